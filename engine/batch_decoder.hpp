@@ -61,7 +61,8 @@ class BatchBackend {
 /// Throws std::invalid_argument unless `ids` is a positive multiple of `rows`.
 inline void check_whole_steps(int rows, std::size_t ids) {
   if (rows < 1 || ids == 0 || ids % static_cast<std::size_t>(rows) != 0)
-    throw std::invalid_argument("batch: the ids should be a step or more of so many rows");
+    throw std::invalid_argument(
+        "batch: the number of ids should be a positive multiple of the number of sequences");
 }
 
 }  // namespace kvlab

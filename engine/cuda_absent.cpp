@@ -9,7 +9,9 @@ namespace kvlab {
 namespace {
 
 [[noreturn]] void refuse_bench() {
-  throw std::invalid_argument("it measures the CUDA decoder, which is not in this build");
+  throw std::invalid_argument(
+      "this command measures the CUDA decoder, which is not in this build; `cmake --preset cuda` "
+      "builds it");
 }
 
 }  // namespace

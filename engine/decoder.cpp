@@ -50,7 +50,7 @@ class Decoder::Impl {
     const std::uint32_t most = longest_sequence(config_.query_heads / config_.kv_heads);
     if (ids.size() > most - tokens_)
       throw std::invalid_argument(
-          fmt::format("decoder: more than {} tokens in a sequence; begin another", most));
+          fmt::format("decoder: a sequence has at most {} tokens; start a new one", most));
     if (all_logits) all_logits->resize(ids.size() * config_.vocab);
     logits_.resize(config_.vocab);
     const std::size_t chunk = append_tokens(kind, ids.size());
@@ -75,7 +75,7 @@ class Decoder::Impl {
   void extend(Sampler& sampler, std::uint32_t count,
               const std::function<bool(std::int32_t)>& on_id) {
     if (tokens_ == 0)
-      throw std::invalid_argument("decoder: nothing to extend; feed a prompt first");
+      throw std::invalid_argument("decoder: there is nothing to extend; feed a prompt first");
     for (std::uint32_t sampled = 0; sampled < count; ++sampled) {
       const std::int32_t id = sampler.pick(logits_);
       if (!on_id(id) || sampled + 1 == count) return;

@@ -44,8 +44,8 @@ std::vector<std::int32_t> candidates(std::span<const float> logits,
 
 Sampler::Sampler(SamplingOptions options) : options_(options) {
   if (!(options.temperature >= 0) || !std::isfinite(options.temperature))
-    throw std::invalid_argument(fmt::format(
-        "temperature: {} should be 0 (greedy) or a number above it", options.temperature));
+    throw std::invalid_argument(
+        fmt::format("temperature: {} should be 0 (greedy) or above", options.temperature));
   if (!(options.top_p > 0 && options.top_p <= 1))
     throw std::invalid_argument(
         fmt::format("top-p: {} should be above 0 and at most 1", options.top_p));

@@ -77,8 +77,8 @@ std::string why_not_device(int major, int minor, cudaError_t loaded) {
                        kOldestMajor);
   if (!is_without_code(loaded)) return loaded == cudaSuccess ? "" : cudaGetErrorString(loaded);
   return fmt::format(
-      "this build has no code that runs on compute capability {}.{} ({}); it was built for "
-      "CMAKE_CUDA_ARCHITECTURES={}: add {}{} to these, or update the driver",
+      "this build has no code for compute capability {}.{} ({}); it was built for "
+      "CMAKE_CUDA_ARCHITECTURES={}; add {}{} to these, or update the driver",
       major, minor, cudaGetErrorString(loaded), built_architectures(), major, minor);
 }
 

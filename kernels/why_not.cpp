@@ -49,14 +49,14 @@ class Wants {
 };
 
 void want_type(Wants& wants, kvlab_type type) {
-  wants.that(is_type(type), "type is {}; KVLAB_BF16, KVLAB_F16 or KVLAB_F32",
+  wants.that(is_type(type), "type is {}; it should be KVLAB_BF16, KVLAB_F16 or KVLAB_F32",
              static_cast<int>(type));
 }
 
 void want_page(Wants& wants, int page) {
   wants.that(page >= kMinSlotsOfBlock && page <= 1 << 20 &&
                  std::has_single_bit(static_cast<unsigned>(page)),
-             "page is {}; a power of two from {} to 2^20", page, kMinSlotsOfBlock);
+             "page is {}; it should be a power of two from {} to 2^20", page, kMinSlotsOfBlock);
 }
 
 /// Kernels count rows and thread blocks in signed 32-bit integers, and round slots up.
@@ -66,23 +66,26 @@ std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, st
                     const std::string& of) {
   Wants wants(of + "pages.");
   if (pages.blocks == nullptr)
-    return wants.that(pages.page == 0, "blocks is NULL, and page {}: both or neither", pages.page)
+    return wants
+        .that(pages.page == 0, "blocks is NULL, and page is {}; give both or neither", pages.page)
         .missing();
   const std::int64_t in_16_bytes = 16 / static_cast<std::int64_t>(bytes_of(type));
   want_page(wants, pages.page);
   wants.that(std::int64_t{pages.page} * pages.max_blocks >= slots,
-             "max_blocks is {} of {} slots: {} slots are wanted", pages.max_blocks, pages.page,
-             slots);
+             "max_blocks is {}, of {} slots each; {} slots are needed", pages.max_blocks,
+             pages.page, slots);
   for (const auto& [stride, name] : {std::pair{pages.block_stride, "block_stride"},
                                      {pages.slot_stride, "slot_stride"},
                                      {pages.head_stride, "head_stride"}})
     wants.that(stride >= 0 && stride % in_16_bytes == 0,
-               "{} is {}; a multiple of {} elements, 16 bytes", name, stride, in_16_bytes);
+               "{} is {}; it should be a multiple of {} elements (16 bytes)", name, stride,
+               in_16_bytes);
   wants.that(pages.slot_stride >= head_size && pages.slot_stride <= 1 << 24,
-             "slot_stride is {}; at least head_size, {}, and at most 2^24", pages.slot_stride,
-             head_size);
+             "slot_stride is {}; it should be at least head_size, {}, and at most 2^24",
+             pages.slot_stride, head_size);
   wants.that(pages.by_pair != 0 || pages.head_stride >= head_size,
-             "head_stride is {}; at least head_size, {}", pages.head_stride, head_size);
+             "head_stride is {}; it should be at least head_size, {}", pages.head_stride,
+             head_size);
   return wants.missing();
 }
 
@@ -92,11 +95,12 @@ void want_shape(Wants& wants, kvlab_type type, int query_heads, int kv_heads, in
   want_type(wants, type);
   wants
       .that(kv_heads > 0 && query_heads > 0 && query_heads % kv_heads == 0,
-            "query_heads is {}, kv_heads {}: each KV head has as many", query_heads, kv_heads)
+            "query_heads is {}, kv_heads {}; query_heads should be a multiple of kv_heads",
+            query_heads, kv_heads)
       .that(kv_heads < 1 || query_heads / kv_heads <= max_group,
-            "query_heads is {}, kv_heads {}: at most {} for each KV head", query_heads, kv_heads,
-            max_group)
-      .that(is_head_size(head_size), "head_size is {}; 64, 96, 128 or 256", head_size);
+            "query_heads is {}, kv_heads {}; at most {} query heads for each KV head are supported",
+            query_heads, kv_heads, max_group)
+      .that(is_head_size(head_size), "head_size is {}; it should be 64, 96, 128 or 256", head_size);
 }
 
 std::string why_not(const DevicePolicy& policy, const kvlab_policy_state& state) {
@@ -105,12 +109,12 @@ std::string why_not(const DevicePolicy& policy, const kvlab_policy_state& state)
       {{state.rules, "rules"}, {state.seeds, "seeds"}, {state.sequence_ids, "sequence_ids"}});
   const std::string_view name = policy.name;
   return wants
-      .that(policy.slot_bytes == 0 || state.states, "states is NULL: {} has {} bytes a slot", name,
-            policy.slot_bytes)
-      .that(policy.params_bytes == 0 || state.params, "params is NULL: {} has {} bytes a sequence",
-            name, policy.params_bytes)
-      .that(policy.features.empty() || state.features, "features is NULL: {} reads {} a slot", name,
-            policy.features.size())
+      .that(policy.slot_bytes == 0 || state.states, "states is NULL, and {} has {} bytes per slot",
+            name, policy.slot_bytes)
+      .that(policy.params_bytes == 0 || state.params,
+            "params is NULL, and {} has {} bytes per sequence", name, policy.params_bytes)
+      .that(policy.features.empty() || state.features, "features is NULL, and {} reads {} per slot",
+            name, policy.features.size())
       .missing();
 }
 
@@ -142,8 +146,8 @@ std::string why_not_shape(const kvlab_cache& cache, const char* name) {
   want_type(wants, cache.type);
   return wants
       .that(cache.sequences > 0 && cache.kv_heads > 0 && cache.max_slots > 0,
-            "sequences is {}, kv_heads {}, max_slots {}: each at least 1", cache.sequences,
-            cache.kv_heads, cache.max_slots)
+            "sequences is {}, kv_heads {}, max_slots {}; each should be at least 1",
+            cache.sequences, cache.kv_heads, cache.max_slots)
       .that(cache.max_slots <= kMaxSlots, "max_slots is {}; at most 2^30", cache.max_slots)
       .that(std::int64_t{cache.sequences} * cache.kv_heads <= 65535,
             "sequences times kv_heads is {}; at most 65535",
@@ -191,7 +195,7 @@ std::string why_not(const kvlab_write_args& args) {
                  {cache.first_slot, "cache.first_slot"},
                  {cache.next_slots, "cache.next_slots"}})
       .that(args.rotated == 0 || (args.rope && args.rope_rows),
-            "rope or rope_rows is NULL, and rotated {}", args.rotated)
+            "rope or rope_rows is NULL, and rotated is {}", args.rotated)
       .also(why_not(cache.pages, cache.head_size, cache.type, 1, "cache."))
       .missing();
 }
@@ -212,11 +216,11 @@ std::string why_not(const kvlab_columns_args& args) {
     const kvlab_column feature = args.features[at];
     wants
         .that(feature >= KVLAB_KEY_NORM && feature <= KVLAB_VALUE_OUT_NORM1,
-              "features[{}] is {}, no kvlab_column", at, static_cast<int>(feature))
+              "features[{}] is {}, which is not a kvlab_column", at, static_cast<int>(feature))
         .that(feature != KVLAB_KEY_COSINE || args.unit_keys,
-              "unit_keys is NULL: KVLAB_KEY_COSINE has a mean to keep")
+              "unit_keys is NULL, and KVLAB_KEY_COSINE needs it for the mean key")
         .that(feature != KVLAB_VALUE_OUT_NORM1 || (args.output && args.hidden > 0),
-              "output is NULL or hidden {}: KVLAB_VALUE_OUT_NORM1 reads W_o", args.hidden)
+              "output is NULL or hidden is {}, and KVLAB_VALUE_OUT_NORM1 reads W_o", args.hidden)
         .that(feature != KVLAB_VALUE_OUT_NORM1 ||
                   (cache.query_heads > 0 && cache.query_heads % cache.kv_heads == 0 &&
                    cache.query_heads <= kMaxGroup * cache.kv_heads),
@@ -237,9 +241,9 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
   wants.also(why_not(args.cache, "cache")).also(why_not(policy, args.policy));
   Wants rest;
   rest.that(!needs_requests(policy.needs) || args.policy.threshold16,
-            "policy.threshold16 is NULL: {} counts requests", std::string_view(policy.name))
+            "policy.threshold16 is NULL, and {} counts requests", std::string_view(policy.name))
       .that(args.numbering >= KVLAB_ORIGINAL && args.numbering <= KVLAB_TWO_FRAMES,
-            "numbering is {}, no kvlab_positions", static_cast<int>(args.numbering))
+            "numbering is {}, which is not a kvlab_positions", static_cast<int>(args.numbering))
       .pointers({{args.now, "now"}})
       .rows({{args.q, "q"}, {args.out, "out"}, {args.workspace, "workspace"}});
   if (args.numbering != KVLAB_ORIGINAL) {
@@ -250,7 +254,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
         .that(args.numbering != KVLAB_SQUEEZED || args.cache.ages,
               "cache.ages is NULL, and numbering KVLAB_SQUEEZED")
         .that(args.numbering != KVLAB_TWO_FRAMES || policy.oldest_first,
-              "numbering is KVLAB_TWO_FRAMES: window and sink alone go by it, not {}",
+              "numbering is KVLAB_TWO_FRAMES, which only window and sink support, not {}",
               std::string_view(policy.name));
   }
   return wants.also(rest.missing()).missing();
@@ -279,8 +283,8 @@ std::string why_not(const kvlab_prefill_args& args) {
             "queries is {}, query_heads {}: below 2^31 rows, so give fewer queries at once",
             args.queries, args.query_heads)
       .that((args.sequences == 0) == (args.first_query == nullptr),
-            "sequences is {}, and first_query {}: both are of a batch", args.sequences,
-            args.first_query == nullptr ? "NULL" : "given")
+            "sequences is {}, and first_query is {}; give both, for a batch, or neither",
+            args.sequences, args.first_query == nullptr ? "NULL" : "given")
       .that(args.sequences >= 0 && args.sequences <= 65535, "sequences is {}; at most 65535",
             args.sequences)
       .that(args.sequences == 0 ? args.all_queries == 0
@@ -289,7 +293,7 @@ std::string why_not(const kvlab_prefill_args& args) {
             "sequence",
             args.all_queries, args.sequences, args.queries)
       .that(args.workspace == nullptr || args.keys_end >= 1,
-            "keys_end is {}, and workspace given; at least 1", args.keys_end)
+            "keys_end is {}, and workspace is given; keys_end should be at least 1", args.keys_end)
       .pointers({{args.first_slot, "first_slot"}})
       .rows({{args.q, "q"}, {args.keys, "keys"}})
       .also(is_type(args.type) ? why_not(args.pages, args.head_size, args.type,
@@ -314,8 +318,7 @@ std::string why_not_params(const DevicePolicy& policy, int count, bool counts) {
 
 std::string why_not_values(const DevicePolicy& policy) {
   return fmt::format(
-      "a value is outside of its range; docs/reference/policies.md has the ranges of {}'s "
-      "parameters",
+      "a value is outside its range; docs/reference/policies.md has the ranges of {}'s parameters",
       std::string_view(policy.name));
 }
 
@@ -353,11 +356,12 @@ std::string why_not_shared(const DevicePolicy& policy) {
   const bool unit = std::ranges::any_of(policy.features, [](std::string_view feature) {
     return feature.substr(feature.find('=') + 1) == "key_cosine";
   });
-  constexpr auto kDepends = "{} {}: of a prefix that depends on what follows it";
+  constexpr auto kDepends = "{} {}: depends on what follows the prefix";
   return Wants()
       .that(!policy.weighted, kDepends, std::string_view(policy.name),
-            "weighs queries by how many are younger")
-      .that(!unit, kDepends, std::string_view(policy.name), "reads key_cosine, of all keys")
+            "weighs queries by the number of later queries")
+      .that(!unit, kDepends, std::string_view(policy.name),
+            "reads key_cosine, which depends on all keys")
       .missing();
 }
 
@@ -369,11 +373,12 @@ std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args) {
             "sequences is {}, kv_heads {}, tokens {}: each at least 1, and 65535 pairs at most",
             args.sequences, args.kv_heads, args.tokens)
       .pointers({{args.first_slot, "first_slot"}, {args.to_first_slot, "to_first_slot"}})
-      .that(!seen || (args.seen && args.to_seen), "seen or to_seen is NULL: {} needs what is seen",
+      .that(!seen || (args.seen && args.to_seen),
+            "seen or to_seen is NULL, and {} needs the numbers of queries that saw each token",
             std::string_view(policy.name))
       .that(!features || (args.features && args.to_features),
-            "features or to_features is NULL: {} reads {} a slot", std::string_view(policy.name),
-            policy.features.size())
+            "features or to_features is NULL, and {} reads {} per slot",
+            std::string_view(policy.name), policy.features.size())
       .missing();
 }
 
@@ -384,7 +389,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args) {
       .also(why_not(to, "to"))
       .that(from.type == to.type && from.sequences == to.sequences &&
                 from.kv_heads == to.kv_heads && from.head_size == to.head_size,
-            "to is of another type or shape than from")
+            "to has another type or shape than from")
       .that(from.head_size >= 1 && from.head_size * bytes_of(from.type) % 16 == 0,
             "from.head_size is {}; rows of multiples of 16 bytes", from.head_size)
       .also(why_not(policy, args.policy))
@@ -397,11 +402,11 @@ std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args) {
 
 std::string why_not_ranks(const kvlab_shrink_args& args, const std::uint64_t* ranks, int devices) {
   return Wants()
-      .that(args.by_layer != 0, "by_layer is 0: kvlab_shrink asks no other device")
+      .that(args.by_layer != 0, "by_layer is 0, and kvlab_shrink does not consult other devices")
       .pointers({{ranks, "ranks"}})
       .that(devices >= 1 && std::int64_t{devices} * args.from.kv_heads <= 65535,
-            "devices is {}, of {} KV heads each: 1 or more, and 65535 heads at most", devices,
-            args.from.kv_heads)
+            "devices is {}, with {} KV heads each; give 1 or more devices, and at most 65535 heads",
+            devices, args.from.kv_heads)
       .missing();
 }
 

@@ -64,7 +64,8 @@ Ranks AgedSet::modified_ranks(std::uint32_t now) const {
     all = ranks(now);
   } else {
     if (!layer_)
-      throw std::logic_error("scope=layer: a cache evicts to the budget without its layer");
+      throw std::logic_error(
+          "scope=layer: a head evicts to the budget without the other heads of its layer");
     all = layer_->at(now);
   }
   if (modifiers_.smooths(after_prompt_)) smooth_ranks(all, modifiers_.smooth, modifiers_.pool);
@@ -116,7 +117,8 @@ std::span<const std::uint32_t> AgedSet::find_victim(std::uint32_t now) {
 std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   if (shares_slots_ && after_prompt_) {
     if (!layer_budgets_)
-      throw std::logic_error("ada(): a cache evicts to the budget without its layer");
+      throw std::logic_error(
+          "ada(): a head evicts to the budget without the other heads of its layer");
     budget_ = layer_budgets_->of(*this, now);
   }
   const std::uint32_t num_evicted = surplus();
@@ -241,9 +243,9 @@ std::string AgedSet::crop_obstacle(std::uint32_t tokens) const {
   const std::string name = ops_.info.name;
   if (tokens >= appended_first_ + appended_count_) return "";
   if (needs() != Needs::nothing)
-    return "policy " + name + " has counted the attention of the tokens that would go";
+    return "policy " + name + " has counted the attention of the tokens that would be removed";
   if (!features_.empty())
-    return "policy " + name + " has computed features from the tokens that would go";
+    return "policy " + name + " has computed features from the tokens that would be removed";
   if (tier_plan_.size() > 1 || is_quantized()) return "tokens have been quantized since";
   if (evicted_at_ > tokens) return "tokens have been evicted since";
   return "";
@@ -277,7 +279,7 @@ void AgedSet::give_back() {
 
 void AgedSet::append(std::uint32_t first, std::uint32_t count, const float* feature_values) {
   if (!features_.empty() && !feature_values)
-    throw std::logic_error("a cache: tokens came without the features of its policy");
+    throw std::logic_error("a cache: tokens were appended without the features of the policy");
   reserve(std::size_t{size_} + count);
   const std::uint32_t old = size_;
   size_ += count;

@@ -16,7 +16,8 @@ HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length,
   if (budget.is_even() || budget.split == Budget::Split::ada) return {};
   const std::string what = "budget " + budget.text();
   if (model.layers == 0)
-    throw std::invalid_argument(what + ": differs by head, which has to be that of a model");
+    throw std::invalid_argument(
+        what + ": differs by head, so the model should be known; give one number of tokens here");
   HeadBudgets heads = budget.heads;
   if (heads.empty()) {
     const std::uint32_t least = config.policy.entry ? min_budget(config.policy) : 1;
@@ -45,16 +46,16 @@ void check_protected_tokens(const ResolvedConfig& config) {
 void check_layers_even(const ResolvedConfig& config) {
   if (config.shares_slots())
     throw std::invalid_argument(
-        fmt::format("budget {}: shares a layer's slots among its heads, and under scope=layer they "
-                    "keep one set; leave one of them out",
+        fmt::format("budget {}: ada() divides a layer's slots among its heads, and scope=layer "
+                    "makes them keep one set; leave out one of the two",
                     config.budget.text()));
   for (std::size_t layer = 0; layer < config.head_budgets.size(); ++layer)
     for (const std::uint32_t budget : config.head_budgets[layer])
       if (budget != config.head_budgets[layer].front())
-        throw std::invalid_argument(
-            fmt::format("policy {}: under scope=layer the KV heads of a layer keep one set, and in "
-                        "layer {} budgets of {} and {} tokens are requested; one would be right",
-                        config.policy.name, layer, config.head_budgets[layer].front(), budget));
+        throw std::invalid_argument(fmt::format(
+            "policy {}: under scope=layer the KV heads of a layer keep one set, and layer {} has "
+            "budgets of {} and {} tokens; give the same to all heads of a layer",
+            config.policy.name, layer, config.head_budgets[layer].front(), budget));
 }
 
 /// Inserts the windows of layers with a sliding window into the budgets by head.
@@ -72,12 +73,12 @@ void check_tier_plan(const CacheConfig& config) {
     throw std::invalid_argument(fmt::format("policy {}: tiers {}: {}", config.policy.name,
                                             config.policy.tier_plan.text(), why));
   };
-  if (!config.policy.entry) refuse("a reference keeps all tokens in 16 bit");
+  if (!config.policy.entry) refuse("an oracle keeps all tokens in 16 bit; leave out the tier plan");
   if (config.positions == Positions::cache && config.policy.tier_plan.is_quantized())
     refuse("quantized keys need original positions; --positions original is expected");
-  if (config.shares_slots()) refuse("ada() shares tokens of 16 bit; an even budget is expected");
+  if (config.shares_slots()) refuse("ada() supports 16 bit only; give an even budget");
   if (config.evicts() && config.policy.tier_plan.is_kivi())
-    refuse("every token stays, which full says");
+    refuse("this format keeps every token; use policy full");
   if (!config.evicts() && config.policy.tier_plan.tiers.size() > 1)
     refuse("full keeps every token on one tier; one format is expected");
 }
@@ -95,9 +96,10 @@ void check_prompt(const CacheConfig& config) {
   const auto refuse = [&](const char* why) {
     throw std::invalid_argument(fmt::format("policy {}: prompt: {}", policy.name, why));
   };
-  if (config.shares_slots()) refuse("every head keeps it, so ada() has nothing to share");
-  if (!policy.tier_plan.is_plain()) refuse("is kept in 16 bit; no tier plan would be right");
-  if (!policy.prompt_tokens) refuse("its length is not known here; sinks=N would be right");
+  if (config.shares_slots())
+    refuse("ada() does not support it, because every head keeps the prompt");
+  if (!policy.tier_plan.is_plain()) refuse("the prompt is kept in 16 bit; leave out the tier plan");
+  if (!policy.prompt_tokens) refuse("its length is not known here; use sinks=N");
 }
 
 /// Converts budgets in 16-bit tokens to the number of tokens that the tier plan holds in the same
@@ -185,8 +187,8 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
   if (policy_layers.layers < model.layers) resolved.windows = model.windows;
   if (config.evicts() && model.layers > 0 && policy_layers.layers == 0)
     throw std::invalid_argument(
-        fmt::format("policy {}: every layer of the model has a window, so there is nothing that it "
-                    "acts on; full is expected",
+        fmt::format("policy {}: every layer of the model has a sliding window, so the policy has "
+                    "nothing to act on; use full",
                     config.policy.name));
   if (!config.evicts()) {
     climb(resolved, length, model.head_size);
@@ -221,8 +223,8 @@ void find_features(ResolvedConfig& config, std::span<const std::int32_t> prompt,
   if (names.empty() || !policy.feature_source) return;
   if (!policy.modifiers.once)
     throw std::invalid_argument(
-        fmt::format("policy {}: feature {}: decoded tokens bring none, so they have to stay; "
-                    "{}:once is expected",
+        fmt::format("policy {}: feature {}: decoded tokens have no such feature, so they cannot be "
+                    "ranked; use {}:once",
                     policy.name, names.front(), policy.name));
   config.brings = policy.feature_source->of(prompt, std::move(names), model);
 }

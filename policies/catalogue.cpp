@@ -39,7 +39,7 @@ Extent parse_tokens(std::string_view text, std::string_view what, double least,
     const bool is_fraction = value > 0 && value < 1 && !alternative.empty() && unit == "tokens";
     throw std::invalid_argument(
         fmt::format("{}: '{}' should be {}{}", what, text, should,
-                    is_fraction ? fmt::format("; for that share write {:g}%", 100 * value) : ""));
+                    is_fraction ? fmt::format("; for this share write {:g}%", 100 * value) : ""));
   }
   return tokens(static_cast<std::uint32_t>(value));
 }
@@ -179,8 +179,9 @@ std::string without_preset(std::string_view text) {
         fmt::format("policy h2o: unknown preset '{}'{}", name, hint(name, known)));
   }
   if (preset->policy.empty())
-    throw std::invalid_argument(fmt::format("policy h2o: the rule cannot hold preset {} ({}): {}",
-                                            name, preset->code, preset->deviates));
+    throw std::invalid_argument(
+        fmt::format("policy h2o: kvlab's eviction rule cannot express preset {} ({}): {}", name,
+                    preset->code, preset->deviates));
   const auto key = [](std::string_view part) { return part.substr(0, part.find('=')); };
   const auto own = split(preset->policy, ':');
   std::vector<std::string_view> kept{own[0]};
@@ -239,7 +240,7 @@ std::string PolicySpec::named_feature() const {
 void PolicySpec::name_feature(std::string_view feature) {
   const auto place = entry ? named_index(entry->info) : std::nullopt;
   if (!place)
-    throw std::invalid_argument(fmt::format("policy {}: it requests no feature by name", name));
+    throw std::invalid_argument(fmt::format("policy {}: it does not use a named feature", name));
   if (!is_feature_name(feature))
     throw std::invalid_argument(
         fmt::format("policy {}: name: '{}' should be a feature's name: up to 64 letters, digits, "
@@ -325,7 +326,7 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
     }
     if (parts.size() > 1)
       throw std::invalid_argument(fmt::format(
-          "policy {} is an oracle: it takes no parameters and no protected tokens", spec.name));
+          "policy {} is an oracle: it has no parameters and no protected tokens", spec.name));
     return spec;
   }
   for (const ParamInfo& param : spec.entry->params) spec.params.push_back(param.standard);
@@ -337,22 +338,22 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   const auto is_tiers_setting = [](std::string_view part) { return part.starts_with("tiers="); };
   if (!spec.entry->info.evicts && !std::all_of(parts.begin() + 1, parts.end(), is_tiers_setting))
     throw std::invalid_argument(fmt::format(
-        "policy {} never evicts: it takes no parameters and no protected tokens", spec.name));
+        "policy {} never evicts: it has no parameters and no protected tokens", spec.name));
   std::vector<std::string_view> given;
   for (std::size_t i = 1; i < parts.size(); ++i) {
     apply_setting(spec, parts[i]);
     given.push_back(parts[i].substr(0, parts[i].find('=')));
     if (std::count(given.begin(), given.end(), given.back()) > 1)
-      throw std::invalid_argument(fmt::format("policy {}: {} is given twice; once would be right",
-                                              spec.name, given.back()));
+      throw std::invalid_argument(
+          fmt::format("policy {}: {} is given twice; give it once", spec.name, given.back()));
   }
   const bool requests_pool = std::ranges::find(given, "pool") != given.end();
   if (spec.modifiers.smooth == 0 && !requests_pool) spec.modifiers.pool = Modifiers::Pool::mean;
   check_modifiers(spec.modifiers, spec.entry->info);
   if (spec.prompt && spec.modifiers.once)
     throw std::invalid_argument(
-        fmt::format("policy {}: under once only a prompt's tokens are evicted, which prompt keeps; "
-                    "once=no would be right",
+        fmt::format("policy {}: under once only the prompt's tokens are evicted, and prompt "
+                    "protects all of them; use once=no",
                     spec.name));
   return spec;
 }
@@ -364,7 +365,7 @@ Budget parse_even(std::string_view text, const std::string& what) {
   if (constexpr std::string_view kRatio = "ratio(";
       text.starts_with(kRatio) && text.ends_with(')')) {
     const std::string_view number = text.substr(kRatio.size(), text.size() - kRatio.size() - 1);
-    const double ratio = parse_number(number, what, "the share that leaves, such as ratio(0.5)");
+    const double ratio = parse_number(number, what, "the share to evict, such as ratio(0.5)");
     if (!(ratio >= 0 && ratio < 1))
       throw std::invalid_argument(
           fmt::format("{}: {} should be at least ratio(0) and below ratio(1)", what, text));
@@ -413,17 +414,16 @@ ProtectedTokens resolve_protected_tokens(const PolicySpec& spec, std::uint32_t b
   const ProtectedTokens protected_tokens{std::max(prompt, spec.sinks.resolve(beside)),
                                          spec.recent.resolve(beside)};
   if (protected_tokens.sinks >= budget)
-    throw BudgetTooSmall(fmt::format("policy {}: sinks={} should be below the budget of {} tokens",
-                                     spec.name, protected_tokens.sinks, budget),
-                         beside > 1 && prompt == 0
-                             ? fmt::format("{}:sinks={} would fit", spec.name, beside / 2)
-                             : "");
+    throw BudgetTooSmall(
+        fmt::format("policy {}: sinks={} should be below the budget of {} tokens", spec.name,
+                    protected_tokens.sinks, budget),
+        beside > 1 && prompt == 0 ? fmt::format("use {}:sinks={}", spec.name, beside / 2) : "");
   if (protected_tokens.recent > budget - protected_tokens.sinks)
     throw BudgetTooSmall(
         fmt::format("policy {}: sinks={} and recent={} tokens exceed the budget of {} tokens; "
                     "sinks + recent should be at most the budget",
                     spec.name, protected_tokens.sinks, protected_tokens.recent, budget),
-        fmt::format("{}:recent={} would fit", spec.name, (budget - protected_tokens.sinks) / 2));
+        fmt::format("use {}:recent={}", spec.name, (budget - protected_tokens.sinks) / 2));
   return protected_tokens;
 }
 

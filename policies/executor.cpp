@@ -14,11 +14,11 @@ std::string refused_features(const Executor& executor, const PolicySpec& policy)
   const std::string feature = feature_beyond(executor, policy);
   if (feature.empty()) return "";
   if (is_computed(feature, true))
-    return fmt::format("policy {}: {} does not know its feature {}; {} does", policy.name,
+    return fmt::format("policy {}: {} does not support its feature {}; {} does", policy.name,
                        executor.name, feature, executor.instead);
   return fmt::format(
-      "policy {}: feature {}: a decoder computes {} and no other; a replay reads it from a trace, "
-      "the end-to-end evaluation on the CPU by --features",
+      "policy {}: feature {}: a decoder computes only {}; a replay reads other features from a "
+      "trace, and the end-to-end evaluation on the CPU from --features",
       policy.name, feature, computed_feature_names());
 }
 
@@ -38,7 +38,7 @@ std::string feature_beyond(const Executor& executor, const PolicySpec& policy) {
 std::string refusal(const Executor& executor, const CacheConfig& config) {
   const PolicySpec& policy = config.policy;
   if (!policy.tier_plan.is_plain() && !executor.supports_tiers)
-    return fmt::format("policy {}: tiers {}: {} keeps tokens in 16 bit; {} knows tier plans",
+    return fmt::format("policy {}: tiers {}: {} keeps tokens in 16 bit; {} supports tier plans",
                        policy.name, policy.tier_plan.text(), executor.name, executor.instead);
   if (policy.tier_plan.is_kivi() && !executor.kivi)
     return fmt::format(
@@ -46,17 +46,19 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
         "evaluation on the CPU do",
         policy.name, policy.tier_plan.text(), executor.name);
   if (const std::size_t tiers = policy.tier_plan.tiers.size(); tiers > executor.most_tiers)
-    return fmt::format("policy {}: tiers {}: has {} tiers, and {} holds at most {}; {} holds {}",
-                       policy.name, policy.tier_plan.text(), tiers, executor.name,
-                       executor.most_tiers, executor.instead, kMaxTiers);
+    return fmt::format(
+        "policy {}: tiers {}: has {} tiers, and {} supports at most {}; {} supports {}",
+        policy.name, policy.tier_plan.text(), tiers, executor.name, executor.most_tiers,
+        executor.instead, kMaxTiers);
   if (!policy.entry)
-    return fmt::format("policy {} is an oracle of the replay; {} needs a policy", policy.name,
-                       executor.name);
+    return fmt::format("policy {} is an oracle, which only the replay supports; {} needs a policy",
+                       policy.name, executor.name);
   if (!config.evicts()) return "";
   if (policy.entry->see_rows && config.prefill.chunk != 0)
-    return fmt::format("policy {}: looks at whole prompts; prefill dense is expected", policy.name);
+    return fmt::format("policy {}: needs the whole prompt at once; use --prefill dense",
+                       policy.name);
   const auto unknown = [&](const std::string& what) {
-    return fmt::format("{} does not know {}; {} does", executor.name, what, executor.instead);
+    return fmt::format("{} does not support {}; {} does", executor.name, what, executor.instead);
   };
   const std::string of_budget = fmt::format("budget {}: ", config.budget.text());
   if (config.shares_slots() && !executor.shared_slots) return of_budget + unknown("it");
@@ -75,7 +77,7 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
 
 std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks) {
   if (executor.bent_rows || !(capped || sinks)) return "";
-  return fmt::format("{} does not know {}; {} does", executor.name,
+  return fmt::format("{} does not support {}; {} does", executor.name,
                      capped ? "soft caps" : "sink logits", executor.instead);
 }
 

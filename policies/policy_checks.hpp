@@ -197,10 +197,9 @@ consteval void check_hooks() {
   static_assert(P::kInfo.needs == Needs::nothing || hooks::HasObserve<P>,
                 "policy: kInfo.needs requests observations, so it needs `static constexpr void "
                 "observe(Slot&, const Observation&, const Params&, const Step&)`");
-  static_assert(
-      P::kInfo.needs != Needs::nothing || !hooks::HasObserve<P>,
-      "policy: has observe(), but kInfo.needs says nothing: say Needs::mass, Needs::requests or "
-      "Needs::both");
+  static_assert(P::kInfo.needs != Needs::nothing || !hooks::HasObserve<P>,
+                "policy: has observe(), but kInfo.needs is nothing; set Needs::mass, "
+                "Needs::requests or Needs::both");
   static_assert(
       !P::kInfo.weighted || (hooks::HasWeight<P> && hooks::HasTail<P>),
       "policy: kInfo.weighted needs `static constexpr float weight(std::uint32_t age, const "

@@ -160,8 +160,8 @@ PolicyStruct find_policy_struct(std::string_view text, std::string_view path) {
   const Walk walk(without_opaque(text));
   if (walk.with_info.size() > 1)
     throw std::invalid_argument(
-        fmt::format("{}:{}: {} has a kInfo, and so has {}; a policy source holds one policy", path,
-                    walk.with_info[1].line, walk.with_info[1].name, walk.with_info[0].name));
+        fmt::format("{}:{}: {} has a kInfo, and so does {}; a policy source should hold one policy",
+                    path, walk.with_info[1].line, walk.with_info[1].name, walk.with_info[0].name));
   if (!walk.with_info.empty()) return walk.with_info.front();
   if (walk.last) return *walk.last;
   throw std::invalid_argument(fmt::format(

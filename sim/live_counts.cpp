@@ -123,15 +123,15 @@ std::string windows_text(std::size_t layers, double mean_bytes, double peak_byte
   if (layers == 0) return "";
   constexpr double kMiB = 1 << 20;
   return fmt::format(
-      "{} layers with a window beside them keep {:.2f} MiB of keys and values, at most {:.2f}",
+      "{} layers with a sliding window also keep {:.2f} MiB of keys and values, at most {:.2f}",
       layers, mean_bytes / kMiB, peak_bytes / kMiB);
 }
 
 std::string exempt_text(double peak_bytes, double exempt_peak_bytes) {
   constexpr double kMiB = 1 << 20;
   return fmt::format(
-      "at most {:.2f} MiB of keys and values where it acts, {:.2f} in exempt layers, {:.2f} "
-      "together",
+      "at most {:.2f} MiB of keys and values in the layers where the policy acts, {:.2f} in exempt "
+      "layers, {:.2f} in total",
       (peak_bytes - exempt_peak_bytes) / kMiB, exempt_peak_bytes / kMiB, peak_bytes / kMiB);
 }
 

@@ -36,12 +36,13 @@ void check_features(const PolicySpec& policy, const TraceReader& trace, bool kno
     if (policy.feature_source && !built_in_feature(name)) continue;
     const std::string what = fmt::format("policy {}: feature {}: ", policy.name, name);
     if (built_in_feature(name))
-      throw std::invalid_argument(what + "takes the model's weights: give --model DIR");
-    throw std::invalid_argument(fmt::format(
-        "{}the trace {} has {}; python -m kvlab.hf features adds one, and {} are computed", what,
-        trace.directory().string(),
-        there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
-        computed_feature_names()));
+      throw std::invalid_argument(what + "is computed from the model's weights; give --model DIR");
+    throw std::invalid_argument(
+        fmt::format("{}the trace {} has {}; add it with python -m kvlab.hf features, or use one "
+                    "that is computed: {}",
+                    what, trace.directory().string(),
+                    there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
+                    computed_feature_names()));
   }
 }
 
@@ -53,7 +54,8 @@ void check_projections(const OutputProjections& output, const TraceReader& trace
   if (other_weights || output.layers.size() != shape.layers || output.group != shape.group() ||
       output.head_size != shape.head_size)
     throw std::invalid_argument(
-        fmt::format("--model: the trace {} is not of this checkpoint", trace.directory().string()));
+        fmt::format("--model: the trace {} was captured from another checkpoint; give that one",
+                    trace.directory().string()));
 }
 
 /// The layers without a window. Policies act on these only, because a window keeps few tokens
@@ -62,10 +64,10 @@ TraceReader policy_layers(const TraceReader& trace) {
   if (trace.layers_with_window(true).empty()) return trace;
   const std::vector<std::uint32_t> layers = trace.layers_with_window(false);
   if (layers.empty())
-    throw std::invalid_argument(fmt::format(
-        "trace {}: every layer has a window, so there is nothing that policies act on; a "
-        "trace with a layer that sees all tokens is expected",
-        trace.directory().string()));
+    throw std::invalid_argument(
+        fmt::format("trace {}: every layer has a sliding window, so policies have nothing to act "
+                    "on; give a trace with a layer that attends to all tokens",
+                    trace.directory().string()));
   return trace.of_layers(layers);
 }
 
@@ -79,7 +81,8 @@ double threshold_of(std::span<const CacheConfig> configs) {
   for (const CacheConfig& config : configs)
     if (config.threshold != threshold)
       throw std::invalid_argument(
-          fmt::format("request threshold {}: another configuration has {}; a replay has one",
+          fmt::format("request threshold {}: another configuration has {}; give all configurations "
+                      "of a replay the same",
                       config.threshold, threshold));
   return threshold;
 }
@@ -375,8 +378,7 @@ class Replay {
   void check() {
     if (measured_.size() == 0)
       throw std::invalid_argument(fmt::format(
-          "trace {}: queries decode needs decoded tokens, and it has none; --queries all takes "
-          "every query",
+          "trace {}: it has no decoded tokens, which --queries decode measures; use --queries all",
           trace_.directory().string()));
     if (options_.output) check_projections(*options_.output, trace_);
     for (const std::uint32_t number : options_.layers) layers_.push_back(layer_of(number));
@@ -389,11 +391,12 @@ class Replay {
   void add(const CacheConfig& config) {
     if (!config.policy.entry && config.positions == Positions::cache)
       throw std::invalid_argument(
-          fmt::format("policy {}: a reference keeps original positions", config.policy.name));
+          fmt::format("policy {}: an oracle supports original positions only", config.policy.name));
     if (config.policy.name == kOracleResidual && !(trace_.has_residuals() && trace_.sketch_file()))
-      throw std::invalid_argument(fmt::format(
-          "policy oracle_residual: the trace {} lacks the norms and the sketch of `kvlab capture`",
-          trace_.directory().string()));
+      throw std::invalid_argument(
+          fmt::format("policy oracle_residual: the trace {} has no residual norms and no sketch; "
+                      "`kvlab capture` writes both",
+                      trace_.directory().string()));
     check_features(config.policy, trace_, options_.output != nullptr);
     const CacheShape heads = heads_of(trace_);
     configs_.push_back(resolve(config, trace_.segments(), sequence_, heads));
@@ -472,7 +475,7 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
                               job_.replay.columns());
   };
   if (outcomes.size() != job_.configs || !std::all_of(outcomes.begin(), outcomes.end(), fits))
-    throw std::runtime_error("the outcomes of another replay");
+    throw std::runtime_error("the outcomes belong to another replay");
   const std::size_t l = index / job_.heads;
   layers_[l].heads[index % job_.heads] = std::move(outcomes);
   if (--left_[l] > 0) return;
@@ -522,7 +525,8 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
                                std::uint32_t number, std::uint32_t kv_head,
                                std::span<const std::uint32_t> queries) {
   if (config.policy.name == kOracleTopk)
-    throw std::invalid_argument("oracle_topk keeps a set for each query head, not for a KV head");
+    throw std::invalid_argument(
+        "oracle_topk keeps one set for each query head, not for each KV head");
   const Replay job(trace, sequence, std::span(&config, 1), options);
   const std::uint32_t layer = job.layer_of(number);
   check_head(trace, layer, kv_head);

@@ -44,8 +44,10 @@ std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& 
                                       std::size_t tokens) {
   std::vector<std::int32_t> ids = first_ids(path, read_text(path), tokenizer, tokens);
   if (ids.size() < tokens)
-    throw std::invalid_argument(fmt::format("--text {}: has {} tokens; --max-tokens requests {}",
-                                            path, ids.size(), tokens));
+    throw std::invalid_argument(
+        fmt::format("--text {}: has {} tokens, fewer than --max-tokens {}; give a longer text or a "
+                    "smaller --max-tokens",
+                    path, ids.size(), tokens));
   return ids;
 }
 
@@ -80,14 +82,15 @@ void add_eval_model_options(po::options_description& options) {
     return po::value<std::vector<std::string>>()->value_name(name)->multitoken();
   };
   add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
-  add("text", files("FILE..."), "texts; the first --max-tokens of each are used");
+  add("text", files("FILE..."), "texts; the first --max-tokens tokens of each are used");
   add("trace", files("TRACE..."),
-      "traces of the model, with whatever was added to them, instead of texts or beside them");
+      "traces of the model, with the features and gradients that were added to them; instead of "
+      "texts or in addition");
   add("prompt-tokens", number_option("P", 512),
-      "tokens of each text that are its prompt; by default at most half of them");
-  add("max-tokens", number_option("T", 2560), "tokens of each text, the prompt included");
+      "tokens of each text that form its prompt; by default at most half of them");
+  add("max-tokens", number_option("T", 2560), "tokens of each text, including the prompt");
   add("output-error", text_option("sample|all", "sample"),
-      "errors on every eighth query, or on all of them");
+      "measure errors at every eighth query (sample), or at all");
 }
 
 void check_eval_model_options(const po::variables_map& options) {
@@ -100,9 +103,9 @@ void check_eval_model_options(const po::variables_map& options) {
   std::set<std::string> names;
   for (const std::string& path : paths_of(options, "text"))
     if (!names.insert(name_of_text(path)).second)
-      throw std::invalid_argument(
-          fmt::format("--text: two files are called {}; rename one, results are told apart by it",
-                      name_of_text(path)));
+      throw std::invalid_argument(fmt::format(
+          "--text: two files are called {}; rename one, because results are listed by this name",
+          name_of_text(path)));
 }
 
 std::vector<EvalText> eval_texts_from(const po::variables_map& options, const EvalModel& model) {
@@ -119,7 +122,9 @@ std::vector<EvalText> eval_texts_from(const po::variables_map& options, const Ev
   for (const EvalText& text : texts)
     if (!names.insert(text.name).second)
       throw std::invalid_argument(
-          fmt::format("--trace: two texts or traces are called {}; rename one", text.name));
+          fmt::format("--trace: two texts or traces are called {}; rename one, because results are "
+                      "listed by this name",
+                      text.name));
   if (options.count("text")) say_of_model(model.backend->config(), model.tokenizer);
   DistinctTexts distinct = distinct_texts(std::move(texts));
   for (const std::string& warning : distinct.warnings) fmt::print(stderr, "kvlab: {}\n", warning);
@@ -129,11 +134,11 @@ std::vector<EvalText> eval_texts_from(const po::variables_map& options, const Ev
 void add_task_accuracy_options(po::options_description& options) {
   auto add = options.add_options();
   add("task", text_option("LIST", "passkey,needle"),
-      "what those that are near in KL are asked, query-agnostic, the first deciding first: "
-      "passkey, "
-      "needle, recall; none: nothing is asked, which --features makes the default");
+      "tasks for the policies that are close in KL, query-agnostic, in order of priority: passkey, "
+      "needle, recall; none: no task (the default with --features)");
   add("words", number_option("N", 250),
-      "--task: words of the context; fewer where the full cache itself finds too little");
+      "--task: lengths of the context, in words; fewer are used if the full cache itself scores "
+      "too low");
   add("samples", number_option("N", 8), "--task: questions at each of five depths");
 }
 
@@ -146,7 +151,7 @@ TaskAccuracyPlan task_accuracy_plan_from(const po::variables_map& options) {
   const bool of_texts = options.count("features") > 0 && options["task"].defaulted();
   const auto names = of_texts ? std::vector<std::string>{"none"} : list_from(options, "task");
   if (names == std::vector<std::string>{"none"})
-    refuse_given(options, {"words", "samples"}, "--task none asks nothing");
+    refuse_given(options, {"words", "samples"}, "--task none evaluates no task");
   else
     for (const std::string& name : names)
       plan.tasks.push_back({{.kind = parse_task_kind(name)}, words});

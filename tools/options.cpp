@@ -48,7 +48,7 @@ void refuse_hub_name(const std::string& model) {
       std::filesystem::exists(std::filesystem::path(model).parent_path(), error))
     return;
   throw std::invalid_argument(fmt::format(
-      "--model: there is no folder {}; if that is a name on the Hugging Face hub, fetch it first "
+      "--model: there is no directory {}; if it is a name on the Hugging Face hub, fetch it first "
       "(huggingface-cli download {} --local-dir DIR) and give --model DIR",
       model, model));
 }
@@ -63,18 +63,18 @@ void refuse_given(const po::variables_map& options, std::initializer_list<const 
 void refuse_without(const po::variables_map& options, const char* needed,
                     std::initializer_list<const char*> names) {
   if (!is_given(options, needed))
-    refuse_given(options, names, fmt::format("is of --{}, which is not given", needed));
+    refuse_given(options, names, fmt::format("requires --{}", needed));
 }
 
 void refuse_beside_policy_file(const po::variables_map& options) {
   refuse_given(options, {"policy", "budget", "positions", "prefill", "request-threshold"},
-               "the file of --policy-file says this itself");
+               "--policy-file already sets it");
 }
 
 void refuse_lone_budget(const po::variables_map& options) {
   if (options.count("budget"))
     throw std::invalid_argument(
-        "--budget: of which policy? the full cache has none; give one: --policy h2o");
+        "--budget: the full cache has no budget; give a policy that evicts: --policy h2o");
 }
 
 std::vector<std::string> list_from(const po::variables_map& options, const char* name) {
@@ -192,9 +192,9 @@ po::typed_value<std::int64_t>* number_option(const char* name, std::int64_t stan
 void add_tiers_option(po::options_description& options) {
   options.add_options()(
       "tiers", po::value<std::vector<std::string>>()->composing()->value_name("FORMAT:SHARE,..."),
-      "how exactly tokens are kept, in the bytes of so many tokens of 16 bit: tiers of 16, fp8, 8, "
-      "4, k4v2 or 2 bits, such as 4 or 16:16t,4:100%; may be given again; auto: several (default: "
-      "16)");
+      "KV precision at the same memory as the budget in 16 bit: one format (16, fp8, 8, 4, k4v2, "
+      "2) or a tier plan FORMAT:SHARE,... such as 16:16t,4:100%; may be given several times; auto: "
+      "several plans (default: 16)");
 }
 
 std::vector<TierPlan> tier_plans_from(const po::variables_map& options) {
@@ -211,38 +211,37 @@ std::vector<TierPlan> tier_plans_from(const po::variables_map& options) {
 
 void add_policy_options(po::options_description& options, bool needs_policy) {
   auto add = options.add_options();
-  const std::string without = needs_policy ? "may be left out beside --policy-source"
+  const std::string without = needs_policy ? "not needed with --policy-source"
                                            : "default: full, or the policy of --policy-source";
   const std::string text =
-      "policies, each name:param=value:sinks=N:recent=N, such as h2o:recent=25%; `kvlab policies` "
-      "lists "
-      "them (" +
-      without + ")";
+      "policies, such as h2o:sinks=4:recent=25%; `kvlab policies` lists them (" + without + ")";
   add("policy", text_option("P,..."), text.c_str());
   add_source_option(options);
   add("budget", text_option("B,..."),
-      "tokens that a decoded query may span, or a share of the length: 64,128,20%; bytes of a "
-      "head: 64KiB,20%bytes; by head: @FILE, or a mean shared as in pyramid(20%)");
+      "cache size during decoding: tokens or a share of the length (64,128,20%); bytes of a head "
+      "(64KiB,20%bytes); by head from @FILE, or shared as in pyramid(20%)");
   add_tiers_option(options);
   add("prefill", text_option("MODE,...", "dense"),
-      "how a prompt is appended: dense (at once), chunk:N or stream");
+      "how the prompt is processed: dense (at once, then evict), chunk:N (N tokens, then evict) or "
+      "stream (token by token)");
   add("positions", text_option("original|cache"),
-      "true positions, or the live tokens numbered 0, 1, 2, ... (default: the policy's own)");
+      "positions for RoPE: those in the text (original), or the live tokens numbered 0, 1, 2, ... "
+      "(cache) (default: the policy's own)");
   add("seed", number_option("N", 0), "random seed");
 }
 
 void add_source_option(po::options_description& options) {
-  options.add_options()(
-      "policy-source", po::value<std::vector<std::string>>()->composing()->value_name("FILE.hpp"),
-      "a policy of your own, compiled now: one header like those of policies/; may be given again");
+  options.add_options()("policy-source",
+                        po::value<std::vector<std::string>>()->composing()->value_name("FILE.hpp"),
+                        "a policy of your own, as a header like those of policies/, which is "
+                        "compiled now; may be given several times");
 }
 
 void add_features_option(po::options_description& options) {
   options.add_options()("features",
                         po::value<std::vector<std::string>>()->composing()->value_name("TRACE"),
-                        "a trace that begins with the prompt's very tokens: its features serve "
-                        "policies under `once`; "
-                        "may be given again, one for each prompt");
+                        "trace that starts with exactly the prompt's tokens; its features are used "
+                        "by policies with `once`; may be given several times, one for each prompt");
 }
 
 namespace {
@@ -252,7 +251,7 @@ std::shared_ptr<const FeatureSource> features_from(const po::variables_map& opti
   const auto found = options.find("features");
   if (found == options.end()) return nullptr;
   if (device_from(options) == Device::cuda)
-    throw std::invalid_argument("--features: no CUDA device reads them; use --device cpu");
+    throw std::invalid_argument("--features: only the CPU reads features; use --device cpu");
   return std::make_shared<const FeatureTraces>(found->second.as<std::vector<std::string>>(),
                                                threads_from(options));
 }
@@ -260,9 +259,10 @@ std::shared_ptr<const FeatureSource> features_from(const po::variables_map& opti
 }  // namespace
 
 void add_threshold_option(po::options_description& options) {
-  options.add_options()(
-      "request-threshold", po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
-      "a query requests a token that gets at least this share of its row's largest probability");
+  options.add_options()("request-threshold",
+                        po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
+                        "a query requests a token if its attention is at least TAU times the "
+                        "query's largest attention");
 }
 
 double threshold_from(const po::variables_map& options) {
@@ -275,9 +275,9 @@ double threshold_from(const po::variables_map& options) {
 
 void add_common_options(po::options_description& options) {
   auto add = options.add_options();
-  add("threads", number_option("N"), "default: all cores");
+  add("threads", number_option("N"), "number of threads (default: all cores)");
   add("device", text_option("cpu|cuda"),
-      "default: cuda where there is one; replay and its bench: cpu");
+      "device to run on (default: cuda if there is a device; replay and its bench: cpu)");
   add("json", po::bool_switch(), "print one JSON object");
 }
 
@@ -360,9 +360,10 @@ CacheConfig only_config(const po::variables_map& options) {
   if (policies == std::vector<std::string>{"full"}) refuse_lone_budget(options);
   const auto sweep = sweep_from(options);
   if (sweep.size() != 1)
-    throw std::invalid_argument(fmt::format(
-        "{} configurations requested; give one policy, budget, prefill mode and position mode",
-        sweep.size()));
+    throw std::invalid_argument(
+        fmt::format("{} configurations were given, and one is possible here; give one policy, "
+                    "budget, prefill mode and position mode",
+                    sweep.size()));
   return sweep.front();
 }
 
@@ -434,7 +435,8 @@ void announce_traces(std::string_view command, const ModelShape& shape, std::uin
 std::vector<std::string> text_names(const std::vector<std::string>& paths) {
   constexpr std::string_view kTaken = "all";  // the name of metrics over all texts
   if (std::ranges::find(paths, kTaken) != paths.end())
-    throw std::invalid_argument("--text: all is what metrics over all texts go by; write ./all");
+    throw std::invalid_argument(
+        "--text: the name 'all' stands for all texts in the results; write ./all");
   std::vector<std::string> names;
   std::set<std::string_view> seen;  // views of `names`, which is not reallocated
   names.reserve(paths.size());
@@ -468,16 +470,18 @@ void refuse_unwritable(const std::string& path, std::string_view option) {
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();
   std::error_code error;
   if (std::filesystem::is_directory(path, error))
-    throw std::runtime_error(fmt::format("{}: {} is a folder; give a file", option, path));
+    throw std::runtime_error(fmt::format("{}: {} is a directory; give a file", option, path));
   if (!folder.empty() && !std::filesystem::is_directory(folder, error))
-    throw std::runtime_error(fmt::format("{}: {} lies in no folder that there is; make {} first",
-                                         option, path, folder.string()));
+    throw std::runtime_error(
+        fmt::format("{}: {}: parent directory {} does not exist; make it first", option, path,
+                    folder.string()));
 }
 
 void refuse_existing(const std::string& path, std::string_view option) {
   std::error_code error;
   if (std::filesystem::exists(std::filesystem::symlink_status(path, error)))
-    throw std::runtime_error(fmt::format("{}: {} exists; give a path that does not", option, path));
+    throw std::runtime_error(
+        fmt::format("{}: {} exists already; give a path that does not exist", option, path));
 }
 
 void refuse_homeless(const std::string& path, std::string_view option) {
@@ -485,8 +489,9 @@ void refuse_homeless(const std::string& path, std::string_view option) {
   const std::filesystem::path folder = whole.parent_path().parent_path();
   std::error_code error;
   if (!folder.empty() && !std::filesystem::is_directory(folder, error))
-    throw std::runtime_error(fmt::format("{}: {} lies in no folder that there is; make {} first",
-                                         option, path, folder.string()));
+    throw std::runtime_error(
+        fmt::format("{}: {}: parent directory {} does not exist; make it first", option, path,
+                    folder.string()));
 }
 
 }  // namespace kvlab

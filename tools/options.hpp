@@ -94,7 +94,7 @@ void refuse_beside_policy_file(const po::variables_map& options);
 /// Throws std::invalid_argument for a `--budget` without a policy, because `full` has no budget.
 void refuse_lone_budget(const po::variables_map& options);
 
-/// `--threads`, at least 1; default: all cores.
+/// `--threads`, at least 1; number of threads (default: all cores).
 unsigned threads_from(const po::variables_map& options);
 /// `--device`, by default cuda if this build and this machine have it. Throws std::invalid_argument
 /// for cuda in a build without it, std::runtime_error without a device.

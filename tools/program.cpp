@@ -32,11 +32,11 @@ constexpr int kBadInput = 2;
 void print_welcome() {
   fmt::print(
       "kvlab: design KV-cache eviction policies offline, deploy them online.\n\n"
-      "New here?  kvlab demo          the whole loop on the bundled model, a minute or two\n"
+      "New here?  kvlab demo          the whole loop on the bundled model (a minute)\n"
       "Then       kvlab capture       a trace from your own model\n"
       "           kvlab replay        many policies and budgets over it\n"
       "           kvlab report        a page to look at\n\n");
-  fmt::print("Commands (`kvlab help COMMAND` says more of each):\n");
+  fmt::print("Commands (`kvlab help COMMAND` shows the options of each):\n");
   for (const Command& command : all_commands())
     fmt::print("  {:<10} {}\n", command.name, command.summary);
 }
@@ -79,8 +79,8 @@ void complain(Terminal& terminal, const std::vector<std::string>& words,
 }
 
 constexpr std::string_view kOutOfMemoryAtOnce =
-    "kvlab: out of memory; a shorter input or fewer configurations would fit; "
-    "what was unfinished is left, as *.part\n";
+    "kvlab: out of memory; a shorter input or fewer configurations may fit; "
+    "unfinished results are kept, as *.part\n";
 
 /// Prints a line without an allocation.
 void say_as_it_is(std::string_view line) {
@@ -131,12 +131,12 @@ void check_deadline(int) {
   if (wall < kWall || (work < kWork && wall < kLongest)) return;
   for (const auto& [signal, name] : kCallers)
     if (signal == caller) {
-      say_as_it_is("kvlab: called off by ");
+      say_as_it_is("kvlab: stopped by ");
       say_as_it_is(name);
     }
   say_as_it_is(
-      " in the middle of a long step; what was unfinished is left, as *.part, and the same command "
-      "begins again\n");
+      " in the middle of a long step; unfinished results are kept, as *.part, and the same command "
+      "starts from the beginning\n");
   ::_exit(128 + caller);
 }
 
@@ -162,11 +162,12 @@ int say_called_off(Terminal& terminal, const std::vector<std::string>& words,
   const Cancelled plain;
   const std::string_view begin = plain.what();
   const bool says_more = error.starts_with(begin) && error.size() > begin.size();
-  const std::string_view rest = says_more ? error.substr(begin.size())
-                                          : "; nothing is left, and the same command begins again";
+  const std::string_view rest =
+      says_more ? error.substr(begin.size())
+                : "; nothing was kept, and the same command starts from the beginning";
   const auto* const by =
       std::ranges::find(kCallers, int{caller}, &std::pair<int, const char*>::first);
-  complain(terminal, words, {fmt::format("{} by {}{}", begin, by->second, rest)});
+  complain(terminal, words, {fmt::format("stopped by {}{}", by->second, rest)});
   return 128 + caller;
 }
 
@@ -188,7 +189,7 @@ void refuse_small_stack() {
   rlimit stack{};
   if (::getrlimit(RLIMIT_STACK, &stack) != 0 || stack.rlim_cur >= kMin) return;
   throw std::runtime_error(
-      fmt::format("the stack is limited to {} KiB; {} KiB are needed: ulimit -s {}",
+      fmt::format("the stack is limited to {} KiB, and {} KiB are needed; run: ulimit -s {}",
                   stack.rlim_cur >> 10, kMin >> 10, kMin >> 10));
 }
 
@@ -196,8 +197,8 @@ void refuse_small_stack() {
 /// be done then.
 void report_truncated_file(int) {
   say_as_it_is(
-      "kvlab: a file became shorter while it was read; leave inputs as they are until it is "
-      "done\n");
+      "kvlab: a file became shorter while it was read; do not change input files while kvlab "
+      "runs\n");
   ::_exit(kBadInput);
 }
 
@@ -217,7 +218,7 @@ int kvlab_main(int argc, char** argv) {
     refuse_small_stack();
     return run(words);
   } catch (const std::bad_alloc&) {
-    complain(terminal, words, {"out of memory; a shorter input or fewer configurations would fit"});
+    complain(terminal, words, {"out of memory; a shorter input or fewer configurations may fit"});
   } catch (const DoesNotCompile& error) {
     complain(terminal, words, split_list(error.what(), '\n'));
   } catch (const std::filesystem::filesystem_error& error) {

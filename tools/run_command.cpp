@@ -18,10 +18,28 @@
 namespace kvlab {
 namespace {
 
+constexpr unsigned kColumns = 80;
+
+/// `text` with its lines broken at spaces; the rest of a broken line is indented.
+std::string wrapped(std::string_view text) {
+  std::string lines;
+  std::size_t column = 0;
+  for (const char c : text) {
+    lines += c;
+    column = c == '\n' ? 0 : column + 1;
+    const std::size_t space = lines.rfind(' ');
+    if (column <= kColumns || space == std::string::npos || lines.size() - space > column) continue;
+    lines.replace(space, 1, "\n         ");
+    column = lines.size() - space - 1;
+  }
+  return lines;
+}
+
 void print_help(const Command& command, const po::options_description& options) {
-  fmt::print("{}\n\nUsage: kvlab {} {}\n\n", command.summary, command.name, command.usage);
+  fmt::print("{}\n\n{}\n\n", command.summary,
+             wrapped(fmt::format("Usage: kvlab {} {}", command.name, command.usage)));
   // The option for positional words has a name that is not shown.
-  po::options_description named("Options", 100);
+  po::options_description named("Options", kColumns);
   for (const auto& option : options.options())
     if (option->long_name() != command.positional) named.add(option);
   fmt::print("{}\nExample: {}\n", fmt::streamed(named), command.example);
@@ -37,10 +55,10 @@ std::string without_dashes(const std::string& option) {
   std::vector<std::string> names;
   for (const auto& option : options.options()) names.push_back(option->long_name());
   const auto near = nearest_name(without_dashes(name), names);
-  throw std::invalid_argument(fmt::format(
-      "unknown option '{}'; {}", name,
-      near ? "did you mean --" + *near + "?"
-           : fmt::format("`kvlab {} --help` lists those that there are", command.name)));
+  throw std::invalid_argument(
+      fmt::format("unknown option '{}'; {}", name,
+                  near ? "did you mean --" + *near + "?"
+                       : fmt::format("`kvlab {} --help` lists the known options", command.name)));
 }
 
 /// Throws an error that says what a value should be, which Boost's message does not.
@@ -127,7 +145,7 @@ po::variables_map parse(const Command& command, const po::options_description& o
   } catch (const po::multiple_occurrences& error) {
     const std::string name = without_dashes(error.get_option_name());
     if (name == command.positional) refuse_word(command, loose.run());
-    throw std::invalid_argument(fmt::format("--{}: given more than once; once is right", name));
+    throw std::invalid_argument(fmt::format("--{}: given more than once; give it once", name));
   } catch (const po::unknown_option& error) {
     refuse_unknown(error.get_option_name(), command, options);
   } catch (const po::invalid_option_value& error) {
@@ -173,7 +191,7 @@ void refuse_overwriting(const po::variables_map& values) {
           if (name == output || !std::filesystem::equivalent(path, item.substr(is_file), none))
             continue;
           throw std::invalid_argument(
-              fmt::format("--{}: {} is what --{} reads; name another place", output, path, name));
+              fmt::format("--{}: {} is what --{} reads; give another path", output, path, name));
         }
   }
 }

@@ -61,11 +61,19 @@ void Terminal::say_lines() {
   lines_.clear();
 }
 
+void Terminal::end_bar() {
+  if (!bar_open_) return;
+  bar_open_ = false;
+  lines_ += '\n';
+  say_lines();
+}
+
 ssize_t Terminal::take_output(void*, const char* bytes, std::size_t count) {
   if (!terminal) return static_cast<ssize_t>(count);
   Terminal& self = *terminal;
   try {
     const std::lock_guard lock(self.mutex_);
+    self.end_bar();
     self.say_lines();
     const std::string text = printable_lines({bytes, count});
     if (std::fwrite(text.data(), 1, text.size(), self.out_) == text.size() &&
@@ -83,9 +91,14 @@ ssize_t Terminal::take_line(void*, const char* bytes, std::size_t count) {
   const std::string_view text(bytes, count);
   try {
     const std::lock_guard lock(self.mutex_);
-    const bool is_bar = text.starts_with('\r') || text == "\n";
-    self.lines_ += is_bar ? std::string(text) : line_of(text);
-    if (is_bar) self.say_lines();
+    if (text.starts_with('\r')) {
+      self.lines_ += text;
+      self.say_lines();
+      self.bar_open_ = true;
+    } else {
+      self.end_bar();
+      if (text != "\n") self.lines_ += line_of(text);
+    }
   } catch (const std::bad_alloc&) {  // the message is lost
   }
   return static_cast<ssize_t>(count);

@@ -31,10 +31,13 @@ class Terminal {
   static ssize_t take_output(void* cookie, const char* bytes, std::size_t count);
   static ssize_t take_line(void* cookie, const char* bytes, std::size_t count);
   void say_lines();
+  /// Ends the line of a progress bar, so that what follows begins a line.
+  void end_bar();
 
   std::FILE *out_, *error_;  // the original streams
   std::mutex mutex_;
-  std::string lines_;  // waiting lines
+  std::string lines_;      // waiting lines
+  bool bar_open_ = false;  // whether a progress bar stands on the present line
 };
 
 }  // namespace kvlab

@@ -28,7 +28,7 @@ std::vector<std::int32_t> named(const std::string& name, Encode encode) {
   try {
     return encode();
   } catch (const std::bad_alloc&) {
-    throw std::runtime_error(name + ": out of memory over this text; a shorter one would fit");
+    throw std::runtime_error(name + ": out of memory with this text; a shorter one may fit");
   }
 }
 
@@ -49,16 +49,17 @@ void say_of_model(const ModelConfig& config, const Tokenizer& tokenizer, std::st
                   bool has_chat_template) {
   const std::string unknown = fmt::format("{}", fmt::join(config.unknown_keys, ", "));
   if (!unknown.empty())
-    fmt::print(stderr, "kvlab: {}: keys of config.json that are not known, and not heeded: {}\n",
+    fmt::print(stderr,
+               "kvlab: {}: keys of config.json that are not known, and therefore ignored: {}\n",
                config.name, printable(unknown));
   if (begins_itself(tokenizer, prompt))
     fmt::print(
         stderr,
-        "kvlab: the prompt begins with the tokenizer's first token; none is put before it\n");
+        "kvlab: the prompt already begins with the tokenizer's first token, so none is added\n");
   if (tokenizer.before().empty() && config.bos >= 0 && !has_chat_template)
     fmt::print(stderr,
-               "kvlab: {}: tokenizer.json puts no token before a text, so none is there "
-               "(bos_token_id of config.json is {})\n",
+               "kvlab: {}: tokenizer.json adds no first token to a text, so the text begins "
+               "without one (bos_token_id of config.json is {})\n",
                config.name, config.bos);
 }
 
@@ -86,7 +87,7 @@ void add_prompt_options(po::options_description& options) {
 
 void add_context_option(po::options_description& options) {
   options.add_options()("beyond-context", po::bool_switch(),
-                        "take a prompt that is longer than what the model was trained on");
+                        "allow a prompt longer than the context that the model was trained on");
 }
 
 std::string check_context(const po::variables_map& options, const ModelConfig& config,
@@ -126,14 +127,16 @@ std::string prompt_name(const po::variables_map& options) {
 
 void add_turn_options(po::options_description& options) {
   auto add = options.add_options();
-  add("max-new-tokens", number_option("N", 100), "tokens to sample after each turn, at most");
+  add("max-new-tokens", number_option("N", 100),
+      "maximum number of tokens to sample after each turn");
   add("turn", po::value<std::vector<std::string>>()->composing()->value_name("TEXT"),
-      "a further turn, fed after the answer and answered too; repeatable");
+      "another turn of the user, which is fed after the answer and answered; may be given several "
+      "times");
   add("temperature", po::value<double>()->value_name("T")->default_value(0, "0"),
-      "0: the most likely token always");
-  add("top-k", number_option("K", 0), "draw from the K most likely tokens; 0: from all");
+      "sampling temperature (0: always the most likely token)");
+  add("top-k", number_option("K", 0), "sample from the K most likely tokens (0: from all)");
   add("top-p", po::value<double>()->value_name("P")->default_value(1, "1"),
-      "draw from the fewest tokens that together reach this probability");
+      "sample from the most likely tokens that together reach this probability");
 }
 
 SamplingOptions sampling_from(const po::variables_map& options) {
@@ -152,12 +155,14 @@ std::uint32_t max_new_tokens_from(const po::variables_map& options) {
 std::vector<std::vector<std::int32_t>> turns_from(const po::variables_map& options,
                                                   const Tokenizer& tokenizer,
                                                   std::vector<std::int32_t> first) {
-  if (first.empty()) throw std::invalid_argument("--prompt: has no tokens; give some text");
+  if (first.empty())
+    throw std::invalid_argument("--prompt: the text has no tokens; give some text");
   std::vector<std::vector<std::int32_t>> turns{std::move(first)};
   if (!options.count("turn")) return turns;
   for (const std::string& text : options["turn"].as<std::vector<std::string>>()) {
     turns.push_back(tokenizer.encode(text, false));
-    if (turns.back().empty()) throw std::invalid_argument("--turn: has no tokens; give some text");
+    if (turns.back().empty())
+      throw std::invalid_argument("--turn: the text has no tokens; give some text");
   }
   return turns;
 }

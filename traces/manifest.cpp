@@ -114,9 +114,10 @@ void parse_rows(const JsonFields& config, TraceHeader& header) {
   if (next == shape.layers) shape.numbers.clear();
   for (std::uint32_t table = 0; table < tables; ++table)
     if (!used[table])
-      throw error(config.where(), fmt::format("no row has rope {}; tables are numbered from 0 on "
-                                              "without a gap",
-                                              table));
+      throw error(
+          config.where(),
+          fmt::format("no row has rope {}; tables should be numbered from 0 on without a gap",
+                      table));
 }
 
 void parse_config(const JsonFields& config, TraceHeader& header, bool has_rows) {
@@ -152,7 +153,7 @@ json passages_json(const std::vector<Passage>& passages) {
 void refuse_known_name(const JsonFields& item, const std::string& name,
                        std::unordered_set<std::string>& known) {
   if (!known.insert(name).second)
-    throw error(item.where(), fmt::format("the name {} is there twice", json_quoted(name)));
+    throw error(item.where(), fmt::format("the name {} appears twice", json_quoted(name)));
 }
 
 /// Parses passages: names are unique, and each covers at least one of the first `tokens` tokens.
@@ -162,7 +163,7 @@ std::vector<Passage> parse_passages(const JsonFields& fields, std::uint32_t toke
   for (const JsonFields& item : fields.objects("spans")) {
     item.allow_only({"name", "start", "tokens"});
     Passage passage{item.text("name"), item.whole32("start", tokens - 1), 0};
-    if (passage.name.empty()) item.refuse("name", "one that is not empty is expected");
+    if (passage.name.empty()) item.refuse("name", "a text that is not empty is expected");
     passage.tokens = item.size("tokens", tokens - passage.start);
     refuse_known_name(item, passage.name, known);
     passages.push_back(std::move(passage));
@@ -320,9 +321,10 @@ std::vector<Segment> parse_segments(const JsonFields& fields, std::uint32_t toke
 std::int64_t check_format(const JsonFields& fields) {
   const std::int64_t format = fields.integer("format", 1, INT64_MAX);
   if (format > kTraceFormat)
-    throw error(fields.where(),
-                fmt::format("trace format {}; this kvlab reads format {}, a later one is needed",
-                            format, kTraceFormat));
+    throw error(
+        fields.where(),
+        fmt::format("has trace format {}, and this kvlab reads formats up to {}; use a newer kvlab",
+                    format, kTraceFormat));
   return format;
 }
 

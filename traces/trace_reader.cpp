@@ -17,15 +17,16 @@ namespace fs = std::filesystem;
 void require_manifest(const fs::path& directory) {
   if (!fs::is_directory(directory))
     throw std::runtime_error(fmt::format(
-        "{}: no such folder; a trace is a folder with a manifest.json", directory.string()));
+        "{}: no such directory; a trace is a directory with a manifest.json", directory.string()));
   if (fs::exists(directory / kManifestFile)) return;
   if (fs::exists(directory / shard_name(0)))
-    throw std::runtime_error(fmt::format(
-        "{}: the trace is unfinished (no manifest.json); `kvlab trace seal {}` makes its "
-        "whole shards a shorter trace",
-        directory.string(), directory.string()));
-  throw std::runtime_error(fmt::format(
-      "{}: not a trace: it has neither manifest.json nor a whole shard", directory.string()));
+    throw std::runtime_error(
+        fmt::format("{}: the trace is unfinished (no manifest.json); `kvlab trace seal {}` makes a "
+                    "shorter trace of its complete shards",
+                    directory.string(), directory.string()));
+  throw std::runtime_error(
+      fmt::format("{}: not a trace, because it has neither manifest.json nor a complete shard",
+                  directory.string()));
 }
 
 SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header, const ShardInfo& shard,
@@ -37,9 +38,9 @@ SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header, cons
         "{}: holds {} tokens from {} on, the manifest says {} from {} on (are shards swapped?)",
         path.string(), metadata.tokens, metadata.first, shard.tokens, shard.first));
   if (!same_description(metadata.header, header))
-    throw std::runtime_error(
-        fmt::format("{}: model or config differ from the manifest; the shard is of another trace",
-                    path.string()));
+    throw std::runtime_error(fmt::format(
+        "{}: model or config differ from the manifest, so the shard belongs to another trace",
+        path.string()));
   check_shard_tensors(file, header.shape, shard, has_residuals);
   return file;
 }
@@ -148,15 +149,16 @@ void TraceReader::feature(std::string_view name, std::uint32_t layer, std::uint3
     const std::size_t bytes = std::size_t{tokens()} * sizeof(float);
     return to_float(Dtype::f32, tensor.data.data() + kv_head * bytes, tokens(), to);
   }
-  throw std::logic_error(fmt::format("trace: it has no feature {}", name));
+  throw std::logic_error(fmt::format("the trace has no feature {}", name));
 }
 
 void TraceReader::read(Part part, std::uint32_t layer, std::uint32_t head, std::uint32_t first,
                        std::uint32_t count, float* to) const {
   const std::uint32_t heads = part == Part::q ? shape().query_heads : shape().kv_heads;
   if (layer >= shape().layers || head >= heads || first > tokens() || count > tokens() - first)
-    throw std::out_of_range(fmt::format("trace: no tokens [{}, {} + {}) of layer {}, head {}",
-                                        first, first, count, layer, head));
+    throw std::out_of_range(
+        fmt::format("the trace has no tokens [{}, {} + {}) of layer {}, head {}", first, first,
+                    count, layer, head));
   const std::string tensor = layer_tensor(shape().number(layer), name_of(part));
   const std::size_t row = shape().head_size, row_bytes = row * bytes_of(shape().dtype);
   while (count > 0) {
@@ -176,11 +178,11 @@ void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head,
                            std::uint32_t gradient_sample, std::span<const std::uint32_t> positions,
                            float* to, std::size_t stride) const {
   if (gradient_sample >= gradient_samples())
-    throw std::logic_error("trace: it has no such gradient");
+    throw std::logic_error("the trace has no such gradient");
   if (layer >= shape().layers || query_head >= shape().query_heads ||
       std::ranges::any_of(positions, [&](std::uint32_t p) { return p >= tokens(); }))
     throw std::out_of_range(
-        fmt::format("trace: no such gradients of layer {}, head {}", layer, query_head));
+        fmt::format("the trace has no such gradients of layer {}, head {}", layer, query_head));
   const std::size_t size = shape().head_size, row_bytes = size * bytes_of(shape().dtype);
   const std::string name = layer_tensor(shape().number(layer), kGradientTensor);
   std::size_t shard = gradient_files_.size();
@@ -199,7 +201,7 @@ void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head,
 }
 
 void TraceReader::residual_norm2(std::uint32_t layer, float* to) const {
-  if (!extras().residual_norm2) throw std::logic_error("trace: it has no residual norms");
+  if (!extras().residual_norm2) throw std::logic_error("the trace has no residual norms");
   for (std::size_t i = 0; i < files_.size(); ++i)
     to_float(Dtype::f32,
              files_[i].at(layer_tensor(shape().number(layer), kResidualTensor)).data.data(),
@@ -208,7 +210,7 @@ void TraceReader::residual_norm2(std::uint32_t layer, float* to) const {
 
 std::vector<float> TraceReader::sketch(std::uint32_t layer, std::uint32_t kv_head,
                                        std::uint32_t columns) const {
-  if (!sketch_file_) throw std::logic_error("trace: it has no sketch of the output projections");
+  if (!sketch_file_) throw std::logic_error("the trace has no sketch of the output projections");
   const std::size_t rows = std::size_t{shape().group()} * shape().head_size;
   const TensorView& all = sketch_file_->at(layer_tensor(shape().number(layer), "sketch"));
   std::vector<float> wide(rows * kSketchColumns), sketch;

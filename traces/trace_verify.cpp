@@ -133,8 +133,8 @@ class HeadVerifier {
   void complain(std::string_view what, std::uint32_t head, const Largest& largest, double most) {
     if (largest.value <= most) return;
     result_.problems.push_back(
-        fmt::format("layer {}, {} {}: a value at position {} is not finite, or so large that "
-                    "attention has no meaning",
+        fmt::format("layer {}, {} {}: the value at position {} is not finite, or too large to "
+                    "compute attention with",
                     trace_.shape().number(layer_), what, head, largest.position));
   }
 
@@ -219,12 +219,11 @@ class HeadVerifier {
   void report(std::size_t shard, std::uint32_t query_head, std::string_view quantity,
               const Largest& worst) {
     if (worst.value <= tolerance_) return;
-    result_.problems.push_back(
-        fmt::format("{}: layer {}, query head {}: the decoder's {} at position {} differs by "
-                    "{:.3g} from that of "
-                    "the trace's q, k and v; at most {:g} is allowed",
-                    trace_.shards()[shard].file, trace_.shape().number(layer_), query_head,
-                    quantity, worst.position, worst.value, tolerance_));
+    result_.problems.push_back(fmt::format(
+        "{}: layer {}, query head {}: the decoder's {} at position {} differs by {:.3g} from the "
+        "one computed from the trace's q, k and v; at most {:g} is allowed",
+        trace_.shards()[shard].file, trace_.shape().number(layer_), query_head, quantity,
+        worst.position, worst.value, tolerance_));
   }
 
   const TraceReader& trace_;
@@ -377,7 +376,7 @@ TraceReader open_verified_trace(const std::filesystem::path& directory, unsigned
   TraceReader trace = TraceReader::open(directory);
   const TraceCheck check = verify_trace(trace, threads);
   if (!check.ok)
-    throw std::runtime_error(fmt::format("{}: does not verify: {}; see `kvlab trace verify`",
+    throw std::runtime_error(fmt::format("{}: fails verification: {}; see `kvlab trace verify`",
                                          directory.string(), check.problems.front()));
   return trace;
 }

@@ -270,11 +270,11 @@ class TraceWriter::Impl {
     check_header(header_);
     made_ = make_directory(directory_);
     lock_.emplace(directory_, O_RDONLY | O_DIRECTORY);
-    lock_->require(fmt::format("{}: another trace is being written there; name another folder",
+    lock_->require(fmt::format("{}: another trace is being written there; give another directory",
                                directory_.string()));
     if (!made_ && !take_unbegun(directory_))
       throw std::runtime_error(
-          fmt::format("{}: exists already; a new folder is expected", directory_.string()));
+          fmt::format("{}: exists already; give a new directory", directory_.string()));
   }
 
   ~Impl() {
@@ -309,7 +309,7 @@ class TraceWriter::Impl {
 
   void layer(std::uint32_t index, const LayerRows& rows) {
     require(state_ == State::appending, "layer() outside an append");
-    require(index < header_.shape.layers && !arrived_[index], "a layer that is not expected");
+    require(index < header_.shape.layers && !arrived_[index], "layer() for an unexpected layer");
     check_sizes(rows);
     arrived_[index] = true;
     by_shard([&](ShardBuffer& buffer, std::uint32_t row, std::uint32_t first, std::uint32_t count) {
@@ -319,8 +319,10 @@ class TraceWriter::Impl {
 
   void residual(std::uint32_t index, std::span<const float> norm2) {
     require(state_ == State::appending, "residual() outside an append");
-    require(index < header_.shape.layers && !residuals_[index], "residuals that are not expected");
-    require(norm2.size() == tokens() - append_, "residuals of other tokens than were announced");
+    require(index < header_.shape.layers && !residuals_[index],
+            "residual() for unexpected residuals");
+    require(norm2.size() == tokens() - append_,
+            "residual() with another number of tokens than begin()");
     residuals_[index] = true;
     by_shard([&](ShardBuffer& buffer, std::uint32_t row, std::uint32_t first, std::uint32_t count) {
       buffer.put_residual(index, row, norm2.subspan(first, count));
@@ -385,7 +387,7 @@ class TraceWriter::Impl {
     require(rows.q.size() == queries * size && rows.k.size() == keys * size &&
                 rows.v.size() == keys * size && rows.out.size() == queries * size &&
                 (rows.lse.empty() || rows.lse.size() == queries),
-            "a layer's tensors do not have the sizes of the announced tokens");
+            "a layer's tensors do not have the number of tokens given to begin()");
     if (!lse_known_) has_lse_ = !rows.lse.empty();
     lse_known_ = true;
     require(has_lse_ == !rows.lse.empty(), "lse given for some layers only");
@@ -463,7 +465,7 @@ Rescued rescue_shards(const fs::path& directory) {
     const auto file = SafetensorsFile::open(path);
     ShardMetadata metadata = parse_shard_metadata(file);
     if (metadata.first != index * kShardTokens)
-      throw std::runtime_error(fmt::format("{}: holds tokens from {} on; from {} on is expected",
+      throw std::runtime_error(fmt::format("{}: begins with token {}; token {} is expected",
                                            path.string(), metadata.first, index * kShardTokens));
     if (index > 0 && !same_description(metadata.header, rescued.last.header))
       throw std::runtime_error(
@@ -477,7 +479,7 @@ Rescued rescue_shards(const fs::path& directory) {
   }
   if (rescued.shards.empty())
     throw std::runtime_error(
-        fmt::format("{}: no whole shard to keep (a shard has {} tokens); capture it again",
+        fmt::format("{}: no complete shard to keep (a shard has {} tokens); capture it again",
                     directory.string(), kShardTokens));
   return rescued;
 }
@@ -505,7 +507,7 @@ TraceExtras::Sketch rescued_sketch(const fs::path& directory, const ModelShape& 
 
 std::uint32_t seal_trace(const fs::path& directory) {
   if (!fs::is_directory(directory))
-    throw std::runtime_error(fmt::format("{}: no such folder", directory.string()));
+    throw std::runtime_error(fmt::format("{}: no such directory", directory.string()));
   if (fs::exists(directory / kManifestFile))
     throw std::runtime_error(fmt::format(
         "{}: the trace is finished already (it has a manifest.json)", directory.string()));

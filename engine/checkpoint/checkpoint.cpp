@@ -60,10 +60,10 @@ void refuse_other_files(const std::filesystem::path& directory, std::string_view
   if (found.empty()) return;
   const std::string& other = *found.begin();
   const std::string_view way =
-      other.ends_with(".gguf") ? "tools/scripts/gguf_to_checkpoint.py makes a checkpoint of it"
-      : other.starts_with("adapter_") ? "an adapter has to be merged into its model first"
-                                      : "transformers' save_pretrained writes it";
-  throw std::runtime_error(fmt::format("{}: there is {}, but no {}, which is read; {}",
+      other.ends_with(".gguf") ? "tools/scripts/gguf_to_checkpoint.py converts it to a checkpoint"
+      : other.starts_with("adapter_") ? "merge the adapter into its model first"
+                                      : "save_pretrained() of transformers writes it";
+  throw std::runtime_error(fmt::format("{}: has {}, but no {}, which is needed; {}",
                                        directory.string(), json_quoted(other), wanted, way));
 }
 
@@ -113,10 +113,10 @@ const TensorView& Checkpoint::at(std::string_view name, std::span<const std::siz
     return std::string_view(one.first).starts_with("base_model.model.");
   };
   if (found == file_of_.end() && std::ranges::any_of(file_of_, is_of_adapter))
-    throw std::runtime_error(fmt::format(
-        "{}: tensors are named base_model.model.…, as PEFT saves a model around an adapter that is "
-        "not merged; merge_and_unload() before save_pretrained() makes a checkpoint",
-        where_));
+    throw std::runtime_error(
+        fmt::format("{}: tensors are named base_model.model.…, so PEFT saved it with an adapter "
+                    "that is not merged; call merge_and_unload() before save_pretrained()",
+                    where_));
   if (found == file_of_.end())
     throw std::runtime_error(fmt::format("{}: tensor {} is missing; its shape must be [{}]", where_,
                                          json_quoted(name), fmt::join(shape, ", ")));
@@ -155,10 +155,9 @@ void TensorReader::take_copy(const std::string& name, const std::string& of,
   if (!checkpoint_.contains(name)) return;
   const TensorView &copy = take(name, shape), &original = take(of, shape);
   if (copy.dtype != original.dtype || !std::ranges::equal(copy.data, original.data))
-    throw std::runtime_error(
-        fmt::format("{}: tensor {} differs from {}, to which tie_word_embeddings of config.json "
-                    "ties it",
-                    checkpoint_.file_of(name).string(), name, of));
+    throw std::runtime_error(fmt::format(
+        "{}: tensor {} differs from {}, though config.json ties the two (tie_word_embeddings)",
+        checkpoint_.file_of(name).string(), name, of));
 }
 
 void TensorReader::refuse_not_finite(const std::string& name, std::string_view in) const {

@@ -210,7 +210,7 @@ std::uint32_t read_window(const JsonFields& config, const Architecture& architec
   const bool switched_on = config.flag(on, false);
   if (windows == Windows::last && !switched_on) return 0;
   if (windows != Windows::last && switched_on)
-    config.refuse(on, fmt::format("{} has no such switch", architecture.name));
+    config.refuse(on, fmt::format("{} does not have this key", architecture.name));
   if (windows == Windows::none && config.has(key))
     config.refuse(key, fmt::format("{} has no sliding windows", architecture.name));
   const bool is_null = (config.json().contains(key) || architecture.fused) && !config.has(key);
@@ -351,7 +351,7 @@ void refuse_foreign(const JsonFields& config, const Architecture& architecture) 
   if (!config.has("auto_map")) return;
   for (const auto& [name, code] : config.value("auto_map").items())
     if (name.starts_with("AutoModel"))
-      config.refuse("auto_map", "a model with code of its own is not supported");
+      config.refuse("auto_map", "a model with custom code is not supported");
 }
 
 std::vector<std::string> unknown_keys(const nlohmann::json& config,
@@ -472,8 +472,8 @@ const Rope& ModelConfig::rope_of_table(std::uint32_t table) const {
 ModelConfig load_model_config(const std::filesystem::path& directory) {
   if (directory.extension() == ".gguf" && std::filesystem::is_regular_file(directory))
     throw std::runtime_error(
-        fmt::format("{}: is a GGUF file, and a folder of safetensors is expected; "
-                    "tools/scripts/gguf_to_checkpoint.py FILE DIR makes one",
+        fmt::format("{}: is a GGUF file, and a directory of safetensors files is expected; "
+                    "tools/scripts/gguf_to_checkpoint.py FILE DIR converts it",
                     directory.string()));
   if (!std::filesystem::exists(directory / "config.json"))
     refuse_other_files(directory, "config.json", kOtherWeights);

@@ -103,7 +103,7 @@ void BatchState::note_published() {
 
 std::span<const std::int32_t> BatchState::ids(std::uint64_t index) const {
   if (index >= published_ || published_ - index > kRing)
-    throw std::invalid_argument("CUDA decoder: those ids are not in the ring");
+    throw std::invalid_argument("CUDA decoder: these ids are no longer in the ring buffer");
   const std::size_t at = index % kRing, width = static_cast<std::size_t>(sequences_);
   ring_events_[at].wait("a decode step");
   return {ring_.as<const std::int32_t>() + at * width, width};

@@ -19,7 +19,7 @@ constexpr std::uint32_t kBatchPromptTokens = 2048;  // most prompt tokens at onc
 
 void refuse_eviction(const ResolvedConfig& cache) {
   if (cache.evicts())
-    throw std::invalid_argument("a trace is captured from the full cache: leave out --policy");
+    throw std::invalid_argument("a trace is captured with the full cache; leave out --policy");
 }
 
 class DeviceLogits final : public LogitMemory {

@@ -72,16 +72,17 @@ void CudaDecoder::check_ids(std::span<const std::int32_t> ids) const {
 
 void CudaDecoder::check_rows(int rows) const {
   if (rows < 1 || rows > options_.sequences)
-    throw std::invalid_argument(fmt::format("CUDA decoder: {} rows requested, it has {} sequences",
-                                            rows, options_.sequences));
+    throw std::invalid_argument(fmt::format(
+        "CUDA decoder: {} rows were given, and it has {} sequences", rows, options_.sequences));
 }
 
 void CudaDecoder::check_capacity(std::uint64_t tokens) const {
   const std::uint32_t longest = longest_sequence(config_.query_heads / config_.kv_heads);
   const std::uint32_t most = options_.slots > 0 ? options_.slots : longest;
   if (tokens > most)
-    throw std::invalid_argument(
-        fmt::format("CUDA decoder: {} tokens of a sequence; it was made for {}", tokens, most));
+    throw std::invalid_argument(fmt::format(
+        "CUDA decoder: a sequence of {} tokens is longer than the {} that it was made for", tokens,
+        most));
 }
 
 void CudaDecoder::set_next(int sequence, std::int32_t id) {
@@ -90,7 +91,7 @@ void CudaDecoder::set_next(int sequence, std::int32_t id) {
 }
 
 void CudaDecoder::watch(int sequence, DecoderObserver* observer) {
-  if (!watch_) throw std::logic_error("CUDA decoder: was not made to be watched");
+  if (!watch_) throw std::logic_error("CUDA decoder: was made without the option to watch it");
   watch_->watch(sequence, observer);
 }
 
@@ -100,10 +101,10 @@ void CudaDecoder::rewind(int sequence, std::uint32_t tokens) {
   std::uint32_t& fed = fed_.at(static_cast<std::size_t>(sequence));
   if (!can_forget() && tokens != fed && (evicts() || tokens > 0))
     throw std::logic_error(
-        "CUDA decoder: where tokens are evicted, none that was fed can be forgotten");
+        "CUDA decoder: cannot go back to an earlier token, because tokens have been evicted");
   if (tokens > fed)
-    throw std::invalid_argument(
-        fmt::format("CUDA decoder: {} tokens to go back to; {} were fed", tokens, fed));
+    throw std::invalid_argument(fmt::format(
+        "CUDA decoder: cannot go back to {} tokens, because only {} were fed", tokens, fed));
   fed = tokens;
   set_row(sequence);
 }

@@ -66,7 +66,8 @@ std::span<const float> CudaSequence::feed(std::span<const std::int32_t> ids, Seg
 void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
                           const std::function<bool(std::int32_t)>& on_id) {
   if (count == 0) return;
-  if (tokens() == 0) throw std::invalid_argument("decoder: nothing to extend; feed a prompt first");
+  if (tokens() == 0)
+    throw std::invalid_argument("decoder: there is nothing to extend; feed a prompt first");
   const std::uint32_t before = tokens();
   const std::uint64_t base = decoder_.published();
   decoder_.set_sampling(0, sampler.options(), sampler.counter());

@@ -16,11 +16,12 @@ namespace {
 constexpr std::uint64_t kReserve = 256u << 20;
 
 void check_options(const CudaDecoderOptions& options) {
-  if (options.sequences < 1) throw std::invalid_argument("CUDA decoder: at least one sequence");
+  if (options.sequences < 1)
+    throw std::invalid_argument("CUDA decoder: no sequences; give at least one");
   if (options.prefill_tokens < 1)
     throw std::invalid_argument("CUDA decoder: a prompt's chunk needs at least one token");
   if (options.capture && options.sequences != 1)
-    throw std::invalid_argument("CUDA decoder: a trace is of one sequence");
+    throw std::invalid_argument("CUDA decoder: a trace is captured from one sequence; give one");
   if (options.slots == 0 && !options.evicts())
     throw std::invalid_argument("CUDA decoder: no slots; give at least one");
   if (options.evicts() && options.caches.size() != static_cast<std::size_t>(options.sequences))
@@ -98,7 +99,7 @@ CudaDecoderOptions CudaDecoder::checked(const DeviceModel& model,
   if (options.evicts())
     throw std::runtime_error(fmt::format(
         "device memory: the caches of {} sequence{} of {} need {}, and their work buffers {}; {} "
-        "of {} are free; smaller budgets or fewer sequences would fit",
+        "of {} are free; use smaller budgets or fewer sequences",
         options.sequences, options.sequences == 1 ? "" : "s", model.config().name,
         cuda::bytes_text(needed.storage), cuda::bytes_text(needed.work),
         cuda::bytes_text(memory.free), cuda::bytes_text(memory.total)));

@@ -94,7 +94,7 @@ std::uint32_t needed_positions(const ResolvedConfig& cache, std::uint32_t longes
 }
 
 std::string cache_positions_advice(const ModelConfig& config) {
-  return fmt::format("; --policy sink --budget {} --prefill stream stays within",
+  return fmt::format("; --policy sink --budget {} --prefill stream stays within them",
                      config.trained_context / 2);
 }
 
@@ -102,8 +102,8 @@ void refuse_beyond_context(const ModelConfig& config, std::uint32_t positions,
                            const std::string& advice) {
   if (positions <= config.trained_context) return;
   throw std::invalid_argument(
-      fmt::format("--prompt: needs {} positions; {} was trained on {}, and so many tokens would "
-                  "fit; --beyond-context takes the prompt all the same{}",
+      fmt::format("--prompt: needs {} positions; {} was trained on {} tokens; give a prompt of at "
+                  "most that length, or --beyond-context{}",
                   positions, config.name, config.trained_context, advice));
 }
 

@@ -483,16 +483,16 @@ class TokenEvaluation {
 
 ScoredRange scored_range(std::uint32_t tokens, const SequenceOptions& options) {
   if (tokens < 2)
-    throw std::invalid_argument(fmt::format(
-        "a sequence of {} has none to score, because nothing predicts its first token; a longer "
-        "text is needed",
-        tokens == 1 ? "1 token" : "no tokens"));
+    throw std::invalid_argument(
+        fmt::format("a sequence of {} has no token to score, because nothing predicts its first "
+                    "token; give a longer text",
+                    tokens == 1 ? "1 token" : "no tokens"));
   const std::uint32_t prompt = std::min(options.prompt_tokens, tokens);
   const std::uint32_t first_scored = options.queries == Queries::decode ? prompt : 0;
   if (first_scored + 1 >= tokens)
     throw std::invalid_argument(
-        fmt::format("a sequence of {} tokens with a prompt of {} leaves none to score; a longer "
-                    "text, a shorter prompt or --queries all would",
+        fmt::format("a sequence of {} tokens with a prompt of {} leaves no token to score; give a "
+                    "longer text, a shorter prompt or --queries all",
                     tokens, prompt));
   return {prompt, first_scored};
 }

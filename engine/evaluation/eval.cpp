@@ -40,8 +40,7 @@ void check_scored(const Ids& ids, std::size_t text, const EvalOptions& options) 
   const std::string name =
       text < options.names.size() ? options.names[text] : fmt::format("{}", text + 1);
   if (ids.empty())
-    throw std::invalid_argument(
-        fmt::format("text {}: has no tokens; a longer one is needed", name));
+    throw std::invalid_argument(fmt::format("text {}: has no tokens; give a longer one", name));
   try {
     scored_range(static_cast<std::uint32_t>(ids.size()),
                  sequence_options(options, 0, ids.size(), 1));
@@ -82,7 +81,7 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
       sequences.text.push_back(index);
     }
   }
-  if (sequences.ids.empty()) throw std::invalid_argument("text: there is none; give one");
+  if (sequences.ids.empty()) throw std::invalid_argument("text: no text is given; give one");
   return sequences;
 }
 
@@ -144,8 +143,8 @@ std::string note_of_context(const ModelConfig& model, const std::vector<Ids>& id
   }
   if (longest <= model.trained_context) return "";
   return fmt::format(
-      "sequences of up to {} tokens go beyond the {} that the model was trained on: there its "
-      "predictions mean little, the full cache's too; give --window {} or less",
+      "sequences of up to {} tokens are longer than the {} that the model was trained on, so its "
+      "predictions mean little, even with the full cache; give --window {} or less",
       longest, model.trained_context, model.trained_context);
 }
 
@@ -249,7 +248,8 @@ Evaluation evaluate(const ModelConfig& model, const SweepRunner& run_sweep,
   if (options.against_full || std::ranges::any_of(configs, &CacheConfig::is_full))
     configs = with_full_first(std::move(configs));
   if (configs.empty())
-    throw std::invalid_argument("nothing to score: no policy, and not the full cache either");
+    throw std::invalid_argument(
+        "nothing to score: no policy is given, and --no-full leaves out the full cache");
 
   std::size_t longest = 0;
   for (const Ids& ids : sequences.ids) longest = std::max(longest, ids.size());

@@ -32,8 +32,8 @@ constexpr std::array<std::string_view, 14> kKeys{
 void refuse_reserved_and_unknown(const JsonFields& fields, const json& top) {
   if (top.contains("blocks_xxh3") || (top.contains("traces") && top.contains("sweep")))
     fail(fields,
-         "is the run.json of a replay, and no policy file; `kvlab deploy RUN --budget B "
-         "--out policy.json` makes one of it");
+         "is the run.json of a replay, not a policy file; make one: `kvlab deploy RUN --budget B "
+         "--out policy.json`");
   const std::vector<std::string> known(kKeys.begin(), kKeys.end());
   if (top.contains("budget") && top["budget"].is_null())
     fail(fields, "budget: null is reserved for a later version; give tokens");
@@ -87,9 +87,9 @@ PolicySpec policy_from(const JsonFields& fields, const CompiledPolicies& compile
   for (const std::string& setting : settings)
     text += fmt::format(":{}={}", setting, setting_text(params, setting));
   if (fields.any("params").size() != settings.size())
-    fail(params, fmt::format("holds more than the {} parameters of {}", settings.size(), name));
+    fail(params, fmt::format("has more than the {} parameters of {}", settings.size(), name));
   if (fields.any("protected").size() != (protected_tokens.has("prompt") ? 3 : 2))
-    fail(protected_tokens, "should hold sinks and recent, perhaps prompt, and nothing else");
+    fail(protected_tokens, "should hold sinks and recent, optionally prompt, and nothing else");
   if (protected_tokens.has("prompt") && protected_tokens.any("prompt") != true)
     fail(protected_tokens, "prompt should be true");
   if (protected_tokens.has("prompt")) text += ":prompt";

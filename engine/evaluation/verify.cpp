@@ -132,8 +132,8 @@ class Verifier::Watch final : public DecoderObserver {
     std::vector<std::uint32_t> actual(victims.begin(), victims.end());
     std::sort(actual.begin(), actual.end());
     if (actual != expected)
-      differ("layer {} head {} position {}: the engine evicts [{}], the simulator [{}]", layer,
-             kv_head, now, fmt::join(actual, " "), fmt::join(expected, " "));
+      differ("layer {} head {} position {}: the engine evicts [{}], the simulator evicts [{}]",
+             layer, kv_head, now, fmt::join(actual, " "), fmt::join(expected, " "));
     report.evictions += actual.size();
     ++report.appends;
     head.victims[now] = std::move(actual);
@@ -202,13 +202,16 @@ class Verifier::Watch final : public DecoderObserver {
                       const LiveTokens& live) {
     const std::uint32_t now = appends_.back().first;
     if (!std::ranges::equal(shadow.positions(), live.positions))
-      return differ("layer {} head {} position {}: other tokens are live", layer, kv_head, now);
+      return differ(
+          "layer {} head {} position {}: the engine and the simulator keep different tokens", layer,
+          kv_head, now);
     const std::size_t slot_bytes = live.states.size() / std::max(1u, live.size());
     for (std::uint32_t i = 0; i < live.size(); ++i) {
       const auto state = live.states.subspan(i * slot_bytes, slot_bytes);
       if (!shadow.has_state(i, state))
-        return differ("layer {} head {} position {}: token {} has another state", layer, kv_head,
-                      now, live.positions[i]);
+        return differ(
+            "layer {} head {} position {}: token {} has a different state in engine and simulator",
+            layer, kv_head, now, live.positions[i]);
     }
   }
 
@@ -219,7 +222,7 @@ class Verifier::Watch final : public DecoderObserver {
     const std::size_t own = append.tokens * head.shadow->features().size();
     if (live.features.size() < own) {
       head.features.assign(own, 0.0f);
-      differ("layer {} head {} position {}: the engine shows no features", layer, kv_head,
+      differ("layer {} head {} position {}: the engine gives no features", layer, kv_head,
              append.first);
     } else {
       head.features.assign(live.features.end() - static_cast<std::ptrdiff_t>(own),

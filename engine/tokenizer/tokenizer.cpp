@@ -88,11 +88,12 @@ std::string quoted(std::string_view text) {
 std::size_t find_once(std::string_view whole, std::string_view text) {
   const std::size_t found = text.empty() ? whole.npos : whole.find(text);
   if (found == whole.npos)
-    throw std::invalid_argument(fmt::format(
-        "{} is not in the prompt; a text that is there once is expected", quoted(text)));
+    throw std::invalid_argument(
+        fmt::format("{} is not in the prompt; give a text that appears in it once", quoted(text)));
   if (whole.find(text, found + 1) != whole.npos)
-    throw std::invalid_argument(fmt::format(
-        "{} is there more than once; a text that is there once is expected", quoted(text)));
+    throw std::invalid_argument(
+        fmt::format("{} appears in the prompt more than once; give a text that appears in it once",
+                    quoted(text)));
   return found;
 }
 
@@ -261,9 +262,9 @@ Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, std::size
   Tokenizer result = load(tokenizer_json);
   result.model_ids_ = model_ids;
   if (const std::size_t known = result.impl_->known_ids(); known < model_ids - model_ids / 2)
-    throw std::runtime_error(
-        fmt::format("{}: has {} tokens, and the model {} ids; the file of this model is needed",
-                    result.place_, known, model_ids));
+    throw std::runtime_error(fmt::format(
+        "{}: has {} tokens, and the model has {} ids; give the tokenizer.json of this model",
+        result.place_, known, model_ids));
   return result;
 }
 
@@ -281,8 +282,8 @@ std::vector<std::int32_t> Tokenizer::encode(std::string_view text, bool add_spec
   for (const std::int32_t id : ids)
     if (static_cast<std::size_t>(id) >= model_ids_)
       throw std::runtime_error(
-          fmt::format("{}: the text has the token id {}, and the model {} ids; the file of this "
-                      "model is needed",
+          fmt::format("{}: the text has the token id {}, and the model has {} ids; give the "
+                      "tokenizer.json of this model",
                       place_, id, model_ids_));
   return ids;
 }

@@ -16,7 +16,7 @@ PairSlots::PairSlots(const SlotsConfig& config)
     const std::size_t pair = at % pairs();
     const std::uint32_t slots = slots_of(pair, own_[at].budget);
     if (slots >= std::uint32_t{1} << 31)
-      throw std::invalid_argument("a cache without a budget needs a length; give one of them");
+      throw std::invalid_argument("a cache needs a budget or a length; give one of them");
     first_slots_.push_back(total_);
     total_ += slots;
     const bool shares = config.sequences[pair / kv_heads_].share != nullptr;

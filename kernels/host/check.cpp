@@ -38,7 +38,7 @@ void check(cudaError_t error, std::string_view what) {
     throw Error(
         error,
         fmt::format("CUDA: {}: the device was lost ({}: {}); nothing more can be computed on it by "
-                    "this process, start again",
+                    "this process, so start it again",
                     what, cudaGetErrorName(error), cudaGetErrorString(error)));
   cudaGetLastError();  // clears the error, so that the next call does not fail too
   if (kernels::is_without_code(error))
@@ -58,10 +58,9 @@ MemoryInfo memory_info() {
   std::size_t free = 0, total = 0;
   const cudaError_t error = cudaMemGetInfo(&free, &total);
   if (error == cudaErrorMemoryAllocation)  // the first call creates the context, which needs memory
-    throw Error(
-        error,
-        "device memory: other programs hold so much of it that CUDA cannot start; it needs about "
-        "600 MiB, and the weights and the cache come on top");
+    throw Error(error,
+                "device memory: other programs use so much of it that CUDA cannot start; it needs "
+                "about 600 MiB, plus the weights and the cache");
   check(error, "asking for the device's memory");
   return {free, total};
 }

@@ -67,9 +67,8 @@ class Nvrtc {
     for (const std::string& place : places)
       if (void* const handle = dlopen(place.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
     throw std::runtime_error(fmt::format(
-        "a policy is compiled for a CUDA device by NVRTC, and there is no {}; install CUDA's "
-        "toolkit or NVIDIA's wheel nvidia-cuda-nvrtc, name the toolkit in CUDA_HOME, or use "
-        "--device cpu",
+        "NVRTC compiles a policy for a CUDA device, and there is no {}; install the CUDA toolkit "
+        "or NVIDIA's wheel nvidia-cuda-nvrtc, set CUDA_HOME to the toolkit, or use --device cpu",
         name));
   }
   template <class Function>

@@ -58,7 +58,7 @@ DeviceProgram program_of(const PolicyEntry& entry, std::span<const char* const> 
   const DevicePolicy* const known = source ? nullptr : find_registered(entry);
   if (!source && !known)
     throw std::invalid_argument(
-        fmt::format("policy {}: has no text for the device", entry.info.name));
+        fmt::format("policy {}: has no source for the device", entry.info.name));
   std::string text;
   for (const char* header : own) text += fmt::format("#include \"{}\"\n", header);
   text += source ? fmt::format("#include \"{}\"\n", kSource)

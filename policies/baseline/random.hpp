@@ -12,7 +12,7 @@ namespace kvlab {
 struct Random {
   static constexpr PolicyInfo kInfo{
       .name = "random",
-      .summary = "a random token is evicted, sampled anew at each step",
+      .summary = "evicts a random token at each step",
       .citation =
           "SplitMix64 finaliser: Steele et al. 2014, section 4 (doi:10.1145/2660193.2660195)",
       .order = Order::nested};

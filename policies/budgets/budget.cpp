@@ -61,16 +61,17 @@ std::uint32_t Budget::resolve(std::uint32_t length, std::uint32_t head_size,
                               std::uint64_t token_bytes) const {
   if (all) return length;
   if (of_prompt)
-    throw std::invalid_argument(fmt::format(
-        "budget {}: is of a prompt, whose length is not known here; give tokens or a share",
-        text()));
+    throw std::invalid_argument(
+        fmt::format("budget {}: depends on the length of a prompt, which is not known here; give "
+                    "tokens or a share",
+                    text()));
   if (!in_bytes) return std::max(1u, extent.resolve(length));
   const std::uint64_t exact = kv_bytes_per_token(head_size),
                       least = token_bytes > 0 ? token_bytes : exact,
                       own = bytes_of(length, head_size);
   if (own < least)
     throw BudgetTooSmall(
-        fmt::format("budget {}: holds no token, because one takes {} bytes{}; give at least {}B",
+        fmt::format("budget {}: is less than one token, which takes {} bytes{}; give at least {}B",
                     text(), least,
                     least < exact ? fmt::format(" on the cheapest tier ({} in 16 bit)", exact) : "",
                     least),
@@ -112,14 +113,14 @@ Budget budget_of_heads(HeadBudgets heads, std::string file) {
   for (std::size_t l = 0; l < heads.size(); ++l) {
     if (heads[l].empty() || heads[l].size() != heads.front().size())
       throw std::invalid_argument(
-          fmt::format("[{}]: {} numbers; layer 0 has {}, and all layers should have as many", l,
+          fmt::format("[{}]: {} numbers; layer 0 has {}, and all layers should have the same", l,
                       heads[l].size(), heads.front().size()));
     if (const auto zero = std::ranges::find(heads[l], 0u); zero != heads[l].end())
       throw std::invalid_argument(fmt::format("[{}][{}]: should be a number of tokens, at least 1",
                                               l, zero - heads[l].begin()));
   }
   const std::uint32_t mean = mean_budget(heads);
-  if (mean == 0) throw std::invalid_argument(" exempts every layer; tokens for one are expected");
+  if (mean == 0) throw std::invalid_argument(" exempts every layer; give tokens for at least one");
   return {.extent = tokens(mean), .heads = std::move(heads), .file = std::move(file)};
 }
 

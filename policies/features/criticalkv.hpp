@@ -23,7 +23,8 @@ namespace kvlab {
 struct CriticalKV {
   static constexpr PolicyInfo kInfo{
       .name = "criticalkv",
-      .summary = "the least accumulated attention times the size of W_o v is evicted first",
+      .summary =
+          "evicts the token with the lowest product of accumulated attention and the size of W_o v",
       .citation = "Feng et al. 2025, CriticalKV, algorithm 1 (arXiv:2502.03805)",
       .needs = Needs::mass,
       .recent = percent(50),
@@ -32,7 +33,7 @@ struct CriticalKV {
     double epsilon;
   };
   static constexpr Param<Params> kParams[]{
-      {"epsilon", "attention added for each query", &Params::epsilon, 1e-4, 0, 1}};
+      {"epsilon", "attention that is added for each query", &Params::epsilon, 1e-4, 0, 1}};
   struct Slot {
     std::uint64_t mass;  // Q32.32
     std::uint32_t queries;

@@ -19,7 +19,7 @@ namespace kvlab {
 struct ExpectedAttention : LowestEvictedFirst {
   static constexpr PolicyInfo kInfo{
       .name = "expected_attention",
-      .summary = "the least expected attention from future queries is evicted first",
+      .summary = "evicts the token with the lowest expected attention from future queries",
       .citation = "Devoto et al. 2025, Expected Attention, section 3 (arXiv:2510.00636)",
       .order = Order::nested,
       .sinks = tokens(4),

@@ -12,15 +12,16 @@ namespace kvlab {
 struct Feature {
   static constexpr PolicyInfo kInfo{
       .name = "feature",
-      .summary = "the lowest value of a feature is evicted first; `name=` selects the feature",
-      .citation = "none: any score of one number a token",
+      .summary = "evicts the token with the lowest value of a feature; `name=` says which feature",
+      .citation = "none: any score of one number per token",
       .order = Order::nested,
       .features = {"name=value_norm"}};
   struct Params {
     double keep;
   };
   static constexpr Param<Params> kParams[]{
-      {"keep", "the highest values are kept; below 0: the lowest", &Params::keep, 1, -1, 1}};
+      {"keep", "sign: 1 keeps the highest values, below 0 keeps the lowest", &Params::keep, 1, -1,
+       1}};
   struct Slot {};
 
   static constexpr void append(Slot&, Token, const Params&, const Step&) {}

@@ -113,7 +113,7 @@ const float* FeatureMaker::find_feature(const std::string& name,
   if (feature_values && found != feature_values->end() && found->second.size() >= end)
     return found->second.data();
   if (scored_feature(name)) return nullptr;
-  throw std::logic_error(fmt::format("feature {}: nobody brings it", name));
+  throw std::logic_error(fmt::format("feature {}: it is not computed and not given", name));
 }
 
 /// The cosine does not depend on the length of the mean, so the sum of unit keys is enough.
@@ -140,7 +140,7 @@ float FeatureMaker::compute(BuiltInFeature feature, const float* key, const floa
     case BuiltInFeature::value_out_norm1:
       return output_norm(value);
   }
-  throw std::logic_error("a feature that is not known");
+  throw std::logic_error("an unknown feature");
 }
 
 /// Computes all outputs side by side for speed. Each output is summed in index order, as
@@ -254,11 +254,12 @@ std::shared_ptr<const PolicyEntry> product_of(const std::shared_ptr<const Policy
     throw std::invalid_argument(fmt::format("policy {}: {}", name, why));
   };
   if (!own.evicts) refuse(fmt::format("{} never evicts, so it ranks nothing", own.name));
-  if (base->host) refuse(fmt::format("{} is a function, which multiplies by itself", own.name));
+  if (base->host)
+    refuse(fmt::format("{} is a Python function, which can multiply its ranks itself", own.name));
   if (!is_feature_name(feature))
-    refuse("a feature's name should stand behind the *, such as h2o*value_norm");
+    refuse("a feature's name should follow the *, as in h2o*value_norm");
   if (own.feature_count() == kMaxFeatures)
-    refuse(fmt::format("{} has {} features, and no room for another", own.name, kMaxFeatures));
+    refuse(fmt::format("{} has {} features already, which is the maximum", own.name, kMaxFeatures));
   const auto texts = std::make_shared<const Texts>(Texts{base, name, feature});
   auto product = std::make_shared<PolicyEntry>(*base);
   product->info.name = texts->name.c_str();

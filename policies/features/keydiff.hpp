@@ -19,7 +19,7 @@ struct KeyDiff : HighestEvictedFirst {
   static constexpr PolicyInfo kInfo{
       .name = "keydiff",
       .summary =
-          "the key most like the mean of the keys is evicted first; `name=` selects the feature",
+          "evicts the token whose key is most similar to the mean key; `name=` says which keys",
       .citation = "Park et al. 2025, KeyDiff, algorithm 1 (arXiv:2504.15364)",
       .order = Order::nested,
       .features = {"name=key_cosine"}};

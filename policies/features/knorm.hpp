@@ -15,7 +15,7 @@ namespace kvlab {
 struct Knorm : HighestEvictedFirst {
   static constexpr PolicyInfo kInfo{
       .name = "knorm",
-      .summary = "the longest key is evicted first",
+      .summary = "evicts the token whose key has the largest norm",
       .citation = "Devoto et al. 2024, L2 norm, section 3 (arXiv:2406.11430)",
       .order = Order::nested,
       .features = {"key_norm"}};

@@ -22,7 +22,9 @@ namespace kvlab {
 struct LagKV : LowestEvictedFirst {
   static constexpr PolicyInfo kInfo{
       .name = "lagkv",
-      .summary = "the token that stands out least from those after it is evicted first",
+      .summary =
+          "evicts the token with the lowest lag-relative score, from the key and value range of "
+          "the tokens after it",
       .citation = "Liang et al. 2025, LagKV, equations 1 to 6 (arXiv:2504.04704)",
       .order = Order::nested,
       .sinks = tokens(4),

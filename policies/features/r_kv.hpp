@@ -21,7 +21,8 @@ namespace kvlab {
 struct RKV {
   static constexpr PolicyInfo kInfo{
       .name = "r_kv",
-      .summary = "the least recent attention minus redundancy of the key is evicted first",
+      .summary =
+          "evicts the token with the lowest score: recent attention minus redundancy of the key",
       .citation = "Cai et al. 2025, R-KV, section 3 (arXiv:2505.24133)",
       .needs = Needs::mass,
       .weighted = true,

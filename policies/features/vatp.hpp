@@ -16,7 +16,8 @@ namespace kvlab {
 struct Vatp : AccumulatedMass {
   static constexpr PolicyInfo kInfo{
       .name = "vatp",
-      .summary = "the least accumulated attention times the value's magnitude is evicted first",
+      .summary =
+          "evicts the token with the lowest product of accumulated attention and the value's norm",
       .citation = "Guo et al. 2024, VATP, equation 3 (arXiv:2406.12335)",
       .needs = Needs::mass,
       .recent = percent(50),

@@ -22,7 +22,8 @@ namespace kvlab {
 struct A2sf {
   static constexpr PolicyInfo kInfo{
       .name = "a2sf",
-      .summary = "the least accumulated attention is evicted first, and old attention is forgotten",
+      .summary =
+          "evicts the token with the least accumulated attention, where old attention decays",
       .citation = "Jo and Shin 2024, A2SF, section 3 (arXiv:2407.20485)",
       .needs = Needs::mass,
       .weighted = true,
@@ -31,7 +32,8 @@ struct A2sf {
     double keep;
   };
   static constexpr Param<Params> kParams[] = {
-      {"keep", "share of the mass that is left after a query", &Params::keep, 0.98, 0, 1}};
+      {"keep", "factor by which accumulated attention decays at each query", &Params::keep, 0.98, 0,
+       1}};
   struct Slot {
     std::uint64_t mass;  // Q32.32
   };

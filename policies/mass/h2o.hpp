@@ -33,7 +33,7 @@ struct AccumulatedMass {
 struct H2O : AccumulatedMass {
   static constexpr PolicyInfo kInfo{
       .name = "h2o",
-      .summary = "the least accumulated attention is evicted first",
+      .summary = "evicts the token with the least accumulated attention",
       .citation = "Zhang et al. 2023, H2O, algorithm 1 (arXiv:2306.14048)",
       .needs = Needs::mass,
       .recent = percent(50)};

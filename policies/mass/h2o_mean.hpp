@@ -17,7 +17,7 @@ namespace kvlab {
 struct H2OMean {
   static constexpr PolicyInfo kInfo{
       .name = "h2o_mean",
-      .summary = "the least attention per query that saw the token is evicted first",
+      .summary = "evicts the token with the least attention per query that saw it",
       .citation = "Zhang et al. 2023, H2O, appendix B.2 (arXiv:2306.14048)",
       .needs = Needs::mass,
       .recent = percent(50)};

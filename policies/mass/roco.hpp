@@ -23,7 +23,7 @@ namespace kvlab {
 struct Roco {
   static constexpr PolicyInfo kInfo{
       .name = "roco",
-      .summary = "the least mean attention is evicted first, unless it varies much",
+      .summary = "evicts the token with the least mean attention, unless that varies much",
       .citation = "Ren and Zhu 2024, RoCo, section 4 (arXiv:2402.06262)",
       .needs = Needs::mass,
       .recent = tokens(10)};
@@ -31,7 +31,7 @@ struct Roco {
     double spread;
   };
   static constexpr Param<Params> kParams[] = {
-      {"spread", "weight of the variance beside the mean's square", &Params::spread, 1, 0, 8}};
+      {"spread", "weight of the variance relative to the squared mean", &Params::spread, 1, 0, 8}};
   struct Slot {
     std::uint64_t mass;  // Q32.32
     double squares;      // sum over queries of the squared attention

@@ -13,7 +13,7 @@ namespace kvlab {
 struct StreamingH2O : AccumulatedMass {
   static constexpr PolicyInfo kInfo{
       .name = "streaming_h2o",
-      .summary = "as h2o, with the kept tokens at cache positions",
+      .summary = "same as h2o, with the kept tokens at cache positions",
       .citation = "Zhang et al. 2023, H2O, section 5.3 (arXiv:2306.14048)",
       .needs = Needs::mass,
       .recent = percent(50),

@@ -71,8 +71,7 @@ const Ranks& LayerRanks::at(std::uint32_t now) {
     const Ranks own = head->ranks(now);
     if (own.type != sums_.type)
       throw std::invalid_argument(
-          "scope=layer: one KV head ranks by whole numbers and another by floats; give floats in "
-          "both");
+          "scope=layer: one KV head ranks by integers and another by floats; give floats in both");
     std::ranges::transform(sums_.keys, own.keys, sums_.keys.begin(),
                            [&](auto a, auto b) { return rank_sum(own.type, a, b); });
   }

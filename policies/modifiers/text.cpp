@@ -88,18 +88,18 @@ std::vector<std::string> modifier_texts(const Modifiers& modifiers, const Modifi
 void check_modifiers(const Modifiers& modifiers, const PolicyInfo& info) {
   if (modifiers.once && modifiers.every > 1)
     throw std::invalid_argument(
-        fmt::format("policy {}: under once tokens are evicted only after a prompt, so every={} "
-                    "does nothing; every=1 "
-                    "or once=no would be right",
+        fmt::format("policy {}: under once tokens are evicted only after a prompt, so every={} has "
+                    "no effect; use every=1 or once=no",
                     info.name, modifiers.every));
   if (modifiers.pool == Modifiers::Pool::max && modifiers.smooth == 0)
     throw std::invalid_argument(
-        fmt::format("policy {}: pool=max does nothing without smooth; smooth=R, tokens on either "
-                    "side, would be right",
+        fmt::format("policy {}: pool=max has no effect without smooth; give smooth=R, the number "
+                    "of positions on either side",
                     info.name));
   if (modifiers.group == Modifiers::Group::max && !needs_mass(info.needs))
     throw std::invalid_argument(
-        fmt::format("policy {}: group=max is about mass, which {} does not observe; leave it out",
+        fmt::format("policy {}: group=max applies to accumulated attention, which {} does not "
+                    "observe; leave it out",
                     info.name, info.name));
 }
 

@@ -19,7 +19,7 @@ namespace kvlab {
 struct Lru {
   static constexpr PolicyInfo kInfo{
       .name = "lru",
-      .summary = "the least recently requested is evicted first",
+      .summary = "evicts the least recently requested token",
       .citation = "after Liu et al. 2023, Scissorhands, algorithm 2 (arXiv:2305.17118)",
       .needs = Needs::requests};
   struct Params {};

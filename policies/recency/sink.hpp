@@ -15,7 +15,7 @@ namespace kvlab {
 struct Sink {
   static constexpr PolicyInfo kInfo{
       .name = "sink",
-      .summary = "the oldest is evicted first, except the attention sinks (StreamingLLM)",
+      .summary = "evicts the oldest token, except for the attention sinks (StreamingLLM)",
       .citation = "Xiao et al. 2023, StreamingLLM, section 3.2 (arXiv:2309.17453)",
       .order = Order::nested,
       .oldest_first = true,

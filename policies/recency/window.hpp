@@ -11,7 +11,7 @@ namespace kvlab {
 struct Window {
   static constexpr PolicyInfo kInfo{
       .name = "window",
-      .summary = "the oldest is evicted first",
+      .summary = "evicts the oldest token",
       .citation = "Beltagy et al. 2020, Longformer, section 3.1 (arXiv:2004.05150)",
       .order = Order::nested,
       .oldest_first = true};

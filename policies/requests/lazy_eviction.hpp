@@ -28,7 +28,8 @@ struct LazyEviction {
   static constexpr PolicyInfo kInfo{
       .name = "lazy_eviction",
       .summary =
-          "the longest without a request, relative to its longest interval, is evicted first",
+          "evicts the token with the longest time since its last request, relative to its own "
+          "longest gap between requests",
       .citation = "Zhang et al. 2025, LazyEviction, section 4 (arXiv:2506.15969)",
       .needs = Needs::requests,
       .recent = percent(25)};

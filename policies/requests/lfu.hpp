@@ -18,7 +18,7 @@ namespace kvlab {
 
 struct Lfu {
   static constexpr PolicyInfo kInfo{.name = "lfu",
-                                    .summary = "the least often requested is evicted first",
+                                    .summary = "evicts the least often requested token",
                                     .citation =
                                         "after Robinson and Devarakonda 1990, frequency-based "
                                         "replacement (doi:10.1145/98457.98523)",

@@ -26,7 +26,7 @@ namespace kvlab {
 struct Scissorhands {
   static constexpr PolicyInfo kInfo{
       .name = "scissorhands",
-      .summary = "the least often requested by the last queries is evicted first",
+      .summary = "evicts the token that the last queries requested least often",
       .citation = "Liu et al. 2023, Scissorhands, algorithm 2 (arXiv:2305.17118)",
       .needs = Needs::requests,
       .recent = tokens(10)};
@@ -34,7 +34,7 @@ struct Scissorhands {
     double window;
   };
   static constexpr Param<Params> kParams[] = {
-      {"window", "queries that count", &Params::window, 400, 4, 32768}};
+      {"window", "number of last queries that count", &Params::window, 400, 4, 32768}};
   struct Slot {
     std::uint64_t counts;  // four 16-bit counts, one per quarter; the newest is lowest
   };

@@ -27,8 +27,8 @@ struct Nacl : LastQueries {
   static constexpr PolicyInfo kInfo{
       .name = "nacl",
       .summary =
-          "the least attended by the prompt's last queries is evicted first, except a random "
-          "share",
+          "evicts the token with the least attention from the prompt's last queries, and keeps "
+          "some at random",
       .citation = "Chen et al. 2024, NACL, section 4 (arXiv:2408.03675)",
       .needs = Needs::mass,
       .weighted = true,
@@ -39,7 +39,7 @@ struct Nacl : LastQueries {
     double random;
   };
   static constexpr Param<Params> kParams[] = {
-      {"proxy", "last queries that judge", &Params::window, 32, 1, 65536},
+      {"proxy", "number of last queries that are counted", &Params::window, 32, 1, 65536},
       {"random", "share of the budget kept at random", &Params::random, 0.35, 0, 1}};
 
   /// Randomly kept are the tokens whose sample is below `random` times the share of live tokens

@@ -20,7 +20,7 @@ namespace kvlab {
 struct SnapKV : LastQueries {
   static constexpr PolicyInfo kInfo{
       .name = "snapkv",
-      .summary = "the least attended by the prompt's last queries is evicted first",
+      .summary = "evicts the token with the least attention from the prompt's last queries",
       .citation = "Li et al. 2024, SnapKV, section 4 (arXiv:2404.14469)",
       .needs = Needs::mass,
       .weighted = true,

@@ -16,7 +16,7 @@ namespace kvlab {
 struct Tova {
   static constexpr PolicyInfo kInfo{
       .name = "tova",
-      .summary = "the least attended by the last query is evicted first",
+      .summary = "evicts the token with the least attention from the last query",
       .citation = "Oren et al. 2024, TOVA (arXiv:2401.06104)",
       .needs = Needs::mass,
       .weighted = true};

@@ -52,12 +52,13 @@ void check(const TierPlan& tier_plan, std::string_view text) {
                                tier.format->name, above->name));
     above = tier.format;
     if (tier.format->kivi && tier_plan.tiers.size() > 1)
-      refuse(text,
-             fmt::format("{} keeps all tokens in its own way; it stands alone", tier.format->name));
+      refuse(text, fmt::format(
+                       "{} keeps all tokens in its own format; give it alone, without other tiers",
+                       tier.format->name));
     if (tier.share.is_share) shares += tier.share.share_ppm;
   }
   if (shares != kWhole)
-    refuse(text, fmt::format("shares come to {:g}%; 100% are expected",
+    refuse(text, fmt::format("shares add up to {:g}%; 100% is expected",
                              static_cast<double>(shares) / 1e4));
 }
 

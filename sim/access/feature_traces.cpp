@@ -42,9 +42,10 @@ BringFeatures FeatureTraces::of(std::span<const std::int32_t> prompt,
            std::equal(prompt.begin(), prompt.end(), one.ids().begin());
   });
   if (trace == traces_.end())
-    throw std::invalid_argument(fmt::format(
-        "--features: of {} traces none begins with the prompt of {} tokens; capture that very text",
-        traces_.size(), prompt.size()));
+    throw std::invalid_argument(
+        fmt::format("--features: none of the {} traces begins with the prompt of {} tokens; "
+                    "capture exactly this text",
+                    traces_.size(), prompt.size()));
   check(*trace, names, model);
   return [&own = *trace, names = std::move(names)](std::uint32_t layer, std::uint32_t kv_head,
                                                    FeaturesByName& to) {

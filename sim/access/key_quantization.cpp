@@ -77,8 +77,8 @@ std::string key_quantization_warning(const TraceReader& trace) {
       layers.push_back(fmt::format("{} (by {:.1f})", trace.shape().number(layer), errors[layer]));
   if (layers.empty()) return "";
   return fmt::format(
-      "keys in 4 bits move scores by more than {} nat in layers {}, as biases of keys do: there "
-      "keep 8 bits",
+      "4-bit keys move attention scores by more than {} nat in layers {}, as biases of keys can; "
+      "use 8 bits for keys in these layers",
       kMaxMoved, fmt::join(layers, ", "));
 }
 

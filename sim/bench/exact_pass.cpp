@@ -23,13 +23,15 @@ class OpenBlas {
     void* const library = ::dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL);
     if (!library)
       throw std::runtime_error(
-          "bench replay: OpenBLAS, with which it compares, cannot be loaded (libopenblas.so.0); "
-          "Debian's package libopenblas0-pthread has it");
+          "bench replay: OpenBLAS cannot be loaded (libopenblas.so.0), and the bench compares with "
+          "it; install Debian's package libopenblas0-pthread");
     gemm_ = reinterpret_cast<Gemm>(::dlsym(library, "cblas_sgemm"));
     const auto set_threads =
         reinterpret_cast<void (*)(int)>(::dlsym(library, "openblas_set_num_threads"));
     if (!gemm_ || !set_threads)
-      throw std::runtime_error("bench replay: libopenblas.so.0 is another library");
+      throw std::runtime_error(
+          "bench replay: libopenblas.so.0 is not OpenBLAS; install Debian's package "
+          "libopenblas0-pthread");
     set_threads(1);  // the heads are distributed over threads instead
   }
 

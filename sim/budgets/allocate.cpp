@@ -40,7 +40,7 @@ std::size_t series_of(const MetricTable& metric_table, const std::string& policy
   throw std::invalid_argument(fmt::format(
       "--policy: {}; give one of {}",
       named.empty() ? fmt::format("{} is not in this run", policy.empty() ? "a policy" : policy)
-                    : fmt::format("the run has {} such", named.size()),
+                    : fmt::format("it matches {} configurations of the run", named.size()),
       fmt::join(known, ", ")));
 }
 
@@ -58,7 +58,7 @@ std::string metric_of(const MetricTable& metric_table, std::size_t series,
   for (const std::string_view metric : kAllocators)
     if ((requested.empty() || requested == metric) && has(metric)) return std::string(metric);
   throw std::invalid_argument(fmt::format(
-      "the run has no {}; it takes a trace with {}",
+      "the run has no {}; replay a trace with {}",
       requested.empty() ? fmt::format("{}", fmt::join(kAllocators, " and no ")) : requested,
       requested == kAllocators[0] ? "gradients (python -m kvlab.hf sensitivities)"
                                   : "residual norms and a sketch (format 2), as captures have"));
@@ -69,8 +69,8 @@ std::uint32_t common_length(const RunInfo& info) {
   for (const RunTrace& trace : info.traces)
     if (trace.tokens != info.traces.front().tokens)
       throw std::invalid_argument(fmt::format(
-          "the traces {} and {} have {} and {} tokens; allocate from traces of one "
-          "length, or one trace",
+          "the traces {} and {} have {} and {} tokens; allocate from one trace, or from traces of "
+          "the same length",
           info.traces.front().name, trace.name, info.traces.front().tokens, trace.tokens));
   return info.traces.front().tokens;
 }
@@ -88,7 +88,7 @@ std::vector<BudgetColumn> even_budgets(const MetricTable& metric_table, std::siz
   }
   if (budgets.size() < kMinBudgets)
     throw std::invalid_argument(
-        fmt::format("{} of {} at {} budgets below the trace's length; a curve takes at least {}: "
+        fmt::format("{} of {} at {} budgets below the trace's length; a curve needs at least {}: "
                     "kvlab replay --budget 5%,10%,20%,40%",
                     metric, metric_table.series()[series].label, budgets.size(), kMinBudgets));
   return budgets;
@@ -143,8 +143,8 @@ std::vector<std::uint32_t> share_tokens(std::span<const Curve> hulls, std::uint6
   }
   const std::uint64_t least = std::accumulate(tokens.begin(), tokens.end(), std::uint64_t{0});
   if (total < least || total > most)
-    throw std::invalid_argument(
-        fmt::format("{} tokens over all heads; from {} to {} were measured", total, least, most));
+    throw std::invalid_argument(fmt::format(
+        "{} tokens over all heads; the run measured from {} to {}", total, least, most));
   std::ranges::stable_sort(pieces, [](const Piece& a, const Piece& b) { return a.fall > b.fall; });
   std::uint64_t left = total - least;
   for (const Piece& piece : pieces) {
@@ -159,7 +159,7 @@ std::vector<std::uint32_t> share_tokens(std::span<const Curve> hulls, std::uint6
 
 Allocation allocate_budgets(const Run& run, const AllocationRequest& request) {
   if (!run.info.layers.empty())
-    throw std::invalid_argument("the run has some layers only; replay all of them");
+    throw std::invalid_argument("the run has only some of the layers; replay all of them");
   const MetricTable metric_table(run.rows);
   if (metric_table.budgets().empty()) throw std::invalid_argument(std::string(kNoBudgetInRun));
   const RunTrace& trace = run.info.traces.front();
@@ -170,9 +170,9 @@ Allocation allocate_budgets(const Run& run, const AllocationRequest& request) {
                     .mean_tokens = request.budget.resolve(length, 0)};
   const auto budgets = even_budgets(metric_table, series, result.metric, length);
   if (result.mean_tokens < budgets.front().min_tokens || result.mean_tokens > length)
-    throw std::invalid_argument(
-        fmt::format("--budget: {} is {} tokens; should be from {}, the run's least budget, to {}",
-                    request.budget.text(), result.mean_tokens, budgets.front().min_tokens, length));
+    throw std::invalid_argument(fmt::format(
+        "--budget: {} is {} tokens; should be from {}, the run's smallest budget, to {}",
+        request.budget.text(), result.mean_tokens, budgets.front().min_tokens, length));
   std::vector<Curve> hulls;
   for (std::uint32_t layer = 0; layer < trace.layers; ++layer)
     for (std::int32_t head = 0; head < static_cast<std::int32_t>(trace.kv_heads); ++head)

@@ -114,7 +114,7 @@ PolicySpec policy_from(const std::string& text, std::span<const std::string_view
                        const CompiledPolicies& compiled) {
   if (oracles.empty() && is_oracle(text))
     throw std::invalid_argument(fmt::format(
-        "policy {}: is a reference of `kvlab replay`, which knows the future; name a policy",
+        "policy {}: is an oracle of `kvlab replay`, which uses future attention; give a policy",
         text));
   return parse_policy(text, oracles, compiled);
 }
@@ -160,8 +160,8 @@ void refuse_many(const SweepRequest& request) {
   const auto check = [&](std::size_t count) {
     if (count > kMaxConfigs)
       throw std::invalid_argument(
-          fmt::format("up to {} configurations are requested; at most {} are allowed, so fewer "
-                      "policies, budgets, tier plans or modes would be right",
+          fmt::format("up to {} configurations are requested, and at most {} are allowed; give "
+                      "fewer policies, budgets, tier plans or modes",
                       count, kMaxConfigs));
   };
   check(configs);

@@ -31,7 +31,8 @@ std::uint32_t block_for(std::size_t row_floats) {
 float min_requested(float sum, float most, std::uint32_t threshold16) {
   if (!(sum > 0 && std::isfinite(sum) && most >= 0 && most <= sum))
     throw std::runtime_error(
-        "a row of attention has no probabilities: its queries or keys are too large or damaged");
+        "a row of attention has no finite probabilities, because its queries or keys are too large "
+        "or damaged");
   const std::uint64_t row_max = fixed_mass(1.0f, most / sum);
   const auto asks = [&](float e) {
     return is_requested(fixed_mass(1.0f, e / sum), row_max, threshold16);

@@ -55,8 +55,8 @@ std::size_t tasks_at_once(const HeadTaskSizes& sizes, std::size_t landing, std::
                     fit = (usable - std::min(usable, landing)) / of_task;
   if (fit < together)
     throw std::runtime_error(fmt::format(
-        "device memory: {} of this replay needs {}, {} of {} are free; fewer budgets "
-        "at once need less, or use --device cpu",
+        "device memory: {} of this replay needs {}, and {} of {} are free; use fewer budgets at "
+        "once, or --device cpu",
         together == 1 ? "one KV head" : "one layer", cuda::bytes_text(together * of_task + landing),
         cuda::bytes_text(memory.free), cuda::bytes_text(memory.total)));
   return std::min(fit, kMostTasks) / together * together;

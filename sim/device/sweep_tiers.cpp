@@ -18,9 +18,9 @@ void SweepTiers::add(const ResolvedConfig& config, std::uint32_t index, std::uin
   if (found == config.tiers.end()) return;
   const std::vector<TierSlots>& tier_plan = found->second;
   if (tier_plan.size() > kernels::kMaxReplayTiers)
-    throw std::invalid_argument(fmt::format("tiers {}: on a device at most {} tiers",
-                                            config.policy.tier_plan.text(),
-                                            kernels::kMaxReplayTiers));
+    throw std::invalid_argument(
+        fmt::format("tiers {}: a CUDA device supports at most {} tiers; use --device cpu",
+                    config.policy.tier_plan.text(), kernels::kMaxReplayTiers));
   const auto [first, is_new] =
       first_.try_emplace(&tier_plan, static_cast<std::uint32_t>(tiers_.size()));
   rule.first_tier = first->second;
@@ -43,7 +43,8 @@ std::uint32_t SweepTiers::copy_of(std::uint32_t config, const Path& path) {
   if (found == known.end()) known.push_back(path);
   if (copy > kernels::kMaxReplayCopies)
     throw std::invalid_argument(fmt::format(
-        "tiers: {} demotion paths at once on a device; fewer tier plans would fit", copy));
+        "tiers: a CUDA device supports at most {} demotion paths at once; use fewer tier plans",
+        copy));
   return copy;
 }
 

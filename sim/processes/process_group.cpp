@@ -163,7 +163,7 @@ bool do_together(ProcessGroup& group, const std::function<void()>& action) {
     action();
   } catch (const std::exception& error) {
     if (group.size() == 1) throw;
-    problem = *error.what() ? error.what() : "an error without a name";
+    problem = *error.what() ? error.what() : "an unknown error";
   }
   const auto said = group.exchange(problem);
   const auto first =

@@ -18,7 +18,9 @@ class MpiGroup final : public ProcessGroup {
     int provided = 0;
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &provided);
     if (provided < MPI_THREAD_SERIALIZED)
-      throw std::runtime_error("this MPI cannot be called from threads; it should be built so");
+      throw std::runtime_error(
+          "this MPI does not support calls from several threads; use one that is built with thread "
+          "support");
     MPI_Comm_rank(MPI_COMM_WORLD, &rank_);
     MPI_Comm_size(MPI_COMM_WORLD, &size_);
     MPI_Comm host;
@@ -76,7 +78,7 @@ class MpiGroup final : public ProcessGroup {
  private:
   static int length_of(const std::string& bytes) {
     if (bytes.size() > static_cast<std::size_t>(std::numeric_limits<int>::max()))
-      throw std::runtime_error("a message of over 2 GiB; fewer configurations would fit");
+      throw std::runtime_error("a message is larger than 2 GiB; use fewer configurations");
     return static_cast<int>(bytes.size());
   }
 

@@ -33,7 +33,7 @@ std::string_view name_of(Needs needs) {
     case Needs::both:
       return "mass, requests";
   }
-  throw std::logic_error("a policy needs something unknown");
+  throw std::logic_error("the policy's needs are unknown");
 }
 
 std::vector<std::string> features_of(const PolicyInfo& info) {

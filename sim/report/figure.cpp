@@ -385,8 +385,8 @@ std::string write_figures(const NamedFigures& figures, const AtomicFolder& folde
   words.insert(words.end(), names.begin(), names.end());
   const bool drawn = by_command(names, log) || ran(std::move(words), log);
   return drawn ? ""
-               : "figures are Vega-Lite alone, for want of vl-convert (pip install "
-                 "vl-convert-python)";
+               : "figures are written as Vega-Lite only, because vl-convert is not installed (pip "
+                 "install vl-convert-python)";
 }
 
 namespace {

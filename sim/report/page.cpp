@@ -76,6 +76,11 @@ std::string style_sheet() {
       light, dark, kRules);
 }
 
+/// Hides the places of figures, and says why.
+constexpr const char* kNoScript =
+    "<noscript><style>.drawn{display:none}</style><p class=\"quiet\">The figures of this page need "
+    "JavaScript, which is turned off here. The tables are complete without it.</p></noscript>\n";
+
 }  // namespace
 
 std::string html_page(std::string_view title, const std::string& body,
@@ -93,9 +98,10 @@ std::string html_page(std::string_view title, const std::string& body,
       "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
       "<meta http-equiv=\"Content-Security-Policy\" content=\"{}\">\n"
-      "<title>{}</title>\n<style>{}{}</style>\n</head>\n<body>\n<main>\n{}</main>\n{}</body>\n</"
+      "<title>{}</title>\n<style>{}{}</style>\n</head>\n<body>\n<main>\n{}{}</main>\n{}</body>\n</"
       "html>\n",
-      allowed, escape(title), style_sheet(), page_file("page.css"), body, scripts);
+      allowed, escape(title), style_sheet(), page_file("page.css"), vega ? kNoScript : "", body,
+      scripts);
 }
 
 std::string html_open_section(std::string_view id, std::string_view heading,

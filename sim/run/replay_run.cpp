@@ -178,8 +178,8 @@ void refuse_unwritable(const RunTrace& trace) {
                        name.dump(-1, ' ', false, json::error_handler_t::ignore);
   if (!is_utf8 || has_controls(trace.name))
     throw std::invalid_argument(
-        fmt::format("--trace: the folder {} gives its name to results; it should be UTF-8 without "
-                    "control characters, so rename it",
+        fmt::format("--trace: the name of the directory {} should be UTF-8 without control "
+                    "characters, because results carry it; rename it",
                     json_quoted(trace.name)));
 }
 
@@ -188,8 +188,8 @@ void refuse_same_names(const std::vector<RunTrace>& traces) {
   for (const RunTrace& trace : traces)
     if (!names.insert(trace.name).second)
       throw std::invalid_argument(
-          fmt::format("--trace: two traces are called {}; results are told apart by the "
-                      "directory's name, so rename one",
+          fmt::format("--trace: two traces are called {}; results are listed by the directory's "
+                      "name, so rename one",
                       trace.name));
 }
 
@@ -368,7 +368,7 @@ class ReplaySweepJob {
     for (std::size_t u = 0; u < tasks->tasks(); ++u) {
       const std::string file = folder.unit_path(trace, u).string();
       const auto bytes = folder.read_unit(trace, u);
-      if (!bytes) throw std::runtime_error(file + ": has gone; run the same command again");
+      if (!bytes) throw std::runtime_error(file + ": has disappeared; run the same command again");
       gathering.put(u, unpack_head_task({job_hash_, trace, u}, *bytes, file));
     }
     return gathering.result();
@@ -415,7 +415,7 @@ std::vector<std::size_t> missing_tasks(const ReplayRequest& request, const Repla
   for (std::size_t u = 0; u < tasks.size(); ++u)
     if (!job.is_finished(folder, tasks[u])) missing.push_back(u);
   if (missing.size() < tasks.size())
-    request.notice(fmt::format("going on with {}: {} of {} head tasks are finished",
+    request.notice(fmt::format("continuing {}: {} of {} head tasks are finished",
                                folder.staging().string(), tasks.size() - missing.size(),
                                tasks.size()));
   return missing;
@@ -425,9 +425,9 @@ std::vector<std::size_t> missing_tasks(const ReplayRequest& request, const Repla
 void note_overlaps(const ReplayRequest& request, const RunInfo& info) {
   for (const RunTrace& trace : info.traces)
     if (!trace.same_text_as.empty())
-      request.notice(
-          fmt::format("{} and {} have the same text, which counts once: comparisons leave {} out",
-                      trace.same_text_as, trace.name, trace.name));
+      request.notice(fmt::format(
+          "{} and {} have the same text, and it counts once, so comparisons leave {} out",
+          trace.same_text_as, trace.name, trace.name));
 }
 
 /// Reports the traces whose gradients the replay cannot use, because they were summed over other
@@ -440,8 +440,8 @@ void note_other_gradients(const ReplayRequest& request,
       names += (names.empty() ? "" : ", ") + request.traces[t];
   if (!names.empty())
     request.notice(
-        fmt::format("no kl_estimate of {}: the gradients are not of --queries {}; "
-                    "python -m kvlab.hf sensitivities with it and --replace makes them",
+        fmt::format("no kl_estimate for {}, because its gradients are not of --queries {}; run "
+                    "python -m kvlab.hf sensitivities with this option and --replace",
                     names, name_of(request.options.queries)));
 }
 
@@ -476,7 +476,8 @@ void check_alike(ProcessGroup& group, const std::string& fingerprint) {
   const auto said = group.exchange(fingerprint);
   if (said[static_cast<std::size_t>(group.rank())] != said[0])
     throw std::runtime_error(
-        "has other traces, options or another build than process 0; all should be alike");
+        "has other traces, other options or another build than process 0; all processes should "
+        "have the same");
 }
 
 }  // namespace

@@ -92,7 +92,7 @@ class RowParser {
     row.seed = number<std::uint64_t>("seed");
     row.layer = scope("layer");
     row.head = scope("head");
-    if (row.layer < 0 && row.head >= 0) throw std::runtime_error("a head without a layer");
+    if (row.layer < 0 && row.head >= 0) throw std::runtime_error("a head is given without a layer");
     row.metric = text();
     if (!find_metric(row.metric))
       throw std::runtime_error(fmt::format("unknown metric '{}'", shown_field(row.metric)));
@@ -302,11 +302,12 @@ void parse_blocks_csv(std::string_view text, std::string_view file, std::span<Re
       key += csv_field(fields[i]);
     }
     const auto found = known.find(key);
-    if (found == known.end()) throw std::runtime_error("there is no such row of the whole model");
+    if (found == known.end()) throw std::runtime_error("there is no such row for the whole model");
     ResultRow& row = *found->second;
     if (csv_number<std::uint64_t>(fields[8], "block") != row.blocks.size())
-      throw std::runtime_error(fmt::format("block {} should be {}: each once, in order",
-                                           shown_field(fields[8]), row.blocks.size()));
+      throw std::runtime_error(
+          fmt::format("block {} should be {}; each block appears once, in order",
+                      shown_field(fields[8]), row.blocks.size()));
     row.blocks.push_back(fields[9].empty() ? std::numeric_limits<double>::quiet_NaN()
                                            : csv_number<double>(fields[9], "value"));
     row.block_weights.push_back(csv_number<double>(fields[10], "weight"));

@@ -296,16 +296,16 @@ Kept read_kept(const JsonFields& fields) {
 void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string& where) {
   const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
   if (trace == info.traces.end())
-    throw std::runtime_error(fmt::format("{}: a row is of trace {}, which run.json does not name",
+    throw std::runtime_error(fmt::format("{}: a row has trace {}, which run.json does not list",
                                          where, json_quoted(row.trace)));
   const auto& numbers = trace->numbers;
   const bool known =
       row.layer < 0 || (numbers.empty() ? row.layer < static_cast<std::int64_t>(trace->layers)
                                         : std::ranges::find(numbers, row.layer) != numbers.end());
   if (!known || row.head >= static_cast<std::int64_t>(trace->kv_heads))
-    throw std::runtime_error(fmt::format(
-        "{}: a row is of layer {}, head {}; trace {} has {} layers of {} KV heads", where,
-        row.layer, row.head, json_quoted(row.trace), trace->layers, trace->kv_heads));
+    throw std::runtime_error(
+        fmt::format("{}: a row has layer {}, head {}; trace {} has {} layers of {} KV heads", where,
+                    row.layer, row.head, json_quoted(row.trace), trace->layers, trace->kv_heads));
 }
 
 /// Reads a file whose checksum is in run.json.
@@ -313,9 +313,9 @@ std::string read_checked(const std::filesystem::path& path, const JsonFields& in
                          std::string_view key) {
   std::string text = read_text_file(path, kMaxCsvBytes);
   if (info.text(key) != xxh3_hex(text))
-    throw std::runtime_error(
-        fmt::format("{}: is not what run.json was written for (another checksum); replay again",
-                    path.string()));
+    throw std::runtime_error(fmt::format(
+        "{}: was changed after run.json was written (the checksum differs); replay again",
+        path.string()));
   return text;
 }
 

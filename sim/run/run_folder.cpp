@@ -57,7 +57,7 @@ class Unpacker {
   std::size_t count(std::size_t least) {
     std::uint64_t value = 0;
     (*this)(value);
-    if (value > rest_.size() / least) throw std::runtime_error("a length is past its end");
+    if (value > rest_.size() / least) throw std::runtime_error("a length points past its end");
     return static_cast<std::size_t>(value);
   }
   bool empty() const { return rest_.empty(); }
@@ -80,10 +80,11 @@ std::vector<HeadOutcome> unpack(const HeadTaskId& id, std::string_view bytes) {
   Unpacker unpacker(body.substr(kMagic.size()));
   HeadTaskId found;
   for (auto* part : {&found.job, &found.trace, &found.task}) unpacker(*part);
-  if (found != id) throw std::runtime_error("it is another head task, or of another replay");
+  if (found != id)
+    throw std::runtime_error("it holds another head task, or belongs to another replay");
   std::vector<HeadOutcome> outcomes(unpacker.count(sizeof(std::uint64_t)));
   for (HeadOutcome& outcome : outcomes) for_fields(outcome, [&](auto& field) { unpacker(field); });
-  if (!unpacker.empty()) throw std::runtime_error("something follows its end");
+  if (!unpacker.empty()) throw std::runtime_error("there is data after its end");
   return outcomes;
 }
 
@@ -142,13 +143,12 @@ RunFolder::RunFolder(fs::path run, const json& job, bool fresh, std::string comm
   if (!run_.has_filename()) run_ = run_.parent_path();  // "runs/a/" is "runs/a"
   if (fs::exists(fs::symlink_status(run_)))
     throw std::runtime_error(
-        fmt::format("{}: exists already; name a new directory or remove this one", run_.string()));
+        fmt::format("{}: exists already; give a new directory, or remove this one", run_.string()));
   staging_ = run_.string() + ".part";
   make_or_take();
   lock_.emplace(staging_ / kLockFile, O_RDWR | O_CREAT);
   lock_->require(
-      fmt::format("{}: another kvlab {} is at work in {}; wait for it or name "
-                  "another directory",
+      fmt::format("{}: another kvlab {} is running in {}; wait for it, or give another directory",
                   run_.string(), command_, staging_.string()));
   if (fresh) clear();
   if (fs::exists(staging_ / kJobFile))
@@ -164,14 +164,14 @@ void RunFolder::make_or_take() const {
     throw std::runtime_error(
         fmt::format("{}: cannot be made: {}", staging_.string(), error.message()));
   if (!fs::is_directory(fs::symlink_status(staging_)))
-    throw std::runtime_error(
-        fmt::format("{}: is in the way; a {} works in a folder of that name, so move it away",
-                    staging_.string(), command_));
+    throw std::runtime_error(fmt::format(
+        "{}: is not a directory; move it away, because a {} needs a directory of that name",
+        staging_.string(), command_));
   for (const fs::path& entry : entries(staging_))
     if (!is_ours(entry.filename().string()))
       throw std::runtime_error(
-          fmt::format("{}: was not made by `kvlab {}`; move it away, for a {} works in a "
-                      "folder of that name",
+          fmt::format("{}: was not made by `kvlab {}`; move it away, because a {} needs a "
+                      "directory of that name",
                       entry.string(), command_, command_));
 }
 
@@ -197,8 +197,8 @@ void RunFolder::resume(const json& job) const {
   const json before = parse_result_json(read_text_file(path, kMaxJobBytes), path.string());
   if (before == job) return;
   throw std::runtime_error(
-      fmt::format("{}: holds what a {} of something else has finished (differs in: {}); repeat "
-                  "that command to go on with it, or add --fresh to throw it away",
+      fmt::format("{}: holds the unfinished results of another {} command (differs in: {}); repeat "
+                  "that command to continue it, or add --fresh to delete them",
                   staging_.string(), command_, differences(job, before)));
 }
 
@@ -258,7 +258,7 @@ std::runtime_error RunFolder::in_name_of_run(const std::exception& error) const 
     if (const std::size_t at = text.find(inner.string()); at != std::string::npos)
       text.replace(at, inner.string().size(), run_.string());
   if (holds_units())
-    text += fmt::format("; the finished part is kept in {}, and the same command goes on with it",
+    text += fmt::format("; the finished part is kept in {}, and the same command continues it",
                         staging_.string());
   return std::runtime_error(text);
 }

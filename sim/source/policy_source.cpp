@@ -222,8 +222,8 @@ void check_name(const PolicyOps& ops, const std::string& path) {
     throw std::invalid_argument(
         fmt::format("{}: kInfo.name '{}' should be letters, digits and underscores", path, name));
   if (is_taken(name))
-    throw std::invalid_argument(
-        fmt::format("{}: kInfo.name '{}' is taken by a policy of kvlab; give another", path, name));
+    throw std::invalid_argument(fmt::format(
+        "{}: kInfo.name '{}' is already used by a policy of kvlab; give another", path, name));
 }
 
 }  // namespace
@@ -257,9 +257,10 @@ CompiledPolicies compile_policy_sources(std::span<const std::string> paths) {
   for (const std::string& path : paths) {
     auto entry = compile_policy_source(path);
     if (const auto other = all.find(entry->info.name))
-      throw std::invalid_argument(fmt::format(
-          "--policy-source {}: is {}, and so is {}; give one of them another kInfo.name", path,
-          other->info.name, other->source->path));
+      throw std::invalid_argument(
+          fmt::format("--policy-source {}: defines policy {}, and so does {}; give one of them "
+                      "another kInfo.name",
+                      path, other->info.name, other->source->path));
     all.entries.push_back(std::move(entry));
   }
   return all;
@@ -272,24 +273,24 @@ std::shared_ptr<const PolicyEntry> require_source(const CompiledPolicies& compil
   // The place where a Python function was defined: a file, or a text such as "<stdin>".
   if (path.ends_with(".py") || path.starts_with('<'))
     throw std::invalid_argument(fmt::format(
-        "{}: policy {} is a Python function of {}, which runs in replays only; write it as a "
-        "header (docs/guides/write-a-policy.md) and replay that by --policy-source",
+        "{}: policy {} is a Python function of {}, and these run in replays only; write it as a "
+        "header (docs/guides/write-a-policy.md) and replay it with --policy-source",
         where, name, path));
   if (compiled.entries.empty())
     throw std::invalid_argument(
-        fmt::format("{}: policy {} was compiled from {}: give that text by --policy-source {}",
-                    where, name, path, path));
+        fmt::format("{}: policy {} was compiled from {}; give this file: --policy-source {}", where,
+                    name, path, path));
   auto entry = compiled.find(name.substr(0, name.find('*')));
   const PolicyEntry& last = *compiled.entries.back();
   if (!entry)
     throw std::invalid_argument(
-        fmt::format("{}: needs the policy {} of {}; --policy-source {} is {}", where, name, path,
-                    last.source->path, last.info.name));
+        fmt::format("{}: needs the policy {} of {}; --policy-source {} defines {}", where, name,
+                    path, last.source->path, last.info.name));
   if (entry->source->xxh3 != xxh3)
-    throw std::invalid_argument(fmt::format(
-        "{}: policy {} was compiled from another text (xxh3 {}, not {}) than --policy-source {}; "
-        "give the old text, or replay and deploy again",
-        where, name, xxh3, entry->source->xxh3, entry->source->path));
+    throw std::invalid_argument(
+        fmt::format("{}: policy {} was compiled from another text (xxh3 {}, not {}) than "
+                    "--policy-source {}; give the old file, or replay and deploy again",
+                    where, name, xxh3, entry->source->xxh3, entry->source->path));
   return entry;
 }
 
@@ -351,8 +352,8 @@ std::string complaint(std::string log, const std::filesystem::path& folder,
   }
   if (const std::string missing = missing_in(plain); !missing.empty())
     return fmt::format(
-        "\n{}:{}: error: calls {}; a policy has no mathematical library, only integers and + - * / "
-        "on doubles, which give the same bits on every machine and device",
+        "\n{}:{}: error: calls {}; a policy may not call the mathematical library; it may use "
+        "integers and + - * / on doubles, which give the same bits on every machine and device",
         source.path, line, missing);
   std::string own, checks;
   bool ours = false;  // after an error in the text, further lines are about kvlab's headers

@@ -53,7 +53,7 @@ TEST_CASE("the error quotes a passage that does not occur exactly once") {
   CHECK_THAT(refusal(ids, "ba"), ContainsSubstring("\"ba\" is not in the prompt"));
   CHECK_THAT(refusal(ids, ""), ContainsSubstring("\"\" is not in the prompt"));
   CHECK_THAT(refusal({}, "a"), ContainsSubstring("\"a\" is not in the prompt"));
-  CHECK_THAT(refusal(ids, "a"), ContainsSubstring("\"a\" is there more than once"));
+  CHECK_THAT(refusal(ids, "a"), ContainsSubstring("\"a\" appears in the prompt more than once"));
   CHECK_THAT(refusal(tokenizer.encode("aaa"), "aa"), ContainsSubstring("more than once"));
   CHECK_THAT(refusal(ids, std::string(1000, 'x')), ContainsSubstring("xxx...\" is not"));
 }

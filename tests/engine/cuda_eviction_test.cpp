@@ -106,7 +106,7 @@ TEST_CASE("The CUDA decoder refuses a feature that it cannot compute", "[gpu]") 
   CHECK_THROWS_WITH(
       CudaSequence(tiny(Dtype::f32),
                    {.tokens = 220, .cache = cache("lagkv", 48, {}, Positions::original)}),
-      "policy lagkv: the CUDA decoder does not know its feature lagkv; --device cpu does");
+      "policy lagkv: the CUDA decoder does not support its feature lagkv; --device cpu does");
 }
 
 TEST_CASE("Cache positions lose no precision with rotated keys", "[gpu]") {

@@ -138,8 +138,9 @@ TEST_CASE("A sequence ends before a sum of attention or a count of requests over
   const std::vector<std::int32_t> ids = some_ids(1);
   const std::uint32_t most =
       longest_sequence(tiny().config().query_heads / tiny().config().kv_heads);
-  CHECK_THROWS_WITH(decoder.feed({ids.data(), std::size_t{most} + 1}, SegmentKind::prompt),
-                    fmt::format("decoder: more than {} tokens in a sequence; begin another", most));
+  CHECK_THROWS_WITH(
+      decoder.feed({ids.data(), std::size_t{most} + 1}, SegmentKind::prompt),
+      fmt::format("decoder: a sequence has at most {} tokens; start a new one", most));
   CHECK(decoder.tokens() == 0);
 }
 

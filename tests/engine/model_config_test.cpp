@@ -238,10 +238,11 @@ TEST_CASE("a folder with another program's model is refused with that reason") {
     return test::error_of([&] { Model::load(folder.path(), 1); });
   };
   CHECK_THAT(error_beside("pytorch_model.bin", true),
-             ContainsSubstring("there is \"pytorch_model.bin\", but no model.safetensors"));
+             ContainsSubstring("has \"pytorch_model.bin\", but no model.safetensors"));
   CHECK_THAT(error_beside("model.Q4.gguf", true), ContainsSubstring("gguf_to_checkpoint.py"));
   CHECK_THAT(error_beside("model.Q4.gguf", false), ContainsSubstring("but no config.json"));
-  CHECK_THAT(error_beside("adapter_model.safetensors", true), ContainsSubstring("merged"));
+  CHECK_THAT(error_beside("adapter_model.safetensors", true),
+             ContainsSubstring("merge the adapter"));
   CHECK_THAT(error_beside("notes.txt", true), ContainsSubstring("model.safetensors: cannot open"));
   const test::TemporaryFolder folder;
   test::write_bytes(folder / "own.gguf", "x");

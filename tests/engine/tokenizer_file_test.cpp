@@ -81,7 +81,7 @@ TEST_CASE(
   CHECK_THROWS_AS(padded.decode(Ids{last + 1}), std::out_of_range);
   CHECK_THROWS_AS(padded.decode(Ids{-1}), std::out_of_range);
   CHECK_THROWS_WITH(Tokenizer::load(path, 2 * size + 1),
-                    Catch::Matchers::ContainsSubstring("of this model is needed"));
+                    Catch::Matchers::ContainsSubstring("of this model"));
   CHECK_THROWS_WITH(
       Tokenizer::load(path, kAbc).encode("abc"),
       Catch::Matchers::ContainsSubstring("tokenizer.json: the text has the token id"));

@@ -177,12 +177,14 @@ TEST_CASE("The halves of a compaction are refused without what they need") {
     return std::string(kvlab_last_error());
   };
   std::uint64_t rank = 0;
-  CHECK(said(&rank, 2) == "kvlab_keep: by_layer is 0: kvlab_shrink asks no other device");
+  CHECK(said(&rank, 2) ==
+        "kvlab_keep: by_layer is 0, and kvlab_shrink does not consult other devices");
   CHECK(kvlab_rank(window, &args, &rank, nullptr) == cudaErrorInvalidValue);
   args.by_layer = 1;
   CHECK(said(nullptr, 2) == "kvlab_keep: ranks is NULL");
   CHECK(said(&rank, 0) ==
-        "kvlab_keep: devices is 0, of 2 KV heads each: 1 or more, and 65535 heads at most");
+        "kvlab_keep: devices is 0, with 2 KV heads each; give 1 or more devices, and at most 65535 "
+        "heads");
 }
 
 TEST_CASE("A paged cache evicts as a cache without pages, for every type, size and group",

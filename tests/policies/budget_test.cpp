@@ -43,7 +43,7 @@ TEST_CASE("a ratio is relative to the prompt, and counts as kvpress does") {
   CHECK_THAT(error_of<std::invalid_argument>([] { parse_budget("ratio(1)"); }),
              ContainsSubstring("below ratio(1)"));
   CHECK_THAT(error_of<std::invalid_argument>([] { parse_budget("ratio(0.5)").resolve(9, 0); }),
-             ContainsSubstring("budget ratio(0.5): is of a prompt"));
+             ContainsSubstring("budget ratio(0.5): depends on the length of a prompt"));
 }
 
 TEST_CASE("an allocator's mean is checked like any other budget") {
@@ -109,15 +109,14 @@ TEST_CASE("the setting prompt keeps the first prompt in addition to every budget
     });
   };
   CHECK(refused("h2o:prompt", "ada(20)") ==
-        "policy h2o: prompt: every head keeps it, so ada() has nothing to share");
+        "policy h2o: prompt: ada() does not support it, because every head keeps the prompt");
   CHECK(refused("h2o:prompt:tiers=4", "20") ==
-        "policy h2o: prompt: is kept in 16 bit; no tier plan would be right");
+        "policy h2o: prompt: the prompt is kept in 16 bit; leave out the tier plan");
   CHECK(refused("snapkv:prompt", "20") ==
-        "policy snapkv: under once only a prompt's tokens are evicted, which prompt keeps; once=no "
-        "would "
-        "be right");
+        "policy snapkv: under once only the prompt's tokens are evicted, and prompt protects all "
+        "of them; use once=no");
   CHECK(error_of<std::invalid_argument>([&] { resolve(requested("h2o:prompt", "20"), 99); }) ==
-        "policy h2o: prompt: its length is not known here; sinks=N would be right");
+        "policy h2o: prompt: its length is not known here; use sinks=N");
 }
 
 TEST_CASE("each head has a separate budget and its protected tokens") {
@@ -152,13 +151,15 @@ TEST_CASE("budgets by head that do not fit are refused") {
              ContainsSubstring("budget by head: budgets for 2 layers x 2 KV heads"));
   CHECK_THAT(refusal("sink", budget_of_heads({{8, 8}, {8, 4}}, "b.json"), {2, 2}),
              ContainsSubstring("budget @b.json: layer 1: policy sink: sinks=4 should be below"));
-  CHECK_THAT(refusal("h2o", budget_of_heads({{8}}, "b.json"), {}), ContainsSubstring("of a model"));
-  CHECK_THAT(refusal("h2o", parse_budget("pyramid(8)"), {}), ContainsSubstring("of a model"));
+  CHECK_THAT(refusal("h2o", budget_of_heads({{8}}, "b.json"), {}),
+             ContainsSubstring("the model should be known"));
+  CHECK_THAT(refusal("h2o", parse_budget("pyramid(8)"), {}),
+             ContainsSubstring("the model should be known"));
   CHECK_THAT(refusal("h2o:scope=layer", budget_of_heads({{8, 8}, {8, 9}}), {2, 2}),
-             ContainsSubstring("in layer 1 budgets of 8 and 9 tokens are requested"));
+             ContainsSubstring("layer 1 has budgets of 8 and 9 tokens"));
   CHECK(refusal("h2o:scope=layer", budget_of_heads({{8, 8}, {9, 9}}), {2, 2}).empty());
   CHECK_THAT(refusal("h2o:scope=layer", parse_budget("ada(8)"), {2, 2}),
-             ContainsSubstring("budget ada(8): shares a layer's slots"));
+             ContainsSubstring("budget ada(8): ada() divides a layer's slots"));
   CHECK(refusal("h2o", parse_budget("ada(8)"), {2, 2}).empty());
   const auto heads = [](HeadBudgets budgets) {
     return error_of<std::invalid_argument>([&] { budget_of_heads(std::move(budgets), "b.json"); });
@@ -180,13 +181,14 @@ TEST_CASE("a budget in bytes can hold a quantized token even if a 16-bit token d
   CHECK(resolved("h2o:tiers=2", "200B") == 4);
   CHECK(resolved("h2o:tiers=4", "1%bytes") == 3);
   CHECK_THROWS_WITH(resolved("h2o:tiers=4", "79B"),
-                    "budget 79B: holds no token, because one takes 80 bytes on the cheapest tier "
+                    "budget 79B: is less than one token, which takes 80 bytes on the cheapest tier "
                     "(256 in 16 bit); give at least 80B");
-  CHECK_THROWS_WITH(resolved("h2o", "100B"),
-                    "budget 100B: holds no token, because one takes 256 bytes; give at least 256B");
+  CHECK_THROWS_WITH(
+      resolved("h2o", "100B"),
+      "budget 100B: is less than one token, which takes 256 bytes; give at least 256B");
   CHECK_THROWS_WITH(resolved("h2o:tiers=16@1t+4@100%", "100B"),
                     ContainsSubstring("100 bytes are too few for one token on its first tier"));
   // Budgets that differ between heads count tokens of 16 bits.
   CHECK_THROWS_WITH(resolved("h2o:tiers=4", "pyramid(100B)"),
-                    ContainsSubstring("one takes 256 bytes"));
+                    ContainsSubstring("less than one token, which takes 256 bytes"));
 }

@@ -88,7 +88,7 @@ TEST_CASE("oracles are found by name and take no parameters") {
   CHECK(spec.entry == nullptr);
   CHECK(spec.text() == "oracle_topk");
   CHECK(policy_refusal("oracle_attention:sinks=4") ==
-        "policy oracle_attention is an oracle: it takes no parameters and no protected tokens");
+        "policy oracle_attention is an oracle: it has no parameters and no protected tokens");
   CHECK(error_of<std::invalid_argument>([] {
           parse_policy("oracle_attention");
         }).starts_with("unknown policy 'oracle_attention'"));
@@ -123,9 +123,9 @@ TEST_CASE("an unknown or malformed parameter is refused with the nearest name") 
         "policy h2o: recent: 'nan' should be a whole number of tokens, at least 0 and below 2^31, "
         "or a share such as 20%");
   CHECK(policy_refusal("h2o:recent=4:recent=5") ==
-        "policy h2o: recent is given twice; once would be right");
+        "policy h2o: recent is given twice; give it once");
   CHECK(policy_refusal("full:sinks=4") ==
-        "policy full never evicts: it takes no parameters and no protected tokens");
+        "policy full never evicts: it has no parameters and no protected tokens");
 }
 
 TEST_CASE("protected tokens are numbers of tokens or shares up to 100%") {
@@ -203,8 +203,9 @@ TEST_CASE("an invalid budget in bytes is refused in one line") {
   CHECK(budget_refusal("0B") ==
         "budget: '0' should be a whole number of B, at least 1 and below 2^31, such as 64KiB");
   CHECK(budget_refusal("120%bytes") == "budget: 120% should be at least 0% and at most 100%");
-  CHECK_THROWS_WITH(parse_budget("255B").resolve(9, 64),
-                    "budget 255B: holds no token, because one takes 256 bytes; give at least 256B");
+  CHECK_THROWS_WITH(
+      parse_budget("255B").resolve(9, 64),
+      "budget 255B: is less than one token, which takes 256 bytes; give at least 256B");
   CHECK_THROWS_WITH(parse_budget("1KiB").resolve(9, 0),
                     "budget 1KiB: the size of a head is not known here; give tokens or a share");
 }
@@ -272,8 +273,8 @@ TEST_CASE(
   CHECK(refused("full*value_norm") ==
         "policy full*value_norm: full never evicts, so it ranks nothing");
   CHECK(refused("h2o*") ==
-        "policy h2o*: a feature's name should stand behind the *, such as h2o*value_norm");
-  CHECK(refused("h2o*a*b").starts_with("policy h2o*a*b: a feature's name should stand"));
+        "policy h2o*: a feature's name should follow the *, as in h2o*value_norm");
+  CHECK(refused("h2o*a*b").starts_with("policy h2o*a*b: a feature's name should follow"));
   CHECK(refused("missing*value_norm").starts_with("unknown policy 'missing*value_norm'"));
 }
 
@@ -283,8 +284,8 @@ TEST_CASE("each preset of h2o reproduces another project's H2O") {
     INFO(requested);
     if (preset.policy.empty())
       CHECK(error_of<std::invalid_argument>([&] { parse_policy(requested); }) ==
-            fmt::format("policy h2o: the rule cannot hold preset {} ({}): {}", preset.name,
-                        preset.code, preset.deviates));
+            fmt::format("policy h2o: kvlab's eviction rule cannot express preset {} ({}): {}",
+                        preset.name, preset.code, preset.deviates));
     else
       CHECK(parse_policy(requested).text() == parse_policy(preset.policy).text());
   }

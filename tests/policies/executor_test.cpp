@@ -27,18 +27,19 @@ TEST_CASE(
     "An executor refuses an unsupported setting in one line that names it and a supporting "
     "executor") {
   CHECK(refusal(kPlain, requested("h2o", "ada(20%)")) ==
-        "budget ada(20%): an engine does not know it; --device cpu does");
+        "budget ada(20%): an engine does not support it; --device cpu does");
   CHECK(refusal(kPlain, requested("h2o", "pyramid(64)")) ==
-        "budget pyramid(64): an engine does not know budgets by head; --device cpu does");
+        "budget pyramid(64): an engine does not support budgets by head; --device cpu does");
   CHECK(refusal(kPlain, requested("h2o:every=64:scope=layer")) ==
-        "policy h2o: an engine does not know scope=layer; --device cpu does");
+        "policy h2o: an engine does not support scope=layer; --device cpu does");
   CHECK(refusal(kCudaEvaluation, requested("h2o*value_norm")) ==
-        "policy h2o*value_norm: the end-to-end evaluation on CUDA does not know products; --device "
+        "policy h2o*value_norm: the end-to-end evaluation on CUDA does not support products; "
+        "--device "
         "cpu does");
   CHECK(refusal(kPlain, requested("h2o:group=max")) ==
-        "policy h2o: an engine does not know group=max; --device cpu does");
+        "policy h2o: an engine does not support group=max; --device cpu does");
   CHECK(refusal(kPlain, requested("knorm")) ==
-        "policy knorm: an engine does not know its feature key_norm; --device cpu does");
+        "policy knorm: an engine does not support its feature key_norm; --device cpu does");
   for (const char* policy :
        {"h2o:scope=layer", "h2o:group=max", "knorm", "feature:name=key_cosine"})
     for (const char* budget : {"64", "pyramid(64)"})
@@ -65,7 +66,7 @@ TEST_CASE("A device refuses a plan of too many tiers by the policy's name; the C
     CHECK(refusal(executor, requested(plan(kMaxDeviceTiers))) == "");
     const std::string why = refusal(executor, requested(plan(kMaxDeviceTiers + 1)));
     CHECK(why.starts_with("policy h2o: tiers 16:4t,"));
-    CHECK(why.ends_with(fmt::format("has 9 tiers, and {} holds at most 8; {} holds 16",
+    CHECK(why.ends_with(fmt::format("has 9 tiers, and {} supports at most 8; {} supports 16",
                                     executor.name, executor.instead)));
   }
   CHECK(refusal(kDecoder, requested(plan(kMaxTiers))) == "");
@@ -77,28 +78,30 @@ TEST_CASE("Layers that a budget exempts run only on the CPU") {
   CHECK(refusal(kDecoder, config) == "");
   for (const Executor& executor : {kCudaDecoder, kKernelLibrary, kCudaEvaluation, kCudaReplay})
     CHECK(refusal(executor, config) ==
-          fmt::format("budget @b.json: {} does not know exempt layers; {} does", executor.name,
+          fmt::format("budget @b.json: {} does not support exempt layers; {} does", executor.name,
                       executor.instead));
 }
 
 TEST_CASE("Executors without a trace refuse trace features and oracles") {
   for (const Executor& executor : {kPlain, kDecoder})
-    CHECK(refusal(executor, requested("feature:name=mine")) ==
-          "policy feature: feature mine: a decoder computes key_norm, value_norm, value_norm1, "
-          "key_cosine, value_out_norm1, lagkv, expected_attention, redundancy and no other; a "
-          "replay reads it from a trace, the end-to-end evaluation on the CPU by --features");
+    CHECK(
+        refusal(executor, requested("feature:name=mine")) ==
+        "policy feature: feature mine: a decoder computes only key_norm, value_norm, value_norm1, "
+        "key_cosine, value_out_norm1, lagkv, expected_attention, redundancy; a replay reads other "
+        "features from a trace, and the end-to-end evaluation on the CPU from --features");
   for (const char* policy : {"lagkv", "expected_attention", "r_kv"}) {
     for (const Executor& executor : {kDecoder, kEvaluation, kCudaReplay})
       CHECK(refusal(executor, requested(policy)) == "");
     CHECK_THAT(refusal(kCudaDecoder, requested(policy)),
                Catch::Matchers::StartsWith(std::string("policy ") + policy +
-                                           ": the CUDA decoder does not know its feature "));
+                                           ": the CUDA decoder does not support its feature "));
     CHECK(refusal(kCudaEvaluation, requested(policy)) != "");
     CHECK(refusal(kKernelLibrary, requested(policy)) != "");
   }
   const std::string_view oracles[]{"oracle_attention"};
   CHECK(refusal(kDecoder, {.policy = parse_policy("oracle_attention", oracles)}) ==
-        "policy oracle_attention is an oracle of the replay; a decoder needs a policy");
+        "policy oracle_attention is an oracle, which only the replay supports; a decoder needs a "
+        "policy");
 }
 
 TEST_CASE("Caches with the same policy, features and positions can run side by side") {

@@ -158,6 +158,6 @@ TEST_CASE("a policy names the features that it reads") {
                     "policy feature: name: 'a/b' should be a feature's name: up to 64 letters, "
                     "digits, '_', '-' and '.'");
   CHECK_THROWS_WITH(parse_policy("feature:name=a:name=b"),
-                    "policy feature: name is given twice; once would be right");
+                    "policy feature: name is given twice; give it once");
   CHECK_THROWS_AS(parse_policy("knorm:name=a"), std::invalid_argument);
 }

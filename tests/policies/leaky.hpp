@@ -20,7 +20,7 @@ struct Leaky {
   static constexpr Param<Params> kParams[] = {
       {"keep", "share of the mass that stays", &Params::keep, 0.9, 0, 1},
       {"slope", "of the weight, by age", &Params::slope, 0.125, 0, 10},
-      {"span", "queries that count", &Params::span, 64, 1, 1e6}};
+      {"span", "number of last queries that count", &Params::span, 64, 1, 1e6}};
   struct Slot {
     std::uint64_t mass;
     std::uint32_t requests, queries;

@@ -69,16 +69,16 @@ TEST_CASE("a modifier that is invalid or has no effect is refused by name") {
   CHECK(refusal("h2o:scope=model") == "policy h2o: scope: 'model' should be head or layer");
   CHECK(refusal("h2o:group=mean") == "policy h2o: group: 'mean' should be sum or max");
   CHECK(refusal("h2o:evry=4") == "policy h2o: unknown parameter 'evry'; did you mean 'every'?");
-  CHECK(refusal("h2o:once:once") == "policy h2o: once is given twice; once would be right");
+  CHECK(refusal("h2o:once:once") == "policy h2o: once is given twice; give it once");
   CHECK(refusal("h2o:once:every=64") ==
-        "policy h2o: under once tokens are evicted only after a prompt, so every=64 does nothing; "
-        "every=1 "
-        "or once=no would be right");
+        "policy h2o: under once tokens are evicted only after a prompt, so every=64 has no effect; "
+        "use every=1 or once=no");
   CHECK(refusal("h2o:pool=max") ==
-        "policy h2o: pool=max does nothing without smooth; smooth=R, tokens on either side, would "
-        "be right");
+        "policy h2o: pool=max has no effect without smooth; give smooth=R, the number of positions "
+        "on either side");
   CHECK(refusal("lru:group=max") ==
-        "policy lru: group=max is about mass, which lru does not observe; leave it out");
+        "policy lru: group=max applies to accumulated attention, which lru does not observe; leave "
+        "it out");
   CHECK(refusal("full:every=2").starts_with("policy full never evicts"));
 }
 
@@ -127,12 +127,11 @@ TEST_CASE("one kept set for a layer's KV heads requires one budget") {
                      .budget = budget_of_heads({{8, 8}, {9, 9}})};
   CHECK(resolve(config, 100, 0, {2, 2}).budget_of(1, 0) == 9);
   config.budget = budget_of_heads({{8, 8}, {9, 7}});
-  CHECK(
-      error_of<std::invalid_argument>([&] {
-        resolve(config, 100, 0, {2, 2});
-      }) ==
-      "policy h2o: under scope=layer the KV heads of a layer keep one set, and in layer 1 budgets "
-      "of 9 and 7 tokens are requested; one would be right");
+  CHECK(error_of<std::invalid_argument>([&] {
+          resolve(config, 100, 0, {2, 2});
+        }) ==
+        "policy h2o: under scope=layer the KV heads of a layer keep one set, and layer 1 has "
+        "budgets of 9 and 7 tokens; give the same to all heads of a layer");
 }
 
 TEST_CASE("smoothing a single rank (device) equals smoothing all ranks (host)") {
@@ -163,7 +162,7 @@ TEST_CASE("with scope=layer, a layer's ranks are summed and its caches keep one 
           LiveSet alone(spec, 2, {});
           alone.append(0, 4);
           alone.evict_to_budget(4);
-        }) == "scope=layer: a cache evicts to the budget without its layer");
+        }) == "scope=layer: a head evicts to the budget without the other heads of its layer");
   AgedSet* const both[] = {&heads[0], &heads[1]};
   share_ranks(both);
   for (LiveSet& head : heads) head.append(0, 4);

@@ -160,7 +160,7 @@ def test_a_crop_goes_back(policy: str, family: str, words: dict[str, Any]) -> No
     call(model, ids_of(0, 40), cropped)
     call(model, ids_of(1, 7), cropped)
     if cropped._conversation.attended.has_others:
-        with pytest.raises(kvlab.hf.Refused, match="the model has layers without attention, whose state does not go back"):
+        with pytest.raises(kvlab.hf.Refused, match="the state of layers without attention cannot be restored"):
             crop_to(cropped, 40)
         return
     crop_to(cropped, 40)
@@ -190,7 +190,7 @@ def crop_to(cache: Any, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("policy", "words", "message"),
     [
-        ("h2o", {}, "policy h2o has counted the attention of the tokens that would go; copy"),
+        ("h2o", {}, "policy h2o has counted the attention of the tokens that would be removed; copy"),
         ("keydiff", {}, "policy keydiff has computed features"),
         ("window", {}, "tokens have been evicted since"),
     ],
@@ -305,7 +305,7 @@ def test_a_rope_that_changes_is_refused_from_its_first_token_on(kind: str, first
             torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
             with pytest.raises(kvlab.hf.Refused, match=rf"in a text of 65 tokens the model's RoPE \({kind}\) turns"):
                 call(model, ids_of(1, 1), cache)
-            with pytest.raises(kvlab.hf.Refused, match="a call of 1 tokens behind 64 did not end"):
+            with pytest.raises(kvlab.hf.Refused, match="a call of 1 tokens behind 64 did not finish"):
                 call(model, ids_of(1, 1), cache)
         with pytest.raises(kvlab.hf.Refused, match="RoPE"):
             call(model, ids_of(0, 65), kvlab.hf.Cache(model, "full", length=64))
@@ -415,7 +415,7 @@ def test_an_interrupted_call_leaves_the_model_as_it_was() -> None:
         call(model, ids_of(1, 5), cache)
     del mlp.forward
     torch.testing.assert_close(call(model, ids_of(1, 20), None), expected)
-    with pytest.raises(kvlab.hf.Refused, match="a call of 5 tokens behind 30 did not end"):
+    with pytest.raises(kvlab.hf.Refused, match="a call of 5 tokens behind 30 did not finish"):
         call(model, ids_of(1, 5), cache)
     cache.reset()
     call(model, ids_of(0, 30), cache)
@@ -440,6 +440,6 @@ def test_two_threads_in_one_model_are_refused() -> None:
     hook = model.model.layers[0].mlp.register_forward_pre_hook(call_the_other)
     logits = call(model, ids_of(0, 30), caches[0])
     hook.remove()
-    assert errors == ["kvlab.hf: two threads call one model at once; one call after the other is expected"]
+    assert errors == ["kvlab.hf: two threads call one model at the same time; make one call after the other"]
     assert caches[0].tokens == 30 and caches[1].tokens == 0
     check_equal(caches[0], logits, caches[1], call(model, ids_of(0, 30), caches[1]))

@@ -115,9 +115,9 @@ CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m(ids_of(6), use_cache=False), "comes without a cache, as with use_cache=False"),
-        (lambda m: m.generate(ids_of(6), use_cache=False, **GREEDY), "comes without a cache"),
-        (lambda m: with_config(m, use_cache=False)(ids_of(6)), "comes without a cache"),
+        (lambda m: m(ids_of(6), use_cache=False), "the call has no cache, as with use_cache=False"),
+        (lambda m: m.generate(ids_of(6), use_cache=False, **GREEDY), "the call has no cache"),
+        (lambda m: with_config(m, use_cache=False)(ids_of(6)), "the call has no cache"),
         (lambda m: m(ids_of(6), attention_mask=CAUSAL), r"attention_mask is \[1, 1, 6, 6\]; none, or \[1, 6\]"),
         (lambda m: m(ids_of(6), attention_mask=torch.zeros(1, 1, 6, 6)), r"attention_mask is \[1, 1, 6, 6\]"),
         (lambda m: m(ids_of(6), attention_mask={"full_attention": CAUSAL}), "attention_mask is a dict"),
@@ -135,11 +135,11 @@ CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
         (lambda m: m(inputs_embeds=torch.ones(1, 6, 32), position_ids=torch.ones(1, 6).long()), "position_ids jumps"),
         (lambda m: m(ids_of(6), output_attentions=True), "output_attentions is given"),
         (lambda m: m(ids_of(1), **{cache_word(m): m(ids_of(6).view(2, 3)).past_key_values}), "a batch of 1; .* had 2"),
-        (lambda m: m.generate(ids_of(6), num_beams=2, **GREEDY), "rows that change places"),
+        (lambda m: m.generate(ids_of(6), num_beams=2, **GREEDY), "reordered rows"),
         (lambda m: m.generate(ids_of(6), cache_implementation="static", **GREEDY), "StaticCache; a plain DynamicCache"),
         (
             lambda m: m.generate(ids_of(9).repeat(1, 3), prompt_lookup_num_tokens=3, **GREEDY | {"eos_token_id": 0}),
-            "crop to .*: policy h2o has counted the attention of the tokens that would go; copy",
+            "crop to .*: policy h2o has counted the attention of the tokens that would be removed; copy",
         ),
     ],
 )

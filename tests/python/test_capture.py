@@ -224,7 +224,7 @@ class CaptureTest(ModelTest):
         for words, *more in (
             ('"dog" is not in the prompt', "--passage", "dog"),
             ("--passage: is empty", "--passage", ""),
-            ('"a" is there more than once', "--passage", "a"),
+            ('"a" appears in the prompt more than once', "--passage", "a"),
             ('"dark" is given twice', "--passage", "dark", "--passage", "dark"),
             ('"The pass" is given twice', "--passage", "The\npass", "--passage", "The pass"),
             ('"say" is not in the prompt', "--passage", "say", *cut),
@@ -331,7 +331,7 @@ class CaptureTest(ModelTest):
         dynamic = {"rope_type": "dynamic", "factor": 2.0}
         few, many = ["--prompt", "It was"], ["--prompt-file", self.text, *FORCED, "--beyond-context"]
         for words, changes, arguments in (
-            ("layer 0: at positions from 1036 on its RoPE turns otherwise", {"rope_scaling": dynamic}, many),
+            ("layer 0: at positions from 1036 on its RoPE", {"rope_scaling": dynamic}, many),
             ("LlamaForSequenceClassification", {"architectures": ["LlamaForSequenceClassification"]}, few),
             ("is missing", {"num_hidden_layers": 5}, few),
         ):
@@ -371,7 +371,7 @@ class CaptureTest(ModelTest):
         (self.at / "quick" / "sitecustomize.py").write_text("import time\ntime.sleep = lambda seconds: None\n")
         at = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(self.at), "PYTHONPATH": with_path(self.at / "quick")}
         done = program("--model", "no/such", "--prompt", "x", "--out", self.at / "refused", env=os.environ | at)
-        self.check_one_line("is no folder here, and the hub did not give it", done.returncode, done.stderr)
+        self.check_one_line("is not a directory here, and the hub did not provide it", done.returncode, done.stderr)
 
     def test_a_missing_package_is_named(self):
         (self.at / "stub").mkdir()

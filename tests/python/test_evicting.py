@@ -105,7 +105,7 @@ def test_a_deployed_file_brings_policy_budget_and_positions(tmp_path: pathlib.Pa
         with kvlab.hf.evicting(model, **one) as caches:
             kept.append([sets[-1].tolist() for sets in decode(model, ids_of(40), 10, caches)])
     assert kept[0] == kept[1] and [len(own) for own in kept[0]] == [20, 12, 16, 24]
-    with pytest.raises(ValueError, match="budget and positions are the file's"):
+    with pytest.raises(ValueError, match="the policy file sets budget and positions"):
         kvlab.hf.evicting(model, str(file), 24)
 
 
@@ -225,7 +225,7 @@ def test_the_real_model() -> None:
     [
         (lambda m: kvlab.hf.evicting(m, "h2o"), "budget: policy h2o needs one"),
         (lambda m: kvlab.hf.evicting(m, "feature:name=mine", 16), "feature mine: a decoder"),
-        (lambda m: kvlab.hf.evicting(m, "oracle_attention", 16), "knows the future"),
+        (lambda m: kvlab.hf.evicting(m, "oracle_attention", 16), "uses future attention"),
         (lambda m: kvlab.hf.evicting(m, "h2o", 16).trace(), "nothing was recorded"),
         (lambda m: _call(m, input_ids=ids_of(3), attention_mask=torch.tensor([[1, 0, 1]])), "leaves tokens out"),
     ],

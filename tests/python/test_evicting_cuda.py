@@ -196,7 +196,7 @@ def test_a_cache_goes_on_without_a_block_and_names_what_cuda_lacks() -> None:
                 model(ids_of(count, seed=count), **{cache_word(model): cache}, use_cache=True)
         caches.append(cache)
     assert caches[0].kept(1, 1).tolist() == caches[1].kept(1, 1).tolist() and caches[0].evictions > 0
-    with pytest.raises(kvlab.hf.Refused, match="a cache on CUDA is not copied"):
+    with pytest.raises(kvlab.hf.Refused, match="a cache on CUDA cannot be copied"):
         copy.deepcopy(caches[0])
     with pytest.raises(kvlab.hf.Refused, match="it is on CUDA"):
         caches[0].crop(-1)
@@ -288,7 +288,7 @@ def test_a_tier_plan_holds_more_in_the_bytes_of_the_budget(budget: int | str) ->
     [
         (lambda m: kvlab.hf.evicting(m, "h2o"), "--budget: policy h2o needs one"),
         (lambda m: kvlab.hf.evicting(m, "lagkv", 16), "lagkv"),
-        (lambda m: kvlab.hf.evicting(m, "h2o", "ada(16)"), "the kernel library does not know it"),
+        (lambda m: kvlab.hf.evicting(m, "h2o", "ada(16)"), "the kernel library does not support it"),
         (lambda m: kvlab.hf.evicting(m, "h2o", 16, graph=True, record=True), "graph=True needs"),
         (lambda m: _call(m, input_ids=ids_of(3), attention_mask=torch.tensor([[1, 0, 1]]).cuda()), "leaves tokens out"),
         (lambda m: kvlab.hf.evicting(m.double(), "h2o", 16), "float64; on CUDA one of"),
@@ -319,7 +319,7 @@ def test_a_head_size_without_kernels_is_refused_by_name() -> None:
         vocab_size=97, hidden_size=64, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
     )
     model = transformers.AutoModelForCausalLM.from_config(config).cuda()
-    with pytest.raises(ValueError, match="head_size is 16; 64, 96, 128 or 256.*model.to"):
+    with pytest.raises(ValueError, match="head_size is 16; it should be 64, 96, 128 or 256.*model.to"):
         kvlab.hf.evicting(model, "h2o", 16)
 
 

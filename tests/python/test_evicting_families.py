@@ -169,7 +169,7 @@ def test_a_batched_chat_goes_on_behind_padding() -> None:
     with kvlab.hf.evicting(model, "h2o", BUDGET), torch.no_grad():
         made_of_one = model(first[0], attention_mask=first[1], **past)
         past[cache_word(model)] = cache_among(made_of_one.values())
-        with pytest.raises(ValueError, match="padding behind tokens.*position_ids"):
+        with pytest.raises(ValueError, match="padding after tokens.*position_ids"):
             model(second[0], attention_mask=torch.cat((first[1], second[1]), 1), **past)
     for row, (one, two) in enumerate(((40, 10), (25, 21))):
         past = {"use_cache": True}

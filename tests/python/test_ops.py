@@ -150,10 +150,10 @@ def test_a_plan_has_rules_for_the_budget() -> None:
 @pytest.mark.parametrize(
     ("policy", "budget", "message"),
     [
-        ("h2o", "ada(40)", "ada.*the kernel library does not know it; a model on the CPU does"),
+        ("h2o", "ada(40)", "ada.*the kernel library does not support it; a model on the CPU does"),
         ("lagkv", "40", "lagkv"),
         ("h2o", "", "needs one"),
-        ("oracle_attention", "40", "knows the future"),
+        ("oracle_attention", "40", "uses future attention"),
         ("full:tiers=kivi4", "", "does not quantize by channel"),
     ],
 )

@@ -164,13 +164,13 @@ def test_what_a_function_raises_comes_out(small: kvlab.Trace) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"name": "h2o"}, "the name h2o is taken by a policy of kvlab"),
-        ({"name": "oracle_residual"}, "the name oracle_residual is taken"),
+        ({"name": "h2o"}, "h2o is already a policy of kvlab"),
+        ({"name": "oracle_residual"}, "oracle_residual is already a policy of kvlab"),
         ({"name": "my policy"}, "policy 'my policy' should be at most 100 letters, digits and underscores"),
-        ({"state": {"x": "f4"}}, "a policy that observes nothing keeps none"),
+        ({"state": {"x": "f4"}}, "a policy that observes nothing has no state"),
         ({"needs": "everything"}, "needs: 'everything' should be nothing, mass, requests or both"),
         ({"features": list("abcde")}, "a policy has at most 4"),
-        ({"needs": "requests", "by_head": True}, 'by_head: mass has to be requested; give needs="mass" or "both"'),
+        ({"needs": "requests", "by_head": True}, 'by_head: requires mass; give needs="mass" or "both"'),
         ({"needs": "mass", "state": {"x": "O"}}, "numbers of a fixed size"),
         ({"sinks": "many"}, "sinks"),
         ({"positions": "here"}, "here"),
@@ -226,7 +226,7 @@ def test_heads_that_rank_by_other_types_are_refused(small: kvlab.Trace) -> None:
         return token.position if step.kv_head == 0 else token.position / 2
 
     kvlab.replay(small, mixed, 24)  # separately, each works
-    with pytest.raises(ValueError, match="one KV head ranks by whole numbers and another by floats"):
+    with pytest.raises(ValueError, match="one KV head ranks by integers and another by floats"):
         kvlab.replay(small, f"{mixed}:scope=layer", 24)
 
 
@@ -266,7 +266,7 @@ def test_modifiers_are_defaults_that_a_name_may_change(small: kvlab.Trace, needs
 @pytest.mark.parametrize(
     ("needs", "modifier", "message"),
     [
-        ("requests", "group=max", "policy mine: group=max is about mass, which mine does not observe"),
+        ("requests", "group=max", "policy mine: group=max applies to accumulated attention, which mine does not"),
         ("mass", "bogus", "policy mine: 'bogus' should read parameter=value"),
         ("mass", "grop=max", "policy mine: unknown parameter 'grop'; did you mean 'group'"),
         ("mass", "once=1", "policy mine: once: '1' should be no or yes"),
@@ -312,7 +312,7 @@ def test_a_function_may_look_at_tokens_keys_and_values(small: kvlab.Trace, tmp_p
     def blind(state: Any, seen: Any, token: Any, step: Any) -> Any:
         return token.keys[:, 0]
 
-    with pytest.raises(LookupError, match="is there for a policy that asks"):
+    with pytest.raises(LookupError, match="is only available with @kvlab.policy"):
         kvlab.replay(small, blind, 20)
 
 

@@ -52,7 +52,7 @@ def test_output_projections_of_the_model(
     live = run.kept(2, 1, "criticalkv", 64).live
     again = kvlab.load_run(tmp_path / "run", model=TINY)
     numpy.testing.assert_array_equal(again.kept(2, 1, "criticalkv", 64).live, live)
-    with pytest.raises(ValueError, match="value_out_norm1: takes the model's weights"):
+    with pytest.raises(ValueError, match="value_out_norm1: is computed from the model's weights"):
         kvlab.load_run(tmp_path / "run").kept(2, 1, "criticalkv", 64)
     with pytest.raises(RuntimeError, match="config.json: cannot open"):
         kvlab.replay(sample, "criticalkv", 64, model=tmp_path)
@@ -120,10 +120,10 @@ def test_kept_sets(run: kvlab.Run, sample: kvlab.Trace) -> None:
     ("words", "message"),
     [
         ({"policy": "window"}, "kept: the run has no window; it has"),
-        ({"policy": "sink"}, "kept: the run has 2 configurations of sink; say more of it"),
+        ({"policy": "sink"}, "kept: the run has 2 configurations of sink; give more settings"),
         ({"policy": "sink", "budget": 64}, "kept: the run has no sink at budget 64"),
         ({"policy": "sink", "budget": 128, "layer": 9}, "layer 9: the trace .* has layers 0 to 3"),
-        ({"policy": "oracle_topk", "budget": 128}, "oracle_topk keeps a set for each query head"),
+        ({"policy": "oracle_topk", "budget": 128}, "oracle_topk keeps one set for each query head"),
     ],
 )
 def test_kept_sets_that_are_refused(run: kvlab.Run, words: dict, message: str) -> None:
@@ -145,7 +145,7 @@ def test_kept_sets_that_are_refused(run: kvlab.Run, words: dict, message: str) -
         ({"policies": "h2o", "budgets": 64, "request_threshold": 2.0}, "threshold 2"),
         ({"policies": "feature:name=score", "budgets": 64}, "feature score: the trace"),
         ({"policies": "h2o", "budgets": 64, "device": "tpu"}, "device: 'tpu' should be cpu or cuda"),
-        ({"policies": "criticalkv", "budgets": 64}, "value_out_norm1: takes the model's weights"),
+        ({"policies": "criticalkv", "budgets": 64}, "value_out_norm1: is computed from the model's weights"),
         ({"policies": "h2o", "budgets": 64, "model": 7}, "model: a int; a folder or a model of transformers"),
         ({"policies": "h2o", "budgets": 64, "threads": 0}, "threads: 0 should be a whole number from 1 to 1024"),
     ],

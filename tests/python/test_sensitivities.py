@@ -220,7 +220,7 @@ class SensitivitiesTest(ModelTest):
                 (trace / "manifest.json").write_text(json.dumps(manifest_of(trace) | change))
                 self.check_refused(words, trace, *model)
         (trace / "manifest.json").write_text("{")
-        self.check_refused("manifest.json: broken at byte 2", trace, *model)
+        self.check_refused("manifest.json: not valid JSON from byte 2 on", trace, *model)
         (trace / "manifest.json").unlink()
         self.check_refused("no manifest.json", trace, *model)
 

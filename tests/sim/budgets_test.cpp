@@ -102,7 +102,7 @@ TEST_CASE("an invalid budget file is refused in one line, with the file and the 
            {"NaN", "b.json"},
            {"\"64\"", "b.json: budgets"},
            {"null", "b.json: budgets"},
-           {"[null, null]", "b.json: budgets exempts every layer; tokens for one are expected"},
+           {"[null, null]", "b.json: budgets exempts every layer; give tokens for at least one"},
            {"[[64, null], [64, 2]]", "b.json: budgets[0][1]"},
            {"{\"budgets\": 3}", "b.json: budgets"},
            {"[]", "b.json: budgets holds no layers"},
@@ -228,11 +228,12 @@ TEST_CASE("a run without the data for budgets by head is refused") {
              ContainsSubstring("--policy: lru is not in this run; give one of h2o"));
   Run several = good;
   several.rows.push_back(made_up_row({"lru", "", 1, 0}, "trace0", "64", "recall", 0.5));
-  CHECK_THAT(refused(several, at("64")), ContainsSubstring("the run has 2 such; give one of"));
+  CHECK_THAT(refused(several, at("64")),
+             ContainsSubstring("it matches 2 configurations of the run; give one of"));
   CHECK(refused(several, {.policy = "h2o", .budget = parse_budget("64")}).empty());
   Run part = good;
   part.info.layers = {0};
-  CHECK_THAT(refused(part, at("64")), ContainsSubstring("some layers only"));
+  CHECK_THAT(refused(part, at("64")), ContainsSubstring("only some of the layers"));
   Run lengths = made_up_run({{"h2o", "", 1, 0}}, 2);
   lengths.info.traces[1].tokens = 900;
   CHECK_THAT(refused(lengths, at("64")), ContainsSubstring("1000 and 900 tokens"));

@@ -140,7 +140,7 @@ TEST_CASE("a bad row is refused with its line number") {
       Bad{4, "4294967296", "budget_tokens '4294967296'"}, Bad{4, "64.5", "whole number"},
       Bad{5, "later", "prefill"}, Bad{6, "mine", "positions"}, Bad{7, "some", "queries"},
       Bad{8, "nan", "threshold 'nan'"}, Bad{9, "-1", "seed '-1'"}, Bad{10, "-1", "layer"},
-      Bad{11, "0", "a head without a layer"}, Bad{12, "speed", "unknown metric 'speed'"},
+      Bad{11, "0", "a head is given without a layer"}, Bad{12, "speed", "unknown metric 'speed'"},
       Bad{13, "nan", "finite number"}, Bad{13, "inf", "finite number"},
       Bad{13, "", "finite number"}, Bad{13, "1e400", "finite number"},
       Bad{13, "0x10", "finite number"}, Bad{13, "-1", "should be between"},

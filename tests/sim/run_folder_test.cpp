@@ -69,7 +69,7 @@ TEST_CASE("a replay says that it leaves out gradients of queries that it does no
                           .options = {.queries = queries},
                           .notice = [&](const std::string& line) { said += line; }};
     replay_to(request, folder / out, alone);
-    CHECK(said.starts_with("no kl_estimate of ") == (queries == Queries::all));
+    CHECK(said.starts_with("no kl_estimate for ") == (queries == Queries::all));
   }
 }
 

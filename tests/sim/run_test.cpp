@@ -131,7 +131,7 @@ TEST_CASE("a changed or broken run is refused with the file and the key") {
 TEST_CASE("a row with another trace, layer or head than the run's is refused") {
   for (const auto& [change, message] :
        {std::pair<void (*)(ResultRow&), const char*>{[](ResultRow& row) { row.trace = "another"; },
-                                                     "a row is of trace \"another\""},
+                                                     "a row has trace \"another\""},
         {[](ResultRow& row) { row.layer = 0, row.head = 2'000'000'000; }, "head 2000000000"},
         {[](ResultRow& row) { row.layer = 1; }, "has 1 layers of 2 KV heads"}}) {
     const TemporaryFolder folder;

@@ -187,14 +187,14 @@ TEST_CASE(
   const std::string mine = "feature:name=mine:once", trace = "--features: the trace " + path;
   CHECK(refused(mine, 60, ids[0]) == "");
   CHECK(refused(mine, 61, ids[0]) ==
-        "--features: of 1 traces none begins with the prompt of 61 tokens; capture that very text");
-  CHECK(refused(mine, 50, ids[0] + 1).starts_with("--features: of 1 traces none begins"));
+        "--features: none of the 1 traces begins with the prompt of 61 tokens; capture exactly "
+        "this text");
+  CHECK(refused(mine, 50, ids[0] + 1).starts_with("--features: none of the 1 traces begins"));
   CHECK(refused("feature:name=other:once", 50, ids[0]) ==
         trace + " has no feature other; python -m kvlab.hf features or Trace.add_feature adds it");
-  CHECK(
-      refused("feature:name=mine", 50, ids[0]) ==
-      "policy feature: feature mine: decoded tokens bring none, so they have to stay; feature:once "
-      "is expected");
+  CHECK(refused("feature:name=mine", 50, ids[0]) ==
+        "policy feature: feature mine: decoded tokens have no such feature, so they cannot be "
+        "ranked; use feature:once");
   for (const CacheShape& heads : {CacheShape{3, 2, 64}, CacheShape{4, 1, 64}, CacheShape{4, 2, 32}})
     CHECK(test::error_of<std::invalid_argument>([&] {
             source->of(std::span(ids).first(50), {"mine"}, heads);

@@ -297,9 +297,8 @@ TEST_CASE("A text without scored tokens is refused by name before any work") {
                three_at_two_budgets(), options);
     });
   };
-  CHECK(refusal(0, {.names = {"long", "empty"}}) ==
-        "text empty: has no tokens; a longer one is needed");
-  CHECK(refusal(0, {.stream = true}) == "text 2: has no tokens; a longer one is needed");
+  CHECK(refusal(0, {.names = {"long", "empty"}}) == "text empty: has no tokens; give a longer one");
+  CHECK(refusal(0, {.stream = true}) == "text 2: has no tokens; give a longer one");
   CHECK(refusal(20, {.prompt_tokens = 20, .names = {"long", "short"}})
             .starts_with("text short: a sequence of 21 tokens with a prompt of 20 leaves none"));
   CHECK(refusal(1, {}).starts_with("text 2: a sequence of 2 tokens with a prompt of 1 "));

@@ -96,12 +96,13 @@ TEST_CASE("unsupported replays are refused, and leave no files") {
            {"--request-threshold 2", "--request-threshold: 2"}})
     CHECK_THAT(refused(more), ContainsSubstring(says));
   CHECK_THAT(refusal(sweep(folder / "trace", folder / "no" / "run")),
-             ContainsSubstring("lies in no folder"));
+             ContainsSubstring("parent directory"));
 
   std::string shard = read_bytes(folder / "trace" / "shard-00000.safetensors");
   shard[shard.size() / 2] = static_cast<char>(shard[shard.size() / 2] ^ 64);
   write_bytes(folder / "trace" / "shard-00000.safetensors", shard);
-  CHECK_THAT(refused(""), ContainsSubstring("does not verify") && ContainsSubstring("shard-00000"));
+  CHECK_THAT(refused(""),
+             ContainsSubstring("fails verification") && ContainsSubstring("shard-00000"));
 
   CHECK(names_in(folder.path()) == std::vector<std::string>{"other", "trace"});
   std::filesystem::create_directory(folder / "run");
@@ -137,7 +138,7 @@ TEST_CASE("a run is deployed and generates, and the end-to-end evaluation can co
   CHECK((*deployed)["not_significantly_different"] == true);
   // Both criteria, or the statement that only one was evaluated.
   CHECK(open.run["criteria"]["why"] ==
-        "Task accuracy was not evaluated; --confirm K evaluates the best K");
+        "Task accuracy was not evaluated; add --confirm K to evaluate the best K");
   CHECK(closed.run["criteria"]["deployed"] == closed.cache.policy.text());
   CHECK(closed.run["criteria"]["evaluated"].size() == 2);
   REQUIRE(call(confirm + " --task none") == 0);

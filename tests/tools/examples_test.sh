@@ -10,6 +10,9 @@ mkdir bin
 ln -s "$kvlab" bin/kvlab
 PATH=$folder/bin:$PATH
 for command in capture trace replay report compare deploy generate eval task verify policies manual bench demo; do
+  if [ "$command" = compare ]; then  # a second run, of other policies
+    kvlab replay --trace trace --policy sink,tova --budget 64,128,20% --out other-run >/dev/null 2>&1
+  fi
   example=$(kvlab "$command" --help | sed -n 's/^Example: //p')
   echo "$example"
   # (OpenBLAS is loaded if it is installed; only a benchmark needs it.)

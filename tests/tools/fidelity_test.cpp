@@ -107,10 +107,10 @@ TEST_CASE("fidelity's output makes a report, and policy files say how good a met
   CHECK(evidence["rho"] == Approx(-1));
   CHECK(evidence["regret"] == Approx(3));
   CHECK(fidelity_evidence(file, "nll_recall", 9, "ab")["budget"] == "8");
-  CHECK(evidence_text(evidence).find("rho -1.00") != std::string::npos);
+  CHECK(evidence_text(evidence).find("rank correlation -1.00") != std::string::npos);
   CHECK(test::error_of([&] {
           fidelity_evidence(file, "nll_recall", 9, "cd");
-        }).find("other weights") != std::string::npos);
+        }).find("was measured on weights") != std::string::npos);
   CHECK(test::error_of([&] {
           fidelity_evidence(file, "recall", 9, "ab");
         }).find("did not measure recall") != std::string::npos);
@@ -144,11 +144,10 @@ TEST_CASE(
   CHECK(evidence_at("16", 96)["tokens"]["two"] == 96);
   CHECK(fidelity_page(folder.path()).find("64, 32 of them prompt; 96, 32 of them prompt") !=
         std::string::npos);
-  CHECK(
-      test::error_of([&] { evidence_at("25%", 96); }) ==
-      file.string() +
-          ": tokens: 2 are of 2 lengths, so that 25% is no number of tokens; measure texts of one "
-          "length, or budgets in tokens");
+  CHECK(test::error_of([&] { evidence_at("25%", 96); }) ==
+        file.string() +
+            ": tokens: 2 texts have 2 different lengths, so budget 25% is not one number of "
+            "tokens; use texts of one length, or budgets in tokens");
   CHECK(evidence_at("pyramid(25%)", 64)["budget"] == "pyramid(25%)");
 }
 
@@ -188,7 +187,7 @@ TEST_CASE("A text is captured, replayed and run over the same ids") {
   CHECK(run_offline_replay(*backend, again, configs, options) == measured.replay_metrics);
   CHECK(test::error_of([&] {
           text_of_trace(folder / "prompt", "0123456789abcdef", 2);
-        }).find("other weights") != std::string::npos);
+        }).find("was captured from weights") != std::string::npos);
 }
 
 }  // namespace

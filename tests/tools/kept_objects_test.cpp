@@ -174,7 +174,7 @@ TEST_CASE("several policies from headers are accepted, but not two with one name
 
   write_bytes(paths[1], shop_text("first", 2));
   CHECK(error_of<std::invalid_argument>([&] { compile_policy_sources(paths); }) ==
-        "--policy-source " + paths[1] + ": is first, and so is " + paths[0] +
+        "--policy-source " + paths[1] + ": defines policy first, and so does " + paths[0] +
             "; give one of them another kInfo.name");
 }
 

@@ -16,7 +16,7 @@ prints "full:tiers=4 evicts nothing; its quantization costs layer error 0." full
 "$kvlab" replay --trace "$trace" --policy full,h2o --tiers 4 --budget 64 --out both >both.out
 prints "full:tiers=4 evicts nothing; its quantization costs layer error 0." both.out
 "$kvlab" replay --trace "$trace" --policy full --out full >full.out
-prints "only the full cache was replayed, which loses nothing" full.out
+prints "Only the full cache was replayed; it loses nothing." full.out
 
 # Budgets that keep every token.
 "$kvlab" replay --trace "$trace" --policy h2o,tova --budget all --out all >all.out
@@ -58,7 +58,7 @@ grep -qE 'KV 12[0-9]\.[0-9] of [0-9.]+ KiB in 16 bit' bytes.err || { cat bytes.e
 # A policy that does not fit a budget is left out; the rest runs. If none is left, the command is refused.
 "$kvlab" replay --trace "$trace" --policy h2o,snapkv --budget 2%,64 --out pairs >pairs.out 2>pairs.err
 prints "left out at budget 2%: policy snapkv: sinks=0 and recent=32 tokens exceed the budget of 20 tokens" pairs.err
-prints "snapkv:recent=10 would fit" pairs.err
+prints "use snapkv:recent=10" pairs.err
 [ "$(wc -l <pairs.err)" -eq 1 ] || fail "more than one line of one pair"
 [ "$(cut -d, -f2,4 pairs/results.csv | grep -v oracle | sort -u | grep -c '^[hs]')" -eq 3 ] || fail "other pairs ran"
 "$kvlab" replay --trace "$trace" --policy h2o,snapkv --budget 20,64 --out tokens >/dev/null 2>pairs.err
@@ -102,7 +102,7 @@ refused "policy sink: tiers 16:4t,4:100%: quantized keys need original positions
 # Beyond the trained context.
 cat "$source/tools/texts/carroll-alice.txt" | head -c 9000 >long.txt
 "$kvlab" eval --model "$tiny" --text long.txt --window 1100 --policy sink --budget 64 >/dev/null 2>context.err
-prints "go beyond the 1024 that the model was trained on" context.err
+prints "are longer than the 1024 that the model was trained on" context.err
 "$kvlab" eval --model "$tiny" --text long.txt --window 1024 --policy sink --budget 64 >/dev/null 2>context.err
 silent_of "trained on" context.err
 
@@ -118,7 +118,7 @@ printf 'a' >one.txt
 prints "only 1 token was scored, so confidence intervals are wide; use at least 1000 (a longer text, or several)" one.err
 "$kvlab" eval --model "$tiny" --text one.txt --queries all --policy h2o --budget 4 --device cpu >/dev/null 2>one.err
 [ "$(grep -c "was scored" one.err)" -eq 1 ] || { cat one.err; fail "a warning is not said once"; }
-refused "a sequence of 2 tokens with a prompt of 1 leaves none to score" \
+refused "a sequence of 2 tokens with a prompt of 1 leaves no token to score" \
   "$kvlab" eval --model "$tiny" --text one.txt --device cpu
 
 # Common mistakes.
@@ -127,13 +127,13 @@ for name in streaming_llm StreamingLLM streaming-llm; do
 done
 refused "--budget 'pyramid(20%)'" "$kvlab" replay --trace "$trace" --policy pyramidkv --budget 64 --out other
 refused "--budget 'ada(20%)'" "$kvlab" replay --trace "$trace" --policy adakv --budget 64 --out other
-refused "for that share write 10%" "$kvlab" replay --trace "$trace" --policy h2o --budget 0.1 --out other
-refused "no/such/run: there is no such folder" "$kvlab" report no/such/run --budget 10% --out page.html
+refused "for this share write 10%" "$kvlab" replay --trace "$trace" --policy h2o --budget 0.1 --out other
+refused "no/such/run: there is no such directory" "$kvlab" report no/such/run --budget 10% --out page.html
 refused 'task: "passky" should be passkey, needle or recall; did you mean passkey?' \
   "$kvlab" task passky --model "$tiny" --policy h2o --budget 64
 : >model.gguf
 refused "gguf_to_checkpoint.py" "$kvlab" generate --model model.gguf --prompt hi
-refused "is the run.json of a replay, and no policy file; \`kvlab deploy RUN" \
+refused "is the run.json of a replay, not a policy file; make one: \`kvlab deploy RUN" \
   "$kvlab" generate --model "$tiny" --prompt hi --policy-file pairs/run.json
 : >empty.txt
 refused "--prompt-file empty.txt: is empty; give some text" \

@@ -122,7 +122,7 @@ TEST_CASE("A list is split at each comma") {
 
 TEST_CASE("An oracle is refused as such where only policies run") {
   CHECK(message_of("--policy oracle_topk --budget 64") ==
-        "policy oracle_topk: is a reference of `kvlab replay`, which knows the future; name a "
+        "policy oracle_topk: is an oracle of `kvlab replay`, which uses future attention; give a "
         "policy");
 }
 
@@ -187,18 +187,19 @@ TEST_CASE("An unexpected word is named, and so is a budget that has no effect") 
   CHECK_THAT(refusal("generate Once"),
              starts("'Once' is not expected here; usage: kvlab generate"));
   CHECK_THAT(refusal("deploy run extra"), starts("'extra' is not expected here"));
-  CHECK(refusal("replay --out a --out b") == "--out: given more than once; once is right");
+  CHECK(refusal("replay --out a --out b") == "--out: given more than once; give it once");
   CHECK_THAT(refusal("replay ---"), starts("unknown option '---'"));
   const std::string tiny = " --budget 4 --device cpu --model " + kTiny;
-  CHECK_THAT(refusal("generate --prompt It" + tiny), starts("--budget: of which policy?"));
+  CHECK_THAT(refusal("generate --prompt It" + tiny),
+             starts("--budget: the full cache has no budget;"));
   CHECK_THAT(refusal("eval --text " + kTiny + "/config.json" + tiny),
-             starts("--budget: of which policy?"));
+             starts("--budget: the full cache has no budget;"));
 }
 
 TEST_CASE("Errors for a misspelt option or an invalid number say what is expected") {
   CHECK(refusal("replay --bugdet 64") == "unknown option '--bugdet'; did you mean --budget?");
   CHECK(refusal("replay --volume 11") ==
-        "unknown option '--volume'; `kvlab replay --help` lists those that there are");
+        "unknown option '--volume'; `kvlab replay --help` lists the known options");
   CHECK(refusal("replay --threads abc") == "--threads: 'abc' should be a whole number");
   CHECK(refusal("replay --seed 1.5") == "--seed: '1.5' should be a whole number");
   CHECK(refusal("replay --request-threshold low") ==
@@ -213,16 +214,16 @@ TEST_CASE(
   CHECK_NOTHROW(refuse_unwritable(file, "--out"));
   CHECK_NOTHROW(refuse_unwritable("a.json", "--out"));
   CHECK(error_of([&] { refuse_unwritable(none, "--out"); }) ==
-        fmt::format("--out: {} lies in no folder that there is; make {} first", none,
+        fmt::format("--out: {}: parent directory {} does not exist; make it first", none,
                     (folder / "b").string()));
   CHECK(error_of([&] { refuse_unwritable(folder.path().string(), "--out"); }) ==
-        fmt::format("--out: {} is a folder; give a file", folder.path().string()));
+        fmt::format("--out: {} is a directory; give a file", folder.path().string()));
   CHECK(error_of([&] { refuse_unwritable(file + "/", "--out"); }).starts_with("--out: " + file));
 }
 
 TEST_CASE("Commands refuse a folder in place of a file before they load a model") {
   const kvlab::test::TemporaryFolder folder;
-  const std::string path = folder.path().string(), wrong = path + " is a folder; give a file";
+  const std::string path = folder.path().string(), wrong = path + " is a directory; give a file";
   const std::string none = " --model none --text t --budget 8 --out " + path;
   CHECK(refusal("tune" + none) == "--out: " + wrong);
   CHECK(refusal("fidelity --policy h2o,sink,lru" + none + "/out --report " + path) ==
@@ -236,6 +237,6 @@ TEST_CASE("Texts are named by file name, or by path if file names are equal") {
   const std::vector<std::string> all{"a/all.txt", "b/two.txt"};
   CHECK(text_names(all) == all);
   CHECK(error_of<std::invalid_argument>([] { text_names({"all"}); }) ==
-        "--text: all is what metrics over all texts go by; write ./all");
+        "--text: the name 'all' stands for all texts in the results; write ./all");
   CHECK(text_names({"./all"}) == std::vector<std::string>{"./all"});
 }

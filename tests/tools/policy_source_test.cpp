@@ -121,7 +121,7 @@ TEST_CASE("a header without a kInfo names the struct that should have one") {
   CHECK(refused([] { found("// nothing\n"); }).starts_with("my.hpp: holds no struct"));
   const std::string info = "static constexpr PolicyInfo kInfo{};";
   CHECK(refused([&] { found("struct A {" + info + "};\nstruct B {" + info + "};"); }) ==
-        "my.hpp:2: B has a kInfo, and so has A; a policy source holds one policy");
+        "my.hpp:2: B has a kInfo, and so does A; a policy source should hold one policy");
   CHECK(found("struct A { static constexpr PolicyInfo kInformation{}; };").name == "A");
   CHECK_NOTHROW(found("}}}} struct A {"));
   CHECK_NOTHROW(found("struct A { /* never ends"));
@@ -220,13 +220,13 @@ TEST_CASE("functions of the math library are refused by name") {
                          replaced(peak_text(), "return slot.most;", "return " + call + ";"));
   };
   CHECK_THAT(refused("std::exp(-1.0 * double(slot.most))"),
-             ContainsSubstring("\nmy.hpp:16: error: calls exp; a policy has no"));
+             ContainsSubstring("\nmy.hpp:16: error: calls exp; a policy may not call"));
   CHECK_THAT(refused("std::log(1.0f + float(slot.most))"), ContainsSubstring(": calls logf; "));
 }
 
 TEST_CASE("names that kvlab uses are refused") {
   CHECK(compile_error(replaced(peak_text(), "\"peak\"", "\"h2o\"")) ==
-        "my.hpp: kInfo.name 'h2o' is taken by a policy of kvlab; give another");
+        "my.hpp: kInfo.name 'h2o' is already used by a policy of kvlab; give another");
   CHECK_THAT(compile_error(replaced(peak_text(), "\"peak\"", "\"oracle_attention\"")),
              ContainsSubstring("is taken"));
   CHECK_THAT(compile_error(replaced(peak_text(), "\"peak\"", "\"pe:ak\"")),
@@ -271,7 +271,7 @@ TEST_CASE("a policy file contains the source, and runs from that text only") {
     return error_of([&] { read_policy_file(path, given); });
   };
   CHECK_THAT(refusal(nullptr), ContainsSubstring("policy.json: policy peak was compiled from ") &&
-                                   ContainsSubstring("give that text by --policy-source "));
+                                   ContainsSubstring("give this file: --policy-source "));
   CHECK_THAT(refusal(other), ContainsSubstring("was compiled from another text"));
   CHECK_THAT(refusal(renamed), ContainsSubstring("is leak"));
 }
@@ -282,9 +282,8 @@ TEST_CASE("a Python function is not a source: the error says what to write inste
          {CompiledPolicies{}, CompiledPolicies(compiled(peak_text()))})
       CHECK(refused([&] { require_source(given, "peak", path, "0", "run.json"); }) ==
             "run.json: policy peak is a Python function of " + path +
-                ", which runs in replays only; write it as a header "
-                "(docs/guides/write-a-policy.md) and "
-                "replay that by --policy-source");
+                ", and these run in replays only; write it as a header "
+                "(docs/guides/write-a-policy.md) and replay it with --policy-source");
 }
 
 TEST_CASE("the loop runs with a policy from a source: replay, deploy, generate, eval, verify") {

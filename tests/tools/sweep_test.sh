@@ -70,7 +70,7 @@ refused_or_afresh() {
   pid=$!
   until has_units run 1; do :; done
   kill -STOP $pid
-  refused "another kvlab replay is at work" replay run
+  refused "another kvlab replay is running" replay run
   kill_at run 1 $pid
   cp -r run.part kept.part
   refused "differs in: sweep" replay run --seed 3

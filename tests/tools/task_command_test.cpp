@@ -82,7 +82,8 @@ TEST_CASE("Files that a different task has left are named, and deleted on reques
   write_file_atomically(out + ".part/job.json", R"({"seed": 7})");
   write_file_atomically(out + ".part/trace0-unit0.unit", "answers");
   const std::string line = kQuestion + " --out " + out;
-  CHECK(refusal(line).starts_with(out + ".part: holds what a task of something else has finished"));
+  CHECK(refusal(line).starts_with(out +
+                                  ".part: holds the unfinished results of another task command"));
   CHECK(std::filesystem::exists(out + ".part/trace0-unit0.unit"));
   CHECK(call(line + " --fresh") == 0);
   CHECK(std::filesystem::exists(out + "/answers.csv"));
@@ -116,7 +117,7 @@ TEST_CASE("Errors name what is wrong and what is expected") {
            {"passkey", "--model: missing; "},
            {"passkey --budget 64 --model " + kTiny, "--budget: "},
            {"recall --text f --model " + kTiny,
-            "--text: recall has no text to hide in; leave it out"}}) {
+            "--text: task recall does not use a text; leave it out"}}) {
     INFO(words);
     CHECK_THAT(refusal("task " + words), Catch::Matchers::StartsWith(says));
   }

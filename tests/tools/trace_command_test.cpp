@@ -52,9 +52,8 @@ TEST_CASE("An unfinished trace is refused until it is sealed") {
 }
 
 TEST_CASE("A missing or unknown action is named with what is expected") {
-  CHECK_THROWS_MATCHES(
-      call("trace verify"), std::invalid_argument,
-      Message("an action and one trace are expected: kvlab trace info|verify|seal TRACE"));
+  CHECK_THROWS_MATCHES(call("trace verify"), std::invalid_argument,
+                       Message("give an action and one trace: kvlab trace info|verify|seal TRACE"));
   CHECK_THROWS_AS(call("trace"), std::invalid_argument);
   CHECK_THROWS_AS(call("trace verify a b"), std::invalid_argument);
   CHECK_THROWS_MATCHES(call("trace check a"), std::invalid_argument,

@@ -122,7 +122,7 @@ TEST_CASE("Damaged extras are refused by name") {
   CHECK_THAT(error_with([](json& m) { m["spans"][0]["tokens"] = 2000; }),
              ContainsSubstring("spans[0]") && ContainsSubstring("tokens"));
   CHECK_THAT(error_with([](json& m) { m["spans"][1]["name"] = "early"; }),
-             ContainsSubstring("the name \"early\" is there twice"));
+             ContainsSubstring("the name \"early\" appears twice"));
   CHECK_THAT(error_with([](json& m) { m["spans"][1]["name"] = "a\nb"; }),
              ContainsSubstring("without control characters"));
   CHECK_THAT(error_with([](json& m) { m["extras"]["novel"] = json::object(); }),
@@ -352,7 +352,7 @@ TEST_CASE("A feature that is missing, has another shape or is not finite is name
   CHECK_THAT(error_with([](json& c) { c[1]["name"] = "score"; }),
              ContainsSubstring("columns[1]") && ContainsSubstring("column-score.safetensors"));
   CHECK_THAT(error_with([](json& c) { c[1] = c[0]; }),
-             ContainsSubstring("columns[1]: the name \"score\" is there twice"));
+             ContainsSubstring("columns[1]: the name \"score\" appears twice"));
   CHECK_THAT(error_with([](json& c) { c[0]["name"] = "../x"; }),
              ContainsSubstring("up to 64 letters"));
   CHECK_THAT(error_with([](json& c) { c[0].erase("xxh3"); }), ContainsSubstring("xxh3"));

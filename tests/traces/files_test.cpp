@@ -74,7 +74,7 @@ TEST_CASE("One process at a time claims a file; a killed process's claim is void
   {
     const OutputClaim first(folder / "out"), other(folder / "out.html");
     CHECK_THAT(test::error_of([&] { OutputClaim(folder / "." / "out"); }),
-               ContainsSubstring("out: another command is making it"));
+               ContainsSubstring("out: another command is writing it"));
     write_file_atomically(folder / "out", "whole");
   }
   const OutputClaim again(folder / "out");
@@ -94,9 +94,9 @@ TEST_CASE("A folder that a killed process left does not block the next, and is r
   {
     AtomicFolder first(folder / "out");
     CHECK_THAT(test::error_of([&] { AtomicFolder(folder / "out"); }),
-               ContainsSubstring("out: another command is making it"));
+               ContainsSubstring("out: another command is writing it"));
     CHECK_THAT(test::error_of([&] { OutputClaim(folder / "out"); }),
-               ContainsSubstring("out: another command is making it"));
+               ContainsSubstring("out: another command is writing it"));
     write_file_atomically(first / "a", "whole");
     first.commit();
   }

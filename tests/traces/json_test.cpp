@@ -26,7 +26,7 @@ TEST_CASE("Well-formed JSON is parsed") {
 TEST_CASE("Broken JSON is refused with the file and the byte offset") {
   for (const char* text : {"", "{", "[1,]", "{\"a\" 1}", "nul", "[1] 2", "\"\xff\"", "[1e999]"}) {
     INFO(text);
-    CHECK(parse_error(text).starts_with("file.json: broken at byte "));
+    CHECK(parse_error(text).starts_with("file.json: not valid JSON from byte "));
   }
 }
 
@@ -36,16 +36,17 @@ TEST_CASE("Numbers that Python writes but JSON does not allow are named") {
     INFO(error);
     CHECK(error.find(std::string(text).find("NaN") != std::string::npos ? "NaN" : "Infinity") !=
           std::string::npos);
-    CHECK(error.find("as Python writes it, is no JSON") != std::string::npos);
+    CHECK(error.find("is not JSON (Python writes it)") != std::string::npos);
   }
-  CHECK(parse_error("[Inf]").starts_with("file.json: broken at byte "));
+  CHECK(parse_error("[Inf]").starts_with("file.json: not valid JSON from byte "));
 }
 
 TEST_CASE("A NUL does not end a text: what follows it is not ignored") {
   using namespace std::string_view_literals;
-  CHECK(parse_error("{}\0"sv) == "file.json: byte 2 is a NUL; valid JSON is expected");
-  CHECK(parse_error("{}\0 rubbish"sv) == "file.json: byte 2 is a NUL; valid JSON is expected");
-  CHECK(parse_error("{\"a\0\": 1}"sv).starts_with("file.json: byte 3 is a NUL"));
+  CHECK(parse_error("{}\0"sv) == "file.json: not valid JSON, because byte 2 is NUL");
+  CHECK(parse_error("{}\0 rubbish"sv) == "file.json: not valid JSON, because byte 2 is NUL");
+  CHECK(parse_error("{\"a\0\": 1}"sv)
+            .starts_with("file.json: not valid JSON, because byte 3 is NUL"));
 }
 
 TEST_CASE("Terminal control characters are refused in names, and shown escaped") {
@@ -79,7 +80,7 @@ TEST_CASE("The last name of a path does not depend on trailing slashes and dots"
 
 TEST_CASE("A key that appears twice is refused") {
   CHECK(parse_error(R"({"a": {"k": 1, "j": {"k": 2}, "k": 3}})") ==
-        R"(file.json: key "k" appears twice; once is right)");
+        R"(file.json: key "k" appears twice; give it once)");
   CHECK(parse_error(R"([{"k": 1}, {"k": 2}])") == "");
 }
 
@@ -88,8 +89,8 @@ TEST_CASE("Nesting beyond the limit is refused at any depth") {
     return std::string(depth, '[') + std::string(depth, ']');
   };
   CHECK(parse_error(nested(kMaxJsonDepth)) == "");
-  CHECK(parse_error(nested(kMaxJsonDepth + 1)) == "file.json: nested more than 64 deep");
-  CHECK(parse_error(std::string(10'000'000, '[')) == "file.json: nested more than 64 deep");
+  CHECK(parse_error(nested(kMaxJsonDepth + 1)) == "file.json: nested more than 64 levels deep");
+  CHECK(parse_error(std::string(10'000'000, '[')) == "file.json: nested more than 64 levels deep");
 }
 
 TEST_CASE("A member with a wrong type or out of range is named with what is expected") {

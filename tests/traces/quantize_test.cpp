@@ -105,5 +105,5 @@ TEST_CASE("numbers out of fp16's range are refused") {
   std::vector<float> row(32);
   row[3] = 1e6f, row[4] = -70000.0f;
   CHECK_THROWS_WITH(quantize_row(row, 4, false),
-                    Catch::Matchers::ContainsSubstring("ends at 65504"));
+                    Catch::Matchers::ContainsSubstring("at most 65504"));
 }

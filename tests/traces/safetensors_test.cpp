@@ -101,13 +101,13 @@ TEST_CASE("A header longer than the file or than the limit is refused") {
   CHECK_THAT(open_error(length_bytes(100'000'001) + "{}"), ContainsSubstring("at most 100000000"));
   CHECK_THAT(open_error(length_bytes(~std::uint64_t{0}) + "{}"),
              ContainsSubstring("at most 100000000"));
-  CHECK_THAT(open_error(length_bytes(0)), ContainsSubstring("broken at byte"));
+  CHECK_THAT(open_error(length_bytes(0)), ContainsSubstring("not valid JSON from byte"));
   CHECK_THAT(open_error(""), ContainsSubstring("0 bytes long; a safetensors file begins"));
 }
 
 TEST_CASE("A header that is not a JSON object of tensors is refused") {
   CHECK_THAT(open_error("[]", 0), ContainsSubstring("the header is not a JSON object"));
-  CHECK_THAT(open_error("{\"a\":", 0), ContainsSubstring("broken at byte"));
+  CHECK_THAT(open_error("{\"a\":", 0), ContainsSubstring("not valid JSON from byte"));
   CHECK_THAT(open_error(R"({"a":1})", 0), ContainsSubstring("a JSON object is expected"));
   CHECK_THAT(open_error(R"({"a":{"shape":[],"data_offsets":[0,4]}})", 4),
              ContainsSubstring("key \"dtype\" is missing"));

@@ -118,7 +118,7 @@ TEST_CASE("A value that is not finite or too large does not verify in any row") 
       CHECK(!check.ok);
       REQUIRE(!check.problems.empty());
       CHECK_THAT(check.problems[0], ContainsSubstring("layer 1, ") &&
-                                        ContainsSubstring("a value at position 1 is not finite"));
+                                        ContainsSubstring("the value at position 1 is not finite"));
     }
 }
 
@@ -161,7 +161,7 @@ TEST_CASE("A flipped bit anywhere in a shard or in the ids is found and named") 
     REQUIRE(check.problems.size() == 1);
     CHECK(check.problems[0].starts_with(std::string(name) + ": damaged: XXH3-64 is "));
     CHECK_THAT(error_of([&] { open_verified_trace(folder / "t", 1); }),
-               ContainsSubstring("does not verify: ") && ContainsSubstring(name));
+               ContainsSubstring("fails verification: ") && ContainsSubstring(name));
     write_bytes(path, whole);
   }
 }

@@ -14,19 +14,23 @@ namespace {
 void add_options(po::options_description& options) {
   auto add = options.add_options();
   add("run", text_option("RUN"), "a directory of `kvlab replay`");
-  add("budget", text_option("B"), "the mean over heads, in tokens or a share of the length");
-  add("policy", text_option("P"), "whose curves, where the run has several policies");
+  add("budget", text_option("B"), "mean budget of a head: tokens, or a share of the length");
+  add("policy", text_option("P"),
+      "which policy's curves to use; needed if the run has several policies");
   add("metric", text_option("METRIC"),
-      "residual_error or kl_estimate (default: kl_estimate where the run has it)");
-  add("out", text_option("FILE"), "the budgets, for --budget @FILE; an older file is replaced");
+      "metric of the curves: residual_error or kl_estimate (default: kl_estimate if the run has "
+      "it)");
+  add("out", text_option("FILE"),
+      "file of the budgets, for --budget @FILE; an existing file is replaced");
   add("json", po::bool_switch(), "print one JSON object");
 }
 
 Budget mean_from(const po::variables_map& options) {
   const Budget mean = parse_budget(required(options, "budget", "--budget B, tokens or a share"));
   if (!mean.is_even() || mean.all)
-    throw std::invalid_argument(
-        fmt::format("--budget: {} should be tokens or a share: the mean over heads", mean.text()));
+    throw std::invalid_argument(fmt::format(
+        "--budget: {} should be tokens or a share of the length, as the mean over heads",
+        mean.text()));
   return mean;
 }
 
@@ -35,7 +39,7 @@ std::string text_from(const po::variables_map& options, const char* name) {
 }
 
 void print(const Allocation& allocation, const std::string& out) {
-  fmt::print("{} by {}: {} tokens a head on average\n", allocation.policy, allocation.metric,
+  fmt::print("{} by {}: {} tokens per head on average\n", allocation.policy, allocation.metric,
              allocation.mean_tokens);
   fmt::print("{:>5} {:>8} {:>8} {:>8}\n", "layer", "least", "mean", "most");
   for (std::size_t l = 0; l < allocation.heads.size(); ++l) {
@@ -43,8 +47,9 @@ void print(const Allocation& allocation, const std::string& out) {
     fmt::print("{:>5} {:>8} {:>8} {:>8}\n", l, std::ranges::min(heads), mean_budget({heads}),
                std::ranges::max(heads));
   }
-  fmt::print("{} by these curves: {:.4g} with one budget for all, {:.4g} with these\n",
-             allocation.metric, allocation.even, allocation.shared);
+  fmt::print(
+      "{} by these curves: {:.4g} with one budget for all heads, {:.4g} with these budgets\n",
+      allocation.metric, allocation.even, allocation.shared);
   fmt::print("\n{}: next: kvlab eval --model DIR --text OTHER --policy P --budget {},@{}\n", out,
              allocation.mean_tokens, out);
 }
@@ -78,7 +83,7 @@ int run(const po::variables_map& options) {
 
 Command allocate_command() {
   return {.name = "allocate",
-          .summary = "budgets by head from a run's errors, for --budget @FILE",
+          .summary = "chooses a budget for each head from a run's errors",
           .usage = "RUN --budget B [--policy P] [--metric METRIC] --out budgets.json",
           .example = "kvlab allocate run --budget 20% --policy h2o --out budgets.json",
           .add_options = add_options,

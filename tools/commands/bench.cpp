@@ -128,7 +128,7 @@ SyntheticShape shape_from(const po::variables_map& options) {
   if (shape.query_heads % shape.kv_heads != 0 || shape.head_size % 2 != 0 || shape.tokens < 2)
     throw std::invalid_argument(
         "--synthetic-query-heads should be a multiple of --synthetic-kv-heads, "
-        "--synthetic-head-size even, --tokens at least 2");
+        "--synthetic-head-size should be even, and --tokens should be at least 2");
   return shape;
 }
 
@@ -171,19 +171,22 @@ ordered_json to_json(const ReplayCost& bench, const TraceReader& trace, unsigned
 void add_bench_replay_options(po::options_description& options) {
   auto add = options.add_options();
   add("trace", text_option("TRACE"),
-      "replay: of this trace; default: a synthetic one of the shape of Llama-3.1-8B");
+      "replay: the trace to replay (default: a synthetic one in the shape of Llama-3.1-8B)");
   add("sweep", text_option("NAMES"),
-      "replay: which of the sweeps that it prints (default: all); also `shelf`, every policy, and "
-      "any policy's name");
+      "replay: the sweeps to time, by the names that it prints (default: all); also `shelf` (every "
+      "policy) or a policy's name");
   add("repeats", number_option("N", 3),
-      "replay: how often, in turns with the exact pass; the least times count");
+      "replay: number of repetitions, alternating with the exact pass; the shortest times count");
   add("synthetic-layers", number_option("N", 4),
-      "replay: layers of the synthetic trace; it has --tokens tokens, an eighth of them a prompt");
-  add("synthetic-query-heads", number_option("N", 32), "replay: its query heads");
-  add("synthetic-kv-heads", number_option("N", 8), "replay: its KV heads");
-  add("synthetic-head-size", number_option("N", 128), "replay: its head size");
+      "replay: layers of the synthetic trace, which has --tokens tokens, one eighth of them the "
+      "prompt");
+  add("synthetic-query-heads", number_option("N", 32),
+      "replay: query heads of the synthetic trace");
+  add("synthetic-kv-heads", number_option("N", 8), "replay: KV heads of the synthetic trace");
+  add("synthetic-head-size", number_option("N", 128), "replay: head size of the synthetic trace");
   add("synthetic-gradient-samples", number_option("N", 0),
-      "replay: its gradient samples; with any, it has residual norms and a sketch too");
+      "replay: gradient samples of the synthetic trace; with 1 or more, it also has residual norms "
+      "and a sketch");
 }
 
 /// Runs the benchmark. Throws as commands do.
@@ -215,20 +218,22 @@ void add_options(po::options_description& options) {
       "what to measure");
   add("model", text_option("DIR"), "a checkpoint");
   add("random-weights", text_option("CONFIG.json"),
-      "or the shape of one, with random weights made on the device: engine/models/configs/*.json");
-  add("batch", number_option("N", 1), "decode, evict: sequences");
+      "a model's config.json; its weights are random and made on the device: "
+      "engine/models/configs/*.json");
+  add("batch", number_option("N", 1), "decode, evict: number of sequences");
   add("context", number_option("N", 1024), "decode: tokens in each sequence at the start");
-  add("steps", number_option("N", 64), "decode: steps that are timed");
+  add("steps", number_option("N", 64), "decode: number of timed steps");
   add("capture", text_option("TRACE"),
-      "decode: also time sampling with and without capture into this new trace");
-  add("tokens", number_option("N", 4096), "prefill: of the prompt; eval: of the sequence");
-  add("chunk", number_option("N", 2048), "prefill: tokens at once");
+      "decode: also time sampling with and without capture; the capture writes this new trace");
+  add("tokens", number_option("N", 4096),
+      "prefill: tokens of the prompt; eval: tokens of the sequence");
+  add("chunk", number_option("N", 2048), "prefill: tokens of a chunk");
   add("prompt-tokens", number_option("N", 2048),
       "evict, eval: tokens in each sequence at the start");
-  add("max-new-tokens", number_option("N", 2048), "evict: tokens that each sequence decodes");
+  add("max-new-tokens", number_option("N", 2048), "evict: tokens to decode in each sequence");
   add("head-size", text_option("LIST"), "attention: 64, 96, 128, 256");
-  add("group", text_option("LIST"), "attention: query heads for each of 8 KV heads");
-  add("sequences", text_option("LIST"), "attention: sequences");
+  add("group", text_option("LIST"), "attention: query heads for each of the 8 KV heads");
+  add("sequences", text_option("LIST"), "attention: number of sequences");
   add("slots", number_option("N", 4096), "attention: live tokens of each sequence");
   add_policy_options(options);
   add_bench_replay_options(options);
@@ -241,7 +246,9 @@ BenchModel model_from(const po::variables_map& options) {
   };
   const BenchModel model{.directory = text("model"), .random_weights = text("random-weights")};
   if (model.directory.empty() == model.random_weights.empty())
-    throw std::invalid_argument("--model: give either --model DIR or --random-weights CONFIG.json");
+    throw std::invalid_argument(
+        "--model: missing, or given beside --random-weights; give one of --model DIR and "
+        "--random-weights CONFIG.json");
   return model;
 }
 
@@ -270,7 +277,9 @@ std::vector<CacheConfig> evicting_from(const po::variables_map& options) {
   std::vector<CacheConfig> sweep = sweep_from(options);
   for (const CacheConfig& config : sweep)
     if (!config.evicts() || config.policy.text() != sweep.front().policy.text())
-      throw std::invalid_argument("--policy: give one policy that evicts, and its --budget");
+      throw std::invalid_argument(
+          "--policy: bench evict needs exactly one policy that evicts; give --policy P and its "
+          "--budget B");
   return sweep;
 }
 
@@ -283,7 +292,7 @@ ordered_json stream(const po::variables_map& options) {
     if (config.budget.extent.is_share || config.budget.in_bytes || !config.budget.is_even() ||
         config.budget.all)
       throw std::invalid_argument(
-          "--budget: a stream has no length to take a share of; give tokens");
+          "--budget: a share needs a length, and a stream has none; give tokens");
     how.budgets.push_back(config.budget.resolve(0, 0));
   }
   return bench_stream(how);
@@ -348,7 +357,8 @@ int run(const po::variables_map& options) {
       {"attention", attention}, {"replay", bench_replay}, {"eval", eval}};
   if (words.size() != 1 || !benches.contains(words[0]))
     throw std::invalid_argument(
-        "what to measure? give one of: decode, prefill, stream, evict, eval, attention, replay");
+        "what to measure is missing; give one of: decode, prefill, stream, evict, eval, attention, "
+        "replay");
   if (words[0] != "replay" && options.count("device") && device_from(options) == Device::cpu)
     throw std::invalid_argument("--device: bench measures the CUDA decoder; leave it out");
   ordered_json metrics;
@@ -370,7 +380,7 @@ int run(const po::variables_map& options) {
 Command bench_command() {
   return {
       .name = "bench",
-      .summary = "how fast the CUDA decoder and the replay are, beside what the machine can do",
+      .summary = "times the CUDA decoder and replay beside the machine's limits",
       .usage =
           "decode|prefill|stream|evict|eval --model DIR|--random-weights CONFIG.json [options]\n"
           "       kvlab bench attention [options]\n"

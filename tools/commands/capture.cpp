@@ -26,19 +26,20 @@ constexpr std::int64_t kMaxTokens = 1 << 30;
 void add_options(po::options_description& options) {
   auto add = options.add_options();
   add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
-  add("out", text_option("TRACE"), "the trace's directory, which is made");
+  add("out", text_option("TRACE"), "directory of the trace; it must not exist yet");
   add_prompt_options(options);
   add_turn_options(options);
-  add("teacher-forced", po::bool_switch(), "decode the given text itself, instead of sampling");
+  add("teacher-forced", po::bool_switch(), "decode the given text instead of sampled tokens");
   add("prompt-tokens", number_option("P"),
-      "teacher-forced: so many of the text's tokens are the prompt, the others are decoded");
+      "--teacher-forced: number of tokens of the text that form the prompt; the others are "
+      "decoded");
   add("max-tokens", number_option("T"),
-      "teacher-forced: use the first T tokens of the text (default: all)");
+      "--teacher-forced: use the first T tokens of the text (default: all)");
   add("passage", po::value<std::vector<std::string>>()->composing()->value_name("TEXT"),
-      "a part of the prompt that is there once: the trace gets its tokens as a passage; "
-      "repeatable");
+      "a part of the prompt that appears in it once; the trace stores its tokens as a passage; may "
+      "be given several times");
   add("prefill", text_option("MODE", "dense"),
-      "how a prompt is appended: dense, chunk:N or stream; the trace is the same");
+      "how the prompt is processed: dense, chunk:N or stream; the trace is the same");
   add("seed", number_option("N", 0), "random seed");
   add_context_option(options);
   add_common_options(options);
@@ -59,15 +60,15 @@ void check_modes(const po::variables_map& options) {
       throw std::invalid_argument(fmt::format("--{}: {}", name, why));
   };
   if (!forced) {
-    refuse("prompt-tokens", "comes with --teacher-forced only");
-    refuse("max-tokens", "comes with --teacher-forced only");
+    refuse("prompt-tokens", "requires --teacher-forced");
+    refuse("max-tokens", "requires --teacher-forced");
     return;
   }
   if (!options.count("prompt-tokens"))
     throw std::invalid_argument(
         "--prompt-tokens: missing; --teacher-forced needs --prompt-tokens P");
   for (const char* name : {"max-new-tokens", "turn", "temperature", "top-k", "top-p"})
-    refuse(name, "samples, and --teacher-forced does not; leave out one of them");
+    refuse(name, "is for sampling, and --teacher-forced does not sample; leave out one of them");
 }
 
 /// The most tokens of the text to use.
@@ -84,7 +85,7 @@ Plan plan_from(const po::variables_map& options, const Tokenizer& tokenizer, Ids
     return plan;
   }
   const auto length = static_cast<std::int64_t>(text.size());
-  if (length == 0) throw std::invalid_argument("--prompt: has no tokens; give some text");
+  if (length == 0) throw std::invalid_argument("--prompt: the text has no tokens; give some text");
   plan.prompt_tokens = static_cast<std::size_t>(number_from(options, "prompt-tokens", 1, length));
   plan.turns = {std::move(text)};
   return plan;
@@ -106,7 +107,7 @@ std::vector<Passage> passages_from(const po::variables_map& options, const Token
       throw std::invalid_argument(fmt::format("--passage: {}", why));
     };
     if (std::ranges::find(passages, without_controls(text), &Passage::name) != passages.end())
-      refuse(json_quoted(text) + " is given twice; once is enough");
+      refuse(json_quoted(text) + " is given twice; give it once");
     try {
       const TokenRange range = covering_tokens(tokenizer, prompt, text);
       passages.push_back({without_controls(text), range.start, range.tokens});
@@ -151,14 +152,16 @@ std::string unfinished(const std::string& out) {
   if (!std::filesystem::exists(folder / shard_name(0)) ||
       std::filesystem::exists(folder / kManifestFile))
     return "";
-  return fmt::format("; {} is unfinished, `kvlab trace seal {}` keeps its whole shards", out, out);
+  return fmt::format(
+      "; {} is unfinished; `kvlab trace seal {}` makes a trace of its complete shards", out, out);
 }
 
 int run(const po::variables_map& options) {
   const Device device = device_from(options);
   check_modes(options);
-  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  const std::string out = required(options, "out", "--out TRACE, a directory to be made");
+  const std::string directory =
+      required(options, "model", "--model DIR, the directory of a checkpoint");
+  const std::string out = required(options, "out", "--out TRACE, a new directory");
   if (const std::string left = unfinished(out); !left.empty())
     throw std::runtime_error("--out: " + out + " exists" + left);
   if (!is_unbegun_trace(out)) refuse_existing(out, "--out");
@@ -220,7 +223,7 @@ int run(const po::variables_map& options) {
 
 Command capture_command() {
   return {.name = "capture",
-          .summary = "runs a model on text and writes the trace of its attention",
+          .summary = "runs a model on a text and writes a trace of its attention",
           .usage =
               "--model DIR --prompt TEXT|--prompt-file FILE [--max-new-tokens N | --teacher-forced "
               "--prompt-tokens P] --out TRACE",

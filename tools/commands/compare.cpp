@@ -22,7 +22,8 @@ using nlohmann::ordered_json;
 void add_options(po::options_description& options) {
   auto add = options.add_options();
   add("run", po::value<std::vector<std::string>>()->value_name("RUN"), "");
-  add("out", text_option("FILE"), "a page of it; an older one is replaced");
+  add("out", text_option("FILE"),
+      "write the comparison as a page to this file; an existing file is replaced");
   add("metric", text_option("M"), "the metric to compare by (default: the one that decides)");
   add("json", po::bool_switch(), "print one JSON object");
 }
@@ -86,16 +87,16 @@ void print_table(const Comparison& comparison) {
     fmt::print("{}\n", paired ? "   " + compared_text(row.difference) : "");
   }
   if (!paired && !comparison.rows.empty())
-    fmt::print("The runs share no text, so differences are not paired and not shown.\n");
+    fmt::print("The runs share no text, so differences cannot be paired and are not shown.\n");
   const auto is_policy = [](const ComparedRow& row) { return row.policy != "full"; };
   const auto evicts = [](const ComparedRow& row) { return row.budget != "all"; };
   if (std::ranges::any_of(comparison.rows, is_policy)) {
     if (std::ranges::none_of(comparison.rows, evicts)) fmt::print("{}\n", kBudgetKeepsAll);
   } else {
     fmt::print(
-        "No policy has the same settings and budget in two of the runs. --out shows each on one "
-        "page; "
-        "one replay of several policies compares them in pairs.\n");
+        "No policy has the same settings and budget in two of the runs, so there are no pairs to "
+        "compare. --out puts all of them on one page; to compare policies, replay them in one "
+        "run.\n");
   }
 }
 
@@ -135,9 +136,9 @@ int run(const po::variables_map& options) {
 
 Command compare_command() {
   return {.name = "compare",
-          .summary = "runs, evaluations or tasks beside each other, never averaged over models",
+          .summary = "compares runs, evaluations or tasks; never averages over models",
           .usage = "RUN RUN... [--metric M] [--out page.html]",
-          .example = "kvlab compare run run --out compare.html",
+          .example = "kvlab compare run other-run --out compare.html",
           .add_options = add_options,
           .positional = "run",
           .run = run};

@@ -25,12 +25,12 @@ constexpr const char* kDeployedBudget = "64";
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("out", text_option("DIR", "demo"), "where everything goes; an older demo is replaced");
+  add("out", text_option("DIR", "demo"), "directory of all results; an older demo is replaced");
   add("model", text_option("DIR"),
-      "another checkpoint (default: $KVLAB_MODEL, or the bundled one)");
+      "checkpoint to run (default: $KVLAB_MODEL, or the bundled model)");
   add("real", po::bool_switch(),
-      "on a real model, tuned and requested a pass key (default model: SmolLM2, which `./dev model "
-      "smollm2` fetches); minutes on a CPU");
+      "use a real model, and also tune the policy and evaluate a pass-key task; takes minutes on a "
+      "CPU (default model: SmolLM2, which `./dev model smollm2` fetches)");
 }
 
 /// The path of a file that comes with kvlab: the installed one, or else the one in the source tree.
@@ -54,7 +54,7 @@ void make_directory(const fs::path& directory) {
   if (fs::exists(fs::symlink_status(directory))) {
     if (!fs::exists(directory / kMarker))
       throw std::runtime_error(
-          fmt::format("--out: {} exists and was not made by kvlab demo; name another directory",
+          fmt::format("--out: {} exists and was not made by kvlab demo; give another directory",
                       directory.string()));
     fs::remove_all(directory);
   }
@@ -113,28 +113,28 @@ struct Paths {
 
 void capture_and_replay(Tour& tour, const Paths& paths) {
   tour.step("Capture",
-            "The model reads a story and goes on with it, with its whole cache. Queries, keys and "
-            "values\n"
-            "of every layer go into a trace.");
+            "The model reads a story and continues it with the full cache. A trace records the "
+            "queries,\nkeys and values of every layer.");
   tour.run(capture_command(),
            {"--model", paths.model, "--prompt-file", paths.prompt, "--max-new-tokens", "440",
             "--temperature", "0.8", "--seed", "7", "--out", paths.trace});
 
-  tour.step("Replay",
-            "The trace once more, through six eviction policies at eight budgets, beside two "
-            "oracles and the\n"
-            "full cache: how much attention falls on tokens that each would still hold?");
+  tour.step(
+      "Replay",
+      "Six eviction policies at eight budgets are replayed over the trace, beside two oracles and "
+      "the\nfull cache: how much of the attention falls on tokens that each policy still holds?");
   tour.run(replay_command(),
            {"--trace", paths.trace, "--policy", "window,sink,lru,h2o,streaming_h2o,random",
             "--budget", "24,32,48,64,96,128,192,256", "--out", paths.run});
 }
 
 void report_and_deploy(Tour& tour, const Paths& paths) {
-  tour.step("Report", "One page with the answer, the curves behind it and where it comes from.");
+  tour.step("Report", "One page shows the answer, the curves behind it and where they come from.");
   tour.run(report_command(), {paths.run, "--model", paths.model, "--out", paths.page});
 
   tour.step("Deploy",
-            "The winner at one budget, with its evidence and those that tie with it, as a file.");
+            "A file holds the best policy at one budget, the evidence for it and the policies that "
+            "do\nnot differ significantly from it.");
   tour.run(deploy_command(), {paths.run, "--budget", kDeployedBudget, "--out", paths.policy});
 }
 
@@ -145,15 +145,14 @@ Words tuned(const std::string& model, std::initializer_list<const char*> texts) 
 }
 
 void tune_tiny(Tour& tour, const std::string& model, const std::string& out) {
-  tour.step(
-      "Tune",
-      "The same question asked of other texts and settled by what really happens: variants of "
-      "every\n"
-      "policy in the order of a replay, then successive halving in the end-to-end evaluation, "
-      "where evictions change "
-      "what\n"
-      "later layers see. Who do not differ significantly is said to be so.");
-  Words words = tuned(model, {"tools/texts/carroll-alice.txt", "tools/texts/austen-emma.txt"});
+  tour.step("Tune",
+            "The same question on five texts, with real evictions. A replay orders variants of "
+            "every\npolicy; then successive halving evaluates the first of them end to end, where "
+            "an eviction\nchanges what later layers see. The table marks differences that are not "
+            "significant.");
+  Words words = tuned(model, {"tools/texts/carroll-alice.txt", "tools/texts/austen-emma.txt",
+                              "tools/texts/melville-moby-dick.txt",
+                              "tools/texts/milton-paradise-lost.txt", "tools/demo/prompt.txt"});
   words.insert(words.end(), {"--prompt-tokens", "128", "--max-tokens", "512", "--budget",
                              kDeployedBudget, "--out", out + "/tuned.json"});
   tour.run(tune_command(), words);
@@ -163,12 +162,10 @@ void tune_tiny(Tour& tour, const std::string& model, const std::string& out) {
 void real_tour(Tour& tour, const std::string& model, const std::string& out) {
   const std::string policy = out + "/policy.json";
   tour.step("Tune",
-            "Four texts by four authors, a quarter of the memory: variants of every policy in the "
-            "order of a\n"
-            "replay, then successive halving in the end-to-end evaluation. Among those that do not "
-            "differ significantly in KL, the one "
-            "that still\n"
-            "finds a pass key in a long text wins.");
+            "Four texts by four authors, a quarter of the memory. A replay orders variants of "
+            "every policy;\nthen successive halving evaluates the first of them end to end. Among "
+            "the policies that do not\ndiffer significantly in KL, the one with the best accuracy "
+            "in a pass-key task is chosen.");
   Words words =
       tuned(model, {"tools/texts/austen-emma.txt", "tools/texts/carroll-alice.txt",
                     "tools/texts/melville-moby-dick.txt", "tools/texts/milton-paradise-lost.txt"});
@@ -178,25 +175,23 @@ void real_tour(Tour& tour, const std::string& model, const std::string& out) {
   tour.run(tune_command(), words);
 
   const std::string winner = read_policy_file(policy).cache.policy.text();
-  tour.step(
-      "Ask",
-      "Other samples of the same task: the full cache, the winner with a quarter of the memory, "
-      "and `window`,\n"
-      "which keeps the youngest tokens and no more.");
+  tour.step("Ask",
+            "New samples of the same task: the full cache, the chosen policy with a quarter of the "
+            "memory,\nand `window`, which keeps the newest tokens only.");
   tour.run(task_command(), {"passkey", "--model", model, "--policy", winner + ",window", "--budget",
                             "25%", "--words", "250", "--depth", "10%,50%", "--samples", "3",
                             "--seed", "1", "--query-aware"});
 
-  tour.step("Generate", "And it speaks, with that policy.");
+  tour.step("Generate", "The model generates text with that policy.");
   tour.run(generate_command(), {"--model", model, "--prompt", "The capital of France is",
                                 "--max-new-tokens", "24", "--policy-file", policy});
 }
 
 void generate_twice(Tour& tour, const Paths& paths) {
   tour.step("Generate",
-            "The same story with the full cache, then with the deployed policy: a fraction of the "
-            "memory.\n"
-            "The samples are the same; the texts part where the caches begin to matter.");
+            "The same prompt with the full cache, then with the deployed policy and a fraction of "
+            "the memory.\nThe random samples are the same; the texts differ from where the "
+            "evictions change the output.");
   Words generate{"--model", paths.model,     "--prompt-file", paths.prompt, "--max-new-tokens",
                  "80",      "--temperature", "0.8",           "--seed",     "7"};
   // Both use the decoder that evicts, so that only the cache differs.
@@ -221,7 +216,7 @@ void take_tour(const po::variables_map& options, const Paths& paths, const std::
   fmt::print(
       "\nAll of it took {:.1f} s. Open {} in a browser.\n"
       "Next: kvlab policies          what each policy does\n"
-      "      kvlab eval --help       the same question in the end-to-end evaluation: perplexity\n"
+      "      kvlab eval --help       the same question with real evictions: perplexity and KL\n"
       "      kvlab capture --help    a trace of your own model and text\n",
       tour.seconds(), paths.page);
 }
@@ -235,9 +230,9 @@ int run(const po::variables_map& options) {
                     .page = out + "/report.html",
                     .policy = out + "/policy.json"};
   if (!fs::exists(fs::path(paths.model) / "config.json"))
-    throw std::runtime_error(
-        fmt::format("{}: holds no model; give --model DIR, a checkpoint's directory{}", paths.model,
-                    options["real"].as<bool>() ? ", or fetch one: ./dev model smollm2" : ""));
+    throw std::runtime_error(fmt::format(
+        "{}: holds no model; give --model DIR, the directory of a checkpoint{}", paths.model,
+        options["real"].as<bool>() ? ", or fetch one: ./dev model smollm2" : ""));
   make_directory(out);
   UnlessWhole made{out};
   try {
@@ -248,21 +243,19 @@ int run(const po::variables_map& options) {
     throw;
   } catch (const std::runtime_error& error) {
     throw_if_cancelled();
-    throw std::runtime_error(fmt::format("{}; {} is taken away", error.what(), out));
+    throw std::runtime_error(fmt::format("{}; {} has been removed", error.what(), out));
   }
 }
 
 }  // namespace
 
 Command demo_command() {
-  return {
-      .name = "demo",
-      .summary =
-          "the whole loop on the bundled model: capture, replay, report, deploy, tune, generate",
-      .usage = "[--out demo] [--model DIR] [--real]",
-      .example = "kvlab demo",
-      .add_options = add_options,
-      .run = run};
+  return {.name = "demo",
+          .summary = "runs all steps on the bundled model: capture, replay, report, tune",
+          .usage = "[--out demo] [--model DIR] [--real]",
+          .example = "kvlab demo",
+          .add_options = add_options,
+          .run = run};
 }
 
 }  // namespace kvlab

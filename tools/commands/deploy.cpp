@@ -21,23 +21,23 @@ namespace {
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("run", text_option("RUN"), "a run of `kvlab replay`");
+  add("run", text_option("RUN"), "directory of a run of `kvlab replay`");
   add("budget", text_option("B"), "a budget of the run");
   add("metric", text_option("METRIC"),
-      "what decides: kl_estimate_joint, kl_estimate, residual_error, layer_error, nll_recall, "
-      "recall, … (default: the first of the first five that every trace of the run has)");
+      "metric to choose by: kl_estimate_joint, kl_estimate, residual_error, layer_error, "
+      "nll_recall, recall, … (default: the first of the first five that every trace of the run "
+      "has)");
   add("fidelity", text_option("FILE"),
-      "a fidelity.json of `kvlab fidelity`: how well what decides predicted this model");
-  add("out", text_option("FILE"), "the policy file; an older one is replaced");
+      "fidelity.json of `kvlab fidelity`, which says how well the metric predicts this model");
+  add("out", text_option("FILE"), "the policy file; an existing file is replaced");
   add("confirm", number_option("K", 0),
-      "settle the first K by KL in the end-to-end evaluation, paired over the same tokens (needs "
-      "--model and "
-      "--text)");
-  add("model", text_option("DIR"), "--confirm: the model");
+      "evaluate the best K end to end and choose among them by KL, paired over the same tokens "
+      "(requires --model and --text)");
+  add("model", text_option("DIR"), "--confirm: directory of the model");
   add("text", po::value<std::vector<std::string>>()->value_name("FILE...")->multitoken(),
       "--confirm: texts to score");
   add("max-tokens", number_option("T", 0),
-      "--confirm: use the first T tokens of each text; 0: all");
+      "--confirm: use the first T tokens of each text (0: all)");
   add_task_accuracy_options(options);
   add_source_option(options);
   add_features_option(options);
@@ -50,9 +50,10 @@ std::size_t confirms(const po::variables_map& options) {
 }
 std::optional<EvalModel> model_from(const po::variables_map& options, const Run& run) {
   if (confirms(options) == 0) return std::nullopt;
-  required(options, "model", "--model DIR, which --confirm runs");
+  required(options, "model", "--model DIR, the model that --confirm runs");
   if (!options.count("text"))
-    throw std::invalid_argument("--text: missing; give --text FILE..., which --confirm scores");
+    throw std::invalid_argument(
+        "--text: missing; give --text FILE..., the texts that --confirm scores");
   EvalModel model = load_eval_model(options);
   if (model.backend->weights_xxh3() != run.info.traces.front().weights_xxh3)
     throw std::invalid_argument(fmt::format("--model: {} has other weights than the run's model {}",
@@ -137,7 +138,7 @@ int run(const po::variables_map& options) {
                  {"model", "text", "max-tokens", "device", "task", "words", "samples", "features"});
   const std::string directory =
       required(options, "run", "kvlab deploy RUN, a directory of `kvlab replay`");
-  const std::string budget = required(options, "budget", "--budget B, one of the run");
+  const std::string budget = required(options, "budget", "--budget B, one of the run's budgets");
   const std::string out = required(options, "out", "--out policy.json");
   refuse_unwritable(out, "--out");
   const OutputClaim claim(out);
@@ -160,7 +161,7 @@ int run(const po::variables_map& options) {
   std::vector<Confirmed> confirmed;
   nlohmann::json criteria{
       {"answers", nullptr},
-      {"why", "Task accuracy was not evaluated; --confirm K evaluates the best K"}};
+      {"why", "Task accuracy was not evaluated; add --confirm K to evaluate the best K"}};
   Evaluation evaluation;
   if (model) {
     evaluation = evaluate_first(options, *model, loaded, metric_table, ballot, compiled);
@@ -195,7 +196,7 @@ int run(const po::variables_map& options) {
   fmt::print("\n{}\n", evidence.is_object()
                            ? evidence_text(evidence)
                            : fmt::format("How well {} predicts this model's end-to-end KL is not "
-                                         "known. kvlab fidelity measures it.",
+                                         "known; kvlab fidelity measures it.",
                                          ballot.metric->name));
   std::string sources;  // reading the file again needs them
   if (options.count("policy-source"))
@@ -212,7 +213,7 @@ int run(const po::variables_map& options) {
 Command deploy_command() {
   return {
       .name = "deploy",
-      .summary = "the winner of a run at a budget, as a policy file for the engine",
+      .summary = "writes the best policy of a run at a budget as a policy file",
       .usage =
           "RUN --budget B [--metric METRIC] [--confirm K --model DIR --text FILE...] --out FILE",
       .example = "kvlab deploy run --budget 128 --out policy.json",

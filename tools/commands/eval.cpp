@@ -1,7 +1,10 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "engine/evaluation/eval.hpp"
 #include "engine/evaluation/eval/score.hpp"
@@ -25,25 +28,26 @@ void add_options(po::options_description& options) {
   add("text", po::value<std::vector<std::string>>()->value_name("FILE...")->multitoken(),
       "texts to score");
   add("window", number_option("N", 0),
-      "tokens a window, the model's first token included; 0: the trained context");
-  add("stream", po::bool_switch(), "each text as one sequence");
+      "tokens in a window, including the model's first token (0: the context that the model was "
+      "trained on)");
+  add("stream", po::bool_switch(), "score each text as one sequence, without windows");
   add("prompt-tokens", number_option("P", 0),
-      "tokens of each sequence that are its prompt; 0: half of it");
-  add("max-tokens", number_option("T", 0), "use the first T tokens of each text; 0: all");
+      "tokens of each sequence that form its prompt (0: half of them)");
+  add("max-tokens", number_option("T", 0), "use the first T tokens of each text (0: all)");
   add("queries", text_option("decode|all", "decode"),
-      "whose predictions are scored: those of decoded tokens, or all");
+      "which predictions are scored: those of decoded tokens, or all");
   add("by-tokens", po::bool_switch(),
-      "on a CUDA device, decode token by token, which is also the check on the way by layers; so "
-      "does --stream");
+      "on a CUDA device, decode token by token instead of layer by layer; slower, and a check of "
+      "the latter (--stream implies it)");
   add("no-full", po::bool_switch(),
-      "leave out the full cache, and with it KL and top-1: for streams that it could not hold");
+      "leave out the full cache, and with it KL and top-1; for streams that do not fit into the "
+      "full cache");
   add("block-tokens", number_option("N", 0),
-      "also the perplexity of each N scored tokens of a text, in their order; 0: not");
+      "also print the perplexity of every N scored tokens of a text, in order (0: do not)");
   add_threshold_option(options);
   add("out", text_option("DIR"),
-      "a directory to be made: eval.csv, blocks.csv, eval.json; `kvlab report` makes a page of "
-      "it");
-  add("policy-file", text_option("FILE"), "a deployed policy, beside those of --policy");
+      "new directory for eval.csv, blocks.csv and eval.json; `kvlab report` makes a page of it");
+  add("policy-file", text_option("FILE"), "a deployed policy, in addition to those of --policy");
   add_policy_options(options);
   add_features_option(options);
   add_common_options(options);
@@ -58,38 +62,59 @@ CacheConfig deployed(const std::string& path, const CompiledPolicies& compiled,
   return file.cache;
 }
 
-void print_blocks(const EvalScore& score) {
-  for (const EvalBlock& block : score.blocks)
-    fmt::print("  from token {:>9} {:>45.3f}{}\n", block.first, std::exp(block.nll),
-               std::isnan(block.milliseconds_per_token)
-                   ? ""
-                   : fmt::format("  {:.4f} ms/token", block.milliseconds_per_token));
-}
-
 /// The budget in tokens. The full cache has none.
 std::string budget_cell(const EvalScore& score) {
   return score.config.evicts() ? std::to_string(score.budget_tokens) : score.config.budget_text();
 }
 
+/// What the first column says: the policy, and its positions if the table has both kinds.
+std::vector<std::string> row_names(const std::vector<EvalScore>& scores) {
+  const bool has_both = std::ranges::any_of(scores, [&](const EvalScore& score) {
+    return score.config.positions != scores.front().config.positions;
+  });
+  std::vector<std::string> names;
+  for (const EvalScore& score : scores)
+    names.push_back(has_both
+                        ? fmt::format("{} ({})", score.label(), name_of(score.config.positions))
+                        : score.label());
+  return names;
+}
+
+/// The width of a column of names: a line of the table has 80 columns, unless a name is longer.
+std::size_t width_of(const std::vector<std::string>& names) {
+  std::size_t width = std::string_view("policy").size();
+  for (const std::string& name : names) width = std::max(width, name.size());
+  return width;
+}
+
+void print_blocks(const EvalScore& score, std::size_t width) {
+  constexpr std::size_t kLeast = 10;
+  for (const EvalBlock& block : score.blocks)
+    fmt::print("  from token {:>9} {:>{}.3f}{}\n", block.first, std::exp(block.nll),
+               std::max(width + 1, kLeast),
+               std::isnan(block.milliseconds_per_token)
+                   ? ""
+                   : fmt::format("  {:.4f} ms/token", block.milliseconds_per_token));
+}
+
 void print_table(const std::vector<EvalScore>& scores, const CacheShape& model) {
-  fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>10} {:>10}\n", "policy",
-             "budget", "positions", "perplexity", "KL", "median", "90%", "99%", "top-1", "mean KV",
+  const std::vector<std::string> names = row_names(scores);
+  const std::size_t width = width_of(names);
+  constexpr const char* kRow = "{:<{}} {:>6} {:>16} {:>7} {:>6} {:>9} {:>9}\n";
+  fmt::print(fmt::runtime(kRow), "policy", width, "budget", "perplexity", "KL", "top-1", "mean KV",
              "peak KV");
-  for (const EvalScore& score : scores) {
+  for (std::size_t s = 0; s < scores.size(); ++s) {
+    const EvalScore& score = scores[s];
     const std::string error =
         std::isnan(score.perplexity_error) ? "" : fmt::format(" ± {:.3f}", score.perplexity_error);
-    const auto nats = [](double value) {
-      return std::isnan(value) ? "-" : fmt::format("{:.4f}", value);
-    };
-    fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>10} {:>10}\n",
-               score.label(), budget_cell(score), name_of(score.config.positions),
-               fmt::format("{:.3f}{}", score.perplexity, error), nats(score.kl), nats(score.kl_p50),
-               nats(score.kl_p90), nats(score.kl_p99),
+    fmt::print(fmt::runtime(kRow), names[s], width, budget_cell(score),
+               fmt::format("{:.3f}{}", score.perplexity, error),
+               std::isnan(score.kl) ? "-" : fmt::format("{:.4f}", score.kl),
                std::isnan(score.same_first) ? "-" : fmt::format("{:.1f}%", 100 * score.same_first),
                bytes_text(score.memory.mean), bytes_text(score.memory.peak));
-    print_blocks(score);
+    print_blocks(score, width);
   }
-  fmt::print("KV: bytes of keys and values that a sequence holds over decoded queries, 16 bit\n");
+  fmt::print("KV: bytes of keys and values (16 bit) that a sequence holds, over decoded queries\n");
   for (const EvalScore& score : scores)
     if (const Memory& own = score.memory; own.exempt_peak > 0)
       fmt::print("{}: {}\n", score.label(), exempt_text(own.peak, own.exempt_peak));
@@ -155,14 +180,15 @@ int run(const po::variables_map& options) {
   std::vector<CacheConfig> configs;
   const auto compiled = policy_sources_from(options);
   if (options["stream"].as<bool>())
-    refuse_given(options, {"window"}, "--stream takes each text as one sequence");
+    refuse_given(options, {"window"},
+                 "--stream takes score each text as one sequence, without windows");
   if (options.count("policy") || (!compiled.entries.empty() && !options.count("policy-file"))) {
     configs = sweep_from(options, {}, compiled, how.leave_out);
   } else if (options.count("policy-file")) {
     refuse_beside_policy_file(options);
   } else {
     refuse_lone_budget(options);
-    refuse_given(options, {"prefill", "positions"}, "the full cache heeds none");
+    refuse_given(options, {"prefill", "positions"}, "the full cache does not use it");
   }
   std::optional<AtomicFolder> folder;
   if (options.count("out")) {
@@ -212,15 +238,14 @@ int run(const po::variables_map& options) {
 }  // namespace
 
 Command eval_command() {
-  return {
-      .name = "eval",
-      .summary = "end-to-end evaluation: perplexity of many policies and budgets, teacher-forced",
-      .usage = "--model DIR --text FILE... [--policy LIST --budget LIST] [options]",
-      .example =
-          "kvlab eval --model engine/models/tiny --text tools/demo/prompt.txt "
-          "--policy window,sink,h2o --budget 64,128 --prefill stream",
-      .add_options = add_options,
-      .run = run};
+  return {.name = "eval",
+          .summary = "evaluates policies and budgets end to end: KL and perplexity",
+          .usage = "--model DIR --text FILE... [--policy LIST --budget LIST] [options]",
+          .example =
+              "kvlab eval --model engine/models/tiny --text tools/demo/prompt.txt "
+              "--policy window,sink,h2o --budget 64,128 --prefill stream",
+          .add_options = add_options,
+          .run = run};
 }
 
 }  // namespace kvlab

@@ -22,15 +22,16 @@ void add_options(po::options_description& options) {
   add_eval_model_options(options);
   auto add = options.add_options();
   add("out", text_option("OUT"),
-      "a directory to be made: fidelity.csv, fidelity.json, and a trace of each text");
-  add("report", text_option("FILE"), "also a page, as `kvlab report OUT` makes it");
+      "new directory for fidelity.csv, fidelity.json and a trace of each text");
+  add("report", text_option("FILE"), "also write the page that `kvlab report OUT` makes");
   add_policy_options(options, true);
   add_common_options(options);
 }
 
 void print_table(const Fidelity& fidelity) {
   fmt::print(
-      "Spearman's rho with the end-to-end evaluation's KL, within a budget (regret)\n\n{:<16}", "");
+      "Spearman's rho with the end-to-end KL, within a budget (regret in parentheses)\n\n{:<16}",
+      "");
   for (const FidelityBudget& budget : fidelity.metrics.front().within)
     fmt::print(" {:>14}", budget.budget);
   fmt::print(" {:>9}\n", "pooled");
@@ -46,7 +47,8 @@ void print_table(const Fidelity& fidelity) {
   fmt::print("\n");
   if (const FidelityMetric* const standard = fidelity.find(fidelity.standard)) {
     fmt::print(
-        "\n{} decides in `kvlab deploy`; wrong pairs of those that differ significantly in KL:",
+        "\n{} decides in `kvlab deploy`; misordered pairs, of those that differ significantly in "
+        "KL:",
         standard->metric);
     for (const FidelityBudget& budget : standard->within)
       fmt::print(" {} of {} at {}", budget.misordered.size(), budget.significantly_different,
@@ -115,7 +117,7 @@ std::vector<FidelityText> measure(const po::variables_map& options, const EvalMo
 
 int run(const po::variables_map& options) {
   check_eval_model_options(options);
-  const std::string out = required(options, "out", "--out OUT, a directory to be made");
+  const std::string out = required(options, "out", "--out OUT, a new directory");
   refuse_existing(out, "--out");
   std::optional<OutputClaim> claim;
   if (options.count("report")) {
@@ -159,7 +161,7 @@ int run(const po::variables_map& options) {
 
 Command fidelity_command() {
   return {.name = "fidelity",
-          .summary = "which metric of a replay predicts the end-to-end evaluation of this model",
+          .summary = "measures which replay metric predicts a model's end-to-end KL",
           .usage =
               "--model DIR [--text FILE...] [--trace TRACE...] --policy LIST --budget LIST --out "
               "OUT [options]",

@@ -22,7 +22,7 @@ void add_options(po::options_description& options) {
   add_prompt_options(options);
   add_turn_options(options);
   add_context_option(options);
-  add("policy-file", text_option("FILE"), "the cache that `kvlab deploy` chose");
+  add("policy-file", text_option("FILE"), "policy file of `kvlab deploy` or `kvlab tune`");
   add_policy_options(options);
   add_features_option(options);
   add_common_options(options);
@@ -65,7 +65,7 @@ std::string kept_text(const SequenceDecoder& decoder, const ResolvedConfig& cach
       least = std::min(least, kept[layer][head]), most = std::max(most, kept[layer][head]);
     }
   if (heads == 0) return "";
-  return fmt::format("kept at the end: {:.1f} tokens a KV head on average, {} to {}", sum / heads,
+  return fmt::format("kept at the end: {:.1f} tokens per KV head on average, {} to {}", sum / heads,
                      least, most);
 }
 
@@ -114,10 +114,11 @@ std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& model
                   held, decoder.tokens() * token);
   if (number_bytes > 2 && cache.policy.tier_plan.is_plain())
     text += fmt::format(" ({:.1f} KiB in float32, which the CPU computes in)", 2 * held);
-  if (!cache.windows.empty()) text += ", of the layers without a window";
+  if (!cache.windows.empty()) text += ", in the layers without a window";
   if (cache.prefill.chunk == 0)
     text +=
-        "; a dense prompt is whole while it is read (--prefill stream keeps it within the budget)";
+        "; with --prefill dense the whole prompt is in memory while it is read (--prefill stream "
+        "stays within the budget)";
   return text;
 }
 
@@ -182,7 +183,8 @@ int run(const po::variables_map& options) {
       resolve(requested.cache.at_prompt(static_cast<std::uint32_t>(turns.front().size())), length,
               0, config.heads());
   if (turns.size() > 1)
-    refuse_given(options, {"features"}, "they are the first prompt's, and more turns are to come");
+    refuse_given(options, {"features"},
+                 "its features are those of the first prompt alone, and --turn adds another");
   find_features(cache, turns.front(), config.heads());
   const std::string too_long = check_context(options, config, cache, turns);
   if (requested.file) warn(model_mismatch(*requested.file, config.name, backend->weights_xxh3()));
@@ -222,7 +224,7 @@ int run(const po::variables_map& options) {
 
 Command generate_command() {
   return {.name = "generate",
-          .summary = "text from a model, through the cache of any policy",
+          .summary = "generates text from a model with the cache of any policy",
           .usage =
               "--model DIR --prompt TEXT|--prompt-file FILE [--policy P --budget B | "
               "--policy-file FILE] [options]",

@@ -22,7 +22,7 @@ struct Flag {
 std::vector<Flag> flags_of(const Command& command) {
   po::options_description options;
   command.add_options(options);
-  std::vector<Flag> flags{{"help", "", "how the command is used", {}}};
+  std::vector<Flag> flags{{"help", "", "show the usage of the command", {}}};
   for (const auto& option : options.options()) {
     if (option->long_name() == command.positional) continue;
     Flag flag{option->long_name(), "", option->description(), {}};
@@ -149,8 +149,8 @@ std::string man_page() {
       ".SH SYNOPSIS\n.B kvlab\n.I COMMAND\n[\\fIOPTIONS\\fR]\n.SH DESCRIPTION\n"
       "Attention traces are captured from a model, replayed through many policies and budgets, and "
       "the winner is deployed.\n"
-      "A policy is written name:parameter=value:sinks=N:recent=N; lists are comma\\-separated.\n"
-      ".SH COMMANDS\n",
+      "A policy is written name:parameter=value:sinks=N:recent=N; lists are "
+      "comma\\-separated.\n.SH COMMANDS\n",
       KVLAB_RELEASE);
   for (const Command& command : all_commands()) {
     text += fmt::format(".SS kvlab {} {}\n{}\n", command.name, troff(command.usage),
@@ -187,7 +187,7 @@ int run(const po::variables_map& options) {
 
 Command manual_command() {
   return {.name = "manual",
-          .summary = "the man page, or completion for a shell, made from the options",
+          .summary = "prints the man page, or the completion for a shell",
           .usage = "man|bash|zsh|fish",
           .example = "kvlab manual bash",
           .add_options = add_options,

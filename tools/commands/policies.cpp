@@ -1,5 +1,7 @@
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "policies/catalogue.hpp"
 #include "policies/mass/presets.hpp"
 #include "policies/modifiers/text.hpp"
@@ -18,14 +20,13 @@ struct OracleInfo {
 };
 constexpr OracleInfo kOracles[] = {
     {kOracleAttention, "evicts by least future mass under the full cache, summed over the group",
-     "nothing: a strong rule for recall, not a bound"},
+     "nothing: it is a strong heuristic for recall, not a bound"},
     {kOracleTopk, "keeps for each query and query head its most probable tokens",
-     "recall and misses; says nothing about output error"},
+     "recall and misses, not output error"},
     {kOracleResidual,
-     "evicts, one token after another, the one whose loss changes the residual stream least over "
-     "the "
-     "next 32 queries; slow, and run only where it is named",
-     "nothing: a greedy choice that knows those queries, but no other head"}};
+     "evicts, one after another, the token whose loss changes the residual stream least over the "
+     "next 32 queries; slow, and run only if it is named",
+     "nothing: it is greedy, and knows those queries but not the other heads"}};
 
 /// What a policy needs, for example "mass, the feature value_norm1".
 std::string needs_of(const PolicyInfo& info) {
@@ -58,33 +59,56 @@ std::vector<PolicyEntry> all_entries(const CompiledPolicies& compiled) {
   return entries;
 }
 
-void print_text(const std::vector<PolicyEntry>& entries) {
-  fmt::print(
-      "Written name:param=value:sinks=N:recent=N, as in h2o:sinks=4:recent=25%.\n"
-      "Any policy that evicts takes the protected tokens sinks and recent: tokens, or a share of "
-      "the "
-      "budget;\n"
-      "and the modifiers every=W, once, smooth=R, pool=mean|max, scope=head|layer, "
-      "group=sum|max.\n");
-  for (const PolicyEntry& entry : entries) {
-    const PolicyInfo& info = entry.info;
-    fmt::print("\n{}\n  {}\n", info.name, info.summary);
-    if (info.evicts) fmt::print("  protected  {}\n", or_none(protected_tokens_of(info)));
-    for (const ParamInfo& param : entry.params) fmt::print("  parameter  {}\n", describe(param));
-    fmt::print("  needs      {}; {} bytes of state a slot\n", needs_of(info), entry.token_bytes());
-    fmt::print("  order      {}\n  positions  {}\n  source     {}\n", name_of(info.order),
-               name_of(info.positions), info.citation);
-    if (entry.source)
-      fmt::print("  compiled   from {} (xxh3 {})\n", entry.source->path, entry.source->xxh3);
-  }
+void print_policy(const PolicyEntry& entry) {
+  const PolicyInfo& info = entry.info;
+  fmt::print("\n{}\n  {}\n", info.name, info.summary);
+  if (info.evicts) fmt::print("  protected  {}\n", or_none(protected_tokens_of(info)));
+  for (const ParamInfo& param : entry.params) fmt::print("  parameter  {}\n", describe(param));
+  fmt::print("  needs      {}; {} bytes of state per slot\n", needs_of(info), entry.token_bytes());
+  fmt::print("  order      {}\n  positions  {}\n  source     {}\n", name_of(info.order),
+             name_of(info.positions), info.citation);
+  if (entry.source)
+    fmt::print("  compiled   from {} (xxh3 {})\n", entry.source->path, entry.source->xxh3);
+}
+
+void print_presets() {
   fmt::print("\nWhat other projects call H2O, written h2o:preset=NAME:\n\n");
   for (const Preset& preset : h2o_presets())
     fmt::print("  {:15}  {:35}  {}\n", preset.name,
-               preset.policy.empty() ? "the rule cannot hold it" : preset.policy, preset.code);
+               preset.policy.empty() ? "not possible here" : preset.policy, preset.code);
+}
+
+void print_oracle(const OracleInfo& oracle) {
+  fmt::print("\n{}\n  {}\n  bounds     {}\n", oracle.name, oracle.summary, oracle.bounds);
+}
+
+void print_text(const std::vector<PolicyEntry>& entries) {
+  fmt::print(
+      "Written name:param=value:sinks=N:recent=N, as in h2o:sinks=4:recent=25%.\n"
+      "Any policy that evicts has protected tokens (sinks and recent: tokens, or a share of the "
+      "budget)\nand the modifiers every=W, once, smooth=R, pool=mean|max, scope=head|layer, "
+      "group=sum|max.\n");
+  for (const PolicyEntry& entry : entries) print_policy(entry);
+  print_presets();
   fmt::print(
       "\nOracles, for comparison only (never deployed, no parameters, no protected tokens):\n");
+  for (const OracleInfo& oracle : kOracles) print_oracle(oracle);
+}
+
+/// The description of one policy or oracle. Throws std::invalid_argument if no policy has the name.
+void print_named(const std::vector<PolicyEntry>& entries, const std::string& name) {
+  const auto entry = std::ranges::find_if(
+      entries, [&](const PolicyEntry& known) { return known.info.name == name; });
+  if (entry != entries.end()) {
+    print_policy(*entry);
+    if (name == "h2o") print_presets();
+    return;
+  }
   for (const OracleInfo& oracle : kOracles)
-    fmt::print("\n{}\n  {}\n  bounds     {}\n", oracle.name, oracle.summary, oracle.bounds);
+    if (oracle.name == name) return print_oracle(oracle);
+  parse_policy(name);  // explains an unknown name
+  throw std::invalid_argument(
+      fmt::format("policy {}: give the name only: {}", name, name.substr(0, name.find(':'))));
 }
 
 std::string code_or_blank(const std::string& text) {
@@ -95,8 +119,7 @@ std::string code_or_blank(const std::string& text) {
 void print_markdown(const std::vector<PolicyEntry>& entries) {
   fmt::print(
       "| policy | what it does | needs | order | protected tokens | parameters | positions | bytes "
-      "a slot | "
-      "source |\n"
+      "per slot | source |\n"
       "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n");
   for (const PolicyEntry& entry : entries) {
     const PolicyInfo& info = entry.info;
@@ -128,17 +151,23 @@ ordered_json to_json(const std::vector<PolicyEntry>& entries) {
 }
 
 void add_options(po::options_description& options) {
-  options.add_options()("json", po::bool_switch(), "one JSON object")(
-      "markdown", po::bool_switch(), "the tables of docs/reference/policies.md");
+  options.add_options()("name", po::value<std::vector<std::string>>()->value_name("NAME"),
+                        "policies to describe (default: all); the word `--name` may be left out")(
+      "json", po::bool_switch(), "print one JSON object")(
+      "markdown", po::bool_switch(), "print the tables of docs/reference/policies.md");
   add_source_option(options);
 }
 
 int run(const po::variables_map& options) {
   const bool json = options["json"].as<bool>(), markdown = options["markdown"].as<bool>();
   if (json && markdown)
-    throw std::invalid_argument("--json and --markdown exclude each other; give one");
+    throw std::invalid_argument("--json and --markdown exclude each other; give one of them");
   const auto entries = all_entries(policy_sources_from(options));
-  if (json)
+  if (options.count("name")) {
+    refuse_given(options, {"json", "markdown"}, "is for the list of all policies");
+    for (const std::string& name : options["name"].as<std::vector<std::string>>())
+      print_named(entries, name);
+  } else if (json)
     print_json(to_json(entries));
   else if (markdown)
     print_markdown(entries);
@@ -151,10 +180,11 @@ int run(const po::variables_map& options) {
 
 Command policies_command() {
   return {.name = "policies",
-          .summary = "every policy: parameters, protected tokens, bytes per slot, source",
-          .usage = "[--json | --markdown] [--policy-source FILE.hpp]...",
-          .example = "kvlab policies",
+          .summary = "describes every policy, or the named ones",
+          .usage = "[NAME...] [--json | --markdown] [--policy-source FILE.hpp]...",
+          .example = "kvlab policies h2o",
           .add_options = add_options,
+          .positional = "name",
           .run = run};
 }
 

@@ -26,20 +26,23 @@ void add_options(po::options_description& options) {
   add("trace",
       po::value<std::vector<std::string>>()->value_name("TRACE")->multitoken()->composing(),
       "captured traces; may be given several times");
-  add("out", text_option("RUN"), "the run's directory, which is made");
+  add("out", text_option("RUN"), "directory of the run; it must not exist yet");
   add("queries", text_option("decode|all", "decode"),
-      "the queries to measure: those of decoded tokens, or all");
+      "queries to measure: those of decoded tokens, or all");
   add_threshold_option(options);
   add("output-error", text_option("sample|all", "sample"),
-      "take the output errors on every eighth query, or on all");
+      "measure output errors at every eighth query (sample), or at all");
   add("model", text_option("DIR"),
-      "the traces' checkpoint: for columns that take its weights (value_out_norm1)");
+      "checkpoint of the traces; for features that are computed from its weights "
+      "(value_out_norm1)");
   add("layers", text_option("LIST"), "only these layers: 0,1,5 (default: all)");
   add("show", text_option("LIST"),
-      "print these metrics too, as results.csv names them, or all (default: the one that decides)");
+      "also print these metrics, by their names in results.csv, or all (default: only the metric "
+      "that decides)");
   add("no-references", po::bool_switch(), "leave out full, oracle_attention and oracle_topk");
   add("fresh", po::bool_switch(),
-      "start anew: delete what an unfinished replay left in RUN.part (default: continue it)");
+      "start from the beginning and delete the unfinished replay in RUN.part (default: continue "
+      "it)");
   add_policy_options(options, true);
   add_common_options(options);
 }
@@ -122,7 +125,7 @@ void print_kept(const RunTrace& trace, const MetricTable& metric_table, std::siz
   for (const BudgetColumn& budget : metric_table.budgets()) {
     const bool in_file = budget.text.starts_with('@');
     if (!in_file && parse_budget(budget.text).is_even()) continue;
-    fmt::print("tokens that a KV head kept of {}: mean, least to most\n", budget.text);
+    fmt::print("tokens that a KV head kept of {}: mean, minimum to maximum\n", budget.text);
     for (std::size_t s = 0; s < metric_table.series().size(); ++s)
       if (!metric_table.series()[s].is_oracle() && !metric_table.series()[s].is_full())
         fmt::print("  {:<{}} {}\n", metric_table.series()[s].label, width,
@@ -212,7 +215,7 @@ std::string text_without_eviction(const Run& run) {
   std::string text = only_full ? "" : std::string(kBudgetKeepsAll) + "\n";
   const MetricTable metric_table(run.rows);
   const std::string losses = full_losses_text(metric_table, *find_metric(best_metric(run.rows)));
-  if (only_full && losses.empty()) text = "only the full cache was replayed, which loses nothing\n";
+  if (only_full && losses.empty()) text = "Only the full cache was replayed; it loses nothing.\n";
   return text + losses;
 }
 
@@ -244,7 +247,7 @@ void print_table(const Run& run, const std::string& out, const std::vector<std::
   }
   const auto bounds = [](const ResultRow& row) { return row.policy == kOracleTopk; };
   if (evicts && !show.empty() && std::ranges::any_of(run.rows, bounds))
-    fmt::print("oracle_topk bounds recall and misses; it says nothing of errors, and has none\n");
+    fmt::print("oracle_topk bounds recall and misses only, so it has no errors here.\n");
   fmt::print("{}: {} values of all metrics (--show all prints them)\n", out, run.rows.size());
   if (!budget.empty() && models.size() == 1)
     fmt::print("Next: kvlab deploy {} --budget {} --out policy.json\n", out, budget);
@@ -298,8 +301,9 @@ void check_budgets(ReplayRequest& request) {
 ReplayRequest request_from(const po::variables_map& options, const ProcessGroup& group) {
   const bool on_device = options.count("device") && device_from(options) == Device::cuda;
   if (on_device && group.size() > 1)
-    throw std::invalid_argument("--device: cuda is for one process; under mpirun use --device cpu");
-  const std::string out = required(options, "out", "--out RUN, a directory to be made");
+    throw std::invalid_argument(
+        "--device: cuda supports one process only; under mpirun use --device cpu");
+  const std::string out = required(options, "out", "--out RUN, a new directory");
   if (group.leads()) {
     refuse_existing(out, "--out");
     refuse_homeless(out, "--out");

@@ -22,16 +22,17 @@ namespace {
 
 void add_options(po::options_description& options) {
   options.add_options()("run", text_option("RUN"),
-                        "a directory of `kvlab replay`, `fidelity`, `eval --out` or `task --out`, "
-                        "or a policy file of `tune`")("out", text_option("FILE"),
-                                                      "the page; an older one is replaced")(
-      "budget", text_option("B")->default_value("", "the run's middle one"),
-      "budget of the headline and of the heat maps, one of the run")(
-      "model", text_option("DIR"), "the traces' model: for the text beside what was kept")(
+                        "directory of `kvlab replay`, `fidelity`, `eval --out` or `task --out`, or "
+                        "a policy file of `tune`")("out", text_option("FILE"),
+                                                   "the page; an existing file is replaced")(
+      "budget", text_option("B")->default_value("", "the middle budget of the run"),
+      "budget of the headline and of the heat maps; one of the run's budgets")(
+      "model", text_option("DIR"),
+      "model of the traces; shows the text of the tokens that were kept")(
       "figures", text_option("DIR"),
-      "every figure as Vega-Lite into this directory, which is made; as SVG and PNG too where "
-      "vl-convert is at hand (PyPI: vl-convert-python)")("json", po::bool_switch(),
-                                                         "print one JSON object");
+      "also write every figure into this new directory, as Vega-Lite, and as SVG and PNG if "
+      "vl-convert is installed (pip install vl-convert-python)")("json", po::bool_switch(),
+                                                                 "print one JSON object");
 }
 
 /// The text of each token of the shown trace, by the tokenizer of --model.
@@ -44,7 +45,7 @@ std::vector<std::string> token_texts(const Run& run, const po::variables_map& op
   if (trace != run.info.traces.end() && !trace->tokenizer_xxh3.empty() &&
       trace->tokenizer_xxh3 != hash)
     throw std::invalid_argument(
-        fmt::format("--model: {} is not the tokenizer of trace {}; it should be that of {}", file,
+        fmt::format("--model: {} is not the model of trace {}; give the model {}", file,
                     trace->name, trace->model));
   const Tokenizer tokenizer = Tokenizer::load(file);
   for (const std::int32_t id : run.kept->ids)
@@ -72,13 +73,13 @@ std::string page_of_run(const std::filesystem::path& folder, const po::variables
 std::string page_of(const std::filesystem::path& folder, const po::variables_map& options,
                     const AtomicFolder* figures) {
   if (std::error_code error; !std::filesystem::exists(folder, error))
-    throw std::runtime_error(
-        fmt::format("{}: there is no such folder; give a run of `kvlab replay`", folder.string()));
+    throw std::runtime_error(fmt::format(
+        "{}: there is no such directory; give a run of `kvlab replay`", folder.string()));
   if (std::filesystem::exists(folder / "run.json")) return page_of_run(folder, options, figures);
   for (const char* option : {"budget", "model"})
     if (options.count(option) && !options[option].as<std::string>().empty())
       throw std::invalid_argument(
-          fmt::format("--{}: is for a run of `kvlab replay`; leave it out", option));
+          fmt::format("--{}: is only for a run of `kvlab replay`; leave it out", option));
   const bool eval = std::filesystem::exists(folder / kEvalJson);
   if (eval || std::filesystem::exists(folder / kTaskJson)) {
     if (figures) say(write_figures(vega_lites(figures_of(load_scores(folder))), *figures));
@@ -90,7 +91,7 @@ std::string page_of(const std::filesystem::path& folder, const po::variables_map
   }
   if (std::filesystem::is_regular_file(folder)) {
     refuse_given(options, {"figures"},
-                 "a page of successive halving has its one figure to take away");
+                 "a page of `kvlab tune` has no files of figures; save its figure from the page");
     return halving_page(folder);
   }
   throw std::runtime_error(
@@ -127,7 +128,7 @@ int run(const po::variables_map& options) {
 
 Command report_command() {
   return {.name = "report",
-          .summary = "one self-contained page about a run",
+          .summary = "writes one self-contained HTML page about a run",
           .usage = "RUN --out report.html [--budget B] [--model DIR] [--figures DIR]",
           .example = "kvlab report run --model engine/models/tiny --out report.html",
           .add_options = add_options,

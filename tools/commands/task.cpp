@@ -26,34 +26,37 @@ constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches in a batch
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
-  add("task", text_option("passkey|needle|recall"),
-      "what is asked; `--task` itself may be left out");
+  add("task", text_option("passkey|needle|recall"), "the task; the word `--task` may be left out");
   add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
   add("query-aware", po::bool_switch(),
-      "the question is in the prompt, and seen before anything leaves");
+      "the question is in the prompt, so it is seen before anything is evicted");
   add("query-agnostic", po::bool_switch(),
-      "the question comes later, when the context has been evicted to the budget (default; both: "
-      "one by one)");
-  add("words", text_option("LIST", "250,500"), "words of the context");
-  add("depth", text_option("LIST", "0%,25%,50%,75%,100%"), "where in the context the answer is");
+      "the question comes after the context has been evicted to the budget (default; with both "
+      "switches, both are run)");
+  add("words", text_option("LIST", "250,500"), "lengths of the context, in words");
+  add("depth", text_option("LIST", "0%,25%,50%,75%,100%"), "depths of the answer in the context");
   add("samples", number_option("N", 4),
-      "questions at each length and depth, the same for every policy and budget");
+      "questions at each length and depth; the same for every policy and budget");
   add("kind", text_option("single|multi-key|multi-value"),
-      "needle: one number; 4 keys, one is asked; 4 numbers of a key (default: single)");
-  add("keys", number_option("N"), "needle: keys in the text, one is asked");
-  add("values", number_option("N"), "needle: numbers of each key");
-  add("reassigned", po::bool_switch(), "recall: keys may get a new value, which counts");
+      "needle: one number (single), 4 keys of which one is asked for (multi-key), or 4 numbers of "
+      "a key (multi-value) (default: single)");
+  add("keys", number_option("N"),
+      "needle: number of keys in the text; the question is for one of them");
+  add("values", number_option("N"), "needle: number of values of each key");
+  add("reassigned", po::bool_switch(),
+      "recall: a key may get a new value later, and the last value is the right answer");
   add("text", text_option("FILE"),
-      "what the answer is hidden in (default: a text of kvlab's own; recall: none)");
-  add("no-chat", po::bool_switch(), "do without the model's chat template");
-  add("max-new-tokens", number_option("N", 32), "tokens of an answer, at most");
+      "text that hides the answer (default: a built-in text; recall: none)");
+  add("no-chat", po::bool_switch(), "do not use the model's chat template");
+  add("max-new-tokens", number_option("N", 32), "maximum number of tokens of an answer");
   add("beyond-context", po::bool_switch(),
-      "take prompts that are longer than what the model was trained on");
+      "allow prompts longer than the context that the model was trained on");
   add("out", text_option("RUN"),
-      "a directory to be made, for the tables; a command that was stopped goes on where it was");
-  add("fresh", po::bool_switch(), "throw away what a stopped command has left for --out");
+      "new directory for the tables; if it was interrupted, the same command continues it");
+  add("fresh", po::bool_switch(),
+      "start from the beginning and delete the unfinished results of --out");
   add("capture", text_option("DIR"),
-      "a directory to be made, for a trace of every question with the right answer behind it");
+      "new directory for a trace of every question, followed by its right answer");
   add_policy_options(options);
   add_features_option(options);
   add_common_options(options);
@@ -100,7 +103,7 @@ void refuse_foreign(const po::variables_map& options, TaskKind kind) {
   for (const char* name : {"kind", "keys", "values"}) refuse(name, TaskKind::needle, "needle");
   refuse("reassigned", TaskKind::recall, "recall");
   if (kind == TaskKind::recall && options.count("text"))
-    throw std::invalid_argument("--text: recall has no text to hide in; leave it out");
+    throw std::invalid_argument("--text: task recall does not use a text; leave it out");
 }
 
 TaskSpec spec_from(const po::variables_map& options) {
@@ -204,8 +207,8 @@ void print_table(const TaskRun& run, std::span<const TaskMetric> metrics,
   for (const QueryMode mode : run.modes) print_mode(run, metrics, mode, request.words);
   fmt::print(
       "{} samples at each of {} depths; (low-high): 95%, Clopper-Pearson;\n"
-      "log p: of the right answer, nats; change: from the first line's, over the same\n"
-      "samples; ±: 95%, of 8 samples or more\n",
+      "log p: of the right answer, nats; change: difference from the first line, over\n"
+      "the same samples; ±: 95%, from 8 samples on\n",
       request.samples, request.depths.size());
   const bool any = std::ranges::any_of(run.modes, [&](QueryMode mode) {
     const TaskMetric* const full = find_task_metric(metrics, 0, mode, {}, "exact_match");
@@ -213,7 +216,8 @@ void print_table(const TaskRun& run, std::span<const TaskMetric> metrics,
   });
   if (!any)
     fmt::print(
-        "the full cache answers none right: too hard for this model; log p alone compares\n");
+        "The full cache answers no question right, so the task is too hard for this model; compare "
+        "log p only.\n");
 }
 
 ordered_json to_json(const TaskRun& run, const TaskMetric& entry) {
@@ -280,9 +284,9 @@ void refuse_nested(const std::string& out, const std::string& capture) {
   const auto [rest_a, rest_b] =
       std::mismatch(a.begin(), --a.end(), b.begin(), --b.end());  // without the "" at the end
   if (rest_a == --a.end() || rest_b == --b.end())
-    throw std::invalid_argument(
-        fmt::format("--capture: {} and --out {} should be two directories, neither in the other",
-                    capture, out));
+    throw std::invalid_argument(fmt::format(
+        "--capture: {} and --out {} should be two directories, and neither may be inside the other",
+        capture, out));
 }
 
 /// Throws for folders that cannot be made, before work is lost.
@@ -380,7 +384,7 @@ int run(const po::variables_map& options) {
 
 Command task_command() {
   return {.name = "task",
-          .summary = "answers under each policy: pass key, needles, recall of pairs",
+          .summary = "measures task accuracy: pass key, needle, recall of pairs",
           .usage = "passkey|needle|recall --model DIR [--policy LIST --budget LIST] [options]",
           .example =
               "kvlab task passkey --model engine/models/tiny --policy sink,h2o --budget 64 "

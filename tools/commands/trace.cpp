@@ -17,8 +17,8 @@ constexpr std::string_view kUsage = "kvlab trace info|verify|seal TRACE";
 void add_options(po::options_description& options) {
   options.add_options()("action",
                         po::value<std::vector<std::string>>()->value_name("info|verify|seal"),
-                        "and the trace's folder; `--action` itself may be left out");
-  options.add_options()("threads", number_option("N"), "default: all cores")(
+                        "and the directory of the trace; the word `--action` may be left out");
+  options.add_options()("threads", number_option("N"), "number of threads (default: all cores)")(
       "json", po::bool_switch(), "print one JSON object");
 }
 
@@ -147,7 +147,7 @@ void print_info(const TraceReader& trace) {
         fmt::format("{}, {} query and {} KV heads of {}, {}", shape.layers, shape.query_heads,
                     shape.kv_heads, shape.head_size, torch_name(shape.dtype)));
   print("rope",
-        fmt::format("{}, {} of {} dimensions turn; q and k rounded after it: {}",
+        fmt::format("{}, {} of {} dimensions rotated; q and k rounded after RoPE: {}",
                     header.rope_config->value("rope_type", ""), trace.row(0).rope.rotated_dims(),
                     shape.head_size, name_of(header.rounding)));
   if (!header.rows.empty()) print("rows", rows_text(header.rows));
@@ -172,7 +172,7 @@ int info(const std::string& directory, const po::variables_map& options) {
 
 void print_check(const TraceReader& trace, const TraceCheck& check) {
   for (const std::string& problem : check.problems) fmt::print("{}\n", problem);
-  fmt::print("{}: {}: {}", trace.directory().string(), check.ok ? "verified" : "DOES NOT VERIFY",
+  fmt::print("{}: {}: {}", trace.directory().string(), check.ok ? "verified" : "FAILED",
              shards_text(trace));
   if (check.rows > 0)
     fmt::print(
@@ -214,9 +214,10 @@ int run(const po::variables_map& options) {
   const auto words = options.count("action") ? options["action"].as<std::vector<std::string>>()
                                              : std::vector<std::string>{};
   if (words.size() != 2)
-    throw std::invalid_argument(fmt::format("an action and one trace are expected: {}", kUsage));
+    throw std::invalid_argument(fmt::format("give an action and one trace: {}", kUsage));
   const std::string &action = words[0], &directory = words[1];
-  if (action != "verify") refuse_given(options, {"threads"}, "is of `kvlab trace verify`");
+  if (action != "verify")
+    refuse_given(options, {"threads"}, "is for `kvlab trace verify` only; leave it out");
   if (action == "info") return info(directory, options);
   if (action == "verify") return verify(directory, options);
   if (action == "seal") return seal(directory, options);
@@ -227,7 +228,7 @@ int run(const po::variables_map& options) {
 
 Command trace_command() {
   return {.name = "trace",
-          .summary = "describes a trace, checks it, or rescues a killed capture",
+          .summary = "describes a trace, verifies it, or completes an interrupted capture",
           .usage = "info|verify|seal TRACE [--json] [--threads N]",
           .example = "kvlab trace verify trace",
           .add_options = add_options,

@@ -23,18 +23,20 @@ constexpr std::size_t kMaxShown = 8;  // most configurations shown for a round
 void add_options(po::options_description& options) {
   add_eval_model_options(options);
   auto add = options.add_options();
-  add("budget", text_option("B"), "tokens that a decoded query may span, or a share: 256, 10%");
+  add("budget", text_option("B"),
+      "cache size during decoding: tokens, or a share of the length: 256, 10%");
   add("policy", text_option("P,..."),
-      "policies: a bare name stands for its variants (protected tokens and parameters), "
-      "h2o:recent=25% for "
-      "itself (default: all but random, and what needs features or once)");
+      "policies; a bare name stands for its variants (protected tokens and parameters), "
+      "h2o:recent=25% only for itself (default: all except random and those that need features or "
+      "once)");
   add_source_option(options);
   add_features_option(options);
   add_tiers_option(options);
   add("metric", text_option("METRIC"),
-      "what puts the sweep in order before successive halving (default: what deploy goes by)");
+      "metric that orders the sweep before successive halving (default: the metric that deploy "
+      "chooses by)");
   add("work", number_option("PERCENT", 25),
-      "of what the end-to-end evaluation of the whole sweep would cost");
+      "work limit: share of the cost of evaluating the whole sweep end to end");
   add_task_accuracy_options(options);
   add("seed", number_option("N", 0), "random seed");
   add("out", text_option("FILE"), "the policy file; an older one is replaced");
@@ -80,7 +82,7 @@ std::vector<CacheConfig> sweep_of(const po::variables_map& options, const Budget
 /// The difference from the leader, with its interval if there is one.
 std::string behind_text(const Difference& behind) {
   const std::string mean = fmt::format("+{:.4f}", behind.mean);
-  if (std::isnan(behind.interval.low)) return mean + ", no error known";
+  if (std::isnan(behind.interval.low)) return mean + ", no interval known";
   return fmt::format("{} ({:.4f} to {:.4f})", mean, behind.interval.low, behind.interval.high);
 }
 
@@ -94,8 +96,8 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
     const HalvingEntry& entry = round.entries[i];
     const std::size_t config = tuning.order[entry.configuration];
     const std::string note(entry.fate == HalvingFate::stays ? "" : name_of(entry.fate));
-    fmt::print("  {:<44} KL {:.4f} {:>10}   {} {}\n", request.sweep[config].policy.brief(),
-               entry.kl, bytes_text(tuning.memory[config].peak),
+    fmt::print("  {:<28} KL {:.4f} {:>10}  {} {}\n", request.sweep[config].policy.brief(), entry.kl,
+               bytes_text(tuning.memory[config].peak),
                i == 0 ? std::string("leads") : behind_text(entry.behind), note);
   }
   if (round.entries.size() > kMaxShown)
@@ -104,13 +106,13 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
 
 /// Prints perplexity and top-1 next to the full cache's, and how much texts differ.
 void print_scores(const nlohmann::json& scores) {
-  fmt::print("\n{:<44} {:>10} {:>18} {:>7} {:>8}\n", "", "perplexity", "KL ± of texts", "top-1",
+  fmt::print("\n{:<28} {:>10} {:>18} {:>7} {:>8}\n", "", "perplexity", "KL ± of texts", "top-1",
              "tokens");
   for (const auto& score : scores) {
     const auto& deviation = score.at("kl_deviation");
     const std::string spread =
         deviation.is_null() ? "" : fmt::format("± {:.4f}", deviation.get<double>());
-    fmt::print("{:<44} {:>10.3f} {:>9.4f} {:<8} {:>6.1f}% {:>8}\n",
+    fmt::print("{:<28} {:>10.3f} {:>9.4f} {:<8} {:>6.1f}% {:>8}\n",
                score.at("policy").get<std::string>(), score.at("perplexity").get<double>(),
                score.at("kl").get<double>(), spread, 100 * score.at("same_first").get<double>(),
                score.at("tokens").get<std::uint64_t>());
@@ -123,18 +125,19 @@ void print_recommendation(const Tuning& tuning, const TuneRequest& request,
   for (const std::string& warning : recommendation_warnings(tuning.recommendation))
     fmt::print(stderr, "kvlab tune: {}\n", warning);
   if (!tuning.over_budget.empty())
-    fmt::print("{} configurations are over budget and were not evaluated; {} names them\n",
+    fmt::print("{} configurations are over budget and were not evaluated; {} lists them\n",
                tuning.over_budget.size(), out);
   if (tuning.halving.end == HalvingEnd::alike) {
     std::size_t texts = 0;
     for (const HalvingRound& round : tuning.halving.rounds) texts += round.texts.size();
     fmt::print(
-        "stopped after {} of {} texts, because the others would not make the differences "
-        "significant\n",
+        "Stopped after {} of {} texts, because the other texts would not make the differences "
+        "significant.\n",
         texts, request.texts.size());
   }
   fmt::print(
-      "end-to-end evaluation: {} configuration-tokens, {:.0f}% of the {} of the whole sweep\n",
+      "end-to-end evaluation: {} tokens over all configurations, {:.0f}% of the {} of the whole "
+      "sweep\n",
       tuning.halving.work,
       100 * static_cast<double>(tuning.halving.work) /
           static_cast<double>(tuning.halving.exhaustive),
@@ -158,7 +161,8 @@ int run(const po::variables_map& options) {
   const OutputClaim claim(out);
   const Budget budget = read_budget(required(options, "budget", "--budget B, tokens or a share"));
   if (budget.all)
-    throw std::invalid_argument("--budget: all is the full cache; give tokens or a share");
+    throw std::invalid_argument(
+        "--budget: all means the full cache, which evicts nothing; give tokens or a share");
   if (options.count("metric")) deciding_metric(options["metric"].as<std::string>());
   TuneRequest request{.metric = options.count("metric") ? options["metric"].as<std::string>() : "",
                       .share = static_cast<double>(number_from(options, "work", 1, 100)) / 100,
@@ -216,7 +220,7 @@ int run(const po::variables_map& options) {
   print_scores(file.run.at("scores"));
   fmt::print("\n{}", criteria_text(file.run.at("criteria")));
   if (const auto& step = file.run.at("step"); step.is_object())
-    fmt::print("a step: {:.3f} ms, the full cache {:.3f} ms\n",
+    fmt::print("a decoded token: {:.3f} ms; with the full cache: {:.3f} ms\n",
                step.at("milliseconds").at("deployed").get<double>(),
                step.at("milliseconds").at("full").get<double>());
   fmt::print(
@@ -230,8 +234,7 @@ int run(const po::variables_map& options) {
 Command tune_command() {
   return {
       .name = "tune",
-      .summary =
-          "from texts to a policy file: a sweep in the offline replay, a halving in the closed one",
+      .summary = "tunes a policy on texts: offline sweep, then successive halving",
       .usage = "--model DIR [--text FILE...] [--trace TRACE...] --budget B --out FILE [options]",
       .example =
           "kvlab tune --model engine/models/tiny --text tools/texts/carroll-alice.txt "

@@ -18,13 +18,13 @@ void add_options(po::options_description& options) {
   add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
   add_threshold_option(options);
   add("check-every", number_option("N", 1),
-      "check (b) and (d) at every N-th append only; the others are always checked");
+      "do checks (b) and (d) at every N-th append only; the other checks are always complete");
   add("skip-logits", po::bool_switch(),
-      "leave out (e), which runs the model on the CPU too, in float32");
+      "leave out check (e), which also runs the model on the CPU in float32");
   add_prompt_options(options);
   add_turn_options(options);
   add_context_option(options);
-  add("policy-file", text_option("FILE"), "a deployed policy, in place of --policy and --budget");
+  add("policy-file", text_option("FILE"), "a deployed policy, instead of --policy and --budget");
   add_policy_options(options);
   add_common_options(options);
 }
@@ -63,7 +63,7 @@ void print_report(const CacheConfig& config, const VerifyReport& report, std::st
         "requests\n",
         report.right() ? "right" : "WRONG", report.observations, report.worst_mass,
         report.tolerance, report.wrong_requests);
-  fmt::print("  (c) free-running         in {} of {} heads another victim is chosen somewhere\n",
+  fmt::print("  (c) free-running         {} of {} heads evict a different token at least once\n",
              report.partings.size(), report.heads);
   for (const Parting& p : report.partings)
     fmt::print("      layer {} head {} at position {}: engine {}, simulator {}, margin {:.2e}\n",
@@ -193,7 +193,7 @@ int run(const po::variables_map& options) {
 Command verify_command() {
   return {
       .name = "verify",
-      .summary = "the decoder's evictions, attention and logits against references, step by step",
+      .summary = "checks the decoder's evictions, attention and logits",
       .usage = "--model DIR --prompt TEXT|--prompt-file FILE --policy LIST --budget LIST [options]",
       .example =
           "kvlab verify --model engine/models/tiny --prompt 'It was a dark night' --policy h2o,lru "

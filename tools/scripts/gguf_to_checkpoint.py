@@ -470,7 +470,7 @@ def main():
     work = None
     try:
         if out.exists():
-            raise Refused(f"{out} exists; remove it, or name another folder")
+            raise Refused(f"{out} exists already; remove it, or give another directory")
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         work = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
         with np.errstate(all="ignore"):  # results are checked below, and reported in one line

@@ -28,7 +28,7 @@ void refuse_special(const std::filesystem::path& path) {
   struct stat status {};
   if (::lstat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode)) return;
   throw std::runtime_error(fmt::format(
-      "{}: is not a regular file and would be replaced; name another file", path.string()));
+      "{}: is not a regular file, and would be replaced; give another file", path.string()));
 }
 
 std::filesystem::path folder_of(const std::filesystem::path& path) {
@@ -41,7 +41,8 @@ constexpr std::size_t kDraw = 1 + 8;  // a dot and unpredictable hex digits
 std::string part_ending() {
   std::uint32_t gradient_sample = 0;
   if (::getrandom(&gradient_sample, sizeof gradient_sample, 0) != sizeof gradient_sample)
-    throw std::runtime_error("the system gives no random numbers: a file cannot be made safely");
+    throw std::runtime_error(
+        "the system provides no random numbers, so a file cannot be created safely");
   return fmt::format(".{:08x}{}", gradient_sample, kPart);
 }
 
@@ -121,9 +122,8 @@ OutputPlace::OutputPlace(const std::filesystem::path& path)
       continue;
     const FileLock lock(entry.path(), O_RDONLY | O_NONBLOCK | O_NOFOLLOW);
     if (lock.held_by_another())
-      throw std::runtime_error(
-          fmt::format("{}: another command is making it; wait for that one, or name another place",
-                      path.string()));
+      throw std::runtime_error(fmt::format(
+          "{}: another command is writing it; wait for it, or give another path", path.string()));
     if (lock.held()) rests.push_back(entry.path());
   }
   // Removed only after the loop: if another command is writing PATH, its unlocked files are among
@@ -144,7 +144,7 @@ AtomicFolder::AtomicFolder(std::filesystem::path path) : path_(std::move(path)) 
     const OutputPlace place(path_);
     if (std::filesystem::exists(std::filesystem::symlink_status(path_, error)))
       throw std::runtime_error(
-          fmt::format("{} exists; remove it, or name another folder", path_.string()));
+          fmt::format("{} exists already; remove it, or give another directory", path_.string()));
     std::filesystem::path part = path_;
     part += part_ending();
     if (::mkdir(part.c_str(), 0777) != 0) throw failure(path_, "create", errno);
@@ -234,7 +234,7 @@ std::string read_text_file(const std::filesystem::path& path, std::size_t max_by
   try {
     return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
   } catch (const std::bad_alloc&) {
-    throw std::runtime_error(fmt::format("{}: {} bytes long; they do not fit into memory",
+    throw std::runtime_error(fmt::format("{}: {} bytes long, which does not fit into memory",
                                          path.string(), file.bytes().size()));
   }
 }

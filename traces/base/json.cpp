@@ -38,7 +38,7 @@ class Builder : public nlohmann::json_sax<json> {
     const auto [place, fresh] = open_.back()->emplace(name, nullptr);
     if (!fresh)
       throw std::runtime_error(
-          fmt::format("{}: key {} appears twice; once is right", what_, json_quoted(name)));
+          fmt::format("{}: key {} appears twice; give it once", what_, json_quoted(name)));
     member_ = &*place;
     return true;
   }
@@ -49,11 +49,9 @@ class Builder : public nlohmann::json_sax<json> {
     for (const std::string_view name : {"Infinity", "NaN"})
       if (rest.starts_with(name))
         throw std::runtime_error(fmt::format(
-            "{}: {} at byte {}, as Python writes it, is no JSON; a finite number or null "
-            "is expected",
+            "{}: {} at byte {} is not JSON (Python writes it); a finite number or null is expected",
             what_, name, position));
-    throw std::runtime_error(
-        fmt::format("{}: broken at byte {}; valid JSON is expected", what_, position));
+    throw std::runtime_error(fmt::format("{}: not valid JSON from byte {} on", what_, position));
   }
 
  private:
@@ -69,7 +67,8 @@ class Builder : public nlohmann::json_sax<json> {
 
   bool open(json container) {
     if (open_.size() == kMaxJsonDepth)
-      throw std::runtime_error(fmt::format("{}: nested more than {} deep", what_, kMaxJsonDepth));
+      throw std::runtime_error(
+          fmt::format("{}: nested more than {} levels deep", what_, kMaxJsonDepth));
     json& container_place = place();
     container_place = std::move(container);
     open_.push_back(&container_place);
@@ -92,8 +91,7 @@ class Builder : public nlohmann::json_sax<json> {
 json parse_json(std::string_view text, std::string_view what) {
   // The parser treats a NUL as the end of the text.
   if (const std::size_t nul = text.find('\0'); nul != std::string_view::npos)
-    throw std::runtime_error(
-        fmt::format("{}: byte {} is a NUL; valid JSON is expected", what, nul));
+    throw std::runtime_error(fmt::format("{}: not valid JSON, because byte {} is NUL", what, nul));
   Builder builder(text, what);
   json::sax_parse(text.begin(), text.end(), &builder);
   return builder.take();

@@ -37,7 +37,7 @@ std::filesystem::path folder_of_scratch() {
   std::filesystem::path parent = requested;
   if (!std::filesystem::is_directory(parent, error) || error)
     throw std::runtime_error(
-        "TMPDIR: it should name a folder that can be written to, or nothing for /tmp");
+        "TMPDIR: should be a directory that can be written to; unset it to use /tmp");
   return parent;
 }
 

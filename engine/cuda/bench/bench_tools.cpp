@@ -69,7 +69,7 @@ double ReadLimits::share(const std::string& what, std::uint64_t bytes, double mi
 
 void refuse_without_device() {
   if (!has_cuda_device())
-    throw std::runtime_error("no CUDA device on this machine; bench measures the CUDA decoder");
+    throw std::runtime_error("no CUDA device on this machine, and bench measures the CUDA decoder");
 }
 
 DeviceModel bench_model(const BenchModel& model) {

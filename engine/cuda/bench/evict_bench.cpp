@@ -69,7 +69,7 @@ int largest_batch(const DeviceModel& model, const EvictBenchOptions& options, bo
     const int batch = fits + (too_many - fits) / 2;
     (CudaDecoder::fits(model, decoder_options(options, batch, evicts)) ? fits : too_many) = batch;
   }
-  if (fits == 0) throw std::runtime_error("not one sequence fits the device's memory");
+  if (fits == 0) throw std::runtime_error("not even one sequence fits into the device's memory");
   return fits;
 }
 

@@ -7,7 +7,7 @@ namespace kvlab {
 void DeviceAppend::expect(std::uint32_t layer, std::uint32_t first, bool written) const {
   if (layer != layer_ || first != next_ || written != written_)
     throw std::logic_error(
-        "an append goes layer by layer, part by part, and attends to what is written");
+        "an append has to write every part of a layer, in order, before the layer attends");
 }
 
 kernels::RopeWriteArgs DeviceAppend::write(std::uint32_t layer, const PromptChunk& part) {

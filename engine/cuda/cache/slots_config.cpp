@@ -20,7 +20,7 @@ void check_caches(const ModelConfig& config, const std::vector<ResolvedConfig>& 
     check_held(kCudaDecoder, cache, config.heads());
     if (!side_by_side(cache, first))
       throw std::invalid_argument(
-          "CUDA decoder: the sequences of a batch share one policy, its features, and one kind of "
+          "CUDA decoder: all sequences of a batch should have the same policy, features and "
           "positions");
   }
 }
@@ -36,7 +36,7 @@ kernels::DevicePolicy device_policy(const CudaDecoderOptions& options) {
   for (const kernels::DevicePolicy& policy : kernels::device_policies())
     if (policy.name == entry.info.name) return policy;
   throw std::invalid_argument(fmt::format(
-      "policy {}: is not compiled for the device; --device cpu has it", entry.info.name));
+      "policy {}: is not compiled for CUDA devices; use --device cpu", entry.info.name));
 }
 
 kernels::SlotSequence sequence_of(const ResolvedConfig& cache) {

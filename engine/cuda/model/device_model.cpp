@@ -24,24 +24,23 @@ constexpr std::size_t kRowsAtOnce = 64;            // rows gathered at once
 /// Refuses a model that kernels/ does not support, in the words of config.json.
 void refuse_unsupported(const ModelConfig& config) {
   const auto refuse = [&](const std::string& what) {
-    throw std::runtime_error(
-        fmt::format("{}: {}; --device cpu runs this model", config.name, what));
+    throw std::runtime_error(fmt::format("{}: {}; use --device cpu", config.name, what));
   };
   constexpr std::uint32_t max_group = 16;
   if (!kernels::is_head_size(static_cast<int>(config.head_size)))
-    refuse(
-        fmt::format("head size {}: the CUDA kernels take 64, 96, 128 and 256", config.head_size));
+    refuse(fmt::format("head size {}: the CUDA kernels support 64, 96, 128 and 256",
+                       config.head_size));
   const std::uint32_t group = config.query_heads / config.kv_heads;
   if (group > max_group)
-    refuse(fmt::format("{} query heads for a KV head: the CUDA kernels take at most {}", group,
+    refuse(fmt::format("{} query heads per KV head: the CUDA kernels support at most {}", group,
                        max_group));
   const Experts& experts = config.experts;
   if (experts.count > kernels::kMaxExperts || experts.chosen > kernels::kMaxChosen)
-    refuse(fmt::format("{} experts of {}: the CUDA kernels take at most {} of {}", experts.chosen,
-                       experts.count, kernels::kMaxChosen, kernels::kMaxExperts));
+    refuse(fmt::format("{} experts of {}: the CUDA kernels support at most {} of {}",
+                       experts.chosen, experts.count, kernels::kMaxChosen, kernels::kMaxExperts));
   for (const std::uint32_t width : {config.hidden, config.mlp, experts.mlp})
     if (width % 8 != 0)
-      refuse(fmt::format("a width of {}: the CUDA kernels take multiples of 8", width));
+      refuse(fmt::format("a width of {}: the CUDA kernels support multiples of 8", width));
 }
 
 /// Uploads the tensors of a checkpoint to the device.

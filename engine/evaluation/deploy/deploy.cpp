@@ -28,7 +28,7 @@ BudgetColumn budget_of_run(const MetricTable& metric_table, const std::string& t
   }
   if (column->min_tokens != column->max_tokens)
     throw std::invalid_argument(fmt::format(
-        "--budget: {} was {} to {} tokens, by trace; deploy a budget that was requested in tokens",
+        "--budget: {} was {} to {} tokens, by trace; give a budget that was requested in tokens",
         text, column->min_tokens, column->max_tokens));
   return *column;
 }
@@ -36,9 +36,10 @@ BudgetColumn budget_of_run(const MetricTable& metric_table, const std::string& t
 void refuse_several_models(const RunInfo& info) {
   for (const RunTrace& trace : info.traces)
     if (trace.weights_xxh3 != info.traces.front().weights_xxh3)
-      throw std::invalid_argument(fmt::format(
-          "the run's traces {} and {} come from different weights; deploy from a run of one model",
-          info.traces.front().name, trace.name));
+      throw std::invalid_argument(
+          fmt::format("the run's traces {} and {} come from different weights; deploy from a run "
+                      "of a single model",
+                      info.traces.front().name, trace.name));
 }
 
 /// Scores of the baselines at the same budget.
@@ -75,8 +76,8 @@ Ballot rank_for_deployment(const Run& run, const MetricTable& metric_table,
   ballot.ranking = rank_policies(metric_table, ballot.budget.text, *ballot.metric);
   if (ballot.ranking.empty())
     throw std::invalid_argument(
-        fmt::format("the run has no policy with {} at budget {}; only references and full, which "
-                    "are not deployed",
+        fmt::format("the run has no policy with {} at budget {}; only oracles and full, which "
+                    "cannot be deployed",
                     metric, budget));
   ballot.ranking.recommendation.scope.tokens = scored_tokens(run.info, run.rows);
   ballot.ranking.recommendation.scope.note = std::string(kReplayNote);
@@ -395,10 +396,10 @@ Choice choose_by_both_criteria(std::span<const Finalist> finalists,
     if (is_near(finalists, f)) near.push_back(f);
   }
   if (all.empty())
-    return {.deployed = 0,
-            .why =
-                "chosen by KL alone, because the model itself (full cache) answers too few "
-                "questions"};
+    return {
+        .deployed = 0,
+        .why =
+            "chosen by KL alone, because the model itself (full cache) answers too few questions"};
   const auto min_kl = [&](const std::vector<std::size_t>& which) {
     return *std::ranges::min_element(which, {}, [&](std::size_t f) { return finalists[f].kl; });
   };
@@ -407,16 +408,17 @@ Choice choose_by_both_criteria(std::span<const Finalist> finalists,
   };
   Choice choice{.best_accuracy = min_kl(best_of(all, evaluated)),
                 .deployed = min_kl(best_of(near, evaluated)),
-                .why = "lowest KL, and no policy within 20% of it answers more"};
+                .why = "lowest KL, and no policy within 20% of it answers more questions"};
   if (choice.deployed != 0)
-    choice.why = fmt::format("it answers {}, the lowest KL answers {}; the price is {}",
-                             shares_text(evaluated, choice.deployed), shares_text(evaluated, 0),
-                             price(choice.deployed));
+    choice.why = fmt::format(
+        "it answers {}, and the policy with the lowest KL answers {}; it has {}",
+        shares_text(evaluated, choice.deployed), shares_text(evaluated, 0), price(choice.deployed));
   if (*choice.best_accuracy != choice.deployed)
-    choice.why += fmt::format("; {} answers {}, but for {}, over the {:.0f}% that answers may cost",
-                              finalists[*choice.best_accuracy].config.policy.text(),
-                              shares_text(evaluated, *choice.best_accuracy),
-                              price(*choice.best_accuracy), 100 * (kNearKl - 1));
+    choice.why +=
+        fmt::format("; {} answers {}, but with {}, and at most {:.0f}% more KL is accepted",
+                    finalists[*choice.best_accuracy].config.policy.text(),
+                    shares_text(evaluated, *choice.best_accuracy), price(*choice.best_accuracy),
+                    100 * (kNearKl - 1));
   return choice;
 }
 

@@ -29,7 +29,7 @@ std::string text_of(const std::string& path) {
   std::string text{std::istreambuf_iterator<char>(file), {}};
   if (!file.is_open()) throw std::runtime_error(path + ": cannot be read");
   if (static_cast<std::streamsize>(text.size()) > kMaxBytes)
-    throw std::runtime_error(path + ": has more than 16 MiB; a policy.json is expected");
+    throw std::runtime_error(path + ": is larger than 16 MiB, so it is not a policy.json");
   return text;
 }
 
@@ -69,7 +69,8 @@ void read_modifiers(const JsonFields& top, kvlab_policy_file& file, bool& group_
 void read_policy(const JsonFields& top, kvlab_policy_file& file) {
   const std::string name = top.text("policy");
   if (top.has("source"))
-    top.refuse("source", "a policy of the library is expected; kvlab_compile_policy takes others");
+    top.refuse("source",
+               "a policy of the library is expected; for others use kvlab_compile_policy");
   file.policy = kvlab_find_policy(name.c_str());
   if (file.policy == nullptr || name == "full")
     top.refuse("policy", "a policy of the library that evicts is expected");
@@ -78,8 +79,9 @@ void read_policy(const JsonFields& top, kvlab_policy_file& file) {
   if (params.has("name")) {
     const std::string feature = params.text("name");
     if (name != "feature" || feature.size() >= sizeof file.feature)
-      params.refuse("name",
-                    "a feature of fewer than 64 letters, and the policy feature, are expected");
+      params.refuse(
+          "name",
+          "a feature name of fewer than 64 letters, and the policy 'feature', are expected");
     feature.copy(file.feature, sizeof file.feature - 1);
     ++known;
   }
@@ -89,7 +91,7 @@ void read_policy(const JsonFields& top, kvlab_policy_file& file) {
     file.params[file.param_count++] = params.number(param);
   }
   if (params.json().size() != known)
-    top.refuse("params", fmt::format("the {} parameters of {} alone are expected", known, name));
+    top.refuse("params", fmt::format("exactly the {} parameters of {} are expected", known, name));
   std::vector<std::byte> unused(kvlab_policy_params_bytes(file.policy));
   if (kvlab_policy_params(file.policy, file.params, file.param_count, unused.data()))
     top.refuse("params", "numbers in the ranges of `kvlab policies` are expected");

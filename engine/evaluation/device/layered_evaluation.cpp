@@ -53,23 +53,22 @@ const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
 void refuse(const DeviceModel& model, std::span<const CacheConfig> configs) {
   if (const std::string what = beyond_device_layers(model.config()); !what.empty())
     throw std::invalid_argument(
-        fmt::format("{}: the end-to-end evaluation on CUDA does not know {}; --by-tokens does",
+        fmt::format("{}: the end-to-end evaluation on CUDA does not support {}; use --by-tokens",
                     model.config().name, what));
   const double threshold = first_evicting(configs).threshold;
   for (const CacheConfig& config : configs) {
     check_held(kCudaEvaluation, config);
     if (config.policy.tier_plan.is_quantized()) check_quantized_heads(model.config().head_size);
     if (config.evicts_by_layer() && !walks_layers(model.config().shape()))
-      throw std::invalid_argument(fmt::format(
-          "policy {}: under scope=layer the end-to-end evaluation on CUDA walks at most {} KV "
-          "heads, on a device of compute capability 9.0 or more; --device cpu has no "
-          "such bound",
-          config.policy.name, kernels::kMaxLayerHeads));
+      throw std::invalid_argument(
+          fmt::format("policy {}: under scope=layer the end-to-end evaluation on CUDA supports at "
+                      "most {} KV heads, and needs compute capability 9.0; use --device cpu",
+                      config.policy.name, kernels::kMaxLayerHeads));
     if (config.evicts() && config.threshold != threshold)
-      throw std::invalid_argument(fmt::format(
-          "request thresholds {} and {}: the end-to-end evaluation by layers has one for all; "
-          "--by-tokens takes both",
-          threshold, config.threshold));
+      throw std::invalid_argument(
+          fmt::format("request thresholds {} and {}: on CUDA the end-to-end evaluation needs one "
+                      "for all configurations; use --by-tokens",
+                      threshold, config.threshold));
   }
 }
 
@@ -191,11 +190,11 @@ class SequenceRun {
     const auto usable = static_cast<std::size_t>(kUsableMemory * static_cast<double>(memory.free));
     const std::size_t fit = (usable - std::min(usable, kReserve)) / of_config;
     if (fit == 0)
-      throw std::runtime_error(fmt::format(
-          "device memory: one configuration of {} tokens needs {}, {} of {} are free; a smaller "
-          "--window or --max-tokens would fit, or --by-tokens",
-          ids_.size(), cuda::bytes_text(of_config), cuda::bytes_text(memory.free),
-          cuda::bytes_text(memory.total)));
+      throw std::runtime_error(
+          fmt::format("device memory: one configuration of {} tokens needs {}, {} of {} are free; "
+                      "use a smaller --window or --max-tokens, or --by-tokens",
+                      ids_.size(), cuda::bytes_text(of_config), cuda::bytes_text(memory.free),
+                      cuda::bytes_text(memory.total)));
     return std::min(fit, pointers_.size());
   }
 

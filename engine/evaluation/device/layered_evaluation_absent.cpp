@@ -14,7 +14,8 @@ SweepRunner device_layer_sweep_runner(const DeviceModel&) {
 
 nlohmann::ordered_json bench_eval(const EvalBenchOptions&) {
   throw std::invalid_argument(
-      "it measures the end-to-end evaluation on CUDA, which is not in this build");
+      "this command measures the end-to-end evaluation on CUDA, which is not in this build; `cmake "
+      "--preset cuda` builds it");
 }
 
 }  // namespace kvlab

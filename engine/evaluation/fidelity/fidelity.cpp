@@ -87,7 +87,7 @@ std::vector<BudgetGroup> by_budget(std::span<const CacheConfig> configs) {
   for (const BudgetGroup& group : groups)
     if (group.configs.size() < 3)
       throw std::invalid_argument(
-          fmt::format("budget {}: {} policies cannot be put in order; at least 3 are needed",
+          fmt::format("budget {}: {} policies are too few to compare their order; give at least 3",
                       group.budget, group.configs.size()));
   return groups;
 }
@@ -268,14 +268,14 @@ EvalText text_of_trace(const std::filesystem::path& directory, const std::string
   TraceReader trace = open_verified_trace(directory, threads);
   const std::string where = directory.string();
   if (trace.header().weights_xxh3 != weights_xxh3)
-    throw std::runtime_error(
-        fmt::format("--trace {}: was captured from other weights ({}) than --model's ({})", where,
-                    trace.header().weights_xxh3.empty() ? "unknown" : trace.header().weights_xxh3,
-                    weights_xxh3));
+    throw std::runtime_error(fmt::format(
+        "--trace {}: was captured from weights {}, and --model has {}; give a trace of this model",
+        where, trace.header().weights_xxh3.empty() ? "unknown" : trace.header().weights_xxh3,
+        weights_xxh3));
   const auto& segments = trace.segments();
   if (segments.size() != 2 || segments[0].kind != SegmentKind::prompt || segments[1].tokens < 2)
-    throw std::runtime_error(fmt::format(
-        "--trace {}: should hold one prompt and then decoded tokens, two at least", where));
+    throw std::runtime_error(
+        fmt::format("--trace {}: should hold one prompt, then at least two decoded tokens", where));
   EvalText text{.name = last_name(where), .ids = trace.ids(), .prompt_tokens = segments[0].tokens};
   text.trace = std::move(trace);
   return text;
@@ -407,10 +407,10 @@ std::optional<double> tokens_of(const std::string& budget, const JsonFields& tok
   std::set<std::uint64_t> lengths;
   for (const auto& [text, length] : tokens.json().items()) lengths.insert(tokens.whole(text));
   if (lengths.size() != 1)
-    throw std::runtime_error(fmt::format(
-        "{}: {} are of {} lengths, so that {} is no number of tokens; measure texts of one length, "
-        "or budgets in tokens",
-        tokens.where(), tokens.json().size(), lengths.size(), budget));
+    throw std::runtime_error(
+        fmt::format("{}: {} texts have {} different lengths, so budget {} is not one number of "
+                    "tokens; use texts of one length, or budgets in tokens",
+                    tokens.where(), tokens.json().size(), lengths.size(), budget));
   return static_cast<double>(*lengths.begin()) * requested.extent.share_ppm / 1e6;
 }
 
@@ -472,12 +472,14 @@ nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::s
   fields.check_format(kFidelityFormat);
   if (fields.text("weights_xxh3") != weights_xxh3)
     throw std::runtime_error(fmt::format(
-        "{}: was measured on other weights ({}, of {}) than the run's ({})", file.string(),
-        fields.text("weights_xxh3"), fields.text("model"), weights_xxh3));
+        "{}: was measured on weights {} of {}, and the run has {}; run kvlab fidelity on the run's "
+        "model",
+        file.string(), fields.text("weights_xxh3"), fields.text("model"), weights_xxh3));
   const JsonFields metrics = fields.object("metrics");
   if (!metrics.has(metric))
     throw std::runtime_error(fmt::format(
-        "{}: did not measure {}, which decides here; give --metric", file.string(), metric));
+        "{}: did not measure {}, which decides here; give --metric with one that it measured",
+        file.string(), metric));
   const JsonFields own = metrics.object(metric), within = own.object("within");
   const JsonFields tokens = fields.object("tokens");
   std::string nearest;
@@ -508,9 +510,8 @@ std::string evidence_text(const nlohmann::json& evidence) {
                                      : std::string("unknown");
   };
   return fmt::format(
-      "{} orders policies as the end-to-end evaluation does with rho {} ({} to {}) at a budget of "
-      "{}, regret "
-      "{}; measured on {} texts",
+      "{} predicts the order of end-to-end KL with rank correlation {} ({} to {}) at a budget of "
+      "{}, regret {}; measured on {} texts",
       evidence["metric"].get<std::string>(), number("rho"), number("rho_low"), number("rho_high"),
       evidence["budget"].get<std::string>(), number("regret"),
       evidence["texts"].get<std::size_t>());

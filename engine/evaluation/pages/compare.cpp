@@ -60,8 +60,9 @@ std::string chosen_metric(const std::vector<ScoreSet>& sets, const std::vector<M
   };
   if (!requested.empty()) {
     if (!known(requested))
-      throw std::invalid_argument(fmt::format("--metric: '{}' is not in all of these; there is {}",
-                                              requested, fmt::join(names, ", ")));
+      throw std::invalid_argument(
+          fmt::format("--metric: '{}' is not in all of the runs; they have in common: {}",
+                      requested, fmt::join(names, ", ")));
     return requested;
   }
   for (const ScoreSet& set : sets)
@@ -200,9 +201,8 @@ std::string shared_text(const Comparison& comparison) {
       "<strong>{}</strong> in {}, significantly worse in {}, and not significantly different in "
       "{}.{}",
       configurations, last, first, better, worse, alike,
-      comparison.warning.empty()
-          ? ""
-          : " Other texts are in one run alone, and do not count for differences.");
+      comparison.warning.empty() ? ""
+                                 : " Texts that are in only one run do not count for differences.");
 }
 
 /// The recommendations of each run.
@@ -237,12 +237,12 @@ Comparison compare(std::vector<ScoreSet> sets, const std::string& metric) {
   Comparison comparison{.names = names_of(sets)};
   for (const ScoreSet& set : sets) {
     if (set.kind != sets.front().kind)
-      throw std::invalid_argument(fmt::format("{}: {}; {}: {}; these should be of one kind",
+      throw std::invalid_argument(fmt::format("{}: {}; {}: {}; give runs of one kind",
                                               sets.front().name, sets.front().kind, set.name,
                                               set.kind));
     if (set.sequences != sets.front().sequences && comparison.warning.empty())
       comparison.warning = fmt::format(
-          "the runs were measured on different texts: {} on {}, {} on {}; each row is over those "
+          "the runs were measured on different texts: {} on {}, {} on {}; each row uses the texts "
           "that all of its runs have",
           sets.front().name, sets.front().sequences, set.name, set.sequences);
   }

@@ -26,11 +26,11 @@ constexpr const char* kEvalFootnote =
     "difference is significant if its 95% interval, paired over texts or over the blocks of one "
     "text, excludes zero.";
 constexpr const char* kEvalMeanings =
-    "<dt>KL</dt><dd>how far the next token’s distribution moves from the full cache’s, nats; mean, "
-    "and percentiles over the tokens</dd>\n"
+    "<dt>KL</dt><dd>divergence of the next token’s distribution from the full cache’s, in nats; "
+    "mean, and percentiles over the tokens</dd>\n"
     "<dt>perplexity</dt><dd>exp of the mean −ln p of the text’s own next token</dd>\n"
-    "<dt>top-1</dt><dd>share of tokens whose most likely successor is the same as with the full "
-    "cache</dd>\n";
+    "<dt>top-1</dt><dd>share of tokens at which the most likely next token is the same as with the "
+    "full cache</dd>\n";
 
 class EvalPage {
  public:
@@ -124,8 +124,8 @@ class EvalPage {
     }
     if (html.empty()) return "";
     return html_section("All policies at each budget",
-                        "Differences are paired over the same tokens, by KL (by −ln p where the "
-                        "full cache was left out).",
+                        "Differences are paired over the same tokens, by KL (by −ln p if the full "
+                        "cache was left out).",
                         html);
   }
 

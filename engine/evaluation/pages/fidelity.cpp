@@ -25,21 +25,19 @@ constexpr std::size_t kMaxFidelityBytes = std::size_t{256} << 20;
 constexpr std::size_t kMaxWrong = 5;  // most misordered pairs shown for a budget
 
 constexpr const char* kFidelityFootnote =
-    "Rho: Spearman’s rank correlation among the policies of one budget, means over texts; its 95% "
-    "interval by a bootstrap over texts. Regret: KL of the policy that the metric puts first over "
-    "the least KL.";
+    "Rho: Spearman’s rank correlation among the policies of one budget, averaged over texts; its "
+    "95% interval is a bootstrap over texts. Regret: KL of the policy that the metric puts first, "
+    "divided by the lowest KL.";
 constexpr const char* kScatter =
-    "Each point is a policy, the mean over texts. A metric that predicts makes a rising line.";
+    "Each point is a policy, averaged over texts. If a metric predicts KL, the points rise from "
+    "left to right.";
 constexpr const char* kWrong =
     "Pairs of policies that differ significantly in KL (paired block bootstrap, 95%) and that the "
-    "metric puts "
-    "in "
-    "the other order; the worst first. Ratio: KL of the one that the metric prefers over the "
-    "other’s.";
+    "metric puts in the opposite order, worst first. Ratio: KL of the policy that the metric "
+    "prefers, divided by the KL of the other.";
 constexpr const char* kCeiling =
-    "The metric that orders best comes first. The last row is KL on one text against KL on "
-    "another: "
-    "what a metric from one text cannot be expected to exceed.";
+    "The metric that predicts the order best comes first. The last row is KL on one text against "
+    "KL on another: a metric measured on one text cannot be expected to do better.";
 
 Cell rho_cell(const JsonFields& fields, const std::string& budget) {
   const double rho = fields.number_or_nan(budget);
@@ -68,7 +66,7 @@ class FidelityPage {
 
   std::string html() const {
     const std::string title =
-        "Which metric predicts the end-to-end evaluation of " + fields_.text("model") + "?";
+        "Which metric predicts the end-to-end KL of " + fields_.text("model") + "?";
     nlohmann::ordered_json data;
     const std::string bytes = frontier_section(frontier(), data);
     const std::string drawn =
@@ -118,8 +116,8 @@ class FidelityPage {
 
   std::string context() const {
     return fmt::format(
-        "{} policies at {} budgets over {} texts: metrics of a replay, beside the KL "
-        "to the full cache when each policy really runs.",
+        "{} policies at {} budgets over {} texts: metrics of an offline replay, against the KL to "
+        "the full cache of an end-to-end evaluation.",
         metric_table_.series().size(), budgets_.size(), fields_.list("texts").size());
   }
 
@@ -136,10 +134,9 @@ class FidelityPage {
         worst = regret.number(budget), worst_budget = budget;
     }
     return fmt::format(
-        "<strong>{}</strong>, by which <code>kvlab deploy</code> goes here, orders policies as the "
-        "end-to-end evaluation does with rho {}. Going by it costs at most {:.2f} times the least "
-        "KL (at "
-        "{}).",
+        "<code>kvlab deploy</code> chooses by <strong>{}</strong> here. It predicts the order of "
+        "end-to-end KL with rank correlation {}. The policy that it puts first has at most {:.2f} "
+        "times the lowest KL (at {}).",
         escape(standard_), join_names(parts), worst, escape(worst_budget));
   }
 
@@ -208,10 +205,10 @@ class FidelityPage {
     }
     return html_section("Where " + escape(standard_) + " is wrong", kWrong,
                         table({{"budget"},
-                               {"wrong pairs"},
+                               {"misordered pairs"},
                                {"of"},
                                {"prefers", false},
-                               {"but better is", false},
+                               {"but lower KL has", false},
                                {"ratio"}},
                               rows));
   }

@@ -22,9 +22,11 @@ using nlohmann::json;
 
 constexpr std::size_t kMostDrawn = 8;  // so that the answer fits on one screen
 constexpr const char* kHalvingFootnote =
-    "Offline replay ordered the sweep; its first configurations were evaluated end to end, in "
-    "rounds over more and more text. A configuration is eliminated when the 95% CI of its paired "
-    "KL difference from the leader is entirely above zero. KL of two rounds is of different texts.";
+    "Offline replay ordered the sweep; the first configurations of that order were evaluated end "
+    "to end, in rounds with more and more text. A configuration is eliminated when the 95% CI of "
+    "its paired "
+    "KL difference from the leader is entirely above zero. KL values of different rounds are "
+    "measured on different amounts of text, so do not compare them.";
 
 /// One policy in one round.
 struct Standing {
@@ -153,7 +155,7 @@ class HalvingPage {
     return rows.empty() ? ""
                         : html_section("Task accuracy",
                                        "Share of right answers. The question comes after the "
-                                       "eviction. KL is relative to the lowest.",
+                                       "eviction. KL is given as a multiple of the lowest.",
                                        table(columns, rows));
   }
 
@@ -168,14 +170,14 @@ class HalvingPage {
     std::string note;
     if (run_.has("step")) {
       const JsonFields step = run_.object("step").object("milliseconds");
-      note = fmt::format("A decoded token takes {} ms, under the full cache {} ms.",
+      note = fmt::format("A decoded token takes {} ms; with the full cache {} ms.",
                          number_text(step.number("deployed")), number_text(step.number("full")));
     }
     return html_section("Beside the full cache", note,
                         table({{"policy", false},
                                {"perplexity"},
                                {"KL, nats"},
-                               {"deviation of texts"},
+                               {"standard deviation over texts"},
                                {"top-1"},
                                {"scored tokens"}},
                               rows));

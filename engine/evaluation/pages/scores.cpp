@@ -103,7 +103,8 @@ void add_recommendations(ScoreSet& set, const JsonFields& fields) {
     }
     if (set.recommended.back().size() !=
         set.recommendations[set.recommended.size() - 1].candidates.size())
-      throw std::runtime_error(one.where() + ": configurations: one for each candidate is wanted");
+      throw std::runtime_error(one.where() +
+                               ": configurations: one for each candidate is expected");
   }
 }
 
@@ -180,7 +181,7 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
   ScoreSet set{.kind = "task",
                .headline = "exact_match",
                .sequences = fields.text("task"),
-               .note = "Answers of the model under each cache."};
+               .note = "Answers of the model with each cache."};
   const auto answers = answers_in(folder);
   std::map<std::string, std::size_t> places;
   read_records(read_text_file(csv, kMaxScoresBytes), csv, [&](const CsvRecord& own) {
@@ -259,7 +260,7 @@ ScoreSet load_scores(const std::filesystem::path& folder) {
                     folder.string()));
   if (set.metrics.empty())
     throw std::runtime_error(fmt::format(
-        "{}: holds no metric that this version knows; rows of {} are expected, for instance",
+        "{}: holds no metric that this version knows; rows of a metric such as {} are expected",
         folder.string(), set.headline));
   const auto whole = (folder / "").lexically_normal().parent_path();
   set.name = whole.filename().string();

@@ -15,13 +15,13 @@ namespace kvlab {
 namespace {
 
 constexpr const char* kTaskFootnote =
-    "An answer is right if it is exactly what was hidden. Two shares are compared by an exact test "
+    "An answer is right if it is exactly the hidden text. Two shares are compared by an exact test "
     "over the samples that only one of the two policies answers right.";
 constexpr const char* kTaskMeanings =
     "<dt>right answers</dt><dd>the share of questions that the model answers word for word</dd>\n"
-    "<dt>log-likelihood</dt><dd>what the model gives the right answer, mean over the samples, "
+    "<dt>log-likelihood</dt><dd>log-likelihood of the right answer, mean over the samples, in "
     "nats</dd>\n"
-    "<dt>lost, gained</dt><dd>beside the first configuration, over the same questions</dd>\n"
+    "<dt>lost, gained</dt><dd>compared with the first configuration, over the same questions</dd>\n"
     "<dt>query-agnostic</dt><dd>the question comes after the eviction; query-aware: before</dd>\n";
 
 std::string next_of(std::span<const Recommendation> made) {

@@ -151,7 +151,7 @@ class TaskAnswerer {
       } else if (count > 1) {
         most = count / 2;
       } else {
-        throw std::runtime_error("device memory: not even one question fits; fewer --words would");
+        throw std::runtime_error("device memory: not even one question fits; use fewer --words");
       }
     }
   }
@@ -206,7 +206,7 @@ class TaskAnswerer {
         {.logits = logits, .yardstick = logits, .yardstick_rows = itself, .next = next});
     for (std::size_t i = 0; i < scores.size(); ++i)
       if (next[i] >= 0 && !std::isfinite(scores[i].nll))
-        throw std::runtime_error("task: a logit is not finite; another dtype may hold the model");
+        throw std::runtime_error("task: a logit is not finite; the model may need another dtype");
     return scores;
   }
 

@@ -65,8 +65,8 @@ void check_context(const ModelConfig& config, const TaskRun& run) {
     const std::size_t tokens = prompt.tokens() + prompt.answer.size();
     if (tokens > config.trained_context)
       throw std::invalid_argument(
-          fmt::format("--words {}: needs {} positions; {} was trained on {}, so fewer words would "
-                      "fit; --beyond-context asks all the same",
+          fmt::format("--words {}: needs {} positions; {} was trained on {} tokens; give fewer "
+                      "words, or --beyond-context",
                       run.points[p].words, tokens, config.name, config.trained_context));
   }
 }

@@ -72,8 +72,9 @@ class Random {
 std::vector<std::string> sample_keys(std::size_t count, Random& random) {
   std::vector<std::size_t> order(kAdjectives.size() * kNouns.size());
   if (count > order.size())
-    throw std::invalid_argument(fmt::format(
-        "{} keys: there are {} different ones; ask for fewer keys or words", count, order.size()));
+    throw std::invalid_argument(
+        fmt::format("{} keys: only {} different ones exist; give fewer --keys or --words", count,
+                    order.size()));
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
   std::vector<std::string> keys;
   for (std::size_t i = 0; i < count; ++i) {
@@ -191,7 +192,7 @@ Haystack::Haystack(std::string_view text) {
   }
   if (sentence.words > 0) sentences_.push_back(std::move(sentence));
   if (sentences_.empty())
-    throw std::invalid_argument("--text: has no words; a text of some sentences is needed");
+    throw std::invalid_argument("--text: has no words; give a text of some sentences");
 }
 
 std::string Haystack::with(std::uint32_t words, std::size_t start,
@@ -331,12 +332,14 @@ std::string template_of(const nlohmann::json& config, const std::string& file) {
 ChatFrame chat_frame(std::string_view chat_template, std::string_view file, std::string_view bos) {
   const bool chat_ml = contains(chat_template, kStart) && contains(chat_template, kEnd);
   if (!chat_ml)
-    throw std::invalid_argument(
-        fmt::format("{}: its chat template is {}; only ChatML is known, --no-chat asks without",
-                    file, name_of_template(chat_template)));
-  if (contains(chat_template, "<think>"))
     throw std::invalid_argument(fmt::format(
-        "{}: its chat template begins answers with thoughts; --no-chat asks without", file));
+        "{}: its chat template is {}, and only ChatML is supported; --no-chat runs without it",
+        file, name_of_template(chat_template)));
+  if (contains(chat_template, "<think>"))
+    throw std::invalid_argument(
+        fmt::format("{}: its chat template starts answers with <think>, which is not supported; "
+                    "--no-chat runs without the template",
+                    file));
   const std::string system = default_system_message(chat_template);
   const std::string turn =
       system.empty() ? "" : fmt::format("{}system\n{}{}\n", kStart, system, kEnd);

@@ -157,11 +157,11 @@ std::string_view name_of(HalvingFate fate) {
 std::string_view name_of(HalvingEnd end) {
   switch (end) {
     case HalvingEnd::ahead:
-      return "one is ahead";
+      return "one configuration is significantly better";
     case HalvingEnd::alike:
       return "the remaining differences are not significant";
     default:
-      return "all text has been run";
+      return "all text was used";
   }
 }
 

@@ -83,7 +83,7 @@ std::uint32_t common_budget(const TuneRequest& request, std::uint32_t head_size)
   for (const EvalText& text : request.texts)
     if (tokens_in(text) != first)
       throw std::invalid_argument(fmt::format(
-          "--budget: {} is {} tokens of {} and {} of {}; give a number of tokens", budget.text(),
+          "--budget: {} is {} tokens of {} but {} of {}; give a number of tokens", budget.text(),
           first, request.texts.front().name, tokens_in(text), text.name));
   return first;
 }
@@ -447,7 +447,8 @@ std::vector<std::size_t> Tuning::similar() const {
 Tuning tune(Backend& backend, const SweepRunner& run_sweep, const OutputSketch& sketch,
             const Tokenizer& tokenizer, const TuneRequest& request) {
   if (request.sweep.size() < 2)
-    throw std::invalid_argument("--policy: one configuration is nothing to choose from; give more");
+    throw std::invalid_argument(
+        "--policy: there is only one configuration, so there is nothing to choose; give more");
   Tuning tuning;
   tuning.budget_tokens = common_budget(request, backend.config().head_size);
   tuning.scores.resize(request.sweep.size() + 1);

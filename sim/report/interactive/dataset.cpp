@@ -136,9 +136,10 @@ class Dataset {
 
   std::string note() const {
     if (!detail_.heads)
-      return "By head: results.csv alone has the metrics; the page would be too large.";
+      return "Metrics by head are in results.csv only, because the page would be too large.";
     if (!detail_.head_errors)
-      return "By head: four digits, no errors, so that the page stays small; results.csv has all.";
+      return "Values by head have four digits and no standard errors, so that the page stays "
+             "small; results.csv has all.";
     return "";
   }
 

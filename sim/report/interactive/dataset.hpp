@@ -58,8 +58,8 @@ nlohmann::ordered_json dataset_of(const MetricTable& metric_table,
 
 /// The message if vega_script() finds nothing.
 inline constexpr std::string_view kNoVega =
-    "the page has tables and no figures, for want of Vega (Debian: libjs-vega; elsewhere: its "
-    "folder as KVLAB_VEGA)";
+    "the page has tables but no figures, because Vega was not found (Debian: install libjs-vega; "
+    "elsewhere: set KVLAB_VEGA to its folder)";
 
 /// Vega's modules as one script after their licence. Looks in the folder that the environment
 /// variable KVLAB_VEGA names, otherwise in the Python package, otherwise in Debian's folder.

@@ -6,6 +6,7 @@ function viewOf(spec, width, options = {}) {
   const whole = {
     $schema: 'https://vega.github.io/schema/vega/v5.json',
     width,
+    description: options.description,
     autosize: {type: 'fit', contains: 'padding'},
     padding: 4,
     background: pageColour('page'),
@@ -25,7 +26,7 @@ function viewOf(spec, width, options = {}) {
   };
   // No eval: expressions are interpreted, as the page's content policy asks.
   return new vega.View(vega.parse(whole, null, {ast: true}),
-    {renderer: 'svg', expr: vega.expressionInterpreter, ...options});
+    {renderer: 'svg', expr: vega.expressionInterpreter, container: options.container});
 }
 
 const kExportWidth = 720;
@@ -57,9 +58,14 @@ class Chart {
     this.index = -1;
     this.box.setAttribute('aria-label', this.title());
     const width = Math.max(240, this.box.clientWidth);
-    this.view = viewOf(this.specOf(false, width), width, {container: this.box});
+    this.view = viewOf(this.specOf(false, width), width, {container: this.box, description: this.description()});
     await this.view.runAsync();
     this.readout.value = this.near ? 'Point at the figure, or use the arrow keys in it.' : '';
+  }
+
+  /** What a screen reader says of the figure: its title, and how to read its values. */
+  description() {
+    return this.near ? `${this.title()}. The arrow keys read its values one by one.` : this.title();
   }
 
   hover(event) {
@@ -86,12 +92,20 @@ class Chart {
     this.view.change('focus', this.view.changeset().remove(() => true).insert(point ? [{...point.datum}] : [])).run();
   }
 
+  /** Left and right: the previous and the next value. Up and down: the nearest value of the previous and the next line. */
   key(event) {
     const step = {ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1}[event.key];
     if (!step || !this.near || !this.view) return;
     event.preventDefault();
-    const count = this.points().length;
-    if (count) this.select((Math.max(this.index, step > 0 ? -1 : 0) + step + count) % count);
+    const points = this.points(), count = points.length, here = points[this.index];
+    if (!count) return;
+    const lines = [...new Set(points.map((point) => point.datum.line))];
+    if (!here || lines.length < 2 || event.key === 'ArrowRight' || event.key === 'ArrowLeft')
+      return this.select((Math.max(this.index, step > 0 ? -1 : 0) + step + count) % count);
+    const line = lines[(lines.indexOf(here.datum.line) + step + lines.length) % lines.length];
+    const away = (point) => Math.abs(point.px - here.px);
+    const nearest = points.filter((point) => point.datum.line === line).reduce((a, b) => (away(b) < away(a) ? b : a));
+    this.select(points.indexOf(nearest));
   }
 
   async exported() {

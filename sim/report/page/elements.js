@@ -20,6 +20,14 @@ function chooser(name, label, choices, current, change) {
   return holder;
 }
 
+/** Lets long names such as h2o:sinks=4:recent=50% break after a colon, and not inside of a word. */
+function breakNames(root) {
+  const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT), texts = [];
+  while (walker.nextNode()) if (/:\w+=/.test(walker.currentNode.data)) texts.push(walker.currentNode);
+  for (const text of texts)
+    text.replaceWith(...text.data.split(/(?<=:)(?=\w+=)/).flatMap((part, i) => (i ? [element('wbr'), part] : [part])));
+}
+
 function button(text, click, properties = {}) {
   return element('button', {type: 'button', onclick: click, ...properties}, text);
 }

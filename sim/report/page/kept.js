@@ -43,7 +43,7 @@ class KeptText {
       span.style.setProperty('--a', String(Math.round(90 * (attention.get(position) ?? 0))));
     });
     const share = paid > 0 ? `, ${Math.round((100 * held) / paid)}% of the attention shown` : '';
-    this.caption.textContent = `keeps ${kept} of ${query + 1} tokens${share}; ${left} left since the step before`;
+    this.caption.textContent = `keeps ${kept} of ${query + 1} tokens${share}; ${left} evicted since the step before`;
     this.box.scrollTop = this.box.scrollHeight;
   }
 }
@@ -63,9 +63,9 @@ class KeptView {
       this.place = Number(value);
       this.draw();
     }));
-    const where = element('p', {class: 'quiet'}, `Budget ${shown(kept.budget)}, whichever is chosen above; sequence ${shown(kept.trace)}` +
+    const where = element('p', {class: 'quiet'}, `Budget ${shown(kept.budget)}, whatever budget is chosen above; sequence ${shown(kept.trace)}` +
       (heads.length > 1 ? '.' : `, ${heads[0][1]}.`) +
-      (kept.has_text ? '' : ' Numbers are token ids: give the report --model DIR for the text.'));
+      (kept.has_text ? '' : ' Numbers are token ids; make the page with --model DIR to show the text.'));
     this.slider = element('input', {type: 'range', name: 'query', min: '0', max: String(kept.queries.length - 1),
       'aria-label': 'query', oninput: () => this.go(Number(this.slider.value))});
     this.step = element('output', {class: 'readout'});

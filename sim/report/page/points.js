@@ -60,7 +60,8 @@ function plotSpec({dots, spreads = [], lines, x, y, joined, title, forExport, wi
       {name: 'lines', values: forExport ? drawn.map((l, i) => ({...l, row: Math.floor(i / 3), column: i % 3})) : []}],
     scales: [xs.spec, ys.spec, ...lookScales(drawn)],
     axes: [axisOf('bottom', xs, x), axisOf('left', ys, y)],
-    marks: [...plotMarks(joined), ...(y.names?.length ? [] : legendMarks(joined))],
+    // One description for the figure; a screen reader need not read each mark.
+    marks: [...plotMarks(joined), ...(y.names?.length ? [] : legendMarks(joined))].map((mark) => ({...mark, aria: false})),
   };
 }
 

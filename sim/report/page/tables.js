@@ -34,6 +34,7 @@ function csvOf(table) {
 
 /** Makes a table of the page sort and go away as CSV. */
 function enliven(table, name) {
+  breakNames(table);
   [...table.tHead.rows[0].cells].forEach((header, column) => {
     if (!header.textContent) return;
     const sorter = button('', () => sortBy(table, column, header), {class: 'sort'});

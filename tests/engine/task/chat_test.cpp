@@ -47,8 +47,8 @@ TEST_CASE("Other templates are refused by name") {
     return error_of<std::invalid_argument>([&] { chat_frame(text, "dir/tokenizer_config.json"); });
   };
   CHECK(refusal("<|start_header_id|>") ==
-        "dir/tokenizer_config.json: its chat template is Llama 3's headers; only ChatML is known, "
-        "--no-chat asks without");
+        "dir/tokenizer_config.json: its chat template is Llama 3's headers, and only ChatML is "
+        "supported; --no-chat runs without it");
   CHECK(refusal("{{ '[INST] ' }}").find("Llama 2 and Mistral") != std::string::npos);
   CHECK(refusal("hello").find("of an unknown kind") != std::string::npos);
   CHECK(refusal("<|im_start|> <|im_end|> <think>").find("thoughts") != std::string::npos);

@@ -38,8 +38,9 @@ TEST_CASE("A configuration with more right answers is deployed if its KL is at m
   const Choice choice = field.choice();
   CHECK(choice.deployed == 2);
   CHECK(choice.best_accuracy == 2);
-  CHECK(choice.why.find("70% of passkey, the lowest KL answers 25%") != std::string::npos);
-  CHECK(choice.why.find("the price is 15% more KL") != std::string::npos);
+  CHECK(choice.why.find("70% of passkey, and the policy with the lowest KL answers 25%") !=
+        std::string::npos);
+  CHECK(choice.why.find("it has 15% more KL") != std::string::npos);
 }
 
 TEST_CASE(
@@ -52,7 +53,7 @@ TEST_CASE(
   const Choice choice = field.choice();
   CHECK(choice.best_accuracy == 2);
   CHECK(choice.deployed == 1);
-  CHECK(choice.why.find(field.text(2) + " answers 100% of passkey, but for 35% more KL") !=
+  CHECK(choice.why.find(field.text(2) + " answers 100% of passkey, but with 35% more KL") !=
         std::string::npos);
   const auto json = criteria_json(field.finalists, field.evaluated, choice);
   CHECK(json["distribution"] == field.text(0));

@@ -271,22 +271,26 @@ TEST_CASE("A prefix is refused by name if its state depends on the tokens after 
   const std::string call = " kvlab_copy_prefix: ",
                     refused = std::to_string(cudaErrorNotSupported) + call,
                     wrong = std::to_string(cudaErrorInvalidValue) + call;
-  const std::string depends = ": of a prefix that depends on what follows it";
-  CHECK(said("keydiff", good) == refused + "keydiff reads key_cosine, of all keys" + depends);
+  const std::string depends = ": depends on what follows the prefix";
+  CHECK(said("keydiff", good) ==
+        refused + "keydiff reads key_cosine, which depends on all keys" + depends);
   for (const std::string& policy : policies())
     if (kvlab_policy_weighted(kvlab_find_policy(policy.c_str())))
       CHECK(said(policy, good) ==
-            refused + policy + " weighs queries by how many are younger" + depends);
+            refused + policy + " weighs queries by the number of later queries" + depends);
   kvlab_prefix_args args = good;
   args.tokens = 0;
   CHECK(said("h2o", args) ==
         wrong + "sequences is 1, kv_heads 1, tokens 0: each at least 1, and 65535 pairs at most");
   args = good;
   args.to_seen = nullptr;
-  CHECK(said("h2o", args) == wrong + "seen or to_seen is NULL: h2o needs what is seen");
+  CHECK(said("h2o", args) ==
+        wrong +
+            "seen or to_seen is NULL, and h2o needs the numbers of queries that saw each token");
   args = good;
   args.features = nullptr;
-  CHECK(said("knorm", args) == wrong + "features or to_features is NULL: knorm reads 1 a slot");
+  CHECK(said("knorm", args) ==
+        wrong + "features or to_features is NULL, and knorm reads 1 per slot");
 }
 
 TEST_CASE("KV heads split over two devices keep and sample the same tokens as on one", "[gpu]") {

@@ -181,15 +181,15 @@ TEST_CASE("The library says in one line why a call was refused") {
   };
   const std::string call = "kvlab_evicting_attention: ";
   CHECK(said([](auto& args) { args.cache.head_size = 80; }, h2o) ==
-        call + "cache.head_size is 80; 64, 96, 128 or 256");
+        call + "cache.head_size is 80; it should be 64, 96, 128 or 256");
   CHECK(said([](auto& args) { args.struct_size = 0; }, h2o) ==
         call + "struct_size is 0; sizeof is 296 by kvlab.h 0.6");
   CHECK_THAT(said([](auto& args) { args.cache.query_heads = 34; }, h2o),
              ContainsSubstring(call + "cache.query_heads is 34, kv_heads 2: at most "));
   CHECK(said([](auto& args) { args.cache.pages = {.blocks = args.cache.lengths, .page = 12}; },
-             h2o) == call + "cache.pages.page is 12; a power of two from 16 to 2^20");
+             h2o) == call + "cache.pages.page is 12; it should be a power of two from 16 to 2^20");
   CHECK(said([](auto& args) { args.policy.states = nullptr; }, h2o) ==
-        call + "policy.states is NULL: h2o has 8 bytes a slot");
+        call + "policy.states is NULL, and h2o has 8 bytes per slot");
   CHECK(said([](auto& args) { args.q = static_cast<const char*>(args.q) + 2; }, h2o) ==
         call + "q does not begin at a multiple of 16 bytes");
   CHECK(said([](auto& args) { args.numbering = KVLAB_TWO_FRAMES; }, h2o) ==
@@ -243,7 +243,7 @@ TEST_CASE("Each refused call replaces the reason of the call before") {
   values.fill(-1e9);
   CHECK_THAT(reason("kvlab_policy_params",
                     kvlab_policy_params(snapkv, values.data(), count, params.data())),
-             ContainsSubstring("a value is outside of its range"));
+             ContainsSubstring("a value is outside its range"));
   CHECK(reason("kvlab_policy_params", kvlab_policy_params(snapkv, nullptr, count, params.data())) ==
         "an argument is NULL");
   reason("kvlab_policy_weights", kvlab_policy_weights(nullptr, nullptr, 1, &weight, &tail));

@@ -441,7 +441,7 @@ TEST_CASE("Slots are measured without a device, and refusals give a reason") {
   const std::string call = "kvlab_slots_memory: ";
   CHECK(why([](Layout& l) { l.config.struct_size = 0; }).starts_with(call + "struct_size is 0"));
   CHECK(why([](Layout& l) { l.config.head_size = 80; }) ==
-        call + "config.head_size is 80; 64, 96, 128 or 256");
+        call + "config.head_size is 80; it should be 64, 96, 128 or 256");
   CHECK(why([](Layout& l) { l.rules[1].sinks = 90; }).starts_with(call + "rules[1]: budget is 84"));
   CHECK(why([](Layout& l) {
           l.tiers[3].slots = 1;

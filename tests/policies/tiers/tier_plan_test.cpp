@@ -140,9 +140,10 @@ TEST_CASE("invalid tier plans are refused") {
   CHECK_THAT(refusal_of("4:50%,8:50%"),
              Catch::Matchers::ContainsSubstring(
                  "8 under 4: tiers must be in order of decreasing precision"));
-  CHECK_THAT(refusal_of("16:50%,4:49%"), Catch::Matchers::ContainsSubstring("shares come to 99%"));
-  CHECK_THAT(refusal_of("16,4"), Catch::Matchers::ContainsSubstring("shares come to 200%"));
-  CHECK_THAT(refusal_of("16:8t"), Catch::Matchers::ContainsSubstring("shares come to 0%"));
+  CHECK_THAT(refusal_of("16:50%,4:49%"),
+             Catch::Matchers::ContainsSubstring("shares add up to 99%"));
+  CHECK_THAT(refusal_of("16,4"), Catch::Matchers::ContainsSubstring("shares add up to 200%"));
+  CHECK_THAT(refusal_of("16:8t"), Catch::Matchers::ContainsSubstring("shares add up to 0%"));
   CHECK_THAT(refusal_of("16:16,4:100%"),
              Catch::Matchers::ContainsSubstring("should be tokens such as 16t"));
   CHECK_THAT(refusal_of("16:0t,4:100%"), Catch::Matchers::ContainsSubstring("at least 1"));

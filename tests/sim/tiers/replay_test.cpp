@@ -210,9 +210,9 @@ TEST_CASE(
   }
   for (const char* policy : {"h2o:tiers=kivi2", "full:tiers=kivi4:sinks=4"})
     CHECK_THROWS_AS(resolve({.policy = parse_policy(policy)}, 300), std::invalid_argument);
-  CHECK_THROWS_WITH(
-      parse_tier_plan("16:50%,kivi2:50%"),
-      "tiers '16:50%,kivi2:50%': kivi2 keeps all tokens in its own way; it stands alone");
+  CHECK_THROWS_WITH(parse_tier_plan("16:50%,kivi2:50%"),
+                    "tiers '16:50%,kivi2:50%': kivi2 keeps all tokens in its own format; give it "
+                    "alone, without other tiers");
 }
 
 TEST_CASE("KIVI's quantized values equal the authors' and transformers' quantized cache") {

@@ -112,7 +112,7 @@ def commands(at):
 
 OVER = "it was over before the signal"
 SHORTEST = 0.002  # seconds
-CHECKSUM = "is not what run.json was written for"  # the error that ends reading the long run
+CHECKSUM = "was changed after run.json was written"  # how reading the long run ends
 
 
 class Checker:
@@ -160,7 +160,7 @@ class Checker:
         if process.returncode != 128 + getattr(signal, name):
             found.append(f"exit code {process.returncode}")
         last = said.rstrip("\n").split("\n")[-1]
-        if f"called off by {name}" not in last:
+        if f"stopped by {name}" not in last:
             found.append(f"said {last!r}")
         if left := sorted(path for path in set(os.listdir()) - there - set(may_be_left) if not (LONG_STEP in last and path.endswith(".part"))):
             found.append(f"left {left}")

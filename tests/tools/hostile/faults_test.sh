@@ -42,7 +42,7 @@ others() { ls -A | grep -vxE "whole|(out|err|count).txt|$ours" | grep -vxE "$1" 
 ended_at_once() {
   case $1 in
     kill*) ;;
-    memory*) grep -q 'what was unfinished is left' err.txt ;;
+    memory*) grep -q 'unfinished results are kept' err.txt ;;
     *) false ;;
   esac
 }

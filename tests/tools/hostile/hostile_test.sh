@@ -21,7 +21,7 @@ done
 for tier_plan in 8:25%,4:50%:100% 4:100%,8:0% 3 16:16t; do
   refused "tiers" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers "$tier_plan" --out other
 done
-refused "shares come to 75%" "$kvlab" eval --model tiny --text policy.json --policy h2o --budget 32 --tiers 8:25%,4:50%
+refused "shares add up to 75%" "$kvlab" eval --model tiny --text policy.json --policy h2o --budget 32 --tiers 8:25%,4:50%
 refused "tiers must be in order of decreasing precision" "$kvlab" tune --model tiny --text policy.json --budget 32 --tiers 4:50%,8:50% --out other.json
 refused "holds no token" "$kvlab" replay --trace story --policy h2o --budget 79B --tiers 4 --out other
 refused "too few for one token on its first tier" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers 16:1%,4:99% --out other
@@ -35,7 +35,7 @@ cmp -s run/run.json whole.json || fail "run.json was replaced"
 
 # A NUL after a complete policy file, control characters in its names, a folder with terminal control characters.
 { cat policy.json; printf '\0 rubbish'; } >nul.json
-refused "is a NUL" "$kvlab" generate --model tiny --prompt hi --policy-file nul.json
+refused "is NUL" "$kvlab" generate --model tiny --prompt hi --policy-file nul.json
 sed 's/"name": "tiny"/"name": "tiny\\u001b[2J"/' policy.json >obeyed.json
 ! cmp -s policy.json obeyed.json || fail "the model's name is not where it was"
 refused "without control characters" "$kvlab" generate --model tiny --prompt hi --policy-file obeyed.json
@@ -44,7 +44,7 @@ sed 's/"weights_xxh3": "[0-9a-f]*"/"weights_xxh3": "\\u001b[2J"/' policy.json >h
 refused "without control characters" "$kvlab" generate --model tiny --prompt hi --policy-file hashed.json
 sed 's/"weights_xxh3":/"weights": 1, "weights_xxh3":/' policy.json >more.json
 refused "is not known to this version" "$kvlab" generate --model tiny --prompt hi --policy-file more.json
-refused "no such folder" "$kvlab" trace info "$(printf 'a\033[2Jb\nc')"
+refused "no such directory" "$kvlab" trace info "$(printf 'a\033[2Jb\nc')"
 
 # Another program's error message of several lines.
 mkdir bin
@@ -84,9 +84,9 @@ sed 's/^\( *"t": \)[0-9]*/\19084/' tiny/tokenizer.json >far.json
 echo t >t.txt
 for kind in few far; do
   mv $kind.json broken/tokenizer.json
-  refused "the file of this model is needed" "$kvlab" capture --model broken --prompt t --max-new-tokens 3000 --beyond-context --out trace
-  refused "the file of this model is needed" "$kvlab" generate --model broken --prompt t --max-new-tokens 3000 --beyond-context
-  refused "the file of this model is needed" "$kvlab" eval --model broken --text t.txt
+  refused "of this model" "$kvlab" capture --model broken --prompt t --max-new-tokens 3000 --beyond-context --out trace
+  refused "of this model" "$kvlab" generate --model broken --prompt t --max-new-tokens 3000 --beyond-context
+  refused "of this model" "$kvlab" eval --model broken --text t.txt
   [ ! -e trace ] || fail "a trace was begun"
 done
 
@@ -143,7 +143,7 @@ while [ ${#deep} -lt 3800 ]; do
 done
 deep=$deep/$(head -c $((4080 - ${#deep})) /dev/zero | tr '\0' n) # the folder can be created, but no file in it
 mkdir "$deep"
-refused "TMPDIR: it should name a folder" tune env "TMPDIR=$deep/$name"
+refused "TMPDIR: should be a directory" tune env "TMPDIR=$deep/$name"
 refused "File name too long" tune env "TMPDIR=$deep"
 for path in "${name}s.longer" "$(head -c 5000 /dev/zero | tr '\0' p)"; do
   refused "File name too long" "$kvlab" trace verify "$path"

@@ -33,11 +33,11 @@ ended() {
   grep -v 'the text may degrade' err.txt >line.txt || true # a warning that is printed before
   mv line.txt err.txt
   said "$words" "$*"
-  said "called off by SIG$signal" "$*"
+  said "stopped by SIG$signal" "$*"
   [ -z "$(ls scratch)" ] || fail "left in TMPDIR: $(ls scratch), of: $*"
 }
 
-again="; nothing is left, and the same command begins again"
+again="; nothing was kept, and the same command starts from the beginning"
 for signal in INT TERM HUP; do
   # The first shard may be complete by then; the message must match the files.
   delay=0
@@ -51,7 +51,7 @@ for signal in INT TERM HUP; do
     [ ! -e trace ] || fail "capture left a folder"
   fi
   delay=0.1
-  ended $signal 'trace/shard-00000.safetensors' '; trace is unfinished, `kvlab trace seal trace` keeps its whole shards' \
+  ended $signal 'trace/shard-00000.safetensors' '; trace is unfinished; `kvlab trace seal trace` makes a trace of its complete shards' \
     "$kvlab" capture --model tiny --prompt-file text --prefill chunk:256 --teacher-forced --prompt-tokens 12000 --beyond-context --out trace
   "$kvlab" trace seal trace >/dev/null
   "$kvlab" trace verify trace >/dev/null
@@ -61,7 +61,7 @@ for signal in INT TERM HUP; do
   delay=0
   for unit in 0 7; do
     ended $signal "run.part/trace0-unit$unit.unit" \
-      '; the finished part is kept in run.part, and the same command goes on with it' \
+      '; the finished part is kept in run.part, and the same command continues it' \
       "$kvlab" replay --trace story --policy h2o,lru,streaming_h2o,tova,roco,lfu --threads 1 --out run \
       --budget "$(seq -s, 16 6 200)"
     [ ! -e run ] || fail "a run that is not whole"

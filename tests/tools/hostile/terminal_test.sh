@@ -102,7 +102,7 @@ refused "cannot write: File too large" limited 4 "$kvlab" capture --model tiny -
 refused "cannot write: File too large" limited 4 "$kvlab" report run --out large.html
 if [ -e "${KVLAB_VEGA:-/usr/share/javascript/vega}" ]; then # a report without it would fit
   refused "cannot write: File too large" limited 60 "$kvlab" report run --figures large --out large.html
-  refused "demo is taken away" limited 200 "$kvlab" demo
+  refused "demo has been removed" limited 200 "$kvlab" demo
 else
   echo "left out: a disk that is full behind some figures, for want of Vega"
 fi
@@ -113,7 +113,7 @@ mkdir closed
 chmod a-w closed
 fidelity="$kvlab fidelity --model tiny --text text --policy window,sink,lru --budget 32,64 --max-tokens 500 --prompt-tokens 100 --out fidelity"
 began=$(date +%s%N)
-refused "nowhere/page.html lies in no folder" $fidelity --report nowhere/page.html
+refused "nowhere/page.html: parent directory nowhere does not exist" $fidelity --report nowhere/page.html
 refused "File name too long" $fidelity --report "$(head -c 300 /dev/zero | tr '\0' n).html"
 [ "$(id -u)" -eq 0 ] || refused "closed/page.html: cannot create: Permission denied" $fidelity --report closed/page.html
 [ $((($(date +%s%N) - began) / 1000000)) -lt 5000 ] || fail "the work came first"

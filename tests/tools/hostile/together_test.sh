@@ -53,7 +53,7 @@ for command in report deploy; do
   flock --no-fork out.0123abcd.part sleep 60 &
   pid=$!
   while flock -n out.0123abcd.part true; do sleep 0.01; done
-  refused "out: another command is making it" $command out
+  refused "out: another command is writing it" $command out
   [ ! -e out ] || fail "$command wrote what another is making"
   kill $pid
   wait $pid || true

@@ -32,7 +32,7 @@ sh -e quickstart.sh >quickstart.out 2>&1 || { cat quickstart.out; fail "README's
 
 tiny=engine/models/tiny run=hour/run
 kvlab task passkey --model $tiny --policy window,h2o --budget 64,128 --words 100 --depth 50% --samples 2 >task.out
-has "the full cache answers none right" task.out
+has "The full cache answers no question right" task.out
 kvlab help replay >help.out
 has "Usage: kvlab replay" help.out
 kvlab help help >help.out
@@ -43,13 +43,13 @@ kvlab replay --trace hour/trace --policy "window, h2o" --budget "64, 128" --show
 kvlab replay --trace hour/trace --policy full --budget 64 --out full >full.out
 ! grep -q recall full.out || fail "replay --policy full prints empty tables"
 has "loses nothing" full.out
-has "says nothing of errors" spaces.out
+has "bounds recall and misses only" spaces.out
 refused "--budget 128" kvlab generate --model $tiny --policy h2o --prompt x
 refused "Hugging Face hub" kvlab generate --model Qwen/Qwen2-0.5B --prompt x
 refused "make nowhere first" kvlab replay --trace hour/trace --policy window --budget 64 --out nowhere/x
 kvlab verify --model $tiny --prompt-file tools/demo/prompt.txt --policy-file hour/policy.json >verify.out
 has "sink:sinks=4:recent=0 budget 97" verify.out
-refused "budget: the file of --policy-file says this itself" kvlab verify --model $tiny --prompt x --policy-file hour/policy.json --budget 9
+refused "budget: --policy-file already sets it" kvlab verify --model $tiny --prompt x --policy-file hour/policy.json --budget 9
 has "most live tokens" hour/report.html
 has "lowest mean of residual error" hour/report.html
 printf 'ab\377\376' >bytes.txt
@@ -81,7 +81,7 @@ has "h2o  " same.out
 ! grep -q "No policy has the same" same.out || fail "what two runs share is not seen"
 refused "of one kind" kvlab compare $run hour/eval
 refused "two or more" kvlab compare $run
-refused "is not in all of these" kvlab compare $run spaces --metric nonsense
+refused "is not in all of the runs" kvlab compare $run spaces --metric nonsense
 for shell in bash zsh fish; do
   kvlab manual $shell >completion
   for word in replay request-threshold compare; do has "$word" completion; done
@@ -111,13 +111,13 @@ for command in $(cd "$source" && cat README.md docs/*.md docs/*/*.md docs/*/*/*.
 done
 
 # An option that would be ignored is refused, and lists may have spaces.
-refused "model: is of --confirm" kvlab deploy $run --budget 64 --model $tiny --out no.json
-refused "words: --task none asks nothing" kvlab tune --model $tiny --text tools/demo/prompt.txt --budget 64 --task none --words 7 --out no.json
+refused "model: requires --confirm" kvlab deploy $run --budget 64 --model $tiny --out no.json
+refused "words: --task none evaluates no task" kvlab tune --model $tiny --text tools/demo/prompt.txt --budget 64 --task none --words 7 --out no.json
 refused "threads: is of" kvlab trace info hour/trace --threads 2
-refused "budget: of which policy" kvlab generate --model $tiny --prompt x --policy full --budget 64
-refused "prefill: the full cache heeds none" kvlab eval --model $tiny --text nine.txt --prefill stream
+refused "budget: the full cache has no budget" kvlab generate --model $tiny --prompt x --policy full --budget 64
+refused "prefill: the full cache does not use it" kvlab eval --model $tiny --text nine.txt --prefill stream
 refused "window: --stream takes" kvlab eval --model $tiny --text nine.txt --stream --window 32
-refused "prefill: the file of" kvlab eval --model $tiny --text nine.txt --policy-file hour/policy.json --prefill stream
+refused "prefill: --policy-file already sets it" kvlab eval --model $tiny --text nine.txt --policy-file hour/policy.json --prefill stream
 kvlab replay --trace hour/trace --layers "0, 1" --policy "window, sink" --budget "32, 64" --out listed >listed.out
 has "window" listed.out
 
@@ -127,7 +127,7 @@ printf '#!/bin/sh\nexit 127\n' >bin/vl-convert
 cp bin/vl-convert bin/python3
 chmod +x bin/vl-convert bin/python3
 PATH=$folder/bin:$PATH kvlab report $run --figures spec --out spec.html >out 2>err
-has "for want of vl-convert" err
+has "vl-convert is not installed" err
 [ "$(grep -vc "libjs-vega" err)" = 1 ] && [ -s spec/frontier.vl.json ] && [ ! -e spec/frontier.svg ] || fail "figures without vl-convert"
 printf '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo drawn >"$2"\n' >bin/vl-convert
 PATH=$folder/bin:$PATH kvlab report hour/eval --figures pictures --out spec.html >out 2>err
@@ -149,5 +149,5 @@ refused "eval.csv: line" kvlab report broken --out none.html
 mkdir other
 sed 's/}$/ }/' $tiny/tokenizer.json >other/tokenizer.json
 echo >>other/tokenizer.json
-refused "not the tokenizer of trace" kvlab report $run --model other --out none.html
+refused "is not the model of trace" kvlab report $run --model other --out none.html
 [ ! -e none.html ] || fail "a refused report left a page"

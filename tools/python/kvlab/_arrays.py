@@ -84,7 +84,7 @@ def _kinds(segments: Any, tokens: int) -> dict[int, bool]:
         kinds[begin] = kind == "prompt"
         begin += count
     if begin != tokens:
-        raise ValueError(f"segments: they come to {begin} tokens; {tokens} are expected")
+        raise ValueError(f"segments: they add up to {begin} tokens; {tokens} are expected")
     return kinds
 
 

@@ -102,11 +102,11 @@ class Token:
     def rows(self) -> Rows:
         """Queries, keys and values of the whole layer."""
         if self._look is None:
-            raise LookupError("token.rows: is there for a policy that asks: @kvlab.policy(rows=True)")
+            raise LookupError("token.rows: is only available with @kvlab.policy(rows=True)")
         try:
             return self._look()
         except KeyError:
-            raise LookupError("token.rows: nothing of this layer is known here") from None
+            raise LookupError("token.rows: is not known for this layer here") from None
 
     @property
     def ids(self) -> numpy.typing.NDArray[numpy.int32]:
@@ -300,12 +300,12 @@ def policy(
             right = f"at most {_MOST_NAME} letters, digits and underscores"
             raise ValueError(f"{own.place}: policy {_arguments.shown(own.name)} should be {right}")
         if _kvlab.is_taken(own.name):
-            raise ValueError(f"{own.where}: the name {own.name} is taken by a policy of kvlab; give another: name=…")
+            raise ValueError(f"{own.where}: {own.name} is already a policy of kvlab; give another: name=…")
 
         def held(one: _OwnFunction) -> _kvlab.Policy:
             return _kvlab.Policy.own(
                 own.name,
-                summary or (inspect.getdoc(function) or "an own policy").splitlines()[0],
+                summary or (inspect.getdoc(function) or "a Python policy").splitlines()[0],
                 own.path,
                 own.text,
                 needed,

@@ -292,7 +292,7 @@ class Run:
             there = ", ".join(sorted({f"{entry['policy']} at {entry['budget']}" for entry in self.sweep}))
             raise ValueError(f"kept: the run has no {requested}; it has {_arguments.brief(there, 1000)}")
         if len(found) > 1:
-            raise ValueError(f"kept: the run has {len(found)} configurations of {requested}; say more of it")
+            raise ValueError(f"kept: the run has {len(found)} configurations of {requested}; give more settings")
         return found[0]
 
     def _sequence(self, trace: str | None) -> int:
@@ -309,7 +309,7 @@ class Run:
             self._traces = [Trace(path, verify=False) for _, path, _ in self._held.traces]
         trace = self._traces[sequence]
         if trace.hash != expected:
-            raise ValueError(f"{path}: is another trace than the run's {name}")
+            raise ValueError(f"{path}: is not the run's trace {name}")
         return trace._held
 
     def plot(self, metric: str, *, ax: matplotlib.axes.Axes | None = None) -> matplotlib.axes.Axes:
@@ -447,7 +447,7 @@ def replay(
     several: list[Any] = [trace] if one_trace else _arguments.items("trace", trace, "a trace, a path, or a list of them")
     traces = [one if isinstance(one, Trace) else Trace(one, threads=threads) for one in several]
     if not traces:
-        raise ValueError("trace: name at least one")
+        raise ValueError("trace: give at least one")
     _arguments.one_of("device", device, "cpu", "cuda")
     _arguments.one_of("output_error", output_error, "sample", "all")
     texts, own = resolve([policies] if isinstance(policies, (str, Policy)) else policies)

@@ -37,7 +37,8 @@ ModelShape shape_of(const Heads& q, const Heads& k, const Heads& v, const std::s
     alike = alike && q.shape(axis) == k.shape(axis) && k.shape(axis) == v.shape(axis);
   if (!alike)
     throw std::invalid_argument(
-        "q, k, v: the same tokens and head size, and heads that KV heads divide, are expected");
+        "q, k, v: the same tokens and head size, and a number of heads that is a multiple of the "
+        "KV heads, are expected");
   return {.layers = 1,
           .query_heads = static_cast<std::uint32_t>(q.shape(0)),
           .kv_heads = static_cast<std::uint32_t>(k.shape(0)),

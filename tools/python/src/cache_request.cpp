@@ -20,9 +20,8 @@ namespace {
 CacheConfig config_of(const CacheRequest& requested) {
   if (requested.policy.ends_with(".json")) {
     if (!requested.budget.empty() || !requested.positions.empty())
-      throw std::invalid_argument(
-          fmt::format("{}: budget and positions are the file's; neither is expected beside it",
-                      requested.policy));
+      throw std::invalid_argument(fmt::format(
+          "{}: the policy file sets budget and positions; leave both out", requested.policy));
     const PolicyFile file = read_policy_file(requested.policy, compiled_from(requested.own));
     check_shape(file, requested.model);
     return file.cache;
@@ -99,7 +98,7 @@ Plan slot_plan(const CacheRequest& requested) {
   const Modifiers& modifiers = policy.modifiers;
   if (policy.entry->source || policy.entry->host)
     throw std::invalid_argument(
-        fmt::format("policy {}: {} holds registered policies; {} runs others", policy.name,
+        fmt::format("policy {}: {} runs registered policies only; {} runs this one", policy.name,
                     kKernelLibrary.name, kKernelLibrary.instead));
   Plan plan;
   plan["policy"] = policy.name;

@@ -63,10 +63,10 @@ class Caches {
   std::unique_ptr<Caches> copy() const {
     for (const Policy& policy : own_)
       if (policy.entry->see_rows)
-        throw std::invalid_argument(fmt::format(
-            "policy {} looks at the rows of one sequence, so its cache is not copied; compute the "
-            "prefix again for each copy",
-            policy.entry->info.name));
+        throw std::invalid_argument(
+            fmt::format("policy {} reads the rows of one sequence, so its cache cannot be copied; "
+                        "compute the prefix again for each copy",
+                        policy.entry->info.name));
     return std::unique_ptr<Caches>(new Caches(*this));
   }
 
@@ -188,8 +188,8 @@ void bind_caches(nb::module_& module) {
       .def("attend", &Caches::attend, nb::arg("layer"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
            nb::arg("is_prompt"), nb::arg("threads"),
            "q [tokens, query_heads, head_size], k and v before RoPE; returns the outputs.")
-      .def("copy", &Caches::copy, "Between two calls: what goes on from here in another way.")
-      .def("crop", &Caches::crop, nb::arg("tokens"), "Back to the first so many tokens.")
+      .def("copy", &Caches::copy, "A copy, between two calls, that continues independently.")
+      .def("crop", &Caches::crop, nb::arg("tokens"), "Removes all tokens after the first `tokens`.")
       .def("tokens", &Caches::tokens, nb::arg("layer"))
       .def("kept", &Caches::kept, nb::arg("layer"), nb::arg("kv_head"), "Positions, ascending.")
       .def_prop_ro("evictions", &Caches::evictions)

@@ -40,7 +40,7 @@ void translate(const std::exception_ptr& thrown, void*) {
     PyErr_SetString(PyExc_ValueError, "an argument has a type that is not expected here");
   } catch (const std::bad_alloc&) {
     PyErr_SetString(PyExc_MemoryError,
-                    "out of memory; a shorter input or fewer configurations would fit");
+                    "out of memory; a shorter input or fewer configurations may fit");
   } catch (const kvlab::DoesNotCompile& error) {
     raise_not_compiled(error.what());
   } catch (const std::filesystem::filesystem_error& error) {

@@ -117,7 +117,9 @@ struct Call {
         nb::make_tuple(step.now, step.budget, step.live, step.queries, step.seed, step.sequence,
                        step.layer, step.kv_head));
     const auto given = nb::cast<Given>(result);
-    if (given.shape(0) != count) throw std::logic_error("an own policy: ranks of another number");
+    if (given.shape(0) != count)
+      throw std::logic_error(
+          "a Python policy: the number of ranks differs from the number of tokens");
     Ranks ranks{.keys = std::vector<std::uint64_t>(count)};
     const auto take = [&](const auto* from) {
       for (std::size_t i = 0; i < count; ++i) ranks.keys[i] = rank_key(from[i]);
@@ -249,7 +251,7 @@ Ranks all_ranks(const void* data, const Tokens& tokens, const void* params, cons
 RankType rank(const void* data, Tokens tokens, std::size_t count, const void* params,
               const Step& step, std::uint64_t* ranks) {
   const Ranks all = all_ranks(data, tokens, params, step);
-  if (all.keys.size() != count) throw std::logic_error("an own policy: ranks of some tokens only");
+  if (all.keys.size() != count) throw std::logic_error("a Python policy: some tokens have no rank");
   std::ranges::copy(all.keys, ranks);
   return all.type;
 }
@@ -300,7 +302,7 @@ Needs needs_from(const std::string& text) {
 PolicyInfo info_of(const Host& host) {
   const OwnPolicy& own = host.own;
   if (own.features.size() > kMaxFeatures)
-    throw std::invalid_argument(fmt::format("features: {} are requested; a policy has at most {}",
+    throw std::invalid_argument(fmt::format("features: {} are given; a policy has at most {}",
                                             own.features.size(), kMaxFeatures));
   PolicyInfo info{.name = own.name.c_str(),
                   .summary = own.summary.c_str(),
@@ -312,7 +314,7 @@ PolicyInfo info_of(const Host& host) {
   for (std::size_t c = 0; c < own.features.size(); ++c) {
     if (!is_feature_name(own.features[c]))
       throw std::invalid_argument(fmt::format(
-          "features: '{}' is no name; letters, digits, '_', '-' and '.'", own.features[c]));
+          "features: '{}' is not a name; use letters, digits, '_', '-' and '.'", own.features[c]));
     info.features[c] = own.features[c].c_str();
   }
   if (own.defaults.empty()) return info;
@@ -323,7 +325,8 @@ PolicyInfo info_of(const Host& host) {
   known.entries.push_back(std::move(plain));
   const PolicySpec spec = parse_policy(own.name + ":" + own.defaults, {}, known);
   if (spec.prompt)
-    throw std::invalid_argument("modifiers: prompt is no default; write it behind the name");
+    throw std::invalid_argument(
+        "modifiers: prompt cannot be a default; write it after the policy's name");
   info.sinks = spec.sinks;
   info.recent = spec.recent;
   info.modifiers = spec.modifiers;
@@ -336,10 +339,9 @@ Policy make_own_policy(OwnPolicy own) {
   const Needs needs = needs_from(own.needs);
   if (needs == Needs::nothing && own.state_bytes > 0)
     throw std::invalid_argument(
-        "state: a policy that observes nothing keeps none; give needs=\"mass\" or \"requests\"");
+        "state: a policy that observes nothing has no state; give needs=\"mass\" or \"requests\"");
   if (own.by_head && !needs_mass(needs))
-    throw std::invalid_argument(
-        "by_head: mass has to be requested; give needs=\"mass\" or \"both\"");
+    throw std::invalid_argument("by_head: requires mass; give needs=\"mass\" or \"both\"");
   auto source = std::make_shared<PolicySource>(PolicySource{
       .path = own.path, .text = own.text, .xxh3 = xxh3_hex(own.text), .type = own.name});
   const auto host = std::make_shared<Host>(Host{std::move(own), needs});
@@ -412,21 +414,20 @@ CompiledPolicies compiled_from(const std::vector<Policy>& policies) {
 }
 
 void bind_policies(nb::module_& module) {
-  nb::class_<Policy>(module, "Policy", "A policy beside the registry's.")
+  nb::class_<Policy>(module, "Policy", "A policy that is not in the registry.")
       .def_static("compile", compile, nb::arg("path"),
                   "The policy of a header, compiled by the host's compiler.")
       .def_static("own", own, nb::arg("name"), nb::arg("summary"), nb::arg("path"), nb::arg("text"),
                   nb::arg("needs"), nb::arg("features"), nb::arg("defaults"), nb::arg("positions"),
                   nb::arg("state_bytes"), nb::arg("weights"), nb::arg("by_head"),
                   nb::arg("function"), nb::arg("sight").none(),
-                  "A policy whose ranks a Python function gives.")
+                  "A policy whose ranks a Python function computes.")
       .def_prop_ro("name", [](const Policy& p) { return std::string(p.entry->info.name); })
       .def_prop_ro(
           "json", [](const Policy& p) { return json_of(*p.entry); },
           "What `kvlab policies --json` says of it.");
-  module.def("registered_policies", registered, "Of each registered policy, the same.");
-  module.def("is_taken", is_taken, nb::arg("name"),
-             "Whether a policy or a reference has the name.");
+  module.def("registered_policies", registered, "The same for each registered policy.");
+  module.def("is_taken", is_taken, nb::arg("name"), "Whether a policy or an oracle has the name.");
 }
 
 }  // namespace kvlab::python

@@ -21,7 +21,7 @@ using Weights = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::
 std::shared_ptr<OutputProjections> projections_of(const std::vector<Weights>& layers,
                                                   std::uint32_t kv_heads, std::uint32_t head_size) {
   if (layers.empty() || kv_heads == 0 || head_size == 0)
-    throw std::invalid_argument("output projections: a model without layers or heads");
+    throw std::invalid_argument("output projections: the model has no layers or no heads");
   const std::size_t inputs = layers.front().shape(0), hidden = layers.front().shape(1);
   auto all = std::make_shared<OutputProjections>(
       OutputProjections{.hidden = static_cast<std::uint32_t>(hidden),

@@ -174,7 +174,7 @@ std::string ranking(const PythonRun& self, const std::string& budget, const std:
   const MetricInfo* const by = find_metric(metric.empty() ? best_metric(self.run.rows) : metric);
   const BudgetColumn* const column = metric_table.find_budget(budget);
   if (!by || !by->ranks)
-    throw std::invalid_argument(fmt::format("ranking: '{}' is no metric that ranks", metric));
+    throw std::invalid_argument(fmt::format("ranking: '{}' is not a metric that can rank", metric));
   if (!column)
     throw std::invalid_argument(fmt::format("ranking: budget {} is not in this run", budget));
   Ranking found = rank_policies(metric_table, column->text, *by);
@@ -232,7 +232,7 @@ std::vector<std::tuple<std::string, std::string, bool, bool>> metrics() {
 }  // namespace
 
 void bind_replay(nb::module_& module) {
-  nb::class_<PythonRun>(module, "Run", "What a replay came to.")
+  nb::class_<PythonRun>(module, "Run", "The results of a replay.")
       .def_static("load", load, nb::arg("directory"))
       .def("save", save, nb::arg("directory"),
            "Writes results.csv, blocks.csv, run.json and kept.json.")

@@ -200,7 +200,7 @@ std::vector<std::string> shard_files(const Trace& trace) {
 void bind_trace(nb::module_& module) {
   nb::class_<Trace>(module, "Trace", "A finished trace, mapped into memory.")
       .def_static("open", open_trace, nb::arg("path"), nb::arg("verify"), nb::arg("threads").none(),
-                  "Opens a trace's folder, and verifies it if asked to.")
+                  "Opens the directory of a trace, and verifies it if `verify` is true.")
       .def_ro("path", &Trace::path)
       .def_prop_ro("name", [](const Trace& t) { return describe(*t.reader, t.path).name; })
       .def_prop_ro("hash", [](const Trace& t) { return t.reader->hash(); })
@@ -224,7 +224,7 @@ void bind_trace(nb::module_& module) {
       .def_prop_ro("layer_numbers", layer_numbers, "What the model calls its layers.")
       .def_prop_ro("rows", rows_of, nb::sig("def rows(self) -> list[dict[str, object]]"),
                    "By layer: how its queries attend.")
-      .def_prop_ro("model_json", model_json, "What is known of the model, as JSON.")
+      .def_prop_ro("model_json", model_json, "What the trace says about the model, as JSON.")
       .def_prop_ro("shard_files", shard_files)
       .def_prop_ro("features",
                    [](const Trace& t) {
@@ -236,13 +236,14 @@ void bind_trace(nb::module_& module) {
       .def_prop_ro(
           "key_quantization_warning",
           [](const Trace& t) { return key_quantization_warning(*t.reader); },
-          "In which layers keys in 4 bits are unsafe; empty: in none.")
+          "A warning that names the layers in which 4-bit keys are unsafe; empty if there are "
+          "none.")
       .def_prop_ro("has_gradients",
                    [](const Trace& t) { return t.reader->extras().gradients.has_value(); })
       .def("read", read_head, nb::arg("part"), nb::arg("layer"), nb::arg("head"),
            "[tokens, head_size] of one head of q, k or v before RoPE, widened to float32.")
       .def("feature", read_feature, nb::arg("name"), nb::arg("layer"), nb::arg("kv_head"),
-           "[tokens]: a feature that the trace brings.")
+           "[tokens]: a feature that is stored in the trace.")
       .def("score", score, nb::arg("name"), nb::arg("layer"), nb::arg("kv_head"), nb::arg("sinks"),
            nb::arg("lag"), nb::arg("future"), "[tokens]: a feature that decoders compute.")
       .def("attention", attention, nb::arg("layer"), nb::arg("head"), nb::arg("first"),

@@ -213,7 +213,7 @@ void bind_trace_writer(nb::module_& module) {
           "finish", [](Writer& w) { (*w).finish(); }, no_gil())
       .def(
           "close", [](Writer& w) { w.held.reset(); },
-          "Unfinished: whole shards are left, or nothing.")
+          "Gives up the trace: its complete shards stay, if there are any.")
       .def_prop_ro("tokens", [](Writer& w) { return (*w).tokens(); });
   module.def("add_feature", add_feature, nb::arg("trace"), nb::arg("name"), nb::arg("layers"),
              nb::sig("def add_feature(trace: Trace, name: str, layers: Sequence[object]) -> None"),

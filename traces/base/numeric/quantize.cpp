@@ -21,8 +21,8 @@ void quantize_int(std::span<float> block, float least, float most, int bits) {
   if (!(std::abs(minimum) <= kLargestF16 && scale <= kLargestF16))
     throw std::invalid_argument("a key or value has " + std::to_string(least) + " to " +
                                 std::to_string(most) +
-                                " after the Hadamard rotation: fp16, which holds its scale, "
-                                "ends at 65504; tier 16 is expected");
+                                " after the Hadamard rotation, which is too large for its fp16 "
+                                "scale (at most 65504); use tier 16");
   for (float& y : block) {
     const float quantized = std::clamp(std::rint((y - minimum) / scale), 0.0f, levels);
     const float product = quantized * scale;

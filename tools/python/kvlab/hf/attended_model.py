@@ -50,7 +50,7 @@ def attended_model(model: Any, length: int | None) -> AttendedModel:
 def refuse_within_block(model: Any) -> None:
     for other in _known.get(base_of(model), {}).values():
         if other.block is not None:
-            raise Refused("kvlab.hf: the model is in a block of evicting(…) already; a call behind that block is expected")
+            raise Refused("kvlab.hf: the model is in a block of evicting(…) already; call it after that block")
 
 
 class Block:
@@ -111,7 +111,7 @@ class AttendedModel:
     def model(self) -> Any:
         model = self._model()
         if model is None:
-            raise Refused("kvlab.hf: the model of this cache is gone; it is expected as long as its caches")
+            raise Refused("kvlab.hf: the model of this cache was deleted; keep it as long as its caches")
         return model
 
     # --- Caches ---------------------------------------------------------------------------------

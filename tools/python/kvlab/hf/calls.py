@@ -69,7 +69,7 @@ class Calls:
                 raise Refused(f"kvlab.hf: {name} is given; the caches know {', '.join(sorted(_KNOWN))}")
         if past is None and not (config.use_cache if given.get("use_cache") is None else given["use_cache"]):
             why = "use_cache=False in it or in the model's config"
-            raise Refused(f"kvlab.hf: the call comes without a cache, as with {why}; use_cache=True is expected")
+            raise Refused(f"kvlab.hf: the call has no cache, as with {why}; use_cache=True is expected")
         start, (batch, n) = 0 if past is None else int(past.get_seq_length()), rows.shape[:2]
         if start == 0 or not self.pads:
             self._seen, self.pads = torch.ones(batch, 0, dtype=torch.bool, device=rows.device), [0] * batch
@@ -83,7 +83,7 @@ class Calls:
             mask = outer_mask  # the outer model made its layers' masks from this one
         new = self._new(mask, batch, start, n, later)
         if start > 0 and min(new) < n and given.get("position_ids") is None:
-            what = "padding behind tokens, which the model numbers too; position_ids that count tokens alone are"
+            what = "padding after tokens, which the model counts too; position_ids that count tokens only are"
             raise Refused(f"kvlab.hf: the call brings {what} expected")
         self._look_at_positions(given, start, n, new, later, rows.device)
         return start, n, new

@@ -81,7 +81,7 @@ def encode(model: str, config: Any, text: str) -> list[int]:
     twice = [a == b for a, b in zip(before, own)] + [False]
     ids = [int(id) for id in before + own[twice.index(False) :]]
     if not ids:
-        raise Refused("--prompt: has no tokens; give some text")
+        raise Refused("--prompt: the text has no tokens; give some text")
     if max(ids) >= config.vocab_size:
         known = f"the model's vocabulary is {config.vocab_size}"
         raise Refused(f"--model {model}: the tokenizer gives id {max(ids)}; {known}")
@@ -105,9 +105,9 @@ def passage_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
     whole = spelled(len(ids) - first)
     begin = whole.find(text)
     if begin < 0:
-        refuse_passage(text, "is not in the prompt; a text that is there once is expected")
+        refuse_passage(text, "is not in the prompt; give a text that appears in it once")
     if whole.find(text, begin + 1) >= 0:
-        refuse_passage(text, "is there more than once; a text that is there once is expected")
+        refuse_passage(text, "appears in the prompt more than once; give a text that appears in it once")
 
     def fewest(length: int) -> int:
         """The fewest tokens that decode to the first `length` characters. Incomplete bytes of a character decode to
@@ -163,24 +163,24 @@ def add_options(parser: Parser) -> None:
     def repeated(name: str, metavar: str, text: str) -> None:
         add(name, metavar=metavar, action="append", default=[], help=f"{text}; repeatable")
 
-    add("--model", metavar="DIR", required=True, help="checkpoint, or its name on the hub")
-    add("--out", metavar="TRACE", required=True, help="the trace's directory, which is made")
+    add("--model", metavar="DIR", required=True, help="checkpoint directory, or its name on the hub")
+    add("--out", metavar="TRACE", required=True, help="directory of the trace; it must not exist yet")
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="the prompt")
     text.add_argument("--prompt-file", metavar="FILE", help="a file that holds the prompt")
-    number("--max-new-tokens", "N", 0, "tokens to generate, at most; always the most likely (default: 100)")
-    add("--teacher-forced", action="store_true", help="decode the given text itself, instead of generating")
-    number("--prompt-tokens", "P", 1, "teacher-forced: so many of the text's tokens are the prompt")
-    number("--max-tokens", "T", 1, "teacher-forced: use the first T tokens of the text (default: all)")
-    longer = "take a prompt that is longer than what the model was trained on"
+    number("--max-new-tokens", "N", 0, "maximum number of tokens to generate, greedily (default: 100)")
+    add("--teacher-forced", action="store_true", help="decode the given text instead of generated tokens")
+    number("--prompt-tokens", "P", 1, "--teacher-forced: number of tokens of the text that form the prompt")
+    number("--max-tokens", "T", 1, "--teacher-forced: use the first T tokens of the text (default: all)")
+    longer = "allow a prompt longer than the context that the model was trained on"
     add("--beyond-context", action="store_true", help=longer)
-    add("--dtype", choices=["auto", *DTYPES], default="auto", help="to compute in; auto: the checkpoint's")
-    add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
+    add("--dtype", choices=["auto", *DTYPES], default="auto", help="dtype to compute in; auto: the checkpoint's")
+    add("--device", choices=["cuda", "cpu"], help="device to run on (default: cuda if there is a device)")
     attention = "transformers' attn_implementation of the model that the capture is compared with"
     add("--attention", choices=["sdpa", "eager", "flash_attention_2"], help=attention)
-    chunk = "tokens of a given text to feed at once (default: 1024)"
+    chunk = "number of tokens of a given text to feed at once (default: 1024)"
     number("--chunk", "N", 1, chunk, default=_kvlab.shard_tokens)
-    repeated("--passage", "TEXT", "a part of the prompt that is there once: the trace gets its tokens as a passage")
+    repeated("--passage", "TEXT", "a text that appears in the prompt once; the trace stores its tokens as a passage")
     feature = "a number for each token, layer and KV head (docs/reference/configurations.md): function(q, k, v, layer)"
     repeated("--feature", "NAME=module:function", feature)
 
@@ -194,13 +194,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         if arguments.prompt_tokens is None:
             parser.error("--prompt-tokens: missing; --teacher-forced needs --prompt-tokens P")
         if arguments.max_new_tokens is not None:
-            parser.error("--max-new-tokens: generates, and --teacher-forced does not; leave out one of them")
+            parser.error("--max-new-tokens: --teacher-forced does not generate; leave out one of them")
     for name in ("prompt_tokens", "max_tokens"):
         if not arguments.teacher_forced and getattr(arguments, name) is not None:
-            parser.error(f"--{name.replace('_', '-')}: comes with --teacher-forced only")
+            parser.error(f"--{name.replace('_', '-')}: requires --teacher-forced")
     refuse_missing_cuda(parser, arguments)
     if os.path.lexists(arguments.out):
-        parser.error(f"--out {arguments.out}: exists already; a new folder is expected")
+        parser.error(f"--out {arguments.out}: exists already; give a new directory")
     return arguments
 
 

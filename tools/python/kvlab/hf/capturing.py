@@ -112,7 +112,7 @@ class Listener:
     def attend(self, call: Call) -> torch.Tensor:
         layer = self.layers.get(call.layer)
         if layer is None or (layer.index, "out") in self.seen or call.q.shape[1] != self.count:
-            raise Refused(f"--model: layer {call.layer} attends otherwise than at first; the same layers are expected")
+            raise Refused(f"--model: layer {call.layer} attends differently than in the first call")
         self.seen.add((layer.index, "out"))
         if not layer.fits(call):
             raise Refused(f"--model: layer {layer.index}: attention has another scale, window or shape than at first")
@@ -149,7 +149,7 @@ class Listener:
         self.first, self.count = self.writer.tokens, len(ids)
         decoder = self.plan.decoder
         if self.first and self.cache is None:
-            raise Refused(f"--model: {type(decoder).__name__} gives no cache; one is needed from chunk to chunk")
+            raise Refused(f"--model: {type(decoder).__name__} returns no cache, which is needed between chunks")
         self.writer.begin(ids, kind == "prompt")
         self.seen.clear()
         self.checked.clear()
@@ -159,7 +159,7 @@ class Listener:
             result = decoder(torch.tensor([ids], device=decoder.device), **words, use_cache=True, return_dict=True)
         self.cache = cache_among(result.values())
         if len(self.seen) != (2 if self.plan.has_residual else 1) * len(self.layers):
-            raise Refused("--model: some layers have not attended; the same layers are expected for all tokens")
+            raise Refused("--model: some layers did not attend; the same layers are expected for all tokens")
         with refusing():
             self.writer.end()
         last: torch.Tensor = result.last_hidden_state[:, -1]
@@ -284,13 +284,13 @@ def add_features(out: str, features: Mapping[str, Feature]) -> None:
                 _kvlab.add_feature(trace._held, name, layers)
         except Exception as error:
             what = one_line(error if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
-            raise Refused(f"--feature {name}: {what}: --out {out} is finished without it") from None
+            raise Refused(f"--feature {name}: {what}: --out {out} is finished without this feature") from None
 
 
 def unfinished(out: str) -> str:
     """The end of an error message: how to keep what was written, if any shard is whole."""
     whole = os.path.exists(os.path.join(out, "shard-00000.safetensors"))
-    return f": --out {out} is unfinished; `kvlab trace seal {out}` keeps its whole shards" if whole else ""
+    return f": --out {out} is unfinished; `kvlab trace seal {out}` makes a trace of its whole shards" if whole else ""
 
 
 def write_capture(

@@ -28,7 +28,7 @@ def refuse_missing_cuda(parser: Parser, arguments: argparse.Namespace) -> None:
     import torch  # not at the top, because not every command needs it
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: there is no CUDA device that torch can use; cpu would do")
+        parser.error("--device: there is no CUDA device that torch can use; use --device cpu")
 
 
 def announce_size(program: str, what: str, size: float) -> None:

@@ -44,7 +44,7 @@ class Row:
 
     def copy(self) -> Row:
         if not hasattr(self.caches, "copy"):
-            raise Refused("a cache on CUDA is not copied; compute the prefix again, or model.to('cpu') is expected")
+            raise Refused("a cache on CUDA cannot be copied; compute the prefix again, or model.to('cpu') is expected")
         made = copy.copy(self)
         with refusing():
             made.caches = self.caches.copy()
@@ -91,14 +91,14 @@ class Conversation:
 
     def refuse_fault(self) -> None:
         if self.fault:
-            raise Refused(f"kvlab.hf: {self.fault}, so its cache cannot go on; another cache is expected")
+            raise Refused(f"kvlab.hf: {self.fault}, so its cache cannot continue; use a new cache")
 
     def crop(self, tokens: int) -> None:
         """Drops all but the first `tokens` tokens. Raises Refused before it drops anything."""
         self.refuse_fault()
         if tokens >= self.tokens:
             return
-        why = "the model has layers without attention, whose state does not go back" if self.attended.has_others else ""
+        why = "the state of layers without attention cannot be restored" if self.attended.has_others else ""
         why = why or ("rows are padded" if any(self.calls.pads) else "")
         for row in self.rows:
             why = why or next((window.crop_obstacle() for window in row.windows.values()), "")
@@ -132,7 +132,7 @@ class Conversation:
         if layer in held.windows:
             return held.windows[layer].kept()
         if layer not in layer_indices:
-            raise IndexError(f"kept: layer {layer}; those that attend are {', '.join(map(str, self.attended.layers))}")
+            raise IndexError(f"kept: layer {layer}; layers that attend are {', '.join(map(str, self.attended.layers))}")
         kept: numpy.typing.NDArray[numpy.uint32] = held.caches.kept(layer_indices[layer], head)
         return kept
 
@@ -145,7 +145,7 @@ class Conversation:
         self.calls.end()
         held = self.row(row)
         if not held.given:
-            raise Refused("trace: nothing was recorded; record=True is expected, and a call of the model")
+            raise Refused("trace: nothing was recorded; use record=True and call the model")
         q, k, v = (
             torch.stack([torch.cat([given[part] for given in layer]).transpose(0, 1) for layer in held.given.values()])
             for part in range(3)

@@ -72,7 +72,7 @@ class evicting(Facts, Block):
                 raise Refused("evicting: graph=True needs a model on CUDA, and record=False")
             if not attended.has_fixed_rope:
                 what = f"RoPE of type {', '.join(sorted(attended.rope_types))} may change with the length"
-                raise Refused(f"evicting: graph=True: {what}, which a graph does not see; graph=False is expected")
+                raise Refused(f"evicting: graph=True: {what}, which a CUDA graph cannot follow; use graph=False")
             blocks, layers = layer_count(attended.decoder, [*attended.layers.values()]), attended.layers
             if odd := [n for n in range(blocks) if n not in attended.layer_indices or not layers[n].still]:
                 what = "has a window, no KV cache, or a RoPE that is not given to it"

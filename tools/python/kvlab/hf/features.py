@@ -76,7 +76,7 @@ def scored(name: str, trace: Trace, layer: int, arguments: Arguments) -> Numbers
     """lagkv, expected_attention or redundancy, as the decoders compute them."""
     row = row_of(trace, layer)
     if name == "expected_attention" and (row["softcap"] > 0 or row["sink"] is not None):
-        raise Refused(f"{trace.path}: layer {layer} caps its scores or has sinks, which expected_attention knows not")
+        raise Refused(f"{trace.path}: layer {layer} has soft caps or sinks, which expected_attention does not support")
     settings = (arguments.sinks, arguments.lag, arguments.future)
     return numpy.stack([trace._held.score(name, layer, head, *settings) for head in range(trace.kv_heads)])
 
@@ -143,13 +143,13 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     add("--lag", metavar="N", type=whole_number(2), default=128, help="lagkv: tokens of a partition (default: 128)")
     future = "expected_attention: positions ahead that queries are taken from (default: 512)"
     add("--future", metavar="N", type=whole_number(1), default=512, help=future)
-    add("--replace", action="store_true", help="where a trace has the feature already")
+    add("--replace", action="store_true", help="replace the feature if a trace already has it")
     return parser.parse_args(argv)
 
 
 def add(trace: Trace, name: str, arguments: Arguments) -> None:
     if name in trace._held.features and not arguments.replace:
-        raise Refused(f"{trace.path}: has a feature {name} already; --replace makes it again")
+        raise Refused(f"{trace.path}: has a feature {name} already; replace it with --replace")
     layers = [FEATURES[name](trace, layer, arguments).astype(numpy.float32) for layer in trace.layer_numbers]
     with refusing(f"{trace.path}: feature {name}: "):
         _kvlab.add_feature(trace._held, name, layers)

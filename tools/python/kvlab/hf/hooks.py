@@ -74,7 +74,7 @@ class Hooks:
         if self.attend_token is not None:
             return
         if self._depths and self._thread is not threading.current_thread() and self._thread.is_alive():
-            raise Refused("kvlab.hf: two threads call one model at once; one call after the other is expected")
+            raise Refused("kvlab.hf: two threads call one model at the same time; make one call after the other")
         self.leave(depth)  # ends a call that was interrupted
         named = dict(zip(inspect.signature(module.forward).parameters, arguments)) | words if arguments else words
         if not self._depths:
@@ -109,7 +109,7 @@ class Hooks:
         conversation, attended = opened.conversation, self._attended
         for row, before, new in zip(conversation.rows, opened.before, opened.new):
             if row.tokens(len(attended.acted)) != {before + new}:
-                conversation.fault = f"a call of {max(opened.new)} tokens behind {before} did not end"
+                conversation.fault = f"a call of {max(opened.new)} tokens behind {before} did not finish"
         if attended.block is not None:
             attended.block.note(conversation)
 
@@ -122,11 +122,11 @@ class Hooks:
         cache, attended = cache_among(words.values()), self._attended
         conversation = conversation_of(cache)
         if conversation is not None and conversation.attended is not attended:
-            raise Refused("kvlab.hf: the call's cache was made for another model, or another length=; its own is expected")
+            raise Refused("kvlab.hf: the call's cache was made for another model or length=; use its own cache")
         self._refuse_gradients(words.get("inputs_embeds"))
         if conversation is None:
             if attended.block is None:
-                raise Refused("kvlab.hf: the model gave its decoder another cache; the cache of the call is expected")
+                raise Refused("kvlab.hf: the model gave its decoder another cache than the call's")
             refuse_filled(cache)
             conversation = attended.block.begin()
         conversation.refuse_fault()
@@ -142,10 +142,10 @@ class Hooks:
         for row, held, own in zip(conversation.rows, before, new):
             if have := row.tokens(len(attended.acted)) - {held}:
                 what = f"the call's cache counts {held} tokens, and {have.pop()} are held"
-                raise Refused(f"kvlab.hf: {what}; a cache that is changed by its own functions alone is expected")
+                raise Refused(f"kvlab.hf: {what}; change a cache only by its own functions")
             if attended.most is not None and held + own > attended.most:
-                what = f"more than {attended.most} tokens, of which the model's window hides some"
-                raise Refused(f"kvlab.hf: {what}; another length= is expected")
+                what = f"more than {attended.most} tokens, and the model's window hides some of them"
+                raise Refused(f"kvlab.hf: {what}; give another length=")
         self._open = opened
         if cache is not None:
             self._take(cache)
@@ -168,9 +168,9 @@ class Hooks:
         if cache is not None and cache is self._open.cache:
             return
         if cache is None:
-            raise Refused("kvlab.hf: a layer's attention is called without the model's cache, which is expected")
+            raise Refused("kvlab.hf: a layer's attention is called without the model's cache, which is needed")
         if self._open.cache is not None or conversation_of(cache) is not None:
-            raise Refused("kvlab.hf: a call brings two caches; one is expected")
+            raise Refused("kvlab.hf: a call has two caches; give one")
         self._take(cache)
 
     def is_filling(self, conversation: Conversation) -> bool:
@@ -181,7 +181,7 @@ class Hooks:
             getattr(embeddings, "requires_grad", False) or any(p.requires_grad for p in self._attended.model.parameters())
         ):
             what = "gradients would not flow through the caches' attention"
-            raise Refused(f"kvlab.hf: {what}; torch.no_grad() or torch.inference_mode() around the call is expected")
+            raise Refused(f"kvlab.hf: {what}; torch.no_grad() or torch.inference_mode() is needed around the call")
 
     # --- Attention ------------------------------------------------------------------------------
 
@@ -190,14 +190,14 @@ class Hooks:
         attended, opened = self._attended, self._open
         layer = attended.layers.get(call.layer)
         if layer is None or not layer.fits(call):
-            what = f"layer {call.layer} attends otherwise than at first"
+            what = f"layer {call.layer} attends differently than in the first call"
             raise Refused(f"kvlab.hf: {what}; the same scale, window and shape are expected")
         if self.attend_token is not None:
             # The layer works without a rotation.
             qkv = (layer.stored(call.q, None), layer.stored(call.k, None), call.v.transpose(0, 1))
             return self.attend_token(attended.layer_indices[call.layer], torch.cat(qkv, 1))
         if opened is None:
-            raise Refused(f"kvlab.hf: layer {call.layer} attends outside of a call of the decoder, which is expected")
+            raise Refused(f"kvlab.hf: layer {call.layer} attends outside of a call of the decoder")
         n, row = call.q.shape[1], call.row
         before, new = opened.before[row], opened.new[row]
         if call.k.shape[1] != n:

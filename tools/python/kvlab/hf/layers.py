@@ -260,7 +260,7 @@ def _table_of(decoder: Any, turns: Turns, layer: int) -> tuple[torch.Tensor, flo
     other = Turns(turns.sin, turns.cos)
     if turns_alike(other, Rope(*_read_back(other), 1.0), pairs, 0):
         raise Refused(f"--model: layer {layer}: it is given sines before cosines; cosines before sines are expected")
-    raise Refused(f"--model: layer {layer}: its RoPE does not turn by position · inv_freq, which is expected")
+    raise Refused(f"--model: layer {layer}: its RoPE does not rotate by position · inv_freq, which is needed")
 
 
 def _orders(size: int, pairs: int) -> Iterator[torch.Tensor]:
@@ -377,7 +377,7 @@ def running(decoder: Any) -> Iterator[None]:
     except (Refused, OSError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:
-        what = f"{type(decoder).__name__} runs otherwise than a decoder of text: {type(error).__name__}"
+        what = f"{type(decoder).__name__} does not run as a decoder of text: {type(error).__name__}"
         raise Refused(f"--model: {what}: {one_line(error, 120)}") from None
 
 
@@ -393,11 +393,11 @@ def _layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
                 what = f"layer {call.layer}: {name} of a few tokens are not finite"
                 raise Refused(f"--model: {what}; weights without NaN and infinity are expected")
     if twice := {number for number in numbers if numbers.count(number) > 1}:
-        raise Refused(f"--model: layer {min(twice)} attends more than once; once is expected")
+        raise Refused(f"--model: layer {min(twice)} attends more than once in a call; only once is supported")
     owners = {call.k.float().cpu().numpy().tobytes(): call.layer for call in reversed(run.calls)}
     for call in run.calls:
         if (owner := owners[call.k.float().cpu().numpy().tobytes()]) != call.layer:
-            raise Refused(f"--model: layer {call.layer} has the keys of layer {owner}; keys of its own are expected")
+            raise Refused(f"--model: layer {call.layer} has the keys of layer {owner}; this is not supported")
     layers = []
     for call, out in sorted(zip(run.calls, run.outs), key=lambda one: one[0].layer):
         layers.append(_layer_of(decoder, modules, call, out, run))
@@ -465,7 +465,7 @@ def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: i
     for call, right, out in zip(own.calls, own.outs, outs, strict=True):
         if not (off := difference(right, out)) <= most:
             raise Refused(
-                f"--model: layer {call.layer}: what a trace says differs by {off:.2g} from the plain model's{where}"
+                f"--model: layer {call.layer}: the trace's outputs differ by {off:.2g} from the plain model's{where}"
             )
     if not (off := difference(plain, hidden)) <= most:
         causal = getattr(layers[0].module, "is_causal", True)
@@ -493,7 +493,7 @@ def policy_layers(layers: Sequence[Layer], tokens: int) -> list[Layer]:
     acted = list(layers) if min(windows) >= tokens > 0 else [layer for layer in layers if layer.window == 0]
     if not acted:
         what = (
-            f"every layer has a window, the smallest of {min(windows)} tokens, so there is nothing that policies act on"
+            f"every layer has a window, the smallest of {min(windows)} tokens, so policies have nothing to act on"
         )
         raise Refused(f"--model: {what}; a layer that sees all tokens, or length={min(windows)} at most, is expected")
     return acted
@@ -520,7 +520,7 @@ def output_weights(model: Any, layers: Sequence[Layer]) -> Iterator[torch.Tensor
     """The output projection [hidden, inputs] of each layer."""
     for layer in layers:
         if layer.output is None:
-            what = "something is between what attention puts out and its projection, which a feature is computed from"
+            what = "something lies between attention and its output projection, which a feature reads"
             raise Refused(f"--model: layer {layer.index}: {what}; a projection of its own is expected")
         with torch.no_grad():
             yield output_projection(layer.output, model).detach()

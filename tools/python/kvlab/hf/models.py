@@ -78,8 +78,8 @@ def load_config(name: str) -> Any:
         if pathlib.Path(name).is_dir():
             raise Refused(f"--model {name}: {one_line(error)}") from None
         raise Refused(
-            f"--model {name}: is no folder here, and the hub did not give it; name a checkpoint's folder, or fetch it "
-            f"where there is a network (`hf download`): {one_line(error, 120)}"
+            f"--model {name}: is not a directory here, and the hub did not provide it; give the directory of"
+            f" a checkpoint (on a machine with a network: `hf download`): {one_line(error, 120)}"
         ) from None
 
 
@@ -112,7 +112,7 @@ def context_of(config: Any) -> int:
     most = getattr(text_config(config), "max_position_embeddings", None)
     if not (isinstance(most, int) and most > 0):
         what = f"{type(config).__name__} has no max_position_embeddings"
-        raise Refused(f"kvlab.hf: {what}; length=, the most tokens that there may be, is expected")
+        raise Refused(f"kvlab.hf: {what}; give length=, the maximum number of tokens")
     return most
 
 
@@ -126,7 +126,7 @@ def refuse_no_decoder(name: str, config: Any) -> None:
     if config.is_encoder_decoder:
         refuse("has an encoder beside its decoder", "a decoder of text is expected")
     if not any(word in architectures[0] for word in ("CausalLM", "LMHead", "ConditionalGeneration")):
-        refuse(f"architecture {architectures[0]} is not supported", "a decoder with a head of language is expected")
+        refuse(f"architecture {architectures[0]} is not supported", "a decoder with a language-model head is expected")
     if not isinstance(getattr(text_config(config), "vocab_size", None), int):
         refuse("its config has no vocab_size", "the config of a decoder such as Llama's is expected")
     if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
@@ -146,7 +146,7 @@ def refuse_unsupported(name: str, config: Any) -> None:
         refuse(f"architecture {config.architectures[0]} is not supported", f"{FAMILIES[family]} is expected")
 
     window = getattr(config, "sliding_window", None)
-    right = "caches cannot say sliding windows, only full attention"
+    right = "caches support full attention only, not sliding windows"
     if getattr(config, "use_sliding_window", False):
         refuse("use_sliding_window is true", right)
     if family == "mistral" and window is not None:

@@ -97,13 +97,13 @@ def _names(press: Any) -> list[str]:
     kind, base = type(press), kvpress.ScorerPress
     name = kind.__name__
     if not isinstance(press, base):
-        raise Refused(f"{name}: is no ScorerPress; of those that wrap one, AdaKVPress and KeyRerotationPress are known")
+        raise Refused(f"{name}: is not a ScorerPress, or one in an AdaKVPress or KeyRerotationPress")
     if kind.compress is not base.compress:
-        raise Refused(f"{name}: chooses in its own way, not by its scores alone")
+        raise Refused(f"{name}: does not choose by its scores only")
     if isinstance(press, kvpress.CriticalKVPress):
         return ["CriticalKV", *_names(press.press)]
     if kind.post_init_from_model is not base.post_init_from_model:
-        raise Refused(f"{name}: reads weights of its own, or hidden states, which no trace holds")
+        raise Refused(f"{name}: reads its own weights or hidden states, which a trace does not have")
     return [name.removesuffix("Press")]
 
 
@@ -206,7 +206,7 @@ def _scores(press: Any, rows: Rows, step: Step, model: Any, ties: list[Tie]) -> 
             continue
         if not ties:
             what = f"{int(equal.sum())} tokens of one score in layer {step.layer}, KV head {head}, for {free_slots} free slots"
-            warnings.warn(f"{type(press).__name__}: {what}: those stay that torch.topk takes", stacklevel=2)
+            warnings.warn(f"{type(press).__name__}: {what}: torch.topk decides which of them stay", stacklevel=2)
         ties.append(Tie((step.sequence, step.layer, head, int(equal.sum()), free_slots)))
         stay = top.indices[top.values == cut]
         given[stay] = torch.nextafter(cut, torch.tensor(float("inf")))

@@ -47,7 +47,7 @@ def queries_of(trace: Trace, queries: str) -> torch.Tensor:
     """Positions of the measured queries."""
     chosen = [torch.arange(start, start + n) for start, n, kind in trace.segments if queries == "all" or kind == "decode"]
     if not chosen:
-        raise Refused(f"{trace.path}: no decode segment; --queries all takes every query")
+        raise Refused(f"{trace.path}: no decode segment; use --queries all")
     return torch.cat(chosen)
 
 
@@ -202,12 +202,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("traces", metavar="TRACE", nargs="+", help="finished traces of the model")
     add("--model", metavar="DIR", required=True, help="the checkpoint that they were captured from")
-    add("--samples", metavar="N", type=whole_number(1, 64), default=4, help="of next tokens (default: 4)")
-    add("--seed", metavar="S", type=whole_number(0, (1 << 63) - 1), default=1, help="of the samples (default: 1)")
+    add("--samples", metavar="N", type=whole_number(1, 64), default=4, help="number of gradient samples (default: 4)")
+    add("--seed", metavar="S", type=whole_number(0, (1 << 63) - 1), default=1, help="random seed (default: 1)")
     of_queries = "the queries whose predictions count, as in kvlab replay (default: decode)"
     add("--queries", choices=["decode", "all"], default="decode", help=of_queries)
-    add("--replace", action="store_true", help="where a trace has gradients already")
-    add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
+    add("--replace", action="store_true", help="replace gradients that a trace already has")
+    add("--device", choices=["cuda", "cpu"], help="device to run on (default: cuda if there is a device)")
     arguments = parser.parse_args(argv)
     refuse_missing_cuda(parser, arguments)
     return arguments
@@ -218,7 +218,7 @@ def run(arguments: argparse.Namespace) -> None:
         traces = [Trace(path) for path in arguments.traces]
     for trace in traces:
         if trace._held.has_gradients and not arguments.replace:
-            raise Refused(f"{trace.path}: has gradients already; --replace makes them again")
+            raise Refused(f"{trace.path}: has gradients already; replace them with --replace")
         queries_of(trace, arguments.queries)
     refuse_unsupported(arguments.model, load_config(arguments.model))
     checksum = weights_xxh3(arguments.model)
@@ -245,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
         with torch.no_grad():
             run(arguments)
     except torch.cuda.OutOfMemoryError as error:
-        raise Refused(f"{one_line(error, 120)}; --device cpu may have more") from None
+        raise Refused(f"{one_line(error, 120)}; try --device cpu") from None
     except KeyboardInterrupt:
         raise Refused("interrupted; the traces named above have gradients") from None
     return 0
