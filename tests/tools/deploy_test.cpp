@@ -167,7 +167,7 @@ TEST_CASE("configurations that cannot be deployed are refused by name") {
   CHECK_THROWS_WITH(deployed(run, "64", "speed"), ContainsSubstring("--metric: 'speed'"));
   CHECK_THROWS_WITH(deployed(run, "64", "kv_bytes"), ContainsSubstring("--metric"));
   CHECK_THROWS_WITH(deployed(made_up_run({{"full", "", 0, 0}, {"oracle_attention", "", 0.1, 0}})),
-                    ContainsSubstring("not deployed"));
+                    ContainsSubstring("cannot be deployed"));
   CHECK_THROWS_WITH(deployed(made_up_run({{"mine", "", 0.1, 0}})),
                     ContainsSubstring("unknown policy 'mine'"));
   for (ResultRow& row : run.rows)
