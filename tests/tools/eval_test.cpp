@@ -299,8 +299,9 @@ TEST_CASE("A text without scored tokens is refused by name before any work") {
   };
   CHECK(refusal(0, {.names = {"long", "empty"}}) == "text empty: has no tokens; give a longer one");
   CHECK(refusal(0, {.stream = true}) == "text 2: has no tokens; give a longer one");
-  CHECK(refusal(20, {.prompt_tokens = 20, .names = {"long", "short"}})
-            .starts_with("text short: a sequence of 21 tokens with a prompt of 20 leaves no token"));
+  CHECK(
+      refusal(20, {.prompt_tokens = 20, .names = {"long", "short"}})
+          .starts_with("text short: a sequence of 21 tokens with a prompt of 20 leaves no token"));
   CHECK(refusal(1, {}).starts_with("text 2: a sequence of 2 tokens with a prompt of 1 "));
   CHECK_FALSE(ran);
   CHECK(refusal(21, {.prompt_tokens = 20}).empty());
