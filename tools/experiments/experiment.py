@@ -138,7 +138,7 @@ class Experiment:
         models = ", ".join(map(name_of_model, self.models))
         version = subprocess.check_output([self.arguments.kvlab, "--version"], text=True).splitlines()[0]
         texts = ", ".join(pathlib.Path(text).stem for text in self.arguments.text)
-        limits = f"{self.tokens} tokens of each at most{', quick' * self.arguments.quick}"
+        limits = f"{self.tokens} tokens of each at most{', with `--quick`' * self.arguments.quick}"
         made = [
             f"Made by `tools/experiments/{pathlib.Path(sys.argv[0]).name}`; no number is typed by hand. Model: {models}.",
             f"Texts: {texts}, {limits}.\n{version}, on {self.arguments.device or 'the default device'}.",

@@ -64,7 +64,7 @@ def h2o_presets():
     header = ["preset", "policy", "overlap", "`residual_error`", "KL, nats", "pass key"]
     experiment.section(
         f"## Side by side\n\nKL, error and overlap at budget {budget}. Pass key: the share of right answers at budget "
-        f"{budget // 2}, asked after the eviction.\n\n" + table(header, lines)
+        f"{budget // 2}, when the question comes after\nthe eviction.\n\n" + table(header, lines)
     )
     codes = [[f"`{one['name']}`", one["code"], f"`{one['policy']}`" if one["policy"] else "refused",
               refused.get(one["name"]) or one["deviates"]] for one in presets]  # fmt: skip

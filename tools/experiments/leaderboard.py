@@ -9,8 +9,8 @@ from experiment import Experiment, main, name_of_model, ranking, table, values
 QUESTION = """
 This page ranks every registered policy, with its defaults, at several budgets and by two criteria. KL (in nats) says
 how far predictions move from those of the full cache. The pass key says whether the model still finds a number in the
-text, when it is asked after the eviction. The two criteria need not agree, and neither need two models; the last
-sections compare them.
+text when the question comes after the eviction. The two criteria may rank policies differently, and so may two models.
+The last sections compare them.
 
 A policy that compresses prompts (`once`) keeps all tokens that it decodes, so its memory grows. Such policies are
 listed separately, and the same policy without `once` is in the main table. Budgets apply to the layers without a
@@ -77,8 +77,8 @@ class Board:
         return "\n".join(f"{line} {more}" for line, more in zip(lines, heads))
 
     def by_kl(self):
-        self.experiment.section(f"## {self.name}: KL\n\nThe lowest geometric mean over the budgets comes first. "
-            '"times the lowest" is relative to the lowest KL at each budget.\n\n' + self.ranked(once=False))
+        self.experiment.section(f"## {self.name}: KL\n\n\"times the lowest\" is a policy's KL relative to the lowest KL at "
+            "the same budget, as a geometric mean over the budgets.\nThe table is sorted by it.\n\n" + self.ranked(once=False))
         if self.names(once=True):
             self.experiment.section("Policies that compress the prompt once and keep all decoded tokens:\n\n" + self.ranked(once=True))
         if "cpu" in self.groups and self.experiment.arguments.device != "cpu":
