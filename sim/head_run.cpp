@@ -34,7 +34,7 @@ void CachePositionKeys::update(const LiveSet& live) {
   }
 }
 
-/// Products of the query's heads, rotated to `position_in_cache`, with the keys of all slots.
+/// Multiplies the query's heads, rotated to `position_in_cache`, by the keys of all slots.
 void CachePositionKeys::multiply_at(std::uint32_t query, std::uint32_t position_in_cache,
                                     std::vector<float>& by_slot) {
   for (std::uint32_t head = 0; head < view_.group; ++head)
@@ -87,7 +87,7 @@ bool HeadRun::observes(std::uint32_t query) const {
 bool HeadRun::wants_row(std::uint32_t query) const {
   if (measure_.measures(query)) return true;
   if (cache_positions_) return false;
-  // The tail of an append to come is not known yet: asking for a row too many is harmless.
+  // The tail of a later append is not known yet, and one row too many is harmless.
   return target_.out || live_.needs() != Needs::nothing;
 }
 
@@ -138,7 +138,7 @@ void HeadRun::attend_head(std::uint32_t query, std::uint32_t head, SharedRows& r
   }
 }
 
-/// Softmax over what is live, and over the sink.
+/// Applies the softmax over the live tokens and the sink.
 void HeadRun::divide_scores(const float* scores, std::uint32_t head) {
   const RowSum all = row_exponentials(scores, visible_, view_.sink(head), p_.data());
   divide(p_.data(), visible_, all.sum, p_.data());
@@ -154,7 +154,7 @@ void HeadRun::take_probabilities(std::uint32_t query, std::uint32_t head, Shared
   if (sees_all_) return divide(full.e.data(), visible_, full.sum, p_.data());
   const auto live = live_.positions().first(visible_);
   for (std::uint32_t i = 0; i < visible_; ++i) p_[i] = full.e[live[i]];
-  // Of a layer with a window all that it sees is live.
+  // In a layer with a window, all tokens that the query sees are live.
   if (arithmetic_.window > 0) return divide(p_.data(), visible_, full.sum, p_.data());
   const float sum = lane_sum(p_.data(), visible_);
   if (sum < kSharedSumFloor) {
@@ -196,7 +196,7 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
   if (!exact_ && measure_.wants_quantization(query)) measure_quantization(query, head, rows);
 }
 
-/// The output of the same tokens in 16 bit, beside that of out_.
+/// Measures the output over the same tokens in 16 bit against out_.
 void HeadRun::measure_quantization(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
   const std::vector<float> p = p_, quantized = out_;
   exact_ = true;
@@ -206,7 +206,7 @@ void HeadRun::measure_quantization(std::uint32_t query, std::uint32_t head, Shar
   p_ = p;
 }
 
-/// Adds what the head's error changes of the log-likelihood of each gradient sample.
+/// Adds how much the head's error changes the log-likelihood of each gradient sample.
 void HeadRun::measure_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,
                               std::span<const float> own, SharedRows& rows) {
   for (std::uint32_t gradient_sample = 0; gradient_sample < rows.gradient_samples();

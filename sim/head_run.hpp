@@ -20,17 +20,17 @@
 namespace kvlab {
 // Keys of a live set that is numbered 0, 1, 2, … by age at every step (positions = cache).
 //
-// Only differences of positions count, so with rotated keys serve. A token that has lost no younger
-// one is as far from the query as it ever was: key and query stay at their true positions, where
-// logits are those of any other cache. An older one is rotated to its number, and the query to its
-// own. Such a key is rotated again only when a token older than it leaves, from its unrotated self,
-// never in place.
+// Only differences of positions matter. A token that is younger than every evicted token is as far
+// from the query as it ever was. Its key and the query stay at their original positions, where
+// logits equal those of any other cache. For an older token, the key is rotated to its number, and
+// the query to its own number. Such a key is rotated again only when a token older than it is
+// evicted, from the unrotated key, never in place.
 
 class CachePositionKeys {
  public:
   CachePositionKeys(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
-  /// After an append: places every live token.
+  /// Call after an append: rotates the keys of live tokens to their positions.
   void update(const LiveSet& live);
   /// Computes the logits of all query heads of `query` for the first `visible` live tokens by age.
   void compute(std::uint32_t query, const LiveSet& live, std::uint32_t visible);
@@ -44,10 +44,10 @@ class CachePositionKeys {
   HeadView view_;
   const RopeTable& rope_;
   HeadArithmetic arithmetic_;
-  Panels keys_;                            // [slot, dim], rotated to placed_[slot]
+  Panels keys_;                            // [slot, dim], rotated to rotated_to_[slot]
   std::vector<std::uint32_t> rotated_to_;  // [slot]
-  std::vector<std::uint32_t> tokens_;      // [slot]: which token it was placed for
-  std::uint32_t old_ = 0;                  // tokens that are placed by number
+  std::vector<std::uint32_t> tokens_;      // [slot]: the token whose key was rotated
+  std::uint32_t old_ = 0;  // oldest live tokens, whose keys are rotated to their numbers
   std::vector<float> queries_, by_number_, by_position_, by_age_;
   std::size_t visible_ = 0;
 };
@@ -64,14 +64,14 @@ class HeadRun {
   HeadRun(LiveSet live, Positions positions, const std::vector<Append>& appends,
           const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
-  /// Holds what the live set's hooks look at.
+  /// Keeps the data alive that the live set's hooks read.
   void keep(std::shared_ptr<const void> owned) { kept_alive_ = std::move(owned); }
   void measure(const MeasuredQueries* measured) {
     measure_ = RowMeasure(measured, 1, view_, 1);
     if (quantized_) measure_.separate_quantization();
   }
   void write_outputs(OutputTarget target) { target_ = target; }
-  /// Reads anew what the view's tokens bring: those that are still to come have changed.
+  /// Reads the view's token features again, because those of later tokens have changed.
   void look_again() { features_ = TokenFeatures(live_.features(), view_, appends_); }
   /// Called after each query with the live positions it attended, ascending.
   void watch(std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher) {
@@ -120,7 +120,7 @@ class HeadRun {
   HeadArithmetic arithmetic_;
   TokenFeatures features_;
   std::optional<CachePositionKeys> cache_positions_;
-  std::unique_ptr<KeptRows> quantized_;  // null where no token ever is
+  std::unique_ptr<KeptRows> quantized_;  // null if no token is ever quantized
   std::shared_ptr<const void> kept_alive_;
   RowMeasure measure_;
   OutputTarget target_;
@@ -129,8 +129,8 @@ class HeadRun {
   std::function<void(std::uint32_t, const LiveSet&)> append_watcher_;
 
   std::uint32_t visible_ = 0;          // live tokens the current query may see
-  bool sees_all_ = false;              // … which are all there ever were
-  bool exact_ = true;                  // … and none of them is quantized
+  bool sees_all_ = false;              // whether these are all tokens so far
+  bool exact_ = true;                  // whether none of them is quantized
   std::vector<float> kept_, p_, out_;  // by age: shared exponentials, probabilities; [dim]
   Tally seen_;                         // from the append in progress
 };

@@ -88,13 +88,13 @@ class RowMeasure {
   std::size_t group_ = 0;
   std::uint32_t together_ = 0, query_ = 0, block_ = 0, pending_ = 0;
   std::vector<HeadStats> stats_;  // [set]
-  // Of pending_ queries; the last of them is query_.
+  // Sums over the pending_ queries, of which query_ is the last.
   std::vector<double> recall_, product_;        // [set, group]: sums
   std::vector<std::uint32_t> missed_, wanted_;  // [set, group]: sums; [group]
   // Recalls are stored in tiles, as wide as a cache line or as all recalls of a query.
   std::size_t width_ = 0, tiles_ = 0;
   std::vector<float> rows_;           // [query, tile, width]: [set, group]
-  float* newest_ = nullptr;           // of the last query
+  float* newest_ = nullptr;           // the last query's row
   std::unique_ptr<float[]> recalls_;  // [tile, measured query, width]
 };
 

@@ -35,7 +35,7 @@ HeadCache::HeadCache(const HeadCache& other)
       rotated_to_(other.rotated_to_),
       tiers_(other.tiers_),
       old_(other.old_) {
-  // A vector's copy has no room to spare, and keys and values have the same.
+  // A copy of a vector has no spare capacity, but keys_ and the vectors must have the same.
   values_.reserve(other.values_.capacity());
   plain_keys_.reserve(other.plain_keys_.capacity());
 }
@@ -56,14 +56,15 @@ std::uint32_t HeadCache::first_visible(const HeadAppend& append, std::uint32_t t
   return static_cast<std::uint32_t>(std::ranges::lower_bound(live, oldest) - live.begin());
 }
 
-/// After a prompt none is spared, but for the next token's; otherwise rows that have been needed
-/// are needed again.
+/// Whether there are rows to free. After a prompt, all but the next token's are freed; at other
+/// times, rows that have been needed are likely to be needed again.
 bool HeadCache::has_spare_rows() const {
   const std::uint32_t rows = live_.slot_count(), live = live_.size();
   return live_.after_prompt() ? rows > live + 1 : rows > kFewRows && live < rows / 2;
 }
 
-/// After a long prompt few tokens are left, all over the rows: moves them together.
+/// Moves the live tokens to the first rows, because after a long prompt few are left, scattered
+/// over all rows.
 void HeadCache::compact() {
   const std::size_t dim = shape_.head_size;
   const std::vector<std::uint32_t> from = live_.renumber();
@@ -85,7 +86,8 @@ void HeadCache::compact() {
   }
 }
 
-/// Where there is no room, makes some for half as many rows again, if the budget wants them.
+/// Sets the number of rows. If the capacity is too small, it grows by half, if the budget needs as
+/// many.
 void HeadCache::grow_to(std::size_t rows) {
   const std::size_t dim = shape_.head_size, had = values_.capacity() / dim;
   if (rows > had) {
@@ -138,9 +140,9 @@ void HeadCache::store(const HeadAppend& append, const RopeTable& rope) {
   }
 }
 
-/// Only differences of positions count. Tokens that have lost no younger one stay where they are;
-/// the older ones are numbered by cache position, and rotated again, from their plain selves, when
-/// one that is older yet has left.
+/// Only differences of positions matter. Tokens that are younger than every evicted token keep
+/// their original positions. The older ones are numbered by cache position, and are rotated again,
+/// from their unrotated keys, when an even older one is evicted.
 void HeadCache::rotate_to_cache_positions(const RopeTable& rope) {
   const std::size_t dim = shape_.head_size;
   old_ = tokens_before_gaps(live_.positions());
@@ -177,7 +179,7 @@ void HeadCache::demote(std::uint32_t first, std::uint32_t last) {
   }
 }
 
-/// Products of the queries with the keys of all rows: [query, head, row].
+/// Multiplies the queries by the keys of all rows: [query, head, row].
 void HeadCache::multiply_at(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
                             QueryRotation rotation, std::size_t panels, const RopeTable& rope,
                             std::vector<float>& by_row) const {

@@ -24,14 +24,14 @@ struct HeadShape {
   std::uint32_t head_size, group;  ///< `group`: query heads that share a KV head
   Positions positions = Positions::original;
   float softmax_scale = 1.0f;
-  std::uint32_t threshold16 = 0;  ///< of requests
+  std::uint32_t threshold16 = 0;  ///< threshold of requests
   std::uint32_t window = 0;       ///< tokens that a query sees, itself included; 0: all
-  float softcap = 0;              ///< as RowSpec's, and so are
+  float softcap = 0;              ///< as in RowSpec, like `sinks`
   std::vector<float> sinks = {};  // [query head]
 };
 
-/// What one KV head's tokens of an append bring, before RoPE, and where their outputs go. Rows
-/// of tokens are `*_stride` floats apart.
+/// Queries, keys and values of one KV head in an append, before RoPE, and where its outputs go.
+/// Rows of tokens are `*_stride` floats apart.
 struct HeadAppend {
   std::uint32_t first, tokens;
   const float* q;  // [token, group, dim]
@@ -45,36 +45,37 @@ struct HeadAppend {
 
 class HeadCache {
  public:
-  /// `live`: an empty set; `output`: for features that are computed from it; `feature_values`:
-  /// those of the prompt's tokens that are not computed.
+  /// `live`: an empty set. `output`: weights for features that are computed from them.
+  /// `feature_values`: given features of the prompt's tokens, which are not computed.
   HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output = {},
             FeaturesByName feature_values = {});
 
-  /// What `other` holds after step 4. A copy joins no other heads until share_ranks().
+  /// Copies the state of `other` after step 4. The copy shares ranks with no other head until
+  /// share_ranks().
   HeadCache(const HeadCache& other);
   HeadCache& operator=(const HeadCache&) = delete;
 
-  /// Step 1. Returns the positions of those who left, ascending.
+  /// Step 1. Returns the evicted positions, ascending.
   std::span<const std::uint32_t> evict_to_budget(std::uint32_t now);
-  /// Step 2. `rope` covers the append's last position.
+  /// Step 2. `rope` must cover the append's last position.
   void append(const HeadAppend& append, const RopeTable& rope);
   /// Step 3 for tokens [begin, end) of the append. Several threads may attend at once.
   void attend(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
               const RopeTable& rope);
   /// Step 4. Returns what each live token received, by age; empty if the policy needs nothing.
   std::span<const Observation> observe();
-  /// Back to the first `tokens` tokens, as LiveSet::crop().
+  /// Drops all but the first `tokens` tokens, as LiveSet::crop() does.
   void crop(std::uint32_t tokens) { live_.crop(tokens); }
-  /// That was the end of a prompt segment.
+  /// Ends a prompt segment.
   void end_prompt() { live_.end_prompt(); }
   /// For share_ranks().
   AgedSet& aged_set() { return live_; }
 
   const LiveSet& live() const { return live_; }
-  /// Rows that are written to. After a prompt as many as the budget lets live; before its end at
-  /// most twice the live tokens, or a few.
+  /// Number of rows in use: after a prompt as many as the budget keeps live, before its end at most
+  /// twice the live tokens, or a few.
   std::uint32_t row_count() const { return live_.slot_count(); }
-  /// Of the live tokens: of their quantized values, or 4 an element.
+  /// Bytes of the live tokens: of their quantized values, or 4 bytes for each element.
   std::uint64_t live_bytes() const {
     std::uint64_t bytes = 0;
     if (!live_.is_quantized())
@@ -85,7 +86,7 @@ class HeadCache {
                                  : 2 * shape_.head_size * sizeof(float);
     return bytes;
   }
-  /// That keys and values take up, rows to come among them; keys by sixteen.
+  /// Bytes of memory that keys and values take, spare rows included. Keys are stored by sixteen.
   std::size_t bytes() const {
     return keys_.bytes() + (values_.capacity() + plain_keys_.capacity()) * sizeof(float);
   }
@@ -94,7 +95,7 @@ class HeadCache {
   std::uint32_t visible(const HeadAppend& append, std::uint32_t token) const {
     return live_.size() - append.tokens + token + 1;
   }
-  /// The age of the oldest token that it sees.
+  /// The age of the oldest token that `token` sees.
   std::uint32_t first_visible(const HeadAppend& append, std::uint32_t token) const;
   bool has_spare_rows() const;
   void compact();
@@ -106,8 +107,8 @@ class HeadCache {
   bool is_quantized(std::uint32_t row) const {
     return tiers_[row] >= 0 && !live_.tier_plan()[tiers_[row]].format->exact();
   }
-  /// How queries are turned: to their positions, to their numbers, or to positions and behind the
-  /// Hadamard rotation.
+  /// How queries are rotated: to their original positions, to their cache positions, or to their
+  /// original positions and then by the Hadamard rotation.
   enum class QueryRotation { to_position, to_number, hadamard_rotated };
   void accumulate(std::span<const float> p, std::span<const std::uint32_t> rows, float* out) const;
   void multiply_at(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
@@ -127,7 +128,7 @@ class HeadCache {
   std::vector<std::uint32_t> rotated_to_;  // [row]: the position that a key is rotated to; only
                                            // with cache positions
   std::vector<int>
-      tiers_;  // [row]: whose format it has, or -1: as it was computed; only with quantization
+      tiers_;  // [row]: the tier of its format; -1: not quantized; only with quantization
   std::uint32_t old_ = 0;  // oldest live tokens, which are rotated to cache positions
 
   std::mutex seen_mutex_;

@@ -62,7 +62,7 @@ class LayerOutputMemory {
   /// follows the last layer of the previous one.
   LayerOutputs next_chunk(std::size_t tokens);
   LayerOutputs step(std::uint32_t layer) const;
-  /// All layers of the last step: CaptureShape with a token for each row.
+  /// All layers of the last step, laid out by a CaptureShape with one token for each row.
   const std::byte* step_data() const { return memory_->step; }
 
  private:

@@ -73,8 +73,8 @@ class Conversation {
 
 // Compares the positions that a sequence needs with the context that its model was trained on.
 
-/// The positions that the model meets in a sequence of `length` tokens: those of the sequence or,
-/// with cache positions, those of the cache.
+/// The number of positions that the model has to handle in a sequence of `length` tokens: `length`,
+/// or, with cache positions, the most tokens that the cache holds at once.
 std::uint32_t needed_positions(const ResolvedConfig& cache, std::uint32_t longest_prompt,
                                std::uint32_t length);
 

@@ -1,4 +1,4 @@
-// kvlab_slots: SlotCaches with counts of what each layer has had, behind the C interface.
+// kvlab_slots, the C interface of SlotCaches. It also counts the tokens that each layer was fed.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -16,16 +16,16 @@ using namespace kvlab::kernels;
 
 namespace {
 
-/// Of a sequence: positions are signed where RoPE is looked up.
+/// Max tokens of a sequence, because RoPE tables are looked up by signed positions.
 constexpr std::uint32_t kMaxTokens = 0x7fff'ffff;
 
-/// Throws std::invalid_argument with what is said.
+/// Throws std::invalid_argument with this message if `holds` is false.
 template <class... Parts>
 void want(bool holds, fmt::format_string<const Parts&...> said, const Parts&... parts) {
   if (!holds) throw std::invalid_argument(fmt::format(said, parts...));
 }
 
-/// A call's end: what it threw, as an error that kvlab_last_error explains.
+/// Runs a call. Returns what it throws as an error that kvlab_last_error() explains.
 template <class Call>
 cudaError_t record_call(const char* name, Call call) try {
   call();
@@ -116,7 +116,7 @@ SlotPair pair_of(const kvlab_slots_config& c, std::size_t at) {
   return pair;
 }
 
-/// Pointers of it are copied.
+/// Converts and checks the C struct. The result still refers to its policy and output weights.
 SlotsConfig config_of(const kvlab_slots_config& c) {
   want_config(c);
   const kvlab_policy& policy = *c.policy;
@@ -192,7 +192,7 @@ struct kvlab_slots {
     Now() = default;
     std::uint32_t* of = nullptr;  // [sequence]
   };
-  /// The append that goes on.
+  /// The append in progress.
   struct Going {
     int sequence = -1;
     std::uint32_t fed = 0, tokens = 0;
@@ -200,7 +200,8 @@ struct kvlab_slots {
     bool operator==(const Going&) const = default;
   };
 
-  /// So that a step without before_step() does nothing. Enqueued.
+  /// Marks sequences as idle, so that a step without before_step() does nothing. Enqueued on the
+  /// stream.
   void sit_out(std::size_t sequence, std::size_t count) const {
     static_assert(kIdle == ~std::uint32_t{0});
     cuda::check(cudaMemsetAsync(now->of + sequence, 0xff, count * sizeof *now->of, caches.stream()),
@@ -236,15 +237,15 @@ struct kvlab_slots {
   std::size_t sequences, layers;
   cuda::Placed<Now> now;
   std::vector<std::uint32_t> fed;     // [layer, sequence]
-  std::vector<std::uint32_t> behind;  // [sequence]: before the last append
+  std::vector<std::uint32_t> behind;  // [sequence]: tokens fed before the last append
   Going going;
   int layer_going = -1;
-  std::uint32_t next = 0;        ///< of its tokens
-  std::uint32_t rope_first = 0;  ///< rows of RoPE that are there, from this position on
+  std::uint32_t next = 0;        ///< the first token of the append's next part
+  std::uint32_t rope_first = 0;  ///< position of the first of the rope_rows rows that are filled
   int rope_rows = 0;
 };
 
-/// The projection, into the rest of a write.
+/// Completes a write's arguments with the projection's output, and launches the write.
 void kvlab_slots::write(RopeWriteArgs args, const void* qkv, int rows) const {
   args.tokens = rows;
   args.qkv = qkv;
@@ -281,8 +282,8 @@ void kvlab_slots::append(const kvlab_slots_part& part) {
   const Going requested{part.sequence, part.fed, part.tokens, part.ends_prompt != 0};
   if (part.first == 0) {
     if (requested != going) {
-      going = {};     // until it has begun: it may find no memory
-      rope_rows = 0;  // a step may have been launched since
+      going = {};     // stays empty if begin() fails for lack of memory
+      rope_rows = 0;  // a step may have overwritten them since
       caches.begin(part.sequence, part.fed, part.tokens, requested.ends_prompt);
     }
     going = requested, layer_going = part.layer, next = 0;
@@ -312,7 +313,7 @@ void kvlab_slots::append(const kvlab_slots_part& part) {
   next = 0, layer_going = -1;
 }
 
-/// A token that comes alone is quantized before it attends, as a step's is.
+/// Appends a single token. It is quantized before it attends, as in a step.
 void kvlab_slots::append_alone(const kvlab_slots_part& part) {
   const auto layer = static_cast<std::uint32_t>(part.layer);
   const LayerRange own{layer, layer + 1};
@@ -342,7 +343,7 @@ void kvlab_slots::before_step(const unsigned char* decodes) {
     at[s] = fed_of(0, s);
     check_capacity(std::uint64_t{at[s]} + 1);
   }
-  going = {};  // its memory may be used now
+  going = {};  // the step may use its memory
   caches.reserve_for_steps();
   for (std::size_t s = 0; s < sequences; ++s) {
     if (at[s] == kIdle) continue;

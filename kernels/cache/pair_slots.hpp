@@ -33,7 +33,7 @@ class PairSlots {
   std::vector<TierSlots> tiers(std::uint32_t layer, std::size_t pair) const;
   std::uint32_t rows(std::size_t pair, std::span<const TierSlots> tiers, std::size_t tier) const;
   const Modifiers& modifiers(std::size_t pair) const { return modifiers_[pair / kv_heads_]; }
-  /// [layer, pair], in slots from the begin of the cache.
+  /// [layer, pair], in slots from the start of the cache.
   const std::vector<std::int64_t>& first_slots() const { return first_slots_; }
   /// Max tokens per sequence; unlimited if every pair has slots for all that it keeps.
   std::uint32_t max_tokens() const;

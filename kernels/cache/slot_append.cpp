@@ -1,5 +1,5 @@
-// Many tokens on their way into caches of slots. Layer by layer they attend in memory of the
-// append's own, behind those that were live; then those that stay go to their slots.
+// Appends many tokens to caches of slots. Each layer attends in the append memory, where the new
+// tokens follow the live ones. Then the tokens that are kept are moved to their slots.
 #include <algorithm>
 
 #include "kernels/cache/slot_caches.hpp"
@@ -46,7 +46,7 @@ const AppendMemory& SlotCaches::reserve(std::uint32_t slots) {
   slots = std::max(slots, static_cast<std::uint32_t>(slots_.max_slots()));
   if (static_cast<int>(slots) <= memory_->cache.max_slots) return *memory_;
   check(cudaStreamSynchronize(stream_), "an append");
-  memory_ = {};  // first give back, then take
+  memory_ = {};  // frees the old memory before the new is allocated
   memory_ = cuda::Placed<AppendMemory>("an append", config_, slots);
   std::vector<std::int64_t> first;
   for (int head = 0; head < config_.kv_heads; ++head) first.push_back(std::int64_t{head} * slots);
@@ -55,10 +55,11 @@ const AppendMemory& SlotCaches::reserve(std::uint32_t slots) {
 }
 
 void SlotCaches::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt) {
-  // What steps do not, so that no token that is to be demoted attends as it was.
+  // If steps do not evict, evicts now, so that no token attends in a format that it is demoted
+  // from.
   if (is_quantized() && !of(sequence).modifiers.steps_evict())
     evict_to_budget(sequence, fed, false, {});
-  // With rotated keys nothing is numbered anew until something has left.
+  // With rotated keys the first append needs no cache positions, because nothing was evicted yet.
   const bool uses_cache_positions =
       config_.numbering == KVLAB_SQUEEZED || (config_.numbering == KVLAB_TWO_FRAMES && fed > 0);
   append_ = {sequence, fed, tokens, ends_prompt, uses_cache_positions};
@@ -69,7 +70,7 @@ void SlotCaches::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bo
   if (config_.kernels.weighted) copy_weights();
 }
 
-/// For live and new tokens together.
+/// The slots that live and new tokens need together.
 std::uint32_t SlotCaches::appended_slots() const {
   std::uint32_t live = 0;
   each_head(append_.sequence, [&](std::uint32_t layer, std::size_t pair) {
@@ -89,25 +90,25 @@ RopeWriteArgs SlotCaches::write(std::uint32_t layer, const AppendChunk& part) {
   RopeWriteArgs args{};
   args.sequences = work_->zeros;
   args.slots = work_->iota;
-  // The part's slots begin behind those of the parts before it.
+  // The part's slots begin after those of the parts before it.
   const std::size_t ahead = part.first * config_.key_bytes();
   args.cache = memory_->cache;
   args.cache.keys = static_cast<std::byte*>(args.cache.keys) + ahead;
   args.cache.values = static_cast<std::byte*>(args.cache.values) + ahead;
-  args.cache.next_slots = args.cache.lengths;  // new tokens go behind the live ones
+  args.cache.next_slots = args.cache.lengths;  // new tokens follow the live ones
   args.q = work_->q;
   args.plain_k = work_->plain_k;
   if (config_.numbering != KVLAB_SQUEEZED) rotate(config_.layers[layer].table, args);
   return args;
 }
 
-/// The live tokens come along; a victim that was chosen already is chosen again.
+/// Copies the live tokens to the append memory. A victim that was already chosen is chosen again.
 void SlotCaches::begin_layer(std::uint32_t layer) {
   const kvlab_cache& cache = memory_->cache;
   const std::size_t all =
       static_cast<std::size_t>(cache.kv_heads) * static_cast<std::size_t>(cache.max_slots);
   if (memory_->seen) clear(memory_->seen, all);
-  if (memory_->staged.tiers)  // -1: as computed
+  if (memory_->staged.tiers)  // -1: not quantized
     check(cudaMemsetAsync(memory_->staged.tiers, -1, all, stream_), "an append");
   if (append_.fed == 0) {
     clear(cache.lengths, static_cast<std::size_t>(cache.kv_heads));
@@ -149,7 +150,7 @@ void SlotCaches::attend(std::uint32_t layer, const AppendChunk& part, const Atte
   if (part.first + static_cast<std::uint32_t>(part.rows) == append_.tokens) keep(layer);
 }
 
-/// What the part's queries give to each key.
+/// Adds what the part's queries give to each key.
 void SlotCaches::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
   const int sequence = append_.sequence;
   const auto first = static_cast<std::uint32_t>(queries.first),
@@ -173,7 +174,7 @@ void SlotCaches::observe(std::uint32_t layer, const kvlab_prefill_args& queries)
         "what a prompt's queries give");
 }
 
-/// Those that stay go to their slots.
+/// Moves the tokens that are kept to their slots.
 void SlotCaches::keep(std::uint32_t layer) {
   const int sequence = append_.sequence;
   const bool ends_prompt = append_.ends_prompt, once = of(sequence).modifiers.once;
@@ -187,7 +188,7 @@ void SlotCaches::keep(std::uint32_t layer) {
   if (counts(sequence)) count_evictions(sequence, layer, ends_prompt);
 }
 
-/// All are appended where they are; then the heads share their slots.
+/// Appends all tokens within the append memory, then splits the slots among the heads.
 void SlotCaches::keep_by_shares(std::uint32_t layer, kvlab_shrink_args args) {
   const int sequence = append_.sequence;
   args.to = args.from;
@@ -200,7 +201,8 @@ void SlotCaches::keep_by_shares(std::uint32_t layer, kvlab_shrink_args args) {
   copy(memory_->cache.lengths, older.data(), older.size());  // as the observer expects them
 }
 
-/// Those of a part, for when all of the append's are there.
+/// Stores a part's keys before RoPE. Features are computed when those of the whole append are
+/// there.
 void SlotCaches::keep_plain_keys(const AppendChunk& part, const AttendedRows& to) {
   const AttendedRows keys = with_keys(to);
   const std::size_t width = static_cast<std::size_t>(config_.kv_heads) * config_.key_bytes();
@@ -223,7 +225,7 @@ void SlotCaches::make_features_of_new(std::uint32_t layer) {
   check(make_features(args, stream_), "features");
 }
 
-/// The older keys, or a part's new ones.
+/// Rotates the older keys, or a part's new keys.
 void SlotCaches::rotate_keys_to_cache_positions(const CachePositionArgs& shape, bool of_older) {
   check(kernels::rotate_keys_to_cache_positions({.shape = shape,
                                                  .slots = memory_->cache.max_slots,

@@ -108,7 +108,7 @@ AttendedRows SlotCaches::with_keys(AttendedRows rows) const {
   return rows;
 }
 
-// --- What is held --------------------------------------------------------------------------------
+// --- Counts --------------------------------------------------------------------------------------
 
 std::uint64_t SlotCaches::live_bytes(int sequence, std::uint32_t fed) const {
   std::uint64_t live = 0, tier_bytes = 0;
@@ -176,7 +176,7 @@ void SlotCaches::pretend(int sequence, std::uint32_t tokens) {
     const std::uint32_t live = slots_.older(layer, pair, tokens);
     counts_of(layer, pair) = {.live = live, .behind = live, .most = live};
     if (is_quantized()) storage_->tiers.pretend(slots_, at, pair, live);
-    // The sinks and the youngest; with states of nothing seen, and features of nothing brought.
+    // Keeps the sinks and the youngest tokens, with zeros as states and features.
     const std::uint32_t sinks = slots_.protected_tokens(layer, pair).sinks;
     std::vector<std::uint32_t> positions(live);
     for (std::uint32_t i = 0; i < live; ++i) positions[i] = i < sinks ? i : tokens - live + i;
@@ -198,7 +198,7 @@ void SlotCaches::number(const kvlab_cache& cache) const {
     check(fill_ages(cache, stream_), "numbering by cache position");
 }
 
-// --- Room ----------------------------------------------------------------------------------------
+// --- Evicting to the budget ----------------------------------------------------------------------
 
 std::uint32_t SlotCaches::surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const {
   const std::uint32_t budget = slots_.budget(layer, pair);
@@ -207,7 +207,8 @@ std::uint32_t SlotCaches::surplus(std::uint32_t layer, std::size_t pair, bool af
              : slots_.modifiers(pair).surplus(counts_of(layer, pair).live, budget, after_prompt);
 }
 
-/// Live tokens at most while more are appended behind `fed`, without those.
+/// Max number of tokens that are live when more are appended after `fed` tokens, without the new
+/// ones.
 std::uint32_t SlotCaches::older(int sequence, std::uint32_t layer, std::size_t pair,
                                 std::uint32_t fed) const {
   return counts(sequence) ? counts_of(layer, pair).live : slots_.older(layer, pair, fed);
@@ -220,7 +221,7 @@ void SlotCaches::modify(kvlab_shrink_args& args, int sequence, bool after_prompt
   args.pool_max = own.pool == Modifiers::Pool::max;
 }
 
-/// Where it lies, if tokens have to be evicted before more is appended behind `fed`.
+/// Evicts in place, if tokens have to be evicted before more are appended after `fed` tokens.
 void SlotCaches::evict_to_budget(int sequence, std::uint32_t fed, bool after_prompt,
                                  LayerRange layers) {
   bool moves = false;
@@ -231,7 +232,7 @@ void SlotCaches::evict_to_budget(int sequence, std::uint32_t fed, bool after_pro
                                                     slots_.budget(layer, pair), after_prompt));
   });
   if (!moves) return;
-  reserve();  // which may fail: nothing is counted yet
+  reserve();  // may fail, so it comes before anything is counted
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
     count_evictions_of(layer, pair, after_prompt);
   });
@@ -258,7 +259,7 @@ kvlab_shrink_args SlotCaches::to_slots(int sequence, std::uint32_t layer, const 
   return args;
 }
 
-/// On tiers by way of an append's memory.
+/// Compacts a layer's slots in place. Tokens on tiers are first read into the append memory.
 void SlotCaches::compact_in_place(int sequence, std::uint32_t layer, bool after_prompt) const {
   kvlab_shrink_args args = to_slots(sequence, layer, work_->nothing, false);
   if (is_quantized()) {
@@ -305,14 +306,14 @@ std::uint64_t SlotCaches::bytes_on_tiers(std::uint32_t layer, std::size_t pair) 
   return bytes;
 }
 
-/// With the tokens that have just come.
+/// Updates the peak bytes, with the tokens that were just appended.
 void SlotCaches::count_bytes(std::uint32_t layer, std::size_t pair) {
   if (!is_quantized()) return;
   std::uint64_t& most = counts_of(layer, pair).max_bytes;
   most = std::max(most, bytes_on_tiers(layer, pair));
 }
 
-/// Tokens of an append that evicts to the budget before it.
+/// Counts an append of `tokens` tokens, which first evicts to the budget.
 void SlotCaches::count_append(int sequence, std::uint32_t layer, std::uint32_t tokens) {
   each_pair(sequence, [&](std::size_t pair) {
     Counts& own = counts_of(layer, pair);
@@ -324,7 +325,7 @@ void SlotCaches::count_append(int sequence, std::uint32_t layer, std::uint32_t t
   });
 }
 
-/// Room that is made behind an append.
+/// Counts the evictions after an append.
 void SlotCaches::count_evictions(int sequence, std::uint32_t layer, bool after_prompt) {
   each_pair(sequence, [&](std::size_t pair) {
     count_evictions_of(layer, pair, after_prompt);
@@ -339,7 +340,7 @@ void SlotCaches::count_evictions_of(std::uint32_t layer, std::size_t pair, bool 
         .evict_to_budget(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt);
 }
 
-/// Tokens are evicted before them.
+/// Counts appended tokens on tiers, after evicting to the budget.
 void SlotCaches::append_to_tiers(std::uint32_t layer, std::size_t pair, std::uint32_t tokens) {
   if (!is_quantized()) return;
   TierCounts& tiers = tiers_of(layer, pair);
@@ -357,9 +358,9 @@ void SlotCaches::end_prompt(int sequence, std::uint32_t fed, LayerRange layers) 
 
 // --- Shared slots --------------------------------------------------------------------------------
 
-/// After a prompt: splits a layer's slots among its KV heads by their ranks, and takes the live
-/// tokens there, all of which the append's memory holds. Waits. Returns how many those were,
-/// [kv_head].
+/// After a prompt: splits a layer's slots among its KV heads by their ranks, and moves the live
+/// tokens, all of which the append memory must hold, to these slots. Synchronizes. Returns the
+/// number of live tokens before, [kv_head].
 std::vector<std::int32_t> SlotCaches::share_slots(int sequence, std::uint32_t layer,
                                                   std::uint32_t fed) {
   constexpr const char* kWhat = "sharing slots";
@@ -393,7 +394,8 @@ std::vector<std::int32_t> SlotCaches::share_slots(int sequence, std::uint32_t la
   return lengths;
 }
 
-/// Where the prompt's last token came alone: by way of an append's memory.
+/// For a prompt whose last token was fed by a step: first copies the live tokens to the append
+/// memory.
 void SlotCaches::share_slots_of_live(int sequence, std::uint32_t fed) {
   reserve();
   const Appended nothing{fed, 0};
@@ -416,7 +418,7 @@ void SlotCaches::before_token(int sequence, std::uint32_t fed, LayerRange layers
   if (!of(sequence).modifiers.steps_evict()) evict_to_budget(sequence, fed, false, layers);
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
     Counts& own = counts_of(layer, pair);
-    own.live -= surplus(layer, pair, false);  // by the step itself
+    own.live -= surplus(layer, pair, false);  // the step itself evicts these
     own.behind = own.live++;
     own.most = std::max(own.most, own.live);
     append_to_tiers(layer, pair, 1);

@@ -1,8 +1,9 @@
-// The caches of a batch of sequences, layer by layer: each KV head has as many slots as its budget,
-// and a policy decides which token is evicted. This is the protocol: room before an append,
-// attention in memory of the append's own, a compaction to slots or tiers, numbers by cache
-// position, counts of what is live; and steps, in which the victim's slot takes the next token.
-// Everything is enqueued on one stream.
+// The caches of a batch of sequences. In each layer, each KV head has as many slots as its budget,
+// and a policy decides which token is evicted.
+//
+// An append evicts to the budget, attends in memory of its own, compacts the tokens to slots or
+// tiers, and numbers them by cache position. In a step, the next token takes the victim's slot.
+// Live tokens are counted on the host. Everything is enqueued on one stream.
 #pragma once
 
 #include <memory>
@@ -17,12 +18,12 @@ namespace kvlab::kernels {
 
 /// Tokens of one append that go through a layer together.
 struct AppendChunk {
-  std::uint32_t first;  ///< of the append's tokens
+  std::uint32_t first;  ///< index of the chunk's first token within the append
   int rows;
 };
 
-/// Where the attention of some rows goes, and their keys before RoPE, `key_row` elements from one
-/// to the next, of which features are made; null: what write() has put aside.
+/// Where to write the attention outputs of some rows. `plain_keys`: the rows' keys before RoPE,
+/// `key_row` elements apart, from which features are computed; null: the copy that write() made.
 struct AttendedRows {
   void* out;   // [row, query_head, dim]
   float* lse;  // [row, query_head], or null
@@ -37,19 +38,19 @@ struct StepRows {
   int first = 0;             ///< sequence of the first row
 };
 
-/// Some layers.
+/// A range of layers; by default all.
 struct LayerRange {
   std::uint32_t first = 0, end = ~std::uint32_t{0};
 };
 
-/// One layer of one sequence while many tokens are appended at once: the live tokens, the new ones
-/// behind them, and what is counted of them. Used by one layer after the other.
+/// One layer of one sequence during an append of many tokens: the live tokens, the new tokens after
+/// them, and their observations. The layers use it one after another.
 struct AppendMemory {
   AppendMemory() = default;
-  /// `slots`: for live and new tokens together.
+  /// `slots`: slots of a KV head, for live and new tokens together.
   AppendMemory(cuda::Arena& arena, const SlotsConfig& config, std::uint32_t slots);
 
-  /// [kv_head, slot]; lengths are those of the tokens that were live already.
+  /// [kv_head, slot]; lengths count the tokens that were live before the append.
   kvlab_cache cache{};
   std::byte* states = nullptr;      // [kv_head, slot, slot_bytes]
   float* features = nullptr;        // [kv_head, slot, feature]; or null
@@ -57,129 +58,133 @@ struct AppendMemory {
   std::byte* cache_position_keys =
       nullptr;                          // [kv_head, slot, dim], rotated to cache positions; or null
   std::int64_t* first_slots = nullptr;  // [kv_head]
-  kvlab_observation* seen = nullptr;    // [kv_head, slot]; null where nothing is observed
-  RowSoftmax* rows = nullptr;           // [part token, query_head]; null where nothing is observed
-  float* weights = nullptr;             // [age of a query]; null: all weigh 1
-  StagedTiers staged{};                 ///< where the live tokens lie on tiers
+  kvlab_observation* seen = nullptr;    // [kv_head, slot]; null if nothing is observed
+  RowSoftmax* rows = nullptr;           // [part token, query_head]; null if nothing is observed
+  float* weights = nullptr;             // [age of a query]; null: all weights are 1
+  StagedTiers staged{};                 ///< tiers and quantized data of the live tokens
   std::byte *observe_workspace = nullptr, *compact_workspace = nullptr;
 };
 
 class SlotCaches {
  public:
-  /// Throws std::invalid_argument where a cache has no bound at all, std::runtime_error where the
-  /// device's memory does not do.
+  /// Throws std::invalid_argument if a cache has no bound, std::runtime_error if the device's
+  /// memory is too small.
   SlotCaches(SlotsConfig config, cudaStream_t stream);
   SlotCaches(const SlotCaches&) = delete;
-  /// What it allocates; where the longest append is known, with what that adds.
+  /// Device memory in bytes. With a `longest_append`, `work` includes the memory for an append with
+  /// that many live and new tokens.
   struct Bytes {
     std::uint64_t storage, work;
   };
   static Bytes bytes(const SlotsConfig& config, std::uint32_t longest_append = 0);
 
-  /// What follows is enqueued there.
+  /// All later work is enqueued on `stream`.
   void enqueue_on(cudaStream_t stream) { stream_ = stream; }
   cudaStream_t stream() const { return stream_; }
-  /// Nothing is live. The memory stays where it is, so that a graph goes on serving. Waits.
+  /// Drops all tokens. Buffers keep their addresses, so captured CUDA graphs stay valid.
+  /// Synchronizes.
   void clear();
-  /// Memory for appends with so many tokens, those that are live among them, and for whatever a
-  /// pair can hold: a compaction looks at every slot of the cache that it takes the live ones from.
-  /// Waits, where it has to grow.
+  /// Returns memory for appends with `slots` live and new tokens, and at least with as many as a
+  /// pair has slots, because a compaction looks at every slot of the cache that it reads.
+  /// Synchronizes if the memory has to grow.
   const AppendMemory& reserve(std::uint32_t slots = 0);
-  /// What before_token() may need, so that it does not fail behind another's.
+  /// Reserves what before_token() may need, so that it does not fail for one sequence after it has
+  /// succeeded for another.
   void reserve_for_steps();
 
-  // Many tokens on their way into the caches of one sequence, behind the `fed` ones that these have
-  // had: one layer after the other, in parts; of each part first write(), then attend(). With a
-  // layer's last part its caches have appended the tokens. One append at a time.
+  // Appends of many tokens to the caches of one sequence, after its `fed` tokens. The layers follow
+  // one another. Each goes through the append in parts: for each part write(), then attend(). The
+  // last part's attend() adds the tokens to the layer's caches. Only one append may be active.
 
-  /// `ends_prompt`: a prompt segment ends with it.
+  /// Begins an append. `ends_prompt`: a prompt segment ends with it.
   void begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt);
-  /// Where q, k and v of a part are written, and how they are rotated, once its rows of RoPE are
-  /// there: fill_ropes(). The rest of the arguments is the caller's.
+  /// Returns where to write a part's q, k and v, and how to rotate them. fill_ropes() must have
+  /// filled the part's rows of RoPE. The caller fills in the other arguments.
   RopeWriteArgs write(std::uint32_t layer, const AppendChunk& part);
   void attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to);
-  /// A prompt segment has ended with the last of `fed` tokens, which has not come by an append
-  /// that says so.
+  /// Ends a prompt segment with the last of `fed` tokens, if no append with `ends_prompt` fed it.
   void end_prompt(int sequence, std::uint32_t fed, LayerRange layers = {});
 
-  // Steps. The host counts; all else is nothing but launches, the same from step to step, so that a
-  // graph can hold them: of each layer write(), store_in_tiers(), attend with what step() says,
+  // Steps. The host only counts. The launches are the same in every step, so a CUDA graph can hold
+  // them. For each layer: write(), store_in_tiers(), attention with the arguments from step(),
   // bring().
 
-  /// Before a step, of some layers, that feeds one token to the sequence behind `fed`.
+  /// Call before a step that feeds one token to the sequence after `fed` tokens. `layers`: the
+  /// layers of the step.
   void before_token(int sequence, std::uint32_t fed, LayerRange layers = {});
   RopeWriteArgs write(std::uint32_t layer, const StepRows& rows) const;
-  /// Behind that write, where tokens lie on tiers.
+  /// Call after write(): stores the new tokens on their tiers. No-op without tiers.
   void store_in_tiers(std::uint32_t layer, const StepRows& rows) const;
-  /// But for its workspace.
+  /// The arguments of the attention, without its workspace.
   EvictingAttentionArgs step(std::uint32_t layer, const StepRows& rows,
                              const AttendedRows& to) const;
-  /// The features of the new tokens. Only what observes reads them.
+  /// Computes the features of the new tokens. Only the observing kernel reads them.
   void bring(std::uint32_t layer, const StepRows& rows, const AttendedRows& to) const;
 
-  // Rows of RoPE and of queries.
+  // RoPE, queries and workspaces.
 
-  /// By every table that keys are rotated by where they are cached: of given positions, or from
-  /// `first` on.
+  /// Fills `rows` rows of each RoPE table: for `positions`, or, if null, for the positions from
+  /// `first` on. No-op if all keys are cached before RoPE.
   void fill_ropes(const std::int32_t* positions, std::uint32_t first, int rows) const;
-  /// As fill_ropes() has left them.
+  /// Sets the RoPE arguments to the rows that fill_ropes() has filled.
   void rotate(std::uint32_t table, RopeWriteArgs& args) const;
   std::byte* q() const { return work_->q; }
   std::byte* plain_keys() const { return work_->plain_k; }
   const std::int32_t* iota() const { return work_->iota; }
   std::byte* workspace(int index) const;
 
-  // What is held of a sequence that has been fed so many tokens.
+  // Counts of a sequence that has been fed `fed` tokens.
 
-  /// Bytes of keys and values, at most and now.
+  /// Bytes of keys and values: the sum of each KV head's peak, and those of now.
   std::uint64_t live_bytes(int sequence, std::uint32_t fed) const;
   std::uint64_t held_bytes(int sequence, std::uint32_t fed) const;
-  /// Of a KV head.
+  /// Live tokens of a KV head.
   std::uint32_t live(int sequence, std::uint32_t layer, std::uint32_t head,
                      std::uint32_t fed) const;
-  /// Positions, ascending. Waits.
+  /// Live positions, ascending. Synchronizes.
   std::vector<std::uint32_t> kept_positions(int sequence, std::uint32_t layer,
                                             std::uint32_t head) const;
-  /// How many were evicted, all layers and KV heads, when the last append came behind so
-  /// many tokens.
+  /// Evicted tokens over all layers and KV heads. `behind`: tokens before the last append.
   std::uint64_t evictions(int sequence, std::uint32_t behind) const;
-  /// Benchmarks: as if so many tokens had come, of whose keys and values nothing is said. Waits.
+  /// For benchmarks: behaves as if `tokens` tokens had been fed. The contents of their keys and
+  /// values are undefined. Synchronizes.
   void pretend(int sequence, std::uint32_t tokens);
 
-  /// Of keys and values of all sequences, room for others among them.
+  /// Bytes allocated for the keys and values of all sequences, free slots included.
   std::uint64_t allocated_bytes() const;
 
-  /// Whether tokens lie on tiers.
+  /// Whether caches have tier plans.
   bool is_quantized() const { return !tier_counts_.empty(); }
   const SlotsConfig& config() const { return config_; }
   const PairSlots& slots() const { return slots_; }
   const SlotStorage& storage() const { return *storage_; }
-  /// As an append left its last layer.
+  /// The memory as the append's last layer has left it.
   const AppendMemory& append_memory() const { return *memory_; }
 
  private:
-  /// Of a pair under modifiers, shared slots or a tier plan, what follows from all that was
-  /// appended: live tokens now, before the last append, and at most.
+  /// Counts of a pair with modifiers, shared slots or a tier plan: live tokens now and before the
+  /// last append, and their peak.
   struct Counts {
     std::uint32_t live = 0, behind = 0, most = 0;
-    std::uint64_t max_bytes = 0;  ///< on tiers
+    std::uint64_t max_bytes = 0;  ///< peak bytes on tiers
   };
-  /// As a compaction takes it.
+  /// The position of the first new token and the number of new tokens, as a compaction reads them.
   struct Appended {
     std::uint32_t now, tokens;
   };
   struct Work {
     Work(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots);
-    std::byte* q;                  // [row, query_head, dim]
-    float* inv_freq;               // [table, dim / 2]
-    float2* rope;                  // [table, row, dim / 2]
-    std::byte* plain_k;            // [row, kv_head, dim], before RoPE, where norms hide it; or null
+    std::byte* q;        // [row, query_head, dim]
+    float* inv_freq;     // [table, dim / 2]
+    float2* rope;        // [table, row, dim / 2]
+    std::byte* plain_k;  // [row, kv_head, dim], before RoPE, if keys are normed and features are
+                         // read; or null
     std::int32_t *iota, *zeros;    // [row]
-    Appended *nothing, *appended;  // at the first new token's position: none; all
-    Appended* ended;               // none, at the position behind a prompt
+    Appended *nothing, *appended;  // at the first new token's position: no tokens; all new tokens
+    Appended* ended;               // no tokens, at the position after a prompt
     std::byte* workspaces;
   };
-  /// The one that goes on.
+  /// The append in progress.
   struct Append {
     int sequence = 0;
     std::uint32_t fed = 0, tokens = 0;
@@ -253,22 +258,23 @@ class SlotCaches {
   void count_evictions_of(std::uint32_t layer, std::size_t pair, bool after_prompt);
   std::vector<std::int32_t> share_slots(int sequence, std::uint32_t layer, std::uint32_t fed);
   void share_slots_of_live(int sequence, std::uint32_t fed);
-  /// What takes tokens from an append's memory to a sequence's slots in a layer.
+  /// The arguments that move tokens from the append memory to a sequence's slots in a layer.
   kvlab_shrink_args to_slots(int sequence, std::uint32_t layer, const Appended* appended,
                              bool stays) const;
-  /// Between a sequence's slots in a layer, which may have tiers, and an append's memory.
+  /// Compacts tokens between a sequence's slots in a layer, which may have tiers, and the append
+  /// memory.
   void compact(kvlab_shrink_args args, int sequence, std::uint32_t layer, bool after_prompt) const;
-  /// The live tokens of a layer, or those that stay, to an append's memory.
+  /// Copies the live tokens of a layer to the append memory. With `stays` none is evicted.
   void take_live(int sequence, std::uint32_t layer, bool stays) const;
   void compact_in_place(int sequence, std::uint32_t layer, bool after_prompt) const;
   void number(const kvlab_cache& cache) const;
   void append_to_tiers(std::uint32_t layer, std::size_t pair, std::uint32_t tokens);
   std::uint64_t bytes_on_tiers(std::uint32_t layer, std::size_t pair) const;
   void count_bytes(std::uint32_t layer, std::size_t pair);
-  /// What a compaction does to ranks.
+  /// Sets how modifiers change ranks in a compaction.
   void modify(kvlab_shrink_args& args, int sequence, bool after_prompt) const;
 
-  // Of the append that goes on.
+  // For the append in progress.
   void begin_layer(std::uint32_t layer);
   void observe(std::uint32_t layer, const kvlab_prefill_args& queries);
   void keep(std::uint32_t layer);

@@ -33,7 +33,7 @@ __device__ inline float sink_of(const PairAttention& args, int pair, int head) {
   return args.sinks[pair % args.table.kv_heads * args.group + head] * kLog2E;
 }
 
-/// The begin of shared memory: each warp's tiles, and data for rotation.
+/// The start of shared memory: each warp's tiles, and data for rotation.
 template <class Warp>
 struct Ring {
   int stages;

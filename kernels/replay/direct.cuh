@@ -13,7 +13,7 @@ namespace kvlab::kernels {
 /// The slots of a cache and one query.
 struct DirectRow {
   const std::uint32_t *positions,
-      *positions_in_cache;  ///< places: null at original positions
+      *positions_in_cache;  ///< null at original positions
   std::uint32_t visible, query;
   std::int64_t task;
   float4* direct;  // [head group, slot], slots.of_task apart
@@ -53,8 +53,8 @@ __device__ inline float load_copy(const ReplayCopies& copies, const void* data, 
   return sum;
 }
 
-/// A token that a query attends to. The query keeps its original position; with cache positions the
-/// token is at its place.
+/// A token that a query attends to. The query is rotated to its original position; the token's key
+/// too or, with cache positions, to its cache position.
 struct AttendedToken {
   std::int64_t task;
   std::uint32_t query, position, position_in_cache;

@@ -278,7 +278,8 @@ class OldKeys {
     for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.kept, of[n].x, of[n].y);
   }
 
-  /// Rotates two of the pairs back; `a` and `b` are the angles of parts of the distance.
+  /// Rotates two of the pairs back by the sum of two angles. `a` and `b` hold the cosines and sines
+  /// of the two angles, which are parts of the distance.
   __device__ static void rotate(Rotated& rotated, const FourPairs<T>& raw, const float4& a,
                                 const float4& b, int key, int couple) {
     const float cosines[2] = {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.z, b.z, -(a.w * b.w))},
@@ -318,8 +319,8 @@ class OldKeys {
   const OldList old_;
   const uint4* keys_;       // [token, pairs / 4], for lane % 4 == 0; so are the next ones
   const float* scales_;     // [token]
-  const float4* coarse_;    // [place / 64, pairs / 2]
-  const float4* fine_;      // [place % 64, fine_stride_]
+  const float4* coarse_;    // [distance / 64, pairs / 2]
+  const float4* fine_;      // [distance % 64, fine_stride_]
   const uint4* fragments_;  // [pairs / 8, tile, lane]
   const float4* columns_;   // [tile, 4]
   float2* direct_;          // [query of the query group, head group, slot, 2]

@@ -60,7 +60,7 @@ cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
   plan.max_shared_bytes = max_dynamic_bytes(is_tiered, limits);
   plan.shared_bytes = bytes_of_tokens(args.shape, cache_positions, members.max_tiers);
   if (plan.shared_bytes > plan.max_shared_bytes) return cudaErrorNotSupported;
-  // Per slot: state, position, place, list entry, tier; rounded up to whole strips.
+  // Per slot: state, position, cache position, list entry, tier; rounded up to whole strips.
   const std::size_t of_slot = members.slot_bytes + sizeof(std::uint32_t) +
                               (cache_positions ? sizeof(std::uint32_t) + sizeof(OldItem) : 0) +
                               (is_tiered ? 1 : 0),

@@ -15,12 +15,12 @@
 //   member      a configuration that one launch of a walk handles
 //   slot        memory of a cache for a live token, in no order
 //   position    a token's index in the sequence
-//   cache position, place   with cache positions: the newest token's position minus the number of
-//               younger live tokens
+//   cache position   with cache positions: the newest token's position minus the number of younger
+//               live tokens
 //   row         a query's exponentials of all tokens, [head group, token]; each head's largest is 1
 //   shared      used by all caches of a head task, as rows are (also CUDA's shared memory)
 //   direct      of one cache: exponentials that it computes itself, [head group, slot]
-//   old         at cache positions, a token that has lost a younger one; exponentials are direct
+//   old         at cache positions, a token older than an evicted one; its exponentials are direct
 //   measured    the queries that metrics cover; index: a query's number among them
 //   sample      every sample_every-th measured query, whose outputs are measured
 //   kept set    the tokens that a cache attends to at a query, as bits
@@ -505,7 +505,7 @@ cudaError_t replay_changes(const ReplayChangesArgs& args, cudaStream_t stream);
 
 /// Adds a block's counts and errors to the metrics, in order.
 struct ReplayMetricsArgs : ReplayBlock {
-  int fp16_copies;  ///< number of fp16 copies, the last configurations, which count nothing
+  int fp16_copies;  ///< the last `fp16_copies` configurations are fp16 copies, which add no counts
   int samples;      ///< measured samples
   ReplayCounts counts;
   const double2* block_errors;  // [cache, sample, kMaxReplayGroup]

@@ -26,10 +26,10 @@ class ConfigBatch {
   virtual ~ConfigBatch() = default;
   /// Whether attend() will look at the row of `query`. One row too many is harmless.
   virtual bool wants_row(std::uint32_t query) const = 0;
-  /// Takes the queries [first, first + count) through every configuration; the blocks come in
-  /// order, each once. `rows` holds the block if any of its rows is wanted.
+  /// Runs the queries [first, first + count) through every configuration. The blocks come in order,
+  /// each once. `rows` holds the block if any of its rows is wanted.
   virtual void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) = 0;
-  /// By configuration of the configuration batch; takes the metrics out.
+  /// Returns the outcomes by configuration, and moves the metrics out.
   virtual std::vector<HeadOutcome> outcomes() = 0;
   /// May be null.
   virtual void watch(ConfigBatchWatcher watcher) = 0;

@@ -15,21 +15,21 @@
 
 namespace kvlab {
 
-/// The smallest exponential of a row that requests its token: `requested` of the rounded
-/// probabilities is monotone in it, so that no probability has to be taken. 0: all do.
+/// The smallest exponential of a row whose token is requested; 0: all tokens are. Whether a token
+/// is requested is monotone in its exponential, so no probability has to be computed.
 float min_requested(float sum, float most, std::uint32_t threshold16);
 
 class GroupRows {
  public:
-  /// `quantized` [token, dim]: the keys after RoPE, after the Hadamard rotation, as quantized
-  /// values give them; empty: those of the view.
+  /// `quantized` [token, dim]: the keys after RoPE and the Hadamard rotation, with the values that
+  /// their quantized form gives; empty: the view's keys.
   GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,
             std::span<const float> quantized = {});
 
   /// Queries a block holds: enough to reuse keys, few enough that rows stay in cache.
   std::uint32_t block_queries() const { return block_; }
-  /// Computes the rows of queries [first, first + count), count <= block_queries(); of tokens from
-  /// `from` on, if only those will be looked at.
+  /// Computes the rows of queries [first, first + count), count <= block_queries(). `from`: the
+  /// first token that will be read; earlier ones may be left out.
   void compute(std::uint32_t first, std::uint32_t count, std::uint32_t from = 0);
 
   const HeadView& view() const { return view_; }
@@ -63,9 +63,10 @@ class GroupRows {
   /// The requested tokens as bits, [heads()][words()].
   const std::uint64_t* request_bits(std::uint32_t query);
   std::size_t words() const { return words_; }
-  /// What every token receives from the query: [query + 1], group summed, unweighted; Q32.32.
+  /// The mass that every token receives from the query: [query + 1], summed over the group,
+  /// unweighted; Q32.32.
   const std::uint64_t* masses(std::uint32_t query);
-  /// Adds the same to mass [query + 1, and up to a whole block].
+  /// Adds masses() to mass [query + 1, and up to a whole block].
   void add_masses(std::uint32_t query, std::uint64_t* mass) const;
   /// 1 where some head of the group requests the token, the query's own included: [query + 1].
   const std::uint32_t* request_flags(std::uint32_t query);
@@ -73,25 +74,25 @@ class GroupRows {
   /// Sums of a head group's exponentials from token `first` on.
   std::array<double, kHeadGroupSize> sums_from(std::uint32_t query, std::uint32_t head_group,
                                                std::uint32_t first);
-  /// Sums of the values of such tokens, weighted by their exponentials: [heads()][dim], until the
-  /// next call.
+  /// Sums of the values of these tokens, weighted by their exponentials: [heads()][dim], valid
+  /// until the next call.
   const float* values_from(std::uint32_t query, std::uint32_t first);
   /// The full cache's outputs, [heads()][dim], and their squared norms, [heads()].
   const float* outputs(std::uint32_t query);
   const double* norms2(std::uint32_t query);
 
-  /// Of gradients of every measured query.
+  /// Number of gradient samples of every measured query.
   std::uint32_t gradient_samples() const { return gradients_.gradient_samples(); }
-  /// changes [gradient sample] += what outputs factors[h] * kept [group][dim] change of the
-  /// log-likelihood of each gradient sample.
+  /// Adds to changes [gradient sample] how much the log-likelihood changes with the outputs
+  /// factors[h] * kept [group][dim] instead of the full cache's.
   void add_changes(std::uint32_t query, const float* kept, const float* factors, float* changes);
 
-  /// The logits of some tokens, computed again: for a live set whose exponentials lost their bits.
+  /// Recomputes the logits of some tokens, for a live set whose exponentials have lost bits.
   void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
               float* out) const;
 
  private:
-  /// What is computed when it is first requested, by query of the block.
+  /// Results that are computed on first use, for each query of the block.
   struct Lazy {
     bool requests = false, flags = false, masses = false, requested = false, tails = false,
          values = false, outputs = false, divided = false;
@@ -102,7 +103,7 @@ class GroupRows {
     std::vector<std::array<double, kHeadGroupSize>>
         tail;                       // [head group][token / 64]: sums from there on
     std::vector<float> value_tail;  // [token / 64][heads()][dim]: sums from there on
-    std::size_t first_tail;         // the first of them that is there
+    std::size_t first_tail;         // the first tail that is computed
     std::vector<float> output;      // [heads()][dim]
     std::vector<double> norm2;      // [heads()]
   };

@@ -27,8 +27,8 @@ Kind kind_of(const CacheConfig& config) {
                                                                      : Kind::feedback;
 }
 
-/// What configurations of one nested configuration batch have in common; of the feedback
-/// configuration batch, what makes neighbours alike.
+/// What the configurations of one nested configuration batch have in common. In the feedback
+/// configuration batch, configurations with equal families are neighbours.
 using Family =
     std::tuple<Kind, std::string, std::uint64_t, std::uint32_t, std::uint32_t, std::uint32_t>;
 
@@ -122,7 +122,7 @@ void HeadConfigBatches::add(std::unique_ptr<ConfigBatch> config_batch,
   indices_.push_back(std::move(indices));
 }
 
-/// One more pass over the full cache: what every token gets from all queries.
+/// Computes the mass that every token gets from all queries, in one more pass over the full cache.
 std::vector<std::uint64_t> HeadConfigBatches::future_masses() {
   std::vector<std::uint64_t> masses(whole_blocks(view_.tokens));
   for (std::uint32_t first = 0; first < view_.tokens; first += rows_.block_queries()) {

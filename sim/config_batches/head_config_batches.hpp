@@ -1,5 +1,4 @@
-// Which configuration batch a configuration takes, and one KV head through all configuration
-// batches.
+// Assigns configurations to configuration batches, and runs one KV head through all of them.
 #pragma once
 
 #include <memory>
@@ -18,7 +17,7 @@ std::unique_ptr<FeedbackConfigBatch> make_cache_position_config_batch(
     BatchedConfigs configs, AgedSet::Identity identity, const HeadView& view, const RopeTable& rope,
     const HeadArithmetic& arithmetic, const MeasuredQueries* measured);
 
-/// Takes one KV head through `configs`.
+/// Runs one KV head through `configs`.
 class HeadConfigBatches {
  public:
   /// All must outlive this. `measured` may be null: nothing is measured.
@@ -29,7 +28,7 @@ class HeadConfigBatches {
   /// Called with a configuration's index; not for oracle_topk.
   void watch(ConfigBatchWatcher watcher);
   void run();
-  /// By configuration; once, after run().
+  /// The outcomes by configuration. Call once, after run().
   std::vector<HeadOutcome> outcomes();
 
  private:
@@ -45,8 +44,8 @@ class HeadConfigBatches {
   std::vector<std::vector<std::size_t>> indices_;  // by configuration batch: its configurations
 };
 
-// The KV heads of one layer, query by query, through the configurations whose caches evict together
-// (scope=layer).
+// Runs the KV heads of one layer, query by query, through the configurations whose caches evict
+// together (scope=layer).
 
 class LayerConfigBatches {
  public:
@@ -55,10 +54,10 @@ class LayerConfigBatches {
                      std::span<const HeadView> views, const RopeTable& rope,
                      const HeadArithmetic& arithmetic, const MeasuredQueries* measured);
 
-  /// Called for one KV head with a configuration's index, a query and what was live.
+  /// Called for one KV head with a configuration's index, a query and the live positions.
   void watch(std::uint32_t kv_head, const ConfigBatchWatcher& watcher);
   void run();
-  /// By KV head, then configuration; once, after run().
+  /// The outcomes by KV head, then by configuration. Call once, after run().
   std::vector<std::vector<HeadOutcome>> outcomes();
 
  private:

@@ -6,8 +6,8 @@
 namespace kvlab {
 namespace {
 
-/// Restart where what was added and taken away exceeds this many times what is left: rounding
-/// errors grow with the former.
+/// The chain restarts if the magnitudes added and removed exceed this many times what is left,
+/// because rounding errors grow with the former.
 constexpr float kMaxGross = 4;
 
 }  // namespace

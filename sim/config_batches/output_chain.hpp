@@ -1,5 +1,6 @@
-// Sums of values of many live sets at one query, each from the one before: neighbours in the order
-// of budgets keep nearly the same tokens, so only what differs is added or taken away.
+// Sums the values of many live sets at one query. Each sum starts from the previous one: neighbours
+// in the order of budgets keep nearly the same tokens, so only the differences are added or
+// removed.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +12,10 @@ namespace kvlab {
 
 class OutputChain {
  public:
-  /// The values of a live set, weighted by the exponentials of `query`, whose row `rows` holds:
-  /// [heads()][dim], until the next call. `bits`: the set (what is behind the query does not
-  /// count); sums [heads()]: of its exponentials. A query's calls come together.
+  /// Returns the sum of a live set's values, weighted by the exponentials of `query`, whose row
+  /// `rows` holds: [heads()][dim], valid until the next call. `bits`: the set; tokens after the
+  /// query are ignored. `sums` [heads()]: sums of the set's exponentials. All calls for one query
+  /// must be consecutive.
   const float* move_to(std::uint32_t query, const GroupRows& rows, const std::uint64_t* bits,
                        const float* sums);
 
@@ -22,10 +24,10 @@ class OutputChain {
   bool is_coarse(const GroupRows& rows, const float* sums) const;
 
   std::uint32_t query_ = ~std::uint32_t{0};
-  std::vector<std::uint64_t> bits_, next_;  // of the last set, and of the one to come
+  std::vector<std::uint64_t> bits_, next_;  // of the last set, and of the next
   std::vector<float> gross_, step_;         // [heads()]: magnitudes added since fresh; by the step
-  std::vector<std::uint32_t> tokens_;       // that differ
-  std::vector<float> weights_;              // [head group][tokens][4], negative for those that left
+  std::vector<std::uint32_t> tokens_;       // tokens that differ
+  std::vector<float> weights_;              // [head group][tokens][4], negative for removed tokens
   std::vector<float> sums_, difference_;    // [heads()][dim]
 };
 

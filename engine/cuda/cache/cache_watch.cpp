@@ -18,7 +18,7 @@ void append(std::vector<float>& to, const std::vector<float>& more) {
   to.insert(to.end(), more.begin(), more.end());
 }
 
-/// One row of several.
+/// Row `row` of a layer that was captured for `rows` rows.
 CapturedLayer row_of(const CapturedLayer& all, std::size_t row, std::size_t rows) {
   const auto part = [&](const std::vector<float>& values) {
     const auto size = static_cast<std::ptrdiff_t>(values.size() / rows);

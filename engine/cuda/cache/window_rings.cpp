@@ -14,7 +14,7 @@ using cuda::Placed;
 
 namespace {
 
-/// Of a ring: no more than a sequence has tokens.
+/// Slots of each layer's ring: the window, but at most the tokens of a sequence.
 std::vector<int> ring_slots(const ModelConfig& config, const CudaDecoderOptions& options) {
   std::vector<int> slots;
   for (const RowSpec& row : config.rows)
@@ -23,7 +23,8 @@ std::vector<int> ring_slots(const ModelConfig& config, const CudaDecoderOptions&
   return slots;
 }
 
-/// While a prompt's tokens go through a layer: they, and what the first of them sees.
+/// Slots for a prompt's tokens while they go through a layer, and for the older tokens that the
+/// first of them sees.
 int prompt_slots(const ModelConfig& config, const CudaDecoderOptions& options) {
   const auto slots = ring_slots(config, options);
   const int most = std::ranges::max(slots);
@@ -165,7 +166,7 @@ void WindowRings::attend(std::uint32_t layer, int sequence, std::uint32_t positi
   copy(layer, sequence, position - before + all - staying, staying, all - staying, To::ring);
 }
 
-/// Tokens from the position `first` on, between their ring and the prompt's slots.
+/// Copies `count` tokens, from position `first` on, between their ring and the prompt's slots.
 void WindowRings::copy(std::uint32_t layer, int sequence, std::uint32_t first, std::uint32_t count,
                        std::uint32_t prompt_slot, To to) const {
   const auto slots = static_cast<std::uint32_t>(slots_[layer]);

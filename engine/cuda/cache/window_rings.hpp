@@ -1,5 +1,5 @@
-// The caches of layers whose queries see a window of tokens: of each KV head a ring of as many
-// slots, token t at slot t modulo their number. No policy acts on them.
+// The caches of layers with a sliding window. Each KV head has a ring with as many slots as the
+// window; token t is at slot t modulo their number. No policy acts on them.
 #pragma once
 
 #include "engine/cuda/cache/device_cache.hpp"
@@ -13,18 +13,19 @@ class WindowRings {
   /// `batch` must outlive it.
   WindowRings(const DeviceModel& model, const BatchState& batch, const CudaDecoderOptions& options,
               cudaStream_t stream);
-  /// What it allocates.
+  /// The device memory that it allocates.
   static CacheBytes bytes(const DeviceModel& model, const CudaDecoderOptions& options);
 
   bool has(std::uint32_t layer) const { return config_.rows[layer].window > 0; }
-  /// Tokens that a layer keeps of so many, and the bytes of all such layers' of a sequence.
+  /// Tokens that a layer keeps of `fed` tokens, and the bytes of a sequence's tokens in all such
+  /// layers.
   std::uint32_t kept(std::uint32_t layer, std::uint32_t fed) const {
     return std::min(fed, config_.rows[layer].window);
   }
   std::uint64_t live_bytes(std::uint32_t fed) const;
 
-  /// Where a step's keys and values go; RoPE and the queries are the caller's. Idle rows whose
-  /// position is below 0 write nothing.
+  /// Where a step's keys and values are written; the caller fills in RoPE and queries. Idle rows,
+  /// whose position is below 0, write nothing.
   kernels::RopeWriteArgs write(std::uint32_t layer) const;
   void attend(std::uint32_t layer, int rows, const std::byte* q, const LayerOutputs& to) const;
 
@@ -33,7 +34,7 @@ class WindowRings {
   void attend(std::uint32_t layer, int sequence, std::uint32_t position, int rows,
               const std::byte* q, const LayerOutputs& to) const;
 
-  /// Benchmarks: random keys and values.
+  /// For benchmarks: fills the rings with random keys and values.
   void pretend(int sequence) const;
 
  private:
@@ -43,12 +44,13 @@ class WindowRings {
   };
   struct Work {
     Work(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options);
-    std::byte *keys, *values;    // [kv_head, slot, dim]: of a prompt, behind the tokens it sees
+    std::byte *keys,
+        *values;  // [kv_head, slot, dim]: of a prompt, after the older tokens that it sees
     std::int32_t *iota, *zeros;  // [slot], [row]
     std::byte* workspace;
   };
   kernels::AttentionShape shape(std::uint32_t layer, int slots) const;
-  /// Bytes from the rings' begin to a sequence's of a layer.
+  /// Offset of a sequence's rings of a layer from the first ring, in bytes.
   std::size_t offset(std::uint32_t layer, int sequence) const;
   /// How many tokens before a position its query sees.
   std::uint32_t older(std::uint32_t layer, std::uint32_t position) const {
@@ -64,7 +66,7 @@ class WindowRings {
   int sequences_, prompt_slots_;
   cudaStream_t stream_;
   std::vector<std::size_t> first_;  // [layer]: slots of all sequences before it
-  std::vector<int> slots_;          // [layer]: of a ring; 0: the layer has none
+  std::vector<int> slots_;          // [layer]: slots of a ring; 0: the layer has none
   cuda::Placed<Storage> storage_;
   cuda::Placed<Work> work_;
 };

@@ -11,14 +11,14 @@
 
 namespace kvlab {
 
-// Keys of a cache whose live tokens are numbered by cache position at every step, for the tokens
-// that have lost a younger one: each is rotated to its number, and again, from its unrotated self,
-// when a token older than it has left (sim/head_run.hpp).
+// Keys of a cache with cache positions, for the live tokens that are older than some evicted token.
+// Each key is rotated to its cache position. When an older token is evicted, that position changes,
+// and the key is rotated again from the unrotated one (sim/head_run.hpp).
 //
-// (A token that has lost no younger one keeps its true position; its logits come from rows that all
-// configurations share.)
+// Tokens that are younger than every evicted token keep their original positions. Their logits come
+// from rows that all configurations share.
 
-/// cos and sin of the cache positions of a panel's keys: [place / 32][half][32].
+/// cos and sin of the cache positions of a panel's keys: [position / 32][half][32].
 class CachePositionTable {
  public:
   /// `rope` must outlive this.
@@ -40,12 +40,13 @@ class AgedKeys {
 
   std::size_t size() const { return size_; }
   void clear() { size_ = rotated_ = 0; }
-  /// Adds the key of the token at `position`: the youngest here.
+  /// Adds the key of the token at `position`, which is younger than all keys here.
   void append(std::uint32_t position);
-  /// Takes the key of age `index` out.
+  /// Removes the key of age `index`.
   void erase(std::size_t index);
-  /// Products of up to four queries [dim], each rotated to its own number (null: none), with all
-  /// keys, rotated to theirs. out [4][out_stride], out_stride at least size() rounded up to 32.
+  /// Multiplies up to four queries [dim] (null: none), which are rotated to their cache positions,
+  /// by all keys, rotated to theirs. out [4][out_stride], out_stride at least size() rounded up to
+  /// 32.
   void products(const float* const* queries, const CachePositionTable& positions_in_cache,
                 float* out, std::size_t out_stride);
 
@@ -56,14 +57,14 @@ class AgedKeys {
   void rotate(const CachePositionTable& positions_in_cache);
 
   const HeadView* view_;
-  std::size_t size_ = 0, rotated_ = 0;  // keys; those of them that are rotated right
+  std::size_t size_ = 0, rotated_ = 0;  // number of keys; of those with the right rotation
   AlignedVector<float> panels_,
-      rotated_panels_;  // [age / 32][dim][32]: unrotated, at their numbers
+      rotated_panels_;  // [age / 32][dim][32]: unrotated; at cache positions
 };
 
 class AgedCache : public AgedSet {
  public:
-  /// `tokens`: of the sequence.
+  /// `tokens`: length of the sequence.
   AgedCache(const PolicySpec& spec, std::uint32_t budget, ProtectedTokens protected_tokens,
             Identity identity, std::uint32_t tokens)
       : AgedSet(spec, budget, protected_tokens, identity), bits_((tokens + 63) / 64) {}

@@ -26,12 +26,12 @@ bool FeedbackConfigBatch::wants_row(std::uint32_t query) const {
   return observes_ || (measured_ && measured_->contains(query));
 }
 
-/// The configuration batch's own rows for the queries to come.
+/// Computes the configuration batch's own rows for the next queries.
 void FeedbackConfigBatch::prepare(std::uint32_t first, std::uint32_t count) {
   bool wanted = observes_;
   for (std::uint32_t query = first; query < first + count; ++query) wanted |= wants_row(query);
   if (unrounded_ && wanted) {
-    std::uint32_t from = first;  // what no run shares yet is not looked at
+    std::uint32_t from = first;  // no run reads the rows of earlier tokens
     for (const auto& run : runs_) from = std::min(from, run->first_shared());
     unrounded_->compute(first, count, from);
   }
@@ -46,7 +46,8 @@ void FeedbackConfigBatch::step(std::size_t config, std::uint32_t query, GroupRow
 
 void FeedbackConfigBatch::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) {
   prepare(first, count);
-  // A row stays near while all configurations take it; a configuration's keys are more than a row.
+  // With cache positions, configurations are the outer loop, because a configuration's keys are
+  // larger than a row. Otherwise a row stays in the CPU cache while all configurations read it.
   if (positions_in_cache_) {
     for (std::size_t c = 0; c < runs_.size(); ++c)
       for (std::uint32_t query = first; query < first + count; ++query) step(c, query, rows);

@@ -1,5 +1,5 @@
-// The configuration batch of policies whose ranks depend on what their own cache gave them: each
-// configuration keeps its own states, and all read the shared exponentials of the tokens they keep.
+// The configuration batch of policies whose ranks depend on the attention in their own cache. Each
+// configuration has its own states; all read the shared exponentials of the tokens they keep.
 #pragma once
 
 #include <memory>
@@ -12,9 +12,9 @@ class FeedbackConfigBatch final : public ConfigBatch {
  public:
   /// `configs`: any policies, all at original positions or all at cache positions; neighbours
   /// should keep similar sets. `measured` may be null: nothing is measured. `positions_in_cache`:
-  /// for cache positions, which need rows of unrounded logits too; else null. `unrounded`: these,
-  /// for the configuration batch to compute; null: the full cache's are not rounded either.
-  /// `quantized`: for tier plans.
+  /// given with cache positions, which also need rows of unrounded logits; else null. `unrounded`:
+  /// these rows, which the configuration batch computes; null: the full cache's rows are not
+  /// rounded either. `quantized`: for tier plans.
   FeedbackConfigBatch(BatchedConfigs configs, LiveSet::Identity identity, const HeadView& view,
                       const MeasuredQueries* measured,
                       std::unique_ptr<CachePositionTable> positions_in_cache = nullptr,
@@ -27,8 +27,8 @@ class FeedbackConfigBatch final : public ConfigBatch {
   std::vector<HeadOutcome> outcomes() override;
   void watch(ConfigBatchWatcher watcher) override { watcher_ = std::move(watcher); }
 
-  /// attend() of the configuration batches of a layer's KV heads, query by query, so that their
-  /// caches may evict together. `rows` by KV head.
+  /// Calls attend() of the configuration batches of a layer's KV heads query by query, so that
+  /// their caches may evict together. `rows` by KV head.
   static void attend_together(std::span<const std::unique_ptr<FeedbackConfigBatch>> heads,
                               std::uint32_t first, std::uint32_t count, std::span<GroupRows> rows);
   /// A configuration's cache: for share_ranks().

@@ -13,7 +13,7 @@
 namespace kvlab {
 namespace {
 
-/// Where head h's exponential of the i-th gathered token lies.
+/// The index of head h's exponential of the i-th gathered token.
 std::size_t kept_index(std::size_t i, std::size_t head, std::size_t scratch_tokens) {
   return head / kHeadGroupSize * scratch_tokens * kHeadGroupSize + i * kHeadGroupSize +
          head % kHeadGroupSize;
@@ -60,7 +60,7 @@ bool FeedbackRun::observes(std::uint32_t query) const {
   return needs_requests(cache_.needs()) || cursor_.age_of(query) < cache_.tail();
 }
 
-/// Whether what the query gives is what it gives in every cache that still has all tokens.
+/// Whether the query observes the same in every cache that still has all tokens.
 bool FeedbackRun::has_whole_row(std::uint32_t query) const {
   return visible_ == query + 1 &&
          (!needs_mass(cache_.needs()) || (weight_of(query) == 1.0f && !by_largest()));
@@ -90,7 +90,7 @@ void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unroun
   cursor_.advance();
 }
 
-/// Tokens older than a victim have lost a younger one from now on.
+/// Adds the tokens that are older than a victim to old_keys_.
 void FeedbackRun::evict_to_budget(std::uint32_t now) {
   const std::size_t before = old_keys_.size();
   const auto victims = cache_.evict_to_budget(now);
@@ -108,7 +108,7 @@ void FeedbackRun::evict_to_budget(std::uint32_t now) {
 void FeedbackRun::begin_observing() {
   seen_ = {.query = cursor_.current().first + cursor_.current().tokens - 1,
            .queries = cursor_.current().tokens};
-  if (seen_.queries == 1 && cache_.tail() > 0) return;  // the one query brings it all
+  if (seen_.queries == 1 && cache_.tail() > 0) return;  // the single query sets everything
   mass_.assign(needs_mass(cache_.needs()) ? cache_.size() : 0, 0);
   requests_.assign(needs_requests(cache_.needs()) ? cache_.size() : 0, 0);
   last_request_.assign(requests_.size(), 0);
@@ -130,7 +130,7 @@ void FeedbackRun::see_all(std::uint32_t query, GroupRows& rows) {
   measure_outputs(query, rows, nullptr);
 }
 
-/// The exponentials of what is live, and their sums, which are recall's.
+/// Gathers the exponentials of the live tokens, and their sums, which recall needs.
 void FeedbackRun::gather_kept(std::uint32_t query, const GroupRows& rows,
                               GatherScratch& scratch) const {
   scratch.resize(visible_, rows.heads());
@@ -167,8 +167,8 @@ void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherScratch& 
   measure_outputs(query, rows, &scratch);
 }
 
-/// Which source each token is in, to scratch.source: whether any is quantized. What an append of
-/// several tokens brings is exact until it ends.
+/// Writes the source of each token to scratch.source. Returns whether any token is quantized. The
+/// tokens of an append of several tokens are exact until it ends.
 bool FeedbackRun::find_quantized(GatherScratch& scratch) const {
   if (tiers_.empty()) return false;
   const auto tiers = cache_.tiers();
@@ -183,7 +183,7 @@ bool FeedbackRun::find_quantized(GatherScratch& scratch) const {
   return std::ranges::any_of(scratch.source, [&](std::uint8_t source) { return row_of(source); });
 }
 
-/// Probabilities from the rows of the tiers; recall and misses from the full cache's.
+/// Takes probabilities from the tiers' rows, recall and misses from the full cache's rows.
 void FeedbackRun::see_quantized(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
   gather_kept(query, rows, scratch);
   for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group)
@@ -199,7 +199,7 @@ void FeedbackRun::see_quantized(std::uint32_t query, GroupRows& rows, GatherScra
   if (measure_.wants_quantization(query)) measure_quantization(query, rows, scratch);
 }
 
-/// The outputs of the same tokens in 16 bit, beside those of scratch.outputs.
+/// Measures the outputs of the same tokens in 16 bit against scratch.outputs.
 void FeedbackRun::measure_quantization(std::uint32_t query, GroupRows& rows,
                                        GatherScratch& scratch) {
   const std::vector<float> quantized = scratch.outputs, sums = scratch.sum;
@@ -213,8 +213,8 @@ void FeedbackRun::measure_quantization(std::uint32_t query, GroupRows& rows,
   }
 }
 
-/// Puts the quantized tokens' exponentials among the gathered ones, all at the largest shift of the
-/// rows: another shift is an exact power of two.
+/// Merges the quantized tokens' exponentials with the gathered ones. All get the largest shift of
+/// the rows, which multiplies them by an exact power of two.
 void FeedbackRun::take_quantized(std::uint32_t query, std::uint32_t head_group,
                                  const GroupRows& rows, GatherScratch& scratch) const {
   std::int32_t shift[kHeadGroupSize];
@@ -233,7 +233,7 @@ void FeedbackRun::take_quantized(std::uint32_t query, std::uint32_t head_group,
     const GroupRows& of = tier ? tier->rows : rows;
     scratch.sources.push_back({of.e(query, head_group), factors(of)});
   }
-  scratch.sources.push_back({rows.e(query, head_group), factors(rows)});  // of what is exact
+  scratch.sources.push_back({rows.e(query, head_group), factors(rows)});  // the exact tokens
 
   float* const kept = scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize;
   const std::uint32_t* const positions = cache_.positions().data();
@@ -292,7 +292,7 @@ void FeedbackRun::take_quantized_outputs(const GroupRows& rows, GatherScratch& s
   for (std::size_t d = 0; d < size; ++d) scratch.outputs[d] += quantized[d] / kQuantBlock;
 }
 
-/// The outputs of the heads that were taken from their own maxima, from gathered exponentials.
+/// Computes the outputs of the heads that use their own maximum, from gathered exponentials.
 void FeedbackRun::take_own_outputs(GatherScratch& scratch) const {
   for (std::uint32_t head = 0; head < view_.group; ++head) {
     if (!scratch.lost[head]) continue;
@@ -305,8 +305,8 @@ void FeedbackRun::take_own_outputs(GatherScratch& scratch) const {
   }
 }
 
-/// The changes of a query and the errors of a sampled one, from scratch.outputs and scratch.sum;
-/// without a scratch its outputs are the full cache's.
+/// Measures the changes of a query and the errors of a sampled one, from scratch.outputs and
+/// scratch.sum. Without a scratch, the outputs are the full cache's.
 void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, GatherScratch* scratch) {
   const std::size_t dim = view_.head_size;
   if (scratch && rows.gradient_samples() > 0) {
@@ -332,7 +332,8 @@ void FeedbackRun::observe_kept(std::uint32_t query, GroupRows& rows, GatherScrat
   if (needs_requests(cache_.needs())) take_requests(query, rows, scratch);
 }
 
-/// Probabilities from logits at cache positions; recall and misses from the full cache's rows.
+/// Takes probabilities from logits at cache positions, recall and misses from the full cache's
+/// rows.
 void FeedbackRun::see_cache_positions(std::uint32_t query, GroupRows& rows, GroupRows& unrounded,
                                       const CachePositionTable& positions_in_cache,
                                       GatherScratch& scratch) {
@@ -355,14 +356,14 @@ void FeedbackRun::see_cache_positions(std::uint32_t query, GroupRows& rows, Grou
   measure_outputs(query, rows, &scratch);
 }
 
-/// A row of unrounded logits, nothing of which is the run's own.
+/// Takes a row of unrounded logits in which no token has a key of the run's own.
 void FeedbackRun::take_whole(std::uint32_t query, const GroupRows& unrounded,
                              GatherScratch& scratch) const {
   scratch.sum.assign(unrounded.sums(query), unrounded.sums(query) + unrounded.heads());
 }
 
-/// The values of the oldest tokens with the run's own exponentials; of the youngest, which follow
-/// one another, with those that all share.
+/// Adds the values of the oldest tokens with the run's own exponentials, and those of the youngest
+/// tokens, which are consecutive, with the shared exponentials.
 void FeedbackRun::take_cache_position_outputs(std::uint32_t query, GroupRows& unrounded,
                                               GatherScratch& scratch) const {
   const std::size_t dim = view_.head_size, old = old_keys_.size();
@@ -377,8 +378,8 @@ void FeedbackRun::take_cache_position_outputs(std::uint32_t query, GroupRows& un
   take_own_outputs(scratch);
 }
 
-/// Sums of the full cache's exponentials over the live set, [heads], no larger than the row's. From
-/// old_keys_ on live tokens follow one another.
+/// Sums the full cache's exponentials over the live set, [heads]; at most the row's sums. From
+/// old_keys_ on, live tokens are consecutive.
 void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) const {
   const auto live = visible();
   const std::size_t old = old_keys_.size();
@@ -395,7 +396,7 @@ void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, GatherScratch
   }
 }
 
-/// A head group's queries, each rotated to its number.
+/// Rotates a head group's queries to their cache positions.
 void FeedbackRun::rotate_queries(std::uint32_t query, std::uint32_t head_group,
                                  const CachePositionTable& positions_in_cache,
                                  GatherScratch& scratch, const float** queries) const {
@@ -410,8 +411,8 @@ void FeedbackRun::rotate_queries(std::uint32_t query, std::uint32_t head_group,
   }
 }
 
-/// Gathers exponentials of logits at cache positions: those of tokens that have lost a younger one
-/// are the run's own, the others the full cache's.
+/// Gathers exponentials of logits at cache positions. Those of tokens older than an evicted token
+/// are the run's own; the others are the full cache's.
 void FeedbackRun::take_cache_positions(std::uint32_t query, GroupRows& unrounded,
                                        const CachePositionTable& positions_in_cache,
                                        GatherScratch& scratch) {
@@ -447,14 +448,14 @@ void FeedbackRun::take_own_cache_positions(std::uint32_t query, std::uint32_t he
   take_own_row(head, scratch);
 }
 
-/// The row of a head whose shared exponentials lost their bits, from its own maximum.
+/// Computes the row of a head whose shared exponentials have lost bits, from its own maximum.
 void FeedbackRun::take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows,
                                    GatherScratch& scratch) {
   rows.logits(query, head, visible(), scratch.row.data());
   take_own_row(head, scratch);
 }
 
-/// A head's gathered exponentials from the logits in scratch.row.
+/// Computes a head's gathered exponentials from the logits in scratch.row.
 void FeedbackRun::take_own_row(std::uint32_t head, GatherScratch& scratch) const {
   scratch.lost[head] = true;
   shared_exponentials(scratch.row.data(), visible_, scratch.row.data());
@@ -533,7 +534,7 @@ void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* sha
 TierRows::TierRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
     : view_(view), rope_(rope), arithmetic_(arithmetic) {
   check_quantized_heads(view.head_size);
-  view_.projection = nullptr;  // changes are of the full cache's rows
+  view_.projection = nullptr;  // changes need the full cache's rows
 }
 
 std::vector<TierRow*> TierRows::of(std::span<const TierSlots> tier_plan) {

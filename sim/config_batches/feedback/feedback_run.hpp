@@ -18,20 +18,20 @@
 namespace kvlab {
 
 // Rows of attention over tokens as the tiers of tier plans keep them.
-/// A KV head's tokens, each as one tier keeps it: a quantized row is a pure function of a token and
-/// the formats that it comes down through, so all configurations share it.
+/// A KV head's tokens as one tier stores them. A quantized row depends only on the token and the
+/// formats of the tiers that it was demoted through, so all configurations share it.
 struct TierRow {
-  GroupRows rows;             ///< of quantized keys
+  GroupRows rows;             ///< rows of quantized keys
   std::vector<float> values;  ///< [token, dim], after the Hadamard rotation
 };
 
 class TierRows {
  public:
-  /// `view`'s data and `rope` must outlive this. Throws std::invalid_argument where heads are no
-  /// whole blocks of channels.
+  /// `view`'s data and `rope` must outlive this. Throws std::invalid_argument if a head is not a
+  /// whole number of blocks of channels.
   TierRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
-  /// By tier of a tier plan; null: its tokens are exact.
+  /// The rows of each tier of a tier plan; null: the tier is exact.
   std::vector<TierRow*> of(std::span<const TierSlots> tier_plan);
   /// The rows of queries [first, first + count), of all tiers that were requested.
   void compute(std::uint32_t first, std::uint32_t count);
@@ -51,18 +51,18 @@ struct GatherScratch {
   AlignedVector<std::uint64_t> mass;            // [age]
   std::vector<std::uint32_t> requested;         // [age]
   std::vector<float> sum, most, least, shared;  // [heads]
-  std::vector<bool> lost;                       // [heads]: taken from its own maximum
+  std::vector<bool> lost;                       // [heads]: computed from its own maximum
   std::vector<float> row;                       // one head's, by age
   AlignedVector<float> products, rotated;       // [4][age], [4][dim]: at cache positions
   std::vector<std::uint32_t> ages;              // 0, 1, 2, …
-  std::vector<std::uint8_t> source;             // [age]: which of the sources has it
+  std::vector<std::uint8_t> source;             // [age]: index of the token's source
   std::vector<std::uint32_t> picked;            // positions of some of them
   AlignedVector<float> weights;                 // [picked][4]
-  /// By tier, then of staged tokens, which are exact: a row, and what brings it to the common
-  /// shift.
+  /// One for each tier, then one for staged tokens, which are exact: a row, and the factors that
+  /// bring it to the common shift.
   std::vector<std::pair<const float*, std::array<float, kHeadGroupSize>>> sources;
   std::vector<float> outputs;  // [heads][dim]: sums of values times exponentials
-  std::vector<float> factors;  // [group]: what makes outputs of them
+  std::vector<float> factors;  // [group]: outputs divided by these sums
   OutputChain chain;
 
   void resize(std::size_t tokens, std::uint32_t heads);
@@ -70,27 +70,27 @@ struct GatherScratch {
 
 class FeedbackRun {
  public:
-  /// `quantized`: of all tiers' rows; null where no configuration of the configuration batch has a
+  /// `quantized`: the rows of all tiers; null if no configuration of the configuration batch has a
   /// tier plan.
   FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity, const HeadView& view,
               const MeasuredQueries* measured, TierRows* quantized);
 
-  /// `rows`: the full cache's. `unrounded`: the same at unrounded positions, and
-  /// `positions_in_cache`, for cache positions; else null.
+  /// `rows`: the full cache's. With cache positions, `unrounded` are its rows of unrounded logits,
+  /// and `positions_in_cache` is given; else both are null.
   void attend(std::uint32_t query, GroupRows& rows, GroupRows* unrounded,
               const CachePositionTable* positions_in_cache, GatherScratch& scratch);
 
   const AgedCache& cache() const { return cache_; }
   AgedSet& aged_set() { return cache_; }
-  /// After the last query.
+  /// Call after the last query.
   HeadOutcome outcome() {
     return {measure_.take().front(), cache_.evictions(), cache_.live_max(), cache_.size()};
   }
   /// The live tokens that the last query could see.
   std::span<const std::uint32_t> visible() const { return cache_.positions().first(visible_); }
 
-  /// The first token whose exponentials at cache positions are shared: those before it are the
-  /// run's own, or not live.
+  /// The first token whose exponentials at cache positions are shared. Earlier tokens have the
+  /// run's own, or are not live.
   std::uint32_t first_shared() const {
     return old_keys_.size() < cache_.size() ? cache_.positions()[old_keys_.size()] : 0;
   }
@@ -100,7 +100,7 @@ class FeedbackRun {
   void evict_to_budget(std::uint32_t now);
   void see_all(std::uint32_t query, GroupRows& rows);
   bool find_quantized(GatherScratch& scratch) const;
-  /// Whose row has a token of that source; null: the exact one.
+  /// The tier's row that has the tokens of a source; null: the exact row.
   const TierRow* row_of(std::uint8_t source) const {
     return source < tiers_.size() ? tiers_[source] : nullptr;
   }
@@ -117,7 +117,7 @@ class FeedbackRun {
                            const CachePositionTable& positions_in_cache, GatherScratch& scratch);
   void take_cache_positions(std::uint32_t query, GroupRows& unrounded,
                             const CachePositionTable& positions_in_cache, GatherScratch& scratch);
-  /// Whether a group gives what its largest head gives, not the sum.
+  /// Whether a token gets the mass of a group's largest head, not the sum over heads.
   bool by_largest() const { return cache_.modifiers().group == Modifiers::Group::max; }
   bool has_whole_row(std::uint32_t query) const;
   void take_whole(std::uint32_t query, const GroupRows& unrounded, GatherScratch& scratch) const;
@@ -143,7 +143,7 @@ class FeedbackRun {
   void take_cache_position_outputs(std::uint32_t query, GroupRows& unrounded,
                                    GatherScratch& scratch) const;
   void take_own_outputs(GatherScratch& scratch) const;
-  /// Whether a measured query's outputs are looked at.
+  /// Whether a measured query's outputs are needed.
   bool takes_outputs(std::uint32_t query, const GroupRows& rows) const {
     return rows.gradient_samples() > 0 || measure_.samples(query);
   }
@@ -152,10 +152,10 @@ class FeedbackRun {
   float weight_of(std::uint32_t query) const { return cache_.weight(cursor_.age_of(query)); }
 
   AgedCache cache_;
-  std::vector<TierRow*> tiers_;  // by tier; null where it is exact, empty where all are
+  std::vector<TierRow*> tiers_;  // by tier; null: exact; empty: all tiers are exact
   TokenFeatures features_;
   bool cache_positions_;
-  AgedKeys old_keys_;  // of live tokens that have lost a younger one; the others follow one another
+  AgedKeys old_keys_;  // of live tokens older than an evicted one; the others are consecutive
   AppendCursor cursor_;
   const HeadView& view_;
   RowMeasure measure_;

@@ -1,9 +1,9 @@
 // The loops over rows of exponentials, compiled once for each instruction set and chosen at run
 // time. All sets give the same bits.
 //
-// Four query heads of a group are a head group, padded with zeros; a row's exponentials lie as
-// [token][4], so that a scattered read brings a token's four in one 16-byte load. Every row has
-// room for whole blocks of sixteen tokens, and zeros there behind its last one.
+// Four query heads of a group form a head group, padded with zeros. A row's exponentials are stored
+// as [token][4], so a scattered read loads a token's four values at once, in 16 bytes. Every row is
+// padded with zeros to whole blocks of sixteen tokens.
 #pragma once
 
 #include <cstddef>
@@ -14,75 +14,79 @@ namespace kvlab {
 inline constexpr std::size_t kHeadGroupSize = 4;  ///< query heads that are taken together
 inline constexpr std::size_t kBlockTokens = 16;   ///< rows are padded to whole blocks of tokens
 
-/// `tokens`, and as many more as fill their last block.
+/// `tokens` rounded up to whole blocks.
 constexpr std::size_t whole_blocks(std::size_t tokens) {
   return (tokens + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
 }
 
 inline constexpr std::size_t kPanelTokens = 32;  ///< keys of a panel: [dim][32]
-/// Bins for what is too small for the others, in turns: one alone would wait for itself.
+/// Number of bins for values that are too small for the other bins. These values go to them in
+/// turn, because consecutive updates of one bin would wait for each other.
 inline constexpr std::size_t kRestBins = 8;
 
-/// A head group's row while its logits come, some tokens after others.
+/// A head group's row under construction. Its logits arrive some tokens at a time.
 struct HeadGroupRow {
   float* e;                                           ///< [token][4]
-  std::size_t tokens = 0;                             ///< so far
+  std::size_t tokens = 0;                             ///< tokens so far
   float lanes[kBlockTokens * kHeadGroupSize] = {};    ///< [token % 16][4]: running sums
-  float largest[kBlockTokens * kHeadGroupSize] = {};  ///< the largest of some tokens each
+  float largest[kBlockTokens * kHeadGroupSize] = {};  ///< maxima, each of some tokens
   std::int32_t shift[kHeadGroupSize] = {};
 };
 
 struct RowLoops {
-  const char* name;  ///< of the instruction set
+  const char* name;  ///< name of the instruction set
 
-  /// From logits to shared exponentials (traces/base/numeric/softmax.hpp): logits[h] holds the next
-  /// `count` tokens', to be scaled; null: padding, zeros. All calls for a row but the last bring
-  /// whole blocks; zeros follow up to one. The shift is that of the first call as long as no logit
-  /// is more than 2^30 times as probable as the largest of that; else what there is is taken down.
+  /// Converts logits to shared exponentials (traces/base/numeric/softmax.hpp) and appends them to
+  /// the row. logits[h] holds the logits of the next `count` tokens, to be multiplied by `scale`;
+  /// null: padding, which becomes zeros. All calls for a row except the last append whole blocks;
+  /// zeros fill the last block. The shift stays that of the first call as long as no token is more
+  /// than 2^30 times as probable as the most probable one of that call. Otherwise it is raised, and
+  /// the row's exponentials are scaled down.
   void (*extend)(HeadGroupRow& row, const float* const* logits, std::size_t count, float scale);
-  /// A row's sum[4] (lane sums) and most[4].
+  /// Computes a row's sum[4] (lane sums) and most[4] (maxima).
   void (*finish)(const HeadGroupRow& row, float* sum, float* most);
-  /// Gathers the exponentials of tokens[i], i < count, into kept [count][4] and zeros up to a whole
-  /// block. sum[4]: lane sums in the order of i; most[4]: the largest, 0 at least.
+  /// Gathers the exponentials of tokens[i], i < count, into kept [count][4], padded with zeros to a
+  /// whole block. sum[4]: lane sums in the order of i; most[4]: the largest, at least 0.
   void (*gather)(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept,
                  float* sum, float* most);
-  /// The sums, in no order that a decoder knows; hits[h] += tokens with e >= least[h]. Tokens
-  /// null: 0, 1, 2, ...
+  /// Sums exponentials, in an order that differs from a decoder's. hits[h] += the number of tokens
+  /// with e >= least[h]. Tokens null: 0, 1, 2, ...
   void (*total)(const float* e, const std::uint32_t* tokens, std::size_t count, const float* least,
                 float* sum, std::uint32_t* hits);
-  /// total() of lists that follow one another, the l-th of tokens[begins[l]] to
-  /// tokens[begins[l + 1] - 1] but for the last `unseen` of the first list, and running over the
-  /// lists: sums[l * stride + h], hits[l * stride + h].
+  /// total() of consecutive lists, accumulated over the lists: sums[l * stride + h], hits[l *
+  /// stride + h]. List l is tokens[begins[l]] to tokens[begins[l + 1] - 1]; the first list leaves
+  /// out its last `unseen` tokens.
   void (*run_totals)(const float* e, const std::uint32_t* tokens, const std::size_t* begins,
                      std::size_t lists, std::size_t unseen, const float* least, std::size_t stride,
                      double* sums, std::uint32_t* hits);
-  /// mass[i] += sum over the head group of fixed_mass(1, kept / sum[h]), i < count; `first`: =
-  /// instead. A head with sum 0 is padding. Works on whole blocks.
+  /// mass[i] += sum over the head group of fixed_mass(1, kept / sum[h]), i < count; with `first`, =
+  /// instead of +=. A head with sum 0 is padding. Works on whole blocks.
   void (*masses)(const float* kept, std::size_t count, const float* sum, bool first,
                  std::uint64_t* mass);
-  /// asked[i] |= whether some head h of the head group has kept >= least[h]; `first`: = instead.
+  /// requested[i] |= whether some head h of the head group has kept >= least[h]; with `first`, =
+  /// instead of |=.
   void (*mark)(const float* kept, std::size_t count, const float* least, bool first,
                std::uint32_t* requested);
-  /// Bit i of bits[h] (64-bit words, `words` apart): whether e[i][h] >= least[h], i < count;
-  /// the bits behind are 0.
+  /// Sets bit i of bits[h] (64-bit words, `words` apart) to whether e[i][h] >= least[h], i < count;
+  /// later bits are 0.
   void (*flag)(const float* e, std::size_t count, const float* least, std::uint64_t* bits,
                std::size_t words);
-  /// A head group's exponentials by head, bits[h][i] (`stride` apart), and in bins by size: the
-  /// difference of their bits from most[h], shifted right by shift[h], or, where that is not below
-  /// last_bin, one of kRestBins bins from there on. Whole blocks.
+  /// Writes the bits of a head group's exponentials by head, bits[h][i] (heads are `stride` apart),
+  /// and the bin of each by size: (most[h] - its bits) >> shift[h], or, if that is not below
+  /// last_bin, one of the kRestBins bins from last_bin on. Works on whole blocks.
   void (*bin)(const float* e, std::size_t count, const std::uint32_t* most,
               const std::uint32_t* shift, std::uint32_t last_bin, std::uint32_t* bits,
               std::uint16_t* bins, std::size_t stride);
   /// The first index of the smallest rank in [begin, end), begin < end.
   std::size_t (*first_least)(const std::uint64_t* ranks, std::size_t begin, std::size_t end);
-  /// Bits set in both.
+  /// The number of bits that are set in both.
   std::uint64_t (*common)(const std::uint64_t* a, const std::uint64_t* b, std::size_t words);
   /// to[i] [4] = e of tokens[i], negative where bit tokens[i] of `bits` is not set; size[h] +=
   /// their magnitudes.
   void (*list_weights)(const float* e, const std::uint32_t* tokens, std::size_t count,
                        const std::uint64_t* bits, float* to, float* size);
-  /// y[h][d] += weights[i][h] * v[tokens[i] * stride + d], i < count in order (null: token i),
-  /// fused, for the first `heads` of four.
+  /// y[h][d] += weights[i][h] * v[tokens[i] * stride + d], i < count in order (null: token i), with
+  /// fused multiply-adds, for the first `heads` of four.
   void (*accumulate)(const float* weights, const std::uint32_t* tokens, std::size_t count,
                      std::size_t heads, const float* v, std::size_t stride, std::size_t depth,
                      float* y);
@@ -96,21 +100,20 @@ struct RowLoops {
   void (*add_changes)(const float* a, const float* b, std::size_t heads, const float* factors,
                       std::size_t count, const float* gradients, std::size_t gradient_samples,
                       float* changes);
-  /// Takes key `gap` out of a panel [dim][32]: those behind it move up, and the first of the `next`
-  /// panel (null: zeros) comes in. Reads one float behind the panel.
+  /// Removes key `gap` from a panel [dim][32]: later keys move up by one, and the first key of
+  /// panel `next` (null: zeros) becomes the last. Reads one float beyond the panel.
   void (*close_gap)(float* panel, const float* next, std::size_t gap, std::size_t dim);
   /// Rotates 32 keys, panel [dim][32]: dimensions d and d + half by cos[d][i], sin[d][i]
-  /// ([half][32]), those from 2 half on stay.
+  /// ([half][32]). Dimensions from 2 half on are copied unchanged.
   void (*rotate_panel)(const float* panel, const float* cos, const float* sin, std::size_t half,
                        std::size_t dim, float* rotated);
   /// out[h][i] = queries[h] [dim] times key i, one chain of fused multiply-adds, i < 32 * panels;
-  /// keys [panels][dim][32]. Up to four queries, the others null: not written.
+  /// keys [panels][dim][32]. There are up to four queries; for a null query nothing is written.
   void (*panel_products)(const float* keys, std::size_t panels, std::size_t dim,
                          const float* const* queries, float* out, std::size_t out_stride);
-  /// A row whose `old` first logits (rows[h], to be scaled; null: padding) are its own and whose
-  /// `shared` others have the exponentials e [shared][4], taken with shift[h]: gathers all into
-  /// kept [old + shared][4], as gather() does. sum[h] = 0 where the own ones are too large for that
-  /// shift.
+  /// Joins a row of `old` own logits (rows[h], to be multiplied by `scale`; null: padding) and
+  /// `shared` exponentials e [shared][4] with shift[h]. Gathers all into kept [old + shared][4], as
+  /// gather() does. sum[h] = 0 if the own logits are too large for that shift.
   void (*join)(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
                const float* e, std::size_t shared, float* kept, float* sum, float* most);
 };
@@ -118,7 +121,7 @@ struct RowLoops {
 /// The loops of the best instruction set that this machine has.
 const RowLoops& row_loops();
 const RowLoops& row_loops_base();
-/// Null where the machine (or the build) has no such instructions.
+/// Null if the machine (or the build) has no such instructions.
 const RowLoops* row_loops_avx2();
 const RowLoops* row_loops_avx512();
 

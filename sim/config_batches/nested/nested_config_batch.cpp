@@ -56,14 +56,15 @@ void NestedConfigBatch::begin_append(const Append& append) {
     levels_[l].live_max = std::max<std::uint64_t>(levels_[l].live_max, begins_[l + 1]);
 }
 
-/// Whether one token enters a first level that one token has to be evicted at most.
+/// Whether one token is appended and the first level then has to evict at most one token.
 bool NestedConfigBatch::takes_one(const Append& append) const {
   return append.tokens == 1 && (levels_[0].budget == kNoBudget || begins_[1] <= levels_[0].budget);
 }
 
-/// A victim of one budget is still live at the next one, and a token that a smaller budget keeps
-/// outranks as many others at a larger one: only what the level itself holds, with what has dropped
-/// to it, may be evicted. The new token takes the first victim's place.
+/// Evicts one token from each full level. A victim of one budget is still live at the next larger
+/// one. A token that a smaller budget keeps is never the victim of a larger one, so the victim is
+/// one of the level's own tokens or the one that has dropped to it. The new token goes to the first
+/// level.
 void NestedConfigBatch::pass_down(std::uint32_t now) {
   if (begins_[1] < levels_[0].budget) {  // then no other level holds a token yet
     tokens_.push_back(now);
@@ -92,8 +93,8 @@ void NestedConfigBatch::pass_down(std::uint32_t now) {
   }
 }
 
-/// Takes the first victim out of a level and puts `comes` (null: nothing, the level's last place
-/// is free then) in; it may be `comes` itself.
+/// Removes the first victim from a level and inserts `comes` (null: nothing, so the level's last
+/// index becomes free). The victim may be `comes` itself.
 NestedConfigBatch::EvictionCandidate NestedConfigBatch::exchange(std::size_t level,
                                                                  std::uint32_t now,
                                                                  const EvictionCandidate* comes) {
@@ -119,8 +120,8 @@ NestedConfigBatch::EvictionCandidate NestedConfigBatch::exchange(std::size_t lev
   return evicted;
 }
 
-/// Tokens lie by age: the sinks come first and the recent last, and the first of equal ranks is the
-/// oldest.
+/// Tokens are ordered by age, so the sinks come first and the recent tokens last, and the first of
+/// equal ranks is the oldest.
 std::size_t NestedConfigBatch::find_victim(std::size_t begin, std::size_t end,
                                            std::uint32_t now) const {
   std::size_t first = begin, last = end;
@@ -194,7 +195,7 @@ void NestedConfigBatch::measure(std::uint32_t query, GroupRows& rows) {
                            unseen_, wanted.least + head_group * kHeadGroupSize, heads,
                            running_.data() + head_group * kHeadGroupSize,
                            hits_.data() + head_group * kHeadGroupSize);
-  std::size_t whole = 0;  // the first level that has all
+  std::size_t whole = 0;  // the first level that has all tokens
   while (whole < levels && begins_[whole + 1] - unseen_ < query + std::size_t{1}) ++whole;
   measure_.begin_query(query);
   measure_recalls(query, whole, rows);
@@ -207,7 +208,7 @@ void NestedConfigBatch::measure(std::uint32_t query, GroupRows& rows) {
   }
 }
 
-/// From level `whole` on a set has the row entire.
+/// From level `whole` on, sets hold the entire row.
 void NestedConfigBatch::measure_recalls(std::uint32_t query, std::size_t whole, GroupRows& rows) {
   const GroupRows::Requests wanted = rows.requests(query);
   const std::uint32_t group = view_.group;
@@ -230,7 +231,7 @@ void NestedConfigBatch::measure_recalls(std::uint32_t query, std::size_t whole, 
     }
 }
 
-/// Adds the values of what a level holds to the outputs.
+/// Adds the values of a level's tokens to the outputs.
 void NestedConfigBatch::add_level(std::uint32_t query, std::size_t level, const GroupRows& rows) {
   const std::uint32_t* const tokens = tokens_.data() + begin_of(level);
   const std::size_t count = end_of(level) - begin_of(level);
@@ -246,7 +247,7 @@ void NestedConfigBatch::add_level(std::uint32_t query, std::size_t level, const 
   }
 }
 
-/// From level `whole` on a set has the row entire.
+/// From level `whole` on, sets hold the entire row.
 void NestedConfigBatch::measure_outputs(std::uint32_t query, std::size_t level, std::size_t whole,
                                         GroupRows& rows) {
   const std::size_t dim = view_.head_size;
@@ -264,8 +265,8 @@ void NestedConfigBatch::measure_outputs(std::uint32_t query, std::size_t level, 
                         kept ? kept + h * dim : nullptr, kept ? factors_[h] : 1);
 }
 
-/// Sums of values [heads][dim] of the levels up to `level`, until the next call; factors_ makes
-/// outputs of them.
+/// Returns the sums of values [heads][dim] of the levels up to `level`, valid until the next call.
+/// factors_ converts them to outputs.
 const float* NestedConfigBatch::level_outputs(std::uint32_t query, std::size_t level,
                                               const GroupRows& rows) {
   const float* sums = outputs_.data();
@@ -282,7 +283,8 @@ const float* NestedConfigBatch::level_outputs(std::uint32_t query, std::size_t l
   return sums;
 }
 
-/// The output of a live set whose shared exponentials lost their bits, from its own maximum.
+/// Computes the output of a live set whose shared exponentials have lost bits, from its own
+/// maximum.
 std::vector<float> NestedConfigBatch::own_output(std::uint32_t query, std::size_t level,
                                                  std::uint32_t head, const GroupRows& rows) const {
   const std::vector<std::uint32_t> tokens = live(level);
@@ -294,7 +296,7 @@ std::vector<float> NestedConfigBatch::own_output(std::uint32_t query, std::size_
   return out;
 }
 
-/// By age.
+/// The live tokens of a level's budget, by age.
 std::vector<std::uint32_t> NestedConfigBatch::live(std::size_t level) const {
   std::vector<std::uint32_t> tokens;
   for (std::size_t l = 0; l <= level; ++l)

@@ -1,11 +1,12 @@
-// The configuration batch of nested orders: where a rank depends neither on the budget nor on what
-// was evicted, the live set of a budget lies within that of every larger one. So one stack serves
-// all budgets: a token is kept at the level of the smallest budget that still has it, a victim of
-// one level drops to the next, and running sums over levels give every budget's metrics at once
+// The configuration batch of nested orders. If ranks depend neither on the budget nor on what was
+// evicted, the live set of a budget is a subset of that of every larger budget, so one stack serves
+// all budgets. A token is at the level of the smallest budget that still keeps it, a victim of one
+// level drops to the next, and running sums over levels give every budget's metrics at once
 // (Mattson et al. 1970).
 //
-// The one place beside policies/aged_set.hpp that holds the rule of eviction: what one set decides
-// by itself, the stack decides for all budgets at once. Tests hold it to the plain replay.
+// This is the only place beside policies/aged_set.hpp that holds the rule of eviction. What an
+// AgedSet decides for one cache, the stack decides for all budgets at once. Tests compare it with
+// the plain replay.
 #pragma once
 
 #include "sim/config_batches/config_batch.hpp"
@@ -13,25 +14,26 @@
 
 namespace kvlab {
 
-/// Ranks of tokens by position, for `now`.
+/// An eviction order that is the same for all budgets. rank() gives the ranks of tokens for step
+/// `now`.
 class NestedOrder {
  public:
   virtual ~NestedOrder() = default;
   virtual void rank(std::span<const std::uint32_t> positions, std::uint32_t now,
                     std::span<std::uint64_t> ranks) const = 0;
-  /// The tokens [first, first + count) enter.
+  /// Appends the tokens [first, first + count).
   virtual void append(std::uint32_t first, std::uint32_t count) = 0;
-  /// Every cache of the configuration batch has attended `query`.
+  /// Called when every cache of the configuration batch has attended `query`.
   virtual void spend(std::uint32_t query, GroupRows& rows) = 0;
   virtual bool wants_rows() const = 0;
-  /// Whether ranks are positions: rank() need not be asked then.
+  /// Whether ranks are positions. Then rank() need not be called.
   virtual bool oldest_first() const = 0;
 };
 
 class NestedConfigBatch final : public ConfigBatch {
  public:
-  /// `configs`: one order, one prefill and the same protected tokens, by rising budget. `measured`
-  /// may be null: nothing is measured.
+  /// `configs`: one order, one prefill and the same protected tokens, by ascending budget.
+  /// `measured` may be null: nothing is measured.
   NestedConfigBatch(BatchedConfigs configs, std::unique_ptr<NestedOrder> order,
                     const HeadView& view, const MeasuredQueries* measured);
 
@@ -45,7 +47,7 @@ class NestedConfigBatch final : public ConfigBatch {
     std::uint32_t budget;
     std::uint64_t evictions = 0, live_max = 0;
   };
-  /// A victim that is being demoted.
+  /// A victim on its way to the next level.
   struct EvictionCandidate {
     std::uint32_t position;
     std::uint64_t rank;
@@ -81,13 +83,13 @@ class NestedConfigBatch final : public ConfigBatch {
   std::vector<Level> levels_;
   RowMeasure measure_;  // a set for each level
   std::vector<std::uint32_t>
-      tokens_;                        // live at a level and at no smaller budget; ascending in each
+      tokens_;  // live at a level's budget and at no smaller one; ascending in each level
   std::vector<std::size_t> begins_;   // [level + 1]: where the levels lie in tokens_
-  std::uint32_t unseen_ = 0;          // of the append's tokens, by the current query
+  std::uint32_t unseen_ = 0;          // tokens of the append that the current query does not see
   std::vector<std::uint64_t> ranks_;  // [tokens]
   std::vector<double> running_;       // [level][heads]: sums of the current query, running
   std::vector<std::uint32_t> hits_;   // [level][heads]: hits of the current query, running
-  std::vector<double> inverse_;       // [group]: of the row's sums
+  std::vector<double> inverse_;       // [group]: inverse of the row's sum
   std::vector<std::uint32_t> due_;    // [group]: hits of a level that has all tokens
   std::vector<double> distances_;     // [group]
   std::vector<float> factors_;        // [group]
@@ -100,8 +102,8 @@ class NestedConfigBatch final : public ConfigBatch {
 /// The order of a registered policy.
 std::unique_ptr<NestedOrder> nested_order(const ResolvedConfig& config, LiveSet::Identity identity,
                                           const HeadView& view);
-/// `oracle_attention`: least future mass of the full cache first. `masses` [token]: all that it
-/// gives.
+/// The order of `oracle_attention`: the token with the least future mass in the full cache is
+/// evicted first. `masses` [token]: the mass that a token gets from all queries.
 std::unique_ptr<NestedOrder> future_order(std::vector<std::uint64_t> masses);
 
 }  // namespace kvlab

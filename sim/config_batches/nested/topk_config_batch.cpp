@@ -9,14 +9,14 @@ namespace {
 
 constexpr std::uint32_t kMaxBins = 2048;
 
-/// The smallest shift that brings `range` into `bins` bins with an eighth to spare.
+/// The smallest shift with which `range` fits into `bins` bins, with an eighth to spare.
 std::uint32_t shift_for(std::uint32_t range, std::uint32_t bins) {
   const auto wanted = static_cast<std::uint32_t>(std::bit_width(range + range / 8));
   const auto width = static_cast<std::uint32_t>(std::bit_width(bins - 1));
   return wanted > width ? wanted - width : 0;
 }
 
-/// Few as a rule: one after another into their place.
+/// Sorts by insertion if there are few elements, as is usual.
 void sort_descending(std::uint32_t* x, std::size_t count) {
   constexpr std::size_t kFew = 24;
   if (count > kFew) return std::sort(x, x + count, std::greater<>());
@@ -62,8 +62,8 @@ void TopSums::begin_row(std::uint32_t query, const GroupRows& rows) {
                     bin_.data() + head_group * kHeadGroupSize * stride_, stride_);
 }
 
-/// How far below the largest, in bits, what the budgets ask for is likely to lie: by some tokens
-/// alone, with a margin for that. e [token][4] of a head.
+/// Estimates how far below the largest value the budgets reach, as a difference of bits. Reads only
+/// a sample of tokens, so it adds a margin.
 std::uint32_t TopSums::range_of(const float* e, std::uint32_t most) const {
   constexpr std::size_t kSample = 32;
   constexpr double kMargin = 0.16, kMax = 0.98;  // shares of the tokens
@@ -94,8 +94,8 @@ void TopSums::scatter(std::uint32_t head) {
   for (std::uint32_t i = 0; i < tokens_; ++i) order_[ends_[bin[i]]++] = bits[i];
 }
 
-/// Sorts the bin that the `index`-th largest lies in, and returns where it ends. What is too small
-/// for the bins is one.
+/// Sorts the bin that holds the `index`-th largest value, and returns the bin's end. Values too
+/// small for the bins form one bin.
 std::uint32_t TopSums::sort_bin_of(std::uint32_t head, std::uint32_t index) {
   const std::uint32_t bin = (most_[head] - order_[index]) >> shift_[head];
   const std::uint32_t begin = bin == 0 ? 0 : ends_[std::min(bin, bins_) - 1],
@@ -147,8 +147,8 @@ void TopkConfigBatch::attend_query(std::uint32_t query, GroupRows& rows) {
   }
 }
 
-/// Requested tokens are those from some exponential on, so they lead the row, the query's own among
-/// them if it is as probable.
+/// Requested tokens are those whose exponential reaches a bound, so they come first in the sorted
+/// row. The query's own token is among them if it is as probable.
 void TopkConfigBatch::measure(std::uint32_t query, std::uint32_t head, GroupRows& rows) {
   const float own =
       rows.e(query, head / kHeadGroupSize)[query * kHeadGroupSize + head % kHeadGroupSize];

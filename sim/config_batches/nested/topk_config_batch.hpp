@@ -1,5 +1,5 @@
-// `oracle_topk` at several budgets: each query and query head keeps its B most probable tokens, so
-// that one row in rough order gives every budget. Queries of a dense prefill keep all.
+// `oracle_topk` at several budgets. Each query and query head keeps its B most probable tokens, so
+// one roughly sorted row serves every budget. Queries of a dense prefill keep all tokens.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace kvlab {
 
-// Sums of a row's largest exponentials, for many counts at once: a row is not sorted, only put into
-// bins by size; within a bin order matters where a count ends in it.
+// Sums of a row's largest exponentials, for many counts at once. A row is not sorted but put into
+// bins by size. The order within a bin matters only if a count ends in it.
 
 class TopSums {
  public:
@@ -23,13 +23,13 @@ class TopSums {
 
   /// Puts the row of `query` into bins, for every head of the group.
   void begin_row(std::uint32_t query, const GroupRows& rows);
-  /// Takes one head's sums, for every budget of no more than the row's tokens.
+  /// Computes one head's sums, for every budget of at most the row's tokens.
   void take(std::uint32_t head);
   struct Level {
-    double sum;   ///< of the largest
+    double sum;   ///< sum of the largest
     float least;  ///< the smallest of them
   };
-  /// The taken head's, by budget.
+  /// The results of the last take(), by budget.
   const Level& level(std::size_t i) const { return levels_[i]; }
 
  private:
@@ -39,13 +39,13 @@ class TopSums {
 
   std::vector<std::uint32_t> budgets_;
   std::vector<Level> levels_;                // [budget]
-  std::vector<std::uint32_t> most_, shift_;  // [head]: from bits to bins
-  std::uint32_t tokens_ = 0, bins_ = 0;      // bins: without those of the rest
+  std::vector<std::uint32_t> most_, shift_;  // [head]: convert bits to bins
+  std::uint32_t tokens_ = 0, bins_ = 0;      // bins_: without the kRestBins
   std::size_t stride_ = 0;
   std::vector<std::uint32_t> bits_;   // [head][token]
   std::vector<std::uint16_t> bin_;    // [head][token]: 0 for the largest
-  std::vector<std::uint32_t> ends_;   // [bin]: of the bins in order_
-  std::vector<std::uint32_t> order_;  // bits by bin
+  std::vector<std::uint32_t> ends_;   // [bin]: where the bin ends in order_
+  std::vector<std::uint32_t> order_;  // bits, sorted by bin
 };
 
 class TopkConfigBatch final : public ConfigBatch {
@@ -66,7 +66,7 @@ class TopkConfigBatch final : public ConfigBatch {
   }
 
   BatchedConfigs configs_;
-  std::vector<std::size_t> level_;  // [config]: its budget's place in sums_
+  std::vector<std::size_t> level_;  // [config]: its budget's index in sums_
   RowMeasure measure_;
   TopSums sums_;
 };

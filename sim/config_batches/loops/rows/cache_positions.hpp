@@ -1,4 +1,4 @@
-// Keys that are numbered by cache position: panels of 32, rotated and multiplied.
+// Keys at cache positions: panels of 32, rotated and multiplied.
 #pragma once
 
 #include "sim/config_batches/loops/rows/head_groups.hpp"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kPanelPieces = static_cast<int>(kPanelTokens) / kWidth;  // registers of a panel's row
 
-/// Keys behind `gap` move up by one.
+/// Moves the keys after `gap` up by one.
 void close_gap(float* panel, const float* next, std::size_t gap, std::size_t dim) {
   Ints moves[kPanelPieces];
   for (int c = 0; c < kPanelPieces; ++c)
@@ -38,7 +38,7 @@ void rotate_panel(const float* panel, const float* cos, const float* sin, std::s
     std::memcpy(rotated + d * kPanelTokens, panel + d * kPanelTokens, kPanelTokens * sizeof(float));
 }
 
-/// R queries by P panels, C registers of each.
+/// Multiplies R queries by P panels of C registers each.
 template <int R, int P, int C>
 inline __attribute__((always_inline)) void products_of(const float* keys, std::size_t dim,
                                                        const float* const* queries,

@@ -1,4 +1,4 @@
-// From logits to the exponentials of a row.
+// Converts logits to the exponentials of a row.
 #pragma once
 
 #include "sim/config_batches/loops/rows/masses.hpp"
@@ -21,7 +21,8 @@ inline std::int32_t shift_of(const float* logits, std::size_t count, float scale
   return shift_below(most);
 }
 
-/// kWidth logits of the first H heads, rows[h] + first, to their exponentials [token][4].
+/// Converts kWidth logits of the first H heads, from rows[h] + first on, to exponentials
+/// [token][4].
 template <int H>
 inline __attribute__((always_inline)) void take_exponentials(const float* const* rows,
                                                              std::size_t first, float scale,
@@ -33,7 +34,7 @@ inline __attribute__((always_inline)) void take_exponentials(const float* const*
   transpose(r);
 }
 
-/// Whole blocks of logits to e [count][4] and into their sums.
+/// Converts whole blocks of logits to exponentials e [count][4], and adds these to `sums`.
 template <int H>
 void write_blocks(const float* const* rows, std::size_t count, float scale,
                   const std::int32_t* shift, float* e, HeadGroupSums& sums) {
@@ -62,7 +63,7 @@ void write_blocks(const float* const* rows, std::size_t count, float scale,
   kByHeads[heads - 1](rows, count, scale, shift, e, sums);
 }
 
-/// Exponentials of fewer tokens than a block, padded.
+/// Writes the exponentials of less than a block of tokens, padded.
 inline void write_rest(const float* const* rows, std::size_t count, float scale,
                        const std::int32_t* shift, float* e) {
   float rest[kHeadGroupSize][kTokens] = {}, last[kBlockFloats];
@@ -78,7 +79,8 @@ inline void write_rest(const float* const* rows, std::size_t count, float scale,
   pad(e, count);
 }
 
-/// `count` logits of each head to e [count][4], padded to whole blocks, and into their sums.
+/// Converts `count` logits of each head to exponentials e [count][4], padded to whole blocks, and
+/// adds these to `sums`.
 inline void write_exponentials(const float* const* rows, std::size_t count, float scale,
                                const std::int32_t* shift, float* e, HeadGroupSums& sums) {
   const std::size_t whole = count / kBlockTokens * kBlockTokens;
@@ -92,7 +94,7 @@ inline void write_exponentials(const float* const* rows, std::size_t count, floa
 
 constexpr float kMaxExponential = 0x1p30f;
 
-/// Takes a head's exponentials down by a power of two; what falls below 2^-126 becomes 0.
+/// Divides a head's exponentials by 2^by. Results below 2^-126 become 0.
 void lower(HeadGroupRow& row, int head, std::int32_t by) {
   const float factor = by > 126 ? 0.0f
                                 : 1.0f / static_cast<float>(std::uint64_t{1} << by / 2) /
@@ -107,7 +109,8 @@ void lower(HeadGroupRow& row, int head, std::int32_t by) {
   }
 }
 
-/// Takes the shift of what comes wherever it is above the row's.
+/// Raises a head's shift to that of the new logits if it is larger, and scales the row's
+/// exponentials down.
 void raise_shifts(HeadGroupRow& row, const float* const* logits, std::size_t count, float scale) {
   for (int h = 0; h < kHeads; ++h) {
     if (!logits[h]) continue;
@@ -147,7 +150,7 @@ void join(const float* const* rows, std::size_t old, float scale, const std::int
   HeadGroupSums sums;
   const std::size_t whole = old / kBlockTokens * kBlockTokens, mixed = old - whole;
   write_exponentials(rows, whole, scale, shift, kept, sums);
-  std::size_t done = 0;  // of the shared ones
+  std::size_t done = 0;  // shared tokens that are copied
   if (mixed > 0) {
     const float* rest[kHeadGroupSize] = {};
     for (int h = 0; h < kHeads; ++h) rest[h] = rows[h] ? rows[h] + whole : nullptr;

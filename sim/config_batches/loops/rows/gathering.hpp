@@ -6,7 +6,7 @@
 namespace kvlab {
 namespace {
 
-/// Lane sums of a head group: those of sixteen tokens side by side, [16][4].
+/// Running sums and maxima of a head group, [16][4], by token modulo 16.
 struct HeadGroupSums {
   static constexpr int kMosts = kBlockParts < 4 ? kBlockParts : 4;
   Floats sum[kBlockParts], most[kMosts];
@@ -15,7 +15,7 @@ struct HeadGroupSums {
     for (Floats& part : sum) part = Floats{};
     for (Floats& part : most) part = Floats{};
   }
-  /// From lanes [16][4], by token modulo 16.
+  /// Continues from lanes [16][4].
   inline __attribute__((always_inline)) HeadGroupSums(const float* lanes, const float* largest) {
     for (int i = 0; i < kBlockParts; ++i) sum[i] = load(lanes + i * kWidth);
     for (int i = 0; i < kMosts; ++i) most[i] = load(largest + i * kWidth);
@@ -42,13 +42,13 @@ struct HeadGroupSums {
   }
 };
 
-/// Zeros from token `count` to the end of its block.
+/// Writes zeros from token `count` to the end of its block.
 inline void pad(float* rows, std::size_t count) {
   const std::size_t rest = (kBlockTokens - count % kBlockTokens) % kBlockTokens;
   std::memset(rows + count * kHeadGroupSize, 0, rest * kHeadGroupSize * sizeof(float));
 }
 
-/// Copies tokens to whole blocks, padded, and into their sums.
+/// Copies exponentials to whole blocks, padded, and adds them to `sums`.
 inline void copy_blocks(const float* e, std::size_t count, float* to, HeadGroupSums& sums) {
   std::size_t i = 0;
   for (; i + kBlockTokens <= count; i += kBlockTokens)
@@ -65,12 +65,12 @@ inline void copy_blocks(const float* e, std::size_t count, float* to, HeadGroupS
   sums.add_block(to + i * kHeadGroupSize);
 }
 
-/// Whether the sixteen tokens from tokens[0] on follow one another.
+/// Whether the sixteen tokens from tokens[0] on are consecutive.
 inline bool follow(const std::uint32_t* tokens) {
   return tokens[kBlockTokens - 1] - tokens[0] == kBlockTokens - 1;
 }
 
-/// Part of a block's exponentials; `run`: its tokens follow one another.
+/// Loads part of a block's exponentials. `run`: its tokens are consecutive.
 inline __attribute__((always_inline)) Floats load_part(const float* e, const std::uint32_t* tokens,
                                                        bool run, int part) {
   return run ? load(e + std::size_t{tokens[0]} * kHeadGroupSize + part * kWidth)

@@ -12,9 +12,9 @@ constexpr int kTokens = static_cast<int>(kBlockTokens);
 constexpr int kHeadGroups = kWidth / kHeads;                    // tokens in a register
 constexpr int kBlockParts = kTokens / kHeadGroups;              // registers of a block, [16][4]
 constexpr int kPieces = kTokens / kWidth;                       // registers for one head of a block
-constexpr std::size_t kBlockFloats = kTokens * kHeadGroupSize;  // of a block
+constexpr std::size_t kBlockFloats = kTokens * kHeadGroupSize;  // floats of a block
 
-/// The exponentials of kHeadGroups tokens.
+/// Loads the exponentials of kHeadGroups tokens into a register.
 #if defined(__AVX512F__)
 inline Floats load_head_groups(const float* a, const float* b, const float* c, const float* d) {
   const __m512 ab = _mm512_insertf32x4(_mm512_castps128_ps512(_mm_loadu_ps(a)), _mm_loadu_ps(b), 1);
@@ -30,7 +30,7 @@ inline Floats load_head_groups(const float* a, const float*, const float*, const
 }
 #endif
 
-/// The exponentials of tokens[0], …, tokens[kHeadGroups - 1].
+/// Loads the exponentials of tokens[0], …, tokens[kHeadGroups - 1].
 inline Floats load_scattered(const float* e, const std::uint32_t* tokens) {
   const auto at = [&](int i) { return e + std::size_t{tokens[i]} * kHeadGroupSize; };
   if constexpr (kHeadGroups == 4) return load_head_groups(at(0), at(1), at(2), at(3));
@@ -38,17 +38,17 @@ inline Floats load_scattered(const float* e, const std::uint32_t* tokens) {
   return load_head_groups(at(0), nullptr, nullptr, nullptr);
 }
 
-/// Four floats to every kHeadGroups tokens of a register.
+/// Repeats four floats for each of the kHeadGroups tokens of a register.
 inline Floats broadcast_four(const float* four) {
   Floats v;
   for (int i = 0; i < kWidth; ++i) v[i] = four[i % kHeads];
   return v;
 }
 
-/// Of the elements of a, then b: those numbered I.
+/// Selects the elements I of a and b; those of b are numbered after those of a.
 template <int... I, class V>
 inline V shuffle(V a, V b) {
-#if !defined(__clang__) && __GNUC__ < 12  // without the other
+#if !defined(__clang__) && __GNUC__ < 12  // has no __builtin_shufflevector
   return __builtin_shuffle(a, b, decltype(a < b){I...});
 #else
   return __builtin_shufflevector(a, b, I...);
@@ -81,8 +81,8 @@ inline V unpack_pairs(V a, V b) {
     return shuffle<o, o + 1, o + 4, o + 5>(a, b);
 }
 
-/// Element j of lane k goes to kHeadGroups j + k: the tokens of four registers [token][4], turned,
-/// come into their order.
+/// Moves element j of lane k to index kHeadGroups j + k. After transpose() of four registers
+/// [token][4], this puts the tokens in order.
 template <class V>
 inline V in_order(V v) {
   if constexpr (kWidth == 16)
@@ -92,7 +92,7 @@ inline V in_order(V v) {
   else
     return v;
 }
-/// The other way round.
+/// The inverse of in_order().
 template <class V>
 inline V out_of_order(V v) {
   if constexpr (kWidth == 8)
@@ -101,7 +101,8 @@ inline V out_of_order(V v) {
     return in_order(v);
 }
 
-/// Within each lane of four: element j of register i and element i of register j change places.
+/// Transposes within each lane of four: exchanges element j of register i and element i of register
+/// j.
 inline void transpose(Floats* r) {
   const Floats a = unpack<false>(r[0], r[2]), b = unpack<false>(r[1], r[3]);
   const Floats c = unpack<true>(r[0], r[2]), d = unpack<true>(r[1], r[3]);
@@ -119,7 +120,7 @@ inline float largest_of(Floats v) {
   return most;
 }
 
-/// Four heads of one token in a register of four, whatever the set.
+/// The four heads of one token. Has 16 bytes with any instruction set.
 typedef float Four __attribute__((vector_size(16)));
 typedef std::int32_t FourInts __attribute__((vector_size(16)));
 
@@ -131,7 +132,7 @@ inline Four load_four(const float* from) {
   return v;
 }
 
-/// Joins registers [token][4] by halves of their tokens.
+/// Reduces registers [token][4] over their tokens, by halves.
 template <class Join>
 inline __attribute__((always_inline)) Four by_halves(Floats* parts, int count, Join join) {
   for (int width = count / 2; width > 0; width /= 2)

@@ -1,4 +1,4 @@
-// From exponentials to masses: divided by their sum, in Q32.32.
+// Converts exponentials to masses: divides them by their sum, in Q32.32.
 #pragma once
 
 #include "policies/observation.hpp"
@@ -7,10 +7,10 @@
 namespace kvlab {
 namespace {
 
-/// Divides a head group's tokens by one sum a head, rounded correctly, without a division for each
-/// element where the machine fuses: a faithful first quotient from the reciprocal in two parts,
-/// then one exact remainder (Markstein 1990, theorem 8.2). Sums are scaled by 2^-32, so quotients
-/// are p * 2^32.
+/// Divides a head group's exponentials by one sum for each head, correctly rounded. With fused
+/// multiply-adds no element needs a division: the reciprocal in two parts gives a faithful first
+/// quotient, which one exact remainder corrects (Markstein 1990, theorem 8.2). Sums are scaled by
+/// 2^-32, so quotients are p * 2^32.
 struct Divisor {
   Floats sum, high, low;
 
@@ -33,7 +33,7 @@ struct Divisor {
   }
 };
 
-/// To the nearest integer, ties to even; |x| < 2^30.
+/// Rounds to the nearest integer, ties to even; |x| < 2^30.
 inline Ints nearest(Floats x) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Ints>(_mm512_cvtps_epi32(x));
@@ -68,7 +68,7 @@ bool HeadGroupSums::any_at_least(float bound) const {
   return kvlab::any_at_least(all, bound);
 }
 
-/// The sums over heads of four registers [token][4], by token.
+/// The sums over the heads of four registers [token][4], by token.
 template <class V>
 inline V over_heads(const V* r) {
   const V ab = unpack<false>(r[0], r[1]) + unpack<true>(r[0], r[1]);
@@ -94,10 +94,10 @@ inline __attribute__((always_inline)) void add_counts(Words counts, bool first,
 #endif
 }
 
-constexpr float kMaxCounted = 0x1p30f;  // four that are less fit an unsigned count
+constexpr float kMaxCounted = 0x1p30f;  // the sum of four smaller values fits an unsigned count
 
-/// Takes what is too large for the counts out of registers [token][4] and adds it to the masses by
-/// itself: such floats are whole numbers.
+/// Adds values that are too large for the counts directly to the masses, and clears them in the
+/// registers [token][4]. Such floats are whole numbers.
 inline __attribute__((noinline)) void add_large(Floats* scaled, std::uint64_t* mass) {
   for (int r = 0; r < kHeads; ++r) {
     if (!any_at_least(scaled[r], kMaxCounted)) continue;
@@ -121,7 +121,7 @@ void masses(const float* kept, std::size_t count, const float* sum, bool first,
     if (__builtin_expect(any_at_least(most, kMaxCounted), 0)) {
       if (first) std::memset(mass + i, 0, kWidth * sizeof(std::uint64_t));
       fresh = false;
-      Floats large[kHeads];  // a copy: only what is called here needs it in memory
+      Floats large[kHeads];  // a copy, because only add_large() needs the values in memory
       for (int r = 0; r < kHeads; ++r) large[r] = scaled[r];
       add_large(large, mass + i);
       for (int r = 0; r < kHeads; ++r) scaled[r] = large[r];

@@ -1,4 +1,4 @@
-// Sums of values, and how far outputs lie apart.
+// Sums of values, and distances between outputs.
 #pragma once
 
 #include "sim/config_batches/loops/rows/head_groups.hpp"
@@ -19,7 +19,7 @@ void list_weights(const float* e, const std::uint32_t* tokens, std::size_t count
   std::memcpy(size, &all, sizeof all);
 }
 
-/// P registers of H heads' sums, over tokens [begin, end).
+/// Adds the values of tokens [begin, end) to P registers of H heads' sums.
 template <int H, int P>
 inline void accumulate_columns(const float* weights, const std::uint32_t* tokens, std::size_t begin,
                                std::size_t end, const float* v, std::size_t stride,
@@ -46,7 +46,7 @@ inline void accumulate_columns(const float* weights, const std::uint32_t* tokens
     for (int p = 0; p < P; ++p) store(y + h * depth + p * kWidth, sum[h][p]);
 }
 
-/// Some tokens, few enough that their values stay in cache for all columns.
+/// Accumulates so few tokens that their values stay in cache for all columns.
 template <int H>
 void accumulate_some(const float* weights, const std::uint32_t* tokens, std::size_t begin,
                      std::size_t end, const float* v, std::size_t stride, std::size_t depth,
@@ -100,7 +100,7 @@ void quick_distances(const float* a, const float* b, std::size_t heads, const fl
   }
 }
 
-/// Sixteen running sums for each gradient sample.
+/// Uses sixteen running sums for each gradient sample.
 void add_changes(const float* a, const float* b, std::size_t heads, const float* factors,
                  std::size_t count, const float* gradients, std::size_t gradient_samples,
                  float* changes) {
@@ -125,7 +125,7 @@ void add_changes(const float* a, const float* b, std::size_t heads, const float*
   }
 }
 
-/// Sixteen running sums, index modulo 16, added by halves.
+/// Uses sixteen running sums, index modulo 16, which are added by halves.
 double distance2(const float* a, const float* b, float factor, std::size_t count) {
   double lanes[kTokens] = {};
   std::size_t i = 0;

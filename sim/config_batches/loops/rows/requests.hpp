@@ -38,7 +38,7 @@ inline std::uint64_t mask_of(Floats v, Floats bound) {
 #endif
 }
 
-/// The lowest `count` bits, or all of a word.
+/// A word whose lowest `count` bits are set; all of them from 64 on.
 inline std::uint64_t first_bits(std::size_t count) {
   return count < 64 ? (std::uint64_t{1} << count) - 1 : ~std::uint64_t{0};
 }

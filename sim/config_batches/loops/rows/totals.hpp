@@ -1,4 +1,4 @@
-// Sums and hits of live sets, in no order that a decoder knows.
+// Sums and hits of live sets. Sums are added in an order that differs from a decoder's.
 #pragma once
 
 #include "sim/config_batches/loops/rows/gathering.hpp"
@@ -13,8 +13,8 @@ inline FourInts over_tokens(Ints v) {
   return parts[0];
 }
 
-/// Whole blocks' sums and hits; tokens that follow one another are read as such. Returns how many
-/// tokens that are.
+/// Adds whole blocks to sums and hits. Consecutive tokens are loaded together. Returns the number
+/// of tokens in whole blocks.
 inline std::size_t total_blocks(const float* e, const std::uint32_t* tokens, std::size_t count,
                                 const float* least, Four& sum, FourInts& hits) {
   if (count < kBlockTokens) return 0;
@@ -54,7 +54,7 @@ void total(const float* e, const std::uint32_t* tokens, std::size_t count, const
   }
 }
 
-/// Fewer than kHeadGroups tokens, and zeros.
+/// Loads fewer than kHeadGroups tokens, padded with zeros.
 inline __attribute__((always_inline)) Floats load_few(const float* e, const std::uint32_t* tokens,
                                                       std::size_t count) {
   static constexpr float kNothing[kHeadGroupSize] = {};
@@ -65,8 +65,9 @@ inline __attribute__((always_inline)) Floats load_few(const float* e, const std:
   return load_head_groups(at(0), kNothing, nullptr, nullptr);
 }
 
-/// Sixteen running sums of a list's tokens, added by halves, and their hits. (Parts by constants:
-/// else they would not stay in registers.)
+/// Computes the sums of a list's tokens, as sixteen running sums that are added by halves, and
+/// their hits. (Parts are numbered by constants, because otherwise they would not stay in
+/// registers.)
 inline __attribute__((always_inline)) Four list_totals(const float* e, const std::uint32_t* tokens,
                                                        std::size_t count, Floats bound,
                                                        FourInts& hits) {
@@ -98,7 +99,7 @@ void run_totals(const float* e, const std::uint32_t* tokens, const std::size_t* 
                 std::size_t lists, std::size_t unseen, const float* least, std::size_t stride,
                 double* sums, std::uint32_t* hits) {
   const Floats bound = broadcast_four(least);
-  const FourInts zero_asks = load_four(least) <= Four{};  // then padding asks, too: -1
+  const FourInts zero_asks = load_four(least) <= Four{};  // -1: padding counts as requested
   FourDoubles sum = {};
   FourInts requested = {};
   for (std::size_t l = 0; l < lists; ++l) {

@@ -35,7 +35,8 @@ std::uint64_t least_of(const std::uint64_t* ranks, std::size_t begin, std::size_
     return least;
   }
   Longs best[4];
-  for (Longs& one : best) one = load_longs(ranks + end - kLongs);  // the rest, whatever it is
+  for (Longs& one : best)
+    one = load_longs(ranks + end - kLongs);  // covers the rest after the loops
   std::size_t i = begin;
   for (; i + 4 * kLongs <= end; i += 4 * kLongs)
     for (std::size_t s = 0; s < 4; ++s)
@@ -49,7 +50,7 @@ std::uint64_t least_of(const std::uint64_t* ranks, std::size_t begin, std::size_
 #if defined(__AVX512F__)
 constexpr std::size_t kFewRanks = 32;
 
-/// The first of the least of kFewRanks ranks at most, in registers.
+/// The first index of the smallest of at most kFewRanks ranks, which are held in registers.
 inline std::size_t first_least_of_few(const std::uint64_t* ranks, std::size_t count) {
   constexpr std::size_t kParts = kFewRanks / kLongs;
   const __m512i none = _mm512_set1_epi64(-1);
