@@ -99,7 +99,7 @@ void refuse_many(const po::variables_map& values) {
           fmt::format("--{}: {} values are given; at most {} are accepted", name, count, kMax));
 }
 
-/// `words` with today's names of options. Each old one is told once on standard error.
+/// `words` with today's names of options. Each old name is reported once on standard error.
 std::vector<std::string> with_current_options(std::vector<std::string> words,
                                               const po::options_description& options) {
   for (std::string& word : words) {

@@ -24,8 +24,8 @@ struct EvalOptions {
   unsigned threads = 1;
   std::vector<std::string> names;  ///< names of the texts, for errors; may be empty
   std::function<void(double)> progress;
-  LeaveOut leave_out = nullptr;  ///< gets configurations whose budget is too small; null: they are
-                                 ///< an error
+  LeaveOut leave_out = nullptr;  ///< called for configurations whose budget is too small; null:
+                                 ///< such a configuration is an error
 };
 
 /// Runs sequences under every configuration; returns [sequence][configuration].

@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kAssignThreads)
         tier_plan, [&](int r) { return quantized_cache.counts[pair.index * kMaxDeviceTiers + r]; });
 }
 
-/// The position of a warp in move_rows.
+/// The token that a warp moves, and whether it moves its key or its value.
 struct MovedRow {
   int pair;
   std::int64_t i;  ///< index among the tokens that stay

@@ -62,8 +62,9 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
     positions_in_cache_[i] = position;
   }
 
-  /// Tokens older than the victim have lost a younger one. Tokens between have moved, and some have
-  /// become old.
+  /// Updates positions after an eviction. Cache positions of tokens older than the victim grow by
+  /// one, so their distance to the next query stays the same. It changes for old tokens that are
+  /// younger than the victim. If the victim was not old, the tokens up to it become old.
   __device__ void lose(std::uint32_t victim, std::uint32_t live) {
     at_.template for_slots<kStrip>(
         live, [&](std::uint32_t i) { positions_in_cache_[i] += positions_[i] < victim ? 1 : 0; });

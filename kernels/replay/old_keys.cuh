@@ -1,5 +1,5 @@
-// Exponentials of old keys: keys of tokens at cache positions that have lost a younger token, so
-// that their distance to the query differs between caches.
+// Exponentials of old keys: keys at cache positions that are older than an evicted token, so that
+// their distance to the query differs between caches.
 //
 // Only the distance counts, so the query stays as it was before RoPE and the key is rotated back by
 // the distance. As long as only younger tokens are evicted, the distance stays the same from query

@@ -282,7 +282,7 @@ class FinalistEvaluator {
     return right;
   }
 
-  /// Asks the finalists `which` samples first to last - 1 of every task.
+  /// Evaluates the finalists `which` on the samples first to last - 1 of every task.
   void run(std::vector<TaskAccuracy>& evaluated, std::span<const std::size_t> which,
            std::uint32_t first, std::uint32_t last) {
     const double all = task_accuracy_work(finalists_.size(), plan_);

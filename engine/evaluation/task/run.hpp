@@ -89,7 +89,7 @@ struct TaskRequest {
   TaskSpec spec;
   std::vector<std::uint32_t> words{250, 500};
   std::vector<double> depths{0, 0.25, 0.5, 0.75, 1};
-  std::uint32_t first_sample = 0;  ///< first sample to ask; earlier ones were asked before
+  std::uint32_t first_sample = 0;  ///< first sample to evaluate; earlier ones were evaluated before
   std::uint32_t samples = 4;       ///< samples at each length and depth, up to this number
   std::uint64_t seed = 0;
   std::vector<QueryMode> modes{QueryMode::aware, QueryMode::agnostic};

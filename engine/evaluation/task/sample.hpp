@@ -48,7 +48,7 @@ enum class TaskKind { passkey, needle, recall };
 /// std::invalid_argument for an unknown name.
 TaskKind parse_task_kind(std::string_view name, std::string_view what = "--task");
 
-/// What to ask.
+/// The kind of a task's questions and its settings.
 struct TaskSpec {
   TaskKind kind = TaskKind::passkey;
   std::uint32_t keys = 1;  ///< needle: keys with numbers in the text; the question is about one of
