@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   if (lane == 0) write_row(args, row, all.max_product, all.max, all.sum);
 }
 
-/// Runs after the CTAs if there are parts. Returns their error, too.
+/// Runs after the CTAs if there are parts. Also returns an error of the CTAs' launch.
 template <class T, int kDim>
 cudaError_t merge_parts(const Plan& plan, cudaStream_t stream) {
   const cudaError_t error = cudaGetLastError();

@@ -1,4 +1,4 @@
-// From a token's exponentials at a query to the observation of its policy.
+// Converts a token's exponentials at a query to the observation of its policy.
 #pragma once
 
 #include "kernels/device/mass_sum.hpp"

@@ -44,8 +44,7 @@ class WindowRings {
   };
   struct Work {
     Work(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options);
-    std::byte *keys,
-        *values;  // [kv_head, slot, dim]: of a prompt, after the older tokens that it sees
+    std::byte *keys, *values;    // [kv_head, slot, dim]: a prompt's, after older tokens
     std::int32_t *iota, *zeros;  // [slot], [row]
     std::byte* workspace;
   };
