@@ -389,7 +389,7 @@ def test_refusals_name_their_cause() -> None:
     with pytest.raises(kvlab.hf.Refused, match="layer 1: keys of a few tokens are not finite"):
         kvlab.hf.Cache(model_of_nan(model), "h2o", 16)
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=2))
-    with pytest.raises(kvlab.hf.Refused, match="BloomConfig has no max_position_embeddings; length="):
+    with pytest.raises(kvlab.hf.Refused, match="BloomConfig has no max_position_embeddings; give length="):
         kvlab.hf.evicting(bloom, "h2o", 16)
     with pytest.raises(kvlab.hf.Refused, match="AttentionInterface"):
         kvlab.hf.evicting(bloom, "h2o", 16, length=64)

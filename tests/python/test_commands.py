@@ -129,13 +129,13 @@ def test_a_function_a_features_file_and_a_header_of_one_rule_agree(command: Any,
     tuned = kvlab.tune(TINY, TEXT, 32, out, [rules[2], "feature:name=mine:once"], features=paths, **SHORT)
     assert tuned["evidence"]["criteria"]["why"] == "task accuracy was not measured"
     generated = ("generate", "--model", TINY, "--prompt", "It was", "--policy-file", out)
-    assert command(*generated, "--features", paths[0]).stderr.startswith("kvlab generate: --features: of 1 traces")
+    assert command(*generated, "--features", paths[0]).stderr.startswith("kvlab generate: --features: none of the 1 traces")
     with pytest.raises(ValueError, match="features: none of the 1 traces begins with the prompt of 128 tokens"):
         kvlab.evaluate(TINY, TEXT, rules[2], 32, window=256, features=paths[1:2])
 
 
 def test_a_function_that_looks_wants_a_dense_prompt() -> None:
-    with pytest.raises(ValueError, match="short_keys: needs the whole prompt at once; use --prefill dense"):
+    with pytest.raises(ValueError, match="short_keys: needs the whole prompt at once; use prefill dense"):
         kvlab.evaluate(TINY, TEXT, short_keys, 64, window=256, prefill="chunk:8")
 
 

@@ -96,9 +96,9 @@ class SensitivitiesTest(ModelTest):
         sensitivities.sensitivities = lambda *given: sampled_tokens.append((given[3], kept(*given)))
         for queries, first in (("decode", 40), ("all", 0)):
             trace = self.added(self.short, f"differences-{queries}", "--samples", 3, "--queries", queries)
-            queries, tokens = sampled_tokens.pop()
+            positions, tokens = sampled_tokens.pop()
             self.assertEqual(manifest_of(trace)["extras"]["grad"]["span"], queries)
-            self.assertEqual(queries.tolist(), list(range(first, 70)))
+            self.assertEqual(positions.tolist(), list(range(first, 70)))
             self.assertEqual(len(tokens.unique(dim=0)), 3)
             ids = torch.tensor(ids_of(trace))
             rng = torch.Generator().manual_seed(5)

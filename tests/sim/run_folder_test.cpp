@@ -142,7 +142,7 @@ TEST_CASE("a run's folder is continued only by the same job, one process at a ti
   {
     const RunFolder first(out, kJob, false);
     first.write_unit(0, 1, "unit");
-    CHECK_THAT(error_of([&] { RunFolder(out, kJob, false); }), ContainsSubstring("at work"));
+    CHECK_THAT(error_of([&] { RunFolder(out, kJob, false); }), ContainsSubstring("is running"));
   }
   CHECK(RunFolder(out, kJob, false).read_unit(0, 1) == "unit");
   CHECK_FALSE(RunFolder(out, kJob, false).read_unit(1, 0));

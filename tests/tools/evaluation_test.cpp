@@ -87,7 +87,7 @@ TEST_CASE("unsupported replays are refused, and leave no files") {
   std::filesystem::copy(folder / "trace", folder / "other" / "tr\nx",
                         std::filesystem::copy_options::recursive);
   for (const auto& [more, says] : std::vector<std::pair<std::string, std::string>>{
-           {trace(folder / "other" / "tr\nx"), "\"tr\\nx\" gives its name"},
+           {trace(folder / "other" / "tr\nx"), "the name of the directory \"tr\\nx\""},
            {trace(folder / "nowhere"), "nowhere"},
            {"--layers 0,x", "--layers: 'x'"},
            {"--layers 9", "layer 9"},

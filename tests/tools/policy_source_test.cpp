@@ -228,7 +228,7 @@ TEST_CASE("names that kvlab uses are refused") {
   CHECK(compile_error(replaced(peak_text(), "\"peak\"", "\"h2o\"")) ==
         "my.hpp: kInfo.name 'h2o' is already used by a policy of kvlab; give another");
   CHECK_THAT(compile_error(replaced(peak_text(), "\"peak\"", "\"oracle_attention\"")),
-             ContainsSubstring("is taken"));
+             ContainsSubstring("is already used"));
   CHECK_THAT(compile_error(replaced(peak_text(), "\"peak\"", "\"pe:ak\"")),
              ContainsSubstring("should be letters, digits and underscores"));
 }
@@ -273,7 +273,7 @@ TEST_CASE("a policy file contains the source, and runs from that text only") {
   CHECK_THAT(refusal(nullptr), ContainsSubstring("policy.json: policy peak was compiled from ") &&
                                    ContainsSubstring("give this file: --policy-source "));
   CHECK_THAT(refusal(other), ContainsSubstring("was compiled from another text"));
-  CHECK_THAT(refusal(renamed), ContainsSubstring("is leak"));
+  CHECK_THAT(refusal(renamed), ContainsSubstring("defines leak"));
 }
 
 TEST_CASE("a Python function is not a source: the error says what to write instead") {

@@ -221,7 +221,7 @@ TEST_CASE("A shard with a tensor missing, misshapen or unknown is refused by nam
     CHECK_THAT(rewritten([&](Tensors&, Metadata& m) { m.erase(key); }),
                ContainsSubstring("key \"" + std::string(key) + "\" is missing"));
   CHECK_THAT(rewritten([&](Tensors&, Metadata& m) { m["first"] = "x"; }),
-             ContainsSubstring("__metadata__ first: broken"));
+             ContainsSubstring("__metadata__ first: not valid JSON"));
 }
 
 TEST_CASE("Wrong ids, frequencies or scale are refused by name") {

@@ -51,7 +51,7 @@ TEST_CASE("Other templates are refused by name") {
         "supported; --no-chat runs without it");
   CHECK(refusal("{{ '[INST] ' }}").find("Llama 2 and Mistral") != std::string::npos);
   CHECK(refusal("hello").find("of an unknown kind") != std::string::npos);
-  CHECK(refusal("<|im_start|> <|im_end|> <think>").find("thoughts") != std::string::npos);
+  CHECK(refusal("<|im_start|> <|im_end|> <think>").find("<think>") != std::string::npos);
 }
 
 TEST_CASE("A model's template is found if the model has one") {

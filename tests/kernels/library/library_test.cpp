@@ -185,7 +185,7 @@ TEST_CASE("The library says in one line why a call was refused") {
   CHECK(said([](auto& args) { args.struct_size = 0; }, h2o) ==
         call + "struct_size is 0; sizeof is 296 by kvlab.h 0.6");
   CHECK_THAT(said([](auto& args) { args.cache.query_heads = 34; }, h2o),
-             ContainsSubstring(call + "cache.query_heads is 34, kv_heads 2: at most "));
+             ContainsSubstring(call + "cache.query_heads is 34, kv_heads 2; at most "));
   CHECK(said([](auto& args) { args.cache.pages = {.blocks = args.cache.lengths, .page = 12}; },
              h2o) == call + "cache.pages.page is 12; it should be a power of two from 16 to 2^20");
   CHECK(said([](auto& args) { args.policy.states = nullptr; }, h2o) ==

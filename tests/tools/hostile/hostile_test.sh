@@ -23,7 +23,7 @@ for tier_plan in 8:25%,4:50%:100% 4:100%,8:0% 3 16:16t; do
 done
 refused "shares add up to 75%" "$kvlab" eval --model tiny --text policy.json --policy h2o --budget 32 --tiers 8:25%,4:50%
 refused "tiers must be in order of decreasing precision" "$kvlab" tune --model tiny --text policy.json --budget 32 --tiers 4:50%,8:50% --out other.json
-refused "holds no token" "$kvlab" replay --trace story --policy h2o --budget 79B --tiers 4 --out other
+refused "is less than one token" "$kvlab" replay --trace story --policy h2o --budget 79B --tiers 4 --out other
 refused "too few for one token on its first tier" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers 16:1%,4:99% --out other
 [ ! -e other ] && [ ! -e other.json ] || fail "a refused tier plan left something"
 

@@ -11,7 +11,7 @@ from typing import Any
 P, U32, I32, F32, I64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_float, ctypes.c_int64
 U64, SIZE = ctypes.c_uint64, ctypes.c_size_t
 
-VERSION = 5
+VERSION = 6
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 INVALID_VALUE = 1
 
