@@ -110,7 +110,7 @@ class SensitivitiesTest(ModelTest):
                     at = direction[head, position] if head is not None else direction
                     at.copy_(torch.randn(at.shape, generator=rng, dtype=torch.float64))
                     push = 1e-4 * direction.transpose(0, 1).reshape(70, 256)
-                    up, down = (self.likelihood(ids, tokens, queries, layer, sign * push) for sign in (1, -1))
+                    up, down = (self.likelihood(ids, tokens, positions, layer, sign * push) for sign in (1, -1))
                     found = (gradient * direction).sum(dim=(1, 2, 3))
                     torch.testing.assert_close(found, (up - down) / 2e-4, rtol=1e-4, atol=1e-5)
 

@@ -75,7 +75,7 @@ refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$k
 # Another program's tokenizer in its place.
 rm broken/tokenizer.json
 : >broken/tokenizer.model
-refused 'broken: there is "tokenizer.model", but no tokenizer.json' "$kvlab" generate --model broken --prompt hi
+refused 'broken: has "tokenizer.model", but no tokenizer.json' "$kvlab" generate --model broken --prompt hi
 
 # A complete tokenizer.json of another model, with fewer tokens, and with ids that this model lacks.
 echo '{"pre_tokenizer":{"type":"ByteLevel"},"decoder":{"type":"ByteLevel"},"model":{"type":"BPE","vocab":{"a":0,"t":1},"merges":[]}}' >few.json

@@ -46,7 +46,7 @@ has "loses nothing" full.out
 has "bounds recall and misses only" spaces.out
 refused "--budget 128" kvlab generate --model $tiny --policy h2o --prompt x
 refused "Hugging Face hub" kvlab generate --model Qwen/Qwen2-0.5B --prompt x
-refused "make nowhere first" kvlab replay --trace hour/trace --policy window --budget 64 --out nowhere/x
+refused "make it first" kvlab replay --trace hour/trace --policy window --budget 64 --out nowhere/x
 kvlab verify --model $tiny --prompt-file tools/demo/prompt.txt --policy-file hour/policy.json >verify.out
 has "sink:sinks=4:recent=0 budget 97" verify.out
 refused "budget: --policy-file already sets it" kvlab verify --model $tiny --prompt x --policy-file hour/policy.json --budget 9
@@ -113,7 +113,7 @@ done
 # An option that would be ignored is refused, and lists may have spaces.
 refused "model: requires --confirm" kvlab deploy $run --budget 64 --model $tiny --out no.json
 refused "words: --task none evaluates no task" kvlab tune --model $tiny --text tools/demo/prompt.txt --budget 64 --task none --words 7 --out no.json
-refused "threads: is of" kvlab trace info hour/trace --threads 2
+refused "threads: is for" kvlab trace info hour/trace --threads 2
 refused "budget: the full cache has no budget" kvlab generate --model $tiny --prompt x --policy full --budget 64
 refused "prefill: the full cache does not use it" kvlab eval --model $tiny --text nine.txt --prefill stream
 refused "window: --stream takes" kvlab eval --model $tiny --text nine.txt --stream --window 32
