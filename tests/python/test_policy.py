@@ -286,7 +286,7 @@ def test_the_plain_one_of_several_variants_is_kept_by_its_name(small: kvlab.Trac
         numpy.testing.assert_array_equal(run.kept(0, 1, wanted, 16).live, alone)
     with pytest.raises(ValueError, match="4 configurations of h2o at budget 16; give more settings"):
         run.kept(0, 1, "h2o", 16)  # no variant has sinks=4 with a modifier
-    with pytest.raises(ValueError, match="configurations of h2o:sinks=0; say more"):
+    with pytest.raises(ValueError, match="configurations of h2o:sinks=0; give more settings"):
         run.kept(0, 1, "h2o:sinks=0")
 
 
