@@ -79,7 +79,7 @@ policy_case("a rank of another type is refused" "std::uint64_t rank" "float rank
 policy_case("a misspelt observe is refused" "void observe" "void obsrve"
             "policy: kInfo.needs requests observations, so it needs `static constexpr void observe(")
 policy_case("an observe that needs nothing is refused" "Needs::mass" "Needs::nothing"
-            "policy: has observe(), but kInfo.needs is nothing; set Needs::mass, ")
+            "policy: has observe(), but kInfo.needs is nothing")
 policy_case("a misspelt weight is refused" "float weight" "float wieght"
             "policy: kInfo.weighted needs `static constexpr float weight(std::uint32_t age, ")
 policy_case("a weight without tail is refused" "tail(const" "tails(const"

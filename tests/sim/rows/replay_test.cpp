@@ -179,8 +179,9 @@ TEST_CASE("a trace with only sliding-window layers is refused in one line") {
   const TraceReader trace = write_random_trace(folder / "trace", wanted);
   CHECK(verify_trace(trace, 2).ok);
   const CacheConfig config{.policy = parse_policy("h2o"), .budget = {.extent = tokens(8)}};
-  CHECK_THROWS_WITH(replay(trace, 0, {&config, 1}, {}),
-                    ContainsSubstring("every layer has a sliding window") && !ContainsSubstring("\n"));
+  CHECK_THROWS_WITH(
+      replay(trace, 0, {&config, 1}, {}),
+      ContainsSubstring("every layer has a sliding window") && !ContainsSubstring("\n"));
 }
 
 TEST_CASE(
