@@ -99,7 +99,8 @@ TEST_CASE("The library says in one line which part of a policy.json it cannot re
              ContainsSubstring("kvlab_compile_policy"));
   CHECK_THAT(said(R"({"policy": "full"})"), ContainsSubstring("a policy of the library"));
   CHECK_THAT(said(R"({"params": {"keep": 2}})"), ContainsSubstring("ranges"));
-  CHECK_THAT(said(R"({"params": {"other": 2}})"), ContainsSubstring("exactly the 1 parameters of a2sf"));
+  CHECK_THAT(said(R"({"params": {"other": 2}})"),
+             ContainsSubstring("exactly the 1 parameters of a2sf"));
   CHECK_THAT(said(R"({"budget": 4})"), ContainsSubstring("at least 5 tokens"));
   CHECK_THAT(said(R"({"budget": [64, 64, 64]})"), ContainsSubstring("layers"));
   CHECK_THAT(said(R"({"prefill": "chunk:0"})"), ContainsSubstring("chunk:N"));
