@@ -216,8 +216,7 @@ int run(const po::variables_map& options) {
   if (words.size() != 2)
     throw std::invalid_argument(fmt::format("give an action and one trace: {}", kUsage));
   const std::string &action = words[0], &directory = words[1];
-  if (action != "verify")
-    refuse_given(options, {"threads"}, "is for `kvlab trace verify` only");
+  if (action != "verify") refuse_given(options, {"threads"}, "is for `kvlab trace verify` only");
   if (action == "info") return info(directory, options);
   if (action == "verify") return verify(directory, options);
   if (action == "seal") return seal(directory, options);
