@@ -180,7 +180,7 @@ std::string current_header(std::string_view header) {
       directive = false;
     else if (c == '#')
       directive = true;
-    else if ((c == '"' || c == '\'') && !directive)
+    else if ((c == '/' || c == '"' || c == '\'') && !directive)  // comments, too, stay
       end = std::max(end, end_of_opaque(header, at));
     const bool word = is_word(c);
     while (word && end < header.size() && is_word(header[end])) ++end;

@@ -99,18 +99,43 @@ void refuse_many(const po::variables_map& values) {
           fmt::format("--{}: {} values are given; at most {} are accepted", name, count, kMax));
 }
 
-/// `words` with today's names of options. Each old name is reported once on standard error.
-std::vector<std::string> with_current_options(std::vector<std::string> words,
-                                              const po::options_description& options) {
+/// The metrics of a list in today's names.
+std::string current_metrics(const std::string& list) {
+  std::string text;
+  for (const std::string& metric : split_list(list)) {
+    if (!text.empty()) text += ',';
+    text += current_metric(metric);
+  }
+  return text;
+}
+
+/// `words` with today's names of options, and of the metrics that `--metric` and `--show` take.
+/// Prints one line on standard error for each old name.
+std::vector<std::string> with_current_names(std::vector<std::string> words,
+                                            const po::options_description& options) {
+  const auto warn = [](const std::string& before, const std::string& now) {
+    fmt::print(stderr, "kvlab: {0} is called {1} now; the next release will refuse {0}\n",
+               printable(before), printable(now));
+  };
+  std::string option;  // that takes the next word
   for (std::string& word : words) {
-    if (!word.starts_with("--")) continue;
-    const std::string name = word.substr(2, word.find('=') - 2);
-    const std::string now(current_name(kOldOptions, name));
-    if (now == name || options.find_nothrow(name, false) || !options.find_nothrow(now, false))
+    const bool is_option = word.starts_with("--");
+    const std::size_t equals = is_option ? std::min(word.find('='), word.size()) : 0;
+    if (is_option) option = word.substr(2, equals - 2);
+    const std::string now(current_name(kOldOptions, option));
+    if (is_option && now != option && !options.find_nothrow(option, false) &&
+        options.find_nothrow(now, false)) {
+      warn(fmt::format("--{}", option), fmt::format("--{}", now));
+      word.replace(2, option.size(), now);
       continue;
-    fmt::print(stderr, "kvlab: --{} is called --{} now; the next release will refuse --{}\n", name,
-               now, name);
-    word.replace(2, name.size(), now);
+    }
+    const bool has_value = !is_option || equals < word.size();
+    if (!has_value || (option != "metric" && option != "show")) continue;
+    const std::size_t begin = is_option ? equals + 1 : 0;
+    const std::string given = word.substr(begin), metrics = current_metrics(given);
+    if (metrics == given) continue;
+    warn(given, metrics);
+    word.replace(begin, std::string::npos, metrics);
   }
   return words;
 }
@@ -127,7 +152,7 @@ void warn_of_old_policies(const po::variables_map& values) {
 
 po::variables_map parse(const Command& command, const po::options_description& options,
                         const std::vector<std::string>& given) {
-  const std::vector<std::string> words = with_current_options(given, options);
+  const std::vector<std::string> words = with_current_names(given, options);
   po::positional_options_description positional;
   if (!command.positional.empty()) positional.add(command.positional.c_str(), -1);
   po::variables_map values;

@@ -51,10 +51,15 @@ void append_row(std::string& text, const ResultRow& row) {
 
 /// The first line, with today's names of columns.
 std::string header_of(std::string_view text) {
-  std::string header;
-  for (const std::string& column :
-       split_list(std::string(text.substr(0, text.find_first_of("\r\n")))))
-    header += (header.empty() ? "" : ",") + std::string(current_name(kOldColumns, column));
+  constexpr std::size_t kMaxHeader = 4096;  // bytes; no table of ours has a longer one
+  std::string header(text.substr(0, std::min(text.find_first_of("\r\n"), kMaxHeader)));
+  if (header.size() == kMaxHeader) return header;
+  const std::vector<std::string> columns = split_list(header);
+  header.clear();
+  for (const std::string& column : columns) {
+    if (!header.empty()) header += ',';
+    header += current_name(kOldColumns, column);
+  }
   return header;
 }
 

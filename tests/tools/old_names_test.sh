@@ -24,8 +24,9 @@ rename='s/oracle_mass/oracle_attention/; s/,column,/,feature,/; s/ladder=/tiers=
 sed -e 1d -e "$rename" run/results.csv | sort >before
 sed 1d again/results.csv | sort >now
 cmp before now || fail "an old run's results"
-"$kvlab" deploy run --budget 16 --metric code_error --policy-source old_peak.hpp --out deployed.json >said 2>&1 ||
-  grep -q "code_error\|quantization_error" said || fail "a metric by its old name: $(cat said)"
+"$kvlab" replay --trace story --budget 16 --layers 0 --policy h2o:tiers=4 --show code_error,recall --out shown >said 2>warned ||
+  fail "a metric by its old name: $(cat warned)"
+grep -qF "code_error,recall is called quantization_error,recall now" warned || fail "no line for a metric's old name: $(cat warned)"
 
 # Pages of every kind of result.
 for result in run eval fidelity task tuned.json; do
@@ -39,3 +40,11 @@ done
 # A policy file is deployed.
 "$kvlab" generate --model "$source/engine/models/tiny" --prompt "Once upon a time" --max-new-tokens 40 \
   --policy-file tuned.json --device cpu >said 2>&1 || fail "an old policy file: $(cat said)"
+
+# Renaming takes time in proportion to a file's length: 12 MB of one setting, and a header of 40 MB.
+{ printf '{"format": 1, "x": "'; yes ':ladder=4' | head -n 1200000 | tr -d '\n'; printf '"}'; } >long.json
+refused 'unknown key' timeout 20 "$kvlab" generate --model "$source/engine/models/tiny" --prompt x --policy-file long.json
+mkdir long
+cp run/run.json long
+yes , | head -n 40000000 | tr -d '\n' >long/results.csv
+refused 'results.csv' timeout 20 "$kvlab" report long --out long.html

@@ -46,12 +46,23 @@ void rename_answers(json& criteria) {
   for (json& policy : criteria["policies"]) rename(policy);
 }
 
-/// A policy that stands as text within a result: `h2o:tiers=4`, the name of an oracle.
+/// Renames within a policy that stands as text in a result: `h2o:tiers=4`, the name of an oracle.
+/// Linear in the length of `text`, which anyone may have written.
 void rename_text(std::string& text) {
   constexpr std::string_view kBefore = "ladder=", kNow = "tiers=";  // old name
-  for (std::size_t at = 0; (at = text.find(kBefore, at)) != std::string::npos; at += kNow.size())
-    if (at == 0 || text[at - 1] == ':') text.replace(at, kBefore.size(), kNow);
-  if (text == "oracle_mass") text = "oracle_attention";  // old name
+  if (text == "oracle_mass") text = "oracle_attention";             // old name
+  if (text.find(kBefore) == std::string::npos) return;
+  std::string now;
+  for (std::size_t at = 0; at < text.size();) {
+    const std::size_t found = std::min(text.find(kBefore, at), text.size());
+    now.append(text, at, found - at);
+    at = found;
+    if (at == text.size()) break;
+    const bool is_setting = at == 0 || text[at - 1] == ':';
+    now += is_setting ? kNow : kBefore;
+    at += kBefore.size();
+  }
+  text = std::move(now);
 }
 
 }  // namespace

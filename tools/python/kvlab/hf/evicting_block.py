@@ -55,6 +55,8 @@ class evicting(Facts, Block):
         """
         attended = attended_model(model, length)
         words = {"prefill": prefill, "positions": positions or "", "seed": seed, "threshold": request_threshold}
+        if ladder is not None:  # old name
+            warnings.warn("evicting(ladder=) is called tiers now", FutureWarning, stacklevel=2)  # old name
         tiers = tiers or ladder  # old name
 
         def request() -> _kvlab.CacheRequest:
@@ -64,7 +66,7 @@ class evicting(Facts, Block):
         self._budgets = _kvlab.budget_range(request())
         self._said = "policy " + str(policy) + ("" if budget is None else f" at {budget}")
         self._is_share = "%" in str(budget) and length is None
-        self._has_tiers = bool(tiers) or "tiers=" in str(policy)
+        self._has_tiers = bool(tiers) or any(setting in str(policy) for setting in ("tiers=", "ladder="))  # old name
         super().__init__(attended, lambda: Conversation(attended, make, threads, record))
         self._graph = None
         if graph:
