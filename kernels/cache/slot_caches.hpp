@@ -1,7 +1,7 @@
 // The caches of a batch of sequences. In each layer, each KV head has as many slots as its budget,
 // and a policy decides which token is evicted.
 //
-// An append evicts to the budget, attends in memory of its own, compacts the tokens to slots or
+// An append evicts to the budget, attends in scratch memory, compacts the tokens to slots or
 // tiers, and numbers them by cache position. In a step, the next token takes the victim's slot.
 // Live tokens are counted on the host. Everything is enqueued on one stream.
 #pragma once

@@ -176,7 +176,7 @@ def other_model(family: str, **words: Any) -> Any:
     """A model of an unlisted family."""
     model = model_of(family, "sdpa", **{"num_hidden_layers": 4, "head_dim": 8, "pad_token_id": 0} | words)
     if not getattr(type(model), "_supports_attention_backend", False):
-        pytest.skip(f"{family} of transformers {transformers.__version__} has attention of its own")
+        pytest.skip(f"{family} of transformers {transformers.__version__} has no attention interface")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

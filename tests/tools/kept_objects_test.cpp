@@ -42,7 +42,7 @@ std::string shop_text(const std::string& name, int more = 0) {
          "struct Own {\n"
          "  static constexpr kvlab::PolicyInfo kInfo{.name = \"" +
          name +
-         "\", .summary = \"one's own\", .citation = \"none\", .needs = kvlab::Needs::mass};\n"
+         "\", .summary = \"a test\", .citation = \"none\", .needs = kvlab::Needs::mass};\n"
          "  struct Params {};\n"
          "  struct Slot { std::uint64_t mass; };\n"
          "  static constexpr void append(Slot& slot, kvlab::Token, const Params&,\n"

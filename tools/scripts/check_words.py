@@ -20,6 +20,7 @@ WORDS = {
     r"nobody": "no one reads a policy or a file as a person: name the subject",
     r"whoever": "name the subject",
     r"likewise": "also, too",
+    r"of (?:its|their|his) own|one's own": "separate, or name what owns it",
     r"admit(?:s|t\w+)?|admissions?": "append",
     r"shr[iu]nk\w*": "compact",
     r"holds more": "over budget",
@@ -50,7 +51,7 @@ ALLOWED = (
     "engine/evaluation/task/sample.cpp",
     "kernels/kvlab.h",
 )
-TEXT = re.compile(r"\.(cpp|hpp|h|cuh?|c|py|pyi|sh|js|css|html|txt|cmake|in|md|toml|ya?ml|cff|ipynb)$|^dev$|^\.ci/run$")
+TEXT = re.compile(r"\.(cpp|hpp|h|cuh?|c|py|pyi|sh|js|css|html|txt|cmake|in|md|toml|ya?ml|cff|ipynb|def)$|^dev$|^\.ci/run$")
 HUMPS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 

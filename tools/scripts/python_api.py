@@ -27,7 +27,7 @@ TITLES = {
 }
 HEAD = """# Python, name by name
 
-What `import kvlab` offers; `docs/guides/python.md` shows it at work. `kvlab.hf` has [a page of its own](python-hf-api.md).
+What `import kvlab` offers; `docs/guides/python.md` shows it at work. `kvlab.hf` has [a separate page](python-hf-api.md).
 Made by `tools/scripts/python_api.py` from the docstrings."""
 HF_HEAD = """# kvlab.hf, name by name
 

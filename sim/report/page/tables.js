@@ -21,7 +21,7 @@ function sortBy(table, column, header) {
   body.append(...rows.map(([, row]) => row));
 }
 
-/** Numbers alone: an error is a column of its own. */
+/** Numbers alone: an error has a separate column. */
 function csvOf(table) {
   const body = [...table.tBodies[0].rows], heads = [...table.tHead.rows[0].cells];
   const hasError = heads.map((_, column) => body.some((row) => row.cells[column]?.dataset.error !== undefined));

@@ -258,7 +258,7 @@ def check_legend(browser: Browser) -> None:
     """Each line's sample looks different, and shows dash and marker; the exported figure does too."""
     looks = browser.js("return [...document.querySelectorAll('#explore .chips svg.swatch')].map((s) => s.innerHTML)")
     first = browser.js("return [...document.querySelectorAll('#figure-frontier .chips bdi')].map((b) => b.innerText)")
-    assert first == ["window", "sink", "lru", "h2o"], "a legend of its own, without oracles of attention"
+    assert first == ["window", "sink", "lru", "h2o"], "a separate legend, without oracles of attention"
     assert len(looks) >= 6 and len(set(looks)) == len(looks), looks
     assert any('stroke-dasharray="7 4"' in look for look in looks) and any(" d=\"M-4 0a4" in look for look in looks), looks
     svg = browser.driver.execute_async_script("const done = arguments[0]; kvlabPage.charts[0].svgText().then(done)")

@@ -521,7 +521,7 @@ def output_weights(model: Any, layers: Sequence[Layer]) -> Iterator[torch.Tensor
     for layer in layers:
         if layer.output is None:
             what = "something lies between attention and its output projection, which a feature reads"
-            raise Refused(f"--model: layer {layer.index}: {what}; a projection of its own is expected")
+            raise Refused(f"--model: layer {layer.index}: {what}; a separate projection is expected")
         with torch.no_grad():
             yield output_projection(layer.output, model).detach()
 

@@ -203,7 +203,7 @@ def base_of(model: Any) -> Any:
         kind = getattr(settings.peft_type, "value", settings.peft_type)
         if settings.is_prompt_learning or kind == "ADAPTION_PROMPT":
             raise Refused(
-                f"--model: the adapter {name} is of PEFT's {kind}, which brings keys and values of its own; an adapter"
+                f"--model: the adapter {name} is of PEFT's {kind}, which adds keys and values; an adapter"
                 " of weights such as LORA is expected"
             )
     return model.get_base_model() if hasattr(model, "get_base_model") else model
