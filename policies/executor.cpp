@@ -45,10 +45,10 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
         "policy {}: tiers {}: {} does not quantize by channel; a replay and the end-to-end "
         "evaluation on the CPU do",
         policy.name, policy.tier_plan.text(), executor.name);
-  if (const std::size_t tiers = policy.tier_plan.tiers.size(); tiers > executor.most_tiers)
+  if (const std::size_t tiers = policy.tier_plan.tiers.size(); tiers > executor.max_tiers)
     return fmt::format(
         "policy {}: tiers {}: has {} tiers, and {} supports at most {}; {} supports {}",
-        policy.name, policy.tier_plan.text(), tiers, executor.name, executor.most_tiers,
+        policy.name, policy.tier_plan.text(), tiers, executor.name, executor.max_tiers,
         executor.instead, kMaxTiers);
   if (!policy.entry)
     return fmt::format("policy {} is an oracle, which only the replay supports; {} needs a policy",

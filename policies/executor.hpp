@@ -31,7 +31,7 @@ struct Executor {
   bool scope_layer = false;
   bool group_max = false;
   bool supports_tiers = false;
-  std::size_t most_tiers = kMaxTiers;  ///< maximum number of tiers in one plan
+  std::size_t max_tiers = kMaxTiers;  ///< maximum number of tiers in one plan
   bool kivi = false;
   bool products = false;   ///< a policy's rank times a feature
   bool bent_rows = false;  ///< layers with soft caps or sink logits
@@ -55,40 +55,32 @@ inline constexpr Executor kEvaluation = [] {
   loop.kivi = true;
   return loop;
 }();
-inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
-                                       .instead = "--device cpu",
-                                       .head_budgets = true,
-                                       .shared_slots = true,
-                                       .scope_layer = true,
-                                       .group_max = true,
-                                       .supports_tiers = true,
-                                       .most_tiers = kMaxDeviceTiers,
-                                       .features = Features::built_in};
+/// What every executor on a CUDA device supports.
+constexpr Executor device_executor(const char* name, const char* instead) {
+  return {.name = name,
+          .instead = instead,
+          .head_budgets = true,
+          .scope_layer = true,
+          .group_max = true,
+          .supports_tiers = true,
+          .max_tiers = kMaxDeviceTiers,
+          .features = Features::built_in};
+}
+inline constexpr Executor kCudaDecoder = [] {
+  Executor decoder = device_executor("the CUDA decoder", "--device cpu");
+  decoder.shared_slots = true;
+  return decoder;
+}();
 /// The kernel library, as kvlab.hf.evicting uses it.
-inline constexpr Executor kKernelLibrary{.name = "the kernel library",
-                                         .instead = "a model on the CPU",
-                                         .head_budgets = true,
-                                         .scope_layer = true,
-                                         .group_max = true,
-                                         .supports_tiers = true,
-                                         .most_tiers = kMaxDeviceTiers,
-                                         .features = Features::built_in};
-inline constexpr Executor kCudaEvaluation{.name = "the end-to-end evaluation on CUDA",
-                                          .instead = "--device cpu",
-                                          .head_budgets = true,
-                                          .scope_layer = true,
-                                          .group_max = true,
-                                          .supports_tiers = true,
-                                          .most_tiers = kMaxDeviceTiers,
-                                          .features = Features::built_in};
-inline constexpr Executor kCudaReplay{.name = "the CUDA replay",
-                                      .instead = "--device cpu",
-                                      .head_budgets = true,
-                                      .scope_layer = true,
-                                      .group_max = true,
-                                      .supports_tiers = true,
-                                      .most_tiers = kMaxDeviceTiers,
-                                      .features = Features::any};
+inline constexpr Executor kKernelLibrary =
+    device_executor("the kernel library", "a model on the CPU");
+inline constexpr Executor kCudaEvaluation =
+    device_executor("the end-to-end evaluation on CUDA", "--device cpu");
+inline constexpr Executor kCudaReplay = [] {
+  Executor replay = device_executor("the CUDA replay", "--device cpu");
+  replay.features = Features::any;
+  return replay;
+}();
 
 /// The first feature of the policy that the executor does not support; empty if it supports all.
 std::string feature_beyond(const Executor& executor, const PolicySpec& policy);

@@ -14,14 +14,15 @@ OPTIONS = {"columns": "features", "draws": "samples", "ladder": "tiers", "span":
 """Options of the commands, as keywords of `evaluate()` and its like."""
 
 
-def rename(given: dict[str, Any], names: dict[str, str], function: str) -> None:
-    """Gives the keywords `given` their names of today, in place. Raises TypeError if both names are given."""
+def rename(given: dict[str, Any], names: dict[str, str], function: str, stacklevel: int = 4) -> None:
+    """Gives the keywords `given` their names of today, in place. Raises TypeError if both names are given.
+    `stacklevel`: which caller the warning names, as in `warnings.warn()`."""
     for before, now in names.items():
         if before not in given:
             continue
         if now in given:
             raise TypeError(f"{function}() got both {now} and {before}, its name before; give {now}")
-        warnings.warn(f"{function}({before}=) is called {now} now", FutureWarning, stacklevel=4)
+        warnings.warn(f"{function}({before}=) is called {now} now", FutureWarning, stacklevel=stacklevel)
         given[now] = given.pop(before)
 
 
@@ -31,7 +32,7 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            rename(kwargs, names, function.__name__)
+            rename(kwargs, names, function.__name__, stacklevel=3)
             return function(*args, **kwargs)
 
         return call
