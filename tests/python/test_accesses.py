@@ -14,7 +14,7 @@ from conftest import ROOT
 import kvlab
 
 
-def test_the_bytes(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
+def test_read_bytes(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
     records = small.accesses(tmp_path / "requests.bin", layer=1, head=1, top_k=3)
     data = (tmp_path / "requests.bin").read_bytes()
     assert len(data) == 24 * len(records) and sorted(path.name for path in tmp_path.iterdir()) == ["requests.bin"]
@@ -28,7 +28,7 @@ def test_the_bytes(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 5, None])
 @pytest.mark.parametrize("queries", ["decode", "all"])
-def test_what_is_requested(small: kvlab.Trace, top_k: int | None, queries: Any) -> None:
+def test_requested_tokens(small: kvlab.Trace, top_k: int | None, queries: Any) -> None:
     p = numpy.stack([small.attention(0, head) for head in (2, 3)])  # KV head 1
     records = small.accesses(layer=0, head=1, top_k=top_k, queries=queries, request_threshold=0.2)
     for query in range(small.tokens):
@@ -42,7 +42,7 @@ def test_what_is_requested(small: kvlab.Trace, top_k: int | None, queries: Any) 
         assert found.tolist() == [1 << 32 | token for token in sorted(requested)]
 
 
-def test_attention_is_that_of_the_trace(small: kvlab.Trace) -> None:
+def test_attention_equals_the_traces(small: kvlab.Trace) -> None:
     def turned(x: Any) -> Any:
         angle = numpy.arange(len(x))[:, None] * small.inv_freq.astype("f8")
         a, b = numpy.split(x.astype("f8"), 2, axis=1)
@@ -56,7 +56,7 @@ def test_attention_is_that_of_the_trace(small: kvlab.Trace) -> None:
     numpy.testing.assert_array_equal(small.attention(1, 1, 20, 3), small.attention(1, 1)[20:23])
 
 
-def test_all_heads_are_one_cache(small: kvlab.Trace) -> None:
+def test_all_heads_share_one_cache(small: kvlab.Trace) -> None:
     whole = small.accesses(top_k=4)
     parts = [small.accesses(layer=layer, head=head, top_k=4) for layer in range(2) for head in range(2)]
     assert (numpy.diff(whole["time"].astype(int)) >= 0).all()
@@ -65,7 +65,7 @@ def test_all_heads_are_one_cache(small: kvlab.Trace) -> None:
     )
 
 
-def test_misses_are_those_of_the_replay(sample: kvlab.Trace) -> None:
+def test_misses_equal_the_replays(sample: kvlab.Trace) -> None:
     run = kvlab.replay(sample, "lru", 64, references=False)
     live = run.kept(2, 1, "lru", 64).live
     p = numpy.stack([sample.attention(2, head) for head in (2, 3)])
@@ -88,13 +88,13 @@ def test_misses_are_those_of_the_replay(sample: kvlab.Trace) -> None:
         ({"queries": "prompt"}, "queries: 'prompt' should be decode or all"),
     ],
 )
-def test_accesses_that_are_refused(small: kvlab.Trace, words: Any, message: str, tmp_path: pathlib.Path) -> None:
+def test_bad_accesses_are_refused(small: kvlab.Trace, words: Any, message: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=message):
         small.accesses(tmp_path / "requests.bin", **words)
     assert not list(tmp_path.iterdir())
 
 
-def test_attention_that_is_refused(small: kvlab.Trace) -> None:
+def test_bad_attention_is_refused(small: kvlab.Trace) -> None:
     with pytest.raises(ValueError, match="queries 79 to 81: the trace .* has 0 to 79"):
         small.attention(0, 0, 79, 2)
     with pytest.raises(ValueError, match="layer 0, head 4"):
@@ -110,7 +110,7 @@ def table_of_the_page() -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize("budget", [32, 64, 128, 256])
-def test_the_misses_of_lru_are_those_of_the_pages_table(sample: kvlab.Trace, budget: int) -> None:
+def test_lru_misses_equal_the_pages_table(sample: kvlab.Trace, budget: int) -> None:
     live = kvlab.replay(sample, "lru", budget, references=False).kept(1, 1, "lru", budget).live
     cache: dict[int, None] = {}
     requested, left, refetched = 0, 0, 0
@@ -128,7 +128,7 @@ def test_the_misses_of_lru_are_those_of_the_pages_table(sample: kvlab.Trace, bud
     assert (round(100 * left / requested, 1), round(100 * refetched / requested, 1)) == tuple(list(row.values())[:2])
 
 
-def test_the_page_runs_libcachesim(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_libcachesim_example_runs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """libCacheSim's LRU must miss as often as the six-line LRU of this test."""
     pytest.importorskip("libcachesim")
     blocks = re.findall(

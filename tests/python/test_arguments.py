@@ -82,7 +82,7 @@ def run(trace: kvlab.Trace) -> kvlab.Run:
 
 
 @pytest.mark.parametrize("value", _NO_NUMBERS, ids=kind)
-def test_no_whole_numbers(trace: kvlab.Trace, run: kvlab.Run, value: Any) -> None:
+def test_bad_integers_are_refused(trace: kvlab.Trace, run: kvlab.Run, value: Any) -> None:
     q = numpy.ones((1, 1, 8, 16), "f4")
     refused(lambda: kvlab.Trace.from_arrays(q, q, q, prompt_tokens=value), "prompt_tokens")
     refused(lambda: kvlab.Trace.from_arrays(q, q, q, segments=[(value, "prompt")]), "segments")
@@ -106,7 +106,7 @@ def test_no_whole_numbers(trace: kvlab.Trace, run: kvlab.Run, value: Any) -> Non
 
 
 @pytest.mark.parametrize("value", _NO_TEXTS, ids=kind)
-def test_no_texts(trace: kvlab.Trace, run: kvlab.Run, value: Any) -> None:
+def test_bad_texts_are_refused(trace: kvlab.Trace, run: kvlab.Run, value: Any) -> None:
     refused(lambda: trace.read(value, 0, 0), "part")
     refused(lambda: trace.feature(value, 0, 0), "name")
     refused(lambda: trace.accesses(queries=value), "queries")
@@ -128,19 +128,19 @@ def test_no_texts(trace: kvlab.Trace, run: kvlab.Run, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [0.5j, "x", None, object(), [1.0], float("inf"), float("nan"), 1.5])
-def test_no_shares(trace: kvlab.Trace, value: Any) -> None:
+def test_bad_shares_are_refused(trace: kvlab.Trace, value: Any) -> None:
     refused(lambda: trace.accesses(request_threshold=value), "request_threshold")
     refused(lambda: kvlab.replay(trace, "h2o", 16, request_threshold=value, progress=False), "")
     refused(lambda: kvlab.policy(weights=[value]), "weights[0]")
 
 
 @pytest.mark.parametrize("value", [-1, 0, None, True, _HUGE, object(), [16], "\ud800", "x", float("nan")], ids=kind)
-def test_no_budgets(trace: kvlab.Trace, value: Any) -> None:
+def test_bad_budgets_are_refused(trace: kvlab.Trace, value: Any) -> None:
     refused(lambda: kvlab.replay(trace, "h2o", [value], progress=False), "budget")
 
 
 @pytest.mark.parametrize("value", [0, -1, 1e400, math.nan, True, "x", 0.5j, None, [10000.0], object()])
-def test_no_bases(value: Any) -> None:
+def test_bad_bases_are_refused(value: Any) -> None:
     q = numpy.ones((1, 1, 8, 16), "f4")
     if value is not None:
         refused(lambda: kvlab.Trace.from_arrays(q, q, q, config={"rope_theta": value}, prompt_tokens=4), "rope_theta")
@@ -180,12 +180,12 @@ def test_no_bases(value: Any) -> None:
         {"rope_scaling": {"rope_type": 5}},
     ],
 )
-def test_no_models(config: Any) -> None:
+def test_bad_models_are_refused(config: Any) -> None:
     q = numpy.ones((1, 1, 8, 16), "f4")
     refused(lambda: kvlab.Trace.from_arrays(q, q, q, config=config, prompt_tokens=4))
 
 
-def test_models_as_transformers_describes_them() -> None:
+def test_models_described_by_transformers() -> None:
     q = numpy.ones((1, 1, 8, 16), "f4")
     for config in (
         {"model_type": "llama", "rope_theta": 500.0, "hidden_size": 16},
@@ -196,7 +196,7 @@ def test_models_as_transformers_describes_them() -> None:
         assert trace.inv_freq[1] == pytest.approx(500.0 ** (-1 / 8))
 
 
-def test_arrays_too_long_are_refused_by_their_length() -> None:
+def test_too_long_arrays_are_refused_with_their_length() -> None:
     one = numpy.ones((1, 1, 1, 16), "f4")
     began = time.monotonic()
     for shape, name in (
@@ -214,11 +214,11 @@ def test_arrays_too_long_are_refused_by_their_length() -> None:
 @pytest.mark.parametrize(
     "state", [{"a": "V100000000"}, {"a": "O"}, {"a": "zzz"}, {"a": 5.5}, {5: "f4"}, 5, ["a"], {"a": "V0"}, {"a": ("f4", 10**6)}]
 )
-def test_no_states(state: Any) -> None:
+def test_bad_states_are_refused(state: Any) -> None:
     refused(lambda: kvlab.policy("mass", state=state), "state")
 
 
-def test_numpys_numbers_are_numbers(trace: kvlab.Trace) -> None:
+def test_numpy_numbers_are_accepted(trace: kvlab.Trace) -> None:
     i, u = numpy.int64, numpy.uint8
     q = numpy.ones((1, 1, 8, 16), "f4")
     assert kvlab.Trace.from_arrays(q, q, q, prompt_tokens=i(4)).prompt_tokens == 4
@@ -233,7 +233,7 @@ def test_numpys_numbers_are_numbers(trace: kvlab.Trace) -> None:
     assert kvlab.policy(needs="mass", sinks=u(2), weights=numpy.array([0.5], "f4"))
 
 
-def test_casts_that_nothing_checked_are_refused_too() -> None:
+def test_unchecked_casts_are_refused() -> None:
     with pytest.raises(ValueError, match="threads: has a type that is not expected"):
         words = dict.fromkeys(("policies", "budgets", "prefill", "positions", "layers"), [])
         rest = {"seed": 0, "threshold": 0.01, "queries": "decode", "every_output_error": False, "plain": False}
@@ -272,7 +272,7 @@ def test_commands_check_their_arguments_by_name(name: str) -> None:
     refused(lambda: call(progress=5), "progress")
 
 
-def test_commands_take_numpys_numbers_and_paths() -> None:
+def test_commands_accept_numpy_numbers_and_paths() -> None:
     words: dict[str, Any] = {"window": numpy.int64(256), "threads": numpy.uint8(1), "prefill": numpy.array(["dense"])}
     few = kvlab.evaluate(str(_TINY), [_TEXT], "h2o", numpy.int64(32), progress=False, **words)
     assert few == kvlab.evaluate(_TINY, _TEXT, ["h2o"], ["32"], progress=False, window=256, threads=1, prefill="dense")
@@ -301,7 +301,7 @@ def test_messages_are_short(trace: kvlab.Trace, run: kvlab.Run) -> None:
     assert len(str(caught.value)) < 1100
 
 
-def test_answers_that_are_no_ranks(trace: kvlab.Trace) -> None:
+def test_results_that_are_not_ranks_are_refused(trace: kvlab.Trace) -> None:
     for number, answer in enumerate((None, [1, 2], numpy.array(["x"]), 5)):
         policy = kvlab.policy(name=f"no_ranks{number}")(lambda state, seen, token, step, answer=answer: answer)
         refused(lambda: kvlab.replay(trace, policy, 16, progress=False), f"no_ranks{number}")

@@ -146,7 +146,7 @@ def test_a_block_keeps_conversations_apart() -> None:
 
 @ALL
 @pytest.mark.parametrize("policy", ["full", "window", "sink"])
-def test_a_crop_goes_back(policy: str, family: str, words: dict[str, Any]) -> None:
+def test_a_crop_restores_the_earlier_state(policy: str, family: str, words: dict[str, Any]) -> None:
     if "sliding_window" in words:  # a sliding window that has not dropped tokens when the crop comes
         words = words | {"sliding_window": words["sliding_window"] and 64}
     model = made(family, words)
@@ -166,7 +166,7 @@ def test_a_crop_goes_back(policy: str, family: str, words: dict[str, Any]) -> No
 
 
 @ALL
-def test_a_crop_of_a_window_that_dropped_tokens_names_why(family: str, words: dict[str, Any]) -> None:
+def test_a_crop_beyond_a_window_names_the_reason(family: str, words: dict[str, Any]) -> None:
     if not words.get("sliding_window"):
         pytest.skip("no layer has a window")
     model = made(family, words)
@@ -190,7 +190,7 @@ def crop_to(cache: Any, tokens: int) -> None:
         ("window", {}, "tokens have been evicted since"),
     ],
 )
-def test_a_crop_that_cannot_be_names_why(policy: str, words: dict[str, Any], message: str) -> None:
+def test_an_impossible_crop_names_the_reason(policy: str, words: dict[str, Any], message: str) -> None:
     model = model_of()
     cache = kvlab.hf.Cache(model, policy, BUDGET, **words)
     call(model, ids_of(0, 40), cache)
@@ -205,7 +205,7 @@ CHUNKED = [("tova", *one) for one in FAMILIES] + [(policy, "llama", {}) for poli
 
 
 @pytest.mark.parametrize(("policy", "family", "words"), CHUNKED)
-def test_chunks_by_hand_are_those_of_generate(policy: str, family: str, words: dict[str, Any]) -> None:
+def test_manual_chunks_equal_those_of_generate(policy: str, family: str, words: dict[str, Any]) -> None:
     model = made(family, words)
     text, by_hand, own = ids_of(0, 60), cache_of(model, policy), cache_of(model, policy)
     answer = model.generate(text, **{cache_word(model): own}, **GREEDY, prefill_chunk_size=20, disable_compile=True)
@@ -229,7 +229,7 @@ def test_shallow_copies_are_copies() -> None:
 
 @pytest.mark.parametrize("policy", ["h2o", "h2o:scope=layer", "random", "sink", "criticalkv", "lagkv", "a2sf"])
 @pytest.mark.parametrize("budget", [BUDGET, f"ada({BUDGET})"])
-def test_a_copy_goes_on_as_the_original(policy: str, budget: int | str) -> None:
+def test_a_copy_continues_like_the_original(policy: str, budget: int | str) -> None:
     if policy == "h2o:scope=layer" and budget != BUDGET:
         pytest.skip("a layer's heads share either")
     model = sharp(model_of())
@@ -240,7 +240,7 @@ def test_a_copy_goes_on_as_the_original(policy: str, budget: int | str) -> None:
         check_equal(cache, call(model, ids, cache), other, call(model, ids, other))
 
 
-def test_memory_goes_with_the_caches() -> None:
+def test_memory_is_freed_with_the_caches() -> None:
     model = model_of()
     cache = kvlab.hf.Cache(model, "h2o", BUDGET)
     call(model, ids_of(0, 40), cache)
@@ -265,7 +265,7 @@ def test_memory_goes_with_the_caches() -> None:
     assert ref() is None
 
 
-def test_a_model_that_moved_on_refuses_its_old_caches() -> None:
+def test_a_changed_model_refuses_its_old_caches() -> None:
     model, other = model_of(), model_of(hidden_size=64)
     cache = kvlab.hf.Cache(model, "h2o", BUDGET)
     with pytest.raises(Exception, match="outside of the model that it was made for"):
@@ -287,7 +287,7 @@ def changing(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize("first", [64, 63, 20])
-def test_a_rope_that_changes_is_refused_from_its_first_token_on(kind: str, first: int) -> None:
+def test_a_changing_rope_is_refused_from_its_first_token_on(kind: str, first: int) -> None:
     with torch.no_grad():
         expected = changing(kind)(ids_of(0, 64)).logits[0]
     for block in (False, True):
@@ -300,7 +300,7 @@ def test_a_rope_that_changes_is_refused_from_its_first_token_on(kind: str, first
             torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
             with pytest.raises(kvlab.hf.Refused, match=rf"in a text of 65 tokens the model's RoPE \({kind}\) turns"):
                 call(model, ids_of(1, 1), cache)
-            with pytest.raises(kvlab.hf.Refused, match="a call of 1 tokens behind 64 did not finish"):
+            with pytest.raises(kvlab.hf.Refused, match="a call that fed 1 tokens after 64 did not finish"):
                 call(model, ids_of(1, 1), cache)
         with pytest.raises(kvlab.hf.Refused, match="RoPE"):
             call(model, ids_of(0, 65), kvlab.hf.Cache(model, "full", length=64))
@@ -312,7 +312,7 @@ RECORDED = TOVA + [(policy, calls, "llama", {}) for policy in ("h2o", "snapkv:re
 
 
 @pytest.mark.parametrize(("policy", "calls", "family", "words"), RECORDED)
-def test_what_is_recorded_is_replayed_to_the_same_tokens(
+def test_a_recorded_run_replays_to_the_same_tokens(
     policy: str, calls: tuple[int, ...], family: str, words: dict[str, Any]
 ) -> None:
     model, decoded = made(family, words), 6
@@ -352,7 +352,7 @@ def test_gradients_are_refused() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_share_says_how_many_tokens_it_is_and_a_block_that_nothing_was_evicted() -> None:
+def test_a_share_reports_its_tokens_and_a_block_reports_no_eviction() -> None:
     model = model_of()
     with pytest.warns(UserWarning, match="h2o at 20%: a share of the model's context of 2048 tokens: 409 tokens"):
         with pytest.warns(UserWarning, match="nothing was evicted, because the longest text had 30 tokens, .* is 409 tok"):
@@ -396,7 +396,7 @@ def model_of_nan(model: Any) -> Any:
     return other
 
 
-def test_an_interrupted_call_leaves_the_model_as_it_was() -> None:
+def test_an_interrupted_call_restores_the_model() -> None:
     model = sharp(model_of())
     cache = kvlab.hf.Cache(model, "h2o", BUDGET)
     call(model, ids_of(0, 30), cache)
@@ -410,7 +410,7 @@ def test_an_interrupted_call_leaves_the_model_as_it_was() -> None:
         call(model, ids_of(1, 5), cache)
     del mlp.forward
     torch.testing.assert_close(call(model, ids_of(1, 20), None), expected)
-    with pytest.raises(kvlab.hf.Refused, match="a call of 5 tokens behind 30 did not finish"):
+    with pytest.raises(kvlab.hf.Refused, match="a call that fed 5 tokens after 30 did not finish"):
         call(model, ids_of(1, 5), cache)
     cache.reset()
     call(model, ids_of(0, 30), cache)

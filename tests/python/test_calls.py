@@ -54,7 +54,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
         ("qwen3", {"head_dim": 16}),
     ],
 )
-def test_with_a_budget_for_all_the_text_is_the_plain_models(family: str, words: dict[str, Any]) -> None:
+def test_a_budget_for_the_whole_text_equals_the_plain_model(family: str, words: dict[str, Any]) -> None:
     if family == "qwen3" and not hasattr(transformers, "Qwen3Config"):
         pytest.skip(f"transformers {transformers.__version__} has no qwen3")
     model, ids = sharp(model_of(family, **words)), ids_of(30)
@@ -66,7 +66,7 @@ def test_with_a_budget_for_all_the_text_is_the_plain_models(family: str, words: 
     assert len(plain[0, 30:].unique()) >= 4, "a text that says something"
 
 
-def test_a_chat_goes_on_with_the_cache_of_the_turn_before() -> None:
+def test_a_chat_continues_with_the_previous_turns_cache() -> None:
     model = sharp(model_of())
     texts = []
     for policy in (None, "full"):
@@ -118,22 +118,22 @@ CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
         (lambda m: m(ids_of(6), use_cache=False), "the call has no cache, as with use_cache=False"),
         (lambda m: m.generate(ids_of(6), use_cache=False, **GREEDY), "the call has no cache"),
         (lambda m: with_config(m, use_cache=False)(ids_of(6)), "the call has no cache"),
-        (lambda m: m(ids_of(6), attention_mask=CAUSAL), r"attention_mask is \[1, 1, 6, 6\]; none, or \[1, 6\]"),
+        (lambda m: m(ids_of(6), attention_mask=CAUSAL), r"attention_mask is \[1, 1, 6, 6\]; no mask, or one of shape \[1, 6\]"),
         (lambda m: m(ids_of(6), attention_mask=torch.zeros(1, 1, 6, 6)), r"attention_mask is \[1, 1, 6, 6\]"),
         (lambda m: m(ids_of(6), attention_mask={"full_attention": CAUSAL}), "attention_mask is a dict"),
-        (lambda m: steps(m, 6, 1, attention_mask=torch.ones(1, 6)), r"attention_mask is \[1, 6\]; none, or \[1, 7\]"),
+        (lambda m: steps(m, 6, 1, attention_mask=torch.ones(1, 6)), r"attention_mask is \[1, 6\]; no mask, or one of shape \[1, 7\]"),
         (lambda m: m(ids_of(3), attention_mask=torch.tensor([[1, 0, 1]])), "attention_mask leaves tokens out"),
         (lambda m: m(ids_of(3), attention_mask=torch.tensor([[1, 1, 0]])), "attention_mask leaves tokens out"),
         (lambda m: masked(m, [1] * 6, [1] * 5 + [0, 1]), "attention_mask leaves tokens out"),
         (lambda m: masked(m, None, [1] * 5 + [0, 1]), "attention_mask leaves tokens out"),
         (lambda m: masked(m, [0] + [1] * 5, [1] * 7), "attention_mask leaves tokens out"),
-        (lambda m: masked(m, [0] + [1] * 5, None), r"attention_mask is a NoneType; none, or \[1, 7\] with padding"),
+        (lambda m: masked(m, [0] + [1] * 5, None), r"attention_mask is a NoneType; no mask, or one of shape \[1, 7\] with padding"),
         (lambda m: m(ids_of(6), position_ids=torch.arange(6)[None] + 1), "position_ids jumps; 0 to 5, by one"),
         (lambda m: m(ids_of(6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]])), "position_ids jumps; 0 to 5"),
-        (lambda m: steps(m, 6, 1, position_ids=torch.arange(6)[None]), r"position_ids is \[1, 6\]; 6 to 6, by one"),
+        (lambda m: steps(m, 6, 1, position_ids=torch.arange(6)[None]), r"position_ids is \[1, 6\]; consecutive numbers from 6 to 6"),
         (lambda m: m(ids_of(6), cache_position=torch.arange(6) * 2), "cache_position"),
         (lambda m: m(inputs_embeds=torch.ones(1, 6, 32), position_ids=torch.ones(1, 6).long()), "position_ids jumps"),
-        (lambda m: m(ids_of(6), output_attentions=True), "output_attentions is given"),
+        (lambda m: m(ids_of(6), output_attentions=True), "the call has the argument output_attentions"),
         (lambda m: m(ids_of(1), **{cache_word(m): m(ids_of(6).view(2, 3)).past_key_values}), "a batch of 1; .* had 2"),
         (lambda m: m.generate(ids_of(6), num_beams=2, **GREEDY), "reordered rows"),
         (lambda m: m.generate(ids_of(6), cache_implementation="static", **GREEDY), "StaticCache; a plain DynamicCache"),
@@ -153,7 +153,7 @@ def test_other_calls_are_refused(call: Any, message: str) -> None:
         model.model(ids_of(6).view(2, 3))  # the model is restored
 
 
-def test_a_cache_from_elsewhere_is_refused() -> None:
+def test_a_foreign_cache_is_refused() -> None:
     model = model_of()
     with torch.no_grad():
         past = before(model, 6)
@@ -161,7 +161,7 @@ def test_a_cache_from_elsewhere_is_refused() -> None:
             model(ids_of(1), **{cache_word(model): past})
 
 
-def test_attention_that_is_not_known_is_refused_at_entry() -> None:
+def test_unknown_attention_is_refused_at_entry() -> None:
     model = sharp(model_of())
     module = model.model.layers[1].self_attn
     own = module.forward
@@ -181,7 +181,7 @@ def test_attention_that_is_not_known_is_refused_at_entry() -> None:
         pass
 
 
-def test_a_keyword_of_another_name_brings_the_cache_too() -> None:
+def test_the_cache_may_have_another_keyword() -> None:
     """As after a rename in transformers: any argument that holds keys and values is the cache."""
     model, ids = sharp(model_of()), ids_of(30)
     with torch.no_grad():

@@ -164,7 +164,7 @@ class CaptureTest(ModelTest):
         self.check_same_sketch(ours, theirs)
         self.check_same_residual_error(ours, theirs, 0.05)
 
-    def test_traces_that_differ_are_told(self):
+    def test_differing_traces_are_reported(self):
         model = ["--model", self.tiny32, "--max-new-tokens", 30]
         trace = self.captured("told", *model, "--prompt", "It was a dark night, and")
         same = compare(trace, trace, "--reference", trace)
@@ -216,8 +216,8 @@ class CaptureTest(ModelTest):
             for fewer, covers in ((0, True), (1, False)):
                 for begin, end in ((fewer, 0), (0, fewer)):
                     part = ids[passage["start"] + begin : passage["start"] + passage["tokens"] - end]
-                    spelled = tokenizer.decode(part, skip_special_tokens=False)
-                    self.assertEqual(text in spelled, covers, (passage, spelled))
+                    decoded = tokenizer.decode(part, skip_special_tokens=False)
+                    self.assertEqual(text in decoded, covers, (passage, decoded))
 
         model = ["--model", self.tiny32, "--prompt", prompt]
         cut = ["--teacher-forced", "--prompt-tokens", 2, "--max-tokens", 5]
@@ -235,7 +235,7 @@ class CaptureTest(ModelTest):
             self.assertIn(words, done.stderr)
             self.assertFalse((self.at / "refused").exists())
 
-    def test_it_generates_what_kvlab_generates(self):
+    def test_it_generates_the_text_that_kvlab_generates(self):
         arguments = ["--model", self.tiny32, "--prompt", "It was a dark night, and", "--max-new-tokens", 40]
         ours, theirs = self.captured("generated", *arguments), self.captured_by_kvlab("generated-kvlab", *arguments)
         self.check_verifies(ours)
@@ -326,7 +326,7 @@ class CaptureTest(ModelTest):
         layers.rotate = lambda x, cos, sin: rotate(x, cos, -sin).flip(0)
         self.check_refused("plain model", "wrong", "--model", TINY, "--prompt-file", self.text, *FORCED)
 
-    def test_what_a_trace_cannot_say_is_refused_by_name(self):
+    def test_models_that_a_trace_cannot_describe_are_refused_by_name(self):
         config = json.loads((TINY / "config.json").read_text())
         dynamic = {"rope_type": "dynamic", "factor": 2.0}
         few, many = ["--prompt", "It was"], ["--prompt-file", self.text, *FORCED, "--beyond-context"]
@@ -366,7 +366,7 @@ class CaptureTest(ModelTest):
         self.check_refused("no-such-file", "refused", *model, "--prompt-file", "no-such-file")
         self.check_refused("no-such-model", "refused", "--model", self.at / "no-such-model", "--prompt", "It was")
 
-    def test_a_hub_that_cannot_be_reached_is_one_line(self):
+    def test_an_unreachable_hub_gives_a_one_line_error(self):
         (self.at / "quick").mkdir()
         (self.at / "quick" / "sitecustomize.py").write_text("import time\ntime.sleep = lambda seconds: None\n")
         at = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(self.at), "PYTHONPATH": with_path(self.at / "quick")}

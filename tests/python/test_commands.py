@@ -23,7 +23,7 @@ def there(command: Any) -> None:
     """Skips the test if there is no command."""
 
 
-def test_evaluate_says_what_the_command_says(command: Any) -> None:
+def test_evaluate_equals_the_command(command: Any) -> None:
     mine = kvlab.evaluate(TINY, TEXT, ["window", "h2o:recent=8"], [64, "50%"], window=256, prefill="stream")
     words = ("--policy", "window,h2o:recent=8", "--budget", "64,50%", "--window", "256", "--prefill", "stream")
     theirs = command("eval", "--model", TINY, "--text", TEXT, *words, "--json")
@@ -39,7 +39,7 @@ def test_a_policy_of_a_header_is_compiled(tmp_path: pathlib.Path) -> None:
     assert rows[1]["policy"] == "mine_too" and rows[1]["kl"] == rows[2]["kl"]
 
 
-def test_fidelity_and_tune_leave_their_files(tmp_path: pathlib.Path) -> None:
+def test_fidelity_and_tune_write_their_files(tmp_path: pathlib.Path) -> None:
     kvlab.fidelity(TINY, TEXT, ["window", "h2o", "sink"], 64, tmp_path / "fidelity", **SHORT)
     assert (tmp_path / "fidelity" / "fidelity.csv").exists()
     kvlab.tune(TINY, TEXT, 64, tmp_path / "policy.json", ["window:sinks=4", "h2o:sinks=4"], **SHORT)
@@ -70,7 +70,7 @@ def short_keys(state: Any, seen: Any, token: Any, step: Any) -> Any:
 
 
 @pytest.mark.parametrize(("mine", "header"), [(summed, "h2o"), (summed_by_head, "h2o"), (short_keys, "knorm:once")])
-def test_a_function_in_an_evaluation_does_what_the_header_does(mine: Any, header: str, tmp_path: Any) -> None:
+def test_a_function_evaluates_like_its_header(mine: Any, header: str, tmp_path: Any) -> None:
     def metrics(found: Any) -> Any:
         return [entry | {"policy": "", "params": ""} for entry in found if "bytes" not in entry["metric"]]
 
@@ -99,7 +99,7 @@ struct Small : HighestEvictedFirst {
 """
 
 
-def test_a_function_a_features_file_and_a_header_of_one_rule_agree(command: Any, tmp_path: pathlib.Path) -> None:
+def test_a_function_a_feature_file_and_a_header_of_the_same_rule_agree(command: Any, tmp_path: pathlib.Path) -> None:
     (tmp_path / "small.hpp").write_text(HEADER)
     text = ("--model", TINY, "--prompt-file", TEXT, "--teacher-forced", "--prompt-tokens", 128, "--max-tokens", 200)
     command("capture", *text, "--out", tmp_path / "text")
@@ -134,12 +134,12 @@ def test_a_function_a_features_file_and_a_header_of_one_rule_agree(command: Any,
         kvlab.evaluate(TINY, TEXT, rules[2], 32, window=256, features=paths[1:2])
 
 
-def test_a_function_that_looks_wants_a_dense_prompt() -> None:
+def test_a_function_that_reads_attention_requires_a_dense_prompt() -> None:
     with pytest.raises(ValueError, match="short_keys: needs the whole prompt at once; use prefill dense"):
         kvlab.evaluate(TINY, TEXT, short_keys, 64, window=256, prefill="chunk:8")
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     seen: list[float] = []
     kvlab.evaluate(TINY, TEXT, ["window", "h2o"], [64, 128], window=256, progress=seen.append)
     assert seen == sorted(seen) and seen[-1] == 1.0
@@ -151,14 +151,14 @@ def test_progress_is_told() -> None:
         kvlab.task("passkey", TINY, "sink", 64, words=[100], samples=2, query_aware=True, progress=broken)
 
 
-def test_errors_are_the_commands_own() -> None:
+def test_errors_equal_the_commands() -> None:
     with pytest.raises(ValueError, match=r"^budgets: policy h2o needs one"):
         kvlab.evaluate(TINY, TEXT, "h2o", ())
     with pytest.raises(RuntimeError, match="nodir"):
         kvlab.evaluate("nodir", TEXT, "h2o", 8)
 
 
-def test_the_command_comes_along() -> None:
+def test_the_package_contains_the_command() -> None:
     program = pathlib.Path(sysconfig.get_path("scripts")) / "kvlab"
     if not program.exists():
         pytest.skip("kvlab was not installed by pip")

@@ -88,7 +88,7 @@ def test_exempt_layers(tmp_path: pathlib.Path) -> None:
     check_against_replay(model_of(), ids_of(40), 30, "h2o", f"@{budgets}", positions="cache")
 
 
-def test_a_deployed_file_brings_policy_budget_and_positions(tmp_path: pathlib.Path) -> None:
+def test_a_policy_file_sets_policy_budget_and_positions(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "policy.json"
     protected_tokens = {"sinks": 4, "recent": "25%"}
     said = {"format": 1, "policy": "h2o", "params": {}, "protected": protected_tokens, "budget": [[20, 12], [16, 24]]}
@@ -115,7 +115,7 @@ def test_budgets_by_head() -> None:
 
 
 @pytest.mark.parametrize("by_head", [False, True])
-def test_an_own_policy(by_head: bool) -> None:
+def test_a_user_policy(by_head: bool) -> None:
     @kvlab.policy(needs="mass", state={"mass": "u8"}, recent="50%", by_head=by_head)
     def my_evicting_h2o(state: Any, seen: Any, token: Any, step: Any) -> Any:
         state["mass"] += seen.mass_by_head.sum(0, dtype="u8") if by_head else seen.mass
@@ -140,7 +140,7 @@ def test_a_policy_of_a_header(tmp_path: pathlib.Path) -> None:
     check_against_replay(model_of(), ids_of(40), 20, f"{mine}:every=8", 24)
 
 
-def test_an_adapters_output_projection_is_what_it_makes() -> None:
+def test_an_adapters_output_projection_is_the_merged_one() -> None:
     model = model_of()
     weights = model.model.layers[1].self_attn.o_proj.weight
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_an_adapters_output_projection_is_what_it_makes() -> None:
 )
 @pytest.mark.parametrize("prompt", [20, 64, 300])
 @pytest.mark.parametrize("prefill", ["dense", "chunk:50"])
-def test_what_is_allocated_is_what_the_budget_says(policy: str, rows: int, prompt: int, prefill: str) -> None:
+def test_allocated_memory_equals_the_budget(policy: str, rows: int, prompt: int, prefill: str) -> None:
     model, positions = model_of(), "original"
     row = 2 * 2 * 2 * 8 * 4  # layers, KV heads, K and V, head size, float32
     held: list[int] = []
@@ -182,7 +182,7 @@ def test_what_is_allocated_is_what_the_budget_says(policy: str, rows: int, promp
     assert held[-1] >= caches.kv_bytes >= 63 * row
 
 
-def test_with_a_budget_for_all_the_text_is_transformers_own() -> None:
+def test_a_budget_for_the_whole_text_equals_transformers() -> None:
     model, ids = model_of(), ids_of(30)
     words = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_with_a_budget_for_all_the_text_is_transformers_own() -> None:
         assert torch.equal(model.generate(ids, **words), plain)  # the model is restored
 
 
-def test_a_forward_that_somebody_else_has_put_there_stays() -> None:
+def test_a_foreign_forward_is_not_removed() -> None:
     model = model_of()
     module = model.model.layers[0].self_attn
     module.forward = own = module.forward
@@ -230,7 +230,7 @@ def test_the_real_model() -> None:
         (lambda m: _call(m, input_ids=ids_of(3), attention_mask=torch.tensor([[1, 0, 1]])), "leaves tokens out"),
     ],
 )
-def test_what_is_refused(use: Any, message: str) -> None:
+def test_unsupported_requests_are_refused(use: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         use(model_of())
 

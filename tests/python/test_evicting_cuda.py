@@ -125,7 +125,7 @@ WORDS = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_to
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_with_a_budget_for_all_the_text_is_transformers_own(graph: bool) -> None:
+def test_a_budget_for_the_whole_text_equals_transformers(graph: bool) -> None:
     model, ids = model_of(), ids_of(30)
     with torch.no_grad():
         plain = model.generate(ids, **WORDS)
@@ -187,7 +187,7 @@ def test_two_conversations_of_equal_length_do_not_mix(graph: bool) -> None:
     assert torch.equal(*texts) and not torch.equal(texts[0][-2], texts[0][-1])
 
 
-def test_a_cache_goes_on_without_a_block_and_names_what_cuda_lacks() -> None:
+def test_a_cache_works_without_a_block_and_names_what_cuda_lacks() -> None:
     model, caches = model_of(), []
     for block in (False, True):
         cache = transformers.DynamicCache() if block else kvlab.hf.Cache(model, "h2o", 24)
@@ -202,7 +202,7 @@ def test_a_cache_goes_on_without_a_block_and_names_what_cuda_lacks() -> None:
         caches[0].crop(-1)
 
 
-def test_a_rope_that_changes_is_refused_from_its_first_token_on() -> None:
+def test_a_changing_rope_is_refused_from_its_first_token_on() -> None:
     newer = int(transformers.__version__.split(".")[0]) >= 5
     settings: dict[str, Any] = {"rope_type": "dynamic", "factor": 4.0}
     words = {"rope_parameters": settings | {"rope_theta": 1e4}} if newer else {"rope_scaling": settings}
@@ -219,7 +219,7 @@ def test_a_rope_that_changes_is_refused_from_its_first_token_on() -> None:
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_a_text_ends_where_the_slots_end(graph: bool) -> None:
+def test_a_text_ends_when_the_slots_are_full(graph: bool) -> None:
     model = model_of()
     with torch.no_grad(), kvlab.hf.evicting(model, "full", length=50, graph=graph) as caches:
         with pytest.raises(ValueError, match="more than 50 tokens.*length="):
@@ -275,7 +275,7 @@ def test_memory_is_what_the_budget_says() -> None:
 
 
 @pytest.mark.parametrize("budget", [64, "25%bytes"])
-def test_a_tier_plan_holds_more_in_the_bytes_of_the_budget(budget: int | str) -> None:
+def test_a_tier_plan_keeps_more_tokens_in_the_same_bytes(budget: int | str) -> None:
     model = model_of(dtype=torch.bfloat16)
     with torch.no_grad(), kvlab.hf.evicting(model, "h2o", budget, tiers="16:16t,4:100%", length=256) as caches:
         model.generate(ids_of(200), **(WORDS | {"max_new_tokens": 50}))
@@ -292,18 +292,18 @@ def test_a_tier_plan_holds_more_in_the_bytes_of_the_budget(budget: int | str) ->
         (lambda m: kvlab.hf.evicting(m, "h2o", 16, graph=True, record=True), "graph=True needs"),
         (lambda m: _call(m, input_ids=ids_of(3), attention_mask=torch.tensor([[1, 0, 1]]).cuda()), "leaves tokens out"),
         (lambda m: kvlab.hf.evicting(m.double(), "h2o", 16), "float64; on CUDA one of"),
-        (lambda m: kvlab.hf.evicting(miniature("gpt_oss"), "h2o", 16), "layer 1 has sinks; on CUDA neither is held"),
+        (lambda m: kvlab.hf.evicting(miniature("gpt_oss"), "h2o", 16), "layer 1 has sinks, which caches on CUDA do not support"),
         (lambda m: kvlab.hf.evicting(miniature("gemma3_text"), "h2o", 16, graph=True), "graph=True: layer 0 has a window"),
     ],
 )
-def test_what_is_refused(use: Any, message: str) -> None:
+def test_unsupported_requests_are_refused(use: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         use(model_of())
 
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("wrong", [{"attention_mask": [[1, 0] + [1] * 41]}, {"position_ids": [[100]]}])
-def test_masks_and_positions_of_decoded_tokens_are_looked_at_behind_them(graph: bool, wrong: dict[str, Any]) -> None:
+def test_masks_and_positions_of_decoded_tokens_are_checked_later(graph: bool, wrong: dict[str, Any]) -> None:
     model = model_of()
     past = {cache_word(model): transformers.DynamicCache(), "use_cache": True}
     with pytest.raises(ValueError, match="a decoded token came with an attention_mask that leaves tokens out, or"):
@@ -328,7 +328,7 @@ def _call(model: Any, **words: Any) -> None:
         model(**words)
 
 
-def test_the_replay_runs_there_too(small: kvlab.Trace) -> None:
+def test_the_replay_runs_on_cuda(small: kvlab.Trace) -> None:
     here, there = (kvlab.replay(small, ["h2o", "lru"], [16, 24], device=device).frame() for device in ("cpu", "cuda"))
     assert list(here.metric) == list(there.metric)
     numpy.testing.assert_allclose(here.value.to_numpy(), there.value.to_numpy(), rtol=2e-3, atol=1e-5)
@@ -343,7 +343,7 @@ def slots_of() -> Any:
     return kvlab.ops.Slots(_kvlab.slot_plan(requested), layers, 4, 64, torch.float32, torch.device("cuda", 0))
 
 
-def test_an_operator_says_what_is_wrong() -> None:
+def test_an_operators_error_names_the_cause() -> None:
     slots = slots_of()
     with pytest.raises(ValueError, match="fed is 3: layer 0 has had 0 tokens"):
         slots.append(0, torch.zeros(2, 8, 64, device="cuda"), 3)
@@ -351,7 +351,7 @@ def test_an_operator_says_what_is_wrong() -> None:
         slots.step(1, torch.zeros(1, 8, 64, device="cuda"))
 
 
-def test_operators_are_compiled_around() -> None:
+def test_torch_compile_works_around_operators() -> None:
     def step(slots: Any, qkv: Any) -> Any:
         out = torch.empty(1, 4, 64, device="cuda")
         torch.ops.kvlab.slots_step(slots, 0, qkv * 2, out)

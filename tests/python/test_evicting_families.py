@@ -100,12 +100,12 @@ def check_kept(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("family", "words"), EVICTED, ids=NAMES)
-def test_full_is_the_plain_model(family: str, words: dict[str, Any]) -> None:
+def test_full_equals_the_plain_model(family: str, words: dict[str, Any]) -> None:
     check_full(made(family, words))
 
 
 @pytest.mark.parametrize(("family", "words"), EVICTED, ids=NAMES)
-def test_what_is_kept_is_what_replays_keep(family: str, words: dict[str, Any]) -> None:
+def test_kept_tokens_equal_the_replays(family: str, words: dict[str, Any]) -> None:
     check_kept(made(family, words))
 
 
@@ -153,7 +153,7 @@ def test_a_batch_is_its_rows_one_by_one(family: str, lengths: tuple[int, ...]) -
         caches.kept(0, 0, len(lengths))
 
 
-def test_a_batched_chat_goes_on_behind_padding() -> None:
+def test_a_batched_chat_continues_after_padding() -> None:
     """The second turn's prompts have unequal lengths too, so padding lies between the turns."""
     model = made("qwen3", {})
     first, second = padded((40, 25)), padded((10, 21))

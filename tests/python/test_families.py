@@ -137,7 +137,7 @@ CAPTURED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "words"), CAPTURED, ids=[family for family, _ in CAPTURED])
-def test_a_trace_says_what_the_plain_model_computes(
+def test_a_trace_equals_the_plain_models_tensors(
     family: str, words: dict[str, Any], tmp_path: pathlib.Path, command: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     model = made(family, words)
@@ -154,18 +154,18 @@ def test_a_trace_says_what_the_plain_model_computes(
 @pytest.mark.parametrize(
     ("family", "words", "message"),
     [
-        ("llama4_text", {"attention_chunk_size": 399}, "layer 0: a query does not see all tokens before it"),
-        ("mimo_v2_flash", {}, "layer 1: kv_heads is 4, and layer 0's 2"),
+        ("llama4_text", {"attention_chunk_size": 399}, "layer 0: its attention is called with all tokens before it, but its mask hides"),
+        ("mimo_v2_flash", {}, "layer 1: kv_heads is 4, but that of layer 0 is 2"),
         ("gemma4_text", {"num_kv_shared_layers": 2}, "layer 2 has the keys of layer"),
-        ("doge", {}, "layer 0: its mask adds to the scores"),
-        ("gptj", {}, "layer 0: it is given sines before cosines"),
+        ("doge", {}, "layer 0: its mask changes scores"),
+        ("gptj", {}, "layer 0: its RoPE argument has sines before cosines"),
         ("paligemma", {}, "GemmaAttention lets queries see later tokens"),
-        ("bert", {"is_decoder": False}, "layer 0: a query does not see all tokens before it"),
-        ("moshi", {}, "keys of one token differ by .* from position to position, though nothing turns them"),
-        ("inkling_text", {}, "layer 0: its attention is called with position_bias"),
+        ("bert", {"is_decoder": False}, "layer 0: its attention is called with all tokens before it, but its mask hides"),
+        ("moshi", {}, "keys of one token differ by .* between positions, but no argument of the layer rotates them"),
+        ("inkling_text", {}, "layer 0: its attention has the argument position_bias"),
     ],
 )
-def test_what_a_trace_cannot_say_is_refused_before_it_is_fed(
+def test_models_that_a_trace_cannot_describe_are_refused_before_any_token(
     family: str, words: dict[str, Any], message: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capturing.Listener, "feed_chunk", lambda *_: pytest.fail("tokens are fed"))

@@ -190,7 +190,7 @@ class FeaturesTest(CommandTest):
         self.assertIn("has only expected_attention, redundancy, value_out_norm1, lagkv", done.stderr.replace("\n", " "))
         self.assertFalse((self.at / "no").exists())
 
-    def test_each_layer_turns_by_its_own_table(self):
+    def test_each_layer_rotates_by_its_table(self):
         trace = Trace(self.path)
         parts = {name: numpy.stack([part(trace, layer, name)[:, :60] for layer in (1, 2)]) for name in "qkv"}
         tables = numpy.stack([trace.inv_freq, trace.inv_freq / 8])

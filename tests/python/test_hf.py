@@ -42,7 +42,7 @@ def ids_of(tokens: int) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
-def test_a_loaded_model_is_captured_and_left_as_it_was(family: str) -> None:
+def test_capturing_a_loaded_model_does_not_change_it(family: str) -> None:
     model, ids = model_of(family), ids_of(90)
     with torch.no_grad():
         before = model(ids).logits
@@ -56,7 +56,7 @@ def test_a_loaded_model_is_captured_and_left_as_it_was(family: str) -> None:
     assert "residual_error" in run.csv()  # the sketch of W_o is there
 
 
-def test_keys_that_4_bits_would_spoil_are_warned_of(tmp_path: pathlib.Path) -> None:
+def test_a_warning_names_keys_that_4_bits_would_damage(tmp_path: pathlib.Path) -> None:
     model = model_of("qwen2", hidden_size=128)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.bias[3] = 600
@@ -65,7 +65,7 @@ def test_keys_that_4_bits_would_spoil_are_warned_of(tmp_path: pathlib.Path) -> N
         kvlab.hf.capture(model, ids_of(40), prompt_tokens=30)
 
 
-def test_what_is_fed_goes_on_with_the_likeliest(tmp_path: pathlib.Path) -> None:
+def test_decoding_feeds_the_most_likely_token(tmp_path: pathlib.Path) -> None:
     model, ids = model_of(), ids_of(20)
     trace = kvlab.hf.capture(model, ids[0].tolist(), max_new_tokens=12, out=tmp_path / "trace")
     with torch.no_grad():
@@ -157,7 +157,7 @@ def _bitsandbytes_4(model: Any, folder: pathlib.Path) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("quantised", [_dynamic, _torchao, _quanto, _bitsandbytes_8, _bitsandbytes_4])
-def test_quantised_weights_are_captured_as_they_compute(quantised: Any, tmp_path: pathlib.Path) -> None:
+def test_quantized_weights_are_captured(quantised: Any, tmp_path: pathlib.Path) -> None:
     words = {"hidden_size": 128, "intermediate_size": 256}  # a multiple of the group size of 4-bit weights
     ids = ids_of(40)
     plain = kvlab.hf.capture(model_of(**words), ids, max_new_tokens=3)
@@ -207,7 +207,7 @@ def test_families_like_llama_are_captured(family: str, words: dict[str, Any], ha
 
 
 @pytest.mark.parametrize("family", ["t5", "whisper", "vit"])
-def test_models_of_more_than_text_are_refused_by_name(family: str) -> None:
+def test_multimodal_models_are_refused_by_name(family: str) -> None:
     """Their configs are enough to refuse them."""
     model = types.SimpleNamespace(config=config_of(family), modules=list, parameters=list)
     for use in (lambda: kvlab.hf.evicting(model, "h2o", 16), lambda: kvlab.hf.capture(model, ids_of(4))):
@@ -216,7 +216,7 @@ def test_models_of_more_than_text_are_refused_by_name(family: str) -> None:
         assert "\n" not in str(refused.value)
 
 
-def test_adapters_that_bring_keys_are_refused() -> None:
+def test_adapters_that_add_keys_are_refused() -> None:
     peft = pytest.importorskip("peft")
     settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(ValueError, match="the adapter default is of PEFT's PREFIX_TUNING, which adds keys and values"):
@@ -237,7 +237,7 @@ def test_adapters_that_bring_keys_are_refused() -> None:
         ({"model": "bloom"}, "attention of BloomModel does not go through transformers' AttentionInterface"),
     ],
 )
-def test_what_is_refused_leaves_nothing(change: dict[str, Any], message: str, tmp_path: pathlib.Path) -> None:
+def test_a_refused_capture_leaves_no_files(change: dict[str, Any], message: str, tmp_path: pathlib.Path) -> None:
     words: dict[str, Any] = {"input_ids": ids_of(40), "prompt_tokens": 30, "out": tmp_path / "trace"} | change
     model = model_of()
     if words.pop("model", None):

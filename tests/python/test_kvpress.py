@@ -66,7 +66,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("ratio", [0.5, 0.75])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_press_keeps_what_it_keeps_live(told: Any, name: str, ratio: float) -> None:
+def test_a_press_keeps_the_same_tokens_offline_and_live(told: Any, name: str, ratio: float) -> None:
     mine = kvlab.from_press(press_of(name, 0.1), model=TINY)
     found = replayed(told.trace, mine, f"ratio({ratio})")
     live = live_kept(told.model, told.ids[:, :PROMPT], press_of(name, ratio))
@@ -75,7 +75,7 @@ def test_a_press_keeps_what_it_keeps_live(told: Any, name: str, ratio: float) ->
     assert all(head.sum() == int(PROMPT * (1 - ratio)) for layer in found.values() for head in layer)
 
 
-def test_ties_at_the_cut_are_told(told: Any) -> None:
+def test_ties_at_the_cut_are_reported(told: Any) -> None:
     policy = kvlab.from_press(press_of("LagKV", 0.5), name="tied")
     with pytest.warns(UserWarning, match="LagKVPress: .* tokens of one score in layer 0"):
         kvlab.replay(told.trace, policy, "ratio(0.9)", layers=[0])
@@ -114,7 +114,7 @@ def test_a_policy_as_a_press_keeps_what_a_replay_keeps(told: Any, policy: str) -
 
 
 @pytest.mark.parametrize(("theirs", "policy"), [("Knorm", "knorm:once"), ("StreamingLLM", "sink:once")])
-def test_the_pipeline_says_by_a_policy_what_it_says_by_its_press(told: Any, theirs: str, policy: str) -> None:
+def test_the_pipeline_gives_the_same_text_with_a_policy_and_its_press(told: Any, theirs: str, policy: str) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(TINY / "tokenizer.json"), bos_token="")
     pipe = transformers.pipeline("kv-press-text-generation", model=told.model, tokenizer=tokenizer)
     context = "Remember the secret number of Quito.\n" + "One day Ben went to the park with his dog. " * 8
@@ -124,6 +124,6 @@ def test_the_pipeline_says_by_a_policy_what_it_says_by_its_press(told: Any, thei
     assert said == mine and said != full
 
 
-def test_a_transformers_that_kvpress_does_not_know_is_named() -> None:
+def test_an_unsupported_transformers_version_is_named() -> None:
     with pytest.raises(kvlab.hf.Refused, match="calls attention without past_key_values, which kvpress reads"):
         kvlab.KvlabPress("h2o", 24).forward_hook(None, None, {}, None)

@@ -16,7 +16,7 @@ NEEDS = {
 FOLDER = ROOT / "tools" / "python" / "notebooks"
 
 
-def test_every_notebook_is_here() -> None:
+def test_every_notebook_is_tested() -> None:
     assert sorted(NEEDS) == sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 
 

@@ -59,7 +59,7 @@ def members_of(body: str) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", STRUCTS)
-def test_structs_are_the_headers(name: str) -> None:
+def test_structs_equal_the_headers(name: str) -> None:
     end = HEADER.index(f"}} {name};")
     body = HEADER[HEADER.rindex("typedef struct {", 0, end) + len("typedef struct {") : end]
     theirs, ours = members_of(body), STRUCTS[name]._fields_
@@ -87,7 +87,7 @@ def test_a_layout_moves_with_the_version_alone() -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_are_the_headers(name: str) -> None:
+def test_functions_equal_the_headers(name: str) -> None:
     found = re.search(rf"([\w ]+[\w*]) \*?{name}\(([^)]*)\);", without_comments(HEADER))
     assert found, name
     taken = [given for given in found[2].split(",") if given.strip() != "void"]
@@ -103,7 +103,7 @@ def test_functions_are_the_headers(name: str) -> None:
     assert result in (ctypes.c_void_p, ctypes.c_char_p) if "*" in found[1] else result is TYPES[returned]
 
 
-def test_the_version_is_the_header_s() -> None:
+def test_the_version_equals_the_headers() -> None:
     numbers = dict(re.findall(r"#define KVLAB_VERSION_(MAJOR|MINOR) (\d+)", HEADER))
     assert 100 * int(numbers["MAJOR"]) + int(numbers["MINOR"]) == _library.VERSION
 
@@ -114,7 +114,7 @@ def test_without_the_library_one_line_says_how_to_get_it(monkeypatch: pytest.Mon
         _library.library.__wrapped__()
 
 
-def test_operators_say_what_they_write_and_trace() -> None:
+def test_operators_declare_what_they_write_and_can_be_traced() -> None:
     torch = pytest.importorskip("torch")
     import kvlab.ops
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -157,12 +157,12 @@ def test_a_plan_has_rules_for_the_budget() -> None:
         ("full:tiers=kivi4", "", "does not quantize by channel"),
     ],
 )
-def test_what_the_library_does_not_hold_is_refused_by_name(policy: str, budget: str, message: str) -> None:
+def test_tensors_outside_the_library_are_refused_by_name(policy: str, budget: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_of(policy, budget)
 
 
-def test_operators_look_at_what_they_are_given() -> None:
+def test_operators_check_their_arguments() -> None:
     torch = pytest.importorskip("torch")
     from kvlab import ops
 

@@ -98,7 +98,7 @@ def test_metrics_are_those_of_the_header(sample: kvlab.Trace) -> None:
     )
 
 
-def test_a_header_of_ones_own(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
+def test_a_user_header(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
     text = (ROOT / "policies" / "mass" / "h2o.hpp").read_text().replace('"h2o"', '"mine"')
     path = tmp_path / "mine.hpp"
     path.write_text(text.replace("struct H2O ", "struct Mine "))
@@ -146,11 +146,11 @@ def refused(trace: kvlab.Trace, answer: Any, **words: Any) -> str:
         ),
     ],
 )
-def test_answers_that_are_refused(small: kvlab.Trace, answer: Any, message: str) -> None:
+def test_bad_results_are_refused(small: kvlab.Trace, answer: Any, message: str) -> None:
     assert re.search(message, refused(small, answer))
 
 
-def test_what_a_function_raises_comes_out(small: kvlab.Trace) -> None:
+def test_an_exception_of_a_function_is_raised(small: kvlab.Trace) -> None:
     @kvlab.policy(needs="mass")
     def broken(state: Any, seen: Any, token: Any, step: Any) -> Any:
         return token.value_norm
@@ -176,12 +176,12 @@ def test_what_a_function_raises_comes_out(small: kvlab.Trace) -> None:
         ({"positions": "here"}, "here"),
     ],
 )
-def test_policies_that_are_refused(words: dict[str, Any], message: str) -> None:
+def test_bad_policies_are_refused(words: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kvlab.policy(**({"name": "odd"} | words))(lambda state, seen, token, step: token.position)
 
 
-def test_two_of_one_name(small: kvlab.Trace) -> None:
+def test_two_policies_of_one_name_are_refused(small: kvlab.Trace) -> None:
     def window(state: Any, seen: Any, token: Any, step: Any) -> Any:
         return token.position
 
@@ -199,7 +199,7 @@ def test_the_registry() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i8", "u4"])
-def test_ranks_of_any_type_are_the_numbers_that_they_are(small: kvlab.Trace, dtype: str) -> None:
+def test_ranks_may_have_any_number_type(small: kvlab.Trace, dtype: str) -> None:
     def score(position: Any, head: int) -> Any:
         return ((position.astype("i8") * 7919 + 31 * head) % 997).astype(dtype)
 
@@ -220,7 +220,7 @@ def test_ranks_of_any_type_are_the_numbers_that_they_are(small: kvlab.Trace, dty
             assert sorted(numpy.flatnonzero(rows[query])) == live
 
 
-def test_heads_that_rank_by_other_types_are_refused(small: kvlab.Trace) -> None:
+def test_heads_with_different_rank_types_are_refused(small: kvlab.Trace) -> None:
     @kvlab.policy()
     def mixed(state: Any, seen: Any, token: Any, step: Any) -> Any:
         return token.position if step.kv_head == 0 else token.position / 2
@@ -230,7 +230,7 @@ def test_heads_that_rank_by_other_types_are_refused(small: kvlab.Trace) -> None:
         kvlab.replay(small, f"{mixed}:scope=layer", 24)
 
 
-def test_states_that_a_function_keeps_to_itself_do_no_harm(small: kvlab.Trace) -> None:
+def test_a_functions_private_state_is_harmless(small: kvlab.Trace) -> None:
     held: list[Any] = []
 
     @kvlab.policy(needs="mass", state={"mass": "u8"})
@@ -272,12 +272,12 @@ def test_modifiers_are_defaults_that_a_name_may_change(small: kvlab.Trace, needs
         ("mass", "once=1", "policy mine: once: '1' should be no or yes"),
     ],
 )
-def test_wrong_modifiers_are_refused_by_the_policys_own_name(needs: Any, modifier: str, message: str) -> None:
+def test_wrong_modifiers_are_refused_with_the_policys_name(needs: Any, modifier: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kvlab.policy(needs=needs, modifiers=[modifier], name="mine")(lambda state, seen, token, step: token.position)
 
 
-def test_the_plain_one_of_several_variants_is_kept_by_its_name(small: kvlab.Trace) -> None:
+def test_the_plain_variant_keeps_its_name(small: kvlab.Trace) -> None:
     policies = ["h2o:group=max", "h2o", "h2o:every=8", "h2o:sinks=4"]
     run = kvlab.replay(small, policies, [16, 24], references=False)
     for name, params in (("h2o", "sinks=0:recent=50%"), ("h2o:group=max", "sinks=0:recent=50%:group=max")):
@@ -290,7 +290,7 @@ def test_the_plain_one_of_several_variants_is_kept_by_its_name(small: kvlab.Trac
         run.kept(0, 1, "h2o:sinks=0")
 
 
-def test_a_function_may_look_at_tokens_keys_and_values(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
+def test_a_function_may_read_keys_and_values(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
     @kvlab.policy(rows=True)
     def looking(state: Any, seen: Any, token: Any, step: Any) -> Any:
         rows, trace = token.rows, (small, other)[step.sequence]
@@ -316,7 +316,7 @@ def test_a_function_may_look_at_tokens_keys_and_values(small: kvlab.Trace, tmp_p
         kvlab.replay(small, blind, 20)
 
 
-def test_a_function_may_look_at_the_output_projection(command: Any, tmp_path: pathlib.Path) -> None:
+def test_a_function_may_read_the_output_projection(command: Any, tmp_path: pathlib.Path) -> None:
     words = ("--prompt", "Once upon a time", "--max-new-tokens", 9, "--out", tmp_path / "trace")
     assert command("capture", "--model", ROOT / "engine/models/tiny", *words).returncode == 0
     tensors = mapped_tensors(str(ROOT / "engine/models/tiny/model.safetensors"))
@@ -344,14 +344,14 @@ def by_largest(state: Any, seen: Any, token: Any, step: Any) -> Any:
 
 
 @pytest.mark.parametrize("words", [{}, {"positions": "cache"}], ids=str)
-def test_a_function_may_look_at_each_query_head(small: kvlab.Trace, words: dict[str, Any]) -> None:
+def test_a_function_may_read_each_query_head(small: kvlab.Trace, words: dict[str, Any]) -> None:
     expected = sets(small, "h2o:group=max", words | {"prefill": "stream"}, plain=False)
     for one, other in zip(sets(small, by_largest, words | {"prefill": "stream"}, False), expected, strict=True):
         numpy.testing.assert_array_equal(one, other)
     kvlab.replay(small, [f"{by_largest}:scope=layer:every=4"], 24, **words)  # of a whole prompt
 
 
-def test_queries_may_be_weighed(small: kvlab.Trace) -> None:
+def test_queries_may_have_weights(small: kvlab.Trace) -> None:
     @kvlab.policy(needs="mass", state={"mass": "u8"}, recent=8, weights=[1.0] * 8, modifiers=["once"])
     def last_eight(state: Any, seen: Any, token: Any, step: Any) -> Any:
         state["mass"] += seen.mass

@@ -25,14 +25,14 @@ def work() -> None:
                 told(fraction)
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm")
     monkeypatch.setattr(sys, "stderr", Terminal())
     work()
     assert "replay:  50%" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
-def test_short_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_work_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     with shown(True, "replay") as told:
         if told is not None:
@@ -41,7 +41,7 @@ def test_short_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("without", ["terminal", "tqdm"])
-def test_others_get_nothing(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_outputs_show_no_bar(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO() if without == "terminal" else Terminal())
     if without == "tqdm":
         find = importlib.util.find_spec
@@ -50,7 +50,7 @@ def test_others_get_nothing(without: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 
 
-def test_what_is_requested() -> None:
+def test_requested_tokens() -> None:
     def told(fraction: float) -> None:
         pass
 

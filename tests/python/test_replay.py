@@ -58,7 +58,7 @@ def test_output_projections_of_the_model(
         kvlab.replay(sample, "criticalkv", 64, model=tmp_path)
 
 
-def test_a_saved_run_is_whole_or_not_there(run: kvlab.Run, tmp_path: pathlib.Path) -> None:
+def test_a_run_is_saved_completely_or_not_at_all(run: kvlab.Run, tmp_path: pathlib.Path) -> None:
     run.save(tmp_path / "run")
     with pytest.raises(RuntimeError, match="exists"):
         run.save(tmp_path / "run")
@@ -126,7 +126,7 @@ def test_kept_sets(run: kvlab.Run, sample: kvlab.Trace) -> None:
         ({"policy": "oracle_topk", "budget": 128}, "oracle_topk keeps one set for each query head"),
     ],
 )
-def test_kept_sets_that_are_refused(run: kvlab.Run, words: dict, message: str) -> None:
+def test_bad_kept_sets_are_refused(run: kvlab.Run, words: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run.kept(**({"layer": 0, "head": 0} | words))
 
@@ -150,7 +150,7 @@ def test_kept_sets_that_are_refused(run: kvlab.Run, words: dict, message: str) -
         ({"policies": "h2o", "budgets": 64, "threads": 0}, "threads: 0 should be a whole number from 1 to 1024"),
     ],
 )
-def test_replays_that_are_refused(sample: kvlab.Trace, words: dict, message: str) -> None:
+def test_bad_replays_are_refused(sample: kvlab.Trace, words: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kvlab.replay(sample, **words)
 
@@ -166,7 +166,7 @@ def test_the_replay_on_cuda_agrees(run: kvlab.Run, sample: kvlab.Trace) -> None:
         assert float(theirs.split(",")[-5]) == pytest.approx(float(value), rel=1e-3, abs=1e-5)
 
 
-def test_a_policy_that_is_no_text(sample: kvlab.Trace) -> None:
+def test_a_policy_that_is_not_text_is_refused(sample: kvlab.Trace) -> None:
     with pytest.raises(ValueError, match="policies: a int; a text such as"):
         kvlab.replay(sample, [3], 64)  # type: ignore[list-item]
 
@@ -215,7 +215,7 @@ def test_progress(small: kvlab.Trace) -> None:
         kvlab.replay(small, "h2o", 16, progress=broken)
 
 
-def test_other_threads_go_on(sample: kvlab.Trace) -> None:
+def test_other_threads_keep_running(sample: kvlab.Trace) -> None:
     counted = 0
     stop = threading.Event()
 

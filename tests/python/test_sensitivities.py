@@ -158,7 +158,7 @@ class SensitivitiesTest(ModelTest):
                 x, y = gradient_of(narrow, layer), gradient_of(wide, layer)
                 self.assertLess(float((x - y).norm() / y.norm()), most, (dtype, layer))
 
-    def test_the_parts_that_bound_memory_change_nothing(self):
+    def test_parts_that_bound_memory_do_not_change_the_result(self):
         whole = self.added(self.short, "whole", "--queries", "all")
         logits = sensitivities.LOGITS
         self.addCleanup(setattr, sensitivities, "LOGITS", logits)
@@ -172,7 +172,7 @@ class SensitivitiesTest(ModelTest):
         uniforms = torch.tensor([[0.0, 0.49, 0.51], [0.79, 0.81, 1.0]], dtype=torch.float64)
         self.assertEqual(sensitivities.sampled_tokens(log_p, uniforms).tolist(), [[0, 0, 2], [2, 3, 3]])
 
-    def test_what_fails_leaves_the_trace_as_it_was(self):
+    def test_a_failure_does_not_change_the_trace(self):
         trace = self.copy(self.long, "fails")
         (trace / "grad-00001.safetensors").mkdir()
         self.check_refused("grad-00001.safetensors: is not a regular file", trace, "--model", self.tiny32)
@@ -224,7 +224,7 @@ class SensitivitiesTest(ModelTest):
         (trace / "manifest.json").unlink()
         self.check_refused("no manifest.json", trace, *model)
 
-    def test_gradients_are_replaced_only_if_asked(self):
+    def test_gradients_are_replaced_only_on_request(self):
         trace = self.added(self.short, "twice", "--samples", 2)
         self.check_refused("--replace", trace, "--model", self.tiny32)
         code, errors = self.add(trace, "--model", self.tiny32, "--replace", "--samples", 3)

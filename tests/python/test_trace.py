@@ -13,7 +13,7 @@ import kvlab
 from kvlab import _kvlab
 
 
-def test_what_a_trace_says_of_itself(sample: kvlab.Trace) -> None:
+def test_a_traces_description(sample: kvlab.Trace) -> None:
     assert (sample.tokens, sample.prompt_tokens, sample.layers) == (1012, 573, 4)
     assert (sample.query_heads, sample.kv_heads, sample.head_size) == (4, 2, 64)
     assert sample.dtype == "bfloat16" and sample.name == "tiny-story"
@@ -23,7 +23,7 @@ def test_what_a_trace_says_of_itself(sample: kvlab.Trace) -> None:
     assert "1012 tokens" in repr(sample)
 
 
-def test_arrays_come_back_as_they_went_in() -> None:
+def test_arrays_are_read_back_unchanged() -> None:
     arrays = random_arrays()
     trace = kvlab.Trace.from_arrays(**arrays, prompt_tokens=32, config={"name": "drawn", "rope_theta": 500.0})
     assert trace.model["model"] == "drawn"
@@ -92,15 +92,15 @@ def test_arrays_of_other_layouts_and_dtypes() -> None:
         ({"v": lambda a: a.astype("int32")}, "v: int32; float32, float16 or bfloat16 is expected"),
         ({"k": lambda a: a[0]}, "k: has 3 dimensions"),
         ({"q": lambda a: a[0, 0, 0]}, "q: has 1 dimensions"),
-        ({"v": lambda a: a[:, :1]}, r"v: \[2, 1, 80, 16\] does not go with k"),
-        ({"k": lambda a: a.astype("float16")}, "k: .* does not go with q"),
+        ({"v": lambda a: a[:, :1]}, r"v: \[2, 1, 80, 16\] does not match k"),
+        ({"k": lambda a: a.astype("float16")}, "k: .* does not match q"),
         ({"ids": lambda a: a[:-1]}, "ids: 79 for 80 tokens"),
         ({"ids": lambda a: a.astype(float)}, "ids: float64; whole numbers"),
         ({"ids": lambda a: -a - 1}, "ids: one is negative"),
         ({"v": lambda a: a * numpy.float32("nan")}, "v: layer 0 holds nan"),
     ],
 )
-def test_arrays_that_are_refused(change: dict, message: str) -> None:
+def test_bad_arrays_are_refused(change: dict, message: str) -> None:
     arrays = random_arrays()
     for name, function in change.items():
         arrays[name] = function(arrays[name])
@@ -108,7 +108,7 @@ def test_arrays_that_are_refused(change: dict, message: str) -> None:
         kvlab.Trace.from_arrays(**arrays, prompt_tokens=32)
 
 
-def test_heads_and_prompts_that_are_refused() -> None:
+def test_bad_heads_and_prompts_are_refused() -> None:
     arrays = random_arrays()
     for tokens in (0, 81):
         with pytest.raises(ValueError, match=f"prompt_tokens: {tokens} should be a whole number from 1 to 80"):
@@ -119,7 +119,7 @@ def test_heads_and_prompts_that_are_refused() -> None:
         kvlab.Trace.from_arrays(**(arrays | {"q": "q"}), prompt_tokens=32)
 
 
-def test_errors_are_those_of_the_command(tmp_path: pathlib.Path, sample: kvlab.Trace) -> None:
+def test_errors_equal_those_of_the_command(tmp_path: pathlib.Path, sample: kvlab.Trace) -> None:
     with pytest.raises(RuntimeError, match="no/such"):
         kvlab.Trace("no/such")
     copy = tmp_path / "trace"
@@ -137,7 +137,7 @@ def test_errors_are_those_of_the_command(tmp_path: pathlib.Path, sample: kvlab.T
         sample.read("w", 0, 0)  # type: ignore[arg-type]
 
 
-def test_a_trace_that_is_deleted_under_a_handle(tmp_path: pathlib.Path) -> None:
+def test_a_trace_deleted_while_open_gives_an_error(tmp_path: pathlib.Path) -> None:
     trace = kvlab.Trace.from_arrays(**random_arrays(), prompt_tokens=32, out=tmp_path / "trace")
     before = trace.read("q", 0, 0)
     views = trace.to_dict()

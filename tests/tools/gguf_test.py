@@ -178,7 +178,7 @@ class GgufTest(unittest.TestCase):
             self.assertIn(str(self.source), done.stderr)
             self.assertEqual([path.name for path in self.at.iterdir()], ["model.gguf"])
 
-    def test_a_whole_file_becomes_a_checkpoint_that_runs(self):
+    def test_a_complete_file_becomes_a_checkpoint_that_runs(self):
         weights = tensors()
         write_gguf(self.source, fields(), weights)
         done = self.convert()
@@ -210,7 +210,7 @@ class GgufTest(unittest.TestCase):
         done = subprocess.run([KVLAB, *generate], capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
 
-    def test_a_gemma_3_becomes_what_transformers_has(self):
+    def test_a_gemma_3_becomes_the_checkpoint_of_transformers(self):
         keys, weights = gemma3()
         write_gguf(self.source, keys, weights, "gemma3")
         done = self.convert()
@@ -253,16 +253,16 @@ class GgufTest(unittest.TestCase):
             write_gguf(self.source, keys | {key: (value, of)}, weights, "gemma3")
             self.check_refused(words)
 
-    def test_a_file_that_was_cut_anywhere_is_refused(self):
+    def test_a_truncated_file_is_refused(self):
         write_gguf(self.source, fields(), tensors())
         whole = self.source.read_bytes()
         data = len(whole) - sum(values.nbytes for values in tensors().values())
         cuts = {0, 3, 4, 8, 23, 24, 40, len(whole) - 1, data, data + 100, *range(60, data, data // 12)}
         for size in sorted(cuts):
             self.source.write_bytes(whole[:size])
-            self.check_refused("a whole GGUF file is expected")
+            self.check_refused("a complete GGUF file is expected")
 
-    def test_counts_that_are_not_there_are_refused_at_once(self):
+    def test_impossible_counts_are_refused_at_once(self):
         write_gguf(self.source, fields(), tensors())
         whole = self.source.read_bytes()
         huge = struct.pack("<Q", 1 << 60)
@@ -270,7 +270,7 @@ class GgufTest(unittest.TestCase):
         of_array = whole.index(kinds) + 8
         for at in (8, 16, 24, of_array):  # tensors, keys, the first key's length, an array of numbers
             self.source.write_bytes(whole[:at] + huge + whole[at + 8 :])
-            self.check_refused("a whole GGUF file is expected")
+            self.check_refused("a complete GGUF file is expected")
         name = b"blk.0.attn_q.weight"
         dims = whole.index(name) + len(name) + 4
         for wide in ((1 << 60, 1 << 60), (1 << 32, 1 << 32), (0, 0)):
@@ -278,9 +278,9 @@ class GgufTest(unittest.TestCase):
             self.check_refused("")
         offset = dims + 16 + 4
         self.source.write_bytes(whole[:offset] + struct.pack("<Q", (1 << 64) - 32) + whole[offset + 8 :])
-        self.check_refused("a whole GGUF file is expected")
+        self.check_refused("a complete GGUF file is expected")
 
-    def test_types_that_are_not_known_are_refused(self):
+    def test_unknown_types_are_refused(self):
         write_gguf(self.source, fields(), tensors())
         whole = self.source.read_bytes()
         name = b"blk.0.attn_q.weight"
@@ -339,7 +339,7 @@ class GgufTest(unittest.TestCase):
         write_gguf(self.source, changed, tensors())
         self.check_refused(words)
 
-    def test_metadata_that_cannot_be_right_are_refused_by_key(self):
+    def test_impossible_metadata_is_refused_by_key(self):
         kind = gguf.GGUFValueType
         epsilon, base = "llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base"
         tokens, merges, types = (f"tokenizer.ggml.{key}" for key in ("tokens", "merges", "token_type"))
@@ -374,7 +374,7 @@ class GgufTest(unittest.TestCase):
         ):
             self.check_field(words, key, value, of)
 
-    def test_names_cannot_drive_a_terminal(self):
+    def test_names_with_control_characters_are_escaped(self):
         write_gguf(self.source, fields(), tensors() | {"\x1b[2Jboo\nexit 0": np.zeros(32, np.float32)})
         self.check_refused("boo")
         write_gguf(
@@ -404,7 +404,7 @@ class GgufTest(unittest.TestCase):
             write_gguf(self.source, fields(), changed)
             self.check_refused(words)
 
-    def test_a_scale_that_is_not_finite_is_one_line(self):
+    def test_an_infinite_scale_gives_a_one_line_error(self):
         weights = tensors()
         name = "blk.0.attn_q.weight"
         kind = gguf.GGMLQuantizationType.Q8_0
@@ -414,7 +414,7 @@ class GgufTest(unittest.TestCase):
         write_gguf(self.source, fields(), weights | {name: packed}, raw={name: kind})
         self.check_refused(f"tensor {name} holds a value that is not finite")
 
-    def test_a_folder_that_is_there_is_left_alone(self):
+    def test_an_existing_folder_is_not_changed(self):
         write_gguf(self.source, fields(), tensors())
         self.out.mkdir()
         (self.out / "mine").write_text("1")
@@ -423,7 +423,7 @@ class GgufTest(unittest.TestCase):
         self.assertIn("exists", done.stderr)
         self.assertEqual([path.name for path in self.out.iterdir()], ["mine"])
 
-    def test_a_file_that_is_not_there_is_refused(self):
+    def test_a_missing_file_is_refused(self):
         done = self.convert()
         self.assertEqual((done.returncode, done.stderr.count("\n")), (2, 1), done.stderr)
         self.assertIn("no such file", done.stderr)

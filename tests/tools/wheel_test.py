@@ -55,7 +55,7 @@ class Wheels(unittest.TestCase):
     def test_a_complete_wheel_passes(self):
         self.assertEqual(self.faults(), [])
 
-    def test_what_is_missing_is_named(self):
+    def test_missing_files_are_named(self):
         optional = {f"{SHARE}/javascript/vega/vega-view.min.js"}  # of a wheel for this system only
         for name in set(FILES) - optional:
             self.assertEqual(len(self.faults(without=name)), 1, name)
@@ -67,7 +67,7 @@ class Wheels(unittest.TestCase):
         self.assertEqual(self.faults(requires=[]), ["it requires "])
         self.assertEqual(len(self.faults(requires=[*NUMPY, *NVIDIA])), 1)
 
-    def test_a_cuda_wheel_brings_its_library_and_requires_nvidias(self):
+    def test_a_cuda_wheel_contains_its_library_and_requires_nvidias(self):
         cuda = {"version": "1+cu13", "requires": [*NUMPY, *NVIDIA]}
         self.assertEqual(self.faults(**cuda, more=["kvlab/libkvlab_kernels.so"]), [])
         self.assertEqual(len(self.faults(**cuda)), 1)
@@ -80,7 +80,7 @@ class Wheels(unittest.TestCase):
         self.assertEqual(len(faults), 1)
         self.assertRegex(faults[0], r"kvlab/_kvlab.abi3.so needs libffi.so.8, which the wheel does not have")
 
-    def test_the_exit_code_says_whether_a_wheel_passed(self):
+    def test_the_exit_code_is_0_only_if_the_wheel_passed(self):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as errors:
             wheel = pathlib.Path(folder) / "kvlab-1-cp312-abi3-linux_x86_64.whl"
             with zipfile.ZipFile(wheel, "w") as archive:
