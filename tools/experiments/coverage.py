@@ -113,7 +113,7 @@ def samples_of(texts, mixture, resamples):
         yield places
 
 
-def said_of(a, b, places):
+def description_of(a, b, places):
     return kvlab.difference(*([of[text][first : first + blocks] for text, first, blocks in places] for of in (a, b)))
 
 
@@ -126,14 +126,14 @@ def covered(found, mixture, resamples):
         for places in samples_of(a, mixture, resamples):
             own = {text for text, *_ in places}
             rest = statistics.fmean(d for text, d in enumerate(differences) if text not in own)
-            said = said_of(a, b, places)
+            said = description_of(a, b, places)
             held += said.low <= rest <= said.high
             cases += 1
     return held / cases, cases
 
 
 def significant(a, b, mixture, resamples):
-    said = [said_of(a, b, places) for places in samples_of(a, mixture, resamples)]
+    said = [description_of(a, b, places) for places in samples_of(a, mixture, resamples)]
     return sum(one.low > 0 or one.high < 0 for one in said) / len(said)
 
 

@@ -30,7 +30,7 @@ def run_json(experiment, command, *options):
     return json.loads(done.stdout)
 
 
-def shelf(experiment):
+def candidates(experiment):
     """The policies that the engine runs and that need no feature of a text, and two kinds of variants."""
     names = [one["name"] for one in experiment.policies() if one["name"] not in ("full", "feature")]
     names = [name for name in names if experiment.refusal(name) is None]
@@ -69,7 +69,7 @@ def deploy_recommendations():
     if len(texts) < 4:
         raise Refused("--text: at least four files; half of them are left out of the replay")
     seen, left_out = texts[: len(texts) // 2], texts[len(texts) // 2 :]
-    policies = shelf(experiment)
+    policies = candidates(experiment)
     traces = [
         experiment.kvlab(["capture"], "--model", arguments.model, "--prompt-file", text, "--teacher-forced",
                          "--prompt-tokens", tokens // 2, "--max-tokens", tokens)

@@ -47,7 +47,7 @@ class Board:
         self.name = name_of_model(directory)
         self.budgets = experiment.quick([64, 256], [64, 128, 256, 512, 1024])
         self.requested = experiment.quick([64, 128], [64, 128, 256])
-        self.groups = roster(experiment)
+        self.groups = policies_by_device(experiment)
         rows = [row for device, names in self.groups.items() for row in experiment.eval(names, self.budgets, device=device)]
         self.kl = values(rows, "kl")
         self.by_kl()
@@ -114,7 +114,7 @@ class Board:
         return {name: [own["within"][budget] for budget in ("64", "256")] for name, own in metrics.items()}
 
 
-def roster(experiment):
+def policies_by_device(experiment):
     """The policies of each device, in order."""
     groups = {}
     for policy in experiment.policies():

@@ -35,7 +35,7 @@ What `import kvlab.hf` offers; `docs/guides/python.md` shows it at work. Made by
 `tools/scripts/python_api.py` from the docstrings."""
 
 
-def homes(path: pathlib.Path) -> dict[str, list[str]]:
+def names_by_module(path: pathlib.Path) -> dict[str, list[str]]:
     """Module of the package -> the names that this __init__.py imports from it."""
     return {
         node.module.removeprefix("kvlab.").removeprefix("hf."): [alias.name for alias in node.names]
@@ -185,7 +185,7 @@ def joined(parts: list[str]) -> str:
 
 def pages() -> dict[str, str]:
     parts = [HEAD]
-    of_package = homes(PACKAGE / "__init__.py")
+    of_package = names_by_module(PACKAGE / "__init__.py")
     of_package.pop("hf", None)  # kvlab.hf has a separate page
     for home, title in TITLES.items():
         parts += [f"## {title}", *section(PACKAGE / f"{home}.py", of_package.pop(home), "kvlab")]
@@ -193,7 +193,7 @@ def pages() -> dict[str, str]:
         raise SystemExit(f"{PACKAGE}/__init__.py: {', '.join(of_package)}: no title in tools/scripts/python_api.py")
     hf = PACKAGE / "hf"
     hf_parts = [HF_HEAD, filled(doc(ast.parse((hf / "__init__.py").read_text())))]
-    for home, names in homes(hf / "__init__.py").items():
+    for home, names in names_by_module(hf / "__init__.py").items():
         hf_parts += section(hf / f"{home}.py", names, "kvlab.hf")
     return {"python-api.md": joined(parts), "python-hf-api.md": joined(hf_parts)}
 
