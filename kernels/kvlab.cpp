@@ -23,14 +23,14 @@
 #include "kernels/library_policy.hpp"
 #include "kernels/pointwise.hpp"
 #include "kernels/why_not.hpp"
-#include "policies/features/built_in.hpp"
+#include "policies/features/built_in_names.hpp"
 
 using namespace kvlab;
 using namespace kvlab::kernels;
 
 namespace {
 
-static_assert(sizeof(kvlab_columns_args::features) == kMaxFeatures * sizeof(kvlab_column) &&
+static_assert(sizeof(kvlab_feature_args::features) == kMaxFeatures * sizeof(kvlab_feature) &&
               KVLAB_VALUE_OUT_NORM1 == static_cast<int>(BuiltInFeature::value_out_norm1));
 static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
 static_assert(SIZE_MAX == kNoDevice);
@@ -41,13 +41,14 @@ template <class... Structs>
 constexpr std::array kSizes{sizeof(Structs)...};
 static_assert(
     KVLAB_VERSION == 6 &&
-        kSizes<kvlab_pages, kvlab_cache, kvlab_rule, kvlab_observation, kvlab_policy_state,
-               kvlab_memory, kvlab_policy_file, kvlab_write_args, kvlab_columns_args,
+        kSizes<kvlab_pages, kvlab_cache_view, kvlab_rule, kvlab_observation, kvlab_policy_state,
+               kvlab_memory, kvlab_policy_file, kvlab_write_args, kvlab_feature_args,
                kvlab_evicting_attention_args, kvlab_row_softmax, kvlab_prefill_args,
-               kvlab_observe_args, kvlab_prefix_args, kvlab_shrink_args, kvlab_rung, kvlab_rope,
-               kvlab_slots_layer, kvlab_slots_config, kvlab_slots_part, kvlab_slots_held> ==
-            std::array<std::size_t, 21>{48,  136, 16, 24,  80, 168, 280, 216, 248, 296, 8,
-                                        184, 280, 72, 424, 8,  16,  24,  160, 64,  40},
+               kvlab_observe_args, kvlab_prefix_args, kvlab_compact_args, kvlab_tier, kvlab_rope,
+               kvlab_layer, kvlab_kv_cache_config, kvlab_sequence_settings, kvlab_append_chunk,
+               kvlab_sequence_info> ==
+            std::array<std::size_t, 22>{48,  136, 16, 24,  80, 168, 280, 216, 248, 296, 8,
+                                        184, 280, 72, 424, 8,  16,  32,  160, 48,  64,  40},
     "kvlab.h: a struct has another size: raise KVLAB_VERSION_MINOR, then write it here");
 
 const std::vector<kvlab_policy>& policies() {
@@ -121,8 +122,8 @@ const char* feature_name(const char* name) {
 }
 
 /// For a supported shape. Does not look at the block table or at the order of blocks.
-void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t slots,
-             kvlab_positions numbering, kvlab_memory& to) {
+void measure(const EvictionKernels& policy, const kvlab_cache_view& c, std::size_t slots,
+             kvlab_numbering numbering, kvlab_memory& to) {
   const std::size_t sequences = static_cast<std::size_t>(c.sequences),
                     pairs = sequences * static_cast<std::size_t>(c.kv_heads);
   const std::size_t page = static_cast<std::size_t>(c.pages.page);
@@ -137,7 +138,7 @@ void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t sl
         .keys = rows,
         .values = rows,
         .positions = slots * sizeof(std::uint32_t),
-        .ages = numbering == KVLAB_SQUEEZED ? slots * sizeof(std::uint32_t) : 0,
+        .ages = numbering == KVLAB_CACHE_POSITIONS ? slots * sizeof(std::uint32_t) : 0,
         .states = slots * policy.slot_bytes,
         .features = slots * policy.features.size() * sizeof(float),
         .seen = policy.needs == Needs::nothing ? 0 : slots * sizeof(kvlab_observation),
@@ -158,7 +159,7 @@ void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t sl
 
 /// Why the current device cannot attend over such a cache. Empty if it can, and if there is no
 /// device.
-std::string why_not_here(const kvlab_cache& cache, kvlab_positions numbering) {
+std::string why_not_here(const kvlab_cache_view& cache, kvlab_numbering numbering) {
   DeviceLimits limits;
   const cudaError_t error = device_limits(limits);
   if (error == cudaSuccess) return why_not_attention(cache, numbering, limits);
@@ -179,7 +180,7 @@ cudaError_t record_prefill_error(const char* call, cudaError_t error,
 
 /// Returns cudaSuccess if the arguments are valid.
 cudaError_t check_compact_args(const char* call, const kvlab_policy* policy,
-                               const kvlab_shrink_args* args) {
+                               const kvlab_compact_args* args) {
   if (policy != nullptr && args != nullptr && args->struct_size == sizeof *args &&
       policy->kernels.weighted && args->seen != nullptr && args->weighted == 0)
     return record_error(
@@ -230,7 +231,7 @@ const char* kvlab_policy_name(int index) {
   return policies()[static_cast<std::size_t>(index)].kernels.name.data();
 }
 
-const char* kvlab_policy_column(const kvlab_policy* policy, int index) {
+const char* kvlab_policy_feature(const kvlab_policy* policy, int index) {
   if (policy == nullptr || index < 0) return nullptr;
   const auto features = policy->kernels.features;
   if (static_cast<std::size_t>(index) >= features.size()) return nullptr;
@@ -244,6 +245,19 @@ kvlab_needs kvlab_policy_needs(const kvlab_policy* policy) {
 
 size_t kvlab_policy_slot_bytes(const kvlab_policy* policy) {
   return policy == nullptr ? 0 : policy->kernels.slot_bytes;
+}
+
+cudaError_t kvlab_find_feature(const char* name, kvlab_feature* feature) {
+  if (is_refused(__func__, std::string(name == nullptr || feature == nullptr ? kNull : "")))
+    return cudaErrorInvalidValue;
+  const auto found = built_in_feature(name);
+  if (!found)
+    return record_error(__func__, cudaErrorInvalidValue,
+                        std::string("'") + name +
+                            "' is not a feature that this library computes; the caller has to "
+                            "provide it");
+  *feature = static_cast<kvlab_feature>(*found);
+  return record_error(__func__, cudaSuccess);
 }
 
 size_t kvlab_policy_params_bytes(const kvlab_policy* policy) {
@@ -296,13 +310,13 @@ cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream) {
   return record_error(__func__, rope_write({*args}, stream));
 }
 
-cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream) {
+cudaError_t kvlab_compute_features(const kvlab_feature_args* args, cudaStream_t stream) {
   if (is_refused(__func__, args)) return cudaErrorInvalidValue;
   return record_error(__func__, make_features({*args}, stream));
 }
 
-cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache* cache, int64_t slots,
-                               kvlab_positions numbering, kvlab_memory* bytes) {
+cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache_view* cache,
+                               int64_t slots, kvlab_numbering numbering, kvlab_memory* bytes) {
   const bool null = policy == nullptr || cache == nullptr || bytes == nullptr;
   if (is_refused(__func__, null ? kNull : why_not_size(*bytes)) ||
       is_refused(__func__, why_not_shape(*cache, slots)))
@@ -313,13 +327,14 @@ cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache* ca
   return record_error(__func__, cudaSuccess);
 }
 
-cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream) {
+cudaError_t kvlab_compute_ages(const kvlab_cache_view* cache, cudaStream_t stream) {
   if (is_refused(__func__, cache == nullptr ? kNull : why_not_shape(*cache)))
     return cudaErrorInvalidValue;
   return record_error(__func__, fill_ages(*cache, stream));
 }
 
-size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache) {
+size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy,
+                                          const kvlab_cache_view* cache) {
   if (policy == nullptr || cache == nullptr || !why_not_shape(*cache).empty()) return 0;
   return policy->kernels.attention_workspace(*cache, false);
 }
@@ -378,25 +393,25 @@ cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_arg
   return record_error(__func__, copy_prefix(policy->kernels, *args, stream));
 }
 
-size_t kvlab_shrink_workspace(const kvlab_cache* from) {
+size_t kvlab_compact_workspace(const kvlab_cache_view* from) {
   return from == nullptr ? 0 : compact_workspace(*from);
 }
 
-cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
-                         cudaStream_t stream) {
+cudaError_t kvlab_compact(const kvlab_policy* policy, const kvlab_compact_args* args,
+                          cudaStream_t stream) {
   if (const cudaError_t error = check_compact_args(__func__, policy, args)) return error;
   return record_error(__func__, compact(policy->kernels, *args, stream));
 }
 
-cudaError_t kvlab_rank(const kvlab_policy* policy, const kvlab_shrink_args* args, uint64_t* ranks,
-                       cudaStream_t stream) {
+cudaError_t kvlab_compute_ranks(const kvlab_policy* policy, const kvlab_compact_args* args,
+                                uint64_t* ranks, cudaStream_t stream) {
   if (const cudaError_t error = check_compact_args(__func__, policy, args)) return error;
   if (is_refused(__func__, why_not_ranks(*args, ranks, 1))) return cudaErrorInvalidValue;
   return record_error(__func__, rank_by_age(policy->kernels, *args, ranks, stream));
 }
 
-cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args,
-                       const uint64_t* ranks, int devices, cudaStream_t stream) {
+cudaError_t kvlab_compact_ranked(const kvlab_policy* policy, const kvlab_compact_args* args,
+                                 const uint64_t* ranks, int devices, cudaStream_t stream) {
   if (const cudaError_t error = check_compact_args(__func__, policy, args)) return error;
   if (is_refused(__func__, why_not_ranks(*args, ranks, devices))) return cudaErrorInvalidValue;
   return record_error(__func__, keep_by_ranks(policy->kernels, *args, ranks, devices, stream));

@@ -1,14 +1,27 @@
-/* kvlab's CUDA kernels for any engine, from C: attention over a cache of slots, and eviction by the
- * policies that kvlab's simulator replays. docs/reference/c-api.md tells the story.
+/* kvlab's CUDA kernels for any engine, as a C interface: attention over caches that evict, and
+ * eviction by the policies that kvlab's simulator replays. Given the same attention statistics, the
+ * library evicts exactly the tokens that the simulator evicts.
  *
- * All pointers in structs are device memory; shapes stand behind them, the last one contiguous.
- * Calls are stream-ordered: no host synchronisation, no allocation, capturable in a CUDA graph, and
- * deterministic; of kvlab_slots its steps are, and it says what waits and allocates. What changes
- * from step to step is read from device memory, so that a captured graph serves growing sequences.
- * They return cudaErrorInvalidValue, before any launch, for what is not supported: head sizes other
- * than 64, 96, 128 and 256, more than 8 query heads for a KV head (of kvlab_slots, 16). Structs
- * must be zeroed before they are filled in, and struct_size be what sizeof gives: a call whose
- * caller was compiled with another version's struct is refused. */
+ * There are two ways to use it. kvlab_kv_cache owns the caches of all layers and makes all calls in
+ * the right order. The single calls (kvlab_write, kvlab_evicting_attention, ...) work on one layer
+ * of memory that the caller owns, for example on the blocks of a paged engine.
+ * docs/reference/c-api.md explains both; docs/guides/deploy-in-an-engine.md is a tutorial.
+ *
+ * Conventions
+ *
+ *   Shapes    stand in brackets, the last dimension contiguous: [token, query_head, head_size].
+ *             A pair is one KV head of one sequence: pair = sequence * kv_heads + kv_head.
+ *   Memory    Pointers in structs point to device memory, unless the comment says host.
+ *   Streams   Calls that take a stream only enqueue work on it. They neither synchronize nor
+ *             allocate, and a CUDA graph can hold them. Exceptions say so.
+ *   Values    that change from step to step are read from device memory when the kernels run, so a
+ *             captured graph serves growing sequences.
+ *   Results   are deterministic: equal inputs give equal bits.
+ *   Errors    A call with invalid arguments returns cudaErrorInvalidValue before it enqueues
+ *             anything, and cudaErrorNotSupported where the device cannot run it.
+ *             kvlab_last_error() explains both. Head sizes are 64, 96, 128 or 256, with at most 8
+ *             query heads for each KV head (16 in kvlab_kv_cache).
+ *   Structs   Zero a struct before you fill it in, and set struct_size to its sizeof. */
 #ifndef KVLAB_H
 #define KVLAB_H
 
@@ -18,322 +31,356 @@
 
 #define KVLAB_VERSION_MAJOR 0
 #define KVLAB_VERSION_MINOR 6
-/** 100 * major + minor of the header; kvlab_version() is that of the library. */
+/** 100 * major + minor of this header. kvlab_version() returns the library's number. */
 #define KVLAB_VERSION (KVLAB_VERSION_MAJOR * 100 + KVLAB_VERSION_MINOR)
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/** Binary interfaces are the same where this equals KVLAB_VERSION. */
+/** Returns the version of the library. A program and a library work together if it equals the
+ *  KVLAB_VERSION that the program was compiled with. */
 int kvlab_version(void);
 
-/** Why the last call of this thread that takes a stream or a struct_size was refused, in one line:
- * what, where, and what would be right. Empty if it was not. It holds until the thread's next such
- * call. */
+/** Explains in one line why this thread's last call failed: what is wrong, where, and what is
+ *  expected. Empty if the last call succeeded. Calls that return cudaError_t set it. The text stays
+ *  valid until the thread's next such call. */
 const char* kvlab_last_error(void);
 
-/** Element type of queries, keys, values and outputs. Sums are float32. */
+/** Element type of queries, keys, values and outputs. Sums are computed in float32. */
 typedef enum { KVLAB_BF16 = 0, KVLAB_F16 = 1, KVLAB_F32 = 2 } kvlab_type;
 
 /* --- Policies ------------------------------------------------------------------------------- */
 
-/** What a policy looks at. */
+/** Which attention statistics a policy reads: none, the sum of probabilities, the number of
+ *  requests (queries that gave a token a large probability), or both. */
 typedef enum { KVLAB_NOTHING = 0, KVLAB_MASS = 1, KVLAB_REQUESTS = 2, KVLAB_BOTH = 3 } kvlab_needs;
 
-/** A policy of the registry, or of a header of yours. */
+/** A policy of the registry or from a header. It lives as long as the process. */
 typedef struct kvlab_policy kvlab_policy;
 
-/** By the name that `kvlab policies` shows; NULL if there is none. It lives as long as the process.
- */
+/** Finds a registered policy by the name that `kvlab policies` prints. NULL if there is none. */
 const kvlab_policy* kvlab_find_policy(const char* name);
-/** The names, from 0 on; NULL behind the last. */
+/** Returns the name of the registered policy at `index`, from 0 on; NULL after the last one. */
 const char* kvlab_policy_name(int index);
-/** Compiles a header such as those in policies/ (docs/guides/write-a-policy.md), for the current
- * device, or takes what was made of the same text before: by NVRTC, which is loaded then. The
- * policy lives as long as the process. `log`: what is wrong, with the header's own lines, cut to
- * log_bytes; empty on success; may be NULL where log_bytes is 0. cudaErrorFileNotFound;
- * cudaErrorInvalidSource: no policy, or it does not compile; cudaErrorNotSupported: there is no
- * NVRTC, or the device does not take the code. Without a device the header is compiled all the same
- * before the error is. */
+
+/** Compiles a policy header such as those in policies/ (docs/guides/write-a-policy.md) for the
+ *  current device. It loads NVRTC, and reuses the code of an equal text from the user's cache
+ *  folder. Synchronizes.
+ *
+ *  `log`: host memory of log_bytes for the compiler's messages, with the header's line numbers;
+ *  empty on success. NULL if log_bytes is 0.
+ *  Errors: cudaErrorFileNotFound: the file cannot be read. cudaErrorInvalidSource: it is not a
+ *  policy, or it does not compile. cudaErrorNotSupported: NVRTC cannot be loaded, or the device
+ *  cannot run the code. Without a device the header is compiled, and then CUDA's error is returned.
+ */
 cudaError_t kvlab_compile_policy(const char* path, const kvlab_policy** policy, char* log,
                                  size_t log_bytes);
+
+/** Returns which attention statistics the policy reads. */
 kvlab_needs kvlab_policy_needs(const kvlab_policy* policy);
-/** Bytes of state for each slot; 0: none. */
+/** Returns the bytes of state that the policy keeps for each slot; 0 if it keeps none. */
 size_t kvlab_policy_slot_bytes(const kvlab_policy* policy);
-/** Bytes of parameters for each sequence; 0: none. */
+/** Returns the bytes of parameters that the policy reads for each sequence; 0 if it has none. */
 size_t kvlab_policy_params_bytes(const kvlab_policy* policy);
-/** Writes them to host memory `to`, for the caller to copy to the device: `values` holds one number
- *  for each parameter, in the order of `kvlab policies`. cudaErrorInvalidValue if `count` differs,
- * or a number is out of its range there. */
+/** Writes a sequence's parameters to `to`, host memory of kvlab_policy_params_bytes; the caller
+ *  copies them to the device. `values`: one number for each parameter, in the order of
+ *  kvlab_policy_parameter. cudaErrorInvalidValue if `count` is not their number or a value is out
+ * of range (docs/reference/policies.md). */
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
                                 void* to);
-/** Their names, in that order, from 0 on; NULL behind the last, and of a compiled policy. */
+/** Returns the name of the parameter at `index`, from 0 on; NULL after the last one. A policy from
+ * a header has no parameter names. */
 const char* kvlab_policy_parameter(const kvlab_policy* policy, int index);
 
-/** Whether it weighs a prompt's queries by how many of the prompt are younger. */
+/** Returns 1 if the policy weighs a prompt's queries by how many of the prompt's queries come after
+ *  them, as SnapKV does; else 0. */
 int kvlab_policy_weighted(const kvlab_policy* policy);
-/** Those weights, for kvlab_observe: of the query that `age` others are younger than, to host
- * memory to[age], `queries` numbers, for the caller to copy; a chunk that is appended by itself has
- * its own length. From `*tail` on they are 0. `params`: as kvlab_policy_params wrote them. Of a
- * compiled policy the device is asked, and waited for.
- */
+/** Writes these weights to `to`, host memory of `queries` numbers: to[age] is the weight of a query
+ *  that `age` queries come after. From `*tail` on they are 0. A chunk that is appended by itself
+ * has its own number of queries. `params`: as kvlab_policy_params wrote them. For a policy from a
+ *  header the device computes them, and the call synchronizes. */
 cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params, uint32_t queries,
                                  float* to, uint32_t* tail);
 
-/** The features that it reads (docs/reference/configurations.md), from 0 on; NULL behind the last.
- * You bring them: kvlab_policy_state.features. Of `feature` any will do. */
-const char* kvlab_policy_column(const kvlab_policy* policy, int index);
+/** Returns the name of the token feature at `index` that the policy reads
+ *  (docs/reference/configurations.md), from 0 on; NULL after the last one. Where it reads
+ * `feature`, any feature serves. The caller provides them in kvlab_policy_state.features. */
+const char* kvlab_policy_feature(const kvlab_policy* policy, int index);
 
 /* --- One layer's cache ---------------------------------------------------------------------- */
 
-/** Keys and values in blocks of slots, as engines with paged caches keep them; zeroed: slot by
- *  slot. Slots of a pair count from 0, and slot s begins at this element, of keys and of values:
+/** Keys and values in blocks of slots, as paged engines store them. Zeroed: no blocks. Slot s of a
+ *  pair begins at this element, of keys and of values:
  *
  *    blocks[row][s / page] * block_stride + s % page * slot_stride + kv_head * head_stride
  *
- *  where row is the sequence, or the pair. Only keys and values lie in blocks: what else is [slot]
- *  stays at first_slot[pair] + s. Blocks are read where the kernels run, as far as tokens live. */
+ *  where row is the sequence, or the pair with by_pair. Only keys and values are in blocks; other
+ *  arrays [slot] are still indexed by first_slot[pair] + s. The block table is read when the
+ * kernels run, as far as live tokens reach. */
 typedef struct {
   const int32_t* blocks; /**< [row, max_blocks]; NULL: no blocks */
   int page;              /**< slots of a block: a power of two from 16 to 2^20 */
-  int max_blocks;       /**< enough for the cache's max_slots */
-  int by_pair;           /**< 1: a row of blocks for each pair, not for each sequence */
-  /** In elements. Of 16 bytes or multiples of them; slots no nearer than head_size, and, unless
-   *  by_pair, KV heads neither. */
+  int max_blocks;        /**< at least enough for the cache's max_slots */
+  int by_pair;           /**< 1: the table has a row for each pair instead of each sequence */
+  /** In elements; multiples of 16 bytes. slot_stride is at least head_size, and so is head_stride
+   *  unless by_pair is set. */
   int64_t block_stride, slot_stride, head_stride;
 } kvlab_pages;
 
-/** A pair is one KV head of one sequence: pair = sequence * kv_heads + kv_head. Its slots begin at
- *  first_slot[pair]; the first lengths[pair] of them hold live tokens, in any order. Pairs may have
- *  different budgets, hence different numbers of slots: a pair that decodes needs `budget` slots.
+/** A view of one layer's cache in the caller's memory. The slots of a pair begin at
+ *  first_slot[pair]. Its first lengths[pair] slots hold live tokens, in any order. Pairs may have
+ *  different budgets, and so different numbers of slots; a pair that decodes needs `budget` slots.
  */
 typedef struct {
   kvlab_type type;
   int sequences, query_heads, kv_heads, head_size;
   float softmax_scale;
-  int max_slots;            /**< the largest number of slots of a pair */
+  int max_slots;             /**< the largest number of slots of a pair */
   const int64_t* first_slot; /**< [pair] */
-  void* keys;                /**< [slot, head_size]; rotated (RoPE) at their positions, or plain
-                                  where KVLAB_SQUEEZED */
+  void* keys;                /**< [slot, head_size], rotated (RoPE) at their positions; before RoPE
+                                  with KVLAB_CACHE_POSITIONS */
   void* values;              /**< [slot, head_size] */
-  uint32_t* positions;       /**< [slot]: of the token that it holds */
-  int32_t* lengths;          /**< [pair]: live tokens */
-  int32_t* next_slots;       /**< [pair], from first_slot: where the next token goes */
-  uint32_t* ages;            /**< [slot]: how many of the pair's live tokens are older; where
-                                KVLAB_SQUEEZED, else NULL. Kept by kvlab_evicting_attention, set by
-                                kvlab_number_by_age */
-  kvlab_pages pages;         /**< where keys and values lie in blocks */
-} kvlab_cache;
+  uint32_t* positions;       /**< [slot]: the position of the slot's token */
+  int32_t* lengths;          /**< [pair]: number of live tokens */
+  int32_t* next_slots;       /**< [pair], counted from first_slot: where the next token goes */
+  uint32_t* ages;            /**< [slot]: how many live tokens of the pair are older. Only with
+                                  KVLAB_CACHE_POSITIONS, else NULL. kvlab_compute_ages sets them,
+                                  kvlab_evicting_attention keeps them up to date */
+  kvlab_pages pages;         /**< the blocks of keys and values, if they are in blocks */
+} kvlab_cache_view;
 
-/** Cache positions: live tokens count as 0, 1, 2, ... by age. Keys and q come plain and are rotated here.
- *  With rotated keys: at cache positions too, but keys and q come rotated at their positions, and reading them costs
- *  no more than where they are original. For `window` and `sink` alone, whose live tokens are the
- *  rule's sinks and a run of the newest; the token at position i < sinks must be in slot i. */
-typedef enum { KVLAB_ORIGINAL = 0, KVLAB_SQUEEZED = 1, KVLAB_TWO_FRAMES = 2 } kvlab_positions;
+/** Which positions RoPE uses.
+ *  ORIGINAL_POSITIONS: a token's position in the text.
+ *  CACHE_POSITIONS: live tokens count as 0, 1, 2, ... by age (StreamingLLM). Keys and queries come
+ *    before RoPE, and the kernels rotate them.
+ *  CACHE_POSITIONS_ROTATED: the same positions from keys and queries that are rotated at their
+ *    original ones, at no extra cost. Only for `window` and `sink`, whose live tokens are the sinks
+ *    and a run of the newest; the token at position i < sinks must be in slot i. */
+typedef enum {
+  KVLAB_ORIGINAL_POSITIONS = 0,
+  KVLAB_CACHE_POSITIONS = 1,
+  KVLAB_CACHE_POSITIONS_ROTATED = 2
+} kvlab_numbering;
 
-/** Bytes of one layer's arrays, each as long as its shape says; 0: there is none. */
+/** The size in bytes of each array of one layer; 0: the array is not needed. The comment gives its
+ *  shape. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_memory), set by the caller */
-  size_t keys, values, positions, ages, states, features; /**< [slot] */
-  size_t seen; /**< [slot], of a prompt alone; 0 where the policy needs nothing */
+  size_t keys, values, positions, ages, states, features;  /**< [slot] */
+  size_t seen;                                             /**< [slot], for prompts only */
   size_t first_slot, lengths, next_slots, rules, evict_at; /**< [pair] */
-  size_t unit_keys; /**< [pair, head_size]; 0 unless the policy reads key_cosine by default */
+  size_t unit_keys; /**< [pair, head_size]; for the feature key_cosine */
   size_t params, threshold16, seeds, sequence_ids; /**< [sequence] */
-  size_t blocks; /**< the table, where pages.page > 0: then keys and values are those of whole
-                    blocks, as many as max_slots take */
+  size_t blocks; /**< the block table, if pages.page > 0. `keys` and `values` then count whole
+                    blocks for max_slots */
   size_t attention_workspace; /**< SIZE_MAX: there is no device to ask */
   size_t compact_workspace;
 } kvlab_memory;
-/** What a cache takes under a policy, from its shape alone: no pointer is read. `slots`: of all
- * pairs together; a prompt's cache has one for each KV head and token. What is [sequence] and the
- * workspaces serve all layers, one after another. cudaErrorNotSupported where a thread block would
- * need more shared memory than the current device has; kvlab_last_error names both. */
-cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache* cache, int64_t slots,
-                               kvlab_positions numbering, kvlab_memory* bytes);
+/** Computes the memory of one layer's cache under a policy. It reads the shape of `cache` and no
+ *  pointers. `slots`: of all pairs together; a prompt's cache has one for each KV head and token.
+ *  Arrays [sequence] and workspaces can serve all layers, one after another.
+ *  cudaErrorNotSupported if a thread block would need more shared memory than the device has. */
+cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache_view* cache,
+                               int64_t slots, kvlab_numbering numbering, kvlab_memory* bytes);
 
-/** Sets cache->ages from positions and lengths: after a prompt. */
-cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream);
+/** Sets cache->ages from positions and lengths. Call it after a prompt. */
+cudaError_t kvlab_compute_ages(const kvlab_cache_view* cache, cudaStream_t stream);
 
-/** The rule's numbers for one pair, in tokens. sinks + recent <= budget, sinks < budget. */
+/** The budget and protected tokens of one pair. sinks + recent <= budget, and sinks < budget. */
 typedef struct {
-  uint32_t budget; /**< tokens that a query may span, itself included; UINT32_MAX: no eviction */
-  uint32_t sinks;  /**< positions below are evicted last */
-  uint32_t recent; /**< the last ones are evicted before sinks and after all others */
-  uint32_t
-      group_max; /**< 1: a query gives a token the largest of its group's masses, not the sum */
+  uint32_t budget;    /**< tokens that a query may see, itself included; UINT32_MAX: no eviction */
+  uint32_t sinks;     /**< the first positions of the text, which are evicted last */
+  uint32_t recent;    /**< the newest positions, which are evicted before sinks, after all others */
+  uint32_t group_max; /**< 1: a query of a group counts the largest probability of the group's query
+                           heads, not their sum */
 } kvlab_rule;
 
 /** What one token received from the queries of one step or prompt. */
 typedef struct {
   uint64_t mass;         /**< sum of probabilities, in units of 2^-32 */
-  uint32_t requests;     /**< queries that gave it at least tau of their largest probability */
-  uint32_t last_request; /**< position of the last such query; meaningful where requests > 0 */
-  uint32_t queries;      /**< queries that could see it */
+  uint32_t requests;     /**< number of queries that gave it at least tau times their largest
+                              probability */
+  uint32_t last_request; /**< position of the last such query; valid if requests > 0 */
+  uint32_t queries;      /**< number of queries that could see it */
 } kvlab_observation;
 
-/** What a policy works on, beside the cache. Rules, seeds and sequence_ids are always there; other
- *  members that it does not need may be NULL. */
+/** What a policy reads and writes, beside the cache. rules, seeds and sequence_ids are required;
+ * the others may be NULL if the policy does not need them. */
 typedef struct {
   void* states;                 /**< [slot, slot_bytes] */
   const kvlab_rule* rules;      /**< [pair] */
   const void* params;           /**< [sequence, params_bytes] */
   const uint32_t* threshold16;  /**< [sequence]: tau * 65536; kvlab uses 655 (1%) */
-  const uint64_t* seeds;        /**< [sequence] */
-  const uint32_t* sequence_ids; /**< [sequence]: tell the caches of a random policy apart; 0, 1, …
-                                   in a replay's traces */
-  uint32_t layer;
-  uint32_t first_head;     /**< of the model's KV heads that of the first pair; random samples are by it */
+  const uint64_t* seeds;        /**< [sequence]: random seed */
+  const uint32_t* sequence_ids; /**< [sequence]: selects the random numbers of a sequence; a replay
+                                     uses the index of the trace */
+  uint32_t layer;               /**< the model's index of the layer; selects random numbers too */
+  uint32_t first_head; /**< the model's index of the first KV head; above 0 on a device that holds
+                            later heads */
   kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
-  const float* features;    /**< [slot, feature]: what each token brought, kvlab_policy_column by
-                                kvlab_policy_column; those of new tokens are there as their keys are */
-  /** [pair]: tokens are evicted only when so many tokens are live; UINT32_MAX: never. NULL: at the
-   * budget. For bursts (every=W): UINT32_MAX in decode steps, budget - 1 + W in kvlab_shrink. */
+  const float* features;   /**< [slot, feature]: token features, in the order of
+                                kvlab_policy_feature. Those of new tokens must be set, as their keys
+                                are */
+  /** [pair]: steps and compactions evict only when this many tokens are live; UINT32_MAX: never.
+   *  NULL: at the budget. With `every=W`: UINT32_MAX in steps, budget - 1 + W in kvlab_compact. */
   const uint32_t* evict_at;
 } kvlab_policy_state;
 
-/** The sequence sits out: a value of `now`. */
+/** A value of `now`: the sequence is idle in this call. */
 #define KVLAB_IDLE UINT32_MAX
 
-#define KVLAB_MOST_PARAMS 16
-/** A policy.json that `kvlab deploy` or `kvlab tune` has written, for one model: what is set by the
- *  caller, then what the file says. Of its rules, which are in host memory, tokens are counted. */
+#define KVLAB_MAX_PARAMS 16
+/** The contents of a policy.json that `kvlab deploy` or `kvlab tune` wrote, for one model. */
 typedef struct {
+  /* Set by the caller: */
   size_t struct_size;   /**< sizeof(kvlab_policy_file) */
   int layers, kv_heads; /**< of the layers whose queries see all tokens */
-  uint32_t tokens;      /**< that a sequence may have: `pyramid(N)` gives no head more */
-  kvlab_rule* rules;    /**< out: [layer, kv_head] */
-
+  uint32_t tokens;      /**< maximum length of a sequence; `pyramid(N)` gives no head more */
+  kvlab_rule* rules;    /**< out, host: [layer, kv_head], in tokens */
+  /* Set from the file: */
   const kvlab_policy* policy;
-  double params[KVLAB_MOST_PARAMS]; /**< as kvlab_policy_params takes them */
+  double params[KVLAB_MAX_PARAMS]; /**< for kvlab_policy_params */
   int param_count;
-  char feature[64];           /**< that `feature` reads; else empty */
-  kvlab_positions numbering; /**< or KVLAB_TWO_FRAMES where this is KVLAB_SQUEEZED */
-  uint32_t prefill_chunk;    /**< tokens of a prompt that are appended together; 0: all */
+  char feature[64];          /**< the feature that the policy reads as `feature`; else empty */
+  kvlab_numbering numbering; /**< instead of KVLAB_CACHE_POSITIONS, KVLAB_CACHE_POSITIONS_ROTATED
+                                may be used where it is supported */
+  uint32_t prefill_chunk;    /**< tokens of a prompt to append at a time; 0: all */
   uint32_t threshold16;
   uint64_t seed;
-  uint32_t every; /**< 1: tokens are evicted in each step; else see evict_at */
-  int once;       /**< 1: after a prompt alone */
-  int by_layer;   /**< as kvlab_shrink_args has these */
+  uint32_t every; /**< 1: tokens are evicted in each step; otherwise see evict_at */
+  int once;       /**< 1: tokens are evicted after a prompt only */
+  int by_layer;   /**< as in kvlab_compact_args; so are the next two */
   uint32_t smooth;
   int pool_max;
 } kvlab_policy_file;
-/** Reads it. cudaErrorInvalidValue, and kvlab_last_error says why: it is no such file, or requests
- *  what the library does not have: a tier plan, `ada()`, bytes, a prompt that stays, a policy from a
- *  header (kvlab_compile_policy). `file` is as it was then, but for its rules. */
+/** Reads a policy.json. cudaErrorInvalidValue if it is not one, or if it requires what these calls
+ *  do not support: tiers, `ada()`, budgets in bytes, the protection `prompt`, or a policy from a
+ *  header (use kvlab_compile_policy). After an error only `rules` may have changed. */
 cudaError_t kvlab_read_policy_file(const char* path, kvlab_policy_file* file);
 
 /* --- New tokens ----------------------------------------------------------------------------- */
 
-/** New tokens on their way into a cache, from the projection of q, k and v: q and k are rotated in
- *  float32 and rounded once; q is put to `q`, keys and values to their slots, which are next_slots
- *  and behind. */
+/** Writes new tokens into a cache. q and k are rotated in float32 and rounded once. q goes to `q`;
+ *  keys and values go to slots from next_slots on. */
 typedef struct {
-  size_t struct_size; /**< sizeof(kvlab_write_args) */
-  kvlab_cache cache;  /**< positions are written where `now` is given */
+  size_t struct_size;     /**< sizeof(kvlab_write_args) */
+  kvlab_cache_view cache; /**< its positions are written too if `now` is given */
   int tokens;
   const void* qkv;   /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
-  int rotated;       /**< dimensions that RoPE rotates, d with d + rotated / 2; 0: none, as for
-                          KVLAB_SQUEEZED */
-  const float* rope; /**< [row, rotated / 2, 2]: cosines and sines of some positions */
-  const int32_t*
-      rope_rows; /**< [token]: its row there; what an idle sequence's is does not matter */
-  const int32_t* sequences; /**< [token] */
-  const int32_t* slots;     /**< [token]: which slot, from next_slots on; NULL: that itself */
-  const uint32_t* now; /**< [sequence]: position of its one token, or KVLAB_IDLE: of that sequence
-                            nothing is written, nor its q; or NULL */
-  void* q;             /**< [token, query_head, head_size] */
+  int rotated;       /**< number of dimensions that RoPE rotates: d together with d + rotated / 2.
+                          0: none, as for KVLAB_CACHE_POSITIONS */
+  const float* rope; /**< [row, rotated / 2, 2]: cosine and sine at some positions */
+  const int32_t* rope_rows; /**< [token]: its row of `rope`; not read for idle sequences */
+  const int32_t* sequences; /**< [token]: its sequence */
+  const int32_t* slots;     /**< [token]: its slot, counted from next_slots; NULL: all 0 */
+  const uint32_t* now; /**< [sequence]: position of the sequence's one new token. For a KVLAB_IDLE
+                            sequence nothing is written, not even q. NULL: positions are not
+                            written */
+  void* q;             /**< out: [token, query_head, head_size] */
 } kvlab_write_args;
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream);
 
-/** Features that are computed from keys, values and output projections
- * (docs/reference/configurations.md), by these names in lower case. */
+/** Token features that kvlab_compute_features can compute. kvlab_policy_feature returns these names
+ *  in lower case, without the prefix (docs/reference/configurations.md has their formulas). */
 typedef enum {
   KVLAB_KEY_NORM = 0,
   KVLAB_VALUE_NORM = 1,
   KVLAB_VALUE_NORM1 = 2,
   KVLAB_KEY_COSINE = 3,
   KVLAB_VALUE_OUT_NORM1 = 4
-} kvlab_column;
+} kvlab_feature;
+/** Finds a feature by the name that kvlab_policy_feature returns, and writes it to `*feature`.
+ *  cudaErrorInvalidValue if this library does not compute it. */
+cudaError_t kvlab_find_feature(const char* name, kvlab_feature* feature);
 
-/** Some features of new tokens, whose values are in the cache already. */
+/** Computes features of new tokens, whose values must already be in the cache. */
 typedef struct {
-  size_t struct_size; /**< sizeof(kvlab_columns_args) */
-  kvlab_cache cache;
-  int count; /**< of features */
-  kvlab_column features[4];
-  const int32_t* slots; /**< [pair], from first_slot: of the first new token; others follow */
-  int tokens;           /**< of each sequence */
-  const uint32_t* now;  /**< [sequence]: KVLAB_IDLE sits out; or NULL */
-  const void* keys;     /**< before RoPE: [sequence, token] rows of [kv_head, head_size] */
-  int64_t key_row;      /**< elements from one token to the next */
-  float* unit_keys;     /**< [pair, head_size], zeroed before a sequence begins; for key_cosine */
-  float* to;            /**< [slot, feature] */
-  const void* output;   /**< W_o [hidden, query_head, head_size], of the cache's type; for
-                             value_out_norm1 */
+  size_t struct_size; /**< sizeof(kvlab_feature_args) */
+  kvlab_cache_view cache;
+  int count; /**< number of features */
+  kvlab_feature features[4];
+  const int32_t* slots; /**< [pair], counted from first_slot: the slot of the first new token; the
+                             others follow it */
+  int tokens;           /**< new tokens of each sequence */
+  const uint32_t*
+      now;            /**< [sequence]: only KVLAB_IDLE is read, which skips the sequence; or NULL */
+  const void* keys;   /**< [sequence, token]: rows of [kv_head, head_size], before RoPE */
+  int64_t key_row;    /**< elements from one token's row to the next */
+  float* unit_keys;   /**< [pair, head_size], for KVLAB_KEY_COSINE: the sum of normalized keys. Zero
+                           it before a sequence begins */
+  float* to;          /**< out: [slot, feature] */
+  const void* output; /**< for KVLAB_VALUE_OUT_NORM1: W_o [hidden, query_head, head_size], of the
+                           cache's type */
   int hidden;
   const uint32_t*
-      appended; /**< [sequence]: only so many of its tokens, at most `tokens`; or NULL */
-} kvlab_columns_args;
-cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream);
+      appended; /**< [sequence]: how many of its tokens count, at most `tokens`; or NULL */
+} kvlab_feature_args;
+cudaError_t kvlab_compute_features(const kvlab_feature_args* args, cudaStream_t stream);
 
 /* --- Decoding ------------------------------------------------------------------------------- */
 
-/** One decoded token for each sequence. Its key, value and position are in its slot already, which
- *  is next_slots of each pair; its state is not. */
+/** One new token for each sequence. kvlab_write has put its key, value and position in the slot
+ *  next_slots of each pair. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_evicting_attention_args) */
-  kvlab_cache cache;
+  kvlab_cache_view cache;
   kvlab_policy_state policy;
-  kvlab_positions numbering;
-  const uint32_t* now; /**< [sequence]: position of the token, or KVLAB_IDLE: of that row nothing is
-                            written, `out` neither */
+  kvlab_numbering numbering;
+  const uint32_t* now; /**< [sequence]: position of the new token. For a KVLAB_IDLE sequence nothing
+                            is written, not even `out` */
   const void* q;       /**< [sequence, query_head, head_size] */
-  const float* inv_freq; /**< [rotated / 2], where at cache positions */
-  int rotated;           /**< dimensions that RoPE rotates, where at cache positions: all, head_size */
-  float rope_factor;     /**< on cos and sin, where at cache positions; 1 but for YaRN */
-  void* out;             /**< [sequence, query_head, head_size] */
-  float* lse;            /**< [sequence, query_head], natural logarithm; or NULL */
-  void* workspace;       /**< zeroed before its first use; not shared by calls at one time */
-  int settled; /**< 1: no kernel that may still run writes what this reads, but for q and each
-                    pair's newest token; then the cache is fetched while they still run. 0 is safe
-                */
+  const float* inv_freq; /**< [rotated / 2]: RoPE's frequencies; for cache positions, as are: */
+  int rotated;           /**< dimensions that RoPE rotates: must be head_size */
+  float rope_factor;     /**< a factor on cosine and sine; 1 except for YaRN */
+  void* out;             /**< out: [sequence, query_head, head_size] */
+  float* lse;            /**< out: [sequence, query_head], the natural logarithm of the sum of
+                              exponentials; or NULL */
+  void* workspace; /**< kvlab_evicting_attention_workspace bytes. Zero it before its first use;
+                        calls that run at the same time must not share it */
+  int settled; /**< 1: kernels that may still be running write nothing that this call reads, except
+                  q and each pair's newest token. The cache is then fetched while they run. 0 is
+                    always correct */
 } kvlab_evicting_attention_args;
 
-/** Bytes of workspace; 0 for a shape that is not supported, or not on the current device; SIZE_MAX
- * where the shape is, and there is no device to ask. */
-size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache);
-/** Attends over the live slots, shows the policy what each received, updates its states, and leaves
- *  in next_slots where the next token goes: behind the others, or, once the budget is reached, in
- *  the victim's slot. Sets lengths. */
+/** Returns the bytes of the workspace. 0: the shape is not supported on the current device.
+ *  SIZE_MAX: the shape is supported, but there is no device to ask. */
+size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy,
+                                          const kvlab_cache_view* cache);
+/** Attends over the live tokens, updates the policy's states with what each token received, and
+ * sets lengths and next_slots. next_slots is the first free slot until the budget is reached, and
+ * then the slot of the victim: the token that is evicted next. */
 cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream);
 
-/** The two halves of kvlab_evicting_attention, for an engine that runs the second beside its next
- *  kernels: attention. */
+/** The first half of kvlab_evicting_attention: attention alone. With the second half on another
+ *  stream, an engine's next kernels need not wait for it. */
 cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
                          cudaStream_t stream);
-/** And what the policy makes of it, of up to 8 layers that differ in arrays and `layer` alone:
- * their states, next_slots and lengths. `layers`: as given to kvlab_attend, each with a workspace
- * of its own. On another stream it comes behind their attention; and whatever next writes such a
- * layer, attends over it or takes such a workspace comes behind it. */
+/** The second half, for up to 8 layers at once: states, lengths and next_slots. `layers`: the
+ *  arguments of kvlab_attend, each with its own workspace; they differ only in arrays and
+ *  policy.layer. On another stream it must wait for the layers' attention. Whatever writes to these
+ *  layers next, attends over them, or reuses a workspace, must wait for it. */
 cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
                                  const kvlab_evicting_attention_args* layers, int count,
                                  cudaStream_t stream);
 
 /* --- Prompts -------------------------------------------------------------------------------- */
 
-/** A row of logits and its softmax, kept for kvlab_observe. */
+/** The softmax of one query: its largest q · k before scaling, and the base-2 logarithm of its sum
+ *  of exponentials of scaled products. An engine with its own attention fills `lse2` with its
+ *  log-sum-exp times log2(e); `max_product` is only read where requests are counted. */
 typedef struct {
   float max_product, lse2;
 } kvlab_row_softmax;
 
-/** Queries of one sequence, causal: query i lies at slot first + older[kv_head] + i of its head and
- *  sees that slot and all before it. Or of several sequences, one's behind the other's in q, out,
- *  lse and rows: then `queries` is the most of one, what is [kv_head] is [pair], by pair =
- *  sequence * kv_heads + kv_head, and pages have a row for each sequence, or pair. Outputs are the
- *  bits of a call for each. */
+/** Causal attention of a prompt's queries. Query i is at slot first + older[kv_head] + i of its
+ * head, and sees that slot and all slots before it.
+ *
+ *  A batch of sequences: q, out, lse and rows hold the sequences one after another, `queries` is
+ * the largest number of queries of a sequence, arrays [kv_head] are [pair], and the block table has
+ * a row for each sequence or pair. Outputs are bit-identical to one call for each sequence. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_prefill_args) */
   kvlab_type type;
@@ -341,230 +388,289 @@ typedef struct {
   float softmax_scale;
   int first, queries;
   const void* q;             /**< [query, query_head, head_size], rotated */
-  const void* keys;          /**< of one sequence, rotated; [slot, head_size] */
-  const void* values;        /**< as keys */
-  const int64_t* first_slot; /**< [kv_head]: where a head's slots begin */
-  const int32_t* older;      /**< [kv_head], or NULL: 0 */
-  void* out;                 /**< [query, query_head, head_size] */
-  float* lse;                /**< [query, query_head], natural logarithm; or NULL */
-  kvlab_row_softmax* rows;   /**< [query, query_head], out; or NULL */
-  kvlab_pages pages; /**< of keys and values: [1, max_blocks], or by_pair [kv_head, max_blocks] */
-  int sequences;     /**< of a batch, at most 65535; 0: one sequence, and the next two are 0 too */
-  int all_queries;   /**< that q has; no less than first_query[sequences] */
-  const int32_t* first_query; /**< [sequences + 1]: those of sequence s are first_query[s] to
-                                   first_query[s + 1] - 1 of all; it may have none */
-  /** kvlab_prefill_workspace bytes, not shared by calls at one time: keys are cut into parts, so
-   *  that few queries of few pairs, drafts, put more of the device to work. Bits are others. NULL:
-   *  they are not. */
+  const void* keys;          /**< [slot, head_size], rotated */
+  const void* values;        /**< [slot, head_size] */
+  const int64_t* first_slot; /**< [kv_head]: the first slot of each head */
+  const int32_t* older;      /**< [kv_head]: tokens before `first`; NULL: all 0 */
+  void* out;                 /**< out: [query, query_head, head_size] */
+  float* lse;                /**< out: [query, query_head], natural logarithm; or NULL */
+  kvlab_row_softmax* rows;   /**< out: [query, query_head], for kvlab_observe; or NULL */
+  kvlab_pages pages;         /**< of keys and values: [1, max_blocks], or by_pair [kv_head,
+                                  max_blocks] */
+  int sequences;             /**< of a batch, at most 65,535; 0: one sequence. Then the next two are
+                                  0 and NULL */
+  int all_queries;           /**< rows of q; at least first_query[sequences] */
+  const int32_t* first_query; /**< [sequences + 1]: the queries of sequence s are first_query[s] to
+                                   first_query[s + 1] - 1; there may be none */
+  /** kvlab_prefill_workspace bytes, or NULL. With a workspace the keys are split among thread
+   *  blocks, so that few queries, such as a draft, use the whole device. The bits of the output
+   *  then differ from those without one. Calls that run at the same time must not share it. */
   void* workspace;
-  int keys_end; /**< with a workspace: no query sees a slot from here on, of any sequence */
+  int keys_end; /**< with a workspace: no query of any sequence sees this slot or a later one */
 } kvlab_prefill_args;
-/** What `workspace` takes; it need not be there. 0: the shape is not supported. */
+/** Returns the bytes of the workspace, which need not be set. 0: the shape is not supported. */
 size_t kvlab_prefill_workspace(const kvlab_prefill_args* args);
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream);
 
-/** What the queries of a kvlab_prefill_attention give to each key. */
+/** Computes what each key received from the queries of a kvlab_prefill_attention, or of any other
+ *  attention whose `prefill.rows` are set. Needed if kvlab_policy_needs is not KVLAB_NOTHING. */
 typedef struct {
-  size_t struct_size;          /**< sizeof(kvlab_observe_args) */
-  kvlab_prefill_args prefill;  /**< as given there; rows are read, values, out and lse are not */
-  kvlab_needs needs;           /**< KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH */
-  int keys_end;                /**< no query sees a slot from here on, of any sequence */
-  uint32_t position;           /**< of the first query */
-  const uint32_t* threshold16; /**< one number, for requests; of a batch [sequence] */
-  kvlab_observation* seen;     /**< indexed like keys; added to: zeroed before the first part */
-  void* workspace;
-  int group_max; /**< 1: as kvlab_rule.group_max */
-  /** Of a policy that weighs queries, kvlab_policy_weights: */
-  const float* weights; /**< [age]; NULL: each query counts once */
-  uint32_t tail;        /**< 0: they never end */
-  int younger;          /**< queries of the prompt after these */
-  /** Of a batch: */
-  const uint32_t* positions; /**< [sequence]; NULL: `position` for all */
-  const int32_t* youngers;   /**< [sequence]; NULL: `younger` for all */
-  /** [sequence]: only its first so many queries count, as if the others had not been; NULL: all.
-   *  Of drafted tokens: those that were accepted, as kvlab_shrink_args has it. */
-  const uint32_t* appended;
+  size_t struct_size; /**< sizeof(kvlab_observe_args) */
+  kvlab_prefill_args
+      prefill;       /**< as for the attention; rows are read, values, out and lse are not */
+  kvlab_needs needs; /**< KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH */
+  int keys_end;      /**< no query of any sequence sees this slot or a later one */
+  uint32_t position; /**< position of the first query */
+  const uint32_t* threshold16; /**< tau * 65536, for requests; of a batch [sequence] */
+  kvlab_observation* seen;     /**< in and out, indexed like keys: is added to. Zero it before the
+                                    first part of a prompt */
+  void* workspace;             /**< kvlab_observe_workspace bytes */
+  int group_max;               /**< as in kvlab_rule */
+  const float* weights;        /**< [age]: kvlab_policy_weights, if the policy weighs queries; NULL:
+                                    every query counts once */
+  uint32_t tail;               /**< weights from this age on are 0; 0: there is no such age */
+  int younger;                 /**< number of the prompt's queries after these */
+  const uint32_t* positions;   /**< of a batch [sequence]; NULL: `position` for all */
+  const int32_t* youngers;     /**< of a batch [sequence]; NULL: `younger` for all */
+  const uint32_t* appended;    /**< of a batch [sequence]: only so many of its first queries count,
+                                    for example the accepted tokens of a draft; NULL: all */
 } kvlab_observe_args;
 size_t kvlab_observe_workspace(const kvlab_observe_args* args);
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
 
-/** A prefix that prompts share: its keys and values were written, attended and observed once, and
- *  their blocks begin with its blocks. What its tokens received from each other, and their features,
- *  go to where those prompts count on, with `first` behind the prefix. */
+/** Shares the observations and features of a prefix among several prompts. The prefix's keys and
+ *  values were written, attended and observed once, and the prompts' block tables begin with its
+ *  blocks. This call copies what its tokens received from each other, and their features, to the
+ *  prompts, which then go on with `first` after the prefix. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_prefix_args) */
   int sequences, kv_heads;
   int tokens;                    /**< of the prefix */
   const int64_t* first_slot;     /**< [kv_head]: of the prefix */
   const int64_t* to_first_slot;  /**< [pair]: of the prompts */
-  const kvlab_observation* seen; /**< [slot]; where the policy needs something, as to_seen */
+  const kvlab_observation* seen; /**< [slot]; NULL if the policy needs nothing */
   kvlab_observation* to_seen;
-  const float* features; /**< [slot, feature]; where it reads features, as to_features */
+  const float* features; /**< [slot, feature]; NULL if the policy reads none */
   float* to_features;
 } kvlab_prefix_args;
-/** cudaErrorNotSupported where what the prefix's tokens received or bring depends on what follows
- *  them: the policy weighs queries, or reads key_cosine. */
+/** cudaErrorNotSupported if what the prefix's tokens received, or their features, depend on what
+ *  follows them: the policy weighs queries, or reads key_cosine. */
 cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_args* args,
                               cudaStream_t stream);
 
-/** The end of a prompt: appends its tokens to the policy, shows it what they received, and keeps the
- *  budget - 1 tokens that are evicted last. Tokens lie in `from`: lengths[pair] older ones, then
- *  appended[sequence] new ones, whose keys and values are written and whose positions are not.
- * Those that stay go to `to`, which is disjoint from `from`, or the same memory (of caches in
- * blocks: the same blocks). With nothing appended and `seen` NULL it evicts to the budget between decode
- * steps, `now` being the next token's position. States and new positions of `from` are written, and
- * of `seen` how many queries: where there are older tokens it is called once for an append.
- * cudaErrorNotSupported where a policy weighs queries and `weighted` does not say
- * that they were.
- */
+/** Ends a prompt, or one append of it: gives the new tokens to the policy, with what they received,
+ *  and keeps the budget - 1 tokens that are evicted last.
+ *
+ *  Each pair of `from` holds lengths[pair] older tokens, and after them appended[sequence] new
+ * ones, whose keys and values are written and whose positions are not. The tokens that are kept go
+ * to `to`, which is `from` itself or does not overlap it (in blocks: the same blocks or disjoint
+ * ones). States and positions of `from` are overwritten, and so is seen[].queries; call it once for
+ * each append. With nothing appended and `seen` NULL it evicts to the budget between decode steps;
+ * `now` is then the next token's position.
+ *
+ *  cudaErrorNotSupported if the policy weighs queries and `weighted` is 0. */
 typedef struct {
-  size_t struct_size; /**< sizeof(kvlab_shrink_args) */
-  kvlab_cache from, to;
-  kvlab_policy_state policy; /**< states: of from */
+  size_t struct_size; /**< sizeof(kvlab_compact_args) */
+  kvlab_cache_view from, to;
+  kvlab_policy_state policy; /**< states and features: those of from */
   void* to_states;           /**< [slot of to, slot_bytes] */
   const uint32_t* now;       /**< [sequence]: position of the first new token, or KVLAB_IDLE */
-  const uint32_t* appended;  /**< [sequence]; zeros: nothing */
-  kvlab_observation* seen;   /**< [slot of from], from kvlab_observe; NULL if it needs nothing */
-  void* workspace;
-  float* to_features; /**< [slot of to, feature]; those of from are policy.features */
-  /** What becomes of ranks before tokens are ordered. by_layer: a token's rank is the sum, as
-   *  numbers in their order, over the sequence's KV heads, which hold the same tokens. Then each
-   * rank becomes the mean, or with pool_max the largest, of those of the live tokens at most
-   * `smooth` tokens away by age. */
+  const uint32_t* appended;  /**< [sequence]: number of new tokens, possibly 0 */
+  kvlab_observation*
+      seen;           /**< [slot of from], from kvlab_observe; NULL if the policy needs nothing */
+  void* workspace;    /**< kvlab_compact_workspace bytes */
+  float* to_features; /**< [slot of to, feature] */
+  /** Modifiers of ranks (docs/reference/configurations.md). by_layer: a token's rank is the sum of
+   *  its ranks over the sequence's KV heads, which hold the same tokens. smooth: then each rank
+   *  becomes the mean, or with pool_max the maximum, over live tokens at most `smooth` away by age.
+   */
   int by_layer;
   uint32_t smooth;
   int pool_max;
-  int weighted; /**< 1: `seen` was counted with the policy's weights */
-} kvlab_shrink_args;
-size_t kvlab_shrink_workspace(const kvlab_cache* from);
-cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
-                         cudaStream_t stream);
+  int weighted; /**< 1: `seen` was computed with the policy's weights */
+} kvlab_compact_args;
+size_t kvlab_compact_workspace(const kvlab_cache_view* from);
+cudaError_t kvlab_compact(const kvlab_policy* policy, const kvlab_compact_args* args,
+                          cudaStream_t stream);
 
-/** Its halves, for by_layer where several devices have a sequence's KV heads, equally many each.
- *  The first does all but choose: `ranks` [pair, max_slots of from], out: by age. The caller
- *  gathers those of all devices in the order of their heads: [device, pair, max_slots]. */
-cudaError_t kvlab_rank(const kvlab_policy* policy, const kvlab_shrink_args* args, uint64_t* ranks,
-                       cudaStream_t stream);
-/** The second adds them up, chooses and moves. `args`: the same, the workspace as it was left. */
-cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args,
-                       const uint64_t* ranks, int devices, cudaStream_t stream);
+/** kvlab_compact in two halves, for by_layer where several devices hold the same number of KV heads
+ *  of a sequence (tensor parallelism). The first half does everything but choose. The caller then
+ *  gathers `ranks` of all devices, in the order of their heads. */
+cudaError_t kvlab_compute_ranks(const kvlab_policy* policy, const kvlab_compact_args* args,
+                                uint64_t* ranks, /* out: [pair, max_slots of from], by age */
+                                cudaStream_t stream);
+/** The second half adds the ranks of all devices, chooses the tokens and moves them. `args` are the
+ *  same, with the workspace as the first half left it. `ranks`: [device, pair, max_slots of from].
+ */
+cudaError_t kvlab_compact_ranked(const kvlab_policy* policy, const kvlab_compact_args* args,
+                                 const uint64_t* ranks, int devices, cudaStream_t stream);
 
-/* --- All layers' caches, as one object ------------------------------------------------------ */
+/* --- All layers as one object --------------------------------------------------------------- */
 
-/** The caches of some sequences in all layers that a policy acts on: memory, who has room, and the
- *  order of the calls below, which it makes itself. One thread at a time, and one stream,
- *  or streams that wait for each other. It allocates when it is made, and where `longest` says:
- *  cudaErrorMemoryAllocation where there is no memory, and the call has then done nothing. */
-typedef struct kvlab_slots kvlab_slots;
+/** The caches of some sequences in all layers that a policy acts on. It owns their memory, keeps
+ *  count of their tokens on the host, and makes the calls above in the right order. It also
+ * supports tiers.
+ *
+ *  A prompt is one or more appends. A decode step is kvlab_kv_cache_begin_step and then
+ *  kvlab_kv_cache_step for each layer. Steps only launch kernels, so a CUDA graph can hold them;
+ * all other calls keep counts on the host and are refused while their stream is being captured.
+ *
+ *  Use a cache from one thread at a time, on one stream or on streams that wait for each other. It
+ *  allocates when it is created, and where `longest` says so. If an allocation fails, the call
+ *  returns cudaErrorMemoryAllocation and has changed nothing. */
+typedef struct kvlab_kv_cache kvlab_kv_cache;
 
-/** How a token's key and value are kept: of the cache's type, or quantized
- * (docs/guides/precision-tiers.md). */
+/** The format of a token's key and value: the cache's type, or quantized
+ *  (docs/guides/precision-tiers.md). */
 typedef enum {
-  KVLAB_FORM_16 = 0,
-  KVLAB_FORM_FP8 = 1,
-  KVLAB_FORM_8 = 2,
-  KVLAB_FORM_4 = 3,
-  KVLAB_FORM_K4V2 = 4,
-  KVLAB_FORM_2 = 5
-} kvlab_form;
-/** A tier of a pair's tier plan: a token that leaves it is demoted to the next. */
+  KVLAB_FORMAT_16 = 0,
+  KVLAB_FORMAT_FP8 = 1,
+  KVLAB_FORMAT_8 = 2,
+  KVLAB_FORMAT_4 = 3,
+  KVLAB_FORMAT_K4V2 = 4,
+  KVLAB_FORMAT_2 = 5
+} kvlab_kv_format;
+/** One tier of a pair's tier plan. When it is full, a token is demoted to the next tier. */
 typedef struct {
-  kvlab_form format;
+  kvlab_kv_format format;
   uint32_t slots;
-} kvlab_rung;
+} kvlab_tier;
 
-/** A table of RoPE: frequencies, in host memory. */
+/** Frequencies of RoPE. */
 typedef struct {
-  const float* inv_freq; /**< [rotated / 2] */
-  int rotated;
-  float factor; /**< on cos and sin; 1 but for YaRN */
+  const float* inv_freq; /**< host: [rotated / 2] */
+  int rotated;           /**< number of dimensions that RoPE rotates */
+  float factor;          /**< on cosine and sine; 1 except for YaRN */
 } kvlab_rope;
 
 typedef struct {
-  uint32_t number; /**< as the model counts: random samples are by it */
+  uint32_t number; /**< the model's index of the layer; selects random numbers */
   float softmax_scale;
-  int rope;           /**< which table */
-  const void* output; /**< W_o, as kvlab_columns_args has it */
-} kvlab_slots_layer;
+  int rope;           /**< index of its kvlab_rope */
+  const void* output; /**< W_o, for the feature value_out_norm1: device memory that is read in every
+                           append and step, so it must outlive the cache; else NULL */
+  const float* sinks; /**< [query_head]: sink logits, one more term of each softmax's denominator
+                           (gpt-oss); device memory that must outlive the cache; NULL: none */
+} kvlab_layer;
 
-/** In host memory, all of it, and needed during the call alone. */
+/** Pointers are to host memory, and are read during the call only, except where kvlab_layer says
+ *  otherwise. */
 typedef struct {
-  size_t struct_size; /**< sizeof(kvlab_slots_config) */
+  size_t struct_size; /**< sizeof(kvlab_kv_cache_config) */
   kvlab_type type;
   int query_heads, kv_heads, head_size;
   int sequences, layer_count, rope_count, tier_count, feature_count;
-  const kvlab_slots_layer* layers;
+  const kvlab_layer* layers;
   const kvlab_rope* ropes;
   const kvlab_policy* policy;
-  const kvlab_rule* rules; /**< [layer, sequence, kv_head]; group_max the same in all */
-  const kvlab_rung* tiers; /**< [pair as rules, tier], of rule.budget slots together, from the most
-                                exact down; without a budget the first holds all. Where tier_count
-                                is 0 all tokens stay in `type` */
-  const void* params;      /**< as kvlab_policy_params writes them, for all sequences */
-  const uint64_t* seeds;   /**< [sequence]; NULL: zeros */
-  const kvlab_column* features; /**< the policy's, in its order */
-  int hidden;                  /**< of kvlab_slots_layer.output */
-  kvlab_positions numbering;   /**< KVLAB_ORIGINAL or KVLAB_SQUEEZED */
+  const kvlab_rule* rules; /**< [layer, sequence, kv_head]; group_max must be the same in all */
+  const kvlab_tier*
+      tiers;          /**< [layer, sequence, kv_head, tier], in order of decreasing precision. The
+                           slots of a pair's tiers add up to its budget; without a budget the
+                           first tier holds all tokens. tier_count 0: all tokens stay in `type` */
+  const void* params; /**< as kvlab_policy_params writes them, for all sequences */
+  const uint64_t* seeds;         /**< [sequence]; NULL: all 0 */
+  const kvlab_feature* features; /**< those that the policy reads, in its order */
+  int hidden;                    /**< of kvlab_layer.output */
+  kvlab_numbering numbering;     /**< KVLAB_ORIGINAL_POSITIONS or KVLAB_CACHE_POSITIONS */
   uint32_t threshold16;
-  uint32_t tokens;  /**< that a sequence may have; 0: no limit, where rules have budgets */
-  uint32_t part;    /**< tokens that go through a layer together, at most; 0: 2048 */
-  uint32_t longest; /**< of appends, with the tokens that are live then; 0: their memory is taken
-                         when they come, or before the first step where steps make no room */
-  uint32_t every;   /**< 0 and 1: tokens are evicted in each step; modifiers, as kvlab_policy_file says */
+  uint32_t tokens;  /**< maximum length of a sequence; 0: no limit, if all rules have budgets */
+  uint32_t part;    /**< maximum tokens that go through a layer at a time; 0: 2,048 */
+  uint32_t longest; /**< longest append, with the tokens that are live before it. Its memory is
+                         allocated at once. 0: when an append needs it, or before the first step
+                       that has to compact */
+  uint32_t
+      every; /**< modifiers, as in kvlab_policy_file; 0 and 1: tokens are evicted in each step */
   uint32_t smooth;
   int once, by_layer, pool_max;
-} kvlab_slots_config;
+  uint32_t first_head; /**< the model's index of the first KV head; above 0 on a device that holds
+                            later heads (tensor parallelism). by_layer sums over this device's heads
+                            only */
+} kvlab_kv_cache_config;
 
-/** Device memory that it takes, in bytes. No device is needed but for attention's workspace. A
- *  shape that no kernel can serve on the current device is refused here and by kvlab_slots_create.
- */
-cudaError_t kvlab_slots_memory(const kvlab_slots_config* config, size_t* bytes);
-cudaError_t kvlab_slots_create(const kvlab_slots_config* config, cudaStream_t stream,
-                               kvlab_slots** slots);
-/** Of NULL nothing. */
-void kvlab_slots_destroy(kvlab_slots* slots);
-/** Forgets all tokens, and waits. Memory stays where it is, so that a graph goes on serving. */
-cudaError_t kvlab_slots_clear(kvlab_slots* slots, cudaStream_t stream);
+/** Computes the device memory that a cache takes, in bytes. A shape that no kernel of this device
+ * can serve is refused here and by kvlab_kv_cache_create. Without a device, the attention workspace
+ * is not counted. */
+cudaError_t kvlab_kv_cache_memory(const kvlab_kv_cache_config* config, size_t* bytes);
+/** Creates a cache without tokens. Allocates and synchronizes. */
+cudaError_t kvlab_kv_cache_create(const kvlab_kv_cache_config* config, cudaStream_t stream,
+                                  kvlab_kv_cache** cache);
+/** Frees a cache. No-op if NULL. */
+void kvlab_kv_cache_destroy(kvlab_kv_cache* cache);
+/** Drops the tokens of all sequences, which keep their settings. Buffers keep their addresses, so
+ *  captured CUDA graphs stay valid. Synchronizes. */
+cudaError_t kvlab_kv_cache_clear(kvlab_kv_cache* cache, cudaStream_t stream);
 
-/** Tokens of one sequence that go through one layer: of an append of `tokens`, which comes
- *  behind the `fed` that the layer has had, `count` from `first` on, in order. A chunk of a prompt
- *  that is appended by itself is an append. Each layer gets all of them, one layer or one
- *  append after the other. */
+/** The settings of one sequence. Members that are NULL keep their value. */
 typedef struct {
-  size_t struct_size; /**< sizeof(kvlab_slots_part) */
+  size_t struct_size;      /**< sizeof(kvlab_sequence_settings) */
+  const kvlab_rule* rules; /**< host: [layer, kv_head]. A budget is at most that of the config, and
+                                equal to it for a pair with tiers or without a budget */
+  const void* params;      /**< host: as kvlab_policy_params writes them */
+  const uint64_t* seed;    /**< host */
+  const uint32_t* sequence_id; /**< host: selects random numbers; at first the sequence's index */
+  const uint32_t* threshold16; /**< host */
+} kvlab_sequence_settings;
+/** Starts a new sequence in the place of another one: drops the tokens of that sequence alone, also
+ *  in the middle of an append or a step, and applies `settings` (NULL: none change). Other
+ * sequences are not affected, so a request can leave a running batch, or be aborted, and another
+ * can join. Stream-ordered: captured CUDA graphs stay valid. */
+cudaError_t kvlab_kv_cache_start(kvlab_kv_cache* cache, int sequence,
+                                 const kvlab_sequence_settings* settings, cudaStream_t stream);
+/** Makes sequence `to` a copy of sequence `from`: tokens, states and settings. Both must have been
+ *  created with the same budgets and tiers. Use it to prefill a common prefix once, or to move a
+ *  sequence to another place. Stream-ordered. */
+cudaError_t kvlab_kv_cache_copy(kvlab_kv_cache* cache, int from, int to, cudaStream_t stream);
+
+/** Some tokens of one append, for one layer. An append adds `tokens` tokens to one sequence after
+ * the `fed` that each layer got before. Its tokens are evicted for together, at its end.
+ *
+ *  All chunks of an append go through a layer before the next layer gets any. An engine that runs
+ *  each chunk through all layers makes each chunk an append (fed 0, tokens 512; fed 512, tokens
+ * 512;
+ *  ...), which is what the prefill `chunk:512` of kvlab's simulator does. */
+typedef struct {
+  size_t struct_size; /**< sizeof(kvlab_append_chunk) */
   int sequence, layer;
   uint32_t fed, tokens;
-  int ends_prompt; /**< 1: a prompt ends with it */
-  uint32_t first, count;
-  const void* qkv; /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
-  void* out;       /**< [token, query_head, head_size] */
-  float* lse;      /**< [token, query_head]; or NULL */
-} kvlab_slots_part;
-cudaError_t kvlab_slots_admit(kvlab_slots* slots, const kvlab_slots_part* part,
-                              cudaStream_t stream);
+  int ends_prompt;       /**< 1: a prompt ends with this append */
+  uint32_t first, count; /**< this chunk's tokens within the append; chunks come in order */
+  const void* qkv;       /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
+  void* out;             /**< out: [token, query_head, head_size] */
+  float* lse;            /**< out: [token, query_head], natural logarithm; or NULL */
+} kvlab_append_chunk;
+/** Writes the chunk's tokens and attends with their queries. The append's last chunk of a layer
+ *  compacts the layer's cache. May allocate and then synchronize, unless `longest` was given. */
+cudaError_t kvlab_kv_cache_append(kvlab_kv_cache* cache, const kvlab_append_chunk* chunk,
+                                  cudaStream_t stream);
 
-/** Before a step: which sequences decode a token, [sequence] in host memory; NULL: all. Those go
- *  through all layers, once, before anything else comes for them. */
-cudaError_t kvlab_slots_before_step(kvlab_slots* slots, const unsigned char* decodes,
-                                    cudaStream_t stream);
-/** One layer of it, from the first to the last: launches alone, for a graph to hold. `qkv`
- * [sequence, …], as above; of who sits out neither `out` nor `lse` is written. */
-cudaError_t kvlab_slots_step(kvlab_slots* slots, int layer, const void* qkv, void* out, float* lse,
-                             cudaStream_t stream);
+/** Begins a decode step: does its work on the host. `decodes`: host [sequence], 1 if the sequence
+ *  decodes a token in this step; NULL: all do. The step must then run through all layers before
+ *  any other call for these sequences. Ends an append that is not complete. */
+cudaError_t kvlab_kv_cache_begin_step(kvlab_kv_cache* cache, const unsigned char* decodes,
+                                      cudaStream_t stream);
+/** One layer of the step, in order from the first to the last. It only launches kernels. `qkv`:
+ *  [sequence, query_heads + 2 * kv_heads, head_size], before RoPE. For a sequence that does not
+ * decode, `out` and `lse` are not written. */
+cudaError_t kvlab_kv_cache_step(kvlab_kv_cache* cache, int layer, const void* qkv, void* out,
+                                float* lse, cudaStream_t stream);
 
-/** What is held of a sequence, by the host's counts. */
+/** What a cache holds of one sequence, by counts on the host. */
 typedef struct {
-  size_t struct_size; /**< sizeof(kvlab_slots_held) */
-  uint32_t tokens;    /**< that it has had */
-  uint64_t evictions; /**< how many have left, of all pairs, when the last one came */
-  uint64_t kv_bytes;  /**< of keys and values that are live */
-  uint64_t allocated; /**< of those of all sequences, room for others among them */
-} kvlab_slots_held;
-cudaError_t kvlab_slots_ask(const kvlab_slots* slots, int sequence, kvlab_slots_held* held);
-/** Positions that a pair holds, ascending, to host memory for `most`, and how many. Waits. */
-cudaError_t kvlab_slots_kept(kvlab_slots* slots, int sequence, int layer, int kv_head,
-                             uint32_t* positions, uint32_t most, uint32_t* count,
-                             cudaStream_t stream);
+  size_t struct_size; /**< sizeof(kvlab_sequence_info) */
+  uint32_t tokens;    /**< tokens that it has been fed */
+  uint64_t evictions; /**< evicted tokens, over all layers and KV heads, when the last one came */
+  uint64_t kv_bytes;  /**< bytes of live keys and values */
+  uint64_t
+      allocated; /**< bytes allocated for keys and values of all sequences, free slots included */
+} kvlab_sequence_info;
+cudaError_t kvlab_kv_cache_sequence_info(const kvlab_kv_cache* cache, int sequence,
+                                         kvlab_sequence_info* info);
+/** Writes the positions that a pair keeps, ascending, to host memory for `capacity` numbers, and
+ *  their number to `*count`. Synchronizes. */
+cudaError_t kvlab_kv_cache_positions(kvlab_kv_cache* cache, int sequence, int layer, int kv_head,
+                                     uint32_t* positions, uint32_t capacity, uint32_t* count,
+                                     cudaStream_t stream);
 
 #ifdef __cplusplus
 }

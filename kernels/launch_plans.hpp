@@ -60,7 +60,7 @@ LaunchPlan replay_outputs_plan(Type type, const DeviceLimits& limits);
 
 std::string why_not_pair_attention(const PairAttention& args, const DeviceLimits& limits);
 /// The same for a cache's decode attention. Empty for a shape that is not supported on any GPU.
-std::string why_not_attention(const kvlab_cache& cache, kvlab_positions numbering,
+std::string why_not_attention(const kvlab_cache_view& cache, kvlab_numbering numbering,
                               const DeviceLimits& limits);
 std::string why_not_tier_attention(const PairAttention& args, int max_row_bytes,
                                    const DeviceLimits& limits);

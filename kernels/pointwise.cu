@@ -194,7 +194,7 @@ __device__ void store_rotated(const float* head, const float2* cos_sin, int head
 template <class T>
 __global__ void rope_write_kernel(const RopeWriteArgs args) {
   extern __shared__ float heads[];
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   let_successor_start();
   wait_for_predecessor();
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -326,7 +326,7 @@ cudaError_t gate(Type type, Activation activation, float clamp, const void* gate
 
 bool valid(const RopeWriteArgs& args) {
   constexpr int kMaxHeadSize = 1024;
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   return args.tokens > 0 && cache.query_heads > 0 && cache.kv_heads > 0 && cache.head_size > 0 &&
          cache.head_size <= kMaxHeadSize && args.rotated >= 0 && args.rotated % 2 == 0 &&
          args.rotated <= cache.head_size && args.qkv && args.sequences && cache.keys &&

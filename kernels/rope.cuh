@@ -36,7 +36,7 @@ class TokenSlot {
   __device__ bool sits_out() const { return sits_out_; }
   /// The slot of a KV head, in elements from the cache's begin.
   __device__ std::int64_t of_head(const RopeWriteArgs& args, int kv_head) const {
-    const kvlab_cache& cache = args.cache;
+    const kvlab_cache_view& cache = args.cache;
     if (!cache.first_slot)
       return sequence_ * args.sequence_stride + kv_head * args.head_stride +
              static_cast<std::int64_t>(slot_) * cache.head_size;
@@ -45,7 +45,7 @@ class TokenSlot {
   }
   /// The same for keys and values in pages; of_head() then counts as if they were not paged.
   __device__ std::int64_t in_blocks(const RopeWriteArgs& args, int kv_head) const {
-    const kvlab_cache& cache = args.cache;
+    const kvlab_cache_view& cache = args.cache;
     const int pair = sequence_ * cache.kv_heads + kv_head;
     return paged_row(cache.pages, pair, cache.kv_heads, cache.next_slots[pair] + slot_);
   }

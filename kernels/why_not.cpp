@@ -118,7 +118,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_policy_state& state)
       .missing();
 }
 
-std::string why_not(const kvlab_cache& cache, const char* name) {
+std::string why_not(const kvlab_cache_view& cache, const char* name) {
   return Wants(std::string(name) + ".")
       .rows({{cache.keys, "keys"}, {cache.values, "values"}})
       .pointers({{cache.first_slot, "first_slot"},
@@ -140,7 +140,7 @@ std::string why_not_size(std::size_t given, std::size_t wanted) {
 
 bool is_type(kvlab_type type) { return type >= KVLAB_BF16 && type <= KVLAB_F32; }
 
-std::string why_not_shape(const kvlab_cache& cache, const char* name) {
+std::string why_not_shape(const kvlab_cache_view& cache, const char* name) {
   const std::string of = std::string(name) + ".";
   Wants wants(of);
   want_type(wants, cache.type);
@@ -158,14 +158,14 @@ std::string why_not_shape(const kvlab_cache& cache, const char* name) {
       .missing();
 }
 
-std::string why_not_shape(const kvlab_cache& cache, const char* name, int max_group) {
+std::string why_not_shape(const kvlab_cache_view& cache, const char* name, int max_group) {
   Wants wants(std::string(name) + ".");
   want_shape(wants, cache.type, cache.query_heads, cache.kv_heads, cache.head_size, max_group);
   return wants.also(why_not_shape(cache, name)).missing();
 }
 
-std::string why_not_shape(const kvlab_cache& cache, std::int64_t slots) {
-  kvlab_cache plain = cache;
+std::string why_not_shape(const kvlab_cache_view& cache, std::int64_t slots) {
+  kvlab_cache_view plain = cache;
   plain.pages = {};
   const std::int64_t most = std::int64_t{cache.sequences} * cache.kv_heads * cache.max_slots;
   Wants wants, page("cache.pages.");
@@ -178,7 +178,7 @@ std::string why_not_shape(const kvlab_cache& cache, std::int64_t slots) {
 }
 
 std::string why_not(const kvlab_write_args& args) {
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   Wants wants;
   want_type(wants, cache.type);
   return wants.that(args.tokens > 0, "tokens is {}; at least 1", args.tokens)
@@ -200,8 +200,8 @@ std::string why_not(const kvlab_write_args& args) {
       .missing();
 }
 
-std::string why_not(const kvlab_columns_args& args) {
-  const kvlab_cache& cache = args.cache;
+std::string why_not(const kvlab_feature_args& args) {
+  const kvlab_cache_view& cache = args.cache;
   Wants wants;
   want_type(wants, cache.type);
   wants
@@ -213,10 +213,10 @@ std::string why_not(const kvlab_columns_args& args) {
       .that(args.count >= 1 && args.count <= static_cast<int>(kMaxFeatures), "count is {}; 1 to {}",
             args.count, kMaxFeatures);
   for (int at = 0; wants.missing().empty() && at < args.count; ++at) {
-    const kvlab_column feature = args.features[at];
+    const kvlab_feature feature = args.features[at];
     wants
         .that(feature >= KVLAB_KEY_NORM && feature <= KVLAB_VALUE_OUT_NORM1,
-              "features[{}] is {}, which is not a kvlab_column", at, static_cast<int>(feature))
+              "features[{}] is {}, which is not a kvlab_feature", at, static_cast<int>(feature))
         .that(feature != KVLAB_KEY_COSINE || args.unit_keys,
               "unit_keys is NULL, and KVLAB_KEY_COSINE needs it for the mean key")
         .that(feature != KVLAB_VALUE_OUT_NORM1 || (args.output && args.hidden > 0),
@@ -242,19 +242,21 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
   Wants rest;
   rest.that(!needs_requests(policy.needs) || args.policy.threshold16,
             "policy.threshold16 is NULL, and {} counts requests", std::string_view(policy.name))
-      .that(args.numbering >= KVLAB_ORIGINAL && args.numbering <= KVLAB_TWO_FRAMES,
-            "numbering is {}, which is not a kvlab_positions", static_cast<int>(args.numbering))
+      .that(args.numbering >= KVLAB_ORIGINAL_POSITIONS &&
+                args.numbering <= KVLAB_CACHE_POSITIONS_ROTATED,
+            "numbering is {}, which is not a kvlab_numbering", static_cast<int>(args.numbering))
       .pointers({{args.now, "now"}})
       .rows({{args.q, "q"}, {args.out, "out"}, {args.workspace, "workspace"}});
-  if (args.numbering != KVLAB_ORIGINAL) {
+  if (args.numbering != KVLAB_ORIGINAL_POSITIONS) {
     rest.pointers({{args.inv_freq, "inv_freq, of cache positions,"}})
         .that(args.rotated == args.cache.head_size,
               "rotated is {}; at cache positions, all of head_size, {}", args.rotated,
               args.cache.head_size)
-        .that(args.numbering != KVLAB_SQUEEZED || args.cache.ages,
-              "cache.ages is NULL, and numbering KVLAB_SQUEEZED")
-        .that(args.numbering != KVLAB_TWO_FRAMES || policy.oldest_first,
-              "numbering is KVLAB_TWO_FRAMES, which only window and sink support, not {}",
+        .that(args.numbering != KVLAB_CACHE_POSITIONS || args.cache.ages,
+              "cache.ages is NULL, and numbering KVLAB_CACHE_POSITIONS")
+        .that(args.numbering != KVLAB_CACHE_POSITIONS_ROTATED || policy.oldest_first,
+              "numbering is KVLAB_CACHE_POSITIONS_ROTATED, which only window and sink support, not "
+              "{}",
               std::string_view(policy.name));
   }
   return wants.also(rest.missing()).missing();
@@ -382,9 +384,9 @@ std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args) {
       .missing();
 }
 
-std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args) {
+std::string why_not(const DevicePolicy& policy, const kvlab_compact_args& args) {
   Wants wants;
-  const kvlab_cache &from = args.from, &to = args.to;
+  const kvlab_cache_view &from = args.from, &to = args.to;
   return wants.also(why_not(from, "from"))
       .also(why_not(to, "to"))
       .that(from.type == to.type && from.sequences == to.sequences &&
@@ -400,9 +402,9 @@ std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args) {
       .missing();
 }
 
-std::string why_not_ranks(const kvlab_shrink_args& args, const std::uint64_t* ranks, int devices) {
+std::string why_not_ranks(const kvlab_compact_args& args, const std::uint64_t* ranks, int devices) {
   return Wants()
-      .that(args.by_layer != 0, "by_layer is 0, and kvlab_shrink does not consult other devices")
+      .that(args.by_layer != 0, "by_layer is 0, and kvlab_compact does not consult other devices")
       .pointers({{ranks, "ranks"}})
       .that(devices >= 1 && std::int64_t{devices} * args.from.kv_heads <= 65535,
             "devices is {}, with {} KV heads each; give 1 or more devices, and at most 65535 heads",

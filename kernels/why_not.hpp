@@ -26,13 +26,13 @@ bool is_type(kvlab_type type);
 // rest.
 
 /// Checks a cache except for its arrays.
-std::string why_not_shape(const kvlab_cache& cache, const char* name = "cache");
+std::string why_not_shape(const kvlab_cache_view& cache, const char* name = "cache");
 /// Also checks what attention requires, with at most `max_group` query heads per KV head.
-std::string why_not_shape(const kvlab_cache& cache, const char* name, int max_group);
+std::string why_not_shape(const kvlab_cache_view& cache, const char* name, int max_group);
 /// For a question about memory for `slots` slots; of paged memory it checks only the page size.
-std::string why_not_shape(const kvlab_cache& cache, std::int64_t slots);
+std::string why_not_shape(const kvlab_cache_view& cache, std::int64_t slots);
 std::string why_not(const kvlab_write_args& args);
-std::string why_not(const kvlab_columns_args& args);
+std::string why_not(const kvlab_feature_args& args);
 std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_args& args);
 std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_args* layers,
                     int count);
@@ -47,8 +47,8 @@ std::string why_not_values(const DevicePolicy& policy);
 std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args);
 /// Why prompts cannot share a prefix's observations and token features.
 std::string why_not_shared(const DevicePolicy& policy);
-std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args);
+std::string why_not(const DevicePolicy& policy, const kvlab_compact_args& args);
 /// For the halves of a compaction.
-std::string why_not_ranks(const kvlab_shrink_args& args, const std::uint64_t* ranks, int devices);
+std::string why_not_ranks(const kvlab_compact_args& args, const std::uint64_t* ranks, int devices);
 
 }  // namespace kvlab::kernels

@@ -55,13 +55,13 @@ void check_launches(const DeviceModel& model, const CudaDecoderOptions& options)
   const auto head_size = static_cast<int>(config.head_size);
   std::string why = kernels::why_not_prefill(model.type(), head_size, limits);
   if (why.empty() && (!options.evicts() || config.has_windows())) {
-    const kvlab_cache cache{.type = model.type(),
-                            .sequences = 1,
-                            .query_heads = static_cast<int>(config.query_heads),
-                            .kv_heads = static_cast<int>(config.kv_heads),
-                            .head_size = head_size,
-                            .max_slots = 1};
-    why = kernels::why_not_attention(cache, KVLAB_ORIGINAL, limits);
+    const kvlab_cache_view cache{.type = model.type(),
+                                 .sequences = 1,
+                                 .query_heads = static_cast<int>(config.query_heads),
+                                 .kv_heads = static_cast<int>(config.kv_heads),
+                                 .head_size = head_size,
+                                 .max_slots = 1};
+    why = kernels::why_not_attention(cache, KVLAB_ORIGINAL_POSITIONS, limits);
   }
   if (!why.empty())
     throw std::runtime_error(

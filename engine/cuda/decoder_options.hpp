@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "engine/decoder.hpp"
-#include "kernels/cache/slots_config.hpp"
+#include "kernels/cache/kv_cache_config.hpp"
 #include "policies/features/features.hpp"
 
 namespace kvlab {
@@ -39,15 +39,15 @@ struct CudaDecoderOptions {
     return std::ranges::any_of(
         caches, [](const ResolvedConfig& cache) { return cache.policy.tier_plan.is_quantized(); });
   }
-  kvlab_columns_args features(int hidden) const {
-    kvlab_columns_args list{.hidden = hidden};
+  kvlab_feature_args features(int hidden) const {
+    kvlab_feature_args list{.hidden = hidden};
     for (const std::string& name : caches.front().policy.features)
-      list.features[list.count++] = static_cast<kvlab_column>(built_in_feature(name).value());
+      list.features[list.count++] = static_cast<kvlab_feature>(built_in_feature(name).value());
     return list;
   }
-  kvlab_positions numbering() const {
-    if (caches.front().positions == Positions::original) return KVLAB_ORIGINAL;
-    return policy().oldest_first ? KVLAB_TWO_FRAMES : KVLAB_SQUEEZED;
+  kvlab_numbering numbering() const {
+    if (caches.front().positions == Positions::original) return KVLAB_ORIGINAL_POSITIONS;
+    return policy().oldest_first ? KVLAB_CACHE_POSITIONS_ROTATED : KVLAB_CACHE_POSITIONS;
   }
 };
 

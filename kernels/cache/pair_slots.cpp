@@ -1,5 +1,7 @@
 #include "kernels/cache/pair_slots.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <stdexcept>
 
@@ -7,9 +9,11 @@
 
 namespace kvlab::kernels {
 
-PairSlots::PairSlots(const SlotsConfig& config)
+PairSlots::PairSlots(const KvCacheConfig& config)
     : kv_heads_(static_cast<std::size_t>(config.kv_heads)),
       own_(config.pairs),
+      configured_(config.pairs),
+      requested_(config.pairs),
       max_tokens_(config.max_tokens > 0 ? config.max_tokens : kUnlimited) {
   for (const SlotSequence& sequence : config.sequences) modifiers_.push_back(sequence.modifiers);
   for (std::size_t at = 0; at < own_.size(); ++at) {
@@ -25,6 +29,58 @@ PairSlots::PairSlots(const SlotsConfig& config)
       throw std::invalid_argument("a KV head keeps too many tokens; at most 2^30 are expected");
     max_slots_ = std::max(max_slots_, static_cast<int>(most));
   }
+  configured_first_ = first_slots_;
+}
+
+void PairSlots::set_rules(std::size_t sequence, std::span<const SequenceSettings::Rule> rules) {
+  std::size_t next = 0;
+  each_pair(sequence, [&](std::size_t at) {
+    const SlotPair& pair = configured_[at];
+    const std::uint32_t budget = rules[next++].budget;
+    const bool may_be_smaller = pair.tiers.empty() && pair.budget != kUnlimited;
+    if (may_be_smaller ? budget <= pair.budget : budget == pair.budget) return;
+    throw std::invalid_argument(fmt::format(
+        "rules[{}]: a budget of {} tokens, where the cache was created for {}; {} is expected",
+        next - 1, budget, pair.budget,
+        may_be_smaller ? "at most that" : "that budget, because of tiers or of no budget,"));
+  });
+  next = 0;
+  each_pair(sequence, [&](std::size_t at) {
+    requested_[at].budget = rules[next].budget;
+    requested_[at].protected_tokens = rules[next++].protected_tokens;
+  });
+}
+
+void PairSlots::reset(std::size_t sequence) {
+  each_pair(sequence, [&](std::size_t at) {
+    own_[at] = requested_[at];
+    first_slots_[at] = configured_first_[at];
+  });
+}
+
+void PairSlots::copy(std::size_t from, std::size_t to) {
+  const auto other = [&](std::size_t at) { return at + (to - from) * kv_heads_; };  // may wrap
+  bool alike = modifiers_[from] == modifiers_[to];
+  each_pair(from, [&](std::size_t at) {
+    alike = alike && configured_[at].has_slots_of(configured_[other(at)]);
+  });
+  if (!alike)
+    throw std::invalid_argument(
+        fmt::format("sequences {} and {} were created with different budgets, tiers or modifiers; "
+                    "equal ones are expected",
+                    from, to));
+  each_pair(from, [&](std::size_t at) {
+    const std::size_t target = other(at);
+    own_[target] = own_[at];
+    requested_[target] = requested_[at];
+    first_slots_[target] = configured_first_[target] + first_slots_[at] - configured_first_[at];
+  });
+}
+
+PairSlots::Range PairSlots::range(std::uint32_t layer, std::size_t sequence) const {
+  const std::size_t at = layer * pairs() + sequence * kv_heads_, end = at + kv_heads_;
+  const std::int64_t first = configured_first_[at];
+  return {first, (end < configured_first_.size() ? configured_first_[end] : total_) - first};
 }
 
 std::uint32_t PairSlots::slots_of(std::size_t pair, std::uint32_t budget) const {

@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "kernels/cache/slots_config.hpp"
+#include "kernels/cache/kv_cache_config.hpp"
 
 namespace kvlab::kernels {
 
@@ -13,7 +13,7 @@ namespace kvlab::kernels {
 class PairSlots {
  public:
   /// Throws std::invalid_argument if a cache has no bound.
-  explicit PairSlots(const SlotsConfig& config);
+  explicit PairSlots(const KvCacheConfig& config);
 
   std::size_t pairs() const { return modifiers_.size() * kv_heads_; }  ///< of one layer
   std::size_t all() const { return own_.size(); }                      ///< pairs, all layers
@@ -26,6 +26,19 @@ class PairSlots {
   ProtectedTokens protected_tokens(std::uint32_t layer, std::size_t pair) const {
     return own_[layer * pairs() + pair].protected_tokens;
   }
+  /// Sets the budgets and protected tokens, [layer, kv_head], that a sequence has from the next
+  /// reset() on. Throws std::invalid_argument, and changes nothing, if a pair has too few slots.
+  void set_rules(std::size_t sequence, std::span<const SequenceSettings::Rule> rules);
+  /// Gives the pairs of a sequence the budgets and slots that they have before any share().
+  void reset(std::size_t sequence);
+  /// Gives the pairs of `to` the budgets of `from`, and slots that are split as those of `from`
+  /// are. Throws std::invalid_argument unless both were configured alike.
+  void copy(std::size_t from, std::size_t to);
+  /// All slots of a sequence in a layer: the slots of its pairs follow one another.
+  struct Range {
+    std::int64_t first, count;
+  };
+  Range range(std::uint32_t layer, std::size_t sequence) const;
   /// Sets the budgets of a sequence's KV heads in a layer; they share the slots that the heads have
   /// together.
   void share(std::uint32_t layer, std::size_t sequence, std::span<const std::uint32_t> budgets);
@@ -42,12 +55,20 @@ class PairSlots {
 
  private:
   std::uint32_t slots_of(std::size_t pair, std::uint32_t budget) const;
+  /// Calls each(at) for the pairs of a sequence in all layers: at is their index [layer, pair].
+  template <class Each>
+  void each_pair(std::size_t sequence, Each each) const {
+    for (std::size_t at = sequence * kv_heads_; at < own_.size(); at += pairs())
+      for (std::size_t pair = at; pair < at + kv_heads_; ++pair) each(pair);
+  }
 
   std::size_t kv_heads_;
   std::vector<Modifiers> modifiers_;  // [sequence]
-  std::vector<SlotPair> own_;         // [layer, pair]
+  std::vector<SlotPair> own_;         // [layer, pair]: as they are now
+  std::vector<SlotPair> configured_;  // [layer, pair]: as the memory was allocated
+  std::vector<SlotPair> requested_;   // [layer, pair]: what reset() restores
   std::uint32_t max_tokens_;
-  std::vector<std::int64_t> first_slots_;
+  std::vector<std::int64_t> first_slots_, configured_first_;
   std::int64_t total_ = 0;
   int max_slots_ = 0;
 };

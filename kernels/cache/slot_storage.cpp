@@ -9,10 +9,14 @@ constexpr const char* kTables = "the cache's tables";
 
 }  // namespace
 
-SlotStorage::SlotStorage(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots)
+SlotStorage::SlotStorage(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots)
     : shape_(config.slot_cache(static_cast<int>(config.sequences.size()), slots.max_slots())),
       layers_(config.layers.data()),
+      first_head_(config.first_head),
       pairs_(slots.pairs()),
+      key_bytes_(config.key_bytes()),
+      slot_bytes_(config.kernels.slot_bytes),
+      feature_count_(static_cast<std::size_t>(config.features.count)),
       params_bytes_(config.kernels.params_bytes) {
   const auto total = static_cast<std::size_t>(slots.total());
   const std::size_t sequences = config.sequences.size(), pairs = slots.all();
@@ -22,7 +26,7 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const SlotsConfig& config, const Pa
   values = arena.take<std::byte>(quantized ? 0 : total * config.key_bytes());
   if (quantized) keys = tiers.newest_keys, values = tiers.newest_values;
   positions = arena.take<std::uint32_t>(total);
-  ages = arena.take<std::uint32_t>(config.numbering == KVLAB_SQUEEZED ? total : 0);
+  ages = arena.take<std::uint32_t>(config.numbering == KVLAB_CACHE_POSITIONS ? total : 0);
   states = arena.take<std::byte>(total * config.kernels.slot_bytes);
   features = arena.take<float>(total * static_cast<std::size_t>(config.features.count));
   unit_keys = arena.take<float>(has(config.features, KVLAB_KEY_COSINE)
@@ -45,7 +49,8 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const SlotsConfig& config, const Pa
   seeds = arena.take<std::uint64_t>(sequences);
 }
 
-void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::size_t count) const {
+void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::size_t count,
+                              cudaStream_t stream) const {
   std::vector<kvlab_rule> own_rules;
   std::vector<std::uint32_t> of_steps, of_compactions;
   std::vector<std::int64_t> starts;
@@ -63,41 +68,94 @@ void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::si
     of_compactions.push_back(modifiers.evict_at(budget));
     starts.push_back(slots.first_slots()[at]);
   }
-  cuda::write(rules + first, own_rules, kTables);
-  cuda::write(first_slots + first, starts, kTables);
+  cuda::enqueue_write(rules + first, own_rules, stream, kTables);
+  cuda::enqueue_write(first_slots + first, starts, stream, kTables);
   if (!step_evict_at) return;
-  cuda::write(step_evict_at + first, of_steps, kTables);
-  cuda::write(compact_evict_at + first, of_compactions, kTables);
+  cuda::enqueue_write(step_evict_at + first, of_steps, stream, kTables);
+  cuda::enqueue_write(compact_evict_at + first, of_compactions, stream, kTables);
 }
 
-void SlotStorage::clear(const SlotsConfig& config, const PairSlots& slots) const {
-  if (tiers.in_use()) tiers.clear(config, slots);
-  const std::size_t pairs = slots.all();
-  write_pairs(slots, 0, pairs);
-  if (never) cuda::write(never, std::vector<std::uint32_t>(pairs, kUnlimited), kTables);
+void SlotStorage::write_settings(std::size_t first_sequence, std::span<const SlotSequence> settings,
+                                 cudaStream_t stream) const {
   std::vector<std::byte> all_params;
   std::vector<std::uint32_t> all_thresholds, ids;
   std::vector<std::uint64_t> all_seeds;
-  for (const SlotSequence& sequence : config.sequences) {
+  for (const SlotSequence& sequence : settings) {
     all_params.insert(all_params.end(), sequence.params.begin(), sequence.params.end());
     all_thresholds.push_back(sequence.threshold16);
     all_seeds.push_back(sequence.seed);
     ids.push_back(sequence.id);
   }
-  if (unit_keys)
-    cuda::write(unit_keys, std::vector<float>(pairs * static_cast<std::size_t>(shape_.head_size)),
-                kTables);
-  cuda::write(lengths, std::vector<std::int32_t>(pairs), kTables);
-  cuda::write(next_slots, std::vector<std::int32_t>(pairs), kTables);
-  cuda::write(params, all_params, kTables);
-  cuda::write(thresholds, all_thresholds, kTables);
-  cuda::write(sequence_ids, ids, kTables);
-  cuda::write(seeds, all_seeds, kTables);
+  cuda::enqueue_write(params + first_sequence * params_bytes_, all_params, stream, kTables);
+  cuda::enqueue_write(thresholds + first_sequence, all_thresholds, stream, kTables);
+  cuda::enqueue_write(sequence_ids + first_sequence, ids, stream, kTables);
+  cuda::enqueue_write(seeds + first_sequence, all_seeds, stream, kTables);
 }
 
-kvlab_cache SlotStorage::cache(std::uint32_t layer, int sequences) const {
+void SlotStorage::initialize(const KvCacheConfig& config, const PairSlots& slots,
+                             cudaStream_t stream) const {
+  if (tiers.in_use()) tiers.initialize(config, slots, stream);
+  if (never)
+    cuda::enqueue_write(never, std::vector<std::uint32_t>(slots.all(), kUnlimited), stream,
+                        kTables);
+}
+
+void SlotStorage::start(const PairSlots& slots, std::size_t first_sequence,
+                        std::span<const SlotSequence> settings, cudaStream_t stream) const {
+  const auto heads = static_cast<std::size_t>(shape_.kv_heads),
+             head_size = static_cast<std::size_t>(shape_.head_size);
+  const std::size_t count = settings.size() * heads;
+  for (std::size_t first = first_sequence * heads; first < slots.all(); first += pairs_) {
+    write_pairs(slots, first, count, stream);
+    cuda::enqueue_zeros(lengths + first, count, stream, kTables);
+    cuda::enqueue_zeros(next_slots + first, count, stream, kTables);
+    if (unit_keys)
+      cuda::enqueue_zeros(unit_keys + first * head_size, count * head_size, stream, kTables);
+    if (tiers.in_use()) tiers.start(first, count, stream);
+  }
+  write_settings(first_sequence, settings, stream);
+}
+
+void SlotStorage::copy(const PairSlots& slots, std::size_t from, std::size_t to,
+                       const SlotSequence& settings, cudaStream_t stream) const {
+  const auto heads = static_cast<std::size_t>(shape_.kv_heads),
+             head_size = static_cast<std::size_t>(shape_.head_size);
+  for (std::uint32_t layer = 0; layer * pairs_ < slots.all(); ++layer) {
+    const PairSlots::Range source = slots.range(layer, from), target = slots.range(layer, to);
+    // Copies `width` elements for each slot of the sequence, or for each of its pairs.
+    const auto copy_slots = [&](auto* array, std::size_t width) {
+      if (array != nullptr && width > 0)
+        cuda::copy(array + static_cast<std::size_t>(target.first) * width,
+                   array + static_cast<std::size_t>(source.first) * width,
+                   static_cast<std::size_t>(source.count) * width, stream);
+    };
+    const std::size_t first = layer * pairs_ + from * heads, to_first = layer * pairs_ + to * heads;
+    const auto copy_pairs = [&](auto* array, std::size_t width = 1) {
+      if (array != nullptr)
+        cuda::copy(array + to_first * width, array + first * width, heads * width, stream);
+    };
+    if (tiers.in_use()) {
+      tiers.copy(first, to_first, heads, stream);
+      copy_slots(tiers.row_of_slot, 1);
+    } else {
+      copy_slots(keys, key_bytes_);
+      copy_slots(values, key_bytes_);
+    }
+    copy_slots(positions, 1);
+    copy_slots(ages, 1);
+    copy_slots(states, slot_bytes_);
+    copy_slots(features, feature_count_);
+    copy_pairs(unit_keys, head_size);
+    copy_pairs(lengths);
+    copy_pairs(next_slots);
+    write_pairs(slots, to_first, heads, stream);
+  }
+  write_settings(to, {&settings, 1}, stream);
+}
+
+kvlab_cache_view SlotStorage::cache(std::uint32_t layer, int sequences) const {
   const std::size_t at = layer * pairs_;
-  kvlab_cache cache = shape_;
+  kvlab_cache_view cache = shape_;
   cache.sequences = sequences;
   cache.softmax_scale = layers_[layer].softmax_scale;
   cache.first_slot = first_slots + at;
@@ -118,13 +176,14 @@ kvlab_policy_state SlotStorage::policy(std::uint32_t layer) const {
           .seeds = seeds,
           .sequence_ids = sequence_ids,
           .layer = layers_[layer].number,
+          .first_head = first_head_,
           .seen = seen,
           .features = features,
           .evict_at = step_evict_at ? step_evict_at + layer * pairs_ : nullptr};
 }
 
-kvlab_cache SlotStorage::cache_of(std::uint32_t layer, int sequence) const {
-  kvlab_cache one = cache(layer, 1);
+kvlab_cache_view SlotStorage::cache_of(std::uint32_t layer, int sequence) const {
+  kvlab_cache_view one = cache(layer, 1);
   const std::ptrdiff_t pair = std::ptrdiff_t{sequence} * shape_.kv_heads;
   one.first_slot += pair;
   one.lengths += pair;

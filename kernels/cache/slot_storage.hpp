@@ -10,17 +10,26 @@ namespace kvlab::kernels {
 /// All state that lives from step to step, laid out in device memory. Copies are views.
 class SlotStorage {
  public:
-  SlotStorage(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots);
-  /// Drops all tokens and writes the tables from `slots` and `config`. Synchronizes.
-  void clear(const SlotsConfig& config, const PairSlots& slots) const;
-  /// Writes the tables of `count` pairs, [layer, pair], starting at `first`. Synchronizes.
-  void write_pairs(const PairSlots& slots, std::size_t first, std::size_t count) const;
+  SlotStorage(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots);
+  /// Clears what only needs it once, right after the memory was allocated.
+  void initialize(const KvCacheConfig& config, const PairSlots& slots, cudaStream_t stream) const;
+  /// Drops the tokens of some sequences, and writes their tables from `slots` and `settings`.
+  /// Enqueued on the stream, as are the next calls.
+  void start(const PairSlots& slots, std::size_t first_sequence,
+             std::span<const SlotSequence> settings, cudaStream_t stream) const;
+  /// Copies tokens and states between sequences with the same slots. PairSlots::copy() has been
+  /// called.
+  void copy(const PairSlots& slots, std::size_t from, std::size_t to, const SlotSequence& settings,
+            cudaStream_t stream) const;
+  /// Writes the tables of `count` pairs, [layer, pair], starting at `first`.
+  void write_pairs(const PairSlots& slots, std::size_t first, std::size_t count,
+                   cudaStream_t stream) const;
 
   /// One layer of the first `sequences` sequences.
-  kvlab_cache cache(std::uint32_t layer, int sequences) const;
+  kvlab_cache_view cache(std::uint32_t layer, int sequences) const;
   kvlab_policy_state policy(std::uint32_t layer) const;
   /// One layer of one sequence.
-  kvlab_cache cache_of(std::uint32_t layer, int sequence) const;
+  kvlab_cache_view cache_of(std::uint32_t layer, int sequence) const;
   kvlab_policy_state policy_of(std::uint32_t layer, int sequence) const;
   /// policy_of() for a compaction. The compaction evicts to the budget if steps leave eviction to
   /// it, unless `stays` is set.
@@ -47,10 +56,16 @@ class SlotStorage {
   std::uint64_t* seeds;
 
  private:
-  kvlab_cache shape_;         ///< of a layer, without pointers
-  const SlotLayer* layers_;   ///< points into the config
-  std::size_t pairs_;         ///< per layer
-  std::size_t params_bytes_;  ///< per sequence
+  /// Writes params, thresholds, seeds and sequence_ids of a sequence.
+  void write_settings(std::size_t first_sequence, std::span<const SlotSequence> settings,
+                      cudaStream_t stream) const;
+
+  kvlab_cache_view shape_;   ///< of a layer, without pointers
+  const SlotLayer* layers_;  ///< points into the config
+  std::uint32_t first_head_;
+  std::size_t pairs_;                                   ///< per layer
+  std::size_t key_bytes_, slot_bytes_, feature_count_;  ///< per slot
+  std::size_t params_bytes_;                            ///< per sequence
 };
 
 }  // namespace kvlab::kernels

@@ -14,12 +14,13 @@ constexpr const char* kWhat = "the cache's tiers";
 
 }  // namespace
 
-TierLayout::TierLayout(const SlotsConfig& config, const PairSlots& slots) {
+TierLayout::TierLayout(const KvCacheConfig& config, const PairSlots& slots) {
   const int head_size = config.head_size, element = static_cast<int>(bytes_of(config.type));
   for (std::size_t at = 0; at < slots.first_slots().size(); ++at) {
     const auto layer = static_cast<std::uint32_t>(at / slots.pairs());
     DeviceTierPlan& tier_plan = tier_plans.emplace_back();
     tier_plan.first_row = rows;
+    const std::int64_t first_byte = bytes;
     const std::vector<TierSlots> tiers = slots.tiers(layer, at % slots.pairs());
     std::uint32_t first_row = 0;
     for (std::size_t r = 0; r < tiers.size(); ++r) {
@@ -36,13 +37,14 @@ TierLayout::TierLayout(const SlotsConfig& config, const PairSlots& slots) {
       bytes += row * whole;
       padding += row * (whole - held);
     }
+    regions.push_back({rows, first_row, first_byte, bytes - first_byte});
     rows += first_row;
     max_rows = std::max(max_rows, static_cast<int>(first_row));
     max_tiers = std::max(max_tiers, tier_plan.tiers);
   }
 }
 
-TierStorage::TierStorage(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots)
+TierStorage::TierStorage(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots)
     : pairs_(slots.pairs()),
       kv_heads_(static_cast<std::size_t>(config.kv_heads)),
       key_bytes_(config.key_bytes()),
@@ -50,6 +52,7 @@ TierStorage::TierStorage(cuda::Arena& arena, const SlotsConfig& config, const Pa
       element_(static_cast<int>(bytes_of(config.type))) {
   if (!config.is_quantized()) return;
   const TierLayout plan(config, slots);
+  regions_ = plan.regions;
   tier_plans = arena.take<DeviceTierPlan>(plan.tier_plans.size());
   bytes = arena.take<std::byte>(static_cast<std::size_t>(plan.bytes));
   row_of_slot = arena.take<std::uint32_t>(static_cast<std::size_t>(slots.total()));
@@ -65,20 +68,37 @@ TierStorage::TierStorage(cuda::Arena& arena, const SlotsConfig& config, const Pa
   newest = arena.take<std::int64_t>(pairs_);
 }
 
-void TierStorage::clear(const SlotsConfig& config, const PairSlots& slots) const {
+void TierStorage::initialize(const KvCacheConfig& config, const PairSlots& slots,
+                             cudaStream_t stream) const {
   const TierLayout plan(config, slots);
-  const auto clear = [](auto* part, std::size_t count) {
-    cuda::check(cudaMemset(part, 0, count * sizeof *part), kWhat);
-  };
-  cuda::write(tier_plans, plan.tier_plans, kWhat);
-  clear(bytes, static_cast<std::size_t>(plan.bytes));  // so that unused rows hold numbers, not NaN
-  clear(counts, plan.tier_plans.size() * kMaxDeviceTiers);
-  clear(next_rows, plan.tier_plans.size());
-  clear(extents, plan.tier_plans.size());
-  clear(nothing, pairs_);
+  cuda::enqueue_write(tier_plans, plan.tier_plans, stream, kWhat);
+  // Unused rows must hold numbers, not NaN.
+  cuda::enqueue_zeros(bytes, static_cast<std::size_t>(plan.bytes), stream, kWhat);
+  cuda::enqueue_zeros(nothing, pairs_, stream, kWhat);
   std::vector<std::int64_t> places_of_newest(pairs_);
   std::iota(places_of_newest.begin(), places_of_newest.end(), 0);
-  cuda::write(newest, places_of_newest, kWhat);
+  cuda::enqueue_write(newest, places_of_newest, stream, kWhat);
+}
+
+void TierStorage::start(std::size_t first, std::size_t count, cudaStream_t stream) const {
+  cuda::enqueue_zeros(counts + first * kMaxDeviceTiers, count * kMaxDeviceTiers, stream, kWhat);
+  cuda::enqueue_zeros(next_rows + first, count, stream, kWhat);
+  cuda::enqueue_zeros(extents + first, count, stream, kWhat);
+}
+
+void TierStorage::copy(std::size_t from, std::size_t to, std::size_t count,
+                       cudaStream_t stream) const {
+  for (std::size_t pair = 0; pair < count; ++pair) {
+    const TierRegion &source = regions_[from + pair], &target = regions_[to + pair];
+    cuda::copy(bytes + target.first_byte, bytes + source.first_byte,
+               static_cast<std::size_t>(source.bytes), stream);
+    cuda::copy(slot_of_row + target.first_row, slot_of_row + source.first_row,
+               static_cast<std::size_t>(source.rows), stream);
+  }
+  cuda::copy(counts + to * kMaxDeviceTiers, counts + from * kMaxDeviceTiers,
+             count * kMaxDeviceTiers, stream);
+  cuda::copy(next_rows + to, next_rows + from, count, stream);
+  cuda::copy(extents + to, extents + from, count, stream);
 }
 
 void TierStorage::pretend(const PairSlots& slots, std::size_t at, std::size_t pair,

@@ -7,11 +7,17 @@
 
 namespace kvlab::kernels {
 
+/// Where the rows of a pair are.
+struct TierRegion {
+  std::int64_t first_row, rows, first_byte, bytes;
+};
+
 /// The layout of all rows. Host only.
 struct TierLayout {
-  TierLayout(const SlotsConfig& config, const PairSlots& slots);
+  TierLayout(const KvCacheConfig& config, const PairSlots& slots);
 
   std::vector<DeviceTierPlan> tier_plans;  // [layer, pair]
+  std::vector<TierRegion> regions;         // [layer, pair]
   std::int64_t rows = 0, bytes = 0;
   int max_rows = 0, max_row_bytes = 0, max_tiers = 0;  ///< see QuantizedCache
   std::int64_t padding = 0;  ///< bytes that only pad the tiers' rows to whole tiles
@@ -20,9 +26,13 @@ struct TierLayout {
 /// Copies are views. All pointers are null if no cache is quantized.
 struct TierStorage {
   TierStorage() = default;
-  TierStorage(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots);
-  /// Removes all tokens from all tiers. Synchronizes.
-  void clear(const SlotsConfig& config, const PairSlots& slots) const;
+  TierStorage(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots);
+  /// Writes the tables that do not change. Enqueued on the stream, as are the next two.
+  void initialize(const KvCacheConfig& config, const PairSlots& slots, cudaStream_t stream) const;
+  /// Removes the tokens of `count` pairs, [layer, pair], starting at `first`.
+  void start(std::size_t first, std::size_t count, cudaStream_t stream) const;
+  /// Copies the tokens of `count` pairs, except row_of_slot, to pairs with the same tiers.
+  void copy(std::size_t from, std::size_t to, std::size_t count, cudaStream_t stream) const;
   /// Benchmark only: marks `live` tokens of a pair as stored; their quantized values are arbitrary.
   void pretend(const PairSlots& slots, std::size_t at, std::size_t pair, std::uint32_t live) const;
 
@@ -40,6 +50,7 @@ struct TierStorage {
   std::int64_t* newest = nullptr;                              // [pair]: 0, 1, 2, …
 
  private:
+  std::vector<TierRegion> regions_ = {};  // [layer, pair]
   std::size_t pairs_ = 0, kv_heads_ = 0, key_bytes_ = 0;
   int head_size_ = 0, element_ = 0, max_rows_ = 0, max_row_bytes_ = 0, max_tiers_ = 0;
 };

@@ -31,7 +31,7 @@ template <int kKeys, Rotated kRotated>
 struct TileAges {};
 template <int kKeys>
 struct TileAges<kKeys, Rotated::keys> {
-  std::uint32_t ages[kKeys];  // see kvlab_cache
+  std::uint32_t ages[kKeys];  // see kvlab_cache_view
 
   /// Starts copying the ages of the first `valid` slots. Called by a whole warp.
   __device__ void load(const std::uint32_t* from, int valid) {

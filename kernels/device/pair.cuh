@@ -18,12 +18,12 @@ __device__ inline Pair pair_of(int index, int kv_heads) {
 }
 
 /// Slots with live tokens while the newest token, which is at next_slots, attends.
-__device__ inline int live_slots(const kvlab_cache& cache, const Pair& pair) {
+__device__ inline int live_slots(const kvlab_cache_view& cache, const Pair& pair) {
   return max(cache.lengths[pair.index], cache.next_slots[pair.index] + 1);
 }
 
 /// The element at which the key of a pair's slot begins; its value begins at the same element.
-__device__ inline std::int64_t row_of(const kvlab_cache& cache, int pair, std::int64_t slot) {
+__device__ inline std::int64_t row_of(const kvlab_cache_view& cache, int pair, std::int64_t slot) {
   if (cache.pages.blocks != nullptr)
     return paged_row(cache.pages, pair, cache.kv_heads, static_cast<int>(slot));
   return (cache.first_slot[pair] + slot) * cache.head_size;

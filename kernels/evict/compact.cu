@@ -19,7 +19,7 @@ constexpr int kThreads = 1024;
 /// Writes ranks by age, [pair, max_slots], and each slot's age (in workspace.sources). A thread for
 /// each slot of a pair (y). New tokens follow the older ones in order.
 __global__ void __launch_bounds__(kCompactThreads)
-    number_ranks(const __grid_constant__ kvlab_shrink_args args, std::uint64_t* by_age) {
+    number_ranks(const __grid_constant__ kvlab_compact_args args, std::uint64_t* by_age) {
   const CompactPair pair(args, static_cast<int>(blockIdx.y));
   const std::uint32_t slot = blockIdx.x * kCompactThreads + threadIdx.x;
   if (pair.idle() || slot >= pair.live()) return;
@@ -42,7 +42,7 @@ struct RanksByAge {
 };
 
 /// The rank at an age: the pair's, or the sum over the sequence's KV heads in their order.
-__device__ std::uint64_t rank_at(const kvlab_shrink_args& args, const RanksByAge& by_age,
+__device__ std::uint64_t rank_at(const kvlab_compact_args& args, const RanksByAge& by_age,
                                  const CompactPair& pair, RankType type, std::uint32_t age) {
   const auto rank_of = [&](int row) {
     return by_age.ranks[std::size_t(row) * args.from.max_slots + age];
@@ -59,7 +59,8 @@ __device__ std::uint64_t rank_at(const kvlab_shrink_args& args, const RanksByAge
 
 /// Applies the modifiers to the ranks, reading them by age.
 __global__ void __launch_bounds__(kCompactThreads)
-    modify_ranks(const __grid_constant__ kvlab_shrink_args args, RanksByAge by_age, RankType type) {
+    modify_ranks(const __grid_constant__ kvlab_compact_args args, RanksByAge by_age,
+                 RankType type) {
   const CompactPair pair(args, static_cast<int>(blockIdx.y));
   const std::uint32_t slot = blockIdx.x * kCompactThreads + threadIdx.x, live = pair.live();
   if (pair.idle() || slot >= live) return;
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kCompactThreads)
 
 /// Chooses the tokens that stay and their destination. A block for each pair.
 __global__ void __launch_bounds__(kThreads)
-    choose_stayers(const __grid_constant__ kvlab_shrink_args args, bool in_place) {
+    choose_stayers(const __grid_constant__ kvlab_compact_args args, bool in_place) {
   __shared__ SelectionShared shared;
   const CompactPair pair(args, static_cast<int>(blockIdx.x));
   if (pair.idle()) return;
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
 
 /// Moves the tokens that stay. A thread for each 16 bytes of a key and the same bytes of its value.
 __global__ void __launch_bounds__(kCompactThreads)
-    move_stayers(const __grid_constant__ kvlab_shrink_args args, int slot_bytes, int features,
+    move_stayers(const __grid_constant__ kvlab_compact_args args, int slot_bytes, int features,
                  int chunks, int bytes, bool in_place, bool rows) {
   const int pair = static_cast<int>(blockIdx.y);
   if (args.now[pair / args.from.kv_heads] == kIdle) return;
@@ -172,28 +173,28 @@ __global__ void __launch_bounds__(kCompactThreads)
 
 }  // namespace
 
-std::size_t compact_workspace(const kvlab_cache& from) {
+std::size_t compact_workspace(const kvlab_cache_view& from) {
   return std::size_t(from.sequences) * from.kv_heads * from.max_slots *
          (2 * sizeof(std::uint64_t) + 2 * sizeof(std::int32_t));
 }
 
 namespace {
 
-bool modifies(const kvlab_shrink_args& args) { return args.by_layer != 0 || args.smooth > 0; }
+bool modifies(const kvlab_compact_args& args) { return args.by_layer != 0 || args.smooth > 0; }
 
-dim3 grid_of(const kvlab_shrink_args& args) {
+dim3 grid_of(const kvlab_compact_args& args) {
   return dim3(static_cast<unsigned>((args.from.max_slots + kCompactThreads - 1) / kCompactThreads),
               static_cast<unsigned>(args.from.sequences * args.from.kv_heads));
 }
 
-cudaError_t modify(const DevicePolicy& policy, const kvlab_shrink_args& args,
+cudaError_t modify(const DevicePolicy& policy, const kvlab_compact_args& args,
                    const RanksByAge& by_age, cudaStream_t stream) {
   modify_ranks<<<grid_of(args), kCompactThreads, 0, stream>>>(args, by_age, policy.rank_type);
   return cudaGetLastError();
 }
 
 /// The rest of a compaction, after the workspace holds every live token's rank.
-cudaError_t keep_survivors(const DevicePolicy& policy, const kvlab_shrink_args& args, bool rows,
+cudaError_t keep_survivors(const DevicePolicy& policy, const kvlab_compact_args& args, bool rows,
                            cudaStream_t stream) {
   const bool in_place =
       args.from.keys == args.to.keys && args.from.pages.blocks == args.to.pages.blocks;
@@ -212,9 +213,9 @@ cudaError_t keep_survivors(const DevicePolicy& policy, const kvlab_shrink_args& 
 
 }  // namespace
 
-const std::uint64_t* ranks_of(const kvlab_shrink_args& args) { return compact_parts(args).ranks; }
+const std::uint64_t* ranks_of(const kvlab_compact_args& args) { return compact_parts(args).ranks; }
 
-cudaError_t compact(const DevicePolicy& policy, const kvlab_shrink_args& args, cudaStream_t stream,
+cudaError_t compact(const DevicePolicy& policy, const kvlab_compact_args& args, cudaStream_t stream,
                     bool rows) {
   const cudaError_t error = rank_tokens(policy, args, stream);
   return error == cudaSuccess ? keep_survivors(policy, args, rows, stream) : error;
@@ -229,17 +230,17 @@ cudaError_t copy_prefix(const DevicePolicy& policy, const kvlab_prefix_args& arg
   return cudaGetLastError();
 }
 
-cudaError_t rank_tokens(const DevicePolicy& policy, const kvlab_shrink_args& args,
+cudaError_t rank_tokens(const DevicePolicy& policy, const kvlab_compact_args& args,
                         cudaStream_t stream) {
   std::uint64_t* const by_age = compact_parts(args).by_age;
   const cudaError_t error = rank_by_age(policy, args, by_age, stream);
   return error == cudaSuccess && modifies(args) ? modify(policy, args, {by_age, 1}, stream) : error;
 }
 
-cudaError_t rank_by_age(const DevicePolicy& policy, const kvlab_shrink_args& args,
+cudaError_t rank_by_age(const DevicePolicy& policy, const kvlab_compact_args& args,
                         std::uint64_t* by_age, cudaStream_t stream) {
   if (!why_not(policy, args).empty()) return cudaErrorInvalidValue;
-  kvlab_shrink_args first = args;
+  kvlab_compact_args first = args;
   void* parameters[] = {&first};
   if (const cudaError_t error = cudaLaunchKernel(policy.settle_tokens, grid_of(args),
                                                  dim3(kCompactThreads), parameters, 0, stream);
@@ -249,7 +250,7 @@ cudaError_t rank_by_age(const DevicePolicy& policy, const kvlab_shrink_args& arg
   return cudaGetLastError();
 }
 
-cudaError_t keep_by_ranks(const DevicePolicy& policy, const kvlab_shrink_args& args,
+cudaError_t keep_by_ranks(const DevicePolicy& policy, const kvlab_compact_args& args,
                           const std::uint64_t* by_age, int devices, cudaStream_t stream) {
   if (!why_not(policy, args).empty()) return cudaErrorInvalidValue;
   const cudaError_t error = modify(policy, args, {by_age, devices}, stream);

@@ -17,7 +17,7 @@ struct CompactWorkspace {
   std::int32_t* holes;    // [pair, max_slots]: slots to fill if a compaction is in place
   std::uint64_t* by_age;  // [pair, max_slots]: ranks, if modifiers change them
 };
-inline __host__ __device__ CompactWorkspace compact_parts(const kvlab_shrink_args& args) {
+inline __host__ __device__ CompactWorkspace compact_parts(const kvlab_compact_args& args) {
   const std::size_t slots = std::size_t(args.from.sequences) * args.from.kv_heads *
                             static_cast<std::size_t>(args.from.max_slots);
   auto* const ranks = static_cast<std::uint64_t*>(args.workspace);
@@ -31,7 +31,7 @@ struct CompactPair {
   std::uint32_t older, appended, now;
   std::int64_t first_slot;  ///< in from
 
-  __device__ CompactPair(const kvlab_shrink_args& args, int pair)
+  __device__ CompactPair(const kvlab_compact_args& args, int pair)
       : index(pair),
         sequence(pair / args.from.kv_heads),
         kv_head(pair % args.from.kv_heads),
@@ -46,7 +46,7 @@ struct CompactPair {
 /// Appends, observes and ranks. A thread for each slot of a pair (blockIdx.y).
 template <Policy P>
 __global__ void __launch_bounds__(kCompactThreads)
-    settle_tokens(const __grid_constant__ kvlab_shrink_args args) {
+    settle_tokens(const __grid_constant__ kvlab_compact_args args) {
   using Slot = typename P::Slot;
   const CompactPair pair(args, static_cast<int>(blockIdx.y));
   const std::uint32_t slot = blockIdx.x * kCompactThreads + threadIdx.x;

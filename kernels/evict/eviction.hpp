@@ -14,7 +14,7 @@ struct QuantizedCache;  // kernels/quantized/quantized_cache.hpp
 
 /// Fills cache.ages from positions and lengths, for a cache that was not filled by decoding.
 /// Compares every two tokens of a pair.
-cudaError_t fill_ages(const kvlab_cache& cache, cudaStream_t stream);
+cudaError_t fill_ages(const kvlab_cache_view& cache, cudaStream_t stream);
 
 inline constexpr std::uint32_t kUnlimited = 0xffff'ffffu;  ///< kvlab_rule::budget
 

@@ -13,7 +13,7 @@ namespace kvlab::kernels {
 /// One policy and one way to launch it. All functions follow the rules in kernels/types.hpp.
 struct EvictionKernels : DevicePolicy {
   /// Bytes of workspace for a cache, with its tokens on tiers or not.
-  std::size_t (*attention_workspace)(const kvlab_cache& cache, bool quantized_cache);
+  std::size_t (*attention_workspace)(const kvlab_cache_view& cache, bool quantized_cache);
   /// Attends, and leaves in the workspace the data that `observe` needs.
   cudaError_t (*attend)(const EvictionKernels& policy, const EvictingAttentionArgs& args,
                         cudaStream_t stream);
@@ -36,15 +36,15 @@ struct EvictionKernels : DevicePolicy {
 /// request.
 inline bool complete(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
   const kvlab_policy_state& state = args.policy;
-  return (policy.oldest_first || args.numbering != KVLAB_TWO_FRAMES) && state.rules &&
+  return (policy.oldest_first || args.numbering != KVLAB_CACHE_POSITIONS_ROTATED) && state.rules &&
          state.seeds && state.sequence_ids && (policy.slot_bytes == 0 || state.states) &&
          (policy.params_bytes == 0 || state.params) &&
          (policy.features.empty() || state.features) &&
          (!needs_requests(policy.needs) || state.threshold16);
 }
 
-/// The fast kernels: an attention and a launch after it. Cache positions require kvlab_cache::ages
-/// and fully rotated heads.
+/// The fast kernels: an attention and a launch after it. Cache positions require
+/// kvlab_cache_view::ages and fully rotated heads.
 EvictionKernels observing_kernels(const DevicePolicy& policy);
 
 /// Three plain launches that run on any device. Logits and probabilities of all live slots go

@@ -74,7 +74,7 @@ class NewTokens {
   }
 
   /// A token's feature; for key_cosine first the key's norm.
-  __device__ float of_token(kvlab_column feature, int token) const {
+  __device__ float of_token(kvlab_feature feature, int token) const {
     const auto size = static_cast<std::uint32_t>(args_.cache.head_size);
     switch (feature) {
       case KVLAB_VALUE_NORM:
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ float values[];
   wait_for_predecessor();
   let_successor_start();
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
   if (args.now != nullptr && args.now[pair.sequence] == kIdle) return;
   const int size = cache.head_size, group = cache.query_heads / cache.kv_heads;
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, int kTokens>
 cudaError_t launch_output_norms(const DeviceLimits& limits, const FeatureArgs& args, int c,
                                 cudaStream_t stream) {
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   const Launch where{
       .grid = dim3(static_cast<unsigned>(cache.sequences * cache.kv_heads),
                    static_cast<unsigned>((args.tokens + kTokens - 1) / kTokens)),

@@ -8,12 +8,12 @@
 
 namespace kvlab::kernels {
 
-struct FeatureArgs : kvlab_columns_args {
+struct FeatureArgs : kvlab_feature_args {
   // [pair, dim]: values of one new token each; null: they are in the cache
   const void* values = nullptr;
 };
 
-inline bool has(const kvlab_columns_args& args, kvlab_column feature) {
+inline bool has(const kvlab_feature_args& args, kvlab_feature feature) {
   return std::find(args.features, args.features + args.count, feature) !=
          args.features + args.count;
 }

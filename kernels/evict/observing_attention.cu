@@ -12,13 +12,13 @@
 namespace kvlab::kernels {
 namespace {
 
-int group_of(const kvlab_cache& cache) {
+int group_of(const kvlab_cache_view& cache) {
   if (cache.kv_heads < 1 || cache.query_heads % cache.kv_heads != 0) return 0;
   return cache.query_heads / cache.kv_heads;
 }
 
 /// All arguments except the workspace; pair_attention refuses a null workspace.
-PairAttention pairs_of(const kvlab_cache& cache) {
+PairAttention pairs_of(const kvlab_cache_view& cache) {
   const bool counts = cache.sequences > 0 && cache.sequences <= kMaxPairs && cache.kv_heads > 0 &&
                       cache.kv_heads <= kMaxPairs / cache.sequences;
   PairAttention pairs{};
@@ -75,13 +75,13 @@ struct Layout {
 };
 
 bool complete(const EvictingAttentionArgs& args) {
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   if (cache.next_slots == nullptr || cache.first_slot == nullptr || cache.positions == nullptr ||
       args.now == nullptr)
     return false;
-  return args.numbering == KVLAB_ORIGINAL ||
-         ((args.numbering == KVLAB_TWO_FRAMES ? args.policy.rules != nullptr
-                                              : cache.ages != nullptr) &&
+  return args.numbering == KVLAB_ORIGINAL_POSITIONS ||
+         ((args.numbering == KVLAB_CACHE_POSITIONS_ROTATED ? args.policy.rules != nullptr
+                                                           : cache.ages != nullptr) &&
           args.inv_freq != nullptr && args.rotated == cache.head_size);
 }
 
@@ -94,7 +94,7 @@ float* logits_from(std::byte* begin) {
 /// Where the kernels find their data, and what the attention must leave.
 ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
   const bool observes = policy.needs != Needs::nothing,
-             cache_positions = args.numbering == KVLAB_SQUEEZED;
+             cache_positions = args.numbering == KVLAB_CACHE_POSITIONS;
   const PairAttention pairs = pairs_of(args.cache);
   const Layout at(pairs, args.quantized_cache != nullptr);
   auto* const bytes = static_cast<std::byte*>(args.workspace);
@@ -119,7 +119,7 @@ ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& 
 constexpr int kNumberThreads = 256;
 
 /// A thread for each slot of a pair (blockIdx.y).
-__global__ void __launch_bounds__(kNumberThreads) number_slots(kvlab_cache cache) {
+__global__ void __launch_bounds__(kNumberThreads) number_slots(kvlab_cache_view cache) {
   wait_for_predecessor();
   let_successor_start();
   const int slot = static_cast<int>(blockIdx.x * kNumberThreads + threadIdx.x);
@@ -150,11 +150,12 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   pairs.rows = plan_of(policy, args).rows;
   pairs.workspace = args.workspace;
   if (args.quantized_cache != nullptr)
-    return args.numbering == KVLAB_ORIGINAL ? tier_attention(pairs, *args.quantized_cache, stream)
-                                            : cudaErrorInvalidValue;
-  if (args.numbering != KVLAB_ORIGINAL) {
+    return args.numbering == KVLAB_ORIGINAL_POSITIONS
+               ? tier_attention(pairs, *args.quantized_cache, stream)
+               : cudaErrorInvalidValue;
+  if (args.numbering != KVLAB_ORIGINAL_POSITIONS) {
     pairs.inv_freq = args.inv_freq;
-    if (args.numbering == KVLAB_TWO_FRAMES) {
+    if (args.numbering == KVLAB_CACHE_POSITIONS_ROTATED) {
       pairs.rules = args.policy.rules;
     } else {
       pairs.ages = args.cache.ages;
@@ -198,7 +199,7 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
   return error;
 }
 
-std::size_t observing_workspace(const kvlab_cache& cache, bool quantized_cache) {
+std::size_t observing_workspace(const kvlab_cache_view& cache, bool quantized_cache) {
   const PairAttention pairs = pairs_of(cache);
   if (!is_pair_attention(pairs, cache.pages)) return 0;
   const std::size_t attention = pair_attention_workspace(pairs, cache.pages);
@@ -208,7 +209,7 @@ std::size_t observing_workspace(const kvlab_cache& cache, bool quantized_cache) 
 
 }  // namespace
 
-cudaError_t fill_ages(const kvlab_cache& cache, cudaStream_t stream) {
+cudaError_t fill_ages(const kvlab_cache_view& cache, cudaStream_t stream) {
   const PairTable table = pairs_of(cache).table;
   if (table.pairs < 1 || cache.max_slots < 1 || cache.ages == nullptr ||
       cache.positions == nullptr || cache.lengths == nullptr || cache.first_slot == nullptr)
@@ -220,13 +221,13 @@ cudaError_t fill_ages(const kvlab_cache& cache, cudaStream_t stream) {
   return launch(limits, number_slots, {blocks, kNumberThreads, 0, stream}, cache);
 }
 
-std::string why_not_attention(const kvlab_cache& cache, kvlab_positions numbering,
+std::string why_not_attention(const kvlab_cache_view& cache, kvlab_numbering numbering,
                               const DeviceLimits& limits) {
   PairAttention pairs = pairs_of(cache);
   const std::uint32_t age = 0;
   const kvlab_rule rule{};
-  if (numbering == KVLAB_SQUEEZED) pairs.ages = &age;
-  if (numbering == KVLAB_TWO_FRAMES) pairs.rules = &rule;
+  if (numbering == KVLAB_CACHE_POSITIONS) pairs.ages = &age;
+  if (numbering == KVLAB_CACHE_POSITIONS_ROTATED) pairs.rules = &rule;
   return is_pair_attention(pairs, {}) ? why_not_pair_attention(pairs, limits) : "";
 }
 

@@ -37,7 +37,7 @@ __device__ float rotated_part(float q_low, float q_high, float k_low, float k_hi
 /// A warp for each slot; grid (slots / kSlotsPerBlock, pairs).
 template <class T>
 __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) {
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   const Pair pair = pair_of(static_cast<int>(blockIdx.y), cache.kv_heads);
   if (args.now[pair.sequence] == kIdle) return;
   const int live = live_slots(cache, pair);
@@ -48,8 +48,9 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
   const std::uint32_t* const positions = cache.positions + first;
   const T* const q = static_cast<const T*>(args.q) + std::int64_t{pair.index} * group * dim;
   const int half = args.rotated / 2;
-  const bool cache_positions = args.numbering != KVLAB_ORIGINAL;
-  const float factor = args.numbering == KVLAB_TWO_FRAMES ? 1 : args.rope_factor * args.rope_factor;
+  const bool cache_positions = args.numbering != KVLAB_ORIGINAL_POSITIONS;
+  const float factor =
+      args.numbering == KVLAB_CACHE_POSITIONS_ROTATED ? 1 : args.rope_factor * args.rope_factor;
 
   for (int i = warp; i < kSlotsPerBlock; i += kWarps) {
     const int slot = static_cast<int>(blockIdx.x) * kSlotsPerBlock + i;
@@ -59,7 +60,7 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
     // positions, the key only needs the positions of the tokens evicted between the two.
     int distance =
         cache_positions ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
-    if (args.numbering == KVLAB_TWO_FRAMES)
+    if (args.numbering == KVLAB_CACHE_POSITIONS_ROTATED)
       distance += static_cast<int>(args.now[pair.sequence] - positions[slot]);
     for (int head = 0; head < group; ++head) {
       const T* const query = q + head * dim;
@@ -88,7 +89,7 @@ template <class T>
 __global__ void quantized_logits_kernel(const EvictingAttentionArgs args,
                                         const QuantizedCache quantized_cache, PlainRows rows) {
   extern __shared__ float rotated[];  // [head of the group, dim]
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   const Pair pair = pair_of(static_cast<int>(blockIdx.y), cache.kv_heads);
   if (args.now[pair.sequence] == kIdle) return;
   const int live = live_slots(cache, pair), dim = cache.head_size, blocks = dim / kWarpSize;
@@ -177,7 +178,7 @@ template <class T>
 __global__ void softmax_kernel(const EvictingAttentionArgs args,
                                const QuantizedCache quantized_cache, PlainRows rows) {
   __shared__ float of_warps[kWarps], of_sums[kWarps], of_threads[kThreads];
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   const int group = cache.query_heads / cache.kv_heads, row = static_cast<int>(blockIdx.x);
   const Pair pair = pair_of(row / group, cache.kv_heads);
   if (args.now[pair.sequence] == kIdle) return;
@@ -210,8 +211,8 @@ __global__ void softmax_kernel(const EvictingAttentionArgs args,
 }
 
 bool valid(const EvictingAttentionArgs& args) {
-  const kvlab_cache& cache = args.cache;
-  const bool cache_positions = args.numbering != KVLAB_ORIGINAL;
+  const kvlab_cache_view& cache = args.cache;
+  const bool cache_positions = args.numbering != KVLAB_ORIGINAL_POSITIONS;
   return cache.sequences > 0 && cache.kv_heads > 0 && cache.query_heads > 0 &&
          cache.query_heads % cache.kv_heads == 0 &&
          cache.query_heads / cache.kv_heads <= kMaxGroup && is_head_size(cache.head_size) &&
@@ -223,10 +224,10 @@ bool valid(const EvictingAttentionArgs& args) {
                                args.rotated <= cache.head_size));
 }
 
-std::size_t pairs_of(const kvlab_cache& cache) {
+std::size_t pairs_of(const kvlab_cache_view& cache) {
   return static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.kv_heads);
 }
-std::size_t rows_of(const kvlab_cache& cache) {
+std::size_t rows_of(const kvlab_cache_view& cache) {
   return static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.query_heads);
 }
 
@@ -239,7 +240,7 @@ PlainRows plain_rows(const EvictingAttentionArgs& args) {
 }
 
 /// Includes memory for the first victim of each tier, whether or not there are tiers.
-std::size_t plain_workspace(const kvlab_cache& cache, bool /*quantized*/) {
+std::size_t plain_workspace(const kvlab_cache_view& cache, bool /*quantized*/) {
   return pairs_of(cache) * kMaxDeviceTiers * sizeof(EvictionCandidate) +
          rows_of(cache) * (static_cast<std::size_t>(cache.max_slots) + 1) * sizeof(float);
 }
@@ -248,7 +249,7 @@ std::size_t plain_workspace(const kvlab_cache& cache, bool /*quantized*/) {
 cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
                    cudaStream_t stream) {
   if (!complete(policy, args) || !valid(args)) return cudaErrorInvalidValue;
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   const PlainRows rows = plain_rows(args);
   const dim3 tiles(static_cast<unsigned>((cache.max_slots + kSlotsPerBlock - 1) / kSlotsPerBlock),
                    static_cast<unsigned>(cache.sequences * cache.kv_heads));

@@ -24,7 +24,7 @@ template <class P>
 __device__ Observation observation_of(const EvictingAttentionArgs& args, const PlainRows& rows,
                                       const Pair& pair, int slot,
                                       const typename P::Params& params) {
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   const int group = cache.query_heads / cache.kv_heads;
   Observation seen{.queries = 1};
   for (int head = 0; head < group; ++head) {
@@ -50,7 +50,7 @@ __device__ Observation observation_of(const EvictingAttentionArgs& args, const P
 template <class P>
 __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
   __shared__ EvictionCandidate candidates[kEvictThreads / kWarpSize];
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   const kvlab_policy_state& policy = args.policy;
   const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
   const std::uint32_t now = args.now[pair.sequence];

@@ -23,6 +23,26 @@ void write(T* to, const std::vector<T>& values, std::string_view what) {
   write(to, std::span(values), what);
 }
 
+/// Enqueues a copy to the device. CUDA copies pageable memory before the call returns, so `values`
+/// need not outlive it.
+template <class T>
+void enqueue_write(T* to, std::span<const T> values, cudaStream_t stream, std::string_view what) {
+  if (values.empty()) return;
+  check(cudaMemcpyAsync(to, values.data(), values.size_bytes(), cudaMemcpyHostToDevice, stream),
+        what);
+}
+template <class T>
+void enqueue_write(T* to, const std::vector<T>& values, cudaStream_t stream,
+                   std::string_view what) {
+  enqueue_write(to, std::span(values), stream, what);
+}
+
+/// Enqueues zeros.
+template <class T>
+void enqueue_zeros(T* to, std::size_t count, cudaStream_t stream, std::string_view what) {
+  if (to != nullptr && count > 0) check(cudaMemsetAsync(to, 0, count * sizeof(T), stream), what);
+}
+
 template <class T>
 DeviceBuffer upload(std::span<const T> values, std::string_view what) {
   DeviceBuffer buffer(values.size_bytes(), what);

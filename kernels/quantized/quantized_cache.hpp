@@ -1,5 +1,5 @@
 // Tokens on the tiers of a tier plan, on the device. A token's data is indexed by slot as usual
-// (kvlab_cache), except that its key and value lie in a row of its tier.
+// (kvlab_cache_view), except that its key and value lie in a row of its tier.
 #pragma once
 
 #include <cuda_runtime_api.h>

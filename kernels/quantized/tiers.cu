@@ -23,7 +23,7 @@ constexpr int kTokensOfBlock = kMoveThreads / kWarpSize / 2;
 /// Sizes of a layer's rows.
 struct RowShape {
   int head_size, element, blocks;
-  __device__ explicit RowShape(const kvlab_cache& cache, int element_bytes)
+  __device__ explicit RowShape(const kvlab_cache_view& cache, int element_bytes)
       : head_size(cache.head_size), element(element_bytes), blocks(cache.head_size / kWarpSize) {}
 };
 
@@ -47,7 +47,7 @@ __device__ std::int32_t extent_of(const DeviceTierPlan& tier_plan, Tokens tokens
 
 /// Stores a pair's newest key and value; a warp for each block.
 template <class T>
-__global__ void store_newest_kernel(kvlab_cache cache, QuantizedCache quantized_cache,
+__global__ void store_newest_kernel(kvlab_cache_view cache, QuantizedCache quantized_cache,
                                     const std::uint32_t* now) {
   let_successor_start();
   wait_for_predecessor();
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kStepThreads)
   __shared__ Move moves[kMaxDeviceTiers];
   __shared__ int move_count;
   wait_for_predecessor();
-  const kvlab_cache& cache = args.cache;
+  const kvlab_cache_view& cache = args.cache;
   const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
   if (args.now[pair.sequence] == kIdle) return;
   const DeviceTierPlan& tier_plan = quantized_cache.tier_plans[pair.index];
@@ -218,7 +218,7 @@ __device__ void demote_surplus(SelectionShared& shared, const TierKeys& keys, st
 /// Assigns a tier and a row to each token that stays, after the tokens that stay are chosen. A
 /// block for each pair.
 __global__ void __launch_bounds__(kAssignThreads)
-    assign_tiers(const __grid_constant__ kvlab_shrink_args args,
+    assign_tiers(const __grid_constant__ kvlab_compact_args args,
                  const QuantizedCache quantized_cache, const StagedTiers staged) {
   __shared__ SelectionShared shared;
   const CompactPair pair(args, static_cast<int>(blockIdx.x));
@@ -273,7 +273,7 @@ struct MovedRow {
   /// Slot in `from`; `from` and `to`: source and i among all slots there
   std::int64_t source, from, to;
 
-  __device__ explicit MovedRow(const kvlab_shrink_args& args)
+  __device__ explicit MovedRow(const kvlab_compact_args& args)
       : pair(static_cast<int>(blockIdx.y)),
         i(std::int64_t{blockIdx.x} * kTokensOfBlock + threadIdx.x / (2 * kWarpSize)),
         key(threadIdx.x / kWarpSize % 2 == 0),
@@ -286,7 +286,7 @@ struct MovedRow {
 };
 
 template <class T>
-__device__ T* row_in(const kvlab_cache& cache, std::int64_t slot, bool key) {
+__device__ T* row_in(const kvlab_cache_view& cache, std::int64_t slot, bool key) {
   return static_cast<T*>(key ? cache.keys : cache.values) + slot * cache.head_size;
 }
 
@@ -297,7 +297,7 @@ __device__ std::int64_t staged_at(std::int64_t slot, bool key, int block, const 
 
 template <class T>
 __global__ void __launch_bounds__(kMoveThreads)
-    take_rows(const __grid_constant__ kvlab_shrink_args args, const QuantizedCache quantized_cache,
+    take_rows(const __grid_constant__ kvlab_compact_args args, const QuantizedCache quantized_cache,
               const StagedTiers staged) {
   const MovedRow at(args);
   if (!at.wanted) return;
@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(kMoveThreads)
 
 template <class T>
 __global__ void __launch_bounds__(kMoveThreads)
-    move_to_tiers(const __grid_constant__ kvlab_shrink_args args,
+    move_to_tiers(const __grid_constant__ kvlab_compact_args args,
                   const QuantizedCache quantized_cache, const StagedTiers staged) {
   const MovedRow at(args);
   if (!at.wanted) return;
@@ -354,15 +354,15 @@ __global__ void __launch_bounds__(kMoveThreads)
                 tier_plan.tier[tier].format, at.key, shape.blocks);
 }
 
-dim3 move_grid(const kvlab_cache& to, int pairs) {
+dim3 move_grid(const kvlab_cache_view& to, int pairs) {
   return {static_cast<unsigned>((to.max_slots + kTokensOfBlock - 1) / kTokensOfBlock),
           static_cast<unsigned>(pairs)};
 }
-int pairs_of(const kvlab_cache& cache) { return cache.sequences * cache.kv_heads; }
+int pairs_of(const kvlab_cache_view& cache) { return cache.sequences * cache.kv_heads; }
 
 }  // namespace
 
-cudaError_t store_newest(const kvlab_cache& cache, const QuantizedCache& quantized_cache,
+cudaError_t store_newest(const kvlab_cache_view& cache, const QuantizedCache& quantized_cache,
                          const std::uint32_t* now, cudaStream_t stream) {
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
@@ -390,7 +390,7 @@ cudaError_t demote_pairs(const EvictingAttentionArgs& args, const EvictionCandid
   });
 }
 
-cudaError_t read_from_tiers(const DevicePolicy& policy, const kvlab_shrink_args& args,
+cudaError_t read_from_tiers(const DevicePolicy& policy, const kvlab_compact_args& args,
                             const QuantizedCache& quantized_cache, const StagedTiers& staged,
                             cudaStream_t stream) {
   if (const cudaError_t error = compact(policy, args, stream, false)) return error;
@@ -401,7 +401,7 @@ cudaError_t read_from_tiers(const DevicePolicy& policy, const kvlab_shrink_args&
   });
 }
 
-cudaError_t compact_to_tiers(const DevicePolicy& policy, const kvlab_shrink_args& args,
+cudaError_t compact_to_tiers(const DevicePolicy& policy, const kvlab_compact_args& args,
                              const QuantizedCache& quantized_cache, const StagedTiers& staged,
                              cudaStream_t stream) {
   if (const cudaError_t error = compact(policy, args, stream, false)) return error;

@@ -10,7 +10,7 @@ struct EvictionCandidate;
 
 /// Stores a step's tokens, from newest_keys and newest_values, to their rows of the first tier and
 /// to cache.next_slots, before they attend. `now` [sequence]: their positions.
-cudaError_t store_newest(const kvlab_cache& cache, const QuantizedCache& quantized_cache,
+cudaError_t store_newest(const kvlab_cache_view& cache, const QuantizedCache& quantized_cache,
                          const std::uint32_t* now, cudaStream_t stream);
 
 /// After attention and observation of such a step: demotes the first victim of each full tier, as
@@ -20,12 +20,12 @@ cudaError_t demote_pairs(const EvictingAttentionArgs& args, const EvictionCandid
 
 /// compact() for a `from` with its tokens on tiers (`quantized_cache`). Writes to `to` the keys and
 /// values as read from the tiers, and to `staged` the quantized data that they were read from.
-cudaError_t read_from_tiers(const DevicePolicy& policy, const kvlab_shrink_args& args,
+cudaError_t read_from_tiers(const DevicePolicy& policy, const kvlab_compact_args& args,
                             const QuantizedCache& quantized_cache, const StagedTiers& staged,
                             cudaStream_t stream);
 /// compact() for a `to` with those tiers and a `from` made by read_from_tiers() with new tokens
 /// after it. Assigns all tokens to tiers if some are evicted or the first tier is full.
-cudaError_t compact_to_tiers(const DevicePolicy& policy, const kvlab_shrink_args& args,
+cudaError_t compact_to_tiers(const DevicePolicy& policy, const kvlab_compact_args& args,
                              const QuantizedCache& quantized_cache, const StagedTiers& staged,
                              cudaStream_t stream);
 

@@ -15,13 +15,6 @@ namespace {
 
 constexpr std::size_t kLongestName = 64;
 
-constexpr std::pair<std::string_view, BuiltInFeature> kBuiltIn[] = {
-    {"key_norm", BuiltInFeature::key_norm},
-    {"value_norm", BuiltInFeature::value_norm},
-    {"value_norm1", BuiltInFeature::value_norm1},
-    {"key_cosine", BuiltInFeature::key_cosine},
-    {"value_out_norm1", BuiltInFeature::value_out_norm1}};
-
 /// Wraps a vector for policies/features/feature_sums.hpp.
 auto reader(const float* x) {
   return [x](std::uint32_t d) { return x[d]; };
@@ -33,16 +26,8 @@ float norm(const float* x, std::uint32_t size) {
 
 }  // namespace
 
-std::optional<BuiltInFeature> built_in_feature(std::string_view name) {
-  for (const auto& [known, feature] : kBuiltIn)
-    if (name == known) return feature;
-  return std::nullopt;
-}
-
 std::vector<std::string> built_in_features() {
-  std::vector<std::string> names;
-  for (const auto& [name, feature] : kBuiltIn) names.emplace_back(name);
-  return names;
+  return {std::begin(kBuiltInFeatures), std::end(kBuiltInFeatures)};
 }
 
 std::string computed_feature_names() {

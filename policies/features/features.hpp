@@ -15,12 +15,12 @@
 #include <vector>
 
 #include "policies/entry.hpp"
-#include "policies/features/built_in.hpp"
+#include "policies/features/built_in_names.hpp"
 #include "policies/features/output_projections.hpp"
 #include "policies/features/scored.hpp"
 
 namespace kvlab {
-std::optional<BuiltInFeature> built_in_feature(std::string_view name);
+
 std::vector<std::string> built_in_features();
 /// The names of the built-in and scored features, "key_norm, value_norm, …", for messages.
 std::string computed_feature_names();

@@ -16,6 +16,8 @@ namespace kvlab {
 struct TierSlots {
   const KvFormat* format = &kKvFormats[0];
   std::uint32_t slots = 0;  ///< capacity in tokens
+
+  bool operator==(const TierSlots&) const = default;
 };
 
 /// Tokens of all tiers together, below 2^31.

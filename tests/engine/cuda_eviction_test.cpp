@@ -90,7 +90,7 @@ TEST_CASE("Tiers take the bytes of their tier plan, padded to whole tiles", "[gp
   const ModelConfig& config = model.config();
   for (const char* policy : {"h2o:tiers=16@12t+4@100%", "lru:tiers=fp8@50%+k4v2@50%"}) {
     const std::vector caches{cache(policy, 48, {}, Positions::original)};
-    const kernels::SlotsConfig slots = slots_config(model, {.caches = caches});
+    const kernels::KvCacheConfig slots = slots_config(model, {.caches = caches});
     const kernels::TierLayout plan(slots, kernels::PairSlots(slots));
     std::int64_t expected = 0;
     for (const TierSlots& tier : caches[0].tiers.at(caches[0].budget_tokens))

@@ -99,7 +99,7 @@ class Cache {
     host = {keys_->to_host(),      values_->to_host(),  states_->to_host(),    features_->to_host(),
             positions_->to_host(), lengths_->to_host(), next_slots_->to_host()};
   }
-  kvlab_cache device() const {
+  kvlab_cache_view device() const {
     return {.type = KVLAB_BF16,
             .sequences = static_cast<int>(first_slots_.size()) / kHeads,
             .query_heads = kHeads,
@@ -234,8 +234,8 @@ class Run {
     check();
   }
 
-  kvlab_shrink_args args() const {
-    kvlab_shrink_args compact = args_between(working(), *resident_);
+  kvlab_compact_args args() const {
+    kvlab_compact_args compact = args_between(working(), *resident_);
     if (needs_ != Needs::nothing)
       compact.seen = reinterpret_cast<kvlab_observation*>(seen_->data());
     if (modifiers_ == Modifiers{}) return compact;
@@ -314,7 +314,7 @@ class Run {
 
   Cache& working() const { return in_place_ ? *resident_ : *scratch_; }
 
-  kvlab_shrink_args args_between(const Cache& from, const Cache& to) const {
+  kvlab_compact_args args_between(const Cache& from, const Cache& to) const {
     return {.from = from.device(),
             .to = to.device(),
             .policy = {.states = from.states(),
@@ -365,7 +365,7 @@ class Run {
   /// Copies the older tokens by a compaction that evicts nothing.
   void copy_to_scratch(const std::vector<std::uint32_t>& now) {
     put_counts(now, std::vector<std::uint32_t>(now.size(), 0));
-    kvlab_shrink_args copy = args_between(*resident_, *scratch_);
+    kvlab_compact_args copy = args_between(*resident_, *scratch_);
     copy.policy.rules = unlimited_->data();
     const DeviceArray<std::byte> workspace(compact_workspace(copy.from));
     copy.workspace = workspace.data();
@@ -457,7 +457,7 @@ TEST_CASE("every policy of the catalogue has a compaction") {
 
 TEST_CASE("a compaction refuses invalid arguments before any launch") {
   for (const DevicePolicy& policy : device_policies())
-    CHECK(compact(policy, kvlab_shrink_args{}, nullptr) == cudaErrorInvalidValue);
+    CHECK(compact(policy, kvlab_compact_args{}, nullptr) == cudaErrorInvalidValue);
 }
 
 TEST_CASE(

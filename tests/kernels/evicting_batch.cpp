@@ -229,9 +229,9 @@ EvictingAttentionArgs EvictingBatch::args() const {
                       .layer = kLayer,
                       .seen = reinterpret_cast<kvlab_observation*>(device_seen_->data()),
                       .features = device_features_->data()},
-           .numbering = keeps_rotated_keys()                  ? KVLAB_TWO_FRAMES
-                        : size_.numbering == Positions::cache ? KVLAB_SQUEEZED
-                                                              : KVLAB_ORIGINAL,
+           .numbering = keeps_rotated_keys()                  ? KVLAB_CACHE_POSITIONS_ROTATED
+                        : size_.numbering == Positions::cache ? KVLAB_CACHE_POSITIONS
+                                                              : KVLAB_ORIGINAL_POSITIONS,
            .now = device_now_->data(),
            .q = device_q_->data(),
            .inv_freq = device_inv_freq_->data(),
@@ -252,7 +252,7 @@ cudaError_t EvictingBatch::enqueue(cudaStream_t stream) const {
 
 cudaError_t EvictingBatch::enqueue_with_rotated_keys() const {
   EvictingAttentionArgs requested = args();
-  requested.numbering = KVLAB_TWO_FRAMES;
+  requested.numbering = KVLAB_CACHE_POSITIONS_ROTATED;
   return kernels_.attention(requested, nullptr);
 }
 

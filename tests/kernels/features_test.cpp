@@ -117,7 +117,7 @@ class Features {
     args.output = device_weights.data();
     args.hidden = kHidden;
     for (const std::string& name : names_)
-      args.features[args.count++] = static_cast<kvlab_column>(built_in_feature(name).value());
+      args.features[args.count++] = static_cast<kvlab_feature>(built_in_feature(name).value());
     check_cuda(make_features(args, nullptr));
     check_cuda(cudaDeviceSynchronize());
   }

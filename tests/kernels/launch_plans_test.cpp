@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cache/slots_config.hpp"
+#include "kernels/cache/kv_cache_config.hpp"
 #include "kernels/decode/pair_attention.hpp"
 #include "kernels/linear/experts.hpp"
 #include "kernels/linear/linear.hpp"
@@ -42,7 +42,8 @@ constexpr DeviceLimits kH100 = kGpus[3].limits;
 constexpr std::array kTypes{KVLAB_BF16, KVLAB_F16, KVLAB_F32};
 constexpr std::array kHeadSizes{64, 96, 128, 256};
 constexpr std::array kSlots{64, 100, 512, 1024, 2048, 4096, 16'384, 32'768, 131'072};
-constexpr std::array kPositions{KVLAB_ORIGINAL, KVLAB_SQUEEZED, KVLAB_TWO_FRAMES};
+constexpr std::array kPositions{KVLAB_ORIGINAL_POSITIONS, KVLAB_CACHE_POSITIONS,
+                                KVLAB_CACHE_POSITIONS_ROTATED};
 
 /// Collects the first few errors.
 class Wrong {
@@ -87,12 +88,12 @@ struct Decode {
   kvlab_rule rule{};
   float logit = 0;
 
-  Decode(Type type, int head_size, int group, kvlab_positions numbering, bool observes) {
+  Decode(Type type, int head_size, int group, kvlab_numbering numbering, bool observes) {
     args.type = type;
     args.head_size = head_size;
     args.group = group;
-    if (numbering == KVLAB_SQUEEZED) args.ages = &age;
-    if (numbering == KVLAB_TWO_FRAMES) args.rules = &rule;
+    if (numbering == KVLAB_CACHE_POSITIONS) args.ages = &age;
+    if (numbering == KVLAB_CACHE_POSITIONS_ROTATED) args.rules = &rule;
     if (observes) args.rows.logits = &logit;
     args.table.kv_heads = 1;
   }
@@ -106,7 +107,7 @@ void for_decodes(Visit visit) {
   for (const Type type : kTypes)
     for (const int head_size : kHeadSizes)
       for (int group = 1; group <= kMaxGroup; ++group)
-        for (const kvlab_positions numbering : kPositions)
+        for (const kvlab_numbering numbering : kPositions)
           for (const bool observes : {false, true}) {
             Decode decode(type, head_size, group, numbering, observes);
             visit(decode);
@@ -194,7 +195,7 @@ TEST_CASE("decode attention over tiers has a plan within each GPU's limits, or a
 
 TEST_CASE("a cache of slots uses plain kernels if the fast ones do not fit, or is refused") {
   const auto config_of = [](Type type, int head_size, bool quantized) {
-    SlotsConfig config{.type = type, .query_heads = 8, .kv_heads = 1, .head_size = head_size};
+    KvCacheConfig config{.type = type, .query_heads = 8, .kv_heads = 1, .head_size = head_size};
     config.layers = {{}};
     config.ropes = {{std::vector<float>(static_cast<std::size_t>(head_size / 2))}};
     config.pairs = {{.budget = 64}};
@@ -202,7 +203,7 @@ TEST_CASE("a cache of slots uses plain kernels if the fast ones do not fit, or i
     return config;
   };
   const auto is_plain = [&](const Gpu& gpu, Type type, int head_size, bool quantized) {
-    const SlotsConfig config = config_of(type, head_size, quantized);
+    const KvCacheConfig config = config_of(type, head_size, quantized);
     return kernels_for(config, {}, PlainKernels::present, gpu.limits).attend ==
            plain_kernels({}).attend;
   };
@@ -214,7 +215,7 @@ TEST_CASE("a cache of slots uses plain kernels if the fast ones do not fit, or i
       CHECK(is_plain(rtx3090, KVLAB_BF16, head_size, quantized) == (quantized && head_size == 256));
       CHECK(is_plain(rtx3090, KVLAB_F32, head_size, false) == (head_size == 256));
     }
-  const SlotsConfig large = config_of(KVLAB_F32, 256, false);
+  const KvCacheConfig large = config_of(KVLAB_F32, 256, false);
   CHECK_THROWS_WITH(kernels_for(large, {}, PlainKernels::absent, rtx3090.limits),
                     Catch::Matchers::ContainsSubstring("this GPU has 101376"));
   CHECK_THROWS_WITH(

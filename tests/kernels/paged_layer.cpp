@@ -88,8 +88,8 @@ std::size_t PagedCache::values_at() const {
   return pool_bytes_ / 2;
 }
 
-kvlab_cache PagedCache::cache() const {
-  kvlab_cache cache{};
+kvlab_cache_view PagedCache::cache() const {
+  kvlab_cache_view cache{};
   cache.type = size_.type;
   cache.sequences = static_cast<int>(capacity_.size()) / size_.kv_heads;
   cache.query_heads = size_.group * size_.kv_heads;
@@ -103,7 +103,7 @@ kvlab_cache PagedCache::cache() const {
   cache.positions = positions_->data();
   cache.lengths = lengths_->data();
   cache.next_slots = next_slots_->data();
-  if (size_.numbering == KVLAB_SQUEEZED) cache.ages = ages_->data();
+  if (size_.numbering == KVLAB_CACHE_POSITIONS) cache.ages = ages_->data();
   if (paging_.page == 0) return cache;
   const int heads = paging_.by_pair ? 1 : size_.kv_heads, dim = size_.head_size,
             page = paging_.page;
@@ -119,8 +119,8 @@ kvlab_cache PagedCache::cache() const {
   return cache;
 }
 
-kvlab_cache PagedCache::sequence(int index) const {
-  kvlab_cache one = cache();
+kvlab_cache_view PagedCache::sequence(int index) const {
+  kvlab_cache_view one = cache();
   const int pair = index * size_.kv_heads;
   one.sequences = 1;
   one.first_slot += pair;
@@ -218,14 +218,14 @@ class Run {
                            const DeviceArray<float>& features) const;
   void write_prompts();
   void attend_prompt(int sequence, std::size_t first_token);
-  void make_features(const kvlab_cache& cache, const std::byte* qkv, int tokens,
+  void make_features(const kvlab_cache_view& cache, const std::byte* qkv, int tokens,
                      const std::uint32_t* now, float* unit_keys, float* to, cudaStream_t stream);
   void compact_prompts();
   void enqueue_step(cudaStream_t stream);
 
   LayerSize size_;
   const kvlab_policy* policy_;
-  std::vector<kvlab_column> feature_ids_;
+  std::vector<kvlab_feature> feature_ids_;
   std::mt19937 random_{5};
   std::unique_ptr<PagedCache> prompt_, resident_;
   template <class T>
@@ -273,8 +273,8 @@ const kvlab_policy* policy_of(const LayerSize& size) {
 Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
     : size_(size), policy_(policy_of(size)) {
   if (policy_ == nullptr) throw std::invalid_argument("no policy " + size.policy);
-  for (int i = 0; const char* name = kvlab_policy_column(policy_, i); ++i)
-    feature_ids_.push_back(static_cast<kvlab_column>(built_in_feature(name).value()));
+  for (int i = 0; const char* name = kvlab_policy_feature(policy_, i); ++i)
+    feature_ids_.push_back(static_cast<kvlab_feature>(built_in_feature(name).value()));
   const std::vector<int> budgets = budgets_of(size_);
   prompt_ = std::make_unique<PagedCache>(size_, prompt, prompt_slots(size_, budgets));
   resident_ = std::make_unique<PagedCache>(size_, resident, budgets);
@@ -292,7 +292,7 @@ Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
   for (const int budget : budgets) {
     const auto tokens = static_cast<std::uint32_t>(budget);
     rules.push_back({tokens, std::min(4u, tokens - 1),
-                     size_.numbering == KVLAB_TWO_FRAMES ? 0 : tokens / 4, 0});
+                     size_.numbering == KVLAB_CACHE_POSITIONS_ROTATED ? 0 : tokens / 4, 0});
   }
   rules_ = to_device(rules);
   const std::vector<double> values = parse_policy(size_.policy).params;
@@ -332,11 +332,11 @@ Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
                              of_model)));
   lse_ = poisoned<float>(outputs);
   out_ = poisoned<std::byte>(outputs * static_cast<std::size_t>(size_.head_size) * element());
-  const kvlab_cache cache = this->resident().cache();
+  const kvlab_cache_view cache = this->resident().cache();
   workspace_ =
       std::make_unique<DeviceArray<std::byte>>(kvlab_evicting_attention_workspace(policy_, &cache));
-  const kvlab_cache from = prompt_->cache();
-  compact_workspace_ = poisoned<std::byte>(kvlab_shrink_workspace(&from));
+  const kvlab_cache_view from = prompt_->cache();
+  compact_workspace_ = poisoned<std::byte>(kvlab_compact_workspace(&from));
 }
 
 std::vector<std::byte> Run::sample_qkv(int tokens) {
@@ -394,7 +394,7 @@ void Run::write_prompts() {
   args.cache = prompt_->cache();
   args.tokens = tokens;
   args.qkv = qkv_->data();
-  args.rotated = size_.numbering == KVLAB_SQUEEZED ? 0 : size_.head_size;
+  args.rotated = size_.numbering == KVLAB_CACHE_POSITIONS ? 0 : size_.head_size;
   args.rope = rope_->data();
   args.rope_rows = token_slots_->data();
   args.sequences = token_sequences_->data();
@@ -404,7 +404,7 @@ void Run::write_prompts() {
 }
 
 void Run::attend_prompt(int sequence, std::size_t first_token) {
-  const kvlab_cache one = prompt_->sequence(sequence);
+  const kvlab_cache_view one = prompt_->sequence(sequence);
   const int queries = size_.prompts[static_cast<std::size_t>(sequence)];
   const auto rows = static_cast<std::size_t>(queries * query_heads());
   const std::size_t head = static_cast<std::size_t>(size_.head_size) * element();
@@ -439,10 +439,10 @@ void Run::attend_prompt(int sequence, std::size_t first_token) {
   check_cuda(cudaDeviceSynchronize());
 }
 
-void Run::make_features(const kvlab_cache& cache, const std::byte* qkv, int tokens,
+void Run::make_features(const kvlab_cache_view& cache, const std::byte* qkv, int tokens,
                         const std::uint32_t* now, float* unit_keys, float* to,
                         cudaStream_t stream) {
-  kvlab_columns_args args{.struct_size = sizeof(kvlab_columns_args)};
+  kvlab_feature_args args{.struct_size = sizeof(kvlab_feature_args)};
   args.cache = cache;
   args.count = static_cast<int>(feature_ids_.size());
   std::ranges::copy(feature_ids_, args.features);
@@ -455,11 +455,11 @@ void Run::make_features(const kvlab_cache& cache, const std::byte* qkv, int toke
   args.to = to;
   args.output = output_->data();
   args.hidden = kHidden;
-  check_cuda(kvlab_columns(&args, stream));
+  check_cuda(kvlab_compute_features(&args, stream));
 }
 
 void Run::compact_prompts() {
-  kvlab_shrink_args args{.struct_size = sizeof(kvlab_shrink_args)};
+  kvlab_compact_args args{.struct_size = sizeof(kvlab_compact_args)};
   args.from = prompt_->cache();
   args.to = resident().cache();
   args.policy = state(*prompt_states_, *prompt_features_);
@@ -470,18 +470,18 @@ void Run::compact_prompts() {
   args.seen = kvlab_policy_needs(policy_) == KVLAB_NOTHING ? nullptr : prompt_seen_->data();
   args.workspace = compact_workspace_->data();
   args.weighted = 1;
-  check_cuda(kvlab_shrink(policy_, &args, nullptr));
-  const kvlab_cache cache = resident().cache();
-  if (cache.ages != nullptr) check_cuda(kvlab_number_by_age(&cache, nullptr));
+  check_cuda(kvlab_compact(policy_, &args, nullptr));
+  const kvlab_cache_view cache = resident().cache();
+  if (cache.ages != nullptr) check_cuda(kvlab_compute_ages(&cache, nullptr));
 }
 
 void Run::enqueue_step(cudaStream_t stream) {
-  const kvlab_cache cache = resident().cache();
+  const kvlab_cache_view cache = resident().cache();
   kvlab_write_args write{.struct_size = sizeof(kvlab_write_args)};
   write.cache = cache;
   write.tokens = sequences();
   write.qkv = qkv_->data();
-  write.rotated = size_.numbering == KVLAB_SQUEEZED ? 0 : size_.head_size;
+  write.rotated = size_.numbering == KVLAB_CACHE_POSITIONS ? 0 : size_.head_size;
   write.rope = rope_->data();
   write.rope_rows = rope_rows_->data();
   write.sequences = token_sequences_->data();
@@ -568,7 +568,7 @@ std::vector<T> copied(const T* from, std::size_t count) {
 
 LayerLeft Run::left() const {
   check_cuda(cudaDeviceSynchronize());
-  const kvlab_cache cache = resident().cache();
+  const kvlab_cache_view cache = resident().cache();
   const auto pairs_count = static_cast<std::size_t>(pairs());
   return {.prompt_outputs = prompt_outputs_,
           .step_outputs = step_outputs_,

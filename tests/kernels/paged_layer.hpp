@@ -28,7 +28,7 @@ struct Paging {
 struct LayerSize {
   std::string policy = "h2o";
   kvlab_type type = KVLAB_BF16;
-  kvlab_positions numbering = KVLAB_ORIGINAL;
+  kvlab_numbering numbering = KVLAB_ORIGINAL_POSITIONS;
   int head_size = 64, group = 4, kv_heads = 2;
   std::vector<int> prompts = {70, 5, 33};      ///< [sequence]: tokens
   std::vector<int> budgets = {17, 40, 65, 8};  ///< [pair], repeated
@@ -49,9 +49,9 @@ class PagedCache {
  public:
   PagedCache(const LayerSize& size, const Paging& paging, const std::vector<int>& slots);
 
-  kvlab_cache cache() const;
+  kvlab_cache_view cache() const;
   /// One of its sequences.
-  kvlab_cache sequence(int index) const;
+  kvlab_cache_view sequence(int index) const;
   std::size_t slots() const { return static_cast<std::size_t>(slots_); }
   /// Makes the first `count` blocks of `from` also those of `to`.
   void share_blocks(int from, int to, int count);

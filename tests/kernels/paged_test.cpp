@@ -43,11 +43,11 @@ void check_layer(const LayerSize& size, int steps, const std::vector<Paging>& pa
 }
 
 /// A cache that is complete except for its memory; its pointers are never followed.
-kvlab_cache cache_of_nothing() {
+kvlab_cache_view cache_of_nothing() {
   static std::byte somewhere[64];
   void* const any =
       reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(somewhere) + 15) / 16 * 16);
-  kvlab_cache cache{};
+  kvlab_cache_view cache{};
   cache.type = KVLAB_BF16;
   cache.sequences = 1;
   cache.query_heads = 8;
@@ -69,9 +69,9 @@ kvlab_cache cache_of_nothing() {
   return cache;
 }
 
-kvlab_shrink_args compact_args(const kvlab_cache& from, const kvlab_cache& to) {
+kvlab_compact_args compact_args(const kvlab_cache_view& from, const kvlab_cache_view& to) {
   void* const any = from.keys;
-  kvlab_shrink_args args{.struct_size = sizeof(kvlab_shrink_args)};
+  kvlab_compact_args args{.struct_size = sizeof(kvlab_compact_args)};
   args.from = from;
   args.to = to;
   args.policy.rules = static_cast<const kvlab_rule*>(any);
@@ -81,12 +81,12 @@ kvlab_shrink_args compact_args(const kvlab_cache& from, const kvlab_cache& to) {
   return args;
 }
 
-cudaError_t compact_between(const kvlab_cache& from, const kvlab_cache& to) {
-  const kvlab_shrink_args args = compact_args(from, to);
-  return kvlab_shrink(kvlab_find_policy("window"), &args, nullptr);
+cudaError_t compact_between(const kvlab_cache_view& from, const kvlab_cache_view& to) {
+  const kvlab_compact_args args = compact_args(from, to);
+  return kvlab_compact(kvlab_find_policy("window"), &args, nullptr);
 }
 
-cudaError_t write_to(const kvlab_cache& cache) {
+cudaError_t write_to(const kvlab_cache_view& cache) {
   kvlab_write_args args{.struct_size = sizeof(kvlab_write_args)};
   args.cache = cache;
   args.tokens = 1;
@@ -95,8 +95,8 @@ cudaError_t write_to(const kvlab_cache& cache) {
   return kvlab_write(&args, nullptr);
 }
 
-cudaError_t features_of(const kvlab_cache& cache) {
-  kvlab_columns_args args{.struct_size = sizeof(kvlab_columns_args)};
+cudaError_t features_of(const kvlab_cache_view& cache) {
+  kvlab_feature_args args{.struct_size = sizeof(kvlab_feature_args)};
   args.cache = cache;
   args.count = 1;
   args.features[0] = KVLAB_VALUE_NORM;
@@ -104,10 +104,10 @@ cudaError_t features_of(const kvlab_cache& cache) {
   args.tokens = 1;
   args.keys = cache.keys;
   args.to = static_cast<float*>(cache.keys);
-  return kvlab_columns(&args, nullptr);
+  return kvlab_compute_features(&args, nullptr);
 }
 
-cudaError_t attend_prompt(const kvlab_cache& cache) {
+cudaError_t attend_prompt(const kvlab_cache_view& cache) {
   kvlab_prefill_args args{.struct_size = sizeof(kvlab_prefill_args)};
   args.type = cache.type;
   args.query_heads = cache.query_heads;
@@ -125,9 +125,9 @@ cudaError_t attend_prompt(const kvlab_cache& cache) {
 }  // namespace
 
 TEST_CASE("The library refuses unsupported pages before any launch") {
-  const kvlab_cache good = cache_of_nothing();
-  const auto all_refuse = [](const kvlab_cache& cache) {
-    kvlab_cache to = cache;
+  const kvlab_cache_view good = cache_of_nothing();
+  const auto all_refuse = [](const kvlab_cache_view& cache) {
+    kvlab_cache_view to = cache;
     to.pages = {};
     return write_to(cache) == cudaErrorInvalidValue &&
            features_of(cache) == cudaErrorInvalidValue &&
@@ -137,7 +137,7 @@ TEST_CASE("The library refuses unsupported pages before any launch") {
            kvlab_evicting_attention_workspace(kvlab_find_policy("h2o"), &cache) == 0;
   };
   const auto refused = [&](auto change) {
-    kvlab_cache cache = good;
+    kvlab_cache_view cache = good;
     change(cache.pages);
     return all_refuse(cache);
   };
@@ -170,20 +170,21 @@ TEST_CASE("The library refuses unsupported pages before any launch") {
 
 TEST_CASE("The halves of a compaction are refused without what they need") {
   const kvlab_policy* const window = kvlab_find_policy("window");
-  const kvlab_cache cache = cache_of_nothing();
-  kvlab_shrink_args args = compact_args(cache, cache);
+  const kvlab_cache_view cache = cache_of_nothing();
+  kvlab_compact_args args = compact_args(cache, cache);
   const auto said = [&](const std::uint64_t* ranks, int devices) {
-    CHECK(kvlab_keep(window, &args, ranks, devices, nullptr) == cudaErrorInvalidValue);
+    CHECK(kvlab_compact_ranked(window, &args, ranks, devices, nullptr) == cudaErrorInvalidValue);
     return std::string(kvlab_last_error());
   };
   std::uint64_t rank = 0;
   CHECK(said(&rank, 2) ==
-        "kvlab_keep: by_layer is 0, and kvlab_shrink does not consult other devices");
-  CHECK(kvlab_rank(window, &args, &rank, nullptr) == cudaErrorInvalidValue);
+        "kvlab_compact_ranked: by_layer is 0, and kvlab_compact does not consult other devices");
+  CHECK(kvlab_compute_ranks(window, &args, &rank, nullptr) == cudaErrorInvalidValue);
   args.by_layer = 1;
-  CHECK(said(nullptr, 2) == "kvlab_keep: ranks is NULL");
+  CHECK(said(nullptr, 2) == "kvlab_compact_ranked: ranks is NULL");
   CHECK(said(&rank, 0) ==
-        "kvlab_keep: devices is 0, with 2 KV heads each; give 1 or more devices, and at most 65535 "
+        "kvlab_compact_ranked: devices is 0, with 2 KV heads each; give 1 or more devices, and at "
+        "most 65535 "
         "heads");
 }
 
@@ -224,12 +225,14 @@ TEST_CASE("A paged cache evicts as a cache without pages, with cache positions",
     for (const int head_size : {64, 96, 128, 256}) {
       check_layer({.policy = "streaming_h2o",
                    .type = type,
-                   .numbering = KVLAB_SQUEEZED,
+                   .numbering = KVLAB_CACHE_POSITIONS,
                    .head_size = head_size},
                   25);
-      check_layer(
-          {.policy = "sink", .type = type, .numbering = KVLAB_TWO_FRAMES, .head_size = head_size},
-          25);
+      check_layer({.policy = "sink",
+                   .type = type,
+                   .numbering = KVLAB_CACHE_POSITIONS_ROTATED,
+                   .head_size = head_size},
+                  25);
     }
 }
 

@@ -99,7 +99,7 @@ class Batch {
       if (prompts_.queries[index] == 0) continue;
       kvlab_observe_args args = of_batch();
       kvlab_prefill_args& prefill = args.prefill;
-      const kvlab_cache one = cache_.sequence(s);
+      const kvlab_cache_view one = cache_.sequence(s);
       const auto first = static_cast<std::size_t>(prompts_.first[index]);
       const std::size_t row = first * static_cast<std::size_t>(heads());
       prefill.sequences = prefill.all_queries = 0;
@@ -149,7 +149,7 @@ class Batch {
   }
 
   kvlab_observe_args of_batch() const {
-    const kvlab_cache cache = cache_.cache();
+    const kvlab_cache_view cache = cache_.cache();
     kvlab_observe_args args{.struct_size = sizeof(kvlab_observe_args)};
     args.prefill = {.struct_size = sizeof(kvlab_prefill_args),
                     .type = case_.size.type,

@@ -334,34 +334,53 @@ def test_the_replay_runs_on_cuda(small: kvlab.Trace) -> None:
     numpy.testing.assert_allclose(here.value.to_numpy(), there.value.to_numpy(), rtol=2e-3, atol=1e-5)
 
 
-def slots_of() -> Any:
+def cache_of() -> Any:
     import kvlab.ops
     from kvlab import _kvlab
 
     requested = _kvlab.CacheRequest("h2o", [], "8", "dense", "", 0, 0.01, 100, 1, 2, 64)
-    layers = [kvlab.ops.SlotLayer(0, 0.125, torch.zeros(32))]
-    return kvlab.ops.Slots(_kvlab.slot_plan(requested), layers, 4, 64, torch.float32, torch.device("cuda", 0))
+    layers = [kvlab.ops.CacheLayer(0, 0.125, torch.zeros(32))]
+    return kvlab.ops.KvCache(_kvlab.slot_plan(requested), layers, 4, 64, torch.float32, torch.device("cuda", 0))
 
 
 def test_an_operators_error_names_the_cause() -> None:
-    slots = slots_of()
-    with pytest.raises(ValueError, match="fed is 3: layer 0 has had 0 tokens"):
-        slots.append(0, torch.zeros(2, 8, 64, device="cuda"), 3)
+    cache = cache_of()
+    with pytest.raises(ValueError, match="fed is 3; layer 0 has had 0 tokens"):
+        cache.append(0, torch.zeros(2, 8, 64, device="cuda"), 3)
     with pytest.raises(ValueError, match="layer is 1 of 1"):
-        slots.step(1, torch.zeros(1, 8, 64, device="cuda"))
+        cache.step(1, torch.zeros(1, 8, 64, device="cuda"))
 
 
 def test_torch_compile_works_around_operators() -> None:
-    def step(slots: Any, qkv: Any) -> Any:
+    def step(cache: Any, qkv: Any) -> Any:
         out = torch.empty(1, 4, 64, device="cuda")
-        torch.ops.kvlab.slots_step(slots, 0, qkv * 2, out)
+        torch.ops.kvlab.step(cache, 0, qkv * 2, out)
         return out + 1
 
-    plain, compiled = slots_of(), slots_of()
+    plain, compiled = cache_of(), cache_of()
     traced = torch.compile(step, fullgraph=True, backend="aot_eager")
     for _ in range(12):
         qkv = torch.randn(1, 8, 64, device="cuda")
-        for slots in (plain, compiled):
-            slots.before_step()
+        for cache in (plain, compiled):
+            cache.begin_step()
         assert torch.equal(step(plain.handle, qkv), traced(compiled.handle, qkv))
-    assert plain.kept(0, 1).tolist() == compiled.kept(0, 1).tolist()
+    assert plain.positions(0, 1).tolist() == compiled.positions(0, 1).tolist()
+
+
+def test_a_sequence_can_start_again_and_be_copied() -> None:
+    cache = cache_of()
+    rows = torch.randn(20, 1, 8, 64, device="cuda")
+
+    def run() -> list[int]:
+        for row in rows:
+            cache.begin_step()
+            cache.step(0, row)
+        return list(cache.positions(0, 1))
+
+    first = run()
+    cache.start(0, seed=3)
+    assert cache.info().tokens == 0 and not len(cache.positions(0, 1))
+    assert run() == first  # h2o draws no random numbers
+    cache.copy(0, 0)
+    with pytest.raises(ValueError, match="to is 1 of 1"):
+        cache.copy(0, 1)

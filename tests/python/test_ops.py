@@ -119,14 +119,14 @@ def test_operators_declare_what_they_write_and_can_be_traced() -> None:
     import kvlab.ops
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    for operator in (torch.ops.kvlab.slots_append, torch.ops.kvlab.slots_step):
+    for operator in (torch.ops.kvlab.append, torch.ops.kvlab.step):
         arguments = operator.default._schema.arguments
         assert {argument.name for argument in arguments if argument.is_write} == {"out"} and len(arguments) <= 12
     with FakeTensorMode():
         qkv, out = (torch.empty(1, heads, 64, device="cuda") for heads in (8, 4))
-        assert torch.ops.kvlab.slots_step(0, 0, qkv, out) is None
+        assert torch.ops.kvlab.step(0, 0, qkv, out) is None
     with pytest.raises(NotImplementedError, match="CPU"):
-        torch.ops.kvlab.slots_step(0, 0, torch.zeros(1, 8, 64), torch.zeros(1, 4, 64))
+        torch.ops.kvlab.step(0, 0, torch.zeros(1, 8, 64), torch.zeros(1, 4, 64))
     assert kvlab.ops.__all__
 
 
@@ -172,18 +172,18 @@ def test_operators_check_their_arguments() -> None:
         ((qkv.transpose(1, 2), out), "qkv is .*, not contiguous"),
         ((qkv, out.to("meta")), "out is .* on meta"),
     ):
-        with pytest.raises(ValueError, match=f"kvlab::slots_step: {message}"):
-            ops._slots_step(0, 0, *given)
+        with pytest.raises(ValueError, match=f"kvlab::step: {message}"):
+            ops._step(0, 0, *given)
 
 
-def test_slots_take_rows_of_their_shape() -> None:
+def test_a_cache_takes_rows_of_its_shape() -> None:
     torch = pytest.importorskip("torch")
     from kvlab import ops
 
-    slots = ops.Slots.__new__(ops.Slots)  # without a device
-    slots.dtype, slots._sequences, slots._given, slots._shape = torch.float32, 2, (8, 64), (4, 64)
+    cache = ops.KvCache.__new__(ops.KvCache)  # without a device
+    cache.dtype, cache._sequences, cache._given, cache._shape = torch.float32, 2, (8, 64), (4, 64)
     for qkv in (torch.zeros(1, 8, 64), torch.zeros(2, 6, 64), torch.zeros(2, 8, 64).half()):
         with pytest.raises(ValueError, match=r"torch.float32 \[2, 8, 64\] is expected"):
-            slots.step(0, qkv)
+            cache.step(0, qkv)
     with pytest.raises(ValueError, match="decodes of 1 sequences; of 2"):
-        slots.before_step([True])
+        cache.begin_step([True])

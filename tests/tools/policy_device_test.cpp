@@ -75,20 +75,20 @@ CompactedPrompt compact_prompt(const kernels::DevicePolicy& policy) {
   const DeviceArray<Observation> device_seen(seen);
   const DeviceArray<std::byte> states(2 * kPrompt * policy.slot_bytes),
       to_states(2 * kBudget * policy.slot_bytes);
-  kvlab_cache from{.type = KVLAB_F32,
-                   .sequences = 1,
-                   .query_heads = 2,
-                   .kv_heads = 2,
-                   .head_size = kHeadSize,
-                   .softmax_scale = 1,
-                   .max_slots = kPrompt,
-                   .first_slot = from_slots.data(),
-                   .keys = from_keys.data(),
-                   .values = from_values.data(),
-                   .positions = from_positions.data(),
-                   .lengths = lengths.data(),
-                   .next_slots = next.data()};
-  kvlab_cache to = from;
+  kvlab_cache_view from{.type = KVLAB_F32,
+                        .sequences = 1,
+                        .query_heads = 2,
+                        .kv_heads = 2,
+                        .head_size = kHeadSize,
+                        .softmax_scale = 1,
+                        .max_slots = kPrompt,
+                        .first_slot = from_slots.data(),
+                        .keys = from_keys.data(),
+                        .values = from_values.data(),
+                        .positions = from_positions.data(),
+                        .lengths = lengths.data(),
+                        .next_slots = next.data()};
+  kvlab_cache_view to = from;
   to.max_slots = kBudget;
   to.first_slot = to_slots.data();
   to.keys = to_keys.data();

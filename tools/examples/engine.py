@@ -114,7 +114,7 @@ class Engine:
         self.zeros = zeros(self.most)
         size = self.library.kvlab_evicting_attention_workspace(self.policy.handle, self.cache(0, 0, rows))
         self.workspace = zeros(size, dtype=torch.uint8)
-        size = self.library.kvlab_shrink_workspace(self.cache(0, 0, 1))
+        size = self.library.kvlab_compact_workspace(self.cache(0, 0, 1))
         self.compact_workspace = zeros(size, dtype=torch.uint8)
         self.swaps = self.hits = self.steps = 0
         self.graph = self.capture()
@@ -236,7 +236,7 @@ class Engine:
         args = kvlab.CompactArgs(self.cache(layer, row, 1), self.cache(layer, to, 1), self.state(layer, to),
                                 at(self.states[layer]), at(self.of_chunk), at(self.of_chunk[1:]),
                                 at(self.seen[layer]) if self.policy.needs else None, at(self.compact_workspace))  # fmt: skip
-        self.call("kvlab_shrink", self.policy.handle, args)
+        self.call("kvlab_compact", self.policy.handle, args)
 
     # --- Requests ---------------------------------------------------------------------------------
 

@@ -52,14 +52,14 @@ static uint32_t longest_of(const uint32_t* kept, uint32_t count, uint32_t next, 
 }
 
 /* Makes caches of BUDGET tokens, or with the tiers of a plan. */
-static kvlab_slots* make(const kvlab_policy* policy, const kvlab_rung* tier_plan, int tiers) {
+static kvlab_kv_cache* make(const kvlab_policy* policy, const kvlab_tier* tier_plan, int tiers) {
   static const float still[DIM / 2]; /* RoPE without rotation */
   const kvlab_rope rope = {still, DIM, 1};
-  const kvlab_slots_layer layer = {0, 0.125f, 0, NULL};
+  const kvlab_layer layer = {0, 0.125f, 0, NULL};
   const uint32_t tokens = tiers ? tier_plan[0].slots + tier_plan[1].slots : BUDGET;
   const kvlab_rule rules[KV_HEADS] = {{tokens, 0, RECENT, 0}, {tokens, 0, RECENT, 0}};
-  const kvlab_column norm = KVLAB_KEY_NORM;
-  kvlab_slots_config config;
+  const kvlab_feature norm = KVLAB_KEY_NORM;
+  kvlab_kv_cache_config config;
   memset(&config, 0, sizeof config);
   config.struct_size = sizeof config;
   config.type = KVLAB_F32;
@@ -73,18 +73,18 @@ static kvlab_slots* make(const kvlab_policy* policy, const kvlab_rung* tier_plan
   config.rules = rules;
   config.tier_count = tiers;
   config.tiers = tier_plan;
-  config.feature_count = kvlab_policy_column(policy, 0) != NULL;
+  config.feature_count = kvlab_policy_feature(policy, 0) != NULL;
   config.features = &norm;
   config.threshold16 = 655;
-  kvlab_slots* slots = NULL;
-  done(kvlab_slots_create(&config, NULL, &slots));
+  kvlab_kv_cache* slots = NULL;
+  done(kvlab_kv_cache_create(&config, NULL, &slots));
   return slots;
 }
 
 /* Runs the loop. Returns whether all checks pass. `tier_plan`: the tiers of each KV head. `most`:
  * the largest accepted error. */
-static int decode(const char* name, const kvlab_rung* tier_plan, int tiers, double most) {
-  kvlab_slots* const slots = make(kvlab_find_policy(name), tier_plan, tiers);
+static int decode(const char* name, const kvlab_tier* tier_plan, int tiers, double most) {
+  kvlab_kv_cache* const slots = make(kvlab_find_policy(name), tier_plan, tiers);
   float* const qkv = on_device(NULL, sizeof rows[0]);
   float* const device_out = on_device(NULL, QUERY_HEADS * DIM * sizeof(float));
   float out[QUERY_HEADS * DIM];
@@ -97,12 +97,12 @@ static int decode(const char* name, const kvlab_rung* tier_plan, int tiers, doub
     check(cudaMemcpy(qkv, rows[t], sizeof rows[t], cudaMemcpyHostToDevice), "qkv");
     for (int head = 0; head < KV_HEADS; ++head)
       victims[head] = longest_of(kept[head], count[head], t, head);
-    done(kvlab_slots_before_step(slots, NULL, NULL));
-    done(kvlab_slots_step(slots, 0, qkv, device_out, NULL, NULL));
+    done(kvlab_kv_cache_begin_step(slots, NULL, NULL));
+    done(kvlab_kv_cache_step(slots, 0, qkv, device_out, NULL, NULL));
     to_host(out, device_out, sizeof out);
     for (int head = 0; head < KV_HEADS; ++head) {
       const int full = count[head] == BUDGET;
-      done(kvlab_slots_kept(slots, 0, 0, head, kept[head], STEPS, &count[head], NULL));
+      done(kvlab_kv_cache_positions(slots, 0, 0, head, kept[head], STEPS, &count[head], NULL));
       for (uint32_t i = 0; by_norm && full && i < count[head]; ++i)
         wrong_victims += kept[head][i] == victims[head];
     }
@@ -116,7 +116,7 @@ static int decode(const char* name, const kvlab_rung* tier_plan, int tiers, doub
     printf("\n");
   }
   printf("largest error of an output: %.1e\n", worst);
-  kvlab_slots_destroy(slots);
+  kvlab_kv_cache_destroy(slots);
   return worst < most && wrong_victims == 0 && count[0] >= BUDGET && count[0] == count[1];
 }
 
@@ -131,8 +131,8 @@ int main(void) {
     return 0;
   }
   /* Tiers of 16 and 4 bits, whose rows have 256 and 80 bytes. */
-  const kvlab_rung tier_plan[] = {
-      {KVLAB_FORM_16, 8}, {KVLAB_FORM_4, 76}, {KVLAB_FORM_16, 8}, {KVLAB_FORM_4, 76}};
+  const kvlab_tier tier_plan[] = {
+      {KVLAB_FORMAT_16, 8}, {KVLAB_FORMAT_4, 76}, {KVLAB_FORMAT_16, 8}, {KVLAB_FORMAT_4, 76}};
   const int by_mass = decode("h2o", NULL, 0, 1e-5), by_feature = decode("knorm", NULL, 0, 1e-5);
   return by_mass && by_feature && decode("h2o", tier_plan, 2, 0.5) ? 0 : 1;
 }

@@ -24,7 +24,7 @@ class Pages(ctypes.Structure):  # kvlab_pages
     ]
 
 
-class Cache(ctypes.Structure):  # kvlab_cache
+class Cache(ctypes.Structure):  # kvlab_cache_view
     _fields_ = [
         ("type", I32),
         ("sequences", I32),
@@ -141,7 +141,7 @@ class ObserveArgs(Args):  # kvlab_observe_args
     ]
 
 
-class CompactArgs(Args):  # kvlab_shrink_args
+class CompactArgs(Args):  # kvlab_compact_args
     _fields_ = [
         ("struct_size", SIZE),
         ("from", Cache),
@@ -162,13 +162,13 @@ class CompactArgs(Args):  # kvlab_shrink_args
 
 STRUCTS = {
     "kvlab_pages": Pages,
-    "kvlab_cache": Cache,
+    "kvlab_cache_view": Cache,
     "kvlab_policy_state": PolicyState,
     "kvlab_write_args": WriteArgs,
     "kvlab_evicting_attention_args": EvictingAttentionArgs,
     "kvlab_prefill_args": PrefillArgs,
     "kvlab_observe_args": ObserveArgs,
-    "kvlab_shrink_args": CompactArgs,
+    "kvlab_compact_args": CompactArgs,
 }
 
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -180,8 +180,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_prefill_attention": (I32, [ctypes.POINTER(PrefillArgs), P]),
     "kvlab_observe_workspace": (SIZE, [ctypes.POINTER(ObserveArgs)]),
     "kvlab_observe": (I32, [ctypes.POINTER(ObserveArgs), P]),
-    "kvlab_shrink_workspace": (SIZE, [ctypes.POINTER(Cache)]),
-    "kvlab_shrink": (I32, [P, ctypes.POINTER(CompactArgs), P]),
+    "kvlab_compact_workspace": (SIZE, [ctypes.POINTER(Cache)]),
+    "kvlab_compact": (I32, [P, ctypes.POINTER(CompactArgs), P]),
 }
 
 

@@ -44,7 +44,7 @@ static void hold(int sequence, int slots) {
 
 typedef struct {
   const kvlab_policy* policy;
-  kvlab_cache cache;
+  kvlab_cache_view cache;
   kvlab_policy_state state;
   float* qkv; /* [token, QKV] */
   float* q;   /* [token, Q] */
@@ -62,7 +62,7 @@ static Layer make_layer(void) {
     first_slot[pair] = pair * MAX_SLOTS;
     rules[pair] = (kvlab_rule){BUDGET, 0, BUDGET / 2, 0};
   }
-  kvlab_cache* cache = &layer.cache;
+  kvlab_cache_view* cache = &layer.cache;
   cache->type = KVLAB_F32;
   cache->sequences = SEQUENCES;
   cache->query_heads = QUERY_HEADS;
@@ -103,8 +103,8 @@ static void sample_tokens(const Layer* layer, int tokens) {
 }
 
 /* This model has no RoPE, so rotated is 0. */
-static void write_tokens(const Layer* layer, kvlab_cache cache, int tokens, const uint32_t* now,
-                         const int32_t* slots) {
+static void write_tokens(const Layer* layer, kvlab_cache_view cache, int tokens,
+                         const uint32_t* now, const int32_t* slots) {
   kvlab_write_args write;
   memset(&write, 0, sizeof write);
   write.struct_size = sizeof write;
@@ -119,8 +119,8 @@ static void write_tokens(const Layer* layer, kvlab_cache cache, int tokens, cons
 }
 
 /* One sequence of the cache. */
-static kvlab_cache sequence_of(const Layer* layer, int sequence) {
-  kvlab_cache one = layer->cache;
+static kvlab_cache_view sequence_of(const Layer* layer, int sequence) {
+  kvlab_cache_view one = layer->cache;
   one.sequences = 1;
   one.first_slot += sequence * KV_HEADS;
   one.lengths += sequence * KV_HEADS;
@@ -132,7 +132,7 @@ static kvlab_cache sequence_of(const Layer* layer, int sequence) {
 /* Computes attention over the prompt and what each key received, then compacts to the budget. */
 static void run_prompt(const Layer* layer, int sequence) {
   const int tokens = prompts[sequence];
-  const kvlab_cache one = sequence_of(layer, sequence);
+  const kvlab_cache_view one = sequence_of(layer, sequence);
   hold(sequence, tokens);
   to_device(layer->cache.pages.blocks, tables, sizeof tables);
   int32_t slots[MAX_SLOTS];
@@ -168,7 +168,7 @@ static void run_prompt(const Layer* layer, int sequence) {
   done(kvlab_observe(&observe, NULL));
 
   const uint32_t appended = (uint32_t)tokens;
-  kvlab_shrink_args compact;
+  kvlab_compact_args compact;
   memset(&compact, 0, sizeof compact);
   compact.struct_size = sizeof compact;
   compact.from = compact.to = one;
@@ -178,8 +178,8 @@ static void run_prompt(const Layer* layer, int sequence) {
   compact.now = on_device(NULL, sizeof(uint32_t));
   compact.appended = on_device(&appended, sizeof appended);
   compact.seen = observe.seen;
-  compact.workspace = on_device(NULL, kvlab_shrink_workspace(&one));
-  done(kvlab_shrink(layer->policy, &compact, NULL));
+  compact.workspace = on_device(NULL, kvlab_compact_workspace(&one));
+  done(kvlab_compact(layer->policy, &compact, NULL));
   hold(sequence, BUDGET); /* decoding needs only the first BUDGET slots */
   printf("sequence %d: %d tokens in, %d blocks held, %d unused\n", sequence, tokens, held[sequence],
          unused_count);

@@ -22,7 +22,7 @@ class Pages(ctypes.Structure):  # kvlab_pages: none
                 ("slot_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 
 
-class Cache(ctypes.Structure):  # kvlab_cache
+class Cache(ctypes.Structure):  # kvlab_cache_view
     _fields_ = [("type", i32), ("sequences", i32), ("query_heads", i32), ("kv_heads", i32), ("head_size", i32),
                 ("softmax_scale", f32), ("max_slots", i32), ("first_slot", p), ("keys", p), ("values", p),
                 ("positions", p), ("lengths", p), ("next_slots", p), ("ages", p), ("pages", Pages)]

@@ -34,7 +34,6 @@ PATTERN = re.compile(r"(?<![a-zA-Z])(?:" + "|".join(f"({word})" for word in WORD
 
 STANDARD = re.compile(
     r"shrink_to_fit|--shrink|flex-shrink|\.(?:un)?squeeze\("  # names of C++, CSS and PyTorch
-    r"|kvlab_rung|kvlab_shrink\w*|kvlab_slots_admit|KVLAB_SQUEEZED"  # kvlab.h, until the C interface changes
 )
 ALLOWED = (
     "tests/data/old_names/",  # what versions before 0.6 wrote
@@ -49,7 +48,6 @@ ALLOWED = (
     "engine/models/",
     "engine/evaluation/task/haystack_text.cpp",  # prompts of tasks
     "engine/evaluation/task/sample.cpp",
-    "kernels/kvlab.h",
 )
 TEXT = re.compile(r"\.(cpp|hpp|h|cuh?|c|py|pyi|sh|js|css|html|txt|cmake|in|md|toml|ya?ml|cff|ipynb|def)$|^dev$|^\.ci/run$")
 HUMPS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")

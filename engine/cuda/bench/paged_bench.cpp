@@ -42,7 +42,7 @@ class PagedLayers {
   std::uint64_t pairs() const { return std::uint64_t{shape_.batch} * shape_.kv_heads; }
   /// Elements of a layer's keys, or values.
   std::uint64_t elements() const { return pairs() * slots() * shape_.head_size; }
-  kvlab_cache cache(std::uint32_t layer) const;
+  kvlab_cache_view cache(std::uint32_t layer) const;
   cuda::DeviceBuffer blocks(std::uint32_t page) const;
   kvlab_pages paged(std::uint32_t page, bool by_head, const cuda::DeviceBuffer& blocks) const;
 
@@ -77,9 +77,9 @@ PagedLayers::PagedLayers(const PagedBenchShape& shape) : shape_(shape) {
   workspace_ = cuda::zeroes(window_.attention_workspace(cache(0), false), kMeasuringBlocks);
 }
 
-kvlab_cache PagedLayers::cache(std::uint32_t layer) const {
+kvlab_cache_view PagedLayers::cache(std::uint32_t layer) const {
   const std::uint64_t bytes = elements() * kernels::bytes_of(kType);
-  kvlab_cache cache{};
+  kvlab_cache_view cache{};
   cache.type = kType;
   cache.sequences = static_cast<int>(shape_.batch);
   cache.query_heads = static_cast<int>(shape_.kv_heads * shape_.group);

@@ -64,7 +64,7 @@ CacheWatch::Head CacheWatch::Slots::head(std::size_t first, std::size_t count) c
   return head;
 }
 
-CacheWatch::Slots CacheWatch::read(const kvlab_cache& cache, const std::byte* states,
+CacheWatch::Slots CacheWatch::read(const kvlab_cache_view& cache, const std::byte* states,
                                    const float* features, const kvlab_observation* seen,
                                    std::size_t count) const {
   return {.positions = to_host(cache.positions, count, stream_),
@@ -131,7 +131,7 @@ void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
   const std::size_t layer_bytes = shape_.offsets(sequences_).end;
   const auto data = to_host(outputs, config_.layers * layer_bytes, stream_);
   const kernels::SlotStorage& storage = cache_.slots().storage();
-  const kvlab_cache cache = storage.cache(0, static_cast<int>(sequences_));
+  const kvlab_cache_view cache = storage.cache(0, static_cast<int>(sequences_));
   const kernels::PairSlots& slots = cache_.slots().slots();
   const Slots all = read(cache, storage.states, storage.features, storage.seen,
                          static_cast<std::size_t>(slots.total()));

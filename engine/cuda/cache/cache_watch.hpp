@@ -53,8 +53,8 @@ class CacheWatch {
     Head head(std::size_t first, std::size_t count) const;
   };
 
-  const kernels::SlotsConfig& config_of() const { return cache_.slots().config(); }
-  Slots read(const kvlab_cache& cache, const std::byte* states, const float* features,
+  const kernels::KvCacheConfig& config_of() const { return cache_.slots().config(); }
+  Slots read(const kvlab_cache_view& cache, const std::byte* states, const float* features,
              const kvlab_observation* seen, std::size_t count) const;
   void show_append(std::uint32_t layer);
   std::vector<Head> ring(std::uint32_t layer, std::uint32_t first, std::uint32_t appended) const;

@@ -7,7 +7,7 @@
 
 #include "engine/cuda/batch_state.hpp"
 #include "engine/cuda/capture_shape.hpp"
-#include "kernels/cache/slot_caches.hpp"
+#include "kernels/cache/kv_cache.hpp"
 
 namespace kvlab {
 
@@ -86,8 +86,8 @@ class DeviceCache {
   virtual std::uint64_t live_bytes(int sequence, std::uint32_t fed) const = 0;
   /// Number of live tokens after `fed`, [layer][KV head]; empty if nothing is evicted.
   virtual std::vector<std::vector<std::uint32_t>> kept(int, std::uint32_t) const { return {}; }
-  /// Evicted tokens over all layers and KV heads. `behind`: tokens before the last append.
-  virtual std::uint64_t evictions(int /*sequence*/, std::uint32_t /*behind*/) const { return 0; }
+  /// Evicted tokens over all layers and KV heads. `before`: tokens before the last append.
+  virtual std::uint64_t evictions(int /*sequence*/, std::uint32_t /*before*/) const { return 0; }
   /// For benchmarks: random keys and values instead of a prompt of `tokens` tokens.
   virtual void pretend(int sequence, std::uint32_t tokens) = 0;
 };

@@ -25,9 +25,9 @@ std::unique_ptr<kernels::PolicyKernels> compiled(const CudaDecoderOptions& optio
 }
 
 /// The configuration completed with what needs a device.
-kernels::SlotsConfig complete(const DeviceModel& model, const CudaDecoderOptions& options,
-                              const kernels::PolicyKernels* compiled) {
-  kernels::SlotsConfig config = slots_config(model, options);
+kernels::KvCacheConfig complete(const DeviceModel& model, const CudaDecoderOptions& options,
+                                const kernels::PolicyKernels* compiled) {
+  kernels::KvCacheConfig config = slots_config(model, options);
   if (compiled) static_cast<kernels::DevicePolicy&>(config.kernels) = compiled->policy();
   for (kernels::SlotLayer& layer : config.layers)
     layer.output = model.weights().layers[layer.number].output.weight;
@@ -49,8 +49,7 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
       rings_(model, batch, options_, stream) {}
 
 CacheBytes EvictingCache::bytes(const DeviceModel& model, const CudaDecoderOptions& options) {
-  const auto slots =
-      kernels::SlotCaches::bytes(slots_config(model, options), options.longest_prompt);
+  const auto slots = kernels::KvCache::bytes(slots_config(model, options), options.longest_prompt);
   const CacheBytes rings = WindowRings::bytes(model, options);
   return {slots.storage + rings.storage, slots.work + rings.work};
 }
@@ -181,7 +180,7 @@ class EvictingCache::Step final : public CacheStep {
     cache_.slots_.store_in_tiers(index, rows_);
     attention_.attend(index);
     // Here, because the keys must still be in their slots.
-    cache_.slots_.bring(index, rows_, cache_.attended(to));
+    cache_.slots_.compute_features(index, rows_, cache_.attended(to));
   }
   void observe(std::uint32_t layer) const override {
     if (!cache_.rings_.has(layer)) attention_.observe(cache_.index_of(layer));

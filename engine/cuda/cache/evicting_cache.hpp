@@ -5,7 +5,7 @@
 #include "engine/cuda/cache/device_cache.hpp"
 #include "engine/cuda/cache/observed_attention.hpp"
 #include "engine/cuda/cache/window_rings.hpp"
-#include "kernels/cache/slot_caches.hpp"
+#include "kernels/cache/kv_cache.hpp"
 #include "kernels/runtime/policy_kernels.hpp"
 
 namespace kvlab {
@@ -13,7 +13,7 @@ namespace kvlab {
 /// The configuration of the decoder's slot caches, without what needs a device: kernels of compiled
 /// policies, and weights. Throws std::invalid_argument for caches that cannot be combined, or do
 /// not fit.
-kernels::SlotsConfig slots_config(const DeviceShape& model, const CudaDecoderOptions& options);
+kernels::KvCacheConfig slots_config(const DeviceShape& model, const CudaDecoderOptions& options);
 
 class EvictingCache final : public DeviceCache {
  public:
@@ -36,14 +36,14 @@ class EvictingCache final : public DeviceCache {
     return slots_.live_bytes(sequence, fed) + rings_.live_bytes(fed);
   }
   std::vector<std::vector<std::uint32_t>> kept(int sequence, std::uint32_t fed) const override;
-  std::uint64_t evictions(int sequence, std::uint32_t behind) const override {
-    return slots_.evictions(sequence, behind);
+  std::uint64_t evictions(int sequence, std::uint32_t before) const override {
+    return slots_.evictions(sequence, before);
   }
   void pretend(int sequence, std::uint32_t tokens) override;
 
   // For CacheWatch.
   const WindowRings& rings() const { return rings_; }
-  const kernels::SlotCaches& slots() const { return slots_; }
+  const kernels::KvCache& slots() const { return slots_; }
   /// The layer's index among the layers of slots().
   std::uint32_t index_of(std::uint32_t layer) const { return layer_indices_[layer]; }
 
@@ -61,7 +61,7 @@ class EvictingCache final : public DeviceCache {
   cudaStream_t stream_;
   std::vector<std::uint32_t> layer_indices_;          // [layer]
   std::unique_ptr<kernels::PolicyKernels> compiled_;  // null: the policy is in the registry
-  kernels::SlotCaches slots_;
+  kernels::KvCache slots_;
   WindowRings rings_;
   ObserverBranch branch_;
 };

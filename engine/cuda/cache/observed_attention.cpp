@@ -10,7 +10,7 @@ using cuda::check;
 constexpr std::size_t kHalf = ObserverBranch::kHalf;
 
 /// Layers with few slots are observed together, because a branch costs about 1 µs.
-std::size_t layers_at_once(const kvlab_cache& cache) {
+std::size_t layers_at_once(const kvlab_cache_view& cache) {
   constexpr std::int64_t kSlots = 1 << 17;
   const std::int64_t slots = std::int64_t{cache.sequences} * cache.kv_heads * cache.max_slots;
   std::size_t layers = kHalf;
@@ -21,7 +21,7 @@ std::size_t layers_at_once(const kvlab_cache& cache) {
 /// Whether observation runs beside the next layer's attention. Products of many rows occupy all
 /// multiprocessors, attention does not. But by then the logits have left the L2 cache, so there
 /// must be few of them.
-bool goes_beside_attention(const kvlab_cache& cache) {
+bool goes_beside_attention(const kvlab_cache_view& cache) {
   return cache.sequences > kernels::kMaxLinearRows && cache.query_heads <= 2 * cache.kv_heads;
 }
 

@@ -67,20 +67,20 @@ kernels::SlotPair pair_of(const ResolvedConfig& cache, std::uint32_t layer, std:
 
 }  // namespace
 
-kernels::SlotsConfig slots_config(const DeviceShape& model, const CudaDecoderOptions& options) {
+kernels::KvCacheConfig slots_config(const DeviceShape& model, const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
   check_caches(config, options.caches);
-  kernels::SlotsConfig slots{.type = model.type(),
-                             .query_heads = static_cast<int>(config.query_heads),
-                             .kv_heads = static_cast<int>(config.kv_heads),
-                             .head_size = static_cast<int>(config.head_size),
-                             .other_ropes = config.has_windows(),
-                             .max_tokens = options.slots,
-                             .numbering = options.numbering(),
-                             .features = options.features(static_cast<int>(config.hidden)),
-                             .norms_keys = config.norms_each_head(),
-                             .part = options.prefill_tokens,
-                             .watched = options.watched};
+  kernels::KvCacheConfig slots{.type = model.type(),
+                               .query_heads = static_cast<int>(config.query_heads),
+                               .kv_heads = static_cast<int>(config.kv_heads),
+                               .head_size = static_cast<int>(config.head_size),
+                               .other_ropes = config.has_windows(),
+                               .max_tokens = options.slots,
+                               .numbering = options.numbering(),
+                               .features = options.features(static_cast<int>(config.hidden)),
+                               .norms_keys = config.norms_each_head(),
+                               .part = options.prefill_tokens,
+                               .watched = options.watched};
   slots.weigh = [entry = options.entry()](std::span<const std::byte> params, std::span<float> to) {
     const std::uint32_t tail = entry->tail(params.data());
     for (std::uint32_t age = 0; age < to.size(); ++age)

@@ -86,8 +86,8 @@ void read_policy(const JsonFields& top, kvlab_policy_file& file) {
     ++known;
   }
   for (; const char* param = kvlab_policy_parameter(file.policy, file.param_count); ++known) {
-    if (file.param_count == KVLAB_MOST_PARAMS)
-      top.refuse("policy", fmt::format("at most {} parameters are expected", KVLAB_MOST_PARAMS));
+    if (file.param_count == KVLAB_MAX_PARAMS)
+      top.refuse("policy", fmt::format("at most {} parameters are expected", KVLAB_MAX_PARAMS));
     file.params[file.param_count++] = params.number(param);
   }
   if (params.json().size() != known)
@@ -170,8 +170,8 @@ void read(const JsonFields& top, kvlab_policy_file& file) {
   read_policy(top, file);
   read_modifiers(top, file, group_max);
   read_rules(top, file, group_max);
-  file.numbering =
-      is_second(top, "positions", "original", "cache") ? KVLAB_SQUEEZED : KVLAB_ORIGINAL;
+  file.numbering = is_second(top, "positions", "original", "cache") ? KVLAB_CACHE_POSITIONS
+                                                                    : KVLAB_ORIGINAL_POSITIONS;
   const std::string prefill = top.text("prefill");
   int end = 0;
   if (prefill == "stream")

@@ -88,10 +88,10 @@ AppendingLayer::AppendingLayer(const LayerSize& size, const Paging& paging, int 
       slots_(static_cast<std::size_t>(max_tokens_)),
       first_query_(size.prompts.size() + 1),
       new_slots_(static_cast<std::size_t>(pairs())) {
-  for (; kvlab_policy_column(policy_, static_cast<int>(feature_count_)); ++feature_count_)
+  for (; kvlab_policy_feature(policy_, static_cast<int>(feature_count_)); ++feature_count_)
     if (const auto feature =
-            built_in_feature(kvlab_policy_column(policy_, static_cast<int>(feature_count_))))
-      computed_.push_back(static_cast<kvlab_column>(*feature));
+            built_in_feature(kvlab_policy_feature(policy_, static_cast<int>(feature_count_))))
+      computed_.push_back(static_cast<kvlab_feature>(*feature));
   if (computed_.size() < feature_count_) computed_.clear();
   std::vector<kvlab_rule> rules;
   for (const int slots : slots_of(size, 0)) {
@@ -121,10 +121,10 @@ AppendingLayer::AppendingLayer(const LayerSize& size, const Paging& paging, int 
   tokens_.assign(size.prompts.size(), free_slots);
   const kvlab_prefill_args of_all = prefill();
   if (size.in_parts) parts_ = std::make_unique<Array<std::byte>>(kvlab_prefill_workspace(&of_all));
-  const kvlab_cache cache = cache_.cache();
+  const kvlab_cache_view cache = cache_.cache();
   workspace_ =
       std::make_unique<Array<std::byte>>(kvlab_evicting_attention_workspace(policy_, &cache));
-  compact_workspace_ = std::make_unique<Array<std::byte>>(kvlab_shrink_workspace(&cache));
+  compact_workspace_ = std::make_unique<Array<std::byte>>(kvlab_compact_workspace(&cache));
 }
 
 /// Samples its query heads, then its keys and its values, for the layer's KV heads among all.
@@ -213,7 +213,7 @@ kvlab_policy_state AppendingLayer::state() const {
 }
 
 kvlab_prefill_args AppendingLayer::prefill() const {
-  const kvlab_cache cache = cache_.cache();
+  const kvlab_cache_view cache = cache_.cache();
   return {.struct_size = sizeof(kvlab_prefill_args),
           .type = cache.type,
           .query_heads = cache.query_heads,
@@ -269,7 +269,7 @@ void AppendingLayer::observe(cudaStream_t stream) {
 }
 
 void AppendingLayer::make_features(cudaStream_t stream) {
-  kvlab_columns_args args{.struct_size = sizeof(kvlab_columns_args)};
+  kvlab_feature_args args{.struct_size = sizeof(kvlab_feature_args)};
   args.count = static_cast<int>(computed_.size());
   std::ranges::copy(computed_, args.features);
   args.key_row = static_cast<std::int64_t>(heads()) * size_.head_size;
@@ -284,13 +284,13 @@ void AppendingLayer::make_features(cudaStream_t stream) {
     args.keys = keys;
     args.unit_keys = unit_keys_.data() + s * size_.kv_heads * size_.head_size;
     args.appended = appended_.data() + s;
-    if (args.tokens > 0) check_cuda(kvlab_columns(&args, stream));
+    if (args.tokens > 0) check_cuda(kvlab_compute_features(&args, stream));
     keys += static_cast<std::size_t>(args.tokens * heads()) * head_bytes();
   }
 }
 
-kvlab_shrink_args AppendingLayer::end_args(const AppendingLayer& to) const {
-  kvlab_shrink_args args{.struct_size = sizeof(kvlab_shrink_args)};
+kvlab_compact_args AppendingLayer::end_args(const AppendingLayer& to) const {
+  kvlab_compact_args args{.struct_size = sizeof(kvlab_compact_args)};
   args.from = cache_.cache();
   args.to = to.cache_.cache();
   args.policy = state();
@@ -323,7 +323,7 @@ void AppendingLayer::keep_outputs() {
 }
 
 cudaError_t AppendingLayer::share_prefix(int page) {
-  const kvlab_cache cache = cache_.cache();
+  const kvlab_cache_view cache = cache_.cache();
   const kvlab_prefix_args args{.struct_size = sizeof(kvlab_prefix_args),
                                .sequences = sequences() - 1,
                                .kv_heads = size_.kv_heads,
@@ -345,8 +345,8 @@ void AppendingLayer::append(const Counts& tokens, const Counts& right) {
   put(tokens, right);
   attend();
   observe();
-  const kvlab_shrink_args args = end_args(*this);
-  check_cuda(kvlab_shrink(policy_, &args, nullptr));
+  const kvlab_compact_args args = end_args(*this);
+  check_cuda(kvlab_compact(policy_, &args, nullptr));
   ended(*this);
 }
 
@@ -375,16 +375,16 @@ void AppendingLayer::decode() {
 
 void AppendingLayer::evict_to_budget() {
   const Counts none(position_.size(), 0);
-  kvlab_shrink_args args = end_args(*this);
+  kvlab_compact_args args = end_args(*this);
   args.seen = nullptr;
   ended_.assign(std::vector<std::uint32_t>(position_.size()));
   now_.assign(position_);
-  check_cuda(kvlab_shrink(policy_, &args, nullptr));
+  check_cuda(kvlab_compact(policy_, &args, nullptr));
   check_cuda(cudaDeviceSynchronize());
 }
 
 LiveTokens AppendingLayer::live(int pair) const {
-  const kvlab_cache cache = cache_.cache();
+  const kvlab_cache_view cache = cache_.cache();
   const auto count = static_cast<std::size_t>(pairs()), at = static_cast<std::size_t>(pair);
   const std::size_t slot_bytes = kvlab_policy_slot_bytes(policy_);
   const auto dim = static_cast<std::size_t>(size_.head_size);

@@ -42,7 +42,7 @@ class AppendingLayer {
   void observe(cudaStream_t stream = nullptr);
   /// Arguments that end an append of all tokens put since the last one, to another layer or in
   /// place.
-  kvlab_shrink_args end_args(const AppendingLayer& to) const;
+  kvlab_compact_args end_args(const AppendingLayer& to) const;
   /// Updates the host's state after a captured graph has ended the append.
   void ended(AppendingLayer& to);
 
@@ -83,7 +83,7 @@ class AppendingLayer {
   LayerSize size_;
   OwnHeads of_;
   const kvlab_policy* policy_;
-  std::vector<kvlab_column> computed_;  ///< empty if one of the policy's features is not computed
+  std::vector<kvlab_feature> computed_;  ///< empty if one of the policy's features is not computed
   std::size_t feature_count_ = 0;
   int max_tokens_;
   std::vector<std::uint32_t> position_;  ///< [sequence]: position of the append's first token

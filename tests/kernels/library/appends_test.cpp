@@ -74,8 +74,8 @@ void check_prefix(const LayerSize& size, const Paging& paging) {
   AppendingLayer anew(size, paging, kPrefix + kRest), hits(size, paging, kPrefix + kRest),
       kept_anew(size, paging, 1), kept(size, paging, 1);
   const auto end = [](AppendingLayer& from, AppendingLayer& to) {
-    const kvlab_shrink_args args = from.end_args(to);
-    check_cuda(kvlab_shrink(from.policy(), &args, nullptr));
+    const kvlab_compact_args args = from.end_args(to);
+    check_cuda(kvlab_compact(from.policy(), &args, nullptr));
     from.ended(to);
   };
   for (AppendingLayer* layer : {&anew, &hits}) layer->begin_alike(kPrefix);
@@ -114,19 +114,19 @@ class TwoDevices {
       layer->attend();
       layer->observe();
     }
-    const kvlab_shrink_args whole = args_of(one_);
-    check_cuda(kvlab_shrink(one_.policy(), &whole, nullptr));
+    const kvlab_compact_args whole = args_of(one_);
+    check_cuda(kvlab_compact(one_.policy(), &whole, nullptr));
     std::uint64_t* ranks = ranks_->data();
     for (const auto& layer : both_) {
-      const kvlab_shrink_args args = args_of(*layer);
-      check_cuda(by_layer_ ? kvlab_rank(one_.policy(), &args, ranks, nullptr)
-                           : kvlab_shrink(one_.policy(), &args, nullptr));
+      const kvlab_compact_args args = args_of(*layer);
+      check_cuda(by_layer_ ? kvlab_compute_ranks(one_.policy(), &args, ranks, nullptr)
+                           : kvlab_compact(one_.policy(), &args, nullptr));
       ranks += ranks_of_one();
     }
     for (const auto& layer : both_) {
-      const kvlab_shrink_args args = args_of(*layer);
+      const kvlab_compact_args args = args_of(*layer);
       if (by_layer_)
-        check_cuda(kvlab_keep(one_.policy(), &args, ranks_->data(), kDevices, nullptr));
+        check_cuda(kvlab_compact_ranked(one_.policy(), &args, ranks_->data(), kDevices, nullptr));
     }
     for (AppendingLayer* layer : all()) layer->ended(*layer);
   }
@@ -152,11 +152,11 @@ class TwoDevices {
   static LayerSize half(LayerSize size) { return size.kv_heads = 2, size; }
   std::vector<AppendingLayer*> all() { return {&one_, both_[0].get(), both_[1].get()}; }
   std::size_t ranks_of_one() const {
-    const kvlab_cache cache = both_[0]->end_args(*both_[0]).from;
+    const kvlab_cache_view cache = both_[0]->end_args(*both_[0]).from;
     return static_cast<std::size_t>(both_[0]->pairs() * cache.max_slots);
   }
-  kvlab_shrink_args args_of(const AppendingLayer& layer) const {
-    kvlab_shrink_args args = layer.end_args(layer);
+  kvlab_compact_args args_of(const AppendingLayer& layer) const {
+    kvlab_compact_args args = layer.end_args(layer);
     args.by_layer = by_layer_ ? 1 : 0;
     args.smooth = smooth_;
     return args;
@@ -219,8 +219,8 @@ TEST_CASE("One graph attends to drafts, and another one appends them", "[gpu]") 
         [&](cudaStream_t stream) { return drafts.attend(stream), cudaSuccess; });
     CapturedGraph append([&](cudaStream_t stream) {
       drafts.observe(stream);
-      const kvlab_shrink_args args = drafts.end_args(drafts);
-      return kvlab_shrink(drafts.policy(), &args, stream);
+      const kvlab_compact_args args = drafts.end_args(drafts);
+      return kvlab_compact(drafts.policy(), &args, stream);
     });
     const auto verify = [&](const AppendingLayer::Counts& right) {
       attention.launch();

@@ -75,7 +75,7 @@ SampledCache sampled(ShapeSampler& sampler) {
   return {{config, sampler.one_of({Dtype::bf16, Dtype::f32})}, options};
 }
 
-kvlab_cache shape_of(const SampledCache& sampled, int sequences, int max_slots) {
+kvlab_cache_view shape_of(const SampledCache& sampled, int sequences, int max_slots) {
   const ModelConfig& config = sampled.model.config();
   return {.type = sampled.model.dtype() == Dtype::bf16 ? KVLAB_BF16 : KVLAB_F32,
           .sequences = sequences,
@@ -86,11 +86,13 @@ kvlab_cache shape_of(const SampledCache& sampled, int sequences, int max_slots) 
           .max_slots = max_slots};
 }
 
-kvlab_memory bytes_of(const SampledCache& sampled, const kvlab_cache& cache, std::int64_t slots) {
+kvlab_memory bytes_of(const SampledCache& sampled, const kvlab_cache_view& cache,
+                      std::int64_t slots) {
   const CudaDecoderOptions& options = sampled.options;
   kvlab_memory bytes{.struct_size = sizeof(kvlab_memory)};
-  const auto numbering = static_cast<kvlab_positions>(
-      options.numbering() == KVLAB_SQUEEZED ? KVLAB_SQUEEZED : KVLAB_ORIGINAL);
+  const auto numbering = static_cast<kvlab_numbering>(options.numbering() == KVLAB_CACHE_POSITIONS
+                                                          ? KVLAB_CACHE_POSITIONS
+                                                          : KVLAB_ORIGINAL_POSITIONS);
   const std::string name(options.policy().name);
   REQUIRE(kvlab_cache_memory(kvlab_find_policy(name.c_str()), &cache, slots, numbering, &bytes) ==
           cudaSuccess);
@@ -104,9 +106,9 @@ std::size_t sum(std::initializer_list<std::size_t> parts) {
 }
 
 /// The bytes of all layers; a layer's arrays are parts of these. `slots`: of each layer.
-std::size_t storage_of(const SampledCache& sampled, const kernels::SlotsConfig& config,
+std::size_t storage_of(const SampledCache& sampled, const kernels::KvCacheConfig& config,
                        const kernels::PairSlots& pairs, const std::vector<std::int64_t>& slots) {
-  const kvlab_cache cache = shape_of(sampled, sampled.options.sequences, pairs.max_slots());
+  const kvlab_cache_view cache = shape_of(sampled, sampled.options.sequences, pairs.max_slots());
   kvlab_memory all{};
   for (const std::int64_t layer : slots) {
     const kvlab_memory one = bytes_of(sampled, cache, layer);
@@ -130,7 +132,7 @@ std::size_t storage_of(const SampledCache& sampled, const kernels::SlotsConfig& 
 /// The bytes for a prompt of one sequence, which each layer uses in turn.
 std::size_t prompt_of(const SampledCache& sampled, int tokens) {
   const CudaDecoderOptions& options = sampled.options;
-  const kvlab_cache cache = shape_of(sampled, 1, tokens);
+  const kvlab_cache_view cache = shape_of(sampled, 1, tokens);
   const kvlab_memory one = bytes_of(sampled, cache, std::int64_t{tokens} * cache.kv_heads);
   kvlab_observe_args observe{.struct_size = sizeof observe,
                              .prefill = {.struct_size = sizeof observe.prefill,
@@ -143,7 +145,7 @@ std::size_t prompt_of(const SampledCache& sampled, int tokens) {
   const bool features = one.features > 0, seen = one.seen > 0;
   return sum({one.keys, one.values, one.positions, one.lengths, one.next_slots, one.first_slot,
               one.states, one.features, features ? one.keys : 0,
-              options.numbering() == KVLAB_ORIGINAL ? 0 : one.keys,
+              options.numbering() == KVLAB_ORIGINAL_POSITIONS ? 0 : one.keys,
               options.policy().weighted ? static_cast<std::size_t>(tokens) * sizeof(float) : 0,
               one.seen, seen ? rows * sizeof(kvlab_row_softmax) : 0,
               seen ? kvlab_observe_workspace(&observe) : 0, one.compact_workspace});
@@ -155,7 +157,7 @@ TEST_CASE("The library reports the bytes that the engine allocates") {
   ShapeSampler sampler(1);
   for (int shape = 0; shape < 200; ++shape) {
     const SampledCache some = sampled(sampler);
-    const kernels::SlotsConfig config = slots_config(some.model, some.options);
+    const kernels::KvCacheConfig config = slots_config(some.model, some.options);
     const kernels::PairSlots pairs(config);
     const std::size_t of_layer = pairs.pairs();
     std::vector<std::int64_t> slots;
@@ -175,16 +177,16 @@ TEST_CASE("The library reports the bytes that the engine allocates") {
 
 TEST_CASE("The library measures pages, and refuses invalid shapes") {
   const kvlab_policy* const h2o = kvlab_find_policy("h2o");
-  kvlab_cache cache{.type = KVLAB_BF16,
-                    .sequences = 3,
-                    .query_heads = 32,
-                    .kv_heads = 8,
-                    .head_size = 128,
-                    .softmax_scale = 1,
-                    .max_slots = 1000};
+  kvlab_cache_view cache{.type = KVLAB_BF16,
+                         .sequences = 3,
+                         .query_heads = 32,
+                         .kv_heads = 8,
+                         .head_size = 128,
+                         .softmax_scale = 1,
+                         .max_slots = 1000};
   kvlab_memory bytes{.struct_size = sizeof bytes};
   const auto ask = [&](std::int64_t slots) {
-    return kvlab_cache_memory(h2o, &cache, slots, KVLAB_ORIGINAL, &bytes);
+    return kvlab_cache_memory(h2o, &cache, slots, KVLAB_ORIGINAL_POSITIONS, &bytes);
   };
   REQUIRE(ask(24'000) == cudaSuccess);
   CHECK(bytes.keys == 24'000 * 256);

@@ -99,13 +99,13 @@ TEST_CASE("The library accepts the command's parameters, in their ranges only") 
 
 TEST_CASE("The library distinguishes an unsupported shape from a machine without a device") {
   const kvlab_policy* const h2o = kvlab_find_policy("h2o");
-  kvlab_cache cache{.type = KVLAB_BF16,
-                    .sequences = 1,
-                    .query_heads = 8,
-                    .kv_heads = 2,
-                    .head_size = 64,
-                    .softmax_scale = 0.125f,
-                    .max_slots = 128};
+  kvlab_cache_view cache{.type = KVLAB_BF16,
+                         .sequences = 1,
+                         .query_heads = 8,
+                         .kv_heads = 2,
+                         .head_size = 64,
+                         .softmax_scale = 0.125f,
+                         .max_slots = 128};
   const std::size_t bytes = kvlab_evicting_attention_workspace(h2o, &cache);
   CHECK(bytes > 0);
   CHECK((bytes == SIZE_MAX) == !has_device());
@@ -125,20 +125,20 @@ TEST_CASE("The library refuses unsupported calls before any launch") {
   kvlab_write_args write{.struct_size = sizeof(kvlab_write_args)};
   CHECK(kvlab_write(&write, nullptr) == cudaErrorInvalidValue);
 
-  kvlab_columns_args features{.struct_size = sizeof(kvlab_columns_args)};
-  CHECK(kvlab_columns(&features, nullptr) == cudaErrorInvalidValue);  // none
+  kvlab_feature_args features{.struct_size = sizeof(kvlab_feature_args)};
+  CHECK(kvlab_compute_features(&features, nullptr) == cudaErrorInvalidValue);  // none
   features.count = 5;
-  CHECK(kvlab_columns(&features, nullptr) == cudaErrorInvalidValue);
+  CHECK(kvlab_compute_features(&features, nullptr) == cudaErrorInvalidValue);
   features.count = 1;
-  features.features[0] = static_cast<kvlab_column>(5);
-  CHECK(kvlab_columns(&features, nullptr) == cudaErrorInvalidValue);
+  features.features[0] = static_cast<kvlab_feature>(5);
+  CHECK(kvlab_compute_features(&features, nullptr) == cudaErrorInvalidValue);
 
   kvlab_observation seen{};
-  kvlab_shrink_args compact{.struct_size = sizeof(kvlab_shrink_args)};
+  kvlab_compact_args compact{.struct_size = sizeof(kvlab_compact_args)};
   compact.seen = &seen;
-  CHECK(kvlab_shrink(snapkv, &compact, nullptr) == cudaErrorNotSupported);
+  CHECK(kvlab_compact(snapkv, &compact, nullptr) == cudaErrorNotSupported);
   compact.weighted = 1;
-  CHECK(kvlab_shrink(snapkv, &compact, nullptr) == cudaErrorInvalidValue);
+  CHECK(kvlab_compact(snapkv, &compact, nullptr) == cudaErrorInvalidValue);
 }
 
 TEST_CASE("The library says in one line why a call was refused") {
@@ -149,19 +149,19 @@ TEST_CASE("The library says in one line why a call was refused") {
   const std::int64_t first = 0;
   const kvlab_rule rule{};
   const kvlab_policy* const h2o = kvlab_find_policy("h2o");
-  const kvlab_cache cache{.type = KVLAB_BF16,
-                          .sequences = 1,
-                          .query_heads = 4,
-                          .kv_heads = 2,
-                          .head_size = 64,
-                          .softmax_scale = 0.125f,
-                          .max_slots = 128,
-                          .first_slot = &first,
-                          .keys = there,
-                          .values = there,
-                          .positions = word,
-                          .lengths = number,
-                          .next_slots = number};
+  const kvlab_cache_view cache{.type = KVLAB_BF16,
+                               .sequences = 1,
+                               .query_heads = 4,
+                               .kv_heads = 2,
+                               .head_size = 64,
+                               .softmax_scale = 0.125f,
+                               .max_slots = 128,
+                               .first_slot = &first,
+                               .keys = there,
+                               .values = there,
+                               .positions = word,
+                               .lengths = number,
+                               .next_slots = number};
   kvlab_evicting_attention_args step{.struct_size = sizeof(kvlab_evicting_attention_args),
                                      .cache = cache,
                                      .now = word,
@@ -192,15 +192,15 @@ TEST_CASE("The library says in one line why a call was refused") {
         call + "policy.states is NULL, and h2o has 8 bytes per slot");
   CHECK(said([](auto& args) { args.q = static_cast<const char*>(args.q) + 2; }, h2o) ==
         call + "q does not begin at a multiple of 16 bytes");
-  CHECK(said([](auto& args) { args.numbering = KVLAB_TWO_FRAMES; }, h2o) ==
+  CHECK(said([](auto& args) { args.numbering = KVLAB_CACHE_POSITIONS_ROTATED; }, h2o) ==
         call + "inv_freq, of cache positions, is NULL");
   CHECK(said([](auto&) {}, nullptr) == call + "an argument is NULL");
 
-  kvlab_shrink_args compact{
-      .struct_size = sizeof(kvlab_shrink_args), .from = cache, .to = cache, .policy = step.policy};
-  CHECK(kvlab_shrink(h2o, &compact, nullptr) == cudaErrorInvalidValue);
+  kvlab_compact_args compact{
+      .struct_size = sizeof(kvlab_compact_args), .from = cache, .to = cache, .policy = step.policy};
+  CHECK(kvlab_compact(h2o, &compact, nullptr) == cudaErrorInvalidValue);
   CHECK(kvlab_last_error() ==
-        std::string("kvlab_shrink: to_states is NULL, and policy.states is not"));
+        std::string("kvlab_compact: to_states is NULL, and policy.states is not"));
   kvlab_prefill_args prompt{.struct_size = sizeof(kvlab_prefill_args),
                             .type = KVLAB_BF16,
                             .query_heads = 4,
@@ -222,7 +222,7 @@ TEST_CASE("Each refused call replaces the reason of the call before") {
   std::uint32_t tail = 0;
   std::size_t bytes = 0;
   std::uint64_t rank = 0;
-  kvlab_slots* slots = nullptr;
+  kvlab_kv_cache* slots = nullptr;
   const auto reason = [](const char* call, cudaError_t error) {
     CAPTURE(call);
     CHECK(error != cudaSuccess);
@@ -231,10 +231,10 @@ TEST_CASE("Each refused call replaces the reason of the call before") {
     CHECK(said.find("invalid argument") == std::string::npos);
     return said.substr(said.find(": ") + 2);
   };
-  reason("kvlab_slots_create", kvlab_slots_create(nullptr, nullptr, &slots));
+  reason("kvlab_kv_cache_create", kvlab_kv_cache_create(nullptr, nullptr, &slots));
   CHECK(reason("kvlab_policy_params", kvlab_policy_params(nullptr, nullptr, 0, nullptr)) ==
         "an argument is NULL");
-  reason("kvlab_slots_memory", kvlab_slots_memory(nullptr, &bytes));
+  reason("kvlab_kv_cache_memory", kvlab_kv_cache_memory(nullptr, &bytes));
   CHECK_THAT(
       reason("kvlab_policy_params", kvlab_policy_params(h2o, values.data(), 99, params.data())),
       ContainsSubstring("count is 99; h2o has "));
@@ -251,19 +251,20 @@ TEST_CASE("Each refused call replaces the reason of the call before") {
   CHECK_THAT(
       reason("kvlab_compile_policy", kvlab_compile_policy("/nowhere/my.hpp", &policy, nullptr, 0)),
       ContainsSubstring("cannot be read"));
-  reason("kvlab_cache_memory", kvlab_cache_memory(h2o, nullptr, 1, KVLAB_ORIGINAL, nullptr));
-  reason("kvlab_number_by_age", kvlab_number_by_age(nullptr, nullptr));
+  reason("kvlab_cache_memory",
+         kvlab_cache_memory(h2o, nullptr, 1, KVLAB_ORIGINAL_POSITIONS, nullptr));
+  reason("kvlab_compute_ages", kvlab_compute_ages(nullptr, nullptr));
   reason("kvlab_read_policy_file", kvlab_read_policy_file(nullptr, nullptr));
   reason("kvlab_write", kvlab_write(nullptr, nullptr));
-  reason("kvlab_columns", kvlab_columns(nullptr, nullptr));
+  reason("kvlab_compute_features", kvlab_compute_features(nullptr, nullptr));
   reason("kvlab_evicting_attention", kvlab_evicting_attention(h2o, nullptr, nullptr));
   reason("kvlab_attend", kvlab_attend(h2o, nullptr, nullptr));
   reason("kvlab_choose_victims", kvlab_choose_victims(h2o, nullptr, 1, nullptr));
   reason("kvlab_observe", kvlab_observe(nullptr, nullptr));
   reason("kvlab_copy_prefix", kvlab_copy_prefix(h2o, nullptr, nullptr));
-  reason("kvlab_shrink", kvlab_shrink(h2o, nullptr, nullptr));
-  reason("kvlab_rank", kvlab_rank(h2o, nullptr, &rank, nullptr));
-  reason("kvlab_keep", kvlab_keep(h2o, nullptr, &rank, 1, nullptr));
+  reason("kvlab_compact", kvlab_compact(h2o, nullptr, nullptr));
+  reason("kvlab_compute_ranks", kvlab_compute_ranks(h2o, nullptr, &rank, nullptr));
+  reason("kvlab_compact_ranked", kvlab_compact_ranked(h2o, nullptr, &rank, 1, nullptr));
 
   alignas(16) static char memory[32];
   const std::int64_t first = 0;
@@ -311,14 +312,15 @@ TEST_CASE("Sizes that exceed 32 bits are refused before any launch") {
   observed.needs = KVLAB_MASS;
   CHECK_THAT(said(kvlab_observe(&observed, nullptr)),
              ContainsSubstring("keys_end is 16777216, prefill.queries 16777216: too many"));
-  kvlab_cache cache{.type = KVLAB_BF16,
-                    .sequences = 1,
-                    .query_heads = 8,
-                    .kv_heads = 2,
-                    .head_size = 64,
-                    .max_slots = (1 << 30) + 1};
+  kvlab_cache_view cache{.type = KVLAB_BF16,
+                         .sequences = 1,
+                         .query_heads = 8,
+                         .kv_heads = 2,
+                         .head_size = 64,
+                         .max_slots = (1 << 30) + 1};
   kvlab_memory bytes{.struct_size = sizeof(kvlab_memory)};
-  CHECK_THAT(said(kvlab_cache_memory(kvlab_find_policy("h2o"), &cache, 1, KVLAB_ORIGINAL, &bytes)),
+  CHECK_THAT(said(kvlab_cache_memory(kvlab_find_policy("h2o"), &cache, 1, KVLAB_ORIGINAL_POSITIONS,
+                                     &bytes)),
              ContainsSubstring("max_slots is 1073741825; at most 2^30"));
 }
 

@@ -68,7 +68,7 @@ TEST_CASE("The library reads a policy.json as the engine does") {
     CHECK(file.policy == kvlab_find_policy(ours.policy.name.c_str()));
     CHECK(std::vector(file.params, file.params + file.param_count) == ours.policy.params);
     CHECK(ours.policy.named_feature() == file.feature);
-    CHECK((file.numbering == KVLAB_SQUEEZED) == (ours.positions == Positions::cache));
+    CHECK((file.numbering == KVLAB_CACHE_POSITIONS) == (ours.positions == Positions::cache));
     CHECK(file.prefill_chunk == ours.prefill.chunk);
     CHECK(file.threshold16 == ours.threshold16());
     CHECK(file.seed == ours.seed);

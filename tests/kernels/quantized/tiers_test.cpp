@@ -101,19 +101,19 @@ void check_format_of(const KvFormat& format, Type type, int head_size) {
                                        16,
                                        static_cast<int>(row),
                                        8};
-  const kvlab_cache cache{.type = type,
-                          .sequences = 1,
-                          .query_heads = kPairs,
-                          .kv_heads = kPairs,
-                          .head_size = head_size,
-                          .softmax_scale = 1,
-                          .max_slots = 3,
-                          .first_slot = first_slots.data(),
-                          .keys = newest_keys.data(),
-                          .values = newest_values.data(),
-                          .positions = positions.data(),
-                          .lengths = lengths.data(),
-                          .next_slots = next_slots.data()};
+  const kvlab_cache_view cache{.type = type,
+                               .sequences = 1,
+                               .query_heads = kPairs,
+                               .kv_heads = kPairs,
+                               .head_size = head_size,
+                               .softmax_scale = 1,
+                               .max_slots = 3,
+                               .first_slot = first_slots.data(),
+                               .keys = newest_keys.data(),
+                               .values = newest_values.data(),
+                               .positions = positions.data(),
+                               .lengths = lengths.data(),
+                               .next_slots = next_slots.data()};
   check_cuda(store_newest(cache, quantized_cache, now.data(), nullptr));
   const auto written = bytes.to_host();
   for (int pair = 0; pair < kPairs; ++pair)
@@ -201,19 +201,19 @@ class RandomTiers {
                                    .max_rows = max_rows_,
                                    .max_row_bytes = max_row_bytes_,
                                    .max_tiers = kMaxDeviceTiers};
-    const kvlab_cache cache{.type = type_,
-                            .sequences = 1,
-                            .query_heads = kPairs * group_,
-                            .kv_heads = kPairs,
-                            .head_size = head_size_,
-                            .softmax_scale = 0.1f,
-                            .max_slots = static_cast<int>(*std::ranges::max_element(lives_)),
-                            .first_slot = first_slots.data(),
-                            .keys = bytes.data(),
-                            .values = bytes.data(),
-                            .positions = positions.data(),
-                            .lengths = lengths.data(),
-                            .next_slots = next_slots.data()};
+    const kvlab_cache_view cache{.type = type_,
+                                 .sequences = 1,
+                                 .query_heads = kPairs * group_,
+                                 .kv_heads = kPairs,
+                                 .head_size = head_size_,
+                                 .softmax_scale = 0.1f,
+                                 .max_slots = static_cast<int>(*std::ranges::max_element(lives_)),
+                                 .first_slot = first_slots.data(),
+                                 .keys = bytes.data(),
+                                 .values = bytes.data(),
+                                 .positions = positions.data(),
+                                 .lengths = lengths.data(),
+                                 .next_slots = next_slots.data()};
     const EvictionKernels kernels = plain ? plain_kernels({}) : observing_kernels({});
     const DeviceArray<std::byte> workspace(kernels.attention_workspace(cache, true));
     const EvictingAttentionArgs args{

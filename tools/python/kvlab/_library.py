@@ -20,8 +20,8 @@ class Rope(ctypes.Structure):  # kvlab_rope
     _fields_ = [("inv_freq", P), ("rotated", I32), ("factor", F32)]
 
 
-class SlotsLayer(ctypes.Structure):  # kvlab_slots_layer
-    _fields_ = [("number", U32), ("softmax_scale", F32), ("rope", I32), ("output", P)]
+class Layer(ctypes.Structure):  # kvlab_layer
+    _fields_ = [("number", U32), ("softmax_scale", F32), ("rope", I32), ("output", P), ("sinks", P)]
 
 
 class Args(ctypes.Structure):
@@ -31,7 +31,7 @@ class Args(ctypes.Structure):
         super().__init__(ctypes.sizeof(self), *members, **named)
 
 
-class SlotsConfig(Args):  # kvlab_slots_config
+class KvCacheConfig(Args):  # kvlab_kv_cache_config
     _fields_ = [
         ("struct_size", SIZE),
         ("type", I32),
@@ -42,10 +42,11 @@ class SlotsConfig(Args):  # kvlab_slots_config
         ("numbering", I32),
         *((name, U32) for name in ("threshold16", "tokens", "part", "longest", "every", "smooth")),
         *((name, I32) for name in ("once", "by_layer", "pool_max")),
+        ("first_head", U32),
     ]
 
 
-class SlotsPart(Args):  # kvlab_slots_part
+class AppendChunk(Args):  # kvlab_append_chunk
     _fields_ = [
         ("struct_size", SIZE),
         ("sequence", I32),
@@ -61,16 +62,24 @@ class SlotsPart(Args):  # kvlab_slots_part
     ]
 
 
-class SlotsHeld(Args):  # kvlab_slots_held
+class SequenceSettings(Args):  # kvlab_sequence_settings
+    _fields_ = [
+        ("struct_size", SIZE),
+        *((name, P) for name in ("rules", "params", "seed", "sequence_id", "threshold16")),
+    ]
+
+
+class SequenceInfo(Args):  # kvlab_sequence_info
     _fields_ = [("struct_size", SIZE), ("tokens", U32), *((name, U64) for name in ("evictions", "kv_bytes", "allocated"))]
 
 
 STRUCTS = {
     "kvlab_rope": Rope,
-    "kvlab_slots_layer": SlotsLayer,
-    "kvlab_slots_config": SlotsConfig,
-    "kvlab_slots_part": SlotsPart,
-    "kvlab_slots_held": SlotsHeld,
+    "kvlab_layer": Layer,
+    "kvlab_kv_cache_config": KvCacheConfig,
+    "kvlab_append_chunk": AppendChunk,
+    "kvlab_sequence_settings": SequenceSettings,
+    "kvlab_sequence_info": SequenceInfo,
 }
 
 
@@ -86,15 +95,17 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_policy_name": (_TEXT, [I32]),
     "kvlab_policy_params_bytes": (SIZE, [P]),
     "kvlab_policy_params": (I32, [P, P, I32, P]),
-    "kvlab_slots_memory": (I32, [_pointer(SlotsConfig), P]),
-    "kvlab_slots_create": (I32, [_pointer(SlotsConfig), P, P]),
-    "kvlab_slots_destroy": (None, [P]),
-    "kvlab_slots_clear": (I32, [P, P]),
-    "kvlab_slots_admit": (I32, [P, _pointer(SlotsPart), P]),
-    "kvlab_slots_before_step": (I32, [P, P, P]),
-    "kvlab_slots_step": (I32, [P, I32, P, P, P, P]),
-    "kvlab_slots_ask": (I32, [P, I32, _pointer(SlotsHeld)]),
-    "kvlab_slots_kept": (I32, [P, I32, I32, I32, P, U32, P, P]),
+    "kvlab_kv_cache_memory": (I32, [_pointer(KvCacheConfig), P]),
+    "kvlab_kv_cache_create": (I32, [_pointer(KvCacheConfig), P, P]),
+    "kvlab_kv_cache_destroy": (None, [P]),
+    "kvlab_kv_cache_clear": (I32, [P, P]),
+    "kvlab_kv_cache_start": (I32, [P, I32, _pointer(SequenceSettings), P]),
+    "kvlab_kv_cache_copy": (I32, [P, I32, I32, P]),
+    "kvlab_kv_cache_append": (I32, [P, _pointer(AppendChunk), P]),
+    "kvlab_kv_cache_begin_step": (I32, [P, P, P]),
+    "kvlab_kv_cache_step": (I32, [P, I32, P, P, P, P]),
+    "kvlab_kv_cache_sequence_info": (I32, [P, I32, _pointer(SequenceInfo)]),
+    "kvlab_kv_cache_positions": (I32, [P, I32, I32, I32, P, U32, P, P]),
 }
 
 

@@ -1,7 +1,7 @@
-"""The kernel library's caches for PyTorch: `Slots`, and the operators `torch.ops.kvlab.*`.
+"""The kernel library's caches for PyTorch: `KvCache`, and the operators `torch.ops.kvlab.append` and `step`.
 
-A `Slots` wraps a kvlab_slots object (docs/reference/c-api.md) and runs on the current CUDA stream. A step only launches
-kernels, so torch.cuda.CUDAGraph can capture it and torch.compile can trace it. The first `Slots` loads the library.
+A `KvCache` wraps a kvlab_kv_cache object (docs/reference/c-api.md) and runs on the current CUDA stream. A step only launches
+kernels, so torch.cuda.CUDAGraph can capture it and torch.compile can trace it. The first `KvCache` loads the library.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from kvlab import _kvlab, _library
 from kvlab._library import TYPES, done, library, policies
 
-__all__ = ["SlotLayer", "Slots", "policies"]
+__all__ = ["CacheLayer", "KvCache", "policies"]
 
 _NAMES = {getattr(torch, name): number for name, number in TYPES.items()}
 _LIBRARY: Any = torch.library.Library("kvlab", "DEF")  # type: ignore[no-untyped-call]
 
 
-class SlotLayer(NamedTuple):
+class CacheLayer(NamedTuple):
     """A layer that the policy acts on."""
 
     number: int  # the model's number of the layer
@@ -32,15 +32,16 @@ class SlotLayer(NamedTuple):
     inv_freq: torch.Tensor  # [rotated / 2]
     rope_factor: float = 1.0
     output: torch.Tensor | None = None  # W_o [hidden, query_heads, head_size], only for the feature value_out_norm1
+    sinks: torch.Tensor | None = None  # sink logits [query_heads], float32 (gpt-oss)
 
 
-class Slots:
+class KvCache:
     """The caches of some sequences in all layers that a policy acts on, in GPU memory."""
 
     def __init__(
         self,
         plan: Mapping[str, Any],
-        layers: Sequence[SlotLayer],
+        layers: Sequence[CacheLayer],
         query_heads: int,
         head_size: int,
         dtype: torch.dtype,
@@ -52,11 +53,11 @@ class Slots:
         Raises ValueError for an unsupported dtype, policy or number of layers, RuntimeError for errors of CUDA.
         """
         if dtype not in _NAMES:
-            raise ValueError(f"kvlab.ops.Slots: {dtype}; one of {', '.join(TYPES)} is expected")
+            raise ValueError(f"kvlab.ops.KvCache: {dtype}; one of {', '.join(TYPES)} is expected")
         self.device, self.dtype, self._shape = torch.device(device), dtype, (query_heads, head_size)
         rules, tiers = (numpy.repeat(plan[name][:, None], sequences, 1) for name in ("rules", "tiers"))
         if len(rules) != len(layers):
-            raise ValueError(f"kvlab.ops.Slots: {len(layers)} layers; the plan's {len(rules)} are expected")
+            raise ValueError(f"kvlab.ops.KvCache: {len(layers)} layers; the plan's {len(rules)} are expected")
         self._sequences, self._given = sequences, (query_heads + 2 * rules.shape[2], head_size)
         known = _kvlab.built_in_features()
         features = numpy.array([known.index(name) for name in plan["features"]], numpy.int32)
@@ -71,11 +72,14 @@ class Slots:
             for table, (_, factor) in zip(held, unlike)
         ]
         numbers = [
-            _library.SlotsLayer(layer.number, layer.softmax_scale, unlike.index(table), _at(layer.output))
+            _library.Layer(
+                layer.number, layer.softmax_scale, unlike.index(table), _at(layer.output), _at(layer.sinks)
+            )
             for layer, table in zip(layers, tables)
         ]
-        self._outputs = [layer.output for layer in layers]  # keeps the memory alive that the library reads
-        config = _library.SlotsConfig(
+        self._outputs = [layer.output for layer in layers]  # the library reads these in every call, so they must
+        self._sinks = [layer.sinks for layer in layers]  # live as long as the cache
+        config = _library.KvCacheConfig(
             **{name: plan[name] for name in ("threshold16", "tokens", "every", "smooth", "once", "by_layer", "pool_max")},
             type=_NAMES[dtype],
             query_heads=query_heads,
@@ -86,7 +90,7 @@ class Slots:
             rope_count=len(ropes),
             tier_count=tiers.shape[3],
             feature_count=len(features),
-            layers=ctypes.cast((_library.SlotsLayer * len(layers))(*numbers), ctypes.c_void_p),
+            layers=ctypes.cast((_library.Layer * len(layers))(*numbers), ctypes.c_void_p),
             ropes=ctypes.cast((_library.Rope * len(ropes))(*ropes), ctypes.c_void_p),
             policy=policy,
             rules=rules.ctypes.data,
@@ -99,9 +103,9 @@ class Slots:
         )
         made = ctypes.c_void_p()
         torch.cuda.empty_cache()  # returns torch's unused memory, so that the library can allocate it
-        self._done(lambda stream: library().kvlab_slots_create(config, stream, ctypes.byref(made)))
+        self._done(lambda stream: library().kvlab_kv_cache_create(config, stream, ctypes.byref(made)))
         self.handle = int(made.value or 0)
-        weakref.finalize(self, library().kvlab_slots_destroy, made)
+        weakref.finalize(self, library().kvlab_kv_cache_destroy, made)
 
     def _done(self, call: Callable[[int], int]) -> None:
         """Calls the library with the device's current stream and raises its error."""
@@ -110,7 +114,22 @@ class Slots:
 
     def clear(self) -> None:
         """Drops all tokens. Buffers keep their addresses, so captured CUDA graphs stay valid."""
-        self._done(lambda stream: library().kvlab_slots_clear(self.handle, stream))
+        self._done(lambda stream: library().kvlab_kv_cache_clear(self.handle, stream))
+
+    def start(self, sequence: int, seed: int | None = None) -> None:
+        """Drops the tokens of one sequence, so that another text can take its place. Other sequences go on.
+
+        `seed`: a new random seed. Raises ValueError for a sequence that does not exist.
+        """
+        settings = _library.SequenceSettings()
+        given = ctypes.c_uint64(0 if seed is None else seed)
+        if seed is not None:
+            settings.seed = ctypes.addressof(given)
+        self._done(lambda stream: library().kvlab_kv_cache_start(self.handle, sequence, settings, stream))
+
+    def copy(self, source: int, target: int) -> None:
+        """Makes sequence `target` a copy of sequence `source`, for example of a prefix that both share."""
+        self._done(lambda stream: library().kvlab_kv_cache_copy(self.handle, source, target, stream))
 
     def append(
         self, layer: int, qkv: torch.Tensor, fed: int, ends_prompt: bool = True, sequence: int = 0
@@ -121,15 +140,15 @@ class Slots:
         got before. Returns [tokens, query_heads, head_size]. Raises ValueError if shape or dtype do not fit.
         """
         out = self._out(qkv, len(qkv))
-        torch.ops.kvlab.slots_append.default(self.handle, sequence, layer, fed, ends_prompt, qkv, out)
+        torch.ops.kvlab.append.default(self.handle, sequence, layer, fed, ends_prompt, qkv, out)
         return out
 
-    def before_step(self, decodes: Sequence[bool] | None = None) -> None:
+    def begin_step(self, decodes: Sequence[bool] | None = None) -> None:
         """Host work before a step of all layers. `decodes`: which sequences take part, by default all."""
         if decodes is not None and len(decodes) != self._sequences:
-            raise ValueError(f"kvlab.ops.Slots: decodes of {len(decodes)} sequences; of {self._sequences} is expected")
+            raise ValueError(f"kvlab.ops.KvCache: decodes of {len(decodes)} sequences; of {self._sequences} is expected")
         chosen = None if decodes is None else bytes(decodes)
-        self._done(lambda stream: library().kvlab_slots_before_step(self.handle, chosen, stream))
+        self._done(lambda stream: library().kvlab_kv_cache_begin_step(self.handle, chosen, stream))
 
     def step(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Attention of one decoded token for each sequence in one layer. Only launches kernels.
@@ -138,7 +157,7 @@ class Slots:
         head_size].
         """
         out = self._out(qkv, self._sequences)
-        torch.ops.kvlab.slots_step.default(self.handle, layer, qkv, out)
+        torch.ops.kvlab.step.default(self.handle, layer, qkv, out)
         return out
 
     def _out(self, qkv: torch.Tensor, rows: int) -> torch.Tensor:
@@ -146,20 +165,20 @@ class Slots:
         expected = (rows, *self._given)
         if qkv.dtype is not self.dtype or tuple(qkv.shape) != expected:
             given = f"{qkv.dtype} {list(qkv.shape)}"
-            raise ValueError(f"kvlab.ops.Slots: qkv is {given}; {self.dtype} {list(expected)} is expected")
+            raise ValueError(f"kvlab.ops.KvCache: qkv is {given}; {self.dtype} {list(expected)} is expected")
         return qkv.new_empty(rows, *self._shape)
 
-    def held(self, sequence: int = 0) -> Any:
+    def info(self, sequence: int = 0) -> Any:
         """`tokens`, `evictions`, `kv_bytes` and `allocated` (bytes) of a sequence, from counts on the host."""
-        held = _library.SlotsHeld()
-        done(library().kvlab_slots_ask(self.handle, sequence, held))
-        return held
+        info = _library.SequenceInfo()
+        done(library().kvlab_kv_cache_sequence_info(self.handle, sequence, info))
+        return info
 
-    def kept(self, layer: int, head: int, sequence: int = 0) -> numpy.typing.NDArray[numpy.uint32]:
+    def positions(self, layer: int, head: int, sequence: int = 0) -> numpy.typing.NDArray[numpy.uint32]:
         """Positions of the tokens that a KV head keeps, ascending. Synchronizes with the GPU."""
-        positions, count = numpy.empty(self.held(sequence).tokens + 1, numpy.uint32), ctypes.c_uint32()
+        positions, count = numpy.empty(self.info(sequence).tokens + 1, numpy.uint32), ctypes.c_uint32()
         requested = (self.handle, sequence, layer, head, positions.ctypes.data, len(positions), ctypes.addressof(count))
-        self._done(lambda stream: library().kvlab_slots_kept(*requested, stream))
+        self._done(lambda stream: library().kvlab_kv_cache_positions(*requested, stream))
         return positions[: count.value]
 
 
@@ -180,11 +199,11 @@ def _check(name: str, qkv: torch.Tensor, out: torch.Tensor) -> int:
     return int(torch.cuda.current_stream(qkv.device).cuda_stream)
 
 
-def _slots_append(
-    slots: int, sequence: int, layer: int, fed: int, ends_prompt: bool, qkv: torch.Tensor, out: torch.Tensor
+def _append(
+    cache: int, sequence: int, layer: int, fed: int, ends_prompt: bool, qkv: torch.Tensor, out: torch.Tensor
 ) -> None:
-    stream = _check("slots_append", qkv, out)
-    part = _library.SlotsPart(
+    stream = _check("append", qkv, out)
+    part = _library.AppendChunk(
         sequence=sequence,
         layer=layer,
         fed=fed,
@@ -194,18 +213,18 @@ def _slots_append(
         qkv=qkv.data_ptr(),
         out=out.data_ptr(),
     )
-    done(library().kvlab_slots_admit(slots, part, stream))
+    done(library().kvlab_kv_cache_append(cache, part, stream))
 
 
-def _slots_step(slots: int, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-    stream = _check("slots_step", qkv, out)
-    done(library().kvlab_slots_step(slots, layer, qkv.data_ptr(), out.data_ptr(), None, stream))
+def _step(cache: int, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+    stream = _check("step", qkv, out)
+    done(library().kvlab_kv_cache_step(cache, layer, qkv.data_ptr(), out.data_ptr(), None, stream))
 
 
 def _register() -> None:
     for name, schema, call in (
-        ("slots_append", "int slots, int sequence, int layer, int fed, bool ends_prompt", _slots_append),
-        ("slots_step", "int slots, int layer", _slots_step),
+        ("append", "int cache, int sequence, int layer, int fed, bool ends_prompt", _append),
+        ("step", "int cache, int layer", _step),
     ):
         _LIBRARY.define(f"{name}({schema}, Tensor qkv, Tensor(a!) out) -> ()")
         _LIBRARY.impl(name, call, "CUDA")

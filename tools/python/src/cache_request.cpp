@@ -123,7 +123,7 @@ Plan slot_plan(const CacheRequest& requested) {
 
 void bind_cache_request(nb::module_& module) {
   module.def("slot_plan", slot_plan, nb::arg("asked"),
-             "The numbers of a kvlab_slots_config, by their names there; `chunk`: tokens of a "
+             "The numbers of a kvlab_kv_cache_config, by their names there; `chunk`: tokens of a "
              "prompt that come together, 0: all.");
   module.def("budget_range", budget_range, nb::arg("asked"),
              "The smallest and the largest budget of a KV head, in tokens; empty: none.");

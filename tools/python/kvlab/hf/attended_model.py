@@ -136,10 +136,10 @@ class AttendedModel:
         """A function that makes the caches of one sequence. Each needs a new request, because policies remember the
         rows that they are shown."""
         if self.device.type == "cuda":
-            from kvlab.hf.slot_caches import SlotCaches
+            from kvlab.hf.cuda_caches import CudaCaches
 
             plan = _kvlab.slot_plan(request())
-            return lambda: SlotCaches(
+            return lambda: CudaCaches(
                 plan, self.acted, self.dtype, self.device, lambda: output_weights(self.model, self.acted)
             )
         inv_freq, factors, rows = said(self.acted)

@@ -1,9 +1,24 @@
-// The caches of a batch of sequences. In each layer, each KV head has as many slots as its budget,
-// and a policy decides which token is evicted.
+// The KV caches of a batch of sequences. In each layer, each KV head of a sequence (a *pair*) has
+// as many *slots* as its budget, and a policy decides which token is evicted. Live tokens are
+// counted on the host, so steps only launch kernels. Everything is enqueued on one stream.
 //
-// An append evicts to the budget, attends in scratch memory, compacts the tokens to slots or
-// tiers, and numbers them by cache position. In a step, the next token takes the victim's slot.
-// Live tokens are counted on the host. Everything is enqueued on one stream.
+// Where the key of a token is at each moment (its value goes along):
+//
+//   append   write()     the projection's q, k, v ──RoPE──► append memory, after the live tokens
+//            attend()    queries see the append memory; the observer sums what each token receives
+//            last chunk  the policy gets the new tokens; those that stay ──compact──► slots of the
+//                        pair, or rows of its tiers; all others are evicted
+//   step     write()     q, k, v ──RoPE──► slot `next_slots`: the first free slot, or the victim's,
+//                        whose key it overwrites
+//                        With tiers: ──► `newest_keys`; store_in_tiers() quantizes it to a row of the
+//                        first tier, and demotes one token of each tier that is full to the next
+//            observe     the policy's states change, and the next victim gets into `next_slots`
+//   bursts   every=W     steps only append; before_token() compacts in place when all slots are full
+//   turn     begin()     the next append first copies the live tokens from slots to append memory
+//   sequence start(), copy_sequence()   slots are forgotten, or copied to another sequence's slots
+//
+// A token is known by its slot: positions, states and features are [slot] too. On tiers its key and
+// value are in a *row* of the pair; TierStorage::row_of_slot and slot_of_row convert.
 #pragma once
 
 #include <memory>
@@ -48,10 +63,10 @@ struct LayerRange {
 struct AppendMemory {
   AppendMemory() = default;
   /// `slots`: slots of a KV head, for live and new tokens together.
-  AppendMemory(cuda::Arena& arena, const SlotsConfig& config, std::uint32_t slots);
+  AppendMemory(cuda::Arena& arena, const KvCacheConfig& config, std::uint32_t slots);
 
   /// [kv_head, slot]; lengths count the tokens that were live before the append.
-  kvlab_cache cache{};
+  kvlab_cache_view cache{};
   std::byte* states = nullptr;      // [kv_head, slot, slot_bytes]
   float* features = nullptr;        // [kv_head, slot, feature]; or null
   std::byte* plain_keys = nullptr;  // [new token, kv_head, dim], before RoPE; or null
@@ -65,25 +80,32 @@ struct AppendMemory {
   std::byte *observe_workspace = nullptr, *compact_workspace = nullptr;
 };
 
-class SlotCaches {
+class KvCache {
  public:
   /// Throws std::invalid_argument if a cache has no bound, std::runtime_error if the device's
   /// memory is too small.
-  SlotCaches(SlotsConfig config, cudaStream_t stream);
-  SlotCaches(const SlotCaches&) = delete;
+  KvCache(KvCacheConfig config, cudaStream_t stream);
+  KvCache(const KvCache&) = delete;
   /// Device memory in bytes. With a `longest_append`, `work` includes the memory for an append with
   /// that many live and new tokens.
   struct Bytes {
     std::uint64_t storage, work;
   };
-  static Bytes bytes(const SlotsConfig& config, std::uint32_t longest_append = 0);
+  static Bytes bytes(const KvCacheConfig& config, std::uint32_t longest_append = 0);
 
   /// All later work is enqueued on `stream`.
   void enqueue_on(cudaStream_t stream) { stream_ = stream; }
   cudaStream_t stream() const { return stream_; }
-  /// Drops all tokens. Buffers keep their addresses, so captured CUDA graphs stay valid.
-  /// Synchronizes.
+  /// Drops all tokens. Settings stay, and buffers keep their addresses, so captured CUDA graphs
+  /// stay valid. Synchronizes.
   void clear();
+  /// Drops the tokens of one sequence, also in the middle of an append or a step, and applies
+  /// settings. Other sequences are not affected. Throws std::invalid_argument, and changes nothing,
+  /// if a pair has too few slots for its new budget.
+  void start(int sequence, const SequenceSettings& settings = {});
+  /// Makes `to` a copy of `from`: tokens, states and settings. Throws std::invalid_argument unless
+  /// both were configured with the same budgets, tiers and modifiers.
+  void copy_sequence(int from, int to);
   /// Returns memory for appends with `slots` live and new tokens, and at least with as many as a
   /// pair has slots, because a compaction looks at every slot of the cache that it reads.
   /// Synchronizes if the memory has to grow.
@@ -107,7 +129,7 @@ class SlotCaches {
 
   // Steps. The host only counts. The launches are the same in every step, so a CUDA graph can hold
   // them. For each layer: write(), store_in_tiers(), attention with the arguments from step(),
-  // bring().
+  // compute_features().
 
   /// Call before a step that feeds one token to the sequence after `fed` tokens. `layers`: the
   /// layers of the step.
@@ -119,7 +141,7 @@ class SlotCaches {
   EvictingAttentionArgs step(std::uint32_t layer, const StepRows& rows,
                              const AttendedRows& to) const;
   /// Computes the features of the new tokens. Only the observing kernel reads them.
-  void bring(std::uint32_t layer, const StepRows& rows, const AttendedRows& to) const;
+  void compute_features(std::uint32_t layer, const StepRows& rows, const AttendedRows& to) const;
 
   // RoPE, queries and workspaces.
 
@@ -137,15 +159,15 @@ class SlotCaches {
 
   /// Bytes of keys and values: the sum of each KV head's peak, and those of now.
   std::uint64_t live_bytes(int sequence, std::uint32_t fed) const;
-  std::uint64_t held_bytes(int sequence, std::uint32_t fed) const;
+  std::uint64_t held_bytes(int sequence, std::uint32_t fed, bool after_append) const;
   /// Live tokens of a KV head.
   std::uint32_t live(int sequence, std::uint32_t layer, std::uint32_t head,
                      std::uint32_t fed) const;
   /// Live positions, ascending. Synchronizes.
   std::vector<std::uint32_t> kept_positions(int sequence, std::uint32_t layer,
                                             std::uint32_t head) const;
-  /// Evicted tokens over all layers and KV heads. `behind`: tokens before the last append.
-  std::uint64_t evictions(int sequence, std::uint32_t behind) const;
+  /// Evicted tokens over all layers and KV heads. `before`: tokens before the last append.
+  std::uint64_t evictions(int sequence, std::uint32_t before) const;
   /// For benchmarks: behaves as if `tokens` tokens had been fed. The contents of their keys and
   /// values are undefined. Synchronizes.
   void pretend(int sequence, std::uint32_t tokens);
@@ -155,7 +177,7 @@ class SlotCaches {
 
   /// Whether caches have tier plans.
   bool is_quantized() const { return !tier_counts_.empty(); }
-  const SlotsConfig& config() const { return config_; }
+  const KvCacheConfig& config() const { return config_; }
   const PairSlots& slots() const { return slots_; }
   const SlotStorage& storage() const { return *storage_; }
   /// The memory as the append's last layer has left it.
@@ -165,7 +187,7 @@ class SlotCaches {
   /// Counts of a pair with modifiers, shared slots or a tier plan: live tokens now and before the
   /// last append, and their peak.
   struct Counts {
-    std::uint32_t live = 0, behind = 0, most = 0;
+    std::uint32_t live = 0, before = 0, most = 0;
     std::uint64_t max_bytes = 0;  ///< peak bytes on tiers
   };
   /// The position of the first new token and the number of new tokens, as a compaction reads them.
@@ -173,7 +195,7 @@ class SlotCaches {
     std::uint32_t now, tokens;
   };
   struct Work {
-    Work(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots);
+    Work(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots);
     std::byte* q;        // [row, query_head, dim]
     float* inv_freq;     // [table, dim / 2]
     float2* rope;        // [table, row, dim / 2]
@@ -197,7 +219,7 @@ class SlotCaches {
   const float* inv_freq(std::uint32_t table) const { return work_->inv_freq + table * halves(); }
   AttendedRows with_keys(AttendedRows rows) const;
   template <class T>
-  void copy(T* to, const T* from, std::size_t count) const {
+  void copy_to_device(T* to, const T* from, std::size_t count) const {
     cuda::check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyHostToDevice, stream_),
                 "a cache's numbers");
   }
@@ -226,8 +248,8 @@ class SlotCaches {
   void each_head(int sequence, Each each) const {
     each_head(sequence, {}, each);
   }
-  kvlab_cache cache_of(std::uint32_t layer, const StepRows& rows) const {
-    kvlab_cache cache = storage_->cache_of(layer, rows.first);
+  kvlab_cache_view cache_of(std::uint32_t layer, const StepRows& rows) const {
+    kvlab_cache_view cache = storage_->cache_of(layer, rows.first);
     cache.sequences = rows.count;
     return cache;
   }
@@ -236,7 +258,7 @@ class SlotCaches {
   }
 
   const SlotSequence& of(int sequence) const {
-    return config_.sequences[static_cast<std::size_t>(sequence)];
+    return sequences_[static_cast<std::size_t>(sequence)];
   }
   bool counts(int sequence) const {
     return of(sequence).modifiers != Modifiers{} || of(sequence).share || is_quantized();
@@ -250,6 +272,7 @@ class SlotCaches {
   TierCounts& tiers_of(std::uint32_t layer, std::size_t pair) {
     return tier_counts_[layer * slots_.pairs() + pair];
   }
+  void drop(std::size_t first, std::size_t count);
   std::uint32_t surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const;
   std::uint32_t older(int sequence, std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
   void evict_to_budget(int sequence, std::uint32_t fed, bool after_prompt, LayerRange layers);
@@ -259,26 +282,26 @@ class SlotCaches {
   std::vector<std::int32_t> share_slots(int sequence, std::uint32_t layer, std::uint32_t fed);
   void share_slots_of_live(int sequence, std::uint32_t fed);
   /// The arguments that move tokens from the append memory to a sequence's slots in a layer.
-  kvlab_shrink_args to_slots(int sequence, std::uint32_t layer, const Appended* appended,
-                             bool stays) const;
+  kvlab_compact_args to_slots(int sequence, std::uint32_t layer, const Appended* appended,
+                              bool stays) const;
   /// Compacts tokens between a sequence's slots in a layer, which may have tiers, and the append
   /// memory.
-  void compact(kvlab_shrink_args args, int sequence, std::uint32_t layer, bool after_prompt) const;
+  void compact(kvlab_compact_args args, int sequence, std::uint32_t layer, bool after_prompt) const;
   /// Copies the live tokens of a layer to the append memory. With `stays` none is evicted.
   void take_live(int sequence, std::uint32_t layer, bool stays) const;
   void compact_in_place(int sequence, std::uint32_t layer, bool after_prompt) const;
-  void number(const kvlab_cache& cache) const;
+  void number(const kvlab_cache_view& cache) const;
   void append_to_tiers(std::uint32_t layer, std::size_t pair, std::uint32_t tokens);
   std::uint64_t bytes_on_tiers(std::uint32_t layer, std::size_t pair) const;
   void count_bytes(std::uint32_t layer, std::size_t pair);
   /// Sets how modifiers change ranks in a compaction.
-  void modify(kvlab_shrink_args& args, int sequence, bool after_prompt) const;
+  void modify(kvlab_compact_args& args, int sequence, bool after_prompt) const;
 
   // For the append in progress.
   void begin_layer(std::uint32_t layer);
   void observe(std::uint32_t layer, const kvlab_prefill_args& queries);
   void keep(std::uint32_t layer);
-  void keep_by_shares(std::uint32_t layer, kvlab_shrink_args args);
+  void keep_by_shares(std::uint32_t layer, kvlab_compact_args args);
   void keep_plain_keys(const AppendChunk& part, const AttendedRows& to);
   void make_features_of_new(std::uint32_t layer);
   void rotate_keys_to_cache_positions(const CachePositionArgs& shape, bool of_older);
@@ -289,13 +312,14 @@ class SlotCaches {
   std::uint32_t appended_slots() const;
   void copy_weights();
 
-  SlotsConfig config_;
+  KvCacheConfig config_;
   cudaStream_t stream_;
   PairSlots slots_;
   cuda::Placed<SlotStorage> storage_;
   cuda::Placed<Work> work_;
   cuda::Placed<AppendMemory> memory_;
   Append append_;
+  std::vector<SlotSequence> sequences_;  // [sequence]: the current settings
   std::vector<Counts> counts_;           // [layer, pair]
   std::vector<TierCounts> tier_counts_;  // [layer, pair]; empty if no pair is quantized
   // [layer, sequence]: starting at the sequence; empty if no pair is quantized

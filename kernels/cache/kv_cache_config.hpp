@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -54,9 +55,28 @@ struct SlotPair {
   ProtectedTokens protected_tokens = {};
   std::vector<TierSlots> tiers = {};  ///< empty: the whole budget in 16 bits
   std::uint32_t max_budget = 0;       ///< the largest budget it can get if budgets are shared
+
+  /// Whether the other pair has equally many slots on the same tiers.
+  bool has_slots_of(const SlotPair& other) const {
+    return budget == other.budget && max_budget == other.max_budget &&
+           std::ranges::equal(tiers, other.tiers);
+  }
 };
 
-struct SlotsConfig {
+/// New settings of a sequence. What has no value does not change.
+struct SequenceSettings {
+  struct Rule {
+    std::uint32_t budget;
+    ProtectedTokens protected_tokens;
+  };
+  std::vector<Rule> rules = {};  ///< [layer, kv_head], or empty
+  std::optional<std::vector<std::byte>> params = {};
+  std::optional<std::uint32_t> threshold16 = {};
+  std::optional<std::uint64_t> seed = {};
+  std::optional<std::uint32_t> id = {};
+};
+
+struct KvCacheConfig {
   Type type{};
   int query_heads = 0, kv_heads = 0, head_size = 0;
   std::vector<SlotLayer> layers = {};
@@ -66,15 +86,16 @@ struct SlotsConfig {
   std::vector<SlotPair> pairs = {};  ///< [layer, sequence, kv_head]
   std::uint32_t max_tokens = 0;      ///< of a sequence; 0: no limit, if all pairs have budgets
   EvictionKernels kernels{};
-  kvlab_positions numbering = KVLAB_ORIGINAL;
+  kvlab_numbering numbering = KVLAB_ORIGINAL_POSITIONS;
   /// Writes the weights of a prompt's queries, indexed by how many queries are younger, and returns
   /// the tail. For policies that weigh queries.
   std::function<std::uint32_t(std::span<const std::byte> params, std::span<float> to)> weigh = {};
-  kvlab_columns_args features{};  ///< which token features, and `hidden` of SlotLayer::output
+  kvlab_feature_args features{};  ///< which token features, and `hidden` of SlotLayer::output
   bool norms_keys = false;        ///< the projection is normed, so it does not hold the plain keys
   std::uint32_t part = 2048;      ///< max tokens of an append that go through a layer together
   int workspaces = 1;             ///< workspaces for the attention of steps
   bool watched = false;           ///< keeps what each token received in a step
+  std::uint32_t first_head = 0;   ///< as in kvlab_policy_state
 
   /// Max rows that go through a layer together.
   int rows() const { return std::max(static_cast<int>(part), static_cast<int>(sequences.size())); }
@@ -92,17 +113,17 @@ struct SlotsConfig {
   }
   /// Whether the fast kernels support this configuration: they rotate whole heads or nothing.
   bool is_fast() const {
-    const bool whole =
-        numbering == KVLAB_ORIGINAL || std::ranges::all_of(layers, [&](const SlotLayer& layer) {
-          return ropes[layer.table].rotated_dims() == head_size;
-        });
+    const bool whole = numbering == KVLAB_ORIGINAL_POSITIONS ||
+                       std::ranges::all_of(layers, [&](const SlotLayer& layer) {
+                         return ropes[layer.table].rotated_dims() == head_size;
+                       });
     return whole &&
            (!is_quantized() || (type != KVLAB_F32 && query_heads <= kMaxTierGroup * kv_heads));
   }
   /// Bytes of one token's key in one head; a value has as many.
   std::size_t key_bytes() const { return static_cast<std::size_t>(head_size) * bytes_of(type); }
   /// One layer's cache, without pointers.
-  kvlab_cache slot_cache(int of_sequences, int max_slots) const {
+  kvlab_cache_view slot_cache(int of_sequences, int max_slots) const {
     return {.type = type,
             .sequences = of_sequences,
             .query_heads = query_heads,
@@ -120,9 +141,9 @@ DeviceFormat device_format(const KvFormat& format);
 /// complete except for its kernels. Throws std::invalid_argument if neither can be launched. A
 /// policy that the library compiled from a header has no plain kernels.
 enum class PlainKernels { present, absent };
-EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& policy,
+EvictionKernels kernels_for(const KvCacheConfig& config, const DevicePolicy& policy,
                             PlainKernels plain);
-EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& policy,
+EvictionKernels kernels_for(const KvCacheConfig& config, const DevicePolicy& policy,
                             PlainKernels plain, const DeviceLimits& limits);
 
 }  // namespace kvlab::kernels

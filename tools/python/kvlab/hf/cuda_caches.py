@@ -14,7 +14,7 @@ from kvlab import _library
 from kvlab.hf.layers import Layer
 from kvlab.hf.models import name_of
 from kvlab.hf.refused import Refused, one_line
-from kvlab.ops import SlotLayer, Slots
+from kvlab.ops import CacheLayer, KvCache
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def _refusing() -> Iterator[None]:
         raise Refused(f"evicting: {one_line(error)}; another length=, or model.to('cpu'), is expected") from None
 
 
-class SlotCaches:
+class CudaCaches:
     """The caches of all layers for one sequence."""
 
     def __init__(
@@ -51,15 +51,15 @@ class SlotCaches:
             weights = [one.to(dtype).reshape(rows).contiguous() for one in outputs()]
         ropes = [(layer.rope.inv_freq, layer.rope.factor) for layer in layers]
         own = [
-            SlotLayer(layer.index, layer.rope.softmax_scale, *rope, output)
+            CacheLayer(layer.index, layer.rope.softmax_scale, *rope, output)
             for layer, rope, output in zip(layers, ropes, weights)
         ]
         with _refusing():
-            self._slots = Slots(plan, own, first.query_heads, first.key_size, dtype, device)
+            self._cache = KvCache(plan, own, first.query_heads, first.key_size, dtype, device)
 
     def begin_anew(self) -> None:
         """Drops all tokens. Buffers keep their addresses, so captured CUDA graphs stay valid."""
-        self._slots.clear()
+        self._cache.clear()
         self._fed = [0] * len(self._fed)
 
     # --- What others ask ------------------------------------------------------------------------
@@ -70,19 +70,19 @@ class SlotCaches:
     def kept(self, layer: int, head: int) -> numpy.typing.NDArray[numpy.uint32]:
         if not (0 <= layer < len(self._fed) and 0 <= head < self._heads):
             raise IndexError(f"kept: layer {layer}, head {head}; the model has {len(self._fed)} of {self._heads}")
-        return self._slots.kept(layer, head)
+        return self._cache.positions(layer, head)
 
     @property
     def evictions(self) -> int:
-        return int(self._slots.held().evictions)
+        return int(self._cache.info().evictions)
 
     @property
     def kv_bytes(self) -> int:
-        return int(self._slots.held().kv_bytes)
+        return int(self._cache.info().kv_bytes)
 
     @property
     def allocated_bytes(self) -> int:
-        return int(self._slots.held().allocated)
+        return int(self._cache.info().allocated)
 
     # --- Attention ------------------------------------------------------------------------------
 
@@ -102,14 +102,14 @@ class SlotCaches:
         for first in range(0, len(qkv), step):
             part = qkv[first : first + step]
             with _refusing():
-                outs.append(self._slots.append(layer, part, self._fed[layer], first + len(part) == len(qkv)))
+                outs.append(self._cache.append(layer, part, self._fed[layer], first + len(part) == len(qkv)))
             self._fed[layer] += len(part)
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def before_token(self) -> None:
         """Host work before a step of all layers."""
         with _refusing():
-            self._slots.before_step()
+            self._cache.begin_step()
 
     def count_token(self) -> None:
         """Counts a step that went through all layers without attend(), as a graph does."""
@@ -117,4 +117,4 @@ class SlotCaches:
 
     def token(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Attention of one decoded token. Only launches kernels."""
-        return self._slots.step(layer, qkv)
+        return self._cache.step(layer, qkv)

@@ -1,5 +1,5 @@
 // Chooses the kernels for a cache of slots on the current device.
-#include "kernels/cache/slots_config.hpp"
+#include "kernels/cache/kv_cache_config.hpp"
 
 #include <algorithm>
 #include <stdexcept>
@@ -11,7 +11,7 @@ namespace kvlab::kernels {
 namespace {
 
 /// The most bytes that a token needs on any tier.
-int max_row_bytes(const SlotsConfig& config) {
+int max_row_bytes(const KvCacheConfig& config) {
   std::int64_t most = 0;
   for (const SlotPair& pair : config.pairs)
     for (const TierSlots& tier : pair.tiers)
@@ -21,8 +21,8 @@ int max_row_bytes(const SlotsConfig& config) {
 }
 
 /// Why the fast attention does not fit a device; empty if it fits.
-std::string why_not_fast(const SlotsConfig& config, const DeviceLimits& limits) {
-  const kvlab_cache cache = config.slot_cache(1, 1);
+std::string why_not_fast(const KvCacheConfig& config, const DeviceLimits& limits) {
+  const kvlab_cache_view cache = config.slot_cache(1, 1);
   if (!config.is_quantized()) return why_not_attention(cache, config.numbering, limits);
   PairAttention pairs{};
   pairs.type = config.type;
@@ -40,7 +40,7 @@ DeviceFormat device_format(const KvFormat& format) {
           format.floating};
 }
 
-EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& policy,
+EvictionKernels kernels_for(const KvCacheConfig& config, const DevicePolicy& policy,
                             PlainKernels plain) {
   DeviceLimits limits;
   if (device_limits(limits) == cudaSuccess) return kernels_for(config, policy, plain, limits);
@@ -48,7 +48,7 @@ EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& polic
   return config.is_fast() ? observing_kernels(policy) : plain_kernels(policy);
 }
 
-EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& policy,
+EvictionKernels kernels_for(const KvCacheConfig& config, const DevicePolicy& policy,
                             PlainKernels plain, const DeviceLimits& limits) {
   if (const std::string why = why_not_prefill(config.type, config.head_size, limits); !why.empty())
     throw std::invalid_argument(why);

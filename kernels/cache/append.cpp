@@ -2,14 +2,14 @@
 // tokens follow the live ones. Then the tokens that are kept are moved to their slots.
 #include <algorithm>
 
-#include "kernels/cache/slot_caches.hpp"
+#include "kernels/cache/kv_cache.hpp"
 #include "kernels/host/transfer.hpp"
 
 namespace kvlab::kernels {
 
 using cuda::check;
 
-AppendMemory::AppendMemory(cuda::Arena& arena, const SlotsConfig& config, std::uint32_t slots)
+AppendMemory::AppendMemory(cuda::Arena& arena, const KvCacheConfig& config, std::uint32_t slots)
     : cache(config.slot_cache(1, static_cast<int>(slots))) {
   const auto heads = static_cast<std::size_t>(config.kv_heads), all = heads * slots;
   cache.keys = arena.take<std::byte>(all * config.key_bytes());
@@ -23,7 +23,7 @@ AppendMemory::AppendMemory(cuda::Arena& arena, const SlotsConfig& config, std::u
     features = arena.take<float>(all * static_cast<std::size_t>(config.features.count));
     plain_keys = arena.take<std::byte>(all * config.key_bytes());
   }
-  if (config.numbering != KVLAB_ORIGINAL)
+  if (config.numbering != KVLAB_ORIGINAL_POSITIONS)
     cache_position_keys = arena.take<std::byte>(all * config.key_bytes());
   if (config.kernels.weighted) weights = arena.take<float>(slots);
   if (config.observes()) {
@@ -42,7 +42,7 @@ AppendMemory::AppendMemory(cuda::Arena& arena, const SlotsConfig& config, std::u
   compact_workspace = arena.take<std::byte>(kernels::compact_workspace(cache));
 }
 
-const AppendMemory& SlotCaches::reserve(std::uint32_t slots) {
+const AppendMemory& KvCache::reserve(std::uint32_t slots) {
   slots = std::max(slots, static_cast<std::uint32_t>(slots_.max_slots()));
   if (static_cast<int>(slots) <= memory_->cache.max_slots) return *memory_;
   check(cudaStreamSynchronize(stream_), "an append");
@@ -54,24 +54,24 @@ const AppendMemory& SlotCaches::reserve(std::uint32_t slots) {
   return *memory_;
 }
 
-void SlotCaches::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt) {
+void KvCache::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt) {
   // If steps do not evict, evicts now, so that no token attends in a format that it is demoted
   // from.
   if (is_quantized() && !of(sequence).modifiers.steps_evict())
     evict_to_budget(sequence, fed, false, {});
   // With rotated keys the first append needs no cache positions, because nothing was evicted yet.
-  const bool uses_cache_positions =
-      config_.numbering == KVLAB_SQUEEZED || (config_.numbering == KVLAB_TWO_FRAMES && fed > 0);
+  const bool uses_cache_positions = config_.numbering == KVLAB_CACHE_POSITIONS ||
+                                    (config_.numbering == KVLAB_CACHE_POSITIONS_ROTATED && fed > 0);
   append_ = {sequence, fed, tokens, ends_prompt, uses_cache_positions};
   reserve(appended_slots());
   const Appended nothing{fed, 0}, all{fed, tokens};
-  copy(work_->nothing, &nothing, 1);
-  copy(work_->appended, &all, 1);
+  copy_to_device(work_->nothing, &nothing, 1);
+  copy_to_device(work_->appended, &all, 1);
   if (config_.kernels.weighted) copy_weights();
 }
 
 /// The slots that live and new tokens need together.
-std::uint32_t SlotCaches::appended_slots() const {
+std::uint32_t KvCache::appended_slots() const {
   std::uint32_t live = 0;
   each_head(append_.sequence, [&](std::uint32_t layer, std::size_t pair) {
     live = std::max(live, older(append_.sequence, layer, pair, append_.fed));
@@ -79,13 +79,13 @@ std::uint32_t SlotCaches::appended_slots() const {
   return live + append_.tokens;
 }
 
-void SlotCaches::copy_weights() {
+void KvCache::copy_weights() {
   std::vector<float> weights(append_.tokens);
   append_.tail = config_.weigh(of(append_.sequence).params, weights);
-  copy(memory_->weights, weights.data(), weights.size());
+  copy_to_device(memory_->weights, weights.data(), weights.size());
 }
 
-RopeWriteArgs SlotCaches::write(std::uint32_t layer, const AppendChunk& part) {
+RopeWriteArgs KvCache::write(std::uint32_t layer, const AppendChunk& part) {
   if (part.first == 0) begin_layer(layer);
   RopeWriteArgs args{};
   args.sequences = work_->zeros;
@@ -98,13 +98,13 @@ RopeWriteArgs SlotCaches::write(std::uint32_t layer, const AppendChunk& part) {
   args.cache.next_slots = args.cache.lengths;  // new tokens follow the live ones
   args.q = work_->q;
   args.plain_k = work_->plain_k;
-  if (config_.numbering != KVLAB_SQUEEZED) rotate(config_.layers[layer].table, args);
+  if (config_.numbering != KVLAB_CACHE_POSITIONS) rotate(config_.layers[layer].table, args);
   return args;
 }
 
 /// Copies the live tokens to the append memory. A victim that was already chosen is chosen again.
-void SlotCaches::begin_layer(std::uint32_t layer) {
-  const kvlab_cache& cache = memory_->cache;
+void KvCache::begin_layer(std::uint32_t layer) {
+  const kvlab_cache_view& cache = memory_->cache;
   const std::size_t all =
       static_cast<std::size_t>(cache.kv_heads) * static_cast<std::size_t>(cache.max_slots);
   if (memory_->seen) clear(memory_->seen, all);
@@ -120,10 +120,10 @@ void SlotCaches::begin_layer(std::uint32_t layer) {
     rotate_keys_to_cache_positions(cache_position_args(layer, {.first = 0, .rows = 0}), true);
 }
 
-void SlotCaches::attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to) {
+void KvCache::attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to) {
   if (append_.uses_cache_positions) {
     const CachePositionArgs shape = cache_position_args(layer, part);
-    if (config_.numbering == KVLAB_SQUEEZED)
+    if (config_.numbering == KVLAB_CACHE_POSITIONS)
       check(rotate_queries_to_cache_positions(shape, work_->q, work_->q, stream_),
             "positions of a prompt");
     rotate_keys_to_cache_positions(shape, false);
@@ -151,7 +151,7 @@ void SlotCaches::attend(std::uint32_t layer, const AppendChunk& part, const Atte
 }
 
 /// Adds what the part's queries give to each key.
-void SlotCaches::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
+void KvCache::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
   const int sequence = append_.sequence;
   const auto first = static_cast<std::uint32_t>(queries.first),
              end = first + static_cast<std::uint32_t>(queries.queries);
@@ -175,12 +175,12 @@ void SlotCaches::observe(std::uint32_t layer, const kvlab_prefill_args& queries)
 }
 
 /// Moves the tokens that are kept to their slots.
-void SlotCaches::keep(std::uint32_t layer) {
+void KvCache::keep(std::uint32_t layer) {
   const int sequence = append_.sequence;
   const bool ends_prompt = append_.ends_prompt, once = of(sequence).modifiers.once;
   if (memory_->features) make_features_of_new(layer);
   if (counts(sequence)) count_append(sequence, layer, append_.tokens);
-  kvlab_shrink_args args = to_slots(sequence, layer, work_->appended, once && !ends_prompt);
+  kvlab_compact_args args = to_slots(sequence, layer, work_->appended, once && !ends_prompt);
   args.seen = memory_->seen;
   if (ends_prompt && of(sequence).share) return keep_by_shares(layer, args);
   compact(args, sequence, layer, ends_prompt);
@@ -189,7 +189,7 @@ void SlotCaches::keep(std::uint32_t layer) {
 }
 
 /// Appends all tokens within the append memory, then splits the slots among the heads.
-void SlotCaches::keep_by_shares(std::uint32_t layer, kvlab_shrink_args args) {
+void KvCache::keep_by_shares(std::uint32_t layer, kvlab_compact_args args) {
   const int sequence = append_.sequence;
   args.to = args.from;
   args.to_states = memory_->states;
@@ -198,12 +198,13 @@ void SlotCaches::keep_by_shares(std::uint32_t layer, kvlab_shrink_args args) {
   compact(args, sequence, layer, false);
   auto older = share_slots(sequence, layer, append_.fed + append_.tokens);
   for (std::int32_t& live : older) live -= static_cast<std::int32_t>(append_.tokens);
-  copy(memory_->cache.lengths, older.data(), older.size());  // as the observer expects them
+  copy_to_device(memory_->cache.lengths, older.data(),
+                 older.size());  // as the observer expects them
 }
 
 /// Stores a part's keys before RoPE. Features are computed when those of the whole append are
 /// there.
-void SlotCaches::keep_plain_keys(const AppendChunk& part, const AttendedRows& to) {
+void KvCache::keep_plain_keys(const AppendChunk& part, const AttendedRows& to) {
   const AttendedRows keys = with_keys(to);
   const std::size_t width = static_cast<std::size_t>(config_.kv_heads) * config_.key_bytes();
   cuda::copy_rows(
@@ -212,7 +213,7 @@ void SlotCaches::keep_plain_keys(const AppendChunk& part, const AttendedRows& to
       width, static_cast<std::size_t>(part.rows), stream_);
 }
 
-void SlotCaches::make_features_of_new(std::uint32_t layer) {
+void KvCache::make_features_of_new(std::uint32_t layer) {
   FeatureArgs args{config_.features};
   args.cache = memory_->cache;
   args.slots = memory_->cache.lengths;
@@ -226,23 +227,23 @@ void SlotCaches::make_features_of_new(std::uint32_t layer) {
 }
 
 /// Rotates the older keys, or a part's new keys.
-void SlotCaches::rotate_keys_to_cache_positions(const CachePositionArgs& shape, bool of_older) {
-  check(kernels::rotate_keys_to_cache_positions({.shape = shape,
-                                                 .slots = memory_->cache.max_slots,
-                                                 .positions = memory_->cache.positions,
-                                                 .rotated = config_.numbering == KVLAB_TWO_FRAMES,
-                                                 .now = append_.fed,
-                                                 .keys = memory_->cache.keys,
-                                                 .to = memory_->cache_position_keys},
-                                                of_older, stream_),
+void KvCache::rotate_keys_to_cache_positions(const CachePositionArgs& shape, bool of_older) {
+  check(kernels::rotate_keys_to_cache_positions(
+            {.shape = shape,
+             .slots = memory_->cache.max_slots,
+             .positions = memory_->cache.positions,
+             .rotated = config_.numbering == KVLAB_CACHE_POSITIONS_ROTATED,
+             .now = append_.fed,
+             .keys = memory_->cache.keys,
+             .to = memory_->cache_position_keys},
+            of_older, stream_),
         "positions of a prompt");
 }
 
-CachePositionArgs SlotCaches::cache_position_args(std::uint32_t layer,
-                                                  const AppendChunk& part) const {
+CachePositionArgs KvCache::cache_position_args(std::uint32_t layer, const AppendChunk& part) const {
   const std::uint32_t table = config_.layers[layer].table;
   const SlotRope& rope = config_.ropes[table];
-  const bool keeps_rotated_keys = config_.numbering == KVLAB_TWO_FRAMES;
+  const bool keeps_rotated_keys = config_.numbering == KVLAB_CACHE_POSITIONS_ROTATED;
   return {.type = config_.type,
           .query_heads = config_.query_heads,
           .kv_heads = config_.kv_heads,

@@ -1,5 +1,5 @@
-// kvlab_slots compared with the CPU's caches, which get the same queries, keys and values; and its
-// refusals, which need no device.
+// kvlab_kv_cache compared with the CPU's caches, which get the same queries, keys and values; and
+// its refusals, which need no device.
 #include <cmath>
 #include <memory>
 #include <random>
@@ -48,11 +48,11 @@ struct Layout {
                          policy.modifiers.group == Modifiers::Group::max});
         if (policy.tier_plan.is_plain()) continue;
         for (const TierSlots& tier : cache.tiers.at(budget))
-          tiers.push_back({static_cast<kvlab_form>(tier.format - &kKvFormats[0]), tier.slots});
+          tiers.push_back({static_cast<kvlab_kv_format>(tier.format - &kKvFormats[0]), tier.slots});
       }
     }
     for (const std::string& feature : policy.features)
-      features.push_back(static_cast<kvlab_column>(built_in_feature(feature).value()));
+      features.push_back(static_cast<kvlab_feature>(built_in_feature(feature).value()));
     config = {.struct_size = sizeof config,
               .type = type,
               .query_heads = kHeads * kGroup,
@@ -70,7 +70,8 @@ struct Layout {
               .tiers = tiers.data(),
               .seeds = seeds.data(),
               .features = features.data(),
-              .numbering = cache.positions == Positions::cache ? KVLAB_SQUEEZED : KVLAB_ORIGINAL,
+              .numbering = cache.positions == Positions::cache ? KVLAB_CACHE_POSITIONS
+                                                               : KVLAB_ORIGINAL_POSITIONS,
               .threshold16 = cache.threshold16(),
               .tokens = kTokens,
               .part = 32,
@@ -91,13 +92,13 @@ struct Layout {
 
   Rope angles = rope();
   kvlab_rope table{angles.inv_freq.data(), kSize, 1};
-  std::vector<kvlab_slots_layer> layers;
+  std::vector<kvlab_layer> layers;
   std::vector<kvlab_rule> rules;
-  std::vector<kvlab_rung> tiers;
-  std::vector<kvlab_column> features;
+  std::vector<kvlab_tier> tiers;
+  std::vector<kvlab_feature> features;
   std::vector<std::byte> params;
   std::vector<std::uint64_t> seeds;
-  kvlab_slots_config config{};
+  kvlab_kv_cache_config config{};
 };
 
 /// The handle, with a stream and memory for rows.
@@ -105,9 +106,9 @@ class Slots {
  public:
   explicit Slots(const Layout& layout)
       : sequences_(static_cast<std::size_t>(layout.config.sequences)) {
-    done(kvlab_slots_create(&layout.config, stream_.get(), &slots_));
+    done(kvlab_kv_cache_create(&layout.config, stream_.get(), &slots_));
   }
-  ~Slots() { kvlab_slots_destroy(slots_); }
+  ~Slots() { kvlab_kv_cache_destroy(slots_); }
   Slots(const Slots&) = delete;
 
   /// Appends a prompt's chunk in a layer, in two parts.
@@ -115,29 +116,29 @@ class Slots {
                             std::span<const float> qkv) {
     qkv_.assign(qkv);
     const auto tokens = static_cast<std::uint32_t>(qkv.size() / kRow);
-    kvlab_slots_part part{.struct_size = sizeof part,
-                          .sequence = sequence,
-                          .layer = static_cast<int>(layer),
-                          .fed = fed,
-                          .tokens = tokens,
-                          .ends_prompt = ends};
+    kvlab_append_chunk part{.struct_size = sizeof part,
+                            .sequence = sequence,
+                            .layer = static_cast<int>(layer),
+                            .fed = fed,
+                            .tokens = tokens,
+                            .ends_prompt = ends};
     for (const std::uint32_t count : {tokens / 2, tokens - tokens / 2}) {
       if (count == 0) continue;
       part.count = count;
       part.qkv = qkv_.data() + part.first * kRow;
       part.out = out_.data() + part.first * kQueries;
-      done(kvlab_slots_admit(slots_, &part, stream_.get()));
+      done(kvlab_kv_cache_append(slots_, &part, stream_.get()));
       part.first += count;
     }
     return outputs(tokens);
   }
-  void before_step(const std::vector<unsigned char>& decodes = {}) {
-    done(
-        kvlab_slots_before_step(slots_, decodes.empty() ? nullptr : decodes.data(), stream_.get()));
+  void begin_step(const std::vector<unsigned char>& decodes = {}) {
+    done(kvlab_kv_cache_begin_step(slots_, decodes.empty() ? nullptr : decodes.data(),
+                                   stream_.get()));
   }
   void launch(std::uint32_t layer) {
-    done(kvlab_slots_step(slots_, static_cast<int>(layer), qkv_.data(), out_.data(), nullptr,
-                          stream_.get()));
+    done(kvlab_kv_cache_step(slots_, static_cast<int>(layer), qkv_.data(), out_.data(), nullptr,
+                             stream_.get()));
   }
   std::vector<float> step(std::uint32_t layer, std::span<const float> qkv) {
     qkv_.assign(qkv);
@@ -147,17 +148,19 @@ class Slots {
   std::vector<std::uint32_t> kept(int sequence, std::uint32_t layer, std::uint32_t head) {
     std::vector<std::uint32_t> positions(2 * kTokens);
     std::uint32_t count = 0;
-    done(kvlab_slots_kept(slots_, sequence, static_cast<int>(layer), static_cast<int>(head),
-                          positions.data(), 2 * kTokens, &count, stream_.get()));
+    done(kvlab_kv_cache_positions(slots_, sequence, static_cast<int>(layer), static_cast<int>(head),
+                                  positions.data(), 2 * kTokens, &count, stream_.get()));
     positions.resize(count);
     return positions;
   }
-  kvlab_slots_held held(int sequence = 0) {
-    kvlab_slots_held held{.struct_size = sizeof held};
-    done(kvlab_slots_ask(slots_, sequence, &held));
+  void start(int sequence) { done(kvlab_kv_cache_start(slots_, sequence, nullptr, stream_.get())); }
+  void copy(int from, int to) { done(kvlab_kv_cache_copy(slots_, from, to, stream_.get())); }
+  kvlab_sequence_info held(int sequence = 0) {
+    kvlab_sequence_info held{.struct_size = sizeof held};
+    done(kvlab_kv_cache_sequence_info(slots_, sequence, &held));
     return held;
   }
-  kvlab_slots* get() const { return slots_; }
+  kvlab_kv_cache* get() const { return slots_; }
   void* rows() const { return qkv_.data(); }
 
  private:
@@ -171,7 +174,7 @@ class Slots {
   Stream stream_;
   std::size_t sequences_;
   DeviceArray<float> qkv_{kTokens * kRow}, out_{kTokens * kQueries};
-  kvlab_slots* slots_ = nullptr;
+  kvlab_kv_cache* slots_ = nullptr;
 };
 
 /// The CPU's caches, driven as the rule says.
@@ -264,7 +267,7 @@ double conversation(const ResolvedConfig& config) {
       }
     fed += prompt;
     for (std::uint32_t step = 0; step < steps; ++step, ++fed) {
-      slots.before_step();
+      slots.begin_step();
       for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
         const auto row = sampled.rows(1);
         off = std::max(off, worst(slots.step(layer, row), host.attend(layer, fed, false, row)));
@@ -292,7 +295,8 @@ ResolvedConfig resolved(const char* policy, std::uint32_t budget) {
 
 }  // namespace
 
-TEST_CASE("Slots keep the tokens that the CPU's caches keep, and give the same outputs", "[gpu]") {
+TEST_CASE("A device's cache keeps the tokens that the CPU's caches keep, and give the same outputs",
+          "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const test::Choices choices{
       .policies = {"window", "sink", "lru", "h2o", "snapkv", "random", "knorm", "keydiff"},
@@ -307,7 +311,7 @@ TEST_CASE("Slots keep the tokens that the CPU's caches keep, and give the same o
   CHECK(conversation(resolved("full:tiers=8", 32)) < 3e-2);
 }
 
-TEST_CASE("A captured graph of slots' steps stays valid, also after clear()", "[gpu]") {
+TEST_CASE("A captured graph of a cache's steps stays valid, also after clear()", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const Layout layout(resolved("h2o:tiers=16@8t+4@100%", 32), 1, KVLAB_BF16);
   CHECK(layout.config.tier_count == 2);
@@ -315,8 +319,8 @@ TEST_CASE("A captured graph of slots' steps stays valid, also after clear()", "[
   // numbers.
   constexpr std::size_t kBytes = kRow * 2;
   Stream stream;
-  kvlab_slots* slots = nullptr;
-  done(kvlab_slots_create(&layout.config, stream.get(), &slots));
+  kvlab_kv_cache* slots = nullptr;
+  done(kvlab_kv_cache_create(&layout.config, stream.get(), &slots));
   std::mt19937 random(3);
   std::vector<std::uint16_t> all(80 * kRow);
   for (auto& value : all)
@@ -325,14 +329,14 @@ TEST_CASE("A captured graph of slots' steps stays valid, also after clear()", "[
       out(kQueries);
   const auto step = [&] {
     for (int layer = 0; layer < static_cast<int>(kLayers); ++layer)
-      done(kvlab_slots_step(slots, layer, row.data(), out.data(), nullptr, stream.get()));
+      done(kvlab_kv_cache_step(slots, layer, row.data(), out.data(), nullptr, stream.get()));
   };
   cudaGraphExec_t graph = nullptr;
   const auto text = [&](bool replayed) {
     std::vector<std::uint16_t> outputs;
-    done(kvlab_slots_clear(slots, stream.get()));
+    done(kvlab_kv_cache_clear(slots, stream.get()));
     for (std::size_t t = 0; t < 80; ++t) {
-      done(kvlab_slots_before_step(slots, nullptr, stream.get()));
+      done(kvlab_kv_cache_begin_step(slots, nullptr, stream.get()));
       check_cuda(cudaMemcpyAsync(row.data(), tokens.data() + t * kRow, kBytes,
                                  cudaMemcpyDeviceToDevice, stream.get()));
       if (replayed)
@@ -355,10 +359,10 @@ TEST_CASE("A captured graph of slots' steps stays valid, also after clear()", "[
   CHECK(text(true) == plain);
   cudaGraphExecDestroy(graph);
   cudaGraphDestroy(recorded);
-  kvlab_slots_destroy(slots);
+  kvlab_kv_cache_destroy(slots);
 }
 
-TEST_CASE("Sequences in slots decode in a batch as they do alone", "[gpu]") {
+TEST_CASE("Sequences of a cache decode in a batch as they do alone", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const ResolvedConfig config = resolved("h2o:every=4", 24);
   const Layout both(config, 2), one(config);
@@ -371,8 +375,8 @@ TEST_CASE("Sequences in slots decode in a batch as they do alone", "[gpu]") {
   }
   for (int step = 0; step < 30; ++step) {
     const bool first = step % 3 == 0;  // the other sequence has had no prompt
-    slots.before_step({static_cast<unsigned char>(first), 1});
-    alone.before_step();
+    slots.begin_step({static_cast<unsigned char>(first), 1});
+    alone.begin_step();
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
       const auto rows = sampled.rows(2);
       auto out = slots.step(layer, rows);
@@ -385,7 +389,62 @@ TEST_CASE("Sequences in slots decode in a batch as they do alone", "[gpu]") {
     CHECK(slots.kept(1, 1, head) == alone.kept(0, 1, head));
 }
 
-TEST_CASE("Steps and appends of different sequences in slots do not affect each other", "[gpu]") {
+TEST_CASE("Requests leave and join a batch, and each decodes as it does alone", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const char* policy : {"h2o", "h2o:every=4", "h2o:tiers=16@8t+4@100%", "keydiff", "sink"}) {
+    CAPTURE(policy);
+    const ResolvedConfig config = resolved(policy, 24);
+    const Layout both(config, 2), one(config);
+    Slots batch(both), first(one), second(one), joining(one);
+    SampledRows sampled;
+    const auto prompt = [&](Slots& alone, int sequence, std::uint32_t tokens) {
+      for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+        const auto rows = sampled.rows(tokens);
+        CHECK(batch.append(sequence, layer, 0, true, rows) ==
+              alone.append(0, layer, 0, true, rows));
+      }
+    };
+    const auto steps = [&](Slots& of_first, int count) {
+      for (int step = 0; step < count; ++step) {
+        for (Slots* slots : {&batch, &of_first, &second}) slots->begin_step();
+        for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+          const auto rows = sampled.rows(2);
+          auto out = of_first.step(layer, std::span(rows).first(kRow));
+          const auto other = second.step(layer, std::span(rows).subspan(kRow));
+          out.insert(out.end(), other.begin(), other.end());
+          CHECK(worst(batch.step(layer, rows), out) < 1e-5);
+        }
+      }
+    };
+    prompt(first, 0, 40);
+    prompt(second, 1, 35);
+    steps(first, 10);
+    batch.start(0);  // the first request is done
+    CHECK(batch.held(0).tokens == 0);
+    prompt(joining, 0, 30);
+    steps(joining, 20);
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer)
+      for (std::uint32_t head = 0; head < kHeads; ++head) {
+        CHECK(batch.kept(0, layer, head) == joining.kept(0, layer, head));
+        CHECK(batch.kept(1, layer, head) == second.kept(0, layer, head));
+      }
+
+    batch.copy(1, 0);
+    for (int step = 0; step < 10; ++step) {
+      batch.begin_step();
+      for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+        auto rows = sampled.rows(1);
+        rows.insert(rows.end(), rows.begin(), rows.begin() + kRow);
+        const auto out = batch.step(layer, rows);
+        CHECK(std::ranges::equal(std::span(out).first(kQueries), std::span(out).subspan(kQueries)));
+      }
+    }
+    CHECK(batch.kept(0, 1, 1) == batch.kept(1, 1, 1));
+    CHECK(batch.held(0).evictions == batch.held(1).evictions);
+  }
+}
+
+TEST_CASE("Steps and appends of different sequences of a cache do not affect each other", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const ResolvedConfig config = resolved("h2o", 24);
   Layout three(config, 3);
@@ -398,7 +457,7 @@ TEST_CASE("Steps and appends of different sequences in slots do not affect each 
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
   };
   unannounced();
-  CHECK(slots.kept(0, 1, 0).empty());  // before_step() was not called
+  CHECK(slots.kept(0, 1, 0).empty());  // begin_step() was not called
 
   const auto same = [&](int sequence, std::uint32_t layer, std::uint32_t fed, const auto& tokens,
                         const std::vector<float>& out) {
@@ -414,43 +473,45 @@ TEST_CASE("Steps and appends of different sequences in slots do not affect each 
       same(sequence, layer, 0, prompt, first[layer]);
       if (sequence > 0 || layer > 0) continue;
       // Far more tokens than fit, between two layers of another sequence's append.
-      const kvlab_slots_part part{.struct_size = sizeof part,
-                                  .sequence = 1,
-                                  .tokens = 1u << 30,
-                                  .count = 1,
-                                  .qkv = slots.rows(),
-                                  .out = slots.rows()};
-      CHECK(kvlab_slots_admit(slots.get(), &part, nullptr) == cudaErrorMemoryAllocation);
+      const kvlab_append_chunk part{.struct_size = sizeof part,
+                                    .sequence = 1,
+                                    .tokens = 1u << 30,
+                                    .count = 1,
+                                    .qkv = slots.rows(),
+                                    .out = slots.rows()};
+      CHECK(kvlab_kv_cache_append(slots.get(), &part, nullptr) == cudaErrorMemoryAllocation);
     }
-  slots.before_step({0, 1, 0});  // the step's launches come after another sequence's append
+  slots.begin_step({0, 1, 0});  // the step's launches come after another sequence's append
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(0, layer, 5, next, second[layer]);
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
-  unannounced();  // one step per before_step()
+  unannounced();  // one step per begin_step()
   CHECK(slots.kept(1, 1, 0).size() == 6);
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(2, layer, 5, next, second[layer]);
 }
 
-TEST_CASE("Slots are measured without a device, and refusals give a reason") {
+TEST_CASE("A cache is measured without a device, and refusals give a reason") {
   const auto why = [](auto spoil) {
     Layout layout(resolved("h2o:tiers=16@8t+4@100%", 32));
     spoil(layout);
     std::size_t bytes = 0;
-    const cudaError_t error = kvlab_slots_memory(&layout.config, &bytes);
+    const cudaError_t error = kvlab_kv_cache_memory(&layout.config, &bytes);
     return error == cudaSuccess ? "" : std::string(kvlab_last_error());
   };
-  const std::string call = "kvlab_slots_memory: ";
+  const std::string call = "kvlab_kv_cache_memory: ";
   CHECK(why([](Layout& l) { l.config.struct_size = 0; }).starts_with(call + "struct_size is 0"));
   CHECK(why([](Layout& l) { l.config.head_size = 80; }) ==
         call + "config.head_size is 80; it should be 64, 96, 128 or 256");
-  CHECK(why([](Layout& l) { l.rules[1].sinks = 90; }).starts_with(call + "rules[1]: budget is 84"));
+  CHECK(why([](Layout& l) {
+          l.rules[1].sinks = 90;
+        }).starts_with(call + "rules[1]: budget is 84; more than sinks, 90,"));
   CHECK(why([](Layout& l) {
           l.tiers[3].slots = 1;
         }).starts_with(call + "tiers of pair 1: 9 slots of a budget of 84"));
   CHECK(why([](Layout& l) { l.rules[3].group_max = 1; }) ==
         call + "rules[3].group_max is 1, that of rules[0] 0; the same in all is expected");
-  CHECK(why([](Layout& l) { l.tiers[1].format = KVLAB_FORM_16; }).empty());
+  CHECK(why([](Layout& l) { l.tiers[1].format = KVLAB_FORMAT_16; }).empty());
   CHECK(why([](Layout& l) {
-          l.tiers[0].format = KVLAB_FORM_2;
+          l.tiers[0].format = KVLAB_FORMAT_2;
         }).starts_with(call + "tiers of pair 0: format 3 under format 5"));
   CHECK(why([](Layout& l) { l.config.feature_count = 1; }) ==
         call + "feature_count is 1: the policy reads 0");
@@ -465,13 +526,13 @@ TEST_CASE("Slots are measured without a device, and refusals give a reason") {
           l.table.rotated = 7;
         }).starts_with(call + "ropes[0].rotated is 7: an even"));
   CHECK(why([](Layout& l) {
-          l.config.numbering = KVLAB_SQUEEZED;
-        }).starts_with(call + "quantized tiers under KVLAB_SQUEEZED"));
-  CHECK(kvlab_slots_admit(nullptr, nullptr, nullptr) == cudaErrorInvalidValue);
+          l.config.numbering = KVLAB_CACHE_POSITIONS;
+        }).starts_with(call + "quantized tiers under KVLAB_CACHE_POSITIONS"));
+  CHECK(kvlab_kv_cache_append(nullptr, nullptr, nullptr) == cudaErrorInvalidValue);
 
   Layout outputs(resolved("criticalkv", 32));
   std::size_t bytes = 0;
-  CHECK(kvlab_slots_memory(&outputs.config, &bytes) == cudaErrorInvalidValue);
+  CHECK(kvlab_kv_cache_memory(&outputs.config, &bytes) == cudaErrorInvalidValue);
   CHECK(std::string(kvlab_last_error()).starts_with(call + "layers[0].output is NULL"));
 }
 
@@ -479,7 +540,7 @@ TEST_CASE("A cache that keeps all tokens keeps them on its first tier") {
   const auto bytes = [](const char* policy) {
     const Layout layout(resolved(policy, 32), 1, KVLAB_BF16);
     std::size_t all = 0;
-    done(kvlab_slots_memory(&layout.config, &all));
+    done(kvlab_kv_cache_memory(&layout.config, &all));
     return all;
   };
   // 160 tokens are whole tiles; 2 layers, 2 heads, 128 channels, with 4 and 5 bits instead of 16.

@@ -1,0 +1,218 @@
+// How a KvCache evicts outside of steps: it moves the tokens that are kept, in place or from the
+// append memory, and splits slots among KV heads after a prompt.
+#include <algorithm>
+
+#include "kernels/cache/kv_cache.hpp"
+#include "kernels/host/transfer.hpp"
+
+namespace kvlab::kernels {
+
+using cuda::check;
+
+std::uint32_t KvCache::surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const {
+  const std::uint32_t budget = slots_.budget(layer, pair);
+  return budget == kUnlimited
+             ? 0
+             : slots_.modifiers(pair).surplus(counts_of(layer, pair).live, budget, after_prompt);
+}
+
+/// Max number of tokens that are live when more are appended after `fed` tokens, without the new
+/// ones.
+std::uint32_t KvCache::older(int sequence, std::uint32_t layer, std::size_t pair,
+                             std::uint32_t fed) const {
+  return counts(sequence) ? counts_of(layer, pair).live : slots_.older(layer, pair, fed);
+}
+
+void KvCache::modify(kvlab_compact_args& args, int sequence, bool after_prompt) const {
+  const Modifiers& own = of(sequence).modifiers;
+  args.by_layer = own.scope == Modifiers::Scope::layer;
+  args.smooth = own.smooths(after_prompt) ? own.smooth : 0;
+  args.pool_max = own.pool == Modifiers::Pool::max;
+}
+
+/// Evicts in place, if tokens have to be evicted before more are appended after `fed` tokens.
+void KvCache::evict_to_budget(int sequence, std::uint32_t fed, bool after_prompt,
+                              LayerRange layers) {
+  bool moves = false;
+  each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
+    moves |= surplus(layer, pair, after_prompt) > 0 ||
+             (is_quantized() && tiers_of(layer, pair)
+                                    .needs_eviction(slots_.modifiers(pair),
+                                                    slots_.budget(layer, pair), after_prompt));
+  });
+  if (!moves) return;
+  reserve();  // may fail, so it comes before anything is counted
+  each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
+    count_evictions_of(layer, pair, after_prompt);
+  });
+  const Appended nothing{fed, 0};
+  copy_to_device(work_->nothing, &nothing, 1);
+  for (std::uint32_t layer = layers.first; layer < end_of(layers); ++layer) {
+    compact_in_place(sequence, layer, after_prompt);
+    number(storage_->cache_of(layer, sequence));
+  }
+}
+
+kvlab_compact_args KvCache::to_slots(int sequence, std::uint32_t layer, const Appended* appended,
+                                     bool stays) const {
+  kvlab_compact_args args{.from = memory_->cache,
+                          .to = storage_->cache_of(layer, sequence),
+                          .policy = storage_->policy_of_compact(layer, sequence, stays),
+                          .to_states = storage_->states,
+                          .now = &appended->now,
+                          .appended = &appended->tokens,
+                          .workspace = memory_->compact_workspace,
+                          .to_features = storage_->features};
+  args.policy.states = memory_->states;
+  args.policy.features = memory_->features;
+  return args;
+}
+
+/// Compacts a layer's slots in place. Tokens on tiers are first read into the append memory.
+void KvCache::compact_in_place(int sequence, std::uint32_t layer, bool after_prompt) const {
+  kvlab_compact_args args = to_slots(sequence, layer, work_->nothing, false);
+  if (is_quantized()) {
+    take_live(sequence, layer, true);
+  } else {
+    args.from = args.to;
+    args.policy.states = storage_->states;
+    args.policy.features = storage_->features;
+  }
+  compact(args, sequence, layer, after_prompt);
+}
+
+void KvCache::take_live(int sequence, std::uint32_t layer, bool stays) const {
+  compact({.from = storage_->cache_of(layer, sequence),
+           .to = memory_->cache,
+           .policy = storage_->policy_of_compact(layer, sequence, stays),
+           .to_states = memory_->states,
+           .now = &work_->nothing->now,
+           .appended = &work_->nothing->tokens,
+           .workspace = memory_->compact_workspace,
+           .to_features = memory_->features},
+          sequence, layer, false);
+}
+
+void KvCache::compact(kvlab_compact_args args, int sequence, std::uint32_t layer,
+                      bool after_prompt) const {
+  modify(args, sequence, after_prompt);
+  if (!is_quantized())
+    return check(kernels::compact(config_.kernels, args, stream_), "a compaction");
+  const QuantizedCache quantized_cache = storage_->tiers.quantized_cache(layer, sequence);
+  const auto move = args.to.keys == memory_->cache.keys ? read_from_tiers : compact_to_tiers;
+  check(move(config_.kernels, args, quantized_cache, memory_->staged, stream_),
+        "tokens and their tiers");
+}
+
+std::uint64_t KvCache::bytes_on_tiers(std::uint32_t layer, std::size_t pair) const {
+  const TierCounts& tiers = tier_counts_[layer * slots_.pairs() + pair];
+  std::uint64_t bytes = 0;
+  for (std::size_t r = 0; r < tiers.tier_plan().size(); ++r) {
+    const KvFormat& format = *tiers.tier_plan()[r].format;
+    bytes += tiers.on(r) * (format.exact() ? 2 * config_.key_bytes()
+                                           : format.block_bytes() * halves() * 2 / kQuantBlock);
+  }
+  return bytes;
+}
+
+/// Updates the peak bytes, with the tokens that were just appended.
+void KvCache::count_bytes(std::uint32_t layer, std::size_t pair) {
+  if (!is_quantized()) return;
+  std::uint64_t& most = counts_of(layer, pair).max_bytes;
+  most = std::max(most, bytes_on_tiers(layer, pair));
+}
+
+/// Counts an append of `tokens` tokens, which first evicts to the budget.
+void KvCache::count_append(int sequence, std::uint32_t layer, std::uint32_t tokens) {
+  each_pair(sequence, [&](std::size_t pair) {
+    Counts& own = counts_of(layer, pair);
+    own.live -= surplus(layer, pair, false);
+    own.before = own.live;
+    own.live += tokens;
+    own.most = std::max(own.most, own.live);
+    append_to_tiers(layer, pair, tokens);
+  });
+}
+
+/// Counts the evictions after an append.
+void KvCache::count_evictions(int sequence, std::uint32_t layer, bool after_prompt) {
+  each_pair(sequence, [&](std::size_t pair) {
+    count_evictions_of(layer, pair, after_prompt);
+    count_bytes(layer, pair);
+  });
+}
+
+void KvCache::count_evictions_of(std::uint32_t layer, std::size_t pair, bool after_prompt) {
+  counts_of(layer, pair).live -= surplus(layer, pair, after_prompt);
+  if (is_quantized())
+    tiers_of(layer, pair)
+        .evict_to_budget(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt);
+}
+
+/// Counts appended tokens on tiers, after evicting to the budget.
+void KvCache::append_to_tiers(std::uint32_t layer, std::size_t pair, std::uint32_t tokens) {
+  if (!is_quantized()) return;
+  TierCounts& tiers = tiers_of(layer, pair);
+  tiers.evict_to_budget(slots_.modifiers(pair), slots_.budget(layer, pair), false);
+  tiers.append(tokens);
+}
+
+void KvCache::end_prompt(int sequence, std::uint32_t fed, LayerRange layers) {
+  if (of(sequence).share) {
+    if (shared_when_[static_cast<std::size_t>(sequence)] != fed) share_slots_of_live(sequence, fed);
+  } else if (of(sequence).modifiers != Modifiers{}) {
+    evict_to_budget(sequence, fed, true, layers);
+  }
+}
+
+// --- Shared slots --------------------------------------------------------------------------------
+
+/// After a prompt: splits a layer's slots among its KV heads by their ranks, and moves the live
+/// tokens, all of which the append memory must hold, to these slots. Synchronizes. Returns the
+/// number of live tokens before, [kv_head].
+std::vector<std::int32_t> KvCache::share_slots(int sequence, std::uint32_t layer,
+                                               std::uint32_t fed) {
+  constexpr const char* kWhat = "sharing slots";
+  const AppendMemory& memory = *memory_;
+  const Appended ended{fed, 0};
+  copy_to_device(work_->ended, &ended, 1);
+  kvlab_compact_args args = to_slots(sequence, layer, work_->ended, false);
+  modify(args, sequence, true);
+  check(rank_tokens(config_.kernels, args, stream_), kWhat);
+
+  const auto heads = static_cast<std::size_t>(config_.kv_heads),
+             row = static_cast<std::size_t>(memory.cache.max_slots);
+  auto lengths = cuda::read(memory.cache.lengths, heads, stream_, kWhat);
+  const auto positions = cuda::read(memory.cache.positions, heads * row, stream_, kWhat);
+  const auto ranks = cuda::read(ranks_of(args), heads * row, stream_, kWhat);
+  const std::size_t first = static_cast<std::size_t>(sequence) * heads;
+  std::vector<std::vector<EvictionKey>> keys(heads);
+  for (std::size_t head = 0; head < heads; ++head) {
+    const ProtectedTokens protected_tokens = slots_.protected_tokens(layer, first + head);
+    const auto live = static_cast<std::size_t>(lengths[head]);
+    for (std::size_t i = head * row; i < head * row + live; ++i)
+      keys[head].push_back(
+          {protected_tokens.protection(positions[i], fed), ranks[i], positions[i]});
+  }
+  slots_.share(layer, static_cast<std::size_t>(sequence), of(sequence).share(keys));
+  storage_->write_pairs(slots_, layer * slots_.pairs() + first, heads, stream_);
+  check(kernels::compact(config_.kernels, args, stream_), kWhat);
+  number(args.to);
+  count_evictions(sequence, layer, true);
+  shared_when_[static_cast<std::size_t>(sequence)] = fed;
+  return lengths;
+}
+
+/// For a prompt whose last token was fed by a step: first copies the live tokens to the append
+/// memory.
+void KvCache::share_slots_of_live(int sequence, std::uint32_t fed) {
+  reserve();
+  const Appended nothing{fed, 0};
+  copy_to_device(work_->nothing, &nothing, 1);
+  for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer) {
+    take_live(sequence, layer, true);
+    share_slots(sequence, layer, fed);
+  }
+}
+
+}  // namespace kvlab::kernels

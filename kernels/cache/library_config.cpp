@@ -1,0 +1,172 @@
+#include "kernels/cache/library_config.hpp"
+
+#include <algorithm>
+
+#include "kernels/decode/pair_attention.hpp"
+#include "kernels/host/check.hpp"
+#include "kernels/library_policy.hpp"
+#include "kernels/why_not.hpp"
+
+namespace kvlab::kernels {
+namespace {
+
+void want_config(const kvlab_kv_cache_config& c) {
+  const kvlab_cache_view shape{.type = c.type,
+                               .sequences = c.sequences,
+                               .query_heads = c.query_heads,
+                               .kv_heads = c.kv_heads,
+                               .head_size = c.head_size,
+                               .softmax_scale = 1,
+                               .max_slots = 1};
+  if (const std::string why = why_not_shape(shape, "config", kMaxGroup); !why.empty())
+    throw std::invalid_argument(why);
+  want(c.policy && c.layers && c.rules && c.ropes, "policy, layers, ropes or rules is NULL");
+  want(c.layer_count > 0 && c.rope_count > 0, "layer_count is {}, rope_count {}: at least 1",
+       c.layer_count, c.rope_count);
+  for (int layer = 0; layer < c.layer_count; ++layer)
+    want(c.layers[layer].rope >= 0 && c.layers[layer].rope < c.rope_count,
+         "layers[{}].rope is {} of {}", layer, c.layers[layer].rope, c.rope_count);
+  for (int rope = 0; rope < c.rope_count; ++rope)
+    want(c.ropes[rope].rotated > 0 && c.ropes[rope].rotated <= c.head_size &&
+             c.ropes[rope].rotated % 2 == 0 && c.ropes[rope].inv_freq,
+         "ropes[{}].rotated is {}: an even number of at most head_size, {}, with frequencies", rope,
+         c.ropes[rope].rotated, c.head_size);
+  want(c.tier_count >= 0 && c.tier_count <= kMaxDeviceTiers && (c.tier_count == 0 || c.tiers),
+       "tier_count is {}: at most {}, with tiers", c.tier_count, kMaxDeviceTiers);
+  const auto features = c.policy->kernels.features.size();
+  want(static_cast<std::size_t>(c.feature_count) == features && (features == 0 || c.features),
+       "feature_count is {}: the policy reads {}", c.feature_count, features);
+  for (int at = 0; at < c.feature_count; ++at) {
+    want(c.features[at] >= KVLAB_KEY_NORM && c.features[at] <= KVLAB_VALUE_OUT_NORM1,
+         "features[{}] is {}: no kvlab_feature", at, static_cast<int>(c.features[at]));
+    for (int layer = 0; layer < c.layer_count && c.features[at] == KVLAB_VALUE_OUT_NORM1; ++layer)
+      want(c.layers[layer].output && c.hidden > 0,
+           "layers[{}].output is NULL, or hidden, {}, not above 0: value_out_norm1 reads them",
+           layer, c.hidden);
+  }
+  want(c.params || c.policy->kernels.params_bytes == 0, "params is NULL");
+  want(c.every <= 0x7fff'ffff &&
+           (c.numbering == KVLAB_ORIGINAL_POSITIONS || c.numbering == KVLAB_CACHE_POSITIONS),
+       "every is {}, numbering {}: KVLAB_ORIGINAL_POSITIONS or KVLAB_CACHE_POSITIONS", c.every,
+       static_cast<int>(c.numbering));
+  want(std::max({c.part, c.longest, c.tokens}) <= kMaxTokens,
+       "tokens is {}, part {}, longest {}: at most {}", c.tokens, c.part, c.longest, kMaxTokens);
+}
+
+void want_rule(const kvlab_rule& rule, std::size_t at, std::uint32_t group_max) {
+  want(rule.budget == kUnlimited ||
+           (rule.budget > rule.sinks && rule.budget - rule.sinks >= rule.recent &&
+            rule.budget <= kMaxTokens),
+       "rules[{}]: budget is {}; more than sinks, {}, and at least sinks + recent, with recent {}, "
+       "is expected",
+       at, rule.budget, rule.sinks, rule.recent);
+  want(rule.group_max == group_max,
+       "rules[{}].group_max is {}, that of rules[0] {}; the same in all is expected", at,
+       rule.group_max, group_max);
+}
+
+SlotPair pair_of(const kvlab_kv_cache_config& c, std::size_t at) {
+  const kvlab_rule& rule = c.rules[at];
+  want_rule(rule, at, c.rules[0].group_max);
+  const bool stays = rule.budget == kUnlimited;
+  SlotPair pair{.budget = rule.budget, .protected_tokens = {rule.sinks, rule.recent}};
+  std::uint64_t slots = 0;
+  for (int r = 0; r < c.tier_count; ++r) {
+    const kvlab_tier& tier =
+        c.tiers[at * static_cast<std::size_t>(c.tier_count) + static_cast<std::size_t>(r)];
+    const int least =
+        pair.tiers.empty() ? 0 : static_cast<int>(pair.tiers.back().format - kKvFormats);
+    want(static_cast<int>(tier.format) >= least && tier.format <= KVLAB_FORMAT_2,
+         "tiers of pair {}: format {} under format {}; a kvlab_kv_format no more exact is expected",
+         at, static_cast<int>(tier.format), least);
+    pair.tiers.push_back({&kKvFormats[tier.format], tier.slots});
+    slots += tier.slots;
+  }
+  if (stays && !pair.tiers.empty()) pair.tiers = {{pair.tiers.front().format, kMaxTokens}};
+  want(stays || c.tier_count == 0 || (slots == rule.budget && pair.tiers.front().slots > 0),
+       "tiers of pair {}: {} slots of a budget of {}, and one at least on the first", at, slots,
+       rule.budget);
+  return pair;
+}
+
+}  // namespace
+
+KvCacheConfig config_of(const kvlab_kv_cache_config& c) {
+  want_config(c);
+  const kvlab_policy& policy = *c.policy;
+  KvCacheConfig config{.type = c.type,
+                       .query_heads = c.query_heads,
+                       .kv_heads = c.kv_heads,
+                       .head_size = c.head_size,
+                       .max_tokens = c.tokens,
+                       .kernels = policy.kernels,
+                       .first_head = c.first_head};
+  for (int layer = 0; layer < c.layer_count; ++layer)
+    config.layers.push_back({.number = c.layers[layer].number,
+                             .softmax_scale = c.layers[layer].softmax_scale,
+                             .table = static_cast<std::uint32_t>(c.layers[layer].rope),
+                             .sinks = c.layers[layer].sinks,
+                             .output = c.layers[layer].output});
+  for (int rope = 0; rope < c.rope_count; ++rope)
+    config.ropes.push_back(
+        {{c.ropes[rope].inv_freq, c.ropes[rope].inv_freq + c.ropes[rope].rotated / 2},
+         c.ropes[rope].factor});
+  Modifiers modifiers{.every = std::max(c.every, 1u), .once = c.once != 0, .smooth = c.smooth};
+  if (c.pool_max != 0) modifiers.pool = Modifiers::Pool::max;
+  if (c.by_layer != 0) modifiers.scope = Modifiers::Scope::layer;
+  if (c.rules[0].group_max != 0) modifiers.group = Modifiers::Group::max;
+  const auto* const params = static_cast<const std::byte*>(c.params);
+  for (int s = 0; s < c.sequences; ++s)
+    config.sequences.push_back(
+        {.modifiers = modifiers,
+         .params = {params, params + (params ? policy.kernels.params_bytes : 0)},
+         .threshold16 = c.threshold16,
+         .seed = c.seeds ? c.seeds[s] : 0,
+         .id = static_cast<std::uint32_t>(s)});
+  const std::size_t pairs = static_cast<std::size_t>(c.layer_count) *
+                            static_cast<std::size_t>(c.sequences) *
+                            static_cast<std::size_t>(c.kv_heads);
+  for (std::size_t at = 0; at < pairs; ++at) config.pairs.push_back(pair_of(c, at));
+  want(c.numbering == KVLAB_ORIGINAL_POSITIONS || !config.is_quantized(),
+       "quantized tiers under KVLAB_CACHE_POSITIONS; they need keys at original positions");
+  if (c.numbering == KVLAB_CACHE_POSITIONS)
+    config.numbering =
+        policy.kernels.oldest_first ? KVLAB_CACHE_POSITIONS_ROTATED : KVLAB_CACHE_POSITIONS;
+  config.features = {.count = c.feature_count, .hidden = c.hidden};
+  std::copy_n(c.features, c.feature_count, config.features.features);
+  if (c.part > 0) config.part = c.part;
+  want(config.is_fast() || !policy.header,
+       "quantized tiers of float32, or of more than {} query heads for a KV head, and RoPE "
+       "of half a head under KVLAB_CACHE_POSITIONS: a policy of the registry is expected",
+       kMaxTierGroup);
+  config.kernels = kernels_for(config, policy.kernels,
+                               policy.header ? PlainKernels::absent : PlainKernels::present);
+  config.weigh = [&policy](std::span<const std::byte> of, std::span<float> to) {
+    std::uint32_t tail = kNoTail;
+    const auto queries = static_cast<std::uint32_t>(to.size());
+    cuda::check(kvlab_policy_weights(&policy, of.data(), queries, to.data(), &tail),
+                "weights of queries");
+    return tail;
+  };
+  return config;
+}
+
+SequenceSettings settings_of(const kvlab_sequence_settings& c, const KvCacheConfig& config) {
+  SequenceSettings settings;
+  const std::size_t pairs =
+      config.layers.size() * static_cast<std::size_t>(config.kv_heads);  // of the sequence
+  const auto group_max =
+      static_cast<std::uint32_t>(config.sequences.front().modifiers.group == Modifiers::Group::max);
+  for (std::size_t at = 0; c.rules && at < pairs; ++at) {
+    want_rule(c.rules[at], at, group_max);
+    settings.rules.push_back({c.rules[at].budget, {c.rules[at].sinks, c.rules[at].recent}});
+  }
+  if (const auto* const params = static_cast<const std::byte*>(c.params))
+    settings.params.emplace(params, params + config.kernels.params_bytes);
+  if (c.seed) settings.seed = *c.seed;
+  if (c.sequence_id) settings.id = *c.sequence_id;
+  if (c.threshold16) settings.threshold16 = *c.threshold16;
+  return settings;
+}
+
+}  // namespace kvlab::kernels

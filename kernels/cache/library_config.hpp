@@ -1,0 +1,29 @@
+// Converts the C structs of kvlab_kv_cache, and checks them. Host only.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <stdexcept>
+
+#include "kernels/cache/kv_cache_config.hpp"
+#include "kernels/kvlab.h"
+
+namespace kvlab::kernels {
+
+/// Max tokens of a sequence, because RoPE tables are looked up by signed positions.
+inline constexpr std::uint32_t kMaxTokens = 0x7fff'ffff;
+
+/// Throws std::invalid_argument with this message if `holds` is false.
+template <class... Parts>
+void want(bool holds, fmt::format_string<const Parts&...> message, const Parts&... parts) {
+  if (!holds) throw std::invalid_argument(fmt::format(message, parts...));
+}
+
+/// Throws std::invalid_argument if the struct cannot be served. The result still refers to its
+/// policy and to device memory: output weights and sink logits.
+KvCacheConfig config_of(const kvlab_kv_cache_config& config);
+/// For a cache of that configuration.
+SequenceSettings settings_of(const kvlab_sequence_settings& settings, const KvCacheConfig& config);
+
+}  // namespace kvlab::kernels

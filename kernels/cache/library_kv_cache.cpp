@@ -1,0 +1,460 @@
+// kvlab_kv_cache, the C interface of KvCache. It also counts the tokens that each layer was fed,
+// and refuses calls in a wrong order.
+#include <algorithm>
+#include <exception>
+#include <limits>
+
+#include "kernels/cache/kv_cache.hpp"
+#include "kernels/cache/library_config.hpp"
+#include "kernels/host/transfer.hpp"
+#include "kernels/why_not.hpp"
+
+using namespace kvlab;
+using namespace kvlab::kernels;
+
+namespace {
+
+/// Runs a call. Returns what it throws as an error that kvlab_last_error() explains.
+template <class Call>
+cudaError_t record_call(const char* name, Call call) try {
+  call();
+  return record_error(name, cudaSuccess);
+} catch (const std::invalid_argument& error) {
+  return record_error(name, cudaErrorInvalidValue, error.what());
+} catch (const cuda::Error& error) {
+  return record_error(name, error.code, error.what());
+} catch (const std::exception& error) {
+  return record_error(name, cudaErrorUnknown, error.what());
+}
+
+template <class Args>
+void want_args(const Args* args) {
+  want(args != nullptr, "an argument is NULL");
+  if (const std::string why = why_not_size(*args); !why.empty()) throw std::invalid_argument(why);
+}
+
+/// Refuses a call that counts on the host while its stream is captured: a replay of the graph would
+/// not count.
+void want_no_capture(cudaStream_t stream) {
+  cudaStreamCaptureStatus status{};
+  cuda::check(cudaStreamIsCapturing(stream, &status), "the state of the stream");
+  want(status == cudaStreamCaptureStatusNone,
+       "the stream is being captured; only kvlab_kv_cache_step can be, because the other calls "
+       "count on the host");
+}
+
+}  // namespace
+
+struct kvlab_kv_cache {
+  kvlab_kv_cache(KvCacheConfig config, cudaStream_t stream)
+      : cache(std::move(config), stream),
+        sequences(cache.config().sequences.size()),
+        layers(cache.config().layers.size()),
+        now("positions", sequences),
+        fed(layers * sequences),
+        fed_before(sequences),
+        appended(sequences) {
+    set_idle(0, sequences);
+  }
+
+  struct Now {
+    Now(cuda::Arena& arena, std::size_t sequences) : of(arena.take<std::uint32_t>(sequences)) {}
+    Now() = default;
+    std::uint32_t* of = nullptr;  // [sequence]
+  };
+  /// The append that KvCache::begin() was called for.
+  struct CurrentAppend {
+    int sequence = -1;
+    std::uint32_t fed = 0, tokens = 0;
+    bool ends_prompt = false;
+    bool operator==(const CurrentAppend&) const = default;
+  };
+  static constexpr int kNoLayer = -1;
+
+  /// Marks sequences as idle, so that a step without begin_step() does nothing. Enqueued on the
+  /// stream.
+  void set_idle(std::size_t sequence, std::size_t count) const {
+    static_assert(kIdle == ~std::uint32_t{0});
+    cuda::check(cudaMemsetAsync(now->of + sequence, 0xff, count * sizeof *now->of, cache.stream()),
+                "positions");
+  }
+  std::uint32_t& fed_of(std::size_t layer, std::size_t sequence) {
+    return fed[layer * sequences + sequence];
+  }
+  void want_sequence(int sequence, const char* name = "sequence") const {
+    want(sequence >= 0 && static_cast<std::size_t>(sequence) < sequences, "{} is {} of {}", name,
+         sequence, sequences);
+  }
+  void want_layer(int layer) const {
+    want(layer >= 0 && static_cast<std::size_t>(layer) < layers, "layer is {} of {}", layer,
+         layers);
+  }
+  /// Throws unless all layers were fed equally many tokens of the sequence. Returns how many.
+  std::uint32_t want_whole(std::size_t sequence) {
+    const std::uint32_t first = fed_of(0, sequence);
+    for (std::size_t layer = 0; layer < layers; ++layer)
+      want(fed_of(layer, sequence) == first,
+           "sequence {} is in the middle of an append: layer {} has had {} tokens, the first layer "
+           "{}; complete it, or drop the sequence by kvlab_kv_cache_start",
+           sequence, layer, fed_of(layer, sequence), first);
+    return first;
+  }
+  void check_capacity(std::uint64_t tokens) const {
+    const std::uint32_t most = std::min(cache.slots().max_tokens(), kMaxTokens);
+    want(tokens <= most, "{} tokens, and the cache has slots for sequences of {}", tokens, most);
+  }
+  void forget_append() {
+    append_in_progress = {};
+    append_layer = kNoLayer;
+    next_token = 0;
+  }
+
+  void clear();
+  void start(int sequence, const SequenceSettings& settings);
+  void copy_sequence(int from, int to);
+  void append(const kvlab_append_chunk& chunk);
+  void append_one_token(const kvlab_append_chunk& chunk);
+  void begin_step(const unsigned char* decodes);
+  void step(int layer, const void* qkv, void* out, float* lse);
+  void attend(std::uint32_t layer, const StepRows& rows, const void* qkv, void* out,
+              float* lse) const;
+  void fill_ropes(std::uint32_t first, int rows);
+  void write(RopeWriteArgs args, const void* qkv, int rows) const;
+  AttendedRows attended_rows(const void* qkv, void* out, float* lse) const;
+
+  KvCache cache;
+  std::size_t sequences, layers;
+  cuda::Placed<Now> now;
+  std::vector<std::uint32_t> fed;         // [layer, sequence]
+  std::vector<std::uint32_t> fed_before;  // [sequence]: before the last append or step
+  std::vector<bool> appended;             // [sequence]: the last of these was an append
+  CurrentAppend append_in_progress;
+  int append_layer = kNoLayer;   ///< the layer that has had some chunks of it, and not all
+  std::uint32_t next_token = 0;  ///< the first token of that layer's next chunk
+  int next_step_layer = 0;
+  std::uint32_t rope_first = 0;  ///< position of the first of the rope_rows rows that are filled
+  int rope_rows = 0;
+};
+
+/// Completes a write's arguments with the projection's output, and launches the write.
+void kvlab_kv_cache::write(RopeWriteArgs args, const void* qkv, int rows) const {
+  args.tokens = rows;
+  args.qkv = qkv;
+  cuda::check(rope_write(args, cache.stream()), "writing keys and values");
+}
+
+AttendedRows kvlab_kv_cache::attended_rows(const void* qkv, void* out, float* lse) const {
+  const KvCacheConfig& config = cache.config();
+  const auto queries = static_cast<std::size_t>(config.query_heads);
+  const auto all = static_cast<std::size_t>(config.query_heads + 2 * config.kv_heads);
+  return {out, lse, static_cast<const std::byte*>(qkv) + queries * config.key_bytes(),
+          all * static_cast<std::size_t>(config.head_size)};
+}
+
+void kvlab_kv_cache::fill_ropes(std::uint32_t first, int rows) {
+  if (first == rope_first && rows <= rope_rows) return;
+  cache.fill_ropes(nullptr, first, rows);
+  rope_first = first, rope_rows = rows;
+}
+
+// --- Sequences -----------------------------------------------------------------------------------
+
+void kvlab_kv_cache::clear() {
+  cache.clear();
+  set_idle(0, sequences);
+  std::ranges::fill(fed, 0u);
+  std::ranges::fill(fed_before, 0u);
+  forget_append();
+  next_step_layer = 0;
+}
+
+void kvlab_kv_cache::start(int sequence, const SequenceSettings& settings) {
+  const auto at = static_cast<std::size_t>(sequence);
+  cache.start(sequence, settings);
+  set_idle(at, 1);
+  for (std::size_t layer = 0; layer < layers; ++layer) fed_of(layer, at) = 0;
+  fed_before[at] = 0;
+  if (append_in_progress.sequence == sequence) forget_append();
+}
+
+void kvlab_kv_cache::copy_sequence(int from, int to) {
+  const auto source = static_cast<std::size_t>(from), target = static_cast<std::size_t>(to);
+  want_whole(source);
+  want(append_layer == kNoLayer || append_in_progress.sequence != from,
+       "sequence {} is in the middle of an append", from);
+  cache.copy_sequence(from, to);
+  if (from == to) return;
+  set_idle(target, 1);
+  for (std::size_t layer = 0; layer < layers; ++layer)
+    fed_of(layer, target) = fed_of(layer, source);
+  fed_before[target] = fed_before[source];
+  appended[target] = appended[source];
+  if (append_in_progress.sequence == to) forget_append();
+}
+
+// --- Appends -------------------------------------------------------------------------------------
+
+void kvlab_kv_cache::append(const kvlab_append_chunk& chunk) {
+  want_sequence(chunk.sequence);
+  want_layer(chunk.layer);
+  want(chunk.qkv && chunk.out && aligned16(chunk.qkv) && aligned16(chunk.out),
+       "qkv or out is NULL, or does not begin at a multiple of 16 bytes");
+  const auto sequence = static_cast<std::size_t>(chunk.sequence),
+             layer = static_cast<std::size_t>(chunk.layer);
+  want(chunk.fed == fed_of(layer, sequence), "fed is {}; layer {} has had {} tokens of sequence {}",
+       chunk.fed, layer, fed_of(layer, sequence), sequence);
+  want(chunk.count > 0 && chunk.count <= chunk.tokens && chunk.first <= chunk.tokens - chunk.count,
+       "first is {}, count {}; within an append of {} tokens, and count above 0, is expected",
+       chunk.first, chunk.count, chunk.tokens);
+  check_capacity(std::uint64_t{chunk.fed} + chunk.tokens);
+  if (chunk.tokens == 1 && cache.is_quantized()) return append_one_token(chunk);
+
+  const CurrentAppend requested{chunk.sequence, chunk.fed, chunk.tokens, chunk.ends_prompt != 0};
+  if (append_layer != kNoLayer)
+    want(
+        requested == append_in_progress && chunk.layer == append_layer && chunk.first == next_token,
+        "layer {} of sequence {} has had {} of an append's {} tokens; give it the next ones. All "
+        "chunks of an append go through a layer before the next layer gets any: to run a chunk "
+        "through all layers, make it an append. kvlab_kv_cache_start drops an append",
+        append_layer, append_in_progress.sequence, next_token, append_in_progress.tokens);
+  else
+    want(chunk.first == 0, "first is {}; layer {} has had no token of this append", chunk.first,
+         layer);
+  if (requested != append_in_progress) {
+    forget_append();  // stays so if begin() fails for lack of memory
+    rope_rows = 0;    // a step may have overwritten them since
+    cache.begin(chunk.sequence, chunk.fed, chunk.tokens, requested.ends_prompt);
+    append_in_progress = requested;
+  }
+  append_layer = chunk.layer;
+
+  const KvCacheConfig& config = cache.config();
+  const std::size_t row =
+      static_cast<std::size_t>(config.query_heads + 2 * config.kv_heads) * config.key_bytes();
+  const auto queries = static_cast<std::size_t>(config.query_heads);
+  for (std::uint32_t at = 0; at < chunk.count; at += config.part) {
+    const AppendChunk some{chunk.first + at,
+                           static_cast<int>(std::min(config.part, chunk.count - at))};
+    const std::byte* const qkv = static_cast<const std::byte*>(chunk.qkv) + at * row;
+    fill_ropes(chunk.fed + some.first, some.rows);
+    write(cache.write(static_cast<std::uint32_t>(layer), some), qkv, some.rows);
+    cache.attend(
+        static_cast<std::uint32_t>(layer), some,
+        attended_rows(qkv, static_cast<std::byte*>(chunk.out) + at * queries * config.key_bytes(),
+                      chunk.lse ? chunk.lse + at * queries : nullptr));
+  }
+  next_token = chunk.first + chunk.count;
+  if (next_token < chunk.tokens) return;
+  fed_of(layer, sequence) += chunk.tokens;
+  fed_before[sequence] = chunk.fed;
+  appended[sequence] = true;
+  append_layer = kNoLayer, next_token = 0;
+}
+
+/// Appends a single token as a step does: it is quantized before it attends.
+void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
+  want(append_layer == kNoLayer, "layer {} of sequence {} is in the middle of an append",
+       append_layer, append_in_progress.sequence);
+  const auto layer = static_cast<std::uint32_t>(chunk.layer);
+  const LayerRange own{layer, layer + 1};
+  forget_append();
+  rope_rows = 0;
+  cache.reserve();  // as other appends do
+  cache.before_token(chunk.sequence, chunk.fed, own);
+  cuda::check(cudaMemcpyAsync(now->of + chunk.sequence, &chunk.fed, sizeof chunk.fed,
+                              cudaMemcpyHostToDevice, cache.stream()),
+              "positions");
+  fill_ropes(chunk.fed, 1);
+  attend(layer, {1, now->of + chunk.sequence, chunk.sequence}, chunk.qkv, chunk.out, chunk.lse);
+  set_idle(static_cast<std::size_t>(chunk.sequence), 1);
+  if (chunk.ends_prompt) cache.end_prompt(chunk.sequence, chunk.fed + 1, own);
+  fed_of(layer, static_cast<std::size_t>(chunk.sequence)) += 1;
+  fed_before[static_cast<std::size_t>(chunk.sequence)] = chunk.fed;
+}
+
+// --- Steps ---------------------------------------------------------------------------------------
+
+void kvlab_kv_cache::begin_step(const unsigned char* decodes) {
+  want(
+      append_layer == kNoLayer,
+      "layer {} of sequence {} has had {} of an append's {} tokens, and the step needs its memory; "
+      "complete the layer, or drop the sequence by kvlab_kv_cache_start",
+      append_layer, append_in_progress.sequence, next_token, append_in_progress.tokens);
+  std::vector<std::uint32_t> at(sequences, kIdle);
+  for (std::size_t s = 0; s < sequences; ++s) {
+    if (decodes && decodes[s] == 0) continue;
+    at[s] = want_whole(s);
+    check_capacity(std::uint64_t{at[s]} + 1);
+  }
+  forget_append();  // the step may use its memory
+  cache.reserve_for_steps();
+  for (std::size_t s = 0; s < sequences; ++s) {
+    if (at[s] == kIdle) continue;
+    cache.before_token(static_cast<int>(s), at[s]);
+    fed_before[s] = at[s];
+    appended[s] = false;
+    for (std::size_t layer = 0; layer < layers; ++layer) ++fed_of(layer, s);
+  }
+  rope_rows = 0;
+  next_step_layer = 0;
+  cuda::check(cudaMemcpyAsync(now->of, at.data(), at.size() * sizeof at[0], cudaMemcpyHostToDevice,
+                              cache.stream()),
+              "positions");
+}
+
+void kvlab_kv_cache::step(int layer, const void* qkv, void* out, float* lse) {
+  want(layer == next_step_layer || layer == 0,
+       "layer is {}; a step goes through the layers in order, and {} is next", layer,
+       next_step_layer);
+  const StepRows rows{static_cast<int>(sequences), now->of};
+  if (layer == 0) cache.fill_ropes(reinterpret_cast<const std::int32_t*>(now->of), 0, rows.count);
+  attend(static_cast<std::uint32_t>(layer), rows, qkv, out, lse);
+  const bool is_last = static_cast<std::size_t>(layer) + 1 == layers;
+  if (is_last) set_idle(0, sequences);
+  next_step_layer = is_last ? 0 : layer + 1;
+}
+
+void kvlab_kv_cache::attend(std::uint32_t layer, const StepRows& rows, const void* qkv, void* out,
+                            float* lse) const {
+  write(cache.write(layer, rows), qkv, rows.count);
+  cache.store_in_tiers(layer, rows);
+  const AttendedRows to = attended_rows(qkv, out, lse);
+  EvictingAttentionArgs args = cache.step(layer, rows, to);
+  args.workspace = cache.workspace(0);
+  args.settled = false;  // a step may follow another at once
+  const EvictionKernels& kernels = cache.config().kernels;
+  const bool computes_features = cache.config().features.count > 0;
+  cuda::check(kernels.attend(kernels, args, cache.stream()), "evicting attention");
+  if (computes_features) cache.compute_features(layer, rows, to);
+  cuda::check(kernels.observe(kernels, {&args, 1}, !computes_features, cache.stream()),
+              "observing attention");
+}
+
+// --- The calls -----------------------------------------------------------------------------------
+
+extern "C" {
+
+cudaError_t kvlab_kv_cache_memory(const kvlab_kv_cache_config* config, size_t* bytes) {
+  return record_call(__func__, [&] {
+    want_args(config);
+    want(bytes != nullptr, "bytes is NULL");
+    const KvCache::Bytes taken = KvCache::bytes(config_of(*config), config->longest);
+    *bytes = taken.storage + taken.work +
+             cuda::Placed<kvlab_kv_cache::Now>::bytes(static_cast<std::size_t>(config->sequences));
+  });
+}
+
+cudaError_t kvlab_kv_cache_create(const kvlab_kv_cache_config* config, cudaStream_t stream,
+                                  kvlab_kv_cache** cache) {
+  return record_call(__func__, [&] {
+    want_args(config);
+    want(cache != nullptr, "cache is NULL");
+    want_no_capture(stream);
+    auto made = std::make_unique<kvlab_kv_cache>(config_of(*config), stream);
+    if (config->longest > 0) made->cache.reserve(config->longest);
+    *cache = made.release();
+  });
+}
+
+void kvlab_kv_cache_destroy(kvlab_kv_cache* cache) { delete cache; }
+
+cudaError_t kvlab_kv_cache_clear(kvlab_kv_cache* cache, cudaStream_t stream) {
+  return record_call(__func__, [&] {
+    want(cache != nullptr, "cache is NULL");
+    want_no_capture(stream);
+    cache->cache.enqueue_on(stream);
+    cache->clear();
+  });
+}
+
+cudaError_t kvlab_kv_cache_start(kvlab_kv_cache* cache, int sequence,
+                                 const kvlab_sequence_settings* settings, cudaStream_t stream) {
+  return record_call(__func__, [&] {
+    want(cache != nullptr, "cache is NULL");
+    if (settings != nullptr) want_args(settings);
+    cache->want_sequence(sequence);
+    want_no_capture(stream);
+    cache->cache.enqueue_on(stream);
+    cache->start(sequence,
+                 settings ? settings_of(*settings, cache->cache.config()) : SequenceSettings{});
+  });
+}
+
+cudaError_t kvlab_kv_cache_copy(kvlab_kv_cache* cache, int from, int to, cudaStream_t stream) {
+  return record_call(__func__, [&] {
+    want(cache != nullptr, "cache is NULL");
+    cache->want_sequence(from, "from");
+    cache->want_sequence(to, "to");
+    want_no_capture(stream);
+    cache->cache.enqueue_on(stream);
+    cache->copy_sequence(from, to);
+  });
+}
+
+cudaError_t kvlab_kv_cache_append(kvlab_kv_cache* cache, const kvlab_append_chunk* chunk,
+                                  cudaStream_t stream) {
+  return record_call(__func__, [&] {
+    want(cache != nullptr, "cache is NULL");
+    want_args(chunk);
+    want_no_capture(stream);
+    cache->cache.enqueue_on(stream);
+    cache->append(*chunk);
+  });
+}
+
+cudaError_t kvlab_kv_cache_begin_step(kvlab_kv_cache* cache, const unsigned char* decodes,
+                                      cudaStream_t stream) {
+  return record_call(__func__, [&] {
+    want(cache != nullptr, "cache is NULL");
+    want_no_capture(stream);
+    cache->cache.enqueue_on(stream);
+    cache->begin_step(decodes);
+  });
+}
+
+cudaError_t kvlab_kv_cache_step(kvlab_kv_cache* cache, int layer, const void* qkv, void* out,
+                                float* lse, cudaStream_t stream) {
+  return record_call(__func__, [&] {
+    want(cache && aligned16(qkv) && aligned16(out) && qkv && out,
+         "cache, qkv or out is NULL, or qkv or out does not begin at a multiple of 16 bytes");
+    cache->want_layer(layer);
+    cache->cache.enqueue_on(stream);
+    cache->step(layer, qkv, out, lse);
+  });
+}
+
+cudaError_t kvlab_kv_cache_sequence_info(const kvlab_kv_cache* cache, int sequence,
+                                         kvlab_sequence_info* info) {
+  return record_call(__func__, [&] {
+    want(cache != nullptr, "cache is NULL");
+    want_args(info);
+    cache->want_sequence(sequence);
+    const auto s = static_cast<std::size_t>(sequence);
+    info->tokens = cache->fed[s];
+    info->evictions = cache->cache.evictions(sequence, cache->fed_before[s]);
+    info->kv_bytes = cache->cache.held_bytes(sequence, info->tokens, cache->appended[s]);
+    info->allocated = cache->cache.allocated_bytes();
+  });
+}
+
+cudaError_t kvlab_kv_cache_positions(kvlab_kv_cache* cache, int sequence, int layer, int kv_head,
+                                     uint32_t* positions, uint32_t capacity, uint32_t* count,
+                                     cudaStream_t stream) {
+  return record_call(__func__, [&] {
+    want(cache && positions && count, "cache, positions or count is NULL");
+    cache->want_sequence(sequence);
+    cache->want_layer(layer);
+    want(kv_head >= 0 && kv_head < cache->cache.config().kv_heads, "kv_head is {} of {}", kv_head,
+         cache->cache.config().kv_heads);
+    want_no_capture(stream);
+    cache->cache.enqueue_on(stream);
+    const auto kept = cache->cache.kept_positions(sequence, static_cast<std::uint32_t>(layer),
+                                                  static_cast<std::uint32_t>(kv_head));
+    want(kept.size() <= capacity, "capacity is {}; the pair keeps {} tokens", capacity,
+         kept.size());
+    std::ranges::copy(kept, positions);
+    *count = static_cast<std::uint32_t>(kept.size());
+  });
+}
+
+}  // extern "C"

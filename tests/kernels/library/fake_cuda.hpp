@@ -1,0 +1,19 @@
+// A stand-in for the CUDA runtime, so that code on the host can be tested without a device. Device
+// memory is host memory, copies copy, and kernels do nothing. A test links it instead of the
+// runtime (fake_cuda.cpp).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace kvlab::fake_cuda {
+
+/// Number of kernels that were launched since the program began.
+int launches();
+/// Sets what cudaStreamIsCapturing() reports for all streams.
+void set_capturing(bool capturing);
+/// Lets allocations fail that would bring the total above this many bytes.
+void set_memory(std::size_t bytes);
+/// Bytes that are allocated now.
+std::size_t allocated();
+
+}  // namespace kvlab::fake_cuda

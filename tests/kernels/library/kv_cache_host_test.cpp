@@ -1,0 +1,373 @@
+// What kvlab_kv_cache does on the host: counts, the order of calls, sequences that start and are
+// copied. It runs without a device, on a stand-in for the CUDA runtime whose kernels do nothing.
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "kernels/cache/kv_cache.hpp"
+#include "kernels/kvlab.h"
+#include "kernels/library_policy.hpp"
+#include "tests/catch.hpp"
+#include "tests/kernels/library/fake_cuda.hpp"
+
+using namespace kvlab;
+using Catch::Matchers::ContainsSubstring;
+
+namespace {
+
+constexpr int kLayers = 2, kHeads = 2, kQueryHeads = 4, kSize = 64, kSequences = 3;
+constexpr std::size_t kPairs = kLayers * kSequences * kHeads;
+
+struct Setup {
+  std::uint32_t budget = 24;
+  std::vector<kvlab_tier> tiers = {};  ///< of each pair
+  std::uint32_t every = 1;
+};
+
+/// A cache with three sequences under h2o.
+class Cache {
+ public:
+  explicit Cache(const Setup& setup = {}) {
+    const std::vector<float> inv_freq(kSize / 2, 1.0f);
+    const kvlab_rope rope{inv_freq.data(), kSize, 1};
+    const std::vector<kvlab_layer> layers(kLayers, {.number = 0, .softmax_scale = 0.125f});
+    const std::vector<kvlab_rule> rules(kPairs, {setup.budget, 2, 8, 0});
+    std::vector<kvlab_tier> tiers;
+    for (std::size_t pair = 0; pair < kPairs; ++pair)
+      tiers.insert(tiers.end(), setup.tiers.begin(), setup.tiers.end());
+    const kvlab_kv_cache_config config{.struct_size = sizeof config,
+                                       .type = KVLAB_BF16,
+                                       .query_heads = kQueryHeads,
+                                       .kv_heads = kHeads,
+                                       .head_size = kSize,
+                                       .sequences = kSequences,
+                                       .layer_count = kLayers,
+                                       .rope_count = 1,
+                                       .tier_count = static_cast<int>(setup.tiers.size()),
+                                       .layers = layers.data(),
+                                       .ropes = &rope,
+                                       .policy = kvlab_find_policy("h2o"),
+                                       .rules = rules.data(),
+                                       .tiers = tiers.data(),
+                                       .threshold16 = 655,
+                                       .tokens = 1000,
+                                       .every = setup.every};
+    REQUIRE(kvlab_kv_cache_create(&config, nullptr, &cache_) == cudaSuccess);
+  }
+  ~Cache() { kvlab_kv_cache_destroy(cache_); }
+  Cache(const Cache&) = delete;
+
+  kvlab_append_chunk chunk(int sequence, int layer, std::uint32_t fed, std::uint32_t tokens) {
+    return {.struct_size = sizeof(kvlab_append_chunk),
+            .sequence = sequence,
+            .layer = layer,
+            .fed = fed,
+            .tokens = tokens,
+            .ends_prompt = 1,
+            .count = tokens,
+            .qkv = rows_.data(),
+            .out = rows_.data()};
+  }
+  /// Why a call is refused; empty if it is not.
+  std::string append(const kvlab_append_chunk& chunk) {
+    return why(kvlab_kv_cache_append(cache_, &chunk, nullptr));
+  }
+  /// Appends tokens in all layers.
+  std::string append(int sequence, std::uint32_t fed, std::uint32_t tokens) {
+    for (int layer = 0; layer < kLayers; ++layer)
+      if (std::string said = append(chunk(sequence, layer, fed, tokens)); !said.empty())
+        return said;
+    return "";
+  }
+  std::string begin_step(const std::vector<unsigned char>& decodes = {}) {
+    return why(
+        kvlab_kv_cache_begin_step(cache_, decodes.empty() ? nullptr : decodes.data(), nullptr));
+  }
+  std::string layer_of_step(int layer) {
+    return why(kvlab_kv_cache_step(cache_, layer, rows_.data(), rows_.data(), nullptr, nullptr));
+  }
+  std::string step(const std::vector<unsigned char>& decodes = {}) {
+    if (std::string said = begin_step(decodes); !said.empty()) return said;
+    for (int layer = 0; layer < kLayers; ++layer)
+      if (std::string said = layer_of_step(layer); !said.empty()) return said;
+    return "";
+  }
+  std::string start(int sequence, const kvlab_sequence_settings* settings = nullptr) {
+    return why(kvlab_kv_cache_start(cache_, sequence, settings, nullptr));
+  }
+  std::string copy(int from, int to) { return why(kvlab_kv_cache_copy(cache_, from, to, nullptr)); }
+  std::string clear() { return why(kvlab_kv_cache_clear(cache_, nullptr)); }
+  kvlab_sequence_info info(int sequence) const {
+    kvlab_sequence_info info{.struct_size = sizeof info};
+    REQUIRE(kvlab_kv_cache_sequence_info(cache_, sequence, &info) == cudaSuccess);
+    return info;
+  }
+  std::vector<std::uint32_t> tokens() const {
+    return {info(0).tokens, info(1).tokens, info(2).tokens};
+  }
+
+ private:
+  static std::string why(cudaError_t error) {
+    const std::string said = kvlab_last_error();
+    CHECK(said.empty() == (error == cudaSuccess));
+    return said;
+  }
+
+  std::vector<float> rows_ = std::vector<float>(std::size_t{4096} * 1024);
+  kvlab_kv_cache* cache_ = nullptr;
+};
+
+using Counts = std::vector<std::uint32_t>;
+constexpr std::uint64_t kTokenBytes = 2 * kSize * 2;
+
+}  // namespace
+
+TEST_CASE("A request leaves a batch and another takes its place") {
+  Cache cache;
+  for (int sequence = 0; sequence < kSequences; ++sequence)
+    CHECK(cache.append(sequence, 0, 10 + static_cast<std::uint32_t>(sequence)) == "");
+  CHECK(cache.step() == "");
+  CHECK(cache.tokens() == Counts{11, 12, 13});
+
+  CHECK(cache.start(1) == "");
+  CHECK(cache.tokens() == Counts{11, 0, 13});
+  CHECK(cache.info(1).kv_bytes == 0);
+  CHECK(cache.append(1, 0, 40) == "");
+  CHECK(cache.step() == "");
+  CHECK(cache.tokens() == Counts{12, 41, 14});
+  CHECK(cache.info(0).kv_bytes == kLayers * kHeads * 12 * kTokenBytes);
+  // After the prompt 23 of 40 tokens are kept; the step adds one.
+  CHECK(cache.info(1).kv_bytes == kLayers * kHeads * 24 * kTokenBytes);
+  CHECK(cache.info(1).evictions == kLayers * kHeads * 17);
+  CHECK(cache.clear() == "");
+  CHECK(cache.tokens() == Counts{0, 0, 0});
+}
+
+TEST_CASE("Counts of modifiers and tiers start again with a sequence") {
+  for (const Setup& setup :
+       {Setup{.every = 4},
+        Setup{.budget = 84, .tiers = {{KVLAB_FORMAT_16, 8}, {KVLAB_FORMAT_4, 76}}}}) {
+    Cache cache(setup), fresh(setup);
+    CHECK(cache.append(0, 0, 100) == "");
+    for (int step = 0; step < 6; ++step) CHECK(cache.step({1, 0, 0}) == "");
+    CHECK(cache.start(0) == "");
+    for (Cache* one : {&cache, &fresh}) {
+      CHECK(one->append(0, 0, 90) == "");
+      for (int step = 0; step < 3; ++step) CHECK(one->step({1, 0, 0}) == "");
+    }
+    CHECK(cache.info(0).kv_bytes == fresh.info(0).kv_bytes);
+    CHECK(cache.info(0).evictions == fresh.info(0).evictions);
+  }
+}
+
+TEST_CASE("An append or a step can be aborted") {
+  Cache cache;
+  CHECK(cache.append(0, 0, 10) == "");
+  // After one of two layers.
+  CHECK(cache.append(cache.chunk(1, 0, 0, 12)) == "");
+  CHECK_THAT(cache.step(), ContainsSubstring("sequence 1 is in the middle of an append"));
+  CHECK(cache.step({1, 0, 0}) == "");  // others can go on between layers
+  CHECK_THAT(cache.copy(1, 2), ContainsSubstring("in the middle of an append"));
+  CHECK(cache.start(1) == "");
+  CHECK(cache.append(1, 0, 12) == "");
+
+  // In the middle of a layer.
+  kvlab_append_chunk chunk = cache.chunk(2, 0, 0, 12);
+  chunk.count = 5;
+  CHECK(cache.append(chunk) == "");
+  CHECK_THAT(cache.step({1, 0, 0}), ContainsSubstring("layer 0 of sequence 2 has had 5 of an"));
+  CHECK_THAT(cache.append(0, 11, 3),
+             ContainsSubstring("All chunks of an append go through a layer"));
+  CHECK(cache.start(2) == "");
+  CHECK(cache.append(0, 11, 3) == "");
+
+  // A step of which only the first layer has run.
+  CHECK(cache.begin_step() == "");
+  CHECK(cache.layer_of_step(0) == "");
+  for (int sequence = 0; sequence < kSequences; ++sequence) CHECK(cache.start(sequence) == "");
+  CHECK(cache.tokens() == Counts{0, 0, 0});
+  CHECK(cache.step() == "");
+  CHECK(cache.tokens() == Counts{1, 1, 1});
+}
+
+TEST_CASE("Calls in a wrong order are refused, and change nothing") {
+  Cache cache;
+  CHECK(cache.append(0, 0, 10) == "");
+  const int launches = fake_cuda::launches();
+  CHECK_THAT(cache.append(0, 0, 4), ContainsSubstring("fed is 0; layer 0 has had 10 tokens"));
+  CHECK_THAT(cache.append(3, 0, 4), ContainsSubstring("sequence is 3 of 3"));
+  kvlab_append_chunk chunk = cache.chunk(0, 0, 10, 8);
+  chunk.first = 4, chunk.count = 4;
+  CHECK_THAT(cache.append(chunk), ContainsSubstring("first is 4; layer 0 has had no token"));
+  chunk.first = 0, chunk.count = 9;
+  CHECK_THAT(cache.append(chunk), ContainsSubstring("within an append of 8 tokens"));
+  CHECK_THAT(cache.layer_of_step(1),
+             ContainsSubstring("layer is 1; a step goes through the layers"));
+  CHECK_THAT(cache.layer_of_step(2), ContainsSubstring("layer is 2 of 2"));
+  CHECK_THAT(cache.copy(0, 3), ContainsSubstring("to is 3 of 3"));
+  CHECK(fake_cuda::launches() == launches);
+  CHECK(cache.tokens() == Counts{10, 0, 0});
+}
+
+TEST_CASE("Only layers of a step are captured") {
+  Cache cache;
+  fake_cuda::set_capturing(true);
+  for (const std::string& said : {cache.append(0, 0, 10), cache.begin_step(), cache.start(0),
+                                  cache.copy(0, 1), cache.clear()})
+    CHECK_THAT(said, ContainsSubstring("the stream is being captured"));
+  for (int layer = 0; layer < kLayers; ++layer) CHECK(cache.layer_of_step(layer) == "");
+  fake_cuda::set_capturing(false);
+  CHECK(cache.tokens() == Counts{0, 0, 0});
+  CHECK(cache.append(0, 0, 10) == "");
+}
+
+TEST_CASE("A sequence that starts can have other settings") {
+  Cache cache;
+  std::vector<kvlab_rule> rules(kLayers * kHeads, {12, 2, 4, 0});
+  kvlab_sequence_settings settings{.struct_size = sizeof settings, .rules = rules.data()};
+  CHECK(cache.start(1, &settings) == "");
+  for (int sequence = 0; sequence < 2; ++sequence) CHECK(cache.append(sequence, 0, 40) == "");
+  CHECK(cache.info(0).kv_bytes == kLayers * kHeads * 23 * kTokenBytes);
+  CHECK(cache.info(1).kv_bytes == kLayers * kHeads * 11 * kTokenBytes);
+  CHECK(cache.clear() == "");  // settings stay
+  CHECK(cache.append(1, 0, 40) == "");
+  CHECK(cache.info(1).kv_bytes == kLayers * kHeads * 11 * kTokenBytes);
+
+  rules[3].budget = 25;
+  rules[0].budget = 13;
+  CHECK_THAT(
+      cache.start(1, &settings),
+      ContainsSubstring("rules[3]: a budget of 25 tokens, where the cache was created for 24"));
+  CHECK(cache.info(1).tokens == 40);
+  rules[3] = {2, 2, 4, 0};
+  CHECK_THAT(cache.start(1, &settings), ContainsSubstring("rules[3]: budget is 2"));
+  settings.struct_size = 8;
+  CHECK_THAT(cache.start(1, &settings), ContainsSubstring("struct_size is 8"));
+
+  Cache tiers({.budget = 84, .tiers = {{KVLAB_FORMAT_16, 8}, {KVLAB_FORMAT_4, 76}}});
+  settings.struct_size = sizeof settings;
+  rules[3] = {24, 2, 8, 0};
+  CHECK_THAT(tiers.start(0, &settings), ContainsSubstring("that budget, because of tiers"));
+}
+
+TEST_CASE("No memory for an append changes nothing") {
+  Cache cache;
+  CHECK(cache.append(0, 0, 10) == "");
+  const std::size_t before = fake_cuda::allocated();
+  fake_cuda::set_memory(before + 1000);
+  kvlab_append_chunk chunk = cache.chunk(1, 0, 0, 900);
+  CHECK_THAT(cache.append(chunk), ContainsSubstring("an append"));
+  fake_cuda::set_memory(std::numeric_limits<std::size_t>::max());
+  CHECK(cache.tokens() == Counts{10, 0, 0});
+  CHECK(cache.append(1, 0, 900) == "");
+}
+
+namespace {
+
+/// A cache whose sequences differ in everything but their slots.
+kernels::KvCacheConfig config_of(bool quantized) {
+  kernels::KvCacheConfig config{.type = KVLAB_BF16,
+                                .query_heads = kQueryHeads,
+                                .kv_heads = kHeads,
+                                .head_size = kSize,
+                                .layers = {{.number = 3}, {.number = 7}},
+                                .ropes = {{.inv_freq = std::vector<float>(kSize / 2, 1.0f)}},
+                                .kernels = kvlab_find_policy("h2o")->kernels};
+  for (std::uint32_t s = 0; s < kSequences; ++s) config.sequences.push_back({.seed = s, .id = s});
+  for (std::size_t pair = 0; pair < kPairs; ++pair) {
+    kernels::SlotPair one{.budget = pair % kHeads == 0 ? 20u : 30u, .protected_tokens = {2, 8}};
+    if (quantized) one.tiers = {{&kKvFormats[0], one.budget - 10}, {&kKvFormats[3], 10}};
+    config.pairs.push_back(one);
+  }
+  config.features = {.count = 1, .features = {KVLAB_KEY_COSINE}};
+  return config;
+}
+
+/// The elements of an array that belong to one sequence.
+template <class T>
+std::vector<T> part(const T* array, std::int64_t first, std::int64_t count) {
+  return {array + first, array + first + count};
+}
+
+}  // namespace
+
+TEST_CASE("A copied sequence has all arrays of the other") {
+  const bool quantized = GENERATE(false, true);
+  CAPTURE(quantized);
+  kernels::KvCache cache(config_of(quantized), nullptr);
+  const kernels::SlotStorage& storage = cache.storage();
+  const kernels::PairSlots& slots = cache.slots();
+  // Different contents in every slot.
+  const auto total = static_cast<std::size_t>(slots.total());
+  std::iota(storage.positions, storage.positions + total, 100u);
+  std::iota(storage.features, storage.features + total, 1.0f);
+  for (std::size_t i = 0; i < total * cache.config().kernels.slot_bytes; ++i)
+    storage.states[i] = static_cast<std::byte>(i * 7);
+  std::iota(storage.lengths, storage.lengths + slots.all(), 5);
+  std::iota(storage.next_slots, storage.next_slots + slots.all(), 6);
+  std::iota(storage.unit_keys, storage.unit_keys + slots.all() * kSize, 0.5f);
+  const kernels::TierLayout layout(cache.config(), slots);
+  if (quantized) {
+    for (std::int64_t i = 0; i < layout.bytes; ++i)
+      storage.tiers.bytes[i] = static_cast<std::byte>(i * 13);
+    std::iota(storage.tiers.row_of_slot, storage.tiers.row_of_slot + total, 0u);
+    std::iota(storage.tiers.slot_of_row, storage.tiers.slot_of_row + layout.rows, 9u);
+    std::iota(storage.tiers.counts, storage.tiers.counts + slots.all() * kernels::kMaxDeviceTiers,
+              0);
+    std::iota(storage.tiers.next_rows, storage.tiers.next_rows + slots.all(), 0u);
+    std::iota(storage.tiers.extents, storage.tiers.extents + slots.all(), 2);
+  } else {
+    for (std::size_t i = 0; i < total * kSize * 2; ++i) {
+      storage.keys[i] = static_cast<std::byte>(i * 3);
+      storage.values[i] = static_cast<std::byte>(i * 5);
+    }
+  }
+  const auto third_before =
+      part(storage.positions, slots.range(1, 2).first, slots.range(1, 2).count);
+  cache.copy_sequence(0, 1);
+
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+    const kernels::PairSlots::Range from = slots.range(layer, 0), to = slots.range(layer, 1);
+    REQUIRE(from.count == 50);
+    const auto same = [&](const auto* array, std::int64_t width) {
+      CHECK(part(array, from.first * width, from.count * width) ==
+            part(array, to.first * width, to.count * width));
+    };
+    same(storage.positions, 1);
+    same(storage.features, 1);
+    same(storage.states, static_cast<std::int64_t>(cache.config().kernels.slot_bytes));
+    const auto pair = static_cast<std::int64_t>(layer * slots.pairs());
+    const auto same_pairs = [&](const auto* array, std::int64_t width) {
+      CHECK(part(array, pair * width, kHeads * width) ==
+            part(array, (pair + kHeads) * width, kHeads * width));
+    };
+    same_pairs(storage.lengths, 1);
+    same_pairs(storage.next_slots, 1);
+    same_pairs(storage.unit_keys, kSize);
+    if (quantized) {
+      same(storage.tiers.row_of_slot, 1);
+      same_pairs(storage.tiers.counts, kernels::kMaxDeviceTiers);
+      same_pairs(storage.tiers.next_rows, 1);
+      same_pairs(storage.tiers.extents, 1);
+      for (std::int64_t head = 0; head < kHeads; ++head) {
+        const kernels::TierRegion &a = layout.regions[static_cast<std::size_t>(pair + head)],
+                                  &b = layout
+                                           .regions[static_cast<std::size_t>(pair + kHeads + head)];
+        CHECK(part(storage.tiers.bytes, a.first_byte, a.bytes) ==
+              part(storage.tiers.bytes, b.first_byte, b.bytes));
+        CHECK(part(storage.tiers.slot_of_row, a.first_row, a.rows) ==
+              part(storage.tiers.slot_of_row, b.first_row, b.rows));
+      }
+    } else {
+      same(storage.keys, kSize * 2);
+      same(storage.values, kSize * 2);
+    }
+  }
+  CHECK(storage.seeds[1] == 0);
+  CHECK(storage.sequence_ids[1] == 0);
+  CHECK(storage.seeds[2] == 2);
+  CHECK(third_before == part(storage.positions, slots.range(1, 2).first, slots.range(1, 2).count));
+}
