@@ -182,7 +182,7 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
       return [part](HeadStats& to, auto from) { (to.*part).assign(from.begin(), from.end()); };
     };
     share(parts_.residual, copy_to(&HeadStats::residual));
-    separate_quantization(own);  // fp16 copies have no recalls
+    separate_quantization(own);  // before recalls, which fp16 copies do not have
     share(parts_.changes, copy_to(&HeadStats::changes));
     share(parts_.recalls,
           [&](HeadStats& to, auto from) { to.take_recalls(plan_.measured, from.data()); });

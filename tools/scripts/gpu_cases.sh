@@ -54,7 +54,7 @@ list_gpu_cases() {
   local build=$1 source=$2 programs program files cases listed wanted
   programs=$(program_files "$build") || return 1
   while read -r program files; do
-    # shellcheck disable=SC2015,SC2086  # no case is no fault; several files
+    # shellcheck disable=SC2015,SC2086  # a file without cases is no error; $files are several words
     wanted=$(cd "$source" && cat $files | grep '\[gpu\]' | grep -vcF '[.]' || true)
     [[ $wanted -gt 0 ]] || continue
     [[ -x $build/$program ]] || { echo "$build/$program is not built, and has $wanted GPU tests" >&2; return 1; }

@@ -1,8 +1,8 @@
-// Scales and axes of figures of points. A scale never clamps, and ticks lie inside of its domain, so that each
-// tick stands where its value is. A logarithmic scale has a floor, where values that are not positive are drawn.
+// Scales and axes of figures of points. A scale never clamps, and all ticks are inside its domain, so each tick is
+// at its value. A logarithmic scale has a floor, at which values that are not positive are drawn.
 
-const kTickRoom = {x: 64, y: 34};  // pixels from one tick to the next, at least
-const kEdge = 0.035;               // of the axis, outside of the smallest and the largest value
+const kTickRoom = {x: 64, y: 34};  // minimum distance between two ticks, in pixels
+const kEdge = 0.035;               // share of the axis that is left free at each end
 
 /** The number itself, as ticks show it: 0.0005, 1.5, 1,024. */
 function tickText(value) {
@@ -18,7 +18,7 @@ function linearTicks(low, high, most) {
   return ticks;
 }
 
-/** Powers of `base`, or of them some multiples, or linear ticks where all values are within one power. */
+/** Powers of `base`, or multiples of them; linear ticks if all values are within one power. */
 function logTicks(low, high, base, most) {
   const first = Math.floor(Math.log(low) / Math.log(base)), last = Math.ceil(Math.log(high) / Math.log(base));
   const within = (steps, every) => {
@@ -45,8 +45,8 @@ function padded(low, high, log) {
 }
 
 /**
- * A scale with its ticks. `axis` is {title, log, base?, ticks?, names?, domain?}; its numbers are `values`, of which
- * those that are no number are left out; `size` is the axis' length in pixels, about.
+ * A scale with its ticks. `axis` is {title, log, base?, ticks?, names?, domain?}. `values` are the numbers to show;
+ * NaN and null are left out. `size` is the approximate length of the axis in pixels.
  */
 function scaleOf(name, range, axis, values, size) {
   if (axis.names?.length)

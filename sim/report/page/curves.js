@@ -1,4 +1,4 @@
-// A metric against the budget, or against a parameter that a policy was given several values of.
+// A metric against the budget, or against a parameter for which the run has several values of a policy.
 function settingsOf(params) {
   return new Map(params.split(':').filter(Boolean).map((part) => {
     const at = part.indexOf('=');
@@ -6,7 +6,7 @@ function settingsOf(params) {
   }));
 }
 
-/** What policies were given three or more numbers of: [{policy, parameter, series: [index, number]}]. */
+/** The parameters for which the run has three or more values: [{policy, parameter, series: [index, number]}]. */
 function sweepsOf(series) {
   const found = new Map();
   series.forEach((one, index) => {
@@ -57,7 +57,7 @@ function sweepDots(page, sweep) {
   }).filter(Boolean));
 }
 
-/** How each line looks, by its id: of a policy its own colours; of budgets from faint to strong. */
+/** The style of each line, by its id. Policies have their colours; budgets go from faint to strong. */
 function linesOf(page, sweep) {
   const {data} = page;
   if (!sweep) return data.series.map((one, s) => ({...one, line: 's' + s, label: shown(one.label)}));
@@ -66,12 +66,12 @@ function linesOf(page, sweep) {
     colour: colours[b % colours.length], dash: [], shape: 'circle', filled: b < colours.length}));
 }
 
-/** The sweep that the page shows, if it does. */
+/** The sweep that the page shows; null if it shows none. */
 function currentSweep(page) {
   return page.state.over === 'budget' ? null : page.sweeps[Number(page.state.over)];
 }
 
-/** Whether the axis of values is logarithmic: as chosen, or where they span decades. */
+/** Whether the axis of values is logarithmic: as the reader chose, or if the values span decades. */
 function isLogarithmic(page, dots) {
   return !page.metric().higher && (page.state.log ?? spansDecades(dots.map((d) => d.y)));
 }

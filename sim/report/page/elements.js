@@ -1,4 +1,4 @@
-// Small helpers for the page's own elements. Text only ever goes in as text.
+// Small helpers that make elements of the page. They insert text only as text, never as HTML.
 function element(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -10,7 +10,7 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
-/** A labelled <select>; `choices` are [value, text]. It is left out where there is no choice. */
+/** A labelled <select>; `choices` are [value, text]. Hidden if there is only one choice. */
 function chooser(name, label, choices, current, change) {
   const select = element('select', {name, onchange: () => change(select.value)},
     ...choices.map(([value, text]) => element('option', {value: String(value)}, shown(text, 60))));
@@ -20,7 +20,7 @@ function chooser(name, label, choices, current, change) {
   return holder;
 }
 
-/** Lets long names such as h2o:sinks=4:recent=50% break after a colon, and not inside of a word. */
+/** Lets long names such as h2o:sinks=4:recent=50% break after a colon, and not within a word. */
 function breakNames(root) {
   const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT), texts = [];
   while (walker.nextNode()) if (/:\w+=/.test(walker.currentNode.data)) texts.push(walker.currentNode);
@@ -32,7 +32,7 @@ function button(text, click, properties = {}) {
   return element('button', {type: 'button', onclick: click, ...properties}, text);
 }
 
-/** Offers `blob` as a file. */
+/** Downloads `blob` as a file. */
 function save(blob, name) {
   const link = element('a', {href: URL.createObjectURL(blob), download: name});
   link.click();
@@ -62,7 +62,7 @@ function swatch(one, joined = true) {
   return make('svg', {class: 'swatch', viewBox: '-17 -6 34 12', width: 34, height: 12, 'aria-hidden': 'true'}, line, marker);
 }
 
-/** A colour of the page by its name, as it is in the present theme. */
+/** A colour of the page by its name, in the current theme. */
 function pageColour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
 }

@@ -1,5 +1,5 @@
-// What was kept, seen: the text up to a query, shaded by what is kept and by attention, two policies
-// side by side.
+// Shows which tokens were kept: the text up to a query, shaded by whether a token is kept and by its attention, for
+// two policies side by side.
 class KeptText {
   constructor(view, holder, series) {
     this.view = view;
@@ -15,7 +15,7 @@ class KeptText {
     }), this.caption, this.box));
   }
 
-  /** Queries between which each token was live: [position] -> [[first, last], …]. */
+  /** The ranges of queries in which each token was live: [position] -> [[first, last], …]. */
   lives() {
     const flat = this.view.head().series[this.series].lives, lives = new Map();
     for (let i = 0; i < flat.length; i += 3) {
@@ -81,7 +81,7 @@ class KeptView {
     return this.kept.heads[this.place];
   }
 
-  /** [position] -> root of the probability, at the present query. */
+  /** [position] -> square root of the probability, at the current query. */
   attention() {
     const flat = this.head().attention[this.at] ?? [], levels = new Map();
     for (let i = 0; i < flat.length; i += 2) levels.set(flat[i], flat[i + 1] / 255);

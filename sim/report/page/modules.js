@@ -1,4 +1,4 @@
-// Debian ships Vega as modules that ask for each other by name: this answers, without a network.
+// Debian's Vega consists of modules that require each other by name. This code provides them without a network.
 const vegaModules = {};
 function vegaModule(name, body) {
   const module = {exports: {}};

@@ -1,6 +1,6 @@
-// Points and lines: how a figure of them is drawn, and those figures that the page brings whole.
+// Draws figures of points and lines, among them the figures whose data is complete in the page.
 
-/** The scales by which a line is known: its colour, dash, marker. */
+/** The scales that give each line its colour, dash and marker. */
 function lookScales(lines) {
   const ordinal = (name, of) => ({name, type: 'ordinal', domain: lines.map((l) => l.line), range: lines.map(of)});
   return [ordinal('colour', (l) => pageColour(l.colour)), ordinal('dash', (l) => l.dash),
@@ -26,7 +26,7 @@ function plotMarks(joined) {
       stroke: {value: pageColour('ink')}, strokeWidth: {value: 1.5}, fill: {value: 'transparent'}}}}];
 }
 
-/** A legend that shows line, dash and marker together, under the figure: Vega's own do not. */
+/** A legend under the figure that shows line, dash and marker together, which Vega's legends do not. */
 function legendMarks(joined) {
   const y = {signal: 'height + 62 + 20 * datum.row'}, left = (more) => ({signal: `240 * datum.column + ${more}`});
   const line = {type: 'rule', from: {data: 'lines'}, encode: {enter: {y, x: left(0), x2: left(34), strokeWidth: {value: 1.8},
@@ -36,14 +36,14 @@ function legendMarks(joined) {
       fill: {value: pageColour('ink')}, font: {value: 'sans-serif'}, fontSize: {value: 12}, limit: {value: 195}}}}];
 }
 
-/** Where a dot is drawn: its numbers, or the scale's floor where they lie under it. */
+/** The position of a dot: its numbers, or the scale's floor if they are below it. */
 function placed(dot, x, y) {
   const at = {x: x.at(dot.x), x_low: x.at(dot.x_low), x_high: x.at(dot.x_high)};
   for (const name of ['y', 'low', 'high', 'least', 'most']) at[name] = y.at(dot[name]);
   return {...dot, at};
 }
 
-/** Dots are {line, x, y, low, high, x_low, x_high}; what has no bar has its own place for both ends. */
+/** Dots are {line, x, y, low, high, x_low, x_high}. Without an error bar, both ends are the dot's position. */
 function plotSpec({dots, spreads = [], lines, x, y, joined, title, forExport, width = 720, height = 340}) {
   const whole = dots.map((d) => ({...d, low: d.low ?? d.y, high: d.high ?? d.y, x_low: d.x_low ?? d.x, x_high: d.x_high ?? d.x}));
   const drawn = lines.filter((line) => whole.some((d) => d.line === line.line));
@@ -72,9 +72,9 @@ const kNearDots = {
   },
 };
 
-/** A figure that the page brings, in its own place. */
+/** A figure whose data the page contains, at its place in the page. */
 class BroughtFigure {
-  /** `legend`: whether the figure that follows has other lines. */
+  /** `legend`: true if the next figure has other lines, so that this one needs a legend. */
   constructor(figure, page, legend) {
     this.figure = figure;
     this.page = page;
@@ -93,7 +93,7 @@ class BroughtFigure {
     return this.chart.draw();
   }
 
-  /** Where the page has policies to switch off, those that it shows. */
+  /** The policies that the page shows, if the reader can switch policies off. */
   series() {
     const hidden = [...(this.page?.state.hidden ?? [])].map((s) => this.page.data.series[s].label);
     return this.figure.series.filter((one) => !hidden.includes(one.label));

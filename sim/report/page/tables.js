@@ -1,5 +1,5 @@
-// Tables: columns that sort by a click, and a file to take away. No ranking is computed here: rows come in the order
-// of the page's data.
+// Tables, which sort by a click on a column and can be downloaded. No ranking is computed here: rows come in the
+// order of the page's data.
 function sortKey(cell) {
   const text = (cell.dataset.value ?? cell.textContent).trim();
   const number = Number(text.replaceAll(',', '').replace('−', '-').split(' ')[0].replace(/%$/, ''));
@@ -21,7 +21,7 @@ function sortBy(table, column, header) {
   body.append(...rows.map(([, row]) => row));
 }
 
-/** Numbers alone: an error has a separate column. */
+/** Only numbers, because errors have a separate column. */
 function csvOf(table) {
   const body = [...table.tBodies[0].rows], heads = [...table.tHead.rows[0].cells];
   const hasError = heads.map((_, column) => body.some((row) => row.cells[column]?.dataset.error !== undefined));
@@ -32,7 +32,7 @@ function csvOf(table) {
     (cell) => cell.dataset.value ?? cell.dataset.text ?? text(cell), (cell) => cell.dataset.error ?? ''))].join('\n') + '\n';
 }
 
-/** Makes a table of the page sort and go away as CSV. */
+/** Makes a table of the page sortable, and adds a button that downloads it as CSV. */
 function enliven(table, name) {
   breakNames(table);
   [...table.tHead.rows[0].cells].forEach((header, column) => {
@@ -46,7 +46,7 @@ function enliven(table, name) {
     button('CSV', () => save(new Blob([csvOf(table)], {type: 'text/csv'}), fileName(name) + '.csv'))));
 }
 
-/** What a row of the table says of a series: sim/run/comparison.* decided it. */
+/** The text of a series in a row of the table. sim/run/comparison.* computed it. */
 function rankingNote(series, table, place, difference) {
   const [mean, low, high, over] = difference;
   if (over) return 'over budget, not ranked';
@@ -56,7 +56,7 @@ function rankingNote(series, table, place, difference) {
   return low > 0 || high < 0 ? 'significant' : 'not significant';
 }
 
-/** A row: policy, value and error at the present place; the difference is over all layers. */
+/** A row: policy, value and error at the current place; the difference is over all layers. */
 function rankingRow(page, table, [s, ...difference], place) {
   const {state, data, metricTable} = page, one = data.series[s];
   const at = metricTable.at(state.group, state.metric, s, state.budget, state.layer, state.head);
@@ -74,7 +74,7 @@ function rankingRow(page, table, [s, ...difference], place) {
   return element('tr', {'data-series': String(s), ...(note === 'not significant' ? {class: 'similar'} : {})}, ...cells);
 }
 
-/** The policies at the present budget and metric, in the order of the page's data. */
+/** The policies at the current budget and metric, in the order of the page's data. */
 function rankingTable(page) {
   const {state, data} = page, table = data.ranking[state.group][state.metric][state.budget];
   const rows = table.rows.map((row, place) => rankingRow(page, table, row, place)).filter(Boolean);
