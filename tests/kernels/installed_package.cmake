@@ -10,7 +10,7 @@ execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE}/tools/examples -B ${WORK}/
                         -DCUDAToolkit_ROOT=${TOOLKIT} "-DCMAKE_C_FLAGS=-Wall -Wextra -Werror"
                 COMMAND_ERROR_IS_FATAL ANY)
 execute_process(COMMAND ${CMAKE_COMMAND} --build ${WORK}/build COMMAND_ERROR_IS_FATAL ANY)
-foreach(example evict paged)
+foreach(example batch evict paged)
   execute_process(COMMAND ${WORK}/build/${example} COMMAND_ERROR_IS_FATAL ANY)
 endforeach()
 # With a library of another binary interface they do not start.

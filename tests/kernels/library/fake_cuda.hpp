@@ -5,6 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
+
 namespace kvlab::fake_cuda {
 
 /// Number of kernels that were launched since the program began.

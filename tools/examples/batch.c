@@ -1,0 +1,187 @@
+/* A continuous batch in plain C: requests join and leave, their prompts come in chunks between
+ * decode steps, which are one CUDA graph; one request is aborted in the middle of its prompt, one
+ * is preempted and comes back, and two share a prefix. The model has two layers of attention with
+ * random weights: a table gives q, k and v of each token, and the largest output says which token
+ * is next. Every request is then served alone. Exit status 1 means that its text differs. */
+#include <kvlab.h>
+#include <math.h>
+#include <string.h>
+
+#include "device.h"
+
+enum { LAYERS = 2, QUERY_HEADS = 4, KV_HEADS = 2, DIM = 64, VOCAB = 97, BUDGET = 40, CHUNK = 16 };
+enum { ROW = (QUERY_HEADS + 2 * KV_HEADS) * DIM, OUT = QUERY_HEADS * DIM };
+enum { SEQUENCES = 4, SPARE = SEQUENCES - 1, PREFIX = 32, PROMPT = 80, GENERATED = 30 };
+
+typedef struct {
+  int text[PROMPT + GENERATED]; /* the prompt, then what was generated */
+  int tokens, fed;              /* of text; of the cache */
+  int sequence;                 /* of the cache; -1: none */
+} request;
+
+static float* table;     /* device [token, layer, ROW] */
+static float *qkv, *out; /* device [layer, row, ROW], [row, OUT]; a row is a sequence or a token */
+static kvlab_kv_cache* cache;
+static cudaStream_t stream;
+static cudaGraphExec_t graph;
+
+static void make_cache(void) {
+  static float inv_freq[DIM / 2];
+  for (int i = 0; i < DIM / 2; ++i) inv_freq[i] = powf(10000.0f, -2.0f * (float)i / DIM);
+  const kvlab_rope rope = {inv_freq, DIM, 1};
+  const kvlab_layer layers[LAYERS] = {{0, 0.125f, 0, NULL, NULL}, {1, 0.125f, 0, NULL, NULL}};
+  kvlab_rule rules[LAYERS * SEQUENCES * KV_HEADS];
+  for (int i = 0; i < LAYERS * SEQUENCES * KV_HEADS; ++i)
+    rules[i] = (kvlab_rule){.budget = BUDGET, .sinks = 4, .recent = 16};
+  kvlab_kv_cache_config config;
+  memset(&config, 0, sizeof config);
+  config.struct_size = sizeof config;
+  config.type = KVLAB_F32;
+  config.query_heads = QUERY_HEADS, config.kv_heads = KV_HEADS, config.head_size = DIM;
+  config.sequences = SEQUENCES, config.layer_count = LAYERS, config.rope_count = 1;
+  config.layers = layers, config.ropes = &rope, config.rules = rules;
+  config.policy = kvlab_find_policy("h2o");
+  config.threshold16 = 655;
+  config.longest = BUDGET + CHUNK + PREFIX; /* so that appends allocate nothing */
+  done(kvlab_kv_cache_create(&config, stream, &cache));
+}
+
+static void record_graph(void) {
+  cudaGraph_t recorded;
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  for (int layer = 0; layer < LAYERS; ++layer)
+    done(kvlab_kv_cache_step(cache, layer, qkv + layer * PROMPT * ROW, out, NULL, stream));
+  check(cudaStreamEndCapture(stream, &recorded), "capture");
+  check(cudaGraphInstantiate(&graph, recorded, 0), "graph");
+  check(cudaGraphDestroy(recorded), "graph");
+}
+
+/* Puts q, k and v of a token into a row of each layer's input. */
+static void embed(int token, int row) {
+  for (int layer = 0; layer < LAYERS; ++layer)
+    check(
+        cudaMemcpyAsync(qkv + (layer * PROMPT + row) * ROW, table + (token * LAYERS + layer) * ROW,
+                        ROW * sizeof(float), cudaMemcpyDeviceToDevice, stream),
+        "embed");
+}
+
+static void sample(request* r, int row) {
+  float logits[OUT];
+  check(cudaStreamSynchronize(stream), "step");
+  to_host(logits, out + row * OUT, sizeof logits);
+  int best = 0;
+  for (int i = 1; i < VOCAB; ++i)
+    if (logits[i] > logits[best]) best = i;
+  r->text[r->tokens++] = best;
+}
+
+/* Appends `count` tokens of a prompt, which the policy evicts for together. */
+static void append(request* r, int count) {
+  kvlab_append_chunk chunk = {.struct_size = sizeof chunk,
+                              .sequence = r->sequence,
+                              .fed = (uint32_t)r->fed,
+                              .tokens = (uint32_t)count,
+                              .count = (uint32_t)count,
+                              .out = out};
+  chunk.ends_prompt = r->fed + count == PROMPT;
+  for (int i = 0; i < count; ++i) embed(r->text[r->fed + i], i);
+  for (chunk.layer = 0; chunk.layer < LAYERS; ++chunk.layer) {
+    chunk.qkv = qkv + chunk.layer * PROMPT * ROW;
+    done(kvlab_kv_cache_append(cache, &chunk, stream));
+  }
+  r->fed += count;
+  if (chunk.ends_prompt) sample(r, count - 1);
+}
+
+/* The next chunk of the prompt: first the prefix. */
+static void append_next(request* r) { append(r, r->fed < PREFIX ? PREFIX : CHUNK); }
+
+/* One token for each of some requests. */
+static void step(request** requests, int count) {
+  unsigned char decodes[SEQUENCES] = {0};
+  for (int i = 0; i < count; ++i) {
+    decodes[requests[i]->sequence] = 1;
+    embed(requests[i]->text[requests[i]->fed++], requests[i]->sequence);
+  }
+  done(kvlab_kv_cache_begin_step(cache, decodes, stream));
+  check(cudaGraphLaunch(graph, stream), "graph");
+  for (int i = 0; i < count; ++i) sample(requests[i], requests[i]->sequence);
+}
+
+static void steps(request** requests, int count, int times) {
+  while (times-- > 0) step(requests, count);
+}
+
+static void join(request* r, int sequence) {
+  r->sequence = sequence, r->fed = 0, r->tokens = PROMPT;
+  done(kvlab_kv_cache_start(cache, sequence, NULL, stream));
+}
+
+static void serve_alone(request* r) {
+  join(r, 0);
+  while (r->fed < PROMPT) append_next(r);
+  steps(&r, 1, GENERATED - 1);
+}
+
+static void serve_together(request* a, request* b, request* c, request* aborted) {
+  join(a, 0);
+  while (a->fed < PROMPT) append_next(a);
+  join(b, 1);
+  append_next(b);                                      /* the prefix that b and c share */
+  done(kvlab_kv_cache_copy(cache, 1, SPARE, stream));  /* is kept for c */
+  while (b->fed < PROMPT) append_next(b), step(&a, 1); /* chunks between steps of a */
+  join(aborted, 2);
+  append_next(aborted);
+  steps((request*[]){a, b}, 2, 5);
+  join(c, 2); /* takes the place of the aborted one */
+  done(kvlab_kv_cache_copy(cache, SPARE, 2, stream));
+  for (c->fed = PREFIX; c->fed < PROMPT;) append_next(c);
+  steps((request*[]){a, b, c}, 3, 6);
+  done(kvlab_kv_cache_copy(cache, 1, SPARE, stream)); /* b is preempted */
+  done(kvlab_kv_cache_start(cache, 1, NULL, stream));
+  while (a->tokens < PROMPT + GENERATED) steps((request*[]){a, c}, 2, 1);
+  done(kvlab_kv_cache_copy(cache, SPARE, 0, stream)); /* a has left; b goes on in its place */
+  b->sequence = 0;
+  while (b->tokens < PROMPT + GENERATED || c->tokens < PROMPT + GENERATED) {
+    request* running[2];
+    int count = 0;
+    if (b->tokens < PROMPT + GENERATED) running[count++] = b;
+    if (c->tokens < PROMPT + GENERATED) running[count++] = c;
+    step(running, count);
+  }
+}
+
+int main(void) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    printf("skipped: no CUDA device\n");
+    return 0;
+  }
+  float* const values = malloc(sizeof(float) * VOCAB * LAYERS * ROW);
+  for (int i = 0; i < VOCAB * LAYERS * ROW; ++i)
+    values[i] = 4.0f * (float)rand() / (float)RAND_MAX - 2.0f;
+  check(cudaStreamCreate(&stream), "stream");
+  table = on_device(values, sizeof(float) * VOCAB * LAYERS * ROW);
+  qkv = on_device(NULL, sizeof(float) * LAYERS * PROMPT * ROW);
+  out = on_device(NULL, sizeof(float) * PROMPT * OUT);
+  free(values);
+  make_cache();
+  record_graph();
+
+  request requests[4], alone;
+  for (int i = 0; i < 4; ++i)
+    for (int t = 0; t < PROMPT; ++t) requests[i].text[t] = rand() % VOCAB;
+  memcpy(requests[2].text, requests[1].text, PREFIX * sizeof(int));
+  serve_together(&requests[0], &requests[1], &requests[2], &requests[3]);
+  int different = 0;
+  for (int i = 0; i < 3; ++i) {
+    memcpy(alone.text, requests[i].text, PROMPT * sizeof(int));
+    serve_alone(&alone);
+    const int same = memcmp(alone.text, requests[i].text, sizeof alone.text) == 0;
+    printf("request %d: %d tokens, %s as alone\n", i, requests[i].tokens - PROMPT,
+           same ? "the same" : "NOT the same");
+    different += !same;
+  }
+  kvlab_kv_cache_destroy(cache);
+  return different == 0 ? 0 : 1;
+}
