@@ -154,13 +154,13 @@ def test_a_trace_equals_the_plain_models_tensors(
 @pytest.mark.parametrize(
     ("family", "words", "message"),
     [
-        ("llama4_text", {"attention_chunk_size": 399}, "layer 0: its attention is called with all tokens before it, but its mask hides"),
+        ("llama4_text", {"attention_chunk_size": 399}, "layer 0: a query should see all tokens before it, but its mask"),
         ("mimo_v2_flash", {}, "layer 1: kv_heads is 4, but that of layer 0 is 2"),
         ("gemma4_text", {"num_kv_shared_layers": 2}, "layer 2 has the keys of layer"),
         ("doge", {}, "layer 0: its mask changes scores"),
         ("gptj", {}, "layer 0: its RoPE argument has sines before cosines"),
         ("paligemma", {}, "GemmaAttention lets queries see later tokens"),
-        ("bert", {"is_decoder": False}, "layer 0: its attention is called with all tokens before it, but its mask hides"),
+        ("bert", {"is_decoder": False}, "layer 0: a query should see all tokens before it, but its mask"),
         ("moshi", {}, "keys of one token differ by .* between positions, but no argument of the layer rotates them"),
         ("inkling_text", {}, "layer 0: its attention has the argument position_bias"),
     ],

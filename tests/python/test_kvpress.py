@@ -77,7 +77,7 @@ def test_a_press_keeps_the_same_tokens_offline_and_live(told: Any, name: str, ra
 
 def test_ties_at_the_cut_are_reported(told: Any) -> None:
     policy = kvlab.from_press(press_of("LagKV", 0.5), name="tied")
-    with pytest.warns(UserWarning, match="LagKVPress: .* tokens of one score in layer 0"):
+    with pytest.warns(UserWarning, match="LagKVPress: .* tokens in layer 0, KV head .* have the same score"):
         kvlab.replay(told.trace, policy, "ratio(0.9)", layers=[0])
     assert policy.ties and policy.ties[0][:2] == (0, 0)
 

@@ -78,7 +78,7 @@ class Reader(gguf.GGUFReader):
     def _get(self, offset, dtype, count=1, override_order=None):
         values = super()._get(offset, dtype, count, override_order)
         if len(values) != int(count):
-            raise ValueError(f"it ends at byte {len(self.data)}, within what it announces")
+            raise ValueError(f"it ends at byte {len(self.data)}, before the end of the data that it announces")
         return values
 
 
@@ -386,7 +386,7 @@ def converted(tensor, shape, interleaved, norm_offset):
     try:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     except (NotImplementedError, ValueError) as error:
-        why = one_line(error) if isinstance(error, NotImplementedError) else "its bytes do not make whole blocks"
+        why = one_line(error) if isinstance(error, NotImplementedError) else "its size is not a whole number of blocks"
         raise Refused(f"tensor {tensor.name}: type {tensor.tensor_type.name} cannot be read: {why}")
     if values.shape != shape:
         raise Refused(f"tensor {tensor.name} is {list(values.shape)}; it should be {list(shape)}")
@@ -439,7 +439,7 @@ def convert(source, folder):
     except FileNotFoundError:
         raise Refused("there is no such file")
     except Exception as error:  # the package defines no error for a broken file
-        raise Refused(f"{reason_of(error)}; a whole GGUF file is expected")
+        raise Refused(f"{reason_of(error)}; a complete GGUF file is expected")
     meta = Metadata(reader)
     architecture = read_architecture(meta)
     config, tokenizer = read_config(meta, architecture), read_tokenizer(meta)

@@ -80,7 +80,7 @@ def _kinds(segments: Any, tokens: int) -> dict[int, bool]:
         count, kind = _arguments.whole("segments", pair[0], 0, tokens), pair[1]
         if kind not in ("prompt", "decode") or count < 1 or (begin == 0 and kind == "decode"):
             what = f"segments: {(count, kind)} at token {begin}"
-            raise ValueError(f"{what}; (tokens, 'prompt' or 'decode') is expected, and a prompt first")
+            raise ValueError(f"{what}; (tokens, 'prompt' or 'decode') is expected, and the first must be a prompt")
         kinds[begin] = kind == "prompt"
         begin += count
     if begin != tokens:
@@ -224,7 +224,8 @@ def _exported(array: Any, name: str) -> Any:
         try:
             array = numpy.asarray(array)
         except ValueError:
-            raise ValueError(f"{name}: its lists are not of one length; [layers, heads, tokens, head_size] is expected") from None
+            shape = "[layers, heads, tokens, head_size]"
+        raise ValueError(f"{name}: its lists have different lengths; {shape} is expected") from None
     if hasattr(array, "detach"):
         array = array.detach().cpu()
     elif not isinstance(array, numpy.ndarray):
@@ -252,7 +253,7 @@ def _check_alike(name: str, array: Any, other: str, like: Any, heads_differ: boo
 
     if alike(array) != alike(like):
         same = f"one dtype, and the same layers, {'' if heads_differ else 'heads, '}tokens and head size are expected"
-        raise ValueError(f"{name}: {list(array.shape)} does not go with {other} {list(like.shape)}; {same}")
+        raise ValueError(f"{name}: {list(array.shape)} does not match {other} {list(like.shape)}; {same}")
 
 
 def _ids(ids: Any, tokens: int) -> list[int]:
@@ -265,5 +266,5 @@ def _ids(ids: Any, tokens: int) -> list[int]:
     if len(array) and (array.min() < 0 or array.max() > 0x7FFFFFFF):
         raise ValueError("ids: one is negative or beyond 31 bits")
     if len(array) != tokens:
-        raise ValueError(f"ids: {len(array)} for {tokens} tokens; one for each is expected")
+        raise ValueError(f"ids: {len(array)} ids for {tokens} tokens; one id for each token is expected")
     return [int(i) for i in array]

@@ -127,7 +127,7 @@ def library() -> Any:
             function = getattr(loaded, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise RuntimeError(f"{path}: not this version's kernel library: {error}") from None
+        raise RuntimeError(f"{path}: is not the kernel library of this version: {error}") from None
     if loaded.kvlab_version() != VERSION:
         raise RuntimeError(f"{path}: version {loaded.kvlab_version()} of the kernel library; {VERSION} is expected")
     return loaded
@@ -153,7 +153,8 @@ def params(handle: Any, values: list[float]) -> Any:
     to = ctypes.create_string_buffer(library().kvlab_policy_params_bytes(handle))
     given = (ctypes.c_double * len(values))(*values)
     if library().kvlab_policy_params(handle, given, len(values), to):
-        raise ValueError(f"{values} are no parameters of the policy: {len(to) // 8} in their ranges are")
+        right = f"{len(to) // 8} numbers within their ranges are expected"
+        raise ValueError(f"{values} are not valid parameters of the policy; {right}")
     return to
 
 

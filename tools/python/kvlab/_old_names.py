@@ -21,7 +21,7 @@ def rename(given: dict[str, Any], names: dict[str, str], function: str, stacklev
         if before not in given:
             continue
         if now in given:
-            raise TypeError(f"{function}() got both {now} and {before}, its name before; give {now}")
+            raise TypeError(f"{function}() got both {now} and {before}, its old name; give {now}")
         warnings.warn(f"{function}({before}=) is called {now} now", FutureWarning, stacklevel=stacklevel)
         given[now] = given.pop(before)
 

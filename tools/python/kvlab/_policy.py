@@ -106,13 +106,13 @@ class Token:
         try:
             return self._look()
         except KeyError:
-            raise LookupError("token.rows: is not known for this layer here") from None
+            raise LookupError("token.rows: is not available for this layer") from None
 
     @property
     def ids(self) -> numpy.typing.NDArray[numpy.int32]:
         """[live]: token ids. Known in replays only."""
         if (ids := self.rows.ids) is None:
-            raise LookupError("token.ids: are known in replays only")
+            raise LookupError("token.ids: are available in replays only")
         return ids[self.position]
 
     @property
@@ -127,7 +127,7 @@ class Token:
 
     def _shown(self, x: numpy.typing.NDArray[numpy.float32]) -> numpy.typing.NDArray[numpy.float32]:
         if len(self) and int(self.position[-1]) >= x.shape[1]:
-            raise LookupError("token.keys, token.values: of decoded tokens they are known in replays only")
+            raise LookupError("token.keys, token.values: for decoded tokens they are available in replays only")
         shown: numpy.typing.NDArray[numpy.float32] = x[self._kv_head, self.position]
         return shown
 
@@ -202,7 +202,7 @@ class Policy:
     def __call__(self, state: Any, seen: Any, token: Token, step: Step) -> Any:
         """Calls the Python function, for trying it out. Raises TypeError if the policy is a compiled header."""
         if self.function is None:
-            raise TypeError(f"policy {self.name} is a header's, not a function")
+            raise TypeError(f"policy {self.name} comes from a C++ header, so it cannot be called as a function")
         return self.function(state, seen, token, step)
 
     def __str__(self) -> str:
@@ -339,7 +339,7 @@ def _protected(word: str, value: Any) -> str:
 def _state(state: Any) -> numpy.dtype[Any] | None:
     if not state:
         return None
-    right = "a mapping of names to numpy's dtypes, numbers of a fixed size and no objects"
+    right = "a mapping of names to numpy dtypes of fixed size, without objects"
     try:
         dtype = numpy.dtype(list(state.items()))
     except (AttributeError, TypeError, ValueError):

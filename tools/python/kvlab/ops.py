@@ -146,7 +146,8 @@ class KvCache:
     def begin_step(self, decodes: Sequence[bool] | None = None) -> None:
         """Host work before a step of all layers. `decodes`: which sequences take part, by default all."""
         if decodes is not None and len(decodes) != self._sequences:
-            raise ValueError(f"kvlab.ops.KvCache: decodes of {len(decodes)} sequences; of {self._sequences} is expected")
+            right = f"one for each of {self._sequences} sequences is expected"
+            raise ValueError(f"kvlab.ops.KvCache: decodes has {len(decodes)} entries; {right}")
         chosen = None if decodes is None else bytes(decodes)
         self._done(lambda stream: library().kvlab_kv_cache_begin_step(self.handle, chosen, stream))
 
@@ -195,7 +196,8 @@ def _check(name: str, qkv: torch.Tensor, out: torch.Tensor) -> int:
             expected = f"{qkv.dtype} on {qkv.device}, contiguous, is expected"
             raise ValueError(f"kvlab::{name}: {word} is {what}; {expected}")
     if qkv.get_device() != torch.cuda.current_device():
-        raise ValueError(f"kvlab::{name}: on {qkv.device}; with torch.cuda.device({qkv.get_device()}): is expected")
+        what = f"the tensors are on {qkv.device}, which is not the current device"
+        raise ValueError(f"kvlab::{name}: {what}; call it in `with torch.cuda.device({qkv.get_device()}):`")
     return int(torch.cuda.current_stream(qkv.device).cuda_stream)
 
 

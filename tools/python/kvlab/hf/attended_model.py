@@ -18,13 +18,13 @@ from kvlab.hf.conversation import Conversation
 from kvlab.hf.hooks import Hooks
 from kvlab.hf.layers import (
     decoder_of,
+    layer_arguments,
     layer_count,
     layers_of,
     output_projections,
     output_weights,
     policy_layers,
     refuse_beyond_format,
-    said,
 )
 from kvlab.hf.models import ROPE_TYPES, Shape, base_of, context_of, refuse_no_decoder, rope_types, text_config
 from kvlab.hf.refused import Refused
@@ -142,7 +142,7 @@ class AttendedModel:
             return lambda: CudaCaches(
                 plan, self.acted, self.dtype, self.device, lambda: output_weights(self.model, self.acted)
             )
-        inv_freq, factors, rows = said(self.acted)
+        inv_freq, factors, rows = layer_arguments(self.acted)
         outputs = functools.cache(lambda: output_projections(self.model, self.acted))
         heads = (self.shape.query_heads, self.shape.head_size)
         return lambda: _kvlab.Caches(request(), *heads, inv_freq, factors, rows, outputs)
@@ -165,9 +165,9 @@ class AttendedModel:
         most = 1e-3 if linear and self.dtype == torch.float32 else 0.1
         if not off <= most or tokens != 9:
             raise Refused(
-                f"kvlab.hf: with caches that keep nine tokens and count {tokens}, logits differ by {off:.2g} from the"
-                f" plain {type(model).__name__}'s; an attention that transformers {transformers.__version__} calls as"
-                " Llama's is expected"
+                f"kvlab.hf: a check with caches that keep all of 9 tokens failed: they counted {tokens}, and the logits"
+                f" differ by {off:.2g} from those of the plain {type(model).__name__}; a model whose attention"
+                f" transformers {transformers.__version__} calls as it calls Llama's is expected"
             )
         self._checked = True
 

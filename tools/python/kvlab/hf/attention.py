@@ -76,7 +76,7 @@ def check_mask(call: Call, end: int) -> None:
     shown = torch.ones_like(seen)[None] if call.mask is None else call.mask == 0
     if call.mask is not None and not bool((shown | (call.mask <= HIDDEN)).all()):
         raise Refused(
-            f"--model: layer {call.layer}: its mask adds to the scores; one that only hides tokens is expected"
+            f"--model: layer {call.layer}: its mask changes scores; a mask that only hides tokens is expected"
         )
     least = min(end, call.window + n - 1) if call.window else end
     ahead = True
@@ -87,8 +87,8 @@ def check_mask(call: Call, end: int) -> None:
     if not ahead or not least <= held <= end or not bool((shown == seen).all()):
         window = f"a window of {call.window} tokens" if call.window else "all tokens before it"
         raise Refused(
-            f"--model: layer {call.layer}: a query does not see {window}, which is what its attention is called with;"
-            " a window that its mask alone knows, chunks or padding cannot be said by a trace"
+            f"--model: layer {call.layer}: a query should see {window}, but its mask does not show exactly these;"
+            " a trace cannot describe padding, chunks, later tokens, or a window that only the mask has"
         )
 
 
@@ -106,7 +106,7 @@ def _calls(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or layer < 0:
         raise Refused(
-            f"--model: {type(module).__name__} has {layer} for its layer_idx; the number of a layer is expected"
+            f"--model: layer_idx of {type(module).__name__} is {layer}; a layer number is expected"
         )
     if len(q) != len(k) or q.shape[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
         shapes = f"queries {list(q.shape)} and keys {list(k.shape)}"
@@ -115,8 +115,8 @@ def _calls(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]
     for name, value in words.items():
         if name not in _HARMLESS and value is not None and value is not False:
             raise Refused(
-                f"--model: layer {layer}: its attention is called with {name}; scaling, a mask, sliding_window, softcap and"
-                " s_aux alone are known"
+                f"--model: layer {layer}: its attention has the argument {name}, which kvlab does not support;"
+                " it supports scaling, a mask, sliding_window, softcap and s_aux"
             )
     if mask is not None:
         if mask.ndim != 4:

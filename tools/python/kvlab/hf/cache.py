@@ -121,7 +121,7 @@ class HeldCache(Facts):
         before, zeros = self._counted, torch.zeros(1, 1, tokens, 1, dtype=torch.int8)
         super().update(zeros, zeros, self._first_layer, *arguments, **words)  # type: ignore[misc]
         if self._counted != before + tokens:
-            what = f"a {type(self).__name__} of {before} tokens has not counted {tokens} more"
+            what = f"a {type(self).__name__} of {before} tokens did not count {tokens} more tokens"
             raise Refused(f"kvlab.hf: {what}")
 
     @property
@@ -136,7 +136,7 @@ class HeldCache(Facts):
         """
         by_number = "tokens_to_remove" in inspect.signature(transformers.DynamicCache.crop).parameters
         if by_number and count > 0:
-            raise Refused(f"kvlab.hf: crop({count}); minus the number of tokens to remove is expected")
+            raise Refused(f"kvlab.hf: crop({count}): should be negative: minus the number of tokens to remove")
         stay = self._counted + count if by_number or count < 0 else min(count, self._counted)
         self._conversation.crop(max(stay, 0))
         self._uncount(max(stay, 0))

@@ -66,7 +66,8 @@ class Calls:
         past = cache_among(given.values())
         for name, value in given.items():
             if name not in _KNOWN and all(value is not fine for fine in (None, False, past)):
-                raise Refused(f"kvlab.hf: {name} is given; the caches know {', '.join(sorted(_KNOWN))}")
+                known = f"they support {', '.join(sorted(_KNOWN))}"
+                raise Refused(f"kvlab.hf: the call has the argument {name}, which caches do not support; {known}")
         if past is None and not (config.use_cache if given.get("use_cache") is None else given["use_cache"]):
             why = "use_cache=False in it or in the model's config"
             raise Refused(f"kvlab.hf: the call has no cache, as with {why}; use_cache=True is expected")
@@ -74,7 +75,8 @@ class Calls:
         if start == 0 or not self.pads:
             self._seen, self.pads = torch.ones(batch, 0, dtype=torch.bool, device=rows.device), [0] * batch
         if len(self.pads) != batch:
-            raise Refused(f"kvlab.hf: a batch of {batch}; the call before had {len(self.pads)} sequences")
+            what = f"the call has {batch} sequences, but the one before had {len(self.pads)}"
+            raise Refused(f"kvlab.hf: {what}; the same batch is expected")
         later = n == 1 and rows.device.type != "cpu"  # reading the device would wait for it
         if not later:
             self.end()
@@ -83,15 +85,15 @@ class Calls:
             mask = outer_mask  # the outer model made its layers' masks from this one
         new = self._new(mask, batch, start, n, later)
         if start > 0 and min(new) < n and given.get("position_ids") is None:
-            what = "padding after tokens, which the model counts too; position_ids that count tokens only are"
-            raise Refused(f"kvlab.hf: the call brings {what} expected")
+            what = "the call has padding after tokens, and the model would count it as tokens"
+            raise Refused(f"kvlab.hf: {what}; position_ids that count tokens only are expected")
         self._look_at_positions(given, start, n, new, later, rows.device)
         return start, n, new
 
     def end(self) -> None:
         wrong, self._wrong = self._wrong, None
         if wrong is not None and bool(wrong):
-            what = "an attention_mask that leaves tokens out, or position_ids that do not count on by one"
+            what = "an attention_mask that leaves tokens out, or position_ids that do not increase by one"
             raise Refused(f"kvlab.hf: a decoded token came with {what}; a sequence without gaps is expected")
 
     def _expect(self, name: str, fine: torch.Tensor, later: bool, wrong: str) -> None:
@@ -102,7 +104,7 @@ class Calls:
 
     def _new(self, mask: Any, batch: int, start: int, n: int, later: bool) -> list[int]:
         """The number of tokens of each row, behind its padding, in the call's n columns."""
-        right = f"none, or [{batch}, {start + n}] with padding in front alone, is expected"
+        right = f"no mask, or one of shape [{batch}, {start + n}] with padding only in front, is expected"
         if mask is None and not any(self.pads):
             return [n] * batch
         if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (batch, start + n):
@@ -121,7 +123,7 @@ class Calls:
     def _look_at_positions(
         self, given: Mapping[str, Any], start: int, n: int, new: list[int], later: bool, device: Any
     ) -> None:
-        right = f"{start} to {start + n - 1}, by one, is expected"
+        right = f"consecutive numbers from {start} to {start + n - 1} are expected"
         columns = torch.arange(start, start + n, device=device)
         for name in ("position_ids", "cache_position"):
             value = given.get(name)
@@ -138,4 +140,4 @@ class Calls:
             if any(self.pads) and name == "position_ids":  # positions of padding may have any value
                 pads, counts = (torch.tensor(numbers, device=device)[:, None] for numbers in (self.pads, new))
                 fine = (at == columns - pads) | (columns - start < n - counts)
-            self._expect(name, fine.all(), later, f"jumps; {right}")
+            self._expect(name, fine.all(), later, f"has other numbers; {right}")

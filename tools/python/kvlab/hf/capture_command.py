@@ -97,12 +97,12 @@ def passage_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
     ignored."""
     first = 1 if tokenizer.decode(ids[:1]) == "" else 0
 
-    def spelled(count: int) -> str:
+    def decoded(count: int) -> str:
         return str(tokenizer.decode(ids[first : first + count], skip_special_tokens=False))
 
     if not text:
         raise Refused("--passage: is empty; give a value, or leave the option out")
-    whole = spelled(len(ids) - first)
+    whole = decoded(len(ids) - first)
     begin = whole.find(text)
     if begin < 0:
         refuse_passage(text, "is not in the prompt; give a text that appears in it once")
@@ -113,10 +113,10 @@ def passage_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
         """The fewest tokens that decode to the first `length` characters. Incomplete bytes of a character decode to
         another one."""
         counts = range(len(ids) - first + 1)
-        return bisect.bisect_left(counts, True, key=lambda count: spelled(count)[:length] == whole[:length])
+        return bisect.bisect_left(counts, True, key=lambda count: decoded(count)[:length] == whole[:length])
 
     start, stop = fewest(begin), fewest(begin + len(text))
-    if len(spelled(start)) > begin:  # the token before it overlaps the text
+    if len(decoded(start)) > begin:  # the token before it overlaps the text
         start -= 1
     return {"name": _kvlab.without_controls(text), "start": first + start, "tokens": stop - start}
 
@@ -208,8 +208,8 @@ def refuse_beyond_context(arguments: argparse.Namespace, config: Any, ids: list[
     prompt, trained = arguments.prompt_tokens or len(ids), getattr(config, "max_position_embeddings", None)
     if isinstance(trained, int) and prompt > trained and not arguments.beyond_context:
         raise Refused(
-            f"--prompt: needs {prompt} positions; --model {arguments.model} was trained on {trained}, and so many"
-            " tokens would fit; --beyond-context takes the prompt all the same"
+            f"--prompt: has {prompt} tokens, but --model {arguments.model} was trained on at most {trained}; give a"
+            " shorter prompt, or --beyond-context to take this one"
         )
 
 

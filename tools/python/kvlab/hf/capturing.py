@@ -30,13 +30,13 @@ from kvlab.hf.layers import (
     Given,
     Layer,
     decoder_of,
+    layer_arguments,
     layer_count,
     layers_of,
-    listening,
+    recording_arguments,
     refuse_beyond_format,
+    rotation_of,
     running,
-    said,
-    turns_of,
 )
 from kvlab.hf.models import (
     ROPE_TYPES,
@@ -83,10 +83,10 @@ class Listener:
         self.given: dict[int, Given] = {}  # by layer: the arguments of its module
         self.seen: set[tuple[int, str]] = set()  # (layer, part) pairs that have come for the tokens being fed
         self.checked: dict[tuple[int, int, int], Any] = {}  # their masks, by address, length and window
-        self.turns_on: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # their cos and sin, by device and table
+        self.rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # their cos and sin, by device and table
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def recording_arguments(self) -> Iterator[None]:
         hooks = []
         for layer in self.plan.layers if self.plan.has_residual else ():
 
@@ -95,34 +95,35 @@ class Listener:
 
             hooks.append(layer.residual.register_forward_pre_hook(keep, with_kwargs=True))
         try:
-            with attending(self.plan.decoder, self.attend), listening(self.plan.layers, self.given):
+            with attending(self.plan.decoder, self.attend), recording_arguments(self.plan.layers, self.given):
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def turns(self, layer: Layer, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotation_of_fed(self, layer: Layer, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of the tokens being fed, computed once for each device and table."""
         key = (device, layer.rope.key)
-        if key not in self.turns_on:
+        if key not in self.rotations:
             positions = torch.arange(self.first, self.first + self.count, device=device)
-            self.turns_on[key] = layer.rope.cos_sin(positions)
-        return self.turns_on[key]
+            self.rotations[key] = layer.rope.cos_sin(positions)
+        return self.rotations[key]
 
     def attend(self, call: Call) -> torch.Tensor:
         layer = self.layers.get(call.layer)
         if layer is None or (layer.index, "out") in self.seen or call.q.shape[1] != self.count:
-            raise Refused(f"--model: layer {call.layer} attends differently than in the first call")
+            raise Refused(f"--model: layer {call.layer} attends differently from the first call")
         self.seen.add((layer.index, "out"))
         if not layer.fits(call):
-            raise Refused(f"--model: layer {layer.index}: attention has another scale, window or shape than at first")
+            what = "attention has another scale, window or shape than in the first call"
+            raise Refused(f"--model: layer {layer.index}: {what}")
         mask = (0 if call.mask is None else call.mask.data_ptr(), call.k.shape[1], call.window)
         if mask not in self.checked:
             check_mask(call, self.first + self.count)
             self.checked[mask] = call.mask
-        turns = turns_of(layer, self.given[layer.index], self.count, self.first)
-        q, k = layer.stored(call.q, turns), layer.stored(call.k[:, -self.count :], turns)
-        now = self.turns(layer, q.device)
+        rotation = rotation_of(layer, self.given[layer.index], self.count, self.first)
+        q, k = layer.stored(call.q, rotation), layer.stored(call.k[:, -self.count :], rotation)
+        now = self.rotation_of_fed(layer, q.device)
         new = rotate(k, *now).transpose(0, 1)
         old = self.keys.get(layer.index, new[:, :0])
         self.keys[layer.index] = torch.cat((old, new), dim=1)[:, -call.k.shape[1] :]
@@ -153,7 +154,7 @@ class Listener:
         self.writer.begin(ids, kind == "prompt")
         self.seen.clear()
         self.checked.clear()
-        self.turns_on.clear()
+        self.rotations.clear()
         words = {} if self.cache is None else {cache_word(decoder): self.cache}
         with running(decoder):
             result = decoder(torch.tensor([ids], device=decoder.device), **words, use_cache=True, return_dict=True)
@@ -202,7 +203,7 @@ class Plan:
         return {layer.index: index for index, layer in enumerate(self.layers)}
 
     def writer(self, out: str, header: str) -> _kvlab.TraceWriter:
-        inv_freq, factors, rows = said(self.layers)
+        inv_freq, factors, rows = layer_arguments(self.layers)
         # If no layer's window hides any of the tokens, the trace stores no windows.
         if min(layer.window for layer in self.layers) >= self.tokens:
             rows = [row | {"span": 0} for row in rows]
@@ -290,7 +291,8 @@ def add_features(out: str, features: Mapping[str, Feature]) -> None:
 def unfinished(out: str) -> str:
     """The end of an error message: how to keep what was written, if any shard is whole."""
     whole = os.path.exists(os.path.join(out, "shard-00000.safetensors"))
-    return f": --out {out} is unfinished; `kvlab trace seal {out}` makes a trace of its whole shards" if whole else ""
+    how = f"`kvlab trace seal {out}` makes a trace of its complete shards"
+    return f": --out {out} is unfinished; {how}" if whole else ""
 
 
 def write_capture(
@@ -312,7 +314,7 @@ def write_capture(
         with refusing():
             if plan.has_residual:
                 writer.sketch(floats(output_projection(layer.output, plan.model)) for layer in plan.layers)
-        with listener.listening():
+        with listener.recording_arguments():
             feed(listener, fed, progress)
         with refusing():
             writer.finish()

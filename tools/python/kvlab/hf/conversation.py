@@ -12,7 +12,7 @@ import numpy.typing
 import torch
 
 from kvlab.hf.calls import Calls
-from kvlab.hf.layers import said
+from kvlab.hf.layers import layer_arguments
 from kvlab.hf.refused import Refused, refusing
 from kvlab.hf.windows import Window
 
@@ -44,7 +44,7 @@ class Row:
 
     def copy(self) -> Row:
         if not hasattr(self.caches, "copy"):
-            raise Refused("a cache on CUDA cannot be copied; compute the prefix again, or model.to('cpu') is expected")
+            raise Refused("a cache on CUDA cannot be copied; compute the prefix again, or use model.to('cpu')")
         made = copy.copy(self)
         with refusing():
             made.caches = self.caches.copy()
@@ -105,7 +105,7 @@ class Conversation:
             why = why or ("" if hasattr(row.caches, "crop") else "it is on CUDA")
         if why:
             what = f"crop to {tokens} of {self.tokens} tokens: {why}"
-            raise Refused(f"kvlab.hf: {what}; copy.deepcopy() of the cache in front of those tokens is expected")
+            raise Refused(f"kvlab.hf: {what}; copy the cache with copy.deepcopy() before you feed such tokens")
         for row in self.rows:
             with refusing("kvlab.hf: "):
                 row.caches.crop(tokens)
@@ -119,7 +119,7 @@ class Conversation:
 
     def row(self, row: int) -> Row:
         if not 0 <= row < len(self.rows):
-            raise IndexError(f"row {row}; the batch has {len(self.rows)}")
+            raise IndexError(f"row {row}; the batch has {len(self.rows)} rows")
         return self.rows[row]
 
     @property
@@ -150,7 +150,7 @@ class Conversation:
             torch.stack([torch.cat([given[part] for given in layer]).transpose(0, 1) for layer in held.given.values()])
             for part in range(3)
         )
-        inv_freq, factors, rows = said(self.attended.acted)
+        inv_freq, factors, rows = layer_arguments(self.attended.acted)
         config = {
             "inv_freq": inv_freq,
             "rope_factor": factors,

@@ -42,7 +42,8 @@ class CudaCaches:
         for layer in layers:
             if layer.softcap or layer.sink is not None:
                 what = "a soft cap" if layer.softcap else "sinks"
-                raise Refused(f"evicting: layer {layer.index} has {what}; on CUDA neither is held; model.to('cpu')")
+                why = f"layer {layer.index} has {what}, which caches on CUDA do not support"
+                raise Refused(f"evicting: {why}; use model.to('cpu')")
         first = layers[0]
         self._plan, self._fed, self._heads = plan, [0] * len(layers), first.kv_heads
         weights: list[torch.Tensor | None] = [None] * len(layers)
@@ -69,7 +70,8 @@ class CudaCaches:
 
     def kept(self, layer: int, head: int) -> numpy.typing.NDArray[numpy.uint32]:
         if not (0 <= layer < len(self._fed) and 0 <= head < self._heads):
-            raise IndexError(f"kept: layer {layer}, head {head}; the model has {len(self._fed)} of {self._heads}")
+            there = f"{len(self._fed)} layers of {self._heads} heads"
+            raise IndexError(f"kept: layer {layer}, head {head}; the model has {there}")
         return self._cache.positions(layer, head)
 
     @property

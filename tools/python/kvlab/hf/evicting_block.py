@@ -76,7 +76,7 @@ class evicting(Facts, Block):
                 what = f"RoPE of type {', '.join(sorted(attended.rope_types))} may change with the length"
                 raise Refused(f"evicting: graph=True: {what}, which a CUDA graph cannot follow; use graph=False")
             blocks, layers = layer_count(attended.decoder, [*attended.layers.values()]), attended.layers
-            if odd := [n for n in range(blocks) if n not in attended.layer_indices or not layers[n].still]:
+            if odd := [n for n in range(blocks) if n not in attended.layer_indices or not layers[n].unrotated]:
                 what = "has a window, no KV cache, or a RoPE that is not given to it"
                 raise Refused(f"evicting: graph=True: layer {odd[0]} {what}; graph=False is expected")
             from kvlab.hf.step_graph import StepGraphs
@@ -91,7 +91,7 @@ class evicting(Facts, Block):
         self._attended.check()
         if self._is_share:
             what = f"a share of the model's context of {self._attended.length} tokens: {self._tokens_of_budget()}"
-            _warn(f"{self._said}: {what}. For a share of fewer tokens give length=")
+            _warn(f"{self._said}: {what}. To take the share of another length, give length=")
         self._longest, self._has_evicted = 0, False
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._attended.run_in(self))
@@ -107,7 +107,7 @@ class evicting(Facts, Block):
         self._conversation.calls.end()
         if self._longest and self._budgets and not self._has_evicted and not self._has_tiers:
             what = f"the longest text had {self._longest} tokens, and the budget is {self._tokens_of_budget()}"
-            _warn(f"{self._said}: nothing was evicted, because {what}. A smaller budget evicts")
+            _warn(f"{self._said}: nothing was evicted, because {what}. Use a smaller budget")
 
     def note(self, conversation: Conversation) -> None:
         """Called when a call of the conversation has ended, for the warning at the end of the block."""

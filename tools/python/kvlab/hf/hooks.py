@@ -15,7 +15,15 @@ import torch
 from kvlab.hf.attention import AttentionSwitch, Call
 from kvlab.hf.cache import adopt, conversation_of, refuse_filled
 from kvlab.hf.calls import cache_among
-from kvlab.hf.layers import Given, Layer, Turns, is_turns, listening, turns_alike, turns_among
+from kvlab.hf.layers import (
+    Given,
+    Layer,
+    Rotation,
+    is_rotation,
+    recording_arguments,
+    rotates_by_position,
+    rotation_among,
+)
 from kvlab.hf.refused import Refused
 
 if TYPE_CHECKING:
@@ -61,7 +69,7 @@ class Hooks:
 
         for layer in attended.layers.values():
             stack.callback(layer.module.register_forward_pre_hook(_at_layer(own), with_kwargs=True).remove)
-        stack.enter_context(listening(attended.acted, self._given, is_open))
+        stack.enter_context(recording_arguments(attended.acted, self._given, is_open))
         weakref.finalize(self, stack.close)
 
     def __deepcopy__(self, _: Any) -> Hooks:
@@ -109,7 +117,7 @@ class Hooks:
         conversation, attended = opened.conversation, self._attended
         for row, before, new in zip(conversation.rows, opened.before, opened.new):
             if row.tokens(len(attended.acted)) != {before + new}:
-                conversation.fault = f"a call of {max(opened.new)} tokens behind {before} did not finish"
+                conversation.fault = f"a call that fed {max(opened.new)} tokens after {before} did not finish"
         if attended.block is not None:
             attended.block.note(conversation)
 
@@ -126,7 +134,7 @@ class Hooks:
         self._refuse_gradients(words.get("inputs_embeds"))
         if conversation is None:
             if attended.block is None:
-                raise Refused("kvlab.hf: the model gave its decoder another cache than the call's")
+                raise Refused("kvlab.hf: the model passed its decoder another cache than the one of the call")
             refuse_filled(cache)
             conversation = attended.block.begin()
         conversation.refuse_fault()
@@ -141,10 +149,10 @@ class Hooks:
         opened = _Open(conversation, None, new, before, first)
         for row, held, own in zip(conversation.rows, before, new):
             if have := row.tokens(len(attended.acted)) - {held}:
-                what = f"the call's cache counts {held} tokens, and {have.pop()} are held"
+                what = f"the call's cache counts {held} tokens but holds {have.pop()}"
                 raise Refused(f"kvlab.hf: {what}; change a cache only by its own functions")
             if attended.most is not None and held + own > attended.most:
-                what = f"more than {attended.most} tokens, and the model's window hides some of them"
+                what = f"the text has more than {attended.most} tokens, and the model's window hides some of them"
                 raise Refused(f"kvlab.hf: {what}; give another length=")
         self._open = opened
         if cache is not None:
@@ -190,7 +198,7 @@ class Hooks:
         attended, opened = self._attended, self._open
         layer = attended.layers.get(call.layer)
         if layer is None or not layer.fits(call):
-            what = f"layer {call.layer} attends differently than in the first call"
+            what = f"layer {call.layer} attends differently from the first call"
             raise Refused(f"kvlab.hf: {what}; the same scale, window and shape are expected")
         if self.attend_token is not None:
             # The layer works without a rotation.
@@ -207,9 +215,9 @@ class Hooks:
             own = {name: getattr(call, name)[:, n - new :] for name in ("q", "k", "v")}
             out = window.attend(dataclasses.replace(call, **own))
         else:
-            self._compare_turns(opened, layer, n, row)
-            turns = None if layer.still else turns_among(self._given[layer.index], n, row, layer.pairs)
-            parts = [layer.stored(call.q, turns), layer.stored(call.k, turns), call.v.transpose(0, 1)]
+            self._compare_rotation(opened, layer, n, row)
+            rotation = None if layer.unrotated else rotation_among(self._given[layer.index], n, row, layer.pairs)
+            parts = [layer.stored(call.q, rotation), layer.stored(call.k, rotation), call.v.transpose(0, 1)]
             own_parts = [part[n - new :] for part in parts]
             index = attended.layer_indices[call.layer]
             out = opened.conversation.attend(row, index, own_parts, is_prompt=before == 0 or n > 1)
@@ -218,23 +226,25 @@ class Hooks:
             self._given.pop(layer.index, None)
         return out if new == n else torch.cat((out.new_zeros(n - new, *out.shape[1:]), out))
 
-    def _compare_turns(self, opened: _Open, layer: Layer, n: int, row: int) -> None:
+    def _compare_rotation(self, opened: _Open, layer: Layer, n: int, row: int) -> None:
         """Raises Refused if the rotation differs from the first one, as with a RoPE that changes with the length."""
         attended = self._attended
         if not layer.pairs or (n == 1 and attended.device.type == "cuda" and attended.has_fixed_rope):
             return  # reading the rotation would wait for the GPU
         given, table = self._given[layer.index], layer.rope.key
-        value = next(filter(is_turns, (*given[0], *given[1].values())), None)
+        value = next(filter(is_rotation, (*given[0], *given[1].values())), None)
         if any(seen is value and (key, number) == (table, row) for seen, key, number in opened.compared):
             return
         opened.compared.append((value, table, row))
         before, new = opened.before[row], opened.new[row]
-        turns = turns_among(given, n, row, layer.pairs)
-        own = None if turns is None else Turns(turns.cos[n - new :], turns.sin[n - new :])
-        if own is None or not turns_alike(own, layer.rope, layer.pairs, opened.first[row]):
-            what = f"in a text of {before + new} tokens the model's RoPE ({', '.join(sorted(attended.rope_types))}) turns"
-            right = "the cache holds keys for one rotation; a shorter text is expected"
-            raise Refused(f"kvlab.hf: {what} layer {layer.index} otherwise than at first, and {right}")
+        rotation = rotation_among(given, n, row, layer.pairs)
+        own = None if rotation is None else Rotation(rotation.cos[n - new :], rotation.sin[n - new :])
+        if own is None or not rotates_by_position(own, layer.rope, layer.pairs, opened.first[row]):
+            raise Refused(
+                f"kvlab.hf: in a text of {before + new} tokens the model's RoPE"
+                f" ({', '.join(sorted(attended.rope_types))}) rotates layer {layer.index} by other frequencies than"
+                " before, but the cache's keys can have only one rotation; a shorter text is expected"
+            )
 
 
 def _path(model: Any, decoder: Any) -> list[Any]:

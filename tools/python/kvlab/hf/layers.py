@@ -41,7 +41,7 @@ class Layer:
     pairs: int  # rotated pairs, which come before the others
     # Whether the module gives q and k before RoPE if called with cos 1 and sin 0; if not, the rotation is
     # inverted.
-    still: bool
+    unrotated: bool
     output: Any  # the output projection; None: something is between attention and it
     residual: Any  # the module whose input is the residual stream after attention; None: there is none
 
@@ -52,15 +52,15 @@ class Layer:
         row = (call.scale, call.window, call.softcap, call.sink is None)
         return same and row == (self.rope.softmax_scale, self.window, self.softcap, self.sink is None)
 
-    def stored(self, x: torch.Tensor, turns: Turns | None) -> torch.Tensor:
-        """q or k [n, heads, key_size] before RoPE, from [heads, n, key_size] of a module in `listening`."""
-        if not self.still:
-            return turned_back(x, self.order, turns, self.rope.factor)
+    def stored(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        """q or k [n, heads, key_size] before RoPE, from [heads, n, key_size] of a module in `recording_arguments`."""
+        if not self.unrotated:
+            return rotated_back(x, self.order, rotation, self.rope.factor)
         return reordered(x, self.order, self.pairs, self.rope.factor)
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
+class Rotation:
     """cos and sin [n, pairs] of a layer's rotation."""
 
     cos: torch.Tensor
@@ -81,15 +81,15 @@ def reordered(x: torch.Tensor, order: torch.Tensor | None, pairs: int, factor: f
     return torch.where(torch.arange(size, device=x.device) % (size // 2) < pairs, x, x / factor)
 
 
-def turned_back(x: torch.Tensor, order: torch.Tensor | None, turns: Turns | None, factor: float) -> torch.Tensor:
+def rotated_back(x: torch.Tensor, order: torch.Tensor | None, rotation: Rotation | None, factor: float) -> torch.Tensor:
     a, b = _ordered(x, order).float().chunk(2, dim=-1)
     cos, sin = (torch.full((len(a), 1, a.shape[-1]), value, device=a.device) for value in (factor, 0.0))
-    if turns is not None:
-        cos[:, 0, : turns.cos.shape[1]], sin[:, 0, : turns.cos.shape[1]] = turns.cos, turns.sin
+    if rotation is not None:
+        cos[:, 0, : rotation.cos.shape[1]], sin[:, 0, : rotation.cos.shape[1]] = rotation.cos, rotation.sin
     return (torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1) / (cos**2 + sin**2).repeat(1, 1, 2)).to(x.dtype)
 
 
-def is_turns(value: Any) -> bool:
+def is_rotation(value: Any) -> bool:
     """Whether a value is position_embeddings: (cos, sin), or complex numbers."""
     if isinstance(value, torch.Tensor):
         return value.is_complex()
@@ -97,33 +97,33 @@ def is_turns(value: Any) -> bool:
     return pair and value[0].shape == value[1].shape and value[0].is_floating_point()
 
 
-def _stilled(value: Any) -> Any:
-    if not is_turns(value):
+def _identity_rotation(value: Any) -> Any:
+    if not is_rotation(value):
         return value
     if isinstance(value, torch.Tensor):
         return torch.ones_like(value)
     return torch.ones_like(value[0]), torch.zeros_like(value[1])
 
 
-def turns_among(given: Given, n: int, row: int = 0, pairs: int = 0) -> Turns | None:
+def rotation_among(given: Given, n: int, row: int = 0, pairs: int = 0) -> Rotation | None:
     """The first rotation among a module's arguments, reduced to one value for each pair; the model may have one for
     each dimension. `pairs`: the number of pairs, if known. (At position 0 all are equal.)"""
-    for value in filter(is_turns, (*given[0], *given[1].values())):
+    for value in filter(is_rotation, (*given[0], *given[1].values())):
         cos, sin = (value.real, value.imag) if isinstance(value, torch.Tensor) else value
         cos, sin = (x.reshape(-1, n, x.shape[-1]) for x in (cos, sin))
         cos, sin = (x[min(row, len(x) - 1)].float() for x in (cos, sin))
         if cos.shape[-1] == pairs:
-            return Turns(cos, sin)
+            return Rotation(cos, sin)
         half = cos.shape[-1] // 2
         for part, again in ((slice(half), slice(half, None)), (slice(0, None, 2), slice(1, None, 2))):
             if cos.shape[-1] % 2 == 0 and all(torch.equal(x[:, part], x[:, again]) for x in (cos, sin)):
-                return Turns(cos[:, part], sin[:, part])
-        return Turns(cos, sin)
+                return Rotation(cos[:, part], sin[:, part])
+        return Rotation(cos, sin)
     return None
 
 
 @contextlib.contextmanager
-def listening(
+def recording_arguments(
     layers: Sequence[Layer], given: dict[int, Given], active: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
     """In the block, `given` records the arguments of each layer's module. Where the layer works without a rotation, its
@@ -131,11 +131,11 @@ def listening(
 
     last: list[Any] = [None, None]  # the last rotation and its replacement, because most layers share one
 
-    def stilled(value: Any) -> Any:
-        if not is_turns(value):
+    def without_rotation(value: Any) -> Any:
+        if not is_rotation(value):
             return value
         if value is not last[0]:
-            last[:] = value, _stilled(value)
+            last[:] = value, _identity_rotation(value)
         return last[1]
 
     def hook_of(layer: Layer) -> Any:
@@ -143,8 +143,9 @@ def listening(
             if not active():
                 return None
             given[layer.index] = (arguments, words)
-            if layer.still:
-                return tuple(map(stilled, arguments)), {name: stilled(value) for name, value in words.items()}
+            if layer.unrotated:
+                plain = {name: without_rotation(value) for name, value in words.items()}
+                return tuple(map(without_rotation, arguments)), plain
             return None
 
         return take
@@ -238,29 +239,30 @@ def _tables(decoder: Any) -> Iterator[tuple[torch.Tensor, float]]:
                 yield values.float().cpu().clone(), float(factor)
 
 
-def _read_back(turns: Turns) -> tuple[torch.Tensor, float]:
+def _read_back(rotation: Rotation) -> tuple[torch.Tensor, float]:
     """inv_freq and factor of a rotation, computed from its change between two positions."""
-    z = torch.complex(turns.cos.double(), turns.sin.double()).cpu()
+    z = torch.complex(rotation.cos.double(), rotation.sin.double()).cpu()
     return (z[1:2] / z[:1]).angle()[0].float(), float(z.abs().mean())
 
 
-def turns_alike(turns: Turns, rope: Rope, pairs: int, first: int) -> bool:
+def rotates_by_position(rotation: Rotation, rope: Rope, pairs: int, first: int) -> bool:
     """Whether the rotation is by position · inv_freq at positions from `first` on."""
-    positions = first + torch.arange(len(turns.cos), device=turns.cos.device)
+    positions = first + torch.arange(len(rotation.cos), device=rotation.cos.device)
     ours = [x[:, :pairs] for x in rope.cos_sin(positions)]
     most = 5e-3 + 2e-7 * (first + len(positions)) * max(1.0, float(rope.inv_freq.abs().max()))
-    return all(float((x - y).abs().max()) <= most for x, y in zip(ours, (turns.cos, turns.sin)))
+    return all(float((x - y).abs().max()) <= most for x, y in zip(ours, (rotation.cos, rotation.sin)))
 
 
-def _table_of(decoder: Any, turns: Turns, layer: int) -> tuple[torch.Tensor, float]:
-    pairs = turns.cos.shape[1]
-    for inv_freq, factor in (*_tables(decoder), _read_back(turns)):
-        if len(inv_freq) == pairs and turns_alike(turns, Rope(inv_freq, factor, 1.0), pairs, 0):
+def _table_of(decoder: Any, rotation: Rotation, layer: int) -> tuple[torch.Tensor, float]:
+    pairs = rotation.cos.shape[1]
+    for inv_freq, factor in (*_tables(decoder), _read_back(rotation)):
+        if len(inv_freq) == pairs and rotates_by_position(rotation, Rope(inv_freq, factor, 1.0), pairs, 0):
             return inv_freq, factor
-    other = Turns(turns.sin, turns.cos)
-    if turns_alike(other, Rope(*_read_back(other), 1.0), pairs, 0):
-        raise Refused(f"--model: layer {layer}: it is given sines before cosines; cosines before sines are expected")
-    raise Refused(f"--model: layer {layer}: its RoPE does not rotate by position · inv_freq, which is needed")
+    other = Rotation(rotation.sin, rotation.cos)
+    if rotates_by_position(other, Rope(*_read_back(other), 1.0), pairs, 0):
+        what = "its RoPE argument has sines before cosines; cosines before sines are expected"
+        raise Refused(f"--model: layer {layer}: {what}")
+    raise Refused(f"--model: layer {layer}: its RoPE does not rotate by position · inv_freq, as kvlab needs it to")
 
 
 def _orders(size: int, pairs: int) -> Iterator[torch.Tensor]:
@@ -273,9 +275,9 @@ def _orders(size: int, pairs: int) -> Iterator[torch.Tensor]:
                 yield torch.cat((one + start, rest[: len(rest) // 2], other + start, rest[len(rest) // 2 :]))
 
 
-def _keys_of_one_token(decoder: Any, call: Call, given: Given, still: bool) -> torch.Tensor:
-    """Keys [kv_heads, n, key_size] that the layer's module computes from one token at all positions. `still`: with the
-    identity as rotation."""
+def _keys_of_one_token(decoder: Any, call: Call, given: Given, unrotated: bool) -> torch.Tensor:
+    """Keys [kv_heads, n, key_size] that the layer's module computes from one token at all positions.
+    `unrotated`: with the identity as rotation."""
     n, keys = call.q.shape[1], []
 
     def alike(x: Any) -> Any:
@@ -285,7 +287,7 @@ def _keys_of_one_token(decoder: Any, call: Call, given: Given, still: bool) -> t
             x = x[:, token : token + 1].expand(-1, n, -1).contiguous()
         elif cache_among([x]) is not None:
             x = None
-        return _stilled(x) if still else x
+        return _identity_rotation(x) if unrotated else x
 
     def attend(call: Call) -> torch.Tensor:
         keys.append(call.k)
@@ -302,26 +304,26 @@ def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tenso
     size = call.q.shape[-1]
     if size % 2:
         raise Refused(f"--model: layer {call.layer}: keys of {size} dimensions; an even number is expected")
-    plain, turned = (_keys_of_one_token(decoder, call, given, still).float() for still in (True, False))
+    plain, rotated = (_keys_of_one_token(decoder, call, given, unrotated).float() for unrotated in (True, False))
     most = 1e-4 if call.k.dtype == torch.float32 else 0.05
     if not (off := difference(plain, plain[:, :1].expand_as(plain))) <= most:
         raise Refused(
-            f"--model: layer {call.layer}: keys of one token differ by {off:.2g} from position to position, though nothing"
-            " turns them that the layer is given; a RoPE that it is given (position_embeddings) is expected"
+            f"--model: layer {call.layer}: keys of one token differ by {off:.2g} between positions, but no argument of"
+            " the layer rotates them; a RoPE that the layer gets as an argument (position_embeddings) is expected"
         )
-    turns = turns_among(given, plain.shape[1])
+    rotation = rotation_among(given, plain.shape[1])
     found: list[Any] = [(Rope(torch.zeros(size // 2), 1.0, call.scale), None, 0)]
-    if turns is not None and 2 * turns.cos.shape[1] <= size:
-        inv_freq, factor = _table_of(decoder, turns, call.layer)
+    if rotation is not None and 2 * rotation.cos.shape[1] <= size:
+        inv_freq, factor = _table_of(decoder, rotation, call.layer)
         rope = Rope(torch.cat((inv_freq, torch.zeros(size // 2 - len(inv_freq)))), factor, call.scale)
         found += [(rope, order, len(inv_freq)) for order in _orders(size, len(inv_freq))]
 
-    def off_by(rope: Rope, order: torch.Tensor | None, pairs: int) -> float:
-        back = turned_back(turned, order, turns if pairs else None, rope.factor)
+    def error_of(rope: Rope, order: torch.Tensor | None, pairs: int) -> float:
+        back = rotated_back(rotated, order, rotation if pairs else None, rope.factor)
         return difference(reordered(plain, order, pairs, rope.factor), back)
 
-    least = min(found, key=lambda one: off_by(*one))
-    return *least, off_by(*least) <= most
+    least = min(found, key=lambda one: error_of(*one))
+    return *least, error_of(*least) <= most
 
 
 # ---------------------------------------------------------------------------------------------
@@ -408,7 +410,7 @@ def _layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
 
 
 def _layer_of(decoder: Any, modules: dict[str, Any], call: Call, out: torch.Tensor, run: Run) -> Layer:
-    rope, order, pairs, still = _rotation(decoder, call, run.given[call.module])
+    rope, order, pairs, unrotated = _rotation(decoder, call, run.given[call.module])
     if order is not None:
         order = None if torch.equal(order, torch.arange(len(order))) else order.to(call.q.device)
     (query_heads, _, key_size), (kv_heads, _, value_size) = call.q.shape, call.v.shape
@@ -424,23 +426,23 @@ def _layer_of(decoder: Any, modules: dict[str, Any], call: Call, out: torch.Tens
         rope,
         order,
         pairs,
-        still,
+        unrotated,
         modules[output] if output else None,
         residual,
     )
 
 
-def turns_of(layer: Layer, given: Given, n: int, first: int) -> Turns | None:
+def rotation_of(layer: Layer, given: Given, n: int, first: int) -> Rotation | None:
     """The layer's rotation of n tokens at positions from `first` on, checked against its table."""
     if not layer.pairs:
         return None
-    turns = turns_among(given, n, pairs=layer.pairs)
-    if turns is None or not turns_alike(turns, layer.rope, layer.pairs, first):
+    rotation = rotation_among(given, n, pairs=layer.pairs)
+    if rotation is None or not rotates_by_position(rotation, layer.rope, layer.pairs, first):
         raise Refused(
-            f"--model: layer {layer.index}: at positions from {first} on its RoPE turns otherwise than at first; one rotation"
-            " for all positions is expected"
+            f"--model: layer {layer.index}: from position {first} on, its RoPE rotates by other frequencies than before;"
+            " the same frequencies at all positions are expected"
         )
-    return turns
+    return rotation
 
 
 def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: int, own: Run) -> None:
@@ -453,13 +455,13 @@ def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: i
 
     def attend(call: Call) -> torch.Tensor:
         layer = at[call.layer]
-        turns = turns_of(layer, given[call.layer], len(ids), first)
+        rotation = rotation_of(layer, given[call.layer], len(ids), first)
         now = layer.rope.cos_sin(first + torch.arange(len(ids), device=call.q.device))
-        q, k = (rotate(layer.stored(x, turns), *now).transpose(0, 1) for x in (call.q, call.k))
+        q, k = (rotate(layer.stored(x, rotation), *now).transpose(0, 1) for x in (call.q, call.k))
         outs.append(attention(dataclasses.replace(call, q=q, k=k, scale=layer.rope.softmax_scale)))
         return outs[-1]
 
-    with attending(decoder, attend), listening(layers, given):
+    with attending(decoder, attend), recording_arguments(layers, given):
         hidden = _fed(decoder, ids, first)
     most = 0.1 if own.calls[0].q.dtype != torch.float32 else FAR if first else 1e-3
     for call, right, out in zip(own.calls, own.outs, outs, strict=True):
@@ -499,7 +501,7 @@ def policy_layers(layers: Sequence[Layer], tokens: int) -> list[Layer]:
     return acted
 
 
-def said(layers: Sequence[Layer]) -> tuple[list[list[float]], list[float], list[dict[str, Any]]]:
+def layer_arguments(layers: Sequence[Layer]) -> tuple[list[list[float]], list[float], list[dict[str, Any]]]:
     """RoPE tables, their factors, and each layer's row, as the extension takes them."""
     tables = {layer.rope.key: layer.rope for layer in layers}
     names = list(tables)
@@ -533,14 +535,14 @@ def output_projections(model: Any, layers: Sequence[Layer] = ()) -> _kvlab.Outpu
     return _kvlab.OutputProjections(weights, layers[0].kv_heads, layers[0].key_size)
 
 
-def refuse_beyond_format(layers: Sequence[Layer], who: str = "a trace can say") -> None:
+def refuse_beyond_format(layers: Sequence[Layer], who: str = "a trace supports only") -> None:
     """Raises Refused unless all layers have one shape, with keys and values of equal size."""
     first = layers[0]
     for layer in layers:
         if layer.key_size != layer.value_size:
             sizes = f"keys of {layer.key_size} and values of {layer.value_size} dimensions"
-            raise Refused(f"--model: layer {layer.index}: {sizes}; {who} equal sizes alone")
+            raise Refused(f"--model: layer {layer.index}: {sizes}; {who} equal sizes")
         for name in ("query_heads", "kv_heads", "key_size"):
             if (own := getattr(layer, name)) != (others := getattr(first, name)):
-                what = f"{name} is {own}, and layer {first.index}'s {others}"
-                raise Refused(f"--model: layer {layer.index}: {what}; {who} equal shapes alone")
+                what = f"{name} is {own}, but that of layer {first.index} is {others}"
+                raise Refused(f"--model: layer {layer.index}: {what}; {who} equal shapes")

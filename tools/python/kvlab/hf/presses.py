@@ -21,7 +21,7 @@ from kvlab import _kvlab
 from kvlab._policy import Policy, Step, Token, policy, resolve
 from kvlab._rows import Rows
 from kvlab.hf.features import output_projection
-from kvlab.hf.layers import decoder_of, layers_of, output_projections, policy_layers, said
+from kvlab.hf.layers import decoder_of, layer_arguments, layers_of, output_projections, policy_layers
 from kvlab.hf.models import base_of, context_of
 from kvlab.hf.refused import Refused
 
@@ -124,7 +124,8 @@ class _Attention:
         self._parts = {part: torch.from_numpy(getattr(rows, part)[:, : step.now]) for part in "qkv"}
         heads, self.head_dim = len(rows.q), rows.q.shape[-1]
         if 2 * len(rows.inv_freq) != self.head_dim:
-            raise Refused(f"from_press: {2 * len(rows.inv_freq)} of {self.head_dim} dimensions turn; all are expected")
+            what = f"RoPE rotates {2 * len(rows.inv_freq)} of {self.head_dim} dimensions"
+            raise Refused(f"from_press: {what}; a model that rotates all is expected")
         self.num_key_value_groups = heads // len(rows.k)
         self.config = types.SimpleNamespace(
             num_attention_heads=heads,
@@ -205,8 +206,9 @@ def _scores(press: Any, rows: Rows, step: Step, model: Any, ties: list[Tie]) -> 
         if int(equal.sum()) == free_slots:
             continue
         if not ties:
-            what = f"{int(equal.sum())} tokens of one score in layer {step.layer}, KV head {head}, for {free_slots} free slots"
-            warnings.warn(f"{type(press).__name__}: {what}: torch.topk decides which of them stay", stacklevel=2)
+            what = f"{int(equal.sum())} tokens in layer {step.layer}, KV head {head} have the same score"
+            rule = f"only {free_slots} of them can be kept, and torch.topk decides which"
+            warnings.warn(f"{type(press).__name__}: {what}; {rule}", stacklevel=2)
         ties.append(Tie((step.sequence, step.layer, head, int(equal.sum()), free_slots)))
         stay = top.indices[top.values == cut]
         given[stay] = torch.nextafter(cut, torch.tensor(float("inf")))
@@ -257,7 +259,8 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
             head_size=first.key_size,
             layer_numbers=[one.index for one in self._acted],
         )
-        caches = _kvlab.Caches(requested, first.query_heads, first.key_size, *said(self._acted), self._outputs)
+        layers = layer_arguments(self._acted)
+        caches = _kvlab.Caches(requested, first.query_heads, first.key_size, *layers, self._outputs)
         q, k, v = (part.transpose(0, 1).float().contiguous().cpu().numpy() for part in rows)
         caches.attend(index, q, k, v, True, os.cpu_count() or 1)
         return [torch.from_numpy(caches.kept(index, head).astype(int)) for head in range(first.kv_heads)]
