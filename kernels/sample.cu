@@ -59,7 +59,7 @@ __device__ inline u64 scale_weight(u64 total, u64 bits) {
   return __umul64hi(total, bits) << 11 | total * bits >> 53;
 }
 
-/// Tempered probabilities, unnormalised: kMaxWeight for the likeliest, 0 below about 3e-13 of it.
+/// Unnormalised probabilities at a temperature: kMaxWeight for the best, 0 below 3e-13 of that.
 struct Weights {
   float largest, temperature;
   __device__ u64 operator()(float logit) const {

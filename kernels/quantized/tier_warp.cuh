@@ -20,7 +20,7 @@
 
 namespace kvlab::kernels {
 
-/// Where a warp leaves its logits, and the factors that make them.
+/// Where a warp stores its logits, and the factors that it applies.
 struct TierUse {
   float* logits;  ///< of the pair, [slot, logits_stride], or null
   int logits_stride;
@@ -37,7 +37,7 @@ class ExactWarp : public TensorCoreWarp<T, kDim, Rotated::none, 8> {
   using Base = TensorCoreWarp<T, kDim, Rotated::none, 8>;
 
  public:
-  /// `slot_of_row`: slots of the tile's rows, needed if logits are left.
+  /// `slot_of_row`: the slots of the tile's rows, needed if `use` stores logits.
   __device__ void add(const typename Base::Tile& tile, int valid, const std::uint32_t* slot_of_row,
                       const TierUse& use) {
     float weights[1][4];
@@ -186,8 +186,8 @@ __device__ inline void unpack_keys(const std::uint32_t (&words)[kWords], int b,
     }
   }
 }
-/// Unpacks a lane's values, rows 2r, 2r + 1 and these plus 8: the quantized values of block `b` in
-/// fp16, four channels of two rows, with one channel of both rows per word.
+/// Unpacks a lane's quantized values of block `b` to fp16: four channels of rows 2r, 2r + 1, 2r + 8
+/// and 2r + 9. A word holds one channel of two rows.
 template <class Format, int kBlocks, int kWords>
 __device__ inline void unpack_values(const std::uint32_t (&words)[kWords], int b,
                                      std::uint32_t (&to)[2][4]) {

@@ -400,9 +400,9 @@ struct ReplayWalkArgs : ReplayKeepArgs {
   ReplaySlots slots;
   ReplayProgress* progress;     // [cache]
   const std::int32_t* members;  ///< configurations with one policy
-  /// The number of KV heads of a layer, if the heads of each member keep one set of tokens together
-  /// (scope=layer). Such a member's head tasks are whole layers, one after another; at most
-  /// kMaxLayerHeads heads, and sm_90. Otherwise 0.
+  /// With scope=layer, where all heads of a layer keep the same tokens: the number of KV heads of a
+  /// layer, at most kMaxLayerHeads; needs sm_90. A member's head tasks are then whole layers, one
+  /// after another. Otherwise 0.
   int layer_heads;
   std::uint32_t max_slots;  ///< of a member, at most
   double* sums;             // [cache, SumsShape]: sums for passages; null: no metrics

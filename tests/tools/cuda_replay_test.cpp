@@ -200,7 +200,7 @@ TEST_CASE("a device keeps the plain replay's sets for every configuration: two t
 }
 
 /// Heads of whole blocks of channels: groups of 1, 3, 7 and 4, every rounding, two turns; and heavy
-/// tokens that take all of a row's exponentials with them.
+/// tokens, without which all exponentials of a row are 0.
 std::vector<RandomTrace> quantized_shapes() {
   return {
       {.query_heads = 2,

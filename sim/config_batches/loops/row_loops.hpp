@@ -81,8 +81,8 @@ struct RowLoops {
   std::size_t (*first_least)(const std::uint64_t* ranks, std::size_t begin, std::size_t end);
   /// The number of bits that are set in both.
   std::uint64_t (*common)(const std::uint64_t* a, const std::uint64_t* b, std::size_t words);
-  /// to[i] [4] = e of tokens[i], negative where bit tokens[i] of `bits` is not set; size[h] +=
-  /// their magnitudes.
+  /// Copies the exponentials [4] of tokens[i] to to[i], negated if bit tokens[i] of `bits` is not
+  /// set, and adds their magnitudes to size[head].
   void (*list_weights)(const float* e, const std::uint32_t* tokens, std::size_t count,
                        const std::uint64_t* bits, float* to, float* size);
   /// y[h][d] += weights[i][h] * v[tokens[i] * stride + d], i < count in order (null: token i), with
