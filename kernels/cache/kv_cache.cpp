@@ -191,7 +191,7 @@ std::uint32_t KvCache::live(int sequence, std::uint32_t layer, std::uint32_t hea
 
 std::vector<std::uint32_t> KvCache::kept_positions(int sequence, std::uint32_t layer,
                                                    std::uint32_t head) const {
-  constexpr const char* kWhat = "who is kept";
+  constexpr const char* kWhat = "reading the kept positions";
   const std::size_t pair =
       static_cast<std::size_t>(sequence) * static_cast<std::size_t>(config_.kv_heads) + head;
   const std::size_t at = layer * slots_.pairs() + pair;

@@ -83,7 +83,7 @@ refused_or_afresh() {
   mkdir mine.part && echo work >mine.part/novel.txt
   refused "novel.txt: was not made by" replay mine
   refused "novel.txt: was not made by" replay mine --fresh
-  [ "$(cat mine.part/novel.txt)" = work ] || fail "somebody's file is gone"
+  [ "$(cat mine.part/novel.txt)" = work ] || fail "a file of the user is gone"
 
   # A file size limit simulates a full disk.
   limited() { (ulimit -f "$1"; shift; replay "$@"); }

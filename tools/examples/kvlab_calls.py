@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from kvlab import _library
-from kvlab._library import F32, I32, I64, SIZE, TYPES, U32, Args, P  # noqa: F401, TYPES for who imports this
+from kvlab._library import F32, I32, I64, SIZE, TYPES, U32, Args, P  # noqa: F401, TYPES for importers of this file
 
 OBSERVATION_BYTES = 24
 

@@ -90,7 +90,7 @@ class AttendedModel:
         self.decoder = decoder_of(model)
         self.layers = {layer.index: layer for layer in layers_of(self.decoder, [], length)}
         self.acted = policy_layers([*self.layers.values()], length)
-        refuse_beyond_format(self.acted, "caches have")
+        refuse_beyond_format(self.acted, "caches support only")
         first = self.acted[0]
         self.shape = Shape(len(self.acted), first.query_heads, first.kv_heads, first.key_size)
         self.layer_indices = {layer.index: index for index, layer in enumerate(self.acted)}

@@ -535,14 +535,14 @@ def output_projections(model: Any, layers: Sequence[Layer] = ()) -> _kvlab.Outpu
     return _kvlab.OutputProjections(weights, layers[0].kv_heads, layers[0].key_size)
 
 
-def refuse_beyond_format(layers: Sequence[Layer], who: str = "a trace supports only") -> None:
+def refuse_beyond_format(layers: Sequence[Layer], limit: str = "traces support only") -> None:
     """Raises Refused unless all layers have one shape, with keys and values of equal size."""
     first = layers[0]
     for layer in layers:
         if layer.key_size != layer.value_size:
             sizes = f"keys of {layer.key_size} and values of {layer.value_size} dimensions"
-            raise Refused(f"--model: layer {layer.index}: {sizes}; {who} equal sizes")
+            raise Refused(f"--model: layer {layer.index}: {sizes}; {limit} equal sizes")
         for name in ("query_heads", "kv_heads", "key_size"):
             if (own := getattr(layer, name)) != (others := getattr(first, name)):
                 what = f"{name} is {own}, but that of layer {first.index} is {others}"
-                raise Refused(f"--model: layer {layer.index}: {what}; {who} equal shapes")
+                raise Refused(f"--model: layer {layer.index}: {what}; {limit} equal shapes")
