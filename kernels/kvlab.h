@@ -39,12 +39,12 @@ extern "C" {
 #endif
 
 /** Returns the version of the library. A program and a library work together if it equals the
- *  KVLAB_VERSION that the program was compiled with. */
+ * KVLAB_VERSION that the program was compiled with. */
 int kvlab_version(void);
 
 /** Explains in one line why this thread's last call failed: what is wrong, where, and what is
- *  expected. Empty if the last call succeeded. Calls that return cudaError_t set it. The text stays
- *  valid until the thread's next such call. */
+ * expected. Empty if the last call succeeded. Calls that return cudaError_t set it. The text stays
+ * valid until the thread's next such call. */
 const char* kvlab_last_error(void);
 
 /** Element type of queries, keys, values and outputs. Sums are computed in float32. */
@@ -53,7 +53,7 @@ typedef enum { KVLAB_BF16 = 0, KVLAB_F16 = 1, KVLAB_F32 = 2 } kvlab_type;
 /* --- Policies ------------------------------------------------------------------------------- */
 
 /** Which attention statistics a policy reads: none, the sum of probabilities, the number of
- *  requests (queries that gave a token a large probability), or both. */
+ * requests (queries that gave a token a large probability), or both. */
 typedef enum { KVLAB_NOTHING = 0, KVLAB_MASS = 1, KVLAB_REQUESTS = 2, KVLAB_BOTH = 3 } kvlab_needs;
 
 /** A policy of the registry or from a header. It lives as long as the process. */
@@ -65,14 +65,14 @@ const kvlab_policy* kvlab_find_policy(const char* name);
 const char* kvlab_policy_name(int index);
 
 /** Compiles a policy header such as those in policies/ (docs/guides/write-a-policy.md) for the
- *  current device. It loads NVRTC, and reuses the code of an equal text from the user's cache
- *  folder. Synchronizes.
+ * current device. It loads NVRTC, and reuses the code of an equal text from the user's cache
+ * folder. Synchronizes.
  *
- *  `log`: host memory of log_bytes for the compiler's messages, with the header's line numbers;
- *  empty on success. NULL if log_bytes is 0.
- *  Errors: cudaErrorFileNotFound: the file cannot be read. cudaErrorInvalidSource: it is not a
- *  policy, or it does not compile. cudaErrorNotSupported: NVRTC cannot be loaded, or the device
- *  cannot run the code. Without a device the header is compiled, and then CUDA's error is returned.
+ * `log`: host memory of log_bytes for the compiler's messages, with the header's line numbers;
+ * empty on success. NULL if log_bytes is 0.
+ * Errors: cudaErrorFileNotFound: the file cannot be read. cudaErrorInvalidSource: it is not a
+ * policy, or it does not compile. cudaErrorNotSupported: NVRTC cannot be loaded, or the device
+ * cannot run the code. Without a device the header is compiled, and then CUDA's error is returned.
  */
 cudaError_t kvlab_compile_policy(const char* path, const kvlab_policy** policy, char* log,
                                  size_t log_bytes);
@@ -84,8 +84,8 @@ size_t kvlab_policy_slot_bytes(const kvlab_policy* policy);
 /** Returns the bytes of parameters that the policy reads for each sequence; 0 if it has none. */
 size_t kvlab_policy_params_bytes(const kvlab_policy* policy);
 /** Writes a sequence's parameters to `to`, host memory of kvlab_policy_params_bytes; the caller
- *  copies them to the device. `values`: one number for each parameter, in the order of
- *  kvlab_policy_parameter. cudaErrorInvalidValue if `count` is not their number or a value is out
+ * copies them to the device. `values`: one number for each parameter, in the order of
+ * kvlab_policy_parameter. cudaErrorInvalidValue if `count` is not their number or a value is out
  * of range (docs/reference/policies.md). */
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
                                 void* to);
@@ -94,29 +94,29 @@ cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values
 const char* kvlab_policy_parameter(const kvlab_policy* policy, int index);
 
 /** Returns 1 if the policy weighs a prompt's queries by how many of the prompt's queries come after
- *  them, as SnapKV does; else 0. */
+ * them, as SnapKV does; else 0. */
 int kvlab_policy_weighted(const kvlab_policy* policy);
 /** Writes these weights to `to`, host memory of `queries` numbers: to[age] is the weight of a query
- *  that `age` queries come after. From `*tail` on they are 0. A chunk that is appended by itself
+ * that `age` queries come after. From `*tail` on they are 0. A chunk that is appended by itself
  * has its own number of queries. `params`: as kvlab_policy_params wrote them. For a policy from a
- *  header the device computes them, and the call synchronizes. */
+ * header the device computes them, and the call synchronizes. */
 cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params, uint32_t queries,
                                  float* to, uint32_t* tail);
 
 /** Returns the name of the token feature at `index` that the policy reads
- *  (docs/reference/configurations.md), from 0 on; NULL after the last one. Where it reads
+ * (docs/reference/configurations.md), from 0 on; NULL after the last one. Where it reads
  * `feature`, any feature serves. The caller provides them in kvlab_policy_state.features. */
 const char* kvlab_policy_feature(const kvlab_policy* policy, int index);
 
 /* --- One layer's cache ---------------------------------------------------------------------- */
 
 /** Keys and values in blocks of slots, as paged engines store them. Zeroed: no blocks. Slot s of a
- *  pair begins at this element, of keys and of values:
+ * pair begins at this element, of keys and of values:
  *
  *    blocks[row][s / page] * block_stride + s % page * slot_stride + kv_head * head_stride
  *
- *  where row is the sequence, or the pair with by_pair. Only keys and values are in blocks; other
- *  arrays [slot] are still indexed by first_slot[pair] + s. The block table is read when the
+ * where row is the sequence, or the pair with by_pair. Only keys and values are in blocks; other
+ * arrays [slot] are still indexed by first_slot[pair] + s. The block table is read when the
  * kernels run, as far as live tokens reach. */
 typedef struct {
   const int32_t* blocks; /**< [row, max_blocks]; NULL: no blocks */
@@ -124,13 +124,13 @@ typedef struct {
   int max_blocks;        /**< at least enough for the cache's max_slots */
   int by_pair;           /**< 1: the table has a row for each pair instead of each sequence */
   /** In elements; multiples of 16 bytes. slot_stride is at least head_size, and so is head_stride
-   *  unless by_pair is set. */
+   * unless by_pair is set. */
   int64_t block_stride, slot_stride, head_stride;
 } kvlab_pages;
 
 /** A view of one layer's cache in the caller's memory. The slots of a pair begin at
- *  first_slot[pair]. Its first lengths[pair] slots hold live tokens, in any order. Pairs may have
- *  different budgets, and so different numbers of slots; a pair that decodes needs `budget` slots.
+ * first_slot[pair]. Its first lengths[pair] slots hold live tokens, in any order. Pairs may have
+ * different budgets, and so different numbers of slots; a pair that decodes needs `budget` slots.
  */
 typedef struct {
   kvlab_type type;
@@ -151,10 +151,10 @@ typedef struct {
 } kvlab_cache_view;
 
 /** Which positions RoPE uses.
- *  ORIGINAL_POSITIONS: a token's position in the text.
- *  CACHE_POSITIONS: live tokens count as 0, 1, 2, ... by age (StreamingLLM). Keys and queries come
+ * ORIGINAL_POSITIONS: a token's position in the text.
+ * CACHE_POSITIONS: live tokens count as 0, 1, 2, ... by age (StreamingLLM). Keys and queries come
  *    before RoPE, and the kernels rotate them.
- *  CACHE_POSITIONS_ROTATED: the same positions from keys and queries that are rotated at their
+ * CACHE_POSITIONS_ROTATED: the same positions from keys and queries that are rotated at their
  *    original ones, at no extra cost. Only for `window` and `sink`, whose live tokens are the sinks
  *    and a run of the newest; the token at position i < sinks must be in slot i. */
 typedef enum {
@@ -164,7 +164,7 @@ typedef enum {
 } kvlab_numbering;
 
 /** The size in bytes of each array of one layer; 0: the array is not needed. The comment gives its
- *  shape. */
+ * shape. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_memory), set by the caller */
   size_t keys, values, positions, ages, states, features;  /**< [slot] */
@@ -178,9 +178,9 @@ typedef struct {
   size_t compact_workspace;
 } kvlab_memory;
 /** Computes the memory of one layer's cache under a policy. It reads the shape of `cache` and no
- *  pointers. `slots`: of all pairs together; a prompt's cache has one for each KV head and token.
- *  Arrays [sequence] and workspaces can serve all layers, one after another.
- *  cudaErrorNotSupported if a thread block would need more shared memory than the device has. */
+ * pointers. `slots`: of all pairs together; a prompt's cache has one for each KV head and token.
+ * Arrays [sequence] and workspaces can serve all layers, one after another.
+ * cudaErrorNotSupported if a thread block would need more shared memory than the device has. */
 cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache_view* cache,
                                int64_t slots, kvlab_numbering numbering, kvlab_memory* bytes);
 
@@ -223,7 +223,7 @@ typedef struct {
                                 kvlab_policy_feature. Those of new tokens must be set, as their keys
                                 are */
   /** [pair]: steps and compactions evict only when this many tokens are live; UINT32_MAX: never.
-   *  NULL: at the budget. With `every=W`: UINT32_MAX in steps, budget - 1 + W in kvlab_compact. */
+   * NULL: at the budget. With `every=W`: UINT32_MAX in steps, budget - 1 + W in kvlab_compact. */
   const uint32_t* evict_at;
 } kvlab_policy_state;
 
@@ -255,14 +255,14 @@ typedef struct {
   int pool_max;
 } kvlab_policy_file;
 /** Reads a policy.json. cudaErrorInvalidValue if it is not one, or if it requires what these calls
- *  do not support: tiers, `ada()`, budgets in bytes, the protection `prompt`, or a policy from a
- *  header (use kvlab_compile_policy). After an error only `rules` may have changed. */
+ * do not support: tiers, `ada()`, budgets in bytes, the protection `prompt`, or a policy from a
+ * header (use kvlab_compile_policy). After an error only `rules` may have changed. */
 cudaError_t kvlab_read_policy_file(const char* path, kvlab_policy_file* file);
 
 /* --- New tokens ----------------------------------------------------------------------------- */
 
 /** Writes new tokens into a cache. q and k are rotated in float32 and rounded once. q goes to `q`;
- *  keys and values go to slots from next_slots on. */
+ * keys and values go to slots from next_slots on. */
 typedef struct {
   size_t struct_size;     /**< sizeof(kvlab_write_args) */
   kvlab_cache_view cache; /**< its positions are written too if `now` is given */
@@ -282,7 +282,7 @@ typedef struct {
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream);
 
 /** Token features that kvlab_compute_features can compute. kvlab_policy_feature returns these names
- *  in lower case, without the prefix (docs/reference/configurations.md has their formulas). */
+ * in lower case, without the prefix (docs/reference/configurations.md has their formulas). */
 typedef enum {
   KVLAB_KEY_NORM = 0,
   KVLAB_VALUE_NORM = 1,
@@ -291,7 +291,7 @@ typedef enum {
   KVLAB_VALUE_OUT_NORM1 = 4
 } kvlab_feature;
 /** Finds a feature by the name that kvlab_policy_feature returns, and writes it to `*feature`.
- *  cudaErrorInvalidValue if this library does not compute it. */
+ * cudaErrorInvalidValue if this library does not compute it. */
 cudaError_t kvlab_find_feature(const char* name, kvlab_feature* feature);
 
 /** Computes features of new tokens, whose values must already be in the cache. */
@@ -321,7 +321,7 @@ cudaError_t kvlab_compute_features(const kvlab_feature_args* args, cudaStream_t 
 /* --- Decoding ------------------------------------------------------------------------------- */
 
 /** One new token for each sequence. kvlab_write has put its key, value and position in the slot
- *  next_slots of each pair. */
+ * next_slots of each pair. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_evicting_attention_args) */
   kvlab_cache_view cache;
@@ -344,7 +344,7 @@ typedef struct {
 } kvlab_evicting_attention_args;
 
 /** Returns the bytes of the workspace. 0: the shape is not supported on the current device.
- *  SIZE_MAX: the shape is supported, but there is no device to ask. */
+ * SIZE_MAX: the shape is supported, but there is no device to ask. */
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy,
                                           const kvlab_cache_view* cache);
 /** Attends over the live tokens, updates the policy's states with what each token received, and
@@ -355,13 +355,13 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      cudaStream_t stream);
 
 /** The first half of kvlab_evicting_attention: attention alone. With the second half on another
- *  stream, an engine's next kernels need not wait for it. */
+ * stream, an engine's next kernels need not wait for it. */
 cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
                          cudaStream_t stream);
 /** The second half, for up to 8 layers at once: states, lengths and next_slots. `layers`: the
- *  arguments of kvlab_attend, each with its own workspace; they differ only in arrays and
- *  policy.layer. On another stream it must wait for the layers' attention. Whatever writes to these
- *  layers next, attends over them, or reuses a workspace, must wait for it. */
+ * arguments of kvlab_attend, each with its own workspace; they differ only in arrays and
+ * policy.layer. On another stream it must wait for the layers' attention. Whatever writes to these
+ * layers next, attends over them, or reuses a workspace, must wait for it. */
 cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
                                  const kvlab_evicting_attention_args* layers, int count,
                                  cudaStream_t stream);
@@ -369,8 +369,8 @@ cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
 /* --- Prompts -------------------------------------------------------------------------------- */
 
 /** The softmax of one query: its largest q · k before scaling, and the base-2 logarithm of its sum
- *  of exponentials of scaled products. An engine with its own attention fills `lse2` with its
- *  log-sum-exp times log2(e); `max_product` is only read where requests are counted. */
+ * of exponentials of scaled products. An engine with its own attention fills `lse2` with its
+ * log-sum-exp times log2(e); `max_product` is only read where requests are counted. */
 typedef struct {
   float max_product, lse2;
 } kvlab_row_softmax;
@@ -378,7 +378,7 @@ typedef struct {
 /** Causal attention of a prompt's queries. Query i is at slot first + older[kv_head] + i of its
  * head, and sees that slot and all slots before it.
  *
- *  A batch of sequences: q, out, lse and rows hold the sequences one after another, `queries` is
+ * A batch of sequences: q, out, lse and rows hold the sequences one after another, `queries` is
  * the largest number of queries of a sequence, arrays [kv_head] are [pair], and the block table has
  * a row for each sequence or pair. Outputs are bit-identical to one call for each sequence. */
 typedef struct {
@@ -403,8 +403,8 @@ typedef struct {
   const int32_t* first_query; /**< [sequences + 1]: the queries of sequence s are first_query[s] to
                                    first_query[s + 1] - 1; there may be none */
   /** kvlab_prefill_workspace bytes, or NULL. With a workspace the keys are split among thread
-   *  blocks, so that few queries, such as a draft, use the whole device. The bits of the output
-   *  then differ from those without one. Calls that run at the same time must not share it. */
+   * blocks, so that few queries, such as a draft, use the whole device. The bits of the output
+   * then differ from those without one. Calls that run at the same time must not share it. */
   void* workspace;
   int keys_end; /**< with a workspace: no query of any sequence sees this slot or a later one */
 } kvlab_prefill_args;
@@ -413,7 +413,7 @@ size_t kvlab_prefill_workspace(const kvlab_prefill_args* args);
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream);
 
 /** Computes what each key received from the queries of a kvlab_prefill_attention, or of any other
- *  attention whose `prefill.rows` are set. Needed if kvlab_policy_needs is not KVLAB_NOTHING. */
+ * attention whose `prefill.rows` are set. Needed if kvlab_policy_needs is not KVLAB_NOTHING. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_observe_args) */
   kvlab_prefill_args
@@ -439,9 +439,9 @@ size_t kvlab_observe_workspace(const kvlab_observe_args* args);
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
 
 /** Shares the observations and features of a prefix among several prompts. The prefix's keys and
- *  values were written, attended and observed once, and the prompts' block tables begin with its
- *  blocks. This call copies what its tokens received from each other, and their features, to the
- *  prompts, which then go on with `first` after the prefix. */
+ * values were written, attended and observed once, and the prompts' block tables begin with its
+ * blocks. This call copies what its tokens received from each other, and their features, to the
+ * prompts, which then go on with `first` after the prefix. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_prefix_args) */
   int sequences, kv_heads;
@@ -454,21 +454,21 @@ typedef struct {
   float* to_features;
 } kvlab_prefix_args;
 /** cudaErrorNotSupported if what the prefix's tokens received, or their features, depend on what
- *  follows them: the policy weighs queries, or reads key_cosine. */
+ * follows them: the policy weighs queries, or reads key_cosine. */
 cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_args* args,
                               cudaStream_t stream);
 
 /** Ends a prompt, or one append of it: gives the new tokens to the policy, with what they received,
- *  and keeps the budget - 1 tokens that are evicted last.
+ * and keeps the budget - 1 tokens that are evicted last.
  *
- *  Each pair of `from` holds lengths[pair] older tokens, and after them appended[sequence] new
+ * Each pair of `from` holds lengths[pair] older tokens, and after them appended[sequence] new
  * ones, whose keys and values are written and whose positions are not. The tokens that are kept go
  * to `to`, which is `from` itself or does not overlap it (in blocks: the same blocks or disjoint
  * ones). States and positions of `from` are overwritten, and so is seen[].queries; call it once for
  * each append. With nothing appended and `seen` NULL it evicts to the budget between decode steps;
  * `now` is then the next token's position.
  *
- *  cudaErrorNotSupported if the policy weighs queries and `weighted` is 0. */
+ * cudaErrorNotSupported if the policy weighs queries and `weighted` is 0. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_compact_args) */
   kvlab_cache_view from, to;
@@ -481,8 +481,8 @@ typedef struct {
   void* workspace;    /**< kvlab_compact_workspace bytes */
   float* to_features; /**< [slot of to, feature] */
   /** Modifiers of ranks (docs/reference/configurations.md). by_layer: a token's rank is the sum of
-   *  its ranks over the sequence's KV heads, which hold the same tokens. smooth: then each rank
-   *  becomes the mean, or with pool_max the maximum, over live tokens at most `smooth` away by age.
+   * its ranks over the sequence's KV heads, which hold the same tokens. smooth: then each rank
+   * becomes the mean, or with pool_max the maximum, over live tokens at most `smooth` away by age.
    */
   int by_layer;
   uint32_t smooth;
@@ -494,13 +494,13 @@ cudaError_t kvlab_compact(const kvlab_policy* policy, const kvlab_compact_args* 
                           cudaStream_t stream);
 
 /** kvlab_compact in two halves, for by_layer where several devices hold the same number of KV heads
- *  of a sequence (tensor parallelism). The first half does everything but choose. The caller then
- *  gathers `ranks` of all devices, in the order of their heads. */
+ * of a sequence (tensor parallelism). The first half does everything but choose. The caller then
+ * gathers `ranks` of all devices, in the order of their heads. */
 cudaError_t kvlab_compute_ranks(const kvlab_policy* policy, const kvlab_compact_args* args,
                                 uint64_t* ranks, /* out: [pair, max_slots of from], by age */
                                 cudaStream_t stream);
 /** The second half adds the ranks of all devices, chooses the tokens and moves them. `args` are the
- *  same, with the workspace as the first half left it. `ranks`: [device, pair, max_slots of from].
+ * same, with the workspace as the first half left it. `ranks`: [device, pair, max_slots of from].
  */
 cudaError_t kvlab_compact_ranked(const kvlab_policy* policy, const kvlab_compact_args* args,
                                  const uint64_t* ranks, int devices, cudaStream_t stream);
@@ -508,20 +508,20 @@ cudaError_t kvlab_compact_ranked(const kvlab_policy* policy, const kvlab_compact
 /* --- All layers as one object --------------------------------------------------------------- */
 
 /** The caches of some sequences in all layers that a policy acts on. It owns their memory, keeps
- *  count of their tokens on the host, and makes the calls above in the right order. It also
+ * count of their tokens on the host, and makes the calls above in the right order. It also
  * supports tiers.
  *
- *  A prompt is one or more appends. A decode step is kvlab_kv_cache_begin_step and then
- *  kvlab_kv_cache_step for each layer. Steps only launch kernels, so a CUDA graph can hold them;
+ * A prompt is one or more appends. A decode step is kvlab_kv_cache_begin_step and then
+ * kvlab_kv_cache_step for each layer. Steps only launch kernels, so a CUDA graph can hold them;
  * all other calls keep counts on the host and are refused while their stream is being captured.
  *
- *  Use a cache from one thread at a time, on one stream or on streams that wait for each other. It
- *  allocates when it is created, and where `longest` says so. If an allocation fails, the call
- *  returns cudaErrorMemoryAllocation and has changed nothing. */
+ * Use a cache from one thread at a time, on one stream or on streams that wait for each other. It
+ * allocates when it is created, and where `longest` says so. If an allocation fails, the call
+ * returns cudaErrorMemoryAllocation and has changed nothing. */
 typedef struct kvlab_kv_cache kvlab_kv_cache;
 
 /** The format of a token's key and value: the cache's type, or quantized
- *  (docs/guides/precision-tiers.md). */
+ * (docs/guides/precision-tiers.md). */
 typedef enum {
   KVLAB_FORMAT_16 = 0,
   KVLAB_FORMAT_FP8 = 1,
@@ -554,7 +554,7 @@ typedef struct {
 } kvlab_layer;
 
 /** Pointers are to host memory, and are read during the call only, except where kvlab_layer says
- *  otherwise. */
+ * otherwise. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_kv_cache_config) */
   kvlab_type type;
@@ -583,6 +583,9 @@ typedef struct {
       every; /**< modifiers, as in kvlab_policy_file; 0 and 1: tokens are evicted in each step */
   uint32_t smooth;
   int once, by_layer, pool_max;
+  int interleaves_appends; /**< 1: an append's chunks may go through the layers in any order, with
+                                steps of other sequences between them, as schedulers do. This takes
+                                append memory for every layer. 0: see kvlab_append_chunk */
   uint32_t first_head; /**< the model's index of the first KV head; above 0 on a device that holds
                             later heads (tensor parallelism). by_layer sums over this device's heads
                             only */
@@ -598,7 +601,7 @@ cudaError_t kvlab_kv_cache_create(const kvlab_kv_cache_config* config, cudaStrea
 /** Frees a cache. No-op if NULL. */
 void kvlab_kv_cache_destroy(kvlab_kv_cache* cache);
 /** Drops the tokens of all sequences, which keep their settings. Buffers keep their addresses, so
- *  captured CUDA graphs stay valid. Synchronizes. */
+ * captured CUDA graphs stay valid. Synchronizes. */
 cudaError_t kvlab_kv_cache_clear(kvlab_kv_cache* cache, cudaStream_t stream);
 
 /** The settings of one sequence. Members that are NULL keep their value. */
@@ -612,23 +615,24 @@ typedef struct {
   const uint32_t* threshold16; /**< host */
 } kvlab_sequence_settings;
 /** Starts a new sequence in the place of another one: drops the tokens of that sequence alone, also
- *  in the middle of an append or a step, and applies `settings` (NULL: none change). Other
+ * in the middle of an append or a step, and applies `settings` (NULL: none change). Other
  * sequences are not affected, so a request can leave a running batch, or be aborted, and another
  * can join. Stream-ordered: captured CUDA graphs stay valid. */
 cudaError_t kvlab_kv_cache_start(kvlab_kv_cache* cache, int sequence,
                                  const kvlab_sequence_settings* settings, cudaStream_t stream);
 /** Makes sequence `to` a copy of sequence `from`: tokens, states and settings. Both must have been
- *  created with the same budgets and tiers. Use it to prefill a common prefix once, or to move a
- *  sequence to another place. Stream-ordered. */
+ * created with the same budgets and tiers. Use it to prefill a common prefix once, or to move a
+ * sequence to another place. Stream-ordered. */
 cudaError_t kvlab_kv_cache_copy(kvlab_kv_cache* cache, int from, int to, cudaStream_t stream);
 
 /** Some tokens of one append, for one layer. An append adds `tokens` tokens to one sequence after
- * the `fed` that each layer got before. Its tokens are evicted for together, at its end.
+ * the `fed` that each layer got before. Its tokens are evicted for together, at its end. One append
+ * at a time: it has to be complete in all layers before the next one begins.
  *
- *  All chunks of an append go through a layer before the next layer gets any. An engine that runs
- *  each chunk through all layers makes each chunk an append (fed 0, tokens 512; fed 512, tokens
- * 512;
- *  ...), which is what the prefill `chunk:512` of kvlab's simulator does. */
+ * Without interleaves_appends, all chunks of an append go through a layer before the next layer
+ * gets any. An engine that runs each chunk through all layers sets interleaves_appends, or makes
+ * each chunk an append (fed 0, tokens 512; fed 512, tokens 512; ...), which evicts after each chunk
+ * as the prefill `chunk:512` of kvlab's simulator does. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_append_chunk) */
   int sequence, layer;
@@ -640,17 +644,17 @@ typedef struct {
   float* lse;            /**< out: [token, query_head], natural logarithm; or NULL */
 } kvlab_append_chunk;
 /** Writes the chunk's tokens and attends with their queries. The append's last chunk of a layer
- *  compacts the layer's cache. May allocate and then synchronize, unless `longest` was given. */
+ * compacts the layer's cache. May allocate and then synchronize, unless `longest` was given. */
 cudaError_t kvlab_kv_cache_append(kvlab_kv_cache* cache, const kvlab_append_chunk* chunk,
                                   cudaStream_t stream);
 
 /** Begins a decode step: does its work on the host. `decodes`: host [sequence], 1 if the sequence
- *  decodes a token in this step; NULL: all do. The step must then run through all layers before
- *  any other call for these sequences. Ends an append that is not complete. */
+ * decodes a token in this step; NULL: all do. The step must then run through all layers before
+ * any other call for these sequences. Ends an append that is not complete. */
 cudaError_t kvlab_kv_cache_begin_step(kvlab_kv_cache* cache, const unsigned char* decodes,
                                       cudaStream_t stream);
 /** One layer of the step, in order from the first to the last. It only launches kernels. `qkv`:
- *  [sequence, query_heads + 2 * kv_heads, head_size], before RoPE. For a sequence that does not
+ * [sequence, query_heads + 2 * kv_heads, head_size], before RoPE. For a sequence that does not
  * decode, `out` and `lse` are not written. */
 cudaError_t kvlab_kv_cache_step(kvlab_kv_cache* cache, int layer, const void* qkv, void* out,
                                 float* lse, cudaStream_t stream);
@@ -667,7 +671,7 @@ typedef struct {
 cudaError_t kvlab_kv_cache_sequence_info(const kvlab_kv_cache* cache, int sequence,
                                          kvlab_sequence_info* info);
 /** Writes the positions that a pair keeps, ascending, to host memory for `capacity` numbers, and
- *  their number to `*count`. Synchronizes. */
+ * their number to `*count`. Synchronizes. */
 cudaError_t kvlab_kv_cache_positions(kvlab_kv_cache* cache, int sequence, int layer, int kv_head,
                                      uint32_t* positions, uint32_t capacity, uint32_t* count,
                                      cudaStream_t stream);

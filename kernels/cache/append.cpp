@@ -25,33 +25,57 @@ AppendMemory::AppendMemory(cuda::Arena& arena, const KvCacheConfig& config, std:
   }
   if (config.numbering != KVLAB_ORIGINAL_POSITIONS)
     cache_position_keys = arena.take<std::byte>(all * config.key_bytes());
-  if (config.kernels.weighted) weights = arena.take<float>(slots);
-  if (config.observes()) {
-    seen = arena.take<kvlab_observation>(all);
-    rows = arena.take<RowSoftmax>(std::size_t{config.part} *
-                                  static_cast<std::size_t>(config.query_heads));
-    observe_workspace = arena.take<std::byte>(kernels::observe_workspace(
-        {.query_heads = config.query_heads, .queries = static_cast<int>(config.part)}));
-  }
+  if (config.observes()) seen = arena.take<kvlab_observation>(all);
   if (config.is_quantized()) {
     const std::size_t channels = all * 2 * static_cast<std::size_t>(config.head_size);
     staged.tiers = arena.take<std::int8_t>(all);
     staged.data = arena.take<std::uint8_t>(channels);
     staged.metadata = arena.take<std::uint32_t>(channels / kQuantBlock);
   }
-  compact_workspace = arena.take<std::byte>(kernels::compact_workspace(cache));
 }
 
-const AppendMemory& KvCache::reserve(std::uint32_t slots) {
-  slots = std::max(slots, static_cast<std::uint32_t>(slots_.max_slots()));
-  if (static_cast<int>(slots) <= memory_->cache.max_slots) return *memory_;
+AppendScratch::AppendScratch(cuda::Arena& arena, const KvCacheConfig& config, std::uint32_t slots) {
+  if (config.kernels.weighted) weights = arena.take<float>(slots);
+  if (config.observes()) {
+    rows = arena.take<RowSoftmax>(std::size_t{config.part} *
+                                  static_cast<std::size_t>(config.query_heads));
+    observe_workspace = arena.take<std::byte>(kernels::observe_workspace(
+        {.query_heads = config.query_heads, .queries = static_cast<int>(config.part)}));
+  }
+  compact_workspace = arena.take<std::byte>(
+      kernels::compact_workspace(config.slot_cache(1, static_cast<int>(slots))));
+}
+
+std::uint64_t KvCache::append_bytes(const KvCacheConfig& config, std::uint32_t slots,
+                                    std::uint32_t max_slots) {
+  std::uint64_t bytes = cuda::Placed<AppendScratch>::bytes(config, slots) +
+                        cuda::Placed<AppendMemory>::bytes(config, slots);
+  if (config.interleaves_appends)
+    bytes += (config.layers.size() - 1) * cuda::Placed<AppendMemory>::bytes(config, slots) +
+             cuda::Placed<AppendMemory>::bytes(config, max_slots);
+  return bytes;
+}
+
+void KvCache::reserve(std::uint32_t slots) {
+  const auto max_slots = static_cast<std::uint32_t>(slots_.max_slots());
+  slots = std::max(slots, max_slots);
+  if (slots <= append_slots_) return;
   check(cudaStreamSynchronize(stream_), "an append");
-  memory_ = {};  // frees the old memory before the new is allocated
-  memory_ = cuda::Placed<AppendMemory>("an append", config_, slots);
-  std::vector<std::int64_t> first;
-  for (int head = 0; head < config_.kv_heads; ++head) first.push_back(std::int64_t{head} * slots);
-  cuda::write(memory_->first_slots, first, "an append");
-  return *memory_;
+  append_slots_ = 0;  // the old memory is freed before the new is allocated
+  memories_.clear();
+  scratch_ = {};
+  const auto add = [&](std::uint32_t count) {
+    memories_.emplace_back("an append", config_, count);
+    std::vector<std::int64_t> first;
+    for (int head = 0; head < config_.kv_heads; ++head) first.push_back(std::int64_t{head} * count);
+    cuda::write(memories_.back()->first_slots, first, "an append");
+  };
+  scratch_ = cuda::Placed<AppendScratch>("an append", config_, slots);
+  for (std::size_t layer = 0; layer < (config_.interleaves_appends ? config_.layers.size() : 1);
+       ++layer)
+    add(slots);
+  if (config_.interleaves_appends) add(max_slots);
+  append_slots_ = slots;
 }
 
 void KvCache::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt) {
@@ -64,8 +88,7 @@ void KvCache::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool 
                                     (config_.numbering == KVLAB_CACHE_POSITIONS_ROTATED && fed > 0);
   append_ = {sequence, fed, tokens, ends_prompt, uses_cache_positions};
   reserve(appended_slots());
-  const Appended nothing{fed, 0}, all{fed, tokens};
-  copy_to_device(work_->nothing, &nothing, 1);
+  const Appended all{fed, tokens};
   copy_to_device(work_->appended, &all, 1);
   if (config_.kernels.weighted) copy_weights();
 }
@@ -82,17 +105,18 @@ std::uint32_t KvCache::appended_slots() const {
 void KvCache::copy_weights() {
   std::vector<float> weights(append_.tokens);
   append_.tail = config_.weigh(of(append_.sequence).params, weights);
-  copy_to_device(memory_->weights, weights.data(), weights.size());
+  copy_to_device(scratch_->weights, weights.data(), weights.size());
 }
 
 RopeWriteArgs KvCache::write(std::uint32_t layer, const AppendChunk& part) {
   if (part.first == 0) begin_layer(layer);
+  const AppendMemory& memory = append_memory(layer);
   RopeWriteArgs args{};
   args.sequences = work_->zeros;
   args.slots = work_->iota;
   // The part's slots begin after those of the parts before it.
   const std::size_t ahead = part.first * config_.key_bytes();
-  args.cache = memory_->cache;
+  args.cache = memory.cache;
   args.cache.keys = static_cast<std::byte*>(args.cache.keys) + ahead;
   args.cache.values = static_cast<std::byte*>(args.cache.values) + ahead;
   args.cache.next_slots = args.cache.lengths;  // new tokens follow the live ones
@@ -104,29 +128,32 @@ RopeWriteArgs KvCache::write(std::uint32_t layer, const AppendChunk& part) {
 
 /// Copies the live tokens to the append memory. A victim that was already chosen is chosen again.
 void KvCache::begin_layer(std::uint32_t layer) {
-  const kvlab_cache_view& cache = memory_->cache;
+  const AppendMemory& memory = append_memory(layer);
+  const kvlab_cache_view& cache = memory.cache;
   const std::size_t all =
       static_cast<std::size_t>(cache.kv_heads) * static_cast<std::size_t>(cache.max_slots);
-  if (memory_->seen) clear(memory_->seen, all);
-  if (memory_->staged.tiers)  // -1: not quantized
-    check(cudaMemsetAsync(memory_->staged.tiers, -1, all, stream_), "an append");
+  if (memory.seen) clear(memory.seen, all);
+  if (memory.staged.tiers)  // -1: not quantized
+    check(cudaMemsetAsync(memory.staged.tiers, -1, all, stream_), "an append");
   if (append_.fed == 0) {
     clear(cache.lengths, static_cast<std::size_t>(cache.kv_heads));
     clear(cache.next_slots, static_cast<std::size_t>(cache.kv_heads));
     return;
   }
-  take_live(append_.sequence, layer, of(append_.sequence).modifiers.once);
+  take_live(memory, append_.sequence, layer, append_.fed, of(append_.sequence).modifiers.once);
   if (append_.uses_cache_positions)
-    rotate_keys_to_cache_positions(cache_position_args(layer, {.first = 0, .rows = 0}), true);
+    rotate_keys_to_cache_positions(layer, cache_position_args(layer, {.first = 0, .rows = 0}),
+                                   true);
 }
 
 void KvCache::attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to) {
+  const AppendMemory& memory = append_memory(layer);
   if (append_.uses_cache_positions) {
     const CachePositionArgs shape = cache_position_args(layer, part);
     if (config_.numbering == KVLAB_CACHE_POSITIONS)
       check(rotate_queries_to_cache_positions(shape, work_->q, work_->q, stream_),
             "positions of a prompt");
-    rotate_keys_to_cache_positions(shape, false);
+    rotate_keys_to_cache_positions(layer, shape, false);
   }
   const kvlab_prefill_args queries{.type = config_.type,
                                    .query_heads = config_.query_heads,
@@ -136,17 +163,17 @@ void KvCache::attend(std::uint32_t layer, const AppendChunk& part, const Attende
                                    .first = static_cast<int>(part.first),
                                    .queries = part.rows,
                                    .q = work_->q,
-                                   .keys = attended_keys(),
-                                   .values = memory_->cache.values,
-                                   .first_slot = memory_->first_slots,
-                                   .older = memory_->cache.lengths,
+                                   .keys = attended_keys(memory),
+                                   .values = memory.cache.values,
+                                   .first_slot = memory.first_slots,
+                                   .older = memory.cache.lengths,
                                    .out = to.out,
                                    .lse = to.lse,
-                                   .rows = memory_->rows};
+                                   .rows = scratch_->rows};
   check(prefill_attention(queries, {.sinks = config_.layers[layer].sinks}, stream_),
         "prefill attention");
   if (config_.observes()) observe(layer, queries);
-  if (memory_->features) keep_plain_keys(part, to);
+  if (memory.features) keep_plain_keys(layer, part, to);
   if (part.first + static_cast<std::uint32_t>(part.rows) == append_.tokens) keep(layer);
 }
 
@@ -164,10 +191,10 @@ void KvCache::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
                          .keys_end = static_cast<int>(live + end),
                          .position = append_.fed + first,
                          .threshold16 = storage_->thresholds + sequence,
-                         .seen = memory_->seen,
-                         .workspace = memory_->observe_workspace,
+                         .seen = append_memory(layer).seen,
+                         .workspace = scratch_->observe_workspace,
                          .group_max = of(sequence).modifiers.group == Modifiers::Group::max,
-                         .weights = memory_->weights,
+                         .weights = scratch_->weights,
                          .tail = append_.tail,
                          .younger = static_cast<int>(append_.tokens - end)},
                         stream_),
@@ -177,13 +204,15 @@ void KvCache::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
 /// Moves the tokens that are kept to their slots.
 void KvCache::keep(std::uint32_t layer) {
   const int sequence = append_.sequence;
+  const AppendMemory& memory = append_memory(layer);
   const bool ends_prompt = append_.ends_prompt, once = of(sequence).modifiers.once;
-  if (memory_->features) make_features_of_new(layer);
+  if (memory.features) make_features_of_new(layer);
   if (counts(sequence)) count_append(sequence, layer, append_.tokens);
-  kvlab_compact_args args = to_slots(sequence, layer, work_->appended, once && !ends_prompt);
-  args.seen = memory_->seen;
+  kvlab_compact_args args =
+      to_slots(memory, sequence, layer, work_->appended, once && !ends_prompt);
+  args.seen = memory.seen;
   if (ends_prompt && of(sequence).share) return keep_by_shares(layer, args);
-  compact(args, sequence, layer, ends_prompt);
+  compact(memory, args, sequence, layer, ends_prompt);
   number(args.to);
   if (counts(sequence)) count_evictions(sequence, layer, ends_prompt);
 }
@@ -191,51 +220,56 @@ void KvCache::keep(std::uint32_t layer) {
 /// Appends all tokens within the append memory, then splits the slots among the heads.
 void KvCache::keep_by_shares(std::uint32_t layer, kvlab_compact_args args) {
   const int sequence = append_.sequence;
+  const AppendMemory& memory = append_memory(layer);
   args.to = args.from;
-  args.to_states = memory_->states;
-  args.to_features = memory_->features;
+  args.to_states = memory.states;
+  args.to_features = memory.features;
   args.policy.evict_at = storage_->policy_of_compact(layer, sequence, true).evict_at;
-  compact(args, sequence, layer, false);
-  auto older = share_slots(sequence, layer, append_.fed + append_.tokens);
+  compact(memory, args, sequence, layer, false);
+  auto older = share_slots(memory, sequence, layer, append_.fed + append_.tokens);
   for (std::int32_t& live : older) live -= static_cast<std::int32_t>(append_.tokens);
-  copy_to_device(memory_->cache.lengths, older.data(),
-                 older.size());  // as the observer expects them
+  // As the observer expects them.
+  copy_to_device(memory.cache.lengths, older.data(), older.size());
 }
 
 /// Stores a part's keys before RoPE. Features are computed when those of the whole append are
 /// there.
-void KvCache::keep_plain_keys(const AppendChunk& part, const AttendedRows& to) {
+void KvCache::keep_plain_keys(std::uint32_t layer, const AppendChunk& part,
+                              const AttendedRows& to) {
   const AttendedRows keys = with_keys(to);
   const std::size_t width = static_cast<std::size_t>(config_.kv_heads) * config_.key_bytes();
   cuda::copy_rows(
-      {memory_->plain_keys + part.first * width, width},
+      {append_memory(layer).plain_keys + part.first * width, width},
       {static_cast<const std::byte*>(keys.plain_keys), keys.key_row * bytes_of(config_.type)},
       width, static_cast<std::size_t>(part.rows), stream_);
 }
 
 void KvCache::make_features_of_new(std::uint32_t layer) {
+  const AppendMemory& memory = append_memory(layer);
   FeatureArgs args{config_.features};
-  args.cache = memory_->cache;
-  args.slots = memory_->cache.lengths;
+  args.cache = memory.cache;
+  args.slots = memory.cache.lengths;
   args.tokens = static_cast<int>(append_.tokens);
-  args.keys = memory_->plain_keys;
+  args.keys = memory.plain_keys;
   args.key_row = std::int64_t{config_.kv_heads} * config_.head_size;
   args.unit_keys = storage_->unit_keys_of(layer, append_.sequence);
-  args.to = memory_->features;
+  args.to = memory.features;
   args.output = config_.layers[layer].output;
   check(make_features(args, stream_), "features");
 }
 
 /// Rotates the older keys, or a part's new keys.
-void KvCache::rotate_keys_to_cache_positions(const CachePositionArgs& shape, bool of_older) {
+void KvCache::rotate_keys_to_cache_positions(std::uint32_t layer, const CachePositionArgs& shape,
+                                             bool of_older) {
+  const AppendMemory& memory = append_memory(layer);
   check(kernels::rotate_keys_to_cache_positions(
             {.shape = shape,
-             .slots = memory_->cache.max_slots,
-             .positions = memory_->cache.positions,
+             .slots = memory.cache.max_slots,
+             .positions = memory.cache.positions,
              .rotated = config_.numbering == KVLAB_CACHE_POSITIONS_ROTATED,
              .now = append_.fed,
-             .keys = memory_->cache.keys,
-             .to = memory_->cache_position_keys},
+             .keys = memory.cache.keys,
+             .to = memory.cache_position_keys},
             of_older, stream_),
         "positions of a prompt");
 }
@@ -251,7 +285,7 @@ CachePositionArgs KvCache::cache_position_args(std::uint32_t layer, const Append
           .rotated = rope.rotated_dims(),
           .inv_freq = inv_freq(table),
           .rope_factor = keeps_rotated_keys ? 1 : rope.factor,
-          .older = memory_->cache.lengths,
+          .older = append_memory(layer).cache.lengths,
           .first = static_cast<int>(part.first),
           .tokens = part.rows};
 }

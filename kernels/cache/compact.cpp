@@ -45,62 +45,71 @@ void KvCache::evict_to_budget(int sequence, std::uint32_t fed, bool after_prompt
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
     count_evictions_of(layer, pair, after_prompt);
   });
-  const Appended nothing{fed, 0};
-  copy_to_device(work_->nothing, &nothing, 1);
+  copy_nothing(fed);
   for (std::uint32_t layer = layers.first; layer < end_of(layers); ++layer) {
-    compact_in_place(sequence, layer, after_prompt);
+    compact_in_place(sequence, layer, fed, after_prompt);
     number(storage_->cache_of(layer, sequence));
   }
 }
 
-kvlab_compact_args KvCache::to_slots(int sequence, std::uint32_t layer, const Appended* appended,
-                                     bool stays) const {
-  kvlab_compact_args args{.from = memory_->cache,
+void KvCache::copy_nothing(std::uint32_t fed) const {
+  const Appended nothing{fed, 0};
+  copy_to_device(work_->nothing, &nothing, 1);
+}
+
+kvlab_compact_args KvCache::to_slots(const AppendMemory& memory, int sequence, std::uint32_t layer,
+                                     const Appended* appended, bool stays) const {
+  kvlab_compact_args args{.from = memory.cache,
                           .to = storage_->cache_of(layer, sequence),
                           .policy = storage_->policy_of_compact(layer, sequence, stays),
                           .to_states = storage_->states,
                           .now = &appended->now,
                           .appended = &appended->tokens,
-                          .workspace = memory_->compact_workspace,
+                          .workspace = scratch_->compact_workspace,
                           .to_features = storage_->features};
-  args.policy.states = memory_->states;
-  args.policy.features = memory_->features;
+  args.policy.states = memory.states;
+  args.policy.features = memory.features;
   return args;
 }
 
-/// Compacts a layer's slots in place. Tokens on tiers are first read into the append memory.
-void KvCache::compact_in_place(int sequence, std::uint32_t layer, bool after_prompt) const {
-  kvlab_compact_args args = to_slots(sequence, layer, work_->nothing, false);
+/// Compacts a layer's slots in place. Tokens on tiers are first read into memory.
+void KvCache::compact_in_place(int sequence, std::uint32_t layer, std::uint32_t fed,
+                               bool after_prompt) const {
+  const AppendMemory& memory = compaction_memory();
+  kvlab_compact_args args = to_slots(memory, sequence, layer, work_->nothing, false);
   if (is_quantized()) {
-    take_live(sequence, layer, true);
+    take_live(memory, sequence, layer, fed, true);
   } else {
     args.from = args.to;
     args.policy.states = storage_->states;
     args.policy.features = storage_->features;
   }
-  compact(args, sequence, layer, after_prompt);
+  compact(memory, args, sequence, layer, after_prompt);
 }
 
-void KvCache::take_live(int sequence, std::uint32_t layer, bool stays) const {
-  compact({.from = storage_->cache_of(layer, sequence),
-           .to = memory_->cache,
+void KvCache::take_live(const AppendMemory& memory, int sequence, std::uint32_t layer,
+                        std::uint32_t fed, bool stays) const {
+  copy_nothing(fed);  // steps between an append's parts may have written other numbers
+  compact(memory,
+          {.from = storage_->cache_of(layer, sequence),
+           .to = memory.cache,
            .policy = storage_->policy_of_compact(layer, sequence, stays),
-           .to_states = memory_->states,
+           .to_states = memory.states,
            .now = &work_->nothing->now,
            .appended = &work_->nothing->tokens,
-           .workspace = memory_->compact_workspace,
-           .to_features = memory_->features},
+           .workspace = scratch_->compact_workspace,
+           .to_features = memory.features},
           sequence, layer, false);
 }
 
-void KvCache::compact(kvlab_compact_args args, int sequence, std::uint32_t layer,
-                      bool after_prompt) const {
+void KvCache::compact(const AppendMemory& memory, kvlab_compact_args args, int sequence,
+                      std::uint32_t layer, bool after_prompt) const {
   modify(args, sequence, after_prompt);
   if (!is_quantized())
     return check(kernels::compact(config_.kernels, args, stream_), "a compaction");
   const QuantizedCache quantized_cache = storage_->tiers.quantized_cache(layer, sequence);
-  const auto move = args.to.keys == memory_->cache.keys ? read_from_tiers : compact_to_tiers;
-  check(move(config_.kernels, args, quantized_cache, memory_->staged, stream_),
+  const auto move = args.to.keys == memory.cache.keys ? read_from_tiers : compact_to_tiers;
+  check(move(config_.kernels, args, quantized_cache, memory.staged, stream_),
         "tokens and their tiers");
 }
 
@@ -168,15 +177,14 @@ void KvCache::end_prompt(int sequence, std::uint32_t fed, LayerRange layers) {
 // --- Shared slots --------------------------------------------------------------------------------
 
 /// After a prompt: splits a layer's slots among its KV heads by their ranks, and moves the live
-/// tokens, all of which the append memory must hold, to these slots. Synchronizes. Returns the
-/// number of live tokens before, [kv_head].
-std::vector<std::int32_t> KvCache::share_slots(int sequence, std::uint32_t layer,
-                                               std::uint32_t fed) {
+/// tokens, all of which the memory must hold, to these slots. Synchronizes. Returns the number of
+/// live tokens before, [kv_head].
+std::vector<std::int32_t> KvCache::share_slots(const AppendMemory& memory, int sequence,
+                                               std::uint32_t layer, std::uint32_t fed) {
   constexpr const char* kWhat = "sharing slots";
-  const AppendMemory& memory = *memory_;
   const Appended ended{fed, 0};
   copy_to_device(work_->ended, &ended, 1);
-  kvlab_compact_args args = to_slots(sequence, layer, work_->ended, false);
+  kvlab_compact_args args = to_slots(memory, sequence, layer, work_->ended, false);
   modify(args, sequence, true);
   check(rank_tokens(config_.kernels, args, stream_), kWhat);
 
@@ -203,15 +211,12 @@ std::vector<std::int32_t> KvCache::share_slots(int sequence, std::uint32_t layer
   return lengths;
 }
 
-/// For a prompt whose last token was fed by a step: first copies the live tokens to the append
-/// memory.
+/// For a prompt whose last token was fed by a step: first copies the live tokens to memory.
 void KvCache::share_slots_of_live(int sequence, std::uint32_t fed) {
   reserve();
-  const Appended nothing{fed, 0};
-  copy_to_device(work_->nothing, &nothing, 1);
   for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer) {
-    take_live(sequence, layer, true);
-    share_slots(sequence, layer, fed);
+    take_live(compaction_memory(), sequence, layer, fed, true);
+    share_slots(compaction_memory(), sequence, layer, fed);
   }
 }
 

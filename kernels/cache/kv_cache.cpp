@@ -68,9 +68,9 @@ KvCache::KvCache(KvCacheConfig config, cudaStream_t stream)
 KvCache::Bytes KvCache::bytes(const KvCacheConfig& config, std::uint32_t longest_append) {
   const PairSlots slots(config);
   Bytes bytes{Placed<SlotStorage>::bytes(config, slots), Placed<Work>::bytes(config, slots)};
+  const auto max_slots = static_cast<std::uint32_t>(slots.max_slots());
   if (longest_append > 0)
-    bytes.work += Placed<AppendMemory>::bytes(
-        config, std::max(longest_append, static_cast<std::uint32_t>(slots.max_slots())));
+    bytes.work += append_bytes(config, std::max(longest_append, max_slots), max_slots);
   return bytes;
 }
 

@@ -59,7 +59,7 @@ struct LayerRange {
 };
 
 /// One layer of one sequence during an append of many tokens: the live tokens, the new tokens after
-/// them, and their observations. The layers use it one after another.
+/// them, and their observations.
 struct AppendMemory {
   AppendMemory() = default;
   /// `slots`: slots of a KV head, for live and new tokens together.
@@ -74,9 +74,17 @@ struct AppendMemory {
       nullptr;                          // [kv_head, slot, dim], rotated to cache positions; or null
   std::int64_t* first_slots = nullptr;  // [kv_head]
   kvlab_observation* seen = nullptr;    // [kv_head, slot]; null if nothing is observed
-  RowSoftmax* rows = nullptr;           // [part token, query_head]; null if nothing is observed
-  float* weights = nullptr;             // [age of a query]; null: all weights are 1
   StagedTiers staged{};                 ///< tiers and quantized data of the live tokens
+};
+
+/// What appends and compactions need for a moment, in whichever layer.
+struct AppendScratch {
+  AppendScratch() = default;
+  /// `slots`: as for AppendMemory.
+  AppendScratch(cuda::Arena& arena, const KvCacheConfig& config, std::uint32_t slots);
+
+  RowSoftmax* rows = nullptr;  // [part token, query_head]; null if nothing is observed
+  float* weights = nullptr;    // [age of a query]; null: all weights are 1
   std::byte *observe_workspace = nullptr, *compact_workspace = nullptr;
 };
 
@@ -106,17 +114,19 @@ class KvCache {
   /// Makes `to` a copy of `from`: tokens, states and settings. Throws std::invalid_argument unless
   /// both were configured with the same budgets, tiers and modifiers.
   void copy_sequence(int from, int to);
-  /// Returns memory for appends with `slots` live and new tokens, and at least with as many as a
+  /// Allocates memory for appends with `slots` live and new tokens, and at least with as many as a
   /// pair has slots, because a compaction looks at every slot of the cache that it reads.
   /// Synchronizes if the memory has to grow.
-  const AppendMemory& reserve(std::uint32_t slots = 0);
+  void reserve(std::uint32_t slots = 0);
   /// Reserves what before_token() may need, so that it does not fail for one sequence after it has
   /// succeeded for another.
   void reserve_for_steps();
 
-  // Appends of many tokens to the caches of one sequence, after its `fed` tokens. The layers follow
-  // one another. Each goes through the append in parts: for each part write(), then attend(). The
-  // last part's attend() adds the tokens to the layer's caches. Only one append may be active.
+  // Appends of many tokens to the caches of one sequence, after its `fed` tokens. A layer goes
+  // through the append in parts: for each part write(), then attend(). The last part's attend()
+  // adds the tokens to the layer's caches. Only one append may be active. The layers follow one
+  // another, or, with config().interleaves_appends, come in any order, with steps of other
+  // sequences between the parts.
 
   /// Begins an append. `ends_prompt`: a prompt segment ends with it.
   void begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt);
@@ -180,8 +190,10 @@ class KvCache {
   const KvCacheConfig& config() const { return config_; }
   const PairSlots& slots() const { return slots_; }
   const SlotStorage& storage() const { return *storage_; }
-  /// The memory as the append's last layer has left it.
-  const AppendMemory& append_memory() const { return *memory_; }
+  /// The memory as the append has left it in this layer, if no other layer followed.
+  const AppendMemory& append_memory(std::uint32_t layer) const {
+    return *memories_[config_.interleaves_appends ? layer : 0];
+  }
 
  private:
   /// Counts of a pair with modifiers, shared slots or a tier plan: live tokens now and before the
@@ -279,17 +291,26 @@ class KvCache {
   void count_append(int sequence, std::uint32_t layer, std::uint32_t tokens);
   void count_evictions(int sequence, std::uint32_t layer, bool after_prompt);
   void count_evictions_of(std::uint32_t layer, std::size_t pair, bool after_prompt);
-  std::vector<std::int32_t> share_slots(int sequence, std::uint32_t layer, std::uint32_t fed);
+  std::vector<std::int32_t> share_slots(const AppendMemory& memory, int sequence,
+                                        std::uint32_t layer, std::uint32_t fed);
   void share_slots_of_live(int sequence, std::uint32_t fed);
-  /// The arguments that move tokens from the append memory to a sequence's slots in a layer.
-  kvlab_compact_args to_slots(int sequence, std::uint32_t layer, const Appended* appended,
-                              bool stays) const;
-  /// Compacts tokens between a sequence's slots in a layer, which may have tiers, and the append
-  /// memory.
-  void compact(kvlab_compact_args args, int sequence, std::uint32_t layer, bool after_prompt) const;
-  /// Copies the live tokens of a layer to the append memory. With `stays` none is evicted.
-  void take_live(int sequence, std::uint32_t layer, bool stays) const;
-  void compact_in_place(int sequence, std::uint32_t layer, bool after_prompt) const;
+  /// The memory for compactions in place.
+  const AppendMemory& compaction_memory() const { return *memories_.back(); }
+  /// The arguments that move tokens from the memory to a sequence's slots in a layer.
+  kvlab_compact_args to_slots(const AppendMemory& memory, int sequence, std::uint32_t layer,
+                              const Appended* appended, bool stays) const;
+  /// Compacts tokens between a sequence's slots in a layer, which may have tiers, and the memory.
+  void compact(const AppendMemory& memory, kvlab_compact_args args, int sequence,
+               std::uint32_t layer, bool after_prompt) const;
+  /// Copies the live tokens of a layer, `fed` in all so far, to the memory. With `stays` none is
+  /// evicted.
+  void take_live(const AppendMemory& memory, int sequence, std::uint32_t layer, std::uint32_t fed,
+                 bool stays) const;
+  void compact_in_place(int sequence, std::uint32_t layer, std::uint32_t fed,
+                        bool after_prompt) const;
+  void copy_nothing(std::uint32_t fed) const;
+  static std::uint64_t append_bytes(const KvCacheConfig& config, std::uint32_t slots,
+                                    std::uint32_t max_slots);
   void number(const kvlab_cache_view& cache) const;
   void append_to_tiers(std::uint32_t layer, std::size_t pair, std::uint32_t tokens);
   std::uint64_t bytes_on_tiers(std::uint32_t layer, std::size_t pair) const;
@@ -302,12 +323,13 @@ class KvCache {
   void observe(std::uint32_t layer, const kvlab_prefill_args& queries);
   void keep(std::uint32_t layer);
   void keep_by_shares(std::uint32_t layer, kvlab_compact_args args);
-  void keep_plain_keys(const AppendChunk& part, const AttendedRows& to);
+  void keep_plain_keys(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to);
   void make_features_of_new(std::uint32_t layer);
-  void rotate_keys_to_cache_positions(const CachePositionArgs& shape, bool of_older);
+  void rotate_keys_to_cache_positions(std::uint32_t layer, const CachePositionArgs& shape,
+                                      bool of_older);
   CachePositionArgs cache_position_args(std::uint32_t layer, const AppendChunk& part) const;
-  const void* attended_keys() const {
-    return append_.uses_cache_positions ? memory_->cache_position_keys : memory_->cache.keys;
+  const void* attended_keys(const AppendMemory& memory) const {
+    return append_.uses_cache_positions ? memory.cache_position_keys : memory.cache.keys;
   }
   std::uint32_t appended_slots() const;
   void copy_weights();
@@ -317,7 +339,10 @@ class KvCache {
   PairSlots slots_;
   cuda::Placed<SlotStorage> storage_;
   cuda::Placed<Work> work_;
-  cuda::Placed<AppendMemory> memory_;
+  std::uint32_t append_slots_ = 0;  ///< slots of memories_, for live and new tokens
+  cuda::Placed<AppendScratch> scratch_;
+  /// One that all layers use in turn; with interleaves_appends [layer], and one for compactions.
+  std::vector<cuda::Placed<AppendMemory>> memories_;
   Append append_;
   std::vector<SlotSequence> sequences_;  // [sequence]: the current settings
   std::vector<Counts> counts_;           // [layer, pair]

@@ -96,6 +96,9 @@ struct KvCacheConfig {
   int workspaces = 1;             ///< workspaces for the attention of steps
   bool watched = false;           ///< keeps what each token received in a step
   std::uint32_t first_head = 0;   ///< as in kvlab_policy_state
+  /// Whether an append's parts may go through the layers in any order, with steps of other
+  /// sequences between them. This takes append memory for every layer.
+  bool interleaves_appends = false;
 
   /// Max rows that go through a layer together.
   int rows() const { return std::max(static_cast<int>(part), static_cast<int>(sequences.size())); }

@@ -100,7 +100,8 @@ KvCacheConfig config_of(const kvlab_kv_cache_config& c) {
                        .head_size = c.head_size,
                        .max_tokens = c.tokens,
                        .kernels = policy.kernels,
-                       .first_head = c.first_head};
+                       .first_head = c.first_head,
+                       .interleaves_appends = c.interleaves_appends != 0};
   for (int layer = 0; layer < c.layer_count; ++layer)
     config.layers.push_back({.number = c.layers[layer].number,
                              .softmax_scale = c.layers[layer].softmax_scale,

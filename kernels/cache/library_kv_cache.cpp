@@ -53,7 +53,8 @@ struct kvlab_kv_cache {
         now("positions", sequences),
         fed(layers * sequences),
         fed_before(sequences),
-        appended(sequences) {
+        appended(sequences),
+        chunk_tokens(layers) {
     set_idle(0, sequences);
   }
 
@@ -69,7 +70,6 @@ struct kvlab_kv_cache {
     bool ends_prompt = false;
     bool operator==(const CurrentAppend&) const = default;
   };
-  static constexpr int kNoLayer = -1;
 
   /// Marks sequences as idle, so that a step without begin_step() does nothing. Enqueued on the
   /// stream.
@@ -89,6 +89,18 @@ struct kvlab_kv_cache {
     want(layer >= 0 && static_cast<std::size_t>(layer) < layers, "layer is {} of {}", layer,
          layers);
   }
+  /// Whether some layer has had some of the append's chunks, and not all.
+  bool in_chunks() const {
+    return std::ranges::any_of(chunk_tokens, [](std::uint32_t tokens) { return tokens > 0; });
+  }
+  /// Whether the append is complete in some layers and not in others.
+  bool between_layers() {
+    if (current.sequence < 0) return false;
+    const auto sequence = static_cast<std::size_t>(current.sequence);
+    for (std::size_t layer = 1; layer < layers; ++layer)
+      if (fed_of(layer, sequence) != fed_of(0, sequence)) return true;
+    return false;
+  }
   /// Throws unless all layers were fed equally many tokens of the sequence. Returns how many.
   std::uint32_t want_whole(std::size_t sequence) {
     const std::uint32_t first = fed_of(0, sequence);
@@ -104,10 +116,10 @@ struct kvlab_kv_cache {
     want(tokens <= most, "{} tokens, and the cache has slots for sequences of {}", tokens, most);
   }
   void forget_append() {
-    append_in_progress = {};
-    append_layer = kNoLayer;
-    next_token = 0;
+    current = {};
+    std::ranges::fill(chunk_tokens, 0u);
   }
+  void want_order(const kvlab_append_chunk& chunk, const CurrentAppend& requested);
 
   void clear();
   void start(int sequence, const SequenceSettings& settings);
@@ -128,9 +140,8 @@ struct kvlab_kv_cache {
   std::vector<std::uint32_t> fed;         // [layer, sequence]
   std::vector<std::uint32_t> fed_before;  // [sequence]: before the last append or step
   std::vector<bool> appended;             // [sequence]: the last of these was an append
-  CurrentAppend append_in_progress;
-  int append_layer = kNoLayer;   ///< the layer that has had some chunks of it, and not all
-  std::uint32_t next_token = 0;  ///< the first token of that layer's next chunk
+  CurrentAppend current;
+  std::vector<std::uint32_t> chunk_tokens;  // [layer]: tokens of its chunks that the layer has had
   int next_step_layer = 0;
   std::uint32_t rope_first = 0;  ///< position of the first of the rope_rows rows that are filled
   int rope_rows = 0;
@@ -174,14 +185,13 @@ void kvlab_kv_cache::start(int sequence, const SequenceSettings& settings) {
   set_idle(at, 1);
   for (std::size_t layer = 0; layer < layers; ++layer) fed_of(layer, at) = 0;
   fed_before[at] = 0;
-  if (append_in_progress.sequence == sequence) forget_append();
+  if (current.sequence == sequence) forget_append();
 }
 
 void kvlab_kv_cache::copy_sequence(int from, int to) {
   const auto source = static_cast<std::size_t>(from), target = static_cast<std::size_t>(to);
   want_whole(source);
-  want(append_layer == kNoLayer || append_in_progress.sequence != from,
-       "sequence {} is in the middle of an append", from);
+  want(!in_chunks() || current.sequence != from, "sequence {} is in the middle of an append", from);
   cache.copy_sequence(from, to);
   if (from == to) return;
   set_idle(target, 1);
@@ -189,7 +199,7 @@ void kvlab_kv_cache::copy_sequence(int from, int to) {
     fed_of(layer, target) = fed_of(layer, source);
   fed_before[target] = fed_before[source];
   appended[target] = appended[source];
-  if (append_in_progress.sequence == to) forget_append();
+  if (current.sequence == to) forget_append();
 }
 
 // --- Appends -------------------------------------------------------------------------------------
@@ -210,23 +220,13 @@ void kvlab_kv_cache::append(const kvlab_append_chunk& chunk) {
   if (chunk.tokens == 1 && cache.is_quantized()) return append_one_token(chunk);
 
   const CurrentAppend requested{chunk.sequence, chunk.fed, chunk.tokens, chunk.ends_prompt != 0};
-  if (append_layer != kNoLayer)
-    want(
-        requested == append_in_progress && chunk.layer == append_layer && chunk.first == next_token,
-        "layer {} of sequence {} has had {} of an append's {} tokens; give it the next ones. All "
-        "chunks of an append go through a layer before the next layer gets any: to run a chunk "
-        "through all layers, make it an append. kvlab_kv_cache_start drops an append",
-        append_layer, append_in_progress.sequence, next_token, append_in_progress.tokens);
-  else
-    want(chunk.first == 0, "first is {}; layer {} has had no token of this append", chunk.first,
-         layer);
-  if (requested != append_in_progress) {
+  want_order(chunk, requested);
+  if (requested != current) {
     forget_append();  // stays so if begin() fails for lack of memory
     rope_rows = 0;    // a step may have overwritten them since
     cache.begin(chunk.sequence, chunk.fed, chunk.tokens, requested.ends_prompt);
-    append_in_progress = requested;
+    current = requested;
   }
-  append_layer = chunk.layer;
 
   const KvCacheConfig& config = cache.config();
   const std::size_t row =
@@ -243,21 +243,43 @@ void kvlab_kv_cache::append(const kvlab_append_chunk& chunk) {
         attended_rows(qkv, static_cast<std::byte*>(chunk.out) + at * queries * config.key_bytes(),
                       chunk.lse ? chunk.lse + at * queries : nullptr));
   }
-  next_token = chunk.first + chunk.count;
-  if (next_token < chunk.tokens) return;
+  chunk_tokens[layer] = chunk.first + chunk.count;
+  if (chunk_tokens[layer] < chunk.tokens) return;
+  chunk_tokens[layer] = 0;
   fed_of(layer, sequence) += chunk.tokens;
   fed_before[sequence] = chunk.fed;
   appended[sequence] = true;
-  append_layer = kNoLayer, next_token = 0;
+}
+
+/// Throws unless the chunk comes next.
+void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAppend& requested) {
+  const auto layer = static_cast<std::size_t>(chunk.layer);
+  const bool interleaves = cache.config().interleaves_appends;
+  for (std::size_t other = 0; other < layers; ++other)
+    want(chunk_tokens[other] == 0 || (requested == current && (interleaves || other == layer)),
+         "layer {} of sequence {} has had {} of an append's {} tokens; give it the next ones. All "
+         "chunks of an append go through a layer before the next layer gets any, unless the cache "
+         "was created with interleaves_appends. kvlab_kv_cache_start drops an append",
+         other, current.sequence, chunk_tokens[other], current.tokens);
+  // Without interleaving another append may come between two layers, because each layer begins
+  // anew.
+  want(!interleaves || requested == current || !between_layers(),
+       "sequence {} is in the middle of an append; complete it in all layers, or drop it by "
+       "kvlab_kv_cache_start",
+       current.sequence);
+  want(chunk.first == chunk_tokens[layer],
+       "first is {}; layer {} has had {} tokens of this append, and gets the next ones",
+       chunk.first, layer, chunk_tokens[layer]);
 }
 
 /// Appends a single token as a step does: it is quantized before it attends.
 void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
-  want(append_layer == kNoLayer, "layer {} of sequence {} is in the middle of an append",
-       append_layer, append_in_progress.sequence);
+  const bool interleaves = cache.config().interleaves_appends;
+  want(!in_chunks() || (interleaves && current.sequence != chunk.sequence),
+       "sequence {} is in the middle of an append", current.sequence);
   const auto layer = static_cast<std::uint32_t>(chunk.layer);
   const LayerRange own{layer, layer + 1};
-  forget_append();
+  if (!interleaves) forget_append();
   rope_rows = 0;
   cache.reserve();  // as other appends do
   cache.before_token(chunk.sequence, chunk.fed, own);
@@ -275,18 +297,21 @@ void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
 // --- Steps ---------------------------------------------------------------------------------------
 
 void kvlab_kv_cache::begin_step(const unsigned char* decodes) {
-  want(
-      append_layer == kNoLayer,
-      "layer {} of sequence {} has had {} of an append's {} tokens, and the step needs its memory; "
-      "complete the layer, or drop the sequence by kvlab_kv_cache_start",
-      append_layer, append_in_progress.sequence, next_token, append_in_progress.tokens);
+  const bool interleaves = cache.config().interleaves_appends;
+  want(interleaves || !in_chunks(),
+       "sequence {} is in the middle of an append, and the step needs its memory; complete the "
+       "layer, drop the sequence by kvlab_kv_cache_start, or create the cache with "
+       "interleaves_appends",
+       current.sequence);
   std::vector<std::uint32_t> at(sequences, kIdle);
   for (std::size_t s = 0; s < sequences; ++s) {
     if (decodes && decodes[s] == 0) continue;
+    want(!in_chunks() || static_cast<std::size_t>(current.sequence) != s,
+         "sequence {} decodes, and is in the middle of an append", s);
     at[s] = want_whole(s);
     check_capacity(std::uint64_t{at[s]} + 1);
   }
-  forget_append();  // the step may use its memory
+  if (!interleaves) forget_append();  // the step may use its memory
   cache.reserve_for_steps();
   for (std::size_t s = 0; s < sequences; ++s) {
     if (at[s] == kIdle) continue;

@@ -113,7 +113,7 @@ void CacheWatch::show_append(std::uint32_t layer) {
     captured_ = {};
     return;
   }
-  const kernels::AppendMemory& memory = cache_.slots().append_memory();
+  const kernels::AppendMemory& memory = cache_.slots().append_memory(cache_.index_of(layer));
   const auto slots = static_cast<std::size_t>(memory.cache.max_slots);
   const auto older = to_host(memory.cache.lengths, config_.kv_heads, stream_);
   const Slots all =

@@ -171,7 +171,9 @@ TEST_CASE("The library reports the bytes that the engine allocates") {
           cuda::Placed<kernels::SlotStorage>::bytes(config, pairs));
     const int tokens = sampler.number(1, 3000);
     CHECK(prompt_of(some, tokens) ==
-          cuda::Placed<kernels::AppendMemory>::bytes(config, static_cast<std::uint32_t>(tokens)));
+          cuda::Placed<kernels::AppendMemory>::bytes(config, static_cast<std::uint32_t>(tokens)) +
+              cuda::Placed<kernels::AppendScratch>::bytes(config,
+                                                          static_cast<std::uint32_t>(tokens)));
   }
 }
 

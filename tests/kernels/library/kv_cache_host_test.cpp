@@ -1,5 +1,6 @@
 // What kvlab_kv_cache does on the host: counts, the order of calls, sequences that start and are
 // copied. It runs without a device, on a stand-in for the CUDA runtime whose kernels do nothing.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -25,6 +26,7 @@ struct Setup {
   std::uint32_t budget = 24;
   std::vector<kvlab_tier> tiers = {};  ///< of each pair
   std::uint32_t every = 1;
+  bool interleaves = false;
 };
 
 /// A cache with three sequences under h2o.
@@ -54,7 +56,8 @@ class Cache {
                                        .tiers = tiers.data(),
                                        .threshold16 = 655,
                                        .tokens = 1000,
-                                       .every = setup.every};
+                                       .every = setup.every,
+                                       .interleaves_appends = setup.interleaves};
     REQUIRE(kvlab_kv_cache_create(&config, nullptr, &cache_) == cudaSuccess);
   }
   ~Cache() { kvlab_kv_cache_destroy(cache_); }
@@ -178,7 +181,8 @@ TEST_CASE("An append or a step can be aborted") {
   kvlab_append_chunk chunk = cache.chunk(2, 0, 0, 12);
   chunk.count = 5;
   CHECK(cache.append(chunk) == "");
-  CHECK_THAT(cache.step({1, 0, 0}), ContainsSubstring("layer 0 of sequence 2 has had 5 of an"));
+  CHECK_THAT(cache.step({1, 0, 0}),
+             ContainsSubstring("sequence 2 is in the middle of an append, and"));
   CHECK_THAT(cache.append(0, 11, 3),
              ContainsSubstring("All chunks of an append go through a layer"));
   CHECK(cache.start(2) == "");
@@ -193,6 +197,42 @@ TEST_CASE("An append or a step can be aborted") {
   CHECK(cache.tokens() == Counts{1, 1, 1});
 }
 
+TEST_CASE("Chunks go through all layers in a scheduler's order, with steps between them") {
+  for (const Setup& setup : {Setup{.interleaves = true}, Setup{.every = 4, .interleaves = true},
+                             Setup{.budget = 84,
+                             .tiers = {{KVLAB_FORMAT_16, 8}, {KVLAB_FORMAT_4, 76}},
+                             .interleaves = true}}) {
+    Cache cache(setup), plain({.budget = setup.budget, .tiers = setup.tiers, .every = setup.every});
+    for (Cache* one : {&cache, &plain}) {
+      CHECK(one->append(0, 0, 50) == "");
+      CHECK(one->append(1, 0, 30) == "");
+    }
+    kvlab_append_chunk chunk = cache.chunk(2, 0, 0, 100);
+    for (; chunk.first < chunk.tokens; chunk.first += chunk.count) {
+      chunk.count = std::min(32u, chunk.tokens - chunk.first);
+      for (chunk.layer = 0; chunk.layer < kLayers; ++chunk.layer) CHECK(cache.append(chunk) == "");
+      const bool is_last = chunk.first + chunk.count == chunk.tokens;
+      if (!is_last) CHECK_THAT(cache.step(), ContainsSubstring("in the middle of an append"));
+      CHECK(cache.step({1, 1, 0}) == "");
+      CHECK(plain.step({1, 1, 0}) == "");
+      if (!is_last)
+        CHECK_THAT(cache.append(1, cache.info(1).tokens, 5),
+                   ContainsSubstring("layer 0 of sequence 2 has had"));
+    }
+    CHECK(plain.append(2, 0, 100) == "");
+    CHECK(cache.tokens() == plain.tokens());
+    for (int sequence = 0; sequence < kSequences; ++sequence) {
+      CHECK(cache.info(sequence).kv_bytes == plain.info(sequence).kv_bytes);
+      CHECK(cache.info(sequence).evictions == plain.info(sequence).evictions);
+    }
+    // Between two layers nothing else is appended.
+    CHECK(cache.append(cache.chunk(0, 1, cache.info(0).tokens, 8)) == "");
+    CHECK_THAT(cache.append(1, cache.info(1).tokens, 5), ContainsSubstring("in the middle"));
+    CHECK(cache.start(0) == "");
+    CHECK(cache.append(1, cache.info(1).tokens, 5) == "");
+  }
+}
+
 TEST_CASE("Calls in a wrong order are refused, and change nothing") {
   Cache cache;
   CHECK(cache.append(0, 0, 10) == "");
@@ -201,7 +241,8 @@ TEST_CASE("Calls in a wrong order are refused, and change nothing") {
   CHECK_THAT(cache.append(3, 0, 4), ContainsSubstring("sequence is 3 of 3"));
   kvlab_append_chunk chunk = cache.chunk(0, 0, 10, 8);
   chunk.first = 4, chunk.count = 4;
-  CHECK_THAT(cache.append(chunk), ContainsSubstring("first is 4; layer 0 has had no token"));
+  CHECK_THAT(cache.append(chunk),
+             ContainsSubstring("first is 4; layer 0 has had 0 tokens of this append"));
   chunk.first = 0, chunk.count = 9;
   CHECK_THAT(cache.append(chunk), ContainsSubstring("within an append of 8 tokens"));
   CHECK_THAT(cache.layer_of_step(1),

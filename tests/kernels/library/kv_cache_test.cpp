@@ -132,6 +132,23 @@ class Slots {
     }
     return outputs(tokens);
   }
+  /// One chunk of a prompt of `tokens` tokens, from `first` on.
+  std::vector<float> append_chunk(int sequence, std::uint32_t layer, std::uint32_t first,
+                                  std::uint32_t tokens, std::span<const float> qkv) {
+    qkv_.assign(qkv);
+    const auto count = static_cast<std::uint32_t>(qkv.size() / kRow);
+    const kvlab_append_chunk chunk{.struct_size = sizeof chunk,
+                                   .sequence = sequence,
+                                   .layer = static_cast<int>(layer),
+                                   .tokens = tokens,
+                                   .ends_prompt = 1,
+                                   .first = first,
+                                   .count = count,
+                                   .qkv = qkv_.data(),
+                                   .out = out_.data()};
+    done(kvlab_kv_cache_append(slots_, &chunk, stream_.get()));
+    return outputs(count);
+  }
   void begin_step(const std::vector<unsigned char>& decodes = {}) {
     done(kvlab_kv_cache_begin_step(slots_, decodes.empty() ? nullptr : decodes.data(),
                                    stream_.get()));
@@ -441,6 +458,49 @@ TEST_CASE("Requests leave and join a batch, and each decodes as it does alone", 
     }
     CHECK(batch.kept(0, 1, 1) == batch.kept(1, 1, 1));
     CHECK(batch.held(0).evictions == batch.held(1).evictions);
+  }
+}
+
+TEST_CASE("A prompt's chunks may go through all layers, with steps between them", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const char* policy : {"h2o", "snapkv", "keydiff", "h2o:every=4", "h2o:tiers=16@8t+4@100%"}) {
+    CAPTURE(policy);
+    const ResolvedConfig config = resolved(policy, 24);
+    Layout interleaved(config, 2);
+    interleaved.config.interleaves_appends = 1;
+    const Layout one(config);
+    Slots cache(interleaved), first(one), second(one);
+    SampledRows sampled;
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+      const auto rows = sampled.rows(40);
+      CHECK(cache.append(0, layer, 0, true, rows) == first.append(0, layer, 0, true, rows));
+    }
+    constexpr std::uint32_t kPrompt = 50, kChunk = 16;
+    std::vector<std::vector<float>> prompt, outputs(kLayers);
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) prompt.push_back(sampled.rows(kPrompt));
+    for (std::uint32_t at = 0; at < kPrompt; at += kChunk) {
+      for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+        const auto out = cache.append_chunk(
+            1, layer, at, kPrompt,
+            std::span(prompt[layer]).subspan(at * kRow, std::min(kChunk, kPrompt - at) * kRow));
+        outputs[layer].insert(outputs[layer].end(), out.begin(), out.end());
+      }
+      cache.begin_step({1, 0});
+      first.begin_step();
+      for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+        auto rows = sampled.rows(2);
+        auto out = cache.step(layer, rows);
+        rows.resize(kRow), out.resize(kQueries);
+        CHECK(worst(out, first.step(layer, rows)) < 1e-5);
+      }
+    }
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+      CHECK(worst(outputs[layer], second.append(0, layer, 0, true, prompt[layer])) < 1e-5);
+      for (std::uint32_t head = 0; head < kHeads; ++head) {
+        CHECK(cache.kept(0, layer, head) == first.kept(0, layer, head));
+        CHECK(cache.kept(1, layer, head) == second.kept(0, layer, head));
+      }
+    }
   }
 }
 

@@ -41,7 +41,7 @@ class KvCacheConfig(Args):  # kvlab_kv_cache_config
         ("hidden", I32),
         ("numbering", I32),
         *((name, U32) for name in ("threshold16", "tokens", "part", "longest", "every", "smooth")),
-        *((name, I32) for name in ("once", "by_layer", "pool_max")),
+        *((name, I32) for name in ("once", "by_layer", "pool_max", "interleaves_appends")),
         ("first_head", U32),
     ]
 
