@@ -298,7 +298,7 @@ def test_a_changing_rope_is_refused_from_its_first_token_on(kind: str, first: in
             if first < 64:
                 logits = torch.cat([logits, call(model, ids_of(0, 64)[:, first:], cache)])
             torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
-            with pytest.raises(kvlab.hf.Refused, match=rf"in a text of 65 tokens the model's RoPE \({kind}\) turns"):
+            with pytest.raises(kvlab.hf.Refused, match=rf"in a text of 65 tokens the model's RoPE \({kind}\) rotates"):
                 call(model, ids_of(1, 1), cache)
             with pytest.raises(kvlab.hf.Refused, match="a call that fed 1 tokens after 64 did not finish"):
                 call(model, ids_of(1, 1), cache)

@@ -134,7 +134,7 @@ CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
         (lambda m: m(ids_of(6), cache_position=torch.arange(6) * 2), "cache_position"),
         (lambda m: m(inputs_embeds=torch.ones(1, 6, 32), position_ids=torch.ones(1, 6).long()), "position_ids has other numbers"),
         (lambda m: m(ids_of(6), output_attentions=True), "the call has the argument output_attentions"),
-        (lambda m: m(ids_of(1), **{cache_word(m): m(ids_of(6).view(2, 3)).past_key_values}), "a batch of 1; .* had 2"),
+        (lambda m: m(ids_of(1), **{cache_word(m): m(ids_of(6).view(2, 3)).past_key_values}), "a batch of 1, but .* had 2"),
         (lambda m: m.generate(ids_of(6), num_beams=2, **GREEDY), "reordered rows"),
         (lambda m: m.generate(ids_of(6), cache_implementation="static", **GREEDY), "StaticCache; a plain DynamicCache"),
         (
@@ -173,7 +173,7 @@ def test_unknown_attention_is_refused_at_entry() -> None:
         return out * (1 + held), *others
 
     module.forward = looking
-    with pytest.raises(ValueError, match=r"count 9, logits differ by [\d.]+ from the plain LlamaFor"):
+    with pytest.raises(ValueError, match=r"counted 9, and the logits differ by [\d.]+ from those of the plain LlamaFor"):
         with kvlab.hf.evicting(model, "h2o", 16):
             pass
     del module.forward

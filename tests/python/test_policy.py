@@ -171,7 +171,7 @@ def test_an_exception_of_a_function_is_raised(small: kvlab.Trace) -> None:
         ({"needs": "everything"}, "needs: 'everything' should be nothing, mass, requests or both"),
         ({"features": list("abcde")}, "a policy has at most 4"),
         ({"needs": "requests", "by_head": True}, 'by_head: requires mass; give needs="mass" or "both"'),
-        ({"needs": "mass", "state": {"x": "O"}}, "numbers of a fixed size"),
+        ({"needs": "mass", "state": {"x": "O"}}, "numpy dtypes of fixed size"),
         ({"sinks": "many"}, "sinks"),
         ({"positions": "here"}, "here"),
     ],

@@ -266,5 +266,5 @@ def _ids(ids: Any, tokens: int) -> list[int]:
     if len(array) and (array.min() < 0 or array.max() > 0x7FFFFFFF):
         raise ValueError("ids: one is negative or beyond 31 bits")
     if len(array) != tokens:
-        raise ValueError(f"ids: {len(array)} ids for {tokens} tokens; one id for each token is expected")
+        raise ValueError(f"ids: {len(array)} for {tokens} tokens; one id for each token is expected")
     return [int(i) for i in array]

@@ -75,8 +75,8 @@ class Calls:
         if start == 0 or not self.pads:
             self._seen, self.pads = torch.ones(batch, 0, dtype=torch.bool, device=rows.device), [0] * batch
         if len(self.pads) != batch:
-            what = f"the call has {batch} sequences, but the one before had {len(self.pads)}"
-            raise Refused(f"kvlab.hf: {what}; the same batch is expected")
+            what = f"the call has a batch of {batch}, but the call before had {len(self.pads)}"
+            raise Refused(f"kvlab.hf: {what}; the same number of texts is expected")
         later = n == 1 and rows.device.type != "cpu"  # reading the device would wait for it
         if not later:
             self.end()

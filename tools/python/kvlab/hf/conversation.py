@@ -105,7 +105,7 @@ class Conversation:
             why = why or ("" if hasattr(row.caches, "crop") else "it is on CUDA")
         if why:
             what = f"crop to {tokens} of {self.tokens} tokens: {why}"
-            raise Refused(f"kvlab.hf: {what}; copy the cache with copy.deepcopy() before you feed such tokens")
+            raise Refused(f"kvlab.hf: {what}; copy.deepcopy() the cache before you feed tokens that you may remove")
         for row in self.rows:
             with refusing("kvlab.hf: "):
                 row.caches.crop(tokens)
