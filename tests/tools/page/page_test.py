@@ -599,7 +599,7 @@ def take_pictures(page: Path, folder: Path) -> None:
     browser = Browser()
     try:
         browser.open(page.resolve())
-        take("report.png", 1280, "What each budget buys", 623)
+        take("report.png", 1280, "", 1260)  # the first screen and the first figure
         take("report-kept.png", 1280, "What was kept, seen", 980)
         take("report-narrow.png", 400, "", 1500)
     finally:
