@@ -313,6 +313,11 @@ ordered_json page_json(const Figure& figure) {
           {"y", axis_json(figure.y)}, {"joined", figure.joined}, {"series", series}};
 }
 
+void add_figures(ordered_json& data, const std::vector<Figure>& figures) {
+  for (const Figure& figure : figures)
+    if (!figure.series.empty()) data["figures"].push_back(page_json(figure));
+}
+
 ordered_json vega_lite(const Figure& given) {
   const Figure figure = floor_axis(given);
   ordered_json rows = ordered_json::array();

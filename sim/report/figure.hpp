@@ -89,6 +89,8 @@ Figure frontier_figure(const MetricTable& metric_table, const std::vector<std::s
 
 /// The part of `figure` that the page's scripts draw (sim/report/page/points.js).
 nlohmann::ordered_json page_json(const Figure& figure);
+/// Adds those of `figures` that have series to a page's data.
+void add_figures(nlohmann::ordered_json& data, const std::vector<Figure>& figures);
 
 /// A self-contained Vega-Lite specification.
 nlohmann::ordered_json vega_lite(const Figure& figure);

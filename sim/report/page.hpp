@@ -1,45 +1,37 @@
-// The parts of every page: frame, sections, figures.
+// A page: one self-contained HTML file. C++ writes its data; the scripts of sim/report/page write
+// every word and table of it, and draw its figures.
 #pragma once
 
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
-
-#include "sim/report/figure.hpp"
 
 namespace kvlab {
 
-/// One self-contained HTML file that makes no requests. `title` is text, `body` HTML, `data` the
-/// input of its scripts. Without Vega the page has no scripts and says so.
-std::string html_page(std::string_view title, const std::string& body,
-                      const nlohmann::ordered_json& data);
+/// What a page shows.
+struct PageDocument {
+  /// `kind` names the function that draws the page (kPages in sim/report/page/main.js).
+  nlohmann::ordered_json data;
+  std::string text;  ///< shown where JavaScript is turned off
+};
 
-/// A section that the page's scripts fill with `figures`, which are added to `data`. Empty if there
-/// are none.
-std::string figures_section(std::string_view heading, std::string_view text,
-                            const std::vector<Figure>& figures, nlohmann::ordered_json& data);
+/// The file, which makes no requests. Without Vega its page has no figures and says so.
+std::string page_html(const PageDocument& document);
 
-/// The section of error against bytes, which comes first.
-std::string frontier_section(const Figure& frontier, nlohmann::ordered_json& data);
+// Vega is the library that draws figures. kvlab finds it where Debian's libjs-vega installs it.
 
-/// A section that the page's scripts fill, found by its id. Heading and text are HTML.
-std::string html_open_section(std::string_view id, std::string_view heading, std::string_view text);
+/// The message if vega_script() finds nothing.
+inline constexpr std::string_view kNoVega =
+    "the page has tables but no figures, because Vega was not found (Debian: install libjs-vega; "
+    "elsewhere: set KVLAB_VEGA to its folder)";
 
-/// A section of HTML content, in a <div> of `content_class` unless that is empty.
-std::string html_section(std::string_view heading, std::string_view text,
-                         const std::string& content, std::string_view content_class = {});
+/// Vega's modules as one script after their licence. Looks in the folder that the environment
+/// variable KVLAB_VEGA names, otherwise in the Python package, otherwise in Debian's folder.
+/// Returns nullopt if a module is missing.
+std::optional<std::string> vega_script();
 
-/// The top of a page: a question, the sentence that answers it, and a note in small print. All are
-/// HTML.
-std::string html_header(std::string_view kind, std::string_view question, std::string_view context,
-                        std::string_view answer, std::string_view accent, std::string_view note);
-
-/// The top of a page with the answer as a table or other HTML.
-std::string html_front(std::string_view kind, std::string_view question, std::string_view context,
-                       std::string_view front);
-
-/// A list of terms (text) and their meanings (HTML).
-std::string html_terms(const std::vector<std::pair<std::string, std::string>>& terms);
+/// A file of sim/report/page/, by its name. Throws std::out_of_range if there is none.
+std::string_view page_file(std::string_view name);
 
 }  // namespace kvlab

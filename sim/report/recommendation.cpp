@@ -7,7 +7,7 @@
 #include <cmath>
 #include <map>
 
-#include "sim/report/html.hpp"
+#include "sim/report/text.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
 
@@ -260,7 +260,10 @@ std::string recommendation_text(const Recommendation& made) {
   return text + " " + describe_scope(made.scope);
 }
 
-std::vector<std::string> recommendation_notes(Recommendations made) {
+namespace {
+
+/// The notes below a table; `similar`: with those that are not significantly different.
+std::vector<std::string> notes_of(Recommendations made, bool similar) {
   std::vector<std::string> notes;
   const auto add = [&](std::string line) {
     if (!line.empty()) notes.push_back(std::move(line));
@@ -271,7 +274,7 @@ std::vector<std::string> recommendation_notes(Recommendations made) {
       fmt::format("Choice: {} mean of {} within the budget. Difference: how much worse the "
                   "runner-up is.",
                   lowest(made.front()), scope.metric));
-  add(similar_note(made));
+  if (similar) add(similar_note(made));
   for (const Recommendation& one : made) {
     if (!one.for_memory && is_equal(one))
       add(fmt::format("{}: {}.", one.scope.budget, equal_reason(one)));
@@ -286,6 +289,10 @@ std::vector<std::string> recommendation_notes(Recommendations made) {
       describe_scope(scope));
   return notes;
 }
+
+}  // namespace
+
+std::vector<std::string> recommendation_notes(Recommendations made) { return notes_of(made, true); }
 
 std::string recommendations_text(Recommendations made) {
   if (made.empty()) return "";
@@ -527,89 +534,13 @@ std::string oracle_sentence(const MetricTable& metric_table, const MetricInfo& m
       join_names(budgets), metric.label);
 }
 
-namespace {
-
-std::string dot_html(const std::string& colour) {
-  return colour.empty()
-             ? ""
-             : fmt::format("<span class=\"dot\" style=\"background:var(--{})\"></span>", colour);
-}
-
-/// One cell. With `kind` "none" it is hidden on a narrow screen.
-std::string cell_html(const std::string& html, std::string_view kind = "",
-                      double value = std::nan("")) {
-  const std::string number =
-      std::isfinite(value) ? fmt::format(" data-value=\"{}\"", value) : std::string();
-  const std::string own = kind.empty() ? std::string() : fmt::format(" class=\"{}\"", kind);
-  return fmt::format("<td{}{}>{}</td>", own, number, html);
-}
-
-std::string similar_html(const Recommendation& made) {
-  const std::vector<std::size_t> similar = made.similar();
-  if (made.order.size() > 1 && std::ranges::none_of(made.from_choice, is_known))
-    return "no interval known";
-  if (similar.empty()) return made.order.size() > 1 ? "none" : "–";
-  std::vector<std::string> names;
-  for (const std::size_t c : similar) names.push_back(escape(name(made, c)));
-  if (names.size() <= 3) return join_names(names);
-  return fmt::format("<details><summary>{} policies</summary>{}</details>", names.size(),
-                     join_names(names));
-}
-
-std::string row_html(const Recommendation& made, const ColourOf& colour_of) {
-  const std::string& choice = made.chosen_candidate().name;
-  const double memory = made.chosen_candidate().memory.mean;
-  const std::string full = of_full_text(made);
-  std::string html =
-      "<tr>" + cell_html(escape(made.scope.budget)) +
-      cell_html(memory_text(made) + (full == "–" ? "" : fmt::format(" ({} of full)", full)), "",
-                memory) +
-      cell_html(fmt::format("{}<strong>{}</strong>{}", dot_html(colour_of(choice)), escape(choice),
-                            made.for_memory ? " (needs less memory)" : "")) +
-      cell_html(number_text(made.mean(made.choice)), "", made.mean(made.choice));
-  if (!made.runner_up)
-    return html + cell_html("–", "none") + cell_html("–", "none") + cell_html("–", "none") +
-           "</tr>\n";
-  const Difference& difference = made.difference(*made.runner_up);
-  const std::string similar = similar_html(made);
-  return html + cell_html(escape(name(made, *made.runner_up))) +
-         cell_html(difference_text(difference), "", difference.mean) +
-         cell_html(similar, similar == "none" ? "none" : "") + "</tr>\n";
-}
-
-}  // namespace
-
-std::string recommendations_html(Recommendations made, std::string_view next,
-                                 const ColourOf& colour_of, std::string_view caption) {
-  if (made.empty()) return "<p>Nothing here evicts, so there is nothing to compare.</p>\n";
-  std::string html = "<div class=\"scroll\"><table class=\"recommendations\">";
-  if (!caption.empty()) html += fmt::format("<caption>{}</caption>", escape(caption));
-  html += "<thead><tr>";
-  for (const std::string& head :
-       {std::string("budget"), std::string("memory"), std::string("choice"),
-        escape(made.front().scope.metric), std::string("runner-up"),
-        std::string("difference, 95% CI"), std::string("not significantly different")})
-    html += fmt::format("<th scope=\"col\">{}</th>", head);
-  html += "</tr></thead>\n<tbody>";
-  for (const Recommendation& one : made) html += row_html(one, colour_of);
-  html += "</tbody></table></div>\n";
-  if (!next.empty())
-    html +=
-        fmt::format("<p class=\"next\"><strong>Next:</strong> <code>{}</code></p>\n", escape(next));
-  std::string notes;
-  for (const std::string& note : recommendation_notes(made)) {
-    if (note.starts_with("Not significantly")) continue;  // the table has a column for it
-    notes += (notes.empty() ? "" : " ") + escape(note);
-  }
-  html += fmt::format("<p class=\"quiet prose\">{}</p>\n", notes);
-  for (const std::string& warning : recommendation_warnings(made))
-    html += fmt::format("<p class=\"quiet prose\">Note: {}.</p>\n", escape(warning));
-  return html;
-}
-
-std::string series_html(const MetricTable& metric_table, const std::vector<SeriesStyle>& styles,
-                        std::size_t series) {
-  return dot_html(std::string(styles[series].colour)) + escape(metric_table.series()[series].label);
+ordered_json page_json(Recommendations made, const ColourOf& colour_of, std::string_view name) {
+  auto budgets = recommendations_json(made);
+  for (ordered_json& one : budgets) one["colour"] = colour_of(one["choice"].get<std::string>());
+  return {{"name", name},
+          {"budgets", budgets},
+          {"notes", notes_of(made, false)},
+          {"warnings", recommendation_warnings(made)}};
 }
 
 }  // namespace kvlab

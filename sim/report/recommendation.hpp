@@ -8,7 +8,6 @@
 #include <string_view>
 #include <vector>
 
-#include "sim/report/figure.hpp"
 #include "sim/run/ranking.hpp"
 
 namespace kvlab {
@@ -61,13 +60,10 @@ std::string oracle_sentence(const MetricTable& metric_table, const MetricInfo& m
 
 /// The name of the page colour of a candidate; empty: none.
 using ColourOf = std::function<std::string(const std::string& name)>;
-/// The first element of a page: one row per budget, the notes, and the next command `next`, which
-/// is text. `caption` may be empty.
-std::string recommendations_html(std::span<const Recommendation> made, std::string_view next,
-                                 const ColourOf& colour_of, std::string_view caption = {});
-
-/// A policy's label after a dot of its colour.
-std::string series_html(const MetricTable& metric_table, const std::vector<SeriesStyle>& styles,
-                        std::size_t series);
+/// The recommendations of the model or run `name` as pages read them: each with the colour of its
+/// choice, and the notes and warnings of all. No note names what is not significantly different,
+/// because the page's table has a column for it.
+nlohmann::ordered_json page_json(std::span<const Recommendation> made, const ColourOf& colour_of,
+                                 std::string_view name = {});
 
 }  // namespace kvlab

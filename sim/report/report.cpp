@@ -3,20 +3,18 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cctype>
 #include <functional>
 #include <map>
 #include <nlohmann/json_fwd.hpp>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "sim/report/figure.hpp"
-#include "sim/report/html.hpp"
 #include "sim/report/interactive/dataset.hpp"
 #include "sim/report/page.hpp"
 #include "sim/report/recommendation.hpp"
+#include "sim/report/text.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/run.hpp"
 #include "traces/base/files.hpp"
@@ -77,49 +75,7 @@ ordered_json kept_dataset(const Kept& kept, const std::vector<std::string>& toke
           {"queries", kept.queries}, {"tokens", texts},       {"heads", heads}};
 }
 
-/// The rank correlations that a fidelity measurement on a real model gave for a metric
-/// (docs/internals/measurements/fidelity.md).
-struct Evidence {
-  std::string_view metric, least, most;
-};
-constexpr Evidence kEvidence[] = {{"kl_estimate_joint", "0.87", "0.98"},
-                                  {"kl_estimate", "0.83", "0.95"},
-                                  {"residual_error", "0.65", "0.91"},
-                                  {"layer_error", "0.50", "0.92"},
-                                  {"nll_recall", "0.41", "0.91"}};
-
-constexpr const char* kCurves =
-    "Bars are one standard error. Lines without markers are oracles, which use future attention "
-    "and "
-    "cannot be deployed. They are drawn for attention metrics alone. <code>oracle_attention</code> "
-    "evicts "
-    "the token with the least future attention; it is a heuristic, not a bound. "
-    "<code>oracle_topk</code> keeps each query’s most probable tokens and bounds recall. The full "
-    "cache has recall 1 and no error.";
-constexpr const char* kSeen =
-    "The text that the model read, up to one query. Shading: the attention that the full cache "
-    "pays, mean over the head’s query heads. Tokens that a policy has evicted are struck out; "
-    "those "
-    "evicted since the step before are framed; evicted tokens that the query attends to are red.";
-constexpr const char* kOfflineReplay =
-    "Offline replay: queries and keys come from the full-cache run, so the effect of eviction on "
-    "later layers and tokens is not included. <code>kvlab eval</code> measures it.";
-constexpr const char* kMeanings =
-    "<dt>recall</dt><dd>mean over queries of the full cache’s attention on the tokens kept</dd>\n"
-    "<dt>recall, 10th percentile</dt><dd>10th percentile of recall over a head’s queries</dd>\n"
-    "<dt>−ln recall</dt><dd>mean of −ln of the same: the divergence of the kept attention from the "
-    "full</dd>\n"
-    "<dt>miss rate</dt><dd>requested tokens that were gone, over all requested tokens</dd>\n"
-    "<dt>output error</dt><dd>‖o − ô‖ / ‖o‖ of a head’s output, before the output projection</dd>\n"
-    "<dt>layer error</dt><dd>the same with a layer’s heads side by side</dd>\n"
-    "<dt>residual error</dt><dd>squared size of what the lost tokens change in the residual "
-    "stream, over the stream’s own, summed over layers</dd>\n"
-    "<dt>most live tokens</dt><dd>that a head held at once: a dense prompt is whole while it is "
-    "read, whatever the budget</dd>\n"
-    "<dt>oracle_attention</dt><dd>evicts by least future attention; strong, but no bound</dd>\n"
-    "<dt>oracle_topk</dt><dd>each query’s most probable tokens; bounds recall and misses</dd>\n";
-
-/// Builds the page, section by section.
+/// Builds the page's data.
 class Page {
  public:
   Page(const Run& run, const ReportOptions& options)
@@ -135,30 +91,30 @@ class Page {
     if (!ranking.empty()) winner_ = ranking.standings[ranking.winner].series;
   }
 
-  std::string html() {
+  PageDocument document() const {
     DatasetOptions options{.headline = std::string(headline_.name), .budget = budget_.text};
     for (const MetricInfo* metric : measured_metrics()) options.metrics.push_back(*metric);
     for (const Series& series : metric_table_.series())
       options.drawn.push_back(series.policy != kOracleTopk || bounds(series));
     auto data = dataset_of(metric_table_, styles_, groups_, options);
+    data["kind"] = "replay";
+    data["facts"] = facts();
     data["winner"] = nullptr;
     if (winner_) data["winner"] = *winner_;
     data["by_head"] = by_head_.name;
-    data["recommendations"] = ordered_json::array();
-    for (const SequenceGroup& group : groups_)
-      data["recommendations"].push_back(recommendations_json(recommendations(group)));
+    std::string text;
+    for (const SequenceGroup& group : groups_) {
+      const auto made = recommendations(group);
+      data["recommendations"].push_back(page_json(made, colours_of(group), group.name));
+      text += (groups_.size() > 1 ? group.name + "\n" : "") + recommendations_text(made);
+    }
     for (const MetricInfo* metric : measured_metrics())
       if (groups_.size() == 1 && metric->ranks && attention_metric(*metric))
-        if (std::string text = oracle_sentence(metric_table_, *metric); !text.empty())
-          data["oracle_notes"][std::string(metric->name)] = std::move(text);
+        if (std::string note = oracle_sentence(metric_table_, *metric); !note.empty())
+          data["oracle_notes"][std::string(metric->name)] = std::move(note);
     if (run_.kept) data["kept"] = kept_data();
-    std::string body = header();
-    if (groups_.size() == 1) body += frontier_section(frontier(), data);
-    body += html_open_section("explore", "What each budget buys", kCurves);
-    if (!layers_are_empty())
-      body += html_open_section("heads", "Where it is lost", data["note"].get<std::string>());
-    if (run_.kept) body += html_open_section("kept", "What was kept, seen", kSeen);
-    return html_page(title(), body + metrics() + provenance() + all_metrics_section(), data);
+    if (groups_.size() == 1) add_figures(data, {frontier()});
+    return {std::move(data), std::move(text)};
   }
 
   /// Every metric against the budget, the frontier, and the deciding metric by head.
@@ -253,70 +209,45 @@ class Page {
     for (const SequenceGroup& group : groups_) names.push_back(group.name);
     return join_names(names);
   }
-  std::string title() const {
-    return "kvlab: which tokens should the cache of " + model() + " keep?";
+
+  /// The colour of each series of a model, whose labels may differ from those of all models.
+  static ColourOf colours_of(const SequenceGroup& group) {
+    const MetricTable own(group.rows);
+    const auto styles = styles_of(own.series());
+    std::map<std::string, std::string> colours;
+    for (std::size_t s = 0; s < styles.size(); ++s)
+      colours.try_emplace(own.series()[s].label, styles[s].colour);
+    return [colours](const std::string& name) {
+      const auto found = colours.find(name);
+      return found == colours.end() ? std::string() : found->second;
+    };
   }
 
-  /// How well the deciding metric predicted end-to-end KL in measurements.
-  std::string describe_evidence() const {
-    for (const Evidence& evidence : kEvidence)
-      if (evidence.metric == headline_.name)
-        return fmt::format(
-            "{} predicts the order of policies by end-to-end KL with rank correlation {} to {} "
-            "(measured on SmolLM2, 20 policies, 8 texts). <code>kvlab fidelity</code> measures it "
-            "on your model.",
-            escape(capital(headline_.label)), evidence.least, evidence.most);
-    return "";
-  }
-  static std::string capital(std::string_view text) {
-    std::string own(text);
-    own[0] = static_cast<char>(std::toupper(static_cast<unsigned char>(own[0])));
-    return own;
-  }
-  /// "6 policies", "2 policies in 5 variants".
-  std::string policies_text() const {
-    std::set<std::string_view> names;
-    std::size_t variants = 0;
-    for (const Series& series : metric_table_.series()) {
-      if (series.is_oracle() || series.is_full()) continue;
-      names.insert(series.policy);
-      ++variants;
-    }
-    std::string text = pluralize(names.size(), "policy", "policies");
-    if (variants > names.size()) text += fmt::format(" in {} variants", variants);
-    return text;
-  }
-
-  static std::string pluralize(std::size_t count, const char* one, const char* many) {
-    return fmt::format("{} {}", count, count == 1 ? one : many);
-  }
-
-  std::string header() const {
-    std::uint64_t tokens = 0;
-    for (const RunTrace& trace : run_.info.traces) tokens += trace.tokens;
-    const std::string context =
-        fmt::format("{} at {}, replayed over {} ({} tokens).", policies_text(),
-                    pluralize(metric_table_.budgets().size(), "budget", "budgets"),
-                    pluralize(run_.info.traces.size(), "captured text", "captured texts"),
-                    number_text(static_cast<double>(tokens)));
-    std::string tables;
-    for (const SequenceGroup& group : groups_) {
-      const auto made = recommendations(group);
-      const MetricTable own(group.rows);
-      const auto styles = styles_of(own.series());
-      const auto colour = [&](const std::string& name) {
-        const auto found = std::ranges::find(own.series(), name, &Series::label);
-        return found == own.series().end()
-                   ? std::string()
-                   : std::string(
-                         styles[static_cast<std::size_t>(found - own.series().begin())].colour);
-      };
-      tables += recommendations_html(made, groups_.size() == 1 ? next() : "", colour,
-                                     groups_.size() == 1 ? "" : group.name);
-    }
-    return html_front(
-        "kvlab report", fmt::format("Which tokens should the cache of {} keep?", escape(model())),
-        context, tables + fmt::format("<p class=\"quiet prose\">{}</p>\n", describe_evidence()));
+  /// What the run was made from.
+  ordered_json facts() const {
+    const RunInfo& info = run_.info;
+    ordered_json traces = ordered_json::array();
+    for (const RunTrace& trace : info.traces)
+      traces.push_back({{"name", trace.name},
+                        {"tokens", trace.tokens},
+                        {"prompt_tokens", trace.prompt_tokens},
+                        {"hash", trace.hash},
+                        {"model", trace.model},
+                        {"layers", trace.layers},
+                        {"query_heads", trace.query_heads},
+                        {"kv_heads", trace.kv_heads},
+                        {"head_size", trace.head_size},
+                        {"dtype", trace.dtype},
+                        {"windows", trace.windows_text()},
+                        {"weights", trace.weights_xxh3},
+                        {"capture", json_text(*trace.capture, -1)}});
+    return {{"traces", traces},
+            {"queries", info.queries == Queries::decode ? "of decode segments" : "all"},
+            {"layers", info.layers},
+            {"threshold", info.threshold},
+            {"run", run_.hash},
+            {"kvlab", info.version},
+            {"next", groups_.size() == 1 ? next() : std::string()}};
   }
 
   std::string next() const {
@@ -378,23 +309,6 @@ class Page {
     return std::nullopt;
   }
 
-  static Cell cell(const MetricTable& metric_table, std::size_t series, std::string_view budget,
-                   const MetricInfo& metric) {
-    const auto average = metric_table.average(series, budget, metric.name);
-    if (!average) return "–";
-    return metric.name.find("_bytes") != std::string_view::npos ? bytes_cell(average->mean)
-                                                                : average_cell(*average);
-  }
-
-  std::vector<Cell> metrics_row(const MetricTable& metric_table,
-                                const std::vector<SeriesStyle>& styles, std::size_t series,
-                                std::string_view budget) const {
-    std::vector<Cell> row{series_html(metric_table, styles, series), escape(budget)};
-    for (const MetricInfo* metric : measured_metrics())
-      row.push_back(cell(metric_table, series, budget, *metric));
-    return row;
-  }
-
   /// The metrics that the run has.
   std::vector<const MetricInfo*> measured_metrics() const {
     std::vector<const MetricInfo*> metrics;
@@ -404,80 +318,6 @@ class Page {
           }))
         metrics.push_back(&metric);
     return metrics;
-  }
-
-  std::string metrics_table_html(const SequenceGroup& group) const {
-    const MetricTable metric_table(group.rows);
-    const auto styles = styles_of(metric_table.series());
-    std::vector<Column> columns{{"policy", false}, {"budget"}};
-    for (const MetricInfo* metric : measured_metrics()) columns.push_back({escape(metric->label)});
-    std::vector<std::vector<Cell>> rows;
-    for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
-      if (metric_table.series()[s].is_full()) {
-        rows.push_back(metrics_row(metric_table, styles, s, "all"));
-        continue;
-      }
-      for (const BudgetColumn& budget : metric_table.budgets())
-        if (!metric_table.rows(s, budget.text, "recall").empty())
-          rows.push_back(metrics_row(metric_table, styles, s, budget.text));
-    }
-    return table(columns, rows, groups_.size() > 1 ? escape(group.name) : "");
-  }
-
-  std::string all_metrics_section() const {
-    const char* averaged =
-        run_.info.traces.size() > groups_.size() ? ", averaged over the sequences" : "";
-    std::string tables;
-    for (const SequenceGroup& group : groups_) tables += metrics_table_html(group);
-    return html_section("All metrics",
-                        fmt::format("Over all layers and heads{}. By layer and by head: "
-                                    "<code>results.csv</code>.",
-                                    averaged),
-                        tables, "");
-  }
-
-  static std::string metrics() {
-    return html_section("What the metrics mean", "",
-                        fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings), "");
-  }
-
-  static std::string entry(std::string_view term, const std::string& html) {
-    return fmt::format("<dt>{}</dt><dd>{}</dd>\n", term, html);
-  }
-
-  static std::string code(std::string_view text) {
-    return text.empty() ? "–" : fmt::format("<code>{}</code>", escape(text));
-  }
-
-  static std::string trace_html(const RunTrace& trace) {
-    return fmt::format(
-        "{}: {} tokens, {} of them prompt; manifest {}<br>{}, {} layers, {} query and {} KV heads "
-        "of {}, {}{}; weights "
-        "{}<br>captured by {}",
-        escape(trace.name), trace.tokens, trace.prompt_tokens, code(trace.hash),
-        escape(trace.model), trace.layers, trace.query_heads, trace.kv_heads, trace.head_size,
-        escape(trace.dtype), (trace.window_layers > 0 ? "; " : "") + trace.windows_text(),
-        code(trace.weights_xxh3), code(json_text(*trace.capture, -1)));
-  }
-
-  std::string provenance() const {
-    std::string entries, policies;
-    for (const RunTrace& trace : run_.info.traces) entries += entry("trace", trace_html(trace));
-    for (const Series& series : metric_table_.series())
-      policies +=
-          fmt::format("{}<code>{}{}</code> ({} positions, {} prefill)",
-                      policies.empty() ? "" : "<br>", escape(series.policy),
-                      series.params.empty() ? "" : fmt::format(":{}", escape(series.params)),
-                      escape(series.positions), escape(series.prefill));
-    const RunInfo& info = run_.info;
-    entries += entry("policies", policies);
-    entries += entry("queries", info.queries == Queries::decode ? "of decode segments" : "all");
-    entries += entry("layers",
-                     info.layers.empty() ? "all" : fmt::format("{}", fmt::join(info.layers, ", ")));
-    entries += entry("request threshold", fmt::format("{}", info.threshold));
-    entries += entry("run", code(run_.hash));
-    entries += entry("kvlab", escape(info.version));
-    return html_section("Where this comes from", kOfflineReplay, "<dl>" + entries + "</dl>\n", "");
   }
 
   const Run& run_;
@@ -493,8 +333,8 @@ class Page {
 
 }  // namespace
 
-std::string report_html(const Run& run, const ReportOptions& options) {
-  return Page(run, options).html();
+PageDocument report_page(const Run& run, const ReportOptions& options) {
+  return Page(run, options).document();
 }
 
 std::string write_figures(const Run& run, const std::string& budget, const AtomicFolder& folder) {

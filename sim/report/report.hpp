@@ -1,9 +1,10 @@
-// The page of a run: one self-contained HTML file.
+// The page of a run.
 #pragma once
 
 #include <string>
 #include <vector>
 
+#include "sim/report/page.hpp"
 #include "sim/run/run.hpp"
 #include "traces/base/files.hpp"
 
@@ -17,13 +18,13 @@ struct ReportOptions {
   std::vector<std::string> tokens = {};  ///< text of the shown trace's tokens; empty: unknown
 };
 
-/// Sections: question, answer, curves, heat maps, what was kept, all metrics, provenance. Throws
-/// std::invalid_argument for a budget that is not in the run.
-std::string report_html(const Run& run, const ReportOptions& options = {});
+/// Its recommendations, the metrics by budget, layer and head, what was kept, and provenance.
+/// Throws std::invalid_argument for a budget that is not in the run.
+PageDocument report_page(const Run& run, const ReportOptions& options = {});
 
 /// Writes each metric's curves, the frontier and the deciding metric by head to `folder`, as
 /// Vega-Lite and, if they can be drawn, as SVG and PNG. File names are those of results.csv.
-/// Returns what is missing. Throws as report_html() does, and std::runtime_error for a run of
+/// Returns what is missing. Throws as report_page() does, and std::runtime_error for a run of
 /// several models.
 std::string write_figures(const Run& run, const std::string& budget, const AtomicFolder& folder);
 

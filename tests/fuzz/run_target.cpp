@@ -13,7 +13,7 @@ void say(const Run& run, const MetricTable& metric_table, const BudgetColumn& bu
   if (const MetricInfo* const info = find_metric(metric)) {
     const auto made = recommendations_of(metric_table, *info, 1, "");
     recommendations_text(made);
-    recommendations_html(made, "", [](const std::string&) { return std::string(); });
+    page_json(made, [](const std::string&) { return std::string(); });
     for (const Recommendation& one : made) recommendation_json(one);
   }
   const Ballot ballot = rank_for_deployment(run, metric_table, budget.text, metric);

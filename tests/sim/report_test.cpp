@@ -9,9 +9,9 @@
 
 #include "policies/catalogue.hpp"
 #include "sim/report/figure.hpp"
-#include "sim/report/html.hpp"
-#include "sim/report/interactive/dataset.hpp"
+#include "sim/report/page.hpp"
 #include "sim/report/recommendation.hpp"
+#include "sim/report/text.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/run_fixture.hpp"
 #include "tests/skip.hpp"
@@ -51,44 +51,66 @@ Run whole_run() {
   return run;
 }
 
-/// The JSON in an interactive report.
+/// The JSON in a page.
 nlohmann::json data_of(const std::string& html) {
   const std::string open = "<script type=\"application/json\" id=\"data\">";
   const std::size_t at = html.find(open) + open.size();
   return parse_json(html.substr(at, html.find("</script>", at) - at), "the page");
 }
+std::string report_html(const Run& run, const ReportOptions& options = {}) {
+  return page_html(report_page(run, options));
+}
+/// The recommendations and notes of the only model of a run.
+nlohmann::ordered_json recommended(const Run& run) {
+  return report_page(run).data["recommendations"][0];
+}
 
 }  // namespace
 
-TEST_CASE("the report begins with a row per budget and the next command") {
-  const std::string html = report_html(whole_run(), {.folder = "five/run"});
-  const std::size_t table = html.find("<table class=\"recommendations\">");
-  REQUIRE(table != html.npos);
-  CHECK(table < html.find("<h2>"));
-  CHECK(count_of(html.substr(table, html.find("</table>") - table), "<tr>") ==
-        3);  // heads, 64, 128
-  for (const char* part : {"<strong>h2o</strong>", ">0.300</td>", "1 text, 25 scored tokens. ",
-                           "Offline replay; task accuracy was not measured.",
-                           "kvlab deploy five/run --budget 64 --out policy.json"})
-    CHECK_THAT(html, ContainsSubstring(part));
+TEST_CASE("the report has a recommendation per budget and the next command") {
+  const PageDocument page = report_page(whole_run(), {.folder = "five/run"});
+  const auto& made = page.data["recommendations"][0];
+  REQUIRE(made["budgets"].size() == 2);
+  CHECK(made["budgets"][0]["choice"] == "h2o");
+  CHECK(made["budgets"][0]["colour"] == "vermilion");
+  CHECK(number_text(made["budgets"][0]["mean"].get<double>()) == "0.300");
+  CHECK_THAT(made["notes"].back().get<std::string>(),
+             ContainsSubstring("1 text, 25 scored tokens. ") &&
+                 ContainsSubstring("Offline replay; task accuracy was not measured."));
+  CHECK(page.data["facts"]["next"] == "kvlab deploy five/run --budget 64 --out policy.json");
 }
 
-TEST_CASE("policies that do not differ significantly are named; many of them are folded") {
-  const std::string two = report_html(
+TEST_CASE("without JavaScript a page shows the terminal's table of recommendations") {
+  const Run run = whole_run();
+  const PageDocument page = report_page(run);
+  const MetricTable metric_table(run.rows);
+  const auto made =
+      recommendations_of(metric_table, *find_metric("nll_recall"), 25, std::string(kReplayNote));
+  CHECK(page.text == recommendations_text(made));
+  const std::string html = page_html(page);
+  const std::size_t begin = html.find("<noscript>"), end = html.find("</noscript>");
+  REQUIRE(end != html.npos);
+  CHECK_THAT(html.substr(begin, end - begin), ContainsSubstring(escape(page.text)) &&
+                                                  ContainsSubstring("JavaScript draws this page"));
+}
+
+TEST_CASE("policies that do not differ significantly are named, and no note repeats them") {
+  const auto made = recommended(
       made_up_run({{"window", "", 0.8, 0.01}, {"lru", "", 0.31, 0.01}, {"h2o", "", 0.3, 0.01}}));
-  CHECK_THAT(two,
-             ContainsSubstring("<strong>h2o</strong>") && ContainsSubstring("<td>lru</td></tr>"));
+  CHECK(made["budgets"][0]["choice"] == "h2o");
+  CHECK(made["budgets"][0]["not_significantly_different"] == nlohmann::ordered_json{"lru"});
+  CHECK_THAT(made["notes"].dump(), !ContainsSubstring("Not significantly different"));
+  CHECK_THAT(made["budgets"][0]["text"].get<std::string>(), ContainsSubstring("lru"));
   std::vector<MadeUp> policies;
   for (const char* policy : {"window", "sink", "lru", "h2o", "tova", "lfu"})
     policies.push_back({policy, "", 0.3, 0.01});
-  CHECK_THAT(report_html(made_up_run(policies)),
-             ContainsSubstring("<details><summary>5 policies</summary>"));
+  CHECK(recommended(made_up_run(policies))["budgets"][0]["not_significantly_different"].size() ==
+        5);
 }
 
 TEST_CASE("an oracle is drawn for attention metrics only, and not as a bound") {
-  if (!vega_script()) return skip(kNoVegaHere);
   const Run run = made_up_run({{"h2o", "", 0.3, 0.01}, {"oracle_attention", "", 0.4, 0.01}});
-  const auto data = data_of(report_html(run));
+  const auto data = report_page(run).data;
   for (const auto& metric : data["metrics"])
     CHECK(metric["oracles"].empty() ==
           !(metric["name"] == "miss_rate" ||
@@ -195,23 +217,26 @@ TEST_CASE("a value of 0 is drawn at the bottom of a logarithmic axis of errors")
              ContainsSubstring("0 is drawn at the bottom"));
 }
 
-TEST_CASE("the report has every section and is self-contained") {
-  const std::string html = report_html(whole_run());
+TEST_CASE("the report says what the run was made from") {
+  const auto data = report_page(whole_run()).data;
   for (const char* part :
-       {"What each budget buys", "Where it is lost", "What was kept, seen", "All metrics",
-        "Where this comes from", "queries and keys come from the full-cache run",
-        "0123456789abcdef", "fedcba9876543210", "prefers-color-scheme: dark"})
-    CHECK_THAT(html, ContainsSubstring(part));
+       {"explore", "What each budget buys", "Where it is lost", "What was kept, seen",
+        "All metrics", "Where this comes from", "queries and keys come from the full-cache run"})
+    CHECK_THAT(std::string(page_file("replay.js")), ContainsSubstring(part));
+  const auto& facts = data["facts"];
+  CHECK(facts["traces"][0]["hash"] == "0123456789abcdef");
+  CHECK(facts["traces"][0]["weights"] == "fedcba9876543210");
+  CHECK(facts["queries"] == "of decode segments");
+  CHECK_THAT(report_html(whole_run()), ContainsSubstring("prefers-color-scheme: dark"));
 }
 
 TEST_CASE("oracle_topk is drawn only for metrics that it bounds") {
   const auto drawn = [](const Run& run) {
-    const auto data = data_of(report_html(run));
+    const auto data = report_page(run).data;
     for (const auto& one : data["series"])
       if (one["policy"] == "oracle_topk") return !one.contains("bound");
     return false;
   };
-  if (!vega_script()) return skip(kNoVegaHere);
   Run run = whole_run();
   CHECK(drawn(run));
   for (ResultRow& row : run.rows) row.prefill = "chunk:32";
@@ -232,7 +257,11 @@ TEST_CASE("a budget that the run lacks is refused by name") {
 TEST_CASE("a run of one budget and one policy makes a report") {
   Run run = made_up_run({{"lru", "", 0.3, NAN}});
   std::erase_if(run.rows, [](const ResultRow& row) { return row.budget != "64"; });
-  CHECK_THAT(report_html(run), ContainsSubstring("<td class=\"none\">–</td>"));
+  const auto made = recommended(run);
+  REQUIRE(made["budgets"].size() == 1);
+  CHECK(made["budgets"][0]["choice"] == "lru");
+  CHECK(made["budgets"][0]["runner_up"].is_null());
+  CHECK(made["budgets"][0]["difference"].is_null());
 }
 
 TEST_CASE("the interactive report contains its figures and scripts and is self-contained") {
@@ -247,8 +276,7 @@ TEST_CASE("the interactive report contains its figures and scripts and is self-c
   CHECK(data["values"][0]["nll_recall"]["head"]["count"] == 100);
   CHECK(data["kept"]["heads"][0]["attention"][0] == nlohmann::json{3, 255});
   CHECK(data["kept"]["heads"][0]["series"][0]["lives"] == nlohmann::json{3, 500, 501, 9, 500, 502});
-  for (const char* part : {"id=\"explore\"", "id=\"heads\"", "default-src 'none'", "BSD-3-Clause",
-                           "rank correlation 0.41 to 0.91"})
+  for (const char* part : {"default-src 'none'", "BSD-3-Clause", "nll_recall: ['0.41', '0.91']"})
     CHECK_THAT(html, ContainsSubstring(part));
   CHECK_FALSE(std::regex_search(html, std::regex("<script[^>]*src|<link|@import|<img")));
   CHECK(html.size() < 700'000);
@@ -279,8 +307,11 @@ TEST_CASE(
   const auto data = data_of(html);
   CHECK(data["groups"].size() == 2);
   CHECK(data["groups"][1]["name"] == "other");
-  CHECK(count_of(html, "<caption>other</caption>") == 2);  // the recommendation, and all metrics
-  CHECK_THAT(html, !ContainsSubstring("kvlab deploy"));    // only for one model
+  CHECK(data["recommendations"].size() == 2);
+  CHECK(data["recommendations"][1]["name"] == "other");
+  CHECK(data["values"].size() == 2);
+  CHECK(data["facts"]["next"] == "");  // only for one model
+  CHECK(!data.contains("figures"));    // the frontier is drawn only for one model
 }
 
 TEST_CASE("a report of many policies, layers and heads stays under three megabytes") {

@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "engine/evaluation/eval/score.hpp"
-#include "engine/evaluation/pages/pages.hpp"
-#include "engine/evaluation/pages/scores.hpp"
+#include "engine/evaluation/pages.hpp"
+#include "engine/evaluation/scores.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -339,13 +339,23 @@ TEST_CASE("An evaluation's folder is read back for its report, and damage is nam
   CHECK(read.mean == Approx(found.mean));
   CHECK(read.interval.high == Approx(found.interval.high));
   CHECK(read.texts == 2);
-  const std::string page = eval_page(folder.path());
-  CHECK(page.find("m&lt;1&gt;") != std::string::npos);
-  CHECK(page.find("not significant") != std::string::npos);
-  const auto at_8 = page.find("<caption>budget 8<"), at_16 = page.find("<caption>budget 16<");
-  CHECK(at_8 < at_16);  // ordered by tokens, although not as text
-  CHECK(at_16 != std::string::npos);
-  CHECK(page.find("<td>lru</td>") != std::string::npos);  // no row repeats default settings
+  const PageDocument page = eval_page(folder.path());
+  CHECK(page.data["facts"]["model"] == "m<1>");
+  const std::string html = page_html(page);
+  CHECK(html.find("m<1>") == std::string::npos);
+  CHECK(html.find("m\\u003c1>") != std::string::npos);
+  const auto& made = page.data["recommendations"][0]["budgets"];
+  REQUIRE(made.size() == 2);
+  CHECK(made[0]["budget"] == "8");  // ordered by tokens, although not as text
+  CHECK(made[1]["budget"] == "16");
+  CHECK(made[0]["order"][2]["from_choice"]["significant"] == false);
+  CHECK(made[0]["colour"] != "");
+  CHECK(page.text.find("budget") == 0);
+  const auto& configurations = page.data["facts"]["configurations"];
+  CHECK(std::ranges::any_of(configurations, [](const auto& one) {
+    return one["label"] == "lru";  // no row repeats default settings
+  }));
+  CHECK(configurations[1]["kl_p90"] == json["configurations"][1]["kl_p90"]);
 
   std::string damaged = csv;
   damaged.replace(damaged.find("1024,dense"), 4, "many");
@@ -366,7 +376,9 @@ TEST_CASE("An evaluation's folder is read back for its report, and damage is nam
         std::string::npos);
   whole.erase("recommendations");  // as an older version writes it
   write_file_atomically(folder / kEvalJson, json_text(whole));
-  CHECK(eval_page(folder.path()).find("older kvlab") != std::string::npos);
+  const PageDocument older = eval_page(folder.path());
+  CHECK(older.data["facts"]["has_recommendations"] == false);
+  CHECK(older.text.empty());
 }
 
 }  // namespace

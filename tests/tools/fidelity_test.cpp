@@ -3,7 +3,7 @@
 
 #include "engine/backend.hpp"
 #include "engine/capture.hpp"
-#include "engine/evaluation/pages/pages.hpp"
+#include "engine/evaluation/pages.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
@@ -87,19 +87,25 @@ TEST_CASE("fidelity's output makes a report, and policy files say how good a met
   const test::TemporaryFolder folder;
   write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, texts, 16));
   write_file_atomically(folder / kFidelityJson, json_text(json));
-  const std::string page = fidelity_page(folder.path());
-  CHECK(page.find("<td class=\"n\">3</td><td class=\"n\">3</td>") != std::string::npos);
+  const auto data = fidelity_page(folder.path()).data;
+  const auto& at_16 = data["facts"]["metrics"][0]["budgets"][1];
+  CHECK(data["facts"]["metrics"][0]["name"] == "nll_recall");
+  CHECK(data["facts"]["budgets"] == nlohmann::ordered_json{"8", "16"});
+  CHECK(at_16["misordered"] == 3);
+  CHECK(at_16["significantly_different"] == 3);
+  CHECK(at_16["wrong"].size() == 3);
   const std::vector<Figure> figures = fidelity_figures(folder.path());
   REQUIRE(figures.size() == 3);
   CHECK(figures[0].name == "frontier");
   REQUIRE(figures[0].series.size() == 3);
   CHECK(figures[0].series[2].points[0].x == 0.25);  // KiB
   CHECK(figures[0].series[2].points[0].y == 1.5);
-  CHECK(page.find("Error against memory") < page.find("Within a budget"));
+  CHECK(data["figures"][0]["name"] == "frontier");
   CHECK(figures[2].title == "budget 16, rho -1.00");
   CHECK(figures[2].y.title == "KL to the full cache, nats");
   CHECK(figures[2].x.title == "−ln recall");
-  CHECK(page.find("64, 32 of them prompt<") != std::string::npos);
+  CHECK(data["facts"]["texts"][0] ==
+        nlohmann::ordered_json{{"name", "one"}, {"tokens", 64}, {"prompt_tokens", 32}});
 
   const auto file = folder / kFidelityJson;
   const nlohmann::json evidence = fidelity_evidence(file, "nll_recall", 13, "ab");
@@ -142,8 +148,10 @@ TEST_CASE(
   CHECK(evidence["tokens"] == nlohmann::json{{"one", 64}, {"two", 64}});
   CHECK(evidence["file_xxh3"] == xxh3_hex(read_text_file(file, 1 << 20)));
   CHECK(evidence_at("16", 96)["tokens"]["two"] == 96);
-  CHECK(fidelity_page(folder.path()).find("64, 32 of them prompt; 96, 32 of them prompt") !=
-        std::string::npos);
+  const auto texts = fidelity_page(folder.path()).data["facts"]["texts"];
+  CHECK(texts[0]["tokens"] == 64);
+  CHECK(texts[1]["tokens"] == 96);
+  CHECK(texts[1]["prompt_tokens"] == 32);
   CHECK(test::error_of([&] { evidence_at("25%", 96); }) ==
         file.string() +
             ": tokens: 2 texts have 2 different lengths, so budget 25% is not one number of "

@@ -6,7 +6,7 @@
 
 #include "engine/backend.hpp"
 #include "engine/capture.hpp"
-#include "engine/evaluation/pages/pages.hpp"
+#include "engine/evaluation/pages.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -217,10 +217,13 @@ TEST_CASE("Tuning the bundled model gives a policy file with its evidence") {
   CHECK((*JsonValue(read.run)).at("rounds").size() == tuning.halving.rounds.size());
   CHECK(read.run["criteria"]["deployed"] == read.cache.policy.text());
   CHECK(read.run["layers"] == "all");
-  const std::string page = halving_page(folder / "policy.json");
-  for (const char* said : {"Best by KL: ", "so confidence intervals are wide", "Task accuracy",
-                           "Beside the full cache", "Recommendation by KL"})
-    CHECK(page.find(said) != std::string::npos);
+  const auto page = tune_page(folder / "policy.json").data;
+  CHECK(page["facts"]["criteria"]["distribution"].is_string());
+  CHECK(page["facts"]["criteria"]["evaluated"].size() == 1);
+  CHECK(page["facts"]["rounds"].size() == tuning.halving.rounds.size());
+  CHECK(page["facts"]["scores"].size() == read.run["scores"].size());
+  CHECK(page["recommendations"][0]["warnings"].dump().find("so confidence intervals are wide") !=
+        std::string::npos);
   CHECK(read.run["criteria"]["policies"].size() == tuning.finalists.size());
   CHECK(read.run["scores"][0]["policy"] == "full");
   CHECK(read.run["scores"][0]["kl"] == 0);

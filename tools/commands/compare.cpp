@@ -1,4 +1,4 @@
-#include "engine/evaluation/pages/compare.hpp"
+#include "engine/evaluation/compare.hpp"
 
 #include <fmt/format.h>
 
@@ -6,9 +6,9 @@
 #include <optional>
 
 #include "policies/catalogue.hpp"
-#include "sim/report/html.hpp"
-#include "sim/report/interactive/dataset.hpp"
+#include "sim/report/page.hpp"
 #include "sim/report/recommendation.hpp"
+#include "sim/report/text.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -17,8 +17,6 @@
 namespace kvlab {
 namespace {
 
-using nlohmann::ordered_json;
-
 void add_options(po::options_description& options) {
   auto add = options.add_options();
   add("run", po::value<std::vector<std::string>>()->value_name("RUN"), "");
@@ -26,37 +24,6 @@ void add_options(po::options_description& options) {
       "write the comparison as a page to this file; an existing file is replaced");
   add("metric", text_option("M"), "the metric to compare by (default: the one that decides)");
   add("json", po::bool_switch(), "print one JSON object");
-}
-
-ordered_json number(const std::optional<Average>& average) {
-  return average ? ordered_json(average->mean) : ordered_json(nullptr);
-}
-
-void print_as_json(const Comparison& comparison) {
-  ordered_json rows = ordered_json::array(), recommendations = ordered_json::object();
-  for (std::size_t i = 0; i < comparison.names.size(); ++i)
-    recommendations[comparison.names[i]] = recommendations_json(comparison.recommendations[i]);
-  for (const ComparedRow& row : comparison.rows) {
-    ordered_json values = ordered_json::object();
-    for (std::size_t i = 0; i < comparison.names.size(); ++i)
-      values[comparison.names[i]] = number(row.scores[i]);
-    rows.push_back(
-        {{"model", row.group},
-         {"policy", row.policy},
-         {"budget", row.budget},
-         {"values", values},
-         {"difference", number(row.difference)},
-         {"interval", row.difference ? difference_json(*row.difference) : ordered_json(nullptr)},
-         {"stderr",
-          row.difference ? number_or_null(row.difference->standard_error) : ordered_json(nullptr)},
-         {"not_significantly_different",
-          row.difference && !row.difference->significantly_different()}});
-  }
-  print_json({{"metric", comparison.metric},
-              {"runs", comparison.names},
-              {"warning", comparison.warning},
-              {"recommendations", recommendations},
-              {"rows", rows}});
 }
 
 void print_table(const Comparison& comparison) {
@@ -117,10 +84,10 @@ int run(const po::variables_map& options) {
   if (!comparison.warning.empty()) fmt::print(stderr, "kvlab compare: {}\n", comparison.warning);
   if (!out.empty()) {
     if (!vega_script()) fmt::print(stderr, "kvlab compare: {}\n", kNoVega);
-    write_file_atomically(out, compare_page(comparison));
+    write_file_atomically(out, page_html(compare_page(comparison)));
   }
   if (options["json"].as<bool>()) {
-    print_as_json(comparison);
+    print_json(comparison_json(comparison));
     return 0;
   }
   print_table(comparison);

@@ -5,8 +5,8 @@
 #include <optional>
 
 #include "engine/evaluation/fidelity/fidelity.hpp"
-#include "engine/evaluation/pages/pages.hpp"
-#include "sim/report/interactive/dataset.hpp"
+#include "engine/evaluation/pages.hpp"
+#include "sim/report/page.hpp"
 #include "tools/eval_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
@@ -149,7 +149,7 @@ int run(const po::variables_map& options) {
   if (options.count("report") && !vega_script())
     fmt::print(stderr, "kvlab fidelity: {}\n", kNoVega);
   if (options.count("report"))
-    write_file_atomically(options["report"].as<std::string>(), fidelity_page(out));
+    write_file_atomically(options["report"].as<std::string>(), page_html(fidelity_page(out)));
   if (options["json"].as<bool>())
     print_json(json);
   else

@@ -9,8 +9,8 @@
 
 #include "engine/capture.hpp"
 #include "sim/device/cuda_replay.hpp"
-#include "sim/report/html.hpp"
 #include "sim/report/recommendation.hpp"
+#include "sim/report/text.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/replay_run.hpp"
 #include "tools/options.hpp"

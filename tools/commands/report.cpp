@@ -8,10 +8,10 @@
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/evaluation/eval/score.hpp"
 #include "engine/evaluation/fidelity/fidelity.hpp"
-#include "engine/evaluation/pages/pages.hpp"
-#include "engine/evaluation/pages/scores.hpp"
+#include "engine/evaluation/pages.hpp"
+#include "engine/evaluation/scores.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
-#include "sim/report/interactive/dataset.hpp"
+#include "sim/report/page.hpp"
 #include "sim/report/report.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
@@ -60,18 +60,18 @@ void say(const std::string& line) {
 
 /// The page of a run. Requested figures are written to `figures`, here and below; null: none are
 /// requested.
-std::string page_of_run(const std::filesystem::path& folder, const po::variables_map& options,
-                        const AtomicFolder* figures) {
+PageDocument page_of_run(const std::filesystem::path& folder, const po::variables_map& options,
+                         const AtomicFolder* figures) {
   const Run run = load_run(folder);
   if (figures) say(write_figures(run, options["budget"].as<std::string>(), *figures));
-  return report_html(run, {.budget = options["budget"].as<std::string>(),
+  return report_page(run, {.budget = options["budget"].as<std::string>(),
                            .folder = folder.string(),
                            .tokens = token_texts(run, options)});
 }
 
 /// The page of a folder of any kind.
-std::string page_of(const std::filesystem::path& folder, const po::variables_map& options,
-                    const AtomicFolder* figures) {
+PageDocument page_of(const std::filesystem::path& folder, const po::variables_map& options,
+                     const AtomicFolder* figures) {
   if (std::error_code error; !std::filesystem::exists(folder, error))
     throw std::runtime_error(fmt::format(
         "{}: there is no such directory; give a run of `kvlab replay`", folder.string()));
@@ -92,7 +92,7 @@ std::string page_of(const std::filesystem::path& folder, const po::variables_map
   if (std::filesystem::is_regular_file(folder)) {
     refuse_given(options, {"figures"},
                  "a page of `kvlab tune` has no files of figures; save its figure from the page");
-    return halving_page(folder);
+    return tune_page(folder);
   }
   throw std::runtime_error(
       fmt::format("{}: holds no run.json, eval.json, fidelity.json or task.json; it should be a "
@@ -112,7 +112,7 @@ int run(const po::variables_map& options) {
   if (!vega_script()) say(std::string(kNoVega));
   std::optional<AtomicFolder> figures;
   if (options.count("figures")) figures.emplace(options["figures"].as<std::string>());
-  const std::string html = page_of(directory, options, figures ? &*figures : nullptr);
+  const std::string html = page_html(page_of(directory, options, figures ? &*figures : nullptr));
   AtomicFile page(out);  // writes both or, on a full disk, none
   page.write(std::as_bytes(std::span(html)));
   if (figures) figures->commit();

@@ -9,8 +9,8 @@
 #include <stdexcept>
 
 #include "policies/catalogue.hpp"
-#include "sim/report/html.hpp"
 #include "sim/report/recommendation.hpp"
+#include "sim/report/text.hpp"
 #include "sim/run/results.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/numeric/nan.hpp"

@@ -7,16 +7,11 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
-#include <filesystem>
 #include <limits>
 #include <set>
 #include <stdexcept>
 
-#include "policies/embedded.hpp"
-#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
-#include "traces/base/process.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -41,14 +36,16 @@ std::string base64(const std::vector<std::uint8_t>& bytes) {
   return text;
 }
 
-/// Values as little-endian float32, or its upper `width` bytes, rounded.
+/// Values as little-endian float64 (`width` 8), float32 (4), or the upper 3 bytes of that, rounded.
 ordered_json pack(const std::vector<double>& values, unsigned width) {
   std::vector<std::uint8_t> bytes;
   bytes.reserve(values.size() * width);
   for (const double value : values) {
-    auto bits = std::bit_cast<std::uint32_t>(static_cast<float>(value));
-    if (width == 3 && std::isfinite(value)) bits += 0x80;
-    for (unsigned b = 4 - width; b < 4; ++b)
+    std::uint64_t bits = std::bit_cast<std::uint64_t>(value);
+    if (width < 8)
+      bits = std::uint64_t{std::bit_cast<std::uint32_t>(static_cast<float>(value))} << 32;
+    if (width == 3 && std::isfinite(value)) bits += std::uint64_t{0x80} << 32;
+    for (unsigned b = 8 - width; b < 8; ++b)
       bytes.push_back(static_cast<std::uint8_t>(bits >> (8 * b)));
   }
   return {{"bytes", width}, {"base64", base64(bytes)}};
@@ -117,7 +114,7 @@ class Dataset {
     double bytes = 0;
     for (const MetricInfo& metric : options_.metrics) {
       const bool heads = detail.heads && (metric.ranks || !detail.only_ranking_heads);
-      bytes += 8.0 + 2.0 * detail.layer_width * static_cast<double>(levels_[1].places.size());
+      bytes += 16.0 + 2.0 * detail.layer_width * static_cast<double>(levels_[1].places.size());
       if (heads)
         bytes += (detail.head_errors ? 2.0 : 1.0) * detail.head_width *
                  static_cast<double>(levels_[2].places.size());
@@ -306,7 +303,7 @@ class Dataset {
     if (distinct.empty()) return nullptr;
     const unsigned width = heads                     ? detail_.head_width
                            : level.places.size() > 1 ? detail_.layer_width
-                                                     : 4;
+                                                     : 8;
     ordered_json table{{"value", pack(values, width)}};
     const bool any_error =
         std::ranges::any_of(errors, [](double error) { return !std::isnan(error); });
@@ -343,79 +340,6 @@ class Dataset {
 ordered_json dataset_of(const MetricTable& metric_table, const std::vector<SeriesStyle>& styles,
                         std::span<const SequenceGroup> groups, const DatasetOptions& options) {
   return Dataset(metric_table, groups, options).json(styles);
-}
-
-namespace {
-
-constexpr const char* kDebian = "/usr/share/javascript/vega";
-constexpr std::size_t kMaxBytes = std::size_t{1} << 20;
-
-/// Each module comes after those that it requires.
-constexpr std::array<std::string_view, 20> kModules{
-    "util",           "canvas",    "time",      "format",     "loader",
-    "statistics",     "dataflow",  "scale",     "scenegraph", "expression",
-    "event-selector", "selection", "functions", "runtime",    "interpreter",
-    "parser",         "view",      "encode",    "transforms", "view-transforms"};
-
-/// The folder that the user names, otherwise the one in the wheel, otherwise Debian's.
-std::filesystem::path vega_folder() {
-  const char* const requested = std::getenv("KVLAB_VEGA");
-  if (requested && *requested) return requested;
-  return installed_file("javascript/vega").value_or(kDebian);
-}
-
-/// The module's text without the line that names its source map.
-std::string module_script(const std::filesystem::path& file, std::string_view name) {
-  std::string text = read_text_file(file.string(), kMaxBytes);
-  text.resize(std::min(text.find("//# sourceMappingURL="), text.size()));
-  // vega-functions requires vega-selection by another name.
-  return fmt::format("vegaModule('vega-{}', function (exports, module, require) {{\n{}\n}});\n",
-                     name == "selection" ? "selections" : name, text);
-}
-
-constexpr std::array<std::string_view, 10> kScripts{
-    "data.js", "elements.js", "chart.js", "curves.js", "heads.js",
-    "axis.js", "points.js",   "kept.js",  "tables.js", "main.js"};
-
-/// Inside <script>, only "</script" and "<!--" are special. JSON may escape "<".
-std::string json_element(const nlohmann::ordered_json& data) {
-  std::string text = json_text(data, -1);
-  text = replace_all(text, "<", "\\u003c");
-  return fmt::format("<script type=\"application/json\" id=\"data\">{}</script>\n", text);
-}
-
-std::string script_element(std::string text) {
-  text = replace_all(text, "</script", "<\\/script");
-  text = replace_all(text, "<!--", "<\\!--");
-  return fmt::format("<script>\n{}</script>\n", text);
-}
-
-}  // namespace
-
-std::optional<std::string> vega_script() {
-  const std::filesystem::path folder = vega_folder();
-  std::string script =
-      fmt::format("/*\n{}*/\n{}", page_file("vega-licence.txt"), page_file("modules.js"));
-  for (const std::string_view name : kModules) {
-    const std::filesystem::path file = folder / fmt::format("vega-{}.min.js", name);
-    if (!std::filesystem::is_regular_file(file)) return std::nullopt;
-    script += module_script(file, name);
-  }
-  return script;
-}
-
-std::span<const EmbeddedText> page_files();
-
-std::string_view page_file(std::string_view name) {
-  for (const EmbeddedText& file : page_files())
-    if (file.path.substr(file.path.rfind('/') + 1) == name) return file.text;
-  throw std::out_of_range("sim/report/page holds no " + std::string(name));
-}
-
-std::string script_elements(const nlohmann::ordered_json& data, std::string_view vega) {
-  std::string own = "(() => {\n'use strict';\n";
-  for (const std::string_view name : kScripts) own += page_file(name);
-  return json_element(data) + script_element(std::string(vega)) + script_element(own + "})();\n");
 }
 
 }  // namespace kvlab

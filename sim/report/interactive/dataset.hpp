@@ -3,7 +3,6 @@
 
 #include <map>
 #include <nlohmann/json_fwd.hpp>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -51,26 +50,5 @@ nlohmann::ordered_json dataset_of(const MetricTable& metric_table,
                                   const std::vector<SeriesStyle>& styles,
                                   std::span<const SequenceGroup> groups,
                                   const DatasetOptions& options);
-
-// The scripts of the interactive page: Vega, kvlab's scripts (sim/report/page/), and their data.
-
-// Vega is the library that draws figures. kvlab finds it where Debian's libjs-vega installs it.
-
-/// The message if vega_script() finds nothing.
-inline constexpr std::string_view kNoVega =
-    "the page has tables but no figures, because Vega was not found (Debian: install libjs-vega; "
-    "elsewhere: set KVLAB_VEGA to its folder)";
-
-/// Vega's modules as one script after their licence. Looks in the folder that the environment
-/// variable KVLAB_VEGA names, otherwise in the Python package, otherwise in Debian's folder.
-/// Returns nullopt if a module is missing.
-std::optional<std::string> vega_script();
-
-/// A file of sim/report/page/, by its name. Throws std::out_of_range if there is none.
-std::string_view page_file(std::string_view name);
-
-/// The elements at the end of an interactive page: `data` as JSON, escaped so that no text in it
-/// can end the element, then the scripts. `vega` is the result of vega_script().
-std::string script_elements(const nlohmann::ordered_json& data, std::string_view vega);
 
 }  // namespace kvlab

@@ -1,5 +1,5 @@
 // A figure: a Vega view that follows the page's width and theme, with buttons to take it away.
-const vega = joinedVega();
+const vega = typeof joinedVega === 'function' ? joinedVega() : null;  // where Vega was not found, a page has no figures
 const charts = [];
 
 function viewOf(spec, width, options = {}) {

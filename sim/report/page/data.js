@@ -1,5 +1,5 @@
-// What the page shows: JSON, with long rows of numbers as base64 of little-endian float32 (or of
-// its first three bytes, where the page would be too large).
+// What the page shows: JSON, with long rows of numbers as base64 of little-endian float64, or by layer and head of
+// float32 (or of its first three bytes, where the page would be too large).
 function bytesOf(text) {
   return Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 }
@@ -7,6 +7,7 @@ function bytesOf(text) {
 function numbersOf(packed) {
   if (!packed) return null;
   const bytes = bytesOf(packed.base64), width = packed.bytes;
+  if (width === 8) return new Float64Array(bytes.buffer);
   const count = bytes.length / width, wide = new Uint8Array(4 * count);
   for (let i = 0; i < count; ++i)
     for (let b = 0; b < width; ++b) wide[4 * i + 4 - width + b] = bytes[width * i + b];
@@ -59,33 +60,4 @@ class MetricTable {
     const values = [...all.slice(first, first + table.places)].filter((v) => !Number.isNaN(v));
     return values.length > 1 ? values : null;
   }
-}
-
-/** About three significant digits, no exponent: 0.0123, 1.23, 1,230. */
-function numberText(value) {
-  if (value === 0) return '0';
-  const decimals = Math.min(8, Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value)))));
-  return value.toLocaleString('en-US', {minimumFractionDigits: decimals, maximumFractionDigits: decimals});
-}
-
-/** A difference and its 95% interval, to two digits of the interval: 0.0046 (0.0012 to 0.0080). */
-function differenceText(mean, low, high) {
-  if (low === null) return numberText(mean);
-  const size = high > low ? (high - low) / 2 : Math.abs(mean);
-  const decimals = size > 0 ? Math.min(8, Math.max(0, 1 - Math.floor(Math.log10(size)))) : 0;
-  const [m, l, h] = [mean, low, high].map((value) => value.toFixed(decimals).replace(/^-(0(\.0*)?)$/, '$1'));
-  return `${m} (${l} to ${h})`;
-}
-
-/** Whether numbers, zeros aside, are of such different sizes that a linear axis would hide most of them. */
-function spansDecades(values) {
-  const positive = values.filter((v) => v > 0);
-  return positive.length > 0 && Math.min(...values) >= 0 && Math.max(...positive) > 10 * Math.min(...positive);
-}
-
-/** Text as a figure shows it: shortened, without marks that turn the text around them. */
-function shown(text, most = 40) {
-  const plain = String(text).replace(/[\u0000-\u001f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, '\ufffd');
-  const letters = [...plain.slice(0, 4 * most)];
-  return letters.length > most ? letters.slice(0, most - 1).join('') + '…' : plain;
 }

@@ -15,7 +15,7 @@ class Page {
   /** Twelve lines are as many as a reader can follow: the first of the table, window and the oracles stay. */
   hideMany() {
     const {group, metric, budget} = this.state;
-    const best = this.data.ranking[group][metric][budget].rows.slice(0, 10).map(([s]) => s);
+    const best = (this.data.ranking[group][metric][budget]?.rows ?? []).slice(0, 10).map(([s]) => s);
     if (this.data.series.length > 14)
       this.data.series.forEach((one, s) => {
         if (!best.includes(s) && !one.oracle && one.policy !== 'window') this.state.hidden.add(s);
@@ -171,12 +171,16 @@ class Page {
   }
 }
 
-/** What there is to choose from, the figures that the page brings, and its tables. */
+const kPages = {replay: replayPage, eval: evalPage, task: taskPage, fidelity: fidelityPage, tune: tunePage, compare: comparePage};
+
+/** Puts the page's words and tables in their places, then its figures, of which some can be changed. */
 async function openPage(data) {
+  if (!vega) document.querySelector('main').append(quiet(data.without_figures));
+  layOut(kPages[data.kind](data));
   const page = data.series ? new Page(data) : null;
   page?.open();
   const labels = (figure) => figure?.series.map((one) => one.label).join('\n');
-  const brought = (data.figures ?? []).map((figure, i, all) =>
+  const brought = (vega ? data.figures ?? [] : []).map((figure, i, all) =>
     new BroughtFigure(figure, page, figure.name === 'frontier' || labels(figure) !== labels(all[i + 1])));
   const drawBrought = () => Promise.all(brought.map((figure) => figure.draw()));
   document.querySelectorAll('main table').forEach((table) => {

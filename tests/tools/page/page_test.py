@@ -285,6 +285,13 @@ def check_halving(browser: Browser, policy_file: Path) -> None:
     check_front(browser, [json.loads(policy_file.read_text())["run"]["recommendation"]])
     for part in ("budget of 32 tokens", "KL 0.", "96 decoded tokens of carroll-alice"):
         assert part in answer, answer
+    file = json.loads(policy_file.read_text())["run"]
+    last = [one["policy"].split(":")[0] for one in file["rounds"][-1]["standings"]]
+    rows = texts_of(browser, "Rounds of successive halving")
+    assert [row[0].split(":")[0] for row in rows][:len(last)] == last and "leads" in rows[0], rows
+    said = browser.js("return document.querySelector('main').innerText")
+    for part in ("Recommendation by KL", "Order by offline replay", "all ", f"Ended: {file['ended']}."):
+        assert part in said, (part, said)
     text = browser.js("return document.body.innerText")
     assert "count" not in text and "budget: round" not in text and "sinks=0:recent=0" not in text
     assert browser.js("return document.querySelectorAll('input[type=checkbox]').length") == 0
@@ -343,6 +350,15 @@ def check_looks(browser: Browser) -> None:
     browser.resize(1280)
 
 
+def tainted(value: Any) -> Any:
+    """The same JSON with untrusted texts."""
+    if isinstance(value, dict):
+        return {key: tainted(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [tainted(one) for one in value]
+    return HOSTILE + value if isinstance(value, str) else value
+
+
 def hostile(page: str) -> str:
     """The report with untrusted names in its data, as JSON escapes them."""
     opened = page.index('id="data">') + len('id="data">')
@@ -357,6 +373,14 @@ def hostile(page: str) -> str:
         figure["title"] = figure["x"]["title"] = HOSTILE
         for series in figure["series"]:
             series["label"] = HOSTILE + series["label"]
+    for made in data["recommendations"]:
+        made["name"] = HOSTILE
+        made["notes"] = made["warnings"] = [HOSTILE]
+        for one in made["budgets"]:
+            one["budget"] = one["choice"] = one["runner_up"] = one["metric"] = HOSTILE
+            one["not_significantly_different"] = [HOSTILE]
+    data["facts"] = tainted(data["facts"])
+    data["note"] = HOSTILE
     data["kept"]["tokens"] = [HOSTILE] * len(data["kept"]["tokens"])
     return page[:opened] + json.dumps(data).replace("<", "\\u003c") + page[closed:]
 
@@ -367,6 +391,8 @@ def check_hostile(browser: Browser, page: Path) -> None:
     browser.open(page)
     assert browser.js("return document.querySelectorAll('img').length") == 0
     assert browser.js("return document.documentElement.scrollWidth") <= 1280
+    text = browser.js("return document.querySelector('main').innerText")
+    assert "<img src=//e.example/x onerror=alert(1)>" in text and "\u202e" not in text, "the names are shown as text"
     browser.choose("metric", "recall")
     assert len(browser.dots()) >= 6
     check_hand_text = browser.driver.execute_async_script(
@@ -397,6 +423,7 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
         if what == "tuned.json":
             check_halving(browser, folder / what)
         if what == "eval":
+            check_eval(browser, folder / what)
             check_front(browser, json.loads((folder / "eval/eval.json").read_text())["recommendations"])
             answer = browser.js("return document.querySelector('header').innerText")
             assert "6 configurations and the full cache, over 198 scored tokens" in answer, answer
@@ -430,6 +457,80 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
     browser.check_quiet()
 
 
+def check_without_vega(browser: Browser, call: Any, folder: Path) -> None:
+    """Without Vega, pages have their tables and say in one line what is missing."""
+    before = os.environ.get("KVLAB_VEGA")
+    os.environ["KVLAB_VEGA"] = "/nowhere"
+    for what in ("run", "eval", "tuned.json"):
+        call("report", folder / what, "--out", folder / "bare.html")
+        browser.open(folder / "bare.html")
+        text = browser.js("return document.querySelector('main').innerText")
+        assert text.count("libjs-vega") == 1, text
+        assert browser.js("return document.querySelectorAll('main table.recommendations tbody tr').length") >= 1
+        assert browser.js("return document.querySelectorAll('main table').length") >= 2, what
+        assert browser.js("return document.querySelectorAll('.chart').length") == 0
+        browser.check_quiet()
+    del os.environ["KVLAB_VEGA"]
+    if before is not None:
+        os.environ["KVLAB_VEGA"] = before
+
+
+def texts_of(browser: Browser, heading: str) -> list[list[str]]:
+    """The rows of the first table below a heading."""
+    return browser.js("const h = [...document.querySelectorAll('h2')].find((h) => h.innerText === arguments[0]);"
+                      "return [...h.parentElement.querySelector('table').tBodies[0].rows].map((r) => "
+                      "[...r.cells].map((c) => c.textContent))", heading)
+
+
+def check_replay(browser: Browser, run: Path) -> None:
+    """The report says what it was made from, and its table of all metrics has the numbers of results.csv."""
+    text = browser.js("return document.querySelector('main').innerText")
+    info = json.loads((run / "run.json").read_text())
+    for part in ("What each budget buys", "Where it is lost", "What was kept, seen", "What the metrics mean",
+                 "Where this comes from", "queries and keys come from the full-cache run", info["traces"][0]["hash"],
+                 "4 policies at 2 budgets, replayed over 1 captured text"):
+        assert part in text, (part, text)
+    labels = {label: name for label, name in browser.js("return kvlabPage.page.data.metrics.map((m) => [m.label, m.name])")}
+    heads = browser.js("return [...[...document.querySelectorAll('table')].at(-1).tHead.rows[0].cells].map((c) => c.innerText)")
+    cells = browser.js("return [...[...document.querySelectorAll('table')].at(-1).tBodies[0].rows].map((r) => "
+                       "[...r.cells].map((c) => c.dataset.value ?? c.textContent))")
+    value = {(row["policy"], row["budget"], row["metric"]): float(row["value"]) for row in rows_of(run) if row["layer"] == "all"}
+    assert len(cells) == 2 * (4 + 2) + 1, [row[:2] for row in cells]
+    for row in cells:
+        for head, cell in list(zip(heads, row))[2:]:
+            wanted = value.get((row[0], row[1], labels[head]))
+            assert cell == "–" if wanted is None else same(float(cell), wanted), (row[:2], head, cell, wanted)
+
+
+def check_eval(browser: Browser, folder: Path) -> None:
+    """Its tables of candidates and of metrics have the numbers and the order of eval.json."""
+    evaluation = json.loads((folder / "eval.json").read_text())
+    made = evaluation["recommendations"][0]
+    rows = texts_of(browser, "All policies at each budget")
+    assert [row[0] for row in rows] == [one["policy"] for one in made["order"] + made["over_budget"]], rows
+    assert [row[0] for row in rows if row[5] == "chosen"] == [made["choice"]], rows
+    assert all(row[5] in ("chosen", "significant", "not significant", "no interval known", "over budget") for row in rows)
+    caption = browser.js("return [...document.querySelectorAll('caption')].map((c) => c.innerText)")
+    assert [text for text in caption if text in ("budget 32", "budget 64")] == ["budget 32", "budget 64"], caption
+    rows = texts_of(browser, "All metrics")
+    assert len(rows) == len(evaluation["configurations"]), rows
+    for row, one in zip(rows, evaluation["configurations"]):
+        assert row[1] == one["budget"] and abs(float(row[4]) - one["kl"]) <= 0.005 * one["kl"], (row, one)
+
+
+def check_fidelity(browser: Browser, folder: Path) -> None:
+    fidelity = json.loads((folder / "fidelity.json").read_text())
+    standard = fidelity["default_metric"]
+    answer = browser.js("return document.querySelector('.answer').innerText")
+    for budget, rho in fidelity["metrics"][standard]["within"].items():
+        assert f"{rho:.2f} at {budget}" in answer, answer
+    rows = texts_of(browser, "Within a budget")
+    assert {row[0] for row in rows[:-1]} == set(fidelity["metrics"]) and rows[-1][0] == "text against text", rows
+    text = browser.js("return document.querySelector('main').innerText")
+    assert text.index("Error against memory") < text.index("Within a budget")
+    assert "160, 64 of them prompt" in text and f"Where {standard} is wrong" in text, text
+
+
 MANY = ("window,sink,lru,h2o,streaming_h2o,random,a2sf,tova,lfu,h2o_mean,roco,scissorhands,lazy_eviction,snapkv,nacl,"
         "knorm,keydiff,a2sf:keep=0.9,lagkv,expected_attention,r_kv,h2o:recent=25%,sink:sinks=8,lru:recent=25%")
 
@@ -451,7 +552,9 @@ def check_axes(browser: Browser, call: Any, source: Path, folder: Path) -> None:
         for metric in metrics:
             browser.choose("metric", metric)
             check_ticks(browser)
-        if what != "fidelity":
+        if what == "fidelity":
+            check_fidelity(browser, folder / what)
+        else:
             check_front(browser, json.loads((folder / what / "run.json").read_text())["recommendations"])
             check_orders(browser)
         if what == "many":
@@ -499,8 +602,8 @@ def check_orders(browser: Browser) -> None:
             assert shown == [row[0] for row in wanted["rows"] if row[0] in shown] and shown, (metric, budget, rows)
             chosen = [int(row[0]) for row in rows if row[1] == "chosen"]
             assert chosen == [wanted["choice"]] * len(chosen), (metric, budget, rows)
-            if metric == data["headline"] and data["recommendations"][0]:
-                made = data["recommendations"][0][budget]
+            if metric == data["headline"] and data["recommendations"][0]["budgets"]:
+                made = data["recommendations"][0]["budgets"][budget]
                 names = [one["policy"] for one in made["order"] + made["over_budget"]]
                 assert [data["series"][s] for s in shown] == names, (budget, names)
                 assert [data["series"][s] for s in chosen] == [made["choice"]], (made["choice"], rows)
@@ -518,6 +621,8 @@ def check_first_screen(browser: Browser) -> None:
         assert all(end <= height for end in ends), (width, ends)
         assert browser.js("return document.documentElement.scrollWidth") <= width
     browser.resize(1280)
+    browser.until("return kvlabPage.drawnAt === innerWidth")
+    browser.settle()
 
 
 def check_sweep(browser: Browser, call: Any, source: Path, folder: Path) -> None:
@@ -628,6 +733,7 @@ def main() -> None:
             seconds = browser.open(page)
             check_front(browser, json.loads((run / "run.json").read_text())["recommendations"])
             check_orders(browser)
+            check_replay(browser, run)
             check_first_screen(browser)
             check_controls(browser, run)
             check_heads(browser, run)
@@ -643,6 +749,7 @@ def main() -> None:
             check_hostile(browser, page)
             browser.check_quiet()
             check_other_pages(browser, call, source, Path(folder))
+            check_without_vega(browser, call, Path(folder))
             check_sweep(browser, call, source, Path(folder))
             check_axes(browser, call, source, Path(folder))
         finally:

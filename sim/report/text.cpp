@@ -1,4 +1,4 @@
-#include "sim/report/html.hpp"
+#include "sim/report/text.hpp"
 
 #include <fmt/format.h>
 
@@ -13,10 +13,6 @@ int decimals_of(double value) {
   const double size = std::abs(value);
   if (size == 0) return 0;
   return static_cast<int>(std::clamp(2 - std::floor(std::log10(size)), 0.0, 8.0));
-}
-
-std::string data_attribute(const char* name, double value) {
-  return std::isfinite(value) ? fmt::format(" data-{}=\"{}\"", name, value) : "";
 }
 
 std::string with_separators(std::string digits) {
@@ -71,41 +67,6 @@ std::string join_names(const std::vector<std::string>& names) {
     text += names[i];
   }
   return text;
-}
-
-Cell number_cell(double value) {
-  return std::isnan(value) ? Cell("–") : Cell(number_text(value), value);
-}
-
-Cell average_cell(const Average& average) {
-  Cell cell(average_text(average), average.mean);
-  if (std::isfinite(average.standard_error)) cell.error = average.standard_error;
-  return cell;
-}
-
-Cell bytes_cell(double bytes) { return {bytes_text(bytes), bytes}; }
-
-std::string table(const std::vector<Column>& columns, const std::vector<std::vector<Cell>>& rows,
-                  std::string_view caption) {
-  std::string html = "<div class=\"scroll\"><table>";
-  if (!caption.empty()) html += fmt::format("<caption>{}</caption>", caption);
-  html += "<thead><tr>";
-  for (const Column& column : columns)
-    html += fmt::format("<th scope=\"col\"{}>{}</th>", column.numeric ? " class=\"n\"" : "",
-                        column.heading);
-  html += "</tr></thead>\n<tbody>";
-  for (const auto& row : rows) {
-    html += "<tr>";
-    for (std::size_t i = 0; i < row.size(); ++i)
-      html += fmt::format("<td{}{}{}>{}</td>",
-                          columns[i].numeric ? " class=\"n\""
-                          : columns[i].wraps ? " class=\"w\""
-                                             : "",
-                          data_attribute("value", row[i].value),
-                          data_attribute("error", row[i].error), row[i].html);
-    html += "</tr>\n";
-  }
-  return html + "</tbody></table></div>\n";
 }
 
 }  // namespace kvlab

@@ -3,8 +3,7 @@
 #pragma once
 
 #include <filesystem>
-#include <functional>
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -40,16 +39,10 @@ std::vector<ResultRow> all_rows(const ScoreSet& set);
 
 /// The recommendation at each budget by `metric`, from the first group, which covers everything.
 std::vector<Recommendation> recommendations_for(const ScoreSet& set, const MetricInfo& metric);
-/// The colour of each candidate, by name.
-std::function<std::string(const std::string&)> colours_for(const ScoreSet& set);
 
-/// HTML sections with figures, and the data for their scripts, as html_page() takes them.
-struct Explorer {
-  std::string sections;
-  nlohmann::ordered_json data;
-};
-/// `heading` is HTML.
-Explorer explorer_of(const ScoreSet& set, std::string_view heading);
+/// The part of a page's data that its reader explores: every metric by series and budget, and the
+/// figure of error against memory.
+nlohmann::ordered_json explorer_data(const ScoreSet& set);
 
 /// Figures of every metric against the budget, and of the frontier, from the first group, which
 /// covers everything.

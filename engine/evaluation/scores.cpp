@@ -1,4 +1,4 @@
-#include "engine/evaluation/pages/scores.hpp"
+#include "engine/evaluation/scores.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -11,8 +11,6 @@
 
 #include "engine/evaluation/eval/score.hpp"
 #include "sim/report/figure.hpp"
-#include "sim/report/html.hpp"
-#include "sim/report/page.hpp"
 #include "sim/report/recommendation.hpp"
 #include "sim/run/results.hpp"
 #include "sim/run/run.hpp"
@@ -243,6 +241,23 @@ std::vector<std::size_t> drawn_for(const MetricTable& metric_table, const Metric
   return drawn;
 }
 
+/// The colour of each candidate, by name.
+ColourOf colours_for(const ScoreSet& set) {
+  const MetricTable metric_table(set.groups.front().rows);
+  const auto styles = styles_of(metric_table.series());
+  std::map<std::string, std::string> colours;
+  for (std::size_t s = 0; s < styles.size(); ++s)
+    colours[metric_table.series()[s].label] = styles[s].colour;
+  for (std::size_t b = 0; b < set.recommended.size(); ++b)
+    for (std::size_t c = 0; c < set.recommended[b].size(); ++c)
+      if (const auto s = find_series(metric_table, set.recommended[b][c]))
+        colours[set.recommendations[b].candidates[c].name] = styles[*s].colour;
+  return [colours](const std::string& name) {
+    const auto found = colours.find(name);
+    return found == colours.end() ? std::string() : found->second;
+  };
+}
+
 }  // namespace
 
 ScoreSet load_scores(const std::filesystem::path& folder) {
@@ -278,22 +293,6 @@ std::vector<Recommendation> recommendations_for(const ScoreSet& set, const Metri
   return made;
 }
 
-std::function<std::string(const std::string&)> colours_for(const ScoreSet& set) {
-  const MetricTable metric_table(set.groups.front().rows);
-  const auto styles = styles_of(metric_table.series());
-  std::map<std::string, std::string> colours;
-  for (std::size_t s = 0; s < styles.size(); ++s)
-    colours[metric_table.series()[s].label] = styles[s].colour;
-  for (std::size_t b = 0; b < set.recommended.size(); ++b)
-    for (std::size_t c = 0; c < set.recommended[b].size(); ++c)
-      if (const auto s = find_series(metric_table, set.recommended[b][c]))
-        colours[set.recommendations[b].candidates[c].name] = styles[*s].colour;
-  return [colours](const std::string& name) {
-    const auto found = colours.find(name);
-    return found == colours.end() ? std::string() : found->second;
-  };
-}
-
 std::vector<ResultRow> all_rows(const ScoreSet& set) {
   std::vector<ResultRow> rows;
   for (const SequenceGroup& group : set.groups)
@@ -314,10 +313,9 @@ std::vector<Figure> figures_of(const ScoreSet& set) {
   return found;
 }
 
-Explorer explorer_of(const ScoreSet& set, std::string_view heading) {
+nlohmann::ordered_json explorer_data(const ScoreSet& set) {
   const std::vector<ResultRow> rows = all_rows(set);
-  const MetricTable metric_table(rows);
-  const auto styles = styles_of(metric_table.series());
+  const MetricTable metric_table(rows), first(set.groups.front().rows);
   const auto metric = std::ranges::find(set.metrics, set.headline, &MetricInfo::name);
   DatasetOptions options{.headline = set.headline,
                          .decided = decided_tables(set, metric_table),
@@ -327,11 +325,10 @@ Explorer explorer_of(const ScoreSet& set, std::string_view heading) {
   if (!made.empty()) options.budget = made[decisive_budget(made)].scope.budget;
   for (const Series& series : metric_table.series())
     options.drawn.push_back(series.policy != kOracleTopk);
-  auto data = dataset_of(metric_table, styles, set.groups, options);
+  auto data = dataset_of(metric_table, styles_of(metric_table.series()), set.groups, options);
+  data["description"] = set.note;
+  data["recommendations"].push_back(page_json(made, colours_for(set)));
   data["winner"] = nullptr;
-  data["recommendations"] = nlohmann::ordered_json::array();
-  data["recommendations"].push_back(recommendations_json(made));
-  const MetricTable first(set.groups.front().rows);
   if (!made.empty())
     if (const std::size_t choice =
             data["ranking"][0][set.headline][data["budget"].get<std::size_t>()]["choice"]
@@ -339,16 +336,9 @@ Explorer explorer_of(const ScoreSet& set, std::string_view heading) {
         choice < metric_table.series().size())
       data["winner"] = choice;
   if (set.kind == "task") data["x_title"] = "budget, as requested";
-  Explorer explorer;
   if (metric != set.metrics.end() && !metric->higher_is_better)
-    explorer.sections =
-        frontier_section(frontier_figure(first, drawn_for(first, *metric), *metric), data);
-  explorer.sections += html_open_section("explore", heading, escape(set.note));
-  if (data["heads"] > 0)
-    explorer.sections +=
-        html_open_section("heads", "By layer and head", escape(data["note"].get<std::string>()));
-  explorer.data = std::move(data);
-  return explorer;
+    add_figures(data, {frontier_figure(first, drawn_for(first, *metric), *metric)});
+  return data;
 }
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-#include "engine/evaluation/pages/compare.hpp"
+#include "engine/evaluation/compare.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -10,12 +10,13 @@
 
 #include "policies/catalogue.hpp"
 #include "sim/replay.hpp"
-#include "sim/report/html.hpp"
-#include "sim/report/page.hpp"
 #include "sim/report/recommendation.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
+
+using nlohmann::ordered_json;
 
 /// The folders' names, with a number if two are equal. Contains no ':' or '=', which separate
 /// parameters.
@@ -132,92 +133,57 @@ std::vector<ComparedRow> rows_of(const std::vector<ScoreSet>& sets, const Compar
   return compared;
 }
 
-std::string table_of(const Comparison& comparison) {
-  std::vector<Column> columns{{"policy", false}, {"budget"}, {"model", false}};
-  for (const std::string& name : comparison.names) columns.push_back({escape(name)});
-  const bool paired = std::ranges::any_of(
-      comparison.rows, [](const ComparedRow& line) { return line.difference.has_value(); });
-  if (paired)
-    columns.insert(columns.end(), {{fmt::format("{} − {}", escape(comparison.names.back()),
-                                                escape(comparison.names.front()))},
-                                   {"95% from"},
-                                   {"to"},
-                                   {"", false}});
-  std::vector<std::vector<Cell>> rows;
-  for (const ComparedRow& line : comparison.rows) {
-    std::vector<Cell> row{escape(brief_policy(line.policy)), escape(line.budget),
-                          escape(line.group)};
-    for (const auto& score : line.scores) row.push_back(score ? average_cell(*score) : Cell("–"));
-    if (paired && line.difference) {
-      const Difference& difference = *line.difference;
-      for (const double value :
-           {difference.mean, difference.interval.low, difference.interval.high})
-        row.push_back(number_cell(value));
-      row.emplace_back(difference.significantly_different() ? "significant" : "not significant");
-    } else if (paired) {
-      row.insert(row.end(), {"–", "", "", "no text in common"});
-    }
-    rows.push_back(std::move(row));
-  }
-  return html_section("Configurations that the runs share",
-                      rows.empty() ? "No configuration is in two of the runs." : "",
-                      rows.empty() ? "" : table(columns, rows));
-}
-
 /// Whether a row is a policy that evicts, not an oracle or the full cache.
 bool is_policy(const ComparedRow& line) {
   const std::string name = line.policy.substr(0, line.policy.find(':'));
   return name != "full" && !is_oracle(name);
 }
 
-/// How often the last run is better on the texts that it shares with the first.
-std::string shared_text(const Comparison& comparison) {
+/// How often the last run is better than the first, over the policies that both have.
+ordered_json shared_json(const Comparison& comparison) {
   const MetricInfo& metric =
       *std::ranges::find(comparison.together.metrics, comparison.metric, &MetricInfo::name);
-  std::size_t better = 0, worse = 0, alike = 0, shared = 0;
+  std::size_t better = 0, worse = 0, similar = 0, configurations = 0;
   for (const ComparedRow& line : comparison.rows) {
     if (!is_policy(line)) continue;
-    ++shared;
+    ++configurations;
     if (!line.difference) continue;
     if (!line.difference->significantly_different())
-      ++alike;
+      ++similar;
     else
       ++((line.difference->mean > 0) == metric.higher_is_better ? better : worse);
   }
-  const std::string first = escape(comparison.names.front()),
-                    last = escape(comparison.names.back());
-  if (shared == 0)
-    return "No policy has the same settings and budget in two of the runs, so there is no "
-           "difference to show.";
-  const std::string configurations =
-      fmt::format("{} {}", shared, shared == 1 ? "configuration is" : "configurations are");
-  if (better + worse + alike == 0)
-    return fmt::format(
-        "{} in two of the runs, but the runs share no text, so differences are not paired and not "
-        "shown.",
-        configurations);
-  return fmt::format(
-      "{} in both and measured on the same texts. <strong>{}</strong> is significantly better than "
-      "<strong>{}</strong> in {}, significantly worse in {}, and not significantly different in "
-      "{}.{}",
-      configurations, last, first, better, worse, alike,
-      comparison.warning.empty() ? ""
-                                 : " Texts that are in only one run do not count for differences.");
+  return {{"configurations", configurations},
+          {"better", better},
+          {"worse", worse},
+          {"similar", similar}};
 }
 
-/// The recommendations of each run.
-std::string front_of(const Comparison& comparison) {
-  std::string html = fmt::format("<p class=\"answer\" style=\"--accent:var(--blue)\">{}</p>\n",
-                                 shared_text(comparison));
-  for (std::size_t i = 0; i < comparison.names.size(); ++i)
-    if (!comparison.recommendations[i].empty())
-      html += recommendations_html(
-          comparison.recommendations[i], "", [](const std::string&) { return std::string(); },
-          comparison.names[i]);
-  return html + fmt::format(
-                    "<p class=\"next\"><strong>Next:</strong> <code>kvlab report {} --out "
-                    "page.html</code></p>\n",
-                    escape(comparison.names.back()));
+ordered_json average_json(const std::optional<Average>& average) {
+  if (!average) return nullptr;
+  return {{"mean", average->mean},
+          {"error", number_or_null(average->standard_error)},
+          {"low", number_or_null(average->interval.low)},
+          {"high", number_or_null(average->interval.high)}};
+}
+
+ordered_json mean_json(const std::optional<Average>& average) {
+  return average ? ordered_json(average->mean) : ordered_json(nullptr);
+}
+
+ordered_json row_json(const ComparedRow& row, const std::vector<std::string>& names) {
+  ordered_json values = ordered_json::object();
+  for (std::size_t i = 0; i < names.size(); ++i) values[names[i]] = mean_json(row.scores[i]);
+  return {{"model", row.group},
+          {"policy", row.policy},
+          {"budget", row.budget},
+          {"values", values},
+          {"difference", mean_json(row.difference)},
+          {"interval", row.difference ? difference_json(*row.difference) : ordered_json(nullptr)},
+          {"stderr",
+           row.difference ? number_or_null(row.difference->standard_error) : ordered_json(nullptr)},
+          {"not_significantly_different",
+           row.difference && !row.difference->significantly_different()}};
 }
 
 }  // namespace
@@ -262,20 +228,41 @@ Comparison compare(std::vector<ScoreSet> sets, const std::string& metric) {
   return comparison;
 }
 
-std::string compare_page(const Comparison& comparison) {
-  const std::string title = "How do " + join_names(comparison.names) + " differ?";
-  const Explorer explorer =
-      explorer_of(comparison.together, "Each policy of each " + comparison.together.kind);
-  std::set<std::string> groups;
-  for (const SequenceGroup& group : comparison.together.groups) groups.insert(group.name);
-  const std::string context =
-      fmt::format("{} {}s, compared by {}. Models: {}. Values are not averaged over models.",
-                  comparison.names.size(), comparison.together.kind, escape(comparison.metric),
-                  escape(fmt::format("{}", fmt::join(groups, "; "))));
-  return html_page("kvlab: " + title,
-                   html_front("kvlab compare", escape(title), context, front_of(comparison)) +
-                       explorer.sections + table_of(comparison),
-                   explorer.data);
+ordered_json comparison_json(const Comparison& comparison) {
+  ordered_json rows = ordered_json::array(), recommendations = ordered_json::object();
+  for (std::size_t i = 0; i < comparison.names.size(); ++i)
+    recommendations[comparison.names[i]] = recommendations_json(comparison.recommendations[i]);
+  for (const ComparedRow& row : comparison.rows) rows.push_back(row_json(row, comparison.names));
+  return {{"metric", comparison.metric},
+          {"runs", comparison.names},
+          {"warning", comparison.warning},
+          {"recommendations", recommendations},
+          {"rows", rows}};
+}
+
+PageDocument compare_page(const Comparison& comparison) {
+  ordered_json data = explorer_data(comparison.together), facts = comparison_json(comparison);
+  data["kind"] = "compare";
+  facts["of"] = comparison.together.kind;
+  facts["shared"] = shared_json(comparison);
+  facts.erase("recommendations");
+  facts["runs"] = ordered_json::array();
+  std::string text;
+  for (std::size_t i = 0; i < comparison.names.size(); ++i) {
+    const auto& made = comparison.recommendations[i];
+    const auto no_colour = [](const std::string&) { return std::string(); };
+    facts["runs"].push_back(page_json(made, no_colour, comparison.names[i]));
+    text += comparison.names[i] + "\n" + recommendations_text(made);
+  }
+  for (std::size_t i = 0; i < comparison.rows.size(); ++i) {
+    ordered_json& row = facts["rows"][i];
+    row["label"] = brief_policy(comparison.rows[i].policy);
+    row["scores"] = ordered_json::array();
+    for (const auto& score : comparison.rows[i].scores)
+      row["scores"].push_back(average_json(score));
+  }
+  data["facts"] = std::move(facts);
+  return {std::move(data), std::move(text)};
 }
 
 }  // namespace kvlab

@@ -1,10 +1,12 @@
 // Compares several runs, evaluations or tasks.
 #pragma once
 
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
-#include "engine/evaluation/pages/scores.hpp"
+#include "engine/evaluation/scores.hpp"
+#include "sim/report/page.hpp"
 
 namespace kvlab {
 
@@ -32,6 +34,8 @@ struct Comparison {
 /// fewer than two sets, sets of different kinds, or if not all have the metric.
 Comparison compare(std::vector<ScoreSet> sets, const std::string& metric);
 
-std::string compare_page(const Comparison& comparison);
+/// What `kvlab compare --json` prints.
+nlohmann::ordered_json comparison_json(const Comparison& comparison);
+PageDocument compare_page(const Comparison& comparison);
 
 }  // namespace kvlab

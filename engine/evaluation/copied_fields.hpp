@@ -1,0 +1,28 @@
+// Copies fields of untrusted result files to pages. A table of fields says what each must be.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "traces/base/json_fields.hpp"
+
+namespace kvlab {
+
+/// `policy` is text that is written without default settings; `optional` is a number, or null if it
+/// is absent.
+enum class FieldKind { text, policy, whole, number, optional };
+
+struct CopiedField {
+  std::string_view key;
+  FieldKind kind;
+};
+
+/// The fields under the same keys. Throws std::runtime_error if one is not of its kind.
+nlohmann::ordered_json copied(const JsonFields& from, std::span<const CopiedField> fields);
+/// The same of each object of a list.
+nlohmann::ordered_json copied(const std::vector<JsonFields>& from,
+                              std::span<const CopiedField> fields);
+
+}  // namespace kvlab

@@ -1,0 +1,82 @@
+#include <fmt/format.h>
+
+#include "engine/evaluation/copied_fields.hpp"
+#include "engine/evaluation/eval/score.hpp"
+#include "engine/evaluation/pages.hpp"
+#include "engine/evaluation/scores.hpp"
+#include "policies/catalogue.hpp"
+#include "sim/report/recommendation.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/old_keys.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+constexpr std::size_t kMaxEvalBytes = std::size_t{256} << 20;
+
+constexpr CopiedField kEvalFields[] = {{"model", FieldKind::text},
+                                       {"tokens", FieldKind::whole},
+                                       {"queries", FieldKind::text},
+                                       {"weights_xxh3", FieldKind::text},
+                                       {"kvlab", FieldKind::text}};
+constexpr CopiedField kEvalConfiguration[] = {{"policy", FieldKind::text},
+                                              {"budget", FieldKind::text},
+                                              {"positions", FieldKind::text},
+                                              {"perplexity", FieldKind::optional},
+                                              {"kl", FieldKind::optional},
+                                              {"kl_p50", FieldKind::optional},
+                                              {"kl_p90", FieldKind::optional},
+                                              {"kl_p99", FieldKind::optional},
+                                              {"kl_deviation", FieldKind::optional},
+                                              {"top1_agreement", FieldKind::optional},
+                                              {"kv_bytes_mean", FieldKind::optional},
+                                              {"kv_bytes_peak", FieldKind::number}};
+
+ordered_json texts_in(const json& list) {
+  ordered_json texts = ordered_json::array();
+  for (const json& text : list) texts.push_back(text.is_string() ? text.get<std::string>() : "?");
+  return texts;
+}
+
+ordered_json configurations_in(const JsonFields& fields) {
+  ordered_json list = ordered_json::array();
+  for (const JsonFields& one : fields.objects("configurations")) {
+    list.push_back(copied(one, kEvalConfiguration));
+    const std::string params = one.text("params");
+    list.back()["label"] = brief_policy(one.text("policy") + (params.empty() ? "" : ":") + params);
+  }
+  return list;
+}
+
+/// The next command, for the choice at the decisive budget.
+std::string next_after_eval(const std::vector<Recommendation>& made) {
+  if (made.empty()) return "";
+  const Recommendation& decisive = made[decisive_budget(made)];
+  return fmt::format("kvlab generate --model DIR --prompt TEXT --policy {} --budget {}",
+                     decisive.chosen_candidate().name, decisive.scope.budget);
+}
+
+}  // namespace
+
+PageDocument eval_page(const std::filesystem::path& folder) {
+  const std::string file = (folder / kEvalJson).string();
+  const json top = parse_result_json(read_text_file(file, kMaxEvalBytes), file);
+  const JsonFields fields(top, file);
+  fields.check_format(kEvalFormat);
+  const ScoreSet scores = load_scores(folder);
+  ordered_json data = explorer_data(scores);
+  data["kind"] = "eval";
+  data["facts"] = copied(fields, kEvalFields);
+  data["facts"].update({{"texts", texts_in(fields.list("texts"))},
+                        {"configurations", configurations_in(fields)},
+                        {"has_recommendations", fields.has("recommendations")},
+                        {"next", next_after_eval(scores.recommendations)}});
+  if (fields.has("recommendations")) data["facts"]["warnings"] = texts_in(fields.list("warnings"));
+  return {std::move(data), recommendations_text(scores.recommendations)};
+}
+
+}  // namespace kvlab

@@ -1,0 +1,58 @@
+// The page of an end-to-end evaluation: what do evictions cost the model?
+
+const kEvalNote = 'End-to-end evaluation with teacher forcing: evictions change what later layers see. A difference is ' +
+  'significant if its 95% interval, paired over texts or over the blocks of one text, excludes zero.';
+const kEvalMeanings = [
+  ['KL', 'divergence of the next token’s distribution from the full cache’s, in nats; mean, and percentiles over the tokens'],
+  ['perplexity', 'exp of the mean −ln p of the text’s own next token'],
+  ['top-1', 'share of tokens at which the most likely next token is the same as with the full cache'],
+];
+
+/** Every configuration at one budget, in the order of the recommendation. */
+function candidatesTable(made) {
+  const row = (one, ...compared) => [named(one.policy), numberCell(one.mean), ...compared, bytesCell(one.kv_bytes_mean),
+    bytesCell(one.kv_bytes_peak)];
+  const ranked = made.order.map((one) => {
+    const {mean, low, high} = one.from_choice;
+    return one.policy === made.choice ? row(one, '', '', '', 'chosen')
+      : row(one, numberCell(mean), numberCell(low), numberCell(high), significance(one.from_choice));
+  });
+  const over = made.over_budget.map((one) => row(one, '', '', '', 'over budget'));
+  return dataTable(['policy', made.metric, 'minus the choice, nats', '95% from', 'to', '', 'mean KV', 'peak KV'],
+    [...ranked, ...over], {caption: `budget ${made.budget}`, texts: ['policy', '']});
+}
+
+function evalMetrics(configurations) {
+  const metrics = ['perplexity', 'kl', 'kl_p50', 'kl_p90', 'kl_p99', 'kl_deviation', 'top1_agreement'];
+  return dataTable(['policy', 'budget', 'positions', 'perplexity', 'KL', 'median', '90%', '99%', 'between texts', 'top-1',
+    'mean KV', 'peak KV'], configurations.map((one) => [named(one.label), named(one.budget), named(one.positions),
+    ...metrics.map((metric) => numberCell(one[metric])), bytesCell(one.kv_bytes_mean), bytesCell(one.kv_bytes_peak)]),
+  {texts: ['policy', 'positions']});
+}
+
+function evalFront({facts, recommendations}) {
+  if (!facts.has_recommendations)
+    return [answer('This evaluation was made by an older kvlab and has no recommendations. Evaluate again.')];
+  const [made] = recommendations, warnings = [...new Set([...made.warnings, ...facts.warnings])];
+  return [...recommended({...made, warnings}, facts.next), quiet(kEvalNote)];
+}
+
+function evalPage(data) {
+  const {facts} = data, full = facts.configurations.filter((one) => one.policy === 'full').length;
+  const evicting = facts.configurations.length - full, texts = joinNames(facts.texts.map(named));
+  const budgets = facts.has_recommendations ? data.recommendations[0].budgets : [];
+  return {
+    command: 'kvlab eval',
+    question: `What do evictions cost ${shown(facts.model, 100)}?`,
+    context: `${counted(evicting, 'configuration')}${full ? ' and the full cache' : ''}, over ${facts.tokens} scored tokens of ` +
+      `${texts}.`,
+    front: evalFront(data),
+    sections: [frontierSection(data), exploreSection(data, 'Error against budget', data.description),
+      budgets.length ? section('All policies at each budget', 'Differences are paired over the same tokens, by KL (by −ln p if ' +
+        'the full cache was left out).', ...budgets.map(candidatesTable)) : null,
+      section('All metrics', '', evalMetrics(facts.configurations)),
+      section('What the metrics mean', '', terms(kEvalMeanings, {class: 'prose'})),
+      section('Where this comes from', '', terms([['weights', code(facts.weights_xxh3)], ['texts', texts],
+        ['queries', named(facts.queries)], ['kvlab', named(facts.kvlab)]]))],
+  };
+}

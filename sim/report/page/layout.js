@@ -1,0 +1,148 @@
+// The parts that pages are made of: sections, tables, terms, recommendations.
+
+/** Text with `code` between backticks. */
+function marked(text) {
+  return shown(text, 5000).split('`').map((part, i) => (i % 2 ? element('code', {}, part) : part));
+}
+
+function strong(text) {
+  return element('strong', {}, named(text));
+}
+
+/** A paragraph in small print. */
+function quiet(text) {
+  return element('p', {class: 'quiet prose'}, ...marked(text));
+}
+
+/** The sentence that answers the page's question. */
+function answer(...parts) {
+  return element('p', {class: 'answer'}, ...parts);
+}
+
+/** A section; `text` may be empty. */
+function section(heading, text, ...content) {
+  return element('section', {}, element('h2', {}, heading),
+    ...(text ? [element('p', {class: 'prose'}, ...marked(text))] : []), ...content);
+}
+
+/** A section of figures that the reader can change: main.js fills it. Without Vega there is none. */
+function drawnSection(id, heading, text) {
+  if (!vega) return null;
+  const made = section(heading, text);
+  made.id = id;
+  return made;
+}
+
+/** The same for what is drawn and ranked by budget. */
+function exploreSection(data, heading, text) {
+  return data.budgets.length ? drawnSection('explore', heading, text) : null;
+}
+
+/** A section of figures that the page brings ready-made; points.js draws them. */
+function figuresSection(heading, text, figures) {
+  if (!vega || !figures.length) return null;
+  return section(heading, text, element('div', {class: 'figures'},
+    ...figures.map((figure) => element('div', {id: 'figure-' + figure.name}))));
+}
+
+function frontierSection(data) {
+  return figuresSection('Error against memory', 'Down and to the left is better: a lower error with less memory. Compare ' +
+    'points at equal memory: a lower error at higher memory is not a win. A bar to the right ends at the peak.',
+  (data.figures ?? []).filter((figure) => figure.name === 'frontier'));
+}
+
+/** Terms and their meanings; a meaning is text or a node. */
+function terms(pairs, properties = {}) {
+  return element('dl', properties, ...pairs.flatMap(([term, meaning]) => [element('dt', {}, term),
+    element('dd', {}, ...(typeof meaning === 'string' ? marked(meaning) : [meaning].flat()))]));
+}
+
+function code(text) {
+  return text ? element('code', {}, shown(text, 2000)) : '–';
+}
+
+/** Lines one below the other. */
+function lines(nodes) {
+  return nodes.flatMap((node, i) => (i ? [element('br'), node] : [node]));
+}
+
+// A table's cell is text, a node, or {content, value, error, kind}: its numbers go into CSV files.
+
+function numberCell(value, text = numberText) {
+  return Number.isFinite(value) ? {content: text(value), value} : '–';
+}
+function bytesCell(bytes) {
+  return numberCell(bytes, bytesText);
+}
+function averageCell(average) {
+  return average ? {content: averageText(average), value: average.mean, error: average.error} : '–';
+}
+
+function tableCell(cell, kind) {
+  const {content, value, error, kind: own} = cell?.content === undefined ? {content: cell} : cell, properties = {};
+  if (own ?? kind) properties.class = own ?? kind;
+  if (Number.isFinite(value)) properties['data-value'] = String(value);
+  if (Number.isFinite(error)) properties['data-error'] = String(error);
+  return element('td', properties, ...[content].flat());
+}
+
+/** Numbers are aligned to the right, except in the columns whose headings are in `texts`. */
+function dataTable(headings, rows, {caption = '', texts = [], kind = ''} = {}) {
+  const kinds = headings.map((heading) => (kind || texts.includes(heading) ? '' : 'n'));
+  return element('div', {class: 'scroll'}, element('table', {class: kind},
+    ...(caption ? [element('caption', {}, named(caption))] : []),
+    element('thead', {}, element('tr', {}, ...headings.map((heading, i) =>
+      element('th', {scope: 'col', class: kinds[i]}, named(heading))))),
+    element('tbody', {}, ...rows.map((row) => element('tr', {}, ...row.map((cell, i) => tableCell(cell, kinds[i])))))));
+}
+
+function colourDot(colour) {
+  return colour ? [element('span', {class: 'dot', style: `background:var(--${colour})`})] : [];
+}
+
+/** The policies that do not differ significantly from the choice. */
+function similarTo(made) {
+  const names = made.not_significantly_different.map(named);
+  if (made.order.length > 1 && made.order.every((one) => one.from_choice.low === null)) return 'no interval known';
+  if (!names.length) return {content: 'none', kind: 'none'};
+  if (names.length <= 3) return joinNames(names);
+  return element('details', {}, element('summary', {}, `${names.length} policies`), joinNames(names));
+}
+
+/** One row of the first table: the recommendation at a budget. */
+function recommendedRow(made) {
+  const {kv_bytes_mean: memory, full_bytes: full, difference} = made, absent = {content: '–', kind: 'none'};
+  const share = memory > 0 && full > 0 ? ` (${fixed((100 * memory) / full, 1)}% of full)` : '';
+  const forMemory = made.order[0].policy !== made.choice ? [' (needs less memory)'] : [];
+  const row = [named(made.budget), {content: (memory > 0 ? bytesText(memory) : '–') + share, value: memory},
+    {content: [...colourDot(made.colour), strong(made.choice), ...forMemory]}, numberCell(made.mean)];
+  if (made.runner_up === null) return [...row, absent, absent, absent];
+  return [...row, named(made.runner_up), {content: differenceText(difference.mean, difference.low, difference.high),
+    value: difference.mean}, similarTo(made)];
+}
+
+/** The recommendations of one model or run, with a row for each budget, the next command, and notes. */
+function recommended({budgets, notes, warnings}, next = '', caption = '') {
+  if (!budgets.length) return [element('p', {}, 'Nothing here evicts, so there is nothing to compare.')];
+  return [dataTable(['budget', 'memory', 'choice', budgets[0].metric, 'runner-up', 'difference, 95% CI',
+    'not significantly different'], budgets.map(recommendedRow), {caption, kind: 'recommendations'}),
+  ...(next ? [nextCommand(next)] : []), element('p', {class: 'quiet prose'}, shown(notes.join(' '), 5000)),
+  ...warnings.map((warning) => element('p', {class: 'quiet prose'}, `Note: ${shown(warning, 2000)}.`))];
+}
+
+function nextCommand(command) {
+  return element('p', {class: 'next'}, element('strong', {}, 'Next:'), ' ', element('code', {}, named(command)));
+}
+
+/** What a difference from the choice is called. */
+function significance({low, high}) {
+  return low === null ? 'no interval known' : low > 0 || high < 0 ? 'significant' : 'not significant';
+}
+
+/** Puts a page together. `front` answers the question; a section that is null is left out. */
+function layOut({command, question, context, front, sections}) {
+  document.title = `kvlab: ${named(question)}`;
+  document.querySelector('main').append(element('header', {}, element('p', {class: 'quiet'}, command),
+    element('h1', {}, named(question)), ...(context ? [element('p', {class: 'prose'}, context)] : []), ...front),
+  ...sections.filter(Boolean));
+}

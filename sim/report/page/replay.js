@@ -1,0 +1,96 @@
+// The page of a replay: which tokens should the cache keep?
+
+/** The rank correlations that a fidelity measurement on a real model gave (docs/internals/measurements/fidelity.md). */
+const kEvidence = {kl_estimate_joint: ['0.87', '0.98'], kl_estimate: ['0.83', '0.95'], residual_error: ['0.65', '0.91'],
+  layer_error: ['0.50', '0.92'], nll_recall: ['0.41', '0.91']};
+
+const kReplayMeanings = [
+  ['recall', 'mean over queries of the full cache’s attention on the tokens kept'],
+  ['recall, 10th percentile', '10th percentile of recall over a head’s queries'],
+  ['−ln recall', 'mean of −ln of the same: the divergence of the kept attention from the full'],
+  ['miss rate', 'requested tokens that were gone, over all requested tokens'],
+  ['output error', '‖o − ô‖ / ‖o‖ of a head’s output, before the output projection'],
+  ['layer error', 'the same with a layer’s heads side by side'],
+  ['residual error', 'squared size of what the lost tokens change in the residual stream, over the stream’s own, summed over ' +
+    'layers'],
+  ['most live tokens', 'that a head held at once: a dense prompt is whole while it is read, whatever the budget'],
+  ['oracle_attention', 'evicts by least future attention; strong, but no bound'],
+  ['oracle_topk', 'each query’s most probable tokens; bounds recall and misses'],
+];
+
+const kCurves = 'Bars are one standard error. Lines without markers are oracles, which use future attention and cannot be ' +
+  'deployed. They are drawn for attention metrics alone. `oracle_attention` evicts the token with the least future ' +
+  'attention; it is a heuristic, not a bound. `oracle_topk` keeps each query’s most probable tokens and bounds recall. The ' +
+  'full cache has recall 1 and no error.';
+const kKept = 'The text that the model read, up to one query. Shading: the attention that the full cache pays, mean over the ' +
+  'head’s query heads. Tokens that a policy has evicted are struck out; those evicted since the step before are framed; ' +
+  'evicted tokens that the query attends to are red.';
+
+/** How well the deciding metric predicted end-to-end KL in measurements. */
+function evidenceOf({headline, metrics}) {
+  if (!(headline in kEvidence)) return '';
+  const label = metrics.find((metric) => metric.name === headline).label, [least, most] = kEvidence[headline];
+  return `${label[0].toUpperCase()}${label.slice(1)} predicts the order of policies by end-to-end KL with rank correlation ` +
+    `${least} to ${most} (measured on SmolLM2, 20 policies, 8 texts). \`kvlab fidelity\` measures it on your model.`;
+}
+
+/** 6 policies; 2 policies in 5 variants. */
+function policiesText({series}) {
+  const evicting = series.filter((one) => !one.oracle && !one.full), names = new Set(evicting.map((one) => one.policy));
+  return counted(names.size, 'policy', 'policies') +
+    (evicting.length > names.size ? ` in ${evicting.length} variants` : '');
+}
+
+/** Every metric of one model: a row for each policy and budget. */
+function allMetrics(data, group) {
+  const table = new MetricTable(data), caption = data.groups.length > 1 ? data.groups[group].name : '';
+  const cell = (metric, s, b) => {
+    const at = table.at(group, metric.name, s, b);
+    if (!at) return '–';
+    return metric.name.includes('_bytes') ? bytesCell(at.value) : averageCell({mean: at.value, error: at.error});
+  };
+  const row = (one, s, b, budget) => [{content: [...colourDot(one.colour), named(one.label)]}, named(budget),
+    ...data.metrics.map((metric) => cell(metric, s, b))];
+  const rows = data.series.flatMap((one, s) => {
+    const budgets = data.budgets.map(({text}, b) => [text, b]).filter(([, b]) => table.at(group, 'recall', s, b));
+    return one.full ? [row(one, s, 0, 'all')] : budgets.map(([text, b]) => row(one, s, b, text));
+  });
+  return dataTable(['policy', 'budget', ...data.metrics.map((metric) => metric.label)], rows, {caption, texts: ['policy']});
+}
+
+function traceTerm(trace) {
+  return lines([
+    element('span', {}, `${named(trace.name)}: ${trace.tokens} tokens, ${trace.prompt_tokens} of them prompt; manifest `,
+      code(trace.hash)),
+    element('span', {}, `${named(trace.model)}, ${trace.layers} layers, ${trace.query_heads} query and ${trace.kv_heads} KV ` +
+      `heads of ${trace.head_size}, ${named([trace.dtype, trace.windows].filter(Boolean).join('; '))}; weights `, code(trace.weights)),
+    element('span', {}, 'captured by ', code(trace.capture))]);
+}
+
+function replayProvenance({facts, series}) {
+  const policies = series.map((one) => element('span', {}, code(one.policy + (one.params && ':' + one.params)),
+    ` (${one.positions} positions, ${one.prefill} prefill)`));
+  return section('Where this comes from', 'Offline replay: queries and keys come from the full-cache run, so the effect of ' +
+    'eviction on later layers and tokens is not included. `kvlab eval` measures it.', terms([
+    ...facts.traces.map((trace) => ['trace', traceTerm(trace)]), ['policies', lines(policies)], ['queries', facts.queries],
+    ['layers', facts.layers.length ? facts.layers.join(', ') : 'all'], ['request threshold', String(facts.threshold)],
+    ['run', code(facts.run)], ['kvlab', named(facts.kvlab)]]));
+}
+
+function replayPage(data) {
+  const {facts, groups} = data, one = groups.length === 1, tokens = facts.traces.reduce((sum, trace) => sum + trace.tokens, 0);
+  return {
+    command: 'kvlab report',
+    question: `Which tokens should the cache of ${joinNames(groups.map((group) => shown(group.name, 100)))} keep?`,
+    context: `${policiesText(data)} at ${counted(data.budgets.length, 'budget')}, replayed over ` +
+      `${counted(facts.traces.length, 'captured text')} (${numberText(tokens)} tokens).`,
+    front: [...data.recommendations.flatMap((made) => recommended(made, facts.next, one ? '' : made.name)),
+      quiet(evidenceOf(data))],
+    sections: [frontierSection(data), exploreSection(data, 'What each budget buys', kCurves),
+      data.heads > 0 ? drawnSection('heads', 'Where it is lost', data.note) : null,
+      data.kept ? drawnSection('kept', 'What was kept, seen', kKept) : null,
+      section('What the metrics mean', '', terms(kReplayMeanings, {class: 'prose'})), replayProvenance(data),
+      section('All metrics', `Over all layers and heads${facts.traces.length > groups.length ? ', averaged over the sequences'
+        : ''}. By layer and by head: \`results.csv\`.`, ...groups.map((_, g) => allMetrics(data, g)))],
+  };
+}

@@ -1,0 +1,25 @@
+// The page of a task: does the model still answer under evictions?
+
+const kTaskNote = 'An answer is right if it is exactly the hidden text. Two shares are compared by an exact test over the ' +
+  'samples that only one of the two policies answers right.';
+const kTaskMeanings = [
+  ['right answers', 'the share of questions that the model answers word for word'],
+  ['log-likelihood', 'log-likelihood of the right answer, mean over the samples, in nats'],
+  ['lost, gained', 'compared with the first configuration, over the same questions'],
+  ['query-agnostic', 'the question comes after the eviction; query-aware: before'],
+];
+
+function taskPage(data) {
+  const {facts} = data;
+  return {
+    command: 'kvlab task',
+    question: `Does ${shown(facts.model, 100)} still answer under evictions?`,
+    context: `${named(facts.task)}, ${facts.samples} samples at each of ${facts.depths} depths and ${facts.lengths} lengths. ` +
+      'Choose one of them below.',
+    front: [...recommended(data.recommendations[0], facts.next), quiet(kTaskNote)],
+    sections: [frontierSection(data), exploreSection(data, 'Right answers against budget', data.description),
+      section('What the metrics mean', '', terms(kTaskMeanings, {class: 'prose'})),
+      section('Where this comes from', '', terms([['weights', code(facts.weights_xxh3)], ['seed', String(facts.seed)],
+        ['kvlab', named(facts.kvlab)]]))],
+  };
+}

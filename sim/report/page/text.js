@@ -1,0 +1,77 @@
+// Numbers and names as text, in the same digits and words as the terminal (sim/report/text.cpp).
+
+/** A number with so many decimals. An exact half goes to the even digit, as in C++. */
+function fixed(value, decimals) {
+  const text = value.toFixed(decimals), exact = value.toFixed(Math.min(100, decimals + 30));
+  if (exact.slice(-30) !== '5' + '0'.repeat(29)) return text;
+  const below = exact.slice(0, -30).replace(/\.$/, '');
+  return '02468'.includes(below.at(-1)) ? below : text;
+}
+
+/** The same without the sign of a zero: -0.00 is 0.00. */
+function unsigned(text) {
+  return text.replace(/^-([0.]+)$/, '$1');
+}
+
+/** The decimals that show `digits` significant digits. */
+function decimalsOf(value, digits) {
+  return value === 0 ? 0 : Math.min(8, Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(value)))));
+}
+
+/** About three significant digits, no exponent: 0.0123, 1.23, 1,230. */
+function numberText(value) {
+  const [whole, ...decimals] = fixed(value, decimalsOf(value, 3)).split('.');
+  return [whole.replace(/\B(?=(\d{3})+$)/g, ','), ...decimals].join('.');
+}
+
+/** A mean with its standard error: 0.123 ± 0.004. A share has an interval instead: 0.900 (0.683 to 0.988). */
+function averageText({mean, error, low, high}) {
+  if (Number.isFinite(low) && Math.abs(low + high - 2 * mean) > 1e-6)  // the interval of a share is asymmetric
+    return `${fixed(mean, 3)} (${fixed(low, 3)} to ${fixed(high, 3)})`;
+  if (!Number.isFinite(error) || error === 0) return numberText(mean);
+  const size = Math.abs(mean), least = size >= 100 ? 0 : size >= 10 ? 1 : 3;
+  const decimals = Math.min(6, Math.max(least, decimalsOf(error, 3) - 2));
+  return `${unsigned(fixed(mean, decimals))} ± ${fixed(error, decimals)}`;
+}
+
+/** A difference and its 95% interval, to two digits of the interval: 0.0046 (0.0012 to 0.0080). */
+function differenceText(mean, low, high) {
+  const known = Number.isFinite(low), size = known && high > low ? (high - low) / 2 : Math.abs(mean);
+  const text = (value) => unsigned(fixed(value, decimalsOf(size, 2)));
+  return known ? `${text(mean)} (${text(low)} to ${text(high)})` : text(mean);
+}
+
+/** 12.3 KiB. */
+function bytesText(bytes) {
+  const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB'];
+  while (bytes >= 1024 && units.length > 1) bytes /= 1024, units.shift();
+  return `${numberText(bytes)} ${units[0]}`;
+}
+
+/** Whether numbers, zeros aside, are of such different sizes that a linear axis would hide most of them. */
+function spansDecades(values) {
+  const positive = values.filter((v) => v > 0);
+  return positive.length > 0 && Math.min(...values) >= 0 && Math.max(...positive) > 10 * Math.min(...positive);
+}
+
+/** Text as the page shows it: shortened, without marks that turn the text around them. */
+function shown(text, most = 40) {
+  const plain = String(text).replace(/[\u0000-\u001f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, '\ufffd');
+  const letters = [...plain.slice(0, 4 * most)];
+  return letters.length > most ? letters.slice(0, most - 1).join('') + '…' : plain;
+}
+
+/** A name in a table or a sentence. */
+function named(text) {
+  return shown(text, 200);
+}
+
+/** a, b and c. */
+function joinNames(names) {
+  return names.length < 2 ? names.join('') : `${names.slice(0, -1).join(', ')} and ${names.at(-1)}`;
+}
+
+/** 1 text, 3 texts. */
+function counted(count, one, many = one + 's') {
+  return `${count} ${count === 1 ? one : many}`;
+}

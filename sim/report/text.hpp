@@ -1,0 +1,25 @@
+// Numbers and names as text. The scripts of pages write them alike (sim/report/page/text.js).
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sim/run/ranking.hpp"
+
+namespace kvlab {
+
+/// `text` escaped for an element's content or a quoted attribute.
+std::string escape(std::string_view text);
+
+/// About three significant digits, no exponent: 0.0123, 1.23, 12.3, 1,230.
+std::string number_text(double value);
+/// `0.123 ± 0.004`, with the error rounded to the mean's digits, or without error if it is unknown.
+/// A share is written with its interval: `0.900 (0.683 to 0.988)`.
+std::string average_text(const Average& average);
+/// 12.3 KiB.
+std::string bytes_text(double bytes);
+/// `a`, `a and b`, `a, b and c`.
+std::string join_names(const std::vector<std::string>& names);
+
+}  // namespace kvlab
