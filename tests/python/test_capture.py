@@ -331,7 +331,7 @@ class CaptureTest(ModelTest):
         dynamic = {"rope_type": "dynamic", "factor": 2.0}
         few, many = ["--prompt", "It was"], ["--prompt-file", self.text, *FORCED, "--beyond-context"]
         for words, changes, arguments in (
-            ("layer 0: at positions from 1036 on its RoPE", {"rope_scaling": dynamic}, many),
+            ("layer 0: from position 1036 on, its RoPE", {"rope_scaling": dynamic}, many),
             ("LlamaForSequenceClassification", {"architectures": ["LlamaForSequenceClassification"]}, few),
             ("is missing", {"num_hidden_layers": 5}, few),
         ):
@@ -362,7 +362,7 @@ class CaptureTest(ModelTest):
         self.check_refused("--max-tokens", "refused", *model, "--prompt", "It was", "--max-tokens", 9)
         self.check_refused("--max-new-tokens", "refused", *model, "--prompt", "It was", "--max-new-tokens", -1)
         over = ["--prompt-file", self.text, "--teacher-forced", "--prompt-tokens", 1025]
-        self.check_refused("was trained on 1024", "refused", *model, *over)
+        self.check_refused("was trained on at most 1024", "refused", *model, *over)
         self.check_refused("no-such-file", "refused", *model, "--prompt-file", "no-such-file")
         self.check_refused("no-such-model", "refused", "--model", self.at / "no-such-model", "--prompt", "It was")
 

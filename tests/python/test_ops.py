@@ -185,5 +185,5 @@ def test_a_cache_takes_rows_of_its_shape() -> None:
     for qkv in (torch.zeros(1, 8, 64), torch.zeros(2, 6, 64), torch.zeros(2, 8, 64).half()):
         with pytest.raises(ValueError, match=r"torch.float32 \[2, 8, 64\] is expected"):
             cache.step(0, qkv)
-    with pytest.raises(ValueError, match="decodes of 1 sequences; of 2"):
+    with pytest.raises(ValueError, match="decodes has 1 entries; one for each of 2"):
         cache.begin_step([True])
