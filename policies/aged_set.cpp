@@ -1,6 +1,7 @@
 #include "policies/aged_set.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
@@ -76,7 +77,7 @@ void AgedSet::fill_keys(std::uint32_t now, std::vector<EvictionKey>& keys) const
   const Ranks ranks = modified_ranks(now);
   keys.resize(size_);
   for (std::uint32_t i = 0; i < size_; ++i)
-    keys[i] = {protected_tokens_.protection(positions_[i], now), ranks.keys[i], positions_[i]};
+    keys[i] = protected_tokens_.key(ranks.keys[i], positions_[i], now);
 }
 
 std::vector<EvictionKey> AgedSet::eviction_keys(std::uint32_t now) const {
@@ -124,7 +125,7 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   const std::uint32_t num_evicted = surplus();
   victims_.clear();
   if (num_evicted == 0 && !needs_demotion()) return victims_;
-  if (tier_plan_.size() > 1 && assign_one(now, num_evicted > 0)) return victims_;
+  if (tier_plan_.size() > 1 && assign_one(now)) return victims_;
   fill_keys(now, keys_);
   victims_.resize(size_);
   std::iota(victims_.begin(), victims_.end(), 0u);
@@ -142,75 +143,69 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   return victims_;
 }
 
-/// Moves the token to the tier below. Below the last tier, the token has no tier.
-void AgedSet::demote(std::uint32_t age) {
-  --tier_counts_[tiers_[age]];
-  ++tier_counts_[++tiers_[age]];
+/// Moves the token to a lower tier. One tier below the last, the token has no tier.
+void AgedSet::demote(std::uint32_t age, int tier) {
+  --tier_loads_[tiers_[age]].tokens;
+  tiers_[age] = static_cast<std::uint8_t>(tier);
+  ++tier_loads_[tiers_[age]].tokens;
 }
 
 bool AgedSet::needs_demotion() const {
-  return tier_plan_.size() > 1 &&
-         modifiers_.surplus(tier_counts_[0], tier_plan_.front().slots, after_prompt_) > 0;
+  return tier_plan_.size() > 1 && is_first_tier_full(tier_loads_[0], modifiers_, after_prompt_);
 }
 
-/// The first victim of each tier; kNoAge for an empty tier.
-std::vector<AgedSet::First> AgedSet::firsts(std::uint32_t now) const {
-  std::vector<First> firsts(tier_plan_.size());
+/// The first victim of each tier, by age; none for an empty tier.
+std::vector<EvictionCandidate> AgedSet::firsts(std::uint32_t now) const {
+  std::vector<EvictionCandidate> firsts(tier_plan_.size(), EvictionCandidate::none());
   const Ranks ranks = modified_ranks(now);
   const auto [begin, end] = unprotected_range(now);
   for (auto age = static_cast<std::uint32_t>(begin); age < end; ++age) {
-    First& own = firsts[tiers_[age]];
-    if (ranks.keys[age] < own.key.rank || own.age == kNoAge)
-      own = {age, {0, ranks.keys[age], positions_[age]}};
+    EvictionCandidate& own = firsts[tiers_[age]];
+    if (ranks.keys[age] < own.key.rank || own.slot < 0)
+      own = {{0, ranks.keys[age], positions_[age]}, static_cast<int>(age)};
   }
   bool held = false;  // whether some tier holds only protected tokens
   for (std::size_t tier = 0; tier < firsts.size(); ++tier)
-    held |= firsts[tier].age == kNoAge && tier_counts_[tier] > 0;
+    held |= firsts[tier].slot < 0 && tier_loads_[tier].tokens > 0;
   for (std::uint32_t age = 0; held && age < size_; ++age) {
-    First& own = firsts[tiers_[age]];
-    const EvictionKey key{protected_tokens_.protection(positions_[age], now), ranks.keys[age],
-                          positions_[age]};
-    if (key < own.key) own = {age, key};
+    EvictionCandidate& own = firsts[tiers_[age]];
+    own = first_victim(
+        own, {protected_tokens_.key(ranks.keys[age], positions_[age], now), static_cast<int>(age)});
   }
   return firsts;
 }
 
-/// A fast path of assign_tiers() for one token too many in the first tier and no other tier above
-/// its capacity: each tier demotes its first victim, down to a tier with a free slot. Otherwise
-/// returns false and changes nothing.
-bool AgedSet::assign_one(std::uint32_t now, bool evicts) {
-  if (tier_counts_[0] != tier_plan_.front().slots) return false;
-  std::vector<bool> has_free_slot;
-  for (std::size_t tier = 0; tier < tier_plan_.size(); ++tier) {
-    const std::uint32_t count = tier_counts_[tier];
-    has_free_slot.push_back((!evicts && tier + 1 == tier_plan_.size()) ||
-                            count < tier_plan_[tier].slots);
-    if (!has_free_slot.back() && count > tier_plan_[tier].slots) return false;
+/// A fast path of assign_tiers(): demotes at most one token from each tier. If more have to be
+/// demoted, returns false and changes nothing.
+bool AgedSet::assign_one(std::uint32_t now) {
+  const int count = tier_count();
+  if (!demotes_at_most_one(tier_loads_.data(), count)) return false;
+  const std::vector<EvictionCandidate> first = firsts(now);
+  std::array<Demotion, kMaxTiers> chain;
+  const int moves = demotion_chain(tier_loads_.data(), first.data(), count, chain.data());
+  for (const auto& [from, to] : std::span(chain).first(static_cast<std::size_t>(moves))) {
+    const auto age = static_cast<std::uint32_t>(first[static_cast<std::size_t>(from)].slot);
+    if (to == count)
+      victims_.assign(1, age);
+    else
+      demote(age, to);
   }
-  const std::vector<First> first = firsts(now);
-  First going = first.front();
-  for (std::size_t tier = 1; tier < tier_plan_.size(); ++tier) {
-    demote(going.age);
-    if (has_free_slot[tier]) return true;
-    if (first[tier].key < going.key) going = first[tier];
-  }
-  victims_.assign(1, going.age);
   return true;
 }
 
-/// Assigns the tokens of victims_, from the last victim to the first, to the highest tier with a
-/// free slot that is not above the token's tier. Leaves the tokens without a slot in victims_. If
-/// no token is to be evicted yet, the first tier has extra slots for the tokens that wait for the
-/// burst.
+/// Assigns the tokens of victims_ to tiers, from the last victim to the first. Leaves the tokens
+/// without a slot in victims_.
 void AgedSet::assign_tiers(bool evicts) {
+  const std::uint32_t waiting = waiting_tokens(size_, budget_, evicts);
   std::vector<std::uint32_t> free_slots;
-  for (const TierSlots& tier : tier_plan_) free_slots.push_back(tier.slots);
-  --free_slots.front();  // for the next token
-  if (!evicts) free_slots.front() += std::max(size_, budget_ - 1) - (budget_ - 1);
+  for (int tier = 0; tier < tier_count(); ++tier)
+    free_slots.push_back(
+        tier_capacity(tier, tier_plan_[static_cast<std::size_t>(tier)].slots, waiting));
   std::ranges::sort(victims_,
                     [&](std::uint32_t a, std::uint32_t b) { return keys_[b] < keys_[a]; });
   std::erase_if(victims_, [&](std::uint32_t age) {
-    while (tiers_[age] < free_slots.size() && free_slots[tiers_[age]] == 0) demote(age);
+    while (tiers_[age] < free_slots.size() && free_slots[tiers_[age]] == 0)
+      demote(age, tiers_[age] + 1);
     if (tiers_[age] == free_slots.size()) return false;
     --free_slots[tiers_[age]];
     return true;
@@ -221,7 +216,7 @@ void AgedSet::assign_tiers(bool evicts) {
 void AgedSet::evict(std::span<const std::uint32_t> ages) {
   if (ages.empty()) return;
   if (!tiers_.empty())
-    for (const std::uint32_t age : ages) --tier_counts_[tiers_[age]];
+    for (const std::uint32_t age : ages) --tier_loads_[tiers_[age]].tokens;
   std::size_t kept = ages.front();
   for (std::size_t v = 0; v < ages.size(); ++v) {  // move the tokens between two victims forward
     const std::size_t from = std::size_t{ages[v]} + 1,
@@ -286,7 +281,7 @@ void AgedSet::append(std::uint32_t first, std::uint32_t count, const float* feat
   std::iota(positions_.begin() + old, positions_.begin() + size_, first);
   if (!tiers_.empty()) {
     std::fill_n(tiers_.begin() + old, count, std::uint8_t{0});
-    tier_counts_[0] += count;
+    tier_loads_[0].tokens += count;
   }
   if (!features_.empty())
     std::copy_n(feature_values, count * features_.size(),

@@ -16,6 +16,8 @@
 
 #include "policies/catalogue.hpp"
 #include "policies/modifiers/ranks.hpp"
+#include "policies/rule/eviction_order.hpp"
+#include "policies/rule/tier_assignment.hpp"
 #include "policies/tiers/tier_plan.hpp"
 
 namespace kvlab {
@@ -63,7 +65,9 @@ class AgedSet {
     if (tiers.empty() || tiers.size() > kMaxTiers)
       throw std::logic_error("a cache: too many tiers");
     tier_plan_ = std::move(tiers);
-    tier_counts_.assign(tier_plan_.size() + 1, 0);
+    tier_loads_.clear();
+    for (const TierSlots& tier : tier_plan_) tier_loads_.push_back({0, tier.slots});
+    tier_loads_.push_back({0, 0});
   }
   /// The format of the token at an age, once its append has ended.
   const KvFormat& format(std::size_t age) const { return *tier_plan_[tier(age)].format; }
@@ -77,9 +81,7 @@ class AgedSet {
   bool is_quantized() const { return !tier_plan_.back().format->exact(); }
 
   /// Number of tokens to evict before the next append.
-  std::uint32_t surplus() const {
-    return budget_ == kNoBudget ? 0 : modifiers_.surplus(size_, budget_, after_prompt_);
-  }
+  std::uint32_t surplus() const { return modifiers_.surplus(size_, budget_, after_prompt_); }
   const Modifiers& modifiers() const { return modifiers_; }
   /// Maximum number of live tokens if tokens are appended one at a time; 2^64 - 1: unbounded.
   std::uint64_t capacity() const {
@@ -158,15 +160,10 @@ class AgedSet {
   }
   /// Whether the first tier is too full for the next append.
   bool needs_demotion() const;
-  void demote(std::uint32_t age);
-  /// The first victim of a tier, if a token leaves the tier.
-  static constexpr std::uint32_t kNoAge = ~0u;
-  struct First {
-    std::uint32_t age = kNoAge;
-    EvictionKey key{~0u, ~std::uint64_t{0}, ~0u};
-  };
-  std::vector<First> firsts(std::uint32_t now) const;
-  bool assign_one(std::uint32_t now, bool evicts);
+  int tier_count() const { return static_cast<int>(tier_plan_.size()); }
+  void demote(std::uint32_t age, int tier);
+  std::vector<EvictionCandidate> firsts(std::uint32_t now) const;
+  bool assign_one(std::uint32_t now);
   void assign_tiers(bool evicts);
   std::pair<std::size_t, std::size_t> unprotected_range(std::uint32_t now) const;
   Ranks modified_ranks(std::uint32_t now) const;
@@ -187,8 +184,8 @@ class AgedSet {
   std::vector<TierSlots> tier_plan_ = {TierSlots{}};
   // An evicted token's tier is one more than the last tier.
   static_assert(kMaxTiers < 0xff);
-  std::vector<std::uint8_t> tiers_;         // [age]; has spare capacity; empty if there is one tier
-  std::vector<std::uint32_t> tier_counts_;  // [tier]: number of tokens
+  std::vector<std::uint8_t> tiers_;   // [age]; has spare capacity; empty if there is one tier
+  std::vector<TierLoad> tier_loads_;  // [tier], then the evicted tokens
   std::vector<std::uint32_t> victims_;
   std::vector<EvictionKey> keys_;
   std::uint32_t size_ = 0, live_max_ = 0, appended_first_ = 0, appended_count_ = 0;

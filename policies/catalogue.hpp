@@ -11,7 +11,7 @@
 
 #include "policies/budgets/budget.hpp"
 #include "policies/entry.hpp"
-#include "policies/rule.hpp"
+#include "policies/rule/eviction_order.hpp"
 #include "policies/tiers/tier_plan.hpp"
 
 namespace kvlab {

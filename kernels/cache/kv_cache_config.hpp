@@ -14,7 +14,7 @@
 #include "kernels/evict/features.hpp"
 #include "kernels/quantized/quantized_cache.hpp"
 #include "policies/modifiers/modifiers.hpp"
-#include "policies/rule.hpp"
+#include "policies/rule/eviction_order.hpp"
 #include "policies/tiers/tier_plan.hpp"
 
 namespace kvlab::kernels {

@@ -5,7 +5,7 @@
 
 #include "kernels/evict/eviction.hpp"
 #include "kernels/paged_row.cuh"
-#include "policies/rule.hpp"
+#include "policies/rule/eviction_order.hpp"
 
 namespace kvlab::kernels {
 

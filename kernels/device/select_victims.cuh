@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "kernels/device/reduce.cuh"
-#include "policies/rule.hpp"
+#include "policies/rule/eviction_order.hpp"
 
 namespace kvlab::kernels {
 

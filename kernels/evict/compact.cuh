@@ -4,7 +4,7 @@
 #include "kernels/device/pair.cuh"
 #include "kernels/evict/append.hpp"
 #include "policies/bytes.hpp"
-#include "policies/rule.hpp"
+#include "policies/rule/eviction_order.hpp"
 
 namespace kvlab::kernels {
 

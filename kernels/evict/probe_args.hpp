@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "policies/policy.hpp"
-#include "policies/rule.hpp"
+#include "policies/rule/eviction_order.hpp"
 
 namespace kvlab {
 

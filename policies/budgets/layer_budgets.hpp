@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "policies/rule.hpp"
+#include "policies/rule/eviction_order.hpp"
 
 namespace kvlab {
 

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "policies/rule/live_tokens.hpp"
+
 namespace kvlab {
 
 /// The initial values stand for no modifier.
@@ -33,12 +35,10 @@ struct Modifiers {
   constexpr bool operator==(const Modifiers&) const = default;
 
   /// Number of tokens to evict before the next append, if `live` tokens are live; budgets are below
-  /// 2^31. `after_prompt`: the last append ended a prompt segment.
+  /// 2^31, or 2^32 - 1 for none. `after_prompt`: the last append ended a prompt segment.
   constexpr std::uint32_t surplus(std::uint32_t live, std::uint32_t budget,
                                   bool after_prompt) const {
-    const std::uint32_t kept = budget - 1;
-    if (once && !after_prompt) return 0;
-    return live < std::uint64_t{kept} + every ? 0 : live - kept;
+    return once && !after_prompt ? 0 : tokens_to_evict(live, budget, evict_at(budget));
   }
   /// Whether each decoding step evicts; otherwise a compaction before the step does.
   constexpr bool steps_evict() const { return every == 1 && !once && scope == Scope::head; }

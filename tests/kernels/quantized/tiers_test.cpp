@@ -6,7 +6,7 @@
 #include "kernels/evict/eviction_kernels.hpp"
 #include "kernels/loaded_code.hpp"
 #include "kernels/quantized/tiers.hpp"
-#include "policies/rule.hpp"
+#include "policies/rule/eviction_order.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
 #include "tests/kernels/attention_reference.hpp"

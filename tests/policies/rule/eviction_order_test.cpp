@@ -1,4 +1,4 @@
-#include "policies/rule.hpp"
+#include "policies/rule/eviction_order.hpp"
 
 #include <limits>
 

@@ -1,0 +1,58 @@
+// The eviction order, the same for all policies and all executors: by protection, then by the
+// policy's rank, then by age.
+//
+// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+#pragma once
+
+#include <cstdint>
+
+namespace kvlab {
+
+/// The token with the smallest key is evicted first.
+struct EvictionKey {
+  std::uint32_t protection;
+  std::uint64_t rank;
+  std::uint32_t position;
+
+  /// Comes after the key of every token.
+  static constexpr EvictionKey last() { return {~0u, ~std::uint64_t{0}, ~0u}; }
+
+  constexpr bool operator==(const EvictionKey&) const = default;
+  constexpr bool operator<(const EvictionKey& other) const {
+    if (protection != other.protection) return protection < other.protection;
+    if (rank != other.rank) return rank < other.rank;
+    return position < other.position;
+  }
+};
+
+/// Protected tokens, resolved against a budget. They belong to the rule and apply to any policy.
+struct ProtectedTokens {
+  std::uint32_t sinks = 0;   ///< positions below this are evicted last
+  std::uint32_t recent = 0;  ///< the youngest tokens, including the next one to be appended
+
+  /// 0: unprotected, 1: recent, 2: sink. The lowest is evicted first.
+  constexpr std::uint32_t protection(std::uint32_t position, std::uint32_t now) const {
+    if (position < sinks) return 2;
+    return std::uint64_t{position} + recent > now ? 1 : 0;
+  }
+  /// The key of a token with this rank, if `now` is appended next.
+  constexpr EvictionKey key(std::uint64_t rank, std::uint32_t position, std::uint32_t now) const {
+    return {protection(position, now), rank, position};
+  }
+};
+
+/// A token that may be evicted: its key, and its slot on a device or its age on the host.
+struct EvictionCandidate {
+  EvictionKey key;
+  int slot;
+
+  /// Comes after every token.
+  static constexpr EvictionCandidate none() { return {EvictionKey::last(), -1}; }
+};
+
+/// The one that is evicted first.
+constexpr EvictionCandidate first_victim(const EvictionCandidate& a, const EvictionCandidate& b) {
+  return b.key < a.key ? b : a;
+}
+
+}  // namespace kvlab

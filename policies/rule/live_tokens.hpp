@@ -1,0 +1,42 @@
+// How many tokens of a cache are live, and how many are evicted before an append. Which tokens are
+// evicted depends on ranks; how many does not, so every executor can count them in advance.
+//
+// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+#pragma once
+
+#include <cstdint>
+
+namespace kvlab {
+
+/// Number of tokens to evict before the next append, if `live` tokens are live: none below
+/// `evict_at` live tokens, otherwise all but budget - 1. A budget or an `evict_at` of 2^32 - 1
+/// stands for none: nothing is evicted.
+constexpr std::uint32_t tokens_to_evict(std::uint32_t live, std::uint32_t budget,
+                                        std::uint32_t evict_at) {
+  return live < evict_at || live < budget ? 0 : live - (budget - 1);
+}
+
+/// Number of live tokens right before a token is appended, if `fed` tokens were appended one at a
+/// time before it and each append evicts to the budget.
+constexpr std::uint32_t live_before_append(std::uint32_t fed, std::uint32_t budget) {
+  return fed - tokens_to_evict(fed, budget, budget);
+}
+/// The number right after the last of them was appended.
+constexpr std::uint32_t live_after_append(std::uint32_t fed, std::uint32_t budget) {
+  return fed < budget ? fed : budget;
+}
+
+/// Counts the live tokens of one cache through its appends.
+struct LiveTokenCount {
+  std::uint32_t live = 0;
+  std::uint32_t before = 0;  ///< right before the last append
+  std::uint32_t most = 0;    ///< the peak of `live`
+
+  constexpr void append(std::uint32_t tokens) {
+    before = live;
+    live += tokens;
+    most = live > most ? live : most;
+  }
+};
+
+}  // namespace kvlab

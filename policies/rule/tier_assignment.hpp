@@ -1,0 +1,96 @@
+// How live tokens are assigned to the tiers of a plan before the next append.
+//
+// The next token takes a slot of the first tier. From the last victim to the first, each token gets
+// a slot of the highest tier that has a free one and is not above the token's own tier. The tokens
+// that get no slot are evicted. A modifier may delay eviction: until then, the first tier has extra
+// slots for the tokens that wait for it.
+//
+// So each tier keeps the last of its victims and demotes the first ones, as many as it has too
+// many. The functions below state this once, for counts and for single tokens.
+//
+// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+#pragma once
+
+#include <cstdint>
+
+#include "policies/modifiers/modifiers.hpp"
+#include "policies/rule/eviction_order.hpp"
+#include "policies/rule/live_tokens.hpp"
+
+namespace kvlab {
+
+/// One tier of a cache: how many tokens it has, and how many it has slots for.
+struct TierLoad {
+  std::uint32_t tokens, slots;
+};
+
+/// Whether the first tier has no slot for the next token, under modifiers that may delay demotion.
+constexpr bool is_first_tier_full(const TierLoad& first, const Modifiers& modifiers,
+                                  bool after_prompt) {
+  return modifiers.surplus(first.tokens, first.slots, after_prompt) > 0;
+}
+
+/// Number of tokens beyond the budget that stay until tokens are evicted.
+constexpr std::uint32_t waiting_tokens(std::uint32_t live, std::uint32_t budget, bool evicts) {
+  return evicts ? 0 : tokens_to_evict(live, budget, budget);
+}
+
+/// Number of tokens that may stay on a tier.
+constexpr std::uint32_t tier_capacity(int tier, std::uint32_t slots, std::uint32_t waiting) {
+  return tier == 0 ? slots + waiting - 1 : slots;
+}
+
+/// Number of tokens that a tier demotes if it has `tokens`, including those demoted to it.
+constexpr std::uint32_t tokens_to_demote(std::uint32_t tokens, std::uint32_t capacity) {
+  return tokens > capacity ? tokens - capacity : 0;
+}
+
+/// Assigns counts of tokens to tiers. Returns the number of evicted tokens.
+constexpr std::uint32_t assign_counts(TierLoad* tiers, int count, std::uint32_t waiting) {
+  std::uint32_t demoted = 0;
+  for (int tier = 0; tier < count; ++tier) {
+    const std::uint32_t tokens = tiers[tier].tokens + demoted;
+    demoted = tokens_to_demote(tokens, tier_capacity(tier, tiers[tier].slots, waiting));
+    tiers[tier].tokens = tokens - demoted;
+  }
+  return demoted;
+}
+
+// --- One token too many on the first tier --------------------------------------------------------
+
+constexpr bool has_free_slot(const TierLoad& tier) { return tier.tokens < tier.slots; }
+
+/// Whether the first tier has one token too many, and no other tier has too many: then each tier
+/// demotes at most its first victim.
+constexpr bool demotes_at_most_one(const TierLoad* tiers, int count) {
+  bool one = tiers[0].tokens == tiers[0].slots;
+  for (int tier = 1; tier < count; ++tier) one &= tiers[tier].tokens <= tiers[tier].slots;
+  return one;
+}
+
+/// The first victim of tier `from` goes to tier `to`; with `to` one past the last tier, it is
+/// evicted.
+struct Demotion {
+  int from, to;
+};
+
+/// Which tokens are demoted if demotes_at_most_one(). Each tier passes its first victim down; a
+/// full tier keeps the token that comes, and passes its own first victim on, unless the token that
+/// comes is evicted before that one. Writes the demotions, from the first tier down, and returns
+/// their number, at most `count`. `firsts`: the first victim of each tier, for an empty tier none;
+/// read only down to the first tier with a free slot.
+constexpr int demotion_chain(const TierLoad* tiers, const EvictionCandidate* firsts, int count,
+                             Demotion* chain) {
+  int moves = 0, from = 0;
+  for (int tier = 1; tier < count; ++tier) {
+    const bool is_free = has_free_slot(tiers[tier]);
+    if (!is_free && !(firsts[tier].key < firsts[from].key)) continue;
+    chain[moves++] = {from, tier};
+    if (is_free) return moves;
+    from = tier;
+  }
+  chain[moves++] = {from, count};
+  return moves;
+}
+
+}  // namespace kvlab
