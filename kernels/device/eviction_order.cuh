@@ -1,4 +1,4 @@
-// The eviction order among the threads of a warp and of a block.
+// The first token of the eviction order among the threads of a warp and of a block.
 #pragma once
 
 #include <cstdint>
@@ -8,22 +8,10 @@
 
 namespace kvlab::kernels {
 
-/// A slot that may be evicted, and its eviction key.
-struct EvictionCandidate {
-  EvictionKey key;
-  int slot;
-
-  /// Comes after every token in the order.
-  __device__ static EvictionCandidate none() { return {{~0u, ~std::uint64_t{0}, ~0u}, -1}; }
-};
-
-__device__ inline EvictionCandidate first_victim(const EvictionCandidate& a,
-                                                 const EvictionCandidate& b) {
-  return b.key < a.key ? b : a;
-}
-
-/// The first victim among the warp's candidates, in every lane.
-__device__ inline EvictionCandidate warp_first_victim(EvictionCandidate mine) {
+/// The first victim among the warp's candidates, in every lane. kUnprotected: no candidate is
+/// protected, so protections are not compared.
+template <bool kUnprotected = false>
+__device__ inline EvictionCandidate warp_first_victim(const EvictionCandidate& mine) {
   // Compares word by word; only lanes that have the least of all earlier words stay in.
   bool first = true;
   const auto least = [&](std::uint32_t word) {
@@ -31,8 +19,9 @@ __device__ inline EvictionCandidate warp_first_victim(EvictionCandidate mine) {
     first &= word == of_all;
     return of_all;
   };
-  const std::uint32_t protection = least(mine.key.protection),
-                      upper = least(static_cast<std::uint32_t>(mine.key.rank >> 32)),
+  std::uint32_t protection = 0;
+  if constexpr (!kUnprotected) protection = least(mine.key.protection);
+  const std::uint32_t upper = least(static_cast<std::uint32_t>(mine.key.rank >> 32)),
                       lower = least(static_cast<std::uint32_t>(mine.key.rank)),
                       position = least(mine.key.position);
   const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, first))) - 1;
@@ -40,18 +29,20 @@ __device__ inline EvictionCandidate warp_first_victim(EvictionCandidate mine) {
           __shfl_sync(~0u, mine.slot, lane)};
 }
 
-/// The first victim among the block's candidates, in the first warp. `of_warps`: one element per
+/// The first victim among the block's candidates, in every thread. `of_warps`: one element per
 /// warp, free again after the next barrier.
-__device__ inline EvictionCandidate block_first_victim(EvictionCandidate mine,
+template <bool kUnprotected = false>
+__device__ inline EvictionCandidate block_first_victim(const EvictionCandidate& mine,
                                                        EvictionCandidate* of_warps) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
             warp = static_cast<int>(threadIdx.x) / kWarpSize,
             warps = static_cast<int>(blockDim.x) / kWarpSize;
-  mine = warp_first_victim(mine);
-  if (lane == 0) of_warps[warp] = mine;
+  const EvictionCandidate of_warp = warp_first_victim<kUnprotected>(mine);
+  if (lane == 0) of_warps[warp] = of_warp;
   __syncthreads();
-  if (warp != 0) return mine;
-  return warp_first_victim(lane < warps ? of_warps[lane] : EvictionCandidate::none());
+  EvictionCandidate other = EvictionCandidate::none();
+  if (lane < warps) other = of_warps[lane];
+  return warp_first_victim<kUnprotected>(other);
 }
 
 }  // namespace kvlab::kernels

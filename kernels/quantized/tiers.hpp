@@ -3,10 +3,9 @@
 
 #include "kernels/evict/append.hpp"
 #include "kernels/quantized/quantized_cache.hpp"
+#include "policies/rule/eviction_order.hpp"
 
 namespace kvlab::kernels {
-
-struct EvictionCandidate;
 
 /// Stores a step's tokens, from newest_keys and newest_values, to their rows of the first tier and
 /// to cache.next_slots, before they attend. `now` [sequence]: their positions.

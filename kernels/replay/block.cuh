@@ -1,6 +1,7 @@
 // Data that the thread block of one cache shares while it walks through a block of queries.
 #pragma once
 
+#include "kernels/device/eviction_order.cuh"
 #include "kernels/device/fold.cuh"
 #include "kernels/device/select_victims.cuh"
 #include "kernels/replay/replay.hpp"
@@ -41,11 +42,11 @@ struct ReplayShared {
     SelectionShared selection;
     float scratch[kReplayScratch][kReplayDims];
   };
-  float folded[2][kReplayWarps][24];  // two, used in turn
-  uint4 first[2][kReplayWarps];       // two, used in turn: the first victim of each warp
-  std::uint32_t moves;                ///< tokens moved to slots of evicted tokens
-  std::uint32_t gone;                 ///< one past the youngest token that was evicted
-  std::uint32_t listed;               ///< number of slots in the list
+  float folded[2][kReplayWarps][24];         // two, used in turn
+  EvictionCandidate first[2][kReplayWarps];  // two, used in turn: the first victim of each warp
+  std::uint32_t moves;                       ///< tokens moved to slots of evicted tokens
+  std::uint32_t gone;                        ///< one past the youngest token that was evicted
+  std::uint32_t listed;                      ///< number of slots in the list
   float kept[kMaxReplayQueries][kMaxReplayGroup];  // sums; negative: all tokens are kept
   std::uint32_t hits[kMaxReplayQueries][kMaxReplayGroup];
   std::uint32_t visible[kMaxReplayQueries];

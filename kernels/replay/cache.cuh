@@ -5,7 +5,6 @@
 #include "kernels/replay/cache_positions.cuh"
 #include "kernels/replay/ranks.cuh"
 #include "kernels/replay/tiers.cuh"
-#include "kernels/replay/victim.cuh"
 #include "policies/bytes.hpp"
 
 namespace kvlab::kernels {
@@ -128,23 +127,24 @@ class ReplayCache {
   }
   /// The number of unprotected positions, from the sinks on, at `now`.
   __device__ std::uint32_t num_unprotected(std::uint32_t now) const {
-    const std::uint32_t kept = protected_tokens_.sinks +
-                               (protected_tokens_.recent == 0 ? 0 : protected_tokens_.recent - 1);
-    return now > kept ? now - kept : 0;
+    return protected_tokens_.num_unprotected(now);
   }
-  /// Ranks a slot's token as a candidate; there are `unprotected` positions that may be evicted.
-  __device__ void rank(Candidate& first, std::uint32_t i, const Slot& own, const Step& ranking,
-                       std::uint32_t unprotected) const {
+  /// Ranks a slot's token as a candidate, if it is one of `unprotected` unprotected positions. A
+  /// full cache has at least one, because sinks and recent tokens fit its budget.
+  __device__ void rank(EvictionCandidate& first, std::uint32_t i, const Slot& own,
+                       const Step& ranking, std::uint32_t unprotected) const {
     const std::uint32_t position = positions_[i];
     if (position - protected_tokens_.sinks < unprotected)
-      first.take({rank_key(P::rank(own, token(position), params_, ranking)), position, i});
+      first = first_victim(
+          first, {{0, rank_key(P::rank(own, token(position), params_, ranking)), position},
+                  static_cast<int>(i)});
   }
   /// Makes the first candidate of the thread block the next victim.
-  __device__ void choose(const Candidate& mine) {
+  __device__ void choose(const EvictionCandidate& mine) {
     parity_ ^= 1;
-    const Candidate first = block_first(mine, shared_.first[parity_], at_);
-    progress_.victim = static_cast<std::int32_t>(first.slot + 1);
-    progress_.victim_position = first.position;
+    const EvictionCandidate first = block_first_victim<true>(mine, shared_.first[parity_]);
+    progress_.victim = first.slot + 1;
+    progress_.victim_position = first.key.position;
   }
 
   /// The same with a tier plan: also demotes the first candidate of each tier.

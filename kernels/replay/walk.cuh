@@ -246,7 +246,7 @@ class ReplayWalk {
     const Step attended = cache_.step_at(query, 1), ranking = cache_.step_at(query + 1, 0);
     const bool ranks = !kTiered && cache_.ranks_next();
     const std::uint32_t unprotected = ranks ? cache_.num_unprotected(query + 1) : 0;
-    Candidate candidate;
+    EvictionCandidate candidate = EvictionCandidate::none_unprotected();
     for_strips(query, [&](const Strip& strip, std::uint32_t first) {
 #pragma unroll
       for (int k = 0; k < kStrip; ++k) {
@@ -283,7 +283,7 @@ class ReplayWalk {
     } else {
       const Step ranking = cache_.step_at(now, 0);
       const std::uint32_t unprotected = cache_.num_unprotected(now);
-      Candidate first;
+      EvictionCandidate first = EvictionCandidate::none_unprotected();
       at_.for_slots<kStrip>(cache_.live(), [&](std::uint32_t i) {
         cache_.rank(first, i, cache_.state(i), ranking, unprotected);
       });

@@ -35,6 +35,12 @@ struct ProtectedTokens {
     if (position < sinks) return 2;
     return std::uint64_t{position} + recent > now ? 1 : 0;
   }
+  /// Of the positions before `now`, those from the sinks on and before this many more are
+  /// unprotected. Protected tokens number fewer than 2^31.
+  constexpr std::uint32_t num_unprotected(std::uint32_t now) const {
+    const std::uint32_t kept = sinks + (recent == 0 ? 0 : recent - 1);
+    return now > kept ? now - kept : 0;
+  }
   /// The key of a token with this rank, if `now` is appended next.
   constexpr EvictionKey key(std::uint64_t rank, std::uint32_t position, std::uint32_t now) const {
     return {protection(position, now), rank, position};
@@ -48,6 +54,11 @@ struct EvictionCandidate {
 
   /// Comes after every token.
   static constexpr EvictionCandidate none() { return {EvictionKey::last(), -1}; }
+  /// Comes after every unprotected token. Where only such tokens are compared, its known protection
+  /// saves the comparison of theirs.
+  static constexpr EvictionCandidate none_unprotected() {
+    return {{0, ~std::uint64_t{0}, ~0u}, -1};
+  }
 };
 
 /// The one that is evicted first.

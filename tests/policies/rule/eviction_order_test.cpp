@@ -11,7 +11,8 @@ using kvlab::ProtectedTokens;
 
 namespace {
 constexpr std::uint32_t kLast = std::numeric_limits<std::uint32_t>::max();
-}
+constexpr ProtectedTokens kProtection{.sinks = 4, .recent = 2};
+}  // namespace
 
 TEST_CASE("sinks protect the positions below their number") {
   constexpr ProtectedTokens protected_tokens{.sinks = 4};
@@ -39,6 +40,31 @@ TEST_CASE("protection does not overflow at the largest positions") {
   CHECK(ProtectedTokens{.recent = kLast}.protection(kLast - 1, kLast) == 1);
   CHECK(ProtectedTokens{.recent = 2}.protection(kLast - 1, kLast) == 1);
   CHECK(ProtectedTokens{.recent = 1}.protection(kLast - 1, kLast) == 0);
+}
+
+TEST_CASE("the unprotected positions are those of protection 0") {
+  for (std::uint32_t sinks = 0; sinks < 6; ++sinks)
+    for (std::uint32_t recent = 0; recent < 6; ++recent)
+      for (std::uint32_t now = 0; now < 16; ++now)
+        for (std::uint32_t position = 0; position < now; ++position) {
+          const ProtectedTokens own{.sinks = sinks, .recent = recent};
+          CAPTURE(sinks, recent, now, position);
+          CHECK((position - sinks < own.num_unprotected(now)) ==
+                (own.protection(position, now) == 0));
+        }
+}
+
+TEST_CASE("no candidate comes before a token, and the first of two candidates is found") {
+  const kvlab::EvictionCandidate none = kvlab::EvictionCandidate::none(),
+                                 unprotected = kvlab::EvictionCandidate::none_unprotected(),
+                                 sink{{2, 7, 3}, 0}, token{{0, ~std::uint64_t{0}, 9}, 1};
+  CHECK(kvlab::first_victim(none, sink).slot == 0);
+  CHECK(kvlab::first_victim(sink, none).slot == 0);
+  CHECK(kvlab::first_victim(unprotected, token).slot == 1);
+  CHECK(kvlab::first_victim(sink, token).slot == 1);
+  CHECK(kvlab::first_victim(none, none).slot == -1);
+  CHECK(kProtection.key(7, 3, 100) == EvictionKey{2, 7, 3});
+  CHECK(kProtection.key(7, 99, 100) == EvictionKey{1, 7, 99});
 }
 
 TEST_CASE("tokens are evicted by protection, then by rank, then by position") {
