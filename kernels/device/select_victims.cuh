@@ -23,7 +23,7 @@ struct EvictionKeys {
   std::uint32_t next;  ///< position that is appended next
 
   __device__ EvictionKey operator[](std::uint32_t i) const {
-    return {protected_tokens.protection(positions[i], next), ranks[i], positions[i]};
+    return protected_tokens.key(ranks[i], positions[i], next);
   }
 };
 
@@ -42,8 +42,9 @@ __device__ inline EvictionKey leading(EvictionKey key, int digits) {
     key.position = digits <= 9 ? 0 : key.position >> (13 - digits) * 8 << (13 - digits) * 8;
   return key;
 }
-__device__ inline bool equal(const EvictionKey& a, const EvictionKey& b) {
-  return a.protection == b.protection && a.rank == b.rank && a.position == b.position;
+/// The key of a token that is not to be selected: it comes after all others, and has a bin.
+__device__ inline EvictionKey unselected_key() {
+  return {kEvictionBins - 1, ~std::uint64_t{0}, ~0u};
 }
 
 /// A threshold: exactly the tokens that come before it in the order are evicted, if only the first
@@ -107,7 +108,7 @@ __device__ EvictionThreshold select_victims(SelectionShared& shared, const Keys&
     auto& histogram = shared.histogram[threadIdx.x / kWarpSize % kEvictionHistograms];
     for (std::uint32_t i = threadIdx.x; i < live; i += blockDim.x) {
       const EvictionKey key = keys[i];
-      if (equal(leading(key, digit), found.key)) atomicAdd(&histogram[digit_of(key, digit)], 1u);
+      if (leading(key, digit) == found.key) atomicAdd(&histogram[digit_of(key, digit)], 1u);
     }
     __syncthreads();
     find_bin(shared, before_it);

@@ -10,6 +10,7 @@
 #include "kernels/launch.cuh"
 #include "kernels/why_not.hpp"
 #include "policies/modifiers/pooled_rank.hpp"
+#include "policies/rule/live_tokens.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -82,14 +83,12 @@ __global__ void __launch_bounds__(kThreads)
   if (pair.idle()) return;
   const std::uint32_t live = pair.live();
   const kvlab_rule rule = args.policy.rules[pair.index];
-  const bool stays_whole = rule.budget == kUnlimited || live < evict_at(args.policy, pair.index);
-  const std::uint32_t kept = stays_whole ? live : min(live, rule.budget - 1);
+  const std::uint32_t kept =
+      live - tokens_to_evict(live, rule.budget, evict_at(args.policy, pair.index));
   const std::size_t row = std::size_t(pair.index) * args.from.max_slots;
   const CompactWorkspace workspace = compact_parts(args);
-  const EvictionKeys keys{workspace.ranks + row,
-                          args.from.positions + pair.first_slot,
-                          {.sinks = rule.sinks, .recent = rule.recent},
-                          pair.now + pair.appended};
+  const EvictionKeys keys{workspace.ranks + row, args.from.positions + pair.first_slot,
+                          protected_tokens_of(rule), pair.now + pair.appended};
   std::int32_t* const sources = workspace.sources + row;
   std::int32_t* const holes = workspace.holes + row;
 

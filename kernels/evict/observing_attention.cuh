@@ -103,8 +103,8 @@ struct PairBlock {
     Step ranking = attended;
     ranking.now = now + 1;
     ranking.queries = 0;
-    return {protected_tokens_of(rule).protection(own.position, ranking.now),
-            rank_key(P::rank(own.state, token(own), params, ranking)), own.position};
+    return protected_tokens_of(rule).key(rank_key(P::rank(own.state, token(own), params, ranking)),
+                                         own.position, ranking.now);
   }
 
   /// Whether a token is evicted or demoted.

@@ -78,8 +78,8 @@ __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
       if (policy.seen) observation_at(policy.seen, first_slot + slot) = seen;
       P::observe(*state, seen, params, attended);
     }
-    const EvictionKey key{protected_tokens.protection(token.position, now + 1),
-                          rank_key(P::rank(*state, token, params, ranking)), token.position};
+    const EvictionKey key = protected_tokens.key(rank_key(P::rank(*state, token, params, ranking)),
+                                                 token.position, now + 1);
     EvictionCandidate& first = mine[rows.choice.tier(pair.index, first_slot + slot)];
     first = first_victim(first, {key, slot});
   }

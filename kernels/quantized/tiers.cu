@@ -11,6 +11,7 @@
 #include "kernels/evict/compact.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/quantized/quantize.cuh"
+#include "policies/rule/tier_assignment.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -92,25 +93,27 @@ struct Move {
   std::uint32_t from, to;  ///< rows
 };
 
-/// A tier during a step: its first victim and the row of that.
-struct StepTier {
-  EvictionCandidate first;
-  std::uint32_t row, first_row, slots, tokens;
+/// The tiers of a pair during a step, and the first victim of each, with its row.
+struct StepTiers {
+  TierLoad loads[kMaxDeviceTiers];
+  EvictionCandidate firsts[kMaxDeviceTiers];
+  std::uint32_t rows[kMaxDeviceTiers];
 };
 
-/// Finds which token moves to which tier, as AgedSet::assign_one() does, when tier 0 has one token
-/// too many. Moves to deeper tiers come last. Returns the number of moves.
-__device__ int chain_of(StepTier* tiers, int count, Move* moves) {
-  StepTier going = tiers[0];
+/// Finds which token moves to which row, if tier 0 has one token too many, and counts it on its new
+/// tier. Moves to lower tiers come last. Returns the number of moves.
+__device__ int find_moves(const DeviceTierPlan& tier_plan, StepTiers& tiers, Move* moves) {
+  Demotion chain[kMaxDeviceTiers];
+  const int demotions = demotion_chain(tiers.loads, tiers.firsts, tier_plan.tiers, chain);
   int moved = 0;
-  for (int r = 1; r < count; ++r) {
-    StepTier& tier = tiers[r];
-    const bool has_free_slot = tier.tokens < tier.slots;
-    if (!has_free_slot && !(tier.first.slot >= 0 && tier.first.key < going.first.key)) continue;
-    moves[moved++] = {going.first.slot, going.row,
-                      has_free_slot ? tier.first_row + tier.tokens++ : tier.row};
-    if (has_free_slot) break;
-    going = tier;
+  for (int i = 0; i < demotions; ++i) {
+    const int from = chain[i].from, to = chain[i].to;
+    if (to == tier_plan.tiers) break;  // evicted: the next token takes its slot
+    // A full tier passes on its first victim, whose row the token takes.
+    const std::uint32_t row = has_free_slot(tiers.loads[to])
+                                  ? tier_plan.tier[to].first_row + tiers.loads[to].tokens++
+                                  : tiers.rows[to];
+    moves[moved++] = {tiers.firsts[from].slot, tiers.rows[from], row};
   }
   return moved;
 }
@@ -121,7 +124,7 @@ template <class T>
 __global__ void __launch_bounds__(kStepThreads)
     demote_kernel(const EvictingAttentionArgs args, const QuantizedCache quantized_cache,
                   const EvictionCandidate* firsts) {
-  __shared__ StepTier tiers[kMaxDeviceTiers];
+  __shared__ StepTiers tiers;
   __shared__ Move moves[kMaxDeviceTiers];
   __shared__ int move_count;
   wait_for_predecessor();
@@ -139,19 +142,20 @@ __global__ void __launch_bounds__(kStepThreads)
   }
   if (const int r = static_cast<int>(threadIdx.x); r < tier_plan.tiers) {
     const EvictionCandidate first = firsts[pair.index * kMaxDeviceTiers + r];
-    tiers[r] = {first, first.slot < 0 ? 0 : row_of_slot[first.slot], tier_plan.tier[r].first_row,
-                tier_plan.tier[r].slots, static_cast<std::uint32_t>(counts[r])};
+    tiers.firsts[r] = first;
+    tiers.rows[r] = first.slot < 0 ? 0 : row_of_slot[first.slot];
+    tiers.loads[r] = {static_cast<std::uint32_t>(counts[r]), tier_plan.tier[r].slots};
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    quantized_cache.next_rows[pair.index] = tiers[0].row;
-    move_count = chain_of(tiers, tier_plan.tiers, moves);
-    quantized_cache.extents[pair.index] =
-        extent_of(tier_plan, [&](int r) { return static_cast<std::int32_t>(tiers[r].tokens); });
+    quantized_cache.next_rows[pair.index] = tiers.rows[0];
+    move_count = find_moves(tier_plan, tiers, moves);
+    quantized_cache.extents[pair.index] = extent_of(
+        tier_plan, [&](int r) { return static_cast<std::int32_t>(tiers.loads[r].tokens); });
   }
   __syncthreads();
   if (const int r = static_cast<int>(threadIdx.x); r < tier_plan.tiers)
-    counts[r] = static_cast<std::int32_t>(tiers[r].tokens);
+    counts[r] = static_cast<std::int32_t>(tiers.loads[r].tokens);
   const int mine = static_cast<int>(threadIdx.x) / (2 * kWarpSize);
   const bool key = threadIdx.x / kWarpSize % 2 == 0, moves_one = mine < move_count;
   const RowShape shape(cache, sizeof(T));
@@ -186,8 +190,7 @@ struct TierKeys {
   int tier;
 
   __device__ EvictionKey operator[](std::uint32_t i) const {
-    if (levels[i] != tier) return {kEvictionBins - 1, ~std::uint64_t{0}, ~0u};
-    return all[static_cast<std::uint32_t>(sources[i])];
+    return levels[i] == tier ? all[static_cast<std::uint32_t>(sources[i])] : unselected_key();
   }
 };
 
@@ -205,10 +208,10 @@ __device__ std::uint32_t count_level(const std::int32_t* levels, std::uint32_t t
 /// whole block.
 __device__ void demote_surplus(SelectionShared& shared, const TierKeys& keys, std::int32_t* levels,
                                std::uint32_t tokens, std::uint32_t capacity) {
-  const std::uint32_t count = count_level(levels, tokens, keys.tier);
-  if (count <= capacity) return;
+  const std::uint32_t demoted = tokens_to_demote(count_level(levels, tokens, keys.tier), capacity);
+  if (demoted == 0) return;
   EvictionThreshold threshold{};
-  if (capacity > 0) threshold = select_victims(shared, keys, tokens, count - capacity);
+  if (capacity > 0) threshold = select_victims(shared, keys, tokens, demoted);
   for (std::uint32_t i = threadIdx.x; i < tokens; i += kAssignThreads)
     if (levels[i] == keys.tier && (capacity == 0 || threshold.evicts(keys[i])))
       levels[i] = keys.tier + 1;
@@ -236,15 +239,16 @@ __global__ void __launch_bounds__(kAssignThreads)
   const kvlab_rule rule = args.policy.rules[pair.index];
   const std::uint32_t most = evict_at(args.policy, pair.index), live = pair.live();
   const bool evicts = kept < live;
-  const bool full = most != kUnlimited &&
-                    count_level(levels, kept, 0) >= tier_plan.tier[0].slots + (most - rule.budget);
+  const std::uint32_t slots = tier_plan.tier[0].slots;
+  const bool full = most != kUnlimited && tokens_to_evict(count_level(levels, kept, 0), slots,
+                                                          slots + (most - rule.budget)) > 0;
   if (evicts || full) {
-    const std::uint32_t waiting = evicts ? 0 : max(live, rule.budget - 1) - (rule.budget - 1);
+    const std::uint32_t waiting = waiting_tokens(live, rule.budget, evicts);
     const EvictionKeys all{workspace.ranks + line, args.from.positions + pair.first_slot,
                            protected_tokens_of(rule), pair.now + pair.appended};
     for (int r = 0; r + 1 < tier_plan.tiers; ++r)
       demote_surplus(shared, {all, sources, levels, r}, levels, kept,
-                     tier_plan.tier[r].slots + (r == 0 ? waiting - 1 : 0));
+                     tier_capacity(r, tier_plan.tier[r].slots, waiting));
   }
   for (int r = 0; r < tier_plan.tiers; ++r) {
     const auto assign_row = [&](std::uint32_t i, bool here, std::uint32_t before) {

@@ -118,8 +118,7 @@ class ReplayCache {
     const std::uint32_t next = progress_.append + 1;
     const bool evicts = next_.tokens == 1 && surplus(next) == 1;
     if constexpr (Tokens::kTiered) {
-      if (next_.tokens != 1 || !needs_eviction(next) || !tokens_.demotes_at_most_one(evicts))
-        return false;
+      if (next_.tokens != 1 || !needs_eviction(next) || !tokens_.demotes_one()) return false;
     } else if (!evicts) {
       return false;
     }
@@ -154,9 +153,8 @@ class ReplayCache {
     at_.template for_slots<kStrip>(progress_.live, [&](std::uint32_t i) {
       ranks[i] = rank_key(P::rank(state(i), token(positions_[i]), params_, ranking));
     });
-    const EvictionCandidate first =
-        tokens_.template demote<kStrip>({ranks, positions_, protected_tokens_, now}, progress_.live,
-                                        surplus(progress_.append + 1) > 0);
+    const EvictionCandidate first = tokens_.template demote<kStrip>(
+        {ranks, positions_, protected_tokens_, now}, progress_.live);
     progress_.victim = first.slot + 1;  // 0: none
     progress_.victim_position = first.key.position;
   }
@@ -222,9 +220,11 @@ class ReplayCache {
   }
   /// The number of tokens that are evicted before an append.
   __device__ std::uint32_t surplus(std::uint32_t index) const {
-    if (progress_.live < at_.rule.evict_at) return 0;
-    if (at_.rule.looks_back && at_.rule.modifiers.once && !is_after_prompt(index)) return 0;
-    return progress_.live - (at_.rule.rule.budget - 1);
+    const std::uint32_t count =
+        tokens_to_evict(progress_.live, at_.rule.rule.budget, at_.rule.evict_at);
+    const bool is_withheld =
+        count > 0 && at_.rule.looks_back && at_.rule.modifiers.once && !is_after_prompt(index);
+    return is_withheld ? 0 : count;
   }
   /// Whether a tier plan evicts or demotes tokens before an append.
   __device__ bool needs_eviction(std::uint32_t index) const {
@@ -321,14 +321,13 @@ class ReplayCache {
     __syncthreads();
     if (!makes) return;
     const EvictionKeys keys = eviction_keys();
-    const std::uint32_t live = progress_.live, kept = at_.rule.rule.budget - 1;
+    const std::uint32_t live = progress_.live,
+                        waiting = waiting_tokens(live, at_.rule.rule.budget, num_evicted > 0);
     std::uint32_t over = 0;
     for (int r = 0; r < tokens_.count(); ++r) {
-      // If no token is evicted yet, some tokens wait on the first tier for the burst.
-      const std::uint32_t here = tokens_.on(r) + over,
-                          waiting = r > 0 || num_evicted > 0 || live < kept ? 0 : live - kept,
-                          capacity = tokens_.slots(r) + waiting - (r == 0 ? 1 : 0);
-      over = here > capacity ? here - capacity : 0;
+      const TierLoad& tier = tokens_.load(r);
+      const std::uint32_t here = tier.tokens + over;
+      over = tokens_to_demote(here, tier_capacity(r, tier.slots, waiting));
       if (over == 0) continue;
       const OneTierKeys own{keys, tokens_.of_slot(), r};
       const bool all = over == here, last = r + 1 == tokens_.count();

@@ -4,12 +4,15 @@
 #include "kernels/device/eviction_order.cuh"
 #include "kernels/device/select_victims.cuh"
 #include "kernels/replay/tokens.cuh"
+#include "policies/rule/tier_assignment.hpp"
 
 namespace kvlab::kernels {
 
 struct TierShared {
-  std::uint32_t counts[kMaxReplayTiers];  ///< number of tokens
-  EvictionCandidate firsts[kMaxReplayTiers][kReplayWarps], victim;
+  TierLoad loads[kMaxReplayTiers];
+  EvictionCandidate of_warps[kMaxReplayTiers]
+                            [kReplayWarps];  ///< first victims of each warp's slots
+  EvictionCandidate firsts[kMaxReplayTiers], victim;
 };
 
 /// Eviction keys of the tokens of one tier; other tokens come last.
@@ -19,7 +22,7 @@ struct OneTierKeys {
   int tier;
 
   __device__ EvictionKey operator[](std::uint32_t i) const {
-    return tiers[i] == tier ? all[i] : EvictionKey{kEvictionBins - 1, ~std::uint64_t{0}, ~0u};
+    return tiers[i] == tier ? all[i] : unselected_key();
   }
 };
 
@@ -99,8 +102,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
   __device__ SlotCopies copies(std::uint32_t exact_from) const {
     return {args_.copies, of_slot_, positions_, copies_, exact_from};
   }
-  __device__ std::uint32_t on(int tier) const { return shared_.counts[tier]; }
-  __device__ std::uint32_t slots(int tier) const { return tiers_[tier].slots; }
+  __device__ const TierLoad& load(int tier) const { return shared_.loads[tier]; }
 
   __device__ void move_in(std::uint32_t i) { of_slot_[i] = args_.slot_tiers[at_.first_slot + i]; }
   __device__ void move_out(std::uint32_t i) const {
@@ -109,30 +111,27 @@ class TieredTokens : public ExactTokens<kShared, T> {
   __device__ void append(std::uint32_t i, std::uint32_t) { of_slot_[i] = 0; }
   __device__ void move(std::uint32_t to, std::uint32_t from) { of_slot_[to] = of_slot_[from]; }
   __device__ void enter(std::uint32_t position) {
-    ++shared_.counts[0];
+    ++shared_.loads[0].tokens;
     *word_of(0, position) |= bit_of(position);
   }
   /// Removes the victim, which is on the last tier.
   __device__ void lose(std::uint32_t victim, std::uint32_t) {
     if (at_.thread != 0) return;
-    --shared_.counts[count_ - 1];
+    --shared_.loads[count_ - 1].tokens;
     *word_of(count_ - 1, victim) &= ~bit_of(victim);
   }
 
   /// Whether the first tier has no slot for another token.
   __device__ bool is_full(const Modifiers& modifiers, bool after_prompt) const {
-    return modifiers.surplus(on(0), slots(0), after_prompt) > 0;
+    return is_first_tier_full(shared_.loads[0], modifiers, after_prompt);
   }
   /// Whether at most one token is demoted from any tier.
-  __device__ bool demotes_at_most_one(bool evicts) const {
-    bool one = on(0) == slots(0);
-    for (int r = 1; r < count_; ++r) one &= has_free_slot(r, evicts) || on(r) <= slots(r);
-    return one;
-  }
+  __device__ bool demotes_one() const { return demotes_at_most_one(shared_.loads, count_); }
 
   __device__ void find(std::uint32_t live) {
     const int words = args_.shape.words();
-    if (at_.thread < kMaxReplayTiers) shared_.counts[at_.thread] = 0;
+    if (static_cast<int>(at_.thread) < count_)
+      shared_.loads[at_.thread] = {0, tiers_[at_.thread].slots};
     for (int w = static_cast<int>(at_.thread); w < count_ * words;
          w += static_cast<int>(at_.threads))
       words_[w] = 0;
@@ -142,26 +141,26 @@ class TieredTokens : public ExactTokens<kShared, T> {
       if (i < live) atomicOr(word_of(tier, positions_[i]), bit_of(positions_[i]));
       for (int r = 0; r < count_; ++r) {
         const int here = __popc(__ballot_sync(~0u, tier == r));
-        if (at_.lane == 0 && here > 0) atomicAdd(shared_.counts + r, here);
+        if (at_.lane == 0 && here > 0) atomicAdd(&shared_.loads[r].tokens, here);
       }
     }
     __syncthreads();
   }
 
-  /// For demotes_at_most_one(): at each tier the first victim moves on, until a tier has a free
-  /// slot. Returns the token that leaves the last tier.
+  /// For demotes_one(): demotes the first victims. Returns the token that is evicted, which is then
+  /// on the last tier; none if no token is.
   template <int kStrip>
-  __device__ EvictionCandidate demote(const EvictionKeys& keys, std::uint32_t live, bool evicts) {
-    for (int r = 0; r == 0 || (r < count_ && !has_free_slot(r, evicts)); ++r) {
+  __device__ EvictionCandidate demote(const EvictionKeys& keys, std::uint32_t live) {
+    for (int r = 0; passes_on(r); ++r) {
       EvictionCandidate mine = EvictionCandidate::none();
       at_.template for_slots<kStrip>(live, [&](std::uint32_t i) {
         if (of_slot_[i] == r) mine = first_victim(mine, {keys[i], static_cast<int>(i)});
       });
       mine = warp_first_victim(mine);
-      if (at_.lane == 0) shared_.firsts[r][at_.warp] = mine;
+      if (at_.lane == 0) shared_.of_warps[r][at_.warp] = mine;
     }
     __syncthreads();
-    if (at_.warp == 0) demote_chain(evicts);
+    if (at_.warp == 0) demote_firsts();
     __syncthreads();
     return shared_.victim;
   }
@@ -192,35 +191,40 @@ class TieredTokens : public ExactTokens<kShared, T> {
     __shared__ TierShared shared;
     return shared;
   }
-  /// Before any token moves. The last tier counts as free if no token is evicted yet.
-  __device__ bool has_free_slot(int tier, bool evicts) const {
-    return (!evicts && tier + 1 == count_) || on(tier) < slots(tier);
+  /// Whether the tier demotes a token when the first tier does. Valid before any token moves.
+  __device__ bool passes_on(int tier) const {
+    return tier == 0 || (tier < count_ && !has_free_slot(shared_.loads[tier]));
   }
   __device__ std::uint32_t* word_of(int tier, std::uint32_t position) const {
     return words_ + tier * args_.shape.words() + position / 32;
   }
   __device__ static std::uint32_t bit_of(std::uint32_t position) { return 1u << position % 32; }
 
-  /// Called by a warp.
-  __device__ EvictionCandidate first_of(int tier) const {
-    return warp_first_victim(at_.lane < at_.warps ? shared_.firsts[tier][at_.lane]
-                                                  : EvictionCandidate::none());
-  }
-  __device__ void demote_chain(bool evicts) {
-    EvictionCandidate going = first_of(0);
-    for (int r = 1; r < count_ && going.slot >= 0; ++r) {
-      const bool stays = has_free_slot(r, evicts);
-      __syncwarp();
-      if (at_.lane == 0) {
-        --shared_.counts[r - 1], ++shared_.counts[r];
-        *word_of(r - 1, going.key.position) &= ~bit_of(going.key.position);
-        *word_of(r, going.key.position) |= bit_of(going.key.position);
-        of_slot_[going.slot] = static_cast<std::uint8_t>(r);
-      }
-      __syncwarp();
-      going = stays ? EvictionCandidate::none() : first_victim(going, first_of(r));
+  /// Called by a warp: its lanes find the first victim of each tier, then one lane moves tokens.
+  __device__ void demote_firsts() {
+    for (int r = 0; passes_on(r); ++r) {
+      const EvictionCandidate first = warp_first_victim(
+          at_.lane < at_.warps ? shared_.of_warps[r][at_.lane] : EvictionCandidate::none());
+      if (at_.lane == 0) shared_.firsts[r] = first;
     }
-    if (at_.lane == 0) shared_.victim = going;
+    __syncwarp();
+    if (at_.lane != 0) return;
+    shared_.victim = EvictionCandidate::none();
+    Demotion chain[kMaxReplayTiers];
+    const int demotions = demotion_chain(shared_.loads, shared_.firsts, count_, chain);
+    for (int i = 0; i < demotions; ++i) {
+      const EvictionCandidate& token = shared_.firsts[chain[i].from];
+      const bool is_evicted = chain[i].to == count_;
+      if (is_evicted) shared_.victim = token;
+      move_to_tier(token, chain[i].from, is_evicted ? count_ - 1 : chain[i].to);
+    }
+  }
+  __device__ void move_to_tier(const EvictionCandidate& token, int from, int to) {
+    const std::uint32_t position = token.key.position;
+    --shared_.loads[from].tokens, ++shared_.loads[to].tokens;
+    *word_of(from, position) &= ~bit_of(position);
+    *word_of(to, position) |= bit_of(position);
+    of_slot_[token.slot] = static_cast<std::uint8_t>(to);
   }
 
   const Args& args_;
