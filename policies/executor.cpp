@@ -37,9 +37,6 @@ std::string feature_beyond(const Executor& executor, const PolicySpec& policy) {
 
 std::string refusal(const Executor& executor, const CacheConfig& config) {
   const PolicySpec& policy = config.policy;
-  if (!policy.tier_plan.is_plain() && !executor.supports_tiers)
-    return fmt::format("policy {}: tiers {}: {} keeps tokens in 16 bit; {} supports tier plans",
-                       policy.name, policy.tier_plan.text(), executor.name, executor.instead);
   if (policy.tier_plan.is_kivi() && !executor.kivi)
     return fmt::format(
         "policy {}: tiers {}: {} does not quantize by channel; a replay and the end-to-end "
@@ -62,23 +59,11 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
   };
   const std::string of_budget = fmt::format("budget {}: ", config.budget.text());
   if (config.shares_slots() && !executor.shared_slots) return of_budget + unknown("it");
-  if (!config.budget.is_even() && !executor.head_budgets)
-    return of_budget + unknown("budgets by head");
   if (config.budget.exempts() && !executor.exempt_layers)
     return of_budget + unknown("exempt layers");
   const std::string of_policy = fmt::format("policy {}: ", policy.name);
   if (policy.entry->factored && !executor.products) return of_policy + unknown("products");
-  if (policy.modifiers.scope == Modifiers::Scope::layer && !executor.scope_layer)
-    return of_policy + unknown("scope=layer");
-  if (policy.modifiers.group == Modifiers::Group::max && !executor.group_max)
-    return of_policy + unknown("group=max");
   return refused_features(executor, policy);
-}
-
-std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks) {
-  if (executor.bent_rows || !(capped || sinks)) return "";
-  return fmt::format("{} does not support {}; {} does", executor.name,
-                     capped ? "soft caps" : "sink logits", executor.instead);
 }
 
 bool side_by_side(const CacheConfig& one, const CacheConfig& other) {

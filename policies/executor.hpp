@@ -20,33 +20,24 @@ enum class Features { none, built_in, supplied, any };
 /// Maximum number of tiers on a CUDA device: kernels::kMaxDeviceTiers.
 inline constexpr std::size_t kMaxDeviceTiers = 8;
 
-/// What one executor supports. To enable a new capability, set it to true in the executor's line
-/// below; there is no other check.
+/// What one executor supports, as far as executors differ. To enable a new capability, set it to
+/// true in the executor's line below; there is no other check.
 struct Executor {
-  const char* name;            ///< name in messages: "the CUDA decoder"
-  const char* instead;         ///< the alternative that messages recommend: "--device cpu"
-  bool head_budgets = false;   ///< different budgets by head: from a file, or pyramid()
-  bool exempt_layers = false;  ///< `null` in a budget file
-  bool shared_slots = false;   ///< ada()
-  bool scope_layer = false;
-  bool group_max = false;
-  bool supports_tiers = false;
+  const char* name;                   ///< name in messages: "the CUDA decoder"
+  const char* instead;                ///< the alternative that messages recommend: "--device cpu"
+  bool exempt_layers = false;         ///< `null` in a budget file
+  bool shared_slots = false;          ///< ada()
   std::size_t max_tiers = kMaxTiers;  ///< maximum number of tiers in one plan
   bool kivi = false;
-  bool products = false;   ///< a policy's rank times a feature
-  bool bent_rows = false;  ///< layers with soft caps or sink logits
+  bool products = false;  ///< a policy's rank times a feature
   Features features = Features::none;
 };
 
 /// The CPU decoder.
 inline constexpr Executor kDecoder{.name = "a decoder",
                                    .instead = "a replay",
-                                   .head_budgets = true,
                                    .exempt_layers = true,
                                    .shared_slots = true,
-                                   .scope_layer = true,
-                                   .group_max = true,
-                                   .supports_tiers = true,
                                    .products = true,
                                    .features = Features::supplied};
 /// The end-to-end evaluation on the CPU.
@@ -59,10 +50,6 @@ inline constexpr Executor kEvaluation = [] {
 constexpr Executor device_executor(const char* name, const char* instead) {
   return {.name = name,
           .instead = instead,
-          .head_budgets = true,
-          .scope_layer = true,
-          .group_max = true,
-          .supports_tiers = true,
           .max_tiers = kMaxDeviceTiers,
           .features = Features::built_in};
 }
@@ -87,8 +74,6 @@ std::string feature_beyond(const Executor& executor, const PolicySpec& policy);
 
 /// Why the executor cannot run this cache, in one line; empty if it can.
 std::string refusal(const Executor& executor, const CacheConfig& config);
-/// Why it cannot run a layer with a soft cap or with sink logits; empty if it can.
-std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks);
 
 /// Throws std::invalid_argument with the refusal, if there is one.
 void check_held(const Executor& executor, const CacheConfig& config);

@@ -26,11 +26,11 @@ std::vector<HeadTask> whole_layers(const ReplayPlan& plan, std::span<const HeadT
   return all;
 }
 
-/// Whether the device supports the attention of all layers.
+/// Whether the device supports the attention of all layers: it has no soft caps and sink logits.
 bool knows_rows(const TraceReader& trace) {
   for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer) {
     const RowSpec& row = trace.row(layer);
-    if (!refusal_of_rows(kCudaReplay, row.softcap > 0, !row.sinks.empty()).empty()) return false;
+    if (row.softcap > 0 || !row.sinks.empty()) return false;
   }
   return true;
 }

@@ -17,10 +17,15 @@ constexpr Executor kPlain{.name = "an engine", .instead = "--device cpu"};
 
 }  // namespace
 
-TEST_CASE("Every executor supports bursts, smoothing and protected tokens") {
-  for (const Executor& executor : {kPlain, kDecoder, kCudaDecoder, kCudaEvaluation, kCudaReplay})
-    for (const char* policy : {"full", "h2o:every=64", "lru:once:smooth=3:pool=max:sinks=4"})
+TEST_CASE("Every executor supports all modifiers, protected tokens, tiers and budgets by head") {
+  for (const Executor& executor : {kPlain, kDecoder, kEvaluation, kCudaDecoder, kKernelLibrary,
+                                   kCudaEvaluation, kCudaReplay}) {
+    for (const char* policy :
+         {"full", "h2o:every=64", "lru:once:smooth=3:pool=max:sinks=4", "h2o:every=64:scope=layer",
+          "h2o:group=max", "h2o:tiers=16@4t+4@100%"})
       CHECK(refusal(executor, requested(policy)) == "");
+    CHECK(refusal(executor, requested("h2o", "pyramid(64)")) == "");
+  }
 }
 
 TEST_CASE(
@@ -28,16 +33,10 @@ TEST_CASE(
     "executor") {
   CHECK(refusal(kPlain, requested("h2o", "ada(20%)")) ==
         "budget ada(20%): an engine does not support it; --device cpu does");
-  CHECK(refusal(kPlain, requested("h2o", "pyramid(64)")) ==
-        "budget pyramid(64): an engine does not support budgets by head; --device cpu does");
-  CHECK(refusal(kPlain, requested("h2o:every=64:scope=layer")) ==
-        "policy h2o: an engine does not support scope=layer; --device cpu does");
   CHECK(refusal(kCudaEvaluation, requested("h2o*value_norm")) ==
         "policy h2o*value_norm: the end-to-end evaluation on CUDA does not support products; "
         "--device "
         "cpu does");
-  CHECK(refusal(kPlain, requested("h2o:group=max")) ==
-        "policy h2o: an engine does not support group=max; --device cpu does");
   CHECK(refusal(kPlain, requested("knorm")) ==
         "policy knorm: an engine does not support its feature key_norm; --device cpu does");
   for (const char* policy :
