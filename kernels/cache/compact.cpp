@@ -10,10 +10,8 @@ namespace kvlab::kernels {
 using cuda::check;
 
 std::uint32_t KvCache::surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const {
-  const std::uint32_t budget = slots_.budget(layer, pair);
-  return budget == kUnlimited
-             ? 0
-             : slots_.modifiers(pair).surplus(counts_of(layer, pair).live, budget, after_prompt);
+  return slots_.modifiers(pair).surplus(counts_of(layer, pair).live, slots_.budget(layer, pair),
+                                        after_prompt);
 }
 
 /// Max number of tokens that are live when more are appended after `fed` tokens, without the new
@@ -136,9 +134,7 @@ void KvCache::count_append(int sequence, std::uint32_t layer, std::uint32_t toke
   each_pair(sequence, [&](std::size_t pair) {
     Counts& own = counts_of(layer, pair);
     own.live -= surplus(layer, pair, false);
-    own.before = own.live;
-    own.live += tokens;
-    own.most = std::max(own.most, own.live);
+    own.append(tokens);
     append_to_tiers(layer, pair, tokens);
   });
 }

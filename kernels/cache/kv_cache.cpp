@@ -158,7 +158,7 @@ std::uint64_t KvCache::live_bytes(int sequence, std::uint32_t fed) const {
     if (counts(sequence))
       live += own.most;
     else
-      live += fed == 0 ? 0 : slots_.older(layer, pair, fed - 1) + 1;
+      live += live_after_append(fed, slots_.budget(layer, pair));
   });
   return is_quantized() ? tier_bytes : live * 2 * config_.key_bytes();
 }
@@ -186,7 +186,7 @@ std::uint32_t KvCache::live(int sequence, std::uint32_t layer, std::uint32_t hea
   const std::size_t pair =
       static_cast<std::size_t>(sequence) * static_cast<std::size_t>(config_.kv_heads) + head;
   if (counts(sequence)) return counts_of(layer, pair).live;
-  return fed > 0 ? slots_.older(layer, pair, fed - 1) + 1 : 0;
+  return live_after_append(fed, slots_.budget(layer, pair));
 }
 
 std::vector<std::uint32_t> KvCache::kept_positions(int sequence, std::uint32_t layer,
@@ -216,7 +216,7 @@ void KvCache::pretend(int sequence, std::uint32_t tokens) {
     const std::size_t at = layer * slots_.pairs() + pair;
     const auto first = static_cast<std::size_t>(slots_.first_slots()[at]);
     const std::uint32_t live = slots_.older(layer, pair, tokens);
-    counts_of(layer, pair) = {.live = live, .before = live, .most = live};
+    counts_of(layer, pair) = {{.live = live, .before = live, .most = live}};
     if (is_quantized()) storage_->tiers.pretend(slots_, at, pair, live);
     // Keeps the sinks and the youngest tokens, with zeros as states and features.
     const std::uint32_t sinks = slots_.protected_tokens(layer, pair).sinks;

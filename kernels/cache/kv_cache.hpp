@@ -27,6 +27,7 @@
 #include "kernels/evict/cache_positions.hpp"
 #include "kernels/pointwise.hpp"
 #include "kernels/quantized/tiers.hpp"
+#include "policies/rule/live_tokens.hpp"
 #include "policies/tiers/tier_counts.hpp"
 
 namespace kvlab::kernels {
@@ -196,10 +197,8 @@ class KvCache {
   }
 
  private:
-  /// Counts of a pair with modifiers, shared slots or a tier plan: live tokens now and before the
-  /// last append, and their peak.
-  struct Counts {
-    std::uint32_t live = 0, before = 0, most = 0;
+  /// Counts of a pair with modifiers, shared slots or a tier plan.
+  struct Counts : LiveTokenCount {
     std::uint64_t max_bytes = 0;  ///< peak bytes on tiers
   };
   /// The position of the first new token and the number of new tokens, as a compaction reads them.

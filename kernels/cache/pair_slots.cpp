@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "kernels/types.hpp"
+#include "policies/rule/live_tokens.hpp"
 
 namespace kvlab::kernels {
 
@@ -124,8 +125,7 @@ std::uint32_t PairSlots::max_tokens() const {
 }
 
 std::uint32_t PairSlots::older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const {
-  const std::uint32_t tokens = budget(layer, pair);
-  return tokens == kUnlimited ? fed : std::min(fed, tokens - 1);
+  return live_before_append(fed, budget(layer, pair));
 }
 
 }  // namespace kvlab::kernels

@@ -19,8 +19,7 @@ void KvCache::before_token(int sequence, std::uint32_t fed, LayerRange layers) {
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
     Counts& own = counts_of(layer, pair);
     own.live -= surplus(layer, pair, false);  // the step itself evicts these
-    own.before = own.live++;
-    own.most = std::max(own.most, own.live);
+    own.append(1);
     append_to_tiers(layer, pair, 1);
     count_bytes(layer, pair);
   });

@@ -100,7 +100,7 @@ void CacheWatch::part(std::uint32_t layer, const PromptChunk& part, const LayerO
 /// cache's policy does not apply to it.
 std::vector<CacheWatch::Head> CacheWatch::ring(std::uint32_t layer, std::uint32_t first,
                                                std::uint32_t appended) const {
-  const std::uint32_t older = std::min(first, config_.rows[layer].window - 1);
+  const std::uint32_t older = live_before_append(first, config_.rows[layer].window);
   Head head;
   head.positions.resize(older + appended);
   std::iota(head.positions.begin(), head.positions.end(), first - older);

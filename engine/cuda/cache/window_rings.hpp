@@ -5,6 +5,7 @@
 #include "engine/cuda/cache/device_cache.hpp"
 #include "engine/cuda/decoder_options.hpp"
 #include "engine/cuda/model/device_model.hpp"
+#include "policies/rule/live_tokens.hpp"
 
 namespace kvlab {
 
@@ -53,7 +54,7 @@ class WindowRings {
   std::size_t offset(std::uint32_t layer, int sequence) const;
   /// How many tokens before a position its query sees.
   std::uint32_t older(std::uint32_t layer, std::uint32_t position) const {
-    return std::min(position, config_.rows[layer].window - 1);
+    return live_before_append(position, config_.rows[layer].window);
   }
   enum class To { ring, prompt };
   void copy(std::uint32_t layer, int sequence, std::uint32_t first, std::uint32_t count,
