@@ -114,6 +114,12 @@ def test_budgets_by_head() -> None:
     check_against_replay(model_of(), ids_of(40), 30, "h2o", "50%")
 
 
+@pytest.mark.parametrize("prompt", [10, 30, 60])
+@pytest.mark.parametrize("budget", ["pyramid(40)", "ada(24)"])
+def test_budgets_by_layer_and_prompts_shorter_than_them(budget: str, prompt: int) -> None:
+    check_against_replay(model_of(num_hidden_layers=4), ids_of(prompt), 20, "h2o", budget)
+
+
 @pytest.mark.parametrize("by_head", [False, True])
 def test_a_user_policy(by_head: bool) -> None:
     @kvlab.policy(needs="mass", state={"mass": "u8"}, recent="50%", by_head=by_head)

@@ -58,8 +58,8 @@ TEST_CASE("Terminal control characters are refused in names, and shown escaped")
         }).ends_with("; text without control characters is expected"));
   CHECK(!has_controls("tokens of \u00e9t\u00e9, \u6f22\u5b57"));
   for (const char* text :
-       {"\x1b[2J", "a\nb", "\x7f", "\u0085", "\u202e", "\u2066", "\u200f", "\u061c", "\x9b", "\xc2",
-        "\xe2\x80", "\xf5", "\xed\xa0\x80", "\xc0\x9b"})
+       {"\x1b[2J", "a\nb", "\x7f", "\u0085", "\u202e", "\u2066", "\u200f", "\u061c", "\ufeff",
+        "\x9b", "\xc2", "\xe2\x80", "\xf5", "\xed\xa0\x80", "\xc0\x9b"})
     CHECK(has_controls(text));
   CHECK(printable("one\n\n two\tthree\x1b[2J\u202e!") == "one  two three?[2J?!");
   CHECK(without_controls("a\n\x7f\u0085b\u202e \u00e9") == "a   b  \u00e9");
