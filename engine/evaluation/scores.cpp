@@ -171,6 +171,13 @@ std::map<std::string, std::vector<double>> answers_in(const std::filesystem::pat
   return answers;
 }
 
+/// Whether the full cache answers any question right. If not, only log p compares policies.
+bool full_cache_answers(const std::vector<ResultRow>& rows) {
+  return std::ranges::any_of(rows, [](const ResultRow& row) {
+    return row.policy == "full" && row.metric == "exact_match" && row.value > 0;
+  });
+}
+
 ScoreSet scores_of_task(const std::filesystem::path& folder) {
   const std::string file = (folder / kTaskJson).string(), csv = (folder / "task.csv").string();
   const json top = parse_result_json(read_text_file(file, kMaxScoresBytes), file);
@@ -201,6 +208,7 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
     return !group.name.ends_with("all lengths, all depths");
   });
   set.metrics = present(kTaskMetrics, set.groups.front().rows);
+  if (!full_cache_answers(set.groups.front().rows)) set.headline = "log_likelihood";
   return set;
 }
 

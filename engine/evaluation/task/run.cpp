@@ -45,18 +45,25 @@ std::vector<CacheConfig> fitting(const TaskRun& run, const CacheShape& model,
       leave_out);
 }
 
-/// Whether each sample was answered right in one mode, [configuration][prompt].
-PairedScores right_answers(const TaskRun& run, std::size_t mode) {
-  PairedText samples{.text = "samples", .is_binary = true};
+/// The answers of one mode, as `score` counts them, [configuration][prompt].
+PairedScores paired_answers(const TaskRun& run, std::size_t mode, bool is_binary,
+                            double (*score)(const TaskAnswer&)) {
+  PairedText samples{.text = "samples", .is_binary = is_binary};
   for (std::size_t c = 0; c < run.configs.size(); ++c) {
-    double right = 0;
+    double sum = 0;
     auto& own = samples.blocks.emplace_back();
-    for (const auto& prompt : run.answers) right += own.emplace_back(prompt[mode][c].right);
-    samples.means.push_back(right / static_cast<double>(own.size()));
+    for (const auto& prompt : run.answers) sum += own.emplace_back(score(prompt[mode][c]));
+    samples.means.push_back(sum / static_cast<double>(own.size()));
   }
   PairedScores scores(run.configs.size());
   scores.add(std::move(samples));
   return scores;
+}
+
+/// Whether the first configuration, which is the full cache, answers any question right.
+bool full_cache_answers(const TaskRun& run, std::size_t mode) {
+  return std::ranges::any_of(run.answers,
+                             [&](const auto& prompt) { return prompt[mode].front().right; });
 }
 
 void check_context(const ModelConfig& config, const TaskRun& run) {
@@ -110,7 +117,12 @@ std::vector<TaskMetric> memory_metrics(const TaskRun& run) {
 }
 
 std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t mode) {
-  const PairedScores right = right_answers(run, mode);
+  const bool by_share = full_cache_answers(run, mode);
+  const PairedScores scores =
+      by_share ? paired_answers(run, mode, true,
+                                [](const TaskAnswer& answer) { return answer.right ? 1.0 : 0.0; })
+               : paired_answers(run, mode, false,
+                                [](const TaskAnswer& answer) { return answer.log_likelihood; });
   std::vector<std::string> budgets;
   double full_bytes = 0;
   for (std::size_t c = 0; c < run.configs.size(); ++c) {
@@ -126,7 +138,7 @@ std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t
     std::vector<Candidate> candidates;
     ComparisonScope scope{.budget = budget,
                           .full_bytes = full_bytes,
-                          .metric = "right answers",
+                          .metric = by_share ? "right answers" : "log p of the right answer",
                           .higher_is_better = true,
                           .samples = run.prompts.size()};
     for (std::size_t c = 0; c < run.configs.size(); ++c) {
@@ -134,12 +146,12 @@ std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t
       const Memory memory = run.memory.empty() ? Memory{} : run.memory[mode][c];
       configs.push_back(c);
       candidates.push_back(
-          {.name = run.configs[c].policy.brief(), .error = -right.mean(c), .memory = memory});
+          {.name = run.configs[c].policy.brief(), .error = -scores.mean(c), .memory = memory});
       scope.budget_bytes = std::max(scope.budget_bytes, memory.budget);
     }
     made.push_back(
         recommend(std::move(candidates), std::move(scope), [&](std::size_t a, std::size_t b) {
-          return right.difference(configs[b], configs[a]);  // differences of errors
+          return scores.difference(configs[b], configs[a]);  // differences of errors
         }));
   }
   return made;

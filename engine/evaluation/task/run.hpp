@@ -81,8 +81,8 @@ std::vector<std::vector<Memory>> task_memory(const TaskRun& run, const CacheShap
 /// TaskRun::memory as metrics over all lengths and depths.
 std::vector<TaskMetric> memory_metrics(const TaskRun& run);
 
-/// Recommends by right answers of one mode, at each budget at which configurations evict. Shares
-/// are paired over the same samples.
+/// Recommends by right answers of one mode, at each budget at which configurations evict; by log p
+/// of the right answers if the full cache has none right. Answers are paired over the same samples.
 std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t mode);
 
 struct TaskRequest {

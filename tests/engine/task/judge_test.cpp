@@ -96,5 +96,25 @@ TEST_CASE("Metrics count each depth and all depths, against the first configurat
   CHECK(std::isnan(find(1, 20, 1, "log_likelihood_change")->interval.low));
 }
 
+TEST_CASE("Log p decides if the full cache answers no question right") {
+  TaskRun run{.task = "passkey", .modes = {QueryMode::agnostic}, .prompts = {{}, {}, {}}};
+  run.configs.emplace_back();  // the full cache
+  for (const char* policy : {"h2o", "sink"})
+    run.configs.push_back({.policy = parse_policy(policy), .budget = parse_budget("32")});
+  run.answers = {{{{false, -1, ""}, {false, -8, ""}, {false, -5, ""}}},
+                 {{{false, -2, ""}, {false, -9, ""}, {false, -4, ""}}},
+                 {{{false, -1, ""}, {false, -4, ""}, {false, -6, ""}}}};
+  const auto by_log_p = task_recommendations(run, 0);
+  REQUIRE(by_log_p.size() == 1);
+  CHECK(by_log_p[0].scope.metric == "log p of the right answer");
+  CHECK(by_log_p[0].chosen_candidate().name == "sink");
+  CHECK(by_log_p[0].chosen_candidate().error == Approx(5));
+  run.answers[1][0][0].right = true;
+  run.answers[1][0][1].right = true;  // h2o
+  const auto by_share = task_recommendations(run, 0);
+  CHECK(by_share[0].scope.metric == "right answers");
+  CHECK(by_share[0].chosen_candidate().name == "h2o");
+}
+
 }  // namespace
 }  // namespace kvlab
