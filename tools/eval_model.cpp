@@ -38,6 +38,15 @@ std::string name_of_text(const std::string& path) {
   return std::filesystem::path(path).stem().string();
 }
 
+/// A warning if a text is longer than the model's trained context; else "". Traces do not count,
+/// because their capture has warned.
+std::string note_of_context(const std::vector<EvalText>& texts, const ModelConfig& model) {
+  std::size_t longest = 0;
+  for (const EvalText& text : texts)
+    if (!text.trace) longest = std::max(longest, text.ids.size());
+  return context_note(model, static_cast<std::uint32_t>(longest), "--max-tokens");
+}
+
 }  // namespace
 
 std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& tokenizer,
@@ -127,6 +136,8 @@ std::vector<EvalText> eval_texts_from(const po::variables_map& options, const Ev
                       text.name));
   if (options.count("text")) say_of_model(model.backend->config(), model.tokenizer);
   DistinctTexts distinct = distinct_texts(std::move(texts));
+  if (std::string note = note_of_context(distinct.texts, model.backend->config()); !note.empty())
+    distinct.warnings.push_back(std::move(note));
   for (const std::string& warning : distinct.warnings) fmt::print(stderr, "kvlab: {}\n", warning);
   return std::move(distinct.texts);
 }

@@ -141,11 +141,7 @@ std::string note_of_context(const ModelConfig& model, const std::vector<Ids>& id
       longest = std::max(longest, needed_positions(resolve(config, segments, 0, model.heads()),
                                                    segments.front().tokens, tokens));
   }
-  if (longest <= model.trained_context) return "";
-  return fmt::format(
-      "sequences of up to {} tokens are longer than the {} that the model was trained on, so its "
-      "predictions mean little, even with the full cache; give --window {} or less",
-      longest, model.trained_context, model.trained_context);
+  return context_note(model, longest, "--window");
 }
 
 /// Notes for budgets at which no configuration evicts anything.
@@ -280,6 +276,14 @@ Evaluation evaluate(const ModelConfig& model, const SweepRunner& run_sweep,
                      : length,
                  c, scored, result, options.block_tokens));
   return result;
+}
+
+std::string context_note(const ModelConfig& model, std::uint32_t tokens, std::string_view option) {
+  if (tokens <= model.trained_context) return "";
+  return fmt::format(
+      "sequences of up to {} tokens are longer than the {} that the model was trained on, so its "
+      "predictions mean little, even with the full cache; give {} {} or less",
+      tokens, model.trained_context, option, model.trained_context);
 }
 
 }  // namespace kvlab

@@ -49,4 +49,8 @@ Evaluation evaluate(const ModelConfig& config, const SweepRunner& run_sweep,
                     const std::vector<std::vector<std::int32_t>>& texts,
                     std::vector<CacheConfig> configs, const EvalOptions& options);
 
+/// A warning if sequences of `tokens` tokens are longer than the model's trained context; else "".
+/// `option`: the option that shortens them.
+std::string context_note(const ModelConfig& model, std::uint32_t tokens, std::string_view option);
+
 }  // namespace kvlab

@@ -1,0 +1,70 @@
+#!/bin/sh
+# comparisons_test.sh KVLAB SOURCE: every command that compares over several texts counts the tokens that two of them
+# share once and names both, and warns if texts are longer than the model's trained context. A task that the full cache
+# fails is compared by log p.
+set -eu
+kvlab=$1 source=$2
+. "$source/tests/scripts/check.sh"
+enter_scratch
+tiny=$source/engine/models/tiny
+prints() { grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is not said"; }; }
+silent_of() { ! grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is said"; }; }
+
+# A text, a copy of it, and the text with a few more words.
+head -c 1500 "$source/tools/texts/carroll-alice.txt" >a.txt
+cp a.txt copy.txt
+{ cat a.txt; echo " and another word"; } >longer.txt
+eval_texts() { "$kvlab" eval --model "$tiny" --text "$@" --policy h2o,sink --budget 32 --prompt-tokens 50 --device cpu; }
+eval_texts a.txt >alone.out 2>/dev/null
+eval_texts a.txt copy.txt >copy.out 2>copy.err
+prints "a and copy have text in common, and it counts once" copy.err
+cmp alone.out copy.out || fail "a copy of a text changes the evaluation: $(cat copy.out)"
+eval_texts a.txt longer.txt >longer.out 2>longer.err
+prints "longer and a have text in common, and it counts once" longer.err
+prints "1 text," longer.out
+
+common="a and longer have text in common, and it counts once"
+few="--text a.txt longer.txt --max-tokens 200 --prompt-tokens 50 --device cpu"
+"$kvlab" fidelity --model "$tiny" $few --policy window,sink,h2o --budget 32 --out fidelity >fidelity.out 2>fidelity.err
+prints "$common" fidelity.err
+! grep -q '^longer,' fidelity/fidelity.csv || fail "fidelity counts a text that another text contains"
+"$kvlab" tune --model "$tiny" $few --policy h2o,sink --budget 32 --task none --out tuned.json >tune.out 2>tune.err
+prints "$common" tune.err
+
+# Traces of one text with prompts of different lengths, and a replay's confirmation over both texts.
+for prompt in 60 61; do
+  "$kvlab" capture --model "$tiny" --prompt-file a.txt --teacher-forced --prompt-tokens $prompt --max-tokens 200 --device cpu \
+    --out of$prompt >/dev/null 2>&1
+done
+"$kvlab" replay --trace of60 of61 --policy h2o,sink --budget 32 --out run >run.out 2>run.err
+prints "of60 and of61 have the same text, and it counts once, so comparisons leave of61 out" run.err
+prints "1 text, " run.out
+"$kvlab" deploy run --budget 32 --confirm 2 --model "$tiny" --text a.txt longer.txt --max-tokens 200 --task none --device cpu \
+  --out policy.json >deploy.out 2>deploy.err
+prints "$common" deploy.err
+
+# Texts beyond the trained context. (`kvlab eval` is in messages_test.sh.)
+beyond="are longer than the 1024 that the model was trained on"
+for length in 1024 1030; do
+  "$kvlab" fidelity --model "$tiny" --text "$source/tools/texts/carroll-alice.txt" --policy window,sink,h2o --budget 32 \
+    --max-tokens $length --prompt-tokens 1000 --device cpu --out fidelity$length >/dev/null 2>fidelity$length.err
+  "$kvlab" tune --model "$tiny" --text "$source/tools/texts/carroll-alice.txt" --policy sink,h2o --budget 32 \
+    --max-tokens $length --prompt-tokens 1000 --task none --device cpu --out tuned$length.json >/dev/null 2>tune$length.err
+done
+for command in fidelity tune; do
+  prints "sequences of up to 1030 tokens $beyond" ${command}1030.err
+  prints "give --max-tokens 1024 or less" ${command}1030.err
+  silent_of "trained on" ${command}1024.err
+done
+
+# The full cache answers no question right, so shares of right answers are all 0, and log p decides, also on the page.
+"$kvlab" task passkey --model "$tiny" --policy h2o,sink --budget 32 --words 60 --depth 50% --samples 8 --device cpu --out task \
+  >task.out 2>task.err
+prints "compare log p only" task.out
+prints "Choice: highest mean of log p of the right answer" task.out
+silent_of "have equal means" task.out
+grep -q '"metric": "log p of the right answer"' task/task.json || fail "task.json recommends by another metric"
+"$kvlab" report task --out task.html >/dev/null
+grep -qE '"headline": ?"log_likelihood"' task.html || fail "the page of a task begins with shares that are all 0"
+
+! grep -qiw nan -- *.out *.err || fail "nan is printed: $(grep -iw nan -- *.out *.err)"
