@@ -358,8 +358,11 @@ def test_a_share_reports_its_tokens_and_a_block_reports_no_eviction() -> None:
         with pytest.warns(UserWarning, match="nothing was evicted, because the longest text had 30 tokens, .* is 409 tok"):
             with kvlab.hf.evicting(model, "h2o", "20%"), torch.no_grad():
                 model(ids_of(0, 30))
+    with pytest.warns(UserWarning, match="Cache: policy h2o at 20%: a share of the model's context of 2048 tokens: 409 tok"):
+        kvlab.hf.Cache(model, "h2o", "20%")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
+        kvlab.hf.Cache(model, "h2o", "20%", length=60)
         with kvlab.hf.evicting(model, "h2o", "20%", length=60), torch.no_grad():
             model(ids_of(0, 30))
             model(ids_of(0, 9))

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -13,12 +14,14 @@ import numpy.typing
 import torch
 import transformers
 
+from kvlab import _kvlab
 from kvlab._policy import Policy
 from kvlab.hf.conversation import Conversation
 from kvlab.hf.refused import Refused
 
 if TYPE_CHECKING:
     from kvlab._trace import Trace
+    from kvlab.hf.attended_model import AttendedModel
 
 
 def conversation_of(cache: Any) -> Conversation | None:
@@ -38,6 +41,19 @@ def refuse_filled(cache: Any) -> None:
     if tokens := int(cache.get_seq_length()):
         what = f"the call's cache holds {tokens} tokens that were computed without kvlab"
         raise Refused(f"kvlab.hf: {what}; an empty cache is expected")
+
+
+def budget_text(budgets: list[int]) -> str:
+    """The least and the most tokens of a budget, over layers and KV heads."""
+    least, most = budgets
+    return f"{least} tokens" if least == most else f"{least} to {most} tokens"
+
+
+def warn_of_share(what: str, budget: int | str | None, budgets: list[int], attended: AttendedModel) -> None:
+    """Warns if the budget is a share, because it is one of the model's context and not of the text."""
+    if "%" in str(budget):
+        share = f"a share of the model's context of {attended.length} tokens: {budget_text(budgets)}"
+        warnings.warn(f"kvlab.hf.{what}: {share}. To take the share of another length, give length=", stacklevel=3)
 
 
 class Facts:
@@ -229,8 +245,13 @@ class Cache(HeldCache, transformers.DynamicCache):  # type: ignore[misc]
 
         attended = attended_model(model, length)
         words = {"prefill": prefill, "positions": positions or "", "seed": seed, "threshold": request_threshold}
-        make = attended.caches(lambda: attended.request(policy, budget, tiers, **words))
-        self._conversation = Conversation(attended, make, threads, record)
+
+        def request() -> _kvlab.CacheRequest:
+            return attended.request(policy, budget, tiers, **words)
+
+        self._conversation = Conversation(attended, attended.caches(request), threads, record)
+        if length is None and (budgets := _kvlab.budget_range(request())):
+            warn_of_share(f"Cache: policy {policy} at {budget}", budget, budgets, attended)
         attended.check()
         self._installed = attended.installed()
         own = {"config": model.config} if "config" in inspect.signature(transformers.DynamicCache).parameters else {}

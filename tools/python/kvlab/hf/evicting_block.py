@@ -9,7 +9,7 @@ from typing import Any
 from kvlab import _kvlab
 from kvlab._policy import Policy
 from kvlab.hf.attended_model import Block, attended_model
-from kvlab.hf.cache import Facts
+from kvlab.hf.cache import Facts, budget_text, warn_of_share
 from kvlab.hf.conversation import Conversation
 from kvlab.hf.layers import layer_count
 from kvlab.hf.refused import Refused
@@ -65,7 +65,7 @@ class evicting(Facts, Block):
         make = attended.caches(request)
         self._budgets = _kvlab.budget_range(request())
         self._said = "policy " + str(policy) + ("" if budget is None else f" at {budget}")
-        self._is_share = "%" in str(budget) and length is None
+        self._share = budget if length is None and self._budgets else None
         self._has_tiers = bool(tiers) or any(setting in str(policy) for setting in ("tiers=", "ladder="))  # old name
         super().__init__(attended, lambda: Conversation(attended, make, threads, record))
         self._graph = None
@@ -89,9 +89,7 @@ class evicting(Facts, Block):
 
     def __enter__(self) -> evicting:
         self._attended.check()
-        if self._is_share:
-            what = f"a share of the model's context of {self._attended.length} tokens: {self._tokens_of_budget()}"
-            _warn(f"{self._said}: {what}. To take the share of another length, give length=")
+        warn_of_share(f"evicting: {self._said}", self._share, self._budgets, self._attended)
         self._longest, self._has_evicted = 0, False
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._attended.run_in(self))
@@ -106,17 +104,13 @@ class evicting(Facts, Block):
             return
         self._conversation.calls.end()
         if self._longest and self._budgets and not self._has_evicted and not self._has_tiers:
-            what = f"the longest text had {self._longest} tokens, and the budget is {self._tokens_of_budget()}"
+            what = f"the longest text had {self._longest} tokens, and the budget is {budget_text(self._budgets)}"
             _warn(f"{self._said}: nothing was evicted, because {what}. Use a smaller budget")
 
     def note(self, conversation: Conversation) -> None:
         """Called when a call of the conversation has ended, for the warning at the end of the block."""
         self._longest = max(self._longest, conversation.tokens)
         self._has_evicted = self._has_evicted or conversation.sum("evictions") > 0
-
-    def _tokens_of_budget(self) -> str:
-        least, most = self._budgets
-        return f"{least} tokens" if least == most else f"{least} to {most} tokens"
 
 
 def _warn(text: str) -> None:
