@@ -95,7 +95,7 @@ void parse_rows(const JsonFields& config, TraceHeader& header) {
   std::uint32_t tables = 0, next = 0;
   const std::vector<JsonFields> items = config.objects("rows");
   if (items.size() != shape.layers)
-    throw error(config.where(), fmt::format("{} rows; one of each of {} layers is expected",
+    throw error(config.where(), fmt::format("{} rows; one row for each of {} layers is expected",
                                             items.size(), shape.layers));
   for (const JsonFields& item : items) {
     item.allow_only({"layer", "span", "softcap", "rope", "scale", "query_heads", "kv_heads",
@@ -511,9 +511,10 @@ void check_rope_and_scale(const TraceHeader& header, std::string_view what) {
     width = layer == 0 ? row.rope.rotated_dims() : width;
     if (!(tables.try_emplace(row.table, row.rope).first->second == row.rope) ||
         row.rope.rotated_dims() != width)
-      throw error(what, fmt::format("rope {}: one table under each number, all of one length, is "
-                                    "expected",
-                                    row.table));
+      throw error(what,
+                  fmt::format("rope {}: each number should name one table, and all tables should "
+                              "have the same length",
+                              row.table));
   }
 }
 

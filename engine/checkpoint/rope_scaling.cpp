@@ -151,8 +151,8 @@ std::uint32_t rotated_of(const JsonFields& reader, std::uint32_t head_size, bool
     reader.refuse(key, "only heads that are rotated whole (1.0) are supported");
   const auto rotated = static_cast<std::uint32_t>(head_size * share);
   if (rotated < 2 || rotated % 2 != 0)
-    reader.refuse(key,
-                  fmt::format("of a head's {} dimensions an even number must turn", head_size));
+    reader.refuse(
+        key, fmt::format("RoPE must rotate an even number of a head's {} dimensions", head_size));
   return rotated;
 }
 

@@ -169,7 +169,7 @@ TEST_CASE("A manifest with wrong row specs is refused by name") {
     CHECK_THAT(error, ContainsSubstring(why));
     CHECK(error.find('\n') == std::string::npos);
   };
-  refused([](json& rows) { rows.erase(1); }, "1 rows; one of each of 2 layers is expected");
+  refused([](json& rows) { rows.erase(1); }, "1 rows; one row for each of 2 layers is expected");
   refused([](json& rows) { rows = 5; }, "rows");
   refused([](json& rows) { rows[1]["layer"] = 3; }, "\"layer\" is 3");
   refused([](json& rows) { rows[1]["layer"] = 4000000000u; }, "\"layer\"");

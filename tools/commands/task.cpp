@@ -206,10 +206,10 @@ void print_table(const TaskRun& run, std::span<const TaskMetric> metrics,
                  const TaskRequest& request) {
   for (const QueryMode mode : run.modes) print_mode(run, metrics, mode, request.words);
   fmt::print(
-      "{} samples at each of {} depths; (low-high): 95%, Clopper-Pearson;\n"
+      "samples for each length and depth: {}; (low-high): 95%, Clopper-Pearson;\n"
       "log p: of the right answer, nats; change: difference from the first line, over\n"
       "the same samples; ±: 95%, from 8 samples on\n",
-      request.samples, request.depths.size());
+      request.samples);
   const bool any = std::ranges::any_of(run.modes, [&](QueryMode mode) {
     const TaskMetric* const full = find_task_metric(metrics, 0, mode, {}, "exact_match");
     return full && full->value > 0;
