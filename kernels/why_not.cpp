@@ -328,8 +328,8 @@ namespace {
 
 /// Thread blocks that observe a prompt, at most, for its number of keys, queries and KV heads.
 std::int64_t observing_blocks(const kvlab_observe_args& args) {
-  constexpr std::int64_t kLeastKeys = 32, kQueries = 1024;  // per thread block
-  return (args.keys_end + kLeastKeys - 1) / kLeastKeys *
+  constexpr std::int64_t kMinKeys = 32, kQueries = 1024;  // per thread block
+  return (args.keys_end + kMinKeys - 1) / kMinKeys *
          ((args.prefill.queries + kQueries - 1) / kQueries) * args.prefill.kv_heads;
 }
 

@@ -84,7 +84,7 @@ void check_tier_plan(const CacheConfig& config) {
 }
 
 /// Records the tier slots and returns the budget in tokens that they add up to.
-std::uint32_t climb(ResolvedConfig& config, const std::vector<TierSlots>& slots) {
+std::uint32_t add_tier_slots(ResolvedConfig& config, const std::vector<TierSlots>& slots) {
   const std::uint32_t budget = tokens_of(slots);
   config.tiers.try_emplace(budget, slots);
   return budget;
@@ -104,7 +104,7 @@ void check_prompt(const CacheConfig& config) {
 
 /// Converts budgets in 16-bit tokens to the number of tokens that the tier plan holds in the same
 /// bytes.
-void climb(ResolvedConfig& config, std::uint32_t length, std::uint32_t head_size) {
+void apply_tier_plan(ResolvedConfig& config, std::uint32_t length, std::uint32_t head_size) {
   if (config.policy.tier_plan.is_plain()) return;
   check_tier_plan(config);
   if (!config.evicts()) {
@@ -114,13 +114,13 @@ void climb(ResolvedConfig& config, std::uint32_t length, std::uint32_t head_size
   const bool of_bytes = config.budget.in_bytes && config.budget.is_even();
   if (of_bytes) check_quantized_heads(head_size);
   const TierPlan& tier_plan = config.policy.tier_plan;
-  config.budget_tokens = climb(
+  config.budget_tokens = add_tier_slots(
       config,
       of_bytes ? tier_plan.slots(config.budget.bytes_of(length, head_size), head_size / kQuantBlock)
                : tier_plan.slots_of_tokens(config.budget_tokens));
   for (auto& layer : config.head_budgets)
     for (std::uint32_t& own : layer)
-      if (own != kNoBudget) own = climb(config, tier_plan.slots_of_tokens(own));
+      if (own != kNoBudget) own = add_tier_slots(config, tier_plan.slots_of_tokens(own));
 }
 
 }  // namespace
@@ -191,7 +191,7 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
                     "nothing to act on; use full",
                     config.policy.name));
   if (!config.evicts()) {
-    climb(resolved, length, model.head_size);
+    apply_tier_plan(resolved, length, model.head_size);
     return resolved;
   }
   check_prompt(config);
@@ -206,7 +206,7 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
   for (const auto& layer : resolved.head_budgets)
     if (layer.front() != kNoBudget)
       resolved.budget_tokens = std::max(resolved.budget_tokens, std::ranges::max(layer));
-  climb(resolved, length, model.head_size);
+  apply_tier_plan(resolved, length, model.head_size);
   if (!config.policy.entry) return resolved;
   resolved.protected_tokens = resolve_protected_tokens(config.policy, resolved.budget_tokens);
   check_protected_tokens(resolved);

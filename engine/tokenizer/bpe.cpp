@@ -104,7 +104,7 @@ class Bpe::Word {
     while (!queue.empty()) {
       const Candidate top = queue.top();
       queue.pop();
-      if (!still_holds(top)) continue;
+      if (!is_current(top)) continue;
       merge(top);
       added.clear();
       if (symbols_[top.left].previous != kNone) add_candidate(symbols_[top.left].previous, added);
@@ -136,7 +136,7 @@ class Bpe::Word {
 
   // Whether the candidate is still valid, because a neighbour may have changed. As in the
   // tokenizers library, the resulting id must be equal, not the rank.
-  bool still_holds(const Candidate& candidate) const {
+  bool is_current(const Candidate& candidate) const {
     const Symbol& left = symbols_[candidate.left];
     if (left.id == kMerged || left.next == kNone) return false;
     const Merge* found = bpe_.find_merge(left.id, symbols_[left.next].id);
@@ -216,9 +216,10 @@ void Bpe::read_fallbacks(const Node& model) {
   const auto is_byte = [&](std::uint64_t id) {
     return bytes.contains(static_cast<std::int32_t>(id));
   };
-  bytes_stand_alone_ = byte_fallback_is_whole_ && std::ranges::none_of(merges_, [&](const auto& m) {
-                         return is_byte(m.first >> 32) || is_byte(m.first & 0xffffffffu);
-                       });
+  bytes_are_isolated_ =
+      byte_fallback_is_whole_ && std::ranges::none_of(merges_, [&](const auto& m) {
+        return is_byte(m.first >> 32) || is_byte(m.first & 0xffffffffu);
+      });
 }
 
 std::optional<std::int32_t> Bpe::id_of(std::string_view token) const {
@@ -233,8 +234,8 @@ const Bpe::Merge* Bpe::find_merge(std::int32_t left, std::int32_t right) const {
 
 // Whether merges and the fusing of unknown characters can extend beyond this character only by a
 // junction.
-bool Bpe::stands_alone(std::string_view character) const {
-  return id_of(character).has_value() || bytes_stand_alone_;
+bool Bpe::is_isolated(std::string_view character) const {
+  return id_of(character).has_value() || bytes_are_isolated_;
 }
 
 // A block ends between two characters that no merge joins.
@@ -245,7 +246,7 @@ std::size_t Bpe::end_of_block(std::string_view piece) const {
     if (at < kBlockBytes || junctions_.contains(junction_key(piece, at))) continue;
     const std::string_view left = piece.substr(before, at - before),
                            right = piece.substr(at, char_bytes(piece[at]));
-    if (stands_alone(left) && stands_alone(right)) return at;
+    if (is_isolated(left) && is_isolated(right)) return at;
   }
   return piece.size();
 }

@@ -53,7 +53,7 @@ class Bpe {
   void read_fallbacks(const Node& model);
   /// The end of a block at which a long piece may be split without changing its ids.
   std::size_t end_of_block(std::string_view piece) const;
-  bool stands_alone(std::string_view character) const;
+  bool is_isolated(std::string_view character) const;
   std::vector<std::int32_t> characters(std::string_view piece) const;
   bool append_bytes(std::string_view character, std::vector<std::int32_t>& ids) const;
   const Merge* find_merge(std::int32_t left, std::int32_t right) const;
@@ -64,7 +64,7 @@ class Bpe {
   std::optional<std::int32_t> unk_;
   std::vector<std::optional<std::int32_t>> byte_ids_;  // [byte]; empty without byte fallback
   bool byte_fallback_is_whole_ = false;
-  bool bytes_stand_alone_ = false;  ///< no merge joins the tokens that byte fallback produces
+  bool bytes_are_isolated_ = false;  ///< no merge joins the tokens that byte fallback produces
   bool fuse_unk_ = false;
   bool ignore_merges_ = false;
 };

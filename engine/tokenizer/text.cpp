@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kChars = 0x144;  // the last character of the alphabet is U+0143
 
-constexpr bool stands_for_itself(int byte) {
+constexpr bool is_printable_byte(int byte) {
   return (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte <= 0xAC) || byte >= 0xAE;
 }
 
@@ -30,7 +30,7 @@ ByteMap make_byte_map() {
   map.bytes.fill(-1);
   char32_t next = 0x100;
   for (int byte = 0; byte < kBytes; ++byte) {
-    const char32_t c = stands_for_itself(byte) ? static_cast<char32_t>(byte) : next++;
+    const char32_t c = is_printable_byte(byte) ? static_cast<char32_t>(byte) : next++;
     append_utf8(map.chars[byte], c);
     map.bytes[c] = static_cast<std::int16_t>(byte);
   }

@@ -188,7 +188,7 @@ class Tokenizer::Impl {
     // Special tokens come first: if two tokens have one spelling, the first counts.
     for (const bool special : {true, false}) {
       for (const AddedToken& token : tokens) {
-        if (token.special == special) make_findable(token);
+        if (token.special == special) index(token);
       }
     }
   }
@@ -210,7 +210,7 @@ class Tokenizer::Impl {
                                         : std::string_view(token.content));
   }
 
-  void make_findable(const AddedToken& token) {
+  void index(const AddedToken& token) {
     (token.normalized ? in_normalized_ : in_text_).add(spelling(token), token);
   }
 

@@ -15,8 +15,8 @@ using Output = cuda::ProductArgs::Output;
 
 namespace {
 
-constexpr double kUsableMemory = 0.9;      // share of free memory
-constexpr std::size_t kMostTasks = 65535;  // limit of a kernel launch
+constexpr double kUsableMemory = 0.9;     // share of free memory
+constexpr std::size_t kMaxTasks = 65535;  // limit of a kernel launch
 
 }  // namespace
 
@@ -59,7 +59,7 @@ std::size_t tasks_at_once(const HeadTaskSizes& sizes, std::size_t landing, std::
         "once, or --device cpu",
         together == 1 ? "one KV head" : "one layer", cuda::bytes_text(together * of_task + landing),
         cuda::bytes_text(memory.free), cuda::bytes_text(memory.total)));
-  return std::min(fit, kMostTasks) / together * together;
+  return std::min(fit, kMaxTasks) / together * together;
 }
 
 HeadTasks::HeadTasks(const HeadTaskPlan& plan, const DeviceSweep& sweep, const HeadTaskSizes& sizes,

@@ -22,7 +22,7 @@ namespace {
 constexpr const char* kModule = "kvlab_mpi.so";
 
 /// Open MPI's mpirun sets the first variable, and any launcher with PMIx sets the second.
-bool started_with_others() {
+bool has_other_processes() {
   const char* size = std::getenv("OMPI_COMM_WORLD_SIZE");
   return size ? std::string(size) != "1" : std::getenv("PMIX_RANK") != nullptr;
 }
@@ -141,7 +141,7 @@ void follow(ProcessGroup& group, unsigned threads, const Compute& compute) {
 }  // namespace
 
 std::unique_ptr<ProcessGroup> join_process_group() {
-  if (!started_with_others()) return std::make_unique<ProcessGroup>();
+  if (!has_other_processes()) return std::make_unique<ProcessGroup>();
   std::error_code error;
   const auto module =
       std::filesystem::read_symlink("/proc/self/exe", error).parent_path() / kModule;

@@ -73,7 +73,7 @@ std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
 
 /// The heads on which the policies' recall differs most at `budget`, the largest difference first,
 /// from different layers as long as possible.
-std::vector<Scope> telling_heads(std::span<const ResultRow> rows, std::string_view budget) {
+std::vector<Scope> most_different_heads(std::span<const ResultRow> rows, std::string_view budget) {
   struct Spread {
     double least = std::numeric_limits<double>::infinity(), most = -least;
   };
@@ -134,7 +134,7 @@ std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t seque
   const MetricTable metric_table(rows);
   if (metric_table.budgets().empty()) return std::nullopt;
   const BudgetColumn& budget = metric_table.budgets()[(metric_table.budgets().size() - 1) / 2];
-  const auto heads = telling_heads(rows, budget.text);
+  const auto heads = most_different_heads(rows, budget.text);
   const auto configs =
       select_shown(sweep, metric_table, budget.text, *find_metric(best_metric(rows)));
   if (configs.empty() || heads.empty()) return std::nullopt;

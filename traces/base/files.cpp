@@ -36,14 +36,14 @@ std::filesystem::path folder_of(const std::filesystem::path& path) {
 }
 
 constexpr std::string_view kPart = ".part";
-constexpr std::size_t kDraw = 1 + 8;  // a dot and unpredictable hex digits
+constexpr std::size_t kRandomPart = 1 + 8;  // a dot and unpredictable hex digits
 
 std::string part_ending() {
-  std::uint32_t gradient_sample = 0;
-  if (::getrandom(&gradient_sample, sizeof gradient_sample, 0) != sizeof gradient_sample)
+  std::uint32_t number = 0;
+  if (::getrandom(&number, sizeof number, 0) != sizeof number)
     throw std::runtime_error(
         "the system provides no random numbers, so a file cannot be created safely");
-  return fmt::format(".{:08x}{}", gradient_sample, kPart);
+  return fmt::format(".{:08x}{}", number, kPart);
 }
 
 }  // namespace
@@ -58,10 +58,10 @@ Descriptor::~Descriptor() {
 std::string finished_name(std::string name) {
   if (!name.ends_with(kPart)) return name;
   name.resize(name.size() - kPart.size());
-  const std::size_t at = name.size() - std::min(name.size(), kDraw);
-  const bool drawn = name.size() > kDraw && name[at] == '.' &&
-                     name.find_first_not_of("0123456789abcdef", at + 1) == std::string::npos;
-  if (drawn) name.resize(at);
+  const std::size_t at = name.size() - std::min(name.size(), kRandomPart);
+  const bool is_random = name.size() > kRandomPart && name[at] == '.' &&
+                         name.find_first_not_of("0123456789abcdef", at + 1) == std::string::npos;
+  if (is_random) name.resize(at);
   return name;
 }
 
@@ -117,7 +117,7 @@ OutputPlace::OutputPlace(const std::filesystem::path& path)
   std::vector<std::filesystem::path> rests;
   for (const auto& entry : std::filesystem::directory_iterator(folder_of(path), ignored)) {
     const std::string name = entry.path().filename().string();
-    if (name.size() != path.filename().native().size() + kDraw + kPart.size() ||
+    if (name.size() != path.filename().native().size() + kRandomPart + kPart.size() ||
         finished_name(name) != path.filename())
       continue;
     const FileLock lock(entry.path(), O_RDONLY | O_NONBLOCK | O_NOFOLLOW);

@@ -130,13 +130,13 @@ std::unique_ptr<Pool>& the_pool() {
 
 /// For a forked child: it inherits the pool's memory but none of its threads, so it gets a new
 /// pool. The old one is leaked, because it cannot be destroyed.
-void renew_pool() {
+void replace_pool() {
   static_cast<void>(the_pool().release());
   the_pool() = std::make_unique<Pool>();
 }
 
 Pool& pool() {
-  static const int registered = ::pthread_atfork(nullptr, nullptr, renew_pool);
+  static const int registered = ::pthread_atfork(nullptr, nullptr, replace_pool);
   static_cast<void>(registered);
   return *the_pool();
 }

@@ -177,8 +177,8 @@ using nlohmann::json;
 const std::vector<double> kDepths{0, 0.25, 0.5, 0.75, 1};
 constexpr std::uint32_t kMinWords = 30;
 constexpr double kEnough = 0.8;  // share of the questions that the full cache must answer
-constexpr std::size_t kMostEvaluated = 12,
-                      kMostEvaluatedNear = 9;  // most finalists that answer all questions
+constexpr std::size_t kMaxEvaluated = 12,
+                      kMaxEvaluatedNear = 9;  // most finalists that answer all questions
 // Cost relative to the prompt: of a cache after it, and of asking again to hear the whole answer.
 constexpr double kCacheWork = 0.15, kAgainWork = 0.3;
 constexpr double kTokensOfWord = 1.4;
@@ -207,12 +207,12 @@ class FinalistEvaluator {
     std::vector<std::size_t> left(finalists_.size());
     std::iota(left.begin(), left.end(), std::size_t{0});
     const std::uint32_t heat = first_round_samples(plan_.samples);
-    if (left.size() <= kMostEvaluated) {
+    if (left.size() <= kMaxEvaluated) {
       run(evaluated, left, 0, plan_.samples);
       return evaluated;
     }
     run(evaluated, left, 0, heat);
-    left = goes_on(evaluated);
+    left = finalists_that_continue(evaluated);
     for (TaskAccuracy& task : evaluated)
       for (std::size_t f = 0; f < finalists_.size(); ++f)
         if (std::ranges::find(left, f) == left.end()) task.right[f].clear();
@@ -235,7 +235,8 @@ class FinalistEvaluator {
  private:
   /// The finalists that answer the rest of the questions: the one with the lowest KL, and those
   /// with the best task accuracy, most of them near in KL.
-  std::vector<std::size_t> goes_on(const std::vector<TaskAccuracy>& evaluated) const {
+  std::vector<std::size_t> finalists_that_continue(
+      const std::vector<TaskAccuracy>& evaluated) const {
     std::vector<std::size_t> others(finalists_.size() - 1), chosen{0};
     std::iota(others.begin(), others.end(), std::size_t{1});
     std::ranges::stable_sort(others, std::greater<>{}, [&](std::size_t f) {
@@ -244,9 +245,9 @@ class FinalistEvaluator {
       return right;
     });
     for (const std::size_t f : others)
-      if (chosen.size() < kMostEvaluatedNear && is_near(finalists_, f)) chosen.push_back(f);
+      if (chosen.size() < kMaxEvaluatedNear && is_near(finalists_, f)) chosen.push_back(f);
     for (const std::size_t f : others)
-      if (chosen.size() < kMostEvaluated && std::ranges::find(chosen, f) == chosen.end())
+      if (chosen.size() < kMaxEvaluated && std::ranges::find(chosen, f) == chosen.end())
         chosen.push_back(f);
     std::ranges::sort(chosen);
     return chosen;
@@ -374,13 +375,13 @@ std::vector<TaskAccuracy> evaluate_finalists(Backend& backend, const Tokenizer& 
 }
 
 double task_accuracy_work(std::size_t finalists, const TaskAccuracyPlan& plan) {
-  const std::uint32_t heat = finalists <= kMostEvaluated
+  const std::uint32_t heat = finalists <= kMaxEvaluated
                                  ? plan.samples
                                  : FinalistEvaluator::first_round_samples(plan.samples);
   double work = 0;
   for (const PlannedTask& task : plan.tasks)
     work += FinalistEvaluator::work_of(finalists, heat, task.words) +
-            FinalistEvaluator::work_of(kMostEvaluated, plan.samples - heat, task.words);
+            FinalistEvaluator::work_of(kMaxEvaluated, plan.samples - heat, task.words);
   return work;
 }
 

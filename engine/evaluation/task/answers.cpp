@@ -76,7 +76,7 @@ class TaskAnswerer {
   std::vector<std::vector<std::vector<TaskAnswer>>> run() {
     std::vector<Unit> missing;
     for (Unit& unit : units())
-      if (take_up(unit))
+      if (load_stored(unit))
         note_done(unit);
       else
         missing.push_back(std::move(unit));
@@ -122,7 +122,7 @@ class TaskAnswerer {
   }
 
   /// Reads the stored answers of a unit. False if there are none, or they are damaged.
-  bool take_up(const Unit& unit) {
+  bool load_stored(const Unit& unit) {
     const std::vector<Row>& rows = unit.rows;
     const auto bytes =
         options_.kept ? options_.kept->read_unit(unit.batch, unit.first) : std::nullopt;

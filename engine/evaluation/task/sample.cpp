@@ -95,7 +95,7 @@ std::vector<std::string> sample_numbers(std::size_t count, std::uint32_t digits,
   return numbers;
 }
 
-std::string introduced(std::string_view text) {
+std::string with_introduction(std::string_view text) {
   return fmt::format("Read the following text. A question about it comes later.\n\n{}\n", text);
 }
 
@@ -103,7 +103,7 @@ TaskSample sample_passkey(const Haystack& haystack, TaskPoint point, Random& ran
   const std::string key = random.number(5);
   const Hidden hidden{
       point.depth, fmt::format("The pass key is {}. Remember it. {} is the pass key.", key, key)};
-  return {.context = introduced(
+  return {.context = with_introduction(
               haystack.with(point.words, random.below(haystack.sentences()), {&hidden, 1})),
           .question = "\nWhat is the pass key in the text?",
           .lead = "The pass key is the number",
@@ -130,7 +130,8 @@ TaskSample sample_needle(const TaskSpec& spec, const Haystack& haystack, TaskPoi
   for (std::size_t i = 0; i < requested.size(); ++i) requested[i] = i;
   std::ranges::stable_sort(requested, {}, [&](std::size_t i) { return hidden[i].depth; });
   TaskSample sample{
-      .context = introduced(haystack.with(point.words, random.below(haystack.sentences()), hidden)),
+      .context =
+          with_introduction(haystack.with(point.words, random.below(haystack.sentences()), hidden)),
       .question = fmt::format("\nWhat {} of the {}?",
                               single ? "is the secret number" : "are all secret numbers", keys[0]),
       .lead = fmt::format("The secret {} of the {} {}", single ? "number" : "numbers", keys[0],

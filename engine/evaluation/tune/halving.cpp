@@ -37,7 +37,7 @@ class Runner {
       for (const HalvingEntry& entry : halving_.rounds.back().entries)
         if (entry.fate == HalvingFate::stays) left_.push_back(entry.configuration);
       if (left_.size() == 1) halving_.end = HalvingEnd::ahead;
-      if (left_.size() > 1 && round + 1 < rounds_.size() && stays_alike(round))
+      if (left_.size() > 1 && round + 1 < rounds_.size() && stays_similar(round))
         halving_.end = HalvingEnd::alike;
       if (halving_.end != HalvingEnd::text) break;
     }
@@ -61,7 +61,7 @@ class Runner {
   /// Whether the leader would stay within the interval of every difference if all text showed twice
   /// the differences of the text so far. The interval over texts narrows with their number. The
   /// interval over one text's blocks is assumed to narrow with the square root of its length.
-  bool stays_alike(std::size_t round) const {
+  bool stays_similar(std::size_t round) const {
     constexpr double kUnseen = 2;
     double done = 0, all = 0;
     std::size_t texts = 0;

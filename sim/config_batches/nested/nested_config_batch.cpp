@@ -42,7 +42,7 @@ void NestedConfigBatch::begin_append(const Append& append) {
   const std::size_t before = tokens_.size();
   order_->append(append.first, append.tokens);
   if (takes_one(append)) {
-    pass_down(append.first);
+    evict_one_from_each_level(append.first);
     if (tokens_.size() == before) return;  // no level has grown
   } else {
     evict_to_budget(append.first);
@@ -65,7 +65,7 @@ bool NestedConfigBatch::takes_one(const Append& append) const {
 /// one. A token that a smaller budget keeps is never the victim of a larger one, so the victim is
 /// one of the level's own tokens or the one that has dropped to it. The new token goes to the first
 /// level.
-void NestedConfigBatch::pass_down(std::uint32_t now) {
+void NestedConfigBatch::evict_one_from_each_level(std::uint32_t now) {
   if (begins_[1] < levels_[0].budget) {  // then no other level holds a token yet
     tokens_.push_back(now);
     for (std::size_t l = 1; l < begins_.size(); ++l) ++begins_[l];

@@ -54,7 +54,7 @@ class NestedConfigBatch final : public ConfigBatch {
   };
   void begin_append(const Append& append);
   bool takes_one(const Append& append) const;
-  void pass_down(std::uint32_t now);
+  void evict_one_from_each_level(std::uint32_t now);
   EvictionCandidate exchange(std::size_t level, std::uint32_t now, const EvictionCandidate* comes);
   std::size_t find_victim(std::size_t begin, std::size_t end, std::uint32_t now) const;
   void evict_to_budget(std::uint32_t now);
