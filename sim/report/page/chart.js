@@ -1,4 +1,4 @@
-// A figure: a Vega view that follows the page's width and theme, with buttons to take it away.
+// A figure: a Vega view that follows the page's width and theme, with buttons to download it.
 const vega = typeof joinedVega === 'function' ? joinedVega() : null;  // where Vega was not found, a page has no figures
 const charts = [];
 
@@ -24,14 +24,14 @@ function viewOf(spec, width, options = {}) {
     },
     ...spec,
   };
-  // No eval: expressions are interpreted, as the page's content policy asks.
+  // No eval: expressions are interpreted, because the page's content policy forbids eval.
   return new vega.View(vega.parse(whole, null, {ast: true}),
     {renderer: 'svg', expr: vega.expressionInterpreter, container: options.container});
 }
 
 const kExportWidth = 720;
 
-/** Chart draws what `specOf(forExport, width)` says, now and whenever the page changes. */
+/** Chart draws the specification that `specOf(forExport, width)` returns, now and whenever the page changes. */
 class Chart {
   constructor(holder, title, specOf, near = null) {
     this.title = title;
@@ -63,7 +63,7 @@ class Chart {
     this.readout.value = this.near ? 'Point at the figure, or use the arrow keys in it.' : '';
   }
 
-  /** What a screen reader says of the figure: its title, and how to read its values. */
+  /** The text for screen readers: the figure's title, and how to reach its values by keyboard. */
   description() {
     return this.near ? `${this.title()}. The arrow keys read its values one by one.` : this.title();
   }

@@ -1,4 +1,4 @@
-// The page: what was chosen, and what is drawn for it.
+// The page: the reader's choices, and the figures and tables that show them.
 class Page {
   constructor(data) {
     this.data = data;
@@ -12,7 +12,7 @@ class Page {
     this.parts = {};
   }
 
-  /** Twelve lines are as many as a reader can follow: the first of the table, window and the oracles stay. */
+  /** A reader can follow at most twelve lines: the first of the table, `window` and the oracles are kept. */
   hideMany() {
     const {group, metric, budget} = this.state;
     const best = (this.data.ranking[group][metric][budget]?.rows ?? []).slice(0, 10).map(([s]) => s);
@@ -22,19 +22,19 @@ class Page {
       });
   }
 
-  /** Whether a line of the series says something: an oracle only of some metrics, the full cache of none. */
+  /** Whether to draw a line for the series: an oracle only for some metrics, the full cache for none. */
   isDrawn(s) {
     const one = this.data.series[s];
     return !one.full && one.bound !== false && (!one.oracle || this.metric().oracles.includes(one.policy));
   }
-  /** Whether the page shows all layers together, which is what recommendations are about. */
+  /** Whether the page shows all layers together. Only then do recommendations apply. */
   isOverall() {
     return this.state.layer < 0;
   }
   metric() {
     return this.data.metrics.find((metric) => metric.name === this.state.metric);
   }
-  /** The same, or the nearest to it that exists by head. */
+  /** The current metric, or the most similar one that exists by head. */
   headMetric() {
     const own = this.metricTable.has(this.state.group, this.state.metric, 'head');
     return own ? this.metric() : this.data.metrics.find((metric) => metric.name === this.data.by_head) ?? this.metric();
@@ -88,7 +88,7 @@ class Page {
     return Promise.all(parts.map((part) => this.parts[part]?.()));
   }
 
-  /** Places and metrics: a metric may exist for all layers together only. */
+  /** Places and metrics. Some metrics exist only for all layers together. */
   controls(holder) {
     const {data, state} = this;
     const index = (value) => Number(value);
