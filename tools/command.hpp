@@ -1,32 +1,39 @@
 // A subcommand of `kvlab`. Each has a file tools/commands/<name>.cpp and a line in commands.cpp.
 #pragma once
 
-#include <boost/program_options.hpp>
-#include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
-// Most kinds of option are compiled only once, in options.cpp.
-extern template class boost::program_options::typed_value<bool>;
-extern template class boost::program_options::typed_value<double>;
-extern template class boost::program_options::typed_value<std::int64_t>;
-extern template class boost::program_options::typed_value<std::string>;
+#include "tools/option_table.hpp"
 
 namespace kvlab {
 
-namespace po = boost::program_options;
-
 struct Command {
   std::string name, summary;
-  std::string usage;    ///< after "kvlab NAME "
-  std::string example;  ///< a working command line, shown by --help
-  void (*add_options)(po::options_description&);
-  /// The option that positional arguments go to, if any (such as "trace-args"). A count of -1
-  /// allows any number.
-  std::string positional = "";
-  /// Returns the exit code: 0, or 1 if a check failed. Throws std::exception for bad input.
-  int (*run)(const po::variables_map&);
+  std::string usage;            ///< after "kvlab NAME "
+  std::string example;          ///< a working command line, shown by --help
+  std::string positional = "";  ///< the option that words without an option's name go to, if any
+
+  /// Adds the options to the table. Returns what runs once the table has filled the request. That
+  /// returns the exit code: 0, or 1 if a check failed. Throws std::exception for bad input.
+  using Prepare = std::function<std::function<int()>(OptionTable&)>;
+  Prepare prepare;
 };
+
+/// For a command whose options fill a `Request`. `check` is the last check of the table.
+template <class Request>
+Command::Prepare prepared(void (*add_options)(OptionTable&, Request&),
+                          void (*check)(Request&, const GivenOptions&),
+                          int (*run)(const Request&)) {
+  return [=](OptionTable& table) {
+    const auto request = std::make_shared<Request>();
+    add_options(table, *request);
+    if (check) table.check([=](const GivenOptions& given) { check(*request, given); });
+    return [=] { return run(*request); };
+  };
+}
 
 Command allocate_command();
 Command bench_command();

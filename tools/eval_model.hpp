@@ -11,7 +11,7 @@
 #include "engine/evaluation/fidelity/fidelity.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "sim/head_replayer.hpp"
-#include "tools/command.hpp"
+#include "tools/options.hpp"
 
 namespace kvlab {
 
@@ -26,27 +26,44 @@ struct EvalModel {
   SweepRunner run_sweep;
   Tokenizer tokenizer;
 };
-EvalModel load_eval_model(const po::variables_map& options, EvalMethod way = EvalMethod::layers);
-/// The replayer of that device; null on the CPU.
-std::shared_ptr<HeadReplayer> eval_replayer(const po::variables_map& options);
+EvalModel load_eval_model(const std::string& directory, const CommonOptions& common,
+                          EvalMethod way = EvalMethod::layers);
+/// The replayer of a device; null for the CPU.
+std::shared_ptr<HeadReplayer> eval_replayer(Device device);
 
 /// The first `tokens` ids of the text that `--text` names, the tokenizer's special tokens included.
 /// Throws std::invalid_argument for a shorter text.
 std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& tokenizer,
                                       std::size_t tokens);
 
-/// `--model`, `--text`, `--trace`, `--prompt-tokens`, `--max-tokens`, `--output-error`.
-void add_eval_model_options(po::options_description& options);
-/// Throws std::invalid_argument if there is neither a text nor a trace, two have one name, or
-/// numbers are out of range.
-void check_eval_model_options(const po::variables_map& options);
+/// The model, and the texts and traces that it reads.
+struct EvalModelOptions {
+  std::string model;
+  std::vector<std::string> texts, traces;  ///< paths
+  std::int64_t prompt_tokens = 512;
+  std::uint32_t max_tokens = 2560;
+  bool every_output_error = false;
+};
+/// `--model`, `--text`, `--trace`, `--prompt-tokens`, `--max-tokens`, `--output-error`. Throws
+/// std::invalid_argument if there is neither a text nor a trace, two have one name, or numbers are
+/// out of range.
+void add_eval_model_options(OptionTable& table, EvalModelOptions& options);
 /// The first `--max-tokens` ids of each text, the tokenizer's special tokens included, then the
 /// traces. Throws for a shorter text, and for what text_of_trace() refuses.
-std::vector<EvalText> eval_texts_from(const po::variables_map& options, const EvalModel& model);
+std::vector<EvalText> eval_texts(const EvalModelOptions& options, const EvalModel& model,
+                                 unsigned threads);
 
-/// `--task`, `--words`, `--samples`: the tasks of finalists.
-void add_task_accuracy_options(po::options_description& options);
-/// Throws std::invalid_argument for an unknown task.
-TaskAccuracyPlan task_accuracy_plan_from(const po::variables_map& options);
+/// The tasks of finalists.
+struct TaskAccuracyOptions {
+  std::vector<std::string> tasks{"passkey", "needle"};
+  std::uint32_t words = 250;
+  TaskAccuracyPlan plan;  ///< complete but for what depends on the device and the seed
+};
+/// `--task`, `--words`, `--samples`. With `features` there is no task by default. Throws
+/// std::invalid_argument for an unknown task.
+void add_task_accuracy_options(OptionTable& table, TaskAccuracyOptions& options,
+                               const std::vector<std::string>& features);
+/// How many caches a device answers questions with at once.
+std::uint32_t task_accuracy_rows(Device device);
 
 }  // namespace kvlab

@@ -14,16 +14,10 @@
 #include <stdexcept>
 
 #include "sim/access/feature_traces.hpp"
-#include "sim/budgets/budget_file.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tools/embedding.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
-
-template class boost::program_options::typed_value<bool>;
-template class boost::program_options::typed_value<double>;
-template class boost::program_options::typed_value<std::int64_t>;
-template class boost::program_options::typed_value<std::string>;
 
 namespace kvlab {
 namespace {
@@ -32,10 +26,6 @@ constexpr std::int64_t kMaxThreads = 1024;
 // Work that will take longer than kLongSeconds is announced after kAnnounceSeconds, when its rate
 // is known.
 constexpr double kAnnounceSeconds = 3, kLongSeconds = 15;
-
-bool is_given(const po::variables_map& options, const char* name) {
-  return options.count(name) && !options[name].defaulted();
-}
 
 }  // namespace
 
@@ -53,69 +43,35 @@ void refuse_hub_name(const std::string& model) {
       model, model));
 }
 
-void refuse_given(const po::variables_map& options, std::initializer_list<const char*> names,
-                  std::string_view why) {
-  for (const char* name : names)
-    if (is_given(options, name))
-      throw std::invalid_argument(fmt::format("--{}: {}; leave it out", name, why));
+void require_model(const GivenOptions& given, const std::string& model, std::string_view example) {
+  given.require("model", example);
+  refuse_hub_name(model);
 }
 
-void refuse_without(const po::variables_map& options, const char* needed,
-                    std::initializer_list<const char*> names) {
-  if (!is_given(options, needed))
-    refuse_given(options, names, fmt::format("requires --{}", needed));
-}
-
-void refuse_beside_policy_file(const po::variables_map& options) {
-  refuse_given(options, {"policy", "budget", "positions", "prefill", "request-threshold"},
+void refuse_beside_policy_file(const GivenOptions& given) {
+  given.refuse({"policy", "budget", "positions", "prefill", "request-threshold"},
                "--policy-file already sets it");
 }
 
-void refuse_lone_budget(const po::variables_map& options) {
-  if (options.count("budget"))
+void refuse_lone_budget(const CacheOptions& caches) {
+  if (!caches.sweep.budgets.empty())
     throw std::invalid_argument(
         "--budget: the full cache has no budget; give a policy that evicts: --policy h2o");
-}
-
-std::vector<std::string> list_from(const po::variables_map& options, const char* name) {
-  if (!options.count(name)) return {};
-  std::vector<std::string> entries = split_list(options[name].as<std::string>());
-  for (std::string& entry : entries) {
-    entry.erase(0, std::min(entry.find_first_not_of(' '), entry.size()));
-    entry.erase(entry.find_last_not_of(' ') + 1);
-  }
-  return entries;
 }
 
 namespace {
 
 /// `--policy`, or else the policies of `--policy-source`, or else `full`.
-std::vector<std::string> requested_policies(const po::variables_map& options,
+std::vector<std::string> requested_policies(const CacheOptions& caches,
                                             const CompiledPolicies& compiled) {
-  if (options.count("policy")) return list_from(options, "policy");
+  if (!caches.sweep.policies.empty()) return caches.sweep.policies;
   if (compiled.entries.empty()) {
-    refuse_lone_budget(options);
+    refuse_lone_budget(caches);
     return {"full"};
   }
   std::vector<std::string> names;
   for (const auto& entry : compiled.entries) names.emplace_back(entry->info.name);
   return names;
-}
-
-/// Each policy with each plan of `--tiers`. Oracles stay in 16 bit.
-std::vector<std::string> with_tier_plans(const std::vector<std::string>& policies,
-                                         const po::variables_map& options,
-                                         std::span<const std::string_view> oracles) {
-  if (!options.count("tiers")) return policies;
-  const std::vector<TierPlan> tier_plans = tier_plans_from(options);
-  std::vector<std::string> all;
-  for (const std::string& policy : policies)
-    if (std::ranges::find(oracles, policy) != oracles.end())
-      all.push_back(policy);
-    else
-      for (const TierPlan& tier_plan : tier_plans)
-        all.push_back(tier_plan.is_plain() ? policy : policy + ":" + tier_plan.setting());
-  return all;
 }
 
 /// A progress bar. It is drawn again for each percent, at most ten times a second, and on a
@@ -173,146 +129,138 @@ class Bar {
 
 }  // namespace
 
-po::typed_value<std::string>* text_option(const char* name) {
-  return po::value<std::string>()->value_name(name);
+void add_tiers_option(OptionTable& table, CacheOptions& caches) {
+  table.texts(
+      "tiers", "FORMAT:SHARE,...", Takes::one_word, caches.tiers,
+      "KV precision at the same memory as the budget in 16 bit: one format (16, fp8, 8, 4, "
+      "k4v2, 2) or a tier plan FORMAT:SHARE,... such as 16:16t,4:100%; may be given several "
+      "times; auto: several plans (default: 16)");
+  table.check([&caches](const GivenOptions&) {
+    if (!caches.tiers.empty()) caches.tier_plans.clear();
+    for (const std::string& text : caches.tiers)
+      if (text == "auto")
+        for (const char* const standard : kStandardTierPlans)
+          caches.tier_plans.push_back(parse_tier_plan(standard));
+      else
+        caches.tier_plans.push_back(parse_tier_plan(text));
+  });
 }
 
-po::typed_value<std::string>* text_option(const char* name, const char* standard) {
-  return text_option(name)->default_value(standard);
-}
-
-po::typed_value<std::int64_t>* number_option(const char* name) {
-  return po::value<std::int64_t>()->value_name(name);
-}
-
-po::typed_value<std::int64_t>* number_option(const char* name, std::int64_t standard) {
-  return number_option(name)->default_value(standard);
-}
-
-void add_tiers_option(po::options_description& options) {
-  options.add_options()(
-      "tiers", po::value<std::vector<std::string>>()->composing()->value_name("FORMAT:SHARE,..."),
-      "KV precision at the same memory as the budget in 16 bit: one format (16, fp8, 8, 4, k4v2, "
-      "2) or a tier plan FORMAT:SHARE,... such as 16:16t,4:100%; may be given several times; auto: "
-      "several plans (default: 16)");
-}
-
-std::vector<TierPlan> tier_plans_from(const po::variables_map& options) {
-  if (!options.count("tiers")) return {TierPlan{}};
-  std::vector<TierPlan> tier_plans;
-  for (const std::string& text : options["tiers"].as<std::vector<std::string>>())
-    if (text == "auto")
-      for (const char* const standard : kStandardTierPlans)
-        tier_plans.push_back(parse_tier_plan(standard));
-    else
-      tier_plans.push_back(parse_tier_plan(text));
-  return tier_plans;
-}
-
-void add_policy_options(po::options_description& options, bool needs_policy) {
-  auto add = options.add_options();
+void add_cache_options(OptionTable& table, CacheOptions& caches, bool needs_policy) {
   const std::string without = needs_policy ? "not needed with --policy-source"
                                            : "default: full, or the policy of --policy-source";
-  const std::string text =
-      "policies, such as h2o:sinks=4:recent=25%; `kvlab policies` lists them (" + without + ")";
-  add("policy", text_option("P,..."), text.c_str());
-  add_source_option(options);
-  add("budget", text_option("B,..."),
-      "cache size during decoding: tokens or a share of the length (64,128,20%); bytes of a head "
-      "(64KiB,20%bytes); by head from @FILE, or shared as in pyramid(20%)");
-  add_tiers_option(options);
-  add("prefill", text_option("MODE,...", "dense"),
-      "how the prompt is processed: dense (at once, then evict), chunk:N (N tokens, then evict) or "
-      "stream (token by token)");
-  add("positions", text_option("original|cache"),
-      "positions for RoPE: those in the text (original), or the live tokens numbered 0, 1, 2, ... "
-      "(cache) (default: the policy's own)");
-  add("seed", number_option("N", 0), "random seed");
+  table.list(
+      "policy", "P,...", caches.sweep.policies,
+      "policies, such as h2o:sinks=4:recent=25%; `kvlab policies` lists them (" + without + ")");
+  add_source_option(table, caches.sources);
+  table.list("budget", "B,...", caches.sweep.budgets,
+             "cache size during decoding: tokens or a share of the length (64,128,20%); bytes of a "
+             "head (64KiB,20%bytes); by head from @FILE, or shared as in pyramid(20%)");
+  add_tiers_option(table, caches);
+  table.list("prefill", "MODE,...", caches.sweep.prefills,
+             "how the prompt is processed: dense (at once, then evict), chunk:N (N tokens, then "
+             "evict) or stream (token by token)");
+  table.list("positions", "original|cache", caches.sweep.positions,
+             "positions for RoPE: those in the text (original), or the live tokens numbered 0, 1, "
+             "2, ... (cache) (default: the policy's own)");
+  add_seed_option(table, caches.sweep.seed);
 }
 
-void add_source_option(po::options_description& options) {
-  options.add_options()("policy-source",
-                        po::value<std::vector<std::string>>()->composing()->value_name("FILE.hpp"),
-                        "a policy of your own, as a header like those of policies/, which is "
-                        "compiled now; may be given several times");
+void add_seed_option(OptionTable& table, std::uint64_t& seed) {
+  table.whole("seed", "N", {0, std::numeric_limits<std::int64_t>::max()}, seed, "random seed");
 }
 
-void add_features_option(po::options_description& options) {
-  options.add_options()("features",
-                        po::value<std::vector<std::string>>()->composing()->value_name("TRACE"),
-                        "trace that starts with exactly the prompt's tokens; its features are used "
-                        "by policies with `once`; may be given several times, one for each prompt");
+void add_source_option(OptionTable& table, std::vector<std::string>& sources) {
+  table.texts("policy-source", "FILE.hpp", Takes::one_word, sources,
+              "a policy of your own, as a header like those of policies/, which is compiled now; "
+              "may be given several times");
+}
+
+void add_features_option(OptionTable& table, std::vector<std::string>& features) {
+  table.texts("features", "TRACE", Takes::one_word, features,
+              "trace that starts with exactly the prompt's tokens; its features are used by "
+              "policies with `once`; may be given several times, one for each prompt");
+}
+
+void add_threshold_option(OptionTable& table, double& threshold) {
+  table.number("request-threshold", "TAU", threshold,
+               "a query requests a token if its attention is at least TAU times the query's "
+               "largest attention");
+  table.check([&threshold](const GivenOptions&) {
+    if (!(threshold >= 0 && threshold <= 1))
+      throw std::invalid_argument(
+          fmt::format("--request-threshold: {} should be between 0 and 1", threshold));
+  });
+}
+
+void add_output_error_option(OptionTable& table, bool& every_output_error, std::string help) {
+  const auto is_all = [](const std::string& text) {
+    if (text != "sample" && text != "all")
+      throw std::invalid_argument(
+          fmt::format("--output-error: '{}' should be sample or all", text));
+    return text == "all";
+  };
+  table.parsed("output-error", "sample|all", every_output_error, is_all, std::move(help), "sample");
+}
+
+void add_threads_option(OptionTable& table, unsigned& threads) {
+  threads = default_threads();
+  table.whole("threads", "N", {1, kMaxThreads}, threads, "number of threads (default: all cores)",
+              "");
+}
+
+void add_model_option(OptionTable& table, std::string& model) {
+  table.text("model", "DIR", model, "checkpoint: config.json, safetensors files, tokenizer.json");
+}
+
+void add_json_option(OptionTable& table, bool& json) {
+  table.flag("json", json, "print one JSON object");
 }
 
 namespace {
 
+/// The device of `--device`.
+Device device_from(const std::string& text) {
+  if (text == "cpu") return Device::cpu;
+  if (text != "cuda")
+    throw std::invalid_argument(fmt::format("--device: '{}' should be cpu or cuda", text));
+  if (!cuda_in_build())
+    throw std::invalid_argument("--device: cuda is not in this build; use --device cpu");
+  if (!has_cuda_device())
+    throw std::runtime_error("--device: no CUDA device on this machine; use --device cpu");
+  return Device::cuda;
+}
+
 /// The features of `--features`; null if none are given.
-std::shared_ptr<const FeatureSource> features_from(const po::variables_map& options) {
-  const auto found = options.find("features");
-  if (found == options.end()) return nullptr;
-  if (device_from(options) == Device::cuda)
+std::shared_ptr<const FeatureSource> features_of(const CacheOptions& caches,
+                                                 const CommonOptions& common) {
+  if (caches.features.empty()) return nullptr;
+  if (common.device == Device::cuda)
     throw std::invalid_argument("--features: only the CPU reads features; use --device cpu");
-  return std::make_shared<const FeatureTraces>(found->second.as<std::vector<std::string>>(),
-                                               threads_from(options));
+  return std::make_shared<const FeatureTraces>(caches.features, common.threads);
 }
 
 }  // namespace
 
-void add_threshold_option(po::options_description& options) {
-  options.add_options()("request-threshold",
-                        po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
-                        "a query requests a token if its attention is at least TAU times the "
-                        "query's largest attention");
+void add_common_options(OptionTable& table, CommonOptions& common, std::optional<Device> standard) {
+  add_threads_option(table, common.threads);
+  table.parsed("device", "cpu|cuda", common.device, device_from,
+               "device to run on (default: cuda if there is a device; replay and its bench: cpu)");
+  add_json_option(table, common.json);
+  table.check([&common, standard](const GivenOptions& given) {
+    if (given.has("device")) return;
+    common.device = standard ? *standard : has_cuda_device() ? Device::cuda : Device::cpu;
+  });
 }
 
-double threshold_from(const po::variables_map& options) {
-  const double threshold = options["request-threshold"].as<double>();
-  if (!(threshold >= 0 && threshold <= 1))
-    throw std::invalid_argument(
-        fmt::format("--request-threshold: {} should be between 0 and 1", threshold));
-  return threshold;
+bool has_policy_sources(const CacheOptions& caches) {
+  const Embedding* const within = Embedding::of_thread();
+  return !caches.sources.empty() || (within && !within->policies().entries.empty());
 }
 
-void add_common_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("threads", number_option("N"), "number of threads (default: all cores)");
-  add("device", text_option("cpu|cuda"),
-      "device to run on (default: cuda if there is a device; replay and its bench: cpu)");
-  add("json", po::bool_switch(), "print one JSON object");
-}
-
-std::string required(const po::variables_map& options, const char* name, std::string_view example) {
-  if (options.count(name) && !options[name].as<std::string>().empty()) {
-    const std::string value = options[name].as<std::string>();
-    if (std::string_view(name) == "model") refuse_hub_name(value);
-    return value;
-  }
-  throw std::invalid_argument(fmt::format("--{}: missing; give {}", name, example));
-}
-
-std::int64_t number_from(const po::variables_map& options, const char* name, std::int64_t least,
-                         std::int64_t most) {
-  const std::int64_t value = options[name].as<std::int64_t>();
-  if (value < least || value > most)
-    throw std::invalid_argument(
-        fmt::format("--{}: {} should be between {} and {}", name, value, least, most));
-  return value;
-}
-
-std::uint32_t count_from(const po::variables_map& options, const char* name, std::int64_t least,
-                         std::int64_t most) {
-  return static_cast<std::uint32_t>(number_from(options, name, least, most));
-}
-
-std::uint64_t seed_from(const po::variables_map& options) {
-  return static_cast<std::uint64_t>(
-      number_from(options, "seed", 0, std::numeric_limits<std::int64_t>::max()));
-}
-
-CompiledPolicies policy_sources_from(const po::variables_map& options) {
+CompiledPolicies compiled_policies(const CacheOptions& caches, const CommonOptions& common) {
   CompiledPolicies all;
-  if (options.count("policy-source"))
-    all = compile_policy_sources(options["policy-source"].as<std::vector<std::string>>());
+  if (!caches.sources.empty()) all = compile_policy_sources(caches.sources);
   for (const auto& entry : all.entries)
     if (entry->source->has_old_names)
       fmt::print(
@@ -323,27 +271,30 @@ CompiledPolicies policy_sources_from(const po::variables_map& options) {
   if (const Embedding* const within = Embedding::of_thread())
     all.entries.insert(all.entries.end(), within->policies().entries.begin(),
                        within->policies().entries.end());
-  all.feature_source = features_from(options);
+  all.feature_source = features_of(caches, common);
   return all;
 }
 
-std::vector<CacheConfig> sweep_from(const po::variables_map& options,
-                                    std::span<const std::string_view> oracles) {
-  return sweep_from(options, oracles, policy_sources_from(options));
+std::vector<std::string> with_tier_plans(const std::vector<std::string>& policies,
+                                         const std::vector<TierPlan>& tier_plans,
+                                         std::span<const std::string_view> oracles) {
+  std::vector<std::string> all;
+  for (const std::string& policy : policies)
+    if (std::ranges::find(oracles, policy) != oracles.end())
+      all.push_back(policy);
+    else
+      for (const TierPlan& tier_plan : tier_plans)
+        all.push_back(tier_plan.is_plain() ? policy : policy + ":" + tier_plan.setting());
+  return all;
 }
 
-std::vector<CacheConfig> sweep_from(const po::variables_map& options,
-                                    std::span<const std::string_view> oracles,
-                                    const CompiledPolicies& compiled, const LeaveOut& leave_out) {
-  return make_sweep(
-      {.policies = with_tier_plans(requested_policies(options, compiled), options, oracles),
-       .budgets = list_from(options, "budget"),
-       .prefills = list_from(options, "prefill"),
-       .positions = list_from(options, "positions"),
-       .seed = seed_from(options),
-       .threshold =
-           options.count("request-threshold") ? threshold_from(options) : CacheConfig{}.threshold},
-      oracles, compiled, leave_out);
+std::vector<CacheConfig> sweep_of(const CacheOptions& caches, const CompiledPolicies& compiled,
+                                  const LeaveOut& leave_out,
+                                  std::span<const std::string_view> oracles) {
+  SweepRequest sweep = caches.sweep;
+  sweep.policies =
+      with_tier_plans(requested_policies(caches, compiled), caches.tier_plans, oracles);
+  return make_sweep(sweep, oracles, compiled, leave_out);
 }
 
 LeaveOut left_out_of(std::string command) {
@@ -352,42 +303,19 @@ LeaveOut left_out_of(std::string command) {
   };
 }
 
-CacheConfig only_config(const po::variables_map& options) {
-  const auto policies = list_from(options, "policy");
-  if (!options.count("budget") && policies.size() == 1 && policies.front() != "full")
+CacheConfig only_config(const CacheOptions& caches, const CompiledPolicies& compiled) {
+  const std::vector<std::string>& policies = caches.sweep.policies;
+  if (caches.sweep.budgets.empty() && policies.size() == 1 && policies.front() != "full")
     throw std::invalid_argument(fmt::format(
         "--budget: policy {} needs one; give tokens or a share: --budget 128", policies.front()));
-  if (policies == std::vector<std::string>{"full"}) refuse_lone_budget(options);
-  const auto sweep = sweep_from(options);
+  if (policies == std::vector<std::string>{"full"}) refuse_lone_budget(caches);
+  const auto sweep = sweep_of(caches, compiled);
   if (sweep.size() != 1)
     throw std::invalid_argument(
         fmt::format("{} configurations were given, and one is possible here; give one policy, "
                     "budget, prefill mode and position mode",
                     sweep.size()));
   return sweep.front();
-}
-
-unsigned threads_from(const po::variables_map& options) {
-  if (!options.count("threads")) return default_threads();
-  return static_cast<unsigned>(number_from(options, "threads", 1, kMaxThreads));
-}
-
-Device device_from(const po::variables_map& options) {
-  if (!options.count("device")) return has_cuda_device() ? Device::cuda : Device::cpu;
-  const auto device = options["device"].as<std::string>();
-  if (device == "cpu") return Device::cpu;
-  if (device != "cuda")
-    throw std::invalid_argument(fmt::format("--device: '{}' should be cpu or cuda", device));
-  if (!cuda_in_build())
-    throw std::invalid_argument("--device: cuda is not in this build; use --device cpu");
-  if (!has_cuda_device())
-    throw std::runtime_error("--device: no CUDA device on this machine; use --device cpu");
-  return Device::cuda;
-}
-
-void check_device(const po::variables_map& options) {
-  if (options.count("device") && device_from(options) == Device::cuda)
-    throw std::invalid_argument("--device: this command runs on the CPU; use --device cpu");
 }
 
 namespace {
@@ -445,13 +373,6 @@ std::vector<std::string> text_names(const std::vector<std::string>& paths) {
     if (names.back() == kTaken || !seen.insert(names.back()).second) return paths;
   }
   return names;
-}
-
-bool every_output_error_from(const po::variables_map& options) {
-  const std::string text = options["output-error"].as<std::string>();
-  if (text != "sample" && text != "all")
-    throw std::invalid_argument(fmt::format("--output-error: '{}' should be sample or all", text));
-  return text == "all";
 }
 
 std::string read_text(const std::string& path) {

@@ -3,15 +3,17 @@
 
 #include <cstdint>
 #include <functional>
-#include <initializer_list>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "engine/backend.hpp"
+#include "sim/budgets/budget_file.hpp"
 #include "sim/replay.hpp"
-#include "tools/command.hpp"
+#include "tools/option_table.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -21,86 +23,76 @@ inline constexpr std::string_view kBudgetKeepsAll =
     "budget all keeps every token, so no policy evicted anything; to compare policies give tokens "
     "or a share: --budget 128,20%";
 
-/// The value of an option. `name`: its name in --help. `standard`: the default, if any.
-po::typed_value<std::string>* text_option(const char* name);
-po::typed_value<std::string>* text_option(const char* name, const char* standard);
-po::typed_value<std::int64_t>* number_option(const char* name);
-po::typed_value<std::int64_t>* number_option(const char* name, std::int64_t standard);
+/// How a command runs: `--threads`, `--device`, `--json`.
+struct CommonOptions {
+  unsigned threads = 1;
+  Device device = Device::cpu;
+  bool json = false;
+};
+/// The defaults are all cores, and `standard`; without it cuda if this build and this machine have
+/// it. Throws std::invalid_argument for cuda in a build without it, std::runtime_error without a
+/// device.
+void add_common_options(OptionTable& table, CommonOptions& common,
+                        std::optional<Device> standard = std::nullopt);
+void add_threads_option(OptionTable& table, unsigned& threads);
+void add_json_option(OptionTable& table, bool& json);
+/// `--model`, a checkpoint.
+void add_model_option(OptionTable& table, std::string& model);
 
-/// `--policy`, `--policy-source`, `--budget`, `--prefill`, `--positions`, `--seed`.
-void add_policy_options(po::options_description& options, bool needs_policy = false);
-/// `--request-threshold`, as a share of the row's largest probability.
-void add_threshold_option(po::options_description& options);
-/// Throws std::invalid_argument if it is not between 0 and 1.
-double threshold_from(const po::variables_map& options);
-/// `--threads`, `--json`, `--device`.
-void add_common_options(po::options_description& options);
-
-/// The text of `--name`. Throws std::invalid_argument if it is missing; `example` shows correct
-/// use: "--model DIR".
-std::string required(const po::variables_map& options, const char* name, std::string_view example);
-/// The entries of the list `--name`, without surrounding spaces; empty if it was not given.
-std::vector<std::string> list_from(const po::variables_map& options, const char* name);
-void add_tiers_option(po::options_description& options);
-/// The tier plans of `--tiers`, of which `auto` means several; a plan of 16 bit if none is given.
-std::vector<TierPlan> tier_plans_from(const po::variables_map& options);
-/// The number of `--name`, which is a value<std::int64_t> (Boost reads -1 as a large unsigned
-/// number). Throws std::invalid_argument outside [least, most].
-std::int64_t number_from(const po::variables_map& options, const char* name, std::int64_t least,
-                         std::int64_t most);
-/// The same for a number of 32 bits.
-std::uint32_t count_from(const po::variables_map& options, const char* name, std::int64_t least,
-                         std::int64_t most);
-/// `--seed`.
-std::uint64_t seed_from(const po::variables_map& options);
-
-/// `--policy-source` alone, which may be repeated, for commands without a sweep.
-void add_source_option(po::options_description& options);
+/// The caches that a command runs.
+struct CacheOptions {
+  SweepRequest sweep;
+  std::vector<std::string> tiers;                ///< of --tiers, as given
+  std::vector<TierPlan> tier_plans{TierPlan{}};  ///< the same; a plan of 16 bit if none is given
+  std::vector<std::string> sources;              ///< files of --policy-source
+  std::vector<std::string> features;             ///< traces of --features
+};
+/// `--policy`, `--policy-source`, `--budget`, `--tiers`, `--prefill`, `--positions`, `--seed`.
+void add_cache_options(OptionTable& table, CacheOptions& caches, bool needs_policy = false);
+void add_seed_option(OptionTable& table, std::uint64_t& seed);
+/// `--tiers`, of which `auto` means several plans.
+void add_tiers_option(OptionTable& table, CacheOptions& caches);
+/// `--request-threshold`, as a share of the row's largest probability, between 0 and 1.
+void add_threshold_option(OptionTable& table, double& threshold);
+/// `--policy-source`, which may be repeated.
+void add_source_option(OptionTable& table, std::vector<std::string>& sources);
 /// `--features`, for commands whose prompts are known in advance.
-void add_features_option(po::options_description& options);
+void add_features_option(OptionTable& table, std::vector<std::string>& features);
+/// `--output-error`: whether errors are measured on all queries instead of a sample.
+void add_output_error_option(OptionTable& table, bool& every_output_error, std::string help);
+
+/// Requires `--model`. Throws std::invalid_argument also if `model` looks like a name on the
+/// Hugging Face hub and is not a folder.
+void require_model(const GivenOptions& given, const std::string& model,
+                   std::string_view example = "--model DIR, a checkpoint's directory");
+/// Throws std::invalid_argument for options that `--policy-file` already sets.
+void refuse_beside_policy_file(const GivenOptions& given);
+/// Throws std::invalid_argument for a `--budget` without a policy, because `full` has no budget.
+void refuse_lone_budget(const CacheOptions& caches);
+
+/// Whether `--policy-source`, or the program that runs the command, gives policies.
+bool has_policy_sources(const CacheOptions& caches);
 /// The compiled policies of `--policy-source` and the features of `--features`. Throws as
 /// compile_policy_sources and FeatureTraces do.
-CompiledPolicies policy_sources_from(const po::variables_map& options);
+CompiledPolicies compiled_policies(const CacheOptions& caches, const CommonOptions& common = {});
 
 /// The sweep that `--policy`, `--budget`, … request: every policy x budget (x prefill x positions),
-/// each once. `compiled` comes from policy_sources_from(). Without `--policy` the sweep has the
-/// compiled policies, or else `full`. Positions default to each policy's own. `full` is one row
-/// with budget `all`; oracles have original positions only. Throws std::invalid_argument for an
-/// unknown name, a policy that evicts without a budget, and protected tokens that do not fit a
-/// budget in tokens.
-std::vector<CacheConfig> sweep_from(const po::variables_map& options,
-                                    std::span<const std::string_view> oracles,
-                                    const CompiledPolicies& compiled,
-                                    const LeaveOut& leave_out = nullptr);
+/// each once. Without `--policy` the sweep has the compiled policies, or else `full`. Positions
+/// default to each policy's own. `full` is one row with budget `all`; oracles have original
+/// positions only. Throws std::invalid_argument for an unknown name, a policy that evicts without a
+/// budget, and protected tokens that do not fit a budget in tokens.
+std::vector<CacheConfig> sweep_of(const CacheOptions& caches, const CompiledPolicies& compiled,
+                                  const LeaveOut& leave_out = nullptr,
+                                  std::span<const std::string_view> oracles = {});
+/// Each policy with each plan of `--tiers`. Oracles stay in 16 bit.
+std::vector<std::string> with_tier_plans(const std::vector<std::string>& policies,
+                                         const std::vector<TierPlan>& tier_plans,
+                                         std::span<const std::string_view> oracles = {});
 /// Prints configurations that a command leaves out to standard error.
 LeaveOut left_out_of(std::string command);
-/// The sweep, with the policies of `--policy-source` if there are any.
-std::vector<CacheConfig> sweep_from(const po::variables_map& options,
-                                    std::span<const std::string_view> oracles = {});
 /// The configuration of a command that takes only one. Throws std::invalid_argument if a list was
 /// given.
-CacheConfig only_config(const po::variables_map& options);
-
-/// Throws std::invalid_argument for the first of `names` that was given: "--NAME: WHY; leave it
-/// out".
-void refuse_given(const po::variables_map& options, std::initializer_list<const char*> names,
-                  std::string_view why);
-/// Throws the same for options that need `--needed`, if that was not given.
-void refuse_without(const po::variables_map& options, const char* needed,
-                    std::initializer_list<const char*> names);
-/// Throws std::invalid_argument for options that `--policy-file` already sets.
-void refuse_beside_policy_file(const po::variables_map& options);
-
-/// Throws std::invalid_argument for a `--budget` without a policy, because `full` has no budget.
-void refuse_lone_budget(const po::variables_map& options);
-
-/// `--threads`, at least 1; number of threads (default: all cores).
-unsigned threads_from(const po::variables_map& options);
-/// `--device`, by default cuda if this build and this machine have it. Throws std::invalid_argument
-/// for cuda in a build without it, std::runtime_error without a device.
-Device device_from(const po::variables_map& options);
-/// For a command that runs on the CPU only. Throws std::invalid_argument for --device cuda.
-void check_device(const po::variables_map& options);
+CacheConfig only_config(const CacheOptions& caches, const CompiledPolicies& compiled);
 
 /// The text of a progress bar at fraction `done`, `seconds` after fraction `first`: "1:05 left", or
 /// "" if there is too little to estimate from.
@@ -122,8 +114,6 @@ void announce_traces(std::string_view command, const ModelShape& shape, std::uin
 /// have the same name, or one would be `all`. Throws std::invalid_argument for a path `all`.
 std::vector<std::string> text_names(const std::vector<std::string>& paths);
 
-/// `--output-error`: whether errors are measured on all queries instead of a sample.
-bool every_output_error_from(const po::variables_map& options);
 /// Reads a text of at most 1 GiB. Throws as read_text_file() does.
 std::string read_text(const std::string& path);
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <boost/any.hpp>
+#include <boost/program_options.hpp>
 #include <filesystem>
 #include <stdexcept>
 #include <string>
@@ -15,10 +16,35 @@
 #include "policies/old_names.hpp"
 #include "traces/base/text.hpp"
 
+namespace po = boost::program_options;
+
 namespace kvlab {
 namespace {
 
 constexpr unsigned kColumns = 80;
+
+/// A value of type T with the option's name and default, of which Boost needs only the text.
+template <class T>
+po::typed_value<T>* semantic_as(const OptionTable::Option& option) {
+  auto* const value = po::value<T>()->value_name(option.value_name);
+  return option.standard.empty() ? value : value->default_value(T(), option.standard);
+}
+
+/// How Boost parses the option. Boost takes ownership.
+const po::value_semantic* semantic_of(const OptionTable::Option& option) {
+  if (std::holds_alternative<bool>(option.kind)) return po::bool_switch();
+  if (std::holds_alternative<std::int64_t>(option.kind)) return semantic_as<std::int64_t>(option);
+  if (std::holds_alternative<double>(option.kind)) return semantic_as<double>(option);
+  if (std::holds_alternative<std::string>(option.kind)) return semantic_as<std::string>(option);
+  auto* const several = po::value<std::vector<std::string>>()->value_name(option.value_name);
+  return option.takes == Takes::several_words ? several->multitoken() : several;
+}
+
+/// What Boost parsed, as the option's type.
+OptionTable::Value value_of(const po::variable_value& given, const OptionTable::Option& option) {
+  return std::visit([&]<class T>(const T&) -> OptionTable::Value { return given.as<T>(); },
+                    option.kind);
+}
 
 /// `text` with its lines broken at spaces; the rest of a broken line is indented.
 std::string wrapped(std::string_view text) {
@@ -176,7 +202,6 @@ po::variables_map parse(const Command& command, const po::options_description& o
   } catch (const po::invalid_option_value& error) {
     refuse_value(without_dashes(error.get_option_name()), parsed, options);
   }
-  if (!values.count("help")) po::notify(values);
   return values;
 }
 
@@ -221,12 +246,26 @@ void refuse_overwriting(const po::variables_map& values) {
   }
 }
 
+/// Fills the request with the options that were given, in the order of the table, and checks it.
+void fill_request(const OptionTable& table, const po::variables_map& values) {
+  std::vector<std::string> given;
+  for (const auto& [name, value] : values)
+    if (!value.defaulted()) given.push_back(name);
+  const GivenOptions names(std::move(given));
+  for (const OptionTable::Option& option : table.options())
+    if (names.has(option.name)) option.fill(value_of(values[option.name], option));
+  for (const OptionTable::Check& check : table.checks()) check(names);
+}
+
 }  // namespace
 
 int run_command(const Command& command, const std::vector<std::string>& words) {
+  OptionTable table;
+  const std::function<int()> run = command.prepare(table);
   po::options_description options("Options", 100);
   options.add_options()("help,h", "this text");
-  command.add_options(options);
+  for (const OptionTable::Option& option : table.options())
+    options.add_options()(option.name.c_str(), semantic_of(option), option.help.c_str());
   const po::variables_map values = parse(command, options, words);
   if (values.count("help")) {
     print_help(command, options);
@@ -236,7 +275,8 @@ int run_command(const Command& command, const std::vector<std::string>& words) {
   refuse_empty(values);
   warn_of_old_policies(values);
   refuse_overwriting(values);
-  return command.run(values);
+  fill_request(table, values);
+  return run();
 }
 
 }  // namespace kvlab

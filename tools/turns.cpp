@@ -79,40 +79,41 @@ nlohmann::json first_token(const Tokenizer& tokenizer, std::string_view text) {
           {"by", begins_itself(tokenizer, text) ? "text" : "tokenizer"}};
 }
 
-void add_prompt_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("prompt", text_option("TEXT"), "the prompt");
-  add("prompt-file", text_option("FILE"), "a file that holds the prompt");
+void add_prompt_options(OptionTable& table, PromptOptions& prompt) {
+  table.text("prompt", "TEXT", prompt.text, "the prompt");
+  table.text("prompt-file", "FILE", prompt.file, "a file that holds the prompt");
 }
 
-void add_context_option(po::options_description& options) {
-  options.add_options()("beyond-context", po::bool_switch(),
-                        "allow a prompt longer than the context that the model was trained on");
+void add_context_option(OptionTable& table, bool& beyond_context) {
+  table.flag("beyond-context", beyond_context,
+             "allow a prompt longer than the context that the model was trained on");
 }
 
-std::string check_context(const po::variables_map& options, const ModelConfig& config,
-                          const ResolvedConfig& cache,
+std::string check_context(bool beyond_context, std::uint32_t max_new_tokens,
+                          const ModelConfig& config, const ResolvedConfig& cache,
                           const std::vector<std::vector<std::int32_t>>& turns) {
   const auto longest = static_cast<std::uint32_t>(
       std::ranges::max_element(turns, {}, &std::vector<std::int32_t>::size)->size());
   const std::string advice = cache_positions_advice(config);
-  if (!options["beyond-context"].as<bool>())
+  if (!beyond_context)
     refuse_beyond_context(config, needed_positions(cache, longest, max_tokens(turns, 0)), advice);
-  const std::uint32_t length = max_tokens(turns, max_new_tokens_from(options));
+  const std::uint32_t length = max_tokens(turns, max_new_tokens);
   return context_warning(config, needed_positions(cache, longest, length), advice);
 }
 
-std::string prompt_from(const po::variables_map& options) {
-  const bool text = options.count("prompt") > 0, file = options.count("prompt-file") > 0;
-  if (text == file)
+std::string PromptOptions::name() const {
+  return file.empty() ? "--prompt" : "--prompt-file " + file;
+}
+
+std::string PromptOptions::read() const {
+  const bool both = text && !file.empty();
+  if (both || (!text && file.empty()))
     throw std::invalid_argument(
-        text ? "--prompt and --prompt-file: give one of them, not both"
+        both ? "--prompt and --prompt-file: give one of them, not both"
              : "--prompt: missing; give --prompt TEXT or --prompt-file FILE");
-  const std::string prompt =
-      text ? options["prompt"].as<std::string>()
-           : read_text_file(options["prompt-file"].as<std::string>(), kMaxPromptBytes);
+  const std::string prompt = text ? *text : read_text_file(file, kMaxPromptBytes);
   if (prompt.empty())
-    throw std::invalid_argument(fmt::format("{}: is empty; give some text", prompt_name(options)));
+    throw std::invalid_argument(fmt::format("{}: is empty; give some text", name()));
   if (const std::size_t good = tokenizer::valid_bytes(prompt); good < prompt.size())
     fmt::print(stderr,
                "kvlab: the prompt is not UTF-8 from byte {} on; what is not is read as U+FFFD\n",
@@ -120,51 +121,35 @@ std::string prompt_from(const po::variables_map& options) {
   return prompt;
 }
 
-std::string prompt_name(const po::variables_map& options) {
-  if (!options.count("prompt-file")) return "--prompt";
-  return "--prompt-file " + options["prompt-file"].as<std::string>();
+void add_turn_options(OptionTable& table, TurnOptions& options) {
+  table.whole("max-new-tokens", "N", {0, kMaxTokens}, options.max_new_tokens,
+              "maximum number of tokens to sample after each turn");
+  table.texts("turn", "TEXT", Takes::one_word, options.turns,
+              "another turn of the user, which is fed after the answer and answered; may be given "
+              "several times");
+  table.number("temperature", "T", options.sampling.temperature,
+               "sampling temperature (0: always the most likely token)");
+  table.whole("top-k", "K", {0, kMaxTokens}, options.sampling.top_k,
+              "sample from the K most likely tokens (0: from all)");
+  table.number("top-p", "P", options.sampling.top_p,
+               "sample from the most likely tokens that together reach this probability");
+  table.check([&options](const GivenOptions&) {
+    Sampler{options.sampling};  // refuses values out of range before a model is loaded
+  });
 }
 
-void add_turn_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("max-new-tokens", number_option("N", 100),
-      "maximum number of tokens to sample after each turn");
-  add("turn", po::value<std::vector<std::string>>()->composing()->value_name("TEXT"),
-      "another turn of the user, which is fed after the answer and answered; may be given several "
-      "times");
-  add("temperature", po::value<double>()->value_name("T")->default_value(0, "0"),
-      "sampling temperature (0: always the most likely token)");
-  add("top-k", number_option("K", 0), "sample from the K most likely tokens (0: from all)");
-  add("top-p", po::value<double>()->value_name("P")->default_value(1, "1"),
-      "sample from the most likely tokens that together reach this probability");
-}
-
-SamplingOptions sampling_from(const po::variables_map& options) {
-  const SamplingOptions sampling{.temperature = options["temperature"].as<double>(),
-                                 .top_k = count_from(options, "top-k", 0, kMaxTokens),
-                                 .top_p = options["top-p"].as<double>(),
-                                 .seed = seed_from(options)};
-  Sampler{sampling};  // refuses values out of range before a model is loaded
-  return sampling;
-}
-
-std::uint32_t max_new_tokens_from(const po::variables_map& options) {
-  return count_from(options, "max-new-tokens", 0, kMaxTokens);
-}
-
-std::vector<std::vector<std::int32_t>> turns_from(const po::variables_map& options,
-                                                  const Tokenizer& tokenizer,
-                                                  std::vector<std::int32_t> first) {
+std::vector<std::vector<std::int32_t>> ids_of_turns(const std::vector<std::string>& turns,
+                                                    const Tokenizer& tokenizer,
+                                                    std::vector<std::int32_t> first) {
   if (first.empty())
     throw std::invalid_argument("--prompt: the text has no tokens; give some text");
-  std::vector<std::vector<std::int32_t>> turns{std::move(first)};
-  if (!options.count("turn")) return turns;
-  for (const std::string& text : options["turn"].as<std::vector<std::string>>()) {
-    turns.push_back(tokenizer.encode(text, false));
-    if (turns.back().empty())
+  std::vector<std::vector<std::int32_t>> ids{std::move(first)};
+  for (const std::string& text : turns) {
+    ids.push_back(tokenizer.encode(text, false));
+    if (ids.back().empty())
       throw std::invalid_argument("--turn: the text has no tokens; give some text");
   }
-  return turns;
+  return ids;
 }
 
 }  // namespace kvlab

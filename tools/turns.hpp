@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,17 +12,23 @@
 #include "engine/decoder.hpp"
 #include "engine/sampler.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
-#include "tools/command.hpp"
+#include "tools/option_table.hpp"
 
 namespace kvlab {
 
+/// The prompt: a text, or the text of a file.
+struct PromptOptions {
+  std::optional<std::string> text;
+  std::string file;
+
+  /// The prompt's name in errors: "--prompt", or the file.
+  std::string name() const;
+  /// Throws std::invalid_argument unless exactly one was given and it has a text,
+  /// std::runtime_error for a file that cannot be read.
+  std::string read() const;
+};
 /// `--prompt`, `--prompt-file`.
-void add_prompt_options(po::options_description& options);
-/// The text of the option that was given. Throws std::invalid_argument unless exactly one was,
-/// std::runtime_error for a file that cannot be read.
-std::string prompt_from(const po::variables_map& options);
-/// The prompt's name in errors: "--prompt", or the file.
-std::string prompt_name(const po::variables_map& options);
+void add_prompt_options(OptionTable& table, PromptOptions& prompt);
 
 /// Loads the tokenizer of the model in `directory`. Throws std::runtime_error as Tokenizer::load()
 /// does, or that names another kind of tokenizer there.
@@ -44,23 +51,27 @@ std::vector<std::int32_t> ids_of_file(const std::string& path, const Tokenizer& 
 /// contains it; null if the tokenizer has none.
 nlohmann::json first_token(const Tokenizer& tokenizer, std::string_view text = "");
 
-/// `--beyond-context`: check_context() refuses nothing.
-void add_context_option(po::options_description& options);
-/// Refuses prompts that are longer than the trained context. Returns a warning if answers will
-/// exceed it.
-std::string check_context(const po::variables_map& options, const ModelConfig& config,
-                          const ResolvedConfig& cache,
-                          const std::vector<std::vector<std::int32_t>>& turns);
+/// The turns of a conversation, and how they are answered.
+struct TurnOptions {
+  std::uint32_t max_new_tokens = 100;
+  std::vector<std::string> turns;  ///< after the prompt
+  SamplingOptions sampling;
+};
+/// `--max-new-tokens`, `--turn`, `--temperature`, `--top-k`, `--top-p`. Throws
+/// std::invalid_argument for a number out of range.
+void add_turn_options(OptionTable& table, TurnOptions& options);
+/// The ids of each turn: `first`, then those of `turns`, in order. Throws std::invalid_argument for
+/// a turn without tokens.
+std::vector<std::vector<std::int32_t>> ids_of_turns(const std::vector<std::string>& turns,
+                                                    const Tokenizer& tokenizer,
+                                                    std::vector<std::int32_t> first);
 
-/// `--max-new-tokens`, `--turn`, `--temperature`, `--top-k`, `--top-p`.
-void add_turn_options(po::options_description& options);
-/// Reads the sampling options and `--seed`. Throws std::invalid_argument for a number out of range.
-SamplingOptions sampling_from(const po::variables_map& options);
-std::uint32_t max_new_tokens_from(const po::variables_map& options);
-/// The ids of each turn: `first`, then those of `--turn`, in order. Throws std::invalid_argument
-/// for a turn without tokens.
-std::vector<std::vector<std::int32_t>> turns_from(const po::variables_map& options,
-                                                  const Tokenizer& tokenizer,
-                                                  std::vector<std::int32_t> first);
+/// `--beyond-context`.
+void add_context_option(OptionTable& table, bool& beyond_context);
+/// Refuses prompts that are longer than the trained context, unless `beyond_context`. Returns a
+/// warning if answers will exceed it.
+std::string check_context(bool beyond_context, std::uint32_t max_new_tokens,
+                          const ModelConfig& config, const ResolvedConfig& cache,
+                          const std::vector<std::vector<std::int32_t>>& turns);
 
 }  // namespace kvlab

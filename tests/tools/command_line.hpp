@@ -1,8 +1,10 @@
 // Runs commands as a user types them.
 #pragma once
 
+#include <boost/program_options/parsers.hpp>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "tests/error_of.hpp"
 #include "tools/command.hpp"
@@ -11,9 +13,14 @@ namespace kvlab::test {
 
 inline const std::string kTiny = KVLAB_SOURCE_DIR "/engine/models/tiny";
 
-/// Runs `line` (the command's name and its arguments), split as a shell would.
+/// Splits a line as a shell would.
+inline std::vector<std::string> split_words(const std::string& line) {
+  return boost::program_options::split_unix(line);
+}
+
+/// Runs `line` (the command's name and its arguments).
 inline int call(const std::string& line) {
-  const std::vector<std::string> words = po::split_unix(line);
+  const std::vector<std::string> words = split_words(line);
   for (const Command& command : all_commands())
     if (command.name == words.at(0)) return run_command(command, {words.begin() + 1, words.end()});
   throw std::logic_error("no command " + words[0]);

@@ -15,18 +15,37 @@ using namespace kvlab;
 using kvlab::test::error_of;
 using kvlab::test::kTiny;
 using kvlab::test::refusal;
+using kvlab::test::split_words;
 
 namespace {
 
-po::variables_map parse(const std::string& line) {
-  po::options_description description;
-  add_policy_options(description);
-  add_common_options(description);
-  description.add_options()("model", po::value<std::string>());
-  po::variables_map values;
-  po::store(po::command_line_parser(po::split_unix(line)).options(description).run(), values);
-  po::notify(values);
-  return values;
+struct Given {
+  CacheOptions caches;
+  CommonOptions common;
+  std::string model;
+};
+
+void add_options(OptionTable& table, Given& given) {
+  add_cache_options(table, given.caches);
+  add_common_options(table, given.common);
+  add_model_option(table, given.model);
+}
+
+/// What the words of a command line fill.
+Given parse(const std::string& line) {
+  static Given parsed;
+  Command command{.name = "test",
+                  .prepare = prepared<Given>(add_options, nullptr, [](const Given& given) {
+                    parsed = given;
+                    return 0;
+                  })};
+  run_command(command, split_words(line));
+  return parsed;
+}
+
+std::vector<CacheConfig> sweep_from(const Given& given,
+                                    std::span<const std::string_view> oracles = {}) {
+  return sweep_of(given.caches, compiled_policies(given.caches), nullptr, oracles);
 }
 
 /// The sweep as text: one "policy budget prefill positions" per line.
@@ -93,21 +112,39 @@ TEST_CASE("Bad sweeps are refused by name") {
   CHECK_THAT(message_of("--policy sink --budget 8 --prefill chunk:0"),
              ContainsSubstring("prefill"));
   CHECK_THAT(message_of("--seed=-1"), ContainsSubstring("--seed"));
-  CHECK_THROWS_AS(only_config(parse("--policy sink --budget 8,9")), std::invalid_argument);
+  CHECK_THROWS_AS(only_config(parse("--policy sink --budget 8,9").caches, {}),
+                  std::invalid_argument);
 }
 
 TEST_CASE("Errors for threads, devices and required options say what is expected") {
-  CHECK(threads_from(parse("--threads 3")) == 3);
-  CHECK(threads_from(parse("")) >= 1);
-  CHECK_THROWS_AS(threads_from(parse("--threads 0")), std::invalid_argument);
-  CHECK_NOTHROW(check_device(parse("--device cpu")));
-  CHECK_THROWS_AS(check_device(parse("--device tpu")), std::invalid_argument);
-  CHECK_NOTHROW(check_device(parse("")));
-  CHECK(device_from(parse("--device cpu")) == Device::cpu);
-  CHECK(device_from(parse("")) == (has_cuda_device() ? Device::cuda : Device::cpu));
-  if (!cuda_in_build()) CHECK_THROWS_AS(device_from(parse("--device cuda")), std::invalid_argument);
-  CHECK(required(parse("--model dir"), "model", "--model DIR") == "dir");
-  CHECK_THROWS_AS(required(parse(""), "model", "--model DIR"), std::invalid_argument);
+  CHECK(parse("--threads 3").common.threads == 3);
+  CHECK(parse("").common.threads >= 1);
+  CHECK_THROWS_AS(parse("--threads 0"), std::invalid_argument);
+  CHECK_THROWS_AS(parse("--device tpu"), std::invalid_argument);
+  CHECK(parse("--device cpu").common.device == Device::cpu);
+  CHECK(parse("").common.device == (has_cuda_device() ? Device::cuda : Device::cpu));
+  if (!cuda_in_build()) CHECK_THROWS_AS(parse("--device cuda"), std::invalid_argument);
+  CHECK(parse("--model dir").model == "dir");
+  CHECK_NOTHROW(GivenOptions({"model"}).require("model", "--model DIR"));
+  CHECK(error_of<std::invalid_argument>([] { GivenOptions({}).require("model", "--model DIR"); }) ==
+        "--model: missing; give --model DIR");
+}
+
+TEST_CASE("Options that do not apply are refused by name") {
+  const GivenOptions given({"task", "words"});
+  CHECK(error_of<std::invalid_argument>([&] {
+          given.refuse({"seed", "words"}, "has no use");
+        }) == "--words: has no use; leave it out");
+  CHECK_NOTHROW(given.refuse({"seed"}, "has no use"));
+  CHECK(error_of<std::invalid_argument>([&] { given.refuse_without("confirm", {"task"}); }) ==
+        "--task: requires --confirm; leave it out");
+  CHECK_NOTHROW(given.refuse_without("task", {"words"}));
+}
+
+TEST_CASE("Each tier plan of --tiers is parsed once, and auto means several") {
+  CHECK(parse("").caches.tier_plans.size() == 1);
+  CHECK(parse("--tiers 4 --tiers 8").caches.tier_plans.size() == 2);
+  CHECK(parse("--tiers auto").caches.tier_plans.size() == std::size(kStandardTierPlans));
 }
 
 TEST_CASE("An output path that exists is refused") {

@@ -4,6 +4,7 @@
 
 #include "sim/budgets/allocate.hpp"
 #include "sim/budgets/budget_file.hpp"
+#include "tools/command.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -11,31 +12,36 @@
 namespace kvlab {
 namespace {
 
-void add_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("run", text_option("RUN"), "a directory of `kvlab replay`");
-  add("budget", text_option("B"), "mean budget of a head: tokens, or a share of the length");
-  add("policy", text_option("P"),
-      "which policy's curves to use; needed if the run has several policies");
-  add("metric", text_option("METRIC"),
-      "metric of the curves: residual_error or kl_estimate (default: kl_estimate if the run has "
-      "it)");
-  add("out", text_option("FILE"),
-      "file of the budgets, for --budget @FILE; an existing file is replaced");
-  add("json", po::bool_switch(), "print one JSON object");
-}
+struct Request {
+  std::string run, out;
+  AllocationRequest allocation;
+  bool json = false;
+};
 
-Budget mean_from(const po::variables_map& options) {
-  const Budget mean = parse_budget(required(options, "budget", "--budget B, tokens or a share"));
+void check(Request& request, const GivenOptions& given) {
+  given.require("run", "kvlab allocate RUN, a directory of `kvlab replay`");
+  given.require("budget", "--budget B, tokens or a share");
+  const Budget& mean = request.allocation.budget;
   if (!mean.is_even() || mean.all)
     throw std::invalid_argument(fmt::format(
         "--budget: {} should be tokens or a share of the length, as the mean over heads",
         mean.text()));
-  return mean;
+  given.require("out", "--out budgets.json");
+  refuse_unwritable(request.out, "--out");
 }
 
-std::string text_from(const po::variables_map& options, const char* name) {
-  return options.count(name) ? options[name].as<std::string>() : "";
+void add_options(OptionTable& table, Request& request) {
+  table.text("run", "RUN", request.run, "a directory of `kvlab replay`");
+  table.parsed("budget", "B", request.allocation.budget, parse_budget,
+               "mean budget of a head: tokens, or a share of the length");
+  table.text("policy", "P", request.allocation.policy,
+             "which policy's curves to use; needed if the run has several policies");
+  table.text("metric", "METRIC", request.allocation.metric,
+             "metric of the curves: residual_error or kl_estimate (default: kl_estimate if the run "
+             "has it)");
+  table.text("out", "FILE", request.out,
+             "file of the budgets, for --budget @FILE; an existing file is replaced");
+  add_json_option(table, request.json);
 }
 
 void print(const Allocation& allocation, const std::string& out) {
@@ -54,19 +60,12 @@ void print(const Allocation& allocation, const std::string& out) {
              allocation.mean_tokens, out);
 }
 
-int run(const po::variables_map& options) {
-  const std::string directory =
-      required(options, "run", "kvlab allocate RUN, a directory of `kvlab replay`");
-  const Budget mean = mean_from(options);
-  const std::string out = required(options, "out", "--out budgets.json");
-  refuse_unwritable(out, "--out");
+int run(const Request& request) {
+  const std::string& out = request.out;
   const OutputClaim claim(out);
-  const Allocation allocation =
-      allocate_budgets(load_run(directory), {.policy = text_from(options, "policy"),
-                                             .metric = text_from(options, "metric"),
-                                             .budget = mean});
+  const Allocation allocation = allocate_budgets(load_run(request.run), request.allocation);
   write_file_atomically(out, budgets_text(allocation.heads));
-  if (options["json"].as<bool>())
+  if (request.json)
     print_json({{"budgets_file", out},
                 {"policy", allocation.policy},
                 {"metric", allocation.metric},
@@ -86,9 +85,8 @@ Command allocate_command() {
           .summary = "chooses a budget for each head from a run's errors",
           .usage = "RUN --budget B [--policy P] [--metric METRIC] --out budgets.json",
           .example = "kvlab allocate run --budget 20% --policy h2o --out budgets.json",
-          .add_options = add_options,
           .positional = "run",
-          .run = run};
+          .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -115,23 +115,6 @@ class TemporaryTrace {
   TraceReader trace_;
 };
 
-SyntheticShape shape_from(const po::variables_map& options) {
-  SyntheticShape shape;
-  shape.layers = count_from(options, "synthetic-layers", 1, kMaxHeads);
-  shape.query_heads = count_from(options, "synthetic-query-heads", 1, kMaxHeads);
-  shape.kv_heads = count_from(options, "synthetic-kv-heads", 1, kMaxHeads);
-  shape.head_size = count_from(options, "synthetic-head-size", 1, kMaxHeads);
-  shape.tokens = count_from(options, "tokens", 1, kMaxReplayTokens);
-  shape.prompt_tokens = std::max(1u, shape.tokens / 8);
-  shape.gradient_samples =
-      count_from(options, "synthetic-gradient-samples", 0, kMaxGradientSamples);
-  if (shape.query_heads % shape.kv_heads != 0 || shape.head_size % 2 != 0 || shape.tokens < 2)
-    throw std::invalid_argument(
-        "--synthetic-query-heads should be a multiple of --synthetic-kv-heads, "
-        "--synthetic-head-size should be even, and --tokens should be at least 2");
-  return shape;
-}
-
 ordered_json to_json(const ReplayCost& bench, const TraceReader& trace, unsigned threads,
                      bool on_device) {
   const ModelShape& shape = trace.shape();
@@ -167,114 +150,126 @@ ordered_json to_json(const ReplayCost& bench, const TraceReader& trace, unsigned
   return json;
 }
 
-/// `--trace`, `--sweep`, `--repeats`, `--synthetic-…`.
-void add_bench_replay_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("trace", text_option("TRACE"),
-      "replay: the trace to replay (default: a synthetic one in the shape of Llama-3.1-8B)");
-  add("sweep", text_option("NAMES"),
-      "replay: the sweeps to time, by the names that it prints (default: all); also `shelf` (every "
-      "policy) or a policy's name");
-  add("repeats", number_option("N", 3),
-      "replay: number of repetitions, alternating with the exact pass; the shortest times count");
-  add("synthetic-layers", number_option("N", 4),
-      "replay: layers of the synthetic trace, which has --tokens tokens, one eighth of them the "
-      "prompt");
-  add("synthetic-query-heads", number_option("N", 32),
-      "replay: query heads of the synthetic trace");
-  add("synthetic-kv-heads", number_option("N", 8), "replay: KV heads of the synthetic trace");
-  add("synthetic-head-size", number_option("N", 128), "replay: head size of the synthetic trace");
-  add("synthetic-gradient-samples", number_option("N", 0),
-      "replay: gradient samples of the synthetic trace; with 1 or more, it also has residual norms "
-      "and a sketch");
+constexpr std::int64_t kMaxTokens = 1 << 28, kMaxRows = 1 << 16, kMaxSlots = 1 << 20;
+
+struct Request {
+  std::vector<std::string> words;     ///< what to measure
+  std::string model, random_weights;  ///< one of them
+  int batch = 1;
+  std::uint32_t context = 1024, steps = 64, chunk = 2048, max_new_tokens = 2048;
+  std::int64_t tokens = 4096, prompt_tokens = 2048;
+  std::string capture;
+  AttentionBenchOptions attention;
+  CacheOptions caches;
+  // The replay's.
+  std::string trace;
+  std::vector<std::string> sweeps;
+  std::uint32_t repeats = 3;
+  SyntheticShape synthetic;
+  CommonOptions common;
+};
+
+// `kvlab bench replay`.
+
+void add_replay_options(OptionTable& table, Request& request) {
+  SyntheticShape& shape = request.synthetic;
+  constexpr Range kHeads{1, kMaxHeads};
+  table.text("trace", "TRACE", request.trace,
+             "replay: the trace to replay (default: a synthetic one in the shape of Llama-3.1-8B)");
+  table.list("sweep", "NAMES", request.sweeps,
+             "replay: the sweeps to time, by the names that it prints (default: all); also `shelf` "
+             "(every policy) or a policy's name");
+  table.whole("repeats", "N", {1, kMaxRepeats}, request.repeats,
+              "replay: number of repetitions, alternating with the exact pass; the shortest times "
+              "count");
+  table.whole("synthetic-layers", "N", kHeads, shape.layers,
+              "replay: layers of the synthetic trace, which has --tokens tokens, one eighth of "
+              "them the prompt");
+  table.whole("synthetic-query-heads", "N", kHeads, shape.query_heads,
+              "replay: query heads of the synthetic trace");
+  table.whole("synthetic-kv-heads", "N", kHeads, shape.kv_heads,
+              "replay: KV heads of the synthetic trace");
+  table.whole("synthetic-head-size", "N", kHeads, shape.head_size,
+              "replay: head size of the synthetic trace");
+  table.whole("synthetic-gradient-samples", "N", {0, kMaxGradientSamples}, shape.gradient_samples,
+              "replay: gradient samples of the synthetic trace; with 1 or more, it also has "
+              "residual norms and a sketch");
+}
+
+SyntheticShape synthetic_shape(const Request& request) {
+  SyntheticShape shape = request.synthetic;
+  check_range("tokens", request.tokens, {1, kMaxReplayTokens});
+  shape.tokens = static_cast<std::uint32_t>(request.tokens);
+  shape.prompt_tokens = std::max(1u, shape.tokens / 8);
+  if (shape.query_heads % shape.kv_heads != 0 || shape.head_size % 2 != 0 || shape.tokens < 2)
+    throw std::invalid_argument(
+        "--synthetic-query-heads should be a multiple of --synthetic-kv-heads, "
+        "--synthetic-head-size should be even, and --tokens should be at least 2");
+  return shape;
 }
 
 /// Runs the benchmark. Throws as commands do.
-ordered_json bench_replay(const po::variables_map& options) {
-  const auto device =
-      options.count("device") && device_from(options) == Device::cuda ? cuda_replayer() : nullptr;
-  const auto sweeps = bench_sweeps(list_from(options, "sweep"));
-  const auto repeats = count_from(options, "repeats", 1, kMaxRepeats);
+ordered_json bench_replay(const Request& request) {
+  const auto device = request.common.device == Device::cuda ? cuda_replayer() : nullptr;
+  const auto sweeps = bench_sweeps(request.sweeps);
   ReplayOptions how;
-  how.threads = threads_from(options);
+  how.threads = request.common.threads;
   std::optional<TemporaryTrace> synthetic;
   std::optional<TraceReader> given;
-  if (options.count("trace"))
-    given = TraceReader::open(options["trace"].as<std::string>());
+  if (!request.trace.empty())
+    given = TraceReader::open(request.trace);
   else
-    synthetic.emplace(shape_from(options));
+    synthetic.emplace(synthetic_shape(request));
   const TraceReader& trace = given ? *given : synthetic->trace();
-  const ReplayCost bench = measure_replay(trace, sweeps, how, repeats, device.get());
+  const ReplayCost bench = measure_replay(trace, sweeps, how, request.repeats, device.get());
   return to_json(bench, trace, how.threads, device != nullptr);
 }
 
-constexpr std::int64_t kMaxTokens = 1 << 28, kMaxRows = 1 << 16, kMaxSlots = 1 << 20;
+// The other benchmarks, which measure the CUDA decoder.
 
-void add_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("what",
-      po::value<std::vector<std::string>>()->value_name(
-          "decode|prefill|stream|evict|eval|attention|replay"),
-      "what to measure");
-  add("model", text_option("DIR"), "a checkpoint");
-  add("random-weights", text_option("CONFIG.json"),
-      "a model's config.json; its weights are random and made on the device: "
-      "engine/models/configs/*.json");
-  add("batch", number_option("N", 1), "decode, evict: number of sequences");
-  add("context", number_option("N", 1024), "decode: tokens in each sequence at the start");
-  add("steps", number_option("N", 64), "decode: number of timed steps");
-  add("capture", text_option("TRACE"),
-      "decode: also time sampling with and without capture; the capture writes this new trace");
-  add("tokens", number_option("N", 4096),
-      "prefill: tokens of the prompt; eval: tokens of the sequence");
-  add("chunk", number_option("N", 2048), "prefill: tokens of a chunk");
-  add("prompt-tokens", number_option("N", 2048),
-      "evict, eval: tokens in each sequence at the start");
-  add("max-new-tokens", number_option("N", 2048), "evict: tokens to decode in each sequence");
-  add("head-size", text_option("LIST"), "attention: 64, 96, 128, 256");
-  add("group", text_option("LIST"), "attention: query heads for each of the 8 KV heads");
-  add("sequences", text_option("LIST"), "attention: number of sequences");
-  add("slots", number_option("N", 4096), "attention: live tokens of each sequence");
-  add_policy_options(options);
-  add_bench_replay_options(options);
-  add_common_options(options);
-}
-
-BenchModel model_from(const po::variables_map& options) {
-  const auto text = [&](const char* name) {
-    return options.count(name) ? options[name].as<std::string>() : std::string();
-  };
-  const BenchModel model{.directory = text("model"), .random_weights = text("random-weights")};
-  if (model.directory.empty() == model.random_weights.empty())
+BenchModel model_of(const Request& request) {
+  if (request.model.empty() == request.random_weights.empty())
     throw std::invalid_argument(
         "--model: missing, or given beside --random-weights; give one of --model DIR and "
         "--random-weights CONFIG.json");
-  return model;
+  return {.directory = request.model, .random_weights = request.random_weights};
 }
 
-ordered_json decode(const po::variables_map& options) {
-  DecodeBenchOptions how{.model = model_from(options),
-                         .batch = static_cast<int>(count_from(options, "batch", 1, kMaxRows)),
-                         .context = count_from(options, "context", 1, kMaxTokens),
-                         .steps = count_from(options, "steps", 1, kMaxTokens)};
-  if (options.count("capture")) {
-    how.capture = options["capture"].as<std::string>();
-    refuse_existing(how.capture, "--capture");
-  }
-  return bench_decode(how);
+std::uint32_t tokens_of(const Request& request, std::int64_t least) {
+  check_range("tokens", request.tokens, {least, kMaxTokens});
+  return static_cast<std::uint32_t>(request.tokens);
 }
 
-ordered_json prefill(const po::variables_map& options) {
-  const std::uint32_t tokens = count_from(options, "tokens", 1, kMaxTokens);
-  return bench_prefill({.model = model_from(options),
+std::uint32_t prompt_tokens_of(const Request& request, std::int64_t most) {
+  check_range("prompt-tokens", request.prompt_tokens, {1, most});
+  return static_cast<std::uint32_t>(request.prompt_tokens);
+}
+
+ordered_json decode(const Request& request) {
+  if (!request.capture.empty()) refuse_existing(request.capture, "--capture");
+  return bench_decode({.model = model_of(request),
+                       .batch = request.batch,
+                       .context = request.context,
+                       .steps = request.steps,
+                       .capture = request.capture});
+}
+
+ordered_json prefill(const Request& request) {
+  const std::uint32_t tokens = tokens_of(request, 1);
+  const CacheConfig config = only_config(request.caches, compiled_policies(request.caches));
+  return bench_prefill({.model = model_of(request),
                         .tokens = tokens,
-                        .chunk = count_from(options, "chunk", 1, kMaxTokens),
-                        .cache = resolve(only_config(options), tokens)});
+                        .chunk = request.chunk,
+                        .cache = resolve(config, tokens)});
+}
+
+std::vector<CacheConfig> requested_sweep(const Request& request) {
+  return sweep_of(request.caches, compiled_policies(request.caches));
 }
 
 /// `--policy` and `--budget`: one policy that evicts, at one or more budgets.
-std::vector<CacheConfig> evicting_from(const po::variables_map& options) {
-  std::vector<CacheConfig> sweep = sweep_from(options);
+std::vector<CacheConfig> evicting_sweep(const Request& request) {
+  std::vector<CacheConfig> sweep = requested_sweep(request);
   for (const CacheConfig& config : sweep)
     if (!config.evicts() || config.policy.text() != sweep.front().policy.text())
       throw std::invalid_argument(
@@ -283,11 +278,10 @@ std::vector<CacheConfig> evicting_from(const po::variables_map& options) {
   return sweep;
 }
 
-ordered_json stream(const po::variables_map& options) {
-  const std::vector<CacheConfig> sweep = evicting_from(options);
-  StreamBenchOptions how{.model = model_from(options),
-                         .cache = sweep.front(),
-                         .steps = count_from(options, "steps", 1, kMaxTokens)};
+ordered_json stream(const Request& request) {
+  const std::vector<CacheConfig> sweep = evicting_sweep(request);
+  StreamBenchOptions how{
+      .model = model_of(request), .cache = sweep.front(), .budgets = {}, .steps = request.steps};
   for (const CacheConfig& config : sweep) {
     if (config.budget.extent.is_share || config.budget.in_bytes || !config.budget.is_even() ||
         config.budget.all)
@@ -298,77 +292,112 @@ ordered_json stream(const po::variables_map& options) {
   return bench_stream(how);
 }
 
-ordered_json eval(const po::variables_map& options) {
-  EvalBenchOptions how{.model = model_from(options),
-                       .configs = sweep_from(options),
-                       .tokens = count_from(options, "tokens", 4, kMaxTokens),
-                       .threads = threads_from(options)};
-  how.prompt_tokens = count_from(options, "prompt-tokens", 1, how.tokens - 2);
+ordered_json eval(const Request& request) {
+  EvalBenchOptions how{.model = model_of(request),
+                       .configs = requested_sweep(request),
+                       .tokens = tokens_of(request, 4),
+                       .threads = request.common.threads};
+  how.prompt_tokens = prompt_tokens_of(request, how.tokens - 2);
   how.configs.insert(how.configs.begin(), CacheConfig{});
   return bench_eval(how);
 }
 
-ordered_json evict(const po::variables_map& options) {
-  const std::vector<CacheConfig> sweep = evicting_from(options);
+ordered_json evict(const Request& request) {
+  const std::vector<CacheConfig> sweep = evicting_sweep(request);
   if (sweep.size() != 1) throw std::invalid_argument("--budget: give one");
-  EvictBenchOptions how{.model = model_from(options),
-                        .batch = static_cast<int>(count_from(options, "batch", 1, kMaxRows)),
-                        .prompt = count_from(options, "prompt-tokens", 1, kMaxTokens),
-                        .decoded = count_from(options, "max-new-tokens", 1, kMaxTokens)};
+  EvictBenchOptions how{.model = model_of(request),
+                        .batch = request.batch,
+                        .prompt = prompt_tokens_of(request, kMaxTokens),
+                        .decoded = request.max_new_tokens};
   how.cache = resolve(sweep.front(), how.prompt + how.decoded);
   return bench_evict(how);
 }
 
-/// Reads a list of numbers; keeps the default if the option was not given.
-void read_numbers(const po::variables_map& options, const char* name, std::uint32_t most,
-                  std::vector<std::uint32_t>& numbers) {
-  if (!options.count(name)) return;
-  numbers.clear();
-  for (const std::string& text : list_from(options, name)) {
-    std::uint32_t number = 0;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-    if (error != std::errc() || end != text.data() + text.size() || number < 1 || number > most)
-      throw std::invalid_argument(
-          fmt::format("--{}: '{}' should be a number from 1 to {}", name, text, most));
-    numbers.push_back(number);
-  }
-}
-
-ordered_json attention(const po::variables_map& options) {
-  AttentionBenchOptions how{.slots = count_from(options, "slots", 4, kMaxSlots)};
-  if (options.count("policy")) how.policies = list_from(options, "policy");
-  if (options.count("tiers")) {  // at the same number of bytes
-    const std::vector<std::string> policies = std::exchange(how.policies, {});
-    for (const TierPlan& tier_plan : tier_plans_from(options))
-      for (const std::string& policy : policies)
-        how.policies.push_back(policy + (tier_plan.is_plain() ? "" : ":" + tier_plan.setting()));
-  }
-  read_numbers(options, "head-size", 256, how.head_sizes);
-  read_numbers(options, "group", 8, how.groups);
-  read_numbers(options, "sequences", 1024, how.batches);
+ordered_json attention(const Request& request) {
+  AttentionBenchOptions how = request.attention;
+  if (!request.caches.sweep.policies.empty()) how.policies = request.caches.sweep.policies;
+  how.policies = with_tier_plans(how.policies, request.caches.tier_plans);
   return bench_attention(how);
 }
 
-int run(const po::variables_map& options) {
-  const auto words = options.count("what") ? options["what"].as<std::vector<std::string>>()
-                                           : std::vector<std::string>{};
-  const std::map<std::string, ordered_json (*)(const po::variables_map&)> benches{
+const std::map<std::string, ordered_json (*)(const Request&)>& benches() {
+  static const std::map<std::string, ordered_json (*)(const Request&)> all{
       {"decode", decode},       {"prefill", prefill},     {"stream", stream}, {"evict", evict},
       {"attention", attention}, {"replay", bench_replay}, {"eval", eval}};
-  if (words.size() != 1 || !benches.contains(words[0]))
+  return all;
+}
+
+void check(Request& request, const GivenOptions& given) {
+  const auto& words = request.words;
+  if (words.size() != 1 || !benches().contains(words[0]))
     throw std::invalid_argument(
         "what to measure is missing; give one of: decode, prefill, stream, evict, eval, attention, "
         "replay");
-  if (words[0] != "replay" && options.count("device") && device_from(options) == Device::cpu)
+  if (words[0] != "replay" && given.has("device") && request.common.device == Device::cpu)
     throw std::invalid_argument("--device: bench measures the CUDA decoder; leave it out");
+}
+
+/// An option that takes a list of numbers from 1 to `most`.
+void add_numbers(OptionTable& table, const char* name, std::uint32_t most,
+                 std::vector<std::uint32_t>& target, std::string help) {
+  const auto parse = [name, most](const std::string& list) {
+    std::vector<std::uint32_t> numbers;
+    for (const std::string& text : list_entries(list)) {
+      std::uint32_t number = 0;
+      const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+      if (error != std::errc() || end != text.data() + text.size() || number < 1 || number > most)
+        throw std::invalid_argument(
+            fmt::format("--{}: '{}' should be a number from 1 to {}", name, text, most));
+      numbers.push_back(number);
+    }
+    return numbers;
+  };
+  table.parsed(name, "LIST", target, parse, std::move(help));
+}
+
+void add_options(OptionTable& table, Request& request) {
+  constexpr Range kTokens{1, kMaxTokens};
+  table.texts("what", "decode|prefill|stream|evict|eval|attention|replay", Takes::one_word,
+              request.words, "what to measure");
+  table.text("model", "DIR", request.model, "a checkpoint");
+  table.text("random-weights", "CONFIG.json", request.random_weights,
+             "a model's config.json; its weights are random and made on the device: "
+             "engine/models/configs/*.json");
+  table.whole("batch", "N", {1, kMaxRows}, request.batch, "decode, evict: number of sequences");
+  table.whole("context", "N", kTokens, request.context,
+              "decode: tokens in each sequence at the start");
+  table.whole("steps", "N", kTokens, request.steps, "decode: number of timed steps");
+  table.text("capture", "TRACE", request.capture,
+             "decode: also time sampling with and without capture; the capture writes this new "
+             "trace");
+  table.whole("tokens", "N", kAnyNumber, request.tokens,
+              "prefill: tokens of the prompt; eval: tokens of the sequence");
+  table.whole("chunk", "N", kTokens, request.chunk, "prefill: tokens of a chunk");
+  table.whole("prompt-tokens", "N", kAnyNumber, request.prompt_tokens,
+              "evict, eval: tokens in each sequence at the start");
+  table.whole("max-new-tokens", "N", kTokens, request.max_new_tokens,
+              "evict: tokens to decode in each sequence");
+  AttentionBenchOptions& attention = request.attention;
+  add_numbers(table, "head-size", 256, attention.head_sizes, "attention: 64, 96, 128, 256");
+  add_numbers(table, "group", 8, attention.groups,
+              "attention: query heads for each of the 8 KV heads");
+  add_numbers(table, "sequences", 1024, attention.batches, "attention: number of sequences");
+  table.whole("slots", "N", {4, kMaxSlots}, attention.slots,
+              "attention: live tokens of each sequence");
+  add_cache_options(table, request.caches);
+  add_replay_options(table, request);
+  add_common_options(table, request.common, Device::cpu);
+}
+
+int run(const Request& request) {
   ordered_json metrics;
   try {
-    metrics = benches.at(words[0])(options);
+    metrics = benches().at(request.words[0])(request);
   } catch (const LimitExceeded& error) {
     fmt::print(stderr, "kvlab bench: {}\n", error.what());
     return 1;
   }
-  if (options["json"].as<bool>())
+  if (request.common.json)
     print_json(metrics);
   else
     print_metrics(metrics);
@@ -386,9 +415,8 @@ Command bench_command() {
           "       kvlab bench attention [options]\n"
           "       kvlab bench replay [--trace TRACE] [options]",
       .example = "kvlab bench replay --trace traces/samples/tiny-story",
-      .add_options = add_options,
       .positional = "what",
-      .run = run};
+      .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

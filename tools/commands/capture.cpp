@@ -10,6 +10,7 @@
 #include "engine/evaluation/conversation.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "sim/access/key_quantization.hpp"
+#include "tools/command.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/json.hpp"
@@ -23,26 +24,75 @@ using Ids = std::vector<std::int32_t>;
 
 constexpr std::int64_t kMaxTokens = 1 << 30;
 
-void add_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
-  add("out", text_option("TRACE"), "directory of the trace; it must not exist yet");
-  add_prompt_options(options);
-  add_turn_options(options);
-  add("teacher-forced", po::bool_switch(), "decode the given text instead of sampled tokens");
-  add("prompt-tokens", number_option("P"),
-      "--teacher-forced: number of tokens of the text that form the prompt; the others are "
-      "decoded");
-  add("max-tokens", number_option("T"),
-      "--teacher-forced: use the first T tokens of the text (default: all)");
-  add("passage", po::value<std::vector<std::string>>()->composing()->value_name("TEXT"),
-      "a part of the prompt that appears in it once; the trace stores its tokens as a passage; may "
-      "be given several times");
-  add("prefill", text_option("MODE", "dense"),
-      "how the prompt is processed: dense, chunk:N or stream; the trace is the same");
-  add("seed", number_option("N", 0), "random seed");
-  add_context_option(options);
-  add_common_options(options);
+struct Request {
+  std::string model, out, prefill = "dense";
+  PromptOptions prompt;
+  TurnOptions turns;
+  bool teacher_forced = false, beyond_context = false;
+  std::int64_t prompt_tokens = 0;       ///< teacher-forced
+  std::size_t max_tokens = kAllTokens;  ///< teacher-forced
+  std::vector<std::string> passages;
+  CommonOptions common;
+};
+
+/// The message about a trace that an error left incomplete.
+std::string unfinished(const std::string& out) {
+  const std::filesystem::path folder = out;
+  if (!std::filesystem::exists(folder / shard_name(0)) ||
+      std::filesystem::exists(folder / kManifestFile))
+    return "";
+  return fmt::format(
+      "; {} is unfinished; `kvlab trace seal {}` makes a trace of its complete shards", out, out);
+}
+
+void check_modes(const Request& request, const GivenOptions& given) {
+  const auto refuse = [&](const char* name, std::string_view why) {
+    if (given.has(name)) throw std::invalid_argument(fmt::format("--{}: {}", name, why));
+  };
+  if (!request.teacher_forced) {
+    refuse("prompt-tokens", "requires --teacher-forced");
+    refuse("max-tokens", "requires --teacher-forced");
+    return;
+  }
+  if (!given.has("prompt-tokens"))
+    throw std::invalid_argument(
+        "--prompt-tokens: missing; --teacher-forced needs --prompt-tokens P");
+  for (const char* name : {"max-new-tokens", "turn", "temperature", "top-k", "top-p"})
+    refuse(name, "is for sampling, and --teacher-forced does not sample; leave out one of them");
+}
+
+void check(Request& request, const GivenOptions& given) {
+  check_modes(request, given);
+  require_model(given, request.model, "--model DIR, the directory of a checkpoint");
+  given.require("out", "--out TRACE, a new directory");
+  const std::string& out = request.out;
+  if (const std::string left = unfinished(out); !left.empty())
+    throw std::runtime_error("--out: " + out + " exists" + left);
+  if (!is_unbegun_trace(out)) refuse_existing(out, "--out");
+  parse_prefill(request.prefill);
+}
+
+void add_options(OptionTable& table, Request& request) {
+  add_model_option(table, request.model);
+  table.text("out", "TRACE", request.out, "directory of the trace; it must not exist yet");
+  add_prompt_options(table, request.prompt);
+  add_turn_options(table, request.turns);
+  table.flag("teacher-forced", request.teacher_forced,
+             "decode the given text instead of sampled tokens");
+  table.whole("prompt-tokens", "P", kAnyNumber, request.prompt_tokens,
+              "--teacher-forced: number of tokens of the text that form the prompt; the others are "
+              "decoded",
+              "");
+  table.whole("max-tokens", "T", {1, kMaxTokens}, request.max_tokens,
+              "--teacher-forced: use the first T tokens of the text (default: all)", "");
+  table.texts("passage", "TEXT", Takes::one_word, request.passages,
+              "a part of the prompt that appears in it once; the trace stores its tokens as a "
+              "passage; may be given several times");
+  table.text("prefill", "MODE", request.prefill,
+             "how the prompt is processed: dense, chunk:N or stream; the trace is the same");
+  add_seed_option(table, request.turns.sampling.seed);
+  add_context_option(table, request.beyond_context);
+  add_common_options(table, request.common);
 }
 
 /// What to capture: a given text, or turns that the model answers.
@@ -53,40 +103,17 @@ struct Plan {
   std::uint32_t max_new_tokens = 0;  // otherwise
 };
 
-void check_modes(const po::variables_map& options) {
-  const bool forced = options["teacher-forced"].as<bool>();
-  const auto refuse = [&](const char* name, std::string_view why) {
-    if (options.count(name) && !options[name].defaulted())
-      throw std::invalid_argument(fmt::format("--{}: {}", name, why));
-  };
-  if (!forced) {
-    refuse("prompt-tokens", "requires --teacher-forced");
-    refuse("max-tokens", "requires --teacher-forced");
-    return;
-  }
-  if (!options.count("prompt-tokens"))
-    throw std::invalid_argument(
-        "--prompt-tokens: missing; --teacher-forced needs --prompt-tokens P");
-  for (const char* name : {"max-new-tokens", "turn", "temperature", "top-k", "top-p"})
-    refuse(name, "is for sampling, and --teacher-forced does not sample; leave out one of them");
-}
-
-/// The most tokens of the text to use.
-std::size_t max_tokens_from(const po::variables_map& options) {
-  if (!options.count("max-tokens")) return kAllTokens;
-  return static_cast<std::size_t>(number_from(options, "max-tokens", 1, kMaxTokens));
-}
-
-Plan plan_from(const po::variables_map& options, const Tokenizer& tokenizer, Ids text) {
-  Plan plan{.teacher_forced = options["teacher-forced"].as<bool>()};
+Plan plan_of(const Request& request, const Tokenizer& tokenizer, Ids text) {
+  Plan plan{.teacher_forced = request.teacher_forced};
   if (!plan.teacher_forced) {
-    plan.max_new_tokens = max_new_tokens_from(options);
-    plan.turns = turns_from(options, tokenizer, std::move(text));
+    plan.max_new_tokens = request.turns.max_new_tokens;
+    plan.turns = ids_of_turns(request.turns.turns, tokenizer, std::move(text));
     return plan;
   }
   const auto length = static_cast<std::int64_t>(text.size());
   if (length == 0) throw std::invalid_argument("--prompt: the text has no tokens; give some text");
-  plan.prompt_tokens = static_cast<std::size_t>(number_from(options, "prompt-tokens", 1, length));
+  check_range("prompt-tokens", request.prompt_tokens, {1, length});
+  plan.prompt_tokens = static_cast<std::size_t>(request.prompt_tokens);
   plan.turns = {std::move(text)};
   return plan;
 }
@@ -98,11 +125,10 @@ std::uint32_t prompt_tokens(const Plan& plan) {
 }
 
 /// The passages of the prompt that `--passage` names; each text is its passage's name.
-std::vector<Passage> passages_from(const po::variables_map& options, const Tokenizer& tokenizer,
-                                   const Ids& prompt) {
+std::vector<Passage> find_passages(const std::vector<std::string>& texts,
+                                   const Tokenizer& tokenizer, const Ids& prompt) {
   std::vector<Passage> passages;
-  if (!options.count("passage")) return passages;
-  for (const std::string& text : options["passage"].as<std::vector<std::string>>()) {
+  for (const std::string& text : texts) {
     const auto refuse = [](std::string_view why) {
       throw std::invalid_argument(fmt::format("--passage: {}", why));
     };
@@ -118,14 +144,14 @@ std::vector<Passage> passages_from(const po::variables_map& options, const Token
   return passages;
 }
 
-nlohmann::json record(const po::variables_map& options, const Plan& plan) {
-  nlohmann::json record{{"prefill", options["prefill"].as<std::string>()},
-                        {"teacher_forced", plan.teacher_forced}};
-  if (plan.teacher_forced) return record;
-  record["temperature"] = options["temperature"].as<double>();
-  record["top_k"] = options["top-k"].as<std::int64_t>();
-  record["top_p"] = options["top-p"].as<double>();
-  record["seed"] = options["seed"].as<std::int64_t>();
+nlohmann::json record(const Request& request) {
+  nlohmann::json record{{"prefill", request.prefill}, {"teacher_forced", request.teacher_forced}};
+  if (request.teacher_forced) return record;
+  const SamplingOptions& sampling = request.turns.sampling;
+  record["temperature"] = sampling.temperature;
+  record["top_k"] = sampling.top_k;
+  record["top_p"] = sampling.top_p;
+  record["seed"] = sampling.seed;
   return record;
 }
 
@@ -146,59 +172,40 @@ std::string run_plan(const Plan& plan, SequenceDecoder& decoder, const ModelConf
   return sampled;
 }
 
-/// The message about a trace that an error left incomplete.
-std::string unfinished(const std::string& out) {
-  const std::filesystem::path folder = out;
-  if (!std::filesystem::exists(folder / shard_name(0)) ||
-      std::filesystem::exists(folder / kManifestFile))
-    return "";
-  return fmt::format(
-      "; {} is unfinished; `kvlab trace seal {}` makes a trace of its complete shards", out, out);
-}
-
-int run(const po::variables_map& options) {
-  const Device device = device_from(options);
-  check_modes(options);
-  const std::string directory =
-      required(options, "model", "--model DIR, the directory of a checkpoint");
-  const std::string out = required(options, "out", "--out TRACE, a new directory");
-  if (const std::string left = unfinished(out); !left.empty())
-    throw std::runtime_error("--out: " + out + " exists" + left);
-  if (!is_unbegun_trace(out)) refuse_existing(out, "--out");
-  const unsigned threads = threads_from(options);
-  const SamplingOptions sampling = sampling_from(options);
+int run(const Request& request) {
+  const std::string& out = request.out;
+  const unsigned threads = request.common.threads;
   ResolvedConfig cache;  // the full cache
-  cache.prefill = parse_prefill(options["prefill"].as<std::string>());
-  const std::string prompt = prompt_from(options);
+  cache.prefill = parse_prefill(request.prefill);
+  const std::string prompt = request.prompt.read();
 
-  const auto backend = load_backend(device, directory, threads);
+  const auto backend = load_backend(request.common.device, request.model, threads);
   const ModelConfig& config = backend->config();
-  const Tokenizer tokenizer = tokenizer_of(directory, config);
-  const Plan plan =
-      plan_from(options, tokenizer,
-                first_ids(prompt_name(options), prompt, tokenizer, max_tokens_from(options)));
+  const Tokenizer tokenizer = tokenizer_of(request.model, config);
+  const Plan plan = plan_of(
+      request, tokenizer, first_ids(request.prompt.name(), prompt, tokenizer, request.max_tokens));
 
   const std::uint32_t most = max_tokens(plan.turns, plan.max_new_tokens);
-  if (!options["beyond-context"].as<bool>()) refuse_beyond_context(config, prompt_tokens(plan));
+  if (!request.beyond_context) refuse_beyond_context(config, prompt_tokens(plan));
 
   say_of_model(config, tokenizer, prompt);
   if (const std::string warning = context_warning(config, most); !warning.empty())
     fmt::print(stderr, "kvlab capture: {}\n", warning);
 
-  nlohmann::json how = record(options, plan);
+  nlohmann::json how = record(request);
   how["first_token"] = first_token(tokenizer, prompt);
   TraceHeader header = backend->trace_header(how);
   announce_traces("capture", header.shape, most, "into " + out);
-  header.passages = passages_from(options, tokenizer, plan.turns.front());
+  header.passages = find_passages(request.passages, tokenizer, plan.turns.front());
   TraceWriter writer(out, std::move(header));
-  writer.sketch(output_sketch(directory, kSketchSeed, threads));
+  writer.sketch(output_sketch(request.model, kSketchSeed, threads));
   const auto bar = progress_bar("capture");
   std::string text;
   try {
     const auto decoder = backend->capturing_decoder(cache, most, writer, [&](std::uint32_t tokens) {
       bar(static_cast<double>(tokens) / most);
     });
-    text = run_plan(plan, *decoder, config, tokenizer, sampling);
+    text = run_plan(plan, *decoder, config, tokenizer, request.turns.sampling);
     decoder->flush();
     writer.finish();
   } catch (const std::runtime_error& error) {
@@ -209,7 +216,7 @@ int run(const po::variables_map& options) {
       !warning.empty())
     fmt::print(stderr, "kvlab capture: {}\n", warning);
 
-  if (options["json"].as<bool>()) {
+  if (request.common.json) {
     ordered_json result{{"trace", out}, {"model", config.name}, {"tokens", writer.tokens()}};
     if (!plan.teacher_forced) result["text"] = text;
     print_json(result);
@@ -230,8 +237,7 @@ Command capture_command() {
           .example =
               "kvlab capture --model engine/models/tiny --prompt-file tools/demo/prompt.txt "
               "--teacher-forced --prompt-tokens 256 --out trace",
-          .add_options = add_options,
-          .run = run};
+          .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

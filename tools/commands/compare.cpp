@@ -9,6 +9,7 @@
 #include "sim/report/page.hpp"
 #include "sim/report/recommendation.hpp"
 #include "sim/report/text.hpp"
+#include "tools/command.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -17,13 +18,19 @@
 namespace kvlab {
 namespace {
 
-void add_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("run", po::value<std::vector<std::string>>()->value_name("RUN"), "");
-  add("out", text_option("FILE"),
-      "write the comparison as a page to this file; an existing file is replaced");
-  add("metric", text_option("M"), "the metric to compare by (default: the one that decides)");
-  add("json", po::bool_switch(), "print one JSON object");
+struct Request {
+  std::vector<std::string> runs;
+  std::string out, metric;
+  bool json = false;
+};
+
+void add_options(OptionTable& table, Request& request) {
+  table.texts("run", "RUN", Takes::one_word, request.runs, "");
+  table.text("out", "FILE", request.out,
+             "write the comparison as a page to this file; an existing file is replaced");
+  table.text("metric", "M", request.metric,
+             "the metric to compare by (default: the one that decides)");
+  add_json_option(table, request.json);
 }
 
 void print_table(const Comparison& comparison) {
@@ -67,26 +74,22 @@ void print_table(const Comparison& comparison) {
   }
 }
 
-int run(const po::variables_map& options) {
+int run(const Request& request) {
   std::vector<ScoreSet> sets;
-  if (options.count("run"))
-    for (const auto& folder : options["run"].as<std::vector<std::string>>())
-      sets.push_back(load_scores(folder));
-  const std::string metric =
-      options.count("metric") ? options["metric"].as<std::string>() : std::string();
-  const std::string out = options.count("out") ? options["out"].as<std::string>() : "";
+  for (const std::string& folder : request.runs) sets.push_back(load_scores(folder));
+  const std::string& out = request.out;
   std::optional<OutputClaim> claim;
   if (!out.empty()) {
     refuse_unwritable(out, "--out");
     claim.emplace(out);
   }
-  const Comparison comparison = compare(std::move(sets), metric);
+  const Comparison comparison = compare(std::move(sets), request.metric);
   if (!comparison.warning.empty()) fmt::print(stderr, "kvlab compare: {}\n", comparison.warning);
   if (!out.empty()) {
     if (!vega_script()) fmt::print(stderr, "kvlab compare: {}\n", kNoVega);
     write_file_atomically(out, page_html(compare_page(comparison)));
   }
-  if (options["json"].as<bool>()) {
+  if (request.json) {
     print_json(comparison_json(comparison));
     return 0;
   }
@@ -106,9 +109,8 @@ Command compare_command() {
           .summary = "compares runs, evaluations or tasks; never averages over models",
           .usage = "RUN RUN... [--metric M] [--out page.html]",
           .example = "kvlab compare run other-run --out compare.html",
-          .add_options = add_options,
           .positional = "run",
-          .run = run};
+          .prepare = prepared<Request>(add_options, nullptr, run)};
 }
 
 }  // namespace kvlab

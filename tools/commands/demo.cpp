@@ -9,6 +9,7 @@
 
 #include "engine/backend.hpp"
 #include "engine/evaluation/policy_file.hpp"
+#include "tools/command.hpp"
 #include "tools/options.hpp"
 #include "traces/base/cancel.hpp"
 #include "traces/base/process.hpp"
@@ -23,14 +24,18 @@ using Words = std::vector<std::string>;
 constexpr const char* kMarker = ".kvlab-demo";
 constexpr const char* kDeployedBudget = "64";
 
-void add_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("out", text_option("DIR", "demo"), "directory of all results; an older demo is replaced");
-  add("model", text_option("DIR"),
-      "checkpoint to run (default: $KVLAB_MODEL, or the bundled model)");
-  add("real", po::bool_switch(),
-      "use a real model, and also tune the policy and evaluate a pass-key task; takes minutes on a "
-      "CPU (default model: SmolLM2, which `./dev model smollm2` fetches)");
+struct Request {
+  std::string out = "demo", model;
+  bool real = false;
+};
+
+void add_options(OptionTable& table, Request& request) {
+  table.text("out", "DIR", request.out, "directory of all results; an older demo is replaced");
+  table.text("model", "DIR", request.model,
+             "checkpoint to run (default: $KVLAB_MODEL, or the bundled model)");
+  table.flag("real", request.real,
+             "use a real model, and also tune the policy and evaluate a pass-key task; takes "
+             "minutes on a CPU (default model: SmolLM2, which `./dev model smollm2` fetches)");
 }
 
 /// The path of a file that comes with kvlab: the installed one, or else the one in the source tree.
@@ -43,10 +48,10 @@ std::string shipped(const char* file) {
   return shorter ? relative.string() : absolute.string();
 }
 
-std::string model_directory(const po::variables_map& options) {
-  if (options.count("model")) return options["model"].as<std::string>();
+std::string model_directory(const Request& request) {
+  if (!request.model.empty()) return request.model;
   if (const char* model = std::getenv("KVLAB_MODEL")) return model;
-  return shipped(options["real"].as<bool>() ? "engine/models/smollm2" : "engine/models/tiny");
+  return shipped(request.real ? "engine/models/smollm2" : "engine/models/tiny");
 }
 
 /// Makes an empty directory. Replaces only what an earlier demo left.
@@ -202,16 +207,16 @@ void generate_twice(Tour& tour, const Paths& paths) {
   tour.run(generate_command(), deployed);
 }
 
-void take_tour(const po::variables_map& options, const Paths& paths, const std::string& out) {
+void take_tour(const Request& request, const Paths& paths) {
   Tour tour;
-  if (options["real"].as<bool>()) {
-    real_tour(tour, paths.model, out);
+  if (request.real) {
+    real_tour(tour, paths.model, request.out);
     fmt::print("\nAll of it took {:.1f} s.\n", tour.seconds());
     return;
   }
   capture_and_replay(tour, paths);
   report_and_deploy(tour, paths);
-  tune_tiny(tour, paths.model, out);
+  tune_tiny(tour, paths.model, request.out);
   generate_twice(tour, paths);
   fmt::print(
       "\nAll of it took {:.1f} s. Open {} in a browser.\n"
@@ -221,22 +226,22 @@ void take_tour(const po::variables_map& options, const Paths& paths, const std::
       tour.seconds(), paths.page);
 }
 
-int run(const po::variables_map& options) {
-  const std::string out = options["out"].as<std::string>();
-  const Paths paths{.model = model_directory(options),
+int run(const Request& request) {
+  const std::string& out = request.out;
+  const Paths paths{.model = model_directory(request),
                     .prompt = shipped("tools/demo/prompt.txt"),
                     .trace = out + "/trace",
                     .run = out + "/run",
                     .page = out + "/report.html",
                     .policy = out + "/policy.json"};
   if (!fs::exists(fs::path(paths.model) / "config.json"))
-    throw std::runtime_error(fmt::format(
-        "{}: holds no model; give --model DIR, the directory of a checkpoint{}", paths.model,
-        options["real"].as<bool>() ? ", or fetch one: ./dev model smollm2" : ""));
+    throw std::runtime_error(
+        fmt::format("{}: holds no model; give --model DIR, the directory of a checkpoint{}",
+                    paths.model, request.real ? ", or fetch one: ./dev model smollm2" : ""));
   make_directory(out);
   UnlessWhole made{out};
   try {
-    take_tour(options, paths, out);
+    take_tour(request, paths);
     made.whole = true;
     return 0;
   } catch (const std::system_error&) {  // standard output failed
@@ -254,8 +259,7 @@ Command demo_command() {
           .summary = "runs all steps on the bundled model: capture, replay, report, tune",
           .usage = "[--out demo] [--model DIR] [--real]",
           .example = "kvlab demo",
-          .add_options = add_options,
-          .run = run};
+          .prepare = prepared<Request>(add_options, nullptr, run)};
 }
 
 }  // namespace kvlab

@@ -10,6 +10,7 @@
 #include "engine/evaluation/fidelity/fidelity.hpp"
 #include "sim/report/recommendation.hpp"
 #include "sim/report/text.hpp"
+#include "tools/command.hpp"
 #include "tools/eval_model.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
@@ -19,42 +20,61 @@
 namespace kvlab {
 namespace {
 
-void add_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("run", text_option("RUN"), "directory of a run of `kvlab replay`");
-  add("budget", text_option("B"), "a budget of the run");
-  add("metric", text_option("METRIC"),
-      "metric to choose by: kl_estimate_joint, kl_estimate, residual_error, layer_error, "
-      "nll_recall, recall, … (default: the first of the first five that every trace of the run "
-      "has)");
-  add("fidelity", text_option("FILE"),
-      "fidelity.json of `kvlab fidelity`, which says how well the metric predicts this model");
-  add("out", text_option("FILE"), "the policy file; an existing file is replaced");
-  add("confirm", number_option("K", 0),
-      "evaluate the best K end to end and choose among them by KL, paired over the same tokens "
-      "(requires --model and --text)");
-  add("model", text_option("DIR"), "--confirm: directory of the model");
-  add("text", po::value<std::vector<std::string>>()->value_name("FILE...")->multitoken(),
-      "--confirm: texts to score");
-  add("max-tokens", number_option("T", 0),
-      "--confirm: use the first T tokens of each text (0: all)");
-  add_task_accuracy_options(options);
-  add_source_option(options);
-  add_features_option(options);
-  add_common_options(options);
+struct Request {
+  std::string run, budget, metric, fidelity, out;
+  std::size_t confirm = 0;  ///< number of policies to confirm
+  std::string model;        ///< of --confirm, as the next two
+  std::vector<std::string> texts;
+  EvalOptions how;
+  TaskAccuracyOptions task_accuracy;
+  CacheOptions caches;
+  CommonOptions common;
+};
+
+void check(Request& request, const GivenOptions& given) {
+  given.refuse_without(
+      "confirm", {"model", "text", "max-tokens", "device", "task", "words", "samples", "features"});
+  given.require("run", "kvlab deploy RUN, a directory of `kvlab replay`");
+  given.require("budget", "--budget B, one of the run's budgets");
+  given.require("out", "--out policy.json");
+  refuse_unwritable(request.out, "--out");
+  request.how.threads = request.common.threads;
+  if (request.confirm == 0) return;
+  require_model(given, request.model, "--model DIR, the model that --confirm runs");
+  given.require("text", "--text FILE..., the texts that --confirm scores");
+  request.how.names = text_names(request.texts);
+  if (!given.has("device") && has_cuda_device()) request.common.device = Device::cuda;
+  request.task_accuracy.plan.max_rows = task_accuracy_rows(request.common.device);
 }
 
-/// The number of --confirm, and the model that confirms; none if the number is 0.
-std::size_t confirms(const po::variables_map& options) {
-  return static_cast<std::size_t>(number_from(options, "confirm", 0, 1 << 20));
+void add_options(OptionTable& table, Request& request) {
+  table.text("run", "RUN", request.run, "directory of a run of `kvlab replay`");
+  table.text("budget", "B", request.budget, "a budget of the run");
+  table.text("metric", "METRIC", request.metric,
+             "metric to choose by: kl_estimate_joint, kl_estimate, residual_error, layer_error, "
+             "nll_recall, recall, … (default: the first of the first five that every trace of the "
+             "run has)");
+  table.text("fidelity", "FILE", request.fidelity,
+             "fidelity.json of `kvlab fidelity`, which says how well the metric predicts this "
+             "model");
+  table.text("out", "FILE", request.out, "the policy file; an existing file is replaced");
+  table.whole("confirm", "K", {0, 1 << 20}, request.confirm,
+              "evaluate the best K end to end and choose among them by KL, paired over the same "
+              "tokens (requires --model and --text)");
+  table.text("model", "DIR", request.model, "--confirm: directory of the model");
+  table.texts("text", "FILE...", Takes::several_words, request.texts, "--confirm: texts to score");
+  table.whole("max-tokens", "T", {0, 1 << 30}, request.how.max_tokens,
+              "--confirm: use the first T tokens of each text (0: all)");
+  add_task_accuracy_options(table, request.task_accuracy, request.caches.features);
+  add_source_option(table, request.caches.sources);
+  add_features_option(table, request.caches.features);
+  add_common_options(table, request.common, Device::cpu);  // only --confirm needs a device
 }
-std::optional<EvalModel> model_from(const po::variables_map& options, const Run& run) {
-  if (confirms(options) == 0) return std::nullopt;
-  required(options, "model", "--model DIR, the model that --confirm runs");
-  if (!options.count("text"))
-    throw std::invalid_argument(
-        "--text: missing; give --text FILE..., the texts that --confirm scores");
-  EvalModel model = load_eval_model(options);
+
+/// The model that confirms; none if none was requested.
+std::optional<EvalModel> load_confirming_model(const Request& request, const Run& run) {
+  if (request.confirm == 0) return std::nullopt;
+  EvalModel model = load_eval_model(request.model, request.common);
   if (model.backend->weights_xxh3() != run.info.traces.front().weights_xxh3)
     throw std::invalid_argument(fmt::format("--model: {} has other weights than the run's model {}",
                                             model.directory, run.info.traces.front().model));
@@ -62,22 +82,19 @@ std::optional<EvalModel> model_from(const po::variables_map& options, const Run&
 }
 
 /// Evaluates the full cache and the first standings end to end.
-Evaluation evaluate_first(const po::variables_map& options, const EvalModel& model, const Run& run,
+Evaluation evaluate_first(const Request& request, const EvalModel& model, const Run& run,
                           const MetricTable& metric_table, const Ballot& ballot,
                           const CompiledPolicies& compiled) {
-  const auto& paths = options["text"].as<std::vector<std::string>>();
-  EvalOptions how{.max_tokens = count_from(options, "max-tokens", 0, 1 << 30),
-                  .threads = threads_from(options),
-                  .names = text_names(paths),
-                  .progress = progress_bar("deploy: end-to-end evaluation")};
+  EvalOptions how = request.how;
+  how.progress = progress_bar("deploy: end-to-end evaluation");
   std::vector<CacheConfig> configs{CacheConfig{}};  // the full cache
-  for (std::size_t i = 0; i < std::min(confirms(options), ballot.standings().size()); ++i)
+  for (std::size_t i = 0; i < std::min(request.confirm, ballot.standings().size()); ++i)
     configs.push_back(config_of(run, ballot, metric_table, i, compiled));
   how.before = model.tokenizer.before();
   const std::size_t max_tokens = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
   std::vector<std::vector<std::int32_t>> texts;
-  texts.reserve(paths.size());
-  for (const std::string& path : paths)
+  texts.reserve(request.texts.size());
+  for (const std::string& path : request.texts)
     texts.push_back(ids_of_file(path, model.tokenizer, max_tokens));
   say_of_model(model.backend->config(), model.tokenizer);
   Evaluation evaluation =
@@ -89,9 +106,8 @@ Evaluation evaluate_first(const po::variables_map& options, const EvalModel& mod
 
 /// Measures the task accuracy of the confirmed standings, and makes the best by both criteria the
 /// ballot's winner.
-nlohmann::json decide_by_both_criteria(const po::variables_map& options, const EvalModel& model,
+nlohmann::json decide_by_both_criteria(TaskAccuracyPlan plan, const EvalModel& model,
                                        const std::vector<Confirmed>& confirmed, Ballot& ballot) {
-  TaskAccuracyPlan plan = task_accuracy_plan_from(options);
   if (!plan.tasks.empty()) plan.chat = read_chat_frame(model.directory);
   find_lengths(*model.backend, model.tokenizer, plan);
   std::vector<Confirmed> order = confirmed;  // lowest KL first
@@ -133,40 +149,31 @@ void print_candidates(const Recommendation& made) {
   for (const std::size_t c : made.over_budget) line(c, "over budget");
 }
 
-int run(const po::variables_map& options) {
-  refuse_without(options, "confirm",
-                 {"model", "text", "max-tokens", "device", "task", "words", "samples", "features"});
-  const std::string directory =
-      required(options, "run", "kvlab deploy RUN, a directory of `kvlab replay`");
-  const std::string budget = required(options, "budget", "--budget B, one of the run's budgets");
-  const std::string out = required(options, "out", "--out policy.json");
-  refuse_unwritable(out, "--out");
+int run(const Request& request) {
+  const std::string& out = request.out;
   const OutputClaim claim(out);
-  const Run loaded = load_run(directory);
+  const Run loaded = load_run(request.run);
   const MetricTable metric_table(loaded.rows);
-  Ballot ballot =
-      rank_for_deployment(loaded, metric_table, budget,
-                          options.count("metric") ? options["metric"].as<std::string>()
-                                                  : std::string(best_metric(loaded.rows)));
-  if (const std::string why = best_metric_text(loaded.rows);
-      !why.empty() && !options.count("metric"))
+  const std::string metric =
+      request.metric.empty() ? std::string(best_metric(loaded.rows)) : request.metric;
+  Ballot ballot = rank_for_deployment(loaded, metric_table, request.budget, metric);
+  if (const std::string why = best_metric_text(loaded.rows); !why.empty() && request.metric.empty())
     fmt::print(stderr, "kvlab deploy: {}\n", why);
-  const auto compiled = policy_sources_from(options);
+  const auto compiled = compiled_policies(request.caches, request.common);
   nlohmann::json evidence = "unknown";
-  if (options.count("fidelity"))
-    evidence =
-        fidelity_evidence(options["fidelity"].as<std::string>(), std::string(ballot.metric->name),
-                          ballot.budget.min_tokens, loaded.info.traces.front().weights_xxh3);
-  const std::optional<EvalModel> model = model_from(options, loaded);
+  if (!request.fidelity.empty())
+    evidence = fidelity_evidence(request.fidelity, std::string(ballot.metric->name),
+                                 ballot.budget.min_tokens, loaded.info.traces.front().weights_xxh3);
+  const std::optional<EvalModel> model = load_confirming_model(request, loaded);
   std::vector<Confirmed> confirmed;
   nlohmann::json criteria{
       {"answers", nullptr},
       {"why", "Task accuracy was not evaluated; add --confirm K to evaluate the best K"}};
   Evaluation evaluation;
   if (model) {
-    evaluation = evaluate_first(options, *model, loaded, metric_table, ballot, compiled);
+    evaluation = evaluate_first(request, *model, loaded, metric_table, ballot, compiled);
     confirmed = confirm(evaluation, ballot);
-    criteria = decide_by_both_criteria(options, *model, confirmed, ballot);
+    criteria = decide_by_both_criteria(request.task_accuracy.plan, *model, confirmed, ballot);
   }
   PolicyFile file = policy_file_of(loaded, metric_table, ballot, compiled);
   file.run["fidelity"] = evidence;
@@ -174,7 +181,7 @@ int run(const po::variables_map& options) {
   file.run["criteria"] = criteria;
   write_policy_file(out, file);
 
-  if (options["json"].as<bool>()) {
+  if (request.common.json) {
     print_json({{"policy_file", out},
                 {"policy", file.cache.policy.name},
                 {"params", file.cache.policy.params_text()},
@@ -199,9 +206,7 @@ int run(const po::variables_map& options) {
                                          "known; kvlab fidelity measures it.",
                                          ballot.metric->name));
   std::string sources;  // reading the file again needs them
-  if (options.count("policy-source"))
-    for (const auto& source : options["policy-source"].as<std::vector<std::string>>())
-      sources += " --policy-source " + source;
+  for (const std::string& source : request.caches.sources) sources += " --policy-source " + source;
   fmt::print(
       "\n{}: {} at {} tokens\nNext: kvlab generate --model DIR --prompt TEXT --policy-file {}{}\n",
       out, file.cache.policy.text(), file.cache.budget.extent.tokens, out, sources);
@@ -217,9 +222,8 @@ Command deploy_command() {
       .usage =
           "RUN --budget B [--metric METRIC] [--confirm K --model DIR --text FILE...] --out FILE",
       .example = "kvlab deploy run --budget 128 --out policy.json",
-      .add_options = add_options,
       .positional = "run",
-      .run = run};
+      .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

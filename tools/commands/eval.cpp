@@ -11,6 +11,7 @@
 #include "engine/evaluation/policy_file.hpp"
 #include "sim/report/recommendation.hpp"
 #include "sim/report/text.hpp"
+#include "tools/command.hpp"
 #include "tools/eval_model.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
@@ -22,35 +23,69 @@ namespace {
 
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 30;
 
-void add_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
-  add("text", po::value<std::vector<std::string>>()->value_name("FILE...")->multitoken(),
-      "texts to score");
-  add("window", number_option("N", 0),
-      "tokens in a window, including the model's first token (0: the context that the model was "
-      "trained on)");
-  add("stream", po::bool_switch(), "score each text as one sequence, without windows");
-  add("prompt-tokens", number_option("P", 0),
-      "tokens of each sequence that form its prompt (0: half of them)");
-  add("max-tokens", number_option("T", 0), "use the first T tokens of each text (0: all)");
-  add("queries", text_option("decode|all", "decode"),
-      "which predictions are scored: those of decoded tokens, or all");
-  add("by-tokens", po::bool_switch(),
-      "on a CUDA device, decode token by token instead of layer by layer; slower, and a check of "
-      "the latter (--stream implies it)");
-  add("no-full", po::bool_switch(),
-      "leave out the full cache, and with it KL and top-1; for streams that do not fit into the "
-      "full cache");
-  add("block-tokens", number_option("N", 0),
-      "also print the perplexity of every N scored tokens of a text, in order (0: do not)");
-  add_threshold_option(options);
-  add("out", text_option("DIR"),
-      "new directory for eval.csv, blocks.csv and eval.json; `kvlab report` makes a page of it");
-  add("policy-file", text_option("FILE"), "a deployed policy, in addition to those of --policy");
-  add_policy_options(options);
-  add_features_option(options);
-  add_common_options(options);
+struct Request {
+  std::string model, policy_file, out;
+  std::vector<std::string> texts;  ///< paths
+  EvalOptions how;
+  bool by_tokens = false;  ///< also with `stream`
+  bool sweeps = false;     ///< whether policies other than that of the file are evaluated
+  CacheOptions caches;
+  CommonOptions common;
+};
+
+void check(Request& request, const GivenOptions& given) {
+  if (request.texts.empty())
+    throw std::invalid_argument("--text: missing; give one or more files: --text FILE");
+  request.how.names = text_names(request.texts);
+  request.how.threads = request.common.threads;
+  if (request.how.stream) {
+    given.refuse({"window"}, "--stream takes score each text as one sequence, without windows");
+    request.by_tokens = true;
+  }
+  const bool has_file = given.has("policy-file");
+  request.sweeps = given.has("policy") || (has_policy_sources(request.caches) && !has_file);
+  if (!request.sweeps && has_file) refuse_beside_policy_file(given);
+  if (!request.sweeps && !has_file) {
+    refuse_lone_budget(request.caches);
+    given.refuse({"prefill", "positions"}, "the full cache does not use it");
+  }
+  if (!request.out.empty()) refuse_existing(request.out, "--out");
+  require_model(given, request.model);
+}
+
+void add_options(OptionTable& table, Request& request) {
+  constexpr Range kTokens{0, kMaxTokens};
+  EvalOptions& how = request.how;
+  add_model_option(table, request.model);
+  table.texts("text", "FILE...", Takes::several_words, request.texts, "texts to score");
+  table.whole("window", "N", kTokens, how.window,
+              "tokens in a window, including the model's first token (0: the context that the "
+              "model was trained on)");
+  table.flag("stream", how.stream, "score each text as one sequence, without windows");
+  table.whole("prompt-tokens", "P", kTokens, how.prompt_tokens,
+              "tokens of each sequence that form its prompt (0: half of them)");
+  table.whole("max-tokens", "T", kTokens, how.max_tokens,
+              "use the first T tokens of each text (0: all)");
+  table.parsed("queries", "decode|all", how.queries, parse_queries,
+               "which predictions are scored: those of decoded tokens, or all", "decode");
+  table.flag("by-tokens", request.by_tokens,
+             "on a CUDA device, decode token by token instead of layer by layer; slower, and a "
+             "check of the latter (--stream implies it)");
+  table.flag("no-full", how.against_full,
+             "leave out the full cache, and with it KL and top-1; for streams that do not fit into "
+             "the full cache",
+             false);
+  table.whole("block-tokens", "N", kTokens, how.block_tokens,
+              "also print the perplexity of every N scored tokens of a text, in order (0: do not)");
+  add_threshold_option(table, request.caches.sweep.threshold);
+  table.text("out", "DIR", request.out,
+             "new directory for eval.csv, blocks.csv and eval.json; `kvlab report` makes a page of "
+             "it");
+  table.text("policy-file", "FILE", request.policy_file,
+             "a deployed policy, in addition to those of --policy");
+  add_cache_options(table, request.caches);
+  add_features_option(table, request.caches.features);
+  add_common_options(table, request.common);
 }
 
 CacheConfig deployed(const std::string& path, const CompiledPolicies& compiled,
@@ -148,65 +183,28 @@ void print_recommendations(const Evaluation& evaluation, const std::string& out)
   if (!out.empty()) fmt::print("Next: kvlab report {} --out eval.html\n", out);
 }
 
-std::uint32_t tokens_from(const po::variables_map& options, const char* name) {
-  return count_from(options, name, 0, kMaxTokens);
-}
-
-EvalOptions eval_options(const po::variables_map& options) {
-  return {.window = tokens_from(options, "window"),
-          .stream = options["stream"].as<bool>(),
-          .prompt_tokens = tokens_from(options, "prompt-tokens"),
-          .max_tokens = tokens_from(options, "max-tokens"),
-          .queries = parse_queries(options["queries"].as<std::string>()),
-          .against_full = !options["no-full"].as<bool>(),
-          .block_tokens = tokens_from(options, "block-tokens"),
-          .threads = threads_from(options),
-          .progress = progress_bar("eval"),
-          .leave_out = left_out_of("eval")};
-}
-
-EvalMethod way_from(const po::variables_map& options) {
-  return options["by-tokens"].as<bool>() || options["stream"].as<bool>() ? EvalMethod::tokens
-                                                                         : EvalMethod::layers;
-}
-
-int run(const po::variables_map& options) {
-  if (!options.count("text"))
-    throw std::invalid_argument("--text: missing; give one or more files: --text FILE");
-  const auto& paths = options["text"].as<std::vector<std::string>>();
-  EvalOptions how = eval_options(options);
-  how.names = text_names(paths);
-  threshold_from(options);  // refuses values out of range in any case
+int run(const Request& request) {
+  EvalOptions how = request.how;
+  how.progress = progress_bar("eval");
+  how.leave_out = left_out_of("eval");
+  const auto compiled = compiled_policies(request.caches, request.common);
   std::vector<CacheConfig> configs;
-  const auto compiled = policy_sources_from(options);
-  if (options["stream"].as<bool>())
-    refuse_given(options, {"window"},
-                 "--stream takes score each text as one sequence, without windows");
-  if (options.count("policy") || (!compiled.entries.empty() && !options.count("policy-file"))) {
-    configs = sweep_from(options, {}, compiled, how.leave_out);
-  } else if (options.count("policy-file")) {
-    refuse_beside_policy_file(options);
-  } else {
-    refuse_lone_budget(options);
-    refuse_given(options, {"prefill", "positions"}, "the full cache does not use it");
-  }
+  if (request.sweeps) configs = sweep_of(request.caches, compiled, how.leave_out);
   std::optional<AtomicFolder> folder;
-  if (options.count("out")) {
-    refuse_existing(options["out"].as<std::string>(), "--out");
-    folder.emplace(options["out"].as<std::string>());
-  }
-  const EvalModel model = load_eval_model(options, way_from(options));
+  if (!request.out.empty()) folder.emplace(request.out);
+  const EvalModel model = load_eval_model(
+      request.model, request.common, request.by_tokens ? EvalMethod::tokens : EvalMethod::layers);
   const ModelConfig& config = model.backend->config();
   const std::string weights_xxh3 = model.backend->weights_xxh3();
-  if (options.count("policy-file"))
-    configs.push_back(
-        deployed(options["policy-file"].as<std::string>(), compiled, config, weights_xxh3));
+  if (!request.policy_file.empty())
+    configs.push_back(deployed(request.policy_file, compiled, config, weights_xxh3));
 
   how.before = model.tokenizer.before();
   // Special tokens that a text begins with do not count.
   const std::size_t most = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
   std::vector<std::vector<std::int32_t>> texts;
-  for (const std::string& path : paths) texts.push_back(ids_of_file(path, model.tokenizer, most));
+  for (const std::string& path : request.texts)
+    texts.push_back(ids_of_file(path, model.tokenizer, most));
   say_of_model(model.backend->config(), model.tokenizer);
   const Evaluation evaluation = evaluate(config, model.run_sweep, texts, std::move(configs), how);
   for (const std::string& warning : eval_warnings(evaluation))
@@ -217,7 +215,7 @@ int run(const po::variables_map& options) {
       {"kvlab", KVLAB_RELEASE},
       {"engine_dtype", torch_name(model.backend->rounding().value_or(Dtype::f32))},
       {"first_token", first_token(model.tokenizer)},
-      {"queries", options["queries"].as<std::string>()}};
+      {"queries", name_of(how.queries)}};
   json.update(eval_json(evaluation, how.names));
   if (folder) {
     write_file_atomically(*folder / kEvalCsv, eval_csv(evaluation, how.names));
@@ -225,13 +223,13 @@ int run(const po::variables_map& options) {
     write_file_atomically(*folder / kEvalJson, json_text(json, 1) + "\n");
     folder->commit();
   }
-  if (options["json"].as<bool>()) {
+  if (request.common.json) {
     print_json(json);
     return 0;
   }
   print_table(evaluation.scores, config.heads());
   print_texts(evaluation);
-  print_recommendations(evaluation, folder ? options["out"].as<std::string>() : "");
+  print_recommendations(evaluation, request.out);
   return 0;
 }
 
@@ -244,8 +242,7 @@ Command eval_command() {
           .example =
               "kvlab eval --model engine/models/tiny --text tools/demo/prompt.txt "
               "--policy window,sink,h2o --budget 64,128 --prefill stream",
-          .add_options = add_options,
-          .run = run};
+          .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

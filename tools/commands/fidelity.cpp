@@ -7,6 +7,7 @@
 #include "engine/evaluation/fidelity/fidelity.hpp"
 #include "engine/evaluation/pages.hpp"
 #include "sim/report/page.hpp"
+#include "tools/command.hpp"
 #include "tools/eval_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
@@ -18,14 +19,27 @@ namespace {
 
 using nlohmann::ordered_json;
 
-void add_options(po::options_description& options) {
-  add_eval_model_options(options);
-  auto add = options.add_options();
-  add("out", text_option("OUT"),
-      "new directory for fidelity.csv, fidelity.json and a trace of each text");
-  add("report", text_option("FILE"), "also write the page that `kvlab report OUT` makes");
-  add_policy_options(options, true);
-  add_common_options(options);
+struct Request {
+  EvalModelOptions model;
+  CacheOptions caches;
+  CommonOptions common;
+  std::string out, report;
+};
+
+void check(Request& request, const GivenOptions& given) {
+  given.require("out", "--out OUT, a new directory");
+  refuse_existing(request.out, "--out");
+  if (given.has("report")) refuse_unwritable(request.report, "--report");
+  require_model(given, request.model.model);
+}
+
+void add_options(OptionTable& table, Request& request) {
+  add_eval_model_options(table, request.model);
+  table.text("out", "OUT", request.out,
+             "new directory for fidelity.csv, fidelity.json and a trace of each text");
+  table.text("report", "FILE", request.report, "also write the page that `kvlab report OUT` makes");
+  add_cache_options(table, request.caches, true);
+  add_common_options(table, request.common);
 }
 
 void print_table(const Fidelity& fidelity) {
@@ -75,13 +89,13 @@ std::vector<CacheConfig> fitting(std::vector<CacheConfig> configs,
 
 /// Runs each text in the offline replay and in the end-to-end evaluation. Traces of texts are
 /// written to `traces`.
-std::vector<FidelityText> measure(const po::variables_map& options, const EvalModel& model,
+std::vector<FidelityText> measure(const Request& request, const EvalModel& model,
                                   const std::vector<EvalText>& texts,
                                   std::span<const CacheConfig> configs,
                                   const std::filesystem::path& traces) {
-  const unsigned threads = threads_from(options);
+  const unsigned threads = request.common.threads;
   const OutputSketch sketch = output_sketch(model.directory, kSketchSeed, threads);
-  const auto replayer = eval_replayer(options);
+  const auto replayer = eval_replayer(request.common.device);
   std::uint64_t captured = 0;
   for (const EvalText& text : texts) captured += text.trace ? 0 : text.ids.size();
   announce_traces("fidelity", model.backend->trace_header({}).shape, captured,
@@ -102,7 +116,7 @@ std::vector<FidelityText> measure(const po::variables_map& options, const EvalMo
         run_offline_replay(*model.backend, texts[t], configs,
                            {.sketch = sketch,
                             .capture = traces / texts[t].name,
-                            .every_output_error = every_output_error_from(options),
+                            .every_output_error = request.model.every_output_error,
                             .threads = threads,
                             .device = replayer.get(),
                             .capturing = plan.phase(3 * t + kCapture),
@@ -115,26 +129,21 @@ std::vector<FidelityText> measure(const po::variables_map& options, const EvalMo
   return measured;
 }
 
-int run(const po::variables_map& options) {
-  check_eval_model_options(options);
-  const std::string out = required(options, "out", "--out OUT, a new directory");
-  refuse_existing(out, "--out");
+int run(const Request& request) {
+  const std::string &out = request.out, &report = request.report;
   std::optional<OutputClaim> claim;
-  if (options.count("report")) {
-    refuse_unwritable(options["report"].as<std::string>(), "--report");
-    claim.emplace(options["report"].as<std::string>());
-  }
+  if (!report.empty()) claim.emplace(report);
   const LeaveOut leave_out = left_out_of("fidelity");
   std::vector<CacheConfig> configs =
-      sweep_from(options, {}, policy_sources_from(options), leave_out);
+      sweep_of(request.caches, compiled_policies(request.caches, request.common), leave_out);
   check_fidelity_sweep(configs);
   AtomicFolder folder(out);
-  const EvalModel model = load_eval_model(options);
-  const std::vector<EvalText> texts = eval_texts_from(options, model);
+  const EvalModel model = load_eval_model(request.model.model, request.common);
+  const std::vector<EvalText> texts = eval_texts(request.model, model, request.common.threads);
   configs = fitting(std::move(configs), texts, model.backend->config().heads(), leave_out);
   const std::filesystem::path traces = folder / "traces";
-  if (options.count("text")) std::filesystem::create_directory(traces);
-  const std::vector<FidelityText> measured = measure(options, model, texts, configs, traces);
+  if (!request.model.texts.empty()) std::filesystem::create_directory(traces);
+  const std::vector<FidelityText> measured = measure(request, model, texts, configs, traces);
   const Fidelity fidelity = assess_fidelity(configs, measured);
 
   ordered_json json = {{"format", kFidelityFormat},
@@ -146,11 +155,9 @@ int run(const po::variables_map& options) {
                         fidelity_csv(configs, measured, model.backend->config().head_size));
   write_file_atomically(folder / kFidelityJson, json_text(json, 1) + "\n");
   folder.commit();
-  if (options.count("report") && !vega_script())
-    fmt::print(stderr, "kvlab fidelity: {}\n", kNoVega);
-  if (options.count("report"))
-    write_file_atomically(options["report"].as<std::string>(), page_html(fidelity_page(out)));
-  if (options["json"].as<bool>())
+  if (!report.empty() && !vega_script()) fmt::print(stderr, "kvlab fidelity: {}\n", kNoVega);
+  if (!report.empty()) write_file_atomically(report, page_html(fidelity_page(out)));
+  if (request.common.json)
     print_json(json);
   else
     print_table(fidelity);
@@ -169,8 +176,7 @@ Command fidelity_command() {
               "kvlab fidelity --model engine/models/tiny --text tools/demo/prompt.txt "
               "--policy window,sink,lru,h2o --budget 64,128 --prompt-tokens 128 --max-tokens 512 "
               "--out fidelity",
-          .add_options = add_options,
-          .run = run};
+          .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -7,6 +7,7 @@
 #include "engine/evaluation/policy_file.hpp"
 #include "sim/head_view.hpp"
 #include "sim/live_counts.hpp"
+#include "tools/command.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/json.hpp"
@@ -16,29 +17,46 @@ namespace {
 
 using nlohmann::ordered_json;
 
-void add_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
-  add_prompt_options(options);
-  add_turn_options(options);
-  add_context_option(options);
-  add("policy-file", text_option("FILE"), "policy file of `kvlab deploy` or `kvlab tune`");
-  add_policy_options(options);
-  add_features_option(options);
-  add_common_options(options);
+struct Request {
+  std::string model, policy_file;
+  PromptOptions prompt;
+  TurnOptions turns;
+  bool beyond_context = false;
+  CacheOptions caches;
+  CommonOptions common;
+};
+
+void check(Request& request, const GivenOptions& given) {
+  require_model(given, request.model);
+  request.turns.sampling.seed = request.caches.sweep.seed;
+  if (given.has("policy-file")) refuse_beside_policy_file(given);
+  if (!request.turns.turns.empty())
+    given.refuse({"features"},
+                 "its features are those of the first prompt alone, and --turn adds another");
 }
 
-/// The cache that `--policy-file` or the other options request, with the file if there is one.
-struct Request {
+void add_options(OptionTable& table, Request& request) {
+  add_model_option(table, request.model);
+  add_prompt_options(table, request.prompt);
+  add_turn_options(table, request.turns);
+  add_context_option(table, request.beyond_context);
+  table.text("policy-file", "FILE", request.policy_file,
+             "policy file of `kvlab deploy` or `kvlab tune`");
+  add_cache_options(table, request.caches);
+  add_features_option(table, request.caches.features);
+  add_common_options(table, request.common);
+}
+
+/// The requested cache, and the policy file if it is from one.
+struct RequestedCache {
   CacheConfig cache;
   std::optional<PolicyFile> file;
 };
 
-Request request_from(const po::variables_map& options) {
-  if (!options.count("policy-file")) return {.cache = only_config(options)};
-  refuse_beside_policy_file(options);
-  const PolicyFile file =
-      read_policy_file(options["policy-file"].as<std::string>(), policy_sources_from(options));
+RequestedCache requested_cache(const Request& request) {
+  const CompiledPolicies compiled = compiled_policies(request.caches, request.common);
+  if (request.policy_file.empty()) return {.cache = only_config(request.caches, compiled)};
+  const PolicyFile file = read_policy_file(request.policy_file, compiled);
   return {.cache = file.cache, .file = file};
 }
 
@@ -164,36 +182,31 @@ ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& c
   return json;
 }
 
-int run(const po::variables_map& options) {
-  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  const unsigned threads = threads_from(options);
-  const SamplingOptions sampling = sampling_from(options);
-  const std::uint32_t max_new_tokens = max_new_tokens_from(options);
-  const std::string prompt = prompt_from(options);
-  const Request requested = request_from(options);
+int run(const Request& request) {
+  const std::uint32_t max_new_tokens = request.turns.max_new_tokens;
+  const std::string prompt = request.prompt.read();
+  const RequestedCache requested = requested_cache(request);
 
-  const auto backend = load_backend(device_from(options), directory, threads);
+  const auto backend = load_backend(request.common.device, request.model, request.common.threads);
   const ModelConfig& config = backend->config();
-  const Tokenizer tokenizer = tokenizer_of(directory, config);
-  const auto turns =
-      turns_from(options, tokenizer, first_ids(prompt_name(options), prompt, tokenizer));
+  const Tokenizer tokenizer = tokenizer_of(request.model, config);
+  const auto turns = ids_of_turns(request.turns.turns, tokenizer,
+                                  first_ids(request.prompt.name(), prompt, tokenizer));
   const std::uint32_t length = max_tokens(turns, max_new_tokens);
   if (requested.file) check_shape(*requested.file, config.heads());
   ResolvedConfig cache =
       resolve(requested.cache.at_prompt(static_cast<std::uint32_t>(turns.front().size())), length,
               0, config.heads());
-  if (turns.size() > 1)
-    refuse_given(options, {"features"},
-                 "its features are those of the first prompt alone, and --turn adds another");
   find_features(cache, turns.front(), config.heads());
-  const std::string too_long = check_context(options, config, cache, turns);
+  const std::string too_long =
+      check_context(request.beyond_context, max_new_tokens, config, cache, turns);
   if (requested.file) warn(model_mismatch(*requested.file, config.name, backend->weights_xxh3()));
   warn(too_long);
 
   say_of_model(config, tokenizer, prompt);
-  const bool json = options["json"].as<bool>();
+  const bool json = request.common.json;
   const auto decoder = backend->decoder(cache, length);
-  Conversation conversation(*decoder, config, tokenizer, sampling);
+  Conversation conversation(*decoder, config, tokenizer, request.turns.sampling);
   std::vector<Answer> answers;
   for (const auto& turn : turns) {
     answers.push_back(conversation.ask(turn, max_new_tokens, [&](const std::string& text) {
@@ -231,8 +244,7 @@ Command generate_command() {
           .example =
               "kvlab generate --model engine/models/tiny --prompt 'It was a dark night' --policy "
               "sink --budget 32",
-          .add_options = add_options,
-          .run = run};
+          .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

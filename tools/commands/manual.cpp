@@ -5,7 +5,6 @@
 #include <string>
 
 #include "tools/command.hpp"
-#include "tools/options.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -20,17 +19,13 @@ struct Flag {
 };
 
 std::vector<Flag> flags_of(const Command& command) {
-  po::options_description options;
-  command.add_options(options);
+  OptionTable table;
+  command.prepare(table);
   std::vector<Flag> flags{{"help", "", "show the usage of the command", {}}};
-  for (const auto& option : options.options()) {
-    if (option->long_name() == command.positional) continue;
-    Flag flag{option->long_name(), "", option->description(), {}};
-    if (option->semantic()->max_tokens() > 0) {
-      flag.value = option->format_parameter();
-      flag.value = flag.value.substr(0, flag.value.find(" (="));
-      if (flag.value.find('|') != std::string::npos) flag.choices = split_list(flag.value, '|');
-    }
+  for (const OptionTable::Option& option : table.options()) {
+    if (option.name == command.positional) continue;
+    Flag flag{option.name, option.value_name, option.help, {}};
+    if (flag.value.find('|') != std::string::npos) flag.choices = split_list(flag.value, '|');
     flags.push_back(std::move(flag));
   }
   return flags;
@@ -173,13 +168,20 @@ std::string completion_script(const std::string& shell) {
   throw std::invalid_argument(fmt::format("'{}' should be man, bash, zsh or fish", shell));
 }
 
-void add_options(po::options_description& options) {
-  options.add_options()("what", text_option("man|bash|zsh|fish"), "");
+struct Request {
+  std::string what;
+};
+
+void add_options(OptionTable& table, Request& request) {
+  table.text("what", "man|bash|zsh|fish", request.what, "");
 }
 
-int run(const po::variables_map& options) {
-  const std::string what = required(options, "what", "kvlab manual man, bash, zsh or fish");
-  fmt::print("{}", what == "man" ? man_page() : completion_script(what));
+void check(Request&, const GivenOptions& given) {
+  given.require("what", "kvlab manual man, bash, zsh or fish");
+}
+
+int run(const Request& request) {
+  fmt::print("{}", request.what == "man" ? man_page() : completion_script(request.what));
   return 0;
 }
 
@@ -190,9 +192,8 @@ Command manual_command() {
           .summary = "prints the man page, or the completion for a shell",
           .usage = "man|bash|zsh|fish",
           .example = "kvlab manual bash",
-          .add_options = add_options,
           .positional = "what",
-          .run = run};
+          .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

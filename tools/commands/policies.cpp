@@ -7,6 +7,7 @@
 #include "policies/modifiers/text.hpp"
 #include "sim/replay.hpp"
 #include "sim/report/describe_policy.hpp"
+#include "tools/command.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 
@@ -150,26 +151,32 @@ ordered_json to_json(const std::vector<PolicyEntry>& entries) {
   return {{"policies", policies}, {"oracles", oracles}, {"h2o_presets", presets}};
 }
 
-void add_options(po::options_description& options) {
-  options.add_options()("name", po::value<std::vector<std::string>>()->value_name("NAME"),
-                        "policies to describe (default: all); the word `--name` may be left out")(
-      "json", po::bool_switch(), "print one JSON object")(
-      "markdown", po::bool_switch(), "print the tables of docs/reference/policies.md");
-  add_source_option(options);
+struct Request {
+  std::vector<std::string> names, sources;
+  bool json = false, markdown = false;
+};
+
+void add_options(OptionTable& table, Request& request) {
+  table.texts("name", "NAME", Takes::one_word, request.names,
+              "policies to describe (default: all); the word `--name` may be left out");
+  add_json_option(table, request.json);
+  table.flag("markdown", request.markdown, "print the tables of docs/reference/policies.md");
+  add_source_option(table, request.sources);
 }
 
-int run(const po::variables_map& options) {
-  const bool json = options["json"].as<bool>(), markdown = options["markdown"].as<bool>();
-  if (json && markdown)
+void check(Request& request, const GivenOptions& given) {
+  if (request.json && request.markdown)
     throw std::invalid_argument("--json and --markdown exclude each other; give one of them");
-  const auto entries = all_entries(policy_sources_from(options));
-  if (options.count("name")) {
-    refuse_given(options, {"json", "markdown"}, "is for the list of all policies");
-    for (const std::string& name : options["name"].as<std::vector<std::string>>())
-      print_named(entries, name);
-  } else if (json)
+  if (!request.names.empty()) given.refuse({"json", "markdown"}, "is for the list of all policies");
+}
+
+int run(const Request& request) {
+  const auto entries = all_entries(compiled_policies({.sources = request.sources}));
+  if (!request.names.empty())
+    for (const std::string& name : request.names) print_named(entries, name);
+  else if (request.json)
     print_json(to_json(entries));
-  else if (markdown)
+  else if (request.markdown)
     print_markdown(entries);
   else
     print_text(entries);
@@ -183,9 +190,8 @@ Command policies_command() {
           .summary = "describes every policy, or the named ones",
           .usage = "[NAME...] [--json | --markdown] [--policy-source FILE.hpp]...",
           .example = "kvlab policies h2o",
-          .add_options = add_options,
           .positional = "name",
-          .run = run};
+          .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

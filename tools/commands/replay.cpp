@@ -4,6 +4,7 @@
 #include <cmath>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <stdexcept>
 
@@ -13,6 +14,7 @@
 #include "sim/report/text.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/replay_run.hpp"
+#include "tools/command.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 
@@ -21,35 +23,20 @@ namespace {
 
 using nlohmann::ordered_json;
 
-void add_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("trace",
-      po::value<std::vector<std::string>>()->value_name("TRACE")->multitoken()->composing(),
-      "captured traces; may be given several times");
-  add("out", text_option("RUN"), "directory of the run; it must not exist yet");
-  add("queries", text_option("decode|all", "decode"),
-      "queries to measure: those of decoded tokens, or all");
-  add_threshold_option(options);
-  add("output-error", text_option("sample|all", "sample"),
-      "measure output errors at every eighth query (sample), or at all");
-  add("model", text_option("DIR"),
-      "checkpoint of the traces; for features that are computed from its weights "
-      "(value_out_norm1)");
-  add("layers", text_option("LIST"), "only these layers: 0,1,5 (default: all)");
-  add("show", text_option("LIST"),
-      "also print these metrics, by their names in results.csv, or all (default: only the metric "
-      "that decides)");
-  add("no-references", po::bool_switch(), "leave out full, oracle_attention and oracle_topk");
-  add("fresh", po::bool_switch(),
-      "start from the beginning and delete the unfinished replay in RUN.part (default: continue "
-      "it)");
-  add_policy_options(options, true);
-  add_common_options(options);
-}
+struct Request {
+  ReplayRequest replay;
+  CacheOptions caches;
+  CommonOptions common;
+  std::string out, model, layers;
+  std::vector<std::string> show;  ///< metrics to print in addition
+  bool references = true;
+  bool shares_cores = true;  ///< whether the processes of a host share its cores
+  std::optional<GivenOptions> given;
+};
 
-std::vector<std::uint32_t> layers_from(const po::variables_map& options) {
+std::vector<std::uint32_t> parse_layers(const std::string& text) {
   std::vector<std::uint32_t> layers;
-  for (const std::string& item : list_from(options, "layers")) {
+  for (const std::string& item : list_entries(text)) {
     const bool digits = !item.empty() && item.size() < 7 &&
                         item.find_first_not_of("0123456789") == std::string::npos;
     if (!digits)
@@ -62,24 +49,47 @@ std::vector<std::uint32_t> layers_from(const po::variables_map& options) {
   return layers;
 }
 
-/// The threads of this process. By default the processes of a host share its cores.
-unsigned threads_in(const ProcessGroup& group, const po::variables_map& options) {
-  const unsigned threads = threads_from(options);
-  if (options.count("threads")) return threads;
-  return std::max(1u, threads / static_cast<unsigned>(group.host_size()));
+void check(Request& request, const GivenOptions& given) {
+  request.shares_cores = !given.has("threads");
+  request.given = given;
 }
 
-ReplayOptions replay_options(const po::variables_map& options, const ProcessGroup& group) {
-  std::shared_ptr<const OutputProjections> output;
-  if (options.count("model"))
-    output = std::make_shared<const OutputProjections>(
-        read_output_projections(options["model"].as<std::string>()));
-  return {.queries = parse_queries(options["queries"].as<std::string>()),
-          .every_output_error = every_output_error_from(options),
-          .output = output,
-          .threads = threads_in(group, options),
-          .layers = layers_from(options),
-          .progress = group.leads() ? progress_bar("replay") : nullptr};
+/// Checks what the processes of a replay check together, so that an error is said once.
+void check_together(const Request& request) {
+  const GivenOptions& given = *request.given;
+  given.require("out", "--out RUN, a new directory");
+  if (!given.has("policy-source")) given.require("policy", "--policy window,sink,h2o");
+  given.require("trace", "--trace TRACE, a captured trace");
+  for (const std::string& name : request.show)
+    if (name != "all" && !find_metric(name))
+      throw std::invalid_argument(fmt::format(
+          "--show: '{}' should be all, or a metric of results.csv such as recall", name));
+}
+
+void add_options(OptionTable& table, Request& request) {
+  ReplayOptions& options = request.replay.options;
+  table.texts("trace", "TRACE", Takes::several_words, request.replay.traces,
+              "captured traces; may be given several times");
+  table.text("out", "RUN", request.out, "directory of the run; it must not exist yet");
+  table.parsed("queries", "decode|all", options.queries, parse_queries,
+               "queries to measure: those of decoded tokens, or all", "decode");
+  add_threshold_option(table, request.caches.sweep.threshold);
+  add_output_error_option(table, options.every_output_error,
+                          "measure output errors at every eighth query (sample), or at all");
+  table.text("model", "DIR", request.model,
+             "checkpoint of the traces; for features that are computed from its weights "
+             "(value_out_norm1)");
+  table.text("layers", "LIST", request.layers, "only these layers: 0,1,5 (default: all)");
+  table.list("show", "LIST", request.show,
+             "also print these metrics, by their names in results.csv, or all (default: only the "
+             "metric that decides)");
+  table.flag("no-references", request.references,
+             "leave out full, oracle_attention and oracle_topk", false);
+  table.flag("fresh", request.replay.fresh,
+             "start from the beginning and delete the unfinished replay in RUN.part (default: "
+             "continue it)");
+  add_cache_options(table, request.caches, true);
+  add_common_options(table, request.common, Device::cpu);
 }
 
 /// Prints one metric, policies by budgets, averaged over the traces.
@@ -198,16 +208,6 @@ void print_exempt(const Run& run, const RunTrace& trace) {
   }
 }
 
-/// The metrics of --show. Throws std::invalid_argument for an unknown one.
-std::vector<std::string> metrics_from(const po::variables_map& options) {
-  std::vector<std::string> names = list_from(options, "show");
-  for (const std::string& name : names)
-    if (name != "all" && !find_metric(name))
-      throw std::invalid_argument(fmt::format(
-          "--show: '{}' should be all, or a metric of results.csv such as recall", name));
-  return names;
-}
-
 /// The text for a run in which every token stays.
 std::string text_without_eviction(const Run& run) {
   const bool only_full = std::ranges::all_of(
@@ -298,47 +298,47 @@ void check_budgets(ReplayRequest& request) {
   kvlab::check_budgets(request, pointers);
 }
 
-ReplayRequest request_from(const po::variables_map& options, const ProcessGroup& group) {
-  const bool on_device = options.count("device") && device_from(options) == Device::cuda;
+/// What the replay reads, loaded and checked.
+ReplayRequest loaded(const Request& given, const ProcessGroup& group) {
+  const bool on_device = given.common.device == Device::cuda;
   if (on_device && group.size() > 1)
     throw std::invalid_argument(
         "--device: cuda supports one process only; under mpirun use --device cpu");
-  const std::string out = required(options, "out", "--out RUN, a new directory");
+  check_together(given);
+  ReplayRequest request = given.replay;
+  ReplayOptions& options = request.options;
   if (group.leads()) {
-    refuse_existing(out, "--out");
-    refuse_homeless(out, "--out");
+    refuse_existing(given.out, "--out");
+    refuse_homeless(given.out, "--out");
+    options.progress = progress_bar("replay");
+    request.notice = left_out_of("replay");
   }
-  if (!options.count("policy-source")) required(options, "policy", "--policy window,sink,h2o");
-  if (!options.count("trace")) required(options, "trace", "--trace TRACE, a captured trace");
-  ReplayRequest request{
-      .traces = options["trace"].as<std::vector<std::string>>(),
-      .sweep = {},
-      .options = replay_options(options, group),
-      .fresh = options["fresh"].as<bool>(),
-      .notice = group.leads() ? left_out_of("replay") : [](const std::string&) {}};
-  request.sweep =
-      sweep_from(options, replay_oracles(), policy_sources_from(options), request.notice);
-  metrics_from(options);  // refuses mistakes before the work
+  const unsigned sharing = given.shares_cores ? static_cast<unsigned>(group.host_size()) : 1;
+  options.threads = std::max(1u, given.common.threads / sharing);
+  if (!given.layers.empty()) options.layers = parse_layers(given.layers);
+  if (!given.model.empty())
+    options.output =
+        std::make_shared<const OutputProjections>(read_output_projections(given.model));
+  request.sweep = sweep_of(given.caches, compiled_policies(given.caches, given.common),
+                           request.notice, replay_oracles());
   check_budgets(request);
-  if (!options["no-references"].as<bool>())
-    request.sweep = with_references(std::move(request.sweep));
+  if (given.references) request.sweep = with_references(std::move(request.sweep));
   if (on_device) request.device = cuda_replayer();
-  request.options.elsewhere = request.device.get();
+  options.elsewhere = request.device.get();
   return request;
 }
 
-int run(const po::variables_map& options) {
+int run(const Request& given) {
   const auto group = join_process_group();
   std::optional<ReplayRequest> request;
   std::optional<Run> result;
-  if (do_together(*group, [&] { request = request_from(options, *group); }))
-    result = replay_to(*request, options["out"].as<std::string>(), *group);
+  if (do_together(*group, [&] { request = loaded(given, *group); }))
+    result = replay_to(*request, given.out, *group);
   if (!result) return 0;  // only the first process prints
-  const std::string out = options["out"].as<std::string>();
-  if (options["json"].as<bool>())
-    print_json(*result, out);
+  if (given.common.json)
+    print_json(*result, given.out);
   else
-    print_table(*result, out, metrics_from(options));
+    print_table(*result, given.out, given.show);
   return 0;
 }
 
@@ -351,8 +351,7 @@ Command replay_command() {
           .example =
               "kvlab replay --trace trace --policy window,sink,lru,h2o:recent=25% "
               "--budget 64,128,20% --out run",
-          .add_options = add_options,
-          .run = run};
+          .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -13,6 +13,7 @@
 #include "engine/tokenizer/tokenizer.hpp"
 #include "sim/report/page.hpp"
 #include "sim/report/report.hpp"
+#include "tools/command.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -20,26 +21,40 @@
 namespace kvlab {
 namespace {
 
-void add_options(po::options_description& options) {
-  options.add_options()("run", text_option("RUN"),
-                        "directory of `kvlab replay`, `fidelity`, `eval --out` or `task --out`, or "
-                        "a policy file of `tune`")("out", text_option("FILE"),
-                                                   "the page; an existing file is replaced")(
-      "budget", text_option("B")->default_value("", "the middle budget of the run"),
-      "budget of the headline and of the heat maps; one of the run's budgets")(
-      "model", text_option("DIR"),
-      "model of the traces; shows the text of the tokens that were kept")(
-      "figures", text_option("DIR"),
-      "also write every figure into this new directory, as Vega-Lite, and as SVG and PNG if "
-      "vl-convert is installed (pip install vl-convert-python)")("json", po::bool_switch(),
-                                                                 "print one JSON object");
+struct Request {
+  std::string run, out, budget, model, figures;
+  bool json = false;
+};
+
+void check(Request& request, const GivenOptions& given) {
+  given.require("run", "kvlab report RUN, a directory of `kvlab replay`");
+  given.require("out", "--out report.html");
+  if (given.has("figures")) refuse_existing(request.figures, "--figures");
+  refuse_hub_name(request.model);
+  refuse_unwritable(request.out, "--out");
+}
+
+void add_options(OptionTable& table, Request& request) {
+  table.text("run", "RUN", request.run,
+             "directory of `kvlab replay`, `fidelity`, `eval --out` or `task --out`, or a policy "
+             "file of `tune`");
+  table.text("out", "FILE", request.out, "the page; an existing file is replaced");
+  table.text("budget", "B", request.budget,
+             "budget of the headline and of the heat maps; one of the run's budgets",
+             "the middle budget of the run");
+  table.text("model", "DIR", request.model,
+             "model of the traces; shows the text of the tokens that were kept");
+  table.text("figures", "DIR", request.figures,
+             "also write every figure into this new directory, as Vega-Lite, and as SVG and PNG if "
+             "vl-convert is installed (pip install vl-convert-python)");
+  add_json_option(table, request.json);
 }
 
 /// The text of each token of the shown trace, by the tokenizer of --model.
-std::vector<std::string> token_texts(const Run& run, const po::variables_map& options) {
+std::vector<std::string> token_texts(const Run& run, const std::string& model) {
   std::vector<std::string> texts;
-  if (!options.count("model") || !run.kept) return texts;
-  const std::string file = options["model"].as<std::string>() + "/tokenizer.json";
+  if (model.empty() || !run.kept) return texts;
+  const std::string file = model + "/tokenizer.json";
   const auto trace = std::ranges::find(run.info.traces, run.kept->trace, &RunTrace::name);
   const std::string hash = xxh3_hex(read_text_file(file, kMaxTokenizerBytes));
   if (trace != run.info.traces.end() && !trace->tokenizer_xxh3.empty() &&
@@ -60,26 +75,26 @@ void say(const std::string& line) {
 
 /// The page of a run. Requested figures are written to `figures`, here and below; null: none are
 /// requested.
-PageDocument page_of_run(const std::filesystem::path& folder, const po::variables_map& options,
+PageDocument page_of_run(const std::filesystem::path& folder, const Request& request,
                          const AtomicFolder* figures) {
   const Run run = load_run(folder);
-  if (figures) say(write_figures(run, options["budget"].as<std::string>(), *figures));
-  return report_page(run, {.budget = options["budget"].as<std::string>(),
+  if (figures) say(write_figures(run, request.budget, *figures));
+  return report_page(run, {.budget = request.budget,
                            .folder = folder.string(),
-                           .tokens = token_texts(run, options)});
+                           .tokens = token_texts(run, request.model)});
 }
 
 /// The page of a folder of any kind.
-PageDocument page_of(const std::filesystem::path& folder, const po::variables_map& options,
+PageDocument page_of(const std::filesystem::path& folder, const Request& request,
                      const AtomicFolder* figures) {
   if (std::error_code error; !std::filesystem::exists(folder, error))
     throw std::runtime_error(fmt::format(
         "{}: there is no such directory; give a run of `kvlab replay`", folder.string()));
-  if (std::filesystem::exists(folder / "run.json")) return page_of_run(folder, options, figures);
-  for (const char* option : {"budget", "model"})
-    if (options.count(option) && !options[option].as<std::string>().empty())
-      throw std::invalid_argument(
-          fmt::format("--{}: is only for a run of `kvlab replay`; leave it out", option));
+  if (std::filesystem::exists(folder / "run.json")) return page_of_run(folder, request, figures);
+  if (!request.budget.empty() || !request.model.empty())
+    throw std::invalid_argument(
+        fmt::format("--{}: is only for a run of `kvlab replay`; leave it out",
+                    request.budget.empty() ? "model" : "budget"));
   const bool eval = std::filesystem::exists(folder / kEvalJson);
   if (eval || std::filesystem::exists(folder / kTaskJson)) {
     if (figures) say(write_figures(vega_lites(figures_of(load_scores(folder))), *figures));
@@ -90,8 +105,10 @@ PageDocument page_of(const std::filesystem::path& folder, const po::variables_ma
     return fidelity_page(folder);
   }
   if (std::filesystem::is_regular_file(folder)) {
-    refuse_given(options, {"figures"},
-                 "a page of `kvlab tune` has no files of figures; save its figure from the page");
+    if (figures)
+      throw std::invalid_argument(
+          "--figures: a page of `kvlab tune` has no files of figures; save its figure from the "
+          "page; leave it out");
     return tune_page(folder);
   }
   throw std::runtime_error(
@@ -101,23 +118,18 @@ PageDocument page_of(const std::filesystem::path& folder, const po::variables_ma
                   folder.string()));
 }
 
-int run(const po::variables_map& options) {
-  const std::string directory =
-      required(options, "run", "kvlab report RUN, a directory of `kvlab replay`");
-  const std::string out = required(options, "out", "--out report.html");
-  if (options.count("figures")) refuse_existing(options["figures"].as<std::string>(), "--figures");
-  if (options.count("model")) refuse_hub_name(options["model"].as<std::string>());
-  refuse_unwritable(out, "--out");
+int run(const Request& request) {
+  const std::string& out = request.out;
   const OutputClaim claim(out);
   if (!vega_script()) say(std::string(kNoVega));
   std::optional<AtomicFolder> figures;
-  if (options.count("figures")) figures.emplace(options["figures"].as<std::string>());
-  const std::string html = page_html(page_of(directory, options, figures ? &*figures : nullptr));
+  if (!request.figures.empty()) figures.emplace(request.figures);
+  const std::string html = page_html(page_of(request.run, request, figures ? &*figures : nullptr));
   AtomicFile page(out);  // writes both or, on a full disk, none
   page.write(std::as_bytes(std::span(html)));
   if (figures) figures->commit();
   page.commit();
-  if (options["json"].as<bool>())
+  if (request.json)
     print_json({{"report", out}, {"bytes", html.size()}});
   else
     fmt::print("{}: {} KiB; open it in any browser\n", out, (html.size() + 1023) / 1024);
@@ -131,9 +143,8 @@ Command report_command() {
           .summary = "writes one self-contained HTML page about a run",
           .usage = "RUN --out report.html [--budget B] [--model DIR] [--figures DIR]",
           .example = "kvlab report run --model engine/models/tiny --out report.html",
-          .add_options = add_options,
           .positional = "run",
-          .run = run};
+          .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -10,6 +10,7 @@
 #include "engine/evaluation/task/run.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/report/recommendation.hpp"
+#include "tools/command.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/cancel.hpp"
@@ -24,49 +25,22 @@ using nlohmann::ordered_json;
 constexpr std::int64_t kMaxWords = 1'000'000, kMostSamples = 100'000, kMaxNeedles = 64;
 constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches in a batch
 
-void add_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("task", text_option("passkey|needle|recall"), "the task; the word `--task` may be left out");
-  add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
-  add("query-aware", po::bool_switch(),
-      "the question is in the prompt, so it is seen before anything is evicted");
-  add("query-agnostic", po::bool_switch(),
-      "the question comes after the context has been evicted to the budget (default; with both "
-      "switches, both are run)");
-  add("words", text_option("LIST", "250,500"), "lengths of the context, in words");
-  add("depth", text_option("LIST", "0%,25%,50%,75%,100%"), "depths of the answer in the context");
-  add("samples", number_option("N", 4),
-      "questions at each length and depth; the same for every policy and budget");
-  add("kind", text_option("single|multi-key|multi-value"),
-      "needle: one number (single), 4 keys of which one is asked for (multi-key), or 4 numbers of "
-      "a key (multi-value) (default: single)");
-  add("keys", number_option("N"),
-      "needle: number of keys in the text; the question is for one of them");
-  add("values", number_option("N"), "needle: number of values of each key");
-  add("reassigned", po::bool_switch(),
-      "recall: a key may get a new value later, and the last value is the right answer");
-  add("text", text_option("FILE"),
-      "text that hides the answer (default: a built-in text; recall: none)");
-  add("no-chat", po::bool_switch(), "do not use the model's chat template");
-  add("max-new-tokens", number_option("N", 32), "maximum number of tokens of an answer");
-  add("beyond-context", po::bool_switch(),
-      "allow prompts longer than the context that the model was trained on");
-  add("out", text_option("RUN"),
-      "new directory for the tables; if it was interrupted, the same command continues it");
-  add("fresh", po::bool_switch(),
-      "start from the beginning and delete the unfinished results of --out");
-  add("capture", text_option("DIR"),
-      "new directory for a trace of every question, followed by its right answer");
-  add_policy_options(options);
-  add_features_option(options);
-  add_common_options(options);
-}
+struct Request {
+  TaskRequest task;
+  CacheOptions caches;
+  CommonOptions common;
+  std::string model, text, out, capture;  ///< paths; empty: not given
+  std::string kind = "";                  ///< of needles
+  bool query_aware = false, query_agnostic = false;
+  bool chat = true;
+  bool fresh = false;
+};
 
 /// The items of a list, each read as a number followed by `suffix`.
-std::vector<double> numbers_from(const po::variables_map& options, const char* name, double most,
-                                 std::string_view suffix, std::string_view example) {
+std::vector<double> parse_numbers(const std::string& text, const char* name, double most,
+                                  std::string_view suffix, std::string_view example) {
   std::vector<double> numbers;
-  for (const std::string& item : list_from(options, name)) {
+  for (const std::string& item : list_entries(text)) {
     double value = -1;
     const char* const end = item.data() + item.size();
     const auto read = std::from_chars(item.data(), end, value, std::chars_format::fixed);
@@ -80,9 +54,9 @@ std::vector<double> numbers_from(const po::variables_map& options, const char* n
   return numbers;
 }
 
-std::vector<std::uint32_t> words_from(const po::variables_map& options) {
+std::vector<std::uint32_t> parse_words(const std::string& text) {
   std::vector<std::uint32_t> words;
-  for (const double count : numbers_from(options, "words", kMaxWords, "", "250,500,1000")) {
+  for (const double count : parse_numbers(text, "words", kMaxWords, "", "250,500,1000")) {
     if (count < 1 || count != std::floor(count))
       throw std::invalid_argument(
           fmt::format("--words: {} should be a whole number, at least 1", count));
@@ -91,65 +65,111 @@ std::vector<std::uint32_t> words_from(const po::variables_map& options) {
   return words;
 }
 
+std::vector<double> parse_depths(const std::string& text) {
+  std::vector<double> depths = parse_numbers(text, "depth", 100, "%", "0%,50%,100%");
+  for (double& depth : depths) depth /= 100;
+  return depths;
+}
+
 /// Throws std::invalid_argument for options of another task.
-void refuse_foreign(const po::variables_map& options, TaskKind kind) {
+void refuse_foreign(TaskKind kind, const GivenOptions& given) {
   const auto refuse = [&](const char* name, TaskKind of, const char* task) {
-    const bool given =
-        std::string_view(name) == "reassigned" ? options[name].as<bool>() : options.count(name) > 0;
-    if (given && kind != of)
+    if (given.has(name) && kind != of)
       throw std::invalid_argument(
           fmt::format("--{}: is for kvlab task {}; leave it out", name, task));
   };
   for (const char* name : {"kind", "keys", "values"}) refuse(name, TaskKind::needle, "needle");
   refuse("reassigned", TaskKind::recall, "recall");
-  if (kind == TaskKind::recall && options.count("text"))
+  if (kind == TaskKind::recall && given.has("text"))
     throw std::invalid_argument("--text: task recall does not use a text; leave it out");
 }
 
-TaskSpec spec_from(const po::variables_map& options) {
-  TaskSpec spec;
-  spec.kind =
-      parse_task_kind(required(options, "task", "kvlab task passkey, needle or recall"), "task");
-  refuse_foreign(options, spec.kind);
-  spec.reassigned = options["reassigned"].as<bool>();
-  const std::string kind = options.count("kind") ? options["kind"].as<std::string>() : "single";
-  if (kind != "single" && kind != "multi-key" && kind != "multi-value")
+void check_kind(Request& request, const GivenOptions& given) {
+  given.require("task", "kvlab task passkey, needle or recall");
+  refuse_foreign(request.task.spec.kind, given);
+  const std::string& kind = request.kind;
+  if (given.has("kind") && kind != "single" && kind != "multi-key" && kind != "multi-value")
     throw std::invalid_argument(
         fmt::format("--kind: {} should be single, multi-key or multi-value", json_quoted(kind)));
-  if (kind == "multi-key") spec.keys = 4;
-  if (kind == "multi-value") spec.values = 4;
-  if (options.count("keys")) spec.keys = count_from(options, "keys", 1, kMaxNeedles);
-  if (options.count("values")) spec.values = count_from(options, "values", 1, kMaxNeedles);
-  return spec;
+  if (kind == "multi-key" && !given.has("keys")) request.task.spec.keys = 4;
+  if (kind == "multi-value" && !given.has("values")) request.task.spec.values = 4;
 }
 
-std::vector<QueryMode> modes_from(const po::variables_map& options) {
-  const bool aware = options["query-aware"].as<bool>();
-  const bool agnostic = options["query-agnostic"].as<bool>();
-  std::vector<QueryMode> modes;
-  if (aware) modes.push_back(QueryMode::aware);
-  if (agnostic || !aware) modes.push_back(QueryMode::agnostic);
-  return modes;
+/// Refuses two outputs of which one is inside the other, because they are committed separately.
+void refuse_nested(const std::string& out, const std::string& capture) {
+  const auto whole = [](const std::string& path) {
+    return (std::filesystem::absolute(path) / "").lexically_normal();
+  };
+  const std::filesystem::path a = whole(out), b = whole(capture);
+  const auto [rest_a, rest_b] =
+      std::mismatch(a.begin(), --a.end(), b.begin(), --b.end());  // without the "" at the end
+  if (rest_a == --a.end() || rest_b == --b.end())
+    throw std::invalid_argument(fmt::format(
+        "--capture: {} and --out {} should be two directories, and neither may be inside the other",
+        capture, out));
 }
 
-TaskRequest request_from(const po::variables_map& options) {
-  TaskRequest request{.spec = spec_from(options),
-                      .words = words_from(options),
-                      .depths = numbers_from(options, "depth", 100, "%", "0%,50%,100%"),
-                      .samples = count_from(options, "samples", 1, kMostSamples),
-                      .seed = seed_from(options),
-                      .modes = modes_from(options),
-                      .beyond_context = options["beyond-context"].as<bool>(),
-                      .leave_out = left_out_of("task")};
-  for (double& depth : request.depths) depth /= 100;
-  request.answers = {.max_new_tokens = count_from(options, "max-new-tokens", 1, 1 << 20),
-                     .max_rows = kCpuRows,
-                     .progress = progress_bar("task")};
-  if (options.count("policy") || options.count("policy-source"))
-    request.configs = sweep_from(options, {}, policy_sources_from(options), request.leave_out);
-  else
-    refuse_lone_budget(options);
-  return request;
+void check(Request& request, const GivenOptions& given) {
+  check_kind(request, given);
+  TaskRequest& task = request.task;
+  task.seed = request.caches.sweep.seed;
+  task.modes.clear();
+  if (request.query_aware) task.modes.push_back(QueryMode::aware);
+  if (request.query_agnostic || !request.query_aware) task.modes.push_back(QueryMode::agnostic);
+  task.answers.max_rows = request.common.device == Device::cuda ? kCudaRows : kCpuRows;
+  if (!given.has("policy") && !given.has("policy-source")) refuse_lone_budget(request.caches);
+  require_model(given, request.model);
+  if (given.has("out") && given.has("capture")) refuse_nested(request.out, request.capture);
+  if (given.has("out")) refuse_existing(request.out, "--out");
+  if (given.has("capture")) refuse_existing(request.capture, "--capture");
+}
+
+void add_needle_options(OptionTable& table, Request& request) {
+  table.text("kind", "single|multi-key|multi-value", request.kind,
+             "needle: one number (single), 4 keys of which one is asked for (multi-key), or 4 "
+             "numbers of a key (multi-value) (default: single)");
+  table.whole("keys", "N", {1, kMaxNeedles}, request.task.spec.keys,
+              "needle: number of keys in the text; the question is for one of them", "");
+  table.whole("values", "N", {1, kMaxNeedles}, request.task.spec.values,
+              "needle: number of values of each key", "");
+}
+
+void add_options(OptionTable& table, Request& request) {
+  TaskRequest& task = request.task;
+  const auto kind = [](const std::string& text) { return parse_task_kind(text, "task"); };
+  table.parsed("task", "passkey|needle|recall", task.spec.kind, kind,
+               "the task; the word `--task` may be left out");
+  add_model_option(table, request.model);
+  table.flag("query-aware", request.query_aware,
+             "the question is in the prompt, so it is seen before anything is evicted");
+  table.flag("query-agnostic", request.query_agnostic,
+             "the question comes after the context has been evicted to the budget (default; with "
+             "both switches, both are run)");
+  table.parsed("words", "LIST", task.words, parse_words, "lengths of the context, in words",
+               "250,500");
+  table.parsed("depth", "LIST", task.depths, parse_depths, "depths of the answer in the context",
+               "0%,25%,50%,75%,100%");
+  table.whole("samples", "N", {1, kMostSamples}, task.samples,
+              "questions at each length and depth; the same for every policy and budget");
+  add_needle_options(table, request);
+  table.flag("reassigned", task.spec.reassigned,
+             "recall: a key may get a new value later, and the last value is the right answer");
+  table.text("text", "FILE", request.text,
+             "text that hides the answer (default: a built-in text; recall: none)");
+  table.flag("no-chat", request.chat, "do not use the model's chat template", false);
+  table.whole("max-new-tokens", "N", {1, 1 << 20}, task.answers.max_new_tokens,
+              "maximum number of tokens of an answer");
+  table.flag("beyond-context", task.beyond_context,
+             "allow prompts longer than the context that the model was trained on");
+  table.text("out", "RUN", request.out,
+             "new directory for the tables; if it was interrupted, the same command continues it");
+  table.flag("fresh", request.fresh,
+             "start from the beginning and delete the unfinished results of --out");
+  table.text("capture", "DIR", request.capture,
+             "new directory for a trace of every question, followed by its right answer");
+  add_cache_options(table, request.caches);
+  add_features_option(table, request.caches.features);
+  add_common_options(table, request.common);
 }
 
 // --- Output --------------------------------------------------------------------------------------
@@ -275,38 +295,12 @@ ordered_json job_of(const TaskRequest& request, const ordered_json& about, Devic
   return job;
 }
 
-/// Refuses two outputs of which one is inside the other, because they are committed separately.
-void refuse_nested(const std::string& out, const std::string& capture) {
-  const auto whole = [](const std::string& path) {
-    return (std::filesystem::absolute(path) / "").lexically_normal();
-  };
-  const std::filesystem::path a = whole(out), b = whole(capture);
-  const auto [rest_a, rest_b] =
-      std::mismatch(a.begin(), --a.end(), b.begin(), --b.end());  // without the "" at the end
-  if (rest_a == --a.end() || rest_b == --b.end())
-    throw std::invalid_argument(fmt::format(
-        "--capture: {} and --out {} should be two directories, and neither may be inside the other",
-        capture, out));
-}
-
-/// Throws for folders that cannot be made, before work is lost.
-void check_folders(const po::variables_map& options) {
-  if (options.count("out") && options.count("capture"))
-    refuse_nested(options["out"].as<std::string>(), options["capture"].as<std::string>());
-  for (const char* name : {"out", "capture"}) {
-    if (!options.count(name)) continue;
-    const std::string path =
-        required(options, name, fmt::format("--{} DIR, a directory to be made", name));
-    refuse_existing(path, fmt::format("--{}", name));
-  }
-}
-
 /// The folder that stores answers as they come; none if no tables were requested.
-std::optional<RunFolder> folder_of(const po::variables_map& options, const ordered_json& job) {
-  if (!options.count("out")) return std::nullopt;
-  const std::filesystem::path path = options["out"].as<std::string>();
+std::optional<RunFolder> folder_of(const Request& request, const ordered_json& job) {
+  if (request.out.empty()) return std::nullopt;
+  const std::filesystem::path path = request.out;
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path());
-  return std::optional<RunFolder>(std::in_place, path, job, options["fresh"].as<bool>(), "task");
+  return std::optional<RunFolder>(std::in_place, path, job, request.fresh, "task");
 }
 
 void write_run(RunFolder& folder, const TaskRun& run, std::span<const TaskMetric> metrics,
@@ -330,27 +324,41 @@ TaskRun answered(Backend& backend, const Tokenizer& tokenizer, TaskRequest& requ
   }
 }
 
-int run(const po::variables_map& options) {
-  TaskRequest request = request_from(options);
-  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  check_folders(options);
+/// Captures every question.
+void capture_run(Backend& backend, const Tokenizer& tokenizer, const Request& given,
+                 const TaskRun& run, AtomicFolder& folder) {
+  std::uint64_t tokens = 0;
+  for (const TaskPrompt& prompt : run.prompts)
+    tokens += run.modes.size() * (prompt.tokens() + prompt.answer.size());
+  announce_traces("task", backend.trace_header({}).shape, tokens, "into " + given.capture);
+  capture_tasks(backend, tokenizer, given.model, run, folder, given.common.threads,
+                progress_bar("capture"));
+  folder.commit();
+}
+
+int run(const Request& given) {
+  TaskRequest request = given.task;
+  request.leave_out = left_out_of("task");
+  request.answers.progress = progress_bar("task");
+  if (!given.caches.sweep.policies.empty() || !given.caches.sources.empty())
+    request.configs =
+        sweep_of(given.caches, compiled_policies(given.caches, given.common), request.leave_out);
   std::optional<AtomicFolder> capture;
-  if (options.count("capture")) capture.emplace(options["capture"].as<std::string>());
+  if (!given.capture.empty()) capture.emplace(given.capture);
   std::string text;
-  if (options.count("text")) {
-    text = read_text(options["text"].as<std::string>());
+  if (!given.text.empty()) {
+    text = read_text(given.text);
     request.text = text;
   }
-  if (!options["no-chat"].as<bool>()) request.chat = read_chat_frame(directory);
-  const Device device = device_from(options);
-  if (device == Device::cuda) request.answers.max_rows = kCudaRows;
-  const auto backend = load_backend(device, directory, threads_from(options));
-  const Tokenizer tokenizer = tokenizer_of(directory, backend->config());
+  if (given.chat) request.chat = read_chat_frame(given.model);
+  const Device device = given.common.device;
+  const auto backend = load_backend(device, given.model, given.common.threads);
+  const Tokenizer tokenizer = tokenizer_of(given.model, backend->config());
   say_of_model(backend->config(), tokenizer, "", request.chat.has_value());
 
   request.configs = with_full_first(request.configs);
   ordered_json json = about(request, *backend);
-  std::optional<RunFolder> out = folder_of(options, job_of(request, json, device));
+  std::optional<RunFolder> out = folder_of(given, job_of(request, json, device));
   const TaskRun run = answered(*backend, tokenizer, request, out);
   std::vector<TaskMetric> metrics = task_metrics(run.answers, run.points, run.modes);
   const std::vector<TaskMetric> held = memory_metrics(run);
@@ -359,17 +367,8 @@ int run(const po::variables_map& options) {
     json["recommendations"][std::string(name_of(run.modes[m]))] =
         recommendations_json(task_recommendations(run, m));
   if (out) write_run(*out, run, metrics, json);
-  if (capture) {
-    std::uint64_t tokens = 0;
-    for (const TaskPrompt& prompt : run.prompts)
-      tokens += run.modes.size() * (prompt.tokens() + prompt.answer.size());
-    announce_traces("task", backend->trace_header({}).shape, tokens,
-                    "into " + options["capture"].as<std::string>());
-    capture_tasks(*backend, tokenizer, directory, run, *capture, threads_from(options),
-                  progress_bar("capture"));
-    capture->commit();
-  }
-  if (!options["json"].as<bool>()) {
+  if (capture) capture_run(*backend, tokenizer, given, run, *capture);
+  if (!given.common.json) {
     print_table(run, metrics, request);
     return 0;
   }
@@ -389,9 +388,8 @@ Command task_command() {
           .example =
               "kvlab task passkey --model engine/models/tiny --policy sink,h2o --budget 64 "
               "--words 100 --depth 50% --samples 2",
-          .add_options = add_options,
           .positional = "task",
-          .run = run};
+          .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "sim/access/key_quantization.hpp"
+#include "tools/command.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 #include "traces/trace.hpp"
@@ -14,12 +15,23 @@ using Json = nlohmann::ordered_json;
 
 constexpr std::string_view kUsage = "kvlab trace info|verify|seal TRACE";
 
-void add_options(po::options_description& options) {
-  options.add_options()("action",
-                        po::value<std::vector<std::string>>()->value_name("info|verify|seal"),
-                        "and the directory of the trace; the word `--action` may be left out");
-  options.add_options()("threads", number_option("N"), "number of threads (default: all cores)")(
-      "json", po::bool_switch(), "print one JSON object");
+struct Request {
+  std::vector<std::string> words;  ///< the action and the directory of the trace
+  unsigned threads = 1;
+  bool json = false;
+};
+
+void check(Request& request, const GivenOptions& given) {
+  if (request.words.size() != 2)
+    throw std::invalid_argument(fmt::format("give an action and one trace: {}", kUsage));
+  if (request.words[0] != "verify") given.refuse({"threads"}, "is for `kvlab trace verify` only");
+}
+
+void add_options(OptionTable& table, Request& request) {
+  table.texts("action", "info|verify|seal", Takes::one_word, request.words,
+              "and the directory of the trace; the word `--action` may be left out");
+  add_threads_option(table, request.threads);
+  add_json_option(table, request.json);
 }
 
 std::string shards_text(const TraceReader& trace) {
@@ -161,9 +173,9 @@ void print_info(const TraceReader& trace) {
   print("capture", json_text(*header.capture, -1));
 }
 
-int info(const std::string& directory, const po::variables_map& options) {
+int info(const std::string& directory, bool json) {
   const TraceReader trace = TraceReader::open(directory);
-  if (options["json"].as<bool>())
+  if (json)
     print_json(info_json(trace));
   else
     print_info(trace);
@@ -182,10 +194,10 @@ void print_check(const TraceReader& trace, const TraceCheck& check) {
   fmt::print("\n");
 }
 
-int verify(const std::string& directory, const po::variables_map& options) {
+int verify(const std::string& directory, const Request& request) {
   const TraceReader trace = TraceReader::open(directory);
-  const TraceCheck check = verify_trace(trace, threads_from(options));
-  if (options["json"].as<bool>()) {
+  const TraceCheck check = verify_trace(trace, request.threads);
+  if (request.json) {
     print_json({{"trace", directory},
                 {"ok", check.ok},
                 {"shards", trace.shards().size()},
@@ -200,9 +212,9 @@ int verify(const std::string& directory, const po::variables_map& options) {
   return check.ok ? 0 : 1;
 }
 
-int seal(const std::string& directory, const po::variables_map& options) {
+int seal(const std::string& directory, bool json) {
   const std::uint32_t tokens = seal_trace(directory);
-  if (options["json"].as<bool>())
+  if (json)
     print_json({{"trace", directory}, {"tokens", tokens}});
   else
     fmt::print("{}: sealed, {} tokens kept; `kvlab trace verify {}` checks them\n", directory,
@@ -210,16 +222,11 @@ int seal(const std::string& directory, const po::variables_map& options) {
   return 0;
 }
 
-int run(const po::variables_map& options) {
-  const auto words = options.count("action") ? options["action"].as<std::vector<std::string>>()
-                                             : std::vector<std::string>{};
-  if (words.size() != 2)
-    throw std::invalid_argument(fmt::format("give an action and one trace: {}", kUsage));
-  const std::string &action = words[0], &directory = words[1];
-  if (action != "verify") refuse_given(options, {"threads"}, "is for `kvlab trace verify` only");
-  if (action == "info") return info(directory, options);
-  if (action == "verify") return verify(directory, options);
-  if (action == "seal") return seal(directory, options);
+int run(const Request& request) {
+  const std::string &action = request.words[0], &directory = request.words[1];
+  if (action == "info") return info(directory, request.json);
+  if (action == "verify") return verify(directory, request);
+  if (action == "seal") return seal(directory, request.json);
   throw std::invalid_argument(fmt::format("unknown action '{}': {}", action, kUsage));
 }
 
@@ -230,9 +237,8 @@ Command trace_command() {
           .summary = "describes a trace, verifies it, or completes an interrupted capture",
           .usage = "info|verify|seal TRACE [--json] [--threads N]",
           .example = "kvlab trace verify trace",
-          .add_options = add_options,
           .positional = "action",
-          .run = run};
+          .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

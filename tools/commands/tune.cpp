@@ -10,6 +10,7 @@
 #include "sim/report/recommendation.hpp"
 #include "sim/report/text.hpp"
 #include "sim/run/results.hpp"
+#include "tools/command.hpp"
 #include "tools/eval_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
@@ -20,35 +21,61 @@ namespace {
 
 constexpr std::size_t kMaxShown = 8;  // most configurations shown for a round
 
-void add_options(po::options_description& options) {
-  add_eval_model_options(options);
-  auto add = options.add_options();
-  add("budget", text_option("B"),
-      "cache size during decoding: tokens, or a share of the length: 256, 10%");
-  add("policy", text_option("P,..."),
-      "policies; a bare name stands for its variants (protected tokens and parameters), "
-      "h2o:recent=25% only for itself (default: all except random and those that need features or "
-      "once)");
-  add_source_option(options);
-  add_features_option(options);
-  add_tiers_option(options);
-  add("metric", text_option("METRIC"),
-      "metric that orders the sweep before successive halving (default: the metric that deploy "
-      "chooses by)");
-  add("work", number_option("PERCENT", 25),
-      "work limit: share of the cost of evaluating the whole sweep end to end");
-  add_task_accuracy_options(options);
-  add("seed", number_option("N", 0), "random seed");
-  add("out", text_option("FILE"), "the policy file; an older one is replaced");
-  add_common_options(options);
+struct Request {
+  EvalModelOptions model;
+  TuneRequest tune;
+  TaskAccuracyOptions task_accuracy;
+  unsigned work_percent = 25;
+  CacheOptions caches;
+  CommonOptions common;
+  Budget budget;
+  std::string out;
+};
+
+void check(Request& request, const GivenOptions& given) {
+  given.require("out", "--out policy.json");
+  refuse_unwritable(request.out, "--out");
+  given.require("budget", "--budget B, tokens or a share");
+  if (request.budget.all)
+    throw std::invalid_argument(
+        "--budget: all means the full cache, which evicts nothing; give tokens or a share");
+  if (given.has("metric")) deciding_metric(request.tune.metric);
+  require_model(given, request.model.model);
+  request.tune.every_output_error = request.model.every_output_error;
+  request.tune.threads = request.common.threads;
+  request.tune.share = static_cast<double>(request.work_percent) / 100;
+  request.tune.task_accuracy = request.task_accuracy.plan;
+  request.tune.task_accuracy.seed = request.caches.sweep.seed;
+  request.tune.task_accuracy.max_rows = task_accuracy_rows(request.common.device);
+}
+
+void add_options(OptionTable& table, Request& request) {
+  add_eval_model_options(table, request.model);
+  table.parsed("budget", "B", request.budget, read_budget,
+               "cache size during decoding: tokens, or a share of the length: 256, 10%");
+  table.list("policy", "P,...", request.caches.sweep.policies,
+             "policies; a bare name stands for its variants (protected tokens and parameters), "
+             "h2o:recent=25% only for itself (default: all except random and those that need "
+             "features or once)");
+  add_source_option(table, request.caches.sources);
+  add_features_option(table, request.caches.features);
+  add_tiers_option(table, request.caches);
+  table.text("metric", "METRIC", request.tune.metric,
+             "metric that orders the sweep before successive halving (default: the metric that "
+             "deploy chooses by)");
+  table.whole("work", "PERCENT", {1, 100}, request.work_percent,
+              "work limit: share of the cost of evaluating the whole sweep end to end");
+  add_task_accuracy_options(table, request.task_accuracy, request.caches.features);
+  add_seed_option(table, request.caches.sweep.seed);
+  table.text("out", "FILE", request.out, "the policy file; an older one is replaced");
+  add_common_options(table, request.common);
 }
 
 /// All variants at the budget, with each tier plan, each once.
-std::vector<CacheConfig> sweep_of(const po::variables_map& options, const Budget& budget,
-                                  std::uint32_t tokens, const CompiledPolicies& compiled,
-                                  const LeaveOut& leave_out) {
-  std::vector<std::string> names = tunable_policies(compiled);
-  if (options.count("policy")) names = list_from(options, "policy");
+std::vector<CacheConfig> variants(const Request& request, std::uint32_t tokens,
+                                  const CompiledPolicies& compiled, const LeaveOut& leave_out) {
+  std::vector<std::string> names = request.caches.sweep.policies;
+  if (names.empty()) names = tunable_policies(compiled);
   std::vector<CacheConfig> sweep;
   const auto add_variants = [&](const std::string& name, const TierPlan& tier_plan) {
     for (PolicySpec& spec : policy_variants(name, tokens, compiled)) {
@@ -60,19 +87,19 @@ std::vector<CacheConfig> sweep_of(const po::variables_map& options, const Budget
       };
       if (std::ranges::none_of(sweep, same))
         sweep.push_back({.policy = std::move(spec),
-                         .budget = budget,
+                         .budget = request.budget,
                          .positions = positions,
-                         .seed = seed_from(options)});
+                         .seed = request.caches.sweep.seed});
     }
   };
   std::exception_ptr first;
-  for (const TierPlan& tier_plan : tier_plans_from(options))
+  for (const TierPlan& tier_plan : request.caches.tier_plans)
     for (const std::string& name : names) try {
         add_variants(name, tier_plan);
       } catch (const BudgetTooSmall& error) {
         if (!first && leave_out)
-          leave_out(fmt::format("left out at budget {}: {}; {}", budget.text(), error.what(),
-                                error.remedy()));
+          leave_out(fmt::format("left out at budget {}: {}; {}", request.budget.text(),
+                                error.what(), error.remedy()));
         if (!first) first = std::current_exception();
       }
   if (sweep.empty() && first) std::rethrow_exception(first);
@@ -145,55 +172,49 @@ void print_recommendation(const Tuning& tuning, const TuneRequest& request,
 }
 
 /// The budget in tokens of 16 bit. Throws if a token fits the budget in none of the tier plans.
-std::uint32_t budget_in_tokens(const po::variables_map& options, const Budget& budget,
-                               std::uint32_t length, const EvalModel& model) {
-  const std::uint32_t head_size = model.backend->config().head_size;
+std::uint32_t budget_in_tokens(const Request& request, std::uint32_t length,
+                               std::uint32_t head_size) {
   std::uint64_t least = kv_bytes_per_token(head_size);
-  for (const TierPlan& tier_plan : tier_plans_from(options))
+  for (const TierPlan& tier_plan : request.caches.tier_plans)
     least = std::min(least, tier_plan.min_token_bytes(head_size));
-  return budget.resolve(length, head_size, budget.is_even() ? least : 0);
+  return request.budget.resolve(length, head_size, request.budget.is_even() ? least : 0);
 }
 
-int run(const po::variables_map& options) {
-  check_eval_model_options(options);
-  const std::string out = required(options, "out", "--out policy.json");
-  refuse_unwritable(out, "--out");
-  const OutputClaim claim(out);
-  const Budget budget = read_budget(required(options, "budget", "--budget B, tokens or a share"));
-  if (budget.all)
-    throw std::invalid_argument(
-        "--budget: all means the full cache, which evicts nothing; give tokens or a share");
-  if (options.count("metric")) deciding_metric(options["metric"].as<std::string>());
-  TuneRequest request{.metric = options.count("metric") ? options["metric"].as<std::string>() : "",
-                      .share = static_cast<double>(number_from(options, "work", 1, 100)) / 100,
-                      .every_output_error = every_output_error_from(options),
-                      .threads = threads_from(options),
-                      .task_accuracy = task_accuracy_plan_from(options),
-                      .progress = progress_bar("tune")};
-  const auto compiled = policy_sources_from(options);
-  // Refuses errors before a model is loaded, where the model is not needed.
-  if (!budget.extent.is_share && !budget.in_bytes)
-    sweep_of(options, budget, budget.extent.tokens, compiled, nullptr);
-  const EvalModel model = load_eval_model(options);
-  request.texts = eval_texts_from(options, model);
-  const auto replayer = eval_replayer(options);
-  request.device = replayer.get();
-  const auto length = static_cast<std::uint32_t>(request.texts.front().ids.size());
+/// The variants that fit every text.
+std::vector<CacheConfig> fitting_sweep(const Request& request, const std::vector<EvalText>& texts,
+                                       const CacheShape& heads, std::uint32_t head_size,
+                                       const CompiledPolicies& compiled) {
+  const auto length = static_cast<std::uint32_t>(texts.front().ids.size());
   const LeaveOut leave_out = left_out_of("tune");
-  request.sweep = configs_that_fit(
-      sweep_of(options, budget, budget_in_tokens(options, budget, length, model), compiled,
-               leave_out),
+  return configs_that_fit(
+      variants(request, budget_in_tokens(request, length, head_size), compiled, leave_out),
       [&](const CacheConfig& config) {
-        for (const EvalText& text : request.texts)
+        for (const EvalText& text : texts)
           resolve(config.at_prompt(text.prompt_tokens), static_cast<std::uint32_t>(text.ids.size()),
-                  0, model.backend->config().heads());
+                  0, heads);
       },
       leave_out);
-  request.task_accuracy.seed = seed_from(options);
+}
+
+int run(const Request& given) {
+  const std::string& out = given.out;
+  const OutputClaim claim(out);
+  TuneRequest request = given.tune;
+  request.progress = progress_bar("tune");
+  const auto compiled = compiled_policies(given.caches, given.common);
+  // Refuses errors before a model is loaded, where the model is not needed.
+  if (!given.budget.extent.is_share && !given.budget.in_bytes)
+    variants(given, given.budget.extent.tokens, compiled, nullptr);
+  const EvalModel model = load_eval_model(given.model.model, given.common);
+  request.texts = eval_texts(given.model, model, given.common.threads);
+  const auto replayer = eval_replayer(given.common.device);
+  request.device = replayer.get();
+  const ModelConfig& config = model.backend->config();
+  request.sweep = fitting_sweep(given, request.texts, config.heads(), config.head_size, compiled);
   if (!request.task_accuracy.tasks.empty())
     request.task_accuracy.chat = read_chat_frame(model.directory);
   find_lengths(*model.backend, model.tokenizer, request.task_accuracy);
-  if (device_from(options) == Device::cuda) request.by_tokens = token_sweep_runner(*model.backend);
+  if (given.common.device == Device::cuda) request.by_tokens = token_sweep_runner(*model.backend);
 
   std::size_t longest = 0;
   for (const EvalText& text : request.texts)
@@ -204,7 +225,7 @@ int run(const po::variables_map& options) {
   const Tuning tuning = tune(*model.backend, model.run_sweep, sketch, model.tokenizer, request);
   const PolicyFile file = policy_file_of(tuning, request, *model.backend);
   write_policy_file(out, file);
-  if (options["json"].as<bool>()) {
+  if (given.common.json) {
     print_json({{"policy_file", out},
                 {"policy", file.cache.policy.name},
                 {"params", file.cache.policy.params_text()},
@@ -240,8 +261,7 @@ Command tune_command() {
           "kvlab tune --model engine/models/tiny --text tools/texts/carroll-alice.txt "
           "tools/texts/austen-emma.txt --prompt-tokens 128 --max-tokens 512 --budget 64 "
           "--out policy.json",
-      .add_options = add_options,
-      .run = run};
+      .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -6,6 +6,7 @@
 #include "engine/evaluation/policy_file.hpp"
 #include "engine/evaluation/verify.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
+#include "tools/command.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/json.hpp"
@@ -13,20 +14,38 @@
 namespace kvlab {
 namespace {
 
-void add_options(po::options_description& options) {
-  auto add = options.add_options();
-  add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
-  add_threshold_option(options);
-  add("check-every", number_option("N", 1),
-      "do checks (b) and (d) at every N-th append only; the other checks are always complete");
-  add("skip-logits", po::bool_switch(),
-      "leave out check (e), which also runs the model on the CPU in float32");
-  add_prompt_options(options);
-  add_turn_options(options);
-  add_context_option(options);
-  add("policy-file", text_option("FILE"), "a deployed policy, instead of --policy and --budget");
-  add_policy_options(options);
-  add_common_options(options);
+struct Request {
+  std::string model, policy_file;
+  std::uint32_t check_every = 1;
+  bool checks_logits = true;
+  PromptOptions prompt;
+  TurnOptions turns;
+  bool beyond_context = false;
+  CacheOptions caches;
+  CommonOptions common;
+};
+
+void check(Request& request, const GivenOptions& given) {
+  request.turns.sampling.seed = request.caches.sweep.seed;
+  if (given.has("policy-file")) refuse_beside_policy_file(given);
+  require_model(given, request.model);
+}
+
+void add_options(OptionTable& table, Request& request) {
+  add_model_option(table, request.model);
+  add_threshold_option(table, request.caches.sweep.threshold);
+  table.whole("check-every", "N", {1, 1 << 30}, request.check_every,
+              "do checks (b) and (d) at every N-th append only; the other checks are always "
+              "complete");
+  table.flag("skip-logits", request.checks_logits,
+             "leave out check (e), which also runs the model on the CPU in float32", false);
+  add_prompt_options(table, request.prompt);
+  add_turn_options(table, request.turns);
+  add_context_option(table, request.beyond_context);
+  table.text("policy-file", "FILE", request.policy_file,
+             "a deployed policy, instead of --policy and --budget");
+  add_cache_options(table, request.caches);
+  add_common_options(table, request.common);
 }
 
 void print_outputs(const OutputCheck& check, std::string_view dtype) {
@@ -121,51 +140,44 @@ struct Dialogue {
   std::vector<ResolvedConfig> caches;
 };
 
-Dialogue dialogue_from(const po::variables_map& options, std::vector<CacheConfig> requested,
+Dialogue make_dialogue(const Request& request, std::vector<CacheConfig> sweep,
                        const ModelConfig& config, const Tokenizer& tokenizer) {
-  auto first = first_ids(prompt_name(options), prompt_from(options), tokenizer);
-  auto prompts = turns_from(options, tokenizer, std::move(first));
-  const std::uint32_t decode_tokens = max_new_tokens_from(options);
+  auto first = first_ids(request.prompt.name(), request.prompt.read(), tokenizer);
+  auto prompts = ids_of_turns(request.turns.turns, tokenizer, std::move(first));
+  const std::uint32_t decode_tokens = request.turns.max_new_tokens;
   const auto resolved = [&](const CacheConfig& cache) {
     return resolve(cache.at_prompt(static_cast<std::uint32_t>(prompts.front().size())),
                    max_tokens(prompts, decode_tokens), 0, config.heads());
   };
-  Dialogue dialogue{
-      .turns = {},
-      .configs = configs_that_fit(std::move(requested), resolved, left_out_of("verify")),
-      .caches = {}};
+  Dialogue dialogue{.turns = {},
+                    .configs = configs_that_fit(std::move(sweep), resolved, left_out_of("verify")),
+                    .caches = {}};
   std::string warning;
   for (const CacheConfig& cache : dialogue.configs) {
     dialogue.caches.push_back(resolved(cache));
-    warning = check_context(options, config, dialogue.caches.back(), prompts);
+    warning = check_context(request.beyond_context, decode_tokens, config, dialogue.caches.back(),
+                            prompts);
   }
   if (!warning.empty()) fmt::print(stderr, "kvlab verify: {}\n", warning);
   for (auto& ids : prompts) dialogue.turns.push_back({std::move(ids), decode_tokens});
   return dialogue;
 }
 
-std::optional<PolicyFile> policy_file_from(const po::variables_map& options) {
-  if (!options.count("policy-file")) return std::nullopt;
-  refuse_beside_policy_file(options);
-  return read_policy_file(options["policy-file"].as<std::string>(), policy_sources_from(options));
-}
-
-int run(const po::variables_map& options) {
-  const unsigned threads = threads_from(options);
-  const std::optional<PolicyFile> file = policy_file_from(options);
-  auto sweep = file ? std::vector{file->cache}
-                    : sweep_from(options, {}, policy_sources_from(options), left_out_of("verify"));
-  const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  const Device device = device_from(options);
+int run(const Request& request) {
+  const auto& [threads, device, json] = request.common;
+  const CompiledPolicies compiled = compiled_policies(request.caches, request.common);
+  std::optional<PolicyFile> file;
+  if (!request.policy_file.empty()) file = read_policy_file(request.policy_file, compiled);
+  auto sweep =
+      file ? std::vector{file->cache} : sweep_of(request.caches, compiled, left_out_of("verify"));
   // The model on the CPU: it runs, or a device's logits are compared with it.
   std::optional<Model> model;
-  if (device == Device::cpu || !options["skip-logits"].as<bool>())
-    model = Model::load(directory, threads);
+  if (device == Device::cpu || request.checks_logits) model = Model::load(request.model, threads);
   const auto backend = device == Device::cpu ? cpu_backend(*model, threads)
-                                             : load_backend(device, directory, threads);
+                                             : load_backend(device, request.model, threads);
   if (file) check_shape(*file, backend->config().heads());
-  const Tokenizer tokenizer = tokenizer_of(directory, backend->config());
-  const Dialogue dialogue = dialogue_from(options, std::move(sweep), backend->config(), tokenizer);
+  const Tokenizer tokenizer = tokenizer_of(request.model, backend->config());
+  const Dialogue dialogue = make_dialogue(request, std::move(sweep), backend->config(), tokenizer);
   say_of_model(backend->config(), tokenizer);
 
   const std::string_view dtype = torch_name(backend->rounding().value_or(Dtype::f32));
@@ -174,17 +186,17 @@ int run(const po::variables_map& options) {
   for (std::size_t c = 0; c < dialogue.configs.size(); ++c) {
     const CacheConfig& config = dialogue.configs[c];
     const VerifyReport report =
-        verify_decoder(*backend, dialogue.caches[c], dialogue.turns, sampling_from(options),
+        verify_decoder(*backend, dialogue.caches[c], dialogue.turns, request.turns.sampling,
                        {.threads = threads,
-                        .check_every = count_from(options, "check-every", 1, 1 << 30),
-                        .reference = options["skip-logits"].as<bool>() ? nullptr : &*model});
+                        .check_every = request.check_every,
+                        .reference = request.checks_logits ? &*model : nullptr});
     ok = ok && report.ok();
-    if (options["json"].as<bool>())
+    if (json)
       results.push_back(to_json(config, report, dtype));
     else
       print_report(config, report, dtype);
   }
-  if (options["json"].as<bool>()) print_json({{"ok", ok}, {"configurations", std::move(results)}});
+  if (json) print_json({{"ok", ok}, {"configurations", std::move(results)}});
   return ok ? 0 : 1;
 }
 
@@ -198,8 +210,7 @@ Command verify_command() {
       .example =
           "kvlab verify --model engine/models/tiny --prompt 'It was a dark night' --policy h2o,lru "
           "--budget 64 --max-new-tokens 200",
-      .add_options = add_options,
-      .run = run};
+      .prepare = prepared(add_options, check, run)};
 }
 
 }  // namespace kvlab

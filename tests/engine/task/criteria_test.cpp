@@ -5,7 +5,6 @@
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tools/eval_model.hpp"
-#include "tools/options.hpp"
 
 namespace kvlab {
 namespace {
@@ -127,13 +126,13 @@ TEST_CASE("Finalists answer the same samples; of many finalists the best answer 
 
 TEST_CASE("The tasks of finalists are named, or there are none") {
   const auto plan = [](const std::string& task) {
-    po::options_description description;
-    add_task_accuracy_options(description);
-    add_common_options(description);
-    po::variables_map values;
-    const std::vector<std::string> words{"--task", task, "--device", "cpu"};
-    po::store(po::command_line_parser(words).options(description).run(), values);
-    return task_accuracy_plan_from(values);
+    OptionTable table;
+    TaskAccuracyOptions options;
+    const std::vector<std::string> features;
+    add_task_accuracy_options(table, options, features);
+    table.options().front().fill(task);
+    for (const OptionTable::Check& check : table.checks()) check(GivenOptions({"task"}));
+    return options.plan;
   };
   CHECK(plan("passkey,needle").tasks.size() == 2);
   CHECK(plan("passkey,needle").samples * 5 >= 40);

@@ -36,21 +36,13 @@ std::string run_in_process(const std::string& name, const std::vector<std::strin
   });
 }
 
-/// The kind of an option: "switch", "whole", "number", "text" or "texts".
-std::string kind_of(const po::value_semantic& value) {
-  if (value.max_tokens() == 0) return "switch";
-  if (dynamic_cast<const po::typed_value<std::int64_t>*>(&value)) return "whole";
-  if (dynamic_cast<const po::typed_value<double>*>(&value)) return "number";
-  return dynamic_cast<const po::typed_value<std::vector<std::string>>*>(&value) ? "texts" : "text";
-}
-
 /// The command's options, each with the kind of its value.
 std::vector<std::pair<std::string, std::string>> options_of(const std::string& name) {
-  po::options_description options;
-  command_called(name).add_options(options);
+  OptionTable table;
+  command_called(name).prepare(table);
   std::vector<std::pair<std::string, std::string>> kinds;
-  for (const auto& option : options.options())
-    kinds.emplace_back(option->long_name(), kind_of(*option->semantic()));
+  for (const OptionTable::Option& option : table.options())
+    kinds.emplace_back(option.name, name_of_kind(option));
   return kinds;
 }
 
