@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-// The man page and shell completions, made from the options themselves.
+// Shell completions, made from the options themselves.
 
 /// An option as a shell sees it.
 struct Flag {
@@ -119,53 +119,13 @@ std::string fish() {
   return text;
 }
 
-/// Text escaped for troff.
-std::string troff(const std::string& text) {
-  std::string safe;
-  for (const char c : text) {
-    if (c == '\\')
-      safe += "\\e";
-    else if (c == '-')
-      safe += "\\-";
-    else if (c == '\n')
-      safe += "\n.br\n";
-    else
-      safe += c;
-  }
-  if (safe.starts_with('.') || safe.starts_with('\'')) safe.insert(0, "\\&");
-  return safe;
-}
-
-/// kvlab(1), in troff's man macros.
-std::string man_page() {
-  std::string text = fmt::format(
-      ".\\\" Made by `kvlab manual man` from the options.\n.TH KVLAB 1 \"\" \"kvlab {}\"\n"
-      ".SH NAME\nkvlab \\- design KV\\-cache eviction policies offline, deploy them online\n"
-      ".SH SYNOPSIS\n.B kvlab\n.I COMMAND\n[\\fIOPTIONS\\fR]\n.SH DESCRIPTION\n"
-      "Attention traces are captured from a model, replayed through many policies and budgets, and "
-      "the winner is deployed.\n"
-      "A policy is written name:parameter=value:sinks=N:recent=N; lists are "
-      "comma\\-separated.\n.SH COMMANDS\n",
-      KVLAB_RELEASE);
-  for (const Command& command : all_commands()) {
-    text += fmt::format(".SS kvlab {} {}\n{}\n", command.name, troff(command.usage),
-                        troff(command.summary));
-    for (const Flag& flag : flags_of(command))
-      text += fmt::format(".TP\n\\fB\\-\\-{}\\fR {}\n{}\n", troff(flag.name),
-                          flag.value.empty() ? "" : "\\fI" + troff(flag.value) + "\\fR",
-                          troff(flag.text));
-    text += fmt::format(".PP\nExample:\n.nf\n{}\n.fi\n", troff(command.example));
-  }
-  return text + ".SH EXIT STATUS\n0; 1 where a check failed; 2 for bad input.\n";
-}
-
 /// A script that completes commands and options in bash, zsh or fish. Throws std::invalid_argument
 /// for another shell.
 std::string completion_script(const std::string& shell) {
   if (shell == "bash") return bash();
   if (shell == "zsh") return zsh();
   if (shell == "fish") return fish();
-  throw std::invalid_argument(fmt::format("'{}' should be man, bash, zsh or fish", shell));
+  throw std::invalid_argument(fmt::format("'{}' should be bash, zsh or fish", shell));
 }
 
 struct Request {
@@ -173,15 +133,15 @@ struct Request {
 };
 
 void add_options(OptionTable& table, Request& request) {
-  table.text("what", "man|bash|zsh|fish", request.what, "");
+  table.text("what", "bash|zsh|fish", request.what, "");
 }
 
 void check(Request&, const GivenOptions& given) {
-  given.require("what", "kvlab manual man, bash, zsh or fish");
+  given.require("what", "kvlab manual bash, zsh or fish");
 }
 
 int run(const Request& request) {
-  fmt::print("{}", request.what == "man" ? man_page() : completion_script(request.what));
+  fmt::print("{}", completion_script(request.what));
   return 0;
 }
 
@@ -189,8 +149,8 @@ int run(const Request& request) {
 
 Command manual_command() {
   return {.name = "manual",
-          .summary = "prints the man page, or the completion for a shell",
-          .usage = "man|bash|zsh|fish",
+          .summary = "prints the completion of commands and options for a shell",
+          .usage = "bash|zsh|fish",
           .example = "kvlab manual bash",
           .positional = "what",
           .prepare = prepared(add_options, check, run)};

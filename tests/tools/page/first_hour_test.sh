@@ -70,7 +70,7 @@ kvlab deploy mine --budget 64 --policy-source peak.hpp --out mine.json >deploy.o
 has "--policy-file mine.json --policy-source peak.hpp" deploy.out
 kvlab generate --model $tiny --prompt x --policy-file mine.json --policy-source peak.hpp --max-new-tokens 2 >out 2>err
 
-# Comparisons, completion, the manual.
+# Comparisons, completion.
 kvlab compare $run spaces --out compare.html >compare.out
 has "(95% CI)" compare.out
 has "not significant" compare.out
@@ -87,8 +87,6 @@ for shell in bash zsh fish; do
   for word in replay request-threshold compare; do has "$word" completion; done
 done
 kvlab manual bash | bash -n
-kvlab manual man >kvlab.1
-has ".TH KVLAB 1" kvlab.1
 refused "bash, zsh or fish" kvlab manual csh
 for figure in residual_error nll_recall residual_error_by_head; do
   has "vega-lite/v5.json" hour/figures/$figure.vl.json
