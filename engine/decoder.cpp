@@ -7,10 +7,10 @@
 #include <map>
 #include <stdexcept>
 
-#include "engine/cache/growing_rope.hpp"
-#include "engine/cache/layer_cache.hpp"
 #include "engine/sequence_decoder.hpp"
 #include "policies/executor.hpp"
+#include "sim/cache/growing_rope.hpp"
+#include "sim/cache/layer_cache.hpp"
 #include "traces/base/parallel.hpp"
 
 namespace kvlab {
@@ -96,7 +96,7 @@ class Decoder::Impl {
     const std::vector<Impl*> all = impls_of(decoders);
     std::vector<Impl*> original, cache_positions;
     for (Impl* const one : all) {
-      const bool whole = one->any_chunk() || one->requested_.prefill.chunk == 0;
+      const bool whole = any_chunk(one->requested_) || one->requested_.prefill.chunk == 0;
       if (one->tokens_ > 0 || !whole || ids.empty())
         one->feed(ids, SegmentKind::prompt, nullptr);
       else
@@ -116,7 +116,7 @@ class Decoder::Impl {
   std::uint64_t evictions() const {
     std::uint64_t sum = 0;
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
-      for (const HeadCache& head : layers_[layer].heads())
+      for (const HostCache& head : layers_[layer].heads())
         if (requested_.window_of(layer) == 0) sum += head.live().evictions();
     return sum;
   }
@@ -129,7 +129,7 @@ class Decoder::Impl {
   std::vector<std::vector<std::uint32_t>> kept() const {
     std::vector<std::vector<std::uint32_t>> kept(config_.layers);
     for (std::size_t l = 0; l < layers_.size(); ++l)
-      for (const HeadCache& head : layers_[l].heads())
+      for (const HostCache& head : layers_[l].heads())
         kept[l].push_back(static_cast<std::uint32_t>(head.live().size()));
     return kept;
   }
@@ -163,14 +163,10 @@ class Decoder::Impl {
     for (LayerCache& layer : layers_) layer.end_prompt();
   }
 
-  /// Whether chunks make no difference: nothing is evicted, observed or quantized.
-  bool any_chunk() const {
-    return !requested_.evicts() && requested_.policy.entry->info.needs == Needs::nothing &&
-           !requested_.policy.tier_plan.is_quantized();
-  }
   std::size_t append_tokens(SegmentKind kind, std::size_t count) const {
     const std::uint32_t requested = kind == SegmentKind::decode ? 1 : requested_.prefill.chunk;
-    if (any_chunk() && (requested == 0 || kind == SegmentKind::decode)) return kFullAppend;
+    if (any_chunk(requested_) && (requested == 0 || kind == SegmentKind::decode))
+      return kFullAppend;
     return requested == 0 ? count : requested;
   }
 
@@ -285,7 +281,7 @@ class Decoder::Impl {
   void count_bytes() {
     std::uint64_t bytes = 0;
     for (const LayerCache& layer : layers_)
-      for (const HeadCache& head : layer.heads()) bytes += head.live_bytes();
+      for (const HostCache& head : layer.heads()) bytes += head.live_bytes();
     kv_bytes_peak_ = std::max(kv_bytes_peak_, bytes);
   }
 

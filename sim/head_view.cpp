@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "policies/observation.hpp"
+#include "sim/cache/host_cache.hpp"
 
 namespace kvlab {
 
@@ -103,9 +104,7 @@ HeadArithmetic arithmetic_of(const TraceReader& trace, std::uint32_t layer, doub
 
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,
                      std::uint32_t head_size, std::uint32_t position, float* y) {
-  rope.rotate(x, head_size, position, y);
-  if (arithmetic.rounding)
-    for (std::uint32_t d = 0; d < head_size; ++d) y[d] = round_to(*arithmetic.rounding, y[d]);
+  rotate_rounded(rope, x, head_size, position, arithmetic.rounding, y);
 }
 
 ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& segments,

@@ -10,8 +10,8 @@
 
 #include "sim/config_batches/head_config_batches.hpp"
 #include "sim/head_replayer.hpp"
-#include "sim/head_run.hpp"
 #include "sim/oracles/oracle.hpp"
+#include "sim/plain_run.hpp"
 #include "sim/run/tabulate.hpp"
 #include "traces/base/parallel.hpp"
 
@@ -314,12 +314,12 @@ class Replay {
     return configs;
   }
 
-  std::unique_ptr<HeadRun> make_run(std::size_t c, std::uint32_t layer, std::uint32_t kv_head,
-                                    const HeadView& view) const {
+  std::unique_ptr<PlainRun> make_run(std::size_t c, std::uint32_t layer, std::uint32_t kv_head,
+                                     const HeadView& view) const {
     const ResolvedConfig& config = configs_[c];
     const auto run = [&](LiveSet live) {
-      return std::make_unique<HeadRun>(std::move(live), config.positions_of(layer), config.appends,
-                                       view, ropes_[layer], arithmetics_[layer]);
+      return std::make_unique<PlainRun>(std::move(live), config.positions_of(layer), config.appends,
+                                        view, ropes_[layer], arithmetics_[layer]);
     };
     if (config.policy.entry) return run(config.live_set(layer, kv_head));
     const std::shared_ptr<Oracle> oracle = make_oracle(config.policy.name, layer, kv_head, view);

@@ -36,12 +36,8 @@ SharedRows::SharedRows(const HeadView& view, const RopeTable& rope,
   request_count_.resize(rows);
   outputs_.resize(rows * view.head_size);
   has_output_.resize(rows);
-  read_keys(0);
-}
-
-void SharedRows::read_keys(std::uint32_t first) {
   std::vector<float> key(view_.head_size);
-  for (std::uint32_t token = first; token < view_.tokens; ++token) {
+  for (std::uint32_t token = 0; token < view_.tokens; ++token) {
     rotate(view_.key(token), token, key.data());
     keys_.set_row(token, key.data());
   }
@@ -108,8 +104,22 @@ std::span<const float> SharedRows::output(std::uint32_t query, std::uint32_t hea
   return {out, view_.head_size};
 }
 
+void SharedRows::probabilities(std::uint32_t query, std::uint32_t head,
+                               std::span<const std::uint32_t> live, float* p) {
+  const Row full = row(query, head);
+  if (live.size() == full.e.size()) return divide(full.e.data(), live.size(), full.sum, p);
+  for (std::size_t i = 0; i < live.size(); ++i) p[i] = full.e[live[i]];
+  // In a layer with a window, all tokens that the query sees are live.
+  if (arithmetic_.window > 0) return divide(p, live.size(), full.sum, p);
+  const float sum = lane_sum(p, live.size());
+  if (sum >= kSharedSumFloor) return divide(p, live.size(), sum + full.sink, p);
+  logits(query, head, live, p);
+  const RowSum all = row_exponentials(p, live.size(), view_.sink(head), p);
+  divide(p, live.size(), all.sum, p);
+}
+
 void SharedRows::logits(std::uint32_t query, std::uint32_t head,
-                        std::span<const std::uint32_t> tokens, float* out) {
+                        std::span<const std::uint32_t> tokens, float* out) const {
   const float* q = queries_.data() + index(query, head) * view_.head_size;
   std::vector<float> key(view_.head_size);
   for (std::size_t i = 0; i < tokens.size(); ++i) {

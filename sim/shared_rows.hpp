@@ -6,18 +6,17 @@
 #include <span>
 #include <vector>
 
+#include "sim/cache/host_cache.hpp"
 #include "sim/head_view.hpp"
 #include "traces/base/numeric/panels.hpp"
 #include "traces/base/numeric/rope.hpp"
 
 namespace kvlab {
 
-class SharedRows {
+class SharedRows : public FullRows {
  public:
   SharedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
-  /// Reads the view's keys from `first` on again, because they have changed.
-  void read_keys(std::uint32_t first);
   /// Queries per block: enough to reuse keys, few enough to stay in the CPU cache.
   std::uint32_t block_queries() const { return block_; }
   /// Computes the rows of queries [first, first + count); count <= block_queries().
@@ -45,11 +44,13 @@ class SharedRows {
   const float* gradients(std::uint32_t query) { return gradients_.of(query); }
   std::uint32_t gradient_samples() const { return gradients_.gradient_samples(); }
 
-  /// Recomputes the logits of some tokens, for a live set whose exponentials have lost bits.
-  void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
-              float* out);
+  /// Masks the row. Recomputes it if the live tokens' exponentials have lost bits.
+  void probabilities(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> live,
+                     float* p) override;
 
  private:
+  void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
+              float* out) const;
   std::size_t index(std::uint32_t query, std::uint32_t head) const {
     return std::size_t{query - first_} * view_.group + head;
   }

@@ -4,14 +4,17 @@
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
+#include <iterator>
 #include <numeric>
 #include <stdexcept>
 
 #include "policies/executor.hpp"
 #include "policies/observation.hpp"
-#include "sim/head_run.hpp"
+#include "sim/cache/layer_cache.hpp"
+#include "sim/head_view.hpp"
 #include "sim/live_counts.hpp"
-#include "traces/base/numeric/softmax.hpp"
+#include "traces/base/cancel.hpp"
 #include "traces/base/parallel.hpp"
 #include "traces/layer_ropes.hpp"
 
@@ -30,136 +33,102 @@ struct Projections {
         v(k.size()) {}
 };
 
-HeadView view_of(const Projections& p, const ModelShape& shape, std::uint32_t tokens,
-                 std::uint32_t kv_head, const RowSpec& row, OutputWeights output) {
-  const std::size_t dim = shape.head_size, kv_offset = kv_head * dim;
-  return {.tokens = tokens,
-          .group = shape.group(),
-          .head_size = shape.head_size,
-          .q = p.q.data() + kv_offset * shape.group(),
-          .q_head_stride = dim,
-          .q_token_stride = shape.query_heads * dim,
-          .k = p.k.data() + kv_offset,
-          .v = p.v.data() + kv_offset,
-          .kv_token_stride = shape.kv_heads * dim,
-          .sinks = row.sinks_of(kv_head, shape.group()),
-          .output = output,
-          .rope = &row.rope,
-          .softmax_scale = row.scale};
-}
+constexpr std::uint32_t kFreeAppend = 512;  // tokens, where chunks make no difference
 
-/// A layer's attention under several configurations. They have the same queries, keys and values
-/// and share their exponentials, until change() is called.
+/// One layer's attention over a text whose queries, keys and values are known.
 class LayerAttention {
  public:
-  /// `p` and `rope` must outlive it.
-  LayerAttention(const ModelShape& shape, const Projections& p, std::uint32_t layer,
-                 const OutputProjections* output, const RopeTable& rope, const RowSpec& row,
-                 const HeadArithmetic& arithmetic, unsigned threads)
-      : shape_(shape), layer_(layer), rope_(rope), arithmetic_(arithmetic), threads_(threads) {
-    const auto tokens = static_cast<std::uint32_t>(p.k.size() / shape.kv_heads / shape.head_size);
-    for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
-      views_.push_back(view_of(p, shape, tokens, head, row, weights_of(output, layer, head)));
-      rows_.emplace_back(views_.back(), rope, arithmetic);
-    }
-    by_head_.resize(shape.kv_heads);
-    feature_values_.resize(shape.kv_heads);
-    for (std::uint32_t head = 0; head < shape.kv_heads; ++head)
-      views_[head].feature_values = &feature_values_[head];
+  /// `p` and `rope` must outlive it. `p` may change between two calls.
+  LayerAttention(const ModelConfig& model, std::uint32_t layer, const Projections& p,
+                 const RopeTable& rope, unsigned threads)
+      : model_(model), layer_(layer), p_(p), rope_(rope), threads_(threads) {}
+
+  /// What the caches of a configuration have in common.
+  HeadShape shape_of(const ResolvedConfig& config) const {
+    const RowSpec& row = model_.rows[layer_];
+    return {.head_size = model_.head_size,
+            .group = model_.query_heads / model_.kv_heads,
+            .positions = config.positions_of(layer_),
+            .softmax_scale = row.scale,
+            .threshold16 = config.threshold16(),
+            .window = row.window,
+            .softcap = row.softcap,
+            .sinks = row.sinks};
   }
 
-  /// Adds a configuration, which must outlive this. Its outputs are written to `out` [token,
-  /// query_heads, dim]; null: nowhere.
-  void add(const ResolvedConfig& config, float* out) {
-    configs_.push_back(&config);
-    output_indices_.push_back({config.evicts_by_layer(),
-                               config.evicts_by_layer() ? by_layer_.size() : by_head_[0].size()});
-    if (output_indices_.back().by_layer) by_layer_.emplace_back();
-    HeadArithmetic arithmetic = arithmetic_;
-    arithmetic.threshold16 = config.threshold16();
-    for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
-      bring(config, layer_, head, views_[head].tokens, feature_values_[head]);
-      (output_indices_.back().by_layer ? by_layer_.back() : by_head_[head])
-          .push_back(std::make_unique<HeadRun>(config.live_set(layer_, head),
-                                               config.positions_of(layer_), config.appends,
-                                               views_[head], rope_, arithmetic));
-    }
-    write_outputs(output_indices_.size() - 1, out);
+  /// Appends a prompt of more than one token to all caches. All see the same tokens in 16 bit, so
+  /// the first cache attends for all. Writes its outputs to `out` [token, query_heads, dim].
+  void append_prompt(std::deque<LayerCache>& caches, std::uint32_t tokens, float* out) const {
+    parallel_for(model_.kv_heads, threads_, [&](std::size_t h) {
+      const HeadAppend append = caches.front().head_append(rows(0, tokens, out), h);
+      std::vector<HostCache*> heads;
+      for (LayerCache& cache : caches) heads.push_back(&cache.heads()[h]);
+      for (HostCache* const head : heads) head->append(append, rope_);
+      for (std::uint32_t begin = 0; begin < tokens; begin += kQueryBlock) {
+        throw_if_cancelled();
+        heads[0]->attend(append, begin, std::min(tokens, begin + kQueryBlock), rope_,
+                         {.followers = std::span(heads).subspan(1)});
+      }
+      for (LayerCache& cache : caches) {
+        HostCache& head = cache.heads()[h];
+        head.observe();
+        head.end_prompt();
+        // Evicts right away, so that only these heads have whole prompts at a time.
+        if (!cache.evicts_together()) head.evict_to_budget(tokens);
+      }
+    });
   }
 
-  /// Attention of all configurations.
-  void attend(QueryRange queries) {
-    attend_by_head(queries, 0, by_head_[0].size());
-    attend_by_layer(queries, 0, by_layer_.size());
-  }
-  /// Attention of the i-th configuration that was added.
-  void attend_one(std::size_t i, QueryRange queries) {
-    const auto [by_layer, at] = output_indices_[i];
-    by_layer ? attend_by_layer(queries, at, 1) : attend_by_head(queries, at, 1);
-  }
-  /// Queries, keys and values from token `first` on have changed. The i-th configuration continues
-  /// with them and writes to `out`.
-  void change(std::uint32_t first, std::size_t i, float* out) {
-    for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
-      rows_[head].read_keys(first);
-      run(i, head).look_again();
+  /// Takes a cache through the configuration's appends from token `first` on.
+  void run(LayerCache& cache, const ResolvedConfig& config, std::uint32_t first, float* out) const {
+    const std::vector<Append> appends = appends_from(config, first);
+    if (cache.evicts_together()) {
+      for (const Append& append : appends) {
+        throw_if_cancelled();
+        cache.step(rows(append.first, append.tokens, out), rope_, threads_);
+        if (append.ends_prompt) cache.end_prompt();
+      }
+      return;
     }
-    write_outputs(i, out);
-  }
-
-  /// Peak bytes of the i-th configuration's keys and values.
-  std::uint64_t peak_bytes(std::size_t i) {
-    std::uint64_t bytes = 0;
-    for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
-      const LiveSet& live = run(i, head).live();
-      bytes +=
-          live.is_quantized()
-              ? live_counts(*configs_[i], live.budget()).bytes_peak * shape_.head_size / kQuantBlock
-              : live.live_max() * std::uint64_t{2} * shape_.head_size * sizeof(float);
-    }
-    return bytes;
+    parallel_for(model_.kv_heads, threads_, [&](std::size_t h) {
+      for (const Append& append : appends) {
+        throw_if_cancelled();
+        cache.heads()[h].step(cache.head_append(rows(append.first, append.tokens, out), h), rope_);
+        if (append.ends_prompt) cache.heads()[h].end_prompt();
+      }
+    });
   }
 
  private:
-  struct OutputIndex {
-    bool by_layer;
-    std::size_t at;  // index among the configurations that run in the same way
-  };
-
-  HeadRun& run(std::size_t i, std::uint32_t head) {
-    const auto [by_layer, at] = output_indices_[i];
-    return by_layer ? *by_layer_[at][head] : *by_head_[head][at];
+  LayerRows rows(std::uint32_t first, std::uint32_t tokens, float* out) const {
+    const std::size_t keys = std::size_t{first} * model_.kv_heads * model_.head_size,
+                      queries = std::size_t{first} * model_.query_heads * model_.head_size;
+    return {.first = first,
+            .tokens = tokens,
+            .q = p_.q.data() + queries,
+            .k = p_.k.data() + keys,
+            .v = p_.v.data() + keys,
+            .out = out + queries};
   }
 
-  void write_outputs(std::size_t i, float* out) {
-    const std::size_t dim = shape_.head_size, group = shape_.group();
-    for (std::uint32_t head = 0; out && head < shape_.kv_heads; ++head)
-      run(i, head).write_outputs({.out = out + head * group * dim,
-                                  .token_stride = shape_.query_heads * dim,
-                                  .head_stride = dim});
+  std::vector<Append> appends_from(const ResolvedConfig& config, std::uint32_t first) const {
+    std::vector<Append> appends;
+    const Append& last = config.appends.back();
+    if (!any_chunk(config) || model_.rows[layer_].window > 0) {
+      std::ranges::copy_if(config.appends, std::back_inserter(appends),
+                           [&](const Append& append) { return append.first >= first; });
+      return appends;
+    }
+    for (const std::uint32_t end = last.first + last.tokens; first < end; first += kFreeAppend)
+      appends.push_back({.first = first, .tokens = std::min(kFreeAppend, end - first)});
+    return appends;
   }
 
-  void attend_by_head(QueryRange queries, std::size_t first, std::size_t count) {
-    parallel_for(shape_.kv_heads, threads_, [&](std::size_t head) {
-      run_head(queries, rows_[head], std::span(by_head_[head]).subspan(first, count));
-    });
-  }
-  void attend_by_layer(QueryRange queries, std::size_t first, std::size_t count) {
-    run_layer(queries, rows_, std::span(by_layer_).subspan(first, count));
-  }
-
-  const ModelShape& shape_;
+  const ModelConfig& model_;
   std::uint32_t layer_;
+  const Projections& p_;
   const RopeTable& rope_;
-  const HeadArithmetic arithmetic_;
   unsigned threads_;
-  std::vector<FeaturesByName> feature_values_;                  // [kv_head]
-  std::vector<HeadView> views_;                                 // [kv_head]
-  std::vector<SharedRows> rows_;                                // [kv_head]
-  std::vector<std::vector<std::unique_ptr<HeadRun>>> by_head_;  // [kv_head][configuration]
-  std::vector<LayerRun> by_layer_;                              // [configuration][kv_head]
-  std::vector<OutputIndex> output_indices_;
-  std::vector<const ResolvedConfig*> configs_;
 };
 
 /// Configurations that append the prompt at once see exactly the same prompt in every layer. The
@@ -175,6 +144,7 @@ class LayerEvaluation {
         tokens_(static_cast<std::uint32_t>(ids.size())),
         range_(scored_range(tokens_, options)),
         ropes_(model.config().rows, tokens_),
+        p_(shape_, tokens_),
         hidden_(configs.size()),
         scores_(configs.size()) {
     const std::vector<Segment> segments = segments_of(tokens_, range_.prompt);
@@ -189,8 +159,8 @@ class LayerEvaluation {
   }
 
   std::vector<EvalScores> run() {
-    first_layer();
-    for (std::uint32_t layer = 1; layer < shape_.layers; ++layer) {
+    embed();
+    for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
       for (const std::size_t c : apart_) next_layer(layer, c);
       if (!alike_.empty()) next_layer_alike(layer);
     }
@@ -218,7 +188,10 @@ class LayerEvaluation {
     if (options_.progress) options_.progress(done_ / (each * static_cast<double>(configs_.size())));
   }
 
-  bool appends_at_once(std::size_t c) const { return appends_prompt_at_once(configs_[c], range_); }
+  /// A prompt of one token may be quantized at once, as a decoded token is.
+  bool appends_at_once(std::size_t c) const {
+    return range_.prompt > 1 && appends_prompt_at_once(configs_[c], range_);
+  }
   /// The first token of which a configuration has a row.
   std::uint32_t first_row(std::size_t c) const {
     return appends_at_once(c) && c != alike_[0] ? range_.prompt : 0;
@@ -228,90 +201,82 @@ class LayerEvaluation {
     return hidden_[own].data() + (token - first_row(own)) * model_.config().hidden;
   }
 
-  LayerAttention attention(std::uint32_t layer, const Projections& p) const {
-    const RowSpec& row = model_.config().rows[layer];
-    return {shape_,
-            p,
-            layer,
-            output_.get(),
-            ropes_[layer],
-            row,
-            {.softmax_scale = row.scale,
-             .softcap = row.softcap,
-             .window = row.window},  // (the rest differs by configuration)
-            options_.threads};
-  }
-
-  void first_layer() {
+  /// Computes the embeddings of all configurations and the first layer's projections.
+  void embed() {
     std::vector<float> x(std::size_t{tokens_} * model_.config().hidden);
     model_.embed(ids_, x.data());
+    model_.attention_inputs(0, x.data(), tokens_, p_.q.data(), p_.k.data(), p_.v.data(),
+                            options_.threads);
     for (std::size_t c = 0; c < configs_.size(); ++c)
       hidden_[c].assign(x.begin() + first_row(c) * std::ptrdiff_t{model_.config().hidden}, x.end());
-    Projections p(shape_, tokens_);
-    model_.attention_inputs(0, x.data(), tokens_, p.q.data(), p.k.data(), p.v.data(),
-                            options_.threads);
-    std::vector<std::vector<float>> outputs(configs_.size(), std::vector<float>(output_floats()));
-    LayerAttention all = attention(0, p);
-    for (std::size_t c = 0; c < configs_.size(); ++c) {
-      show(0, c, p);
-      all.add(configs_[c], outputs[c].data());
-    }
-    all.attend({0, tokens_});
-    for (std::size_t c = 0; c < configs_.size(); ++c) {
-      finish_layer(0, c, all.peak_bytes(c), outputs[c]);
-      outputs[c] = {};
-    }
+  }
+
+  LayerAttention attention(std::uint32_t layer) const {
+    return {model_.config(), layer, p_, ropes_[layer], options_.threads};
+  }
+  /// Adds the empty caches of a configuration, to which the prompt in p_ is shown.
+  void add(std::deque<LayerCache>& caches, std::uint32_t layer, std::size_t c) const {
+    show(layer, c);
+    caches.emplace_back(configs_[c], attention(layer).shape_of(configs_[c]), shape_.kv_heads, layer,
+                        output_.get());
   }
 
   void next_layer(std::uint32_t layer, std::size_t c) {
-    Projections p(shape_, tokens_);
-    project(layer, c, p);
+    project(layer, c);
     std::vector<float> output(output_floats());
-    LayerAttention own = attention(layer, p);
-    own.add(configs_[c], output.data());
-    own.attend({0, tokens_});
-    finish_layer(layer, c, own.peak_bytes(0), output);
+    std::deque<LayerCache> own;
+    add(own, layer, c);
+    attention(layer).run(own.front(), configs_[c], 0, output.data());
+    finish_layer(layer, c, peak_bytes(c, own.front()), output);
   }
 
-  /// Runs the next layer of the configurations alike_. After the prompt, which they share, `p`
+  /// Runs the next layer of the configurations alike_. After the prompt, which they share, p_
   /// contains the decoded rows of each in turn.
   void next_layer_alike(std::uint32_t layer) {
-    Projections p(shape_, tokens_);
-    project(layer, alike_[0], p);
+    project(layer, alike_[0]);
     std::vector<float> output(output_floats());
-    LayerAttention all = attention(layer, p);
+    std::deque<LayerCache> caches;
+    for (const std::size_t c : alike_) add(caches, layer, c);
+    attention(layer).append_prompt(caches, range_.prompt, output.data());
     for (const std::size_t c : alike_) {
-      show(layer, c, p);
-      all.add(configs_[c], c == alike_[0] ? output.data() : nullptr);
+      if (c != alike_[0]) project(layer, c);
+      attention(layer).run(caches.front(), configs_[c], range_.prompt, output.data());
+      finish_layer(layer, c, peak_bytes(c, caches.front()), output);
+      caches.pop_front();
     }
-    all.attend({0, range_.prompt});
-    for (std::size_t i = 0; i < alike_.size(); ++i) {
-      if (i > 0) {
-        project(layer, alike_[i], p);
-        all.change(range_.prompt, i, output.data());
-      }
-      all.attend_one(i, {range_.prompt, tokens_});
-      finish_layer(layer, alike_[i], all.peak_bytes(i), output);
+  }
+
+  /// Peak bytes of a configuration's keys and values in a layer.
+  std::uint64_t peak_bytes(std::size_t c, const LayerCache& cache) const {
+    std::uint64_t bytes = 0;
+    for (const HostCache& head : cache.heads()) {
+      const LiveSet& live = head.live();
+      bytes +=
+          live.is_quantized()
+              ? live_counts(configs_[c], live.budget()).bytes_peak * shape_.head_size / kQuantBlock
+              : live.live_max() * std::uint64_t{2} * shape_.head_size * sizeof(float);
     }
+    return bytes;
   }
 
   /// Shows the prompt's rows to a policy that reads rows. Such policies append the prompt at once.
-  void show(std::uint32_t layer, std::size_t c, const Projections& p) const {
+  void show(std::uint32_t layer, std::size_t c) const {
     const PolicyEntry& policy = *configs_[c].policy.entry;
     const RowSpec& row = model_.config().rows[layer];
     if (policy.see_rows)
       policy.see_rows({options_.sequence, layer, 0, range_.prompt, shape_.query_heads,
-                       shape_.kv_heads, shape_.head_size, p.q.data(), p.k.data(), p.v.data(),
+                       shape_.kv_heads, shape_.head_size, p_.q.data(), p_.k.data(), p_.v.data(),
                        row.rope.inv_freq, row.rope.factor, row.scale});
   }
 
-  /// Computes the projections of a configuration's rows.
-  void project(std::uint32_t layer, std::size_t c, Projections& p) const {
+  /// Computes the projections of a configuration's rows. embed() has computed those of layer 0.
+  void project(std::uint32_t layer, std::size_t c) {
+    if (layer == 0) return;
     const std::size_t first = first_row(c), dim = shape_.head_size,
                       kv = first * shape_.kv_heads * dim;
     model_.attention_inputs(layer, hidden_[c].data(), tokens_ - first,
-                            p.q.data() + first * shape_.query_heads * dim, p.k.data() + kv,
-                            p.v.data() + kv, options_.threads);
+                            p_.q.data() + first * shape_.query_heads * dim, p_.k.data() + kv,
+                            p_.v.data() + kv, options_.threads);
   }
 
   void finish_layer(std::uint32_t layer, std::size_t c, std::uint64_t bytes,
@@ -375,6 +340,7 @@ class LayerEvaluation {
   std::uint32_t tokens_;
   ScoredRange range_;
   LayerRopes ropes_;
+  Projections p_;                           // of the layer in progress
   std::vector<std::vector<float>> hidden_;  // [configuration][its row, hidden]
   std::vector<EvalScores> scores_;
   double done_ = 0;  // in layers

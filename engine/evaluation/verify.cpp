@@ -17,7 +17,7 @@
 #include "engine/evaluation/verify/logit_comparison.hpp"
 #include "policies/observation.hpp"
 #include "policies/policy.hpp"
-#include "sim/head_run.hpp"
+#include "sim/plain_run.hpp"
 #include "traces/base/numeric/rope.hpp"
 #include "traces/base/parallel.hpp"
 #include "traces/layer_ropes.hpp"
@@ -310,9 +310,9 @@ std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& r
                         .rope = &config_.rows[layer].rope,
                         .softmax_scale = row.scale};
     FreeRun& own = free.emplace_back(head, layer, kv_head);
-    runs.push_back(std::make_unique<HeadRun>(requested_.live_set(layer, kv_head),
-                                             requested_.positions_of(layer), appends_, view, rope,
-                                             arithmetic));
+    runs.push_back(std::make_unique<PlainRun>(requested_.live_set(layer, kv_head),
+                                              requested_.positions_of(layer), appends_, view, rope,
+                                              arithmetic));
     runs.back()->watch_appends(
         [&own](std::uint32_t now, const LiveSet& live) { own.compare(now, live); });
     rows.emplace_back(view, rope, arithmetic);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "sim/quantized_rows.hpp"
+#include "sim/cache/host_cache.hpp"
 #include "traces/base/numeric/quantize.hpp"
 
 namespace kvlab {

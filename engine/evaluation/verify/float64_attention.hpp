@@ -7,9 +7,9 @@
 #include <span>
 #include <vector>
 
-#include "engine/cache/growing_rope.hpp"
 #include "policies/aged_set.hpp"
 #include "policies/cache_config.hpp"
+#include "sim/cache/growing_rope.hpp"
 #include "traces/base/numeric/dtype.hpp"
 #include "traces/row_spec.hpp"
 

@@ -13,7 +13,7 @@ namespace kvlab {
 
 // Keys of a cache with cache positions, for the live tokens that are older than some evicted token.
 // Each key is rotated to its cache position. When an older token is evicted, that position changes,
-// and the key is rotated again from the unrotated one (sim/head_run.hpp).
+// and the key is rotated again from the unrotated one (HostCache does the same).
 //
 // Tokens that are younger than every evicted token keep their original positions. Their logits come
 // from rows that all configurations share.

@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "policies/observation.hpp"
-#include "sim/quantized_rows.hpp"
+#include "sim/cache/host_cache.hpp"
 #include "traces/base/numeric/quantize.hpp"
 #include "traces/base/numeric/softmax.hpp"
 
@@ -554,7 +554,9 @@ std::unique_ptr<TierRow> TierRows::quantize(const std::vector<const KvFormat*>& 
   for (std::uint32_t token = 0; token < view_.tokens; ++token) {
     const std::span<float> key = std::span(keys).subspan(token * dim, dim),
                            value = std::span(values).subspan(token * dim, dim);
-    take_token(view_, rope_, arithmetic_, token, key, value);
+    rotate_original(rope_, arithmetic_, view_.key(token), view_.head_size, token, key.data());
+    std::copy_n(view_.v + token * view_.kv_token_stride, dim, value.begin());
+    hadamard_rotate(key), hadamard_rotate(value);
     quantize_token(path, key, value);
   }
   return std::make_unique<TierRow>(

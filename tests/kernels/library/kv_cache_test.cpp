@@ -4,9 +4,9 @@
 #include <memory>
 #include <random>
 
-#include "engine/cache/growing_rope.hpp"
-#include "engine/cache/layer_cache.hpp"
 #include "kernels/kvlab.h"
+#include "sim/cache/growing_rope.hpp"
+#include "sim/cache/layer_cache.hpp"
 #include "tests/catch.hpp"
 #include "tests/conformance.hpp"
 #include "tests/device.hpp"
@@ -218,10 +218,10 @@ class Host {
       v.insert(v.end(), values, values + kHeads * kSize);
     }
     LayerCache& cache = layers_[layer];
-    for (HeadCache& head : cache.heads()) head.evict_to_budget(fed);
+    for (HostCache& head : cache.heads()) head.evict_to_budget(fed);
     cache.attend({fed, tokens, q.data(), k.data(), v.data(), out.data(), lse.data()},
                  rope_.covering(fed + tokens), 1);
-    for (HeadCache& head : cache.heads()) head.observe();
+    for (HostCache& head : cache.heads()) head.observe();
     if (ends) cache.end_prompt();
     return out;
   }

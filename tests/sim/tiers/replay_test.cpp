@@ -6,9 +6,9 @@
 #include <string>
 
 #include "sim/access/key_quantization.hpp"
+#include "sim/cache/host_cache.hpp"
 #include "sim/head_view.hpp"
 #include "sim/live_counts.hpp"
-#include "sim/tiers/kivi_rows.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/brute_force.hpp"
 #include "tests/sim/differential.hpp"
@@ -226,7 +226,7 @@ TEST_CASE("KIVI's quantized values equal the authors' and transformers' quantize
           std::sin(49.0 * static_cast<double>(i / kDim) + 14.0 * static_cast<double>(i % kDim)) *
           (0.1 + static_cast<double>(i % kDim) / 8)));
     std::vector<float> values = keys;
-    quantize_keys(keys, kDim, bits);
+    quantize_by_channel(keys, kDim, bits);
     quantize_row(values, bits, false);
     // The authors' code rounds to fp16 at other places
     for (const std::string whose : {"", "authors_"})

@@ -13,8 +13,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "engine/cache/growing_rope.hpp"
-#include "engine/cache/layer_cache.hpp"
+#include "sim/cache/growing_rope.hpp"
+#include "sim/cache/layer_cache.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/bindings.hpp"
 #include "tools/python/src/cache_request.hpp"
@@ -94,13 +94,13 @@ class Caches {
   /// dropped if the cache of a layer cannot.
   void crop(std::uint32_t tokens) {
     for (const LayerCache& layer : layers_)
-      for (const HeadCache& head : layer.heads())
+      for (const HostCache& head : layer.heads())
         if (const std::string why = head.live().crop_obstacle(tokens); !why.empty())
           throw std::invalid_argument(
               fmt::format("crop to {} of {} tokens: {}; copy the cache before those tokens instead",
                           tokens, tokens_.front(), why));
     for (LayerCache& layer : layers_)
-      for (HeadCache& head : layer.heads()) head.crop(tokens);
+      for (HostCache& head : layer.heads()) head.crop(tokens);
     for (std::uint32_t& fed : tokens_) fed = std::min(fed, tokens);
   }
 
@@ -114,18 +114,18 @@ class Caches {
   std::uint64_t sum(Of of) const {
     std::uint64_t all = 0;
     for (const LayerCache& layer : layers_)
-      for (const HeadCache& head : layer.heads()) all += of(head);
+      for (const HostCache& head : layer.heads()) all += of(head);
     return all;
   }
   std::uint64_t evictions() const {
-    return sum([](const HeadCache& head) { return head.live().evictions(); });
+    return sum([](const HostCache& head) { return head.live().evictions(); });
   }
   /// Bytes of the live tokens' keys and values.
   std::uint64_t kv_bytes() const {
-    return sum([](const HeadCache& head) { return head.live_bytes(); });
+    return sum([](const HostCache& head) { return head.live_bytes(); });
   }
   std::uint64_t allocated_bytes() const {
-    return sum([](const HeadCache& head) { return head.bytes(); });
+    return sum([](const HostCache& head) { return head.bytes(); });
   }
 
  private:
@@ -137,14 +137,10 @@ class Caches {
     LayerCache& cache = layers_.at(layer);
     const std::size_t keys = std::size_t{kv_heads_} * head_size_, queries = keys * group_;
     const std::uint32_t all = rows.tokens, most = !is_prompt ? 1 : chunk_ == 0 ? all : chunk_;
-    std::vector<float> lse(std::size_t{most} * kv_heads_ * group_);
-    rows.lse = lse.data();
     for (std::uint32_t done = 0; done < all; done += rows.tokens) {
       rows.first = tokens_[layer];
       rows.tokens = std::min(most, all - done);
-      for (HeadCache& head : cache.heads()) head.evict_to_budget(rows.first);
-      cache.attend(rows, ropes_[tables_[layer]].covering(rows.first + rows.tokens), threads);
-      for (HeadCache& head : cache.heads()) head.observe();
+      cache.step(rows, ropes_[tables_[layer]].covering(rows.first + rows.tokens), threads);
       tokens_[layer] += rows.tokens;
       rows.q += rows.tokens * queries;
       rows.out += rows.tokens * queries;
@@ -155,7 +151,7 @@ class Caches {
     cache.end_prompt();
     // Evicts right away, so that only one layer at a time has a whole prompt. The result does not
     // depend on the tokens that follow.
-    for (HeadCache& head : cache.heads()) head.evict_to_budget(tokens_[layer]);
+    for (HostCache& head : cache.heads()) head.evict_to_budget(tokens_[layer]);
   }
 
   void check(const Rows& rows, std::string_view name, std::size_t tokens, std::size_t heads) const {

@@ -1,5 +1,5 @@
 // A head's cache compared with float64 attention that numbers the live tokens 0, 1, 2, … itself.
-#include "engine/cache/head_cache.hpp"
+#include "sim/cache/host_cache.hpp"
 
 #include <cmath>
 #include <numeric>
@@ -123,26 +123,24 @@ class Runner {
         outputs_{std::vector<float>(all.q.size()), std::vector<float>(all.q.size() / kDim)} {}
 
   void append(std::uint32_t count, std::uint32_t block = 32, bool backwards = false) {
-    const HeadAppend append{.first = next_,
-                            .tokens = count,
-                            .q = &all_.q[next_ * kGroup * kDim],
-                            .out = &outputs_.out[next_ * kGroup * kDim],
-                            .query_stride = kGroup * kDim,
-                            .k = &all_.k[next_ * kDim],
-                            .v = &all_.v[next_ * kDim],
-                            .key_stride = kDim,
-                            .lse = &outputs_.lse[next_ * kGroup],
-                            .lse_stride = kGroup};
-    cache_.evict_to_budget(next_);
-    cache_.append(append, rope_);
+    const HeadAppend append = begin(count);
     std::vector<std::uint32_t> begins;
     for (std::uint32_t begin = 0; begin < count; begin += block) begins.push_back(begin);
     if (backwards) std::reverse(begins.begin(), begins.end());
     for (const std::uint32_t begin : begins)
       cache_.attend(append, begin, std::min(count, begin + block), rope_);
-    const auto seen = cache_.observe();
-    seen_.assign(seen.begin(), seen.end());
-    next_ += count;
+    finish(count);
+  }
+
+  /// Appends to both caches. Only this one attends.
+  void append_with(Runner& follower, std::uint32_t count, std::uint32_t block) {
+    const HeadAppend append = begin(count);
+    follower.begin(count);
+    HostCache* const followers[] = {&follower.cache_};
+    for (std::uint32_t begin = 0; begin < count; begin += block)
+      cache_.attend(append, begin, std::min(count, begin + block), rope_, {.followers = followers});
+    finish(count);
+    follower.finish(count);
   }
 
   void end_prompt() { cache_.end_prompt(); }
@@ -166,11 +164,33 @@ class Runner {
     check_seen(brute_observations(rows, spec_.entry->info.needs, next_ - count, live.size()));
   }
 
-  const HeadCache& cache() const { return cache_; }
+  const HostCache& cache() const { return cache_; }
   const Outputs& outputs() const { return outputs_; }
   const std::vector<Observation>& seen() const { return seen_; }
 
  private:
+  HeadAppend begin(std::uint32_t count) {
+    const HeadAppend append{.first = next_,
+                            .tokens = count,
+                            .q = &all_.q[next_ * kGroup * kDim],
+                            .query_head_stride = kDim,
+                            .query_stride = kGroup * kDim,
+                            .k = &all_.k[next_ * kDim],
+                            .v = &all_.v[next_ * kDim],
+                            .key_stride = kDim,
+                            .out = &outputs_.out[next_ * kGroup * kDim],
+                            .lse = &outputs_.lse[next_ * kGroup],
+                            .lse_stride = kGroup};
+    cache_.evict_to_budget(next_);
+    cache_.append(append, rope_);
+    return append;
+  }
+  void finish(std::uint32_t count) {
+    const auto seen = cache_.observe();
+    seen_.assign(seen.begin(), seen.end());
+    next_ += count;
+  }
+
   void check_seen(const std::vector<Observation>& expected) const {
     REQUIRE(seen_.size() == expected.size());
     for (std::size_t age = 0; age < expected.size(); ++age) {
@@ -184,7 +204,7 @@ class Runner {
   const Tensors& all_;
   PolicySpec spec_;
   Positions positions_;
-  HeadCache cache_;
+  HostCache cache_;
   RopeTable rope_;
   std::uint32_t next_ = 0;
   Outputs outputs_;
@@ -223,6 +243,26 @@ TEST_CASE("Blocks of queries give the same bits for any size and order") {
   CHECK(whole.outputs().lse == split.outputs().lse);
 }
 
+TEST_CASE("A cache that follows another one's prompt continues as if it had attended itself") {
+  const Tensors all = random_tensors(60);
+  const std::string policy = GENERATE("h2o", "lru", "h2o:group=max", "snapkv");
+  const Positions positions = GENERATE(Positions::original, Positions::cache);
+  const std::uint32_t block = GENERATE(7u, 50u);
+  CAPTURE(policy, name_of(positions), block);
+  Runner base(all, "window", 24, Positions::original), follower(all, policy, 40, positions),
+      alone(all, policy, 40, positions);
+  base.append_with(follower, 50, block);
+  alone.append(50);
+  CHECK(follower.seen() == alone.seen());
+  for (int i = 0; i < 8; ++i) follower.append(1), alone.append(1);
+  CHECK(follower.seen() == alone.seen());
+  CHECK(std::ranges::equal(follower.cache().live().positions(), alone.cache().live().positions()));
+  const auto decoded = [](const Outputs& outputs) {
+    return std::vector(outputs.out.begin() + 50 * kGroup * kDim, outputs.out.end());
+  };
+  CHECK(decoded(follower.outputs()) == decoded(alone.outputs()));
+}
+
 TEST_CASE("After a long prompt a head's cache releases its memory") {
   const Tensors all = random_tensors(700);
   const Positions positions = GENERATE(Positions::original, Positions::cache);
@@ -257,5 +297,5 @@ TEST_CASE("After a prompt a head's cache holds only the budget's rows") {
 
 TEST_CASE("A head's cache refuses protected tokens that do not fit its budget") {
   const HeadShape shape{.head_size = kDim, .group = kGroup};
-  CHECK_THROWS_AS(HeadCache(shape, LiveSet(parse_policy("sink"), 4, {})), std::invalid_argument);
+  CHECK_THROWS_AS(HostCache(shape, LiveSet(parse_policy("sink"), 4, {})), std::invalid_argument);
 }

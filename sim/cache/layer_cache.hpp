@@ -1,13 +1,13 @@
-// The CPU caches of one layer's KV heads. A caller that has queries, keys and values runs the four
-// steps of the rule: evict_to_budget() of each head, attend() (steps 2 and 3), observe() of each
-// head.
+// The host's caches of one layer's KV heads. A caller that has queries, keys and values calls
+// step(), or, to look at the caches in between, evict_to_budget() of each head, attend() (steps 2
+// and 3), observe() of each head.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 
-#include "engine/cache/head_cache.hpp"
 #include "policies/cache_config.hpp"
+#include "sim/cache/host_cache.hpp"
 
 namespace kvlab {
 
@@ -17,8 +17,12 @@ struct LayerRows {
   const float* q;               // [token, kv_heads * group, dim]
   const float *k, *v;           // [token, kv_heads, dim]
   float* out;                   // [token, kv_heads * group, dim]
-  float* lse;                   // [token, kv_heads * group], natural logarithm
+  float* lse = nullptr;         // [token, kv_heads * group], natural logarithm; null: not wanted
 };
+
+/// Whether the chunks that tokens are appended in make no difference to a cache: nothing is
+/// evicted, observed or quantized.
+bool any_chunk(const ResolvedConfig& config);
 
 class LayerCache {
  public:
@@ -31,27 +35,33 @@ class LayerCache {
   LayerCache(const LayerCache& other);
   LayerCache& operator=(const LayerCache&) = delete;
 
-  std::deque<HeadCache>& heads() { return heads_; }
-  const std::deque<HeadCache>& heads() const { return heads_; }
+  std::deque<HostCache>& heads() { return heads_; }
+  const std::deque<HostCache>& heads() const { return heads_; }
 
+  /// Steps 1 to 4 for all heads. `rope` must cover the last position.
+  void step(const LayerRows& rows, const RopeTable& rope, unsigned threads);
   /// Steps 2 and 3 for all heads. `rope` must cover the last position. With `wants_outputs` false,
   /// only outputs that a policy observes are computed.
   void attend(const LayerRows& rows, const RopeTable& rope, unsigned threads,
               bool wants_outputs = true);
+  /// Whether the heads order or share their slots together, so that each of them has to end a step
+  /// before any evicts.
+  bool evicts_together() const { return evicts_together_; }
   /// Ends a prompt segment.
   void end_prompt();
+  /// One KV head's part of an append.
+  HeadAppend head_append(const LayerRows& rows, std::size_t head) const;
 
  private:
   void share_ranks_of_heads();
-  HeadAppend head_append(const LayerRows& rows, std::size_t head) const;
   void show(const LayerRows& rows, const Rope& rope) const;
 
   HeadShape shape_;
-  bool observes_ = false;
+  bool observes_ = false, evicts_together_ = false;
   std::uint32_t tokens_ = 0;  // tokens appended so far
   LiveSet::Identity identity_;
   std::shared_ptr<const PolicyEntry> looker_;  // null: the policy reads no rows
-  std::deque<HeadCache> heads_;
+  std::deque<HostCache> heads_;
 };
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-#include "engine/cache/layer_cache.hpp"
+#include "sim/cache/layer_cache.hpp"
 
 #include <algorithm>
 #include <vector>
@@ -6,15 +6,17 @@
 #include "traces/base/parallel.hpp"
 
 namespace kvlab {
-namespace {
 
-constexpr std::uint32_t kQueryBlock = 32;  // queries that share one pass over the keys
-
-}  // namespace
+bool any_chunk(const ResolvedConfig& config) {
+  return !config.evicts() && config.policy.entry->info.needs == Needs::nothing &&
+         !config.policy.tier_plan.is_quantized();
+}
 
 LayerCache::LayerCache(const ResolvedConfig& config, const HeadShape& shape, std::uint32_t kv_heads,
                        std::uint32_t layer, const OutputProjections* output)
-    : shape_(shape), identity_(config.identity(layer, 0)) {
+    : shape_(shape),
+      evicts_together_(config.evicts_by_layer()),
+      identity_(config.identity(layer, 0)) {
   if (config.policy.entry && config.policy.entry->see_rows) looker_ = config.policy.entry;
   for (std::uint32_t head = 0; head < kv_heads; ++head) {
     HeadShape own = shape_;
@@ -26,13 +28,14 @@ LayerCache::LayerCache(const ResolvedConfig& config, const HeadShape& shape, std
     heads_.emplace_back(own, config.live_set(layer, head), weights_of(output, layer, head),
                         std::move(feature_values));
   }
-  for (const HeadCache& head : heads_) observes_ |= head.live().needs() != Needs::nothing;
+  for (const HostCache& head : heads_) observes_ |= head.live().needs() != Needs::nothing;
   share_ranks_of_heads();
 }
 
 LayerCache::LayerCache(const LayerCache& other)
     : shape_(other.shape_),
       observes_(other.observes_),
+      evicts_together_(other.evicts_together_),
       tokens_(other.tokens_),
       identity_(other.identity_),
       looker_(other.looker_),
@@ -43,8 +46,14 @@ LayerCache::LayerCache(const LayerCache& other)
 /// Under scope=layer the heads order their tokens by the same ranks.
 void LayerCache::share_ranks_of_heads() {
   std::vector<AgedSet*> together;
-  for (HeadCache& head : heads_) together.push_back(&head.aged_set());
+  for (HostCache& head : heads_) together.push_back(&head.aged_set());
   share_ranks(together);
+}
+
+void LayerCache::step(const LayerRows& rows, const RopeTable& rope, unsigned threads) {
+  for (HostCache& head : heads_) head.evict_to_budget(rows.first);
+  attend(rows, rope, threads);
+  for (HostCache& head : heads_) head.observe();
 }
 
 void LayerCache::attend(const LayerRows& rows, const RopeTable& rope, unsigned threads,
@@ -72,10 +81,10 @@ void LayerCache::show(const LayerRows& rows, const Rope& rope) const {
 }
 
 void LayerCache::end_prompt() {
-  for (HeadCache& head : heads_) head.end_prompt();
+  for (HostCache& head : heads_) head.end_prompt();
   // Evicts right away, so that a policy that reads rows need not keep them. The result does not
   // depend on the tokens that follow.
-  for (HeadCache& head : heads_)
+  for (HostCache& head : heads_)
     if (looker_) head.evict_to_budget(tokens_);
 }
 
@@ -84,12 +93,13 @@ HeadAppend LayerCache::head_append(const LayerRows& rows, std::size_t head) cons
   return {.first = rows.first,
           .tokens = rows.tokens,
           .q = rows.q + head * group * dim,
-          .out = rows.out + head * group * dim,
+          .query_head_stride = dim,
           .query_stride = heads * group * dim,
           .k = rows.k + head * dim,
           .v = rows.v + head * dim,
           .key_stride = heads * dim,
-          .lse = rows.lse + head * group,
+          .out = rows.out ? rows.out + head * group * dim : nullptr,
+          .lse = rows.lse ? rows.lse + head * group : nullptr,
           .lse_stride = heads * group};
 }
 

@@ -1,0 +1,392 @@
+#include "sim/cache/host_cache.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "traces/base/numeric/quantize.hpp"
+#include "traces/base/numeric/softmax.hpp"
+#include "traces/row_spec.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::uint32_t kFewRows = 64;  // not worth compacting
+
+}  // namespace
+
+void rotate_rounded(const RopeTable& rope, const float* x, std::size_t size, std::uint32_t position,
+                    std::optional<Dtype> rounding, float* y) {
+  rope.rotate(x, size, position, y);
+  for (std::size_t d = 0; rounding && d < size; ++d) y[d] = round_to(*rounding, y[d]);
+}
+
+void quantize_token(std::span<const KvFormat* const> path, std::span<float> key,
+                    std::span<float> value) {
+  for (const KvFormat* format : path) {
+    quantize_row(key, format->key_bits, format->floating);
+    quantize_row(value, format->value_bits, format->floating);
+  }
+}
+
+void quantize_by_channel(std::span<float> keys, std::size_t dim, int bits) {
+  std::vector<float> by_channel(kQuantBlock * dim);
+  for (std::size_t base = 0; base < keys.size(); base += by_channel.size()) {
+    const auto swap = [&](auto each) {
+      for (std::size_t i = 0; i < kQuantBlock; ++i)
+        for (std::size_t d = 0; d < dim; ++d)
+          each(keys[base + i * dim + d], by_channel[d * kQuantBlock + i]);
+    };
+    swap([](float key, float& quantized) { quantized = key; });
+    quantize_row(by_channel, bits, false);
+    swap([](float& key, float quantized) { key = quantized; });
+  }
+}
+
+HostCache::HostCache(const HeadShape& shape, LiveSet live, OutputWeights output,
+                     FeaturesByName feature_values)
+    : shape_(shape),
+      live_(std::move(live)),
+      features_(live_.features(), shape.head_size, output),
+      feature_values_(std::move(feature_values)),
+      keys_(0, shape.head_size) {
+  if (!live_.is_quantized()) return;
+  check_quantized_heads(shape.head_size);
+  rotates_ = !live_.tier_plan().front().format->kivi;
+}
+
+HostCache::HostCache(const HostCache& other)
+    : shape_(other.shape_),
+      live_(other.live_),
+      rotates_(other.rotates_),
+      features_(other.features_),
+      feature_values_(other.feature_values_),
+      keys_(other.keys_),
+      values_(other.values_),
+      plain_keys_(other.plain_keys_),
+      rotated_to_(other.rotated_to_),
+      tiers_(other.tiers_),
+      kivi_keys_(other.kivi_keys_),
+      kivi_values_(other.kivi_values_),
+      old_(other.old_) {
+  // A copy of a vector has no spare capacity, but keys_ and the vectors must have the same.
+  values_.reserve(other.values_.capacity());
+  plain_keys_.reserve(other.plain_keys_.capacity());
+}
+
+std::span<const std::uint32_t> HostCache::evict_to_budget(std::uint32_t now) {
+  const std::vector<std::uint32_t> before(live_.positions().begin(), live_.positions().end());
+  std::vector<std::uint32_t> victims;
+  for (const std::uint32_t age : live_.evict_to_budget(now)) victims.push_back(before[age]);
+  victims_ = std::move(victims);
+  demote(0, live_.size());
+  if (has_spare_rows()) compact();
+  return victims_;
+}
+
+std::uint32_t HostCache::first_visible(const HeadAppend& append, std::uint32_t token) const {
+  const auto live = live_.positions();
+  const std::uint32_t oldest = first_seen(shape_.window, append.first + token);
+  return static_cast<std::uint32_t>(std::ranges::lower_bound(live, oldest) - live.begin());
+}
+
+/// Whether there are rows to free. After a prompt, all but the next token's are freed; at other
+/// times, rows that have been needed are likely to be needed again.
+bool HostCache::has_spare_rows() const {
+  const std::uint32_t rows = live_.slot_count(), live = live_.size();
+  return live_.after_prompt() ? rows > live + 1 : rows > kFewRows && live < rows / 2;
+}
+
+/// Moves the live tokens to the first rows, because after a long prompt few are left, scattered
+/// over all rows.
+void HostCache::compact() {
+  const std::size_t dim = shape_.head_size;
+  const std::vector<std::uint32_t> from = live_.renumber();
+  const Panels keys = std::exchange(keys_, Panels(0, dim));
+  const auto values = std::exchange(values_, {}), plain_keys = std::exchange(plain_keys_, {});
+  const auto rotated_to = std::exchange(rotated_to_, {});
+  const auto tiers = std::exchange(tiers_, {});
+  seen_ = {};
+  grow_to(from.size() + 1);
+  std::vector<float> key(dim);
+  for (std::size_t row = 0; row < from.size(); ++row) {
+    keys.get_row(from[row], key.data());
+    keys_.set_row(row, key.data());
+    std::copy_n(&values[from[row] * dim], dim, &values_[row * dim]);
+    if (rotates_) tiers_[row] = tiers[from[row]];
+    if (shape_.positions != Positions::cache) continue;
+    std::copy_n(&plain_keys[from[row] * dim], dim, &plain_keys_[row * dim]);
+    rotated_to_[row] = rotated_to[from[row]];
+  }
+}
+
+/// Sets the number of rows. If the capacity is too small, it grows by half, if the budget needs as
+/// many.
+void HostCache::grow_to(std::size_t rows) {
+  const std::size_t dim = shape_.head_size, had = values_.capacity() / dim;
+  if (rows > had) {
+    const std::uint64_t wanted = std::min<std::uint64_t>(had + had / 2, live_.capacity());
+    const std::size_t capacity = std::max<std::size_t>(rows, wanted);
+    keys_.reserve(capacity);
+    values_.reserve(capacity * dim);
+    if (shape_.positions == Positions::cache) plain_keys_.reserve(capacity * dim);
+  }
+  keys_.grow(rows);
+  values_.resize(rows * dim);
+  if (rotates_) tiers_.resize(rows);
+  if (shape_.positions != Positions::cache) return;
+  plain_keys_.resize(rows * dim);
+  rotated_to_.resize(rows);
+}
+
+void HostCache::append(const HeadAppend& append, const RopeTable& rope) {
+  KeyValueRows rows{append.k, append.v, append.key_stride, append.tokens};
+  rows.q = append.q, rows.group = shape_.group;
+  rows.q_head_stride = append.query_head_stride, rows.q_stride = append.query_stride;
+  rows.inv_freq = rope.rope().inv_freq, rows.rope_factor = rope.rope().factor;
+  rows.softmax_scale = shape_.softmax_scale;
+  const std::size_t end = std::size_t{append.first} + append.tokens;
+  for (auto& [name, feature] : feature_values_) feature.resize(std::max(feature.size(), end));
+  live_.append(append.first, append.tokens, features_.append(rows, &feature_values_, append.first));
+  grow_to(live_.slot_count());
+  store(append, rope);
+  if (shape_.positions == Positions::cache) rotate_to_cache_positions(rope);
+  if (append.tokens == 1) demote(live_.size() - 1, live_.size());
+  if (live_.is_quantized() && !rotates_) quantize_as_kivi(append.first);
+  seen_ = Tally(live_, shape_.threshold16, live_.size());
+  seen_.set_queries(append.tokens);
+}
+
+void HostCache::store(const HeadAppend& append, const RopeTable& rope) {
+  const std::size_t dim = shape_.head_size;
+  const std::span rows = live_.slots().last(append.tokens);
+  std::vector<float> rotated(dim);
+  for (std::uint32_t i = 0; i < append.tokens; ++i) {
+    const float* key = append.k + i * append.key_stride;
+    const float* value = append.v + i * append.key_stride;
+    rotate_rounded(rope, key, dim, append.first + i, shape_.rounding, rotated.data());
+    keys_.set_row(rows[i], rotated.data());
+    std::copy_n(value, dim, &values_[rows[i] * dim]);
+    if (rotates_) tiers_[rows[i]] = -1;
+    if (shape_.positions == Positions::cache) {
+      std::copy_n(key, dim, &plain_keys_[rows[i] * dim]);
+      rotated_to_[rows[i]] = append.first + i;
+    }
+  }
+}
+
+/// Only differences of positions matter. Tokens that are younger than every evicted token keep
+/// their original positions. The older ones are numbered by cache position, and are rotated again,
+/// from their unrotated keys, when an even older one is evicted.
+void HostCache::rotate_to_cache_positions(const RopeTable& rope) {
+  const std::size_t dim = shape_.head_size;
+  old_ = tokens_before_gaps(live_.positions());
+  std::vector<float> rotated(dim);
+  for (std::uint32_t age = 0; age < live_.size(); ++age) {
+    const std::uint32_t row = live_.slots()[age],
+                        position_in_cache = age < old_ ? age : live_.positions()[age];
+    if (rotated_to_[row] == position_in_cache) continue;
+    rotated_to_[row] = position_in_cache;
+    rope.rotate(&plain_keys_[row * dim], dim, position_in_cache, rotated.data());
+    keys_.set_row(row, rotated.data());
+  }
+}
+
+void HostCache::demote(std::uint32_t first, std::uint32_t last) {
+  if (!rotates_) return;
+  const std::size_t dim = shape_.head_size;
+  std::vector<float> key(dim);
+  for (std::uint32_t age = first; age < last; ++age) {
+    const std::uint32_t row = live_.slots()[age];
+    const int from = tiers_[row], to = static_cast<int>(live_.tier(age));
+    if (from == to) continue;
+    const auto formats = demotion_path(live_.tier_plan(), from, to);
+    const bool was_quantized = is_quantized(row);
+    tiers_[row] = to;
+    if (formats.empty()) continue;
+    const std::span<float> value = std::span(values_).subspan(row * dim, dim);
+    keys_.get_row(row, key.data());
+    if (!was_quantized) hadamard_rotate(key), hadamard_rotate(value);
+    quantize_token(formats, key, value);
+    keys_.set_row(row, key.data());
+  }
+}
+
+/// Quantizes what KIVI does when tokens are appended to the `before` older ones. Nothing is
+/// evicted, so a token's row is its position.
+void HostCache::quantize_as_kivi(std::uint32_t before) {
+  const KvFormat& format = *live_.tier_plan().front().format;
+  const std::size_t dim = shape_.head_size;
+  const std::uint32_t count = kivi_keys(before) - kivi_keys_;
+  std::vector<float> keys(count * dim);
+  for (std::uint32_t i = 0; i < count; ++i) keys_.get_row(kivi_keys_ + i, &keys[i * dim]);
+  quantize_by_channel(keys, dim, format.key_bits);
+  for (std::uint32_t i = 0; i < count; ++i) keys_.set_row(kivi_keys_ + i, &keys[i * dim]);
+  kivi_keys_ += count;
+  for (; kivi_values_ < kivi_values(before); ++kivi_values_)
+    quantize_row(std::span(values_).subspan(kivi_values_ * dim, dim), format.value_bits, false);
+}
+
+bool HostCache::all_exact(std::size_t count) const {
+  if (!rotates_) return kivi_keys_ == 0 && kivi_values_ == 0;
+  return std::ranges::none_of(live_.slots().first(count),
+                              [&](std::uint32_t row) { return is_quantized(row); });
+}
+
+/// Multiplies the queries by the keys of the rows of `panels` panels: [query, head, row].
+void HostCache::multiply_at(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
+                            QueryRotation rotation, const RopeTable& rope, std::size_t panels,
+                            std::vector<float>& by_row) const {
+  const std::size_t dim = shape_.head_size, group = shape_.group;
+  const std::size_t queries = (end - begin) * group, stride = panels * 16;
+  std::vector<float> rotated(queries * dim);
+  for (std::size_t i = 0; i < queries; ++i) {
+    const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
+    rotate_rounded(
+        rope, append.q + token * append.query_stride + i % group * append.query_head_stride, dim,
+        rotation == QueryRotation::to_number ? visible(append, token) - 1 : append.first + token,
+        shape_.rounding, &rotated[i * dim]);
+  }
+  if (rotation == QueryRotation::hadamard_rotated) hadamard_rotate(rotated);
+  by_row.resize(queries * stride);
+  multiply_fused(rotated.data(), queries, dim, keys_, 0, panels, by_row.data(), stride);
+}
+
+HostCache::Products HostCache::multiply(const HeadAppend& append, std::uint32_t begin,
+                                        std::uint32_t end, const RopeTable& rope) const {
+  const std::span rows = live_.slots().first(visible(append, end - 1));
+  const std::size_t panels = *std::max_element(rows.begin(), rows.end()) / 16 + 1;
+  Products products{.stride = panels * 16};
+  multiply_at(append, begin, end, QueryRotation::to_position, rope, panels, products.at_position);
+  if (old_ > 0)
+    multiply_at(append, begin, end, QueryRotation::to_number, rope, panels, products.at_number);
+  if (rotates_)
+    multiply_at(append, begin, end, QueryRotation::hadamard_rotated, rope, panels,
+                products.hadamard_rotated);
+  return products;
+}
+
+/// The scores of the live tokens from age `first` on, for the products' `query`-th row.
+void HostCache::gather_scores(const Products& products, std::size_t query, std::uint32_t first,
+                              std::span<float> scores) const {
+  const std::span rows = live_.slots().subspan(first, scores.size());
+  const std::size_t base = query * products.stride;
+  for (std::size_t age = 0; age < scores.size(); ++age)
+    scores[age] =
+        (first + age < old_ ? products.at_number : products.at_position)[base + rows[age]];
+  for (std::size_t age = 0; rotates_ && age < scores.size(); ++age)
+    if (is_quantized(rows[age]))
+      scores[age] = products.hadamard_rotated[base + rows[age]] / kQuantBlock;
+  make_scores(scores.data(), scores.size(), shape_.softmax_scale, shape_.softcap);
+}
+
+/// What some queries of an append give to the tokens of a cache and of its followers.
+class HostCache::Received {
+ public:
+  /// `all`: whether these are all queries of the append. Then no other thread adds to the caches'
+  /// tallies. The queries see at most `most` tokens.
+  Received(HostCache& own, std::span<HostCache* const> followers, bool all, std::uint32_t most) {
+    add(own, all, most);
+    for (HostCache* const follower : followers) add(*follower, all, most);
+  }
+
+  void add_row(std::span<const float> p, std::uint32_t age) {
+    for (Part& part : parts_) part.tally().add_row(p, age);
+  }
+  void end_query(std::uint32_t position) {
+    for (Part& part : parts_) part.tally().end_query(position);
+  }
+  void finish() {
+    for (Part& part : parts_) {
+      if (part.all) continue;
+      const std::lock_guard lock(part.cache->seen_mutex_);
+      part.cache->seen_.merge(part.own);
+    }
+  }
+
+ private:
+  struct Part {
+    HostCache* cache;
+    bool all;
+    Tally own;
+    Tally& tally() { return all ? cache->seen_ : own; }
+  };
+  void add(HostCache& cache, bool all, std::uint32_t most) {
+    if (cache.live_.needs() == Needs::nothing) return;
+    parts_.push_back({&cache, all, {}});
+    if (!all) parts_.back().own = Tally(cache.live_, cache.shape_.threshold16, most);
+  }
+
+  std::vector<Part> parts_;
+};
+
+void HostCache::attend(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
+                       const RopeTable& rope, const Attention& how) {
+  const std::size_t dim = shape_.head_size, group = shape_.group;
+  const std::uint32_t most = visible(append, end - 1);
+  const bool computes = !how.shared || shape_.positions == Positions::cache || !all_exact(most);
+  const Products products = computes ? multiply(append, begin, end, rope) : Products{};
+  Received received(*this, how.followers, end - begin == append.tokens, most);
+  std::vector<float> by_age(most);
+  for (std::uint32_t token = begin; token < end; ++token) {
+    // Probabilities from elsewhere are 0 for tokens outside a window.
+    const std::uint32_t first = computes ? first_visible(append, token) : 0;
+    const std::span p = std::span(by_age).first(visible(append, token) - first);
+    for (std::uint32_t head = 0; head < group; ++head) {
+      if (computes) {
+        gather_scores(products, (token - begin) * group + head, first, p);
+        const float* sink = shape_.sinks.empty() ? nullptr : &shape_.sinks[head];
+        const RowSum all = row_exponentials(p.data(), p.size(), sink, p.data());
+        divide(p.data(), p.size(), all.sum, p.data());
+        if (append.lse)
+          append.lse[token * append.lse_stride + head] =
+              static_cast<float>(log_sum_exp(all.shift, static_cast<double>(all.sum)));
+      } else {
+        how.shared->probabilities(append.first + token, head, live_.positions().first(p.size()),
+                                  p.data());
+      }
+      if (append.out) {
+        float* out = append.out + token * append.query_stride + head * append.query_head_stride;
+        std::fill_n(out, dim, 0.0f);
+        accumulate(p, live_.slots().subspan(first, p.size()), out);
+      }
+      received.add_row(p, append.tokens - 1 - token);
+      if (how.visit) how.visit(append.first + token, head, p);
+    }
+    received.end_query(append.first + token);
+  }
+  received.finish();
+}
+
+void HostCache::accumulate(std::span<const float> p, std::span<const std::uint32_t> rows,
+                           float* out) const {
+  const std::size_t dim = shape_.head_size;
+  const auto quantized = [&](std::uint32_t row) { return is_quantized(row); };
+  if (!rotates_ || std::ranges::none_of(rows, quantized))
+    return accumulate_rows(p, rows, values_.data(), dim, dim, out);
+  std::vector<std::uint32_t> rows_of[2];  // exact, quantized
+  std::vector<float> p_of[2], sum(dim);
+  for (std::size_t age = 0; age < rows.size(); ++age) {
+    rows_of[quantized(rows[age])].push_back(rows[age]);
+    p_of[quantized(rows[age])].push_back(p[age]);
+  }
+  if (!rows_of[0].empty()) accumulate_rows(p_of[0], rows_of[0], values_.data(), dim, dim, out);
+  accumulate_rows(p_of[1], rows_of[1], values_.data(), dim, dim, sum.data());
+  hadamard_rotate(sum);
+  for (std::size_t d = 0; d < dim; ++d) out[d] += sum[d] / kQuantBlock;
+}
+
+void HostCache::step(const HeadAppend& append, const RopeTable& rope) {
+  evict_to_budget(append.first);
+  this->append(append, rope);
+  const bool looks = append.out || live_.needs() != Needs::nothing;
+  for (std::uint32_t begin = 0; looks && begin < append.tokens; begin += kQueryBlock)
+    attend(append, begin, std::min(append.tokens, begin + kQueryBlock), rope);
+  observe();
+}
+
+std::span<const Observation> HostCache::observe() {
+  live_.observe(seen_.observations(), seen_.heads());
+  return seen_.observations();
+}
+
+}  // namespace kvlab

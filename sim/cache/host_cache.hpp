@@ -1,0 +1,216 @@
+// The cache of one KV head of one layer on the host: keys and values of the live tokens, and
+// attention over them. The plain replay, the end-to-end evaluation, the CPU decoder and the Python
+// package drive it, so they reach equal bits.
+//
+// A token's row is its slot in the LiveSet. Its key is stored after RoPE:
+//
+//   append ──► 16 bit ──► demoted by the tier plan ──► evicted, and the row is used again
+//              (in an append of several tokens, until the append has ended)
+//
+// A row's probabilities come from logits by `multiply_fused`, gathered by age, then scaled,
+// exponentials, one sum, one division. Values are added by age.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "policies/aged_set.hpp"
+#include "policies/features/features.hpp"
+#include "policies/tally.hpp"
+#include "traces/base/numeric/dtype.hpp"
+#include "traces/base/numeric/panels.hpp"
+#include "traces/base/numeric/rope.hpp"
+
+namespace kvlab {
+
+/// What the heads of one layer have in common.
+struct HeadShape {
+  std::uint32_t head_size, group;  ///< `group`: query heads that share a KV head
+  Positions positions = Positions::original;
+  float softmax_scale = 1.0f;
+  std::uint32_t threshold16 = 0;  ///< threshold of requests
+  std::uint32_t window = 0;       ///< tokens that a query sees, itself included; 0: all
+  float softcap = 0;              ///< as in RowSpec, like `sinks`
+  std::vector<float> sinks = {};  // [query head]
+  /// Keys and queries are rounded to it after RoPE at original positions.
+  std::optional<Dtype> rounding = {};
+};
+
+/// Queries, keys and values of one KV head in an append, before RoPE, and where its outputs go.
+/// Rows of tokens are `*_stride` floats apart.
+struct HeadAppend {
+  std::uint32_t first, tokens;
+  const float* q;                 // [token, group, dim]
+  std::size_t query_head_stride;  // floats between the queries of a token's heads
+  std::size_t query_stride;       // of q and of out
+  const float *k, *v;             // [token, dim]
+  std::size_t key_stride;
+  float* out = nullptr;  // [token, group, dim]; null: outputs are not computed
+  float* lse =
+      nullptr;  // [token, group], natural logarithm; null with probabilities from elsewhere
+  std::size_t lse_stride = 0;
+};
+
+/// Rows of the full cache that several caches share, because a cache at original positions only
+/// masks their exponentials.
+class FullRows {
+ public:
+  virtual ~FullRows() = default;
+  /// Writes a query head's probabilities over the tokens `live`, ascending positions, to p.
+  virtual void probabilities(std::uint32_t query, std::uint32_t head,
+                             std::span<const std::uint32_t> live, float* p) = 0;
+};
+
+/// Rotates x [size] to a position and rounds it to `rounding`, if there is one, as a model of that
+/// type does.
+void rotate_rounded(const RopeTable& rope, const float* x, std::size_t size, std::uint32_t position,
+                    std::optional<Dtype> rounding, float* y);
+/// Passes both through the formats of demotion_path(), in order. They are after the Hadamard
+/// rotation.
+void quantize_token(std::span<const KvFormat* const> path, std::span<float> key,
+                    std::span<float> value);
+/// Quantizes keys after RoPE as KIVI does: by channel in groups of kQuantBlock tokens, each with an
+/// fp16 minimum and an fp16 scale, which is never 0.
+void quantize_by_channel(std::span<float> keys, std::size_t dim, int bits);
+
+/// Queries that share one pass over the keys.
+inline constexpr std::uint32_t kQueryBlock = 32;
+
+class HostCache {
+ public:
+  /// `live`: an empty set. `output`: weights for features that are computed from them.
+  /// `feature_values`: given features of the prompt's tokens, which are not computed.
+  HostCache(const HeadShape& shape, LiveSet live, OutputWeights output = {},
+            FeaturesByName feature_values = {});
+
+  /// Copies the state of `other` after step 4. The copy shares ranks with no other head until
+  /// share_ranks().
+  HostCache(const HostCache& other);
+  HostCache& operator=(const HostCache&) = delete;
+
+  /// Step 1. Returns the evicted positions, ascending.
+  std::span<const std::uint32_t> evict_to_budget(std::uint32_t now);
+  /// Step 2. `rope` must cover the append's last position.
+  void append(const HeadAppend& append, const RopeTable& rope);
+
+  /// Called with a query, a query head and its probabilities over the oldest p.size() live tokens.
+  using RowVisitor =
+      std::function<void(std::uint32_t query, std::uint32_t head, std::span<const float> p)>;
+  /// How to attend.
+  struct Attention {
+    /// Gives the probabilities where all tokens are in 16 bit at original positions; null: they are
+    /// computed from the stored keys.
+    FullRows* shared = nullptr;
+    /// Caches with the same live tokens, keys and values in 16 bit. They receive what this cache
+    /// receives, and need not attend.
+    std::span<HostCache* const> followers = {};
+    RowVisitor visit = {};  ///< may be empty
+  };
+  /// Step 3 for tokens [begin, end) of the append. Several threads may attend at once.
+  void attend(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
+              const RopeTable& rope, const Attention& how);
+  void attend(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
+              const RopeTable& rope) {
+    attend(append, begin, end, rope, Attention{});
+  }
+  /// Step 4. Returns what each live token received, by age; empty if the policy needs nothing.
+  std::span<const Observation> observe();
+  /// Steps 1 to 4 on this thread.
+  void step(const HeadAppend& append, const RopeTable& rope);
+
+  /// Adds p times the values of the oldest p.size() live tokens to out [dim].
+  void accumulate(std::span<const float> p, float* out) const {
+    accumulate(p, live_.slots().first(p.size()), out);
+  }
+  /// Whether the oldest `count` live tokens are in 16 bit.
+  bool all_exact(std::size_t count) const;
+
+  /// Drops all but the first `tokens` tokens, as LiveSet::crop() does.
+  void crop(std::uint32_t tokens) { live_.crop(tokens); }
+  /// Ends a prompt segment.
+  void end_prompt() { live_.end_prompt(); }
+  /// For share_ranks().
+  AgedSet& aged_set() { return live_; }
+
+  const LiveSet& live() const { return live_; }
+  /// Number of rows in use: after a prompt as many as the budget keeps live, before its end at most
+  /// twice the live tokens, or a few.
+  std::uint32_t row_count() const { return live_.slot_count(); }
+  /// Bytes of the live tokens: of their quantized values, or 4 bytes for each element.
+  std::uint64_t live_bytes() const {
+    std::uint64_t bytes = 0;
+    if (!rotates_) return std::uint64_t{live_.size()} * 2 * shape_.head_size * sizeof(float);
+    for (const std::uint32_t row : live_.slots())
+      bytes += is_quantized(row) ? live_.tier_plan()[tiers_[row]].format->block_bytes() *
+                                       shape_.head_size / kQuantBlock
+                                 : 2 * shape_.head_size * sizeof(float);
+    return bytes;
+  }
+  /// Bytes of memory that keys and values take, spare rows included. Keys are stored by sixteen.
+  std::size_t bytes() const {
+    return keys_.bytes() + (values_.capacity() + plain_keys_.capacity()) * sizeof(float);
+  }
+
+ private:
+  /// How queries are rotated: to their original positions, to their cache positions, or to their
+  /// original positions and then by the Hadamard rotation.
+  enum class QueryRotation { to_position, to_number, hadamard_rotated };
+  /// The products of queries with the keys of all rows, [query, head, row], by rotation of the
+  /// queries. Empty if no key needs them.
+  struct Products {
+    std::vector<float> at_position, at_number, hadamard_rotated;
+    std::size_t stride = 0;
+  };
+  class Received;
+
+  std::uint32_t visible(const HeadAppend& append, std::uint32_t token) const {
+    return live_.size() - append.tokens + token + 1;
+  }
+  /// The age of the oldest token that `token` sees.
+  std::uint32_t first_visible(const HeadAppend& append, std::uint32_t token) const;
+  bool has_spare_rows() const;
+  void compact();
+  void grow_to(std::size_t rows);
+  void store(const HeadAppend& append, const RopeTable& rope);
+  void rotate_to_cache_positions(const RopeTable& rope);
+  /// Quantizes the rows of the live tokens of ages [first, last) as their tiers keep them.
+  void demote(std::uint32_t first, std::uint32_t last);
+  void quantize_as_kivi(std::uint32_t before);
+  bool is_quantized(std::uint32_t row) const {
+    return tiers_[row] >= 0 && !live_.tier_plan()[tiers_[row]].format->exact();
+  }
+  void multiply_at(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
+                   QueryRotation rotation, const RopeTable& rope, std::size_t panels,
+                   std::vector<float>& by_row) const;
+  Products multiply(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
+                    const RopeTable& rope) const;
+  void gather_scores(const Products& products, std::size_t query, std::uint32_t first,
+                     std::span<float> scores) const;
+  void accumulate(std::span<const float> p, std::span<const std::uint32_t> rows, float* out) const;
+
+  HeadShape shape_;
+  LiveSet live_;
+  bool rotates_ = false;  // whether quantized rows are stored after the Hadamard rotation
+  FeatureMaker features_;
+  FeaturesByName feature_values_;
+  std::vector<std::uint32_t> victims_;
+  // A token's row is its slot.
+  Panels keys_;                // [row, dim], rotated
+  std::vector<float> values_;  // [row, dim]
+  std::vector<float>
+      plain_keys_;  // [row, dim], before RoPE; only where positions are cache positions
+  std::vector<std::uint32_t> rotated_to_;  // [row]: the position that a key is rotated to; only
+                                           // with cache positions
+  std::vector<int> tiers_;  // [row]: the tier of its format; -1: not quantized; if rotates_
+  std::uint32_t kivi_keys_ = 0, kivi_values_ = 0;  // oldest tokens that KIVI has quantized
+  std::uint32_t old_ = 0;  // oldest live tokens, which are rotated to cache positions
+
+  std::mutex seen_mutex_;
+  Tally seen_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,94 @@
+// One configuration on one KV head: a cache that goes through a sequence's appends, and what is
+// measured of it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "sim/cache/host_cache.hpp"
+#include "sim/head_view.hpp"
+#include "sim/row_measure.hpp"
+#include "sim/shared_rows.hpp"
+#include "traces/base/numeric/rope.hpp"
+
+namespace kvlab {
+
+/// Queries begin … end - 1.
+struct QueryRange {
+  std::uint32_t begin, end;
+};
+
+class PlainRun {
+ public:
+  /// `appends`, `view`'s data and `rope` must outlive the run.
+  PlainRun(LiveSet live, Positions positions, const std::vector<Append>& appends,
+           const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
+
+  /// Keeps the data alive that the live set's hooks read.
+  void keep(std::shared_ptr<const void> owned) { kept_alive_ = std::move(owned); }
+  void measure(const MeasuredQueries* measured) {
+    measure_ = RowMeasure(measured, 1, view_, 1);
+    if (live().is_quantized()) measure_.separate_quantization();
+  }
+  /// Called after each query with the live positions it attended, ascending.
+  void watch(std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher) {
+    watcher_ = std::move(watcher);
+  }
+  /// Called before each append, before tokens are evicted, with the position to be appended next.
+  void watch_appends(std::function<void(std::uint32_t, const LiveSet&)> watcher) {
+    append_watcher_ = std::move(watcher);
+  }
+
+  /// Whether attend() will look at the shared row of `query`.
+  bool wants_row(std::uint32_t query) const;
+  /// The end of the append in progress.
+  std::uint32_t append_end() const { return current_append().first + current_append().tokens; }
+  /// Takes some queries of one append. Takes all queries in order, each once.
+  void attend(QueryRange queries, SharedRows& rows);
+
+  const LiveSet& live() const { return cache_.live(); }
+  /// For share_ranks().
+  AgedSet& aged_set() { return cache_.aged_set(); }
+  HeadOutcome outcome() {
+    return {measure_.take().front(), live().evictions(), live().live_max(), live().size()};
+  }
+
+ private:
+  const Append& current_append() const { return appends_[next_]; }
+  /// Younger queries of the append.
+  std::uint32_t age_of(std::uint32_t query) const { return append_end() - 1 - query; }
+  /// Whether the policy observes the query, or it is measured.
+  bool wants(std::uint32_t query) const;
+  HeadAppend head_append() const;
+  void measure_head(std::uint32_t query, std::uint32_t head, std::span<const float> p,
+                    SharedRows& rows);
+  void measure_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,
+                       std::span<const float> own, SharedRows& rows);
+  void measure_quantization(std::uint32_t query, std::uint32_t head,
+                            std::span<const std::uint32_t> live, SharedRows& rows);
+
+  const std::vector<Append>& appends_;
+  std::size_t next_ = 0;
+  HeadView view_;
+  const RopeTable& rope_;
+  bool masks_rows_;  // whether the cache attends by masking shared rows
+  HostCache cache_;
+  std::shared_ptr<const void> kept_alive_;
+  RowMeasure measure_;
+  std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher_;
+  std::function<void(std::uint32_t, const LiveSet&)> append_watcher_;
+  std::vector<float> kept_, exact_p_, out_, exact_out_;  // by age: exponentials; [dim]
+};
+
+/// The runs of one configuration on some KV heads of a layer.
+using LayerRun = std::vector<std::unique_ptr<PlainRun>>;
+
+/// Takes the KV heads through every run, block of queries by block of queries and append by append,
+/// so that the caches of a layer may evict together. Shared rows are computed only if a run wants
+/// them. `rows`: by KV head.
+void run_layer(QueryRange queries, std::span<SharedRows> rows, std::span<const LayerRun> runs);
+
+}  // namespace kvlab
