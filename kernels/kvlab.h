@@ -432,7 +432,7 @@ typedef struct {
   int younger;                 /**< number of the prompt's queries after these */
   const uint32_t* positions;   /**< of a batch [sequence]; NULL: `position` for all */
   const int32_t* youngers;     /**< of a batch [sequence]; NULL: `younger` for all */
-  const uint32_t* appended;    /**< of a batch [sequence]: only so many of its first queries count,
+  const uint32_t* appended;    /**< of a batch [sequence]: how many of its first queries count,
                                     for example the accepted tokens of a draft; NULL: all */
 } kvlab_observe_args;
 size_t kvlab_observe_workspace(const kvlab_observe_args* args);

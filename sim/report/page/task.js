@@ -14,10 +14,10 @@ function taskPage(data) {
   return {
     command: 'kvlab task',
     question: `Does ${shown(facts.model, 100)} still answer under evictions?`,
-    context: `${named(facts.task)}, ${facts.samples} samples at each of ${facts.depths} depths and ${facts.lengths} lengths. ` +
-      'Choose one of them below.',
+    context: `${named(facts.task)}; samples at each depth and length: ${facts.samples}, depths: ${facts.depths}, ` +
+      `lengths: ${facts.lengths}. Choose one of them below.`,
     front: [...recommended(data.recommendations[0], facts.next), quiet(kTaskNote)],
-    sections: [frontierSection(data), exploreSection(data, 'Right answers against budget', data.description),
+    sections: [frontierSection(data), exploreSection(data, 'Answers against budget', data.description),
       section('What the metrics mean', '', terms(kTaskMeanings, {class: 'prose'})),
       section('Where this comes from', '', terms([['weights', code(facts.weights_xxh3)], ['seed', String(facts.seed)],
         ['kvlab', named(facts.kvlab)]]))],

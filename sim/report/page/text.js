@@ -1,6 +1,6 @@
 // Numbers and names as text, in the same digits and words as the terminal (sim/report/text.cpp).
 
-/** A number with so many decimals. An exact half goes to the even digit, as in C++. */
+/** A number with `decimals` digits after the point. An exact half goes to the even digit, as in C++. */
 function fixed(value, decimals) {
   const text = value.toFixed(decimals), exact = value.toFixed(Math.min(100, decimals + 30));
   if (exact.slice(-30) !== '5' + '0'.repeat(29)) return text;
