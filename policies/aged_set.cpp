@@ -197,10 +197,11 @@ bool AgedSet::assign_one(std::uint32_t now) {
 /// without a slot in victims_.
 void AgedSet::assign_tiers(bool evicts) {
   const std::uint32_t waiting = waiting_tokens(size_, budget_, evicts);
-  std::vector<std::uint32_t> free_slots;
-  for (int tier = 0; tier < tier_count(); ++tier)
-    free_slots.push_back(
-        tier_capacity(tier, tier_plan_[static_cast<std::size_t>(tier)].slots, waiting));
+  std::vector<std::uint32_t> free_slots(static_cast<std::size_t>(tier_count()));
+  for (int tier = 0; tier < tier_count(); ++tier) {
+    const auto index = static_cast<std::size_t>(tier);
+    free_slots[index] = tier_capacity(tier, tier_plan_[index].slots, waiting);
+  }
   std::ranges::sort(victims_,
                     [&](std::uint32_t a, std::uint32_t b) { return keys_[b] < keys_[a]; });
   std::erase_if(victims_, [&](std::uint32_t age) {
