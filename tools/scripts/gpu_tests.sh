@@ -32,7 +32,7 @@ tagged() {
   done
 }
 others() {
-  printf 'example %s.c|%q\n' evict "$installed/build/evict" paged "$installed/build/paged"
+  printf 'example %s.c|%q\n' evict "$installed/build/evict" paged "$installed/build/paged" batch "$installed/build/batch"
   printf 'example torch_evict.py|python_with torch %q %q --library %q\n' "${KVLAB_HF_PYTHON:-python3}" \
     "$source/tools/examples/torch_evict.py" "$installed/prefix/lib/libkvlab_kernels.so"
   printf 'python engine.py|python_with torch,kvlab %q %q --layers 8\n' "${KVLAB_PYTHON:-python3}" \
