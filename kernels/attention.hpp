@@ -14,35 +14,37 @@ struct AttentionShape {
   int query_heads, kv_heads, head_size;
   float softmax_scale;
   std::int64_t sequence_stride,
-      head_stride;  ///< of the cache, in elements; a slot is head_size long
-  /// [query_head], device: an extra logit per head that belongs to no token but counts in the
-  /// softmax; null: none.
+      head_stride;  ///< strides of the cache, in elements; a slot has head_size elements
+  /// [query_head], device: an extra logit per head, which counts in the softmax but belongs to no
+  /// token. Null: none.
   const float* sinks = nullptr;
 };
 
-/// One query per sequence over the sequence's first lengths[s] slots (the last of them is the
-/// query's own token). If a length exceeds `slots`, the slots are a ring that holds the newest
-/// tokens, with token t at t % slots. Each KV head is split over the grid so that the GPU is full
-/// at any batch size; the parts are merged in a fixed order, so equal inputs give equal bits. (The
-/// split points depend on all lengths and on the device, so a sequence's bits may differ in another
-/// batch.) All pointers except lengths and lse, and all strides, must be 16-byte aligned. At most
-/// 32,768 sequences x KV heads.
+/// One query per sequence, over the sequence's first lengths[s] slots. The last of them is the
+/// query's own token. If a length exceeds `slots`, the slots are a ring with the newest tokens,
+/// where token t is at t % slots.
+///
+/// Each KV head is split over the grid, so that the GPU is full at any batch size. The parts are
+/// merged in a fixed order, so equal inputs give equal bits. (Where a head is split depends on all
+/// lengths and on the device, so a sequence's bits may differ in another batch.) All pointers
+/// except lengths and lse, and all strides, must be 16-byte aligned. At most 32,768 sequences x KV
+/// heads.
 struct DecodeAttentionArgs {
   AttentionShape shape;
-  int sequences, slots;         ///< slots: capacity
+  int sequences, slots;         ///< slots: capacity of each sequence
   const void* q;                // [sequence, query_head, dim] of type, rotated
   const void *keys, *values;    // the layer's cache
   const std::int32_t* lengths;  // [sequence], device; 0: nothing is written
   void* out;                    // [sequence, query_head, dim] of type
   float* lse;                   // [sequence, query_head], natural logarithm, or null
   void* workspace;  // decode_attention_workspace() bytes, the first kSignalBytes zero before the
-                    // first use; concurrent calls must not share it
-  /// Set if no kernel that this one may overlap writes lengths, or any key or value except each
-  /// sequence's last one, as in a graph whose step appends one token. The kernel then fetches keys
-  /// and values while the kernels before it still run.
+                    // first use; calls that run at the same time must not share it
+  /// Set it if kernels that may run at the same time write neither lengths nor keys and values,
+  /// except each sequence's last token. This is so in a graph whose step appends one token. The
+  /// kernel then loads keys and values while the preceding kernels still run.
   bool settled = false;
 };
-/// For the current device, in bytes; 0 if the shape is not supported.
+/// Bytes of workspace for the current device; 0 if the shape is not supported.
 std::size_t decode_attention_workspace(const AttentionShape& shape, int sequences, int slots);
 cudaError_t decode_attention(const DecodeAttentionArgs& args, cudaStream_t stream);
 
@@ -52,15 +54,15 @@ using RowSoftmax = kvlab_row_softmax;
 /// Properties of a layer that kvlab_prefill_args does not contain.
 struct PrefillLayer {
   std::int64_t head_stride =
-      0;  ///< without first_slot: elements from a KV head's slots to the next
+      0;  ///< without first_slot: elements from a KV head's slots to those of the next
   const float* sinks = nullptr;  ///< see AttentionShape
-  int window = 0;                ///< sliding window: slots that a query sees at most; 0: all
+  int window = 0;  ///< sliding window: maximum number of slots that a query sees; 0: no limit
 };
 std::size_t prefill_workspace(const kvlab_prefill_args& args);
-/// Keys in parts require a layer without a sliding window and without sinks.
+/// `args` may split keys into parts only if the layer has neither a sliding window nor sinks.
 cudaError_t prefill_attention(const kvlab_prefill_args& args, const PrefillLayer& layer,
                               cudaStream_t stream);
-/// The same for slots laid out as `shape` says; `args` gives the rest.
+/// Like the first function, for slots with the layout of `shape`. `args` says the rest.
 cudaError_t prefill_attention(const AttentionShape& shape, kvlab_prefill_args args, int window,
                               cudaStream_t stream);
 

@@ -7,7 +7,7 @@
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kOldestMajor = 8;  // for cp.async and bf16 tensor core products
+constexpr int kOldestMajor = 8;  // minimum for cp.async and bf16 tensor core products
 
 std::string version_text(int version) {
   return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
@@ -19,7 +19,7 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
-/// The number of devices. Without a driver it is 0, and `why` receives CUDA's message.
+/// The number of devices. Without a driver it is 0, and CUDA's message is stored in `why`.
 int device_count(std::string& why) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
@@ -29,7 +29,7 @@ int device_count(std::string& why) {
   return 0;
 }
 
-/// Makes another device current while it lives.
+/// Makes another device current during its lifetime.
 class DeviceScope {
  public:
   explicit DeviceScope(int device) {

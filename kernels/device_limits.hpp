@@ -1,7 +1,7 @@
 // What a kernel launch may use of a GPU, and which code of this build the GPU runs.
 //
-// A launch plan is a pure function of a shape and of DeviceLimits, so tests check plans for GPUs
-// that the machine does not have.
+// A launch plan is a pure function of a shape and of DeviceLimits, so tests can check plans for
+// GPUs that the machine does not have.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,14 +14,14 @@ namespace kvlab::kernels {
 
 struct DeviceLimits {
   int multiprocessors = 0;
-  int shared_bytes = 0;  ///< shared memory that a thread block may use at most, in bytes
-  /// The code that the driver loaded was compiled for sm_90 or later, so it has programmatic
-  /// dependent launch and clusters. A GPU of compute capability 9.0 that runs PTX of sm_80 has
-  /// neither.
+  int shared_bytes = 0;  ///< maximum shared memory of a thread block, in bytes
+  /// Whether the loaded code was compiled for sm_90 or later, so that programmatic dependent launch
+  /// and clusters work. They do not work on a GPU of compute capability 9.0 that runs PTX of sm_80.
   bool early_start = false;
 };
 
-/// Of the current device. Returns an error if there is no device or this build has no code for it.
+/// The limits of the current device. Returns an error if there is no device or this build has no
+/// code for it.
 cudaError_t device_limits(DeviceLimits& limits);
 
 /// The resources of one launch.
@@ -29,7 +29,7 @@ struct LaunchPlan {
   int blocks = 0;  ///< 0: no plan fits
   int stages = 0;  ///< stages of the ring in shared memory, if the kernel has one
   int rows = 0;    ///< rows that one launch handles, if there are many
-  /// dynamic, in bytes; if no plan fits, the least that a block needs
+  /// dynamic shared memory in bytes; if no plan fits, the minimum that a thread block needs
   std::size_t shared_bytes = 0;
   unsigned cluster = 0;  ///< thread blocks per cluster; 0: no clusters
 
@@ -38,8 +38,8 @@ struct LaunchPlan {
 
 /// Whether a call failed because this build has no code for the device.
 bool is_without_code(cudaError_t error);
-/// Why kvlab does not run on the current device: no device, too old, or no code for it in this
-/// build. Empty if it runs.
+/// The reason why kvlab does not run on the current device: there is no device, it is too old, or
+/// this build has no code for it. Empty if kvlab runs.
 std::string why_not_device();
 /// The same for a GPU of compute capability major.minor on which loading a kernel returned
 /// `loaded`.

@@ -1,5 +1,5 @@
-// The C interface: checks a call's arguments, passes its struct to the launcher, finds policies by
-// name, compiles policies from headers, and keeps why a call was refused.
+// The C interface. It checks the arguments of a call, passes its struct to the launcher, finds
+// policies by name, compiles policies from headers, and stores the reason why a call was refused.
 #include "kernels/kvlab.h"
 
 #include <algorithm>
@@ -35,8 +35,8 @@ static_assert(sizeof(kvlab_feature_args::features) == kMaxFeatures * sizeof(kvla
 static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
 static_assert(SIZE_MAX == kNoDevice);
 
-// Sizes of the structs that callers fill. If a size changes (of an embedded struct too), the binary
-// interface changes.
+// Sizes of the structs that callers fill in. If a size changes (also of an embedded struct), the
+// binary interface changes.
 template <class... Structs>
 constexpr std::array kSizes{sizeof(Structs)...};
 static_assert(
@@ -62,7 +62,7 @@ const std::vector<kvlab_policy>& policies() {
 
 constexpr const char* kNull = "an argument is NULL";
 
-/// kvlab_last_error(): the message of the thread's last call that was refused.
+/// kvlab_last_error(): why the thread's last refused call was refused.
 thread_local std::string last_error;
 
 /// Returns whether there is a reason to refuse the call, and records the reason.
@@ -80,7 +80,7 @@ bool is_refused(const char* call, const kvlab_policy* policy, const Args* args) 
   return is_refused(call, why_not_size(*args)) || is_refused(call, why_not(policy->kernels, *args));
 }
 
-/// `said` receives what is wrong.
+/// `said` receives a description of the error.
 cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::string& said) try {
   constexpr std::uintmax_t kMaxBytes = 1 << 20;
   std::error_code error;
@@ -115,13 +115,13 @@ cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::s
   return cudaErrorNotSupported;
 }
 
-/// Parses name=NAME. NAME may be left out if it is the default.
+/// Parses name=NAME. The name may be omitted if it is the default.
 const char* feature_name(const char* name) {
   const char* const given = std::strchr(name, '=');
   return given == nullptr ? name : given + 1;
 }
 
-/// For a supported shape. Does not look at the block table or at the order of blocks.
+/// The shape must be supported. Does not check the block table or the order of blocks.
 void measure(const EvictionKernels& policy, const kvlab_cache_view& c, std::size_t slots,
              kvlab_numbering numbering, kvlab_memory& to) {
   const std::size_t sequences = static_cast<std::size_t>(c.sequences),
@@ -157,8 +157,8 @@ void measure(const EvictionKernels& policy, const kvlab_cache_view& c, std::size
         .compact_workspace = compact_workspace(c)};
 }
 
-/// Why the current device cannot attend over such a cache. Empty if it can, and if there is no
-/// device.
+/// The reason why the current device cannot attend over such a cache. Empty if it can, or if there
+/// is no device.
 std::string why_not_here(const kvlab_cache_view& cache, kvlab_numbering numbering) {
   DeviceLimits limits;
   const cudaError_t error = device_limits(limits);

@@ -14,14 +14,14 @@ namespace kvlab::kernels {
 
 struct Launch {
   dim3 grid, block;
-  std::size_t shared_bytes = 0;  ///< dynamic
+  std::size_t shared_bytes = 0;  ///< dynamic shared memory
   cudaStream_t stream = nullptr;
   unsigned cluster = 0;  ///< thread blocks per cluster (sm_90); 0: no clusters
 };
 
-/// Lets a kernel use all dynamic shared memory of the device, and asks for the multiprocessor to be
-/// configured for it, because two kernels run on one multiprocessor only if both want the same
-/// configuration.
+/// Lets a kernel use all dynamic shared memory of the device. Also asks for multiprocessors to be
+/// configured for that, because two kernels run on one multiprocessor at the same time only if both
+/// want the same configuration.
 template <class... Params>
 cudaError_t allow_shared_memory(void (*kernel)(Params...), const DeviceLimits& limits) {
   const cudaError_t error = cudaFuncSetAttribute(
@@ -31,7 +31,7 @@ cudaError_t allow_shared_memory(void (*kernel)(Params...), const DeviceLimits& l
                               cudaSharedmemCarveoutMaxShared);
 }
 
-/// Calls enqueue(config) for a kernel that calls wait_for_predecessor()
+/// Calls enqueue(config) to launch a kernel that calls wait_for_predecessor()
 /// (device/grid_dependency.cuh).
 template <class Enqueue>
 cudaError_t launch_by(const DeviceLimits& limits, const Launch& where, Enqueue enqueue) {
@@ -55,7 +55,7 @@ cudaError_t launch_by(const DeviceLimits& limits, const Launch& where, Enqueue e
   return enqueue(&config);
 }
 
-/// Launches a kernel by its name in the source.
+/// Launches a kernel, given as a function.
 template <class... Params, class... Args>
 cudaError_t launch(const DeviceLimits& limits, void (*kernel)(Params...), const Launch& where,
                    Args&&... args) {
@@ -64,8 +64,8 @@ cudaError_t launch(const DeviceLimits& limits, void (*kernel)(Params...), const 
   });
 }
 
-/// Launches a kernel given as a function address or a cudaKernel_t, with the address of each
-/// parameter.
+/// Launches a kernel, given as a function address or a cudaKernel_t, with the addresses of its
+/// parameters.
 inline cudaError_t launch(const DeviceLimits& limits, const void* kernel, const Launch& where,
                           void** parameters) {
   return launch_by(limits, where, [&](const cudaLaunchConfig_t* config) {

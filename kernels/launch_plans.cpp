@@ -12,7 +12,7 @@ const char* type_text(Type type) {
   return type == KVLAB_F32 ? "float32" : type == KVLAB_BF16 ? "bf16" : "fp16";
 }
 
-/// Appends advice: a 2-byte type needs half the memory of float32.
+/// Appends the advice to use a 2-byte type, which needs half the memory of float32.
 std::string with_advice(const std::string& why, Type type) {
   return why.empty() || type != KVLAB_F32 ? why : why + "; bf16 and fp16 need half of it";
 }

@@ -1,5 +1,6 @@
-// Launch plans of each kernel for a GPU with given limits: pure functions, which run without a GPU.
-// Code that allocates memory for a kernel first asks here whether the kernel can be launched.
+// Launch plans of each kernel for a GPU with given limits. They are pure functions, which run
+// without a GPU. Code that allocates memory for a kernel first checks here that the kernel can be
+// launched.
 //
 // Launchers whose shared memory is static, or at most 48 KiB for every shape, have no plan here,
 // because every GPU has that much.
@@ -18,34 +19,37 @@ enum class Form;       // kernels/linear/linear.hpp
 struct Routes;         // kernels/linear/experts.hpp
 struct ReplayShape;    // kernels/replay/replay.hpp
 enum class ReplayTokens;
-struct ReplayWalkArgs;   // the same
-struct ReplayMembers;    // the same
-struct ReplayWalkPlan;   // the same
+struct ReplayWalkArgs;   // kernels/replay/replay.hpp
+struct ReplayMembers;    // kernels/replay/replay.hpp
+struct ReplayWalkPlan;   // kernels/replay/replay.hpp
 struct EvictionKernels;  // kernels/evict/eviction_kernels.hpp
 
-/// Which kernel of decode attention runs: one that requests tiles one by one, one that requests all
-/// of its shared memory at once, or one that uses a cluster of thread blocks for each pair.
+/// Which kernel of decode attention runs: one that requests tiles one by one, one that fills all
+/// its shared memory with requests at once, or one that uses a cluster of thread blocks for each
+/// pair.
 enum class PairKernel { one_by_one, all_ahead, clusters };
 struct PairLaunch {
   PairKernel kernel;
   LaunchPlan plan;
 };
-/// Decode attention for a supported shape.
+/// Plans decode attention for a supported shape.
 PairLaunch pair_attention_plan(const PairAttention& args, const DeviceLimits& limits);
-/// Decode attention over tiers: args.table.max_slots rows of at most `max_row_bytes` bytes.
+/// Plans decode attention over tiers, with args.table.max_slots rows of at most `max_row_bytes`
+/// bytes.
 LaunchPlan tier_attention_plan(const PairAttention& args, int max_row_bytes,
                                const DeviceLimits& limits);
-/// Prefill attention and its second pass. The plan depends on the type and the head size.
+/// Plans prefill attention and its second pass. The plan depends on the type and the head size.
 LaunchPlan prefill_plan(Type type, int head_size, const DeviceLimits& limits);
 LaunchPlan observe_plan(Type type, int head_size, const DeviceLimits& limits);
-/// A product of a decode step. Its shared memory grows with k; one launch handles plan.rows rows of
-/// x.
+/// Plans a product of a decode step. Its shared memory grows with k; one launch handles plan.rows
+/// rows of x.
 LaunchPlan linear_plan(Type type, Form form, int rows, int n, int k, const DeviceLimits& limits);
-/// For 2-byte types; `n`: outputs of an expert.
+/// Plans a product of experts, for 2-byte types. `n`: number of outputs of an expert.
 LaunchPlan expert_product_plan(const Routes& routes, int n, const DeviceLimits& limits);
 
-/// Whether the bits of live tokens that a walk keeps fit a block's shared memory: shape.tokens bits
-/// for the cache and for each of its tiers, and the memory that cache positions need.
+/// Whether the bits of live tokens that a walk uses fit a thread block's shared memory:
+/// shape.tokens bits for the cache and for each of its tiers, and the memory that cache positions
+/// need.
 bool walk_fits(const ReplayShape& shape, ReplayTokens tokens, int tiers,
                const DeviceLimits& limits);
 /// See plan_walk() in kernels/replay/replay.hpp.
@@ -53,13 +57,14 @@ cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
                       const DeviceLimits& limits, ReplayWalkPlan& plan);
 /// The number of tokens of a row that replay_rows() keeps in shared memory.
 int replay_cached_tokens(int tokens, const DeviceLimits& limits);
-/// replay_outputs(); includes static shared memory.
+/// Plans replay_outputs(). Includes static shared memory.
 LaunchPlan replay_outputs_plan(Type type, const DeviceLimits& limits);
 
-// Why there is no plan, with the limit that is exceeded. Empty if there is a plan.
+// The next functions say why there is no plan, with the limit that is exceeded. The text is empty
+// if there is a plan.
 
 std::string why_not_pair_attention(const PairAttention& args, const DeviceLimits& limits);
-/// The same for a cache's decode attention. Empty for a shape that is not supported on any GPU.
+/// For a cache's decode attention. Also empty for a shape that no GPU supports.
 std::string why_not_attention(const kvlab_cache_view& cache, kvlab_numbering numbering,
                               const DeviceLimits& limits);
 std::string why_not_tier_attention(const PairAttention& args, int max_row_bytes,

@@ -9,6 +9,6 @@
 
 struct kvlab_policy {
   kvlab::kernels::EvictionKernels kernels;
-  /// null: a policy of the registry
+  /// null if the policy is in the registry
   std::unique_ptr<const kvlab::kernels::HeaderPolicy> header = nullptr;
 };

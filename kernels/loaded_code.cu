@@ -7,10 +7,10 @@
 namespace kvlab::kernels {
 namespace {
 
-/// Compiled with the same options and architectures as all kernels of the library.
+/// An empty kernel, compiled with the same options and architectures as all kernels of the library.
 __global__ void compiled_as_all() {}
 
-/// The limit that SmallerGpu sets, in bytes; 0: no limit.
+/// The limit that SmallerGpu sets, in bytes. 0: no limit.
 thread_local int max_shared_bytes = 0;
 
 cudaError_t ask(int device, DeviceLimits& limits) {

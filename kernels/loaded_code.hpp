@@ -1,17 +1,17 @@
 // Which code the driver loaded for a GPU: machine code for that GPU, or PTX that the driver
-// compiled. And a way to test with less shared memory than the GPU has.
+// compiled. Also a way to test with less shared memory than the GPU has.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace kvlab::kernels {
 
-/// __CUDA_ARCH__ / 10 of the library's kernels on the current device: 80 on an H100 if the build
-/// has code for sm_80 only. Returns an error if no code of this build runs on the device.
+/// __CUDA_ARCH__ / 10 of the library's kernels on the current device. It is 80 on an H100 if the
+/// build has code for sm_80 only. Returns an error if no code of this build runs on the device.
 cudaError_t loaded_architecture(int& architecture);
 
-/// While it lives, this thread plans launches for a GPU whose thread blocks have at most this much
-/// shared memory, so that a large GPU tests what a small one runs. Use one at a time.
+/// During its lifetime, this thread plans launches for a GPU whose thread blocks have at most this
+/// much shared memory. So a large GPU can test what a small GPU runs. Use one at a time.
 class SmallerGpu {
  public:
   explicit SmallerGpu(int shared_bytes);

@@ -1,5 +1,6 @@
-// Each element is read and written once, so the kernels are bound by memory for many tokens, and by
-// the launch for few. A comment at each kernel gives the bytes moved per token.
+// Each element is read and written once. So the kernels are bound by memory if there are many
+// tokens, and by the launch if there are few. The comment at each kernel gives the bytes moved per
+// token.
 #include "kernels/pointwise.hpp"
 
 #include "kernels/device/activation.cuh"
@@ -18,7 +19,8 @@ __device__ inline std::size_t global_thread() {
   return std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
 }
 
-/// Two-dimensional grid: a row of blocks for each token, a thread for eight elements of it.
+/// A two-dimensional grid: a row of thread blocks for each token, and a thread for eight of its
+/// elements.
 Launch by_eight(int tokens, int width, cudaStream_t stream) {
   const int chunks = width / 8;
   return {.grid = dim3(static_cast<unsigned>(tokens),
@@ -51,7 +53,7 @@ __global__ void embed_kernel(const T* table, int hidden, float scale, const std:
   store_eight(value, x + std::size_t{blockIdx.x} * hidden + at);
 }
 
-/// Bytes: hidden * 4 + 4 per token. A block for each token.
+/// Bytes: hidden * 4 + 4 per token. One thread block for each token.
 __global__ void squared_norms_kernel(const float* x, int hidden, float* norms) {
   __shared__ float sums[kThreads / kWarpSize];
   let_successor_start();
@@ -60,8 +62,8 @@ __global__ void squared_norms_kernel(const float* x, int hidden, float* norms) {
   if (threadIdx.x == 0) norms[blockIdx.x] = sum;
 }
 
-/// Bytes: hidden * (4 + bytes of T) per token; x is read the second time from the cache. A block
-/// for each token.
+/// Bytes: hidden * (4 + bytes of T) per token; the second read of x comes from the cache. One
+/// thread block for each token.
 template <class T>
 __global__ void rms_norm_kernel(const float* x, const Norm norm, int hidden, T* y) {
   __shared__ float sums[kThreads / kWarpSize];
@@ -78,7 +80,7 @@ __global__ void rms_norm_kernel(const float* x, const Norm norm, int hidden, T* 
   }
 }
 
-/// Bytes: width * 2 * bytes of T per token. A block for each token.
+/// Bytes: width * 2 * bytes of T per token. One thread block for each token.
 template <class T>
 __global__ void norm_in_place_kernel(T* y, std::int64_t stride, const Norm norm, int width) {
   __shared__ float sums[kThreads / kWarpSize];
@@ -94,8 +96,8 @@ __global__ void norm_in_place_kernel(T* y, std::int64_t stride, const Norm norm,
   }
 }
 
-/// Bytes: hidden * (12 + bytes of T) per token; y is read the second time from the cache. A block
-/// for each token.
+/// Bytes: hidden * (12 + bytes of T) per token; the second read of y comes from the cache. One
+/// thread block for each token.
 template <class T>
 __global__ void add_normed_kernel(const float* y, const Norm norm, int hidden, float* x) {
   __shared__ float sums[kThreads / kWarpSize];
@@ -149,8 +151,8 @@ __global__ void gate_kernel(Activation activation, float clamp, const T* gate_up
   store_eight(gate, y + std::size_t{blockIdx.x} * width + at);
 }
 
-/// Loads a head into the warp's shared memory: the elements from `row`, normed if there is a gamma.
-/// The value that is rotated is the value that `plain` captures, rounded to T.
+/// Loads a head, from `row`, into the warp's shared memory, and normalizes it if there is a gamma.
+/// The value that is rotated is rounded to T, like the one that `plain` captures.
 template <class T>
 __device__ void load_head(const T* row, const T* gamma, const RopeWriteArgs& args, float* head,
                           T* plain) {
@@ -189,7 +191,7 @@ __device__ void store_rotated(const float* head, const float2* cos_sin, int head
   }
 }
 
-/// Bytes: (query_heads + 2 kv_heads) * head_size * 2 * bytes of T per token. A warp for each head
+/// Bytes: (query_heads + 2 kv_heads) * head_size * 2 * bytes of T per token. One warp for each head
 /// of a token.
 template <class T>
 __global__ void rope_write_kernel(const RopeWriteArgs args) {
@@ -249,7 +251,7 @@ cudaError_t launch_here(void (*kernel)(Params...), const Launch& where, Args... 
 
 bool valid(int tokens, int width) { return tokens > 0 && width > 0 && width % 8 == 0; }
 
-/// A block for each row.
+/// One thread block for each row.
 Launch by_row(int tokens, cudaStream_t stream) {
   return {.grid = dim3(static_cast<unsigned>(tokens)), .block = dim3(kThreads), .stream = stream};
 }

@@ -1,5 +1,5 @@
-// All element-wise steps between the matrix products: embedding, norm, RoPE and cache write, gate,
-// sampling.
+// All element-wise operations between the matrix products: embedding, norm, RoPE and cache write,
+// gate, sampling.
 #pragma once
 
 #include "kernels/types.hpp"
@@ -8,7 +8,7 @@ namespace kvlab::kernels {
 
 /// The widths of embed, rms_norm, add_normed, squared_norms and gate must be multiples of 8.
 
-/// x[t] = scale * table[ids[t]] in float32; NaN for an id below 0 (see sample).
+/// x[t] = scale * table[ids[t]] in float32. NaN if the id is below 0 (see SampleArgs).
 cudaError_t embed(Type type, const void* table, int hidden, float scale, const std::int32_t* ids,
                   int tokens, float* x, cudaStream_t stream);
 
@@ -16,11 +16,11 @@ cudaError_t embed(Type type, const void* table, int hidden, float scale, const s
 /// rounded.
 cudaError_t rms_norm(Type type, const float* x, const Norm& norm, int tokens, int hidden, void* y,
                      cudaStream_t stream);
-/// x[t] += the norm of y[t], as in rms_norm, not rounded.
+/// x[t] += norm of y[t] (see rms_norm()), not rounded.
 cudaError_t add_normed(Type type, const float* y, const Norm& norm, int tokens, int hidden,
                        float* x, cudaStream_t stream);
 
-/// y[t] = the norm of y[t], of `type`; rows begin `stride` elements apart.
+/// y[t] = norm of y[t], of `type`. Rows begin `stride` elements apart.
 cudaError_t norm_in_place(Type type, void* y, std::int64_t stride, const Norm& norm, int tokens,
                           int width, cudaStream_t stream);
 
@@ -33,38 +33,38 @@ cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
                          cudaStream_t stream);
 
 /// y[t, n] = activation(g) * u with g = gate_up[t, n] and u = gate_up[t, width + n]. If `clamp` is
-/// not 0: g / (1 + e^(-1.702 g)) * (u + 1), with g limited to at most clamp and u to [-clamp,
-/// clamp].
+/// not 0, y[t, n] = g / (1 + e^(-1.702 g)) * (u + 1), with g limited to at most clamp and u to
+/// [-clamp, clamp].
 cudaError_t gate(Type type, Activation activation, float clamp, const void* gate_up, int tokens,
                  int width, void* y, cudaStream_t stream);
 
-/// Splits a projection into q, k and v. Applies the q and k norms per head if gammas are given (the
-/// result is rounded to the type, as it is captured). Rotates q and k in float32 by the cos/sin of
-/// the token's position, rounds, and writes k and v to the cache: to the slots of pairs, or,
+/// Splits a projection into q, k and v. Normalizes q and k per head if gammas are given; the result
+/// is rounded to the type, as it is captured. Rotates q and k in float32 by the cos/sin of the
+/// token's position, rounds them, and writes k and v to the cache: to the slots of pairs or,
 /// without first_slot, to [sequence, kv_head, slot, dim].
 struct RopeWriteArgs : kvlab_write_args {
   std::int64_t sequence_stride = 0, head_stride = 0;  ///< in elements, without first_slot
   int ring = 0;  ///< without first_slot: slots are taken modulo `ring`; 0: slots are used unchanged
   const void *q_gamma = nullptr, *k_gamma = nullptr;  // [head_size] of type, or null
   float norm_epsilon = 0, norm_offset = 0;            ///< see Norm
-  /// For capture, or null: q and k after the norms and before RoPE, of type.
+  /// For capture: receive q and k after the norms and before RoPE, of `type`. May be null.
   void *plain_q = nullptr, *plain_k = nullptr;  // [token, query_head, dim], [token, kv_head, dim]
 };
 cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream);
 bool valid(const RopeWriteArgs& args);
 
-/// Samples one id per row. Temperature 0 is greedy (ties: the lowest id). Otherwise the id comes by
-/// inverse transform from the top-k/top-p tempered distribution, with a counter-based random number
-/// from (seed[row], counter[row]): the same samples as engine/sampler.hpp, except that
-/// probabilities are float32. The id is -1 if the row's largest logit is not finite. A vocab has
-/// less than 2^18 ids.
+/// Samples one id per row. Temperature 0 is greedy; among equal logits it takes the lowest id.
+/// Otherwise the id is drawn by inverse transform from the top-k/top-p tempered distribution, with
+/// a counter-based random number from (seed[row], counter[row]). The samples are those of
+/// engine/sampler.hpp, except that probabilities are float32. The id is -1 if the row's largest
+/// logit is not finite. A vocab has less than 2^18 ids.
 struct SampleArgs {
   int rows, vocab;
   const float* logits;               // [row, vocab]
   const float *temperature, *top_p;  // [row], device
-  const std::int32_t* top_k;         // [row], device; 0: all
+  const std::int32_t* top_k;         // [row], device; 0: no limit
   const std::uint64_t* seed;         // [row], device
-  std::uint64_t* counter;            // [row], device; advanced
+  std::uint64_t* counter;            // [row], device; is advanced
   std::int32_t* ids;                 // [row]
   void* workspace;                   // sample_workspace() bytes
 };

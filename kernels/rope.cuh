@@ -1,4 +1,4 @@
-// Code shared by `rope_write` and the matrix product that ends with it.
+// Code shared by `rope_write` and the matrix product that includes it.
 #pragma once
 
 #include "kernels/evict/eviction.hpp"
@@ -14,7 +14,7 @@ __device__ inline float2 rotate(float2 point, float2 cos_sin) {
 }
 
 /// Cosines and sines of a token's position, [rotated / 2]; null if nothing is rotated. The row of
-/// an idle sequence may be KVLAB_IDLE, which is -1 here: then any row is returned, because nothing
+/// an idle sequence may be KVLAB_IDLE, which is -1 here. Then any row is returned, because nothing
 /// that is computed from it is written.
 __device__ inline const float2* rope_row(const RopeWriteArgs& args, int token) {
   if (args.rotated == 0) return nullptr;
@@ -22,7 +22,8 @@ __device__ inline const float2* rope_row(const RopeWriteArgs& args, int token) {
          static_cast<std::int64_t>(max(args.rope_rows[token], 0)) * (args.rotated / 2);
 }
 
-/// Where a token's keys and values go. The constructor reads everything that it needs of the token.
+/// Where a token's keys and values are written. The constructor reads everything that it needs
+/// about the token.
 class TokenSlot {
  public:
   TokenSlot() = default;
@@ -32,9 +33,10 @@ class TokenSlot {
         sits_out_(args.now && args.now[sequence_] == kIdle) {
     if (args.ring > 0) slot_ %= args.ring;
   }
-  /// An idle sequence: all of its slots stay unchanged, the slot of its next token included.
+  /// Whether the sequence is idle. All slots of an idle sequence stay unchanged, also the slot of
+  /// its next token.
   __device__ bool sits_out() const { return sits_out_; }
-  /// The slot of a KV head, in elements from the cache's begin.
+  /// The slot of a KV head, in elements from the start of the cache.
   __device__ std::int64_t of_head(const RopeWriteArgs& args, int kv_head) const {
     const kvlab_cache_view& cache = args.cache;
     if (!cache.first_slot)
@@ -43,7 +45,7 @@ class TokenSlot {
     const int pair = sequence_ * cache.kv_heads + kv_head;
     return (cache.first_slot[pair] + cache.next_slots[pair] + slot_) * cache.head_size;
   }
-  /// The same for keys and values in pages; of_head() then counts as if they were not paged.
+  /// Like of_head(), for keys and values in pages; of_head() counts as if they were not paged.
   __device__ std::int64_t in_blocks(const RopeWriteArgs& args, int kv_head) const {
     const kvlab_cache_view& cache = args.cache;
     const int pair = sequence_ * cache.kv_heads + kv_head;

@@ -1,8 +1,9 @@
-// Scores of rows of logits; a block for each row.
+// Computes scores of rows of logits. One thread block for each row.
 //
-// Bytes: 4 * vocab for a row and as many for its yardstick's row, once from memory and once from
-// the L2 cache. The floor is one reading of the rows and one of the yardstick's rows, which many
-// rows share: 80 rows of 8,192 logits against 10 are 2.9 MB, about 0.7 us at 4.3 TB/s.
+// Memory traffic: 4 * vocab bytes for a row and as many for its baseline's row, read once from
+// memory and once from the L2 cache. The lower bound is to read the rows and the baseline rows once
+// each; many rows share a baseline row. 80 rows of 8,192 logits with 10 baseline rows are 2.9 MB,
+// about 0.7 us at 4.3 TB/s.
 #include <cmath>
 #include <cub/block/block_reduce.cuh>
 
@@ -16,7 +17,7 @@ using u64 = unsigned long long;
 
 constexpr int kThreads = 256;
 
-/// The likeliest id of a row and of its yardstick's row, as candidates.
+/// The most probable id of a row, and of its baseline's row, as candidates.
 struct Best {
   u64 own, other;
 };
@@ -26,7 +27,7 @@ struct Likelier {
   }
 };
 
-/// Sums of exponentials, and of the logit differences weighted by the yardstick's exponentials.
+/// Sums of exponentials, and of the logit differences weighted by the baseline's exponentials.
 struct Sums {
   double own, other, difference;
 };

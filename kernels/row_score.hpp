@@ -1,4 +1,5 @@
-// Scores how well rows of logits predict the tokens that followed, compared with yardstick rows.
+// Scores how well rows of logits predict the tokens that followed, and compares them with baseline
+// rows.
 #pragma once
 
 #include "kernels/types.hpp"
@@ -6,22 +7,22 @@
 namespace kvlab::kernels {
 
 struct ScoredRow {
-  double nll;  ///< -ln of the probability that the row gives to the token that followed
-  double kl;   ///< KL divergence of the row's distribution from the yardstick's, in nats
-  /// 1: the likeliest token (ties: the lowest id) is also the yardstick's
+  double nll;  ///< -ln of the row's probability of the token that followed
+  double kl;   ///< KL divergence of the row's distribution from the baseline's, in nats
+  /// 1 if the most probable token (among equals, the one with the lowest id) is also the baseline's
   std::int32_t same_first;
-  std::int32_t first;  ///< the likeliest token
+  std::int32_t first;  ///< the most probable token
 };
 
 /// All pointers are device memory.
 struct RowScoreArgs {
   int rows, vocab;
   const float* logits;                 // [row, vocab]
-  const float* yardstick;              // [its row, vocab]; may be `logits`
-  const std::int32_t* yardstick_rows;  // [row]: index of the yardstick's row
-  // [row]: the id that followed; below 0: the scores are 0 and nothing is read
+  const float* yardstick;              // [baseline row, vocab]; may be `logits`
+  const std::int32_t* yardstick_rows;  // [row]: index of the row's baseline row
+  // [row]: the id that followed; if it is below 0, the scores are 0 and nothing is read
   const std::int32_t* next;
-  ScoredRow* scores;  // out, [row]
+  ScoredRow* scores;  // [row], output
 };
 /// Exponentials are float32; sums are float64 and in a fixed order.
 cudaError_t score_rows(const RowScoreArgs& args, cudaStream_t stream);

@@ -1,10 +1,10 @@
-// Sampling on the device, with the same samples as engine/sampler.hpp makes on the host. The logits
-// are not sorted. Positions in the order "likeliest first, then lowest id" are found by histograms
-// over the bits of the distance from the largest logit, 11 bits per pass. Weights are integers, so
-// sums are exact and do not depend on the order of threads.
+// Sampling on the device. It gives the same samples as engine/sampler.hpp on the host. The logits
+// are not sorted. Positions in the order "most probable first, then lowest id" are found by
+// histograms over the bits of the distance from the largest logit, 11 bits per pass. Weights are
+// integers, so sums are exact and do not depend on the order of threads.
 //
-// Bytes: greedy sampling reads the logits once, 4 * vocab per row. Otherwise one multiprocessor
-// reads a row 3 to 12 times, from the L2 cache.
+// Memory traffic: greedy sampling reads the logits once, 4 * vocab bytes per row. Otherwise one
+// multiprocessor reads a row 3 to 12 times, from the L2 cache.
 #include <cmath>
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
@@ -22,16 +22,19 @@ namespace {
 using u32 = std::uint32_t;
 using u64 = unsigned long long;
 
-constexpr int kParts = 32;  ///< parts of a row in the search for the largest logit, one lane each
+constexpr int kParts =
+    32;  ///< a row is searched for the largest logit in this number of parts, one lane each
 constexpr int kPartThreads = 256;
 constexpr int kThreads = 1024, kWarps = kThreads / kWarpSize;
-constexpr int kLimbBits = 14, kLimbs = 3;  ///< of a weight; limbs keep 32-bit sums from overflowing
+constexpr int kLimbBits = 14,
+              kLimbs =
+                  3;  ///< A weight has kLimbs limbs, so that 32-bit sums of limbs do not overflow.
 // The largest float below 2^42, so that weights fit the limbs
 constexpr float kMaxWeight = 0x1.fffffep41f;
 constexpr int kMaxVocab = 1 << (32 - kLimbBits);
 constexpr int kBucketBits = 11, kBuckets = 1 << kBucketBits;
 
-/// workspace[row, part] = the best candidate of that part.
+/// workspace[row, part] = the best candidate of that part of the row.
 __global__ void __launch_bounds__(kPartThreads) best_of_parts(const SampleArgs args) {
   using Reduce = cub::BlockReduce<u64, kPartThreads>;
   __shared__ Reduce::TempStorage storage;
@@ -59,7 +62,7 @@ __device__ inline u64 scale_weight(u64 total, u64 bits) {
   return __umul64hi(total, bits) << 11 | total * bits >> 53;
 }
 
-/// Unnormalised probabilities at a temperature: kMaxWeight for the best, 0 below 3e-13 of that.
+/// Unnormalized probabilities at a temperature: kMaxWeight for the largest, 0 below 3e-13 of that.
 struct Weights {
   float largest, temperature;
   __device__ u64 operator()(float logit) const {
@@ -78,7 +81,8 @@ __device__ inline u64 in(Measure measure, Sum sum) {
   return measure == Measure::count ? sum.count : sum.weight;
 }
 
-/// A key of the order (its distance from the largest logit), and the totals before it.
+/// A key (its distance from the largest logit), and the totals of everything before it in the
+/// order.
 struct Cutoff {
   u32 distance;
   Sum before;
@@ -92,7 +96,7 @@ using WarpScan = cub::WarpScan<u64>;
 struct Shared {
   u32 counts[kBuckets];
   u32 limbs[kLimbs][kBuckets];
-  union {  // used one at a time, with a barrier between
+  union {  // only one is used at a time, with a barrier in between
     Reduce::TempStorage reduce;
     Scan::TempStorage scan;
     SumScan::TempStorage sums;
@@ -103,7 +107,7 @@ struct Shared {
   int id;
 };
 
-/// One row, processed by one block.
+/// One row, which one thread block processes.
 class Row {
  public:
   __device__ Row(const float* logits, int vocab, u32 top_key, Weights weights, Shared& shared)
@@ -113,8 +117,8 @@ class Row {
   __device__ u64 weight_of(int id) const { return weights_(logits_[id]); }
   __device__ u32 distance_of(int id) const { return top_ - order_key(logits_[id]); }
 
-  /// The key at which the running sum of `measure`, in order, first exceeds `target`. Ignores keys
-  /// after `last`.
+  /// The first key in the order at which the running sum of `measure` exceeds `target`. Ignores
+  /// keys after `last`.
   __device__ Cutoff find(Measure measure, u64 target, u32 last) {
     Cutoff cutoff{.distance = 0, .before = {}};
     int shift = 32;
@@ -127,8 +131,8 @@ class Row {
     return cutoff;
   }
 
-  /// The id at which the running sum of value(id), in id order, first exceeds `target`; -1 if none
-  /// does.
+  /// The first id at which the running sum of value(id), in the order of ids, exceeds `target`; -1
+  /// if there is none.
   template <class Value>
   __device__ int find_id(u64 target, Value value) {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -155,7 +159,8 @@ class Row {
   }
 
  private:
-  /// Histogram over the next `bits` bits of the keys whose bits from `shift` up equal `prefix`.
+  /// Makes a histogram of the next `bits` bits of those keys whose bits from `shift` up equal
+  /// `prefix`.
   __device__ void fill(u32 prefix, int shift, int bits, u32 last) {
     __syncthreads();
     for (int i = static_cast<int>(threadIdx.x); i < kBuckets; i += kThreads) {
@@ -187,7 +192,7 @@ class Row {
     return sum;
   }
 
-  /// The bucket in which the running sum exceeds the target; each thread has two buckets.
+  /// Finds the bucket in which the running sum exceeds the target. Each thread has two buckets.
   __device__ Cutoff cross(Measure measure, u64 target, const Cutoff& from, int shift) {
     static_assert(kBuckets == 2 * kThreads);
     const int first = 2 * static_cast<int>(threadIdx.x);
@@ -213,8 +218,8 @@ class Row {
   Shared& shared_;
 };
 
-/// The ids that top-k and top-p keep: all that are likelier than `last`, and some of the ids at
-/// `last`.
+/// The ids that top-k and top-p keep: all that are more probable than key `last`, and some ids with
+/// that key.
 struct Kept {
   u32 last;
   u64 weight;
@@ -226,7 +231,7 @@ __device__ Kept keep_likeliest(Row& row, u32 count) {
   return {cutoff.distance, cutoff.before.weight + ties * row.weight(cutoff.distance)};
 }
 
-/// The fewest of the likeliest ids whose weights together reach the share.
+/// Keeps the smallest number of most probable ids whose weights together reach the share.
 __device__ Kept keep_share(Row& row, Kept all, double share) {
   const u64 enough =
       max(u64{1}, static_cast<u64>(ceil(fmin(share, 1.0) * static_cast<double>(all.weight))));
@@ -250,7 +255,7 @@ __device__ int sample_row(Row& row, int vocab, int top_k, double top_p, u64 bits
   return row.find_id(nth, [&](int id) { return u64{row.distance_of(id) == cutoff.distance}; });
 }
 
-/// The sum of all weights, in every thread.
+/// The sum of all weights, returned in every thread.
 __device__ u64 total_weight(const float* logits, int vocab, Weights weights, Shared& shared) {
   u64 own = 0;
 #pragma unroll 4
@@ -262,7 +267,7 @@ __device__ u64 total_weight(const float* logits, int vocab, Weights weights, Sha
   return shared.total;
 }
 
-/// A block for each row.
+/// One thread block for each row.
 __global__ void __launch_bounds__(kThreads) choose(const SampleArgs args) {
   __shared__ Shared shared;
   let_successor_start();

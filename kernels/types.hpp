@@ -1,10 +1,10 @@
-// Common types of the kernel launchers: kvlab.h's structs, or structs that extend them; raw device
-// pointers; strides in elements.
+// Types that the kernel launchers have in common: structs of kvlab.h, or structs that extend them.
+// Pointers are raw device pointers; strides are in elements.
 //
-// Launchers are stream-ordered: no host synchronisation, no allocation, and a graph can capture
-// them. They return cudaErrorInvalidValue before any launch for a size, group or dtype that is not
-// supported. Lengths and positions are read from device memory, so a captured graph stays valid
-// while sequences grow.
+// Launchers are stream-ordered: they do not synchronize or allocate, and a graph can capture them.
+// If a size, group or dtype is not supported, they return cudaErrorInvalidValue before any launch.
+// Lengths and positions are read from device memory, so a captured graph stays valid while
+// sequences grow.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,15 +37,16 @@ constexpr bool is_head_size(int size) {
 
 inline constexpr int kMinSlotsOfBlock = 16;  ///< kvlab_pages::page
 
-/// Slots of a KV head at most, because launches round them up and count in signed 32-bit integers.
+/// Maximum number of slots of a KV head. Launches round slots up and count them in signed 32-bit
+/// integers.
 inline constexpr int kMaxSlots = 1 << 30;
 
 inline bool aligned16(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
 }
 
-/// An attention's workspace begins with signals between blocks. These bytes must be zero before the
-/// first use; every launch leaves them zero.
+/// An attention's workspace begins with signals between thread blocks. These bytes must be zero
+/// before the first use, and every launch leaves them zero.
 inline constexpr std::size_t kSignalBytes = 132'224;
 
 }  // namespace kvlab::kernels

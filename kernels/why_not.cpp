@@ -21,7 +21,7 @@ class Wants {
  public:
   explicit Wants(std::string of = "") : of_(std::move(of)) {}
 
-  /// `said`: what the value is and what is expected; it follows the struct's name.
+  /// `said` follows the struct's name in the message: what the value is, and what is expected.
   template <class... Parts>
   Wants& that(bool holds, fmt::format_string<const Parts&...> said, const Parts&... parts) {
     if (!holds && missing_.empty()) missing_ = of_ + fmt::format(said, parts...);
@@ -326,7 +326,8 @@ std::string why_not_values(const DevicePolicy& policy) {
 
 namespace {
 
-/// Thread blocks that observe a prompt, at most, for its number of keys, queries and KV heads.
+/// Maximum number of thread blocks that observe a prompt, given its number of keys, queries and KV
+/// heads.
 std::int64_t observing_blocks(const kvlab_observe_args& args) {
   constexpr std::int64_t kMinKeys = 32, kQueries = 1024;  // per thread block
   return (args.keys_end + kMinKeys - 1) / kMinKeys *

@@ -1,5 +1,5 @@
-// Why a call of kvlab.h is refused, in one line: what is wrong, where, and what is expected.
-// Checked before each call, and by launchers that have no further requirements.
+// Says in one line why a call of kvlab.h is refused: what is wrong, where, and what is expected.
+// Checked before each call, and by launchers that have no other requirements.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,11 @@
 
 namespace kvlab::kernels {
 
-/// Returns the error of a call, and keeps its reason for kvlab_last_error.
+/// Returns the error of a call, and stores its reason for kvlab_last_error().
 cudaError_t record_error(const char* call, cudaError_t error, const std::string& why = "");
 
-/// Why a caller's struct does not have the size of this header's struct; empty if it has.
+/// The reason to refuse a caller's struct whose size is not that of this header's struct; empty if
+/// the sizes are equal.
 std::string why_not_size(std::size_t given, std::size_t wanted);
 template <class Args>
 std::string why_not_size(const Args& args) {
@@ -27,9 +28,10 @@ bool is_type(kvlab_type type);
 
 /// Checks a cache except for its arrays.
 std::string why_not_shape(const kvlab_cache_view& cache, const char* name = "cache");
-/// Also checks what attention requires, with at most `max_group` query heads per KV head.
+/// Also checks the requirements of attention, with at most `max_group` query heads per KV head.
 std::string why_not_shape(const kvlab_cache_view& cache, const char* name, int max_group);
-/// For a question about memory for `slots` slots; of paged memory it checks only the page size.
+/// Checks a question about memory for `slots` slots. Of paged memory, only the page size is
+/// checked.
 std::string why_not_shape(const kvlab_cache_view& cache, std::int64_t slots);
 std::string why_not(const kvlab_write_args& args);
 std::string why_not(const kvlab_feature_args& args);
@@ -37,7 +39,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
 std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_args* layers,
                     int count);
 std::string why_not(const kvlab_prefill_args& args);
-/// Also checks what attention requires of a prompt.
+/// Also checks the requirements of attention over a prompt.
 std::string why_not_attended(const kvlab_prefill_args& args);
 std::string why_not(const kvlab_observe_args& args);
 /// Checks `count` values for a policy's parameters; `counts`: whether the number is right.

@@ -1,5 +1,6 @@
-// Appends many tokens to caches of slots. Each layer attends in the append memory, where the new
-// tokens follow the live ones. Then the tokens that are kept are moved to their slots.
+// Appends many tokens to the caches of a KvCache. In each layer, queries attend to the append
+// memory, which holds the live tokens and then the new tokens. After that, the kept tokens are
+// moved to their slots.
 #include <algorithm>
 
 #include "kernels/cache/kv_cache.hpp"
@@ -61,7 +62,7 @@ void KvCache::reserve(std::uint32_t slots) {
   slots = std::max(slots, max_slots);
   if (slots <= append_slots_) return;
   check(cudaStreamSynchronize(stream_), "an append");
-  append_slots_ = 0;  // the old memory is freed before the new is allocated
+  append_slots_ = 0;  // frees the old memory before the new memory is allocated
   memories_.clear();
   scratch_ = {};
   const auto add = [&](std::uint32_t count) {
@@ -79,8 +80,8 @@ void KvCache::reserve(std::uint32_t slots) {
 }
 
 void KvCache::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt) {
-  // If steps do not evict, evicts now, so that no token attends in a format that it is demoted
-  // from.
+  // If steps do not evict, tokens may be over budget now. Evict before the append, so that no query
+  // sees a token in the format of a tier that the token has to leave.
   if (is_quantized() && !of(sequence).modifiers.steps_evict())
     evict_to_budget(sequence, fed, false, {});
   // With rotated keys the first append needs no cache positions, because nothing was evicted yet.
@@ -93,7 +94,7 @@ void KvCache::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool 
   if (config_.kernels.weighted) copy_weights();
 }
 
-/// The slots that live and new tokens need together.
+/// Number of slots that the live and the new tokens need together.
 std::uint32_t KvCache::appended_slots() const {
   std::uint32_t live = 0;
   each_head(append_.sequence, [&](std::uint32_t layer, std::size_t pair) {
@@ -114,7 +115,7 @@ RopeWriteArgs KvCache::write(std::uint32_t layer, const AppendChunk& part) {
   RopeWriteArgs args{};
   args.sequences = work_->zeros;
   args.slots = work_->iota;
-  // The part's slots begin after those of the parts before it.
+  // The slots of this part follow those of the earlier parts.
   const std::size_t ahead = part.first * config_.key_bytes();
   args.cache = memory.cache;
   args.cache.keys = static_cast<std::byte*>(args.cache.keys) + ahead;
@@ -126,7 +127,8 @@ RopeWriteArgs KvCache::write(std::uint32_t layer, const AppendChunk& part) {
   return args;
 }
 
-/// Copies the live tokens to the append memory. A victim that was already chosen is chosen again.
+/// Copies the live tokens to the append memory. If the next victim was already chosen, it is chosen
+/// again.
 void KvCache::begin_layer(std::uint32_t layer) {
   const AppendMemory& memory = append_memory(layer);
   const kvlab_cache_view& cache = memory.cache;
@@ -177,7 +179,7 @@ void KvCache::attend(std::uint32_t layer, const AppendChunk& part, const Attende
   if (part.first + static_cast<std::uint32_t>(part.rows) == append_.tokens) keep(layer);
 }
 
-/// Adds what the part's queries give to each key.
+/// Adds the attention statistics of the part's queries to each token's observation.
 void KvCache::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
   const int sequence = append_.sequence;
   const auto first = static_cast<std::uint32_t>(queries.first),
@@ -201,7 +203,7 @@ void KvCache::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
         "what a prompt's queries give");
 }
 
-/// Moves the tokens that are kept to their slots.
+/// Moves the kept tokens to their slots.
 void KvCache::keep(std::uint32_t layer) {
   const int sequence = append_.sequence;
   const AppendMemory& memory = append_memory(layer);
@@ -217,7 +219,7 @@ void KvCache::keep(std::uint32_t layer) {
   if (counts(sequence)) count_evictions(sequence, layer, ends_prompt);
 }
 
-/// Appends all tokens within the append memory, then splits the slots among the heads.
+/// Appends all tokens within the append memory, then assigns slots to the heads by their shares.
 void KvCache::keep_by_shares(std::uint32_t layer, kvlab_compact_args args) {
   const int sequence = append_.sequence;
   const AppendMemory& memory = append_memory(layer);
@@ -228,12 +230,12 @@ void KvCache::keep_by_shares(std::uint32_t layer, kvlab_compact_args args) {
   compact(memory, args, sequence, layer, false);
   auto older = share_slots(memory, sequence, layer, append_.fed + append_.tokens);
   for (std::int32_t& live : older) live -= static_cast<std::int32_t>(append_.tokens);
-  // As the observer expects them.
+  // The observer expects the number of live tokens without the new ones.
   copy_to_device(memory.cache.lengths, older.data(), older.size());
 }
 
-/// Stores a part's keys before RoPE. Features are computed when those of the whole append are
-/// there.
+/// Stores a part's keys before RoPE. Features are computed once the keys of the whole append are
+/// stored.
 void KvCache::keep_plain_keys(std::uint32_t layer, const AppendChunk& part,
                               const AttendedRows& to) {
   const AttendedRows keys = with_keys(to);
@@ -258,7 +260,7 @@ void KvCache::make_features_of_new(std::uint32_t layer) {
   check(make_features(args, stream_), "features");
 }
 
-/// Rotates the older keys, or a part's new keys.
+/// Rotates the older keys, or the new keys of a part, to their cache positions.
 void KvCache::rotate_keys_to_cache_positions(std::uint32_t layer, const CachePositionArgs& shape,
                                              bool of_older) {
   const AppendMemory& memory = append_memory(layer);

@@ -1,5 +1,5 @@
-// How a KvCache evicts outside of steps: it moves the tokens that are kept, in place or from the
-// append memory, and splits slots among KV heads after a prompt.
+// Eviction of a KvCache outside of steps. It moves the kept tokens, in place or from the append
+// memory, and splits slots among KV heads after a prompt.
 #include <algorithm>
 
 #include "kernels/cache/kv_cache.hpp"
@@ -14,8 +14,8 @@ std::uint32_t KvCache::surplus(std::uint32_t layer, std::size_t pair, bool after
                                         after_prompt);
 }
 
-/// Max number of tokens that are live when more are appended after `fed` tokens, without the new
-/// ones.
+/// Number of tokens that are still live when new tokens are appended after `fed` tokens. The new
+/// tokens do not count.
 std::uint32_t KvCache::older(int sequence, std::uint32_t layer, std::size_t pair,
                              std::uint32_t fed) const {
   return counts(sequence) ? counts_of(layer, pair).live : slots_.older(layer, pair, fed);
@@ -28,7 +28,8 @@ void KvCache::modify(kvlab_compact_args& args, int sequence, bool after_prompt) 
   args.pool_max = own.pool == Modifiers::Pool::max;
 }
 
-/// Evicts in place, if tokens have to be evicted before more are appended after `fed` tokens.
+/// Evicts tokens in place if the cache is over budget, before more tokens are appended after `fed`
+/// tokens.
 void KvCache::evict_to_budget(int sequence, std::uint32_t fed, bool after_prompt,
                               LayerRange layers) {
   bool moves = false;
@@ -39,7 +40,7 @@ void KvCache::evict_to_budget(int sequence, std::uint32_t fed, bool after_prompt
                                                     slots_.budget(layer, pair), after_prompt));
   });
   if (!moves) return;
-  reserve();  // may fail, so it comes before anything is counted
+  reserve();  // may throw, so it comes before the counts change
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
     count_evictions_of(layer, pair, after_prompt);
   });
@@ -87,7 +88,7 @@ void KvCache::compact_in_place(int sequence, std::uint32_t layer, std::uint32_t 
 
 void KvCache::take_live(const AppendMemory& memory, int sequence, std::uint32_t layer,
                         std::uint32_t fed, bool stays) const {
-  copy_nothing(fed);  // steps between an append's parts may have written other numbers
+  copy_nothing(fed);  // steps between the parts of an append may have overwritten it
   compact(memory,
           {.from = storage_->cache_of(layer, sequence),
            .to = memory.cache,
@@ -122,14 +123,14 @@ std::uint64_t KvCache::bytes_on_tiers(std::uint32_t layer, std::size_t pair) con
   return bytes;
 }
 
-/// Updates the peak bytes, with the tokens that were just appended.
+/// Updates the peak bytes after tokens were appended.
 void KvCache::count_bytes(std::uint32_t layer, std::size_t pair) {
   if (!is_quantized()) return;
   std::uint64_t& most = counts_of(layer, pair).max_bytes;
   most = std::max(most, bytes_on_tiers(layer, pair));
 }
 
-/// Counts an append of `tokens` tokens, which first evicts to the budget.
+/// Counts an append of `tokens` tokens, which evicts to the budget first.
 void KvCache::count_append(int sequence, std::uint32_t layer, std::uint32_t tokens) {
   each_pair(sequence, [&](std::size_t pair) {
     Counts& own = counts_of(layer, pair);
@@ -154,7 +155,7 @@ void KvCache::count_evictions_of(std::uint32_t layer, std::size_t pair, bool aft
         .evict_to_budget(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt);
 }
 
-/// Counts appended tokens on tiers, after evicting to the budget.
+/// Counts the tokens that are appended to tiers, after an eviction to the budget.
 void KvCache::append_to_tiers(std::uint32_t layer, std::size_t pair, std::uint32_t tokens) {
   if (!is_quantized()) return;
   TierCounts& tiers = tiers_of(layer, pair);
@@ -172,9 +173,9 @@ void KvCache::end_prompt(int sequence, std::uint32_t fed, LayerRange layers) {
 
 // --- Shared slots --------------------------------------------------------------------------------
 
-/// After a prompt: splits a layer's slots among its KV heads by their ranks, and moves the live
-/// tokens, all of which the memory must hold, to these slots. Synchronizes. Returns the number of
-/// live tokens before, [kv_head].
+/// After a prompt: splits a layer's slots among its KV heads by the ranks of their tokens, and
+/// moves the live tokens to these slots. `memory` must hold all live tokens. Synchronizes. Returns
+/// how many tokens were live before, [kv_head].
 std::vector<std::int32_t> KvCache::share_slots(const AppendMemory& memory, int sequence,
                                                std::uint32_t layer, std::uint32_t fed) {
   constexpr const char* kWhat = "sharing slots";
@@ -207,7 +208,8 @@ std::vector<std::int32_t> KvCache::share_slots(const AppendMemory& memory, int s
   return lengths;
 }
 
-/// For a prompt whose last token was fed by a step: first copies the live tokens to memory.
+/// Splits slots after a prompt whose last token was fed by a step: first copies the live tokens to
+/// memory.
 void KvCache::share_slots_of_live(int sequence, std::uint32_t fed) {
   reserve();
   for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer) {

@@ -91,7 +91,8 @@ void KvCache::start(int sequence, const SequenceSettings& settings) {
   drop(at, 1);
 }
 
-/// Drops the tokens of `count` sequences, and writes their settings to the device.
+/// Drops the tokens of `count` sequences, beginning with `first`, and writes their settings to the
+/// device.
 void KvCache::drop(std::size_t first, std::size_t count) {
   for (std::size_t sequence = first; sequence < first + count; ++sequence) {
     slots_.reset(sequence);
@@ -138,7 +139,7 @@ void KvCache::fill_ropes(const std::int32_t* positions, std::uint32_t first, int
 void KvCache::rotate(std::uint32_t table, RopeWriteArgs& args) const {
   args.rotated = config_.ropes[table].rotated_dims();
   args.rope = &work_->rope[table * static_cast<std::size_t>(config_.rows()) * halves()].x;
-  args.rope_rows = work_->iota;  // rows of the RoPE table, which has one for each token
+  args.rope_rows = work_->iota;  // token i of a part uses row i of the RoPE table
 }
 
 AttendedRows KvCache::with_keys(AttendedRows rows) const {
@@ -167,7 +168,7 @@ std::uint64_t KvCache::held_bytes(int sequence, std::uint32_t fed, bool after_ap
   std::uint64_t bytes = 0;
   each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
     const auto head = static_cast<std::uint32_t>(pair % static_cast<std::size_t>(config_.kv_heads));
-    // An append evicts to the budget after it, a step before it.
+    // An append evicts to the budget when it ends, a step before it begins.
     const std::uint32_t held = after_append && !counts(sequence) ? slots_.older(layer, pair, fed)
                                                                  : live(sequence, layer, head, fed);
     bytes += is_quantized() ? bytes_on_tiers(layer, pair)
@@ -218,7 +219,7 @@ void KvCache::pretend(int sequence, std::uint32_t tokens) {
     const std::uint32_t live = slots_.older(layer, pair, tokens);
     counts_of(layer, pair) = {{.live = live, .before = live, .most = live}};
     if (is_quantized()) storage_->tiers.pretend(slots_, at, pair, live);
-    // Keeps the sinks and the youngest tokens, with zeros as states and features.
+    // Keeps the sinks and the youngest tokens. Their states and features become zero.
     const std::uint32_t sinks = slots_.protected_tokens(layer, pair).sinks;
     std::vector<std::uint32_t> positions(live);
     for (std::uint32_t i = 0; i < live; ++i) positions[i] = i < sinks ? i : tokens - live + i;

@@ -17,8 +17,9 @@
 //   turn     begin()     the next append first copies the live tokens from slots to append memory
 //   sequence start(), copy_sequence()   slots are forgotten, or copied to another sequence's slots
 //
-// A token is known by its slot: positions, states and features are [slot] too. On tiers its key and
-// value are in a *row* of the pair; TierStorage::row_of_slot and slot_of_row convert.
+// A token is identified by its slot, which also indexes positions, states and features. On tiers,
+// its key and value are in a *row* of the pair; TierStorage::row_of_slot and slot_of_row convert
+// between the two.
 #pragma once
 
 #include <memory>
@@ -32,14 +33,15 @@
 
 namespace kvlab::kernels {
 
-/// Tokens of one append that go through a layer together.
+/// Some tokens of one append. They go through a layer together.
 struct AppendChunk {
   std::uint32_t first;  ///< index of the chunk's first token within the append
   int rows;
 };
 
 /// Where to write the attention outputs of some rows. `plain_keys`: the rows' keys before RoPE,
-/// `key_row` elements apart, from which features are computed; null: the copy that write() made.
+/// `key_row` elements apart, from which features are computed. If null, the copy that write() made
+/// is used.
 struct AttendedRows {
   void* out;   // [row, query_head, dim]
   float* lse;  // [row, query_head], or null
@@ -50,23 +52,24 @@ struct AttendedRows {
 /// The sequences of a step, each with one token.
 struct StepRows {
   int count;
-  const std::uint32_t* now;  // [row], device: its position; kIdle: the sequence sits out
+  const std::uint32_t* now;  // [row], device: position of the row's token; kIdle: the sequence does
+                             // not take part in this step
   int first = 0;             ///< sequence of the first row
 };
 
-/// A range of layers; by default all.
+/// A range of layers; all layers by default.
 struct LayerRange {
   std::uint32_t first = 0, end = ~std::uint32_t{0};
 };
 
-/// One layer of one sequence during an append of many tokens: the live tokens, the new tokens after
-/// them, and their observations.
+/// Memory for one layer of one sequence during an append of many tokens. It holds the live tokens,
+/// then the new tokens, and the observations of both.
 struct AppendMemory {
   AppendMemory() = default;
-  /// `slots`: slots of a KV head, for live and new tokens together.
+  /// `slots`: number of slots per KV head, for live and new tokens together.
   AppendMemory(cuda::Arena& arena, const KvCacheConfig& config, std::uint32_t slots);
 
-  /// [kv_head, slot]; lengths count the tokens that were live before the append.
+  /// [kv_head, slot]; `lengths` counts the tokens that were live before the append.
   kvlab_cache_view cache{};
   std::byte* states = nullptr;      // [kv_head, slot, slot_bytes]
   float* features = nullptr;        // [kv_head, slot, feature]; or null
@@ -78,10 +81,10 @@ struct AppendMemory {
   StagedTiers staged{};                 ///< tiers and quantized data of the live tokens
 };
 
-/// What appends and compactions need for a moment, in whichever layer.
+/// Scratch memory for an append or a compaction, for the layer that is being processed.
 struct AppendScratch {
   AppendScratch() = default;
-  /// `slots`: as for AppendMemory.
+  /// `slots`: see AppendMemory.
   AppendScratch(cuda::Arena& arena, const KvCacheConfig& config, std::uint32_t slots);
 
   RowSoftmax* rows = nullptr;  // [part token, query_head]; null if nothing is observed
@@ -91,12 +94,12 @@ struct AppendScratch {
 
 class KvCache {
  public:
-  /// Throws std::invalid_argument if a cache has no bound, std::runtime_error if the device's
-  /// memory is too small.
+  /// Throws std::invalid_argument if the size of a cache has no bound, and std::runtime_error if
+  /// the device's memory is too small.
   KvCache(KvCacheConfig config, cudaStream_t stream);
   KvCache(const KvCache&) = delete;
-  /// Device memory in bytes. With a `longest_append`, `work` includes the memory for an append with
-  /// that many live and new tokens.
+  /// Device memory in bytes. With a `longest_append`, `work` includes the memory for an append that
+  /// has that many live and new tokens.
   struct Bytes {
     std::uint64_t storage, work;
   };
@@ -108,41 +111,41 @@ class KvCache {
   /// Drops all tokens. Settings stay, and buffers keep their addresses, so captured CUDA graphs
   /// stay valid. Synchronizes.
   void clear();
-  /// Drops the tokens of one sequence, also in the middle of an append or a step, and applies
+  /// Drops the tokens of one sequence, even in the middle of an append or a step, and applies the
   /// settings. Other sequences are not affected. Throws std::invalid_argument, and changes nothing,
   /// if a pair has too few slots for its new budget.
   void start(int sequence, const SequenceSettings& settings = {});
   /// Makes `to` a copy of `from`: tokens, states and settings. Throws std::invalid_argument unless
   /// both were configured with the same budgets, tiers and modifiers.
   void copy_sequence(int from, int to);
-  /// Allocates memory for appends with `slots` live and new tokens, and at least with as many as a
-  /// pair has slots, because a compaction looks at every slot of the cache that it reads.
+  /// Allocates memory for appends with `slots` live and new tokens. The memory always has at least
+  /// as many slots as a pair, because a compaction looks at every slot of the cache that it reads.
   /// Synchronizes if the memory has to grow.
   void reserve(std::uint32_t slots = 0);
-  /// Reserves what before_token() may need, so that it does not fail for one sequence after it has
-  /// succeeded for another.
+  /// Reserves the memory that before_token() may need. Otherwise it could fail for one sequence
+  /// after it has changed another.
   void reserve_for_steps();
 
-  // Appends of many tokens to the caches of one sequence, after its `fed` tokens. A layer goes
-  // through the append in parts: for each part write(), then attend(). The last part's attend()
-  // adds the tokens to the layer's caches. Only one append may be active. The layers follow one
-  // another, or, with config().interleaves_appends, come in any order, with steps of other
-  // sequences between the parts.
+  // Appends of many tokens to the caches of one sequence that already has `fed` tokens. A layer
+  // goes through the append in parts; each part calls write(), then attend(). attend() of the last
+  // part adds the tokens to the layer's caches. Only one append may be active. Layers come one
+  // after another. With config().interleaves_appends they come in any order, and steps of other
+  // sequences may run between the parts.
 
-  /// Begins an append. `ends_prompt`: a prompt segment ends with it.
+  /// Begins an append. `ends_prompt`: the append is the last of a prompt segment.
   void begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt);
-  /// Returns where to write a part's q, k and v, and how to rotate them. fill_ropes() must have
-  /// filled the part's rows of RoPE. The caller fills in the other arguments.
+  /// Returns where to write a part's q, k and v, and how to rotate them. Requires that fill_ropes()
+  /// has filled the part's rows of RoPE. The caller sets the other arguments.
   RopeWriteArgs write(std::uint32_t layer, const AppendChunk& part);
   void attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to);
-  /// Ends a prompt segment with the last of `fed` tokens, if no append with `ends_prompt` fed it.
+  /// Ends a prompt segment after `fed` tokens, if its last append did not have `ends_prompt`.
   void end_prompt(int sequence, std::uint32_t fed, LayerRange layers = {});
 
-  // Steps. The host only counts. The launches are the same in every step, so a CUDA graph can hold
-  // them. For each layer: write(), store_in_tiers(), attention with the arguments from step(),
-  // compute_features().
+  // Steps. The host only counts tokens. The launches are the same in every step, so a CUDA graph
+  // can hold them. For each layer call write(), store_in_tiers(), the attention kernel with the
+  // arguments from step(), and compute_features().
 
-  /// Call before a step that feeds one token to the sequence after `fed` tokens. `layers`: the
+  /// Call before a step that feeds one token to a sequence that has `fed` tokens. `layers`: the
   /// layers of the step.
   void before_token(int sequence, std::uint32_t fed, LayerRange layers = {});
   RopeWriteArgs write(std::uint32_t layer, const StepRows& rows) const;
@@ -156,8 +159,8 @@ class KvCache {
 
   // RoPE, queries and workspaces.
 
-  /// Fills `rows` rows of each RoPE table: for `positions`, or, if null, for the positions from
-  /// `first` on. No-op if all keys are cached before RoPE.
+  /// Fills `rows` rows of each RoPE table, for `positions` or, if that is null, for the positions
+  /// from `first` on. No-op if all keys are cached before RoPE.
   void fill_ropes(const std::int32_t* positions, std::uint32_t first, int rows) const;
   /// Sets the RoPE arguments to the rows that fill_ropes() has filled.
   void rotate(std::uint32_t table, RopeWriteArgs& args) const;
@@ -166,9 +169,10 @@ class KvCache {
   const std::int32_t* iota() const { return work_->iota; }
   std::byte* workspace(int index) const;
 
-  // Counts of a sequence that has been fed `fed` tokens.
+  // Counts of a sequence that was fed `fed` tokens.
 
-  /// Bytes of keys and values: the sum of each KV head's peak, and those of now.
+  /// Bytes of keys and values: live_bytes() returns the sum of each KV head's peak, held_bytes()
+  /// the current number.
   std::uint64_t live_bytes(int sequence, std::uint32_t fed) const;
   std::uint64_t held_bytes(int sequence, std::uint32_t fed, bool after_append) const;
   /// Live tokens of a KV head.
@@ -177,7 +181,8 @@ class KvCache {
   /// Live positions, ascending. Synchronizes.
   std::vector<std::uint32_t> kept_positions(int sequence, std::uint32_t layer,
                                             std::uint32_t head) const;
-  /// Evicted tokens over all layers and KV heads. `before`: tokens before the last append.
+  /// Number of evicted tokens over all layers and KV heads. `before`: number of tokens before the
+  /// last append.
   std::uint64_t evictions(int sequence, std::uint32_t before) const;
   /// For benchmarks: behaves as if `tokens` tokens had been fed. The contents of their keys and
   /// values are undefined. Synchronizes.
@@ -191,17 +196,17 @@ class KvCache {
   const KvCacheConfig& config() const { return config_; }
   const PairSlots& slots() const { return slots_; }
   const SlotStorage& storage() const { return *storage_; }
-  /// The memory as the append has left it in this layer, if no other layer followed.
+  /// The memory as this layer's append has left it; valid until another layer uses it.
   const AppendMemory& append_memory(std::uint32_t layer) const {
     return *memories_[config_.interleaves_appends ? layer : 0];
   }
 
  private:
-  /// Counts of a pair with modifiers, shared slots or a tier plan.
+  /// Token counts of a pair that has modifiers, shared slots or a tier plan.
   struct Counts : LiveTokenCount {
     std::uint64_t max_bytes = 0;  ///< peak bytes on tiers
   };
-  /// The position of the first new token and the number of new tokens, as a compaction reads them.
+  /// The position of the first new token and the number of new tokens. A compaction reads them.
   struct Appended {
     std::uint32_t now, tokens;
   };
@@ -210,11 +215,12 @@ class KvCache {
     std::byte* q;        // [row, query_head, dim]
     float* inv_freq;     // [table, dim / 2]
     float2* rope;        // [table, row, dim / 2]
-    std::byte* plain_k;  // [row, kv_head, dim], before RoPE, if keys are normed and features are
-                         // read; or null
+    std::byte* plain_k;  // [row, kv_head, dim], before RoPE, for features if keys are normed;
+                         // otherwise null
     std::int32_t *iota, *zeros;    // [row]
-    Appended *nothing, *appended;  // at the first new token's position: no tokens; all new tokens
-    Appended* ended;               // no tokens, at the position after a prompt
+    Appended *nothing, *appended;  // `now` is the position of the first new token; `nothing` has no
+                                   // tokens, `appended` all new tokens
+    Appended* ended;               // no tokens, and `now` is the position after a prompt
     std::byte* workspaces;
   };
   /// The append in progress.
@@ -222,7 +228,7 @@ class KvCache {
     int sequence = 0;
     std::uint32_t fed = 0, tokens = 0;
     bool ends_prompt = false;
-    bool uses_cache_positions = false;  ///< keys are read rotated to cache positions
+    bool uses_cache_positions = false;  ///< keys are rotated to cache positions when they are read
     std::uint32_t tail = kNoTail;
   };
 
@@ -239,7 +245,7 @@ class KvCache {
     cuda::check(cudaMemsetAsync(part, 0, count * sizeof(T), stream_), "a cache's work");
   }
 
-  /// each(pair) for all KV heads of a sequence in a layer.
+  /// Calls each(pair) for all KV heads of a sequence in a layer.
   template <class Each>
   void each_pair(int sequence, Each each) const {
     const std::size_t heads = static_cast<std::size_t>(config_.kv_heads),
@@ -249,7 +255,7 @@ class KvCache {
   std::uint32_t end_of(LayerRange layers) const {
     return std::min(layers.end, static_cast<std::uint32_t>(config_.layers.size()));
   }
-  /// each(layer, pair) for all KV heads of a sequence.
+  /// Calls each(layer, pair) for all KV heads of a sequence.
   template <class Each>
   void each_head(int sequence, LayerRange layers, Each each) const {
     for (std::uint32_t layer = layers.first; layer < end_of(layers); ++layer)
@@ -295,14 +301,15 @@ class KvCache {
   void share_slots_of_live(int sequence, std::uint32_t fed);
   /// The memory for compactions in place.
   const AppendMemory& compaction_memory() const { return *memories_.back(); }
-  /// The arguments that move tokens from the memory to a sequence's slots in a layer.
+  /// The arguments of a compaction from the memory to a sequence's slots in a layer.
   kvlab_compact_args to_slots(const AppendMemory& memory, int sequence, std::uint32_t layer,
                               const Appended* appended, bool stays) const;
-  /// Compacts tokens between a sequence's slots in a layer, which may have tiers, and the memory.
+  /// Compacts tokens from a sequence's slots in a layer, which may have tiers, to the memory or
+  /// back.
   void compact(const AppendMemory& memory, kvlab_compact_args args, int sequence,
                std::uint32_t layer, bool after_prompt) const;
-  /// Copies the live tokens of a layer, `fed` in all so far, to the memory. With `stays` none is
-  /// evicted.
+  /// Copies the live tokens of a layer to the memory; the sequence was fed `fed` tokens. Does not
+  /// evict if `stays`.
   void take_live(const AppendMemory& memory, int sequence, std::uint32_t layer, std::uint32_t fed,
                  bool stays) const;
   void compact_in_place(int sequence, std::uint32_t layer, std::uint32_t fed,
@@ -314,7 +321,7 @@ class KvCache {
   void append_to_tiers(std::uint32_t layer, std::size_t pair, std::uint32_t tokens);
   std::uint64_t bytes_on_tiers(std::uint32_t layer, std::size_t pair) const;
   void count_bytes(std::uint32_t layer, std::size_t pair);
-  /// Sets how modifiers change ranks in a compaction.
+  /// Sets how the modifiers change ranks in a compaction.
   void modify(kvlab_compact_args& args, int sequence, bool after_prompt) const;
 
   // For the append in progress.
@@ -340,15 +347,17 @@ class KvCache {
   cuda::Placed<Work> work_;
   std::uint32_t append_slots_ = 0;  ///< slots of memories_, for live and new tokens
   cuda::Placed<AppendScratch> scratch_;
-  /// One that all layers use in turn; with interleaves_appends [layer], and one for compactions.
+  /// One memory that all layers use in turn. With interleaves_appends, one for each layer, and one
+  /// for compactions.
   std::vector<cuda::Placed<AppendMemory>> memories_;
   Append append_;
   std::vector<SlotSequence> sequences_;  // [sequence]: the current settings
   std::vector<Counts> counts_;           // [layer, pair]
   std::vector<TierCounts> tier_counts_;  // [layer, pair]; empty if no pair is quantized
-  // [layer, sequence]: starting at the sequence; empty if no pair is quantized
+  // [layer, sequence]: the caches from that sequence on; empty if no pair is quantized
   std::vector<QuantizedCache> quantized_;
-  std::vector<std::uint32_t> shared_when_;  // [sequence]: fed when slots were shared last
+  std::vector<std::uint32_t>
+      shared_when_;  // [sequence]: number of tokens fed when slots were last shared
 };
 
 }  // namespace kvlab::kernels

@@ -1,4 +1,4 @@
-// Chooses the kernels for a cache of slots on the current device.
+// Chooses the kernels of a KvCache for the current device.
 #include "kernels/cache/kv_cache_config.hpp"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace kvlab::kernels {
 namespace {
 
-/// The most bytes that a token needs on any tier.
+/// Maximum number of bytes that a token needs on any tier.
 int max_row_bytes(const KvCacheConfig& config) {
   std::int64_t most = 0;
   for (const SlotPair& pair : config.pairs)
@@ -20,7 +20,7 @@ int max_row_bytes(const KvCacheConfig& config) {
   return static_cast<int>(most);
 }
 
-/// Why the fast attention does not fit a device; empty if it fits.
+/// The reason why the fast attention cannot run on a device; empty if it can.
 std::string why_not_fast(const KvCacheConfig& config, const DeviceLimits& limits) {
   const kvlab_cache_view cache = config.slot_cache(1, 1);
   if (!config.is_quantized()) return why_not_attention(cache, config.numbering, limits);

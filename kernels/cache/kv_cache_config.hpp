@@ -1,5 +1,5 @@
-// The configuration of caches of slots: plain, resolved numbers. The caller takes them from a
-// model's configuration, a policy file, or a struct of kvlab.h.
+// The configuration of a KvCache, as plain numbers. The caller takes them from a model's
+// configuration, a policy file, or a struct of kvlab.h.
 #pragma once
 
 #include <algorithm>
@@ -39,13 +39,12 @@ struct SlotLayer {
 /// Settings that all caches of a sequence share.
 struct SlotSequence {
   Modifiers modifiers = {};
-  std::vector<std::byte> params = {};  ///< as in kvlab_policy_state; so are the next members
+  std::vector<std::byte> params = {};  ///< as in kvlab_policy_state, like the next members
   std::uint32_t threshold16 = 655;
   std::uint64_t seed = 0;
   std::uint32_t id = 0;
-  /// Called after a prompt with the eviction keys of each KV head's live tokens. Returns the
-  /// budgets of the layer's heads from then on; their sum stays the same. Null: budgets do not
-  /// change.
+  /// Called after a prompt with the eviction keys of each KV head's live tokens. Returns the new
+  /// budgets of the layer's heads, whose sum must not change. Null: budgets do not change.
   std::function<std::vector<std::uint32_t>(std::span<const std::vector<EvictionKey>>)> share = {};
 };
 
@@ -54,16 +53,17 @@ struct SlotPair {
   std::uint32_t budget = kUnlimited;  ///< kUnlimited: nothing is evicted
   ProtectedTokens protected_tokens = {};
   std::vector<TierSlots> tiers = {};  ///< empty: the whole budget in 16 bits
-  std::uint32_t max_budget = 0;       ///< the largest budget it can get if budgets are shared
+  std::uint32_t max_budget =
+      0;  ///< if budgets are shared, the largest budget that the pair can get
 
-  /// Whether the other pair has equally many slots on the same tiers.
+  /// Whether the other pair has the same number of slots on the same tiers.
   bool has_slots_of(const SlotPair& other) const {
     return budget == other.budget && max_budget == other.max_budget &&
            std::ranges::equal(tiers, other.tiers);
   }
 };
 
-/// New settings of a sequence. What has no value does not change.
+/// New settings of a sequence. Members without a value leave the setting unchanged.
 struct SequenceSettings {
   struct Rule {
     std::uint32_t budget;
@@ -81,26 +81,29 @@ struct KvCacheConfig {
   int query_heads = 0, kv_heads = 0, head_size = 0;
   std::vector<SlotLayer> layers = {};
   std::vector<SlotRope> ropes = {};
-  bool other_ropes = false;  ///< the caller needs the RoPE rows too, with any `numbering`
+  bool other_ropes = false;  ///< the caller needs the RoPE rows itself, whatever `numbering` is
   std::vector<SlotSequence> sequences = {};
   std::vector<SlotPair> pairs = {};  ///< [layer, sequence, kv_head]
-  std::uint32_t max_tokens = 0;      ///< of a sequence; 0: no limit, if all pairs have budgets
+  std::uint32_t max_tokens =
+      0;  ///< maximum length of a sequence; 0: no limit, if all pairs have budgets
   EvictionKernels kernels{};
   kvlab_numbering numbering = KVLAB_ORIGINAL_POSITIONS;
-  /// Writes the weights of a prompt's queries, indexed by how many queries are younger, and returns
-  /// the tail. For policies that weigh queries.
+  /// For policies that weigh queries: writes the weights of a prompt's queries, indexed by the
+  /// number of younger queries, and returns the tail.
   std::function<std::uint32_t(std::span<const std::byte> params, std::span<float> to)> weigh = {};
-  kvlab_feature_args features{};  ///< which token features, and `hidden` of SlotLayer::output
-  bool norms_keys = false;        ///< the projection is normed, so it does not hold the plain keys
-  std::uint32_t part = 2048;      ///< max tokens of an append that go through a layer together
-  int workspaces = 1;             ///< workspaces for the attention of steps
-  bool watched = false;           ///< keeps what each token received in a step
-  std::uint32_t first_head = 0;   ///< as in kvlab_policy_state
-  /// Whether an append's parts may go through the layers in any order, with steps of other
-  /// sequences between them. This takes append memory for every layer.
+  kvlab_feature_args features{};  ///< the features to compute, and `hidden` of SlotLayer::output
+  bool norms_keys =
+      false;  ///< the projection's output is normed in place, so it no longer holds the plain keys
+  std::uint32_t part =
+      2048;              ///< maximum number of an append's tokens that go through a layer together
+  int workspaces = 1;    ///< number of workspaces for the attention of steps
+  bool watched = false;  ///< keeps the observations of the last step
+  std::uint32_t first_head = 0;  ///< as in kvlab_policy_state
+  /// Whether the parts of an append may go through the layers in any order, with steps of other
+  /// sequences in between. This needs append memory for every layer.
   bool interleaves_appends = false;
 
-  /// Max rows that go through a layer together.
+  /// Maximum number of rows that go through a layer together.
   int rows() const { return std::max(static_cast<int>(part), static_cast<int>(sequences.size())); }
   bool observes() const { return kernels.needs != Needs::nothing; }
   bool is_quantized() const {
@@ -108,13 +111,13 @@ struct KvCacheConfig {
       return !pair.tiers.empty() && !pair.tiers.back().format->exact();
     });
   }
-  /// Whether eviction does not happen step by step, or budgets are shared.
+  /// Whether eviction is not simply step by step, or budgets are shared.
   bool has_modifiers() const {
     return std::ranges::any_of(sequences, [](const SlotSequence& one) {
       return one.modifiers != Modifiers{} || one.share;
     });
   }
-  /// Whether the fast kernels support this configuration: they rotate whole heads or nothing.
+  /// Whether the fast kernels support this configuration. They rotate whole heads or nothing.
   bool is_fast() const {
     const bool whole = numbering == KVLAB_ORIGINAL_POSITIONS ||
                        std::ranges::all_of(layers, [&](const SlotLayer& layer) {
@@ -123,7 +126,7 @@ struct KvCacheConfig {
     return whole &&
            (!is_quantized() || (type != KVLAB_F32 && query_heads <= kMaxTierGroup * kv_heads));
   }
-  /// Bytes of one token's key in one head; a value has as many.
+  /// Bytes of one token's key in one head. A value has the same size.
   std::size_t key_bytes() const { return static_cast<std::size_t>(head_size) * bytes_of(type); }
   /// One layer's cache, without pointers.
   kvlab_cache_view slot_cache(int of_sequences, int max_slots) const {
@@ -139,10 +142,10 @@ struct KvCacheConfig {
 
 DeviceFormat device_format(const KvFormat& format);
 
-/// The kernels of a policy on the current device: the fast ones, or the plain ones if the fast ones
-/// do not support the configuration or need more shared memory than the device has. `config` is
-/// complete except for its kernels. Throws std::invalid_argument if neither can be launched. A
-/// policy that the library compiled from a header has no plain kernels.
+/// Chooses the kernels of a policy for the current device: the fast ones, or the plain ones if the
+/// fast ones do not support the configuration or need more shared memory than the device has.
+/// `config` is complete except for its kernels. Throws std::invalid_argument if neither can be
+/// launched. A policy that the library compiled from a header has no plain kernels.
 enum class PlainKernels { present, absent };
 EvictionKernels kernels_for(const KvCacheConfig& config, const DevicePolicy& policy,
                             PlainKernels plain);

@@ -155,7 +155,8 @@ KvCacheConfig config_of(const kvlab_kv_cache_config& c) {
 SequenceSettings settings_of(const kvlab_sequence_settings& c, const KvCacheConfig& config) {
   SequenceSettings settings;
   const std::size_t pairs =
-      config.layers.size() * static_cast<std::size_t>(config.kv_heads);  // of the sequence
+      config.layers.size() *
+      static_cast<std::size_t>(config.kv_heads);  // KV heads of one sequence, all layers
   const auto group_max =
       static_cast<std::uint32_t>(config.sequences.front().modifiers.group == Modifiers::Group::max);
   for (std::size_t at = 0; c.rules && at < pairs; ++at) {

@@ -20,10 +20,10 @@ void want(bool holds, fmt::format_string<const Parts&...> message, const Parts&.
   if (!holds) throw std::invalid_argument(fmt::format(message, parts...));
 }
 
-/// Throws std::invalid_argument if the struct cannot be served. The result still refers to its
-/// policy and to device memory: output weights and sink logits.
+/// Throws std::invalid_argument if kvlab does not support the configuration. The result still
+/// points to the struct's policy and to its device memory (output weights and sink logits).
 KvCacheConfig config_of(const kvlab_kv_cache_config& config);
-/// For a cache of that configuration.
+/// Converts the settings for a cache with that configuration.
 SequenceSettings settings_of(const kvlab_sequence_settings& settings, const KvCacheConfig& config);
 
 }  // namespace kvlab::kernels

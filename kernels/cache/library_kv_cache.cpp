@@ -14,7 +14,7 @@ using namespace kvlab::kernels;
 
 namespace {
 
-/// Runs a call. Returns what it throws as an error that kvlab_last_error() explains.
+/// Runs a call. If it throws, returns an error that kvlab_last_error() explains.
 template <class Call>
 cudaError_t record_call(const char* name, Call call) try {
   call();
@@ -33,8 +33,8 @@ void want_args(const Args* args) {
   if (const std::string why = why_not_size(*args); !why.empty()) throw std::invalid_argument(why);
 }
 
-/// Refuses a call that counts on the host while its stream is captured: a replay of the graph would
-/// not count.
+/// Refuses a call that counts on the host while its stream is captured, because replaying the graph
+/// would not repeat the count.
 void want_no_capture(cudaStream_t stream) {
   cudaStreamCaptureStatus status{};
   cuda::check(cudaStreamIsCapturing(stream, &status), "the state of the stream");
@@ -89,7 +89,7 @@ struct kvlab_kv_cache {
     want(layer >= 0 && static_cast<std::size_t>(layer) < layers, "layer is {} of {}", layer,
          layers);
   }
-  /// Whether some layer has had some of the append's chunks, and not all.
+  /// Whether some layer has got some of the append's chunks, but not all.
   bool in_chunks() const {
     return std::ranges::any_of(chunk_tokens, [](std::uint32_t tokens) { return tokens > 0; });
   }
@@ -101,7 +101,8 @@ struct kvlab_kv_cache {
       if (fed_of(layer, sequence) != fed_of(0, sequence)) return true;
     return false;
   }
-  /// Throws unless all layers were fed equally many tokens of the sequence. Returns how many.
+  /// Throws unless all layers were fed the same number of the sequence's tokens. Returns that
+  /// number.
   std::uint32_t want_whole(std::size_t sequence) {
     const std::uint32_t first = fed_of(0, sequence);
     for (std::size_t layer = 0; layer < layers; ++layer)
@@ -139,11 +140,12 @@ struct kvlab_kv_cache {
   cuda::Placed<Now> now;
   std::vector<std::uint32_t> fed;         // [layer, sequence]
   std::vector<std::uint32_t> fed_before;  // [sequence]: before the last append or step
-  std::vector<bool> appended;             // [sequence]: the last of these was an append
+  std::vector<bool> appended;             // [sequence]: whether that was an append
   CurrentAppend current;
-  std::vector<std::uint32_t> chunk_tokens;  // [layer]: tokens of its chunks that the layer has had
+  std::vector<std::uint32_t>
+      chunk_tokens;  // [layer]: tokens of the append's chunks that the layer has got
   int next_step_layer = 0;
-  std::uint32_t rope_first = 0;  ///< position of the first of the rope_rows rows that are filled
+  std::uint32_t rope_first = 0;  ///< position of the first of the `rope_rows` filled rows
   int rope_rows = 0;
 };
 
@@ -222,8 +224,8 @@ void kvlab_kv_cache::append(const kvlab_append_chunk& chunk) {
   const CurrentAppend requested{chunk.sequence, chunk.fed, chunk.tokens, chunk.ends_prompt != 0};
   want_order(chunk, requested);
   if (requested != current) {
-    forget_append();  // stays so if begin() fails for lack of memory
-    rope_rows = 0;    // a step may have overwritten them since
+    forget_append();  // if begin() throws for lack of memory, no append is active
+    rope_rows = 0;    // a step may have overwritten the rows
     cache.begin(chunk.sequence, chunk.fed, chunk.tokens, requested.ends_prompt);
     current = requested;
   }
@@ -251,7 +253,7 @@ void kvlab_kv_cache::append(const kvlab_append_chunk& chunk) {
   appended[sequence] = true;
 }
 
-/// Throws unless the chunk comes next.
+/// Throws unless this chunk is the next one.
 void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAppend& requested) {
   const auto layer = static_cast<std::size_t>(chunk.layer);
   const bool interleaves = cache.config().interleaves_appends;
@@ -261,8 +263,8 @@ void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAp
          "chunks of an append go through a layer before the next layer gets any, unless the cache "
          "was created with interleaves_appends. kvlab_kv_cache_start drops an append",
          other, current.sequence, chunk_tokens[other], current.tokens);
-  // Without interleaving another append may come between two layers, because each layer begins
-  // anew.
+  // Without interleaving, another append must not come between two layers, because each layer
+  // begins the append memory anew.
   want(!interleaves || requested == current || !between_layers(),
        "sequence {} is in the middle of an append; complete it in all layers, or drop it by "
        "kvlab_kv_cache_start",
@@ -272,7 +274,7 @@ void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAp
        chunk.first, layer, chunk_tokens[layer]);
 }
 
-/// Appends a single token as a step does: it is quantized before it attends.
+/// Appends a single token in the way of a step: it is quantized before its query attends.
 void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
   const bool interleaves = cache.config().interleaves_appends;
   want(!in_chunks() || (interleaves && current.sequence != chunk.sequence),
@@ -281,7 +283,7 @@ void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
   const LayerRange own{layer, layer + 1};
   if (!interleaves) forget_append();
   rope_rows = 0;
-  cache.reserve();  // as other appends do
+  cache.reserve();  // other appends do so too
   cache.before_token(chunk.sequence, chunk.fed, own);
   cuda::check(cudaMemcpyAsync(now->of + chunk.sequence, &chunk.fed, sizeof chunk.fed,
                               cudaMemcpyHostToDevice, cache.stream()),
@@ -311,7 +313,7 @@ void kvlab_kv_cache::begin_step(const unsigned char* decodes) {
     at[s] = want_whole(s);
     check_capacity(std::uint64_t{at[s]} + 1);
   }
-  if (!interleaves) forget_append();  // the step may use its memory
+  if (!interleaves) forget_append();  // the step may overwrite the append's memory
   cache.reserve_for_steps();
   for (std::size_t s = 0; s < sequences; ++s) {
     if (at[s] == kIdle) continue;
@@ -346,7 +348,7 @@ void kvlab_kv_cache::attend(std::uint32_t layer, const StepRows& rows, const voi
   const AttendedRows to = attended_rows(qkv, out, lse);
   EvictingAttentionArgs args = cache.step(layer, rows, to);
   args.workspace = cache.workspace(0);
-  args.settled = false;  // a step may follow another at once
+  args.settled = false;  // another step may follow immediately
   const EvictionKernels& kernels = cache.config().kernels;
   const bool computes_features = cache.config().features.count > 0;
   cuda::check(kernels.attend(kernels, args, cache.stream()), "evicting attention");

@@ -60,7 +60,9 @@ void PairSlots::reset(std::size_t sequence) {
 }
 
 void PairSlots::copy(std::size_t from, std::size_t to) {
-  const auto other = [&](std::size_t at) { return at + (to - from) * kv_heads_; };  // may wrap
+  const auto other = [&](std::size_t at) {
+    return at + (to - from) * kv_heads_;
+  };  // the difference may wrap around
   bool alike = modifiers_[from] == modifiers_[to];
   each_pair(from, [&](std::size_t at) {
     alike = alike && configured_[at].has_slots_of(configured_[other(at)]);
@@ -95,14 +97,14 @@ std::vector<TierSlots> PairSlots::tiers(std::uint32_t layer, std::size_t pair) c
   return own.tiers.empty() ? std::vector{TierSlots{.slots = own.budget}} : own.tiers;
 }
 
-/// The first tier also has rows for tokens that wait for eviction.
+/// The first tier also has rows for tokens that are waiting for eviction.
 std::uint32_t PairSlots::rows(std::size_t pair, std::span<const TierSlots> tiers,
                               std::size_t tier) const {
   return tier == 0 ? slots_of(pair, tiers[0].slots) : std::min(tiers[tier].slots, max_tokens_);
 }
 
-/// Uses as many slots as before or fewer: budgets keep their sum, and no head has more slots than
-/// tokens.
+/// Does not need more slots than before: the sum of the budgets is the same, and no head has more
+/// slots than tokens.
 void PairSlots::share(std::uint32_t layer, std::size_t sequence,
                       std::span<const std::uint32_t> budgets) {
   const std::size_t first = layer * pairs() + sequence * kv_heads_;

@@ -1,4 +1,4 @@
-// How many slots each KV head of each layer of each sequence has, and where they begin. Host only.
+// Counts the slots of each KV head of each layer of each sequence, and where they begin. Host only.
 #pragma once
 
 #include <cstdint>
@@ -12,50 +12,53 @@ namespace kvlab::kernels {
 /// A pair is one KV head of one sequence; every layer has all pairs.
 class PairSlots {
  public:
-  /// Throws std::invalid_argument if a cache has no bound.
+  /// Throws std::invalid_argument if the size of a cache has no bound.
   explicit PairSlots(const KvCacheConfig& config);
 
   std::size_t pairs() const { return modifiers_.size() * kv_heads_; }  ///< of one layer
-  std::size_t all() const { return own_.size(); }                      ///< pairs, all layers
-  std::int64_t total() const { return total_; }                        ///< slots, all layers
-  int max_slots() const { return max_slots_; }                         ///< of a pair, at most
+  std::size_t all() const { return own_.size(); }  ///< number of pairs in all layers
+  std::int64_t total() const { return total_; }    ///< number of slots in all layers
+  int max_slots() const { return max_slots_; }     ///< maximum number of slots of a pair
   std::uint32_t budget(std::uint32_t layer, std::size_t pair) const {
     return own_[layer * pairs() + pair].budget;
   }
-  /// The protected tokens of a pair, within the budget that was requested.
+  /// The protected tokens of a pair. They fit the requested budget.
   ProtectedTokens protected_tokens(std::uint32_t layer, std::size_t pair) const {
     return own_[layer * pairs() + pair].protected_tokens;
   }
-  /// Sets the budgets and protected tokens, [layer, kv_head], that a sequence has from the next
-  /// reset() on. Throws std::invalid_argument, and changes nothing, if a pair has too few slots.
+  /// Sets the budgets and protected tokens, [layer, kv_head], that the next reset() gives a
+  /// sequence. Throws std::invalid_argument, and changes nothing, if a pair has too few slots.
   void set_rules(std::size_t sequence, std::span<const SequenceSettings::Rule> rules);
-  /// Gives the pairs of a sequence the budgets and slots that they have before any share().
+  /// Restores the budgets and slots that the pairs of a sequence had before any share().
   void reset(std::size_t sequence);
-  /// Gives the pairs of `to` the budgets of `from`, and slots that are split as those of `from`
-  /// are. Throws std::invalid_argument unless both were configured alike.
+  /// Gives the pairs of `to` the budgets and the split of slots of `from`. Throws
+  /// std::invalid_argument unless both sequences have the same configuration.
   void copy(std::size_t from, std::size_t to);
-  /// All slots of a sequence in a layer: the slots of its pairs follow one another.
+  /// All slots of a sequence in a layer. The slots of its pairs follow one another.
   struct Range {
     std::int64_t first, count;
   };
   Range range(std::uint32_t layer, std::size_t sequence) const;
-  /// Sets the budgets of a sequence's KV heads in a layer; they share the slots that the heads have
-  /// together.
+  /// Sets the budgets of a sequence's KV heads in a layer, and splits the slots that the heads have
+  /// together by these budgets.
   void share(std::uint32_t layer, std::size_t sequence, std::span<const std::uint32_t> budgets);
-  /// The tier plan of a KV head, and how many rows a tier has at most.
+  /// The tier plan of a KV head, with the maximum number of rows of each tier.
   std::vector<TierSlots> tiers(std::uint32_t layer, std::size_t pair) const;
   std::uint32_t rows(std::size_t pair, std::span<const TierSlots> tiers, std::size_t tier) const;
   const Modifiers& modifiers(std::size_t pair) const { return modifiers_[pair / kv_heads_]; }
-  /// [layer, pair], in slots from the start of the cache.
+  /// [layer, pair]: offset in slots from the start of the cache.
   const std::vector<std::int64_t>& first_slots() const { return first_slots_; }
-  /// Max tokens per sequence; unlimited if every pair has slots for all that it keeps.
+  /// Maximum number of tokens of a sequence; unlimited if every pair has slots for all that it
+  /// keeps.
   std::uint32_t max_tokens() const;
-  /// How many tokens are still live when more are appended after `fed` tokens, without modifiers.
+  /// Number of tokens that are still live when new ones are appended after `fed` tokens, if the
+  /// sequence has no modifiers.
   std::uint32_t older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
 
  private:
   std::uint32_t slots_of(std::size_t pair, std::uint32_t budget) const;
-  /// Calls each(at) for the pairs of a sequence in all layers: at is their index [layer, pair].
+  /// Calls each(index) for the pairs of a sequence in all layers, with their index in [layer,
+  /// pair].
   template <class Each>
   void each_pair(std::size_t sequence, Each each) const {
     for (std::size_t at = sequence * kv_heads_; at < own_.size(); at += pairs())
@@ -64,9 +67,9 @@ class PairSlots {
 
   std::size_t kv_heads_;
   std::vector<Modifiers> modifiers_;  // [sequence]
-  std::vector<SlotPair> own_;         // [layer, pair]: as they are now
-  std::vector<SlotPair> configured_;  // [layer, pair]: as the memory was allocated
-  std::vector<SlotPair> requested_;   // [layer, pair]: what reset() restores
+  std::vector<SlotPair> own_;         // [layer, pair]: current values
+  std::vector<SlotPair> configured_;  // [layer, pair]: values for which the memory was allocated
+  std::vector<SlotPair> requested_;   // [layer, pair]: values that reset() restores
   std::uint32_t max_tokens_;
   std::vector<std::int64_t> first_slots_, configured_first_;
   std::int64_t total_ = 0;

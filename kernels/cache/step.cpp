@@ -1,4 +1,5 @@
-// A decode step of a KvCache: one new token for each sequence, in the victim's slot.
+// A decode step of a KvCache: each sequence's new token takes the slot of the token that is
+// evicted.
 #include <algorithm>
 
 #include "kernels/cache/kv_cache.hpp"
@@ -30,7 +31,7 @@ RopeWriteArgs KvCache::write(std::uint32_t layer, const StepRows& rows) const {
   args.cache = cache_of(layer, rows);
   args.sequences = work_->iota;
   args.now = rows.now;
-  if (is_quantized()) {  // store_in_tiers() does the rest
+  if (is_quantized()) {  // store_in_tiers() writes the keys and values
     const TierStorage& tiers = storage_->tiers;
     args.cache.first_slot = tiers.newest + std::ptrdiff_t{rows.first} * config_.kv_heads;
     args.cache.next_slots = tiers.nothing;

@@ -72,7 +72,7 @@ void TierStorage::initialize(const KvCacheConfig& config, const PairSlots& slots
                              cudaStream_t stream) const {
   const TierLayout plan(config, slots);
   cuda::enqueue_write(tier_plans, plan.tier_plans, stream, kWhat);
-  // Unused rows must hold numbers, not NaN.
+  // Unused rows must hold finite numbers, because kernels read whole tiles.
   cuda::enqueue_zeros(bytes, static_cast<std::size_t>(plan.bytes), stream, kWhat);
   cuda::enqueue_zeros(nothing, pairs_, stream, kWhat);
   std::vector<std::int64_t> places_of_newest(pairs_);
@@ -117,7 +117,8 @@ void TierStorage::pretend(const PairSlots& slots, std::size_t at, std::size_t pa
       slot_of[tier.first_row + i] = static_cast<std::uint32_t>(rows.size());
       rows.push_back(tier.first_row + i);
     }
-    constexpr int kNumbers = 0x2c;  // a byte that gives small numbers, as fp16 and as bf16
+    constexpr int kNumbers =
+        0x2c;  // a byte whose repetition is a small number both in fp16 and in bf16
     const auto row = row_bytes(tier.format, head_size_, element_);
     cuda::check(
         cudaMemset(bytes + tier.first_byte, kNumbers, static_cast<std::size_t>(row) * tier.rows),

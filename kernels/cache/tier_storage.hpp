@@ -1,4 +1,4 @@
-// Device memory of tokens on tiers, in addition to their slots.
+// Device memory for tokens on tiers. It is used in addition to the slots.
 #pragma once
 
 #include "kernels/cache/pair_slots.hpp"
@@ -7,7 +7,7 @@
 
 namespace kvlab::kernels {
 
-/// Where the rows of a pair are.
+/// Where the rows of a pair begin.
 struct TierRegion {
   std::int64_t first_row, rows, first_byte, bytes;
 };
@@ -20,27 +20,28 @@ struct TierLayout {
   std::vector<TierRegion> regions;         // [layer, pair]
   std::int64_t rows = 0, bytes = 0;
   int max_rows = 0, max_row_bytes = 0, max_tiers = 0;  ///< see QuantizedCache
-  std::int64_t padding = 0;  ///< bytes that only pad the tiers' rows to whole tiles
+  std::int64_t padding = 0;  ///< bytes that only pad the rows of tiers to whole tiles
 };
 
-/// Copies are views. All pointers are null if no cache is quantized.
+/// Copies of this object are views. All pointers are null if no cache is quantized.
 struct TierStorage {
   TierStorage() = default;
   TierStorage(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots);
-  /// Writes the tables that do not change. Enqueued on the stream, as are the next two.
+  /// Writes the tables that never change. This and the next two functions enqueue their work on the
+  /// stream.
   void initialize(const KvCacheConfig& config, const PairSlots& slots, cudaStream_t stream) const;
   /// Removes the tokens of `count` pairs, [layer, pair], starting at `first`.
   void start(std::size_t first, std::size_t count, cudaStream_t stream) const;
-  /// Copies the tokens of `count` pairs, except row_of_slot, to pairs with the same tiers.
+  /// Copies the tokens of `count` pairs, but not row_of_slot, to pairs with the same tiers.
   void copy(std::size_t from, std::size_t to, std::size_t count, cudaStream_t stream) const;
-  /// Benchmark only: marks `live` tokens of a pair as stored; their quantized values are arbitrary.
+  /// For benchmarks: marks `live` tokens of a pair as stored. Their quantized values are arbitrary.
   void pretend(const PairSlots& slots, std::size_t at, std::size_t pair, std::uint32_t live) const;
 
   bool in_use() const { return tier_plans != nullptr; }
-  /// One layer, starting at a sequence.
+  /// The quantized caches of one layer, from that sequence on.
   QuantizedCache quantized_cache(std::uint32_t layer, int sequence) const;
 
-  DeviceTierPlan* tier_plans = nullptr;  // [layer, pair]; so are counts, next_rows and extents
+  DeviceTierPlan* tier_plans = nullptr;  // [layer, pair], like counts, next_rows and extents
   std::byte* bytes = nullptr;
   std::uint32_t *row_of_slot = nullptr, *slot_of_row = nullptr;  // [slot], [row]
   std::int32_t *counts = nullptr, *extents = nullptr;

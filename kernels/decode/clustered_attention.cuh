@@ -1,10 +1,11 @@
-// Decode attention for few pairs with few slots: a cluster of CTAs for each pair. All its keys and
-// values are in flight before the kernel ahead has ended, so the time from the query to the output
-// matters most. Parts are merged through the shared memory of the cluster, which takes half the
-// time of a merge through global memory.
+// Decode attention for few pairs that have few slots. A cluster of CTAs handles each pair, and
+// requests all keys and values of the pair before the preceding kernel has ended. So only the time
+// from the query to the output matters. Parts are merged through the shared memory of the cluster,
+// which takes half as long as through global memory.
 //
-// The CTAs share a pair's tiles evenly; a part is one warp's tiles. Each CTA merges some columns
-// (four dimensions of a query head each) of all parts, in one order.
+// The CTAs of a cluster share a pair's tiles evenly. Each warp computes a part from its tiles. Each
+// CTA merges some columns (a column is four dimensions of a query head) of all parts, always in the
+// same order.
 #pragma once
 
 #include "kernels/decode/pair_plan.cuh"
@@ -15,9 +16,9 @@
 
 namespace kvlab::kernels {
 
-inline constexpr int kColumnThreads = 8;  ///< threads that share the parts of a column
+inline constexpr int kColumnThreads = 8;  ///< threads that merge one column together
 
-/// What a CTA receives of all parts, in shared memory after the Exchange.
+/// What a CTA receives from all parts, in shared memory after the Exchange.
 template <int kDim>
 struct ClusterParts {
   int group;
@@ -31,7 +32,7 @@ struct ClusterParts {
     return reinterpret_cast<float2*>(column(kClusterParts, 0)) + part * group + head;
   }
 
-  /// Sends a warp's part to the CTAs. Called by the whole warp.
+  /// Sends a warp's part to all CTAs of the cluster. Called by the whole warp.
   __device__ void push(const WarpPart& found, int part) const {
     const int lane = threadIdx.x % 32, each = columns(group);
     for (int i = lane; i < group * kDim / 4; i += 32)
@@ -41,14 +42,14 @@ struct ClusterParts {
   }
 };
 
-/// The sum over the threads of a column, in all of them.
+/// The sum over the threads of a column. Every thread gets it.
 __device__ inline float column_sum(float value) {
 #pragma unroll
   for (int step = 1; step < kColumnThreads; step *= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;
 }
 
-/// Merges and writes the columns of CTA `rank`. Called by all threads.
+/// Merges the columns of CTA `rank` and writes them. Called by all threads.
 template <class Warp>
 __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHeadSize>& parts,
                               int pair, int rank) {
@@ -93,8 +94,8 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
   }
 }
 
-/// Prefetches into the L2 cache the newest token's tile, whose copy waits for that token. So the
-/// token is then written to the L2 cache.
+/// Prefetches the tile of the newest token into the L2 cache. The copy of this tile has to wait for
+/// the newest token, whose key is then written into the L2 cache.
 template <class Warp, bool kPaged>
 __device__ void prefetch_newest(const PairPlan& plan, const SlotsOfPair& slots, int first,
                                 int count) {
@@ -105,7 +106,7 @@ __device__ void prefetch_newest(const PairPlan& plan, const SlotsOfPair& slots, 
   if (tile < first || tile >= first + count) return;
   const int slot = tile * kSlotsPerTile;
   if constexpr (kPaged) {
-    // A thread for each line of a slot.
+    // One thread for each cache line of a slot.
     constexpr int kLines = (kSlot + kLine - 1) / kLine;
     const int pair = slots.pair, end = min(slots.live, slot + kSlotsPerTile);
 #pragma unroll 1
@@ -120,7 +121,7 @@ __device__ void prefetch_newest(const PairPlan& plan, const SlotsOfPair& slots, 
   }
   const int bytes = min(slots.live - slot, kSlotsPerTile) * kSlot;
   const std::int64_t from = (slots.base / Warp::kHeadSize + slot) * kSlot;
-#pragma unroll 1  // short code: a launch finds the instruction cache cold
+#pragma unroll 1  // keeps the code short, because the instruction cache is cold at launch
   for (int at = static_cast<int>(threadIdx.x) * kLine; at < bytes; at += kThreads * kLine) {
     prefetch_line(static_cast<const char*>(args.keys) + from + at);
     prefetch_line(static_cast<const char*>(args.values) + from + at);
@@ -153,7 +154,8 @@ __global__ void __launch_bounds__(kThreads)
   state.start(static_cast<const typename Warp::Element*>(args.q) +
                   std::int64_t{slots.pair} * args.group * kDim,
               args.group);
-  if (args.sinks != nullptr && rank == 0 && warp == 0)  // once; no observer reads the largest logit
+  if (args.sinks != nullptr && rank == 0 &&
+      warp == 0)  // only one warp counts the sinks; no observer reads the largest logit
     state.count_sinks(args.sinks + slots.pair % args.table.kv_heads * args.group);
   TileUse use{};
   for (int i = 0; i < count; ++i) {

@@ -1,12 +1,12 @@
-// Decode attention over a cache with strides: every sequence has one length, and all pairs have the
-// same capacity. See pair_attention.cu.
+// Decode attention over a cache with strides, where all pairs have the same capacity and the KV
+// heads of a sequence have one length. See pair_attention.cu.
 #include "kernels/attention.hpp"
 #include "kernels/decode/pair_attention.hpp"
 
 namespace kvlab::kernels {
 namespace {
 
-/// Returns group 0, which is refused, if kv_heads does not divide query_heads.
+/// If kv_heads does not divide query_heads, returns group 0, which pair_attention() refuses.
 PairAttention pairs_of(const AttentionShape& shape, int sequences, int slots) {
   const bool divides = shape.kv_heads > 0 && shape.query_heads % shape.kv_heads == 0;
   const bool counts = sequences > 0 && sequences <= kMaxPairs;

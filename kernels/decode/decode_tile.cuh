@@ -1,9 +1,9 @@
-// How one warp processes a tile of cached keys and values for the query heads of one KV head: by
-// tensor cores (2-byte types) or in plain float32. Both keep the running softmax in registers.
+// How one warp processes a tile of cached keys and values for the query heads of one KV head: on
+// tensor cores (2-byte types) or in float32. Both keep the running softmax in registers.
 //
-// A tile is kKeys consecutive slots of one KV head, keys and values [slot, dim], in shared memory.
-// If keys are to be rotated to cache positions, they are not yet rotated in the tile, and their
-// ages lie beside them.
+// A tile is kKeys consecutive slots of one KV head, with keys and values [slot, dim], in shared
+// memory. If keys have to be rotated to cache positions, the tile holds them before the rotation,
+// and also holds their ages.
 #pragma once
 
 #include "kernels/decode/pair_attention.hpp"
@@ -21,7 +21,7 @@ enum class Rotated {
   keys,   ///< each key is rotated by its age
 };
 
-/// A warp's result over its keys, for each head of the group.
+/// A warp's result over its keys, for each query head of the group.
 struct WarpPart {
   float* out;     // [head, dim], in shared memory
   float2* state;  // [head]: max, sum
@@ -42,18 +42,19 @@ struct TileAges<kKeys, Rotated::keys> {
 
 /// Parameters of a tile, in addition to its contents.
 struct TileUse {
-  int valid;      ///< slots that count, from the first; at least 1
-  float* logits;  ///< where to leave them, [slot, logits_stride], or null
+  int valid;      ///< number of slots to attend to, from the first one on; at least 1
+  float* logits;  ///< where to store the logits, [slot, logits_stride]; may be null
   int logits_stride;
-  KeyAngles angles;  ///< for cache positions; its newest is relative to the tile's first slot
-  int sinks;  ///< Rotated::query: number of slots, from the first, that use the rotated query
+  KeyAngles angles;  ///< for cache positions; its `newest` is relative to the tile's first slot
+  int sinks;  ///< Rotated::query: number of slots, from the first one on, that use the rotated
+              ///< query
   const void* rotated_query;  // RotatedQuery, in shared memory
 };
 
-/// The group's queries rotated for the sinks: rounded values, and the rounding errors.
+/// The group's queries, rotated for the sinks: the rounded numbers and their rounding errors.
 template <class T, int kDim, int kHeads>
 struct RotatedQuery {
-  /// padded, so that rows lie in different banks
+  /// padded to avoid bank conflicts
   static constexpr int kStride = kDim + 16 / sizeof(T);
   T values[kHeads * kStride];
   T rests[kHeads * kStride];
@@ -72,9 +73,9 @@ struct alignas(16) CacheTile : TileAges<kKeys, kRotated> {
   alignas(16) T keys[kKeys * kDim];
   T values[kKeys * kDim];
 
-  /// Starts copying the first `valid` slots from `from_keys` and `from_values`. Slots are
-  /// consecutive or, if kStrided, `stride` elements apart, and all are in memory. The rest is
-  /// filled with zeros, because an unused slot may hold NaN. Called by a whole warp.
+  /// Starts copying the first `valid` slots from `from_keys` and `from_values`. Source slots are
+  /// consecutive or, if kStrided, `stride` elements apart. The rest of the tile is filled with
+  /// zeros, because an unused slot may hold NaN. Called by a whole warp.
   template <bool kStrided>
   __device__ void load_slots(const T* from_keys, const T* from_values, int stride, int valid,
                              CachePolicy policy) {
@@ -93,27 +94,30 @@ struct alignas(16) CacheTile : TileAges<kKeys, kRotated> {
   }
 };
 
-/// By mma.m16n8k16: sixteen keys are the rows of the first product, sixteen dimensions of the
-/// values are the rows of the second, and the query heads are the eight columns of both, so K and V
-/// are operand A as they lie in memory. Keys and values are 4 * kDim bytes per slot; the products
-/// take about a twentieth of the time to fetch them. The weights from the first product are
-/// transposed between the lanes to become B of the second.
+/// On tensor cores, by mma.m16n8k16. Sixteen keys are the rows of the first product, and sixteen
+/// dimensions of the values are the rows of the second. The query heads are the eight columns of
+/// both. So K and V are operand A in the layout that they have in memory. Keys and values are 4 *
+/// kDim bytes per slot; the products take about a twentieth of the time that it takes to load them.
+/// The weights from the first product are transposed between the lanes to become operand B of the
+/// second.
 ///
-/// A key that is rotated here is two elements: its rounded value and the rounding error. So a
-/// product has 16 bits of it (22 in fp16). The query is then not rotated at all, because only the
-/// distance between the two counts. A rotated query is also two elements.
+/// A key that is rotated here becomes two elements, its rounded value and the rounding error. So a
+/// product sees 16 bits of it (22 bits in fp16). The query is then not rotated at all, because only
+/// the distance between the two matters. A rotated query also becomes two elements.
 ///
-/// With more than eight heads, each half has separate products; what they read is read once.
+/// With more than eight heads, each group of eight has separate products, but shared memory is read
+/// only once for both.
 template <class T, int kDim, Rotated kRotated_, int kHeads_>
 class TensorCoreWarp {
  public:
   using Element = T;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim, kHeads = kHeads_;
-  /// 16 KiB of tiles per warp. At head size 256 this is one stage, so two are used with one CTA per
-  /// multiprocessor, and as many bytes are in flight as with two CTAs of head size 128.
+  /// Number of stages, for 16 KiB of tiles per warp. At head size 256 this would be one stage.
+  /// Therefore two are used, with one CTA per multiprocessor, so that as many bytes are in flight
+  /// as with two CTAs at head size 128.
   static constexpr int kStages = kDim > 128 ? 2 : 256 / kDim;
-  /// 24 KiB, for launches that are long or very short.
+  /// Number of stages for 24 KiB of tiles per warp, used in launches that are long or very short.
   static constexpr int kMaxStages = kDim > 128 ? 2 : 384 / kDim;
   static constexpr Rotated kRotated = kRotated_;
   using Tile = CacheTile<T, kDim, kKeys, kRotated>;
@@ -138,7 +142,8 @@ class TensorCoreWarp {
     }
   }
 
-  /// Starts each head of the group with the logit of its sink, which belongs to no key.
+  /// Starts the softmax of each head of the group with the head's sink logit, which belongs to no
+  /// key.
   __device__ void count_sinks(const float* sinks) {
 #pragma unroll
     for (int e = 0; e < kEights; ++e)
@@ -202,12 +207,12 @@ class TensorCoreWarp {
 
  protected:
   static constexpr int kEights = kHeads / 8;  ///< groups of eight heads
-  // Of a product's result a lane has keys (or dimensions) row() and row() + 8, for heads column()
+  // In a product's result, a lane has keys (or dimensions) row() and row() + 8, for heads column()
   // and column() + 1.
   __device__ static int row() { return threadIdx.x % 32 / 4; }
   __device__ static int column() { return threadIdx.x % 4 * 2; }
 
-  /// Two sums, so that a product does not wait for the product before it.
+  /// There are two sums, so that a product does not wait for the previous one.
   using Sums = float[kEights][2][4];
   __device__ static void add_up(const Sums& sums, float (&logit)[kEights][4]) {
 #pragma unroll
@@ -262,8 +267,8 @@ class TensorCoreWarp {
         if (i / 2 * 8 + row() < use.sinks) logit[e][i] = of_sinks[e][i];
   }
 
-  /// Rotates keys between shared memory and the product. Dimensions i and i + kDim / 2 of a key lie
-  /// in one lane.
+  /// Computes logits of keys that are rotated after they are read from shared memory. A lane has
+  /// dimensions i and i + kDim / 2 of a key.
   __device__ void score_rotated(const Tile& tile, const KeyAngles& angles,
                                 float (&logit)[kEights][4]) const {
     const int lane = threadIdx.x % 32;
@@ -309,8 +314,8 @@ class TensorCoreWarp {
     }
   }
 
-  /// `largest`: over this lane's keys. Sets the maximum to that of all keys so far; it stays the
-  /// same if no lane has a larger one.
+  /// `largest` is the largest logit of this lane's keys. Raises the maximum to that of all keys so
+  /// far. It is unchanged if no lane has a larger one.
   __device__ void raise_max(int e, float2 largest) {
     float2 &max = max_[e], &sum = sum_[e];
     if (!__any_sync(~0u, largest.x > max.x || largest.y > max.y)) return;
@@ -350,12 +355,12 @@ class TensorCoreWarp {
 
   std::uint32_t query_[kEights][kDim / 16][2];
   float out_[kEights][kDim / 16][4];
-  // For two heads of each eight. sum_ covers this lane's keys only, until finish().
+  // Two heads of each group of eight. sum_ covers only this lane's keys until finish().
   float2 max_[kEights], sum_[kEights];
   int group_;
 };
 
-/// In float32: for the logits, lane l has key l % 16 and heads l / 16 * 4 and the next three; for
+/// In float32. For the logits, lane l has key l % 16 and heads l / 16 * 4 to l / 16 * 4 + 3. For
 /// the values, it has dimensions l, l + 32, … of all heads.
 template <int kDim, Rotated kRotated_, int kHeads_>
 class PlainWarp {
@@ -390,7 +395,7 @@ class PlainWarp {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int first = 0; first < kHeads; first += 8) {
-      float weight[4];  // for key lane % 16
+      float weight[4];  // weights of key lane % 16
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int head = first + lane / 16 * 4 + i;

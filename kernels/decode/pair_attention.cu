@@ -1,10 +1,10 @@
 // Decode attention for pairs whose slots are consecutive: see pair_attention.cuh.
 //
-// Instantiated: 3 types x 4 head sizes x 3 position numberings, with tiles requested one by one (36
-// kernels). If keys are already rotated, also with all tiles requested at once, and in clusters on
-// sm_90 (12 + 12). Type and head size determine the registers, and the numbering determines the
-// inner loop. The group, the stages of the ring and what is left for the observer are run-time
-// values.
+// Instantiated for 3 types x 4 head sizes x 3 position numberings, with tiles requested one by one
+// (36 kernels). If keys are already rotated, there are two more variants on sm_90: all tiles
+// requested at once, and clusters (12 + 12). Type and head size are template parameters because
+// they determine the registers, and the numbering because it determines the inner loop. The group,
+// the number of stages of the ring, and the output for the observer are chosen at run time.
 #include "kernels/decode/pair_attention.cuh"
 
 namespace kvlab::kernels {

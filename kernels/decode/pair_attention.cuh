@@ -1,12 +1,13 @@
-// Split-KV decode attention in one launch. Bytes: it moves keys and values once, 2 * head_size
-// elements per live slot; the floor is that divided by the read bandwidth. Its output for the
-// observer, 4 bytes per slot and query head, stays in the L2 cache.
+// Split-KV decode attention in one launch. Memory traffic: keys and values are read once, 2 *
+// head_size elements per live slot; the lower bound of the time is that divided by the read
+// bandwidth. The output for the observer, 4 bytes per slot and query head, stays in the L2 cache.
 //
-// All tiles of all pairs form one row, and the CTAs share it evenly for any lengths: a pair is cut
-// where a share ends. A CTA that has all of a pair writes the pair's output. For a pair that is
-// cut, each CTA leaves a part in the workspace, and the last CTA to arrive merges the parts in
-// their order. So the grid depends on capacity and device only, and lengths are read at run time. A
-// few pairs with few slots use a separate kernel (clustered_attention.cuh).
+// The tiles of all pairs form one row, which the CTAs share evenly whatever the lengths are. A pair
+// may be cut at the end of a share. A CTA that has a whole pair writes the pair's output. If a pair
+// is cut, each of its CTAs stores a part in the workspace, and the last CTA to arrive merges the
+// parts in order. So the grid depends only on the capacity and the device, and lengths are read at
+// run time. A few pairs with few slots use a separate kernel (clustered_attention.cuh).
+//
 // Internal to the library: pair_attention.cu instantiates the kernels for contiguous slots,
 // paged_attention.cu for pages.
 #pragma once
@@ -26,8 +27,8 @@ namespace kvlab::kernels {
 /// Four dimensions of one query head, after the merge.
 using State = SoftmaxState<4>;
 
-/// Stores the softmax for the observer. `largest`: the largest logit of a token; max_and_sum may
-/// include a sink.
+/// Stores the softmax for the observer. `largest`: the largest logit of a token. max_and_sum may
+/// include a sink logit, which belongs to no token.
 __device__ inline void store_softmax(const PairPlan& plan, int pair, int head, float largest,
                                      float2 max_and_sum) {
   if (plan.args.rows.softmax != nullptr)
@@ -38,7 +39,7 @@ __device__ inline void store_evicted_end(const PairPlan& plan, int pair, std::ui
   if (threadIdx.x == 0 && plan.args.rows.gone != nullptr) plan.args.rows.gone[pair] = gone;
 }
 
-/// Merges the warps' results for one pair, or for some tiles of it.
+/// Merges the warps' results for one pair, or for the pair's tiles in this CTA.
 template <class Warp>
 __device__ void write_pair(const PairPlan& plan, const Exchange<Warp::kHeadSize>& exchange,
                            int pair, bool whole, int part) {
@@ -70,10 +71,10 @@ __device__ void write_pair(const PairPlan& plan, const Exchange<Warp::kHeadSize>
   }
 }
 
-/// The parts of a pair that is cut: one from each of the CTAs `first` … `last`.
+/// The parts of a pair that is cut: one part from each of the CTAs `first` to `last`.
 struct PairParts {
   int first, last;
-  bool first_is_second;  ///< CTA `first` had another pair before, so this is its second part
+  bool first_is_second;  ///< CTA `first` also had an earlier pair, so this is its second part
 
   __device__ PairParts(const EvenShare& share, int begin, int tiles)
       : first(share.worker_of(begin)),
@@ -84,8 +85,8 @@ struct PairParts {
   __device__ int at(int i) const { return (first + i) * 2 + (i == 0 && first_is_second ? 1 : 0); }
 };
 
-/// Computes the weight of each part, with the sum over all parts in a fixed order. A warp for each
-/// query head, which stores the head's softmax for the observer.
+/// Computes the weight of each part and the sum over all parts, in a fixed order. One warp for each
+/// query head; it also stores the head's softmax for the observer.
 template <int kDim>
 __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
                             const Exchange<kDim>& exchange, int pair) {
@@ -118,9 +119,9 @@ __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
   }
 }
 
-/// Sums the outputs of all parts of a pair. Consecutive threads take consecutive columns of four
-/// dimensions of a query head. If there are threads for several rows of columns, row r takes parts
-/// r, r + rows, … The first loads are in flight while the parts are weighed.
+/// Sums the outputs of all parts of a pair. Consecutive threads take consecutive columns (four
+/// dimensions of a query head). If there are threads for several rows of columns, row r takes parts
+/// r, r + rows, … The first loads run while the weights are computed.
 template <class Warp>
 class OutputMerge {
  public:
@@ -136,7 +137,7 @@ class OutputMerge {
     if (row_ < rows_) fetch(row_);
   }
 
-  /// Call it after the parts are weighed and all threads have seen the weights.
+  /// Call it when the weights have been computed and all threads have seen them.
   __device__ void write(int pair) {
     if (rows_ == 1) {
       for (; column_ < columns_; column_ += kThreads) {
@@ -219,7 +220,7 @@ __device__ void arrive_and_merge(const PairPlan& plan, const PairParts& parts,
   merge.write(pair);
 }
 
-/// The age of the evicted token whose slot the newest token took.
+/// The age of the evicted token whose slot the newest token has taken.
 template <class Warp>
 __device__ std::uint32_t gone_age(const PairAttention& args, const SlotsOfPair& slots) {
   if constexpr (Warp::kRotated == Rotated::keys) {
@@ -229,15 +230,16 @@ __device__ std::uint32_t gone_age(const PairAttention& args, const SlotsOfPair& 
   return PairRows::kNone;
 }
 
-/// Rotates the query for a pair's sinks. The query is at the newest token's position, which is
-/// further from the sinks than the number of live tokens between them.
+/// Rotates the query for a pair's sinks. The query is rotated to the newest token's original
+/// position. With cache positions its distance to the sinks is smaller, namely the number of live
+/// tokens between them.
 template <class Warp>
 class SinkRotation {
   using T = typename Warp::Element;
   static constexpr int kDim = Warp::kHeadSize;
 
  public:
-  /// Computes everything that does not need the query.
+  /// Computes everything that does not depend on the query.
   __device__ void start(const PairAttention& args, const TileCursor& cursor) {
     sinks_ = 0;
     const SlotsOfPair& slots = cursor.slots;
@@ -248,9 +250,9 @@ class SinkRotation {
     sinks_ = sinks;
     cos_sin_ = rotation_back(frequency_of(args.inv_freq[threadIdx.x % kHalf]), gap);
   }
-  /// The number of slots, from the pair's first, that use the rotated query.
+  /// Number of slots, from the pair's first one on, that use the rotated query.
   __device__ int sinks() const { return sinks_; }
-  /// Called by the whole CTA, whose threads then see the result. `query`: [head of the group, dim].
+  /// Called by the whole CTA, which sees the result afterwards. `query`: [head of the group, dim].
   __device__ void rotate(const T* query, int group, typename Ring<Warp>::Query& to) const {
     if (sinks_ == 0) return;
     const int low = threadIdx.x % kHalf, high = low + kHalf;
@@ -267,10 +269,10 @@ class SinkRotation {
  private:
   static constexpr int kHalf = kDim / 2;
   int sinks_ = 0;
-  float2 cos_sin_;  ///< for dimensions threadIdx.x % kHalf and that plus kHalf
+  float2 cos_sin_;  ///< for dimensions threadIdx.x % kHalf and threadIdx.x % kHalf + kHalf
 };
 
-/// Parameters for a pair's tiles, computed before the first tile. Called by the whole CTA.
+/// Parameters of a pair's tiles, computed before its first tile. Called by the whole CTA.
 template <class Warp, class Sinks>
 __device__ __forceinline__ TileUse pair_use(const PairAttention& args, const SlotsOfPair& slots,
                                             const Ring<Warp>& ring,
@@ -290,7 +292,7 @@ __device__ __forceinline__ TileUse pair_use(const PairAttention& args, const Slo
   return use;
 }
 
-/// `Tiles`: TilesAhead or AllTilesAhead.
+/// `Tiles` is TilesAhead or AllTilesAhead.
 template <class Warp, class Tiles>
 __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__ PairPlan plan) {
   extern __shared__ __align__(16) unsigned char memory[];
@@ -343,7 +345,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
                      (slots.pair * row_slots(args.table.max_slots) + slot) * use.logits_stride;
       if (use.valid > 0) state.add(tile, use, plan.base2_scale);
     }
-    if (!first) __syncthreads();  // the part of the pair before has been read
+    if (!first) __syncthreads();  // all threads have read the part of the previous pair
     state.finish(exchange.part(warp));
     __syncthreads();
     const bool whole = count == slots.tiles();

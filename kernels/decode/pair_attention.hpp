@@ -1,4 +1,4 @@
-// Decode attention over pairs (one KV head of one sequence each): the common part of
+// Decode attention over pairs (a pair is one KV head of one sequence): the common part of
 // decode_attention and the evicting attention. Internal to the library.
 #pragma once
 
@@ -6,29 +6,30 @@
 
 namespace kvlab::kernels {
 
-inline constexpr int kMaxGroup = 16;  ///< query heads per KV head at most
-/// The same limit for paged keys and values, and for kvlab.h. Larger groups use other kernels.
+inline constexpr int kMaxGroup = 16;  ///< maximum number of query heads per KV head
+/// The same limit for paged keys and values and in kvlab.h. Larger groups use other kernels.
 inline constexpr int kMaxPagedGroup = 8;
 inline constexpr int kSlotsPerTile = 64;  ///< slots that a CTA handles at a time
-inline constexpr int kMaxCtas = 288;      ///< CTAs in a grid at most
+inline constexpr int kMaxCtas = 288;      ///< maximum number of CTAs in a grid
 inline constexpr int kMaxPairs = 1 << 15;
 
-/// Where each pair's slots are, and how many hold live tokens.
+/// Where each pair's slots are, and how many of them hold live tokens.
 struct PairTable {
   int pairs, kv_heads;
-  int max_slots;                   ///< capacity of the largest pair
-  const std::int32_t* lengths;     // [sequence]; [pair] where there are next_slots
-  const std::int32_t* next_slots;  // [pair]: slot of the newest token; null: the last one
-  const std::uint32_t* now;  // [sequence]: kIdle: the sequence is idle; null: no sequence is idle
-  const std::int64_t* first_slot;             // [pair]; null: strides
+  int max_slots;                ///< capacity of the largest pair
+  const std::int32_t* lengths;  // [sequence]; if there are next_slots, [pair]
+  const std::int32_t*
+      next_slots;  // [pair]: slot of the newest token; null: the newest token is in the last slot
+  const std::uint32_t* now;  // [sequence]: kIdle if the sequence is idle; null: no sequence is idle
+  const std::int64_t* first_slot;             // [pair]; null: the strides say where slots are
   std::int64_t sequence_stride, head_stride;  ///< in elements
 };
 
-/// What is left of each pair for the launch that observes. All null: nothing is left.
+/// What the attention stores for the launch that observes it. All null: stores nothing.
 struct PairRows {
   float* logits;    // [pair, row_slots(), logits_stride()], base 2, scaled
   float2* softmax;  // [pair, kMaxGroup]: largest logit of a token, and its probability
-  // [pair]: age of the token whose slot the newest token took; kNone: of no token
+  // [pair]: age of the token whose slot the newest token took; kNone: the slot was free
   std::uint32_t* gone;
   static constexpr std::uint32_t kNone = 0xffff'ffffu;
 };
@@ -37,16 +38,17 @@ constexpr std::int64_t row_slots(int max_slots) {
   return std::int64_t{max_slots + kSlotsPerTile - 1} / kSlotsPerTile * kSlotsPerTile;
 }
 
-/// Floats per slot in PairRows::logits: one per head of the group, rounded up to even if there are
-/// two or more.
+/// Floats per slot in PairRows::logits: one for each head of the group, rounded up to an even
+/// number if the group has two or more heads.
 constexpr int logits_stride(int group) { return group == 1 ? 1 : (group + 1) / 2 * 2; }
 
-/// The first bytes of a workspace. Their layout does not depend on sizes, so launches of different
-/// sizes may follow each other.
+/// The first bytes of a workspace. Their layout does not depend on sizes, so launches with
+/// different sizes can use the same workspace one after another.
 struct Signals {
-  /// Parts that have arrived, of the cut pair that begins in this CTA
+  /// [cta]: number of parts that have arrived, for the cut pair that begins in this CTA
   std::int32_t arrived[kMaxCtas];
-  std::int32_t observed[kMaxPairs];  ///< blocks that have observed their slots of a pair
+  std::int32_t
+      observed[kMaxPairs];  ///< [pair]: number of thread blocks that have observed their slots
 };
 
 static_assert(sizeof(Signals) == kSignalBytes);
@@ -57,27 +59,27 @@ struct PairAttention {
   float softmax_scale;
   PairTable table;
   const void* q;              // [pair, head of the group, dim]
-  const void *keys, *values;  // [slot, dim], or pages
-  // [slot]: keys are rotated here, by age; null: keys are already rotated
+  const void *keys, *values;  // [slot, dim], contiguous or in pages
+  // [slot]: keys are rotated when they are read, by these ages; null: keys are already rotated
   const std::uint32_t* ages;
-  const kvlab_rule*
-      rules;  // [pair]: with rotated keys, the query is rotated for the pair's sinks; or null
-  const float* inv_freq;  // [head_size / 2], needed with ages or rules
-  void* out;              // [pair, head of the group, dim]
-  float* lse;             // [pair, head of the group], or null
-  bool settled;           ///< see DecodeAttentionArgs
+  const kvlab_rule* rules;  // [pair]: if keys are already rotated, the query is rotated for the
+                            // pair's sinks; may be null
+  const float* inv_freq;    // [head_size / 2], needed with ages or rules
+  void* out;                // [pair, head of the group, dim]
+  float* lse;               // [pair, head of the group], or null
+  bool settled;             ///< see DecodeAttentionArgs
   PairRows rows;
   void* workspace;     // pair_attention_workspace() bytes
   const float* sinks;  // [kv_head, head of the group]: logits that belong to no token; or null
 };
 
-/// Whether kernels for the shape exist, on some device.
+/// Whether kernels for the shape exist for any device.
 bool is_pair_attention(const PairAttention& args, const kvlab_pages& paged = {});
-/// Bytes of workspace for the current device: 0 if the shape is not supported or does not fit,
+/// Bytes of workspace for the current device. 0 if the shape is not supported or does not fit;
 /// kNoDevice if there is no device.
 inline constexpr std::size_t kNoDevice = ~std::size_t{0};
 std::size_t pair_attention_workspace(const PairAttention& args, const kvlab_pages& paged = {});
-/// `paged`: the pages with keys and values, if there are next_slots.
+/// `paged`: the pages that hold keys and values, if there are next_slots.
 cudaError_t pair_attention(const PairAttention& args, const kvlab_pages& paged,
                            cudaStream_t stream);
 

@@ -1,8 +1,9 @@
-// How decode attention is launched: a pure function of the shape and of a GPU's limits. A warp's
-// memory use is known from its class, so this code is compiled for each class, as the kernels are.
+// Plans the launch of decode attention. The plan is a pure function of the shape and of a GPU's
+// limits. How much memory a warp uses is known from its class, so this code is compiled for each
+// class, as the kernels are.
 //
-// On a GPU with less shared memory than an H100, a CTA has fewer tiles in flight. If not even one
-// tile per warp fits, there is no plan.
+// On a GPU with less shared memory than an H100, a CTA requests fewer tiles in advance. If not even
+// one tile per warp fits, there is no plan.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +16,8 @@ namespace kvlab::kernels {
 inline constexpr int kClusterCtas = 8;  ///< cluster size that every sm_90 device supports
 inline constexpr int kClusterParts = kClusterCtas * kWarps;
 
-/// Whether there is a second kernel with a run-time number of stages, besides the kernel compiled
-/// for Warp::kStages.
+/// Whether there is a second kernel, whose number of stages is chosen at run time, besides the
+/// kernel compiled for Warp::kStages.
 template <class Warp>
 inline constexpr bool kVariesStages = Warp::kRotated == Rotated::none&& Warp::kHeads == 8;
 
@@ -25,7 +26,7 @@ std::size_t shared_bytes(const PairAttention& args, int stages) {
   return Ring<Warp>::bytes(stages) + Exchange<Warp::kHeadSize>::bytes(args.group);
 }
 
-/// The largest number of stages that fits, at most `wanted`; 0 if none fits.
+/// The largest number of stages that fits, up to `wanted`; 0 if none fits.
 template <class Warp>
 int stages_that_fit(const DeviceLimits& limits, const PairAttention& args, int wanted) {
   const int least = kVariesStages<Warp> ? 1 : Warp::kStages;
@@ -34,18 +35,19 @@ int stages_that_fit(const DeviceLimits& limits, const PairAttention& args, int w
   return wanted >= least ? wanted : 0;
 }
 
-/// The number of tiles if all lengths are the largest possible.
+/// The number of tiles if all lengths have their maximum.
 inline std::int64_t max_tiles(const PairAttention& args) {
   return std::int64_t{args.table.pairs} * (row_slots(args.table.max_slots) / kSlotsPerTile);
 }
 
-// Shared memory in bytes that the system reserves for each CTA
+// Bytes of shared memory that the system reserves for each CTA.
 inline constexpr int kReserved = 1024;
-/// The shared memory of a multiprocessor: the most for one CTA, and its reserved part.
+/// Shared memory of a multiprocessor: the maximum for one CTA, plus the part that is reserved for
+/// it.
 inline int shared_of_all(const DeviceLimits& limits) { return limits.shared_bytes + kReserved; }
 
-/// The number of CTAs: two per multiprocessor keep enough bytes in flight, but not more than there
-/// may be tiles. 0 if the device cannot hold one.
+/// The number of CTAs. Two per multiprocessor keep enough bytes in flight; more than there can be
+/// tiles are useless. 0 if the device cannot hold one.
 template <class Warp>
 int max_ctas(const DeviceLimits& limits, const PairAttention& args) {
   const int stages = stages_that_fit<Warp>(limits, args, Warp::kStages);
@@ -61,12 +63,12 @@ struct PairGrid {
   bool all_ahead;  ///< all stages are requested at once
 };
 
-/// Rounds down to a multiple of the pairs, so that pairs of equal length do not share a CTA,
-/// because a CTA with parts of two pairs waits, writes and merges twice. Keeps the number if
-/// rounding would leave out more than an eighth of the CTAs, or if each pair has so many CTAs that
-/// few of them have parts of two pairs.
+/// Rounds the number of CTAs down to a multiple of the pairs. Then pairs of equal length do not
+/// share a CTA, which would have to wait, write and merge twice. Keeps the number if rounding would
+/// drop more than an eighth of the CTAs, or if each pair has so many CTAs that few of them have
+/// parts of two pairs.
 inline int for_whole_pairs(int ctas, int pairs) {
-  constexpr int kFew = 16;  // one CTA in kFew
+  constexpr int kFew = 16;  // share of CTAs with parts of two pairs that is acceptable: one in kFew
   const int out = ctas % pairs;
   return pairs <= ctas && ctas < kFew * pairs && out <= ctas / 8 ? ctas - out : ctas;
 }
@@ -80,8 +82,8 @@ PairGrid grid_for(const DeviceLimits& limits, const PairAttention& args) {
       .ctas = max_ctas<Warp>(limits, args), .stages = usual, .all_ahead = usual != Warp::kStages};
   if (!kVariesStages<Warp> || usual == 0) return grid;
   if (max_tiles(args) <= kShort * limits.multiprocessors) {
-    // One CTA per multiprocessor, plus memory for one of the next kernel, which fetches meanwhile:
-    // all of a share, or most of it, has been requested when the query arrives.
+    // One CTA per multiprocessor leaves memory for one CTA of the next kernel, which loads
+    // meanwhile. All of a share, or most of it, has been requested when the query arrives.
     grid.ctas = std::min(grid.ctas, limits.multiprocessors);
     grid.stages = max_tiles(args) <= 2 * limits.multiprocessors ? usual : fitting(Warp::kMaxStages);
     grid.all_ahead = true;
@@ -92,9 +94,9 @@ PairGrid grid_for(const DeviceLimits& limits, const PairAttention& args) {
   return grid;
 }
 
-/// Shared memory of a CTA, large enough that a third CTA does not fit beside two; otherwise some
-/// multiprocessors get three CTAs of a launch and others one, because each replaces a CTA of the
-/// launch before.
+/// Shared memory of a CTA. It is large enough that a third CTA does not fit on a multiprocessor.
+/// Otherwise some multiprocessors would get three CTAs of a launch and others one, because each CTA
+/// takes the place of a CTA of the previous launch.
 template <class Warp>
 std::size_t shared_for_two(const DeviceLimits& limits, const PairAttention& args, int stages) {
   const int a_third = shared_of_all(limits) / 3 - kReserved;
@@ -102,18 +104,18 @@ std::size_t shared_for_two(const DeviceLimits& limits, const PairAttention& args
                   static_cast<std::size_t>(a_third / 16 * 16 + 16));
 }
 
-/// Rows for the parts of pairs that are cut.
+/// Rows of the workspace for the parts of pairs that are cut.
 inline std::size_t part_rows(const PairAttention& args, int ctas) {
   return 2 * static_cast<std::size_t>(ctas) * static_cast<std::size_t>(args.group);
 }
 
-/// Columns (four dimensions of a query head each) per CTA of a cluster; the last CTA may have
-/// fewer.
+/// Columns (a column is four dimensions of a query head) per CTA of a cluster. The last CTA may
+/// have fewer.
 template <int kDim>
 __host__ __device__ constexpr int cluster_columns(int group) {
   return (group * kDim / 4 + kClusterCtas - 1) / kClusterCtas;
 }
-/// Bytes that a CTA receives of all parts of its cluster.
+/// Bytes that a CTA receives from all parts of its cluster.
 template <int kDim>
 std::size_t cluster_parts_bytes(int group) {
   const std::size_t each = static_cast<std::size_t>(cluster_columns<kDim>(group)) * sizeof(float4) +
@@ -128,8 +130,9 @@ std::size_t clustered_bytes(const PairAttention& args, int stages) {
          cluster_parts_bytes<Warp::kHeadSize>(args.group);
 }
 
-/// Tiles that a warp keeps in shared memory (all that it may have) if pairs use clusters; otherwise
-/// 0. Requires a multiprocessor for each CTA, and no logits for an observer.
+/// Number of tiles that a warp keeps in shared memory if pairs use clusters, which is the maximum
+/// it may get; 0 if they do not. Clusters require a multiprocessor for each CTA, and no logits for
+/// an observer.
 template <class Warp>
 int clustered_stages(const DeviceLimits& limits, const PairAttention& args) {
   const std::int64_t tiles = row_slots(args.table.max_slots) / kSlotsPerTile;
@@ -161,8 +164,8 @@ PairLaunch plan_pairs(const DeviceLimits& limits, const PairAttention& args) {
            .shared_bytes = shared_for_two<Warp>(limits, args, grid.stages)}};
 }
 
-/// Calls visit(Warp{}) for the type, head size and numbering, which must be supported, with groups
-/// of at most kHeads heads.
+/// Calls visit(Warp{}) with the class for the type, head size and numbering, which must be
+/// supported, and for groups of up to kHeads heads.
 template <int kHeads, class Visit>
 auto with_warp(const PairAttention& args, Visit visit) {
   const auto by_type = [&]<int kDim, Rotated kRotated>() {

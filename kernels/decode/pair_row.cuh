@@ -1,4 +1,4 @@
-// All tiles of all pairs in one row, so that any number of CTAs share them evenly.
+// Arranges the tiles of all pairs in one row, so that any number of CTAs can share them evenly.
 #pragma once
 
 #include "kernels/decode/pair_attention.hpp"
@@ -6,7 +6,7 @@
 
 namespace kvlab::kernels {
 
-/// Slots of a pair with live tokens, the newest included; 0: the sequence is idle.
+/// Number of slots of a pair with live tokens, including the newest; 0 if the sequence is idle.
 __device__ inline int live_slots(const PairTable& table, int pair) {
   const int sequence = pair / table.kv_heads;
   if (table.next_slots == nullptr) return min(max(table.lengths[sequence], 0), table.max_slots);
@@ -16,7 +16,7 @@ __device__ inline int live_slots(const PairTable& table, int pair) {
 
 __device__ inline int tiles_of(int live) { return (live + kSlotsPerTile - 1) / kSlotsPerTile; }
 
-/// A pair, with the data that loops over its tiles need.
+/// A pair, with what a loop over its tiles needs.
 struct SlotsOfPair {
   int pair, live, newest;
   std::int64_t base;  ///< first element in keys and values
@@ -36,12 +36,12 @@ struct SlotsOfPair {
   __device__ int tiles() const { return tiles_of(live); }
 };
 
-/// A tile of the row, and the way to the next one.
+/// A tile of the row. The cursor can move on to the next tile.
 struct TileCursor {
   SlotsOfPair slots;
   int tile;  ///< index in the pair
 
-  /// Moves to the next pair's first tile, which must exist.
+  /// Moves to the first tile of the next pair, which must exist.
   __device__ void next_pair(const PairTable& table, int head_size) {
     int index = slots.pair + 1;
     while (live_slots(table, index) == 0) ++index;
@@ -50,7 +50,7 @@ struct TileCursor {
   }
 };
 
-/// The row for one warp: each lane keeps a block of consecutive pairs.
+/// The row, as one warp sees it: each lane keeps the lengths of some consecutive pairs.
 class TileRow {
  public:
   __device__ explicit TileRow(const PairTable& table)
@@ -62,7 +62,7 @@ class TileRow {
   }
   __device__ int total() const { return __shfl_sync(~0u, up_to_, 31); }
 
-  /// Tile number `tile` of the row, which must exist. Called by the whole warp.
+  /// Tile number `tile` of the row. It must exist. Called by the whole warp.
   __device__ TileCursor at(int tile, int head_size) const {
     const int block = __ffs(static_cast<int>(__ballot_sync(~0u, tile < up_to_))) - 1;
     tile -= __shfl_sync(~0u, up_to_ - tiles_, block);

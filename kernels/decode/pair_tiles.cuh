@@ -1,4 +1,4 @@
-// Common code of the two kernels of decode attention: how a CTA of four warps fetches tiles, and
+// Common code of the two kernels of decode attention: how a CTA of four warps loads tiles, and
 // where its results go.
 #pragma once
 
@@ -23,17 +23,18 @@ struct PairPlan {
   float2* part_state;     // [cta, 2, head of the group]: max, sum
   std::int32_t* arrived;  // [cta], zero between launches
   int stages;             ///< tiles of each warp in shared memory
-  bool read_once;         ///< keys and values need not stay in the L2 cache
-  kvlab_pages paged;      ///< pages with keys and values, for kernels with kPaged
+  bool read_once;         ///< keys and values are read once, so they need not stay in the L2 cache
+  kvlab_pages paged;      ///< the pages with keys and values, if kPaged
 };
 
-/// The base-2 sink logit of a head of a pair, which belongs to no token; -infinity: none.
+/// The sink logit of a head of a pair, in base 2. It belongs to no token. -infinity if there is
+/// none.
 __device__ inline float sink_of(const PairAttention& args, int pair, int head) {
   if (args.sinks == nullptr) return -INFINITY;
   return args.sinks[pair % args.table.kv_heads * args.group + head] * kLog2E;
 }
 
-/// The start of shared memory: each warp's tiles, and data for rotation.
+/// The start of shared memory: each warp's tiles, and the data for the rotation.
 template <class Warp>
 struct Ring {
   int stages;
@@ -56,8 +57,8 @@ struct Ring {
   }
 };
 
-/// Data that the warps of a CTA exchange, in shared memory after the ring: their parts of a pair,
-/// or the weights of all parts while the CTA merges the pair. Its size depends on the group.
+/// Data that the warps of a CTA exchange, in shared memory after the ring: their parts of a pair
+/// or, while the CTA merges the pair, the weights of all parts. Its size depends on the group.
 template <int kDim>
 struct Exchange {
   int group;
@@ -67,13 +68,13 @@ struct Exchange {
     return {memory + warp * group * kDim,
             reinterpret_cast<float2*>(memory + kWarps * group * kDim) + warp * group};
   }
-  /// Floats of all parts.
+  /// Number of floats of all parts.
   __host__ __device__ std::size_t parts_floats() const {
     return kWarps * static_cast<std::size_t>(group) * (kDim + 2);
   }
   // [part, head of the group]
   __device__ float* weights() const { return memory; }
-  // [thread]; used if the group leaves threads for several rows
+  // [thread]; used if the group is so small that there are threads for several rows
   __device__ float4* outputs() const {
     return reinterpret_cast<float4*>(memory + kMaxCtas * group);
   }
@@ -89,8 +90,8 @@ struct Exchange {
   }
 };
 
-/// Where a warp's next tiles begin, one in each lane: one lookup in the table serves 32 tiles,
-/// which share its divisions.
+/// Where a warp's next 32 tiles begin, one in each lane. So one lookup in the table serves 32
+/// tiles, and each lane divides only once.
 template <bool kPaged>
 struct RowsAhead {};
 template <>
@@ -100,8 +101,8 @@ struct RowsAhead<true> {
   std::int64_t row = 0;  ///< element at which tile first + lane begins
 };
 
-/// The slots that a warp fetches: in every kSlotsPerTile slots, warp w has those from w * kKeys on.
-/// They lie in one page if kPaged.
+/// The slots that a warp loads: of every kSlotsPerTile slots, warp w has kKeys, from w * kKeys on.
+/// If kPaged, they are in one page.
 template <class Warp, bool kPaged>
 class TileSource {
  public:
@@ -115,14 +116,14 @@ class TileSource {
     if constexpr (kPaged) look_up();
   }
 
-  /// Starts copying the next tile, if there is one. Commits a group of copies in both cases.
+  /// Starts copying the next tile, if there is one. Commits a group of copies in any case.
   __device__ void start_next(typename Warp::Tile& tile) {
     if (left_ > 0) {
       if (cursor_.tile == cursor_.slots.tiles()) {
         cursor_.next_pair(args_.table, Warp::kHeadSize);
         if constexpr (kPaged) look_up();
       }
-      // The newest token comes from the kernel before; the other tokens are already there.
+      // The preceding kernel writes the newest token; the other tokens are already there.
       if (cursor_.slots.newest / kSlotsPerTile == cursor_.tile) wait_for_predecessor();
       const int slot = first_slot();
       const int valid = cursor_.slots.live - slot;
@@ -157,7 +158,7 @@ class TileSource {
   __device__ int first_slot() const {
     return cursor_.tile * kSlotsPerTile + threadIdx.x / 32 * Warp::kKeys;
   }
-  /// Looks up the tiles from the cursor's on.
+  /// Looks up 32 tiles, beginning with the cursor's.
   __device__ void look_up() {
     static_assert(kMinSlotsOfBlock % Warp::kKeys == 0);
     const int slot = first_slot() + static_cast<int>(threadIdx.x % 32) * kSlotsPerTile;
@@ -165,8 +166,8 @@ class TileSource {
     if (slot < cursor_.slots.live)
       ahead_.row = paged_row(ahead_.paged, cursor_.slots.pair, args_.table.kv_heads, slot);
   }
-  /// The element at which the cursor's slots begin; an arbitrary page's if none is live. Called by
-  /// a whole warp.
+  /// The element at which the cursor's slots begin; in an arbitrary page if no token is live.
+  /// Called by a whole warp.
   __device__ std::int64_t next_row() {
     if (cursor_.tile - ahead_.first == 32) look_up();
     return __shfl_sync(~0u, ahead_.row, cursor_.tile - ahead_.first);
@@ -179,8 +180,8 @@ class TileSource {
   [[no_unique_address]] RowsAhead<kPaged> ahead_;
 };
 
-/// A warp's tiles, fetched ahead: all but one of kStages. (If all were requested at once, launches
-/// of many tiles took about 1 us longer.)
+/// A warp's tiles. Up to kStages - 1 of them are requested ahead. (If kStages were requested at
+/// once, launches with many tiles would take about 1 us longer.)
 template <class Warp, bool kPaged>
 class TilesAhead {
  public:
@@ -191,10 +192,10 @@ class TilesAhead {
       : source_(plan, cursor, count), ring_(ring) {
     for (int i = 0; i < kStages - 1; ++i) fetch();
   }
-  /// Returns the next tile when it has arrived. The tile before it may be overwritten.
+  /// Waits for the next tile and returns it. The tile before it may be overwritten.
   __device__ const typename Warp::Tile& next() {
     if constexpr (kStages == 1) {
-      __syncwarp();  // all lanes have read the tile before
+      __syncwarp();  // all lanes have read the previous tile
       fetch();
       wait_copies<0>();
       __syncwarp();
@@ -223,7 +224,7 @@ class TilesAhead {
   int read_ = 0, write_ = 0;
 };
 
-/// A warp's tiles in plan.stages stages, all requested at once.
+/// A warp's tiles, in plan.stages stages that are all requested at once.
 template <class Warp, bool kPaged>
 class AllTilesAhead {
  public:
@@ -233,10 +234,10 @@ class AllTilesAhead {
       : source_(plan, cursor, count), ring_(ring), stages_(plan.stages) {
     for (int i = 0; i < stages_; ++i) fetch();
   }
-  /// Returns the next tile when it has arrived. The tile before it is overwritten.
+  /// Waits for the next tile and returns it. The previous tile is overwritten.
   __device__ const typename Warp::Tile& next() {
     if (read_ >= 0) {
-      __syncwarp();  // all lanes have read it
+      __syncwarp();  // all lanes have read the previous tile
       fetch();
     }
     wait_copies<Warp::kMaxStages - 1>(stages_ - 1);
@@ -257,7 +258,7 @@ class AllTilesAhead {
   int read_ = -1, write_ = 0;
 };
 
-/// Writes `dim` and the next three dimensions of a query head's output.
+/// Writes dimensions `dim` to `dim` + 3 of a query head's output.
 template <class T>
 __device__ void write_output(const PairPlan& plan, int row, int dim, float4 out,
                              float2 max_and_sum) {

@@ -1,5 +1,5 @@
-// Decode attention for pairs with more than eight query heads: see pair_attention.cuh. One read of
-// a tile serves both groups of eight heads. Instantiated: 3 types x 4 head sizes x 3 position
+// Decode attention for pairs with more than eight query heads: see pair_attention.cuh. A tile is
+// read once for both groups of eight heads. Instantiated for 3 types x 4 head sizes x 3 position
 // numberings, with tiles requested one by one (36 kernels).
 #include "kernels/decode/pair_attention.cuh"
 

@@ -1,5 +1,5 @@
-// Barriers in shared memory that asynchronous copies complete, and barriers of some warps of a
-// block.
+// Barriers in shared memory that asynchronous copies complete, and barriers for some warps of a
+// thread block.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,8 +10,9 @@
 
 namespace kvlab::kernels {
 
-/// An mbarrier (sm_80). Each phase completes after a fixed number of arrivals. A waiter names the
-/// phase by its parity; the phase before the first counts as complete and has parity 1.
+/// An mbarrier (sm_80). Each phase completes after a fixed number of arrivals. A waiting thread
+/// identifies the phase by its parity. The phase before the first one counts as complete and has
+/// parity 1.
 class PhaseBarrier {
  public:
   __device__ void init(unsigned arrivals) {
@@ -21,7 +22,7 @@ class PhaseBarrier {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address())
                  : "memory");
   }
-  /// Arrives, and adds `bytes` bytes of the copy engine to the phase (sm_90).
+  /// Arrives, and makes the phase wait for `bytes` bytes from the copy engine (sm_90).
   __device__ void arrive_and_expect(std::uint32_t bytes) {
     asm volatile(
         "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(
@@ -33,7 +34,7 @@ class PhaseBarrier {
   __device__ void arrive_when_copied() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
   }
-  /// Holds the phase open until all copies that this thread has started are complete.
+  /// Keeps the phase open until all copies that this thread has started are complete.
   __device__ void expect_copied() {
     asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(address()) : "memory");
   }
@@ -66,7 +67,7 @@ class PhaseBarrier {
   std::uint64_t word_;
 };
 
-/// A barrier of the first kThreads threads of a block.
+/// A barrier for the first kThreads threads of a thread block.
 template <int kThreads>
 __device__ inline void barrier_of_first() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");

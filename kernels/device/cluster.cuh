@@ -19,8 +19,9 @@ __device__ inline int cluster_rank() {
   return rank;
 }
 
-/// All threads of all CTAs call cluster_arrive() and cluster_wait() in turn. What a thread stores
-/// before it arrives is visible after the wait. Only after the first wait have all CTAs started.
+/// All threads of all CTAs call cluster_arrive() and cluster_wait() alternately. What a thread
+/// stores before it arrives is visible after the wait. A CTA may not have started before the first
+/// wait ends.
 __device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

@@ -5,13 +5,13 @@
 
 namespace kvlab::kernels {
 
-/// `items` consecutive items, cut into `workers` runs whose lengths differ by at most one; the
-/// longer runs come first.
+/// Splits `items` consecutive items into `workers` runs whose lengths differ by at most one. Longer
+/// runs come first.
 struct EvenShare {
   int each, longer;  ///< the first `longer` workers have each + 1 items
   __device__ EvenShare(int items, int workers) : each(items / workers), longer(items % workers) {}
 
-  /// The first item of a worker; for the worker after the last, the number of items.
+  /// The first item of a worker. For `worker` == the number of workers, the number of items.
   __device__ int begin(int worker) const { return worker * each + min(worker, longer); }
   __device__ int worker_of(int item) const {
     const int in_longer = longer * (each + 1);

@@ -8,11 +8,12 @@
 
 namespace kvlab::kernels {
 
-/// The first victim among the warp's candidates, in every lane. kUnprotected: no candidate is
-/// protected, so protections are not compared.
+/// The first victim among the candidates of the warp, returned in every lane. kUnprotected: no
+/// candidate is protected, so the protections are not compared.
 template <bool kUnprotected = false>
 __device__ inline EvictionCandidate warp_first_victim(const EvictionCandidate& mine) {
-  // Compares word by word; only lanes that have the least of all earlier words stay in.
+  // Compares the keys word by word. A lane stays in only while it has the minimum of all words so
+  // far.
   bool first = true;
   const auto least = [&](std::uint32_t word) {
     const std::uint32_t of_all = __reduce_min_sync(~0u, first ? word : ~0u);
@@ -29,8 +30,8 @@ __device__ inline EvictionCandidate warp_first_victim(const EvictionCandidate& m
           __shfl_sync(~0u, mine.slot, lane)};
 }
 
-/// The first victim among the block's candidates, in every thread. `of_warps`: one element per
-/// warp, free again after the next barrier.
+/// The first victim among the candidates of the thread block, returned in every thread. `of_warps`:
+/// one element per warp, which may be reused after the next barrier.
 template <bool kUnprotected = false>
 __device__ inline EvictionCandidate block_first_victim(const EvictionCandidate& mine,
                                                        EvictionCandidate* of_warps) {

@@ -5,7 +5,8 @@
 
 namespace kvlab::kernels {
 
-/// Lane l gets the fold over the warp of component l % 4, in a fixed order. Uses six shuffles.
+/// Folds component l % 4 over the warp, in a fixed order, and returns the result in lane l. Uses
+/// six shuffles.
 template <class Fold>
 __device__ inline float warp_fold4(const float4& value, Fold fold) {
   const unsigned lane = threadIdx.x % kWarpSize;
@@ -26,7 +27,7 @@ struct Larger {
   __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-/// The four components that lanes `first` to first + 3 have, in every lane.
+/// Returns in every lane the four values that lanes `first` to first + 3 have.
 __device__ inline float4 of_lanes(float value, int first) {
   return {__shfl_sync(~0u, value, first), __shfl_sync(~0u, value, first + 1),
           __shfl_sync(~0u, value, first + 2), __shfl_sync(~0u, value, first + 3)};
@@ -41,12 +42,12 @@ __device__ inline void add_product(float4& sum, float a, const float4& x) {
 __device__ inline void raise(float4& most, const float4& x) {
   most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
 }
-/// Counts the components that are at least their bound.
+/// Increments `count` for each component that is at least its bound.
 __device__ inline void count_from(uint4& count, const float4& x, const float4& bound) {
   count.x += x.x >= bound.x ? 1 : 0, count.y += x.y >= bound.y ? 1 : 0;
   count.z += x.z >= bound.z ? 1 : 0, count.w += x.w >= bound.w ? 1 : 0;
 }
-/// The sums over the warp, in every lane.
+/// The sums over the warp, returned in every lane.
 __device__ inline uint4 warp_sum4(const uint4& count) {
   return {__reduce_add_sync(~0u, count.x), __reduce_add_sync(~0u, count.y),
           __reduce_add_sync(~0u, count.z), __reduce_add_sync(~0u, count.w)};

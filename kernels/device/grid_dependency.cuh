@@ -1,21 +1,21 @@
-// Programmatic dependent launch: a kernel may start while the kernel before it in the stream still
-// runs, and fetch data that this one does not write. Before sm_90 both calls do nothing, and
-// neither is needed.
+// Programmatic dependent launch: a kernel may start while the previous kernel in the stream still
+// runs, and load data that the previous kernel does not write. Before sm_90 both functions do
+// nothing, and are not needed.
 #pragma once
 
 namespace kvlab::kernels {
 
-/// Before this call the kernel may read only what no kernel of the same step writes: weights and
-/// tables. After it, all earlier work of the stream is complete and visible. Every kernel that
-/// `launch` starts must call it in every block, even if it has nothing to wait for, because the
-/// next kernel relies on it.
+/// Before this call, the kernel may only read what no kernel of the same step writes, namely
+/// weights and tables. After it, all earlier work of the stream is complete and visible. Every
+/// kernel that `launch` starts must call it in every thread block, even if it has nothing to wait
+/// for, because the next kernel relies on it.
 __device__ inline void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// Lets the next kernel of the stream start once all blocks of this one have made this call.
+/// Lets the next kernel of the stream start once all thread blocks of this kernel have called this.
 __device__ inline void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,12 +1,12 @@
-// Splits two float32 into a 2-byte type and the rest, also of that type, for products on tensor
-// cores.
+// Splits two float32 into their values in a 2-byte type and the remainders in the same type, for
+// products on tensor cores.
 #pragma once
 
 #include "kernels/device/tensor_core.cuh"
 
 namespace kvlab::kernels {
 
-/// bf16: 16 bits together.
+/// bf16 parts, which have 16 bits of precision together.
 struct Bf16Parts {
   std::uint32_t kept, left;
 
@@ -17,12 +17,12 @@ struct Bf16Parts {
   }
 };
 
-/// float16: 22 bits together.
+/// float16 parts, which have 22 bits of precision together.
 struct HalfParts {
-  std::uint32_t kept, left;  ///< two elements each; `low` is first in memory
+  std::uint32_t kept, left;  ///< two elements each; `low` comes first in memory
 
-  /// For elements of at most 65,504. The float16 part is truncated, not rounded, so that a mask
-  /// extracts it.
+  /// For elements up to 65,504. The float16 part is truncated instead of rounded, so that a bit
+  /// mask can extract it.
   __device__ static HalfParts of(float low, float high) {
     const float kept_low = cut(low), kept_high = cut(high);
     return {pack<__half>(kept_low, kept_high), pack<__half>(low - kept_low, high - kept_high)};

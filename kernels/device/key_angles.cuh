@@ -1,5 +1,5 @@
-// RoPE of a key at the time it is read, by its distance to the query; and of a query that stands
-// too far ahead.
+// RoPE for a key that is rotated when it is read, by its distance to the query, and for a query
+// that is at a larger position than cache positions allow.
 //
 // An angle is a fraction of a circle in fixed point. A position times a 64-bit frequency, modulo
 // one circle, is exact at any position.
@@ -13,7 +13,7 @@
 
 namespace kvlab::kernels {
 
-/// Circles per position as a fraction of 2^64: high and low word.
+/// Circles per position as a fraction of 2^64: the high word and the low word.
 using Frequency = uint2;
 
 __device__ inline Frequency frequency_of(float inv_freq) {
@@ -37,35 +37,36 @@ __device__ inline float2 rotation_back(Frequency frequency, std::uint32_t positi
   return make_float2(at.x, -at.y);
 }
 
-/// The angles of one pair's keys.
+/// The angles of the keys of one pair (one KV head of one sequence).
 struct KeyAngles {
   const Frequency* frequencies;  // [head_size / 2], in shared memory
   std::uint32_t youngest;        ///< age of the newest token: live tokens minus one
-  std::uint32_t gone;            ///< age of the token evicted since ages were written, or all ones
-  int newest;                    ///< the newest token's slot, relative to `ages`
+  std::uint32_t gone;  ///< age of the token that was evicted since the ages were written; all ones
+                       ///< if there is none
+  int newest;          ///< the newest token's slot, relative to `ages`
 
-  /// How many positions the token at `slot` lies behind the query.
+  /// Distance from the token at `slot` to the query, in positions.
   __device__ std::uint32_t behind(const std::uint32_t* ages, int slot) const {
     const std::uint32_t age = ages[slot];
     return slot == newest ? 0 : youngest - (age - (age > gone ? 1 : 0));
   }
-  /// Cosine and sine of a key's angle relative to the query, which is negative because the key lies
-  /// behind. Accurate to 2^-20.
+  /// Cosine and sine of a key's angle relative to the query. The angle is negative, because the key
+  /// is at an earlier position. Accurate to 2^-20.
   __device__ float2 cos_sin(int i, std::uint32_t positions) const {
-    // Turns the fraction's upper 23 bits into a float from -1/2 to 1/2.
+    // Converts the fraction's upper 23 bits to a float from -1/2 to 1/2.
     const std::uint32_t angle = angle_of(frequencies[i], positions);
     const float circles = __uint_as_float(angle >> 9 ^ 0x3fc00000u) - 1.5f;
     constexpr float kTwoPi = 6.28318530717958647692f;
     return make_float2(__cosf(circles * kTwoPi), -__sinf(circles * kTwoPi));
   }
-  /// The same, exact to the last bits of a float. Slow.
+  /// Like cos_sin(), but exact to the last bits of a float. Slow.
   __device__ float2 cos_sin_precise(int i, std::uint32_t positions) const {
     return rotation_back(frequencies[i], positions);
   }
 };
 
 /// Rotates two elements each of dimensions i and i + head_size / 2 of one key, in float32. The
-/// rounding errors go to the rests.
+/// rounding errors are stored in the rests.
 template <class T>
 __device__ inline void rotate(float2 first, float2 second, std::uint32_t& low, std::uint32_t& high,
                               std::uint32_t& low_rest, std::uint32_t& high_rest) {

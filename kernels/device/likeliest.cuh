@@ -1,11 +1,13 @@
-// The likeliest id of a row: the largest logit, and the lowest id among equal logits.
+// The most probable id of a row: the one with the largest logit, and the lowest id among equal
+// logits.
 #pragma once
 
 #include <cstdint>
 
 namespace kvlab::kernels {
 
-/// Orders keys as the logits; NaN comes above all, and 0 and -0 are equal.
+/// Converts a logit to an integer with the same order. NaN comes above all numbers, and 0 and -0
+/// are equal.
 __device__ inline std::uint32_t order_key(float logit) {
   if (isnan(logit)) return 0xffffffffu;
   const std::uint32_t bits = __float_as_uint(logit + 0.0f);
@@ -15,7 +17,7 @@ __device__ inline float from_order_key(std::uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-/// Larger for a likelier id; for equal logits larger for the lower id.
+/// An integer that is larger for a more probable id and, among equal logits, for the lower id.
 __device__ inline unsigned long long candidate(float logit, int id) {
   return static_cast<unsigned long long>(order_key(logit)) << 32 | ~static_cast<std::uint32_t>(id);
 }

@@ -12,8 +12,9 @@ namespace kvlab::kernels {
 /// The sum of fixed_mass(1, p) over at most 2^14 probabilities with 0 <= p <= 1.5 (rounding may
 /// give a p above 1).
 ///
-/// p + 64 rounds p to a multiple of 2^-17. The exact rest plus 1.5 * 2^-9 rounds to a multiple of
-/// 2^-32, and to even as p would, because the first part is an even multiple of 2^-32. So both
+/// Adding 64 to p rounds p to a multiple of 2^-17. The rest is exact; adding 1.5 * 2^-9 rounds it
+/// to a multiple of 2^-32. Ties go to even as they would for p, because the first part is an even
+/// multiple of 2^-32. So both integers are the low bits of the floats.
 /// integers are the low bits of the floats.
 class MassSum {
  public:
@@ -23,10 +24,11 @@ class MassSum {
     high_ += std::bit_cast<std::uint32_t>(high);
     low_ += std::bit_cast<std::uint32_t>(low);
   }
-  /// Use instead of add(): keeps the largest of the given probabilities, which must not be
+  /// Use instead of add() to keep the largest of the given probabilities. They must not be
   /// negative.
   constexpr void raise(float p) {
-    const auto bits = std::bit_cast<std::uint32_t>(p);  // floats >= 0 have the order of their bits
+    const auto bits = std::bit_cast<std::uint32_t>(
+        p);  // the bits of floats >= 0 have the same order as the floats
     high_ = bits > high_ ? bits : high_;
   }
   constexpr float largest() const { return std::bit_cast<float>(high_); }
@@ -42,12 +44,12 @@ class MassSum {
   std::uint32_t high_ = 0, low_ = 0;  // modulo 2^32
 };
 
-/// The least probability that counts as a request in a row whose largest mass is `row_max`;
-/// negative if 0 counts. row_max <= 2^33, threshold16 <= 2^16.
+/// The lowest probability that counts as a request in a row whose largest mass is `row_max`.
+/// Negative if a probability of 0 counts. Requires row_max <= 2^33 and threshold16 <= 2^16.
 constexpr float request_floor(std::uint64_t row_max, std::uint32_t threshold16) {
   const std::uint64_t least = (threshold16 * row_max + 0xffff) >> 16;  // mass
   if (least == 0) return -1;
-  // Masses above least - 1/2 round to `least`; the half itself rounds to its even neighbour.
+  // Masses above least - 1/2 round to `least`. The half itself rounds to its even neighbour.
   const std::uint64_t halves = 2 * least - 1;
   const double bound = static_cast<double>(halves) * 0x1p-33;
   const auto nearest = static_cast<float>(bound);

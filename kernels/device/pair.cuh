@@ -17,7 +17,7 @@ __device__ inline Pair pair_of(int index, int kv_heads) {
   return {index, index / kv_heads, index % kv_heads};
 }
 
-/// Slots with live tokens while the newest token, which is at next_slots, attends.
+/// Number of slots with live tokens at the time when the newest token, in slot next_slots, attends.
 __device__ inline int live_slots(const kvlab_cache_view& cache, const Pair& pair) {
   return max(cache.lengths[pair.index], cache.next_slots[pair.index] + 1);
 }
@@ -29,13 +29,13 @@ __device__ inline std::int64_t row_of(const kvlab_cache_view& cache, int pair, s
   return (cache.first_slot[pair] + slot) * cache.head_size;
 }
 
-/// What a slot's token received, as the policy sees it.
+/// The observation of a slot's token: the attention statistics that the policy sees.
 __device__ inline Observation& observation_at(kvlab_observation* seen, std::int64_t slot) {
   static_assert(sizeof(kvlab_observation) == sizeof(Observation));
   return reinterpret_cast<Observation*>(seen)[slot];
 }
 
-/// The number of live tokens at which eviction is due; kUnlimited: never.
+/// Number of live tokens at which eviction begins; kUnlimited: never.
 __device__ inline std::uint32_t evict_at(const kvlab_policy_state& policy, int pair) {
   return policy.evict_at != nullptr ? policy.evict_at[pair] : policy.rules[pair].budget;
 }

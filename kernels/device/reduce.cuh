@@ -1,5 +1,6 @@
-// Reductions over a warp and a block, in a fixed order that is part of the results; every lane gets
-// the result. CUB serves where the order does not matter and NVRTC does not compile the code.
+// Reductions over a warp and a thread block, in a fixed order on which the results depend. Every
+// lane gets the result. Elsewhere, where the order does not matter and NVRTC does not compile the
+// code, CUB is used.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -37,8 +38,8 @@ __device__ inline T warp_prefix_sum(T value) {
   return value;
 }
 
-/// The sum over the block, in every thread. `shared`: one value per warp, free again after the next
-/// barrier.
+/// The sum over the thread block, returned in every thread. `shared`: one value per warp, which may
+/// be reused after the next barrier.
 template <class T>
 __device__ inline T block_sum(T value, T* shared) {
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
@@ -50,7 +51,7 @@ __device__ inline T block_sum(T value, T* shared) {
   return sum;
 }
 
-/// The maximum over the block; `shared` as in block_sum().
+/// The maximum over the thread block. `shared`: see block_sum().
 template <class T>
 __device__ inline T block_max(T value, T* shared) {
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;

@@ -1,4 +1,4 @@
-// The norm of a row, by a block of kThreads threads.
+// The RMS norm of a row, computed by a thread block of kThreads threads.
 #pragma once
 
 #include "kernels/device/reduce.cuh"
@@ -7,7 +7,7 @@
 
 namespace kvlab::kernels {
 
-/// The sum of one row's squares, in every thread of its block.
+/// The sum of the squares of one row, returned in every thread of its block.
 template <int kThreads, class T>
 __device__ inline float sum_of_squares(const T* row, int hidden, float* sums) {
   float squares = 0;
@@ -20,15 +20,15 @@ __device__ inline float sum_of_squares(const T* row, int hidden, float* sums) {
   return block_sum(squares, sums);
 }
 
-/// The factor that a row's elements are multiplied by, without the weights; in every thread of its
-/// block.
+/// The factor that normalizes a row's elements, without the weights. Returned in every thread of
+/// the row's block.
 template <int kThreads, class T>
 __device__ inline float scale_of(const T* row, const Norm& norm, int hidden, float* sums) {
   const float mean = sum_of_squares<kThreads>(row, hidden, sums) / static_cast<float>(hidden);
   return 1.0f / sqrtf(mean + norm.epsilon);
 }
 
-/// Norms eight elements of a row, starting at `at`.
+/// Normalizes eight elements of a row, starting at `at`.
 template <class T>
 __device__ inline void multiply_eight(const Norm& norm, float scale, int at, float (&value)[8]) {
   float weight[8];

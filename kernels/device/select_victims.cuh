@@ -1,5 +1,5 @@
-// Which of many tokens are evicted, and which stay. The whole block selects the first tokens of the
-// eviction order.
+// Selects which of many tokens are evicted and which are kept. The whole thread block selects the
+// first tokens of the eviction order.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ inline constexpr int kEvictionBins = 256;
 inline constexpr int kEvictionHistograms = 8;  ///< copies, so that warps rarely add to the same bin
 inline constexpr int kMaxEvictionWarps = 32;
 
-/// The eviction order as a 98-bit key: protection, rank, position. The keys of a pair's tokens all
-/// differ.
+/// The eviction order as a 98-bit key: protection, rank, position. No two tokens of a pair have the
+/// same key.
 struct EvictionKeys {
   const std::uint64_t* ranks;
   const std::uint32_t* positions;
@@ -42,13 +42,13 @@ __device__ inline EvictionKey leading(EvictionKey key, int digits) {
     key.position = digits <= 9 ? 0 : key.position >> (13 - digits) * 8 << (13 - digits) * 8;
   return key;
 }
-/// The key of a token that is not to be selected: it comes after all others, and has a bin.
+/// The key of a token that must not be selected. It comes after all others, and it has a bin.
 __device__ inline EvictionKey unselected_key() {
   return {kEvictionBins - 1, ~std::uint64_t{0}, ~0u};
 }
 
-/// A threshold: exactly the tokens that come before it in the order are evicted, if only the first
-/// `digits` digits of a key count.
+/// A threshold in the eviction order. Exactly the tokens before it are evicted, if only the first
+/// `digits` digits of each key are compared.
 struct EvictionThreshold {
   EvictionKey key;
   int digits;
@@ -57,13 +57,13 @@ struct EvictionThreshold {
 
 struct SelectionShared {
   std::uint32_t histogram[kEvictionHistograms][kEvictionBins];
-  /// The bin of the token sought, and how many tokens of its prefix precede it
+  /// The bin of the token that is searched for, and how many tokens with its prefix precede it.
   std::uint32_t bin, before;
   std::uint32_t warps[kMaxEvictionWarps];
 };
 
-/// Finds the bin of the token that `before_it` tokens of the same prefix precede. Called by the
-/// whole block.
+/// Finds the bin of the token that is preceded by `before_it` tokens of the same prefix. Called by
+/// the whole thread block.
 __device__ inline void find_bin(SelectionShared& shared, std::uint32_t before_it) {
   constexpr int kGroups = kEvictionBins / kWarpSize;
   __shared__ std::uint32_t sums[kGroups];
@@ -92,13 +92,14 @@ __device__ inline void find_bin(SelectionShared& shared, std::uint32_t before_it
   __syncthreads();
 }
 
-/// Radix selection: the threshold that exactly `num_evicted` of the `live` tokens precede. Called
-/// by the whole block; 0 < num_evicted < live. `Keys`: EvictionKeys or a type with its interface.
+/// Radix selection: returns the threshold that exactly `num_evicted` of the `live` tokens precede.
+/// Requires 0 < num_evicted < live. Called by the whole thread block. `Keys` is EvictionKeys or a
+/// type with the same interface.
 template <class Keys>
 __device__ EvictionThreshold select_victims(SelectionShared& shared, const Keys& keys,
                                             std::uint32_t live, std::uint32_t num_evicted) {
   EvictionThreshold found{{}, 0};
-  // Tokens of the same prefix before the first token that stays
+  // Number of tokens with the same prefix before the first kept token.
   std::uint32_t before_it = num_evicted;
   for (int digit = 0; digit < kEvictionDigits && before_it > 0; ++digit) {
     for (int i = threadIdx.x; i < kEvictionHistograms * kEvictionBins;
@@ -126,8 +127,9 @@ __device__ EvictionThreshold select_victims(SelectionShared& shared, const Keys&
   return found;
 }
 
-/// Calls each(slot, stays, number of staying slots before it) for the slots [0, live). Called by
-/// the whole block; calls `stays` twice per slot. Each warp has a run of slots.
+/// Calls each(slot, is_kept, number of kept slots before it) for the slots [0, live), where is_kept
+/// is stays(slot). Called by the whole thread block. Calls `stays` twice per slot. Each warp
+/// handles a run of slots.
 template <class Stays, class Each>
 __device__ void number_stayers(SelectionShared& shared, std::uint32_t live, Stays stays,
                                Each each) {

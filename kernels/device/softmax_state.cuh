@@ -1,4 +1,4 @@
-// Softmax over a row in parts: the state of each part, and how two parts merge.
+// Softmax over a row in parts: the state of each part, and how two parts are merged.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,21 +11,22 @@ namespace kvlab::kernels {
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
-/// 2^x to about 2 ulp; 0 for -infinity.
+/// 2^x, with an error of about 2 ulp. It is 0 for -infinity.
 __device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-/// The factor from sums relative to the logit `from` to sums relative to `to` >= from. An empty
-/// part (from = -infinity) gets factor 0, even against another empty part.
+/// The factor that converts sums relative to the logit `from` to sums relative to `to` >= from. It
+/// is 0 for an empty part (from = -infinity), even if `to` is -infinity too.
 __device__ inline float rescale(float from, float to) {
   return from == -INFINITY ? 0.0f : exp2_fast(from - to);
 }
 
 /// The softmax state of some keys of one row. It is a monoid: the state of no keys is neutral, and
-/// `merge` is associative up to rounding, so parts are merged in a fixed order to give equal bits.
+/// `merge` is associative up to rounding. Parts are merged in a fixed order, so that results are
+/// equal bit for bit.
 template <int kWidth>
 struct SoftmaxState {
   float max = -INFINITY;   ///< largest base-2 logit

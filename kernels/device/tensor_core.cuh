@@ -1,4 +1,4 @@
-// Matrix products of one warp (sm_80 and later), the tiles in shared memory that feed them, and the
+// Matrix products by one warp (sm_80 and later), the tiles in shared memory that they read, and the
 // asynchronous copies that fill these tiles.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace kvlab::kernels {
 
-/// Packs two floats as two elements into a register; `low` is first in memory.
+/// Packs two floats into a register as two elements. `low` comes first in memory.
 template <class T>
 __device__ inline std::uint32_t pack(float low, float high);
 template <>
@@ -37,9 +37,10 @@ __device__ inline float2 unpack<__half>(std::uint32_t packed) {
   return __half22float2(reinterpret_cast<const __half2&>(packed));
 }
 
-/// c[16 x 8] += a[16 x 16] * b[16 x 8]. Lane l holds, with g = l / 4 and t = l % 4: of a rows g, g
-/// + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8 and the next ones; of b rows 2t and 2t + 8 and
-/// the next ones at column g; of c rows g, g, g + 8, g + 8 at columns 2t and 2t + 1.
+/// c[16 x 8] += a[16 x 16] * b[16 x 8]. With g = l / 4 and t = l % 4, lane l holds: of a, rows g, g
+/// + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8, each with the next column; of b, rows 2t and 2t
+/// + 8, each with the next row, at column g; of c, rows g, g, g + 8, g + 8 at columns 2t, 2t + 1,
+/// 2t, 2t + 1.
 template <class T>
 __device__ inline void multiply_add(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                     std::uint32_t b1);
@@ -65,7 +66,8 @@ __device__ inline std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// Four 8 x 8 matrices of 2-byte elements; lane l gives the address of row l % 8 of matrix l / 8.
+/// Loads four 8 x 8 matrices of 2-byte elements. Lane l gives the address of row l % 8 of matrix l
+/// / 8.
 __device__ inline void load_matrices(std::uint32_t (&m)[4], std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -79,8 +81,8 @@ __device__ inline void load_matrices_transposed(std::uint32_t (&m)[4], std::uint
                : "memory");
 }
 
-/// Transposes an 8 x 8 matrix of 2-byte elements; lane l has row l / 4, columns l % 4 * 2 and the
-/// next one.
+/// Transposes an 8 x 8 matrix of 2-byte elements. Lane l has row l / 4, columns l % 4 * 2 and l % 4
+/// * 2 + 1.
 __device__ inline std::uint32_t transpose_matrix(std::uint32_t row) {
   std::uint32_t column;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
@@ -97,7 +99,7 @@ __device__ inline void copy_async(std::uint32_t to, const void* from, bool wante
 }
 /// How the L2 cache treats the lines of a copy.
 using CachePolicy = std::uint64_t;
-/// If `read_once`: the policy under which the lines are evicted before all others.
+/// If `read_once`, the policy under which the lines are evicted first; otherwise the usual one.
 __device__ inline CachePolicy cache_policy(bool read_once) {
   CachePolicy first, normal;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
@@ -118,7 +120,7 @@ __device__ inline void copy_word_async(std::uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/// Waits until at most kLeft of this thread's newest copy groups are pending.
+/// Waits until at most kLeft of the newest copy groups of this thread are pending.
 template <int kLeft>
 __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
@@ -135,13 +137,13 @@ __device__ inline void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-/// Rows of kRowBytes in shared memory. The 16-byte chunks of a row are permuted so that the same
-/// chunk of eight consecutive rows lies in eight different banks.
+/// Rows of kRowBytes bytes in shared memory. The 16-byte chunks of a row are permuted, so that the
+/// same chunk of eight consecutive rows is in eight different banks.
 template <int kRowBytes>
 struct Swizzled {
   static constexpr int kChunks = kRowBytes / 16;
   static_assert(kRowBytes % 64 == 0);
-  /// Bytes from the tile's start.
+  /// Offset in bytes from the start of the tile.
   __device__ static constexpr int offset(int row, int chunk) {
     const int mask = kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3;
     return (row * kChunks + (chunk ^ mask)) * 16;

@@ -1,4 +1,4 @@
-// From a Type known at run time to a type known at compile time.
+// Converts a Type that is known at run time to a type known at compile time.
 #pragma once
 
 #include "kernels/device/element.cuh"

@@ -9,10 +9,11 @@
 namespace kvlab::kernels {
 
 /// Rows of up to 64 elements of 2 bytes, in the layout that these products read: 128 bytes per row,
-/// its 16-byte chunks permuted by the row's number. A panel begins at a multiple of 1,024 bytes.
+/// with 16-byte chunks that are permuted depending on the row's number. A panel begins at a
+/// multiple of 1,024 bytes.
 struct Panel {
   static constexpr int kRowBytes = 128, kChunks = kRowBytes / 16;
-  /// Bytes from the panel's start.
+  /// Offset in bytes from the start of the panel.
   __device__ static constexpr int offset(int row, int chunk) {
     return row * kRowBytes + (chunk ^ (row & 7)) * 16;
   }
@@ -25,9 +26,9 @@ struct Panel {
   }
 };
 
-/// c[64 x 64] (+)= a[64 x 16] * b[64 x 16]^T by four warps. a is in registers; a and c have the
-/// layout of multiply_add for the 16 rows of each warp and each eight columns; b is a described
-/// panel. Do not touch a or c between the fence before and the wait after.
+/// c[64 x 64] (+)= a[64 x 16] * b[64 x 16]^T, by four warps. a is in registers. For the 16 rows of
+/// each warp and each eight columns, a and c have the layout of multiply_add(). b is a described
+/// panel. Do not access a or c between fence_products() before and the wait after.
 template <class T>
 __device__ inline void multiply_add_64(float (&c)[32], const std::uint32_t (&a)[4], std::uint64_t b,
                                        bool add);
@@ -70,7 +71,7 @@ __device__ inline void multiply_add_64<__half>(float (&c)[32], const std::uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add ? 1 : 0));
 }
 
-/// The products that follow read registers and shared memory as they are now.
+/// Call it before products: they then see all earlier writes to registers and shared memory.
 __device__ inline void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -80,14 +81,14 @@ template <int kLeft>
 __device__ inline void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
-/// Call it after a wait: the compiler may read these products from here on, and not before.
+/// Call it after a wait. The compiler may not read the results of the products before this point.
 template <int kCount>
 __device__ inline void take_products(float (&c)[kCount]) {
 #pragma unroll
   for (float& value : c) asm volatile("" : "+f"(value)::"memory");
 }
-/// Orders what this thread has written or read in shared memory before the products and bulk copies
-/// that follow it or the next barrier.
+/// Makes what this thread has written or read in shared memory visible to the products and bulk
+/// copies that follow it, or that follow the next barrier.
 __device__ inline void publish_to_products() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

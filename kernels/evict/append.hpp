@@ -1,9 +1,10 @@
-// An append of many tokens under a policy: a prompt, a chunk of one, a later turn.
+// An append of many tokens under a policy: a prompt, a chunk of a prompt, or a later turn.
 //
-// For each layer of a sequence: write the tokens' keys and values after the older ones, then
-//   prefill_attention(…, rows)    attends and keeps each row's softmax (attention.hpp)
-//   observe_queries               attention statistics of each key; only if the policy needs them
-//   compact                       appends, updates the policy, and keeps the budget's tokens
+// For each layer of a sequence, write the tokens' keys and values after the older ones. Then call:
+// - prefill_attention(…, rows), which attends and stores the softmax of each row (attention.hpp);
+// - observe_queries(), only if the policy needs attention statistics of the keys;
+// - compact(), which appends the tokens to the policy and keeps the budget's tokens.
+//
 // A long append may go through the first two steps in parts.
 #pragma once
 
@@ -13,8 +14,8 @@
 
 namespace kvlab::kernels {
 
-/// Bytes of workspace. Nothing of size queries x keys is stored. (With cache positions, q and keys
-/// are rotated to cache positions and rounded to the type, as any others.)
+/// Bytes of workspace. Nothing of size queries x keys is stored. (With cache positions, the q and
+/// keys that are passed have been rotated to cache positions and rounded to the type.)
 std::size_t observe_workspace(const kvlab_prefill_args& args);
 /// Sums are of integers, so bits are equal for any split into parts. Work: 2 * head_size operations
 /// for each (query, query head, visible key), half of attention's; twice that for masses and

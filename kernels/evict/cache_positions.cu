@@ -1,5 +1,6 @@
-// Bytes: every query, or key, is read and written once. An older token's cache position is found by
-// counting, which is the larger part of the work; it happens once per append.
+// Memory traffic: every query and every key is read and written once. Most of the work is to count
+// the older tokens of each older token, which gives its cache position. That happens once per
+// append.
 #include "kernels/evict/cache_positions.hpp"
 
 #include "kernels/device/reduce.cuh"
@@ -11,7 +12,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-/// Rotates a vector to a cache position, by a warp.
+/// Rotates a vector to a cache position. Called by a warp.
 template <class T>
 __device__ void rotate(const CachePositionArgs& args, const T* from, int position_in_cache, T* to) {
   const int half = args.rotated / 2, lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -28,7 +29,7 @@ __device__ void rotate(const CachePositionArgs& args, const T* from, int positio
   for (int d = args.rotated + lane; d < args.head_size; d += kWarpSize) to[d] = from[d];
 }
 
-/// A warp for each query head of a token.
+/// One warp for each query head of a token.
 template <class T>
 __global__ void queries_kernel(const CachePositionArgs args, const T* q, T* to) {
   const int row = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
@@ -39,7 +40,7 @@ __global__ void queries_kernel(const CachePositionArgs args, const T* q, T* to) 
   rotate(args, q + at, args.older[kv_head] + args.first + token, to + at);
 }
 
-/// A warp for each key of a head (blockIdx.y).
+/// One warp for each key of a head (blockIdx.y).
 template <class T>
 __global__ void keys_kernel(const CachePositionKeysArgs args, bool of_older) {
   const CachePositionArgs& shape = args.shape;

@@ -1,44 +1,45 @@
-// Cache positions of an append: queries and keys are rotated to cache positions in separate memory.
-// The cache keeps its keys as they were before RoPE, or rotated at their original positions.
+// Cache positions in an append: queries and keys are rotated to cache positions in separate memory.
+// The cache itself keeps keys as they were before RoPE, or rotated to their original positions.
 #pragma once
 
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
 
-/// One sequence's tokens of an append in one layer. The `older` tokens are live already; the new
+/// The tokens of an append of one sequence, in one layer. `older` tokens are live already; the new
 /// tokens follow them. A token's cache position is the number of live tokens that are older. For a
-/// new token this is older[kv_head] + its index.
+/// new token this is older[kv_head] plus its index.
 struct CachePositionArgs {
   Type type;
   int query_heads, kv_heads, head_size;
   int rotated;
-  const float* inv_freq;      // [rotated / 2], device; angles are float64
+  const float* inv_freq;      // [rotated / 2], device; angles are computed in float64
   float rope_factor;          ///< factor on cos and sin
   const std::int32_t* older;  // [kv_head], device
-  int first, tokens;          ///< new tokens first … first + tokens - 1
+  int first, tokens;          ///< the new tokens to handle: `first` to first + tokens - 1
 };
-/// to[token, query_head] = q rotated to the token's cache position. May run in place.
+/// to[token, query_head] = q, rotated to the token's cache position. May run in place.
 cudaError_t rotate_queries_to_cache_positions(const CachePositionArgs& args, const void* q,
                                               void* to, cudaStream_t stream);
 
-/// Keys [kv_head, slot, dim], `slots` for each head.
+/// Keys [kv_head, slot, dim], with `slots` slots for each head.
 ///
-/// If keys are already rotated and queries stay at their positions, new keys are copied, and each
-/// older key is rotated forward by the number of younger tokens that were evicted. Then only the
-/// differences of positions equal the differences of ages.
+/// If keys are already rotated and queries stay at their positions, new keys are only copied, and
+/// each older key is rotated forward by the number of younger tokens that were evicted. Then
+/// differences of positions equal differences of cache positions.
 struct CachePositionKeysArgs {
   CachePositionArgs shape;
   int slots;
-  const std::uint32_t* positions;  // [kv_head, slot], of the older tokens
-  /// Keys are rotated at their positions and include rope_factor, which must be 1 here
+  const std::uint32_t* positions;  // [kv_head, slot]: positions of the older tokens
+  /// Whether keys are already rotated to their positions and include rope_factor, which must be 1
+  /// here.
   bool rotated;
   std::uint32_t now;  ///< if rotated: position of the first new token
   const void* keys;
   void* to;
 };
-/// Rotates the new tokens from `first` on or, with `of_older`, the older ones (first and tokens are
-/// ignored).
+/// Rotates the new tokens' keys from `first` on or, with `of_older`, the older tokens' keys (then
+/// first and tokens are ignored).
 cudaError_t rotate_keys_to_cache_positions(const CachePositionKeysArgs& args, bool of_older,
                                            cudaStream_t stream);
 

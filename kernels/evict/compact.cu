@@ -1,9 +1,9 @@
-// The part of a compaction that does not depend on the policy: from ranks to the tokens that stay,
-// then the move.
+// The part of a compaction that does not depend on the policy: it chooses the kept tokens by their
+// ranks, and moves them.
 //
-// Bytes: choosing reads 12 bytes per live token several times (from the L2 cache). The move reads
-// and writes what stays: 4 * head_size * bytes_of(type) bytes and a state per token, which is the
-// floor.
+// Memory traffic: choosing reads 12 bytes per live token several times (from the L2 cache). Moving
+// reads and writes what is kept, 4 * head_size * bytes_of(type) bytes and a state per token. This
+// is the lower bound.
 #include "kernels/device/pair.cuh"
 #include "kernels/device/select_victims.cuh"
 #include "kernels/evict/compact.cuh"
@@ -17,8 +17,8 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-/// Writes ranks by age, [pair, max_slots], and each slot's age (in workspace.sources). A thread for
-/// each slot of a pair (y). New tokens follow the older ones in order.
+/// Writes ranks by age, [pair, max_slots], and each slot's age (to workspace.sources). One thread
+/// for each slot of a pair (y). New tokens follow the older ones in order.
 __global__ void __launch_bounds__(kCompactThreads)
     number_ranks(const __grid_constant__ kvlab_compact_args args, std::uint64_t* by_age) {
   const CompactPair pair(args, static_cast<int>(blockIdx.y));
@@ -42,7 +42,7 @@ struct RanksByAge {
   int devices;
 };
 
-/// The rank at an age: the pair's, or the sum over the sequence's KV heads in their order.
+/// The rank at an age: that of the pair, or the sum over the sequence's KV heads in their order.
 __device__ std::uint64_t rank_at(const kvlab_compact_args& args, const RanksByAge& by_age,
                                  const CompactPair& pair, RankType type, std::uint32_t age) {
   const auto rank_of = [&](int row) {
@@ -58,7 +58,7 @@ __device__ std::uint64_t rank_at(const kvlab_compact_args& args, const RanksByAg
   return sum;
 }
 
-/// Applies the modifiers to the ranks, reading them by age.
+/// Applies the modifiers to the ranks, which are read by age.
 __global__ void __launch_bounds__(kCompactThreads)
     modify_ranks(const __grid_constant__ kvlab_compact_args args, RanksByAge by_age,
                  RankType type) {
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kCompactThreads)
   workspace.ranks[at] = pooled.value();
 }
 
-/// Chooses the tokens that stay and their destination. A block for each pair.
+/// Chooses the kept tokens and where they go. One thread block for each pair.
 __global__ void __launch_bounds__(kThreads)
     choose_stayers(const __grid_constant__ kvlab_compact_args args, bool in_place) {
   __shared__ SelectionShared shared;
@@ -107,11 +107,12 @@ __global__ void __launch_bounds__(kThreads)
           holes[i - before] = slot;
       }
     };
-    // As many tokens stay beyond `kept` as are evicted before it; the n-th of them fills the n-th
-    // hole.
+    // The number of kept tokens beyond `kept` equals the number of evicted tokens before it. The
+    // n-th of them fills the n-th hole.
     const auto fill_hole = [&](std::uint32_t i, bool stays_here, std::uint32_t before) {
       if (!stays_here || i < kept) return;
-      const std::uint32_t fills = kept - before - 1;  // counted from the last
+      const std::uint32_t fills =
+          kept - before - 1;  // index of the hole, counted from the last one
       sources[holes[fills]] = static_cast<std::int32_t>(i);
     };
     number_stayers(shared, live, stays, note_source);
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Moves the tokens that stay. A thread for each 16 bytes of a key and the same bytes of its value.
+/// Moves the kept tokens. One thread for each 16 bytes of a key and the same bytes of its value.
 __global__ void __launch_bounds__(kCompactThreads)
     move_stayers(const __grid_constant__ kvlab_compact_args args, int slot_bytes, int features,
                  int chunks, int bytes, bool in_place, bool rows) {
@@ -192,7 +193,7 @@ cudaError_t modify(const DevicePolicy& policy, const kvlab_compact_args& args,
   return cudaGetLastError();
 }
 
-/// The rest of a compaction, after the workspace holds every live token's rank.
+/// The rest of a compaction, once the workspace holds every live token's rank.
 cudaError_t keep_survivors(const DevicePolicy& policy, const kvlab_compact_args& args, bool rows,
                            cudaStream_t stream) {
   const bool in_place =

@@ -1,4 +1,4 @@
-// The part of a compaction that depends on the policy (see append.hpp); the part after it does not.
+// The part of a compaction that depends on the policy (see append.hpp). compact.cu has the rest.
 #pragma once
 
 #include "kernels/device/pair.cuh"
@@ -13,7 +13,8 @@ inline constexpr int kCompactThreads = 256;
 /// Data that a compaction passes between its kernels.
 struct CompactWorkspace {
   std::uint64_t* ranks;   // [pair, max_slots]
-  std::int32_t* sources;  // [pair, max_slots]: the slot of `from` that goes to each slot of `to`
+  std::int32_t* sources;  // [pair, max_slots]: for each slot of `to`, the slot of `from` whose
+                          // token moves there
   std::int32_t* holes;    // [pair, max_slots]: slots to fill if a compaction is in place
   std::uint64_t* by_age;  // [pair, max_slots]: ranks, if modifiers change them
 };
@@ -25,11 +26,11 @@ inline __host__ __device__ CompactWorkspace compact_parts(const kvlab_compact_ar
   return {ranks, sources, sources + slots, ranks + slots};
 }
 
-/// One pair of a compaction. Read `older` before anything writes lengths.
+/// One pair of a compaction. Construct it before anything writes lengths, because it reads `older`.
 struct CompactPair {
   int index, sequence, kv_head;
   std::uint32_t older, appended, now;
-  std::int64_t first_slot;  ///< in from
+  std::int64_t first_slot;  ///< index of the first slot in `from`
 
   __device__ CompactPair(const kvlab_compact_args& args, int pair)
       : index(pair),
@@ -43,7 +44,7 @@ struct CompactPair {
   __device__ std::uint32_t live() const { return older + appended; }
 };
 
-/// Appends, observes and ranks. A thread for each slot of a pair (blockIdx.y).
+/// Appends tokens, observes and ranks. One thread for each slot of a pair (blockIdx.y).
 template <Policy P>
 __global__ void __launch_bounds__(kCompactThreads)
     settle_tokens(const __grid_constant__ kvlab_compact_args args) {

@@ -21,7 +21,7 @@ struct DevicePolicy {
   bool weighted;       ///< observe_queries applies its weights and tail
   RankType rank_type;  ///< type in which a compaction adds and averages ranks
   std::span<const char* const>
-      features;              ///< names of those that it reads: kvlab_policy_state::features
+      features;              ///< names of the features that it reads: kvlab_policy_state::features
   std::size_t slot_bytes;    ///< bytes of a state, kvlab_policy_state::states; 0: none
   std::size_t params_bytes;  ///< bytes of kvlab_policy_state::params of one sequence; 0: none
   /// Writes params_bytes from one value per parameter, in the catalogue's order. Returns false if a
@@ -29,8 +29,8 @@ struct DevicePolicy {
   bool (*params)(std::span<const double> values, std::byte* to);
   /// Names of the parameters in that order; null after the last.
   const char* (*param_name)(std::size_t index);
-  /// As in PolicyOps. weight: of a query, by the number of younger queries. tail: the age from
-  /// which a query has weight 0.
+  /// As in PolicyOps. `weight` gives a query's weight by the number of younger queries. `tail` is
+  /// the age from which on queries have weight 0.
   float (*weight)(std::uint32_t age, const void* params);
   std::uint32_t (*tail)(const void* params);
   /// Source for run-time compilation: the header below policies/, and the struct in it.

@@ -1,8 +1,8 @@
-// Eviction on the device: one layer's cache as slots, and a policy's actions on it.
+// Eviction on the device: the cache of one layer as slots, and what a policy does with it.
 //
 // A pair is one KV head of one sequence: pair = sequence * kv_heads + kv_head. Every pair has a
-// separate budget, and so its number of slots, its live tokens and its victim. Data that changes
-// from step to step is in device memory, so a captured graph stays valid.
+// separate budget, and therefore separate slots, live tokens and victims. Data that changes from
+// step to step is in device memory, so a captured graph stays valid.
 #pragma once
 
 #include "kernels/types.hpp"
@@ -12,23 +12,23 @@ namespace kvlab::kernels {
 
 struct QuantizedCache;  // kernels/quantized/quantized_cache.hpp
 
-/// Fills cache.ages from positions and lengths, for a cache that was not filled by decoding.
+/// Computes cache.ages from positions and lengths, for a cache that was not filled by decoding.
 /// Compares every two tokens of a pair.
 cudaError_t fill_ages(const kvlab_cache_view& cache, cudaStream_t stream);
 
 inline constexpr std::uint32_t kUnlimited = 0xffff'ffffu;  ///< kvlab_rule::budget
 
-/// At cache positions with rotated keys no key is rotated again. The run of newest tokens is as far
-/// from the query by cache position as by original position. For the sinks, the query is rotated
-/// back by as many positions as tokens were evicted.
+/// At cache positions with rotated keys, no key is rotated again. The run of newest tokens has the
+/// same distance to the query by cache position as by original position. For the sinks, the query
+/// is rotated back by the number of evicted tokens.
 struct EvictingAttentionArgs : kvlab_evicting_attention_args {
   const QuantizedCache* quantized_cache =
-      nullptr;                   ///< host memory, if keys and values lie on tiers; or null
+      nullptr;                   ///< host memory if keys and values are on tiers; otherwise null
   const float* sinks = nullptr;  // [query_head]: see AttentionShape
 };
 inline constexpr std::uint32_t kIdle = 0xffff'ffffu;
 
-/// Layers per launch that observes, at most.
+/// Maximum number of layers per launch that observes.
 inline constexpr int kMaxObservedLayers = 8;
 
 }  // namespace kvlab::kernels

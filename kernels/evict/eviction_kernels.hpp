@@ -10,17 +10,17 @@
 
 namespace kvlab::kernels {
 
-/// One policy and one way to launch it. All functions follow the rules in kernels/types.hpp.
+/// One policy, and one way to launch it. All functions follow the rules in kernels/types.hpp.
 struct EvictionKernels : DevicePolicy {
-  /// Bytes of workspace for a cache, with its tokens on tiers or not.
+  /// Bytes of workspace for a cache, whose tokens may be on tiers.
   std::size_t (*attention_workspace)(const kvlab_cache_view& cache, bool quantized_cache);
-  /// Attends, and leaves in the workspace the data that `observe` needs.
+  /// Attends, and stores in the workspace the data that `observe` needs.
   cudaError_t (*attend)(const EvictionKernels& policy, const EvictingAttentionArgs& args,
                         cudaStream_t stream);
-  /// Launches the policy's kernel after the attention of some layers, at most kMaxObservedLayers,
-  /// each with a separate workspace; the layers may differ only in their arrays. The next attention
-  /// of such a layer, or with its workspace, must come after this launch; nothing else needs to
-  /// wait. `next`: the attention is the launch directly before it in `stream`.
+  /// Launches the policy's kernel after the attention of up to kMaxObservedLayers layers. Each
+  /// layer has a separate workspace, and the layers may differ only in their arrays. The next
+  /// attention of such a layer, or with its workspace, must be enqueued after this launch; other
+  /// work need not wait. `next`: the attention is the launch directly before this one in `stream`.
   cudaError_t (*observe)(const EvictionKernels& policy,
                          std::span<const EvictingAttentionArgs> layers, bool next,
                          cudaStream_t stream);
@@ -32,7 +32,7 @@ struct EvictionKernels : DevicePolicy {
   }
 };
 
-/// Whether the arguments have all arrays that the policy needs, and the policy supports the
+/// Whether the arguments have all arrays that the policy needs, and the policy supports what they
 /// request.
 inline bool complete(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
   const kvlab_policy_state& state = args.policy;
@@ -43,11 +43,11 @@ inline bool complete(const EvictionKernels& policy, const EvictingAttentionArgs&
          (!needs_requests(policy.needs) || state.threshold16);
 }
 
-/// The fast kernels: an attention and a launch after it. Cache positions require
+/// The fast kernels: an attention, and a launch after it that observes. Cache positions require
 /// kvlab_cache_view::ages and fully rotated heads.
 EvictionKernels observing_kernels(const DevicePolicy& policy);
 
-/// Three plain launches that run on any device. Logits and probabilities of all live slots go
+/// Three simple launches that run on any device. Logits and probabilities of all live slots go
 /// through the workspace. A pair's bits depend only on the pair.
 EvictionKernels plain_kernels(const DevicePolicy& policy);
 

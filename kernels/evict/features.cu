@@ -1,6 +1,7 @@
-// Sums are in index order, as on the host, so each sum has one thread. Norms and the cosine: a
-// block for each pair; if there is one token only (a decode step), all threads first copy its key
-// and value to shared memory. value_out_norm1: a block for some tokens of a pair.
+// Computes token features. Sums are in index order, as on the host, so each sum is computed by one
+// thread. For norms and the cosine there is one thread block per pair; if there is only one token
+// (a decode step), all threads first copy its key and value to shared memory. For value_out_norm1
+// there is one thread block for some tokens of a pair.
 #include "kernels/evict/features.hpp"
 
 #include "kernels/device/grid_dependency.cuh"
@@ -17,7 +18,7 @@ namespace {
 constexpr int kThreads = 256;
 static_assert(kMaxFeatures <= kThreads / kWarpSize);
 
-/// The value of the pair's new token at a slot.
+/// The value of a pair's new token in a slot.
 template <class T>
 __device__ const T* value_of(const FeatureArgs& args, int pair, int slot) {
   if (args.values != nullptr)
@@ -25,18 +26,18 @@ __device__ const T* value_of(const FeatureArgs& args, int pair, int slot) {
   return static_cast<const T*>(args.cache.values) + row_of(args.cache, pair, slot);
 }
 
-/// The number of a sequence's new tokens that get features.
+/// How many new tokens of a sequence get features.
 template <bool kOne>
 __device__ int count_of(const FeatureArgs& args, int sequence) {
   if (kOne || args.appended == nullptr) return args.tokens;
   return min(args.tokens, static_cast<int>(args.appended[sequence]));
 }
 
-/// One pair's new tokens; a single token is staged in shared memory [2, dim].
+/// The new tokens of one pair. If there is only one, it is copied to shared memory [2, dim].
 template <class T, bool kOne>
 class NewTokens {
  public:
-  /// Called by the whole block; ends with a barrier if it stages.
+  /// Called by the whole thread block. If it copies to shared memory, it ends with a barrier.
   __device__ NewTokens(const FeatureArgs& args, const Pair& pair, float* staged)
       : args_(args),
         keys_(static_cast<const T*>(args.keys) +
@@ -73,7 +74,7 @@ class NewTokens {
     return args_.to[(first_ + token) * args_.count + c];
   }
 
-  /// A token's feature; for key_cosine first the key's norm.
+  /// A token's feature. For key_cosine it is the key's norm at first.
   __device__ float of_token(kvlab_feature feature, int token) const {
     const auto size = static_cast<std::uint32_t>(args_.cache.head_size);
     switch (feature) {
@@ -91,14 +92,14 @@ class NewTokens {
 
   const FeatureArgs& args_;
   const T* keys_;
-  int pair_, slot_;     // of the first new token; the slot is relative to the pair's first
-  std::int64_t first_;  // the same slot among all slots
+  int pair_, slot_;     // of the first new token; slot_ is relative to the pair's first slot
+  std::int64_t first_;  // the same slot, among all slots
   int count_;
   const float* staged_;
 };
 
-/// Adds the new tokens' unit keys, then turns their keys' norms, in feature `c`, into cosines.
-/// Called by the whole block, after a barrier. `direction` [dim]: shared memory.
+/// Adds up the new tokens' unit keys, then converts the norms of their keys, in feature `c`, to
+/// cosines. Called by the whole thread block, after a barrier. `direction` [dim]: shared memory.
 template <class T, bool kOne>
 __device__ void make_cosines(const FeatureArgs& args, const NewTokens<T, kOne>& own, int c,
                              float* unit_keys, float* direction) {
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(kThreads)
   if (args.now != nullptr && args.now[pair.sequence] == kIdle) return;
   const NewTokens<T, kOne> own(args, pair, shared);
   const int count = args.count;
-  // The features of one token in parallel, one warp each
+  // The features of a single token are computed in parallel, by one warp each.
   constexpr int kEach = kOne ? kWarpSize : 1;
   for (int i = static_cast<int>(threadIdx.x); i < own.count() * count * kEach; i += kThreads)
     if (const int at = i / kEach;
@@ -145,18 +146,18 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-constexpr int kOutputs = 128;  // outputs that a block computes at once
+constexpr int kOutputs = 128;  // number of outputs that a thread block computes at once
 constexpr int kMaxGroup = 16, kTokensTogether = 8;
 
-/// Bytes of the magnitudes of some outputs, [query head and token, kOutputs + 1]; the extra column
-/// makes rows begin in different banks.
+/// Bytes of the absolute values of some outputs, [query head and token, kOutputs + 1]. The padding
+/// avoids bank conflicts.
 constexpr std::size_t bytes_of_magnitudes(int group, int tokens) {
   return static_cast<std::size_t>(group * tokens) * (kOutputs + 1) * sizeof(float);
 }
 
 /// Computes value_out_norm1, feature `c`, for up to kTokens tokens of a pair. One thread sums each
-/// output in index order; the outputs of each query head and token, and the query heads, are also
-/// summed in order. Shared memory: values [kTokens, dim], then magnitudes.
+/// output in index order. The outputs of each query head and token, and then the query heads, are
+/// also summed in order. Shared memory: values [kTokens, dim], then absolute values.
 template <class T, int kTokens>
 __global__ void __launch_bounds__(kThreads)
     output_norms_kernel(const __grid_constant__ FeatureArgs args, int c) {
@@ -238,7 +239,7 @@ cudaError_t make_features(const FeatureArgs& args, cudaStream_t stream) {
       .shared_bytes = 3 * static_cast<std::size_t>(args.cache.head_size) * sizeof(float),
       .stream = stream};
   const bool one = args.tokens == 1 && args.appended == nullptr;
-  // Both variants fit the same number of magnitudes.
+  // Both variants need memory for the same number of absolute values.
   const bool wide = 2 * args.cache.query_heads > kMaxGroup * args.cache.kv_heads;
   return with_type(args.cache.type, [&]<class T>(T) {
     for (int c = 0; c < args.count; ++c) {

@@ -1,5 +1,6 @@
-// The token features that are computed from keys and values (docs/reference/configurations.md), on
-// the device. Their bits equal those of the host's FeatureMaker.
+// Computes on the device the token features that depend on keys and values
+// (docs/reference/configurations.md). The results equal those of the host's FeatureMaker bit for
+// bit.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 namespace kvlab::kernels {
 
 struct FeatureArgs : kvlab_feature_args {
-  // [pair, dim]: values of one new token each; null: they are in the cache
+  // [pair, dim]: the values of one new token each; null: they are in the cache
   const void* values = nullptr;
 };
 
@@ -17,10 +18,10 @@ inline bool has(const kvlab_feature_args& args, kvlab_feature feature) {
   return std::find(args.features, args.features + args.count, feature) !=
          args.features + args.count;
 }
-/// A block for each pair reads a key and a value once per feature. Each norm of a token is one
-/// thread's sum over its elements, in order; key_cosine adds the tokens one after another.
-/// value_out_norm1 is a separate launch with a block for up to eight tokens of a pair, which reads
-/// the group's rows of W_o; it supports at most 16 query heads per KV head.
+/// One thread block for each pair reads a key and a value once per feature. Each norm of a token is
+/// summed by one thread over its elements, in order; key_cosine adds the tokens one after another.
+/// value_out_norm1 is a separate launch with one thread block for up to eight tokens of a pair,
+/// which reads the group's rows of W_o. It supports up to 16 query heads per KV head.
 cudaError_t make_features(const FeatureArgs& args, cudaStream_t stream);
 
 }  // namespace kvlab::kernels

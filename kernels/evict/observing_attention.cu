@@ -17,7 +17,7 @@ int group_of(const kvlab_cache_view& cache) {
   return cache.query_heads / cache.kv_heads;
 }
 
-/// All arguments except the workspace; pair_attention refuses a null workspace.
+/// All arguments except the workspace. pair_attention refuses a null workspace.
 PairAttention pairs_of(const kvlab_cache_view& cache) {
   const bool counts = cache.sequences > 0 && cache.sequences <= kMaxPairs && cache.kv_heads > 0 &&
                       cache.kv_heads <= kMaxPairs / cache.sequences;
@@ -62,8 +62,8 @@ struct Layout {
   }
 
  private:
-  /// The maximum over both numberings: cache positions with rotated keys take no more than original
-  /// positions.
+  /// The maximum over both position numberings, because cache positions with rotated keys need no
+  /// more than original positions.
   static std::size_t attention_bytes(PairAttention pairs) {
     const std::uint32_t any = 0;
     pairs.ages = nullptr;
@@ -85,13 +85,13 @@ bool complete(const EvictingAttentionArgs& args) {
           args.inv_freq != nullptr && args.rotated == cache.head_size);
 }
 
-/// Aligned, so that these lines of the L2 cache hold only logits.
+/// Aligned to lines of the L2 cache, so that these lines hold only logits.
 float* logits_from(std::byte* begin) {
   const auto at = reinterpret_cast<std::uintptr_t>(begin);
   return reinterpret_cast<float*>(begin + (kL2Line - at % kL2Line) % kL2Line);
 }
 
-/// Where the kernels find their data, and what the attention must leave.
+/// Where the kernels find their data, and what the attention must store.
 ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
   const bool observes = policy.needs != Needs::nothing,
              cache_positions = args.numbering == KVLAB_CACHE_POSITIONS;
@@ -118,7 +118,7 @@ ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& 
 
 constexpr int kNumberThreads = 256;
 
-/// A thread for each slot of a pair (blockIdx.y).
+/// One thread for each slot of a pair (blockIdx.y).
 __global__ void __launch_bounds__(kNumberThreads) number_slots(kvlab_cache_view cache) {
   wait_for_predecessor();
   let_successor_start();
@@ -165,7 +165,7 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   return pair_attention(pairs, args.cache.pages, stream);
 }
 
-/// Whether one launch serves both layers, because both need the same blocks.
+/// Whether one launch can serve both layers, because both need the same thread blocks.
 bool go_together(const ObservePlan& one, const ObservePlan& other) {
   return one.table.pairs == other.table.pairs && one.chunks == other.chunks;
 }
@@ -184,13 +184,13 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
   if (const cudaError_t error =
           cudaFuncSetAttribute(policy.observe_pairs, cudaFuncAttributePreferredSharedMemoryCarveout,
                                cudaSharedmemCarveoutMaxShared))
-    return error;  // a multiprocessor configured for the attention runs no blocks with another
-                   // configuration
+    return error;  // needed because a multiprocessor runs only blocks with one configuration at a
+                   // time
   const ObservePlan& first = plans.layers[0];
   const dim3 blocks(static_cast<unsigned>(first.chunks), static_cast<unsigned>(first.table.pairs),
                     static_cast<unsigned>(layers.size()));
   void* parameters[] = {&plans};
-  if (!next) limits.early_start = false;  // the kernel has no work to do ahead
+  if (!next) limits.early_start = false;  // the kernel has nothing to do before the attention ends
   cudaError_t error =
       launch(limits, policy.observe_pairs, {blocks, kObserveThreads, 0, stream}, parameters);
   for (std::size_t i = 0; i < layers.size() && error == cudaSuccess; ++i)

@@ -1,12 +1,13 @@
-// Attention that observes: the part that depends on the policy. pair_attention leaves its logits,
-// largest logits and sums. A launch after it, for one layer or several, shows the policy what each
-// token received; keys and values are not read again. Only the next step of the same layer waits
-// for this launch, so it may run beside the rest of the step.
+// Attention that observes: the part that depends on the policy. pair_attention stores its logits,
+// largest logits and sums. After it, one launch for one or more layers computes each token's
+// attention statistics and shows them to the policy; keys and values are not read again. Only the
+// next step of the same layer waits for this launch, so it may run at the same time as the rest of
+// the step.
 //
-// Bytes per slot, in addition to keys and values: the state is read and written, the position is
-// read, and if keys are rotated to cache positions the age is read and written. This is 20 bytes
-// for 8-byte states, 3.9% of keys and values at head size 128. The logits, 4 bytes per query head,
-// are written and read in the L2 cache.
+// Memory traffic per slot, in addition to keys and values: the state is read and written, the
+// position is read and, if keys are rotated to cache positions, the age is read and written. For
+// 8-byte states this is 20 bytes, 3.9% of keys and values at head size 128. The logits, 4 bytes per
+// query head, are written and read in the L2 cache.
 #pragma once
 
 #include "kernels/decode/pair_row.cuh"
@@ -33,11 +34,11 @@ struct OwnSlot {
   int slot;
   bool live = false, newest = false;
   std::uint32_t position, age;
-  std::uint32_t row_index = 0;  ///< its row, if there are tiers
+  std::uint32_t row_index = 0;  ///< row of the token, if there are tiers
   typename P::Slot state;
 };
 
-/// A block's share of a pair, and the data of the pair that all its threads need.
+/// The part of a pair that a thread block handles, and data of the pair that all its threads need.
 template <Policy P>
 struct PairBlock {
   const EvictingAttentionArgs& args;
@@ -47,11 +48,11 @@ struct PairBlock {
   std::int64_t first;
   std::uint32_t now;
   kvlab_rule rule;
-  std::uint32_t full;  ///< number of live tokens at which one is evicted; kUnlimited: never
+  std::uint32_t full;  ///< number of live tokens at which a token is evicted; kUnlimited: never
   typename P::Params params;
   Step attended;
 
-  /// Starts all loads at once.
+  /// Starts all loads at once, so that they overlap.
   __device__ PairBlock(const ObservePlan& observe, int index)
       : args(observe.args), plan(observe), pair(pair_of(index, args.cache.kv_heads)) {
     now = args.now[pair.sequence];
@@ -93,7 +94,8 @@ struct PairBlock {
     if (own.live && own.newest) P::append(own.state, token(own), params, attended);
   }
 
-  /// The newest token gets the last index by age; tokens younger than the victim move up by one.
+  /// Updates ages, which count from the oldest token. The newest token gets live - 1, and the ages
+  /// of tokens younger than the evicted one decrease by one.
   __device__ void renumber(const OwnSlot<P>& own, std::uint32_t gone) const {
     *age(own.slot) =
         own.newest ? static_cast<std::uint32_t>(live - 1) : own.age - (own.age > gone ? 1 : 0);
@@ -120,16 +122,16 @@ struct PairBlock {
   }
 };
 
-/// Data that the block's threads share.
+/// Data that the threads of a block share.
 struct ObserveShared {
   float2 softmax[kMaxGroup];
-  float floors[kMaxGroup];  ///< the least probability that counts as a request
+  float floors[kMaxGroup];  ///< the lowest probability that counts as a request
   EvictionCandidate of_warps[kMaxDeviceTiers][kObserveThreads / kWarpSize];
-  EvictionCandidate firsts[kMaxDeviceTiers];  ///< first victims of the block's slots
+  EvictionCandidate firsts[kMaxDeviceTiers];  ///< the first victims among the block's slots
   bool is_last;
 };
 
-/// Called by the whole block; ends with a barrier.
+/// Called by the whole thread block; ends with a barrier.
 template <Policy P>
 __device__ void load_softmax(const PairBlock<P>& block, ObserveShared& shared) {
   const int head = static_cast<int>(threadIdx.x);
@@ -161,7 +163,7 @@ __device__ Logits<kWidth> load_logits(const float* from) {
   }
 }
 
-/// What a slot has received so far.
+/// The observation of a slot so far.
 template <Policy P>
 struct Received {
   MassSum sum;
@@ -201,8 +203,8 @@ struct Received {
   }
 };
 
-/// Adds up what all query heads of the group gave to a thread's slots. The loads of all slots are
-/// in flight at once.
+/// Adds up the attention of all query heads of the group to a thread's slots. The loads of all
+/// slots overlap.
 template <int kWidth, Policy P, int kSlots>
 __device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
                         const ObserveShared& shared, Received<P> (&received)[kSlots]) {
@@ -214,7 +216,7 @@ __device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlot
     Logits<kWidth> some[kSlots];
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
-      for (float& logit : some[i].of) logit = -INFINITY;  // adds nothing
+      for (float& logit : some[i].of) logit = -INFINITY;  // adds nothing to the sums
       if (own[i].live) some[i] = load_logits<kWidth>(logits + own[i].slot * stride + head);
     }
 #pragma unroll
@@ -229,8 +231,8 @@ __device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlot
   }
 }
 
-/// Discards a warp's logits, which are not read again; otherwise the L2 cache would write them to
-/// memory.
+/// Discards a warp's logits from the L2 cache, which would write them to memory otherwise. They are
+/// not read again.
 template <Policy P>
 __device__ void discard_logits(const PairBlock<P>& block, int slot) {
   constexpr int kLine = kL2Line / sizeof(float);
@@ -243,7 +245,7 @@ __device__ void discard_logits(const PairBlock<P>& block, int slot) {
     asm volatile("discard.global.L2 [%0], %1;" ::"l"(line), "n"(kL2Line) : "memory");
 }
 
-/// Shows the policy what its slots received, and stores it.
+/// Shows the policy the observations of its slots, and stores the new states.
 template <Policy P, int kSlots>
 __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlots],
                               ObserveShared& shared) {
@@ -280,8 +282,8 @@ __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlot
   }
 }
 
-/// Finds the first victim of the block's slots on each tier and writes it to `to` [tier]; a warp
-/// for each tier.
+/// Finds the first victim among the block's slots on each tier, and writes it to `to` [tier]. One
+/// warp for each tier.
 template <Policy P, int kSlots>
 __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
                             ObserveShared& shared, EvictionCandidate* to) {
@@ -307,8 +309,8 @@ __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[k
   if (lane == 0) to[warp] = first;
 }
 
-/// blockIdx: part of a pair, pair, layer. The last block of a pair to finish chooses where its next
-/// token goes.
+/// blockIdx: part of a pair, pair, layer. The last block of a pair to finish chooses where the
+/// pair's next token goes.
 template <Policy P>
 __global__ void __launch_bounds__(kObserveThreads, kObserves<P> ? 4 : 6)
     observe_pairs(const __grid_constant__ ObservePlans plans) {

@@ -11,21 +11,22 @@ inline constexpr int kObserveThreads = 256;
 inline constexpr int kObservedSlots = 4;  ///< slots per thread
 inline constexpr int kL2Line = 128;       ///< bytes of an L2 cache line
 
-/// The observation of one layer: the arguments of its attention, and the data that it left.
+/// The observation of one layer: the arguments of its attention, and the data that the attention
+/// stored.
 struct ObservePlan {
   EvictingAttentionArgs args;
   PairTable table;
   PairRows rows;
-  std::int64_t row_slots;  ///< of PairRows::logits
+  std::int64_t row_slots;  ///< slots of PairRows::logits
   int group;
-  bool cache_positions;           ///< maintains ages
-  int chunks;                     ///< blocks per pair
+  bool cache_positions;           ///< whether ages are maintained
+  int chunks;                     ///< thread blocks per pair
   EvictionCandidate* candidates;  // [pair, chunk, tier]: first victim among each block's slots
   std::int32_t* observed;         // [pair], zero between launches
   TierChoice choice;
 };
 
-/// The layers of one launch, a kernel's parameter.
+/// The layers of one launch. This is a kernel's parameter.
 struct ObservePlans {
   ObservePlan layers[kMaxObservedLayers];
 };

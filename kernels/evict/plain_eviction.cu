@@ -1,6 +1,7 @@
-// Plain attention over the live slots of each pair: the oracle in tests of the fast kernel, and the
-// fallback where that one does not run. Bytes: keys and values once per KV head, and 12 bytes per
-// slot and query head for logits and probabilities, which go through the workspace.
+// Plain attention over the live slots of each pair. It is the reference in tests of the fast
+// kernel, and the fallback where the fast kernel does not run. Memory traffic: keys and values once
+// per KV head, and 12 bytes per slot and query head for logits and probabilities, which go through
+// the workspace.
 #include "kernels/evict/plain_eviction.cuh"
 
 #include "kernels/device/pair.cuh"
@@ -18,7 +19,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kSlotsPerBlock = 64;
 constexpr int kMaxGroup = 16;
 
-/// The number of the pair's live tokens that are older than `position`. Called by a whole warp.
+/// Number of the pair's live tokens that are older than `position`. Called by a whole warp.
 __device__ int tokens_before(const std::uint32_t* positions, int live, std::uint32_t position) {
   int count = 0;
   for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < live; i += kWarpSize)
@@ -26,7 +27,7 @@ __device__ int tokens_before(const std::uint32_t* positions, int live, std::uint
   return __reduce_add_sync(~0u, count);
 }
 
-/// q . k with k rotated back by an angle, because only differences of positions count.
+/// q . k, with k rotated back by an angle. Only differences of positions matter.
 __device__ float rotated_part(float q_low, float q_high, float k_low, float k_high, double angle) {
   double sine, cosine;
   sincos(angle, &sine, &cosine);
@@ -34,7 +35,7 @@ __device__ float rotated_part(float q_low, float q_high, float k_low, float k_hi
   return q_low * (k_low * c - k_high * s) + q_high * (k_high * c + k_low * s);
 }
 
-/// A warp for each slot; grid (slots / kSlotsPerBlock, pairs).
+/// One warp for each slot. Grid: (slots / kSlotsPerBlock, pairs).
 template <class T>
 __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) {
   const kvlab_cache_view& cache = args.cache;
@@ -56,8 +57,8 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
     const int slot = static_cast<int>(blockIdx.x) * kSlotsPerBlock + i;
     if (slot >= live) return;
     const T* const key = static_cast<const T*>(cache.keys) + (first + slot) * dim;
-    // The query is at the youngest cache position. If keys and query are rotated at their original
-    // positions, the key only needs the positions of the tokens evicted between the two.
+    // The query is at the youngest cache position. If keys and query are rotated to their original
+    // positions, the key only has to be rotated by the number of tokens evicted between the two.
     int distance =
         cache_positions ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
     if (args.numbering == KVLAB_CACHE_POSITIONS_ROTATED)
@@ -84,7 +85,8 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
   }
 }
 
-/// logits_kernel for tiers: quantized values times queries after the Hadamard rotation.
+/// logits_kernel() for tiers: products of quantized keys and queries, both after the Hadamard
+/// rotation.
 template <class T>
 __global__ void quantized_logits_kernel(const EvictingAttentionArgs args,
                                         const QuantizedCache quantized_cache, PlainRows rows) {
@@ -125,7 +127,7 @@ __global__ void quantized_logits_kernel(const EvictingAttentionArgs args,
   }
 }
 
-/// weighted_values for tiers.
+/// weighted_values() for tiers.
 template <class T>
 __device__ void weighted_quantized(const float* p, const QuantizedCache& quantized_cache,
                                    const DeviceTierPlan& tier_plan,
@@ -133,7 +135,7 @@ __device__ void weighted_quantized(const float* p, const QuantizedCache& quantiz
                                    float* shared, T* out) {
   const int parts = kThreads / dim, part = static_cast<int>(threadIdx.x) / dim,
             d = static_cast<int>(threadIdx.x) % dim;
-  float sums[2] = {};  // exact tokens; quantized tokens
+  float sums[2] = {};  // of exact tokens, and of quantized tokens
   for (int slot = part; part < parts && slot < live; slot += parts) {
     const DeviceTier& tier = tier_plan.tier[tier_of(tier_plan, row_of_slot[slot])];
     const DeviceFormat format = tier.format;
@@ -156,7 +158,7 @@ __device__ void weighted_quantized(const float* p, const QuantizedCache& quantiz
   if (part == 0) out[d] = from_float<T>(sums[0] + hadamard_rotate_block(sums[1]) / kWarpSize);
 }
 
-/// The weighted sum of the row's values: out[dim]. Groups of `dim` threads share the slots.
+/// The weighted sum of the row's values, out[dim]. Groups of `dim` threads share the slots.
 template <class T>
 __device__ void weighted_values(const float* p, const T* values, int live, int dim, float* shared,
                                 T* out) {
@@ -173,7 +175,7 @@ __device__ void weighted_values(const float* p, const T* values, int live, int d
   out[d] = from_float<T>(sum);
 }
 
-/// A block for each query head of each sequence.
+/// One thread block for each query head of each sequence.
 template <class T>
 __global__ void softmax_kernel(const EvictingAttentionArgs args,
                                const QuantizedCache quantized_cache, PlainRows rows) {
@@ -239,13 +241,13 @@ PlainRows plain_rows(const EvictingAttentionArgs& args) {
           .choice = {args.quantized_cache, firsts}};
 }
 
-/// Includes memory for the first victim of each tier, whether or not there are tiers.
+/// Includes memory for the first victim of each tier, even if there are no tiers.
 std::size_t plain_workspace(const kvlab_cache_view& cache, bool /*quantized*/) {
   return pairs_of(cache) * kMaxDeviceTiers * sizeof(EvictionCandidate) +
          rows_of(cache) * (static_cast<std::size_t>(cache.max_slots) + 1) * sizeof(float);
 }
 
-/// Two launches: logits of every live slot, then each row's softmax and output.
+/// Two launches: one for the logits of every live slot, one for each row's softmax and output.
 cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
                    cudaStream_t stream) {
   if (!complete(policy, args) || !valid(args)) return cudaErrorInvalidValue;

@@ -1,5 +1,6 @@
-// The policy-dependent part of plain eviction: what each live token received, the policy's states,
-// and the next victim. A block for each pair. Bytes: 24 per slot, in addition to the probabilities.
+// The part of plain eviction that depends on the policy: it computes the observation of each live
+// token, the policy's states, and the next victim. One thread block for each pair. Memory traffic:
+// 24 bytes per slot, in addition to the probabilities.
 #pragma once
 
 #include "kernels/device/eviction_order.cuh"
@@ -12,14 +13,14 @@ namespace kvlab::kernels {
 
 inline constexpr int kEvictThreads = 256;
 
-/// What the attention leaves in the workspace, and the choice of tokens to demote.
+/// What the attention stores in the workspace, and the choice of the tokens to demote.
 struct PlainRows {
   float* p;        // [sequence, query_head, max_slots]: logits, then probabilities
   float* largest;  // [sequence, query_head]: the largest probability
   TierChoice choice;
 };
 
-/// What one slot received from the group's query heads.
+/// The observation of one slot by the group's query heads.
 template <class P>
 __device__ Observation observation_of(const EvictingAttentionArgs& args, const PlainRows& rows,
                                       const Pair& pair, int slot,

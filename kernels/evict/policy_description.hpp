@@ -1,4 +1,5 @@
-// Description of a policy that only the device compiler has read, for the host.
+// A policy's description for the host, made by the device compiler, which is the only one to have
+// read the policy.
 #pragma once
 
 #include <bit>
@@ -19,8 +20,8 @@ struct PolicyDescription {
   std::uint32_t slot_bytes, feature_count;
   char features[kMaxFeatures][kMaxNameBytes];
   std::uint32_t param_count;                   ///< number of doubles in Params
-  std::uint32_t param_of[kMaxParams];          ///< the line of kParams for each of them
-  double least[kMaxParams], most[kMaxParams];  ///< by line
+  std::uint32_t param_of[kMaxParams];          ///< index in kParams for each of them
+  double least[kMaxParams], most[kMaxParams];  ///< by index in kParams
 
   constexpr bool operator==(const PolicyDescription&) const = default;
 };

@@ -6,7 +6,7 @@
 
 namespace kvlab {
 
-/// A thread for each token: its state through all steps.
+/// One thread for each token; it goes through all steps.
 template <Policy P>
 __global__ void run_states(ProbeArgs args, typename P::Params params) {
   const std::uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,5 +1,5 @@
-// The first victim of each tier of a pair, when its first tier is full: a policy's kernels choose
-// it, and demote_pairs() moves it.
+// The first victim of each tier of a pair whose first tier is full. A policy's kernels choose it,
+// and demote_pairs() moves it.
 #pragma once
 
 #include "kernels/device/eviction_order.cuh"
@@ -39,7 +39,7 @@ struct TierChoice {
   __device__ int tier(int pair, std::int64_t slot) const {
     return in_use() ? tier_of(tier_plans[pair], row_of_slot[slot]) : 0;
   }
-  /// Whether the first tier holds all the tokens that it may hold.
+  /// Whether the first tier holds the maximum number of tokens.
   __device__ bool is_full(int pair) const {
     return in_use() && static_cast<std::uint32_t>(counts[pair * kMaxDeviceTiers]) >=
                            tier_plans[pair].tier[0].slots;

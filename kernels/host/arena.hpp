@@ -1,4 +1,4 @@
-// One allocation of device memory for everything that an owner keeps there.
+// One allocation of device memory for everything that an object keeps on the device.
 #pragma once
 
 #include <cstddef>
@@ -8,14 +8,14 @@
 
 namespace kvlab::cuda {
 
-/// Hands out parts of one allocation, each aligned to 256 bytes. An owner lays itself out in one
-/// function of an arena, which runs twice: first without memory to measure the size, then to place
-/// the parts. So each size is written in one place only.
+/// Hands out parts of one allocation, each aligned to 256 bytes. An object lays out its memory in
+/// one function that takes an arena. The function runs twice: first without memory to measure the
+/// size, then to place the parts. So each size is written in only one place.
 class Arena {
  public:
-  /// Measures only: parts are null.
+  /// Only measures; all parts are null.
   Arena() = default;
-  /// Places parts from `memory` on.
+  /// Places parts in memory that begins at `memory`.
   explicit Arena(std::byte* memory) : memory_(memory) {}
 
   /// `count` elements of T, uninitialised; null if `count` is 0.
@@ -25,7 +25,7 @@ class Arena {
     bytes_ += align_up(count * sizeof(T));
     return part;
   }
-  /// The total of all parts so far.
+  /// The total size of all parts so far.
   std::size_t bytes() const { return bytes_; }
 
   /// The size of a part of `bytes` bytes, with alignment.
@@ -39,7 +39,7 @@ class Arena {
   std::size_t bytes_ = 0;
 };
 
-/// The bytes that `layout(Arena&)` takes.
+/// The number of bytes that `layout(Arena&)` needs.
 template <class Layout>
 std::size_t layout_bytes(Layout&& layout) {
   Arena arena;
@@ -56,8 +56,8 @@ DeviceBuffer allocate_layout(Layout&& layout, std::string_view what) {
   return memory;
 }
 
-/// An owner's device memory and the parts that are placed in it. The constructor of `Parts` takes
-/// an Arena& and `args`, and places the parts.
+/// Device memory of an object, and the parts that are placed in it. The constructor of `Parts`
+/// takes an Arena& and `args`, and places the parts.
 template <class Parts>
 class Placed {
  public:
@@ -67,7 +67,7 @@ class Placed {
   explicit Placed(std::string_view what, const Args&... args)
       : memory_(bytes(args...), what), parts_(at(memory_.data(), args...)) {}
 
-  /// The bytes that Placed(what, args...) allocates.
+  /// The number of bytes that Placed(what, args...) allocates.
   template <class... Args>
   static std::size_t bytes(const Args&... args) {
     return layout_bytes([&](Arena& arena) { [[maybe_unused]] const Parts parts(arena, args...); });

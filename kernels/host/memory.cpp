@@ -72,7 +72,8 @@ float Event::since(const Event& start) const {
 }
 
 Graph::Graph(cudaStream_t stream, const std::function<void()>& enqueue) {
-  // Thread-local, because other threads (the writer of a trace) still call CUDA meanwhile.
+  // Capture is thread-local, because other threads (such as the writer of a trace) may call CUDA
+  // meanwhile.
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "recording a graph");
   cudaGraph_t graph = nullptr;
   try {

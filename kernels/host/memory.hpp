@@ -74,7 +74,7 @@ class Stream {
 
 class Event {
  public:
-  /// How the host waits, or that the event records the time.
+  /// How the host waits; or, for `timed`, that the event records the time.
   enum class Kind { spinning, sleeping, timed };
   explicit Event(Kind kind = Kind::spinning);
   Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
@@ -82,7 +82,7 @@ class Event {
   ~Event();
   cudaEvent_t get() const { return event_; }
   void record(cudaStream_t stream) const;
-  /// Makes `stream` wait for what was recorded.
+  /// Makes `stream` wait for the recorded work.
   void hold(cudaStream_t stream, std::string_view what = "waiting for an event") const;
   void wait(std::string_view what) const;  ///< makes the host wait
   /// Milliseconds since `start`; both events must be timed and complete.
@@ -92,7 +92,7 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-/// Records the work that a function enqueues on a stream once, and launches it many times.
+/// Records the work that a function enqueues on a stream. The work can then be launched many times.
 class Graph {
  public:
   Graph(cudaStream_t stream, const std::function<void()>& enqueue);

@@ -12,8 +12,8 @@
 
 namespace kvlab::cuda {
 
-/// y[b, r, n] = sum over k of x[b, r, k] * w[b, n, k], or of x[b, r, k] * w[b, k, n] (+ bias[n]).
-/// Strides are in elements.
+/// y[b, r, n] = sum over k of x[b, r, k] * w[b, n, k], or of x[b, r, k] * w[b, k, n], plus bias[n]
+/// if there is one. Strides are in elements.
 struct ProductArgs {
   enum class Output { type, float32, add_float32 };
 
@@ -24,17 +24,17 @@ struct ProductArgs {
   std::int64_t x_row, x_batch = 0;
   const void* w;  // [batch, n, k], or [batch, k, n]
   std::int64_t w_row, w_batch = 0;
-  bool w_by_k = false;         ///< w is [batch, k, n]
+  bool w_by_k = false;         ///< whether w is [batch, k, n]
   const void* bias = nullptr;  // [n], or null; only with Output::type
   void* y;                     // [batch, row, n]
   std::int64_t y_row, y_batch = 0;
-  Output output = Output::float32;  ///< add_float32: y += the product
-  bool tf32 = false;                ///< float32 inputs count with 11 bits only
+  Output output = Output::float32;  ///< add_float32: adds the product to y
+  bool tf32 = false;                ///< rounds float32 inputs to TF32 (11 bits)
   std::uint32_t alignment = 256;    ///< of all pointers and strides, in bytes
 };
 
-/// A cuBLASLt handle, its workspace, and the algorithms chosen so far, one for each shape with its
-/// strides. Use it on one stream at a time.
+/// A cuBLASLt handle, its workspace, and the algorithms chosen so far (one for each shape with its
+/// strides). Use it on one stream at a time.
 class Products {
  public:
   Products();

@@ -9,8 +9,9 @@
 
 namespace kvlab::cuda {
 
-/// Copies to the device and waits, because a copy of pageable memory may still be under way when
-/// CUDA's call returns, and the engine's streams do not wait for the default stream.
+/// Copies to the device and waits for the copy. Waiting is necessary because CUDA may return before
+/// a copy of pageable memory is complete, and the engine's streams do not wait for the default
+/// stream.
 template <class T>
 void write(T* to, std::span<const T> values, std::string_view what) {
   if (values.empty()) return;
@@ -23,8 +24,8 @@ void write(T* to, const std::vector<T>& values, std::string_view what) {
   write(to, std::span(values), what);
 }
 
-/// Enqueues a copy to the device. CUDA copies pageable memory before the call returns, so `values`
-/// need not outlive it.
+/// Enqueues a copy to the device. CUDA reads pageable memory before the call returns, so `values`
+/// may be destroyed after it.
 template <class T>
 void enqueue_write(T* to, std::span<const T> values, cudaStream_t stream, std::string_view what) {
   if (values.empty()) return;

@@ -1,6 +1,6 @@
-// With few tokens, the weights of their experts dominate the bytes moved, and each product is bound
-// by reading them. With many tokens, the tokens of an expert share its weights, in tiles, and the
-// tensor cores are the bound. Instantiated: 2 types x tiles of 16 and 64 pairs, and plain float32.
+// With few tokens, reading the weights of their experts takes most of the time. With many tokens,
+// the tokens of an expert share its weights, in tiles, and the tensor cores limit the speed.
+// Instantiated for 2 types x tiles of 16 and 64 pairs, and for plain float32.
 #include "kernels/linear/experts.hpp"
 
 #include <algorithm>
@@ -17,12 +17,13 @@ namespace kvlab::kernels {
 namespace {
 
 constexpr int kRouteThreads = 256, kRouteWarps = kRouteThreads / kWarpSize;
-/// Tokens at most for which the block that groups also chooses
+/// Maximum number of tokens for which the block that groups pairs by expert also chooses the
+/// experts.
 constexpr int kFewTokens = kMaxExperts / kWarpSize;
 constexpr int kMaxHidden = 8192;
 
-/// A logit and its expert as one integer: a larger logit, or the lower expert among equal logits,
-/// gives a larger integer. NaN has a defined place too.
+/// Combines a logit and its expert in one integer. A larger logit or, among equal logits, a lower
+/// expert gives a larger integer. NaN also has a defined place.
 __device__ inline unsigned long long order_key(float logit, int expert) {
   const auto bits = __float_as_uint(logit + 0.0f);
   const std::uint32_t order = bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -30,12 +31,12 @@ __device__ inline unsigned long long order_key(float logit, int expert) {
          (0xffffffffu - static_cast<std::uint32_t>(expert));
 }
 
-/// Chooses the experts of the largest logits, and their shares. Called by one warp.
+/// Chooses the experts with the largest logits, and computes their shares. Called by one warp.
 __device__ void choose(const RouteArgs& args, int token) {
   const Routes& to = args.routes;
   const float* const logits = args.logits + std::int64_t{token} * to.experts;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  std::uint32_t taken = 0;  // the lane's experts that are already chosen
+  std::uint32_t taken = 0;  // experts of this lane that are already chosen
   float own = -INFINITY;    // logit of the expert that this lane writes
   for (int c = 0; c < to.chosen; ++c) {
     unsigned long long best = 0;
@@ -58,8 +59,8 @@ __device__ void choose(const RouteArgs& args, int token) {
   if (lane < to.chosen) to.shares[token * to.chosen + lane] = expf(own - largest) / sum;
 }
 
-/// blockIdx: token, part of its logits. Computes the norm in shared memory, then each logit by a
-/// warp.
+/// blockIdx: token, part of its logits. The thread block computes the norm in shared memory, then
+/// each warp computes some logits.
 template <class T>
 __global__ void __launch_bounds__(kRouteThreads) logits_kernel(const RouteArgs args) {
   extern __shared__ __align__(16) float row[];
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kRouteThreads) logits_kernel(const RouteArgs a
   }
 }
 
-/// A warp for each token.
+/// One warp for each token.
 __global__ void __launch_bounds__(kRouteThreads) choose_kernel(const RouteArgs args) {
   let_successor_start();
   wait_for_predecessor();
@@ -104,8 +105,8 @@ __global__ void __launch_bounds__(kRouteThreads) choose_kernel(const RouteArgs a
   if (token < args.routes.tokens) choose(args, token);
 }
 
-/// One block, which also chooses if there are few tokens. The order of an expert's pairs is
-/// arbitrary, because results do not depend on it.
+/// One thread block groups the pairs by expert and, if there are few tokens, also chooses the
+/// experts. The order of an expert's pairs is arbitrary, because results do not depend on it.
 template <bool kChooses>
 __global__ void __launch_bounds__(kMaxExperts) group_kernel(const RouteArgs args) {
   using Scan = cub::BlockScan<int, kMaxExperts>;
@@ -133,10 +134,10 @@ __global__ void __launch_bounds__(kMaxExperts) group_kernel(const RouteArgs args
 
 /// Some pairs of one expert.
 struct PairTile {
-  int expert, first, count;  ///< indices into `order`; count <= 0: there is no such tile
+  int expert, first, count;  ///< expert, and a range in `order`; count <= 0: there is no such tile
 };
 
-/// Finds a tile in the row of all experts' tiles. Called by every warp.
+/// Finds a tile in the list of the tiles of all experts. Called by every warp.
 template <int kPairs>
 __device__ PairTile tile_at(const Routes& routes, int tile) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -157,7 +158,7 @@ __device__ PairTile tile_at(const Routes& routes, int tile) {
   return {0, 0, 0};
 }
 
-/// Writes one output of a pair; the second overload writes it with its neighbour.
+/// Writes one output of a pair. The second overload writes two neighbouring outputs.
 template <class T>
 __device__ void write_output(const ExpertProductArgs& args, int expert, int pair, int column,
                              float value) {
@@ -171,7 +172,7 @@ __device__ void write_output(const ExpertProductArgs& args, int expert, int pair
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarpSize;
 constexpr int kStages = 4;
-/// Of a tile: number of outputs, and of inputs at a time
+/// Number of outputs of a tile, and number of inputs that are loaded at a time.
 constexpr int kColumns = 64, kDepth = 64;
 
 template <class T, int kPairs>
@@ -179,7 +180,7 @@ struct alignas(16) Stage {
   T x[kPairs * kDepth], weights[kColumns * kDepth];
 };
 
-/// The chunks that a thread copies for each stage: one in every sixteenth row.
+/// The chunks that a thread copies for each stage: one chunk in every sixteenth row.
 template <class T, int kPairs>
 class StageLoader {
  public:
@@ -200,7 +201,7 @@ class StageLoader {
         static_cast<const T*>(args.weight) + (std::size_t(tile.expert) * args.n + column) * args.k;
     columns_ = args.n - column;
   }
-  /// Copies inputs from `first` on; fills with zeros after the last input, pair or output.
+  /// Copies inputs from `first` on. Fills up with zeros after the last input, pair or output.
   __device__ void load(Stage<T, kPairs>& stage, int first) const {
     const int at = first + own_chunk() * 8;
     const bool there = at < k_;
@@ -230,7 +231,7 @@ class StageLoader {
   int k_, columns_;
 };
 
-/// A warp's products for a stage: all pairs times 16 of the columns.
+/// The products that a warp computes for a stage: all pairs times 16 of the columns.
 template <class T, int kPairs>
 __device__ void multiply(const Stage<T, kPairs>& stage, float (&sums)[kPairs / 16][2][4]) {
   using Layout = Swizzled<kDepth * sizeof(T)>;
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kPlainPairs = 8;
 
-/// A warp for each output, which handles the tile's pairs.
+/// One warp for each output; it handles all pairs of the tile.
 __global__ void __launch_bounds__(kThreads) expert_plain(const ExpertProductArgs args) {
   let_successor_start();
   wait_for_predecessor();
@@ -316,7 +317,8 @@ __global__ void __launch_bounds__(kThreads) expert_plain(const ExpertProductArgs
   }
 }
 
-/// Bytes: hidden * (8 + 4 * chosen) per token. A thread for eight elements of a token.
+/// Memory traffic: hidden * (8 + 4 * chosen) bytes per token. One thread for eight elements of a
+/// token.
 __global__ void __launch_bounds__(kThreads)
     add_shares_kernel(const Routes routes, const float* y, int hidden, float* x) {
   let_successor_start();
@@ -345,7 +347,7 @@ bool valid(const Routes& routes) {
          routes.order && routes.starts;
 }
 
-/// The most tiles that there can be: each expert has at most one tile that is not full.
+/// Maximum number of tiles: at most one tile of each expert is not full.
 unsigned max_tiles(const Routes& routes, int pairs_of_tile) {
   const int pairs = routes.pairs();
   return static_cast<unsigned>(std::min(pairs, pairs / pairs_of_tile + routes.experts));

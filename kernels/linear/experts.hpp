@@ -8,20 +8,20 @@ namespace kvlab::kernels {
 
 inline constexpr int kMaxExperts = 1024, kMaxChosen = 32;
 
-/// A router's decision. A pair is a token with one of its experts: pair = token * chosen + i, most
-/// likely expert first.
+/// A router's decision. A pair is a token and one of its experts: pair = token * chosen + i, with
+/// the most likely expert first.
 struct Routes {
   int tokens, experts, chosen;
   float* shares;         // [pair]
   std::int32_t* expert;  // [pair]
-  std::int32_t* order;   // [pair]: pairs, sorted by expert
-  std::int32_t* starts;  // [experts + 1]: where an expert's pairs begin in `order`
+  std::int32_t* order;   // [pair]: pair numbers, sorted by expert
+  std::int32_t* starts;  // [experts + 1]: where the pairs of each expert begin in `order`
 
   int pairs() const { return tokens * chosen; }
 };
 
-/// Fills in `routes`: the experts of the largest logits (the lower expert among equal ones), and
-/// the softmax over all logits or over the chosen ones. Logits are computed in float32 from
+/// Computes `routes`: the experts with the largest logits (the lower expert among equal ones), and
+/// their softmax over all logits or over the chosen ones. Logits are computed in float32 from
 /// unrounded norms; `normed` is rounded.
 struct RouteArgs {
   Type type;  ///< of weight, bias and normed
@@ -31,14 +31,14 @@ struct RouteArgs {
   Norm norm;
   const void* weight;  // [experts, hidden]
   const void* bias;    // [experts], or null
-  bool among_chosen;   ///< softmax over the chosen experts only
-  void* normed;        // [token, hidden], out
+  bool among_chosen;   ///< whether the softmax is over the chosen experts only
+  void* normed;        // [token, hidden], output
   float* logits;       // [token, experts], workspace
 };
 cudaError_t route(const RouteArgs& args, cudaStream_t stream);
 
-/// y[pair] = W of the pair's expert * x of its token, or of the pair, + bias. Each weight is read
-/// once for up to 64 pairs of an expert; weights of experts that are not chosen are not read. A
+/// y[pair] = W of the pair's expert * x of its token (or of the pair) + bias. Each weight is read
+/// once for up to 64 pairs of an expert. The weights of experts that are not chosen are not read. A
 /// pair's result does not depend on other pairs.
 struct ExpertProductArgs {
   Type type;

@@ -1,15 +1,16 @@
-// A few rows times a weight matrix that is read once. Memory-bound, so designed around the reading.
+// Multiplies a few rows by a weight matrix that is read once. The kernel is memory-bound, so it is
+// designed around reading.
 //
-// Bytes that must move: n * k weights (twice that if gated); x, gamma and y are at most a few
-// percent. A block per multiprocessor processes strips of kTiles * 8 weight rows. One warp requests
-// the weights (linear_ring.cuh), across strips and from before the predecessor's end, so the memory
-// waits neither for the arithmetic nor for x. Eight warps split k in runs of 128 and multiply by
-// tensor cores. A tile of 8 weight rows is the right operand of m16n8k16. The left operand has 16
-// rows: eight for the rows of x rounded to T, and eight for the rounding errors. So a normed x
-// counts with about 16 bits, and eight rows cost as much as one. Sums have one order for any rows,
-// tiles and GPU: equal inputs give equal bits, alone or in a batch.
+// Memory traffic: n * k weights (twice that if gated); x, gamma and y add at most a few percent.
+// One thread block per multiprocessor processes strips of kTiles * 8 weight rows. One warp requests
+// the weights (linear_ring.cuh), across strips, and begins before the preceding kernel ends. So the
+// memory waits neither for arithmetic nor for x. Eight warps split k into runs of 128 and multiply
+// on tensor cores. A tile of 8 weight rows is the right operand of m16n8k16. The left operand has
+// 16 rows: eight rows of x rounded to T, and their rounding errors. So a normed x has about 16 bits
+// of precision, and eight rows cost as much as one. The order of each sum is the same for any
+// number of rows, any tile and any GPU, so equal inputs give equal bits, alone or in a batch.
 //
-// Instantiated: 2 types x 4 forms (8 kernels). rows, n and k are run-time values.
+// Instantiated for 2 types x 4 forms (8 kernels). rows, n and k are chosen at run time.
 #include <algorithm>
 #include <cstddef>
 
@@ -29,9 +30,10 @@ namespace {
 constexpr int kBarrierBytes = sizeof(RingBarriers);
 static_assert(kBarrierBytes % 16 == 0);
 constexpr int kPartial = kTileRows * kTileRows;  // sums of a tile
-/// Independent sums per tile, because a product waits for the product before it on the same sum.
+/// Number of independent sums per tile. With only one, each product would wait for the previous
+/// product.
 constexpr int kChains = 2;
-/// Partial sums of all warps, for two strips in alternation.
+/// Partial sums of all warps, for two strips that alternate.
 constexpr int kPartialBytes =
     2 * kLinearWarps * kTiles * kPartial * static_cast<int>(sizeof(float));
 
@@ -40,13 +42,13 @@ __host__ __device__ constexpr int finishers(Form form) {
   return form == Form::gated || form == Form::rotated ? kTileRows : kTiles * kTileRows;
 }
 
-/// Bytes of a row of x in shared memory if there is no norm; 64 extra bytes put two rows in
-/// different banks.
+/// Bytes of a row of x in shared memory if there is no norm. The padding of 64 bytes puts two rows
+/// in different banks.
 __host__ __device__ constexpr std::size_t plain_row_bytes(int k) {
   return static_cast<std::size_t>(k) * 2 + 64;
 }
 
-/// Offsets in dynamic shared memory: first the ring, then, at these offsets after it, the rest.
+/// Offsets in dynamic shared memory. The ring comes first; the offsets are relative to its end.
 struct Layout {
   int stages;              ///< stages of the ring
   int gamma, x;            // after barriers and partial sums
@@ -55,7 +57,8 @@ struct Layout {
 };
 
 /// Splits eight floats into the left operands of two products: two rounded floats and their
-/// rounding errors, then the same for the next two; 16 bytes further, the same for the other four.
+/// rounding errors, then the same for the next two floats. The other four are stored 16 bytes
+/// further.
 template <class T>
 struct SplitEight {
   __device__ void operator()(const float (&value)[8], float* to) const {
@@ -72,7 +75,7 @@ struct SplitEight {
   }
 };
 
-/// A lane's part of x: left operands.
+/// A lane's part of x, as left operands.
 struct XPart {
   uint4 left[kLoads][kChains];
 };
@@ -83,7 +86,7 @@ class XRows {
  public:
   __device__ XRows(const std::byte* rows, std::size_t row_bytes, int count, int k)
       : row_(rows + lane() / 4 * row_bytes), k_(lane() / 4 < count ? k : 0) {}
-  /// The lane's part of x from `first` on; zeros beyond k and beyond the rows.
+  /// Reads the lane's part of x from `first` on. It is zero beyond k and beyond the last row.
   __device__ XPart read(int first) const {
     XPart x{};
 #pragma unroll
@@ -123,7 +126,8 @@ __device__ void copy_rows(const LinearProduct<T>& product, std::byte* to) {
   barrier_of_first<kLinearThreads>();
 }
 
-/// A thread's outputs of strips: one output, or two that belong together, of one row.
+/// The outputs of strips that one thread computes: in each strip one output, or two that belong
+/// together, of one row.
 template <class T, Form kForm>
 class Finisher {
  public:
@@ -137,7 +141,7 @@ class Finisher {
     place_ = TokenSlot(rope, token());
   }
 
-  /// Starts loading what a strip's outputs need in addition to the product.
+  /// Starts loading what a strip's outputs need besides the product.
   __device__ void start(int strip) {
     if (row_ >= product_.rows) return;
     if constexpr (kForm != Form::rotated) {
@@ -153,8 +157,8 @@ class Finisher {
       cached_ = place_.of_head(rope_, (head_ - rope_.cache.query_heads) % rope_.cache.kv_heads);
   }
 
-  /// Adds the partial sums of the warps in order, and writes. `partial`: [warp, tile, row of x,
-  /// output].
+  /// Adds the partial sums of the warps in order, and writes the outputs. `partial`: [warp, tile,
+  /// row of x, output].
   __device__ void finish(int strip, const float* partial) const {
     if (row_ >= product_.rows) return;
     const auto total = [&](int tile, int column) {
@@ -197,7 +201,7 @@ class Finisher {
         from_float<T>(rotated.x), from_float<T>(rotated.y));
     if (!is_query() && dim_ == 0) place_.note_position(rope_, cached_);
   }
-  /// Writes to the head that begins at `head`.
+  /// Writes to the head that begins at element `head`.
   __device__ void put(void* to, std::int64_t head, T first, T second) const {
     T* const at = static_cast<T*>(to) + head + dim_;
     at[0] = first;
@@ -210,12 +214,13 @@ class Finisher {
   float residual_ = 0;
   const float2* rope_row_ = nullptr;
   TokenSlot place_;
-  int head_ = 0, dim_ = 0;   ///< of the pair's first output
-  std::int64_t cached_ = 0;  ///< of the head
+  int head_ = 0, dim_ = 0;   ///< head and dimension of the first of the two outputs
+  std::int64_t cached_ = 0;  ///< the head's first element in the cache
   float2 cos_sin_{};
 };
 
-/// The work of eight warps: the product, as weights arrive. `behind`: memory after the ring.
+/// The work of eight warps: they compute the product as weights arrive. `behind`: memory after the
+/// ring.
 template <class T, Form kForm>
 __device__ void multiply(const LinearProduct<T>& product, const RopeWriteArgs& rope,
                          const Layout& layout, std::byte* behind, WeightReader reader) {
@@ -298,16 +303,17 @@ __global__ void __launch_bounds__(kLinearThreads + kWarpSize)
   multiply<T, kForm>(product, rope, layout, behind, WeightReader(ring, layout.stages, barriers));
 }
 
-/// The ring that a product wants, for 2-byte weights.
+/// The ring that a product needs, for 2-byte weights.
 struct RingLength {
-  int least, most;  ///< stages; a block requests at most `most` in total
+  int least, most;  ///< number of stages; a thread block requests at most `most` in total
 };
 int gamma_begin() { return kBarrierBytes + kPartialBytes; }
 int x_begin(Form form, int k) {
   return gamma_begin() + (has_norm(form) ? static_cast<int>(gamma_bytes<__half>(k)) : 0);
 }
 
-/// The layout for `rows` rows, with the longest ring that fits. Returns false if nothing fits.
+/// Computes the layout for `rows` rows with the longest ring that fits. Returns false if nothing
+/// fits.
 bool lay_out(Form form, int rows, int k, const RingLength& ring, const DeviceLimits& limits,
              Layout& layout) {
   layout.gamma = gamma_begin();
@@ -334,13 +340,13 @@ struct LinearLaunch {
   Layout layout;
 };
 
-/// Plans as many rows at a time as fit.
+/// Plans to process as many rows at a time as fit.
 LinearLaunch plan_product(Form form, int rows, int n, int k, const DeviceLimits& limits) {
   const int strips = strips_of(form, n), blocks = std::min(strips, limits.multiprocessors);
   const int max_stages = (strips + blocks - 1) / blocks * kTiles * ((k + kStageK - 1) / kStageK);
-  // Beside a CTA of attention there is memory for one small block, whose weights are in flight
-  // while the CTA attends, but not for two. An early start would put two blocks on some
-  // multiprocessors and none on others.
+  // While a CTA of the attention runs, a multiprocessor has memory for one small block, which can
+  // load weights meanwhile, but not for two. If blocks started early, some multiprocessors would
+  // get two of them and others none.
   const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) * 2 / 5;
   for (const int least : {kPreferredStages, kMinStages}) {
     const RingLength ring{least, max_stages};
@@ -458,7 +464,7 @@ bool belong(const LinearArgs& args, const RopeWriteArgs& rope) {
          args.n == (rope.cache.query_heads + 2 * rope.cache.kv_heads) * rope.cache.head_size;
 }
 
-/// Whether a product can end with this rope_write in one launch.
+/// Whether a product and this rope_write can run in one launch.
 bool is_fused(const LinearArgs& args, const RopeWriteArgs& rope) {
   constexpr int kStrip = outputs_of_strip(Form::rotated);
   return args.type != KVLAB_F32 && args.gamma && !rope.q_gamma && !rope.k_gamma && !rope.plain_q &&

@@ -1,4 +1,4 @@
-// Products of one decode step: a few rows of activations times a weight matrix that is read once.
+// The products of a decode step: a few rows of activations times a weight matrix that is read once.
 #pragma once
 
 #include "kernels/pointwise.hpp"
@@ -6,10 +6,10 @@
 
 namespace kvlab::kernels {
 
-/// Rows that `linear` supports; cuBLASLt handles more.
+/// Maximum number of rows for `linear`. Larger products use cuBLASLt.
 inline constexpr int kMaxLinearRows = 8;
 
-/// What a product computes, and which weight rows form the two tiles of a strip.
+/// What a product computes, and which weight rows are the two tiles of a strip.
 enum class Form {
   plain,    // sixteen consecutive rows
   normed,   // sixteen consecutive rows, times norm(x)
@@ -18,9 +18,9 @@ enum class Form {
             // norm(x)
 };
 /// y[r, n] = epilogue(sum over k of W[n, k] * norm(x)[r, k]). norm(x) is not rounded to `type`; it
-/// counts with 16 bits or more. A row's result does not depend on the other rows. On sm_90 a launch
-/// starts before the kernel ahead of it in the stream has ended, and reads weight, gamma and bias
-/// at once, so that kernel must not write them.
+/// has 16 bits or more. A row's result does not depend on the other rows. On sm_90 a launch starts
+/// before the preceding kernel of the stream has ended, and reads weight, gamma and bias
+/// immediately. So the preceding kernel must not write them.
 struct LinearArgs {
   Type type;           ///< of x, weight, gamma, bias, y; residual streams are float32
   int rows, n, k;      ///< rows <= kMaxLinearRows; k a multiple of 8
@@ -29,10 +29,10 @@ struct LinearArgs {
   const void* gamma;   // [k] of `type`, or null: no norm
   float norm_epsilon;
   const void* bias;  // [n], or null
-  /// Exactly one of these three is set:
+  /// Exactly one of the next three is set.
   void* y;                // [rows, n] of `type`
   float* y_float;         // [rows, n]: logits
-  float* residual;        // [rows, n]: += the product
+  float* residual;        // [rows, n]: the product is added to it
   float norm_offset = 0;  ///< see Norm::offset
 };
 cudaError_t linear(const LinearArgs& args, cudaStream_t stream);
@@ -51,10 +51,10 @@ struct GatedLinearArgs {
 };
 cudaError_t gated_linear(const GatedLinearArgs& args, cudaStream_t stream);
 
-/// `linear` with a norm, then `rope_write` of its y: args.y == rope.qkv, args.rows == rope.tokens.
-/// Runs as one launch, with the same bits as two, if the type has 2 bytes, heads are not normed,
-/// head_size == rotated and head_size is a multiple of 16; otherwise as two. The kernel ahead may
-/// write all that `rope` points to.
+/// `linear` with a norm, then `rope_write` of its y. Requires args.y == rope.qkv and args.rows ==
+/// rope.tokens. Runs as one launch with the same bits as two if the type has 2 bytes, heads are not
+/// normed, head_size == rotated, and head_size is a multiple of 16; otherwise runs as two launches.
+/// The preceding kernel may write everything that `rope` points to.
 cudaError_t linear_rope_write(const LinearArgs& args, const RopeWriteArgs& rope,
                               cudaStream_t stream);
 

@@ -1,4 +1,5 @@
-// Float32 weights: for checking, not for speed. The weights are still read once, 16 bytes per lane.
+// Products with float32 weights, which are for checking and not for speed. Weights are still read
+// only once, 16 bytes per lane.
 #include "kernels/linear/linear_f32.cuh"
 
 #include <algorithm>
@@ -11,8 +12,8 @@ namespace {
 
 constexpr int kSumsBytes = kMaxLinearRows * kLinearWarps * sizeof(float);
 
-/// Products of one weight row with all rows of x, in every lane. `stride`: floats from one row of x
-/// to the next.
+/// The products of one weight row with all rows of x, returned in every lane. `stride`: number of
+/// floats from one row of x to the next.
 __device__ void multiply_row(const float* weights, const float* x, std::size_t stride, int rows,
                              int k, float (&sums)[kMaxLinearRows]) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -35,7 +36,7 @@ struct StoreEight {
   __device__ void operator()(const float (&value)[8], float* to) const { store_eight(value, to); }
 };
 
-/// A warp for each output.
+/// One warp for each output.
 __global__ void __launch_bounds__(kLinearThreads)
     linear_f32_kernel(const LinearProduct<float> product) {
   extern __shared__ __align__(16) std::byte shared[];
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kLinearThreads)
 
 }  // namespace
 
-/// Plans as many rows at a time as fit into shared memory after the norm.
+/// Plans to process as many rows at a time as fit into shared memory, which also holds the norm.
 LaunchPlan plan_linear_f32(bool normed, int rows, int n, int k, const DeviceLimits& limits) {
   const auto bytes_for = [&](int count) {
     return kSumsBytes +

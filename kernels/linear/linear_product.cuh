@@ -1,4 +1,4 @@
-// Common code of the kernels behind `linear` and `gated_linear`: their arguments, the norm, the
+// Common code of the kernels of `linear` and `gated_linear`: their arguments, the norm and the
 // epilogue.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace kvlab::kernels {
 
 template <class T>
 struct LinearProduct {
-  int first_row;  // first row of this launch, among the product's rows
+  int first_row;  // index of this launch's first row among the product's rows
   int rows, n, k;
   const T* weight;  // [n, k]; if gated: the gate
   const T* up;      // [n, k], or null
@@ -30,8 +30,8 @@ struct LinearProduct {
 inline constexpr int kLinearWarps = 8;
 inline constexpr int kLinearThreads = kLinearWarps * kWarpSize;
 
-/// Bytes of a row of normed x in shared memory: k floats and 16 bytes, which put the rows in
-/// different banks.
+/// Bytes of a row of normed x in shared memory: k floats, and 16 bytes of padding that put the rows
+/// in different banks.
 __host__ __device__ constexpr std::size_t normed_row_bytes(int k) {
   return static_cast<std::size_t>(k) * sizeof(float) + 16;
 }
@@ -39,14 +39,14 @@ template <class T>
 __host__ __device__ constexpr std::size_t gamma_bytes(int k) {
   return static_cast<std::size_t>(k) * sizeof(T);
 }
-/// The residual that an output is added to, or 0.
+/// The residual to which an output is added, or 0.
 template <class T>
 __device__ inline float residual_of(const LinearProduct<T>& product, int row, int column) {
   return product.residual ? product.residual[static_cast<std::size_t>(row) * product.n + column]
                           : 0.0f;
 }
-/// Writes one output with bias, to the destination that is set. Returns the value that is, or would
-/// be, in y.
+/// Writes one output, with bias, to the destination that is set. Returns the value that y has or
+/// would have.
 template <class T>
 __device__ inline T write_output(const LinearProduct<T>& product, int row, int column, float value,
                                  float residual) {
@@ -60,9 +60,9 @@ __device__ inline T write_output(const LinearProduct<T>& product, int row, int c
   return rounded;
 }
 
-/// A warp's share of the norm. Chunk c of a row (eight elements) belongs to slice (c / 32) % 8 and
-/// lane c % 32 for any number of rows, so sums of squares do not depend on that number. A warp has
-/// `count` slices of one row.
+/// A warp's share of the norm. For any number of rows, chunk c of a row (eight elements) belongs to
+/// slice (c / 32) % 8 and lane c % 32. So sums of squares do not depend on the number of rows. A
+/// warp has `count` slices of one row.
 struct NormShare {
   int row, first, stride, shift, count;
   __device__ explicit NormShare(int rows) {
@@ -76,7 +76,7 @@ struct NormShare {
   __device__ int slice(int i) const { return first + i * stride; }
 };
 
-/// Starts loading gamma, which does not depend on the predecessor.
+/// Starts loading gamma, which does not depend on the preceding kernel.
 template <class T>
 __device__ inline void fetch_gamma(const LinearProduct<T>& product, std::byte* to) {
 #pragma unroll 1
@@ -87,10 +87,10 @@ __device__ inline void fetch_gamma(const LinearProduct<T>& product, std::byte* t
   commit_copies();
 }
 
-/// Writes rows x[r] * gamma / rms(x[r]) to shared memory, normed_row_bytes() each, in unrounded
-/// float32; `finish` stores eight elements at a time. Called by the block's first kLinearThreads
-/// threads; waits for their copies (of gamma, to `gammas`), and ends with a barrier of these
-/// threads.
+/// Computes rows x[r] * gamma / rms(x[r]) in unrounded float32, and writes them to shared memory,
+/// normed_row_bytes() each; `finish` stores eight elements at a time. Called by the first
+/// kLinearThreads threads of the block. Waits for their copies of gamma to `gammas`, and ends with
+/// a barrier of these threads.
 template <class T, class Finish>
 __device__ inline void norm_rows(const LinearProduct<T>& product, const std::byte* gammas,
                                  std::byte* rows, float* sums, Finish finish) {
@@ -109,15 +109,16 @@ __device__ inline void norm_rows(const LinearProduct<T>& product, const std::byt
       f(chunk * 8);
   };
 
-  // Uses few instructions rather than fast ones, because a launch finds the instruction cache cold.
+  // The code is short rather than fast, because the instruction cache is cold at launch.
   const int rounds = (chunks + kSlices * kWarpSize - 1) / (kSlices * kWarpSize);
 #pragma unroll 1
   for (int first = 0; first < count * rounds; first += kAtOnce) {
     Vector<float> loaded[kAtOnce][2];
-    const auto place = [&](int i) {  // the i-th chunk's position in x; beyond k if there is none
-      const int at = first + i, slice = share.slice(at & (share.count - 1));
-      return (((at >> share.shift) * kSlices + slice) * kWarpSize + lane) * 8;
-    };
+    const auto place =
+        [&](int i) {  // the position in x of the i-th chunk; beyond k if there is none
+          const int at = first + i, slice = share.slice(at & (share.count - 1));
+          return (((at >> share.shift) * kSlices + slice) * kWarpSize + lane) * 8;
+        };
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
       if (const int at = place(i); at < product.k) {

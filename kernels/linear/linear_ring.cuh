@@ -1,11 +1,11 @@
-// The transport of weights to shared memory: one warp of a block requests them, eight warps read
+// Moves weights to shared memory: one warp of a thread block requests them, and eight warps read
 // them.
 //
-// A stage of the ring is a tile of eight weight rows over 1,024 of k; each of the eight warps reads
+// A stage of the ring is a tile of eight weight rows by 1,024 of k. Each of the eight warps reads
 // 128 of k. Enough bytes are always in flight to keep the memory busy (kInFlight), and no more,
-// because what else the block reads (x, on which everything waits) would queue behind them.
-// Slightly fewer are in flight until the whole ring has been requested once, because x is awaited
-// until then. Data that has arrived may wait in the ring.
+// because the block's other loads would wait behind them, in particular x, which everything needs.
+// Until the whole ring has been requested once, x has not arrived, so slightly fewer bytes are in
+// flight. Data that has arrived may stay in the ring until it is read.
 #pragma once
 
 #include <cstddef>
@@ -15,16 +15,16 @@
 
 namespace kvlab::kernels {
 
-inline constexpr int kTileRows = 8;  // weight rows of a tile, and rows of x
+inline constexpr int kTileRows = 8;  // weight rows of a tile; also the maximum number of rows of x
 inline constexpr int kTiles = 2;     // tiles per strip
-inline constexpr int kLoadK = 32;    // k per 16-byte load by the four lanes of a row
+inline constexpr int kLoadK = 32;    // k of a 16-byte load by the four lanes of a row
 inline constexpr int kLoads = 4;     // loads per warp and stage
 inline constexpr int kWarpK = kLoads * kLoadK;
-inline constexpr int kStageK = kLinearWarps * kWarpK;  // k per stage
+inline constexpr int kStageK = kLinearWarps * kWarpK;  // k of a stage
 inline constexpr int kLoadBytes = kWarpSize * 16;
 inline constexpr int kStageBytes = kLinearWarps * kLoads * kLoadBytes;
 inline constexpr int kPreferredStages = 4, kMaxStages = 12;
-inline constexpr int kMinStages = 2;                     // used if four do not fit
+inline constexpr int kMinStages = 2;                     // used if four stages do not fit
 inline constexpr int kInFlight = 4, kFirstInFlight = 3;  // stages in flight
 
 __host__ __device__ constexpr bool has_norm(Form form) { return form != Form::plain; }
@@ -35,7 +35,7 @@ __host__ __device__ constexpr int strips_of(Form form, int n) {
   return (n + outputs_of_strip(form) - 1) / outputs_of_strip(form);
 }
 
-/// The first weight row of a rotated strip, which is in a head's first half.
+/// The first weight row of a rotated strip. It is in the first half of a head.
 __device__ inline int first_rotated_row(int strip, int head_size) {
   const int strips = head_size / (kTiles * kTileRows);  // strips per head
   return strip / strips * head_size + strip % strips * kTileRows;
@@ -49,8 +49,8 @@ __device__ inline int first_row_of_tile(Form form, int strip, int tile, int head
 /// Barriers of the ring, in shared memory.
 struct RingBarriers {
   PhaseBarrier full[kMaxStages], empty[kMaxStages];
-  /// Called by one thread; visible after the block's next barrier. (When the sending warp did it,
-  /// one barrier per lane, a launch took 0.3 us longer.)
+  /// Called by one thread. Visible after the block's next barrier. (When the requesting warp did
+  /// this, one barrier per lane, a launch took 0.3 us longer.)
   __device__ void init() {
     for (int i = 0; i < kMaxStages; ++i) {
       full[i].init(kWarpSize);
@@ -59,7 +59,7 @@ struct RingBarriers {
   }
 };
 
-/// A slot of the ring and the parity of its phase.
+/// A stage of the ring, and the parity of its phase.
 struct RingCursor {
   int slot = 0;
   unsigned parity = 0;
@@ -87,7 +87,7 @@ class WeightSender {
     for (int strip = static_cast<int>(blockIdx.x); strip < strips_of(kForm, product.n);
          strip += static_cast<int>(gridDim.x)) {
       const T* rows[kTiles];
-      int wanted[kTiles];  // elements of the row, starting at rows[tile]
+      int wanted[kTiles];  // number of elements of each row that exist, from rows[tile] on
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const int n = first_row_of_tile(kForm, strip, tile, head_size) + lane / 4;
@@ -131,7 +131,7 @@ class WeightSender {
     for (int load = 0; load < kLinearWarps * kLoads; ++load)
       copy_async(to(load), from + load * kLoadK, true);
   }
-  /// Copies `wanted` elements, and zeros for the rest.
+  /// Copies `wanted` elements and fills up with zeros.
   __device__ void copy_some(const T* from, int wanted) const {
 #pragma unroll 4
     for (int load = 0; load < kLinearWarps * kLoads; ++load) {
@@ -141,7 +141,7 @@ class WeightSender {
   }
 
   std::uint32_t ring_;
-  int stages_, in_flight_;  // at most as many in flight as the ring has stages
+  int stages_, in_flight_;  // the ring's stages, and the maximum number in flight
   RingBarriers& barriers_;
   RingCursor next_, oldest_;
   int sent_ = 0, on_their_way_ = 0;
@@ -155,8 +155,8 @@ class WeightReader {
         stages_(stages),
         barriers_(barriers) {}
 
-  /// Reads the warp's share of the next stage: for row lane / 4, eight elements of every load,
-  /// starting at lane % 4 * 8.
+  /// Reads the warp's share of the next stage: eight elements of each load, of row lane / 4, from
+  /// element lane % 4 * 8 on.
   __device__ void read(uint4 (&weights)[kLoads]) {
     barriers_.full[next_.slot].wait(next_.parity);
 #pragma unroll

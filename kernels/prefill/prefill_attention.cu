@@ -1,10 +1,11 @@
 // Causal attention of many queries, in the style of FlashAttention: a CTA keeps a tile of rows and
 // passes over the keys once.
 //
-// Work: 4 * head_size operations for each (query, query head, visible key). Tensor cores compute
-// the 2-byte types; float32 uses plain arithmetic.
+// Work: 4 * head_size operations for each (query, query head, visible key). The 2-byte types use
+// tensor cores; float32 uses ordinary arithmetic.
 //
-// Instantiated: 4 head sizes, by tensor cores for 2 types (8 kernels) and plain (4); and all of
+// Instantiated for 4 head sizes, on tensor cores for 2 types (8 kernels) and plain (4). All of them
+// exist again for keys and values in pages, and for keys in parts.
 // them again for keys and values in pages, and for keys in parts.
 #include <algorithm>
 
@@ -23,19 +24,20 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kStages = 2;
 
-/// Two matrix rows per warp, because one read of a key then serves both. At head size 256 the
-/// outputs of two would take every register, and tiles of 64 keys the shared memory of a second
-/// CTA.
+/// Each warp has two matrix rows, because both then use one read of a key. At head size 256 the
+/// outputs of two matrix rows would need all registers, and tiles of 64 keys would need the shared
+/// memory of a second CTA.
 template <int kDim>
 struct Tiling {
   static constexpr int kMatrices = kDim > 128 ? 1 : 2;  ///< matrix rows per warp
   static constexpr int kKeys = kDim > 128 ? 32 : 64;    ///< keys per tile
   static constexpr int kRowsOfWarp = 16 * kMatrices, kRows = kWarps * kRowsOfWarp;
-  static constexpr int kPlainRows = kDim > 128 ? 8 : 16;  ///< in float32; fits 48 KiB with the keys
+  static constexpr int kPlainRows =
+      kDim > 128 ? 8 : 16;  ///< for float32; fits 48 KiB together with the keys
 };
 
-/// The tile of rows of a CTA. The last rows see most keys and are processed first, for all KV
-/// heads, so the GPU stays full to the end.
+/// The tile of rows of a CTA. The last rows see the most keys, so they are processed first, for all
+/// KV heads. This keeps the GPU full to the end.
 __device__ int tile_of_block(const Plan& plan) {
   return static_cast<int>((gridDim.x - 1 - blockIdx.x) / plan.args.kv_heads);
 }
@@ -55,14 +57,14 @@ struct alignas(16) Shared {
   T values[kStages][Tiles::kKeys * kDim];
 };
 
-constexpr int kSlotsOfSlice = 16;  ///< slots of one page
+constexpr int kSlotsOfSlice = 16;  ///< number of slots, which are in one page
 template <int kDim>
 constexpr int kSlices = Tiling<kDim>::kKeys / kSlotsOfSlice;
 static_assert(kSlotsOfSlice <= kMinSlotsOfBlock);
 
-/// Starts copying one of kSlices parts of a tile's rows [slot, dim]; fills with zeros from row
-/// `valid` on. Called by the whole CTA. `from`: the tile's rows or, if kPaged, the slice's rows;
-/// rows are `stride` elements apart.
+/// Starts copying one of kSlices parts of a tile's rows [slot, dim]. Rows from `valid` on are
+/// filled with zeros. Called by the whole CTA. `from` points to the tile's rows or, if kPaged, to
+/// the slice's rows. Rows are `stride` elements apart.
 template <class T, int kDim, bool kPaged>
 __device__ void load_slice(T* to, const T* from, int stride, int valid, int slice) {
   using Layout = Swizzled<kDim * sizeof(T)>;
@@ -78,25 +80,25 @@ __device__ void load_slice(T* to, const T* from, int stride, int valid, int slic
   }
 }
 
-/// The element at which a tile's slice begins in its page; 0 if none of its rows is valid.
+/// The element at which a tile's slice begins in its page; 0 if the slice has no valid row.
 __device__ inline std::int64_t slice_begin(const kvlab_prefill_args& args, int pair, int begin,
                                            int slice, int valid) {
   const int row = slice * kSlotsOfSlice;
   return row < valid ? paged_row(args, pair, begin + row) : 0;
 }
 
-/// The initial maximum, without a key or a sink. It is below any logit and finite, so that a row
-/// that sees nothing of a tile gives the tile no weight.
+/// The initial maximum of a row that has seen no key and no sink. It is below any logit and finite,
+/// so that a row that sees no key of a tile gives the tile no weight.
 constexpr float kNoLogit = -3e38f;
 
-/// The initial state of a row: its query head's base-2 sink.
+/// The initial state of a row: the sink logit of its query head, in base 2.
 __device__ inline void begin_row(const PrefillRows& rows, int row, float& max, float& sum) {
   const float* const sinks = rows.layer.sinks;
   max = sinks == nullptr ? kNoLogit : sinks[rows.kv_head * rows.group + row % rows.group] * kLog2E;
   sum = sinks == nullptr ? 0 : 1;
 }
 
-/// A warp's rows. In lane l, matrix row m holds rows m * 16 + l / 4 and that plus 8.
+/// A warp's rows. Matrix row m of lane l holds rows m * 16 + l / 4 and m * 16 + l / 4 + 8.
 template <class T, int kDim>
 class WarpRows {
  public:
@@ -114,15 +116,15 @@ class WarpRows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         begin(m, half, max_[m][half], sum_[m][half]);
-        if (lane() % 4 != 0) sum_[m][half] = 0;  // one of a row's four lanes counts it
+        if (lane() % 4 != 0) sum_[m][half] = 0;  // only one of a row's four lanes counts the sink
       }
     }
   }
 
-  /// Adds a tile of keys. A row sees the keys from hidden(m, half) on (0 or less: from the first)
-  /// and before visible(m, half) (kKeys or more: to the last). Calls fetch(slice) for all slices of
-  /// the next tile, between products, because copies issued together would come before the first
-  /// products' operands.
+  /// Adds a tile of keys. A row sees the keys from hidden(m, half) on (0 or less: from the first
+  /// key) and before visible(m, half) (kKeys or more: to the last key). Calls fetch(slice) for all
+  /// slices of the next tile, between products. If all copies were issued together, they would
+  /// delay the operands of the first products.
   template <bool kMasked, class Hidden, class Visible, class Fetch>
   __device__ void add(const T* query, const T* keys, const T* values, float base2_scale,
                       Hidden hidden, Visible visible, Fetch fetch) {
@@ -142,9 +144,9 @@ class WarpRows {
     }
   }
 
-  /// Calls write(m, half, n, value, next, inverse) for the columns n * 8 + l % 4 * 2 of each row,
-  /// which must be divided by the sum, and row(m, half, largest product, max, sum) for each row, in
-  /// one lane.
+  /// Calls write(m, half, n, value, next, inverse) for columns n * 8 + l % 4 * 2 of each row; the
+  /// caller multiplies by `inverse` to divide by the sum. Calls row(m, half, largest product, max,
+  /// sum) once for each row, in one lane.
   template <class Write, class Row>
   __device__ void finish(Write write, Row row) {
 #pragma unroll
@@ -164,7 +166,7 @@ class WarpRows {
 
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
-  /// Whether this lane, among a row's four lanes, keeps the data that all four know.
+  /// Whether this lane is the one, of the row's four lanes, that keeps the data that all four have.
   __device__ static bool keeps(int m, int half) { return lane() % 4 == m * 2 + half; }
 
   template <class Fetch>
@@ -209,9 +211,9 @@ class WarpRows {
       }
   }
 
-  /// Makes max_ no less than the tile's logits minus kSlack: weights up to 2^kSlack do no harm, and
-  /// most tiles then need no rescaling. A row is raised by its logits alone, so its bits do not
-  /// depend on the other rows, hence not on the number of queries.
+  /// Raises max_ to at least the tile's logits minus kSlack. Weights up to 2^kSlack do no harm, and
+  /// most tiles then need no rescaling. A row's maximum depends only on its own logits. So its bits
+  /// do not depend on the other rows, and thus not on the number of queries.
   __device__ void raise_max(const float (&logit)[kMatrices][kKeys / 8][4], float base2_scale) {
     float max[kMatrices][2];
     bool raise = false;
@@ -247,7 +249,7 @@ class WarpRows {
       }
   }
 
-  /// The weights of two neighbouring keys for a row; adds them to the row's sum.
+  /// The weights of two neighbouring keys for a row. Adds them to the row's sum.
   __device__ std::uint32_t weigh(const float (&logit)[4], int m, int half, float base2_scale) {
     const float low = exp2_fast(fmaf(logit[half * 2], base2_scale, -max_[m][half]));
     const float high = exp2_fast(fmaf(logit[half * 2 + 1], base2_scale, -max_[m][half]));
@@ -273,12 +275,12 @@ class WarpRows {
 
   static constexpr float kSlack = 6;
   float out_[kMatrices][kDim / 8][4];
-  // sum_ covers this lane's keys only, until finish()
+  // covers this lane's keys only, until finish()
   float max_[kMatrices][2], sum_[kMatrices][2];
-  float max_product_ = -INFINITY;  // of the row that the lane keeps; exact, unlike max_
+  float max_product_ = -INFINITY;  // for the row that the lane keeps; exact, unlike max_
 };
 
-/// Starts copying the queries of a CTA's rows; fills with zeros after the last one.
+/// Starts copying the queries of a CTA's rows. Fills with zeros after the last one.
 template <class T, int kDim>
 __device__ void load_queries(T* to, const PrefillRows& rows, int first_row, int last_row) {
   using Layout = Swizzled<kDim * sizeof(T)>;
@@ -291,7 +293,7 @@ __device__ void load_queries(T* to, const PrefillRows& rows, int first_row, int 
   }
 }
 
-/// Writes a warp's rows; row_of(m, half) maps a lane's row to its index.
+/// Writes a warp's rows. row_of(m, half) maps a lane's row to its index.
 template <bool kParts, class T, int kDim, class RowOf>
 __device__ void write_rows(const Plan& plan, const PrefillRows& rows, WarpRows<T, kDim>& warp,
                            RowOf row_of, int last_row) {
@@ -321,14 +323,14 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const auto& args = plan.args;
   const PrefillRows rows = rows_of_block(plan);
   const int first_row = tile_of_block(plan) * kRows;
-  if (first_row >= rows.count()) return;  // another sequence is longer
+  if (first_row >= rows.count()) return;  // only a longer sequence has these rows
   const int last_row = min(first_row + kRows, rows.count()) - 1;
   static_assert(kPartKeys % kKeys == 0);
   const int keys_end = plan.keys_end<kParts>(rows.slot(last_row) + 1);
   const int tiles = (keys_end + kKeys - 1) / kKeys;
   const int first_tile = plan.first_key<kParts>(rows.first_seen(first_row)) / kKeys;
-  if (first_tile >= tiles) return;  // this part is not read
-  // Tiles that all rows see completely.
+  if (first_tile >= tiles) return;  // no row sees this part of the keys
+  // Tiles from first_whole to `unmasked` are seen completely by all rows.
   const int first_whole = (rows.first_seen(last_row) + kKeys - 1) / kKeys;
   const int unmasked = (rows.slot(first_row) + 1) / kKeys;
 
@@ -355,7 +357,7 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const T* query = shared.query + warp_row * kDim;
   for (int tile = first_tile; tile < tiles; ++tile) {
     wait_copies<0>();
-    __syncthreads();  // the tile has arrived, and the tile before has been read
+    __syncthreads();  // this tile has arrived, and the previous tile has been read
     const T *tile_keys = shared.keys[tile % kStages], *tile_values = shared.values[tile % kStages];
     const auto visible = [&](int m, int half) {
       return rows.slot(row_of(m, half)) + 1 - tile * kKeys;
@@ -402,20 +404,20 @@ __device__ void load_plain_queries(float (&to)[kRows][kDim], const PrefillRows& 
   }
 }
 
-/// Float32: a warp has two or four rows and processes 32 keys at a time, one per lane.
+/// Float32: a warp has two or four rows, and processes 32 keys at a time, one per lane.
 template <int kDim, bool kPaged, bool kParts>
 __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant__ Plan plan) {
   constexpr int kPlainRows = Tiling<kDim>::kPlainRows;
-  // padded, because lanes read a column
+  // padded, because lanes read down a column
   __shared__ float query[kPlainRows][kDim], keys[kPlainKeys][kDim + 1];
   const auto& args = plan.args;
   const PrefillRows rows = rows_of_block(plan);
   const int first_row = tile_of_block(plan) * kPlainRows;
-  if (first_row >= rows.count()) return;  // another sequence is longer
+  if (first_row >= rows.count()) return;  // only a longer sequence has these rows
   const int last_row = min(first_row + kPlainRows, rows.count()) - 1;
   const int keys_end = plan.keys_end<kParts>(rows.slot(last_row) + 1);
   const int first_key = plan.first_key<kParts>(rows.first_seen(first_row));
-  if (first_key >= keys_end) return;  // this part is not read
+  if (first_key >= keys_end) return;  // no row sees this part of the keys
   load_plain_queries(query, rows, first_row, last_row);
   const std::int64_t begin = kPaged ? 0 : rows.begin();
   const float* all_keys = static_cast<const float*>(args.keys) + begin;
@@ -473,7 +475,8 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
   }
 }
 
-/// CTAs for all tiles of all KV heads of the longest sequence, times sequences, times parts.
+/// The grid: CTAs for all tiles of all KV heads of the longest sequence, times sequences, times
+/// parts.
 dim3 grid(const Plan& plan, int rows_of_tile) {
   const int rows = plan.args.queries * plan.group;
   return dim3(static_cast<unsigned>((rows + rows_of_tile - 1) / rows_of_tile) * plan.args.kv_heads,
@@ -546,7 +549,7 @@ std::size_t prefill_workspace(const kvlab_prefill_args& args) {
 
 cudaError_t prefill_attention(const kvlab_prefill_args& args, const PrefillLayer& layer,
                               cudaStream_t stream) {
-  constexpr int kMaxParts = 65535;  // limit of a grid's third dimension
+  constexpr int kMaxParts = 65535;  // limit of the grid's third dimension
   if (args.workspace != nullptr &&
       (args.keys_end < 1 || parts_of(args) > kMaxParts || layer.window != 0 ||
        layer.sinks != nullptr || !is_aligned(args.workspace)))

@@ -1,18 +1,19 @@
-// Attention statistics of an append: what its queries give to each key. A second pass over the
-// products, which the rows of attention (largest product, log-sum-exp) turn into final
-// probabilities directly.
+// Attention statistics of an append: how much attention its queries give to each key. This is a
+// second pass over the products. The results of the attention's rows (largest product, log-sum-exp)
+// convert them directly to final probabilities.
 //
-// Key-stationary: a CTA keeps a block of keys and passes over the queries that see it, one query
-// head after another, so a key's sums stay in the registers of one lane. The sums are of integers,
-// so CTAs with the same keys and other queries may add theirs in any order.
+// A CTA keeps a block of keys and passes over the queries that see it, one query head after
+// another. So a key's sums stay in the registers of one lane. The sums are sums of integers, so
+// CTAs that have the same keys and other queries may add theirs in any order.
 //
-// Work: 2 * head_size operations for each (query, query head, visible key), half of attention's,
-// plus an exponential and, for masses, six more instructions each. Bytes: queries once, keys once
-// per kRange queries, 8 per row and 24 per key, which is little.
+// Work: 2 * head_size operations for each (query, query head, visible key), half as many as the
+// attention, plus an exponential and, for masses, six more instructions. Memory traffic is small:
+// queries once, keys once per kRange queries, 8 bytes per row and 24 bytes per key.
 //
-// Instantiated: 4 head sizes x 4 kinds of count, by tensor cores for 2 types (32 kernels) and plain
-// for float32 (16). The kind of count determines the registers that a key needs. On sm_90 the
-// 2-byte types have separate kernels; those in this file are for other devices.
+// Instantiated for 4 head sizes x 4 kinds of count, on tensor cores for 2 types (32 kernels) and
+// plain for float32 (16). The kind of count is a template parameter because it determines the
+// registers that a key needs. On sm_90 the 2-byte types have separate kernels; those in this file
+// are for other devices.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"
@@ -34,7 +35,7 @@ constexpr int kStages = 2;
 
 __host__ __device__ int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
-/// Computes the row terms of all queries that count. A thread for each (query, query head).
+/// Computes the row terms of all queries that count. One thread for each (query, query head).
 __global__ void __launch_bounds__(kThreads)
     make_row_terms(const __grid_constant__ Plan plan, Count count) {
   const auto& args = plan.args;
@@ -70,8 +71,8 @@ struct alignas(16) Shared {
   RowTerm terms[kStages][kQueries];
 };
 
-/// Starts copying rows [row, dim] that begin at element begin(row); fills with zeros from row
-/// `valid` on.
+/// Starts copying rows [row, dim]. A row begins at element begin(row). Rows from `valid` on are
+/// filled with zeros.
 template <class T, int kDim, int kRows, class Begin>
 __device__ void load_rows(T* to, const T* from, Begin begin, int valid) {
   using Layout = Swizzled<kDim * sizeof(T)>;
@@ -86,8 +87,9 @@ __device__ void load_rows(T* to, const T* from, Begin begin, int valid) {
   }
 }
 
-/// A warp's 32 keys, as operands in registers, and their counts. In lane l, matrix row m holds keys
-/// m * 16 + l / 4 and that plus 8, and columns l % 4 * 2 and the next of each eight queries.
+/// A warp's 32 keys, as operands in registers, and their counts. Matrix row m of lane l holds keys
+/// m * 16 + l / 4 and m * 16 + l / 4 + 8, and columns l % 4 * 2 and l % 4 * 2 + 1 of each eight
+/// queries.
 template <class T, int kDim, Count kCount>
 class WarpKeys {
  public:
@@ -102,7 +104,8 @@ class WarpKeys {
                                        Layout::offset(m * 16 + lane() % 16, d * 2 + lane() / 16));
   }
 
-  /// Adds a tile of queries of one head. The key is visible to queries from visible(m, half) on.
+  /// Adds a tile of queries of one head. The key of (m, half) is visible to queries from visible(m,
+  /// half) on.
   template <bool kMasked, class Visible>
   __device__ void add(const T* queries, const RowTerm* terms, float base2_scale, Visible visible) {
 #pragma unroll
@@ -136,7 +139,7 @@ class WarpKeys {
         count_[m][half].end_queries(first_query, terms, query_of_bit);
   }
 
-  /// Calls write(key, count) for each key, by one lane.
+  /// Calls write(key, count) for each key, in one lane.
   template <class Write>
   __device__ void finish(Write write) {
 #pragma unroll
@@ -151,7 +154,7 @@ class WarpKeys {
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
 
-  /// Groups of eight queries whose products are in registers at a time
+  /// Number of groups of eight queries whose products are in registers at a time.
   static constexpr int kEights = 4;
 
   __device__ void multiply(const T* queries, int eight, float (&product)[2][kEights][4]) const {
@@ -193,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
   __syncthreads();
   const int warp_key = threadIdx.x / 32 * kKeysOfWarp;
   WarpKeys<T, kDim, kCount> warp(shared.keys + warp_key * kDim);
-  __syncthreads();  // keys are in registers, so their memory is free
+  __syncthreads();  // the keys are in registers now, so their memory is free
 
   const std::int64_t stride = std::int64_t{args.prefill.query_heads} * kDim;
   const int tiles = (part.end - part.begin + kQueries - 1) / kQueries * plan.group;
@@ -213,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
   commit_copies();
   for (int tile = 0; tile < tiles; ++tile) {
     wait_copies<0>();
-    __syncthreads();  // the tile has arrived, and the tile before has been read
+    __syncthreads();  // this tile has arrived, and the previous tile has been read
     if (tile + 1 < tiles) fetch(tile + 1);
     commit_copies();
     const int query = query_of(tile);
@@ -238,11 +241,11 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
 
 constexpr int kPlainKeys = 32;
 
-/// Float32: a lane has a key, a warp every fourth query. Products equal those of prefill_plain, bit
-/// for bit.
+/// Float32: a lane has one key, and a warp handles every fourth query. Products equal those of
+/// prefill_plain bit for bit.
 template <int kDim, Count kCount>
 __global__ void __launch_bounds__(kThreads) observe_plain(const __grid_constant__ Plan plan) {
-  __shared__ float keys[kPlainKeys][kDim + 1];  // padded, because lanes read a column
+  __shared__ float keys[kPlainKeys][kDim + 1];  // padded, because lanes read down a column
   const auto& args = plan.args;
   const Part part(plan, kPlainKeys);
   if (part.begin >= part.end) return;
@@ -303,7 +306,7 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-/// Whether the device is a 9.0 whose driver loaded the code of sm_90a.
+/// Whether the device has compute capability 9.0 and the driver loaded the code for sm_90a.
 cudaError_t is_hopper(bool& hopper) {
   int device = 0, major = 0, minor = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -353,7 +356,7 @@ bool is_supported(const kvlab_observe_args& args) {
          (!needs_requests(needs) || args.threshold16 != nullptr);
 }
 
-/// Terms per head. Each sequence's terms begin at a new tile.
+/// Number of terms per head. The terms of each sequence begin at a new tile.
 int padded_queries(const kvlab_prefill_args& args) {
   return args.sequences == 0 ? round_up(args.queries, kQueries)
                              : (args.all_queries / kQueries + args.sequences) * kQueries;
@@ -397,7 +400,8 @@ cudaError_t observe_queries(const kvlab_observe_args& args, cudaStream_t stream)
     if (error != cudaSuccess || !needs_mass(needs)) return error;
   }
   plan.tail = tail;
-  // Only queries of age < tail have weight, and the other queries of their first tile.
+  // Only queries of age < tail have weight. The other queries of their first tile are processed
+  // too.
   const std::int64_t weighing = std::int64_t{tail} - (args.youngers ? 0 : args.younger);
   if (weighing <= 0) return cudaSuccess;
   plan.counted = static_cast<int>(std::min<std::int64_t>(prefill.queries, weighing + kQueries - 1));

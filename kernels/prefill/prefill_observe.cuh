@@ -1,4 +1,4 @@
-// Common code of the kernels of the second pass: see prefill_observe.cu.
+// Common code of the kernels of the second pass (see prefill_observe.cu).
 #pragma once
 
 #include "kernels/device/mass_sum.hpp"
@@ -8,29 +8,30 @@
 namespace kvlab::kernels::observe {
 
 inline constexpr int kQueries = 64;  ///< queries per tile, all of one query head
-inline constexpr int kRange = 1024;  ///< queries that a CTA passes over
+inline constexpr int kRange = 1024;  ///< number of queries that a CTA passes over
 
-/// What is counted. weighted: masses with weights that are not all 1. largest: for each query the
-/// largest of the group's masses, weighted.
+/// What is counted. weighted: masses, with weights that are not all 1. largest: the largest mass of
+/// the group for each query, weighted.
 enum class Count { mass, weighted, largest, requests };
 
-/// The data of a row that a kernel needs in addition to its products.
+/// What a kernel needs to know about a row in addition to its products.
 struct alignas(8) RowTerm {
-  float minus_lse2;  ///< -infinity: the row does not count
-  float bound;  ///< for requests: the least requested probability; otherwise the weight, if any
+  float minus_lse2;  ///< -infinity: the row is not counted
+  float bound;  ///< for requests, the lowest requested probability; otherwise the weight, if any
 };
 
 struct Plan {
   kvlab_observe_args args;
   std::uint32_t tail;
   int group;
-  int counted;        ///< queries of a sequence that count, at most
+  int counted;        ///< maximum number of queries of a sequence that count
   int padded;         ///< sum over sequences of their queries, each rounded up to kQueries
   float base2_scale;  ///< softmax scale, for base-2 logits
   RowTerm* terms;     // [query_head, padded]
 };
 
-/// The probability of a key that the query does not see: adds nothing, even if any request counts.
+/// The probability of a key that the query does not see. It adds nothing, even if every probability
+/// counts as a request.
 template <Count kCount>
 inline constexpr float kUnseen = kCount == Count::requests ? -INFINITY : 0;
 
@@ -38,7 +39,8 @@ inline constexpr float kUnseen = kCount == Count::requests ? -INFINITY : 0;
 template <Count kCount>
 class KeyCount {
  public:
-  /// Adds a query of the current tile; `bit` orders the lane's queries by age.
+  /// Adds a query of the current tile. The order of `bit` is the order of the lane's queries by
+  /// age.
   __device__ void add(float p, const RowTerm& term, int bit) {
     if constexpr (kCount == Count::mass) {
       sum_.add(p);
@@ -50,8 +52,8 @@ class KeyCount {
       if (p >= term.bound) requested_ |= 1u << bit;
     }
   }
-  /// Call it after all query heads of a tile's queries have been added. query_of(bit): the query of
-  /// the tile for that bit. `terms`: of any of the heads.
+  /// Call it after the queries of a tile have been added for all query heads. query_of(bit) is the
+  /// tile's query for that bit. `terms` may be those of any head.
   template <class QueryOf>
   __device__ void end_queries(int first_query, const RowTerm* terms, QueryOf query_of) {
     if constexpr (kCount == Count::largest) {
@@ -68,8 +70,8 @@ class KeyCount {
       requested_ = 0;
     }
   }
-  /// Reduces over the lanes that differ in the bits of `lanes` (a power of two minus one); all of
-  /// them get the result. `added`: calls of add() by each lane.
+  /// Reduces over the lanes that differ in the bits of `lanes` (a power of two minus one). All of
+  /// them get the result. `added`: how often each lane has called add().
   __device__ void reduce(std::uint32_t added, int lanes) {
     if constexpr (kCount == Count::mass) mass_ = sum_.total(added);
     for (int step = 1; step <= lanes; step *= 2) {
@@ -93,21 +95,21 @@ class KeyCount {
   MassSum sum_;
   unsigned long long mass_ = 0;
   static constexpr int kQueriesOfLane = kQueries / 4;
-  float largest_[kCount == Count::largest ? kQueriesOfLane : 1] = {};  ///< of each query, so far
+  float largest_[kCount == Count::largest ? kQueriesOfLane : 1] = {};  ///< of each query so far
   std::uint32_t requested_ = 0, requests_ = 0;
   int last_ = 0;  ///< the last query
 };
 
-/// The query of a tile for a lane's bit (of 32), if tensor cores compute the products.
+/// The query of a tile for a bit (of 32) of a lane, if tensor cores compute the products.
 __device__ inline int query_of_bit(int bit) {
   return bit / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + bit % 2;
 }
 
 /// The sequence that a CTA handles.
 struct Sequence : OwnQueries {
-  int younger;  ///< queries of the prompt after this call's queries
-  int silent;   ///< queries before the others that do not count; a multiple of kQueries
-  int term;     ///< index of its first query's term, among a head's terms
+  int younger;  ///< number of the prompt's queries after those of this call
+  int silent;   ///< number of queries at the beginning that do not count; a multiple of kQueries
+  int term;     ///< index of the sequence's first term among a head's terms
 
   __device__ Sequence(const kvlab_observe_args& args, std::uint32_t tail)
       : OwnQueries(counted_queries(args)),
@@ -117,7 +119,7 @@ struct Sequence : OwnQueries {
         term((begin / kQueries + sequence) * kQueries) {}
 
  private:
-  /// The queries that have been appended.
+  /// The queries of the tokens that have been appended.
   __device__ static OwnQueries counted_queries(const kvlab_observe_args& args) {
     OwnQueries own(args.prefill);
     if (args.appended != nullptr)
@@ -126,15 +128,15 @@ struct Sequence : OwnQueries {
   }
 };
 
-/// The keys and queries of a CTA. Consecutive CTAs have consecutive blocks of keys, so CTAs that
-/// run together share their queries in the L2 cache.
+/// The keys and queries of a CTA. Consecutive CTAs have consecutive blocks of keys. So CTAs that
+/// run at the same time find their queries in the L2 cache.
 struct Part {
   Sequence own;
   int kv_head, pair;
   int first;      ///< slot of query 0
   int first_key;  ///< slot of the CTA's first key
   int keys;       ///< number of its keys that exist
-  /// Range of queries; begin is a multiple of kQueries; end <= begin: nothing to do
+  /// Range of queries; `begin` is a multiple of kQueries. If end <= begin, there is nothing to do.
   int begin, end;
 
   __device__ Part(const Plan& plan, int keys_of_cta) : own(plan.args, plan.tail) {
@@ -148,7 +150,7 @@ struct Part {
     keys = min(keys_of_cta, first + own.count - first_key);
     begin = own.silent + rest / plan.args.prefill.kv_heads * kRange;
     end = min(begin + kRange, own.count);
-    // Earlier queries see none of the keys
+    // Earlier queries see none of the keys.
     begin = max(begin, (first_key - first) / kQueries * kQueries);
     if (keys <= 0) end = begin;
   }
@@ -157,20 +159,21 @@ struct Part {
     return args.prefill.pages.blocks ? paged_row(args.prefill, pair, first_key + i)
                                      : (key_index(args) + i) * args.prefill.head_size;
   }
-  /// Index of the CTA's first key among all slots, and among the observations.
+  /// The index of the CTA's first key among all slots, which is also its index among the
+  /// observations.
   __device__ std::int64_t key_index(const kvlab_observe_args& args) const {
     return args.prefill.first_slot[pair] + first_key;
   }
   __device__ std::uint32_t position(const kvlab_observe_args& args) const {
     return args.positions == nullptr ? args.position : args.positions[own.sequence];
   }
-  /// The terms of one query head, from a query on.
+  /// The terms of one query head, from query `query` on.
   __device__ const RowTerm* terms(const Plan& plan, int head, int query) const {
     return plan.terms + std::int64_t{head} * plan.padded + own.term + query;
   }
 };
 
-/// CTAs for all blocks of keys, KV heads and ranges of queries, times sequences.
+/// The grid: CTAs for all blocks of keys, KV heads and ranges of queries, times sequences.
 inline dim3 grid(const Plan& plan, int keys_of_cta) {
   const int blocks = (plan.args.keys_end + keys_of_cta - 1) / keys_of_cta;
   const int ranges = (plan.counted + kRange - 1) / kRange;
@@ -178,7 +181,7 @@ inline dim3 grid(const Plan& plan, int keys_of_cta) {
               static_cast<unsigned>(sequences_of(plan.args.prefill)));
 }
 
-/// Whether the driver loaded the code of sm_90a, which the next function requires.
+/// Whether the driver loaded the code for sm_90a, which observe_on_hopper() requires.
 bool has_hopper_code();
 /// Runs on a device of compute capability 9.0, for the 2-byte types.
 cudaError_t observe_on_hopper(const Plan& plan, Count count, cudaStream_t stream);

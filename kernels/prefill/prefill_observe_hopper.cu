@@ -1,8 +1,8 @@
-// The second pass by warpgroup products (sm_90a). It works as in prefill_observe.cu, except that
-// the tensor cores multiply the next tile of queries while this one is counted, and the copy engine
-// fetches tiles, because copies by the counting threads took a third of their instructions.
+// The second pass with warpgroup products (sm_90a). It works as in prefill_observe.cu, with two
+// differences. The tensor cores multiply the next tile of queries while this tile is counted. The
+// copy engine loads tiles, because copying took a third of the counting threads' instructions.
 //
-// Instantiated: 2 types x 4 head sizes x 4 kinds of count (32 kernels), for sm_90a only.
+// Instantiated for 2 types x 4 head sizes x 4 kinds of count (32 kernels), for sm_90a only.
 #include <cuda.h>
 
 #include <algorithm>
@@ -17,16 +17,17 @@
 namespace kvlab::kernels::observe {
 namespace {
 
-/// Warpgroups of a CTA that count. At head size 256 a warp's keys take twice the registers.
+/// Number of warpgroups of a CTA that count. At head size 256, a warp's keys need twice the
+/// registers.
 template <int kDim>
 constexpr int kWarpgroups = kDim > 128 ? 2 : 3;
 constexpr int kKeysOfWarpgroup = 64;  ///< 16 per warp
 template <int kDim>
 constexpr int kKeys = kWarpgroups<kDim>* kKeysOfWarpgroup;
 template <int kDim>
-constexpr int kCounting = kWarpgroups<kDim> * 128;  ///< threads that count
+constexpr int kCounting = kWarpgroups<kDim> * 128;  ///< number of threads that count
 template <int kDim>
-constexpr int kThreads = kCounting<kDim> + 32;  ///< includes the warp that fetches
+constexpr int kThreads = kCounting<kDim> + 32;  ///< includes the warp that loads tiles
 constexpr int kStages = 5;                      ///< tiles in shared memory
 
 template <class T, int kDim>
@@ -39,10 +40,10 @@ struct Shared {
   RowTerm terms[kStages][kQueries];
   PhaseBarrier full[kStages], free[kStages];
 };
-constexpr std::size_t kAlignment = 1024;  ///< of panels, in bytes
+constexpr std::size_t kAlignment = 1024;  ///< alignment of panels, in bytes
 
-/// One warp's 16 keys, as operands in registers, and their counts. Lane l has keys l / 4 and that
-/// plus 8, and columns l % 4 * 2 and the next of each eight queries.
+/// One warp's 16 keys, as operands in registers, and their counts. Lane l has keys l / 4 and l / 4
+/// + 8, and columns l % 4 * 2 and l % 4 * 2 + 1 of each eight queries.
 template <class T, int kDim, Count kCount>
 class WarpKeys {
  public:
@@ -65,15 +66,15 @@ class WarpKeys {
     commit_products();
   }
 
-  /// Clears the products of queries from `there` on, because they belong to another sequence and
-  /// may be NaN.
+  /// Clears the products of queries from `there` on. These queries belong to another sequence, and
+  /// their products may be NaN.
   __device__ static void cut(float (&product)[kQueries / 2], int there) {
 #pragma unroll
     for (int i = 0; i < kQueries / 2; ++i)
       if (i / 4 * 8 + lane() % 4 * 2 + i % 2 >= there) product[i] = 0;
   }
 
-  /// Counts a tile. The key is visible to queries from visible(half) on.
+  /// Counts a tile. The key of `half` is visible to queries from visible(half) on.
   template <bool kMasked, class Visible>
   __device__ void count(const float (&product)[kQueries / 2], const RowTerm* terms,
                         float base2_scale, Visible visible) {
@@ -98,7 +99,7 @@ class WarpKeys {
     for (int half = 0; half < 2; ++half) count_[half].end_queries(first_query, terms, query_of_bit);
   }
 
-  /// Calls write(key, count) for each key, by one lane.
+  /// Calls write(key, count) for each key, in one lane.
   template <class Write>
   __device__ void finish(Write write) {
 #pragma unroll
@@ -116,10 +117,11 @@ class WarpKeys {
   std::uint32_t tiles_ = 0;
 };
 
-/// A tile: its query, its query head in the group, its stage. Advances over heads first.
+/// A tile of queries: its first query, its query head in the group, and its stage. Moves on over
+/// the heads first.
 struct Tile {
   int query, head = 0, stage = 0;
-  std::uint32_t round = 0;  ///< parity of the number of times that all stages have been used
+  std::uint32_t round = 0;  ///< parity of how often all stages have been used
   __device__ void next(int group) {
     if (++stage == kStages) {
       stage = 0;
@@ -131,7 +133,7 @@ struct Tile {
   }
 };
 
-/// The work of the fetching thread: has each tile copied, then provides two empty tiles, because
+/// The work of the loading thread. It loads each tile, then provides two empty tiles, because
 /// products are started beyond the last tile.
 template <class T, int kDim>
 __device__ void fetch_tiles(Shared<T, kDim>& shared, const Plan& plan, const Part& part,
@@ -156,7 +158,7 @@ __device__ void fetch_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
   }
 }
 
-/// The work of a counting warp.
+/// The work of one counting warp.
 template <class T, int kDim, Count kCount>
 __device__ void count_tiles(Shared<T, kDim>& shared, const Plan& plan, const Part& part,
                             WarpKeys<T, kDim, kCount>& warp, int warp_key) {
@@ -192,7 +194,8 @@ __device__ void count_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
   start(even);
   finish(even);
   while (counted.query < part.end) {
-    start(odd);  // beyond the last tile: multiplies whatever lies there, and does not count it
+    start(odd);  // beyond the last tile: multiplies whatever is in memory there, and does not count
+                 // it
     count(even);
     finish(odd);
     start(even);
@@ -232,7 +235,7 @@ __global__ void __launch_bounds__(kThreads<kDim>, 1)
   __syncthreads();
   const int warp_key = min(static_cast<int>(threadIdx.x) / 32 * 16, kKeys<kDim> - 16);
   WarpKeys<T, kDim, kCount> warp(shared.keys + warp_key * kDim);
-  __syncthreads();  // keys are in registers, so their memory is free
+  __syncthreads();  // the keys are in registers now, so their memory is free
   if (threadIdx.x >= kCounting<kDim>) {
     if (threadIdx.x == kCounting<kDim>) fetch_tiles(shared, plan, part, queries);
     return;
@@ -244,8 +247,8 @@ __global__ void __launch_bounds__(kThreads<kDim>, 1)
   });
 }
 
-/// A tensor map of q for copies of kQueries rows of one head, a panel at a time; zeros beyond its
-/// edges.
+/// Makes a tensor map of q for copies of kQueries rows of one head, one panel at a time. Copies get
+/// zeros beyond its edges.
 cudaError_t describe_queries(const kvlab_observe_args& args, CUtensorMap& map) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};

@@ -1,4 +1,4 @@
-// The rows of prefill attention: the queries of one KV head's query heads, packed.
+// The rows of prefill attention: the queries of all query heads of one KV head.
 #pragma once
 
 #include <algorithm>
@@ -14,16 +14,18 @@ inline int queries_of(const kvlab_prefill_args& args) {
   return args.sequences == 0 ? args.queries : args.all_queries;
 }
 
-/// Whether the kernels support shape, first and queries.
+/// Whether the kernels support the arguments' shape, `first` and number of queries.
 inline bool can_prefill(const kvlab_prefill_args& args) {
   if (args.kv_heads < 1 || args.query_heads < 1 || args.query_heads % args.kv_heads != 0)
     return false;
   constexpr int kMaxGroup = 16;
   if (args.query_heads / args.kv_heads > kMaxGroup || !is_head_size(args.head_size)) return false;
-  constexpr int kMaxPosition = 1 << 26;  // sixteen times as many rows still fit 32 bits
+  constexpr int kMaxPosition =
+      1
+      << 26;  // a sixteenth of what would overflow 32 bits, so that sixteen times as many rows fit
   if (args.first < 0 || args.first >= kMaxPosition) return false;
   if (args.queries < 1 || args.queries >= kMaxPosition) return false;
-  constexpr int kMaxSequences = 65535;  // limit of a grid's second dimension
+  constexpr int kMaxSequences = 65535;  // limit of the grid's second dimension
   if ((args.sequences == 0) != (args.first_query == nullptr)) return false;
   if (args.sequences != 0 &&
       (args.sequences < 0 || args.sequences > kMaxSequences || args.all_queries < args.queries ||
@@ -33,10 +35,10 @@ inline bool can_prefill(const kvlab_prefill_args& args) {
   return std::int64_t{args.queries} * args.query_heads < kMaxCtas;
 }
 
-/// The queries of a CTA's sequence, blockIdx.y.
+/// The queries of the CTA's sequence, blockIdx.y.
 struct OwnQueries {
   int sequence = static_cast<int>(blockIdx.y);
-  int begin = 0;  ///< its first query, among all queries
+  int begin = 0;  ///< the sequence's first query, among all queries
   int count;
 
   __device__ explicit OwnQueries(const kvlab_prefill_args& args) : count(args.queries) {
@@ -46,7 +48,7 @@ struct OwnQueries {
   }
 };
 
-/// The element at which a slot of a pair begins, in paged memory.
+/// The element at which a slot of a pair begins in paged memory.
 __device__ inline std::int64_t paged_row(const kvlab_prefill_args& args, int pair, int slot) {
   return paged_row(args.pages, pair, args.kv_heads, slot);
 }
@@ -56,8 +58,8 @@ __device__ inline int first_query_slot(const kvlab_prefill_args& args, int pair)
   return args.first + (args.older == nullptr ? 0 : args.older[pair]);
 }
 
-/// Row r is query r / group of query head r % group of the KV head. So the rows of a tile share
-/// their keys, and a tile covers few query positions for any group.
+/// Row r is query r / group of query head r % group of the KV head. So the rows of a tile use the
+/// same keys, and a tile has few query positions whatever the group is.
 struct PrefillRows {
   const kvlab_prefill_args& args;
   const PrefillLayer& layer;
@@ -78,7 +80,7 @@ struct PrefillRows {
     return args.first_slot == nullptr ? pair * layer.head_stride
                                       : args.first_slot[pair] * args.head_size;
   }
-  /// Index of the row's query head among [query, query_head].
+  /// The index of the row's query head in [query, query_head].
   __device__ std::int64_t head(int row) const {
     return std::int64_t{own.begin + row / group} * args.query_heads + kv_head * group + row % group;
   }

@@ -1,5 +1,5 @@
-// Quantization of a key or value on the device, bit for bit as in traces/base/numeric/quantize.cpp.
-// A warp has a row; lane l has its channels l, kQuantBlock + l, …
+// Quantization of a key or value on the device, equal bit for bit to
+// traces/base/numeric/quantize.cpp. A warp handles a row; lane l has channels l, kQuantBlock + l, …
 #pragma once
 
 #include <cuda_fp8.h>
@@ -10,13 +10,13 @@
 
 namespace kvlab::kernels {
 
-inline constexpr int kMaxBlocks = 8;  ///< of a row
+inline constexpr int kMaxBlocks = 8;  ///< maximum number of blocks of a row
 static_assert(kQuantBlock == kWarpSize);
 
 /// A row in the registers of a warp.
 struct QuantizedRow {
-  float y[kMaxBlocks];  ///< the values read: after the Hadamard rotation, or without quantization
-                        ///< before it
+  float y[kMaxBlocks];  ///< the numbers as they are read back: after the Hadamard rotation or, if
+                        ///< the row is not quantized, before it
   std::uint32_t quantized[kMaxBlocks], metadata[kMaxBlocks];
 };
 
@@ -37,7 +37,7 @@ __device__ inline void hadamard_rotate(QuantizedRow& row, int blocks) {
     if (b < blocks) row.y[b] = hadamard_rotate_block(row.y[b]);
 }
 
-/// 2^exponent, -149 <= exponent <= 127.
+/// 2^exponent. Requires -149 <= exponent <= 127.
 __device__ inline float power_of_two(int exponent) { return ldexpf(1.0f, exponent); }
 
 __device__ inline float dequantize_int(std::uint32_t quantized, std::uint32_t metadata) {
@@ -54,7 +54,7 @@ __device__ inline float dequantize(bool floating, std::uint32_t quantized, std::
   return floating ? dequantize_fp8(quantized, metadata) : dequantize_int(quantized, metadata);
 }
 
-/// round_to_e4m3 of quantize.cpp; |y| <= 448.
+/// Equal to round_to_e4m3() of quantize.cpp. Requires |y| <= 448.
 __device__ inline float round_to_e4m3(float y) {
   int exponent;
   frexpf(y, &exponent);
@@ -86,7 +86,7 @@ __device__ inline void quantize_int(float y, int bits, std::uint32_t& quantized,
                                                           << 16;
 }
 
-/// quantize_row() of quantize.cpp.
+/// Equal to quantize_row() of quantize.cpp.
 __device__ inline void quantize_row(QuantizedRow& row, int bits, bool floating, int blocks) {
 #pragma unroll
   for (int b = 0; b < kMaxBlocks; ++b) {
@@ -99,7 +99,7 @@ __device__ inline void quantize_row(QuantizedRow& row, int bits, bool floating, 
   }
 }
 
-/// The metadata of a block, for this lane.
+/// Reads the metadata of a block.
 __device__ inline std::uint32_t load_metadata(const std::byte* metadata, bool floating, int block) {
   return floating ? std::uint32_t{reinterpret_cast<const std::uint8_t*>(metadata)[block]}
                   : reinterpret_cast<const std::uint32_t*>(metadata)[block];
@@ -129,7 +129,8 @@ __device__ inline void store_quantized(std::uint32_t quantized, std::uint32_t me
                                        int b, int blocks) {
   const int bits = format.bits(key),
             bit = quantized_bit(key, bits, to.row, b * kWarpSize + lane_id(), blocks);
-  std::uint32_t byte = quantized << bit % 8;  // with the values of the lanes that share the byte
+  std::uint32_t byte =
+      quantized << bit % 8;  // combined with the values of the lanes that share the byte
   for (int apart = 1; apart < 8 / bits; apart *= 2) byte |= __shfl_xor_sync(~0u, byte, apart);
   if (bit % 8 == 0) reinterpret_cast<std::uint8_t*>(to.data)[bit / 8] = byte;
   if (lane_id() != 0) return;
@@ -158,7 +159,7 @@ __device__ void store_exact(const QuantizedRow& row, T* to, int blocks) {
     if (b < blocks) to[b * kWarpSize + lane_id()] = from_float<T>(row.y[b]);
 }
 
-/// Demotes a row from tier `from`, or from -1 (as computed), to tier `to`, as in demotion_path().
+/// Demotes a row from tier `from` (-1: not quantized yet) to tier `to`, as in demotion_path().
 __device__ inline void demote(QuantizedRow& row, const DeviceTierPlan& tier_plan, int from, int to,
                               bool key, int blocks) {
   bool is_quantized = from >= 0 && !tier_plan.tier[from].format.exact();

@@ -1,5 +1,5 @@
-// Tokens on the tiers of a tier plan, on the device. A token's data is indexed by slot as usual
-// (kvlab_cache_view), except that its key and value lie in a row of its tier.
+// Tokens on the tiers of a tier plan, on the device. A token's data is indexed by slot
+// (kvlab_cache_view) except for its key and value, which are in a row of its tier.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,13 +13,14 @@
 namespace kvlab::kernels {
 
 inline constexpr int kMaxDeviceTiers = 8;
-/// Query heads per KV head at most, for the tensor core kernels
+/// Maximum number of query heads per KV head for the tensor core kernels.
 inline constexpr int kMaxTierGroup = 8;
-inline constexpr std::uint32_t kRowsOfTile = 16;  ///< a tier's rows are a multiple of it
+inline constexpr std::uint32_t kRowsOfTile =
+    16;  ///< the number of a tier's rows is a multiple of it
 
-/// A format's properties, as kernels need them.
+/// The properties of a format that kernels need.
 struct DeviceFormat {
-  std::uint8_t key_bits = 16, value_bits = 16;  ///< 16: the cache's type
+  std::uint8_t key_bits = 16, value_bits = 16;  ///< 16: the cache's type, not quantized
   bool floating = false;
 
   __host__ __device__ bool exact() const { return key_bits == 16; }
@@ -27,12 +28,13 @@ struct DeviceFormat {
   bool operator==(const DeviceFormat&) const = default;
 };
 
-/// A tier of a pair. Each tile of its rows stores the keys' quantized values (in the order of
-/// quantized_bit()), the keys' metadata, the values' quantized values, and the values' metadata.
-/// Tiles follow one another.
+/// A tier of a pair. Each tile of its rows stores the quantized values of the keys (in the order of
+/// quantized_bit()), the metadata of the keys, the quantized values of the values, and their
+/// metadata. Tiles follow one another.
 struct DeviceTier {
   DeviceFormat format;
-  /// Tokens that the tier may hold; rows beyond are for tokens that wait for eviction
+  /// Number of tokens that the tier may hold. Further rows are for tokens that are waiting for
+  /// eviction.
   std::uint32_t slots;
   std::uint32_t rows;       ///< number of rows, a multiple of kRowsOfTile
   std::uint32_t first_row;  ///< index among the pair's rows
@@ -42,19 +44,19 @@ struct DeviceTier {
 /// The tier plan of a pair.
 struct DeviceTierPlan {
   int tiers = 0;
-  std::int64_t first_row = 0;  ///< the pair's first row, among all rows
+  std::int64_t first_row = 0;  ///< index of the pair's first row among all rows
   DeviceTier tier[kMaxDeviceTiers];
 };
 
-/// The tier of one of a pair's rows.
+/// The tier of one of the rows of a pair.
 __host__ __device__ inline int tier_of(const DeviceTierPlan& tier_plan, std::uint32_t row) {
   int tier = tier_plan.tiers - 1;
   while (tier > 0 && row < tier_plan.tier[tier].first_row) --tier;
   return tier;
 }
 
-/// Bytes of a key's or value's quantized values and of their metadata. `element`: bytes of an
-/// element in 16 bits.
+/// Bytes of the quantized values, and bytes of the metadata, of a key or value. `element`: bytes of
+/// a 16-bit element.
 __host__ __device__ inline std::int64_t data_bytes(const DeviceFormat& format, bool key,
                                                    int head_size, int element) {
   return format.exact() ? std::int64_t{head_size} * element
@@ -70,12 +72,13 @@ __host__ __device__ inline std::int64_t row_bytes(const DeviceFormat& format, in
          data_bytes(format, false, head_size, element) + 2 * metadata_bytes(format, head_size);
 }
 
-/// A key or a value on a tier: its elements or its tile's quantized values, and its metadata.
+/// A key or value on a tier: where its elements (or its tile's quantized values) and its metadata
+/// are.
 struct RowPart {
   std::byte *data, *metadata;
   int row;  ///< index in the tile
 };
-/// `row`: index in the tier.
+/// `row`: index of the row in the tier.
 __host__ __device__ inline RowPart part_of(std::byte* bytes, const DeviceTier& tier,
                                            std::uint32_t row, bool key, int head_size,
                                            int element) {
@@ -90,15 +93,16 @@ __host__ __device__ inline RowPart part_of(std::byte* bytes, const DeviceTier& t
           plane + kRowsOfTile * data + in_tile * metadata, static_cast<int>(in_tile)};
 }
 
-/// Words that a warp's lane takes of a tile's quantized values, and how many it loads at once.
+/// Number of words of a tile's quantized values that a lane of a warp processes, and number that it
+/// loads at once.
 __host__ __device__ constexpr int lane_words(int bits, int blocks) { return blocks * bits / 2; }
 __host__ __device__ constexpr int words_at_once(int words) {
   return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1;
 }
-/// The bit in a tile at which a channel's quantized value begins. Each lane finds together the
-/// values that it multiplies together: for keys, eight channels of a block of rows r and r + 8,
-/// whose bytes are the product's operands; for values, four channels of rows 2r, 2r + 1 and those
-/// plus 8, two to a word. No two rows share a byte.
+/// The bit in a tile at which the quantized value of a channel begins. Values that a lane
+/// multiplies together are stored together. For keys, these are eight channels of a block of rows r
+/// and r + 8, whose bytes are operands of the product. For values, these are four channels of rows
+/// 2r, 2r + 1, 2r + 8 and 2r + 9, two to a word. No two rows share a byte.
 __host__ __device__ inline int quantized_bit(bool key, int bits, int row, int channel, int blocks) {
   constexpr int kBlock = static_cast<int>(kQuantBlock);
   const int b = channel / kBlock, in = channel % kBlock, half = row / 8;
@@ -110,7 +114,8 @@ __host__ __device__ inline int quantized_bit(bool key, int bits, int row, int ch
     bit += (key ? own / 2 : own % 2) * 8;
   } else if (bits == 4) {
     bit += own * 4;
-  } else {  // a word holds two blocks; for a last odd block, both of its halves
+  } else {  // a word holds two blocks; in a last block of odd number, both halves of the word
+            // belong to it
     const bool odd = (b | 1) >= blocks;
     word = odd ? b : half * (blocks / 2) + b / 2;
     bit += (odd ? half : b % 2) * (key ? 16 : 8) + own * 2;
@@ -119,25 +124,27 @@ __host__ __device__ inline int quantized_bit(bool key, int bits, int row, int ch
   return ((word / at_once * 32 + lane) * at_once + word % at_once) * 32 + bit;
 }
 
-/// One layer's rows. In host memory; kernels get a copy.
+/// The rows of one layer. This struct is in host memory; kernels get a copy.
 struct QuantizedCache {
   const DeviceTierPlan* tier_plans;  // [pair]
   std::byte* bytes;                  ///< all rows
-  std::uint32_t* row_of_slot;        // [slot]: the token's row among the pair's
-  std::uint32_t* slot_of_row;        // [row]: the token's slot
-  std::int32_t* counts;      // [pair, kMaxDeviceTiers]: rows in use, counted from a tier's first
+  std::uint32_t* row_of_slot;        // [slot]: index of the token's row among the pair's rows
+  std::uint32_t* slot_of_row;        // [row]: slot of the token
+  std::int32_t*
+      counts;  // [pair, kMaxDeviceTiers]: number of rows in use, from the first row of the tier on
   std::uint32_t* next_rows;  // [pair]: row of tier 0 for the next token
-  void *newest_keys, *newest_values;  // [pair, dim]: as computed; all layers share this one token
-  std::int32_t* extents;              // [pair]: number of rows up to the last in use
-  int max_rows;                       ///< of a pair, at most
-  int max_row_bytes;                  ///< of a row, at most
-  int max_tiers;  ///< of a pair, at most; with one tier a token's row is its slot
+  void *newest_keys,
+      *newest_values;     // [pair, dim]: not quantized; all layers use this memory in turn
+  std::int32_t* extents;  // [pair]: number of rows up to the last one in use
+  int max_rows;           ///< maximum over the pairs
+  int max_row_bytes;      ///< maximum over the rows
+  int max_tiers;  ///< maximum over the pairs; if a pair has one tier, a token's row is its slot
 };
 
-/// Older tokens while many are appended: the quantized data that their keys and values were read
-/// from.
+/// Data of older tokens while many tokens are appended: the quantized data from which their keys
+/// and values were read.
 struct StagedTiers {
-  std::int8_t* tiers;       // [kv_head, slot]; -1: as computed
+  std::int8_t* tiers;       // [kv_head, slot]; -1: not quantized
   std::uint8_t* data;       // [kv_head, slot, key or value, dim]: by channel
   std::uint32_t* metadata;  // [kv_head, slot, key or value, dim / kQuantBlock]
 };

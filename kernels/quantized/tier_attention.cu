@@ -1,9 +1,10 @@
-// Decode attention over tiers: pair_attention, with each pair's tiers one after another in the row
-// of tiles. A tile's quantized values lie together, in the order in which its warp copies them.
-// Floor: the bytes of the rows divided by the read bandwidth.
+// Decode attention over tiers. It works like pair_attention; in the row of tiles, the tiers of each
+// pair follow one another. The quantized values of a tile are stored together, in the order in
+// which its warp copies them. Lower bound of the time: the bytes of the rows divided by the read
+// bandwidth.
 //
-// Instantiated: 2 types x 4 head sizes, for four and for eight query heads. Formats are run-time
-// values.
+// Instantiated for 2 types x 4 head sizes, for four and for eight query heads. Formats are chosen
+// at run time.
 #include "kernels/quantized/tier_attention.hpp"
 
 #include "kernels/decode/pair_attention.cuh"
@@ -19,23 +20,23 @@ constexpr int kMaxStages = 6, kMinStages = 2;  // one stage, if two do not fit
 struct TierAttentionPlan {
   PairPlan pairs;
   QuantizedCache quantized_cache;
-  std::int64_t logit_slots;  ///< of PairRows::logits
+  std::int64_t logit_slots;  ///< slots of PairRows::logits
   int stage_bytes, exchange_bytes;
 };
 constexpr int kSlotIndexBytes = static_cast<int>(kRowsOfTile * sizeof(std::uint32_t));
 
-/// The tiles of a tier that a warp handles in its CTA's share of a pair.
+/// Those tiles of one tier that a warp handles in its CTA's share of a pair.
 struct TierRun {
   DeviceFormat format;
-  int tiles;          ///< each kSlotsPerTile rows after the one before it
-  int rows;           ///< rows in use, from the first tile's first row on
-  std::uint32_t row;  ///< the first tile's first row, among the pair's
+  int tiles;          ///< number of tiles; each begins kSlotsPerTile rows after the previous one
+  int rows;           ///< number of rows in use, from the first row of the first tile on
+  std::uint32_t row;  ///< first row of the first tile, among the pair's rows
   const std::byte* from;
   int row_bytes;
-  const std::uint32_t* slot_of_row;  // for the rows of the first tile
+  const std::uint32_t* slot_of_row;  // slots of the rows, from the first tile on
 };
 
-/// The tiers of a pair, and the tiles of the pair that a CTA has.
+/// The tiers of a pair, and which of the pair's tiles a CTA has.
 class PairTiers {
  public:
   __device__ PairTiers(const TierAttentionPlan& plan, const SlotsOfPair& slots, int tile, int end)
@@ -46,7 +47,8 @@ class PairTiers {
   __device__ TierRun run(int r) const {
     const DeviceTier tier = tier_plan().tier[r];
     int rows = quantized_cache_->counts[slots_.pair * kMaxDeviceTiers + r];
-    if (r == 0) rows = max(rows, slots_.newest + 1);  // the newest token may still be about to come
+    if (r == 0)
+      rows = max(rows, slots_.newest + 1);  // the newest token may not have been written yet
     const int before = static_cast<int>(tier.first_row) -
                        static_cast<int>(threadIdx.x) / 32 * Warp::kKeys + kSlotsPerTile - 1;
     const int first = max(tile_, before / kSlotsPerTile),
@@ -73,12 +75,12 @@ class PairTiers {
   int tile_, end_;
 };
 
-/// A warp's tiles, fetched ahead into a ring of pairs.stages; the copy engine copies quantized
-/// values.
+/// A warp's tiles, loaded ahead into a ring of pairs.stages stages. The copy engine copies
+/// quantized values.
 template <class Warp>
 class TierTiles {
  public:
-  /// `count`: tiles of the CTA's share, starting at the cursor.
+  /// `count`: number of tiles in the CTA's share, from the cursor on.
   __device__ TierTiles(const TierAttentionPlan& plan, unsigned char* ring, PhaseBarrier* arrived,
                        const TileCursor& cursor, int count)
       : plan_(plan),
@@ -97,7 +99,7 @@ class TierTiles {
     __syncwarp();
     for (int i = 0; i < plan.pairs.stages - 1; ++i) fetch();
   }
-  /// Returns the next tile. The tile before it is overwritten.
+  /// Waits for the next tile and returns it. The previous tile is overwritten.
   __device__ const unsigned char* next() {
     __syncwarp();
     fetch();
@@ -173,7 +175,8 @@ class TierTiles {
       copy_async(shared_address(to) + static_cast<std::uint32_t>(i) * 16,
                  static_cast<const std::byte*>(from) + i * 16, true, policy_);
   }
-  /// One lane arrives, because an arrival of all 32 lanes took longer than a tile's products.
+  /// One lane arrives for the warp, because an arrival of all 32 lanes took longer than a tile's
+  /// products.
   __device__ static void arrive_when_copied(PhaseBarrier& arrives) {
     arrives.expect_copied();
     __syncwarp();
@@ -184,17 +187,17 @@ class TierTiles {
   unsigned char* ring_;
   PhaseBarrier* arrived_;
   TileCursor cursor_;
-  int left_;  ///< tiles of the share after this pair's
+  int left_;  ///< tiles of the share after this pair's tiles
   CachePolicy policy_;
   int tier_;  ///< the next tier
   PairTiers tiers_;
   TierRun run_{};
-  int newest_ = 0;  ///< value of run_.tiles at the newest token's tile
+  int newest_ = 0;  ///< value of run_.tiles for the tile that has the newest token
   int read_ = 0, write_ = 0;
   unsigned parity_ = 0;
 };
 
-/// Calls add(tile, rows in use, their slots) for all of a run's tiles.
+/// Calls add(tile, number of rows in use, their slots) for all tiles of a run.
 template <class Warp, class Add>
 __device__ void for_tiles(TierTiles<Warp>& tiles, TierRun run, Add add) {
   for (; run.tiles > 0; --run.tiles) {
@@ -287,7 +290,7 @@ __global__ void __launch_bounds__(kThreads)
     const int count = min(left, slots.tiles() - cursor.tile);
     const auto* const query = static_cast<const typename Warp::Element*>(args.q) +
                               std::int64_t{slots.pair} * args.group * kDim;
-    if (!first) __syncthreads();  // the part of the pair before has been read
+    if (!first) __syncthreads();  // all threads have read the part of the previous pair
     for (int i = threadIdx.x; i < args.group * kDim; i += kThreads) rotated.set(i, query[i]);
     __syncthreads();
     TierUse use{.logits = nullptr,
@@ -345,7 +348,7 @@ int exchange_bytes(int group, int head_size) {
       return of_size.template operator()<256>();
   }
 }
-/// Shared memory of a CTA after its ring, in bytes.
+/// Bytes of shared memory that a CTA needs in addition to its ring.
 int bytes_beside(int group, int head_size) {
   return exchange_bytes(group, head_size) +
          static_cast<int>((HadamardQuery::bytes(group, head_size) + 7) / 8 * 8 +
@@ -354,7 +357,7 @@ int bytes_beside(int group, int head_size) {
 
 }  // namespace
 
-/// Two CTAs share a multiprocessor if they fit.
+/// Plans so that two CTAs share a multiprocessor if they fit.
 LaunchPlan tier_attention_plan(const PairAttention& args, int max_row_bytes,
                                const DeviceLimits& limits) {
   const int beside = bytes_beside(args.group, args.head_size),
@@ -385,7 +388,8 @@ cudaError_t tier_attention(PairAttention args, const QuantizedCache& quantized_c
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
   const std::int64_t logit_slots = row_slots(args.table.max_slots);
-  if (quantized_cache.max_tiers > 1) {  // the pairs' tables count rows, not slots
+  if (quantized_cache.max_tiers >
+      1) {  // with several tiers, the tables of the pairs count rows instead of slots
     args.table.lengths = quantized_cache.extents;
     args.table.next_slots = reinterpret_cast<const std::int32_t*>(quantized_cache.next_rows);
   }

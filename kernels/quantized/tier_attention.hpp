@@ -1,4 +1,4 @@
-// Decode attention over tokens on tiers, by tensor cores.
+// Decode attention over tokens on tiers, on tensor cores.
 #pragma once
 
 #include "kernels/decode/pair_attention.hpp"
@@ -6,10 +6,10 @@
 
 namespace kvlab::kernels {
 
-/// In bytes.
+/// Returns bytes.
 std::size_t tier_attention_workspace(const PairAttention& args);
-/// pair_attention() for keys and values on tiers; ignores the arguments' keys, values, ages, rules
-/// and lengths. Supports bf16 and fp16.
+/// pair_attention() for keys and values on tiers. Ignores the keys, values, ages, rules and lengths
+/// of the arguments. Supports bf16 and fp16.
 cudaError_t tier_attention(PairAttention args, const QuantizedCache& quantized_cache,
                            cudaStream_t stream);
 

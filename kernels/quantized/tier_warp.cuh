@@ -1,15 +1,15 @@
-// What one warp does with tiles of a tier's rows: TensorCoreWarp for exact rows, QuantizedWarp for
-// quantized values. Quantized keys are multiplied as bytes, by queries split into two digits;
-// quantized values are multiplied by weights in fp16. Scales are applied in float32, after the
-// product for keys and before it for values.
+// How one warp processes tiles of a tier's rows: ExactWarp for exact rows, QuantizedWarp for
+// quantized values. Quantized keys are multiplied as bytes, with queries that are split into two
+// digits. Quantized values are multiplied with weights in fp16. Scales are applied in float32, for
+// keys after the product and for values before it.
 //
-// Queries are after the Hadamard rotation. So is the output from the first quantized tier on (tiers
-// go down); it is rotated back at the end. In the rotated domain a minimum adds the same number to
-// all 32 channels.
+// Queries have gone through the Hadamard rotation. From the first quantized tier on (tiers go from
+// most to least precise), the output is also rotated; it is rotated back at the end. In the rotated
+// domain, a block's minimum adds the same number to all its 32 channels.
 //
-// Each of four query heads uses two of the eight columns of a product: with keys for the two
-// digits, with values for the scales of two blocks, where a block's channels use the column of
-// their block.
+// Each of four query heads uses two of a product's eight columns. For keys, these are the two
+// digits of the query. For values, they are the scales of two blocks, and the channels of a block
+// use the column of their block.
 #pragma once
 
 #include <numeric>
@@ -20,9 +20,9 @@
 
 namespace kvlab::kernels {
 
-/// Where a warp stores its logits, and the factors that it applies.
+/// Where a warp stores its logits, and which factors it applies.
 struct TierUse {
-  float* logits;  ///< of the pair, [slot, logits_stride], or null
+  float* logits;  ///< logits of the pair, [slot, logits_stride]; may be null
   int logits_stride;
   float base2_scale;
 
@@ -31,13 +31,13 @@ struct TierUse {
   }
 };
 
-/// A warp for tiles of exact rows.
+/// A warp that processes tiles of exact rows.
 template <class T, int kDim>
 class ExactWarp : public TensorCoreWarp<T, kDim, Rotated::none, 8> {
   using Base = TensorCoreWarp<T, kDim, Rotated::none, 8>;
 
  public:
-  /// `slot_of_row`: the slots of the tile's rows, needed if `use` stores logits.
+  /// `slot_of_row`: the slots of the tile's rows, which are needed if `use` stores logits.
   __device__ void add(const typename Base::Tile& tile, int valid, const std::uint32_t* slot_of_row,
                       const TierUse& use) {
     float weights[1][4];
@@ -61,10 +61,10 @@ class ExactWarp : public TensorCoreWarp<T, kDim, Rotated::none, 8> {
   }
 };
 
-/// A group's queries in shared memory.
+/// The queries of a group, in shared memory.
 struct HadamardQuery {
   float* values;   // [head, dim], after the Hadamard rotation, divided by kQuantBlock
-  float* largest;  // [head, block], the largest magnitude of these
+  float* largest;  // [head, block]: the largest absolute value of these
   float* firsts;   // [head, block]: the first channel, before the Hadamard rotation
 
   __device__ HadamardQuery(float* memory, int group, int dim)
@@ -75,7 +75,7 @@ struct HadamardQuery {
     return static_cast<std::size_t>(group * (dim + dim / static_cast<int>(kQuantBlock) * 2)) *
            sizeof(float);
   }
-  /// Called by whole warps.
+  /// Called by all lanes of each warp.
   template <class T>
   __device__ void set(int at, T query) const {
     const float own = to_float(query), rotated = hadamard_rotate_block(own) / kQuantBlock,
@@ -87,20 +87,20 @@ struct HadamardQuery {
   }
 };
 
-/// A format as a compile-time type.
+/// A format that is known at compile time.
 template <int kKeyBits_, int kValueBits_, bool kFloating_ = false>
 struct QuantFormat {
   static constexpr int kKeyBits = kKeyBits_, kValueBits = kValueBits_;
   static constexpr bool kFloating = kFloating_;
 };
 
-/// Consecutive elements that are loaded at once.
+/// Consecutive elements that are loaded together.
 template <class Element, int kCount>
 struct alignas(std::gcd(static_cast<int>(sizeof(Element)) * kCount, 16)) Packed {
   Element of[kCount];
 };
 
-/// Loads a lane's words of a tile's quantized values; see quantized_bit().
+/// Loads a lane's words of the quantized values of a tile. See quantized_bit().
 template <int kWords>
 __device__ inline void load_lane_words(const unsigned char* data, std::uint32_t (&to)[kWords]) {
   constexpr int kAtOnce = words_at_once(kWords);
@@ -113,7 +113,7 @@ __device__ inline void load_lane_words(const unsigned char* data, std::uint32_t 
   }
 }
 
-/// A row's scales and minima.
+/// The scales and minima of a row.
 template <int kBlocks, bool kFloating>
 struct RowMetadata {
   using Word =
@@ -139,15 +139,15 @@ struct RowMetadata {
   }
 };
 
-/// word & mask | bits.
+/// Returns word & mask | bits.
 __device__ inline std::uint32_t merge_bits(std::uint32_t word, std::uint32_t mask,
                                            std::uint32_t bits) {
   std::uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(bits));
   return result;
 }
-/// Two integers of kBits bits, at bits kAt and 16 + kAt of a word, as fp16: they become the low
-/// bits of the ten fraction bits, or stay kAt bits above these.
+/// Converts two integers of kBits bits, at bits kAt and 16 + kAt of a word, to fp16. They become
+/// the lowest of the ten fraction bits, or stay kAt bits higher.
 template <int kBits, int kAt>
 __device__ inline std::uint32_t halves_at(std::uint32_t word) {
   constexpr std::uint32_t kMask = ((1u << kBits) - 1) << kAt, kOne = 0x3c00 + ((10 - kAt) << 10);
@@ -157,14 +157,14 @@ __device__ inline std::uint32_t halves_at(std::uint32_t word) {
                                __float2half2_rn(static_cast<float>(1 << (10 - kAt))));
   return reinterpret_cast<const std::uint32_t&>(less);
 }
-/// Two e4m3 numbers, given as bytes, as fp16.
+/// Converts two e4m3 numbers, given as bytes, to fp16.
 __device__ inline std::uint32_t halves_of_e4m3(std::uint32_t two) {
   const __half2_raw halves =
       __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3);
   return std::uint32_t{halves.x} | std::uint32_t{halves.y} << 16;
 }
 
-/// Unpacks a lane's keys, rows r and r + 8: the quantized values of block `b` as bytes, first the
+/// Unpacks a lane's keys of rows r and r + 8 to bytes: the quantized values of block `b`, first the
 /// even channels of both rows, then the odd ones.
 template <int kBits, int kBlocks, int kWords>
 __device__ inline void unpack_keys(const std::uint32_t (&words)[kWords], int b,
@@ -221,9 +221,10 @@ __device__ inline void unpack_values(const std::uint32_t (&words)[kWords], int b
   }
 }
 
-/// c[16 x 8] += a[16 x 32] * b[32 x 8] in integers; a is unsigned. Lane l holds, with g = l / 4 and
-/// t = l % 4: of a rows g, g + 8, g, g + 8 at columns 4t, 4t, 16 + 4t, 16 + 4t and the next three;
-/// of b rows 4t and 16 + 4t and the next three at column g; of c as multiply_add.
+/// c[16 x 8] += a[16 x 32] * b[32 x 8] in integers, where a is unsigned. With g = l / 4 and t = l %
+/// 4, lane l holds: of a, rows g, g + 8, g, g + 8 at columns 4t, 4t, 16 + 4t, 16 + 4t, each with
+/// the next three columns; of b, rows 4t and 16 + 4t, each with the next three rows, at column g;
+/// of c, the same as multiply_add().
 __device__ inline void multiply_add_bytes(int (&c)[4], const std::uint32_t (&a)[4],
                                           std::uint32_t b0, std::uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
@@ -232,9 +233,10 @@ __device__ inline void multiply_add_bytes(int (&c)[4], const std::uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// Tiles of quantized values for kHeadGroups times four query heads. Weights are relative to a
-/// `reference` of each head: the largest product of a weight and a scale so far lies between 2^13
-/// and 2^15, within the range of fp16, which then keeps 11 bits of products down to 2^-27 of it.
+/// A warp that processes tiles of quantized values for kHeadGroups times four query heads. Weights
+/// are relative to a `reference` of each head, which is chosen so that the largest product of a
+/// weight and a scale so far is between 2^13 and 2^15. This is within the range of fp16, which then
+/// has 11 bits of precision for products down to 2^-27 of it.
 template <int kDim, int kHeadGroups>
 class QuantizedWarp {
   static constexpr int kBlocks = kDim / kWarpSize, kRows = static_cast<int>(kRowsOfTile);
@@ -265,7 +267,7 @@ class QuantizedWarp {
     }
   }
 
-  /// Call it before the tiles of a format.
+  /// Call it before the tiles of each format.
   template <class Format>
   __device__ void begin() {
     constexpr float kMax = 127 * 256;
@@ -283,7 +285,7 @@ class QuantizedWarp {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
         firsts_[e][b] = own ? query_.firsts[head(e) * kBlocks + b] * base2_scale_ : 0;
-      const int of_column = 4 * e + row() / 2;  // head of the column
+      const int of_column = 4 * e + row() / 2;  // the head that this column belongs to
       const bool there = of_column < group_;
       const float* const values = query_.values + of_column * kDim + lane_id() % 4 * 8;
       const float most = there ? largest(of_column) : 0, per_unit = most > 0 ? kMax / most : 0;
@@ -298,7 +300,7 @@ class QuantizedWarp {
     }
   }
 
-  /// See ExactWarp::add.
+  /// See ExactWarp::add().
   template <class Format>
   __device__ void add(const unsigned char* tile, int valid, const std::uint32_t* slot_of_row,
                       const TierUse& use) {
@@ -351,7 +353,7 @@ class QuantizedWarp {
     }
   }
 
-  /// Writes the part, relative to the largest logit.
+  /// Writes the warp's part, relative to the largest logit.
   __device__ void finish(const WarpPart& part) {
     const auto of_all = [](float own, auto both) {
 #pragma unroll
@@ -381,24 +383,24 @@ class QuantizedWarp {
   }
 
  private:
-  // A lane has rows row() and row() + 8 of a tile, and the head of a head group with the lane's
-  // number modulo four. Of the output it has the channels channel(n, half) of that head.
+  // A lane has rows row() and row() + 8 of a tile, and of each head group the head whose number is
+  // the lane's number modulo four. Of the output it has the channels channel(n, half) of that head.
   __device__ static int row() { return lane_id() / 4; }
   __device__ static int head(int e) { return 4 * e + lane_id() % 4; }
   __device__ static int channel(int n, int half) {
     return n / 2 * kWarpSize + row() * 4 + n % 2 * 2 + half;
   }
-  /// The column of a head that has the scale of the block of step n.
+  /// The column of a head that has the scale of the block that step n processes.
   __device__ static constexpr int column_of(int n) { return n / 2 % 2; }
 
-  /// Channels `from` and from + 2 of a query, for this lane's column: the number in fp16, or the
-  /// rounding error of that.
+  /// Channels `from` and from + 2 of a query, for this lane's column: the numbers in fp16, or their
+  /// rounding errors.
   __device__ static std::uint32_t halves_of(const float* from) {
     const std::uint32_t both = pack<__half>(from[0], from[2]);
     const float2 kept = unpack<__half>(both);
     return row() % 2 == 0 ? both : pack<__half>(from[0] - kept.x, from[2] - kept.y);
   }
-  /// Channels `from`, from + 2, from + 4 and from + 6: the upper digit, or the lower one.
+  /// Channels `from`, from + 2, from + 4 and from + 6: their upper digits, or their lower ones.
   __device__ static std::uint32_t digits_of(const float* from, float per_unit) {
     std::uint32_t digits = 0;
 #pragma unroll
@@ -464,8 +466,8 @@ class QuantizedWarp {
     products[1] = sums[2] + sums[3];
   }
 
-  /// The weights of rows, `p`, and these times the scales of two blocks in fp16. Returns false if
-  /// one is too large.
+  /// Computes the weights `p` of rows, and their products with the scales of two blocks in fp16.
+  /// Returns false if a product is too large.
   template <class Metadata>
   __device__ bool weigh(const float (&logit)[kHeadGroups][2], const Metadata& upper,
                         const Metadata& lower, float (&p)[kHeadGroups][2],
@@ -493,7 +495,7 @@ class QuantizedWarp {
         ((bits & kTooLarge * 0x10001u) + 0x08000800u & 0x80008000u) != 0 || fresh_;
     return !__any_sync(~0u, too_large);
   }
-  /// Chooses the reference from a tile. The first tile's reference does not depend on earlier ones.
+  /// Chooses the reference from a tile. For the first tile it does not depend on earlier tiles.
   template <class Metadata>
   __device__ void raise(const float (&logit)[kHeadGroups][2], const Metadata& upper,
                         const Metadata& lower) {
@@ -530,11 +532,11 @@ class QuantizedWarp {
   int group_;
   float base2_scale_;
   bool fresh_ = true;
-  // For this lane's column; the digits of two products
+  // the digits of two products, for this lane's column
   std::uint32_t query_of_[kHeadGroups][kBlocks][4];
   float scale_[kHeadGroups], firsts_[kHeadGroups][kBlocks];
   float out_[kHeadGroups][kDim / 16][4];
-  // sum_, top_ and least_ cover this lane's rows only, until finish().
+  // sum_, top_ and least_ cover only this lane's rows until finish().
   float reference_[kHeadGroups], sum_[kHeadGroups], top_[kHeadGroups], least_[kHeadGroups][kBlocks];
 };
 

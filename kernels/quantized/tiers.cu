@@ -1,6 +1,6 @@
-// The eviction rule on tiers. Bytes: a step moves one row per tier and pair, and reads 16 bytes per
-// slot to choose the tokens to demote; an append reads its keys and values and writes their
-// quantized values.
+// Applies the eviction rule on tiers. Memory traffic: a step moves one row per tier and pair, and
+// reads 16 bytes per slot to choose the tokens to demote. An append reads its keys and values and
+// writes their quantized values.
 #include "kernels/quantized/tiers.hpp"
 
 #include "kernels/device/eviction_order.cuh"
@@ -18,10 +18,10 @@ namespace {
 
 constexpr int kStepThreads = 2 * kWarpSize * (kMaxDeviceTiers - 1), kAssignThreads = 1024,
               kMoveThreads = 256;
-// Per token one warp for the key and one for the value
+// Each token has one warp for its key and one for its value.
 constexpr int kTokensOfBlock = kMoveThreads / kWarpSize / 2;
 
-/// Sizes of a layer's rows.
+/// The sizes of a layer's rows.
 struct RowShape {
   int head_size, element, blocks;
   __device__ explicit RowShape(const kvlab_cache_view& cache, int element_bytes)
@@ -37,7 +37,8 @@ __device__ RowPart part_at(const QuantizedCache& quantized_cache, const DeviceTi
 
 // --- A step
 
-/// The number of a pair's rows up to the last in use. `tokens`: the tokens of a tier.
+/// The number of rows of a pair up to the last one in use. `tokens` returns the number of tokens of
+/// a tier.
 template <class Tokens>
 __device__ std::int32_t extent_of(const DeviceTierPlan& tier_plan, Tokens tokens) {
   std::int32_t extent = tokens(0);
@@ -46,7 +47,7 @@ __device__ std::int32_t extent_of(const DeviceTierPlan& tier_plan, Tokens tokens
   return extent;
 }
 
-/// Stores a pair's newest key and value; a warp for each block.
+/// Stores the newest key and value of each pair. One warp for each block.
 template <class T>
 __global__ void store_newest_kernel(kvlab_cache_view cache, QuantizedCache quantized_cache,
                                     const std::uint32_t* now) {
@@ -93,23 +94,23 @@ struct Move {
   std::uint32_t from, to;  ///< rows
 };
 
-/// The tiers of a pair during a step, and the first victim of each, with its row.
+/// The tiers of a pair during a step, and each tier's first victim with its row.
 struct StepTiers {
   TierLoad loads[kMaxDeviceTiers];
   EvictionCandidate firsts[kMaxDeviceTiers];
   std::uint32_t rows[kMaxDeviceTiers];
 };
 
-/// Finds which token moves to which row, if tier 0 has one token too many, and counts it on its new
-/// tier. Moves to lower tiers come last. Returns the number of moves.
+/// If tier 0 has one token too many, finds which token moves to which row, and updates the counts.
+/// Moves to lower tiers come last. Returns the number of moves.
 __device__ int find_moves(const DeviceTierPlan& tier_plan, StepTiers& tiers, Move* moves) {
   Demotion chain[kMaxDeviceTiers];
   const int demotions = demotion_chain(tiers.loads, tiers.firsts, tier_plan.tiers, chain);
   int moved = 0;
   for (int i = 0; i < demotions; ++i) {
     const int from = chain[i].from, to = chain[i].to;
-    if (to == tier_plan.tiers) break;  // evicted: the next token takes its slot
-    // A full tier passes on its first victim, whose row the token takes.
+    if (to == tier_plan.tiers) break;  // the token is evicted, and the next token takes its slot
+    // A full tier demotes its first victim in turn. The new token takes the victim's row.
     const std::uint32_t row = has_free_slot(tiers.loads[to])
                                   ? tier_plan.tier[to].first_row + tiers.loads[to].tokens++
                                   : tiers.rows[to];
@@ -119,7 +120,7 @@ __device__ int find_moves(const DeviceTierPlan& tier_plan, StepTiers& tiers, Mov
 }
 
 /// Two warps for each move, one of them for the key. All rows are read before one is written,
-/// because a demoted token takes the row of the next token that is demoted from there.
+/// because a demoted token takes the row of the token that is demoted next.
 template <class T>
 __global__ void __launch_bounds__(kStepThreads)
     demote_kernel(const EvictingAttentionArgs args, const QuantizedCache quantized_cache,
@@ -182,8 +183,8 @@ __global__ void __launch_bounds__(kStepThreads)
 
 // --- An append
 
-/// Tokens of one tier, by their index among the tokens that stay, in the eviction order; the other
-/// tokens come last.
+/// The tokens of one tier in the eviction order, by their index among the kept tokens. Tokens of
+/// other tiers sort last.
 struct TierKeys {
   EvictionKeys all;
   const std::int32_t *sources, *levels;
@@ -194,7 +195,7 @@ struct TierKeys {
   }
 };
 
-/// The number of tokens on a tier. Called by the whole block.
+/// The number of tokens on a tier. Called by the whole thread block.
 __device__ std::uint32_t count_level(const std::int32_t* levels, std::uint32_t tokens, int tier) {
   __shared__ std::uint32_t of_warps[kAssignThreads / kWarpSize];
   std::uint32_t own = 0;
@@ -204,8 +205,8 @@ __device__ std::uint32_t count_level(const std::int32_t* levels, std::uint32_t t
   return count;
 }
 
-/// Demotes the first victims of a tier, so that at most `capacity` tokens remain. Called by the
-/// whole block.
+/// Demotes the first victims of a tier, so that at most `capacity` tokens remain on it. Called by
+/// the whole thread block.
 __device__ void demote_surplus(SelectionShared& shared, const TierKeys& keys, std::int32_t* levels,
                                std::uint32_t tokens, std::uint32_t capacity) {
   const std::uint32_t demoted = tokens_to_demote(count_level(levels, tokens, keys.tier), capacity);
@@ -218,7 +219,7 @@ __device__ void demote_surplus(SelectionShared& shared, const TierKeys& keys, st
   __syncthreads();
 }
 
-/// Assigns a tier and a row to each token that stays, after the tokens that stay are chosen. A
+/// Assigns a tier and a row to each kept token. Runs after the kept tokens are chosen. One thread
 /// block for each pair.
 __global__ void __launch_bounds__(kAssignThreads)
     assign_tiers(const __grid_constant__ kvlab_compact_args args,
@@ -269,12 +270,13 @@ __global__ void __launch_bounds__(kAssignThreads)
         tier_plan, [&](int r) { return quantized_cache.counts[pair.index * kMaxDeviceTiers + r]; });
 }
 
-/// The token that a warp moves, and whether it moves its key or its value.
+/// The token that a warp moves, and whether the warp moves the key or the value.
 struct MovedRow {
   int pair;
-  std::int64_t i;  ///< index among the tokens that stay
+  std::int64_t i;  ///< index among the kept tokens
   bool key, wanted;
-  /// Slot in `from`; `from` and `to`: source and i among all slots there
+  /// `source` is the slot in `from`. `from` and `to` are `source` and `i` as indices among all
+  /// slots.
   std::int64_t source, from, to;
 
   __device__ explicit MovedRow(const kvlab_compact_args& args)
@@ -294,7 +296,7 @@ __device__ T* row_in(const kvlab_cache_view& cache, std::int64_t slot, bool key)
   return static_cast<T*>(key ? cache.keys : cache.values) + slot * cache.head_size;
 }
 
-/// Where a lane's quantized value and a block's metadata of a staged token lie.
+/// Where the quantized value of a lane and the metadata of a block of a staged token are stored.
 __device__ std::int64_t staged_at(std::int64_t slot, bool key, int block, const RowShape& shape) {
   return (slot * 2 + (key ? 0 : 1)) * shape.blocks + block;
 }

@@ -1,4 +1,5 @@
-// Tokens on tiers: storing and demoting them. For attention over tiers see plain_kernels().
+// Stores and demotes tokens on tiers. Attention over tiers is in tier_attention.hpp and
+// plain_kernels().
 #pragma once
 
 #include "kernels/evict/append.hpp"
@@ -7,23 +8,26 @@
 
 namespace kvlab::kernels {
 
-/// Stores a step's tokens, from newest_keys and newest_values, to their rows of the first tier and
-/// to cache.next_slots, before they attend. `now` [sequence]: their positions.
+/// Stores a step's tokens from newest_keys and newest_values, before they attend. They go to rows
+/// of the first tier, and to slots cache.next_slots. `now` [sequence]: their positions.
 cudaError_t store_newest(const kvlab_cache_view& cache, const QuantizedCache& quantized_cache,
                          const std::uint32_t* now, cudaStream_t stream);
 
-/// After attention and observation of such a step: demotes the first victim of each full tier, as
-/// TierChoice::firsts says. The token that leaves the last tier is the one at cache.next_slots.
+/// Call after attention and observation of such a step: demotes the first victim of each full tier,
+/// as TierChoice::firsts says. The token that leaves the last tier is the one in slot
+/// cache.next_slots.
 cudaError_t demote_pairs(const EvictingAttentionArgs& args, const EvictionCandidate* firsts,
                          cudaStream_t stream);
 
-/// compact() for a `from` with its tokens on tiers (`quantized_cache`). Writes to `to` the keys and
-/// values as read from the tiers, and to `staged` the quantized data that they were read from.
+/// compact() for a `from` whose tokens are on tiers (`quantized_cache`). Writes to `to` the keys
+/// and values as they are read from the tiers, and to `staged` the quantized data from which they
+/// were read.
 cudaError_t read_from_tiers(const DevicePolicy& policy, const kvlab_compact_args& args,
                             const QuantizedCache& quantized_cache, const StagedTiers& staged,
                             cudaStream_t stream);
-/// compact() for a `to` with those tiers and a `from` made by read_from_tiers() with new tokens
-/// after it. Assigns all tokens to tiers if some are evicted or the first tier is full.
+/// compact() for a `to` that has these tiers, and a `from` made by read_from_tiers() that is
+/// followed by new tokens. Assigns all tokens to tiers if some are evicted or the first tier is
+/// full.
 cudaError_t compact_to_tiers(const DevicePolicy& policy, const kvlab_compact_args& args,
                              const QuantizedCache& quantized_cache, const StagedTiers& staged,
                              cudaStream_t stream);

@@ -1,4 +1,5 @@
-// Data that the thread block of one cache shares while it walks through a block of queries.
+// Data in shared memory that the thread block of one cache uses while it goes through a block of
+// queries.
 #pragma once
 
 #include "kernels/device/eviction_order.cuh"
@@ -8,15 +9,16 @@
 
 namespace kvlab::kernels {
 
-/// The most threads per cache, limited by the registers of a multiprocessor: old keys need many.
+/// Maximum number of threads per cache. The registers of a multiprocessor limit it, and old keys
+/// need many registers.
 constexpr std::uint32_t replay_max_threads(bool cache_positions) {
   return cache_positions ? 384 : 320;
 }
 constexpr int replay_blocks(bool cache_positions) { return cache_positions ? 1 : 2; }
 inline constexpr int kReplayWarps = 12;
-/// Slots that a thread processes together (a strip): as many as its registers hold.
+/// Number of slots that a thread processes together (a strip). Its registers hold no more.
 constexpr int replay_strip(bool cache_positions) { return cache_positions ? 7 : 8; }
-/// Dimensions of a value that a warp processes at once
+/// Number of dimensions of a value that a warp processes at once.
 inline constexpr int kReplayDims = 4 * kWarpSize;
 
 /// Four query heads side by side, for each head group of a KV head.
@@ -25,7 +27,7 @@ struct HeadGroups {
   float4 head_group[kHeadGroups];
 };
 
-/// Collects component l from lane l, in every lane.
+/// Returns in every lane a vector whose component l comes from lane l.
 template <int kHeadGroups>
 __device__ inline HeadGroups<kHeadGroups> head_groups_of_lanes(float value, int first = 0) {
   HeadGroups<kHeadGroups> all;
@@ -35,19 +37,21 @@ __device__ inline HeadGroups<kHeadGroups> head_groups_of_lanes(float value, int 
   return all;
 }
 
-inline constexpr int kReplayScratch = 16;  ///< rows of kReplayDims, at least kMaxReplayGroup
+inline constexpr int kReplayScratch =
+    16;  ///< rows of kReplayDims numbers; at least kMaxReplayGroup
 
 struct ReplayShared {
   union {
     SelectionShared selection;
     float scratch[kReplayScratch][kReplayDims];
   };
-  float folded[2][kReplayWarps][24];         // two, used in turn
-  EvictionCandidate first[2][kReplayWarps];  // two, used in turn: the first victim of each warp
-  std::uint32_t moves;                       ///< tokens moved to slots of evicted tokens
-  std::uint32_t gone;                        ///< one past the youngest token that was evicted
-  std::uint32_t listed;                      ///< number of slots in the list
-  float kept[kMaxReplayQueries][kMaxReplayGroup];  // sums; negative: all tokens are kept
+  float folded[2][kReplayWarps][24];  // two buffers, used alternately
+  EvictionCandidate
+      first[2][kReplayWarps];  // two buffers, used alternately: the first victim of each warp
+  std::uint32_t moves;         ///< tokens moved to slots of evicted tokens
+  std::uint32_t gone;          ///< one past the position of the youngest evicted token
+  std::uint32_t listed;        ///< number of slots in the list of old keys
+  float kept[kMaxReplayQueries][kMaxReplayGroup];  // sums; negative if all tokens are kept
   std::uint32_t hits[kMaxReplayQueries][kMaxReplayGroup];
   std::uint32_t visible[kMaxReplayQueries];
 };
@@ -66,12 +70,13 @@ constexpr std::uint32_t whole_strips(std::uint32_t slots, bool cache_positions) 
                                replay_threads(slots, cache_positions);
   return (slots + strips - 1) / strips * strips;
 }
-/// Bytes of shared memory for one bit per token (whether it is live), rounded up to 16 bytes.
+/// Bytes of shared memory for one bit per token, which says whether the token is live. Rounded up
+/// to 16 bytes.
 constexpr std::size_t bytes_of_words(const ReplayShape& shape) {
   return static_cast<std::size_t>((shape.words() + 3) / 4 * 16);
 }
 
-/// A thread of the thread block that handles one cache, and the identity of that cache.
+/// A thread of the thread block that handles one cache, and which cache that is.
 struct CacheThread {
   const ReplayWalkArgs& args;
   int config, task;
@@ -91,8 +96,8 @@ struct CacheThread {
         warp(thread / kWarpSize),
         warps(threads / kWarpSize) {}
 
-  /// The first of this thread's slots; no other thread accesses them in a step. A warp has kStrip *
-  /// 32 consecutive slots, and the slots of a thread's strip are 32 apart.
+  /// This thread's first slot. During a step, no other thread accesses the slots of a thread. A
+  /// warp has kStrip * 32 consecutive slots, and the slots of one thread's strip are 32 apart.
   template <int kStrip>
   __device__ std::uint32_t first_slot_of_thread() const {
     return warp * (kStrip * kWarpSize) + lane;
@@ -101,7 +106,7 @@ struct CacheThread {
   __device__ bool has_slot(std::uint32_t slot) const {
     return slot / (kStrip * kWarpSize) % warps == warp && slot % kWarpSize == lane;
   }
-  /// Calls each(slot) for this thread's slots of [0, end).
+  /// Calls each(slot) for this thread's slots in [0, end).
   template <int kStrip, class Each>
   __device__ void for_slots(std::uint32_t end, Each each) const {
     for (std::uint32_t first = first_slot_of_thread<kStrip>(); first < end;
@@ -112,7 +117,7 @@ struct CacheThread {
   }
 
   __device__ std::int64_t cache() const { return args.sweep.cache_of(task, config); }
-  /// The row of query i of the block, among all head tasks.
+  /// The index of the row of query i of the block, counted over all head tasks.
   __device__ std::int64_t row(int i) const { return args.rows.row(task, i); }
   /// The direct exponentials of query i of the block, [head group, slot].
   __device__ float4* direct(int i) const {

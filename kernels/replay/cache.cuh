@@ -1,5 +1,5 @@
-// The slots of one cache: which tokens are live, their slots and their states. Append, eviction and
-// rank are compiled from the policy's source.
+// The slots of one cache: which tokens are live, which slot each token has, and its policy state.
+// The policy's hooks for appending, evicting and ranking are compiled into this code.
 #pragma once
 
 #include "kernels/replay/cache_positions.cuh"
@@ -9,8 +9,9 @@
 
 namespace kvlab::kernels {
 
-/// CacheThread::for_slots() says which slots a thread has. If slots fit, they stay in shared memory
-/// during the block of queries. Tokens: ExactTokens, CachePositionTokens or TieredTokens.
+/// CacheThread::for_slots() says which slots a thread handles. If the slots fit into shared memory,
+/// they stay there during the block of queries. `Tokens` is ExactTokens, CachePositionTokens or
+/// TieredTokens.
 template <class P, class Tokens>
 class ReplayCache {
  public:
@@ -20,8 +21,8 @@ class ReplayCache {
   static constexpr int kStrip = replay_strip(Tokens::kCachePositions);
   static constexpr std::uint32_t kFeatures = P::kInfo.feature_count();
 
-  /// `dynamic`: shared memory for the bits of the live positions, the memory that `Tokens` needs
-  /// before the slots, and, if they fit, the slots.
+  /// `dynamic`: shared memory that holds the bits of the live positions, then the memory that
+  /// `Tokens` needs before the slots, then the slots if they fit.
   __device__ ReplayCache(const CacheThread& at, ReplayShared& shared, std::byte* dynamic)
       : at_(at),
         shared_(shared),
@@ -49,12 +50,12 @@ class ReplayCache {
   __device__ std::uint32_t live() const { return progress_.live; }
   __device__ const std::uint32_t* positions() const { return positions_; }
   __device__ std::uint32_t position(std::uint32_t i) const { return positions_[i]; }
-  /// Whether the slot holds a token up to `query`; there are `visible` such tokens. In shared
-  /// memory, empty slots are marked.
+  /// Whether the slot holds a token at a position up to `query`. `visible` is the number of such
+  /// tokens. In shared memory, empty slots have a position beyond every query.
   __device__ bool holds(std::uint32_t i, std::uint32_t query, std::uint32_t visible) const {
     return kInShared ? positions_[i] <= query : i < visible;
   }
-  /// Maps a slot to the copy of its token.
+  /// Returns a map from slots to the copies that their tokens belong to.
   __device__ auto copies() const { return tokens_.copies(exact_from()); }
   __device__ Slot state(std::uint32_t i) const {
     if constexpr (kHasState)
@@ -112,8 +113,8 @@ class ReplayCache {
     if (next_.tokens > 0) next_ = append_at(progress_.append + 1);
   }
 
-  /// Whether exactly one token is evicted by its rank, for one to be appended, when the next append
-  /// begins.
+  /// Whether the next append is of one token and evicts exactly one token, which is chosen by its
+  /// rank.
   __device__ bool ranks_next() const {
     const std::uint32_t next = progress_.append + 1;
     const bool evicts = next_.tokens == 1 && surplus(next) == 1;
@@ -124,12 +125,13 @@ class ReplayCache {
     }
     return !smooths(next) && !at_.args.layer_heads;
   }
-  /// The number of unprotected positions, from the sinks on, at `now`.
+  /// Number of unprotected positions at `now`. They begin after the sinks.
   __device__ std::uint32_t num_unprotected(std::uint32_t now) const {
     return protected_tokens_.num_unprotected(now);
   }
-  /// Ranks a slot's token as a candidate, if it is one of `unprotected` unprotected positions. A
-  /// full cache has at least one, because sinks and recent tokens fit its budget.
+  /// Makes the token in slot `i` an eviction candidate if its position is one of the `unprotected`
+  /// unprotected positions. A full cache has at least one such token, because sinks and recent
+  /// tokens fit its budget.
   __device__ void rank(EvictionCandidate& first, std::uint32_t i, const Slot& own,
                        const Step& ranking, std::uint32_t unprotected) const {
     const std::uint32_t position = positions_[i];
@@ -138,7 +140,8 @@ class ReplayCache {
           first, {{0, rank_key(P::rank(own, token(position), params_, ranking)), position},
                   static_cast<int>(i)});
   }
-  /// Makes the first candidate of the thread block the next victim.
+  /// Chooses the first victim among the candidates of all threads as the token that the next append
+  /// evicts.
   __device__ void choose(const EvictionCandidate& mine) {
     parity_ ^= 1;
     const EvictionCandidate first = block_first_victim<true>(mine, shared_.first[parity_]);
@@ -146,7 +149,7 @@ class ReplayCache {
     progress_.victim_position = first.key.position;
   }
 
-  /// The same with a tier plan: also demotes the first candidate of each tier.
+  /// Like choose(), for a tier plan: also demotes the first victim of each full tier.
   __device__ void demote(std::uint32_t now) {
     const Step ranking = step_at(now, 0);
     std::uint64_t* const ranks = at_.args.slots.ranks + at_.first_slot;
@@ -159,15 +162,15 @@ class ReplayCache {
     progress_.victim_position = first.key.position;
   }
 
-  /// Copies the bits of the live positions from `first` on to words [0, tokens / 32]; earlier bits
-  /// are zero.
+  /// Copies the bits of the live positions from `first` on to words [0, tokens / 32]. The bits of
+  /// earlier positions become zero.
   __device__ void copy_live(std::uint32_t* words, std::uint32_t tokens, std::uint32_t first) const {
     for (std::uint32_t w = at_.thread; w * 32 < tokens; w += at_.threads) {
       const std::uint32_t before = first > w * 32 ? min(first - w * 32, 32u) : 0;
       words[w] = before < 32 ? live_words_[w] >> before << before : 0;
     }
   }
-  /// The same for one copy, for all live positions.
+  /// Like copy_live(), for all live positions whose tokens belong to copy `copy`.
   __device__ void copy_words(int copy, std::uint32_t* words, std::uint32_t tokens) const {
     for (std::uint32_t w = at_.thread; w * 32 < tokens; w += at_.threads)
       words[w] = tokens_.word(copy, w, exact_from());
@@ -202,10 +205,10 @@ class ReplayCache {
     const ReplaySlots& slots = at.args.slots;
     return reinterpret_cast<Slot*>(slots.states + at.first_slot * slots.state_stride);
   }
-  /// From this position on tokens are exact, because tokens of an append of several are quantized
-  /// only when it ends.
+  /// Tokens from this position on are exact, because tokens that are appended together are
+  /// quantized only when their append ends.
   __device__ std::uint32_t exact_from() const { return now_.tokens > 1 ? now_.first : ~0u; }
-  /// A token with its features; the token must be live.
+  /// A token with its features. The token must be live.
   __device__ Token token(std::uint32_t position) const {
     Token token{position};
 #pragma unroll
@@ -214,11 +217,12 @@ class ReplayCache {
     return token;
   }
   __device__ ReplayAppend append_at(std::uint32_t index) const { return at_.rule.appends[index]; }
-  /// Whether the append before that one ended a prompt segment; computed only if it matters.
+  /// Whether the append before append `index` ended a prompt segment. False if the rule does not
+  /// depend on that.
   __device__ bool is_after_prompt(std::uint32_t index) const {
     return at_.rule.looks_back && index > 0 && append_at(index - 1).ends_prompt;
   }
-  /// The number of tokens that are evicted before an append.
+  /// The number of tokens to evict before append `index`.
   __device__ std::uint32_t surplus(std::uint32_t index) const {
     const std::uint32_t count =
         tokens_to_evict(progress_.live, at_.rule.rule.budget, at_.rule.evict_at);
@@ -226,7 +230,7 @@ class ReplayCache {
         count > 0 && at_.rule.looks_back && at_.rule.modifiers.once && !is_after_prompt(index);
     return is_withheld ? 0 : count;
   }
-  /// Whether a tier plan evicts or demotes tokens before an append.
+  /// Whether a tier plan has to evict or demote tokens before append `index`.
   __device__ bool needs_eviction(std::uint32_t index) const {
     return surplus(index) > 0 || (at_.rule.evict_at != ~0u &&
                                   tokens_.is_full(at_.rule.modifiers, is_after_prompt(index)));
@@ -252,7 +256,7 @@ class ReplayCache {
       for (std::uint32_t i = first + at_.thread; i < end; i += at_.threads)
         positions_[i] = kNoPosition;
   }
-  /// Sets the live bits from the positions.
+  /// Sets the bits of the live positions.
   __device__ void mark_live() {
     const auto words = static_cast<std::uint32_t>(at_.args.shape.words());
     for (std::uint32_t w = at_.thread; w < words; w += at_.threads) live_words_[w] = 0;
@@ -290,7 +294,7 @@ class ReplayCache {
     put(i, state);
   }
 
-  /// The eviction keys of all tokens, if the current append came next.
+  /// The eviction keys of all tokens when the current append begins.
   __device__ EvictionKeys eviction_keys() {
     const std::uint32_t live = progress_.live;
     const Step ranking = step_at(now_.first, 0);
@@ -314,8 +318,8 @@ class ReplayCache {
     take_out(num_evicted, [&](std::uint32_t i) { return !all && !threshold.evicts(keys[i]); });
   }
 
-  /// With tiers, while evicting to the budget: demotes the first victims of each tier that has more
-  /// tokens than slots.
+  /// For tier plans, evicts to the budget: demotes the first victims of each tier that has more
+  /// tokens than slots. Victims of the last tier are evicted.
   __device__ void assign_tiers(std::uint32_t num_evicted) {
     const bool makes = needs_eviction(progress_.append);
     __syncthreads();
@@ -341,7 +345,7 @@ class ReplayCache {
         if (goes(i)) tokens_.of_slot()[i] = static_cast<std::uint8_t>(r + 1);
       __syncthreads();
     }
-    __syncthreads();  // find() clears the counts that the last tiers were compared by
+    __syncthreads();  // find() clears the counts that the last tiers were compared with
     tokens_.find(live);
   }
 
@@ -358,7 +362,8 @@ class ReplayCache {
                    [&](std::uint32_t i, bool here, std::uint32_t before) {
                      if (i < kept && !here) holes[i - before] = i;
                    });
-    // As many tokens stay beyond `kept` as are evicted before it.
+    // The number of kept tokens in slots from `kept` on equals the number of evicted tokens before
+    // it.
     number_stayers(shared_.selection, live, stays,
                    [&](std::uint32_t i, bool here, std::uint32_t before) {
                      if (i < kept || !here) return;
@@ -376,7 +381,7 @@ class ReplayCache {
     mark_live();
   }
 
-  /// Uses the observations as scratch, because they are not needed between two appends.
+  /// Uses the observations as scratch memory; they are not needed between two appends.
   __device__ void smooth(std::uint64_t* ranks) const {
     const ReplaySlots& slots = at_.args.slots;
     smooth_ranks({ranks, positions_, live_words_, progress_.live, slots.seen + at_.first_slot,

@@ -1,4 +1,5 @@
-// Tokens numbered by cache position: where each one is, and the exponentials of old ones.
+// Tokens numbered by cache position: computes where each token is, and the exponentials of old
+// tokens.
 #pragma once
 
 #include "kernels/replay/old_keys.cuh"
@@ -63,8 +64,8 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
   }
 
   /// Updates positions after an eviction. Cache positions of tokens older than the victim grow by
-  /// one, so their distance to the next query stays the same. It changes for old tokens that are
-  /// younger than the victim. If the victim was not old, the tokens up to it become old.
+  /// one, so their distance to the next query stays the same. The distance of old tokens that are
+  /// younger than the victim changes. If the victim was not old, all tokens up to it become old.
   __device__ void lose(std::uint32_t victim, std::uint32_t live) {
     at_.template for_slots<kStrip>(
         live, [&](std::uint32_t i) { positions_in_cache_[i] += positions_[i] < victim ? 1 : 0; });
@@ -77,7 +78,7 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
       if (!stays(i)) atomicMax(&shared_.gone, positions_[i] + 1);
   }
   __device__ void renumber(std::uint32_t live, std::uint32_t now) {
-    __syncthreads();  // four positions are read at a time, also past the last live one
+    __syncthreads();  // the code below reads four positions at a time, also past the last live one
     gone_ = max(gone_, shared_.gone);
     for (std::uint32_t i = at_.thread; i < live; i += at_.threads) {
       std::uint32_t younger = 0;
@@ -91,8 +92,8 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
   __device__ const float4* row(int i) const {
     return args_.cache_positions.e + at_.row(i) * kHeadGroups * args_.shape.tokens;
   }
-  /// Computes the old tokens that are not known yet; with `ahead`, for queries up to the query
-  /// group's end.
+  /// Computes the exponentials of old tokens that are not known yet. With `ahead`, also for the
+  /// later queries of the query group.
   template <int kHeadGroups>
   __device__ void attend(int i, std::uint32_t live, bool ahead) {
     PositionRange range = ahead && i % kReplayAhead != 0 ? moved_ : PositionRange::all();
@@ -114,7 +115,7 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
   __device__ const std::uint32_t* positions_in_cache() const { return positions_in_cache_; }
 
  private:
-  /// Lists the slots of the live tokens in a range, with their distance to a query, for queries
+  /// Lists the slots of the live tokens in a range with their distance to a query, for queries
   /// [first, end) of the query group. The order is arbitrary.
   __device__ void list(const PositionRange& range, std::uint32_t live, std::uint32_t query,
                        std::uint32_t first_of_query_group, std::uint32_t end) {
@@ -149,7 +150,7 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
   OldItem* listed_;                    // [slot]
   /// Old tokens whose distance to the query has changed since their exponentials were computed.
   PositionRange moved_ = PositionRange::all();
-  std::uint32_t gone_;  ///< one past the youngest token that was evicted
+  std::uint32_t gone_;  ///< one past the position of the youngest evicted token
 };
 
 }  // namespace kvlab::kernels

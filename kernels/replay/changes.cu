@@ -1,31 +1,31 @@
-// How a kept set changes the log-likelihood of the gradient samples, at every query: exponentials
-// times terms, masked by each cache's kept set, by tensor cores.
+// How a kept set changes the log-likelihood of the gradient samples, at every query: the product of
+// exponentials, masked by each cache's kept set, and terms. It is computed on tensor cores.
 //
-// A product is 16 configurations by 16 columns (gradient sample, query head of the group). A
-// column's weighted terms are the same for all configurations except for the mask. They are split
-// into two bf16 parts (16 bits).
+// One product has 16 configurations and 16 columns (a column is a gradient sample and a query head
+// of the group). The weighted terms of a column are the same for all configurations except for the
+// mask. They are split into two bf16 parts (16 bits).
 #include "kernels/device/half_parts.cuh"
 #include "kernels/replay/direct.cuh"
 
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kWarps = 8;     // per block; each processes every eighth step
+constexpr int kWarps = 8;     // per thread block; each processes every eighth step
 constexpr int kTile = 16;     // configurations
-constexpr int kColumns = 16;  // at most; whole gradient samples
+constexpr int kColumns = 16;  // maximum; a tile has whole gradient samples
 constexpr int kTokens = 16;   // per step
 constexpr int kThreads = kWarps * kWarpSize;
 static_assert(kThreads == kTile * kColumns && kColumns >= kMaxReplayGroup);
 
 __host__ __device__ constexpr int gradient_samples_at_once(int group) { return kColumns / group; }
 
-/// Partial sums of a warp.
+/// Partial sums of one warp.
 struct Sums {
   float of_config[kTile][kColumns], full[kColumns];
 };
 
-/// One query of one head task: some columns of it, for some configurations. kQuantized: for
-/// configurations with quantization.
+/// Some columns of one query of one head task, for some configurations. kQuantized: the
+/// configurations are quantized.
 template <bool kQuantized>
 class Changes {
  public:
@@ -58,7 +58,7 @@ class Changes {
         args.cache_positions ? reinterpret_cast<const float*>(args.cache_positions + row) : nullptr;
   }
 
-  /// Called by a warp.
+  /// Adds this warp's share. Called by a warp.
   __device__ void sum(Sums& to) {
     const int query = args_.rows.first + i_;
     if constexpr (kQuantized)
@@ -87,8 +87,8 @@ class Changes {
     }
   }
 
-  /// Computes the metrics from all warps' sums, by the whole block: a thread for each configuration
-  /// and column.
+  /// Computes the metrics from the sums of all warps. Called by the whole thread block; each thread
+  /// handles one configuration and column.
   __device__ void put(Sums (&sums)[kWarps]) const {
     const int row = static_cast<int>(threadIdx.x) / kColumns,
               column = static_cast<int>(threadIdx.x) % kColumns, config = config_of(row);
@@ -107,8 +107,8 @@ class Changes {
   }
 
  private:
-  /// Switches to the tokens of a copy, its row and its terms. Called by a warp; returns whether it
-  /// has some.
+  /// Switches to the tokens of a copy, with its row and its terms. Called by a warp. Returns
+  /// whether any configuration has tokens of this copy.
   __device__ bool take(int copy) {
     const int words = args_.shape.words();
     for (int n = 0; n < 2; ++n) {
@@ -127,7 +127,8 @@ class Changes {
     return at < args_.configs.tiles * kReplayTile ? args_.configs.of[at] : -1;
   }
 
-  /// Adds 16 tokens, for configurations that read rows of `kind`; for kind 0 also for the full row.
+  /// Adds 16 tokens for the configurations that read rows of kind `kind`, and for kind 0 also for
+  /// the full row.
   __device__ void step(int first, int query, int kind, bool multiplies) {
     const int t = lane_ % 4;
     std::uint32_t a[4];
@@ -148,7 +149,7 @@ class Changes {
       multiply_add<__nv_bfloat16>(sums_[half], a, low.kept, high.kept);
     }
   }
-  /// Turns two bits into 1 or 0 in bf16.
+  /// Converts two bits to two bf16 numbers, 1 or 0.
   __device__ static std::uint32_t ones_of(std::uint32_t bits) {
     return (bits & 1) * 0x3f80u + (bits >> 1 & 1) * 0x3f800000u;
   }
@@ -157,7 +158,7 @@ class Changes {
     const float2 a = unpack<__nv_bfloat16>(two.kept), b = unpack<__nv_bfloat16>(two.left);
     return (a.x + a.y) + (b.x + b.y);
   }
-  /// The weighted terms of two tokens; zeros beyond the query and the columns.
+  /// The weighted terms of two tokens. They are zero beyond the query and beyond the last column.
   __device__ Bf16Parts couple(int token, int query, int column, int kind) const {
     const int group = args_.shape.group, head = column % group;
     float z[2] = {};
@@ -201,7 +202,7 @@ class Changes {
   float sums_[2][4] = {}, full_[2] = {};
 };
 
-/// A thread block for each query (x), tile and chunk of gradient samples (y), head task (z).
+/// One thread block for each query (x), tile and chunk of gradient samples (y), and head task (z).
 template <bool kQuantized>
 __global__ void __launch_bounds__(kThreads)
     changes_kernel(const __grid_constant__ ReplayChangesArgs args) {

@@ -1,5 +1,5 @@
-// Copies of tokens, as tier plans keep them: the values read from their quantized values, and the
-// rows of their keys.
+// Makes copies of all tokens, as tier plans store them: quantizes keys and values and reads them
+// back, and computes the rows of the quantized keys.
 #include "kernels/device/load.cuh"
 #include "kernels/device/type_dispatch.cuh"
 #include "kernels/quantized/quantize.cuh"
@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-/// A warp for each token (x) of a copy (y) and head task (z).
+/// One warp for each token (x), copy (y) and head task (z).
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     quantize_kernel(const __grid_constant__ ReplayQuantizeArgs args, T* to) {
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A thread block for each query (x), head group (y) and head task (z).
+/// One thread block for each query (x), head group (y) and head task (z).
 __global__ void __launch_bounds__(kThreads)
     quantized_rows_kernel(const __grid_constant__ ReplayRowsArgs args, float4* rows) {
   const ReplayShape& shape = args.shape;

@@ -1,4 +1,5 @@
-// The formats through which copies of tokens are quantized, as tier plans keep them.
+// Formats in which tier plans store tokens. The replay makes one copy of all tokens for each way to
+// be demoted.
 #pragma once
 
 #include "kernels/quantized/quantized_cache.hpp"
@@ -8,7 +9,7 @@ namespace kvlab::kernels {
 
 static_assert(kMaxReplayTiers == kMaxDeviceTiers);
 
-/// The formats that a token passes on its demotion to a copy, as in demotion_path().
+/// The formats through which a token of one copy was demoted, as in demotion_path().
 struct ReplayDemotionPath {
   int formats;  ///< 0: there is no such copy
   DeviceFormat format[kMaxDeviceTiers];

@@ -1,6 +1,6 @@
-// Direct exponentials: the slow way to compute a cache's row, for cases in which the fast ways lose
-// bits. The kept exponentials are so small, or so large, compared with the full row's largest that
-// the row needs a separate maximum. Rarely called.
+// Direct exponentials: the slow way to compute a cache's row. It is used where the fast ways lose
+// precision, because the exponentials of the kept tokens are so small or so large, compared with
+// the largest one of the full row, that the row needs a separate maximum. This is rare.
 #pragma once
 
 #include <type_traits>
@@ -19,11 +19,13 @@ struct DirectRow {
   float4* direct;  // [head group, slot], slots.of_task apart
 };
 
-/// Below kLostSum, exponentials taken with the maximum of a larger row have lost bits; above
-/// kVastSum, those taken with the maximum of a smaller row.
+/// Limits of a head's sum. Below kLostSum, exponentials that were taken with the maximum of a
+/// larger row have lost precision. Above kVastSum, exponentials that were taken with the maximum of
+/// a smaller row have lost precision.
 inline constexpr float kLostSum = 0x1p-60f, kVastSum = 0x1p60f;
 
-/// Whether the sum of some head has lost bits; lane l has the sum of head l. Called by a warp.
+/// Whether the sum of some head has lost precision. Lane l has the sum of head l. Called by a whole
+/// warp.
 __device__ inline bool is_lost(float sum, const ReplayShape& shape) {
   const bool is_head = threadIdx.x % kWarpSize < static_cast<unsigned>(shape.group);
   return __any_sync(~0u, is_head && !(sum >= kLostSum && sum <= kVastSum));
@@ -35,15 +37,15 @@ __device__ inline float round_to_type(float x, Type type) {
   return x;
 }
 
-/// Maps slots to copies if all tokens are exact.
+/// The map from slots to copies if all tokens are exact.
 struct ExactCopies {
   static constexpr bool kQuantized = false;
   __device__ constexpr int operator()(std::uint32_t) const { return 0; }
   __device__ constexpr int row_of(std::uint32_t) const { return 0; }
 };
 
-/// Element `at` [head task, token, dim] of a copy's keys or values: the sum of its parts, largest
-/// part last.
+/// Element `at` [head task, token, dim] of a copy's keys or values. It is the sum of its parts; the
+/// largest part is added last.
 __device__ inline float load_copy(const ReplayCopies& copies, const void* data, Type type, int copy,
                                   std::int64_t at) {
   float sum = 0;
@@ -53,16 +55,16 @@ __device__ inline float load_copy(const ReplayCopies& copies, const void* data, 
   return sum;
 }
 
-/// A token that a query attends to. The query is rotated to its original position; the token's key
-/// too or, with cache positions, to its cache position.
+/// A token that a query attends to. The query is rotated to its original position. The token's key
+/// is rotated to its original position or, with cache positions, to its cache position.
 struct AttendedToken {
   std::int64_t task;
   std::uint32_t query, position, position_in_cache;
   bool cache_positions;
 };
 
-/// cos and sin of pair d: exact if keys are rounded; otherwise combined from the cache position's
-/// multiple of 64 and the rest.
+/// cos and sin of pair d. They are exact if keys are rounded. Otherwise they are combined from the
+/// angles of the cache position's multiple of 64 and of the rest.
 __device__ inline float2 angle_of(const ReplayShape& shape, const ReplayTensors& tensors,
                                   const AttendedToken& token, int d) {
   const int half = shape.rotated / 2, pairs = shape.pairs();
@@ -73,8 +75,8 @@ __device__ inline float2 angle_of(const ReplayShape& shape, const ReplayTensors&
   return {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.x, b.y, a.y * b.x)};
 }
 
-/// The product of a head's query with a key, by a warp. `element`: elements of the key; the first
-/// `rotated` still have to be rotated.
+/// The product of a head's query with a key, computed by a warp. `element` returns elements of the
+/// key, of which the first `rotated` are not rotated yet.
 template <class Element>
 __device__ float product_of(const ReplayShape& shape, const ReplayTensors& tensors,
                             const AttendedToken& token, int head, int rotated, Element element) {
@@ -101,7 +103,7 @@ __device__ inline float direct_product(const ReplayShape& shape, const ReplayTen
   return product_of(shape, tensors, token, head, shape.rotated,
                     [&](int d) { return load1(tensors.keys, shape.type, key + d); });
 }
-/// The same with the token's key in copy 1 or later.
+/// Like the function above, with the token's key in copy 1 or later.
 __device__ inline float copied_product(const ReplayShape& shape, const ReplayTensors& tensors,
                                        const ReplayCopies& copies, const AttendedToken& token,
                                        int head, int copy) {
@@ -111,8 +113,9 @@ __device__ inline float copied_product(const ReplayShape& shape, const ReplayTen
   });
 }
 
-/// Computes all slots' exponentials, the largest being 1, into row.direct. Called by the whole
-/// thread block. `scratch`: one float per warp. Copies: ExactCopies, or a map from slots to copies.
+/// Computes the exponentials of all slots into row.direct, scaled so that the largest is 1. Called
+/// by the whole thread block. `scratch` has one float per warp. `Copies` is ExactCopies or another
+/// map from slots to copies.
 template <class Copies>
 __device__ __noinline__ inline void take_direct_row(const ReplayWalkArgs& args, DirectRow row,
                                                     const Copies copies, float* scratch) {
@@ -148,11 +151,11 @@ __device__ __noinline__ inline void take_direct_row(const ReplayWalkArgs& args, 
   __syncthreads();
 }
 
-/// A query's terms.
+/// The terms of one query (the products of its gradients and the values).
 struct QueryTerms {
   const float* first;   // [token, gradient sample, group]
   std::int64_t stride;  ///< floats from one token to the next
-  int columns;          ///< gradient samples times group
+  int columns;          ///< number of gradient samples times group
 
   __device__ QueryTerms(const ReplayShape& shape, const ReplayTerms& terms, std::int64_t task,
                         int index)
@@ -163,7 +166,7 @@ struct QueryTerms {
   __device__ float at(std::uint32_t token, int column) const {
     return first[token * stride + column];
   }
-  /// The terms for a copy's values.
+  /// The same query's terms for the values of a copy.
   __device__ QueryTerms of(const ReplayCopies& copies, int copy) const {
     QueryTerms terms = *this;
     terms.first += copy * copies.terms;
@@ -171,8 +174,8 @@ struct QueryTerms {
   }
 };
 
-/// What a cache's direct exponentials are multiplied with: the values of the tokens before position
-/// `end` in slots [0, count).
+/// The values that a cache's direct exponentials are multiplied with. They belong to the tokens in
+/// slots [0, count) whose position is below `end`.
 struct DirectValues {
   const std::uint32_t* positions;  ///< by slot
   std::uint32_t count, end;
@@ -180,8 +183,8 @@ struct DirectValues {
   const float4* direct;  // [head group, slot], slots.of_task apart
 };
 
-/// Multiplies exponentials by terms and writes to `to` [gradient sample, group]. Called by the
-/// whole thread block.
+/// Multiplies exponentials by terms, and writes the sums to `to` [gradient sample, group]. Called
+/// by the whole thread block.
 template <class Copies>
 __device__ __noinline__ inline void sum_direct_terms(const ReplayWalkArgs& args, DirectValues of,
                                                      QueryTerms terms, const Copies copies,
@@ -208,20 +211,20 @@ __device__ __noinline__ inline void sum_direct_terms(const ReplayWalkArgs& args,
   }
 }
 
-/// Four elements of a value, as they lie in memory.
+/// Four elements of a value, in their storage format.
 template <class T>
 using FourBits = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 
-/// The values of some tokens, four elements each, and the exponentials.
+/// The values of some tokens, four elements each, and the tokens' exponentials.
 template <class Bits, int kTokens, int kHeadGroups>
 struct DirectTokens {
   Bits value[kTokens];
   float4 e[kTokens][kHeadGroups];
 };
 
-/// Multiplies exponentials by these values and writes to `to` [group, dim], not divided by the sum.
-/// Called by the whole thread block. Not inlined, because it would take its caller's registers.
-/// Bits: the type that holds four elements of a value.
+/// Multiplies exponentials by values, and writes the sums, not divided by the sum of exponentials,
+/// to `to` [group, dim]. Called by the whole thread block. Not inlined, because it would use
+/// registers that its caller needs. `Bits` is the type that holds four elements of a value.
 template <int kHeadGroups, class Bits>
 __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, DirectValues of,
                                                float (*scratch)[kReplayDims], float* to) {
@@ -266,7 +269,7 @@ __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, Direc
                       {low.x, low.y, high.x, high.y});
       }
     }
-    // Several sums side by side; each adds its warps in order.
+    // Computes several sums in parallel. Each adds the results of the warps in order.
     for (std::uint32_t round = 0; round * kSums < warps; ++round) {
       if (warp / kSums == round)
 #pragma unroll

@@ -1,5 +1,6 @@
-// Computes metrics from what caches have counted over a block of queries, and from the errors of
-// their outputs, in the order of the queries, so that every replay gives the same result.
+// Computes metrics from what the caches counted over a block of queries and from the errors of
+// their outputs. It adds them in the order of the queries, so that every replay gives the same
+// result.
 #include "kernels/replay/metrics.cuh"
 
 namespace kvlab::kernels {
@@ -8,9 +9,10 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 static_assert(Sum::recall == Sum{0} && Sum::nll == Sum{1} && Sum::missed == Sum{2} &&
-              Sum::wanted == Sum{3});  // order as in metrics_of()
+              Sum::wanted == Sum{3});  // metrics_of() relies on this order
 
-/// For one query and head: recall, its logarithm, misses, requested tokens; in the order of Sum.
+/// Returns recall, its logarithm, misses and requested tokens of one query and head, in the order
+/// of Sum.
 __device__ inline float4 metrics_of(float kept, float row_sum, std::uint32_t hits,
                                     std::uint32_t wanted) {
   const bool whole = kept < 0;
@@ -19,8 +21,8 @@ __device__ inline float4 metrics_of(float kept, float row_sum, std::uint32_t hit
           static_cast<float>(whole ? 0 : wanted - hits), static_cast<float>(wanted)};
 }
 
-/// A thread block for each configuration that is not an fp16 copy (x), and head task (y). A thread
-/// for each query and head, then for each sum and head.
+/// One thread block for each configuration that is not an fp16 copy (x), and head task (y). First
+/// each thread handles one query and head, then one sum and head.
 __global__ void __launch_bounds__(kThreads)
     counts_kernel(const __grid_constant__ ReplayMetricsArgs args) {
   __shared__ float4 metrics[kMaxReplayQueries][kMaxReplayGroup];
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-/// A warp for each cache.
+/// One warp for each cache.
 __global__ void __launch_bounds__(kThreads)
     errors_kernel(const __grid_constant__ ReplayMetricsArgs args) {
   const int cache = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / kWarpSize),

@@ -1,16 +1,16 @@
-// The counts of a cache over a block of queries, from which metrics are computed.
+// Counts of a cache over a block of queries. Metrics are computed from them.
 #pragma once
 
 #include "kernels/replay/block.cuh"
 
 namespace kvlab::kernels {
 
-/// The block of measured queries in which a measured query is summed.
+/// The index of the block of measured queries over which a measured query is summed.
 __device__ inline int block_of_query(const ReplayMeasured& measured, int index) {
   return static_cast<int>(std::int64_t{index} * measured.blocks / measured.size);
 }
 
-/// The sum of a metric for a cache and query head, in ReplayWalkArgs or ReplayMetricsArgs.
+/// The sum of a metric for a cache and query head. `Args` is ReplayWalkArgs or ReplayMetricsArgs.
 template <class Args>
 __device__ double& metric_sum(const Args& args, std::int64_t cache, Sum sum, int head, int block) {
   const SumsShape shape{static_cast<std::size_t>(args.shape.head_groups()),
@@ -19,9 +19,9 @@ __device__ double& metric_sum(const Args& args, std::int64_t cache, Sum sum, int
                    shape.at(sum, static_cast<std::size_t>(head), static_cast<std::size_t>(block))];
 }
 
-/// Adds, for query i of the block, the kept probability of each passage before it, and the
-/// passage's full probability. A warp for each passage. `live`: bits of the live positions. Called
-/// by the whole thread block; not inlined, to save its caller's registers.
+/// For query i of the block, adds the kept and the full probability of each passage before it. Each
+/// warp handles one passage at a time. `live`: bits of the live positions. Called by the whole
+/// thread block. Not inlined, to save its caller's registers.
 template <int kHeadGroups>
 __device__ __noinline__ void add_named_sums(const ReplayWalkArgs& args, int task,
                                             std::int64_t cache, const std::uint32_t* live, int i) {
@@ -55,7 +55,8 @@ __device__ __noinline__ void add_named_sums(const ReplayWalkArgs& args, int task
   __syncthreads();
 }
 
-/// Stores what the block's queries have kept in args.counts. Called by the whole thread block.
+/// Stores in args.counts what the cache kept at each query of the block. Called by the whole thread
+/// block.
 __device__ inline void store_counts(const CacheThread& at, const ReplayShared& shared) {
   const ReplayWalkArgs& args = at.args;
   const ReplayRows& rows = args.rows;
@@ -66,7 +67,7 @@ __device__ inline void store_counts(const CacheThread& at, const ReplayShared& s
     if (args.measured.index[query] < 0) continue;
     const std::int64_t row = at.row(static_cast<int>(i)) * head_groups,
                        to = (at.cache() * rows.block + i) * 4 * head_groups + head;
-    // The query's token itself is always kept, and does not count.
+    // The query's own token is always kept, so it is not counted.
     const float least = reinterpret_cast<const float*>(rows.least + row)[head];
     const float4 own = rows.e[(row + head / 4) * args.shape.tokens + query];
     args.counts.kept[to] = shared.kept[i][head];

@@ -1,4 +1,4 @@
-// Converts a token's exponentials at a query to the observation of its policy.
+// Converts a token's exponentials at a query to the observation that the policy gets.
 #pragma once
 
 #include "kernels/device/mass_sum.hpp"
@@ -6,17 +6,18 @@
 
 namespace kvlab::kernels {
 
-/// The least e at which a head requests a token, in a row with this sum and this largest e.
+/// The lowest exponential at which a head requests a token, in a row with this sum and this largest
+/// exponential.
 __device__ inline float min_requested(float sum, float most, std::uint32_t threshold16) {
   const float p = request_floor(fixed_mass(1.0f, most * (1 / sum)), threshold16);
   return p < 0 ? 0.0f : p * sum;
 }
 
-/// The sum over four heads of e * over in Q32.32, where each product is rounded once; 0 <= e * over
-/// <= 1.5.
+/// The sum over four heads of e * over in Q32.32 (64-bit fixed point), where each product is
+/// rounded once. Requires 0 <= e * over <= 1.5.
 ///
-/// As MassSum, except that a product is not first rounded to float32: adding 64 leaves a multiple
-/// of 2^-17 in the low bits, and the remainder becomes a multiple of 2^-32.
+/// It differs from MassSum in that a product is not first rounded to float32. Adding 64 leaves a
+/// multiple of 2^-17 in the low bits; the remainder is then rounded to a multiple of 2^-32.
 __device__ inline std::uint64_t head_group_mass(const float4& e, const float4& over) {
   constexpr float kHigh = 64.0f, kLow = 1.5f / 512;
   const auto high = [](float a, float b) { return fmaf(a, b, kHigh); };
@@ -33,8 +34,9 @@ __device__ inline std::uint64_t head_group_mass(const float4& e, const float4& o
          static_cast<std::uint64_t>(std::int64_t{static_cast<std::int32_t>(lower)});
 }
 
-/// The number of tokens that each head of the full row requests, among those that a thread counts.
-/// Zeros stand for missing tokens, so a row that requests every token needs a separate case.
+/// How many tokens each head of the full row requests, among the tokens that one thread counts.
+/// Missing tokens count as exponentials of zero, so a row that requests every token is handled
+/// separately.
 template <int kHeadGroups>
 class ReplayHits {
  public:
@@ -48,7 +50,7 @@ class ReplayHits {
     for (int head_group = 0; head_group < kHeadGroups; ++head_group)
       count_from(hits_[head_group], e.head_group[head_group], least_.head_group[head_group]);
   }
-  /// Adds the warp's counts to `to`, by head.
+  /// Adds the counts of the whole warp to `to`, by head.
   __device__ void add_to(std::uint32_t* to, std::uint32_t lane) const {
 #pragma unroll
     for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
@@ -65,19 +67,19 @@ class ReplayHits {
   uint4 hits_[kHeadGroups] = {};
 };
 
-/// The observation of the live tokens by one query. kLargest: a group gives a token the mass of its
-/// largest head, not the sum over heads.
+/// How one query observes the live tokens. kLargest: a group gives a token the largest mass of its
+/// heads instead of the sum over heads.
 template <class P, int kHeadGroups, bool kLargest>
 struct QueryLook {
   static constexpr bool kNeedsRequests = needs_requests(P::kInfo.needs);
   static constexpr bool kSums = needs_mass(P::kInfo.needs);
   HeadGroups<kHeadGroups> over;  ///< 1 / sum; 0 for padding heads
   HeadGroups<kHeadGroups>
-      least;  ///< e at which a head requests a token; infinite for padding heads
+      least;  ///< lowest exponential at which a head requests a token; infinite for padding heads
   float weight;
   std::uint32_t query;
 
-  /// `sum`, `most`: lane l has the value of head l.
+  /// Lane l has `sum` and `most` (the largest exponential) of head l.
   __device__ QueryLook(float sum, float most, const CacheThread& at, float of_age,
                        std::uint32_t of_query)
       : weight(of_age), query(of_query) {

@@ -1,14 +1,15 @@
-// Exponentials of old keys: keys at cache positions that are older than an evicted token, so that
-// their distance to the query differs between caches.
+// Computes exponentials of old keys. An old key has a cache position and is older than an evicted
+// token, so its distance to the query differs between caches.
 //
-// Only the distance counts, so the query stays as it was before RoPE and the key is rotated back by
-// the distance. As long as only younger tokens are evicted, the distance stays the same from query
-// to query. So a key is rotated once per query group, and again only after an older token was
-// evicted. The keys to rotate are listed, and the list is split evenly over the warps of a thread
-// block.
+// Only the distance matters. Therefore the query stays unrotated and the key is rotated back by the
+// distance. As long as only younger tokens are evicted, the distance stays the same from query to
+// query. So a key is rotated once per query group, and again only after an older token was evicted.
+// The keys to rotate are listed, and the list is split evenly over the warps of a thread block.
 //
-// Products are float16 on tensor cores, with keys and queries in two parts each (22 bits), 16 keys
-// at a time. Bytes for 16 keys: the keys from the L2 cache, 2 elements per pair, and half of their
+// Products use float16 tensor cores, with keys and queries in two parts each (22 bits), 16 keys at
+// a time. Memory traffic for 16 keys: from the L2 cache, the keys (2 elements per pair) and half of
+// their rope tables; from shared memory, the other half of the tables, and 4 bytes per element of
+// all queries.
 // rope tables; from shared memory the other half, and 4 bytes per element of all queries.
 #pragma once
 
@@ -17,7 +18,7 @@
 
 namespace kvlab::kernels {
 
-/// An old token's key for some queries of a query group that all have the same distance to it.
+/// The key of an old token, for those queries of a query group that have the same distance to it.
 struct OldItem {
   std::uint32_t slot;
   std::uint32_t packed;  ///< distance, first query and end of the query group: 24, 4 and 4 bits
@@ -32,20 +33,20 @@ struct OldItem {
 };
 inline constexpr int kMaxOldDistance = 1 << 24;  ///< exclusive
 
-/// Old keys to rotate, and the positions of their slots' tokens.
+/// The old keys to rotate, and the position of each slot's token.
 struct OldList {
   const OldItem* items;
   std::uint32_t count;
   const std::uint32_t* positions;  ///< by slot
 };
 
-/// Layout in shared memory of what a cache's old keys are multiplied with: [pairs / 8, tile, lane]
-/// of ReplayCachePositionRows::fragments for a query group, a float2 for each of its columns, and
-/// the rope table of 0 to 63 positions.
+/// Layout, in shared memory, of what a cache's old keys are multiplied with. It holds [pairs / 8,
+/// tile, lane] of ReplayCachePositionRows::fragments for a query group, a float2 for each of the
+/// group's columns, and the rope table of positions 0 to 63.
 struct OldKeyLayout {
   int fragments, columns, rope, rope_stride;  ///< in units of 16 bytes
 
-  /// Angles of 0 to 63 positions are spaced so that neighbours do not share banks.
+  /// The padding between angles of neighbouring positions avoids bank conflicts.
   constexpr explicit OldKeyLayout(const ReplayShape& shape)
       : fragments(shape.pairs() / 8 * (kReplayAhead * shape.head_groups() / 2) * kWarpSize),
         columns(kReplayAhead * shape.head_groups() * 2),
@@ -58,14 +59,15 @@ struct OldKeyLayout {
 
 class OldKeyStage {
  public:
-  /// `stage`: an OldKeyLayout; usable after the next barrier.
+  /// `stage`: memory with the layout OldKeyLayout. It is usable after the next barrier.
   __device__ OldKeyStage(const ReplayCachePositionArgs& args, int task, std::byte* stage)
       : args_(args), task_(task), stage_(reinterpret_cast<uint4*>(stage)) {
     const int head_groups = args.shape.pairs() / 2;
     const OldKeyLayout parts(args.shape);
     const auto* const from = reinterpret_cast<const uint4*>(args.tensors.fine);
     uint4* const to = stage_ + parts.fragments + parts.columns;
-    // A row has two couples of pairs for each of four lanes, granule by granule; here by couple.
+    // In global memory a row has, granule by granule, two couples of pairs for each of four lanes.
+    // Here it is arranged by couple.
     for (int n = static_cast<int>(threadIdx.x); n < 64 * head_groups;
          n += static_cast<int>(blockDim.x)) {
       const int position_in_cache = n / head_groups, at = n % head_groups;
@@ -73,7 +75,7 @@ class OldKeyStage {
     }
   }
 
-  /// Loads the queries of a query group of the block. Called by the whole thread block, between
+  /// Loads the queries of one query group of the block. Called by the whole thread block, between
   /// barriers.
   __device__ void take(int query_group) {
     if (query_group == query_group_) return;
@@ -91,7 +93,7 @@ class OldKeyStage {
         reinterpret_cast<const float*>(args_.cache_positions.scales) + first_column;
     const float* const most =
         reinterpret_cast<const float*>(args_.cache_positions.most) + first_column;
-    // Padding heads give e^-inf.
+    // Padding heads get exponential 0.
     for (int n = thread; n < kReplayAhead * heads; n += threads)
       reinterpret_cast<float2*>(stage_ + parts.fragments)[n] = {
           scales[n], n % heads < shape.group ? most[n] : __int_as_float(0x7f800000)};
@@ -105,13 +107,13 @@ class OldKeyStage {
   int query_group_ = -1;
 };
 
-/// Four pairs of a key before RoPE, as they lie in memory, because a conversion would wait for the
-/// loads.
+/// Four pairs of a key before RoPE, in their storage format. They are converted later, because a
+/// conversion here would wait for the loads.
 template <class T>
 struct FourPairs {
   uint4 bits;
   __device__ explicit FourPairs(const uint4* at) : bits(__ldg(at)) {}
-  /// The first elements of two of the pairs; high(): their second elements.
+  /// The first elements of two of the four pairs. high() returns their second elements.
   __device__ float2 low(int couple) const { return unpack<T>(couple == 0 ? bits.x : bits.y); }
   __device__ float2 high(int couple) const { return unpack<T>(couple == 0 ? bits.z : bits.w); }
 };
@@ -130,14 +132,14 @@ struct FourPairs<float> {
   }
 };
 
-/// Processes sixteen listed keys at a time, by a warp. T: type of keys.
+/// A warp that processes sixteen listed keys at a time. T: type of keys.
 template <int kHeadGroups, class T>
 class OldKeys {
   static constexpr int kHeads = 4 * kHeadGroups;
   static constexpr int kTiles =
       kReplayAhead * kHeads / 8;                 ///< of a query group's columns: query, head
-  static constexpr int kAtOnce = 4;              ///< tiles whose products interleave
-  static constexpr int kOfLane = sizeof(T) / 2;  ///< uint4 per four pairs
+  static constexpr int kAtOnce = 4;              ///< tiles whose products are interleaved
+  static constexpr int kOfLane = sizeof(T) / 2;  ///< number of uint4 for four pairs
 
  public:
   __device__ OldKeys(const ReplayCachePositionArgs& args, int task, std::int64_t first_slot,
@@ -194,13 +196,14 @@ class OldKeys {
   struct Sums {
     float of[kTiles][4];
   };
-  /// Two keys of a lane: l / 4 and l / 4 + 8 of a batch.
+  /// The two keys of lane l: keys l / 4 and l / 4 + 8 of a batch.
   struct Two {
     OldItem item[2];
     const uint4* key[2];
     float scale[2];
   };
-  /// Where a granule of two keys' angles and of the queries lies, and the next granule of the keys.
+  /// Where to find a granule of the two keys' angles and of the queries, and the next granule of
+  /// the keys.
   struct Granule {
     const uint4 *key[2], *queries;
     const float4 *coarse[2], *fine[2];
@@ -211,12 +214,12 @@ class OldKeys {
       queries += 2 * kTiles * kWarpSize;
     }
   };
-  /// Rows of two keys: first elements of two pairs, then their second elements.
+  /// Two rotated keys: the first elements of two pairs, then their second elements.
   struct Rotated {
     std::uint32_t kept[4], left[4];
   };
 
-  /// Past the last item, the pair applies to no query.
+  /// Past the last item, returns a pair of keys that no query uses.
   __device__ Two load_pair(std::uint32_t batch) const {
     Two two;
 #pragma unroll
@@ -246,8 +249,8 @@ class OldKeys {
     return at;
   }
 
-  /// The products of 16 pairs, summed separately, because tensor cores truncate what a sum cannot
-  /// hold.
+  /// Adds the products of 16 pairs, which are summed separately, because tensor cores truncate bits
+  /// that the accumulator cannot hold.
   __device__ static void add(Sums& sums, const FourPairs<T> (&raw)[2], const Granule& at) {
     Sums own{};
 #pragma unroll
@@ -278,8 +281,8 @@ class OldKeys {
     for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.kept, of[n].x, of[n].y);
   }
 
-  /// Rotates two of the pairs back by the sum of two angles. `a` and `b` hold the cosines and sines
-  /// of the two angles, which are parts of the distance.
+  /// Rotates two of the pairs back by the sum of two angles, which together are the distance. `a`
+  /// and `b` hold the cosines and sines of the two angles.
   __device__ static void rotate(Rotated& rotated, const FourPairs<T>& raw, const float4& a,
                                 const float4& b, int key, int couple) {
     const float cosines[2] = {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.z, b.z, -(a.w * b.w))},
@@ -293,7 +296,8 @@ class OldKeys {
     rotated.kept[key + 2] = high.kept, rotated.left[key + 2] = high.left;
   }
 
-  /// Lane l has columns 2 (l % 4) and the next of each tile: two heads of one query.
+  /// Stores the exponentials. Lane l has columns 2 (l % 4) and 2 (l % 4) + 1 of each tile, which
+  /// are two heads of one query.
   __device__ void store(const Sums& sums, const Two& keys) const {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -309,7 +313,8 @@ class OldKeys {
               exponential(sums.of[tile][2 * n + 1] * keys.scale[n], column.z, column.w)};
     }
   }
-  /// e^(x scale - most). The error is within 2^-22 of the result plus 2^-24 of |x scale - most|.
+  /// Returns e^(x scale - most). The error is within 2^-22 of the result plus 2^-24 of |x scale -
+  /// most|.
   __device__ static float exponential(float x, float scale, float most) {
     float e;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(x, scale, -most) * 1.44269504f));
@@ -317,10 +322,11 @@ class OldKeys {
   }
 
   const OldList old_;
-  const uint4* keys_;       // [token, pairs / 4], for lane % 4 == 0; so are the next ones
-  const float* scales_;     // [token]
-  const float4* coarse_;    // [distance / 64, pairs / 2]
-  const float4* fine_;      // [distance % 64, fine_stride_]
+  const uint4* keys_;     // [token, pairs / 4], offset by this lane's place; the same holds for the
+                          // next pointers
+  const float* scales_;   // [token]
+  const float4* coarse_;  // [distance / 64, pairs / 2]
+  const float4* fine_;    // [distance % 64, fine_stride_]
   const uint4* fragments_;  // [pairs / 8, tile, lane]
   const float4* columns_;   // [tile, 4]
   float2* direct_;          // [query of the query group, head group, slot, 2]
@@ -328,10 +334,10 @@ class OldKeys {
   int fine_stride_, lane_, granules_;
 };
 
-/// Computes the exponentials of the listed items for the stage's query group. Called by the whole
-/// thread block, between barriers. Writes only the queries of each item, so items of one slot may
-/// split its queries. Fastest if items of similar distance follow one another. Not inlined, because
-/// it would take its caller's registers. T: type of keys.
+/// Computes the exponentials of the listed items for the query group that the stage holds. Called
+/// by the whole thread block, between barriers. Writes only the queries of each item, so several
+/// items of one slot may share its queries. It is fastest if items of similar distance follow one
+/// another. Not inlined, because it would use registers that its caller needs. T: type of keys.
 template <int kHeadGroups, class T>
 __device__ __noinline__ void take_old_keys(const ReplayCachePositionArgs& args, int task,
                                            std::int64_t first_slot, const uint4* stage,

@@ -1,9 +1,10 @@
-// The outputs of sampled queries in all caches of a head task: exponentials, masked by each cache's
-// kept set, times values, by tensor cores; and their errors relative to the full cache's outputs.
+// Computes the outputs of sampled queries in all caches of a head task, and their errors relative
+// to the full cache's outputs. An output is the product of exponentials, masked by the cache's kept
+// set, and values. It is computed on tensor cores.
 //
-// A tile is four query heads for four configurations: 16 rows of one product, whose exponentials
-// are the same for all four configurations except for the mask. They are split into two bf16 parts
-// (16 bits); so are values of 2 bytes with more bits than bf16.
+// A tile has four query heads and four configurations, which are the 16 rows of one product. The
+// exponentials are the same for all four configurations except for the mask. They are split into
+// two bf16 parts (16 bits). Values of 2 bytes that have more bits than bf16 are also split.
 #include <algorithm>
 
 #include "kernels/device/fold.cuh"
@@ -16,18 +17,19 @@
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kTokens = 64;          // per stage
-constexpr int kDims = 128;           // per pass
-constexpr int kTilesAtOnce = 10;     // per block
-constexpr int kHalves = 2;           // parts of a pass's dimensions, one warp of a tile each
+constexpr int kTokens = 64;       // per stage
+constexpr int kDims = 128;        // per pass
+constexpr int kTilesAtOnce = 10;  // per thread block
+constexpr int kHalves = 2;  // a pass's dimensions are split over this number of warps per tile
 constexpr int kColumns = kDims / 8;  // products of 8 dimensions
 constexpr int kOwnColumns = kColumns / kHalves;
-constexpr int kMaxStages = 3, kMinStages = 2;  // as many as fit
+constexpr int kMaxStages = 3, kMinStages = 2;  // stages in shared memory: as many as fit
 constexpr int kThreads = kTilesAtOnce * kHalves * kWarpSize;
-constexpr int kMinWarps = 4;  // needed to fetch weights: 2 kinds of rows, 2 head groups, 32 couples
+constexpr int kMinWarps =
+    4;  // needed to load weights: 2 kinds of rows, 2 head groups, 32 couples of tokens
 using Swizzle = Swizzled<kDims * 2>;
 
-using Couple = Bf16Parts;  // exponentials of two tokens for a head
+using Couple = Bf16Parts;  // one head's exponentials of two tokens
 
 template <int kPlanes>
 struct Stage {
@@ -35,11 +37,11 @@ struct Stage {
   Couple weights[2][2][kTokens / 2][4];        // [kind of row, head group, couple, head]
 };
 
-/// One sampled query of one head task.
+/// A sampled query of one head task.
 struct Sampled {
   const ReplayOutputsArgs& args;
   int task, i, index;
-  std::int64_t row;  ///< among the block's queries of all head tasks
+  std::int64_t row;  ///< index among the block's queries of all head tasks
   __device__ int query() const { return args.rows.first + i; }
   __device__ std::int64_t sample(int config) const {
     return args.sets.sample_of(args.measured, args.sweep.cache_of(task, config), index);
@@ -49,8 +51,8 @@ struct Sampled {
   }
 };
 
-/// Loads the values of tokens [first, first + kTokens), dimensions from `dim` on, by the whole
-/// block. Zeros beyond the query and the head size.
+/// Loads the values of tokens [first, first + kTokens), for dimensions from `dim` on. Called by the
+/// whole thread block. Loads zeros beyond the query and the head size.
 template <int kPlanes>
 __device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int dim) {
   const ReplayShape& shape = at.args.shape;
@@ -78,13 +80,13 @@ __device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int di
   }
 }
 
-/// A thread's part of a stage's weights, in flight from global memory.
+/// One thread's part of a stage's weights, while it is loaded from global memory.
 struct Weights {
   float4 first, second;  ///< exponentials of two tokens
-  Couple* to;            ///< null: the thread has no part
+  Couple* to;            ///< null if the thread has no part
 };
 
-/// Gives zeros beyond the query.
+/// Loads the weights. They are zero beyond the query.
 template <int kPlanes>
 __device__ Weights fetch_weights(Stage<kPlanes>& stage, const Sampled& at, int first) {
   const int head_groups = at.args.shape.head_groups(), tokens = at.query() + 1,
@@ -106,20 +108,20 @@ __device__ inline void store_weights(const Weights& of) {
   of.to[2] = Couple::of(of.first.z, of.second.z), of.to[3] = Couple::of(of.first.w, of.second.w);
 }
 
-/// Turns two bits into the masks of two bf16.
+/// Converts two bits to the masks of two bf16 numbers.
 __device__ inline std::uint32_t mask_of(std::uint32_t bits) {
   return (bits & 1) * 0xffffu + (bits & 2) * 0x7fff8000u;
 }
 
-/// Which of a stage's tokens two configurations keep, in words of 32 tokens.
+/// Bits that say which tokens of a stage two configurations keep, in words of 32 tokens.
 struct StageBits {
   std::uint32_t of[2][kTokens / 32];
 };
-/// A warp's squared sums for each row: error, output.
+/// A warp's sums of squares for each row: of the error and of the output.
 using TileErrors = double2[16];
 
-/// A warp's 16 rows by half of the dimensions. Lane l has rows g = l / 4 and g + 8: head g % 4 of
-/// two configurations.
+/// A warp that computes 16 rows for half of the dimensions. Lane l has rows g = l / 4 and g + 8.
+/// These are head g % 4 of two configurations.
 template <int kPlanes>
 class Tile {
  public:
@@ -155,7 +157,7 @@ class Tile {
       for (float& x : sum) x = 0;
   }
 
-  /// The bits of the stage that begins at token `first`.
+  /// The bits for the stage that begins at token `first`.
   __device__ StageBits bits(int first) const {
     StageBits bits;
 #pragma unroll
@@ -166,7 +168,7 @@ class Tile {
     return bits;
   }
 
-  /// `dim`: the pass's first dimension.
+  /// Adds a stage's products for one pass. `dim`: the first dimension of the pass.
   __device__ void multiply(const Stage<kPlanes>& stage, const StageBits& bits, int dim) {
     if (head_group_ < 0 || dim + 8 * first_column_ >= at_.args.shape.head_size) return;
     const int t = lane_ % 4, head = lane_ / 4 % 4;
@@ -190,7 +192,7 @@ class Tile {
     }
   }
 
-  /// Stores the rows' outputs for the pass's dimensions.
+  /// Stores the rows' outputs for the dimensions of the pass.
   __device__ void put(int dim) const {
     const ReplayShape& shape = at_.args.shape;
     const int tasks = at_.args.sweep.config_tasks;
@@ -201,7 +203,7 @@ class Tile {
     });
   }
 
-  /// Adds the pass's dimensions to the rows' errors.
+  /// Adds the errors in the dimensions of the pass to the rows' errors.
   __device__ void compare(int dim) {
     const ReplayShape& shape = at_.args.shape;
     for_outputs(dim, [&](int n, int head, int d, float* to, const ReplayKept& of,
@@ -218,7 +220,8 @@ class Tile {
     });
   }
 
-  /// Adds the sums of a tile's warps by row, and writes them. Called by the whole block.
+  /// Adds the sums of a tile's warps by row, and writes the results. Called by the whole thread
+  /// block.
   __device__ void write(TileErrors& shared) {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
@@ -243,8 +246,8 @@ class Tile {
   }
 
  private:
-  /// Calls each(n, head, d, direct values of d, the kept set, the outputs of d and d + 1) for the
-  /// n-th configuration and some dimensions d of the pass.
+  /// Calls each(n, head, d, direct values of d, kept set, outputs of d and d + 1) for the n-th
+  /// configuration and for this lane's dimensions d of the pass.
   template <class Each>
   __device__ void for_outputs(int dim, Each each) const {
     const ReplayShape& shape = at_.args.shape;
@@ -267,7 +270,7 @@ class Tile {
       }
     }
   }
-  /// Multiplies 16 tokens by the warp's dimensions of the pass.
+  /// Multiplies 16 tokens with the warp's dimensions of the pass.
   __device__ void multiply_step(const Stage<kPlanes>& stage, int step,
                                 const std::uint32_t (&kept)[4], const std::uint32_t (&left)[4]) {
     constexpr int kStepBytes = 16 * 2 * kDims;
@@ -297,13 +300,14 @@ class Tile {
   int head_group_ = -1, cache_positions_ = 0;
   std::int32_t config_[2] = {-1, -1};
   const std::uint32_t* words_[2] = {};
-  std::uint32_t offsets_[kOwnColumns / 2];  ///< of the matrices of a step's values
+  std::uint32_t
+      offsets_[kOwnColumns / 2];  ///< offsets of the matrices that hold the values of a step
   float sums_[kOwnColumns][4];
   double error_[2] = {}, size_[2] = {};
 };
 
-/// Two warps for each of up to kTilesAtOnce tiles (y); a block for each query (x) and head task
-/// (z).
+/// A thread block has two warps for each of up to kTilesAtOnce tiles (y). There is one for each
+/// query (x) and head task (z).
 template <int kPlanes, int kStages>
 __global__ void __launch_bounds__(kThreads)
     outputs_kernel(const __grid_constant__ ReplayOutputsArgs args) {
@@ -328,7 +332,7 @@ __global__ void __launch_bounds__(kThreads)
     StageBits bits = tile.bits(0);
     for (int first = 0, s = 0; first <= query; first += kTokens, s = (s + 1) % kStages) {
       wait_copies<kStages - 2>();
-      __syncthreads();  // this stage has arrived, and the stage before is free
+      __syncthreads();  // this stage has arrived, and the previous one can be overwritten
       const int ahead = first + (kStages - 1) * kTokens;
       Stage<kPlanes>& free = stages[(s + kStages - 1) % kStages];
       if (ahead <= query) fill(free, at, ahead, dim);

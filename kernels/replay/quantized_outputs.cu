@@ -1,5 +1,5 @@
-// The outputs of sampled queries in caches with quantization. These keep few of many tokens, so the
-// kept tokens of each copy are listed.
+// Computes the outputs of sampled queries in quantized caches. Each copy has only a few of the many
+// kept tokens, so its kept tokens are listed first.
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
@@ -14,8 +14,8 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kListed = 32 * kThreads;  // tokens per list
 
-/// Lists the kept tokens of a copy from `first` on, in order. Called by the whole block; returns
-/// their number.
+/// Lists the kept tokens of a copy from `first` on, in order. Called by the whole thread block.
+/// Returns their number.
 __device__ int list_tokens(const std::uint32_t* words, int first, int query,
                            std::uint32_t (&tokens)[kListed]) {
   using Scan = cub::BlockScan<int, kThreads>;
@@ -31,7 +31,7 @@ __device__ int list_tokens(const std::uint32_t* words, int first, int query,
   return count;
 }
 
-/// Four dimensions of a copy's value, from two parts; `at` is a multiple of 4.
+/// Four dimensions of a copy's value, added up from two parts. `at` is a multiple of 4.
 __device__ inline float4 value_of(const ReplayOutputsArgs& args, int copy, std::int64_t at) {
   const Type type = args.shape.type;
   if (copy == 0) return load4(args.values, type, at);
@@ -41,11 +41,12 @@ __device__ inline float4 value_of(const ReplayOutputsArgs& args, int copy, std::
   return sum;
 }
 
-/// A cache's outputs for one query, four dimensions per thread. Groups of threads split the tokens.
+/// A cache's outputs for one query. Each thread computes four dimensions, and groups of threads
+/// share the tokens.
 struct QuantizedOutputs {
   const ReplayOutputsArgs& args;
   const int task, query;
-  const std::int64_t row, kept;  ///< indices among all rows, and among all kept sets
+  const std::int64_t row, kept;  ///< index among all rows, and index among all kept sets
   const int lanes = args.shape.head_size / 4, lane = static_cast<int>(threadIdx.x) % lanes,
             group = static_cast<int>(threadIdx.x) / lanes;
   float4 sums[kMaxReplayGroup] = {};
@@ -70,7 +71,7 @@ struct QuantizedOutputs {
       }
     }
   }
-  /// Adds all groups' parts, in order, into the first group's `parts`.
+  /// Adds the parts of all groups, in order, to the first group's `parts`.
   __device__ void merge(float4 (&parts)[kThreads][kMaxReplayGroup]) const {
 #pragma unroll
     for (int head = 0; head < kMaxReplayGroup; ++head) parts[threadIdx.x][head] = sums[head];
@@ -81,8 +82,7 @@ struct QuantizedOutputs {
   }
 };
 
-/// A thread block for each query (x), configuration with quantization (y) and head task (z). Few of
-/// many tokens are kept, so the kept tokens of each copy are listed.
+/// One thread block for each query (x), quantized configuration (y) and head task (z).
 __global__ void __launch_bounds__(kThreads)
     quantized_outputs_kernel(const __grid_constant__ ReplayOutputsArgs args) {
   using Sum = cub::BlockReduce<double, kThreads>;

@@ -1,5 +1,5 @@
-// How modifiers change a cache's ranks before many tokens are evicted: sums over a layer's KV heads
-// (scope=layer), and smoothing by age.
+// How modifiers change a cache's ranks before many tokens are evicted. `scope=layer` sums them over
+// a layer's KV heads, and smoothing combines ranks of tokens that are close in age.
 #pragma once
 
 #include "kernels/device/cluster.cuh"
@@ -8,10 +8,10 @@
 
 namespace kvlab::kernels {
 
-/// Replaces every rank by the sum over the layer's KV heads, by the thread blocks of a cluster, one
-/// per head. Their caches have the same tokens in the same slots, [first_slot, first_slot + live)
-/// of each head task. Uses the observations as scratch, because they are not needed between two
-/// appends.
+/// Replaces every rank by the sum over the layer's KV heads. The thread blocks of a cluster do this
+/// together, one per head. Their caches have the same tokens in the same slots, [first_slot,
+/// first_slot + live) of each head task. Uses the observations as scratch memory; they are not
+/// needed between two appends.
 __device__ __noinline__ inline void sum_layer_ranks(const ReplayWalkArgs& args, int task,
                                                     std::int64_t first_slot, std::uint32_t live,
                                                     RankType type) {
@@ -35,25 +35,25 @@ __device__ __noinline__ inline void sum_layer_ranks(const ReplayWalkArgs& args, 
   __syncthreads();
 }
 
-/// A cache's live tokens, and scratch for each.
+/// A cache's live tokens, and scratch memory for each.
 struct RanksToSmooth {
   std::uint64_t* ranks;             // [slot]
   const std::uint32_t* positions;   // [slot]
   const std::uint32_t* live_words;  // bits of the live positions
   std::uint32_t live;
-  Observation* by_age;  // [slot]: their masses hold ranks by age
+  Observation* by_age;  // [slot]: the `mass` fields hold ranks, ordered by age
   std::uint32_t* ages;  // [slot]
 };
 
-/// The number of live tokens that are older.
+/// The number of live tokens that are older than the token at `position`.
 __device__ inline std::uint32_t age_of(std::uint32_t position, const std::uint32_t* live_words) {
   std::uint32_t older = __popc(live_words[position / 32] & ((1u << position % 32) - 1));
   for (std::uint32_t w = 0; w < position / 32; ++w) older += __popc(live_words[w]);
   return older;
 }
 
-/// Replaces every rank by the modifiers' result over the ranks of tokens near it by age. Called by
-/// the whole block.
+/// Smooths the ranks: replaces each by the modifiers' function of the ranks of tokens near it by
+/// age. Called by the whole thread block.
 __device__ __noinline__ void smooth_ranks(const RanksToSmooth of, const Modifiers modifiers,
                                           RankType type) {
   for (std::uint32_t i = threadIdx.x; i < of.live; i += blockDim.x) {

@@ -23,7 +23,7 @@ bool is_launchable(const ReplayWalkArgs& args, const ReplayMembers& members, int
 
 constexpr std::size_t kReserved = 1024 + sizeof(ReplayShared);
 
-/// Shared memory of a block without its slots, in bytes.
+/// Bytes of shared memory of a thread block, without the slots.
 std::size_t bytes_of_tokens(const ReplayShape& shape, bool cache_positions, int tiers) {
   return bytes_of_words(shape) * static_cast<std::size_t>(1 + tiers) +
          (cache_positions ? OldKeyLayout(shape).bytes() : 0);
@@ -60,7 +60,8 @@ cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
   plan.max_shared_bytes = max_dynamic_bytes(is_tiered, limits);
   plan.shared_bytes = bytes_of_tokens(args.shape, cache_positions, members.max_tiers);
   if (plan.shared_bytes > plan.max_shared_bytes) return cudaErrorNotSupported;
-  // Per slot: state, position, cache position, list entry, tier; rounded up to whole strips.
+  // Bytes per slot: state, position, cache position, list entry, tier. The number of slots is
+  // rounded up to whole strips.
   const std::size_t of_slot = members.slot_bytes + sizeof(std::uint32_t) +
                               (cache_positions ? sizeof(std::uint32_t) + sizeof(OldItem) : 0) +
                               (is_tiered ? 1 : 0),

@@ -1,5 +1,5 @@
-// Data shared by all caches of a head task: rotated vectors, a block's exponentials, the full
-// cache's outputs.
+// Computes what all caches of a head task share: rotated vectors, the exponentials of a block of
+// queries, and the full cache's outputs.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"
@@ -17,13 +17,13 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-/// The part of x that TF32 keeps, or the rest.
+/// The part of x that fits TF32 or, with `left`, the rest.
 __device__ inline float tf32_part(float x, bool left) {
   const float kept = __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
   return left ? x - kept : kept;
 }
 
-/// A warp for each vector.
+/// One warp for each vector.
 template <class T>
 __global__ void rotate_kernel(const ReplayRotateArgs args, T* rounded) {
   const int row = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
@@ -50,7 +50,7 @@ __global__ void rotate_kernel(const ReplayRotateArgs args, T* rounded) {
   for (int d = args.rotated + lane; d < args.head_size; d += kWarpSize) put(d, from(d));
 }
 
-/// A thread for each element of a head task's queries [query, head, dim] (x), for each head task
+/// One thread for each element of a head task's queries [query, head, dim] (x), for each head task
 /// (y).
 __global__ void query_parts_kernel(int elements, int head_size, std::int64_t task_stride,
                                    std::int64_t to_stride, const float* from, float* to) {
@@ -63,8 +63,8 @@ __global__ void query_parts_kernel(int elements, int head_size, std::int64_t tas
   parts[2 * head_size] = tf32_part(value, true);
 }
 
-/// Folds four values over the block, in every thread. `shared`: [kWarps][4], free again after the
-/// next barrier.
+/// Folds four values over the thread block, and returns the results in every thread. `shared`:
+/// [kWarps][4], which may be reused after the next barrier.
 template <class Fold>
 __device__ float4 block_fold4(const float4& value, float (*shared)[4], Fold fold) {
   const unsigned lane = threadIdx.x % kWarpSize;
@@ -76,13 +76,13 @@ __device__ float4 block_fold4(const float4& value, float (*shared)[4], Fold fold
   return of_lanes(all, 0);
 }
 
-/// The products of one query for one head group, by token.
+/// The products of one query with all tokens, for one head group.
 struct HeadGroupRow {
   const float* products;  // [head, token]
   int tokens, heads;
   float scale;
 
-  /// Padding heads give 0.
+  /// The scaled products of four heads. Padding heads give 0.
   __device__ float4 operator[](int token) const {
     return {at(0, token), at(1, token), at(2, token), at(3, token)};
   }
@@ -91,7 +91,7 @@ struct HeadGroupRow {
   }
 };
 
-/// The least e at which a row requests a token; infinite for padding heads.
+/// The lowest exponential at which a row requests a token. It is infinite for padding heads.
 __device__ float4 least_of(const float4& sum, int heads, std::uint32_t threshold16) {
   const auto least = [&](float of_sum, int head) {
     if (head >= heads) return __int_as_float(0x7f800000);
@@ -101,30 +101,30 @@ __device__ float4 least_of(const float4& sum, int heads, std::uint32_t threshold
   return {least(sum.x, 0), least(sum.y, 1), least(sum.z, 2), least(sum.w, 3)};
 }
 
-/// The first tokens of a row in shared memory; each is used by the thread that stored it.
+/// The first values of a row, in shared memory. Only the thread that stored a value reads it.
 struct RowCache {
   float4* values;
   int count;
   __device__ void put(int token, const float4& x) const {
     if (token < count) values[token] = x;
   }
-  /// The value that put() stored, or else the one in `row`.
+  /// Returns the value that put() stored, or else reads it from `row`.
   template <class Row>
   __device__ float4 get(int token, const Row& row) const {
     return token < count ? values[token] : row[token];
   }
 };
-constexpr int kMaxCached = 4096;    // lets three blocks fit a multiprocessor
+constexpr int kMaxCached = 4096;    // lets three thread blocks run on a multiprocessor
 constexpr int kStaticBytes = 1024;  ///< bytes of shared memory in addition to the cached tokens
 
-/// Computes the exponentials of a row's first `length` products into `e` and the cache; the largest
-/// is 1. Called by the whole block.
 struct RowScratch {
   float largest[kWarps][4], sums[kWarps][4];
 };
 struct RowTotals {
   float4 most, sum;
 };
+/// Computes the exponentials of a row's first `length` products into `e` and into the cache, scaled
+/// so that the largest is 1. Called by the whole thread block.
 __device__ RowTotals exponentiate(const HeadGroupRow& row, int length, float4* e,
                                   const RowCache& cache, RowScratch& scratch) {
   float4 most = row[0];
@@ -148,8 +148,8 @@ __device__ RowTotals exponentiate(const HeadGroupRow& row, int length, float4* e
   return {most, block_fold4(sum, scratch.sums, Add{})};
 }
 
-/// Counts the tokens that each head requests among a row's first ones, into `to`. Called by the
-/// whole block.
+/// Counts how many of a row's first tokens each head requests, and stores the counts in `to`.
+/// Called by the whole thread block.
 __device__ void count_wanted(const float4* e, int tokens, const float4& least,
                              const RowCache& cache, std::uint32_t (&counts)[4], uint4& to) {
   uint4 wanted{};
@@ -164,8 +164,8 @@ __device__ void count_wanted(const float4* e, int tokens, const float4& least,
   if (threadIdx.x == 0) to = {counts[0], counts[1], counts[2], counts[3]};
 }
 
-/// A thread block for each query (x), head group (y) and head task (z), with `cached` tokens in
-/// shared memory.
+/// One thread block for each query (x), head group (y) and head task (z). It keeps `cached` tokens
+/// in shared memory.
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ ReplayRowsArgs args, int cached) {
   extern __shared__ float4 of_tokens[];
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
     args.cache_positions.most[head_group_row] = totals.most;
 }
 
-/// The dimension of one half of a pair; -1 for padding.
+/// The dimension that is the first or, with `high`, the second element of a pair; -1 for padding.
 __device__ inline int dimension_of(const ReplayShape& shape, int pair, bool high) {
   const int half = shape.rotated / 2;
   if (pair < half) return pair + (high ? half : 0);
@@ -208,19 +208,19 @@ __device__ inline int dimension_of(const ReplayShape& shape, int pair, bool high
   return d < shape.head_size ? d : -1;
 }
 
-/// The power of two that brings `largest` to [2^10, 2^11), so that float16 holds it, its rotations
-/// and most of the rounding errors of smaller numbers; or the nearest power whose inverse is a
-/// normal number.
+/// The power of two that scales `largest` to [2^10, 2^11), so that float16 can hold it, its
+/// rotations, and most of the rounding errors of smaller numbers. If the inverse of that power is
+/// not a normal number, the nearest power whose inverse is one.
 __device__ inline float scale_to_half(float largest) {
   const auto exponent = static_cast<int>(__float_as_uint(largest) >> 23);
   return __uint_as_float(static_cast<std::uint32_t>(min(max(264 - exponent, 1), 253)) << 23);
 }
 
-/// A query of a query group in the layout of cache_positions.fragments: column `column` of its
-/// products.
+/// One column of a query group's products, in the layout of cache_positions.fragments: one query
+/// and head.
 struct QueryColumn {
   const ReplayShape& shape;
-  const float* from;  ///< null: there is no such query
+  const float* from;  ///< null if there is no such query
   float factor, scale = 1;
 
   __device__ QueryColumn(const ReplayRowsArgs& args, int query_group, int column, int task)
@@ -238,8 +238,8 @@ struct QueryColumn {
 
 constexpr int kMostColumns = kReplayAhead * kMaxReplayGroup;
 
-/// A thread block for each query group (x) and head task (y). Queries past the block's last give
-/// zeros.
+/// One thread block for each query group (x) and head task (y). Queries past the end of the block
+/// give zeros.
 __global__ void __launch_bounds__(kThreads)
     fragments_kernel(const __grid_constant__ ReplayRowsArgs args) {
   __shared__ float scales[kMostColumns];
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A warp for each token.
+/// One warp for each token.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     pair_keys_kernel(const ReplayShape shape, int tokens, const ReplayVectors from, T* to,
@@ -303,8 +303,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// The full cache's outputs of sampled queries. A block for each query (x), head group (y) and head
-/// task (z); four dimensions per thread of a warp.
+/// The full cache's outputs of sampled queries. One thread block for each query (x), head group (y)
+/// and head task (z); each thread of a warp computes four dimensions.
 __global__ void __launch_bounds__(kThreads)
     outputs_kernel(const __grid_constant__ ReplayRowsArgs args) {
   __shared__ float4 partial[kWarps][4][kWarpSize];
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A thread block for each query and head (x) and head task (y).
+/// One thread block for each query and head (x) and head task (y).
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     softmax_kernel(const __grid_constant__ ReplaySoftmaxArgs args, T* to) {

@@ -1,4 +1,4 @@
-// Tokens on tiers: the tier of each token, the tokens to demote, and the copy of each token.
+// Tokens on tiers: the tier and the copy of each token, and which tokens are demoted.
 #pragma once
 
 #include "kernels/device/eviction_order.cuh"
@@ -11,11 +11,11 @@ namespace kvlab::kernels {
 struct TierShared {
   TierLoad loads[kMaxReplayTiers];
   EvictionCandidate of_warps[kMaxReplayTiers]
-                            [kReplayWarps];  ///< first victims of each warp's slots
+                            [kReplayWarps];  ///< the first victim among each warp's slots
   EvictionCandidate firsts[kMaxReplayTiers], victim;
 };
 
-/// Eviction keys of the tokens of one tier; other tokens come last.
+/// Eviction keys of the tokens of one tier. Tokens of other tiers sort last.
 struct OneTierKeys {
   EvictionKeys all;
   const std::uint8_t* tiers;
@@ -26,24 +26,25 @@ struct OneTierKeys {
   }
 };
 
-/// Maps a slot to the copy of its token. The tokens of an append of several tokens are exact until
-/// the append ends.
+/// Maps a slot to the copy of its token. Tokens that are appended together are exact until their
+/// append ends.
 struct SlotCopies {
   static constexpr bool kQuantized = true;
   const ReplayCopies& all;
   const std::uint8_t* tiers;       // [slot]
   const std::uint32_t* positions;  // [slot]
-  std::uint64_t of_tier;           ///< eight bits per tier
+  std::uint64_t of_tier;           ///< the copy of each tier, eight bits per tier
   std::uint32_t exact_from;
 
   __device__ int operator()(std::uint32_t slot) const {
     return positions[slot] >= exact_from ? 0 : static_cast<int>(of_tier >> 8 * tiers[slot] & 255);
   }
-  /// The offset of its row from the exact row.
+  /// The offset of the token's row from its row in the exact copy.
   __device__ std::int64_t row_of(std::uint32_t slot) const { return (*this)(slot)*all.rows; }
 };
 
-/// Multiplies direct exponentials by values (of copies or exact), into `to` [group, dim].
+/// Multiplies direct exponentials by values (exact ones or those of copies), and writes the sums to
+/// `to` [group, dim].
 template <class Copies>
 __device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, DirectValues of,
                                                   const Copies copies, float* to) {
@@ -66,8 +67,8 @@ __device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, Di
   }
 }
 
-/// Only this class writes the shared data. All threads of the thread block call each method; what
-/// it writes is visible after the next barrier.
+/// Only this class writes TierShared. All threads of the thread block call each method, and see
+/// what it wrote after the next barrier.
 template <bool kShared, class T>
 class TieredTokens : public ExactTokens<kShared, T> {
   using Base = ExactTokens<kShared, T>;
@@ -77,7 +78,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
   using Args = ReplayTierArgs;
   static constexpr bool kTiered = true;
 
-  /// Bytes for the bits of each tier's live positions.
+  /// Bytes for the bits of the live positions on each tier.
   __device__ static std::size_t bytes_before_slots(const Args& args) {
     return bytes_of_words(args.shape) * static_cast<std::size_t>(args.max_tiers);
   }
@@ -114,7 +115,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
     ++shared_.loads[0].tokens;
     *word_of(0, position) |= bit_of(position);
   }
-  /// Removes the victim, which is on the last tier.
+  /// Removes the evicted token, which is on the last tier.
   __device__ void lose(std::uint32_t victim, std::uint32_t) {
     if (at_.thread != 0) return;
     --shared_.loads[count_ - 1].tokens;
@@ -147,8 +148,8 @@ class TieredTokens : public ExactTokens<kShared, T> {
     __syncthreads();
   }
 
-  /// For demotes_one(): demotes the first victims. Returns the token that is evicted, which is then
-  /// on the last tier; none if no token is.
+  /// Demotes the first victim of each full tier; requires demotes_one(). Returns the token to
+  /// evict, which is on the last tier by then, or none.
   template <int kStrip>
   __device__ EvictionCandidate demote(const EvictionKeys& keys, std::uint32_t live) {
     for (int r = 0; passes_on(r); ++r) {
@@ -165,14 +166,15 @@ class TieredTokens : public ExactTokens<kShared, T> {
     return shared_.victim;
   }
 
-  /// Multiplies exponentials of quantized tokens by values, a thread for each number of `to`.
-  /// Rarely called.
+  /// Multiplies exponentials of quantized tokens by values. Each thread computes some numbers of
+  /// `to`. Rarely called.
   template <int kHeadGroups, class Copies>
   __device__ void sum_values(const DirectValues& of, const Copies& copies, float* to) const {
     sum_quantized_values(args_, of, copies, to);
   }
 
-  /// The live word of a copy's tokens before `exact_from`; for copy 0 also of the tokens after it.
+  /// Word `w` of the bits of a copy's live tokens before `exact_from`. Copy 0 also has all tokens
+  /// from `exact_from` on.
   __device__ std::uint32_t word(int copy, std::uint32_t w, std::uint32_t exact_from) const {
     std::uint32_t bits = 0;
     const std::uint32_t quantized = exact_from <= w * 32        ? 0
@@ -191,7 +193,8 @@ class TieredTokens : public ExactTokens<kShared, T> {
     __shared__ TierShared shared;
     return shared;
   }
-  /// Whether the tier demotes a token when the first tier does. Valid before any token moves.
+  /// Whether the tier demotes a token when the first tier demotes one. Valid before any token
+  /// moves.
   __device__ bool passes_on(int tier) const {
     return tier == 0 || (tier < count_ && !has_free_slot(shared_.loads[tier]));
   }
@@ -200,7 +203,8 @@ class TieredTokens : public ExactTokens<kShared, T> {
   }
   __device__ static std::uint32_t bit_of(std::uint32_t position) { return 1u << position % 32; }
 
-  /// Called by a warp: its lanes find the first victim of each tier, then one lane moves tokens.
+  /// Called by a warp. Its lanes find the first victim of each tier together, then one lane moves
+  /// the tokens.
   __device__ void demote_firsts() {
     for (int r = 0; passes_on(r); ++r) {
       const EvictionCandidate first = warp_first_victim(

@@ -1,12 +1,13 @@
-// Sums over a cache's live tokens, per thread and per block.
+// Sums over a cache's live tokens, per thread and per thread block.
 #pragma once
 
 #include "kernels/replay/block.cuh"
 
 namespace kvlab::kernels {
 
-/// The sums of a step, in parts for each head of a head group: the cache's exponentials; those of
-/// the full row, if they differ (kOther); the largest, if the policy observes requests.
+/// The sums of a step, in parts for each head of a head group: of the cache's exponentials, and of
+/// those of the full row if they differ (kOther). If the policy observes requests, also the largest
+/// exponential.
 template <int kHeadGroups, bool kOther, bool kNeedsRequests>
 struct ReplayTotals {
   static constexpr int kHeads = 4 * kHeadGroups;
@@ -23,8 +24,8 @@ struct ReplayTotals {
       if (kNeedsRequests) raise(part[kMaxPart].head_group[head_group], e.head_group[head_group]);
     }
   }
-  /// Folds over the block: lane l of every warp gets component l of all parts. `of_warps`: free
-  /// again after the next barrier.
+  /// Folds the parts over the thread block. Lane l of every warp gets component l of all parts.
+  /// `of_warps` may be reused after the next barrier.
   __device__ float fold(float (*of_warps)[24], const CacheThread& at) const {
     float* const to = of_warps[at.warp];
 #pragma unroll

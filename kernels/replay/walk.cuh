@@ -1,9 +1,9 @@
-// Takes one policy's caches through a block of queries: a thread block for each cache (head task
-// and configuration), which processes the queries in order.
+// Takes the caches of one policy through a block of queries. A thread block handles one cache (one
+// head task under one configuration) and processes the queries in order.
 //
-// Bytes: per live token and query, 16 bytes of exponentials per head group, read from the L2 cache
-// because the caches of a head task read the same rows. States stay in shared memory during the
-// block, if they fit.
+// Memory traffic: 16 bytes of exponentials per head group for each live token and query, which are
+// read from the L2 cache, because all caches of a head task read the same rows. If the states fit,
+// they stay in shared memory during the block.
 #pragma once
 
 #include "kernels/replay/cache.cuh"
@@ -13,7 +13,7 @@
 
 namespace kvlab::kernels {
 
-/// kLargest: see QueryLook. Tokens: see ReplayCache.
+/// kLargest is explained at QueryLook, and Tokens at ReplayCache.
 template <class P, int kHeadGroups, bool kLargest, class Tokens>
 class ReplayWalk {
   using Cache = ReplayCache<P, Tokens>;
@@ -25,7 +25,7 @@ class ReplayWalk {
   static constexpr int kHeads = 4 * kHeadGroups;
   static constexpr int kStrip = Cache::kStrip;
 
-  /// Whether a cache's exponentials differ from the full row's.
+  /// Whether a cache's exponentials differ from those of the full row.
   static constexpr bool kOther = Tokens::kCachePositions || kTiered;
   using Totals = ReplayTotals<kHeadGroups, kOther, kNeedsRequests>;
   static constexpr int kFullPart = Totals::kFullPart, kMaxPart = Totals::kMaxPart;
@@ -119,8 +119,8 @@ class ReplayWalk {
       if (stores && at_.rule.fp16_copy >= 0) store_fp16_copy(totals, i, index, query, folded);
   }
 
-  /// Loads a strip from this thread's slot `first` on; zeros for slots without a token up to
-  /// `query`. `kFull`: of the full row, if that differs.
+  /// Loads a strip, beginning with this thread's slot `first`. Slots without a token up to `query`
+  /// get zeros. `kFull`: loads from the full row, if that differs.
   template <bool kFull>
   __device__ void take(Strip& strip, std::uint32_t first, std::uint32_t query) const {
     const std::int64_t tokens = at_.args.shape.tokens;
@@ -137,7 +137,7 @@ class ReplayWalk {
     if constexpr (!kFull)
       if (Tokens::kCachePositions || all_direct_) add_direct(strip, first, query);
   }
-  /// Adds the exponentials that the row does not have.
+  /// Adds the exponentials that the row does not contain.
   __device__ void add_direct(Strip& strip, std::uint32_t first, std::uint32_t query) const {
 #pragma unroll
     for (int k = 0; k < kStrip; ++k) {
@@ -149,7 +149,7 @@ class ReplayWalk {
         strip.e[k].head_group[head_group] = direct_[head_group * at_.args.slots.of_task + slot];
     }
   }
-  /// Calls each(strip, its first slot of this thread) for each of the warp's strips.
+  /// Calls each(strip, first slot of this thread in it) for each of the warp's strips.
   template <bool kFull = false, class Each>
   __device__ void for_strips(std::uint32_t query, Each each) const {
     for (std::uint32_t first = at_.first_slot_of_thread<kStrip>(); first - at_.lane < visible_;
@@ -160,7 +160,7 @@ class ReplayWalk {
     }
   }
 
-  /// Counts hits for query `i` of the block, unless i is -1.
+  /// Sums the exponentials, and counts hits for query `i` of the block unless i is -1.
   __device__ void total(Totals& totals, std::uint32_t query, int i) {
     totals.part[0] = {};
     if (kNeedsRequests) totals.part[kMaxPart] = {};
@@ -174,7 +174,7 @@ class ReplayWalk {
     });
     if (i >= 0) hits.add_to(shared_.hits[i], at_.lane);
   }
-  /// The full row's sum and hits, if the cache's row differs.
+  /// Computes the full row's sum and hits, if the cache's row differs.
   __device__ void total_full(Totals& totals, int i, std::uint32_t query) {
     ReplayHits<kHeadGroups> hits(at_.args.rows.least + at_.row(i) * kHeadGroups);
     for_strips<true>(query, [&](const Strip& strip, std::uint32_t) {
@@ -214,7 +214,7 @@ class ReplayWalk {
 
   // Observing and ranking.
 
-  /// Applies one query's observation. If the query is alone in its append, updates the states
+  /// Applies the observation of one query. If the append has only this query, updates the states
   /// directly and ranks the tokens.
   __device__ void observe(float folded, std::uint32_t query, std::uint32_t age) {
     if constexpr (kObserves) {
@@ -240,8 +240,8 @@ class ReplayWalk {
       }
     });
   }
-  /// Writes to empty slots are harmless, because append() sets all of a state, and the position of
-  /// an empty slot is protected.
+  /// Also writes to empty slots. This is harmless, because append() sets the whole state, and the
+  /// position of an empty slot is protected.
   __device__ void observe_alone(const Look& seen_by, std::uint32_t query) {
     const Step attended = cache_.step_at(query, 1), ranking = cache_.step_at(query + 1, 0);
     const bool ranks = !kTiered && cache_.ranks_next();
@@ -291,7 +291,7 @@ class ReplayWalk {
     }
   }
 
-  // Stores the inputs of replay_outputs() and replay_changes().
+  // Storing the inputs of replay_outputs() and replay_changes().
 
   __device__ void store_kept(int i, int index, std::uint32_t query, float folded, bool lost) {
     const ReplayKeptSets& sets = at_.args.sets;
@@ -313,7 +313,7 @@ class ReplayWalk {
     if (at_.thread == 0) to.whole = whole, to.direct = direct;
   }
 
-  /// Stores the bits of each copy's tokens; none if all are direct.
+  /// Stores the bits of each copy's tokens, or no bits if all exponentials are direct.
   __device__ void store_quantized_tokens(std::int64_t kept, std::uint32_t tokens,
                                          std::uint32_t direct) const {
     const ReplayTierArgs& args = static_cast<const ReplayTierArgs&>(at_.args);
@@ -329,7 +329,7 @@ class ReplayWalk {
         cache_.copy_live(to, tokens, direct);
     }
   }
-  /// Stores the metrics of the same tokens in 16 bits.
+  /// Stores the metrics of the same tokens kept in 16 bits.
   __device__ void store_fp16_copy(Totals& totals, int i, int index, std::uint32_t query,
                                   float folded) {
     const ReplayKeptSets& sets = at_.args.sets;
@@ -378,7 +378,7 @@ class ReplayWalk {
   bool all_direct_ = false;
 };
 
-/// A thread block for each member (x) and head task of it (y).
+/// Runs one thread block for each member (x) and each of its head tasks (y).
 template <class P, int kHeadGroups, bool kLargest, class Tokens>
 __global__ void __launch_bounds__(replay_max_threads(Tokens::kCachePositions),
                                   replay_blocks(Tokens::kCachePositions))

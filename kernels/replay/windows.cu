@@ -1,10 +1,10 @@
-// Caches that evict the oldest token first: which tokens a query attends to is known without a
-// walk. Before an append that begins at position f, a cache with budget B and S sinks keeps all
-// tokens or, if f > B - 1, its sinks and the last B - 1 - S tokens. A row's sums over chunks of
-// tokens serve all configurations.
+// Replays caches that evict the oldest token first. Which tokens a query attends to is then known
+// without a walk. Before an append that begins at position f, a cache with budget B and S sinks
+// keeps all tokens if f <= B - 1; otherwise it keeps its sinks and the last B - 1 - S tokens. Sums
+// of a row over chunks of tokens are computed once and used for all configurations.
 //
-// With cache positions, the window's exponentials are a row's, because its tokens have lost no
-// younger token; the sinks' exponentials are direct.
+// With cache positions, the exponentials of the window's tokens are those of the row, because no
+// younger token was evicted. The exponentials of the sinks are direct.
 #include "kernels/device/load.cuh"
 #include "kernels/replay/direct.cuh"
 
@@ -13,17 +13,17 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kChunks = 64;                   // chunks per row, at most
-constexpr int kRanges = kChunks / kWarpSize;  // groups of chunks that a lane sums
+constexpr int kChunks = 64;                   // maximum number of chunks per row
+constexpr int kRanges = kChunks / kWarpSize;  // chunks that a lane sums
 
-/// Sums over tokens: exponentials, exponentials of unrounded vectors, requested tokens before the
-/// query.
+/// Three sums over tokens: of exponentials, of exponentials of vectors that were not rounded, and
+/// the number of tokens before the query that it requests.
 template <int kHeadGroups>
 struct RowSums {
   float4 full[kHeadGroups], cache_positions[kHeadGroups];
   uint4 hits[kHeadGroups];
 };
-/// Per chunk at first; then of a chunk and all later ones.
+/// First the sums of each chunk, later the sums of each chunk and all later ones.
 template <int kHeadGroups>
 using ChunkSums = RowSums<kHeadGroups>[kChunks + 1];
 
@@ -37,7 +37,7 @@ struct Window {
 /// The first position of the append that contains a query.
 __device__ std::uint32_t append_of(const ReplayAppend* appends, std::uint32_t count,
                                    std::uint32_t tokens, std::uint32_t query) {
-  const std::uint32_t behind = tokens - query;  // most are decoded one by one
+  const std::uint32_t behind = tokens - query;  // Most queries are decoded one by one.
   if (behind <= count && appends[count - behind].first == query) return query;
   std::uint32_t low = 0, high = count;
   while (high - low > 1) {
@@ -47,7 +47,7 @@ __device__ std::uint32_t append_of(const ReplayAppend* appends, std::uint32_t co
   return appends[low].first;
 }
 
-/// One query of one head task.
+/// A query of one head task.
 template <int kHeadGroups>
 class WindowQuery {
   using Sums = RowSums<kHeadGroups>;
@@ -107,7 +107,7 @@ class WindowQuery {
 
   // Sums of the row.
 
-  /// Sums over [begin, end), split over the lanes.
+  /// This lane's part of the sums over [begin, end). All lanes together cover the range.
   __device__ Sums sum(std::uint32_t begin, std::uint32_t end) const {
     Sums sums{};
     for (std::uint32_t token = begin + lane_; token < end; token += kWarpSize)
@@ -121,7 +121,7 @@ class WindowQuery {
       }
     return sums;
   }
-  /// Adds over the warp; every lane gets the result.
+  /// Adds up the sums of all lanes. Every lane gets the result.
   __device__ static Sums fold_lanes(const Sums& sums) {
     Sums all;
 #pragma unroll
@@ -145,7 +145,7 @@ class WindowQuery {
     }
   }
 
-  /// Computes each chunk's sums, then the sums from each chunk to the last.
+  /// Computes the sums of each chunk, then the sums from each chunk to the last one.
   __device__ void sum_chunks() {
     for (std::uint32_t c = warp_; c <= kChunks; c += kWarps) {
       const std::uint32_t begin = c * chunk_;
@@ -162,7 +162,7 @@ class WindowQuery {
         sum_from<std::uint32_t>(word);
     __syncthreads();
   }
-  /// Handles one word of all chunks' sums; a lane has kRanges of them.
+  /// Handles one 32-bit word of the sums of all chunks. A lane has kRanges chunks.
   template <class T>
   __device__ void sum_from(std::uint32_t word) {
     const auto at = [&](std::uint32_t c) -> T& { return reinterpret_cast<T*>(&chunks_[c])[word]; };
@@ -178,7 +178,7 @@ class WindowQuery {
     for (std::uint32_t c = (lane_ + 1) * kRanges; c-- > lane_ * kRanges;) later = at(c) += later;
   }
 
-  // For each configuration, by a warp.
+  // For each configuration, handled by one warp.
 
   __device__ void measure(std::int64_t cache, const ReplayRule& rule, const Window& window) {
     const std::uint32_t chunk = window.first / chunk_;
@@ -218,7 +218,8 @@ class WindowQuery {
 
   // Outputs.
 
-  /// Destinations of direct exponentials: times values, for a sampled query; and times terms.
+  /// Where the sums of direct exponentials go: those times values, for a sampled query, and those
+  /// times terms.
   struct Direct {
     float *values, *changes;
   };
@@ -233,7 +234,7 @@ class WindowQuery {
                 ? sets.changes + sets.kept_of(cache, index_) * args_.terms.gradient_samples * group
                 : nullptr};
   }
-  /// The n-th attended token.
+  /// The n-th token that the query attends to.
   __device__ AttendedToken attended_token(const Window& window, std::uint32_t n,
                                           bool cache_positions) const {
     const std::uint32_t position = n < window.sinks ? n : window.first + (n - window.sinks),
@@ -244,8 +245,9 @@ class WindowQuery {
     return direct_product(args_.shape, args_.tensors, token, head) * args_.shape.softmax_scale;
   }
 
-  /// The exponentials of the first `count` attended tokens: their sum, in lane l for head l.
-  /// `most`: the maximum that they are taken with, per head; null: their maximum.
+  /// Computes the exponentials of the first `count` attended tokens. Returns their sum; lane l has
+  /// that of head l. `most`: the maximum per head by which they are scaled. Null: their own
+  /// maximum.
   __device__ __noinline__ float take_tokens(const Window& window, std::uint32_t count,
                                             bool cache_positions, const float* most,
                                             const Direct& direct) const {
@@ -259,7 +261,7 @@ class WindowQuery {
     }
     return sum;
   }
-  /// Adds a head's exponentials of the first `count` attended tokens to `direct`; returns their
+  /// Adds one head's exponentials of the first `count` attended tokens to `direct`. Returns their
   /// sum.
   __device__ float take_values(const Window& window, std::uint32_t count, bool cache_positions,
                                int head, float most, const Direct& direct) const {
@@ -302,7 +304,8 @@ class WindowQuery {
     return sum;
   }
 
-  /// Sets the bits of the attended tokens with positions from `first` on, in words [0, query / 32].
+  /// Sets the bits of the attended tokens whose positions are at least `first`, in words [0, query
+  /// / 32].
   __device__ void mark(std::uint32_t* words, const Window& window, std::uint32_t first) const {
     const auto below = [](std::uint32_t n) { return n < 32 ? (1u << n) - 1 : ~0u; };
     for (std::uint32_t w = lane_; w * 32 <= query_; w += kWarpSize) {
@@ -334,7 +337,7 @@ class WindowQuery {
   float4 least_[kHeadGroups];
 };
 
-/// A thread block for each query (x) and head task, or head task of a member (y).
+/// One thread block for each query (x) and head task, or for each head task of a member (y).
 template <int kHeadGroups>
 __global__ void __launch_bounds__(kThreads)
     windows_kernel(const __grid_constant__ ReplayWindowsArgs args) {

@@ -8,18 +8,18 @@
 
 namespace kvlab::kernels {
 
-/// One file per program, named by its key. Files are written whole or not at all. Files, the folder
-/// and the folder above it must belong to the user alone. A file that is damaged, or that another
-/// user could have written, is ignored.
+/// One file per program, named by its key. Files are written completely or not at all. The files,
+/// the folder and the folder above it must belong to the user alone. A file that is damaged, or
+/// that another user could have written, is ignored.
 class CodeCache {
  public:
   /// $XDG_CACHE_HOME/kvlab/device, or ~/.cache/kvlab/device. Created by the first write.
   CodeCache();
-  /// With an empty folder name nothing is found and nothing is kept.
+  /// If the folder name is empty, nothing is found and nothing is stored.
   explicit CodeCache(std::string folder);
 
-  /// The code of `program`: from the cache, or compiled and then kept. Throws as compile() does. An
-  /// unusable folder is no error.
+  /// Returns the code of `program`, from the cache or compiled and then stored. Throws as compile()
+  /// does. An unusable folder is not an error.
   DeviceCode code_of(const DeviceProgram& program) const;
 
  private:

@@ -13,7 +13,8 @@
 namespace kvlab::kernels {
 namespace {
 
-/// The functions of libnvrtc. It is not linked, because it is large and not on every machine.
+/// The functions of libnvrtc. It is not linked, because it is large and not installed on every
+/// machine.
 class Nvrtc {
  public:
   Nvrtc() : handle_(open()) {
@@ -56,8 +57,8 @@ class Nvrtc {
   decltype(&nvrtcVersion) version;
 
  private:
-  /// Looks on the loader's path and on the RUNPATH of this library (a wheel's RUNPATH names
-  /// NVIDIA's wheels), in $CUDA_HOME, and in the toolkit that built kvlab.
+  /// Searches the loader's path, the RUNPATH of this library (which in a wheel names NVIDIA's
+  /// wheels), $CUDA_HOME, and the toolkit that built kvlab.
   static void* open() {
     const std::string name = fmt::format("libnvrtc.so.{}", CUDART_VERSION / 1000);
     std::vector<std::string> places{name};
@@ -80,8 +81,8 @@ class Nvrtc {
   void* handle_;  // never closed, because other libraries may use it
 };
 
-/// The output for a device: machine code or, if NVRTC does not know the device's architecture, PTX
-/// of the newest older architecture that NVRTC knows; the driver compiles the PTX.
+/// What to compile for a device: machine code or, if NVRTC does not know the device's architecture,
+/// PTX of the newest older architecture that it knows. The driver then compiles the PTX.
 struct Target {
   int architecture;
   bool is_machine_code;
@@ -137,7 +138,7 @@ class Program {
 /// The hooks are constexpr functions; these flags make them device functions.
 constexpr std::array kFlags{"--std=c++20", "--fmad=false", "--device-as-default-execution-space"};
 
-/// A hash of several texts, which keeps them separate.
+/// A hash of several texts. Equal concatenations of different texts give different hashes.
 class Hash {
  public:
   Hash() { XXH3_128bits_reset(&state_); }

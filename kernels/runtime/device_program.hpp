@@ -1,4 +1,4 @@
-// Device code that NVRTC compiles at run time. NVRTC is loaded when it is needed.
+// Device code that NVRTC compiles at run time. NVRTC is loaded when it is first needed.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,17 +20,17 @@ struct DeviceProgram {
   std::string text;
   std::vector<DeviceHeader> headers;
   std::vector<std::string> kernels;
-  int architecture;  ///< for sm_90: 90
+  int architecture;  ///< 90 for sm_90
 
-  /// 32 hex digits: a hash of all members, the flags and NVRTC's version. Throws as compile() does
-  /// if NVRTC is missing.
+  /// 32 hex digits: a hash of all members, the compiler flags and NVRTC's version. Throws as
+  /// compile() does if NVRTC is missing.
   std::string key() const;
 };
 
 /// Compiled code for one architecture, or PTX if NVRTC does not know the device's architecture.
 struct DeviceCode {
   std::vector<char> image;
-  /// From a kernel's name in `kernels` to its symbol
+  /// maps a kernel's name in `kernels` to its symbol
   std::unordered_map<std::string, std::string> symbols;
 };
 
@@ -42,7 +42,7 @@ DeviceCode compile(const DeviceProgram& program);
 /// The architecture of the current device. Throws std::runtime_error if there is none.
 int current_architecture();
 
-/// Code loaded on the current device; unloaded with this object.
+/// Code loaded on the current device. It is unloaded when this object is destroyed.
 class LoadedCode {
  public:
   /// Throws std::runtime_error if the device cannot load the code.
@@ -51,7 +51,8 @@ class LoadedCode {
   LoadedCode(const LoadedCode&) = delete;
   LoadedCode& operator=(const LoadedCode&) = delete;
 
-  /// A kernel for cudaLaunchKernel. Throws std::runtime_error if the program did not request it.
+  /// Returns a kernel for cudaLaunchKernel. Throws std::runtime_error if `kernels` of the program
+  /// did not contain it.
   const void* kernel(const std::string& name) const;
   /// Copies an extern "C" variable. Throws std::runtime_error if there is no variable of that size.
   void read(const char* variable, void* to, std::size_t bytes) const;

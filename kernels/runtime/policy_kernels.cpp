@@ -12,7 +12,8 @@
 #include "policies/policy_struct.hpp"
 
 namespace kvlab {
-/// Headers in kernels/runtime/std, which NVRTC lacks, and the headers of the kernels below.
+/// The headers in kernels/runtime/std, because NVRTC has no standard headers, and the headers of
+/// the kernels below.
 std::span<const EmbeddedText> device_headers();
 }  // namespace kvlab
 
@@ -34,7 +35,7 @@ const DevicePolicy* find_registered(const PolicyEntry& entry) {
   return found == all.end() ? nullptr : &*found;
 }
 
-/// All headers, under the names that programs include.
+/// All headers, under the names by which programs include them.
 std::vector<DeviceHeader> all_headers(const PolicySource* source) {
   constexpr std::string_view kStandard = "kernels/runtime/std/";
   std::vector<DeviceHeader> headers;

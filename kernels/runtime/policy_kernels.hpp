@@ -11,16 +11,17 @@
 
 namespace kvlab::kernels {
 
-/// Whether the policy has source text to compile. Policies of the registry and from a source have.
+/// Whether the policy has source text to compile. Policies of the registry and policies from a
+/// source have it.
 bool has_text(const PolicyEntry& entry);
 
-/// The four kernels of a DevicePolicy.
+/// The program with the four kernels of a DevicePolicy.
 DeviceProgram eviction_program(const PolicyEntry& entry, int architecture);
-/// One variant of the replay's walk.
+/// The program with one variant of the replay's walk.
 DeviceProgram walk_program(const PolicyEntry& entry, const WalkVariant& variant, int architecture);
 
-/// The program's code, from the user's cache if it is there. Throws as compile() does; the message
-/// names the entry's source.
+/// Returns the program's code, from the user's cache if it is there. Throws as compile() does; the
+/// message names the entry's source.
 DeviceCode code_of(const DeviceProgram& program, const PolicyEntry& entry);
 
 /// The kernels of a policy from a source, like those of the registry, for the current device.
@@ -35,11 +36,11 @@ class PolicyKernels {
   DevicePolicy policy_;
 };
 
-/// The code of a policy's header for HeaderPolicy. Throws as code_of() does, and
+/// Returns the code of a policy's header for HeaderPolicy. Throws as code_of() does, and
 /// std::invalid_argument if the header has no policy.
 DeviceCode code_of_header(const std::string& path, const std::string& text, int architecture);
 
-/// A policy from a header that only the device compiler has read; the compiled code describes it to
+/// A policy from a header that only the device compiler has read. The compiled code describes it to
 /// the host. Hooks of policy() that the host would call, and kernels that kvlab.h does not launch,
 /// are null.
 class HeaderPolicy {

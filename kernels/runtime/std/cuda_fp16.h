@@ -1,4 +1,4 @@
-// NVRTC has no CUDA headers: the part of this one that kvlab's kernels use, which also compiles
+// Replaces this CUDA header, which NVRTC lacks, with what kvlab's kernels use. It also compiles
 // faster.
 #pragma once
 struct __half {

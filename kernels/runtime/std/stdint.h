@@ -1,4 +1,4 @@
-// NVRTC has no standard headers: the part of this one that kvlab.h uses.
+// Replaces this standard header, which NVRTC lacks, with what kvlab.h uses.
 #pragma once
 #include <cstdint>
 using std::int32_t;
