@@ -1,5 +1,5 @@
-// The effect of an error of attention outputs on later quantities, as linear maps: on the residual
-// stream (`residual_error` in docs/reference/metrics.md), and on the log-likelihood of tokens
+// How an error of attention outputs changes later quantities, as linear maps: the residual stream
+// (`residual_error` in docs/reference/metrics.md), and the log-likelihood of tokens
 // (`kl_estimate`).
 #pragma once
 
@@ -15,15 +15,16 @@ namespace kvlab {
 /// Fewer directions keep the files of head tasks small. All configurations use the same ones.
 inline constexpr std::uint32_t kResidualColumns = 32;
 
-/// Number of values to which a query's error is mapped: directions of the residual stream for
-/// sampled queries, gradient samples for every query.
+/// Number of values to which a query's error is mapped: directions of the residual stream (for
+/// sampled queries), and gradient samples (for every query).
 struct ProjectionColumns {
   std::uint32_t residual = 0;          ///< kResidualColumns; 0 if the trace has no sketch
   std::uint32_t gradient_samples = 0;  ///< gradients of the measured queries
 
   bool any() const { return residual + gradient_samples > 0; }
 };
-/// Gradients are used only if they were summed over the measured `queries`.
+/// The columns that the trace has. Gradients count only if they were summed over the measured
+/// `queries`.
 ProjectionColumns projection_columns(const TraceReader& trace, Queries queries);
 
 /// The gradients of a KV head's query heads at some queries: [query, gradient sample, group, dim].
@@ -33,7 +34,7 @@ std::vector<float> gradients_of(const TraceReader& trace, std::uint32_t layer,
 /// The maps of one KV head's query heads.
 class ErrorProjection {
  public:
-  /// `trace` must outlive this.
+  /// `trace` must outlive this object.
   ErrorProjection(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
                   Queries queries);
 

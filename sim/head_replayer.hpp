@@ -21,14 +21,14 @@ struct ReplayPlan {
   const MeasuredQueries& measured;
   unsigned threads;
   std::vector<const ResolvedConfig*> configs;
-  const OutputProjections* output;  ///< of the model; null: unknown
+  const OutputProjections* output;  ///< W_o of the model; null: unknown
 };
 
 /// Runs many KV heads through many configurations together, on a device.
 class HeadReplayer {
  public:
   virtual ~HeadReplayer() = default;
-  /// Whether the device supports the configuration; the CPU runs the others. The answer is the same
+  /// Whether the device supports the configuration. The CPU runs the others. The answer is the same
   /// for all layers of the trace.
   virtual bool takes(const TraceReader& trace, const CacheConfig& config) const = 0;
   /// Returns outcomes by head task, then by configuration of the plan. Throws std::runtime_error if

@@ -31,7 +31,7 @@ struct HeadView {
   const ErrorProjection* projection = nullptr;     ///< null: no projected errors
   OutputWeights output = {};                       ///< W_o, for the features that need it
   const FeaturesByName* feature_values = nullptr;  ///< supplied features; null: none
-  const Rope* rope = nullptr;                      ///< for scored features; null: there are none
+  const Rope* rope = nullptr;                      ///< for scored features; null: no RoPE
   float softmax_scale = 1;                         ///< for scored features
 
   /// The number of values to which the projection maps a query's error.
@@ -54,7 +54,7 @@ struct HeadView {
 /// The token features that a policy reads, for a view.
 class TokenFeatures {
  public:
-  /// `appends`: those of the whole view. Throws std::logic_error if a feature is neither computed
+  /// `appends`: all appends of the view. Throws std::logic_error if a feature is neither computed
   /// nor supplied.
   TokenFeatures(const std::vector<std::string>& names, const HeadView& view,
                 const std::vector<Append>& appends, ScoreSettings settings = {});
@@ -71,8 +71,8 @@ class TokenFeatures {
   std::vector<float> values_;  // [token, width_]
 };
 
-/// Adds those features in `names` that are not computed (with or without the output projections) to
-/// `feature_values`, if the trace has them.
+/// Adds to `feature_values` those features in `names` that are not computed, if the trace has them.
+/// `knows_projections`: features that need the output projections can be computed.
 void bring_features(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
                     const std::vector<std::string>& names, bool knows_projections,
                     FeaturesByName& feature_values);
@@ -98,10 +98,11 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
 /// Other parameters of a row's arithmetic.
 struct HeadArithmetic {
   float softmax_scale = 1.0f;
-  std::optional<Dtype> rounding;  ///< q and k are rounded to it after RoPE at original positions
+  std::optional<Dtype>
+      rounding;  ///< type to which q and k are rounded after RoPE at original positions
   std::uint32_t threshold16 = 0;  ///< request threshold, times 2^16
   float softcap = 0;              ///< soft cap of scores; 0: none
-  std::uint32_t window = 0;       ///< tokens that a query sees; 0: all
+  std::uint32_t window = 0;       ///< number of tokens that a query sees; 0: all
 };
 
 /// The parameters of a layer for a request threshold. Throws std::invalid_argument unless the
@@ -112,8 +113,8 @@ HeadArithmetic arithmetic_of(const TraceReader& trace, std::uint32_t layer, doub
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,
                      std::uint32_t head_size, std::uint32_t position, float* y);
 
-/// Resolves `config` for a sequence of these segments, including its appends: prompts by the
-/// prefill mode, decoded tokens one by one. Throws as the resolve() by length does.
+/// Resolves `config` for a sequence of these segments, including its appends: prompts as the
+/// prefill mode says, decoded tokens one by one. Throws as the resolve() that takes a length does.
 ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& segments,
                        std::uint32_t sequence, const CacheShape& model = {});
 /// Sets the appends of a resolved configuration for these segments.

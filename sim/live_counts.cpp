@@ -11,18 +11,18 @@
 namespace kvlab {
 namespace {
 
-/// Memory of the tokens on each tier of a tier plan.
+/// The memory of the tokens on each tier of a tier plan.
 class TierBytes : public TierCounts {
  public:
   using TierCounts::TierCounts;
 
-  /// Held tokens while the last `attending` tokens attend.
+  /// Number of held tokens while the last `attending` tokens attend.
   double held_tokens(std::uint32_t attending) const {
     if (tier_plan()[0].format->kivi)
       return static_cast<double>(kivi_bytes(attending, 2)) / kKvFormats[0].block_bytes();
     return in_16_bit([&](std::size_t tier) { return on(tier); });
   }
-  /// As LiveCounts::bytes_peak, while the youngest `staged` tokens are not quantized yet.
+  /// See LiveCounts::bytes_peak; the youngest `staged` tokens are not quantized yet.
   std::uint64_t bytes(std::uint32_t staged, std::uint64_t element_bytes) const {
     if (tier_plan()[0].format->kivi) return kivi_bytes(std::max(staged, 1u), element_bytes);
     const std::uint64_t exact = 2 * kQuantBlock * element_bytes;
@@ -38,8 +38,8 @@ class TierBytes : public TierCounts {
   }
 
  private:
-  /// Bytes of a block of channels of all tokens, while the last `exact` tokens are not quantized
-  /// yet and an exact element takes `element_bytes` bytes.
+  /// Bytes of one block of channels of all tokens. The last `exact` tokens are not quantized yet,
+  /// and an exact element takes `element_bytes` bytes.
   std::uint64_t kivi_bytes(std::uint32_t exact, std::uint64_t element_bytes) const {
     const KvFormat& format = *tier_plan()[0].format;
     const std::uint64_t keys = kivi_keys(on(0) - exact), values = kivi_values(on(0) - exact);
@@ -47,7 +47,7 @@ class TierBytes : public TierCounts {
            values * format.part_bytes(format.value_bits) +
            (2 * std::uint64_t{on(0)} - keys - values) * kQuantBlock * element_bytes;
   }
-  /// The bytes of count(tier) tokens on each tier, in 16-bit tokens.
+  /// The bytes of count(tier) tokens on each tier, expressed in 16-bit tokens.
   template <class Count>
   double in_16_bit(Count count) const {
     double bytes = 0;

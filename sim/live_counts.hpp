@@ -1,5 +1,5 @@
 // Counts the tokens that a cache holds through a sequence. Which tokens are live depends on
-// observations, but their number does not, so all executors share these counts.
+// observations, but their number does not. So all executors can share these counts.
 #pragma once
 
 #include <cstdint>
@@ -12,30 +12,33 @@ namespace kvlab {
 /// The counts of one KV head.
 struct LiveCounts {
   std::uint64_t evictions = 0;
-  std::uint32_t most = 0, end = 0;  ///< with prompts; after the last token
-  // Bytes, in 16-bit tokens.
-  double held_mean = 0;    ///< mean over decoded queries, including the query's token
-  double held_peak = 0;    ///< the peak; held_end, as is the mean, if no query is decoded
+  std::uint32_t
+      most = 0,
+      end = 0;  ///< maximum number of live tokens, including prompts; number after the last token
+  // Bytes, expressed in 16-bit tokens.
+  double held_mean = 0;  ///< mean over decoded queries, including the query's token
+  double held_peak =
+      0;  ///< peak over decoded queries; like the mean, it is held_end if no query is decoded
   double held_end = 0;     ///< after the last token
   double held_budget = 0;  ///< capacity of the tiers; held_end if nothing is evicted
-  /// Peak with prompts, in bytes per kQuantBlock channels.
+  /// Peak including prompts, in bytes per kQuantBlock channels.
   std::uint64_t bytes_peak = 0;
 };
 
-/// `config` must have its appends; `budget` is that of the head. An element that is not quantized
-/// has `element_bytes` bytes. Under ada() `budget` is the mean over the heads of a layer, and only
-/// the sums over these heads are exact.
+/// `config` must have its appends. `budget` is the budget of the head. An element that is not
+/// quantized has `element_bytes` bytes. Under ada() `budget` is the mean over the heads of a layer,
+/// and only the sums over these heads are exact.
 LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget,
                        std::uint64_t element_bytes = sizeof(float));
 
 /// Memory of a configuration in all heads of the layers without a window, in bytes.
 struct Memory {
-  double mean = 0, peak = 0;  ///< keys and values in 16 bit over decoded queries; peak: the heads'
-                              ///< summed
-  double state = 0;           ///< policy state beside them, at the end
+  double mean = 0, peak = 0;  ///< keys and values in 16 bit over decoded queries; the peak is the
+                              ///< sum of the heads' peaks
+  double state = 0;           ///< policy state in addition to that, at the end
   double budget = 0;          ///< bytes of the budget's tokens
-  double exempt_peak = 0;     ///< part of `peak` in the layers that a budget exempts
-  /// Additional memory of the layers with a window, which keep their window.
+  double exempt_peak = 0;     ///< the part of `peak` that is in layers exempt from the budget
+  /// Additional memory of the layers with a sliding window, which keep exactly the window.
   double window_mean = 0, window_peak = 0;
   /// Keys and values after the last token, in 16 bit, without the layers with a window.
   double end = 0;

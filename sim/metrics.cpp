@@ -12,9 +12,9 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kMinBlocks = 8;  // fewer blocks do not give a reliable error
+constexpr std::size_t kMinBlocks = 8;  // with fewer blocks, the estimated error is not reliable
 
-/// The plain mean of value(i), i < count, without NaN.
+/// The plain mean of value(i) for i < count. NaN values are left out.
 template <class Value>
 double plain_mean(std::size_t count, Value value) {
   double sum = 0;
@@ -28,7 +28,7 @@ double plain_mean(std::size_t count, Value value) {
   return there ? sum / static_cast<double>(there) : kNaN;
 }
 
-/// The mean of ratios without block `out` (kMaxQueryBlocks: with all blocks).
+/// The mean of ratios with block `out` left out. kMaxQueryBlocks: no block is left out.
 double mean_without(std::span<const BlockedRatio> ratios, std::span<const double> above,
                     std::span<const double> below, std::size_t out) {
   return plain_mean(ratios.size(), [&](std::size_t r) {
@@ -38,7 +38,7 @@ double mean_without(std::span<const BlockedRatio> ratios, std::span<const double
   });
 }
 
-/// The jackknife variance of a statistic from its values with one part left out each.
+/// The jackknife variance of a statistic, from its values with one part left out in turn.
 double jackknife(std::span<const double> replicates) {
   const auto n = static_cast<double>(replicates.size());
   const double mean = std::accumulate(replicates.begin(), replicates.end(), 0.0) / n;
@@ -47,8 +47,8 @@ double jackknife(std::span<const double> replicates) {
   return (n - 1) / n * squares;
 }
 
-/// A range of bits that very likely contains the values with ranks first to last - 1 by size, and
-/// few others.
+/// A range of bit patterns that very probably contains the values whose ranks by size are first to
+/// last - 1, and few others.
 std::pair<std::uint32_t, std::uint32_t> bounds_of(const float* values, std::size_t size,
                                                   std::size_t first, std::size_t last) {
   std::vector<std::uint32_t> some;
@@ -61,7 +61,7 @@ std::pair<std::uint32_t, std::uint32_t> bounds_of(const float* values, std::size
   return {*low, *high};
 }
 
-/// The mean of ratios, and the mean without each block; NaN for a block without weight.
+/// The mean of ratios, and the mean without each block. It is NaN for a block without weight.
 struct Replicates {
   double mean, weight;
   std::vector<double> without;  // [block]
@@ -80,7 +80,7 @@ struct Replicates {
   }
 };
 
-/// The means of ratios without one column of a sketch, for each column.
+/// The means of ratios without each column of a sketch, one mean per column.
 std::vector<double> means_without_columns(std::span<const BlockedRatio> ratios,
                                           std::span<const double> above,
                                           std::span<const double> below) {
@@ -163,11 +163,12 @@ Estimate difference_of(std::span<const BlockedRatio> ratios, std::span<const Blo
 
 Quantile quantile_of(const MeasuredQueries& measured, const float* values) {
   const auto rank = [](std::size_t count) { return (count - 1) / 10; };
-  // Whichever block is left out, the quantile has a rank in [first, last) among all values.
+  // Whichever block is left out, the rank of the quantile among all values is in [first, last).
   const std::size_t size = measured.size(), of_block = size / measured.blocks() + 1,
                     first = size > of_block ? rank(size - of_block) : 0,
                     last = std::min(size, rank(size) + of_block + 1);
-  // For values within the bounds: the value's bits, which order as it does, and its block.
+  // For values within the bounds: the value's bits, which have the same order as the values, and
+  // its block.
   const std::unique_ptr<std::uint64_t[]> order(new std::uint64_t[size]);
   std::array<std::size_t, kMaxQueryBlocks> before;  // number of smaller values, by block
   std::size_t skipped = size, count = 0;
@@ -187,7 +188,7 @@ Quantile quantile_of(const MeasuredQueries& measured, const float* values) {
       skipped += before[block];
     }
   }
-  // Locations of the values with ranks [first, sorted). Values beyond are rarely needed.
+  // Location of the i-th smallest value. Values beyond `sorted` are rarely needed.
   const auto at = [&](std::size_t i) { return order.get() + (i - skipped); };
   std::nth_element(at(skipped), at(first), at(skipped + count));
   for (std::size_t i = skipped; i < first; ++i) ++before[*at(i) % kMaxQueryBlocks];

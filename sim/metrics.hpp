@@ -13,12 +13,12 @@
 
 namespace kvlab {
 
-/// The queries over which metrics are taken, in order. Errors of outputs are taken over a sample of
-/// them.
+/// The queries over which metrics are measured, in order. Errors of outputs are measured at a
+/// sample of them.
 class MeasuredQueries {
  public:
-  /// `sample_every`: errors are taken at every such measured query. `named`: passages for the
-  /// metric `passage_recall`.
+  /// `sample_every`: errors are measured at every sample_every-th measured query. `named`: passages
+  /// for the metric `passage_recall`.
   MeasuredQueries(const std::vector<Segment>& segments, Queries which, std::uint32_t sample_every,
                   std::vector<Passage> named = {});
 
@@ -36,7 +36,7 @@ class MeasuredQueries {
     return static_cast<std::uint32_t>(index_[query]) / every_;
   }
   /// Number of contiguous blocks of queries, for standard errors: 16, or the number of queries if
-  /// smaller.
+  /// that is smaller.
   std::uint32_t blocks() const { return std::min(size_, kMaxQueryBlocks); }
   std::uint32_t block(std::uint32_t query) const {
     return block_of(static_cast<std::uint32_t>(index_[query]));
@@ -53,9 +53,9 @@ class MeasuredQueries {
   const std::vector<Passage>& passages() const { return named_; }
   /// Shape of a KV head's sums.
   SumsShape sums(std::uint32_t group) const { return {(group + 3) / 4, named_.size()}; }
-  /// Number of measured queries after a passage.
+  /// Number of measured queries that come after a passage.
   std::uint32_t queries_after(const Passage& passage) const;
-  /// The positions of all measured queries; sampled_queries(): of the sampled ones.
+  /// The positions of all measured queries. sampled_queries() returns those of the sampled queries.
   std::vector<std::uint32_t> queries() const;
   std::vector<std::uint32_t> sampled_queries() const;
 
@@ -75,7 +75,7 @@ struct BlockedRatio {
   using Blocks = std::array<double, kMaxQueryBlocks>;
   std::size_t blocks = 0;
   Blocks above = {}, below = {};
-  /// Sums over all blocks, by column of the sketch over which `above` sums; or empty.
+  /// Sums over all blocks, for each column of the sketch over which `above` sums; may be empty.
   std::vector<double> columns = {};
 
   void add(std::uint32_t block, double numerator, double denominator) {
@@ -85,41 +85,43 @@ struct BlockedRatio {
   double weight() const;
 };
 
-/// A plain mean of ratios (over query heads or layers) with its jackknife error over blocks and,
-/// for a sketch, over its columns. Ratios without weight are left out.
+/// A plain mean of ratios (over query heads or layers). Its jackknife error is over blocks and, if
+/// there is a sketch, over the sketch's columns. Ratios without weight are left out.
 struct Estimate {
-  double value, standard_error;  ///< NaN: no ratio has weight; for the error: fewer than 8 blocks
-  double weight;                 ///< of all ratios together
+  double value, standard_error;  ///< NaN if no ratio has weight; the error is also NaN with fewer
+                                 ///< than 8 blocks
+  double weight;                 ///< total weight of the ratios
   /// The jackknife's pseudo-values [block], from which mean and error are computed; NaN for a block
-  /// without weight. Two configurations are paired by them.
+  /// without weight. They are used to compare two configurations in pairs.
   std::vector<double> blocks;
 };
 Estimate mean_of(std::span<const BlockedRatio> ratios);
-/// One such mean minus another, over the same queries. The error is that of the difference.
+/// The mean of `ratios` minus the mean of `less`, over the same queries. The error is that of the
+/// difference.
 Estimate difference_of(std::span<const BlockedRatio> ratios, std::span<const BlockedRatio> less);
 
 /// A query head's 10% quantile: the (n + 9) / 10-th smallest of n values.
 struct Quantile {
   double value;
-  BlockedRatio::Blocks without;  ///< quantile without each block; NaN: no values remain
+  BlockedRatio::Blocks without;  ///< the quantile without each block; NaN if no values remain
 };
 /// `values` [measured query] must not be negative.
 Quantile quantile_of(const MeasuredQueries& measured, const float* values);
 /// The plain mean of quantiles; `weight`: their total weight.
 Estimate mean_of(std::span<const Quantile> quantiles, std::size_t blocks, double weight);
 
-/// Lower bound of the recall in nll_recall's logarithm.
+/// Lower bound of the recall whose logarithm nll_recall takes.
 inline constexpr double kRecallFloor = 1e-9;
 
 /// One configuration's metrics on one KV head.
 struct HeadStats {
   std::vector<double> sums;         ///< in the layout of SumsShape
   std::vector<Quantile> quantiles;  ///< of recall, by query head
-  /// [sample, 2]: squared error and squared output, summed over the group.
+  /// [sample, 2]: squared error and squared output, summed over the group
   std::vector<double> errors;
-  // These are summed over the group, and empty if they are not measured.
-  /// [sample, column]: errors after W_o. With quantized tiers [sample, 2, column]: the second is
-  /// the error from quantization alone.
+  // The next arrays are summed over the group. They are empty if they are not measured.
+  /// [sample, column]: errors after W_o. With quantized tiers it is [sample, 2, column], where the
+  /// second entry is the error from quantization alone.
   std::vector<float> residual;
   std::vector<float> changes;  ///< [measured query, gradient sample]: changes of log-likelihood
 

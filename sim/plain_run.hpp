@@ -1,5 +1,5 @@
-// One configuration on one KV head: a cache that goes through a sequence's appends, and what is
-// measured of it.
+// One configuration on one KV head: a cache that goes through the appends of a sequence, and the
+// metrics that are measured on the way.
 #pragma once
 
 #include <cstdint>
@@ -16,37 +16,37 @@
 
 namespace kvlab {
 
-/// Queries begin … end - 1.
+/// Queries `begin` to `end` - 1.
 struct QueryRange {
   std::uint32_t begin, end;
 };
 
 class PlainRun {
  public:
-  /// `appends`, `view`'s data and `rope` must outlive the run.
+  /// `appends`, the data of `view`, and `rope` must outlive the run.
   PlainRun(LiveSet live, Positions positions, const std::vector<Append>& appends,
            const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
-  /// Keeps the data alive that the live set's hooks read.
+  /// Keeps data alive that the hooks of the live set read.
   void keep(std::shared_ptr<const void> owned) { kept_alive_ = std::move(owned); }
   void measure(const MeasuredQueries* measured) {
     measure_ = RowMeasure(measured, 1, view_, 1);
     if (live().is_quantized()) measure_.separate_quantization();
   }
-  /// Called after each query with the live positions it attended, ascending.
+  /// Called after each query with the live positions to which it attended, ascending.
   void watch(std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher) {
     watcher_ = std::move(watcher);
   }
-  /// Called before each append, before tokens are evicted, with the position to be appended next.
+  /// Called before each append and before its evictions, with the position that is appended next.
   void watch_appends(std::function<void(std::uint32_t, const LiveSet&)> watcher) {
     append_watcher_ = std::move(watcher);
   }
 
-  /// Whether attend() will look at the shared row of `query`.
+  /// Whether attend() will read the shared row of `query`.
   bool wants_row(std::uint32_t query) const;
   /// The end of the append in progress.
   std::uint32_t append_end() const { return current_append().first + current_append().tokens; }
-  /// Takes some queries of one append. Takes all queries in order, each once.
+  /// Runs some queries of one append. All queries must be run in order, each once.
   void attend(QueryRange queries, SharedRows& rows);
 
   const LiveSet& live() const { return cache_.live(); }
@@ -58,7 +58,7 @@ class PlainRun {
 
  private:
   const Append& current_append() const { return appends_[next_]; }
-  /// Younger queries of the append.
+  /// Number of younger queries of the append.
   std::uint32_t age_of(std::uint32_t query) const { return append_end() - 1 - query; }
   /// Whether the policy observes the query, or it is measured.
   bool wants(std::uint32_t query) const;
@@ -86,9 +86,9 @@ class PlainRun {
 /// The runs of one configuration on some KV heads of a layer.
 using LayerRun = std::vector<std::unique_ptr<PlainRun>>;
 
-/// Takes the KV heads through every run, block of queries by block of queries and append by append,
-/// so that the caches of a layer may evict together. Shared rows are computed only if a run wants
-/// them. `rows`: by KV head.
+/// Takes the KV heads through every run, by block of queries and by append, so that the caches of a
+/// layer can evict together. Shared rows are computed only if a run wants them. `rows` is by KV
+/// head.
 void run_layer(QueryRange queries, std::span<SharedRows> rows, std::span<const LayerRun> runs);
 
 }  // namespace kvlab

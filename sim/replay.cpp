@@ -20,14 +20,14 @@ namespace {
 
 constexpr std::uint32_t kSampleEvery = 8;
 
-/// The outcomes of a layer whose KV heads evict together: by KV head, then configuration. An entry
-/// is empty before it is computed and after it has been taken.
+/// The outcomes of a layer whose KV heads evict together, by KV head, then by configuration. An
+/// entry is empty before it is computed and after it has been taken.
 struct LayerOutcomes {
   std::mutex mutex;
   std::vector<std::vector<HeadOutcome>> heads;
 };
 
-/// Throws unless each feature of a policy is computed or the trace has it.
+/// Throws unless each feature of a policy can be computed or is in the trace.
 void check_features(const PolicySpec& policy, const TraceReader& trace, bool knows_projections) {
   std::vector<std::string> there;
   for (const TraceExtras::Feature& feature : trace.extras().features) there.push_back(feature.name);
@@ -58,8 +58,8 @@ void check_projections(const OutputProjections& output, const TraceReader& trace
                     trace.directory().string()));
 }
 
-/// The layers without a window. Policies act on these only, because a window keeps few tokens
-/// anyway.
+/// The layers without a sliding window. Policies act only on these, because a window keeps few
+/// tokens anyway.
 TraceReader policy_layers(const TraceReader& trace) {
   if (trace.layers_with_window(true).empty()) return trace;
   const std::vector<std::uint32_t> layers = trace.layers_with_window(false);
@@ -75,7 +75,8 @@ CacheShape heads_of(const TraceReader& trace) {
   return {trace.shape().layers, trace.shape().kv_heads, trace.shape().head_size};
 }
 
-/// Requests are counted once for all configurations, so all need the same threshold.
+/// The request threshold. It must be the same for all configurations, because requests are counted
+/// once for all of them.
 double threshold_of(std::span<const CacheConfig> configs) {
   const double threshold = configs.empty() ? CacheConfig{}.threshold : configs.front().threshold;
   for (const CacheConfig& config : configs)
@@ -87,7 +88,7 @@ double threshold_of(std::span<const CacheConfig> configs) {
   return threshold;
 }
 
-/// One trace and the sweep: what all head tasks share.
+/// What all head tasks share: one trace, and the sweep.
 class Replay {
  public:
   Replay(const TraceReader& trace, std::uint32_t sequence, std::span<const CacheConfig> configs,
@@ -121,7 +122,7 @@ class Replay {
     for (const std::uint32_t query : measured_.sampled_queries()) sampled.push_back(all[query]);
     return sampled;
   }
-  /// Tokens by configuration; the trace's length if nothing is evicted.
+  /// Budget of each configuration in tokens; the trace's length if nothing is evicted.
   std::vector<std::uint32_t> budgets() const {
     std::vector<std::uint32_t> tokens;
     for (const ResolvedConfig& config : configs_)
@@ -138,7 +139,8 @@ class Replay {
     return outcomes;
   }
 
-  /// Runs several head tasks: configurations that `elsewhere` supports there, the others here.
+  /// Runs several head tasks. `elsewhere` runs the configurations that it supports; the others run
+  /// here.
   std::vector<std::vector<HeadOutcome>> run_tasks(std::span<const HeadTask> tasks) const {
     std::vector<std::size_t> there, here;
     for (std::size_t c = 0; c < configs_.size(); ++c)
@@ -178,7 +180,7 @@ class Replay {
            config.policy.tier_plan.is_kivi() || !trace_.row(layer).is_plain() ||
            (config.policy.entry && config.policy.entry->observe_heads);
   }
-  /// Random samples depend on the model's number of the layer.
+  /// The identity uses the model's number of the layer, because random samples depend on it.
   LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {
     return {0, sequence_, shape().number(layer), kv_head};
   }
@@ -209,7 +211,7 @@ class Replay {
                 std::vector<HeadOutcome>& outcomes) const {
     const auto [layer, kv_head] = task;
     std::vector<std::size_t> by_layer[2], topk, plainly,
-        in_config_batches;  // by_layer[0] runs in configuration batches, by_layer[1] plainly
+        in_config_batches;  // by_layer[0] runs in configuration batches, by_layer[1] without them
     for (const std::size_t c : which)
       (evicts_by_layer(configs_[c], layer)      ? by_layer[runs_plainly(configs_[c], layer)]
        : !runs_plainly(configs_[c], layer)      ? in_config_batches
@@ -234,9 +236,9 @@ class Replay {
   }
 
   /// Runs one layer through configurations whose caches evict together, either all in configuration
-  /// batches or all plainly. Returns outcomes by KV head, then configuration. `measured` may be
-  /// null; then nothing is measured. `keep` may be empty; otherwise it receives the tokens that the
-  /// first configuration keeps for each query on `kept_head`.
+  /// batches or all without. Returns outcomes by KV head, then by configuration. If `measured` is
+  /// null, nothing is measured. If `keep` is not empty, it receives the tokens that the first
+  /// configuration keeps for each query on `kept_head`.
   using KeepSet = std::function<void(std::uint32_t, std::span<const std::uint32_t>)>;
   std::vector<std::vector<HeadOutcome>> run_layer_together(std::span<const std::size_t> which,
                                                            std::uint32_t layer,
@@ -251,7 +253,7 @@ class Replay {
     }
     if (runs_plainly(configs_[which.front()], layer))
       return run_plainly(which, {layer, 0}, views, measured, kept_head, keep);
-    const auto own = configs_of_head(which, layer, 0);  // the heads of a layer have one budget
+    const auto own = configs_of_head(which, layer, 0);  // all heads of a layer have the same budget
     BatchedConfigs configs;
     for (const auto& config : own) configs.push_back(config.get());
     LayerConfigBatches config_batches(configs, identity(layer, 0), views, ropes_[layer],
@@ -263,8 +265,8 @@ class Replay {
     return config_batches.outcomes();
   }
 
-  /// The same without configuration batches, for the KV heads of `views`; `first` is the first of
-  /// them.
+  /// The same without configuration batches, for the KV heads of `views`. `first`: the first of
+  /// these heads.
   std::vector<std::vector<HeadOutcome>> run_plainly(std::span<const std::size_t> which,
                                                     HeadTask first, std::span<const HeadView> views,
                                                     const MeasuredQueries* measured,
@@ -287,7 +289,8 @@ class Replay {
     return outcomes;
   }
 
-  /// `configs`: the result of configs_of_head().
+  /// `configs`: the result of configs_of_head(), because the configurations must have the head's
+  /// budgets.
   HeadConfigBatches make_config_batches(
       const std::vector<std::shared_ptr<const ResolvedConfig>>& configs, std::uint32_t layer,
       std::uint32_t kv_head, const HeadView& view, const MeasuredQueries* measured) const {
@@ -301,7 +304,7 @@ class Replay {
             measured};
   }
 
-  /// The configurations with the head's budgets.
+  /// The configurations with the budgets of this head.
   std::vector<std::shared_ptr<const ResolvedConfig>> configs_of_head(
       std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head) const {
     std::vector<std::shared_ptr<const ResolvedConfig>> configs;
@@ -340,7 +343,7 @@ class Replay {
         view, rows, trace_.sketch(layer, kv_head, ResidualOracle::kColumns), std::move(norm2));
   }
 
-  /// The layer that has this number in the model.
+  /// The index of the layer that has this number in the model.
   std::uint32_t layer_of(std::uint32_t number) const {
     const std::uint32_t layer = shape().layer_of(number);
     if (layer == shape().layers)
@@ -351,8 +354,8 @@ class Replay {
   }
 
  private:
-  /// The first head task of a layer runs the whole layer; the other head tasks take their outcomes
-  /// from it.
+  /// The first head task of a layer runs the whole layer. The layer's other head tasks take their
+  /// outcomes from its results.
   void take_from_layer(std::span<const std::size_t> which, HeadTask task,
                        std::vector<HeadOutcome>& outcomes) const {
     LayerOutcomes& layer = by_layer_[task.layer][runs_plainly(configs_[which.front()], task.layer)];
@@ -414,7 +417,8 @@ class Replay {
   std::vector<HeadArithmetic> arithmetics_;  // by layer
   MeasuredQueries measured_;
   std::vector<std::uint32_t> layers_;
-  mutable std::vector<std::array<LayerOutcomes, 2>> by_layer_;  // [layer][plainly]
+  mutable std::vector<std::array<LayerOutcomes, 2>>
+      by_layer_;  // [layer][0: in configuration batches, 1: without]
 };
 
 }  // namespace

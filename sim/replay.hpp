@@ -1,4 +1,4 @@
-// Replay: runs one captured sequence through many policies x budgets, with the formulas of
+// Replay: runs one captured sequence through many policies and budgets, and computes the metrics of
 // docs/reference/metrics.md.
 #pragma once
 
@@ -16,16 +16,16 @@ namespace kvlab {
 
 inline constexpr std::string_view kOracleAttention = "oracle_attention";
 inline constexpr std::string_view kOracleTopk = "oracle_topk";
-/// Slow, so it runs only on request.
+/// An oracle that is slow, so it runs only if it is requested.
 inline constexpr std::string_view kOracleResidual = "oracle_residual";
 /// Prefix of a metric's name; the name of a passage follows.
 inline constexpr std::string_view kPassageRecall = "passage_recall:";
-/// The oracles of the replay, as parse_policy() takes them.
+/// The oracles of the replay, in the form that parse_policy() takes.
 std::span<const std::string_view> replay_oracles();
 bool is_oracle(std::string_view policy);
 
-/// Number of tokens that the budget holds on this trace; kNoBudget: all. Throws BudgetTooSmall if
-/// the configuration does not fit, and as resolve() does.
+/// Number of tokens that the budget is on this trace; kNoBudget: all. Throws BudgetTooSmall if the
+/// configuration does not fit the budget, and throws as resolve() does.
 std::uint32_t tokens_within(const CacheConfig& config, const TraceReader& trace);
 
 class HeadReplayer;        // sim/head_replayer.hpp
@@ -34,9 +34,11 @@ struct OutputProjections;  // policies/features/output_projections.hpp
 struct ReplayOptions {
   Queries queries = Queries::decode;
   bool every_output_error = false;  ///< false: every eighth measured query
-  /// Runs one configuration at a time, without configuration batches. Tests compare with it.
+  /// Runs one configuration at a time, without configuration batches, for tests that compare with
+  /// it.
   bool plain = false;
-  HeadReplayer* elsewhere = nullptr;  ///< device that runs what it supports; null: none
+  HeadReplayer* elsewhere =
+      nullptr;  ///< device that runs the configurations that it supports; null: none
   /// The model's output projections, for features that need them. Null: the trace must have these
   /// features.
   std::shared_ptr<const OutputProjections> output = nullptr;
@@ -51,15 +53,17 @@ struct Measurement {
   std::int32_t layer, head;
   std::string metric;
   double value;
-  double standard_error;            ///< NaN if unknown
-  std::uint64_t count;              ///< queries x query heads
-  std::vector<double> blocks = {};  ///< Estimate::blocks for the whole model; otherwise empty
+  double standard_error;  ///< NaN if unknown
+  std::uint64_t count;    ///< queries x query heads
+  std::vector<double> blocks =
+      {};  ///< Estimate::blocks for aggregates of the whole model; otherwise empty
 };
 
 /// The tokens that one head kept over time, for pictures.
 struct KeptSet {
-  std::uint32_t query;                   ///< position
-  std::vector<std::uint32_t> positions;  ///< live when the query attended, ascending
+  std::uint32_t query;  ///< position
+  std::vector<std::uint32_t>
+      positions;  ///< positions that were live when the query attended, ascending
 };
 
 struct ReplayResult {
@@ -71,30 +75,31 @@ struct HeadOutcome;   // sim/metrics.hpp
 struct LayerOutcome;  // sim/run/tabulate.hpp
 class JointChanges;   // sim/run/tabulate.hpp
 
-/// The KV head of a head task; `layer` counts layers without a window.
+/// The KV head of a head task. `layer` counts only the layers without a window.
 struct HeadTask {
   std::uint32_t layer, kv_head;
 };
 
-/// Runs the layers without a window of one trace (index `sequence` of the run) through `configs`. A
-/// head task is one KV head of one layer with all configurations.
+/// Runs the layers without a window of one trace through `configs`. `sequence` is the trace's index
+/// in the run. A head task is one KV head of one layer with all configurations.
 class ReplayJob {
  public:
-  /// `trace`, `configs` and `options` must outlive the job. Throws std::invalid_argument if there
-  /// are no queries to measure, protected tokens do not fit, an oracle is requested with cache
-  /// positions, a layer does not exist, request thresholds differ, …
+  /// `trace`, `configs` and `options` must outlive the job. Throws std::invalid_argument if, for
+  /// example, there are no queries to measure, protected tokens do not fit, an oracle is requested
+  /// with cache positions, a layer does not exist, or request thresholds differ.
   ReplayJob(const TraceReader& trace, std::uint32_t sequence, std::span<const CacheConfig> configs,
             const ReplayOptions& options);
   ReplayJob(ReplayJob&&) noexcept;
   ~ReplayJob();
 
-  /// Number of head tasks, which are ordered by layer, then KV head.
+  /// Number of head tasks. They are ordered by layer, then by KV head.
   std::size_t tasks() const;
   HeadTask task(std::size_t index) const;
-  /// The outcomes of one head task, by configuration. Callable from any thread, in any order.
+  /// The outcomes of one head task, by configuration. May be called from any thread and in any
+  /// order.
   std::vector<HeadOutcome> run(std::size_t index) const;
-  /// The outcomes of several head tasks, in their order. `options.elsewhere` runs what it supports;
-  /// the rest runs on `options.threads` threads.
+  /// The outcomes of several head tasks, in their order. `options.elsewhere` runs the
+  /// configurations that it supports; the rest run on `options.threads` threads.
   std::vector<std::vector<HeadOutcome>> run_together(std::span<const std::size_t> indices) const;
 
  private:
@@ -103,16 +108,16 @@ class ReplayJob {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Collects the outcomes of a job's head tasks, each once, in any order, and computes metrics from
-/// them. Frees what a complete layer no longer needs.
+/// Collects the outcomes of all head tasks of a job, each once and in any order, and computes
+/// metrics from them. When a layer is complete, it frees what is no longer needed.
 class ReplayGathering {
  public:
-  explicit ReplayGathering(const ReplayJob& job);  ///< `job` must outlive this
+  explicit ReplayGathering(const ReplayJob& job);  ///< `job` must outlive this object
   ~ReplayGathering();
 
   /// Throws std::runtime_error if the outcomes do not have the job's shape.
   void put(std::size_t index, std::vector<HeadOutcome> outcomes);
-  /// Call when every head task has been put. Does not depend on their order.
+  /// Call when every head task has been put. The result does not depend on their order.
   ReplayResult result() const;
 
  private:
@@ -128,8 +133,8 @@ class ReplayGathering {
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
                     std::span<const CacheConfig> configs, const ReplayOptions& options);
 
-/// The kept set of one configuration and head at each of `queries` (ascending positions). `layer`
-/// is a layer number.
+/// The tokens that one configuration keeps on one head at each of `queries` (ascending positions).
+/// `layer` is a layer number.
 std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
                                const CacheConfig& config, const ReplayOptions& options,
                                std::uint32_t layer, std::uint32_t kv_head,

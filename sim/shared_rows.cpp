@@ -9,7 +9,8 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kFloatsInFlight = std::size_t{1} << 19;  // exponentials per block: 2 MB
+constexpr std::size_t kFloatsInFlight = std::size_t{1}
+                                        << 19;  // floats of a block's exponentials: 2 MB
 
 std::uint32_t block_for(const HeadView& view, std::size_t stride) {
   const std::size_t queries = kFloatsInFlight / (stride * view.group);

@@ -1,5 +1,5 @@
 // The rows of full-cache attention of one KV head, for one block of queries at a time.
-// Configurations at original positions only mask these exponentials.
+// Configurations at original positions only mask the exponentials of these rows.
 #pragma once
 
 #include <cstdint>
@@ -17,20 +17,21 @@ class SharedRows : public FullRows {
  public:
   SharedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
-  /// Queries per block: enough to reuse keys, few enough to stay in the CPU cache.
+  /// Number of queries per block: enough to reuse keys, and few enough to stay in the CPU cache.
   std::uint32_t block_queries() const { return block_; }
   /// Computes the rows of queries [first, first + count); count <= block_queries().
   void compute(std::uint32_t first, std::uint32_t count);
 
-  /// One query head's row: exponentials of tokens 0 … query, 0 outside the layer's window, and
-  /// their sum, which includes the sink.
+  /// The row of one query head: exponentials of tokens 0 to query (0 outside the layer's window),
+  /// and their sum, which includes the sink logit.
   struct Row {
     std::span<const float> e;  // [query + 1]
     float sum, sink;
   };
   Row row(std::uint32_t query, std::uint32_t head) const;
 
-  /// The earlier tokens that the full-cache row requests (N_t, without the query's token).
+  /// The earlier tokens that the full-cache row requests (N_t, which does not contain the query's
+  /// own token).
   struct Requests {
     std::span<const std::uint8_t> flags;  // [query]
     std::uint32_t count;
@@ -44,7 +45,8 @@ class SharedRows : public FullRows {
   const float* gradients(std::uint32_t query) { return gradients_.of(query); }
   std::uint32_t gradient_samples() const { return gradients_.gradient_samples(); }
 
-  /// Masks the row. Recomputes it if the live tokens' exponentials have lost bits.
+  /// The probabilities over the live tokens, from the masked row. Recomputes them if the live
+  /// tokens' exponentials have lost precision.
   void probabilities(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> live,
                      float* p) override;
 

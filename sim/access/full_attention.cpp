@@ -64,7 +64,7 @@ FullAttention::Accesses FullAttention::accesses(AccessRule rule,
   return found;
 }
 
-/// At equal probability, marks the older token.
+/// Among tokens of equal probability, marks the older one first.
 void FullAttention::mark_most_probable(std::uint32_t query, std::uint32_t top_k,
                                        std::vector<std::uint8_t>& requested) {
   std::vector<std::uint32_t> order(query + std::size_t{1});

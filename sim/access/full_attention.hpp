@@ -9,8 +9,8 @@
 
 namespace kvlab {
 
-/// Which tokens count as accessed by a query head: its `top_k` most probable ones, or, without
-/// `top_k`, those that it requests.
+/// Which tokens count as accessed by a query head: with `top_k`, its most probable tokens;
+/// otherwise, the tokens that it requests.
 struct AccessRule {
   std::optional<std::uint32_t> top_k;
 };
@@ -23,15 +23,15 @@ class FullAttention {
   FullAttention(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
                 double threshold);
 
-  /// Probabilities [count, token] of query head `head` of the group for queries from `first` on; 0
-  /// after the query.
+  /// Probabilities [count, token] of query head `head` of the group, for `count` queries from
+  /// `first` on. Tokens after the query get 0.
   std::vector<float> probabilities(std::uint32_t head, std::uint32_t first, std::uint32_t count);
 
   /// The mean probability that the group's query heads give each token at `query`: [query + 1].
   std::vector<float> mean_row(std::uint32_t query);
 
-  /// Earlier tokens that at least one query head of the group accesses, ordered by query, then
-  /// position.
+  /// The earlier tokens that at least one query head of the group accesses, ordered by query, then
+  /// by position.
   struct Accesses {
     std::vector<std::uint32_t> queries, tokens;
   };

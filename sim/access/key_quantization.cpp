@@ -29,7 +29,7 @@ double quantization_variance(std::span<const float> keys, std::span<const float>
     hadamard_rotate(quantized);
     try {
       quantize_row(quantized, 4, false);
-    } catch (const std::invalid_argument&) {  // beyond fp16
+    } catch (const std::invalid_argument&) {  // thrown if a number exceeds the range of fp16
       return std::numeric_limits<double>::infinity();
     }
     hadamard_rotate(quantized);

@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kMinBudgets = 3;
 constexpr std::string_view kAllocators[] = {"kl_estimate", "residual_error"};
 
-/// Decrease of the error per token from `a` to `b`.
+/// Decrease of the error per additional token from `a` to `b`.
 double fall(const CurvePoint& a, const CurvePoint& b) {
   return (a.error - b.error) / static_cast<double>(b.tokens - a.tokens);
 }
@@ -64,7 +64,7 @@ std::string metric_of(const MetricTable& metric_table, std::size_t series,
                                   : "residual norms and a sketch (format 2), as captures have"));
 }
 
-/// The common length of all traces.
+/// The length of the traces. Throws if they differ.
 std::uint32_t common_length(const RunInfo& info) {
   for (const RunTrace& trace : info.traces)
     if (trace.tokens != info.traces.front().tokens)
@@ -129,7 +129,7 @@ double error_at(const Curve& hull, std::uint32_t tokens) {
 
 std::vector<std::uint32_t> share_tokens(std::span<const Curve> hulls, std::uint64_t total) {
   struct Piece {
-    std::size_t curve, point;  // the line from `point` to the next
+    std::size_t curve, point;  // index of the curve, and of the point where the segment begins
     double fall;
   };
   std::vector<Piece> pieces;

@@ -13,9 +13,9 @@
 #include "policies/cache_config.hpp"
 
 namespace kvlab {
-/// Parses tokens: one number, one per layer, or one per layer and KV head; null exempts a layer.
-/// Throws std::runtime_error with a text that begins with `where`. `file` becomes the budget's file
-/// name.
+/// Parses budgets in tokens: one number, one per layer, or one per layer and KV head. null exempts
+/// a layer. Throws std::runtime_error with a text that begins with `where`. `file` becomes the
+/// budget's file name.
 Budget budget_from_json(const nlohmann::json& value, const std::string& where,
                         std::string file = {});
 
@@ -23,14 +23,14 @@ Budget budget_from_json(const nlohmann::json& value, const std::string& where,
 /// cannot be read, and std::invalid_argument as parse_budget() does.
 Budget read_budget(std::string_view text);
 
-/// A list by layer of lists by KV head; null for an exempt layer.
+/// Converts budgets to a list by layer of lists by KV head, with null for an exempt layer.
 nlohmann::json budgets_json(const HeadBudgets& heads);
 /// The same as JSON text.
 std::string budgets_text(const HeadBudgets& heads);
 
 // The sweep of a replay, as a user writes it: policies x budgets x prefill modes x positions.
 
-/// Per command; each configuration needs a cache for every head.
+/// Limit per command, because each configuration needs a cache for every head.
 inline constexpr std::size_t kMaxConfigs = 10'000;
 
 /// The lists whose product is the sweep; each entry is in command-line form.
@@ -42,12 +42,12 @@ struct SweepRequest {
   double threshold = 0.01;
 };
 
-/// Every combination of policy, budget, prefill mode and positions, each once. `full` is one
-/// configuration with budget `all`, and an oracle has original positions only. Throws
-/// std::invalid_argument for a product above kMaxConfigs, an unknown name, an evicting policy
-/// without a budget, or protected tokens that do not fit a budget in tokens; also throws as
-/// read_budget() does. With `leave_out`, budgets that the protected tokens do not fit are left out
-/// instead, unless they fit none.
+/// Makes every combination of policy, budget, prefill mode and positions once. `full` is a single
+/// configuration with budget `all`, and an oracle only gets original positions. Throws
+/// std::invalid_argument if the product exceeds kMaxConfigs, a name is unknown, an evicting policy
+/// has no budget, or protected tokens do not fit a budget in tokens. Also throws as read_budget()
+/// does. With `leave_out`, budgets that are too small for the protected tokens are left out
+/// instead, unless all are too small.
 std::vector<CacheConfig> make_sweep(const SweepRequest& request,
                                     std::span<const std::string_view> oracles,
                                     const CompiledPolicies& compiled,

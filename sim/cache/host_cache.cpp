@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kFewRows = 64;  // not worth compacting
+constexpr std::uint32_t kFewRows = 64;  // fewer rows than this are not worth compacting
 
 }  // namespace
 
@@ -68,7 +68,7 @@ HostCache::HostCache(const HostCache& other)
       kivi_keys_(other.kivi_keys_),
       kivi_values_(other.kivi_values_),
       old_(other.old_) {
-  // A copy of a vector has no spare capacity, but keys_ and the vectors must have the same.
+  // A copied vector has no spare capacity, but the vectors need the same capacity as keys_.
   values_.reserve(other.values_.capacity());
   plain_keys_.reserve(other.plain_keys_.capacity());
 }
@@ -89,15 +89,15 @@ std::uint32_t HostCache::first_visible(const HeadAppend& append, std::uint32_t t
   return static_cast<std::uint32_t>(std::ranges::lower_bound(live, oldest) - live.begin());
 }
 
-/// Whether there are rows to free. After a prompt, all but the next token's are freed; at other
-/// times, rows that have been needed are likely to be needed again.
+/// Whether there are rows to free. After a prompt, all rows except one for the next token are
+/// freed. At other times, rows that were needed before are likely to be needed again.
 bool HostCache::has_spare_rows() const {
   const std::uint32_t rows = live_.slot_count(), live = live_.size();
   return live_.after_prompt() ? rows > live + 1 : rows > kFewRows && live < rows / 2;
 }
 
-/// Moves the live tokens to the first rows, because after a long prompt few are left, scattered
-/// over all rows.
+/// Moves the live tokens to the first rows. After a long prompt only a few tokens are live,
+/// scattered over all rows.
 void HostCache::compact() {
   const std::size_t dim = shape_.head_size;
   const std::vector<std::uint32_t> from = live_.renumber();
@@ -119,8 +119,8 @@ void HostCache::compact() {
   }
 }
 
-/// Sets the number of rows. If the capacity is too small, it grows by half, if the budget needs as
-/// many.
+/// Sets the number of rows. If the capacity is too small, it grows by half, unless the budget does
+/// not need that many rows.
 void HostCache::grow_to(std::size_t rows) {
   const std::size_t dim = shape_.head_size, had = values_.capacity() / dim;
   if (rows > had) {
@@ -174,9 +174,9 @@ void HostCache::store(const HeadAppend& append, const RopeTable& rope) {
   }
 }
 
-/// Only differences of positions matter. Tokens that are younger than every evicted token keep
-/// their original positions. The older ones are numbered by cache position, and are rotated again,
-/// from their unrotated keys, when an even older one is evicted.
+/// Only differences of positions matter. So tokens that are younger than every evicted token keep
+/// their original positions. Older tokens are numbered by cache position. They are rotated again,
+/// from their unrotated keys, when a token older than them is evicted.
 void HostCache::rotate_to_cache_positions(const RopeTable& rope) {
   const std::size_t dim = shape_.head_size;
   old_ = tokens_before_gaps(live_.positions());
@@ -211,8 +211,8 @@ void HostCache::demote(std::uint32_t first, std::uint32_t last) {
   }
 }
 
-/// Quantizes what KIVI does when tokens are appended to the `before` older ones. Nothing is
-/// evicted, so a token's row is its position.
+/// Quantizes the tokens that KIVI quantizes when new tokens are appended after `before` older ones.
+/// Nothing is evicted, so a token's row is its position.
 void HostCache::quantize_as_kivi(std::uint32_t before) {
   const KvFormat& format = *live_.tier_plan().front().format;
   const std::size_t dim = shape_.head_size;
@@ -232,7 +232,7 @@ bool HostCache::all_exact(std::size_t count) const {
                               [&](std::uint32_t row) { return is_quantized(row); });
 }
 
-/// Multiplies the queries by the keys of the rows of `panels` panels: [query, head, row].
+/// Multiplies the queries by the keys in the rows of `panels` panels, to [query, head, row].
 void HostCache::multiply_at(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
                             QueryRotation rotation, const RopeTable& rope, std::size_t panels,
                             std::vector<float>& by_row) const {
@@ -265,7 +265,8 @@ HostCache::Products HostCache::multiply(const HeadAppend& append, std::uint32_t 
   return products;
 }
 
-/// The scores of the live tokens from age `first` on, for the products' `query`-th row.
+/// Collects the scores of the live tokens from age `first` on, for query number `query` of the
+/// products.
 void HostCache::gather_scores(const Products& products, std::size_t query, std::uint32_t first,
                               std::span<float> scores) const {
   const std::span rows = live_.slots().subspan(first, scores.size());
@@ -279,11 +280,12 @@ void HostCache::gather_scores(const Products& products, std::size_t query, std::
   make_scores(scores.data(), scores.size(), shape_.softmax_scale, shape_.softcap);
 }
 
-/// What some queries of an append give to the tokens of a cache and of its followers.
+/// The attention that tokens of a cache, and of its followers, receive from some queries of an
+/// append.
 class HostCache::Received {
  public:
-  /// `all`: whether these are all queries of the append. Then no other thread adds to the caches'
-  /// tallies. The queries see at most `most` tokens.
+  /// `all`: whether these are all queries of the append, so that no other thread adds to the
+  /// caches' tallies. The queries see at most `most` tokens.
   Received(HostCache& own, std::span<HostCache* const> followers, bool all, std::uint32_t most) {
     add(own, all, most);
     for (HostCache* const follower : followers) add(*follower, all, most);
@@ -328,7 +330,7 @@ void HostCache::attend(const HeadAppend& append, std::uint32_t begin, std::uint3
   Received received(*this, how.followers, end - begin == append.tokens, most);
   std::vector<float> by_age(most);
   for (std::uint32_t token = begin; token < end; ++token) {
-    // Probabilities from elsewhere are 0 for tokens outside a window.
+    // Shared probabilities are already 0 for tokens outside a window.
     const std::uint32_t first = computes ? first_visible(append, token) : 0;
     const std::span p = std::span(by_age).first(visible(append, token) - first);
     for (std::uint32_t head = 0; head < group; ++head) {
@@ -363,7 +365,7 @@ void HostCache::accumulate(std::span<const float> p, std::span<const std::uint32
   const auto quantized = [&](std::uint32_t row) { return is_quantized(row); };
   if (!rotates_ || std::ranges::none_of(rows, quantized))
     return accumulate_rows(p, rows, values_.data(), dim, dim, out);
-  std::vector<std::uint32_t> rows_of[2];  // exact, quantized
+  std::vector<std::uint32_t> rows_of[2];  // exact rows, quantized rows
   std::vector<float> p_of[2], sum(dim);
   for (std::size_t age = 0; age < rows.size(); ++age) {
     rows_of[quantized(rows[age])].push_back(rows[age]);

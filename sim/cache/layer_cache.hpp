@@ -1,6 +1,6 @@
-// The host's caches of one layer's KV heads. A caller that has queries, keys and values calls
-// step(), or, to look at the caches in between, evict_to_budget() of each head, attend() (steps 2
-// and 3), observe() of each head.
+// The host's caches of the KV heads of one layer. A caller that has queries, keys and values calls
+// step(). To look at the caches in between, it calls evict_to_budget() of each head, attend()
+// (steps 2 and 3), and observe() of each head instead.
 #pragma once
 
 #include <cstdint>
@@ -20,18 +20,18 @@ struct LayerRows {
   float* lse = nullptr;         // [token, kv_heads * group], natural logarithm; null: not wanted
 };
 
-/// Whether the chunks that tokens are appended in make no difference to a cache: nothing is
-/// evicted, observed or quantized.
+/// Whether the cache is the same however tokens are split into chunks, because nothing is evicted,
+/// observed or quantized.
 bool any_chunk(const ResolvedConfig& config);
 
 class LayerCache {
  public:
-  /// Empty caches for `kv_heads` KV heads of layer `layer`. `output`: weights for features that are
-  /// computed from them, or null; they must outlive the cache.
+  /// Empty caches for `kv_heads` KV heads of layer `layer`. `output`: weights for those features
+  /// that are computed from them; may be null. They must outlive the cache.
   LayerCache(const ResolvedConfig& config, const HeadShape& shape, std::uint32_t kv_heads,
              std::uint32_t layer, const OutputProjections* output = nullptr);
 
-  /// Copies a cache between two appends.
+  /// Copies a cache. It must be between two appends.
   LayerCache(const LayerCache& other);
   LayerCache& operator=(const LayerCache&) = delete;
 
@@ -40,12 +40,12 @@ class LayerCache {
 
   /// Steps 1 to 4 for all heads. `rope` must cover the last position.
   void step(const LayerRows& rows, const RopeTable& rope, unsigned threads);
-  /// Steps 2 and 3 for all heads. `rope` must cover the last position. With `wants_outputs` false,
-  /// only outputs that a policy observes are computed.
+  /// Steps 2 and 3 for all heads. `rope` must cover the last position. If `wants_outputs` is false,
+  /// only those outputs are computed that a policy observes.
   void attend(const LayerRows& rows, const RopeTable& rope, unsigned threads,
               bool wants_outputs = true);
-  /// Whether the heads order or share their slots together, so that each of them has to end a step
-  /// before any evicts.
+  /// Whether the heads order their tokens or share their slots together, so that all heads have to
+  /// finish a step before one of them evicts.
   bool evicts_together() const { return evicts_together_; }
   /// Ends a prompt segment.
   void end_prompt();

@@ -1,5 +1,4 @@
-// A configuration batch: configurations of one KV head that go through the same arithmetic
-// together.
+// A configuration batch: some configurations of one KV head that share their arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -13,21 +12,21 @@
 
 namespace kvlab {
 
-/// A configuration batch's configurations, which outlive it.
+/// The configurations of a configuration batch. They must outlive it.
 using BatchedConfigs = std::vector<const ResolvedConfig*>;
 
-/// Called with the configuration batch's configuration, a query and the live positions it attended,
-/// ascending.
+/// Called with the index of a configuration in the batch, a query, and the live positions to which
+/// it attended, ascending.
 using ConfigBatchWatcher =
     std::function<void(std::size_t, std::uint32_t, std::span<const std::uint32_t>)>;
 
 class ConfigBatch {
  public:
   virtual ~ConfigBatch() = default;
-  /// Whether attend() will look at the row of `query`. One row too many is harmless.
+  /// Whether attend() will read the row of `query`. It may return true for one row too many.
   virtual bool wants_row(std::uint32_t query) const = 0;
-  /// Runs the queries [first, first + count) through every configuration. The blocks come in order,
-  /// each once. `rows` holds the block if any of its rows is wanted.
+  /// Runs queries [first, first + count) through every configuration. Blocks come in order, each
+  /// once. `rows` holds the block if wants_row() is true for one of its rows.
   virtual void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) = 0;
   /// Returns the outcomes by configuration, and moves the metrics out.
   virtual std::vector<HeadOutcome> outcomes() = 0;
@@ -35,7 +34,7 @@ class ConfigBatch {
   virtual void watch(ConfigBatchWatcher watcher) = 0;
 };
 
-/// Where in a sequence of appends a cache is.
+/// The position of a cache within a sequence of appends.
 class AppendCursor {
  public:
   explicit AppendCursor(const std::vector<Append>& appends) : appends_(&appends) {}
@@ -44,7 +43,7 @@ class AppendCursor {
   bool ends_at(std::uint32_t query) const {
     return query + 1 == current().first + current().tokens;
   }
-  /// Younger queries of the append.
+  /// Number of younger queries of the append.
   std::uint32_t age_of(std::uint32_t query) const {
     return current().first + current().tokens - 1 - query;
   }

@@ -14,12 +14,14 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kRowBytes = std::size_t{1} << 19;  // exponentials in flight, of 1 MB of cache
+constexpr std::size_t kRowBytes = std::size_t{1}
+                                  << 19;  // memory for exponentials: 1 MB of CPU cache
 constexpr float kNever = std::numeric_limits<float>::infinity();
 constexpr float kNevers[kHeadGroupSize] = {kNever, kNever, kNever, kNever};
-constexpr std::size_t kTilePanels = 6;  // of keys, so that a tile of logits stays in the CPU cache
+constexpr std::size_t kTilePanels =
+    6;  // number of key panels, so that a tile of logits stays in the CPU cache
 constexpr std::size_t kTileTokens = kTilePanels * 16;
-constexpr std::size_t kTailTokens = 64;  // tokens of a range whose sum is kept
+constexpr std::size_t kTailTokens = 64;  // number of tokens of a range whose sum is stored
 
 std::uint32_t block_for(std::size_t row_floats) {
   return static_cast<std::uint32_t>(
@@ -38,12 +40,13 @@ float min_requested(float sum, float most, std::uint32_t threshold16) {
     return is_requested(fixed_mass(1.0f, e / sum), row_max, threshold16);
   };
   if (asks(0.0f)) return 0.0f;
-  // The smallest mass that requests, then the exponential at which rounding reaches it. The
-  // estimate is nearly exact: it is off by at most a step or two of one unit in the last place.
+  // Computes the smallest mass that requests, then the exponential at which rounding reaches this
+  // mass. The estimate is nearly exact: it is off by at most a step or two of one unit in the last
+  // place.
   const double mass =
       std::ceil(static_cast<double>(threshold16) * static_cast<double>(row_max) / 65536.0);
   auto e = static_cast<float>((mass - 0.5) * 0x1p-32 * static_cast<double>(sum));
-  // Floats that are not negative have the order of their bits.
+  // Floats that are not negative have the same order as their bits.
   const auto next_to = [](float x, int steps) {
     return std::bit_cast<float>(std::bit_cast<std::int32_t>(x) + steps);
   };
@@ -116,8 +119,8 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count, std::uint32_t 
         parts.outputs = parts.divided = false;
 }
 
-/// Converts a tile's logits, of tokens [begin, end), to exponentials of the tokens that each query
-/// sees.
+/// Converts a tile's logits, of tokens [begin, end), to exponentials. Each query only gets those of
+/// the tokens that it sees.
 void GroupRows::extend(std::uint32_t count, std::uint32_t begin, std::uint32_t end) {
   const std::size_t group = view_.group;
   for (std::uint32_t i = begin > first_ ? begin - first_ : 0; i < count; ++i)
@@ -197,7 +200,7 @@ const std::uint32_t* GroupRows::request_flags(std::uint32_t query) {
   return parts.any.data();
 }
 
-/// Sums of whole ranges of tokens, from the last one on.
+/// Sums whole ranges of tokens, beginning with the last one.
 void GroupRows::sum_tails(std::uint32_t query, Lazy& parts) {
   const std::size_t ranges = query / kTailTokens + 1;
   parts.tail.assign(head_groups_ * (ranges + 1), {});
@@ -268,8 +271,8 @@ const float* GroupRows::values_from(std::uint32_t query, std::uint32_t first) {
   return values_.data();
 }
 
-/// If all queries have gradients, also computes the later queries of the block, because values then
-/// stay in the CPU cache for all rows.
+/// If all queries have gradients, also computes the outputs of the later queries of the block,
+/// because the values then stay in the CPU cache for all rows.
 void GroupRows::sum_outputs(std::uint32_t query) {
   constexpr std::size_t kNear = 128;  // tokens
   std::uint32_t end = query;

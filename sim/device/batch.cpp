@@ -15,7 +15,7 @@ using cuda::check;
 using cuda::DeviceBuffer;
 using kernels::Type;
 
-/// Processes some head tasks at a time: threads read the trace, and the device rotates.
+/// Processes some head tasks at a time: threads read the trace, and the device rotates the vectors.
 void Batch::read() {
   const ModelShape& shape = plan_.trace.shape();
   const std::size_t tokens = plan_.trace.tokens(), head = tokens * shape.head_size,
@@ -113,8 +113,8 @@ void Batch::read_projections() {
        });
 }
 
-/// Multiplies each query's gradients by a power of two that brings the largest to [2^7, 2^8), so
-/// that every dtype can hold them.
+/// Multiplies each query's gradients by a power of two that scales the largest to [2^7, 2^8), so
+/// that every dtype can represent them.
 Batch::ScaledGradients Batch::scaled_gradients(const HeadTask& task,
                                                std::span<const std::uint32_t> queries) const {
   constexpr int kExponent = 8;
@@ -170,8 +170,8 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
     std::vector<HeadOutcome>& own = all[task];
     for (std::size_t c = 0; c < sizes_.configs; ++c)
       own.push_back(outcome(task * sizes_.configs + c, batch_sums));
-    // These are by far the largest parts. They are copied one head task at a time, and all threads
-    // fill the host's memory.
+    // These are by far the largest arrays. They are copied one head task at a time, so that all
+    // threads can fill the host's memory.
     const auto share = [&](std::span<const float> part, auto put) {
       const std::size_t of_task = part.size() / tasks_.size(), size = of_task / sizes_.configs;
       const auto fetched = fetch(part.subspan(task * of_task, of_task));
@@ -182,7 +182,7 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
       return [part](HeadStats& to, auto from) { (to.*part).assign(from.begin(), from.end()); };
     };
     share(parts_.residual, copy_to(&HeadStats::residual));
-    separate_quantization(own);  // before recalls, which fp16 copies do not have
+    separate_quantization(own);  // must come before recalls, which fp16 copies do not have
     share(parts_.changes, copy_to(&HeadStats::changes));
     share(parts_.recalls,
           [&](HeadStats& to, auto from) { to.take_recalls(plan_.measured, from.data()); });
@@ -190,8 +190,8 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
   return all;
 }
 
-/// Computes the error from quantization alone: the errors minus those of the fp16 copies, which are
-/// then removed.
+/// Computes the error that is due to quantization alone: the error minus that of the fp16 copy. The
+/// fp16 copies are then removed.
 void Batch::separate_quantization(std::vector<HeadOutcome>& own) const {
   const std::size_t configs = sweep_.fp16_copy.size(), columns = sizes_.columns.residual;
   for (std::size_t c = 0; c < configs; ++c) {
@@ -223,7 +223,7 @@ HeadOutcome Batch::outcome(std::size_t cache, const BatchSums& batch_sums) const
   HeadOutcome outcome{{}, counts.evictions, counts.most, counts.end};
   HeadStats& stats = outcome.stats;
   stats.resize(plan_.measured, static_cast<std::uint32_t>(sizes_.group), sizes_.columns);
-  // Adds to the sums that MeasuredQueries counts, which are 0 on the device.
+  // Adds the sums that MeasuredQueries counts, which the device leaves at 0.
   for (std::size_t i = 0; i < stats.sums.size(); ++i)
     stats.sums[i] += batch_sums.sums[cache * stats.sums.size() + i];
   std::copy_n(batch_sums.errors.data() + cache * stats.errors.size(), stats.errors.size(),

@@ -9,7 +9,7 @@
 
 namespace kvlab {
 
-/// Runs them from their tensors to their metrics.
+/// Runs head tasks, from their tensors to their metrics.
 class Batch {
  public:
   Batch(const ReplayPlan& plan, const HeadTaskPlan& common, const DeviceSweep& sweep,
@@ -28,24 +28,25 @@ class Batch {
   std::vector<std::vector<HeadOutcome>> outcomes() const;
   /// Computes the attention of every query. Returns the number of floating-point operations.
   double attend();
-  /// Keeps the tokens to which every query attends. Call before replay().
+  /// Stores which tokens every query attends to. Call before replay().
   void keep_sets();
   void show_sets(std::size_t first_task, const KeptWatcher& watcher) const;
 
  private:
-  /// Computes and sends token features of head tasks whose tensors have arrived.
+  /// Computes the token features of head tasks whose tensors have arrived, and sends them to the
+  /// device.
   void send_features(std::size_t first, std::size_t count, const float* landed) const;
   void read_projections();
   /// Gradients for one head task's queries, in the trace's dtype.
   struct ScaledGradients {
     std::vector<std::byte> values;
-    std::vector<float> scales;  // [query]: the factor of the query's values
+    std::vector<float> scales;  // [query]: the factor for the query's values
   };
   ScaledGradients scaled_gradients(const HeadTask& task,
                                    std::span<const std::uint32_t> queries) const;
-  /// Computes the errors of the block's sampled outputs after W_o, and by gradients.
+  /// Computes the errors of the block's sampled outputs after W_o, and the errors by gradients.
   void project_errors();
-  /// Sums of all head tasks and configurations, on the host.
+  /// The sums of all head tasks and configurations, on the host.
   struct BatchSums {
     std::vector<double> sums, errors;
     std::vector<kernels::ReplayProgress> progress;

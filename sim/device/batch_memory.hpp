@@ -23,13 +23,14 @@ struct HeadTaskSizes {
 
   bool keeps_unrounded() const { return cache_positions && rounds; }
   std::size_t words() const { return (tokens + 31) / 32; }
-  /// Queries of a block whose kept sets are stored: all if there are gradients.
+  /// Number of queries of a block whose kept sets are stored. It is all queries if there are
+  /// gradients.
   std::size_t block_kept() const { return columns.gradient_samples ? block : block_samples; }
-  /// Elements of a query's gradients; terms(): of one token's terms with them.
+  /// Number of elements of a query's gradients. terms() is the number for one token's terms.
   std::size_t gradient() const { return columns.gradient_samples * group * dim; }
   std::size_t terms() const { return columns.gradient_samples * group; }
-  /// Bytes of a head task's part of the trace in float32, as it arrives on the device.
-  /// land_at_once(): number of head tasks that arrive together.
+  /// Bytes that a head task's part of the trace needs in float32 when it is sent to the device.
+  /// land_at_once() is the number of head tasks that are sent together.
   std::size_t landing() const { return (group + 2) * tokens * dim * sizeof(float); }
   std::size_t land_at_once(std::size_t tasks, std::size_t threads) const {
     constexpr std::size_t kBytes = std::size_t{256} << 20;
@@ -37,7 +38,8 @@ struct HeadTaskSizes {
   }
 };
 
-/// The buffers from which kernel arguments are built. Null if the replay does not need the buffer.
+/// The buffers from which kernel arguments are built. A buffer that the replay does not need is
+/// null.
 struct BatchParts {
   kernels::ReplayBlock block;
   kernels::ReplayCachePositionRows cache_positions;
@@ -45,7 +47,7 @@ struct BatchParts {
   kernels::ReplaySlots slots;
   kernels::ReplayTerms terms;
   kernels::ReplayCounts counts;
-  // These are as in the kernels' arguments.
+  // These are the kernels' arguments of the same names.
   float *queries, *plain_queries, *query_parts, *key_parts, *key_scales;
   std::byte *keys, *values, *paired_keys, *rounded_queries, *rounded_keys, *quantized_keys,
       *quantized_values;
@@ -56,9 +58,9 @@ struct BatchParts {
   std::uint8_t* slot_tiers;
   float* features;  // [head task, token_features of each token]; those of one policy are contiguous
   float* sketches;  // [head task, group, dim, kReplayResiduals]
-  // // [head task, measured query, gradient sample, group, dim], in the trace's dtype.
+  // [head task, measured query, gradient sample, group, dim], in the trace's dtype
   std::byte* gradients;
-  // These are zero before a replay.
+  // These must be zero before a replay.
   std::span<kernels::ReplayProgress> progress;
   std::span<double> sums, errors;
   std::span<float> recalls, residual, changes;  // set by the replay

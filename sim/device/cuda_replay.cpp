@@ -13,7 +13,7 @@
 namespace kvlab {
 namespace {
 
-/// `tasks`, extended to whole layers if some caches evict by layer.
+/// Extends `tasks` to whole layers if some caches evict by layer.
 std::vector<HeadTask> whole_layers(const ReplayPlan& plan, std::span<const HeadTask> tasks) {
   std::vector<HeadTask> all(tasks.begin(), tasks.end());
   if (std::ranges::none_of(plan.configs, &ResolvedConfig::evicts_by_layer)) return all;
@@ -26,7 +26,8 @@ std::vector<HeadTask> whole_layers(const ReplayPlan& plan, std::span<const HeadT
   return all;
 }
 
-/// Whether the device supports the attention of all layers: it has no soft caps and sink logits.
+/// Whether the device supports the attention of all layers, that is, no layer has soft caps or sink
+/// logits.
 bool knows_rows(const TraceReader& trace) {
   for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer) {
     const RowSpec& row = trace.row(layer);
@@ -35,7 +36,7 @@ bool knows_rows(const TraceReader& trace) {
   return true;
 }
 
-/// Head tasks by RoPE table and softmax scale. One batch holds head tasks of one such group.
+/// Head tasks by RoPE table and softmax scale. A batch holds only head tasks of one such group.
 using Alike = std::map<std::pair<std::uint32_t, float>, std::vector<HeadTask>>;
 
 Alike alike(const TraceReader& trace, std::span<const HeadTask> tasks) {
@@ -115,7 +116,7 @@ class Replayer final : public CudaReplayer {
   }
 
  private:
-  /// Whether a text of this length fits the device's shared memory; the CPU replays longer ones.
+  /// Whether a text of this length fits the device's shared memory. The CPU replays longer texts.
   static bool fits(const TraceReader& trace, const CacheConfig& config) {
     using kernels::ReplayTokens;
     const kernels::ReplayShape shape{.tokens = static_cast<int>(trace.tokens()),
@@ -132,8 +133,8 @@ class Replayer final : public CudaReplayer {
                                               : ReplayTokens::exact,
                               tiers, limits);
   }
-  /// Calls work(batch, index of its first head task) for batches as large as memory allows. The
-  /// layers of `tasks` must have the same RoPE table and softmax scale.
+  /// Calls work(batch, index of its first head task) for batches that are as large as memory
+  /// allows. All layers of `tasks` must have the same RoPE table and softmax scale.
   template <class Work>
   void in_batches(const ReplayPlan& plan, std::span<const HeadTask> tasks, Work work) {
     const std::uint32_t layer = tasks.front().layer;

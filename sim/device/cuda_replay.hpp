@@ -9,21 +9,21 @@
 
 namespace kvlab {
 
-/// Called with the index of a head task and of a configuration of the plan, a query, and the live
-/// positions that the query attended, ascending.
+/// Called with a head task's index, the index of a configuration of the plan, a query, and the live
+/// positions (ascending) to which the query attended.
 using KeptWatcher = std::function<void(std::size_t task, std::size_t config, std::uint32_t query,
                                        std::span<const std::uint32_t> live)>;
 
-/// Runs registered policies with either kind of positions, for groups of at most 8 query heads. The
-/// head size must be a multiple of 8, at most 256; the number of rotated dimensions must be a
-/// multiple of 4.
+/// Runs registered policies, with original or cache positions, for groups of at most 8 query heads.
+/// The head size must be a multiple of 8 and at most 256. The number of rotated dimensions must be
+/// a multiple of 4.
 class CudaReplayer : public HeadReplayer {
  public:
   /// One exact attention pass over the trace with cuBLASLt, in blocks of queries: products, causal
-  /// softmax, products. The time is that of the device and excludes reading the trace.
+  /// softmax, products. The time is measured on the device and excludes reading the trace.
   virtual ExactPass exact_pass(const TraceReader& trace, unsigned threads) = 0;
-  /// Number of waves of thread blocks that each query of the last run took, for each policy alone
-  /// on the device.
+  /// Number of waves of thread blocks that each query of the last run took, if each policy had the
+  /// device to itself.
   virtual int waves() const = 0;
 };
 

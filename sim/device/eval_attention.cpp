@@ -19,7 +19,7 @@ HeadTaskSizes outputs_alone(const HeadTaskPlan& plan, const DeviceSweep& sweep) 
   return sizes;
 }
 
-/// For each layer: configurations, each with its KV heads.
+/// The head tasks of each layer: one for each KV head of each configuration.
 std::vector<HeadTask> tasks_of(const HeadTaskPlan& plan, std::size_t configs) {
   std::vector<HeadTask> tasks;
   for (std::uint32_t layer = 0; layer < plan.shape.layers; ++layer)

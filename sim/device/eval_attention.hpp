@@ -1,25 +1,25 @@
-// Attention of the end-to-end evaluation on a CUDA device: one layer at a time, where each
-// configuration has its queries, keys and values.
+// Attention of the end-to-end evaluation on a CUDA device. It handles one layer at a time, and each
+// configuration has separate queries, keys and values.
 #pragma once
 
 #include "sim/device/head_tasks.hpp"
 
 namespace kvlab {
 
-/// Some configurations of one sequence. Every query attends to the tokens in its cache, and tokens
-/// are evicted as in the replay. Each configuration has rows(tokens) rows.
+/// Some configurations of one sequence. Every query attends to the tokens in its configuration's
+/// cache, and tokens are evicted as in the replay. Each configuration has rows(tokens) rows.
 class EvalAttention {
  public:
-  /// `plan`: all of its queries are measured, and each is a sample. `configs`: at least one; must
-  /// outlive this. Compiles the policies' walks if necessary. Throws std::runtime_error if memory
-  /// is too small.
+  /// `plan` must measure all of its queries, and each must be a sample. `configs`: at least one;
+  /// they must outlive this object. Compiles the policies' walks if necessary. Throws
+  /// std::runtime_error if memory is too small.
   EvalAttention(const HeadTaskPlan& plan, std::span<const ResolvedConfig* const> configs,
                 const Tables& tables, unsigned threads, cuda::Products& product, Streams& streams,
                 Walks& walks);
   /// Bytes of device memory per configuration.
   static std::size_t bytes_of_config(const HeadTaskPlan& plan,
                                      std::span<const ResolvedConfig* const> configs);
-  /// Rows of a configuration: the sequence's length, padded.
+  /// Number of rows of a configuration: the sequence's length, padded.
   static std::size_t rows(std::size_t tokens) { return padded_tokens(tokens); }
 
   /// Buffers for keys and values before RoPE: [configuration, KV head, row, dim] in the model's

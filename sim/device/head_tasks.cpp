@@ -15,7 +15,7 @@ using Output = cuda::ProductArgs::Output;
 
 namespace {
 
-constexpr double kUsableMemory = 0.9;     // share of free memory
+constexpr double kUsableMemory = 0.9;     // usable share of the free memory
 constexpr std::size_t kMaxTasks = 65535;  // limit of a kernel launch
 
 }  // namespace
@@ -259,7 +259,8 @@ void HeadTasks::multiply_rows(std::uint32_t first, std::uint32_t count, std::byt
             .output = output});
 }
 
-/// Products of queries and keys that are not rounded, in float32, by three products in TF32.
+/// Products of queries and keys that were not rounded, in float32 precision, as three TF32
+/// products.
 void HeadTasks::multiply_parts(std::uint32_t first, std::uint32_t count) {
   check(kernels::replay_query_parts(parts_.block.shape, static_cast<int>(first),
                                     static_cast<int>(count), parts_.block.rows.block,
@@ -338,7 +339,7 @@ void HeadTasks::multiply_terms(std::uint32_t first, std::uint32_t count) {
       multiply_terms(begin, end, values, copy, p == 0 ? Output::float32 : Output::add_float32);
 }
 
-/// Products for queries [begin, end) with one part of a copy's values.
+/// Products of queries [begin, end) with one part of a copy's values.
 void HeadTasks::multiply_terms(std::uint32_t begin, std::uint32_t end, std::byte* values, int copy,
                                Output output) {
   const HeadTaskSizes& s = sizes_;

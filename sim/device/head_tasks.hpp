@@ -13,7 +13,7 @@
 
 namespace kvlab {
 
-/// A stream, and branches of it that run side by side.
+/// A stream, and branches of it that run at the same time.
 class Streams {
  public:
   cudaStream_t first() const { return first_.get(); }
@@ -37,7 +37,7 @@ class Streams {
   cuda::Event begin_, ends_[16];
 };
 
-/// What the head tasks of a replay, or of an end-to-end evaluation, have in common.
+/// What all head tasks of a replay or of an end-to-end evaluation have in common.
 struct HeadTaskPlan {
   const ModelShape& shape;
   const Rope& rope;
@@ -45,7 +45,7 @@ struct HeadTaskPlan {
   const HeadArithmetic& arithmetic;
   const MeasuredQueries& measured;
   std::uint32_t tokens, sequence;
-  const OutputProjections* output = nullptr;  ///< for the features that need them
+  const OutputProjections* output = nullptr;  ///< needed if features depend on it
 };
 
 /// Pairs of dimensions of a head, padded: see kernels::ReplayShape.
@@ -53,10 +53,10 @@ inline int pairs_of(const ModelShape& shape) {
   return kernels::ReplayShape{.head_size = static_cast<int>(shape.head_size)}.pairs();
 }
 
-/// Alignment of operands of products, bytes.
+/// Alignment of the operands of products, in bytes.
 inline constexpr std::uint32_t kProductAlignment = 16;
 
-/// Tokens of a head task, padded so that rows of products begin aligned.
+/// Number of tokens of a head task, padded so that rows of products begin aligned.
 constexpr std::size_t padded_tokens(std::size_t tokens) { return (tokens + 15) / 16 * 16; }
 
 /// Tables that all head tasks read.
@@ -67,17 +67,17 @@ struct Tables {
 
 /// The sizes of one head task, for a sweep of `configs` configurations.
 HeadTaskSizes sizes_of(const HeadTaskPlan& plan, const DeviceSweep& sweep, std::size_t configs);
-/// Number of head tasks, a multiple of `together`, that fit in device memory beside `landing`
-/// bytes. Throws std::runtime_error if fewer than `together` fit.
+/// Number of head tasks, a multiple of `together`, that fit in device memory in addition to
+/// `landing` bytes. Throws std::runtime_error if fewer than `together` fit.
 std::size_t tasks_at_once(const HeadTaskSizes& sizes, std::size_t landing, std::size_t together);
 
-/// A matrix for each head task; `row` and `task` are the distances of rows and of head tasks, in
-/// elements.
+/// A matrix for each head task. `row` and `task` are the distances between rows and between head
+/// tasks, in elements.
 struct HeadTaskMatrix {
   void* data;
   std::size_t row, task;
 };
-/// As cuda::ProductArgs, for each head task.
+/// The arguments of cuda::ProductArgs, for each head task.
 struct HeadTaskProduct {
   kernels::Type type;
   std::size_t rows, n, k;
@@ -91,7 +91,7 @@ struct HeadTaskProduct {
 /// Head tasks that are on the device together. All work is enqueued on the first stream.
 class HeadTasks {
  public:
-  /// `tasks`: their KV heads, which are run for each of `layers` layers, one layer after another.
+  /// `tasks`: the KV heads, which are run for each of `layers` layers, one layer after another.
   HeadTasks(const HeadTaskPlan& plan, const DeviceSweep& sweep, const HeadTaskSizes& sizes,
             std::span<const HeadTask> tasks, const Tables& tables, cuda::Products& product,
             Streams& streams, std::size_t layers = 1);
@@ -100,7 +100,8 @@ class HeadTasks {
   std::vector<Walk> walks() const;
   /// Copies a head task's keys or values, one row per token, to the buffers that the walks read.
   void copy(const kernels::ReplayVectors& from, std::size_t task, Part part);
-  /// Derive all other buffers from keys, and from the queries of one head of the group.
+  /// Derives all other buffers from the keys; take_queries() does so from the queries of one head
+  /// of the group.
   void take_keys(const kernels::ReplayVectors& from, std::size_t task);
   void take_queries(const kernels::ReplayVectors& from, std::size_t task, std::uint32_t head);
   /// Makes the dequantized copies of all keys and values that tier plans need.
@@ -111,21 +112,22 @@ class HeadTasks {
   void set_layer(std::size_t n) {
     parts_.block.sweep.rules = rules_.as<kernels::ReplayRule>() + n * count_ * sizes_.configs;
   }
-  /// Stores kept sets to `kept_bits` from now on, in the layout of kernels' arguments; null: does
-  /// not.
+  /// From now on, stores kept sets to `kept_bits`, in the layout of the kernels' arguments. Null:
+  /// stops storing them.
   void keep_bits(std::uint32_t* kept_bits) { kept_bits_ = kept_bits; }
-  /// Runs queries [first, first + count): rows, walks, outputs. `outputs`: buffer for the outputs,
-  /// as in kernels::ReplayOutputsArgs; or null.
+  /// Runs queries [first, first + count): rows, walks, outputs. `outputs`: where to store the
+  /// outputs, as in kernels::ReplayOutputsArgs; may be null.
   void replay_block(const Walks& walks, std::uint32_t first, std::uint32_t count,
                     void* outputs = nullptr);
-  /// Computes changes of log-likelihood from kept sets; sum_metrics(): the block's metrics.
+  /// Computes the changes of log-likelihood from the kept sets. sum_metrics() computes the block's
+  /// metrics.
   void change();
   void sum_metrics();
-  /// Multiplies queries with `keys`, in the layout of rows.
+  /// Multiplies queries with `keys`, and stores the products in the layout of rows.
   void multiply_rows(std::uint32_t first, std::uint32_t count, std::byte* keys,
                      cuda::ProductArgs::Output output = cuda::ProductArgs::Output::float32);
   void multiply(const HeadTaskProduct& of);
-  /// Waves of thread blocks per query, summed over the policies.
+  /// Number of waves of thread blocks per query, summed over the policies.
   int waves(const Walks& walks) const;
 
   const HeadTaskSizes& sizes() const { return sizes_; }
@@ -136,7 +138,7 @@ class HeadTasks {
   kernels::ReplayRotateArgs rotation_of(const kernels::ReplayVectors& from) const;
   kernels::ReplayKeepArgs keep_args() const;
   kernels::ReplayKeptArgs kept_args() const;
-  /// Calls use(args, plan) with the arguments of the members' walk.
+  /// Calls use(args, plan) with the arguments and the plan of the members' walk.
   template <class Use>
   void with_walk(const Members& members, Use use) const;
   void multiply_terms(std::uint32_t first, std::uint32_t count);

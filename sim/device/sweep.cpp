@@ -15,7 +15,7 @@ using kernels::Type;
 
 namespace {
 
-/// Maximum number of tokens that a KV head's cache holds at once.
+/// Maximum number of tokens that a KV head's cache holds at one time.
 std::uint32_t max_live(const ResolvedConfig& config) {
   std::set<std::uint32_t> budgets{config.budget_tokens};
   for (const auto& layer : config.head_budgets) budgets.insert(layer.begin(), layer.end());
@@ -27,7 +27,8 @@ std::uint32_t max_live(const ResolvedConfig& config) {
 
 bool looks_back(const Modifiers& modifiers) { return modifiers.once || modifiers.smooth > 0; }
 
-/// Four classes per power of two, because a launch is sized for its largest cache.
+/// The size class of a number of slots. There are four classes per power of two, because a launch
+/// is sized for its largest cache.
 int size_class_of(std::uint32_t slots) {
   const int width = std::bit_width(std::max(slots, 8u) - 1);
   return 4 * width + static_cast<int>((slots - 1) >> (width - 3) & 3);
@@ -89,7 +90,7 @@ ReplayRule DeviceSweep::add_rule(const ResolvedConfig& config, bool is_walked) {
   return rule;
 }
 
-/// Sends the data to which rules point.
+/// Sends the data to which the rules point.
 void DeviceSweep::send(std::span<const ResolvedConfig* const> of, std::uint32_t tokens) {
   std::vector<kernels::ReplayAppend> appends;
   std::vector<std::byte> params;
@@ -105,7 +106,7 @@ void DeviceSweep::send(std::span<const ResolvedConfig* const> of, std::uint32_t 
     if (policy.params_bytes)
       policy.write_params(config->policy.params, &params[first_params.back()]);
   }
-  params.resize(params.size() + 16);  // never empty
+  params.resize(params.size() + 16);  // so that it is never empty
   appends_ = cuda::upload(appends, "the replay's sweep");
   params_ = cuda::upload(params, "the replay's sweep");
   for (std::size_t c = 0; c < of.size(); ++c) {
@@ -127,7 +128,7 @@ void DeviceSweep::add_fp16_copies() {
   configs = rules_.size();
 }
 
-/// If budgets differ by head, makes the rules of each KV head of each layer with its budget.
+/// If budgets differ by head, makes rules for each KV head of each layer, with its budget.
 void DeviceSweep::add_heads(std::span<const ResolvedConfig* const> of) {
   const auto uneven = std::ranges::find_if(
       of, [](const ResolvedConfig* config) { return !config->head_budgets.empty(); });
@@ -170,7 +171,8 @@ std::vector<ReplayRule> DeviceSweep::rules_of(const ModelShape& shape, std::uint
   return all;
 }
 
-/// Groups sets of one kind by kReplayTile, padded with -1; sets with quantization come last.
+/// Groups the configurations of one kind into tiles of kReplayTile, padded with -1. Configurations
+/// with quantization come last.
 void DeviceSweep::send_sets() {
   std::vector<std::int32_t> sets;
   const auto add = [&](bool at_cache_positions, bool quantized) {

@@ -16,21 +16,21 @@
 namespace kvlab {
 
 kernels::Type type_of(const std::optional<Dtype>& rounding);
-/// Whether the tokens that its caches attend follow from the appends alone: sinks and the most
-/// recent tokens, or all tokens. Such a cache needs no walk.
+/// Whether the appends alone determine which tokens the policy's caches attend to: the sinks and
+/// the most recent tokens, or all tokens. Such a cache needs no walk.
 inline bool is_window(const PolicySpec& policy) {
   const PolicyInfo& info = policy.entry->info;
   return policy.tier_plan.is_plain() &&
          (!info.evicts || (info.oldest_first && policy.modifiers == Modifiers{}));
 }
 
-/// Configurations of one policy and of similar size that one walk runs.
+/// Configurations of one policy and of similar size, which one walk runs.
 struct Members {
   struct Kind {
     std::shared_ptr<const PolicyEntry> policy;
     kernels::ReplayTokens tokens;
     bool largest;   ///< as in kernels::ReplayMembers
-    bool by_layer;  ///< each keeps one set per layer: scope=layer
+    bool by_layer;  ///< scope=layer: each configuration keeps one set of tokens per layer
     int size_class;
     bool operator==(const Kind&) const = default;
   };
@@ -43,15 +43,14 @@ struct Members {
 /// The sweep in the layout that the kernels read.
 class DeviceSweep {
  public:
-  /// `tokens`: length of the sequence. `walks_all`: walks window policies too; otherwise it is
-  /// unknown which tokens of a passage they keep. `wants_fp16_copies`: each configuration with
-  /// quantization gets a copy that keeps the same tokens in 16 bit. `config_tasks`: as in
-  /// kernels::ReplaySweep.
+  /// `tokens`: length of the sequence. `walks_all`: also walks window policies; otherwise it is
+  /// unknown which tokens of a passage they keep. `wants_fp16_copies`: each quantized configuration
+  /// gets a copy that keeps the same tokens in 16 bit. `config_tasks`: see kernels::ReplaySweep.
   DeviceSweep(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens, bool walks_all,
               bool wants_fp16_copies, int config_tasks = 0);
 
-  /// The rules of head tasks, of which groups of `count` are on the device together, with the
-  /// addresses of their features: [head task, configuration]; features are `tokens` apart.
+  /// The rules of head tasks, with the addresses of their features: [head task, configuration].
+  /// Groups of `count` head tasks are on the device together; features are `tokens` apart.
   std::vector<kernels::ReplayRule> rules_of(const ModelShape& shape, std::uint32_t sequence,
                                             std::span<const HeadTask> tasks, std::size_t count,
                                             const float* features_on_device,
@@ -59,7 +58,7 @@ class DeviceSweep {
   kernels::ReplaySets sets() const { return {sets_.as<std::int32_t>(), tiles_, quantized_tiles_}; }
   int config_tasks() const { return config_tasks_; }
 
-  /// The features of configurations that name the same features and append alike.
+  /// The features of configurations that name the same features and have the same appends.
   struct Features {
     const ResolvedConfig* like;  ///< one of these configurations
     std::uint32_t first;         ///< index among a head task's features
@@ -69,18 +68,21 @@ class DeviceSweep {
   std::vector<std::int32_t> windows;  ///< configurations that evict the oldest token first
   cuda::DeviceBuffer windows_on_device;
   std::map<std::int32_t, const ResolvedConfig*> window_configs;
-  /// Slots of all configurations; if each configuration has its head tasks, of the largest one.
+  /// Number of slots of all configurations or, if each configuration has separate head tasks, of
+  /// the largest one.
   std::int64_t task_slots = 0;
-  std::vector<Features> features;  ///< of head tasks that configurations share
-  /// Features per token, for all configurations; if each configuration has its head tasks, for one.
+  std::vector<Features> features;  ///< features of head tasks that configurations share
+  /// Number of features per token for all configurations or, if each configuration has separate
+  /// head tasks, for one.
   std::uint32_t feature_count = 0;
   std::size_t configs;                  ///< including the fp16 copies, which come last
   std::vector<std::int32_t> fp16_copy;  ///< by configuration; -1: none
   SweepTiers tiers;
-  bool uses_tiers = false;  ///< at least one has a tier plan
+  bool uses_tiers = false;  ///< whether a configuration has a tier plan
   int state_stride = 8;
   bool cache_positions = false;
-  bool by_layer = false;  ///< at least one keeps one set per layer: head tasks are whole layers
+  bool by_layer = false;  ///< whether a configuration keeps one set of tokens per layer, so that
+                          ///< head tasks are whole layers
 
  private:
   kernels::ReplayRule add_rule(const ResolvedConfig& config, bool is_walked);
@@ -90,7 +92,7 @@ class DeviceSweep {
   void add_fp16_copies();
   void add_heads(std::span<const ResolvedConfig* const> configs);
   void send_sets();
-  /// Index of the configuration's features among those of a head task.
+  /// The index of the configuration's features among those of a head task.
   std::uint32_t add_features(const ResolvedConfig& config);
 
   // [configuration]; if by_head_ is not 0: [layer, KV head, configuration].

@@ -12,7 +12,7 @@ namespace kvlab {
 
 class SweepTiers {
  public:
-  /// `own`: each configuration has its head tasks, and so its copies of tokens.
+  /// `own`: each configuration has separate head tasks, and therefore separate copies of tokens.
   explicit SweepTiers(bool own) : own_(own) {}
 
   /// Adds the tiers of the cache that `config` has at `budget` to its rule, if it has a tier plan.
@@ -24,7 +24,7 @@ class SweepTiers {
   const kernels::ReplayDemotionPath* paths() const {
     return paths_on_device_.as<kernels::ReplayDemotionPath>();
   }
-  /// As kernels::ReplayCopies::count.
+  /// See kernels::ReplayCopies::count.
   std::size_t copies() const;
 
  private:

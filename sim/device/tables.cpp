@@ -6,8 +6,8 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kFine = 64;  // an angle is composed of those of a multiple of kFine and of
-                                     // the rest
+constexpr std::uint32_t kFine =
+    64;  // an angle is the sum of the angle of a multiple of kFine and of the angle of the rest
 
 std::vector<float2> rope_of(const RopeTable& rope) {
   std::vector<float2> angles;
@@ -17,7 +17,7 @@ std::vector<float2> rope_of(const RopeTable& rope) {
   return angles;
 }
 
-/// Angles at multiples of kFine, by pair; dimensions that do not rotate get the identity.
+/// The angles at multiples of kFine, by pair. Dimensions that do not rotate get angle 0.
 std::vector<float2> coarse_rope_of(const RopeTable& rope, int pairs) {
   std::vector<float2> angles;
   for (std::uint32_t position = 0; position < rope.positions(); position += kFine) {

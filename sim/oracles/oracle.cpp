@@ -28,7 +28,7 @@ std::size_t first_least(const void*, Tokens tokens, std::size_t begin, std::size
       ranks.begin());
 }
 
-/// Calls look(query, head) for each query and head when its row has been computed.
+/// Calls look(query, head) for each query and head once its row has been computed.
 template <class Look>
 void for_rows(SharedRows& rows, std::uint32_t group, std::uint32_t first, std::uint32_t end,
               Look look) {
@@ -112,7 +112,7 @@ HeadStats topk_stats(const MeasuredQueries& measured, const HeadView& view, Shar
   return std::move(measure.take().front());
 }
 
-/// What a query head receives from the remaining tokens: Σ p and Σ p · W_o v.
+/// What a query head attends to among the remaining tokens: Σ p and Σ p · W_o v.
 struct ResidualOracle::Sums {
   float p = 0;
   float values[kColumns] = {};
@@ -191,7 +191,7 @@ void ResidualOracle::rank(const std::uint32_t* positions, std::size_t count, con
   }
 }
 
-/// Σ over the queries of the residual error if `token` were evicted too.
+/// The sum, over the queries, of the residual error if `token` were also evicted.
 double ResidualOracle::change_without(std::uint32_t token, const std::vector<Sums>& sums,
                                       std::uint32_t now) const {
   double change = 0;

@@ -1,4 +1,5 @@
-// The oracles of the replay. They are not policies and cannot be deployed.
+// The oracles of the replay. They use knowledge of the future, so they are not policies and cannot
+// be deployed.
 #pragma once
 
 #include <cstddef>
@@ -15,18 +16,19 @@ namespace kvlab {
 class Oracle {
  public:
   virtual ~Oracle() = default;
-  /// Writes the eviction order before `step.now` is appended: the token with the lowest rank is
-  /// evicted first. positions and ranks are [count], by age.
+  /// Writes the ranks that order the tokens before `step.now` is appended: the token with the
+  /// lowest rank is evicted first. positions and ranks are [count], by age.
   virtual void rank(const std::uint32_t* positions, std::size_t count, const Step& step,
                     std::uint64_t* ranks) = 0;
 };
 
-/// The hooks of a live set that evicts by an oracle. The oracle must outlive the live set.
+/// The hooks of a live set whose eviction order comes from an oracle. The oracle must outlive the
+/// live set.
 PolicyOps oracle_ops();
 std::vector<std::byte> oracle_params(Oracle& oracle);
 
-/// `oracle_attention`: ranks a token by the probability mass that future queries of the full cache
-/// give it.
+/// `oracle_attention`: the rank of a token is the probability mass that future queries of the full
+/// cache give it.
 class AttentionOracle final : public Oracle {
  public:
   AttentionOracle(const HeadView& view, SharedRows rows);
@@ -36,7 +38,7 @@ class AttentionOracle final : public Oracle {
  private:
   void add(std::uint32_t first, std::uint32_t end, std::vector<std::uint64_t>& masses);
 
-  std::uint32_t group_, spent_ = 0;  // queries that are counted in given_
+  std::uint32_t group_, spent_ = 0;  // number of queries that are counted in given_
   SharedRows rows_;
   std::vector<std::uint64_t> all_, given_;  // [token], Q32.32, summed over the group
 };
@@ -48,11 +50,12 @@ HeadStats topk_stats(const MeasuredQueries& measured, const HeadView& view, Shar
 
 // `oracle_residual`: a greedy oracle for `residual_error`.
 
-/// Chooses one victim after another from one KV head's future: each time the token without which
-/// the head's part of the residual stream, relative to the stream, would change least over the next
-/// kAhead queries if no further token were evicted. It uses those queries, which a policy cannot
-/// know, but nothing beyond them and no other head. It supports original positions only and no
-/// protected tokens. Memory: half (the causal part) of [token, group, token] floats.
+/// Chooses one victim after another, with knowledge of one KV head's future. Each time, it chooses
+/// the token without which the head's part of the residual stream, relative to the stream, would
+/// change least over the next kAhead queries, assuming that no further token is evicted. It knows
+/// those queries, which a policy cannot know, but neither later queries nor other heads. It
+/// supports only original positions and no protected tokens. It needs half (the causal part) of
+/// [token, group, token] floats of memory.
 class ResidualOracle final : public Oracle {
  public:
   static constexpr std::uint32_t kAhead = 32;    ///< number of queries
@@ -68,7 +71,7 @@ class ResidualOracle final : public Oracle {
  private:
   struct Sums;
 
-  /// Offset in p_ of the row of a query head.
+  /// Offset in p_ of a query head's row.
   std::size_t row(std::uint32_t query, std::uint32_t head) const {
     const std::size_t before = std::size_t{query} * (std::size_t{query} + 1) / 2;
     return before * group_ + head * (std::size_t{query} + 1);

@@ -39,7 +39,7 @@ void AgedKeys::erase(std::size_t index) {
   rotated_ = std::min(rotated_, index);
 }
 
-/// Rotates the panels that hold keys which are new or have moved.
+/// Rotates the panels that contain new keys, or keys whose position has changed.
 void AgedKeys::rotate(const CachePositionTable& positions_in_cache) {
   const std::size_t dim = view_->head_size;
   rotated_panels_.resize(panels_.size());
