@@ -6,8 +6,8 @@
 # BUILD was made with the preset cuda, and ctest's "a separate engine builds against the installed package" must have
 # run there, because it makes the package and the examples.
 #
-# It runs every test case with the tag [gpu], the examples in C, the example in Python with KVLAB_HF_PYTHON's PyTorch,
-# and the Python tests with KVLAB_PYTHON's kvlab. AT_ONCE (10) run in parallel. The example of each command's help runs
+# It runs every test case with the tag [gpu], the examples in C, the example in Python and the Python tests with
+# KVLAB_PYTHON's kvlab and PyTorch. AT_ONCE (10) run in parallel. The example of each command's help runs
 # last and alone, on the device. PATTERN: run only tests whose names match.
 #
 # It prints a line with the time of each, slowest first. Logs stay in BUILD/gpu-tests. It exits with 1 if anything
@@ -33,8 +33,6 @@ tagged() {
 }
 others() {
   printf 'example %s.c|%q\n' evict "$installed/build/evict" paged "$installed/build/paged" batch "$installed/build/batch"
-  printf 'example torch_evict.py|python_with torch %q %q --library %q\n' "${KVLAB_HF_PYTHON:-python3}" \
-    "$source/tools/examples/torch_evict.py" "$installed/prefix/lib/libkvlab_kernels.so"
   printf 'python engine.py|python_with torch,kvlab %q %q --layers 8\n' "${KVLAB_PYTHON:-python3}" \
     "$source/tools/examples/engine.py"
   for tests in evicting_cuda ops replay; do
