@@ -11,7 +11,7 @@ namespace {
 /// Number of decimals that shows about three significant digits of `value`.
 int decimals_of(double value) {
   const double size = std::abs(value);
-  if (size == 0) return 0;
+  if (size == 0 || !std::isfinite(value)) return 0;
   return static_cast<int>(std::clamp(2 - std::floor(std::log10(size)), 0.0, 8.0));
 }
 
@@ -36,6 +36,8 @@ std::string escape(std::string_view text) {
 }
 
 std::string number_text(double value) {
+  if (value == 0) return "0";  // of either sign, as on pages; so is NaN
+  if (std::isnan(value)) return "nan";
   return with_separators(fmt::format("{:.{}f}", value, decimals_of(value)));
 }
 

@@ -2,6 +2,8 @@
 
 /** A number with `decimals` digits after the point. An exact half goes to the even digit, as in C++. */
 function fixed(value, decimals) {
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? 'nan' : value < 0 ? '-inf' : 'inf';
+  if (Math.abs(value) >= 1e21) return BigInt(value) + (decimals > 0 ? '.' + '0'.repeat(decimals) : '');
   const text = value.toFixed(decimals), exact = value.toFixed(Math.min(100, decimals + 30));
   if (exact.slice(-30) !== '5' + '0'.repeat(29)) return text;
   const below = exact.slice(0, -30).replace(/\.$/, '');
