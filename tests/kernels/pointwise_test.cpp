@@ -396,3 +396,46 @@ TEST_CASE("rope_write norms, rotates and writes each head to its place, and writ
       RopeTrial({type, 12, 12, 8, 1, norm}).check();
     }
 }
+
+TEST_CASE("rope_write writes nothing of an idle sequence, whose row of the table is -1", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  constexpr std::size_t kSize = 64, kSlots = 3, kPositions = 8;
+  std::mt19937 random(9);
+  for (const Type type : kTypes) {
+    const auto qkv = upload(type, random_values(type, 2 * 3 * kSize, random));
+    const DeviceArray<float2> rope{std::vector<float2>(kPositions * kSize / 2, float2{0.6f, 0.8f})};
+    const std::vector<std::uint32_t> at{5, KVLAB_IDLE};
+    const std::vector<std::int32_t> each{0, 1};
+    const DeviceArray<std::uint32_t> now{std::span(at)};
+    const DeviceArray<std::int32_t> sequences{std::span(each)};
+    const Poisoned q(type, 2 * kSize), keys(type, 2 * kSlots * kSize),
+        values(type, 2 * kSlots * kSize);
+    RopeWriteArgs args{};
+    args.cache = {.type = type,
+                  .query_heads = 1,
+                  .kv_heads = 1,
+                  .head_size = int(kSize),
+                  .keys = keys.data(),
+                  .values = values.data()};
+    args.tokens = 2;
+    args.qkv = qkv.data();
+    args.rotated = int(kSize);
+    args.rope = &rope.data()->x;
+    args.rope_rows = reinterpret_cast<const std::int32_t*>(now.data());
+    args.sequences = sequences.data();
+    args.now = now.data();
+    args.q = q.data();
+    args.sequence_stride = std::int64_t(kSlots * kSize);
+    args.head_stride = std::int64_t(kSlots * kSize);
+    plain_and_captured([&](cudaStream_t stream) { return rope_write(args, stream); },
+                       [&] {
+                         // Sequence 0's query, and its key and value in slot 0.
+                         for (const Poisoned* out : {&q, &keys, &values}) {
+                           const auto all = out->take();
+                           const auto is_written = [](float x) { return !std::isnan(x); };
+                           CHECK(std::ranges::all_of(std::span(all).first(kSize), is_written));
+                           CHECK(std::ranges::none_of(std::span(all).subspan(kSize), is_written));
+                         }
+                       });
+  }
+}
