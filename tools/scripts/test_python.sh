@@ -24,6 +24,7 @@ sanitize() {
   mkdir "$package"
   cp -r tools/python/kvlab "$package"
   mv "$build"/tools/python/_kvlab*.so "$package/kvlab"
+  cp -r "$folder"/lib/python3*/site-packages/kvlab/share "$package/kvlab"
   for library in libasan.so libubsan.so libstdc++.so; do
     preload+="$(g++ -print-file-name=$library) "
   done
