@@ -25,7 +25,7 @@ class LayerBudgets;  // policies/budgets/layer_budgets.hpp
 
 class AgedSet {
  public:
-  /// Identifies the cache. It enters Step, so policy `random` depends on it.
+  /// Identifies the cache. Step contains it, so that policy `random` can depend on it.
   struct Identity {
     std::uint64_t seed = 0;
     std::uint32_t sequence = 0, layer = 0, kv_head = 0;
@@ -38,11 +38,11 @@ class AgedSet {
   std::uint32_t live_max() const { return live_max_; }
 
   Needs needs() const { return ops_.info.needs; }
-  /// Whether the policy looks at each query head.
+  /// Whether the policy observes each query head separately.
   bool sees_heads() const { return ops_.observe_heads != nullptr; }
   /// The weight of a query, where `age` is the number of younger queries in its append.
   float weight(std::uint32_t age) const { return ops_.weight(age, params_.data()); }
-  /// The age from which weights are 0; kNoTail: none.
+  /// The age from which on weights are 0. kNoTail: there is none.
   std::uint32_t tail() const { return ops_.tail(params_.data()); }
 
   /// Names of the features that each token gets when it is appended, in order.
@@ -56,11 +56,11 @@ class AgedSet {
   std::span<const std::byte> state(std::size_t age) const {
     return std::span(states_).subspan(age * ops_.slot_bytes, ops_.slot_bytes);
   }
-  /// Whether that state equals `other`, ignoring padding.
+  /// Whether that state equals `other`. Padding bytes are ignored.
   bool has_state(std::size_t age, std::span<const std::byte> other) const;
 
-  /// Sets the tiers of a tier plan and their slots, before the first token is appended. The slots
-  /// add up to the budget. Tokens are appended to the first tier.
+  /// Sets the tiers of a tier plan with their slots, before the first token is appended. The slots
+  /// must add up to the budget. Tokens are appended to the first tier.
   void keep_at(std::vector<TierSlots> tiers) {
     if (tiers.empty() || tiers.size() > kMaxTiers)
       throw std::logic_error("a cache: too many tiers");
@@ -93,8 +93,8 @@ class AgedSet {
   /// The eviction key of each live token, by age, if `now` is appended next.
   std::vector<EvictionKey> eviction_keys(std::uint32_t now) const;
 
-  /// Step 4: passes the observations of the last append to the policy, by age, as arrays or one by
-  /// one. `heads`: masses by query head, for a policy that looks at each head.
+  /// Step 4: passes the observations of the last append, by age, to the policy, as arrays or one by
+  /// one. `heads`: masses by query head, for a policy that observes each head.
   void observe(const Seen& seen);
   void observe(std::span<const Observation> seen, std::span<const std::uint64_t> heads = {});
   /// Why the cache cannot return to its first `tokens` tokens; empty if it can.
@@ -103,14 +103,14 @@ class AgedSet {
   void end_prompt() { after_prompt_ = true; }
   bool after_prompt() const { return after_prompt_; }
 
-  /// Sets what the caches of a layer share under scope=layer. Call before the first eviction.
+  /// Sets what the caches of a layer share with scope=layer. Call before the first eviction.
   void share(std::shared_ptr<LayerRanks> layer) { layer_ = std::move(layer); }
-  /// The same for caches that share slots.
+  /// Sets what the caches of a layer share if they share slots.
   void share(std::shared_ptr<LayerBudgets> layer) { layer_budgets_ = std::move(layer); }
-  /// Under ada(): from the end of a prompt on, the budget is a mean over the layer's KV heads.
+  /// For ada(): makes the budget a mean over the layer's KV heads, from the end of a prompt on.
   void share_slots() { shares_slots_ = true; }
   bool shares_slots() const { return shares_slots_; }
-  /// In tokens; under ada() the mean until a prompt has ended. kNoBudget: never evicts.
+  /// Budget in tokens. With ada() it is the mean until a prompt has ended. kNoBudget: never evicts.
   std::uint32_t budget() const { return budget_; }
   /// The layer that share() set; null if the cache does not share slots.
   const LayerBudgets* layer_budgets() const { return layer_budgets_.get(); }
@@ -130,11 +130,11 @@ class AgedSet {
     if (shares_slots_ || tier_plan_.size() > 1) return find_victims(now);
     return surplus() == 1 && evicts_by_own_rank() ? find_victim(now) : find_victims(now);
   }
-  /// The rule in its plain form: takes the first tokens by eviction_keys(). With a tier plan,
-  /// returns the tokens that fit no tier and demotes the others.
+  /// The plain form of the rule: takes the first tokens in the order of eviction_keys(). With a
+  /// tier plan, returns the tokens for which no tier has a slot, and demotes the others.
   std::span<const std::uint32_t> find_victims(std::uint32_t now);
-  /// Equals find_victims() if exactly one token is evicted by its head's rank alone. Runs one
-  /// vector loop over the unprotected tokens.
+  /// Gives the same result as find_victims() if exactly one token is evicted, by its head's rank
+  /// alone. Runs one vector loop over the unprotected tokens.
   std::span<const std::uint32_t> find_victim(std::uint32_t now);
   /// Removes the tokens of these ages, ascending.
   void evict(std::span<const std::uint32_t> ages);
@@ -142,8 +142,7 @@ class AgedSet {
   /// features()]; null if there are no features. Throws std::logic_error if it is null and the
   /// policy has features.
   void append(std::uint32_t first, std::uint32_t count, const float* feature_values = nullptr);
-  /// Drops the youngest tokens as if they had never been appended. Requires an empty
-  /// crop_obstacle().
+  /// Drops the youngest tokens, as if they had never been appended. crop_obstacle() must be empty.
   void drop_youngest(std::uint32_t count);
   /// Releases the memory of evicted tokens.
   void give_back();
@@ -174,8 +173,8 @@ class AgedSet {
   std::uint32_t budget_;
   ProtectedTokens protected_tokens_;
   Modifiers modifiers_;
-  std::shared_ptr<LayerRanks> layer_;            // under scope=layer
-  std::shared_ptr<LayerBudgets> layer_budgets_;  // under ada()
+  std::shared_ptr<LayerRanks> layer_;            // with scope=layer
+  std::shared_ptr<LayerBudgets> layer_budgets_;  // with ada()
   Identity identity_;
   std::vector<std::uint32_t> positions_;  // [age]; has spare capacity
   std::vector<std::byte> states_;         // [age, slot_bytes]; has spare capacity
@@ -197,8 +196,8 @@ class AgedSet {
 // The live tokens of one cache, with a slot number for each. LiveSet stores no keys and values: the
 // owner of the tensors stores a token's key and value at its slot.
 
-/// Number of live tokens before the last gap in the positions: a token younger than each of them
-/// was evicted. `positions`: ascending.
+/// Number of live tokens that are older than some evicted token; they come before the last gap in
+/// the positions. `positions`: ascending.
 std::uint32_t tokens_before_gaps(std::span<const std::uint32_t> positions);
 
 class LiveSet : public AgedSet {
@@ -216,8 +215,8 @@ class LiveSet : public AgedSet {
   /// One more than the largest slot ever used.
   std::uint32_t slot_count() const { return slot_count_; }
 
-  /// Step 1: evicts until at most budget - 1 tokens are live; `now` is the position to be appended
-  /// next. Returns the victims' ages before the eviction, ascending.
+  /// Step 1: evicts until at most budget - 1 tokens are live. `now` is the position that is
+  /// appended next. Returns the victims' ages before the eviction, ascending.
   std::span<const std::uint32_t> evict_to_budget(std::uint32_t now);
   /// Step 2: appends `count` tokens from position `first` on, as AgedSet does. Reuses freed slots
   /// first.

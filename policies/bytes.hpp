@@ -20,7 +20,7 @@ inline constexpr std::size_t kParamsBytes = std::is_empty_v<typename P::Params>
                                                 ? 0
                                                 : sizeof(typename P::Params);
 
-/// P's Params from one value for each entry of kParams.
+/// Makes P's Params from one value for each entry of kParams.
 template <class P>
 constexpr typename P::Params params_from(const double* values) {
   typename P::Params params{};
@@ -46,7 +46,7 @@ bool write_params(std::span<const double> values, std::byte* to) {
       if (!in_range(values[i], P::kParams[i].least, P::kParams[i].most)) return false;
     const typename P::Params params = params_from<P>(values.data());
     const auto* const from = reinterpret_cast<const std::byte*>(&params);
-    // byte by byte: `to` may be unaligned
+    // byte by byte, because `to` may be unaligned
     for (std::size_t i = 0; i < sizeof params; ++i) to[i] = from[i];
   }
   return true;

@@ -9,7 +9,7 @@
 namespace kvlab {
 namespace {
 
-/// Empty if all heads have one budget.
+/// The budgets by head; empty if all heads have the same budget.
 HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length,
                             const CacheShape& model) {
   const Budget& budget = config.budget;
@@ -42,7 +42,8 @@ void check_protected_tokens(const ResolvedConfig& config) {
       }
 }
 
-/// Under scope=layer the heads keep one set, so they need one budget.
+/// Checks budgets with scope=layer: the heads keep the same set of tokens, so they need equal
+/// budgets.
 void check_layers_even(const ResolvedConfig& config) {
   if (config.shares_slots())
     throw std::invalid_argument(
@@ -103,7 +104,7 @@ void check_prompt(const CacheConfig& config) {
 }
 
 /// Converts budgets in 16-bit tokens to the number of tokens that the tier plan holds in the same
-/// bytes.
+/// number of bytes.
 void apply_tier_plan(ResolvedConfig& config, std::uint32_t length, std::uint32_t head_size) {
   if (config.policy.tier_plan.is_plain()) return;
   check_tier_plan(config);

@@ -40,18 +40,18 @@ struct CacheConfig {
   Budget budget_at_length(std::uint32_t length, std::uint32_t head_size) const {
     return budget.at_length(length, head_size, min_token_bytes(head_size));
   }
-  /// Bytes of one token in the cheapest tier. Where heads have different budgets, these are counted
-  /// in 16-bit tokens.
+  /// Bytes of one token on the cheapest tier. If heads have different budgets, it is the bytes of a
+  /// 16-bit token, because these budgets are counted in 16-bit tokens.
   std::uint64_t min_token_bytes(std::uint32_t head_size) const {
     return budget.is_even() ? policy.tier_plan.min_token_bytes(head_size)
                             : kv_bytes_per_token(head_size);
   }
-  /// Whether victims are chosen for all KV heads of a layer together: they keep one set, or share
-  /// their slots.
+  /// Whether victims are chosen for all KV heads of a layer together, because the heads keep the
+  /// same set of tokens or share their slots.
   bool evicts_by_layer() const {
     return policy.modifiers.scope == Modifiers::Scope::layer || shares_slots();
   }
-  /// Whether KV heads share slots: under ada(), and never for an oracle.
+  /// Whether KV heads share slots: they do with ada(), except for an oracle.
   bool shares_slots() const {
     return policy.entry && evicts() && budget.split == Budget::Split::ada;
   }
@@ -60,14 +60,14 @@ struct CacheConfig {
 /// Receives one line about a configuration that is left out.
 using LeaveOut = std::function<void(const std::string&)>;
 
-/// Returns the configurations that `check` accepts. A configuration whose budget is too small
-/// (BudgetTooSmall) is left out, and `leave_out` gets a line about it. Rethrows the error if no
+/// Returns the configurations that `check` accepts. Leaves out a configuration whose budget is too
+/// small (BudgetTooSmall), and passes `leave_out` a line about it. Rethrows the error if no
 /// evicting configuration would remain or `leave_out` is null.
 std::vector<CacheConfig> configs_that_fit(std::vector<CacheConfig> configs,
                                           const std::function<void(const CacheConfig&)>& check,
                                           const LeaveOut& leave_out);
 
-/// `configs` with the full cache first; adds it if it is missing.
+/// Returns `configs` with the full cache first. Adds the full cache if it is missing.
 std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs);
 
 /// Tokens that enter a cache together.
@@ -79,17 +79,18 @@ struct Append {
 
 /// A configuration for a sequence of known length.
 struct ResolvedConfig : CacheConfig {
-  std::uint32_t sequence = 0;               ///< index in the run; it seeds random samples too
-  std::uint32_t budget_tokens = kNoBudget;  ///< the largest of all heads; kNoBudget: no eviction
-  ProtectedTokens protected_tokens = {};    ///< resolved for budget_tokens
-  HeadBudgets head_budgets = {};            ///< empty: all heads have budget_tokens
-  /// The budget as requested, in 16-bit tokens, as a mean over heads. kNoBudget: no eviction.
+  std::uint32_t sequence = 0;  ///< index in the run; random samples depend on it
+  std::uint32_t budget_tokens =
+      kNoBudget;  ///< the largest budget of all heads; kNoBudget: no eviction
+  ProtectedTokens protected_tokens = {};  ///< resolved for budget_tokens
+  HeadBudgets head_budgets = {};          ///< empty: all heads have budget_tokens
+  /// The requested budget as the mean over heads, in 16-bit tokens. kNoBudget: no eviction.
   std::uint32_t requested_tokens = kNoBudget;
   std::vector<std::uint32_t> layer_numbers = {};  ///< layer numbers of the model; empty: 0, 1, 2, …
   /// Tier slots by budget. Empty: one 16-bit tier.
   std::map<std::uint32_t, std::vector<TierSlots>> tiers = {};
-  std::vector<Append> appends = {};        ///< known beforehand only in a replay
-  std::vector<bool> in_dense_prompt = {};  ///< [token]; known beforehand only in a replay
+  std::vector<Append> appends = {};        ///< known in advance only in a replay
+  std::vector<bool> in_dense_prompt = {};  ///< [token]; known in advance only in a replay
 
   BringFeatures brings = nullptr;  ///< set by find_features(); null: only computed features
 
@@ -120,8 +121,8 @@ struct ResolvedConfig : CacheConfig {
   void bring(std::uint32_t layer, std::uint32_t kv_head, FeaturesByName& to) const {
     if (brings && window_of(layer) == 0) brings(identity(layer, kv_head).layer, kv_head, to);
   }
-  /// The configuration of one KV head, with its budget_tokens and protected tokens. Policy `full`
-  /// in an exempt layer.
+  /// The configuration of one KV head, with its budget_tokens and protected tokens. Its policy is
+  /// `full` in an exempt layer.
   ResolvedConfig of_head(std::uint32_t layer, std::uint32_t kv_head) const;
   /// The empty cache of one KV head. Throws std::invalid_argument if the protected tokens do not
   /// fit its budget.
@@ -137,14 +138,15 @@ struct ResolvedConfig : CacheConfig {
 };
 
 /// Resolves `config` for a sequence of at most `length` tokens in a model of shape `model`. `model`
-/// may be left out if all heads have one budget and it is not in bytes. Throws
+/// may be left out if all heads have the same budget and it is not in bytes. Throws
 /// std::invalid_argument if the protected tokens do not fit a budget, or if budgets by head do not
 /// match the model.
 ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence = 0,
                        const CacheShape& model = {});
 
-/// Asks the policy's FeatureSource, if it has one, for the features of this prompt that no decoder
-/// computes. Throws std::invalid_argument as the source does, and if decoded tokens may be evicted.
+/// Gets from the policy's FeatureSource, if there is one, the features of this prompt that no
+/// decoder computes. Throws std::invalid_argument as the source does, and if decoded tokens may be
+/// evicted.
 void find_features(ResolvedConfig& config, std::span<const std::int32_t> prompt,
                    const CacheShape& model);
 

@@ -21,8 +21,8 @@ const std::vector<PolicyEntry>& policy_catalogue();
 
 /// The command-line form: `4` or `50%`.
 std::string text_of(Extent extent);
-/// Parses that form: a count or a share. Throws std::invalid_argument unless it lies in [least,
-/// 2^31) tokens or in [0, 100] percent; 0% is valid only if `least` is 0.
+/// Parses that form. Throws std::invalid_argument unless the number is in [least, 2^31) tokens or
+/// in [0, 100] percent. 0% is valid only if `least` is 0.
 Extent parse_extent(std::string_view text, std::string_view what, double least);
 
 /// A policy from the command line, `name:param=value:sinks=N:recent=N`, with defaults filled in.
@@ -31,14 +31,15 @@ struct PolicySpec {
   std::string name;
   std::vector<double> params;  ///< in the order of entry->params
   Extent sinks, recent;
-  /// Protects the first prompt: its tokens are evicted last, and they do not count in the budget.
+  /// Whether the first prompt is protected: its tokens are evicted last, and do not count in the
+  /// budget.
   bool prompt = false;
   std::optional<std::uint32_t> prompt_tokens = {};  ///< length of that prompt, if known
   Modifiers modifiers;
   TierPlan tier_plan = {};  ///< `tiers=4`, `tiers=16@16t+4@100%`
-  /// As entry->info.features, with the feature that `name=` selects.
+  /// entry->info.features, with the feature that `name=` selects in place of `name=NAME`.
   std::vector<std::string> features;
-  std::shared_ptr<const FeatureSource> feature_source = nullptr;  ///< as in CompiledPolicies
+  std::shared_ptr<const FeatureSource> feature_source = nullptr;  ///< see CompiledPolicies
 
   /// The feature that `name=` selects; empty if the policy has no such setting.
   std::string named_feature() const;
@@ -56,16 +57,16 @@ struct PolicySpec {
   /// comes first. Modifiers are listed if they are set, or if they are off and the policy's
   /// defaults set them.
   std::string params_text() const;
-  /// `name:` and params_text(). parse_policy() returns the same spec for it.
+  /// `name:` followed by params_text(). parse_policy() converts it back to the same spec.
   std::string text() const;
   /// text() without the settings that equal the policy's defaults, for tables: `h2o:recent=25%`.
-  /// parse_policy() also returns the same spec for it.
+  /// parse_policy() also converts it back to the same spec.
   std::string brief() const;
 };
 
-/// Parses one policy. `oracles` are further names, which take no parameters; `compiled` are
-/// policies beside the registry. Throws std::invalid_argument that names the mistake and suggests
-/// the nearest name for a typing error.
+/// Parses one policy. `oracles` are additional names, which take no parameters. `compiled` are
+/// policies in addition to the registry. Throws std::invalid_argument that names the mistake and,
+/// for a typing error, suggests the nearest name.
 PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> oracles = {},
                         const CompiledPolicies& compiled = {});
 
@@ -80,8 +81,8 @@ Budget parse_budget(std::string_view text);
 /// that the setting `prompt` protects; they count as sinks. Throws std::invalid_argument unless
 /// sinks + recent <= budget and sinks < budget.
 ProtectedTokens resolve_protected_tokens(const PolicySpec& spec, std::uint32_t budget);
-/// The smallest budget that holds the protected tokens of `spec`. Ignores those that are given as
-/// shares of the budget. 1 for an oracle.
+/// The smallest budget that holds the protected tokens of `spec`; 1 for an oracle. Protected tokens
+/// that are shares of the budget are not counted.
 std::uint32_t min_budget(const PolicySpec& spec);
 
 /// Parses `original` or `cache`. Throws std::invalid_argument for any other text.
@@ -96,7 +97,8 @@ struct Prefill {
 };
 Prefill parse_prefill(std::string_view text);
 
-/// The candidate with the smallest edit distance to `word`, if close enough to be a typing error.
+/// The candidate with the smallest edit distance to `word`, if it is close enough for a typing
+/// error.
 std::optional<std::string> nearest_name(std::string_view word,
                                         std::span<const std::string> candidates);
 

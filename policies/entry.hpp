@@ -1,4 +1,4 @@
-// A policy that the command line can name: one line of the registry, or a header that was compiled
+// A policy that the command line can name: one line of the registry, or a header that is compiled
 // at run time.
 #pragma once
 
@@ -21,9 +21,9 @@ class FeatureSource;  // policies/features/features.hpp
 struct PolicySource {
   std::string path;            ///< as the user typed it
   std::string text;            ///< in today's names (old_names.hpp)
-  std::string xxh3;            ///< hash of the file's own text, 16 hex digits
+  std::string xxh3;            ///< hash of the file's original text, 16 hex digits
   std::string type;            ///< qualified name of the struct: kvlab::Peak
-  bool has_old_names = false;  ///< true if the file's own text differs from `text`
+  bool has_old_names = false;  ///< whether the file's original text differs from `text`
 };
 
 /// `text` as a C++ string literal, for #line directives.
@@ -45,26 +45,26 @@ struct SeenRows {
   float rope_factor, softmax_scale;
 };
 
-/// One policy that the command line can name. Copies share everything but the struct itself: the
-/// table points to data that lives as long as the process.
+/// One policy that the command line can name. Copies share everything except the struct itself: its
+/// pointers refer to data that lives as long as the process.
 struct PolicyEntry : PolicyOps {
   std::shared_ptr<const PolicySource> source = nullptr;  ///< null: compiled with kvlab
-  /// Set if the hooks call functions outside kvlab (Python); `params` then points to this object.
-  /// Null: the hooks are the policy's.
+  /// Set if the hooks call functions outside kvlab (Python). Then `params` points to this object.
+  /// Null if the hooks are the policy's own.
   std::shared_ptr<const void> host = nullptr;
-  /// The policy whose rank this one multiplies by its last feature; product_of() sets it.
-  /// Null: this is not a product.
+  /// Set by product_of(): the policy whose rank this policy multiplies by its last feature. Null if
+  /// this is not a product.
   std::shared_ptr<const PolicyEntry> factored = nullptr;
   /// Called with each layer of a prompt before a token of the prompt is ranked. A replay calls
-  /// see_trace instead, with the trace that holds the rows of a sequence. A policy that sets these
-  /// requires a dense prefill. Null: the policy does not use these rows.
+  /// see_trace instead, with the trace that holds a sequence's rows. A policy that sets one of them
+  /// requires a dense prefill. Null if the policy does not use these rows.
   std::function<void(const SeenRows&)> see_rows = nullptr;
   std::function<void(std::uint32_t sequence, const std::string& trace)> see_trace = nullptr;
 };
 
-/// The policies beside the registry: those of --policy-source, in command-line order. Names are
-/// unique. Also holds the source of features that no decoder computes, for these policies and the
-/// registry's.
+/// Policies in addition to the registry: those of --policy-source, in command-line order, with
+/// unique names. Also holds the source of those features that no decoder computes, for these
+/// policies and for the registry's.
 struct CompiledPolicies {
   CompiledPolicies() = default;
   CompiledPolicies(std::nullptr_t) {}

@@ -1,6 +1,6 @@
-// Which executor of the rule can run which caches. The table below has one line per executor and
-// lists what it supports. The plain replay supports everything and has no line; every executor
-// supports what the table does not list.
+// Which executor of the rule can run which caches. The table below has one line per executor, which
+// lists what it supports. The plain replay supports everything, so it has no line. What the table
+// does not mention, every executor supports.
 #pragma once
 
 #include <cstddef>
@@ -13,15 +13,15 @@
 
 namespace kvlab {
 
-/// Features that a policy may read: none; built-in; supplied, which adds those that are scored or
-/// that a FeatureSource provides; any, which adds those stored beside a trace.
+/// Features that a policy may read. none: no features. built_in: the built-in ones. supplied: also
+/// scored ones and those from a FeatureSource. any: also those stored with a trace.
 enum class Features { none, built_in, supplied, any };
 
 /// Maximum number of tiers on a CUDA device: kernels::kMaxDeviceTiers.
 inline constexpr std::size_t kMaxDeviceTiers = 8;
 
 /// What one executor supports, as far as executors differ. To enable a new capability, set it to
-/// true in the executor's line below; there is no other check.
+/// true in the executor's line below. There is no other check.
 struct Executor {
   const char* name;                   ///< name in messages: "the CUDA decoder"
   const char* instead;                ///< the alternative that messages recommend: "--device cpu"
@@ -72,7 +72,7 @@ inline constexpr Executor kCudaReplay = [] {
 /// The first feature of the policy that the executor does not support; empty if it supports all.
 std::string feature_beyond(const Executor& executor, const PolicySpec& policy);
 
-/// Why the executor cannot run this cache, in one line; empty if it can.
+/// The reason why the executor cannot run this cache, in one line; empty if it can.
 std::string refusal(const Executor& executor, const CacheConfig& config);
 
 /// Throws std::invalid_argument with the refusal, if there is one.
@@ -80,10 +80,10 @@ void check_held(const Executor& executor, const CacheConfig& config);
 /// Also throws if budgets by head do not match the model's shape.
 void check_held(const Executor& executor, const ResolvedConfig& config, const CacheShape& model);
 
-/// Whether a device can run both side by side: they need the same policy, selection of features and
-/// kind of positions.
+/// Whether a device can run both configurations at the same time, because they have the same
+/// policy, selection of features and kind of positions.
 bool side_by_side(const CacheConfig& one, const CacheConfig& other);
-/// Groups configurations for which `alike` is true; returns their indices, at most `most` per
+/// Groups configurations for which `alike` is true. Returns their indices, at most `most` per
 /// group.
 std::vector<std::vector<std::size_t>> batches_of(
     std::span<const CacheConfig> configs, std::size_t most,

@@ -14,15 +14,15 @@ constexpr std::uint64_t fixed_mass(float weight, float p) {
 }
 
 /// The request threshold as an integer: tau * 2^16, rounded to nearest. H2O counts an entry as zero
-/// if it is under 1% of its row's largest (H2O, section 3.1).
+/// if it is below 1% of the largest of its row (H2O, section 3.1).
 constexpr std::uint32_t request_threshold16(double tau) {
   const double scaled = tau * 65536.0;
   const auto whole = static_cast<std::uint32_t>(scaled);
   return scaled - whole < 0.5 ? whole : whole + 1;
 }
 
-/// Whether a query head requests a token: its mass is at least tau times the row's largest. Both
-/// masses are unweighted; `row_max` is the row's largest.
+/// Whether a query head requests a token, because its mass is at least tau times the row's largest
+/// mass `row_max`. Both masses are unweighted.
 constexpr bool is_requested(std::uint64_t mass, std::uint64_t row_max, std::uint32_t threshold16) {
   return (mass << 16) >= threshold16 * row_max;
 }

@@ -114,7 +114,7 @@ struct Param {
   double Params::*member;
   double standard, least, most;
 };
-/// Whether `value` lies in [least, most]. False for NaN.
+/// Whether `value` is in [least, most]. False for NaN.
 constexpr bool in_range(double value, double least, double most) {
   return value >= least && value <= most;
 }
@@ -127,10 +127,11 @@ struct Token {
 struct Step {
   std::uint32_t now;     ///< position of the append's first token; in rank(), of the next append
   std::uint32_t budget;  ///< cache size during decoding, in tokens, including the query's own token
-  /// Live tokens: in rank() before the eviction, in append() and observe() with the appended
-  /// tokens.
+  /// Number of live tokens: in rank() before the eviction; in append() and observe() including the
+  /// appended tokens.
   std::uint32_t live;
-  std::uint32_t queries;  ///< tokens of the append; 0 in rank(), which may not depend on it
+  std::uint32_t
+      queries;  ///< number of tokens of the append; 0 in rank(), which may not depend on it
   std::uint64_t seed;
   std::uint32_t sequence, layer, kv_head;
 };
@@ -139,10 +140,10 @@ struct Step {
 struct Observation {
   /// Q32.32: sum of weight * p over the query heads of the group and the queries.
   std::uint64_t mass = 0;
-  /// Queries in which at least one query head of the group requested the token.
+  /// Number of queries in which at least one query head of the group requested the token.
   std::uint32_t requests = 0;
   std::uint32_t last_request = 0;  ///< position of the last such query; valid if requests > 0
-  std::uint32_t queries = 0;       ///< queries that could see the token
+  std::uint32_t queries = 0;       ///< number of queries that could see the token
 
   constexpr bool operator==(const Observation&) const = default;
 };

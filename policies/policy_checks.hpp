@@ -1,5 +1,5 @@
-// Checks at compile time that a type is a policy (policies/policy.hpp), and names the hook at fault
-// if it is not.
+// Checks at compile time that a type is a policy (policies/policy.hpp). If it is not, names the
+// hook that is wrong.
 //
 // CUDA code includes this file: nothing here may allocate, throw or use the host's library.
 #pragma once
@@ -92,7 +92,7 @@ constexpr bool run_once(typename P::Slot& slot) {
   static_cast<void>(P::rank(slot, Token{}, params, step));
   return true;
 }
-// These run one hook each on a zeroed slot, so that the compiler names the hook that is not
+// Each of these runs one hook on a zeroed slot, so that the compiler can name a hook that is not
 // constexpr.
 template <class P>
 constexpr bool run_append() {

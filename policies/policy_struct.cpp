@@ -15,7 +15,8 @@ namespace {
 
 bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
 
-/// End of the comment, literal or directive that begins at `at`; `at` if none begins there.
+/// The end of the comment, literal or directive that begins at `at`; `at` itself if none begins
+/// there.
 std::size_t end_of_opaque(std::string_view text, std::size_t at) {
   const auto after = [&](std::string_view mark) {
     const std::size_t found = text.find(mark, at + 2);
@@ -61,7 +62,7 @@ struct Word {
   std::size_t at = 0;
 };
 
-/// The words and punctuation marks of a range; `::` is part of the word that it joins.
+/// The words and punctuation marks of a range. `::` is part of the word that it joins.
 std::vector<Word> words_of(std::string_view plain, std::size_t begin, std::size_t end) {
   std::vector<Word> words;
   const auto joins = [&](std::size_t at) {
@@ -79,8 +80,8 @@ std::vector<Word> words_of(std::string_view plain, std::size_t begin, std::size_
   return words;
 }
 
-/// Determines what the brace at `brace` opens from the text between `head` and the brace:
-/// `namespace NAME`, or `struct NAME [final] [: bases]` after any other text.
+/// Determines what the brace at `brace` opens, from the text between `head` and the brace:
+/// `namespace NAME`, or `struct NAME [final] [: bases]`, possibly after other text.
 Scope scope_of(std::string_view plain, std::size_t head, std::size_t brace) {
   const std::vector<Word> words = words_of(plain, head, brace);
   const auto named = [&](Scope::Kind kind, std::size_t keyword) {
@@ -180,7 +181,7 @@ std::string current_header(std::string_view header) {
       directive = false;
     else if (c == '#')
       directive = true;
-    else if ((c == '/' || c == '"' || c == '\'') && !directive)  // comments, too, stay
+    else if ((c == '/' || c == '"' || c == '\'') && !directive)  // comments are kept, too
       end = std::max(end, end_of_opaque(header, at));
     const bool word = is_word(c);
     while (word && end < header.size() && is_word(header[end])) ++end;

@@ -11,13 +11,13 @@ struct PolicyStruct {
   unsigned line;     ///< line of its beginning, from 1
 };
 
-/// The struct that declares kInfo. If none does, the last struct in a namespace, so that the
-/// compiler can report what it lacks. `path` names the header in errors. Throws
+/// Finds the struct that declares kInfo. If there is none, takes the last struct in a namespace, so
+/// that the compiler can report what it lacks. `path` names the header in errors. Throws
 /// std::invalid_argument if there is no struct, or if several declare kInfo.
 PolicyStruct find_policy_struct(std::string_view text, std::string_view path);
 
-/// A policy's header in the names of today (old_names.hpp), line by line as it was. Text in quotes
-/// stays, except for paths of #include.
+/// A policy's header with today's names (old_names.hpp) and unchanged lines. Text in quotes is
+/// kept, except paths of #include.
 std::string current_header(std::string_view header);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// Private folders for compiled code that will run again: only this user may write there.
+// Private folders for compiled code that will be run again. Only this user may write there.
 #pragma once
 
 #include <stdlib.h>

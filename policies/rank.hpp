@@ -1,5 +1,6 @@
-// Ranks as 64-bit keys. A policy's rank() returns whole numbers or doubles. The rule stores either
-// as a key that has the same order. Sums and means are taken of the numbers, never of the keys.
+// Ranks as 64-bit keys. A policy's rank() returns whole numbers or doubles. The rule stores both as
+// keys, which have the same order. Sums and means are computed from the numbers, never from the
+// keys.
 //
 // CUDA code includes this file: nothing here may allocate, throw or use the host's library.
 #pragma once

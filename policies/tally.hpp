@@ -10,28 +10,29 @@
 
 namespace kvlab {
 
-/// The observations of live tokens from some queries of one append. Counts are integer sums, so
-/// tallies of parts may be merged in any order. Counts only what the policy needs.
+/// The observations that live tokens get from some queries of one append. Counts are integer sums,
+/// so tallies of parts may be merged in any order. Only the counts that the policy needs are
+/// computed.
 class Tally {
  public:
   Tally() = default;
-  /// Tallies the `tokens` oldest live tokens. `live` must outlive the tally.
+  /// Makes a tally of the `tokens` oldest live tokens. `live` must outlive the tally.
   Tally(const AgedSet& live, std::uint32_t threshold16, std::uint32_t tokens);
 
-  /// Adds the next query head's row of probabilities of the current query, by age, no longer than
-  /// the tally. `age` is the number of younger queries in the append.
+  /// Adds the current query's row of probabilities for its next query head, by age. The row is not
+  /// longer than the tally. `age` is the number of younger queries in the append.
   void add_row(std::span<const float> p, std::uint32_t age);
   /// Call after all heads of the query at `position` have been added.
   void end_query(std::uint32_t position);
-  /// Adds a part's counts; `part` is no longer than this tally.
+  /// Adds the counts of a part. `part` is not longer than this tally.
   void merge(const Tally& part);
   /// Sets for each token how many of the append's `count` queries could see it. The last `count`
-  /// tokens are the append's.
+  /// tokens are those of the append.
   void set_queries(std::uint32_t count);
 
   /// By age; empty if the policy needs no observations.
   std::span<const Observation> observations() const { return seen_; }
-  /// Mass by query head, [head, age]; empty unless the policy looks at each head.
+  /// Mass by query head, [head, age]; empty unless the policy observes each head.
   std::span<const std::uint64_t> heads() const { return heads_; }
 
  private:
@@ -41,9 +42,9 @@ class Tally {
   const AgedSet* live_ = nullptr;
   std::uint32_t threshold16_ = 0;
   std::vector<Observation> seen_;
-  std::vector<std::uint64_t> largest_;   // under group=max: largest mass of this query's heads
+  std::vector<std::uint64_t> largest_;   // with group=max: largest mass of this query's heads
   std::vector<std::uint8_t> requested_;  // requested by some head of this query
-  std::vector<std::uint64_t> heads_;     // [head, age], if the policy looks at each head
+  std::vector<std::uint64_t> heads_;     // [head, age], if the policy observes each head
   std::size_t head_ = 0;                 // index of the query's next head
 };
 

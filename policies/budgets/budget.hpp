@@ -22,7 +22,7 @@ struct CacheShape {
   /// Sliding window by layer, in tokens; 0: none. Empty: no layer has a window.
   std::vector<std::uint32_t> windows = {};
 
-  /// The shape of the layers without a window. Policies act on these alone.
+  /// The shape of the layers without a sliding window. Policies act only on these.
   CacheShape policy_layers() const;
 };
 
@@ -34,7 +34,7 @@ constexpr std::uint64_t kv_bytes_per_token(std::uint32_t head_size) {
 /// The budget is too small for a policy, its protected tokens or its tier plan.
 class BudgetTooSmall : public std::invalid_argument {
  public:
-  /// `remedy` is a change that would fit: "snapkv:recent=14 would fit".
+  /// `remedy` is a setting that would fit, such as "snapkv:recent=14 would fit".
   BudgetTooSmall(const std::string& what, std::string remedy)
       : std::invalid_argument(what), remedy_(std::move(remedy)) {}
   const std::string& remedy() const { return remedy_; }
@@ -43,52 +43,55 @@ class BudgetTooSmall : public std::invalid_argument {
   std::string remedy_;
 };
 
-/// `128`, `20%`, `64KiB`, `20%bytes`, `all`, `ratio(0.5)`, `pyramid(20%)`, `ada(20%)`, or the
-/// budgets by head of a file.
+/// A budget in one of its forms: `128`, `20%`, `64KiB`, `20%bytes`, `all`, `ratio(0.5)`,
+/// `pyramid(20%)`, `ada(20%)`, or budgets by head from a file.
 struct Budget {
-  /// How the mean budget `extent` is distributed. even: every head has it. pyramid: over layers as
-  /// in PyramidKV. ada: over the heads of a layer by their ranks after the prompt, as in Ada-KV.
+  /// How the mean budget `extent` is distributed. even: every head gets it. pyramid: over layers,
+  /// as in PyramidKV. ada: over the heads of a layer by their tokens' ranks after the prompt, as in
+  /// Ada-KV.
   enum class Split { even, pyramid, ada };
 
-  Extent extent = {};       ///< per head; the mean, rounded, where heads differ
-  std::uint64_t bytes = 0;  ///< per head; replaces `extent`; 0: not given
-  /// The budget is `bytes`, or a share of the bytes of all tokens in 16 bit.
+  Extent extent = {};       ///< budget of each head; if heads differ, the rounded mean
+  std::uint64_t bytes = 0;  ///< bytes of each head, instead of `extent`; 0: not given
+  /// Whether the budget is `bytes`, or a share of the bytes of all tokens in 16 bit.
   bool in_bytes = false;
   bool all = false;
-  bool of_prompt = false;  ///< `extent` is the evicted share of the prompt, as in kvpress
+  bool of_prompt =
+      false;  ///< whether `extent` is the share of the prompt that is evicted, as in kvpress
   Split split = Split::even;
-  HeadBudgets heads = {};  ///< from a file; a layer with one number has it for all its heads
+  HeadBudgets heads = {};  ///< from a file; if a layer has one number, all its heads have it
   std::string file = {};   ///< path of that file, as the user typed it
 
   std::string text() const;
-  /// The budget in 16-bit tokens, the mean where heads differ. A share is taken of `length` and
+  /// The budget in 16-bit tokens; if heads differ, their mean. A share is taken of `length` and
   /// rounded down, but is at least 1. `all` is `length`. Throws std::invalid_argument if `bytes`
-  /// hold no token of `token_bytes` (0: a 16-bit token) or the head size is unknown.
+  /// are less than one token of `token_bytes` (0: a 16-bit token), or if the head size is needed
+  /// and unknown.
   std::uint32_t resolve(std::uint32_t length, std::uint32_t head_size,
                         std::uint64_t token_bytes = 0) const;
-  /// `ratio(r)` for a prompt of `prompt` tokens, as a number of tokens: those that kvpress keeps,
-  /// plus the next one. Any other budget is unchanged.
+  /// Converts `ratio(r)`, for a prompt of `prompt` tokens, to a number of tokens: those that
+  /// kvpress keeps, plus the next token. Any other budget is returned unchanged.
   Budget at_prompt(std::uint32_t prompt) const;
   /// The bytes of one head, for a budget in bytes.
   std::uint64_t bytes_of(std::uint32_t length, std::uint32_t head_size) const;
-  /// Converts a share, or bytes, to a fixed budget for `length` tokens; `extent` is then in tokens.
+  /// Converts a share, or bytes, to a fixed budget for `length` tokens. Its `extent` is in tokens.
   Budget at_length(std::uint32_t length, std::uint32_t head_size,
                    std::uint64_t token_bytes = 0) const;
   /// Whether all heads have the budget that resolve() returns.
   bool is_even() const { return split == Split::even && heads.empty(); }
-  /// Whether a file exempts a layer: the layer keeps all tokens in 16 bit.
+  /// Whether a file exempts a layer. An exempt layer keeps all tokens in 16 bit.
   bool exempts() const;
 };
 
-/// The mean over the layers that are not exempt, with equal weight for each layer, rounded.
+/// The mean over the layers that are not exempt, rounded. Each layer has the same weight.
 std::uint32_t mean_budget(const HeadBudgets& heads);
 
-/// The budget of the file `file`. Throws std::invalid_argument if there are no layers, layers have
-/// different numbers of heads, a number is 0, or all layers are exempt. The caller puts the file's
-/// name before the error's text.
+/// Makes the budget of the file `file`. Throws std::invalid_argument if there are no layers, layers
+/// have different numbers of heads, a number is 0, or all layers are exempt. The caller puts the
+/// file's name before the error's text.
 Budget budget_of_heads(HeadBudgets heads, std::string file = {});
 
-/// Throws std::invalid_argument if the number of layers or KV heads is not the model's.
+/// Throws std::invalid_argument if the number of layers or of KV heads differs from the model's.
 void check_shape(const HeadBudgets& heads, const CacheShape& model, const std::string& what);
 
 /// PyramidKV's series (Cai et al. 2024, section 4.2, with the authors' beta = 20): budgets fall in

@@ -12,32 +12,32 @@ namespace kvlab {
 
 class AgedSet;
 
-/// The budgets of a layer's KV heads (Feng et al. 2024, Ada-KV, algorithm 1, with its safeguard of
-/// 20%). `heads` are the eviction keys of each head's live tokens. The layer keeps as many tokens
-/// as if each head had the budget `mean`, namely those that are evicted last over all heads, but
-/// each head keeps at least a fifth of `mean`. Returns `mean` for all heads if no token has to be
-/// evicted.
+/// Computes the budgets of a layer's KV heads (Feng et al. 2024, Ada-KV, algorithm 1, with its
+/// safeguard of 20%). `heads` are the eviction keys of each head's live tokens. The layer keeps the
+/// same number of tokens as if each head had the budget `mean`. It keeps those that are evicted
+/// last over all heads, except that each head keeps at least a fifth of `mean`. Returns `mean` for
+/// all heads if no token has to be evicted.
 std::vector<std::uint32_t> ada_budgets(std::span<const std::vector<EvictionKey>> heads,
                                        std::uint32_t mean);
 
 /// The largest budget that ada_budgets() can give one of `heads` KV heads.
 std::uint32_t max_of_ada(std::uint32_t mean, std::uint32_t heads);
 
-/// The state that the caches of one sequence and layer share under `ada()`. All of them evict to
-/// their budgets, one after another, before any of them appends more tokens.
+/// The state that the caches of one sequence and layer share with `ada()`. Before any of them
+/// appends more tokens, all of them evict to their budgets, one after another.
 class LayerBudgets {
  public:
-  /// Stores pointers: the caches must not move.
+  /// Stores pointers to the caches, so these must not move.
   LayerBudgets(std::vector<const AgedSet*> heads, std::uint32_t mean)
       : heads_(std::move(heads)), mean_(mean) {}
 
-  /// For copies of the caches of `other`, in the same order.
+  /// Makes the state for copies of the caches of `other`, in the same order.
   LayerBudgets(const LayerBudgets& other, std::vector<const AgedSet*> heads) : LayerBudgets(other) {
     heads_ = std::move(heads);
   }
 
-  /// The budget of one cache. The first call for `now` must come before any cache has evicted for
-  /// `now`; later calls for `now` return the same budgets.
+  /// The budget of one cache at `now`. The first call for a value of `now` must come before any
+  /// cache has evicted for it. Later calls with the same value return the same budgets.
   std::uint32_t of(const AgedSet& head, std::uint32_t now);
 
  private:

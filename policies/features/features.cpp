@@ -101,7 +101,7 @@ const float* FeatureMaker::find_feature(const std::string& name,
   throw std::logic_error(fmt::format("feature {}: it is not computed and not given", name));
 }
 
-/// The cosine does not depend on the length of the mean, so the sum of unit keys is enough.
+/// The cosine does not depend on the length of the mean, so the sum of the unit keys is enough.
 void FeatureMaker::add_unit_keys(const KeyValueRows& rows) {
   for (std::size_t i = 0; i < rows.tokens; ++i) {
     const float* const key = rows.k + i * rows.stride;
@@ -128,7 +128,7 @@ float FeatureMaker::compute(BuiltInFeature feature, const float* key, const floa
   throw std::logic_error("an unknown feature");
 }
 
-/// Computes all outputs side by side for speed. Each output is summed in index order, as
+/// Computes all outputs at the same time for speed. Each output is summed in index order, as
 /// sum_of_products() does.
 float FeatureMaker::output_norm(const float* value) {
   const std::size_t hidden = output_.hidden;

@@ -1,5 +1,5 @@
 // Features: numbers that a token gets when it is appended and that never change. Built-in features
-// are computed from keys and values; scored features from many tokens (scored.hpp); any other
+// are computed from keys and values, scored features from many tokens (scored.hpp). Any other
 // feature must be supplied.
 #pragma once
 
@@ -25,8 +25,8 @@ std::vector<std::string> built_in_features();
 /// The names of the built-in and scored features, "key_norm, value_norm, …", for messages.
 std::string computed_feature_names();
 
-/// Whether kvlab computes the feature, depending on whether the model's output projections are
-/// known.
+/// Whether kvlab computes the feature. This may depend on whether the model's output projections
+/// are known.
 bool is_computed(std::string_view name, bool knows_projections);
 /// Whether at least one of the features is computed from the output projections.
 bool wants_projections(std::span<const std::string> names);
@@ -64,9 +64,9 @@ class FeatureMaker {
                ScoreSettings settings = {});
 
   /// The features of the next append's tokens, [token, names]; null if there are no names. Valid
-  /// until the next call. Takes features that are not computed from `feature_values`, starting at
-  /// index `first`; takes scored features from there too if it has them. Throws std::logic_error if
-  /// a feature is missing.
+  /// until the next call. Features that are not computed are taken from `feature_values`, from
+  /// index `first` on. Scored features are also taken from there if it has them. Throws
+  /// std::logic_error if a feature is missing.
   const float* append(const KeyValueRows& rows, const FeaturesByName* feature_values,
                       std::size_t first);
 
@@ -91,10 +91,10 @@ class FeatureMaker {
 // Products: a policy's rank times a feature, as in `h2o*value_norm1`, is a policy too. Only the
 // rank differs, so protected tokens, modifiers and budgets work as for any other policy.
 
-/// The policy whose rank is that of `base`, as a number, times `feature`, which is added after the
-/// features of `base`. `name`: both, as the user typed them. Throws std::invalid_argument if `base`
-/// never evicts, is a function of the caller's program or has no free feature, or if `feature` is
-/// not a valid name.
+/// Makes the policy whose rank is the rank of `base`, as a number, times `feature`. This feature
+/// comes after the features of `base`. `name`: both, as the user typed them. Throws
+/// std::invalid_argument if `base` never evicts, is a function of the caller's program or has no
+/// free feature, or if `feature` is not a valid name.
 std::shared_ptr<const PolicyEntry> product_of(const std::shared_ptr<const PolicyEntry>& base,
                                               const std::string& name, const std::string& feature);
 

@@ -5,9 +5,8 @@
 // Important", equations 1 to 6. The feature `lagkv` is the paper's score (scored.hpp). Deliberate
 // differences:
 //   - the paper keeps the same number of tokens in each partition, so it compares scores only
-//     within
-//     a partition. Here a token's position in the order of its partition is compared over all
-//     partitions;
+//     within a partition. Here a token's position in the order of its partition is compared over
+//     all partitions;
 //   - a score looks ahead to the end of the next partition, up to 2 L - 1 tokens. A token whose
 //     append ends before that is not scored and is evicted last. If `kvlab.hf features` made the
 //     feature, the score of a decoded token looks ahead too: with `recent` of 2 L - 1 tokens, no

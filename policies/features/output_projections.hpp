@@ -17,11 +17,10 @@ struct OutputWeights {
 /// W_o of all layers, float32.
 struct OutputProjections {
   std::uint32_t hidden = 0, group = 0, head_size = 0;
-  std::vector<std::vector<float>> layers;  // one [query_head, dim, hidden] each
-  std::string weights_xxh3 = "";           ///< hash of the checkpoint that they are from; may be
-                                           ///< empty
+  std::vector<std::vector<float>> layers;  // one array [query_head, dim, hidden] per layer
+  std::string weights_xxh3 = "";  ///< hash of the checkpoint that they come from; may be empty
 
-  /// Appends a layer. read_row(output, row) writes row `output` of W_o, [query_head, dim], to
+  /// Appends a layer. read_row(output, row) must write row `output` of W_o, [query_head, dim], to
   /// `row`.
   template <class ReadRow>
   void add_layer(std::uint32_t query_heads, ReadRow read_row) {

@@ -8,7 +8,7 @@
 namespace kvlab {
 namespace {
 
-// In the order of ScoredFeature.
+// in the order of ScoredFeature
 constexpr std::string_view kScored[] = {"lagkv", "expected_attention", "redundancy"};
 constexpr double kMin = 1e-12;  // lower bound of divisors
 
@@ -76,7 +76,7 @@ void ScoredFeatures::add(const KeyValueRows& rows) {
 }
 
 /// Adds the append's queries to the sums. The first `sinks` queries are not representative, so they
-/// are left out. Until other queries exist, the latest query stands for all.
+/// are left out. As long as there are no other queries, the latest query is used instead.
 void ScoredFeatures::count_queries(const KeyValueRows& rows, std::uint32_t first) {
   expected_.resize(rows.group);
   const std::uint32_t past = std::min(settings_.sinks, tokens() - 1);
@@ -86,7 +86,7 @@ void ScoredFeatures::count_queries(const KeyValueRows& rows, std::uint32_t first
     own.sum.resize(dim_), own.products.resize(std::size_t{dim_} * dim_);
     counted = counted_;
     for (std::uint32_t at = std::max(first, past); at < tokens(); ++at, ++counted) {
-      if (at <= settings_.sinks) {  // no other queries so far
+      if (at <= settings_.sinks) {  // there were no other queries so far
         std::ranges::fill(own.sum, 0), std::ranges::fill(own.products, 0);
         counted = 0;
       }
@@ -136,8 +136,8 @@ std::vector<double> ScoredFeatures::rotate_key(const KeyValueRows& rows,
   return turned;
 }
 
-/// The log of the mean of e^(scale q k) over normally distributed q: scale mean k + scale² / 2 k
-/// spread k.
+/// The log of the mean of e^(scale q k) over normally distributed q: scale * mean k + scale² / 2 *
+/// k spread k.
 double ScoredFeatures::logit(const Expected& expected, const std::vector<double>& key,
                              double scale) const {
   double product = 0, square = 0;
@@ -159,7 +159,7 @@ void ScoredFeatures::write(ScoredFeature feature, const KeyValueRows& rows, floa
   if (feature == ScoredFeature::redundancy) write_redundancy(first, to, stride);
 }
 
-/// How each row of a partition lies in the range of the next partition.
+/// Where each row of a partition is, relative to the range of the next partition.
 std::vector<double> ScoredFeatures::lag_scores(const KeyValueRows& rows, bool of_keys,
                                                std::uint32_t first) const {
   const std::uint32_t lag = settings_.lag;
@@ -187,7 +187,8 @@ void ScoredFeatures::write_places(const KeyValueRows& rows, std::uint32_t first,
                                   std::size_t stride) {
   const std::uint32_t lag = settings_.lag, sinks = settings_.sinks;
   for (std::uint32_t i = 0; i < rows.tokens; ++i) to[i * stride] = 1;
-  // From the partition of the append's first token on, as long as the next partition is complete.
+  // Begins with the partition of the append's first token, and goes on as long as the next
+  // partition is complete.
   std::uint32_t begin = first < sinks ? sinks : first - (first - sinks) % lag;
   for (; begin + 2 * lag <= tokens(); begin += lag) {
     std::vector<double> scores = lag_scores(rows, true, begin);

@@ -12,10 +12,11 @@
 namespace kvlab {
 
 enum class ScoredFeature {
-  /// LagKV: a token's position in the order of its partition, by the range of the next partition.
+  /// LagKV: a token's position in the order of its partition, which depends on the range of the
+  /// next partition.
   lagkv,
-  expected_attention,  ///< expected attention to the key from queries like those so far, times the
-                       ///< value's norm
+  expected_attention,  ///< expected attention to the key from queries that are distributed like
+                       ///< those so far, times the value's norm
   redundancy           ///< R-KV: softmax over tokens of the key's mean cosine with the others
 };
 
@@ -43,10 +44,10 @@ struct ScoreSettings {
   std::uint32_t future = 512;  ///< number of future positions over which queries are averaged
 };
 
-/// Computes the scored features of one KV head in float64, summed in order, so that equal rows give
-/// equal bits. A score is fixed at the end of the token's append: lagkv is 1 for a token whose next
-/// partition is then incomplete; expected_attention uses the queries up to the end of the last
-/// append of several tokens.
+/// Computes the scored features of one KV head in float64. Sums are in order, so that equal rows
+/// give equal bits. A score is fixed at the end of the token's append: lagkv is 1 for a token whose
+/// next partition is incomplete then, and expected_attention uses the queries up to the end of the
+/// last append of several tokens.
 class ScoredFeatures {
  public:
   explicit ScoredFeatures(std::uint32_t head_size, ScoreSettings settings = {})
@@ -61,8 +62,10 @@ class ScoredFeatures {
   /// The expected future queries of one query head.
   struct Expected {
     std::vector<double> sum, products;  // [dim], [dim, dim]: sums over the queries so far
-    std::vector<double> mean, spread;   // rotated to future positions; [dim], [dim, dim]
-    double largest = 0, total = 0;      // of the logits that they give the keys so far
+    std::vector<double> mean,
+        spread;  // mean and spread of the queries, rotated to future positions; [dim], [dim, dim]
+    double largest = 0, total = 0;  // largest and sum of the exponentials of the logits that these
+                                    // queries give the keys so far
   };
 
   std::uint32_t tokens() const { return static_cast<std::uint32_t>(inverse_norms_.size()); }

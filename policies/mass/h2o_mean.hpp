@@ -5,8 +5,7 @@
 // than the sum. Several public codes that are named "H2O" do it, because a sum favours old tokens.
 // Deliberate differences:
 //   - the differences of h2o: exact sums, summed groups, half of the budget recent, one eviction
-//     per
-//     step;
+//     per step;
 //   - the mean is rounded down to units of 2^-48; at equal mean, the older token is evicted.
 #pragma once
 

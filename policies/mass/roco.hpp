@@ -6,9 +6,8 @@
 // leaves out the tokens of largest standard deviation). Deliberate differences from the paper and
 // its code (EasyKV):
 //   - a rank sees only one token, so it cannot exclude the 30% of largest deviation. Here the two
-//     are
-//     added: mean^2 + spread * deviation^2. With spread=1 this orders by the root mean square, with
-//     spread=0 by the mean;
+//     are added: mean^2 + spread * deviation^2. With spread=1 this orders by the root mean square,
+//     with spread=0 by the mean;
 //   - the rank is in units of 2^-44, rounded down;
 //   - an append of many queries gives only the sum, so its queries count as equal;
 //   - masses of the query heads of a group are summed; the 10 youngest tokens are protected, as in

@@ -21,21 +21,21 @@ struct Modifiers {
   std::uint32_t every = 1;
   /// Tokens are evicted only right after a prompt segment; decoded tokens are kept.
   bool once = false;
-  /// A rank is replaced by the mean or maximum over the live tokens at most `smooth` places away by
-  /// age; see smooths().
+  /// If not 0, a rank is replaced by the mean or maximum over the live tokens that are at most
+  /// `smooth` places away by age. See smooths().
   std::uint32_t smooth = 0;
   Pool pool = Pool::mean;
-  /// layer: a token's rank is the sum of its ranks, as numbers in head order, over the layer's KV
-  /// heads, which keep one set.
+  /// layer: a token's rank is the sum, over the layer's KV heads in order, of its ranks as numbers.
+  /// The heads keep the same set of tokens.
   Scope scope = Scope::head;
-  /// How the masses that the query heads of a group give a token in one query are combined: their
-  /// sum, or the largest.
+  /// How the masses that a group's query heads give a token in one query are combined: by their
+  /// sum, or by the largest.
   Group group = Group::sum;
 
   constexpr bool operator==(const Modifiers&) const = default;
 
-  /// Number of tokens to evict before the next append, if `live` tokens are live; budgets are below
-  /// 2^31, or 2^32 - 1 for none. `after_prompt`: the last append ended a prompt segment.
+  /// Number of tokens to evict before the next append if `live` tokens are live. `budget` is below
+  /// 2^31, or 2^32 - 1 for no budget. `after_prompt`: the last append ended a prompt segment.
   constexpr std::uint32_t surplus(std::uint32_t live, std::uint32_t budget,
                                   bool after_prompt) const {
     return once && !after_prompt ? 0 : tokens_to_evict(live, budget, evict_at(budget));
@@ -51,8 +51,8 @@ struct Modifiers {
   constexpr bool smooths(bool after_prompt) const {
     return smooth > 0 && (every > 1 || once || after_prompt);
   }
-  /// Maximum number of live tokens if at most `appended` tokens enter together. Does not apply
-  /// under `once`, which has no bound.
+  /// Maximum number of live tokens if at most `appended` tokens are appended together. Does not
+  /// apply with `once`, which has no bound.
   constexpr std::uint64_t capacity(std::uint32_t budget, std::uint64_t appended) const {
     return std::uint64_t{budget - 1} + every - 1 + appended;
   }

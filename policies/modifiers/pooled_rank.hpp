@@ -1,5 +1,5 @@
-// One smoothed rank, accumulated neighbour by neighbour. Devices need this form because they have
-// no 128-bit integers, and because the order of additions of doubles matters. On the host,
+// One smoothed rank, to which neighbours are added one by one. Devices need this form because they
+// have no 128-bit integers, and because the order in which doubles are added matters. On the host,
 // smooth_ranks() (policies/modifiers/ranks.hpp) smooths all ranks at once.
 //
 // CUDA code includes this file: nothing here may allocate, throw or use the host's library.
@@ -16,7 +16,7 @@ class PooledRank {
  public:
   constexpr PooledRank(Modifiers::Pool pool, RankType type) : pool_(pool), type_(type) {}
 
-  /// Adds the next key; call from the oldest token on.
+  /// Adds the next key. Call in order, from the oldest token on.
   constexpr void take(std::uint64_t rank) {
     ++count_;
     if (pool_ == Modifiers::Pool::max) {
@@ -28,8 +28,8 @@ class PooledRank {
       high_ += low_ < rank ? 1 : 0;
     }
   }
-  /// The key of the mean (rounded down for whole numbers) or of the maximum. Requires at least one
-  /// and fewer than 2^32 ranks.
+  /// The key of the maximum or of the mean, which is rounded down for whole numbers. Requires at
+  /// least one and fewer than 2^32 ranks.
   constexpr std::uint64_t value() const {
     if (pool_ == Modifiers::Pool::max) return low_;
     if (type_ == RankType::real) return rank_key(real_ / count_);

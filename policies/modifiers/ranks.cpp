@@ -14,7 +14,7 @@ __extension__ using Wide = unsigned __int128;  // holds the sum of 2^32 ranks
 
 void smooth_by_mean(std::vector<std::uint64_t>& ranks, std::size_t radius) {
   const std::size_t count = ranks.size();
-  std::vector<Wide> sums(count + 1);  // sums of the first i ranks
+  std::vector<Wide> sums(count + 1);  // sums[i]: sum of the first i ranks
   for (std::size_t i = 0; i < count; ++i) sums[i + 1] = sums[i] + ranks[i];
   for (std::size_t i = 0; i < count; ++i) {
     const std::size_t older = std::min(i, radius), younger = std::min(count - 1 - i, radius);
@@ -36,7 +36,7 @@ void smooth_doubles_by_mean(std::vector<std::uint64_t>& ranks, std::size_t radiu
 void smooth_by_max(std::vector<std::uint64_t>& ranks, std::size_t radius) {
   const std::vector<std::uint64_t> before = ranks;
   const std::size_t count = ranks.size();
-  // Ages in the window whose ranks exceed those of all younger tokens in it.
+  // ages in the window whose rank is higher than the ranks of all younger tokens in it
   std::vector<std::size_t> falling;
   std::size_t first = 0, next = 0;
   for (std::size_t i = 0; i < count; ++i) {

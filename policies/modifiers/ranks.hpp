@@ -20,23 +20,24 @@ struct Ranks {
   RankType type = RankType::whole;
 };
 
-/// Replaces every rank by the mean or maximum over the tokens at most `radius` away. Means of whole
-/// numbers are rounded down. Doubles are added from the oldest to the youngest, then divided by
-/// their count.
+/// Replaces every rank by the mean or maximum over the tokens that are at most `radius` away. Means
+/// of whole numbers are rounded down. Doubles are added from the oldest token to the youngest, then
+/// divided by their number.
 void smooth_ranks(Ranks& ranks, std::uint32_t radius, Modifiers::Pool pool);
 
-/// The ranks that the caches of one layer share under `scope=layer`: for each token the sum from
-/// the first KV head to the last. The caches hold the same tokens. All of them evict to their
-/// budgets, one after another, before any of them appends more tokens.
+/// The ranks that the caches of one layer share with `scope=layer`: for each token, the sum of its
+/// ranks from the first KV head to the last. The caches hold the same tokens. Before any of them
+/// appends more tokens, all of them evict to their budgets, one after another.
 class LayerRanks {
  public:
-  /// The caches of one sequence and layer. Stores pointers: the caches must not move.
+  /// `heads`: the caches of one sequence and layer. Stores pointers to the caches, so these must
+  /// not move.
   explicit LayerRanks(std::vector<const AgedSet*> heads) : heads_(std::move(heads)) {}
 
-  /// Summed ranks by age. The first call for `now` must come before any head has evicted for `now`;
-  /// later calls for `now` return the same ranks. Throws std::logic_error if the heads hold
-  /// different tokens, and std::invalid_argument if one ranks by whole numbers and another by
-  /// doubles.
+  /// Summed ranks by age, at `now`. The first call for a value of `now` must come before any head
+  /// has evicted for it. Later calls with the same value return the same ranks. Throws
+  /// std::logic_error if the heads hold different tokens, and std::invalid_argument if one ranks by
+  /// whole numbers and another by doubles.
   const Ranks& at(std::uint32_t now);
 
  private:
@@ -45,9 +46,9 @@ class LayerRanks {
   Ranks sums_;
 };
 
-/// Connects the caches of one sequence and layer, which must not move: by their ranks under
-/// scope=layer, by their slots under ada(). Copies of connected caches are connected to each other.
-/// No-op if each cache evicts by itself.
+/// Connects the caches of one sequence and layer, which must not move: with scope=layer they share
+/// ranks, with ada() slots. Copies of connected caches are connected to each other. No-op if each
+/// cache evicts separately.
 void share_ranks(std::span<AgedSet* const> heads);
 
 }  // namespace kvlab

@@ -20,8 +20,8 @@ bool is_modifier(std::string_view name);
 void set_modifier(Modifiers& modifiers, std::string_view name, std::string_view value,
                   std::string_view what);
 
-/// Name and value of every modifier that `modifiers` sets, or that it leaves off and `standard`
-/// sets.
+/// Name and value of every modifier that `modifiers` sets, and of every modifier that is off
+/// although `standard` sets it.
 std::vector<std::pair<std::string_view, std::string>> modifier_settings(const Modifiers& modifiers,
                                                                         const Modifiers& standard);
 /// The same in text form: `every=64`, `once`.

@@ -28,7 +28,7 @@ struct Tokens {
   }
 };
 
-/// What tokens, by age, received in one append: as arrays, for vector loops.
+/// What tokens observe in one append, by age: as arrays, for vector loops.
 struct Seen {
   const std::uint64_t* mass = nullptr;          ///< set if the policy needs mass
   const std::uint32_t* requests = nullptr;      ///< set if it needs requests
@@ -55,7 +55,8 @@ struct PolicyOps {
 
   void (*append)(void* slots, Tokens tokens, std::size_t count, const void* params,
                  const Step& step);
-  /// Observe arrays, or one observation per token. No-ops for a policy that needs no observations.
+  /// Observe the tokens, from arrays or from one observation per token. No-ops for a policy that
+  /// needs no observations.
   void (*observe)(void* slots, const Seen& seen, std::size_t count, const void* params,
                   const Step& step);
   void (*observe_each)(void* slots, const Observation* seen, std::size_t count, const void* params,
@@ -63,15 +64,16 @@ struct PolicyOps {
   /// Writes keys (policies/rank.hpp) and returns their type.
   RankType (*rank)(const void* slots, Tokens tokens, std::size_t count, const void* params,
                    const Step& step, std::uint64_t* ranks);
-  /// Index of the first of the lowest ranks in [begin, end); requires begin < end.
+  /// Index of the lowest rank in [begin, end), of the first one if there are several. Requires
+  /// begin < end.
   std::size_t (*first_least)(const void* slots, Tokens tokens, std::size_t begin, std::size_t end,
                              const void* params, const Step& step);
   float (*weight)(std::uint32_t age, const void* params);  ///< 1 if the policy has no such hook
   std::uint32_t (*tail)(const void* params);  ///< kNoTail if the policy has no such hook
   /// Sets the padding of one state to zero, if the compiler supports it.
   void (*clear_padding)(void* slot);
-  /// observe_each() with masses by query head, [head, token], for a policy that looks at each head.
-  /// Null: the policy does not.
+  /// Like observe_each(), with masses by query head, [head, token]. Null if the policy does not
+  /// observe each head.
   void (*observe_heads)(void* slots, const Observation* seen, std::span<const std::uint64_t> heads,
                         std::size_t count, const void* params, const Step& step) = nullptr;
 };

@@ -5,8 +5,8 @@
 // The idea is from Scissorhands ("inspired by ... least recent usage", Liu et al. 2023, algorithm
 // 2). Deliberate differences from it:
 //   - Scissorhands counts requests (probability over 1/t) in a window of 400 queries and drops half
-//     of
-//     the budget at once; lru keeps the position of the last request and evicts one token per step;
+//     of the budget at once; lru keeps the position of the last request and evicts one token per
+//     step;
 //   - Scissorhands protects the last 10 tokens; lru protects tokens only on request
 //     (lru:sinks=4:recent=50%);
 //   - one kept set for each KV head; every layer has the same budget.

@@ -1,5 +1,5 @@
-// lazy_eviction: evicts the token that has been without a request for longest, relative to its
-// longest interval between two requests so far.
+// lazy_eviction: evicts the token whose last request is longest ago, relative to its longest
+// interval between two requests so far.
 //
 // Zhang et al. 2025, "LazyEviction: Lagged KV Eviction with Attention Pattern Observation for
 // Efficient Long Reasoning", section 4. It uses the time of the last request TS, the maximum
@@ -15,8 +15,7 @@
 //     task, are recent. Here a quarter of the budget is recent;
 //   - a request is a probability of at least tau times the row's largest, not of at least 1e-4;
 //   - for an append of many queries, only the last request and the number of requests are known.
-//     Their
-//     mean interval, rounded up, stands for the longest;
+//     Their mean interval, rounded up, stands for the longest;
 //   - at equal rank, the older token is evicted.
 #pragma once
 
@@ -51,7 +50,7 @@ struct LazyEviction {
   }
   static constexpr double rank(const Slot& slot, Token, const Params&, const Step& step) {
     if (slot.interval == 0) return 0;
-    // Integers of at most 64 bits, exact as doubles up to 90 million tokens.
+    // integers of at most 64 bits, which are exact as doubles up to 90 million tokens
     const std::uint64_t interval = slot.interval,
                         since = interval + (step.now - 1 - slot.last_request);
     return static_cast<double>(interval * interval + since) / static_cast<double>(interval * since);

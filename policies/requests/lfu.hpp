@@ -8,8 +8,7 @@
 //   - a query requests many tokens at once: those to which it gives at least tau times the row's
 //     largest probability (docs/reference/policies.md);
 //   - counts are never aged, and requests of recent tokens count; at equal count, the older token
-//     is
-//     evicted.
+//     is evicted.
 #pragma once
 
 #include "policies/policy.hpp"

@@ -8,15 +8,12 @@
 //     is incomplete, so the window covers the last 301 to 400 queries. A window that moves by one
 //     query would need 400 bits per token;
 //   - the requests of an append of many queries count as requests of its last query. If the append
-//     has
-//     more queries than the window, they are scaled by window / queries, rounded down;
+//     has more queries than the window, they are scaled by window / queries, rounded down;
 //   - a request is a probability of at least tau times the row's largest, not of more than 1/t, and
-//     a
-//     query counts once for a group of query heads;
+//     a query counts once for a group of query heads;
 //   - one token is evicted per step, not half of the budget at once;
 //   - every layer has the same budget; one kept set for each KV head; at equal count, the older
-//     token
-//     is evicted.
+//     token is evicted.
 #pragma once
 
 #include "policies/policy.hpp"

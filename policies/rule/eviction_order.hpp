@@ -35,8 +35,8 @@ struct ProtectedTokens {
     if (position < sinks) return 2;
     return std::uint64_t{position} + recent > now ? 1 : 0;
   }
-  /// Of the positions before `now`, those from the sinks on and before this many more are
-  /// unprotected. Protected tokens number fewer than 2^31.
+  /// Number of unprotected positions before `now`: the positions after the sinks and before the
+  /// recent tokens. Requires fewer than 2^31 protected tokens.
   constexpr std::uint32_t num_unprotected(std::uint32_t now) const {
     const std::uint32_t kept = sinks + (recent == 0 ? 0 : recent - 1);
     return now > kept ? now - kept : 0;
@@ -54,8 +54,8 @@ struct EvictionCandidate {
 
   /// Comes after every token.
   static constexpr EvictionCandidate none() { return {EvictionKey::last(), -1}; }
-  /// Comes after every unprotected token. Where only such tokens are compared, its known protection
-  /// saves the comparison of theirs.
+  /// Comes after every unprotected token. If only unprotected tokens are compared, protections need
+  /// not be compared.
   static constexpr EvictionCandidate none_unprotected() {
     return {{0, ~std::uint64_t{0}, ~0u}, -1};
   }

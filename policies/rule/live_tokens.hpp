@@ -8,20 +8,20 @@
 
 namespace kvlab {
 
-/// Number of tokens to evict before the next append, if `live` tokens are live: none below
-/// `evict_at` live tokens, otherwise all but budget - 1. A budget or an `evict_at` of 2^32 - 1
-/// stands for none: nothing is evicted.
+/// Number of tokens to evict before the next append if `live` tokens are live. It is 0 if fewer
+/// than `evict_at` tokens are live, otherwise all but budget - 1. If the budget or `evict_at` is
+/// 2^32 - 1, nothing is evicted.
 constexpr std::uint32_t tokens_to_evict(std::uint32_t live, std::uint32_t budget,
                                         std::uint32_t evict_at) {
   return live < evict_at || live < budget ? 0 : live - (budget - 1);
 }
 
-/// Number of live tokens right before a token is appended, if `fed` tokens were appended one at a
-/// time before it and each append evicts to the budget.
+/// Number of live tokens right before a token is appended. `fed` tokens were appended one at a time
+/// before it, and each append evicts to the budget.
 constexpr std::uint32_t live_before_append(std::uint32_t fed, std::uint32_t budget) {
   return fed - tokens_to_evict(fed, budget, budget);
 }
-/// The number right after the last of them was appended.
+/// Number of live tokens right after the last of `fed` tokens was appended.
 constexpr std::uint32_t live_after_append(std::uint32_t fed, std::uint32_t budget) {
   return fed < budget ? fed : budget;
 }
@@ -30,7 +30,7 @@ constexpr std::uint32_t live_after_append(std::uint32_t fed, std::uint32_t budge
 struct LiveTokenCount {
   std::uint32_t live = 0;
   std::uint32_t before = 0;  ///< right before the last append
-  std::uint32_t most = 0;    ///< the peak of `live`
+  std::uint32_t most = 0;    ///< maximum of `live` so far
 
   constexpr void append(std::uint32_t tokens) {
     before = live;

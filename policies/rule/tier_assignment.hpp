@@ -1,12 +1,12 @@
 // How live tokens are assigned to the tiers of a plan before the next append.
 //
 // The next token takes a slot of the first tier. From the last victim to the first, each token gets
-// a slot of the highest tier that has a free one and is not above the token's own tier. The tokens
-// that get no slot are evicted. A modifier may delay eviction: until then, the first tier has extra
-// slots for the tokens that wait for it.
+// a slot of the highest tier that has a free one and that is not above the token's present tier.
+// Tokens that get no slot are evicted. A modifier may delay eviction. Until then, the first tier
+// has extra slots for the tokens that are waiting for it.
 //
-// So each tier keeps the last of its victims and demotes the first ones, as many as it has too
-// many. The functions below state this once, for counts and for single tokens.
+// So each tier keeps the last of its victims and demotes the first ones: as many as it has tokens
+// beyond its slots. The functions below state this once, for counts and for single tokens.
 //
 // CUDA code includes this file: nothing here may allocate, throw or use the host's library.
 #pragma once
@@ -19,18 +19,18 @@
 
 namespace kvlab {
 
-/// One tier of a cache: how many tokens it has, and how many it has slots for.
+/// One tier of a cache: how many tokens and how many slots it has.
 struct TierLoad {
   std::uint32_t tokens, slots;
 };
 
-/// Whether the first tier has no slot for the next token, under modifiers that may delay demotion.
+/// Whether the first tier has no slot for the next token. Modifiers may delay demotion.
 constexpr bool is_first_tier_full(const TierLoad& first, const Modifiers& modifiers,
                                   bool after_prompt) {
   return modifiers.surplus(first.tokens, first.slots, after_prompt) > 0;
 }
 
-/// Number of tokens beyond the budget that stay until tokens are evicted.
+/// Number of tokens beyond the budget that are waiting for eviction.
 constexpr std::uint32_t waiting_tokens(std::uint32_t live, std::uint32_t budget, bool evicts) {
   return evicts ? 0 : tokens_to_evict(live, budget, budget);
 }
@@ -60,7 +60,7 @@ constexpr std::uint32_t assign_counts(TierLoad* tiers, int count, std::uint32_t 
 
 constexpr bool has_free_slot(const TierLoad& tier) { return tier.tokens < tier.slots; }
 
-/// Whether the first tier has one token too many, and no other tier has too many: then each tier
+/// Whether the first tier has one token too many and no other tier has too many. Then each tier
 /// demotes at most its first victim.
 constexpr bool demotes_at_most_one(const TierLoad* tiers, int count) {
   bool one = tiers[0].tokens == tiers[0].slots;
@@ -68,17 +68,17 @@ constexpr bool demotes_at_most_one(const TierLoad* tiers, int count) {
   return one;
 }
 
-/// The first victim of tier `from` goes to tier `to`; with `to` one past the last tier, it is
-/// evicted.
+/// The first victim of tier `from` is demoted to tier `to`. If `to` is one past the last tier, it
+/// is evicted.
 struct Demotion {
   int from, to;
 };
 
-/// Which tokens are demoted if demotes_at_most_one(). Each tier passes its first victim down; a
-/// full tier keeps the token that comes, and passes its own first victim on, unless the token that
-/// comes is evicted before that one. Writes the demotions, from the first tier down, and returns
-/// their number, at most `count`. `firsts`: the first victim of each tier, for an empty tier none;
-/// read only down to the first tier with a free slot.
+/// Finds which tokens are demoted, if demotes_at_most_one(). Each tier demotes its first victim to
+/// the next tier. A full tier that receives a token demotes its own first victim in turn, unless
+/// the received token is the one to be evicted first. Writes the demotions, from the first tier
+/// down, and returns their number, at most `count`. `firsts`: the first victim of each tier, or
+/// none for an empty tier; it is read only down to the first tier that has a free slot.
 constexpr int demotion_chain(const TierLoad* tiers, const EvictionCandidate* firsts, int count,
                              Demotion* chain) {
   int moves = 0, from = 0;

@@ -9,9 +9,8 @@
 //   - the proxies are a number of queries, not 1% of the prompt, because weight() does not know the
 //     length;
 //   - the random tokens are sampled uniformly, each by its hash, so their number varies a little.
-//     The
-//     authors sample from a softmax over the scores of the tokens that the proxies did not choose,
-//     which is nearly uniform, because scores are small;
+//     The authors sample from a softmax over the scores of the tokens that the proxies did not
+//     choose, which is nearly uniform, because scores are small;
 //   - where decoding evicts, sampling is repeated. If it were done once, only randomly kept tokens
 //     would remain in the end;
 //   - chunked prompts and decoding work as in last_queries.hpp; one kept set for each KV head;
@@ -35,14 +34,14 @@ struct Nacl : LastQueries {
       .sinks = tokens(4),
       .recent = percent(5),
       .modifiers = {.once = true}};
-  struct Params : LastQueries::Params {  // `window` counts the proxies
+  struct Params : LastQueries::Params {  // `window`: number of proxies
     double random;
   };
   static constexpr Param<Params> kParams[] = {
       {"proxy", "number of last queries that are counted", &Params::window, 32, 1, 65536},
       {"random", "share of the budget kept at random", &Params::random, 0.35, 0, 1}};
 
-  /// Randomly kept are the tokens whose sample is below `random` times the share of live tokens
+  /// Keeps tokens at random: those whose sample is below `random` times the share of live tokens
   /// that the budget can keep.
   static constexpr std::uint64_t rank(const Slot& slot, Token token, const Params& params,
                                       const Step& step) {

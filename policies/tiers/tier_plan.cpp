@@ -36,7 +36,7 @@ Extent share_of(std::string_view share, std::string_view text) {
   return parse_extent(share, fmt::format("tiers '{}': share", text), 1);
 }
 
-/// Runs before the text is parsed, because parsing takes time for each tier.
+/// Refuses too many tiers before the text is parsed, because parsing each tier takes time.
 void refuse_many(std::string_view text) {
   const auto tiers = std::ranges::count_if(text, [](char c) { return c == ',' || c == '+'; }) + 1;
   if (static_cast<std::size_t>(tiers) <= kMaxTiers) return;

@@ -20,11 +20,12 @@ struct TierSlots {
   bool operator==(const TierSlots&) const = default;
 };
 
-/// Tokens of all tiers together, below 2^31.
+/// Number of tokens of all tiers together. It is below 2^31.
 std::uint32_t tokens_of(std::span<const TierSlots> tier_plan);
 
-/// The formats through which a token passes from the tier `from` (-1: as computed) down to the tier
-/// `to`, in order. Omits formats of equal precision, because the token is then only copied.
+/// The formats through which a token passes when it is demoted from tier `from` (-1: not quantized
+/// yet) to tier `to`, in order. Formats of equal precision are left out, because the token is then
+/// only copied.
 std::vector<const KvFormat*> demotion_path(std::span<const TierSlots> tier_plan, int from, int to);
 
 /// Throws std::invalid_argument unless `head_size` is a multiple of the block size.
@@ -36,7 +37,8 @@ inline constexpr std::size_t kMaxTiers = 16;
 struct TierPlan {
   struct Tier {
     const KvFormat* format = &kKvFormats[0];
-    Extent share = percent(100);  ///< tokens, allocated first, or a share of the remaining bytes
+    Extent share = percent(
+        100);  ///< a number of tokens, which is allocated first, or a share of the remaining bytes
 
     bool operator==(const Tier&) const = default;
   };
@@ -63,7 +65,7 @@ struct TierPlan {
   bool operator==(const TierPlan&) const = default;
 };
 
-/// The plans that are tried by default (docs/guides/precision-tiers.md explains each).
+/// The plans that are tried by default. docs/guides/precision-tiers.md explains each.
 inline constexpr const char* kStandardTierPlans[] = {"16",
                                                      "fp8",
                                                      "8",
