@@ -15,7 +15,8 @@ namespace {
 
 using nlohmann::ordered_json;
 
-/// Positive values whose ratio exceeds this get a logarithmic axis, as in sim/report/page/data.js.
+/// Positive values get a logarithmic axis if their ratio exceeds this number, as in
+/// sim/report/page/data.js.
 constexpr double kWideSpan = 10;
 
 double tokens_of(const BudgetColumn& budget) {
@@ -38,7 +39,7 @@ FigurePoint point_of(double x, const Average& average) {
   return {.x = x, .y = average.mean, .y_low = average.mean - error, .y_high = average.mean + error};
 }
 
-/// The series of `drawn` that have points, with `points_of(series)`.
+/// The series of `drawn` that have points. points_of(series) returns the points.
 template <class PointsOf>
 std::vector<FigureSeries> series_with(const MetricTable& metric_table,
                                       const std::vector<std::size_t>& drawn, PointsOf&& points_of) {
@@ -61,8 +62,8 @@ ordered_json point_json(const FigurePoint& point) {
   return json;
 }
 
-/// Makes a figure fit a logarithmic axis: zeros, and bars that reach below the axis, end at a floor
-/// under the smallest positive value, and the title says so.
+/// Makes a figure fit a logarithmic axis. Zeros, and error bars that extend below the axis, are
+/// drawn at a floor below the smallest positive value, and the title says so.
 Figure floor_axis(Figure figure) {
   if (!figure.y.logarithmic) return figure;
   double least = std::numeric_limits<double>::infinity();
@@ -91,10 +92,10 @@ ordered_json axis_json(const FigureAxis& axis) {
           {"names", axis.names}};
 }
 
-/// A unique name of a series in a figure's rows, because labels may be equal.
+/// A unique name for a series in a figure's rows, because labels may be equal.
 std::string line_name(std::size_t s) { return fmt::format("s{}", s); }
 
-/// One channel of `series` that sets the appearance of each line.
+/// One channel of `series` that determines the appearance of each line.
 template <class Value>
 ordered_json look_of(const std::vector<FigureSeries>& series, Value&& value) {
   ordered_json names = ordered_json::array(), values = ordered_json::array();
@@ -126,7 +127,7 @@ void add_markers(ordered_json& encoding, const std::vector<FigureSeries>& series
     return style.shape.empty() ? std::string_view("circle") : style.shape;
   });
 }
-/// Markers of the rows that have one.
+/// The markers of the rows that have one.
 ordered_json marker_layer(ordered_json encoding, const std::vector<FigureSeries>& series) {
   add_markers(encoding, series);
   return {{"transform", {{{"filter", "datum.marked"}}}},
@@ -157,7 +158,7 @@ ordered_json channel(const char* field, const FigureAxis& axis) {
           {"axis", drawn}};
 }
 
-/// A legend that shows line, dash and marker together, which Vega-Lite's legends do not.
+/// A legend that shows line, dash and marker together. Vega-Lite's own legends do not.
 ordered_json legend_of(const Figure& figure) {
   constexpr int kRow = 19, kSample = 34;
   ordered_json rows = ordered_json::array();
@@ -190,7 +191,7 @@ ordered_json legend_of(const Figure& figure) {
           {"layer", layers}};
 }
 
-/// A rule from `low` to `high` along one axis, for points that have both.
+/// A line from `low` to `high` along one axis, for points that have both values.
 ordered_json bars_of(const Figure& figure, const char* along, const char* across) {
   const std::string name = along, low = name + "_low", high = name + "_high";
   return {{"transform", {{{"filter", fmt::format("isValid(datum.{})", low)}}}},
@@ -396,8 +397,9 @@ std::string write_figures(const NamedFigures& figures, const AtomicFolder& folde
 
 namespace {
 
-// The first colours are those of Okabe and Ito, darkened for a light page. The others are as
-// different as possible from all before them, at a contrast of at least 3 to 1 with the page.
+// The first colours are those of Okabe and Ito, darkened for a light page. Each of the others
+// differs as much as possible from all colours before it, and has a contrast of at least 3 to 1
+// with the page.
 constexpr std::array kColours{
     PageColour{"ink", "#1c2024", "#e6e8ea"},       PageColour{"muted", "#6b7278", "#9aa2a9"},
     PageColour{"rule", "#d9dde1", "#3a4046"},      PageColour{"blue", "#0063a8", "#4da3e0"},
@@ -432,20 +434,21 @@ const std::map<std::string_view, std::string_view>& shelf() {
 /// Colours of policies that are not in the registry.
 constexpr std::array<std::string_view, 4> kOwn{"crimson", "amethyst", "royal", "coral"};
 
-// Five and eight have no common divisor, and markers are filled or not: eighty looks of one colour.
+// Five and eight have no common divisor, and markers are filled or not, so one colour has eighty
+// looks.
 const std::array<std::vector<int>, 5> kDashes{
     std::vector<int>{}, {7, 4}, {2, 3}, {7, 3, 2, 3}, {10, 3, 2, 3, 2, 3}};
 constexpr std::array<std::string_view, 8> kShapes{"circle",        "square",        "triangle-up",
                                                   "diamond",       "triangle-down", "cross",
                                                   "triangle-left", "triangle-right"};
 
-/// The nth look of one colour; `base` gives policies different markers.
+/// The nth look of a colour. `base` makes the markers of different policies differ.
 SeriesStyle look(std::string_view colour, std::size_t base, std::size_t nth) {
   return {colour, kDashes[nth % kDashes.size()], kShapes[(base + nth) % kShapes.size()],
           nth / kShapes.size() % 2 == 0};
 }
 
-/// Oracles have no markers as long as dashes are enough to distinguish them.
+/// The look of an oracle. It has no marker as long as dashes are enough to distinguish the oracles.
 SeriesStyle oracle_look(std::string_view policy, std::size_t nth) {
   const std::size_t first = policy == kOracleAttention ? 1 : policy == kOracleTopk ? 2 : 3;
   SeriesStyle style = look("ink", 0, first + nth);
@@ -453,7 +456,7 @@ SeriesStyle oracle_look(std::string_view policy, std::size_t nth) {
   return style;
 }
 
-/// The index at which the search for a colour starts, for an unknown name.
+/// For a policy of unknown name, the index at which the search for a colour starts.
 std::size_t place_of(std::string_view name) {
   return std::accumulate(name.begin(), name.end(), std::size_t{0}, [](std::size_t sum, char c) {
     return 31 * sum + static_cast<unsigned char>(c);

@@ -1,4 +1,5 @@
-// Figures of points and lines, and of heads: as pages draw them, and as Vega-Lite for files.
+// Figures with points and lines, and figures of heads, both as pages draw them and as Vega-Lite for
+// files.
 #pragma once
 
 #include <limits>

@@ -41,21 +41,21 @@ std::vector<std::size_t> Recommendation::similar() const {
 
 namespace {
 
-/// Share of memory that a candidate must save to be chosen over a lower mean.
+/// Share of memory that a candidate must save to be chosen in place of the lowest mean.
 constexpr double kLessMemory = 0.02;
 
 bool is_known(const Difference& difference) { return !std::isnan(difference.interval.low); }
 
-/// Lowest error first; equal errors by name.
+/// Sorts by error, lowest first, then by name.
 void sort_by_error(std::vector<std::size_t>& which, const std::vector<Candidate>& candidates) {
   std::ranges::sort(which, {}, [&](std::size_t c) {
     return std::pair<double, std::string_view>(candidates[c].error, candidates[c].name);
   });
 }
 
-/// Of the candidates that do not differ significantly from the lowest mean, the one that needs
-/// least memory, if that is at least 2% less than the lowest mean's memory; otherwise the lowest
-/// mean.
+/// The candidate to choose. Among the candidates that do not differ significantly from the lowest
+/// mean, it is the one that needs the least memory, if that is at least 2% less than what the
+/// lowest mean needs. Otherwise it is the lowest mean.
 std::size_t choice_of(const Recommendation& from) {
   const std::size_t lowest = from.order.front();
   const auto memory = [&](std::size_t c) { return from.candidates[c].memory.mean; };
@@ -69,8 +69,8 @@ std::size_t choice_of(const Recommendation& from) {
   return choice;
 }
 
-/// The candidates that no other dominates, by bytes. A candidate dominates another if it needs no
-/// more memory and is significantly better.
+/// The candidates that no other candidate dominates, ordered by bytes. A candidate dominates
+/// another if it needs no more memory and is significantly better.
 std::vector<std::size_t> frontier_of(const std::vector<Candidate>& candidates,
                                      const DifferenceOf& difference) {
   std::vector<std::size_t> by_error(candidates.size()), frontier;
@@ -128,11 +128,12 @@ std::size_t decisive_budget(std::span<const Recommendation> recommendations) {
 
 bool protected_tokens_fill(std::string_view policy, std::string_view params,
                            std::uint32_t budget_tokens) {
-  if (policy == "window" || policy == "sink") return false;  // these are `window` with sinks anyway
+  if (policy == "window" || policy == "sink")
+    return false;  // these policies are `window` with sinks in any case
   double num_protected = 0;
   const std::vector<std::string> settings = split_list(params, ':');
   for (const std::string& setting : settings)
-    if (setting.starts_with("tiers="))  // a tier plan holds other numbers of tokens
+    if (setting.starts_with("tiers="))  // a tier plan holds another number of tokens
       budget_tokens = tokens_of(parse_tier_plan(setting.substr(6)).slots_of_tokens(budget_tokens));
   for (const std::string& setting : settings) {
     const std::size_t equals = setting.find('=') + 1;

@@ -1,5 +1,5 @@
-// Finds texts that repeat one another: an excerpt, a copy with a few more words, a text that was
-// captured with another prompt. What two texts have in common counts once.
+// Finds texts that repeat one another, such as an excerpt, a copy with a few more words, or a text
+// that was captured with another prompt. What two texts have in common counts only once.
 #pragma once
 
 #include <cstddef>
@@ -10,27 +10,28 @@
 
 namespace kvlab {
 
-/// Consecutive tokens of a text: all of it, or a window. Tokens from `first_scored` on are scored.
+/// Consecutive tokens of a text: the whole text, or a window of it. Tokens from `first_scored` on
+/// are scored.
 struct TextPiece {
   std::size_t text;
   std::span<const std::int32_t> ids;
   std::size_t first_scored = 0;
 };
 
-/// Pieces that do not count, because a longer text (or an earlier one of equal length) has them
-/// too.
+/// Pieces that do not count, because a longer text (or an earlier text of equal length) also has
+/// them.
 struct Overlaps {
   std::vector<bool> repeats;  ///< [piece]
   struct Pair {
-    std::size_t text, other;   ///< `other` counts
+    std::size_t text, other;   ///< `other` is the text that counts
     std::uint64_t tokens = 0;  ///< scored tokens of `text` that do not count
   };
   std::vector<Pair> pairs;  ///< by text
 };
 
-/// A piece repeats another text if more than half of its scored tokens are also in that text, each
-/// at the end of the same 16 tokens (near the beginning of a piece: of the same beginning).
-/// `pieces`: those of a text are contiguous.
+/// A piece repeats another text if more than half of its scored tokens also occur in that text,
+/// each at the end of the same 16 tokens (near the beginning of a piece, after the same beginning).
+/// `pieces`: the pieces of a text must be contiguous.
 Overlaps overlaps_of(std::span<const TextPiece> pieces);
 
 /// "a.txt and b.txt have text in common, which counts once: 669 scored tokens of b.txt are left

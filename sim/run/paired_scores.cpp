@@ -15,9 +15,9 @@ namespace {
 
 using Values = std::vector<double>;
 
-constexpr double kOutside = 0.05;  // probability outside a 95% interval
+constexpr double kOutside = 0.05;  // probability that the value is outside a 95% interval
 
-/// The regularised incomplete beta function, by Lentz's continued fraction.
+/// The regularized incomplete beta function, computed by Lentz's continued fraction.
 double incomplete_beta(double a, double b, double x) {
   if (x <= 0 || x >= 1) return x <= 0 ? 0 : 1;
   if (x > (a + 1) / (a + b + 2)) return 1 - incomplete_beta(b, a, 1 - x);
@@ -41,7 +41,7 @@ double incomplete_beta(double a, double b, double x) {
   return std::exp(front) * fraction / a;
 }
 
-/// The zero in (0, 1) of a decreasing function.
+/// The point in (0, 1) at which a decreasing function is zero.
 template <class Function>
 double root_of(Function falling) {
   double low = 0, high = 1;
@@ -52,7 +52,7 @@ double root_of(Function falling) {
   return (low + high) / 2;
 }
 
-/// Half width of Student's 95% interval, in standard errors.
+/// Half width of Student's 95% interval, in units of the standard error.
 double student(std::size_t count) {
   const auto freedom = static_cast<double>(count - 1);
   // P(|t| > x) = I(freedom / (freedom + x²)), which increases with its argument.
@@ -61,8 +61,8 @@ double student(std::size_t count) {
   return std::sqrt(freedom * (1 - at) / at);
 }
 
-/// The standard error of a weighted mean, computed as that of a ratio of sums. Valid for nearly
-/// equal weights: blocks of one text, of which only the last may be shorter.
+/// The standard error of a weighted mean, computed as that of a ratio of sums. It is valid for
+/// nearly equal weights, as of the blocks of one text, of which only the last may be shorter.
 double error_of(const Values& values, const Values& weights) {
   const auto n = static_cast<double>(values.size());
   double sum = 0, weight = 0, squares = 0;
@@ -101,7 +101,7 @@ Difference accuracy_difference(const PairedText& text, std::span<const Term> ter
   return {share, std::sqrt(share * (1 - share) / n), share_interval(right, own.size()), 1};
 }
 
-/// A standard error, and the half width of the 95% interval. NaN: unknown.
+/// A standard error, and half the width of the 95% interval. NaN: unknown.
 struct Scatter {
   double error = kNaN, half = kNaN;
 };
@@ -125,7 +125,7 @@ Scatter scatter_of_blocks(const PairedText& text, std::span<const Term> terms) {
   return means.size() < PairedScores::kMinBlocks ? Scatter{} : scatter_of(means, weights);
 }
 
-/// The only text that is not short compared with the longest; null if there are several.
+/// The only text that is not short compared with the longest text; null if there are several.
 const PairedText* only_long_text(std::span<const PairedText* const> texts) {
   const auto tokens = [](const PairedText* text) { return text->tokens; };
   const PairedText* longest = *std::ranges::max_element(texts, {}, tokens);
@@ -255,7 +255,7 @@ Difference share_difference(std::uint64_t gained, std::uint64_t lost, std::uint6
   found.mean = (gain - loss) / n;
   found.standard_error = std::sqrt(std::max(0.0, differ - found.mean * found.mean) / n);
   const Interval share = share_interval(gained, gained + lost);
-  // + 0.0 avoids -0.
+  // adding 0.0 converts -0 to 0
   found.interval = {differ * (2 * share.low - 1) + 0.0, differ * (2 * share.high - 1)};
   return found;
 }

@@ -1,5 +1,6 @@
 // Paired scores of several configurations over the same queries, tokens or samples of the same
-// texts: means, differences, standard errors and 95% intervals. kvlab has no other estimator.
+// texts: means, differences, standard errors and 95% intervals. All of kvlab's statistics are
+// computed here.
 #pragma once
 
 #include <cstddef>
@@ -15,30 +16,30 @@ struct Interval {
   double low = std::numeric_limits<double>::quiet_NaN(), high = low;
 };
 
-/// One mean minus another over the same texts, or one mean alone.
+/// The difference of two means over the same texts, or a single mean.
 struct Difference {
   double mean = 0;
   double standard_error = std::numeric_limits<double>::quiet_NaN();  ///< NaN: unknown
   Interval interval = {};                                            ///< 95%; NaN: unknown
   std::size_t texts = 0;
 
-  /// Whether zero lies outside the interval. Without an interval no difference is significant.
+  /// Whether zero is outside the interval. Without an interval, no difference is significant.
   bool significantly_different() const { return interval.low > 0 || interval.high < 0; }
   bool ahead() const { return interval.high < 0; }  ///< the first is significantly lower
   bool behind() const { return interval.low > 0; }
   Difference reverse() const {
     return {-mean, standard_error, {-interval.high, -interval.low}, texts};
   }
-  /// The same difference with another standard error; scales the interval in proportion.
+  /// The same difference with another standard error. The interval is scaled in proportion.
   Difference with_error(double error) const;
 };
 
 /// The scores of several configurations on one text. NaN: not measured.
 struct PairedText {
-  std::string text;                              ///< its hash, or any unique name
-  double tokens = 1;                             ///< scored tokens, in a unit that all texts share
+  std::string text;   ///< hash of the text, or any unique name
+  double tokens = 1;  ///< number of scored tokens, in a unit that is the same for all texts
   std::vector<double> means = {};                ///< [configuration]
-  std::vector<std::vector<double>> blocks = {};  ///< [configuration][block]; or empty
+  std::vector<std::vector<double>> blocks = {};  ///< [configuration][block]; may be empty
   std::vector<double> block_weights = {};        ///< [block]; empty: equal weights
   bool is_binary = false;                        ///< blocks are single answers: 1 right, 0 wrong
 };
@@ -47,10 +48,9 @@ struct PairedText {
 /// mean is that of the texts' means, so it describes texts, not tokens. The 95% interval is
 ///
 ///   - for two texts or more, Student's interval over the texts. Its coverage is at least 95% for
-///     any mixture of
-///     lengths, because unequal variances only make it wider (Ibragimov and Mueller, 2010). If all
-///     texts but one are short, it is at least as wide as the interval of the long text alone, so a
-///     short text never makes it narrower;
+///     any mixture of lengths, because unequal variances only make it wider (Ibragimov and Mueller,
+///     2010). If all texts but one are short, it is at least as wide as the interval of the long
+///     text alone, so a short text never makes it narrower;
 ///   - for one text, Student's interval over its blocks, which says nothing about other texts;
 ///   - for one text of fewer than kMinBlocks blocks, unknown;
 ///   - for answers, share_interval() and share_difference().

@@ -16,7 +16,8 @@ namespace {
 
 constexpr std::string_view kAll = "all";
 
-/// The settings of `series` that are not defaults and that not every series of its policy has.
+/// The settings of `series` that are not defaults, without those that all series of its policy
+/// have.
 std::string distinct_params(const Series& series, const std::vector<const Series*>& siblings) {
   std::string text;
   const auto own = split_list(brief_policy(series.policy + ":" + series.params), ':');
@@ -158,7 +159,8 @@ MetricTable::InCommon MetricTable::in_common(std::span<const std::size_t> series
   InCommon found;
   for (std::size_t i = 0; i < series.size(); ++i) {
     const auto own = average(series[i], budget, metric);
-    // If no trace is left out, uses the average with the error of a single trace's row.
+    // If all traces are in common, uses the average, which for a single trace has the error of its
+    // row.
     const bool all = common.texts() == 0 || common.texts() == own->texts;
     found.averages.push_back(all ? *own : common.average(i));
   }
@@ -192,7 +194,7 @@ void place(Ranking& ranking, const MetricTable& metric_table, std::string_view b
     add(c, {.mean = std::numeric_limits<double>::quiet_NaN()}, false, true);
 }
 
-/// Memory of the full cache over decoded queries; 0: unknown.
+/// Memory of the full cache over decoded queries; 0 if unknown.
 double full_bytes(const MetricTable& metric_table, std::string_view budget) {
   for (std::size_t s = 0; s < metric_table.series().size(); ++s)
     if (metric_table.series()[s].is_full()) return metric_table.memory(s, budget).mean;
@@ -230,7 +232,7 @@ Ranking rank_policies(const MetricTable& metric_table, std::string_view budget,
   const auto difference = [&](std::size_t a, std::size_t b) {
     const auto found =
         metric_table.difference(ranking.series[a], ranking.series[b], budget, metric.name);
-    // Absent only if the two share no trace. Then nothing is known about their difference.
+    // There is no difference if the two have no trace in common. Then nothing is known about it.
     return !found ? Difference{} : sign < 0 ? found->reverse() : *found;
   };
   ranking.recommendation = recommend(std::move(candidates), std::move(scope), difference, frontier);

@@ -19,7 +19,7 @@ namespace kvlab {
 struct Series {
   std::string policy, params, prefill, positions;
   std::uint64_t seed = 0;
-  /// The policy, and the settings in which this series differs from others of that policy.
+  /// The policy's name, with the settings in which this series differs from others of the policy.
   std::string label;
 
   bool is_oracle() const { return kvlab::is_oracle(policy); }
@@ -27,8 +27,8 @@ struct Series {
 };
 
 /// Whether an oracle is informative about a metric: oracle_attention and oracle_topk about
-/// attention metrics, oracle_residual about residual errors. For other metrics it is neither a
-/// bound nor a goal.
+/// attention metrics, oracle_residual about residual errors. For other metrics, an oracle is
+/// neither a bound nor a goal.
 bool informs(const Series& oracle, std::string_view metric);
 
 /// A budget as requested, and the minimum and maximum of its tokens over the traces.
@@ -37,11 +37,11 @@ struct BudgetColumn {
   std::uint32_t min_tokens, max_tokens;
 };
 
-/// The message if a run has no budget, so questions about budgets have no answer.
+/// The message for a run without any budget, which cannot answer questions about budgets.
 inline constexpr std::string_view kNoBudgetInRun =
     "the run has no budget at which a policy evicts; replay it with some: --budget 128,20%";
 
-/// A mean over traces; for one trace with the error of its row.
+/// A mean over traces. For a single trace, its error is that of the row.
 using Average = Difference;
 
 /// A part of the model: all of it, a layer, or one KV head.
@@ -58,26 +58,27 @@ class MetricTable {
   explicit MetricTable(std::span<const ResultRow> rows);
 
   const std::vector<Series>& series() const { return series_; }
-  /// Ordered by tokens, without `all` (the budget of `full`).
+  /// Ordered by tokens. Does not contain `all`, the budget of `full`.
   const std::vector<BudgetColumn>& budgets() const { return budgets_; }
   const std::vector<std::string>& traces() const { return traces_; }
 
-  /// The budget that `text` names: as requested, or as a number of tokens that every trace resolved
-  /// it to. Null if there is none.
+  /// Finds the budget that `text` names: the budget as requested, or a number of tokens if every
+  /// trace resolved the budget to it. Null if there is none.
   const BudgetColumn* find_budget(std::string_view text) const;
-  /// The row of each trace that has one. `full` is found under any budget.
+  /// The row of each trace that has one. `full` has a row under any budget.
   std::vector<const ResultRow*> rows(std::size_t series, std::string_view budget,
                                      std::string_view metric, Scope scope = {}) const;
   std::optional<Average> average(std::size_t series, std::string_view budget,
                                  std::string_view metric, Scope scope = {}) const;
-  /// `a` minus `b`, paired by trace or, for one trace, by block of queries.
+  /// `a` minus `b`, compared in pairs by trace or, for a single trace, by block of queries.
   std::optional<Difference> difference(std::size_t a, std::size_t b, std::string_view budget,
                                        std::string_view metric) const;
-  /// Several series over the traces that all of them have; if there are none, each over its traces.
+  /// Several series over the traces that all of them have. If there are no such traces, each over
+  /// its own traces.
   struct InCommon {
-    std::vector<Average> averages;         ///< [series]
-    std::optional<Difference> difference;  ///< the last minus the first; nullopt: no trace in
-                                           ///< common
+    std::vector<Average> averages;  ///< [series]
+    std::optional<Difference>
+        difference;  ///< the last minus the first; nullopt if they have no trace in common
   };
   /// Each of `series` must have the metric at `budget`.
   InCommon in_common(std::span<const std::size_t> series, std::string_view budget,
@@ -102,14 +103,15 @@ struct Standing {
   std::size_t series;
   Average score;
   Difference behind;  ///< its error minus that of the lowest mean; NaN if it is over the budget
-  bool is_similar;    ///< its difference from the choice is not significant; true for the choice
-  bool over_budget;   ///< over the budget: never chosen
+  bool is_similar;    ///< whether its difference from the choice is not significant; true for the
+                      ///< choice
+  bool over_budget;   ///< whether it is over the budget, so that it is never chosen
   Memory memory;
 };
 
 /// The policies (without oracles and `full`) at a budget.
 struct Ranking {
-  /// Eligible ones, lowest mean first; then those over the budget.
+  /// The eligible policies, lowest mean first, then those over the budget.
   std::vector<Standing> standings;
   std::size_t winner = 0;           ///< the choice, an index in `standings`
   Recommendation recommendation;    ///< its candidates are in the order of the run
@@ -119,7 +121,7 @@ struct Ranking {
   const Standing& first() const { return standings.front(); }
 };
 
-/// Empty if no policy has the metric at `budget`.
+/// Returns an empty ranking if no policy has the metric at `budget`.
 Ranking rank_policies(const MetricTable& metric_table, std::string_view budget,
                       const MetricInfo& metric, Frontier frontier = Frontier::compute);
 

@@ -28,16 +28,16 @@
 namespace kvlab {
 namespace {
 
-// Selects what the page of a run shows: two heads at one budget, and the tokens that each policy
-// kept of them over time.
+// Selects what the page of a run shows: two heads at one budget, and which of their tokens each
+// policy kept over time.
 
 constexpr std::size_t kMaxQueries = 512;
 constexpr std::size_t kMaxSeries = 6;
 constexpr std::size_t kMaxHeads = 2;
 
-/// The configurations to show: those at `budget` with the first one's prefill mode, each policy
-/// with its parameters once. The winner comes first, then window and the closest runner-up, then
-/// the others by rank; the oracle comes last.
+/// The configurations to show: those at `budget` with the prefill mode of the first one, each
+/// policy with its parameters once. The winner comes first, then window and the closest runner-up,
+/// then the others by rank. The oracle comes last.
 std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
                                              const MetricTable& metric_table,
                                              std::string_view budget, const MetricInfo& metric) {
@@ -71,8 +71,8 @@ std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
   return configs;
 }
 
-/// The heads on which the policies' recall differs most at `budget`, the largest difference first,
-/// from different layers as long as possible.
+/// The heads on which the policies' recall at `budget` differs most, the largest difference first.
+/// They are from different layers as long as possible.
 std::vector<Scope> most_different_heads(std::span<const ResultRow> rows, std::string_view budget) {
   struct Spread {
     double least = std::numeric_limits<double>::infinity(), most = -least;
@@ -102,8 +102,8 @@ std::vector<Scope> most_different_heads(std::span<const ResultRow> rows, std::st
   return heads;
 }
 
-/// The attention that is large enough to draw. A level is 255 times the root of the probability, so
-/// that small probabilities are visible.
+/// The attention that is large enough to be drawn. A level is 255 times the square root of the
+/// probability, so that small probabilities are visible.
 std::vector<Glance> glances_of(const std::vector<float>& attention) {
   constexpr std::uint32_t kFaintest = 10;  // a probability of 0.0015
   std::vector<Glance> glances;
@@ -114,7 +114,7 @@ std::vector<Glance> glances_of(const std::vector<float>& attention) {
   return glances;
 }
 
-/// At most kMaxQueries positions of measured queries, evenly spaced.
+/// At most kMaxQueries positions of measured queries, at equal distances.
 std::vector<std::uint32_t> shown_queries(const TraceReader& trace, Queries which) {
   const auto all = MeasuredQueries(trace.segments(), which, 1).sampled_queries();
   std::vector<std::uint32_t> queries;
@@ -125,9 +125,9 @@ std::vector<std::uint32_t> shown_queries(const TraceReader& trace, Queries which
 }
 
 /// The tokens of two heads of `trace` that the policies of `sweep` kept over the measured queries,
-/// and the full cache's attention there: at the run's middle budget, on the heads whose recall
-/// differs most between policies (from `rows`, the rows of the trace). Returns nullopt if there is
-/// no budget or no policy.
+/// and the full cache's attention there. They are shown at the run's middle budget, for the heads
+/// whose recall differs most between policies (according to `rows`, the rows of the trace). Returns
+/// nullopt if there is no budget or no policy.
 std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t sequence,
                                    std::string_view trace_name, std::span<const CacheConfig> sweep,
                                    const ReplayOptions& options, std::span<const ResultRow> rows) {
@@ -151,7 +151,7 @@ std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t seque
                      static_cast<std::uint32_t>(heads[h].head),
                      std::vector<KeptSeries>(configs.size()),
                      {}};
-  // One additional job per head computes its attention.
+  // One more job per head computes the full cache's attention.
   const std::size_t jobs = configs.size() + 1;
   parallel_for(heads.size() * jobs, options.threads, [&](std::size_t i) {
     KeptHead& head = kept.heads[i / jobs];
@@ -170,7 +170,7 @@ std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t seque
   return kept;
 }
 
-/// Refuses a name that cannot be written to every row of results.csv and to run.json.
+/// Refuses a name that cannot be written to results.csv and run.json.
 void refuse_unwritable(const RunTrace& trace) {
   using nlohmann::json;
   const json name = trace.name;
@@ -193,7 +193,7 @@ void refuse_same_names(const std::vector<RunTrace>& traces) {
                       trace.name));
 }
 
-/// A layer with one number has it for all heads.
+/// Converts to budgets by head. A layer with one number has that number for all heads.
 HeadBudgets budgets_of(const Budget& budget) {
   if (!budget.heads.empty() || budget.file.empty()) return budget.heads;
   return {{budget.extent.tokens}};
@@ -205,7 +205,7 @@ std::size_t first_measured(const TraceReader& trace, Queries queries) {
   return queries == Queries::all || first == trace.segments().end() ? 0 : first->start;
 }
 
-/// Marks traces whose text is also in a longer trace with the same weights.
+/// Marks traces whose text also occurs in a longer trace with the same weights.
 void find_overlaps(RunInfo& info, std::span<const TraceReader* const> traces) {
   std::map<std::string, std::vector<TextPiece>> pieces;  // by weights
   for (std::size_t t = 0; t < traces.size(); ++t)
@@ -243,13 +243,13 @@ RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* cons
   return info;
 }
 
-/// XXH3-64 of the running program, because another build may compute other metrics.
+/// XXH3-64 of the running program. Another build may compute other metrics.
 std::string build_hash() {
   const auto program = program_file();
   return program.empty() ? "" : xxh3_hex(MappedFile(program).bytes());
 }
 
-/// Opens the traces. The processes of one host share their verification.
+/// Opens the traces. The processes of one host share the work of verifying them.
 std::vector<TraceReader> open_traces(const ReplayRequest& request, const ProcessGroup& group) {
   if (request.traces.empty())
     throw std::invalid_argument("--trace: name at least one trace directory");
@@ -270,8 +270,8 @@ std::vector<const TraceReader*> pointers_to(const std::vector<TraceReader>& trac
   return pointers;
 }
 
-/// Adds the result of the replay of trace `t` to `run`, and for the first trace what some heads
-/// kept.
+/// Adds the result of the replay of trace `t` to `run`. For the first trace, also adds what some
+/// heads kept.
 void add_trace(Run& run, const ReplayRequest& request, std::size_t t, const TraceReader& trace,
                const ReplayResult& result) {
   const std::string& name = run.info.traces[t].name;
@@ -281,7 +281,8 @@ void add_trace(Run& run, const ReplayRequest& request, std::size_t t, const Trac
   run.rows.insert(run.rows.end(), rows.begin(), rows.end());
 }
 
-/// All head tasks of a request, numbered over its traces. The same in every process.
+/// All head tasks of a request, numbered over all traces. The numbers are the same in every
+/// process.
 class ReplaySweepJob {
  public:
   ReplaySweepJob(const ReplayRequest& request, const ProcessGroup& group)
@@ -291,7 +292,8 @@ class ReplaySweepJob {
         job_json_(job_of(info_, build_hash() + (request.options.elsewhere ? " on CUDA" : ""))),
         job_hash_(hash_of(job_json_)),
         jobs_(traces_.size()) {
-    // Creates all jobs now, so that an impossible replay is refused at once and not after hours.
+    // Creates all jobs now, so that an impossible replay is refused immediately and not after
+    // hours.
     for (std::size_t t = 0; t < traces_.size(); ++t)
       for (std::size_t u = 0; u < job(t)->tasks(); ++u) ids_.push_back({job_hash_, t, u});
   }
@@ -308,7 +310,8 @@ class ReplaySweepJob {
     return pack_head_task(id, job(id.trace)->run(id.task));
   }
 
-  /// Runs some head tasks, those of one trace together, and calls each(head task, bytes) for all.
+  /// Runs some head tasks, those of one trace together, and calls each(head task, bytes) for all of
+  /// them.
   void compute_together(const std::vector<std::size_t>& tasks,
                         const std::function<void(std::size_t, const std::string&)>& each) {
     for (auto first = tasks.begin(); first != tasks.end();) {
@@ -323,7 +326,8 @@ class ReplaySweepJob {
     }
   }
 
-  /// Whether the folder has the head task. A damaged file is reported and counts as missing.
+  /// Whether the folder has the result of the head task. A damaged file is reported and counts as
+  /// missing.
   bool is_finished(const RunFolder& folder, const HeadTaskId& id) const {
     try {
       const auto bytes = folder.read_unit(id.trace, id.task);
@@ -335,7 +339,7 @@ class ReplaySweepJob {
     }
   }
 
-  /// The run from the files of all head tasks in the folder.
+  /// Makes the run from the files of all head tasks in the folder.
   Run collect(const RunFolder& folder) {
     Run run{.info = info_};
     for (std::size_t t = 0; t < traces_.size(); ++t)
@@ -350,7 +354,7 @@ class ReplaySweepJob {
   }
 
   /// A trace's job. It is created for the trace's first head task and freed after its last, because
-  /// a job has a table as long as its trace.
+  /// a job has a table with an entry per token of the trace.
   std::shared_ptr<const ReplayJob> job(std::size_t trace) {
     const std::lock_guard lock(mutex_);
     auto found = jobs_[trace].lock();
@@ -421,7 +425,7 @@ std::vector<std::size_t> missing_tasks(const ReplayRequest& request, const Repla
   return missing;
 }
 
-/// Reports the traces that do not count.
+/// Reports the traces whose text does not count because another trace has it.
 void note_overlaps(const ReplayRequest& request, const RunInfo& info) {
   for (const RunTrace& trace : info.traces)
     if (!trace.same_text_as.empty())
@@ -430,8 +434,8 @@ void note_overlaps(const ReplayRequest& request, const RunInfo& info) {
           trace.same_text_as, trace.name, trace.name));
 }
 
-/// Reports the traces whose gradients the replay cannot use, because they were summed over other
-/// queries.
+/// Reports the traces whose gradients the replay cannot use, because they were summed over queries
+/// other than the measured ones.
 void note_other_gradients(const ReplayRequest& request,
                           std::span<const TraceReader* const> traces) {
   std::string names;

@@ -20,31 +20,32 @@ struct ReplayRequest {
   std::vector<CacheConfig> sweep;
   ReplayOptions options;
   std::shared_ptr<HeadReplayer> device;  ///< owns the object of options.elsewhere
-  bool fresh = false;                    ///< discard the results of an unfinished replay
+  bool fresh = false;                    ///< discards the results of an unfinished replay
   /// Receives one line each.
   std::function<void(const std::string&)> notice = [](const std::string&) {};
 };
 
-/// Removes configurations whose budget is too small for one of the traces from the sweep, with a
-/// notice. Also gives a notice for each budget under which no trace loses a token.
+/// Removes from the sweep the configurations whose budget is too small for one of the traces, with
+/// a notice for each. Also gives a notice for each budget at which no trace loses a token.
 void check_budgets(ReplayRequest& request, std::span<const TraceReader* const> traces);
 
-/// `sweep` with the baselines: `full`, and both oracles at every budget and prefill mode in it.
+/// Adds the reference configurations to `sweep`: `full`, and both oracles at every budget and
+/// prefill mode in it.
 std::vector<CacheConfig> with_references(std::vector<CacheConfig> sweep);
 
-/// Verifies every trace, then replays them all into `out`. `out` must not exist, and appears only
-/// when it is complete. Finished head tasks are stored in `out`.part, and the same replay resumes
-/// from them. The bytes of the run do not depend on interruptions, threads or processes. With
-/// `options.elsewhere` the head tasks of a trace finish together, and only one process is allowed.
-/// Every process of `group` calls it; only the leader writes, calls back and returns the run.
-/// Throws std::runtime_error for a trace that does not verify and for what RunFolder refuses, and
-/// std::invalid_argument for two traces with one name and for what ReplayJob refuses. Once the work
-/// has begun, an error in one of several processes ends them all.
+/// Verifies every trace, then replays them all into `out`, which must not exist and appears only
+/// when it is complete. Results of finished head tasks are stored in `out`.part, from which the
+/// same replay resumes. The bytes of the run do not depend on interruptions, threads or processes.
+/// With `options.elsewhere`, the head tasks of a trace finish together, and only one process is
+/// allowed. Every process of `group` calls this function. Only the leader writes, calls back and
+/// returns the run. Throws std::runtime_error if a trace does not verify and if RunFolder throws,
+/// and std::invalid_argument if two traces have the same name and if ReplayJob throws. Once the
+/// work has begun, an error in one of several processes ends all of them.
 std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem::path& out,
                              ProcessGroup& group);
 
-/// The same in this process's memory, for traces that are already verified, in the order of
-/// request.traces, which are their names in the run. Writes no files.
+/// Replays in memory, without writing files. `traces` are already verified and in the order of
+/// request.traces, which are their names in the run.
 Run replay_in_memory(const ReplayRequest& request, std::span<const TraceReader* const> traces);
 
 }  // namespace kvlab

@@ -21,9 +21,9 @@ namespace {
 constexpr std::string_view kHeader =
     "trace,policy,params,budget,budget_tokens,prefill,positions,queries,threshold,seed,"
     "layer,head,metric,value,stderr,count,tiers,budget_bytes";
-/// Header of runs without tier plans (older versions): without the last two columns.
+/// Header of runs without tier plans (older versions): it lacks the last two columns.
 constexpr std::string_view kOlderHeader = kHeader.substr(0, kHeader.find(",tiers"));
-/// Columns of kHeader under the names that they had, in files of before.
+/// Columns of kHeader that had other names in older files.
 constexpr OldName kOldColumns[] = {{"ladder", "tiers"}, {"span", "queries"}};  // old name
 constexpr std::string_view kBlockHeader =
     "trace,policy,params,budget,prefill,positions,seed,metric,block,value,weight";
@@ -51,7 +51,7 @@ void append_row(std::string& text, const ResultRow& row) {
 
 /// The first line, with today's names of columns.
 std::string header_of(std::string_view text) {
-  constexpr std::size_t kMaxHeader = 4096;  // bytes; no table of ours has a longer one
+  constexpr std::size_t kMaxHeader = 4096;  // bytes; no table of kvlab has a longer header
   std::string header(text.substr(0, std::min(text.find_first_of("\r\n"), kMaxHeader)));
   if (header.size() == kMaxHeader) return header;
   const std::vector<std::string> columns = split_list(header);
@@ -63,13 +63,13 @@ std::string header_of(std::string_view text) {
   return header;
 }
 
-/// Throws std::runtime_error where a table begins otherwise.
+/// Throws std::runtime_error if the table has another header.
 void check_header(std::string_view text, std::string_view file, std::string_view header) {
   if (header_of(text) != header)
     throw std::runtime_error(fmt::format("{}: line 1: the header should read {}", file, header));
 }
 
-/// Identifies the row of the whole model to which blocks belong.
+/// A key for the row of the whole model to which blocks belong.
 std::string block_key(const ResultRow& row) {
   return fmt::format("{},{},{},{},{},{},{},{}", csv_field(row.trace), csv_field(row.policy),
                      csv_field(row.params), csv_field(row.budget), csv_field(row.prefill),
@@ -112,7 +112,8 @@ class RowParser {
   }
 
  private:
-  /// Metrics are not negative, apart from differences and rounding.
+  /// Throws if a value is negative, unless the metric is a difference or the value is due to
+  /// rounding.
   static void check_value(const ResultRow& row) {
     constexpr double kMax = 1e100, kRounding = 1e-6;
     const bool difference = row.metric.starts_with("regret_") || row.metric == "quantization_error";
@@ -165,7 +166,7 @@ auto identity(const ResultRow& row) {
                   row.queries, row.threshold, row.seed, row.layer, row.head, row.metric);
 }
 
-/// Throws if two rows have the same identity. `lines` has each row's line number.
+/// Throws if two rows have the same identity. `lines` has the line number of each row.
 void refuse_duplicates(const std::vector<ResultRow>& rows, const std::vector<std::size_t>& lines,
                        std::string_view file) {
   std::vector<std::size_t> order(rows.size());
@@ -391,7 +392,7 @@ namespace {
 
 using Rename = std::string (*)(std::string_view);
 
-/// What gives the fields of `column` their names of today; null if they never had others.
+/// How to convert the fields of `column` to today's names; null if its fields were never renamed.
 Rename renamed_fields(std::string_view column) {
   if (column == "policy") return current_policy;
   if (column == "params") return current_params;

@@ -1,4 +1,5 @@
-// The metrics of a run, one row each, as in results.csv. The data are tidy: every row is complete.
+// The metrics of a run, one row each, as in results.csv. Every row contains all its keys (tidy
+// data).
 #pragma once
 
 #include <fmt/format.h>
@@ -26,14 +27,15 @@ struct MetricInfo {
   std::string_view name;
   std::string_view label;  ///< label of an axis
   bool higher_is_better;
-  bool ranks;  ///< false: a bookkeeping metric (bytes, evictions); deploy does not rank by it
+  bool ranks;  ///< false for bookkeeping metrics (bytes, evictions), by which deploy does not rank
 };
 
 /// Every metric that a results file may have; `passage_recall` stands for `passage_recall:NAME`.
 std::span<const MetricInfo> all_metrics();
 /// Null for an unknown name. All `passage_recall:NAME` share one description.
 const MetricInfo* find_metric(std::string_view name);
-/// A metric that may decide. Throws std::invalid_argument with a text about --metric.
+/// The description of a metric that may decide. Throws std::invalid_argument with a text about
+/// --metric.
 const MetricInfo& deciding_metric(std::string_view name);
 
 /// One row. `layer` and `head` are -1 where the file has `all`.
@@ -50,38 +52,40 @@ struct ResultRow {
   std::uint64_t count = 0;    ///< queries x query heads
   std::string tier_plan = "16";
   double budget_bytes = std::numeric_limits<double>::quiet_NaN();  ///< of all layers; NaN: unknown
-  /// Values by which configurations are paired: the metric by block of queries or tokens, or by
-  /// sample, with their weights (empty: equal). NaN: no value in that block.
+  /// Values by which configurations are compared in pairs: the metric by block of queries or
+  /// tokens, or by sample, with their weights (empty: equal weights). NaN: the block has no value.
   std::vector<double> blocks = {}, block_weights = {};
-  std::string text = {};  ///< hash of the trace, which identifies the text; empty: by `trace`
-  bool counts = true;     ///< false: another trace has the same text and counts
+  std::string text =
+      {};  ///< hash of the trace, which identifies the text; if empty, `trace` identifies it
+  bool counts = true;  ///< false if another trace has the same text and counts in its place
 };
 
-/// The rows of one trace's replay, in the order of the measurements. A value that is NaN has no row
-/// (for example the miss rate of a head without requests).
+/// The rows of the replay of one trace, in the order of the measurements. A value that is NaN (for
+/// example, the miss rate of a head without requests) has no row.
 std::vector<ResultRow> result_rows(std::string_view trace, std::span<const CacheConfig> sweep,
                                    const ReplayOptions& options, const ReplayResult& result);
 
-/// The metric for deployment: the best of the metrics that order policies as the end-to-end
-/// evaluation does and that every trace of the rows has (docs/guides/fidelity.md).
+/// The metric to use for deployment: the best metric that every trace of the rows has. Metrics are
+/// better the more they agree with the end-to-end evaluation about the order of policies
+/// (docs/guides/fidelity.md).
 std::string_view best_metric(std::span<const ResultRow> rows);
-/// A sentence if a better metric exists but only some traces have it; otherwise "".
+/// A sentence that a better metric exists but only some traces have it; otherwise "".
 std::string best_metric_text(std::span<const ResultRow> rows);
 /// The same, where `in_every_trace(metric)` says which metrics exist.
 std::string_view best_metric(const std::function<bool(const std::string&)>& in_every_trace);
 
-/// RFC 4180 with "\n" between records; numbers in the shortest form that reads back to the same
-/// value.
+/// Writes RFC 4180 with "
+/// " between records. Numbers are in the shortest form that converts back to the same value.
 std::string results_csv(std::span<const ResultRow> rows);
 
-/// Reads an untrusted file in the format of results_csv(). Throws std::runtime_error that names
-/// `file` and the line for another header, a wrong number of columns, an invalid or infinite
+/// Reads an untrusted file in the format of results_csv(). Throws std::runtime_error, which names
+/// `file` and the line, for another header, a wrong number of columns, an invalid or infinite
 /// number, an unknown metric, or a duplicate row.
 std::vector<ResultRow> parse_results_csv(std::string_view text, std::string_view file);
 
-/// blocks_csv() writes ResultRow::blocks of all rows, one per line. parse_blocks_csv() reads an
-/// untrusted file of that format into `rows`. Throws as parse_results_csv() does, and for blocks
-/// without a row or out of order.
+/// blocks_csv() writes ResultRow::blocks of all rows, one value per line. parse_blocks_csv() reads
+/// an untrusted file of that format into `rows`. It throws as parse_results_csv() does, and also
+/// for blocks that have no row or are out of order.
 std::string blocks_csv(std::span<const ResultRow> rows);
 void parse_blocks_csv(std::string_view text, std::string_view file, std::span<ResultRow> rows);
 
@@ -97,7 +101,7 @@ class CsvReader {
   explicit CsvReader(std::string_view text) : rest_(text) {}
 
   /// The fields of the next record; nullopt at the end. Throws std::runtime_error ("line N: …") for
-  /// a quote that is not closed or is misplaced.
+  /// a quote that is not closed or misplaced.
   std::optional<std::vector<std::string>> next();
   /// The line on which the last record began, from 1.
   std::size_t line() const { return line_; }

@@ -233,7 +233,7 @@ json to_json(const KeptHead& head) {
   return {{"layer", head.layer}, {"head", head.head}, {"series", series}, {"attention", attention}};
 }
 
-/// Parses alternating positions and levels.
+/// Parses a list in which positions and levels alternate.
 std::vector<Glance> glances_from(const json& flat, const std::string& where) {
   if (!flat.is_array() || flat.size() % 2 != 0)
     throw std::runtime_error(where + ": should be [position, level, position, level, ...]");
@@ -253,7 +253,7 @@ KeptHead head_from(const JsonFields& fields) {
   return head;
 }
 
-/// Format 1 had one head and no attention.
+/// Format 1 had only one head, and no attention.
 constexpr int kKeptFormat = 2;
 
 std::string kept_json(const Kept& kept) {
@@ -292,7 +292,7 @@ Kept read_kept(const JsonFields& fields) {
   return kept;
 }
 
-/// Refuses a row of a trace, layer or head that the run does not have.
+/// Refuses a row whose trace, layer or head is not in the run.
 void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string& where) {
   const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
   if (trace == info.traces.end())
@@ -358,7 +358,7 @@ std::string RunTrace::windows_text() const {
 
 std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets) {
   std::vector<Lifetime> lifetimes;
-  std::map<std::uint32_t, std::uint32_t> alive;  // position -> first query
+  std::map<std::uint32_t, std::uint32_t> alive;  // position -> first query with it
   std::uint32_t last_query = 0;
   for (const KeptSet& set : sets) {
     std::map<std::uint32_t, std::uint32_t> still;
@@ -388,7 +388,7 @@ void name_texts(std::span<ResultRow> rows, const RunInfo& info) {
 }
 
 std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows) {
-  std::map<std::string_view, std::uint64_t> queries;  // by text
+  std::map<std::string_view, std::uint64_t> queries;  // number of measured queries of each text
   for (const ResultRow& row : rows) {
     if (row.layer >= 0 || row.metric != "recall") continue;
     const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);

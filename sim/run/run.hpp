@@ -28,10 +28,11 @@ struct RunTrace {
   std::uint32_t layers = 0, query_heads = 0, kv_heads = 0, head_size = 0;
   std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
   JsonValue capture;                         ///< engine, version, device, options
-  std::string same_text_as = {};             ///< the trace that counts for this text; empty: itself
-  std::vector<std::uint32_t> numbers = {};   ///< layer numbers; empty: 0, 1, 2, …
-  /// Layers with a window, in addition to `layers`, and the bytes of their keys and values over
-  /// decoded queries, in 16 bit.
+  std::string same_text_as =
+      {};  ///< name of the trace that counts for this text; empty: this one counts
+  std::vector<std::uint32_t> numbers = {};  ///< layer numbers; empty: 0, 1, 2, …
+  /// Number of layers with a sliding window, in addition to `layers`, and the 16-bit bytes of their
+  /// keys and values over decoded queries.
   std::uint32_t window_layers = 0;
   double window_mean_bytes = 0, window_peak_bytes = 0;
 
@@ -75,7 +76,7 @@ struct RunInfo {
   bool operator==(const RunInfo&) const = default;
 };
 
-/// A period in which a token was kept: the first and the last of the shown queries in it.
+/// A period in which a token was kept: the first and the last shown query of the period.
 struct Lifetime {
   std::uint32_t position, first_query, last_query;
   bool operator==(const Lifetime&) const = default;
@@ -113,19 +114,19 @@ struct Kept {
   bool operator==(const Kept&) const = default;
 };
 
-/// Converts kept sets at ascending queries to the periods in which each token was kept.
+/// Converts the sets kept at ascending queries to the periods in which each token was kept.
 std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets);
 
 struct Run {
   RunInfo info;
   std::vector<ResultRow> rows;
   std::optional<Kept> kept;
-  /// XXH3-64 of run.json, which contains that of results.csv; set by save_run() and load_run().
+  /// XXH3-64 of run.json, which contains the hash of results.csv. Set by save_run() and load_run().
   std::string hash;
 };
 
-/// Sets each row's text, the hash of its trace, so that a trace that is given twice counts once,
-/// and whether the row counts.
+/// Sets for each row its text and whether it counts. The text is the hash of the row's trace, so
+/// that a trace that is given twice counts once.
 void name_texts(std::span<ResultRow> rows, const RunInfo& info);
 
 /// States what a replay does not measure.
@@ -134,15 +135,16 @@ inline constexpr std::string_view kReplayNote = "Offline replay; task accuracy w
 /// Number of measured queries over the different traces of the rows.
 std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows);
 
-/// The computation of a replay as JSON: equal jobs give equal runs, wherever their traces are
-/// stored. `build` identifies the program, because its arithmetic and policies are part of the job.
+/// The computation of a replay as JSON. Equal jobs give equal runs, wherever their traces are
+/// stored. `build` identifies the program, because its arithmetic and its policies are part of the
+/// job.
 nlohmann::json job_of(const RunInfo& info, const std::string& build);
 
 /// Writes the four files. Sets run.hash.
 void save_run(Run& run, const std::filesystem::path& directory);
 
-/// Throws std::runtime_error that names the file (and line or key) if a file is missing or invalid,
-/// has a later format, or results.csv was changed after run.json was written.
+/// Throws std::runtime_error, which names the file (and the line or key), if a file is missing or
+/// invalid or has a later format, or if results.csv was changed after run.json was written.
 Run load_run(const std::filesystem::path& directory);
 
 }  // namespace kvlab

@@ -19,8 +19,9 @@ namespace {
 constexpr std::string_view kMagic = "kvunit 6";
 constexpr std::size_t kHashDigits = 16;
 
-/// Calls each(count or list of plain values) for the fields of an outcome. They are written and
-/// read in this order, in little-endian byte order, as on all supported machines.
+/// Calls each() with a number or a list of plain values for each field of an outcome. The fields
+/// are written and read in this order, in little-endian byte order, which all supported machines
+/// have.
 template <class Outcome, class Each>
 void for_fields(Outcome& outcome, Each each) {
   each(outcome.evictions);
@@ -42,7 +43,8 @@ void append(std::string& bytes, const std::vector<T>& values) {
   bytes.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
 
-/// Reads fields in the same order. Throws std::runtime_error if the bytes end too early.
+/// Reads fields in the order in which they were written. Throws std::runtime_error if the bytes end
+/// too early.
 class Unpacker {
  public:
   explicit Unpacker(std::string_view bytes) : rest_(bytes) {}
@@ -53,7 +55,7 @@ class Unpacker {
     values.resize(count(sizeof(T)));
     take(values.data(), values.size() * sizeof(T));
   }
-  /// A length for which the remaining bytes suffice, at `least` bytes or more per entry.
+  /// Reads a length, and checks that enough bytes remain, with `least` bytes or more per entry.
   std::size_t count(std::size_t least) {
     std::uint64_t value = 0;
     (*this)(value);
@@ -96,7 +98,7 @@ constexpr std::string_view kLockFile = "lock", kJobFile = "job.json", kRunSubfol
 constexpr std::size_t kMaxUnitBytes = std::size_t{1} << 40;
 constexpr std::size_t kMaxJobBytes = std::size_t{256} << 20;
 
-/// Whether a kvlab command writes a file of this name into RUN.part.
+/// Whether a file of this name in RUN.part was written by a kvlab command.
 bool is_ours(const std::string& part) {
   const std::string name = finished_name(part);
   return name == kLockFile || name == kJobFile || name == kRunSubfolder ||
@@ -182,7 +184,7 @@ RunFolder::~RunFolder() {
 }
 
 void RunFolder::start(const json& job) {
-  clear();  // units without a job belong to no run
+  clear();  // results without a job belong to no run
   try {
     write_file_atomically(staging_ / kJobFile, job.dump(1) + "\n");
   } catch (const std::runtime_error& error) {
@@ -251,7 +253,7 @@ void RunFolder::commit(const std::function<void(const fs::path&)>& save) {
   fs::remove_all(staging_, ignored);
 }
 
-/// Names RUN in place of the staging folder, which users do not know.
+/// Replaces the name of the staging folder, which users do not know, by the name of the run.
 std::runtime_error RunFolder::in_name_of_run(const std::exception& error) const {
   std::string text = error.what();
   for (const fs::path& inner : {staging_ / kRunSubfolder, staging_})

@@ -1,4 +1,4 @@
-// RUN.part, the folder in which a run is built, beside RUN. It holds finished units of work until
+// RUN.part, the folder next to RUN in which a run is built. It holds finished units of work until
 // the run is complete, so that a killed command can resume. RUN appears only when it is complete.
 #pragma once
 
@@ -18,17 +18,18 @@
 
 namespace kvlab {
 
-// A finished head task as bytes: the form on disk until a run is complete, and between processes.
+// A finished head task as bytes. This is the format on disk until a run is complete, and the format
+// of messages between processes.
 
 /// Identifies a head task of a replay.
 struct HeadTaskId {
-  std::uint64_t job = 0;  ///< XXH3-64 of the job: RunFolder's
+  std::uint64_t job = 0;  ///< XXH3-64 of the job of RunFolder
   std::uint64_t trace = 0, task = 0;
 
   bool operator==(const HeadTaskId&) const = default;
 };
 
-/// The exact outcomes by configuration; the last bytes are an XXH3-64 of the others.
+/// Packs the exact outcomes by configuration. The last bytes are an XXH3-64 of all other bytes.
 std::string pack_head_task(const HeadTaskId& id, std::span<const HeadOutcome> outcomes);
 
 /// Reads the output of pack_head_task(). Throws std::runtime_error with a text that begins with
@@ -38,13 +39,13 @@ std::vector<HeadOutcome> unpack_head_task(const HeadTaskId& id, std::string_view
 
 class RunFolder {
  public:
-  /// Creates RUN.part, or resumes the one that a killed command of the same job left. `fresh`
+  /// Creates RUN.part, or resumes the RUN.part of a killed command that had the same job. `fresh`
   /// discards its content. `command`: the command that makes the run, "replay" or "task". Throws
-  /// std::runtime_error if RUN exists, RUN.part belongs to another job (the message names the
-  /// difference) or to none, or another process uses it.
+  /// std::runtime_error if RUN exists, if RUN.part belongs to another job (the message names the
+  /// difference) or to none, or if another process uses it.
   RunFolder(std::filesystem::path run, const nlohmann::json& job, bool fresh,
             std::string command = "replay");
-  /// Without commit(), keeps RUN.part only if it holds a finished unit.
+  /// Unless commit() was called, keeps RUN.part only if it holds a finished unit.
   ~RunFolder();
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;
@@ -56,11 +57,12 @@ class RunFolder {
   /// Stores the output of pack_head_task(). Callable from any thread. Throws std::runtime_error
   /// that names RUN.
   void write_unit(std::size_t trace, std::size_t unit, const std::string& bytes) const;
-  /// Calls `save` to write the run's files into a folder, renames it to RUN, and removes RUN.part.
-  /// Throws std::runtime_error that names RUN.
+  /// Calls `save`, which writes the run's files into a folder. Then renames this folder to RUN, and
+  /// removes RUN.part. Throws std::runtime_error that names RUN.
   void commit(const std::function<void(const std::filesystem::path&)>& save);
   void commit(Run& run);
-  /// `error` with RUN in place of RUN.part, and with the place of finished work, if there is any.
+  /// Returns `error` with RUN in place of RUN.part, and with the location of finished work, if
+  /// there is any.
   std::runtime_error in_name_of_run(const std::exception& error) const;
 
  private:

@@ -25,15 +25,16 @@ void add_layer_error(LayerOutcome& layer, const MeasuredQueries& measured, std::
                                                    std::sqrt(error / output), 1);
 }
 
-/// Whether each head has `what`. An oracle without outputs has none.
+/// Whether each head has data `what`. An oracle without outputs has none.
 bool has_all(const LayerOutcome& layer, std::size_t c, std::vector<float> HeadStats::*what) {
   return std::ranges::none_of(layer.heads,
                               [&](const auto& head) { return (head[c].stats.*what).empty(); });
 }
 
-/// Adds squares of the `count` numbers that `of` returns for each head: those of the sum over heads
-/// to the layer, those of each head to the head, divided by `by`, and also by column if `to` has
-/// columns. A negative `by` subtracts squares from those of an earlier call.
+/// Adds up squares of the `count` numbers that `of` returns for each head, divided by `by`. The
+/// square of the sum over heads is added to the layer, and the square of each head to the head; if
+/// `to` has columns, also by column. If `by` is negative, subtracts squares that an earlier call
+/// added.
 template <class Of>
 void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std::uint32_t block,
                  std::uint32_t count, double by, Of of) {
@@ -56,7 +57,8 @@ void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std
   add(to.layer[c], sum.data());
 }
 
-/// Adds the squared errors of a sample after W_o, and their excess over those without quantization.
+/// Adds the squared errors of a sample after W_o, and by how much they exceed those without
+/// quantization.
 void add_residual(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t c,
                   std::uint32_t sample, std::uint32_t columns, double norm2) {
   const std::uint32_t block = measured.block_of_sample(sample);
@@ -71,7 +73,7 @@ void add_residual(LayerOutcome& layer, const MeasuredQueries& measured, std::siz
   });
 }
 
-/// Adds the squared changes at every measured query, and sums the changes over heads.
+/// Adds the squared changes at every measured query. Also sums the changes over heads.
 void add_changes(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t c,
                  std::uint32_t gradient_samples) {
   std::vector<float>& changes = layer.changes[c];
@@ -90,7 +92,8 @@ void add_changes(LayerOutcome& layer, const MeasuredQueries& measured, std::size
 
 using Ratios = std::vector<BlockedRatio>;
 
-/// Converts outcomes to rows, one part of the model after another: a KV head, a layer, or all.
+/// Converts outcomes to rows, for one part of the model after another: a KV head, a layer, or the
+/// whole model.
 class Tabulator {
  public:
   explicit Tabulator(const ReplayOutcome& of)
@@ -117,7 +120,8 @@ class Tabulator {
  private:
   const ResolvedConfig& config() const { return of_.configs[c_]; }
 
-  /// An oracle at the same budget and prefill mode as the configuration, if there is one.
+  /// The index of an oracle at the same budget and prefill mode as the configuration, if there is
+  /// one.
   std::optional<std::size_t> oracle_beside(std::string_view name) const {
     if (is_oracle(config().policy.name) || !config().evicts()) return std::nullopt;
     const auto found = std::ranges::find_if(of_.configs, [&](const ResolvedConfig& other) {
@@ -128,7 +132,7 @@ class Tabulator {
     return static_cast<std::size_t>(found - of_.configs.begin());
   }
 
-  /// Adds the rows of layers [first, last), or of KV head `head` if that is not negative.
+  /// Adds the rows of layers [first, last) or, if `head` is not negative, of this KV head.
   void add_rows(std::size_t first, std::size_t last, std::int32_t head) {
     first_ = first, last_ = last, head_ = head;
     count();
@@ -138,7 +142,8 @@ class Tabulator {
 #include "sim/metrics/metrics.def"
   }
 
-  /// Calls each(outcome, layer of the replay, KV head) for a configuration's outcomes.
+  /// Calls each(outcome, index of the layer in the replay, KV head) for the outcomes of a
+  /// configuration.
   template <class Each>
   void for_heads(std::size_t c, Each each) const {
     for (std::size_t l = first_; l < last_; ++l)
@@ -149,7 +154,7 @@ class Tabulator {
   std::span<const double> blocks(const HeadOutcome& of, Sum sum, std::size_t head) const {
     return std::span(of.stats.sums).subspan(sums_.at(sum, head, 0), kMaxQueryBlocks);
   }
-  /// By query head.
+  /// Ratios of two sums, one for each query head.
   Ratios ratios(std::size_t c, Sum above, Sum below) const {
     Ratios all;
     for_heads(c, [&](const HeadOutcome& of, std::uint32_t, std::uint32_t) {
@@ -173,7 +178,7 @@ class Tabulator {
   void add(double value, double standard_error, std::uint64_t count) {
     rows_.push_back({c_, layer_, head_, metric_, value, standard_error, count});
   }
-  /// Adds `factor` times an estimate if it has weight; `count` is the number of its values.
+  /// Adds `factor` times an estimate, if it has weight. `count` is the number of its values.
   void add(const Estimate& estimate, double factor, double count) {
     if (!(estimate.weight > 0)) return;
     add(factor * estimate.value, factor * estimate.standard_error,
@@ -182,10 +187,10 @@ class Tabulator {
     for (const double block : estimate.blocks) rows_.back().blocks.push_back(factor * block);
   }
 
-  // The reductions that metrics.def names.
+  // The functions that metrics.def names.
 
-  /// The plain mean over query heads. Its count is `queries` per head; for errors, the number of
-  /// samples.
+  /// The plain mean over query heads. Its count is `queries` per head; for errors, it is the number
+  /// of samples.
   void mean(Sum above, Sum below, std::optional<std::uint32_t> queries = {}) {
     const Ratios all = ratios(c_, above, below);
     const auto filled =
@@ -203,7 +208,7 @@ class Tabulator {
     const double count = static_cast<double>(all.size()) * measured_.size();
     add(mean_of(all, measured_.blocks(), count), 1, count);
   }
-  /// The loss beyond that of `oracle_attention`.
+  /// By how much the loss exceeds that of `oracle_attention`.
   void regret(Sum above, Sum below) {
     if (!by_attention_) return;
     Estimate regret = difference_of(ratios(c_, above, below), ratios(*by_attention_, above, below));
@@ -232,8 +237,8 @@ class Tabulator {
     if (layer_ < 0)
       add(estimate, 1, estimate.weight * of_.shape.query_heads * static_cast<double>(last_));
   }
-  /// Adds a sum or maximum over KV heads. oracle_topk chooses from all tokens, so it holds no
-  /// cache.
+  /// Adds a sum or maximum over KV heads. Not for oracle_topk, which chooses from all tokens, so it
+  /// has no cache.
   void total(double value) {
     if (config().policy.name != kOracleTopk) add(value, kNaN, heads_);
   }
@@ -260,7 +265,7 @@ class Tabulator {
       if (known == known_counts_.end())
         known = known_counts_.emplace(budget, live_counts(config(), budget)).first;
       const LiveCounts& counts = known->second;
-      // This head's part of the slots that the layer shares.
+      // this head's part of the slots that the heads of the layer share
       const double share =
           config().shares_slots() ? static_cast<double>(of.live_end) - counts.end : 0;
       mean_held_ += counts.held_mean + share;
@@ -273,7 +278,7 @@ class Tabulator {
     });
   }
   double held_bytes() const { return static_cast<double>(kv_bytes_per_token(of_.shape.head_size)); }
-  /// In 16-bit bytes, whatever the trace's dtype, as all other byte counts.
+  /// The bytes as 16-bit elements, whatever the trace's dtype is, as for all other byte counts.
   double end_bytes() const { return end_held_ * held_bytes(); }
 
   const ReplayOutcome& of_;
@@ -281,10 +286,11 @@ class Tabulator {
   SumsShape sums_;
   std::vector<Measurement> rows_;
   std::size_t c_ = 0, first_ = 0, last_ = 0;  // the configuration, and the layers of the part
-  std::int32_t layer_ = 0, head_ = 0;         // as in its rows
+  std::int32_t layer_ = 0, head_ = 0;         // layer and head of the rows
   std::string metric_;
-  std::optional<std::size_t> by_attention_, by_residual_;  // oracles for the configuration
-  std::map<std::uint32_t, LiveCounts> known_counts_;       // by budget
+  std::optional<std::size_t> by_attention_,
+      by_residual_;  // indices of the oracles to compare the configuration with
+  std::map<std::uint32_t, LiveCounts> known_counts_;  // by budget
   std::uint64_t heads_ = 0;
   double evictions_ = 0, live_max_ = 0, zeros_ = 0;  // set by count()
   double mean_held_ = 0, peak_held_ = 0, end_held_ = 0, budget_ = 0, state_ = 0;

@@ -12,18 +12,18 @@
 
 namespace kvlab {
 
-// Results of all KV heads of a layer together: errors that are summed over heads before a root or a
+// Results of all KV heads of a layer together. Errors are summed over heads before a root or a
 // square is taken.
 
-/// Errors of a layer. outputs: of the heads' outputs, concatenated. residual: squared errors after
-/// W_o, relative to the residual stream's norm. quantization: the part of these from quantization.
-/// kl: half of the squared changes of log-likelihood.
+/// Errors of a layer. outputs: of the concatenated outputs of the heads. residual: squared errors
+/// after W_o, relative to the norm of the residual stream. quantization: the part of these that is
+/// due to quantization. kl: half of the squared changes of log-likelihood.
 struct LayerError {
   enum Kind : std::size_t { outputs, residual, quantization, kl, count };
 };
 
-/// One such error for all heads together and, except for outputs, for each KV head. Without weight
-/// if it is unknown.
+/// One kind of error, for all heads together and, except for outputs, for each KV head. If it is
+/// unknown, it has no weight.
 struct LayerRatios {
   std::vector<BlockedRatio> layer;               // [configuration]
   std::vector<std::vector<BlockedRatio>> heads;  // [kv_head][configuration]
@@ -34,17 +34,17 @@ struct LayerOutcome {
   std::vector<std::vector<HeadOutcome>> heads;  // [kv_head][configuration]
   std::array<LayerRatios, LayerError::count> errors;
   /// [configuration][measured query, gradient sample]: changes of log-likelihood, summed over
-  /// heads; or empty.
+  /// heads; may be empty
   std::vector<std::vector<float>> changes;
 };
 
 /// Data of a layer in addition to its outcomes.
 struct LayerFacts {
   ProjectionColumns columns;
-  std::vector<float> norm2;  // squared norms of the residual stream, [sample]; or empty
+  std::vector<float> norm2;  // squared norms of the residual stream, [sample]; may be empty
 };
 
-/// Sums a layer's errors over its heads, in order, then frees the data by query.
+/// Sums a layer's errors over its heads, in order. Then frees the data of single queries.
 void reduce_layer(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t configs,
                   const LayerFacts& facts, unsigned threads);
 
@@ -55,7 +55,7 @@ class JointChanges {
 
   /// Moves the layer's changes into the sums. Layers must come in order.
   void add(LayerOutcome& layer);
-  /// By configuration; without weight if no layer has changes.
+  /// The squares by configuration. They have no weight if no layer has changes.
   std::vector<BlockedRatio> squares(const MeasuredQueries& measured,
                                     std::uint32_t gradient_samples) const;
 
@@ -73,7 +73,7 @@ struct ReplayOutcome {
   std::span<const BlockedRatio> joint;  ///< JointChanges::squares()
 };
 
-/// One row per metric, ordered by configuration, layer, head (the aggregate last) and metric.
+/// One row per metric, ordered by configuration, layer, head (with aggregates last) and metric.
 std::vector<Measurement> tabulate(const ReplayOutcome& outcome);
 
 }  // namespace kvlab

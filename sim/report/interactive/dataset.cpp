@@ -36,7 +36,8 @@ std::string base64(const std::vector<std::uint8_t>& bytes) {
   return text;
 }
 
-/// Values as little-endian float64 (`width` 8), float32 (4), or the upper 3 bytes of that, rounded.
+/// Packs values as little-endian numbers: float64 (`width` 8), float32 (4), or float32 rounded to
+/// its upper 3 bytes (3).
 ordered_json pack(const std::vector<double>& values, unsigned width) {
   std::vector<std::uint8_t> bytes;
   bytes.reserve(values.size() * width);
@@ -51,13 +52,13 @@ ordered_json pack(const std::vector<double>& values, unsigned width) {
   return {{"bytes", width}, {"base64", base64(bytes)}};
 }
 
-/// How many of the metrics by layer and head the page contains.
+/// How many of the metrics by layer and by head the page contains.
 struct Detail {
   unsigned layer_width = 4, head_width = 4;
   bool head_errors = true, heads = true, only_ranking_heads = false;
 };
 
-/// The scopes of one level: the model, the layers, or the heads.
+/// The scopes of one level: the whole model, its layers, or its heads.
 struct Level {
   const char* name;
   std::vector<Scope> places;
@@ -107,7 +108,7 @@ class Dataset {
   }
 
  private:
-  /// Bytes of base64 that the page would contain.
+  /// Number of base64 bytes that the page would contain.
   double size(const Detail& detail) const {
     const auto cells = static_cast<double>(metric_table_.series().size() *
                                            metric_table_.budgets().size() * groups_.size());
@@ -183,7 +184,7 @@ class Dataset {
     return list;
   }
 
-  /// The oracles that are informative about a metric. The others are not drawn.
+  /// The oracles that are informative about a metric. Other oracles are not drawn.
   std::vector<std::string> oracles_of(const MetricInfo& metric) const {
     std::vector<std::string> names;
     for (const Series& one : metric_table_.series())
@@ -191,7 +192,7 @@ class Dataset {
     return names;
   }
 
-  /// [metric][budget]: the table's rows in order, and the choice.
+  /// [metric][budget]: the rows of the table in order, and the choice.
   ordered_json ranking_of(const MetricTable& own) const {
     const std::vector<std::size_t> places = places_in(metric_table_, own);
     ordered_json ranking = ordered_json::object();
@@ -257,8 +258,8 @@ class Dataset {
     return values;
   }
 
-  /// For each series of `all`, the index of the same series in `own`. A group may lack some; then
-  /// it is own.series().size().
+  /// For each series of `all`, the index of the same series in `own`. A group may lack some series;
+  /// their index is own.series().size().
   static std::vector<std::size_t> places_in(const MetricTable& all, const MetricTable& own) {
     std::vector<std::size_t> places;
     for (const Series& one : all.series()) {
@@ -275,7 +276,7 @@ class Dataset {
     return places;
   }
 
-  /// Calls `visit` for each series and budget, with the series' index in `own`.
+  /// Calls `visit` for each series and budget, with the index of the series in `own`.
   template <class Visit>
   void for_cells(const MetricTable& own, Visit&& visit) const {
     for (const std::size_t s : places_in(metric_table_, own))

@@ -18,8 +18,7 @@ struct SequenceGroup {
   std::vector<ResultRow> rows;
 };
 
-/// One row of a page's table: the decision of sim/run/comparison.* about a series. Pages only draw
-/// it.
+/// One row of a page's table: what sim/run/comparison.* decided about a series. Pages only draw it.
 struct RankedRow {
   std::size_t series;
   Difference behind = {};  ///< its error minus that of the lowest mean
@@ -30,17 +29,19 @@ struct RankedTable {
   std::vector<RankedRow> rows;
   std::size_t choice = 0;  ///< index of a series
 };
-/// By budget: what an evaluation decided from its tokens.
+/// What an evaluation decided from its tokens, by budget.
 using RankedTables = std::map<std::string, RankedTable>;
 
 struct DatasetOptions {
-  std::string headline;             ///< metric shown first
-  RankedTables decided = {};        ///< by the headline metric; empty: by rank_policies()
+  std::string headline;  ///< metric shown first
+  RankedTables decided =
+      {};  ///< what was decided, for the headline metric; empty: rank_policies() decides
   std::string budget;               ///< budget shown first, as requested
   std::vector<MetricInfo> metrics;  ///< the metrics to show, in order
   /// Whether a series may be drawn as a line. oracle_topk is drawn only where it is a bound.
   std::vector<bool> drawn;  ///< by series; empty: all
-  /// Maximum bytes for the numbers. Above it, the values of heads lose digits and errors first.
+  /// Maximum number of bytes for the numbers. If there are more, the values of heads lose digits,
+  /// errors first.
   std::size_t byte_limit = 2'300'000;
 };
 
