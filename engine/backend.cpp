@@ -11,7 +11,7 @@ namespace {
 
 // Batches of sequences on the CPU.
 
-/// Decoders that run together and read the weights once.
+/// Decoders that run at the same time and share each read of the weights.
 class SideBySide final : public BatchDecoder {
  public:
   SideBySide(const Model& model, std::span<const ResolvedConfig> caches, unsigned threads)
@@ -59,7 +59,7 @@ class HostLogits final : public LogitMemory {
 
 class CpuBatches final : public BatchBackend {
  public:
-  /// `model` must outlive it.
+  /// `model` must outlive this object.
   CpuBatches(const Model& model, unsigned threads) : model_(model), threads_(threads) {}
 
   const ModelConfig& config() const override { return model_.config(); }

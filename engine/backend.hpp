@@ -26,10 +26,10 @@ class Backend {
   virtual std::string weights_xxh3() const = 0;
   /// The output projections as the device stores them, converted to float32.
   virtual std::shared_ptr<const OutputProjections> output_projections() const = 0;
-  /// The dtype that queries, keys and values are rounded to; none if they are float32 throughout.
+  /// The dtype to which queries, keys and values are rounded; none if they are float32 throughout.
   virtual std::optional<Dtype> rounding() const = 0;
-  /// A decoder for a sequence of at most `tokens` tokens. Throws std::invalid_argument for a cache
-  /// that this device does not support, std::runtime_error if its memory is too small.
+  /// Makes a decoder for a sequence of at most `tokens` tokens. Throws std::invalid_argument if
+  /// this device does not support the cache, and std::runtime_error if its memory is too small.
   virtual std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache,
                                                    std::uint32_t tokens) = 0;
   /// A slow decoder that reports everything it does to `observer`, which must outlive it.
@@ -44,8 +44,9 @@ class Backend {
 
   /// The header of a trace of this model. `options`: how the model is run, for the record.
   virtual TraceHeader trace_header(nlohmann::json options) const = 0;
-  /// A decoder with the full cache that writes a trace. `writer` must outlive it and has everything
-  /// after flush(). `progress` gets the number of tokens written and may be called from any thread.
+  /// Makes a decoder with the full cache that writes a trace. `writer` must outlive it, and has all
+  /// data after flush(). `progress` is called with the number of tokens written, possibly from
+  /// another thread.
   virtual std::unique_ptr<SequenceDecoder> capturing_decoder(
       const ResolvedConfig& cache, std::uint32_t tokens, TraceWriter& writer,
       std::function<void(std::uint32_t)> progress) = 0;
@@ -60,13 +61,13 @@ bool cuda_in_build();
 bool has_cuda_device();
 /// Text about this build's CUDA code, the driver and each GPU. Works without any of them.
 std::string cuda_description();
-/// load_backend(Device::cuda, …). Throws std::invalid_argument in a build without CUDA,
-/// std::runtime_error without a device.
+/// load_backend(Device::cuda, …). Throws std::invalid_argument in a build without CUDA, and
+/// std::runtime_error if there is no device.
 std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path& directory);
 
 // The CPU backend of a model that is already loaded.
 
-/// The backend shares the model's weights.
+/// Makes the backend, which shares the model's weights.
 std::unique_ptr<Backend> cpu_backend(const Model& model, unsigned threads);
 
 }  // namespace kvlab

@@ -26,12 +26,13 @@ class BatchDecoder {
   virtual ~BatchDecoder() = default;
 
   /// Appends the same prompt of at least one token to `count` sequences from `first` on. `logits`:
-  /// where to write the logits of its last token [sequence, vocab], in the backend's LogitMemory,
-  /// or null. Throws std::out_of_range for an id outside the vocabulary.
+  /// where to write the logits of the last token [sequence, vocab], in the backend's LogitMemory;
+  /// may be null. Throws std::out_of_range for an id outside the vocabulary.
   virtual void prompt(int first, int count, std::span<const std::int32_t> ids, float* logits) = 0;
   /// Feeds decoded tokens `ids` [step, row] to the first `rows` sequences. `logits`: where to write
-  /// the logits of every step and row [step, row, vocab], in the backend's LogitMemory, or null.
-  /// Throws as prompt() does, and std::invalid_argument if the ids are not whole steps.
+  /// the logits of every step and row [step, row, vocab], in the backend's LogitMemory; may be
+  /// null. Throws as prompt() does, and std::invalid_argument if `ids` is not a whole number of
+  /// steps.
   virtual void decode(int rows, std::span<const std::int32_t> ids, float* logits) = 0;
   /// Peak bytes of a sequence's keys and values, over all layers and heads.
   virtual std::uint64_t kv_bytes_peak(int sequence) const = 0;
@@ -47,8 +48,8 @@ class BatchBackend {
   virtual bool side_by_side(const CacheConfig& /*one*/, const CacheConfig& /*other*/) const {
     return true;
   }
-  /// A decoder with one sequence of at most `tokens` tokens for each cache. Null if the memory is
-  /// too small. Throws std::invalid_argument for caches that cannot share a decoder.
+  /// Makes a decoder with one sequence of at most `tokens` tokens for each cache. Returns null if
+  /// the memory is too small. Throws std::invalid_argument if the caches cannot share a decoder.
   virtual std::unique_ptr<BatchDecoder> batch_decoder(std::span<const ResolvedConfig> caches,
                                                       std::uint32_t tokens) = 0;
   /// Allocates memory for `floats` logits. Throws std::runtime_error if the device's memory is too

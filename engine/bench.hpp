@@ -1,5 +1,5 @@
-// Benchmarks of the CUDA decoder, next to limits of the same GPU that are measured in the same run.
-// Names of metrics contain their units: times of the device's clock, bytes that had to move, rates,
+// Benchmarks of the CUDA decoder. The same run also measures limits of the GPU to compare with.
+// Names of metrics contain their units: times by the device's clock, bytes that had to move, rates,
 // shares of a limit.
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace kvlab {
 
-/// Exactly one of a checkpoint, and a folder whose config.json gives the shape of a model with
-/// random weights.
+/// Exactly one of the two is set: a checkpoint, or a folder whose config.json gives the shape of a
+/// model with random weights.
 struct BenchModel {
   std::filesystem::path directory, random_weights;
 };
@@ -25,7 +25,7 @@ struct DecodeBenchOptions {
   int batch = 1;
   std::uint32_t context = 1024;  ///< tokens of each sequence at the start
   std::uint32_t steps = 64;
-  /// If not empty: also time sampling of one sequence with and without capture to this new trace.
+  /// If not empty, also times sampling of one sequence, with and without capture to this new trace.
   std::filesystem::path capture;
 };
 /// All benchmarks throw std::runtime_error and std::invalid_argument as load_cuda_backend does.
@@ -39,9 +39,9 @@ struct PrefillBenchOptions {
 };
 nlohmann::ordered_json bench_prefill(const PrefillBenchOptions& options);
 
-/// Times a stream of tokens through a cache of fixed size, against a sliding window that is
-/// recomputed for every token (a prompt of `budget` tokens). StreamingLLM (Xiao et al. 2023,
-/// section 4.5) uses this baseline.
+/// Times a stream of tokens through a cache of fixed size, and compares it with a sliding window
+/// that is recomputed for every token (a prompt of `budget` tokens). StreamingLLM (Xiao et al.
+/// 2023, section 4.5) uses this baseline.
 struct StreamBenchOptions {
   BenchModel model;
   CacheConfig cache;  ///< its budget is ignored
@@ -50,8 +50,8 @@ struct StreamBenchOptions {
 };
 nlohmann::ordered_json bench_stream(const StreamBenchOptions& options);
 
-/// Times decoding after a prompt with a cache that evicts, against the full cache: at one batch
-/// size, and at the largest that fits (Zhang et al. 2023, H2O, section 5.3).
+/// Times decoding after a prompt with a cache that evicts, and compares it with the full cache, at
+/// one batch size and at the largest batch size that fits (Zhang et al. 2023, H2O, section 5.3).
 struct EvictBenchOptions {
   BenchModel model;
   ResolvedConfig cache;  ///< with a budget in tokens
@@ -70,8 +70,8 @@ struct AttentionBenchOptions {
   std::uint32_t slots = 4096;  ///< live tokens of each sequence, which are its whole budget
 };
 /// A time is the mean of consecutive launches over the caches of many layers, as in a captured
-/// step, so that none finds its keys in the L2 cache; the result is the median of several such
-/// rows. Observation runs on a parallel branch and ends within the row's time. Then attention alone
+/// step, so that no launch finds its keys in the L2 cache. The result is the median of several such
+/// series. Observation runs on a parallel branch and ends within the series. Then attention alone
 /// is timed with keys and values in blocks, as the C library takes them, and without blocks.
 nlohmann::ordered_json bench_attention(const AttentionBenchOptions& options);
 

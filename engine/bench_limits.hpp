@@ -1,4 +1,4 @@
-// Limits of the GPU, measured in the same run, that a benchmark's rates are compared with.
+// Limits of the GPU, measured in the same run, with which a benchmark's rates are compared.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace kvlab {
 
-/// A rate may be this much of its limit, because times of a GPU vary by a few percent, and so do
-/// those of the limit.
+/// A rate may exceed its limit by this factor, because measured times vary by a few percent, and so
+/// do those of the limit.
 constexpr double kMaxOfLimit = 1.05;
 
 /// A measured rate that exceeds its limit, so that it cannot be right.
@@ -17,14 +17,14 @@ class LimitExceeded : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Returns `rate` / `limit`, both in `unit` (such as "bytes/s"). Throws LimitExceeded with both
-/// numbers if the share is above kMaxOfLimit: then `what` did not do all its work, or one of the
-/// two measurements was disturbed.
+/// Returns `rate` / `limit`, both in `unit` (such as "bytes/s"). If the share is above kMaxOfLimit,
+/// throws LimitExceeded with both numbers: either `what` did not do all its work, or one of the two
+/// measurements was disturbed.
 double share_of_limit(const std::string& what, double rate, double limit, const char* unit);
 
-/// Counts the pairs of a query and a token that it sees in a prompt of `tokens`, appended `append`
-/// tokens at a time (0: at once) to a cache that keeps `budget` tokens (0: all), with a sliding
-/// window (0: none).
+/// The number of pairs of a query and a token that it sees in a prompt of `tokens`. The prompt is
+/// appended `append` tokens at a time (0: all at once) to a cache that keeps `budget` tokens (0:
+/// all), with a sliding window (0: none).
 double attended_pairs(std::uint32_t tokens, std::uint32_t window, std::uint32_t append,
                       std::uint32_t budget);
 

@@ -1,4 +1,4 @@
-// Capture: writes what a decoder computes to a trace, as it computes it.
+// Capture: writes to a trace what a decoder computes, while it computes it.
 #pragma once
 
 #include <cstddef>
@@ -43,8 +43,8 @@ class Capture final : public DecoderObserver {
   std::function<void(std::uint32_t)> progress_;
 };
 
-// What a replay reads from a checkpoint: its output projections, whole or as a sketch in 64 random
-// directions, which shows how an error of attention's outputs enters the residual stream.
+// What a replay reads from a checkpoint: its output projections, either complete or as a sketch in
+// 64 random directions. They show how an error of attention's outputs enters the residual stream.
 
 inline constexpr std::uint64_t kSketchSeed = 1;  ///< the seed that captures use
 

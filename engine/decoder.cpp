@@ -16,9 +16,10 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kFullAppend = 512;  // tokens; bounds memory where chunks make no difference
-constexpr double kThreadedProducts = 1e6;  // below this number of multiplications threads cost more
-                                           // than they save
+constexpr std::uint32_t kFullAppend =
+    512;  // in tokens; limits memory where chunk sizes make no difference
+constexpr double kThreadedProducts =
+    1e6;  // minimum number of multiplications for which threads are worth their cost
 
 }  // namespace
 
@@ -156,7 +157,8 @@ class Decoder::Impl {
     std::size_t first_row;
     std::uint32_t tokens;
   };
-  /// Whether decoders that run together have different rows, equally many, or share the same ones.
+  /// Whether decoders that run together have different rows (the same number each), or share the
+  /// same rows.
   enum class Rows { own, shared };
 
   void end_prompt() {
@@ -176,7 +178,8 @@ class Decoder::Impl {
     return impls;
   }
 
-  /// Keeps the logits of hidden states x [rows, hidden]: each decoder's row, or one row for all.
+  /// Keeps the logits of hidden states x [rows, hidden]. There is one row for each decoder, or one
+  /// row for all of them.
   static void keep_logits(std::span<Impl* const> decoders, const float* x, std::size_t rows) {
     const Impl& first = *decoders.front();
     const std::size_t vocab = first.config_.vocab;
@@ -187,15 +190,15 @@ class Decoder::Impl {
       decoders[d]->logits_.assign(own, own + vocab);
     }
   }
-  /// Copies the logits to `logits` [decoder, vocab]; null: does nothing.
+  /// Copies the logits to `logits` [decoder, vocab], unless that is null.
   static void copy_logits(std::span<Impl* const> decoders, float* logits) {
     if (!logits) return;
     for (const Impl* const one : decoders)
       logits = std::copy(one->logits_.begin(), one->logits_.end(), logits);
   }
 
-  /// Runs one append of each decoder through all layers in the first one's Work, and leaves the
-  /// last hidden states there [row, hidden].
+  /// Runs one append of each decoder through all layers, using the Work of the first decoder.
+  /// Leaves the last hidden states there [row, hidden].
   static void run_layers(std::span<Impl* const> decoders, std::span<const std::int32_t> ids,
                          Rows rows) {
     Impl& first = *decoders.front();
@@ -205,8 +208,8 @@ class Decoder::Impl {
     Work& work = first.work_;
     work.resize(first.config_, n);
     const auto each = static_cast<std::uint32_t>(rows == Rows::shared ? n : n / decoders.size());
-    // Threads divide many decoders with a token each by decoder, one decoder with many tokens by
-    // head.
+    // Many decoders with one token each are divided among threads by decoder; a single decoder with
+    // many tokens is divided by head.
     const bool side_by_side = decoders.size() > 1 && each == 1;
     const auto attend = [&](std::uint32_t layer, std::size_t d) {
       const std::size_t row = rows == Rows::shared ? 0 : d * each;

@@ -21,20 +21,21 @@ struct LiveTokens {
   std::uint32_t size() const { return static_cast<std::uint32_t>(positions.size()); }
 };
 
-/// Watches a decoder. All calls come from the thread that feeds it, in this order: begin_append();
-/// for each layer evicted() of every KV head, observed() of every KV head, layer(), residual();
-/// end_append(). Spans are valid during the call only.
+/// Watches a decoder. All functions are called from the thread that feeds it, in this order:
+/// begin_append(); for each layer, evicted() of every KV head, observed() of every KV head,
+/// layer(), residual(); end_append(). Spans are valid only during the call.
 class DecoderObserver {
  public:
   virtual ~DecoderObserver() = default;
-  /// Before the layers of an append. `new_segment`: the append begins a new prompt.
+  /// Called before the layers of an append. `new_segment`: the append begins a new prompt.
   virtual void begin_append(std::span<const std::int32_t> /*ids*/, std::uint32_t /*first*/,
                             SegmentKind /*kind*/, bool /*new_segment*/) {}
-  /// One KV head has evicted to the budget. Called also if nothing was evicted. Positions ascend.
+  /// Called when a KV head has evicted to the budget, even if nothing was evicted. Positions
+  /// ascend.
   virtual void evicted(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/, std::uint32_t /*now*/,
                        std::span<const std::uint32_t> /*victim_positions*/) {}
-  /// One KV head has observed. `seen`: what each live token received, oldest first; empty if the
-  /// policy needs nothing.
+  /// Called when a KV head has observed. `seen`: the observation of each live token, oldest first;
+  /// empty if the policy needs none.
   virtual void observed(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/,
                         const LiveTokens& /*live*/, std::span<const Observation> /*seen*/) {}
   /// The tensors of a layer, before RoPE, and its attention outputs, as in TraceWriter::layer.
@@ -58,21 +59,22 @@ class Decoder : public SequenceDecoder {
   void watch(DecoderObserver* observer);  ///< null: no observer
 
   /// Feeds tokens. A prompt is appended as the configuration's prefill says, decoded tokens one by
-  /// one. Under `full`, where chunks make no difference, hundreds of tokens are appended at once.
-  /// Returns the logits [vocab] of the last token, valid until the next call. `all_logits`: where
-  /// to write the logits of every token [n, vocab]. Throws std::invalid_argument if there are no
-  /// tokens, std::out_of_range for an id outside the vocabulary.
+  /// one. With policy `full`, hundreds of tokens are appended at once, because chunks make no
+  /// difference. Returns the logits [vocab] of the last token, valid until the next call.
+  /// `all_logits`: where to write the logits of every token [n, vocab]. Throws
+  /// std::invalid_argument if there are no tokens, and std::out_of_range for an id outside the
+  /// vocabulary.
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
                               std::vector<float>* all_logits = nullptr) override;
   void extend(Sampler& sampler, std::uint32_t count,
               const std::function<bool(std::int32_t id)>& on_id) override;
 
-  /// Feeds several decoders of one model that have no observer, reading the weights once for all.
-  /// The results are bit-identical to feed() of each.
+  /// Feeds several decoders of one model that have no observers, and reads the weights once for all
+  /// of them. The results are equal, bit for bit, to those of feed() for each decoder.
   ///
-  /// step() feeds each decoder one decoded token, `ids` [decoder]. prompt() feeds all the same
-  /// prompt; it is computed once for those decoders that are new and append it whole. `logits`:
-  /// where to write the logits of the last tokens [decoder, vocab], or null.
+  /// step() feeds each decoder one decoded token, `ids` [decoder]. prompt() feeds the same prompt
+  /// to all of them; it is computed only once for the decoders that are empty and append it at
+  /// once. `logits`: where to write the logits of the last tokens [decoder, vocab]; may be null.
   static void step(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
                    float* logits);
   static void prompt(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,

@@ -17,7 +17,8 @@ namespace kvlab {
 inline constexpr std::string_view kOtherWeights[] = {
     ".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"};
 /// Reports a folder that lacks the file `wanted`. If a file with one of `endings` is there, throws
-/// std::runtime_error that names it and says how to convert it.
+/// Explains why a folder lacks the file `wanted`: if it has a file with one of `endings`, throws
+/// std::runtime_error that names this file and says how to convert it.
 void refuse_other_files(const std::filesystem::path& directory, std::string_view wanted,
                         std::span<const std::string_view> endings);
 
@@ -25,8 +26,9 @@ void refuse_other_files(const std::filesystem::path& directory, std::string_view
 class Checkpoint {
  public:
   /// Opens model.safetensors or, if there is none, the files that model.safetensors.index.json
-  /// names. Throws std::runtime_error that names the file: a missing or broken file, a tensor that
-  /// is not in the file that the index names, a tensor in two files.
+  /// Opens model.safetensors or, if there is none, the files that model.safetensors.index.json
+  /// names. Throws std::runtime_error, which names the file, if a file is missing or broken, if a
+  /// tensor is not in the file that the index names, or if it is in two files.
   static Checkpoint open(const std::filesystem::path& directory);
 
   bool contains(std::string_view name) const;
@@ -40,13 +42,13 @@ class Checkpoint {
   std::string xxh3() const;
 
  private:
-  std::string where_;  ///< what an error about a missing tensor names
+  std::string where_;  ///< the file or folder that an error about a missing tensor names
   std::vector<SafetensorsFile> files_;
   std::map<std::string, std::size_t, std::less<>> file_of_;  ///< tensor name to index in files_
   friend class TensorReader;
 };
 
-/// A longer tokenizer.json is refused before it is read. The largest known files are half as long.
+/// A larger tokenizer.json is refused before it is read. The largest known files are half as large.
 constexpr std::size_t kMaxTokenizerBytes = std::size_t{64} << 20;
 /// XXH3-64 of a model's tokenizer.json; empty if there is none.
 std::string tokenizer_xxh3(const std::filesystem::path& directory);
@@ -57,16 +59,16 @@ class TensorReader {
   /// `checkpoint` must outlive the reader.
   explicit TensorReader(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
 
-  /// As Checkpoint::at().
+  /// See Checkpoint::at().
   const TensorView& take(const std::string& name, std::span<const std::size_t> shape);
-  /// Reads the output head if the file contains it, although it is tied to the tensor `of`. Throws
-  /// std::runtime_error if the two differ.
+  /// Reads the output head if the file contains it, although the model ties it to the tensor `of`.
+  /// Throws std::runtime_error if the two differ.
   void take_copy(const std::string& name, const std::string& of,
                  std::span<const std::size_t> shape);
-  /// Throws std::runtime_error that says in which file and tensor a value is not finite.
+  /// Throws std::runtime_error that names the file and the tensor with a value that is not finite.
   [[noreturn]] void refuse_not_finite(const std::string& name, std::string_view in = "") const;
-  /// Throws std::runtime_error that names a tensor that was not read. Ignores RoPE tensors of older
-  /// files.
+  /// Throws std::runtime_error that names a tensor that was not read, if there is one. Ignores RoPE
+  /// tensors of older files.
   void refuse_rest() const;
 
  private:

@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::size_t kRowsAtOnce = 512;  // bounds the memory of a long prompt
 
-/// Where a weight's rows are in a tensor. An empty shape: the weight is the whole tensor.
+/// Where a weight's rows are in a tensor. If the shape is empty, the weight is the whole tensor.
 struct Part {
   std::vector<std::size_t> shape = {};  ///< shape of the tensor
   std::size_t first = 0;                ///< first element
@@ -320,7 +320,7 @@ class Model::Impl {
     return y;
   }
 
-  /// Norms x in place, in parts as long as the norm's weight.
+  /// Normalizes x in place, in parts that are as long as the norm's weight.
   void norm_parts(float* x, std::size_t numbers, const std::vector<float>& weight,
                   unsigned threads) const {
     const std::size_t size = weight.size();
@@ -330,8 +330,8 @@ class Model::Impl {
     });
   }
 
-  /// Each row's weight for each expert [n, experts]; 0: not chosen. Of equal logits the first
-  /// expert wins.
+  /// Each row's weight for each expert [n, experts]; 0 if the expert is not chosen. Among equal
+  /// logits, the first expert is chosen.
   std::vector<float> expert_shares(const Layer& layer, const std::vector<float>& x, std::size_t n,
                                    unsigned threads) const {
     const Experts& experts = config_.experts;
@@ -355,7 +355,7 @@ class Model::Impl {
   }
 
   /// x += the outputs of the chosen experts for y, in the order of experts. Each expert computes
-  /// all rows that chose it together.
+  /// all the rows that chose it at once.
   void add_experts(const Layer& layer, const std::vector<float>& y, std::size_t n, float* x,
                    unsigned threads) const {
     const std::size_t hidden = config_.hidden, count = config_.experts.count;

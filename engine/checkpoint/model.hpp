@@ -17,19 +17,20 @@
 
 namespace kvlab {
 
-/// The RMS norms of a block, by the names of their tensors. An empty name: there is no norm.
+/// The RMS norms of a block, by the names of their tensors. An empty name means that there is no
+/// norm.
 struct BlockNorms {
   std::string_view before_attention = "input_layernorm", behind_attention = {},
                    before_mlp = "post_attention_layernorm", behind_mlp = {};
 };
 
-/// Layers with a mixture of experts, of which a router chooses some for each token.
+/// Layers with a mixture of experts. A router chooses some of the experts for each token.
 struct Experts {
   std::uint32_t count = 0, chosen = 0;  ///< experts of a layer, and how many a token uses; 0: none
   std::uint32_t mlp = 0;                ///< MLP width of each expert
-  bool among_chosen = false;      ///< the router's softmax is over the chosen experts, not over all
-  bool stacked = false;           ///< one tensor [expert, input, output] with gate and up outputs
-                                  ///< interleaved, and biases
+  bool among_chosen = false;  ///< the router's softmax is over the chosen experts, not over all
+  bool stacked = false;       ///< one tensor [expert, input, output] with interleaved gate and up
+                              ///< outputs, and with biases
   std::vector<bool> layers = {};  ///< [layer]: whether the layer has experts
 };
 
@@ -49,13 +50,13 @@ struct ModelConfig {
       gelu = false,            ///< activation: GELU by its tanh approximation; otherwise SiLU
       fused = false,           ///< one tensor contains q, k and v, and one contains gate and up
       sinks = false;  ///< layers have sink logits, which are in `rows` once the weights are loaded
-  float clamp = 0;    ///< limit of experts' gate and up values (activation gate * sigmoid(1.702
-                      ///< gate)); 0: none
+  float clamp = 0;    ///< limit of experts' gate and up values; the activation is then gate *
+                      ///< sigmoid(1.702 gate). 0: none
   Experts experts;
-  std::uint32_t rotated = 0;  ///< dimensions that RoPE rotates, the first ones of a head in the
-                              ///< checkpoint
+  std::uint32_t rotated = 0;  ///< number of dimensions that RoPE rotates, which are the first ones
+                              ///< of a head in the checkpoint
   Dtype weights_dtype = Dtype::bf16;
-  std::int32_t bos = -1;  ///< from config.json; -1: none. The tokenizer's value takes precedence.
+  std::int32_t bos = -1;  ///< from config.json; -1: none; the tokenizer's value takes precedence
   std::vector<std::int32_t> eos;  ///< may be empty
   std::vector<RowSpec> rows;      ///< [layer]: how its queries attend
   JsonValue rope_config;          ///< RoPE of the layers without a window, for people to read
@@ -69,8 +70,8 @@ struct ModelConfig {
   bool has_windows() const;  ///< whether some layer has a sliding window
   /// Whether q and k are normed head by head.
   bool norms_each_head() const { return qk_norm && !whole_qk_norm; }
-  /// The row of the layers without a window, which all attend in the same way; of the first layer
-  /// if all have a window.
+  /// The row specification of the layers without a window, which all attend in the same way; that
+  /// of the first layer if all layers have a window.
   const RowSpec& full_attention_row() const;
   const Rope& rope() const { return full_attention_row().rope; }
   /// Number of RoPE tables that the rows use; they are numbered from 0.
@@ -81,16 +82,16 @@ struct ModelConfig {
 
 /// The supported architectures, each with its model_type.
 std::vector<std::pair<std::string, std::string>> supported_architectures();
-/// Reads config.json. Throws std::runtime_error that names the file and key: a key is missing or
-/// out of range, or an architecture or option is not supported (other activations, other RoPE
-/// types, …).
+/// Reads config.json. Throws std::runtime_error, which names the file and the key, if a key is
+/// missing or out of range, or if an architecture or option is not supported (other activations,
+/// other RoPE types, …).
 ModelConfig load_model_config(const std::filesystem::path& directory);
 /// Reads a config.json at any path. `name` is the model's name. Throws as load_model_config().
 ModelConfig read_model_config(const std::filesystem::path& path, std::string name);
 
-/// The checkpoint's row of q or k that becomes row `row` in kvlab's layout, where a rotated pair is
-/// half a head apart. Dimensions that RoPE does not rotate (the last ones of a checkpoint's head)
-/// follow the rotated ones in each half.
+/// The checkpoint's row of q or k that becomes row `row` in kvlab's layout, in which rotated pairs
+/// are half a head apart. Dimensions that RoPE does not rotate (the last ones of a checkpoint's
+/// head) follow the rotated ones in each half.
 std::size_t turned_row(std::size_t row, std::size_t head_size, std::size_t rotated);
 
 class Model {

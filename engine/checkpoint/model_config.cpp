@@ -22,7 +22,7 @@ constexpr std::size_t kMaxConfigBytes = 1 << 20;
 constexpr std::uint32_t kMaxLayers = 4096, kMaxWidth = 1 << 20, kMaxHeads = 1 << 14,
                         kMaxHeadSize = 1024, kMaxVocab = 1 << 24, kMaxExperts = 1 << 12;
 
-/// Which layers have a sliding window, if `layer_types` does not say.
+/// Which layers have a sliding window if `layer_types` does not say it.
 enum class Windows {
   none,
   all,      ///< all layers, unless sliding_window is null
@@ -30,11 +30,11 @@ enum class Windows {
   between,  ///< all layers except every sliding_window_pattern-th
 };
 
-/// Properties of an architecture, and which of its keys have a meaning.
+/// Properties of an architecture, and which keys of config.json have a meaning for it.
 struct Architecture {
   std::string_view name, model_type;
-  std::string_view own_keys = {};  ///< keys that are read for this architecture and are ignored or
-                                   ///< refused for others
+  std::string_view own_keys =
+      {};  ///< keys that are read for this architecture; for others they are ignored or refused
   Windows windows = Windows::none;
   std::uint32_t pattern = 6;  ///< between: every pattern-th layer sees all tokens
   RopeKeys rope = {};
@@ -150,7 +150,7 @@ const std::array<Architecture, 10> kArchitectures{{
 }};
 
 /// Keys of related models that change the result unless they are off: null, false, 0 or empty.
-/// Transformers ignores them for the architectures above, so a file with one describes a different
+/// Transformers ignores them for the architectures above, so a file that sets one describes another
 /// model.
 constexpr std::string_view kForeignKeys =
     "quantization_config compression_config sparsity_config attn_logit_softcapping "
@@ -203,7 +203,7 @@ const Architecture& architecture_of(const JsonFields& config) {
   config.refuse("architectures", right);
 }
 
-/// Tokens that a query of a layer with a window sees; 0: there is no window.
+/// Number of tokens that a query of a layer with a window sees; 0: there is no window.
 std::uint32_t read_window(const JsonFields& config, const Architecture& architecture) {
   constexpr std::string_view key = "sliding_window", on = "use_sliding_window";
   const Windows windows = architecture.windows;
@@ -218,7 +218,7 @@ std::uint32_t read_window(const JsonFields& config, const Architecture& architec
   return config.size(key, kMaxContext);
 }
 
-/// Whether a layer has a window, if `layer_types` does not say.
+/// Whether a layer has a window if `layer_types` does not say it.
 bool is_windowed(const JsonFields& config, const Architecture& architecture, std::uint32_t layer) {
   const Windows windows = architecture.windows;
   const auto number = [&](std::string_view key, std::uint32_t if_absent) {
@@ -246,7 +246,7 @@ std::vector<bool> read_types(const JsonFields& config, Windows windows, std::uin
   return windowed;
 }
 
-/// Tokens that a query of each layer sees; 0: all.
+/// Number of tokens that a query of each layer sees; 0: all.
 std::vector<std::uint32_t> read_layer_windows(const JsonFields& config,
                                               const Architecture& architecture,
                                               std::uint32_t layers) {

@@ -25,8 +25,8 @@ Frequencies plain(double theta, std::uint32_t head_size) {
   return inv_freq;
 }
 
-/// The trained length. As in transformers, the key of the config itself takes precedence over that
-/// of the parameters.
+/// The length for which the model was trained. As in transformers, the key in the config itself
+/// takes precedence over the key in the RoPE parameters.
 double original_context(const JsonFields& config, const JsonFields& parameters) {
   constexpr std::string_view key = "original_max_position_embeddings";
   if (config.has(key) && parameters.has(key) && config.value(key) != parameters.value(key))
@@ -40,7 +40,8 @@ void scale_linear(const JsonFields& parameters, Frequencies& inv_freq) {
   for (double& f : inv_freq) f /= factor;
 }
 
-/// Llama 3: divides low frequencies by the factor and keeps high ones, with a ramp between.
+/// Llama 3: divides low frequencies by the factor, keeps high ones, and interpolates between the
+/// two.
 void scale_llama3(const JsonFields& config, const JsonFields& parameters, Frequencies& inv_freq) {
   parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
                          "low_freq_factor", "high_freq_factor",
@@ -73,9 +74,9 @@ double yarn_attention_factor(const JsonFields& parameters, double factor) {
   return magnitude(1);
 }
 
-/// YaRN: dimensions that rotate more than beta_fast times in the trained length stay, those that
-/// rotate less than beta_slow times are divided by the factor, with a linear ramp between. Returns
-/// the factor on cos and sin.
+/// YaRN: keeps dimensions that rotate more than beta_fast times within the trained length, divides
+/// those that rotate less than beta_slow times by the factor, and interpolates linearly between the
+/// two. Returns the factor on cos and sin.
 double scale_yarn(const JsonFields& config, const JsonFields& parameters, double theta,
                   std::uint32_t head_size, Frequencies& inv_freq) {
   parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
@@ -108,8 +109,8 @@ double scale_yarn(const JsonFields& config, const JsonFields& parameters, double
   return yarn_attention_factor(parameters, factor);
 }
 
-/// The object with the parameters: `rope_parameters`, its entry for that kind of layers, the older
-/// `rope_scaling`, or an empty one.
+/// The object with the RoPE parameters: `rope_parameters`, or its entry for that kind of layers, or
+/// the older `rope_scaling`, or an empty object.
 JsonFields parameters_of(const JsonFields& config, const RopeKeys& keys) {
   static const nlohmann::json kNone = nlohmann::json::object();
   constexpr std::string_view newer = "rope_parameters";
@@ -142,7 +143,7 @@ double rope_theta(const JsonFields& config, const JsonFields& parameters, const 
   return has_older ? config.number(keys.theta, 1 + kTiny, kMaxTheta) : keys.default_theta;
 }
 
-/// The rotated dimensions of a head.
+/// Number of dimensions of a head that are rotated.
 std::uint32_t rotated_of(const JsonFields& reader, std::uint32_t head_size, bool partial) {
   constexpr std::string_view key = "partial_rotary_factor";
   if (!reader.has(key)) return head_size;

@@ -22,16 +22,17 @@ struct ScaledRope {
 /// The keys of config.json that describe the RoPE of one kind of layers.
 struct RopeKeys {
   std::string_view theta = "rope_theta", scaling = "rope_scaling";  ///< keys of transformers 4
-  std::string_view kind = {};  ///< the kind of layers in `rope_parameters` of transformers 5;
-                               ///< empty: all layers
+  std::string_view kind =
+      {};  ///< kind of layers in `rope_parameters` of transformers 5; empty: all layers
   double default_theta = 10000;
-  bool partial = false;  ///< heads may be rotated in part, by partial_rotary_factor
+  bool partial =
+      false;  ///< whether partial_rotary_factor may say that only a part of a head is rotated
 };
 
-/// Reads the types default, linear, llama3 and yarn by the formulas of transformers, with the keys
-/// `rope_theta` and `rope_scaling` or with `rope_parameters`. Computed in float64 and rounded once.
-/// Throws std::runtime_error that names the file and key: another type, a missing, extra or
-/// contradictory parameter, a number out of range.
+/// Reads the types default, linear, llama3 and yarn with the formulas of transformers, from the
+/// keys `rope_theta` and `rope_scaling` or from `rope_parameters`. Computes in float64 and rounds
+/// once. Throws std::runtime_error, which names the file and the key, for another type, for a
+/// missing, superfluous or contradictory parameter, and for a number out of range.
 ScaledRope read_rope(const JsonFields& config, std::uint32_t head_size, const RopeKeys& keys = {});
 
 }  // namespace kvlab

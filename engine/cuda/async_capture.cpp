@@ -6,8 +6,8 @@ namespace kvlab {
 namespace {
 
 constexpr int kChunkBuffers = 8;
-// Buffers for steps that wait while a shard is written: as many as fit these bytes, within these
-// limits.
+// Memory for steps that wait while a shard is written. The number of buffers is what fits these
+// bytes, within the limits below.
 constexpr std::size_t kStepBytes = 192u << 20;
 constexpr std::size_t kMinSteps = 16, kMaxSteps = 512;
 
@@ -52,8 +52,8 @@ void AsyncCapture::chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cuda
   computed_.hold(copies_.get(), "ordering a copy");
   const int before = last_chunk_;
   last_chunk_ = copy(chunks_, chunk.data, shape_.offsets(chunk.ids.size()).end, copies_.get());
-  // The next chunk reuses the memory of the chunk before this one. The event of that buffer records
-  // its copy, or a later one.
+  // The next chunk reuses the memory of the chunk before the previous one. The event of that buffer
+  // records its copy or a later one.
   if (before >= 0) chunks_.copied[static_cast<std::size_t>(before)].hold(stream, "ordering a copy");
   write_layers(chunks_, last_chunk_, chunk.layer, 1, chunk.ids.size());
   if (chunk.last) end();

@@ -1,5 +1,5 @@
-// Captures without stopping the device: the device copies to pinned buffers, and a separate thread
-// writes the trace. If the disk is slower than the device, the device waits; nothing is lost.
+// Captures without stopping the device: the device copies to pinned buffers, and another thread
+// writes the trace. If the disk is slower than the device, the device waits, so nothing is lost.
 #pragma once
 
 #include <condition_variable>
@@ -19,24 +19,25 @@ class AsyncCapture {
  public:
   using Progress = std::function<void(std::uint32_t tokens)>;
 
-  /// Writes what a decoder of this shape computes. `writer` must outlive it. `chunk_tokens`: the
-  /// most prompt tokens in a chunk. `progress` is called from the writing thread.
+  /// Writes what a decoder of this shape computes. `writer` must outlive this object.
+  /// `chunk_tokens`: maximum number of prompt tokens in a chunk. `progress` is called from the
+  /// writing thread.
   AsyncCapture(TraceWriter& writer, const CaptureShape& shape, std::size_t chunk_tokens,
                Progress progress);
-  /// Drops what was not written; call flush() before.
+  /// Drops what has not been written, so call flush() before.
   ~AsyncCapture();
 
-  /// Enqueues a copy of one layer of a prompt's chunk. `stream` continues; it waits only before it
-  /// reuses the memory of the layer before, until that was copied.
+  /// Enqueues a copy of one layer of a prompt's chunk. `stream` goes on; only before it reuses the
+  /// memory of the previous layer, it waits until that layer was copied.
   void chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cudaStream_t stream);
 
-  /// Enqueues a copy of a step's block on the stream and returns the buffer. keep() adds its token
-  /// to the trace, drop() discards it.
+  /// Enqueues a copy of a step's block on the stream, and returns the buffer. keep() adds the
+  /// step's token to the trace, and drop() discards it.
   int copy_step(const std::byte* device, cudaStream_t stream);
   void keep(int buffer, std::int32_t id);
   void drop(int buffer);
 
-  /// Waits until the TraceWriter has everything. Throws the errors that happened there.
+  /// Waits until the TraceWriter has all data. Throws the errors of the writing thread.
   void flush();
 
  private:

@@ -1,5 +1,5 @@
-// The state of a batch's sequences from step to step, in device memory: the next token, its
-// position, and how it is sampled; and the ring of pinned memory that brings sampled ids to the
+// State of a batch's sequences that lasts from step to step, in device memory: the next token, its
+// position, and how it is sampled. Also the ring of pinned memory that passes sampled ids to the
 // host.
 #pragma once
 
@@ -54,7 +54,7 @@ class BatchState {
     cuda::StepState state{};
     std::int32_t* rows;
     std::uint64_t* step_count;
-    float *temperature, *top_p;  // [row], as the next two lines
+    float *temperature, *top_p;  // [row], like the next two
     std::int32_t* top_k;
     std::uint64_t *seed, *counter;
     std::size_t zeroed;  ///< bytes of all members above, which start as zeros

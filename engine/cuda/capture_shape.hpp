@@ -1,5 +1,5 @@
-// The memory for each layer's outputs during an append: what the next launches need, and what a
-// capture keeps.
+// Memory for the outputs of each layer during an append. The next launches read them, and a capture
+// keeps them.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 
 namespace kvlab {
 
-/// The layout of a captured append in device memory: `layers` blocks, one after another, each for
-/// `tokens` tokens.
+/// The layout of a captured append in device memory: one block per layer, one after another. Each
+/// has space for `tokens` tokens.
 struct CaptureShape {
   Dtype dtype;
   std::uint32_t layers, query_heads, kv_heads, head_size;
   bool plain;      ///< q and k are stored separately, because they are normed head by head
-  bool residuals;  ///< no norm is between attention and the residual stream
+  bool residuals;  ///< whether there is no norm between attention and the residual stream
 
-  // In bytes from the start of the layer's block. Every part starts at a multiple of 256.
+  // Offsets in bytes from the start of the layer's block. Every part starts at a multiple of 256.
   struct Offsets {
     std::size_t qkv, out, lse, norm2, plain_q, plain_k, end;
   };
@@ -34,7 +34,7 @@ struct CapturedLayer {
   void read(const CaptureShape& shape, const std::byte* data, std::size_t tokens);
 };
 
-/// The outputs of one layer for the tokens that go through it together.
+/// The outputs of one layer for the tokens that go through it at the same time.
 struct LayerOutputs {
   std::byte *qkv, *out;
   float* lse;                    // or null
@@ -42,11 +42,11 @@ struct LayerOutputs {
   std::byte *plain_q, *plain_k;  // null: q and k are in qkv
 };
 
-/// Memory for layer outputs. Either every layer reuses one part; or, if outputs are kept, the
-/// chunks of a prompt alternate between two parts, and a step has a part for each layer.
+/// Memory for layer outputs. If outputs are not kept, every layer reuses one part. If they are
+/// kept, the chunks of a prompt alternate between two parts, and a step has a part for each layer.
 class LayerOutputMemory {
  public:
-  /// The most rows of a prompt's chunk and of a step.
+  /// Maximum number of rows of a prompt's chunk, and of a step.
   struct Rows {
     std::size_t chunk, step;
     std::size_t most() const { return chunk > step ? chunk : step; }
@@ -57,9 +57,9 @@ class LayerOutputMemory {
     return cuda::Placed<Parts>::bytes(shape, rows, keep);
   }
 
-  /// The memory for the next layer of a chunk. If outputs are kept, the previous layer's stay
-  /// unchanged. It alternates regardless of the layer's number, because the first layer of a chunk
-  /// follows the last layer of the previous one.
+  /// The memory for the next layer of a chunk. If outputs are kept, those of the previous layer
+  /// stay unchanged. The parts alternate regardless of the layer's number, because the first layer
+  /// of a chunk follows the last layer of the previous chunk.
   LayerOutputs next_chunk(std::size_t tokens);
   LayerOutputs step(std::uint32_t layer) const;
   /// All layers of the last step, laid out by a CaptureShape with one token for each row.
@@ -71,7 +71,7 @@ class LayerOutputMemory {
     std::byte *one = nullptr, *chunks = nullptr, *step = nullptr;
   };
   LayerOutputs captured_at(std::byte* base, std::size_t tokens) const;
-  LayerOutputs passing() const;  ///< the reused part, if outputs are not kept
+  LayerOutputs passing() const;  ///< the part that is reused, if outputs are not kept
 
   CaptureShape shape_;
   Rows rows_;

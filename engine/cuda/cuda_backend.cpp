@@ -15,7 +15,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kBatchPromptTokens = 2048;  // most prompt tokens at once
+constexpr std::uint32_t kBatchPromptTokens = 2048;  // maximum number of prompt tokens at once
 
 void refuse_eviction(const ResolvedConfig& cache) {
   if (cache.evicts())

@@ -17,7 +17,7 @@ using cuda::DeviceBuffer;
 
 namespace {
 
-constexpr std::size_t kLogitRows = 128;  // rows of a prompt's logits at once
+constexpr std::size_t kLogitRows = 128;  // maximum number of rows of a prompt's logits at once
 
 }  // namespace
 
@@ -39,7 +39,7 @@ CudaDecoder::CudaDecoder(const DeviceModel& model, CudaDecoderOptions options)
       appended_behind_(fed_.size()),
       work_("hidden states and logits", config_, options_.rows(), options_.sequences) {
   make_cache();
-  // A sequence that was fed nothing is also sampled, with the rest of its batch.
+  // Sequences that were fed nothing are also sampled, together with the rest of the batch.
   check(
       cudaMemsetAsync(work_->logits, 0, fed_.size() * config_.vocab * sizeof(float), stream_.get()),
       "logits");
@@ -131,13 +131,13 @@ void CudaDecoder::copy_logits(int sequence, float* to) const {
 
 // --- Prefill -------------------------------------------------------------------------------------
 
-/// Tokens that are fed to a sequence together: appended at once, or decoded one by one.
+/// Tokens that are fed to a sequence together: either appended at once, or decoded one by one.
 struct CudaDecoder::Piece {
   int sequence;
   SegmentKind kind;
   const std::int32_t* device_ids;
   std::span<const std::int32_t> ids;
-  bool opens, is_last;  ///< the first and the last piece of a feed
+  bool opens, is_last;  ///< whether it is the first or the last piece of a feed
 };
 
 void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
@@ -154,7 +154,7 @@ void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
   for (std::size_t start = 0; start < ids.size();) {
     throw_if_cancelled();
     const std::size_t left = ids.size() - start;
-    // Consecutive single tokens go through steps together.
+    // Consecutive single tokens are fed together, step by step.
     const bool alone = evicts() && (most == 1 || left == 1);
     const std::size_t count = alone ? left : std::min(most, left);
     const Piece piece{.sequence = sequence,
@@ -236,7 +236,7 @@ float* CudaDecoder::append_states(std::size_t count) {
   if (count <= static_cast<std::size_t>(options_.rows())) return work_->x;
   if (count * config_.hidden * sizeof(float) > append_.memory().bytes()) {
     synchronize();
-    append_ = {};  // free before allocating again
+    append_ = {};  // frees the old memory before the new memory is allocated
     append_ =
         cuda::Placed<DecoderWork>("a prompt's hidden states", config_, static_cast<int>(count), 0);
   }

@@ -1,5 +1,5 @@
-// The CUDA decoder: batches of sequences of different lengths, with the full cache or under a
-// policy.
+// The CUDA decoder. It decodes batches of sequences of different lengths, with the full cache or
+// with a policy.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,9 @@ struct DecoderWork {
   float* logits = nullptr;  // [sequence, vocab]
 };
 
-/// All calls enqueue on one stream and return at once, unless they say that they wait. They throw
-/// std::runtime_error if the device fails, std::invalid_argument for tokens beyond the slots.
+/// All functions enqueue on one stream and return immediately, unless they say that they wait. They
+/// throw std::runtime_error if the device fails, and std::invalid_argument for tokens beyond the
+/// slots.
 class CudaDecoder {
  public:
   /// `model` must outlive the decoder. Throws std::runtime_error if the cache and the work buffers
@@ -35,9 +36,9 @@ class CudaDecoder {
   /// Whether a decoder with these options fits the memory that is free now.
   static bool fits(const DeviceModel& model, const CudaDecoderOptions& options);
 
-  /// Called for every layer of a prompt's chunk after the layer was enqueued. `data`: the outputs
-  /// in device memory (CaptureShape). The memory is reused two layers later, after what the callee
-  /// has enqueued on the stream.
+  /// Called for every layer of a prompt's chunk after the layer was enqueued. `data`: the layer's
+  /// outputs in device memory (CaptureShape). This memory is reused two layers later, after the
+  /// work that the callback has enqueued on the stream.
   struct Chunk {
     std::span<const std::int32_t> ids;
     bool first, last;  ///< whether it is the chunk's first or last layer
@@ -47,18 +48,17 @@ class CudaDecoder {
   };
   using OnChunk = std::function<void(const Chunk&)>;
 
-  /// Feeds tokens to one sequence and keeps the last one's logits. If the cache evicts, a prompt is
-  /// appended as its configuration's prefill says, decoded tokens one by one. `all_logits`: waits,
-  /// and writes the logits of every token [n, vocab]. Throws std::out_of_range for an id outside
-  /// the vocabulary.
+  /// Feeds tokens to one sequence, and keeps the last token's logits. If the cache evicts, a prompt
+  /// is appended as its configuration's prefill says, and decoded tokens one by one. `all_logits`:
+  /// if not null, writes the logits of every token [n, vocab] there and waits. Throws
+  /// std::out_of_range for an id outside the vocabulary.
   void prefill(int sequence, std::span<const std::int32_t> ids,
                std::vector<float>* all_logits = nullptr, const OnChunk& on_chunk = {},
                SegmentKind kind = SegmentKind::prompt);
-  /// Feeds each of the first `rows` sequences its next token, computes its logits and samples the
-  /// token after it. Sequences that were fed nothing yet are idle.
+  /// Feeds its next token to each of the first `rows` sequences, computes the logits, and samples
+  /// the token after it. Sequences that have not been fed anything are idle.
   void step(int rows) { run_graph(rows, Next::sampled); }
-  /// A step that is enqueued launch by launch instead of as a graph. Tests compare the graph with
-  /// it.
+  /// Like step(), but enqueues each launch instead of a graph. Tests compare the graph with it.
   void step_plain(int rows);
   /// Samples the next token of each of the first `rows` sequences from its logits.
   void choose(int rows);
@@ -66,11 +66,11 @@ class CudaDecoder {
   void feed_next(int rows) { run_graph(rows, Next::given); }
 
   /// Feeds ids [step, row] to the first `rows` sequences, whatever was sampled. `logits`: device
-  /// memory for the logits of every step and row [step, row, vocab], or null. Throws as prefill()
-  /// does.
+  /// memory for the logits of every step and row [step, row, vocab]; may be null. Throws as
+  /// prefill() does.
   void force(int rows, std::span<const std::int32_t> ids, float* logits);
 
-  /// Reports what a sequence's cache does to `observer`; null: no observer. Throws std::logic_error
+  /// Reports to `observer` what a sequence's cache does; null: no observer. Throws std::logic_error
   /// if the decoder was not made with `watched`.
   void watch(int sequence, DecoderObserver* observer);
 
@@ -81,11 +81,11 @@ class CudaDecoder {
   void set_next(int sequence, std::int32_t id);
   /// Whether tokens are evicted. If so, fed tokens cannot be removed.
   bool evicts() const { return options_.evicts(); }
-  /// Whether fed tokens can be removed: no token is evicted, and no layer's window has dropped
-  /// tokens.
+  /// Whether fed tokens can be removed, because no token is evicted and no layer's window has
+  /// dropped tokens.
   bool can_forget() const;
-  /// Removes all but the first `tokens` tokens. Throws std::logic_error if it cannot. Without
-  /// eviction it can always remove all.
+  /// Removes all but the first `tokens` tokens. Throws std::logic_error if that is impossible.
+  /// Without eviction, it is always possible to remove all.
   void rewind(int sequence, std::uint32_t tokens);
   /// For benchmarks: fills a sequence with random keys and values instead of a prompt of `tokens`
   /// tokens.
@@ -93,7 +93,8 @@ class CudaDecoder {
 
   /// How many times choose() or step() sampled.
   std::uint64_t published() const { return batch_.published(); }
-  /// Waits for the ids [rows] of the index-th sampling. Only the last kRing are available.
+  /// Waits for the ids [rows] of the sampling with number `index`. Only the last kRing are
+  /// available.
   std::span<const std::int32_t> ids(std::uint64_t index) const { return batch_.ids(index); }
   static constexpr int kRing = BatchState::kRing;
   /// Waits, and returns the logits [vocab] of a sequence's last token.
@@ -117,7 +118,7 @@ class CudaDecoder {
   cudaStream_t stream() const { return stream_.get(); }
   void synchronize() const { stream_.synchronize("decoding"); }
 
-  /// All layers of the last step's token: CaptureShape of one token.
+  /// The outputs of all layers for the last step's token: CaptureShape of one token.
   const std::byte* step_capture() const { return outputs_.step_data(); }
 
   /// A step of the first `rows` sequences, for benchmarks. It must not outlive the decoder.
@@ -128,7 +129,7 @@ class CudaDecoder {
   struct Piece;
 
   /// Checks the options before anything is allocated, and returns them. Throws
-  /// std::invalid_argument for options that make no sense, std::runtime_error that says how much
+  /// std::invalid_argument for contradictory options, and std::runtime_error that says how much
   /// memory is needed and what would fit.
   static CudaDecoderOptions checked(const DeviceModel& model, const CudaDecoderOptions& options);
   void make_cache();

@@ -12,8 +12,8 @@ namespace kvlab {
 namespace {
 
 constexpr std::uint32_t kPrefillTokens = 2048;
-constexpr std::uint32_t kCapturedTokens = 512;  // prompt tokens at once; bounds the pinned memory
-/// Steps that are enqueued ahead of the token that the host reads.
+constexpr std::uint32_t kCapturedTokens = 512;  // prompt tokens at once; limits the pinned memory
+/// Number of steps that are enqueued before the host has read their tokens.
 constexpr std::uint32_t kAhead = 4;
 static_assert(kAhead < CudaDecoder::kRing);
 
@@ -95,7 +95,7 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
     if (more && capture_) fed.push_back(id);
   }
   for (const int copy : copies) capture_->drop(copy);
-  // Removes what the steps that ran ahead fed and sampled.
+  // Removes the tokens that steps enqueued ahead have fed and sampled.
   decoder_.rewind(0, before + seen - 1);
   sampler.skip(seen);
 }

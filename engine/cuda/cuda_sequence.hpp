@@ -17,8 +17,9 @@ TraceHeader cuda_trace_header(const DeviceModel& model, nlohmann::json options);
 
 class CudaSequence final : public SequenceDecoder {
  public:
-  /// `tokens`: the most tokens of the sequence. `prefill_chunk`: tokens of a prompt that are fed
-  /// together, 0: a good default. `writer`: everything is captured to this trace; or null.
+  /// `tokens`: maximum length of the sequence. `prefill_chunk`: number of a prompt's tokens that
+  /// are fed together; 0: a good default. `writer`: trace to which everything is captured; may be
+  /// null.
   struct Options {
     std::uint32_t tokens = 0, prefill_chunk = 0;
     std::optional<ResolvedConfig> cache;  ///< none: the full cache

@@ -13,8 +13,8 @@
 namespace kvlab {
 
 /// The forward pass of one decoded token for each of the first rows of a batch. Its arguments do
-/// not change once it is made, so that a graph can contain what it enqueues. All of them must
-/// outlive it, and the graph.
+/// not change after it is made, so that a graph can contain the launches. The arguments must
+/// outlive this object and the graph.
 class DecodeStep {
  public:
   struct On {
@@ -26,7 +26,7 @@ class DecodeStep {
     float* x;       // [row, hidden]
     float* logits;  // [row, vocab]
   };
-  /// Whether the step samples and publishes the next token, or leaves it as it is.
+  /// Whether the step samples and publishes the next token, or leaves the next token unchanged.
   enum class Next { sampled, given };
   DecodeStep(const On& on, int rows, Next next);
 

@@ -11,8 +11,8 @@
 namespace kvlab {
 namespace {
 
-/// Reserved for the rounding of buffer sizes, a prompt's ids, and what CUDA loads and records
-/// later.
+/// Bytes that are reserved for rounding of buffer sizes, for a prompt's ids, and for what CUDA
+/// loads and records later.
 constexpr std::uint64_t kReserve = 256u << 20;
 
 void check_options(const CudaDecoderOptions& options) {
@@ -39,7 +39,7 @@ CacheBytes memory_for(const DeviceModel& model, const CudaDecoderOptions& option
                 LayerOutputMemory::bytes(capture_shape(config, model.dtype()), output_rows(options),
                                          options.keeps_outputs()) +
                 DeviceLayers::bytes(model, rows);
-  // Hidden states of a prompt that exceeds the rows of a call.
+  // for hidden states of a prompt that has more rows than one call
   if (options.longest_prompt > static_cast<unsigned>(rows))
     bytes.work +=
         cuda::Placed<DecoderWork>::bytes(config, static_cast<int>(options.longest_prompt), 0);
@@ -72,7 +72,7 @@ bool fits(const CacheBytes& bytes, std::uint64_t free) {
   return bytes.storage + bytes.work + kReserve <= free;
 }
 
-/// The most slots of a sequence that fit. Work buffers grow with them, too.
+/// The maximum number of slots per sequence that fit. Work buffers grow with the slots, too.
 std::uint32_t slots_that_fit(const DeviceModel& model, CudaDecoderOptions options,
                              std::uint64_t free) {
   std::uint32_t most = 0;

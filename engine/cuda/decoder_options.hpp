@@ -14,21 +14,23 @@ namespace kvlab {
 
 struct CudaDecoderOptions {
   int sequences = 1;
-  std::uint32_t slots = 0;  ///< most tokens of each sequence; 0: no limit, if each has a budget
-  std::uint32_t prefill_tokens = 2048;  ///< prompt tokens that go through a layer together
+  std::uint32_t slots = 0;  ///< maximum length of each sequence; 0: no limit, if each has a budget
+  std::uint32_t prefill_tokens =
+      2048;              ///< number of prompt tokens that go through a layer together
   bool capture = false;  ///< keep q, k, v before RoPE, out and lse; needs one sequence
-  /// [sequence], all with one policy and one kind of positions; empty: the full cache of each.
+  /// [sequence], all with the same policy and kind of positions; empty: every sequence has the full
+  /// cache
   std::vector<ResolvedConfig> caches;
-  /// Tokens of the longest prompt, so that fits() counts its memory. 0: not known; the memory is
-  /// allocated when the prompt comes.
+  /// Number of tokens of the longest prompt, so that fits() can count its memory. 0: unknown; the
+  /// memory is allocated when the prompt is fed.
   std::uint32_t longest_prompt = 0;
-  bool watched = false;         ///< allow observers of the caches; slow
-  bool plain_eviction = false;  ///< evict by kernels/evict/plain_eviction.cu: slow, but works on
-                                ///< any device
+  bool watched = false;  ///< allow observers of the caches; slow
+  bool plain_eviction =
+      false;  ///< evict with kernels/evict/plain_eviction.cu, which is slow but works on any device
 
   bool evicts() const { return !caches.empty(); }
   bool keeps_outputs() const { return capture || watched; }
-  /// The most rows that go through a layer together.
+  /// Maximum number of rows that go through a layer together.
   int rows() const { return std::max(static_cast<int>(prefill_tokens), sequences); }
 
   // Valid only if evicts():

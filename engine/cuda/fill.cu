@@ -52,7 +52,7 @@ struct FindNotFinite {
   }
 };
 
-/// Each thread has eight 16-byte loads in flight.
+/// Each thread keeps eight 16-byte loads in flight.
 template <Caching caching>
 __global__ void read_all_kernel(const uint4* from, std::size_t count, std::uint32_t* sink) {
   constexpr int kUnroll = 8;
@@ -94,8 +94,8 @@ __global__ void finish_step_kernel(FinishStepArgs args) {
     args.ring[ring_row * static_cast<std::size_t>(args.ring_width) +
               static_cast<std::size_t>(row)] = id;
     if (id < 0)
-      args.state.ids[row] = 0;  // there is no token, but a step that runs ahead needs a
-                                // valid id
+      args.state.ids[row] =
+          0;  // there is no token, but a step that was enqueued ahead needs a valid id
     if (args.advance) advance_row(args.state, row);
   }
   __syncthreads();

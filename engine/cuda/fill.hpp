@@ -9,15 +9,15 @@ namespace kvlab::cuda {
 
 using kernels::Type;
 
-/// Fills with normally distributed values of mean 0. Element i depends on (seed, i) alone.
+/// Fills with normally distributed numbers of mean 0. Element i depends only on (seed, i).
 cudaError_t fill_normal(Type type, void* to, std::size_t count, float deviation, std::uint64_t seed,
                         cudaStream_t stream);
 cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cudaStream_t stream);
 /// Sets *found = 1 if an element is not finite; otherwise leaves it unchanged.
 cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
                             cudaStream_t stream);
-/// Whether read data should stay in the L2 cache, for data that is read again soon, or be evicted
-/// from it first.
+/// Whether read data should stay in the L2 cache (because it is read again soon) or be evicted
+/// first.
 enum class Caching { keep, stream };
 /// Reads `bytes` (a multiple of 16) and writes almost nothing, to measure what a read costs.
 cudaError_t read_all(const void* from, std::size_t bytes, Caching caching, std::uint32_t* sink,
@@ -28,7 +28,8 @@ struct StepState {
   std::int32_t* ids;        ///< the token to feed next
   std::int32_t* positions;  ///< its position
   std::int32_t* slots;      ///< the slot of its key and value
-  std::int32_t* lengths;    ///< slots that its query sees, its own included; 0: the row is idle
+  std::int32_t*
+      lengths;  ///< number of slots that its query sees, including its own; 0: the row is idle
 };
 /// Publishes the sampled ids: ring[*step % ring_rows, row] = ids[row], then ++*step. An id of -1
 /// (the logits were not finite) is published as -1, and 0 is fed.

@@ -29,13 +29,13 @@ class PromptIds {
 };
 
 /// Downloads logits to the host. Copies are enqueued after the steps that compute the logits, so
-/// that the device does not wait for the host to read each.
+/// that the device does not wait until the host has read each of them.
 class LogitRing {
  public:
   explicit LogitRing(cudaStream_t stream) : stream_(stream) {}
 
-  /// Enqueues a copy of `floats` floats from device memory. They are in `to` after flush() at the
-  /// latest.
+  /// Enqueues a copy of `floats` floats from device memory to `to`. It is complete after flush() at
+  /// the latest.
   void take(const float* logits, float* to, std::size_t floats);
   /// Waits for all copies.
   void flush();
@@ -54,7 +54,8 @@ class LogitRing {
   std::array<cuda::PinnedBuffer, kHalves> staged_;
   std::array<cuda::Event, kHalves> copied_;
   std::array<std::vector<Copy>, kHalves> copies_;  // enqueued copies
-  std::size_t half_ = 0, filled_ = 0;              // the half that is being filled, and its floats
+  std::size_t half_ = 0,
+              filled_ = 0;  // the half that is being filled, and the number of floats in it
 };
 
 }  // namespace kvlab

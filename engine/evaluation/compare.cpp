@@ -18,8 +18,8 @@ namespace {
 
 using nlohmann::ordered_json;
 
-/// The folders' names, with a number if two are equal. Contains no ':' or '=', which separate
-/// parameters.
+/// Names for the runs: those of their folders, with a number if two are equal. They do not contain
+/// ':' or '=', which separate parameters.
 std::vector<std::string> names_of(const std::vector<ScoreSet>& sets) {
   std::vector<std::string> names;
   for (const ScoreSet& set : sets) {
@@ -34,7 +34,7 @@ std::vector<std::string> names_of(const std::vector<ScoreSet>& sets) {
   return names;
 }
 
-/// A policy's parameters in a comparison: its own, and the run.
+/// A policy's parameters in a comparison: its parameters in the run, and the name of the run.
 std::string params_in(const std::string& params, const std::string& run) {
   return params + (params.empty() ? "run=" : ":run=") + run;
 }
@@ -83,7 +83,7 @@ void join(ScoreSet& together, const ScoreSet& set, const std::string& run) {
   }
 }
 
-/// The series in `run` of the same configuration as `like`, which is from another run.
+/// The series in `run` that has the same configuration as `like`, which is from another run.
 std::optional<std::size_t> series_in(const MetricTable& metric_table, const ResultRow& like,
                                      const std::string& params) {
   for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
@@ -139,7 +139,7 @@ bool is_policy(const ComparedRow& line) {
   return name != "full" && !is_oracle(name);
 }
 
-/// How often the last run is better than the first, over the policies that both have.
+/// How often the last run is better than the first, among the policies that both runs have.
 ordered_json shared_json(const Comparison& comparison) {
   const MetricInfo& metric =
       *std::ranges::find(comparison.together.metrics, comparison.metric, &MetricInfo::name);

@@ -14,7 +14,8 @@ namespace kvlab {
 struct ComparedRow {
   std::string group, policy, budget;
   std::vector<std::optional<Average>> scores;  ///< [run]
-  std::optional<Difference> difference;        ///< the last run that has it minus the first
+  std::optional<Difference>
+      difference;  ///< the last run that has it minus the first run that has it
 };
 
 /// "0.010 (-0.002, 0.022), not significant".
@@ -22,16 +23,16 @@ std::string compared_text(const std::optional<Difference>& difference);
 
 /// A comparison of several runs. Nothing is averaged over models.
 struct Comparison {
-  ScoreSet together;               ///< the rows of all runs; a series' parameters name its run
+  ScoreSet together;  ///< the rows of all runs; a series' parameters contain the name of its run
   std::vector<std::string> names;  ///< names of the runs, all different
   std::string metric;
   std::vector<ComparedRow> rows;  ///< configurations that at least two runs have
-  std::string warning;            ///< says if the runs are of different texts; else empty
+  std::string warning;            ///< says so if the runs are of different texts; otherwise empty
   std::vector<std::vector<Recommendation>> recommendations = {};  ///< [run][budget]
 };
 
-/// `metric`: empty for the metric that decides in all of them. Throws std::invalid_argument for
-/// fewer than two sets, sets of different kinds, or if not all have the metric.
+/// `metric`: empty for the metric by which all of them decide. Throws std::invalid_argument if
+/// there are fewer than two sets, if they are of different kinds, or if not all have the metric.
 Comparison compare(std::vector<ScoreSet> sets, const std::string& metric);
 
 /// What `kvlab compare --json` prints.

@@ -119,7 +119,7 @@ namespace {
 
 constexpr std::size_t kContext = 8, kLongestWindow = 32;  // ids
 
-/// Whether `bytes` (fewer than four) may begin a character, which some continuation completes.
+/// Whether `bytes` (fewer than four) may be the beginning of a character.
 bool may_continue(std::string_view bytes) {
   std::string whole(bytes);
   for (const char first : {'\x80', '\x90', '\xa0', '\xbf'}) {
@@ -173,8 +173,8 @@ std::string TextStream::add(std::int32_t id) {
   return take_utf8(pending_, false);
 }
 
-/// Keeps the last `length` ids, because decoding the whole text for each token would take quadratic
-/// time.
+/// Keeps only the last `length` ids. Otherwise the whole text would be decoded for each token,
+/// which takes quadratic time.
 void TextStream::shorten(std::size_t length) {
   if (window_.size() > length)
     window_.erase(window_.begin(), window_.end() - static_cast<std::ptrdiff_t>(length));

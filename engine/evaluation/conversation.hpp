@@ -17,16 +17,17 @@
 #include "engine/tokenizer/tokenizer.hpp"
 
 namespace kvlab {
-/// Encodes a sequence's first text with the special tokens that the tokenizer adds, and returns the
-/// first `most` ids. A special token that the text already begins with is not added again.
+/// Encodes the first text of a sequence, with the special tokens that the tokenizer adds, and
+/// returns the first `most` ids. A special token with which the text already begins is not added
+/// again.
 std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, std::string_view text,
                                         std::size_t most = std::numeric_limits<std::size_t>::max());
 
-/// How many ids at the start of `before` the text already begins with.
+/// Number of ids at the start of `before` with which the text already begins.
 std::size_t begun_with(std::span<const std::int32_t> text, std::span<const std::int32_t> before);
 
-/// The most tokens that `turns` and their answers may have. Throws std::invalid_argument if that is
-/// 2^31 or more, because positions and budgets are smaller.
+/// Maximum number of tokens that `turns` and their answers may have. Throws std::invalid_argument
+/// if it is 2^31 or more, because positions and budgets have to be smaller.
 std::uint32_t max_tokens(std::span<const std::vector<std::int32_t>> turns,
                          std::uint32_t max_new_tokens);
 
@@ -52,8 +53,9 @@ class Conversation {
   Conversation(SequenceDecoder& decoder, const ModelConfig& config, const Tokenizer& tokenizer,
                SamplingOptions sampling);
 
-  /// Feeds the last token of the previous answer, which was sampled but not fed, and then a prompt;
-  /// samples at most `max_new_tokens`. `on_text` gets the answer piece by piece.
+  /// Feeds the last token of the previous answer, which was sampled but not fed, and then a prompt.
+  /// Then samples at most `max_new_tokens` tokens. `on_text` is called with the answer piece by
+  /// piece.
   Answer ask(std::span<const std::int32_t> prompt, std::uint32_t max_new_tokens,
              const std::function<void(const std::string&)>& on_text);
 
@@ -73,17 +75,17 @@ class Conversation {
 
 // Compares the positions that a sequence needs with the context that its model was trained on.
 
-/// The number of positions that the model has to handle in a sequence of `length` tokens: `length`,
-/// or, with cache positions, the most tokens that the cache holds at once.
+/// The number of positions that the model has to handle in a sequence of `length` tokens. It is
+/// `length` or, with cache positions, the maximum number of tokens that the cache holds at once.
 std::uint32_t needed_positions(const ResolvedConfig& cache, std::uint32_t longest_prompt,
                                std::uint32_t length);
 
-/// Advice for the two functions below: settings of a cache that stays within the trained context at
-/// any length.
+/// Advice for the two functions below: cache settings with which a sequence of any length stays
+/// within the trained context.
 std::string cache_positions_advice(const ModelConfig& config);
 
 /// Throws std::invalid_argument if the prompts alone need more positions than the model was trained
-/// on. The message says what would fit, and `advice`.
+/// for. The message says what would fit, and contains `advice`.
 void refuse_beyond_context(const ModelConfig& config, std::uint32_t positions,
                            const std::string& advice = "");
 
@@ -93,14 +95,14 @@ std::string context_warning(const ModelConfig& config, std::uint32_t positions,
 
 // Streams text while its tokens arrive, in whole UTF-8 characters.
 
-/// Removes from the front of `bytes` everything that is complete and returns it as valid UTF-8.
-/// Bytes that cannot be part of a character become U+FFFD. An incomplete last character stays,
-/// unless `last`.
+/// Removes everything that is complete from the front of `bytes`, and returns it as valid UTF-8.
+/// Bytes that cannot be part of a character become U+FFFD. An incomplete last character stays in
+/// `bytes`, unless `last`.
 std::string take_utf8(std::string& bytes, bool last);
 
 class TextStream {
  public:
-  /// `context`: the ids before the first one. They may decide whether it starts with a space.
+  /// `context`: the ids before the first id, which may decide whether the text starts with a space.
   TextStream(const Tokenizer& tokenizer, std::span<const std::int32_t> context);
 
   /// Adds an id and returns the text that it completes. Special tokens have no text.
@@ -112,7 +114,7 @@ class TextStream {
   void shorten(std::size_t length);
 
   const Tokenizer& tokenizer_;
-  std::vector<std::int32_t> window_;  // the most recent ids
+  std::vector<std::int32_t> window_;  // the latest ids
   std::size_t known_bytes_ = 0;       // bytes of the window's text that were returned before
   std::string pending_;
 };

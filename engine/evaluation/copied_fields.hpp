@@ -10,8 +10,8 @@
 
 namespace kvlab {
 
-/// `policy` is text that is written without default settings; `optional` is a number, or null if it
-/// is absent.
+/// `policy` is text that is written without default settings. `optional` is a number, or null if
+/// the field is absent.
 enum class FieldKind { text, policy, whole, number, optional };
 
 struct CopiedField {
@@ -21,7 +21,7 @@ struct CopiedField {
 
 /// The fields under the same keys. Throws std::runtime_error if one is not of its kind.
 nlohmann::ordered_json copied(const JsonFields& from, std::span<const CopiedField> fields);
-/// The same of each object of a list.
+/// Copies the same fields of each object of a list.
 nlohmann::ordered_json copied(const std::vector<JsonFields>& from,
                               std::span<const CopiedField> fields);
 

@@ -33,7 +33,7 @@ struct Projections {
         v(k.size()) {}
 };
 
-constexpr std::uint32_t kFreeAppend = 512;  // tokens, where chunks make no difference
+constexpr std::uint32_t kFreeAppend = 512;  // in tokens; used where chunks make no difference
 
 /// One layer's attention over a text whose queries, keys and values are known.
 class LayerAttention {
@@ -56,8 +56,9 @@ class LayerAttention {
             .sinks = row.sinks};
   }
 
-  /// Appends a prompt of more than one token to all caches. All see the same tokens in 16 bit, so
-  /// the first cache attends for all. Writes its outputs to `out` [token, query_heads, dim].
+  /// Appends a prompt of more than one token to all caches. All caches see the same tokens in 16
+  /// bit, so the first one attends for all of them. Writes its outputs to `out` [token,
+  /// query_heads, dim].
   void append_prompt(std::deque<LayerCache>& caches, std::uint32_t tokens, float* out) const {
     parallel_for(model_.kv_heads, threads_, [&](std::size_t h) {
       const HeadAppend append = caches.front().head_append(rows(0, tokens, out), h);
@@ -73,7 +74,7 @@ class LayerAttention {
         HostCache& head = cache.heads()[h];
         head.observe();
         head.end_prompt();
-        // Evicts right away, so that only these heads have whole prompts at a time.
+        // Evicts now, so that only these heads hold whole prompts at the same time.
         if (!cache.evicts_together()) head.evict_to_budget(tokens);
       }
     });
@@ -173,7 +174,7 @@ class LayerEvaluation {
     return std::size_t{tokens_} * shape_.query_heads * shape_.head_size;
   }
 
-  /// The cost of a configuration's logits in layers, by their products.
+  /// The cost of computing a configuration's logits, expressed as a number of layers.
   double layers_of_scores() const {
     const ModelConfig& config = model_.config();
     const double heads = (2 * shape_.query_heads + 2 * shape_.kv_heads) * shape_.head_size;
@@ -181,14 +182,15 @@ class LayerEvaluation {
            ((heads + 3.0 * static_cast<double>(config.mlp)) * tokens_);
   }
 
-  /// Counts work done: `layers` of a configuration, or work of the same size.
+  /// Counts finished work: `layers` of a configuration, or work of the same cost.
   void note_done(double layers) {
     done_ += layers;
     const double each = shape_.layers + layers_of_scores();
     if (options_.progress) options_.progress(done_ / (each * static_cast<double>(configs_.size())));
   }
 
-  /// A prompt of one token may be quantized at once, as a decoded token is.
+  /// A prompt of one token does not count, because it may be quantized at once like a decoded
+  /// token.
   bool appends_at_once(std::size_t c) const {
     return range_.prompt > 1 && appends_prompt_at_once(configs_[c], range_);
   }
@@ -231,7 +233,7 @@ class LayerEvaluation {
   }
 
   /// Runs the next layer of the configurations alike_. After the prompt, which they share, p_
-  /// contains the decoded rows of each in turn.
+  /// contains the decoded rows of each configuration in turn.
   void next_layer_alike(std::uint32_t layer) {
     project(layer, alike_[0]);
     std::vector<float> output(output_floats());
@@ -336,21 +338,21 @@ class LayerEvaluation {
   std::shared_ptr<const OutputProjections> output_;  // null if no feature reads it
   std::vector<ResolvedConfig> configs_;
   const SequenceOptions& options_;
-  std::vector<std::size_t> alike_, apart_;  // configurations
+  std::vector<std::size_t> alike_, apart_;  // indices of configurations
   std::uint32_t tokens_;
   ScoredRange range_;
   LayerRopes ropes_;
   Projections p_;                           // of the layer in progress
-  std::vector<std::vector<float>> hidden_;  // [configuration][its row, hidden]
+  std::vector<std::vector<float>> hidden_;  // [configuration][row of the configuration, hidden]
   std::vector<EvalScores> scores_;
   double done_ = 0;  // in layers
 };
 
 constexpr std::uint32_t kBlock = 256;      // tokens whose logits are in memory at once
-constexpr std::uint32_t kMaxBlock = 8192;  // limit, if a prompt's chunks require more
+constexpr std::uint32_t kMaxBlock = 8192;  // limit, if a prompt's chunks need more
 
-/// How many tokens of a prompt to feed at once, so that every configuration appends it as if it
-/// were fed whole; 0: all.
+/// How many tokens of a prompt to feed at once, so that every configuration appends the prompt as
+/// if it were fed as a whole; 0: all.
 std::uint32_t prompt_block(std::span<const CacheConfig> configs) {
   std::uint64_t block = 1;
   for (const CacheConfig& config : configs) {
@@ -411,8 +413,8 @@ class TokenEvaluation {
       options_.progress(static_cast<double>(first + count) / static_cast<double>(tokens_));
   }
 
-  /// Scores rows first to first + count - 1 of all configurations. The last token has no successor
-  /// to predict.
+  /// Scores rows `first` to first + count - 1 of all configurations. The last token of a sequence
+  /// is not scored, because no token follows it.
   void score(std::uint32_t first, std::uint32_t count) {
     const std::uint32_t begin = std::max(first, range_.first_scored);
     const std::uint32_t end = std::min(first + count, tokens_ - 1);

@@ -17,9 +17,10 @@ namespace kvlab {
 
 /// The scores of one configuration on one sequence, for each scored token.
 struct EvalScores {
-  std::vector<double> nll;               ///< -ln p(next token)
-  std::vector<double> kl;                ///< KL from the full cache's distribution, in nats
-  std::vector<std::uint8_t> same_first;  ///< whether the most probable token is the full cache's
+  std::vector<double> nll;  ///< -ln p(next token)
+  std::vector<double> kl;   ///< KL from the full cache's distribution, in nats
+  std::vector<std::uint8_t>
+      same_first;              ///< whether the most probable token is that of the full cache
   std::vector<float> seconds;  ///< time to feed the token; empty if not measured for each token
   std::uint64_t kv_bytes_peak =
       0;  ///< Peak bytes of keys and values in the evaluation's dtype, over all layers and heads.
@@ -34,7 +35,7 @@ struct SequenceOptions {
   /// If true, the first configuration is `full`, the baseline of kl and same_first. If false, each
   /// configuration is its own baseline, and these scores have no meaning.
   bool against_first = true;
-  std::function<void(double)> progress;  ///< gets the fraction done, 0 to 1; may be empty
+  std::function<void(double)> progress;  ///< called with the fraction done, 0 to 1; may be empty
 };
 
 /// Which tokens of a sequence are prompt, and which are scored. Throws std::invalid_argument if no
@@ -44,8 +45,8 @@ struct ScoredRange {
 };
 ScoredRange scored_range(std::uint32_t tokens, const SequenceOptions& options);
 
-/// Whether the whole prompt is one append. Then its rows are the full cache's under any policy.
-/// False if there is no prompt.
+/// Whether the whole prompt is one append. Then its rows are those of the full cache under any
+/// policy. False if there is no prompt.
 inline bool appends_prompt_at_once(const ResolvedConfig& config, const ScoredRange& range) {
   const Append& first = config.appends.front();
   return first.ends_prompt && first.tokens == range.prompt;
@@ -60,11 +61,11 @@ std::vector<EvalScores> evaluate_by_layers(const Model& model, std::span<const s
                                            std::span<const CacheConfig> configs,
                                            const SequenceOptions& options);
 
-// The end-to-end evaluation token by token, teacher-forced, with a device's decoders: every
-// configuration next to the full cache.
+// The end-to-end evaluation token by token, teacher-forced, with a device's decoders. Every
+// configuration runs at the same time as the full cache.
 
-/// As evaluate_by_layers(), with decoders of `backend`. The prompt is appended as each
-/// configuration's prefill says, every other token by itself. Bytes are in the device's dtype.
+/// Like evaluate_by_layers(), with decoders of `backend`. The prompt is appended as each
+/// configuration's prefill says, and every other token separately. Bytes are in the device's dtype.
 std::vector<EvalScores> evaluate_by_tokens(Backend& backend, std::span<const std::int32_t> ids,
                                            std::span<const CacheConfig> configs,
                                            const SequenceOptions& options);

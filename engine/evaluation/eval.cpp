@@ -70,8 +70,8 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
       const std::size_t end = std::min(length, start + step);
       ids.insert(ids.end(), text.begin() + static_cast<std::ptrdiff_t>(start),
                  text.begin() + static_cast<std::ptrdiff_t>(end));
-      // A remainder shorter than half a window would hardly evict anything, and one that is all
-      // prompt would not be scored, so both are left out.
+      // A remainder shorter than half a window would evict hardly anything, and a remainder that
+      // consists of prompt would not be scored. So both are left out.
       const bool long_enough =
           ids.size() * 2 >= window &&
           (options.queries == Queries::all || ids.size() > std::size_t{options.prompt_tokens} + 1);
@@ -91,7 +91,7 @@ std::uint32_t budget_tokens_of(const CacheConfig& config, std::uint32_t length,
   return config.budget_in_tokens(length, head_size) + config.policy.protected_prompt_tokens();
 }
 
-/// Which sequences a longer text contains, too.
+/// Which sequences are also contained in a longer text.
 Overlaps overlaps_of(const Sequences& sequences, const EvalOptions& options) {
   std::vector<TextPiece> pieces;
   for (std::size_t s = 0; s < sequences.ids.size(); ++s) {
@@ -129,8 +129,8 @@ std::vector<CacheConfig> fitting(const ModelConfig& model, const std::vector<Ids
       options.leave_out);
 }
 
-/// A warning if some configuration attends over more positions than the model was trained on; else
-/// "".
+/// A warning if some configuration attends over more positions than the model was trained for;
+/// otherwise "".
 std::string note_of_context(const ModelConfig& model, const std::vector<Ids>& ids,
                             std::span<const CacheConfig> configs, const EvalOptions& options) {
   std::uint32_t longest = 0;
@@ -185,7 +185,8 @@ std::vector<std::vector<EvalScores>> run_each(const std::vector<Ids>& sequences,
                                               const EvalOptions& options, unsigned at_once,
                                               Run run) {
   std::vector<std::vector<EvalScores>> scores(sequences.size());
-  std::vector<double> done(sequences.size());  // [sequence]: tokens done, under all configurations
+  std::vector<double> done(
+      sequences.size());  // [sequence]: number of tokens done, over all configurations
   double tokens = 0;
   for (const Ids& ids : sequences) tokens += static_cast<double>(ids.size());
   if (options.progress) options.progress(0);
@@ -217,7 +218,7 @@ std::vector<std::vector<EvalScores>> run_sequences_in_turn(
 SweepRunner layer_sweep_runner(const Model& model) {
   return [model](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
                  const EvalOptions& options) {
-    // Windows are independent and get one thread each. A single stream uses threads for its heads
+    // Windows are independent, so each gets one thread. A single stream uses threads for its heads
     // instead.
     return run_each(sequences, options, sequences.size() == 1 ? 1 : options.threads,
                     [&](const Ids& ids, const SequenceOptions& how) {

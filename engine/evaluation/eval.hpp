@@ -17,10 +17,11 @@ struct EvalOptions {
   std::vector<std::int32_t> before;  ///< the tokenizer's special tokens, which precede each window
   bool stream = false;               ///< evaluate the whole text as one sequence
   std::uint32_t prompt_tokens = 0;   ///< prompt of each sequence in tokens; 0: half of the sequence
-  std::uint32_t max_tokens = 0;      ///< most tokens of each text; 0: all
+  std::uint32_t max_tokens = 0;      ///< maximum number of tokens of each text; 0: no limit
   Queries queries = Queries::decode;
-  bool against_full = true;        ///< also run the full cache, for kl and same_first
-  std::uint32_t block_tokens = 0;  ///< also report scores for blocks of this many tokens; 0: do not
+  bool against_full = true;  ///< also run the full cache, for kl and same_first
+  std::uint32_t block_tokens =
+      0;  ///< also reports scores for blocks of this many tokens; 0: no blocks
   unsigned threads = 1;
   std::vector<std::string> names;  ///< names of the texts, for errors; may be empty
   std::function<void(double)> progress;
@@ -42,15 +43,15 @@ SweepRunner layer_sweep_runner(const Model& model);
 /// A runner that uses evaluate_by_tokens. `backend` must outlive it.
 SweepRunner token_sweep_runner(Backend& backend);
 
-/// Scores `configs` over texts given as token ids without special tokens. Puts `full` first if it
-/// is requested and not there. Throws std::invalid_argument; if nothing of a text would be scored,
-/// before any text is run.
+/// Scores `configs` over texts, given as token ids without special tokens. If `full` is requested
+/// and missing, it is added as the first configuration. Throws std::invalid_argument; if nothing of
+/// a text would be scored, it does so before any text is run.
 Evaluation evaluate(const ModelConfig& config, const SweepRunner& run_sweep,
                     const std::vector<std::vector<std::int32_t>>& texts,
                     std::vector<CacheConfig> configs, const EvalOptions& options);
 
-/// A warning if sequences of `tokens` tokens are longer than the model's trained context; else "".
-/// `option`: the option that shortens them.
+/// A warning if sequences of `tokens` tokens are longer than the model's trained context; otherwise
+/// "". `option`: the option that shortens them.
 std::string context_note(const ModelConfig& model, std::uint32_t tokens, std::string_view option);
 
 }  // namespace kvlab

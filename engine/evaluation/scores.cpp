@@ -81,7 +81,7 @@ ScoreSet scores_of_run(const std::filesystem::path& folder) {
   return set;
 }
 
-/// The recommendations of eval.json, with the series of each candidate.
+/// Adds the recommendations of eval.json, with the series of each candidate.
 void add_recommendations(ScoreSet& set, const JsonFields& fields) {
   std::vector<Series> configurations;
   for (const JsonFields& one : fields.objects("configurations"))
@@ -122,8 +122,8 @@ ScoreSet scores_of_eval(const std::filesystem::path& folder) {
   auto rows = parse_score_rows(read_text_file(csv, kMaxScoresBytes), csv);
   if (const auto blocks = folder / kEvalBlocksCsv; std::filesystem::exists(blocks))
     parse_blocks_csv(read_text_file(blocks, kMaxScoresBytes), blocks.string(), rows);
-  // Metrics that are known for each text are read by text and paired by it. The others are read for
-  // all texts together.
+  // Metrics that are known for each text are read by text and compared in pairs by text. Other
+  // metrics are read for all texts together.
   std::set<std::string> by_text;
   for (const ResultRow& row : rows)
     if (row.trace != kAllTexts) by_text.insert(row.metric);
@@ -138,7 +138,7 @@ ScoreSet scores_of_eval(const std::filesystem::path& folder) {
   return set;
 }
 
-/// The number in "64" or "20%", which is the budget's place on an axis.
+/// The number in "64" or "20%", which is the position of the budget on an axis.
 std::uint32_t number_in(const std::string& text) {
   std::uint32_t number = 0;
   const std::size_t first = std::min(text.find_first_of("0123456789"), text.size());
@@ -155,8 +155,9 @@ std::string task_key(const CsvRecord& record, const std::string& words, const st
   return key;
 }
 
-/// The answer to each sample, at every length and depth and over all, by task_key(). Metrics are
-/// paired by them. Samples have the same order for every configuration.
+/// The answer to each sample, by task_key(): at every length and depth, and over all of them.
+/// Metrics are compared in pairs by these answers. All configurations have the samples in the same
+/// order.
 std::map<std::string, std::vector<double>> answers_in(const std::filesystem::path& folder) {
   std::map<std::string, std::vector<double>> answers;
   const std::string file = (folder / "answers.csv").string();

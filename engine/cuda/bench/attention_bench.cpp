@@ -13,7 +13,7 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr std::uint32_t kKvHeads = 8;
-constexpr std::uint64_t kPool = std::uint64_t{8} << 30;  // most bytes of keys and values
+constexpr std::uint64_t kPool = std::uint64_t{8} << 30;  // maximum bytes of keys and values
 constexpr std::uint64_t kMaxLayers = 32;
 constexpr int kRepeats = 9;
 
@@ -43,8 +43,8 @@ DeviceModel model_of(const Shape& shape) {
   return DeviceModel::random(std::move(config));
 }
 
-/// Median microseconds of one layer's attention. Every sequence has as many tokens as slots; a
-/// cache that evicts is full, so that every step evicts.
+/// Median microseconds of one layer's attention. Every sequence has as many tokens as slots, so a
+/// cache that evicts is full and every step evicts.
 double microseconds(const DeviceModel& model, const Shape& shape,
                     std::vector<ResolvedConfig> caches) {
   const bool evicts = !caches.empty();
@@ -65,7 +65,7 @@ double microseconds(const DeviceModel& model, const Shape& shape,
   return median_milliseconds(decoder.stream(), launch, kRepeats) * 1e3 / model.config().layers;
 }
 
-/// Bytes of one layer's keys and values in such caches.
+/// Bytes of one layer's keys and values in caches of this shape.
 std::uint64_t bytes_held(const Shape& shape, const ResolvedConfig& cache) {
   const auto tiers = cache.tiers.find(cache.budget_tokens);
   if (tiers == cache.tiers.end()) return shape.bytes();
@@ -75,7 +75,8 @@ std::uint64_t bytes_held(const Shape& shape, const ResolvedConfig& cache) {
   return bytes * (shape.head_size / kQuantBlock) * shape.batch * kKvHeads;
 }
 
-/// The rate of all layers one after another, `bytes` each, as a share of the read rate.
+/// The rate at which the layers are read one after another, `bytes` each, as a share of the read
+/// limit.
 double share_of_read(ReadLimits& limits, const DeviceModel& model, const Shape& shape,
                      const std::string& policy, std::uint64_t bytes, double microseconds) {
   const std::uint32_t layers = model.config().layers;

@@ -1,4 +1,4 @@
-// Helpers of the benchmarks: a model, ids, limits of the GPU, times by the device's clock.
+// Helpers for benchmarks: a model, ids, limits of the GPU, and times by the device's clock.
 #pragma once
 
 #include <algorithm>
@@ -16,21 +16,21 @@ namespace kvlab {
 void refuse_without_device();
 /// Loads a checkpoint's weights or random ones. Throws std::runtime_error without a device.
 DeviceModel bench_model(const BenchModel& model);
-/// The first keys of a result: name of the benchmark, model, device.
+/// The first keys of a result: the name of the benchmark, the model and the device.
 nlohmann::ordered_json bench_of(const char* name, const DeviceModel& model);
 /// Some ids. A model's speed does not depend on them.
 std::vector<std::int32_t> bench_ids(std::size_t count, std::uint32_t vocab);
 
-/// How fast the device reads memory, in bytes per second. A launch that moves some bytes again and
-/// again is compared with reading as many bytes again and again, because a part of them is found in
-/// the L2 cache if they fit it, or nearly.
+/// How fast the device reads memory, in bytes per second. A launch that moves the same bytes
+/// repeatedly is compared with reading that many bytes repeatedly. This is fair because a part of
+/// them is in the L2 cache if they fit it, or nearly fit it.
 class ReadLimits {
  public:
   ReadLimits();
 
   /// The rate for memory that is much larger than the L2 cache.
   double memory() const { return memory_; }
-  /// The rate for reading `bytes` again and again, at least memory(). Measured on the first call.
+  /// The rate of reading `bytes` repeatedly; at least memory(). It is measured on the first call.
   double of(std::uint64_t bytes);
   /// `bytes` moved in `milliseconds`, as a share of that rate; see share_of_limit().
   double share(const std::string& what, std::uint64_t bytes, double milliseconds);
@@ -53,7 +53,8 @@ double milliseconds_of(cudaStream_t stream, Enqueue enqueue) {
   return static_cast<double>(end.since(start));
 }
 
-/// The median of `repeats` runs after a warm-up run, or of one run if that takes over 1 s.
+/// The median time of `repeats` runs after a warm-up run. If one run takes over 1 s, the time of
+/// one run.
 template <class Enqueue>
 double median_milliseconds(cudaStream_t stream, Enqueue enqueue, int repeats = 5) {
   constexpr double is_long = 1000;

@@ -48,8 +48,8 @@ ordered_json time_parts(CudaDecoder& decoder, int rows, ReadLimits& limits) {
   return times;
 }
 
-/// Tokens per second of sampling, with or without capture. The time includes writing the rest of
-/// the trace.
+/// Tokens per second of sampling, with or without capture. The time includes writing the remaining
+/// part of the trace.
 double sampling_rate(const DeviceModel& model, const DecodeBenchOptions& options,
                      TraceWriter* writer) {
   const std::uint32_t count = options.steps + 1;
@@ -130,7 +130,7 @@ ordered_json bench_prefill(const PrefillBenchOptions& options) {
   const DeviceModel model = bench_model(options.model);
   const ModelConfig& config = model.config();
   const double matrix_rate = matrix_flops_per_second(model.type());
-  // A cache that evicts takes only one prompt, because it cannot be rewound.
+  // A cache that evicts can take only one prompt, because it cannot be reset to an earlier state.
   constexpr int repeats = 5;
   const int sequences = options.cache.evicts() ? repeats + 1 : 1;
   CudaDecoderOptions how{.sequences = sequences,
@@ -145,7 +145,8 @@ ordered_json bench_prefill(const PrefillBenchOptions& options) {
     decoder.prefill(next++ % sequences, ids);
   };
   const double milliseconds = median_milliseconds(decoder.stream(), prefill, repeats);
-  double weights = 0;  // elements of one layer's matrices; of experts, those that are chosen
+  double weights =
+      0;  // number of elements of one layer's matrices; of experts, only the chosen ones count
   const DeviceLayer& layer = model.weights().layers.front();
   for (const DeviceMatrix* m : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
     weights += static_cast<double>(m->n) * m->k * (m->experts > 0 ? config.experts.chosen : 1);

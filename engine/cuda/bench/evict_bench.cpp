@@ -43,8 +43,8 @@ CudaDecoderOptions decoder_options(const EvictBenchOptions& options, int batch, 
   return how;
 }
 
-/// The time of all steps, by the trapezoid rule over the timed lengths: a full cache grows, one
-/// that evicts does not.
+/// The time of all steps, by the trapezoid rule over the timed lengths, because a full cache grows.
+/// A cache that evicts does not grow.
 ordered_json run(const DeviceModel& model, const EvictBenchOptions& options, int batch,
                  bool evicts) {
   const cuda::MemoryInfo before = cuda::memory_info();
@@ -85,7 +85,7 @@ ordered_json bench_stream(const StreamBenchOptions& options) {
                   {"points", ordered_json::array()}});
   for (const std::uint32_t budget : options.budgets) {
     double step = 0;
-    std::uint64_t taken = 0;  // memory from the driver, weights included
+    std::uint64_t taken = 0;  // memory taken from the driver, including the weights
     CacheConfig requested = options.cache;
     requested.budget = {.extent = tokens(budget)};
     const ResolvedConfig cache = resolve(requested, budget);

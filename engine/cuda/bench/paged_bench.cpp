@@ -31,8 +31,8 @@ kernels::EvictionKernels window_kernels() {
 class PagedLayers {
  public:
   explicit PagedLayers(const PagedBenchShape& shape);
-  /// Microseconds of one layer. `by_head`: blocks are [kv_head, slot, dim], else [slot, kv_head,
-  /// dim].
+  /// Microseconds of one layer. `by_head`: blocks are [kv_head, slot, dim] instead of [slot,
+  /// kv_head, dim].
   double microseconds(std::uint32_t page, bool by_head) const;
 
  private:
@@ -40,7 +40,7 @@ class PagedLayers {
     return (shape_.slots + kLargestPage - 1) / kLargestPage * kLargestPage;
   }
   std::uint64_t pairs() const { return std::uint64_t{shape_.batch} * shape_.kv_heads; }
-  /// Elements of a layer's keys, or values.
+  /// Number of elements of a layer's keys, which is also that of its values.
   std::uint64_t elements() const { return pairs() * slots() * shape_.head_size; }
   kvlab_cache_view cache(std::uint32_t layer) const;
   cuda::DeviceBuffer blocks(std::uint32_t page) const;

@@ -10,7 +10,7 @@ namespace kvlab {
 /// Sequences with `slots` live tokens each, in bfloat16.
 struct PagedBenchShape {
   std::uint32_t head_size, group, kv_heads, batch, slots;
-  std::uint64_t pool;  ///< most bytes of keys and values, over all layers
+  std::uint64_t pool;  ///< maximum bytes of keys and values over all layers
 };
 
 /// Microseconds of one layer's attention by page size: 0 (no blocks), 16 and 64 slots, for blocks

@@ -1,6 +1,6 @@
-// Reports to observers what an evicting cache does: live tokens, what each received, policy states,
-// q, k and v. It copies everything to the host after each append and waits, so it is for
-// verification only.
+// Reports to observers what an evicting cache does: live tokens, their observations, policy states,
+// and q, k and v. It copies everything to the host after each append and waits for it, so it is
+// only for verification.
 #pragma once
 
 #include <map>
@@ -11,7 +11,7 @@ namespace kvlab {
 
 class CacheWatch {
  public:
-  /// `cache` must outlive it and be made with `watched`.
+  /// `cache` must outlive this object, and must have been made with `watched`.
   CacheWatch(const EvictingCache& cache, const ModelConfig& config, const CaptureShape& shape,
              int sequences, cudaStream_t stream);
 
@@ -26,7 +26,8 @@ class CacheWatch {
   void part(std::uint32_t layer, const PromptChunk& part, const LayerOutputs& outputs);
   void end();
 
-  /// A step fed one token to each of `fed`. `outputs`: LayerOutputMemory::step_data.
+  /// The rows of a step that fed one token to each sequence of `fed`. `outputs`:
+  /// LayerOutputMemory::step_data.
   struct Fed {
     int sequence;
     std::int32_t id;

@@ -1,5 +1,5 @@
-// The interface of caches in device memory, and attention over them: the full cache and one that
-// evicts. Everything is enqueued on the decoder's stream.
+// The interface of caches in device memory and of attention over them: the full cache, and a cache
+// that evicts. Everything is enqueued on the decoder's stream.
 #pragma once
 
 #include <cstdint>
@@ -14,17 +14,17 @@ namespace kvlab {
 using PromptChunk = kernels::AppendChunk;
 
 /// Appends many tokens to the cache of one sequence: for each layer in order, and for each part of
-/// it, first write(), then attend(). Throws std::logic_error for any other order.
+/// the append, first write(), then attend(). Any other order throws std::logic_error.
 class DeviceAppend {
  public:
   DeviceAppend(std::uint32_t layers, std::uint32_t tokens) : layers_(layers), tokens_(tokens) {}
   virtual ~DeviceAppend() = default;
 
-  /// Where to write the part's q, k and v, and how to rotate them. The caller fills in the other
-  /// arguments (qkv, norms, capture).
+  /// Returns where to write the part's q, k and v, and how to rotate them. The caller sets the
+  /// other arguments (qkv, norms, capture).
   kernels::RopeWriteArgs write(std::uint32_t layer, const PromptChunk& part);
-  /// Enqueues attention after that write. After the layer's last part the layer's cache contains
-  /// the tokens.
+  /// Enqueues the attention for that write. After the last part of the append, the layer's cache
+  /// contains the tokens.
   void attend(std::uint32_t layer, const PromptChunk& part, const LayerOutputs& to);
   /// Ends the append after the last layer.
   void finish() const;
@@ -39,24 +39,25 @@ class DeviceAppend {
   void expect(std::uint32_t layer, std::uint32_t first, bool written) const;
 
   std::uint32_t layers_, tokens_;
-  std::uint32_t layer_ = 0, next_ = 0;  // the next token
+  std::uint32_t layer_ = 0, next_ = 0;  // next_: index of the next token
   bool written_ = false;
 };
 
 /// The cache's part of a decode step with one token for each sequence. Its launches have the same
-/// arguments each time, so that a graph can contain them: begin(); for each layer write(),
-/// attend(), observe(); end().
+/// arguments in every step, so that a graph can contain them. Call begin(); for each layer write(),
+/// attend() and observe(); then end().
 class CacheStep {
  public:
   virtual ~CacheStep() = default;
   virtual void begin() const {}
-  /// As DeviceAppend::write().
+  /// See DeviceAppend::write().
   virtual kernels::RopeWriteArgs write(std::uint32_t layer) const = 0;
   virtual void attend(std::uint32_t layer) const = 0;
-  /// Work that only end() waits for, which may run beside the following launches. Call it after the
-  /// first launch after attention, which is the most urgent one.
+  /// Starts work for which only end() waits, so it may run at the same time as the next launches.
+  /// Call it after the first launch that follows attention, because that launch is the most urgent
+  /// one.
   virtual void observe(std::uint32_t /*layer*/) const {}
-  /// Makes the stream wait for that work, before anything that the next step changes.
+  /// Makes the stream wait for that work, because the next step changes its inputs.
   virtual void end() const {}
 };
 
@@ -64,35 +65,36 @@ class DeviceCache {
  public:
   virtual ~DeviceCache() = default;
 
-  /// The state of a row that was fed `fed` tokens; 0: the row is idle.
+  /// The state of a row that was fed `fed` tokens. If `fed` is 0, the row is idle.
   virtual BatchState::Row row(std::uint32_t fed) const = 0;
-  /// Tokens of a prompt to append at a time; 0: all.
+  /// Number of a prompt's tokens to append at a time; 0: all.
   virtual std::uint32_t prefill_chunk(int sequence) const = 0;
 
-  /// Begins an append of `tokens` tokens after the `fed` ones. Only one append may be active, and
-  /// it must not outlive the cache. `ends_prompt`: a prompt segment ends with it.
+  /// Begins an append of `tokens` tokens to a sequence that has `fed` tokens. Only one append may
+  /// be active, and it must not outlive the cache. `ends_prompt`: the append ends a prompt segment.
   virtual std::unique_ptr<DeviceAppend> append(int sequence, std::uint32_t fed,
                                                std::uint32_t tokens, bool ends_prompt) = 0;
-  /// Host work before a step that feeds one token to the sequence after `fed`.
+  /// Does the host's work before a step that feeds one token to a sequence that has `fed` tokens.
   virtual void before_token(int /*sequence*/, std::uint32_t /*fed*/) {}
-  /// A prompt segment has ended with the last of `fed` tokens.
+  /// Call when a prompt segment has ended after `fed` tokens.
   virtual void end_prompt(int /*sequence*/, std::uint32_t /*fed*/) {}
-  /// A step of the first `rows` sequences that writes attention outputs to `outputs`. Neither may
-  /// outlive the cache.
+  /// Makes a step of the first `rows` sequences that writes attention outputs to `outputs`. Neither
+  /// may outlive the cache.
   virtual std::unique_ptr<const CacheStep> step(int rows,
                                                 const LayerOutputMemory& outputs) const = 0;
 
   /// Bytes of the live keys and values of a sequence that was fed `fed` tokens.
   virtual std::uint64_t live_bytes(int sequence, std::uint32_t fed) const = 0;
-  /// Number of live tokens after `fed`, [layer][KV head]; empty if nothing is evicted.
+  /// Number of live tokens after `fed` tokens, [layer][KV head]; empty if nothing is evicted.
   virtual std::vector<std::vector<std::uint32_t>> kept(int, std::uint32_t) const { return {}; }
-  /// Evicted tokens over all layers and KV heads. `before`: tokens before the last append.
+  /// Number of evicted tokens over all layers and KV heads. `before`: number of tokens before the
+  /// last append.
   virtual std::uint64_t evictions(int /*sequence*/, std::uint32_t /*before*/) const { return 0; }
   /// For benchmarks: random keys and values instead of a prompt of `tokens` tokens.
   virtual void pretend(int sequence, std::uint32_t tokens) = 0;
 };
 
-/// Bytes of device memory: storage of tokens and their state, and work buffers.
+/// Bytes of device memory: for tokens and their state, and for work buffers.
 struct CacheBytes {
   std::uint64_t storage, work;
 };

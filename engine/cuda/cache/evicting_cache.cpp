@@ -179,7 +179,7 @@ class EvictingCache::Step final : public CacheStep {
     const std::uint32_t index = cache_.index_of(layer);
     cache_.slots_.store_in_tiers(index, rows_);
     attention_.attend(index);
-    // Here, because the keys must still be in their slots.
+    // computed here, because the keys must still be in their slots
     cache_.slots_.compute_features(index, rows_, cache_.attended(to));
   }
   void observe(std::uint32_t layer) const override {

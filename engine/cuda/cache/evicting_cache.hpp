@@ -1,5 +1,5 @@
-// The CUDA decoder's cache that evicts: slot caches for the layers that the policy acts on, rings
-// for layers with a window. In decoding everything is in the step's graph.
+// The CUDA decoder's cache that evicts: a KvCache for the layers on which the policy acts, and
+// rings for layers with a sliding window. In decoding, all its launches are in the step's graph.
 #pragma once
 
 #include "engine/cuda/cache/device_cache.hpp"
@@ -10,17 +10,18 @@
 
 namespace kvlab {
 
-/// The configuration of the decoder's slot caches, without what needs a device: kernels of compiled
-/// policies, and weights. Throws std::invalid_argument for caches that cannot be combined, or do
-/// not fit.
+/// The configuration of the decoder's KvCache, without what needs a device, namely kernels of
+/// compiled policies and weights. Throws std::invalid_argument for caches that cannot be combined
+/// or do not fit.
 kernels::KvCacheConfig slots_config(const DeviceShape& model, const CudaDecoderOptions& options);
 
 class EvictingCache final : public DeviceCache {
  public:
-  /// `batch` must outlive it. Throws as slots_config() does.
+  /// `batch` must outlive this object. Throws as slots_config() does.
   EvictingCache(const DeviceModel& model, const BatchState& batch, CudaDecoderOptions options,
                 cudaStream_t stream);
-  /// Bytes that it allocates, with those of the longest append if its length is known.
+  /// The bytes that it allocates. They include the memory of the longest append if its length is
+  /// known.
   static CacheBytes bytes(const DeviceModel& model, const CudaDecoderOptions& options);
 
   BatchState::Row row(std::uint32_t fed) const override;

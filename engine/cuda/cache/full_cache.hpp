@@ -1,4 +1,4 @@
-// Every token of every sequence that is ever seen: where a layer has no window, a token's slot is
+// A cache that keeps every token of every sequence. In a layer without a window, a token's slot is
 // its position.
 #pragma once
 
@@ -9,10 +9,10 @@ namespace kvlab {
 
 class FullCache final : public DeviceCache {
  public:
-  /// `batch` must outlive it.
+  /// `batch` must outlive this object.
   FullCache(const DeviceModel& model, const BatchState& batch, CudaDecoderOptions options,
             cudaStream_t stream);
-  /// What it allocates.
+  /// The bytes that it allocates.
   static CacheBytes bytes(const DeviceModel& model, const CudaDecoderOptions& options);
 
   BatchState::Row row(std::uint32_t fed) const override;
@@ -50,7 +50,8 @@ class FullCache final : public DeviceCache {
   const BatchState& batch_;
   CudaDecoderOptions options_;
   cudaStream_t stream_;
-  std::vector<std::size_t> layer_indices_;  // [layer]: layers without a window before it
+  std::vector<std::size_t>
+      layer_indices_;  // [layer]: number of layers without a window before this layer
   cuda::Placed<Storage> storage_;
   cuda::Placed<Work> work_;
   WindowRings rings_;

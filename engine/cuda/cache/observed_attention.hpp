@@ -1,5 +1,5 @@
-// A step's attention, layer by layer on one stream. Observation runs on a parallel branch that only
-// the end of the step waits for.
+// A step's attention, layer by layer on one stream. Observation runs on a parallel branch, for
+// which only the end of the step waits.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +13,9 @@ namespace kvlab {
 
 /// State that the steps of a cache share. Only one step uses it at a time.
 struct ObserverBranch {
-  /// Layers alternate between two halves of the workspaces. Before a workspace is reused, the
-  /// stream waits for the observations of a whole half earlier. Such waits are rare, because each
-  /// takes about 1 µs.
+  /// Layers alternate between two halves of the workspaces. Before a half is reused, the stream
+  /// waits until all observations of its last use are made. Such waits are rare, because each takes
+  /// about 1 µs.
   static constexpr int kHalf = 4;
   static int workspaces(std::size_t layers) {
     return static_cast<int>(std::min<std::size_t>(layers, 2 * kHalf));
@@ -29,14 +29,14 @@ struct ObserverBranch {
 class ObservedAttention {
  public:
   /// `layers`: a step's layers in order, with workspaces that are reused as ObserverBranch says.
-  /// `kernels` and `branch` must outlive it.
+  /// `kernels` and `branch` must outlive this object.
   ObservedAttention(const kernels::EvictionKernels& kernels,
                     std::vector<kernels::EvictingAttentionArgs> layers,
                     const ObserverBranch& branch, cudaStream_t stream);
 
   void attend(std::size_t layer) const;
-  /// Call it after the first launch after that attention, which is the most urgent one. May start
-  /// the observation branch here.
+  /// Call it after the first launch that follows that attention, because that launch is the most
+  /// urgent one. It may start the observation branch.
   void observe(std::size_t layer) const;
   /// Ends the step: the stream waits until all layers were observed.
   void join() const;
@@ -48,8 +48,9 @@ class ObservedAttention {
   std::vector<kernels::EvictingAttentionArgs> layers_;
   const ObserverBranch& branch_;
   cudaStream_t stream_;
-  std::size_t together_;   ///< layers that are observed together
-  bool beside_attention_;  ///< observe beside the next layer's attention
+  std::size_t together_;   ///< number of layers that are observed together
+  bool beside_attention_;  ///< whether observation runs at the same time as the next layer's
+                           ///< attention
 };
 
 }  // namespace kvlab

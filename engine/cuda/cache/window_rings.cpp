@@ -14,7 +14,7 @@ using cuda::Placed;
 
 namespace {
 
-/// Slots of each layer's ring: the window, but at most the tokens of a sequence.
+/// Slots of each layer's ring: as many as the window, but not more than the tokens of a sequence.
 std::vector<int> ring_slots(const ModelConfig& config, const CudaDecoderOptions& options) {
   std::vector<int> slots;
   for (const RowSpec& row : config.rows)
@@ -23,8 +23,8 @@ std::vector<int> ring_slots(const ModelConfig& config, const CudaDecoderOptions&
   return slots;
 }
 
-/// Slots for a prompt's tokens while they go through a layer, and for the older tokens that the
-/// first of them sees.
+/// Number of slots for a prompt's tokens while they go through a layer, and for the older tokens
+/// that the first of them sees.
 int prompt_slots(const ModelConfig& config, const CudaDecoderOptions& options) {
   const auto slots = ring_slots(config, options);
   const int most = std::ranges::max(slots);
@@ -166,7 +166,7 @@ void WindowRings::attend(std::uint32_t layer, int sequence, std::uint32_t positi
   copy(layer, sequence, position - before + all - staying, staying, all - staying, To::ring);
 }
 
-/// Copies `count` tokens, from position `first` on, between their ring and the prompt's slots.
+/// Copies `count` tokens, from position `first` on, from their ring to the prompt's slots or back.
 void WindowRings::copy(std::uint32_t layer, int sequence, std::uint32_t first, std::uint32_t count,
                        std::uint32_t prompt_slot, To to) const {
   const auto slots = static_cast<std::uint32_t>(slots_[layer]);

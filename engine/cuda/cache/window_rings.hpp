@@ -1,5 +1,5 @@
 // The caches of layers with a sliding window. Each KV head has a ring with as many slots as the
-// window; token t is at slot t modulo their number. No policy acts on them.
+// window; token t is in slot t modulo that number. Policies do not act on them.
 #pragma once
 
 #include "engine/cuda/cache/device_cache.hpp"
@@ -11,26 +11,26 @@ namespace kvlab {
 
 class WindowRings {
  public:
-  /// `batch` must outlive it.
+  /// `batch` must outlive this object.
   WindowRings(const DeviceModel& model, const BatchState& batch, const CudaDecoderOptions& options,
               cudaStream_t stream);
-  /// The device memory that it allocates.
+  /// The bytes of device memory that it allocates.
   static CacheBytes bytes(const DeviceModel& model, const CudaDecoderOptions& options);
 
   bool has(std::uint32_t layer) const { return config_.rows[layer].window > 0; }
-  /// Tokens that a layer keeps of `fed` tokens, and the bytes of a sequence's tokens in all such
-  /// layers.
+  /// kept(): number of the `fed` tokens that a layer keeps. bytes(): bytes of a sequence's tokens
+  /// in all layers with a ring.
   std::uint32_t kept(std::uint32_t layer, std::uint32_t fed) const {
     return std::min(fed, config_.rows[layer].window);
   }
   std::uint64_t live_bytes(std::uint32_t fed) const;
 
-  /// Where a step's keys and values are written; the caller fills in RoPE and queries. Idle rows,
-  /// whose position is below 0, write nothing.
+  /// Where a step's keys and values are written. The caller sets RoPE and queries. Idle rows, whose
+  /// position is below 0, write nothing.
   kernels::RopeWriteArgs write(std::uint32_t layer) const;
   void attend(std::uint32_t layer, int rows, const std::byte* q, const LayerOutputs& to) const;
 
-  /// The same for `rows` tokens of a prompt, from a position on.
+  /// The same for `rows` tokens of a prompt, from position `position` on.
   kernels::RopeWriteArgs write(std::uint32_t layer, int sequence, std::uint32_t position) const;
   void attend(std::uint32_t layer, int sequence, std::uint32_t position, int rows,
               const std::byte* q, const LayerOutputs& to) const;
@@ -50,9 +50,9 @@ class WindowRings {
     std::byte* workspace;
   };
   kernels::AttentionShape shape(std::uint32_t layer, int slots) const;
-  /// Offset of a sequence's rings of a layer from the first ring, in bytes.
+  /// Offset in bytes of a sequence's rings of a layer from the first ring.
   std::size_t offset(std::uint32_t layer, int sequence) const;
-  /// How many tokens before a position its query sees.
+  /// Number of tokens before a position that its query sees.
   std::uint32_t older(std::uint32_t layer, std::uint32_t position) const {
     return live_before_append(position, config_.rows[layer].window);
   }
@@ -65,8 +65,9 @@ class WindowRings {
   const BatchState& batch_;
   int sequences_, prompt_slots_;
   cudaStream_t stream_;
-  std::vector<std::size_t> first_;  // [layer]: slots of all sequences before it
-  std::vector<int> slots_;          // [layer]: slots of a ring; 0: the layer has none
+  std::vector<std::size_t>
+      first_;  // [layer]: number of slots, of all sequences, in the layers before this one
+  std::vector<int> slots_;  // [layer]: number of slots of a ring; 0: the layer has no ring
   cuda::Placed<Storage> storage_;
   cuda::Placed<Work> work_;
 };

@@ -8,8 +8,8 @@ namespace {
 using cuda::check;
 using Output = cuda::ProductArgs::Output;
 
-/// Whether the device has enough shared memory for products of few rows, which keep a row's hidden
-/// states there.
+/// Whether the device has enough shared memory for the kernels for few rows, which keep a row's
+/// hidden states in shared memory.
 bool has_few(const DeviceModel& model) {
   using kernels::Form;
   kernels::DeviceLimits limits;

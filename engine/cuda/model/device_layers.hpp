@@ -1,5 +1,5 @@
-// A decoder's layers except attention, for prompts and steps. Products of a few rows use kvlab's
-// kernels, larger ones cuBLASLt.
+// A decoder's layers except attention, for prompts and steps. Products of few rows use kvlab's
+// kernels; larger products use cuBLASLt.
 #pragma once
 
 #include "engine/cuda/capture_shape.hpp"
@@ -15,7 +15,7 @@ namespace kvlab {
 /// else has the model's dtype. All calls enqueue on the stream.
 class DeviceLayers {
  public:
-  /// `model` must outlive it. `rows`: the most rows of a call.
+  /// `model` must outlive this object. `rows`: maximum number of rows of a call.
   DeviceLayers(const DeviceModel& model, int rows, cudaStream_t stream);
   /// Bytes of device memory that it needs.
   static std::size_t bytes(const DeviceModel& model, int rows) {
@@ -24,21 +24,21 @@ class DeviceLayers {
 
   void embed(const std::int32_t* ids, int rows, float* x);
   /// Computes queries, keys and values of norm(x), rotates them, and writes them to the cache.
-  /// `write` says where; it comes from the cache, and the rest of it is filled in here. `to`: where
-  /// a capture finds them.
+  /// `write` comes from the cache and says where to write; its other arguments are set here. `to`:
+  /// where to store what a capture needs.
   void qkv(std::uint32_t layer, int rows, const float* x, const LayerOutputs& to,
            kernels::RopeWriteArgs write);
   /// x += output projection of the attention outputs. If a capture needs them, also writes the
   /// squared norms of x.
   void output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to);
   /// The two halves of the MLP: inner = act(gate * norm(x)) * (up * norm(x)), then x += down *
-  /// inner, which is normed first if the model has a norm there (as output() does).
+  /// inner. If the model has a norm there (as for output()), down * inner is normalized first.
   void gated(std::uint32_t layer, int rows, const float* x);
   void down(std::uint32_t layer, int rows, float* x);
   /// Logits [row, vocab] in float32 of x, after the final norm.
   void head(const float* x, int rows, float* logits);
 
-  /// Bytes of one kind of matrix over all layers; of experts, those that one row reads.
+  /// Bytes of one kind of matrix over all layers. Of experts, those count that one row reads.
   std::uint64_t weight_bytes(DeviceMatrix DeviceLayer::*matrix) const;
   std::uint64_t head_bytes() const;
 
@@ -49,13 +49,14 @@ class DeviceLayers {
     std::byte* gate_up;  // [row, 2 * mlp]
     std::byte* inner;    // [row, mlp]
     float* behind;       // [row, hidden]: input of a norm after a block; null if there is none
-    float* of_experts;   // [row, chosen, hidden]; the arrays above also have a row for each chosen
-                         // expert
-    float* logits;       // [row, expert]: logits of the router
+    float* of_experts;  // [row, chosen, hidden]; with experts, the arrays above have a row for each
+                        // chosen expert
+    float* logits;      // [row, expert]: logits of the router
     kernels::Routes routes{};
   };
 
-  /// Whether there are so few rows that reading the weights dominates and matrix units do not help.
+  /// Whether there are so few rows that reading the weights takes most of the time and tensor cores
+  /// do not help.
   bool is_few(int rows) const;
   const DeviceLayer& weights(std::uint32_t layer) const { return model_.weights().layers[layer]; }
   /// gated() and down() of layers with experts.
@@ -63,15 +64,15 @@ class DeviceLayers {
   void down_experts(const DeviceLayer& w, int rows, float* x);
   kernels::ExpertProductArgs expert_product(const DeviceMatrix& matrix, int rows) const;
   void norm_all_heads(const DeviceLayer& w, int rows, std::byte* qkv);
-  /// x += matrix * input + bias, or the norm of that sum. input [row, k].
+  /// x += matrix * input + bias, or x += the norm of matrix * input + bias. input [row, k].
   void add(const DeviceMatrix& matrix, const void* norm_behind, const void* input, int rows,
            float* x);
   /// Arguments for products of few rows.
   kernels::LinearArgs few(const DeviceMatrix& matrix, const void* x, int rows) const;
   kernels::LinearArgs few_normed(const DeviceMatrix& matrix, const void* gamma, const float* x,
                                  int rows);
-  /// The norm of x, in memory that the next call reuses. Without a norm, x rounded to the model's
-  /// dtype.
+  /// The norm of x, in memory that the next call reuses. If there is no norm, x rounded to the
+  /// model's dtype.
   const std::byte* normed(const void* gamma, const float* x, int rows);
   kernels::Norm norm_of(const void* gamma) const {
     return {gamma, config_.norm_epsilon, config_.norm_offset};
@@ -85,7 +86,7 @@ class DeviceLayers {
   const DeviceModel& model_;
   const ModelConfig& config_;
   cudaStream_t stream_;
-  int few_;  ///< most rows for the kernels of kernels/linear here; cuBLASLt takes more
+  int few_;  ///< maximum number of rows for kernels/linear on this device; cuBLASLt handles more
   cuda::Placed<Work> work_;
   cuda::Products products_;
 };

@@ -16,12 +16,12 @@
 namespace kvlab {
 namespace {
 
-constexpr float kDeviation = 0.02f;  // standard deviation of random weights: transformers'
-                                     // initializer_range
+constexpr float kDeviation =
+    0.02f;  // standard deviation of random weights: initializer_range of transformers
 constexpr std::size_t kConvertedAtOnce = 1 << 22;  // elements
 constexpr std::size_t kRowsAtOnce = 64;            // rows gathered at once
 
-/// Refuses a model that kernels/ does not support, in the words of config.json.
+/// Refuses a model that kernels/ does not support. The message uses the keys of config.json.
 void refuse_unsupported(const ModelConfig& config) {
   const auto refuse = [&](const std::string& what) {
     throw std::runtime_error(fmt::format("{}: {}; use --device cpu", config.name, what));
@@ -63,8 +63,8 @@ class Upload {
   }
 
  private:
-  /// Gathers several rows together, because elements of neighbouring rows may share a cache line of
-  /// the file.
+  /// Gathers several rows together, because elements of neighbouring rows may be in the same cache
+  /// line of the file.
   void gather(const WeightPart& part, std::size_t first, std::size_t rows, const std::byte* from,
               std::size_t element) {
     std::vector<RowSource> sources;
@@ -182,7 +182,7 @@ DeviceModel DeviceModel::random(ModelConfig config, std::uint64_t seed) {
   return model;
 }
 
-/// Copies the sink logits in float32, as attention and its checks need them.
+/// Copies the sink logits as float32, which attention and its checks need.
 void DeviceModel::read_sinks() {
   if (!config_.sinks) return;
   std::vector<float> all;

@@ -21,7 +21,8 @@ struct DeviceMatrix {
   int n = 0, k = 0;
   void* weight = nullptr;  // [n, k]
   void* bias = nullptr;    // [n], or null
-  int experts = 0;  ///< number of such matrices and biases one after another; 0: a single one
+  int experts =
+      0;  ///< number of such matrices and biases, stored one after another; 0: a single matrix
 };
 
 struct DeviceLayer {
@@ -38,12 +39,12 @@ struct DeviceLayer {
 
 struct DeviceWeights {
   void* embedding = nullptr;  // [vocab, hidden]
-  DeviceMatrix head;          ///< the embedding, if it is tied
+  DeviceMatrix head;          ///< the embedding, if the two are tied
   void* norm = nullptr;       // [hidden]
   std::vector<DeviceLayer> layers;
 };
 
-/// The shape of a model that determines its caches. Needs no device.
+/// The part of a model's shape that determines its caches. Needs no device.
 class DeviceShape {
  public:
   DeviceShape(ModelConfig config, Dtype dtype) : config_(std::move(config)), dtype_(dtype) {}
@@ -72,23 +73,24 @@ class DeviceShape {
 /// for a KV head.
 class DeviceModel : public DeviceShape {
  public:
-  /// Reads a checkpoint to device memory, tensor by tensor from the mapped files. The dtype is
-  /// `dtype` or else the embedding's; tensors of another dtype are rounded to it. Throws
-  /// std::runtime_error as Model::load does, for a shape that the kernels do not support, and for
-  /// too little device memory (the message says what would fit).
+  /// Reads a checkpoint to device memory, tensor by tensor, from the mapped files. The dtype is
+  /// `dtype` or, if that is not given, the embedding's; tensors of another dtype are rounded to it.
+  /// Throws std::runtime_error as Model::load does, if the kernels do not support the shape, and if
+  /// there is too little device memory (the message says what would fit).
   static DeviceModel load(const std::filesystem::path& directory, std::optional<Dtype> dtype = {});
-  /// Samples weights on the device as for initialisation, for benchmarks at real shapes.
+  /// Makes random weights on the device, as for initialization, for benchmarks at real shapes.
   static DeviceModel random(ModelConfig config, std::uint64_t seed = 0);
 
-  /// The output projections, read back on the first call. Not thread-safe.
+  /// The output projections. They are read back from the device on the first call. Not thread-safe.
   std::shared_ptr<const OutputProjections> output_projections() const;
   const DeviceWeights& weights() const { return weights_; }
   std::uint64_t bytes() const { return block_.bytes(); }
-  /// Bytes of weights that one decode step of one sequence reads: all except the experts that are
-  /// not chosen, and except the embedding, of which it reads one row, unless it is also the head.
+  /// Bytes of weights that a decode step of one sequence reads. These are all weights except
+  /// experts that are not chosen, and except the embedding (of which one row is read) unless it is
+  /// also the head.
   std::uint64_t step_bytes() const;
 
-  /// XXH3-64 of the weight files (which it reads again) and of tokenizer.json; empty for random
+  /// XXH3-64 of the weight files (which are read again) and of tokenizer.json; empty for random
   /// weights.
   std::string weights_xxh3() const;
   std::string tokenizer_xxh3() const;

@@ -5,7 +5,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kWeightAlignment = 256;  // bytes, as cuBLASLt's fastest kernels need
+constexpr std::size_t kWeightAlignment = 256;  // in bytes; cuBLASLt's fastest kernels need it
 
 class Planner {
  public:
@@ -96,8 +96,8 @@ class Planner {
     layer.down = stacked(mlp + "experts.down_proj", width, hidden, false);
   }
 
-  /// A tensor [expert, input, output] and its biases. in_turns: outputs of gate and up are
-  /// interleaved.
+  /// A tensor [expert, input, output] and its biases. in_turns: the outputs of gate and up
+  /// alternate.
   DeviceMatrix stacked(const std::string& name, std::size_t inputs, std::size_t outputs,
                        bool in_turns) {
     const std::size_t count = config_.experts.count;
@@ -119,7 +119,7 @@ class Planner {
     return of_experts(matrix);
   }
 
-  /// Reorders the first rows of a tensor, of queries and keys, as RoPE expects them.
+  /// Reorders the first rows of a tensor (of queries or keys) for RoPE.
   void turn(WeightPart& part, std::size_t rows) const {
     if (config_.rotated == config_.head_size) return;
     part.columns = config_.hidden;
@@ -134,7 +134,7 @@ class Planner {
     std::size_t count;
   };
 
-  /// Matrices with the same input, one below the other, as one matrix.
+  /// Makes one matrix from several matrices that have the same input, by stacking their rows.
   DeviceMatrix fused(const std::vector<Rows>& parts, std::size_t inputs, bool bias) {
     DeviceMatrix matrix;
     matrix.k = static_cast<int>(inputs);

@@ -12,8 +12,8 @@ namespace kvlab {
 
 enum class Initial { normal, ones, zeros };  ///< how random weights are initialised
 
-/// Where a row's elements are in a checkpoint's tensor: the first element, and the distance to the
-/// next.
+/// Where a row's elements are in a checkpoint's tensor: the first element, and the distance between
+/// elements.
 struct RowSource {
   std::size_t first, step;
 };
@@ -23,7 +23,8 @@ struct WeightPart {
   std::vector<std::size_t> shape;
   Initial initial;
   std::size_t offset;  ///< in bytes
-  /// Where each row is in the checkpoint, if the order differs; null: the order is the same.
+  /// Where each row is in the checkpoint, if rows have another order there; null: the order is the
+  /// same.
   std::function<RowSource(std::size_t row)> source = {};
   std::size_t columns = 0;  ///< columns of such a row
 
@@ -36,7 +37,7 @@ struct WeightPlan {
   DeviceWeights weights;  ///< pointers into the block; null if `base` is
 };
 
-/// Plans a model's weights. With a null `base` it computes only how many bytes they need.
+/// Plans a model's weights. If `base` is null, only computes how many bytes they need.
 WeightPlan plan_weights(const ModelConfig& config, Dtype dtype, std::byte* base);
 
 }  // namespace kvlab

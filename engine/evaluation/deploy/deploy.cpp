@@ -42,7 +42,7 @@ void refuse_several_models(const RunInfo& info) {
                       info.traces.front().name, trace.name));
 }
 
-/// Scores of the baselines at the same budget.
+/// Scores of the baseline policies at the same budget.
 json baseline_scores(const MetricTable& metric_table, const Ballot& ballot) {
   json scores = json::object();
   for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
@@ -54,7 +54,7 @@ json baseline_scores(const MetricTable& metric_table, const Ballot& ballot) {
   return scores;
 }
 
-/// The budget of a column of a run's metrics. A share becomes tokens by the traces' length.
+/// The budget of a column of a run's metrics. A share is converted to tokens by the traces' length.
 Budget budget_of(const RunInfo& info, const BudgetColumn& column) {
   for (const RunConfig& config : info.sweep)
     if (config.budget == column.text && config.budgets.size() == info.traces.front().layers)
@@ -178,8 +178,10 @@ const std::vector<double> kDepths{0, 0.25, 0.5, 0.75, 1};
 constexpr std::uint32_t kMinWords = 30;
 constexpr double kEnough = 0.8;  // share of the questions that the full cache must answer
 constexpr std::size_t kMaxEvaluated = 12,
-                      kMaxEvaluatedNear = 9;  // most finalists that answer all questions
-// Cost relative to the prompt: of a cache after it, and of asking again to hear the whole answer.
+                      kMaxEvaluatedNear = 9;  // maximum number of finalists that answer all
+                                              // questions; kMaxEvaluatedNear of them are near in KL
+// Costs relative to the prompt: that of a cache after the prompt, and that of asking again to get
+// the whole answer.
 constexpr double kCacheWork = 0.15, kAgainWork = 0.3;
 constexpr double kTokensOfWord = 1.4;
 
@@ -222,7 +224,7 @@ class FinalistEvaluator {
 
   static std::uint32_t first_round_samples(std::uint32_t samples) { return (samples + 3) / 4; }
 
-  /// The first length at which the full cache answers four of five questions; 0: none.
+  /// The first length at which the full cache answers four of five questions; 0 if there is none.
   std::uint32_t length_of(const TaskSpec& task, std::uint32_t most) {
     for (std::uint32_t words = most; words >= std::min(kMinWords, most) && words > 0; words /= 2) {
       std::vector<bool> full;
@@ -233,8 +235,8 @@ class FinalistEvaluator {
   }
 
  private:
-  /// The finalists that answer the rest of the questions: the one with the lowest KL, and those
-  /// with the best task accuracy, most of them near in KL.
+  /// The finalists that answer the remaining questions: the one with the lowest KL, and those with
+  /// the best task accuracy, most of which are near in KL.
   std::vector<std::size_t> finalists_that_continue(
       const std::vector<TaskAccuracy>& evaluated) const {
     std::vector<std::size_t> others(finalists_.size() - 1), chosen{0};
@@ -253,22 +255,22 @@ class FinalistEvaluator {
     return chosen;
   }
 
-  /// Whether each answer is right, [prompt][configuration], the full cache first.
+  /// Whether each answer is right, [prompt][configuration]. The full cache comes first.
   std::vector<std::vector<bool>> answers(const TaskSpec& task, std::uint32_t words,
                                          std::span<const std::size_t> which, std::uint32_t first,
                                          std::uint32_t samples, double weight) {
-    TaskRequest request{.spec = task,
-                        .words = {words},
-                        .depths = kDepths,
-                        .first_sample = first,
-                        .samples = samples,
-                        .seed = plan_.seed,
-                        .modes = {QueryMode::agnostic},
-                        .configs = {CacheConfig{}},
-                        .chat = plan_.chat,
-                        .beyond_context = true,  // if the full cache finds nothing, the length is
-                                                 // halved
-                        .answers = {.max_rows = plan_.max_rows}};
+    TaskRequest request{
+        .spec = task,
+        .words = {words},
+        .depths = kDepths,
+        .first_sample = first,
+        .samples = samples,
+        .seed = plan_.seed,
+        .modes = {QueryMode::agnostic},
+        .configs = {CacheConfig{}},
+        .chat = plan_.chat,
+        .beyond_context = true,  // if the full cache finds nothing, the length is halved
+        .answers = {.max_rows = plan_.max_rows}};
     for (const std::size_t f : which) request.configs.push_back(finalists_[f].config);
     request.answers.progress = [&](double part) {
       if (progress_) progress_(done_ + weight * part);
@@ -314,7 +316,7 @@ class FinalistEvaluator {
   double done_ = 0;
 };
 
-/// The finalists of `which` with the best answers: by the first task, then by the next.
+/// Those finalists of `which` that have the best answers, by the first task, then by the next.
 std::vector<std::size_t> best_of(std::vector<std::size_t> which,
                                  std::span<const TaskAccuracy> evaluated) {
   for (const TaskAccuracy& task : evaluated) {
@@ -327,7 +329,7 @@ std::vector<std::size_t> best_of(std::vector<std::size_t> which,
   return which;
 }
 
-/// One share of right answers minus another, paired over the same samples.
+/// The difference of two shares of right answers, compared in pairs over the same samples.
 Difference from(const std::vector<bool>& own, const std::vector<bool>& other) {
   std::uint64_t gained = 0, lost = 0;
   for (std::size_t i = 0; i < own.size(); ++i) {

@@ -1,5 +1,5 @@
-// Makes a policy file from a run: the choice at a budget, its evidence, and what does not differ
-// significantly from it.
+// Makes a policy file from a run. The file has the choice at a budget, its evidence, and the
+// policies that do not differ significantly from it.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ struct Ballot {
 
 /// Ranks the policies of a run at `budget` (as requested in the run, or in tokens) by `metric`,
 /// averaged over its traces. Oracles and `full` are left out. Throws std::invalid_argument for an
-/// unknown metric, a budget that is not in the run (the message names those that are) or that was
-/// not the same number of tokens for every trace, and traces of several models.
+/// unknown metric, for a budget that is not in the run (the message names those that are) or that
+/// was not the same number of tokens for every trace, and for traces of several models.
 Ballot rank_for_deployment(const Run& run, const MetricTable& metric_table,
                            const std::string& budget, const std::string& metric);
 
@@ -44,7 +44,7 @@ CacheConfig config_of(const Run& run, const Ballot& ballot, const MetricTable& m
 PolicyFile policy_file_of(const Run& run, const MetricTable& metric_table, const Ballot& ballot,
                           const CompiledPolicies& compiled = {});
 
-// Confirms the first standings of a ballot in the end-to-end evaluation, which then decides the
+// Confirms the first standings of a ballot by the end-to-end evaluation, which then decides their
 // order.
 
 /// The end-to-end evaluation of one standing.
@@ -57,20 +57,21 @@ struct Confirmed {
   bool is_similar() const { return !over_budget && !behind.significantly_different(); }
 };
 
-/// Orders the ballot's first standings by an evaluation of the full cache and of them: lowest KL
-/// first, those over budget last. The first becomes the ballot's winner.
+/// Orders the ballot's first standings by an evaluation of them and of the full cache: lowest KL
+/// first, those over budget last. The first one becomes the ballot's winner.
 std::vector<Confirmed> confirm(const Evaluation& evaluation, Ballot& ballot);
 
 /// One object for each entry, with `behind` and `not_significantly_different`.
 nlohmann::ordered_json confirmed_json(const std::vector<Confirmed>& confirmed,
                                       const MetricTable& metric_table, const Ballot& ballot);
 
-// Two criteria of a policy: KL and task accuracy. Policies that are near the best KL answer
+// A policy has two criteria, KL and task accuracy. Policies whose KL is near the best one answer
 // questions, and both criteria decide which one is deployed.
 
-/// How much KL better task accuracy may cost: the deployed policy's KL over the lowest.
+/// How much KL may be given up for better task accuracy: the deployed policy's KL divided by the
+/// lowest.
 inline constexpr double kNearKl = 1.2;
-/// Shares of right answers within this difference count as equal.
+/// Shares of right answers that differ by at most this much count as equal.
 inline constexpr double kAlikeShare = 0.05;
 
 /// A task, and the length of its contexts.
@@ -86,20 +87,22 @@ struct TaskAccuracyPlan {
   std::uint64_t seed = 0;
   std::optional<ChatFrame> chat = std::nullopt;
   std::uint32_t max_rows = 64;  ///< caches in a batch
-  double rate = 0;              ///< seconds for one unit of task_accuracy_work(), as measured
+  double rate = 0;              ///< measured seconds per unit of task_accuracy_work()
 };
 
-/// Halves the length of each task until the full cache answers four of five questions. Sets it to 0
-/// if it does so at no length. Also measures the rate.
+/// Halves the length of each task until the full cache answers four of five questions. If it does
+/// so at no length, sets the length to 0. Also measures the rate.
 void find_lengths(Backend& backend, const Tokenizer& tokenizer, TaskAccuracyPlan& plan);
 
 /// A configuration that may be deployed.
 struct Finalist {
   CacheConfig config;
-  double kl;  ///< nats, over texts that all finalists ran, or scaled to the texts of the first
+  double kl;  ///< in nats, over the texts that all finalists ran, or scaled to the texts of the
+              ///< first finalist
 };
 
-/// The answers to one task, [finalist][sample]; empty for finalists that did not get all questions.
+/// The answers to one task, [finalist][sample]; empty for a finalist that did not get all
+/// questions.
 struct TaskAccuracy {
   std::string task;
   std::uint32_t words = 0;      ///< 0: the task was skipped
@@ -111,26 +114,26 @@ struct TaskAccuracy {
 };
 double share_of(const std::vector<bool>& right);
 
-/// Evaluates the finalists. If there are many, all answer a quarter of the questions, and the best
-/// answer the rest. `finalists`: lowest KL first; that one answers all questions. `progress` gets
-/// the fraction done.
+/// Evaluates the finalists. If there are many, all of them answer a quarter of the questions, and
+/// the best ones answer the rest. `finalists`: lowest KL first; this one answers all questions.
+/// `progress` is called with the fraction done.
 std::vector<TaskAccuracy> evaluate_finalists(Backend& backend, const Tokenizer& tokenizer,
                                              std::span<const Finalist> finalists,
                                              const TaskAccuracyPlan& plan,
                                              const std::function<void(double)>& progress);
-/// The work of evaluate_finalists() in prompt tokens; a cache after a prompt counts as a share of
-/// its tokens.
+/// The work of evaluate_finalists() in prompt tokens. A cache after a prompt counts as a share of
+/// the prompt's tokens.
 double task_accuracy_work(std::size_t finalists, const TaskAccuracyPlan& plan);
 
 /// Which finalist is best by which criterion. The first finalist has the lowest KL.
 struct Choice {
-  std::optional<std::size_t> best_accuracy;  ///< none: every task was skipped
+  std::optional<std::size_t> best_accuracy;  ///< nullopt if every task was skipped
   std::size_t deployed = 0;
   std::string why;
 };
-/// best_accuracy: among the finalists with the most right answers (by the first task, then by the
-/// next, within kAlikeShare), the one with the lowest KL. deployed: the finalist with the best task
-/// accuracy among those within kNearKl of the lowest KL.
+/// best_accuracy: the finalist with the most right answers, by the first task, then by the next.
+/// Among those within kAlikeShare of the most, it is the one with the lowest KL. deployed: among
+/// the finalists within kNearKl of the lowest KL, the one with the best task accuracy.
 Choice choose_by_both_criteria(std::span<const Finalist> finalists,
                                std::span<const TaskAccuracy> evaluated);
 

@@ -8,10 +8,10 @@
 namespace kvlab {
 namespace {
 
-constexpr int kRepeats = 3;  // the fastest run counts
+constexpr int kRepeats = 3;  // the fastest of these runs counts
 
-/// Operations of all products of one configuration: every token through the layers, and the head
-/// for scored tokens.
+/// Operations of all products of one configuration: every token goes through the layers, and scored
+/// tokens also through the head.
 double product_flops(const ModelConfig& config, double tokens, double scored) {
   const double heads = config.query_heads + 2.0 * config.kv_heads,
                of_layer = config.hidden *

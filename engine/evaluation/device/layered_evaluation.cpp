@@ -21,7 +21,7 @@ namespace {
 
 using Ids = std::vector<std::int32_t>;
 
-constexpr int kTileRows = 8192;             // rows of one product
+constexpr int kTileRows = 8192;             // number of rows of one product
 constexpr std::size_t kScoredRows = 1024;   // rows of logits in memory at once
 constexpr double kUsableMemory = 0.9;       // share of the free memory
 constexpr std::size_t kReserve = 1u << 29;  // bytes that CUDA needs later
@@ -43,8 +43,8 @@ struct DeviceEvaluation {
   cuda::DeviceBuffer projections;  // [row of a tile, query heads, key heads, value heads, dim]
 };
 
-/// The configuration whose threshold counts. The threshold has no meaning for caches that never
-/// evict.
+/// The first configuration that evicts, whose threshold counts. Caches that never evict need no
+/// threshold.
 const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
   const auto found = std::ranges::find_if(configs, &CacheConfig::evicts);
   return found == configs.end() ? configs.front() : *found;
@@ -93,8 +93,8 @@ HeadArithmetic arithmetic_of(const DeviceModel& model, const CacheConfig& config
           .threshold16 = request_threshold16(config.threshold)};
 }
 
-/// The rows of a group of configurations: first the shared ones, which are computed once, then each
-/// configuration's own.
+/// The rows of a group of configurations: first the shared rows, which are computed once, then the
+/// separate rows of each configuration.
 struct EvalRows {
   std::size_t shared, own, configs;
   std::size_t all() const { return shared + configs * own; }
@@ -121,7 +121,8 @@ struct GroupMemory {
   float* x = nullptr;          // [row, hidden]
   std::byte* heads = nullptr;  // [row, query_head, dim]: queries, later outputs
   std::int32_t *configs = nullptr, *tokens = nullptr;  // [row]
-  std::byte* whole = nullptr;  // [config, token, query_head, dim]: `heads`, arranged for attention
+  std::byte* whole =
+      nullptr;  // [config, token, query_head, dim]: `heads`, in the layout for attention
 };
 
 /// One sequence under all configurations.
@@ -205,7 +206,7 @@ class SequenceRun {
       each(first, static_cast<int>(std::min<std::size_t>(kTileRows, rows - first)));
   }
 
-  /// Runs all layers and leaves the last hidden states in `memory`.
+  /// Runs all layers, and leaves the last hidden states in `memory`.
   void forward(std::span<const ResolvedConfig* const> group, const EvalRows& rows,
                const GroupMemory& memory, std::size_t first) {
     EvalAttention attention(plan_, group, tables_, options_.threads, on_.product, on_.streams,
@@ -257,28 +258,28 @@ class SequenceRun {
     on_.streams.synchronize();
   }
 
-  /// Attention of a layer on which no policy acts. Each query sees its window, however the prompt
-  /// is appended.
+  /// Attention of a layer with a window, on which no policy acts. Each query sees its window,
+  /// however the prompt is appended.
   void attend_windows(std::uint32_t layer, const EvalRows& rows, const GroupMemory& memory,
                       const EvalAttention& attention) {
     const std::size_t of_keys = rows_ * config_.kv_heads * on_.model.key_bytes();
     for (std::size_t c = 0; c < rows.configs; ++c) {
       std::byte* const heads = memory.whole + c * rows_ * GroupMemory::row_bytes(on_.model);
       cuda::check(
-          kernels::prefill_attention(on_.model.attention_shape(static_cast<int>(rows_), layer),
-                                     {.queries = static_cast<int>(tokens()),
-                                      .q = heads,
-                                      .keys = attention.keys() + c * of_keys,
-                                      .values = attention.values() + c * of_keys,
-                                      .out = heads},  // in place: a block reads only the rows that
-                                                      // it writes
-                                     static_cast<int>(config_.rows[layer].window), stream()),
+          kernels::prefill_attention(
+              on_.model.attention_shape(static_cast<int>(rows_), layer),
+              {.queries = static_cast<int>(tokens()),
+               .q = heads,
+               .keys = attention.keys() + c * of_keys,
+               .values = attention.values() + c * of_keys,
+               .out = heads},  // in place, because a block only reads the rows that it writes
+              static_cast<int>(config_.rows[layer].window), stream()),
           "attention over windows");
     }
   }
 
-  /// Computes queries to memory.heads, and keys and values to where attention reads them. They are
-  /// before RoPE, except in layers with a window.
+  /// Computes queries to memory.heads, and keys and values to the memory from which attention reads
+  /// them. They are not rotated yet, except in layers with a window.
   void project(std::uint32_t layer, const GroupMemory& memory, const EvalAttention& attention,
                std::size_t all_rows) {
     const std::size_t of_head = rows_ * config_.head_size;
@@ -314,8 +315,8 @@ class SequenceRun {
     return memory.heads + row * GroupMemory::row_bytes(on_.model);
   }
 
-  /// Copies the shared rows to each configuration: queries, and the keys and values that the first
-  /// one has.
+  /// Copies the shared rows to each configuration: queries, and the keys and values of the first
+  /// configuration.
   void share(const EvalRows& rows, const GroupMemory& memory, const EvalAttention& attention) {
     if (rows.shared == 0) return;
     const std::size_t of_row = GroupMemory::row_bytes(on_.model), of_key = on_.model.key_bytes(),
@@ -333,7 +334,7 @@ class SequenceRun {
                     rows.configs, stream());
   }
 
-  /// Copies outputs back to the rows that products take.
+  /// Copies outputs back to the rows from which products read.
   void gather(const EvalRows& rows, const GroupMemory& memory) {
     if (rows.shared == 0) return;
     const std::size_t of_row = GroupMemory::row_bytes(on_.model);

@@ -7,16 +7,18 @@
 
 namespace kvlab {
 
-/// Names what a device cannot evaluate layer by layer in this model; empty if it can do all.
+/// Says which parts of this model a device cannot evaluate layer by layer; empty if it can do
+/// everything.
 std::string beyond_device_layers(const ModelConfig& config);
 
-/// As layer_sweep_runner(), for a model in device memory, which must outlive the runner. As many
-/// configurations run side by side as fit the device's memory. The runner throws
-/// std::invalid_argument for what evaluate_by_layers() refuses, for budgets by head, and for
-/// configurations with different thresholds; std::runtime_error if not even one configuration fits.
+/// Like layer_sweep_runner(), for a model in device memory, which must outlive the runner. The
+/// number of configurations that run at the same time is what fits the device's memory. The runner
+/// throws std::invalid_argument if evaluate_by_layers() would, for budgets by head, and for
+/// configurations with different thresholds. It throws std::runtime_error if not even one
+/// configuration fits.
 SweepRunner device_layer_sweep_runner(const DeviceModel& model);
 
-/// Times the evaluation, next to the least time that its products take.
+/// Times the evaluation, and computes the minimum time that its products take.
 struct EvalBenchOptions {
   BenchModel model;
   std::vector<CacheConfig> configs;

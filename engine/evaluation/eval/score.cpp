@@ -117,7 +117,8 @@ void add_texts(EvalScore& score, std::size_t c, const ScoredSequences& sequences
   score.kl_deviation = spread_of(kl).deviation;
 }
 
-/// Without the full cache there is nothing to compare with: sets the scores against it to NaN.
+/// Sets the scores against the full cache to NaN if it was not run, so that there is nothing to
+/// compare with.
 void forget_full(EvalScore& score) {
   score.kl = score.kl_error = score.kl_p50 = score.kl_p90 = score.kl_p99 = score.same_first =
       score.same_first_error = kNaN;
@@ -181,7 +182,7 @@ std::vector<std::string> Evaluation::budgets() const {
   std::vector<std::string> budgets;
   std::map<std::uint32_t, std::string> by_tokens;
   for (const EvalScore& score : scores)
-    // At budget `all` policies do not differ.
+    // At budget `all`, policies do not differ.
     if (score.config.evicts() && !score.config.budget.all)
       by_tokens.try_emplace(score.budget_tokens, score.config.budget.text());
   for (const auto& [tokens, budget] : by_tokens) budgets.push_back(budget);
@@ -314,7 +315,8 @@ ordered_json pair_json(const Evaluation& evaluation, std::size_t a, std::size_t 
   return object;
 }
 
-/// Pairs every configuration with the first one, and every two of one budget in tokens.
+/// Compares every configuration in pairs with the first one, and every two configurations with the
+/// same budget in tokens.
 ordered_json pairs_json(const Evaluation& evaluation) {
   const auto& scores = evaluation.scores;
   ordered_json pairs = ordered_json::array();

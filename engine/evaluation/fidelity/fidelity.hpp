@@ -33,7 +33,7 @@ struct EvalText {
 EvalText text_of_trace(const std::filesystem::path& directory, const std::string& weights_xxh3,
                        unsigned threads);
 
-/// The texts that count, and a warning for each two that overlap (overlaps_of()).
+/// The texts that count, and a warning for each pair of texts that overlap (overlaps_of()).
 struct DistinctTexts {
   std::vector<EvalText> texts;
   std::vector<std::string> warnings;
@@ -64,9 +64,9 @@ std::vector<EvalScores> end_to_end_scores(const SweepRunner& run_sweep, const Ev
 
 /// KL to the full cache, [configuration][scored token], without the first configuration.
 std::vector<std::vector<double>> kl_of(std::vector<EvalScores> scores);
-/// Seconds that the end-to-end evaluation takes for each token of a configuration, measured by a
-/// run of the full cache over the beginning of a text. Progress is estimated from it until more is
-/// known.
+/// Seconds per token of a configuration that the end-to-end evaluation takes. It is measured by a
+/// run of the full cache over the beginning of a text, and used to estimate the progress until more
+/// is known.
 double end_to_end_rate(const SweepRunner& run_sweep, const EvalText& text, unsigned threads);
 
 /// The results of one text.
@@ -81,7 +81,7 @@ struct FidelityText {
 FidelityText fidelity_text(const EvalText& text, std::vector<std::vector<double>> kl_tokens,
                            ReplayMetrics replay_metrics);
 
-/// Two policies that a metric puts in the wrong order.
+/// Two policies that a metric orders wrongly.
 struct Misordered {
   std::size_t preferred, better;  ///< the configuration that the metric prefers, and the one with
                                   ///< lower KL
@@ -91,16 +91,17 @@ struct Misordered {
 /// How well one metric predicts KL among the configurations of one budget.
 struct FidelityBudget {
   std::string budget;
-  double rho;                ///< Spearman's rho of the means over texts
-  Interval rho_interval;     ///< 95% interval by resampling texts; NaN for one text
-  double rho_single;         ///< mean of the rhos of single texts
-  double regret;             ///< KL of the metric's first over the lowest KL, of means over texts
-  double worst_regret;       ///< the largest regret of a single text
-  std::size_t chosen, best;  ///< configurations that the metric and KL put first
-  std::size_t significantly_different;  ///< number of pairs that differ significantly in KL, by a
-                                        ///< paired block bootstrap
+  double rho;             ///< Spearman's rho of the means over texts
+  Interval rho_interval;  ///< 95% interval by resampling texts; NaN for one text
+  double rho_single;      ///< mean of the rhos of single texts
+  double regret;  ///< KL of the metric's first choice divided by the lowest KL, both as means over
+                  ///< texts
+  double worst_regret;                  ///< the largest regret of a single text
+  std::size_t chosen, best;             ///< configurations that the metric and KL put first
+  std::size_t significantly_different;  ///< number of pairs that differ significantly in KL,
+                                        ///< according to a paired block bootstrap
   std::vector<Misordered>
-      misordered;  ///< pairs among them that the metric orders wrongly, the worst first
+      misordered;  ///< those of these pairs that the metric orders wrongly, the worst first
 };
 
 struct FidelityMetric {
@@ -112,8 +113,9 @@ struct FidelityMetric {
 struct Fidelity {
   std::vector<FidelityMetric> metrics;  ///< metrics that every text has
   std::string standard;                 ///< the metric that `deploy` uses
-  /// Rank correlation of KL on one text with KL on another, mean over all pairs, by budget; NaN for
-  /// one text. A metric from one text cannot be expected to do better.
+  /// Rank correlation of KL on one text with KL on another text, by budget: mean over all pairs of
+  /// texts; NaN for one text. A metric that is computed from one text cannot be expected to do
+  /// better.
   std::vector<double> ceiling;
 
   const FidelityMetric* find(const std::string& metric) const;
@@ -146,9 +148,9 @@ std::string fidelity_csv(std::span<const CacheConfig> configs, std::span<const F
 void add_fidelity(nlohmann::ordered_json& json, const Fidelity& fidelity,
                   std::span<const CacheConfig> configs, std::span<const FidelityText> texts);
 
-/// Reads from a fidelity.json how well a metric predicted, at the budget that is nearest in tokens.
-/// Throws std::runtime_error that names the file: it is broken, for other weights, lacks this
-/// metric, or has budgets as shares of texts that differ in length.
+/// Reads from a fidelity.json how well a metric predicted KL, at the budget that is nearest in
+/// tokens. Throws std::runtime_error, which names the file, if the file is broken or for other
+/// weights, if it lacks this metric, or if its budgets are shares of texts that differ in length.
 nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::string& metric,
                                  std::uint32_t budget_tokens, const std::string& weights_xxh3);
 

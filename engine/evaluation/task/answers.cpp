@@ -16,7 +16,7 @@ namespace {
 
 using Ids = std::vector<std::int32_t>;
 
-// Most logits in memory at once, unless a step has more.
+// maximum number of logits in memory at once, unless a single step has more
 constexpr std::size_t kLogitFloats = std::size_t{1} << 24;
 
 /// One cache: a question, its query mode, and a configuration.
@@ -31,7 +31,7 @@ struct Unit {
 };
 
 /// The model's own greedy answer: the most probable token after each fed token, as long as the fed
-/// tokens are those of the answer.
+/// tokens are those of the model's own answer.
 struct Path {
   Ids ids;
   bool open = true;  ///< whether the fed tokens are still those of the path
@@ -91,7 +91,7 @@ class TaskAnswerer {
   }
 
  private:
-  /// Units of whole prompts, as many as fit in a batch.
+  /// Units of whole prompts; each has as many prompts as fit in a batch.
   std::vector<Unit> units() const {
     const auto alike = [&](const CacheConfig& one, const CacheConfig& other) {
       return backend_.side_by_side(one, other);
@@ -138,7 +138,7 @@ class TaskAnswerer {
     options_.kept->write_unit(unit.batch, unit.first, pack_answers(answers));
   }
 
-  /// Calls `body` with as many rows as fit, and a decoder for them.
+  /// Calls `body` with as many rows as fit in memory, and with a decoder for them.
   template <class Body>
   void in_groups(std::span<const Row> rows, Body body) {
     std::size_t most = options_.max_rows;
@@ -198,7 +198,7 @@ class TaskAnswerer {
     return logits;
   }
 
-  /// Scores rows of logits, each against its next id (-1: not wanted).
+  /// Scores rows of logits, each against its next id. -1: the row is not scored.
   std::vector<RowScore> score(const float* logits, const Ids& next) {
     Ids itself(next.size());
     std::iota(itself.begin(), itself.end(), 0);
@@ -210,8 +210,8 @@ class TaskAnswerer {
     return scores;
   }
 
-  /// Feeds the right answers, which gives their likelihood, and follows the model's own path until
-  /// it differs. Returns the rows that this does not decide.
+  /// Feeds the right answers, which gives their likelihood, and follows the model's own answer
+  /// until it differs from the right one. Returns the rows for which the answer is not yet decided.
   std::vector<Row> force(std::span<const Row> rows, BatchDecoder& decoder) {
     std::vector<Path> paths(rows.size());
     std::size_t longest = 0;
@@ -226,7 +226,7 @@ class TaskAnswerer {
       for (std::size_t step = at; step < at + steps; ++step)
         for (const Row& row : rows) {
           const Ids& answer = prompt_of(row).answer;
-          // After the answer's end; ignored.
+          // These tokens come after the end of the answer. They are ignored.
           ids.push_back(answer[std::min(step, answer.size() - 1)]);
         }
       decoder.decode(static_cast<int>(rows.size()), ids, logits->data());
@@ -245,7 +245,7 @@ class TaskAnswerer {
     for (std::size_t step = at; step < at + steps; ++step)
       for (const Row& row : rows) {
         const Ids& answer = prompt_of(row).answer;
-        // After the last token the most probable one is still needed, because the number may
+        // After the last token, the most probable token is still needed, because the number may
         // continue.
         next.push_back(step < answer.size() ? answer[step] : step == answer.size() ? 0 : -1);
       }
@@ -261,14 +261,14 @@ class TaskAnswerer {
     }
   }
 
-  /// Whether a path decides the row. If so, stores the answer.
+  /// Whether the model's answer so far decides the row. If so, stores the answer.
   bool decide(const Row& row, Ids path) {
     const auto end = std::ranges::find_first_of(path, backend_.config().eos);
     const bool ended = end != path.end() || path.size() >= options_.max_new_tokens;
     path.erase(end, path.end());
     TaskAnswer& answer = answer_of(row);
     // The answer may begin within a word, and a tokenizer decodes tokens correctly only after the
-    // tokens before them.
+    // tokens that precede them.
     const Ids& before = prompt_of(row).question;
     Ids text = before;
     text.insert(text.end(), path.begin(), path.end());
@@ -279,7 +279,7 @@ class TaskAnswerer {
     return judgement != Judgement::open;
   }
 
-  /// Decodes the model's answer until it decides.
+  /// Decodes the model's own answer until it is decided.
   void follow(std::span<const Row> rows, BatchDecoder& decoder) {
     std::vector<Path> paths(rows.size());
     auto logits = append(rows, decoder);

@@ -28,7 +28,7 @@ ResolvedConfig resolve_for(const CacheConfig& requested, const TaskPrompt& promp
   for (const auto& segment : prompt.segments(mode)) add(segment.size(), SegmentKind::prompt);
   add(prompt.answer.size(), SegmentKind::decode);
   CacheConfig config = requested;
-  // The budget is a share of the prompt, without the answer.
+  // The budget is a share of the prompt without the answer.
   config.budget = config.budget_at_length(prompt.tokens(), model.head_size);
   return resolve(config, segments, 0, model);
 }
@@ -151,7 +151,8 @@ std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t
     }
     made.push_back(
         recommend(std::move(candidates), std::move(scope), [&](std::size_t a, std::size_t b) {
-          return scores.difference(configs[b], configs[a]);  // differences of errors
+          return scores.difference(configs[b],
+                                   configs[a]);  // a difference of errors, so the order is reversed
         }));
   }
   return made;

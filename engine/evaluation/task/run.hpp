@@ -18,7 +18,8 @@
 #include "traces/base/files.hpp"
 
 namespace kvlab {
-// Metrics of answers by length and depth, with intervals, paired with the first configuration.
+// Metrics of answers by length and depth, with intervals. They are compared in pairs with the first
+// configuration.
 /// One metric.
 ///
 ///     exact_match: share of right answers
@@ -31,8 +32,8 @@ namespace kvlab {
 struct TaskMetric {
   std::size_t config;
   QueryMode mode;
-  std::optional<std::uint32_t> words;  ///< none: over all lengths
-  std::optional<double> depth;         ///< none: over all depths
+  std::optional<std::uint32_t> words;  ///< nullopt: over all lengths
+  std::optional<double> depth;         ///< nullopt: over all depths
   std::string_view metric;
   double value;
   Interval interval;
@@ -81,8 +82,9 @@ std::vector<std::vector<Memory>> task_memory(const TaskRun& run, const CacheShap
 /// TaskRun::memory as metrics over all lengths and depths.
 std::vector<TaskMetric> memory_metrics(const TaskRun& run);
 
-/// Recommends by right answers of one mode, at each budget at which configurations evict; by log p
-/// of the right answers if the full cache has none right. Answers are paired over the same samples.
+/// Recommends by the right answers of one mode, at each budget at which configurations evict. If
+/// the full cache has no right answer, recommends by log p of the right answers. Answers are
+/// compared in pairs over the same samples.
 std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t mode);
 
 struct TaskRequest {
@@ -96,10 +98,10 @@ struct TaskRequest {
   std::vector<CacheConfig> configs;  ///< `full` is put first if it is not there
   std::optional<ChatFrame> chat;
   std::string_view text = bundled_haystack();
-  bool beyond_context = false;  ///< allow prompts longer than the model's trained context
+  bool beyond_context = false;  ///< allows prompts longer than the model's trained context
   AnswerOptions answers;
-  LeaveOut leave_out = nullptr;  ///< gets configurations whose budget is too small; null: they are
-                                 ///< an error
+  LeaveOut leave_out =
+      nullptr;  ///< called for configurations whose budget is too small; null: they are an error
 };
 
 /// Runs a task. Throws std::invalid_argument for a text without words, too many keys, and prompts
@@ -108,15 +110,15 @@ TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest
 
 // Captures traces of questions in which the answer's tokens are passages.
 
-/// Passages of the context that contain the expected values, named "answer", or "answer 1", "answer
-/// 2", ….
+/// The passages of the context that contain the expected values, named "answer" or "answer 1",
+/// "answer 2", …
 std::vector<Passage> answer_passages(const Tokenizer& tokenizer, const TaskPrompt& prompt);
 
 /// The name of a trace, such as "250-50%-0-query-aware": words, depth, sample and mode.
 std::string task_trace_name(const TaskRun& run, std::size_t prompt, QueryMode mode);
 
-/// Captures every question of a run in every mode under the full cache, with the right answer
-/// decoded after it, to folders in `folder`, which the caller commits. `model`: the checkpoint's
+/// Captures every question of a run in every mode with the full cache, followed by the right answer
+/// as decoded tokens, to folders in `folder`. The caller commits these. `model`: the checkpoint's
 /// directory, for the sketch of its output projections.
 void capture_tasks(Backend& backend, const Tokenizer& tokenizer, const std::filesystem::path& model,
                    const TaskRun& run, const AtomicFolder& folder, unsigned threads,

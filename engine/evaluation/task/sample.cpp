@@ -111,8 +111,8 @@ TaskSample sample_passkey(const Haystack& haystack, TaskPoint point, Random& ran
           .evidence = {hidden.sentence}};
 }
 
-/// A needle question. The first number of the requested key is at `point`; all other numbers are
-/// anywhere.
+/// A needle question. The first number of the requested key is at `point`; all other numbers are at
+/// random places.
 TaskSample sample_needle(const TaskSpec& spec, const Haystack& haystack, TaskPoint point,
                          Random& random) {
   constexpr std::uint32_t kDigits = 6;
@@ -143,8 +143,8 @@ TaskSample sample_needle(const TaskSpec& spec, const Haystack& haystack, TaskPoi
   return sample;
 }
 
-/// A recall question: lines of a key and a number. With `reassigned`, every fourth line gives an
-/// earlier key a new number, the requested key among them.
+/// A recall question: lines with a key and a number. With `reassigned`, every fourth line assigns a
+/// new number to an earlier key; the requested key is among them.
 TaskSample sample_recall(const TaskSpec& spec, TaskPoint point, Random& random) {
   constexpr std::uint32_t kDigits = 4;
   const std::uint32_t least = spec.reassigned ? 2 : 1;
@@ -181,8 +181,8 @@ TaskSample sample_recall(const TaskSpec& spec, TaskPoint point, Random& random) 
 }  // namespace
 
 Haystack::Haystack(std::string_view text) {
-  constexpr std::uint32_t kMaxWords = 60;  // most words of a sentence, so that texts without full
-                                           // stops are split
+  constexpr std::uint32_t kMaxWords =
+      60;  // maximum number of words of a sentence, so that texts without full stops are also split
   std::istringstream in{std::string(text)};
   Sentence sentence{"", 0};
   for (std::string word; in >> word;) {
@@ -199,7 +199,7 @@ Haystack::Haystack(std::string_view text) {
 std::string Haystack::with(std::uint32_t words, std::size_t start,
                            std::span<const Hidden> hidden) const {
   std::vector<const Sentence*> taken;
-  std::vector<double> words_before{0};  // words before each sentence border
+  std::vector<double> words_before{0};  // number of words before each border between sentences
   while (words_before.back() < words) {
     taken.push_back(&sentences_[(start + taken.size()) % sentences_.size()]);
     words_before.push_back(words_before.back() + taken.back()->words);
@@ -270,7 +270,7 @@ bool contains(std::string_view text, std::string_view part) {
   return text.find(part) != std::string_view::npos;
 }
 
-/// What kind of template it is, for the message that refuses it.
+/// The kind of a template, for the message that refuses it.
 std::string_view name_of_template(std::string_view chat_template) {
   constexpr std::array<std::pair<std::string_view, std::string_view>, 4> kKnown{{
       {"<|start_header_id|>", "Llama 3's headers"},
@@ -283,7 +283,7 @@ std::string_view name_of_template(std::string_view chat_template) {
   return "of an unknown kind";
 }
 
-/// Replaces escaped line breaks. In Jinja's quotes both forms are equal.
+/// Replaces escaped line breaks, because in Jinja's quotes both forms mean the same.
 std::string unescaped(std::string_view text) {
   std::string plain;
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -294,7 +294,7 @@ std::string unescaped(std::string_view text) {
   return plain;
 }
 
-/// The first system message that the template contains as a whole; "" if there is none.
+/// The first complete system message in the template; "" if there is none.
 std::string default_system_message(std::string_view chat_template) {
   const std::string plain = unescaped(chat_template);
   const std::string opening = fmt::format("{}system\n", kStart);
@@ -308,14 +308,14 @@ std::string default_system_message(std::string_view chat_template) {
   return "";
 }
 
-/// The text of the BOS token, as a template may write it.
+/// The text of the BOS token, in the way a template writes it.
 std::string bos_of(const nlohmann::json& config) {
   const nlohmann::json* entry = json_find(config, "bos_token");
   if (entry && entry->is_object()) entry = json_find(*entry, "content");
   return entry && entry->is_string() ? entry->get<std::string>() : "";
 }
 
-/// The template: a string, or the default one of several.
+/// The template: a string, or the default template of several.
 std::string template_of(const nlohmann::json& config, const std::string& file) {
   const nlohmann::json* const entry = json_find(config, "chat_template");
   if (!entry) return "";
@@ -387,7 +387,7 @@ TaskPrompt encode_task(const Tokenizer& tokenizer, const std::optional<ChatFrame
                         : encode_prompt(tokenizer, sample.context);
   const std::string question =
       sample.question + (chat ? chat->after : std::string("\n")) + sample.lead;
-  // The answer begins at the first id that its text changes.
+  // The answer begins at the first id that changes when the answer's text is added.
   prompt.question = tokenizer.encode(question, false);
   const std::vector<std::int32_t> answered = tokenizer.encode(question + sample.answer(), false);
   const auto border = std::ranges::mismatch(prompt.question, answered);

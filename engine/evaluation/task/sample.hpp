@@ -13,7 +13,7 @@
 #include "engine/tokenizer/tokenizer.hpp"
 
 namespace kvlab {
-// A long text by sentences, with sentences hidden in it.
+// A long text, split into sentences, with other sentences hidden in it.
 
 /// A text without digits, written for kvlab.
 std::string_view bundled_haystack();
@@ -30,9 +30,9 @@ class Haystack {
   explicit Haystack(std::string_view text);
 
   std::size_t sentences() const { return sentences_.size(); }
-  /// Returns whole sentences from the `start`-th on, in a circle, until there are `words` words,
-  /// with each hidden sentence inserted at the sentence border nearest to its depth. Several at one
-  /// border stay in the given order.
+  /// Returns whole sentences, beginning with the `start`-th and continuing at the beginning of the
+  /// text, until there are `words` words. Each hidden sentence is inserted at the border between
+  /// sentences that is nearest to its depth. Several sentences at one border keep the given order.
   std::string with(std::uint32_t words, std::size_t start, std::span<const Hidden> hidden) const;
 
  private:
@@ -51,23 +51,23 @@ TaskKind parse_task_kind(std::string_view name, std::string_view what = "--task"
 /// The kind of a task's questions and its settings.
 struct TaskSpec {
   TaskKind kind = TaskKind::passkey;
-  std::uint32_t keys = 1;  ///< needle: keys with numbers in the text; the question is about one of
-                           ///< them
-  std::uint32_t values = 1;  ///< needle: numbers of each key
-  bool reassigned = false;   ///< recall: a key may get a new value, and the last one counts
+  std::uint32_t keys =
+      1;  ///< needle: number of keys with numbers in the text; the question is about one of them
+  std::uint32_t values = 1;  ///< needle: numbers per key
+  bool reassigned = false;   ///< recall: whether a key may get a new value; the last value counts
 
   /// As text, for example "needle:keys=4:values=1".
   std::string text() const;
 };
 
-/// Length of the text and place of the answer.
+/// The length of the text, and the position of the answer in it.
 struct TaskPoint {
   std::uint32_t words;
   double depth;  ///< 0 to 1
 };
 
-/// One question. A prompt is the context, the question, and the beginning of the answer, so that
-/// only the answer itself remains to be said.
+/// One question. A prompt consists of the context, the question, and the beginning of the answer,
+/// so that the model only has to say the answer itself.
 struct TaskSample {
   std::string context, question;
   std::string lead;                   ///< the beginning of the answer: "The pass key is"
@@ -91,10 +91,10 @@ struct ChatFrame {
   std::string before, after;
 };
 
-/// Recognizes ChatML in a Jinja template, without interpreting the template: with its own system
-/// message if it has one, and after `bos` if it contains bos_token. `file` is named in messages.
-/// Throws std::invalid_argument for any other template, and for one whose answers begin with
-/// thoughts.
+/// Recognizes ChatML in a Jinja template without interpreting the template. The frame has the
+/// template's own system message, if there is one, and begins with `bos` if the template contains
+/// bos_token. `file` is named in messages. Throws std::invalid_argument for any other template, and
+/// for one whose answers begin with thoughts.
 ChatFrame chat_frame(std::string_view chat_template, std::string_view file,
                      std::string_view bos = "");
 
@@ -103,13 +103,13 @@ ChatFrame chat_frame(std::string_view chat_template, std::string_view file,
 /// as chat_frame() does, and std::runtime_error for a broken file.
 std::optional<ChatFrame> read_chat_frame(const std::filesystem::path& directory);
 
-/// aware: the question is part of the prompt. agnostic: it comes after the context was evicted to
-/// the budget.
+/// aware: the question is part of the prompt. agnostic: it comes after the context has been evicted
+/// to the budget.
 enum class QueryMode { aware, agnostic };
 std::string_view name_of(QueryMode mode);  ///< "query-aware", "query-agnostic"
 
-/// A question in ids. Both modes have the same ids; they differ in where one append ends and the
-/// next begins.
+/// A question as token ids. Both modes have the same ids; they differ only in where one append ends
+/// and the next begins.
 struct TaskPrompt {
   std::vector<std::int32_t> context;            ///< with the special tokens or template before it
   std::vector<std::int32_t> question;           ///< up to where the answer begins

@@ -8,7 +8,7 @@
 namespace kvlab {
 namespace {
 
-constexpr double kMargin = 0.05;  // share of the leader's KL
+constexpr double kMargin = 0.05;  // share of the leader's KL that counts as a small difference
 
 using Rounds = std::vector<std::vector<std::size_t>>;
 
@@ -46,8 +46,8 @@ class Runner {
   }
 
  private:
-  /// How many configurations may run in this round, if every later round has half as many as the
-  /// one before.
+  /// How many configurations may run in this round if each later round has half as many as the
+  /// round before it.
   std::size_t affordable(std::size_t round) const {
     double each = 0, full = 0, share = 1;
     for (std::size_t r = round; r < rounds_.size(); ++r, share /= 2) {
@@ -59,8 +59,9 @@ class Runner {
   }
 
   /// Whether the leader would stay within the interval of every difference if all text showed twice
-  /// the differences of the text so far. The interval over texts narrows with their number. The
-  /// interval over one text's blocks is assumed to narrow with the square root of its length.
+  /// the differences of the text so far. The interval over texts narrows with the number of texts.
+  /// The interval over the blocks of one text is assumed to narrow with the square root of its
+  /// length.
   bool stays_similar(std::size_t round) const {
     constexpr double kUnseen = 2;
     double done = 0, all = 0;
@@ -104,8 +105,8 @@ class Runner {
     }
   }
 
-  /// The configurations that ran, over all text so far. While more text is to come, a small
-  /// difference does not eliminate, because it may reverse on the next text.
+  /// The configurations that ran, over all text so far. If more text is to come, a small difference
+  /// does not eliminate a configuration, because it may reverse on the next text.
   std::vector<HalvingEntry> standings(bool more) {
     halving_.last = left_;
     halving_.kl = PairedScores(left_.size());

@@ -1,5 +1,5 @@
-// Successive halving in the end-to-end evaluation: many configurations over little text, few over
-// all of it.
+// Successive halving in the end-to-end evaluation: runs many configurations over little text, and
+// few configurations over all of it.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ namespace kvlab {
 /// Whether a configuration takes part in the next round.
 enum class HalvingFate {
   stays,
-  eliminated,  ///< the leader is significantly better, before the last round by more than 5% of its
-               ///< KL
+  eliminated,  ///< the leader is significantly better; before the last round, by more than 5% of
+               ///< its KL
   dropped      ///< not shown to be worse, but left out to stay within the work limit
 };
 
@@ -46,10 +46,10 @@ struct HalvingRound {
 
 struct Halving {
   std::vector<HalvingRound> rounds;
-  /// The winner, followed by those that do not differ significantly from it.
+  /// The winner, followed by the configurations that do not differ significantly from it.
   std::vector<std::size_t> first;
   HalvingEnd end = HalvingEnd::text;
-  /// Configuration-tokens of the end-to-end evaluation, the full cache's included.
+  /// Configuration-tokens of the end-to-end evaluation, including those of the full cache.
   std::uint64_t work = 0;
   std::uint64_t exhaustive = 0;  ///< configuration-tokens of the whole sweep over all texts
   bool limited = false;  ///< whether configurations were left out to stay within the work limit
@@ -61,8 +61,8 @@ struct HalvingInput {
   std::size_t configurations;  ///< number of configurations in the sweep, in the order of the
                                ///< offline replay
   std::vector<std::uint64_t> lengths;  ///< lengths of the texts in tokens
-  double share = 0.25;  ///< limit of the work, as a share of the exhaustive work. Two
-                        ///< configurations always run over all texts.
+  double share = 0.25;  ///< limit of the work, as a share of the exhaustive work; two
+                        ///< configurations always run over all texts
 };
 
 /// Runs configurations (indices) and the full cache over a text. Returns the KL of each token,
@@ -70,11 +70,11 @@ struct HalvingInput {
 using HalvingRunner = std::function<std::vector<std::vector<double>>(
     std::size_t text, std::span<const std::size_t> configurations)>;
 
-/// The texts of each round: a quarter of them, as many again, the rest.
+/// The texts of each round: a quarter of them, then as many again, then the rest.
 std::vector<std::vector<std::size_t>> halving_texts(std::size_t texts);
 
-/// Configuration-tokens from a text on, which runs `configurations`, if every later round has half
-/// as many as the one before.
+/// Configuration-tokens from a text on if it runs with `configurations`, and each later round has
+/// half as many configurations as the round before it.
 double work_from(const HalvingInput& field, std::size_t text, std::size_t configurations);
 /// How many configurations the work limit allows in the first round.
 std::size_t first_round_size(const HalvingInput& field);
