@@ -463,7 +463,8 @@ TEST_CASE("Requests leave and join a batch, and each decodes as it does alone", 
 
 TEST_CASE("A prompt's chunks may go through all layers, with steps between them", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const char* policy : {"h2o", "snapkv:recent=8", "keydiff", "h2o:every=4", "h2o:tiers=16@8t+4@100%"}) {
+  for (const char* policy :
+       {"h2o", "snapkv:recent=8", "keydiff", "h2o:every=4", "h2o:tiers=16@8t+4@100%"}) {
     CAPTURE(policy);
     const ResolvedConfig config = resolved(policy, 24);
     Layout interleaved(config, 2);
