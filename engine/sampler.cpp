@@ -80,7 +80,7 @@ std::int32_t Sampler::pick(std::span<const float> logits) {
     sum += weights[i];
     if (target < sum) return ids[i];
   }
-  return best;  // reached if rounding leaves the target at the end
+  return best;  // reached if rounding leaves a remainder of the target at the end
 }
 
 RowScore score_row(std::span<const float> yardstick, std::span<const float> logits,

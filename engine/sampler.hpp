@@ -39,7 +39,7 @@ struct RowScore {
   double nll = 0;           ///< -ln p of the token that followed, in nats
   double kl = 0;            ///< KL(baseline || row), in nats
   bool same_first = false;  ///< whether the most probable token is the baseline's
-  std::int32_t first = 0;   ///< the most probable token; of several, the lowest id
+  std::int32_t first = 0;   ///< the most probable token; among equals, the one with the lowest id
 };
 RowScore score_row(std::span<const float> yardstick, std::span<const float> logits,
                    std::int32_t next);
@@ -49,8 +49,8 @@ struct ScoredRows {
   const float* logits;     ///< [row, vocab], in a backend's LogitMemory
   const float* yardstick;  ///< [baseline row, vocab], in a backend's LogitMemory; may be `logits`
   std::span<const std::int32_t> yardstick_rows;  ///< [row]: index of the baseline's row
-  std::span<const std::int32_t> next;  ///< [row]: the token that followed; -1: the row is not
-                                       ///< scored, and its score is zero
+  std::span<const std::int32_t>
+      next;  ///< [row]: the token that followed; -1: the row is not scored, and its score is zero
 };
 
 }  // namespace kvlab

@@ -13,10 +13,10 @@
 
 namespace kvlab {
 
-// The most tokens that a sequence may have, so that no counter overflows.
+// Maximum length of a sequence, so that no counter overflows.
 
-/// Each decode step gives a token at most `group` probabilities of 1 (2^32 units of a 64-bit sum)
-/// and `group` requests (of a 32-bit count). Positions have 31 bits.
+/// A token gets at most `group` probabilities of 1 per decode step (each is 2^32 units of a 64-bit
+/// sum), and at most `group` requests (of a 32-bit count). Positions have 31 bits.
 constexpr std::uint32_t longest_sequence(std::uint32_t group) {
   return std::min((1u << 31) - 1, std::numeric_limits<std::uint32_t>::max() / group);
 }
@@ -31,12 +31,12 @@ class SequenceDecoder {
   /// vocabulary.
   virtual std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
                                       std::vector<float>* all_logits = nullptr) = 0;
-  /// Samples a token from the last logits, feeds it, samples the next, and so on, until `count`
-  /// tokens were sampled or `on_id` returns false. The last sampled token is not fed. Throws
+  /// Samples a token from the last logits, feeds it, samples the next one, and so on, until `count`
+  /// tokens have been sampled or `on_id` returns false. The last sampled token is not fed. Throws
   /// std::invalid_argument if nothing was fed before.
   virtual void extend(Sampler& sampler, std::uint32_t count,
                       const std::function<bool(std::int32_t id)>& on_id) = 0;
-  /// Waits until the observer has received everything. Throws the errors that happened there.
+  /// Waits until the observer has received everything. Throws the errors that occurred there.
   virtual void flush() {}
 
   virtual std::uint32_t tokens() const = 0;  ///< fed so far

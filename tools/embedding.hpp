@@ -1,5 +1,5 @@
-// Runs a command inside another program, such as Python: what that program provides, and what it
-// gets instead of printed output.
+// Runs a command inside another program, such as Python. Embedding is what that program provides,
+// and where it gets the result instead of printed output.
 #pragma once
 
 #include <functional>
@@ -23,12 +23,12 @@ class Embedding {
 
   /// Policies in addition to those of --policy-source.
   const CompiledPolicies& policies() const { return policies_; }
-  /// Gets the fraction done, 0 to 1; may be empty.
+  /// Called with the fraction done, 0 to 1; may be empty.
   const std::function<void(double)>& progress() const { return progress_; }
   /// The text that --json would print.
   std::string json = "";
 
-  /// The thread's embedding. Null if the command is a process.
+  /// The embedding of this thread. Null if the command runs as a process.
   static Embedding*& of_thread() {
     static thread_local Embedding* own = nullptr;
     return own;

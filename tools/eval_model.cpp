@@ -24,8 +24,8 @@ std::string name_of_text(const std::string& path) {
   return std::filesystem::path(path).stem().string();
 }
 
-/// A warning if a text is longer than the model's trained context; else "". Traces do not count,
-/// because their capture has warned.
+/// A warning if a text is longer than the model's trained context; otherwise "". Traces do not
+/// count, because their capture already gave the warning.
 std::string note_of_context(const std::vector<EvalText>& texts, const ModelConfig& model) {
   std::size_t longest = 0;
   for (const EvalText& text : texts)
@@ -141,7 +141,7 @@ void add_task_accuracy_options(OptionTable& table, TaskAccuracyOptions& options,
   table.whole("samples", "N", {1, 100'000}, options.plan.samples,
               "--task: questions at each of five depths");
   table.check([&options, &features](const GivenOptions& given) {
-    // Features are for the texts, so questions are skipped unless requested.
+    // Features belong to the texts, so questions are skipped unless they are requested.
     if (!features.empty() && !given.has("task")) options.tasks = {"none"};
     if (options.tasks == std::vector<std::string>{"none"})
       return given.refuse({"words", "samples"}, "--task none evaluates no task");

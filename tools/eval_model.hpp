@@ -31,8 +31,8 @@ EvalModel load_eval_model(const std::string& directory, const CommonOptions& com
 /// The replayer of a device; null for the CPU.
 std::shared_ptr<HeadReplayer> eval_replayer(Device device);
 
-/// The first `tokens` ids of the text that `--text` names, the tokenizer's special tokens included.
-/// Throws std::invalid_argument for a shorter text.
+/// The first `tokens` ids of the text that `--text` names, including the tokenizer's special
+/// tokens. Throws std::invalid_argument if the text is shorter.
 std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& tokenizer,
                                       std::size_t tokens);
 
@@ -45,11 +45,11 @@ struct EvalModelOptions {
   bool every_output_error = false;
 };
 /// `--model`, `--text`, `--trace`, `--prompt-tokens`, `--max-tokens`, `--output-error`. Throws
-/// std::invalid_argument if there is neither a text nor a trace, two have one name, or numbers are
-/// out of range.
+/// std::invalid_argument if there is neither a text nor a trace, if two have the same name, or if
+/// numbers are out of range.
 void add_eval_model_options(OptionTable& table, EvalModelOptions& options);
-/// The first `--max-tokens` ids of each text, the tokenizer's special tokens included, then the
-/// traces. Throws for a shorter text, and for what text_of_trace() refuses.
+/// The first `--max-tokens` ids of each text, including the tokenizer's special tokens, then the
+/// traces. Throws if a text is shorter, and as text_of_trace() does.
 std::vector<EvalText> eval_texts(const EvalModelOptions& options, const EvalModel& model,
                                  unsigned threads);
 
@@ -57,13 +57,13 @@ std::vector<EvalText> eval_texts(const EvalModelOptions& options, const EvalMode
 struct TaskAccuracyOptions {
   std::vector<std::string> tasks{"passkey", "needle"};
   std::uint32_t words = 250;
-  TaskAccuracyPlan plan;  ///< complete but for what depends on the device and the seed
+  TaskAccuracyPlan plan;  ///< complete except for what depends on the device and the seed
 };
 /// `--task`, `--words`, `--samples`. With `features` there is no task by default. Throws
 /// std::invalid_argument for an unknown task.
 void add_task_accuracy_options(OptionTable& table, TaskAccuracyOptions& options,
                                const std::vector<std::string>& features);
-/// How many caches a device answers questions with at once.
+/// Number of caches that a device uses at once to answer questions.
 std::uint32_t task_accuracy_rows(Device device);
 
 }  // namespace kvlab

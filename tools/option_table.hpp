@@ -1,7 +1,7 @@
-// The options of a command as a table. A line of it names an option, the word for its value in
-// --help, the member of the request that it fills, and its help text. What the member contains at
-// first is the option's default. The parser, --help, the shells' completion and the keywords of the
-// Python package all read this table.
+// The options of a command as a table. Each line names an option, the word for its value in --help,
+// the member of the request that it fills, and its help text. The initial value of the member is
+// the option's default. The parser, --help, shell completion and the keywords of the Python package
+// all read this table.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,13 @@ namespace kvlab {
 struct Range {
   std::int64_t least, most;
 };
-/// For an option whose range depends on others; check_range() then checks it.
+/// For an option whose range depends on other options. check_range() checks it later.
 inline constexpr Range kAnyNumber{std::numeric_limits<std::int64_t>::min(),
                                   std::numeric_limits<std::int64_t>::max()};
 /// Throws std::invalid_argument if the value of `--name` is outside the range.
 void check_range(std::string_view name, std::int64_t value, Range range);
 
-/// How many words follow an option of several texts; it may be repeated in any case.
+/// How many words may follow an option of several texts. The option may be repeated in both cases.
 enum class Takes { one_word, several_words };
 
 /// The names of the options that the user gave.
@@ -40,7 +40,8 @@ class GivenOptions {
   /// Throws std::invalid_argument for the first of `names` that was given: "--NAME: WHY; leave it
   /// out".
   void refuse(std::initializer_list<const char*> names, std::string_view why) const;
-  /// Throws the same for options that require `--needed`, if that was not given.
+  /// Throws the same for each given option of `names` if `--needed`, which they require, was not
+  /// given.
   void refuse_without(const char* needed, std::initializer_list<const char*> names) const;
 
  private:
@@ -65,14 +66,14 @@ class OptionTable {
 
   /// A switch: sets `target` to `value`.
   void flag(const char* name, bool& target, std::string help, bool value = true);
-  /// `standard`: the default as --help shows it, if it is not what `target` contains; "" shows
-  /// none.
+  /// `standard`: the default that --help shows, if it is not the initial value of `target`; ""
+  /// shows none.
   void text(const char* name, const char* value_name, std::string& target, std::string help,
             std::optional<std::string> standard = std::nullopt);
-  /// A text that may be empty, which is not the same as none.
+  /// A text that may be empty. An empty text differs from an option that was not given.
   void text(const char* name, const char* value_name, std::optional<std::string>& target,
             std::string help);
-  /// A text that `parse` turns into the target's value.
+  /// A text that `parse` converts to the target's value.
   template <class T, class Parse>
   void parsed(const char* name, const char* value_name, T& target, Parse parse, std::string help,
               std::string standard = "") {
@@ -86,7 +87,7 @@ class OptionTable {
   void texts(const char* name, const char* value_name, Takes takes,
              std::vector<std::string>& target, std::string help);
   void number(const char* name, const char* value_name, double& target, std::string help);
-  /// A whole number. `standard`: as above.
+  /// A whole number. `standard`: see text().
   template <class Number>
   void whole(const char* name, const char* value_name, Range range, Number& target,
              std::string help, std::optional<std::string> standard = std::nullopt) {
@@ -96,8 +97,9 @@ class OptionTable {
         standard.value_or(std::to_string(target)));
   }
 
-  /// Adds a check of several options together, or the completion of a request. They run in this
-  /// order after all options are filled. Throws std::invalid_argument or std::runtime_error.
+  /// Adds a check of several options together, or a step that completes a request. Checks run in
+  /// the order of these calls, after all options are filled. They throw std::invalid_argument or
+  /// std::runtime_error.
   void check(Check check) { checks_.push_back(std::move(check)); }
 
   const std::vector<Option>& options() const { return options_; }

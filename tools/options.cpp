@@ -23,8 +23,8 @@ namespace kvlab {
 namespace {
 
 constexpr std::int64_t kMaxThreads = 1024;
-// Work that will take longer than kLongSeconds is announced after kAnnounceSeconds, when its rate
-// is known.
+// Work that will take longer than kLongSeconds is announced after kAnnounceSeconds, because its
+// rate is known by then.
 constexpr double kAnnounceSeconds = 3, kLongSeconds = 15;
 
 }  // namespace
@@ -61,7 +61,7 @@ void refuse_lone_budget(const CacheOptions& caches) {
 
 namespace {
 
-/// `--policy`, or else the policies of `--policy-source`, or else `full`.
+/// `--policy`; if it was not given, the policies of `--policy-source`; if there are none, `full`.
 std::vector<std::string> requested_policies(const CacheOptions& caches,
                                             const CompiledPolicies& compiled) {
   if (!caches.sweep.policies.empty()) return caches.sweep.policies;
@@ -74,8 +74,9 @@ std::vector<std::string> requested_policies(const CacheOptions& caches,
   return names;
 }
 
-/// A progress bar. It is drawn again for each percent, at most ten times a second, and on a
-/// terminal every second. Without a terminal, one line says how long the work will take.
+/// A progress bar. It is drawn again for each percent, but at most ten times a second, and on a
+/// terminal at least every second. If there is no terminal, one line says how long the work will
+/// take.
 class Bar {
  public:
   explicit Bar(std::string label) : label_(std::move(label)) {}
@@ -366,7 +367,7 @@ std::vector<std::string> text_names(const std::vector<std::string>& paths) {
     throw std::invalid_argument(
         "--text: the name 'all' stands for all texts in the results; write ./all");
   std::vector<std::string> names;
-  std::set<std::string_view> seen;  // views of `names`, which is not reallocated
+  std::set<std::string_view> seen;  // views of `names`, whose memory is reserved below
   names.reserve(paths.size());
   for (const std::string& path : paths) {
     names.push_back(std::filesystem::path(path).stem().string());

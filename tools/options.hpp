@@ -29,9 +29,9 @@ struct CommonOptions {
   Device device = Device::cpu;
   bool json = false;
 };
-/// The defaults are all cores, and `standard`; without it cuda if this build and this machine have
-/// it. Throws std::invalid_argument for cuda in a build without it, std::runtime_error without a
-/// device.
+/// `--threads` defaults to all cores. `--device` defaults to `standard` or, without it, to cuda if
+/// this build and this machine support it. Throws std::invalid_argument for cuda in a build without
+/// it, and std::runtime_error if there is no device.
 void add_common_options(OptionTable& table, CommonOptions& common,
                         std::optional<Device> standard = std::nullopt);
 void add_threads_option(OptionTable& table, unsigned& threads);
@@ -42,15 +42,16 @@ void add_model_option(OptionTable& table, std::string& model);
 /// The caches that a command runs.
 struct CacheOptions {
   SweepRequest sweep;
-  std::vector<std::string> tiers;                ///< of --tiers, as given
-  std::vector<TierPlan> tier_plans{TierPlan{}};  ///< the same; a plan of 16 bit if none is given
-  std::vector<std::string> sources;              ///< files of --policy-source
-  std::vector<std::string> features;             ///< traces of --features
+  std::vector<std::string> tiers;  ///< of --tiers, as given
+  std::vector<TierPlan> tier_plans{
+      TierPlan{}};                    ///< the same, parsed; a plan of 16 bit if none is given
+  std::vector<std::string> sources;   ///< files of --policy-source
+  std::vector<std::string> features;  ///< traces of --features
 };
 /// `--policy`, `--policy-source`, `--budget`, `--tiers`, `--prefill`, `--positions`, `--seed`.
 void add_cache_options(OptionTable& table, CacheOptions& caches, bool needs_policy = false);
 void add_seed_option(OptionTable& table, std::uint64_t& seed);
-/// `--tiers`, of which `auto` means several plans.
+/// `--tiers`, where `auto` stands for several plans.
 void add_tiers_option(OptionTable& table, CacheOptions& caches);
 /// `--request-threshold`, as a share of the row's largest probability, between 0 and 1.
 void add_threshold_option(OptionTable& table, double& threshold);
@@ -76,11 +77,12 @@ bool has_policy_sources(const CacheOptions& caches);
 /// compile_policy_sources and FeatureTraces do.
 CompiledPolicies compiled_policies(const CacheOptions& caches, const CommonOptions& common = {});
 
-/// The sweep that `--policy`, `--budget`, … request: every policy x budget (x prefill x positions),
-/// each once. Without `--policy` the sweep has the compiled policies, or else `full`. Positions
-/// default to each policy's own. `full` is one row with budget `all`; oracles have original
-/// positions only. Throws std::invalid_argument for an unknown name, a policy that evicts without a
-/// budget, and protected tokens that do not fit a budget in tokens.
+/// The sweep that `--policy`, `--budget`, … request: every policy x budget (x prefill x positions)
+/// once. Without `--policy`, the sweep has the compiled policies or, if there are none, `full`. The
+/// default positions are those of each policy. `full` is one configuration with budget `all`, and
+/// oracles only have original positions. Throws std::invalid_argument for an unknown name, for a
+/// policy that evicts without a budget, and for protected tokens that do not fit a budget in
+/// tokens.
 std::vector<CacheConfig> sweep_of(const CacheOptions& caches, const CompiledPolicies& compiled,
                                   const LeaveOut& leave_out = nullptr,
                                   std::span<const std::string_view> oracles = {});
@@ -88,25 +90,25 @@ std::vector<CacheConfig> sweep_of(const CacheOptions& caches, const CompiledPoli
 std::vector<std::string> with_tier_plans(const std::vector<std::string>& policies,
                                          const std::vector<TierPlan>& tier_plans,
                                          std::span<const std::string_view> oracles = {});
-/// Prints configurations that a command leaves out to standard error.
+/// Returns a function that prints to standard error which configurations a command leaves out.
 LeaveOut left_out_of(std::string command);
 /// The configuration of a command that takes only one. Throws std::invalid_argument if a list was
 /// given.
 CacheConfig only_config(const CacheOptions& caches, const CompiledPolicies& compiled);
 
 /// The text of a progress bar at fraction `done`, `seconds` after fraction `first`: "1:05 left", or
-/// "" if there is too little to estimate from.
+/// "" if it is too early for an estimate.
 std::string time_left(double first, double done, double seconds);
 /// The line that is printed once without a terminal: "about 1:40 left, 1:45 in all"; "" if there is
 /// too little to estimate from, or little time is left.
 std::string announcement(double first, double done, double seconds);
-/// A progress bar with the time left on standard error; or one line, if that is not a terminal and
-/// the work is long. Call it with the fraction done, from any thread. The first call marks where
-/// the work begins.
+/// A progress bar on standard error that shows the time left. If standard error is not a terminal
+/// and the work is long, prints one line instead. Call it with the fraction done, from any thread.
+/// The first call says at which fraction the work begins.
 std::function<void(double)> progress_bar(std::string label);
 
-/// Prints to standard error before a write of at least 100 MB how large it will be: traces of
-/// `tokens` tokens of a model. `where`: "in TMPDIR, one at a time", for example.
+/// Before at least 100 MB are written, prints to standard error how large the traces of `tokens`
+/// tokens of a model will be. `where`: for example "in TMPDIR, one at a time".
 void announce_traces(std::string_view command, const ModelShape& shape, std::uint64_t tokens,
                      std::string_view where);
 
@@ -121,8 +123,8 @@ std::string read_text(const std::string& path);
 /// example) become U+FFFD.
 void print_json(const nlohmann::ordered_json& json);
 
-/// Throws std::runtime_error before the work if no file can be written at `path`: it is a folder,
-/// or its parent folder does not exist.
+/// Throws std::runtime_error, before the work begins, if no file can be written at `path` because
+/// it is a folder or its parent folder does not exist.
 void refuse_unwritable(const std::string& path, std::string_view option);
 /// Throws std::invalid_argument if `model` looks like a name on the Hugging Face hub and is not a
 /// folder.

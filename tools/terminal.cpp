@@ -14,8 +14,8 @@ namespace {
 /// The process's only Terminal.
 Terminal* terminal = nullptr;
 
-/// Makes reading and writing closed standard streams fail, instead of using a file that is opened
-/// later.
+/// Makes reads and writes of standard streams fail if the streams are closed. Otherwise they would
+/// use a file that is opened later.
 void keep_closed_streams() {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(stream, F_GETFD) < 0) [[maybe_unused]]
@@ -30,7 +30,7 @@ std::string line_of(std::string_view text) {
 std::FILE* through(cookie_write_function_t* write) {
   std::FILE* const stream = ::fopencookie(nullptr, "w", {nullptr, write, nullptr, nullptr});
   if (!stream) throw std::bad_alloc();
-  std::setvbuf(stream, nullptr, _IONBF, 0);  // each print arrives as a whole
+  std::setvbuf(stream, nullptr, _IONBF, 0);  // so that each print arrives as a whole
   return stream;
 }
 

@@ -8,15 +8,16 @@
 namespace kvlab {
 
 /// While this object exists, everything printed to `stdout` and `stderr` goes through it, because
-/// names, files and tokens that are quoted may contain anything.
+/// quoted names, files and tokens may contain anything.
 ///
-/// On stdout line ends and tabs stay; other control characters become question marks. On stderr
-/// each print is one line of limited length. It waits until there is something else to show, output
-/// or a progress bar, so that an error found before is printed alone. It never fails.
+/// On stdout, line ends and tabs stay, and other control characters become question marks. On
+/// stderr, each print is one line of limited length. It is held back until there is something else
+/// to show, output or a progress bar, so that an error found before that is printed alone. Printing
+/// never fails.
 ///
 /// A standard stream that is closed stays closed: no file that is opened later takes its place. The
-/// streams that it installs are never closed, because a library that was loaded meanwhile with its
-/// own C++ library, such as NVRTC, keeps them and flushes them when the process ends.
+/// streams that this object installs are never closed, because a library that has its own C++
+/// library, such as NVRTC, may hold them and flush them when the process ends.
 class Terminal {
  public:
   Terminal();
@@ -37,7 +38,7 @@ class Terminal {
   std::FILE *out_, *error_;  // the original streams
   std::mutex mutex_;
   std::string lines_;      // waiting lines
-  bool bar_open_ = false;  // whether a progress bar stands on the present line
+  bool bar_open_ = false;  // whether the current line shows a progress bar
 };
 
 }  // namespace kvlab

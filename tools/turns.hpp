@@ -31,20 +31,22 @@ struct PromptOptions {
 void add_prompt_options(OptionTable& table, PromptOptions& prompt);
 
 /// Loads the tokenizer of the model in `directory`. Throws std::runtime_error as Tokenizer::load()
-/// does, or that names another kind of tokenizer there.
+/// does; if the folder has another kind of tokenizer, the message names it.
 Tokenizer tokenizer_of(const std::string& directory, const ModelConfig& config);
-/// Prints notes to stderr: keys of config.json that are not known; that the prompt already begins
-/// with the tokenizer's first token; or (unless a chat template writes it) that the tokenizer has
-/// no first token although config.json names one. Call it after the last check that may fail.
+/// Prints notes to stderr: keys of config.json that kvlab does not know; that the prompt already
+/// begins with the tokenizer's first token; or (unless a chat template writes this token) that the
+/// tokenizer has no first token although config.json names one. Call it after the last check that
+/// may fail.
 void say_of_model(const ModelConfig& config, const Tokenizer& tokenizer,
                   std::string_view prompt = "", bool has_chat_template = false);
 constexpr std::size_t kAllTokens = std::numeric_limits<std::size_t>::max();
-/// The first `most` ids of a text that begins a sequence, as encode_prompt(). Prints a note if the
-/// text already begins with the tokenizer's first token. Throws std::runtime_error that names the
-/// text if memory runs out.
+/// The first `most` ids of a text that begins a sequence; see encode_prompt(). Prints a note if the
+/// text already begins with the tokenizer's first token. If memory runs out, throws
+/// std::runtime_error that names the text.
 std::vector<std::int32_t> first_ids(const std::string& name, std::string_view text,
                                     const Tokenizer& tokenizer, std::size_t most = kAllTokens);
-/// The first `most` ids of a file without surrounding special tokens. Otherwise as first_ids().
+/// The first `most` ids of a file, without special tokens before or after it. Otherwise like
+/// first_ids().
 std::vector<std::int32_t> ids_of_file(const std::string& path, const Tokenizer& tokenizer,
                                       std::size_t most = kAllTokens);
 /// For JSON: the id of a sequence's first token and whether the tokenizer added it or the text

@@ -16,7 +16,6 @@ namespace kvlab {
 /// File name endings of weights, in the formats of this and other programs.
 inline constexpr std::string_view kOtherWeights[] = {
     ".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"};
-/// Reports a folder that lacks the file `wanted`. If a file with one of `endings` is there, throws
 /// Explains why a folder lacks the file `wanted`: if it has a file with one of `endings`, throws
 /// std::runtime_error that names this file and says how to convert it.
 void refuse_other_files(const std::filesystem::path& directory, std::string_view wanted,
@@ -25,7 +24,6 @@ void refuse_other_files(const std::filesystem::path& directory, std::string_view
 /// The tensors of a checkpoint by name, as views into the mapped files.
 class Checkpoint {
  public:
-  /// Opens model.safetensors or, if there is none, the files that model.safetensors.index.json
   /// Opens model.safetensors or, if there is none, the files that model.safetensors.index.json
   /// names. Throws std::runtime_error, which names the file, if a file is missing or broken, if a
   /// tensor is not in the file that the index names, or if it is in two files.

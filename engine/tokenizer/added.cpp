@@ -143,7 +143,7 @@ void append_special(const Node& known, const Node& item, std::vector<std::int32_
   for (const Json& id : token.list("ids")) ids.push_back(token_id(id, token.path("ids")));
 }
 
-// The template for one text: special tokens around $A.
+// The template for a single text: special tokens before and after $A.
 PostProcessor read_template(const Node& node) {
   PostProcessor result;
   bool text_seen = false;
@@ -171,11 +171,11 @@ PostProcessor PostProcessor::from_file(const Node& file) {
   for (const Node& node : flatten_sequence(file, "post_processor", "processors")) {
     const std::string type = node.type();
     if (type == "TemplateProcessing") {
-      // A later template is put around an earlier one.
+      // Each later template is applied around the earlier ones.
       const PostProcessor outer = read_template(node);
       result.before.insert(result.before.begin(), outer.before.begin(), outer.before.end());
       result.after.insert(result.after.end(), outer.after.begin(), outer.after.end());
-    } else if (type != "ByteLevel") {  // ByteLevel changes offsets only
+    } else if (type != "ByteLevel") {  // ByteLevel only changes offsets
       throw std::runtime_error(
           fmt::format("{}: post-processor {} is not supported; "
                       "TemplateProcessing, ByteLevel and Sequence are",

@@ -1,4 +1,4 @@
-// Added tokens, which are matched in a text literally before anything else splits it.
+// Added tokens. They are matched literally in a text before it is split in any other way.
 #pragma once
 
 #include <cstdint>
@@ -20,14 +20,14 @@ struct AddedToken {
   bool single_word;  ///< does not match within a word
   bool lstrip;       ///< also takes the white space before it
   bool rstrip;       ///< also takes the white space after it
-  bool normalized;   ///< matched in the normalised text, with its own content normalised
+  bool normalized;   ///< matched in the normalized text, with its own content also normalized
 };
 
-/// Reads the file's `added_tokens`, in order. Throws std::runtime_error for a broken one, or if an
-/// id has two contents or a content two ids.
+/// Reads the file's `added_tokens`, in order. Throws std::runtime_error if one is broken, if an id
+/// has two contents, or if a content has two ids.
 std::vector<AddedToken> read_added_tokens(const Node& file);
 
-/// A part of a text: an added token, or the text between two.
+/// A part of a text: an added token, or the text between two added tokens.
 struct Segment {
   std::size_t begin, end;  ///< bytes
   std::optional<std::int32_t> id;
@@ -36,11 +36,11 @@ struct Segment {
 /// Finds added tokens from left to right, the longest match first.
 class AddedTokenMatcher {
  public:
-  /// Adds a token. `spelling`: how it is written in the text. The first token with a spelling keeps
-  /// it.
+  /// Adds a token. `spelling`: how it is written in the text. If several tokens have the same
+  /// spelling, the first one counts.
   void add(std::string_view spelling, const AddedToken& token);
-  /// Passes the parts of `text` (valid UTF-8) to `sink`, in order. Returns false as soon as `sink`
-  /// does.
+  /// Passes the parts of `text` (valid UTF-8) to `sink`, in order. If `sink` returns false, returns
+  /// false immediately.
   bool split(std::string_view text, const std::function<bool(const Segment&)>& sink) const;
 
  private:
@@ -57,15 +57,15 @@ class AddedTokenMatcher {
 
 }  // namespace kvlab::tokenizer
 
-// The special tokens that a file puts around a text.
+// The special tokens that a file adds before and after a text.
 
 namespace kvlab::tokenizer {
 
 struct PostProcessor {
   std::vector<std::int32_t> before, after;  ///< ids before and after those of the text
 
-  /// Reads the file's `post_processor`, which may be null or missing. Throws std::runtime_error for
-  /// one that is not TemplateProcessing, ByteLevel or a Sequence of them.
+  /// Reads the file's `post_processor`, which may be null or missing. Throws std::runtime_error
+  /// unless it is TemplateProcessing, ByteLevel or a Sequence of them.
   static PostProcessor from_file(const Node& file);
 };
 

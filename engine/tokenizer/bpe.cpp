@@ -15,8 +15,8 @@
 namespace kvlab::tokenizer {
 namespace {
 
-constexpr std::size_t kBlockBytes = 16 * 1024;  // block of a long piece, so that merging needs
-                                                // little memory
+constexpr std::size_t kBlockBytes =
+    16 * 1024;  // block size for a long piece, so that merging needs little memory
 
 /// The start of the last character of `text`.
 std::size_t last_char(std::string_view text) {
@@ -25,7 +25,7 @@ std::size_t last_char(std::string_view text) {
   return at;
 }
 
-/// The key of the two characters on both sides of `at`.
+/// The key of the two characters before and after `at`.
 std::uint64_t junction_key(std::string_view text, std::size_t at) {
   return std::uint64_t{code_point_at(text, last_char(text.substr(0, at)))} << 32 |
          code_point_at(text, at);
@@ -36,7 +36,7 @@ std::uint64_t pair_key(std::int32_t left, std::int32_t right) {
          static_cast<std::uint32_t>(right);
 }
 
-// A model without a type is BPE if it has merges, as in the first files.
+// A model without a type counts as BPE if it has merges, as in the earliest files.
 void require_bpe(const Node& model) {
   if (model.find("type") == nullptr && model.find("merges") != nullptr) return;
   const std::string type = model.type();
@@ -58,7 +58,7 @@ void refuse_unsupported_options(const Node& model) {
   }
 }
 
-// "a b" or ["a", "b"].
+// A merge is written "a b" or ["a", "b"].
 std::pair<std::string, std::string> merge_parts(const Json& merge, std::size_t index) {
   if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string()) {
     return {merge[0].get<std::string>(), merge[1].get<std::string>()};
@@ -134,8 +134,8 @@ class Bpe::Word {
     if (found != nullptr) out.push_back({found->rank, found->id, left});
   }
 
-  // Whether the candidate is still valid, because a neighbour may have changed. As in the
-  // tokenizers library, the resulting id must be equal, not the rank.
+  // Whether the candidate is still valid; a neighbour may have changed. As in the tokenizers
+  // library, the resulting id must be the same, but not the rank.
   bool is_current(const Candidate& candidate) const {
     const Symbol& left = symbols_[candidate.left];
     if (left.id == kMerged || left.next == kNone) return false;
@@ -232,8 +232,8 @@ const Bpe::Merge* Bpe::find_merge(std::int32_t left, std::int32_t right) const {
   return it == merges_.end() ? nullptr : &it->second;
 }
 
-// Whether merges and the fusing of unknown characters can extend beyond this character only by a
-// junction.
+// Whether merges, and the fusing of unknown characters, can extend beyond this character only if a
+// merge joins it with its neighbour.
 bool Bpe::is_isolated(std::string_view character) const {
   return id_of(character).has_value() || bytes_are_isolated_;
 }
@@ -281,7 +281,7 @@ bool Bpe::append_bytes(std::string_view character, std::vector<std::int32_t>& id
 std::vector<std::int32_t> Bpe::characters(std::string_view piece) const {
   std::vector<std::int32_t> ids;
   ids.reserve(piece.size());
-  bool unk_waits = false;  // a run of unknown characters is pending, to be fused
+  bool unk_waits = false;  // whether there is a run of unknown characters that may still be fused
   for (std::size_t at = 0, bytes; at < piece.size(); at += bytes) {
     bytes = char_bytes(piece[at]);
     const std::string_view character = piece.substr(at, bytes);
@@ -289,7 +289,7 @@ std::vector<std::int32_t> Bpe::characters(std::string_view piece) const {
       if (std::exchange(unk_waits, false)) ids.push_back(*unk_);
       ids.push_back(*id);
     } else if (!append_bytes(character, ids) && unk_) {
-      // As in the tokenizers library, bytes do not end a pending run.
+      // As in the tokenizers library, bytes do not end such a run.
       if (unk_waits && !fuse_unk_) ids.push_back(*unk_);
       unk_waits = true;
     }

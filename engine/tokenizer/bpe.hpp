@@ -1,4 +1,4 @@
-// Byte pair encoding: a vocabulary and ranked merges, which turn a piece of text into ids.
+// Byte pair encoding: a vocabulary and ranked merges, which convert a piece of text to ids.
 #pragma once
 
 #include <cstdint>
@@ -30,14 +30,15 @@ class Bpe {
   /// Reads the file's `model` object. Throws std::runtime_error for one that is broken or not BPE.
   explicit Bpe(const Node& model);
 
-  /// Appends to `ids` the ids of one piece (valid UTF-8 from the pre-tokenizer), or the first
-  /// `most` of them and perhaps more. Takes O(n log n).
+  /// Appends to `ids` the ids of one piece (valid UTF-8 from the pre-tokenizer). If there are more
+  /// than `most` of them, may stop after the first `most`. Takes O(n log n).
   void encode(std::string_view piece, std::vector<std::int32_t>& ids,
               std::size_t most = std::numeric_limits<std::size_t>::max()) const;
 
   const StringMap<std::int32_t>& vocabulary() const { return vocabulary_; }
   std::optional<std::int32_t> id_of(std::string_view token) const;
-  /// Whether characters without an id are lost, instead of becoming `unk` or bytes.
+  /// Whether characters that have no id are lost, because neither `unk` nor byte tokens replace
+  /// them.
   bool loses_unknown_characters() const { return !unk_ && !byte_fallback_is_whole_; }
 
  private:
@@ -51,7 +52,7 @@ class Bpe {
   void read_vocabulary(const Node& model);
   void read_merges(const Node& model);
   void read_fallbacks(const Node& model);
-  /// The end of a block at which a long piece may be split without changing its ids.
+  /// The end of a block, where a long piece may be split without changing its ids.
   std::size_t end_of_block(std::string_view piece) const;
   bool is_isolated(std::string_view character) const;
   std::vector<std::int32_t> characters(std::string_view piece) const;

@@ -68,7 +68,7 @@ std::string Detokenizer::apply(std::vector<std::string> tokens) const {
   return joined(tokens);
 }
 
-// A token with a character outside the byte-level alphabet stays unchanged.
+// A token that contains a character outside the byte-level alphabet is left unchanged.
 Detokenizer::Tokens Detokenizer::run(const ByteLevel&, Tokens tokens) {
   for (std::string& token : tokens) {
     if (auto bytes = chars_to_bytes(token)) token = std::move(*bytes);
@@ -76,7 +76,7 @@ Detokenizer::Tokens Detokenizer::run(const ByteLevel&, Tokens tokens) {
   return {joined(tokens)};
 }
 
-// A run of bytes becomes one token, so that later steps see whole characters.
+// A run of byte tokens becomes one token, so that later steps see whole characters.
 Detokenizer::Tokens Detokenizer::run(const ByteFallback&, Tokens tokens) {
   Tokens out;
   bool in_bytes = false;
@@ -118,7 +118,7 @@ Detokenizer::Tokens Detokenizer::run(const Strip& step, Tokens tokens) {
   return tokens;
 }
 
-// The library drops every mark of the first token if a mark was prepended.
+// If a mark was prepended, the tokenizers library drops every mark of the first token.
 Detokenizer::Tokens Detokenizer::run(const MetaspaceMark& step, Tokens tokens) {
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     const bool drop = i == 0 && step.scheme != PrependScheme::kNever;

@@ -1,4 +1,4 @@
-// Turns tokens back into text.
+// Converts tokens to text.
 #pragma once
 
 #include <string>
@@ -10,11 +10,11 @@
 
 namespace kvlab::tokenizer {
 
-/// The file's `decoder`. It works like the tokenizers library's, except that bytes that are not
-/// UTF-8 come out unchanged, never as U+FFFD.
+/// The file's `decoder`. It works like that of the tokenizers library, except that bytes that are
+/// not UTF-8 are returned unchanged and not replaced by U+FFFD.
 class Detokenizer {
  public:
-  /// Reads the decoder. Throws std::runtime_error for one that is missing or is not ByteLevel,
+  /// Reads the decoder. Throws std::runtime_error if it is missing, or unless it is ByteLevel,
   /// Metaspace, Replace (of a string), ByteFallback, Fuse, Strip or a Sequence of them.
   static Detokenizer from_file(const Node& file);
 
@@ -28,8 +28,9 @@ class Detokenizer {
     std::string from, to;
   };
   struct Strip {
-    std::string content;              ///< one character
-    std::size_t start = 0, stop = 0;  ///< the most to remove at the start and at the end of a token
+    std::string content;  ///< one character
+    std::size_t start = 0,
+                stop = 0;  ///< maximum number to remove at the start and at the end of a token
   };
   using Step = std::variant<ByteLevel, ByteFallback, Fuse, Replace, Strip, MetaspaceMark>;
   using Tokens = std::vector<std::string>;

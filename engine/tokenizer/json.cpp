@@ -73,7 +73,7 @@ std::string string_pattern(const Node& node) {
 }
 
 std::int32_t token_id(const Json& json, std::string_view where) {
-  // A negative number is read as a huge one, and refused.
+  // a negative number is read as a very large one, and refused
   const bool fits =
       json.is_number_integer() && json.get<std::uint64_t>() <= static_cast<std::uint64_t>(kMaxId);
   if (!fits) {

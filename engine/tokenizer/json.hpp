@@ -14,8 +14,8 @@ namespace kvlab::tokenizer {
 
 using Json = nlohmann::json;
 
-/// The longest added token, and the longest replacement text. Longer ones are refused, because a
-/// hostile file could make encoding quadratic with them.
+/// Maximum size of an added token and of a replacement text. Longer ones are refused, because with
+/// them a hostile file could make encoding take quadratic time.
 constexpr std::size_t kMaxContentBytes = 1024;
 
 /// Reads the file's JSON. Throws std::runtime_error that names the file.
@@ -27,32 +27,34 @@ class Node : public JsonFields {
   using JsonFields::JsonFields;
   static Node root(const Json& json);
 
-  /// The path of a member, for messages.
+  /// The path of a member in the file, for messages.
   std::string path(std::string_view key) const;
 
-  /// The member, or nullptr if it is missing or null.
+  /// Returns the member, or nullptr if it is missing or null.
   const Json* find(std::string_view key) const { return json_find(json(), key); }
   Node child(std::string_view key) const { return {any(key), path(key)}; }
   std::vector<Node> children(std::string_view key) const;
 
-  /// A text member. It may be any text, because tokens may.
+  /// Returns a text member. It may contain any characters, because tokens may.
   std::string text(std::string_view key) const { return raw(key); }
   std::string text_or(std::string_view key, std::string_view fallback) const;
-  /// A replacement text of at most kMaxContentBytes bytes.
+  /// Returns a replacement text. It has at most kMaxContentBytes bytes.
   std::string content(std::string_view key) const;
   std::string type() const { return text("type"); }
 };
 
-/// The text of `pattern`: {"String": ...}. Regular expressions are refused.
+/// The text of the member `pattern`, which must have the form {"String": ...}. Regular expressions
+/// are refused.
 std::string string_pattern(const Node& node);
 
-/// Larger ids are refused. The limit is larger than any vocabulary and small enough for a table.
+/// Maximum token id. It is larger than in any known vocabulary, and small enough for a table of all
+/// ids.
 constexpr std::int32_t kMaxId = (1 << 24) - 1;
 /// Converts `json` to a token id. Throws std::runtime_error that names `where`.
 std::int32_t token_id(const Json& json, std::string_view where);
 
-/// The objects of a step that may be null, a single one, or a (nested) Sequence with its parts
-/// under `parts_key`.
+/// Returns the steps in member `key`. It may be null, a single step, or a (nested) Sequence whose
+/// parts are under `parts_key`.
 std::vector<Node> flatten_sequence(const Node& root, std::string_view key,
                                    std::string_view parts_key);
 

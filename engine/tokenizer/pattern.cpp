@@ -13,8 +13,9 @@ namespace kvlab::tokenizer {
 namespace {
 
 constexpr std::size_t kMaxPatternBytes = 16 * 1024;
-constexpr std::uint32_t kMaxSteps = 10'000'000;         // steps of one match attempt
-constexpr std::size_t kPlaces = 16, kMaxPlaces = 4096;  // start positions that one call tries
+constexpr std::uint32_t kMaxSteps = 10'000'000;  // maximum steps of one attempt to match
+constexpr std::size_t kPlaces = 16,
+                      kMaxPlaces = 4096;  // numbers of start positions that one call tries
 constexpr double kSeconds = 1, kSecondsPerByte = 1e-5;
 constexpr std::size_t kJitStackStart = 32 * 1024;      // bytes
 constexpr std::size_t kJitStackMax = 8 * 1024 * 1024;  // bytes
@@ -63,7 +64,7 @@ std::unique_ptr<pcre2_code, FreeCode> compile(std::string_view pattern, std::uin
     throw std::runtime_error(
         fmt::format("the pattern does not compile: {} at offset {}", message_of(error), at));
   }
-  // If JIT is not available, the interpreter gives the same matches, but slower.
+  // Without JIT, the interpreter finds the same matches, but more slowly.
   pcre2_jit_compile(code.get(), PCRE2_JIT_COMPLETE);
   return code;
 }
@@ -81,8 +82,8 @@ class Matcher {
     pcre2_jit_stack_assign(context_.get(), nullptr, stack_.get());
   }
 
-  // Finds the first match at or after `from`; returns false if there is none. It tries a few start
-  // positions at a time, because a call cannot be interrupted.
+  // Finds the first match at or after `from`. Returns false if there is none. Each call tries only
+  // some start positions, because a call cannot be interrupted.
   bool find(std::string_view text, std::size_t from, const MatchTime& time, ByteRange& match) {
     for (std::size_t places = kPlaces; from < text.size();
          places = std::min(2 * places, kMaxPlaces)) {
@@ -121,8 +122,8 @@ class Matcher {
   std::unique_ptr<pcre2_jit_stack, FreeJitStack> stack_;
 };
 
-// Translates Oniguruma's regular expressions to PCRE2's. Only what both read in the same way is
-// accepted.
+// Translates Oniguruma's regular expressions to PCRE2's. Accepts only what both libraries interpret
+// in the same way.
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
@@ -200,7 +201,7 @@ class Translator {
   }
 
   // A general category, such as \p{L} or \p{Lu}. Scripts and other properties are refused, because
-  // the two libraries read them differently.
+  // the two libraries interpret them differently.
   void property() {
     const std::size_t close = rest_.find('}');
     const bool one = close == 4, two = close == 5;
@@ -304,7 +305,8 @@ MatchTime::Seconds MatchTime::of_thread() {
   return std::chrono::seconds(used.tv_sec) + std::chrono::nanoseconds(used.tv_nsec);
 }
 
-// Checks the wall clock first: it is faster to read, and never behind the thread's CPU time.
+// Checks the wall clock first. It is faster to read, and never shows less than the thread's CPU
+// time.
 void MatchTime::check() const {
   if (std::chrono::steady_clock::now() - at_ < max_ || of_thread() - began_ < max_) return;
   throw std::runtime_error(fmt::format(
@@ -318,7 +320,7 @@ bool Pattern::cut(std::string_view text, const MatchTime& time,
   std::size_t done = 0;
   for (ByteRange match{}; done < text.size() && matcher.find(text, done, time, match);
        done = match.end) {
-    // Look-behind could still cause an empty match, which must not end the scan early.
+    // Look-behind could still cause an empty match, which must not end the scan too early.
     if (match.end <= done || match.begin == match.end) break;
     if (match.begin > done && !sink({done, match.begin}, false)) return false;
     if (!sink(match, true)) return false;

@@ -15,17 +15,18 @@ struct ByteRange {
   std::size_t begin, end;
 };
 
-/// Receives the pieces of a text one by one, so that they need not all be stored. Returns false to
-/// stop; the function that splits the text then returns false at once.
+/// Receives the pieces of a text one by one, so that they need not all be stored. If it returns
+/// false, the function that splits the text returns false immediately.
 using PieceSink = std::function<bool(std::string_view piece)>;
 
-/// Translates a pattern to PCRE2's syntax. Files are written for Oniguruma. What the two read
-/// differently is translated (white space, \u) or refused by name. Throws std::runtime_error.
+/// Translates a pattern, which is written for Oniguruma, to PCRE2's syntax. What the two libraries
+/// interpret differently is translated (white space, \u) or refused by name. Throws
+/// std::runtime_error.
 std::string translate_pattern(std::string_view pattern);
 
-/// The time limit for a tokenizer's patterns on one text: 1 s plus 10 µs per byte of CPU time, a
-/// hundred times what patterns of real models need. CPU time does not depend on how busy the
-/// machine is.
+/// The time limit for a tokenizer's patterns on one text: 1 s plus 10 µs per byte, which is a
+/// hundred times what patterns of real models need. The limit is in CPU time, which does not depend
+/// on how busy the machine is.
 class MatchTime {
  public:
   /// Starts the clock for a text of `bytes` bytes.
@@ -42,18 +43,18 @@ class MatchTime {
   std::chrono::steady_clock::time_point at_;
 };
 
-/// A compiled pattern. Several threads may match with it at once.
+/// A compiled pattern. Several threads may use it at the same time.
 class Pattern {
  public:
-  /// Compiles a regular expression. Throws std::runtime_error for one that is too long, does not
-  /// compile, is read differently by Oniguruma, or can match the empty text.
+  /// Compiles a regular expression. Throws std::runtime_error if it is too long, does not compile,
+  /// is interpreted differently by Oniguruma, or can match the empty text.
   static Pattern regex(std::string_view pattern);
   /// Matches `text` literally. Throws std::runtime_error if it is empty.
   static Pattern literal(std::string_view text);
 
-  /// Splits valid UTF-8 at both ends of every match and passes matches and the text between them to
-  /// `sink`, in order. Returns false as soon as `sink` does. Throws std::runtime_error if the
-  /// pattern needs too many steps on this text, or `time` is up.
+  /// Splits valid UTF-8 at both ends of every match, and passes the matches and the text between
+  /// them to `sink`, in order. If `sink` returns false, returns false immediately. Throws
+  /// std::runtime_error if the pattern needs too many steps on this text, or if `time` is over.
   bool cut(std::string_view text, const MatchTime& time,
            const std::function<bool(ByteRange range, bool is_match)>& sink) const;
 

@@ -31,7 +31,7 @@ Pattern digits_pattern(const Node& node) {
 }
 
 PrependScheme read_scheme(const Node& node) {
-  // Files older than prepend_scheme have add_prefix_space.
+  // Files from before prepend_scheme existed have add_prefix_space instead.
   const bool prefix = node.flag("add_prefix_space", true);
   const std::string scheme = node.text_or("prepend_scheme", prefix ? "always" : "never");
   if (scheme == "always") return PrependScheme::kAlways;
@@ -171,7 +171,7 @@ bool PreTokenizer::run(const Split& step, std::string_view piece, bool, const Ma
     return step.pattern.cut(piece, time, [&](ByteRange range, bool is_match) {
       return step.behavior == Behavior::kKept && !is_match ? true : sink(part(piece, range));
     });
-  // A match ends the piece before it, unless that piece already ended with a match.
+  // A match is joined to the piece before it, unless that piece already ended with a match.
   ByteRange open{0, 0};
   bool ended = false;
   const bool more = step.pattern.cut(piece, time, [&](ByteRange range, bool is_match) {

@@ -1,4 +1,4 @@
-// Splits a text into the pieces that merges stay within.
+// Splits a text into pieces. Merges do not cross the borders of pieces.
 #pragma once
 
 #include <optional>
@@ -14,12 +14,12 @@ namespace kvlab::tokenizer {
 
 class Normalizer {
  public:
-  /// Reads the file's `normalizer`, which may be null or missing. Throws std::runtime_error for one
-  /// that is not NFC, Prepend, Replace (of a string) or a Sequence of them.
+  /// Reads the file's `normalizer`, which may be null or missing. Throws std::runtime_error unless
+  /// it is NFC, Prepend, Replace (of a string) or a Sequence of them.
   static Normalizer from_file(const Node& file);
 
-  /// Normalises `text`, which is valid UTF-8. Returns a view of `result`, or `text` itself if
-  /// nothing changes. An empty text stays empty.
+  /// Normalizes `text`, which is valid UTF-8. Returns a view of `result` or, if nothing changes,
+  /// `text` itself. An empty text stays empty.
   std::string_view apply(std::string_view text, std::string& result) const;
 
  private:
@@ -39,10 +39,11 @@ class Normalizer {
   std::vector<Step> steps_;
 };
 
-/// When Metaspace puts its mark before a text.
+/// When Metaspace adds its mark before a text.
 enum class PrependScheme { kAlways, kFirst, kNever };
 
-/// The mark that Metaspace writes for a space. Metaspace is both a pre-tokenizer and a decoder.
+/// The mark that Metaspace writes in place of a space. Metaspace is both a pre-tokenizer and a
+/// decoder.
 struct MetaspaceMark {
   std::string replacement;  ///< one character
   PrependScheme scheme;
@@ -51,33 +52,34 @@ struct MetaspaceMark {
 
 class PreTokenizer {
  public:
-  /// Reads the file's `pre_tokenizer`, which may be null or missing. Throws std::runtime_error for
-  /// one that is not ByteLevel, Split, Digits, Metaspace or a Sequence of them with ByteLevel last.
+  /// Reads the file's `pre_tokenizer`, which may be null or missing. Throws std::runtime_error
+  /// unless it is ByteLevel, Split, Digits, Metaspace or a Sequence of them in which ByteLevel
+  /// comes last.
   static PreTokenizer from_file(const Node& file);
 
-  /// Passes the pieces of `text`, which is normalised, to `sink`, in order; none is empty.
-  /// `at_start`: `text` begins the whole text. `time`: the limit for the whole text. Returns false
-  /// as soon as `sink` does.
+  /// Passes the pieces of `text`, which is normalized, to `sink`, in order. No piece is empty.
+  /// `at_start`: `text` is the beginning of the whole text. `time`: limit for the whole text. If
+  /// `sink` returns false, returns false immediately.
   bool apply(std::string_view text, bool at_start, const MatchTime& time,
              const PieceSink& sink) const {
     return apply_from(0, text, at_start, time, sink);
   }
-  /// Whether pieces are spelled in the byte-level alphabet.
+  /// Whether pieces are written in the byte-level alphabet.
   bool is_byte_level() const;
 
  private:
-  /// What happens to a match. kIsolated: it becomes a piece. kMergedWithPrevious: it ends the piece
-  /// before it. kKept: only matches stay (Removed, inverted); nothing is lost if the pattern
-  /// matches every character.
+  /// What happens to a match. kIsolated: it becomes a piece. kMergedWithPrevious: it becomes the
+  /// end of the piece before it. kKept: only matches are kept (Removed, inverted); nothing is lost
+  /// if the pattern matches every character.
   enum class Behavior { kIsolated, kMergedWithPrevious, kKept };
   struct Split {
     Pattern pattern;
     Behavior behavior = Behavior::kIsolated;
-    bool invert = false;  ///< swap matches and the text between them
+    bool invert = false;  ///< exchanges the roles of matches and of the text between them
   };
   struct ByteLevel {
     bool add_prefix_space;
-    std::optional<Pattern> pattern;  ///< GPT-2's pattern, unless a Split comes before
+    std::optional<Pattern> pattern;  ///< GPT-2's pattern; not set if a Split comes before
   };
   struct Metaspace {
     MetaspaceMark mark;

@@ -24,7 +24,8 @@ struct ByteMap {
   std::array<std::int16_t, kChars> bytes;  ///< by code point; -1: the character stands for no byte
 };
 
-// Printable bytes keep their Latin-1 character. The others become U+0100 and following, in order.
+// Printable bytes keep their Latin-1 character. The other bytes become U+0100 and the following
+// characters, in order.
 ByteMap make_byte_map() {
   ByteMap map;
   map.bytes.fill(-1);
@@ -258,8 +259,8 @@ bool is_word(char32_t c) {
   }
 }
 
-// Works in blocks, because code points take many times the memory of the bytes. A block may begin
-// at an ASCII character, because nothing composes with an ASCII character after it.
+// Works in blocks, because code points need several times the memory of the bytes. A block may
+// begin at an ASCII character, because an ASCII character never composes with what precedes it.
 std::string nfc(std::string_view text) {
   constexpr std::size_t kNfcBytes = 64 * 1024;
   std::string out;

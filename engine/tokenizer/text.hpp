@@ -17,10 +17,11 @@ inline constexpr int kBytes = 256;
 std::string_view char_of_byte(std::uint8_t byte);
 /// Converts each byte to its character.
 std::string bytes_to_chars(std::string_view bytes);
-/// Converts a token's characters to bytes; nothing if a character stands for no byte.
+/// Converts a token's characters to bytes. Returns nullopt if a character does not stand for a
+/// byte.
 std::optional<std::string> chars_to_bytes(std::string_view token);
 
-/// The byte of a token like "<0x0A>"; nothing if the token is not of this form.
+/// The byte of a token like "<0x0A>". Returns nullopt if the token does not have this form.
 std::optional<std::uint8_t> byte_of_fallback_token(std::string_view token);
 std::string fallback_token(std::uint8_t byte);
 
@@ -33,8 +34,8 @@ void append_utf8(std::string& text, char32_t code_point);
 
 /// Length in bytes of the text's longest prefix that is valid UTF-8.
 std::size_t valid_bytes(std::string_view bytes);
-/// Replaces every maximal part that cannot begin a character by one U+FFFD, as Unicode recommends
-/// and Python's errors="replace" does.
+/// Replaces every maximal part that cannot be the beginning of a character by one U+FFFD, as
+/// Unicode recommends and Python's errors="replace" does.
 std::string replace_invalid_utf8(std::string_view bytes);
 
 /// Whether a character has Unicode's property White_Space.

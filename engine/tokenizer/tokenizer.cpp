@@ -28,9 +28,9 @@ using tokenizer::PostProcessor;
 using tokenizer::PreTokenizer;
 using tokenizer::Segment;
 
-// Refuses a tokenizer that would silently lose characters. Byte-level vocabularies are accepted
-// even if they lack tokens of some bytes, as SmolLM2's does: the tokenizers library drops such a
-// byte.
+// Refuses a tokenizer that would lose characters without an error. Byte-level vocabularies are
+// accepted even if they lack the tokens of some bytes (such as SmolLM2's), because the tokenizers
+// library also drops such bytes.
 void require_no_loss(const Bpe& model, const PreTokenizer& pre_tokenizer) {
   if (!model.loses_unknown_characters() || pre_tokenizer.is_byte_level()) return;
   throw std::runtime_error(
@@ -38,13 +38,13 @@ void require_no_loss(const Bpe& model, const PreTokenizer& pre_tokenizer) {
       "to <0xFF>, an unk_token or a ByteLevel pre_tokenizer is needed");
 }
 
-// Encodes pieces. The ids of a repeated piece are copied from its first occurrence.
+// Encodes pieces. If a piece occurs again, its ids are copied from its first occurrence.
 class PieceEncoder {
  public:
   PieceEncoder(const Bpe& model, std::vector<std::int32_t>& ids, std::size_t most)
       : model_(model), ids_(ids), max_(most) {}
 
-  // Returns false if there are enough ids.
+  // Returns false when there are enough ids.
   bool append(std::string_view piece) {
     throw_if_cancelled();
     if (const auto it = seen_.find(piece); it != seen_.end()) {
@@ -185,7 +185,7 @@ class Tokenizer::Impl {
       added_id_of_.emplace(token.content, token.id);
       if (token.special) special_.insert(token.id);
     }
-    // Special tokens come first: if two tokens have one spelling, the first counts.
+    // Special tokens are added first, because the first token with a spelling counts.
     for (const bool special : {true, false}) {
       for (const AddedToken& token : tokens) {
         if (token.special == special) index(token);
@@ -193,9 +193,9 @@ class Tokenizer::Impl {
     }
   }
 
-  // The text of an added token in decoding: as it is matched in encoding, so that the text is
-  // restored. A byte-level decoder would read it as bytes, so it is written in characters that
-  // decode to it.
+  // How an added token is written for decoding. It has to decode to the text that it matches in
+  // encoding. A byte-level decoder would read that text as bytes, so it is written in characters
+  // that decode to it.
   std::string written(const AddedToken& token) const {
     std::string text = spelling(token);
     if (!pre_tokenizer_.is_byte_level()) return text;
@@ -308,7 +308,7 @@ TokenRange covering_tokens(const Tokenizer& tokenizer, std::span<const std::int3
     return tokenizer.decode(rest.first(count), false).size();
   };
   const std::size_t begin = find_once(tokenizer.decode(rest, false), text);
-  /// The smallest number of tokens that spell `bytes` bytes, by bisection.
+  /// The smallest number of tokens whose text has at least `bytes` bytes, found by bisection.
   const auto fewest = [&](std::size_t bytes) {
     std::size_t low = 0, high = rest.size();
     while (low < high) {

@@ -15,7 +15,6 @@ namespace kvlab::kernels {
 /// Adding 64 to p rounds p to a multiple of 2^-17. The rest is exact; adding 1.5 * 2^-9 rounds it
 /// to a multiple of 2^-32. Ties go to even as they would for p, because the first part is an even
 /// multiple of 2^-32. So both integers are the low bits of the floats.
-/// integers are the low bits of the floats.
 class MassSum {
  public:
   constexpr void add(float p) {

@@ -6,7 +6,6 @@
 //
 // Instantiated for 4 head sizes, on tensor cores for 2 types (8 kernels) and plain (4). All of them
 // exist again for keys and values in pages, and for keys in parts.
-// them again for keys and values in pages, and for keys in parts.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"

@@ -10,7 +10,6 @@
 // a time. Memory traffic for 16 keys: from the L2 cache, the keys (2 elements per pair) and half of
 // their rope tables; from shared memory, the other half of the tables, and 4 bytes per element of
 // all queries.
-// rope tables; from shared memory the other half, and 4 bytes per element of all queries.
 #pragma once
 
 #include "kernels/device/half_parts.cuh"

@@ -75,9 +75,9 @@ class Table {
   std::vector<Cells> lines_{Cells{}};
 };
 
-/// Prints a JSON object as lines. Lists of objects become tables, and so do objects in a row with
-/// the same members. In a list inside a table's row, each object becomes a column named by its
-/// first member, with the value of its last.
+/// Prints a JSON object as lines. A list of objects becomes a table, and so do consecutive objects
+/// that have the same members. In a list within a table's row, each object becomes a column, which
+/// is named by its first member and shows the value of its last member.
 void print_metrics(const ordered_json& metrics) {
   Table rows;
   for (const auto& [name, value] : metrics.items()) {
@@ -97,7 +97,7 @@ void print_metrics(const ordered_json& metrics) {
   rows.print();
 }
 
-// `kvlab bench replay`: a replay next to an exact pass of attention.
+// `kvlab bench replay`: times a replay and an exact pass of attention.
 
 using nlohmann::ordered_json;
 
@@ -161,7 +161,7 @@ struct Request {
   std::string capture;
   AttentionBenchOptions attention;
   CacheOptions caches;
-  // The replay's.
+  // for `bench replay`
   std::string trace;
   std::vector<std::string> sweeps;
   std::uint32_t repeats = 3;

@@ -29,8 +29,8 @@ struct Request {
   PromptOptions prompt;
   TurnOptions turns;
   bool teacher_forced = false, beyond_context = false;
-  std::int64_t prompt_tokens = 0;       ///< teacher-forced
-  std::size_t max_tokens = kAllTokens;  ///< teacher-forced
+  std::int64_t prompt_tokens = 0;       ///< for teacher-forced captures
+  std::size_t max_tokens = kAllTokens;  ///< for teacher-forced captures
   std::vector<std::string> passages;
   CommonOptions common;
 };
@@ -98,9 +98,9 @@ void add_options(OptionTable& table, Request& request) {
 /// What to capture: a given text, or turns that the model answers.
 struct Plan {
   bool teacher_forced = false;
-  std::vector<Ids> turns;            // teacher-forced: a single one, the whole text
+  std::vector<Ids> turns;            // teacher-forced: a single turn with the whole text
   std::size_t prompt_tokens = 0;     // teacher-forced
-  std::uint32_t max_new_tokens = 0;  // otherwise
+  std::uint32_t max_new_tokens = 0;  // if not teacher-forced
 };
 
 Plan plan_of(const Request& request, const Tokenizer& tokenizer, Ids text) {
@@ -118,13 +118,13 @@ Plan plan_of(const Request& request, const Tokenizer& tokenizer, Ids text) {
   return plan;
 }
 
-/// Prompt tokens of all turns.
+/// Number of prompt tokens in all turns.
 std::uint32_t prompt_tokens(const Plan& plan) {
   if (plan.teacher_forced) return static_cast<std::uint32_t>(plan.prompt_tokens);
   return max_tokens(plan.turns, 0);
 }
 
-/// The passages of the prompt that `--passage` names; each text is its passage's name.
+/// The passages of the prompt that `--passage` names. The name of a passage is its text.
 std::vector<Passage> find_passages(const std::vector<std::string>& texts,
                                    const Tokenizer& tokenizer, const Ids& prompt) {
   std::vector<Passage> passages;
@@ -155,7 +155,7 @@ nlohmann::json record(const Request& request) {
   return record;
 }
 
-/// Feeds everything. Returns the sampled text.
+/// Feeds all tokens of the plan. Returns the sampled text.
 std::string run_plan(const Plan& plan, SequenceDecoder& decoder, const ModelConfig& config,
                      const Tokenizer& tokenizer, SamplingOptions sampling) {
   if (plan.teacher_forced) {

@@ -38,8 +38,8 @@ void add_options(OptionTable& table, Request& request) {
              "minutes on a CPU (default model: SmolLM2, which `./dev model smollm2` fetches)");
 }
 
-/// The path of a file that comes with kvlab: the installed one, or else the one in the source tree.
-/// Relative to the current directory if that is shorter.
+/// The path of a file that comes with kvlab: the installed file or, if there is none, the one in
+/// the source tree. It is relative to the current directory if that is shorter.
 std::string shipped(const char* file) {
   const fs::path absolute = installed_file(file).value_or(fs::path(KVLAB_SOURCE_DIR) / file);
   std::error_code error;
@@ -54,7 +54,7 @@ std::string model_directory(const Request& request) {
   return shipped(request.real ? "engine/models/smollm2" : "engine/models/tiny");
 }
 
-/// Makes an empty directory. Replaces only what an earlier demo left.
+/// Makes an empty directory. Replaces a directory only if an earlier demo left it.
 void make_directory(const fs::path& directory) {
   if (fs::exists(fs::symlink_status(directory))) {
     if (!fs::exists(directory / kMarker))
@@ -68,7 +68,7 @@ void make_directory(const fs::path& directory) {
                         "Made by kvlab demo, which may replace this directory.\n");
 }
 
-/// Removes the files of a tour that ends early.
+/// Removes the files of a tour that does not reach its end.
 struct UnlessWhole {
   fs::path folder;
   bool whole = false;
@@ -78,7 +78,7 @@ struct UnlessWhole {
   }
 };
 
-/// A word as a person would type it in a shell.
+/// A word as it would be typed in a shell.
 std::string typed(const std::string& word) {
   const bool plain = !word.empty() && word.find_first_of(" '\"$&;|<>()*?!\\`") == std::string::npos;
   return plain ? word : fmt::format("'{}'", word);
@@ -199,7 +199,7 @@ void generate_twice(Tour& tour, const Paths& paths) {
             "evictions change the output.");
   Words generate{"--model", paths.model,     "--prompt-file", paths.prompt, "--max-new-tokens",
                  "80",      "--temperature", "0.8",           "--seed",     "7"};
-  // Both use the decoder that evicts, so that only the cache differs.
+  // Both commands use the decoder that evicts, so that they differ only in the cache.
   if (has_cuda_device()) generate.insert(generate.end(), {"--device", "cpu"});
   tour.run(generate_command(), generate);
   Words deployed = generate;

@@ -23,7 +23,7 @@ namespace {
 struct Request {
   std::string run, budget, metric, fidelity, out;
   std::size_t confirm = 0;  ///< number of policies to confirm
-  std::string model;        ///< of --confirm, as the next two
+  std::string model;        ///< for --confirm, like the next two
   std::vector<std::string> texts;
   EvalOptions how;
   TaskAccuracyOptions task_accuracy;
@@ -71,7 +71,7 @@ void add_options(OptionTable& table, Request& request) {
   add_common_options(table, request.common, Device::cpu);  // only --confirm needs a device
 }
 
-/// The model that confirms; none if none was requested.
+/// The model that confirms; nullopt if none was requested.
 std::optional<EvalModel> load_confirming_model(const Request& request, const Run& run) {
   if (request.confirm == 0) return std::nullopt;
   EvalModel model = load_eval_model(request.model, request.common);
@@ -104,8 +104,8 @@ Evaluation evaluate_first(const Request& request, const EvalModel& model, const 
   return evaluation;
 }
 
-/// Measures the task accuracy of the confirmed standings, and makes the best by both criteria the
-/// ballot's winner.
+/// Measures the task accuracy of the confirmed standings. The best of them by both criteria becomes
+/// the ballot's winner.
 nlohmann::json decide_by_both_criteria(TaskAccuracyPlan plan, const EvalModel& model,
                                        const std::vector<Confirmed>& confirmed, Ballot& ballot) {
   if (!plan.tasks.empty()) plan.chat = read_chat_frame(model.directory);
@@ -205,7 +205,7 @@ int run(const Request& request) {
                            : fmt::format("How well {} predicts this model's end-to-end KL is not "
                                          "known; kvlab fidelity measures it.",
                                          ballot.metric->name));
-  std::string sources;  // reading the file again needs them
+  std::string sources;  // needed to read the file again
   for (const std::string& source : request.caches.sources) sources += " --policy-source " + source;
   fmt::print(
       "\n{}: {} at {} tokens\nNext: kvlab generate --model DIR --prompt TEXT --policy-file {}{}\n",

@@ -27,8 +27,8 @@ struct Request {
   std::string model, policy_file, out;
   std::vector<std::string> texts;  ///< paths
   EvalOptions how;
-  bool by_tokens = false;  ///< also with `stream`
-  bool sweeps = false;     ///< whether policies other than that of the file are evaluated
+  bool by_tokens = false;  ///< evaluate token by token; also used with `stream`
+  bool sweeps = false;  ///< whether policies in addition to that of the policy file are evaluated
   CacheOptions caches;
   CommonOptions common;
 };
@@ -102,7 +102,8 @@ std::string budget_cell(const EvalScore& score) {
   return score.config.evicts() ? std::to_string(score.budget_tokens) : score.config.budget_text();
 }
 
-/// What the first column says: the policy, and its positions if the table has both kinds.
+/// The names in the first column: the policy and, if the table has both kinds of positions, its
+/// positions.
 std::vector<std::string> row_names(const std::vector<EvalScore>& scores) {
   const bool has_both = std::ranges::any_of(scores, [&](const EvalScore& score) {
     return score.config.positions != scores.front().config.positions;
@@ -200,7 +201,7 @@ int run(const Request& request) {
     configs.push_back(deployed(request.policy_file, compiled, config, weights_xxh3));
 
   how.before = model.tokenizer.before();
-  // Special tokens that a text begins with do not count.
+  // Special tokens at the beginning of a text do not count.
   const std::size_t most = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
   std::vector<std::vector<std::int32_t>> texts;
   for (const std::string& path : request.texts)

@@ -47,7 +47,7 @@ void add_options(OptionTable& table, Request& request) {
   add_common_options(table, request.common);
 }
 
-/// The requested cache, and the policy file if it is from one.
+/// The requested cache, and the policy file if the cache comes from one.
 struct RequestedCache {
   CacheConfig cache;
   std::optional<PolicyFile> file;
@@ -92,7 +92,7 @@ std::size_t value_bytes(const Backend& backend) {
   return bytes_of(backend.rounding().value_or(Dtype::f32));
 }
 
-/// The segments of the conversation as it was fed: each turn, and its answer without the last
+/// The segments of the conversation as they were fed: each turn, and its answer without the last
 /// token.
 std::vector<Segment> segments_fed(const std::vector<std::vector<std::int32_t>>& turns,
                                   const std::vector<Answer>& answers, std::uint32_t fed) {
@@ -111,8 +111,8 @@ std::vector<Segment> segments_fed(const std::vector<std::vector<std::int32_t>>& 
 }
 
 /// For example "evicted 412 tokens of each KV head; KV 96.0 of 204.0 KiB in 16 bit", or why nothing
-/// was evicted. `fed`: tokens of the conversation. If the engine's elements are wider than 16 bit,
-/// also their bytes.
+/// was evicted. `fed`: number of tokens of the conversation. If the engine's elements have more
+/// than 16 bits, the text also says their bytes.
 std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& model,
                          std::size_t number_bytes, const ResolvedConfig& cache,
                          const std::vector<Segment>& fed) {
@@ -140,7 +140,7 @@ std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& model
   return text;
 }
 
-/// Bytes of the keys and values in layers with a window at the end.
+/// Bytes at the end of keys and values in layers with a window.
 std::size_t window_bytes(const SequenceDecoder& decoder, const ResolvedConfig& cache,
                          std::size_t token_bytes) {
   std::size_t tokens = 0;
@@ -216,7 +216,7 @@ int run(const Request& request) {
     }));
     if (!json) fmt::print("\n");
   }
-  std::fflush(stdout);  // before the messages about it, if both go to one file
+  std::fflush(stdout);  // so that messages about the text come after it if both go to one file
   if (json) {
     ordered_json result =
         to_json(answers, cache, *decoder, conversation, backend->rounding().value_or(Dtype::f32));

@@ -96,7 +96,8 @@ void print_text(const std::vector<PolicyEntry>& entries) {
   for (const OracleInfo& oracle : kOracles) print_oracle(oracle);
 }
 
-/// The description of one policy or oracle. Throws std::invalid_argument if no policy has the name.
+/// Prints the description of one policy or oracle. Throws std::invalid_argument if the name is
+/// unknown.
 void print_named(const std::vector<PolicyEntry>& entries, const std::string& name) {
   const auto entry = std::ranges::find_if(
       entries, [&](const PolicyEntry& known) { return known.info.name == name; });
@@ -107,7 +108,7 @@ void print_named(const std::vector<PolicyEntry>& entries, const std::string& nam
   }
   for (const OracleInfo& oracle : kOracles)
     if (oracle.name == name) return print_oracle(oracle);
-  parse_policy(name);  // explains an unknown name
+  parse_policy(name);  // throws with an explanation if the name is unknown
   throw std::invalid_argument(
       fmt::format("policy {}: give the name only: {}", name, name.substr(0, name.find(':'))));
 }

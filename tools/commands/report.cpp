@@ -50,7 +50,7 @@ void add_options(OptionTable& table, Request& request) {
   add_json_option(table, request.json);
 }
 
-/// The text of each token of the shown trace, by the tokenizer of --model.
+/// The text of each token of the shown trace, which the tokenizer of --model decodes.
 std::vector<std::string> token_texts(const Run& run, const std::string& model) {
   std::vector<std::string> texts;
   if (model.empty() || !run.kept) return texts;
@@ -73,8 +73,8 @@ void say(const std::string& line) {
   if (!line.empty()) fmt::print(stderr, "kvlab report: {}\n", line);
 }
 
-/// The page of a run. Requested figures are written to `figures`, here and below; null: none are
-/// requested.
+/// Makes the page of a run. Here and below, requested figures are written to `figures`; null if
+/// none are requested.
 PageDocument page_of_run(const std::filesystem::path& folder, const Request& request,
                          const AtomicFolder* figures) {
   const Run run = load_run(folder);
@@ -84,7 +84,7 @@ PageDocument page_of_run(const std::filesystem::path& folder, const Request& req
                            .tokens = token_texts(run, request.model)});
 }
 
-/// The page of a folder of any kind.
+/// Makes the page of a folder of any kind.
 PageDocument page_of(const std::filesystem::path& folder, const Request& request,
                      const AtomicFolder* figures) {
   if (std::error_code error; !std::filesystem::exists(folder, error))
@@ -125,7 +125,7 @@ int run(const Request& request) {
   std::optional<AtomicFolder> figures;
   if (!request.figures.empty()) figures.emplace(request.figures);
   const std::string html = page_html(page_of(request.run, request, figures ? &*figures : nullptr));
-  AtomicFile page(out);  // writes both or, on a full disk, none
+  AtomicFile page(out);  // writes all of the page or, if for example the disk is full, nothing
   page.write(std::as_bytes(std::span(html)));
   if (figures) figures->commit();
   page.commit();

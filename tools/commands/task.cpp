@@ -30,13 +30,13 @@ struct Request {
   CacheOptions caches;
   CommonOptions common;
   std::string model, text, out, capture;  ///< paths; empty: not given
-  std::string kind = "";                  ///< of needles
+  std::string kind = "";                  ///< for the task `needle`
   bool query_aware = false, query_agnostic = false;
   bool chat = true;
   bool fresh = false;
 };
 
-/// The items of a list, each read as a number followed by `suffix`.
+/// Parses the items of a list. Each is a number followed by `suffix`.
 std::vector<double> parse_numbers(const std::string& text, const char* name, double most,
                                   std::string_view suffix, std::string_view example) {
   std::vector<double> numbers;
@@ -71,7 +71,7 @@ std::vector<double> parse_depths(const std::string& text) {
   return depths;
 }
 
-/// Throws std::invalid_argument for options of another task.
+/// Throws std::invalid_argument if options of another task were given.
 void refuse_foreign(TaskKind kind, const GivenOptions& given) {
   const auto refuse = [&](const char* name, TaskKind of, const char* task) {
     if (given.has(name) && kind != of)
@@ -95,14 +95,14 @@ void check_kind(Request& request, const GivenOptions& given) {
   if (kind == "multi-value" && !given.has("values")) request.task.spec.values = 4;
 }
 
-/// Refuses two outputs of which one is inside the other, because they are committed separately.
+/// Refuses two outputs if one is inside the other, because they are committed separately.
 void refuse_nested(const std::string& out, const std::string& capture) {
   const auto whole = [](const std::string& path) {
     return (std::filesystem::absolute(path) / "").lexically_normal();
   };
   const std::filesystem::path a = whole(out), b = whole(capture);
-  const auto [rest_a, rest_b] =
-      std::mismatch(a.begin(), --a.end(), b.begin(), --b.end());  // without the "" at the end
+  const auto [rest_a, rest_b] = std::mismatch(a.begin(), --a.end(), b.begin(),
+                                              --b.end());  // without the "" at the end of the paths
   if (rest_a == --a.end() || rest_b == --b.end())
     throw std::invalid_argument(fmt::format(
         "--capture: {} and --out {} should be two directories, and neither may be inside the other",
@@ -279,7 +279,7 @@ ordered_json about(const TaskRequest& request, const Backend& backend) {
            "95%: shares by Clopper and Pearson, means of 8 samples or more by Student's factor"}};
 }
 
-/// Everything that answers depend on, and the format in which they are stored.
+/// Everything on which answers depend, and the format in which they are stored.
 ordered_json job_of(const TaskRequest& request, const ordered_json& about, Device device) {
   ordered_json job = about, configs = ordered_json::array();
   for (const CacheConfig& config : request.configs) {
@@ -295,7 +295,8 @@ ordered_json job_of(const TaskRequest& request, const ordered_json& about, Devic
   return job;
 }
 
-/// The folder that stores answers as they come; none if no tables were requested.
+/// The folder in which answers are stored as soon as they are known; nullopt if no tables were
+/// requested.
 std::optional<RunFolder> folder_of(const Request& request, const ordered_json& job) {
   if (request.out.empty()) return std::nullopt;
   const std::filesystem::path path = request.out;
@@ -312,7 +313,7 @@ void write_run(RunFolder& folder, const TaskRun& run, std::span<const TaskMetric
   });
 }
 
-/// Runs the task, and stores answers as they come if there is a folder.
+/// Runs the task. If there is a folder, answers are stored there as soon as they are known.
 TaskRun answered(Backend& backend, const Tokenizer& tokenizer, TaskRequest& request,
                  const std::optional<RunFolder>& out) {
   if (out) request.answers.kept = &*out;

@@ -49,7 +49,7 @@ std::uint64_t file_bytes(const TraceReader& trace) {
   return bytes;
 }
 
-/// A manifest's `extras` without its files.
+/// `extras` of a manifest, without its files.
 Json extras_json(const TraceReader& trace) {
   Json extras = Json::object();
   if (trace.extras().residual_norm2) extras["residual_norm2"] = Json::object();
@@ -93,7 +93,7 @@ Json rows_json(const TraceReader& trace) {
   return rows;
 }
 
-/// How many layers have which property.
+/// Says how many layers have each property.
 std::string rows_text(const std::vector<RowSpec>& rows) {
   const auto count = [&](auto is) { return std::ranges::count_if(rows, is); };
   return fmt::format("{} of {} layers with a window, {} capped, {} with sinks",

@@ -19,7 +19,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kMaxShown = 8;  // most configurations shown for a round
+constexpr std::size_t kMaxShown = 8;  // maximum number of configurations shown for a round
 
 struct Request {
   EvalModelOptions model;
@@ -131,7 +131,7 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
     fmt::print("  and {} more\n", round.entries.size() - kMaxShown);
 }
 
-/// Prints perplexity and top-1 next to the full cache's, and how much texts differ.
+/// Prints perplexity and top-1 agreement, with those of the full cache, and how much texts differ.
 void print_scores(const nlohmann::json& scores) {
   fmt::print("\n{:<28} {:>10} {:>18} {:>7} {:>8}\n", "", "perplexity", "KL ± of texts", "top-1",
              "tokens");
@@ -171,7 +171,8 @@ void print_recommendation(const Tuning& tuning, const TuneRequest& request,
       tuning.halving.exhaustive);
 }
 
-/// The budget in tokens of 16 bit. Throws if a token fits the budget in none of the tier plans.
+/// The budget in 16-bit tokens. Throws if with each of the tier plans the budget is less than one
+/// token.
 std::uint32_t budget_in_tokens(const Request& request, std::uint32_t length,
                                std::uint32_t head_size) {
   std::uint64_t least = kv_bytes_per_token(head_size);
@@ -202,7 +203,7 @@ int run(const Request& given) {
   TuneRequest request = given.tune;
   request.progress = progress_bar("tune");
   const auto compiled = compiled_policies(given.caches, given.common);
-  // Refuses errors before a model is loaded, where the model is not needed.
+  // Refuses what can be refused without the model before the model is loaded.
   if (!given.budget.extent.is_share && !given.budget.in_bytes)
     variants(given, given.budget.extent.tokens, compiled, nullptr);
   const EvalModel model = load_eval_model(given.model.model, given.common);

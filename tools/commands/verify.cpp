@@ -133,7 +133,7 @@ nlohmann::ordered_json to_json(const CacheConfig& config, const VerifyReport& re
             {"tolerance", report.logits.tolerance}}}};
 }
 
-/// What to decode, and under which caches.
+/// What to decode, and with which caches.
 struct Dialogue {
   std::vector<VerifyTurn> turns;
   std::vector<CacheConfig> configs;  ///< configurations whose budget fits
@@ -170,7 +170,7 @@ int run(const Request& request) {
   if (!request.policy_file.empty()) file = read_policy_file(request.policy_file, compiled);
   auto sweep =
       file ? std::vector{file->cache} : sweep_of(request.caches, compiled, left_out_of("verify"));
-  // The model on the CPU: it runs, or a device's logits are compared with it.
+  // The model on the CPU. It decodes or, with another device, gives the logits to compare with.
   std::optional<Model> model;
   if (device == Device::cpu || request.checks_logits) model = Model::load(request.model, threads);
   const auto backend = device == Device::cpu ? cpu_backend(*model, threads)

@@ -46,7 +46,8 @@ ModelShape shape_of(const Heads& q, const Heads& k, const Heads& v, const std::s
           .dtype = *known};
 }
 
-/// Checks a row's lengths against the shape, because the computation below relies on them.
+/// Checks the lengths in a row specification against the shape, because the computation below
+/// relies on them.
 RowSpec checked_row(const nb::dict& said, const std::vector<Rope>& ropes, float softmax_scale,
                     const ModelShape& shape) {
   RowSpec row = row_of(said, ropes, softmax_scale);

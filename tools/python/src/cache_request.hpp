@@ -23,7 +23,7 @@ struct CacheRequest {
   std::vector<std::uint32_t> layer_numbers;  ///< as in ResolvedConfig
 };
 
-/// Resolves the request. Throws std::invalid_argument for what the executor does not support.
+/// Resolves the request. Throws std::invalid_argument if the executor does not support it.
 ResolvedConfig resolve(const CacheRequest& requested, const Executor& executor);
 
 }  // namespace kvlab::python

@@ -1,4 +1,4 @@
-// The caches of a model whose other computations run elsewhere.
+// The caches of a model whose other computations run elsewhere, such as in PyTorch.
 #include <fmt/format.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -58,8 +58,9 @@ class Caches {
 
   Caches& operator=(const Caches&) = delete;
 
-  /// Copies the caches, for a sequence that continues differently. Throws std::invalid_argument if
-  /// a policy reads rows, because it remembers those of one sequence.
+  /// Copies the caches, for a sequence that will continue in another way. Throws
+  /// std::invalid_argument if a policy reads rows, because it remembers the rows of only one
+  /// sequence.
   std::unique_ptr<Caches> copy() const {
     for (const Policy& policy : own_)
       if (policy.entry->see_rows)
@@ -90,8 +91,8 @@ class Caches {
     return array_of(std::move(out), {q.shape(0), q.shape(1), q.shape(2)});
   }
 
-  /// Drops all but the first `tokens` tokens. Throws std::invalid_argument before anything is
-  /// dropped if the cache of a layer cannot.
+  /// Drops all but the first `tokens` tokens. If the cache of a layer cannot do that, throws
+  /// std::invalid_argument before anything is dropped.
   void crop(std::uint32_t tokens) {
     for (const LayerCache& layer : layers_)
       for (const HostCache& head : layer.heads())
@@ -131,8 +132,8 @@ class Caches {
  private:
   Caches(const Caches&) = default;
 
-  /// Runs the four steps of the rule for each append: a prompt as its prefill says, decoded tokens
-  /// one by one.
+  /// Runs the four steps of the rule for each append. A prompt is appended as its prefill says,
+  /// decoded tokens one by one.
   void feed(std::uint32_t layer, LayerRows rows, bool is_prompt, unsigned threads) {
     LayerCache& cache = layers_.at(layer);
     const std::size_t keys = std::size_t{kv_heads_} * head_size_, queries = keys * group_;
@@ -149,8 +150,8 @@ class Caches {
     }
     if (!is_prompt) return;
     cache.end_prompt();
-    // Evicts right away, so that only one layer at a time has a whole prompt. The result does not
-    // depend on the tokens that follow.
+    // Evicts now, so that only one layer at a time holds a whole prompt. The result is the same,
+    // because it does not depend on the tokens that follow.
     for (HostCache& head : cache.heads()) head.evict_to_budget(tokens_[layer]);
   }
 
@@ -163,7 +164,7 @@ class Caches {
 
   std::vector<Policy> own_;  // policies whose hooks the layers call
   std::uint32_t kv_heads_, group_, head_size_;
-  std::uint32_t chunk_ = 0;  // tokens of a prompt's append; 0: all
+  std::uint32_t chunk_ = 0;  // number of tokens in an append of a prompt; 0: all
   std::vector<GrowingRope> ropes_;
   std::vector<std::uint32_t> tables_;                // [layer]: index in ropes_
   std::shared_ptr<const OutputProjections> output_;  // null if no feature reads it

@@ -39,21 +39,21 @@ struct OwnPolicy {
                          ///< empty
   std::string positions;        ///< original, cache
   std::size_t state_bytes = 0;  ///< bytes of state for each token
-  /// Weight of a query by the number of younger queries in its append; 0 beyond the end. Empty: all
-  /// are 1.
+  /// Weight of a query by the number of younger queries in its append, and 0 beyond the end. If
+  /// empty, all weights are 1.
   std::vector<float> weights;
   bool by_head = false;  ///< the function reads the mass of each query head
   /// Called as (state, mass, requests, last_request, queries, mass_by_head, position, features,
-  /// step); returns ranks. state: uint8 [live, state_bytes], changed in place. Arrays that are not
-  /// needed are None. step: a tuple.
+  /// step), and returns ranks. state: uint8 [live, state_bytes], which is changed in place. Arrays
+  /// that the policy does not need are None. step: a tuple.
   nb::object function;
-  /// An object with rows(sequence, layer, first, q, k, v, inv_freq, rope_factor, softmax_scale),
-  /// which gets its own arrays [token, head, dim], and trace(sequence, path), as PolicyEntry shows
-  /// them; or None.
+  /// None, or an object with two methods: rows(sequence, layer, first, q, k, v, inv_freq,
+  /// rope_factor, softmax_scale), which gets copies of arrays [token, head, dim], and
+  /// trace(sequence, path). They are called as PolicyEntry::see_rows and see_trace are.
   nb::object sight;
 };
 
-/// The head of a slot, which is followed by the features and the function's state.
+/// The head of a slot. The features and the function's state follow it.
 struct SlotHead {
   std::uint64_t rank;  // the rank that the function returned last, as a sortable key
   std::uint32_t position;
@@ -151,7 +151,7 @@ nb::object gathered(std::size_t count, std::size_t width, From from) {
   return nb::cast(array_of(std::move(values), {count, width}));
 }
 
-/// Fills in what the tokens received. `seen(i)` is an Observation.
+/// Fills in the observations of the tokens. `seen(i)` is an Observation.
 template <class SeenAt>
 void fill_seen(Call& call, const Host& host, std::size_t count, SeenAt seen) {
   if (needs_mass(host.needs))
@@ -164,8 +164,8 @@ void fill_seen(Call& call, const Host& host, std::size_t count, SeenAt seen) {
   call.queries = filled<std::uint32_t>(count, [&](std::size_t i) { return seen(i).queries; });
 }
 
-/// Calls the function after an append and stores its states and ranks. Afterwards the next token is
-/// expected. `heads`: empty unless the function reads the mass of each head.
+/// Calls the function after an append, and stores its states and ranks for the next position.
+/// `heads`: empty unless the function reads the mass of each head.
 template <class SeenAt>
 void observe_all(void* data, std::size_t count, const void* params, Step step, SeenAt seen,
                  std::span<const std::uint64_t> heads = {}) {
@@ -228,8 +228,8 @@ void observe_heads(void* data, const Observation* seen, std::span<const std::uin
       data, count, params, step, [&](std::size_t i) { return seen[i]; }, heads);
 }
 
-/// The ranks of all live tokens: the stored ones or, if the policy observes nothing, those of a new
-/// call.
+/// The ranks of all live tokens. They are the stored ones or, if the policy observes nothing, the
+/// result of a new call.
 Ranks all_ranks(const void* data, const Tokens& tokens, const void* params, const Step& step) {
   const Host& host = host_of(params);
   const std::size_t count = step.live;

@@ -108,7 +108,7 @@ std::vector<std::tuple<std::string, std::string, std::string>> traces_of(const P
   return traces;
 }
 
-/// Makes a configuration of the run again.
+/// Makes a configuration of the run again from its texts.
 CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<Policy>& own) {
   const RunConfig& requested = info.sweep.at(index);
   const std::string text =
@@ -122,7 +122,7 @@ CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<
   if (requested.budget == "all") request.budgets.clear();
   if (!requested.budget.starts_with('@'))
     return make_sweep(request, replay_oracles(), compiled_from(own)).front();
-  // The run contains the budgets of the file.
+  // The run contains the budgets of the budget file.
   constexpr std::uint32_t kAny = 1'000'000'000;
   request.budgets = {std::to_string(kAny)};
   CacheConfig config = make_sweep(request, replay_oracles(), compiled_from(own)).front();
@@ -132,7 +132,7 @@ CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<
   return config;
 }
 
-/// Positions of the queries, and [query, token]: whether the token was live.
+/// Positions of the queries, and an array [query, token] that says whether the token was live.
 std::pair<Array<std::uint32_t>, Array<bool>> kept_of(const PythonRun& self, const Trace& trace,
                                                      std::uint32_t sequence, std::size_t config,
                                                      const std::vector<Policy>& own,
@@ -167,8 +167,8 @@ void save(PythonRun& self, const std::string& directory) {
   folder.commit();
 }
 
-/// The ranking at a budget as JSON: {"standings", "recommendation"}. An empty metric means the best
-/// predictor.
+/// The ranking at a budget as JSON: {"standings", "recommendation"}. If the metric is empty, uses
+/// the best predictor.
 std::string ranking(const PythonRun& self, const std::string& budget, const std::string& metric) {
   const MetricTable metric_table(self.run.rows);
   const MetricInfo* const by = find_metric(metric.empty() ? best_metric(self.run.rows) : metric);

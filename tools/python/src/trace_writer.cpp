@@ -34,7 +34,7 @@ using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::c
 
 std::span<const float> span(const Rows& rows) { return {rows.data(), rows.size()}; }
 
-/// A writer for Python. close() ends it, because Python frames may keep the object longer.
+/// A writer for Python. close() ends it, because Python frames may keep the object alive longer.
 struct Writer {
   std::optional<TraceWriter> held;
 
