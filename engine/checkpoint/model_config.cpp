@@ -189,7 +189,8 @@ constexpr std::string_view kKnownKeys =
 const Architecture& architecture_of(const JsonFields& config) {
   std::vector<std::string_view> names;
   for (const Architecture& known : kArchitectures) names.push_back(known.name);
-  const std::string right = fmt::format("one in a list is expected, of {}", fmt::join(names, ", "));
+  const std::string right =
+      fmt::format("a list with one of these names is expected: {}", fmt::join(names, ", "));
   const nlohmann::json& list = config.value("architectures");
   if (!list.is_array() || list.size() != 1 || !list[0].is_string())
     config.refuse("architectures", right);

@@ -21,48 +21,52 @@ void want_config(const kvlab_kv_cache_config& c) {
   if (const std::string why = why_not_shape(shape, "config", kMaxGroup); !why.empty())
     throw std::invalid_argument(why);
   want(c.policy && c.layers && c.rules && c.ropes, "policy, layers, ropes or rules is NULL");
-  want(c.layer_count > 0 && c.rope_count > 0, "layer_count is {}, rope_count {}: at least 1",
-       c.layer_count, c.rope_count);
+  want(c.layer_count > 0 && c.rope_count > 0,
+       "layer_count is {}, rope_count {}; each should be at least 1", c.layer_count, c.rope_count);
   for (int layer = 0; layer < c.layer_count; ++layer)
     want(c.layers[layer].rope >= 0 && c.layers[layer].rope < c.rope_count,
-         "layers[{}].rope is {} of {}", layer, c.layers[layer].rope, c.rope_count);
+         "layers[{}].rope is {}; it should be below rope_count, {}", layer, c.layers[layer].rope,
+         c.rope_count);
   for (int rope = 0; rope < c.rope_count; ++rope)
     want(c.ropes[rope].rotated > 0 && c.ropes[rope].rotated <= c.head_size &&
              c.ropes[rope].rotated % 2 == 0 && c.ropes[rope].inv_freq,
-         "ropes[{}].rotated is {}: an even number of at most head_size, {}, with frequencies", rope,
-         c.ropes[rope].rotated, c.head_size);
+         "ropes[{}].rotated is {}; it should be even, above 0 and at most head_size, {}, and "
+         "inv_freq should not be NULL",
+         rope, c.ropes[rope].rotated, c.head_size);
   want(c.tier_count >= 0 && c.tier_count <= kMaxDeviceTiers && (c.tier_count == 0 || c.tiers),
-       "tier_count is {}: at most {}, with tiers", c.tier_count, kMaxDeviceTiers);
+       "tier_count is {}; it should be 0 to {}, and tiers should not be NULL unless it is 0",
+       c.tier_count, kMaxDeviceTiers);
   const auto features = c.policy->kernels.features.size();
   want(static_cast<std::size_t>(c.feature_count) == features && (features == 0 || c.features),
-       "feature_count is {}: the policy reads {}", c.feature_count, features);
+       "feature_count is {}; the policy reads {} features", c.feature_count, features);
   for (int at = 0; at < c.feature_count; ++at) {
     want(c.features[at] >= KVLAB_KEY_NORM && c.features[at] <= KVLAB_VALUE_OUT_NORM1,
-         "features[{}] is {}: no kvlab_feature", at, static_cast<int>(c.features[at]));
+         "features[{}] is {}, which is not a kvlab_feature", at, static_cast<int>(c.features[at]));
     for (int layer = 0; layer < c.layer_count && c.features[at] == KVLAB_VALUE_OUT_NORM1; ++layer)
       want(c.layers[layer].output && c.hidden > 0,
-           "layers[{}].output is NULL, or hidden, {}, not above 0: value_out_norm1 reads them",
+           "layers[{}].output is NULL or hidden is {}; value_out_norm1 needs W_o of every layer",
            layer, c.hidden);
   }
   want(c.params || c.policy->kernels.params_bytes == 0, "params is NULL");
   want(c.every <= 0x7fff'ffff &&
            (c.numbering == KVLAB_ORIGINAL_POSITIONS || c.numbering == KVLAB_CACHE_POSITIONS),
-       "every is {}, numbering {}: KVLAB_ORIGINAL_POSITIONS or KVLAB_CACHE_POSITIONS", c.every,
-       static_cast<int>(c.numbering));
+       "every is {}, numbering {}; every should be below 2^31, and numbering "
+       "KVLAB_ORIGINAL_POSITIONS or KVLAB_CACHE_POSITIONS",
+       c.every, static_cast<int>(c.numbering));
   want(std::max({c.part, c.longest, c.tokens}) <= kMaxTokens,
-       "tokens is {}, part {}, longest {}: at most {}", c.tokens, c.part, c.longest, kMaxTokens);
+       "tokens is {}, part {}, longest {}; each should be at most {}", c.tokens, c.part, c.longest,
+       kMaxTokens);
 }
 
 void want_rule(const kvlab_rule& rule, std::size_t at, std::uint32_t group_max) {
   want(rule.budget == kUnlimited ||
            (rule.budget > rule.sinks && rule.budget - rule.sinks >= rule.recent &&
             rule.budget <= kMaxTokens),
-       "rules[{}]: budget is {}; more than sinks, {}, and at least sinks + recent, with recent {}, "
-       "is expected",
+       "rules[{}].budget is {}; it should be more than sinks, {}, and at least sinks + recent, "
+       "with recent {}",
        at, rule.budget, rule.sinks, rule.recent);
-  want(rule.group_max == group_max,
-       "rules[{}].group_max is {}, that of rules[0] {}; the same in all is expected", at,
-       rule.group_max, group_max);
+  want(rule.group_max == group_max, "rules[{}].group_max is {}; it should be that of rules[0], {}",
+       at, rule.group_max, group_max);
 }
 
 SlotPair pair_of(const kvlab_kv_cache_config& c, std::size_t at) {
@@ -77,15 +81,17 @@ SlotPair pair_of(const kvlab_kv_cache_config& c, std::size_t at) {
     const int least =
         pair.tiers.empty() ? 0 : static_cast<int>(pair.tiers.back().format - kKvFormats);
     want(static_cast<int>(tier.format) >= least && tier.format <= KVLAB_FORMAT_2,
-         "tiers of pair {}: format {} under format {}; a kvlab_kv_format no more exact is expected",
+         "tiers of pair {}: format {} follows format {}; formats should be in the order of "
+         "kvlab_kv_format, from most to least exact",
          at, static_cast<int>(tier.format), least);
     pair.tiers.push_back({&kKvFormats[tier.format], tier.slots});
     slots += tier.slots;
   }
   if (stays && !pair.tiers.empty()) pair.tiers = {{pair.tiers.front().format, kMaxTokens}};
   want(stays || c.tier_count == 0 || (slots == rule.budget && pair.tiers.front().slots > 0),
-       "tiers of pair {}: {} slots of a budget of {}, and one at least on the first", at, slots,
-       rule.budget);
+       "tiers of pair {}: the slots add up to {}; they should add up to the budget, {}, with at "
+       "least one on the first tier",
+       at, slots, rule.budget);
   return pair;
 }
 
@@ -137,8 +143,9 @@ KvCacheConfig config_of(const kvlab_kv_cache_config& c) {
   std::copy_n(c.features, c.feature_count, config.features.features);
   if (c.part > 0) config.part = c.part;
   want(config.is_fast() || !policy.header,
-       "quantized tiers of float32, or of more than {} query heads for a KV head, and RoPE "
-       "of half a head under KVLAB_CACHE_POSITIONS: a policy of the registry is expected",
+       "a policy from a header supports neither quantized tiers with float32 or with more than {} "
+       "query heads per KV head, nor KVLAB_CACHE_POSITIONS with RoPE of a part of the head; use a "
+       "policy of the registry",
        kMaxTierGroup);
   config.kernels = kernels_for(config, policy.kernels,
                                policy.header ? PlainKernels::absent : PlainKernels::present);

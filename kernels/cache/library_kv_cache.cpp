@@ -215,9 +215,10 @@ void kvlab_kv_cache::append(const kvlab_append_chunk& chunk) {
              layer = static_cast<std::size_t>(chunk.layer);
   want(chunk.fed == fed_of(layer, sequence), "fed is {}; layer {} has had {} tokens of sequence {}",
        chunk.fed, layer, fed_of(layer, sequence), sequence);
-  want(chunk.count > 0 && chunk.count <= chunk.tokens && chunk.first <= chunk.tokens - chunk.count,
-       "first is {}, count {}; within an append of {} tokens, and count above 0, is expected",
-       chunk.first, chunk.count, chunk.tokens);
+  want(
+      chunk.count > 0 && chunk.count <= chunk.tokens && chunk.first <= chunk.tokens - chunk.count,
+      "first is {}, count {}; count should be above 0, and the chunk within an append of {} tokens",
+      chunk.first, chunk.count, chunk.tokens);
   check_capacity(std::uint64_t{chunk.fed} + chunk.tokens);
   if (chunk.tokens == 1 && cache.is_quantized()) return append_one_token(chunk);
 

@@ -41,9 +41,9 @@ void PairSlots::set_rules(std::size_t sequence, std::span<const SequenceSettings
     const bool may_be_smaller = pair.tiers.empty() && pair.budget != kUnlimited;
     if (may_be_smaller ? budget <= pair.budget : budget == pair.budget) return;
     throw std::invalid_argument(fmt::format(
-        "rules[{}]: a budget of {} tokens, where the cache was created for {}; {} is expected",
+        "rules[{}].budget is {} tokens, but the cache was created for {}; it should be {}",
         next - 1, budget, pair.budget,
-        may_be_smaller ? "at most that" : "that budget, because of tiers or of no budget,"));
+        may_be_smaller ? "at most that" : "equal, because the cache has tiers or no budget"));
   });
   next = 0;
   each_pair(sequence, [&](std::size_t at) {
@@ -70,7 +70,7 @@ void PairSlots::copy(std::size_t from, std::size_t to) {
   if (!alike)
     throw std::invalid_argument(
         fmt::format("sequences {} and {} were created with different budgets, tiers or modifiers; "
-                    "equal ones are expected",
+                    "they should be equal",
                     from, to));
   each_pair(from, [&](std::size_t at) {
     const std::size_t target = other(at);

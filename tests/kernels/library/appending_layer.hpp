@@ -33,11 +33,12 @@ class AppendingLayer {
   /// sequence.
   AppendingLayer(const LayerSize& size, const Paging& paging, int free_slots, OwnHeads heads = {});
 
-  /// Sets the input of the next calls: the next tokens of each sequence. Tokens from `right` on are
-  /// different ones, as wrong drafts are.
+  /// Sets the input of the next calls: the next `tokens` tokens of each sequence. Only the first
+  /// `right` of them are the sequence's tokens. The others are other tokens, like drafts that will
+  /// be rejected.
   void put(const Counts& tokens, const Counts& right);
-  /// Writes and attends; observe() then applies the observations and features of the right tokens
-  /// only.
+  /// Writes the tokens and attends. observe() then applies the observations and features of the
+  /// `right` tokens only.
   void attend(cudaStream_t stream = nullptr);
   void observe(cudaStream_t stream = nullptr);
   /// Arguments that end an append of all tokens put since the last one, to another layer or in

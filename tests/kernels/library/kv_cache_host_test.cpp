@@ -279,19 +279,20 @@ TEST_CASE("A sequence that starts can have other settings") {
 
   rules[3].budget = 25;
   rules[0].budget = 13;
-  CHECK_THAT(
-      cache.start(1, &settings),
-      ContainsSubstring("rules[3]: a budget of 25 tokens, where the cache was created for 24"));
+  CHECK_THAT(cache.start(1, &settings),
+             ContainsSubstring("rules[3].budget is 25 tokens, but the cache was created for 24"));
   CHECK(cache.info(1).tokens == 40);
   rules[3] = {2, 2, 4, 0};
-  CHECK_THAT(cache.start(1, &settings), ContainsSubstring("rules[3]: budget is 2"));
+  CHECK_THAT(cache.start(1, &settings),
+             ContainsSubstring("rules[3].budget is 2; it should be more than sinks, 2,"));
   settings.struct_size = 8;
   CHECK_THAT(cache.start(1, &settings), ContainsSubstring("struct_size is 8"));
 
   Cache tiers({.budget = 84, .tiers = {{KVLAB_FORMAT_16, 8}, {KVLAB_FORMAT_4, 76}}});
   settings.struct_size = sizeof settings;
   rules[3] = {24, 2, 8, 0};
-  CHECK_THAT(tiers.start(0, &settings), ContainsSubstring("that budget, because of tiers"));
+  CHECK_THAT(tiers.start(0, &settings),
+             ContainsSubstring("it should be equal, because the cache has tiers"));
 }
 
 TEST_CASE("No memory for an append changes nothing") {

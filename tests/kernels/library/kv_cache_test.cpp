@@ -564,28 +564,31 @@ TEST_CASE("A cache is measured without a device, and refusals give a reason") {
         call + "config.head_size is 80; it should be 64, 96, 128 or 256");
   CHECK(why([](Layout& l) {
           l.rules[1].sinks = 90;
-        }).starts_with(call + "rules[1]: budget is 84; more than sinks, 90,"));
-  CHECK(why([](Layout& l) {
-          l.tiers[3].slots = 1;
-        }).starts_with(call + "tiers of pair 1: 9 slots of a budget of 84"));
+        }).starts_with(call + "rules[1].budget is 84; it should be more than sinks, 90,"));
+  CHECK(why([](Layout& l) { l.tiers[3].slots = 1; })
+            .starts_with(
+                call +
+                "tiers of pair 1: the slots add up to 9; they should add up to the budget, 84"));
   CHECK(why([](Layout& l) { l.rules[3].group_max = 1; }) ==
-        call + "rules[3].group_max is 1, that of rules[0] 0; the same in all is expected");
+        call + "rules[3].group_max is 1; it should be that of rules[0], 0");
   CHECK(why([](Layout& l) { l.tiers[1].format = KVLAB_FORMAT_16; }).empty());
   CHECK(why([](Layout& l) {
           l.tiers[0].format = KVLAB_FORMAT_2;
-        }).starts_with(call + "tiers of pair 0: format 3 under format 5"));
+        }).starts_with(call + "tiers of pair 0: format 3 follows format 5"));
   CHECK(why([](Layout& l) { l.config.feature_count = 1; }) ==
-        call + "feature_count is 1: the policy reads 0");
-  CHECK(why([](Layout& l) { l.layers[1].rope = 1; }) == call + "layers[1].rope is 1 of 1");
+        call + "feature_count is 1; the policy reads 0 features");
+  CHECK(why([](Layout& l) { l.layers[1].rope = 1; }) ==
+        call + "layers[1].rope is 1; it should be below rope_count, 1");
   CHECK(why([](Layout& l) { l.config.rules = nullptr; }) ==
         call + "policy, layers, ropes or rules is NULL");
-  CHECK(why([](Layout& l) {
-          l.config.part = 0x8000'0000;
-        }).starts_with(call + "tokens is 150, part 2147483648, longest 0: at most 2147483647"));
+  CHECK(why([](Layout& l) { l.config.part = 0x8000'0000; })
+            .starts_with(
+                call +
+                "tokens is 150, part 2147483648, longest 0; each should be at most 2147483647"));
   CHECK_FALSE(why([](Layout& l) { l.config.longest = 0x8000'0000; }).empty());
   CHECK(why([](Layout& l) {
           l.table.rotated = 7;
-        }).starts_with(call + "ropes[0].rotated is 7: an even"));
+        }).starts_with(call + "ropes[0].rotated is 7; it should be even"));
   CHECK(why([](Layout& l) {
           l.config.numbering = KVLAB_CACHE_POSITIONS;
         }).starts_with(call + "quantized tiers under KVLAB_CACHE_POSITIONS"));

@@ -37,8 +37,8 @@ ModelShape shape_of(const Heads& q, const Heads& k, const Heads& v, const std::s
     alike = alike && q.shape(axis) == k.shape(axis) && k.shape(axis) == v.shape(axis);
   if (!alike)
     throw std::invalid_argument(
-        "q, k, v: the same tokens and head size, and a number of heads that is a multiple of the "
-        "KV heads, are expected");
+        "q, k, v: their numbers of tokens and head sizes should be equal, and q's number of heads "
+        "should be a multiple of that of k and v");
   return {.layers = 1,
           .query_heads = static_cast<std::uint32_t>(q.shape(0)),
           .kv_heads = static_cast<std::uint32_t>(k.shape(0)),
