@@ -35,7 +35,7 @@ constexpr bool is_head_size(int size) {
   return size == 64 || size == 96 || size == 128 || size == 256;
 }
 
-inline constexpr int kMinSlotsOfBlock = 16;  ///< kvlab_pages::page
+inline constexpr int kMinSlotsOfBlock = 16;  ///< minimum of kvlab_pages::page
 
 /// Maximum number of slots of a KV head. Launches round slots up and count them in signed 32-bit
 /// integers.

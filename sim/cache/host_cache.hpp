@@ -33,10 +33,10 @@ struct HeadShape {
   Positions positions = Positions::original;
   float softmax_scale = 1.0f;
   std::uint32_t threshold16 = 0;  ///< threshold of requests
-  std::uint32_t window = 0;       ///< tokens that a query sees, itself included; 0: all
-  float softcap = 0;              ///< as in RowSpec, like `sinks`
+  std::uint32_t window = 0;       ///< number of tokens that a query sees, including itself; 0: all
+  float softcap = 0;              ///< see RowSpec, also for `sinks`
   std::vector<float> sinks = {};  // [query head]
-  /// Keys and queries are rounded to it after RoPE at original positions.
+  /// After RoPE at original positions, keys and queries are rounded to this type.
   std::optional<Dtype> rounding = {};
 };
 
@@ -45,13 +45,12 @@ struct HeadShape {
 struct HeadAppend {
   std::uint32_t first, tokens;
   const float* q;                 // [token, group, dim]
-  std::size_t query_head_stride;  // floats between the queries of a token's heads
-  std::size_t query_stride;       // of q and of out
+  std::size_t query_head_stride;  // floats between the queries of one token's heads
+  std::size_t query_stride;       // floats between tokens, in q and in out
   const float *k, *v;             // [token, dim]
   std::size_t key_stride;
   float* out = nullptr;  // [token, group, dim]; null: outputs are not computed
-  float* lse =
-      nullptr;  // [token, group], natural logarithm; null with probabilities from elsewhere
+  float* lse = nullptr;  // [token, group], natural logarithm; null if probabilities are shared
   std::size_t lse_stride = 0;
 };
 
@@ -60,7 +59,7 @@ struct HeadAppend {
 class FullRows {
  public:
   virtual ~FullRows() = default;
-  /// Writes a query head's probabilities over the tokens `live`, ascending positions, to p.
+  /// Writes a query head's probabilities of the tokens `live` (ascending positions) to p.
   virtual void probabilities(std::uint32_t query, std::uint32_t head,
                              std::span<const std::uint32_t> live, float* p) = 0;
 };
@@ -69,26 +68,26 @@ class FullRows {
 /// type does.
 void rotate_rounded(const RopeTable& rope, const float* x, std::size_t size, std::uint32_t position,
                     std::optional<Dtype> rounding, float* y);
-/// Passes both through the formats of demotion_path(), in order. They are after the Hadamard
-/// rotation.
+/// Quantizes a key and a value through the formats of demotion_path(), in order. Both have gone
+/// through the Hadamard rotation.
 void quantize_token(std::span<const KvFormat* const> path, std::span<float> key,
                     std::span<float> value);
-/// Quantizes keys after RoPE as KIVI does: by channel in groups of kQuantBlock tokens, each with an
-/// fp16 minimum and an fp16 scale, which is never 0.
+/// Quantizes keys after RoPE as KIVI does: by channel, in groups of kQuantBlock tokens. Each group
+/// has an fp16 minimum and an fp16 scale, which is never 0.
 void quantize_by_channel(std::span<float> keys, std::size_t dim, int bits);
 
-/// Queries that share one pass over the keys.
+/// Number of queries that share one pass over the keys.
 inline constexpr std::uint32_t kQueryBlock = 32;
 
 class HostCache {
  public:
-  /// `live`: an empty set. `output`: weights for features that are computed from them.
-  /// `feature_values`: given features of the prompt's tokens, which are not computed.
+  /// `live` must be empty. `output`: weights for those features that are computed from them.
+  /// `feature_values`: supplied features of the prompt's tokens.
   HostCache(const HeadShape& shape, LiveSet live, OutputWeights output = {},
             FeaturesByName feature_values = {});
 
-  /// Copies the state of `other` after step 4. The copy shares ranks with no other head until
-  /// share_ranks().
+  /// Copies the state that `other` has after step 4. The copy shares ranks with no other head
+  /// before share_ranks() is called for it.
   HostCache(const HostCache& other);
   HostCache& operator=(const HostCache&) = delete;
 
@@ -97,16 +96,17 @@ class HostCache {
   /// Step 2. `rope` must cover the append's last position.
   void append(const HeadAppend& append, const RopeTable& rope);
 
-  /// Called with a query, a query head and its probabilities over the oldest p.size() live tokens.
+  /// Called with a query, a query head, and the head's probabilities of the oldest p.size() live
+  /// tokens.
   using RowVisitor =
       std::function<void(std::uint32_t query, std::uint32_t head, std::span<const float> p)>;
   /// How to attend.
   struct Attention {
-    /// Gives the probabilities where all tokens are in 16 bit at original positions; null: they are
-    /// computed from the stored keys.
+    /// Supplies the probabilities if all tokens are in 16 bit at original positions. If null, they
+    /// are computed from the stored keys.
     FullRows* shared = nullptr;
-    /// Caches with the same live tokens, keys and values in 16 bit. They receive what this cache
-    /// receives, and need not attend.
+    /// Caches that have the same live tokens, keys and values in 16 bit. Their tokens get the same
+    /// observations, so they need not attend.
     std::span<HostCache* const> followers = {};
     RowVisitor visit = {};  ///< may be empty
   };
@@ -117,7 +117,7 @@ class HostCache {
               const RopeTable& rope) {
     attend(append, begin, end, rope, Attention{});
   }
-  /// Step 4. Returns what each live token received, by age; empty if the policy needs nothing.
+  /// Step 4. Returns the observation of each live token, by age; empty if the policy needs none.
   std::span<const Observation> observe();
   /// Steps 1 to 4 on this thread.
   void step(const HeadAppend& append, const RopeTable& rope);
@@ -137,8 +137,8 @@ class HostCache {
   AgedSet& aged_set() { return live_; }
 
   const LiveSet& live() const { return live_; }
-  /// Number of rows in use: after a prompt as many as the budget keeps live, before its end at most
-  /// twice the live tokens, or a few.
+  /// Number of rows in use. After a prompt it is the number of tokens that the budget keeps live.
+  /// Before the end of the prompt it is at most twice the number of live tokens, or a small number.
   std::uint32_t row_count() const { return live_.slot_count(); }
   /// Bytes of the live tokens. Under a plan with quantized tiers they count in the format of their
   /// tier, where a token in 16 bit takes 2 bytes an element; without one, in float32.
@@ -154,17 +154,18 @@ class HostCache {
     }
     return bytes;
   }
-  /// Bytes of memory that keys and values take, spare rows included. Keys are stored by sixteen.
+  /// Bytes of memory that keys and values use, including spare rows. Keys are stored in panels of
+  /// sixteen rows.
   std::size_t bytes() const {
     return keys_.bytes() + (values_.capacity() + plain_keys_.capacity()) * sizeof(float);
   }
 
  private:
-  /// How queries are rotated: to their original positions, to their cache positions, or to their
-  /// original positions and then by the Hadamard rotation.
+  /// How queries are rotated: to original positions, to cache positions, or to original positions
+  /// and then by the Hadamard rotation.
   enum class QueryRotation { to_position, to_number, hadamard_rotated };
-  /// The products of queries with the keys of all rows, [query, head, row], by rotation of the
-  /// queries. Empty if no key needs them.
+  /// The products of queries with the keys of all rows, [query, head, row], for each rotation of
+  /// the queries. Empty if no key needs that rotation.
   struct Products {
     std::vector<float> at_position, at_number, hadamard_rotated;
     std::size_t stride = 0;
@@ -181,7 +182,7 @@ class HostCache {
   void grow_to(std::size_t rows);
   void store(const HeadAppend& append, const RopeTable& rope);
   void rotate_to_cache_positions(const RopeTable& rope);
-  /// Quantizes the rows of the live tokens of ages [first, last) as their tiers keep them.
+  /// Quantizes the rows of the live tokens of ages [first, last) to the formats of their tiers.
   void demote(std::uint32_t first, std::uint32_t last);
   void quantize_as_kivi(std::uint32_t before);
   bool is_quantized(std::uint32_t row) const {
@@ -207,11 +208,13 @@ class HostCache {
   std::vector<float> values_;  // [row, dim]
   std::vector<float>
       plain_keys_;  // [row, dim], before RoPE; only where positions are cache positions
-  std::vector<std::uint32_t> rotated_to_;  // [row]: the position that a key is rotated to; only
-                                           // with cache positions
-  std::vector<int> tiers_;  // [row]: the tier of its format; -1: not quantized; if rotates_
-  std::uint32_t kivi_keys_ = 0, kivi_values_ = 0;  // oldest tokens that KIVI has quantized
-  std::uint32_t old_ = 0;  // oldest live tokens, which are rotated to cache positions
+  std::vector<std::uint32_t>
+      rotated_to_;  // [row]: the position to which the key is rotated; only with cache positions
+  std::vector<int>
+      tiers_;  // [row]: the tier whose format the row has; -1: not quantized; only if rotates_
+  std::uint32_t kivi_keys_ = 0,
+                kivi_values_ = 0;  // numbers of oldest tokens that KIVI has quantized
+  std::uint32_t old_ = 0;  // number of oldest live tokens that are rotated to cache positions
 
   std::mutex seen_mutex_;
   Tally seen_;

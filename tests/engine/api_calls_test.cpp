@@ -15,7 +15,7 @@ using namespace kvlab;
 
 namespace {
 
-/// Counts the runtime's calls by name while it lives.
+/// Counts the runtime's calls by name during its lifetime.
 class ApiTrace {
  public:
   ApiTrace() {

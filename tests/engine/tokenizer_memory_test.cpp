@@ -50,7 +50,7 @@ std::size_t cost(const Tokenizer& tokenizer, const std::string& text, std::size_
   const std::size_t before = live;
   peak = before;
   const std::size_t ids = tokenizer.encode(text, true, most).size();
-  // A full array, and one of twice the size
+  // growing copies a full array to one of twice the size
   const std::size_t growing = 3 * sizeof(std::int32_t) * ids;
   return peak - before - std::min(peak - before, growing);
 }

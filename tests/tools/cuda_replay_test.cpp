@@ -346,7 +346,7 @@ TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
   check_measured(replay(trace, 0, sweep, options), here, kTolerance, text);
 }
 
-/// For a trace in float32, whose outputs then use a ring of two stages.
+/// The trace is in float32, because the kernel for its outputs then has a ring of only two stages.
 TEST_CASE("a device with 99 KB of shared memory replays as the CPU does", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const kernels::SmallerGpu small(101'376);

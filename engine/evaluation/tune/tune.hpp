@@ -21,12 +21,13 @@ namespace kvlab {
 /// features (which not every device supports), and policies that keep all decoded tokens (`once`).
 std::vector<std::string> tunable_policies(const CompiledPolicies& compiled);
 
-/// The variants of a policy. A `text` with settings ("h2o:recent=25%") is one variant. A bare name
-/// stands for: 0 and 4 sinks, and the policy's own; 25, 50, 75 and 90% of recent tokens, and the
-/// policy's own (not if the oldest token is evicted first anyway); and each parameter, one at a
-/// time, at its default and near it within its range. The policy's own modifiers stay. Variants
-/// whose protected tokens do not fit the budget are left out. Throws std::invalid_argument for what
-/// parse_policy() refuses, and for a policy that never evicts.
+/// The variants of a policy. If `text` has settings ("h2o:recent=25%"), it is the only variant. For
+/// a policy's name alone, the variants combine sinks (0, 4 and the policy's default) with recent
+/// tokens (25, 50, 75 and 90%, and the policy's default), unless the policy evicts the oldest token
+/// first, so that recent tokens make no difference. Each of these is also tried with one parameter
+/// changed to values near its default. Modifiers keep their defaults. Variants whose protected
+/// tokens do not fit the budget are left out. Throws std::invalid_argument as parse_policy() does,
+/// and for a policy that never evicts.
 std::vector<PolicySpec> policy_variants(const std::string& text, std::uint32_t budget_tokens,
                                         const CompiledPolicies& compiled);
 
