@@ -75,8 +75,8 @@ class CpuBatches final : public BatchBackend {
     std::vector<RowScore> scores(rows.next.size());
     parallel_for(scores.size(), threads_, [&](std::size_t i) {
       if (rows.next[i] < 0) return;
-      const auto of_yardstick = static_cast<std::size_t>(rows.yardstick_rows[i]);
-      scores[i] = score_row(std::span(rows.yardstick + of_yardstick * vocab, vocab),
+      const auto baseline_row = static_cast<std::size_t>(rows.baseline_rows[i]);
+      scores[i] = score_row(std::span(rows.baseline + baseline_row * vocab, vocab),
                             std::span(rows.logits + i * vocab, vocab), rows.next[i]);
     });
     return scores;

@@ -83,7 +83,7 @@ std::int32_t Sampler::pick(std::span<const float> logits) {
   return best;  // reached if rounding leaves a remainder of the target at the end
 }
 
-RowScore score_row(std::span<const float> yardstick, std::span<const float> logits,
+RowScore score_row(std::span<const float> baseline, std::span<const float> logits,
                    std::int32_t next) {
   const auto first_of = [](std::span<const float> row) {
     return std::max_element(row.begin(), row.end()) - row.begin();
@@ -91,16 +91,16 @@ RowScore score_row(std::span<const float> yardstick, std::span<const float> logi
   std::vector<float> e(logits.size());
   const std::int32_t shift = shared_exponentials(logits.data(), logits.size(), e.data());
   const double lse = log_sum_exp(shift, lane_sum(e.data(), e.size()));
-  const std::int32_t yardstick_shift =
-      shared_exponentials(yardstick.data(), yardstick.size(), e.data());
-  const float yardstick_sum = lane_sum(e.data(), e.size());
+  const std::int32_t baseline_shift =
+      shared_exponentials(baseline.data(), baseline.size(), e.data());
+  const float baseline_sum = lane_sum(e.data(), e.size());
   double difference = 0;
   for (std::size_t i = 0; i < e.size(); ++i)
-    difference += static_cast<double>(e[i]) * static_cast<double>(yardstick[i] - logits[i]);
+    difference += static_cast<double>(e[i]) * static_cast<double>(baseline[i] - logits[i]);
   return {.nll = lse - static_cast<double>(logits[static_cast<std::size_t>(next)]),
-          .kl = difference / static_cast<double>(yardstick_sum) + lse -
-                log_sum_exp(yardstick_shift, yardstick_sum),
-          .same_first = first_of(yardstick) == first_of(logits),
+          .kl = difference / static_cast<double>(baseline_sum) + lse -
+                log_sum_exp(baseline_shift, baseline_sum),
+          .same_first = first_of(baseline) == first_of(logits),
           .first = static_cast<std::int32_t>(first_of(logits))};
 }
 

@@ -41,14 +41,14 @@ struct RowScore {
   bool same_first = false;  ///< whether the most probable token is the baseline's
   std::int32_t first = 0;   ///< the most probable token; among equals, the one with the lowest id
 };
-RowScore score_row(std::span<const float> yardstick, std::span<const float> logits,
+RowScore score_row(std::span<const float> baseline, std::span<const float> logits,
                    std::int32_t next);
 
 /// Rows of logits, and what each row is scored against.
 struct ScoredRows {
-  const float* logits;     ///< [row, vocab], in a backend's LogitMemory
-  const float* yardstick;  ///< [baseline row, vocab], in a backend's LogitMemory; may be `logits`
-  std::span<const std::int32_t> yardstick_rows;  ///< [row]: index of the baseline's row
+  const float* logits;    ///< [row, vocab], in a backend's LogitMemory
+  const float* baseline;  ///< [baseline row, vocab], in a backend's LogitMemory; may be `logits`
+  std::span<const std::int32_t> baseline_rows;  ///< [row]: index of the baseline's row
   std::span<const std::int32_t>
       next;  ///< [row]: the token that followed; -1: the row is not scored, and its score is zero
 };

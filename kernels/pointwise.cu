@@ -211,7 +211,7 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
   const bool query = index < cache.query_heads;
   const int kv_head = (index - cache.query_heads) % cache.kv_heads;
   const TokenSlot place_of(args, static_cast<int>(token));
-  if (place_of.sits_out()) return;
+  if (place_of.is_idle()) return;
   const std::int64_t slot = query ? 0 : place_of.of_head(args, kv_head);
   const std::int64_t cached =
       query || !cache.pages.blocks ? slot : place_of.in_blocks(args, kv_head);

@@ -30,12 +30,12 @@ class TokenSlot {
   __device__ TokenSlot(const RopeWriteArgs& args, int token)
       : sequence_(args.sequences[token]),
         slot_(args.slots ? args.slots[token] : 0),
-        sits_out_(args.now && args.now[sequence_] == kIdle) {
+        is_idle_(args.now && args.now[sequence_] == kIdle) {
     if (args.ring > 0) slot_ %= args.ring;
   }
   /// Whether the sequence is idle. All slots of an idle sequence stay unchanged, also the slot of
   /// its next token.
-  __device__ bool sits_out() const { return sits_out_; }
+  __device__ bool is_idle() const { return is_idle_; }
   /// The slot of a KV head, in elements from the start of the cache.
   __device__ std::int64_t of_head(const RopeWriteArgs& args, int kv_head) const {
     const kvlab_cache_view& cache = args.cache;
@@ -59,7 +59,7 @@ class TokenSlot {
 
  private:
   int sequence_ = 0, slot_ = 0;
-  bool sits_out_ = false;
+  bool is_idle_ = false;
 };
 
 }  // namespace kvlab::kernels

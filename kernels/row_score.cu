@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) score_row(const RowScoreArgs args) {
   }
   const float* const own = args.logits + row * vocab;
   const float* const other =
-      args.yardstick + static_cast<std::size_t>(args.yardstick_rows[row]) * vocab;
+      args.baseline + static_cast<std::size_t>(args.baseline_rows[row]) * vocab;
   Best mine{};
   for (int id = static_cast<int>(threadIdx.x); id < args.vocab; id += kThreads)
     mine = Likelier{}(mine, {candidate(own[id], id), candidate(other[id], id)});
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) score_row(const RowScoreArgs args) {
 }  // namespace
 
 cudaError_t score_rows(const RowScoreArgs& args, cudaStream_t stream) {
-  if (args.rows < 1 || args.vocab < 1 || !args.logits || !args.yardstick || !args.yardstick_rows ||
+  if (args.rows < 1 || args.vocab < 1 || !args.logits || !args.baseline || !args.baseline_rows ||
       !args.next || !args.scores)
     return cudaErrorInvalidValue;
   score_row<<<static_cast<unsigned>(args.rows), kThreads, 0, stream>>>(args);

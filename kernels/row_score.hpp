@@ -17,9 +17,9 @@ struct ScoredRow {
 /// All pointers are device memory.
 struct RowScoreArgs {
   int rows, vocab;
-  const float* logits;                 // [row, vocab]
-  const float* yardstick;              // [baseline row, vocab]; may be `logits`
-  const std::int32_t* yardstick_rows;  // [row]: index of the row's baseline row
+  const float* logits;                // [row, vocab]
+  const float* baseline;              // [baseline row, vocab]; may be `logits`
+  const std::int32_t* baseline_rows;  // [row]: index of the row's baseline row
   // [row]: the id that followed; if it is below 0, the scores are 0 and nothing is read
   const std::int32_t* next;
   ScoredRow* scores;  // [row], output

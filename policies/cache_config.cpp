@@ -227,7 +227,7 @@ void find_features(ResolvedConfig& config, std::span<const std::int32_t> prompt,
         fmt::format("policy {}: feature {}: decoded tokens have no such feature, so they cannot be "
                     "ranked; use {}:once",
                     policy.name, names.front(), policy.name));
-  config.brings = policy.feature_source->of(prompt, std::move(names), model);
+  config.feature_reader = policy.feature_source->reader_of(prompt, std::move(names), model);
 }
 
 }  // namespace kvlab

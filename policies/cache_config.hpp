@@ -92,7 +92,7 @@ struct ResolvedConfig : CacheConfig {
   std::vector<Append> appends = {};        ///< known in advance only in a replay
   std::vector<bool> in_dense_prompt = {};  ///< [token]; known in advance only in a replay
 
-  BringFeatures brings = nullptr;  ///< set by find_features(); null: only computed features
+  FeatureReader feature_reader = nullptr;  ///< set by find_features(); null: only computed features
 
   /// Sliding window by layer, in tokens; 0: none. A layer with a window keeps exactly the window,
   /// whatever the budget. Empty: no layer has a window.
@@ -118,8 +118,9 @@ struct ResolvedConfig : CacheConfig {
   }
   /// Adds the prompt's features that are not computed, for one KV head. Later tokens get zeros;
   /// this does not matter, because they are never evicted.
-  void bring(std::uint32_t layer, std::uint32_t kv_head, FeaturesByName& to) const {
-    if (brings && window_of(layer) == 0) brings(identity(layer, kv_head).layer, kv_head, to);
+  void add_supplied_features(std::uint32_t layer, std::uint32_t kv_head, FeaturesByName& to) const {
+    if (feature_reader && window_of(layer) == 0)
+      feature_reader(identity(layer, kv_head).layer, kv_head, to);
   }
   /// The configuration of one KV head, with its budget_tokens and protected tokens. Its policy is
   /// `full` in an exempt layer.

@@ -20,6 +20,7 @@ inline constexpr OldName kOldPolicies[] = {{"column", "feature"},
 inline constexpr OldName kOldSettings[] = {{"ladder", "tiers"}};  // old name
 /// Metrics; the part before the colon of `passage_recall:NAME`.
 inline constexpr OldName kOldMetrics[] = {{"code_error", "quantization_error"},
+                                          {"regret_mass", "regret_recall"},
                                           {"span_recall", "passage_recall"}};
 /// Options of the command line, without dashes. Python's keywords are named alike.
 inline constexpr OldName kOldOptions[] = {{"columns", "features"},

@@ -30,9 +30,9 @@ TokenFeatures::TokenFeatures(const std::vector<std::string>& names, const HeadVi
   }
 }
 
-void bring_features(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
-                    const std::vector<std::string>& names, bool knows_projections,
-                    FeaturesByName& feature_values) {
+void add_trace_features(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
+                        const std::vector<std::string>& names, bool knows_projections,
+                        FeaturesByName& feature_values) {
   for (const std::string& name : names) {
     if (feature_values.contains(name)) continue;
     if (is_computed(name, knows_projections) && !(scored_feature(name) && trace.has_feature(name)))
@@ -43,9 +43,9 @@ void bring_features(const TraceReader& trace, std::uint32_t layer, std::uint32_t
   }
 }
 
-void bring(const ResolvedConfig& config, std::uint32_t layer, std::uint32_t kv_head,
-           std::uint32_t tokens, FeaturesByName& feature_values) {
-  config.bring(layer, kv_head, feature_values);
+void add_supplied_features(const ResolvedConfig& config, std::uint32_t layer, std::uint32_t kv_head,
+                           std::uint32_t tokens, FeaturesByName& feature_values) {
+  config.add_supplied_features(layer, kv_head, feature_values);
   for (auto& [name, feature] : feature_values) feature.resize(tokens);
 }
 

@@ -73,13 +73,13 @@ class TokenFeatures {
 
 /// Adds to `feature_values` those features in `names` that are not computed, if the trace has them.
 /// `knows_projections`: features that need the output projections can be computed.
-void bring_features(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
-                    const std::vector<std::string>& names, bool knows_projections,
-                    FeaturesByName& feature_values);
+void add_trace_features(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
+                        const std::vector<std::string>& names, bool knows_projections,
+                        FeaturesByName& feature_values);
 
 /// Adds the features that a configuration's FeatureSource supplies for a KV head's tokens.
-void bring(const ResolvedConfig& config, std::uint32_t layer, std::uint32_t kv_head,
-           std::uint32_t tokens, FeaturesByName& feature_values);
+void add_supplied_features(const ResolvedConfig& config, std::uint32_t layer, std::uint32_t kv_head,
+                           std::uint32_t tokens, FeaturesByName& feature_values);
 
 /// One KV head's tensors, read from a trace, and what a replay adds to them.
 struct HeadTensors {

@@ -190,8 +190,8 @@ class Replay {
     const OutputProjections* const output = options_.output.get();
     auto feature_values = std::make_unique<FeaturesByName>();
     for (const ResolvedConfig& config : configs_) {
-      bring(config, layer, kv_head, trace_.tokens(), *feature_values);
-      bring_features(trace_, layer, kv_head, config.policy.features, output, *feature_values);
+      add_supplied_features(config, layer, kv_head, trace_.tokens(), *feature_values);
+      add_trace_features(trace_, layer, kv_head, config.policy.features, output, *feature_values);
     }
     std::unique_ptr<const ErrorProjection> projection;
     if (columns().any())

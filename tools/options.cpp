@@ -406,7 +406,7 @@ void refuse_existing(const std::string& path, std::string_view option) {
         fmt::format("{}: {} exists already; give a path that does not exist", option, path));
 }
 
-void refuse_homeless(const std::string& path, std::string_view option) {
+void refuse_missing_parent(const std::string& path, std::string_view option) {
   const std::filesystem::path whole = (std::filesystem::path(path) / "").lexically_normal();
   const std::filesystem::path folder = whole.parent_path().parent_path();
   std::error_code error;

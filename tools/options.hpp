@@ -130,7 +130,7 @@ void refuse_unwritable(const std::string& path, std::string_view option);
 /// folder.
 void refuse_hub_name(const std::string& model);
 /// Throws std::runtime_error if the parent folder of `path` does not exist.
-void refuse_homeless(const std::string& path, std::string_view option);
+void refuse_missing_parent(const std::string& path, std::string_view option);
 /// Throws std::runtime_error if `path` exists.
 void refuse_existing(const std::string& path, std::string_view option);
 

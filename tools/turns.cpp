@@ -33,7 +33,7 @@ std::vector<std::int32_t> named(const std::string& name, Encode encode) {
 }
 
 bool begins_itself(const Tokenizer& tokenizer, std::string_view text) {
-  return begun_with(tokenizer.encode(text, false, 1), tokenizer.before()) > 0;
+  return common_prefix_length(tokenizer.encode(text, false, 1), tokenizer.before()) > 0;
 }
 
 }  // namespace

@@ -24,13 +24,15 @@ std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, std::string_
   std::vector<std::int32_t> ids = tokenizer.encode(text, true, most + more);
   if (ids.size() > before.size()) {
     const auto own = ids.begin() + static_cast<std::ptrdiff_t>(before.size());
-    ids.erase(own, own + static_cast<std::ptrdiff_t>(begun_with({own, ids.end()}, before)));
+    ids.erase(own,
+              own + static_cast<std::ptrdiff_t>(common_prefix_length({own, ids.end()}, before)));
   }
   if (ids.size() > most) ids.resize(most);
   return ids;
 }
 
-std::size_t begun_with(std::span<const std::int32_t> text, std::span<const std::int32_t> before) {
+std::size_t common_prefix_length(std::span<const std::int32_t> text,
+                                 std::span<const std::int32_t> before) {
   return static_cast<std::size_t>(std::ranges::mismatch(text, before).in1 - text.begin());
 }
 

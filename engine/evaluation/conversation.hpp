@@ -24,7 +24,8 @@ std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, std::string_
                                         std::size_t most = std::numeric_limits<std::size_t>::max());
 
 /// Number of ids at the start of `before` with which the text already begins.
-std::size_t begun_with(std::span<const std::int32_t> text, std::span<const std::int32_t> before);
+std::size_t common_prefix_length(std::span<const std::int32_t> text,
+                                 std::span<const std::int32_t> before);
 
 /// Maximum number of tokens that `turns` and their answers may have. Throws std::invalid_argument
 /// if it is 2^31 or more, because positions and budgets have to be smaller.

@@ -159,7 +159,7 @@ class LayerEvaluation {
       (appends_at_once(c) ? alike_ : apart_).push_back(c);
   }
 
-  std::vector<EvalScores> run() {
+  std::vector<TokenScores> run() {
     embed();
     for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
       for (const std::size_t c : apart_) next_layer(layer, c);
@@ -293,7 +293,7 @@ class LayerEvaluation {
 
   void score() {
     const std::size_t scored = tokens_ - 1 - range_.first_scored;
-    for (EvalScores& scores : scores_) {
+    for (TokenScores& scores : scores_) {
       scores.nll.resize(scored);
       scores.kl.resize(scored);
       scores.same_first.resize(scored);
@@ -344,7 +344,7 @@ class LayerEvaluation {
   LayerRopes ropes_;
   Projections p_;                           // of the layer in progress
   std::vector<std::vector<float>> hidden_;  // [configuration][row of the configuration, hidden]
-  std::vector<EvalScores> scores_;
+  std::vector<TokenScores> scores_;
   double done_ = 0;  // in layers
 };
 
@@ -386,7 +386,7 @@ class TokenEvaluation {
     }
   }
 
-  std::vector<EvalScores> run() {
+  std::vector<TokenScores> run() {
     const std::uint32_t at_once = prompt_block_ == 0 ? range_.prompt : prompt_block_;
     for (std::uint32_t first = 0; first < range_.prompt; first += at_once)
       feed(first, std::min(at_once, range_.prompt - first), SegmentKind::prompt);
@@ -422,18 +422,18 @@ class TokenEvaluation {
       std::vector<RowScore> rows(end - begin);
       parallel_for(rows.size(), options_.threads, [&](std::size_t i) {
         const std::size_t at = (begin - first + i) * vocab_;
-        rows[i] = score_row(std::span(logits_[yardstick(c)]).subspan(at, vocab_),
+        rows[i] = score_row(std::span(logits_[baseline_of(c)]).subspan(at, vocab_),
                             std::span(logits_[c]).subspan(at, vocab_), ids_[begin + i + 1]);
       });
       for (const RowScore& row : rows) {
         scores_[c].nll.push_back(row.nll);
-        scores_[c].kl.push_back(c == yardstick(c) ? 0 : row.kl);
-        scores_[c].same_first.push_back(c == yardstick(c) || row.same_first);
+        scores_[c].kl.push_back(c == baseline_of(c) ? 0 : row.kl);
+        scores_[c].same_first.push_back(c == baseline_of(c) || row.same_first);
         scores_[c].seconds.push_back(seconds_[c]);
       }
     }
   }
-  std::size_t yardstick(std::size_t c) const { return options_.against_first ? 0 : c; }
+  std::size_t baseline_of(std::size_t c) const { return options_.against_first ? 0 : c; }
 
   std::size_t vocab_;
   std::span<const std::int32_t> ids_;
@@ -444,7 +444,7 @@ class TokenEvaluation {
   std::vector<std::unique_ptr<SequenceDecoder>> decoders_;  // by configuration
   std::vector<std::vector<float>> logits_;                  // by configuration, [token, vocab]
   std::vector<float> seconds_;  // [configuration]: seconds for a token of the last feed
-  std::vector<EvalScores> scores_;
+  std::vector<TokenScores> scores_;
 };
 
 }  // namespace
@@ -472,15 +472,15 @@ std::vector<Segment> segments_of(std::uint32_t tokens, std::uint32_t prompt) {
   return segments;
 }
 
-std::vector<EvalScores> evaluate_by_layers(const Model& model, std::span<const std::int32_t> ids,
-                                           std::span<const CacheConfig> configs,
-                                           const SequenceOptions& options) {
+std::vector<TokenScores> evaluate_by_layers(const Model& model, std::span<const std::int32_t> ids,
+                                            std::span<const CacheConfig> configs,
+                                            const SequenceOptions& options) {
   return LayerEvaluation(model, ids, configs, options).run();
 }
 
-std::vector<EvalScores> evaluate_by_tokens(Backend& backend, std::span<const std::int32_t> ids,
-                                           std::span<const CacheConfig> configs,
-                                           const SequenceOptions& options) {
+std::vector<TokenScores> evaluate_by_tokens(Backend& backend, std::span<const std::int32_t> ids,
+                                            std::span<const CacheConfig> configs,
+                                            const SequenceOptions& options) {
   return TokenEvaluation(backend, ids, configs, options).run();
 }
 

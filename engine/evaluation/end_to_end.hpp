@@ -16,7 +16,7 @@
 namespace kvlab {
 
 /// The scores of one configuration on one sequence, for each scored token.
-struct EvalScores {
+struct TokenScores {
   std::vector<double> nll;  ///< -ln p(next token)
   std::vector<double> kl;   ///< KL from the full cache's distribution, in nats
   std::vector<std::uint8_t>
@@ -57,17 +57,17 @@ std::vector<Segment> segments_of(std::uint32_t tokens, std::uint32_t prompt);
 
 /// Runs `ids` under every configuration, sharing layer 0 among them. Throws std::invalid_argument
 /// if no token is scored or protected tokens do not fit a budget.
-std::vector<EvalScores> evaluate_by_layers(const Model& model, std::span<const std::int32_t> ids,
-                                           std::span<const CacheConfig> configs,
-                                           const SequenceOptions& options);
+std::vector<TokenScores> evaluate_by_layers(const Model& model, std::span<const std::int32_t> ids,
+                                            std::span<const CacheConfig> configs,
+                                            const SequenceOptions& options);
 
 // The end-to-end evaluation token by token, teacher-forced, with a device's decoders. Every
 // configuration runs at the same time as the full cache.
 
 /// Like evaluate_by_layers(), with decoders of `backend`. The prompt is appended as each
 /// configuration's prefill says, and every other token separately. Bytes are in the device's dtype.
-std::vector<EvalScores> evaluate_by_tokens(Backend& backend, std::span<const std::int32_t> ids,
-                                           std::span<const CacheConfig> configs,
-                                           const SequenceOptions& options);
+std::vector<TokenScores> evaluate_by_tokens(Backend& backend, std::span<const std::int32_t> ids,
+                                            std::span<const CacheConfig> configs,
+                                            const SequenceOptions& options);
 
 }  // namespace kvlab

@@ -60,7 +60,8 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
         fmt::format("window {}: should be at least {} tokens", window, first + 2));
   Sequences sequences;
   for (std::size_t index = 0; index < texts.size(); ++index) {
-    const auto text = std::span(texts[index]).subspan(begun_with(texts[index], options.before));
+    const auto text =
+        std::span(texts[index]).subspan(common_prefix_length(texts[index], options.before));
     if (text.empty()) check_scored({}, index, options);
     std::size_t length = text.size();
     if (options.max_tokens) length = std::min<std::size_t>(length, options.max_tokens);
@@ -181,10 +182,10 @@ std::vector<std::vector<Memory>> memory_of(const ModelConfig& model, const std::
 
 /// Calls run(ids, configs, SequenceOptions) for each sequence, `at_once` at a time.
 template <class Run>
-std::vector<std::vector<EvalScores>> run_each(const std::vector<Ids>& sequences,
-                                              const EvalOptions& options, unsigned at_once,
-                                              Run run) {
-  std::vector<std::vector<EvalScores>> scores(sequences.size());
+std::vector<std::vector<TokenScores>> run_each(const std::vector<Ids>& sequences,
+                                               const EvalOptions& options, unsigned at_once,
+                                               Run run) {
+  std::vector<std::vector<TokenScores>> scores(sequences.size());
   std::vector<double> done(
       sequences.size());  // [sequence]: number of tokens done, over all configurations
   double tokens = 0;
@@ -209,9 +210,9 @@ std::vector<std::vector<EvalScores>> run_each(const std::vector<Ids>& sequences,
 
 }  // namespace
 
-std::vector<std::vector<EvalScores>> run_sequences_in_turn(
+std::vector<std::vector<TokenScores>> run_sequences_in_turn(
     const std::vector<Ids>& sequences, const EvalOptions& options,
-    const std::function<std::vector<EvalScores>(const Ids&, const SequenceOptions&)>& run) {
+    const std::function<std::vector<TokenScores>(const Ids&, const SequenceOptions&)>& run) {
   return run_each(sequences, options, 1, run);
 }
 
@@ -258,9 +259,9 @@ Evaluation evaluate(const ModelConfig& model, const SweepRunner& run_sweep,
                                std::move(sequences.text), overlaps.repeats,
                                memory_of(model, sequences.ids, configs, options)};
   Evaluation result{.against_full = options.against_full,
-                    .kl = paired_scores(scored, &EvalScores::kl),
-                    .nll = paired_scores(scored, &EvalScores::nll),
-                    .same_first = paired_scores(scored, &EvalScores::same_first),
+                    .kl = paired_scores(scored, &TokenScores::kl),
+                    .nll = paired_scores(scored, &TokenScores::nll),
+                    .same_first = paired_scores(scored, &TokenScores::same_first),
                     .notes = notes_of_budgets(model, length, prompt, configs)};
   if (std::string note = note_of_context(model, sequences.ids, configs, options); !note.empty())
     result.notes.insert(result.notes.begin(), std::move(note));

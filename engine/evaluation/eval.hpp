@@ -30,14 +30,14 @@ struct EvalOptions {
 };
 
 /// Runs sequences under every configuration; returns [sequence][configuration].
-using SweepRunner = std::function<std::vector<std::vector<EvalScores>>(
+using SweepRunner = std::function<std::vector<std::vector<TokenScores>>(
     const std::vector<std::vector<std::int32_t>>& sequences, std::span<const CacheConfig> configs,
     const EvalOptions& options)>;
 /// Runs a sweep's sequences one after another with `run`.
-std::vector<std::vector<EvalScores>> run_sequences_in_turn(
+std::vector<std::vector<TokenScores>> run_sequences_in_turn(
     const std::vector<std::vector<std::int32_t>>& sequences, const EvalOptions& options,
-    const std::function<std::vector<EvalScores>(const std::vector<std::int32_t>& ids,
-                                                const SequenceOptions& options)>& run);
+    const std::function<std::vector<TokenScores>(const std::vector<std::int32_t>& ids,
+                                                 const SequenceOptions& options)>& run);
 /// A runner that uses evaluate_by_layers, with one thread for each sequence.
 SweepRunner layer_sweep_runner(const Model& model);
 /// A runner that uses evaluate_by_tokens. `backend` must outlive it.

@@ -245,7 +245,7 @@ std::vector<std::size_t> drawn_for(const MetricTable& metric_table, const Metric
   for (std::size_t s = 0; s < metric_table.series().size(); ++s)
     if (const Series& one = metric_table.series()[s];
         !one.is_full() && one.policy != kOracleTopk &&
-        (!one.is_oracle() || informs(one, metric.name)))
+        (!one.is_oracle() || is_informative(one, metric.name)))
       drawn.push_back(s);
   return drawn;
 }

@@ -131,8 +131,8 @@ __device__ EvictionThreshold select_victims(SelectionShared& shared, const Keys&
 /// is stays(slot). Called by the whole thread block. Calls `stays` twice per slot. Each warp
 /// handles a run of slots.
 template <class Stays, class Each>
-__device__ void number_stayers(SelectionShared& shared, std::uint32_t live, Stays stays,
-                               Each each) {
+__device__ void number_kept_slots(SelectionShared& shared, std::uint32_t live, Stays stays,
+                                  Each each) {
   const std::uint32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const std::uint32_t run = (live + blockDim.x - 1) / blockDim.x * kWarpSize;
   const std::uint32_t begin = min(warp * run, live), end = min(begin + run, live);

@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kThreads)
           kept - before - 1;  // index of the hole, counted from the last one
       sources[holes[fills]] = static_cast<std::int32_t>(i);
     };
-    number_stayers(shared, live, stays, note_source);
-    if (in_place && kept < live) number_stayers(shared, live, stays, fill_hole);
+    number_kept_slots(shared, live, stays, note_source);
+    if (in_place && kept < live) number_kept_slots(shared, live, stays, fill_hole);
   }
   __syncthreads();  // every thread has read the lengths, which may be the array written below
   if (threadIdx.x == 0) {

@@ -193,7 +193,7 @@ class Finisher {
     const int size = rope_.cache.head_size, half = size / 2, n = head_ * size + dim_;
     const T plain[] = {write_output(product_, row_, n, a, 0),
                        write_output(product_, row_, n + half, b, 0)};
-    if (place_.sits_out()) return;
+    if (place_.is_idle()) return;
     if (is_value()) return put(rope_.cache.values, cached_, plain[0], plain[1]);
     const float2 rotated = rotate({to_float(plain[0]), to_float(plain[1])}, cos_sin_);
     const std::int64_t query = std::int64_t{token()} * rope_.cache.query_heads + head_;

@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kAssignThreads)
       quantized_cache.row_of_slot[args.to.first_slot[pair.index] + i] = row;
       quantized_cache.slot_of_row[tier_plan.first_row + row] = i;
     };
-    number_stayers(
+    number_kept_slots(
         shared, kept, [&](std::uint32_t i) { return levels[i] == r; }, assign_row);
     const std::uint32_t count = count_level(levels, kept, r);
     if (threadIdx.x != 0) continue;

@@ -358,18 +358,18 @@ class ReplayCache {
                                                                    slots.fillers + at_.first_slot;
     progress_.live = kept;
     tokens_.lose_many(live, stays);
-    number_stayers(shared_.selection, live, stays,
-                   [&](std::uint32_t i, bool here, std::uint32_t before) {
-                     if (i < kept && !here) holes[i - before] = i;
-                   });
+    number_kept_slots(shared_.selection, live, stays,
+                      [&](std::uint32_t i, bool here, std::uint32_t before) {
+                        if (i < kept && !here) holes[i - before] = i;
+                      });
     // The number of kept tokens in slots from `kept` on equals the number of evicted tokens before
     // it.
-    number_stayers(shared_.selection, live, stays,
-                   [&](std::uint32_t i, bool here, std::uint32_t before) {
-                     if (i < kept || !here) return;
-                     fillers[kept - before - 1] = i;
-                     atomicMax(&shared_.moves, kept - before);
-                   });
+    number_kept_slots(shared_.selection, live, stays,
+                      [&](std::uint32_t i, bool here, std::uint32_t before) {
+                        if (i < kept || !here) return;
+                        fillers[kept - before - 1] = i;
+                        atomicMax(&shared_.moves, kept - before);
+                      });
     for (std::uint32_t m = at_.thread; m < shared_.moves; m += at_.threads) {
       positions_[holes[m]] = positions_[fillers[m]];
       if constexpr (kHasState) states_[holes[m]] = states_[fillers[m]];

@@ -231,7 +231,7 @@ cudaError_t replay_changes(const ReplayChangesArgs& args, cudaStream_t stream) {
   const ReplaySets& configs = args.configs;
   if (!args.rows.is_launchable() || configs.tiles + configs.quantized_tiles < 1 ||
       !args.shape.is_launchable() || args.terms.gradient_samples < 1 ||
-      args.terms.gradient_samples > kMostReplayGradientSamples || args.sets.every != 1)
+      args.terms.gradient_samples > kMaxReplayGradientSamples || args.sets.every != 1)
     return cudaErrorInvalidValue;
   cudaError_t error = configs.tiles > 0 ? change<false>(args, stream) : cudaSuccess;
   if (error != cudaSuccess || configs.quantized_tiles == 0) return error;

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
                      head_group_row = of_query * shape.head_groups() + head_group;
   const float* const products =
       args.products + (of_query * shape.group + 4 * head_group) * shape.tokens;
-  const float4 most = args.exact_most[head_group_row];
+  const float4 most = args.exact_max[head_group_row];
   float4* const e = rows + head_group_row * shape.tokens;
   const auto of_head = [&](int head, int t, float largest) {
     return head < heads

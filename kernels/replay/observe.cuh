@@ -43,12 +43,13 @@ class ReplayHits {
   __device__ explicit ReplayHits(const float4* least) {
 #pragma unroll
     for (int head_group = 0; head_group < kHeadGroups; ++head_group)
-      least_.head_group[head_group] = least[head_group];
+      min_requested_.head_group[head_group] = least[head_group];
   }
   __device__ void count(const HeadGroups<kHeadGroups>& e) {
 #pragma unroll
     for (int head_group = 0; head_group < kHeadGroups; ++head_group)
-      count_from(hits_[head_group], e.head_group[head_group], least_.head_group[head_group]);
+      count_from(hits_[head_group], e.head_group[head_group],
+                 min_requested_.head_group[head_group]);
   }
   /// Adds the counts of the whole warp to `to`, by head.
   __device__ void add_to(std::uint32_t* to, std::uint32_t lane) const {
@@ -63,7 +64,7 @@ class ReplayHits {
   }
 
  private:
-  HeadGroups<kHeadGroups> least_;
+  HeadGroups<kHeadGroups> min_requested_;
   uint4 hits_[kHeadGroups] = {};
 };
 

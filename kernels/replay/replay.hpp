@@ -48,9 +48,9 @@ inline constexpr int kMaxLayerHeads =
     8;  ///< KV heads of a layer that can share one set of kept tokens (scope=layer)
 /// Directions of the residual stream, one per lane of a warp
 inline constexpr int kReplayResiduals = 32;
-inline constexpr int kMostReplayGradientSamples = 64;  ///< gradient samples
-inline constexpr int kMaxReplayTiers = 8;              ///< tiers of a tier plan
-inline constexpr int kMaxReplayCopies = 31;            ///< copies of quantized tokens
+inline constexpr int kMaxReplayGradientSamples = 64;  ///< gradient samples
+inline constexpr int kMaxReplayTiers = 8;             ///< tiers of a tier plan
+inline constexpr int kMaxReplayCopies = 31;           ///< copies of quantized tokens
 inline constexpr int kMaxReplayParts =
     3;  ///< numbers that a value read from quantized values is split into
 
@@ -305,8 +305,8 @@ struct ReplayRotateArgs {
   Type rounding;
   int group = 1, group_head = 0;  ///< row t is written to [t, group_head] of [tokens, group, dim]
   float* plain = nullptr;         // result without rounding, or null
-  float* parts = nullptr;   // [row, 3, dim], split for TF32 as replay_query_parts() says, in the
-                            // order kept, left, kept; or null
+  float* parts = nullptr;   // [row, 3, dim], split for TF32 as replay_query_parts() says: rounded
+                            // part, rest, rounded part; or null
   void* rounded = nullptr;  // result in type `rounding`, or null
 };
 cudaError_t replay_rotate(const ReplayRotateArgs& args, cudaStream_t stream);
@@ -354,10 +354,9 @@ struct ReplayRowsArgs {
                                // cache_positions.fragments
   const float2* rope;
   const void* values;
-  float* outputs;  // [head task, query of the block, group, dim]: the full cache's outputs of
-                   // samples; may be null
-  float4*
-      exact_most;  // [head task, query of the block, head group]: the largest logit; may be null
+  float* outputs;     // [head task, query of the block, group, dim]: the full cache's outputs of
+                      // samples; may be null
+  float4* exact_max;  // [head task, query of the block, head group]: the largest logit; may be null
 };
 /// Memory traffic: products are read once; rows.e (and cache_positions.e) is written once, 16 bytes
 /// per head group and token.

@@ -92,7 +92,7 @@ struct HeadGroupRow {
 };
 
 /// The lowest exponential at which a row requests a token. It is infinite for padding heads.
-__device__ float4 least_of(const float4& sum, int heads, std::uint32_t threshold16) {
+__device__ float4 min_requested_of(const float4& sum, int heads, std::uint32_t threshold16) {
   const auto least = [&](float of_sum, int head) {
     if (head >= heads) return __int_as_float(0x7f800000);
     const float p = request_floor(fixed_mass(1.0f, 1 / of_sum), threshold16);
@@ -184,11 +184,11 @@ __global__ void __launch_bounds__(kThreads)
 
   if (threadIdx.x < 4) counts[threadIdx.x] = 0;
   RowTotals totals = exponentiate(row, length, e, cache, scratch);
-  const float4 least = least_of(totals.sum, row.heads, shape.threshold16);
+  const float4 least = min_requested_of(totals.sum, row.heads, shape.threshold16);
   if (threadIdx.x == 0) {
     args.rows.sums[head_group_row] = totals.sum;
     args.rows.least[head_group_row] = least;
-    if (args.exact_most) args.exact_most[head_group_row] = totals.most;
+    if (args.exact_max) args.exact_max[head_group_row] = totals.most;
   }
   if (args.measured.index[query] >= 0)
     count_wanted(e, query, least, cache, counts, args.rows.wanted[head_group_row]);
@@ -236,13 +236,13 @@ struct QueryColumn {
   }
 };
 
-constexpr int kMostColumns = kReplayAhead * kMaxReplayGroup;
+constexpr int kMaxColumns = kReplayAhead * kMaxReplayGroup;
 
 /// One thread block for each query group (x) and head task (y). Queries past the end of the block
 /// give zeros.
 __global__ void __launch_bounds__(kThreads)
     fragments_kernel(const __grid_constant__ ReplayRowsArgs args) {
-  __shared__ float scales[kMostColumns];
+  __shared__ float scales[kMaxColumns];
   const ReplayShape& shape = args.shape;
   const int heads = 4 * shape.head_groups(), columns = kReplayAhead * heads,
             query_group = static_cast<int>(blockIdx.x), task = static_cast<int>(blockIdx.y),

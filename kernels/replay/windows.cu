@@ -267,7 +267,7 @@ class WindowQuery {
                                int head, float most, const Direct& direct) const {
     const ReplayShape& shape = args_.shape;
     constexpr int kParts = kMaxReplayHeadSize / kReplayDims;
-    constexpr int kGradientSamples = kMostReplayGradientSamples / kWarpSize;
+    constexpr int kGradientSamples = kMaxReplayGradientSamples / kWarpSize;
     const int gradient_samples = direct.changes ? args_.terms.gradient_samples : 0,
               lane = static_cast<int>(lane_);
     const QueryTerms terms(shape, args_.terms, task_, index_);

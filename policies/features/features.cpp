@@ -75,16 +75,16 @@ const float* FeatureMaker::append(const KeyValueRows& rows, const FeaturesByName
   for (std::size_t c = 0; c < width; ++c) {
     const auto feature =
         is_computed(names_[c], output_.by_input) ? built_in_feature(names_[c]) : std::nullopt;
-    const float* const brings =
+    const float* const supplied =
         feature ? nullptr : find_feature(names_[c], feature_values, first + rows.tokens);
-    if (!feature && !brings) {
+    if (!feature && !supplied) {
       scored_->write(scored_feature(names_[c]).value(), rows, features_.data() + c, width);
       continue;
     }
     for (std::size_t i = 0; i < rows.tokens; ++i)
       features_[i * width + c] =
           feature ? compute(*feature, rows.k + i * rows.stride, rows.v + i * rows.stride)
-                  : brings[first + i];
+                  : supplied[first + i];
   }
   return features_.data();
 }

@@ -39,7 +39,7 @@ using FeaturesByName = std::map<std::string, std::vector<float>, std::less<>>;
 
 /// Adds those features of a prompt that are not computed to `to`, for one KV head; `layer` is the
 /// model's layer number.
-using BringFeatures =
+using FeatureReader =
     std::function<void(std::uint32_t layer, std::uint32_t kv_head, FeaturesByName& to)>;
 
 struct CacheShape;  // policies/budgets/budget.hpp
@@ -51,8 +51,9 @@ class FeatureSource {
   /// The features `names` of the prompt with these token ids, in a model of this shape. Throws
   /// std::invalid_argument if the source has no such prompt, model or feature. The result is valid
   /// as long as this object.
-  virtual BringFeatures of(std::span<const std::int32_t> prompt, std::vector<std::string> names,
-                           const CacheShape& model) const = 0;
+  virtual FeatureReader reader_of(std::span<const std::int32_t> prompt,
+                                  std::vector<std::string> names,
+                                  const CacheShape& model) const = 0;
   virtual std::string xxh3() const = 0;  ///< hash of all its data
 };
 

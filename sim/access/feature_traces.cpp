@@ -35,8 +35,9 @@ FeatureTraces::FeatureTraces(const std::vector<std::string>& paths, unsigned thr
   for (const std::string& path : paths) traces_.push_back(open_verified_trace(path, threads));
 }
 
-BringFeatures FeatureTraces::of(std::span<const std::int32_t> prompt,
-                                std::vector<std::string> names, const CacheShape& model) const {
+FeatureReader FeatureTraces::reader_of(std::span<const std::int32_t> prompt,
+                                       std::vector<std::string> names,
+                                       const CacheShape& model) const {
   const auto trace = std::ranges::find_if(traces_, [&](const TraceReader& one) {
     return one.tokens() >= prompt.size() &&
            std::equal(prompt.begin(), prompt.end(), one.ids().begin());
@@ -51,7 +52,7 @@ BringFeatures FeatureTraces::of(std::span<const std::int32_t> prompt,
                                                    FeaturesByName& to) {
     const std::uint32_t index = own.shape().layer_of(layer);
     check_head(own, index, kv_head);
-    bring_features(own, index, kv_head, names, true, to);
+    add_trace_features(own, index, kv_head, names, true, to);
   };
 }
 

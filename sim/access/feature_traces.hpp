@@ -15,8 +15,8 @@ class FeatureTraces final : public FeatureSource {
   FeatureTraces(const std::vector<std::string>& paths, unsigned threads);
 
   /// Takes the features of the first trace that begins with the prompt.
-  BringFeatures of(std::span<const std::int32_t> prompt, std::vector<std::string> names,
-                   const CacheShape& model) const override;
+  FeatureReader reader_of(std::span<const std::int32_t> prompt, std::vector<std::string> names,
+                          const CacheShape& model) const override;
   std::string xxh3() const override;
 
  private:

@@ -24,7 +24,7 @@ LayerCache::LayerCache(const ResolvedConfig& config, const HeadShape& shape, std
       own.sinks.assign(&shape.sinks[head * shape.group],
                        &shape.sinks[head * shape.group] + shape.group);
     FeaturesByName feature_values;
-    config.bring(layer, head, feature_values);
+    config.add_supplied_features(layer, head, feature_values);
     heads_.emplace_back(own, config.live_set(layer, head), weights_of(output, layer, head),
                         std::move(feature_values));
   }

@@ -74,7 +74,8 @@ void Batch::send_features(std::size_t first, std::size_t count, const float* lan
                         .softmax_scale = row.scale};
     for (const DeviceSweep::Features& of : sweep_.features) {
       const auto& names = of.like->policy.features;
-      bring_features(plan_.trace, task.layer, task.kv_head, names, plan_.output, feature_values);
+      add_trace_features(plan_.trace, task.layer, task.kv_head, names, plan_.output,
+                         feature_values);
       const TokenFeatures own(names, view, of.like->appends);
       std::copy_n(own.from(0), view.tokens * names.size(),
                   all.data() + i * of_task + of.first * sizes_.tokens);

@@ -46,7 +46,7 @@ void lay_out_rows(Arena& arena, const HeadTaskSizes& s, std::size_t tasks, Batch
   rows.block = static_cast<int>(s.block);
   parts.copies.rows = static_cast<std::int64_t>(head_groups * s.tokens);
   rows.e = arena.take<float4>((1 + s.copies) * head_groups * s.tokens);
-  if (s.copies) parts.exact_most = arena.take<float4>(head_groups);
+  if (s.copies) parts.exact_max = arena.take<float4>(head_groups);
   if (s.cache_positions)
     parts.cache_positions = {
         .e = s.keeps_unrounded() ? arena.take<float4>(head_groups * s.tokens) : rows.e,

@@ -52,7 +52,7 @@ struct BatchParts {
   std::byte *keys, *values, *paired_keys, *rounded_queries, *rounded_keys, *quantized_keys,
       *quantized_values;
   float *products, *unrounded_products, *outputs, *block_residual, *term_scales;
-  float4* exact_most;
+  float4* exact_max;
   double2* block_errors;
   std::uint32_t* positions_in_cache;
   std::uint8_t* slot_tiers;

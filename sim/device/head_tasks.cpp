@@ -293,7 +293,7 @@ void HeadTasks::make_rows(std::uint32_t first, std::uint32_t count) {
                                      .rope = tables_.rope.as<float2>(),
                                      .values = parts_.values,
                                      .outputs = parts_.outputs,
-                                     .exact_most = parts_.exact_most};
+                                     .exact_max = parts_.exact_max};
   check(kernels::replay_rows(rows, stream()), "computing rows");
   const std::size_t part = static_cast<std::size_t>(parts_.copies.vectors) * sizes_.product_bytes;
   std::byte* keys = parts_.quantized_keys;

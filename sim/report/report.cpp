@@ -166,7 +166,7 @@ class Page {
   }
 
   static bool attention_metric(const MetricInfo& metric) {
-    return informs({.policy = std::string(kOracleAttention)}, metric.name);
+    return is_informative({.policy = std::string(kOracleAttention)}, metric.name);
   }
 
   std::vector<Recommendation> recommendations(const SequenceGroup& group) const {
@@ -266,7 +266,7 @@ class Page {
     for (std::size_t s = 0; s < metric_table_.series().size(); ++s) {
       const Series& series = metric_table_.series()[s];
       if (series.is_full()) continue;
-      if (series.is_oracle() && !informs(series, metric.name)) continue;
+      if (series.is_oracle() && !is_informative(series, metric.name)) continue;
       if (series.policy == kOracleTopk && !bounds(series)) continue;
       drawn.push_back(s);
     }

@@ -53,10 +53,10 @@ std::string label_of(const Series& series, const std::vector<Series>& all) {
 
 }  // namespace
 
-bool informs(const Series& oracle, std::string_view metric) {
+bool is_informative(const Series& oracle, std::string_view metric) {
   if (oracle.policy == kOracleResidual)
     return metric == "residual_error" || metric == "regret_residual";
-  return metric.find("recall") != metric.npos || metric == "regret_mass" || metric == "miss_rate";
+  return metric.find("recall") != metric.npos || metric == "miss_rate";
 }
 
 MetricTable::MetricTable(std::span<const ResultRow> rows) {

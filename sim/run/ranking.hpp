@@ -29,7 +29,7 @@ struct Series {
 /// Whether an oracle is informative about a metric: oracle_attention and oracle_topk about
 /// attention metrics, oracle_residual about residual errors. For other metrics, an oracle is
 /// neither a bound nor a goal.
-bool informs(const Series& oracle, std::string_view metric);
+bool is_informative(const Series& oracle, std::string_view metric);
 
 /// A budget as requested, and the minimum and maximum of its tokens over the traces.
 struct BudgetColumn {

@@ -16,7 +16,7 @@ using namespace kvlab::kernels;
 namespace {
 
 /// The scores in float64, from the definition.
-ScoredRow reference(std::span<const float> yardstick, std::span<const float> logits,
+ScoredRow reference(std::span<const float> baseline, std::span<const float> logits,
                     std::int32_t next) {
   if (next < 0) return {};
   const auto lse = [](std::span<const float> row) {
@@ -28,17 +28,17 @@ ScoredRow reference(std::span<const float> yardstick, std::span<const float> log
   const auto first = [](std::span<const float> row) {
     return std::ranges::max_element(row) - row.begin();
   };
-  const double own = lse(logits), wanted = lse(yardstick);
+  const double own = lse(logits), wanted = lse(baseline);
   double kl = 0;
   for (std::size_t i = 0; i < logits.size(); ++i)
-    kl += std::exp(yardstick[i] - wanted) * ((yardstick[i] - wanted) - (logits[i] - own));
+    kl += std::exp(baseline[i] - wanted) * ((baseline[i] - wanted) - (logits[i] - own));
   return {.nll = own - static_cast<double>(logits[static_cast<std::size_t>(next)]),
           .kl = kl,
-          .same_first = first(yardstick) == first(logits),
+          .same_first = first(baseline) == first(logits),
           .first = static_cast<std::int32_t>(first(logits))};
 }
 
-/// Rows compared with fewer yardstick rows; their scores are poisoned at first.
+/// Rows compared with fewer baseline rows; their scores are poisoned at first.
 class Scores {
  public:
   Scores(std::size_t rows, std::size_t yardsticks, std::size_t vocab, float spread, bool ties)
@@ -54,7 +54,7 @@ class Scores {
       of_yardstick_.push_back(static_cast<std::int32_t>(row % yardsticks));
       next_.push_back(row % 7 == 5 ? -1 : static_cast<std::int32_t>(random() % vocab));
     }
-    // The first row equals its yardstick row: no divergence, and the same likeliest token.
+    // The first row equals its baseline row: no divergence, and the same likeliest token.
     std::copy_n(yardstick_.begin(), vocab, logits_.begin());
     upload();
   }
@@ -63,8 +63,8 @@ class Scores {
     return score_rows({.rows = static_cast<int>(next_.size()),
                        .vocab = static_cast<int>(vocab_),
                        .logits = device_logits_->data(),
-                       .yardstick = device_yardstick_->data(),
-                       .yardstick_rows = device_of_yardstick_->data(),
+                       .baseline = device_yardstick_->data(),
+                       .baseline_rows = device_of_yardstick_->data(),
                        .next = device_next_->data(),
                        .scores = device_scores_->data()},
                       stream);
@@ -78,9 +78,9 @@ class Scores {
     const std::vector<ScoredRow> scored = scores();
     int wrong = 0;
     for (std::size_t row = 0; row < next_.size(); ++row) {
-      const auto of_yardstick = static_cast<std::size_t>(of_yardstick_[row]);
+      const auto baseline_row = static_cast<std::size_t>(of_yardstick_[row]);
       const ScoredRow wanted =
-          reference(std::span(yardstick_).subspan(of_yardstick * vocab_, vocab_),
+          reference(std::span(yardstick_).subspan(baseline_row * vocab_, vocab_),
                     std::span(logits_).subspan(row * vocab_, vocab_), next_[row]);
       const auto near = [](double a, double b) {
         return std::abs(a - b) <= 2e-6 * (1 + std::abs(b));

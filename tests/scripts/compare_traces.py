@@ -68,7 +68,7 @@ def compare_part(layer, part, ours, theirs, reference):
         "part": part,
         "relative": relative(a, b),
         "units_mean": float(units.mean()),
-        "units_most": float(units.max()),
+        "units_max": float(units.max()),
         "equal": float((a == b).float().mean()),
     }
     if reference:
@@ -119,7 +119,7 @@ def print_parts(rows, reference):
     for row in rows:
         print(
             f"{row['layer']:>5} {row['part']:<4} {row['relative']:>9.5f} {row['equal']:>7.1%}"
-            f" {row['units_mean']:>10.3f} {row['units_most']:>6.1f}",
+            f" {row['units_mean']:>10.3f} {row['units_max']:>6.1f}",
             end="",
         )
         if reference:

@@ -296,7 +296,8 @@ class Simulator::HeadRun {
       return;
     const double gap =
         static_cast<double>(first_in.rank - last_out.rank) / static_cast<double>(first_in.rank);
-    // Equal integers are either small or equal by symmetry; float32 agrees in both cases.
+    // A gap of 0 does not count. Equal integers are small or equal by symmetry, and float32 gives
+    // the same result in both cases.
     if (gap > 0) narrowest_ = std::min(narrowest_, gap);
   }
 

@@ -145,7 +145,7 @@ class Measures {
     add_recall_p10(layer, head, heads);
     add_ratio(layer, head, "nll_recall", heads, 1, Counted::queries, nll);
     if (outcome_.attention_oracle)
-      add_ratio(layer, head, "regret_mass", heads, 1, Counted::queries, [](const AtQuery& at) {
+      add_ratio(layer, head, "regret_recall", heads, 1, Counted::queries, [](const AtQuery& at) {
         return Pair{
             std::log(std::max(at.oracle_recall, 1e-9)) - std::log(std::max(at.recall, 1e-9)), 1};
       });

@@ -197,7 +197,7 @@ TEST_CASE(
         "ranked; use feature:once");
   for (const CacheShape& heads : {CacheShape{3, 2, 64}, CacheShape{4, 1, 64}, CacheShape{4, 2, 32}})
     CHECK(test::error_of<std::invalid_argument>([&] {
-            source->of(std::span(ids).first(50), {"mine"}, heads);
+            source->reader_of(std::span(ids).first(50), {"mine"}, heads);
           }).starts_with(trace + " has 4 layers of 2 KV heads of 64; "));
 }
 

@@ -90,10 +90,10 @@ SweepRunner invented(
     const std::function<double(std::size_t configuration, std::size_t token)>& kl) {
   return [kl](const std::vector<std::vector<std::int32_t>>& sequences,
               std::span<const CacheConfig> configs, const EvalOptions&) {
-    std::vector<std::vector<EvalScores>> scores(sequences.size());
+    std::vector<std::vector<TokenScores>> scores(sequences.size());
     for (std::size_t s = 0; s < sequences.size(); ++s)
       for (std::size_t c = 0; c < configs.size(); ++c) {
-        EvalScores& one = scores[s].emplace_back();
+        TokenScores& one = scores[s].emplace_back();
         for (std::size_t i = 0; i < sequences[s].size(); ++i) {
           one.kl.push_back(kl(c, i) * static_cast<double>(s + 1));
           one.nll.push_back(3 + one.kl.back());
@@ -134,18 +134,18 @@ Evaluation invented_evaluation(std::size_t texts = 2,
 TEST_CASE("Configurations are compared in pairs") {
   const Evaluation evaluation = invented_evaluation(1);
   REQUIRE(evaluation.scores.size() == 7);
-  const auto judged = evaluation.judged("8");
-  const Recommendation& made = judged.recommendation;
+  const auto judgement = evaluation.judge_budget("8");
+  const Recommendation& made = judgement.recommendation;
   REQUIRE(made.order.size() == 3);
   const std::size_t other = made.choice == 1 ? 2 : 1;  // lru and h2o
   CHECK(made.similar() == std::vector<std::size_t>{other});
-  CHECK(judged.scores[made.order[2]] == 1);
+  CHECK(judgement.scores[made.order[2]] == 1);
   const Difference& last = made.behind[2];
   CHECK(last.significantly_different());
   CHECK(last.mean == Approx(0.2).epsilon(0.02));
   CHECK(made.scope.texts == 1);
   // Two texts with differences of 0.2 and 0.4 give no interval.
-  const auto two = invented_evaluation(2).judged("8");
+  const auto two = invented_evaluation(2).judge_budget("8");
   CHECK(two.recommendation.behind[2].mean == Approx(0.3).epsilon(0.02));
   CHECK_FALSE(two.recommendation.behind[2].significantly_different());
 }
@@ -216,11 +216,11 @@ TEST_CASE("Peak memory over decoded queries decides which configurations are eli
   CHECK(kv(3).mean == 8 * token);
   CHECK(kv(3).peak == 8 * token);
   CHECK(kv(3).budget == 8 * token);
-  const auto judged = evaluation.judged("8");
-  std::vector<std::size_t> eligible = judged.recommendation.order;
+  const auto judgement = evaluation.judge_budget("8");
+  std::vector<std::size_t> eligible = judgement.recommendation.order;
   std::ranges::sort(eligible);
   CHECK(eligible == std::vector<std::size_t>{2, 3});
-  CHECK(judged.recommendation.over_budget.size() == 2);
+  CHECK(judgement.recommendation.over_budget.size() == 2);
   const auto warnings = eval_warnings(evaluation);
   CHECK(std::ranges::any_of(warnings, [](const std::string& line) {
     return line.starts_with("h2o:sinks=4:recent=4 at 8 tokens: its protected tokens fill");

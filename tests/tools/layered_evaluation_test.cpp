@@ -49,14 +49,14 @@ double tolerance(const CacheConfig& config) { return config.policy.name == "roco
 
 /// On tiers, a key that differs in its last bit may have another quantized value. Per text the
 /// evaluations agree within a sixth of the tier plan's cost; on a GPU the worst was a twelfth.
-void check_quantized(const EvalScores& ours, const EvalScores& wanted) {
+void check_quantized(const TokenScores& ours, const TokenScores& wanted) {
   CHECK(std::fabs(mean(ours.nll) - mean(wanted.nll)) <= 2e-2);
   CHECK(std::fabs(mean(ours.kl) - mean(wanted.kl)) <= 1e-3 + mean(wanted.kl) / 6);
 }
 
 /// For bf16, where near ties are common: a sixteenth of the cost of evicting, plus bf16's error. On
 /// a GPU `keydiff`, to which a cache's keys look alike, was off by a twentieth.
-double tolerance_in_bf16(const EvalScores& scores) { return 3e-3 + mean(scores.kl) / 16; }
+double tolerance_in_bf16(const TokenScores& scores) { return 3e-3 + mean(scores.kl) / 16; }
 
 TEST_CASE("In float32, the evaluation on a device gives every token the CPU's log-likelihood",
           "[gpu]") {

@@ -20,7 +20,7 @@ refused "ladder" "$kvlab" report again --ladder 4 # report never had that option
 
 # A run is what it was: the same results under today's names.
 "$kvlab" compare run again --json >compared || fail "an old run beside a new one"
-rename='s/oracle_mass/oracle_attention/; s/,column,/,feature,/; s/ladder=/tiers=/; s/code_error/quantization_error/'
+rename='s/oracle_mass/oracle_attention/; s/,column,/,feature,/; s/ladder=/tiers=/; s/code_error/quantization_error/; s/regret_mass/regret_recall/'
 sed -e 1d -e "$rename" run/results.csv | sort >before
 sed 1d again/results.csv | sort >now
 cmp before now || fail "an old run's results"

@@ -194,9 +194,9 @@ int run(const Request& request) {
   print_candidates(ballot.ranking.recommendation);
   if (!confirmed.empty()) {
     fmt::print("\nEnd-to-end evaluation: KL to the full cache, over the same tokens\n");
-    const auto judged = evaluation.judged(evaluation.scores[1].config.budget.text());
-    print_recommended(judged.recommendation);
-    print_candidates(judged.recommendation);
+    const auto judgement = evaluation.judge_budget(evaluation.scores[1].config.budget.text());
+    print_recommended(judgement.recommendation);
+    print_candidates(judgement.recommendation);
   }
   fmt::print("\n{}",
              model ? criteria_text(criteria) : criteria.at("why").get<std::string>() + "\n");

@@ -124,10 +124,10 @@ std::size_t width_of(const std::vector<std::string>& names) {
 }
 
 void print_blocks(const EvalScore& score, std::size_t width) {
-  constexpr std::size_t kLeast = 10;
+  constexpr std::size_t kMinWidth = 10;
   for (const EvalBlock& block : score.blocks)
     fmt::print("  from token {:>9} {:>{}.3f}{}\n", block.first, std::exp(block.nll),
-               std::max(width + 1, kLeast),
+               std::max(width + 1, kMinWidth),
                std::isnan(block.milliseconds_per_token)
                    ? ""
                    : fmt::format("  {:.4f} ms/token", block.milliseconds_per_token));

@@ -104,7 +104,7 @@ void print_metric(const MetricTable& metric_table, const MetricInfo& metric, std
       const auto average = metric_table.average(s, budget.text, metric.name);
       cells += average ? fmt::format(" {:>7.3f}", average->mean) : fmt::format(" {:>7}", "");
     }
-    const bool says = !series.is_oracle() || informs(series, metric.name);
+    const bool says = !series.is_oracle() || is_informative(series, metric.name);
     if (says && cells.find_first_not_of(' ') != std::string::npos && !series.is_full())
       fmt::print("  {:<{}}{}\n", series.label, width, cells);
   }
@@ -309,7 +309,7 @@ ReplayRequest loaded(const Request& given, const ProcessGroup& group) {
   ReplayOptions& options = request.options;
   if (group.leads()) {
     refuse_existing(given.out, "--out");
-    refuse_homeless(given.out, "--out");
+    refuse_missing_parent(given.out, "--out");
     options.progress = progress_bar("replay");
     request.notice = left_out_of("replay");
   }

@@ -22,7 +22,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr std::int64_t kMaxWords = 1'000'000, kMostSamples = 100'000, kMaxNeedles = 64;
+constexpr std::int64_t kMaxWords = 1'000'000, kMaxSamples = 100'000, kMaxNeedles = 64;
 constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches in a batch
 
 struct Request {
@@ -149,7 +149,7 @@ void add_options(OptionTable& table, Request& request) {
                "250,500");
   table.parsed("depth", "LIST", task.depths, parse_depths, "depths of the answer in the context",
                "0%,25%,50%,75%,100%");
-  table.whole("samples", "N", {1, kMostSamples}, task.samples,
+  table.whole("samples", "N", {1, kMaxSamples}, task.samples,
               "questions at each length and depth; the same for every policy and budget");
   add_needle_options(table, request);
   table.flag("reassigned", task.spec.reassigned,

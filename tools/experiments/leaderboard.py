@@ -61,7 +61,7 @@ class Board:
         every = dict.fromkeys(key[:2] for key in self.kl if key[2] != "all")
         return [name for name in every if is_once(name) == once]
 
-    def times_the_least(self, name):
+    def ratio_to_lowest(self, name):
         """The geometric mean of its KL over the lowest KL at each budget."""
         logs = []
         for budget in map(str, self.budgets):
@@ -70,10 +70,10 @@ class Board:
         return math.exp(sum(logs) / len(logs))
 
     def ranked(self, once):
-        names = sorted(self.names(once), key=self.times_the_least)
+        names = sorted(self.names(once), key=self.ratio_to_lowest)
         ordered = {(*name, str(budget)): self.kl[(*name, str(budget))] for name in names for budget in self.budgets}
         lines = ranking(ordered, self.budgets).replace(" ± ", "±").split("\n")
-        heads = ["times the lowest |", "--- |", *(f"{self.times_the_least(name):.2f} |" for name in names)]
+        heads = ["times the lowest |", "--- |", *(f"{self.ratio_to_lowest(name):.2f} |" for name in names)]
         return "\n".join(f"{line} {more}" for line, more in zip(lines, heads))
 
     def by_kl(self):

@@ -137,17 +137,17 @@ PolicyFile policy_file_of(const Run& run, const MetricTable& metric_table, const
 }
 
 std::vector<Confirmed> confirm(const Evaluation& evaluation, Ballot& ballot) {
-  const auto judged = evaluation.judged(evaluation.scores[1].config.budget.text());
-  const Recommendation& made = judged.recommendation;
+  const auto judgement = evaluation.judge_budget(evaluation.scores[1].config.budget.text());
+  const Recommendation& made = judgement.recommendation;
   std::vector<Confirmed> confirmed;
   const auto add = [&](std::size_t c, const Difference& from_choice, bool over) {
-    const std::size_t score = judged.scores[c];  // score 0 is the full cache
+    const std::size_t score = judgement.scores[c];  // score 0 is the full cache
     confirmed.push_back({score - 1, evaluation.scores[score], from_choice, over});
   };
   for (std::size_t i = 0; i < made.order.size(); ++i)
     add(made.order[i], made.from_choice[i], false);
   for (const std::size_t c : made.over_budget) add(c, {}, true);
-  ballot.winner = judged.scores[made.choice] - 1;
+  ballot.winner = judgement.scores[made.choice] - 1;
   return confirmed;
 }
 

@@ -163,7 +163,7 @@ class SequenceRun {
     if (config_.has_windows()) make_window_rope();
   }
 
-  std::vector<EvalScores> run() {
+  std::vector<TokenScores> run() {
     const std::size_t at_once = configs_at_once();
     for (std::size_t first = 0; first < pointers_.size(); first += at_once) {
       const std::size_t count = std::min(at_once, pointers_.size() - first);
@@ -364,13 +364,13 @@ class SequenceRun {
   bool is_yardstick(std::size_t c) const { return c == 0 || !options_.against_first; }
 
   void note_scores(std::size_t c, std::size_t first, std::size_t count,
-                   const cuda::DeviceBuffer& logits, const cuda::DeviceBuffer& yardstick) {
+                   const cuda::DeviceBuffer& logits, const cuda::DeviceBuffer& baseline) {
     Ids rows(count);
     std::iota(rows.begin(), rows.end(), 0);
     const std::span next = std::span(ids_).subspan(range_.first_scored + first + 1, count);
     for (const RowScore& score : device_scores({.logits = logits.as<float>(),
-                                 .yardstick = yardstick.as<float>(),
-                                 .yardstick_rows = rows,
+                                 .baseline = baseline.as<float>(),
+                                 .baseline_rows = rows,
                                  .next = next},
                                                config_.vocab)) {
       scores_[c].nll.push_back(score.nll);
@@ -403,7 +403,7 @@ class SequenceRun {
   std::vector<ResolvedConfig> resolved_;
   std::vector<const ResolvedConfig*> pointers_;
   cuda::DeviceBuffer device_ids_, full_x_, full_logits_, logits_, window_rope_;
-  std::vector<EvalScores> scores_;
+  std::vector<TokenScores> scores_;
 };
 
 }  // namespace

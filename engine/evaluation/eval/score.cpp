@@ -24,16 +24,16 @@ std::vector<EvalBlock> blocks_of(std::size_t c, const ScoredSequences& sequences
                                  std::size_t tokens) {
   std::vector<EvalBlock> blocks;
   if (tokens == 0) return blocks;
-  std::vector<const EvalScores*> scores;
+  std::vector<const TokenScores*> scores;
   for (std::size_t s = 0; s < sequences.scores.size(); ++s)
     if (sequences.counts(s)) scores.push_back(&sequences.scores[s][c]);
   std::size_t longest = 0;
-  for (const EvalScores* sequence : scores) longest = std::max(longest, sequence->nll.size());
+  for (const TokenScores* sequence : scores) longest = std::max(longest, sequence->nll.size());
   for (std::size_t first = 0; first < longest; first += tokens) {
     double nll = 0, seconds = 0;
     std::size_t count = 0, timed = 0;
-    for (const EvalScores* sequence : scores) {
-      const EvalScores& one = *sequence;
+    for (const TokenScores* sequence : scores) {
+      const TokenScores& one = *sequence;
       for (std::size_t i = first; i < std::min(first + tokens, one.nll.size()); ++i, ++count) {
         nll += one.nll[i];
         if (i < one.seconds.size()) seconds += static_cast<double>(one.seconds[i]), ++timed;
@@ -65,11 +65,11 @@ void refuse_not_finite(const ScoredSequences& sequences, std::size_t c) {
 void add_means(EvalScore& score, std::size_t c, const ScoredSequences& sequences) {
   double counted = 0;
   for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
-    const EvalScores& one = sequences.scores[s][c];
+    const TokenScores& one = sequences.scores[s][c];
     if (!sequences.counts(s)) continue;
     ++counted;
     score.tokens += one.nll.size();
-    score.kv_bytes_most = std::max(score.kv_bytes_most, one.kv_bytes_peak);
+    score.kv_bytes_peak = std::max(score.kv_bytes_peak, one.kv_bytes_peak);
     if (sequences.memory.empty()) continue;
     const Memory& memory = sequences.memory[c][s];
     score.memory.mean += memory.mean;
@@ -101,7 +101,7 @@ void add_texts(EvalScore& score, std::size_t c, const ScoredSequences& sequences
       score.texts.resize(sequences.text[s] + 1, {.nll = 0, .kl = 0, .tokens = 0});
     if (!sequences.counts(s)) continue;
     EvalTextScore& text = score.texts[sequences.text[s]];
-    const EvalScores& one = sequences.scores[s][c];
+    const TokenScores& one = sequences.scores[s][c];
     for (const double nll : one.nll) text.nll += nll;
     for (const double kl : one.kl) text.kl += kl;
     text.tokens += one.nll.size();
@@ -189,9 +189,9 @@ std::vector<std::string> Evaluation::budgets() const {
   return budgets;
 }
 
-Evaluation::Judged Evaluation::judge(std::vector<std::size_t> which,
-                                     const std::string& budget) const {
-  Judged judged{.scores = std::move(which)};
+Evaluation::Judgement Evaluation::judge(std::vector<std::size_t> which,
+                                        const std::string& budget) const {
+  Judgement judgement{.scores = std::move(which)};
   ComparisonScope scope{.budget = budget,
                         .metric = against_full ? "KL" : "−ln p",
                         .texts = deciding().texts(),
@@ -199,7 +199,7 @@ Evaluation::Judged Evaluation::judge(std::vector<std::size_t> which,
                         .note = "Task accuracy was not measured."};
   if (!scores.front().config.evicts()) scope.full_bytes = scores.front().memory.mean;
   std::vector<Candidate> candidates;
-  for (const std::size_t s : judged.scores) {
+  for (const std::size_t s : judgement.scores) {
     const EvalScore& score = scores[s];
     candidates.push_back(
         {.name = score.label(), .error = deciding_mean(s), .memory = score.memory});
@@ -209,14 +209,14 @@ Evaluation::Judged Evaluation::judge(std::vector<std::size_t> which,
       scope.filled.push_back(score.label());
   }
   if (!candidates.empty())
-    judged.recommendation =
+    judgement.recommendation =
         recommend(std::move(candidates), std::move(scope), [&](std::size_t a, std::size_t b) {
-          return deciding().difference(judged.scores[a], judged.scores[b]);
+          return deciding().difference(judgement.scores[a], judgement.scores[b]);
         });
-  return judged;
+  return judgement;
 }
 
-Evaluation::Judged Evaluation::judged(const std::string& budget) const {
+Evaluation::Judgement Evaluation::judge_budget(const std::string& budget) const {
   const auto named = std::ranges::find_if(scores, [&](const EvalScore& score) {
     return score.config.evicts() && score.config.budget.text() == budget;
   });
@@ -227,20 +227,20 @@ Evaluation::Judged Evaluation::judged(const std::string& budget) const {
   return judge(std::move(which), budget);
 }
 
-Evaluation::Judged Evaluation::all_judged() const {
+Evaluation::Judgement Evaluation::judge_all() const {
   std::vector<std::size_t> which;
   for (std::size_t s = 0; s < scores.size(); ++s)
     if (scores[s].config.evicts()) which.push_back(s);
-  Judged judged = judge(std::move(which), "any budget");
-  for (std::size_t c = 0; c < judged.scores.size(); ++c)
-    judged.recommendation.candidates[c].name +=
-        " at " + scores[judged.scores[c]].config.budget_text();
-  return judged;
+  Judgement judgement = judge(std::move(which), "any budget");
+  for (std::size_t c = 0; c < judgement.scores.size(); ++c)
+    judgement.recommendation.candidates[c].name +=
+        " at " + scores[judgement.scores[c]].config.budget_text();
+  return judgement;
 }
 
 std::vector<Recommendation> Evaluation::recommendations() const {
   std::vector<Recommendation> made;
-  for (const std::string& budget : budgets()) made.push_back(judged(budget).recommendation);
+  for (const std::string& budget : budgets()) made.push_back(judge_budget(budget).recommendation);
   return made;
 }
 
@@ -275,7 +275,7 @@ ordered_json score_json(const EvalScore& score, const std::vector<std::string>& 
   object["tokens"] = score.tokens;
   object["kv_bytes_mean"] = score.memory.mean;
   object["kv_bytes_peak"] = score.memory.peak;
-  object["kv_bytes_measured"] = score.kv_bytes_most;
+  object["kv_bytes_measured"] = score.kv_bytes_peak;
   object["state_bytes"] = score.memory.state;
   object["budget_bytes"] = score.memory.budget;
   if (score.memory.exempt_peak > 0) object["exempt_bytes_peak"] = score.memory.exempt_peak;
@@ -330,9 +330,9 @@ ordered_json pairs_json(const Evaluation& evaluation) {
 
 /// Error against bytes over all budgets: the configurations that no other dominates.
 ordered_json frontier_json(const Evaluation& evaluation) {
-  const auto judged = evaluation.all_judged();
-  if (judged.scores.empty()) return ordered_json::array();
-  return recommendation_json(judged.recommendation)["frontier"];
+  const auto judgement = evaluation.judge_all();
+  if (judgement.scores.empty()) return ordered_json::array();
+  return recommendation_json(judgement.recommendation)["frontier"];
 }
 
 }  // namespace
@@ -412,7 +412,7 @@ namespace {
 ordered_json eval_recommendations_json(const Evaluation& evaluation) {
   ordered_json list = ordered_json::array();
   for (const std::string& budget : evaluation.budgets()) {
-    const auto [scores, made] = evaluation.judged(budget);
+    const auto [scores, made] = evaluation.judge_budget(budget);
     list.push_back(recommendation_json(made));
     auto& configurations = list.back()["configurations"] = ordered_json::array();
     for (const std::size_t c : made.order) configurations.push_back(scores[c]);

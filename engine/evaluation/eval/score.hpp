@@ -38,7 +38,7 @@ struct EvalScore {
   double kl_p50, kl_p90, kl_p99;  ///< percentiles of KL over the tokens
   double same_first, same_first_error;  ///< share of tokens; NaN without the full cache
   std::uint64_t tokens;                 ///< number of scored tokens
-  std::uint64_t kv_bytes_most;          ///< measured peak of one sequence, prompts included
+  std::uint64_t kv_bytes_peak;          ///< measured peak of one sequence, prompts included
   Memory memory;                        ///< mean over the sequences, and the peak of one
   std::vector<EvalTextScore> texts;
   double nll_deviation, kl_deviation;  ///< standard deviation of the texts' means; NaN for one text
@@ -63,23 +63,23 @@ struct Evaluation {
   /// first.
   std::vector<std::string> budgets() const;
   /// The configurations that evict at the tokens of a budget (as requested), compared.
-  struct Judged {
+  struct Judgement {
     std::vector<std::size_t> scores;  ///< [candidate]
     Recommendation recommendation;
   };
-  Judged judged(const std::string& budget) const;
+  Judgement judge_budget(const std::string& budget) const;
   /// All configurations that evict, at any budget: error against bytes.
-  Judged all_judged() const;
+  Judgement judge_all() const;
   /// The recommendation at each budget, ordered by tokens.
   std::vector<Recommendation> recommendations() const;
 
  private:
-  Judged judge(std::vector<std::size_t> which, const std::string& budget) const;
+  Judgement judge(std::vector<std::size_t> which, const std::string& budget) const;
 };
 
 /// Scores [sequence][configuration], and the text of each sequence.
 struct ScoredSequences {
-  std::vector<std::vector<EvalScores>> scores;
+  std::vector<std::vector<TokenScores>> scores;
   std::vector<std::size_t> text;
   std::vector<bool> repeats;  ///< [sequence]: a longer text contains it, and counts instead; empty:
                               ///< none
@@ -91,12 +91,12 @@ struct ScoredSequences {
 /// A metric of every configuration for each token, of the sequences that count.
 template <class Value>
 PairedScores paired_scores(const ScoredSequences& sequences,
-                           std::vector<Value> EvalScores::*values_of) {
+                           std::vector<Value> TokenScores::*values_of) {
   PairedScores paired(sequences.scores.front().size());
   for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
     if (!sequences.counts(s)) continue;
     std::vector<std::vector<double>> values;
-    for (const EvalScores& one : sequences.scores[s])
+    for (const TokenScores& one : sequences.scores[s])
       values.emplace_back((one.*values_of).begin(), (one.*values_of).end());
     const std::vector<std::span<const double>> spans(values.begin(), values.end());
     paired.add_tokens(std::to_string(sequences.text[s]), spans);

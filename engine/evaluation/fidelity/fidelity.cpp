@@ -320,9 +320,9 @@ ReplayMetrics run_offline_replay(Backend& backend, const EvalText& text,
   return replay_metrics;
 }
 
-std::vector<EvalScores> end_to_end_scores(const SweepRunner& run_sweep, const EvalText& text,
-                                          std::span<const CacheConfig> configs, unsigned threads,
-                                          std::function<void(double)> progress) {
+std::vector<TokenScores> end_to_end_scores(const SweepRunner& run_sweep, const EvalText& text,
+                                           std::span<const CacheConfig> configs, unsigned threads,
+                                           std::function<void(double)> progress) {
   std::vector<CacheConfig> with_full{CacheConfig{}};
   with_full.insert(with_full.end(), configs.begin(), configs.end());
   return std::move(run_sweep({text.ids}, with_full,
@@ -331,7 +331,7 @@ std::vector<EvalScores> end_to_end_scores(const SweepRunner& run_sweep, const Ev
                               .progress = std::move(progress)})[0]);
 }
 
-std::vector<std::vector<double>> kl_of(std::vector<EvalScores> scores) {
+std::vector<std::vector<double>> kl_of(std::vector<TokenScores> scores) {
   std::vector<std::vector<double>> kl;
   for (std::size_t c = 1; c < scores.size(); ++c) kl.push_back(std::move(scores[c].kl));
   return kl;

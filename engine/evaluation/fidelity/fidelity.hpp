@@ -58,12 +58,12 @@ ReplayMetrics run_offline_replay(Backend& backend, const EvalText& text,
                                  const OfflineReplayOptions& options);
 
 /// The scores of the full cache and of each configuration, in this order.
-std::vector<EvalScores> end_to_end_scores(const SweepRunner& run_sweep, const EvalText& text,
-                                          std::span<const CacheConfig> configs, unsigned threads,
-                                          std::function<void(double)> progress);
+std::vector<TokenScores> end_to_end_scores(const SweepRunner& run_sweep, const EvalText& text,
+                                           std::span<const CacheConfig> configs, unsigned threads,
+                                           std::function<void(double)> progress);
 
 /// KL to the full cache, [configuration][scored token], without the first configuration.
-std::vector<std::vector<double>> kl_of(std::vector<EvalScores> scores);
+std::vector<std::vector<double>> kl_of(std::vector<TokenScores> scores);
 /// Seconds per token of a configuration that the end-to-end evaluation takes. It is measured by a
 /// run of the full cache over the beginning of a text, and used to estimate the progress until more
 /// is known.

@@ -203,7 +203,7 @@ class TaskAnswerer {
     Ids itself(next.size());
     std::iota(itself.begin(), itself.end(), 0);
     std::vector<RowScore> scores = backend_.score(
-        {.logits = logits, .yardstick = logits, .yardstick_rows = itself, .next = next});
+        {.logits = logits, .baseline = logits, .baseline_rows = itself, .next = next});
     for (std::size_t i = 0; i < scores.size(); ++i)
       if (next[i] >= 0 && !std::isfinite(scores[i].nll))
         throw std::runtime_error("task: a logit is not finite; the model may need another dtype");

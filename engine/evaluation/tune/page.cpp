@@ -19,7 +19,7 @@ using nlohmann::json;
 using nlohmann::ordered_json;
 
 constexpr std::size_t kMaxTunedBytes = std::size_t{64} << 20;
-constexpr std::size_t kMostDrawn = 8;  // so that the answer fits on one screen
+constexpr std::size_t kMaxDrawn = 8;  // so that the answer fits on one screen
 
 constexpr CopiedField kTuneText[] = {
     {"name", FieldKind::text}, {"tokens", FieldKind::whole}, {"prompt_tokens", FieldKind::whole}};
@@ -160,7 +160,7 @@ class TunePage {
                   .joined = false};
     std::vector<Series> series;
     const auto& last = rounds_.back();
-    for (std::size_t i = 0; i < std::min(kMostDrawn, last.size()); ++i)
+    for (std::size_t i = 0; i < std::min(kMaxDrawn, last.size()); ++i)
       series.push_back({.policy = last[i].policy.substr(0, last[i].policy.find(':'))});
     const auto styles = styles_of(series);
     for (std::size_t i = 0; i < series.size(); ++i) {

@@ -171,7 +171,7 @@ std::vector<std::size_t> order_of(const TuneRequest& request, const std::vector<
   return order;
 }
 
-TuneScore score_on(std::size_t text, const EvalScores& scores) {
+TuneScore score_on(std::size_t text, const TokenScores& scores) {
   const auto same = std::accumulate(scores.same_first.begin(), scores.same_first.end(), 0.0);
   return {.text = text,
           .tokens = scores.nll.size(),
@@ -220,7 +220,7 @@ double mean_over(std::span<const TuneScore> scores, Value value) {
 
 /// KL of a configuration over the winner's, over the texts that both ran. A configuration that was
 /// eliminated ran the first of the winner's texts.
-double kl_of_least(const Tuning& tuning, std::size_t config, std::size_t winner) {
+double kl_over_winner(const Tuning& tuning, std::size_t config, std::size_t winner) {
   const std::vector<TuneScore>&own = tuning.scores[config], &first = tuning.scores[winner];
   return mean_over(own, &TuneScore::kl) /
          mean_over(std::span(first).first(own.size()), &TuneScore::kl);
@@ -233,7 +233,7 @@ std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& r
   std::vector<std::size_t> evaluated;
   for (std::size_t c = 0; c < request.sweep.size(); ++c)
     if (!tuning.scores[c].empty() && c != winner) evaluated.push_back(c);
-  const auto cost = [&](std::size_t c) { return kl_of_least(tuning, c, winner); };
+  const auto cost = [&](std::size_t c) { return kl_over_winner(tuning, c, winner); };
   std::ranges::stable_sort(evaluated, {}, cost);
   std::set<std::string> seen{request.sweep[winner].policy.name};
   std::vector<std::size_t> finalists{winner};
@@ -299,7 +299,7 @@ std::vector<Finalist> as_finalists(const Tuning& tuning, const TuneRequest& requ
   const std::size_t first = tuning.finalists.front();
   const double least = mean_over(tuning.scores[first], &TuneScore::kl);
   for (const std::size_t c : tuning.finalists)
-    finalists.push_back({request.sweep[c], least * kl_of_least(tuning, c, first)});
+    finalists.push_back({request.sweep[c], least * kl_over_winner(tuning, c, first)});
   return finalists;
 }
 

@@ -188,7 +188,7 @@ class Dataset {
   std::vector<std::string> oracles_of(const MetricInfo& metric) const {
     std::vector<std::string> names;
     for (const Series& one : metric_table_.series())
-      if (one.is_oracle() && informs(one, metric.name)) names.push_back(one.policy);
+      if (one.is_oracle() && is_informative(one, metric.name)) names.push_back(one.policy);
     return names;
   }
 

@@ -7,7 +7,7 @@ const kWrong = 'Pairs of policies that differ significantly in KL (paired block 
   'the opposite order, worst first. Ratio: KL of the policy that the metric prefers, divided by the KL of the other.';
 const kCeiling = 'The metric that predicts the order best comes first. The last row is KL on one text against KL on another: ' +
   'a metric measured on one text cannot be expected to do better.';
-const kMostWrong = 5;  // pairs shown for a budget
+const kMaxWrong = 5;  // pairs shown for a budget
 
 function rhoText(rho) {
   return fixed(rho, 2);
@@ -34,7 +34,7 @@ function predictionTable({budgets, standard, metrics, ceiling}) {
 function wrongTable({budgets, standard, metrics}) {
   const own = metrics.find((metric) => metric.name === standard);
   const rows = own.budgets.flatMap(({misordered, significantly_different: all, wrong}, b) => {
-    const pairs = wrong.slice(0, kMostWrong).map((pair) => [named(pair.preferred), named(pair.better), numberCell(pair.kl_ratio)]);
+    const pairs = wrong.slice(0, kMaxWrong).map((pair) => [named(pair.preferred), named(pair.better), numberCell(pair.kl_ratio)]);
     return (pairs.length ? pairs : [['', '', '']]).map((pair) => [named(budgets[b]), String(misordered), String(all), ...pair]);
   });
   return section(`Where ${named(standard)} is wrong`, kWrong, dataTable(['budget', 'misordered pairs', 'of', 'prefers',

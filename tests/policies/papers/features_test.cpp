@@ -164,7 +164,7 @@ void check_features(const FeaturePaper& paper, const TraceReader& trace, std::ui
 }
 
 /// Writes arbitrary numbers; other tests check the computed values.
-void bring_features(const std::filesystem::path& trace) {
+void add_trace_features(const std::filesystem::path& trace) {
   std::mt19937 rng(3);
   std::uniform_real_distribution<float> uniform(0, 1);
   for (const char* name : {"value_out_norm1", "lagkv", "expected_attention"})
@@ -183,7 +183,7 @@ TEST_CASE("policies with features keep the tokens of their papers' formulas, on 
        .head_size = 16,
        .segments = {{0, 70, kPrompt}, {70, 90, kDecode}, {160, 23, kPrompt}, {183, 40, kDecode}},
        .seed = 17});
-  bring_features(folder / "trace");
+  add_trace_features(folder / "trace");
   const TraceReader trace = open_verified_trace(folder / "trace", 1);
   for (const FeaturePaper& paper : papers_of_features()) DYNAMIC_SECTION(paper.text) {
       for (const std::uint32_t budget : {12u, 41u})
@@ -196,7 +196,7 @@ TEST_CASE("policies with features keep the tokens of their papers' formulas, on 
   const test::TemporaryFolder folder;
   std::filesystem::copy(KVLAB_SOURCE_DIR "/traces/samples/tiny-story", folder / "trace");
   test::make_format_2(folder / "trace");
-  bring_features(folder / "trace");
+  add_trace_features(folder / "trace");
   const TraceReader trace = open_verified_trace(folder / "trace", 1);
   for (const FeaturePaper& paper : papers_of_features()) DYNAMIC_SECTION(paper.text) {
       check_features(paper, trace, 48, 0, 2, 1);

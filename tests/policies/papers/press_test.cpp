@@ -119,7 +119,7 @@ void write(const std::filesystem::path& directory, const brute::Sequence& s) {
 }
 
 /// Writes the features that the policies read, as kvpress computes them; 0 for decoded tokens.
-void bring_features(const std::filesystem::path& directory, const nlohmann::json& prompt) {
+void add_trace_features(const std::filesystem::path& directory, const nlohmann::json& prompt) {
   for (const auto& [name, by_head] : prompt.at("features").items()) {
     const auto values = by_head.get<std::vector<std::vector<float>>>();
     test::write_feature(directory, name, [&](auto, std::uint32_t kv_head, std::uint32_t token) {
@@ -215,7 +215,7 @@ Ranked ranked(const TraceReader& trace, const nlohmann::json& prompt, const Pair
 TEST_CASE("kvpress ranks a prompt's tokens as our policies do") {
   const test::TemporaryFolder folder;
   write(folder / "trace", random_sequence(1));
-  bring_features(folder / "trace", random_prompt());
+  add_trace_features(folder / "trace", random_prompt());
   const TraceReader trace = open_verified_trace(folder / "trace", 1);
   for (const Pair& pair : pairs()) DYNAMIC_SECTION(pair.press << " and " << pair.policy) {
       for (std::uint32_t kv_head = 0; kv_head < trace.shape().kv_heads; ++kv_head) {
@@ -228,7 +228,7 @@ TEST_CASE("kvpress ranks a prompt's tokens as our policies do") {
 TEST_CASE("kvpress ranks the tokens of a captured prompt as our policies do") {
   const test::TemporaryFolder folder;
   write(folder / "trace", captured_sequence());
-  bring_features(folder / "trace", captured_prompt());
+  add_trace_features(folder / "trace", captured_prompt());
   const TraceReader trace = open_verified_trace(folder / "trace", 1);
   for (const Pair& pair : pairs()) DYNAMIC_SECTION(pair.press << " and " << pair.policy) {
       for (std::uint32_t kv_head = 0; kv_head < trace.shape().kv_heads; ++kv_head) {
