@@ -9,8 +9,6 @@
 
 namespace kvlab {
 
-inline constexpr int kPolicyFormat = 1;
-
 struct PolicyFile {
   CacheConfig cache;                ///< with a budget in tokens
   std::string model, weights_xxh3;  ///< the model that it was chosen on

@@ -1,3 +1,4 @@
+// The C library links this file too.
 #include "policies/budgets/budget.hpp"
 
 #include <fmt/format.h>

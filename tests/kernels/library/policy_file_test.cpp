@@ -54,7 +54,10 @@ TEST_CASE("The library reads a policy.json as the engine does") {
       R"j({"budget": "pyramid(64)", "modifiers": {"every": 8, "smooth": 3, "pool": "max"}})j",
       R"({"budget": [64, null], "modifiers": {"once": true, "group": "max"}, "seed": null})",
       R"({"policy": "feature", "params": {"keep": -1, "name": "mine"}, "prefill": "stream",
-          "modifiers": {"scope": "layer"}})"};
+          "modifiers": {"scope": "layer"}})",
+      R"({"policy": "snapkv", "params": {"keep": null, "window": 32}})",
+      R"({"policy": "nacl", "params": {"keep": null, "proxy": 16, "random": 0.25}})",
+      R"({"protected": null, "guards": {"sinks": 2, "recent": 7}})"};
   for (const std::string& changes : changed) {
     CAPTURE(changes);
     const std::string text = policy_json(changes);

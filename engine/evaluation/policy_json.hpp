@@ -1,0 +1,57 @@
+// The one reader of policy.json, for the command and for the C library. It knows no policies: which
+// ones there are, what their parameters may be and what budgets they need is for its users to
+// check.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "policies/catalogue.hpp"
+
+namespace kvlab {
+
+inline constexpr int kPolicyFormat = 1;
+inline constexpr std::size_t kMaxPolicyBytes = std::size_t{16} << 20;
+
+/// What a policy.json says.
+struct PolicyJson {
+  struct Source {
+    std::string path, xxh3;
+  };
+
+  std::string path;                                    ///< of the file, for errors
+  std::string policy;                                  ///< a name, without settings
+  std::vector<std::pair<std::string, double>> params;  ///< in the order of their names
+  std::string feature;                                 ///< parameter `name`; empty: not given
+  Extent sinks, recent;
+  bool prompt = false;  ///< as in PolicySpec
+  /// Names and values as set_modifier() takes them. Others have the policy's default.
+  std::vector<std::pair<std::string, std::string>> modifiers;
+  std::string tiers;  ///< a tier plan; empty: 16 bit
+  Budget budget;      ///< in tokens, by head, in bytes, or split by a formula
+  Positions positions = Positions::original;
+  Prefill prefill;
+  double threshold = 0;
+  std::uint64_t seed = 0;
+  std::optional<Source> source;
+  std::string model, weights_xxh3;
+  nlohmann::json run;  ///< null if not given
+
+  /// The values of the policy's parameters, in the order of `names`. Throws std::runtime_error
+  /// unless the file has exactly these, and a feature's name if the policy takes one.
+  std::vector<double> params_of(std::span<const std::string_view> names, bool takes_feature) const;
+  /// Throws std::runtime_error: FILE: WHAT.
+  [[noreturn]] void fail(std::string_view what) const;
+};
+
+/// Parses the text of a policy.json. `path` names the file in errors. Throws std::runtime_error
+/// that names the file and the key: a later format, an unknown or reserved key, a missing key, a
+/// value of another type. Reads the key names of version 0.5, too.
+PolicyJson parse_policy_json(std::string_view text, const std::string& path);
+
+}  // namespace kvlab
