@@ -14,6 +14,7 @@
 
 #include "policies/catalogue.hpp"
 #include "policies/old_names.hpp"
+#include "sim/processes/process_group.hpp"
 #include "traces/base/text.hpp"
 
 namespace po = boost::program_options;
@@ -22,6 +23,9 @@ namespace kvlab {
 namespace {
 
 constexpr unsigned kColumns = 80;
+constexpr int kBadInput = 2;  // exit code
+
+using Warn = std::function<void(const std::string&)>;
 
 /// A value of type T with the option's name and default, of which Boost needs only the text.
 template <class T>
@@ -138,10 +142,11 @@ std::string current_metrics(const std::string& list) {
 /// `words` with today's names of options, and of the metrics that `--metric` and `--show` take.
 /// Prints one line on standard error for each old name.
 std::vector<std::string> with_current_names(std::vector<std::string> words,
-                                            const po::options_description& options) {
-  const auto warn = [](const std::string& before, const std::string& now) {
-    fmt::print(stderr, "kvlab: {0} is called {1} now; the next release will refuse {0}\n",
-               printable(before), printable(now));
+                                            const po::options_description& options,
+                                            const Warn& warn_with) {
+  const auto warn = [&](const std::string& before, const std::string& now) {
+    warn_with(fmt::format("{0} is called {1} now; the next release will refuse {0}",
+                          printable(before), printable(now)));
   };
   std::string option;  // that takes the next word
   for (std::string& word : words) {
@@ -167,18 +172,18 @@ std::vector<std::string> with_current_names(std::vector<std::string> words,
 }
 
 /// Says which policies are written with names of old.
-void warn_of_old_policies(const po::variables_map& values) {
+void warn_of_old_policies(const po::variables_map& values, const Warn& warn) {
   if (!values.count("policy")) return;
   for (const std::string& text : texts_of(values["policy"]))
     for (const std::string& policy : split_list(text))
       if (const std::string now = current_policy(policy); now != policy)
-        fmt::print(stderr, "kvlab: policy {} is written {} now; the next release will refuse {}\n",
-                   printable(policy), now, printable(policy));
+        warn(fmt::format("policy {} is written {} now; the next release will refuse {}",
+                         printable(policy), now, printable(policy)));
 }
 
 po::variables_map parse(const Command& command, const po::options_description& options,
-                        const std::vector<std::string>& given) {
-  const std::vector<std::string> words = with_current_names(given, options);
+                        const std::vector<std::string>& given, const Warn& warn) {
+  const std::vector<std::string> words = with_current_names(given, options, warn);
   po::positional_options_description positional;
   if (!command.positional.empty()) positional.add(command.positional.c_str(), -1);
   po::variables_map values;
@@ -257,25 +262,43 @@ void fill_request(const OptionTable& table, const po::variables_map& values) {
   for (const OptionTable::Check& check : table.checks()) check(names);
 }
 
-}  // namespace
-
-int run_command(const Command& command, const std::vector<std::string>& words) {
+/// Parses and checks the words. Returns what the command then does.
+std::function<int()> prepared_run(const Command& command, const std::vector<std::string>& words,
+                                  const Warn& warn) {
   OptionTable table;
-  const std::function<int()> run = command.prepare(table);
+  std::function<int()> run = command.prepare(table);
   po::options_description options("Options", 100);
   options.add_options()("help,h", "this text");
   for (const OptionTable::Option& option : table.options())
     options.add_options()(option.name.c_str(), semantic_of(option), option.help.c_str());
-  const po::variables_map values = parse(command, options, words);
-  if (values.count("help")) {
-    print_help(command, options);
-    return 0;
-  }
+  const po::variables_map values = parse(command, options, words, warn);
+  if (values.count("help"))
+    return [command, options] {
+      if (leads_command_line()) print_help(command, options);
+      return 0;
+    };
   refuse_many(values);
   refuse_empty(values);
-  warn_of_old_policies(values);
+  warn_of_old_policies(values, warn);
   refuse_overwriting(values);
   fill_request(table, values);
+  return run;
+}
+
+}  // namespace
+
+int run_command(const Command& command, const std::vector<std::string>& words) {
+  const bool leads = leads_command_line();
+  const Warn warn = [&](const std::string& what) {
+    if (leads) fmt::print(stderr, "kvlab: {}\n", what);
+  };
+  std::function<int()> run;
+  try {
+    run = prepared_run(command, words, warn);
+  } catch (const std::exception&) {
+    if (leads) throw;
+    return kBadInput;  // another process says why
+  }
   return run();
 }
 

@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <future>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <thread>
 
@@ -155,6 +156,16 @@ std::unique_ptr<ProcessGroup> join_process_group() {
   void* const join = library ? ::dlsym(library, "kvlab_join_mpi") : nullptr;
   if (!join) throw std::runtime_error(fmt::format("MPI cannot be loaded: {}", ::dlerror()));
   return std::unique_ptr<ProcessGroup>(reinterpret_cast<ProcessGroup* (*)()>(join)());
+}
+
+bool leads_command_line() {
+  const char* const rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  const char* const counts = std::getenv("OMPI_APP_CTX_NUM_PROCS");  // for each command line
+  if (!rank || !counts) return true;
+  std::istringstream list(counts);
+  int own = std::atoi(rank);
+  for (int count = 0; own > 0 && list >> count;) own -= count;
+  return own == 0;
 }
 
 bool do_together(ProcessGroup& group, const std::function<void()>& action) {

@@ -41,6 +41,10 @@ class ProcessGroup {
 /// MPI support.
 std::unique_ptr<ProcessGroup> join_process_group();
 
+/// Whether this process is alone, or the first of those that mpirun started with one command line.
+/// It prints what is wrong with that line. Callable before the processes join.
+bool leads_command_line();
+
 /// Calls `action` in every process and returns when all calls have ended. Returns true if none
 /// threw. Otherwise the leader throws the first error by rank (a lone process: the exception
 /// itself) and the others return false.

@@ -142,7 +142,21 @@ several_processes() {
   spread 3 blocked >/dev/null 2>&1
   same blocked
   # Bad input is reported once, by the leader.
-  refused "--layers: 'x'" spread 3 bad --layers x
+  for bad in "--layers: 'x'|--layers x" "unknown option '--layer'|--layer 1" "--threads: 0 should be|--threads 0" \
+    "should be a whole number|--seed x"; do
+    # shellcheck disable=SC2086 # two words
+    refused "${bad%%|*}" spread 3 bad ${bad#*|}
+    [ "$(grep -c 'kvlab replay: ' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
+  done
+  # So is an old name, and the help is printed once.
+  spread 3 old --show recall,span_recall:x 2>err.txt >/dev/null || true
+  [ "$(grep -c 'is called' err.txt)" -eq 1 ] || fail "the warning was not said once: $(cat err.txt)"
+  spread 3 none --help >out.txt
+  [ "$(grep -c '^Usage: kvlab replay' out.txt)" -eq 1 ] || fail "the help was not printed once: $(cat out.txt)"
+  # Of two command lines each is reported by its first process.
+  refused "--seed: 'x' should be a whole number" timeout -k 5 120 mpirun --oversubscribe \
+    -np 2 "$kvlab" replay --trace first second $sweep --out odd : \
+    -np 2 "$kvlab" replay --trace first second $sweep --out odd --seed x
   [ "$(grep -c 'kvlab replay: ' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
   refused "process 1 of 2: has other traces" timeout -k 5 120 mpirun --oversubscribe \
     -np 1 "$kvlab" replay --trace first second $sweep --out odd : \
