@@ -515,6 +515,22 @@ TEST_CASE("a compaction under modifiers keeps the tokens that the rule keeps: fr
   check_under_modifiers(false);
 }
 
+TEST_CASE("modifiers know the ages of more older tokens than a block sorts", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const std::string modifiers : {":every=16:smooth=3", ":every=4:scope=layer:smooth=2"})
+    for (const DevicePolicy& policy : device_policies()) {
+      if (policy.name != "h2o" && policy.name != "random") continue;
+      INFO(policy.name << modifiers);
+      Run run(policy, {{4500, 0, 0}, {4500, 0, 0}}, 5600, true, sample_observation, modifiers);
+      std::mt19937 random(10);
+      run.append({5000});
+      for (const std::uint32_t count : {1u, 40u, 500u}) {
+        run.shuffle(random);
+        run.append({count});
+      }
+    }
+}
+
 TEST_CASE("tokens with equal scores are evicted oldest first", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const DevicePolicy& policy : device_policies()) {
