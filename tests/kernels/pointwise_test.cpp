@@ -405,9 +405,9 @@ TEST_CASE("rope_write writes nothing of an idle sequence, whose row of the table
     const auto qkv = upload(type, random_values(type, 2 * 3 * kSize, random));
     const DeviceArray<float2> rope{std::vector<float2>(kPositions * kSize / 2, float2{0.6f, 0.8f})};
     const std::vector<std::uint32_t> at{5, KVLAB_IDLE};
-    const std::vector<std::int32_t> each{0, 1};
+    const std::vector<std::int32_t> each{0, 1}, first{0, 0};
     const DeviceArray<std::uint32_t> now{std::span(at)};
-    const DeviceArray<std::int32_t> sequences{std::span(each)};
+    const DeviceArray<std::int32_t> sequences{std::span(each)}, slots{std::span(first)};
     const Poisoned q(type, 2 * kSize), keys(type, 2 * kSlots * kSize),
         values(type, 2 * kSlots * kSize);
     RopeWriteArgs args{};
@@ -423,6 +423,7 @@ TEST_CASE("rope_write writes nothing of an idle sequence, whose row of the table
     args.rope = &rope.data()->x;
     args.rope_rows = reinterpret_cast<const std::int32_t*>(now.data());
     args.sequences = sequences.data();
+    args.slots = slots.data();
     args.now = now.data();
     args.q = q.data();
     args.sequence_stride = std::int64_t(kSlots * kSize);
