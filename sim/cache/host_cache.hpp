@@ -140,18 +140,14 @@ class HostCache {
   /// Number of rows in use. After a prompt it is the number of tokens that the budget keeps live.
   /// Before the end of the prompt it is at most twice the number of live tokens, or a small number.
   std::uint32_t row_count() const { return live_.slot_count(); }
-  /// Bytes of the live tokens. Under a plan with quantized tiers they count in the format of their
-  /// tier, where a token in 16 bit takes 2 bytes an element; without one, in float32.
+  /// Bytes of the live tokens: of their quantized values, or 4 bytes for each element.
   std::uint64_t live_bytes() const {
-    const std::uint64_t elements = std::uint64_t{2} * shape_.head_size;
-    if (!live_.is_quantized() || !rotates_) return live_.size() * elements * sizeof(float);
     std::uint64_t bytes = 0;
-    for (const std::uint32_t row : live_.slots()) {
-      // A token that is not assigned to a tier yet is in 16 bit.
-      const KvFormat& format =
-          tiers_[row] < 0 ? kKvFormats[0] : *live_.tier_plan()[tiers_[row]].format;
-      bytes += format.block_bytes() * shape_.head_size / kQuantBlock;
-    }
+    if (!rotates_) return std::uint64_t{live_.size()} * 2 * shape_.head_size * sizeof(float);
+    for (const std::uint32_t row : live_.slots())
+      bytes += is_quantized(row) ? live_.tier_plan()[tiers_[row]].format->block_bytes() *
+                                       shape_.head_size / kQuantBlock
+                                 : 2 * shape_.head_size * sizeof(float);
     return bytes;
   }
   /// Bytes of memory that keys and values use, including spare rows. Keys are stored in panels of

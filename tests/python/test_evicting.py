@@ -81,14 +81,6 @@ def test_tier_plans_keep_what_the_replay_keeps_in_the_bytes_of_the_budget(tiers:
         assert caches.kv_bytes == 4 * 40 * tokens
 
 
-def test_bytes_of_tiers_count_16_bits_as_two_bytes_an_element() -> None:
-    model = model_of(hidden_size=128)  # 2 layers, 2 KV heads of head size 32
-    with kvlab.hf.evicting(model, "h2o:tiers=16@8t+4@100%", 24) as caches:
-        decode(model, ids_of(90), 1, caches)
-    exact, budget = 8 * 128, 24 * 128  # 128 bytes per token in 16 bit, by layer and KV head
-    assert caches.kv_bytes == 4 * (exact + (budget - exact) // 40 * 40)
-
-
 def test_exempt_layers(tmp_path: pathlib.Path) -> None:
     budgets = tmp_path / "budgets.json"
     budgets.write_text("[null, 20]")

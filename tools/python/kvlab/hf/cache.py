@@ -83,8 +83,7 @@ class Facts:
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of live tokens, in the layers that the policy acts on.
 
-        Under quantized tiers, tokens count in the format of their tier (tier `16`: 2 bytes an element). Without them,
-        they count in float32 on the CPU and in the model's dtype on CUDA.
+        Tokens count in the format of their tier; without tiers in float32 on the CPU, in the model's dtype on CUDA.
         """
         return self._conversation.sum("kv_bytes")
 
