@@ -1,5 +1,6 @@
 // The text forms of settings that are the same for all policies: budgets, protected tokens, prefill
-// and positions. The C library links this file too, which has no catalogue.
+// and positions. Also finds the nearest name to a misspelt one. The C library links this file too,
+// which has no catalogue.
 
 #include <fmt/format.h>
 

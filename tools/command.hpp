@@ -10,6 +10,8 @@
 
 namespace kvlab {
 
+inline constexpr int kBadInput = 2;  // exit code
+
 struct Command {
   std::string name, summary;
   std::string usage;            ///< after "kvlab NAME "

@@ -27,8 +27,6 @@
 namespace kvlab {
 namespace {
 
-constexpr int kBadInput = 2;
-
 void print_welcome() {
   fmt::print(
       "kvlab: design KV-cache eviction policies offline, deploy them online.\n\n"

@@ -15,6 +15,7 @@
 #include "policies/catalogue.hpp"
 #include "policies/old_names.hpp"
 #include "sim/processes/process_group.hpp"
+#include "tools/embedding.hpp"
 #include "traces/base/text.hpp"
 
 namespace po = boost::program_options;
@@ -23,7 +24,6 @@ namespace kvlab {
 namespace {
 
 constexpr unsigned kColumns = 80;
-constexpr int kBadInput = 2;  // exit code
 
 using Warn = std::function<void(const std::string&)>;
 
@@ -288,16 +288,17 @@ std::function<int()> prepared_run(const Command& command, const std::vector<std:
 }  // namespace
 
 int run_command(const Command& command, const std::vector<std::string>& words) {
-  const bool leads = leads_command_line();
+  // A program that embeds commands handles their errors in each process.
+  const bool reports = Embedding::of_thread() || leads_command_line();
   const Warn warn = [&](const std::string& what) {
-    if (leads) fmt::print(stderr, "kvlab: {}\n", what);
+    if (reports) fmt::print(stderr, "kvlab: {}\n", what);
   };
   std::function<int()> run;
   try {
     run = prepared_run(command, words, warn);
   } catch (const std::exception&) {
-    if (leads) throw;
-    return kBadInput;  // another process says why
+    if (reports) throw;
+    return kBadInput;  // the first process of this command line says why
   }
   return run();
 }

@@ -17,8 +17,8 @@
 
 namespace kvlab {
 
-/// The RMS norms of a block, by the names of their tensors. An empty name means that there is no
-/// norm.
+/// The RMS norms of a block, by the names of their tensors. A norm that the model lacks has an
+/// empty name.
 struct BlockNorms {
   std::string_view before_attention = "input_layernorm", behind_attention = {},
                    before_mlp = "post_attention_layernorm", behind_mlp = {};

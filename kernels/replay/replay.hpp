@@ -224,7 +224,7 @@ struct ReplaySweep {
 /// What a cache keeps at one query.
 struct ReplayKept {
   float sums[kMaxReplayGroup];  ///< sums of the kept exponentials
-  std::uint32_t whole;          ///< nonzero if all tokens are kept, so that there is no error
+  std::uint32_t whole;          ///< nonzero if all tokens are kept, which causes no error
   std::uint32_t direct;         ///< nonzero if direct values and changes must be added
 };
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <fstream>
-#include <iterator>
 #include <stdexcept>
 #include <vector>
 
@@ -20,8 +19,10 @@ namespace {
 
 std::string text_of_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(file), {}};
   if (!file.is_open()) throw std::runtime_error(path + ": cannot be read");
+  std::string text(kMaxPolicyBytes + 1, '\0');  // reads no more, also of a file without end
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<std::size_t>(file.gcount()));
   if (text.size() > kMaxPolicyBytes)
     throw std::runtime_error(path + ": is larger than 16 MiB, so it is not a policy.json");
   return text;
@@ -57,10 +58,10 @@ void convert_policy(const PolicyJson& json, kvlab_policy_file& file) {
   while (const char* name = kvlab_policy_parameter(file.policy, static_cast<int>(names.size())))
     names.emplace_back(name);
   if (names.size() > KVLAB_MAX_PARAMS || json.feature.size() >= sizeof file.feature)
-    json.fail(
-        fmt::format("policy '{}': at most {} parameters, and a feature name of fewer than {} "
-                    "letters, are expected",
-                    json.policy, KVLAB_MAX_PARAMS, sizeof file.feature));
+    json.fail(fmt::format(
+        "policy '{}' has {} parameters and a feature name of {} letters; at most {} "
+        "parameters and {} letters are supported",
+        json.policy, names.size(), json.feature.size(), KVLAB_MAX_PARAMS, sizeof file.feature - 1));
   const std::vector<double> params = json.params_of(names, takes_feature(info));
   file.param_count = static_cast<int>(params.size());
   std::ranges::copy(params, file.params);

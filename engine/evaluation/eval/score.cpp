@@ -117,8 +117,7 @@ void add_texts(EvalScore& score, std::size_t c, const ScoredSequences& sequences
   score.kl_deviation = spread_of(kl).deviation;
 }
 
-/// Sets the scores against the full cache to NaN if it was not run, so that there is nothing to
-/// compare with.
+/// Sets the scores against the full cache to NaN if the full cache was not run.
 void forget_full(EvalScore& score) {
   score.kl = score.kl_error = score.kl_p50 = score.kl_p90 = score.kl_p99 = score.same_first =
       score.same_first_error = kNaN;
