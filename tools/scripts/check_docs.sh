@@ -24,19 +24,19 @@ for page in README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs/*.md docs/*/
     target=$page
     [[ $link == '#'* ]] || target=$(dirname "$page")/${link%%#*}
     if [[ ! -e $target ]]; then
-      complain "$page: no $link"
+      complain "$page: $link does not exist"
     elif [[ $link == *'#'* ]] && ! anchors "$target" | grep -qx -- "${link#*#}"; then
-      complain "$page: no heading for $link"
+      complain "$page: $link names a heading that does not exist"
     fi
   done < <(links "$page")
   while read -r path; do
-    [[ $page == CHANGELOG.md ]] || compgen -G "$path" >/dev/null || complain "$page: no $path"
+    [[ $page == CHANGELOG.md ]] || compgen -G "$path" >/dev/null || complain "$page: $path does not exist"
   done < <(paths "$page")
 done
 while read -r policy; do
-  grep -qF ".name = \"$policy\"" policies/*/*.hpp || complain "README.md: no policy $policy"
+  grep -qF ".name = \"$policy\"" policies/*/*.hpp || complain "README.md: policy $policy does not exist"
 done < <(sed -n '/^| policy |/,/^$/s/^| \(`[^|]*`\) |.*/\1/p' README.md | grep -o '[a-z0-9_]*')
 while read -r name; do
-  grep -qE "kvlab\.(hf\.)?$name\b" docs/reference/python.md || complain "docs/reference/python.md: no kvlab.$name"
+  grep -qE "kvlab\.(hf\.)?$name\b" docs/reference/python.md || complain "docs/reference/python.md: kvlab.$name is missing"
 done < <(sed -n '/^__all__/,/^$/p' tools/python/kvlab/__init__.py tools/python/kvlab/hf/__init__.py | grep -oE '"\w+"' | tr -d '"')
 exit $failed

@@ -41,8 +41,14 @@ if [[ ${1:-} == --sanitize ]]; then
 fi
 python=$(command -v "${1:-python3}")
 "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
-  { echo "skipped: $python is no Python 3.10 with venv"; exit 0; }
+  { echo "skipped: $python is not Python 3.10 or newer with venv"; exit 0; }
 "$python" -m venv --clear "$folder"
+# install PACKAGE...: by uv, which takes a fifth of pip's time, or by pip.
+install() {
+  "$folder/bin/uv" pip install --quiet --python "$folder/bin/python" "$@" ||
+    "$folder/bin/pip" install --quiet --disable-pip-version-check "$@"
+}
+"$folder/bin/pip" install --quiet --disable-pip-version-check uv
 began=$SECONDS shared=()
 if [[ -n ${KVLAB_BUILD:-} ]]; then
   shared=(-C build-dir="$KVLAB_BUILD")
@@ -55,16 +61,14 @@ wheels=$PWD/build-python/checked  # the wheel that pip would install from the ch
                                   # checked
 rm -rf "$wheels"
 "$folder/bin/pip" wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$wheels" "${shared[@]}" . &&
-  "$folder/bin/pip" install --quiet --disable-pip-version-check "$(echo "$wheels"/kvlab-*.whl)[all]" ||
+  "$folder/bin/pip" install --quiet --disable-pip-version-check "$(echo "$wheels"/kvlab-*.whl)" &&
+  install "$(echo "$wheels"/kvlab-*.whl)[all]" ||
   { echo "pip could not install kvlab" >&2; exit 1; }
 echo "pip install took $((SECONDS - began)) s"
 "$folder/bin/python" tools/scripts/check_wheel.py "$wheels"/kvlab-*.whl
-"$folder/bin/pip" install --quiet --disable-pip-version-check pytest mypy pandas-stubs types-tqdm papermill ipykernel uv \
-  libcachesim
-# For kvlab.hf: 3 GB, which uv fetches in a fifth of pip's time.
-torch=(torch==2.11.0 transformers safetensors peft torchao bitsandbytes accelerate)
-"$folder/bin/uv" pip install --quiet --python "$folder/bin/python" "${torch[@]}" ||
-  "$folder/bin/pip" install --quiet --disable-pip-version-check "${torch[@]}" ||
+install pytest mypy pandas-stubs types-tqdm papermill ipykernel gguf==0.19.0 libcachesim
+# For kvlab.hf: 3 GB.
+install torch==2.11.0 transformers safetensors peft torchao bitsandbytes accelerate ||
   echo "PyTorch could not be installed: the tests of kvlab.hf are skipped" >&2
 "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python
 oldest=$PWD/build-python/oldest-transformers  # searched before the newest; contains only what differs

@@ -1,15 +1,16 @@
 #!/bin/sh
-# faults_test.sh KVLAB SOURCE FAULTS [STEPS [COMMAND...]]: runs capture, replay, eval and tune, each with one fault at a time:
-# killed before a call that changes files, the call fails or writes less, or an allocation fails. Sealed files must be
-# complete, the same command must continue or say why not, and nothing else may change. STEPS: moments of each kind (2; 6
-# with KVLAB_EVERY), or `all` (400 of a hundred thousand allocations). Environment: KINDS: only these kinds of faults;
-# KILLS: how often capture and replay are also killed at random, as larger jobs with one to four threads (4 or 12); SEED:
-# other moments.
+# faults_test.sh KVLAB SOURCE FAULTS [STEPS [COMMAND...]]: runs capture and replay (with KVLAB_EVERY also eval and tune), each
+# with one fault at a time: killed before a call that changes files, the call fails or writes less, or an allocation fails.
+# Sealed files must be complete, the same command must continue or say why not, and nothing else may change. STEPS: moments
+# of each kind (1; 6 with KVLAB_EVERY), or `all` (400 of a hundred thousand allocations). Environment: KINDS: only these
+# kinds of faults; KILLS: how often capture and replay are also killed at random, as larger jobs with one to four threads (2
+# or 12); SEED: other moments.
 set -eu
-kvlab=$1 source=$2 faults=$3 steps=${4:-$((${KVLAB_EVERY:+4} + 2))}
+kvlab=$1 source=$2 faults=$3 steps=${4:-$((${KVLAB_EVERY:+5} + 1))}
 shift 3
 [ $# -eq 0 ] || shift
-commands=${*:-capture replay evaluate tune}
+[ $# -gt 0 ] || set -- capture replay ${KVLAB_EVERY:+evaluate tune}
+commands=$*
 . "$source/tests/scripts/check.sh"
 enter_scratch
 ln -s "$source/traces/samples/tiny-story" story
@@ -174,7 +175,7 @@ mv trace run scores tuned whole
 for command in $commands; do
   for kind in ${KINDS:-kill ENOSPC EIO EINTR short memory}; do walk $command $kind; done
 done
-kills=${KILLS:-$((${KVLAB_EVERY:+8} + 4))} text=long sweep='--policy h2o,lru --budget 16,32'
+kills=${KILLS:-$((${KVLAB_EVERY:+10} + 2))} text=long sweep='--policy h2o,lru --budget 16,32'
 case "$commands" in *capture*) storm capture trace ;; esac
 case "$commands" in *replay*) storm replay run ;; esac
 [ "$(cat ./*.part run.part.more | sort -u)" = theirs ] || fail "a file of another was written"
