@@ -410,7 +410,7 @@ class Run {
           continue;
         }
         if (!resident_->has_rows(pair, slot, position)) ++bad_rows;
-        if (!std::ranges::equal(resident_->state(slot), live.state(found.mapped()))) ++bad_states;
+        if (!live.has_state(found.mapped(), resident_->state(slot))) ++bad_states;
       }
       bad_positions += static_cast<int>(age_on_host.size());
     }
