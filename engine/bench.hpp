@@ -19,7 +19,8 @@ struct BenchModel {
   std::filesystem::path directory, random_weights;
 };
 
-/// Times decode steps of a batch, and each kind of launch alone over all layers.
+/// Options of the benchmark that times the decode steps of a batch. It also times each kind of
+/// kernel launch by itself, over all layers.
 struct DecodeBenchOptions {
   BenchModel model;
   int batch = 1;

@@ -272,7 +272,7 @@ class Decoder::Impl {
             .k = work.k.data() + keys * dim,
             .v = work.v.data() + keys * dim,
             .out = work.out.data() + queries * dim,
-            .lse = work.lse.data() + queries};
+            .lse = observer_ ? work.lse.data() + queries : nullptr};
   }
 
   unsigned threads_for(std::uint32_t layer, std::uint32_t n) {

@@ -38,13 +38,14 @@ class DecoderObserver {
   /// empty if the policy needs none.
   virtual void observed(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/,
                         const LiveTokens& /*live*/, std::span<const Observation> /*seen*/) {}
-  /// The tensors of a layer, before RoPE, and its attention outputs, as in TraceWriter::layer.
+  /// Called with a layer's queries, keys and values before RoPE, and its attention outputs. Shapes
+  /// are those of TraceWriter::layer.
   virtual void layer(std::uint32_t /*layer*/, std::span<const float> /*q*/,
                      std::span<const float> /*k*/, std::span<const float> /*v*/,
                      std::span<const float> /*out*/, std::span<const float> /*lse*/) {}
-  /// The residual stream x [n, hidden] after the layer's attention output was added. Not called for
-  /// models with a norm after attention, because an error of the output is normalized before it
-  /// reaches the stream.
+  /// Called with the residual stream x [n, hidden] after the layer's attention output was added.
+  /// Not called for models with a norm after attention, because an error of the output is
+  /// normalized before it reaches the stream.
   virtual void residual(std::uint32_t /*layer*/, std::span<const float> /*x*/) {}
   virtual void end_append() {}  ///< after the last layer
 };

@@ -11,7 +11,7 @@ namespace {
 // Below this number of multiplications, waking a thread costs more than it saves.
 constexpr std::size_t kWorthThreads = 1 << 19;
 
-/// The columns of a tile that are outputs. The rest of the last panel is padding.
+/// Number of a tile's columns that are outputs. The other columns of the last panel are padding.
 std::size_t columns_of(const Tile& tile, const Panels& weight) {
   return std::min(tile.panels * 16, weight.rows() - tile.first_output());
 }

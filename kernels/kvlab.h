@@ -104,8 +104,8 @@ cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params,
                                  float* to, uint32_t* tail);
 
 /** Returns the name of the token feature at `index` that the policy reads
- * (docs/reference/configurations.md), from 0 on; NULL after the last one. Where it reads
- * `feature`, any feature serves. The caller provides them in kvlab_policy_state.features. */
+ * (docs/reference/configurations.md), from 0 on; NULL after the last one. If the name is `feature`,
+ * the caller may provide any feature. Features are passed in kvlab_policy_state.features. */
 const char* kvlab_policy_feature(const kvlab_policy* policy, int index);
 
 /* --- One layer's cache ---------------------------------------------------------------------- */
@@ -216,8 +216,8 @@ typedef struct {
   const uint32_t* sequence_ids; /**< [sequence]: selects the random numbers of a sequence; a replay
                                      uses the index of the trace */
   uint32_t layer;               /**< the model's index of the layer; selects random numbers too */
-  uint32_t first_head; /**< the model's index of the first KV head; above 0 on a device that holds
-                            later heads */
+  uint32_t first_head;     /**< the model's index of the first KV head on this device; above 0 under
+                                tensor parallelism */
   kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
   const float* features;   /**< [slot, feature]: token features, in the order of
                                 kvlab_policy_feature. Those of new tokens must be set, as their keys
@@ -586,9 +586,8 @@ typedef struct {
   int interleaves_appends; /**< 1: an append's chunks may go through the layers in any order, with
                                 steps of other sequences between them, as schedulers do. This takes
                                 append memory for every layer. 0: see kvlab_append_chunk */
-  uint32_t first_head; /**< the model's index of the first KV head; above 0 on a device that holds
-                            later heads (tensor parallelism). by_layer sums over this device's heads
-                            only */
+  uint32_t first_head;     /**< the model's index of the first KV head on this device; above 0 under
+                                tensor parallelism. by_layer sums over this device's heads only */
 } kvlab_kv_cache_config;
 
 /** Computes the device memory that a cache takes, in bytes. A shape that no kernel of this device
@@ -659,11 +658,11 @@ cudaError_t kvlab_kv_cache_begin_step(kvlab_kv_cache* cache, const unsigned char
 cudaError_t kvlab_kv_cache_step(kvlab_kv_cache* cache, int layer, const void* qkv, void* out,
                                 float* lse, cudaStream_t stream);
 
-/** What a cache holds of one sequence, by counts on the host. */
+/** What a cache holds for one sequence, according to counters on the host. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_sequence_info) */
-  uint32_t tokens;    /**< tokens that it has been fed */
-  uint64_t evictions; /**< evicted tokens, over all layers and KV heads, when the last one came */
+  uint32_t tokens;    /**< number of tokens that the sequence was fed */
+  uint64_t evictions; /**< tokens evicted in all layers and KV heads, up to the last append */
   uint64_t kv_bytes;  /**< bytes of live keys and values */
   uint64_t
       allocated; /**< bytes allocated for keys and values of all sequences, free slots included */

@@ -110,8 +110,11 @@ std::span<const std::uint32_t> AgedSet::find_victim(std::uint32_t now) {
     last = size_;  // all tokens are protected: evict recent ones first
   else if (first == last)
     first = 0;
-  victims_.assign(1, static_cast<std::uint32_t>(ops_.first_least(
-                         states_.data(), tokens(), first, last, params_.data(), step(now, 0))));
+  const std::size_t victim =
+      ops_.info.oldest_first  // tokens are sorted by position, which is the rank
+          ? first
+          : ops_.first_least(states_.data(), tokens(), first, last, params_.data(), step(now, 0));
+  victims_.assign(1, static_cast<std::uint32_t>(victim));
   return victims_;
 }
 
@@ -154,7 +157,8 @@ bool AgedSet::needs_demotion() const {
   return tier_plan_.size() > 1 && is_first_tier_full(tier_loads_[0], modifiers_, after_prompt_);
 }
 
-/// The first victim of each tier, by age; none for an empty tier.
+/// For each tier, the token that would be evicted from it first; none for an empty tier. The
+/// candidate's `slot` is the token's age.
 std::vector<EvictionCandidate> AgedSet::firsts(std::uint32_t now) const {
   std::vector<EvictionCandidate> firsts(tier_plan_.size(), EvictionCandidate::none());
   const Ranks ranks = modified_ranks(now);

@@ -18,6 +18,7 @@
 #include "policies/modifiers/ranks.hpp"
 #include "policies/rule/eviction_order.hpp"
 #include "policies/rule/tier_assignment.hpp"
+#include "policies/tiers/key_centre.hpp"
 #include "policies/tiers/tier_plan.hpp"
 
 namespace kvlab {
@@ -69,8 +70,11 @@ class AgedSet {
     for (const TierSlots& tier : tier_plan_) tier_loads_.push_back({0, tier.slots});
     tier_loads_.push_back({0, 0});
   }
+  /// Sets how the owner of the keys centres them, before the first token is appended.
+  void centre_keys_at(KeyCentre centre) { centre_ = centre; }
+  KeyCentre centre() const { return centre_; }
   /// The format of the token at an age, once its append has ended.
-  const KvFormat& format(std::size_t age) const { return *tier_plan_[tier(age)].format; }
+  const KvFormat& format(std::size_t age) const { return tier_plan_[tier(age)].format; }
   std::size_t tier(std::size_t age) const { return tiers_.empty() ? 0 : tiers_[age]; }
   /// Tiers by age; empty if there is one tier.
   std::span<const std::uint8_t> tiers() const {
@@ -78,7 +82,7 @@ class AgedSet {
   }
   std::span<const TierSlots> tier_plan() const { return tier_plan_; }
   /// Whether at least one tier is quantized.
-  bool is_quantized() const { return !tier_plan_.back().format->exact(); }
+  bool is_quantized() const { return !tier_plan_.back().format.exact(); }
 
   /// Number of tokens to evict before the next append.
   std::uint32_t surplus() const { return modifiers_.surplus(size_, budget_, after_prompt_); }
@@ -181,6 +185,7 @@ class AgedSet {
   std::vector<std::string> features_;
   std::vector<float> feature_values_;  // [age, features_]; has spare capacity
   std::vector<TierSlots> tier_plan_ = {TierSlots{}};
+  KeyCentre centre_ = KeyCentre::none;
   // An evicted token's tier is one more than the last tier.
   static_assert(kMaxTiers < 0xff);
   std::vector<std::uint8_t> tiers_;   // [age]; has spare capacity; empty if there is one tier

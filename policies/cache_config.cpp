@@ -82,6 +82,15 @@ void check_tier_plan(const CacheConfig& config) {
     refuse("this format keeps every token; use policy full");
   if (!config.evicts() && config.policy.tier_plan.tiers.size() > 1)
     refuse("full keeps every token on one tier; one format is expected");
+  if (config.policy.centre == KeyCentre::none) return;
+  if (config.policy.tier_plan.is_kivi())
+    refuse("centre: this format has a minimum for each channel already; use centre=none");
+  if (config.positions == Positions::cache)
+    refuse("centre: cache positions change stored keys; --positions original is expected");
+  if (config.prefill.chunk > 0 && config.prefill.chunk < kCentreKeys)
+    refuse(
+        "centre: the prompt's first chunk has fewer tokens than the 128 whose mean is the "
+        "centre; use --prefill dense or chunk:128");
 }
 
 /// Records the tier slots and returns the budget in tokens that they add up to.
@@ -103,25 +112,70 @@ void check_prompt(const CacheConfig& config) {
   if (!policy.prompt_tokens) refuse("its length is not known here; use sinks=N");
 }
 
+/// Gives each layer without a window the slots of its format. They all hold the same number of
+/// tokens, as many as the bytes of the budget allow over these layers.
+void apply_formats_by_layer(ResolvedConfig& config, std::uint32_t length, const CacheShape& model) {
+  const std::vector<KvFormat>& layers = config.policy.tier_plan.layers;
+  const auto refuse = [&](const std::string& why) {
+    throw std::invalid_argument(fmt::format("policy {}: tiers {}: {}", config.policy.name,
+                                            config.policy.tier_plan.text(), why));
+  };
+  if (model.layers == 0) refuse("differs by layer, so the model should be known; give one format");
+  if (const std::uint32_t expected = model.policy_layers().layers; layers.size() != expected)
+    refuse(fmt::format("has {} layers; {} are expected, the model's layers without a window",
+                       layers.size(), expected));
+  if (!config.head_budgets.empty() || !config.budget.is_even())
+    refuse("formats by layer need one budget for all heads; give a number, a share or bytes");
+  std::uint32_t slots = kNoBudget / 2;
+  if (config.evicts()) {
+    constexpr std::uint64_t kExact = KvFormat{}.block_bytes();
+    std::uint64_t bytes = config.budget_tokens * kExact;  // of one block of channels
+    if (config.budget.in_bytes) {
+      check_quantized_heads(model.head_size);
+      bytes = config.budget.bytes_of(length, model.head_size) / (model.head_size / kQuantBlock);
+    }
+    const std::uint64_t centre = config.centre_tokens() * kExact;
+    slots = config.policy.tier_plan.tokens_by_layer(bytes - std::min(bytes, centre));
+    if (slots == 0)
+      throw BudgetTooSmall(
+          fmt::format("tiers {}: the budget is too small for one token in each layer; give more",
+                      config.policy.tier_plan.text()),
+          "");
+    config.budget_tokens = slots;
+  }
+  auto format = layers.begin();
+  for (std::uint32_t layer = 0; layer < model.layers; ++layer)
+    config.layer_tiers.push_back({{config.window_of(layer) > 0 ? KvFormat{} : *format++, slots}});
+}
+
 /// Converts budgets in 16-bit tokens to the number of tokens that the tier plan holds in the same
 /// number of bytes.
-void apply_tier_plan(ResolvedConfig& config, std::uint32_t length, std::uint32_t head_size) {
+void apply_tier_plan(ResolvedConfig& config, std::uint32_t length, const CacheShape& model) {
   if (config.policy.tier_plan.is_plain()) return;
   check_tier_plan(config);
+  if (config.policy.tier_plan.is_by_layer()) return apply_formats_by_layer(config, length, model);
+  const std::uint32_t head_size = model.head_size;
   if (!config.evicts()) {
     config.tiers[kNoBudget] = {{config.policy.tier_plan.tiers.front().format, kNoBudget / 2}};
     return;
   }
+  const std::uint32_t centre_tokens = config.centre_tokens();
   const bool of_bytes = config.budget.in_bytes && config.budget.is_even();
   if (of_bytes) check_quantized_heads(head_size);
   const TierPlan& tier_plan = config.policy.tier_plan;
-  config.budget_tokens = add_tier_slots(
-      config,
-      of_bytes ? tier_plan.slots(config.budget.bytes_of(length, head_size), head_size / kQuantBlock)
-               : tier_plan.slots_of_tokens(config.budget_tokens));
+  const auto slots_of_tokens = [&](std::uint32_t tokens) {
+    return tier_plan.slots_of_tokens(tokens - std::min(tokens, centre_tokens));
+  };
+  const auto slots_of_bytes = [&](std::uint64_t bytes) {
+    const std::uint64_t centre = centre_tokens * kv_bytes_per_token(head_size);
+    return tier_plan.slots(bytes - std::min(bytes, centre), head_size / kQuantBlock);
+  };
+  config.budget_tokens =
+      add_tier_slots(config, of_bytes ? slots_of_bytes(config.budget.bytes_of(length, head_size))
+                                      : slots_of_tokens(config.budget_tokens));
   for (auto& layer : config.head_budgets)
     for (std::uint32_t& own : layer)
-      if (own != kNoBudget) own = add_tier_slots(config, tier_plan.slots_of_tokens(own));
+      if (own != kNoBudget) own = add_tier_slots(config, slots_of_tokens(own));
 }
 
 }  // namespace
@@ -167,6 +221,13 @@ CacheConfig CacheConfig::at_prompt(std::uint32_t tokens) const {
 
 ResolvedConfig ResolvedConfig::of_head(std::uint32_t layer, std::uint32_t kv_head) const {
   ResolvedConfig own = *this;
+  if (!layer_tiers.empty()) {
+    own.policy.tier_plan = {.tiers = {{layer_tiers.at(layer).front().format}}};
+    own.layer_tiers.clear();
+    own.tiers.clear();
+    if (const auto* const slots = tiers_of(layer, budget_tokens)) own.tiers[budget_tokens] = *slots;
+    if (own.tiers.empty()) own.policy.centre = KeyCentre::none;
+  }
   if (head_budgets.empty() || !evicts()) return own;
   own.budget_tokens = budget_of(layer, kv_head);
   if (exempts(layer)) {
@@ -192,7 +253,7 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
                     "nothing to act on; use full",
                     config.policy.name));
   if (!config.evicts()) {
-    apply_tier_plan(resolved, length, model.head_size);
+    apply_tier_plan(resolved, length, model);
     return resolved;
   }
   check_prompt(config);
@@ -207,7 +268,7 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
   for (const auto& layer : resolved.head_budgets)
     if (layer.front() != kNoBudget)
       resolved.budget_tokens = std::max(resolved.budget_tokens, std::ranges::max(layer));
-  apply_tier_plan(resolved, length, model.head_size);
+  apply_tier_plan(resolved, length, model);
   if (!config.policy.entry) return resolved;
   resolved.protected_tokens = resolve_protected_tokens(config.policy, resolved.budget_tokens);
   check_protected_tokens(resolved);

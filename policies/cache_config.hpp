@@ -46,6 +46,9 @@ struct CacheConfig {
     return budget.is_even() ? policy.tier_plan.min_token_bytes(head_size)
                             : kv_bytes_per_token(head_size);
   }
+  /// The memory of a KV head's centre in 16-bit tokens. It is part of the budget. The centre is
+  /// kept in float32, and it has one vector where a token has two in 16 bit.
+  std::uint32_t centre_tokens() const { return policy.centre == KeyCentre::none ? 0 : 1; }
   /// Whether victims are chosen for all KV heads of a layer together, because the heads keep the
   /// same set of tokens or share their slots.
   bool evicts_by_layer() const {
@@ -89,6 +92,9 @@ struct ResolvedConfig : CacheConfig {
   std::vector<std::uint32_t> layer_numbers = {};  ///< layer numbers of the model; empty: 0, 1, 2, …
   /// Tier slots by budget. Empty: one 16-bit tier.
   std::map<std::uint32_t, std::vector<TierSlots>> tiers = {};
+  /// [layer]: the single tier of a plan by layer; 16 bit in a layer with a window. Empty: `tiers`
+  /// holds for all layers.
+  std::vector<std::vector<TierSlots>> layer_tiers = {};
   std::vector<Append> appends = {};        ///< known in advance only in a replay
   std::vector<bool> in_dense_prompt = {};  ///< [token]; known in advance only in a replay
 
@@ -100,6 +106,15 @@ struct ResolvedConfig : CacheConfig {
 
   std::uint32_t window_of(std::uint32_t layer) const {
     return windows.empty() ? 0 : windows[layer];
+  }
+  /// The tier slots of a head with this budget in a layer without a window; null: one 16-bit tier.
+  const std::vector<TierSlots>* tiers_of(std::uint32_t layer, std::uint32_t tokens) const {
+    if (!layer_tiers.empty()) {
+      const std::vector<TierSlots>& own = layer_tiers.at(layer);
+      return own.front().format.exact() ? nullptr : &own;
+    }
+    const auto own = tiers.find(tokens);
+    return own == tiers.end() ? nullptr : &own->second;
   }
   /// Whether the budget file exempts the layer: it keeps all tokens in 16 bit.
   bool exempts(std::uint32_t layer) const {
@@ -122,8 +137,12 @@ struct ResolvedConfig : CacheConfig {
     if (feature_reader && window_of(layer) == 0)
       feature_reader(identity(layer, kv_head).layer, kv_head, to);
   }
-  /// The configuration of one KV head, with its budget_tokens and protected tokens. Its policy is
-  /// `full` in an exempt layer.
+  /// A layer whose heads have the same slots as those of `layer` at the same budget.
+  std::uint32_t layer_key(std::uint32_t layer) const { return layer_tiers.empty() ? 0 : layer; }
+  /// Whether heads differ in their budgets or formats, so that each needs of_head().
+  bool differs_by_head() const { return !head_budgets.empty() || !layer_tiers.empty(); }
+  /// The configuration of one KV head, with its budget_tokens, tiers and protected tokens. Its
+  /// policy is `full` in an exempt layer.
   ResolvedConfig of_head(std::uint32_t layer, std::uint32_t kv_head) const;
   /// The empty cache of one KV head. Throws std::invalid_argument if the protected tokens do not
   /// fit its budget.
@@ -133,7 +152,10 @@ struct ResolvedConfig : CacheConfig {
     if (exempts(layer)) return {parse_policy("full"), kNoBudget, identity(layer, kv_head)};
     LiveSet live{policy, budget_of(layer, kv_head), identity(layer, kv_head)};
     if (shares_slots()) live.share_slots();
-    if (const auto own = tiers.find(live.budget()); own != tiers.end()) live.keep_at(own->second);
+    if (const auto* const own = tiers_of(layer, live.budget())) {
+      live.keep_at(*own);
+      live.centre_keys_at(policy.centre);
+    }
     return live;
   }
 };

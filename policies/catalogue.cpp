@@ -91,6 +91,7 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
   if (key == "sinks") return void(spec.sinks = parse_extent(value, what, 0));
   if (key == "recent") return void(spec.recent = parse_extent(value, what, 0));
   if (key == "tiers") return void(spec.tier_plan = parse_tier_plan(value));
+  if (key == "centre") return void(spec.centre = parse_key_centre(value));
   if (key == "name" && named_index(spec.entry->info)) return spec.name_feature(value);
   if (is_modifier(key)) return set_modifier(spec.modifiers, key, value, what);
 
@@ -111,6 +112,7 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
   known.insert(known.end(), {"sinks", "recent", "prompt"});
   known.insert(known.end(), modifier_names().begin(), modifier_names().end());
   known.emplace_back("tiers");
+  known.emplace_back("centre");
   throw std::invalid_argument(
       fmt::format("policy {}: unknown parameter '{}'{}", spec.name, key, hint(key, known)));
 }
@@ -187,6 +189,7 @@ void PolicySpec::name_feature(std::string_view feature) {
 std::string PolicySpec::params_text() const {
   if (!entry) return "";
   std::string own_tiers = tier_plan.is_plain() ? "" : tier_plan.setting();
+  if (centre != KeyCentre::none) own_tiers += fmt::format(":centre={}", name_of(centre));
   if (!entry->info.evicts) return own_tiers;
   std::vector<std::string> parts;
   if (const std::string feature = named_feature(); !feature.empty())
@@ -217,6 +220,7 @@ std::string PolicySpec::brief() const {
   plain.prompt = false;
   plain.modifiers = entry->info.modifiers;
   plain.tier_plan = {};
+  plain.centre = KeyCentre::none;
   const std::string own = params_text(), standard = plain.params_text();
   const auto defaults = split(standard, ':');
   std::string text = name;
@@ -270,7 +274,9 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   spec.sinks = spec.entry->info.sinks;
   spec.recent = spec.entry->info.recent;
   spec.modifiers = spec.entry->info.modifiers;
-  const auto is_tiers_setting = [](std::string_view part) { return part.starts_with("tiers="); };
+  const auto is_tiers_setting = [](std::string_view part) {
+    return part.starts_with("tiers=") || part.starts_with("centre=");
+  };
   if (!spec.entry->info.evicts && !std::all_of(parts.begin() + 1, parts.end(), is_tiers_setting))
     throw std::invalid_argument(fmt::format(
         "policy {} never evicts: it has no parameters and no protected tokens", spec.name));
@@ -282,6 +288,11 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
       throw std::invalid_argument(
           fmt::format("policy {}: {} is given twice; give it once", spec.name, given.back()));
   }
+  if (spec.centre != KeyCentre::none && spec.tier_plan.is_plain())
+    throw std::invalid_argument(
+        fmt::format("policy {}: centre: keys are centred only in a tier plan; add tiers=4, or "
+                    "leave centre out",
+                    spec.name));
   const bool requests_pool = std::ranges::find(given, "pool") != given.end();
   if (spec.modifiers.smooth == 0 && !requests_pool) spec.modifiers.pool = Modifiers::Pool::mean;
   check_modifiers(spec.modifiers, spec.entry->info);

@@ -12,6 +12,7 @@
 #include "policies/budgets/budget.hpp"
 #include "policies/entry.hpp"
 #include "policies/rule/eviction_order.hpp"
+#include "policies/tiers/key_centre.hpp"
 #include "policies/tiers/tier_plan.hpp"
 
 namespace kvlab {
@@ -36,7 +37,8 @@ struct PolicySpec {
   bool prompt = false;
   std::optional<std::uint32_t> prompt_tokens = {};  ///< length of that prompt, if known
   Modifiers modifiers;
-  TierPlan tier_plan = {};  ///< `tiers=4`, `tiers=16@16t+4@100%`
+  TierPlan tier_plan = {};             ///< `tiers=4`, `tiers=16@16t+4@100%`
+  KeyCentre centre = KeyCentre::none;  ///< `centre=prompt`; only with a tier plan
   /// entry->info.features, with the feature that `name=` selects in place of `name=NAME`.
   std::vector<std::string> features;
   std::shared_ptr<const FeatureSource> feature_source = nullptr;  ///< see CompiledPolicies

@@ -37,16 +37,28 @@ std::string feature_beyond(const Executor& executor, const PolicySpec& policy) {
 
 std::string refusal(const Executor& executor, const CacheConfig& config) {
   const PolicySpec& policy = config.policy;
-  if (policy.tier_plan.is_kivi() && !executor.kivi)
+  if (policy.tier_plan.is_kivi() && executor.formats != Formats::all)
     return fmt::format(
         "policy {}: tiers {}: {} does not quantize by channel; a replay and the end-to-end "
         "evaluation on the CPU do",
         policy.name, policy.tier_plan.text(), executor.name);
+  if (executor.formats == Formats::kernels)
+    for (const KvFormat& format : policy.tier_plan.formats())
+      if (!kernel_format(format))
+        return fmt::format("policy {}: tiers {}: {} does not support format {}; {} does",
+                           policy.name, policy.tier_plan.text(), executor.name, format.name(),
+                           executor.instead);
+  if (executor.formats == Formats::kernels && policy.tier_plan.is_by_layer())
+    return fmt::format("policy {}: tiers {}: {} does not support formats by layer; {} does",
+                       policy.name, policy.tier_plan.text(), executor.name, executor.instead);
   if (const std::size_t tiers = policy.tier_plan.tiers.size(); tiers > executor.max_tiers)
     return fmt::format(
         "policy {}: tiers {}: has {} tiers, and {} supports at most {}; {} supports {}",
         policy.name, policy.tier_plan.text(), tiers, executor.name, executor.max_tiers,
         executor.instead, kMaxTiers);
+  if (policy.centre != KeyCentre::none && !executor.centre)
+    return fmt::format("policy {}: centre: {} does not centre keys; {} does", policy.name,
+                       executor.name, executor.instead);
   if (!policy.entry)
     return fmt::format("policy {} is an oracle, which only the replay supports; {} needs a policy",
                        policy.name, executor.name);

@@ -17,6 +17,10 @@ namespace kvlab {
 /// scored ones and those from a FeatureSource. any: also those stored with a trace.
 enum class Features { none, built_in, supplied, any };
 
+/// Formats of tiers that an executor may support. kernels: those that the kernels have. rows: all
+/// that quantize each key and each value by itself. all: also KIVI's.
+enum class Formats { kernels, rows, all };
+
 /// Maximum number of tiers on a CUDA device: kernels::kMaxDeviceTiers.
 inline constexpr std::size_t kMaxDeviceTiers = 8;
 
@@ -28,7 +32,8 @@ struct Executor {
   bool exempt_layers = false;         ///< `null` in a budget file
   bool shared_slots = false;          ///< ada()
   std::size_t max_tiers = kMaxTiers;  ///< maximum number of tiers in one plan
-  bool kivi = false;
+  Formats formats = Formats::kernels;
+  bool centre = false;    ///< centred keys of a tier plan
   bool products = false;  ///< a policy's rank times a feature
   Features features = Features::none;
 };
@@ -38,12 +43,14 @@ inline constexpr Executor kDecoder{.name = "a decoder",
                                    .instead = "a replay",
                                    .exempt_layers = true,
                                    .shared_slots = true,
+                                   .formats = Formats::rows,
+                                   .centre = true,
                                    .products = true,
                                    .features = Features::supplied};
 /// The end-to-end evaluation on the CPU.
 inline constexpr Executor kEvaluation = [] {
   Executor loop = kDecoder;
-  loop.kivi = true;
+  loop.formats = Formats::all;
   return loop;
 }();
 /// What every executor on a CUDA device supports.
@@ -56,6 +63,7 @@ constexpr Executor device_executor(const char* name, const char* instead) {
 inline constexpr Executor kCudaDecoder = [] {
   Executor decoder = device_executor("the CUDA decoder", "--device cpu");
   decoder.shared_slots = true;
+  decoder.centre = true;
   return decoder;
 }();
 /// The kernel library, as kvlab.hf.evicting uses it.

@@ -16,7 +16,7 @@ struct OldName {
 /// Policies and oracles.
 inline constexpr OldName kOldPolicies[] = {{"column", "feature"},
                                            {"oracle_mass", "oracle_attention"}};  // old name
-/// Settings of a policy: what stands before the `=`.
+/// Settings of a policy: the name before the `=`.
 inline constexpr OldName kOldSettings[] = {{"ladder", "tiers"}};  // old name
 /// Metrics; the part before the colon of `passage_recall:NAME`.
 inline constexpr OldName kOldMetrics[] = {{"code_error", "quantization_error"},

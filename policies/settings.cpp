@@ -130,6 +130,21 @@ std::string_view name_of(Positions positions) {
   return positions == Positions::original ? "original" : "cache";
 }
 
+KeyCentre parse_key_centre(std::string_view text) {
+  if (text == "none") return KeyCentre::none;
+  if (text == "prompt") return KeyCentre::prompt;
+  throw std::invalid_argument(fmt::format("centre: '{}' should be none or prompt", text));
+}
+
+std::string_view name_of(KeyCentre centre) { return centre == KeyCentre::none ? "none" : "prompt"; }
+
+void check_centre(bool has_softcap, bool has_sink_logits) {
+  if (!has_softcap && !has_sink_logits) return;
+  throw std::invalid_argument(
+      fmt::format("centre: the model has {}, so a centre would change attention; use centre=none",
+                  has_softcap ? "a soft cap on attention scores" : "sink logits"));
+}
+
 std::string Prefill::text() const {
   if (chunk == 0) return "dense";
   return chunk == 1 ? "stream" : fmt::format("chunk:{}", chunk);

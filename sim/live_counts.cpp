@@ -18,19 +18,17 @@ class TierBytes : public TierCounts {
 
   /// Number of held tokens while the last `attending` tokens attend.
   double held_tokens(std::uint32_t attending) const {
-    if (tier_plan()[0].format->kivi)
-      return static_cast<double>(kivi_bytes(attending, 2)) / kKvFormats[0].block_bytes();
+    if (tier_plan()[0].format.kivi)
+      return static_cast<double>(kivi_bytes(attending, 2)) / KvFormat{}.block_bytes();
     return in_16_bit([&](std::size_t tier) { return on(tier); });
   }
   /// See LiveCounts::bytes_peak; the youngest `staged` tokens are not quantized yet.
   std::uint64_t bytes(std::uint32_t staged, std::uint64_t element_bytes) const {
-    if (tier_plan()[0].format->kivi) return kivi_bytes(std::max(staged, 1u), element_bytes);
-    const std::uint64_t exact = 2 * kQuantBlock * element_bytes;
-    std::uint64_t bytes = staged * exact;
-    for (std::size_t r = 0; r < tier_plan().size(); ++r) {
-      const KvFormat& format = *tier_plan()[r].format;
-      bytes += (on(r) - (r == 0 ? staged : 0)) * (format.exact() ? exact : format.block_bytes());
-    }
+    if (tier_plan()[0].format.kivi) return kivi_bytes(std::max(staged, 1u), element_bytes);
+    std::uint64_t bytes = staged * KvFormat{}.block_bytes_of(element_bytes);
+    for (std::size_t r = 0; r < tier_plan().size(); ++r)
+      bytes +=
+          (on(r) - (r == 0 ? staged : 0)) * tier_plan()[r].format.block_bytes_of(element_bytes);
     return bytes;
   }
   double capacity() const {
@@ -41,10 +39,9 @@ class TierBytes : public TierCounts {
   /// Bytes of one block of channels of all tokens. The last `exact` tokens are not quantized yet,
   /// and an exact element takes `element_bytes` bytes.
   std::uint64_t kivi_bytes(std::uint32_t exact, std::uint64_t element_bytes) const {
-    const KvFormat& format = *tier_plan()[0].format;
+    const KvFormat& format = tier_plan()[0].format;
     const std::uint64_t keys = kivi_keys(on(0) - exact), values = kivi_values(on(0) - exact);
-    return keys * format.part_bytes(format.key_bits) +
-           values * format.part_bytes(format.value_bits) +
+    return keys * format.key->block_bytes() + values * format.value->block_bytes() +
            (2 * std::uint64_t{on(0)} - keys - values) * kQuantBlock * element_bytes;
   }
   /// The bytes of count(tier) tokens on each tier, expressed in 16-bit tokens.
@@ -52,20 +49,20 @@ class TierBytes : public TierCounts {
   double in_16_bit(Count count) const {
     double bytes = 0;
     for (std::size_t r = 0; r < tier_plan().size(); ++r)
-      bytes += static_cast<double>(count(r)) * tier_plan()[r].format->block_bytes();
-    return bytes / kKvFormats[0].block_bytes();
+      bytes += static_cast<double>(count(r)) * tier_plan()[r].format.block_bytes();
+    return bytes / KvFormat{}.block_bytes();
   }
 };
 
 }  // namespace
 
-LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget,
+LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t layer, std::uint32_t budget,
                        std::uint64_t element_bytes) {
-  const auto tier_plan = config.tiers.find(budget);
-  const std::vector<TierSlots> tiers =
-      tier_plan == config.tiers.end() ? std::vector{TierSlots{.slots = budget}} : tier_plan->second;
+  const auto* const own = config.tiers_of(layer, budget);
+  const std::vector<TierSlots> tiers = own ? *own : std::vector{TierSlots{.slots = budget}};
   LiveCounts counts;
   TierBytes on(tiers);
+  const std::uint32_t centre = own ? config.centre_tokens() : 0;
   std::uint64_t decoded = 0;
   double held = 0;
   bool after_prompt = false;
@@ -87,20 +84,29 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget,
   counts.held_budget = budget == kNoBudget ? counts.held_end : on.capacity();
   if (decoded == 0) counts.held_peak = counts.held_end;
   counts.held_mean = decoded == 0 ? counts.held_end : held / static_cast<double>(decoded);
+  for (double* const of :
+       {&counts.held_mean, &counts.held_peak, &counts.held_end, &counts.held_budget})
+    *of += centre;
+  counts.bytes_peak += std::uint64_t{centre} * KvFormat{}.block_bytes();
   return counts;
 }
 
 Memory memory_of(const ResolvedConfig& config, const CacheShape& model) {
-  std::map<std::uint32_t, double> heads, of_windows;  // by budget
+  std::map<std::uint32_t, double> of_windows;                       // by budget
+  std::map<std::pair<std::uint32_t, std::uint32_t>, double> heads;  // by layer_key() and budget
   for (std::uint32_t layer = 0; layer < model.layers; ++layer)
     for (std::uint32_t head = 0; head < model.kv_heads; ++head)
-      (config.window_of(layer) > 0 ? of_windows : heads)[config.budget_of(layer, head)] += 1;
+      if (const std::uint32_t budget = config.budget_of(layer, head); config.window_of(layer) > 0)
+        of_windows[budget] += 1;
+      else
+        heads[{config.layer_key(layer), budget}] += 1;
   const auto bytes = static_cast<double>(kv_bytes_per_token(model.head_size)),
              state = static_cast<double>(state_bytes_per_token(config)),
              plain = static_cast<double>(state_bytes_per_token({}));
   Memory memory;
-  for (const auto& [budget, count] : heads) {
-    const LiveCounts counts = live_counts(config, budget);
+  for (const auto& [key, count] : heads) {
+    const auto [layer, budget] = key;
+    const LiveCounts counts = live_counts(config, layer, budget);
     memory.mean += count * bytes * counts.held_mean;
     memory.peak += count * bytes * counts.held_peak;
     memory.end += count * bytes * counts.held_end;
@@ -112,7 +118,7 @@ Memory memory_of(const ResolvedConfig& config, const CacheShape& model) {
   ResolvedConfig window;
   window.appends = config.appends;
   for (const auto& [size, count] : of_windows) {
-    const LiveCounts counts = live_counts(window, size);
+    const LiveCounts counts = live_counts(window, 0, size);
     memory.window_mean += count * bytes * counts.held_mean;
     memory.window_peak += count * bytes * counts.held_peak;
   }

@@ -25,10 +25,10 @@ struct LiveCounts {
   std::uint64_t bytes_peak = 0;
 };
 
-/// `config` must have its appends. `budget` is the budget of the head. An element that is not
-/// quantized has `element_bytes` bytes. Under ada() `budget` is the mean over the heads of a layer,
-/// and only the sums over these heads are exact.
-LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget,
+/// `config` must have its appends. `budget` is the budget of a head of the layer. An element that
+/// is not quantized has `element_bytes` bytes. Under ada() `budget` is the mean over the heads of a
+/// layer, and only the sums over these heads are exact.
+LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t layer, std::uint32_t budget,
                        std::uint64_t element_bytes = sizeof(float));
 
 /// Memory of a configuration in all heads of the layers without a window, in bytes.

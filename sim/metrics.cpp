@@ -47,8 +47,8 @@ double jackknife(std::span<const double> replicates) {
   return (n - 1) / n * squares;
 }
 
-/// A range of bit patterns that very probably contains the values whose ranks by size are first to
-/// last - 1, and few others.
+/// Estimates from a sample a range of bit patterns. Very probably, it contains the values at ranks
+/// [first, last) of the sorted values, and few others.
 std::pair<std::uint32_t, std::uint32_t> bounds_of(const float* values, std::size_t size,
                                                   std::size_t first, std::size_t last) {
   std::vector<std::uint32_t> some;

@@ -111,8 +111,7 @@ void PlainRun::measure_head(std::uint32_t query, std::uint32_t head, std::span<c
     if (position < query) hits += wanted.flags[position];
   measure_.add_wanted(head, wanted.count);
   measure_.add(0, head, recall, wanted.count - hits);
-  const std::size_t begins[] = {0, p.size()};
-  measure_.add_passages(head, full.e.data(), 1, full.sum, tokens.data(), begins);
+  measure_.add_passages(head, full.e.data(), 1, full.sum, tokens);
   if (!measure_.samples(query) && rows.gradient_samples() == 0) return;
   out_.assign(view_.head_size, 0.0f);
   cache_.accumulate(p, out_.data());

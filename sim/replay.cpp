@@ -177,7 +177,8 @@ class Replay {
   /// Whether the configuration runs without configuration batches, one live set at a time.
   bool runs_plainly(const CacheConfig& config, std::uint32_t layer) const {
     return options_.plain || config.policy.name == kOracleResidual ||
-           config.policy.tier_plan.is_kivi() || !trace_.row(layer).is_plain() ||
+           config.policy.tier_plan.is_kivi() || config.policy.centre != KeyCentre::none ||
+           !trace_.row(layer).is_plain() ||
            (config.policy.entry && config.policy.entry->observe_heads);
   }
   /// The identity uses the model's number of the layer, because random samples depend on it.
@@ -309,7 +310,7 @@ class Replay {
       std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head) const {
     std::vector<std::shared_ptr<const ResolvedConfig>> configs;
     for (const std::size_t c : which)
-      if (configs_[c].head_budgets.empty())
+      if (!configs_[c].differs_by_head())
         configs.emplace_back(std::shared_ptr<void>(), &configs_[c]);
       else
         configs.push_back(

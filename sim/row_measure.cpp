@@ -35,21 +35,18 @@ void RowMeasure::begin_query(std::uint32_t query) {
 }
 
 void RowMeasure::add_passages(std::uint32_t head, const float* e, std::size_t stride, double sum,
-                              const std::uint32_t* tokens, std::span<const std::size_t> begins) {
+                              std::span<const std::uint32_t> tokens) {
   for (std::size_t s = 0; s < measured_->passages().size(); ++s) {
     const Passage& named = measured_->passages()[s];
     const std::uint32_t end = named.start + named.tokens;
     if (end > query_) continue;
     double all = 0, kept = 0;
     for (std::uint32_t token = named.start; token < end; ++token) all += e[token * stride];
-    for (std::size_t set = 0; set < stats_.size(); ++set) {
-      const auto* const last = tokens + begins[set + 1];
-      for (const auto* token = std::lower_bound(tokens + begins[set], last, named.start);
-           token < last && *token < end; ++token)
-        kept += e[*token * stride];
-      this->sum(set, kept_of(s), head) += kept / sum;
-      this->sum(set, all_of(s), head) += all / sum;
-    }
+    for (auto token = std::ranges::lower_bound(tokens, named.start);
+         token != tokens.end() && *token < end; ++token)
+      kept += e[*token * stride];
+    this->sum(0, kept_of(s), head) += kept / sum;
+    this->sum(0, all_of(s), head) += all / sum;
   }
 }
 

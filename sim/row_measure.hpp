@@ -52,10 +52,10 @@ class RowMeasure {
     missed_[at] += missed;
     newest_[at] = static_cast<float>(recall);
   }
-  /// Adds what sets hold of passages. `e` are the row's exponentials, `stride` apart, and `sum` is
-  /// their sum. Set l holds tokens[0] to tokens[begins[l + 1] - 1]; those from begins[l] on ascend.
+  /// Adds what the only set holds of passages. `e` are the row's exponentials, `stride` apart, and
+  /// `sum` is their sum. `tokens`: those of the set, ascending.
   void add_passages(std::uint32_t head, const float* e, std::size_t stride, double sum,
-                    const std::uint32_t* tokens, std::span<const std::size_t> begins);
+                    std::span<const std::uint32_t> tokens);
   /// Adds the squared norms of an output's error and of the full cache's output. `full` and `kept`
   /// are both outputs [dim], where `kept` has to be multiplied by `factor`; null if they are equal.
   void add_output(std::size_t set, std::uint32_t head, double error, double size, const float* full,

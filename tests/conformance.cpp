@@ -89,7 +89,8 @@ std::vector<Row> sample(const std::vector<Row>& rows) {
 std::vector<Budget> budgets_about(std::uint32_t tokens, const CacheShape& model) {
   HeadBudgets heads(model.layers, std::vector<std::uint32_t>(model.kv_heads));
   std::uint32_t next = 0;
-  // Equal within every other layer, because scope=layer needs equal budgets in a layer
+  // `heads` has a budget for each head. `layers` has equal budgets within a layer, as scope=layer
+  // requires.
   for (auto& layer : heads)
     for (std::uint32_t& own : layer) own = tokens * (4 + next++ * 5 % 7) / 6;
   HeadBudgets layers = heads;

@@ -7,8 +7,8 @@ std::vector<Command> all_commands() {
       demo_command(),     capture_command(),  trace_command(),    replay_command(),
       report_command(),   compare_command(),  deploy_command(),   generate_command(),
       eval_command(),     fidelity_command(), tune_command(),     task_command(),
-      allocate_command(), verify_command(),   policies_command(), bench_command(),
-      manual_command(),
+      plan_command(),     export_command(),   allocate_command(), verify_command(),
+      policies_command(), bench_command(),    manual_command(),
   };
 }
 

@@ -14,6 +14,7 @@
 #include <stdexcept>
 
 #include "sim/access/feature_traces.hpp"
+#include "sim/plan/format_plan.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tools/embedding.hpp"
 #include "traces/base/json.hpp"
@@ -130,20 +131,48 @@ class Bar {
 
 }  // namespace
 
+namespace {
+
+/// The plan of `@FILE`. Throws std::invalid_argument if it is for centred keys and --centre was not
+/// given.
+TierPlan plan_from(const std::string& text, const CacheOptions& caches) {
+  PlanFile file = read_plan_file(text.substr(1));
+  if (file.centre != KeyCentre::none && caches.centre_text.empty())
+    throw std::invalid_argument(
+        fmt::format("--tiers {}: the plan is for centred keys; add --centre prompt, or --centre "
+                    "none to run it without",
+                    printable(text)));
+  return std::move(file.tier_plan);
+}
+
+}  // namespace
+
 void add_tiers_option(OptionTable& table, CacheOptions& caches) {
   table.texts(
       "tiers", "FORMAT:SHARE,...", Takes::one_word, caches.tiers,
       "KV precision at the same memory as the budget in 16 bit: one format (16, fp8, 8, 4, "
-      "k4v2, 2) or a tier plan FORMAT:SHARE,... such as 16:16t,4:100%; may be given several "
-      "times; auto: several plans (default: 16)");
+      "k4v2, 2), a tier plan FORMAT:SHARE,... such as 16:16t,4:100%, or formats by layer, as "
+      "8x2-4x28 or @FILE of `kvlab plan`; may be given several times; auto: several plans "
+      "(default: 16)");
+  table.text("centre", "none|prompt", caches.centre_text,
+             "subtract from each key, before it is quantized, the mean of the prompt's first 128 "
+             "keys, which attention cancels; for the plans of --tiers that quantize (default: "
+             "none)");
   table.check([&caches](const GivenOptions&) {
+    if (!caches.centre_text.empty()) caches.centre = parse_key_centre(caches.centre_text);
     if (!caches.tiers.empty()) caches.tier_plans.clear();
     for (const std::string& text : caches.tiers)
       if (text == "auto")
         for (const char* const standard : kStandardTierPlans)
           caches.tier_plans.push_back(parse_tier_plan(standard));
+      else if (text.starts_with('@'))
+        caches.tier_plans.push_back(plan_from(text, caches));
       else
         caches.tier_plans.push_back(parse_tier_plan(text));
+    if (caches.centre != KeyCentre::none &&
+        std::ranges::none_of(caches.tier_plans, &TierPlan::is_quantized))
+      throw std::invalid_argument(
+          "--centre: no plan of --tiers quantizes keys; add --tiers 4, or leave it out");
   });
 }
 
@@ -267,7 +296,7 @@ CompiledPolicies compiled_policies(const CacheOptions& caches, const CommonOptio
       fmt::print(
           stderr,
           "kvlab: {}: uses names of versions before 0.6, which the next release will refuse; "
-          "docs/guides/write-a-policy.md has today's\n",
+          "docs/guides/write-a-policy.md has the current names\n",
           entry->source->path);
   if (const Embedding* const within = Embedding::of_thread())
     all.entries.insert(all.entries.end(), within->policies().entries.begin(),
@@ -277,15 +306,20 @@ CompiledPolicies compiled_policies(const CacheOptions& caches, const CommonOptio
 }
 
 std::vector<std::string> with_tier_plans(const std::vector<std::string>& policies,
-                                         const std::vector<TierPlan>& tier_plans,
+                                         const std::vector<TierPlan>& tier_plans, KeyCentre centre,
                                          std::span<const std::string_view> oracles) {
   std::vector<std::string> all;
   for (const std::string& policy : policies)
     if (std::ranges::find(oracles, policy) != oracles.end())
       all.push_back(policy);
     else
-      for (const TierPlan& tier_plan : tier_plans)
-        all.push_back(tier_plan.is_plain() ? policy : policy + ":" + tier_plan.setting());
+      for (const TierPlan& tier_plan : tier_plans) {
+        std::string text = policy;
+        if (!tier_plan.is_plain()) text += ":" + tier_plan.setting();
+        if (tier_plan.is_quantized() && centre != KeyCentre::none)
+          text += fmt::format(":centre={}", name_of(centre));
+        all.push_back(std::move(text));
+      }
   return all;
 }
 
@@ -293,8 +327,8 @@ std::vector<CacheConfig> sweep_of(const CacheOptions& caches, const CompiledPoli
                                   const LeaveOut& leave_out,
                                   std::span<const std::string_view> oracles) {
   SweepRequest sweep = caches.sweep;
-  sweep.policies =
-      with_tier_plans(requested_policies(caches, compiled), caches.tier_plans, oracles);
+  sweep.policies = with_tier_plans(requested_policies(caches, compiled), caches.tier_plans,
+                                   caches.centre, oracles);
   return make_sweep(sweep, oracles, compiled, leave_out);
 }
 
@@ -312,10 +346,10 @@ CacheConfig only_config(const CacheOptions& caches, const CompiledPolicies& comp
   if (policies == std::vector<std::string>{"full"}) refuse_lone_budget(caches);
   const auto sweep = sweep_of(caches, compiled);
   if (sweep.size() != 1)
-    throw std::invalid_argument(
-        fmt::format("{} configurations were given, and one is possible here; give one policy, "
-                    "budget, prefill mode and position mode",
-                    sweep.size()));
+    throw std::invalid_argument(fmt::format(
+        "{} configurations are requested, but this command runs only one; give one policy, "
+        "budget, prefill mode and position mode",
+        sweep.size()));
   return sweep.front();
 }
 

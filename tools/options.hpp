@@ -44,14 +44,17 @@ struct CacheOptions {
   SweepRequest sweep;
   std::vector<std::string> tiers;  ///< of --tiers, as given
   std::vector<TierPlan> tier_plans{
-      TierPlan{}};                    ///< the same, parsed; a plan of 16 bit if none is given
-  std::vector<std::string> sources;   ///< files of --policy-source
-  std::vector<std::string> features;  ///< traces of --features
+      TierPlan{}};                     ///< the same, parsed; a plan of 16 bit if none is given
+  KeyCentre centre = KeyCentre::none;  ///< of quantized plans
+  std::string centre_text;             ///< of --centre, as given
+  std::vector<std::string> sources;    ///< files of --policy-source
+  std::vector<std::string> features;   ///< traces of --features
 };
-/// `--policy`, `--policy-source`, `--budget`, `--tiers`, `--prefill`, `--positions`, `--seed`.
+/// `--policy`, `--policy-source`, `--budget`, `--tiers`, `--centre`, `--prefill`, `--positions`,
+/// `--seed`.
 void add_cache_options(OptionTable& table, CacheOptions& caches, bool needs_policy = false);
 void add_seed_option(OptionTable& table, std::uint64_t& seed);
-/// `--tiers`, where `auto` stands for several plans.
+/// `--tiers`, where `auto` stands for several plans, and `--centre`.
 void add_tiers_option(OptionTable& table, CacheOptions& caches);
 /// `--request-threshold`, as a share of the row's largest probability, between 0 and 1.
 void add_threshold_option(OptionTable& table, double& threshold);
@@ -86,9 +89,10 @@ CompiledPolicies compiled_policies(const CacheOptions& caches, const CommonOptio
 std::vector<CacheConfig> sweep_of(const CacheOptions& caches, const CompiledPolicies& compiled,
                                   const LeaveOut& leave_out = nullptr,
                                   std::span<const std::string_view> oracles = {});
-/// Each policy with each plan of `--tiers`. Oracles stay in 16 bit.
+/// Each policy with each plan of `--tiers`. Oracles stay in 16 bit. `centre` applies to the plans
+/// that quantize.
 std::vector<std::string> with_tier_plans(const std::vector<std::string>& policies,
-                                         const std::vector<TierPlan>& tier_plans,
+                                         const std::vector<TierPlan>& tier_plans, KeyCentre centre,
                                          std::span<const std::string_view> oracles = {});
 /// Returns a function that prints to standard error which configurations a command leaves out.
 LeaveOut left_out_of(std::string command);

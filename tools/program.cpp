@@ -30,10 +30,10 @@ namespace {
 void print_welcome() {
   fmt::print(
       "kvlab: design KV-cache eviction policies offline, deploy them online.\n\n"
-      "New here?  kvlab demo          the whole loop on the bundled model (a minute)\n"
+      "New here?  kvlab demo          every step on the bundled model (about a minute)\n"
       "Then       kvlab capture       a trace from your own model\n"
       "           kvlab replay        many policies and budgets over it\n"
-      "           kvlab report        a page to look at\n\n");
+      "           kvlab report        a page of the results, for a browser\n\n");
   fmt::print("Commands (`kvlab help COMMAND` shows the options of each):\n");
   for (const Command& command : all_commands())
     fmt::print("  {:<10} {}\n", command.name, command.summary);

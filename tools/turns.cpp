@@ -49,9 +49,8 @@ void say_of_model(const ModelConfig& config, const Tokenizer& tokenizer, std::st
                   bool has_chat_template) {
   const std::string unknown = fmt::format("{}", fmt::join(config.unknown_keys, ", "));
   if (!unknown.empty())
-    fmt::print(stderr,
-               "kvlab: {}: keys of config.json that are not known, and therefore ignored: {}\n",
-               config.name, printable(unknown));
+    fmt::print(stderr, "kvlab: {}: unknown keys of config.json are ignored: {}\n", config.name,
+               printable(unknown));
   if (begins_itself(tokenizer, prompt))
     fmt::print(
         stderr,
@@ -115,18 +114,20 @@ std::string PromptOptions::read() const {
   if (prompt.empty())
     throw std::invalid_argument(fmt::format("{}: is empty; give some text", name()));
   if (const std::size_t good = tokenizer::valid_bytes(prompt); good < prompt.size())
-    fmt::print(stderr,
-               "kvlab: the prompt is not UTF-8 from byte {} on; what is not is read as U+FFFD\n",
-               good);
+    fmt::print(
+        stderr,
+        "kvlab: the prompt is not valid UTF-8 at byte {}; invalid bytes are read as U+FFFD\n",
+        good);
   return prompt;
 }
 
 void add_turn_options(OptionTable& table, TurnOptions& options) {
   table.whole("max-new-tokens", "N", {0, kMaxTokens}, options.max_new_tokens,
               "maximum number of tokens to sample after each turn");
-  table.texts("turn", "TEXT", Takes::one_word, options.turns,
-              "another turn of the user, which is fed after the answer and answered; may be given "
-              "several times");
+  table.texts(
+      "turn", "TEXT", Takes::one_word, options.turns,
+      "another turn of the user, fed after the model's answer and then answered too; may be "
+      "given several times");
   table.number("temperature", "T", options.sampling.temperature,
                "sampling temperature (0: always the most likely token)");
   table.whole("top-k", "K", {0, kMaxTokens}, options.sampling.top_k,

@@ -135,7 +135,7 @@ void write_feature(const std::filesystem::path& directory, const std::string& na
   }
   auto& features = manifest.extras.features;
   if (std::erase_if(features, [&](const TraceExtras::Feature& c) { return c.name == name; }) > 0)
-    replace_manifest(directory, manifest);  // its file is about to be replaced
+    replace_manifest(directory, manifest);  // the feature's file is replaced next
   features.push_back({name, write_safetensors(directory / feature_file(name), tensors, {})});
   replace_manifest(directory, manifest);
 }
@@ -145,7 +145,7 @@ void write_gradients(const std::filesystem::path& directory, TraceExtras::Gradie
   Manifest manifest = manifest_of(directory);
   const ModelShape& shape = manifest.header.shape;
   if (std::exchange(manifest.extras.gradients, std::nullopt))
-    replace_manifest(directory, manifest);  // their files are about to be replaced
+    replace_manifest(directory, manifest);  // the gradients' files are replaced next
   try {
     for (const ShardInfo& shard : manifest.shards) {
       const std::size_t index = gradients.files.size();

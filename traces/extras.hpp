@@ -18,7 +18,7 @@ struct ModelShape;
 
 inline constexpr std::string_view kSketchFile = "output.safetensors";
 inline constexpr std::uint32_t kSketchColumns = 64;
-inline constexpr std::uint32_t kMaxGradientSamples = 64;  ///< of gradients
+inline constexpr std::uint32_t kMaxGradientSamples = 64;  ///< in a trace
 
 /// A file that holds some of a trace's tokens.
 struct ShardInfo {
@@ -47,8 +47,9 @@ struct OutputSketch {
   std::vector<float> values;  // [layer, query_heads * head_size, 64]
 };
 
-/// Element (layer, row, column) of R before it is scaled to variance 1/64: a normal number by Box
-/// and Muller, from SplitMix64 of the seed and of the element's index in [layer, hidden, 64].
+/// The element of R at `index` in [layer, hidden, 64], before it is scaled to variance 1/64: a
+/// normally distributed number, by the method of Box and Muller from SplitMix64 of `seed` and
+/// `index`.
 double sketch_normal(std::uint64_t seed, std::uint64_t index);
 
 /// The extras that the manifest lists.
@@ -64,7 +65,7 @@ struct TraceExtras {
   struct Gradients {
     std::uint32_t gradient_samples;
     std::uint64_t seed;
-    Queries queries;               ///< the queries whose tokens' log-likelihoods were summed
+    Queries queries;               ///< whose next tokens' log-likelihoods were summed
     std::vector<ShardInfo> files;  ///< files beside the shards
   };
   std::optional<Gradients> gradients;
@@ -98,7 +99,7 @@ std::uint64_t check_sketch(const SafetensorsFile& file, const ModelShape& shape)
 void write_feature(const std::filesystem::path& directory, const std::string& name,
                    const std::function<float(std::uint32_t, std::uint32_t, std::uint32_t)>& value);
 
-/// Writes a layer's gradients of a shard, divided by the file's scale, to the span: [gradient
+/// Writes the gradients of one layer and shard, divided by the file's scale, to the span: [gradient
 /// samples, query_heads, tokens of the shard, head_size].
 using FillGradient = std::function<void(const ShardInfo&, std::uint32_t layer, std::span<float>)>;
 

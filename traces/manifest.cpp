@@ -186,8 +186,8 @@ void check_text(const JsonFields& fields, std::string_view key, std::string_view
   if (fields.text(key) != expected) fields.refuse(key, fmt::format("{} is expected", expected));
 }
 
-/// Parses the list `key` of files: 1,024 tokens each from 0 on, the last one maybe shorter, named
-/// by `name`.
+/// Parses the list `key` of files. Each has 1,024 tokens, from token 0 on, and the last one may
+/// have fewer. `name` gives the name of each file.
 std::vector<ShardInfo> parse_shards(const JsonFields& fields, std::string_view key,
                                     std::string (*name)(std::size_t), std::uint32_t tokens) {
   const std::vector<JsonFields> list = fields.objects(key);
@@ -400,7 +400,7 @@ ShardMetadata parse_shard_metadata(const SafetensorsFile& file) {
   metadata.first = fields.whole32("first", kMaxTraceTokens - metadata.tokens);
   metadata.segments = parse_segments(fields, metadata.first + metadata.tokens);
   if (format > 1) {
-    // Passages of the whole trace; a shard does not know the length of the trace.
+    // In a shard, passages may lie beyond its tokens, because they are those of the whole trace.
     parse("spans");
     metadata.header.passages = parse_passages(fields, kMaxTraceTokens);
   }

@@ -14,7 +14,7 @@ namespace kvlab {
 inline constexpr std::string_view kManifestFile = "manifest.json";
 inline constexpr std::size_t kMaxManifestBytes = 100'000'000;
 inline constexpr std::string_view kTokensFile = "tokens.safetensors";
-/// Positions fit an int32.
+/// Maximum number of tokens, so that positions fit an int32.
 inline constexpr std::uint32_t kMaxTraceTokens = 0x7fff'ffff;
 inline constexpr std::uint32_t kMaxLayers = 65'536, kMaxHeads = 65'536, kMaxHeadSize = 65'536;
 
@@ -26,8 +26,8 @@ TraceHeader parse_header(std::string_view text);
 /// a key that is missing, unknown or out of range, segments or shards that do not add up.
 Manifest parse_manifest(std::string_view text, std::string_view what);
 
-/// The description of its trace that a shard holds in `__metadata__`, so that a killed capture can
-/// be sealed.
+/// The description of the trace that each shard holds in `__metadata__`, so that an interrupted
+/// capture can be sealed.
 struct ShardMetadata {
   TraceHeader header;             // as in Manifest
   std::vector<Segment> segments;  // up to the shard's end
@@ -49,8 +49,8 @@ void check_header(const TraceHeader& header);
 void check_rope_and_scale(const TraceHeader& header, std::string_view what);
 
 /// Checks one layer's row in the same way. Throws std::runtime_error with a text that begins with
-/// `what`. Code that computes with a caller's row must call this first, because nothing else checks
-/// the lengths.
+/// `what`. Call it before computing with a row that a caller provides, because no other function
+/// checks the lengths of its arrays.
 void check_row(const RowSpec& row, const ModelShape& shape, std::uint32_t layer,
                std::string_view what);
 

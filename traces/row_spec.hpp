@@ -1,4 +1,4 @@
-// The parameters of one layer's attention rows.
+// How one layer computes attention: window, soft cap, RoPE, scale and sinks.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ struct RowSpec {
   float scale = 0;                ///< factor of the products of queries and keys
   Rope rope = {};                 ///< a frequency of 0 leaves its two dimensions unrotated
   std::vector<float> sinks = {};  ///< [query_heads]: sink logits, which belong to no token; or
-                                  ///< empty
+                                  ///< empty if there are none
 
   /// Whether attention is plain softmax over the tokens that a query sees.
   bool is_plain() const { return softcap == 0 && sinks.empty(); }
@@ -41,8 +41,9 @@ struct RowSum {
   std::int32_t shift = 0;
 };
 
-/// Computes the exponentials of scores and of a sink logit; `sink` null: no sink. In place is
-/// allowed. The sink is added last, so that the other terms keep their order of summation.
+/// Computes the exponentials of scores and of a sink logit; `sink` null: no sink. In place (e ==
+/// scores) is allowed. The sink is added last, so that the other terms keep their order of
+/// summation.
 RowSum row_exponentials(const float* scores, std::size_t count, const float* sink, float* e);
 
 }  // namespace kvlab

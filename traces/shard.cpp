@@ -15,7 +15,7 @@
 namespace kvlab {
 namespace {
 
-/// Copies, because tensors in files of other programs may be unaligned.
+/// Copies a tensor, because tensors in files of other programs may be unaligned.
 template <class T>
 std::vector<T> copied(const TensorView& tensor) {
   std::vector<T> values(tensor.data.size() / sizeof(T));
@@ -59,7 +59,8 @@ void check_rows(const TensorView& tensor, const ShardInfo& shard,
                                          shard.first, shard.first + shard.tokens - 1));
 }
 
-/// For all layers together. No model has more, and more would fill the memory.
+/// Maximum number of frequencies in all layers together, so that a damaged file cannot fill the
+/// memory. No model has more.
 constexpr std::size_t kMaxFrequencies = std::size_t{1} << 26;
 
 /// Reads rotation tables and sinks into the rows that the manifest describes.
@@ -85,7 +86,7 @@ void read_rows(const SafetensorsFile& file, TensorChecker& checker, TraceHeader&
 /// The largest scale that keeps every finite gradient finite.
 float largest_gradient_scale(Dtype dtype) {
   if (dtype != Dtype::f16) return 1;
-  // Nextafter, because the quotient is rounded up.
+  // The quotient may be rounded up, so take the next smaller float.
   return std::nextafter(std::numeric_limits<float>::max() / 65504, 0.0f);
 }
 

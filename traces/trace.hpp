@@ -60,7 +60,7 @@ struct TraceHeader {
   std::string model;  ///< name
   ModelShape shape;
   Rope rope;              ///< stored as data: inv_freq, factor
-  JsonValue rope_config;  ///< type and parameters, informative
+  JsonValue rope_config;  ///< type and parameters, for information only
   float softmax_scale = 0;
   std::vector<RowSpec> rows;  ///< by layer; empty: all layers use `rope` and `softmax_scale`
   Rounding rounding = Rounding::none;
@@ -88,20 +88,21 @@ struct Manifest {
   TraceExtras extras;
 };
 
-/// Opens a finished trace. It is memory-mapped and not copied.
+/// A finished trace. Its files are memory-mapped and not copied.
 class TraceReader {
  public:
   /// Checks the manifest and every shard's header, shapes and dtypes, but not the checksums. Throws
-  /// std::runtime_error that names the file, what is wrong and what is expected: a missing manifest
-  /// (unfinished: `kvlab trace seal`), a later format, a missing or wrong shard, …
+  /// std::runtime_error, which names the file, what is wrong and what is expected, for example for
+  /// a missing manifest (`kvlab trace seal` writes it), a later format, or a missing or wrong
+  /// shard.
   static TraceReader open(const std::filesystem::path& directory);
 
   const std::filesystem::path& directory() const { return directory_; }
   const TraceHeader& header() const { return manifest_.header; }
   const ModelShape& shape() const { return header().shape; }
-  /// A view of the trace with these layers only, ascending. They keep their numbers.
+  /// A view of the trace with only `layers`, which ascend. They keep their layer numbers.
   TraceReader of_layers(std::span<const std::uint32_t> layers) const;
-  /// The layers that have a sliding window, or those that have none. Policies act on the latter.
+  /// The layers with a sliding window, or those without one. Policies act on those without.
   std::vector<std::uint32_t> layers_with_window(bool with) const;
   /// The parameters of a layer's attention.
   const RowSpec& row(std::uint32_t layer) const {
@@ -127,8 +128,8 @@ class TraceReader {
   };
   CheckRows check_rows(std::size_t index, std::uint32_t layer) const;
   const TraceExtras& extras() const { return manifest_.extras; }
-  /// Squared norms of the residual stream after a layer's attention output was added: to [tokens].
-  /// Throws std::logic_error if the trace has none.
+  /// Reads the squared norms of the residual stream after a layer's attention output was added: to
+  /// [tokens]. Throws std::logic_error if the trace has none.
   void residual_norm2(std::uint32_t layer, float* to) const;
   /// The first `columns` columns of the sketch of W_o for a KV head's query heads, rescaled so that
   /// they are a sketch by themselves: [group, head_size, columns]. Throws std::logic_error if the
@@ -142,18 +143,18 @@ class TraceReader {
     return extras().gradients ? extras().gradients->gradient_samples : 0;
   }
   /// Number of gradient samples that are valid for a replay over `queries`. 0 if the trace's
-  /// gradients are of other queries: both sets have to be equal from the first of `queries` on.
-  /// (The gradient at a query does not depend on earlier queries, so gradients of all queries are
-  /// valid for the answer to one prompt.)
+  /// gradients are of other queries: both sets of queries have to be equal from the first of
+  /// `queries` on. (The gradient at a query does not depend on earlier queries, so gradients of all
+  /// queries are also valid for the decoded queries after a single prompt.)
   std::uint32_t gradient_samples(Queries queries) const;
-  /// One gradient sample: the gradient with respect to a query head's output before the output
-  /// projection, at `positions`. Each has [head_size] floats; they are `stride` floats apart.
-  /// Throws std::logic_error if the trace has none.
+  /// Reads one gradient sample: the gradient with respect to a query head's output before the
+  /// output projection, at `positions`. Each has [head_size] floats; they are `stride` floats
+  /// apart. Throws std::logic_error if the trace has none.
   void gradient(std::uint32_t layer, std::uint32_t query_head, std::uint32_t gradient_sample,
                 std::span<const std::uint32_t> positions, float* to, std::size_t stride) const;
   bool has_feature(std::string_view name) const;
   /// Reads a feature of a KV head: to [tokens]. Throws std::logic_error if the trace does not have
-  /// it.
+  /// the feature.
   void feature(std::string_view name, std::uint32_t layer, std::uint32_t kv_head, float* to) const;
   std::span<const SafetensorsFile> feature_files() const { return feature_files_; }
   std::span<const SafetensorsFile> gradient_files() const { return gradient_files_; }
@@ -179,7 +180,7 @@ class TraceReader {
   void open_extras();
 
   std::filesystem::path directory_;
-  Manifest manifest_;  // with the header data of tokens.safetensors
+  Manifest manifest_;  // its header includes the data of tokens.safetensors
   std::vector<std::int32_t> ids_;
   RowSpec plain_row_;                   // row of all layers if the header has no rows
   std::vector<SafetensorsFile> files_;  // by shard
@@ -208,11 +209,10 @@ TraceCheck verify_trace(const TraceReader& trace, unsigned threads);
 /// Opens a trace and verifies it. Throws std::runtime_error with the first problem.
 TraceReader open_verified_trace(const std::filesystem::path& directory, unsigned threads);
 
-/// Makes a killed capture a shorter, valid trace: keeps the complete shards from the first on,
-/// removes .part files and writes the manifest. Returns the number of tokens kept. The capture must
-/// have ended. Throws std::runtime_error if there is no complete shard, if one is damaged, or if
-/// the trace is already finished.
-/// finished already.
+/// Makes an interrupted capture a shorter, valid trace: keeps the complete shards from the first
+/// on, removes .part files and writes the manifest. Returns the number of tokens kept. The capture
+/// must have ended. Throws std::runtime_error if there is no complete shard, if one is damaged, or
+/// if the trace is already finished.
 std::uint32_t seal_trace(const std::filesystem::path& directory);
 
 /// Writes a trace while a decoder computes it. Each shard is sealed when its last layer has
@@ -220,16 +220,16 @@ std::uint32_t seal_trace(const std::filesystem::path& directory);
 class TraceWriter {
  public:
   /// Creates the directory. Throws std::runtime_error if it exists or cannot be created, and
-  /// std::invalid_argument for a header that no reader would accept. A null rope_config or capture
-  /// stands for {"rope_type": "default"} and {}. Writes format 3 only if rows need it.
+  /// std::invalid_argument for a header that no reader would accept. A null rope_config stands for
+  /// {"rope_type": "default"}, and a null capture for {}. Writes format 3 only if rows need it.
   TraceWriter(std::filesystem::path directory, TraceHeader header);
-  /// If unfinished, leaves the sealed shards (for `trace seal`), or removes the folder if there are
-  /// none.
+  /// If the trace is unfinished, keeps the sealed shards (for `kvlab trace seal`), or removes the
+  /// folder if there are none.
   ~TraceWriter();
   TraceWriter(TraceWriter&&) noexcept;
 
-  /// Announces the next tokens, all of one kind. Consecutive decode appends become one segment. So
-  /// do the chunks of a prompt, unless `new_segment` says that another turn begins.
+  /// Announces the next tokens, all of one kind. Consecutive decode appends become one segment, and
+  /// so do the chunks of a prompt. `new_segment`: another prompt begins, in a segment by itself.
   void begin(std::span<const std::int32_t> ids, SegmentKind kind, bool new_segment = false);
   /// Adds what one layer computed for the n tokens announced last, before RoPE: q [n, query_heads,
   /// head_size]; k and v [n, kv_heads, head_size]; out [n, query_heads, head_size], the attention

@@ -47,7 +47,7 @@ SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header, cons
 
 std::string_view name_of(Part part) { return part == Part::q ? "q" : part == Part::k ? "k" : "v"; }
 
-/// Whether both have the same queries from the first of `queries` on.
+/// Whether `queries` and `other` are the same queries from the first of `queries` on.
 bool agree_from_first(const std::vector<Segment>& segments, Queries queries, Queries other) {
   const auto in = [](Queries which) {
     return [=](const Segment& s) { return which == Queries::all || s.kind == SegmentKind::decode; };
@@ -186,7 +186,7 @@ void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head,
   const std::size_t size = shape().head_size, row_bytes = size * bytes_of(shape().dtype);
   const std::string name = layer_tensor(shape().number(layer), kGradientTensor);
   std::size_t shard = gradient_files_.size();
-  const std::byte* rows = nullptr;  // of the shard, the gradient sample and the head
+  const std::byte* rows = nullptr;  // rows of the shard for the gradient sample and the head
   for (const std::uint32_t position : positions) {
     if (position / kShardTokens != shard) {
       shard = position / kShardTokens;

@@ -19,10 +19,10 @@ constexpr std::size_t kMaxProblems = 20;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Larger scores are not valid, and the exponentials are not defined for them.
 constexpr float kLargestScore = 0x1p20f;
-constexpr double kLargestValue = 0x1p50;  // a norm whose square fits float32
+constexpr double kLargestValue = 0x1p50;  // largest norm; its square fits float32
 
-/// Allowed difference between the decoder's rows and ours. A decoder sums in another order and, in
-/// a narrow dtype, rounds probabilities and outputs that kvlab does not round. See
+/// Allowed difference between the decoder's rows and the recomputed ones. A decoder sums in another
+/// order and, in a narrow dtype, rounds probabilities and outputs that kvlab does not round. See
 /// docs/reference/trace-format.md.
 double tolerance_of(Dtype dtype) { return dtype == Dtype::f32 ? 1e-4 : 2e-2; }
 
@@ -184,8 +184,8 @@ class HeadVerifier {
     report(shard, query_head, "log-sum-exp", lse);
   }
 
-  /// The factor by which a row's tolerance exceeds the usual one. It grows with the largest score
-  /// that the row's query can have with any key, if float32 cannot hold such a score precisely
+  /// The factor, at least 1, by which a row's tolerance exceeds the usual one. It is above 1 if
+  /// float32 cannot hold the largest score that the row's query can have with any key precisely
   /// enough.
   double excess_of(const float* query) const {
     double squares = 0;
@@ -200,7 +200,7 @@ class HeadVerifier {
     const std::size_t first = first_seen(row_.window, position), count = position + 1 - first;
     scores += first;
     make_scores(scores, count, row_.scale, row_.softcap);
-    // False for NaN.
+    // Returns false for NaN.
     const auto usable = [](float score) { return std::fabs(score) < kLargestScore; };
     if (!std::all_of(scores, scores + count, usable)) {
       worst_out.include(kInfinity, position);
@@ -280,7 +280,7 @@ std::vector<std::string> wrong_extras(const TraceReader& trace) {
     }
     for (std::uint32_t head = 0; trace.sketch_file() && head < trace.shape().kv_heads; ++head) {
       const std::vector<float> sketch = trace.sketch(layer, head, kSketchColumns);
-      constexpr float kMax = 1e18f;  // so that products of two stay finite
+      constexpr float kMax = 1e18f;  // so that the product of two stays finite
       const auto within = [](float x) { return std::abs(x) <= kMax; };
       if (std::all_of(sketch.begin(), sketch.end(), within)) continue;
       problems.push_back(
@@ -291,7 +291,7 @@ std::vector<std::string> wrong_extras(const TraceReader& trace) {
   return problems;
 }
 
-/// Finds features that are not finite: the first position of each layer.
+/// Finds features that are not finite. Names the first position of each layer.
 std::vector<std::string> wrong_features(const TraceReader& trace) {
   std::vector<std::string> problems;
   for (std::size_t i = 0; i < trace.feature_files().size(); ++i)
@@ -308,7 +308,7 @@ std::vector<std::string> wrong_features(const TraceReader& trace) {
   return problems;
 }
 
-/// Finds gradients that are not finite: the first of each file and layer.
+/// Finds gradients that are not finite. Names the first of each file and layer.
 std::vector<std::string> wrong_gradients(const TraceReader& trace, unsigned threads) {
   const ModelShape& shape = trace.shape();
   std::vector<std::string> problems(trace.gradient_files().size() * shape.layers);

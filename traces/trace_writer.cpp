@@ -44,7 +44,8 @@ struct CheckSource {
   std::uint32_t slot, row;
 };
 
-/// Rows of the check grid that the shard has. A short shard repeats its last row for the others.
+/// The rows of the check grid that the shard has. In a short shard, the last row stands for the
+/// rows that it lacks.
 std::array<CheckSource, kCheckRows> check_sources(std::uint32_t tokens) {
   std::array<CheckSource, kCheckRows> sources{};
   for (std::uint32_t i = 0; i < kCheckRows; ++i)
@@ -88,7 +89,7 @@ LayerRows LayerRows::slice(const ModelShape& shape, std::size_t first, std::size
           part(lse, shape.query_heads)};
 }
 
-/// Keys, values and queries of up to 1,024 tokens, in the trace's dtype and the file's layout, and
+/// Queries, keys and values of up to 1,024 tokens, in the trace's dtype and the file's layout, and
 /// the attention outputs of the check rows.
 class ShardBuffer {
  public:
@@ -180,7 +181,7 @@ class ShardBuffer {
   using Bytes = std::unique_ptr<std::byte[]>;
   struct Layer {
     Bytes q, k, v;  // [head, 1024, head_size]
-    // // [query_heads, 16 + 1, head_size]; the last of the 17 is the latest row.
+    // [query_heads, 16 + 1, head_size]; the last of the 17 is the latest row.
     std::vector<float> out;
     std::vector<float> lse;       // [query_heads, 16 + 1], or empty
     std::vector<float> residual;  // [1024], or empty
@@ -223,8 +224,8 @@ class ShardBuffer {
 
 namespace fs = std::filesystem;
 
-/// Empties the folder of a capture that was killed before its first shard. Returns whether it is
-/// one.
+/// If the folder is that of a capture that was killed before its first shard, empties it. Returns
+/// whether it is.
 bool take_unbegun(const fs::path& directory) {
   if (!is_unbegun_trace(directory)) return false;
   std::vector<fs::path> left;
@@ -234,7 +235,7 @@ bool take_unbegun(const fs::path& directory) {
   return true;
 }
 
-/// Creates the folder. Returns whether it is new.
+/// Creates the folder. Returns false if it existed before.
 bool make_directory(const fs::path& directory) {
   std::error_code error;
   const bool is_new = fs::create_directory(directory, error);
@@ -279,7 +280,7 @@ class TraceWriter::Impl {
 
   ~Impl() {
     std::error_code ignored;
-    // A shard may also have been renamed before an error. It needs the ids.
+    // Keep the ids if a shard is in the folder. After an error, shards_ may lack the last one.
     if (!shards_.empty() || fs::exists(directory_ / shard_name(0), ignored)) return;
     fs::remove(directory_ / kTokensFile, ignored);
     fs::remove(directory_ / kSketchFile, ignored);
@@ -370,7 +371,8 @@ class TraceWriter::Impl {
     return static_cast<std::uint32_t>(shards_.size()) * kShardTokens;
   }
 
-  /// Calls put(buffer, row in it, first, count) for each part of the announced tokens.
+  /// Calls put(buffer, row in the buffer, first, count) for each part of the announced tokens that
+  /// lies in one shard.
   template <class Put>
   void by_shard(Put put) {
     for (std::uint32_t position = append_; position < tokens();) {
@@ -393,8 +395,8 @@ class TraceWriter::Impl {
     require(has_lse_ == !rows.lse.empty(), "lse given for some layers only");
   }
 
-  /// Seals the oldest open shard. Writes the ids first, so that the ids of every shard that a
-  /// killed process leaves are on disk.
+  /// Seals the oldest open shard. Writes the ids first, so that the disk has the ids of every shard
+  /// even if the process is killed.
   void seal(std::uint32_t count) {
     const std::uint32_t first = first_open(), end = first + count;
     tokens_xxh3_ = write_tokens(directory_, std::span(ids_).first(end), header_);
@@ -407,12 +409,12 @@ class TraceWriter::Impl {
 
   fs::path directory_;
   bool made_ = false;             // directory_ is new
-  std::optional<FileLock> lock_;  // of two writers, only one continues
+  std::optional<FileLock> lock_;  // so that only one of two writers continues
   TraceHeader header_;
   State state_ = State::ready;
   std::vector<std::int32_t> ids_;
   std::vector<Segment> segments_;
-  std::uint32_t append_ = 0;               // position of the first token announced last
+  std::uint32_t append_ = 0;               // position of the first token of the latest begin()
   std::vector<bool> arrived_, residuals_;  // by layer
   bool lse_known_ = false, has_lse_ = false;
   std::deque<ShardBuffer> buffers_;  // shards that are not sealed, oldest first
@@ -446,7 +448,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The complete shards that a killed capture left, and their description of the trace.
+/// The complete shards that an interrupted capture left, and their description of the trace.
 struct Rescued {
   std::vector<ShardInfo> shards;
   ShardMetadata last;

@@ -52,7 +52,7 @@ class LayerOutputMemory {
     std::size_t most() const { return chunk > step ? chunk : step; }
   };
   LayerOutputMemory(const CaptureShape& shape, Rows rows, bool keep, cudaStream_t stream);
-  /// Bytes of device memory that it needs.
+  /// Bytes of device memory that the constructor allocates for the same arguments.
   static std::size_t bytes(const CaptureShape& shape, Rows rows, bool keep) {
     return cuda::Placed<Parts>::bytes(shape, rows, keep);
   }

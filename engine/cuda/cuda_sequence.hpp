@@ -1,4 +1,4 @@
-// One sequence on the device as a SequenceDecoder.
+// A SequenceDecoder that decodes one sequence on a CUDA device.
 #pragma once
 
 #include <functional>

@@ -229,7 +229,7 @@ class LayerEvaluation {
     std::deque<LayerCache> own;
     add(own, layer, c);
     attention(layer).run(own.front(), configs_[c], 0, output.data());
-    finish_layer(layer, c, peak_bytes(c, own.front()), output);
+    finish_layer(layer, c, peak_bytes(c, layer, own.front()), output);
   }
 
   /// Runs the next layer of the configurations alike_. After the prompt, which they share, p_
@@ -243,20 +243,20 @@ class LayerEvaluation {
     for (const std::size_t c : alike_) {
       if (c != alike_[0]) project(layer, c);
       attention(layer).run(caches.front(), configs_[c], range_.prompt, output.data());
-      finish_layer(layer, c, peak_bytes(c, caches.front()), output);
+      finish_layer(layer, c, peak_bytes(c, layer, caches.front()), output);
       caches.pop_front();
     }
   }
 
   /// Peak bytes of a configuration's keys and values in a layer.
-  std::uint64_t peak_bytes(std::size_t c, const LayerCache& cache) const {
+  std::uint64_t peak_bytes(std::size_t c, std::uint32_t layer, const LayerCache& cache) const {
     std::uint64_t bytes = 0;
     for (const HostCache& head : cache.heads()) {
       const LiveSet& live = head.live();
-      bytes +=
-          live.is_quantized()
-              ? live_counts(configs_[c], live.budget()).bytes_peak * shape_.head_size / kQuantBlock
-              : live.live_max() * std::uint64_t{2} * shape_.head_size * sizeof(float);
+      bytes += live.is_quantized()
+                   ? live_counts(configs_[c], layer, live.budget()).bytes_peak * shape_.head_size /
+                         kQuantBlock
+                   : live.live_max() * std::uint64_t{2} * shape_.head_size * sizeof(float);
     }
     return bytes;
   }

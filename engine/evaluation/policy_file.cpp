@@ -29,6 +29,7 @@ PolicySpec policy_from(const PolicyJson& file, const CompiledPolicies& compiled)
   for (std::size_t i = 0; i < names.size(); ++i) text += fmt::format(":{}={}", names[i], params[i]);
   if (file.prompt) text += ":prompt";
   if (!file.tiers.empty()) text += ":" + parse_tier_plan(file.tiers).setting();
+  if (!file.centre.empty()) text += ":centre=" + file.centre;
   for (const auto& [name, value] : file.modifiers) text += fmt::format(":{}={}", name, value);
   PolicySpec policy = parse_policy(text, {}, compiled);
   if (!file.feature.empty()) policy.name_feature(file.feature);
@@ -129,6 +130,7 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
   if (const auto modifiers = modifiers_json(cache.policy); !modifiers.empty())
     top["modifiers"] = modifiers;
   if (!cache.policy.tier_plan.is_plain()) top["tiers"] = cache.policy.tier_plan.text();
+  if (cache.policy.centre != KeyCentre::none) top["centre"] = name_of(cache.policy.centre);
   if (const auto& source = cache.policy.entry->source)
     top["source"] = {{"path", source->path}, {"xxh3", source->xxh3}};
   write_file_atomically(path, json_text(top) + "\n");

@@ -19,9 +19,9 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::array<std::string_view, 14> kKeys{
-    "format",  "policy",    "params", "protected", "modifiers", "budget", "positions",
-    "prefill", "threshold", "seed",   "model",     "run",       "source", "tiers"};
+constexpr std::array<std::string_view, 15> kKeys{
+    "format",    "policy", "params", "protected", "modifiers", "budget", "positions", "prefill",
+    "threshold", "seed",   "model",  "run",       "source",    "tiers",  "centre"};
 
 [[noreturn]] void fail(const JsonFields& fields, std::string_view what) {
   throw std::runtime_error(fmt::format("{}: {}", fields.where(), what));
@@ -116,6 +116,7 @@ PolicyJson file_from(const JsonFields& top) {
   read_protected(top.object("protected"), file);
   if (top.has("modifiers")) read_modifiers(top.object("modifiers"), file);
   if (top.has("tiers")) file.tiers = top.text("tiers");
+  if (top.has("centre")) file.centre = top.text("centre");
   file.budget = budget_from(top);
   file.positions = parse_positions(top.text("positions"));
   file.prefill = prefill_from(top);

@@ -32,8 +32,9 @@ struct PolicyJson {
   bool prompt = false;  ///< as in PolicySpec
   /// Names and values as set_modifier() takes them. Others have the policy's default.
   std::vector<std::pair<std::string, std::string>> modifiers;
-  std::string tiers;  ///< a tier plan; empty: 16 bit
-  Budget budget;      ///< in tokens, by head, in bytes, or split by a formula
+  std::string tiers;   ///< a tier plan; empty: 16 bit
+  std::string centre;  ///< how keys are centred; empty: none
+  Budget budget;       ///< in tokens, by head, in bytes, or split by a formula
   Positions positions = Positions::original;
   Prefill prefill;
   double threshold = 0;

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
 #include "engine/evaluation/verify/attention_check.hpp"
@@ -95,6 +96,9 @@ class Verifier::Watch final : public DecoderObserver {
         how_(std::move(how)),
         output_(std::move(output)),
         heads_(std::size_t{shape_.layers} * shape_.kv_heads) {
+    if (requested_.policy.centre != KeyCentre::none)
+      throw std::invalid_argument(
+          "centre: verify computes attention in float64 without centred keys; use centre=none");
     requested_.windows = config_.heads().windows;
     attention_.emplace(config_, requested_, rounding_, how_.threads);
     if (how_.reference) logits_.emplace(*how_.reference, requested_, rounding_, how_.threads);

@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kMaxPatternBytes = 16 * 1024;
 constexpr std::uint32_t kMaxSteps = 10'000'000;  // maximum steps of one attempt to match
 constexpr std::size_t kPlaces = 16,
-                      kMaxPlaces = 4096;  // numbers of start positions that one call tries
+                      kMaxPlaces = 4096;  // start positions of the first and of a later call
 constexpr double kSeconds = 1, kSecondsPerByte = 1e-5;
 constexpr std::size_t kJitStackStart = 32 * 1024;      // bytes
 constexpr std::size_t kJitStackMax = 8 * 1024 * 1024;  // bytes

@@ -150,6 +150,8 @@ void KvCache::begin_layer(std::uint32_t layer) {
 
 void KvCache::attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to) {
   const AppendMemory& memory = append_memory(layer);
+  if (append_.fed > 0)  // the live tokens' keys are centred
+    centre(layer, part.first, static_cast<std::uint32_t>(part.rows));
   if (append_.uses_cache_positions) {
     const CachePositionArgs shape = cache_position_args(layer, part);
     if (config_.numbering == KVLAB_CACHE_POSITIONS)
@@ -209,6 +211,7 @@ void KvCache::keep(std::uint32_t layer) {
   const AppendMemory& memory = append_memory(layer);
   const bool ends_prompt = append_.ends_prompt, once = of(sequence).modifiers.once;
   if (memory.features) make_features_of_new(layer);
+  if (append_.fed == 0) find_centre(layer);
   if (counts(sequence)) count_append(sequence, layer, append_.tokens);
   kvlab_compact_args args =
       to_slots(memory, sequence, layer, work_->appended, once && !ends_prompt);
@@ -217,6 +220,28 @@ void KvCache::keep(std::uint32_t layer) {
   compact(memory, args, sequence, layer, ends_prompt);
   number(args.to);
   if (counts(sequence)) count_evictions(sequence, layer, ends_prompt);
+}
+
+/// Subtracts the centre from the keys of the append's tokens [first, first + tokens).
+void KvCache::centre(std::uint32_t layer, std::uint32_t first, std::uint32_t tokens) {
+  if (float* const centres = centres_of(layer))
+    check(subtract_centres(append_memory(layer).cache, first, tokens, centres, stream_),
+          "centred keys");
+}
+
+/// After the append at position 0, whose queries have seen the keys as they are.
+void KvCache::find_centre(std::uint32_t layer) {
+  float* const centres = centres_of(layer);
+  const std::uint32_t keys = centre_keys(append_.tokens);
+  if (!centres || keys == 0) return;
+  check(find_centres(append_memory(layer).cache, keys, centres, stream_), "centred keys");
+  centre(layer, 0, append_.tokens);
+}
+
+/// The centres of the append's sequence [kv_head, dim]; null if its keys are not centred.
+float* KvCache::centres_of(std::uint32_t layer) const {
+  if (of(append_.sequence).centre == KeyCentre::none) return nullptr;
+  return storage_->tiers.centres_of(layer, append_.sequence);
 }
 
 /// Appends all tokens within the append memory, then assigns slots to the heads by their shares.

@@ -114,9 +114,12 @@ void KvCache::compact(const AppendMemory& memory, kvlab_compact_args args, int s
 
 std::uint64_t KvCache::bytes_on_tiers(std::uint32_t layer, std::size_t pair) const {
   const TierCounts& tiers = tier_counts_[layer * slots_.pairs() + pair];
+  const auto sequence = static_cast<int>(pair) / config_.kv_heads;
   std::uint64_t bytes = 0;
+  if (of(sequence).centre != KeyCentre::none)
+    bytes += static_cast<std::size_t>(config_.head_size) * sizeof(float);
   for (std::size_t r = 0; r < tiers.tier_plan().size(); ++r) {
-    const KvFormat& format = *tiers.tier_plan()[r].format;
+    const KvFormat& format = tiers.tier_plan()[r].format;
     bytes += tiers.on(r) * (format.exact() ? 2 * config_.key_bytes()
                                            : format.block_bytes() * halves() * 2 / kQuantBlock);
   }

@@ -27,6 +27,7 @@
 #include "kernels/cache/slot_storage.hpp"
 #include "kernels/evict/cache_positions.hpp"
 #include "kernels/pointwise.hpp"
+#include "kernels/quantized/centre.hpp"
 #include "kernels/quantized/tiers.hpp"
 #include "policies/rule/live_tokens.hpp"
 #include "policies/tiers/tier_counts.hpp"
@@ -328,6 +329,9 @@ class KvCache {
   void begin_layer(std::uint32_t layer);
   void observe(std::uint32_t layer, const kvlab_prefill_args& queries);
   void keep(std::uint32_t layer);
+  void centre(std::uint32_t layer, std::uint32_t first, std::uint32_t tokens);
+  void find_centre(std::uint32_t layer);
+  float* centres_of(std::uint32_t layer) const;
   void keep_by_shares(std::uint32_t layer, kvlab_compact_args args);
   void keep_plain_keys(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to);
   void make_features_of_new(std::uint32_t layer);

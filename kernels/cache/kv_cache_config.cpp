@@ -15,7 +15,7 @@ int max_row_bytes(const KvCacheConfig& config) {
   std::int64_t most = 0;
   for (const SlotPair& pair : config.pairs)
     for (const TierSlots& tier : pair.tiers)
-      most = std::max(most, row_bytes(device_format(*tier.format), config.head_size,
+      most = std::max(most, row_bytes(device_format(tier.format), config.head_size,
                                       static_cast<int>(bytes_of(config.type))));
   return static_cast<int>(most);
 }
@@ -36,8 +36,9 @@ std::string why_not_fast(const KvCacheConfig& config, const DeviceLimits& limits
 }  // namespace
 
 DeviceFormat device_format(const KvFormat& format) {
-  return {static_cast<std::uint8_t>(format.key_bits), static_cast<std::uint8_t>(format.value_bits),
-          format.floating};
+  return {static_cast<std::uint8_t>(format.key->bits),
+          static_cast<std::uint8_t>(format.value->bits),
+          format.key->encoding == Encoding::e4m3_block};
 }
 
 EvictionKernels kernels_for(const KvCacheConfig& config, const DevicePolicy& policy,

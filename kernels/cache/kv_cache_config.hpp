@@ -15,6 +15,7 @@
 #include "kernels/quantized/quantized_cache.hpp"
 #include "policies/modifiers/modifiers.hpp"
 #include "policies/rule/eviction_order.hpp"
+#include "policies/tiers/key_centre.hpp"
 #include "policies/tiers/tier_plan.hpp"
 
 namespace kvlab::kernels {
@@ -43,6 +44,7 @@ struct SlotSequence {
   std::uint32_t threshold16 = 655;
   std::uint64_t seed = 0;
   std::uint32_t id = 0;
+  KeyCentre centre = KeyCentre::none;  ///< only acts on tiers
   /// Called after a prompt with the eviction keys of each KV head's live tokens. Returns the new
   /// budgets of the layer's heads, whose sum must not change. Null: budgets do not change.
   std::function<std::vector<std::uint32_t>(std::span<const std::vector<EvictionKey>>)> share = {};
@@ -108,8 +110,14 @@ struct KvCacheConfig {
   bool observes() const { return kernels.needs != Needs::nothing; }
   bool is_quantized() const {
     return std::ranges::any_of(pairs, [](const SlotPair& pair) {
-      return !pair.tiers.empty() && !pair.tiers.back().format->exact();
+      return !pair.tiers.empty() && !pair.tiers.back().format.exact();
     });
+  }
+  /// Whether keys of some sequence are centred.
+  bool centres_keys() const {
+    return is_quantized() && std::ranges::any_of(sequences, [](const SlotSequence& one) {
+             return one.centre != KeyCentre::none;
+           });
   }
   /// Whether eviction is not simply step by step, or budgets are shared.
   bool has_modifiers() const {

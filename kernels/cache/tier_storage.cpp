@@ -26,7 +26,7 @@ TierLayout::TierLayout(const KvCacheConfig& config, const PairSlots& slots) {
     for (std::size_t r = 0; r < tiers.size(); ++r) {
       const std::uint32_t held = slots.rows(at % slots.pairs(), tiers, r),
                           whole = (held + kRowsOfTile - 1) / kRowsOfTile * kRowsOfTile;
-      const DeviceFormat format = device_format(*tiers[r].format);
+      const DeviceFormat format = device_format(tiers[r].format);
       const std::int64_t row = row_bytes(format, head_size, element);
       if (std::uint64_t{first_row} + whole > kMaxSlots)
         throw std::invalid_argument(
@@ -62,6 +62,9 @@ TierStorage::TierStorage(cuda::Arena& arena, const KvCacheConfig& config, const 
   newest_keys = arena.take<std::byte>(pairs_ * key_bytes_);
   newest_values = arena.take<std::byte>(pairs_ * key_bytes_);
   extents = arena.take<std::int32_t>(plan.tier_plans.size());
+  if (config.centres_keys())
+    centres =
+        arena.take<float>(plan.tier_plans.size() * static_cast<std::size_t>(config.head_size));
   max_rows_ = plan.max_rows, max_row_bytes_ = plan.max_row_bytes;
   max_tiers_ = plan.max_tiers;
   nothing = arena.take<std::int32_t>(pairs_);
@@ -84,6 +87,8 @@ void TierStorage::start(std::size_t first, std::size_t count, cudaStream_t strea
   cuda::enqueue_zeros(counts + first * kMaxDeviceTiers, count * kMaxDeviceTiers, stream, kWhat);
   cuda::enqueue_zeros(next_rows + first, count, stream, kWhat);
   cuda::enqueue_zeros(extents + first, count, stream, kWhat);
+  const auto dim = static_cast<std::size_t>(head_size_);
+  if (centres) cuda::enqueue_zeros(centres + first * dim, count * dim, stream, kWhat);
 }
 
 void TierStorage::copy(std::size_t from, std::size_t to, std::size_t count,
@@ -99,6 +104,8 @@ void TierStorage::copy(std::size_t from, std::size_t to, std::size_t count,
              count * kMaxDeviceTiers, stream);
   cuda::copy(next_rows + to, next_rows + from, count, stream);
   cuda::copy(extents + to, extents + from, count, stream);
+  const auto dim = static_cast<std::size_t>(head_size_);
+  if (centres) cuda::copy(centres + to * dim, centres + from * dim, count * dim, stream);
 }
 
 void TierStorage::pretend(const PairSlots& slots, std::size_t at, std::size_t pair,
@@ -132,6 +139,12 @@ void TierStorage::pretend(const PairSlots& slots, std::size_t at, std::size_t pa
               std::vector{rows.empty() ? 0 : static_cast<std::int32_t>(rows.back() + 1)}, kWhat);
 }
 
+float* TierStorage::centres_of(std::uint32_t layer, int sequence) const {
+  if (!centres) return nullptr;
+  const std::size_t pair = layer * pairs_ + static_cast<std::size_t>(sequence) * kv_heads_;
+  return centres + pair * static_cast<std::size_t>(head_size_);
+}
+
 QuantizedCache TierStorage::quantized_cache(std::uint32_t layer, int sequence) const {
   const std::size_t first = static_cast<std::size_t>(sequence) * kv_heads_,
                     at = layer * pairs_ + first;
@@ -146,7 +159,8 @@ QuantizedCache TierStorage::quantized_cache(std::uint32_t layer, int sequence) c
           .extents = extents + at,
           .max_rows = max_rows_,
           .max_row_bytes = max_row_bytes_,
-          .max_tiers = max_tiers_};
+          .max_tiers = max_tiers_,
+          .centres = centres_of(layer, sequence)};
 }
 
 }  // namespace kvlab::kernels

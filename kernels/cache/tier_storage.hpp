@@ -37,6 +37,8 @@ struct TierStorage {
   /// For benchmarks: marks `live` tokens of a pair as stored. Their quantized values are arbitrary.
   void pretend(const PairSlots& slots, std::size_t at, std::size_t pair, std::uint32_t live) const;
 
+  /// The centres of one sequence in one layer; null if no keys are centred.
+  float* centres_of(std::uint32_t layer, int sequence) const;
   bool in_use() const { return tier_plans != nullptr; }
   /// The quantized caches of one layer, from that sequence on.
   QuantizedCache quantized_cache(std::uint32_t layer, int sequence) const;
@@ -47,8 +49,9 @@ struct TierStorage {
   std::int32_t *counts = nullptr, *extents = nullptr;
   std::uint32_t* next_rows = nullptr;
   std::byte *newest_keys = nullptr, *newest_values = nullptr;  // [pair, dim]
-  std::int32_t* nothing = nullptr;                             // [pair]: zeros
-  std::int64_t* newest = nullptr;                              // [pair]: 0, 1, 2, …
+  float* centres = nullptr;  // [layer, pair, dim]: zeros without a centre; null: none is centred
+  std::int32_t* nothing = nullptr;  // [pair]: zeros
+  std::int64_t* newest = nullptr;   // [pair]: 0, 1, 2, …
 
  private:
   std::vector<TierRegion> regions_ = {};  // [layer, pair]

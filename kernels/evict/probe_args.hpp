@@ -11,7 +11,8 @@ namespace kvlab {
 
 inline constexpr unsigned kProbeThreads = 128;
 
-/// A fixed set of tokens through some steps. All pointers are device memory.
+/// A probe runs a policy's hooks on a fixed set of tokens over some steps. All pointers are device
+/// memory.
 struct ProbeArgs {
   std::uint32_t tokens;     ///< token i is at position i, in slot i; all are appended in step 0
   std::uint32_t steps;      ///< each step observes, then ranks

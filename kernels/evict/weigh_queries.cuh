@@ -7,7 +7,8 @@
 
 namespace kvlab::kernels {
 
-/// Writes the tail, then the bits of the weight at each age.
+/// Writes to to[0] the policy's tail, the age from which on weights are 0, and to to[1 + age] the
+/// bits of the weight of a query of each age.
 template <Policy P>
 __global__ void weigh_queries(typename P::Params params, std::uint32_t queries, std::uint32_t* to) {
   const std::uint32_t age = blockIdx.x * blockDim.x + threadIdx.x;

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "kernels/types.hpp"
-#include "policies/tiers/format.hpp"
+#include "policies/tiers/quant_block.hpp"
 
 namespace kvlab::kernels {
 
@@ -139,6 +139,7 @@ struct QuantizedCache {
   int max_rows;           ///< maximum over the pairs
   int max_row_bytes;      ///< maximum over the rows
   int max_tiers;  ///< maximum over the pairs; if a pair has one tier, a token's row is its slot
+  const float* centres = nullptr;  // [pair, dim]: subtracted from stored keys; null: none
 };
 
 /// Data of older tokens while many tokens are appended: the quantized data from which their keys

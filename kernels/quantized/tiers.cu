@@ -64,9 +64,12 @@ __global__ void store_newest_kernel(kvlab_cache_view cache, QuantizedCache quant
   const int blocks = cache.head_size / kWarpSize,
             b = static_cast<int>(threadIdx.x) / kWarpSize % blocks, at = b * kWarpSize + lane_id();
   const bool key = static_cast<int>(threadIdx.x) < cache.head_size;
-  const T own = static_cast<const T*>(
+  T own = static_cast<const T*>(
       key ? quantized_cache.newest_keys
           : quantized_cache.newest_values)[std::int64_t{pair.index} * cache.head_size + at];
+  if (key && quantized_cache.centres)
+    own = from_float<T>(to_float(own) -
+                        quantized_cache.centres[std::int64_t{pair.index} * cache.head_size + at]);
   const RowPart to =
       part_of(quantized_cache.bytes, tier_plan.tier[0], row, key, cache.head_size, sizeof(T));
   if (format.exact()) {

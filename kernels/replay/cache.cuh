@@ -129,9 +129,9 @@ class ReplayCache {
   __device__ std::uint32_t num_unprotected(std::uint32_t now) const {
     return protected_tokens_.num_unprotected(now);
   }
-  /// Makes the token in slot `i` an eviction candidate if its position is one of the `unprotected`
-  /// unprotected positions. A full cache has at least one such token, because sinks and recent
-  /// tokens fit its budget.
+  /// Makes the token in slot `i` an eviction candidate if it is unprotected, that is, if its
+  /// position is one of the first `unprotected` positions after the sinks. A full cache has at
+  /// least one such token, because sinks and recent tokens fit its budget.
   __device__ void rank(EvictionCandidate& first, std::uint32_t i, const Slot& own,
                        const Step& ranking, std::uint32_t unprotected) const {
     const std::uint32_t position = positions_[i];

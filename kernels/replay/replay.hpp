@@ -288,7 +288,7 @@ struct ReplayCounts {
       hits;  ///< requested tokens before the query that are kept; not set if all tokens are kept
 };
 
-// Vectors, which are computed before the first block.
+// Rotated, rearranged and quantized vectors, from which the blocks are computed.
 
 /// Vectors [row, dim] before RoPE, `stride` elements apart.
 struct ReplayVectors {

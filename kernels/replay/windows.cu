@@ -23,7 +23,8 @@ struct RowSums {
   float4 full[kHeadGroups], cache_positions[kHeadGroups];
   uint4 hits[kHeadGroups];
 };
-/// First the sums of each chunk, later the sums of each chunk and all later ones.
+/// Sums by chunk. At first the entry of a chunk has the sums of this chunk alone; then suffix sums
+/// replace them, over this chunk and all chunks after it.
 template <int kHeadGroups>
 using ChunkSums = RowSums<kHeadGroups>[kChunks + 1];
 
@@ -76,7 +77,7 @@ class WindowQuery {
       full_[head_group] = args.rows.e + at * args.shape.tokens;
       cache_positions_[head_group] =
           args.cache_positions.e ? args.cache_positions.e + at * args.shape.tokens : nullptr;
-      least_[head_group] = args.rows.least[at];
+      min_requested_[head_group] = args.rows.least[at];
     }
   }
 
@@ -113,7 +114,7 @@ class WindowQuery {
     for (std::uint32_t token = begin + lane_; token < end; token += kWarpSize)
 #pragma unroll
       for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
-        const float4 x = full_[head_group][token], bound = least_[head_group];
+        const float4 x = full_[head_group][token], bound = min_requested_[head_group];
         add(sums.full[head_group], x);
         if (cache_positions_[head_group])
           add(sums.cache_positions[head_group], cache_positions_[head_group][token]);
@@ -334,7 +335,7 @@ class WindowQuery {
   const std::uint32_t lane_, warp_;
   std::uint32_t chunk_;  ///< tokens per chunk
   const float4 *full_[kHeadGroups], *cache_positions_[kHeadGroups];
-  float4 least_[kHeadGroups];
+  float4 min_requested_[kHeadGroups];
 };
 
 /// One thread block for each query (x) and head task, or for each head task of a member (y).

@@ -158,7 +158,8 @@ struct Base {
   std::size_t features() const { return ops->info.feature_count(); }
 };
 
-/// The tokens with the features of the base only, without the factor.
+/// The tokens as the base policy of a product `base*feature` sees them: without the last feature,
+/// by which the product multiplies the base policy's ranks.
 class OwnTokens {
  public:
   OwnTokens(const Tokens& tokens, std::size_t count, std::size_t own)

@@ -2,7 +2,7 @@
 // the number of queries that could see the token.
 //
 // Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", appendix B.2, which tries this and finds it worse
-// than the sum. Several public codes that are named "H2O" do it, because a sum favours old tokens.
+// than the sum. Several public codebases named "H2O" use it, because a sum favours old tokens.
 // Deliberate differences:
 //   - the differences of h2o: exact sums, summed groups, half of the budget recent, one eviction
 //     per step;

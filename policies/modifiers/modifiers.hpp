@@ -25,8 +25,8 @@ struct Modifiers {
   /// `smooth` places away by age. See smooths().
   std::uint32_t smooth = 0;
   Pool pool = Pool::mean;
-  /// layer: a token's rank is the sum, over the layer's KV heads in order, of its ranks as numbers.
-  /// The heads keep the same set of tokens.
+  /// layer: a token's rank is the sum of its numeric ranks in all KV heads of the layer, added in
+  /// the order of the heads. So all heads keep the same set of tokens.
   Scope scope = Scope::head;
   /// How the masses that a group's query heads give a token in one query are combined: by their
   /// sum, or by the largest.

@@ -1,51 +1,123 @@
 // The precision of a live token's key and value: the storage formats of tiers, one per line.
 #pragma once
 
+#include <compare>
+#include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <string_view>
+
+#include "policies/tiers/quant_block.hpp"
 
 namespace kvlab {
 
-/// Number of channels that share a scale.
-inline constexpr std::uint32_t kQuantBlock = 32;
+/// How elements are rounded. traces/base/numeric/quantize.hpp has one function for each.
+enum class Encoding : std::uint8_t {
+  none,        ///< the cache's 16-bit format
+  integer,     ///< integers with an fp16 scale and minimum per 32 elements
+  e4m3_block,  ///< e4m3 with one power-of-two scale per 32 elements
+  e4m3,        ///< e4m3 with scale 1
+  ggml,        ///< a format of GGML with a scale per 32 elements: q8_0, q5_0, q4_0
+  ggml_min,    ///< a format of GGML with a scale and a minimum per 32 elements: q5_1, q4_1
+  nvfp4,       ///< e2m1 with one e4m3 scale per 16 elements
+};
 
-/// Bits per element of a key and of a value. 16 is the cache's 16-bit format. Elements of fewer
-/// bits are quantized in blocks of channels after a 32-point Hadamard rotation
-/// (traces/base/numeric/quantize.hpp).
-struct KvFormat {
+/// A storage format of one row of elements, a token's key or its value.
+struct RowFormat {
   std::string_view name;
-  int key_bits, value_bits;
-  /// Whether elements are e4m3 with one power-of-two scale per block. Otherwise they are integers
-  /// with an fp16 scale and minimum.
-  bool floating = false;
+  int bits;                      ///< of an element, without metadata
+  std::uint32_t metadata_bytes;  ///< scales and minima of kQuantBlock elements
+  Encoding encoding;
+  /// Whether elements are rounded after the 32-point Hadamard rotation
+  /// (traces/base/numeric/quantize.hpp). Formats of other engines are not.
+  bool rotated = false;
+
+  constexpr bool exact() const { return encoding == Encoding::none; }
+  /// Bytes of kQuantBlock channels.
+  constexpr std::uint32_t block_bytes() const {
+    return kQuantBlock / 8 * static_cast<std::uint32_t>(bits) + metadata_bytes;
+  }
+  /// The same, if an element that is not quantized has `element_bytes` bytes.
+  constexpr std::uint64_t block_bytes_of(std::uint64_t element_bytes) const {
+    return exact() ? kQuantBlock * element_bytes : block_bytes();
+  }
+  constexpr bool operator==(const RowFormat& other) const { return name == other.name; }
+};
+
+/// Formats in order of decreasing precision. fp8_e4m3 is vLLM's and TensorRT-LLM's fp8 with scale
+/// 1, q8_0 to q4_0 are llama.cpp's (ggml/src/ggml-quants.c), and nvfp4 is NVIDIA's format with
+/// scale 1 for the tensor.
+inline constexpr RowFormat kRowFormats[] = {
+    {"16", 16, 0, Encoding::none},        {"fp8", 8, 1, Encoding::e4m3_block, true},
+    {"fp8_e4m3", 8, 0, Encoding::e4m3},   {"8", 8, 4, Encoding::integer, true},
+    {"q8_0", 8, 2, Encoding::ggml},       {"q5_1", 5, 4, Encoding::ggml_min},
+    {"q5_0", 5, 2, Encoding::ggml},       {"4", 4, 4, Encoding::integer, true},
+    {"q4_1", 4, 4, Encoding::ggml_min},   {"q4_0", 4, 2, Encoding::ggml},
+    {"nvfp4", 4, 2, Encoding::nvfp4},     {"3", 3, 4, Encoding::integer, true},
+    {"2", 2, 4, Encoding::integer, true},
+};
+
+/// The row format of that name; null if there is none.
+constexpr const RowFormat* find_row_format(std::string_view name) {
+  for (const RowFormat& format : kRowFormats)
+    if (format.name == name) return &format;
+  return nullptr;
+}
+
+/// The formats of a token's key and value.
+struct KvFormat {
+  const RowFormat* key = &kRowFormats[0];
+  const RowFormat* value = &kRowFormats[0];
   bool kivi = false;  ///< quantized as KIVI does, without Hadamard rotation; never evicts
 
-  constexpr bool exact() const { return key_bits == 16; }
-  /// Bytes of one block of channels of a key and of a value together.
-  constexpr std::uint32_t block_bytes() const {
-    return part_bytes(key_bits) + part_bytes(value_bits);
+  constexpr bool exact() const { return key->exact() && value->exact(); }
+  /// Bytes of kQuantBlock channels of a key and of a value together.
+  constexpr std::uint32_t block_bytes() const { return key->block_bytes() + value->block_bytes(); }
+  constexpr std::uint64_t block_bytes_of(std::uint64_t element_bytes) const {
+    return key->block_bytes_of(element_bytes) + value->block_bytes_of(element_bytes);
   }
-  constexpr bool operator==(const KvFormat&) const = default;
-
-  /// Bytes of one block of channels of only a key or only a value.
-  constexpr std::uint32_t part_bytes(int bits) const {
-    const std::uint32_t metadata = bits == 16 ? 0 : floating ? 1 : 4;
-    return kQuantBlock / 8 * static_cast<std::uint32_t>(bits) + metadata;
+  /// Bits per element of keys and values together, with scales and minima.
+  constexpr double bits() const { return block_bytes() * 8.0 / (2 * kQuantBlock); }
+  /// Whether neither the key nor the value has more precision than in `other`.
+  constexpr bool is_at_most(const KvFormat& other) const {
+    return key >= other.key && value >= other.value;
   }
+  /// A name that find_kv_format() reads, such as `4`, `k4v2` or `q8_0/q4_0`.
+  std::string name() const;
+  /// Some order, for maps. The formats are pointers into kRowFormats.
+  constexpr auto operator<=>(const KvFormat&) const = default;
 };
 
-/// Formats in order of decreasing precision, which is also the order of a plan's tiers. KIVI (Liu
-/// et al. 2024, arXiv:2402.02750) cannot be combined with other tiers.
+/// The formats of kvlab for keys and values. The kernels have the first kKernelFormats, which are
+/// in the order of kvlab_kv_format (kernels/kvlab.h). KIVI (Liu et al. 2024, arXiv:2402.02750)
+/// cannot be combined with other tiers.
 inline constexpr KvFormat kKvFormats[] = {
-    {"16", 16, 16},
-    {"fp8", 8, 8, true},
-    {"8", 8, 8},
-    {"4", 4, 4},
-    {"k4v2", 4, 2},
-    {"2", 2, 2},
-    {"kivi4", 4, 4, false, true},
-    {"kivi2", 2, 2, false, true},
+    {},
+    {find_row_format("fp8"), find_row_format("fp8")},
+    {find_row_format("8"), find_row_format("8")},
+    {find_row_format("4"), find_row_format("4")},
+    {find_row_format("4"), find_row_format("2")},
+    {find_row_format("2"), find_row_format("2")},
+    {find_row_format("4"), find_row_format("4"), true},
+    {find_row_format("2"), find_row_format("2"), true},
 };
+inline constexpr std::size_t kKernelFormats = 6;
+
+/// The index of a format in kKvFormats if the kernels have it.
+constexpr std::optional<std::uint32_t> kernel_format(const KvFormat& format) {
+  for (std::uint32_t i = 0; i < kKernelFormats; ++i)
+    if (kKvFormats[i] == format) return i;
+  return std::nullopt;
+}
+
+/// The format of a name: a row format's name for keys and values, KEY/VALUE for two of them,
+/// `k4v2`, `kivi4` or `kivi2`.
+std::optional<KvFormat> find_kv_format(std::string_view name);
+
+/// The names of all row formats, and of all formats, for messages.
+std::string row_format_names();
+std::string known_formats();
 
 /// KIVI quantizes the keys of kKiviWindow tokens at a time, after RoPE, by channel in groups of
 /// kQuantBlock tokens. It quantizes each value separately, once kKiviWindow younger tokens exist.

@@ -1,6 +1,7 @@
 // A tier plan: how the bytes of a cache are divided among tiers, each of one format.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -14,7 +15,7 @@ namespace kvlab {
 
 /// One tier of a cache.
 struct TierSlots {
-  const KvFormat* format = &kKvFormats[0];
+  KvFormat format = {};
   std::uint32_t slots = 0;  ///< capacity in tokens
 
   bool operator==(const TierSlots&) const = default;
@@ -24,9 +25,9 @@ struct TierSlots {
 std::uint32_t tokens_of(std::span<const TierSlots> tier_plan);
 
 /// The formats through which a token passes when it is demoted from tier `from` (-1: not quantized
-/// yet) to tier `to`, in order. Formats of equal precision are left out, because the token is then
+/// yet) to tier `to`, in order. Equal formats are left out, because the token is then
 /// only copied.
-std::vector<const KvFormat*> demotion_path(std::span<const TierSlots> tier_plan, int from, int to);
+std::vector<KvFormat> demotion_path(std::span<const TierSlots> tier_plan, int from, int to);
 
 /// Throws std::invalid_argument unless `head_size` is a multiple of the block size.
 void check_quantized_heads(std::uint32_t head_size);
@@ -36,19 +37,35 @@ inline constexpr std::size_t kMaxTiers = 16;
 
 struct TierPlan {
   struct Tier {
-    const KvFormat* format = &kKvFormats[0];
+    KvFormat format = {};
     Extent share = percent(
         100);  ///< a number of tokens, which is allocated first, or a share of the remaining bytes
 
     bool operator==(const Tier&) const = default;
   };
   std::vector<Tier> tiers = {Tier{}};  ///< in order of decreasing precision
+  /// A format for each layer without a window, in which the layer keeps all its tokens. Empty:
+  /// every layer has `tiers`.
+  /// Otherwise `tiers` has one tier, of the first layer's format.
+  std::vector<KvFormat> layers = {};
 
+  bool is_by_layer() const { return !layers.empty(); }
   /// Whether all tokens are kept in 16 bit, the default.
-  bool is_plain() const { return tiers.size() == 1 && tiers.front().format->exact(); }
-  bool is_quantized() const { return !tiers.back().format->exact(); }
-  bool is_kivi() const { return tiers.back().format->kivi; }
-  /// The text form that parse_tier_plan() reads; a single tier is written as its format's name.
+  bool is_plain() const {
+    return !is_by_layer() && tiers.size() == 1 && tiers.front().format.exact();
+  }
+  /// Whether some tier or some layer is quantized.
+  bool is_quantized() const {
+    return is_by_layer() ? !std::ranges::all_of(layers, &KvFormat::exact)
+                         : !tiers.back().format.exact();
+  }
+  bool is_kivi() const { return tiers.back().format.kivi; }
+  /// The formats of all tiers or layers.
+  std::vector<KvFormat> formats() const;
+  /// The mean bits per element of formats by layer, with scales and minima.
+  double mean_bits() const;
+  /// The text form that parse_tier_plan() reads. A single tier is written as its format's name, and
+  /// formats by layer as runs of equal layers, such as `8x2-4x28`.
   std::string text(char between = ',', char of = ':') const;
   /// The setting of a policy: `tiers=16@16t+4@100%`.
   std::string setting() const { return "tiers=" + text('+', '@'); }
@@ -58,8 +75,11 @@ struct TierPlan {
   std::vector<TierSlots> slots(std::uint64_t bytes, std::uint32_t blocks) const;
   /// The slots in the bytes of `tokens` 16-bit tokens; independent of the head size.
   std::vector<TierSlots> slots_of_tokens(std::uint32_t tokens) const {
-    return slots(std::uint64_t{tokens} * kKvFormats[0].block_bytes(), 1);
+    return slots(std::uint64_t{tokens} * KvFormat{}.block_bytes(), 1);
   }
+  /// With formats by layer: the number of tokens that every layer holds if the layers have `bytes`
+  /// on average, for one block of channels. Below 2^31.
+  std::uint32_t tokens_by_layer(std::uint64_t bytes) const;
   /// Bytes of a token on the smallest tier.
   std::uint64_t min_token_bytes(std::uint32_t head_size) const;
   bool operator==(const TierPlan&) const = default;
@@ -76,9 +96,13 @@ inline constexpr const char* kStandardTierPlans[] = {"16",
                                                      "16:16t,4:50%,k4v2:50%",
                                                      "8:25%,4:50%,k4v2:25%"};
 
-/// Parses `16`, `4`, `16:16t,8:25%,4:75%`; in a policy's setting, `16@16t+8@25%+4@75%`. Throws
-/// std::invalid_argument for more than kMaxTiers tiers, an unknown format, tiers in order of
-/// increasing precision, or shares that do not add up to 100%. Runs in linear time.
+/// Maximum number of layers in a plan by layer.
+inline constexpr std::size_t kMaxPlanLayers = 1024;
+
+/// Parses `16`, `4`, `16:16t,8:25%,4:75%`; in a policy's setting, `16@16t+8@25%+4@75%`; and formats
+/// by layer, `8x2-4x28`. Throws std::invalid_argument for more than kMaxTiers tiers or
+/// kMaxPlanLayers layers, an unknown format, tiers in order of increasing precision, or shares that
+/// do not add up to 100%. Runs in linear time.
 TierPlan parse_tier_plan(std::string_view text);
 
 }  // namespace kvlab

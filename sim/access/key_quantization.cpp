@@ -8,15 +8,15 @@
 #include <limits>
 #include <stdexcept>
 
-#include "policies/tiers/format.hpp"
+#include "policies/tiers/tier_plan.hpp"
 #include "traces/base/numeric/quantize.hpp"
 #include "traces/layer_ropes.hpp"
 
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kTokens = 32;  // number of tokens to examine
-constexpr double kMaxMoved = 1;        // in nats
+constexpr std::uint32_t kAssessedTokens = 32;  // number of tokens to examine
+constexpr double kMaxMoved = 1;                // in nats
 
 /// The variance of the change that quantizing `keys` [token, dim], after RoPE, causes in a query's
 /// products.
@@ -47,7 +47,8 @@ double quantization_variance(std::span<const float> keys, std::span<const float>
 std::vector<double> key_quantization_errors(const TraceReader& trace) {
   const ModelShape& shape = trace.shape();
   if (shape.head_size % kQuantBlock != 0) return {};
-  const std::uint32_t count = std::min(kTokens, trace.tokens()), first = trace.tokens() - count;
+  const std::uint32_t count = std::min(kAssessedTokens, trace.tokens()),
+                      first = trace.tokens() - count;
   const std::size_t dim = shape.head_size;
   const LayerRopes ropes(trace);
   std::vector<float> plain(count * dim), keys(plain.size()), query(dim);
@@ -71,15 +72,21 @@ std::vector<double> key_quantization_errors(const TraceReader& trace) {
 
 std::string key_quantization_warning(const TraceReader& trace) {
   const std::vector<double> errors = key_quantization_errors(trace);
+  if (errors.empty()) return "";
   std::vector<std::string> layers;
-  for (std::size_t layer = 0; layer < errors.size(); ++layer)
-    if (!(errors[layer] <= kMaxMoved))
+  TierPlan safe;
+  for (const std::uint32_t layer : trace.layers_with_window(false)) {
+    const bool is_safe = errors[layer] <= kMaxMoved;
+    safe.layers.push_back(*find_kv_format(is_safe ? "4" : "8/4"));
+    if (!is_safe)
       layers.push_back(fmt::format("{} (by {:.1f})", trace.shape().number(layer), errors[layer]));
+  }
   if (layers.empty()) return "";
   return fmt::format(
       "4-bit keys move attention scores by more than {} nat in layers {}, as biases of keys can; "
-      "use 8 bits for keys in these layers",
-      kMaxMoved, fmt::join(layers, ", "));
+      "use 8 bits for keys in these layers (--tiers {}, on the CPU), let `kvlab plan` choose, or "
+      "centre the keys with --centre prompt",
+      kMaxMoved, fmt::join(layers, ", "), safe.text());
 }
 
 }  // namespace kvlab

@@ -116,14 +116,14 @@ BenchSweep sweep_of(std::string name, const std::vector<std::string>& policies, 
 }
 
 std::vector<BenchSweep> all_sweeps() {
-  constexpr int kNested = 64;
+  constexpr int kManyBudgets = 64;
   std::vector<BenchSweep> sweeps{
       sweep_of("sweep", {"lru", "window", "h2o", "sink", "streaming_h2o"}, kBudgets, 5, 60),
       sweep_of("original_positions", {"lru", "window", "h2o"}, kBudgets, 5, 60),
       sweep_of("feedback", {"h2o", "lru"}, 20, 2, 60, Positions::original)};
   for (const char* policy : {"window", "sink", "random", "oracle_attention", "oracle_topk"})
     sweeps.push_back(
-        sweep_of(fmt::format("nested:{}", policy), {policy}, kNested, 1, 64, Positions::original));
+        sweep_of(fmt::format("{}_64", policy), {policy}, kManyBudgets, 1, 64, Positions::original));
   for (const char* policy : {"lru", "window", "h2o", "sink", "streaming_h2o"})
     sweeps.push_back(sweep_of(policy, {policy}, kBudgets, 5, 60));
   return sweeps;
@@ -139,7 +139,7 @@ double slot_steps(const TraceReader& trace, const CacheConfig& config) {
   return steps;
 }
 
-void keep_least(WorkTime& least, const WorkTime& time, bool first) {
+void keep_shortest(WorkTime& least, const WorkTime& time, bool first) {
   least.seconds = first ? time.seconds : std::min(least.seconds, time.seconds);
   least.cpu_seconds = first ? time.cpu_seconds : std::min(least.cpu_seconds, time.cpu_seconds);
 }
@@ -241,12 +241,12 @@ ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchSweep
     for (std::size_t g = 0; g < sweeps.size(); ++g) {
       const ExactPass exact =
           device ? device->exact_pass(trace, options.threads) : exact_pass(trace, options.threads);
-      keep_least(bench.exact.time, exact.time, repeat == 0 && g == 0);
+      keep_shortest(bench.exact.time, exact.time, repeat == 0 && g == 0);
       bench.exact.flops = exact.flops;
       const double reading = device ? device->reading_seconds() : 0;
       WorkTime time = timed([&] { replay(trace, 0, sweeps[g].configs, options); });
       if (device) time.seconds -= device->reading_seconds() - reading;
-      keep_least(bench.sweeps[g].time, time, repeat == 0);
+      keep_shortest(bench.sweeps[g].time, time, repeat == 0);
       if (device)
         bench.sweeps[g].step_microseconds =
             1e6 * bench.sweeps[g].time.seconds / trace.tokens() / std::max(device->waves(), 1);

@@ -54,9 +54,10 @@ struct ReplayCost {
 };
 
 /// The standard sweeps: `sweep` ({lru, window, h2o, sink, streaming_h2o} x 8 budgets), its part
-/// without cache positions, each of its policies, `feedback` (h2o and lru, 20 budgets each) and 64
-/// budgets of each nested order. `names` selects sweeps; empty: all of these. Only if named:
-/// `shelf` (every registered policy x 8 budgets) and any single policy (x 8 budgets).
+/// without cache positions, each of its policies, `feedback` (h2o and lru, 20 budgets each), and 64
+/// budgets each of some policies and oracles (`window_64` and others). `names` selects sweeps;
+/// empty: all of these. Only if named: `shelf` (every registered policy x 8 budgets) and any single
+/// policy (x 8 budgets).
 std::vector<BenchSweep> bench_sweeps(const std::vector<std::string>& names);
 /// The names of all sweeps.
 std::vector<std::string> bench_sweep_names();

@@ -1,6 +1,7 @@
 #include "sim/cache/host_cache.hpp"
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "traces/base/numeric/quantize.hpp"
@@ -12,6 +13,45 @@ namespace {
 
 constexpr std::uint32_t kFewRows = 64;  // fewer rows than this are not worth compacting
 
+/// Switches a row between its states.
+void switch_state(std::span<float> row, RowState& state) {
+  hadamard_rotate(row);
+  if (state == RowState::rotated)
+    for (float& x : row) x /= kQuantBlock;
+  state = state == RowState::plain ? RowState::rotated : RowState::plain;
+}
+
+void round_elements(std::span<float> row, const RowFormat& format) {
+  switch (format.encoding) {
+    case Encoding::none:
+      return;
+    case Encoding::integer:
+      return quantize_row(row, format.bits, false);
+    case Encoding::e4m3_block:
+      return quantize_row(row, format.bits, true);
+    case Encoding::e4m3:
+      return quantize_e4m3(row);
+    case Encoding::ggml:
+      return quantize_ggml(row, format.bits);
+    case Encoding::ggml_min:
+      return quantize_ggml_min(row, format.bits);
+    case Encoding::nvfp4:
+      return quantize_nvfp4(row);
+  }
+}
+
+/// Quantizes a row of the given state and leaves it rotated.
+void quantize_part(std::span<const KvFormat> path, const RowFormat* KvFormat::*part,
+                   std::span<float> row, RowState state) {
+  for (const KvFormat& format : path) {
+    const RowFormat& own = *(format.*part);
+    if (own.exact()) continue;
+    if (own.rotated != (state == RowState::rotated)) switch_state(row, state);
+    round_elements(row, own);
+  }
+  if (state == RowState::plain) switch_state(row, state);
+}
+
 }  // namespace
 
 void rotate_rounded(const RopeTable& rope, const float* x, std::size_t size, std::uint32_t position,
@@ -20,12 +60,17 @@ void rotate_rounded(const RopeTable& rope, const float* x, std::size_t size, std
   for (std::size_t d = 0; rounding && d < size; ++d) y[d] = round_to(*rounding, y[d]);
 }
 
-void quantize_token(std::span<const KvFormat* const> path, std::span<float> key,
-                    std::span<float> value) {
-  for (const KvFormat* format : path) {
-    quantize_row(key, format->key_bits, format->floating);
-    quantize_row(value, format->value_bits, format->floating);
-  }
+void quantize_row(std::span<float> row, const RowFormat& format) {
+  RowState state = RowState::plain;
+  if (format.rotated) switch_state(row, state);
+  round_elements(row, format);
+  if (format.rotated) switch_state(row, state);
+}
+
+void quantize_token(std::span<const KvFormat> path, std::span<float> key, std::span<float> value,
+                    RowState state) {
+  quantize_part(path, &KvFormat::key, key, state);
+  quantize_part(path, &KvFormat::value, value, state);
 }
 
 void quantize_by_channel(std::span<float> keys, std::size_t dim, int bits) {
@@ -49,9 +94,10 @@ HostCache::HostCache(const HeadShape& shape, LiveSet live, OutputWeights output,
       features_(live_.features(), shape.head_size, output),
       feature_values_(std::move(feature_values)),
       keys_(0, shape.head_size) {
+  if (live_.centre() != KeyCentre::none) check_centre(shape.softcap != 0, !shape.sinks.empty());
   if (!live_.is_quantized()) return;
   check_quantized_heads(shape.head_size);
-  rotates_ = !live_.tier_plan().front().format->kivi;
+  rotates_ = !live_.tier_plan().front().format.kivi;
 }
 
 HostCache::HostCache(const HostCache& other)
@@ -67,6 +113,8 @@ HostCache::HostCache(const HostCache& other)
       tiers_(other.tiers_),
       kivi_keys_(other.kivi_keys_),
       kivi_values_(other.kivi_values_),
+      centre_(other.centre_),
+      centred_(other.centred_),
       old_(other.old_) {
   // A copied vector has no spare capacity, but the vectors need the same capacity as keys_.
   values_.reserve(other.values_.capacity());
@@ -78,6 +126,7 @@ std::span<const std::uint32_t> HostCache::evict_to_budget(std::uint32_t now) {
   std::vector<std::uint32_t> victims;
   for (const std::uint32_t age : live_.evict_to_budget(now)) victims.push_back(before[age]);
   victims_ = std::move(victims);
+  centre_live_keys();
   demote(0, live_.size());
   if (has_spare_rows()) compact();
   return victims_;
@@ -148,6 +197,7 @@ void HostCache::append(const HeadAppend& append, const RopeTable& rope) {
   for (auto& [name, feature] : feature_values_) feature.resize(std::max(feature.size(), end));
   live_.append(append.first, append.tokens, features_.append(rows, &feature_values_, append.first));
   grow_to(live_.slot_count());
+  if (append.first == 0) find_centre(append, rope);
   store(append, rope);
   if (shape_.positions == Positions::cache) rotate_to_cache_positions(rope);
   if (append.tokens == 1) demote(live_.size() - 1, live_.size());
@@ -164,6 +214,7 @@ void HostCache::store(const HeadAppend& append, const RopeTable& rope) {
     const float* key = append.k + i * append.key_stride;
     const float* value = append.v + i * append.key_stride;
     rotate_rounded(rope, key, dim, append.first + i, shape_.rounding, rotated.data());
+    if (centred_) subtract_centre(rotated);
     keys_.set_row(rows[i], rotated.data());
     std::copy_n(value, dim, &values_[rows[i] * dim]);
     if (rotates_) tiers_[rows[i]] = -1;
@@ -171,6 +222,44 @@ void HostCache::store(const HeadAppend& append, const RopeTable& rope) {
       std::copy_n(key, dim, &plain_keys_[rows[i] * dim]);
       rotated_to_[rows[i]] = append.first + i;
     }
+  }
+}
+
+/// Computes the centre from the first keys of the append at position 0.
+void HostCache::find_centre(const HeadAppend& append, const RopeTable& rope) {
+  centre_.clear();
+  centred_ = false;
+  const std::uint32_t count = centre_keys(append.tokens);
+  if (live_.centre() == KeyCentre::none || count == 0) return;
+  const std::size_t dim = shape_.head_size;
+  std::vector<float> keys(count * dim);
+  for (std::uint32_t i = 0; i < count; ++i)
+    rotate_rounded(rope, append.k + i * append.key_stride, dim, append.first + i, shape_.rounding,
+                   &keys[i * dim]);
+  for (std::size_t d = 0; d < dim; ++d) {
+    CentreChannel channel;
+    for (std::uint32_t i = 0; i < count; ++i) channel.add(keys[i * dim + d]);
+    centre_.push_back(channel.mean());
+  }
+}
+
+/// Subtracts the centre from the keys of the append at position 0, which has ended.
+void HostCache::centre_live_keys() {
+  if (centre_.empty() || centred_) return;
+  centred_ = true;
+  std::vector<float> key(shape_.head_size);
+  for (const std::uint32_t row : live_.slots()) {
+    keys_.get_row(row, key.data());
+    subtract_centre(key);
+    keys_.set_row(row, key.data());
+  }
+}
+
+/// The result has the type of the stored keys.
+void HostCache::subtract_centre(std::span<float> key) const {
+  for (std::size_t d = 0; d < key.size(); ++d) {
+    key[d] -= centre_[d];
+    if (shape_.rounding) key[d] = round_to(*shape_.rounding, key[d]);
   }
 }
 
@@ -200,13 +289,12 @@ void HostCache::demote(std::uint32_t first, std::uint32_t last) {
     const int from = tiers_[row], to = static_cast<int>(live_.tier(age));
     if (from == to) continue;
     const auto formats = demotion_path(live_.tier_plan(), from, to);
-    const bool was_quantized = is_quantized(row);
+    const RowState state = is_quantized(row) ? RowState::rotated : RowState::plain;
     tiers_[row] = to;
     if (formats.empty()) continue;
     const std::span<float> value = std::span(values_).subspan(row * dim, dim);
     keys_.get_row(row, key.data());
-    if (!was_quantized) hadamard_rotate(key), hadamard_rotate(value);
-    quantize_token(formats, key, value);
+    quantize_token(formats, key, value, state);
     keys_.set_row(row, key.data());
   }
 }
@@ -214,16 +302,16 @@ void HostCache::demote(std::uint32_t first, std::uint32_t last) {
 /// Quantizes the tokens that KIVI quantizes when new tokens are appended after `before` older ones.
 /// Nothing is evicted, so a token's row is its position.
 void HostCache::quantize_as_kivi(std::uint32_t before) {
-  const KvFormat& format = *live_.tier_plan().front().format;
+  const KvFormat& format = live_.tier_plan().front().format;
   const std::size_t dim = shape_.head_size;
   const std::uint32_t count = kivi_keys(before) - kivi_keys_;
   std::vector<float> keys(count * dim);
   for (std::uint32_t i = 0; i < count; ++i) keys_.get_row(kivi_keys_ + i, &keys[i * dim]);
-  quantize_by_channel(keys, dim, format.key_bits);
+  quantize_by_channel(keys, dim, format.key->bits);
   for (std::uint32_t i = 0; i < count; ++i) keys_.set_row(kivi_keys_ + i, &keys[i * dim]);
   kivi_keys_ += count;
   for (; kivi_values_ < kivi_values(before); ++kivi_values_)
-    quantize_row(std::span(values_).subspan(kivi_values_ * dim, dim), format.value_bits, false);
+    quantize_row(std::span(values_).subspan(kivi_values_ * dim, dim), format.value->bits, false);
 }
 
 bool HostCache::all_exact(std::size_t count) const {
@@ -327,6 +415,9 @@ void HostCache::attend(const HeadAppend& append, std::uint32_t begin, std::uint3
   const std::uint32_t most = visible(append, end - 1);
   const bool computes = !how.shared || shape_.positions == Positions::cache || !all_exact(most);
   const Products products = computes ? multiply(append, begin, end, rope) : Products{};
+  if (append.lse && centred_)
+    throw std::invalid_argument(
+        "centre: log-sum-exp of attention is not exported with centred keys; use centre=none");
   Received received(*this, how.followers, end - begin == append.tokens, most);
   std::vector<float> by_age(most);
   for (std::uint32_t token = begin; token < end; ++token) {

@@ -7,6 +7,10 @@
 //   append ──► 16 bit ──► demoted by the tier plan ──► evicted, and the row is used again
 //              (in an append of several tokens, until the append has ended)
 //
+// With centred keys, the keys of the append at position 0 are stored as they are until it has
+// ended. Then the centre is subtracted from them, and from later keys when they are stored. So all
+// keys of a softmax have the same centre, or none.
+//
 // A row's probabilities come from logits by `multiply_fused`, gathered by age, then scaled,
 // exponentials, one sum, one division. Values are added by age.
 #pragma once
@@ -68,10 +72,16 @@ class FullRows {
 /// type does.
 void rotate_rounded(const RopeTable& rope, const float* x, std::size_t size, std::uint32_t position,
                     std::optional<Dtype> rounding, float* y);
-/// Quantizes a key and a value through the formats of demotion_path(), in order. Both have gone
-/// through the Hadamard rotation.
-void quantize_token(std::span<const KvFormat* const> path, std::span<float> key,
-                    std::span<float> value);
+/// Whether a row has gone through the Hadamard rotation. Quantized rows are stored after it, in
+/// every format, so that one rotation of a query serves all of them.
+enum class RowState : std::uint8_t { plain, rotated };
+
+/// Replaces a plain row by its quantized and dequantized values.
+void quantize_row(std::span<float> row, const RowFormat& format);
+/// Quantizes a key and a value through the formats of demotion_path(), in order. Both are in the
+/// given state, and are rotated afterwards.
+void quantize_token(std::span<const KvFormat> path, std::span<float> key, std::span<float> value,
+                    RowState state);
 /// Quantizes keys after RoPE as KIVI does: by channel, in groups of kQuantBlock tokens. Each group
 /// has an fp16 minimum and an fp16 scale, which is never 0.
 void quantize_by_channel(std::span<float> keys, std::size_t dim, int bits);
@@ -140,14 +150,16 @@ class HostCache {
   /// Number of rows in use. After a prompt it is the number of tokens that the budget keeps live.
   /// Before the end of the prompt it is at most twice the number of live tokens, or a small number.
   std::uint32_t row_count() const { return live_.slot_count(); }
-  /// Bytes of the live tokens: of their quantized values, or 4 bytes for each element.
+  /// Bytes of the live tokens: of their quantized values, or 4 bytes for each element. Includes the
+  /// centre, in float32.
   std::uint64_t live_bytes() const {
-    std::uint64_t bytes = 0;
-    if (!rotates_) return std::uint64_t{live_.size()} * 2 * shape_.head_size * sizeof(float);
+    std::uint64_t bytes = centre_.size() * sizeof(float);
+    if (!rotates_)
+      return bytes + std::uint64_t{live_.size()} * 2 * shape_.head_size * sizeof(float);
     for (const std::uint32_t row : live_.slots())
-      bytes += is_quantized(row) ? live_.tier_plan()[tiers_[row]].format->block_bytes() *
-                                       shape_.head_size / kQuantBlock
-                                 : 2 * shape_.head_size * sizeof(float);
+      bytes += (is_quantized(row) ? live_.tier_plan()[tiers_[row]].format : KvFormat{})
+                   .block_bytes_of(sizeof(float)) *
+               shape_.head_size / kQuantBlock;
     return bytes;
   }
   /// Bytes of memory that keys and values use, including spare rows. Keys are stored in panels of
@@ -181,8 +193,11 @@ class HostCache {
   /// Quantizes the rows of the live tokens of ages [first, last) to the formats of their tiers.
   void demote(std::uint32_t first, std::uint32_t last);
   void quantize_as_kivi(std::uint32_t before);
+  void find_centre(const HeadAppend& append, const RopeTable& rope);
+  void centre_live_keys();
+  void subtract_centre(std::span<float> key) const;
   bool is_quantized(std::uint32_t row) const {
-    return tiers_[row] >= 0 && !live_.tier_plan()[tiers_[row]].format->exact();
+    return tiers_[row] >= 0 && !live_.tier_plan()[tiers_[row]].format.exact();
   }
   void multiply_at(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
                    QueryRotation rotation, const RopeTable& rope, std::size_t panels,
@@ -210,6 +225,8 @@ class HostCache {
       tiers_;  // [row]: the tier whose format the row has; -1: not quantized; only if rotates_
   std::uint32_t kivi_keys_ = 0,
                 kivi_values_ = 0;  // numbers of oldest tokens that KIVI has quantized
+  std::vector<float> centre_;      // [dim], of keys after RoPE; empty: there is none
+  bool centred_ = false;           // whether the centre was subtracted from the stored keys
   std::uint32_t old_ = 0;  // number of oldest live tokens that are rotated to cache positions
 
   std::mutex seen_mutex_;

@@ -23,14 +23,14 @@ using ConfigBatchWatcher =
 class ConfigBatch {
  public:
   virtual ~ConfigBatch() = default;
-  /// Whether attend() will read the row of `query`. It may return true for one row too many.
+  /// Whether attend() may read the row of `query`. If false, attend() does not read it.
   virtual bool wants_row(std::uint32_t query) const = 0;
   /// Runs queries [first, first + count) through every configuration. Blocks come in order, each
   /// once. `rows` holds the block if wants_row() is true for one of its rows.
   virtual void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) = 0;
   /// Returns the outcomes by configuration, and moves the metrics out.
   virtual std::vector<HeadOutcome> outcomes() = 0;
-  /// May be null.
+  /// `watcher` may be null.
   virtual void watch(ConfigBatchWatcher watcher) = 0;
 };
 
@@ -43,7 +43,7 @@ class AppendCursor {
   bool ends_at(std::uint32_t query) const {
     return query + 1 == current().first + current().tokens;
   }
-  /// Number of younger queries of the append.
+  /// Number of later queries in the current append.
   std::uint32_t age_of(std::uint32_t query) const {
     return current().first + current().tokens - 1 - query;
   }

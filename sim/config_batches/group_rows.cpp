@@ -15,13 +15,13 @@ namespace kvlab {
 namespace {
 
 constexpr std::size_t kRowBytes = std::size_t{1}
-                                  << 19;  // memory for exponentials: 1 MB of CPU cache
+                                  << 19;  // bytes of exponentials; they fit a CPU cache of 1 MB
 constexpr float kNever = std::numeric_limits<float>::infinity();
 constexpr float kNevers[kHeadGroupSize] = {kNever, kNever, kNever, kNever};
 constexpr std::size_t kTilePanels =
-    6;  // number of key panels, so that a tile of logits stays in the CPU cache
+    6;  // key panels of a tile; few enough that its logits stay in the CPU cache
 constexpr std::size_t kTileTokens = kTilePanels * 16;
-constexpr std::size_t kTailTokens = 64;  // number of tokens of a range whose sum is stored
+constexpr std::size_t kTailTokens = 64;  // tokens in a range whose sum is stored
 
 std::uint32_t block_for(std::size_t row_floats) {
   return static_cast<std::uint32_t>(
@@ -40,9 +40,8 @@ float min_requested(float sum, float most, std::uint32_t threshold16) {
     return is_requested(fixed_mass(1.0f, e / sum), row_max, threshold16);
   };
   if (asks(0.0f)) return 0.0f;
-  // Computes the smallest mass that requests, then the exponential at which rounding reaches this
-  // mass. The estimate is nearly exact: it is off by at most a step or two of one unit in the last
-  // place.
+  // Computes the smallest mass that is requested, then the smallest exponential that rounds to this
+  // mass. The estimate is wrong by at most two units in the last place; the loops below correct it.
   const double mass =
       std::ceil(static_cast<double>(threshold16) * static_cast<double>(row_max) / 65536.0);
   auto e = static_cast<float>((mass - 0.5) * 0x1p-32 * static_cast<double>(sum));
@@ -71,7 +70,7 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
   tile_.resize(std::size_t{block_} * view.group * kTileTokens);
   e_.resize(std::size_t{block_} * heads() * stride_);
   sums_.resize(std::size_t{block_} * heads());
-  most_.resize(sums_.size());
+  largest_.resize(sums_.size());
   shifts_.resize(sums_.size());
   lazy_.resize(block_);
   std::vector<float> key(view.head_size);
@@ -111,7 +110,7 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count, std::uint32_t 
   }
   for (std::size_t row = 0; row < head_group_rows_.size(); ++row) {
     row_loops().finish(head_group_rows_[row], sums_.data() + row * kHeadGroupSize,
-                       most_.data() + row * kHeadGroupSize);
+                       largest_.data() + row * kHeadGroupSize);
     std::copy_n(head_group_rows_[row].shift, kHeadGroupSize, shifts_.data() + row * kHeadGroupSize);
   }
   for (Lazy& parts : lazy_)
@@ -119,8 +118,8 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count, std::uint32_t 
         parts.outputs = parts.divided = false;
 }
 
-/// Converts a tile's logits, of tokens [begin, end), to exponentials. Each query only gets those of
-/// the tokens that it sees.
+/// Converts a tile's logits, of tokens [begin, end), to exponentials. Each query gets only the
+/// tokens that it sees.
 void GroupRows::extend(std::uint32_t count, std::uint32_t begin, std::uint32_t end) {
   const std::size_t group = view_.group;
   for (std::uint32_t i = begin > first_ ? begin - first_ : 0; i < count; ++i)
@@ -141,7 +140,7 @@ GroupRows::Requests GroupRows::requests(std::uint32_t query) {
     parts.count.assign(heads(), 0);
     for (std::uint32_t h = 0; h < view_.group; ++h)
       parts.least[h] =
-          min_requested(sums_[row(query) + h], most_[row(query) + h], arithmetic_.threshold16);
+          min_requested(sums_[row(query) + h], largest_[row(query) + h], arithmetic_.threshold16);
     float unused[kHeadGroupSize];
     for (std::uint32_t head_group = 0; head_group < head_groups_; ++head_group)
       row_loops().total(e(query, head_group), nullptr, query,
@@ -200,7 +199,8 @@ const std::uint32_t* GroupRows::request_flags(std::uint32_t query) {
   return parts.any.data();
 }
 
-/// Sums whole ranges of tokens, beginning with the last one.
+/// Sums exponentials from the beginning of each range of tokens to the end of the row. Starts with
+/// the last range.
 void GroupRows::sum_tails(std::uint32_t query, Lazy& parts) {
   const std::size_t ranges = query / kTailTokens + 1;
   parts.tail.assign(head_groups_ * (ranges + 1), {});

@@ -1,5 +1,5 @@
-// The full cache's rows of one KV head for all query heads of its group, a block of queries at a
-// time, as the configuration batches read them: exponentials [query][head group][token][4].
+// Attention rows of the full cache, for one KV head and all query heads of its group. They are
+// computed for a block of queries at a time, as exponentials [query][head group][token][4].
 #pragma once
 
 #include <array>
@@ -15,21 +15,23 @@
 
 namespace kvlab {
 
-/// The smallest exponential of a row whose token is requested; 0: all tokens are. Whether a token
-/// is requested is monotone in its exponential, so no probability has to be computed.
+/// The smallest exponential at which a row requests a token; 0 if it requests all tokens. Requests
+/// are monotone in the exponential, so no probability has to be computed. `most`: the row's largest
+/// exponential.
 float min_requested(float sum, float most, std::uint32_t threshold16);
 
 class GroupRows {
  public:
-  /// `quantized` [token, dim]: the keys after RoPE and the Hadamard rotation, with the values that
-  /// their quantized form gives; empty: the view's keys.
+  /// `quantized` [token, dim]: keys after RoPE, Hadamard rotation, quantization and dequantization.
+  /// If it is empty, the keys of `view` are used.
   GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,
             std::span<const float> quantized = {});
 
-  /// Queries a block holds: enough to reuse keys, few enough that rows stay in cache.
+  /// Number of queries in a block: enough to reuse keys, and few enough that their rows stay in the
+  /// CPU cache.
   std::uint32_t block_queries() const { return block_; }
   /// Computes the rows of queries [first, first + count), count <= block_queries(). `from`: the
-  /// first token that will be read; earlier ones may be left out.
+  /// first token that will be read; earlier tokens may be left out.
   void compute(std::uint32_t first, std::uint32_t count, std::uint32_t from = 0);
 
   const HeadView& view() const { return view_; }
@@ -40,7 +42,7 @@ class GroupRows {
   }  ///< padded
   std::uint32_t threshold16() const { return arithmetic_.threshold16; }
 
-  /// [query + 1][4], and zeros up to a whole block.
+  /// The exponentials of a row: [query + 1][4], padded with zeros to a whole block.
   const float* e(std::uint32_t query, std::uint32_t head_group) const {
     return e_.data() +
            (std::size_t{query - first_} * head_groups_ + head_group) * stride_ * kHeadGroupSize;
@@ -49,14 +51,14 @@ class GroupRows {
   /// Lane sums of the rows, [heads()]; 0 for padding.
   const float* sums(std::uint32_t query) const { return sums_.data() + row(query); }
 
-  /// Their largest exponentials, [heads()].
-  const float* most(std::uint32_t query) const { return most_.data() + row(query); }
+  /// The largest exponential of each row, [heads()].
+  const float* most(std::uint32_t query) const { return largest_.data() + row(query); }
   /// The shifts that the exponentials were taken with (traces/base/numeric/softmax.hpp), [heads()].
   const std::int32_t* shifts(std::uint32_t query) const { return shifts_.data() + row(query); }
 
-  /// Which earlier tokens the rows request (N_t; the query's own token is not in it).
+  /// Which earlier tokens the rows request (N_t, which excludes the query's own token).
   struct Requests {
-    const float* least;          ///< [heads()]: e from which on a token is requested
+    const float* least;          ///< [heads()]: smallest exponential that is requested
     const std::uint32_t* count;  ///< [heads()]
   };
   Requests requests(std::uint32_t query);
@@ -66,16 +68,17 @@ class GroupRows {
   /// The mass that every token receives from the query: [query + 1], summed over the group,
   /// unweighted; Q32.32.
   const std::uint64_t* masses(std::uint32_t query);
-  /// Adds masses() to mass [query + 1, and up to a whole block].
+  /// Adds masses() to mass [query + 1], which is padded to a whole block.
   void add_masses(std::uint32_t query, std::uint64_t* mass) const;
-  /// 1 where some head of the group requests the token, the query's own included: [query + 1].
+  /// [query + 1]: 1 for each token that a head of the group requests, including the query's own
+  /// token.
   const std::uint32_t* request_flags(std::uint32_t query);
 
   /// Sums of a head group's exponentials from token `first` on.
   std::array<double, kHeadGroupSize> sums_from(std::uint32_t query, std::uint32_t head_group,
                                                std::uint32_t first);
-  /// Sums of the values of these tokens, weighted by their exponentials: [heads()][dim], valid
-  /// until the next call.
+  /// Sums of the values of tokens `first` and later, weighted by their exponentials:
+  /// [heads()][dim], valid until the next call.
   const float* values_from(std::uint32_t query, std::uint32_t first);
   /// The full cache's outputs, [heads()][dim], and their squared norms, [heads()].
   const float* outputs(std::uint32_t query);
@@ -83,11 +86,11 @@ class GroupRows {
 
   /// Number of gradient samples of every measured query.
   std::uint32_t gradient_samples() const { return gradients_.gradient_samples(); }
-  /// Adds to changes [gradient sample] how much the log-likelihood changes with the outputs
-  /// factors[h] * kept [group][dim] instead of the full cache's.
+  /// Adds to changes [gradient sample] the change of log-likelihood that results if the outputs are
+  /// factors[h] * kept [group][dim] and not those of the full cache.
   void add_changes(std::uint32_t query, const float* kept, const float* factors, float* changes);
 
-  /// Recomputes the logits of some tokens, for a live set whose exponentials have lost bits.
+  /// Recomputes the logits of some tokens, for a live set whose exponentials have lost precision.
   void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
               float* out) const;
 
@@ -101,8 +104,8 @@ class GroupRows {
     AlignedVector<std::uint64_t> mass;
     std::vector<std::uint32_t> count, any;
     std::vector<std::array<double, kHeadGroupSize>>
-        tail;                       // [head group][token / 64]: sums from there on
-    std::vector<float> value_tail;  // [token / 64][heads()][dim]: sums from there on
+        tail;                       // [head group][token / 64]: sums from that token to the end
+    std::vector<float> value_tail;  // [token / 64][heads()][dim]: the same for values
     std::size_t first_tail;         // the first tail that is computed
     std::vector<float> output;      // [heads()][dim]
     std::vector<double> norm2;      // [heads()]
@@ -123,10 +126,10 @@ class GroupRows {
   std::uint32_t block_, head_groups_, first_ = 0, count_ = 0;
   std::size_t stride_, words_;    // tokens of a row, padded; 64-bit words of a row's bits
   AlignedVector<float> queries_;  // [block, group, dim], rotated
-  AlignedVector<float> tile_;     // [block, group, some tokens]: their logits
+  AlignedVector<float> tile_;     // [block, group, token of a tile]: logits
   std::vector<HeadGroupRow> head_group_rows_;  // [block, head group]
   AlignedVector<float> e_;                     // [block, head group, token, 4]
-  std::vector<float> sums_, most_;             // [block, heads()]
+  std::vector<float> sums_, largest_;          // [block, heads()]
   std::vector<std::int32_t> shifts_;           // [block, heads()]
   std::vector<Lazy> lazy_;                     // [block]
   std::vector<float> values_;                  // [heads()][dim]: what values_from() returns

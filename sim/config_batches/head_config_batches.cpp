@@ -3,45 +3,23 @@
 #include <algorithm>
 #include <map>
 #include <string>
-#include <tuple>
+#include <utility>
 
 #include "sim/config_batches/feedback/feedback_config_batch.hpp"
-#include "sim/config_batches/nested/nested_config_batch.hpp"
-#include "sim/config_batches/nested/topk_config_batch.hpp"
+#include "sim/config_batches/topk_config_batch.hpp"
 #include "traces/base/cancel.hpp"
 
 namespace kvlab {
 namespace {
 
-enum class Kind { nested, feedback, cache_positions, topk };
+enum class Kind { original_positions, cache_positions, topk };
 
 Kind kind_of(const CacheConfig& config) {
   if (config.policy.name == kOracleTopk) return Kind::topk;
-  if (config.policy.name == kOracleAttention) return Kind::nested;
-  if (config.positions == Positions::cache) return Kind::cache_positions;
-  const PolicyInfo& info = config.policy.entry->info;
-  // Under modifiers and tier plans sets of budgets differ.
-  if (config.policy.modifiers != Modifiers{} || !config.policy.tier_plan.is_plain())
-    return Kind::feedback;
-  return info.order == Order::nested && info.needs == Needs::nothing ? Kind::nested
-                                                                     : Kind::feedback;
+  return config.positions == Positions::cache ? Kind::cache_positions : Kind::original_positions;
 }
 
-/// What the configurations of one nested configuration batch have in common. In the feedback
-/// configuration batch, configurations with equal families are neighbours.
-using Family =
-    std::tuple<Kind, std::string, std::uint64_t, std::uint32_t, std::uint32_t, std::uint32_t>;
-
-Family family_of(const ResolvedConfig& c) {
-  const Kind kind = kind_of(c);
-  if (kind != Kind::nested) return {kind, "", 0, 0, 0, 0};
-  return {kind,
-          c.policy.text(),
-          c.seed,
-          c.prefill.chunk,
-          c.protected_tokens.sinks,
-          c.protected_tokens.recent};
-}
+bool knows_future(const ResolvedConfig* config) { return config->policy.name == kOracleAttention; }
 
 std::string chain_order(const ResolvedConfig& c) {
   return c.prefill.text() + " " + c.policy.text();
@@ -62,13 +40,14 @@ std::unique_ptr<FeedbackConfigBatch> make_cache_position_config_batch(
 
 std::unique_ptr<FeedbackConfigBatch> make_feedback_config_batch(
     BatchedConfigs configs, AgedSet::Identity identity, const HeadView& view, const RopeTable& rope,
-    const HeadArithmetic& arithmetic, const MeasuredQueries* measured) {
+    const HeadArithmetic& arithmetic, const MeasuredQueries* measured,
+    std::unique_ptr<FutureMasses> oracle) {
   const bool quantized = std::ranges::any_of(configs, [](const ResolvedConfig* config) {
     return config->policy.tier_plan.is_quantized();
   });
   return std::make_unique<FeedbackConfigBatch>(
       std::move(configs), identity, view, measured, nullptr, nullptr,
-      quantized ? std::make_unique<TierRows>(view, rope, arithmetic) : nullptr);
+      quantized ? std::make_unique<TierRows>(view, rope, arithmetic) : nullptr, std::move(oracle));
 }
 
 HeadConfigBatches::HeadConfigBatches(BatchedConfigs configs, LiveSet::Identity identity,
@@ -82,31 +61,28 @@ HeadConfigBatches::HeadConfigBatches(BatchedConfigs configs, LiveSet::Identity i
 void HeadConfigBatches::plan(const BatchedConfigs& configs, LiveSet::Identity identity,
                              const RopeTable& rope, const HeadArithmetic& arithmetic,
                              const MeasuredQueries* measured) {
-  std::map<Family, std::vector<std::size_t>> families;
-  for (std::size_t c = 0; c < configs.size(); ++c) families[family_of(*configs[c])].push_back(c);
-  for (auto& [family, indices] : families) {
+  std::map<Kind, std::vector<std::size_t>> kinds;
+  for (std::size_t c = 0; c < configs.size(); ++c) kinds[kind_of(*configs[c])].push_back(c);
+  for (auto& [kind, indices] : kinds) {
     std::stable_sort(indices.begin(), indices.end(), [&](std::size_t a, std::size_t b) {
       return std::pair(chain_order(*configs[a]), configs[a]->budget_tokens) <
              std::pair(chain_order(*configs[b]), configs[b]->budget_tokens);
     });
     BatchedConfigs own;
     for (const std::size_t c : indices) own.push_back(configs[c]);
-    switch (std::get<Kind>(family)) {
+    switch (kind) {
       case Kind::topk:
         if (measured)
           add(std::make_unique<TopkConfigBatch>(std::move(own), view_.group, *measured), indices);
         break;
-      case Kind::nested: {
-        auto order = own.front()->policy.entry ? nested_order(*own.back(), identity, view_)
-                                               : future_order(future_masses());
-        add(std::make_unique<NestedConfigBatch>(std::move(own), std::move(order), view_, measured),
+      case Kind::original_positions: {
+        auto oracle = std::ranges::any_of(own, knows_future) ? std::make_unique<FutureMasses>(rows_)
+                                                             : nullptr;
+        add(make_feedback_config_batch(std::move(own), identity, view_, rope, arithmetic, measured,
+                                       std::move(oracle)),
             indices);
         break;
       }
-      case Kind::feedback:
-        add(make_feedback_config_batch(std::move(own), identity, view_, rope, arithmetic, measured),
-            indices);
-        break;
       case Kind::cache_positions:
         add(make_cache_position_config_batch(std::move(own), identity, view_, rope, arithmetic,
                                              measured),
@@ -120,19 +96,6 @@ void HeadConfigBatches::add(std::unique_ptr<ConfigBatch> config_batch,
                             std::vector<std::size_t> indices) {
   config_batches_.push_back(std::move(config_batch));
   indices_.push_back(std::move(indices));
-}
-
-/// Computes the mass that every token gets from all queries, in one more pass over the full cache.
-std::vector<std::uint64_t> HeadConfigBatches::future_masses() {
-  std::vector<std::uint64_t> masses(whole_blocks(view_.tokens));
-  for (std::uint32_t first = 0; first < view_.tokens; first += rows_.block_queries()) {
-    const std::uint32_t count = std::min(rows_.block_queries(), view_.tokens - first);
-    throw_if_cancelled();
-    rows_.compute(first, count);
-    for (std::uint32_t query = first; query < first + count; ++query)
-      rows_.add_masses(query, masses.data());
-  }
-  return masses;
 }
 
 void HeadConfigBatches::watch(ConfigBatchWatcher watcher) {

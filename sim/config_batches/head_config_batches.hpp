@@ -7,12 +7,14 @@
 
 namespace kvlab {
 
-/// The configuration batch of configurations at original positions.
+/// Makes the configuration batch for configurations at original positions. `oracle`: as in
+/// FeedbackConfigBatch.
 std::unique_ptr<FeedbackConfigBatch> make_feedback_config_batch(
     BatchedConfigs configs, AgedSet::Identity identity, const HeadView& view, const RopeTable& rope,
-    const HeadArithmetic& arithmetic, const MeasuredQueries* measured);
+    const HeadArithmetic& arithmetic, const MeasuredQueries* measured,
+    std::unique_ptr<FutureMasses> oracle = nullptr);
 
-/// The configuration batch of configurations at cache positions.
+/// Makes the configuration batch for configurations at cache positions.
 std::unique_ptr<FeedbackConfigBatch> make_cache_position_config_batch(
     BatchedConfigs configs, AgedSet::Identity identity, const HeadView& view, const RopeTable& rope,
     const HeadArithmetic& arithmetic, const MeasuredQueries* measured);
@@ -20,12 +22,12 @@ std::unique_ptr<FeedbackConfigBatch> make_cache_position_config_batch(
 /// Runs one KV head through `configs`.
 class HeadConfigBatches {
  public:
-  /// All must outlive this. `measured` may be null: nothing is measured.
+  /// All arguments must outlive this object. If `measured` is null, nothing is measured.
   HeadConfigBatches(BatchedConfigs configs, LiveSet::Identity identity, const HeadView& view,
                     const RopeTable& rope, const HeadArithmetic& arithmetic,
                     const MeasuredQueries* measured);
 
-  /// Called with a configuration's index; not for oracle_topk.
+  /// `watcher` is called with the index of a configuration, but never for oracle_topk.
   void watch(ConfigBatchWatcher watcher);
   void run();
   /// The outcomes by configuration. Call once, after run().
@@ -35,13 +37,12 @@ class HeadConfigBatches {
   void plan(const BatchedConfigs& configs, LiveSet::Identity identity, const RopeTable& rope,
             const HeadArithmetic& arithmetic, const MeasuredQueries* measured);
   void add(std::unique_ptr<ConfigBatch> config_batch, std::vector<std::size_t> indices);
-  std::vector<std::uint64_t> future_masses();
 
   std::size_t count_;
   HeadView view_;
   GroupRows rows_;
   std::vector<std::unique_ptr<ConfigBatch>> config_batches_;
-  std::vector<std::vector<std::size_t>> indices_;  // by configuration batch: its configurations
+  std::vector<std::vector<std::size_t>> indices_;  // [configuration batch]: of its configurations
 };
 
 // Runs the KV heads of one layer, query by query, through the configurations whose caches evict
@@ -49,19 +50,21 @@ class HeadConfigBatches {
 
 class LayerConfigBatches {
  public:
-  /// All must outlive this. `views` by KV head. `measured` may be null: nothing is measured.
+  /// All arguments must outlive this object. `views` by KV head. If `measured` is null, nothing is
+  /// measured.
   LayerConfigBatches(const BatchedConfigs& configs, AgedSet::Identity layer,
                      std::span<const HeadView> views, const RopeTable& rope,
                      const HeadArithmetic& arithmetic, const MeasuredQueries* measured);
 
-  /// Called for one KV head with a configuration's index, a query and the live positions.
+  /// `watcher` is called for one KV head, with a configuration's index, a query and the live
+  /// positions.
   void watch(std::uint32_t kv_head, const ConfigBatchWatcher& watcher);
   void run();
   /// The outcomes by KV head, then by configuration. Call once, after run().
   std::vector<std::vector<HeadOutcome>> outcomes();
 
  private:
-  /// Configurations of one kind of positions: a configuration batch for each KV head.
+  /// The configurations with one kind of positions, in one configuration batch for each KV head.
   struct Kind {
     std::vector<std::size_t> indices;
     std::vector<std::unique_ptr<FeedbackConfigBatch>> heads;

@@ -6,8 +6,8 @@
 namespace kvlab {
 namespace {
 
-/// The chain restarts if the magnitudes added and removed exceed this many times what is left,
-/// because rounding errors grow with the former.
+/// The chain restarts if the magnitudes added and removed exceed this multiple of the sum that
+/// remains, because rounding errors grow with these magnitudes.
 constexpr float kMaxGross = 4;
 
 }  // namespace
@@ -47,7 +47,8 @@ const float* OutputChain::move_to(std::uint32_t query, const GroupRows& rows,
   return sums_.data();
 }
 
-/// Lists the tokens that differ with their signed exponentials; `fresh`: from the empty set.
+/// Lists the tokens that are in only one of the previous and the next set, with their signed
+/// exponentials. `fresh`: the empty set is used as the previous one.
 void OutputChain::list(const GroupRows& rows, bool fresh) {
   tokens_.clear();
   for (std::size_t w = 0; w < next_.size(); ++w)

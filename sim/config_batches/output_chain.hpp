@@ -24,9 +24,9 @@ class OutputChain {
   bool is_coarse(const GroupRows& rows, const float* sums) const;
 
   std::uint32_t query_ = ~std::uint32_t{0};
-  std::vector<std::uint64_t> bits_, next_;  // of the last set, and of the next
-  std::vector<float> gross_, step_;         // [heads()]: magnitudes added since fresh; by the step
-  std::vector<std::uint32_t> tokens_;       // tokens that differ
+  std::vector<std::uint64_t> bits_, next_;  // of the previous set; of the next one
+  std::vector<float> gross_, step_;         // [heads()]: magnitudes added since restart; by step
+  std::vector<std::uint32_t> tokens_;       // tokens in only one of the two sets
   std::vector<float> weights_;              // [head group][tokens][4], negative for removed tokens
   std::vector<float> sums_, difference_;    // [heads()][dim]
 };

@@ -216,7 +216,8 @@ LiveCounts Batch::counts_of(std::size_t cache, const kernels::ReplayProgress& wa
   if (window == sweep_.window_configs.end())
     return {.evictions = walked.evictions, .most = walked.max_live, .end = walked.live};
   const HeadTask task = tasks_[cache / sizes_.configs];
-  return live_counts(*window->second, window->second->budget_of(task.layer, task.kv_head));
+  return live_counts(*window->second, task.layer,
+                     window->second->budget_of(task.layer, task.kv_head));
 }
 
 HeadOutcome Batch::outcome(std::size_t cache, const BatchSums& batch_sums) const {

@@ -35,7 +35,7 @@ std::uint64_t kv_bytes_peak_of(const ResolvedConfig& config, const ModelShape& s
   std::uint64_t sum = 0;
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
     for (std::uint32_t head = 0; head < shape.kv_heads; ++head)
-      sum += live_counts(config.window_of(layer) > 0 ? window : config,
+      sum += live_counts(config.window_of(layer) > 0 ? window : config, layer,
                          config.budget_of(layer, head), bytes_of(shape.dtype))
                  .bytes_peak;
   return sum * shape.head_size / kQuantBlock;

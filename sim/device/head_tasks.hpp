@@ -138,7 +138,7 @@ class HeadTasks {
   kernels::ReplayRotateArgs rotation_of(const kernels::ReplayVectors& from) const;
   kernels::ReplayKeepArgs keep_args() const;
   kernels::ReplayKeptArgs kept_args() const;
-  /// Calls use(args, plan) with the arguments and the plan of the members' walk.
+  /// Calls use(args, plan) with the arguments and the launch plan of the walk kernel of `members`.
   template <class Use>
   void with_walk(const Members& members, Use use) const;
   void multiply_terms(std::uint32_t first, std::uint32_t count);

@@ -21,7 +21,7 @@ std::uint32_t max_live(const ResolvedConfig& config) {
   for (const auto& layer : config.head_budgets) budgets.insert(layer.begin(), layer.end());
   std::uint32_t most = 0;
   for (const std::uint32_t budget : budgets)
-    most = std::max(most, live_counts(config, budget).most);
+    most = std::max(most, live_counts(config, 0, budget).most);
   return most;
 }
 

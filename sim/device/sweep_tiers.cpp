@@ -59,11 +59,11 @@ void SweepTiers::send() {
   std::vector<kernels::ReplayDemotionPath> table(paths_.size() * copies());
   for (std::size_t c = 0; c < paths_.size(); ++c)
     for (std::size_t w = 0; w < paths_[c].size(); ++w)
-      for (const KvFormat* const format : paths_[c][w]) {
+      for (const KvFormat& format : paths_[c][w]) {
         kernels::ReplayDemotionPath& path = table[c * copies() + w];
-        path.format[path.formats++] = {static_cast<std::uint8_t>(format->key_bits),
-                                       static_cast<std::uint8_t>(format->value_bits),
-                                       format->floating};
+        path.format[path.formats++] = {static_cast<std::uint8_t>(format.key->bits),
+                                       static_cast<std::uint8_t>(format.value->bits),
+                                       format.key->encoding == Encoding::e4m3_block};
       }
   paths_on_device_ = cuda::upload(table, "the replay's sweep");
 }

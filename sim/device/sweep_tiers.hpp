@@ -28,7 +28,7 @@ class SweepTiers {
   std::size_t copies() const;
 
  private:
-  using Path = std::vector<const KvFormat*>;
+  using Path = std::vector<KvFormat>;
   std::uint32_t copy_of(std::uint32_t config, const Path& path);
 
   bool own_;

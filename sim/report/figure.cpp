@@ -16,7 +16,7 @@ namespace {
 using nlohmann::ordered_json;
 
 /// Positive values get a logarithmic axis if their ratio exceeds this number, as in
-/// sim/report/page/data.js.
+/// sim/report/page/text.js.
 constexpr double kWideSpan = 10;
 
 double tokens_of(const BudgetColumn& budget) {
@@ -95,7 +95,7 @@ ordered_json axis_json(const FigureAxis& axis) {
 /// A unique name for a series in a figure's rows, because labels may be equal.
 std::string line_name(std::size_t s) { return fmt::format("s{}", s); }
 
-/// One channel of `series` that determines the appearance of each line.
+/// A Vega-Lite channel that maps each line to `value` of its style.
 template <class Value>
 ordered_json look_of(const std::vector<FigureSeries>& series, Value&& value) {
   ordered_json names = ordered_json::array(), values = ordered_json::array();
@@ -431,7 +431,7 @@ const std::map<std::string_view, std::string_view>& shelf() {
   return kShelf;
 }
 
-/// Colours of policies that are not in the registry.
+/// Colours for policies that are not in the registry.
 constexpr std::array<std::string_view, 4> kOwn{"crimson", "amethyst", "royal", "coral"};
 
 // Five and eight have no common divisor, and markers are filled or not, so one colour has eighty

@@ -77,10 +77,10 @@ std::string style_sheet() {
       light, dark, page_file("page.css"));
 }
 
-/// What a reader sees where scripts do not run.
+/// What a reader sees if scripts do not run.
 std::string no_script(const std::string& text) {
   return fmt::format(
-      "<noscript><p>JavaScript draws this page, and it is turned off here.</p>\n<pre>{}</pre>"
+      "<noscript><p>JavaScript draws this page, but it is turned off.</p>\n<pre>{}</pre>"
       "</noscript>\n",
       escape(text));
 }
@@ -104,7 +104,7 @@ std::span<const EmbeddedText> page_files();
 std::string_view page_file(std::string_view name) {
   for (const EmbeddedText& file : page_files())
     if (file.path.substr(file.path.rfind('/') + 1) == name) return file.text;
-  throw std::out_of_range("sim/report/page holds no " + std::string(name));
+  throw std::out_of_range("sim/report/page has no file " + std::string(name));
 }
 
 std::string page_html(const PageDocument& document) {
@@ -113,7 +113,7 @@ std::string page_html(const PageDocument& document) {
   if (!vega) data["without_figures"] = kNoVega;
   std::string scripts = "(() => {\n'use strict';\n";
   for (const std::string_view name : kScripts) scripts += page_file(name);
-  // The policy forbids all requests, whatever the page contains.
+  // The content security policy forbids all requests.
   return fmt::format(
       "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"

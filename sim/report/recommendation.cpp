@@ -96,7 +96,7 @@ std::string over_budget_note(Recommendations all) {
     const std::string low = fmt::format("{:.2g}x", least), high = fmt::format("{:.2g}x", most);
     parts.push_back(fmt::format("{} ({})", own, low == high ? low : low + " to " + high));
   }
-  return "Over budget at the peak, so listed and not ranked: " + join_names(parts) + ".";
+  return "These policies peak over budget and are not ranked: " + join_names(parts) + ".";
 }
 
 std::string similar_note(Recommendations all) {
@@ -317,13 +317,15 @@ std::vector<std::string> recommendation_warnings(const Recommendation& made) {
   const auto unknown = [](const Difference& behind) { return !is_known(behind); };
   if (made.order.size() > 1 && std::ranges::all_of(made.behind, unknown))
     lines.push_back(
-        "no 95% interval is known, so no difference is significant: an interval takes two texts, "
-        "or 8 blocks of one");
+        "no 95% interval is known, so no difference is significant; an interval needs two texts, "
+        "or 8 blocks of one text");
   if (std::ranges::all_of(made.candidates, [](const Candidate& c) { return !(c.memory.peak > 0); }))
-    lines.push_back("the memory over decoded queries is not known; run it again to compare memory");
+    lines.push_back(
+        "the memory over decoded queries is not known; repeat the run to compare memory");
   for (const std::string& own : scope.filled)
     lines.push_back(fmt::format(
-        "{} at {}: its protected tokens fill the budget, so it does what `window` with sinks does",
+        "{} at {}: the protected tokens fill the budget, so the policy evicts as `window` with "
+        "sinks does",
         own, scope.budget_text()));
   return lines;
 }

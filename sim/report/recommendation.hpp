@@ -61,8 +61,8 @@ std::string oracle_sentence(const MetricTable& metric_table, const MetricInfo& m
 /// The name of the page colour of a candidate; empty: none.
 using ColourOf = std::function<std::string(const std::string& name)>;
 /// The recommendations of the model or run `name` as pages read them: each with the colour of its
-/// choice, and the notes and warnings of all. No note names what is not significantly different,
-/// because the page's table has a column for it.
+/// choice, then the notes and warnings of all. The notes do not list the policies that are not
+/// significantly different, because the page's table has a column for them.
 nlohmann::ordered_json page_json(std::span<const Recommendation> made, const ColourOf& colour_of,
                                  std::string_view name = {});
 

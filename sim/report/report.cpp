@@ -121,8 +121,8 @@ class Page {
   std::string write_figures(const AtomicFolder& folder) {
     if (groups_.size() > 1)
       throw std::runtime_error(fmt::format(
-          "--figures: the run is of {} models ({} and {} among them), of which a figure would be "
-          "the mean; replay them apart",
+          "--figures: the run has {} models, such as {} and {}, and a figure would show their "
+          "mean; replay each model separately",
           groups_.size(), groups_[0].name, groups_[1].name));
     std::vector<Figure> drawn{frontier()};
     for (const MetricInfo* metric : measured_metrics())

@@ -36,7 +36,7 @@ std::string escape(std::string_view text) {
 }
 
 std::string number_text(double value) {
-  if (value == 0) return "0";  // of either sign, as on pages; so is NaN
+  if (value == 0) return "0";  // 0 and NaN of either sign, as on pages
   if (std::isnan(value)) return "nan";
   return with_separators(fmt::format("{:.{}f}", value, decimals_of(value)));
 }

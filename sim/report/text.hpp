@@ -1,4 +1,4 @@
-// Numbers and names as text. The scripts of pages write them alike (sim/report/page/text.js).
+// Numbers and names as text. Pages use the same formats (sim/report/page/text.js).
 #pragma once
 
 #include <string>

@@ -132,9 +132,16 @@ bool protected_tokens_fill(std::string_view policy, std::string_view params,
     return false;  // these policies are `window` with sinks in any case
   double num_protected = 0;
   const std::vector<std::string> settings = split_list(params, ':');
+  if (std::ranges::find(settings, "centre=prompt") != settings.end() && budget_tokens > 1)
+    --budget_tokens;  // the centre takes the memory of one token
   for (const std::string& setting : settings)
-    if (setting.starts_with("tiers="))  // a tier plan holds another number of tokens
-      budget_tokens = tokens_of(parse_tier_plan(setting.substr(6)).slots_of_tokens(budget_tokens));
+    if (setting.starts_with("tiers=")) {  // a tier plan holds another number of tokens
+      const TierPlan tier_plan = parse_tier_plan(setting.substr(6));
+      budget_tokens =
+          tier_plan.is_by_layer()
+              ? tier_plan.tokens_by_layer(std::uint64_t{budget_tokens} * KvFormat{}.block_bytes())
+              : tokens_of(tier_plan.slots_of_tokens(budget_tokens));
+    }
   for (const std::string& setting : settings) {
     const std::size_t equals = setting.find('=') + 1;
     if (!setting.starts_with("sinks=") && !setting.starts_with("recent=")) continue;

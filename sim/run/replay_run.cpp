@@ -33,7 +33,7 @@ namespace {
 
 constexpr std::size_t kMaxQueries = 512;
 constexpr std::size_t kMaxSeries = 6;
-constexpr std::size_t kMaxHeads = 2;
+constexpr std::size_t kShownHeads = 2;
 
 /// The configurations to show: those at `budget` with the prefill mode of the first one, each
 /// policy with its parameters once. The winner comes first, then window and the closest runner-up,
@@ -86,7 +86,7 @@ std::vector<Scope> most_different_heads(std::span<const ResultRow> rows, std::st
     spread.most = std::max(spread.most, row.value);
   }
   std::vector<Scope> heads;
-  while (heads.size() < kMaxHeads && !spreads.empty()) {
+  while (heads.size() < kShownHeads && !spreads.empty()) {
     const auto widest =
         std::max_element(spreads.begin(), spreads.end(), [](const auto& a, const auto& b) {
           return a.second.most - a.second.least < b.second.most - b.second.least;

@@ -221,16 +221,25 @@ class Tabulator {
       mean(kept_of(s), all_of(s), measured_.queries_after(measured_.passages()[s]));
     }
   }
-  /// Adds the value of one layer, or the sum or mean over layers.
-  void add_layers(const Estimate& estimate, bool sum) {
+  /// Adds `factor` times the mean over layers.
+  void add_layers(const Estimate& estimate, double factor) {
     const std::uint32_t heads = head_ < 0 ? of_.shape.query_heads : of_.shape.group();
-    add(estimate, sum ? static_cast<double>(last_ - first_) : 1, estimate.weight * heads);
+    add(estimate, factor, estimate.weight * heads);
   }
-  void mean_of_layers(LayerError::Kind error) { add_layers(mean_of(ratios(c_, error)), false); }
-  void sum_of_layers(LayerError::Kind error) { add_layers(mean_of(ratios(c_, error)), true); }
+  void mean_of_layers(LayerError::Kind error) { add_layers(mean_of(ratios(c_, error)), 1); }
+  void sum_of_layers(LayerError::Kind error) {
+    const Ratios all = ratios(c_, error);
+    // Layers in 16 bit have no quantization error, and mean_of() leaves them out.
+    const auto summed =
+        error == LayerError::quantization
+            ? std::ranges::count_if(all, [](const BlockedRatio& own) { return own.weight() > 0; })
+            : static_cast<std::ptrdiff_t>(all.size());
+    add_layers(mean_of(all), static_cast<double>(summed));
+  }
   void layers_regret(LayerError::Kind error) {
     if (by_residual_)
-      add_layers(difference_of(ratios(c_, error), ratios(*by_residual_, error)), true);
+      add_layers(difference_of(ratios(c_, error), ratios(*by_residual_, error)),
+                 static_cast<double>(last_ - first_));
   }
   void joint() {
     const Estimate estimate = mean_of(of_.joint.subspan(c_, 1));
@@ -261,9 +270,10 @@ class Tabulator {
       for (std::size_t h = 0; h < of_.shape.group(); ++h)
         for (const double zeros : blocks(of, Sum::zeros, h)) zeros_ += zeros;
       const std::uint32_t budget = config().budget_of(layer, head);
-      auto known = known_counts_.find(budget);
+      const std::pair key{config().layer_key(layer), budget};
+      auto known = known_counts_.find(key);
       if (known == known_counts_.end())
-        known = known_counts_.emplace(budget, live_counts(config(), budget)).first;
+        known = known_counts_.emplace(key, live_counts(config(), layer, budget)).first;
       const LiveCounts& counts = known->second;
       // this head's part of the slots that the heads of the layer share
       const double share =
@@ -290,7 +300,8 @@ class Tabulator {
   std::string metric_;
   std::optional<std::size_t> by_attention_,
       by_residual_;  // indices of the oracles to compare the configuration with
-  std::map<std::uint32_t, LiveCounts> known_counts_;  // by budget
+  std::map<std::pair<std::uint32_t, std::uint32_t>, LiveCounts>
+      known_counts_;  // by ResolvedConfig::layer_key() and budget
   std::uint64_t heads_ = 0;
   double evictions_ = 0, live_max_ = 0, zeros_ = 0;  // set by count()
   double mean_held_ = 0, peak_held_ = 0, end_held_ = 0, budget_ = 0, state_ = 0;

@@ -270,7 +270,7 @@ std::shared_ptr<const PolicyEntry> require_source(const CompiledPolicies& compil
                                                   const std::string& name, const std::string& path,
                                                   const std::string& xxh3,
                                                   const std::string& where) {
-  // The place where a Python function was defined: a file, or a text such as "<stdin>".
+  // For a Python function, `path` is the file that defines it, or a text such as "<stdin>".
   if (path.ends_with(".py") || path.starts_with('<'))
     throw std::invalid_argument(fmt::format(
         "{}: policy {} is a Python function of {}, and these run in replays only; write it as a "

@@ -84,6 +84,31 @@ TEST_CASE("In float32, logits equal the CPU decoder's for every cache configurat
   }
 }
 
+TEST_CASE("In float32, logits with centred keys equal the CPU decoder's", "[gpu]") {
+  if (no_device()) return;
+  const CacheShape heads = cpu_tiny().config().heads();
+  for (const char* policy : {"full:tiers=4", "h2o:tiers=8", "h2o:tiers=16@12t+4@100%",
+                             "lru:every=3:tiers=8@50%+k4v2@50%", "snapkv:tiers=fp8"})
+    for (const Prefill& prefill : {Prefill{}, Prefill{128}}) {
+      INFO(policy << ", " << prefill.text());
+      const auto run = [&](const std::string& text, auto check) {
+        const ResolvedConfig options = cache(parse_policy(text), 48, prefill, Positions::original);
+        CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
+        Decoder cpu(cpu_tiny(), options, 2);
+        check(conversation(cuda), conversation(cpu), cuda.evictions() == cpu.evictions());
+      };
+      std::vector<float> plain;
+      run(policy,
+          [&](const std::vector<float>& cuda, const std::vector<float>&, bool) { plain = cuda; });
+      run(std::string(policy) + ":centre=prompt",
+          [&](const std::vector<float>& cuda, const std::vector<float>& cpu, bool same) {
+            CHECK(relative_error(cuda, cpu) < 1e-2);
+            CHECK(same);
+            CHECK(cuda != plain);
+          });
+    }
+}
+
 TEST_CASE("Tiers take the bytes of their tier plan, padded to whole tiles", "[gpu]") {
   if (no_device()) return;
   const DeviceModel& model = tiny(Dtype::bf16);
@@ -94,7 +119,7 @@ TEST_CASE("Tiers take the bytes of their tier plan, padded to whole tiles", "[gp
     const kernels::TierLayout plan(slots, kernels::PairSlots(slots));
     std::int64_t expected = 0;
     for (const TierSlots& tier : caches[0].tiers.at(caches[0].budget_tokens))
-      expected += std::int64_t{tier.slots} * tier.format->block_bytes();
+      expected += std::int64_t{tier.slots} * tier.format.block_bytes();
     expected *= config.layers * config.kv_heads * (config.head_size / kQuantBlock);
     CHECK(plan.bytes - plan.padding == expected);
     CHECK(plan.rows % kernels::kRowsOfTile == 0);
@@ -126,7 +151,7 @@ TEST_CASE("Cache positions lose no precision with rotated keys", "[gpu]") {
 
 namespace {
 
-/// The number of tokens of a parity run, and how closely it checks.
+/// The size of a parity run, and the options of its checks.
 struct ParityShape {
   std::uint32_t scale = 1;    ///< of budgets and prompts
   bool shares_slots = false;  ///< budgets are ada()

@@ -65,7 +65,8 @@ std::vector<float> of_steps(const DeviceModel& model, std::span<const std::int32
   return logits;
 }
 
-/// Prints both errors; `ctest -V`, or the test with -s, shows them.
+/// Compares kvlab's error with that of transformers in bf16. `ctest -V`, or the test with -s, shows
+/// both errors.
 void compare(const std::string& name, const std::filesystem::path& directory) {
   const Expected wanted = expected(name);
   const DeviceModel model = DeviceModel::load(directory);

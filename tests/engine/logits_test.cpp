@@ -96,6 +96,7 @@ void compare_pretrained(const std::string& name) {
 
 TEST_CASE("SmolLM2 gives the logits of transformers") { compare_pretrained("smollm2"); }
 TEST_CASE("Gemma 3 gives the logits of transformers") { compare_pretrained("gemma3"); }
+TEST_CASE("Qwen2.5 gives the logits of transformers") { compare_pretrained("qwen2.5"); }
 
 // --- batch invariance ---------------------------------------------------------------------------
 

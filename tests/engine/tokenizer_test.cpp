@@ -41,7 +41,7 @@ std::string fnv1a(const Ids& ids) {
   return hex;
 }
 
-/// Checks a model that `./dev model NAME` fetches, on the same texts.
+/// Checks a model that `./dev model NAME` makes, on the same texts.
 void check_pretrained(const std::string& name) {
   const auto file = kRoot / "engine/models" / name / "tokenizer.json";
   if (!std::filesystem::exists(file))
@@ -94,6 +94,8 @@ TEST_CASE("ids of SmolLM2's tokenizer, which lacks byte tokens, equal the librar
 TEST_CASE("ids of Gemma 3's tokenizer, with half a million merges, equal the library's") {
   check_pretrained("gemma3");
 }
+
+TEST_CASE("ids of Qwen2.5's tokenizer equal the library's") { check_pretrained("qwen2.5"); }
 
 TEST_CASE(
     "ids of long texts without a break equal the library's, and take less than quadratic "

@@ -32,7 +32,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     for (const std::uint64_t bytes : {1ull, 4096ull, ~0ull}) {
       unsigned __int128 held = 0;
       for (const TierSlots& tier : tier_plan.slots(bytes, 2))
-        held += static_cast<unsigned __int128>(tier.slots) * tier.format->block_bytes() * 2;
+        held += static_cast<unsigned __int128>(tier.slots) * tier.format.block_bytes() * 2;
       fuzz::require(held <= bytes, "a tier plan with more bytes than its budget:", lines[4]);
     }
   });

@@ -199,7 +199,7 @@ TEST_CASE("a cache of slots uses plain kernels if the fast ones do not fit, or i
     config.layers = {{}};
     config.ropes = {{std::vector<float>(static_cast<std::size_t>(head_size / 2))}};
     config.pairs = {{.budget = 64}};
-    if (quantized) config.pairs[0].tiers = {{&kKvFormats[0], 32}, {&kKvFormats[2], 32}};
+    if (quantized) config.pairs[0].tiers = {{kKvFormats[0], 32}, {kKvFormats[2], 32}};
     return config;
   };
   const auto is_plain = [&](const Gpu& gpu, Type type, int head_size, bool quantized) {

@@ -137,7 +137,7 @@ struct Row {
 /// The expected statistics of a key.
 struct Expected {
   double mass = 0, plain_mass = 0;
-  /// Queries that request it for certain, or depending on rounding
+  /// Queries that request the key: for certain, and only under some roundings
   std::uint32_t surely = 0, perhaps = 0;
   std::uint32_t last_surely = 0, last_perhaps = 0;
 };

@@ -110,7 +110,7 @@ TEST_CASE("an unknown or malformed parameter is refused with the nearest name") 
         "policy h2o: unknown parameter 'recnt'; did you mean 'recent'?");
   CHECK(policy_refusal("h2o:decay=0.5") ==
         "policy h2o: unknown parameter 'decay'; known: sinks, recent, prompt, every, once, "
-        "smooth, pool, scope, group, tiers");
+        "smooth, pool, scope, group, tiers, centre");
   CHECK(policy_refusal("h2o:recent") == "policy h2o: 'recent' should read parameter=value");
   CHECK(policy_refusal("h2o:") == "policy h2o: '' should read parameter=value");
   CHECK(policy_refusal("h2o:recent=") ==

@@ -46,6 +46,31 @@ TEST_CASE(
   CHECK(refusal(kDecoder, requested("h2o", "ada(64)")) == "");
 }
 
+TEST_CASE("Decoders centre keys; other executors on a device refuse it by name") {
+  const CacheConfig config = requested("h2o:tiers=4:centre=prompt");
+  CHECK(refusal(kEvaluation, config) == "");
+  CHECK(refusal(kDecoder, config) == "");
+  CHECK(refusal(kCudaDecoder, config) == "");
+  CHECK(refusal(kCudaReplay, config) ==
+        "policy h2o: centre: the CUDA replay does not centre keys; --device cpu does");
+  for (const Executor& executor : {kCudaReplay, kCudaEvaluation, kKernelLibrary})
+    CHECK(refusal(executor, config).starts_with("policy h2o: centre: "));
+}
+
+TEST_CASE("Executors on a device refuse formats that the kernels do not have, by name") {
+  const CacheConfig config = requested("h2o:tiers=q8_0/q4_0");
+  CHECK(refusal(kEvaluation, config) == "");
+  CHECK(refusal(kDecoder, config) == "");
+  CHECK(refusal(kCudaDecoder, config) ==
+        "policy h2o: tiers q8_0/q4_0: the CUDA decoder does not support format q8_0/q4_0; "
+        "--device cpu does");
+  for (const Executor& executor : {kCudaReplay, kCudaEvaluation, kKernelLibrary})
+    for (const char* format : {"q4_0", "fp8_e4m3", "nvfp4", "3", "8/4", "16@50%+q4_1@50%"})
+      CHECK(refusal(executor, requested(std::string("h2o:tiers=") + format)) != "");
+  for (const char* format : {"4/2", "16", "2", "fp8@50%+k4v2@50%"})
+    CHECK(refusal(kCudaDecoder, requested(std::string("h2o:tiers=") + format)) == "");
+}
+
 TEST_CASE("KIVI runs only in the replay and the end-to-end evaluation on the CPU") {
   CHECK(refusal(kEvaluation, requested("full:tiers=kivi2")) == "");
   CHECK(refusal(kDecoder, requested("full:tiers=kivi2")) ==

@@ -69,7 +69,7 @@ TEST_CASE("parameters have defaults, a range, and a text that parses back") {
   CHECK(refusal("leaky:kep=1") == "policy leaky: unknown parameter 'kep'; did you mean 'keep'?");
   CHECK(refusal("leaky:half=1") ==
         "policy leaky: unknown parameter 'half'; known: keep, slope, span, sinks, recent, prompt, "
-        "every, once, smooth, pool, scope, group, tiers");
+        "every, once, smooth, pool, scope, group, tiers, centre");
 }
 
 TEST_CASE("parameters reach the hooks") {

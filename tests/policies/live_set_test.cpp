@@ -212,7 +212,7 @@ TEST_CASE("a freed slot is reused with a new state") {
   live.append(2, 1);
   CHECK(live.slot_count() == 2);
   live.observe(std::vector<Observation>{{.mass = 0}, {.mass = 1}});
-  live.evict_to_budget(3);  // 6 against 1
+  live.evict_to_budget(3);  // a mass of 6 against 1: position 2 is evicted
   CHECK(std::ranges::equal(live.positions(), std::vector{0}));
 }
 

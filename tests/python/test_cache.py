@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import copy
 import gc
+import json
+import pathlib
 import threading
 import warnings
 import weakref
@@ -369,6 +371,61 @@ def test_a_share_reports_its_tokens_and_a_block_reports_no_eviction() -> None:
         for policy, words in (("full", {}), ("h2o", {"budget": 24, "tiers": "16:100%"})):
             with kvlab.hf.evicting(model, policy, **words), torch.no_grad():
                 model(ids_of(0, 9))
+
+
+def biased_model() -> Any:
+    """A model whose keys have a large bias in one channel that hardly rotates."""
+    model = model_of("qwen2", hidden_size=128)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.view(2, 32)[:, -1] = 1000
+    return model
+
+
+def test_centred_keys_save_a_model_with_biased_keys() -> None:
+    model = biased_model()
+
+    def decoded(**words: Any) -> tuple[Any, Any]:
+        cache = cache_of(model, "full", None, **words)
+        call(model, ids_of(0, 60), cache)
+        return call(model, ids_of(0, 1), cache), cache
+
+    exact, _ = decoded()
+    plain, plain_cache = decoded(tiers="4")
+    centred, cache = decoded(tiers="4", centre="prompt")
+    assert (centred - exact).norm() * 2 < (plain - exact).norm()
+    # One float32 vector for each of two KV heads of two layers.
+    assert cache.kv_bytes == plain_cache.kv_bytes + 4 * 32 * 4
+    assert torch.equal(call(model, ids_of(1, 1), copy.deepcopy(cache)), call(model, ids_of(1, 1), cache))
+
+
+def test_centred_keys_are_refused_where_they_would_change_attention() -> None:
+    model = model_of("gemma2", head_dim=32, sliding_window=16)
+    with pytest.raises(ValueError, match="a soft cap on attention scores"):
+        cache_of(model, tiers="4", centre="prompt")
+    with pytest.raises(ValueError, match="centre: 'mean' should be none or prompt"):
+        cache_of(model_of(), tiers="4", centre="mean")
+    with pytest.raises(ValueError, match="keys are centred only in a tier plan"):
+        cache_of(model_of(), centre="prompt")
+
+
+def test_a_share_of_a_policy_file_reports_its_tokens(tmp_path: pathlib.Path) -> None:
+    model, file = model_of(), tmp_path / "policy.json"
+    said = {"format": 1, "policy": "h2o", "params": {}, "protected": {"sinks": 4, "recent": "25%"}, "prefill": "dense"}
+    said |= {"positions": "original", "threshold": 0.01, "model": {"name": "tiny", "weights_xxh3": ""}}
+    share = r"policy.json at ada\(20%\): a share of the model's context of 2048 tokens: "
+    file.write_text(json.dumps(said | {"budget": "ada(20%)"}))
+    with pytest.warns(UserWarning, match="Cache: policy .*" + share):
+        kvlab.hf.Cache(model, str(file))
+    with pytest.warns(UserWarning, match="evicting: policy .*" + share):
+        with kvlab.hf.evicting(model, str(file)), torch.no_grad():
+            model(ids_of(0, 9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        kvlab.hf.Cache(model, str(file), length=60)
+        for budget in (64, "ada(64)", [[64, 64], [64, 64]]):
+            file.write_text(json.dumps(said | {"budget": budget}))
+            kvlab.hf.Cache(model, str(file))
 
 
 def test_refusals_name_their_cause() -> None:

@@ -222,7 +222,7 @@ def test_a_changing_rope_is_refused_from_its_first_token_on() -> None:
 def test_a_text_ends_when_the_slots_are_full(graph: bool) -> None:
     model = model_of()
     with torch.no_grad(), kvlab.hf.evicting(model, "full", length=50, graph=graph) as caches:
-        with pytest.raises(ValueError, match="51 tokens, and the cache has slots for sequences of 50; another length="):
+        with pytest.raises(ValueError, match="51 tokens, and the cache has slots for sequences of 50; use another length="):
             model.generate(ids_of(40), **WORDS)
         assert caches.tokens == 50
 

@@ -149,7 +149,7 @@ def test_a_batch_is_its_rows_one_by_one(family: str, lengths: tuple[int, ...]) -
             numpy.testing.assert_array_equal(caches.kept(layer, 1, row), own.kept(layer, 1))
         assert caches.trace(row=row).tokens == length + 23
     assert caches.evictions == held > 0
-    with pytest.raises(IndexError, match=f"row {len(lengths)}; the batch has {len(lengths)}"):
+    with pytest.raises(IndexError, match=f"row {len(lengths)} does not exist; the batch has {len(lengths)}"):
         caches.kept(0, 0, len(lengths))
 
 

@@ -226,12 +226,12 @@ def test_adapters_that_add_keys_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input_ids": [[1, 2], [3, 4]]}, r"input_ids: \[2, 2\]; one sequence of whole numbers"),
+        ({"input_ids": [[1, 2], [3, 4]]}, r"input_ids: has shape \[2, 2\]; one sequence of whole numbers"),
         ({"input_ids": [1.5]}, "one sequence of whole numbers"),
-        ({"input_ids": transformers.BatchEncoding({"input_ids": [1]})}, r"a BatchEncoding; .*tokenizer\(text\)"),
-        ({"input_ids": "a text"}, "input_ids: a str; one sequence of whole numbers"),
-        ({"input_ids": [[1, 2], [3]]}, "input_ids: a list; one sequence of whole numbers"),
-        ({"input_ids": [97]}, "input_ids: from 97 to 97; the model's vocabulary is 97"),
+        ({"input_ids": transformers.BatchEncoding({"input_ids": [1]})}, r"has type BatchEncoding; .*tokenizer\(text\)"),
+        ({"input_ids": "a text"}, "input_ids: has type str; one sequence of whole numbers"),
+        ({"input_ids": [[1, 2], [3]]}, "input_ids: has type list; one sequence of whole numbers"),
+        ({"input_ids": [97]}, "input_ids: ids are from 97 to 97; the model's vocabulary has 97 ids"),
         ({"prompt_tokens": 41}, "prompt_tokens: 41 should be between 1 and 40"),
         ({"features": {"odd": lambda q, k, v, layer: k}}, r"feature odd: layer 0 is \[2, 40, 8\]; \[2, 40\]"),
         ({"model": "bloom"}, "attention of BloomModel does not go through transformers' AttentionInterface"),

@@ -90,7 +90,7 @@ def test_wrappers_map_or_are_refused_by_name(told: Any) -> None:
     kept = [run.kept(1, head, shared).live[0, :PROMPT].sum() for head in range(told.trace.kv_heads)]
     assert shared.budget == "ada(ratio(0.5))" and sum(kept) == len(kept) * PROMPT // 2
     for press, why in [
-        (kvpress.PyramidKVPress(0.5), "PyramidKVPress: does not choose by its scores only"),
+        (kvpress.PyramidKVPress(0.5), "PyramidKVPress: does not choose tokens by its scores alone"),
         (kvpress.ChunkKVPress(press_of("Knorm", 0.5)), "ChunkKVPress: is not a ScorerPress"),
         (kvpress.CriticalKVPress(kvpress.QFilterPress(0.5)), "QFilterPress: reads its own weights"),
     ]:

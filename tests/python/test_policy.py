@@ -285,7 +285,7 @@ def test_the_plain_variant_keeps_its_name(small: kvlab.Trace) -> None:
         wanted = name if name != "h2o" else "h2o:sinks=0"
         numpy.testing.assert_array_equal(run.kept(0, 1, wanted, 16).live, alone)
     with pytest.raises(ValueError, match="4 configurations of h2o at budget 16; give more settings"):
-        run.kept(0, 1, "h2o", 16)  # no variant has sinks=4 with a modifier
+        run.kept(0, 1, "h2o", 16)  # ambiguous: sinks=4 and sinks=0 differ
     with pytest.raises(ValueError, match="configurations of h2o:sinks=0; give more settings"):
         run.kept(0, 1, "h2o:sinks=0")
 

@@ -146,7 +146,7 @@ def test_bad_kept_sets_are_refused(run: kvlab.Run, words: dict, message: str) ->
         ({"policies": "feature:name=score", "budgets": 64}, "feature score: the trace"),
         ({"policies": "h2o", "budgets": 64, "device": "tpu"}, "device: 'tpu' should be cpu or cuda"),
         ({"policies": "criticalkv", "budgets": 64}, "value_out_norm1: is computed from the model's weights"),
-        ({"policies": "h2o", "budgets": 64, "model": 7}, "model: a int; a folder or a model of transformers"),
+        ({"policies": "h2o", "budgets": 64, "model": 7}, "model: has type int; a folder or a transformers model"),
         ({"policies": "h2o", "budgets": 64, "threads": 0}, "threads: 0 should be a whole number from 1 to 1024"),
     ],
 )
@@ -167,7 +167,7 @@ def test_the_replay_on_cuda_agrees(run: kvlab.Run, sample: kvlab.Trace) -> None:
 
 
 def test_a_policy_that_is_not_text_is_refused(sample: kvlab.Trace) -> None:
-    with pytest.raises(ValueError, match="policies: a int; a text such as"):
+    with pytest.raises(ValueError, match="policies: an entry has type int; give a text such as"):
         kvlab.replay(sample, [3], 64)  # type: ignore[list-item]
 
 
@@ -283,7 +283,7 @@ def test_a_policy_over_the_budget_is_not_ranked(sample: kvlab.Trace) -> None:
     assert "not ranked: snapkv" in made["text"] and "1 text" in made["text"]
     assert made["full_bytes"] > made["kv_bytes_mean"]
     assert any("snapkv is over the budget of 32 and not ranked" in line for line in run.notices)
-    assert any("its protected tokens fill the budget" in line for line in run.notices)
+    assert any("the protected tokens fill the budget" in line for line in run.notices)
     with pytest.raises(ValueError, match="budget 33"):
         run.ranking(33)
 

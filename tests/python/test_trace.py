@@ -88,15 +88,15 @@ def test_arrays_of_other_layouts_and_dtypes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": lambda a: a.astype("float64")}, "q: float64; float32, float16 or bfloat16 is expected"),
-        ({"v": lambda a: a.astype("int32")}, "v: int32; float32, float16 or bfloat16 is expected"),
+        ({"q": lambda a: a.astype("float64")}, "q: has dtype float64; convert it to float32, float16 or bfloat16"),
+        ({"v": lambda a: a.astype("int32")}, "v: has dtype int32; convert it to float32, float16 or bfloat16"),
         ({"k": lambda a: a[0]}, "k: has 3 dimensions"),
         ({"q": lambda a: a[0, 0, 0]}, "q: has 1 dimensions"),
         ({"v": lambda a: a[:, :1]}, r"v: \[2, 1, 80, 16\] does not match k"),
         ({"k": lambda a: a.astype("float16")}, "k: .* does not match q"),
-        ({"ids": lambda a: a[:-1]}, "ids: 79 for 80 tokens"),
-        ({"ids": lambda a: a.astype(float)}, "ids: float64; whole numbers"),
-        ({"ids": lambda a: -a - 1}, "ids: one is negative"),
+        ({"ids": lambda a: a[:-1]}, "ids: has 79 ids for 80 tokens"),
+        ({"ids": lambda a: a.astype(float)}, "ids: has dtype float64; whole numbers"),
+        ({"ids": lambda a: -a - 1}, "ids: an id is negative"),
         ({"v": lambda a: a * numpy.float32("nan")}, "v: layer 0 holds nan"),
     ],
 )
@@ -113,9 +113,9 @@ def test_bad_heads_and_prompts_are_refused() -> None:
     for tokens in (0, 81):
         with pytest.raises(ValueError, match=f"prompt_tokens: {tokens} should be a whole number from 1 to 80"):
             kvlab.Trace.from_arrays(**arrays, prompt_tokens=tokens)
-    with pytest.raises(ValueError, match="rope_scaling llama3 is not computed here; give inv_freq"):
+    with pytest.raises(ValueError, match="rope_scaling llama3 is not supported; give inv_freq"):
         kvlab.Trace.from_arrays(**arrays, prompt_tokens=32, config={"rope_scaling": {"rope_type": "llama3"}})
-    with pytest.raises(ValueError, match="q: a str"):
+    with pytest.raises(ValueError, match="q: has type str"):
         kvlab.Trace.from_arrays(**(arrays | {"q": "q"}), prompt_tokens=32)
 
 
@@ -237,8 +237,8 @@ def test_rows_are_written_verified_and_read(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     "changed, why",
     [
-        ({"rows": [{}, {"window": 3}]}, '"window": span, softcap, rope, scale and sink are expected'),
-        ({"rows": [{}, {"rope": 2}]}, "rope 2: there are 2 tables"),
+        ({"rows": [{}, {"window": 3}]}, '"window" is not a known key; known are span, softcap, rope, scale and sink'),
+        ({"rows": [{}, {"rope": 2}]}, "rope 2 does not exist; there are 2 tables"),
         ({"rows": [{"rope": 1}]}, "1 rows or numbers; one for each of 2 layers"),
         ({"rope_factor": [1.0]}, "1 rope factors; one for each of 2 tables"),
         ({"layer_numbers": [5, 2]}, '"layer" is 2'),

@@ -167,5 +167,5 @@ TEST_CASE("protected tokens that fill the budget are named") {
   made.scope.filled = {"h2o"};
   const auto lines = recommendation_warnings(made);
   REQUIRE(lines.size() == 1);
-  CHECK_THAT(lines[0], ContainsSubstring("h2o at 64 tokens: its protected tokens fill"));
+  CHECK_THAT(lines[0], ContainsSubstring("h2o at 64 tokens: the protected tokens fill"));
 }

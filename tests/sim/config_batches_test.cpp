@@ -56,9 +56,9 @@ TEST_CASE("configuration batches give the plain replay's metrics and kept sets")
 TEST_CASE(
     "configuration batches give the plain replay's metrics and kept sets, for every "
     "configuration") {
-  const test::Choices choices{
-      .beside = {"h2o:prompt", "knorm*value_norm1", "snapkv*value_norm"},
-      .tier_plans = {"", "4", "fp8@30%+4@70%", "16@5t+8@20%+k4v2@80%", "16@50%+16@50%"}};
+  const test::Choices choices{.beside = {"h2o:prompt", "knorm*value_norm1", "snapkv*value_norm"},
+                              .tier_plans = {"", "4", "fp8@30%+4@70%", "16@5t+8@20%+k4v2@80%",
+                                             "16@50%+16@50%", "q8_0/q5_1@50%+3@50%"}};
   for (const std::size_t shape : {1, 2}) {
     RandomTrace wanted = shapes()[shape];
     wanted.head_size = 32;

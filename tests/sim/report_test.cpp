@@ -220,7 +220,7 @@ TEST_CASE("a value of 0 is drawn at the bottom of a logarithmic axis of errors")
 TEST_CASE("the report says what the run was made from") {
   const auto data = report_page(whole_run()).data;
   for (const char* part :
-       {"explore", "What each budget buys", "Where it is lost", "What was kept, seen",
+       {"explore", "Metrics by budget", "By layer and head", "Which tokens were kept",
         "All metrics", "Where this comes from", "queries and keys come from the full-cache run"})
     CHECK_THAT(std::string(page_file("replay.js")), ContainsSubstring(part));
   const auto& facts = data["facts"];

@@ -145,7 +145,7 @@ TEST_CASE("a bad row is refused with its line number") {
       Bad{13, "", "finite number"}, Bad{13, "1e400", "finite number"},
       Bad{13, "0x10", "finite number"}, Bad{13, "-1", "should be between"},
       Bad{13, "1e101", "should be between"}, Bad{14, "-0.5", "stderr is negative"},
-      Bad{15, "1.5", "whole number"}, Bad{16, "3", "'3' is not a format"},
+      Bad{15, "1.5", "whole number"}, Bad{16, "5", "'5' is not a format"},
       Bad{17, "-1", "budget_bytes is negative"});
   const std::string message = refusal(with_column(bad.column, bad.value));
   CAPTURE(bad.value);

@@ -92,6 +92,8 @@ TEST_CASE("On tiers, the end-to-end evaluation gives the decoder's log-likelihoo
     for (const Prefill prefill : {Prefill{0}, Prefill{7}, Prefill{1}})
       configs.push_back(
           {.policy = parse_policy(policy), .budget = {.extent = tokens(16)}, .prefill = prefill});
+  for (const char* policy : {"full:tiers=4:centre=prompt", "h2o:tiers=16@8t+4@100%:centre=prompt"})
+    configs.push_back({.policy = parse_policy(policy), .budget = {.extent = tokens(16)}});
   const auto scores = evaluate_by_layers(model, ids, configs, {.prompt_tokens = 50, .threads = 1});
   const auto backend = cpu_backend(model, 1);
   const auto by_tokens =

@@ -223,7 +223,7 @@ TEST_CASE("Peak memory over decoded queries decides which configurations are eli
   CHECK(judgement.recommendation.over_budget.size() == 2);
   const auto warnings = eval_warnings(evaluation);
   CHECK(std::ranges::any_of(warnings, [](const std::string& line) {
-    return line.starts_with("h2o:sinks=4:recent=4 at 8 tokens: its protected tokens fill");
+    return line.starts_with("h2o:sinks=4:recent=4 at 8 tokens: the protected tokens fill");
   }));
 }
 

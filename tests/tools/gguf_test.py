@@ -149,6 +149,42 @@ def gemma3():
     return found, {name: draw.normal(1, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
+def qwen2():
+    """The fields and tensors of a Qwen2 with an output matrix apart from the embedding, and two unused tokens."""
+    kind = gguf.GGUFValueType
+    tokens = ["<|end|>", "<tool_call>", *TOKENS[1:], "[PAD260]", "[PAD261]"]
+    found = {key.replace("llama", "qwen2"): value for key, value in fields().items()}
+    found |= {
+        "qwen2.rope.freq_base": (1000000.0, kind.FLOAT32),
+        "qwen2.attention.layer_norm_rms_epsilon": (1e-6, kind.FLOAT32),
+        "tokenizer.ggml.pre": ("qwen2", kind.STRING),
+        "tokenizer.ggml.tokens": (tokens, kind.ARRAY),
+        "tokenizer.ggml.token_type": ([3, 4] + [1] * (len(tokens) - 4) + [5, 5], kind.ARRAY),
+        "tokenizer.ggml.add_bos_token": (False, kind.BOOL),
+    }
+    draw = np.random.default_rng(3)
+    weights = tensors() | {
+        name: draw.normal(0, 0.2, (len(tokens), WIDTH)).astype(np.float32)
+        for name in ("token_embd.weight", "output.weight")
+    }
+    for number in range(LAYERS):
+        for name, size in (("q", WIDTH), ("k", KV_HEADS * SIZE), ("v", KV_HEADS * SIZE)):
+            weights[f"blk.{number}.attn_{name}.bias"] = draw.normal(0, 50, size).astype(np.float32)
+    return found, weights
+
+
+def random_blocks(kind, rows, blocks, seed):
+    """Rows of quantized blocks: random bytes, with finite scales where the type stores them."""
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind.name, (0,))  # bytes where they begin
+    draw = np.random.default_rng(seed)
+    packed = draw.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
+    for at in scales:
+        values = draw.normal(0, 0.01, (rows, blocks, 1)).astype(np.float16)
+        packed[:, :, at : at + 2] = values.view(np.uint8)
+    return packed.reshape(rows, -1)
+
+
 def read_tensor(folder, name):
     data = (folder / "model.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -235,6 +271,78 @@ class GgufTest(unittest.TestCase):
         self.assertEqual(added, special + [("\n", False), ("▁▁", False), ("▁▁▁", False)])
         self.assertEqual(tokenizer["post_processor"]["special_tokens"]["<bos>"]["ids"], [2])
 
+    def test_a_qwen2_becomes_the_checkpoint_of_transformers(self):
+        keys, weights = qwen2()
+        write_gguf(self.source, keys, weights, "qwen2")
+        done = self.convert()
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        config = json.loads((self.out / "config.json").read_text())
+        self.assertEqual((config["architectures"], config["model_type"]), (["Qwen2ForCausalLM"], "qwen2"))
+        self.assertEqual((config["rope_theta"], config["rms_norm_eps"]), (1000000, 1e-6))
+        self.assertEqual((config["tie_word_embeddings"], config["vocab_size"]), (False, len(TOKENS) + 3))
+        self.assertNotIn("attention_bias", config)
+        # Rows of q and k, and their biases, are in the checkpoint's order already.
+        parts = [(part, of) for part in "qkv" for of in ("weight", "bias")]
+        names = {f"blk.1.attn_{part}.{of}": f"model.layers.1.self_attn.{part}_proj.{of}" for part, of in parts}
+        names |= {"output.weight": "lm_head.weight", "token_embd.weight": "model.embed_tokens.weight"}
+        for name, theirs in names.items():
+            found = read_tensor(self.out, theirs)
+            np.testing.assert_allclose(found, weights[name].reshape(-1), rtol=2**-8, err_msg=name)
+
+        tokenizer = json.loads((self.out / "tokenizer.json").read_text())
+        self.assertEqual(tokenizer["normalizer"], {"type": "NFC"})
+        self.assertIn(r"|\p{N}|", tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"])
+        self.assertEqual(len(tokenizer["model"]["vocab"]), len(TOKENS) + 1)
+        added = [(token["content"], token["special"]) for token in tokenizer["added_tokens"]]
+        self.assertEqual(added, [("<|end|>", True), ("<tool_call>", False)])
+        self.assertIsNone(tokenizer["post_processor"])
+
+        command = [KVLAB, "generate", "--device", "cpu", "--model", self.out, "--prompt", "the 12 then"]
+        done = subprocess.run([*command, "--max-new-tokens", "3"], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_a_qwen2_of_another_kind_is_refused(self):
+        kind = gguf.GGUFValueType
+        keys, weights = qwen2()
+        bias, short = "blk.0.attn_k.bias", np.zeros(8, np.float32)
+        for words, changed_keys, changed_weights in (
+            (f"has no tensor {bias}", {}, {bias: None}),
+            (f"tensor {bias} is [8]; it should be [16]", {}, {bias: short}),
+            ("attn_output.bias is not part of a plain qwen2", {}, {"blk.0.attn_output.bias": short}),
+            ("rope.scaling.type is not supported", {"qwen2.rope.scaling.type": ("yarn", kind.STRING)}, {}),
+            ("eos_token_id is 260, a token that", {"tokenizer.ggml.eos_token_id": (260, kind.UINT32)}, {}),
+        ):
+            changed = {name: values for name, values in (weights | changed_weights).items() if values is not None}
+            write_gguf(self.source, keys | changed_keys, changed, "qwen2")
+            self.check_refused(words)
+
+    def test_quantized_tensors_equal_those_of_the_gguf_package(self):
+        """In each type that a file of the kind Q4_K_M uses, rounded to bf16."""
+        width = 256  # the K types have blocks of 256
+        sizes = {"embedding_length": width, "feed_forward_length": width, "attention.head_count_kv": HEADS}
+        keys = fields() | {f"llama.{key}": (value, gguf.GGUFValueType.UINT32) for key, value in sizes.items()}
+        layer = {name: (width,) if "norm" in name else (width, width) for name in shapes()}
+        layer["token_embd.weight"] = (len(TOKENS), width)
+        weights = {name: np.ones(shape, np.float32) for name, shape in layer.items()}
+        raw = {}
+        tensors_of_mlp = [f"blk.{layer}.ffn_{part}.weight" for part in ("up", "gate", "down") for layer in (0, 1)]
+        for number, name in enumerate(("Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q4_0", "Q8_0")):
+            tensor, kind = tensors_of_mlp[number], gguf.GGMLQuantizationType[name]
+            raw[tensor] = kind
+            weights[tensor] = random_blocks(kind, width, width // gguf.GGML_QUANT_SIZES[kind][0], number)
+        write_gguf(self.source, keys, weights, raw=raw)
+        done = self.convert()
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        for tensor, kind in raw.items():
+            wanted = gguf.quants.dequantize(weights[tensor], kind).astype(np.float64)
+            block, part, _ = tensor.split(".", 1)[1].split(".")
+            found = read_tensor(self.out, f"model.layers.{block}.mlp.{part[4:]}_proj.weight").reshape(width, width)
+            with self.subTest(kind.name):
+                self.assertGreater(np.abs(wanted).max(), 0)
+                # bf16 has 8 significant bits, so rounding moves a value by at most 2^-9 of its power of two.
+                _, exponent = np.frexp(wanted)
+                self.assertTrue((np.abs(found - wanted) <= np.ldexp(1.0, exponent - 9)).all())
+
     def test_a_gemma_3_of_another_kind_is_refused(self):
         kind = gguf.GGUFValueType
         keys, weights = gemma3()
@@ -302,12 +410,12 @@ class GgufTest(unittest.TestCase):
         script = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(script)
         wholes = []
-        for keys, weights, architecture in ((fields(), tensors(), "llama"), (*gemma3(), "gemma3")):
+        for keys, weights, architecture in ((fields(), tensors(), "llama"), (*gemma3(), "gemma3"), (*qwen2(), "qwen2")):
             write_gguf(self.source, keys, weights, architecture)
             whole = self.source.read_bytes()
             wholes.append((whole, len(whole) - sum(values.nbytes for values in weights.values())))
         for seed in range(int(os.environ.get("KVLAB_GGUF_MUTANTS", "200"))):
-            whole, header = wholes[seed % 2]
+            whole, header = wholes[seed % len(wholes)]
             mutant = bytearray(whole)
             draw = random.Random(seed)
             for _ in range(draw.choice((1, 1, 2, 5))):
@@ -330,7 +438,7 @@ class GgufTest(unittest.TestCase):
 
     def test_other_architectures_are_refused_by_name(self):
         write_gguf(self.source, fields(), tensors(), "gemma")
-        self.check_refused("general.architecture is 'gemma'; it should be llama or gemma3")
+        self.check_refused("general.architecture is 'gemma'; it should be llama, qwen2 or gemma3")
 
     def check_field(self, words, key, value, kind):
         changed = fields() | {key: (value, kind)}

@@ -19,7 +19,8 @@ std::vector<CacheConfig> sweep() {
       test::covering({.budgets = test::budgets_about(36, heads)}, &kCudaEvaluation, 300, heads));
   for (const CacheConfig& config :
        test::covering({.policies = {"h2o", "lru:sinks=2", "a2sf:recent=4", "window"},
-       .tier_plans = {"", "4", "16@5t+4@100%", "8@25%+4@50%+k4v2@25%", "16@50%+16@50%"},
+       .tier_plans = {"", "4", "16@5t+4@100%", "8@25%+4@50%+k4v2@25%", "16@50%+16@50%",
+                      "q8_0/q4_0"},
        .budgets = test::budgets_about(36, heads),
        .positions = {Positions::original}},
                       &kCudaEvaluation, 300, heads))

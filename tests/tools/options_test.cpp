@@ -147,6 +147,15 @@ TEST_CASE("Each tier plan of --tiers is parsed once, and auto means several") {
   CHECK(parse("--tiers auto").caches.tier_plans.size() == std::size(kStandardTierPlans));
 }
 
+TEST_CASE("The option --centre applies to the plans of --tiers that quantize") {
+  const auto caches = parse("--tiers 16 --tiers 4 --centre prompt").caches;
+  CHECK(with_tier_plans({"h2o"}, caches.tier_plans, caches.centre) ==
+        std::vector<std::string>{"h2o", "h2o:tiers=4:centre=prompt"});
+  CHECK_THROWS_WITH(parse("--tiers 4 --centre mean"), "centre: 'mean' should be none or prompt");
+  CHECK_THROWS_WITH(parse("--centre prompt"),
+                    "--centre: no plan of --tiers quantizes keys; add --tiers 4, or leave it out");
+}
+
 TEST_CASE("An output path that exists is refused") {
   CHECK_THROWS_AS(refuse_existing("/", "--out"), std::runtime_error);
   CHECK_NOTHROW(refuse_existing(KVLAB_SOURCE_DIR "/no/such/path", "--out"));

@@ -126,6 +126,26 @@ TEST_CASE("a budget in bytes reads back as it was written") {
   CHECK(resolve(read.cache, 1000, 0, {2, 2, 64}).budget_tokens == 256);
 }
 
+TEST_CASE("centred keys read back as they were written, and a wrong key is refused") {
+  const TemporaryFolder folder;
+  PolicyFile file = h2o_file();
+  file.cache.policy = parse_policy("h2o:tiers=4:centre=prompt");
+  file.cache.positions = Positions::original;
+  write_policy_file(folder / "policy.json", file);
+  json written = json::parse(read_bytes(folder / "policy.json"));
+  CHECK(written["centre"] == "prompt");
+  CHECK(read_policy_file(folder / "policy.json").cache.policy.text() == file.cache.policy.text());
+  const auto refusal_of = [&](const json& changed) {
+    write_bytes(folder / "bad.json", changed.dump());
+    return error_of([&] { read_policy_file(folder / "bad.json"); });
+  };
+  json bad = written;
+  bad["centre"] = "somewhere";
+  CHECK(refusal_of(bad).ends_with("centre: 'somewhere' should be none or prompt"));
+  written.erase("tiers");
+  CHECK(refusal_of(written).find("only in a tier plan") != std::string::npos);
+}
+
 TEST_CASE("a tier plan reads back as it was written, and decoders run it") {
   const TemporaryFolder folder;
   PolicyFile file = h2o_file();

@@ -53,6 +53,7 @@ TEST_CASE("the reader of policy.json hands over the optional keys") {
   CHECK(modified.modifiers == std::vector<std::pair<std::string, std::string>>{
                                   {"every", "8"}, {"once", "no"}, {"pool", "max"}});
   CHECK(read_with("/tiers", "16:16t,4:100%").tiers == "16:16t,4:100%");
+  CHECK(read_with("/centre", "prompt").centre == "prompt");
   CHECK(read_with("/params/name", "mine").feature == "mine");
   CHECK(read_with("/protected/prompt", true).prompt);
   CHECK(read_with("/source", {{"path", "my.hpp"}, {"xxh3", "0"}}).source->path == "my.hpp");
@@ -115,6 +116,7 @@ TEST_CASE("the reader of policy.json names the file and the key that is wrong") 
       {"/model", "tiny", "model"},
       {"/model/size", 3, "size"},
       {"/tiers", 8, "tiers"},
+      {"/centre", true, "centre"},
       {"/source", "my.hpp", "source"},
       {"/scope", "head", "reserved"},
       {"/posture", 1, "unknown key"},

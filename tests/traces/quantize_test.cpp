@@ -39,7 +39,7 @@ std::vector<float> naive_quantized(const std::vector<float>& row, int bits) {
   for (std::size_t b = 0; b < row.size(); b += 32) {
     const auto [least, most] = std::minmax_element(row.begin() + b, row.begin() + b + 32);
     const float mn = f16_to_float(float_to_f16(*least));
-    const int levels = bits == 8 ? 255 : bits == 4 ? 15 : 3;
+    const int levels = (1 << bits) - 1;
     std::uint16_t s16 = float_to_f16((*most - *least) / static_cast<float>(levels));
     if (s16 == 0) s16 = 1;
     const float s = f16_to_float(s16);
@@ -67,7 +67,7 @@ TEST_CASE("the Hadamard rotation is Hadamard's matrix, and applied twice multipl
 }
 
 TEST_CASE("integer formats have the bits of the reference in this test") {
-  for (const int bits : {8, 4, 2})
+  for (const int bits : {8, 4, 3, 2})
     for (const float spread : {1e-7f, 1e-3f, 1.0f, 300.0f})
       for (std::uint32_t seed = 0; seed < 20; ++seed) {
         std::vector<float> row = draw(64, spread, seed);
@@ -99,6 +99,58 @@ TEST_CASE("e4m3 keeps three bits after the first, also of numbers that are small
   std::vector<float> larger(32, 449.0f);  // scale 2: 224.5 is closest to 224
   quantize_row(larger, 8, true);
   CHECK(larger.front() == 448);
+}
+
+TEST_CASE("GGML's formats round as llama.cpp does, in an example") {
+  // The largest magnitude is -8, so the scale of q4_0 is 1, and 7.4 gets the highest level.
+  std::vector<float> row(32);
+  row[0] = -8, row[1] = 7.4f, row[2] = 2.5f, row[3] = -2.5f, row[4] = 0.49f;
+  std::vector<float> with_minimum = row;
+  quantize_ggml(row, 4);
+  CHECK(std::vector(row.begin(), row.begin() + 5) == std::vector<float>{-8, 7, 3, -2, 0});
+  quantize_ggml_min(with_minimum, 4);
+  const float scale = f16_to_float(float_to_f16((7.4f + 8) / 15));
+  CHECK(with_minimum[0] == -8);
+  CHECK(with_minimum[1] == 15 * scale - 8);
+  std::vector<float> bytes(32, 0.5f);
+  bytes[7] = -127;
+  quantize_ggml(bytes, 8);  // halves are rounded away from zero
+  CHECK(bytes[0] == 1);
+  CHECK(bytes[7] == -127);
+}
+
+TEST_CASE("nvfp4 keeps one bit after the first, in blocks of 16 with an e4m3 scale") {
+  std::vector<float> row(32);
+  const std::vector<std::pair<float, float>> pairs{
+      {6, 6}, {5.1f, 6}, {5, 4}, {2.5f, 2}, {-1.75f, -2}, {0.25f, 0}, {0.26f, 0.5f}};
+  for (std::size_t i = 0; i < pairs.size(); ++i) row[i] = pairs[i].first;
+  row[16] = 3000;  // the scale of this block is at most 448
+  row[17] = 1e-6f;
+  quantize_nvfp4(row);
+  for (std::size_t i = 0; i < pairs.size(); ++i) CHECK(row[i] == pairs[i].second);
+  CHECK(row[16] == 448 * 6);
+  CHECK(row[17] == 0);
+}
+
+TEST_CASE("e4m3 with scale 1 is clamped to 448") {
+  std::vector<float> row(32);
+  row[0] = 1000, row[1] = -449, row[2] = 1.0625f, row[3] = 0.0009f, row[4] = -17;
+  quantize_e4m3(row);
+  CHECK(std::vector(row.begin(), row.begin() + 5) == std::vector<float>{448, -448, 1, 0, -16});
+}
+
+TEST_CASE("no format accepts NaN") {
+  std::vector<float> row(32);
+  row[5] = std::nanf("");
+  const auto refuses = [&](auto quantize) {
+    CHECK_THROWS_WITH(quantize(std::span(row)), Catch::Matchers::ContainsSubstring("is NaN"));
+  };
+  refuses([](std::span<float> r) { quantize_row(r, 4, false); });
+  refuses([](std::span<float> r) { quantize_row(r, 8, true); });
+  refuses([](std::span<float> r) { quantize_e4m3(r); });
+  refuses([](std::span<float> r) { quantize_ggml(r, 4); });
+  refuses([](std::span<float> r) { quantize_ggml_min(r, 5); });
+  refuses([](std::span<float> r) { quantize_nvfp4(r); });
 }
 
 TEST_CASE("numbers out of fp16's range are refused") {

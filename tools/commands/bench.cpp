@@ -180,8 +180,8 @@ void add_replay_options(OptionTable& table, Request& request) {
              "replay: the sweeps to time, by the names that it prints (default: all); also `shelf` "
              "(every policy) or a policy's name");
   table.whole("repeats", "N", {1, kMaxRepeats}, request.repeats,
-              "replay: number of repetitions, alternating with the exact pass; the shortest times "
-              "count");
+              "replay: number of repetitions, each after one exact pass; the shortest times are "
+              "reported");
   table.whole("synthetic-layers", "N", kHeads, shape.layers,
               "replay: layers of the synthetic trace, which has --tokens tokens, one eighth of "
               "them the prompt");
@@ -304,7 +304,10 @@ ordered_json eval(const Request& request) {
 
 ordered_json evict(const Request& request) {
   const std::vector<CacheConfig> sweep = evicting_sweep(request);
-  if (sweep.size() != 1) throw std::invalid_argument("--budget: give one");
+  if (sweep.size() != 1)
+    throw std::invalid_argument(
+        "--policy and --budget: bench evict runs one configuration; give one policy and one "
+        "budget");
   EvictBenchOptions how{.model = model_of(request),
                         .batch = request.batch,
                         .prompt = prompt_tokens_of(request, kMaxTokens),
@@ -316,7 +319,7 @@ ordered_json evict(const Request& request) {
 ordered_json attention(const Request& request) {
   AttentionBenchOptions how = request.attention;
   if (!request.caches.sweep.policies.empty()) how.policies = request.caches.sweep.policies;
-  how.policies = with_tier_plans(how.policies, request.caches.tier_plans);
+  how.policies = with_tier_plans(how.policies, request.caches.tier_plans, request.caches.centre);
   return bench_attention(how);
 }
 
@@ -365,7 +368,7 @@ void add_options(OptionTable& table, Request& request) {
              "engine/models/configs/*.json");
   table.whole("batch", "N", {1, kMaxRows}, request.batch, "decode, evict: number of sequences");
   table.whole("context", "N", kTokens, request.context,
-              "decode: tokens in each sequence at the start");
+              "decode: number of tokens in each sequence at the start");
   table.whole("steps", "N", kTokens, request.steps, "decode: number of timed steps");
   table.text("capture", "TRACE", request.capture,
              "decode: also time sampling with and without capture; the capture writes this new "

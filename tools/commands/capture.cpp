@@ -89,7 +89,7 @@ void add_options(OptionTable& table, Request& request) {
               "a part of the prompt that appears in it once; the trace stores its tokens as a "
               "passage; may be given several times");
   table.text("prefill", "MODE", request.prefill,
-             "how the prompt is processed: dense, chunk:N or stream; the trace is the same");
+             "how the prompt is processed: dense, chunk:N or stream (all give the same trace)");
   add_seed_option(table, request.turns.sampling.seed);
   add_context_option(table, request.beyond_context);
   add_common_options(table, request.common);

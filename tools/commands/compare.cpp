@@ -29,7 +29,7 @@ void add_options(OptionTable& table, Request& request) {
   table.text("out", "FILE", request.out,
              "write the comparison as a page to this file; an existing file is replaced");
   table.text("metric", "M", request.metric,
-             "the metric to compare by (default: the one that decides)");
+             "metric to compare by (default: the metric that `kvlab deploy` chooses by)");
   add_json_option(table, request.json);
 }
 

@@ -39,7 +39,7 @@ void check(Request& request, const GivenOptions& given) {
   request.how.names = text_names(request.texts);
   request.how.threads = request.common.threads;
   if (request.how.stream) {
-    given.refuse({"window"}, "--stream takes score each text as one sequence, without windows");
+    given.refuse({"window"}, "--stream scores each text as one sequence, without windows");
     request.by_tokens = true;
   }
   const bool has_file = given.has("policy-file");
@@ -102,6 +102,16 @@ std::string budget_cell(const EvalScore& score) {
   return score.config.evicts() ? std::to_string(score.budget_tokens) : score.config.budget_text();
 }
 
+/// The label of a configuration. Formats by layer may be long, so they are cut, and their mean bits
+/// are added; eval.csv has the whole label.
+std::string short_label(const EvalScore& score) {
+  constexpr std::size_t kLongest = 40;
+  const std::string label = score.label();
+  const TierPlan& tier_plan = score.config.policy.tier_plan;
+  if (!tier_plan.is_by_layer() || label.size() <= kLongest) return label;
+  return fmt::format("{}... ({:.2f} bits)", label.substr(0, kLongest - 14), tier_plan.mean_bits());
+}
+
 /// The names in the first column: the policy and, if the table has both kinds of positions, its
 /// positions.
 std::vector<std::string> row_names(const std::vector<EvalScore>& scores) {
@@ -110,9 +120,9 @@ std::vector<std::string> row_names(const std::vector<EvalScore>& scores) {
   });
   std::vector<std::string> names;
   for (const EvalScore& score : scores)
-    names.push_back(has_both
-                        ? fmt::format("{} ({})", score.label(), name_of(score.config.positions))
-                        : score.label());
+    names.push_back(
+        has_both ? fmt::format("{} ({})", short_label(score), name_of(score.config.positions))
+                 : short_label(score));
   return names;
 }
 
@@ -167,7 +177,7 @@ void print_texts(const Evaluation& evaluation) {
   for (const EvalScore& score : evaluation.scores) {
     if (!score.config.evicts()) continue;
     const bool against_full = !std::isnan(score.kl);
-    fmt::print("{:<40} {:>6} {:>9.4f} ± {:.4f}\n", score.label(), score.budget_tokens,
+    fmt::print("{:<40} {:>6} {:>9.4f} ± {:.4f}\n", short_label(score), score.budget_tokens,
                against_full ? score.kl : score.nll,
                against_full ? score.kl_deviation : score.nll_deviation);
   }

@@ -61,8 +61,8 @@ void print_table(const Fidelity& fidelity) {
   fmt::print("\n");
   if (const FidelityMetric* const standard = fidelity.find(fidelity.standard)) {
     fmt::print(
-        "\n{} decides in `kvlab deploy`; misordered pairs, of those that differ significantly in "
-        "KL:",
+        "\n`kvlab deploy` chooses by {}. Of the pairs that differ significantly in KL, it orders "
+        "wrongly:",
         standard->metric);
     for (const FidelityBudget& budget : standard->within)
       fmt::print(" {} of {} at {}", budget.misordered.size(), budget.significantly_different,

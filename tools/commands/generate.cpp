@@ -32,7 +32,7 @@ void check(Request& request, const GivenOptions& given) {
   if (given.has("policy-file")) refuse_beside_policy_file(given);
   if (!request.turns.turns.empty())
     given.refuse({"features"},
-                 "its features are those of the first prompt alone, and --turn adds another");
+                 "it has features of the first prompt only, and --turn adds another prompt");
 }
 
 void add_options(OptionTable& table, Request& request) {

@@ -85,7 +85,7 @@ void print_oracle(const OracleInfo& oracle) {
 
 void print_text(const std::vector<PolicyEntry>& entries) {
   fmt::print(
-      "Written name:param=value:sinks=N:recent=N, as in h2o:sinks=4:recent=25%.\n"
+      "A policy is written name:param=value:sinks=N:recent=N, such as h2o:sinks=4:recent=25%.\n"
       "Any policy that evicts has protected tokens (sinks and recent: tokens, or a share of the "
       "budget)\nand the modifiers every=W, once, smooth=R, pool=mean|max, scope=head|layer, "
       "group=sum|max.\n");

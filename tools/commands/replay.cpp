@@ -82,7 +82,7 @@ void add_options(OptionTable& table, Request& request) {
   table.text("layers", "LIST", request.layers, "only these layers: 0,1,5 (default: all)");
   table.list("show", "LIST", request.show,
              "also print these metrics, by their names in results.csv, or all (default: only the "
-             "metric that decides)");
+             "metric that `kvlab deploy` chooses by)");
   table.flag("no-references", request.references,
              "leave out full, oracle_attention and oracle_topk", false);
   table.flag("fresh", request.replay.fresh,

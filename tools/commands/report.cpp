@@ -107,8 +107,8 @@ PageDocument page_of(const std::filesystem::path& folder, const Request& request
   if (std::filesystem::is_regular_file(folder)) {
     if (figures)
       throw std::invalid_argument(
-          "--figures: a page of `kvlab tune` has no files of figures; save its figure from the "
-          "page; leave it out");
+          "--figures: the figure of a `kvlab tune` file is only in the page; leave --figures out, "
+          "and save the figure from the page");
     return tune_page(folder);
   }
   throw std::runtime_error(

@@ -226,9 +226,9 @@ void print_table(const TaskRun& run, std::span<const TaskMetric> metrics,
                  const TaskRequest& request) {
   for (const QueryMode mode : run.modes) print_mode(run, metrics, mode, request.words);
   fmt::print(
-      "samples for each length and depth: {}; (low-high): 95%, Clopper-Pearson;\n"
-      "log p: of the right answer, nats; change: difference from the first line, over\n"
-      "the same samples; ±: 95%, from 8 samples on\n",
+      "{} samples for each length and depth; (low-high): 95% interval, Clopper-Pearson;\n"
+      "log p: log-probability of the right answer, in nats; change: difference from the\n"
+      "first line over the same samples; ±: half of its 95% interval, if 8 or more samples\n",
       request.samples);
   const bool any = std::ranges::any_of(run.modes, [&](QueryMode mode) {
     const TaskMetric* const full = find_task_metric(metrics, 0, mode, {}, "exact_match");

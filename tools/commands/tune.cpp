@@ -53,16 +53,17 @@ void add_options(OptionTable& table, Request& request) {
   add_eval_model_options(table, request.model);
   table.parsed("budget", "B", request.budget, read_budget,
                "cache size during decoding: tokens, or a share of the length: 256, 10%");
-  table.list("policy", "P,...", request.caches.sweep.policies,
-             "policies; a bare name stands for its variants (protected tokens and parameters), "
-             "h2o:recent=25% only for itself (default: all except random and those that need "
-             "features or once)");
+  table.list(
+      "policy", "P,...", request.caches.sweep.policies,
+      "policies to try; a bare name stands for its variants (protected tokens and parameters), a "
+      "name with settings, such as h2o:recent=25%, only for itself (default: all except random "
+      "and those that need features or once)");
   add_source_option(table, request.caches.sources);
   add_features_option(table, request.caches.features);
   add_tiers_option(table, request.caches);
   table.text("metric", "METRIC", request.tune.metric,
              "metric that orders the sweep before successive halving (default: the metric that "
-             "deploy chooses by)");
+             "`kvlab deploy` chooses by)");
   table.whole("work", "PERCENT", {1, 100}, request.work_percent,
               "work limit: share of the cost of evaluating the whole sweep end to end");
   add_task_accuracy_options(table, request.task_accuracy, request.caches.features);
@@ -80,6 +81,7 @@ std::vector<CacheConfig> variants(const Request& request, std::uint32_t tokens,
   const auto add_variants = [&](const std::string& name, const TierPlan& tier_plan) {
     for (PolicySpec& spec : policy_variants(name, tokens, compiled)) {
       if (!tier_plan.is_plain()) spec.tier_plan = tier_plan;
+      if (tier_plan.is_quantized()) spec.centre = request.caches.centre;
       const Positions positions =
           spec.tier_plan.is_quantized() ? Positions::original : spec.entry->info.positions;
       const auto same = [&](const CacheConfig& other) {

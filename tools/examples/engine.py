@@ -329,9 +329,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--rows", type=int, default=6, help="requests that decode together")
-    parser.add_argument("--budget", type=int, default=256, help="tokens of each KV head")
-    parser.add_argument("--policy", default="h2o", help="one without parameters and features")
+    parser.add_argument("--rows", type=int, default=6, help="number of requests that decode together")
+    parser.add_argument("--budget", type=int, default=256, help="budget of each KV head, in tokens")
+    parser.add_argument("--policy", default="h2o", help="a policy without parameters and token features")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -356,8 +356,8 @@ def main():
         if request.said != together[number].said:
             wrong += 1
             same = sum(a == b for a, b in zip(request.said, together[number].said))
-            print(f"request {number}: {same} of {request.wanted} tokens are the same alone")
-    print("the same tokens alone" if wrong == 0 else f"{wrong} requests differ alone")
+            print(f"request {number}: {same} of {request.wanted} tokens are the same when it runs alone")
+    print("every request gets the same tokens alone" if wrong == 0 else f"{wrong} requests get other tokens alone")
     return 1 if wrong else 0
 
 

@@ -122,7 +122,8 @@ static int decode(const char* name, const kvlab_tier* tier_plan, int tiers, doub
 
 int main(void) {
   if (kvlab_version() != KVLAB_VERSION) {
-    fprintf(stderr, "kvlab.h %d, library %d: rebuild\n", KVLAB_VERSION, kvlab_version());
+    fprintf(stderr, "kvlab.h has version %d and the library %d; rebuild this program\n",
+            KVLAB_VERSION, kvlab_version());
     return 2;
   }
   int devices = 0;

@@ -84,7 +84,7 @@ def windows(experiment, folder, tokens, most):
         files.append(folder / f"{name}-{len(files)}.txt")
         files[-1].write_text(text)
     if len(files) < 10:
-        raise Refused(f"--text: {len(files)} windows of {length} characters; at least 10 are needed: longer texts")
+        raise Refused(f"--text: has {len(files)} windows of {length} characters; give longer texts, for 10 or more")
     return files
 
 
@@ -175,8 +175,8 @@ def measure(experiment):
     experiment.section(
         f"## On real texts\n\n{len(files)} texts of {most} blocks or more, budget {budget}, {resamples} samples for each of {pairs} "
         f"pairs of {', '.join(found)}. The truth is the mean difference over all texts that were not sampled. Median of the "
-        f"pairs: the variance between texts is {ratio:.3f} of that of a block; the skewness of texts is {skew:.2f}.\n\n"
-        + table(["lengths", "blocks", "contain the truth, %", "`random` under two seeds differs significantly, %"], lines)
+        f"pairs: the variance between texts is {ratio:.3f} times the variance of a block; the skewness of texts is {skew:.2f}.\n\n"
+        + table(["lengths", "blocks", "intervals that contain the truth, %", "`random` under two seeds differs significantly, %"], lines)
     )
 
 

@@ -67,7 +67,7 @@ def deploy_recommendations():
     budgets = experiment.quick([32, 64, 128], [64, 128, 256, 512, 1024])
     texts = arguments.text
     if len(texts) < 4:
-        raise Refused("--text: at least four files; half of them are left out of the replay")
+        raise Refused("--text: give at least four files, because the replay leaves out half of them")
     seen, left_out = texts[: len(texts) // 2], texts[len(texts) // 2 :]
     policies = candidates(experiment)
     traces = [

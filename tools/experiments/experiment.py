@@ -29,9 +29,9 @@ def parse_arguments(purpose, models):
     several = {"nargs": "+"} if models else {}
     parser.add_argument("--model", required=True, help="checkpoint, such as engine/models/smollm2", **several)
     parser.add_argument("--text", nargs="+", default=[str(text) for text in TEXTS], help="default: tools/texts/*.txt")
-    parser.add_argument("--tokens", type=int, help="tokens of each text")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    parser.add_argument("--quick", action="store_true", help="what a CPU does in minutes")
+    parser.add_argument("--tokens", type=int, help="number of tokens of each text")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a device")
+    parser.add_argument("--quick", action="store_true", help="a smaller run, which takes minutes on a CPU")
     parser.add_argument("--out", required=True, help="the page to write")
     return parser.parse_args()
 

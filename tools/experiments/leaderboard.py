@@ -149,9 +149,9 @@ def findings(boards):
         lines.append([f"lowest KL at {budget}", *(best(own.kl, budget, True) for own in boards),
                       agreement(boards, lambda own: own.kl, budget)])  # fmt: skip
     for budget in boards[0].requested if all(own.answers for own in boards) else []:
-        lines.append([f"most pass keys at {budget}", *(best(own.answers, budget, False) for own in boards),
+        lines.append([f"highest share of pass keys at {budget}", *(best(own.answers, budget, False) for own in boards),
                       agreement(boards, lambda own: own.answers, budget)])  # fmt: skip
-    for count, what in ((0, "no sink"), (1, "one sink")):
+    for count, what in ((0, "no sink token"), (1, "one sink token")):
         times = [own.sinks[f"sinks={count}"] / own.sinks["sinks=4"] for own in boards]
         same = "yes" if min(times) > 1.1 or max(times) < 1.1 else "no"
         lines.append([f"KL of `sink` with {what}, relative to four", *(f"{one:.2f}" for one in times), same])
@@ -176,7 +176,7 @@ def leaderboard():
     experiment = Experiment(__doc__, models=True)
     boards = [Board(experiment, directory) for directory in experiment.models]
     if len(boards) > 1:
-        experiment.section("## What holds on each model\n\n" + findings(boards))
+        experiment.section("## Findings for each model\n\n" + findings(boards))
     experiment.section(
         "## Which metric of a replay predicts KL\n\nSpearman's ρ between a metric and the KL of the end-to-end evaluation, over ten "
         'policies at each budget. "-": the model has no such metric.\n\n' + predictors(boards)

@@ -8,10 +8,10 @@ from experiment import Experiment, number_with_error, main, name_of_model, table
 from kvlab import Trace
 
 QUESTION = """
-This page compares tier plans at equal bytes. The same bytes hold few tokens exactly, or more tokens in fewer bits.
+This page compares tier plans at equal bytes. The same bytes hold few tokens in 16 bit, or more tokens in fewer bits.
 Which is better, for which policy, and at which budget?
 
-A budget is given as the bytes of that many tokens in 16 bit, in the layers without a sliding window. [Precision
+A budget of N has the bytes of N tokens in 16 bit, in the layers without a sliding window. [Precision
 tiers](../guides/precision-tiers.md) defines the terms. KL is relative to the model's own full cache, in nats, over all
 texts.
 """
@@ -21,7 +21,7 @@ BUDGETS = [32, 64, 128, 256, 512, 768]
 ASKED = [TIER_PLANS[0], TIER_PLANS[3], TIER_PLANS[5], TIER_PLANS[7]]  # for the pass key
 KEYS_AT = [32, 64, 128, 256]
 WAYS = {  # what is quantized: bits of keys and values
-    "keys and values": (4, 4), "keys": (4, 16), "values": (16, 4), "values in 2": (16, 2), "keys in 2": (2, 16),
+    "keys and values": (4, 4), "keys": (4, 16), "values": (16, 4), "values in 2 bits": (16, 2), "keys in 2 bits": (2, 16),
 }  # fmt: skip
 FORMS = [("keys and values", 32, "yes"), ("keys and values", 64, "yes"), ("keys and values", 32, "no")] + [
     (way, 32, "yes") for way in list(WAYS)[1:]
@@ -139,7 +139,7 @@ def tier_plans():
     others = ", ".join(f"`{own}`" for own in policies[:-1]) + f" and `{policies[-1]}`"
     experiment.section(
         f"## Tier plan and policy\n\nThe lowest KL among {others}: first in 16 bit, then with any tier plan.\n\n"
-        + table(["bytes of", *names], best_of(experiment, found))
+        + table(["budget", *names], best_of(experiment, found))
     )
     rows = [
         [f"`{tier_plan}`"]
@@ -147,8 +147,8 @@ def tier_plans():
         for tier_plan in ASKED
     ]
     experiment.section(
-        f"## Pass key\n\nThe share of right answers of {', '.join(requested)} under `h2o:sinks=4`, asked after the eviction. In "
-        "other models even the full cache answers less than 80% correctly.\n\n"
+        f"## Pass key\n\nThe share of right answers of {', '.join(requested)} under `h2o:sinks=4`, asked after the eviction. "
+        "Models whose full cache has less than 80% right answers are left out.\n\n"
         + table(["tiers", *map(str, KEYS_AT)], rows)
     )
     rows = [
@@ -159,7 +159,7 @@ def tier_plans():
         "quantized: to 4 bits unless the row says otherwise. 512 tokens of the first text, up to six layers without a sliding "
         "window. Blocks of 64 channels take a tenth fewer bytes.\n\n" + table(["quantized", "block", "Hadamard rotation", *names], rows)
     )
-    experiment.write("Which tier plan, at which bytes", QUESTION)
+    experiment.write("Tier plans at equal bytes", QUESTION)
 
 
 main(tier_plans)

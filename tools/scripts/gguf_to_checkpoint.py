@@ -3,9 +3,9 @@
 
     python3 tools/scripts/gguf_to_checkpoint.py MODEL.gguf OUT
 
-It supports the architectures llama and gemma3 (text only) with byte-level or SentencePiece BPE, in any quantization
-that the gguf package can dequantize, and refuses others by name. For bad input it exits with 2 and one line, and leaves
-no files.
+It supports the architectures llama, qwen2 and gemma3 (text only) with byte-level or SentencePiece BPE, in any
+quantization that the gguf package can dequantize, and refuses others by name. For bad input it exits with 2 and one
+line, and leaves no files.
 """
 
 import dataclasses
@@ -29,18 +29,24 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # each digit alone
+
+
+def split(pattern):
+    """The pre-tokenizer of a pattern of OpenAI's kind."""
+    matches = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [matches, {**BYTE_LEVEL, "use_regex": False}]}
+
+
 PRE_TOKENIZERS = {
     "gpt-2": BYTE_LEVEL,
     "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]},
-    "llama-bpe": {
-        "type": "Sequence",
-        "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": LLAMA3_SPLIT}, "behavior": "Isolated", "invert": False},
-            {**BYTE_LEVEL, "use_regex": False},
-        ],
-    },
+    "llama-bpe": split(LLAMA3_SPLIT),
+    "qwen2": split(QWEN2_SPLIT),
 }
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # kinds of tokens
+# GGUF does not state normalizers. Hugging Face's tokenizer of each Qwen2 has this one.
+NORMALIZERS = {"qwen2": {"type": "NFC"}}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens
 MAX_CHARACTERS = 1024  # most characters of a SentencePiece token, because every split of it is tried
 SPACE = "\u2581"  # SentencePiece's character for a space
 # Keys of an architecture that change the result.
@@ -125,7 +131,11 @@ class Metadata:
 
 
 def llama_config(meta, config):
-    return {"hidden_act": "silu", "mlp_bias": False}
+    return {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+
+
+def qwen2_config(meta, config):
+    return {"hidden_act": "silu", "use_sliding_window": False}
 
 
 def gemma3_config(meta, config):
@@ -136,6 +146,7 @@ def gemma3_config(meta, config):
     ]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
         "query_pre_attn_scalar": config["head_dim"],
         "sliding_window": meta.size("gemma3.attention.sliding_window"),
         "layer_types": full,
@@ -152,10 +163,11 @@ def gemma3_config(meta, config):
 class Architecture:
     model_class: str
     model_type: str
-    config: object  # function of the metadata and the config so far: keys of this architecture only
+    config: object  # function (metadata, config so far) that returns the keys of this architecture only
     norms: dict  # norms of a layer, by GGUF's name
     interleaved: bool  # whether GGUF interleaves the two halves of a rotation in rows of q and k
     norm_offset: int  # constant that GGUF adds to the weights of norms
+    qkv_bias: bool = False  # whether q, k and v have biases
 
 
 ARCHITECTURES = {
@@ -166,6 +178,15 @@ ARCHITECTURES = {
         {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
         interleaved=True,
         norm_offset=0,
+    ),
+    "qwen2": Architecture(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        qwen2_config,
+        {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+        interleaved=False,
+        norm_offset=0,
+        qkv_bias=True,
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
@@ -185,10 +206,15 @@ ARCHITECTURES = {
 }
 
 
+def one_of(names):
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
 def read_architecture(meta):
     name = meta.get("general.architecture", str)
     if name not in ARCHITECTURES:
-        raise Refused(f"general.architecture is '{name}'; it should be {' or '.join(ARCHITECTURES)}")
+        raise Refused(f"general.architecture is '{name}'; it should be {one_of(ARCHITECTURES)}")
     for key in meta.fields:
         if key.startswith(tuple(f"{name}.{part}" for part in UNSUPPORTED)):
             raise Refused(f"{key} is not supported; a {name} model without it can be converted")
@@ -224,7 +250,6 @@ def read_config(meta, name):
         "bos_token_id": meta.token("tokenizer.ggml.bos_token_id"),
         "eos_token_id": meta.token("tokenizer.ggml.eos_token_id"),
         "torch_dtype": "bfloat16",
-        "attention_bias": False,
     }
     return config | architecture.config(meta, config)
 
@@ -244,7 +269,7 @@ def byte_level(meta, tokens, kinds):
         if len(merge) != 2:
             raise Refused(f"tokenizer.ggml.merges[{number}] should be two tokens with a space between them")
     return {
-        "normalizer": None,
+        "normalizer": NORMALIZERS.get(pre),
         "pre_tokenizer": PRE_TOKENIZERS[pre],
         "decoder": {**BYTE_LEVEL, "add_prefix_space": True},
         "model": {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre == "llama-bpe"},
@@ -289,7 +314,7 @@ def sentencepiece(meta, tokens, kinds):
 
 
 TOKENIZERS = {  # with the kinds of tokens that they have
-    "gpt2": (byte_level, (NORMAL, CONTROL, USER_DEFINED)),
+    "gpt2": (byte_level, (NORMAL, CONTROL, USER_DEFINED, UNUSED)),
     "llama": (sentencepiece, (NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE)),
 }
 
@@ -317,11 +342,16 @@ def read_tokenizer(meta):
     for number, kind in enumerate(kinds):
         if kind not in allowed:
             raise Refused(f"tokenizer.ggml.token_type[{number}] is {kind}; it should be one of {allowed}")
+    for key in ("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id"):
+        if kinds[meta.token(key)] == UNUSED:
+            raise Refused(f"{key} is {meta.token(key)}, a token that tokenizer.ggml.token_type marks as unused")
     parts = parts_of(meta, tokens, kinds)
     if len(set(tokens)) != len(tokens):
         raise Refused("tokenizer.ggml.tokens should be different")
     bos = meta.get("tokenizer.ggml.add_bos_token", bool, False) and meta.token("tokenizer.ggml.bos_token_id")
-    added = [(i, text, kind) for i, (text, kind) in enumerate(zip(tokens, kinds)) if kind not in (NORMAL, BYTE)]
+    # Unused tokens only fill the rows of the embedding. Checkpoints leave them out of the vocabulary.
+    used = [(i, text, kind) for i, (text, kind) in enumerate(zip(tokens, kinds)) if kind != UNUSED]
+    added = [token for token in used if token[2] not in (NORMAL, BYTE)]
     return {
         "version": "1.0",
         "truncation": None,
@@ -337,7 +367,7 @@ def read_tokenizer(meta):
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
             **parts["model"],
-            "vocab": {text: i for i, text in enumerate(tokens)},
+            "vocab": {text: i for i, text, _ in used},
             "merges": parts["merges"],
         },
     }
@@ -372,6 +402,8 @@ def wanted_tensors(config, architecture):
     for number in range(config["num_hidden_layers"]):
         for name, (theirs, shape, interleaved) in layer.items():
             wanted[f"blk.{number}.{name}.weight"] = (f"model.layers.{number}.{theirs}.weight", shape, interleaved)
+            if architecture.qkv_bias and name in ("attn_q", "attn_k", "attn_v"):
+                wanted[f"blk.{number}.{name}.bias"] = (f"model.layers.{number}.{theirs}.bias", shape[:1], interleaved)
     return wanted
 
 

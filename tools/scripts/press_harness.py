@@ -43,12 +43,12 @@ def items(contexts: int, words: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kvpress", type=pathlib.Path, help="its checkout")
+    parser.add_argument("kvpress", type=pathlib.Path, help="folder of a checkout of kvpress")
     parser.add_argument("model", help="a checkpoint's folder")
     parser.add_argument("press", nargs="+")
     parser.add_argument("--ratio", nargs="+", type=float, default=[0.5, 0.75])
-    parser.add_argument("--contexts", type=int, default=8, help="of each task")
-    parser.add_argument("--words", type=int, default=500, help="of a context")
+    parser.add_argument("--contexts", type=int, default=8, help="number of contexts of each task")
+    parser.add_argument("--words", type=int, default=500, help="number of words in a context")
     requested = parser.parse_args()
     sys.path.insert(0, str(requested.kvpress / "evaluation"))
     import evaluate

@@ -21,6 +21,7 @@ WIDTH = 120
 TITLES = {
     "_trace": "Traces",
     "_run": "Replays",
+    "_formats": "Storage formats",
     "_policy": "Policies",
     "_rows": "What a policy may look at",
     "_commands": "The end-to-end evaluation",
@@ -190,7 +191,7 @@ def pages() -> dict[str, str]:
     for home, title in TITLES.items():
         parts += [f"## {title}", *section(PACKAGE / f"{home}.py", of_package.pop(home), "kvlab")]
     if of_package:
-        raise SystemExit(f"{PACKAGE}/__init__.py: {', '.join(of_package)}: no title in tools/scripts/python_api.py")
+        raise SystemExit(f"{PACKAGE}/__init__.py: {', '.join(of_package)}: has no title in tools/scripts/python_api.py")
     hf = PACKAGE / "hf"
     hf_parts = [HF_HEAD, filled(doc(ast.parse((hf / "__init__.py").read_text())))]
     for home, names in names_by_module(hf / "__init__.py").items():

@@ -1,4 +1,4 @@
-// Work that its caller may cancel: it ends at its next item or block.
+// Work that another thread or a signal may cancel. Cancelled work ends at its next item or block.
 #pragma once
 
 #include <atomic>
@@ -10,11 +10,11 @@ namespace kvlab {
 /// Thrown by work that was cancelled.
 class Cancelled : public std::runtime_error {
  public:
-  Cancelled() : std::runtime_error("called off") {}
+  Cancelled() : std::runtime_error("cancelled") {}
 };
 
-/// While this object lives, the work of this thread, and of parallel_for() calls that it makes,
-/// ends when `flag` is set. Null: the work cannot be cancelled.
+/// While this object lives, setting `flag` cancels the work of this thread and of the
+/// parallel_for() calls that the thread makes. A null `flag`: the work cannot be cancelled.
 class Cancellable {
  public:
   using Flag = const std::atomic<bool>*;

@@ -25,7 +25,7 @@ class Descriptor {
   int value_;
 };
 
-/// A file that is written as PATH.XXXXXXXX.part, a new file with an unpredictable name. commit()
+/// A file that is written under the name PATH.XXXXXXXX.part, with unpredictable XXXXXXXX. commit()
 /// syncs it, renames it to PATH and syncs the folder. Without commit() the destructor removes it.
 /// Every failure throws std::runtime_error that names the file.
 class AtomicFile {
@@ -59,8 +59,8 @@ class FileLock {
 
   bool held() const { return error_ == 0; }
   bool held_by_another() const;
-  /// Throws std::runtime_error if this object holds no lock, with the text `taken` if another
-  /// process holds it.
+  /// Throws std::runtime_error if this object does not hold the lock. If another process holds it,
+  /// the message is `taken`.
   void require(const std::string& taken) const;
 
  private:
@@ -71,8 +71,8 @@ class FileLock {
 
 /// Exclusive access to PATH, so that a .part file can be created and locked there. Throws
 /// std::runtime_error if another process is writing PATH, that is, if a locked PATH.XXXXXXXX.part
-/// exists. Removes unlocked ones, which killed processes left behind. Some file systems have no
-/// locks. There the last of two writers of PATH wins, and leftovers are not removed.
+/// exists. Removes unlocked .part files, which killed processes left behind. On a file system
+/// without locks, the last of two writers of PATH wins, and such files are not removed.
 class OutputPlace {
  public:
   explicit OutputPlace(const std::filesystem::path& path);
@@ -81,9 +81,9 @@ class OutputPlace {
   FileLock alone_;
 };
 
-/// A folder that is filled as PATH.XXXXXXXX.part, under a lock: of two processes that write the
-/// same PATH, one continues. commit() renames it to PATH. Without commit() the destructor removes
-/// it with its contents and the parent folders that were created for it.
+/// A folder that is filled under the name PATH.XXXXXXXX.part, with a lock, so that only one of two
+/// processes that write the same PATH continues. commit() renames it to PATH. Without commit() the
+/// destructor removes it with its contents and the parent folders that were created for it.
 class AtomicFolder {
  public:
   /// Throws std::runtime_error if PATH exists, another process is writing it, or it cannot be
@@ -149,7 +149,7 @@ class OutputClaim {
   explicit OutputClaim(const std::filesystem::path& path);
 
  private:
-  std::optional<OutputPlace> place_;  // until part_ exists
+  std::optional<OutputPlace> place_;  // held until part_ exists
   AtomicFile part_;                   // never committed
 };
 

@@ -5,8 +5,8 @@
 #include <string>
 #include <string_view>
 
-// Members that are long and often called. They are compiled once, in json_value.cpp. (To compile
-// the whole class, with its writers of binary formats, takes five times as long.) NOLINTBEGIN
+// Declares long members that are called often, so that only json_value.cpp compiles them.
+// (Compiling the whole class, with its binary formats, takes five times as long.) NOLINTBEGIN
 namespace nlohmann {
 extern template basic_json<>::basic_json(initializer_list_t, bool, value_t);
 extern template basic_json<>::basic_json(const basic_json&);

@@ -12,8 +12,8 @@
 namespace kvlab {
 
 /// A view of one JSON object, which must outlive the view. A key whose value is null counts as
-/// absent. Every reading function throws std::runtime_error that says where, which key, what its
-/// value is and what is expected.
+/// absent. Every reading function throws std::runtime_error, which names the object, the key, its
+/// value, and what is expected.
 class JsonFields {
  public:
   /// `where` names the object in errors: "run.json", "run.json: traces[0]". Throws

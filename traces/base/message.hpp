@@ -6,8 +6,8 @@
 
 namespace kvlab {
 
-/// printable() of a message. If it is longer than 1,000 bytes, " ... " replaces the middle, because
-/// the end states the reason, for example after a long path.
+/// Applies printable() to a message. If the message is longer than 1,000 bytes, " ... " replaces
+/// its middle, so that a long path does not hide the reason at the end.
 std::string brief_line(std::string_view text);
 
 }  // namespace kvlab

@@ -33,7 +33,8 @@ constexpr OldKey kOldKeys[] = {{"asked", "evaluated"},
                                {"told_apart", "significantly_different"},  // old name
                                {"truths", "criteria"}};
 
-/// Within `criteria` "answers" was a criterion; elsewhere it is what a model said.
+/// Renames the key "answers" to "task_accuracy" within `criteria`, where it was a criterion.
+/// Elsewhere "answers" are the texts that a model generated, and keep their name.
 void rename_answers(json& criteria) {
   const auto rename = [](json& object) {
     if (!object.is_object() || !object.contains("answers") || object.contains("task_accuracy"))
@@ -46,8 +47,8 @@ void rename_answers(json& criteria) {
   for (json& policy : criteria["policies"]) rename(policy);
 }
 
-/// Renames within a policy that stands as text in a result: `h2o:tiers=4`, the name of an oracle.
-/// Linear in the length of `text`, which anyone may have written.
+/// Renames settings and oracles in the text of a policy, such as `h2o:tiers=4`. The time is linear
+/// in the length of `text`, because the text is not trusted.
 void rename_text(std::string& text) {
   constexpr std::string_view kBefore = "ladder=", kNow = "tiers=";  // old name
   if (text == "oracle_mass") text = "oracle_attention";             // old name

@@ -1,5 +1,5 @@
-// Keys that versions before 0.6 wrote in policy.json, run.json and other results, which have other
-// names since. They are read for one release more.
+// Old names of keys in policy.json, run.json and other results. Versions before 0.6 wrote them, and
+// this release still reads them.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -7,11 +7,11 @@
 
 namespace kvlab {
 
-/// Gives every key within `json` its name of today. A key stays if its new name stands beside it.
-/// What a trace says of itself (`capture`) stays as it is: traces keep their keys.
+/// Gives every key within `json` its current name, unless the object already has a key of that
+/// name. Does not change `capture`, the description of a trace, because traces keep their old keys.
 void rename_old_keys(nlohmann::json& json);
 
-/// parse_json() of a file that kvlab wrote, with the keys of today.
+/// parse_json() and rename_old_keys() of a file that kvlab wrote.
 nlohmann::json parse_result_json(std::string_view text, std::string_view what);
 
 }  // namespace kvlab

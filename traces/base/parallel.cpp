@@ -56,8 +56,9 @@ class Loop {
   std::mutex failure_mutex_;
 };
 
-/// Threads that wait for loops. A caller works on its loop and only borrows idle threads, so loops
-/// may be nested and started from several threads at once without waiting for each other.
+/// Helper threads. A caller of parallel_for() works on its loop itself, and idle helpers join it.
+/// So loops may be nested, and started from several threads at once, without waiting for each
+/// other.
 class Pool {
  public:
   Pool() = default;
@@ -128,8 +129,8 @@ std::unique_ptr<Pool>& the_pool() {
   return pool;
 }
 
-/// For a forked child: it inherits the pool's memory but none of its threads, so it gets a new
-/// pool. The old one is leaked, because it cannot be destroyed.
+/// Gives a forked child process a new pool, because it inherits the pool's memory but none of its
+/// threads. The old pool is leaked, because it cannot be destroyed.
 void replace_pool() {
   static_cast<void>(the_pool().release());
   the_pool() = std::make_unique<Pool>();

@@ -11,8 +11,8 @@ namespace kvlab {
 unsigned default_threads();
 
 /// Calls body(i) for i in [0, count). Hands out items in order to `threads` threads and returns
-/// when all are done. Rethrows the first exception and drops the items that have not started. Also
-/// drops them and throws Cancelled if the caller's work is cancelled.
+/// when all are done. If a call throws, or the caller's work is cancelled, the items that have not
+/// started are dropped, and the first exception (or Cancelled) is thrown.
 void parallel_for(std::size_t count, unsigned threads,
                   const std::function<void(std::size_t)>& body);
 

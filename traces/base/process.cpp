@@ -29,7 +29,8 @@ namespace {
 
 constexpr std::string_view kScratch = "kvlab-scratch-", kTemplate = "XXXXXX";
 
-/// The parent of scratch folders. An empty TMPDIR counts as unset, as in most programs.
+/// The folder in which scratch folders are created: TMPDIR. An empty TMPDIR counts as unset, as in
+/// most programs.
 std::filesystem::path folder_of_scratch() {
   const char* const requested = ::getenv("TMPDIR");
   if (!requested || !*requested) return "/tmp";
@@ -109,7 +110,7 @@ pid_t start(std::vector<std::string>& words, const std::filesystem::path& log) {
   return process;
 }
 
-/// Whether the process has ended, after waiting at most 5 ms; `status` is then its status.
+/// Waits at most 5 ms. Returns whether the process has ended; `status` is then its exit status.
 bool ended(pid_t process, int& status) {
   const pid_t found = ::waitpid(process, &status, WNOHANG);
   if (found < 0 && errno != EINTR) throw std::system_error(errno, std::generic_category());
@@ -117,7 +118,7 @@ bool ended(pid_t process, int& status) {
   return found > 0;
 }
 
-/// Ends the process group. Sends SIGTERM first, because a compiler has files to remove.
+/// Ends the process group. Sends SIGTERM first, so that a compiler can remove its temporary files.
 void end_group(pid_t process) {
   constexpr int kPatience = 200;  // number of polls
   int status = 0;

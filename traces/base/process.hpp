@@ -10,9 +10,9 @@
 
 namespace kvlab {
 
-/// A locked folder in TMPDIR that only this user can read; the destructor removes it. Folders that
-/// killed processes left have no lock, and the next constructor removes them. (Some file systems
-/// have no locks; there such folders stay.)
+/// A locked folder in TMPDIR that only this user can read. The destructor removes it. Folders that
+/// killed processes left have no lock, and the next constructor removes them, unless the file
+/// system has no locks.
 class TemporaryFolder {
  public:
   /// Throws std::runtime_error if no folder can be created.
@@ -29,7 +29,7 @@ class TemporaryFolder {
   std::optional<FileLock> lock_;
 };
 
-/// The file that contains this code: the program, or a module that holds the command. Empty if
+/// The file that contains this code: the program kvlab, or the Python extension module. Empty if
 /// unknown.
 std::filesystem::path program_file();
 

@@ -26,7 +26,7 @@ struct TensorView {
 
 /// A memory-mapped file. open() checks the whole header: its length, JSON, dtypes, shapes against
 /// byte ranges (no overflow), no overlap, no gap, nothing past the end. It refuses a file with any
-/// tensor, used or not, whose dtype is not in `Dtype`. Throws std::runtime_error that names the
+/// tensor, used or not, whose dtype is not in `Dtype`. Throws std::runtime_error, which says which
 /// file, what is wrong and what is expected.
 class SafetensorsFile {
  public:

@@ -23,7 +23,7 @@ struct Front {
       if ((c & 0xc0) != 0x80) return;
       code = code << 6 | (c & 0x3f);
     }
-    constexpr char32_t kMin[] = {0x80, 0x800, 0x10000};  // fewer bytes suffice below these
+    constexpr char32_t kMin[] = {0x80, 0x800, 0x10000};  // smallest character of 2, 3, 4 bytes
     if (code < kMin[size - 2] || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff)) return;
     bytes = size;
     character = code;

@@ -16,15 +16,15 @@ std::string replace_all(std::string_view text, std::string_view from, std::strin
 /// characters (C0, DEL, C1), marks that change the writing direction, the byte order mark, and
 /// bytes that are not UTF-8.
 bool has_controls(std::string_view text);
-/// `text` with each of them replaced by a space, as names in a trace require.
+/// `text` with each such character replaced by a space, as names in a trace require.
 std::string without_controls(std::string_view text);
 /// `text` on one line: every run of characters that has_controls() names becomes a question mark;
 /// line ends and tabs become a space.
 std::string printable(std::string_view text);
 /// printable(), but line ends and tabs stay.
 std::string printable_lines(std::string_view text);
-/// JSON text in which the characters that has_controls() names are written as \uXXXX. Line ends,
-/// which stand between values, stay.
+/// JSON text in which the characters that has_controls() names are written as \uXXXX. Line ends
+/// stay, because they are between values.
 std::string printable_json(std::string_view json);
 
 }  // namespace kvlab

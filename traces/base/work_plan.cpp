@@ -7,7 +7,7 @@
 namespace kvlab {
 namespace {
 
-constexpr double kTelling = 0.1;  // share of a phase after which its measured rate is used
+constexpr double kTelling = 0.1;  // finished share of a phase that makes its measured rate usable
 
 }  // namespace
 

@@ -11,7 +11,7 @@ namespace kvlab {
 // The time of a piece of work: wall clock and CPU.
 struct WorkTime {
   double seconds = 0;      ///< wall clock
-  double cpu_seconds = 0;  ///< of all threads together; other programs do not disturb it
+  double cpu_seconds = 0;  ///< of all threads together; does not depend on other programs
 };
 
 /// The clocks, in seconds.
@@ -33,8 +33,8 @@ struct WorkPhase {
   double work;  ///< in units of its kind
 };
 
-/// Estimates the remaining time from rates: measured rates for kinds that have run, expected rates
-/// for the others. So the estimate is right even if phases differ.
+/// Estimates the remaining time from the rate of each kind of phase: the measured rate if phases of
+/// that kind have run, otherwise the expected rate. So kinds may differ in speed.
 class WorkPlan {
  public:
   /// `expected`: seconds per unit, by kind; 0: unknown. `progress` may be empty.
@@ -60,7 +60,7 @@ class WorkPlan {
   std::vector<double> expected_;    // [kind]
   std::vector<Measured> measured_;  // [kind]: finished phases
   std::function<double()> clock_;
-  double started_, began_, last_;  // starts of the work and of the phase; latest report
+  double started_, began_, last_;  // times: start of the work, start of the phase, latest report
   std::size_t current_ = 0;
   double share_ = 0;  // finished share of the current phase
   std::mutex mutex_;

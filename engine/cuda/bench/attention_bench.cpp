@@ -71,7 +71,7 @@ std::uint64_t bytes_held(const Shape& shape, const ResolvedConfig& cache) {
   if (tiers == cache.tiers.end()) return shape.bytes();
   std::uint64_t bytes = 0;
   for (const TierSlots& tier : tiers->second)
-    bytes += std::uint64_t{tier.slots} * tier.format->block_bytes();
+    bytes += std::uint64_t{tier.slots} * tier.format.block_bytes();
   return bytes * (shape.head_size / kQuantBlock) * shape.batch * kKvHeads;
 }
 

@@ -78,8 +78,8 @@ class DeviceCache {
   virtual void before_token(int /*sequence*/, std::uint32_t /*fed*/) {}
   /// Call when a prompt segment has ended after `fed` tokens.
   virtual void end_prompt(int /*sequence*/, std::uint32_t /*fed*/) {}
-  /// Makes a step of the first `rows` sequences that writes attention outputs to `outputs`. Neither
-  /// may outlive the cache.
+  /// Makes a decode step for the first `rows` sequences. It writes attention outputs to `outputs`,
+  /// and must not outlive `outputs` or the cache.
   virtual std::unique_ptr<const CacheStep> step(int rows,
                                                 const LayerOutputMemory& outputs) const = 0;
 

@@ -1,6 +1,7 @@
 // Converts a model and a decoder's options to the plain numbers of slot caches.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "engine/cuda/cache/evicting_cache.hpp"
@@ -13,11 +14,18 @@ namespace {
 
 static_assert(kMaxDeviceTiers == kernels::kMaxDeviceTiers);
 
+/// Whether a layer without a window, whose tokens a policy may evict, has a soft cap.
+bool has_softcap(const ModelConfig& config) {
+  return std::ranges::any_of(
+      config.rows, [](const RowSpec& row) { return row.window == 0 && row.softcap != 0; });
+}
+
 /// Refuses caches that one launch cannot process together.
 void check_caches(const ModelConfig& config, const std::vector<ResolvedConfig>& caches) {
   const auto& first = caches.front();
   for (const ResolvedConfig& cache : caches) {
     check_held(kCudaDecoder, cache, config.heads());
+    if (cache.policy.centre != KeyCentre::none) check_centre(has_softcap(config), config.sinks);
     if (!side_by_side(cache, first))
       throw std::invalid_argument(
           "CUDA decoder: all sequences of a batch should have the same policy, features and "
@@ -45,7 +53,8 @@ kernels::SlotSequence sequence_of(const ResolvedConfig& cache) {
                                  .params = std::vector<std::byte>(entry.params_bytes),
                                  .threshold16 = cache.threshold16(),
                                  .seed = cache.seed,
-                                 .id = cache.sequence};
+                                 .id = cache.sequence,
+                                 .centre = cache.policy.centre};
   entry.write_params(cache.policy.params, sequence.params.data());
   if (cache.shares_slots())
     sequence.share = [mean = cache.budget_tokens](std::span<const std::vector<EvictionKey>> heads) {

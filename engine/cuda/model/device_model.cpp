@@ -120,9 +120,8 @@ cuda::DeviceBuffer allocate(const ModelConfig& config, Dtype dtype, std::size_t 
   const cuda::MemoryInfo memory = cuda::memory_info();
   if (bytes > memory.free)
     throw std::runtime_error(
-        fmt::format("device memory: the weights of {} need {} in {}; {} of {} are free: a model of "
-                    "at most {:.1f} "
-                    "billion parameters would fit, or --device cpu",
+        fmt::format("device memory: the weights of {} need {} in {}, but only {} of {} are free; "
+                    "use --device cpu, or a model of at most {:.1f} billion parameters",
                     config.name, cuda::bytes_text(bytes), torch_name(dtype),
                     cuda::bytes_text(memory.free), cuda::bytes_text(memory.total),
                     static_cast<double>(memory.free) / static_cast<double>(bytes_of(dtype)) / 1e9));

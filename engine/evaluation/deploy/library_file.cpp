@@ -49,6 +49,8 @@ void convert_policy(const PolicyJson& json, kvlab_policy_file& file) {
     json.fail(
         "key \"tiers\" is not known to kvlab_read_policy_file; give the tiers in "
         "kvlab_kv_cache_config");
+  if (!json.centre.empty())
+    json.fail("key \"centre\": the kernel library does not centre keys; leave it out");
   file.policy = kvlab_find_policy(json.policy.c_str());
   const PolicyInfo info = info_of(Registry{}, json.policy);
   if (file.policy == nullptr || !info.evicts)

@@ -138,10 +138,8 @@ void HeadTokens::quantize(const LiveSet& live, std::size_t age, std::optional<Dt
   std::vector<float> own_key(dim), own_value(&v[position * dim], &v[position * dim] + dim);
   rope_.covering(position + 1).rotate(&k[position * dim], dim, position, own_key.data());
   if (rounding) round_all(*rounding, std::span(own_key));
-  hadamard_rotate(own_key);
-  hadamard_rotate(own_value);
   quantize_token(demotion_path(live.tier_plan(), -1, static_cast<int>(live.tier(age))), own_key,
-                 own_value);
+                 own_value, RowState::plain);
   const auto read_back = [dim](const std::vector<float>& from, double* to) {
     std::ranges::copy(from, to);
     hadamard_rotate(std::span(to, dim));

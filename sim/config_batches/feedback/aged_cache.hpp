@@ -8,6 +8,7 @@
 
 #include "policies/aged_set.hpp"
 #include "sim/config_batches/group_rows.hpp"
+#include "sim/oracles/oracle.hpp"
 
 namespace kvlab {
 
@@ -44,9 +45,9 @@ class AgedKeys {
   void append(std::uint32_t position);
   /// Removes the key of age `index`.
   void erase(std::size_t index);
-  /// Multiplies up to four queries [dim] (null: none), which are rotated to their cache positions,
-  /// by all keys, rotated to theirs. out [4][out_stride], out_stride at least size() rounded up to
-  /// 32.
+  /// Multiplies up to four queries [dim] (null: no query) by all keys at their cache positions. The
+  /// queries must be rotated to their cache positions. out [4][out_stride], out_stride at least
+  /// size() rounded up to 32.
   void products(const float* const* queries, const CachePositionTable& positions_in_cache,
                 float* out, std::size_t out_stride);
 
@@ -57,7 +58,7 @@ class AgedKeys {
   void rotate(const CachePositionTable& positions_in_cache);
 
   const HeadView* view_;
-  std::size_t size_ = 0, rotated_ = 0;  // number of keys; of those with the right rotation
+  std::size_t size_ = 0, rotated_ = 0;  // number of keys; how many are rotated to their positions
   AlignedVector<float> panels_,
       rotated_panels_;  // [age / 32][dim][32]: unrotated; at cache positions
 };
@@ -68,11 +69,15 @@ class AgedCache : public AgedSet {
   AgedCache(const PolicySpec& spec, std::uint32_t budget, ProtectedTokens protected_tokens,
             Identity identity, std::uint32_t tokens)
       : AgedSet(spec, budget, protected_tokens, identity), bits_((tokens + 63) / 64) {}
+  /// A cache that evicts by an oracle, which must outlive it.
+  AgedCache(Oracle& oracle, std::uint32_t budget, Identity identity, std::uint32_t tokens)
+      : AgedSet(oracle_ops(), oracle_params(oracle), budget, {}, identity),
+        bits_((tokens + 63) / 64) {}
 
   /// Bit p: whether position p is live.
   const std::uint64_t* live_bits() const { return bits_.data(); }
 
-  /// Returns the ages of the evicted tokens, ascending, as they were before.
+  /// Returns the ages that the evicted tokens had before, ascending.
   std::span<const std::uint32_t> evict_to_budget(std::uint32_t now);
   void append(std::uint32_t first, std::uint32_t count, const float* feature_values = nullptr);
 

@@ -7,15 +7,18 @@ FeedbackConfigBatch::FeedbackConfigBatch(BatchedConfigs configs, LiveSet::Identi
                                          const HeadView& view, const MeasuredQueries* measured,
                                          std::unique_ptr<CachePositionTable> positions_in_cache,
                                          std::unique_ptr<GroupRows> unrounded,
-                                         std::unique_ptr<TierRows> quantized)
+                                         std::unique_ptr<TierRows> quantized,
+                                         std::unique_ptr<FutureMasses> oracle)
     : measured_(measured),
       unrounded_(std::move(unrounded)),
       positions_in_cache_(std::move(positions_in_cache)),
-      quantized_(std::move(quantized)) {
+      quantized_(std::move(quantized)),
+      oracle_(std::move(oracle)),
+      observes_(oracle_ != nullptr) {
   for (const ResolvedConfig* config : configs) {
     identity.seed = config->seed;
-    runs_.push_back(
-        std::make_unique<FeedbackRun>(*config, identity, view, measured, quantized_.get()));
+    runs_.push_back(std::make_unique<FeedbackRun>(*config, identity, view, measured,
+                                                  quantized_.get(), oracle_.get()));
     observes_ |= runs_.back()->cache().needs() != Needs::nothing;
   }
 }
@@ -52,8 +55,10 @@ void FeedbackConfigBatch::attend(std::uint32_t first, std::uint32_t count, Group
     for (std::size_t c = 0; c < runs_.size(); ++c)
       for (std::uint32_t query = first; query < first + count; ++query) step(c, query, rows);
   } else {
-    for (std::uint32_t query = first; query < first + count; ++query)
+    for (std::uint32_t query = first; query < first + count; ++query) {
       for (std::size_t c = 0; c < runs_.size(); ++c) step(c, query, rows);
+      if (oracle_) oracle_->spend(query, rows);
+    }
   }
 }
 

@@ -1,25 +1,28 @@
-// The configuration batch of policies whose ranks depend on the attention in their own cache. Each
-// configuration has its own states; all read the shared exponentials of the tokens they keep.
+// The configuration batch for every policy. Each configuration has separate policy states, because
+// the tokens that it keeps may decide what it observes next. All configurations read the same
+// exponentials.
 #pragma once
 
 #include <memory>
 
 #include "sim/config_batches/feedback/feedback_run.hpp"
+#include "sim/config_batches/future_masses.hpp"
 
 namespace kvlab {
 
 class FeedbackConfigBatch final : public ConfigBatch {
  public:
   /// `configs`: any policies, all at original positions or all at cache positions; neighbours
-  /// should keep similar sets. `measured` may be null: nothing is measured. `positions_in_cache`:
-  /// given with cache positions, which also need rows of unrounded logits; else null. `unrounded`:
-  /// these rows, which the configuration batch computes; null: the full cache's rows are not
-  /// rounded either. `quantized`: for tier plans.
+  /// should keep similar sets. If `measured` is null, nothing is measured. `positions_in_cache`:
+  /// null at original positions. `unrounded`: rows of unrounded logits, which cache positions need
+  /// and which the configuration batch computes; null if the full cache's rows are not rounded, so
+  /// that they can be used. `quantized`: for tier plans. `oracle`: for `oracle_attention`.
   FeedbackConfigBatch(BatchedConfigs configs, LiveSet::Identity identity, const HeadView& view,
                       const MeasuredQueries* measured,
                       std::unique_ptr<CachePositionTable> positions_in_cache = nullptr,
                       std::unique_ptr<GroupRows> unrounded = nullptr,
-                      std::unique_ptr<TierRows> quantized = nullptr);
+                      std::unique_ptr<TierRows> quantized = nullptr,
+                      std::unique_ptr<FutureMasses> oracle = nullptr);
   ~FeedbackConfigBatch() override;
 
   bool wants_row(std::uint32_t query) const override;
@@ -27,8 +30,8 @@ class FeedbackConfigBatch final : public ConfigBatch {
   std::vector<HeadOutcome> outcomes() override;
   void watch(ConfigBatchWatcher watcher) override { watcher_ = std::move(watcher); }
 
-  /// Calls attend() of the configuration batches of a layer's KV heads query by query, so that
-  /// their caches may evict together. `rows` by KV head.
+  /// Does what attend() does for the configuration batches of a layer's KV heads, query by query,
+  /// so that their caches may evict together. `rows` by KV head.
   static void attend_together(std::span<const std::unique_ptr<FeedbackConfigBatch>> heads,
                               std::uint32_t first, std::uint32_t count, std::span<GroupRows> rows);
   /// A configuration's cache: for share_ranks().
@@ -42,6 +45,7 @@ class FeedbackConfigBatch final : public ConfigBatch {
   std::unique_ptr<GroupRows> unrounded_;
   std::unique_ptr<CachePositionTable> positions_in_cache_;
   std::unique_ptr<TierRows> quantized_;
+  std::unique_ptr<FutureMasses> oracle_;
   std::vector<std::unique_ptr<FeedbackRun>> runs_;
   GatherScratch scratch_;
   ConfigBatchWatcher watcher_;

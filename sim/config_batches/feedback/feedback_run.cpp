@@ -19,6 +19,12 @@ std::size_t kept_index(std::size_t i, std::size_t head, std::size_t scratch_toke
          head % kHeadGroupSize;
 }
 
+AgedCache cache_of(const ResolvedConfig& config, LiveSet::Identity identity, std::uint32_t tokens,
+                   Oracle* oracle) {
+  if (!config.policy.entry) return {*oracle, config.budget_tokens, identity, tokens};
+  return {config.policy, config.budget_tokens, config.protected_tokens, identity, tokens};
+}
+
 }  // namespace
 
 void GatherScratch::resize(std::size_t tokens, std::uint32_t heads) {
@@ -39,8 +45,9 @@ void GatherScratch::resize(std::size_t tokens, std::uint32_t heads) {
 }
 
 FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity,
-                         const HeadView& view, const MeasuredQueries* measured, TierRows* quantized)
-    : cache_(config.policy, config.budget_tokens, config.protected_tokens, identity, view.tokens),
+                         const HeadView& view, const MeasuredQueries* measured, TierRows* quantized,
+                         Oracle* oracle)
+    : cache_(cache_of(config, identity, view.tokens, oracle)),
       features_(cache_.features(), view, config.appends),
       cache_positions_(config.positions == Positions::cache),
       old_keys_(view),
@@ -60,7 +67,7 @@ bool FeedbackRun::observes(std::uint32_t query) const {
   return needs_requests(cache_.needs()) || cursor_.age_of(query) < cache_.tail();
 }
 
-/// Whether the query observes the same in every cache that still has all tokens.
+/// Whether the query observes the same as in all other caches that still have all tokens.
 bool FeedbackRun::has_whole_row(std::uint32_t query) const {
   return visible_ == query + 1 &&
          (!needs_mass(cache_.needs()) || (weight_of(query) == 1.0f && !by_largest()));
@@ -183,7 +190,7 @@ bool FeedbackRun::find_quantized(GatherScratch& scratch) const {
   return std::ranges::any_of(scratch.source, [&](std::uint8_t source) { return row_of(source); });
 }
 
-/// Takes probabilities from the tiers' rows, recall and misses from the full cache's rows.
+/// Takes probabilities from the tiers' rows, and recall and misses from the full cache's rows.
 void FeedbackRun::see_quantized(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
   gather_kept(query, rows, scratch);
   for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group)
@@ -199,7 +206,7 @@ void FeedbackRun::see_quantized(std::uint32_t query, GroupRows& rows, GatherScra
   if (measure_.wants_quantization(query)) measure_quantization(query, rows, scratch);
 }
 
-/// Measures the outputs of the same tokens in 16 bit against scratch.outputs.
+/// Measures how far scratch.outputs are from the outputs of the same tokens in 16 bit.
 void FeedbackRun::measure_quantization(std::uint32_t query, GroupRows& rows,
                                        GatherScratch& scratch) {
   const std::vector<float> quantized = scratch.outputs, sums = scratch.sum;
@@ -213,8 +220,8 @@ void FeedbackRun::measure_quantization(std::uint32_t query, GroupRows& rows,
   }
 }
 
-/// Merges the quantized tokens' exponentials with the gathered ones. All get the largest shift of
-/// the rows, which multiplies them by an exact power of two.
+/// Merges the quantized tokens' exponentials with the gathered ones. All are converted to the
+/// largest shift of the rows, that is, multiplied by an exact power of two.
 void FeedbackRun::take_quantized(std::uint32_t query, std::uint32_t head_group,
                                  const GroupRows& rows, GatherScratch& scratch) const {
   std::int32_t shift[kHeadGroupSize];
@@ -258,7 +265,8 @@ void FeedbackRun::take_own_quantized(std::uint32_t query, std::uint32_t head, co
   take_own_row(head, scratch);
 }
 
-/// Adds the values of the tokens in `from`'s row, times their exponentials, to out [heads][dim].
+/// Adds the values of the tokens whose row is `from`, times their exponentials, to out
+/// [heads][dim].
 void FeedbackRun::add_values_of(const TierRow* from, GatherScratch& scratch, float* out) const {
   const std::size_t dim = view_.head_size,
                     head_groups = (view_.group + kHeadGroupSize - 1) / kHeadGroupSize;
@@ -305,8 +313,8 @@ void FeedbackRun::take_own_outputs(GatherScratch& scratch) const {
   }
 }
 
-/// Measures the changes of a query and the errors of a sampled one, from scratch.outputs and
-/// scratch.sum. Without a scratch, the outputs are the full cache's.
+/// Measures a query's changes of log-likelihood and, if it is sampled, its errors, from
+/// scratch.outputs and scratch.sum. If `scratch` is null, the outputs are the full cache's.
 void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, GatherScratch* scratch) {
   const std::size_t dim = view_.head_size;
   if (scratch && rows.gradient_samples() > 0) {
@@ -332,7 +340,7 @@ void FeedbackRun::observe_kept(std::uint32_t query, GroupRows& rows, GatherScrat
   if (needs_requests(cache_.needs())) take_requests(query, rows, scratch);
 }
 
-/// Takes probabilities from logits at cache positions, recall and misses from the full cache's
+/// Takes probabilities from logits at cache positions, and recall and misses from the full cache's
 /// rows.
 void FeedbackRun::see_cache_positions(std::uint32_t query, GroupRows& rows, GroupRows& unrounded,
                                       const CachePositionTable& positions_in_cache,
@@ -356,14 +364,14 @@ void FeedbackRun::see_cache_positions(std::uint32_t query, GroupRows& rows, Grou
   measure_outputs(query, rows, &scratch);
 }
 
-/// Takes a row of unrounded logits in which no token has a key of the run's own.
+/// Takes the shared row of unrounded logits: all tokens are live, so all positions are original.
 void FeedbackRun::take_whole(std::uint32_t query, const GroupRows& unrounded,
                              GatherScratch& scratch) const {
   scratch.sum.assign(unrounded.sums(query), unrounded.sums(query) + unrounded.heads());
 }
 
-/// Adds the values of the oldest tokens with the run's own exponentials, and those of the youngest
-/// tokens, which are consecutive, with the shared exponentials.
+/// Adds the values of the oldest tokens, weighted by this run's exponentials, and those of the
+/// youngest tokens, which are consecutive, weighted by the shared exponentials.
 void FeedbackRun::take_cache_position_outputs(std::uint32_t query, GroupRows& unrounded,
                                               GatherScratch& scratch) const {
   const std::size_t dim = view_.head_size, old = old_keys_.size();
@@ -378,8 +386,8 @@ void FeedbackRun::take_cache_position_outputs(std::uint32_t query, GroupRows& un
   take_own_outputs(scratch);
 }
 
-/// Sums the full cache's exponentials over the live set, [heads]; at most the row's sums. From
-/// old_keys_ on, live tokens are consecutive.
+/// Sums the full cache's exponentials over the live set, [heads]. A sum is at most that of the row.
+/// Live tokens after those of old_keys_ are consecutive.
 void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) const {
   const auto live = visible();
   const std::size_t old = old_keys_.size();
@@ -411,8 +419,8 @@ void FeedbackRun::rotate_queries(std::uint32_t query, std::uint32_t head_group,
   }
 }
 
-/// Gathers exponentials of logits at cache positions. Those of tokens older than an evicted token
-/// are the run's own; the others are the full cache's.
+/// Gathers exponentials of logits at cache positions. This run computes those of tokens that are
+/// older than an evicted token; the others are the full cache's.
 void FeedbackRun::take_cache_positions(std::uint32_t query, GroupRows& unrounded,
                                        const CachePositionTable& positions_in_cache,
                                        GatherScratch& scratch) {
@@ -437,8 +445,8 @@ void FeedbackRun::take_cache_positions(std::uint32_t query, GroupRows& unrounded
   }
 }
 
-/// Gathers one head's exponentials from its own maximum; scratch.products holds those of the old
-/// keys.
+/// Gathers one head's exponentials from its own maximum. scratch.products has the products with the
+/// old keys.
 void FeedbackRun::take_own_cache_positions(std::uint32_t query, std::uint32_t head,
                                            const GroupRows& unrounded, GatherScratch& scratch) {
   const std::size_t old = old_keys_.size(), stride = scratch.mass.size() + kPanelTokens;
@@ -518,7 +526,6 @@ void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* sha
   measure_.begin_query(query);
   const bool all = visible_ == query + 1;
   const std::uint64_t* const bits = all ? nullptr : rows.request_bits(query);
-  const std::size_t begins[] = {0, visible_};
   for (std::uint32_t head = 0; head < rows.group(); ++head) {
     const double sum = rows.sums(query)[head], recall = all ? 1.0 : shared[head] / sum;
     const std::uint64_t hits =
@@ -527,7 +534,7 @@ void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* sha
     measure_.add_wanted(head, wanted.count[head]);
     measure_.add(0, head, recall, wanted.count[head] - static_cast<std::uint32_t>(hits));
     measure_.add_passages(head, rows.e(query, head / kHeadGroupSize) + head % kHeadGroupSize,
-                          kHeadGroupSize, sum, cache_.positions().data(), begins);
+                          kHeadGroupSize, sum, visible());
   }
 }
 
@@ -548,7 +555,7 @@ std::vector<TierRow*> TierRows::of(std::span<const TierSlots> tier_plan) {
   return by_tier;
 }
 
-std::unique_ptr<TierRow> TierRows::quantize(const std::vector<const KvFormat*>& path) const {
+std::unique_ptr<TierRow> TierRows::quantize(const std::vector<KvFormat>& path) const {
   const std::size_t dim = view_.head_size;
   std::vector<float> keys(view_.tokens * dim), values(keys.size());
   for (std::uint32_t token = 0; token < view_.tokens; ++token) {
@@ -556,8 +563,7 @@ std::unique_ptr<TierRow> TierRows::quantize(const std::vector<const KvFormat*>& 
                            value = std::span(values).subspan(token * dim, dim);
     rotate_original(rope_, arithmetic_, view_.key(token), view_.head_size, token, key.data());
     std::copy_n(view_.v + token * view_.kv_token_stride, dim, value.begin());
-    hadamard_rotate(key), hadamard_rotate(value);
-    quantize_token(path, key, value);
+    quantize_token(path, key, value, RowState::plain);
   }
   return std::make_unique<TierRow>(
       TierRow{GroupRows(view_, rope_, arithmetic_, keys), std::move(values)});

@@ -13,13 +13,14 @@
 #include "sim/config_batches/feedback/aged_cache.hpp"
 #include "sim/config_batches/group_rows.hpp"
 #include "sim/config_batches/output_chain.hpp"
+#include "sim/oracles/oracle.hpp"
 #include "sim/row_measure.hpp"
 
 namespace kvlab {
 
-// Rows of attention over tokens as the tiers of tier plans keep them.
-/// A KV head's tokens as one tier stores them. A quantized row depends only on the token and the
-/// formats of the tiers that it was demoted through, so all configurations share it.
+/// A KV head's tokens as one tier stores them, and the attention rows over them. A quantized token
+/// depends only on its values and on the formats of the tiers that it was demoted through, so all
+/// configurations share a TierRow.
 struct TierRow {
   GroupRows rows;             ///< rows of quantized keys
   std::vector<float> values;  ///< [token, dim], after the Hadamard rotation
@@ -33,16 +34,16 @@ class TierRows {
 
   /// The rows of each tier of a tier plan; null: the tier is exact.
   std::vector<TierRow*> of(std::span<const TierSlots> tier_plan);
-  /// The rows of queries [first, first + count), of all tiers that were requested.
+  /// Computes the rows of queries [first, first + count), for all tiers that of() has returned.
   void compute(std::uint32_t first, std::uint32_t count);
 
  private:
-  std::unique_ptr<TierRow> quantize(const std::vector<const KvFormat*>& path) const;
+  std::unique_ptr<TierRow> quantize(const std::vector<KvFormat>& path) const;
 
   HeadView view_;
   const RopeTable& rope_;
   HeadArithmetic arithmetic_;
-  std::map<std::vector<const KvFormat*>, std::unique_ptr<TierRow>> rows_;  // by the demotion path
+  std::map<std::vector<KvFormat>, std::unique_ptr<TierRow>> rows_;  // by the demotion path
 };
 
 /// Memory that the configurations of a configuration batch use one after another.
@@ -51,18 +52,18 @@ struct GatherScratch {
   AlignedVector<std::uint64_t> mass;            // [age]
   std::vector<std::uint32_t> requested;         // [age]
   std::vector<float> sum, most, least, shared;  // [heads]
-  std::vector<bool> lost;                       // [heads]: computed from its own maximum
-  std::vector<float> row;                       // one head's, by age
+  std::vector<bool> lost;                       // [heads]: row is computed from its own maximum
+  std::vector<float> row;                       // [age]: of one head
   AlignedVector<float> products, rotated;       // [4][age], [4][dim]: at cache positions
   std::vector<std::uint32_t> ages;              // 0, 1, 2, …
   std::vector<std::uint8_t> source;             // [age]: index of the token's source
-  std::vector<std::uint32_t> picked;            // positions of some of them
+  std::vector<std::uint32_t> picked;            // positions of the tokens of one source
   AlignedVector<float> weights;                 // [picked][4]
-  /// One for each tier, then one for staged tokens, which are exact: a row, and the factors that
-  /// bring it to the common shift.
+  /// One for each tier, then one for the exact tokens of the append in progress: a row of
+  /// exponentials, and the factors that bring it to the common shift.
   std::vector<std::pair<const float*, std::array<float, kHeadGroupSize>>> sources;
   std::vector<float> outputs;  // [heads][dim]: sums of values times exponentials
-  std::vector<float> factors;  // [group]: outputs divided by these sums
+  std::vector<float> factors;  // [group]: factors from `outputs` to attention outputs
   OutputChain chain;
 
   void resize(std::size_t tokens, std::uint32_t heads);
@@ -71,9 +72,10 @@ struct GatherScratch {
 class FeedbackRun {
  public:
   /// `quantized`: the rows of all tiers; null if no configuration of the configuration batch has a
-  /// tier plan.
+  /// tier plan. `oracle`: ranks tokens for `oracle_attention`, and must outlive this object; null
+  /// if no configuration uses `oracle_attention`.
   FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity, const HeadView& view,
-              const MeasuredQueries* measured, TierRows* quantized);
+              const MeasuredQueries* measured, TierRows* quantized, Oracle* oracle);
 
   /// `rows`: the full cache's. With cache positions, `unrounded` are its rows of unrounded logits,
   /// and `positions_in_cache` is given; else both are null.
@@ -82,15 +84,15 @@ class FeedbackRun {
 
   const AgedCache& cache() const { return cache_; }
   AgedSet& aged_set() { return cache_; }
-  /// Call after the last query.
+  /// The results. Call once, after the last query.
   HeadOutcome outcome() {
     return {measure_.take().front(), cache_.evictions(), cache_.live_max(), cache_.size()};
   }
   /// The live tokens that the last query could see.
   std::span<const std::uint32_t> visible() const { return cache_.positions().first(visible_); }
 
-  /// The first token whose exponentials at cache positions are shared. Earlier tokens have the
-  /// run's own, or are not live.
+  /// The first token whose exponentials at cache positions are shared. Earlier tokens are not live,
+  /// or this run computes their exponentials.
   std::uint32_t first_shared() const {
     return old_keys_.size() < cache_.size() ? cache_.positions()[old_keys_.size()] : 0;
   }
@@ -117,7 +119,7 @@ class FeedbackRun {
                            const CachePositionTable& positions_in_cache, GatherScratch& scratch);
   void take_cache_positions(std::uint32_t query, GroupRows& unrounded,
                             const CachePositionTable& positions_in_cache, GatherScratch& scratch);
-  /// Whether a token gets the mass of a group's largest head, not the sum over heads.
+  /// Whether a token's mass is the largest over the heads of a group, not their sum.
   bool by_largest() const { return cache_.modifiers().group == Modifiers::Group::max; }
   bool has_whole_row(std::uint32_t query) const;
   void take_whole(std::uint32_t query, const GroupRows& unrounded, GatherScratch& scratch) const;
@@ -160,7 +162,7 @@ class FeedbackRun {
   const HeadView& view_;
   RowMeasure measure_;
   std::uint32_t visible_ = 0;
-  Seen seen_;                        // of the append in progress
+  Seen seen_;                        // observations of the append in progress
   std::vector<std::uint64_t> mass_;  // [age], over an append of several queries
   std::vector<std::uint32_t> requests_, last_request_;
 };

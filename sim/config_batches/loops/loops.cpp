@@ -1,4 +1,4 @@
-// Compiled for the build's own instruction set: what every machine has.
+// Compiled for the instruction set that every machine of the build's architecture has.
 #include "sim/config_batches/loops/row_loops_body.hpp"
 
 namespace kvlab {

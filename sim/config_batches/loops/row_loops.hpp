@@ -1,5 +1,5 @@
 // The loops over rows of exponentials, compiled once for each instruction set and chosen at run
-// time. All sets give the same bits.
+// time. All instruction sets give bit-identical results.
 //
 // Four query heads of a group form a head group, padded with zeros. A row's exponentials are stored
 // as [token][4], so a scattered read loads a token's four values at once, in 16 bytes. Every row is
@@ -11,7 +11,7 @@
 
 namespace kvlab {
 
-inline constexpr std::size_t kHeadGroupSize = 4;  ///< query heads that are taken together
+inline constexpr std::size_t kHeadGroupSize = 4;  ///< query heads that are processed together
 inline constexpr std::size_t kBlockTokens = 16;   ///< rows are padded to whole blocks of tokens
 
 /// `tokens` rounded up to whole blocks.
@@ -53,12 +53,6 @@ struct RowLoops {
   /// with e >= least[h]. Tokens null: 0, 1, 2, ...
   void (*total)(const float* e, const std::uint32_t* tokens, std::size_t count, const float* least,
                 float* sum, std::uint32_t* hits);
-  /// total() of consecutive lists, accumulated over the lists: sums[l * stride + h], hits[l *
-  /// stride + h]. List l is tokens[begins[l]] to tokens[begins[l + 1] - 1]; the first list leaves
-  /// out its last `unseen` tokens.
-  void (*run_totals)(const float* e, const std::uint32_t* tokens, const std::size_t* begins,
-                     std::size_t lists, std::size_t unseen, const float* least, std::size_t stride,
-                     double* sums, std::uint32_t* hits);
   /// mass[i] += sum over the head group of fixed_mass(1, kept / sum[h]), i < count; with `first`, =
   /// instead of +=. A head with sum 0 is padding. Works on whole blocks.
   void (*masses)(const float* kept, std::size_t count, const float* sum, bool first,
@@ -77,31 +71,26 @@ struct RowLoops {
   void (*bin)(const float* e, std::size_t count, const std::uint32_t* most,
               const std::uint32_t* shift, std::uint32_t last_bin, std::uint32_t* bits,
               std::uint16_t* bins, std::size_t stride);
-  /// The first index of the smallest rank in [begin, end), begin < end.
-  std::size_t (*first_least)(const std::uint64_t* ranks, std::size_t begin, std::size_t end);
-  /// The number of bits that are set in both.
+  /// The number of bits that are set in both a and b.
   std::uint64_t (*common)(const std::uint64_t* a, const std::uint64_t* b, std::size_t words);
   /// Copies the exponentials [4] of tokens[i] to to[i], negated if bit tokens[i] of `bits` is not
   /// set, and adds their magnitudes to size[head].
   void (*list_weights)(const float* e, const std::uint32_t* tokens, std::size_t count,
                        const std::uint64_t* bits, float* to, float* size);
-  /// y[h][d] += weights[i][h] * v[tokens[i] * stride + d], i < count in order (null: token i), with
-  /// fused multiply-adds, for the first `heads` of four.
+  /// y[h][d] += weights[i][h] * v[tokens[i] * stride + d], i < count in order (`tokens` null: token
+  /// i), with fused multiply-adds, for the first `heads` of four.
   void (*accumulate)(const float* weights, const std::uint32_t* tokens, std::size_t count,
                      std::size_t heads, const float* v, std::size_t stride, std::size_t depth,
                      float* y);
   /// The sum of (a[i] - factor * b[i])^2, in double.
   double (*distance2)(const float* a, const float* b, float factor, std::size_t count);
-  /// distance2() in float for some heads: a, b [heads][count].
-  void (*quick_distances)(const float* a, const float* b, std::size_t heads, const float* factors,
-                          std::size_t count, double* distances);
   /// changes[d] += sum over heads and i of gradients[d][h][i] * (factors[h] * b[h][i] - a[h][i]),
   /// d < gradient samples; a, b [heads][count].
   void (*add_changes)(const float* a, const float* b, std::size_t heads, const float* factors,
                       std::size_t count, const float* gradients, std::size_t gradient_samples,
                       float* changes);
-  /// Removes key `gap` from a panel [dim][32]: later keys move up by one, and the first key of
-  /// panel `next` (null: zeros) becomes the last. Reads one float beyond the panel.
+  /// Removes key `gap` from a panel [dim][32]: later keys move to the index before, and the first
+  /// key of panel `next` (null: zeros) becomes the last. Reads one float beyond the panel.
   void (*close_gap)(float* panel, const float* next, std::size_t gap, std::size_t dim);
   /// Rotates 32 keys, panel [dim][32]: dimensions d and d + half by cos[d][i], sin[d][i]
   /// ([half][32]). Dimensions from 2 half on are copied unchanged.
@@ -111,9 +100,10 @@ struct RowLoops {
   /// keys [panels][dim][32]. There are up to four queries; for a null query nothing is written.
   void (*panel_products)(const float* keys, std::size_t panels, std::size_t dim,
                          const float* const* queries, float* out, std::size_t out_stride);
-  /// Joins a row of `old` own logits (rows[h], to be multiplied by `scale`; null: padding) and
-  /// `shared` exponentials e [shared][4] with shift[h]. Gathers all into kept [old + shared][4], as
-  /// gather() does. sum[h] = 0 if the own logits are too large for that shift.
+  /// Joins the logits of `old` tokens (rows[h], to be multiplied by `scale`; null: padding) and the
+  /// exponentials e [shared][4] of `shared` later tokens, which have shift[h]. Gathers all into
+  /// kept [old + shared][4], as gather() does. sum[h] = 0 if the logits are too large for that
+  /// shift.
   void (*join)(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
                const float* e, std::size_t shared, float* kept, float* sum, float* most);
 };

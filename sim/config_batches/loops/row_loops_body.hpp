@@ -9,7 +9,6 @@
 #include "sim/config_batches/loops/rows/outputs.hpp"
 #include "sim/config_batches/loops/rows/requests.hpp"
 #include "sim/config_batches/loops/rows/totals.hpp"
-#include "sim/config_batches/loops/rows/victims.hpp"
 
 namespace kvlab {
 namespace {
@@ -20,17 +19,14 @@ constexpr RowLoops make_row_loops(const char* name) {
           .finish = finish,
           .gather = gather,
           .total = total,
-          .run_totals = run_totals,
           .masses = masses,
           .mark = mark,
           .flag = flag,
           .bin = bin,
-          .first_least = first_least,
           .common = common,
           .list_weights = list_weights,
           .accumulate = accumulate_head_group,
           .distance2 = distance2,
-          .quick_distances = quick_distances,
           .add_changes = add_changes,
           .close_gap = close_gap,
           .rotate_panel = rotate_panel,

@@ -12,7 +12,7 @@
 #include "sim/run/ranking.hpp"
 
 namespace kvlab {
-/// Sequences of one model, which are averaged.
+/// The results of one model. The page averages over its sequences.
 struct SequenceGroup {
   std::string name;
   std::vector<ResultRow> rows;
@@ -29,7 +29,7 @@ struct RankedTable {
   std::vector<RankedRow> rows;
   std::size_t choice = 0;  ///< index of a series
 };
-/// What an evaluation decided from its tokens, by budget.
+/// By budget: the table that an evaluation computed from its tokens.
 using RankedTables = std::map<std::string, RankedTable>;
 
 struct DatasetOptions {

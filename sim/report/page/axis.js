@@ -1,5 +1,5 @@
 // Scales and axes of figures of points. A scale never clamps, and all ticks are inside its domain, so each tick is
-// at its value. A logarithmic scale has a floor, at which values that are not positive are drawn.
+// drawn at its value. A logarithmic scale has a floor. Values that are not positive are drawn there.
 
 const kTickRoom = {x: 64, y: 34};  // minimum distance between two ticks, in pixels
 const kEdge = 0.035;               // share of the axis that is left free at each end
@@ -34,7 +34,7 @@ function logTicks(low, high, base, most) {
   return fit ?? linearTicks(low, high, most);
 }
 
-/** The domain with room at both ends. */
+/** The domain from low to high, with some space at both ends. */
 function padded(low, high, log) {
   if (log) {
     const room = low < high ? (high / low) ** kEdge : 1.25;

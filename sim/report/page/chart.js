@@ -1,5 +1,5 @@
 // A figure: a Vega view that follows the page's width and theme, with buttons to download it.
-const vega = typeof joinedVega === 'function' ? joinedVega() : null;  // where Vega was not found, a page has no figures
+const vega = typeof joinedVega === 'function' ? joinedVega() : null;  // null: Vega was not found
 const charts = [];
 
 function viewOf(spec, width, options = {}) {
@@ -60,7 +60,7 @@ class Chart {
     const width = Math.max(240, this.box.clientWidth);
     this.view = viewOf(this.specOf(false, width), width, {container: this.box, description: this.description()});
     await this.view.runAsync();
-    this.readout.value = this.near ? 'Point at the figure, or use the arrow keys in it.' : '';
+    this.readout.value = this.near ? 'Point at the figure or use the arrow keys to read values.' : '';
   }
 
   /** The text for screen readers: the figure's title, and how to reach its values by keyboard. */

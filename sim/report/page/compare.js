@@ -1,4 +1,4 @@
-// The page of several runs: how do they differ?
+// The page of `kvlab compare`: how do several runs differ?
 
 /** How often the last run is better on the texts that it shares with the first. */
 function sharedAnswer({runs, shared, warning}) {
@@ -7,10 +7,10 @@ function sharedAnswer({runs, shared, warning}) {
     return answer('No policy has the same settings and budget in two of the runs, so there is no difference to show.');
   const of = counted(configurations, 'configuration is', 'configurations are');
   if (better + worse + similar === 0)
-    return answer(`${of} in two of the runs, but the runs share no text, so differences are not paired and not shown.`);
+    return answer(`${of} in two of the runs, but the runs share no text, so differences cannot be paired and are not shown.`);
   return answer(`${of} in both and measured on the same texts. `, strong(runs.at(-1).name), ' is significantly better than ',
     strong(runs[0].name), ` in ${better}, significantly worse in ${worse}, and not significantly different in ${similar}.` +
-    (warning ? ' Texts that are in only one run do not count for differences.' : ''));
+    (warning ? ' Differences use only texts that are in both runs.' : ''));
 }
 
 /** The configurations that runs share: each run's value, and the last run minus the first. */

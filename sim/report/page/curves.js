@@ -25,7 +25,7 @@ function sweepsOf(series) {
     .map((sweep) => ({...sweep, series: sweep.series.sort((a, b) => a[1] - b[1])}));
 }
 
-/** A dot of the figure: what a reader sees, and what the tests read back. */
+/** A dot of the figure. Tests read it, too. */
 function dot(page, series, budget, x) {
   const {state, metricTable, data} = page;
   const at = metricTable.at(state.group, state.metric, series, budget, state.layer, state.head);
@@ -57,7 +57,7 @@ function sweepDots(page, sweep) {
   }).filter(Boolean));
 }
 
-/** The style of each line, by its id. Policies have their colours; budgets go from faint to strong. */
+/** The style of each line, by its id. Each policy keeps its colour; budgets get colours in a fixed order. */
 function linesOf(page, sweep) {
   const {data} = page;
   if (!sweep) return data.series.map((one, s) => ({...one, line: 's' + s, label: shown(one.label)}));

@@ -1,5 +1,5 @@
-// What the page shows: JSON, with long rows of numbers as base64 of little-endian float64, or by layer and head of
-// float32 (or of its first three bytes, where the page would be too large).
+// What the page shows: JSON. Long rows of numbers are base64 of little-endian float64. Numbers by layer and head are
+// float32, or the upper three bytes of float32 if the page would be too large otherwise.
 function bytesOf(text) {
   return Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 }

@@ -4,7 +4,7 @@ const kEvalNote = 'End-to-end evaluation with teacher forcing: evictions change 
   'significant if its 95% interval, paired over texts or over the blocks of one text, excludes zero.';
 const kEvalMeanings = [
   ['KL', 'divergence of the next token’s distribution from the full cache’s, in nats; mean, and percentiles over the tokens'],
-  ['perplexity', 'exp of the mean −ln p of the text’s own next token'],
+  ['perplexity', 'exp of the mean negative log-likelihood of the tokens of the text'],
   ['top-1', 'share of tokens at which the most likely next token is the same as with the full cache'],
 ];
 
@@ -24,15 +24,15 @@ function candidatesTable(made) {
 
 function evalMetrics(configurations) {
   const metrics = ['perplexity', 'kl', 'kl_p50', 'kl_p90', 'kl_p99', 'kl_deviation', 'top1_agreement'];
-  return dataTable(['policy', 'budget', 'positions', 'perplexity', 'KL', 'median', '90%', '99%', 'between texts', 'top-1',
-    'mean KV', 'peak KV'], configurations.map((one) => [named(one.label), named(one.budget), named(one.positions),
-    ...metrics.map((metric) => numberCell(one[metric])), bytesCell(one.kv_bytes_mean), bytesCell(one.kv_bytes_peak)]),
-  {texts: ['policy', 'positions']});
+  return dataTable(['policy', 'budget', 'positions', 'perplexity', 'KL', 'KL, median', 'KL, 90%', 'KL, 99%',
+    'KL, standard deviation over texts', 'top-1', 'mean KV', 'peak KV'], configurations.map((one) => [
+    named(one.label), named(one.budget), named(one.positions), ...metrics.map((metric) => numberCell(one[metric])), bytesCell(one.kv_bytes_mean),
+    bytesCell(one.kv_bytes_peak)]), {texts: ['policy', 'positions']});
 }
 
 function evalFront({facts, recommendations}) {
   if (!facts.has_recommendations)
-    return [answer('This evaluation was made by an older kvlab and has no recommendations. Evaluate again.')];
+    return [answer('This evaluation was made by an older kvlab and has no recommendations. Run kvlab eval again.')];
   const [made] = recommendations, warnings = [...new Set([...made.warnings, ...facts.warnings])];
   return [...recommended({...made, warnings}, facts.next), quiet(kEvalNote)];
 }
@@ -48,8 +48,8 @@ function evalPage(data) {
       `${texts}.`,
     front: evalFront(data),
     sections: [frontierSection(data), exploreSection(data, 'Error against budget', data.description),
-      budgets.length ? section('All policies at each budget', 'Differences are paired over the same tokens, by KL (by −ln p if ' +
-        'the full cache was left out).', ...budgets.map(candidatesTable)) : null,
+      budgets.length ? section('All policies at each budget', 'Differences are paired over the same tokens. The metric is KL, or ' +
+        'the negative log-likelihood if the full cache was not evaluated.', ...budgets.map(candidatesTable)) : null,
       section('All metrics', '', evalMetrics(facts.configurations)),
       section('What the metrics mean', '', terms(kEvalMeanings, {class: 'prose'})),
       section('Where this comes from', '', terms([['weights', code(facts.weights_xxh3)], ['texts', texts],

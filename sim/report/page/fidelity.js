@@ -5,8 +5,8 @@ const kFidelityNote = 'Rho: Spearman’s rank correlation among the policies of 
 const kScatter = 'Each point is a policy, averaged over texts. If a metric predicts KL, the points rise from left to right.';
 const kWrong = 'Pairs of policies that differ significantly in KL (paired block bootstrap, 95%) and that the metric puts in ' +
   'the opposite order, worst first. Ratio: KL of the policy that the metric prefers, divided by the KL of the other.';
-const kCeiling = 'The metric that predicts the order best comes first. The last row is KL on one text against KL on another: ' +
-  'a metric measured on one text cannot be expected to do better.';
+const kCeiling = 'The metric that predicts the order of policies best comes first. The last row compares KL on one text with KL on ' +
+  'another. A metric that is measured on one text cannot be expected to predict better.';
 const kMaxWrong = 5;  // pairs shown for a budget
 
 function rhoText(rho) {
@@ -27,7 +27,7 @@ function predictionTable({budgets, standard, metrics, ceiling}) {
   const rows = metrics.map((metric) => [metric.name === standard ? strong(metric.name) : named(metric.name),
     ...metric.budgets.flatMap(({within, low, high, regret}) => [within, low, high, regret].map(rho)), rho(metric.pooled)]);
   return section('Within a budget', kCeiling, dataTable(['metric', ...budgets.flatMap((budget) => [`rho at ${budget}`, 'from',
-    'to', 'regret']), 'pooled'], [...rows, ['text against text', ...ceiling.flatMap((value) => [rho(value), '', '', '']), '']],
+    'to', 'regret']), 'pooled'], [...rows, ['KL of one text against another', ...ceiling.flatMap((value) => [rho(value), '', '', '']), '']],
   {texts: ['metric']}));
 }
 
@@ -37,8 +37,8 @@ function wrongTable({budgets, standard, metrics}) {
     const pairs = wrong.slice(0, kMaxWrong).map((pair) => [named(pair.preferred), named(pair.better), numberCell(pair.kl_ratio)]);
     return (pairs.length ? pairs : [['', '', '']]).map((pair) => [named(budgets[b]), String(misordered), String(all), ...pair]);
   });
-  return section(`Where ${named(standard)} is wrong`, kWrong, dataTable(['budget', 'misordered pairs', 'of', 'prefers',
-    'but lower KL has', 'ratio'], rows, {texts: ['prefers', 'but lower KL has']}));
+  return section(`Where ${named(standard)} is wrong`, kWrong, dataTable(['budget', 'misordered pairs', 'significant pairs',
+    'preferred by the metric', 'lower KL', 'ratio'], rows, {texts: ['preferred by the metric', 'lower KL']}));
 }
 
 /** The texts' lengths: one if all are equal, else in the order of the texts. */

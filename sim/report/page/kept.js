@@ -42,8 +42,8 @@ class KeptText {
         (!is && share > 0 ? ' missed' : '') + (position === query ? ' query' : '');
       span.style.setProperty('--a', String(Math.round(90 * (attention.get(position) ?? 0))));
     });
-    const share = paid > 0 ? `, ${Math.round((100 * held) / paid)}% of the attention shown` : '';
-    this.caption.textContent = `keeps ${kept} of ${query + 1} tokens${share}; ${left} evicted since the step before`;
+    const share = paid > 0 ? ` with ${Math.round((100 * held) / paid)}% of the shown attention` : '';
+    this.caption.textContent = `keeps ${kept} of ${query + 1} tokens${share}; ${left} evicted since the previous step`;
     this.box.scrollTop = this.box.scrollHeight;
   }
 }
@@ -63,7 +63,8 @@ class KeptView {
       this.place = Number(value);
       this.draw();
     }));
-    const where = element('p', {class: 'quiet'}, `Budget ${shown(kept.budget)}, whatever budget is chosen above; sequence ${shown(kept.trace)}` +
+    const where = element('p', {class: 'quiet'}, `Always at budget ${shown(kept.budget)}; the choice above does not ` +
+      `change it. Sequence ${shown(kept.trace)}` +
       (heads.length > 1 ? '.' : `, ${heads[0][1]}.`) +
       (kept.has_text ? '' : ' Numbers are token ids; make the page with --model DIR to show the text.'));
     this.slider = element('input', {type: 'range', name: 'query', min: '0', max: String(kept.queries.length - 1),

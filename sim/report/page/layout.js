@@ -25,7 +25,7 @@ function section(heading, text, ...content) {
     ...(text ? [element('p', {class: 'prose'}, ...marked(text))] : []), ...content);
 }
 
-/** A section of figures that the reader can change: main.js fills it. Without Vega there is none. */
+/** A section of figures that the reader can change. main.js fills it. Returns null without Vega. */
 function drawnSection(id, heading, text) {
   if (!vega) return null;
   const made = section(heading, text);
@@ -33,12 +33,12 @@ function drawnSection(id, heading, text) {
   return made;
 }
 
-/** The same for what is drawn and ranked by budget. */
+/** The section of the curve over budgets and of the ranking at one budget. */
 function exploreSection(data, heading, text) {
   return data.budgets.length ? drawnSection('explore', heading, text) : null;
 }
 
-/** A section of figures that the page brings ready-made; points.js draws them. */
+/** A section of figures whose points are in the page's data. points.js draws them. */
 function figuresSection(heading, text, figures) {
   if (!vega || !figures.length) return null;
   return section(heading, text, element('div', {class: 'figures'},
@@ -46,8 +46,9 @@ function figuresSection(heading, text, figures) {
 }
 
 function frontierSection(data) {
-  return figuresSection('Error against memory', 'Down and to the left is better: a lower error with less memory. Compare ' +
-    'points at equal memory: a lower error at higher memory is not a win. A bar to the right ends at the peak.',
+  return figuresSection('Error against memory', 'Lower and further left is better: a lower error with less memory. Compare ' +
+    'points at equal memory: a lower error that needs more memory does not show a better policy. A horizontal bar ends at the ' +
+    'peak memory.',
   (data.figures ?? []).filter((figure) => figure.name === 'frontier'));
 }
 
@@ -61,12 +62,12 @@ function code(text) {
   return text ? element('code', {}, shown(text, 2000)) : '–';
 }
 
-/** Lines one below the other. */
+/** Puts a line break between the nodes. */
 function lines(nodes) {
   return nodes.flatMap((node, i) => (i ? [element('br'), node] : [node]));
 }
 
-// A table's cell is text, a node, or {content, value, error, kind}: its numbers go into CSV files.
+// A table's cell is text, a node, or {content, value, error, kind}. value and error are written to CSV files.
 
 function numberCell(value, text = numberText) {
   return Number.isFinite(value) ? {content: text(value), value} : '–';
@@ -123,7 +124,7 @@ function recommendedRow(made) {
 
 /** The recommendations of one model or run, with a row for each budget, the next command, and notes. */
 function recommended({budgets, notes, warnings}, next = '', caption = '') {
-  if (!budgets.length) return [element('p', {}, 'Nothing here evicts, so there is nothing to compare.')];
+  if (!budgets.length) return [element('p', {}, 'No configuration evicts, so there is nothing to compare.')];
   return [dataTable(['budget', 'memory', 'choice', budgets[0].metric, 'runner-up', 'difference, 95% CI',
     'not significantly different'], budgets.map(recommendedRow), {caption, kind: 'recommendations'}),
   ...(next ? [nextCommand(next)] : []), element('p', {class: 'quiet prose'}, shown(notes.join(' '), 5000)),

@@ -1,4 +1,4 @@
-// The page: the reader's choices, and the figures and tables that show them.
+// The interactive part of a page: what the reader has chosen, and the figures and tables of this choice.
 class Page {
   constructor(data) {
     this.data = data;
@@ -12,7 +12,7 @@ class Page {
     this.parts = {};
   }
 
-  /** A reader can follow at most twelve lines: the first of the table, `window` and the oracles are kept. */
+  /** Hides series if there are more than fourteen. The first ten of the ranking, `window` and oracles stay visible. */
   hideMany() {
     const {group, metric, budget} = this.state;
     const best = (this.data.ranking[group][metric][budget]?.rows ?? []).slice(0, 10).map(([s]) => s);
@@ -63,20 +63,20 @@ class Page {
   rankingTitle() {
     const place = this.where();
     return `${this.metric().label} at a budget of ${shown(this.data.budgets[this.state.budget].text)}` +
-      (place ? `, ${place}` : '') + (this.isOverall() ? '' : ', in the order over all layers');
+      (place ? `, ${place}` : '') + (this.isOverall() ? '' : ', sorted as for all layers together');
   }
   errorText(error) {
     return Number.isNaN(error) ? '' : ` ± ${this.valueText(error)}`;
   }
   dotText(dot) {
-    const spread = dot.least === null ? '' : `; sequences from ${this.valueText(dot.least)} to ${this.valueText(dot.most)}`;
+    const spread = dot.least === null ? '' : `; single sequences ${this.valueText(dot.least)} to ${this.valueText(dot.most)}`;
     return `${shown(dot.label)} at ${shown(dot.requested)}: ${this.valueText(dot.y)}${this.errorText(dot.error)}` +
-      `, ${dot.count.toLocaleString('en-US')} counted${spread}`;
+      `, from ${dot.count.toLocaleString('en-US')} values${spread}`;
   }
   cellText(cell) {
     const base = cell.base === null ? '' : ` (${this.valueText(cell.own)} minus ${this.valueText(cell.base)})`;
     return `layer ${cell.layer}, KV head ${cell.head}: ${this.valueText(cell.value)}${base}` +
-      `${this.errorText(cell.error)}, ${cell.count.toLocaleString('en-US')} counted`;
+      `${this.errorText(cell.error)}, from ${cell.count.toLocaleString('en-US')} values`;
   }
 
   set(name, value, ...parts) {
@@ -88,14 +88,14 @@ class Page {
     return Promise.all(parts.map((part) => this.parts[part]?.()));
   }
 
-  /** Places and metrics. Some metrics exist only for all layers together. */
+  /** The reader's choices: what to show, and of which layers and heads. Some metrics exist only for all layers together. */
   controls(holder) {
     const {data, state} = this;
     const index = (value) => Number(value);
     const all = ['controls', 'switches', 'curves', 'heads', 'ranking'];
     const levels = (level) => this.metricTable.has(state.group, state.metric, level);
     holder.replaceChildren(
-      chooser('group', 'of', data.groups.map((group, g) => [g, group.name]), state.group,
+      chooser('group', 'results of', data.groups.map((group, g) => [g, group.name]), state.group,
         (value) => this.set('group', index(value), ...all)),
       chooser('metric', 'metric', data.metrics.map((metric) => [metric.name, metric.label]), state.metric, (value) => {
         if (!this.metricTable.has(state.group, value, 'head')) state.head = -1;
@@ -154,8 +154,8 @@ class Page {
       chooser('base', 'minus', [[-1, 'nothing'], ...names], state.base, (value) => this.set('base', Number(value), 'heads')));
     this.parts.heads = () => {
       const there = this.metricTable.has(state.group, this.headMetric().name, 'head');
-      note.textContent = there ? this.headTitle() + (state.base < 0 ? '. Darker: higher.'
-        : '. Blue: lower than the other; orange: higher.') : 'This metric does not exist by head, or the page leaves it out.';
+      note.textContent = there ? this.headTitle() + (state.base < 0 ? '. Darker is higher.'
+        : '. Blue is negative, orange is positive.') : 'This metric is not available by head on this page.';
       figure.hidden = !there;
       return there ? chart.draw() : null;
     };
@@ -173,7 +173,7 @@ class Page {
 
 const kPages = {replay: replayPage, eval: evalPage, task: taskPage, fidelity: fidelityPage, tune: tunePage, compare: comparePage};
 
-/** Puts the page's words and tables in their places, then its figures, of which some can be changed. */
+/** Builds the texts and tables of the page, then draws its figures. */
 async function openPage(data) {
   if (!vega) document.querySelector('main').append(quiet(data.without_figures));
   layOut(kPages[data.kind](data));

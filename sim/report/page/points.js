@@ -1,4 +1,4 @@
-// Draws figures of points and lines, among them the figures whose data is complete in the page.
+// Draws figures of points and lines.
 
 /** The scales that give each line its colour, dash and marker. */
 function lookScales(lines) {
@@ -36,7 +36,7 @@ function legendMarks(joined) {
       fill: {value: pageColour('ink')}, font: {value: 'sans-serif'}, fontSize: {value: 12}, limit: {value: 195}}}}];
 }
 
-/** The position of a dot: its numbers, or the scale's floor if they are below it. */
+/** Adds the position of a dot: its numbers, or the scale's floor where a number is below the floor. */
 function placed(dot, x, y) {
   const at = {x: x.at(dot.x), x_low: x.at(dot.x_low), x_high: x.at(dot.x_high)};
   for (const name of ['y', 'low', 'high', 'least', 'most']) at[name] = y.at(dot[name]);
@@ -72,9 +72,9 @@ const kNearDots = {
   },
 };
 
-/** A figure whose data the page contains, at its place in the page. */
+/** A figure whose points are in the page's data. It is drawn in the element `figure-NAME`. */
 class BroughtFigure {
-  /** `legend`: true if the next figure has other lines, so that this one needs a legend. */
+  /** `legend`: whether to draw a legend. Figures with the same lines share the legend of the last one. */
   constructor(figure, page, legend) {
     this.figure = figure;
     this.page = page;

@@ -7,24 +7,24 @@ const kEvidence = {kl_estimate_joint: ['0.87', '0.98'], kl_estimate: ['0.83', '0
 const kReplayMeanings = [
   ['recall', 'mean over queries of the full cache’s attention on the tokens kept'],
   ['recall, 10th percentile', '10th percentile of recall over a head’s queries'],
-  ['−ln recall', 'mean of −ln of the same: the divergence of the kept attention from the full'],
-  ['miss rate', 'requested tokens that were gone, over all requested tokens'],
+  ['−ln recall', 'mean over queries of −ln of the attention on the tokens kept: the divergence of the kept attention from the full'],
+  ['miss rate', 'share of requested tokens that had been evicted'],
   ['output error', '‖o − ô‖ / ‖o‖ of a head’s output, before the output projection'],
-  ['layer error', 'the same with a layer’s heads side by side'],
-  ['residual error', 'squared size of what the lost tokens change in the residual stream, over the stream’s own, summed over ' +
-    'layers'],
-  ['most live tokens', 'that a head held at once: a dense prompt is whole while it is read, whatever the budget'],
-  ['oracle_attention', 'evicts by least future attention; strong, but no bound'],
-  ['oracle_topk', 'each query’s most probable tokens; bounds recall and misses'],
+  ['layer error', 'the same for the concatenated outputs of a layer’s heads'],
+  ['residual error', 'squared norm of the change that evictions cause in the residual stream, divided by the squared norm of the ' +
+    'stream, summed over layers'],
+  ['most live tokens', 'largest number that a head held at once; during a dense prompt a head holds all tokens, at every budget'],
+  ['oracle_attention', 'evicts the token with the least future attention; strong, but not a bound'],
+  ['oracle_topk', 'keeps each query’s most probable tokens; bounds recall and the miss rate'],
 ];
 
 const kCurves = 'Bars are one standard error. Lines without markers are oracles, which use future attention and cannot be ' +
-  'deployed. They are drawn for attention metrics alone. `oracle_attention` evicts the token with the least future ' +
+  'deployed. They are drawn only for attention metrics. `oracle_attention` evicts the token with the least future ' +
   'attention; it is a heuristic, not a bound. `oracle_topk` keeps each query’s most probable tokens and bounds recall. The ' +
   'full cache has recall 1 and no error.';
-const kKept = 'The text that the model read, up to one query. Shading: the attention that the full cache pays, mean over the ' +
-  'head’s query heads. Tokens that a policy has evicted are struck out; those evicted since the step before are framed; ' +
-  'evicted tokens that the query attends to are red.';
+const kKept = 'The text that the model read, up to one query. Shading: attention in the full cache, averaged over the query ' +
+  'heads of the KV head. Evicted tokens are struck out. Those evicted since the previous step are framed. Evicted tokens to ' +
+  'which the query attends in the full cache are red.';
 
 /** How well the deciding metric predicted end-to-end KL in measurements. */
 function evidenceOf({headline, metrics}) {
@@ -86,9 +86,9 @@ function replayPage(data) {
       `${counted(facts.traces.length, 'captured text')} (${numberText(tokens)} tokens).`,
     front: [...data.recommendations.flatMap((made) => recommended(made, facts.next, one ? '' : made.name)),
       quiet(evidenceOf(data))],
-    sections: [frontierSection(data), exploreSection(data, 'What each budget buys', kCurves),
-      data.heads > 0 ? drawnSection('heads', 'Where it is lost', data.note) : null,
-      data.kept ? drawnSection('kept', 'What was kept, seen', kKept) : null,
+    sections: [frontierSection(data), exploreSection(data, 'Metrics by budget', kCurves),
+      data.heads > 0 ? drawnSection('heads', 'By layer and head', data.note) : null,
+      data.kept ? drawnSection('kept', 'Which tokens were kept', kKept) : null,
       section('What the metrics mean', '', terms(kReplayMeanings, {class: 'prose'})), replayProvenance(data),
       section('All metrics', `Over all layers and heads${facts.traces.length > groups.length ? ', averaged over the sequences'
         : ''}. By layer and by head: \`results.csv\`.`, ...groups.map((_, g) => allMetrics(data, g)))],

@@ -21,7 +21,7 @@ function sortBy(table, column, header) {
   body.append(...rows.map(([, row]) => row));
 }
 
-/** Only numbers, because errors have a separate column. */
+/** The table as CSV. A mean and its error get separate columns. */
 function csvOf(table) {
   const body = [...table.tBodies[0].rows], heads = [...table.tHead.rows[0].cells];
   const hasError = heads.map((_, column) => body.some((row) => row.cells[column]?.dataset.error !== undefined));
@@ -46,7 +46,7 @@ function enliven(table, name) {
     button('CSV', () => save(new Blob([csvOf(table)], {type: 'text/csv'}), fileName(name) + '.csv'))));
 }
 
-/** The text of a series in a row of the table. sim/run/comparison.* computed it. */
+/** The note at the end of a row. It follows from what sim/run/comparison.* computed. */
 function rankingNote(series, table, place, difference) {
   const [mean, low, high, over] = difference;
   if (over) return 'over budget, not ranked';
@@ -86,8 +86,8 @@ function rankingTable(page) {
       element('th', {scope: 'col', class: i === 0 || i === 5 ? '' : 'n'}, text)))), element('tbody', {}, ...rows));
   const parts = [element('div', {class: 'scroll'}, made)];
   if (folds)
-    parts.push(button(state.unfolded ? 'hide those that are not significantly different'
-      : `show ${similar} that are not significantly different`, () => {
+    parts.push(button(state.unfolded ? 'hide policies that are not significantly different'
+      : `show ${similar} policies that are not significantly different`, () => {
       state.unfolded = !state.unfolded;
       page.draw('ranking');
     }));

@@ -5,8 +5,9 @@ const kTaskNote = 'An answer is right if it is exactly the hidden text. Two shar
 const kTaskMeanings = [
   ['right answers', 'the share of questions that the model answers word for word'],
   ['log-likelihood', 'log-likelihood of the right answer, mean over the samples, in nats'],
-  ['lost, gained', 'compared with the first configuration, over the same questions'],
-  ['query-agnostic', 'the question comes after the eviction; query-aware: before'],
+  ['lost, gained', 'lost: of the answers that the first configuration has right, the share that this one has wrong; gained: ' +
+    'of those that the first has wrong, the share that this one has right'],
+  ['query-agnostic', 'the question comes after the eviction; in query-aware mode it comes before'],
 ];
 
 function taskPage(data) {
@@ -15,7 +16,7 @@ function taskPage(data) {
     command: 'kvlab task',
     question: `Does ${shown(facts.model, 100)} still answer under evictions?`,
     context: `${named(facts.task)}; samples at each depth and length: ${facts.samples}, depths: ${facts.depths}, ` +
-      `lengths: ${facts.lengths}. Choose one of them below.`,
+      `lengths: ${facts.lengths}. Choose below which of them to show.`,
     front: [...recommended(data.recommendations[0], facts.next), quiet(kTaskNote)],
     sections: [frontierSection(data), exploreSection(data, 'Answers against budget', data.description),
       section('What the metrics mean', '', terms(kTaskMeanings, {class: 'prose'})),

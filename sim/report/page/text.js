@@ -56,7 +56,7 @@ function spansDecades(values) {
   return positive.length > 0 && Math.min(...values) >= 0 && Math.max(...positive) > 10 * Math.min(...positive);
 }
 
-/** Text as the page shows it: shortened, without marks that turn the text around them. */
+/** Text as the page shows it: shortened, and without control characters and marks that change the direction of text. */
 function shown(text, most = 40) {
   const plain = String(text).replace(/[\u0000-\u001f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, '\ufffd');
   const letters = [...plain.slice(0, 4 * most)];

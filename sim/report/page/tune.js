@@ -30,7 +30,7 @@ function accuracyTable(criteria) {
 
 function scoresTable(scores, step) {
   if (!scores) return null;
-  return section('Beside the full cache', step ? `A decoded token takes ${numberText(step.deployed)} ms; with the full cache ` +
+  return section('Compared with the full cache', step ? `A decoded token takes ${numberText(step.deployed)} ms; with the full cache ` +
     `${numberText(step.full)} ms.` : '', dataTable(['policy', 'perplexity', 'KL, nats', 'standard deviation over texts', 'top-1',
     'scored tokens'], scores.map((one) => [named(one.policy), ...[one.perplexity, one.kl, one.kl_deviation, one.same_first,
     one.tokens].map((value) => numberCell(value))]), {texts: ['policy']}));
@@ -47,8 +47,8 @@ function roundsTable({rounds, ended}) {
     return [named(one.policy), ...kl, ...behind, named(fate)];
   });
   return section('Rounds of successive halving', `${kHalvingNote} Ended: ${named(ended)}.`, dataTable(['policy',
-    ...rounds.map((_, r) => `KL, round ${r + 1}`), 'minus the leader', '95% from', 'to', 'then'], rounds.map(rowsOf).reverse().flat(),
-  {texts: ['policy', 'then']}));
+    ...rounds.map((_, r) => `KL, round ${r + 1}`), 'minus the leader', '95% from', 'to', 'outcome'], rounds.map(rowsOf).reverse().flat(),
+  {texts: ['policy', 'outcome']}));
 }
 
 function offlineOrder({metric, ranking}) {
@@ -61,11 +61,12 @@ function tunePage(data) {
   const {facts, figures} = data, last = facts.rounds.at(-1).length, drawn = figures[0].series.length;
   return {
     command: 'kvlab tune',
-    question: `Which policy for ${shown(facts.model, 100)}?`,
+    question: `Which policy should ${shown(facts.model, 100)} use?`,
     front: [tuneAnswer(facts)],
     // The answer and its figure fill one screen. The rounds follow below.
-    sections: [figuresSection('By how much', 'The last round: the KL of each minus that of the leader, with the 95% interval. A ' +
-      'difference whose interval includes zero is not significant.' + (last > drawn ? ` The first ${drawn} of ${last}.` : ''),
+    sections: [figuresSection('Difference from the leader', 'The last round: the KL of each policy minus that of the leader, with ' +
+      'the 95% interval. A difference is not significant if its interval includes zero.' + (last > drawn ?
+      ` Shown: the first ${drawn} of ${last}.` : ''),
     figures),
     section('Recommendation by KL', '', ...data.recommendations.flatMap((made) => recommended(made, facts.next))),
     accuracyTable(facts.criteria), scoresTable(facts.scores, facts.step), roundsTable(facts), offlineOrder(facts.offline)],

@@ -1,4 +1,4 @@
-// Families with other parts: experts, sink logits, fused projections, partly rotated heads.
+// Model families with special parts: experts, sink logits, fused projections, partly rotated heads.
 #include <nlohmann/json.hpp>
 
 #include "engine/backend.hpp"

@@ -321,7 +321,7 @@ kernels::KvCacheConfig config_of(bool quantized) {
   for (std::uint32_t s = 0; s < kSequences; ++s) config.sequences.push_back({.seed = s, .id = s});
   for (std::size_t pair = 0; pair < kPairs; ++pair) {
     kernels::SlotPair one{.budget = pair % kHeads == 0 ? 20u : 30u, .protected_tokens = {2, 8}};
-    if (quantized) one.tiers = {{&kKvFormats[0], one.budget - 10}, {&kKvFormats[3], 10}};
+    if (quantized) one.tiers = {{kKvFormats[0], one.budget - 10}, {kKvFormats[3], 10}};
     config.pairs.push_back(one);
   }
   config.features = {.count = 1, .features = {KVLAB_KEY_COSINE}};

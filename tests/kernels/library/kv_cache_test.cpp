@@ -48,7 +48,7 @@ struct Layout {
                          policy.modifiers.group == Modifiers::Group::max});
         if (policy.tier_plan.is_plain()) continue;
         for (const TierSlots& tier : cache.tiers.at(budget))
-          tiers.push_back({static_cast<kvlab_kv_format>(tier.format - &kKvFormats[0]), tier.slots});
+          tiers.push_back({static_cast<kvlab_kv_format>(*kernel_format(tier.format)), tier.slots});
       }
     }
     for (const std::string& feature : policy.features)
@@ -607,7 +607,8 @@ TEST_CASE("A cache that keeps all tokens keeps them on its first tier") {
     done(kvlab_kv_cache_memory(&layout.config, &all));
     return all;
   };
-  // 160 tokens are whole tiles; 2 layers, 2 heads, 128 channels, with 4 and 5 bits instead of 16.
+  // The tokens are padded to 160, so that tiles are whole. Each of `saved` channels takes 4 or 5
+  // bits instead of 16.
   const std::size_t saved = kLayers * kHeads * kTokens * 2 * kSize;
   CHECK(bytes("full:tiers=4") + saved / 2 < bytes("full"));
 }

@@ -5,8 +5,10 @@
 
 #include "kernels/evict/eviction_kernels.hpp"
 #include "kernels/loaded_code.hpp"
+#include "kernels/quantized/centre.hpp"
 #include "kernels/quantized/tiers.hpp"
 #include "policies/rule/eviction_order.hpp"
+#include "policies/tiers/format.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
 #include "tests/kernels/attention_reference.hpp"
@@ -37,16 +39,23 @@ std::vector<float> rows_of(Type type, int head_size) {
   return rows;
 }
 
+bool is_floating(const KvFormat& format) { return format.key->encoding == Encoding::e4m3_block; }
+
+DeviceFormat device_format(const KvFormat& format) {
+  return {static_cast<std::uint8_t>(format.key->bits),
+          static_cast<std::uint8_t>(format.value->bits), is_floating(format)};
+}
+
 /// The values that a row's quantized values and metadata stand for.
 std::vector<float> read_back(const RowPart& part, const KvFormat& format, bool key, int head_size) {
-  const int bits = key ? format.key_bits : format.value_bits;
+  const int bits = (key ? format.key : format.value)->bits;
   const std::byte* const metadata = part.metadata;
   std::vector<float> row;
   for (int d = 0; d < head_size; ++d) {
     const int bit = quantized_bit(key, bits, part.row, d, head_size / 32);
     const auto quantized =
         static_cast<std::uint8_t>(part.data[bit / 8]) >> bit % 8 & ((1 << bits) - 1);
-    if (format.floating) {
+    if (is_floating(format)) {
       const int exponent = quantized >> 3 & 15, fraction = quantized & 7;
       const float value = exponent > 0 ? std::ldexp(static_cast<float>(8 + fraction), exponent - 10)
                                        : std::ldexp(static_cast<float>(fraction), -9);
@@ -66,8 +75,7 @@ void check_format_of(const KvFormat& format, Type type, int head_size) {
   const auto keys = rows_of(type, head_size);
   std::vector<float> values(keys.rbegin(), keys.rend());
   const int element = static_cast<int>(bytes_of(type));
-  const DeviceFormat own{static_cast<std::uint8_t>(format.key_bits),
-                         static_cast<std::uint8_t>(format.value_bits), format.floating};
+  const DeviceFormat own = device_format(format);
   const std::int64_t row = row_bytes(own, head_size, element);
   std::vector<DeviceTierPlan> tier_plans(kPairs);
   std::vector<std::int64_t> first_slot;
@@ -123,7 +131,7 @@ void check_format_of(const KvFormat& format, Type type, int head_size) {
                                   from.begin() + (pair + 1) * head_size);
       if (!format.exact()) {
         hadamard_rotate(expected);
-        quantize_row(expected, key ? format.key_bits : format.value_bits, format.floating);
+        quantize_row(expected, (key ? format.key : format.value)->bits, is_floating(format));
       }
       std::byte* const all = const_cast<std::byte*>(written.data());
       const RowPart part = part_of(all, tier_plans[static_cast<std::size_t>(pair)].tier[0], 2, key,
@@ -131,7 +139,7 @@ void check_format_of(const KvFormat& format, Type type, int head_size) {
       const std::size_t wide = static_cast<std::size_t>(head_size * element);
       const std::vector<float> found = format.exact() ? decode(type, std::span(part.data, wide))
                                                       : read_back(part, format, key, head_size);
-      CAPTURE(format.name, static_cast<int>(type), head_size, pair, key);
+      CAPTURE(format.name(), static_cast<int>(type), head_size, pair, key);
       CHECK(found == expected);
     }
   CHECK(row_of_slot.to_host()[4] == 2);
@@ -153,10 +161,58 @@ TEST_CASE("A token on a tier has the host's quantized value, bit for bit", "[gpu
 
 namespace {
 
-DeviceFormat device_format(const KvFormat& format) {
-  return {static_cast<std::uint8_t>(format.key_bits), static_cast<std::uint8_t>(format.value_bits),
-          format.floating};
+/// Keys of three heads, of which the first two tokens are live and the others new.
+void check_centres_of(Type type, int head_size) {
+  constexpr int kHeads = 3, kSlots = 150, kLive = 2, kFirst = 3, kTokens = 100;
+  std::mt19937 random(3);
+  const auto dim = static_cast<std::size_t>(head_size);
+  std::vector<float> keys = random_values(type, std::size_t{kHeads} * kSlots * dim, random);
+  const DeviceArray<std::byte> bytes{std::span<const std::byte>(encode(type, keys))};
+  const DeviceArray<std::int64_t> first_slots{
+      std::span<const std::int64_t>(std::vector<std::int64_t>{0, kSlots, 2 * kSlots})};
+  const DeviceArray<std::int32_t> lengths{
+      std::span<const std::int32_t>(std::vector(kHeads, kLive))};
+  const DeviceArray<float> centres(kHeads * dim);
+  const kvlab_cache_view cache{.type = type,
+                               .sequences = 1,
+                               .query_heads = kHeads,
+                               .kv_heads = kHeads,
+                               .head_size = head_size,
+                               .softmax_scale = 1,
+                               .max_slots = kSlots,
+                               .first_slot = first_slots.data(),
+                               .keys = bytes.data(),
+                               .lengths = lengths.data()};
+  check_cuda(find_centres(cache, kCentreKeys, centres.data(), nullptr));
+  check_cuda(subtract_centres(cache, kFirst, kTokens, centres.data(), nullptr));
+  std::vector<float> expected;
+  for (std::size_t head = 0; head < kHeads; ++head)
+    for (std::size_t d = 0; d < dim; ++d) {
+      CentreChannel channel;
+      for (std::size_t i = 0; i < kCentreKeys; ++i)
+        channel.add(keys[(head * kSlots + i) * dim + d]);
+      expected.push_back(channel.mean());
+    }
+  CAPTURE(static_cast<int>(type), head_size);
+  CHECK(centres.to_host() == expected);
+  for (std::size_t head = 0; head < kHeads; ++head)
+    for (std::size_t i = kLive + kFirst; i < kLive + kFirst + kTokens; ++i)
+      for (std::size_t d = 0; d < dim; ++d) {
+        float& key = keys[(head * kSlots + i) * dim + d];
+        key = rounded(type, key - expected[head * dim + d]);
+      }
+  CHECK(decode(type, bytes.to_host()) == keys);
 }
+
+}  // namespace
+
+TEST_CASE("Centres and centred keys are the host's, bit for bit", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {KVLAB_F32, KVLAB_BF16, KVLAB_F16})
+    for (const int head_size : {64, 96, 128, 256}) check_centres_of(type, head_size);
+}
+
+namespace {
 
 /// The layout of EvictionCandidate.
 struct First {
@@ -167,7 +223,7 @@ struct First {
 /// A layer's rows with random quantized values; two kernels attend to them.
 class RandomTiers {
  public:
-  RandomTiers(Type type, int head_size, int group, const std::vector<const KvFormat*>& tier_plan)
+  RandomTiers(Type type, int head_size, int group, const std::vector<KvFormat>& tier_plan)
       : type_(type), head_size_(head_size), group_(group) {
     for (int pair = 0; pair < kPairs; ++pair) add_pair(pair, tier_plan);
     for (const std::uint32_t live : lives_) total_ += live;
@@ -289,7 +345,7 @@ class RandomTiers {
 
  private:
   /// Adds a pair with a varying number of tokens, on tiers that are full or not.
-  void add_pair(int pair, const std::vector<const KvFormat*>& tier_plan) {
+  void add_pair(int pair, const std::vector<KvFormat>& tier_plan) {
     DeviceTierPlan own{.tiers = static_cast<int>(tier_plan.size()),
                        .first_row = static_cast<std::int64_t>(slot_of_row_.size())};
     std::uint32_t first_row = 0, live = 0;
@@ -297,7 +353,7 @@ class RandomTiers {
     first_slots_.push_back(static_cast<std::int64_t>(row_of_slot_.size()));
     std::vector<std::uint32_t> rows;
     for (std::size_t r = 0; r < tier_plan.size(); ++r) {
-      const DeviceFormat format = device_format(*tier_plan[r]);
+      const DeviceFormat format = device_format(tier_plan[r]);
       const auto slots = static_cast<std::uint32_t>(pair == 0 ? 1 : 5 + 37 * pair + 11 * r),
                  whole = (slots + 15) / 16 * 16;
       const std::int64_t row = row_bytes(format, head_size_, element);
@@ -373,12 +429,11 @@ class RandomTiers {
   int max_rows_ = 0, max_row_bytes_ = 0;
 };
 
-void check_attention(Type type, int head_size, int group,
-                     const std::vector<const KvFormat*>& tier_plan) {
+void check_attention(Type type, int head_size, int group, const std::vector<KvFormat>& tier_plan) {
   const RandomTiers tiers(type, head_size, group, tier_plan);
   const auto plain = tiers.attend(true), fast = tiers.attend(false);
   std::string formats;
-  for (const KvFormat* format : tier_plan) formats += std::string(format->name) + " ";
+  for (const KvFormat& format : tier_plan) formats += format.name() + " ";
   CAPTURE(formats, static_cast<int>(type), head_size, group, tiers.tokens());
   double worst = 0, scale = 0;
   std::size_t at = 0, wrong = 0;
@@ -406,11 +461,11 @@ TEST_CASE("Attention over tiers by tensor cores equals the plain attention", "[g
   for (const Type type : {KVLAB_BF16, KVLAB_F16})
     for (const int head_size : {64, 96, 128, 256}) {
       for (const KvFormat& format : kKvFormats)
-        if (!format.kivi) check_attention(type, head_size, 3, {&format});
+        if (!format.kivi) check_attention(type, head_size, 3, {format});
       for (const int group : {1, 4, 8})
         check_attention(
             type, head_size, group,
-            {&kKvFormats[0], &kKvFormats[1], &kKvFormats[2], &kKvFormats[4], &kKvFormats[5]});
+            {kKvFormats[0], kKvFormats[1], kKvFormats[2], kKvFormats[4], kKvFormats[5]});
     }
 }
 
@@ -424,7 +479,7 @@ TEST_CASE("Attention over tiers equals the plain attention with a smaller GPU's 
       for (const int head_size : {64, 128, 256})
         check_attention(
             type, head_size, group,
-            {&kKvFormats[0], &kKvFormats[1], &kKvFormats[2], &kKvFormats[4], &kKvFormats[5]});
+            {kKvFormats[0], kKvFormats[1], kKvFormats[2], kKvFormats[4], kKvFormats[5]});
   }
 }
 
@@ -445,7 +500,7 @@ std::vector<float> demoted(std::vector<float> row, const DeviceTierPlan& tier_pl
 
 /// All tiers are full, except those below pair 2's first tier. Tier 1 of pair 3 has only protected
 /// tokens. From pair 5's tier 2 on, all tokens are last in the eviction order.
-void check_steps(Type type, int head_size, const std::vector<const KvFormat*>& formats) {
+void check_steps(Type type, int head_size, const std::vector<KvFormat>& formats) {
   const RandomTiers tiers(type, head_size, 1, formats);
   const auto before = tiers.state();
   std::vector<First> firsts(kPairs * kMaxDeviceTiers);
@@ -497,10 +552,10 @@ TEST_CASE("A demoted token is quantized as on the host, and is unchanged between
   for (const Type type : {KVLAB_F32, KVLAB_BF16, KVLAB_F16})
     for (const int head_size : {64, 96, 128, 256}) {
       const auto& format = kKvFormats;
-      check_steps(type, head_size, {&format[3], &format[3], &format[3]});
+      check_steps(type, head_size, {format[3], format[3], format[3]});
       check_steps(type, head_size,
-                  {&format[0], &format[0], &format[2], &format[3], &format[3], &format[5]});
-      check_steps(type, head_size, {&format[1], &format[4]});
+                  {format[0], format[0], format[2], format[3], format[3], format[5]});
+      check_steps(type, head_size, {format[1], format[4]});
     }
 }
 

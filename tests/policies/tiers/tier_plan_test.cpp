@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <random>
+#include <set>
+#include <string>
 
 #include "policies/aged_set.hpp"
 #include "tests/catch.hpp"
@@ -94,7 +96,7 @@ LiveSet live_set(const std::vector<std::uint32_t>& slots, const std::string& pro
   std::uint32_t budget = 0;
   std::vector<TierSlots> tiers;
   for (const std::uint32_t own : slots) {
-    tiers.push_back({&kKvFormats[tiers.size()], own});
+    tiers.push_back({kKvFormats[tiers.size()], own});
     budget += own;
   }
   LiveSet live(parse_policy("h2o:" + protected_tokens), budget, {});
@@ -119,9 +121,40 @@ TEST_CASE("a token's bytes by format, for head size 128") {
   CHECK(bytes == std::vector<std::uint32_t>{512, 264, 288, 160, 128, 96, 160, 96});
 }
 
+TEST_CASE("formats of keys and values have names, bytes and an order") {
+  std::set<std::string> names;
+  for (const RowFormat& key : kRowFormats)
+    for (const RowFormat& value : kRowFormats) {
+      const KvFormat format{&key, &value};
+      CHECK(find_kv_format(format.name()) == format);
+      names.insert(format.name());
+      CHECK(format.is_at_most({}));
+    }
+  CHECK(names.size() == std::size(kRowFormats) * std::size(kRowFormats));
+  CHECK(find_kv_format("4/2") == find_kv_format("k4v2"));
+  CHECK(find_kv_format("kivi4") != find_kv_format("4"));
+  for (const char* wrong : {"", "/", "4/", "/4", "4/4/4", "kivi4/4", "k4v2/4", "Q4_0"})
+    CHECK_FALSE(find_kv_format(wrong));
+  // Bytes of a token with heads of 64 in llama.cpp: 64 elements of 4.5, 5, 5.5, 6 and 8.5 bits.
+  const auto bytes = [](const char* name) { return find_kv_format(name)->block_bytes(); };
+  CHECK(bytes("q4_0") == 36);
+  CHECK(bytes("q4_1") == 40);
+  CHECK(bytes("q5_0") == 44);
+  CHECK(bytes("q5_1") == 48);
+  CHECK(bytes("q8_0/q4_0") == 34 + 18);
+  CHECK(bytes("fp8_e4m3") == 64);
+  CHECK(bytes("nvfp4") == 36);
+  CHECK(bytes("3") == 32);
+  CHECK(find_kv_format("4")->bits() == 5);
+  CHECK(kernel_format(*find_kv_format("2")) == 5u);
+  CHECK_FALSE(kernel_format(*find_kv_format("kivi4")));
+  CHECK_FALSE(kernel_format(*find_kv_format("8/4")));
+}
+
 TEST_CASE("tier plans read back as they are written") {
   for (const char* text :
-       {"16", "4", "k4v2", "16:16t,4:100%", "16:50%,16:50%", "8:25%,4:50%,k4v2:25%"}) {
+       {"16", "4", "q8_0/q4_0", "16/4", "8/4:50%,4:50%", "k4v2", "16:16t,4:100%", "16:50%,16:50%",
+        "8:25%,4:50%,k4v2:25%", "8x2-4x28", "4x3", "16x1-q8_0/q4_0x2-k4v2x1"}) {
     CHECK(parse_tier_plan(text).text() == text);
     CHECK(parse_tier_plan(parse_tier_plan(text).text('+', '@')) == parse_tier_plan(text));
     const PolicySpec spec = parse_policy("lru:tiers=" + parse_tier_plan(text).text('+', '@'));
@@ -133,13 +166,36 @@ TEST_CASE("tier plans read back as they are written") {
                     Catch::Matchers::ContainsSubstring("never evicts"));
 }
 
+TEST_CASE("formats by layer are runs of equal layers") {
+  const TierPlan plan = parse_tier_plan("8x1-4/2x2-k4v2x1-16x1");
+  REQUIRE(plan.layers.size() == 5);
+  CHECK(plan.layers[0].name() == "8");
+  CHECK(plan.mean_bits() == Approx((9 + 3 * 4 + 16) / 5.0));
+  CHECK(plan.layers[3].name() == "k4v2");
+  CHECK(plan.text() == "8x1-k4v2x3-16x1");
+  CHECK((plan.is_quantized() && plan.is_by_layer() && !plan.is_plain()));
+  CHECK(!parse_tier_plan("16x2").is_quantized());
+  for (const char* wrong : {"4x", "x", "x3", "4x0", "4x1-", "-4x1", "4x1-8", "4x1025", "4x1024-4x1",
+                            "4x99999999999999999999", "4x-1", "4x 1", "4x1,8x1", "4x1:50%"})
+    CHECK_THAT(refusal_of(wrong), Catch::Matchers::ContainsSubstring("tiers '"));
+  CHECK_THAT(refusal_of("4x1-8"),
+             Catch::Matchers::ContainsSubstring("'8' should be FORMATxLAYERS such as 4x28"));
+  CHECK_THAT(refusal_of("kivi4x2"), Catch::Matchers::ContainsSubstring("cannot differ by layer"));
+  std::string longest;
+  for (int i = 0; i < 200'000; ++i) longest += "4x1-";
+  CHECK(refusal_of(longest).size() < 300);
+}
+
 TEST_CASE("invalid tier plans are refused") {
-  CHECK_THAT(refusal_of("5"),
-             Catch::Matchers::ContainsSubstring("'5' is not a format; known: 16, fp8, 8, 4"));
+  CHECK_THAT(refusal_of("5"), Catch::Matchers::ContainsSubstring(
+                                  "'5' is not a format; known: 16, fp8, fp8_e4m3, 8, q8_0"));
   CHECK_THAT(refusal_of(""), Catch::Matchers::ContainsSubstring("is not a format"));
   CHECK_THAT(refusal_of("4:50%,8:50%"),
              Catch::Matchers::ContainsSubstring(
                  "8 under 4: tiers must be in order of decreasing precision"));
+  CHECK_THAT(refusal_of("8/4:50%,4/8:50%"),
+             Catch::Matchers::ContainsSubstring(
+                 "4/8 under 8/4: tiers must be in order of decreasing precision"));
   CHECK_THAT(refusal_of("16:50%,4:49%"),
              Catch::Matchers::ContainsSubstring("shares add up to 99%"));
   CHECK_THAT(refusal_of("16,4"), Catch::Matchers::ContainsSubstring("shares add up to 200%"));

@@ -90,17 +90,12 @@ double naive_error(const TraceReader& trace, Held held) {
 /// Policy `window` after a dense prompt: the live tokens and their tiers are known.
 double naive_tier_plan_error(const TraceReader& trace, const std::vector<TierSlots>& tier_plan) {
   const auto quantize = [&](const brute::Vector& exact, std::size_t tier, bool key) {
-    if (tier_plan[tier].format->exact()) return exact;
+    if (tier_plan[tier].format.exact()) return exact;
     std::vector<float> row(exact.begin(), exact.end());
-    hadamard_rotate(row);
     for (std::size_t r = 0; r <= tier; ++r)
-      if (!tier_plan[r].format->exact())
-        quantize_row(row, key ? tier_plan[r].format->key_bits : tier_plan[r].format->value_bits,
-                     tier_plan[r].format->floating);
-    hadamard_rotate(row);
-    brute::Vector back(row.begin(), row.end());
-    for (double& x : back) x /= 32;
-    return back;
+      if (r == 0 || tier_plan[r].format != tier_plan[r - 1].format)
+        quantize_row(row, key ? *tier_plan[r].format.key : *tier_plan[r].format.value);
+    return brute::Vector(row.begin(), row.end());
   };
   return naive_error(trace, [&](const Rows& exact, const Rows& v) {
     return [&](std::uint32_t t) {
@@ -143,8 +138,26 @@ TEST_CASE("equal tiers are one tier, bit for bit") {
 TEST_CASE("attention over quantized values agrees with float64") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
-  for (const char* tier_plan : {"16@50%+16@50%", "4", "fp8", "2", "k4v2", "16@5t+4@100%",
-                                "8@40%+4@30%+2@30%", "16@50%+fp8@50%"}) {
+  for (const char* tier_plan : {"16@50%+16@50%",
+                                "4",
+                                "fp8",
+                                "2",
+                                "k4v2",
+                                "16@5t+4@100%",
+                                "8@40%+4@30%+2@30%",
+                                "16@50%+fp8@50%",
+                                "3",
+                                "fp8_e4m3",
+                                "q8_0",
+                                "q5_1",
+                                "q5_0",
+                                "q4_1",
+                                "q4_0",
+                                "nvfp4",
+                                "16/4",
+                                "q8_0/q4_0",
+                                "8/nvfp4",
+                                "16@5t+q8_0/q5_1@50%+q4_0/2@50%"}) {
     INFO(tier_plan);
     const CacheConfig config = config_of("window", tier_plan, 12);
     const ResolvedConfig resolved = resolve(config, trace.tokens());
@@ -336,6 +349,56 @@ TEST_CASE("a full cache on one tier quantizes every decoded token") {
   CHECK(quantized.at({-1, -1, "kv_bytes_peak"}) == exact.at({-1, -1, "kv_bytes_peak"}) * 288 / 512);
 }
 
+TEST_CASE("formats by layer give each layer what that format gives it alone") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  for (const bool plain : {true, false}) {
+    const auto values = [&](const char* tier_plan) {
+      return metric_values(trace, {.policy = parse_policy(tier_plan)}, plain);
+    };
+    const MetricValues mixed = values("full:tiers=8/4x1-2x1"), first = values("full:tiers=8/4"),
+                       second = values("full:tiers=2");
+    std::size_t compared = 0;
+    for (const auto& [key, value] : mixed) {
+      if (std::get<0>(key) < 0) continue;
+      INFO(std::get<0>(key) << " " << std::get<2>(key));
+      const double alone = (std::get<0>(key) == 0 ? first : second).at(key);
+      CHECK((value == alone || (std::isnan(value) && std::isnan(alone))));
+      ++compared;
+    }
+    CHECK(compared > 40);
+    const auto sum = [](const MetricValues& all, const char* name, std::int32_t layer) {
+      return all.at({layer, -1, name});
+    };
+    CHECK(sum(mixed, "residual_error", -1) ==
+          Approx(sum(first, "residual_error", 0) + sum(second, "residual_error", 1)));
+    CHECK(sum(mixed, "kv_bytes_peak", -1) ==
+          sum(first, "kv_bytes_peak", 0) + sum(second, "kv_bytes_peak", 1));
+  }
+}
+
+TEST_CASE("a layer in 16 bit of formats by layer is exact") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  const MetricValues mixed = metric_values(trace, {.policy = parse_policy("full:tiers=16x1-4x1")});
+  CHECK(mixed.at({0, -1, "output_error"}) == 0);
+  CHECK(mixed.at({1, -1, "output_error"}) > 0);
+  CHECK(mixed.at({-1, -1, "quantization_error"}) == mixed.at({1, -1, "quantization_error"}));
+}
+
+TEST_CASE("a policy keeps the same number of tokens in each layer of formats by layer") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  // 12 tokens of 16 bit have the bytes of 2 * 12 * 128 / (72 + 40) tokens in 8 and in 4 bits.
+  for (const char* policy : {"h2o", "window:every=4"}) {
+    const MetricValues mixed = metric_values(trace, config_of(policy, "8x1-4x1", 12));
+    CHECK(mixed.at({0, -1, "live_max"}) == mixed.at({1, -1, "live_max"}));
+    const double full_bytes = 12 * 2 * 2 * 128;  // of two layers with two heads
+    CHECK(mixed.at({-1, -1, "budget_bytes"}) <= full_bytes);
+    CHECK(mixed.at({-1, -1, "budget_bytes"}) > full_bytes * 0.9);
+  }
+}
+
 TEST_CASE("the bytes of tokens are counted on their tiers") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
@@ -364,7 +427,7 @@ TEST_CASE("the bytes of tokens are counted on their tiers") {
           own += live.format(age).block_bytes() / 128.0;
         held += own, most = std::max(most, own), ++count;
       }
-      const LiveCounts counts = live_counts(config, config.budget_tokens);
+      const LiveCounts counts = live_counts(config, 0, config.budget_tokens);
       CHECK(counts.held_mean == Approx(held / count));
       CHECK(counts.held_peak == most);
       CHECK(counts.bytes_peak == floats);
@@ -384,7 +447,8 @@ TEST_CASE("layers whose keys change too much in 4 bits are named") {
   for (const double error : key_quantization_errors(longer)) CHECK(error > 1);
   CHECK_THAT(key_quantization_warning(longer),
              Catch::Matchers::ContainsSubstring("in layers 3 (by ") &&
-                 Catch::Matchers::ContainsSubstring(", 7 (by "));
+                 Catch::Matchers::ContainsSubstring(", 7 (by ") &&
+                 Catch::Matchers::ContainsSubstring("(--tiers 8/4x2, on the CPU)"));
   CHECK(key_quantization_errors(trace_of("narrow", 60, 16)).empty());
 }
 
@@ -399,6 +463,11 @@ TEST_CASE("options that tier plans do not support are refused") {
   config.budget = parse_budget("ada(16)");
   refuse(config, "an even budget");
   refuse({.policy = parse_policy("full:tiers=16@50%+4@50%")}, "one format");
+  refuse({.policy = parse_policy("full:tiers=8x1-4x2")},
+         "has 3 layers; 2 are expected, the model's layers without a window");
+  config = config_of("h2o", "8x1-4x1", 16);
+  config.budget = parse_budget("pyramid(16)");
+  refuse(config, "one budget for all heads");
   refuse(config_of("h2o", "16@1%+4@99%", 16), "too few for one token on its first tier");
   const TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder.path() / "trace", {});  // heads of size 16

@@ -81,9 +81,10 @@ class Bases:
         common = ("--text", self.folder / "text", "--policy", "h2o", "--budget", "16", "--max-tokens", "60", "--prompt-tokens", "30")
         self._run("eval", "--model", self.windows, *common, "--out", self.folder / "eval")
         self._run("deploy", self.folder / "run", "--budget", "16", "--out", self.folder / "policy.json")
+        self._run("plan", "--trace", self.trace3, "--budget", "5bits", "--out", self.folder / "plan.json")
         self._run("allocate", self.folder / "run", "--policy", "h2o", "--budget", "16", "--out", self.folder / "budgets.json")
 
     def _run(self, *words):
         done = subprocess.run([self.kvlab, *map(str, words)], capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"a base cannot be made: {' '.join(map(str, words))}: {done.stderr}")
+            raise SystemExit(f"a base cannot be made: {' '.join(map(str, words))}: exit code {done.returncode}: {done.stderr}")

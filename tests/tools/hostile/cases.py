@@ -62,6 +62,9 @@ def plan(rng):
     text = ",".join(f"{rng.choice(FORMS if rng.random() < 0.1 else form[:1])}:{m.number(rng) if rng.random() < 0.1 else 1}{rng.choice('t%') if rng.random() < 0.2 else 't'}"
                     for _ in range(count))  # fmt: skip
     text += rng.choice((",4:100%", ",4:100%", "", ",,", "+2@100%"))
+    if rng.random() < 0.15:  # formats by layer
+        runs = [f"{rng.choice(FORMS)}x{m.number(rng) if rng.random() < 0.2 else rng.choice((1, 2, 4))}" for _ in range(rng.choice((1, 2, 300)))]
+        text = "-".join(runs)
     return m.text(rng, text) if rng.random() < 0.5 else text
 
 
@@ -70,6 +73,8 @@ def tiers(rng, bases):
     if rng.random() < 0.3:
         return Case(any_loop(rng, bases, f"h2o:tiers={text.replace(',', '+').replace(':', '@')}"[:120_000], "16"))
     more = ["--tiers", text[:120_000]]
+    if rng.random() < 0.2:
+        more += ["--centre", m.pick(rng, "prompt", "none", m.text(rng, "prompt"))]
     if rng.random() < 0.1:
         more *= rng.choice((2, 40))
     return Case(any_loop(rng, bases, rng.choice(POLICIES[:8]), m.pick(rng, "16", "16", "50%", "4KiB", m.number(rng)), more))
@@ -86,7 +91,7 @@ def byte_budgets(rng, bases):
 
 
 def policies(rng, bases):
-    settings = ["sinks=4", "recent=25%", "every=8", "smooth=5", "pool=max", "scope=layer", "once", "prompt", "tiers=4", "group=max"]
+    settings = ["sinks=4", "recent=25%", "every=8", "smooth=5", "pool=max", "scope=layer", "once", "prompt", "tiers=4", "centre=prompt", "group=max"]
     text = ":".join([rng.choice(POLICIES), *rng.sample(settings, rng.randrange(4))])
     for _ in range(rng.choice((0, 0, 1, 6))):
         text += "*" + rng.choice(POLICIES)
@@ -134,6 +139,8 @@ def seal(rng, bases):
 def policy_file(rng, bases):
     base = json.loads((bases.folder / "policy.json").read_text())
     base["tiers"] = plan(rng)[:100_000] if rng.random() < 0.3 else base.get("tiers", "16")
+    if rng.random() < 0.2:
+        base["centre"] = m.pick(rng, "prompt", "none", m.text(rng, "prompt"))
     changed = m.json_text(rng, base) if rng.random() < 0.85 else json.dumps(base).encode()
     Path("policy.json").write_bytes(changed)
     model = ["--model", str(bases.windows), "--policy-file", "policy.json"]
@@ -200,6 +207,14 @@ def run_files(rng, bases):
                        ["compare", "run", str(bases.folder / "run")], ["allocate", "run", "--budget", "16", "--out", "out.json"]))  # fmt: skip
 
 
+def plan_file(rng, bases):
+    data = (bases.folder / "plan.json").read_bytes()
+    Path("plan.json").write_bytes(m.json_text(rng, json.loads(data)) if rng.random() < 0.8 else m.raw(rng, data))
+    if rng.random() < 0.3:
+        return Case(["export", "plan.json", "--for", m.pick(rng, "vllm", "llama.cpp", "tensorrt-llm", "x")])
+    return Case(some_replay(rng, bases, bases.trace3, "full", "16", ["--tiers", m.pick(rng, "@plan.json", "@plan.json", "@", "@none")]))
+
+
 def scores(rng, bases):
     name = rng.choice([file.name for file in (bases.folder / "eval").iterdir()])
     folder = link(bases.folder / "eval", "eval", (name,))
@@ -215,9 +230,9 @@ def texts(rng, bases):
 
 
 COMMANDS = {
-    "replay": "trace policy budget tiers prefill positions queries request-threshold threads seed output-error layers out",
-    "generate": "model prompt policy budget tiers prefill positions max-new-tokens seed temperature top-k top-p threads device turn",
-    "eval": "model text policy budget tiers max-tokens prompt-tokens seed threads out by",
+    "replay": "trace policy budget tiers centre prefill positions queries request-threshold threads seed output-error layers out",
+    "generate": "model prompt policy budget tiers centre prefill positions max-new-tokens seed temperature top-k top-p threads device turn",
+    "eval": "model text policy budget tiers centre max-tokens prompt-tokens seed threads out by",
     "capture": "model prompt max-new-tokens prompt-tokens out threads seed gradients passages",
     "task": "model policy budget samples words seed out threads",
     "tune": "model text budget policy max-tokens prompt-tokens out seed metric share",
@@ -226,6 +241,8 @@ COMMANDS = {
     "policies": "json policy",
     "verify": "model prompt policy budget max-new-tokens tiers",
     "allocate": "budget out metric",
+    "export": "plan for json",
+    "plan": "trace budget formats centre queries metric out threads json",
     "deploy": "budget out model metric",
     "compare": "metric out json",
     "bench": "threads json",
@@ -254,7 +271,7 @@ def command_lines(rng, bases):
 
 
 KINDS = {tiers: 16, byte_budgets: 11, policies: 8, trace3: 14, seal: 8, policy_file: 12, budget_file: 7, model_config: 10, weights: 3,
-         tokenizer: 5, run_files: 5, scores: 3, texts: 2, command_lines: 9}  # fmt: skip
+         tokenizer: 5, run_files: 5, plan_file: 3, scores: 3, texts: 2, command_lines: 9}  # fmt: skip
 
 
 def make(seed, number, bases):

@@ -28,7 +28,7 @@ BUSY, LITTLE = 5.75, 0.5  # seconds until the end of a process with so little pr
 DELAY, SOON = 0.4, 0.1  # after the handler is installed
 LONG_STEP = "in the middle of a long step"
 # Commands that take less than a second for any input: they read no long file and no model.
-SHORT = {"manual"}
+SHORT = {"export", "manual"}
 # Commands that need a GPU, or that another command runs.
 ELSEWHERE = {"bench", "demo"}
 
@@ -99,6 +99,7 @@ def commands(at):
         ("deploy", (at.long_run, "--budget", "16", "--out", "out"), []),
         ("deploy", (at.run, "--budget", "16", "--confirm", "2", *model, *text, "--out", "out"), []),
         ("allocate", (at.long_run, "--budget", "16", "--policy", "h2o", "--out", "out"), []),
+        ("plan", ("--trace", at.trace, "--budget", "4bits", "--threads", "1", "--out", "out"), []),
         ("generate", (*model, "--prompt", "It was", "--policy", "sink", "--budget", "64", "--max-new-tokens", "1000000", *long), []),
         ("generate", (*model, "--prompt-file", at.long_text, "--max-new-tokens", "2"), []),
         ("eval", (*model, *text, *many, "--out", "out"), []),
@@ -135,7 +136,7 @@ class Checker:
         os.mkdir("scratch")
         there = set(os.listdir())
         env = dict(os.environ, TMPDIR=os.path.abspath("scratch"), XDG_CACHE_HOME=os.path.abspath("scratch/cache"))
-        with open("../said", "wb") as said:  # (What a shell puts in the background begins with SIGINT ignored.)
+        with open("../said", "wb") as said:  # env restores SIGINT, which a background shell job ignores
             process = subprocess.Popen(["env", "--default-signal=INT,TERM", self.kvlab, command, *map(str, words)],
                                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, env=env, preexec_fn=limited)  # fmt: skip
         while process.poll() is None and not listens(process.pid, name):

@@ -18,9 +18,19 @@ for end in / /. //; do
 done
 
 # Tier plans: shares that are not 100%, tiers in order of increasing precision, a budget below a token, CUDA's own.
-for tier_plan in 8:25%,4:50%:100% 4:100%,8:0% 3 16:16t; do
+for tier_plan in 8:25%,4:50%:100% 4:100%,8:0% 5 16:16t; do
   refused "tiers" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers "$tier_plan" --out other
 done
+# Centred keys: a value that is none, no quantized plan, a first chunk of too few keys.
+for centre in model.safetensors /dev/zero prompt:4; do
+  refused "centre" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers 4 --centre "$centre" --out other
+done
+refused "no plan of --tiers quantizes keys" "$kvlab" replay --trace story --policy h2o --budget 32 --centre prompt --out other
+refused "use --prefill dense or chunk:128" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers 4 \
+  --centre prompt --prefill stream --out other
+echo '{"format": 1, "tiers": "4", "layers": [0], "centre": "prompt"}' >plan.json
+refused "the plan is for centred keys; add --centre prompt" "$kvlab" replay --trace story --policy full --tiers @plan.json --out other
+refused "does not centre keys" "$kvlab" export plan.json --for vllm
 refused "shares add up to 75%" "$kvlab" eval --model tiny --text policy.json --policy h2o --budget 32 --tiers 8:25%,4:50%
 refused "tiers must be in order of decreasing precision" "$kvlab" tune --model tiny --text policy.json --budget 32 --tiers 4:50%,8:50% --out other.json
 refused "is less than one token" "$kvlab" replay --trace story --policy h2o --budget 79B --tiers 4 --out other
@@ -53,7 +63,7 @@ chmod +x bin/vl-convert
 refused "vl-convert failed" env "PATH=$PWD/bin:$PATH" "$kvlab" report run --figures drawn --out other.html
 [ ! -e other.html ] && [ ! -e drawn ] || fail "a page without its figures"
 
-# A link with the path of the file that is written.
+# A symbolic link at the path of a temporary file is not written through.
 echo theirs >theirs
 for part in made.json.part made.json.00000000.part; do ln -s theirs $part; done
 "$kvlab" deploy run --budget 32 --out made.json >/dev/null

@@ -54,7 +54,7 @@ has "most live tokens" hour/report.html
 has "lowest mean of residual error" hour/report.html
 printf 'ab\377\376' >bytes.txt
 kvlab generate --model $tiny --prompt-file bytes.txt --max-new-tokens 1 >out 2>err
-has "not UTF-8 from byte 2" err
+has "not valid UTF-8 at byte 2" err
 kvlab generate --model $tiny --prompt x --policy sink --budget 64 --max-new-tokens 2 >out 2>err
 has "evicted nothing" err
 echo 'abc de fg' >nine.txt
@@ -114,7 +114,7 @@ refused "words: --task none evaluates no task" kvlab tune --model $tiny --text t
 refused "threads: is for" kvlab trace info hour/trace --threads 2
 refused "budget: the full cache has no budget" kvlab generate --model $tiny --prompt x --policy full --budget 64
 refused "prefill: the full cache does not use it" kvlab eval --model $tiny --text nine.txt --prefill stream
-refused "window: --stream takes" kvlab eval --model $tiny --text nine.txt --stream --window 32
+refused "window: --stream scores" kvlab eval --model $tiny --text nine.txt --stream --window 32
 refused "prefill: --policy-file already sets it" kvlab eval --model $tiny --text nine.txt --policy-file hour/policy.json --prefill stream
 kvlab replay --trace hour/trace --layers "0, 1" --policy "window, sink" --budget "32, 64" --out listed >listed.out
 has "window" listed.out

@@ -16,7 +16,7 @@ for page in choose-a-policy report evaluate precision-tiers fidelity; do
   sh -e blocks.sh >out 2>&1 || { cat out; fail "docs/guides/$page.md"; }
   cd ..
 done
-grep -qF "Over budget at the peak, so listed and not ranked: snapkv" choose-a-policy/out ||
+grep -qF "These policies peak over budget and are not ranked: snapkv" choose-a-policy/out ||
   fail "docs/guides/choose-a-policy.md shows a policy that is over budget, and the command does not"
 for file in choose-a-policy/policy.json report/report.html evaluate/eval.html precision-tiers/tiered/results.csv \
   fidelity/fidelity.html; do

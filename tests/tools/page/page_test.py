@@ -304,7 +304,7 @@ def check_hand(browser: Browser) -> None:
     chart = browser.driver.find_element("css selector", "#explore .chart")
     chart.send_keys(Keys.ARROW_RIGHT)
     text = browser.js("return document.querySelector('#explore .readout').value")
-    assert "±" in text and "counted" in text, text
+    assert "±" in text and "values" in text, text
     taken = browser.driver.execute_async_script(
         "const done = arguments[0]; const c = kvlabPage.charts[0];"
         "Promise.all([c.svgText(), c.pngBlob()]).then(([svg, png]) => done([svg, png.size, png.type]))")
@@ -452,7 +452,7 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
     call("compare", folder / "run", folder / "elsewhere", "--out", folder / "compare.html")
     browser.open(folder / "compare.html")
     text = browser.js("return document.body.innerText")
-    assert text.count("the runs share no text, so differences are not paired and not shown") == 1, text
+    assert text.count("the runs share no text, so differences cannot be paired and are not shown") == 1, text
     assert "no text in common" not in text, text
     browser.check_quiet()
 
@@ -486,7 +486,7 @@ def check_replay(browser: Browser, run: Path) -> None:
     """The report says what it was made from, and its table of all metrics has the numbers of results.csv."""
     text = browser.js("return document.querySelector('main').innerText")
     info = json.loads((run / "run.json").read_text())
-    for part in ("What each budget buys", "Where it is lost", "What was kept, seen", "What the metrics mean",
+    for part in ("Metrics by budget", "By layer and head", "Which tokens were kept", "What the metrics mean",
                  "Where this comes from", "queries and keys come from the full-cache run", info["traces"][0]["hash"],
                  "4 policies at 2 budgets, replayed over 1 captured text"):
         assert part in text, (part, text)
@@ -525,7 +525,7 @@ def check_fidelity(browser: Browser, folder: Path) -> None:
     for budget, rho in fidelity["metrics"][standard]["within"].items():
         assert f"{rho:.2f} at {budget}" in answer, answer
     rows = texts_of(browser, "Within a budget")
-    assert {row[0] for row in rows[:-1]} == set(fidelity["metrics"]) and rows[-1][0] == "text against text", rows
+    assert {row[0] for row in rows[:-1]} == set(fidelity["metrics"]) and rows[-1][0] == "KL of one text against another", rows
     text = browser.js("return document.querySelector('main').innerText")
     assert text.index("Error against memory") < text.index("Within a budget")
     assert "160, 64 of them prompt" in text and f"Where {standard} is wrong" in text, text
@@ -705,7 +705,7 @@ def take_pictures(page: Path, folder: Path) -> None:
     try:
         browser.open(page.resolve())
         take("report.png", 1280, "", 1260)  # the first screen and the first figure
-        take("report-kept.png", 1280, "What was kept, seen", 980)
+        take("report-kept.png", 1280, "Which tokens were kept", 980)
         take("report-narrow.png", 400, "", 1500)
     finally:
         browser.driver.quit()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab._commands import evaluate, fidelity, task, tune
 from kvlab._kvlab import version as __version__
+from kvlab._formats import quantize
 from kvlab._policy import Policy, PolicyInfo, Seen, Step, Token, policies, policy, policy_source
 from kvlab._rows import Rows
 from kvlab._run import Difference, Kept, Metric, Run, difference, load_run, metrics, replay
@@ -49,6 +50,7 @@ __all__ = [
     "policies",
     "policy",
     "policy_source",
+    "quantize",
     "replay",
     "share",
     "task",

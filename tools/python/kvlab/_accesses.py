@@ -25,7 +25,7 @@ def accesses_of(
     request_threshold: float,
     queries: Literal["decode", "all"],
 ) -> numpy.typing.NDArray[Any]:
-    """Trace.accesses, which documents the arguments."""
+    """Computes what `Trace.accesses()` returns. That method documents the arguments."""
     most = 2**31 - 1
     _arguments.one_of("queries", queries, "decode", "all")
     top_k = None if top_k is None else _arguments.whole("top_k", top_k, 1, most)

@@ -70,7 +70,7 @@ def text(name: str, value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise refuse(name, value, "a text that UTF-8 can hold") from None
+        raise refuse(name, value, "a text that can be encoded in UTF-8") from None
     return value
 
 

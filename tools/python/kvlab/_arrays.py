@@ -34,7 +34,7 @@ def write_arrays(
     arithmetic = (settings.inv_freq(head_size), settings.factors(), settings.scale(head_size))
     rows = settings.rows(layers)
     if len(rows) != layers:
-        raise ValueError(f"config: {len(rows)} rows; one for each of {layers} layers is expected")
+        raise ValueError(f"config: rows has {len(rows)} entries; one for each of {layers} layers is expected")
     sizes = {"layers": layers, "query_heads": query_heads, "kv_heads": k.shape[1], "head_size": head_size}
     header = {
         "model": _arguments.text("config: name", settings.get("name", "arrays")),
@@ -71,7 +71,7 @@ def write_arrays(
 def _kinds(segments: Any, tokens: int) -> dict[int, bool]:
     """First token of each segment -> whether the segment is a prompt."""
     if segments is None or not (listed := _arguments.items("segments", segments, "a list of (tokens, kind)")):
-        raise ValueError("prompt_tokens or segments is missing; one of them is expected")
+        raise ValueError("prompt_tokens and segments are missing; give one of them")
     kinds, begin = {}, 0
     for one in listed:
         pair = _arguments.items("segments", one, "(tokens, kind)")
@@ -131,7 +131,7 @@ class _Config:
             # The JSON of a transformers config has many other keys, which are ignored.
             foreign = [key for key in self._config if key not in self._KNOWN]
             if foreign and not {"model_type", "architectures"} & set(self._config):
-                raise ValueError(f"config: {_arguments.shown(foreign[0])} is not known; there are {', '.join(self._KNOWN)}")
+                raise ValueError(f"config: {_arguments.shown(foreign[0])} is not among {', '.join(self._KNOWN)}")
         elif not any(hasattr(self._config, key) for key in self._KNOWN):
             raise _arguments.refuse("config", config, f"a mapping, or an object, with some of {', '.join(self._KNOWN)}")
 
@@ -149,7 +149,7 @@ class _Config:
         kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else scaling
         if kind not in (None, "default"):
             shown = kind if isinstance(kind, str) else _arguments.shown(kind)
-            raise ValueError(f"config: rope_scaling {shown} is not computed here; give inv_freq and rope_factor")
+            raise ValueError(f"config: rope_scaling {shown} is not supported; give inv_freq and rope_factor instead")
         theta = self.get("rope_theta")
         if theta is None and isinstance(scaling, Mapping):
             theta = scaling.get("rope_theta")
@@ -205,8 +205,8 @@ def _row(name: str, row: Any) -> dict[str, Any]:
         elif key == "sink":
             said[key] = None if value is None else _arguments.numbers(f"{name}: sink", value)
         else:
-            raise ValueError(f"rows: {json.dumps(key) if isinstance(key, str) else _arguments.shown(key)}: "
-                             "span, softcap, rope, scale and sink are expected")  # fmt: skip
+            raise ValueError(f"rows: {json.dumps(key) if isinstance(key, str) else _arguments.shown(key)} "
+                             "is not a known key; known are span, softcap, rope, scale and sink")  # fmt: skip
     return said
 
 
@@ -230,10 +230,10 @@ def _exported(array: Any, name: str) -> Any:
         array = array.detach().cpu()
     elif not isinstance(array, numpy.ndarray):
         if not hasattr(array, "__dlpack__"):
-            raise ValueError(f"{name}: a {type(array).__name__}; an array of numpy or of DLPack is expected")
+            raise ValueError(f"{name}: has type {type(array).__name__}; an array of numpy or DLPack is expected")
         array = numpy.asarray(array) if hasattr(array, "__array__") else numpy.from_dlpack(array)
     if _dtype(array) not in ("float32", "float16", "bfloat16"):
-        raise ValueError(f"{name}: {_dtype(array)}; float32, float16 or bfloat16 is expected, so convert it first")
+        raise ValueError(f"{name}: has dtype {_dtype(array)}; convert it to float32, float16 or bfloat16")
     if array.ndim != 4:
         raise ValueError(f"{name}: has {array.ndim} dimensions; [layers, heads, tokens, head_size] is expected")
     return array
@@ -262,9 +262,9 @@ def _ids(ids: Any, tokens: int) -> list[int]:
     except (TypeError, ValueError):
         raise _arguments.refuse("ids", ids, "a list of whole numbers") from None
     if not numpy.issubdtype(array.dtype, numpy.integer):
-        raise ValueError(f"ids: {array.dtype}; whole numbers are expected")
+        raise ValueError(f"ids: has dtype {array.dtype}; whole numbers are expected")
     if len(array) and (array.min() < 0 or array.max() > 0x7FFFFFFF):
-        raise ValueError("ids: one is negative or beyond 31 bits")
+        raise ValueError("ids: an id is negative or above 2**31 - 1")
     if len(array) != tokens:
-        raise ValueError(f"ids: {len(array)} for {tokens} tokens; one id for each token is expected")
+        raise ValueError(f"ids: has {len(array)} ids for {tokens} tokens; one id for each token is expected")
     return [int(i) for i in array]

@@ -144,7 +144,7 @@ def policy(name: str) -> Any:
     handle = library().kvlab_find_policy(name.encode())
     if not handle:
         known = ", ".join(policies())
-        raise ValueError(f"policy {name}: the kernel library does not hold it; it holds {known}")
+        raise ValueError(f"policy {name}: is not in the kernel library, which has {known}")
     return handle
 
 

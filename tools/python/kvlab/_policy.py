@@ -102,17 +102,17 @@ class Token:
     def rows(self) -> Rows:
         """Queries, keys and values of the whole layer."""
         if self._look is None:
-            raise LookupError("token.rows: is only available with @kvlab.policy(rows=True)")
+            raise LookupError("token.rows is only available with @kvlab.policy(rows=True)")
         try:
             return self._look()
         except KeyError:
-            raise LookupError("token.rows: is not available for this layer") from None
+            raise LookupError("token.rows is not available for this layer") from None
 
     @property
     def ids(self) -> numpy.typing.NDArray[numpy.int32]:
         """[live]: token ids. Known in replays only."""
         if (ids := self.rows.ids) is None:
-            raise LookupError("token.ids: are available in replays only")
+            raise LookupError("token.ids is available in replays only")
         return ids[self.position]
 
     @property
@@ -127,7 +127,7 @@ class Token:
 
     def _shown(self, x: numpy.typing.NDArray[numpy.float32]) -> numpy.typing.NDArray[numpy.float32]:
         if len(self) and int(self.position[-1]) >= x.shape[1]:
-            raise LookupError("token.keys, token.values: for decoded tokens they are available in replays only")
+            raise LookupError("token.keys and token.values of decoded tokens are available in replays only")
         shown: numpy.typing.NDArray[numpy.float32] = x[self._kv_head, self.position]
         return shown
 
@@ -451,7 +451,7 @@ def resolve(requested: Iterable[str | Policy]) -> tuple[list[str], list[_kvlab.P
     for one in _arguments.items("policies", requested, "a policy, or a list of them"):
         if not isinstance(one, (str, Policy)):
             raise ValueError(
-                f"policies: a {type(one).__name__}; a text such as 'h2o:recent=25%' or a Policy is expected"
+                f"policies: an entry has type {type(one).__name__}; give a text such as 'h2o:recent=25%' or a Policy"
             )
         found = one if isinstance(one, Policy) else known_as(_arguments.text("policies", one))
         texts.append(str(one))

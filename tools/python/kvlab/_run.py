@@ -243,12 +243,12 @@ class Run:
 
         >>> run.kept(layer=3, head=1, policy="h2o", budget=128).live.sum(axis=1)
 
-        `layer` counts as the model does; `head` is a KV head of it. `policy`, `budget`, `prefill` and `positions` name
-        one configuration of the run. A policy's name alone means its configuration without modifiers, if there is one.
-        `trace`: name of the trace, if the run has several. `plain`: use the plain replay, which is slow and easy to
-        read.
+        `layer`: the model's number of the layer. `head`: a KV head of the layer. `policy`, `budget`, `prefill` and
+        `positions` select one configuration of the run. The name of a policy without settings selects its configuration
+        without modifiers, if there is one. `trace`: name of the trace, if the run has several. `plain`: use the plain
+        replay, which is slow and easy to read.
 
-        Raises ValueError if no configuration or several fit, or if the trace on disk is not the run's.
+        Raises ValueError if not exactly one configuration matches, or if the trace on disk is not the one of the run.
         """
         layer = _arguments.whole("layer", layer, 0, 2**31 - 1)
         head = _arguments.whole("head", head, 0, 2**31 - 1)
@@ -384,7 +384,7 @@ def _output_of(model: Model) -> _kvlab.OutputProjections | None:
     if isinstance(model, (str, os.PathLike)):
         return _kvlab.OutputProjections.read(_arguments.path("model", model))
     if not hasattr(model, "config"):
-        raise ValueError(f"model: a {type(model).__name__}; a folder or a model of transformers is expected")
+        raise ValueError(f"model: has type {type(model).__name__}; a folder or a transformers model is expected")
     from kvlab.hf.layers import output_projections
     from kvlab.hf.models import base_of
 

@@ -88,8 +88,8 @@ class Trace:
     def read(self, part: Literal["q", "k", "v"], layer: int, head: int) -> Floats:
         """Copies one head's queries, keys or values before RoPE: float32 [tokens, head_size].
 
-        `layer` counts as the model does. `head` is a query head for "q", else a KV head. Raises ValueError if the trace
-        has no such head.
+        `layer`: the model's number of the layer. `head` is a query head for "q", else a KV head. Raises ValueError if
+        the trace has no such head.
         """
         _arguments.one_of("part", part, "q", "k", "v")
         return self._held.read(part, _index("layer", layer), _index("head", head))

@@ -53,11 +53,11 @@ class KvCache:
         Raises ValueError for an unsupported dtype, policy or number of layers, RuntimeError for errors of CUDA.
         """
         if dtype not in _NAMES:
-            raise ValueError(f"kvlab.ops.KvCache: {dtype}; one of {', '.join(TYPES)} is expected")
+            raise ValueError(f"kvlab.ops.KvCache: the dtype is {dtype}; one of {', '.join(TYPES)} is expected")
         self.device, self.dtype, self._shape = torch.device(device), dtype, (query_heads, head_size)
         rules, tiers = (numpy.repeat(plan[name][:, None], sequences, 1) for name in ("rules", "tiers"))
         if len(rules) != len(layers):
-            raise ValueError(f"kvlab.ops.KvCache: {len(layers)} layers; the plan's {len(rules)} are expected")
+            raise ValueError(f"kvlab.ops.KvCache: {len(layers)} layers are given; the plan has {len(rules)}")
         self._sequences, self._given = sequences, (query_heads + 2 * rules.shape[2], head_size)
         known = _kvlab.built_in_features()
         features = numpy.array([known.index(name) for name in plan["features"]], numpy.int32)
@@ -166,7 +166,7 @@ class KvCache:
         expected = (rows, *self._given)
         if qkv.dtype is not self.dtype or tuple(qkv.shape) != expected:
             given = f"{qkv.dtype} {list(qkv.shape)}"
-            raise ValueError(f"kvlab.ops.KvCache: qkv is {given}; {self.dtype} {list(expected)} is expected")
+            raise ValueError(f"kvlab.ops.KvCache: qkv is {given}, and {self.dtype} {list(expected)} is expected")
         return qkv.new_empty(rows, *self._shape)
 
     def info(self, sequence: int = 0) -> Any:

@@ -6,8 +6,12 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <span>
 #include <stdexcept>
 
+#include "policies/tiers/tier_plan.hpp"
+#include "sim/cache/host_cache.hpp"
 #include "sim/shared_rows.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/bindings.hpp"
@@ -19,6 +23,7 @@
 namespace kvlab::python {
 namespace {
 
+using FloatRows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Heads = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 /// The shape of the arrays. Throws std::invalid_argument unless they fit together.
@@ -71,7 +76,7 @@ FloatArray attention_outputs(const Heads& q, const Heads& k, const Heads& v, con
   for (const std::uint32_t position : positions)
     if (position >= tokens)
       throw std::invalid_argument(
-          fmt::format("position {}: there are {} tokens", position, tokens));
+          fmt::format("position {} does not exist; there are {} tokens", position, tokens));
   const std::size_t head_floats = std::size_t{tokens} * size;
   std::vector<float> outputs(positions.size() * heads * size);
   const RowSpec row = checked_row(said, ropes_of(inv_freq, rope_factor), softmax_scale, shape);
@@ -106,9 +111,26 @@ FloatArray attention_outputs(const Heads& q, const Heads& k, const Heads& v, con
   return array_of(std::move(outputs), {positions.size(), heads, size});
 }
 
+/// The rows after quantization in the format of that name and back.
+FloatArray quantize(const FloatRows& rows, const std::string& format) {
+  const RowFormat* const known = find_row_format(format);
+  if (!known)
+    throw std::invalid_argument(fmt::format("format: '{}' is not a format of one row; known: {}",
+                                            format, row_format_names()));
+  const std::size_t count = rows.shape(0), size = rows.shape(1);
+  check_quantized_heads(static_cast<std::uint32_t>(std::min<std::size_t>(size, UINT32_MAX)));
+  std::vector<float> quantized(rows.data(), rows.data() + count * size);
+  for (std::size_t i = 0; i < count; ++i)
+    quantize_row(std::span(quantized).subspan(i * size, size), *known);
+  return array_of(std::move(quantized), {count, size});
+}
+
 }  // namespace
 
 void bind_arrays(nb::module_& module) {
+  module.def("quantize", quantize, nb::arg("rows"), nb::arg("format"),
+             nb::sig("def quantize(rows: object, format: str) -> object"),
+             "[rows, head_size]: `rows`, float32, quantized and dequantized.");
   module.def(
       "attention_outputs", attention_outputs, nb::arg("q"), nb::arg("k"), nb::arg("v"),
       nb::arg("inv_freq"), nb::arg("rope_factor"), nb::arg("softmax_scale"), nb::arg("dtype"),

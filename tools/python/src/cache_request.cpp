@@ -71,7 +71,7 @@ Array<std::uint32_t> tiers_of(const ResolvedConfig& config, const CacheShape& mo
       const auto own = config.tiers.find(config.budget_of(layer, head));
       for (std::size_t r = 0; r < tiers; ++r) {  // an exempt layer stays in 16 bit
         const TierSlots tier = own == config.tiers.end() ? TierSlots{} : own->second[r];
-        all.insert(all.end(), {static_cast<std::uint32_t>(tier.format - kKvFormats), tier.slots});
+        all.insert(all.end(), {*kernel_format(tier.format), tier.slots});
       }
     }
   return array_of(std::move(all), {model.layers, model.kv_heads, tiers, 2});
@@ -125,6 +125,10 @@ void bind_cache_request(nb::module_& module) {
   module.def("slot_plan", slot_plan, nb::arg("asked"),
              "The numbers of a kvlab_kv_cache_config, by their names there; `chunk`: tokens of a "
              "prompt that come together, 0: all.");
+  module.def(
+      "budget_text",
+      [](const CacheRequest& requested) { return config_of(requested).budget_text(); },
+      nb::arg("asked"), "The budget as it was requested, in a policy.json too: 128, 20%, all.");
   module.def("budget_range", budget_range, nb::arg("asked"),
              "The smallest and the largest budget of a KV head, in tokens; empty: none.");
   using Text = const std::string&;

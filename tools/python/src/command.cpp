@@ -62,7 +62,8 @@ void bind_command(nb::module_& module) {
              nb::arg("progress").none(), "What a command prints, as JSON.");
   module.def("command_options", options_of, nb::arg("name"),
              "Options of a command, each with switch, whole, number, text or texts.");
-  module.def("main", main_in_process, nb::arg("words"), "The exit code of `kvlab WORDS...`.");
+  module.def("main", main_in_process, nb::arg("words"),
+             "Runs `kvlab WORDS...` and returns its exit code.");
 }
 
 }  // namespace kvlab::python

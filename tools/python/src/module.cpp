@@ -28,16 +28,17 @@ void raise_not_compiled(std::string_view message) {
   PyErr_SetString(PyExc_ValueError, lines.c_str());
 }
 
-/// Translates errors to Python, with the messages of the command. A value that no conversion
-/// accepts is a bad argument like all others; the package checks arguments by name before they
-/// arrive here. Other errors are raised as nanobind raises them.
+/// Raises kvlab's errors in Python, with the messages of the command. A failed conversion of an
+/// argument (std::bad_cast) becomes a ValueError without the argument's name. It is rare, because
+/// the package checks arguments by name before it calls the extension. nanobind handles all other
+/// errors.
 void translate(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
   } catch (const nanobind::builtin_exception&) {
     throw;
   } catch (const std::bad_cast&) {
-    PyErr_SetString(PyExc_ValueError, "an argument has a type that is not expected here");
+    PyErr_SetString(PyExc_ValueError, "an argument has an unexpected type");
   } catch (const std::bad_alloc&) {
     PyErr_SetString(PyExc_MemoryError,
                     "out of memory; a shorter input or fewer configurations may fit");

@@ -36,7 +36,7 @@ T word(const Words& words, const char* name) {
   try {
     return nb::cast<T>(nb::object(words[name]));
   } catch (const nb::cast_error&) {
-    throw std::invalid_argument(fmt::format("{}: has a type that is not expected", name));
+    throw std::invalid_argument(fmt::format("{}: has an unexpected type", name));
   }
 }
 

@@ -77,12 +77,14 @@ RowSpec row_of(const nb::dict& said, const std::vector<Rope>& ropes, float softm
     else if (name == "sink" && !value.is_none())
       row.sinks = nb::cast<std::vector<float>>(value);
     else if (name != "sink")
-      throw std::invalid_argument(fmt::format(
-          "rows: {}: span, softcap, rope, scale and sink are expected", json_quoted(name)));
+      throw std::invalid_argument(
+          fmt::format("rows: {} is not a known key; known are span, softcap, rope, scale and sink",
+                      json_quoted(name)));
   }
   if (row.table >= ropes.size())
     throw std::invalid_argument(
-        fmt::format("rows: rope {}: there are {} tables", row.table, ropes.size()));
+        fmt::format("rows: rope {} does not exist; there are {} tables, numbered from 0", row.table,
+                    ropes.size()));
   row.rope = ropes[row.table];
   return row;
 }
@@ -135,7 +137,7 @@ void add_feature(const Trace& trace, const std::string& name, const std::vector<
   }
   if (layers.size() != shape.layers)
     throw std::invalid_argument(
-        fmt::format("{} layers; {} are expected", layers.size(), shape.layers));
+        fmt::format("{} layers are given; {} are expected", layers.size(), shape.layers));
   const nb::gil_scoped_release no_gil;
   write_feature(trace.reader->directory(), name,
                 [&](std::uint32_t layer, std::uint32_t head, std::uint32_t token) {
@@ -151,7 +153,7 @@ void add_gradients(const Trace& trace, std::uint32_t gradient_samples, std::uint
                     sample_size = token * trace.reader->tokens(),
                     layer_size = gradient_samples * sample_size;
   if (all.size() != shape.layers * layer_size || scales.size() != trace.reader->shards().size())
-    throw std::invalid_argument("gradients: they do not have the sizes of the trace");
+    throw std::invalid_argument("gradients: the shape does not match the trace");
   const nb::gil_scoped_release no_gil;
   write_gradients(
       trace.reader->directory(), {gradient_samples, seed, parse_queries(queries), {}},
@@ -181,9 +183,9 @@ void bind_trace_writer(nb::module_& module) {
                    "Sequence[Sequence[float]], rope_factor: float | Sequence[float], "
                    "softmax_scale: float, rows: Sequence[dict[str, object]] | None = None, "
                    "layer_numbers: Sequence[int] = ()) -> None"),
-           "`header`: JSON of the manifest's keys that describe a trace. `rows`: span, softcap, "
-           "rope, scale, sink by layer, all optional; `rope`: which of `inv_freq`. "
-           "`layer_numbers`: what the model calls the layers that are present.")
+           "`header`: JSON of the manifest's keys that describe a trace. `rows`: for each layer, "
+           "the optional keys span, softcap, rope, scale and sink; `rope` is an index in "
+           "`inv_freq`. `layer_numbers`: the model's numbers of the layers that are present.")
       .def("sketch", sketch, nb::arg("weights"),
            nb::sig("def sketch(self, weights: object) -> None"),
            "From float32 [hidden, inputs] of each output projection.")
@@ -197,8 +199,8 @@ void bind_trace_writer(nb::module_& module) {
           "layer",
           [](Writer& w, std::uint32_t layer, const Rows& q, const Rows& k, const Rows& v,
              const Rows& out) { (*w).layer(layer, span(q), span(k), span(v), span(out), {}); },
-          "`layer`: its place among those present.", nb::arg("layer"), nb::arg("q"), nb::arg("k"),
-          nb::arg("v"), nb::arg("out"),
+          "`layer`: the index of the layer among those in the trace.", nb::arg("layer"),
+          nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"),
           nb::sig(
               "def layer(self, layer: int, q: object, k: object, v: object, out: object) -> None"))
       .def(
@@ -213,7 +215,7 @@ void bind_trace_writer(nb::module_& module) {
           "finish", [](Writer& w) { (*w).finish(); }, no_gil())
       .def(
           "close", [](Writer& w) { w.held.reset(); },
-          "Gives up the trace: its complete shards stay, if there are any.")
+          "Ends the writing without finishing the trace. Complete shards stay.")
       .def_prop_ro("tokens", [](Writer& w) { return (*w).tokens(); });
   module.def("add_feature", add_feature, nb::arg("trace"), nb::arg("name"), nb::arg("layers"),
              nb::sig("def add_feature(trace: Trace, name: str, layers: Sequence[object]) -> None"),
@@ -222,8 +224,8 @@ void bind_trace_writer(nb::module_& module) {
              nb::arg("queries"), nb::arg("scales"), nb::arg("gradients"),
              nb::sig("def add_gradients(trace: Trace, draws: int, seed: int, queries: str, scales: "
                      "Sequence[float], gradients: object) -> None"),
-             "Adds or replaces them: float32 [layers, draws, tokens, query_heads, head_size], and "
-             "what each file's are divided by.");
+             "Adds or replaces gradients: float32 [layers, draws, tokens, query_heads, head_size]. "
+             "`scales`: by which number the gradients of each file are divided.");
   module.attr("shard_tokens") = kShardTokens;
   module.def("check_grid", [] { return std::vector(kCheckGrid.begin(), kCheckGrid.end()); });
   module.def("built_in_features", built_in_features);

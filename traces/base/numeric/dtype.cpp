@@ -34,7 +34,7 @@ void store_halves(const float* from, std::size_t count, std::byte* to, Convert c
   }
 }
 
-/// Index of the first element in which all of these bits are set; the number of elements if there
+/// Index of the first element in which all bits of `bits` are set; the number of elements if there
 /// is none.
 template <class Bits>
 std::size_t first_with(Bits bits, std::span<const std::byte> elements) {

@@ -1,5 +1,5 @@
-// The exponential function that all code shares, one register at a time; softmax.hpp says what it
-// guarantees.
+// The exponential function that all code uses. It works on whole registers. softmax.hpp says what
+// it guarantees.
 #pragma once
 
 #include "traces/base/numeric/vectors.hpp"
@@ -13,16 +13,17 @@ constexpr std::int32_t kRounderBits = 0x4b400000;  // the bits of kRounder
 // ln 2 in two parts; the first has so few bits that its product with |i| < 2^13 is exact.
 constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
 
-/// round(largest / ln 2): the shift of a row from its largest logit. The clamp makes the conversion
-/// to an integer defined for damaged logits.
+/// The shift of a row whose largest logit is `largest`: round(largest / ln 2). The clamp keeps the
+/// conversion to an integer defined for damaged logits.
 inline std::int32_t shift_below(float largest) {
   const float rounded = largest * kLog2E + kRounder;
   return static_cast<std::int32_t>(
       __builtin_fmaxf(__builtin_fminf(rounded - kRounder, 0x1p23f), -0x1p23f));
 }
 
-/// Reduces the argument before it applies the shift, so another shift scales the result by an exact
-/// power of two. Computes N registers side by side to hide latency.
+/// Computes e = exp(s) * 2^-shift. Reduces the argument before it applies the shift, so a different
+/// shift scales the result by an exact power of two. Computes N registers side by side to hide
+/// latency.
 template <int N>
 inline __attribute__((always_inline)) void exponentials_of(const Floats* s,
                                                            const std::int32_t* shift, Floats* e) {

@@ -1,9 +1,9 @@
 // The loops that dominate run time, compiled for each instruction set and selected at run time.
 //
-// All versions give the same bits on any machine: no FMA contraction (a build flag), every sum in a
-// documented order, and fused sums are fused everywhere (in software on machines without the
-// instruction). A result depends neither on the number of rows that are computed together nor on
-// the number of threads. So a replay, the end-to-end evaluation by layers and the token-by-token
+// All versions give the same bits on any machine, because the build disables FMA contraction, every
+// sum has a documented order, and fused sums are fused everywhere (in software on machines without
+// the instruction). A result depends neither on the number of rows that are computed together nor
+// on the number of threads. So a replay, the end-to-end evaluation by layers and the token-by-token
 // decoder give equal bits; a BLAS does not guarantee this between one row and many rows.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace kvlab {
 
-inline constexpr std::size_t kLanes = 16;  ///< rows of a panel, and running sums of a lane sum
+inline constexpr std::size_t kLanes = 16;  ///< rows in a panel; running sums in a lane sum
 
 struct HotLoops {
   const char* name;  ///< name of the instruction set
@@ -33,7 +33,7 @@ struct HotLoops {
   /// become 0.
   void (*exponentials)(const float* s, std::size_t count, std::int32_t shift, float* e);
   float (*largest)(const float* s, std::size_t count);
-  /// Sixteen running sums, index modulo 16, added pairwise by halves.
+  /// Sums x in sixteen running sums, by index modulo 16, and then adds these pairwise by halves.
   float (*lane_sum)(const float* x, std::size_t count);
   double (*lane_sum_of_squares)(const float* x, std::size_t count);
 

@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-// Registers for the sixteen rows of a panel.
+// Number of registers for the sixteen rows of a panel.
 constexpr int kParts = static_cast<int>(kLanes) / kWidth;
 
 // --- products ---------------------------------------------------------------------------------
@@ -64,8 +64,8 @@ inline const float* widened(const std::uint16_t* from, std::size_t depth, float*
   return scratch;
 }
 
-/// Multiplies whole groups of kRows rows. Every block of a panel is widened once and used for all
-/// rows, and all panels read the same columns of x.
+/// Multiplies a multiple of kRows rows. Each block of a panel is converted to float32 once and used
+/// for all rows. All panels of a block read the same columns of x.
 template <class Element>
 inline void many_rows(const float* x, std::size_t m, std::size_t x_stride, const Element* w,
                       std::size_t depth, std::size_t panels, float* y, std::size_t y_stride) {

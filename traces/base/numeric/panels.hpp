@@ -1,4 +1,4 @@
-// Dense products in which every element is one sum in index order, so results do not depend on the
+// Dense matrix products. Every element is one sum in index order, so results do not depend on the
 // batch size.
 #pragma once
 

@@ -10,8 +10,22 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kBlock = 32;
-constexpr float kLargestE4m3 = 448, kLargestF16 = 65504;
+constexpr std::size_t kBlock = 32, kNvBlock = 16;
+constexpr float kLargestE4m3 = 448, kLargestE2m1 = 6, kLargestF16 = 65504;
+
+void refuse_nan(std::span<const float> row) {
+  if (std::ranges::any_of(row, [](float x) { return std::isnan(x); }))
+    throw std::invalid_argument("a key or value is NaN, which no format holds");
+}
+
+/// Rounds a scale or minimum of GGML to fp16.
+float ggml_f16(float x) {
+  const float rounded = round_to(Dtype::f16, x);
+  if (!(std::abs(rounded) <= kLargestF16))
+    throw std::invalid_argument("a key or value has the scale " + std::to_string(x) +
+                                ", which is too large for fp16 (at most 65504); use tier 16");
+  return rounded;
+}
 
 void quantize_int(std::span<float> block, float least, float most, int bits) {
   const auto levels = static_cast<float>((1 << bits) - 1);
@@ -30,12 +44,20 @@ void quantize_int(std::span<float> block, float least, float most, int bits) {
   }
 }
 
-/// Rounds to nearest even; requires |y| <= 448.
-float round_to_e4m3(float y) {
+/// Rounds to nearest even, to a format with `mantissa` bits and a smallest normal number of
+/// 2^min_exponent; `y` must not be beyond its largest number.
+float round_mantissa(float y, int min_exponent, int mantissa) {
   int exponent;
   std::frexp(y, &exponent);  // |y| in [2^(exponent - 1), 2^exponent)
-  const float step = std::ldexp(1.0f, std::max(exponent - 1, -6) - 3);
+  const float step = std::ldexp(1.0f, std::max(exponent - 1, min_exponent) - mantissa);
   return std::rint(y / step) * step;
+}
+
+/// Requires |y| <= 448.
+float round_to_e4m3(float y) { return round_mantissa(y, -6, 3); }
+/// Larger magnitudes become 6.
+float round_to_e2m1(float y) {
+  return round_mantissa(std::clamp(y, -kLargestE2m1, kLargestE2m1), 0, 1);
 }
 
 void quantize_fp8(std::span<float> block, float largest) {
@@ -65,6 +87,7 @@ void hadamard_rotate(std::span<float> row) { rotate_blocks(row); }
 void hadamard_rotate(std::span<double> row) { rotate_blocks(row); }
 
 void quantize_row(std::span<float> row, int bits, bool floating) {
+  refuse_nan(row);
   for (std::size_t base = 0; base < row.size(); base += kBlock) {
     const std::span<float> block = row.subspan(base, kBlock);
     const auto [least, most] = std::ranges::minmax(block);
@@ -72,6 +95,67 @@ void quantize_row(std::span<float> row, int bits, bool floating) {
       quantize_fp8(block, std::max(std::abs(least), std::abs(most)));
     else
       quantize_int(block, least, most, bits);
+  }
+}
+
+void quantize_e4m3(std::span<float> row) {
+  refuse_nan(row);
+  for (float& x : row) x = round_to_e4m3(std::clamp(x, -kLargestE4m3, kLargestE4m3));
+}
+
+void quantize_ggml(std::span<float> row, int bits) {
+  refuse_nan(row);
+  const auto half = static_cast<float>(1 << (bits - 1)), levels = 2 * half - 1;
+  for (std::size_t base = 0; base < row.size(); base += kBlock) {
+    const std::span<float> block = row.subspan(base, kBlock);
+    // The first element of the largest magnitude.
+    const float largest = *std::ranges::max_element(block, {}, [](float x) { return std::abs(x); });
+    // 8 bits have symmetric levels. In fewer bits the largest element gets the lowest level.
+    const float scale = bits == 8 ? std::abs(largest) / (half - 1) : largest / -half;
+    const float stored = ggml_f16(scale);
+    if (stored == 0) {  // also avoids the inverse of a subnormal scale, which is infinite
+      std::ranges::fill(block, 0.0f);
+      continue;
+    }
+    const float inverse = 1 / scale;
+    for (float& x : block) {
+      const float product = x * inverse;
+      const float level = bits == 8 ? std::round(product)
+                                    : std::min(std::trunc(product + (half + 0.5f)), levels) - half;
+      x = level * stored;
+    }
+  }
+}
+
+void quantize_ggml_min(std::span<float> row, int bits) {
+  refuse_nan(row);
+  const auto levels = static_cast<float>((1 << bits) - 1);
+  for (std::size_t base = 0; base < row.size(); base += kBlock) {
+    const std::span<float> block = row.subspan(base, kBlock);
+    const auto [least, most] = std::ranges::minmax(block);
+    const float scale = (most - least) / levels;
+    const float stored = ggml_f16(scale), minimum = ggml_f16(least);
+    if (stored == 0) {
+      std::ranges::fill(block, minimum);
+      continue;
+    }
+    const float inverse = 1 / scale;
+    for (float& x : block) {
+      const float offset = (x - least) * inverse;
+      const float product = std::min(std::trunc(offset + 0.5f), levels) * stored;
+      x = product + minimum;
+    }
+  }
+}
+
+void quantize_nvfp4(std::span<float> row) {
+  refuse_nan(row);
+  for (std::size_t base = 0; base < row.size(); base += kNvBlock) {
+    const std::span<float> block = row.subspan(base, std::min(kNvBlock, row.size() - base));
+    float largest = 0;
+    for (const float x : block) largest = std::max(largest, std::abs(x));
+    const float scale = round_to_e4m3(std::min(largest / kLargestE2m1, kLargestE4m3));
+    for (float& x : block) x = scale == 0 ? 0 : round_to_e2m1(x / scale) * scale;
   }
 }
 

@@ -1,22 +1,35 @@
-// Quantization of keys and values to 8, 4 or 2 bits: in blocks of 32 channels after the Hadamard
-// rotation, with one scale per block.
+// Quantization of rows of keys and values: kvlab's formats, in blocks of 32 channels after the
+// Hadamard rotation, and formats of other engines. Each function replaces the elements of a row by
+// their quantized and dequantized values, and throws std::invalid_argument for NaN and for numbers
+// that the format's scale cannot hold.
 #pragma once
 
 #include <span>
 
 namespace kvlab {
 
-/// y = H x for each block of 32, where H is the Hadamard matrix of ±1: five rounds of sums and
-/// differences, neighbours first. H H x = 32 x.
+/// Replaces each block x of 32 elements by H x, where H is the Hadamard matrix of ±1, in five
+/// rounds of sums and differences that begin with neighbours. H H x = 32 x.
 void hadamard_rotate(std::span<float> row);
 void hadamard_rotate(std::span<double> row);
 
-/// Replaces each block of 32 of `row`, after the Hadamard rotation, by its quantized and
-/// dequantized values. Integers of `bits` bits: let mn16 = fp16(least) and s16 = fp16((most -
-/// least) / (2^bits - 1)), or the smallest fp16 above 0 if that is 0; an element y becomes
-/// clamp(rint((y - mn16) / s16), 0, 2^bits - 1) * s16 + mn16. `floating`: e4m3 times the smallest
-/// power of two under which all elements fit. Throws std::invalid_argument if a number is too large
-/// for fp16.
+/// kvlab's formats, of a row after the Hadamard rotation, in blocks of 32. Integers of `bits` bits:
+/// let mn16 = fp16(least) and s16 = fp16((most - least) / (2^bits - 1)), or the smallest fp16 above
+/// 0 if that is 0; an element y becomes clamp(rint((y - mn16) / s16), 0, 2^bits - 1) * s16 + mn16.
+/// `floating`: e4m3 times the smallest power of two under which all elements fit.
 void quantize_row(std::span<float> row, int bits, bool floating);
+
+/// e4m3 with scale 1, rounded to nearest even; larger magnitudes become 448. vLLM and TensorRT-LLM
+/// store it as fp8.
+void quantize_e4m3(std::span<float> row);
+
+/// GGML's q8_0, q5_0 and q4_0: blocks of 32 with one fp16 scale.
+void quantize_ggml(std::span<float> row, int bits);
+/// GGML's q5_1 and q4_1: blocks of 32 with an fp16 scale and an fp16 minimum.
+void quantize_ggml_min(std::span<float> row, int bits);
+
+/// NVIDIA's nvfp4 with scale 1 for the tensor: e2m1 in blocks of 16 with one e4m3 scale, which is
+/// the largest magnitude divided by 6.
+void quantize_nvfp4(std::span<float> row);
 
 }  // namespace kvlab

@@ -1,4 +1,5 @@
-// Rotary position embedding as a trace defines it: Hugging Face's half-rotation, angles in float64.
+// Rotary position embedding (RoPE) as traces define it: Hugging Face's half-rotation, with angles
+// computed in float64.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,10 @@
-// Softmax with exponentials that live sets can share.
+// Softmax whose exponentials can be shared by several sets of live tokens.
 //
-// e_j = exp(s_j) * 2^-shift with an integer shift. The argument is reduced before the shift is
-// applied, so another shift scales every e_j by an exact power of two, and e_j / sum has the same
-// bits. A replay computes the exponentials of a row once and masks them for each policy; a decoder
-// that holds only the live tokens computes them for these. Both get equal probabilities.
+// The exponentials are e_j = exp(s_j) * 2^-shift with an integer shift. The argument is reduced
+// before the shift is applied, so a different shift scales every e_j by an exact power of two, and
+// e_j / sum has the same bits. A replay computes the exponentials of a row once and masks them for
+// each policy. A decoder holds only the live tokens and computes only their exponentials. Both get
+// equal probabilities.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +25,8 @@ void divide(const float* e, std::size_t count, float sum, float* p);
 /// s[i] *= scale.
 void scale(float* s, std::size_t count, float factor);
 
-/// ln of the sum of exp(s), from a shift and the sum of its exponentials.
+/// The natural logarithm of the sum of exp(s), from the shift and the sum of the shifted
+/// exponentials.
 double log_sum_exp(std::int32_t shift, double sum);
 
 /// Below this sum, exponentials with the shift of a larger row have lost bits. Recompute them with

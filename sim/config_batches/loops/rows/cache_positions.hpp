@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kPanelPieces = static_cast<int>(kPanelTokens) / kWidth;  // registers of a panel's row
 
-/// Moves the keys after `gap` up by one.
+/// Moves each key after `gap` to the index before it.
 void close_gap(float* panel, const float* next, std::size_t gap, std::size_t dim) {
   Ints moves[kPanelPieces];
   for (int c = 0; c < kPanelPieces; ++c)
@@ -49,7 +49,7 @@ inline __attribute__((always_inline)) void products_of(const float* keys, std::s
     for (int c = 0; c < P * C; ++c)
       column[c] = load(keys + ((c / C) * dim + d) * kPanelTokens + (c % C) * kWidth);
     for (int r = 0; r < R; ++r) {
-      const Floats factor = queries[r][d] - Floats{};  // for -0 too
+      const Floats factor = queries[r][d] - Floats{};  // keeps -0
       for (int c = 0; c < P * C; ++c) sum[r][c] = fused(factor, column[c], sum[r][c]);
     }
   }

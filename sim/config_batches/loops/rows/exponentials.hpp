@@ -63,7 +63,7 @@ void write_blocks(const float* const* rows, std::size_t count, float scale,
   kByHeads[heads - 1](rows, count, scale, shift, e, sums);
 }
 
-/// Writes the exponentials of less than a block of tokens, padded.
+/// Writes the exponentials of less than a block of tokens, padded with zeros.
 inline void write_rest(const float* const* rows, std::size_t count, float scale,
                        const std::int32_t* shift, float* e) {
   float rest[kHeadGroupSize][kTokens] = {}, last[kBlockFloats];
@@ -109,7 +109,7 @@ void lower(HeadGroupRow& row, int head, std::int32_t by) {
   }
 }
 
-/// Raises a head's shift to that of the new logits if it is larger, and scales the row's
+/// If the new logits need a larger shift for a head, raises its shift and scales the row's
 /// exponentials down.
 void raise_shifts(HeadGroupRow& row, const float* const* logits, std::size_t count, float scale) {
   for (int h = 0; h < kHeads; ++h) {
@@ -139,7 +139,7 @@ void finish(const HeadGroupRow& row, float* sum, float* most) {
   HeadGroupSums(row.lanes, row.largest).finish(sum, most);
 }
 
-/// How far above a shift the own logits of a joined row may lie, in powers of two.
+/// How far the logits of join() may be above the shift of its exponentials, in powers of two.
 constexpr std::int32_t kMaxAbove = 60;
 
 void join(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,

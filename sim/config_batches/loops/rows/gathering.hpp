@@ -6,38 +6,38 @@
 namespace kvlab {
 namespace {
 
-/// Running sums and maxima of a head group, [16][4], by token modulo 16.
+/// Running sums and maxima of a head group, [token % 16][4].
 struct HeadGroupSums {
-  static constexpr int kMosts = kBlockParts < 4 ? kBlockParts : 4;
-  Floats sum[kBlockParts], most[kMosts];
+  static constexpr int kNumMaxima = kBlockParts < 4 ? kBlockParts : 4;  ///< registers of maxima
+  Floats sum[kBlockParts], most[kNumMaxima];
 
   inline __attribute__((always_inline)) HeadGroupSums() {
     for (Floats& part : sum) part = Floats{};
     for (Floats& part : most) part = Floats{};
   }
-  /// Continues from lanes [16][4].
+  /// Continues from stored sums and maxima, [16][4].
   inline __attribute__((always_inline)) HeadGroupSums(const float* lanes, const float* largest) {
     for (int i = 0; i < kBlockParts; ++i) sum[i] = load(lanes + i * kWidth);
-    for (int i = 0; i < kMosts; ++i) most[i] = load(largest + i * kWidth);
+    for (int i = 0; i < kNumMaxima; ++i) most[i] = load(largest + i * kWidth);
   }
   inline __attribute__((always_inline)) void add(int part, Floats e) {
     sum[part] += e;
-    most[part % kMosts] = greater(e, most[part % kMosts]);
+    most[part % kNumMaxima] = greater(e, most[part % kNumMaxima]);
   }
   inline __attribute__((always_inline)) void add_block(const float* block) {
     for (int i = 0; i < kBlockParts; ++i) add(i, load(block + i * kWidth));
   }
   inline __attribute__((always_inline)) void store_to(float* lanes, float* largest) const {
     for (int i = 0; i < kBlockParts; ++i) store(lanes + i * kWidth, sum[i]);
-    for (int i = 0; i < kMosts; ++i) store(largest + i * kWidth, most[i]);
+    for (int i = 0; i < kNumMaxima; ++i) store(largest + i * kWidth, most[i]);
   }
   bool any_at_least(float bound) const;
-  /// Adds the lanes by halves.
+  /// Computes one sum and one maximum for each head.
   void finish(float* to_sum, float* to_most) const {
     store_sums(sum, to_sum);
-    Floats mosts[kMosts];
+    Floats mosts[kNumMaxima];
     std::memcpy(mosts, most, sizeof mosts);
-    const Four largest = by_halves(mosts, kMosts, [](auto a, auto b) { return a > b ? a : b; });
+    const Four largest = by_halves(mosts, kNumMaxima, [](auto a, auto b) { return a > b ? a : b; });
     std::memcpy(to_most, &largest, sizeof largest);
   }
 };
@@ -48,7 +48,7 @@ inline void pad(float* rows, std::size_t count) {
   std::memset(rows + count * kHeadGroupSize, 0, rest * kHeadGroupSize * sizeof(float));
 }
 
-/// Copies exponentials to whole blocks, padded, and adds them to `sums`.
+/// Copies exponentials, pads them with zeros to whole blocks, and adds them to `sums`.
 inline void copy_blocks(const float* e, std::size_t count, float* to, HeadGroupSums& sums) {
   std::size_t i = 0;
   for (; i + kBlockTokens <= count; i += kBlockTokens)
@@ -77,7 +77,7 @@ inline __attribute__((always_inline)) Floats load_part(const float* e, const std
              : load_scattered(e, tokens + part * kHeadGroups);
 }
 
-/// Copies fewer tokens than a block, padded.
+/// Copies less than a block of tokens, and pads it with zeros.
 inline void copy_rest(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept) {
   for (std::size_t j = 0; j < count; ++j)
     std::memcpy(kept + j * kHeadGroupSize, e + std::size_t{tokens[j]} * kHeadGroupSize,

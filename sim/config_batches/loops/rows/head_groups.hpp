@@ -1,4 +1,4 @@
-// Registers of a head group: four heads of several tokens, [token][4], and four heads of one.
+// Registers of a head group: four heads of several tokens, [token][4], or of one token.
 #pragma once
 
 #include "sim/config_batches/loops/row_loops.hpp"
@@ -45,7 +45,7 @@ inline Floats broadcast_four(const float* four) {
   return v;
 }
 
-/// Selects the elements I of a and b; those of b are numbered after those of a.
+/// Selects elements of a and b by the indices I. Those of b are numbered after those of a.
 template <int... I, class V>
 inline V shuffle(V a, V b) {
 #if !defined(__clang__) && __GNUC__ < 12  // has no __builtin_shufflevector
@@ -55,7 +55,7 @@ inline V shuffle(V a, V b) {
 #endif
 }
 
-/// Unpacks pairs within each lane of four: (a0 b0 a1 b1) or, high, (a2 b2 a3 b3).
+/// Interleaves elements within each group of four: (a0 b0 a1 b1) or, if High, (a2 b2 a3 b3).
 template <bool High, class V>
 inline V unpack(V a, V b) {
   constexpr int o = High ? 2 : 0;
@@ -68,7 +68,7 @@ inline V unpack(V a, V b) {
     return shuffle<o, o + 4, o + 1, o + 5>(a, b);
 }
 
-/// Interleaves two elements at a time: (a0 a1 b0 b1) or (a2 a3 b2 b3).
+/// Interleaves pairs of elements: (a0 a1 b0 b1) or, if High, (a2 a3 b2 b3).
 template <bool High, class V>
 inline V unpack_pairs(V a, V b) {
   constexpr int o = High ? 2 : 0;
@@ -81,8 +81,8 @@ inline V unpack_pairs(V a, V b) {
     return shuffle<o, o + 1, o + 4, o + 5>(a, b);
 }
 
-/// Moves element j of lane k to index kHeadGroups j + k. After transpose() of four registers
-/// [token][4], this puts the tokens in order.
+/// Moves element j of the k-th group of four to index kHeadGroups j + k. After transpose() of four
+/// registers [token][4], this puts the tokens in order.
 template <class V>
 inline V in_order(V v) {
   if constexpr (kWidth == 16)
@@ -101,8 +101,8 @@ inline V out_of_order(V v) {
     return in_order(v);
 }
 
-/// Transposes within each lane of four: exchanges element j of register i and element i of register
-/// j.
+/// Transposes within each group of four elements: exchanges element j of register i and element i
+/// of register j.
 inline void transpose(Floats* r) {
   const Floats a = unpack<false>(r[0], r[2]), b = unpack<false>(r[1], r[3]);
   const Floats c = unpack<true>(r[0], r[2]), d = unpack<true>(r[1], r[3]);
@@ -124,15 +124,13 @@ inline float largest_of(Floats v) {
 typedef float Four __attribute__((vector_size(16)));
 typedef std::int32_t FourInts __attribute__((vector_size(16)));
 
-typedef double FourDoubles __attribute__((vector_size(32)));
-
 inline Four load_four(const float* from) {
   Four v;
   std::memcpy(&v, from, sizeof v);
   return v;
 }
 
-/// Reduces registers [token][4] over their tokens, by halves.
+/// Reduces registers [token][4] over their tokens: joins the first half with the second, and so on.
 template <class Join>
 inline __attribute__((always_inline)) Four by_halves(Floats* parts, int count, Join join) {
   for (int width = count / 2; width > 0; width /= 2)
@@ -144,7 +142,7 @@ inline __attribute__((always_inline)) Four by_halves(Floats* parts, int count, J
   return head_groups[0];
 }
 
-/// Adds a block's lanes by halves: a sum for each head.
+/// Adds up a block's registers: a sum for each head.
 inline void store_sums(const Floats* lanes, float* sum) {
   Floats parts[kBlockParts];
   std::memcpy(parts, lanes, sizeof parts);

@@ -64,7 +64,7 @@ inline bool any_at_least(Floats v, float bound) {
 
 bool HeadGroupSums::any_at_least(float bound) const {
   Floats all = most[0];
-  for (int i = 1; i < kMosts; ++i) all = greater(most[i], all);
+  for (int i = 1; i < kNumMaxima; ++i) all = greater(most[i], all);
   return kvlab::any_at_least(all, bound);
 }
 
@@ -97,7 +97,7 @@ inline __attribute__((always_inline)) void add_counts(Words counts, bool first,
 constexpr float kMaxCounted = 0x1p30f;  // the sum of four smaller values fits an unsigned count
 
 /// Adds values that are too large for the counts directly to the masses, and clears them in the
-/// registers [token][4]. Such floats are whole numbers.
+/// registers [token][4]. Floats of this size are whole numbers.
 inline __attribute__((noinline)) void add_large(Floats* scaled, std::uint64_t* mass) {
   for (int r = 0; r < kHeads; ++r) {
     if (!any_at_least(scaled[r], kMaxCounted)) continue;

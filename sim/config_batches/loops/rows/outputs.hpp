@@ -19,7 +19,7 @@ void list_weights(const float* e, const std::uint32_t* tokens, std::size_t count
   std::memcpy(size, &all, sizeof all);
 }
 
-/// Adds the values of tokens [begin, end) to P registers of H heads' sums.
+/// Adds the values of tokens [begin, end) to P registers of each of H heads' sums.
 template <int H, int P>
 inline void accumulate_columns(const float* weights, const std::uint32_t* tokens, std::size_t begin,
                                std::size_t end, const float* v, std::size_t stride,
@@ -36,7 +36,7 @@ inline void accumulate_columns(const float* weights, const std::uint32_t* tokens
 #pragma GCC unroll 4
     for (int h = 0; h < H; ++h) {
       const Floats factor =
-          weights[i * kHeadGroupSize + static_cast<std::size_t>(h)] - Floats{};  // for -0 too
+          weights[i * kHeadGroupSize + static_cast<std::size_t>(h)] - Floats{};  // keeps -0
       for (int p = 0; p < P; ++p) sum[h][p] = fused(factor, column[p], sum[h][p]);
     }
   }
@@ -46,7 +46,7 @@ inline void accumulate_columns(const float* weights, const std::uint32_t* tokens
     for (int p = 0; p < P; ++p) store(y + h * depth + p * kWidth, sum[h][p]);
 }
 
-/// Accumulates so few tokens that their values stay in cache for all columns.
+/// Accumulates a few tokens, whose values stay in the CPU cache for all columns.
 template <int H>
 void accumulate_some(const float* weights, const std::uint32_t* tokens, std::size_t begin,
                      std::size_t end, const float* v, std::size_t stride, std::size_t depth,
@@ -78,29 +78,7 @@ void accumulate_head_group(const float* weights, const std::uint32_t* tokens, st
                         depth, y);
 }
 
-void quick_distances(const float* a, const float* b, std::size_t heads, const float* factors,
-                     std::size_t count, double* distances) {
-  const std::size_t whole = count / kTokens * kTokens;
-  for (std::size_t h = 0; h < heads; ++h, a += count, b += count) {
-    const float factor = factors[h];
-    Floats sum[kPieces] = {};
-    for (std::size_t i = 0; i < whole; i += kTokens)
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
-        const Floats x = load(a + at) - factor * load(b + at);
-        sum[piece] += x * x;
-      }
-    const Four four = by_halves(sum, kPieces, [](auto x, auto y) { return x + y; });
-    auto all = static_cast<double>((four[0] + four[2]) + (four[1] + four[3]));
-    for (std::size_t i = whole; i < count; ++i) {
-      const double x = static_cast<double>(a[i]) - static_cast<double>(factor * b[i]);
-      all += x * x;
-    }
-    distances[h] = all;
-  }
-}
-
-/// Uses sixteen running sums for each gradient sample.
+/// Keeps sixteen running sums for each gradient sample.
 void add_changes(const float* a, const float* b, std::size_t heads, const float* factors,
                  std::size_t count, const float* gradients, std::size_t gradient_samples,
                  float* changes) {
@@ -125,7 +103,7 @@ void add_changes(const float* a, const float* b, std::size_t heads, const float*
   }
 }
 
-/// Uses sixteen running sums, index modulo 16, which are added by halves.
+/// Keeps sixteen running sums, by index modulo 16, and adds them up pairwise.
 double distance2(const float* a, const float* b, float factor, std::size_t count) {
   double lanes[kTokens] = {};
   std::size_t i = 0;

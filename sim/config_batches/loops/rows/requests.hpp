@@ -1,4 +1,5 @@
-// Which tokens a query requests, as counts and as bits; and rows in bins by size.
+// Finds which tokens a query requests, as flags and as bits, and puts a row's values into bins by
+// size.
 #pragma once
 
 #include "sim/config_batches/loops/rows/masses.hpp"
@@ -38,7 +39,7 @@ inline std::uint64_t mask_of(Floats v, Floats bound) {
 #endif
 }
 
-/// A word whose lowest `count` bits are set; all of them from 64 on.
+/// A word whose lowest `count` bits are set; all bits if count is 64 or more.
 inline std::uint64_t first_bits(std::size_t count) {
   return count < 64 ? (std::uint64_t{1} << count) - 1 : ~std::uint64_t{0};
 }

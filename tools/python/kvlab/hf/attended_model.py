@@ -35,7 +35,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[int, AttendedModel]] = weakref.WeakK
 def attended_model(model: Any, length: int | None) -> AttendedModel:
     """The AttendedModel of a loaded model, which is inspected once for each `length`."""
     if not hasattr(model, "config"):
-        raise Refused(f"kvlab.hf: a {type(model).__name__}; a loaded model of transformers is expected")
+        raise Refused(f"kvlab.hf: the model has type {type(model).__name__}; a loaded transformers model is expected")
     base = base_of(model)
     config = text_config(base.config)
     refuse_no_decoder(str(getattr(config, "_name_or_path", "")) or type(base).__name__, base.config)
@@ -62,7 +62,7 @@ class Block:
         self._owner: weakref.ref[Any] | None = None  # the cache of that conversation
 
     def begin(self) -> Conversation:
-        """Starts a conversation for a new cache. It reuses the memory of the last one if that one's cache is gone."""
+        """Starts a conversation for a new cache. Reuses the last conversation if the cache of that one was deleted."""
         if self._owner is None or self._owner() is None:
             self._conversation.begin()
         else:
@@ -117,11 +117,17 @@ class AttendedModel:
     # --- Caches ---------------------------------------------------------------------------------
 
     def request(
-        self, policy: str | Policy, budget: int | str | None, tiers: str | None = None, **words: Any
+        self,
+        policy: str | Policy,
+        budget: int | str | None,
+        tiers: str | None = None,
+        centre: str | None = None,
+        **words: Any,
     ) -> _kvlab.CacheRequest:
         """A cache request. `words`: prefill, positions, seed, threshold and length, if not the defaults."""
         (text,), own = resolve([policy])
         setting = "" if tiers is None else ":tiers=" + tiers.replace(",", "+").replace(":", "@")
+        setting += "" if centre is None else ":centre=" + centre
         usual: dict[str, Any] = {"prefill": "dense", "positions": "", "seed": 0, "threshold": 0.01, "length": self.length}
         return _kvlab.CacheRequest(
             policy=text + setting,
@@ -165,9 +171,9 @@ class AttendedModel:
         most = 1e-3 if linear and self.dtype == torch.float32 else 0.1
         if not off <= most or tokens != 9:
             raise Refused(
-                f"kvlab.hf: a check with caches that keep all of 9 tokens failed: they counted {tokens}, and the logits"
-                f" differ by {off:.2g} from those of the plain {type(model).__name__}; a model whose attention"
-                f" transformers {transformers.__version__} calls as it calls Llama's is expected"
+                f"kvlab.hf: a check failed: caches that keep all of 9 tokens counted {tokens}, and the logits differ by"
+                f" {off:.2g} from those of the plain {type(model).__name__}; a model whose attention is called as"
+                f" Llama's is in transformers {transformers.__version__} is expected"
             )
         self._checked = True
 

@@ -49,9 +49,9 @@ def budget_text(budgets: list[int]) -> str:
     return f"{least} tokens" if least == most else f"{least} to {most} tokens"
 
 
-def warn_of_share(what: str, budget: int | str | None, budgets: list[int], attended: AttendedModel) -> None:
+def warn_of_share(what: str, budget: str, budgets: list[int], attended: AttendedModel) -> None:
     """Warns if the budget is a share, because it is one of the model's context and not of the text."""
-    if "%" in str(budget):
+    if "%" in budget:
         share = f"a share of the model's context of {attended.length} tokens: {budget_text(budgets)}"
         warnings.warn(f"kvlab.hf.{what}: {share}. To take the share of another length, give length=", stacklevel=3)
 
@@ -64,8 +64,8 @@ class Facts:
     def kept(self, layer: int, head: int, row: int = 0) -> numpy.typing.NDArray[numpy.uint32]:
         """Positions of the tokens that a KV head keeps now, ascending.
 
-        `layer` counts as the model does. `row` is the sequence in the batch. Raises IndexError if there is no such
-        head or row.
+        `layer`: the model's number of the layer. `row` is the sequence in the batch. Raises IndexError if there is no
+        such head or row.
         """
         return self._conversation.kept(layer, head, row)
 
@@ -133,7 +133,7 @@ class HeldCache(Facts):
         return next(iter(self._conversation.attended.layers))
 
     def count(self, tokens: int, *arguments: Any, **words: Any) -> None:
-        """Lets transformers count `tokens` more. It counts tokens that it stores, so it stores zeros."""
+        """Adds `tokens` to the count of transformers, which counts the tokens that it stores. Stores zeros for them."""
         before, zeros = self._counted, torch.zeros(1, 1, tokens, 1, dtype=torch.int8)
         super().update(zeros, zeros, self._first_layer, *arguments, **words)  # type: ignore[misc]
         if self._counted != before + tokens:
@@ -152,7 +152,7 @@ class HeldCache(Facts):
         """
         by_number = "tokens_to_remove" in inspect.signature(transformers.DynamicCache.crop).parameters
         if by_number and count > 0:
-            raise Refused(f"kvlab.hf: crop({count}): should be negative: minus the number of tokens to remove")
+            raise Refused(f"kvlab.hf: crop({count}): give minus the number of tokens to remove, a negative number")
         stay = self._counted + count if by_number or count < 0 else min(count, self._counted)
         self._conversation.crop(max(stay, 0))
         self._uncount(max(stay, 0))
@@ -221,6 +221,7 @@ class Cache(HeldCache, transformers.DynamicCache):  # type: ignore[misc]
         budget: int | str | None = None,
         *,
         tiers: str | None = None,
+        centre: str | None = None,
         prefill: str = "dense",
         positions: str | None = None,
         seed: int = 0,
@@ -230,14 +231,15 @@ class Cache(HeldCache, transformers.DynamicCache):  # type: ignore[misc]
         record: bool = False,
     ) -> None:
         """`policy`: a name with settings, a Python policy, a compiled header, or the path of a policy.json, which also
-        sets budget, tiers, prefill, positions, seed and threshold.
+        sets budget, tiers, centre, prefill, positions, seed and threshold.
 
-        `budget`: as in `kvlab.replay()`. `tiers`: a tier plan such as "16:16t,4:100%".
+        `budget`: as in `kvlab.replay()`. `tiers`: a tier plan such as "16:16t,4:100%". `centre`: "prompt" subtracts from
+        each key, before it is quantized, the mean of the first prompt's first 128 keys (on the CPU).
 
-        `length`: the most tokens that the conversation may have. A budget such as "20%" is a share of it. Default: the
-        model's context.
+        `length`: the maximum number of tokens of the conversation. A budget such as "20%" is a share of `length`.
+        Default: the model's context.
 
-        `threads`: of the CPU. `record`: store queries, keys and values for `trace()`.
+        `threads`: number of CPU threads. `record`: store queries, keys and values for `trace()`.
 
         Raises Refused for a model, policy or setting that is not supported.
         """
@@ -247,11 +249,12 @@ class Cache(HeldCache, transformers.DynamicCache):  # type: ignore[misc]
         words = {"prefill": prefill, "positions": positions or "", "seed": seed, "threshold": request_threshold}
 
         def request() -> _kvlab.CacheRequest:
-            return attended.request(policy, budget, tiers, **words)
+            return attended.request(policy, budget, tiers, centre, **words)
 
         self._conversation = Conversation(attended, attended.caches(request), threads, record)
         if length is None and (budgets := _kvlab.budget_range(request())):
-            warn_of_share(f"Cache: policy {policy} at {budget}", budget, budgets, attended)
+            share = _kvlab.budget_text(request())
+            warn_of_share(f"Cache: policy {policy} at {share}", share, budgets, attended)
         attended.check()
         self._installed = attended.installed()
         own = {"config": model.config} if "config" in inspect.signature(transformers.DynamicCache).parameters else {}

@@ -83,7 +83,7 @@ def encode(model: str, config: Any, text: str) -> list[int]:
     if not ids:
         raise Refused("--prompt: the text has no tokens; give some text")
     if max(ids) >= config.vocab_size:
-        known = f"the model's vocabulary is {config.vocab_size}"
+        known = f"the model's vocabulary has {config.vocab_size} ids"
         raise Refused(f"--model {model}: the tokenizer gives id {max(ids)}; {known}")
     return ids
 
@@ -140,7 +140,7 @@ def features_of(texts: Sequence[str]) -> dict[str, Feature]:
     for text in texts:
         parts = re.fullmatch(r"([A-Za-z0-9_.-]{1,64})=([A-Za-z0-9_.]+):(\w+)", text)
         if not parts:
-            right = "should read NAME=module:function, the name of letters, digits, '_', '-', '.'"
+            right = "should read NAME=module:function; NAME may have letters, digits, '_', '-' and '.'"
             raise Refused(f"--feature {text}: {right}")
         name, module, function = parts.groups()
         if name in _kvlab.built_in_features()[:4] or name in features:

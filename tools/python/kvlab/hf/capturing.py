@@ -112,7 +112,7 @@ class Listener:
     def attend(self, call: Call) -> torch.Tensor:
         layer = self.layers.get(call.layer)
         if layer is None or (layer.index, "out") in self.seen or call.q.shape[1] != self.count:
-            raise Refused(f"--model: layer {call.layer} attends differently from the first call")
+            raise Refused(f"--model: layer {call.layer} should attend once to all fed tokens, as in the first call")
         self.seen.add((layer.index, "out"))
         if not layer.fits(call):
             what = "attention has another scale, window or shape than in the first call"
@@ -271,8 +271,8 @@ def feed(listener: Listener, fed: Fed, progress: Progress) -> None:
 
 
 def add_features(out: str, features: Mapping[str, Feature]) -> None:
-    """Adds features to a finished trace. A function (q, k, v, layer), called with the whole trace before RoPE, returns
-    [kv_heads, tokens]."""
+    """Adds features to a finished trace. Calls each function (q, k, v, layer) with the tensors of all tokens before
+    RoPE. The function returns [kv_heads, tokens]."""
     trace = Trace(out, verify=False)
     tensors = trace.to_dict("torch")
     for name, function in features.items():
@@ -399,12 +399,12 @@ def _one_sequence(input_ids: Any, vocabulary: int) -> list[int]:
         tensor = torch.as_tensor(input_ids)
     except Exception:  # a text, rows of several lengths, or a tokenizer's whole output
         right = 'one sequence of whole numbers, such as tokenizer(text)["input_ids"], is expected'
-        raise Refused(f"input_ids: a {type(input_ids).__name__}; {right}") from None
+        raise Refused(f"input_ids: has type {type(input_ids).__name__}; {right}") from None
     if tensor.ndim == 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 1 or tensor.numel() == 0 or tensor.is_floating_point():
-        raise Refused(f"input_ids: {list(tensor.shape)}; one sequence of whole numbers is expected")
+        raise Refused(f"input_ids: has shape {list(tensor.shape)}; one sequence of whole numbers is expected")
     ids = [int(i) for i in tensor]
     if min(ids) < 0 or max(ids) >= vocabulary:
-        raise Refused(f"input_ids: from {min(ids)} to {max(ids)}; the model's vocabulary is {vocabulary}")
+        raise Refused(f"input_ids: ids are from {min(ids)} to {max(ids)}; the model's vocabulary has {vocabulary} ids")
     return ids

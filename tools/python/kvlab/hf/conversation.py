@@ -119,7 +119,7 @@ class Conversation:
 
     def row(self, row: int) -> Row:
         if not 0 <= row < len(self.rows):
-            raise IndexError(f"row {row}; the batch has {len(self.rows)} rows")
+            raise IndexError(f"row {row} does not exist; the batch has {len(self.rows)} rows")
         return self.rows[row]
 
     @property
@@ -132,7 +132,7 @@ class Conversation:
         if layer in held.windows:
             return held.windows[layer].kept()
         if layer not in layer_indices:
-            raise IndexError(f"kept: layer {layer}; layers that attend are {', '.join(map(str, self.attended.layers))}")
+            raise IndexError(f"kept: layer {layer} has no cache; these do: {', '.join(map(str, self.attended.layers))}")
         kept: numpy.typing.NDArray[numpy.uint32] = held.caches.kept(layer_indices[layer], head)
         return kept
 

@@ -22,7 +22,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise Refused(f"evicting: {one_line(error)}; another length=, or model.to('cpu'), is expected") from None
+        raise Refused(f"evicting: {one_line(error)}; use another length=, or model.to('cpu')") from None
 
 
 class CudaCaches:
@@ -38,7 +38,7 @@ class CudaCaches:
     ) -> None:
         """`outputs` returns each layer's W_o [hidden, inputs], for policies with a feature that reads it."""
         if name_of(dtype) not in _library.TYPES:
-            raise Refused(f"evicting: {name_of(dtype)}; on CUDA one of {', '.join(_library.TYPES)} is expected")
+            raise Refused(f"evicting: dtype {name_of(dtype)}; on CUDA one of {', '.join(_library.TYPES)} is expected")
         for layer in layers:
             if layer.softcap or layer.sink is not None:
                 what = "a soft cap" if layer.softcap else "sinks"
@@ -71,7 +71,7 @@ class CudaCaches:
     def kept(self, layer: int, head: int) -> numpy.typing.NDArray[numpy.uint32]:
         if not (0 <= layer < len(self._fed) and 0 <= head < self._heads):
             there = f"{len(self._fed)} layers of {self._heads} heads"
-            raise IndexError(f"kept: layer {layer}, head {head}; the model has {there}")
+            raise IndexError(f"kept: layer {layer}, head {head} does not exist; the model has {there}")
         return self._cache.positions(layer, head)
 
     @property

@@ -39,6 +39,7 @@ class evicting(Facts, Block):
         *,
         ladder: str | None = None,  # old name
         tiers: str | None = None,
+        centre: str | None = None,
         prefill: str = "dense",
         positions: str | None = None,
         seed: int = 0,
@@ -60,12 +61,13 @@ class evicting(Facts, Block):
         tiers = tiers or ladder  # old name
 
         def request() -> _kvlab.CacheRequest:
-            return attended.request(policy, budget, tiers, **words)
+            return attended.request(policy, budget, tiers, centre, **words)
 
         make = attended.caches(request)
         self._budgets = _kvlab.budget_range(request())
-        self._said = "policy " + str(policy) + ("" if budget is None else f" at {budget}")
-        self._share = budget if length is None and self._budgets else None
+        requested = _kvlab.budget_text(request())
+        self._said = f"policy {policy}" + (f" at {requested}" if self._budgets else "")
+        self._share = requested if length is None and self._budgets else ""
         self._has_tiers = bool(tiers) or any(setting in str(policy) for setting in ("tiers=", "ladder="))  # old name
         super().__init__(attended, lambda: Conversation(attended, make, threads, record))
         self._graph = None

@@ -102,7 +102,7 @@ def output_projection(trace: Trace, folder: str, layer: int) -> Numbers:
         if weight.shape[1] != inputs:
             raise Refused(f"{file}: {name} takes {weight.shape[1]} inputs; the trace has {inputs}")
         return weight
-    raise Refused(f"{folder}: no tensor {name}")
+    raise Refused(f"{folder}: has no tensor {name}")
 
 
 def value_out_norm1(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
@@ -139,9 +139,9 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     several: Any = {"required": True, "action": "append", "choices": sorted(FEATURES)}
     add("--feature", metavar="NAME", help=", ".join(sorted(FEATURES)) + "; repeatable", **several)
     add("--model", metavar="DIR", help="for value_out_norm1: the traces' checkpoint")
-    add("--sinks", metavar="N", type=whole_number(0), default=4, help="first tokens that are not scored (default: 4)")
-    add("--lag", metavar="N", type=whole_number(2), default=128, help="lagkv: tokens of a partition (default: 128)")
-    future = "expected_attention: positions ahead that queries are taken from (default: 512)"
+    add("--sinks", metavar="N", type=whole_number(0), default=4, help="first N tokens are not scored (default: 4)")
+    add("--lag", metavar="N", type=whole_number(2), default=128, help="lagkv: tokens in a partition (default: 128)")
+    future = "expected_attention: number of future positions whose queries count (default: 512)"
     add("--future", metavar="N", type=whole_number(1), default=512, help=future)
     add("--replace", action="store_true", help="replace the feature if a trace already has it")
     return parser.parse_args(argv)

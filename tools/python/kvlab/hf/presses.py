@@ -67,7 +67,7 @@ def from_press(press: Any, *, model: Any = None, name: str | None = None) -> Pre
     positions: Literal["original", "cache"] = "original"
     if isinstance(press, kvpress.AdaKVPress):
         if press.alpha_safeguard != _SAFEGUARD:
-            raise Refused(f"AdaKVPress: alpha_safeguard {press.alpha_safeguard}; ada() has {_SAFEGUARD}")
+            raise Refused(f"AdaKVPress: alpha_safeguard is {press.alpha_safeguard}; ada() supports only {_SAFEGUARD}")
         inner, budget = press.press, "ada(ratio({:g}))"
     elif isinstance(press, kvpress.KeyRerotationPress):
         inner, positions = press.press, "cache"
@@ -99,7 +99,7 @@ def _names(press: Any) -> list[str]:
     if not isinstance(press, base):
         raise Refused(f"{name}: is not a ScorerPress, or one in an AdaKVPress or KeyRerotationPress")
     if kind.compress is not base.compress:
-        raise Refused(f"{name}: does not choose by its scores only")
+        raise Refused(f"{name}: does not choose tokens by its scores alone")
     if isinstance(press, kvpress.CriticalKVPress):
         return ["CriticalKV", *_names(press.press)]
     if kind.post_init_from_model is not base.post_init_from_model:
@@ -125,7 +125,7 @@ class _Attention:
         heads, self.head_dim = len(rows.q), rows.q.shape[-1]
         if 2 * len(rows.inv_freq) != self.head_dim:
             what = f"RoPE rotates {2 * len(rows.inv_freq)} of {self.head_dim} dimensions"
-            raise Refused(f"from_press: {what}; a model that rotates all is expected")
+            raise Refused(f"from_press: {what}; a model that rotates all dimensions is expected")
         self.num_key_value_groups = heads // len(rows.k)
         self.config = types.SimpleNamespace(
             num_attention_heads=heads,
@@ -157,7 +157,7 @@ class _Attention:
     @property
     def o_proj(self) -> Any:
         if self._model is None:
-            raise Refused("from_press: the press reads the output projection; give model=, the trace's")
+            raise Refused("from_press: the press reads the output projection; give model=, the model of the trace")
         if hasattr(self._model, "model"):
             return self._model.model.layers[self.layer_idx].self_attn.o_proj
         shape = types.SimpleNamespace(query_heads=self.config.num_attention_heads, head_size=self.head_dim)

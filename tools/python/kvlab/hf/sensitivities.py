@@ -47,7 +47,7 @@ def queries_of(trace: Trace, queries: str) -> torch.Tensor:
     """Positions of the measured queries."""
     chosen = [torch.arange(start, start + n) for start, n, kind in trace.segments if queries == "all" or kind == "decode"]
     if not chosen:
-        raise Refused(f"{trace.path}: no decode segment; use --queries all")
+        raise Refused(f"{trace.path}: has no decode segment; use --queries all")
     return torch.cat(chosen)
 
 
@@ -56,7 +56,7 @@ def refuse_another_shape(trace: Trace, name: str, model: Any, shape: Shape) -> N
         if getattr(trace, key) != value:
             raise Refused(f"{trace.path}: {key} is {getattr(trace, key)}; --model {name} has {value}")
     if trace.ids.max() >= model.config.vocab_size:
-        raise Refused(f"{trace.path}: id {trace.ids.max()}; the vocabulary is {model.config.vocab_size}")
+        raise Refused(f"{trace.path}: has id {trace.ids.max()}; the vocabulary has {model.config.vocab_size} ids")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--model", metavar="DIR", required=True, help="the checkpoint that they were captured from")
     add("--samples", metavar="N", type=whole_number(1, 64), default=4, help="number of gradient samples (default: 4)")
     add("--seed", metavar="S", type=whole_number(0, (1 << 63) - 1), default=1, help="random seed (default: 1)")
-    of_queries = "the queries whose predictions count, as in kvlab replay (default: decode)"
+    of_queries = "queries whose predictions the gradients are of, as in kvlab replay (default: decode)"
     add("--queries", choices=["decode", "all"], default="decode", help=of_queries)
     add("--replace", action="store_true", help="replace gradients that a trace already has")
     add("--device", choices=["cuda", "cpu"], help="device to run on (default: cuda if there is a device)")

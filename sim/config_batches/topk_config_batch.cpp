@@ -1,4 +1,4 @@
-#include "sim/config_batches/nested/topk_config_batch.hpp"
+#include "sim/config_batches/topk_config_batch.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -16,7 +16,7 @@ std::uint32_t shift_for(std::uint32_t range, std::uint32_t bins) {
   return wanted > width ? wanted - width : 0;
 }
 
-/// Sorts by insertion if there are few elements, as is usual.
+/// Uses insertion sort if there are few elements, which is the usual case.
 void sort_descending(std::uint32_t* x, std::size_t count) {
   constexpr std::size_t kFew = 24;
   if (count > kFew) return std::sort(x, x + count, std::greater<>());
@@ -48,15 +48,16 @@ void TopSums::begin_row(std::uint32_t query, const GroupRows& rows) {
   bits_.resize(stride_ * rows.heads());
   bin_.resize(bits_.size());
   order_.resize(stride_);
-  most_.assign(rows.heads(), 0);
+  largest_.assign(rows.heads(), 0);
   shift_.assign(rows.heads(), 0);
   for (std::uint32_t h = 0; h < rows.group(); ++h) {
-    most_[h] = std::bit_cast<std::uint32_t>(rows.most(query)[h]);
+    largest_[h] = std::bit_cast<std::uint32_t>(rows.most(query)[h]);
     shift_[h] = shift_for(
-        range_of(rows.e(query, h / kHeadGroupSize) + h % kHeadGroupSize, most_[h]), bins_);
+        range_of(rows.e(query, h / kHeadGroupSize) + h % kHeadGroupSize, largest_[h]), bins_);
   }
   for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group)
-    row_loops().bin(rows.e(query, head_group), tokens_, most_.data() + head_group * kHeadGroupSize,
+    row_loops().bin(rows.e(query, head_group), tokens_,
+                    largest_.data() + head_group * kHeadGroupSize,
                     shift_.data() + head_group * kHeadGroupSize, bins_,
                     bits_.data() + head_group * kHeadGroupSize * stride_,
                     bin_.data() + head_group * kHeadGroupSize * stride_, stride_);
@@ -78,7 +79,7 @@ std::uint32_t TopSums::range_of(const float* e, std::uint32_t most) const {
   return most - sample[index];
 }
 
-/// Puts a head's row into the order of its bins.
+/// Sorts a head's row by bin.
 void TopSums::scatter(std::uint32_t head) {
   const std::uint32_t* const bits = bits_.data() + head * stride_;
   const std::uint16_t* const bin = bin_.data() + head * stride_;
@@ -97,7 +98,7 @@ void TopSums::scatter(std::uint32_t head) {
 /// Sorts the bin that holds the `index`-th largest value, and returns the bin's end. Values too
 /// small for the bins form one bin.
 std::uint32_t TopSums::sort_bin_of(std::uint32_t head, std::uint32_t index) {
-  const std::uint32_t bin = (most_[head] - order_[index]) >> shift_[head];
+  const std::uint32_t bin = (largest_[head] - order_[index]) >> shift_[head];
   const std::uint32_t begin = bin == 0 ? 0 : ends_[std::min(bin, bins_) - 1],
                       end = bin < bins_ ? ends_[bin] : tokens_;
   sort_descending(order_.data() + begin, end - begin);
@@ -148,7 +149,7 @@ void TopkConfigBatch::attend_query(std::uint32_t query, GroupRows& rows) {
 }
 
 /// Requested tokens are those whose exponential reaches a bound, so they come first in the sorted
-/// row. The query's own token is among them if it is as probable.
+/// row. The query's own token is among them if its exponential reaches the bound.
 void TopkConfigBatch::measure(std::uint32_t query, std::uint32_t head, GroupRows& rows) {
   const float own =
       rows.e(query, head / kHeadGroupSize)[query * kHeadGroupSize + head % kHeadGroupSize];

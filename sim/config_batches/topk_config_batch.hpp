@@ -38,9 +38,9 @@ class TopSums {
   std::uint32_t sort_bin_of(std::uint32_t head, std::uint32_t index);
 
   std::vector<std::uint32_t> budgets_;
-  std::vector<Level> levels_;                // [budget]
-  std::vector<std::uint32_t> most_, shift_;  // [head]: convert bits to bins
-  std::uint32_t tokens_ = 0, bins_ = 0;      // bins_: without the kRestBins
+  std::vector<Level> levels_;                   // [budget]
+  std::vector<std::uint32_t> largest_, shift_;  // [head]: largest bits; shift from bits to bins
+  std::uint32_t tokens_ = 0, bins_ = 0;         // bins_: not counting the kRestBins
   std::size_t stride_ = 0;
   std::vector<std::uint32_t> bits_;   // [head][token]
   std::vector<std::uint16_t> bin_;    // [head][token]: 0 for the largest
@@ -56,7 +56,7 @@ class TopkConfigBatch final : public ConfigBatch {
   void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
   std::vector<HeadOutcome> outcomes() override;
   void watch(ConfigBatchWatcher) override {
-  }  ///< it keeps a set for each query head, not for a KV head
+  }  ///< oracle_topk keeps a set for each query head, not for a KV head
 
  private:
   void attend_query(std::uint32_t query, GroupRows& rows);

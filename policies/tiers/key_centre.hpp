@@ -1,0 +1,46 @@
+// Centred keys: one vector for each KV head of a layer, the centre, is subtracted from every key
+// before the key is quantized. Softmax cancels the constant q·centre, so attention does not change,
+// while keys with a large common bias lose less to quantization.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace kvlab {
+
+/// Where the centre of a KV head comes from.
+enum class KeyCentre : std::uint8_t {
+  none,    ///< keys are not centred
+  prompt,  ///< the mean of the first keys of the append that begins at position 0
+};
+
+/// Parses `none` or `prompt`. Throws std::invalid_argument for any other text.
+KeyCentre parse_key_centre(std::string_view text);
+
+std::string_view name_of(KeyCentre centre);
+
+/// Refuses to centre the keys of a model whose softmax does not cancel a constant that is added to
+/// all scores of a query. Throws std::invalid_argument.
+void check_centre(bool has_softcap, bool has_sink_logits);
+
+/// Number of keys whose mean is the centre, if the prompt has that many.
+inline constexpr std::uint32_t kCentreKeys = 128;
+
+/// Number of keys whose mean is the centre, after a first append of `tokens` tokens. 0: there is no
+/// centre. An append of one token is a decoded token, so it is no prompt.
+constexpr std::uint32_t centre_keys(std::uint32_t tokens) {
+  if (tokens < 2) return 0;
+  return tokens < kCentreKeys ? tokens : kCentreKeys;
+}
+
+/// One channel of the centre: the mean of a channel of the keys, which are added in order in
+/// float32. Host and device use it, so that their centres are equal bit for bit.
+struct CentreChannel {
+  float sum = 0;
+  std::uint32_t keys = 0;
+
+  constexpr void add(float key) { sum += key, ++keys; }
+  constexpr float mean() const { return sum / static_cast<float>(keys); }
+};
+
+}  // namespace kvlab

@@ -1,0 +1,87 @@
+"""Storage formats of keys and values, bit for bit beside the public implementations."""
+
+from __future__ import annotations
+
+import numpy
+import numpy.typing
+import pytest
+
+import kvlab
+
+Rows = numpy.typing.NDArray[numpy.float32]
+
+
+def rows_of(seed: int) -> list[Rows]:
+    """Random rows of several spreads, and rows of zeros, subnormals and large numbers."""
+    draws = numpy.random.default_rng(seed)
+    rows = [draws.normal(0, spread, (64, 128)).astype("f4") for spread in (1e-30, 1e-6, 1e-3, 1, 30, 400)]
+    rows.append(rows[3] * numpy.exp(draws.normal(0, 2, rows[3].shape)).astype("f4"))  # with outliers
+    rows.append(rows[3] + draws.normal(0, 50, (1, 128)).astype("f4"))  # with biases by channel
+    edges = numpy.zeros((5, 128), "f4")
+    edges[1] = 1
+    edges[2, ::3] = 1e-40
+    edges[3, 5], edges[3, 6] = -448, 447
+    edges[4, ::2] = -0.5
+    return [*rows, edges]
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"])
+def test_formats_of_llama_cpp_equal_those_of_gguf(name: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType[name]
+    for rows in rows_of(1):
+        with numpy.errstate(all="ignore"):
+            expected = gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind)
+        expected[numpy.isnan(expected)] = 0  # of the subnormal row, whose scale has an infinite inverse
+        numpy.testing.assert_array_equal(kvlab.quantize(rows, name.lower()), expected)
+
+
+def test_fp8_e4m3_equals_torch() -> None:
+    torch = pytest.importorskip("torch")
+    for rows in rows_of(2):
+        rows = numpy.clip(rows, -448, 448)  # torch makes NaN of larger ones, and engines clamp
+        expected = torch.from_numpy(rows).to(torch.float8_e4m3fn).float().numpy()
+        numpy.testing.assert_array_equal(kvlab.quantize(rows, "fp8_e4m3"), expected)
+    assert kvlab.quantize(numpy.full(32, 1e6, "f4"), "fp8_e4m3").max() == 448
+
+
+def test_nvfp4_has_the_nearest_numbers_of_its_definition() -> None:
+    grid = numpy.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], "f4")  # e2m1; index parity is the last mantissa bit
+    torch = pytest.importorskip("torch")
+    for rows in rows_of(3):
+        blocks = rows.reshape(-1, 16)
+        wanted = numpy.minimum(numpy.abs(blocks).max(axis=1, keepdims=True) / numpy.float32(6), 448)
+        scale = torch.from_numpy(wanted).to(torch.float8_e4m3fn).float().numpy()
+        with numpy.errstate(divide="ignore", invalid="ignore"):
+            size = numpy.minimum(numpy.abs(blocks / scale), 6)
+        distance = numpy.abs(size[..., None] - grid)
+        nearest = distance == distance.min(axis=-1, keepdims=True)
+        even = nearest & (numpy.arange(8) % 2 == 0)
+        index = numpy.where(even.any(axis=-1), even.argmax(axis=-1), nearest.argmax(axis=-1))
+        expected = numpy.where(scale == 0, 0, numpy.sign(blocks) * grid[index] * scale)
+        numpy.testing.assert_array_equal(kvlab.quantize(rows, "nvfp4"), expected.reshape(rows.shape))
+
+
+@pytest.mark.parametrize(("name", "bits"), [("8", 8), ("4", 4), ("3", 3), ("2", 2)])
+def test_integer_formats_lose_less_with_more_bits(name: str, bits: int) -> None:
+    rows = rows_of(4)[3]
+    error = numpy.abs(kvlab.quantize(rows, name) - rows).mean()
+    assert 0.2 < error * (2**bits - 1) < 2  # a block of 32 normal numbers spans about four deviations
+    numpy.testing.assert_array_equal(kvlab.quantize(rows, "16"), rows)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    rows = numpy.ones((2, 64), "f4")
+    assert kvlab.quantize(rows.reshape(2, 1, 64), "4").shape == (2, 1, 64)
+    for format in ("5", "q9_0", "8/4", "kivi4", ""):
+        with pytest.raises(ValueError, match=f"format: '{format}' is not a format of one row; known: 16, fp8"):
+            kvlab.quantize(rows, format)
+    with pytest.raises(ValueError, match="heads of 48 channels; whole blocks of 32"):
+        kvlab.quantize(rows[:, :48], "4")
+    with pytest.raises(ValueError, match="is NaN"):
+        kvlab.quantize(rows * numpy.nan, "q4_0")
+    with pytest.raises(ValueError, match="too large for"):
+        kvlab.quantize(rows * numpy.arange(64, dtype="f4") * 1e9, "q4_0")
+    for wrong in ("rows", None, [[1], [2, 3]], 3.0):
+        with pytest.raises(ValueError, match="rows: "):
+            kvlab.quantize(wrong, "4")

@@ -1,0 +1,269 @@
+// Plans of formats by layer: the knapsack, its losses, and what a plan file says.
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <random>
+
+#include "sim/plan/engine_options.hpp"
+#include "sim/plan/format_plan.hpp"
+#include "sim/replay.hpp"
+#include "tests/catch.hpp"
+#include "tests/error_of.hpp"
+#include "tests/sim/random_trace.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using Catch::Matchers::ContainsSubstring;
+using test::error_of;
+using test::TemporaryFolder;
+
+/// The least sum of losses of all choices within `bytes`.
+double min_loss(std::span<const PlanPart> parts, std::uint32_t bytes) {
+  if (parts.empty()) return 0;
+  double least = std::numeric_limits<double>::infinity();
+  for (std::size_t f = 0; f < parts.front().losses.size(); ++f)
+    if (parts.front().bytes[f] <= bytes)
+      least = std::min(least, parts.front().losses[f] +
+                                  min_loss(parts.subspan(1), bytes - parts.front().bytes[f]));
+  return least;
+}
+
+TraceReader random_trace(const TemporaryFolder& folder, const char* name = "trace",
+                         std::uint64_t seed = 1, std::uint32_t gradient_samples = 0) {
+  return write_random_trace(folder.path() / name, {.query_heads = 4,
+                                                   .kv_heads = 2,
+                                                   .head_size = 32,
+                                                   .spread = 3,
+                                                   .gradient_samples = gradient_samples,
+                                                   .seed = seed});
+}
+
+PlanRequest request_of(const char* budget, const char* formats = "kvlab") {
+  return {.set = parse_format_set(formats), .bits = parse_plan_bits(budget)};
+}
+
+FormatPlan plan_of(const TraceReader& trace, const PlanRequest& request) {
+  const TraceReader* const traces[] = {&trace};
+  return plan_formats(traces, request);
+}
+
+double metric_of(const TraceReader& trace, const TierPlan& tier_plan, std::int32_t layer,
+                 std::string_view metric = "residual_error") {
+  CacheConfig config;
+  config.policy.tier_plan = tier_plan;
+  for (const Measurement& own : replay(trace, 0, std::span(&config, 1), {}).measurements)
+    if (own.layer == layer && own.head < 0 && own.metric == metric) return own.value;
+  return std::nan("");
+}
+
+TEST_CASE("the knapsack has the least loss of all choices, at every size") {
+  std::mt19937 rng(3);
+  for (int round = 0; round < 30; ++round) {
+    std::vector<PlanPart> parts(1 + rng() % 4);
+    for (PlanPart& part : parts)
+      for (int f = 0; f < 3; ++f) {
+        part.losses.push_back(static_cast<double>(rng() % 100) / 8);
+        part.bytes.push_back(1 + rng() % 7);
+      }
+    const FormatKnapsack knapsack(parts, 30);
+    for (std::uint32_t bytes = 0; bytes <= 30; ++bytes) {
+      const double least = min_loss(parts, bytes);
+      REQUIRE(knapsack.fits(bytes) == std::isfinite(least));
+      if (!std::isfinite(least)) continue;
+      CHECK(knapsack.loss(bytes) == least);
+      double sum = 0;
+      std::uint32_t used = 0;
+      const std::vector<std::size_t> formats = knapsack.formats(bytes);
+      for (std::size_t p = 0; p < parts.size(); ++p)
+        sum += parts[p].losses[formats[p]], used += parts[p].bytes[formats[p]];
+      CHECK(sum == least);
+      CHECK(used <= bytes);
+    }
+  }
+}
+
+TEST_CASE("losses are those of a replay with one part of one layer quantized") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  const FormatPlan plan = plan_of(trace, request_of("5bits"));
+  CHECK(plan.metric == "residual_error");
+  REQUIRE(plan.layers == std::vector<std::uint32_t>{0, 1});
+  REQUIRE(plan.formats.size() == 6);
+  const std::size_t four = 3;
+  CHECK(plan.formats[four]->name == "4");
+  for (std::int32_t layer : {0, 1}) {
+    const auto& own = plan.losses[static_cast<std::size_t>(layer)];
+    CHECK(own[0][0] == 0);
+    CHECK(own[0][four] == metric_of(trace, parse_tier_plan("4/16"), layer));
+    CHECK(own[1][four] == metric_of(trace, parse_tier_plan("16/4"), layer));
+    CHECK(own[0][4] > own[0][four]);  // 3 bits lose more
+  }
+}
+
+TEST_CASE("a trace with gradients is planned by them") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder, "trace", 1, 3);
+  const FormatPlan plan = plan_of(trace, request_of("5bits"));
+  CHECK(plan.metric == "kl_estimate");
+  CHECK(plan.losses[1][0][3] == metric_of(trace, parse_tier_plan("4/16"), 1, "kl_estimate"));
+  CHECK(plan.plan.joint.value == metric_of(trace, plan.plan.tier_plan, -1, "kl_estimate_joint"));
+  PlanRequest request = request_of("5bits");
+  request.metric = "residual_error";
+  CHECK(plan_of(trace, request).metric == "residual_error");
+}
+
+TEST_CASE("a plan keeps to its bits and is at least as good as one format for all layers") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  for (const char* budget : {"3bits", "4.5bits", "31.25%bytes", "9bits", "16bits"}) {
+    INFO(budget);
+    const FormatPlan plan = plan_of(trace, request_of(budget));
+    CHECK(plan.plan.bits <= parse_plan_bits(budget));
+    CHECK(plan.uniform.bits <= parse_plan_bits(budget));
+    CHECK(plan.plan.added <= plan.uniform.added);
+    CHECK(plan.plan.joint.value == metric_of(trace, plan.plan.tier_plan, -1));
+    CHECK(parse_tier_plan(plan.plan.tier_plan.text()) == plan.plan.tier_plan);
+    CHECK(!plan.uniform.tier_plan.is_by_layer());
+    for (std::size_t i = 1; i < plan.frontier.size(); ++i)
+      CHECK(plan.frontier[i].added < plan.frontier[i - 1].added);
+  }
+  CHECK(plan_of(trace, request_of("16bits")).plan.tier_plan.is_plain());
+}
+
+TEST_CASE("a plan has no more freedom than the engine") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  const FormatPlan llama = plan_of(trace, request_of("6bits", "llama.cpp"));
+  CHECK(!llama.plan.tier_plan.is_by_layer());
+  CHECK(llama.plan.tier_plan == llama.uniform.tier_plan);
+  const FormatPlan vllm = plan_of(trace, request_of("12bits", "vllm"));
+  REQUIRE(vllm.plan.tier_plan.is_by_layer());
+  for (const KvFormat& format : vllm.plan.tier_plan.layers) CHECK(format.key == format.value);
+}
+
+TEST_CASE("losses that are not finite are refused") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  const PlanPart broken{.losses = {0, std::nan("")}, .bytes = {2, 1}};
+  const FormatKnapsack knapsack(std::span(&broken, 1), 3);
+  CHECK(!knapsack.fits(1));
+  CHECK(knapsack.loss(3) == 0);
+}
+
+TEST_CASE("losses of several traces are means") {
+  const TemporaryFolder folder;
+  const TraceReader a = random_trace(folder, "a");
+  const TraceReader b = random_trace(folder, "b", 9);
+  const TraceReader* const both[] = {&a, &b};
+  const PlanRequest request = request_of("5bits");
+  const FormatPlan plan = plan_formats(both, request), first = plan_of(a, request),
+                   second = plan_of(b, request);
+  CHECK(plan.losses[1][0][3] == Approx((first.losses[1][0][3] + second.losses[1][0][3]) / 2));
+}
+
+TEST_CASE("a plan file contains the plan, and is read as a tier plan") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  const PlanRequest request = request_of("4.5bits");
+  const FormatPlan plan = plan_of(trace, request);
+  const std::string path = (folder / "plan.json").string();
+  test::write_bytes(path, plan_text(plan, request));
+  const PlanFile file = read_plan_file(path);
+  CHECK(file.tier_plan == plan.plan.tier_plan);
+  CHECK(file.layers == std::vector<std::uint32_t>{0, 1});
+  CHECK(!file.has_windows);
+  const nlohmann::json json = parse_json(plan_text(plan, request), "plan");
+  CHECK(json.at("losses").size() == 2);
+  CHECK(json.at("losses").at(1).at("keys").at("4") == plan.losses[1][0][3]);
+  for (const auto& [text, why] : std::initializer_list<std::pair<const char*, const char*>>{
+           {"{", "plan.json"},
+           {R"({"format": 2})", "format"},
+           {R"({"format": 1})", "tiers"},
+           {R"({"format": 1, "tiers": "4", "layers": [-1]})", "layers"},
+           {R"({"format": 1, "tiers": "4", "layers": []})", "layers"},
+           {R"({"format": 1, "tiers": "4", "layers": [1, 1]})", "ascending"},
+           {R"({"format": 1, "tiers": "16:50%,4:50%", "layers": [0]})", "one format"},
+           {R"({"format": 1, "tiers": "kivi4", "layers": [0]})", "one format"},
+           {R"({"format": 1, "tiers": "4x1-8x1", "layers": [0]})", "layers"},
+           {R"({"format": 1, "tiers": "4", "layers": [0], "centre": "x"})", "plan.json: "},
+           {R"({"format": 1, "tiers": "5"})", "plan.json: tiers '5'"}}) {
+    test::write_bytes(path, text);
+    CHECK_THAT(error_of<std::runtime_error>([&] { read_plan_file(path); }), ContainsSubstring(why));
+  }
+}
+
+TEST_CASE("a plan is written as the options of an engine") {
+  const auto options = [](const char* tiers, const char* engine, bool has_windows = false) {
+    return engine_options({parse_tier_plan(tiers), KeyCentre::none, {0, 1, 5, 7}, has_windows},
+                          engine);
+  };
+  CHECK(options("16", "vllm") == "--kv-cache-dtype auto");
+  CHECK(options("fp8_e4m3", "vllm") == "--kv-cache-dtype fp8_e4m3");
+  CHECK(options("16x1-fp8_e4m3x2-16x1", "vllm") ==
+        "--kv-cache-dtype fp8_e4m3 --kv-cache-dtype-skip-layers 0 7");
+  CHECK(options("nvfp4", "vllm", true) ==
+        "--kv-cache-dtype nvfp4 --kv-cache-dtype-skip-layers sliding_window");
+  CHECK(options("q8_0/q4_0", "llama.cpp") ==
+        "--flash-attn on --cache-type-k q8_0 --cache-type-v q4_0");
+  CHECK(options("q5_1x4", "llama.cpp") ==
+        "--flash-attn on --cache-type-k q5_1 --cache-type-v q5_1");
+  CHECK(options("fp8_e4m3", "tensorrt-llm") == "kv_cache_config:\n  dtype: fp8");
+  CHECK(options("16", "tensorrt-llm") == "kv_cache_config:\n  dtype: auto");
+}
+
+TEST_CASE("a plan that an engine cannot express is refused by name") {
+  for (const auto& [tiers, engine, why] :
+       std::initializer_list<std::tuple<const char*, const char*, const char*>>{
+           {"4", "vllm", "vllm does not have the format 4"},
+           {"fp8_e4m3/nvfp4", "vllm", "one format for keys and values, not fp8_e4m3/nvfp4"},
+           {"fp8_e4m3x2-nvfp4x2", "vllm", "one format besides 16 bit, not fp8_e4m3 and nvfp4"},
+           {"q8_0x1-q4_0x3", "llama.cpp", "the same formats in all layers, not q8_0 and q4_0"},
+           {"8", "llama.cpp", "llama.cpp does not have the format 8"},
+           {"16x1-fp8_e4m3x3", "tensorrt-llm", "the same formats in all layers"},
+           {"q4_0", "tensorrt-llm", "does not have the format q4_0"},
+           {"16", "transformers", "should be one of vllm, llama.cpp, tensorrt-llm"}}) {
+    INFO(tiers << " " << engine);
+    const PlanFile plan{parse_tier_plan(tiers), KeyCentre::none, {0, 1, 5, 7}};
+    CHECK_THAT(error_of<std::invalid_argument>([&] { engine_options(plan, engine); }),
+               ContainsSubstring(why));
+  }
+  const PlanFile windows{parse_tier_plan("q8_0"), KeyCentre::none, {0}, true},
+      centred{parse_tier_plan("fp8_e4m3"), KeyCentre::prompt, {0}};
+  CHECK_THAT(error_of<std::invalid_argument>([&] { engine_options(windows, "llama.cpp"); }),
+             ContainsSubstring("sliding window"));
+  CHECK_THAT(error_of<std::invalid_argument>([&] { engine_options(centred, "vllm"); }),
+             ContainsSubstring("does not centre keys"));
+}
+
+TEST_CASE("what cannot be planned is refused") {
+  const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
+  for (const char* text :
+       {"", "4", "bits", "0bits", "-1bits", "17bits", "nanbits", "101%bytes", "4%"})
+    CHECK_THAT(refusal([&] { parse_plan_bits(text); }),
+               ContainsSubstring("should be a mean per element"));
+  CHECK(parse_plan_bits("25%bytes") == 4);
+  for (const char* text : {"", "5", "4,", "4,4", "kivi4", "16,8,llama.cpp"})
+    CHECK_THAT(refusal([&] { parse_format_set(text); }),
+               ContainsSubstring("should be one of kvlab, vllm, llama.cpp, tensorrt-llm"));
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  CHECK_THAT(refusal([&] { plan_of(trace, request_of("2bits")); }),
+             ContainsSubstring("the smallest of these formats take 3 bits"));
+  PlanRequest request = request_of("5bits");
+  request.metric = "kl_estimate";
+  CHECK_THAT(refusal([&] { plan_of(trace, request); }), ContainsSubstring("no kl_estimate"));
+  request.metric = "recall";
+  CHECK_THAT(refusal([&] { plan_of(trace, request); }), ContainsSubstring("should be one of"));
+  const TraceReader narrow = write_random_trace(folder.path() / "narrow", {});
+  CHECK_THAT(refusal([&] { plan_of(narrow, request_of("5bits")); }),
+             ContainsSubstring("whole blocks of 32"));
+  const TraceReader* const differ[] = {&trace, &narrow};
+  CHECK_THAT(refusal([&] { plan_formats(differ, request_of("5bits")); }),
+             ContainsSubstring("different models"));
+}
+
+}  // namespace
+}  // namespace kvlab
