@@ -25,7 +25,7 @@ def safetensors(tensors):
 def write_windows_model(folder, tokenizer):
     """Qwen 3 with a sliding window in one of two layers, so its traces have format 3."""
     draws = random.Random(7)
-    hidden, heads, kv_heads, size, mlp, vocab = 32, 4, 2, 32, 48, 8192
+    hidden, heads, kv_heads, size, mlp, vocab = 32, 4, 2, 64, 48, 8192
 
     def tensor(*shape, one=False):
         count = 1
