@@ -240,7 +240,7 @@ void KvCache::find_centre(std::uint32_t layer) {
 
 /// The centres of the append's sequence [kv_head, dim]; null if its keys are not centred.
 float* KvCache::centres_of(std::uint32_t layer) const {
-  if (of(append_.sequence).centre == KeyCentre::none) return nullptr;
+  if (!centres_keys(layer, append_.sequence)) return nullptr;
   return storage_->tiers.centres_of(layer, append_.sequence);
 }
 

@@ -112,11 +112,17 @@ void KvCache::compact(const AppendMemory& memory, kvlab_compact_args args, int s
         "tokens and their tiers");
 }
 
+bool KvCache::centres_keys(std::uint32_t layer, int sequence) const {
+  if (!is_quantized() || of(sequence).centre == KeyCentre::none) return false;
+  const auto pair = static_cast<std::size_t>(sequence) * config_.kv_heads;
+  return !slots_.tiers(layer, pair).back().format.exact();
+}
+
 std::uint64_t KvCache::bytes_on_tiers(std::uint32_t layer, std::size_t pair) const {
   const TierCounts& tiers = tier_counts_[layer * slots_.pairs() + pair];
   const auto sequence = static_cast<int>(pair) / config_.kv_heads;
   std::uint64_t bytes = 0;
-  if (of(sequence).centre != KeyCentre::none)
+  if (centres_keys(layer, sequence))
     bytes += static_cast<std::size_t>(config_.head_size) * sizeof(float);
   for (std::size_t r = 0; r < tiers.tier_plan().size(); ++r) {
     const KvFormat& format = tiers.tier_plan()[r].format;

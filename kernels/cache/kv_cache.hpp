@@ -332,6 +332,8 @@ class KvCache {
   void centre(std::uint32_t layer, std::uint32_t first, std::uint32_t tokens);
   void find_centre(std::uint32_t layer);
   float* centres_of(std::uint32_t layer) const;
+  /// Whether a sequence's keys are centred in a layer. They are not in a layer in 16 bit.
+  bool centres_keys(std::uint32_t layer, int sequence) const;
   void keep_by_shares(std::uint32_t layer, kvlab_compact_args args);
   void keep_plain_keys(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to);
   void make_features_of_new(std::uint32_t layer);

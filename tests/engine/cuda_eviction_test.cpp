@@ -24,7 +24,7 @@ ResolvedConfig cache(const PolicySpec& policy, std::uint32_t budget, Prefill pre
                   .prefill = prefill,
                   .positions = positions,
                   .seed = 11},
-                 budget);
+                 budget, 0, cpu_tiny().config().heads());
 }
 ResolvedConfig cache(const std::string& policy, std::uint32_t budget, Prefill prefill,
                      Positions positions) {
@@ -69,7 +69,12 @@ TEST_CASE("In float32, logits equal the CPU decoder's for every cache configurat
       .budgets = test::budgets_about(48, heads),
       .prefills = {Prefill{0}, Prefill{32}, Prefill{1}, Prefill{89}}};
   std::vector<CacheConfig> configs = test::covering(choices, &kCudaDecoder, 220, heads);
-  configs.push_back({.policy = parse_policy("full:tiers=4"), .budget = {.extent = tokens(48)}});
+  const std::string rest = "x" + std::to_string(heads.layers - 1);
+  for (const std::string& tiers :
+       {std::string("4"), std::string("8/4"), "8/4x1-4/2" + rest, "16x1-4" + rest})
+    for (const char* policy : {"full", "h2o"})
+      configs.push_back(
+          {.policy = parse_policy(policy + (":tiers=" + tiers)), .budget = {.extent = tokens(48)}});
   for (const CacheConfig& config : configs) {
     const ResolvedConfig options = resolve(config, 220, 0, heads);
     CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
@@ -87,8 +92,11 @@ TEST_CASE("In float32, logits equal the CPU decoder's for every cache configurat
 TEST_CASE("In float32, logits with centred keys equal the CPU decoder's", "[gpu]") {
   if (no_device()) return;
   const CacheShape heads = cpu_tiny().config().heads();
-  for (const char* policy : {"full:tiers=4", "h2o:tiers=8", "h2o:tiers=16@12t+4@100%",
-                             "lru:every=3:tiers=8@50%+k4v2@50%", "snapkv:tiers=fp8"})
+  // 16x1-…: the keys of a layer in 16 bit are not centred.
+  const std::string by_layer = "h2o:tiers=16x1-4x" + std::to_string(heads.layers - 1);
+  for (const char* policy :
+       {"full:tiers=4", "h2o:tiers=8", "h2o:tiers=16@12t+4@100%",
+        "lru:every=3:tiers=8@50%+k4v2@50%", "snapkv:tiers=fp8", by_layer.c_str()})
     for (const Prefill& prefill : {Prefill{}, Prefill{128}}) {
       INFO(policy << ", " << prefill.text());
       const auto run = [&](const std::string& text, auto check) {

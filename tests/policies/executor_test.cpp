@@ -67,8 +67,20 @@ TEST_CASE("Executors on a device refuse formats that the kernels do not have, by
   for (const Executor& executor : {kCudaReplay, kCudaEvaluation, kKernelLibrary})
     for (const char* format : {"q4_0", "fp8_e4m3", "nvfp4", "3", "8/4", "16@50%+q4_1@50%"})
       CHECK(refusal(executor, requested(std::string("h2o:tiers=") + format)) != "");
-  for (const char* format : {"4/2", "16", "2", "fp8@50%+k4v2@50%"})
+  for (const char* format : {"q4_0", "fp8/8", "8/3", "16/8", "16@50%+q4_1@50%"})
+    CHECK(refusal(kCudaDecoder, requested(std::string("h2o:tiers=") + format)) != "");
+  for (const char* format : {"4/2", "8/4", "2/8", "16", "2", "fp8@50%+k4v2@50%"})
     CHECK(refusal(kCudaDecoder, requested(std::string("h2o:tiers=") + format)) == "");
+}
+
+TEST_CASE("Decoders have formats by layer; other executors on a device refuse them by name") {
+  const CacheConfig config = requested("h2o:tiers=8x2-4/2x3");
+  for (const Executor& executor : {kEvaluation, kDecoder, kCudaDecoder, kKernelLibrary})
+    CHECK(refusal(executor, config) == "");
+  CHECK(refusal(kCudaEvaluation, config) ==
+        "policy h2o: tiers 8x2-k4v2x3: the end-to-end evaluation on CUDA does not support formats "
+        "by layer; --device cpu does");
+  CHECK(refusal(kCudaReplay, config) != "");
 }
 
 TEST_CASE("KIVI runs only in the replay and the end-to-end evaluation on the CPU") {

@@ -106,6 +106,7 @@ def test_every_policy_keeps_what_the_replay_keeps(policy: str) -> None:
         ("h2o", "pyramid(40)", {}),
         ("h2o:tiers=16@8t+4@100%", 24, {}),
         ("lru:every=4:tiers=8@50%+k4v2@50%", 24, {"prefill": "chunk:17"}),
+        ("h2o:tiers=16x1-4x1", 24, {}),
     ],
 )
 def test_modes_keep_what_the_replay_keeps(policy: str, budget: int | str, words: dict[str, Any]) -> None:

@@ -124,8 +124,8 @@ void write_changed_model(const std::filesystem::path& folder, const char* key, d
 
 const char* const kFaultPolicies[] = {"full", "window", "sink", "h2o"};
 
-ResolvedConfig fault_config(const char* policy) {
-  return resolve({.policy = parse_policy(policy), .budget = parse_budget("64")}, 400);
+ResolvedConfig fault_config(const std::string& policy, const CacheShape& model = {}) {
+  return resolve({.policy = parse_policy(policy), .budget = parse_budget("64")}, 400, 0, model);
 }
 
 /// Breaks the attention of layer 2 in several ways: check (d) finds it, and the other checks pass.
@@ -240,11 +240,15 @@ TEST_CASE("verify passes on a device, for every tier and mode", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const auto backend = load_backend(Device::cuda, kModel, 2);
   const auto turns = two_turns(40);
-  for (const char* policy :
-       {"full", "full:tiers=4", "window", "sink", "random", "h2o", "tova:scope=layer",
-        "h2o:tiers=fp8", "h2o:tiers=4", "window:tiers=16@12t+8@30%+2@70%"})
+  const std::string rest = "x" + std::to_string(backend->config().layers - 1);
+  for (const std::string& policy : std::vector<std::string>{
+           "full", "full:tiers=4", "window", "sink", "random", "h2o", "tova:scope=layer",
+           "h2o:tiers=fp8", "h2o:tiers=4", "window:tiers=16@12t+8@30%+2@70%",
+           // Pairs of formats, and formats by layer
+           "h2o:tiers=8/4", "window:tiers=8/2@50%+4/2@50%", "full:tiers=4/8", "full:tiers=2/8",
+           "full:tiers=2/4", "full:tiers=8x1-4/2" + rest, "h2o:tiers=16x1-8/4" + rest})
     for (const Prefill prefill : {Prefill{0}, Prefill{16}, Prefill{1}}) {
-      ResolvedConfig config = fault_config(policy);
+      ResolvedConfig config = fault_config(policy, backend->config().heads());
       config.prefill = prefill;
       const VerifyReport report = report_of(*backend, config, turns);
       CAPTURE(policy, prefill.text(), report.outputs.layer, report.outputs.worst_error,

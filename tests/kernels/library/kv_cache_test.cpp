@@ -47,8 +47,9 @@ struct Layout {
         rules.push_back({budget, protected_tokens.sinks, protected_tokens.recent,
                          policy.modifiers.group == Modifiers::Group::max});
         if (policy.tier_plan.is_plain()) continue;
-        for (const TierSlots& tier : cache.tiers.at(budget))
-          tiers.push_back({static_cast<kvlab_kv_format>(*kernel_format(tier.format)), tier.slots});
+        for (const TierSlots& tier :
+             cache.layer_tiers.empty() ? cache.tiers.at(budget) : cache.layer_tiers[layer])
+          tiers.push_back({static_cast<kvlab_kv_format>(*library_format(tier.format)), tier.slots});
       }
     }
     for (const std::string& feature : policy.features)
@@ -326,6 +327,12 @@ TEST_CASE("A device's cache keeps the tokens that the CPU's caches keep, and giv
           (config.policy.tier_plan.is_quantized() ? 3e-2 : 1e-4));
   }
   CHECK(conversation(resolved("full:tiers=8", 32)) < 3e-2);
+  const std::string rest = "x" + std::to_string(kLayers - 1);
+  for (const std::string& policy : {"h2o:tiers=16x1-4" + rest, "full:tiers=8x1-4/2" + rest}) {
+    INFO(policy);
+    CHECK(conversation(resolve({.policy = parse_policy(policy), .budget = parse_budget("36")},
+                               kTokens, 0, kModel)) < 3e-2);
+  }
 }
 
 TEST_CASE("A captured graph of a cache's steps stays valid, also after clear()", "[gpu]") {
