@@ -42,10 +42,9 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
         "policy {}: tiers {}: {} does not quantize by channel; a replay and the end-to-end "
         "evaluation on the CPU do",
         policy.name, policy.tier_plan.text(), executor.name);
-  if (executor.formats == Formats::library || executor.formats == Formats::kernels)
+  if (executor.formats == Formats::kernels)
     for (const KvFormat& format : policy.tier_plan.formats())
-      if (!(executor.formats == Formats::library ? library_format(format).has_value()
-                                                 : is_kernel_format(format)))
+      if (!kernel_format(format))
         return fmt::format("policy {}: tiers {}: {} does not support format {}; {} does",
                            policy.name, policy.tier_plan.text(), executor.name, format.name(),
                            executor.instead);

@@ -17,10 +17,9 @@ namespace kvlab {
 /// scored ones and those from a FeatureSource. any: also those stored with a trace.
 enum class Features { none, built_in, supplied, any };
 
-/// Formats of tiers that an executor may support. library: those of the C library. kernels: also
-/// other pairs of 8, 4 and 2 bits. rows: all that quantize each key and each value by itself. all:
-/// also KIVI's.
-enum class Formats { library, kernels, rows, all };
+/// Formats of tiers that an executor may support. kernels: those that the kernels have. rows: all
+/// that quantize each key and each value by itself. all: also KIVI's.
+enum class Formats { kernels, rows, all };
 
 /// Maximum number of tiers on a CUDA device: kernels::kMaxDeviceTiers.
 inline constexpr std::size_t kMaxDeviceTiers = 8;
@@ -33,7 +32,7 @@ struct Executor {
   bool exempt_layers = false;         ///< `null` in a budget file
   bool shared_slots = false;          ///< ada()
   std::size_t max_tiers = kMaxTiers;  ///< maximum number of tiers in one plan
-  Formats formats = Formats::library;
+  Formats formats = Formats::kernels;
   bool formats_by_layer = false;  ///< a tier plan such as 8x2-4x28
   bool centre = false;            ///< centred keys of a tier plan
   bool products = false;          ///< a policy's rank times a feature
@@ -66,7 +65,6 @@ constexpr Executor device_executor(const char* name, const char* instead) {
 inline constexpr Executor kCudaDecoder = [] {
   Executor decoder = device_executor("the CUDA decoder", "--device cpu");
   decoder.shared_slots = true;
-  decoder.formats = Formats::kernels;
   decoder.formats_by_layer = true;
   decoder.centre = true;
   return decoder;
@@ -78,7 +76,7 @@ inline constexpr Executor kKernelLibrary = [] {
   return library;
 }();
 inline constexpr Executor kCudaEvaluation =
-    device_executor("the end-to-end evaluation on CUDA", "--device cpu");  // or --by-tokens
+    device_executor("the end-to-end evaluation on CUDA", "--device cpu");
 inline constexpr Executor kCudaReplay = [] {
   Executor replay = device_executor("the CUDA replay", "--device cpu");
   replay.features = Features::any;

@@ -10,6 +10,7 @@
 #include "engine/backend.hpp"
 #include "engine/checkpoint/model.hpp"
 #include "engine/evaluation/device/layered_evaluation.hpp"
+#include "policies/executor.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/files.hpp"
@@ -46,6 +47,19 @@ std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& 
   return ids;
 }
 
+/// By layers if the evaluation on a device supports all configurations, and by tokens otherwise.
+SweepRunner device_sweep_runner(Backend& backend) {
+  return [by_layers = device_layer_sweep_runner(*backend.device_model()),
+          by_tokens = token_sweep_runner(backend)](
+             const std::vector<std::vector<std::int32_t>>& sequences,
+             std::span<const CacheConfig> configs, const EvalOptions& options) {
+    const bool supported = std::ranges::all_of(configs, [](const CacheConfig& config) {
+      return refusal(kCudaEvaluation, config).empty();
+    });
+    return (supported ? by_layers : by_tokens)(sequences, configs, options);
+  };
+}
+
 EvalModel load_eval_model(const std::string& directory, const CommonOptions& common,
                           EvalMethod way) {
   EvalModel loaded{.directory = directory,
@@ -61,8 +75,7 @@ EvalModel load_eval_model(const std::string& directory, const CommonOptions& com
   Backend& backend = *loaded.backend;
   const bool by_tokens =
       way == EvalMethod::tokens || !beyond_device_layers(backend.config()).empty();
-  loaded.run_sweep =
-      by_tokens ? token_sweep_runner(backend) : device_layer_sweep_runner(*backend.device_model());
+  loaded.run_sweep = by_tokens ? token_sweep_runner(backend) : device_sweep_runner(backend);
   return loaded;
 }
 

@@ -79,7 +79,7 @@ SlotPair pair_of(const kvlab_kv_cache_config& c, std::size_t at) {
     const kvlab_tier& tier =
         c.tiers[at * static_cast<std::size_t>(c.tier_count) + static_cast<std::size_t>(r)];
     const int least =
-        pair.tiers.empty() ? 0 : static_cast<int>(*library_format(pair.tiers.back().format));
+        pair.tiers.empty() ? 0 : static_cast<int>(*kernel_format(pair.tiers.back().format));
     want(static_cast<int>(tier.format) >= least && tier.format <= KVLAB_FORMAT_2,
          "tiers of pair {}: format {} follows format {}; formats should be in the order of "
          "kvlab_kv_format, from most to least exact",

@@ -215,18 +215,6 @@ __device__ void add_quantized(TierTiles<Warp>& tiles, const TierRun& run, State&
   });
 }
 
-/// The same, for keys of kKeyBits bits and values of any.
-template <int kKeyBits, class Warp, class State>
-__device__ void add_with_keys(TierTiles<Warp>& tiles, const TierRun& run, State& state,
-                              const TierUse& use) {
-  if (run.format.value_bits == 8)
-    add_quantized<QuantFormat<kKeyBits, 8>>(tiles, run, state, use);
-  else if (run.format.value_bits == 4)
-    add_quantized<QuantFormat<kKeyBits, 4>>(tiles, run, state, use);
-  else
-    add_quantized<QuantFormat<kKeyBits, 2>>(tiles, run, state, use);
-}
-
 /// Processes a warp's tiles of a pair and writes its part.
 template <class Warp, int kHeadGroups>
 __device__ void add_pair(TierTiles<Warp>& tiles, const PairTiers& tiers,
@@ -253,11 +241,13 @@ __device__ void add_pair(TierTiles<Warp>& tiles, const PairTiers& tiers,
     if (run.format.floating)
       add_quantized<QuantFormat<8, 8, true>>(tiles, run, state, use);
     else if (run.format.key_bits == 8)
-      add_with_keys<8>(tiles, run, state, use);
+      add_quantized<QuantFormat<8, 8>>(tiles, run, state, use);
+    else if (run.format.value_bits == 4)
+      add_quantized<QuantFormat<4, 4>>(tiles, run, state, use);
     else if (run.format.key_bits == 4)
-      add_with_keys<4>(tiles, run, state, use);
+      add_quantized<QuantFormat<4, 2>>(tiles, run, state, use);
     else
-      add_with_keys<2>(tiles, run, state, use);
+      add_quantized<QuantFormat<2, 2>>(tiles, run, state, use);
   }
   state.finish(part);
 }

@@ -89,7 +89,7 @@ struct KvFormat {
   constexpr auto operator<=>(const KvFormat&) const = default;
 };
 
-/// The formats of kvlab for keys and values. The C library has the first kLibraryFormats, which are
+/// The formats of kvlab for keys and values. The kernels have the first kKernelFormats, which are
 /// in the order of kvlab_kv_format (kernels/kvlab.h). KIVI (Liu et al. 2024, arXiv:2402.02750)
 /// cannot be combined with other tiers.
 inline constexpr KvFormat kKvFormats[] = {
@@ -102,22 +102,13 @@ inline constexpr KvFormat kKvFormats[] = {
     {find_row_format("4"), find_row_format("4"), true},
     {find_row_format("2"), find_row_format("2"), true},
 };
-inline constexpr std::size_t kLibraryFormats = 6;
+inline constexpr std::size_t kKernelFormats = 6;
 
-/// The index of a format in kKvFormats if the C library has it.
-constexpr std::optional<std::uint32_t> library_format(const KvFormat& format) {
-  for (std::uint32_t i = 0; i < kLibraryFormats; ++i)
+/// The index of a format in kKvFormats if the kernels have it.
+constexpr std::optional<std::uint32_t> kernel_format(const KvFormat& format) {
+  for (std::uint32_t i = 0; i < kKernelFormats; ++i)
     if (kKvFormats[i] == format) return i;
   return std::nullopt;
-}
-
-/// Whether the kernels have the format: 16, fp8, or keys and values of 8, 4 or 2 bits.
-constexpr bool is_kernel_format(const KvFormat& format) {
-  const auto is_integer = [](const RowFormat& row) {
-    return row.encoding == Encoding::integer && row.bits != 3;
-  };
-  return library_format(format).has_value() ||
-         (is_integer(*format.key) && is_integer(*format.value) && !format.kivi);
 }
 
 /// The format of a name: a row format's name for keys and values, KEY/VALUE for two of them,

@@ -186,7 +186,7 @@ TEST_CASE("a run accepts several headers and names each; a deployed policy requi
   write_bytes(a, shop_text("first"));
   write_bytes(b, shop_text("second"));
   CHECK(call("replay --trace " KVLAB_SOURCE_DIR
-             "/traces/samples/tiny-story --budget 32 --layers 0 --policy-source " +
+             "/traces/samples/tiny-story --device cpu --budget 32 --layers 0 --policy-source " +
              a + " --policy-source " + b + " --out " + run) == 0);
   const Run loaded = load_run(run);
   REQUIRE(loaded.info.sources.size() == 2);

@@ -462,8 +462,6 @@ TEST_CASE("Attention over tiers by tensor cores equals the plain attention", "[g
     for (const int head_size : {64, 96, 128, 256}) {
       for (const KvFormat& format : kKvFormats)
         if (!format.kivi) check_attention(type, head_size, 3, {format});
-      for (const char* pair : {"8/4", "8/2", "4/8", "2/8", "2/4"})
-        check_attention(type, head_size, 3, {*find_kv_format(pair)});
       for (const int group : {1, 4, 8})
         check_attention(
             type, head_size, group,

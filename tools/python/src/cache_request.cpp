@@ -73,7 +73,7 @@ Array<std::uint32_t> tiers_of(const ResolvedConfig& config, const CacheShape& mo
                                   : &config.layer_tiers[layer];
       for (std::size_t r = 0; r < tiers; ++r) {  // without tiers, a layer stays in 16 bit
         const TierSlots tier = own ? (*own)[r] : TierSlots{};
-        all.insert(all.end(), {*library_format(tier.format), tier.slots});
+        all.insert(all.end(), {*kernel_format(tier.format), tier.slots});
       }
     }
   return array_of(std::move(all), {model.layers, model.kv_heads, tiers, 2});
