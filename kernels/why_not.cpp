@@ -253,7 +253,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
               "rotated is {}; at cache positions, all of head_size, {}", args.rotated,
               args.cache.head_size)
         .that(args.numbering != KVLAB_CACHE_POSITIONS || args.cache.ages,
-              "cache.ages is NULL, and numbering KVLAB_CACHE_POSITIONS")
+              "cache.ages is NULL; numbering KVLAB_CACHE_POSITIONS needs it")
         .that(args.numbering != KVLAB_CACHE_POSITIONS_ROTATED || policy.oldest_first,
               "numbering is KVLAB_CACHE_POSITIONS_ROTATED, which only window and sink support, not "
               "{}",

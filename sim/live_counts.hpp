@@ -45,9 +45,10 @@ struct Memory {
 
   double total() const { return mean + state; }
 };
-/// "15 layers with a window beside them keep 1.20 MiB of keys and values, at most 1.30", or "".
+/// "15 layers with a sliding window also keep 1.20 MiB of keys and values, at most 1.30", or "".
 std::string windows_text(std::size_t layers, double mean_bytes, double peak_bytes);
-/// "at most 1.30 MiB of keys and values where it acts, 2.60 in exempt layers, 3.90 together"
+/// "at most 1.30 MiB of keys and values in the layers where the policy acts, 2.60 in exempt layers,
+/// 3.90 in total"
 std::string exempt_text(double peak_bytes, double exempt_peak_bytes);
 /// `config` must have its appends; `model` is the shape of the model.
 Memory memory_of(const ResolvedConfig& config, const CacheShape& model);

@@ -36,10 +36,9 @@ void check(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return;
   if (is_lost(error))
     throw Error(
-        error,
-        fmt::format("CUDA: {}: the device was lost ({}: {}); nothing more can be computed on it by "
-                    "this process, so start it again",
-                    what, cudaGetErrorName(error), cudaGetErrorString(error)));
+        error, fmt::format("CUDA: {}: the device was lost ({}: {}); this process cannot use it any "
+                           "more, so restart the process",
+                           what, cudaGetErrorName(error), cudaGetErrorString(error)));
   cudaGetLastError();  // clears the error, so that the next call does not fail too
   if (kernels::is_without_code(error))
     throw Error(error, fmt::format("CUDA: {}: {}", what, kernels::why_not_device()));

@@ -17,8 +17,8 @@
 namespace kvlab::kernels::observe {
 namespace {
 
-/// Number of warpgroups of a CTA that count. At head size 256, a warp's keys need twice the
-/// registers.
+/// Number of warpgroups in a CTA that count what keys receive; one more warp loads tiles. At head
+/// size 256 it is lower, because a warp's keys need twice the registers.
 template <int kDim>
 constexpr int kWarpgroups = kDim > 128 ? 2 : 3;
 constexpr int kKeysOfWarpgroup = 64;  ///< 16 per warp

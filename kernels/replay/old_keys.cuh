@@ -65,8 +65,9 @@ class OldKeyStage {
     const OldKeyLayout parts(args.shape);
     const auto* const from = reinterpret_cast<const uint4*>(args.tensors.fine);
     uint4* const to = stage_ + parts.fragments + parts.columns;
-    // In global memory a row has, granule by granule, two couples of pairs for each of four lanes.
-    // Here it is arranged by couple.
+    // A uint4 holds two pairs. Each of four lanes takes two uint4 of a granule. In global memory
+    // the two of a lane are neighbours. Here the first ones of all four lanes come before the
+    // second ones.
     for (int n = static_cast<int>(threadIdx.x); n < 64 * head_groups;
          n += static_cast<int>(blockDim.x)) {
       const int position_in_cache = n / head_groups, at = n % head_groups;

@@ -12,8 +12,8 @@
 #include "policies/policy_struct.hpp"
 
 namespace kvlab {
-/// The headers in kernels/runtime/std, because NVRTC has no standard headers, and the headers of
-/// the kernels below.
+/// The headers of the kernels below, and those in kernels/runtime/std, which replace the standard
+/// headers that NVRTC does not have.
 std::span<const EmbeddedText> device_headers();
 }  // namespace kvlab
 

@@ -44,10 +44,10 @@ struct ScoreSettings {
   std::uint32_t future = 512;  ///< number of future positions over which queries are averaged
 };
 
-/// Computes the scored features of one KV head in float64. Sums are in order, so that equal rows
-/// give equal bits. A score is fixed at the end of the token's append: lagkv is 1 for a token whose
-/// next partition is incomplete then, and expected_attention uses the queries up to the end of the
-/// last append of several tokens.
+/// Computes the scored features of one KV head in float64. Sums run in a fixed order, so that equal
+/// rows give equal bits. A score is fixed at the end of the token's append: lagkv is 1 for a token
+/// whose next partition is incomplete at that time, and expected_attention uses the queries up to
+/// the end of the last append that had several tokens.
 class ScoredFeatures {
  public:
   explicit ScoredFeatures(std::uint32_t head_size, ScoreSettings settings = {})

@@ -7,8 +7,8 @@ std::span<const Preset> h2o_presets() {
       {"paper", "h2o:recent=1", "Zhang et al. 2023, algorithm 1",
        "the new token may be its own first victim"},
       {"mask_sim", "h2o", "FMInference/H2O, h2o_hf/utils_hh",
-       "a token that is no longer recent is invisible for one step and may come back; float16 sums "
-       "stop growing"},
+       "a token that is no longer recent is invisible for one step and may come back; large "
+       "float16 sums stop growing"},
       {"real_drop", "h2o", "FMInference/H2O, h2o_hf/utils_real_drop",
        "a decoded query sees one token more; sums run over the batch, in float16"},
       {"flexgen", "h2o", "FMInference/H2O, h2o_flexgen",

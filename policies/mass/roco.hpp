@@ -22,7 +22,7 @@ namespace kvlab {
 struct Roco {
   static constexpr PolicyInfo kInfo{
       .name = "roco",
-      .summary = "evicts the token with the least mean attention, unless that varies much",
+      .summary = "evicts the token with the least mean attention, unless its attention varies much",
       .citation = "Ren and Zhu 2024, RoCo, section 4 (arXiv:2402.06262)",
       .needs = Needs::mass,
       .recent = tokens(10)};

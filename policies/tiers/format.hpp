@@ -89,9 +89,9 @@ struct KvFormat {
   constexpr auto operator<=>(const KvFormat&) const = default;
 };
 
-/// The formats of kvlab for keys and values. The kernels have the first kKernelFormats, which are
-/// in the order of kvlab_kv_format (kernels/kvlab.h). KIVI (Liu et al. 2024, arXiv:2402.02750)
-/// cannot be combined with other tiers.
+/// The formats of the kernels, which are the first kKernelFormats, in the order of kvlab_kv_format
+/// (kernels/kvlab.h), and then KIVI's (Liu et al. 2024, arXiv:2402.02750), which cannot be combined
+/// with other tiers. find_kv_format() finds other pairs of row formats too.
 inline constexpr KvFormat kKvFormats[] = {
     {},
     {find_row_format("fp8"), find_row_format("fp8")},

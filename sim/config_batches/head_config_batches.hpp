@@ -50,8 +50,8 @@ class HeadConfigBatches {
 
 class LayerConfigBatches {
  public:
-  /// All arguments must outlive this object. `views` by KV head. If `measured` is null, nothing is
-  /// measured.
+  /// All arguments must outlive this object. `views` has one view for each KV head. If `measured`
+  /// is null, nothing is measured.
   LayerConfigBatches(const BatchedConfigs& configs, AgedSet::Identity layer,
                      std::span<const HeadView> views, const RopeTable& rope,
                      const HeadArithmetic& arithmetic, const MeasuredQueries* measured);

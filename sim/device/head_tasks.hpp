@@ -100,8 +100,8 @@ class HeadTasks {
   std::vector<Walk> walks() const;
   /// Copies a head task's keys or values, one row per token, to the buffers that the walks read.
   void copy(const kernels::ReplayVectors& from, std::size_t task, Part part);
-  /// Derives all other buffers from the keys; take_queries() does so from the queries of one head
-  /// of the group.
+  /// Fills the buffers that are computed from a head task's keys. take_queries() fills those that
+  /// are computed from the queries of one query head of the group.
   void take_keys(const kernels::ReplayVectors& from, std::size_t task);
   void take_queries(const kernels::ReplayVectors& from, std::size_t task, std::uint32_t head);
   /// Makes the dequantized copies of all keys and values that tier plans need.

@@ -16,7 +16,8 @@ struct PageDocument {
   std::string text;  ///< shown where JavaScript is turned off
 };
 
-/// The file, which makes no requests. Without Vega its page has no figures and says so.
+/// The page as one HTML file, which makes no network requests. If Vega was not found, the page has
+/// no figures and says so.
 std::string page_html(const PageDocument& document);
 
 // Vega is the library that draws figures. kvlab finds it where Debian's libjs-vega installs it.

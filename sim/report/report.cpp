@@ -210,7 +210,8 @@ class Page {
     return join_names(names);
   }
 
-  /// The colour of each series of a model, whose labels may differ from those of all models.
+  /// The colour of each series of one model. A series may have another label here than in the
+  /// series of all models.
   static ColourOf colours_of(const SequenceGroup& group) {
     const MetricTable own(group.rows);
     const auto styles = styles_of(own.series());

@@ -27,7 +27,7 @@ constexpr OracleInfo kOracles[] = {
     {kOracleResidual,
      "evicts, one after another, the token whose loss changes the residual stream least over the "
      "next 32 queries; slow, and run only if it is named",
-     "nothing: it is greedy, and knows those queries but not the other heads"}};
+     "nothing: it is greedy, and it sees those 32 queries but not the other heads"}};
 
 /// What a policy needs, for example "mass, the feature value_norm1".
 std::string needs_of(const PolicyInfo& info) {

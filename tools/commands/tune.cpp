@@ -119,7 +119,7 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
   const HalvingRound& round = tuning.halving.rounds[index];
   std::vector<std::string> texts;
   for (const std::size_t text : round.texts) texts.push_back(request.texts[text].name);
-  fmt::print("\nround {}: {} in the end-to-end evaluation, {} added\n", index + 1,
+  fmt::print("\nround {}: {} configurations evaluated end to end; texts added: {}\n", index + 1,
              round.entries.size(), fmt::join(texts, ", "));
   for (std::size_t i = 0; i < std::min(round.entries.size(), kMaxShown); ++i) {
     const HalvingEntry& entry = round.entries[i];

@@ -185,7 +185,8 @@ void bind_caches(nb::module_& module) {
       .def("attend", &Caches::attend, nb::arg("layer"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
            nb::arg("is_prompt"), nb::arg("threads"),
            "q [tokens, query_heads, head_size], k and v before RoPE; returns the outputs.")
-      .def("copy", &Caches::copy, "A copy, between two calls, that continues independently.")
+      .def("copy", &Caches::copy,
+           "Returns a copy that continues independently. For use between two calls of the model.")
       .def("crop", &Caches::crop, nb::arg("tokens"), "Removes all tokens after the first `tokens`.")
       .def("tokens", &Caches::tokens, nb::arg("layer"))
       .def("kept", &Caches::kept, nb::arg("layer"), nb::arg("kv_head"), "Positions, ascending.")
