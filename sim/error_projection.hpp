@@ -39,8 +39,9 @@ class ErrorProjection {
                   Queries queries);
 
   const ProjectionColumns& columns() const { return columns_; }
-  /// Adds the projection after W_o of full - factor * kept, the error of query head `head` of the
-  /// group, to `to` [residual columns]. full and kept are [head_size]. No-op without a sketch.
+  /// Projects the output error of query head `head` of the group, full - factor * kept, by the
+  /// sketch of W_o, and adds the result to `to` [residual columns]. `full` and `kept` are
+  /// [head_size]. No-op if the trace has no sketch.
   void add_residual(std::uint32_t head, const float* full, const float* kept, float factor,
                     float* to) const;
   /// Gradients of queries [first, first + count): [query, gradient sample, group, dim].

@@ -172,7 +172,7 @@ void add_tiers_option(OptionTable& table, CacheOptions& caches) {
     if (caches.centre != KeyCentre::none &&
         std::ranges::none_of(caches.tier_plans, &TierPlan::is_quantized))
       throw std::invalid_argument(
-          "--centre: no plan of --tiers quantizes keys; add --tiers 4, or leave it out");
+          "--centre: no plan of --tiers quantizes keys; add --tiers 4, or leave --centre out");
   });
 }
 

@@ -38,7 +38,9 @@ void want_config(const kvlab_kv_cache_config& c) {
        c.tier_count, kMaxDeviceTiers);
   const auto features = c.policy->kernels.features.size();
   want(static_cast<std::size_t>(c.feature_count) == features && (features == 0 || c.features),
-       "feature_count is {}; the policy reads {} features", c.feature_count, features);
+       "feature_count is {}; it should be {}, as many as the policy reads, and features should not "
+       "be NULL unless it is 0",
+       c.feature_count, features);
   for (int at = 0; at < c.feature_count; ++at) {
     want(c.features[at] >= KVLAB_KEY_NORM && c.features[at] <= KVLAB_VALUE_OUT_NORM1,
          "features[{}] is {}, which is not a kvlab_feature", at, static_cast<int>(c.features[at]));

@@ -146,8 +146,10 @@ __device__ inline std::uint32_t merge_bits(std::uint32_t word, std::uint32_t mas
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(bits));
   return result;
 }
-/// Converts two integers of kBits bits, at bits kAt and 16 + kAt of a word, to fp16. They become
-/// the lowest of the ten fraction bits, or stay kAt bits higher.
+/// Converts two integers of kBits bits, which begin at bits kAt and 16 + kAt of a word, to fp16.
+/// The bits stay where they are and become fraction bits of a number between 2^(10 - kAt) and twice
+/// that. There the fraction counts in steps of 2^-kAt, so the number minus 2^(10 - kAt) is the
+/// integer.
 template <int kBits, int kAt>
 __device__ inline std::uint32_t halves_at(std::uint32_t word) {
   constexpr std::uint32_t kMask = ((1u << kBits) - 1) << kAt, kOne = 0x3c00 + ((10 - kAt) << 10);

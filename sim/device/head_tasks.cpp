@@ -339,7 +339,7 @@ void HeadTasks::multiply_terms(std::uint32_t first, std::uint32_t count) {
       multiply_terms(begin, end, values, copy, p == 0 ? Output::float32 : Output::add_float32);
 }
 
-/// Products of queries [begin, end) with one part of a copy's values.
+/// Products of the gradients of queries [begin, end) with one part of a copy's values.
 void HeadTasks::multiply_terms(std::uint32_t begin, std::uint32_t end, std::byte* values, int copy,
                                Output output) {
   const HeadTaskSizes& s = sizes_;

@@ -220,7 +220,9 @@ void check_name(const PolicyOps& ops, const std::string& path) {
   const std::string name = ops.info.name;
   if (!is_word(name))
     throw std::invalid_argument(
-        fmt::format("{}: kInfo.name '{}' should be letters, digits and underscores", path, name));
+        fmt::format("{}: kInfo.name '{}' should be letters, digits and underscores, and should not "
+                    "begin with a digit",
+                    path, name));
   if (is_taken(name))
     throw std::invalid_argument(fmt::format(
         "{}: kInfo.name '{}' is already used by a policy of kvlab; give another", path, name));

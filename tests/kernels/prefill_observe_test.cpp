@@ -114,7 +114,7 @@ std::vector<double> logits(const PrefillChunk& chunk, std::size_t row) {
 }
 
 /// A row's probabilities: in float64, and as plain attention computes them, with weights rounded to
-/// the type.
+/// the type of keys and values.
 struct Row {
   std::vector<double> exact, plain;
 

@@ -115,7 +115,7 @@ CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m(ids_of(6), use_cache=False), "the call has no cache, as with use_cache=False"),
+        (lambda m: m(ids_of(6), use_cache=False), "the call has no cache, because use_cache is False"),
         (lambda m: m.generate(ids_of(6), use_cache=False, **GREEDY), "the call has no cache"),
         (lambda m: with_config(m, use_cache=False)(ids_of(6)), "the call has no cache"),
         (lambda m: m(ids_of(6), attention_mask=CAUSAL), r"attention_mask is \[1, 1, 6, 6\]; no mask, or one of shape \[1, 6\]"),

@@ -296,5 +296,5 @@ def test_differences_are_paired() -> None:
     assert not kvlab.difference([[1.0] * 7], [[0.0] * 7]).significantly_different  # one text of seven blocks
     same = kvlab.difference(texts, texts)
     assert (same.mean, same.standard_error) == (0, 0) and not same.significantly_different
-    with pytest.raises(ValueError, match="same texts"):
+    with pytest.raises(ValueError, match="same number of texts"):
         kvlab.difference(texts, texts[:2])

@@ -104,7 +104,8 @@ class SensitivitiesTest(ModelTest):
             rng = torch.Generator().manual_seed(5)
             for layer in range(4):
                 gradient = gradient_of(trace, layer).double()  # [samples, heads, n, D]
-                # For the whole, and for one head at one position of the prompt and of the decoded tokens.
+                # Moves all heads at all positions first, then one head at one position: in the prompt, and twice
+                # in the decoded tokens.
                 for head, position in ((None, None), (1, 3), (2, 55), (3, 69)):
                     direction = torch.zeros(4, 70, 64, dtype=torch.float64)
                     at = direction[head, position] if head is not None else direction

@@ -90,14 +90,14 @@ TEST_CASE("a dense prompt is attended in full and compacted before the first dec
   config.recent = 0;
   const Outcome outcome = sim.run(config);
   REQUIRE(outcome.caches[0][0].kept[4] == std::vector<std::uint32_t>{0, 1, 2, 3, 4});
-  // Masses: 0: 1 + .8 + .57 + .5 + .25; 1: .2 + .14 + .125 + .0625 = .53; 2: .29 + .25 + .125 =
-  // .66; 3: .125 + .0625; 4: 8/16 = .5.
+  // Masses: 0: 1 + 0.8 + 0.57 + 0.5 + 0.25; 1: 0.2 + 0.14 + 0.125 + 0.0625 = 0.53; 2: 0.29 + 0.25 +
+  // 0.125 = 0.66; 3: 0.125 + 0.0625; 4: 8/16 = 0.5.
   REQUIRE(outcome.caches[0][0].kept[5] == std::vector<std::uint32_t>{0, 2, 5});
   REQUIRE(outcome.caches[0][0].evictions == 3);
   REQUIRE(outcome.caches[0][0].live_max == 5);
   config.chunk = 2;
-  // At most 2 + 2 live tokens: {0,1}, {0,1,2,3}; then 1 and 3 are evicted (0: 2.87, 1: .47, 2: .54,
-  // 3: .125).
+  // At most 2 + 2 tokens are live: {0,1}, then {0,1,2,3}. Then 1 and 3 are evicted, because their
+  // masses are lowest (0: 2.87, 1: 0.47, 2: 0.54, 3: 0.125).
   const Outcome chunked = sim.run(config);
   REQUIRE(chunked.caches[0][0].kept[2] == std::vector<std::uint32_t>{0, 1, 2});
   REQUIRE(chunked.caches[0][0].kept[3] == std::vector<std::uint32_t>{0, 1, 2, 3});

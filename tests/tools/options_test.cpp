@@ -153,7 +153,8 @@ TEST_CASE("The option --centre applies to the plans of --tiers that quantize") {
         std::vector<std::string>{"h2o", "h2o:tiers=4:centre=prompt"});
   CHECK_THROWS_WITH(parse("--tiers 4 --centre mean"), "centre: 'mean' should be none or prompt");
   CHECK_THROWS_WITH(parse("--centre prompt"),
-                    "--centre: no plan of --tiers quantizes keys; add --tiers 4, or leave it out");
+                    "--centre: no plan of --tiers quantizes keys; add --tiers 4, or leave --centre "
+                    "out");
 }
 
 TEST_CASE("An output path that exists is refused") {

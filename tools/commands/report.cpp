@@ -84,7 +84,8 @@ PageDocument page_of_run(const std::filesystem::path& folder, const Request& req
                            .tokens = token_texts(run, request.model)});
 }
 
-/// Makes the page of a folder of any kind.
+/// Makes the page of a folder that `replay`, `eval`, `fidelity` or `task` wrote, or of a policy
+/// file of `tune`.
 PageDocument page_of(const std::filesystem::path& folder, const Request& request,
                      const AtomicFolder* figures) {
   if (std::error_code error; !std::filesystem::exists(folder, error))

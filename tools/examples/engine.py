@@ -357,7 +357,11 @@ def main():
             wrong += 1
             same = sum(a == b for a, b in zip(request.said, together[number].said))
             print(f"request {number}: {same} of {request.wanted} tokens are the same when it runs alone")
-    print("every request gets the same tokens alone" if wrong == 0 else f"{wrong} requests get other tokens alone")
+    print(
+        "every request gets the same tokens when it runs alone"
+        if wrong == 0
+        else f"{wrong} requests get other tokens when they run alone"
+    )
     return 1 if wrong else 0
 
 

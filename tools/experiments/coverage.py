@@ -84,7 +84,7 @@ def windows(experiment, folder, tokens, most):
         files.append(folder / f"{name}-{len(files)}.txt")
         files[-1].write_text(text)
     if len(files) < 10:
-        raise Refused(f"--text: has {len(files)} windows of {length} characters; give longer texts, for 10 or more")
+        raise Refused(f"--text: has {len(files)} windows of {length} characters, and 10 are needed; give longer texts")
     return files
 
 

@@ -27,9 +27,10 @@ BudgetColumn budget_of_run(const MetricTable& metric_table, const std::string& t
         fmt::format("--budget: {} is not in this run, which has {}", text, fmt::join(known, ", ")));
   }
   if (column->min_tokens != column->max_tokens)
-    throw std::invalid_argument(fmt::format(
-        "--budget: {} was {} to {} tokens, by trace; give a budget that was requested in tokens",
-        text, column->min_tokens, column->max_tokens));
+    throw std::invalid_argument(
+        fmt::format("--budget: {} stands for {} to {} tokens, depending on the trace; give a "
+                    "budget of this run that was requested in tokens",
+                    text, column->min_tokens, column->max_tokens));
   return *column;
 }
 

@@ -583,7 +583,9 @@ TEST_CASE("A cache is measured without a device, and refusals give a reason") {
           l.tiers[0].format = KVLAB_FORMAT_2;
         }).starts_with(call + "tiers of pair 0: format 3 follows format 5"));
   CHECK(why([](Layout& l) { l.config.feature_count = 1; }) ==
-        call + "feature_count is 1; the policy reads 0 features");
+        call +
+            "feature_count is 1; it should be 0, as many as the policy reads, and features should "
+            "not be NULL unless it is 0");
   CHECK(why([](Layout& l) { l.layers[1].rope = 1; }) ==
         call + "layers[1].rope is 1; it should be below rope_count, 1");
   CHECK(why([](Layout& l) { l.config.rules = nullptr; }) ==

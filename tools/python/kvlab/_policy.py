@@ -297,7 +297,7 @@ def policy(
             raise _arguments.refuse("policy", function, "a function (state, seen, token, step)")
         own = _OwnFunction(function, name or function.__name__, tuple(features), dtype)
         if not own.name.isidentifier() or len(own.name) > _MOST_NAME:
-            right = f"at most {_MOST_NAME} letters, digits and underscores"
+            right = f"at most {_MOST_NAME} letters, digits and underscores, and should not begin with a digit"
             raise ValueError(f"{own.place}: policy {_arguments.shown(own.name)} should be {right}")
         if _kvlab.is_taken(own.name):
             raise ValueError(f"{own.where}: {own.name} is already a policy of kvlab; give another: name=…")

@@ -169,7 +169,7 @@ class Trace:
         """
         _arguments.one_of("framework", framework, "numpy", "torch")
         if framework == "numpy" and self.dtype == "bfloat16":
-            raise ValueError("to_dict: numpy has no bfloat16; ask for framework='torch', or read() widened heads")
+            raise ValueError("to_dict: numpy has no bfloat16; give framework='torch', or read(), which returns float32")
         tensors: dict[str, list[Any]] = {}
         for file in self._held.shard_files:
             for name, array in mapped_tensors(file).items():

@@ -200,12 +200,12 @@ std::vector<std::string> budgets_of(const PythonRun& self) {
 std::tuple<double, double, double, double, std::size_t> difference(
     const std::vector<std::vector<std::vector<double>>>& values) {
   if (values.size() != 2 || values[0].size() != values[1].size())
-    throw std::invalid_argument("difference: a and b should have the same texts");
+    throw std::invalid_argument("difference: a and b should have the same number of texts");
   PairedScores scores(2);
   for (std::size_t t = 0; t < values[0].size(); ++t) {
     if (values[0][t].size() != values[1][t].size() || values[0][t].empty())
-      throw std::invalid_argument(
-          fmt::format("difference: text {}: a and b should have the same blocks", t));
+      throw std::invalid_argument(fmt::format(
+          "difference: text {}: a and b should have the same number of blocks, at least 1", t));
     PairedText text{.text = std::to_string(t), .tokens = static_cast<double>(values[0][t].size())};
     for (const auto& of : values) {
       text.means.push_back(std::accumulate(of[t].begin(), of[t].end(), 0.0) /

@@ -8,7 +8,8 @@ namespace {
 
 constexpr int kPanelPieces = static_cast<int>(kPanelTokens) / kWidth;  // registers of a panel's row
 
-/// Moves each key after `gap` to the index before it.
+/// Closes the gap at index `gap` of a panel: each later key moves down by one index, and the first
+/// key of the panel `next` becomes the last one. null: there is no next panel.
 void close_gap(float* panel, const float* next, std::size_t gap, std::size_t dim) {
   Ints moves[kPanelPieces];
   for (int c = 0; c < kPanelPieces; ++c)

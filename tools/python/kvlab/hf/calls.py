@@ -69,8 +69,8 @@ class Calls:
                 known = f"they support {', '.join(sorted(_KNOWN))}"
                 raise Refused(f"kvlab.hf: the call has the argument {name}, which caches do not support; {known}")
         if past is None and not (config.use_cache if given.get("use_cache") is None else given["use_cache"]):
-            why = "use_cache=False in it or in the model's config"
-            raise Refused(f"kvlab.hf: the call has no cache, as with {why}; use_cache=True is expected")
+            why = "use_cache is False in it or in the model's config"
+            raise Refused(f"kvlab.hf: the call has no cache, because {why}; use_cache=True is expected")
         start, (batch, n) = 0 if past is None else int(past.get_seq_length()), rows.shape[:2]
         if start == 0 or not self.pads:
             self._seen, self.pads = torch.ones(batch, 0, dtype=torch.bool, device=rows.device), [0] * batch
