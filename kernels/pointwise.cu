@@ -135,7 +135,7 @@ __global__ void add_residual_kernel(const T* y, std::size_t count, float* x) {
   }
 }
 
-/// Bytes: width * 3 * bytes of T per token.
+/// Bytes: 3 * width * bytes of T per token: reads the gate and the up row, writes y.
 template <class T>
 __global__ void gate_kernel(Activation activation, float clamp, const T* gate_up, int width, T* y) {
   let_successor_start();

@@ -241,7 +241,8 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
   wants.also(why_not(args.cache, "cache")).also(why_not(policy, args.policy));
   Wants rest;
   rest.that(!needs_requests(policy.needs) || args.policy.threshold16,
-            "policy.threshold16 is NULL, and {} counts requests", std::string_view(policy.name))
+            "policy.threshold16 is NULL, but {} counts requests, which needs it",
+            std::string_view(policy.name))
       .that(args.numbering >= KVLAB_ORIGINAL_POSITIONS &&
                 args.numbering <= KVLAB_CACHE_POSITIONS_ROTATED,
             "numbering is {}, which is not a kvlab_numbering", static_cast<int>(args.numbering))
@@ -280,7 +281,9 @@ std::string why_not(const kvlab_prefill_args& args) {
   constexpr int kMax = 1 << 26;
   return wants
       .that(args.first >= 0 && args.first < kMax && args.queries >= 1 && args.queries < kMax,
-            "first is {}, queries {}; from 0, from 1, and below 2^26", args.first, args.queries)
+            "first is {}, queries {}; first should be at least 0, queries at least 1, both below "
+            "2^26",
+            args.first, args.queries)
       .that(std::int64_t{args.queries} * args.query_heads < kMaxRows,
             "queries is {}, query_heads {}: below 2^31 rows, so give fewer queries at once",
             args.queries, args.query_heads)
@@ -350,8 +353,11 @@ std::string why_not(const kvlab_observe_args& args) {
             args.keys_end, args.prefill.queries)
       .pointers({{args.prefill.rows, "prefill.rows"}, {args.seen, "seen"}})
       .rows({{args.workspace, "workspace"}})
-      .that(args.needs == KVLAB_MASS || args.threshold16,
-            "threshold16 is NULL, and requests are counted")
+      .that(
+          args.needs == KVLAB_MASS || args.threshold16,
+          "threshold16 is NULL, but needs is {}, which counts requests; give threshold16, or needs "
+          "KVLAB_MASS",
+          static_cast<int>(args.needs))
       .missing();
 }
 

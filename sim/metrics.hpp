@@ -1,4 +1,5 @@
-// Metrics as sums by block of queries, so that every metric has a standard error.
+// Which queries metrics are measured at, and metrics as ratios of sums. There is a sum for each
+// block of queries, so that every metric has a standard error.
 #pragma once
 
 #include <algorithm>

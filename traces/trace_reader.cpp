@@ -178,7 +178,8 @@ void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head,
                            std::uint32_t gradient_sample, std::span<const std::uint32_t> positions,
                            float* to, std::size_t stride) const {
   if (gradient_sample >= gradient_samples())
-    throw std::logic_error("the trace has no such gradient");
+    throw std::logic_error(fmt::format("gradient sample {} does not exist; the trace has {}",
+                                       gradient_sample, gradient_samples()));
   if (layer >= shape().layers || query_head >= shape().query_heads ||
       std::ranges::any_of(positions, [&](std::uint32_t p) { return p >= tokens(); }))
     throw std::out_of_range(

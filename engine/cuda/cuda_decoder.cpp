@@ -101,7 +101,8 @@ void CudaDecoder::rewind(int sequence, std::uint32_t tokens) {
   std::uint32_t& fed = fed_.at(static_cast<std::size_t>(sequence));
   if (!can_forget() && tokens != fed && (evicts() || tokens > 0))
     throw std::logic_error(
-        "CUDA decoder: cannot go back to an earlier token, because tokens have been evicted");
+        "CUDA decoder: cannot go back to an earlier token, because the policy or a sliding window "
+        "evicts tokens");
   if (tokens > fed)
     throw std::invalid_argument(fmt::format(
         "CUDA decoder: cannot go back to {} tokens, because only {} were fed", tokens, fed));

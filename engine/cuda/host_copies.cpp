@@ -32,7 +32,8 @@ void LogitRing::take(const float* logits, float* to, std::size_t floats) {
   filled_ += floats;
 }
 
-/// Copies the full half while the other one is read and filled.
+/// Ends the full half, whose copies to the host may still run. Empties the other half, which is
+/// filled next.
 void LogitRing::switch_halves() {
   copied_[half_].record(stream_);
   half_ = 1 - half_;

@@ -1,6 +1,7 @@
 // The end-to-end evaluation on the CPU, teacher-forced, layer by layer. For each layer it computes
 // the q, k and v of all tokens by large products, then attention under the policy by the replay's
-// code, then the next layer. The result is exact.
+// code, then the next layer. The result is bit-identical to that of the CPU decoder, which goes
+// token by token.
 #pragma once
 
 #include <cstdint>

@@ -168,7 +168,7 @@ std::uint64_t KvCache::held_bytes(int sequence, std::uint32_t fed, bool after_ap
   std::uint64_t bytes = 0;
   each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
     const auto head = static_cast<std::uint32_t>(pair % static_cast<std::size_t>(config_.kv_heads));
-    // An append evicts to the budget when it ends, a step before it begins.
+    // An append evicts to the budget at its end, but a step evicts at its beginning.
     const std::uint32_t held = after_append && !counts(sequence) ? slots_.older(layer, pair, fed)
                                                                  : live(sequence, layer, head, fed);
     bytes += is_quantized() ? bytes_on_tiers(layer, pair)

@@ -79,7 +79,8 @@ bool is_pair_attention(const PairAttention& args, const kvlab_pages& paged = {})
 /// kNoDevice if there is no device.
 inline constexpr std::size_t kNoDevice = ~std::size_t{0};
 std::size_t pair_attention_workspace(const PairAttention& args, const kvlab_pages& paged = {});
-/// `paged`: the pages that hold keys and values, if there are next_slots.
+/// `paged`: the pages that hold keys and values; requires table.next_slots. Without pages, keys and
+/// values are contiguous.
 cudaError_t pair_attention(const PairAttention& args, const kvlab_pages& paged,
                            cudaStream_t stream);
 

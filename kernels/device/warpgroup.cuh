@@ -17,7 +17,8 @@ struct Panel {
   __device__ static constexpr int offset(int row, int chunk) {
     return row * kRowBytes + (chunk ^ (row & 7)) * 16;
   }
-  /// The descriptor of the panel at a shared address, starting at its 16-element column `column`.
+  /// The matrix descriptor of the panel at a shared address, from element 16 * column of each row
+  /// on.
   __device__ static std::uint64_t describe(std::uint32_t address, int column) {
     constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
     constexpr std::uint64_t kEightRows = std::uint64_t{8 * kRowBytes / 16} << 32;

@@ -245,7 +245,8 @@ __device__ void discard_logits(const PairBlock<P>& block, int slot) {
     asm volatile("discard.global.L2 [%0], %1;" ::"l"(line), "n"(kL2Line) : "memory");
 }
 
-/// Shows the policy the observations of its slots, and stores the new states.
+/// Calls the policy's observe() for the live tokens of this thread's slots, and stores their new
+/// states.
 template <Policy P, int kSlots>
 __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlots],
                               ObserveShared& shared) {

@@ -52,8 +52,8 @@ __device__ inline std::uint32_t age_of(std::uint32_t position, const std::uint32
   return older;
 }
 
-/// Smooths the ranks: replaces each by the modifiers' function of the ranks of tokens near it by
-/// age. Called by the whole thread block.
+/// Smooths the ranks: replaces each by the mean or the maximum (modifiers.pool) of the ranks of the
+/// live tokens that are at most modifiers.smooth away by age. Called by the whole thread block.
 __device__ __noinline__ void smooth_ranks(const RanksToSmooth of, const Modifiers modifiers,
                                           RankType type) {
   for (std::uint32_t i = threadIdx.x; i < of.live; i += blockDim.x) {

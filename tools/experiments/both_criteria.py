@@ -53,7 +53,7 @@ def both_criteria():
         rows.append(row)
         reasons.append(f"- {budget}: {why}.")
     header = ["budget", "deployed: KL, pass key", f"best within {NEAR}x its KL", "best of all evaluated",
-              "best by task accuracy according to tune", "within 10 points"]  # fmt: skip
+              "the policy file's best by task accuracy", "within 10 points"]  # fmt: skip
     experiment.section("## Deployed and best\n\n" + table(header, rows))
     experiment.section("## Why\n\n" + "\n".join(reasons))
     experiment.write("Task accuracy of the policies that tune deploys", QUESTION)

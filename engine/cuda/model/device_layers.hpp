@@ -28,17 +28,18 @@ class DeviceLayers {
   /// where to store what a capture needs.
   void qkv(std::uint32_t layer, int rows, const float* x, const LayerOutputs& to,
            kernels::RopeWriteArgs write);
-  /// x += output projection of the attention outputs. If a capture needs them, also writes the
-  /// squared norms of x.
+  /// x += output projection of the attention outputs. If the model has a norm after attention, the
+  /// projection is normalized before it is added. If a capture needs them, also writes the squared
+  /// norms of x.
   void output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to);
   /// The two halves of the MLP: inner = act(gate * norm(x)) * (up * norm(x)), then x += down *
-  /// inner. If the model has a norm there (as for output()), down * inner is normalized first.
+  /// inner. If the model has a norm after the MLP, down * inner is normalized before it is added.
   void gated(std::uint32_t layer, int rows, const float* x);
   void down(std::uint32_t layer, int rows, float* x);
   /// Logits [row, vocab] in float32 of x, after the final norm.
   void head(const float* x, int rows, float* logits);
 
-  /// Bytes of one kind of matrix over all layers. Of experts, those count that one row reads.
+  /// Bytes of one kind of matrix over all layers. Counts only the experts that one row reads.
   std::uint64_t weight_bytes(DeviceMatrix DeviceLayer::*matrix) const;
   std::uint64_t head_bytes() const;
 

@@ -491,7 +491,7 @@ nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::s
     if (apart < least) least = apart, nearest = budget;
   }
   if (nearest.empty())
-    throw std::runtime_error(own.where() + ": key 'within' has no budget in tokens or a share");
+    throw std::runtime_error(own.where() + ": key 'within' has no budget in tokens or percent");
   return {{"metric", metric},
           {"budget", nearest},
           {"rho", or_null(optional_rho(within, nearest))},

@@ -24,8 +24,8 @@ class ForcedDecoder {
   /// Begins an append of tokens from position `first` on.
   void begin(std::span<const std::int32_t> ids, std::uint32_t first);
   using LiveSets = std::function<const LiveSet&(std::uint32_t kv_head)>;
-  /// Computes the next layer. The live sets already contain the tokens. `k`, `v`: the other
-  /// decoder's.
+  /// Computes the next layer. The live sets already contain the tokens of the append. `k`, `v`: the
+  /// other decoder's keys and values of this layer.
   void layer(std::uint32_t layer, const LiveSets& live, std::span<const float> k,
              std::span<const float> v);
   /// Its own keys and values of the last layer, one after the other, if it attends over the other

@@ -208,8 +208,8 @@ TEST_CASE("The library says in one line why a call was refused") {
                             .head_size = 64};
   CHECK(kvlab_prefill_attention(&prompt, nullptr) == cudaErrorInvalidValue);
   CHECK(kvlab_last_error() ==
-        std::string(
-            "kvlab_prefill_attention: first is 0, queries 0; from 0, from 1, and below 2^26"));
+        std::string("kvlab_prefill_attention: first is 0, queries 0; first should be at least 0, "
+                    "queries at least 1, both below 2^26"));
 }
 
 TEST_CASE("Each refused call replaces the reason of the call before") {

@@ -182,8 +182,8 @@ def check_axis(browser: Browser) -> None:
     assert browser.js(kind) == "linear"
 
 
-# For each figure of points: for each axis its scale and its visible labels with their ticks' places; for each point its
-# numbers and the place of its symbol.
+# Returns an object for each figure that draws points. It has, for each axis, the scale and the visible labels, with the
+# place of each label's tick; and for each point, its numbers and the place of its symbol.
 AXES = r"""
 const at = (node) => /translate\(([-\d.e]+),([-\d.e]+)\)/.exec(node.getAttribute('transform')).slice(1).map(Number);
 const dotsOf = (c) => { try { return c.view.data('dots'); } catch { return null; } };

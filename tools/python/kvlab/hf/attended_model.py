@@ -171,9 +171,9 @@ class AttendedModel:
         most = 1e-3 if linear and self.dtype == torch.float32 else 0.1
         if not off <= most or tokens != 9:
             raise Refused(
-                f"kvlab.hf: a check failed: caches that keep all of 9 tokens counted {tokens}, and the logits differ by"
-                f" {off:.2g} from those of the plain {type(model).__name__}; a model whose attention is called as"
-                f" Llama's is in transformers {transformers.__version__} is expected"
+                f"kvlab.hf: a check with 9 tokens failed: kvlab's caches, which should keep all of them, counted {tokens},"
+                f" and the logits differ by {off:.2g} from those of the plain {type(model).__name__}; a model that calls attention"
+                f" as Llama does in transformers {transformers.__version__} is expected"
             )
         self._checked = True
 
