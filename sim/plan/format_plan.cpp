@@ -137,14 +137,17 @@ class Losses {
 class Planner {
  public:
   Planner(FormatPlan& plan, PlanFreedom freedom) : plan_(plan), freedom_(freedom) {
+    for (std::size_t key = 0; key < plan.formats.size(); ++key)
+      for (std::size_t value = 0; value < plan.formats.size(); ++value)
+        if (may_pair(key, value)) pairs_.push_back({key, value});
     const std::size_t groups = freedom.by_layer ? plan.layers.size() : 1;
     for (std::size_t group = 0; group < groups; ++group) {
       const std::size_t begin = freedom.by_layer ? group : 0,
                         end = freedom.by_layer ? group + 1 : plan.layers.size();
-      if (freedom.by_kv)
-        parts_.insert(parts_.end(), {part(begin, end, true, false), part(begin, end, false, true)});
+      if (is_free())
+        parts_.insert(parts_.end(), {part(begin, end, 0), part(begin, end, 1)});
       else
-        parts_.push_back(part(begin, end, true, true));
+        parts_.push_back(part_of_pairs(begin, end));
     }
   }
 
@@ -156,8 +159,8 @@ class Planner {
     std::vector<KvFormat> layers;
     for (std::size_t layer = 0; layer < plan_.layers.size(); ++layer) {
       const std::size_t group = freedom_.by_layer ? layer : 0;
-      const std::size_t key = freedom_.by_kv ? formats[2 * group] : formats[group],
-                        value = freedom_.by_kv ? formats[2 * group + 1] : formats[group];
+      const auto [key, value] =
+          is_free() ? Pair{formats[2 * group], formats[2 * group + 1]} : pairs_[formats[group]];
       layers.push_back({plan_.formats[key], plan_.formats[value]});
       choice.bits += layers.back().bits();
       choice.added += plan_.losses[layer][0][key] + plan_.losses[layer][1][value];
@@ -170,21 +173,41 @@ class Planner {
   }
 
  private:
-  /// Layers [begin, end), their keys, their values, or both.
-  PlanPart part(std::size_t begin, std::size_t end, bool keys, bool values) const {
+  using Pair = std::pair<std::size_t, std::size_t>;  // the formats of keys and values
+
+  bool is_free() const { return freedom_.pairs == FormatPairs::all; }
+  bool may_pair(std::size_t key, std::size_t value) const {
+    if (freedom_.pairs == FormatPairs::equal) return key == value;
+    const KvFormat format{plan_.formats[key], plan_.formats[value]};
+    return is_free() || kernel_format(format).has_value();
+  }
+
+  /// The keys (0) or the values (1) of layers [begin, end).
+  PlanPart part(std::size_t begin, std::size_t end, std::size_t kv) const {
     PlanPart part;
     for (std::size_t f = 0; f < plan_.formats.size(); ++f) {
       part.losses.push_back(0);
       for (std::size_t layer = begin; layer < end; ++layer)
-        part.losses.back() += keys * plan_.losses[layer][0][f] + values * plan_.losses[layer][1][f];
+        part.losses.back() += plan_.losses[layer][kv][f];
       part.bytes.push_back(plan_.formats[f]->block_bytes() *
-                           static_cast<std::uint32_t>((end - begin) * (keys + values)));
+                           static_cast<std::uint32_t>(end - begin));
+    }
+    return part;
+  }
+  /// Both, in each pair of formats.
+  PlanPart part_of_pairs(std::size_t begin, std::size_t end) const {
+    const PlanPart keys = part(begin, end, 0), values = part(begin, end, 1);
+    PlanPart part;
+    for (const auto& [key, value] : pairs_) {
+      part.losses.push_back(keys.losses[key] + values.losses[value]);
+      part.bytes.push_back(keys.bytes[key] + values.bytes[value]);
     }
     return part;
   }
 
   const FormatPlan& plan_;
   PlanFreedom freedom_;
+  std::vector<Pair> pairs_;  // that a layer may have
   std::vector<PlanPart> parts_;
 };
 
@@ -242,11 +265,15 @@ nlohmann::ordered_json measured_json(const FormatChoice& choice) {
 std::span<const FormatSet> format_sets() {
   static const FormatSet sets[] = {
       {"kvlab", {"16", "fp8", "8", "4", "3", "2"}, {}},
+      {"cuda", {"16", "fp8", "8", "4", "2"}, {.pairs = FormatPairs::kernels}},
       // One dtype for the cache, and layers that are skipped.
-      {"vllm", {"16", "fp8_e4m3"}, {.by_kv = false}},
+      {"vllm", {"16", "fp8_e4m3"}, {.pairs = FormatPairs::equal}},
       // -ctk and -ctv hold for all layers.
       {"llama.cpp", {"16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"}, {.by_layer = false}, true},
-      {"tensorrt-llm", {"16", "fp8_e4m3", "nvfp4"}, {.by_layer = false, .by_kv = false}, true},
+      {"tensorrt-llm",
+       {"16", "fp8_e4m3", "nvfp4"},
+       {.by_layer = false, .pairs = FormatPairs::equal},
+       true},
   };
   return sets;
 }
@@ -352,7 +379,7 @@ FormatPlan plan_formats(std::span<const TraceReader* const> traces, const PlanRe
                     "their scales and minima",
                     request.bits, plan.frontier.front().bits));
   plan.plan = planner.choice(knapsack.formats(bytes));
-  const Planner even(plan, {.by_layer = false, .by_kv = request.set.freedom.by_kv});
+  const Planner even(plan, {.by_layer = false, .pairs = request.set.freedom.pairs});
   plan.uniform = even.choice(FormatKnapsack(even.parts(), bytes).formats(bytes));
 
   const TierPlan whole[] = {plan.plan.tier_plan, plan.uniform.tier_plan};

@@ -20,10 +20,14 @@
 
 namespace kvlab {
 
+/// Which formats a layer's keys and values may have together. all: any two. equal: the same.
+/// kernels: those of kvlab's kernels (kernel_format()).
+enum class FormatPairs { all, equal, kernels };
+
 /// What may differ within a plan.
 struct PlanFreedom {
   bool by_layer = true;  ///< layers may have different formats
-  bool by_kv = true;     ///< keys and values may have different formats
+  FormatPairs pairs = FormatPairs::all;
 };
 
 /// The row formats among which a plan chooses, for an engine.
@@ -33,7 +37,8 @@ struct FormatSet {
   PlanFreedom freedom;
   bool quantizes_windows = false;  ///< whether layers with a sliding window are quantized, too
 };
-/// kvlab, vllm, llama.cpp, tensorrt-llm: what each engine supports today.
+/// kvlab, cuda (kvlab's CUDA decoder, kvlab.hf and C library), vllm, llama.cpp, tensorrt-llm: what
+/// each engine supports today.
 std::span<const FormatSet> format_sets();
 
 /// Parses the name of a set, or a list of row formats such as `16,8,4` with full freedom. Throws

@@ -22,6 +22,11 @@ struct Request {
   bool json = false;
 };
 
+/// Whether kvlab runs the plans itself.
+bool is_of_kvlab(const FormatSet& set) {
+  return set.name.empty() || set.name == "kvlab" || set.name == "cuda";
+}
+
 void check(Request& request, const GivenOptions& given) {
   given.require("trace", "--trace TRACE, a captured trace");
   given.require("budget", "--budget B, such as 4.5bits or 25%bytes");
@@ -29,8 +34,7 @@ void check(Request& request, const GivenOptions& given) {
   refuse_unwritable(request.out, "--out");
   if (!given.has("formats")) request.plan.set = format_sets().front();
   if (!request.centre.empty()) request.plan.centre = parse_key_centre(request.centre);
-  if (request.plan.centre != KeyCentre::none && request.plan.set.name != "kvlab" &&
-      !request.plan.set.name.empty())
+  if (request.plan.centre != KeyCentre::none && !is_of_kvlab(request.plan.set))
     throw std::invalid_argument(
         fmt::format("--centre: {} does not centre keys; leave it out, or plan with --formats kvlab",
                     request.plan.set.name));
@@ -44,9 +48,8 @@ void add_options(OptionTable& table, Request& request) {
                "mean precision of the cache, with scales and minima: 4.5bits, or a share of the "
                "bytes in 16 bit such as 25%bytes");
   table.parsed("formats", "SET", request.plan.set, parse_format_set,
-               "formats to choose from: kvlab, vllm, llama.cpp, tensorrt-llm (what that engine can "
-               "do), or a "
-               "list such as 16,8,4",
+               "formats to choose from: kvlab, cuda (those that kvlab also has on CUDA), vllm, "
+               "llama.cpp, tensorrt-llm (what that engine can do), or a list such as 16,8,4",
                "kvlab");
   table.text("centre", "none|prompt", request.centre,
              "centre keys before they are quantized (default: none)");

@@ -144,6 +144,32 @@ TEST_CASE("a plan has no more freedom than the engine") {
   for (const KvFormat& format : vllm.plan.tier_plan.layers) CHECK(format.key == format.value);
 }
 
+TEST_CASE("a plan for CUDA is the best of the formats that the kernels have") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  for (const double bits : {3.0, 3.5, 4.5, 6.0, 9.0}) {
+    PlanRequest request = request_of("16bits", "cuda");
+    request.bits = bits;
+    const FormatPlan plan = plan_of(trace, request);
+    REQUIRE(plan.layers.size() == 2);
+    const auto loss = [&](std::size_t layer, const KvFormat& format) {
+      const auto at = [&](const RowFormat* row) {
+        return std::ranges::find(plan.formats, row) - plan.formats.begin();
+      };
+      return plan.losses[layer][0][at(format.key)] + plan.losses[layer][1][at(format.value)];
+    };
+    double least = std::numeric_limits<double>::infinity();
+    for (std::size_t a = 0; a < kKernelFormats; ++a)
+      for (std::size_t b = 0; b < kKernelFormats; ++b)
+        if (kKvFormats[a].bits() + kKvFormats[b].bits() <= 2 * bits)
+          least = std::min(least, loss(0, kKvFormats[a]) + loss(1, kKvFormats[b]));
+    INFO(bits << " bits: " << plan.plan.tier_plan.text());
+    CHECK(plan.plan.added == Approx(least));
+    for (const KvFormat& format : plan.plan.tier_plan.formats()) CHECK(kernel_format(format));
+    for (const KvFormat& format : plan.uniform.tier_plan.formats()) CHECK(kernel_format(format));
+  }
+}
+
 TEST_CASE("losses that are not finite are refused") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
@@ -247,7 +273,7 @@ TEST_CASE("what cannot be planned is refused") {
   CHECK(parse_plan_bits("25%bytes") == 4);
   for (const char* text : {"", "5", "4,", "4,4", "kivi4", "16,8,llama.cpp"})
     CHECK_THAT(refusal([&] { parse_format_set(text); }),
-               ContainsSubstring("should be one of kvlab, vllm, llama.cpp, tensorrt-llm"));
+               ContainsSubstring("should be one of kvlab, cuda, vllm, llama.cpp, tensorrt-llm"));
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
   CHECK_THAT(refusal([&] { plan_of(trace, request_of("2bits")); }),
