@@ -5,15 +5,14 @@ namespace kvlab {
 std::span<const Preset> h2o_presets() {
   static constexpr Preset kPresets[] = {
       {"paper", "h2o:recent=1", "Zhang et al. 2023, algorithm 1",
-       "the new token itself may be the victim"},
+       "the new token may be evicted first"},
       {"mask_sim", "h2o", "FMInference/H2O, h2o_hf/utils_hh",
        "a token that is no longer recent is invisible for one step and may come back; large "
        "float16 sums stop growing"},
       {"real_drop", "h2o", "FMInference/H2O, h2o_hf/utils_real_drop",
        "a decoded query sees one token more; sums run over the batch, in float16"},
       {"flexgen", "h2o", "FMInference/H2O, h2o_flexgen",
-       "the oldest recent token always becomes a heavy hitter, however little attention it "
-       "received"},
+       "the oldest recent token always becomes a heavy hitter, whatever attention it received"},
       {"lm_eval", "", "FMInference/H2O, h2o_hf/utils_lm_eval",
        "its sums include queries that are still to come"},
       {"llama_recipes", "h2o", "meta-llama/llama-recipes, H2O",

@@ -10,8 +10,8 @@ This page compares what public codebases mean by "H2O". The authors of H2O relea
 public codebases use the name too. They keep different tokens. `h2o:preset=NAME` is the nearest configuration of kvlab
 to each of them.
 
-*Overlap* compares the kept tokens with those of kvlab's `h2o`: the pairs of token and query that both keep, divided by
-the pairs that either keeps. It is measured on the two heads on which the policies of one replay differ most.
+*Overlap* compares the kept tokens with those of kvlab's `h2o`: the number of pairs (query, kept token) that both have,
+divided by the number of pairs that at least one has. It is measured on the two heads where the policies differ most.
 """
 
 
@@ -64,11 +64,11 @@ def h2o_presets():
     header = ["preset", "policy", "overlap", "`residual_error`", "KL, nats", "pass key"]
     experiment.section(
         f"## Side by side\n\nKL, error and overlap at budget {budget}. Pass key: the share of right answers at budget "
-        f"{budget // 2}, when the question comes after\nthe eviction.\n\n" + table(header, lines)
+        f"{budget // 2}. The question comes after\nthe eviction.\n\n" + table(header, lines)
     )
     codes = [[f"`{one['name']}`", one["code"], f"`{one['policy']}`" if one["policy"] else "refused",
               refused.get(one["name"]) or one["deviates"]] for one in presets]  # fmt: skip
-    experiment.section("## What each is\n\n" + table(["preset", "code", "here", "what differs"], codes))
+    experiment.section("## What each is\n\n" + table(["preset", "code", "in kvlab", "what differs"], codes))
     experiment.write('What "H2O" means', QUESTION)
 
 

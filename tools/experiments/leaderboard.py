@@ -13,8 +13,9 @@ text when the question comes after the eviction. The two criteria may rank polic
 The last sections compare them.
 
 A policy that compresses prompts (`once`) keeps all tokens that it decodes, so its memory grows. Such policies are
-listed separately, and the same policy without `once` is in the main table. Budgets apply to the layers without a
-sliding window; a layer with a window keeps its window under every policy.
+listed separately, and the same policy without `once` is in the main table. If the prompt fits into the budget, such a
+policy evicts nothing, so its KL is 0. Budgets apply to the layers without a sliding window; a layer with a window keeps
+its window under every policy.
 """
 LENGTHS = (100, 200, 300, 400)  # words of a pass key's text
 # For the table of which metric predicts.
@@ -158,7 +159,7 @@ def findings(boards):
     predict = [max(own.fidelity, key=lambda name: sum(own.fidelity[name])) for own in boards]
     lines.append(["metric of a replay that predicts KL best", *(f"`{name}`" for name in predict),
                   "yes" if len(set(predict)) == 1 else "no"])  # fmt: skip
-    return table(["question", *(own.name for own in boards), "the same?"], lines)
+    return table(["question", *(own.name for own in boards), "do they agree?"], lines)
 
 
 def predictors(boards):
@@ -176,7 +177,9 @@ def leaderboard():
     experiment = Experiment(__doc__, models=True)
     boards = [Board(experiment, directory) for directory in experiment.models]
     if len(boards) > 1:
-        experiment.section("## Findings for each model\n\n" + findings(boards))
+        what = "the two models" if len(boards) == 2 else "the first model and the one that differs most from it"
+        note = f"The rank correlation compares the orders of all policies on {what}."
+        experiment.section(f"## Findings for each model\n\n{note}\n\n" + findings(boards))
     experiment.section(
         "## Which metric of a replay predicts KL\n\nSpearman's ρ between a metric and the KL of the end-to-end evaluation, over ten "
         'policies at each budget. "-": the model has no such metric.\n\n' + predictors(boards)
