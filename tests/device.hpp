@@ -26,7 +26,7 @@ inline bool has_device() {
 template <class T>
 class DeviceArray {
  public:
-  /// Zeroed. An empty array is null.
+  /// All elements are zero. data() of an empty array is null.
   explicit DeviceArray(std::size_t size) : DeviceArray(std::vector<T>(size)) {}
   explicit DeviceArray(std::span<const T> values) : values_(values.begin(), values.end()) {}
   DeviceArray(const DeviceArray&) = delete;
@@ -34,7 +34,7 @@ class DeviceArray {
 
   T* data() const { return const_cast<T*>(thrust::raw_pointer_cast(values_.data())); }
   void clear() { check_cuda(cudaMemset(data(), 0, values_.size() * sizeof(T))); }
-  /// Assigns as many values as the array has, or only its first ones.
+  /// Copies `values` to the beginning of the array. There may be fewer values than the array has.
   void assign(std::span<const T> values) const {
     if (values.size() > values_.size())
       throw std::invalid_argument("DeviceArray::assign: more values than the array holds");

@@ -18,13 +18,15 @@ struct Command {
   std::string example;          ///< a working command line, shown by --help
   std::string positional = "";  ///< the option that words without an option's name go to, if any
 
-  /// Adds the options to the table. Returns what runs once the table has filled the request. That
-  /// returns the exit code: 0, or 1 if a check failed. Throws std::exception for bad input.
+  /// Adds the options to the table. Returns the function to call after the table has filled the
+  /// request. That function returns the exit code: 0, or 1 if a check failed. It throws
+  /// std::exception for bad input.
   using Prepare = std::function<std::function<int()>(OptionTable&)>;
   Prepare prepare;
 };
 
-/// For a command whose options fill a `Request`. `check` is the last check of the table.
+/// Makes the `prepare` of a command whose options fill a `Request`. `check` runs after the checks
+/// that `add_options` adds; it may be null.
 template <class Request>
 Command::Prepare prepared(void (*add_options)(OptionTable&, Request&),
                           void (*check)(Request&, const GivenOptions&),

@@ -171,7 +171,7 @@ std::vector<std::string> with_current_names(std::vector<std::string> words,
   return words;
 }
 
-/// Says which policies are written with names of old.
+/// Warns about policies that are written with older names.
 void warn_of_old_policies(const po::variables_map& values, const Warn& warn) {
   if (!values.count("policy")) return;
   for (const std::string& text : texts_of(values["policy"]))

@@ -232,8 +232,9 @@ const Bpe::Merge* Bpe::find_merge(std::int32_t left, std::int32_t right) const {
   return it == merges_.end() ? nullptr : &it->second;
 }
 
-// Whether merges, and the fusing of unknown characters, can extend beyond this character only if a
-// merge joins it with its neighbour.
+// Whether the character stays separate from its neighbours unless a merge of characters joins them.
+// An unknown character may instead be fused with them, or a merge may join its byte tokens with
+// theirs.
 bool Bpe::is_isolated(std::string_view character) const {
   return id_of(character).has_value() || bytes_are_isolated_;
 }

@@ -7,8 +7,8 @@
 
 namespace kvlab::kernels {
 
-/// Writes to to[0] the policy's tail, the age from which on weights are 0, and to to[1 + age] the
-/// bits of the weight of a query of each age.
+/// Writes the policy's tail to to[0]: queries of this age or older have weight 0. Writes the bits
+/// of the weight of a query of each age to to[1 + age].
 template <Policy P>
 __global__ void weigh_queries(typename P::Params params, std::uint32_t queries, std::uint32_t* to) {
   const std::uint32_t age = blockIdx.x * blockDim.x + threadIdx.x;

@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(kStepThreads)
 
 // --- An append
 
-/// The tokens of one tier in the eviction order, by their index among the kept tokens. Tokens of
-/// other tiers sort last.
+/// [kept token]: the eviction key, for a selection within one tier. Tokens of other tiers get a key
+/// that sorts last.
 struct TierKeys {
   EvictionKeys all;
   const std::int32_t *sources, *levels;

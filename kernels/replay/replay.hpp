@@ -505,7 +505,8 @@ struct ReplayOutputsArgs : ReplayKeptArgs {
   void* outputs;  // [configuration, token, KV head of config_tasks, group, dim] of shape.type; or
                   // null
 };
-/// Memory traffic: values are read once per sampled query and 8 tiles of configurations.
+/// Memory traffic: for each sampled query, values are read once per kTilesAtOnce tiles
+/// (outputs.cu). A tile is kReplayTile configurations and one head group.
 cudaError_t replay_outputs(const ReplayOutputsArgs& args, cudaStream_t stream);
 /// The part of replay_outputs() for quantized configurations. Unless configurations have separate
 /// head tasks, args.configs contains only quantized configurations.

@@ -41,8 +41,9 @@ struct Allocation {
   std::string policy, metric;  ///< the policy's label in the run
   std::uint32_t mean_tokens = 0;
   HeadBudgets heads;
-  /// The metric, summed over the heads by their hulls: with equal budgets, and with `heads`.
-  double even = 0, shared = 0;
+  /// The metric as each head's lower_hull() predicts it, summed over the heads.
+  double even = 0;    ///< if each head has `mean_tokens`
+  double shared = 0;  ///< with the budgets in `heads`
 };
 
 /// Reads the run's metrics by head, at budgets that are the same for all heads. Assumes that the

@@ -92,7 +92,8 @@ class DeviceSweep {
   void add_fp16_copies();
   void add_heads(std::span<const ResolvedConfig* const> configs);
   void send_sets();
-  /// The index of the configuration's features among those of a head task.
+  /// Adds the configuration's features to those of a head task, unless they are there already.
+  /// Returns the index of the first one among them.
   std::uint32_t add_features(const ResolvedConfig& config);
 
   // [configuration]; if by_head_ is not 0: [layer, KV head, configuration].

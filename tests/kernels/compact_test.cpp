@@ -362,7 +362,7 @@ class Run {
     put_counts(now, counts);
   }
 
-  /// Copies the older tokens by a compaction that evicts nothing.
+  /// Copies the live tokens to the scratch cache by a compaction that evicts nothing.
   void copy_to_scratch(const std::vector<std::uint32_t>& now) {
     put_counts(now, std::vector<std::uint32_t>(now.size(), 0));
     kvlab_compact_args copy = args_between(*resident_, *scratch_);

@@ -83,7 +83,7 @@ struct Config {
   std::uint64_t seed = 0;
   std::uint32_t sequence = 0;
 };
-/// With the documented protected tokens of `policy` at `budget`.
+/// A configuration of `policy` at `budget`, with the protected tokens that the docs state.
 Config standard(const std::string& policy, std::uint32_t budget);
 
 /// The result of one query of one query head.

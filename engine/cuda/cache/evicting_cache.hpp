@@ -1,5 +1,6 @@
 // The CUDA decoder's cache that evicts: a KvCache for the layers on which the policy acts, and
-// rings for layers with a sliding window. In decoding, all its launches are in the step's graph.
+// rings for layers with a sliding window. All its kernels for a decoded token are part of the CUDA
+// graph of the decode step.
 #pragma once
 
 #include "engine/cuda/cache/device_cache.hpp"

@@ -78,7 +78,7 @@ struct TaskSample {
 };
 
 /// The `sample`-th question at a point. The same arguments give the same question on any machine.
-/// Throws std::invalid_argument for more keys than there are, or too few words for them.
+/// Throws std::invalid_argument if the question needs more different keys than exist.
 TaskSample sample_task(const TaskSpec& spec, const Haystack& haystack, TaskPoint point,
                        std::uint64_t seed, std::uint32_t sample);
 

@@ -37,7 +37,9 @@ std::uint64_t share_of(std::uint64_t mass, double share) {
   return static_cast<std::uint64_t>(Wide{mass} * units >> 32);
 }
 
-/// The mass from the last `window` queries, as far as finished appends show it.
+/// An estimate of the mass from the last `window` queries. Of an append, only the last `window`
+/// queries count. If the append is shorter, the older sum counts in part: it is multiplied by the
+/// share of the window that the append leaves free.
 std::uint64_t last_queries(const History& history, std::uint32_t token, std::uint32_t window) {
   std::uint64_t mass = 0;
   for (const Done& done : appends_of(history, token)) {

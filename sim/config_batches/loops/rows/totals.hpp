@@ -1,4 +1,5 @@
-// Sums and hits of live sets. Sums are added in an order that differs from a decoder's.
+// For a live set: the sum of its tokens' exponentials, and how many of the tokens are requested
+// (hits). The order of the additions differs from that of a decoder.
 #pragma once
 
 #include "sim/config_batches/loops/rows/gathering.hpp"
