@@ -148,9 +148,10 @@ std::string why_not_shape(const kvlab_cache_view& cache, const char* name) {
       .that(cache.sequences > 0 && cache.kv_heads > 0 && cache.max_slots > 0,
             "sequences is {}, kv_heads {}, max_slots {}; each should be at least 1",
             cache.sequences, cache.kv_heads, cache.max_slots)
-      .that(cache.max_slots <= kMaxSlots, "max_slots is {}; at most 2^30", cache.max_slots)
+      .that(cache.max_slots <= kMaxSlots, "max_slots is {}; it should be at most 2^30",
+            cache.max_slots)
       .that(std::int64_t{cache.sequences} * cache.kv_heads <= 65535,
-            "sequences times kv_heads is {}; at most 65535",
+            "sequences times kv_heads is {}; it should be at most 65535",
             std::int64_t{cache.sequences} * cache.kv_heads)
       .also(is_type(cache.type)
                 ? why_not(cache.pages, cache.head_size, cache.type, cache.max_slots, of)
@@ -173,7 +174,8 @@ std::string why_not_shape(const kvlab_cache_view& cache, std::int64_t slots) {
   return wants.also(why_not_shape(plain, "cache", kMaxPagedGroup))
       .also(page.missing())
       .that(slots >= 1 && slots <= most,
-            "slots is {}; 1 to {}, sequences times kv_heads times max_slots", slots, most)
+            "slots is {}; it should be 1 to {}, which is sequences times kv_heads times max_slots",
+            slots, most)
       .missing();
 }
 
@@ -181,14 +183,15 @@ std::string why_not(const kvlab_write_args& args) {
   const kvlab_cache_view& cache = args.cache;
   Wants wants;
   want_type(wants, cache.type);
-  return wants.that(args.tokens > 0, "tokens is {}; at least 1", args.tokens)
+  return wants.that(args.tokens > 0, "tokens is {}; it should be at least 1", args.tokens)
       .that(cache.query_heads > 0 && cache.kv_heads > 0 && cache.head_size > 0 &&
                 cache.head_size <= 1024,
-            "cache.query_heads is {}, kv_heads {}, head_size {}: each at least 1, head_size at "
-            "most 1,024",
+            "cache.query_heads is {}, kv_heads {}, head_size {}; each should be at least 1, and "
+            "head_size at most 1,024",
             cache.query_heads, cache.kv_heads, cache.head_size)
       .that(args.rotated >= 0 && args.rotated % 2 == 0 && args.rotated <= cache.head_size,
-            "rotated is {}; an even number of at most head_size, {}", args.rotated, cache.head_size)
+            "rotated is {}; it should be even and at most head_size, {}", args.rotated,
+            cache.head_size)
       .pointers({{args.qkv, "qkv"}, {args.sequences, "sequences"}, {args.q, "q"}})
       .pointers({{cache.keys, "cache.keys"},
                  {cache.values, "cache.values"},
@@ -207,11 +210,11 @@ std::string why_not(const kvlab_feature_args& args) {
   wants
       .that(cache.sequences > 0 && cache.kv_heads > 0 && cache.head_size > 0 &&
                 cache.head_size <= 1024,
-            "cache.sequences is {}, kv_heads {}, head_size {}: each at least 1, head_size at most "
-            "1,024",
+            "cache.sequences is {}, kv_heads {}, head_size {}; each should be at least 1, and "
+            "head_size at most 1,024",
             cache.sequences, cache.kv_heads, cache.head_size)
-      .that(args.count >= 1 && args.count <= static_cast<int>(kMaxFeatures), "count is {}; 1 to {}",
-            args.count, kMaxFeatures);
+      .that(args.count >= 1 && args.count <= static_cast<int>(kMaxFeatures),
+            "count is {}; it should be 1 to {}", args.count, kMaxFeatures);
   for (int at = 0; wants.missing().empty() && at < args.count; ++at) {
     const kvlab_feature feature = args.features[at];
     wants
@@ -227,7 +230,7 @@ std::string why_not(const kvlab_feature_args& args) {
               "cache.query_heads is {}, kv_heads {}: KVLAB_VALUE_OUT_NORM1 takes {} for each",
               cache.query_heads, cache.kv_heads, kMaxGroup);
   }
-  return wants.that(args.tokens > 0, "tokens is {}; at least 1", args.tokens)
+  return wants.that(args.tokens > 0, "tokens is {}; it should be at least 1", args.tokens)
       .pointers({{args.slots, "slots"}, {args.keys, "keys"}, {args.to, "to"}})
       .pointers({{cache.first_slot, "cache.first_slot"}, {cache.values, "cache.values"}})
       .also(why_not(cache.pages, cache.head_size, cache.type, args.tokens, "cache."))
@@ -251,7 +254,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
   if (args.numbering != KVLAB_ORIGINAL_POSITIONS) {
     rest.pointers({{args.inv_freq, "inv_freq, of cache positions,"}})
         .that(args.rotated == args.cache.head_size,
-              "rotated is {}; at cache positions, all of head_size, {}", args.rotated,
+              "rotated is {}; at cache positions it should be head_size, {}", args.rotated,
               args.cache.head_size)
         .that(args.numbering != KVLAB_CACHE_POSITIONS || args.cache.ages,
               "cache.ages is NULL; numbering KVLAB_CACHE_POSITIONS needs it")
@@ -266,7 +269,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
 std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_args* layers,
                     int count) {
   Wants wants;
-  wants.that(count >= 1 && count <= kMaxObservedLayers, "count is {}; 1 to {}", count,
+  wants.that(count >= 1 && count <= kMaxObservedLayers, "count is {}; it should be 1 to {}", count,
              kMaxObservedLayers);
   for (int i = 0; wants.missing().empty() && i < count; ++i) {
     const std::string missing = why_not(policy, layers[i]);
@@ -281,8 +284,7 @@ std::string why_not(const kvlab_prefill_args& args) {
   constexpr int kMax = 1 << 26;
   return wants
       .that(args.first >= 0 && args.first < kMax && args.queries >= 1 && args.queries < kMax,
-            "first is {}, queries {}; first should be at least 0, queries at least 1, both below "
-            "2^26",
+            "first is {}, queries {}; they should be at least 0 and at least 1, and below 2^26",
             args.first, args.queries)
       .that(std::int64_t{args.queries} * args.query_heads < kMaxRows,
             "queries is {}, query_heads {}: below 2^31 rows, so give fewer queries at once",
@@ -290,12 +292,12 @@ std::string why_not(const kvlab_prefill_args& args) {
       .that((args.sequences == 0) == (args.first_query == nullptr),
             "sequences is {}, and first_query is {}; give both, for a batch, or neither",
             args.sequences, args.first_query == nullptr ? "NULL" : "given")
-      .that(args.sequences >= 0 && args.sequences <= 65535, "sequences is {}; at most 65535",
-            args.sequences)
+      .that(args.sequences >= 0 && args.sequences <= 65535,
+            "sequences is {}; it should be 0 to 65535", args.sequences)
       .that(args.sequences == 0 ? args.all_queries == 0
                                 : args.all_queries >= args.queries && args.all_queries < kMax,
-            "all_queries is {} of {} sequences; at least queries, {}, of a batch, and 0 of one "
-            "sequence",
+            "all_queries is {} and sequences is {}; all_queries should be at least queries, {}, "
+            "for a batch, and 0 if sequences is 0",
             args.all_queries, args.sequences, args.queries)
       .that(args.workspace == nullptr || args.keys_end >= 1,
             "keys_end is {}, and workspace is given; keys_end should be at least 1", args.keys_end)
@@ -344,9 +346,11 @@ std::string why_not(const kvlab_observe_args& args) {
   const std::string prefill = why_not(args.prefill);
   return wants.also(prefill.empty() ? "" : "prefill." + prefill)
       .that(args.needs >= KVLAB_MASS && args.needs <= KVLAB_BOTH,
-            "needs is {}; KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH", static_cast<int>(args.needs))
-      .that(args.younger >= 0 && args.keys_end >= 1, "younger is {}, keys_end {}; from 0, from 1",
-            args.younger, args.keys_end)
+            "needs is {}; it should be KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH",
+            static_cast<int>(args.needs))
+      .that(args.younger >= 0 && args.keys_end >= 1,
+            "younger is {}, keys_end {}; they should be at least 0 and at least 1", args.younger,
+            args.keys_end)
       .that(!prefill.empty() || observing_blocks(args) < kMaxRows,
             "keys_end is {}, prefill.queries {}: too many for one launch, so give fewer queries at "
             "once",
@@ -377,10 +381,12 @@ std::string why_not_shared(const DevicePolicy& policy) {
 std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args) {
   const bool seen = policy.needs != Needs::nothing, features = !policy.features.empty();
   return Wants()
-      .that(args.sequences > 0 && args.kv_heads > 0 && args.tokens > 0 &&
-                std::int64_t{args.sequences} * args.kv_heads <= 65535,
-            "sequences is {}, kv_heads {}, tokens {}: each at least 1, and 65535 pairs at most",
-            args.sequences, args.kv_heads, args.tokens)
+      .that(
+          args.sequences > 0 && args.kv_heads > 0 && args.tokens > 0 &&
+              std::int64_t{args.sequences} * args.kv_heads <= 65535,
+          "sequences is {}, kv_heads {}, tokens {}; each should be at least 1, and sequences times "
+          "kv_heads at most 65535",
+          args.sequences, args.kv_heads, args.tokens)
       .pointers({{args.first_slot, "first_slot"}, {args.to_first_slot, "to_first_slot"}})
       .that(!seen || (args.seen && args.to_seen),
             "seen or to_seen is NULL, and {} needs the numbers of queries that saw each token",
@@ -400,7 +406,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_compact_args& args) 
                 from.kv_heads == to.kv_heads && from.head_size == to.head_size,
             "to has another type or shape than from")
       .that(from.head_size >= 1 && from.head_size * bytes_of(from.type) % 16 == 0,
-            "from.head_size is {}; rows of multiples of 16 bytes", from.head_size)
+            "from.head_size is {}; a row should have a multiple of 16 bytes", from.head_size)
       .also(why_not(policy, args.policy))
       .that(policy.slot_bytes == 0 || args.to_states, "to_states is NULL, and policy.states is not")
       .that(policy.features.empty() || args.to_features,

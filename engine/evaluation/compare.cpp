@@ -203,9 +203,9 @@ Comparison compare(std::vector<ScoreSet> sets, const std::string& metric) {
   Comparison comparison{.names = names_of(sets)};
   for (const ScoreSet& set : sets) {
     if (set.kind != sets.front().kind)
-      throw std::invalid_argument(fmt::format("{}: {}; {}: {}; give runs of one kind",
-                                              sets.front().name, sets.front().kind, set.name,
-                                              set.kind));
+      throw std::invalid_argument(
+          fmt::format("{} has results of kind {}, but {} of kind {}; give runs of one kind",
+                      sets.front().name, sets.front().kind, set.name, set.kind));
     if (set.sequences != sets.front().sequences && comparison.warning.empty())
       comparison.warning = fmt::format(
           "the runs were measured on different texts: {} on {}, {} on {}; each row uses the texts "

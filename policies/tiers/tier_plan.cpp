@@ -120,9 +120,9 @@ std::vector<KvFormat> demotion_path(std::span<const TierSlots> tier_plan, int fr
 
 void check_quantized_heads(std::uint32_t head_size) {
   if (head_size % kQuantBlock != 0)
-    throw std::invalid_argument(
-        fmt::format("quantized tiers: heads of {} channels; whole blocks of {} are expected",
-                    head_size, kQuantBlock));
+    throw std::invalid_argument(fmt::format(
+        "quantized tiers: a head size of {} is not supported; it should be a multiple of {}",
+        head_size, kQuantBlock));
 }
 
 std::string TierPlan::text(char between, char of) const {

@@ -76,7 +76,7 @@ def test_wrong_arguments_are_refused() -> None:
     for format in ("5", "q9_0", "8/4", "kivi4", ""):
         with pytest.raises(ValueError, match=f"format: '{format}' is not a format of one row; known: 16, fp8"):
             kvlab.quantize(rows, format)
-    with pytest.raises(ValueError, match="heads of 48 channels; whole blocks of 32"):
+    with pytest.raises(ValueError, match="a head size of 48 is not supported; it should be a multiple of 32"):
         kvlab.quantize(rows[:, :48], "4")
     with pytest.raises(ValueError, match="is NaN"):
         kvlab.quantize(rows * numpy.nan, "q4_0")

@@ -183,17 +183,17 @@ void add_replay_options(OptionTable& table, Request& request) {
               "replay: number of repetitions, each after one exact pass; the shortest times are "
               "reported");
   table.whole("synthetic-layers", "N", kHeads, shape.layers,
-              "replay: layers of the synthetic trace, which has --tokens tokens, one eighth of "
-              "them the prompt");
+              "replay: number of layers of the synthetic trace; it has --tokens tokens, and one "
+              "eighth of them are its prompt");
   table.whole("synthetic-query-heads", "N", kHeads, shape.query_heads,
-              "replay: query heads of the synthetic trace");
+              "replay: number of query heads of the synthetic trace");
   table.whole("synthetic-kv-heads", "N", kHeads, shape.kv_heads,
-              "replay: KV heads of the synthetic trace");
+              "replay: number of KV heads of the synthetic trace");
   table.whole("synthetic-head-size", "N", kHeads, shape.head_size,
               "replay: head size of the synthetic trace");
   table.whole("synthetic-gradient-samples", "N", {0, kMaxGradientSamples}, shape.gradient_samples,
-              "replay: gradient samples of the synthetic trace; with 1 or more, it also has "
-              "residual norms and a sketch");
+              "replay: number of gradient samples of the synthetic trace; with 1 or more, it also "
+              "has residual norms and a sketch");
 }
 
 SyntheticShape synthetic_shape(const Request& request) {

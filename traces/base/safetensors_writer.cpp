@@ -46,7 +46,8 @@ void check(std::span<const TensorToWrite> tensors) {
       throw std::invalid_argument(fmt::format("tensor '{}': {} bytes given, its shape takes {}",
                                               tensor.name, tensor.data.size(), bytes));
     if (!names.insert(tensor.name).second || tensor.name == "__metadata__")
-      throw std::invalid_argument(fmt::format("tensor name '{}' is taken already", tensor.name));
+      throw std::invalid_argument(
+          fmt::format("tensor name '{}' is used twice or reserved", tensor.name));
   }
 }
 

@@ -140,8 +140,8 @@ std::vector<double> cost_of(const std::vector<ReplayMetrics>& replay_metrics,
   for (const ReplayMetrics& text : replay_metrics) {
     const auto found = text.find(metric);
     if (!info || found == text.end())
-      throw std::invalid_argument(
-          fmt::format("--metric: '{}' is not a metric of these texts", metric));
+      throw std::invalid_argument(fmt::format(
+          "--metric: '{}' is not a metric that the replay of every text gives", metric));
     for (std::size_t c = 0; c < configs; ++c)
       cost[c] += (info->higher_is_better ? -1 : 1) * found->second[c] /
                  static_cast<double>(replay_metrics.size());

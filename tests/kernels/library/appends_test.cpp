@@ -39,7 +39,8 @@ AppendingLayer::Counts sample_right(int sequences, std::mt19937& random) {
   return right;
 }
 
-/// Prompts, drafts, some decoded tokens, drafts; compared with appends of the right tokens only.
+/// Appends prompts, then drafts of which some tokens are right, with some decoded tokens in
+/// between. Compares the result with appends of the right tokens only.
 void check_drafts(const LayerSize& size, const Paging& paging) {
   INFO(size.name() << " page " << paging.page);
   const int free_slots = std::max(kDrafted, std::ranges::max(size.prompts));
@@ -64,7 +65,7 @@ void check_drafts(const LayerSize& size, const Paging& paging) {
 
 constexpr int kPrefix = 64, kRest = 37;
 
-/// A prefix that is read once and shared, compared with reading the same whole prompts.
+/// Reads a prefix once and shares it. Compares the result with reading each prompt as a whole.
 void check_prefix(const LayerSize& size, const Paging& paging) {
   INFO(size.name() << " page " << paging.page);
   const auto sequences = size.prompts.size();
@@ -281,7 +282,9 @@ TEST_CASE("A prefix is refused by name if its state depends on the tokens after 
   kvlab_prefix_args args = good;
   args.tokens = 0;
   CHECK(said("h2o", args) ==
-        wrong + "sequences is 1, kv_heads 1, tokens 0: each at least 1, and 65535 pairs at most");
+        wrong +
+            "sequences is 1, kv_heads 1, tokens 0; each should be at least 1, and sequences "
+            "times kv_heads at most 65535");
   args = good;
   args.to_seen = nullptr;
   CHECK(said("h2o", args) ==

@@ -200,8 +200,8 @@ TEST_CASE("The library measures pages, and refuses invalid shapes") {
   CHECK(bytes.blocks == 3 * 63 * 4);
   CHECK(ask(24'001) == cudaErrorInvalidValue);
   CHECK(kvlab_last_error() ==
-        std::string("kvlab_cache_memory: slots is 24001; 1 to 24000, sequences times kv_heads "
-                    "times max_slots"));
+        std::string("kvlab_cache_memory: slots is 24001; it should be 1 to 24000, which is "
+                    "sequences times kv_heads times max_slots"));
   cache.pages.page = 17;
   CHECK(ask(1) == cudaErrorInvalidValue);
   bytes.struct_size = 0;

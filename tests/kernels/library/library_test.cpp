@@ -207,9 +207,11 @@ TEST_CASE("The library says in one line why a call was refused") {
                             .kv_heads = 2,
                             .head_size = 64};
   CHECK(kvlab_prefill_attention(&prompt, nullptr) == cudaErrorInvalidValue);
-  CHECK(kvlab_last_error() ==
-        std::string("kvlab_prefill_attention: first is 0, queries 0; first should be at least 0, "
-                    "queries at least 1, both below 2^26"));
+  CHECK(
+      kvlab_last_error() ==
+      std::string(
+          "kvlab_prefill_attention: first is 0, queries 0; they should be at least 0 and at least "
+          "1, and below 2^26"));
 }
 
 TEST_CASE("Each refused call replaces the reason of the call before") {
@@ -321,7 +323,7 @@ TEST_CASE("Sizes that exceed 32 bits are refused before any launch") {
   kvlab_memory bytes{.struct_size = sizeof(kvlab_memory)};
   CHECK_THAT(said(kvlab_cache_memory(kvlab_find_policy("h2o"), &cache, 1, KVLAB_ORIGINAL_POSITIONS,
                                      &bytes)),
-             ContainsSubstring("max_slots is 1073741825; at most 2^30"));
+             ContainsSubstring("max_slots is 1073741825; it should be at most 2^30"));
 }
 
 TEST_CASE("The library compiles a header, and reports errors at the header's line") {

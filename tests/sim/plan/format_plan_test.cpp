@@ -285,7 +285,7 @@ TEST_CASE("what cannot be planned is refused") {
   CHECK_THAT(refusal([&] { plan_of(trace, request); }), ContainsSubstring("should be one of"));
   const TraceReader narrow = write_random_trace(folder.path() / "narrow", {});
   CHECK_THAT(refusal([&] { plan_of(narrow, request_of("5bits")); }),
-             ContainsSubstring("whole blocks of 32"));
+             ContainsSubstring("a multiple of 32"));
   const TraceReader* const differ[] = {&trace, &narrow};
   CHECK_THAT(refusal([&] { plan_formats(differ, request_of("5bits")); }),
              ContainsSubstring("different models"));

@@ -472,7 +472,7 @@ TEST_CASE("options that tier plans do not support are refused") {
   const TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder.path() / "trace", {});  // heads of size 16
   CHECK_THROWS_WITH(metric_values(trace, config_of("h2o", "4", 16)),
-                    Catch::Matchers::ContainsSubstring("whole blocks of 32"));
+                    Catch::Matchers::ContainsSubstring("a multiple of 32"));
 }
 
 }  // namespace kvlab

@@ -59,7 +59,8 @@ int main_in_process(std::vector<std::string> words) {
 
 void bind_command(nb::module_& module) {
   module.def("run_command", run_in_process, nb::arg("name"), nb::arg("words"), nb::arg("own"),
-             nb::arg("progress").none(), "What a command prints, as JSON.");
+             nb::arg("progress").none(),
+             "Runs a command in this process and returns what it prints with --json.");
   module.def("command_options", options_of, nb::arg("name"),
              "Options of a command, each with switch, whole, number, text or texts.");
   module.def("main", main_in_process, nb::arg("words"),

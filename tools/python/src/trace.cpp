@@ -221,10 +221,10 @@ void bind_trace(nb::module_& module) {
           nb::rv_policy::automatic)
       .def_prop_ro("inv_freq", frequencies, nb::rv_policy::automatic,
                    "[n], or [tables, n] where layers differ.")
-      .def_prop_ro("layer_numbers", layer_numbers, "What the model calls its layers.")
+      .def_prop_ro("layer_numbers", layer_numbers, "The model's number of each layer in the trace.")
       .def_prop_ro("rows", rows_of, nb::sig("def rows(self) -> list[dict[str, object]]"),
-                   "By layer: how its queries attend.")
-      .def_prop_ro("model_json", model_json, "What the trace says about the model, as JSON.")
+                   "For each layer: its window, soft cap, RoPE, scale and sinks.")
+      .def_prop_ro("model_json", model_json, "The manifest's description of the model, as JSON.")
       .def_prop_ro("shard_files", shard_files)
       .def_prop_ro("features",
                    [](const Trace& t) {

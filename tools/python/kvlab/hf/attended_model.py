@@ -171,9 +171,9 @@ class AttendedModel:
         most = 1e-3 if linear and self.dtype == torch.float32 else 0.1
         if not off <= most or tokens != 9:
             raise Refused(
-                f"kvlab.hf: a check with 9 tokens failed: kvlab's caches, which should keep all of them, counted {tokens},"
-                f" and the logits differ by {off:.2g} from those of the plain {type(model).__name__}; a model that calls attention"
-                f" as Llama does in transformers {transformers.__version__} is expected"
+                f"kvlab.hf: {type(model).__name__} is not supported: with a cache that keeps all tokens, its logits"
+                f" differ by {off:.2g} from those without kvlab, and the cache counted {tokens} of 9 tokens; use a model that"
+                f" calls attention as Llama does in transformers {transformers.__version__}"
             )
         self._checked = True
 

@@ -176,7 +176,7 @@ def add_options(parser: Parser) -> None:
     add("--beyond-context", action="store_true", help=longer)
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="dtype to compute in; auto: the checkpoint's")
     add("--device", choices=["cuda", "cpu"], help="device to run on (default: cuda if there is a device)")
-    attention = "transformers' attn_implementation of the model that the capture is compared with"
+    attention = "attn_implementation with which transformers loads the model; the check of the capture uses it"
     add("--attention", choices=["sdpa", "eager", "flash_attention_2"], help=attention)
     chunk = "number of tokens of a given text to feed at once (default: 1024)"
     number("--chunk", "N", 1, chunk, default=_kvlab.shard_tokens)

@@ -203,8 +203,8 @@ def base_of(model: Any) -> Any:
         kind = getattr(settings.peft_type, "value", settings.peft_type)
         if settings.is_prompt_learning or kind == "ADAPTION_PROMPT":
             raise Refused(
-                f"--model: the adapter {name} is of PEFT's {kind}, which adds keys and values; an adapter"
-                " of weights such as LORA is expected"
+                f"--model: the adapter {name} has PEFT's type {kind}, which adds keys and values; use an adapter that"
+                " changes weights, such as LORA"
             )
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

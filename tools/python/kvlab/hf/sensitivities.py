@@ -201,10 +201,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog=PROGRAM, description="Adds gradients to finished traces, by PyTorch.")
     add = parser.add_argument
     add("traces", metavar="TRACE", nargs="+", help="finished traces of the model")
-    add("--model", metavar="DIR", required=True, help="the checkpoint that they were captured from")
+    add("--model", metavar="DIR", required=True, help="the checkpoint that the traces were captured from")
     add("--samples", metavar="N", type=whole_number(1, 64), default=4, help="number of gradient samples (default: 4)")
     add("--seed", metavar="S", type=whole_number(0, (1 << 63) - 1), default=1, help="random seed (default: 1)")
-    of_queries = "queries whose predictions the gradients are of, as in kvlab replay (default: decode)"
+    of_queries = "queries whose predictions count; use the value that kvlab replay will use (default: decode)"
     add("--queries", choices=["decode", "all"], default="decode", help=of_queries)
     add("--replace", action="store_true", help="replace gradients that a trace already has")
     add("--device", choices=["cuda", "cpu"], help="device to run on (default: cuda if there is a device)")
