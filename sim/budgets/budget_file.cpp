@@ -146,6 +146,8 @@ std::vector<CacheConfig> make_sweep(const SweepRequest& request,
                              [&](const auto& t) { return policy_from(t, oracles, compiled); });
   axes.budgets = parse_list(request.budgets, [](const auto& t) { return read_budget(t); });
   axes.prefills = parse_list(request.prefills, [](const auto& t) { return parse_prefill(t); });
+  if (axes.prefills.empty())
+    throw std::invalid_argument("prefill: empty; give dense, chunk:N, stream, or a list of them");
   axes.positions = parse_list(request.positions, [](const auto& t) { return parse_positions(t); });
   axes.seed = request.seed;
   axes.threshold = request.threshold;

@@ -305,3 +305,22 @@ def test_results_that_are_not_ranks_are_refused(trace: kvlab.Trace) -> None:
     for number, answer in enumerate((None, [1, 2], numpy.array(["x"]), 5)):
         policy = kvlab.policy(name=f"no_ranks{number}")(lambda state, seen, token, step, answer=answer: answer)
         refused(lambda: kvlab.replay(trace, policy, 16, progress=False), f"no_ranks{number}")
+
+
+def test_lists_are_no_arrays(trace: kvlab.Trace) -> None:
+    q = numpy.ones((1, 1, 8, 16), "f4")
+    refused(lambda: kvlab.Trace.from_arrays([[1.0], [1.0, 2.0]], q, q, prompt_tokens=4), "q: its lists have different lengths")
+    refused(lambda: kvlab.Trace.from_arrays(q.tolist(), q, q, prompt_tokens=4), "q: has dtype float64")
+
+
+def test_an_empty_list_of_prefills() -> None:
+    assert said(
+        """
+        held = kvlab.Trace.from_arrays(q, q, q, prompt_tokens=4)
+        for policies in ("full", "h2o"):
+            try:
+                kvlab.replay(held, policies, 16, prefill=[], progress=False)
+            except ValueError as error:
+                print(error)
+        """
+    ) == ["prefill: empty; give dense, chunk:N, stream, or a list of them"] * 2

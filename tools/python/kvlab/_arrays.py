@@ -225,7 +225,7 @@ def _exported(array: Any, name: str) -> Any:
             array = numpy.asarray(array)
         except ValueError:
             shape = "[layers, heads, tokens, head_size]"
-        raise ValueError(f"{name}: its lists have different lengths; {shape} is expected") from None
+            raise ValueError(f"{name}: its lists have different lengths; {shape} is expected") from None
     if hasattr(array, "detach"):
         array = array.detach().cpu()
     elif not isinstance(array, numpy.ndarray):
