@@ -64,7 +64,7 @@ class Experiment:
         out = pathlib.Path(self.scratch.name) / f"{command[0]}-{self.runs}"
         self.runs += 1
         options = [*map(str, options)]
-        if device or self.arguments.device:
+        if device or (device is None and self.arguments.device):
             options += ["--device", device or self.arguments.device]
         print(" ".join(["kvlab", *command, *options]), file=sys.stderr)
         done = subprocess.run([self.arguments.kvlab, *command, *options, "--out", out], stdout=subprocess.DEVNULL)
