@@ -62,19 +62,20 @@ class Board:
         every = dict.fromkeys(key[:2] for key in self.kl if key[2] != "all")
         return [name for name in every if is_once(name) == once]
 
-    def ratio_to_lowest(self, name):
-        """The geometric mean of its KL over the lowest KL at each budget."""
+    def ratio_to_lowest(self, name, once):
+        """The geometric mean of its KL over the lowest KL of the table, at budgets where that is not 0."""
         logs = []
         for budget in map(str, self.budgets):
-            least = min(self.kl[(*other, budget)][0] for other in self.names(once=False))
-            logs.append(math.log(max(self.kl[(*name, budget)][0], 1e-9) / max(least, 1e-9)))
-        return math.exp(sum(logs) / len(logs))
+            least = min(self.kl[(*other, budget)][0] for other in self.names(once))
+            if least > 0:  # a policy that keeps the whole prompt has a KL of 0
+                logs.append(math.log(self.kl[(*name, budget)][0] / least))
+        return math.exp(sum(logs) / len(logs)) if logs else 1
 
     def ranked(self, once):
-        names = sorted(self.names(once), key=self.ratio_to_lowest)
+        names = sorted(self.names(once), key=lambda name: self.ratio_to_lowest(name, once))
         ordered = {(*name, str(budget)): self.kl[(*name, str(budget))] for name in names for budget in self.budgets}
         lines = ranking(ordered, self.budgets).replace(" ± ", "±").split("\n")
-        heads = ["times the lowest |", "--- |", *(f"{self.ratio_to_lowest(name):.2f} |" for name in names)]
+        heads = ["times the lowest |", "--- |", *(f"{self.ratio_to_lowest(name, once):.2f} |" for name in names)]
         return "\n".join(f"{line} {more}" for line, more in zip(lines, heads))
 
     def by_kl(self):
