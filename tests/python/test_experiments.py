@@ -1,0 +1,29 @@
+"""The experiments that need the Python package, from their runs to their pages, on a few tokens of the bundled model."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not os.environ.get("KVLAB_COMMAND"), reason="KVLAB_COMMAND is not set")
+def test_plans_write_their_page(tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "plans.md"
+    words = ["--kvlab", os.environ["KVLAB_COMMAND"], "--model", ROOT / "engine/models/tiny", "--quick", "--tokens", 200, "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/experiments/plans.py", *map(str, words), "--out", page], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ") and line.split(" | ")[1] in ("none", "prompt")]
+    assert len(rows) == 6
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("| ").split(" | ")]
+        assert float(cells[2]) <= float(cells[0])  # the plan keeps to its bits
+        assert 0.5 < float(cells[5]) < 2  # the measured KL is about the predicted one
+        assert float(cells[8]) < 1.1  # a plan is not much worse than the best single format
