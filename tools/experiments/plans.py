@@ -9,6 +9,8 @@ import sys
 import numpy
 from experiment import Experiment, Refused, main, name_of_model, table, values
 
+from kvlab import Trace
+
 QUESTION = """
 `kvlab plan` chooses a storage format for the keys and the values of each layer from one trace
 ([guide](../guides/precision-tiers.md#formats-by-layer-from-a-trace)). This page asks three things. Does its plan lose
@@ -17,11 +19,15 @@ predicts? And does the prediction order plans as the end-to-end evaluation does?
 
 The plans come from a trace of the first text. KL is measured on the other texts, which the plans have not seen, against
 the model's own full cache in 16 bit, in nats, with its standard error. Bits are means over all elements, with scales and
-minima.
+minima. "calibrated" is the ratio before it, divided by the ratio of the plan of 4.5 bits: one end-to-end run corrects
+for a text on which all losses are larger. The formats `kvlab` are all of kvlab's own, `cuda` those that kvlab also has
+on CUDA.
 """
 BITS = [3.5, 4, 4.5, 5, 6, 9]
-CENTRES = ["none", "prompt"]
+CALIBRATED = 4.5  # the bits of the one plan whose measured KL calibrates the others
+SETS = [("kvlab", "none"), ("kvlab", "prompt"), ("cuda", "none")]  # formats and centre
 SAMPLES = 4  # of the gradients
+ROWS = {"16": 64, "fp8": 33, "8": 36, "4": 20, "3": 16, "2": 12}  # bytes of 32 channels
 
 
 def trace_with_gradients(experiment):
@@ -33,17 +39,17 @@ def trace_with_gradients(experiment):
     return trace
 
 
-def plan_of(experiment, trace, bits, centre):
+def plan_of(experiment, trace, bits, formats, centre):
     """The plan file of `kvlab plan` as a dictionary."""
-    options = ["--trace", trace, "--budget", f"{bits}bits", "--formats", "kvlab", "--centre", centre]
+    options = ["--trace", trace, "--budget", f"{bits}bits", "--formats", formats, "--centre", centre]
     return json.loads(pathlib.Path(experiment.kvlab(["plan"], *options, device="")).read_text())
 
 
-def kl_of(experiment, tier_plans, centre):
-    """{tier plan: (KL, standard error)} on the texts other than the first."""
+def kl_of(experiment, tier_plans, centre, first=False):
+    """{tier plan: (KL, standard error)} on the texts other than the first, or on the first."""
     given = [word for tier_plan in tier_plans for word in ("--tiers", tier_plan)]
     all_texts = experiment.arguments.text
-    experiment.arguments.text = all_texts[1:]
+    experiment.arguments.text = all_texts[:1] if first else all_texts[1:]
     try:
         rows = experiment.eval(["full"], ["100%"], *given, "--centre", centre)
     finally:
@@ -66,9 +72,9 @@ def shown(value, error=None):
     return text if error is None else f"{text} ± {error:.1g}"
 
 
-def of_centre(experiment, trace, centre):
-    """The lines of the table, and (predicted, measured) of every plan."""
-    plans = {bits: plan_of(experiment, trace, bits, centre) for bits in experiment.quick(BITS[::2], BITS)}
+def of_set(experiment, trace, formats, centre, others=()):
+    """The lines of the table, (predicted, measured) of every plan, and {tier plan: measured}, also of the others."""
+    plans = {bits: plan_of(experiment, trace, bits, formats, centre) for bits in experiment.quick(BITS[::2], BITS)}
     predicted = {}  # by the sum of losses, which all plans of the frontier have
     for plan in plans.values():
         for choice in (plan["plan"], plan["uniform"]):
@@ -76,15 +82,75 @@ def of_centre(experiment, trace, centre):
     frontier = [choice for choice in next(iter(plans.values()))["frontier"] if choice["bits"] <= 9.5]
     for choice in frontier[:: experiment.quick(4, 1)]:
         predicted.setdefault(choice["tiers"], choice["sum_of_losses"])
-    measured = kl_of(experiment, list(predicted), centre)
+    measured = kl_of(experiment, list(dict.fromkeys([*predicted, *others])), centre)
+    ratios = {bits: measured[plan["plan"]["tiers"]][0] / plan["plan"]["loss"] for bits, plan in plans.items()}
     lines = []
     for bits, plan in plans.items():
         own, uniform = measured[plan["plan"]["tiers"]], measured[plan["uniform"]["tiers"]]
         lines.append([
-            bits, centre, f"{plan['plan']['bits']:.2f}", shown(plan["plan"]["loss"], plan["plan"]["stderr"] or 0), shown(*own),
-            f"{own[0] / plan['plan']['loss']:.2f}", f"`{plan['uniform']['tiers']}`", shown(*uniform), f"{own[0] / uniform[0]:.2f}",
+            formats, centre, bits, shown(plan["plan"]["loss"], plan["plan"]["stderr"] or 0), shown(*own),
+            f"{ratios[bits]:.2f}", f"{ratios[bits] / ratios[CALIBRATED]:.2f}", f"`{plan['uniform']['tiers']}`", shown(*uniform), f"{own[0] / uniform[0]:.2f}",
         ])  # fmt: skip
-    return lines, [(value, measured[tiers][0]) for tiers, value in predicted.items() if tiers != "16"]
+    return lines, [(value, measured[tiers][0]) for tiers, value in predicted.items() if tiers != "16"], measured
+
+
+def runs_of(formats):
+    """[(key, value)] of each layer as a tier plan: 16x3-4/16x1-16x26."""
+    names = [key if key == value else f"{key}/{value}" for key, value in formats]
+    runs = []
+    for name in names:
+        if runs and runs[-1][0] == name:
+            runs[-1][1] += 1
+        else:
+            runs.append([name, 1])
+    return runs[0][0] if len(runs) == 1 else "-".join(f"{name}x{count}" for name, count in runs)
+
+
+def knapsack(losses, most):
+    """The format of each part with the least sum of losses in at most `most` bytes. `losses`: [part][format]."""
+    sizes = [ROWS[name] for name in ROWS]
+    best = numpy.zeros(most + 1)
+    chosen = []
+    for part in losses:
+        options = numpy.full((len(sizes), most + 1), numpy.inf)
+        for f, size in enumerate(sizes):
+            options[f, size:] = best[: most + 1 - size] + part[f]
+        chosen.append(options.argmin(axis=0))
+        best = options.min(axis=0)
+    formats, left = [], most
+    for choice in reversed(chosen):
+        formats.append(int(choice[left]))
+        left -= sizes[formats[-1]]
+    return formats[::-1]
+
+
+def by_brute_force(experiment, layers):
+    """{bits: tier plan} from an end-to-end evaluation of each layer's keys and values in each format alone."""
+    names = list(ROWS)
+    alone = {}
+    for layer in range(layers):
+        for kv in range(2):
+            for name in names[1:]:
+                formats = [["16", "16"] for _ in range(layers)]
+                formats[layer][kv] = name
+                alone[layer, kv, name] = runs_of(formats)
+    measured = kl_of(experiment, list(alone.values()), "none", first=True)
+    losses = [
+        [0.0] + [measured[alone[layer, kv, name]][0] for name in names[1:]] for layer in range(layers) for kv in range(2)
+    ]
+    found = {}
+    for bits in experiment.quick(BITS[::2], BITS):
+        formats = [names[f] for f in knapsack(losses, int(bits * 4 * 2 * layers))]
+        found[bits] = runs_of(list(zip(formats[::2], formats[1::2], strict=True)))
+    return found, len(alone)
+
+
+def compared(brute, lines, measured):
+    """The table of brute force beside the plans of the first set."""
+    rows = []
+    for line, (bits, tiers) in zip(lines, brute.items(), strict=True):
+        rows.append([bits, line[4], shown(*measured[tiers]), f"{float(line[4].split()[0]) / measured[tiers][0]:.2f}"])
+    return table(["bits", "KL of `kvlab plan`", "KL of brute force", "ratio"], rows)
 
 
 def plans():
@@ -94,19 +160,27 @@ def plans():
     for directory in experiment.models:
         experiment.model = directory
         trace = trace_with_gradients(experiment)
-        lines, correlations = [], []
-        for centre in CENTRES:
-            own, pairs = of_centre(experiment, trace, centre)
+        layers = sum(not row.get("span") for row in Trace(trace).rows)  # without a window
+        brute, passes = by_brute_force(experiment, layers)
+        lines, correlations, first = [], [], None
+        for formats, centre in SETS:
+            own, pairs, measured = of_set(experiment, trace, formats, centre, brute.values() if first is None else ())
+            first = first or (own, measured)
             lines += own
-            correlations.append(f"{rank_correlation(*zip(*pairs, strict=True)):.3f} over {len(pairs)} plans with centre={centre}")
-        header = ["bits", "centre", "plan's bits", "predicted", "measured", "measured / predicted", "best single format",
-                  "its KL", "plan / single"]  # fmt: skip
+            correlations.append(f"{rank_correlation(*zip(*pairs, strict=True)):.3f} over {len(pairs)} plans of `{formats}` with centre={centre}")
+        header = ["formats", "centre", "bits", "predicted", "measured", "measured / predicted", "calibrated",
+                  "best single format", "its KL", "plan / single"]  # fmt: skip
         experiment.section(
             f"## {name_of_model(directory)}\n\n"
             + table(header, lines)
             + "\n\nRank correlation (Spearman) of the sums of losses and the measured KL, also of plans of other sizes: "
             + "; ".join(correlations)
             + "."
+        )
+        experiment.section(
+            f"Brute force evaluates each layer's keys and values in each format alone on the first text, {passes} evaluations of a "
+            f"whole text, and chooses by them in the same way. `kvlab plan` needs one capture and {SAMPLES} samples of gradients:\n\n"
+            + compared(brute, *first)
         )
     experiment.write("Plans of formats by layer", QUESTION)
 
