@@ -29,7 +29,7 @@ sanitize() {
     preload+="$(g++ -print-file-name=$library) "
   done
   # Python itself leaks by design. Code compiled at run time, PyTorch and the command are not part of the extension.
-  local left_out=(commands.py pages.py notebooks.py words.py cache.py hf.py families.py calls.py capture.py sensitivities.py evicting.py evicting_cuda.py ops.py)
+  local left_out=(commands.py experiments.py pages.py notebooks.py words.py cache.py hf.py families.py calls.py capture.py sensitivities.py evicting.py evicting_cuda.py ops.py)
   ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 LD_PRELOAD=$preload PYTHONPATH=$package \
     "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python "${left_out[@]/#/--ignore=tests/python/test_}" \
     -k "not header_of_ones_own and not libcachesim and not opening_copies"
