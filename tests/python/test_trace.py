@@ -56,7 +56,7 @@ def test_to_dict_copies_nothing_and_changes_no_file(tmp_path: pathlib.Path) -> N
 
 
 def test_to_dict_refuses_bfloat16_for_numpy(sample: kvlab.Trace) -> None:
-    with pytest.raises(ValueError, match="numpy has no bfloat16; ask for framework='torch'"):
+    with pytest.raises(ValueError, match="numpy has no bfloat16; give framework='torch'"):
         sample.to_dict()
     with pytest.raises(ValueError, match="should be numpy or torch"):
         sample.to_dict("jax")  # type: ignore[arg-type]
