@@ -60,7 +60,10 @@ class Experiment:
         return json.loads(config.read_text()).get("max_position_embeddings", 1 << 30)
 
     def kvlab(self, command, *options, table=None, device=None):
-        """Runs `kvlab command`. Returns the rows of the table that it wrote, as dictionaries, or the output's path."""
+        """Runs `kvlab command`. Returns the rows of the table that it wrote, as dictionaries, or the output's path.
+
+        `device`: None gives it --device as the script got it; "" is for a command without that option.
+        """
         out = pathlib.Path(self.scratch.name) / f"{command[0]}-{self.runs}"
         self.runs += 1
         options = [*map(str, options)]
