@@ -107,14 +107,17 @@ struct ResolvedConfig : CacheConfig {
   std::uint32_t window_of(std::uint32_t layer) const {
     return windows.empty() ? 0 : windows[layer];
   }
-  /// The tier slots of a head with this budget in a layer without a window; null: one 16-bit tier.
-  const std::vector<TierSlots>* tiers_of(std::uint32_t layer, std::uint32_t tokens) const {
-    if (!layer_tiers.empty()) {
-      const std::vector<TierSlots>& own = layer_tiers.at(layer);
-      return own.front().format.exact() ? nullptr : &own;
-    }
+  /// The tier slots of a head with this budget in a layer without a window. A plan by layer has one
+  /// tier in each layer, which may be in 16 bit. Null: there is no plan for this head.
+  const std::vector<TierSlots>* planned_tiers(std::uint32_t layer, std::uint32_t tokens) const {
+    if (!layer_tiers.empty()) return &layer_tiers.at(layer);
     const auto own = tiers.find(tokens);
     return own == tiers.end() ? nullptr : &own->second;
+  }
+  /// The same, but null for a layer that a plan by layer keeps in 16 bit.
+  const std::vector<TierSlots>* tiers_of(std::uint32_t layer, std::uint32_t tokens) const {
+    const auto* const own = planned_tiers(layer, tokens);
+    return own && !layer_tiers.empty() && own->front().format.exact() ? nullptr : own;
   }
   /// Whether the budget file exempts the layer: it keeps all tokens in 16 bit.
   bool exempts(std::uint32_t layer) const {

@@ -65,7 +65,7 @@ void warn(const std::string& message) {
 }
 
 /// Whether heads may keep different numbers of tokens.
-bool differs_by_head(const ResolvedConfig& cache) {
+bool keeps_unequal_counts(const ResolvedConfig& cache) {
   return !cache.head_budgets.empty() || cache.shares_slots();
 }
 
@@ -178,7 +178,7 @@ ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& c
                     {"evictions", decoder.evictions()},
                     {"kv_bytes_measured", decoder.kv_bytes_peak()},
                     {"engine_dtype", torch_name(engine_dtype)}};
-  if (differs_by_head(cache) && !decoder.kept().empty()) json["kept_tokens"] = decoder.kept();
+  if (keeps_unequal_counts(cache) && !decoder.kept().empty()) json["kept_tokens"] = decoder.kept();
   return json;
 }
 
@@ -229,7 +229,7 @@ int run(const Request& request) {
   if (!json && cache.evicts())
     warn(evicted_text(*decoder, config.heads(), value_bytes(*backend), cache,
                       segments_fed(turns, answers, decoder->tokens())));
-  if (!json && differs_by_head(cache)) warn(kept_text(*decoder, cache));
+  if (!json && keeps_unequal_counts(cache)) warn(kept_text(*decoder, cache));
   return 0;
 }
 

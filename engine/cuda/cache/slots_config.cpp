@@ -66,10 +66,7 @@ kernels::SlotSequence sequence_of(const ResolvedConfig& cache) {
 kernels::SlotPair pair_of(const ResolvedConfig& cache, std::uint32_t layer, std::uint32_t head,
                           std::uint32_t heads) {
   kernels::SlotPair pair{.budget = cache.budget_of(layer, head)};
-  if (!cache.layer_tiers.empty())
-    pair.tiers = cache.layer_tiers[layer];
-  else if (const auto own = cache.tiers.find(pair.budget); own != cache.tiers.end())
-    pair.tiers = own->second;
+  if (const auto* const planned = cache.planned_tiers(layer, pair.budget)) pair.tiers = *planned;
   if (pair.budget == kNoBudget) return pair;
   pair.protected_tokens = resolve_protected_tokens(cache.policy, pair.budget);
   if (cache.shares_slots()) pair.max_budget = max_of_ada(pair.budget, heads);

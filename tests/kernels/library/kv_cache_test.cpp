@@ -47,8 +47,7 @@ struct Layout {
         rules.push_back({budget, protected_tokens.sinks, protected_tokens.recent,
                          policy.modifiers.group == Modifiers::Group::max});
         if (policy.tier_plan.is_plain()) continue;
-        for (const TierSlots& tier :
-             cache.layer_tiers.empty() ? cache.tiers.at(budget) : cache.layer_tiers[layer])
+        for (const TierSlots& tier : *cache.planned_tiers(layer, budget))
           tiers.push_back({static_cast<kvlab_kv_format>(*kernel_format(tier.format)), tier.slots});
       }
     }

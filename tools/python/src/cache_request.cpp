@@ -68,9 +68,7 @@ Array<std::uint32_t> tiers_of(const ResolvedConfig& config, const CacheShape& mo
   std::vector<std::uint32_t> all;
   for (std::uint32_t layer = 0; tiers > 0 && layer < model.layers; ++layer)
     for (std::uint32_t head = 0; head < model.kv_heads; ++head) {
-      const auto* const own = config.layer_tiers.empty()
-                                  ? config.tiers_of(layer, config.budget_of(layer, head))
-                                  : &config.layer_tiers[layer];
+      const auto* const own = config.planned_tiers(layer, config.budget_of(layer, head));
       for (std::size_t r = 0; r < tiers; ++r) {  // without tiers, a layer stays in 16 bit
         const TierSlots tier = own ? (*own)[r] : TierSlots{};
         all.insert(all.end(), {*kernel_format(tier.format), tier.slots});
