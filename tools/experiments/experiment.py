@@ -7,6 +7,7 @@ Each script in this folder makes one page, from its own run alone (docs/results/
 
 import argparse
 import csv
+import itertools
 import json
 import math
 import pathlib
@@ -23,7 +24,7 @@ class Refused(Exception):
     """The request cannot be done. The message is one line."""
 
 
-def parse_arguments(purpose, models):
+def parse_arguments(purpose, models, add_arguments):
     parser = argparse.ArgumentParser(description=purpose)
     parser.add_argument("--kvlab", default=str(ROOT / "build/kvlab"), help="the command (default: build/kvlab)")
     several = {"nargs": "+"} if models else {}
@@ -33,18 +34,23 @@ def parse_arguments(purpose, models):
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a device")
     parser.add_argument("--quick", action="store_true", help="a smaller run, which takes minutes on a CPU")
     parser.add_argument("--out", required=True, help="the page to write")
+    if add_arguments:
+        add_arguments(parser)
     return parser.parse_args()
 
 
 class Experiment:
     """A page: its runs and their tables."""
 
-    def __init__(self, purpose, models=False):
-        """`models`: `--model` takes several, listed in `self.models`; runs use `self.model`."""
-        self.arguments = parse_arguments(purpose, models)
+    def __init__(self, purpose, models=False, arguments=None):
+        """`models`: `--model` takes several, listed in `self.models`; runs use `self.model`.
+
+        `arguments`: a function that adds the script's own arguments to the parser.
+        """
+        self.arguments = parse_arguments(purpose, models, arguments)
         self.models = self.arguments.model if models else [self.arguments.model]
         self.model = self.models[0]
-        self.runs, self.sections = 0, []
+        self.runs, self.sections = itertools.count(), []
         self.scratch = tempfile.TemporaryDirectory()
 
     def quick(self, small, whole):
@@ -64,8 +70,7 @@ class Experiment:
 
         `device`: None gives it --device as the script got it; "" is for a command without that option.
         """
-        out = pathlib.Path(self.scratch.name) / f"{command[0]}-{self.runs}"
-        self.runs += 1
+        out = pathlib.Path(self.scratch.name) / f"{command[0]}-{next(self.runs)}"
         options = [*map(str, options)]
         if device or (device is None and self.arguments.device):
             options += ["--device", device or self.arguments.device]
@@ -163,6 +168,21 @@ def values(rows, metric, by=("policy", "params", "budget")):
         for row in rows
         if row["metric"] == metric
     }
+
+
+def ranks(numbers):
+    """Ranks of the numbers; 1 is the lowest. Equal numbers share the mean of their ranks."""
+    order = sorted(numbers)
+    return [order.index(number) + (order.count(number) + 1) / 2 for number in numbers]
+
+
+def spearman(one, other):
+    """Spearman's rank correlation; NaN if all numbers of a list are equal."""
+    one, other = ranks(one), ranks(other)
+    mean = (len(one) + 1) / 2
+    both = sum((a - mean) * (b - mean) for a, b in zip(one, other))
+    alone = [sum((a - mean) ** 2 for a in own) for own in (one, other)]
+    return both / (alone[0] * alone[1]) ** 0.5 if all(alone) else float("nan")
 
 
 def number_with_error(pair, digits=3):

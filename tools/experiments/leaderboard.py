@@ -1,43 +1,70 @@
 #!/usr/bin/env python3
-"""The leaderboard: every registered policy by KL and by pass key, on several models (docs/results/leaderboard.md)."""
+"""The leaderboard: every registered policy at equal memory, by KL and by task accuracy (docs/results/leaderboard.md).
 
+Also writes leaderboard.csv beside the page, from which every number of the page comes.
+"""
+
+import concurrent.futures
+import csv
 import json
 import math
+import os
+import pathlib
 
-from experiment import Experiment, main, name_of_model, ranking, table, values
+from experiment import ROOT, Experiment, Refused, main, name_of_model, spearman, table
 
 QUESTION = """
-This page ranks every registered policy, with its defaults, at several budgets and by two criteria. KL (in nats) says
-how far predictions move from those of the full cache. The pass key says whether the model still finds a number in the
-text when the question comes after the eviction. The two criteria may rank policies differently, and so may two models.
-The last sections compare them.
+This page ranks every registered policy, with its defaults, at equal memory and by two criteria. KL (in nats) says how
+far predictions move from those of the full cache; lower is better. Task accuracy is the share of right answers to
+questions that come after the eviction, pooled over tasks and lengths; higher is better.
 
-A policy that compresses prompts (`once`) keeps all tokens that it decodes, so its memory grows. Such policies are
-listed separately, and the same policy without `once` is in the main table. If the prompt fits into the budget, such a
-policy evicts nothing, so its KL is 0. Budgets apply to the layers without a sliding window; a layer with a window keeps
-its window under every policy.
+Memory is a share of the bytes of the full cache in 16 bit. In 16 bit, a budget is that share of the tokens. Quantized,
+the same bytes hold more tokens. Policies with cache positions are ranked in 16 bit alone, because quantized keys cannot
+get new positions. `snapkv` and `nacl` would keep all decoded tokens; for KL they evict as other policies do (`once=no`).
+Budgets apply to the layers without a sliding window; a layer with a window keeps its window under every policy.
+
+**Bold** is the best of a column. `=` marks a policy whose KL does not differ significantly from it, by the paired 95%
+interval of `kvlab eval` over all texts. Brackets are 95% intervals: of KL, the interval of `kvlab eval`; of accuracy,
+Clopper and Pearson's. Every number is in `leaderboard.csv`, with the command that measured it.
 """
-LENGTHS = (100, 200, 300, 400)  # words of a pass key's text
+COLUMNS = ["model", "policy", "memory", "format", "metric", "value", "low", "high", "count", "command"]
+# Name on the page, and words of the command. A task that the full cache answers in fewer than 80% is left out.
+TASKS = {
+    "pass key": ["passkey"],
+    "needle": ["needle", "--kind", "single"],
+    "one needle of four": ["needle", "--kind", "multi-key"],
+}
 # For the table of which metric predicts.
 FEW = "window,sink,lru,h2o,streaming_h2o,tova,snapkv:once=no:smooth=0,a2sf,h2o_mean,roco"
 
 
-def is_once(name):
-    return "once" in name[1].split(":")
+def clopper_pearson(right, count):
+    """The 95% interval of a share, (low, high)."""
+
+    def at_most(k, p):  # probability of k or fewer right answers
+        return sum(math.comb(count, i) * p**i * (1 - p) ** (count - i) for i in range(k + 1))
+
+    def where(holds):  # the end of [0, p] in which `holds`, by bisection
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if holds(middle) else (low, middle)
+        return low
+
+    low = where(lambda p: 1 - at_most(right - 1, p) < 0.025) if right else 0.0
+    high = where(lambda p: at_most(right, p) > 0.025) if right < count else 1.0
+    return low, high
 
 
-def ranks(numbers):
-    """Ranks of the numbers; 1 is the lowest. Equal numbers share the mean of their ranks."""
-    order = sorted(numbers)
-    return [order.index(number) + (order.count(number) + 1) / 2 for number in numbers]
+def full_name(policy, params):
+    """A policy with its parameters, without the tiers, which are a column of their own."""
+    kept = [part for part in params.split(":") if part and not part.startswith(("tiers=", "centre="))]
+    return ":".join([policy, *kept])
 
 
-def spearman(one, other):
-    one, other = ranks(one), ranks(other)
-    mean = (len(one) + 1) / 2
-    both = sum((a - mean) * (b - mean) for a, b in zip(one, other))
-    alone = [sum((a - mean) ** 2 for a in own) for own in (one, other)]
-    return both / (alone[0] * alone[1]) ** 0.5 if all(alone) else float("nan")
+def format_of(params):
+    tiers = [part.removeprefix("tiers=") for part in params.split(":") if part.startswith("tiers=")]
+    return tiers[0].replace("@", ":").replace("+", ",") if tiers else "16"
 
 
 class Board:
@@ -45,147 +72,239 @@ class Board:
 
     def __init__(self, experiment, directory):
         experiment.model, self.experiment = directory, experiment
-        self.name = name_of_model(directory)
-        self.budgets = experiment.quick([64, 256], [64, 128, 256, 512, 1024])
-        self.requested = experiment.quick([64, 128], [64, 128, 256])
-        self.groups = policies_by_device(experiment)
-        rows = [row for device, names in self.groups.items() for row in experiment.eval(names, self.budgets, device=device)]
-        self.kl = values(rows, "kl")
-        self.by_kl()
-        self.by_pass_key()
-        streamed = ["--prefill", "stream", "--queries", "all", "--positions", "cache"]
-        sinks = experiment.eval([f"sink:sinks={count}" for count in (0, 1, 4)], [256], *streamed, tokens=min(1024, experiment.tokens))
-        self.sinks = {key[1].split(":")[0]: value for key, (value, _) in values(sinks, "kl").items() if key[0] == "sink"}
-        self.fidelity = self.predict()
+        self.name = pathlib.Path(directory).name
+        self.model = in_checkout(directory)
+        self.texts = " ".join(map(in_checkout, experiment.arguments.text))
+        self.lines = []  # of the CSV, as dictionaries
+        self.ties = {}  # {(memory, format): names of policies that do not differ significantly from the best}
+        memory = experiment.quick(["12%", "50%"], ["6%", "12%", "25%", "50%"])
+        self.memory, self.plans = memory, [tiers_of(word) for word in experiment.arguments.tiers]
+        self.decode, self.answer = policies_of(experiment)
+        with concurrent.futures.ThreadPoolExecutor(experiment.arguments.jobs) as pool:
+            losses = [pool.submit(self.kl, share, plan) for plan in self.plans for share in memory]
+            self.tasks = [task for task, share in zip(TASKS, pool.map(self.full_accuracy, TASKS.values())) if share >= 0.8]
+            answers = [pool.submit(self.accuracy, task, share, plan) for task in self.tasks for share in memory for plan in self.plans]
+            for job in losses + answers:
+                job.result()
+        self.pool_tasks()
 
-    def names(self, once):
-        every = dict.fromkeys(key[:2] for key in self.kl if key[2] != "all")
-        return [name for name in every if is_once(name) == once]
+    def runnable(self, policies, plan):
+        """Those of the policies that run in a format. Quantized keys cannot move, so they need original positions."""
+        moves = {policy["name"] for policy in self.experiment.policies() if policy["positions"] == "cache"}
+        return [name for name in policies if plan == "16" or name.partition(":")[0] not in moves]
 
-    def ratio_to_lowest(self, name, once):
-        """The geometric mean of its KL over the lowest KL of the table, at budgets where that is not 0."""
-        logs = []
-        for budget in map(str, self.budgets):
-            least = min(self.kl[(*other, budget)][0] for other in self.names(once))
-            if least > 0:  # a policy that keeps the whole prompt has a KL of 0
-                logs.append(math.log(self.kl[(*name, budget)][0] / least))
-        return math.exp(sum(logs) / len(logs)) if logs else 1
+    def add(self, policy, memory, tiers, metric, value, low, high, count, command):
+        row = [self.name, policy, memory, tiers, metric, value, low, high, count, command]
+        self.lines.append(dict(zip(COLUMNS, row)))
 
-    def ranked(self, once):
-        names = sorted(self.names(once), key=lambda name: self.ratio_to_lowest(name, once))
-        ordered = {(*name, str(budget)): self.kl[(*name, str(budget))] for name in names for budget in self.budgets}
-        lines = ranking(ordered, self.budgets).replace(" ± ", "±").split("\n")
-        heads = ["times the lowest |", "--- |", *(f"{self.ratio_to_lowest(name, once):.2f} |" for name in names)]
-        return "\n".join(f"{line} {more}" for line, more in zip(lines, heads))
-
-    def by_kl(self):
-        self.experiment.section(f"## {self.name}: KL\n\n\"times the lowest\" is a policy's KL relative to the lowest KL at "
-            "the same budget, as a geometric mean over the budgets.\nThe table is sorted by it.\n\n" + self.ranked(once=False))
-        if self.names(once=True):
-            self.experiment.section("Policies that compress the prompt once and keep all decoded tokens:\n\n" + self.ranked(once=True))
-        if "cpu" in self.groups and self.experiment.arguments.device != "cpu":
-            names = ", ".join(f"`{name}`" for name in self.groups["cpu"])
-            self.experiment.section(f"The device refuses {names}; they ran on the CPU.")
-
-    def by_pass_key(self):
-        """Pass keys at the shortest length at which the full cache is right in 80% or more, or the longest length."""
-        for words in LENGTHS:
-            share = self.right(words, {None: ["full"]}, self.requested[:1])["full", "", "all"][0]
-            if share >= 0.8:
-                break
-        self.answers = self.right(words, self.groups, self.requested) if share > 0 else {}
-        self.experiment.section(
-            f"## {self.name}: pass key\n\nThe share of right answers in texts of {words} words. The full cache "
-            f"reaches {share:.2f}.\n\n" + (ranking(self.answers, self.requested, best=max) if self.answers else "")
-        )
-
-    def right(self, words, groups, budgets):
-        requested = (budgets, words, self.experiment.quick(4, 8), "--depth", "10%,50%,90%")
-        found = {}
-        for device, policies in groups.items():
-            found |= self.experiment.pass_keys(policies, *requested, device=device)
-        return found
-
-    def predict(self):
+    def kl(self, share, plan):
+        """One evaluation of all policies, so that their differences are paired."""
         tokens = self.experiment.tokens
         out = self.experiment.kvlab(
-            ["fidelity"], "--model", self.experiment.model, "--text", *self.experiment.arguments.text, "--max-tokens", tokens,
-            "--prompt-tokens", tokens // 5, "--policy", FEW, "--budget", "64,256",
+            ["eval"], "--model", self.experiment.model, "--text", *self.experiment.arguments.text, "--window", tokens,
+            "--max-tokens", 2 * tokens, "--prompt-tokens", tokens // 5, "--policy", ",".join(self.runnable(self.decode, plan)), "--budget", share,
+            "--tiers", plan,
         )  # fmt: skip
-        metrics = json.loads((out / "fidelity.json").read_text())["metrics"]
-        return {name: [own["within"][budget] for budget in ("64", "256")] for name, own in metrics.items()}
+        found = json.loads((out / "eval.json").read_text())
+        command = f"kvlab eval --model {self.model} --text {self.texts} --window {tokens} --max-tokens {2 * tokens} --prompt-tokens {tokens // 5}"
+        names = {}
+        for pair in found["pairs"]:
+            if pair["b_policy"] != "full":
+                continue
+            policy, _, params = pair["a_policy"].partition(":")
+            name, tiers = full_name(policy, params), format_of(params)
+            names[pair["a"]] = name
+            own = f"{command} --policy {name} --budget {share} --tiers {tiers}"
+            kl = pair["kl"]
+            self.add(name, share, tiers, "kl", kl["mean"], kl["low"], kl["high"], found["tokens"], own)
+            peak = found["configurations"][pair["a"]]["kv_bytes_peak"]
+            self.add(name, share, tiers, "kv_bytes_peak", peak, None, None, 1, own)
+        lowest = min(names, key=lambda index: found["configurations"][index]["kl"])
+        differs = {pair[end] for pair in found["pairs"] if pair["kl"]["significantly_different"]
+                   for here, end in (("a", "b"), ("b", "a")) if pair[here] == lowest}  # fmt: skip
+        self.ties[share, plan] = {name for index, name in names.items() if index != lowest and index not in differs}
+
+    def task(self, words, policies, budget, plan):
+        samples = self.experiment.quick(2, 12)
+        requested = ["--words", self.experiment.quick("40", "250,500"), "--depth", "10%,50%,90%", "--samples", samples]
+        rows = self.experiment.kvlab(
+            ["task", *words], "--model", self.experiment.model, *requested, "--policy", ",".join(policies), "--budget",
+            budget, "--tiers", plan, "--query-agnostic", table="task.csv",
+        )  # fmt: skip
+        command = " ".join(map(str, ["kvlab task", *words, f"--model {self.model}", *requested, "--query-agnostic"]))
+        return [row for row in rows if row["metric"] == "exact_match" and row["words"] == row["depth"] == "all"], command
+
+    def full_accuracy(self, words):
+        rows, _ = self.task(words, ["full"], "100%", "16")
+        return float(rows[0]["value"]) if not self.experiment.arguments.quick else 1
+
+    def accuracy(self, task, share, plan):
+        rows, command = self.task(TASKS[task], self.runnable(self.answer, plan), share, plan)
+        for row in rows:
+            if row["policy"] == "full":
+                continue
+            name, tiers = full_name(row["policy"], row["params"]), format_of(row["params"])
+            own = f"{command} --policy {name} --budget {share} --tiers {tiers}"
+            count = int(row["count"])
+            self.add(name, share, tiers, f"accuracy: {task}", float(row["value"]), float(row["low"]), float(row["high"]), count, own)
+
+    def pool_tasks(self):
+        """Adds the accuracy over all tasks."""
+        pooled = {}
+        for line in self.lines:
+            if line["metric"].startswith("accuracy: "):
+                pooled.setdefault((line["policy"], line["memory"], line["format"]), []).append(line)
+        for key, own in pooled.items():
+            count = sum(line["count"] for line in own)
+            right = round(sum(line["value"] * line["count"] for line in own))
+            self.add(*key, "accuracy", right / count, *clopper_pearson(right, count), count, "pooled over the tasks")
+
+    def values(self, metric, plan):
+        """{policy: {memory: line}}"""
+        found = {}
+        for line in self.lines:
+            if line["metric"] == metric and line["format"] == plan:
+                found.setdefault(line["policy"], {})[line["memory"]] = line
+        return found
+
+    def section(self):
+        text = [f"## `{self.name}`"]
+        for plan in self.plans:
+            kls = self.values("kl", plan)
+            order = sorted(kls, key=lambda name: sum(math.log(max(line["value"], 1e-9)) for line in kls[name].values()))
+            text += [f"### KL, {label(plan)}", self.ranked(kls, order, min, self.ties)]
+            if label(plan) == "plan":
+                text.insert(-2, f"The plan of `kvlab plan`, in runs of layers: `{plan}`.")
+        for plan in self.plans:
+            answers = self.values("accuracy", plan)
+            if answers:
+                order = sorted(answers, key=lambda name: -sum(line["value"] for line in answers[name].values()))
+                count = next(iter(answers[order[0]].values()))["count"]
+                text += [
+                    f"### Accuracy, {label(plan)}",
+                    f"Share of right answers to {count} questions of {', '.join(self.tasks)}.",
+                    self.ranked(answers, order, max, {}),
+                ]
+        return "\n\n".join(text)
+
+    def ranked(self, found, order, best, ties):
+        lines = [[f"`{name.partition(':')[0]}`"] for name in order]
+        for share in self.memory:
+            first = best(own[share]["value"] for own in found.values() if share in own)
+            for line, name in zip(lines, order):
+                cell = found[name].get(share)
+                line.append(cell_text(cell, cell["value"] == first, name in ties.get((share, cell["format"]), ())) if cell else "-")
+        return table(["policy", *(f"{share} of the memory" for share in self.memory)], lines)
 
 
-def policies_by_device(experiment):
-    """The policies of each device, in order."""
-    groups = {}
+def tiers_of(word):
+    """A tier plan as text, also if it is given as @FILE of `kvlab plan`."""
+    return json.loads(pathlib.Path(word[1:]).read_text())["plan"]["tiers"] if word[0] == "@" else word
+
+
+def label(plan):
+    return "16 bit" if plan == "16" else "plan" if "x" in plan else f"format `{plan}`"
+
+
+def in_checkout(path):
+    """A path as in a command that is run in the checkout."""
+    path = pathlib.Path(path).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def number(value):
+    return f"{value:.3g}" if value >= 1e-3 else f"{value:.1g}"
+
+
+def cell_text(line, is_best, is_tied):
+    text = f"**{number(line['value'])}**" if is_best else number(line["value"])
+    if line["low"] is not None:
+        text += f" ({number(max(line['low'], 0))} to {number(line['high'])})"
+    return text + " =" * (is_tied and not is_best)
+
+
+def policies_of(experiment):
+    """Policies for KL, without those modifiers under which decoded tokens are never evicted; and policies for tasks."""
+    decode, answer = [], []
     for policy in experiment.policies():
-        if not policy["evicts"] or not policy["decodes"]:
+        if not policy["evicts"] or not policy["decodes"] or experiment.refusal(policy["name"]) is not None:
             continue
-        names = [policy["name"]]
-        if "once" in policy["modifiers"]:  # also without its default modifier
-            names.append(":".join(names + ["once=no"] + ["smooth=0"] * any("smooth" in m for m in policy["modifiers"])))
-        for name in names:
-            groups.setdefault(None if experiment.refusal(name) is None else "cpu", []).append(name)
-    return groups
+        answer.append(policy["name"])
+        once = "once" in policy["modifiers"]
+        smooth = any("smooth" in modifier for modifier in policy["modifiers"])
+        decode.append(":".join([policy["name"]] + ["once=no"] * once + ["smooth=0"] * smooth))
+    return decode, answer
 
 
-def best(found, budget, least):
-    own = {key[:2]: value for key, (value, _) in found.items() if key[2] == str(budget) and not is_once(key[:2])}
-    extreme = (min if least else max)(own.values())
-    first = [name for name, value in own.items() if value == extreme]
-    return f"`{first[0][0]}` ({extreme:.3g})" if len(first) == 1 else f"{len(first)} policies ({extreme:.3g})"
-
-
-def agreement(boards, found_of, budget):
-    """The lowest ρ between the first model's order of policies and another's."""
-    names = [key for key in found_of(boards[0]) if key[2] == str(budget) and all(key in found_of(own) for own in boards)]
-    orders = [[found_of(own)[name][0] for name in names] for own in boards]
-    return f"rank correlation {min(spearman(orders[0], order) for order in orders[1:]):.2f}"
-
-
-def findings(boards):
-    """A row for each question, a column for each model, and whether they agree."""
-    lines = []
-    for budget in boards[0].budgets:
-        lines.append([f"lowest KL at {budget}", *(best(own.kl, budget, True) for own in boards),
-                      agreement(boards, lambda own: own.kl, budget)])  # fmt: skip
-    for budget in boards[0].requested if all(own.answers for own in boards) else []:
-        lines.append([f"highest share of pass keys at {budget}", *(best(own.answers, budget, False) for own in boards),
-                      agreement(boards, lambda own: own.answers, budget)])  # fmt: skip
-    for count, what in ((0, "no sink token"), (1, "one sink token")):
-        times = [own.sinks[f"sinks={count}"] / own.sinks["sinks=4"] for own in boards]
-        same = "yes" if min(times) > 1.1 or max(times) < 1.1 else "no"
-        lines.append([f"KL of `sink` with {what}, relative to four", *(f"{one:.2f}" for one in times), same])
-    predict = [max(own.fidelity, key=lambda name: sum(own.fidelity[name])) for own in boards]
-    lines.append(["metric of a replay that predicts KL best", *(f"`{name}`" for name in predict),
-                  "yes" if len(set(predict)) == 1 else "no"])  # fmt: skip
-    return table(["question", *(own.name for own in boards), "do they agree?"], lines)
-
-
-def predictors(boards):
-    """A table of metrics. `-`: the model lacks the metric (no residual error with a norm after attention)."""
-    names = list(dict.fromkeys(name for own in boards for name in own.fidelity))
-    header = ["metric", *(f"{own.name} {budget}" for own in boards for budget in (64, 256))]
-    rows = [
-        [f"`{name}`", *(f"{rho:.2f}" if rho is not None else "-" for own in boards for rho in own.fidelity.get(name, [None] * 2))]
-        for name in names
-    ]
+def agreement(boards):
+    """Rank correlations between the criteria on each model, and between models."""
+    rows = []
+    for plan in boards[0].plans:
+        for share in boards[0].memory:
+            orders = {}
+            for board in boards:
+                for metric, sign in (("kl", 1), ("accuracy", -1)):
+                    orders[board.name, metric] = {
+                        name.partition(":")[0]: sign * own[share]["value"] for name, own in board.values(metric, plan).items() if share in own
+                    }
+            row = [label(plan), share]
+            for board in boards:
+                row.append(correlation(orders[board.name, "kl"], orders[board.name, "accuracy"]))
+            for board in boards[1:]:
+                row.append(correlation(orders[boards[0].name, "kl"], orders[board.name, "kl"]))
+            rows.append(row)
+    header = ["format", "memory", *(f"KL and accuracy on `{board.name}`" for board in boards),
+              *(f"KL on `{boards[0].name}` and on `{board.name}`" for board in boards[1:])]  # fmt: skip
     return table(header, rows)
 
 
+def correlation(one, other):
+    names = [name for name in one if name in other]
+    return f"{spearman([one[name] for name in names], [other[name] for name in names]):.2f}" if len(names) > 2 else "-"
+
+
+def predictors(experiment):
+    """A table of the metrics of a replay: the rank correlation of each with KL."""
+    tokens, columns = experiment.tokens, {}
+    for directory in experiment.models:
+        out = experiment.kvlab(
+            ["fidelity"], "--model", directory, "--text", *experiment.arguments.text, "--max-tokens", tokens, "--prompt-tokens",
+            tokens // 5, "--policy", FEW, "--budget", "12%,25%",
+        )  # fmt: skip
+        for name, own in json.loads((out / "fidelity.json").read_text())["metrics"].items():
+            for budget, value in own["within"].items():
+                columns.setdefault((name_of_model(directory), budget), {})[name] = value
+    names = list(dict.fromkeys(name for own in columns.values() for name in own))
+    header = ["metric", *(f"{model} {budget}" for model, budget in columns)]
+    rows = []
+    for name in names:
+        values = [own.get(name) for own in columns.values()]
+        rows.append([f"`{name}`", *("-" if value is None else f"{value:.2f}" for value in values)])
+    return table(header, rows)
+
+
+def add_arguments(parser):
+    parser.add_argument("--tiers", nargs="+", default=["16"], help="formats, each ranked on its own (default: 16)")
+    parser.add_argument("--jobs", type=int, default=1, help="commands that run at the same time (default: 1)")
+
+
 def leaderboard():
-    experiment = Experiment(__doc__, models=True)
+    experiment = Experiment(__doc__, models=True, arguments=add_arguments)
+    if len(experiment.arguments.text) < 2 and not experiment.arguments.quick:
+        raise Refused("--text: give at least two, because intervals need several texts")
     boards = [Board(experiment, directory) for directory in experiment.models]
-    if len(boards) > 1:
-        what = "the two models" if len(boards) == 2 else "the first model and the one that differs most from it"
-        note = f"The rank correlation compares the orders of all policies on {what}."
-        experiment.section(f"## Findings for each model\n\n{note}\n\n" + findings(boards))
+    for board in boards:
+        experiment.section(board.section())
+    experiment.section("## Do the criteria, and the models, agree?\n\nRank correlations (Spearman) over all policies.\n\n" + agreement(boards))
     experiment.section(
         "## Which metric of a replay predicts KL\n\nSpearman's ρ between a metric and the KL of the end-to-end evaluation, over ten "
-        'policies at each budget. "-": the model has no such metric.\n\n' + predictors(boards)
+        'policies at each budget. "-": the model has no such metric.\n\n' + predictors(experiment)
     )
     experiment.write("Leaderboard", QUESTION)
+    with open(pathlib.Path(experiment.arguments.out).with_suffix(".csv"), "w", newline="") as file:
+        lines = csv.DictWriter(file, COLUMNS, lineterminator=os.linesep)
+        lines.writeheader()
+        lines.writerows(line for board in boards for line in board.lines)
 
 
 main(leaderboard)

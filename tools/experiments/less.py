@@ -131,7 +131,7 @@ class Study:
         starts = range(3000, max(map(len, whole)), length)
         stretches = [text[start : start + length] for start in starts for text in whole]
         for stretch in [own for own in stretches if len(own) == length][:count]:
-            piece = pathlib.Path(self.experiment.scratch.name) / f"piece-{self.experiment.runs}.txt"
+            piece = pathlib.Path(self.experiment.scratch.name) / f"piece-{next(self.experiment.runs)}.txt"
             piece.write_text(stretch)
             found.append(kvlab.Trace(self.experiment.kvlab(
                 ["capture"], "--model", self.experiment.model, "--prompt-file", piece, "--teacher-forced",

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import numpy
-from experiment import Experiment, Refused, main, name_of_model, table, values
+from experiment import Experiment, Refused, main, name_of_model, spearman, table, values
 
 from kvlab import Trace
 
@@ -59,12 +59,6 @@ def kl_of(experiment, tier_plans, centre, first=False):
         tiers = [part.removeprefix("tiers=") for part in params.split(":") if part.startswith("tiers=")]
         found[tiers[0].replace("@", ":").replace("+", ",") if tiers else "16"] = value
     return found
-
-
-def rank_correlation(one, other):
-    """Spearman's."""
-    ranks = [numpy.argsort(numpy.argsort(values)) for values in (one, other)]
-    return float(numpy.corrcoef(*ranks)[0, 1])
 
 
 def shown(value, error=None):
@@ -167,7 +161,7 @@ def plans():
             own, pairs, measured = of_set(experiment, trace, formats, centre, brute.values() if first is None else ())
             first = first or (own, measured)
             lines += own
-            correlations.append(f"{rank_correlation(*zip(*pairs, strict=True)):.3f} over {len(pairs)} plans of `{formats}` with centre={centre}")
+            correlations.append(f"{spearman(*zip(*pairs, strict=True)):.3f} over {len(pairs)} plans of `{formats}` with centre={centre}")
         header = ["formats", "centre", "bits", "predicted", "measured", "measured / predicted", "calibrated",
                   "best single format", "its KL", "plan / single"]  # fmt: skip
         experiment.section(
