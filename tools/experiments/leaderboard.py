@@ -79,7 +79,7 @@ class Board:
         self.ties = {}  # {(memory, format): names of policies that do not differ significantly from the best}
         memory = experiment.quick(["12%", "50%"], ["6%", "12%", "25%", "50%"])
         self.memory, self.plans = memory, [tiers_of(word) for word in experiment.arguments.tiers]
-        self.decode, self.answer = policies_of(experiment)
+        self.decode, self.answer, self.refused = policies_of(experiment)
         with concurrent.futures.ThreadPoolExecutor(experiment.arguments.jobs) as pool:
             losses = [pool.submit(self.kl, share, plan) for plan in self.plans for share in memory]
             self.tasks = [task for task, share in zip(TASKS, pool.map(self.full_accuracy, TASKS.values())) if share >= 0.8]
@@ -169,6 +169,8 @@ class Board:
 
     def section(self):
         text = [f"## `{self.name}`"]
+        if self.refused:
+            text.append("Not ranked: " + "; ".join(f"`{name}` ({reason})" for name, reason in self.refused.items()) + ".")
         for plan in self.plans:
             kls = self.values("kl", plan)
             order = sorted(kls, key=lambda name: sum(math.log(max(line["value"], 1e-9)) for line in kls[name].values()))
@@ -224,16 +226,21 @@ def cell_text(line, is_best, is_tied):
 
 
 def policies_of(experiment):
-    """Policies for KL, without those modifiers under which decoded tokens are never evicted; and policies for tasks."""
-    decode, answer = [], []
+    """Policies for KL, without those modifiers under which decoded tokens are never evicted; policies for tasks; and
+    {policy: why the engine refuses it}."""
+    decode, answer, refused = [], [], {}
     for policy in experiment.policies():
-        if not policy["evicts"] or not policy["decodes"] or experiment.refusal(policy["name"]) is not None:
+        if not policy["evicts"] or not policy["decodes"]:
+            continue
+        reason = experiment.refusal(policy["name"])
+        if reason is not None:
+            refused[policy["name"]] = reason.removeprefix("kvlab eval: ")
             continue
         answer.append(policy["name"])
         once = "once" in policy["modifiers"]
         smooth = any("smooth" in modifier for modifier in policy["modifiers"])
         decode.append(":".join([policy["name"]] + ["once=no"] * once + ["smooth=0"] * smooth))
-    return decode, answer
+    return decode, answer, refused
 
 
 def agreement(boards):
