@@ -24,11 +24,11 @@ struct AttentionShape {
 /// query's own token. If a length exceeds `slots`, the slots are a ring with the newest tokens,
 /// where token t is at t % slots.
 ///
-/// Each KV head is split over the grid, so that the GPU is full at any batch size. The parts are
-/// merged in a fixed order, so equal inputs give equal bits. (Where a head is split depends on all
-/// lengths and on the device, so a sequence's bits may differ in another batch.) All pointers
-/// except lengths and lse, and all strides, must be 16-byte aligned. At most 32,768 sequences x KV
-/// heads.
+/// Each KV head is split into parts among thread blocks, so that the GPU is busy at any batch size.
+/// The parts are merged in a fixed order, so equal inputs give equal bits. (The boundaries of the
+/// parts depend on the lengths of all sequences and on the device, so a sequence's bits may differ
+/// in another batch.) All pointers except lengths and lse, and all strides, must be 16-byte
+/// aligned. At most 32,768 sequences x KV heads.
 struct DecodeAttentionArgs {
   AttentionShape shape;
   int sequences, slots;         ///< slots: capacity of each sequence
@@ -37,11 +37,11 @@ struct DecodeAttentionArgs {
   const std::int32_t* lengths;  // [sequence], device; 0: nothing is written
   void* out;                    // [sequence, query_head, dim] of type
   float* lse;                   // [sequence, query_head], natural logarithm, or null
-  void* workspace;  // decode_attention_workspace() bytes, the first kSignalBytes zero before the
-                    // first use; calls that run at the same time must not share it
-  /// Set it if kernels that may run at the same time write neither lengths nor keys and values,
-  /// except each sequence's last token. This is so in a graph whose step appends one token. The
-  /// kernel then loads keys and values while the preceding kernels still run.
+  void* workspace;  // decode_attention_workspace() bytes. The first kSignalBytes must be zero
+                    // before the first use. Calls that run at the same time must not share it.
+  /// Set it if kernels that may run at the same time do not write the lengths or the keys and
+  /// values, except those of each sequence's last token. This holds in a graph whose step appends
+  /// one token. The kernel then loads keys and values while the preceding kernels still run.
   bool settled = false;
 };
 /// Bytes of workspace for the current device; 0 if the shape is not supported.
@@ -62,7 +62,8 @@ std::size_t prefill_workspace(const kvlab_prefill_args& args);
 /// `args` may split keys into parts only if the layer has neither a sliding window nor sinks.
 cudaError_t prefill_attention(const kvlab_prefill_args& args, const PrefillLayer& layer,
                               cudaStream_t stream);
-/// Like the first function, for slots with the layout of `shape`. `args` says the rest.
+/// Like the first function, for slots with the layout of `shape`. All other arguments are in
+/// `args`.
 cudaError_t prefill_attention(const AttentionShape& shape, kvlab_prefill_args args, int window,
                               cudaStream_t stream);
 

@@ -19,7 +19,7 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
-/// The number of devices. Without a driver it is 0, and CUDA's message is stored in `why`.
+/// The number of devices. Without a driver the number is 0, and `why` receives CUDA's message.
 int device_count(std::string& why) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);

@@ -1,4 +1,5 @@
-// What a kernel launch may use of a GPU, and which code of this build the GPU runs.
+// The resources of a GPU that a kernel launch may use, and the code of this build that the GPU
+// runs.
 //
 // A launch plan is a pure function of a shape and of DeviceLimits, so tests can check plans for
 // GPUs that the machine does not have.
@@ -28,7 +29,7 @@ cudaError_t device_limits(DeviceLimits& limits);
 struct LaunchPlan {
   int blocks = 0;  ///< 0: no plan fits
   int stages = 0;  ///< stages of the ring in shared memory, if the kernel has one
-  int rows = 0;    ///< rows that one launch handles, if there are many
+  int rows = 0;    ///< number of rows that one launch handles, if a call may need several launches
   /// dynamic shared memory in bytes; if no plan fits, the minimum that a thread block needs
   std::size_t shared_bytes = 0;
   unsigned cluster = 0;  ///< thread blocks per cluster; 0: no clusters

@@ -121,7 +121,8 @@ const char* feature_name(const char* name) {
   return given == nullptr ? name : given + 1;
 }
 
-/// The shape must be supported. Does not check the block table or the order of blocks.
+/// Fills in the sizes for a shape, which must be supported. Does not check the block table or the
+/// order of blocks.
 void measure(const EvictionKernels& policy, const kvlab_cache_view& c, std::size_t slots,
              kvlab_numbering numbering, kvlab_memory& to) {
   const std::size_t sequences = static_cast<std::size_t>(c.sequences),

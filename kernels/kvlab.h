@@ -110,14 +110,14 @@ const char* kvlab_policy_feature(const kvlab_policy* policy, int index);
 
 /* --- One layer's cache ---------------------------------------------------------------------- */
 
-/** Keys and values in blocks of slots, as paged engines store them. Zeroed: no blocks. Slot s of a
- * pair begins at this element, of keys and of values:
+/** Keys and values in blocks of slots, as paged engines store them. If the struct is zeroed, the
+ * cache has no blocks. In both keys and values, slot s of a pair begins at the element
  *
  *    blocks[row][s / page] * block_stride + s % page * slot_stride + kv_head * head_stride
  *
  * where row is the sequence, or the pair with by_pair. Only keys and values are in blocks; other
- * arrays [slot] are still indexed by first_slot[pair] + s. The block table is read when the
- * kernels run, as far as live tokens reach. */
+ * arrays [slot] are still indexed by first_slot[pair] + s. When the kernels
+ * run, they read the block table only up to the block of the last live token. */
 typedef struct {
   const int32_t* blocks; /**< [row, max_blocks]; NULL: no blocks */
   int page;              /**< slots of a block: a power of two from 16 to 2^20 */
@@ -143,7 +143,7 @@ typedef struct {
   void* values;              /**< [slot, head_size] */
   uint32_t* positions;       /**< [slot]: the position of the slot's token */
   int32_t* lengths;          /**< [pair]: number of live tokens */
-  int32_t* next_slots;       /**< [pair], counted from first_slot: where the next token goes */
+  int32_t* next_slots;       /**< [pair]: the slot of the next token, counted from first_slot */
   uint32_t* ages;            /**< [slot]: how many live tokens of the pair are older. Only with
                                   KVLAB_CACHE_POSITIONS, else NULL. kvlab_compute_ages sets them,
                                   kvlab_evicting_attention keeps them up to date */
@@ -152,19 +152,20 @@ typedef struct {
 
 /** Which positions RoPE uses.
  * ORIGINAL_POSITIONS: a token's position in the text.
- * CACHE_POSITIONS: live tokens count as 0, 1, 2, ... by age (StreamingLLM). Keys and queries come
- *    before RoPE, and the kernels rotate them.
- * CACHE_POSITIONS_ROTATED: the same positions from keys and queries that are rotated at their
- *    original ones, at no extra cost. Only for `window` and `sink`, whose live tokens are the sinks
- *    and a run of the newest; the token at position i < sinks must be in slot i. */
+ * CACHE_POSITIONS: live tokens are numbered 0, 1, 2, ... from the oldest (StreamingLLM). Keys and
+ *    queries are given before RoPE, and the kernels rotate them.
+ * CACHE_POSITIONS_ROTATED: the same positions, computed from keys and queries that are already
+ *    rotated at their original positions, at no extra cost. Only for `window` and `sink`, whose
+ *    live tokens are the sinks and the newest tokens without a gap. The token at position
+ *    i < sinks must be in slot i. */
 typedef enum {
   KVLAB_ORIGINAL_POSITIONS = 0,
   KVLAB_CACHE_POSITIONS = 1,
   KVLAB_CACHE_POSITIONS_ROTATED = 2
 } kvlab_numbering;
 
-/** The size in bytes of each array of one layer; 0: the array is not needed. The comment gives its
- * shape. */
+/** The size in bytes of each array of one layer; 0: the array is not needed. Each comment
+ * gives the shape of the arrays in its line. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_memory), set by the caller */
   size_t keys, values, positions, ages, states, features;  /**< [slot] */
@@ -173,13 +174,13 @@ typedef struct {
   size_t unit_keys; /**< [pair, head_size]; for the feature key_cosine */
   size_t params, threshold16, seeds, sequence_ids; /**< [sequence] */
   size_t blocks; /**< the block table, if pages.page > 0. `keys` and `values` then count whole
-                    blocks for max_slots */
-  size_t attention_workspace; /**< SIZE_MAX: there is no device to ask */
+                      blocks for max_slots */
+  size_t attention_workspace; /**< SIZE_MAX: not known, because there is no device */
   size_t compact_workspace;
 } kvlab_memory;
 /** Computes the memory of one layer's cache under a policy. It reads the shape of `cache` and no
- * pointers. `slots`: of all pairs together; a prompt's cache has one for each KV head and token.
- * Arrays [sequence] and workspaces can serve all layers, one after another.
+ * pointers. `slots`: number of slots of all pairs together; a prompt's cache has one for each KV
+ * head and token. Arrays [sequence] and workspaces can serve all layers, one after another.
  * cudaErrorNotSupported if a thread block would need more shared memory than the device has. */
 cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache_view* cache,
                                int64_t slots, kvlab_numbering numbering, kvlab_memory* bytes);
@@ -220,8 +221,8 @@ typedef struct {
                                 tensor parallelism */
   kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
   const float* features;   /**< [slot, feature]: token features, in the order of
-                                kvlab_policy_feature. Those of new tokens must be set, as their keys
-                                are */
+                                kvlab_policy_feature. The features of new tokens must be set before
+                                the call, like their keys */
   /** [pair]: steps and compactions evict only when this many tokens are live; UINT32_MAX: never.
    * NULL: at the budget. With `every=W`: UINT32_MAX in steps, budget - 1 + W in kvlab_compact. */
   const uint32_t* evict_at;
@@ -235,16 +236,16 @@ typedef struct {
 typedef struct {
   /* Set by the caller: */
   size_t struct_size;   /**< sizeof(kvlab_policy_file) */
-  int layers, kv_heads; /**< of the layers whose queries see all tokens */
-  uint32_t tokens;      /**< maximum length of a sequence; `pyramid(N)` gives no head more */
-  kvlab_rule* rules;    /**< out, host: [layer, kv_head], in tokens */
+  int layers, kv_heads; /**< number of layers whose queries see all tokens, and KV heads of each */
+  uint32_t tokens; /**< maximum length of a sequence; `pyramid(N)` gives no head a larger budget */
+  kvlab_rule* rules; /**< out, host: [layer, kv_head], in tokens */
   /* Set from the file: */
   const kvlab_policy* policy;
   double params[KVLAB_MAX_PARAMS]; /**< for kvlab_policy_params */
   int param_count;
   char feature[64];          /**< the feature that the policy reads as `feature`; else empty */
   kvlab_numbering numbering; /**< instead of KVLAB_CACHE_POSITIONS, KVLAB_CACHE_POSITIONS_ROTATED
-                                may be used where it is supported */
+                                  may be used where it is supported */
   uint32_t prefill_chunk;    /**< tokens of a prompt to append at a time; 0: all */
   uint32_t threshold16;
   uint64_t seed;
@@ -261,22 +262,23 @@ cudaError_t kvlab_read_policy_file(const char* path, kvlab_policy_file* file);
 
 /* --- New tokens ----------------------------------------------------------------------------- */
 
-/** Writes new tokens into a cache. q and k are rotated in float32 and rounded once. q goes to `q`;
- * keys and values go to slots from next_slots on. */
+/** Writes new tokens into a cache. q and k are rotated in float32 and then rounded once, to the
+ * cache's type. The queries are written to `q`, keys and values to the slots from next_slots on. */
 typedef struct {
   size_t struct_size;     /**< sizeof(kvlab_write_args) */
   kvlab_cache_view cache; /**< its positions are written too if `now` is given */
   int tokens;
-  const void* qkv;   /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
-  int rotated;       /**< number of dimensions that RoPE rotates: d together with d + rotated / 2.
-                          0: none, as for KVLAB_CACHE_POSITIONS */
-  const float* rope; /**< [row, rotated / 2, 2]: cosine and sine at some positions */
+  const void* qkv; /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
+  int rotated;     /**< number of dimensions that RoPE rotates: d together with d + rotated / 2. 0:
+                        none, as for KVLAB_CACHE_POSITIONS */
+  const float*
+      rope; /**< [row, rotated / 2, 2]: the cosines and sines of one position in each row */
   const int32_t* rope_rows; /**< [token]: its row of `rope`; not read for idle sequences */
   const int32_t* sequences; /**< [token]: its sequence */
   const int32_t* slots;     /**< [token]: its slot, counted from next_slots; NULL: all 0 */
   const uint32_t* now; /**< [sequence]: position of the sequence's one new token. For a KVLAB_IDLE
-                            sequence nothing is written, not even q. NULL: positions are not
-                            written */
+                            sequence nothing is written, not even q. NULL: positions are not written
+                            */
   void* q;             /**< out: [token, query_head, head_size] */
 } kvlab_write_args;
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream);
@@ -303,18 +305,18 @@ typedef struct {
   const int32_t* slots; /**< [pair], counted from first_slot: the slot of the first new token; the
                              others follow it */
   int tokens;           /**< new tokens of each sequence */
-  const uint32_t*
-      now;            /**< [sequence]: only KVLAB_IDLE is read, which skips the sequence; or NULL */
-  const void* keys;   /**< [sequence, token]: rows of [kv_head, head_size], before RoPE */
-  int64_t key_row;    /**< elements from one token's row to the next */
+  const uint32_t* now;  /**< [sequence]: a sequence whose value is KVLAB_IDLE is skipped, other
+                             values have no effect; or NULL */
+  const void* keys;     /**< [sequence, token]: rows of [kv_head, head_size], before RoPE */
+  int64_t key_row;      /**< elements from one token's row to the next */
   float* unit_keys;   /**< [pair, head_size], for KVLAB_KEY_COSINE: the sum of normalized keys. Zero
                            it before a sequence begins */
   float* to;          /**< out: [slot, feature] */
   const void* output; /**< for KVLAB_VALUE_OUT_NORM1: W_o [hidden, query_head, head_size], of the
                            cache's type */
   int hidden;
-  const uint32_t*
-      appended; /**< [sequence]: how many of its tokens count, at most `tokens`; or NULL */
+  const uint32_t* appended; /**< [sequence]: number of new tokens of the sequence, at most `tokens`;
+                                 NULL: `tokens` for all */
 } kvlab_feature_args;
 cudaError_t kvlab_compute_features(const kvlab_feature_args* args, cudaStream_t stream);
 
@@ -330,7 +332,8 @@ typedef struct {
   const uint32_t* now; /**< [sequence]: position of the new token. For a KVLAB_IDLE sequence nothing
                             is written, not even `out` */
   const void* q;       /**< [sequence, query_head, head_size] */
-  const float* inv_freq; /**< [rotated / 2]: RoPE's frequencies; for cache positions, as are: */
+  const float* inv_freq; /**< [rotated / 2]: RoPE's frequencies. This and the next two members are
+                              used at cache positions only */
   int rotated;           /**< dimensions that RoPE rotates: must be head_size */
   float rope_factor;     /**< a factor on cosine and sine; 1 except for YaRN */
   void* out;             /**< out: [sequence, query_head, head_size] */
@@ -339,12 +342,12 @@ typedef struct {
   void* workspace; /**< kvlab_evicting_attention_workspace bytes. Zero it before its first use;
                         calls that run at the same time must not share it */
   int settled; /**< 1: kernels that may still be running write nothing that this call reads, except
-                  q and each pair's newest token. The cache is then fetched while they run. 0 is
+                    q and each pair's newest token. The cache is then fetched while they run. 0 is
                     always correct */
 } kvlab_evicting_attention_args;
 
 /** Returns the bytes of the workspace. 0: the shape is not supported on the current device.
- * SIZE_MAX: the shape is supported, but there is no device to ask. */
+ * SIZE_MAX: the shape is supported, but the size is not known, because there is no device. */
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy,
                                           const kvlab_cache_view* cache);
 /** Attends over the live tokens, updates the policy's states with what each token received, and
@@ -360,8 +363,8 @@ cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attent
                          cudaStream_t stream);
 /** The second half, for up to 8 layers at once: states, lengths and next_slots. `layers`: the
  * arguments of kvlab_attend, each with its own workspace; they differ only in arrays and
- * policy.layer. On another stream it must wait for the layers' attention. Whatever writes to these
- * layers next, attends over them, or reuses a workspace, must wait for it. */
+ * policy.layer. On another stream it must wait for the layers' attention. Later work that writes to
+ * these layers, attends over them or reuses a workspace must wait for it. */
 cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
                                  const kvlab_evicting_attention_args* layers, int count,
                                  cudaStream_t stream);
@@ -391,39 +394,42 @@ typedef struct {
   const void* keys;          /**< [slot, head_size], rotated */
   const void* values;        /**< [slot, head_size] */
   const int64_t* first_slot; /**< [kv_head]: the first slot of each head */
-  const int32_t* older;      /**< [kv_head]: tokens before `first`; NULL: all 0 */
+  const int32_t* older;      /**< [kv_head]: number of tokens before the first query that this head
+                                  has in addition to the `first` that all heads have; NULL: all 0 */
   void* out;                 /**< out: [query, query_head, head_size] */
   float* lse;                /**< out: [query, query_head], natural logarithm; or NULL */
   kvlab_row_softmax* rows;   /**< out: [query, query_head], for kvlab_observe; or NULL */
   kvlab_pages pages;         /**< of keys and values: [1, max_blocks], or by_pair [kv_head,
                                   max_blocks] */
-  int sequences;             /**< of a batch, at most 65,535; 0: one sequence. Then the next two are
-                                  0 and NULL */
-  int all_queries;           /**< rows of q; at least first_query[sequences] */
-  const int32_t* first_query; /**< [sequences + 1]: the queries of sequence s are first_query[s] to
-                                   first_query[s + 1] - 1; there may be none */
+  int sequences;             /**< number of sequences of a batch, at most 65,535. 0: not a batch but
+                                  one sequence; the next two members are then 0 and NULL */
+  int all_queries;           /**< number of rows of q; at least first_query[sequences] */
+  const int32_t* first_query; /**< [sequences + 1]: sequence s has the queries first_query[s] to
+                                   first_query[s + 1] - 1; it may have none */
   /** kvlab_prefill_workspace bytes, or NULL. With a workspace the keys are split among thread
    * blocks, so that few queries, such as a draft, use the whole device. The bits of the output
-   * then differ from those without one. Calls that run at the same time must not share it. */
+   * then differ from those without a workspace. Calls that run at the same time must not share it.
+   */
   void* workspace;
   int keys_end; /**< with a workspace: no query of any sequence sees this slot or a later one */
 } kvlab_prefill_args;
-/** Returns the bytes of the workspace, which need not be set. 0: the shape is not supported. */
+/** Returns the bytes of the workspace; args->workspace may still be NULL. 0: the shape is not
+ * supported. */
 size_t kvlab_prefill_workspace(const kvlab_prefill_args* args);
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream);
 
 /** Computes what each key received from the queries of a kvlab_prefill_attention, or of any other
  * attention whose `prefill.rows` are set. Needed if kvlab_policy_needs is not KVLAB_NOTHING. */
 typedef struct {
-  size_t struct_size; /**< sizeof(kvlab_observe_args) */
-  kvlab_prefill_args
-      prefill;       /**< as for the attention; rows are read, values, out and lse are not */
-  kvlab_needs needs; /**< KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH */
-  int keys_end;      /**< no query of any sequence sees this slot or a later one */
-  uint32_t position; /**< position of the first query */
+  size_t struct_size;          /**< sizeof(kvlab_observe_args) */
+  kvlab_prefill_args prefill;  /**< as for the attention, except that `rows` is read, and `values`,
+                                    `out` and `lse` are not used */
+  kvlab_needs needs;           /**< KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH */
+  int keys_end;                /**< no query of any sequence sees this slot or a later one */
+  uint32_t position;           /**< position of the first query */
   const uint32_t* threshold16; /**< tau * 65536, for requests; of a batch [sequence] */
-  kvlab_observation* seen;     /**< in and out, indexed like keys: is added to. Zero it before the
-                                    first part of a prompt */
+  kvlab_observation* seen;     /**< in and out, indexed like keys: the call adds to it. Zero it
+                                    before the first part of a prompt */
   void* workspace;             /**< kvlab_observe_workspace bytes */
   int group_max;               /**< as in kvlab_rule */
   const float* weights;        /**< [age]: kvlab_policy_weights, if the policy weighs queries; NULL:
@@ -432,23 +438,24 @@ typedef struct {
   int younger;                 /**< number of the prompt's queries after these */
   const uint32_t* positions;   /**< of a batch [sequence]; NULL: `position` for all */
   const int32_t* youngers;     /**< of a batch [sequence]; NULL: `younger` for all */
-  const uint32_t* appended;    /**< of a batch [sequence]: how many of its first queries count,
-                                    for example the accepted tokens of a draft; NULL: all */
+  const uint32_t* appended;    /**< of a batch [sequence]: how many of its first queries count, for
+                                    example the accepted tokens of a draft; NULL: all */
 } kvlab_observe_args;
 size_t kvlab_observe_workspace(const kvlab_observe_args* args);
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
 
 /** Shares the observations and features of a prefix among several prompts. The prefix's keys and
  * values were written, attended and observed once, and the prompts' block tables begin with its
- * blocks. This call copies what its tokens received from each other, and their features, to the
- * prompts, which then go on with `first` after the prefix. */
+ * blocks. This call copies the attention that the prefix's tokens received from each other, and
+ * their features, to each prompt. The prompts then continue with `first` set to the slot after the
+ * prefix. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_prefix_args) */
   int sequences, kv_heads;
-  int tokens;                    /**< of the prefix */
-  const int64_t* first_slot;     /**< [kv_head]: of the prefix */
-  const int64_t* to_first_slot;  /**< [pair]: of the prompts */
-  const kvlab_observation* seen; /**< [slot]; NULL if the policy needs nothing */
+  int tokens;                    /**< number of tokens of the prefix */
+  const int64_t* first_slot;     /**< [kv_head]: first slots of the prefix */
+  const int64_t* to_first_slot;  /**< [pair]: first slots of the prompts */
+  const kvlab_observation* seen; /**< [slot]; NULL if the policy reads no attention statistics */
   kvlab_observation* to_seen;
   const float* features; /**< [slot, feature]; NULL if the policy reads none */
   float* to_features;
@@ -458,8 +465,8 @@ typedef struct {
 cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_args* args,
                               cudaStream_t stream);
 
-/** Ends a prompt, or one append of it: gives the new tokens to the policy, with what they received,
- * and keeps the budget - 1 tokens that are evicted last.
+/** Ends a prompt, or one append of it: passes the new tokens and the attention they received to
+ * the policy, and keeps the budget - 1 tokens that the policy would evict last.
  *
  * Each pair of `from` holds lengths[pair] older tokens, and after them appended[sequence] new
  * ones, whose keys and values are written and whose positions are not. The tokens that are kept go
@@ -476,14 +483,14 @@ typedef struct {
   void* to_states;           /**< [slot of to, slot_bytes] */
   const uint32_t* now;       /**< [sequence]: position of the first new token, or KVLAB_IDLE */
   const uint32_t* appended;  /**< [sequence]: number of new tokens, possibly 0 */
-  kvlab_observation*
-      seen;           /**< [slot of from], from kvlab_observe; NULL if the policy needs nothing */
-  void* workspace;    /**< kvlab_compact_workspace bytes */
-  float* to_features; /**< [slot of to, feature] */
+  kvlab_observation* seen;   /**< [slot of from], from kvlab_observe; NULL if the policy reads no
+                                  attention statistics */
+  void* workspace;           /**< kvlab_compact_workspace bytes */
+  float* to_features;        /**< [slot of to, feature] */
   /** Modifiers of ranks (docs/reference/configurations.md). by_layer: a token's rank is the sum of
-   * its ranks over the sequence's KV heads, which hold the same tokens. smooth: then each rank
-   * becomes the mean, or with pool_max the maximum, over live tokens at most `smooth` away by age.
-   */
+   * its ranks over the sequence's KV heads, which hold the same tokens. smooth: after that, each
+   * rank becomes the mean (with pool_max: the maximum) of the ranks of the live tokens that are at
+   * most `smooth` places away in the order of age. */
   int by_layer;
   uint32_t smooth;
   int pool_max;
@@ -494,8 +501,8 @@ cudaError_t kvlab_compact(const kvlab_policy* policy, const kvlab_compact_args* 
                           cudaStream_t stream);
 
 /** kvlab_compact in two halves, for by_layer where several devices hold the same number of KV heads
- * of a sequence (tensor parallelism). The first half does everything but choose. The caller then
- * gathers `ranks` of all devices, in the order of their heads. */
+ * of a sequence (tensor parallelism). The first half does everything except choosing and moving
+ * the tokens. The caller then gathers `ranks` of all devices, in the order of their heads. */
 cudaError_t kvlab_compute_ranks(const kvlab_policy* policy, const kvlab_compact_args* args,
                                 uint64_t* ranks, /* out: [pair, max_slots of from], by age */
                                 cudaStream_t stream);
@@ -566,19 +573,21 @@ typedef struct {
   const kvlab_rule* rules; /**< [layer, sequence, kv_head]; group_max must be the same in all */
   const kvlab_tier*
       tiers;          /**< [layer, sequence, kv_head, tier], in order of decreasing precision. The
-                           slots of a pair's tiers add up to its budget; without a budget the
-                           first tier holds all tokens. tier_count 0: all tokens stay in `type` */
+                           slots of a pair's tiers add up to its budget; without a budget the first
+                           tier holds all tokens. tier_count 0: all tokens stay in `type` */
   const void* params; /**< as kvlab_policy_params writes them, for all sequences */
   const uint64_t* seeds;         /**< [sequence]; NULL: all 0 */
   const kvlab_feature* features; /**< those that the policy reads, in its order */
-  int hidden;                    /**< of kvlab_layer.output */
+  int hidden;                    /**< number of rows of kvlab_layer.output */
   kvlab_numbering numbering;     /**< KVLAB_ORIGINAL_POSITIONS or KVLAB_CACHE_POSITIONS */
   uint32_t threshold16;
   uint32_t tokens;  /**< maximum length of a sequence; 0: no limit, if all rules have budgets */
-  uint32_t part;    /**< maximum tokens that go through a layer at a time; 0: 2,048 */
-  uint32_t longest; /**< longest append, with the tokens that are live before it. Its memory is
-                         allocated at once. 0: when an append needs it, or before the first step
-                       that has to compact */
+  uint32_t part;    /**< maximum number of an append's tokens that go through a layer at a time; 0:
+                         2,048 */
+  uint32_t longest; /**< maximum number of tokens of an append plus the tokens that are live before
+                         it. Memory for them is allocated when the cache is created. 0: memory is
+                         allocated when an append needs it, or before the first step that has to
+                         compact */
   uint32_t
       every; /**< modifiers, as in kvlab_policy_file; 0 and 1: tokens are evicted in each step */
   uint32_t smooth;
@@ -613,31 +622,32 @@ typedef struct {
   const uint32_t* sequence_id; /**< host: selects random numbers; at first the sequence's index */
   const uint32_t* threshold16; /**< host */
 } kvlab_sequence_settings;
-/** Starts a new sequence in the place of another one: drops the tokens of that sequence alone, also
- * in the middle of an append or a step, and applies `settings` (NULL: none change). Other
+/** Starts a new sequence at the index of an old one: drops the tokens of the old sequence, even in
+ * the middle of an append or a step, and applies `settings` (NULL: none change). Other
  * sequences are not affected, so a request can leave a running batch, or be aborted, and another
  * can join. Stream-ordered: captured CUDA graphs stay valid. */
 cudaError_t kvlab_kv_cache_start(kvlab_kv_cache* cache, int sequence,
                                  const kvlab_sequence_settings* settings, cudaStream_t stream);
 /** Makes sequence `to` a copy of sequence `from`: tokens, states and settings. Both must have been
  * created with the same budgets and tiers. Use it to prefill a common prefix once, or to move a
- * sequence to another place. Stream-ordered. */
+ * sequence to another index. Stream-ordered. */
 cudaError_t kvlab_kv_cache_copy(kvlab_kv_cache* cache, int from, int to, cudaStream_t stream);
 
 /** Some tokens of one append, for one layer. An append adds `tokens` tokens to one sequence after
- * the `fed` that each layer got before. Its tokens are evicted for together, at its end. One append
- * at a time: it has to be complete in all layers before the next one begins.
+ * the `fed` tokens that each layer has had before. Tokens are evicted once, at the end of the
+ * append. Only one append may be active: it has to be complete in all layers before the next one
+ * begins.
  *
- * Without interleaves_appends, all chunks of an append go through a layer before the next layer
- * gets any. An engine that runs each chunk through all layers sets interleaves_appends, or makes
- * each chunk an append (fed 0, tokens 512; fed 512, tokens 512; ...), which evicts after each chunk
- * as the prefill `chunk:512` of kvlab's simulator does. */
+ * Without interleaves_appends, all chunks of an append go through a layer before the first of
+ * them goes through the next layer. An engine that runs each chunk through all layers sets
+ * interleaves_appends, or makes each chunk an append (fed 0, tokens 512; fed 512, tokens 512; ...).
+ * The latter evicts after each chunk, like the prefill mode `chunk:512` of kvlab's simulator. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_append_chunk) */
   int sequence, layer;
   uint32_t fed, tokens;
   int ends_prompt;       /**< 1: a prompt ends with this append */
-  uint32_t first, count; /**< this chunk's tokens within the append; chunks come in order */
+  uint32_t first, count; /**< this chunk's tokens within the append; chunks must come in order */
   const void* qkv;       /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
   void* out;             /**< out: [token, query_head, head_size] */
   float* lse;            /**< out: [token, query_head], natural logarithm; or NULL */

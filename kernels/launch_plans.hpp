@@ -24,9 +24,9 @@ struct ReplayMembers;    // kernels/replay/replay.hpp
 struct ReplayWalkPlan;   // kernels/replay/replay.hpp
 struct EvictionKernels;  // kernels/evict/eviction_kernels.hpp
 
-/// Which kernel of decode attention runs: one that requests tiles one by one, one that fills all
-/// its shared memory with requests at once, or one that uses a cluster of thread blocks for each
-/// pair.
+/// The kernel of decode attention. one_by_one requests tiles of keys and values one at a time.
+/// all_ahead fills all its shared memory with requests at once. clusters uses a cluster of thread
+/// blocks for each pair.
 enum class PairKernel { one_by_one, all_ahead, clusters };
 struct PairLaunch {
   PairKernel kernel;
@@ -47,9 +47,9 @@ LaunchPlan linear_plan(Type type, Form form, int rows, int n, int k, const Devic
 /// Plans a product of experts, for 2-byte types. `n`: number of outputs of an expert.
 LaunchPlan expert_product_plan(const Routes& routes, int n, const DeviceLimits& limits);
 
-/// Whether the bits of live tokens that a walk uses fit a thread block's shared memory:
-/// shape.tokens bits for the cache and for each of its tiers, and the memory that cache positions
-/// need.
+/// Whether the bits that a walk keeps for live tokens fit the shared memory of a thread block. They
+/// are shape.tokens bits for the cache and for each of its tiers, and the memory that cache
+/// positions need.
 bool walk_fits(const ReplayShape& shape, ReplayTokens tokens, int tiers,
                const DeviceLimits& limits);
 /// See plan_walk() in kernels/replay/replay.hpp.

@@ -1,5 +1,5 @@
 // Which code the driver loaded for a GPU: machine code for that GPU, or PTX that the driver
-// compiled. Also a way to test with less shared memory than the GPU has.
+// compiled. Also simulates a GPU with less shared memory, for tests.
 #pragma once
 
 #include <cuda_runtime_api.h>

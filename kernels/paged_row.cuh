@@ -1,4 +1,5 @@
-// Where keys and values are in paged memory (blocks of slots): kvlab_pages on the device.
+// Computes where keys and values are in paged memory (blocks of slots). It reads kvlab_pages on the
+// device.
 #pragma once
 
 #include <cstdint>

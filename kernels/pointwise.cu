@@ -1,6 +1,6 @@
-// Each element is read and written once. So the kernels are bound by memory if there are many
-// tokens, and by the launch if there are few. The comment at each kernel gives the bytes moved per
-// token.
+// Each element is read and written once. So memory bandwidth limits the kernels if there are many
+// tokens, and launch latency if there are few. The comment at each kernel gives the bytes that it
+// reads and writes per token.
 #include "kernels/pointwise.hpp"
 
 #include "kernels/device/activation.cuh"

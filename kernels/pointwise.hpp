@@ -39,9 +39,9 @@ cudaError_t gate(Type type, Activation activation, float clamp, const void* gate
                  int width, void* y, cudaStream_t stream);
 
 /// Splits a projection into q, k and v. Normalizes q and k per head if gammas are given; the result
-/// is rounded to the type, as it is captured. Rotates q and k in float32 by the cos/sin of the
-/// token's position, rounds them, and writes k and v to the cache: to the slots of pairs or,
-/// without first_slot, to [sequence, kv_head, slot, dim].
+/// is rounded to the type, because the rounded value is what a trace captures. Rotates q and k in
+/// float32 by the cos/sin of the token's position, rounds them, and writes k and v to the cache: to
+/// the slots of pairs or, without first_slot, to [sequence, kv_head, slot, dim].
 struct RopeWriteArgs : kvlab_write_args {
   std::int64_t sequence_stride = 0, head_stride = 0;  ///< in elements, without first_slot
   int ring = 0;  ///< without first_slot: slots are taken modulo `ring`; 0: slots are used unchanged

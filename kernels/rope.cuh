@@ -1,4 +1,4 @@
-// Code shared by `rope_write` and the matrix product that includes it.
+// Code shared by `rope_write` and by the matrix product that includes the work of `rope_write`.
 #pragma once
 
 #include "kernels/evict/eviction.hpp"
@@ -13,9 +13,9 @@ __device__ inline float2 rotate(float2 point, float2 cos_sin) {
   return {point.x * cos_sin.x - point.y * cos_sin.y, point.y * cos_sin.x + point.x * cos_sin.y};
 }
 
-/// Cosines and sines of a token's position, [rotated / 2]; null if nothing is rotated. The row of
-/// an idle sequence may be KVLAB_IDLE, which is -1 here. Then any row is returned, because nothing
-/// that is computed from it is written.
+/// Cosines and sines of a token's position, [rotated / 2]; null if nothing is rotated. For an idle
+/// sequence the row index may be KVLAB_IDLE, which is -1 here. The function then returns any row,
+/// because no result computed from it is written.
 __device__ inline const float2* rope_row(const RopeWriteArgs& args, int token) {
   if (args.rotated == 0) return nullptr;
   return reinterpret_cast<const float2*>(args.rope) +
@@ -45,7 +45,8 @@ class TokenSlot {
     const int pair = sequence_ * cache.kv_heads + kv_head;
     return (cache.first_slot[pair] + cache.next_slots[pair] + slot_) * cache.head_size;
   }
-  /// Like of_head(), for keys and values in pages; of_head() counts as if they were not paged.
+  /// Like of_head(), for keys and values in pages. of_head() computes the element as if they were
+  /// not paged.
   __device__ std::int64_t in_blocks(const RopeWriteArgs& args, int kv_head) const {
     const kvlab_cache_view& cache = args.cache;
     const int pair = sequence_ * cache.kv_heads + kv_head;

@@ -17,7 +17,7 @@ using u64 = unsigned long long;
 
 constexpr int kThreads = 256;
 
-/// The most probable id of a row, and of its baseline's row, as candidates.
+/// Candidates (device/likeliest.cuh) for the most probable id of a row and of its baseline row.
 struct Best {
   u64 own, other;
 };

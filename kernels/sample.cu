@@ -1,5 +1,5 @@
 // Sampling on the device. It gives the same samples as engine/sampler.hpp on the host. The logits
-// are not sorted. Positions in the order "most probable first, then lowest id" are found by
+// are not sorted. Places in the order "most probable first, then lowest id" are found with
 // histograms over the bits of the distance from the largest logit, 11 bits per pass. Weights are
 // integers, so sums are exact and do not depend on the order of threads.
 //
@@ -22,8 +22,8 @@ namespace {
 using u32 = std::uint32_t;
 using u64 = unsigned long long;
 
-constexpr int kParts =
-    32;  ///< a row is searched for the largest logit in this number of parts, one lane each
+constexpr int kParts = 32;  ///< number of parts in which a row is searched for its largest logit;
+                            ///< each lane of a warp then takes one
 constexpr int kPartThreads = 256;
 constexpr int kThreads = 1024, kWarps = kThreads / kWarpSize;
 constexpr int kLimbBits = 14,
@@ -62,7 +62,8 @@ __device__ inline u64 scale_weight(u64 total, u64 bits) {
   return __umul64hi(total, bits) << 11 | total * bits >> 53;
 }
 
-/// Unnormalized probabilities at a temperature: kMaxWeight for the largest, 0 below 3e-13 of that.
+/// Unnormalized probabilities at a temperature: kMaxWeight for the largest, 0 for probabilities
+/// below 3e-13 of that.
 struct Weights {
   float largest, temperature;
   __device__ u64 operator()(float logit) const {

@@ -24,7 +24,7 @@ constexpr std::size_t bytes_of(Type type) { return type == KVLAB_F32 ? 4 : 2; }
 /// The activation of a gate: x / (1 + e^-x) (SiLU), or GELU approximated by tanh.
 enum class Activation { silu, gelu_tanh };
 
-/// A norm's weights; `offset` is added to them, and `epsilon` to the mean square.
+/// A norm's weights; `offset` is added to the weights, and `epsilon` to the mean square.
 struct Norm {
   const void* gamma = nullptr;  // of the data type of the call
   float epsilon = 0, offset = 0;

@@ -1,5 +1,5 @@
 // Says in one line why a call of kvlab.h is refused: what is wrong, where, and what is expected.
-// Checked before each call, and by launchers that have no other requirements.
+// These checks run before each call. Launchers that have no other requirements use them too.
 #pragma once
 
 #include <cstdint>
@@ -23,15 +23,15 @@ std::string why_not_size(const Args& args) {
 
 bool is_type(kvlab_type type);
 
-// An empty string means that the call is valid. Pointers are not followed; the launchers check the
-// rest.
+// The next functions return an empty string if the call is valid. They do not read the memory that
+// pointers refer to; the launchers check everything else.
 
 /// Checks a cache except for its arrays.
 std::string why_not_shape(const kvlab_cache_view& cache, const char* name = "cache");
 /// Also checks the requirements of attention, with at most `max_group` query heads per KV head.
 std::string why_not_shape(const kvlab_cache_view& cache, const char* name, int max_group);
-/// Checks a question about memory for `slots` slots. Of paged memory, only the page size is
-/// checked.
+/// Checks the arguments of kvlab_cache_memory(), for `slots` slots. If the memory is paged, only
+/// the page size is checked.
 std::string why_not_shape(const kvlab_cache_view& cache, std::int64_t slots);
 std::string why_not(const kvlab_write_args& args);
 std::string why_not(const kvlab_feature_args& args);
