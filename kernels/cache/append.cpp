@@ -80,11 +80,13 @@ void KvCache::reserve(std::uint32_t slots) {
 }
 
 void KvCache::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt) {
-  // If steps do not evict, tokens may be over budget now. Evict before the append, so that no query
-  // sees a token in the format of a tier that the token has to leave.
+  // If steps do not evict, tokens may be over budget now. Evict before the append, because
+  // otherwise queries of the append would see tokens in the format of a tier from which they are
+  // about to be demoted.
   if (is_quantized() && !of(sequence).modifiers.steps_evict())
     evict_to_budget(sequence, fed, false, {});
-  // With rotated keys the first append needs no cache positions, because nothing was evicted yet.
+  // With rotated keys the first append does not have to use cache positions, because no token has
+  // been evicted yet.
   const bool uses_cache_positions = config_.numbering == KVLAB_CACHE_POSITIONS ||
                                     (config_.numbering == KVLAB_CACHE_POSITIONS_ROTATED && fed > 0);
   append_ = {sequence, fed, tokens, ends_prompt, uses_cache_positions};
@@ -115,7 +117,7 @@ RopeWriteArgs KvCache::write(std::uint32_t layer, const AppendChunk& part) {
   RopeWriteArgs args{};
   args.sequences = work_->zeros;
   args.slots = work_->iota;
-  // The slots of this part follow those of the earlier parts.
+  // The slots of this part follow those of the earlier parts of the append.
   const std::size_t ahead = part.first * config_.key_bytes();
   args.cache = memory.cache;
   args.cache.keys = static_cast<std::byte*>(args.cache.keys) + ahead;
@@ -127,8 +129,8 @@ RopeWriteArgs KvCache::write(std::uint32_t layer, const AppendChunk& part) {
   return args;
 }
 
-/// Copies the live tokens to the append memory. If the next victim was already chosen, it is chosen
-/// again.
+/// Copies the live tokens to the append memory. If the next victim had already been chosen, the
+/// copy chooses it again.
 void KvCache::begin_layer(std::uint32_t layer) {
   const AppendMemory& memory = append_memory(layer);
   const kvlab_cache_view& cache = memory.cache;
@@ -150,7 +152,7 @@ void KvCache::begin_layer(std::uint32_t layer) {
 
 void KvCache::attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to) {
   const AppendMemory& memory = append_memory(layer);
-  if (append_.fed > 0)  // the live tokens' keys are centred
+  if (append_.fed > 0)  // the keys of the live tokens are centred
     centre(layer, part.first, static_cast<std::uint32_t>(part.rows));
   if (append_.uses_cache_positions) {
     const CachePositionArgs shape = cache_position_args(layer, part);
@@ -229,7 +231,8 @@ void KvCache::centre(std::uint32_t layer, std::uint32_t first, std::uint32_t tok
           "centred keys");
 }
 
-/// After the append at position 0, whose queries have seen the keys as they are.
+/// Finds the centre of the keys after the append at position 0, and subtracts it from the keys. The
+/// queries of that append have seen the keys without centring.
 void KvCache::find_centre(std::uint32_t layer) {
   float* const centres = centres_of(layer);
   const std::uint32_t keys = centre_keys(append_.tokens);
@@ -244,7 +247,8 @@ float* KvCache::centres_of(std::uint32_t layer) const {
   return storage_->tiers.centres_of(layer, append_.sequence);
 }
 
-/// Appends all tokens within the append memory, then assigns slots to the heads by their shares.
+/// Appends all tokens within the append memory without evicting, then splits the layer's slots
+/// among its heads.
 void KvCache::keep_by_shares(std::uint32_t layer, kvlab_compact_args args) {
   const int sequence = append_.sequence;
   const AppendMemory& memory = append_memory(layer);
@@ -255,7 +259,7 @@ void KvCache::keep_by_shares(std::uint32_t layer, kvlab_compact_args args) {
   compact(memory, args, sequence, layer, false);
   auto older = share_slots(memory, sequence, layer, append_.fed + append_.tokens);
   for (std::int32_t& live : older) live -= static_cast<std::int32_t>(append_.tokens);
-  // The observer expects the number of live tokens without the new ones.
+  // Observing needs the number of live tokens without the new ones.
   copy_to_device(memory.cache.lengths, older.data(), older.size());
 }
 

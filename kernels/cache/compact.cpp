@@ -184,7 +184,7 @@ void KvCache::end_prompt(int sequence, std::uint32_t fed, LayerRange layers) {
 
 /// After a prompt: splits a layer's slots among its KV heads by the ranks of their tokens, and
 /// moves the live tokens to these slots. `memory` must hold all live tokens. Synchronizes. Returns
-/// how many tokens were live before, [kv_head].
+/// how many tokens were live before the split, [kv_head].
 std::vector<std::int32_t> KvCache::share_slots(const AppendMemory& memory, int sequence,
                                                std::uint32_t layer, std::uint32_t fed) {
   constexpr const char* kWhat = "sharing slots";
@@ -217,8 +217,8 @@ std::vector<std::int32_t> KvCache::share_slots(const AppendMemory& memory, int s
   return lengths;
 }
 
-/// Splits slots after a prompt whose last token was fed by a step: first copies the live tokens to
-/// memory.
+/// Splits slots after a prompt whose last token was fed by a step. It first copies the live tokens
+/// to append memory, where share_slots() expects them.
 void KvCache::share_slots_of_live(int sequence, std::uint32_t fed) {
   reserve();
   for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer) {

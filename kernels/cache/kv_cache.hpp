@@ -41,8 +41,8 @@ struct AppendChunk {
 };
 
 /// Where to write the attention outputs of some rows. `plain_keys`: the rows' keys before RoPE,
-/// `key_row` elements apart, from which features are computed. If null, the copy that write() made
-/// is used.
+/// `key_row` elements apart. Features are computed from them. If `plain_keys` is null, the copy
+/// that write() made is used.
 struct AttendedRows {
   void* out;   // [row, query_head, dim]
   float* lse;  // [row, query_head], or null
@@ -50,7 +50,7 @@ struct AttendedRows {
   std::size_t key_row = 0;
 };
 
-/// The sequences of a step, each with one token.
+/// The sequences of a step. Each has one token.
 struct StepRows {
   int count;
   const std::uint32_t* now;  // [row], device: position of the row's token; kIdle: the sequence does
@@ -95,18 +95,18 @@ struct AppendScratch {
 
 class KvCache {
  public:
-  /// Throws std::invalid_argument if the size of a cache has no bound, and std::runtime_error if
-  /// the device's memory is too small.
+  /// Throws std::invalid_argument if nothing bounds the number of tokens of a cache, and
+  /// std::runtime_error if the device's memory is too small.
   KvCache(KvCacheConfig config, cudaStream_t stream);
   KvCache(const KvCache&) = delete;
-  /// Device memory in bytes. With a `longest_append`, `work` includes the memory for an append that
-  /// has that many live and new tokens.
+  /// Device memory in bytes. If `longest_append` is above 0, `work` includes the memory for an
+  /// append with that many live and new tokens together.
   struct Bytes {
     std::uint64_t storage, work;
   };
   static Bytes bytes(const KvCacheConfig& config, std::uint32_t longest_append = 0);
 
-  /// All later work is enqueued on `stream`.
+  /// Enqueues all later work on `stream`.
   void enqueue_on(cudaStream_t stream) { stream_ = stream; }
   cudaStream_t stream() const { return stream_; }
   /// Drops all tokens. Settings stay, and buffers keep their addresses, so captured CUDA graphs
@@ -123,15 +123,15 @@ class KvCache {
   /// as many slots as a pair, because a compaction looks at every slot of the cache that it reads.
   /// Synchronizes if the memory has to grow.
   void reserve(std::uint32_t slots = 0);
-  /// Reserves the memory that before_token() may need. Otherwise it could fail for one sequence
-  /// after it has changed another.
+  /// Reserves the memory that before_token() may need. Without this, an allocation in
+  /// before_token() could fail for one sequence after another sequence has already changed.
   void reserve_for_steps();
 
-  // Appends of many tokens to the caches of one sequence that already has `fed` tokens. A layer
-  // goes through the append in parts; each part calls write(), then attend(). attend() of the last
-  // part adds the tokens to the layer's caches. Only one append may be active. Layers come one
-  // after another. With config().interleaves_appends they come in any order, and steps of other
-  // sequences may run between the parts.
+  // Appends of many tokens to the caches of one sequence that already has `fed` tokens. Each layer
+  // processes the append in parts. For each part, call write() and then attend(). attend() of the
+  // last part adds the tokens to the layer's caches. Only one append may be active. A layer must be
+  // complete before the next layer begins. With config().interleaves_appends, parts may come in any
+  // order of layers, and steps of other sequences may run between them.
 
   /// Begins an append. `ends_prompt`: the append is the last of a prompt segment.
   void begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt);
@@ -142,9 +142,9 @@ class KvCache {
   /// Ends a prompt segment after `fed` tokens, if its last append did not have `ends_prompt`.
   void end_prompt(int sequence, std::uint32_t fed, LayerRange layers = {});
 
-  // Steps. The host only counts tokens. The launches are the same in every step, so a CUDA graph
-  // can hold them. For each layer call write(), store_in_tiers(), the attention kernel with the
-  // arguments from step(), and compute_features().
+  // Steps of one token. The host only counts tokens; the launches are the same in every step, so a
+  // CUDA graph can hold them. For each layer call write(), store_in_tiers(), the attention kernel
+  // with the arguments from step(), and compute_features().
 
   /// Call before a step that feeds one token to a sequence that has `fed` tokens. `layers`: the
   /// layers of the step.
@@ -155,7 +155,7 @@ class KvCache {
   /// The arguments of the attention, without its workspace.
   EvictingAttentionArgs step(std::uint32_t layer, const StepRows& rows,
                              const AttendedRows& to) const;
-  /// Computes the features of the new tokens. Only the observing kernel reads them.
+  /// Computes the features of the new tokens. Only the kernel that updates the policy reads them.
   void compute_features(std::uint32_t layer, const StepRows& rows, const AttendedRows& to) const;
 
   // RoPE, queries and workspaces.
@@ -197,7 +197,7 @@ class KvCache {
   const KvCacheConfig& config() const { return config_; }
   const PairSlots& slots() const { return slots_; }
   const SlotStorage& storage() const { return *storage_; }
-  /// The memory as this layer's append has left it; valid until another layer uses it.
+  /// The append memory after this layer's append. It is valid until another layer uses it.
   const AppendMemory& append_memory(std::uint32_t layer) const {
     return *memories_[config_.interleaves_appends ? layer : 0];
   }
@@ -207,7 +207,8 @@ class KvCache {
   struct Counts : LiveTokenCount {
     std::uint64_t max_bytes = 0;  ///< peak bytes on tiers
   };
-  /// The position of the first new token and the number of new tokens. A compaction reads them.
+  /// The position of the first new token and the number of new tokens, which a compaction reads
+  /// from device memory.
   struct Appended {
     std::uint32_t now, tokens;
   };
@@ -219,9 +220,9 @@ class KvCache {
     std::byte* plain_k;  // [row, kv_head, dim], before RoPE, for features if keys are normed;
                          // otherwise null
     std::int32_t *iota, *zeros;    // [row]
-    Appended *nothing, *appended;  // `now` is the position of the first new token; `nothing` has no
-                                   // tokens, `appended` all new tokens
-    Appended* ended;               // no tokens, and `now` is the position after a prompt
+    Appended *nothing, *appended;  // Both hold the position of the first new token. `nothing` has a
+                                   // count of 0 tokens, `appended` the number of new tokens
+    Appended* ended;               // the position after a prompt, with a count of 0 tokens
     std::byte* workspaces;
   };
   /// The append in progress.
@@ -300,17 +301,17 @@ class KvCache {
   std::vector<std::int32_t> share_slots(const AppendMemory& memory, int sequence,
                                         std::uint32_t layer, std::uint32_t fed);
   void share_slots_of_live(int sequence, std::uint32_t fed);
-  /// The memory for compactions in place.
+  /// The append memory that compactions in place use.
   const AppendMemory& compaction_memory() const { return *memories_.back(); }
-  /// The arguments of a compaction from the memory to a sequence's slots in a layer.
+  /// The arguments of a compaction from append memory to a sequence's slots in a layer.
   kvlab_compact_args to_slots(const AppendMemory& memory, int sequence, std::uint32_t layer,
                               const Appended* appended, bool stays) const;
-  /// Compacts tokens from a sequence's slots in a layer, which may have tiers, to the memory or
-  /// back.
+  /// Compacts tokens between a sequence's slots in a layer, which may have tiers, and the append
+  /// memory, in either direction.
   void compact(const AppendMemory& memory, kvlab_compact_args args, int sequence,
                std::uint32_t layer, bool after_prompt) const;
-  /// Copies the live tokens of a layer to the memory; the sequence was fed `fed` tokens. Does not
-  /// evict if `stays`.
+  /// Copies the live tokens of a layer to the append memory, and evicts to the budget unless
+  /// `stays` is set. `fed`: number of tokens that the sequence was fed.
   void take_live(const AppendMemory& memory, int sequence, std::uint32_t layer, std::uint32_t fed,
                  bool stays) const;
   void compact_in_place(int sequence, std::uint32_t layer, std::uint32_t fed,
@@ -332,7 +333,8 @@ class KvCache {
   void centre(std::uint32_t layer, std::uint32_t first, std::uint32_t tokens);
   void find_centre(std::uint32_t layer);
   float* centres_of(std::uint32_t layer) const;
-  /// Whether a sequence's keys are centred in a layer. They are not in a layer in 16 bit.
+  /// Whether a sequence's keys are centred in a layer. They are not centred in a layer whose tokens
+  /// are all in 16 bit.
   bool centres_keys(std::uint32_t layer, int sequence) const;
   void keep_by_shares(std::uint32_t layer, kvlab_compact_args args);
   void keep_plain_keys(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to);
@@ -353,17 +355,18 @@ class KvCache {
   cuda::Placed<Work> work_;
   std::uint32_t append_slots_ = 0;  ///< slots of memories_, for live and new tokens
   cuda::Placed<AppendScratch> scratch_;
-  /// One memory that all layers use in turn. With interleaves_appends, one for each layer, and one
-  /// for compactions.
+  /// One append memory that all layers use in turn. With interleaves_appends: one for each layer,
+  /// and one more for compactions.
   std::vector<cuda::Placed<AppendMemory>> memories_;
   Append append_;
   std::vector<SlotSequence> sequences_;  // [sequence]: the current settings
   std::vector<Counts> counts_;           // [layer, pair]
   std::vector<TierCounts> tier_counts_;  // [layer, pair]; empty if no pair is quantized
-  // [layer, sequence]: the caches from that sequence on; empty if no pair is quantized
+  // [layer, sequence]: the quantized caches of this sequence and all later ones; empty if no pair
+  // is quantized
   std::vector<QuantizedCache> quantized_;
-  std::vector<std::uint32_t>
-      shared_when_;  // [sequence]: number of tokens fed when slots were last shared
+  std::vector<std::uint32_t> shared_when_;  // [sequence]: number of tokens that the sequence had
+                                            // been fed when slots were last shared
 };
 
 }  // namespace kvlab::kernels

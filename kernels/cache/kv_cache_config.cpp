@@ -10,7 +10,7 @@
 namespace kvlab::kernels {
 namespace {
 
-/// Maximum number of bytes that a token needs on any tier.
+/// The largest number of bytes that a token takes on any tier.
 int max_row_bytes(const KvCacheConfig& config) {
   std::int64_t most = 0;
   for (const SlotPair& pair : config.pairs)

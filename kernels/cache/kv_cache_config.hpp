@@ -40,13 +40,14 @@ struct SlotLayer {
 /// Settings that all caches of a sequence share.
 struct SlotSequence {
   Modifiers modifiers = {};
-  std::vector<std::byte> params = {};  ///< as in kvlab_policy_state, like the next members
+  std::vector<std::byte> params = {};  ///< params and the next members: as in kvlab_policy_state
   std::uint32_t threshold16 = 655;
   std::uint64_t seed = 0;
   std::uint32_t id = 0;
-  KeyCentre centre = KeyCentre::none;  ///< only acts on tiers
-  /// Called after a prompt with the eviction keys of each KV head's live tokens. Returns the new
-  /// budgets of the layer's heads, whose sum must not change. Null: budgets do not change.
+  KeyCentre centre = KeyCentre::none;  ///< has an effect only on tiers
+  /// Called after a prompt, for each layer, with the eviction keys of each KV head's live tokens.
+  /// Returns the new budgets of the layer's heads, whose sum must not change. Null: budgets do not
+  /// change.
   std::function<std::vector<std::uint32_t>(std::span<const std::vector<EvictionKey>>)> share = {};
 };
 
@@ -91,9 +92,10 @@ struct KvCacheConfig {
   EvictionKernels kernels{};
   kvlab_numbering numbering = KVLAB_ORIGINAL_POSITIONS;
   /// For policies that weigh queries: writes the weights of a prompt's queries, indexed by the
-  /// number of younger queries, and returns the tail.
+  /// number of younger queries, and returns the index from which on all weights are 0.
   std::function<std::uint32_t(std::span<const std::byte> params, std::span<float> to)> weigh = {};
-  kvlab_feature_args features{};  ///< the features to compute, and `hidden` of SlotLayer::output
+  kvlab_feature_args
+      features{};  ///< the features to compute, and the `hidden` size of SlotLayer::output
   bool norms_keys =
       false;  ///< the projection's output is normed in place, so it no longer holds the plain keys
   std::uint32_t part =
@@ -119,7 +121,7 @@ struct KvCacheConfig {
              return one.centre != KeyCentre::none;
            });
   }
-  /// Whether eviction is not simply step by step, or budgets are shared.
+  /// Whether some sequence has modifiers, or shares the budgets of a layer among its heads.
   bool has_modifiers() const {
     return std::ranges::any_of(sequences, [](const SlotSequence& one) {
       return one.modifiers != Modifiers{} || one.share;
@@ -152,7 +154,7 @@ DeviceFormat device_format(const KvFormat& format);
 
 /// Chooses the kernels of a policy for the current device: the fast ones, or the plain ones if the
 /// fast ones do not support the configuration or need more shared memory than the device has.
-/// `config` is complete except for its kernels. Throws std::invalid_argument if neither can be
+/// `config` must be complete except for its kernels. Throws std::invalid_argument if neither can be
 /// launched. A policy that the library compiled from a header has no plain kernels.
 enum class PlainKernels { present, absent };
 EvictionKernels kernels_for(const KvCacheConfig& config, const DevicePolicy& policy,

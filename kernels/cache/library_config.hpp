@@ -1,4 +1,5 @@
-// Converts the C structs of kvlab_kv_cache, and checks them. Host only.
+// Converts the C structs of kvlab_kv_cache to the structs of KvCache, and checks them. Runs on the
+// host only.
 #pragma once
 
 #include <fmt/format.h>
@@ -11,7 +12,8 @@
 
 namespace kvlab::kernels {
 
-/// Max tokens of a sequence, because RoPE tables are looked up by signed positions.
+/// Maximum number of tokens of a sequence, because RoPE tables are indexed by signed 32-bit
+/// positions.
 inline constexpr std::uint32_t kMaxTokens = 0x7fff'ffff;
 
 /// Throws std::invalid_argument with this message if `holds` is false.
@@ -20,10 +22,11 @@ void want(bool holds, fmt::format_string<const Parts&...> message, const Parts&.
   if (!holds) throw std::invalid_argument(fmt::format(message, parts...));
 }
 
-/// Throws std::invalid_argument if kvlab does not support the configuration. The result still
-/// points to the struct's policy and to its device memory (output weights and sink logits).
+/// Throws std::invalid_argument if kvlab does not support the configuration. The result refers to
+/// the policy and to the device memory (output weights and sink logits) of the struct, so they must
+/// outlive it.
 KvCacheConfig config_of(const kvlab_kv_cache_config& config);
-/// Converts the settings for a cache with that configuration.
+/// Converts the settings for a cache that was created with `config`.
 SequenceSettings settings_of(const kvlab_sequence_settings& settings, const KvCacheConfig& config);
 
 }  // namespace kvlab::kernels

@@ -33,8 +33,8 @@ void want_args(const Args* args) {
   if (const std::string why = why_not_size(*args); !why.empty()) throw std::invalid_argument(why);
 }
 
-/// Refuses a call that counts on the host while its stream is captured, because replaying the graph
-/// would not repeat the count.
+/// Refuses a call if its stream is being captured. Such calls count tokens on the host, and
+/// replaying the graph would not repeat the count.
 void want_no_capture(cudaStream_t stream) {
   cudaStreamCaptureStatus status{};
   cuda::check(cudaStreamIsCapturing(stream, &status), "the state of the stream");
@@ -89,7 +89,7 @@ struct kvlab_kv_cache {
     want(layer >= 0 && static_cast<std::size_t>(layer) < layers, "layer is {} of {}", layer,
          layers);
   }
-  /// Whether some layer has got some of the append's chunks, but not all.
+  /// Whether some layer has received some chunks of the append, but not all.
   bool in_chunks() const {
     return std::ranges::any_of(chunk_tokens, [](std::uint32_t tokens) { return tokens > 0; });
   }
@@ -264,8 +264,9 @@ void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAp
          "chunks of an append go through a layer before the next layer gets any, unless the cache "
          "was created with interleaves_appends. kvlab_kv_cache_start drops an append",
          other, current.sequence, chunk_tokens[other], current.tokens);
-  // Without interleaving, another append must not come between two layers, because each layer
-  // begins the append memory anew.
+  // With interleaves_appends, an append must be complete in all layers before another one begins.
+  // Without it, another append may come between two layers, because each layer fills the append
+  // memory anew.
   want(!interleaves || requested == current || !between_layers(),
        "sequence {} is in the middle of an append; complete it in all layers, or drop it by "
        "kvlab_kv_cache_start",
@@ -275,7 +276,7 @@ void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAp
        chunk.first, layer, chunk_tokens[layer]);
 }
 
-/// Appends a single token in the way of a step: it is quantized before its query attends.
+/// Appends a single token like a decode step, which quantizes the token before its query attends.
 void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
   const bool interleaves = cache.config().interleaves_appends;
   want(!in_chunks() || (interleaves && current.sequence != chunk.sequence),
@@ -284,7 +285,7 @@ void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
   const LayerRange own{layer, layer + 1};
   if (!interleaves) forget_append();
   rope_rows = 0;
-  cache.reserve();  // other appends do so too
+  cache.reserve();  // because appends of several tokens do so too
   cache.before_token(chunk.sequence, chunk.fed, own);
   cuda::check(cudaMemcpyAsync(now->of + chunk.sequence, &chunk.fed, sizeof chunk.fed,
                               cudaMemcpyHostToDevice, cache.stream()),

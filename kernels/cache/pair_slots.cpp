@@ -103,8 +103,8 @@ std::uint32_t PairSlots::rows(std::size_t pair, std::span<const TierSlots> tiers
   return tier == 0 ? slots_of(pair, tiers[0].slots) : std::min(tiers[tier].slots, max_tokens_);
 }
 
-/// Does not need more slots than before: the sum of the budgets is the same, and no head has more
-/// slots than tokens.
+/// The memory suffices, because the sum of the budgets is the same as before, and no head gets more
+/// slots than a sequence has tokens.
 void PairSlots::share(std::uint32_t layer, std::size_t sequence,
                       std::span<const std::uint32_t> budgets) {
   const std::size_t first = layer * pairs() + sequence * kv_heads_;

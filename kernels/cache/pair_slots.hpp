@@ -1,4 +1,5 @@
-// Counts the slots of each KV head of each layer of each sequence, and where they begin. Host only.
+// Computes how many slots each KV head of each sequence has in each layer, and where they begin.
+// Runs on the host only.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@ namespace kvlab::kernels {
 /// A pair is one KV head of one sequence; every layer has all pairs.
 class PairSlots {
  public:
-  /// Throws std::invalid_argument if the size of a cache has no bound.
+  /// Throws std::invalid_argument if nothing bounds the number of slots of a cache.
   explicit PairSlots(const KvCacheConfig& config);
 
   std::size_t pairs() const { return modifiers_.size() * kv_heads_; }  ///< of one layer
@@ -22,25 +23,25 @@ class PairSlots {
   std::uint32_t budget(std::uint32_t layer, std::size_t pair) const {
     return own_[layer * pairs() + pair].budget;
   }
-  /// The protected tokens of a pair. They fit the requested budget.
+  /// The protected tokens of a pair, limited to the requested budget.
   ProtectedTokens protected_tokens(std::uint32_t layer, std::size_t pair) const {
     return own_[layer * pairs() + pair].protected_tokens;
   }
-  /// Sets the budgets and protected tokens, [layer, kv_head], that the next reset() gives a
-  /// sequence. Throws std::invalid_argument, and changes nothing, if a pair has too few slots.
+  /// Sets the budgets and protected tokens, [layer, kv_head], that a sequence has from the next
+  /// reset() on. Throws std::invalid_argument, and changes nothing, if a pair has too few slots.
   void set_rules(std::size_t sequence, std::span<const SequenceSettings::Rule> rules);
   /// Restores the budgets and slots that the pairs of a sequence had before any share().
   void reset(std::size_t sequence);
-  /// Gives the pairs of `to` the budgets and the split of slots of `from`. Throws
-  /// std::invalid_argument unless both sequences have the same configuration.
+  /// Copies the budgets, and the split of slots among heads, from sequence `from` to sequence `to`.
+  /// Throws std::invalid_argument unless both sequences have the same configuration.
   void copy(std::size_t from, std::size_t to);
   /// All slots of a sequence in a layer. The slots of its pairs follow one another.
   struct Range {
     std::int64_t first, count;
   };
   Range range(std::uint32_t layer, std::size_t sequence) const;
-  /// Sets the budgets of a sequence's KV heads in a layer, and splits the slots that the heads have
-  /// together by these budgets.
+  /// Sets the budgets of a sequence's KV heads in a layer, and divides the slots of the layer among
+  /// the heads accordingly.
   void share(std::uint32_t layer, std::size_t sequence, std::span<const std::uint32_t> budgets);
   /// The tier plan of a KV head, with the maximum number of rows of each tier.
   std::vector<TierSlots> tiers(std::uint32_t layer, std::size_t pair) const;
@@ -48,8 +49,8 @@ class PairSlots {
   const Modifiers& modifiers(std::size_t pair) const { return modifiers_[pair / kv_heads_]; }
   /// [layer, pair]: offset in slots from the start of the cache.
   const std::vector<std::int64_t>& first_slots() const { return first_slots_; }
-  /// Maximum number of tokens of a sequence; unlimited if every pair has slots for all that it
-  /// keeps.
+  /// Maximum number of tokens of a sequence; unlimited if every pair has enough slots for the
+  /// tokens that its budget keeps.
   std::uint32_t max_tokens() const;
   /// Number of tokens that are still live when new ones are appended after `fed` tokens, if the
   /// sequence has no modifiers.

@@ -122,7 +122,8 @@ void SlotStorage::copy(const PairSlots& slots, std::size_t from, std::size_t to,
              head_size = static_cast<std::size_t>(shape_.head_size);
   for (std::uint32_t layer = 0; layer * pairs_ < slots.all(); ++layer) {
     const PairSlots::Range source = slots.range(layer, from), target = slots.range(layer, to);
-    // copy_slots() copies `width` elements per slot of the sequence, and copy_pairs() per pair.
+    // For a sequence, copy_slots() copies `width` elements of each slot, and copy_pairs() `width`
+    // elements of each pair.
     const auto copy_slots = [&](auto* array, std::size_t width) {
       if (array != nullptr && width > 0)
         cuda::copy(array + static_cast<std::size_t>(target.first) * width,

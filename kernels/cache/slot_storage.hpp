@@ -7,7 +7,7 @@
 
 namespace kvlab::kernels {
 
-/// All state that lasts from step to step, laid out in device memory. Copies of this object are
+/// The layout in device memory of all state that lasts from step to step. Copies of this object are
 /// views.
 class SlotStorage {
  public:
@@ -32,10 +32,11 @@ class SlotStorage {
   /// The cache of one layer, for one sequence.
   kvlab_cache_view cache_of(std::uint32_t layer, int sequence) const;
   kvlab_policy_state policy_of(std::uint32_t layer, int sequence) const;
-  /// The policy state for a compaction. If steps leave eviction to the compaction, it evicts to the
-  /// budget, unless `stays` is set.
+  /// The policy state for a compaction. With modifiers that leave eviction to compactions, the
+  /// compaction evicts to the budget, unless `stays` is set.
   kvlab_policy_state policy_of_compact(std::uint32_t layer, int sequence, bool stays) const;
-  /// One layer's unit keys, from that sequence on; null if the features do not need them.
+  /// The unit keys of one layer, for this sequence and all later ones; null if no feature needs
+  /// them.
   float* unit_keys_of(std::uint32_t layer, int sequence) const;
 
   TierStorage tiers;                ///< used if some cache is quantized; otherwise the next two

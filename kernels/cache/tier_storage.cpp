@@ -125,7 +125,7 @@ void TierStorage::pretend(const PairSlots& slots, std::size_t at, std::size_t pa
       rows.push_back(tier.first_row + i);
     }
     constexpr int kNumbers =
-        0x2c;  // a byte whose repetition is a small number both in fp16 and in bf16
+        0x2c;  // this byte, repeated, is a small finite number in fp16 and in bf16
     const auto row = row_bytes(tier.format, head_size_, element_);
     cuda::check(
         cudaMemset(bytes + tier.first_byte, kNumbers, static_cast<std::size_t>(row) * tier.rows),

@@ -12,7 +12,7 @@ struct TierRegion {
   std::int64_t first_row, rows, first_byte, bytes;
 };
 
-/// The layout of all rows. Host only.
+/// The layout of the rows of all pairs. Computed on the host only.
 struct TierLayout {
   TierLayout(const KvCacheConfig& config, const PairSlots& slots);
 
@@ -27,8 +27,8 @@ struct TierLayout {
 struct TierStorage {
   TierStorage() = default;
   TierStorage(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots);
-  /// Writes the tables that never change. This and the next two functions enqueue their work on the
-  /// stream.
+  /// Writes the tables that stay the same as long as the memory exists. This and the next two
+  /// functions enqueue their work on the stream.
   void initialize(const KvCacheConfig& config, const PairSlots& slots, cudaStream_t stream) const;
   /// Removes the tokens of `count` pairs, [layer, pair], starting at `first`.
   void start(std::size_t first, std::size_t count, cudaStream_t stream) const;
@@ -40,7 +40,7 @@ struct TierStorage {
   /// The centres of one sequence in one layer; null if no keys are centred.
   float* centres_of(std::uint32_t layer, int sequence) const;
   bool in_use() const { return tier_plans != nullptr; }
-  /// The quantized caches of one layer, from that sequence on.
+  /// The quantized caches of one layer, for this sequence and all later ones.
   QuantizedCache quantized_cache(std::uint32_t layer, int sequence) const;
 
   DeviceTierPlan* tier_plans = nullptr;  // [layer, pair], like counts, next_rows and extents
@@ -49,7 +49,8 @@ struct TierStorage {
   std::int32_t *counts = nullptr, *extents = nullptr;
   std::uint32_t* next_rows = nullptr;
   std::byte *newest_keys = nullptr, *newest_values = nullptr;  // [pair, dim]
-  float* centres = nullptr;  // [layer, pair, dim]: zeros without a centre; null: none is centred
+  float* centres =
+      nullptr;  // [layer, pair, dim]; zeros for a pair without a centre. Null: no keys are centred
   std::int32_t* nothing = nullptr;  // [pair]: zeros
   std::int64_t* newest = nullptr;   // [pair]: 0, 1, 2, …
 
