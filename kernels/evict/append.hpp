@@ -1,9 +1,10 @@
 // An append of many tokens under a policy: a prompt, a chunk of a prompt, or a later turn.
 //
-// For each layer of a sequence, write the tokens' keys and values after the older ones. Then call:
-// - prefill_attention(…, rows), which attends and stores the softmax of each row (attention.hpp);
-// - observe_queries(), only if the policy needs attention statistics of the keys;
-// - compact(), which appends the tokens to the policy and keeps the budget's tokens.
+// For each layer of a sequence, first write the keys and values of the new tokens to the slots
+// after those of the older tokens. Then call: - prefill_attention(…, rows), which attends and
+// stores the softmax of each row (attention.hpp); - observe_queries(), only if the policy needs
+// attention statistics of the keys; - compact(), which appends the tokens to the policy and keeps
+// the budget's tokens.
 //
 // A long append may go through the first two steps in parts.
 #pragma once
@@ -14,39 +15,43 @@
 
 namespace kvlab::kernels {
 
-/// Bytes of workspace. Nothing of size queries x keys is stored. (With cache positions, the q and
-/// keys that are passed have been rotated to cache positions and rounded to the type.)
+/// Bytes of workspace. The workspace does not grow with queries x keys, because no attention matrix
+/// is stored. (With cache positions, `q` and `keys` must already be rotated to cache positions and
+/// rounded to the type.)
 std::size_t observe_workspace(const kvlab_prefill_args& args);
-/// Sums are of integers, so bits are equal for any split into parts. Work: 2 * head_size operations
-/// for each (query, query head, visible key), half of attention's; twice that for masses and
-/// requests together. Refuses a policy with Needs::nothing.
+/// Adds integers, so the result is equal bit for bit for any split of the append into parts. Work:
+/// 2 * head_size operations for each (query, query head, visible key), which is half the work of
+/// the attention. Masses and requests together take twice as many. Refuses a policy with
+/// Needs::nothing.
 cudaError_t observe_queries(const kvlab_observe_args& args, cudaStream_t stream);
 
 std::size_t compact_workspace(const kvlab_cache_view& from);
-/// The end of an append: steps 2 and 4 of the rule, and step 1 of the next append. For every pair:
-/// appends the new tokens to the policy, shows it what each live token has received, then keeps the
-/// last budget - 1 tokens in the eviction order, or all if fewer than evict_at are live. Kept
-/// tokens go to `to` in the order of their slots. If `to` is `from`, kept tokens beyond the kept
-/// number fill the holes, and nothing else moves. `rows`: also moves keys and values.
+/// Ends an append: does steps 2 and 4 of the rule (docs/start/concepts.md), and step 1 of the next
+/// append. For every pair, it appends the new tokens to the policy's states and passes the
+/// attention that each live token has received to the policy. Then it keeps the last budget - 1
+/// tokens in the eviction order, or all tokens if fewer than evict_at are live. Kept tokens go to
+/// `to` in the order of their slots. If `to` is `from`, the pair's kept tokens end up in its first
+/// slots: kept tokens in later slots move to the slots there that evicted tokens leave, and
+/// all other kept tokens stay where they are. `rows`: whether keys and values are moved too.
 cudaError_t compact(const DevicePolicy& policy, const kvlab_compact_args& args, cudaStream_t stream,
                     bool rows = true);
 
-/// The first half of compact(): ranks tokens and evicts nothing. ranks_of() returns the ranks that
-/// order the tokens, [pair, max_slots of from], by slot.
+/// The first half of compact(): computes the ranks of tokens, and evicts nothing. ranks_of()
+/// returns the ranks that order the tokens, [pair, max_slots of from], by slot.
 cudaError_t rank_tokens(const DevicePolicy& policy, const kvlab_compact_args& args,
                         cudaStream_t stream);
 const std::uint64_t* ranks_of(const kvlab_compact_args& args);
 
-/// The halves of a compaction by_layer if several devices hold a layer's KV heads, equally many
-/// each. First half: ranks by age, [pair, max_slots of from].
+/// The two halves of a compaction with by_layer, if several devices hold a layer's KV heads, the
+/// same number each. The first half writes ranks by age, [pair, max_slots of from].
 cudaError_t rank_by_age(const DevicePolicy& policy, const kvlab_compact_args& args,
                         std::uint64_t* by_age, cudaStream_t stream);
-/// Second half: from the ranks of all devices in the order of their heads, [device, pair,
-/// max_slots], chooses the tokens that stay. The workspace must be as the first half has left it.
+/// The second half chooses the tokens to keep. `by_age`: the ranks of all devices in the order of
+/// their heads, [device, pair, max_slots]. The workspace must be as the first half left it.
 cudaError_t keep_by_ranks(const DevicePolicy& policy, const kvlab_compact_args& args,
                           const std::uint64_t* by_age, int devices, cudaStream_t stream);
 
-/// A thread for each token of a pair.
+/// See kvlab_copy_prefix(). Launches one thread for each token of a pair.
 cudaError_t copy_prefix(const DevicePolicy& policy, const kvlab_prefix_args& args,
                         cudaStream_t stream);
 

@@ -1,6 +1,6 @@
-// Memory traffic: every query and every key is read and written once. Most of the work is to count
-// the older tokens of each older token, which gives its cache position. That happens once per
-// append.
+// Memory traffic: every query and every key is read and written once. Most of the work is to
+// compute the cache position of each older token, which takes one comparison with every other older
+// token. That happens once per append.
 #include "kernels/evict/cache_positions.hpp"
 
 #include "kernels/device/reduce.cuh"

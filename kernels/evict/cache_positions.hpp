@@ -1,4 +1,4 @@
-// Cache positions in an append: queries and keys are rotated to cache positions in separate memory.
+// Cache positions in an append: rotated copies of queries and keys are written to separate memory.
 // The cache itself keeps keys as they were before RoPE, or rotated to their original positions.
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace kvlab::kernels {
 
-/// The tokens of an append of one sequence, in one layer. `older` tokens are live already; the new
-/// tokens follow them. A token's cache position is the number of live tokens that are older. For a
-/// new token this is older[kv_head] plus its index.
+/// The tokens of an append of one sequence, in one layer. `older` tokens were live before the
+/// append, and the new tokens follow them. A token's cache position is the number of live tokens
+/// that are older than it. For a new token this is older[kv_head] plus its index.
 struct CachePositionArgs {
   Type type;
   int query_heads, kv_heads, head_size;
@@ -25,14 +25,14 @@ cudaError_t rotate_queries_to_cache_positions(const CachePositionArgs& args, con
 /// Keys [kv_head, slot, dim], with `slots` slots for each head.
 ///
 /// If keys are already rotated and queries stay at their positions, new keys are only copied, and
-/// each older key is rotated forward by the number of younger tokens that were evicted. Then
-/// differences of positions equal differences of cache positions.
+/// each older key is rotated forward by as many positions as tokens after it were evicted. As a
+/// result, differences between rotated positions equal differences between cache positions.
 struct CachePositionKeysArgs {
   CachePositionArgs shape;
   int slots;
   const std::uint32_t* positions;  // [kv_head, slot]: positions of the older tokens
-  /// Whether keys are already rotated to their positions and include rope_factor, which must be 1
-  /// here.
+  /// Whether keys are already rotated to their original positions. They then include rope_factor,
+  /// and shape.rope_factor must be 1.
   bool rotated;
   std::uint32_t now;  ///< if rotated: position of the first new token
   const void* keys;

@@ -2,11 +2,11 @@
 // ranks, and moves them.
 //
 // Memory traffic: choosing reads 12 bytes per live token several times (from the L2 cache). Moving
-// reads and writes what is kept, 4 * head_size * bytes_of(type) bytes and a state per token. This
-// is the lower bound.
+// reads and writes the data of kept tokens, 4 * head_size * bytes_of(type) bytes and a state per
+// token. This is the lower bound.
 //
-// Modifiers read ranks by age. An age is found by binary search in sorted tiles: for n older
-// tokens, n / 2048 searches of 11 steps for each of them.
+// Modifiers read ranks by age. The age of a token is found by binary searches in sorted tiles of
+// 2,048 positions. For n older tokens, each of them takes n / 2048 searches of 11 steps.
 #include <cub/block/block_radix_sort.cuh>
 
 #include "kernels/device/pair.cuh"
@@ -25,7 +25,7 @@ constexpr std::uint32_t kSortItems = 8,  // positions that a thread sorts
     kSortTile = kCompactThreads * kSortItems;
 
 /// Sorts the positions of a pair's older tokens (y) tile by tile, into workspace.holes, which no
-/// kernel needs before tokens are chosen. A block for each tile.
+/// other kernel needs before tokens are chosen. One thread block for each tile.
 __global__ void __launch_bounds__(kCompactThreads)
     sort_positions(const __grid_constant__ kvlab_compact_args args) {
   using Sort = cub::BlockRadixSort<std::uint32_t, kCompactThreads, static_cast<int>(kSortItems)>;
@@ -85,7 +85,8 @@ struct RanksByAge {
   int devices;
 };
 
-/// The rank at an age: that of the pair, or the sum over the sequence's KV heads in their order.
+/// The rank of the token of this age: the pair's own rank or, with by_layer, the sum over the
+/// sequence's KV heads in their order.
 __device__ std::uint64_t rank_at(const kvlab_compact_args& args, const RanksByAge& by_age,
                                  const CompactPair& pair, RankType type, std::uint32_t age) {
   const auto rank_of = [&](int row) {
@@ -101,7 +102,7 @@ __device__ std::uint64_t rank_at(const kvlab_compact_args& args, const RanksByAg
   return sum;
 }
 
-/// Applies the modifiers to the ranks, which are read by age.
+/// Applies the modifiers to the ranks, which it reads by age.
 __global__ void __launch_bounds__(kCompactThreads)
     modify_ranks(const __grid_constant__ kvlab_compact_args args, RanksByAge by_age,
                  RankType type) {
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kCompactThreads)
   workspace.ranks[at] = pooled.value();
 }
 
-/// Chooses the kept tokens and where they go. One thread block for each pair.
+/// Chooses the kept tokens and their new slots. One thread block for each pair.
 __global__ void __launch_bounds__(kThreads)
     choose_stayers(const __grid_constant__ kvlab_compact_args args, bool in_place) {
   __shared__ SelectionShared shared;
@@ -150,12 +151,13 @@ __global__ void __launch_bounds__(kThreads)
           holes[i - before] = slot;
       }
     };
-    // The number of kept tokens beyond `kept` equals the number of evicted tokens before it. The
-    // n-th of them fills the n-th hole.
+    // As many kept tokens are in slots from `kept` on as evicted tokens are in the slots before.
+    // The first of these kept tokens moves to the last hole, the second to the last but one, and so
+    // on.
     const auto fill_hole = [&](std::uint32_t i, bool stays_here, std::uint32_t before) {
       if (!stays_here || i < kept) return;
-      const std::uint32_t fills =
-          kept - before - 1;  // index of the hole, counted from the last one
+
+      const std::uint32_t fills = kept - before - 1;
       sources[holes[fills]] = static_cast<std::int32_t>(i);
     };
     number_kept_slots(shared, live, stays, note_source);

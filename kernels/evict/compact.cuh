@@ -1,4 +1,5 @@
-// The part of a compaction that depends on the policy (see append.hpp). compact.cu has the rest.
+// The part of a compaction that depends on the policy (see append.hpp). The other parts are in
+// compact.cu.
 #pragma once
 
 #include "kernels/device/pair.cuh"
@@ -15,7 +16,8 @@ struct CompactWorkspace {
   std::uint64_t* ranks;   // [pair, max_slots]
   std::int32_t* sources;  // [pair, max_slots]: for each slot of `to`, the slot of `from` whose
                           // token moves there
-  std::int32_t* holes;    // [pair, max_slots]: slots to fill if a compaction is in place
+  std::int32_t* holes;    // [pair, max_slots]: for a compaction in place, the slots among the first
+                          // kept ones that evicted tokens leave
   std::uint64_t* by_age;  // [pair, max_slots]: ranks, if modifiers change them
 };
 inline __host__ __device__ CompactWorkspace compact_parts(const kvlab_compact_args& args) {
@@ -26,7 +28,8 @@ inline __host__ __device__ CompactWorkspace compact_parts(const kvlab_compact_ar
   return {ranks, sources, sources + slots, ranks + slots};
 }
 
-/// One pair of a compaction. Construct it before anything writes lengths, because it reads `older`.
+/// One pair of a compaction. Construct it before a kernel writes `lengths`, because it reads the
+/// number of older tokens from there.
 struct CompactPair {
   int index, sequence, kv_head;
   std::uint32_t older, appended, now;
@@ -44,7 +47,8 @@ struct CompactPair {
   __device__ std::uint32_t live() const { return older + appended; }
 };
 
-/// Appends tokens, observes and ranks. One thread for each slot of a pair (blockIdx.y).
+/// Appends new tokens to the policy's states, observes, and computes ranks. One thread for each
+/// slot of a pair (blockIdx.y).
 template <Policy P>
 __global__ void __launch_bounds__(kCompactThreads)
     settle_tokens(const __grid_constant__ kvlab_compact_args args) {

@@ -18,7 +18,7 @@ struct DevicePolicy {
   std::string_view name;
   Needs needs;
   bool oldest_first;   ///< supports cache positions with rotated keys
-  bool weighted;       ///< observe_queries applies its weights and tail
+  bool weighted;       ///< whether observe_queries() must be given the policy's weights and tail
   RankType rank_type;  ///< type in which a compaction adds and averages ranks
   std::span<const char* const>
       features;              ///< names of the features that it reads: kvlab_policy_state::features
@@ -33,7 +33,8 @@ struct DevicePolicy {
   /// the age from which on queries have weight 0.
   float (*weight)(std::uint32_t age, const void* params);
   std::uint32_t (*tail)(const void* params);
-  /// Source for run-time compilation: the header below policies/, and the struct in it.
+  /// For run-time compilation: the path of the header below policies/, and the name of the struct
+  /// in it.
   std::string_view header, type;
 
   // Kernels: a function's address, or a cudaKernel_t of loaded code.

@@ -10,7 +10,8 @@
 
 namespace kvlab::kernels {
 
-/// One policy, and one way to launch it. All functions follow the rules in kernels/types.hpp.
+/// One policy and one way to launch its kernels. All functions follow the rules in
+/// kernels/types.hpp.
 struct EvictionKernels : DevicePolicy {
   /// Bytes of workspace for a cache, whose tokens may be on tiers.
   std::size_t (*attention_workspace)(const kvlab_cache_view& cache, bool quantized_cache);
@@ -19,8 +20,9 @@ struct EvictionKernels : DevicePolicy {
                         cudaStream_t stream);
   /// Launches the policy's kernel after the attention of up to kMaxObservedLayers layers. Each
   /// layer has a separate workspace, and the layers may differ only in their arrays. The next
-  /// attention of such a layer, or with its workspace, must be enqueued after this launch; other
-  /// work need not wait. `next`: the attention is the launch directly before this one in `stream`.
+  /// attention over one of these layers, or with one of these workspaces, must wait for this
+  /// launch; other work need not. `next`: whether the attention is the launch directly before this
+  /// one in `stream`.
   cudaError_t (*observe)(const EvictionKernels& policy,
                          std::span<const EvictingAttentionArgs> layers, bool next,
                          cudaStream_t stream);
@@ -47,8 +49,8 @@ inline bool complete(const EvictionKernels& policy, const EvictingAttentionArgs&
 /// kvlab_cache_view::ages and fully rotated heads.
 EvictionKernels observing_kernels(const DevicePolicy& policy);
 
-/// Three simple launches that run on any device. Logits and probabilities of all live slots go
-/// through the workspace. A pair's bits depend only on the pair.
+/// Three simple launches that run on any device. Logits and probabilities of all live slots are
+/// stored in the workspace. The results of a pair depend only on that pair, bit for bit.
 EvictionKernels plain_kernels(const DevicePolicy& policy);
 
 }  // namespace kvlab::kernels

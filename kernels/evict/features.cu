@@ -1,7 +1,7 @@
-// Computes token features. Sums are in index order, as on the host, so each sum is computed by one
-// thread. For norms and the cosine there is one thread block per pair; if there is only one token
-// (a decode step), all threads first copy its key and value to shared memory. For value_out_norm1
-// there is one thread block for some tokens of a pair.
+// Computes token features. Each sum is computed by one thread in index order, because the host adds
+// in this order. For norms and the cosine there is one thread block per pair; if there is only one
+// token (a decode step), all threads first copy its key and value to shared memory. For
+// value_out_norm1 there is one thread block for some tokens of a pair.
 #include "kernels/evict/features.hpp"
 
 #include "kernels/device/grid_dependency.cuh"
@@ -26,7 +26,7 @@ __device__ const T* value_of(const FeatureArgs& args, int pair, int slot) {
   return static_cast<const T*>(args.cache.values) + row_of(args.cache, pair, slot);
 }
 
-/// How many new tokens of a sequence get features.
+/// The number of new tokens of a sequence whose features are computed.
 template <bool kOne>
 __device__ int count_of(const FeatureArgs& args, int sequence) {
   if (kOne || args.appended == nullptr) return args.tokens;
@@ -74,7 +74,7 @@ class NewTokens {
     return args_.to[(first_ + token) * args_.count + c];
   }
 
-  /// A token's feature. For key_cosine it is the key's norm at first.
+  /// A token's feature. For key_cosine it is only the key's norm, which make_cosines() replaces.
   __device__ float of_token(kvlab_feature feature, int token) const {
     const auto size = static_cast<std::uint32_t>(args_.cache.head_size);
     switch (feature) {
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kOutputs = 128;  // number of outputs that a thread block computes at once
 constexpr int kMaxGroup = 16, kTokensTogether = 8;
 
-/// Bytes of the absolute values of some outputs, [query head and token, kOutputs + 1]. The padding
+/// Bytes for the absolute values of outputs, [query head and token, kOutputs + 1]. The padding
 /// avoids bank conflicts.
 constexpr std::size_t bytes_of_magnitudes(int group, int tokens) {
   return static_cast<std::size_t>(group * tokens) * (kOutputs + 1) * sizeof(float);
@@ -239,7 +239,8 @@ cudaError_t make_features(const FeatureArgs& args, cudaStream_t stream) {
       .shared_bytes = 3 * static_cast<std::size_t>(args.cache.head_size) * sizeof(float),
       .stream = stream};
   const bool one = args.tokens == 1 && args.appended == nullptr;
-  // Both variants need memory for the same number of absolute values.
+  // Wide groups get half as many tokens, so that both variants store the same number of absolute
+  // values.
   const bool wide = 2 * args.cache.query_heads > kMaxGroup * args.cache.kv_heads;
   return with_type(args.cache.type, [&]<class T>(T) {
     for (int c = 0; c < args.count; ++c) {

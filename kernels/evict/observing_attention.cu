@@ -85,13 +85,14 @@ bool complete(const EvictingAttentionArgs& args) {
           args.inv_freq != nullptr && args.rotated == cache.head_size);
 }
 
-/// Aligned to lines of the L2 cache, so that these lines hold only logits.
+/// The logits begin at a line of the L2 cache, so that their lines hold nothing else and can be
+/// discarded.
 float* logits_from(std::byte* begin) {
   const auto at = reinterpret_cast<std::uintptr_t>(begin);
   return reinterpret_cast<float*>(begin + (kL2Line - at % kL2Line) % kL2Line);
 }
 
-/// Where the kernels find their data, and what the attention must store.
+/// The pointers to the data of both kernels, and the sizes of what the attention must store.
 ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
   const bool observes = policy.needs != Needs::nothing,
              cache_positions = args.numbering == KVLAB_CACHE_POSITIONS;
@@ -165,7 +166,7 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   return pair_attention(pairs, args.cache.pages, stream);
 }
 
-/// Whether one launch can serve both layers, because both need the same thread blocks.
+/// Whether one launch can serve both layers. Both must need the same number of thread blocks.
 bool go_together(const ObservePlan& one, const ObservePlan& other) {
   return one.table.pairs == other.table.pairs && one.chunks == other.chunks;
 }
@@ -184,13 +185,13 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
   if (const cudaError_t error =
           cudaFuncSetAttribute(policy.observe_pairs, cudaFuncAttributePreferredSharedMemoryCarveout,
                                cudaSharedmemCarveoutMaxShared))
-    return error;  // needed because a multiprocessor runs only blocks with one configuration at a
-                   // time
+    return error;  // The setting equals that of the attention, because a multiprocessor only runs
+                   // blocks of one configuration at a time.
   const ObservePlan& first = plans.layers[0];
   const dim3 blocks(static_cast<unsigned>(first.chunks), static_cast<unsigned>(first.table.pairs),
                     static_cast<unsigned>(layers.size()));
   void* parameters[] = {&plans};
-  if (!next) limits.early_start = false;  // the kernel has nothing to do before the attention ends
+  if (!next) limits.early_start = false;  // the kernel cannot do any work before the attention ends
   cudaError_t error =
       launch(limits, policy.observe_pairs, {blocks, kObserveThreads, 0, stream}, parameters);
   for (std::size_t i = 0; i < layers.size() && error == cudaSuccess; ++i)

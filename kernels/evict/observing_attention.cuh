@@ -1,8 +1,8 @@
-// Attention that observes: the part that depends on the policy. pair_attention stores its logits,
-// largest logits and sums. After it, one launch for one or more layers computes each token's
-// attention statistics and shows them to the policy; keys and values are not read again. Only the
-// next step of the same layer waits for this launch, so it may run at the same time as the rest of
-// the step.
+// Attention that also observes: the part that depends on the policy. pair_attention stores its
+// logits, largest logits and sums. After it, one launch for one or more layers computes each
+// token's attention statistics and passes them to the policy. Keys and values are not read again.
+// Only the next step of the same layer has to wait for this launch, so the launch may run at the
+// same time as the rest of the step.
 //
 // Memory traffic per slot, in addition to keys and values: the state is read and written, the
 // position is read and, if keys are rotated to cache positions, the age is read and written. For
@@ -94,8 +94,8 @@ struct PairBlock {
     if (own.live && own.newest) P::append(own.state, token(own), params, attended);
   }
 
-  /// Updates ages, which count from the oldest token. The newest token gets live - 1, and the ages
-  /// of tokens younger than the evicted one decrease by one.
+  /// Updates ages: the age of a token is the number of older live tokens. The newest token gets
+  /// live - 1, and the ages of tokens younger than the evicted one decrease by one.
   __device__ void renumber(const OwnSlot<P>& own, std::uint32_t gone) const {
     *age(own.slot) =
         own.newest ? static_cast<std::uint32_t>(live - 1) : own.age - (own.age > gone ? 1 : 0);
@@ -115,7 +115,7 @@ struct PairBlock {
   }
   __device__ int tiers() const { return plan.choice.tiers(pair.index); }
 
-  /// Writes where the next token goes.
+  /// Writes the slot of the next token.
   __device__ void finish(int victim) const {
     args.cache.lengths[pair.index] = live;
     args.cache.next_slots[pair.index] = is_full() ? victim : live;
@@ -125,9 +125,10 @@ struct PairBlock {
 /// Data that the threads of a block share.
 struct ObserveShared {
   float2 softmax[kMaxGroup];
-  float floors[kMaxGroup];  ///< the lowest probability that counts as a request
+  float floors[kMaxGroup];  ///< the lowest probability that counts as a request, for each head
   EvictionCandidate of_warps[kMaxDeviceTiers][kObserveThreads / kWarpSize];
-  EvictionCandidate firsts[kMaxDeviceTiers];  ///< the first victims among the block's slots
+  EvictionCandidate firsts[kMaxDeviceTiers];  ///< [tier]: the first token of the eviction order
+                                              ///< among the block's slots
   bool is_last;
 };
 
@@ -163,7 +164,7 @@ __device__ Logits<kWidth> load_logits(const float* from) {
   }
 }
 
-/// The observation of a slot so far.
+/// The observation of a slot, summed so far.
 template <Policy P>
 struct Received {
   MassSum sum;
@@ -203,8 +204,8 @@ struct Received {
   }
 };
 
-/// Adds up the attention of all query heads of the group to a thread's slots. The loads of all
-/// slots overlap.
+/// Adds up the attention that a thread's slots received from all query heads of the group. The
+/// loads of all slots overlap.
 template <int kWidth, Policy P, int kSlots>
 __device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
                         const ObserveShared& shared, Received<P> (&received)[kSlots]) {
@@ -231,8 +232,8 @@ __device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlot
   }
 }
 
-/// Discards a warp's logits from the L2 cache, which would write them to memory otherwise. They are
-/// not read again.
+/// Discards a warp's logits from the L2 cache, because they are not read again. Otherwise the cache
+/// would write them to memory.
 template <Policy P>
 __device__ void discard_logits(const PairBlock<P>& block, int slot) {
   constexpr int kLine = kL2Line / sizeof(float);
@@ -283,8 +284,8 @@ __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlot
   }
 }
 
-/// Finds the first victim among the block's slots on each tier, and writes it to `to` [tier]. One
-/// warp for each tier.
+/// For each tier, finds the first token of the eviction order among the block's slots, and writes
+/// it to `to` [tier]. One warp works on each tier.
 template <Policy P, int kSlots>
 __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
                             ObserveShared& shared, EvictionCandidate* to) {
@@ -310,8 +311,8 @@ __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[k
   if (lane == 0) to[warp] = first;
 }
 
-/// blockIdx: part of a pair, pair, layer. The last block of a pair to finish chooses where the
-/// pair's next token goes.
+/// blockIdx: part of a pair, pair, layer. The block of a pair that finishes last chooses the slot
+/// of the pair's next token.
 template <Policy P>
 __global__ void __launch_bounds__(kObserveThreads, kObserves<P> ? 4 : 6)
     observe_pairs(const __grid_constant__ ObservePlans plans) {
@@ -333,7 +334,7 @@ __global__ void __launch_bounds__(kObserveThreads, kObserves<P> ? 4 : 6)
   EvictionCandidate* firsts = shared.firsts;  // [chunk, tier]
   if (plan.chunks > 1) firsts = plan.candidates + pair * plan.chunks * plan.choice.max_tiers;
   find_firsts(block, own, shared, firsts + chunk * tiers);
-  if (tiers > 1) __syncthreads();  // several warps have written
+  if (tiers > 1) __syncthreads();  // several warps have written firsts
   if (plan.chunks > 1) {
     if (threadIdx.x == 0) shared.is_last = arrive(&plan.observed[pair]) == plan.chunks - 1;
     __syncthreads();

@@ -1,4 +1,5 @@
-// Attention that observes: the part that is the same for every policy. Internal to the library.
+// Attention that also observes: declarations that are the same for every policy. Internal to the
+// library.
 #pragma once
 
 #include "kernels/decode/pair_attention.hpp"
@@ -21,7 +22,8 @@ struct ObservePlan {
   int group;
   bool cache_positions;           ///< whether ages are maintained
   int chunks;                     ///< thread blocks per pair
-  EvictionCandidate* candidates;  // [pair, chunk, tier]: first victim among each block's slots
+  EvictionCandidate* candidates;  // [pair, chunk, tier]: the token of each block's slots that is
+                                  // first in the eviction order
   std::int32_t* observed;         // [pair], zero between launches
   TierChoice choice;
 };

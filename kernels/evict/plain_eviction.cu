@@ -1,7 +1,7 @@
 // Plain attention over the live slots of each pair. It is the reference in tests of the fast
 // kernel, and the fallback where the fast kernel does not run. Memory traffic: keys and values once
-// per KV head, and 12 bytes per slot and query head for logits and probabilities, which go through
-// the workspace.
+// per KV head, and 12 bytes per slot and query head for logits and probabilities, which are stored
+// in the workspace.
 #include "kernels/evict/plain_eviction.cuh"
 
 #include "kernels/device/pair.cuh"
@@ -27,7 +27,8 @@ __device__ int tokens_before(const std::uint32_t* positions, int live, std::uint
   return __reduce_add_sync(~0u, count);
 }
 
-/// q . k, with k rotated back by an angle. Only differences of positions matter.
+/// q . k for one pair of dimensions, with k rotated back by an angle. Rotating only k is enough,
+/// because only differences of positions matter.
 __device__ float rotated_part(float q_low, float q_high, float k_low, float k_high, double angle) {
   double sine, cosine;
   sincos(angle, &sine, &cosine);
@@ -57,8 +58,9 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
     const int slot = static_cast<int>(blockIdx.x) * kSlotsPerBlock + i;
     if (slot >= live) return;
     const T* const key = static_cast<const T*>(cache.keys) + (first + slot) * dim;
-    // The query is at the youngest cache position. If keys and query are rotated to their original
-    // positions, the key only has to be rotated by the number of tokens evicted between the two.
+    // The query is at the youngest cache position. If keys and query are already rotated to their
+    // original positions, the key only has to be rotated by as many positions as tokens between the
+    // two were evicted.
     int distance =
         cache_positions ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
     if (args.numbering == KVLAB_CACHE_POSITIONS_ROTATED)
@@ -135,7 +137,7 @@ __device__ void weighted_quantized(const float* p, const QuantizedCache& quantiz
                                    float* shared, T* out) {
   const int parts = kThreads / dim, part = static_cast<int>(threadIdx.x) / dim,
             d = static_cast<int>(threadIdx.x) % dim;
-  float sums[2] = {};  // of exact tokens, and of quantized tokens
+  float sums[2] = {};  // [0]: sum over exact tokens; [1]: sum over quantized tokens
   for (int slot = part; part < parts && slot < live; slot += parts) {
     const DeviceTier& tier = tier_plan.tier[tier_of(tier_plan, row_of_slot[slot])];
     const DeviceFormat format = tier.format;
@@ -158,7 +160,8 @@ __device__ void weighted_quantized(const float* p, const QuantizedCache& quantiz
   if (part == 0) out[d] = from_float<T>(sums[0] + hadamard_rotate_block(sums[1]) / kWarpSize);
 }
 
-/// The weighted sum of the row's values, out[dim]. Groups of `dim` threads share the slots.
+/// The sum of the values, weighted with the probabilities `p` of a row, [dim]. Groups of `dim`
+/// threads share the slots.
 template <class T>
 __device__ void weighted_values(const float* p, const T* values, int live, int dim, float* shared,
                                 T* out) {
@@ -241,7 +244,7 @@ PlainRows plain_rows(const EvictingAttentionArgs& args) {
           .choice = {args.quantized_cache, firsts}};
 }
 
-/// Includes memory for the first victim of each tier, even if there are no tiers.
+/// Always includes memory for the first victim of each tier.
 std::size_t plain_workspace(const kvlab_cache_view& cache, bool /*quantized*/) {
   return pairs_of(cache) * kMaxDeviceTiers * sizeof(EvictionCandidate) +
          rows_of(cache) * (static_cast<std::size_t>(cache.max_slots) + 1) * sizeof(float);

@@ -13,14 +13,14 @@ namespace kvlab::kernels {
 
 inline constexpr int kEvictThreads = 256;
 
-/// What the attention stores in the workspace, and the choice of the tokens to demote.
+/// The arrays that the attention stores in the workspace, and the choice of the tokens to demote.
 struct PlainRows {
   float* p;        // [sequence, query_head, max_slots]: logits, then probabilities
   float* largest;  // [sequence, query_head]: the largest probability
   TierChoice choice;
 };
 
-/// The observation of one slot by the group's query heads.
+/// The observation of one slot: the attention that the group's query heads gave it.
 template <class P>
 __device__ Observation observation_of(const EvictingAttentionArgs& args, const PlainRows& rows,
                                       const Pair& pair, int slot,

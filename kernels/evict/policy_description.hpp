@@ -1,5 +1,5 @@
-// A policy's description for the host, made by the device compiler, which is the only one to have
-// read the policy.
+// A policy's description for the host. Device code fills it in, because only the device compiler
+// has compiled the policy.
 #pragma once
 
 #include <bit>

@@ -6,7 +6,7 @@
 
 namespace kvlab {
 
-/// One thread for each token; it goes through all steps.
+/// Launched with one thread for each token, which goes through all steps.
 template <Policy P>
 __global__ void run_states(ProbeArgs args, typename P::Params params) {
   const std::uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;

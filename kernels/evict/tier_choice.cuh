@@ -1,5 +1,6 @@
-// The first victim of each tier of a pair whose first tier is full. A policy's kernels choose it,
-// and demote_pairs() moves it.
+// When the first tier of a pair is full, its first victim is demoted. If the next tier is also
+// full, so is that tier's first victim, and so on. A policy's kernels find the first victim of each
+// tier, and demote_pairs() moves them.
 #pragma once
 
 #include "kernels/device/eviction_order.cuh"
@@ -13,7 +14,8 @@ struct TierRows {
   __device__ bool hold(std::uint32_t row) const { return row - first < count; }
 };
 
-/// All pointers are null if a cache has no second tier.
+/// Where to find the tiers of each pair, and where to write the chosen tokens. All pointers are
+/// null if no pair has a second tier.
 struct TierChoice {
   const DeviceTierPlan* tier_plans = nullptr;  // [pair]
   const std::uint32_t* row_of_slot = nullptr;  // [slot]

@@ -1,4 +1,5 @@
-// A policy's weights of queries, computed on the device because the host has no compiled hook.
+// A policy's weights of queries, computed on the device because the host has not compiled the
+// policy's hook.
 #pragma once
 
 #include <bit>
