@@ -1,5 +1,5 @@
-// Memory traffic: find_centres reads 128 keys of each KV head; subtract_centres reads and writes
-// the new keys once.
+// Memory traffic: find_centres reads up to 128 keys of each KV head once; subtract_centres reads
+// and writes the new keys once.
 #include "kernels/quantized/centre.hpp"
 
 #include "kernels/device/type_dispatch.cuh"
@@ -7,8 +7,8 @@
 namespace kvlab::kernels {
 namespace {
 
-/// One thread block for each KV head, one thread for each channel. The host adds the keys
-/// in the same order.
+/// One thread block for each KV head, one thread for each channel. Each thread adds the keys in the
+/// order in which the host adds them.
 template <class T>
 __global__ void find_centres_kernel(const kvlab_cache_view cache, std::uint32_t keys,
                                     float* centres) {

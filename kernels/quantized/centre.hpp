@@ -7,7 +7,7 @@
 namespace kvlab::kernels {
 
 /// Writes each KV head's centre, the mean of its first `keys` keys, to `centres` [kv_head, dim].
-/// `cache`: an append memory whose first tokens are the sequence's first.
+/// `cache`: an append memory that holds the sequence from its first token on.
 cudaError_t find_centres(const kvlab_cache_view& cache, std::uint32_t keys, float* centres,
                          cudaStream_t stream);
 

@@ -54,7 +54,7 @@ __device__ inline float dequantize(bool floating, std::uint32_t quantized, std::
   return floating ? dequantize_fp8(quantized, metadata) : dequantize_int(quantized, metadata);
 }
 
-/// Equal to round_to_e4m3() of quantize.cpp. Requires |y| <= 448.
+/// Gives the results of round_to_e4m3() in quantize.cpp. Requires |y| <= 448.
 __device__ inline float round_to_e4m3(float y) {
   int exponent;
   frexpf(y, &exponent);
@@ -86,7 +86,7 @@ __device__ inline void quantize_int(float y, int bits, std::uint32_t& quantized,
                                                           << 16;
 }
 
-/// Equal to quantize_row() of quantize.cpp.
+/// Gives the results of quantize_row() in quantize.cpp.
 __device__ inline void quantize_row(QuantizedRow& row, int bits, bool floating, int blocks) {
 #pragma unroll
   for (int b = 0; b < kMaxBlocks; ++b) {

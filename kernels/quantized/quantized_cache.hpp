@@ -55,8 +55,8 @@ __host__ __device__ inline int tier_of(const DeviceTierPlan& tier_plan, std::uin
   return tier;
 }
 
-/// Bytes of the quantized values, and bytes of the metadata, of a key or value. `element`: bytes of
-/// a 16-bit element.
+/// Bytes of the quantized values of a key or value, and (next function) bytes of its metadata.
+/// `element`: bytes of a 16-bit element.
 __host__ __device__ inline std::int64_t data_bytes(const DeviceFormat& format, bool key,
                                                    int head_size, int element) {
   return format.exact() ? std::int64_t{head_size} * element
@@ -72,8 +72,8 @@ __host__ __device__ inline std::int64_t row_bytes(const DeviceFormat& format, in
          data_bytes(format, false, head_size, element) + 2 * metadata_bytes(format, head_size);
 }
 
-/// A key or value on a tier: where its elements (or its tile's quantized values) and its metadata
-/// are.
+/// A key or value on a tier: the addresses of its elements and of its metadata. For a quantized
+/// row, `data` is the address of the whole tile's quantized values.
 struct RowPart {
   std::byte *data, *metadata;
   int row;  ///< index in the tile
@@ -93,8 +93,8 @@ __host__ __device__ inline RowPart part_of(std::byte* bytes, const DeviceTier& t
           plane + kRowsOfTile * data + in_tile * metadata, static_cast<int>(in_tile)};
 }
 
-/// Number of words of a tile's quantized values that a lane of a warp processes, and number that it
-/// loads at once.
+/// lane_words(): number of 32-bit words of a tile's quantized values that one lane of a warp
+/// processes. words_at_once(): number of them that it loads at once.
 __host__ __device__ constexpr int lane_words(int bits, int blocks) { return blocks * bits / 2; }
 __host__ __device__ constexpr int words_at_once(int words) {
   return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1;
@@ -114,8 +114,8 @@ __host__ __device__ inline int quantized_bit(bool key, int bits, int row, int ch
     bit += (key ? own / 2 : own % 2) * 8;
   } else if (bits == 4) {
     bit += own * 4;
-  } else {  // a word holds two blocks; in a last block of odd number, both halves of the word
-            // belong to it
+  } else {  // A word holds two blocks. If the number of blocks is odd, both halves of a word of the
+            // last block belong to that block.
     const bool odd = (b | 1) >= blocks;
     word = odd ? b : half * (blocks / 2) + b / 2;
     bit += (odd ? half : b % 2) * (key ? 16 : 8) + own * 2;
@@ -135,15 +135,15 @@ struct QuantizedCache {
   std::uint32_t* next_rows;  // [pair]: row of tier 0 for the next token
   void *newest_keys,
       *newest_values;     // [pair, dim]: not quantized; all layers use this memory in turn
-  std::int32_t* extents;  // [pair]: number of rows up to the last one in use
+  std::int32_t* extents;  // [pair]: number of rows up to and including the last one in use
   int max_rows;           ///< maximum over the pairs
   int max_row_bytes;      ///< maximum over the rows
   int max_tiers;  ///< maximum over the pairs; if a pair has one tier, a token's row is its slot
   const float* centres = nullptr;  // [pair, dim]: subtracted from stored keys; null: none
 };
 
-/// Data of older tokens while many tokens are appended: the quantized data from which their keys
-/// and values were read.
+/// The quantized data of older tokens while many tokens are appended. Their keys and values were
+/// read from this data, and compact_to_tiers() uses it again.
 struct StagedTiers {
   std::int8_t* tiers;       // [kv_head, slot]; -1: not quantized
   std::uint8_t* data;       // [kv_head, slot, key or value, dim]: by channel

@@ -1,10 +1,10 @@
-// Decode attention over tiers. It works like pair_attention; in the row of tiles, the tiers of each
-// pair follow one another. The quantized values of a tile are stored together, in the order in
-// which its warp copies them. Lower bound of the time: the bytes of the rows divided by the read
-// bandwidth.
+// Decode attention over tiers. It works like pair_attention. The row of tiles that the CTAs share
+// contains the tiers of each pair one after another. The quantized values of a tile are stored
+// together, in the order in which its warp copies them. Lower bound of the time: the bytes of the
+// rows divided by the read bandwidth.
 //
-// Instantiated for 2 types x 4 head sizes, for four and for eight query heads. Formats are chosen
-// at run time.
+// Instantiated for 2 types x 4 head sizes x 2 group sizes (up to four query heads, and up to
+// eight). Formats are chosen at run time.
 #include "kernels/quantized/tier_attention.hpp"
 
 #include "kernels/decode/pair_attention.cuh"
@@ -15,7 +15,7 @@
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kMaxStages = 6, kMinStages = 2;  // one stage, if two do not fit
+constexpr int kMaxStages = 6, kMinStages = 2;  // in case two stages do not fit, one is used
 
 struct TierAttentionPlan {
   PairPlan pairs;
@@ -25,7 +25,7 @@ struct TierAttentionPlan {
 };
 constexpr int kSlotIndexBytes = static_cast<int>(kRowsOfTile * sizeof(std::uint32_t));
 
-/// Those tiles of one tier that a warp handles in its CTA's share of a pair.
+/// The tiles of one tier that a warp handles, among the tiles of its CTA's share of a pair.
 struct TierRun {
   DeviceFormat format;
   int tiles;          ///< number of tiles; each begins kSlotsPerTile rows after the previous one
@@ -36,7 +36,7 @@ struct TierRun {
   const std::uint32_t* slot_of_row;  // slots of the rows, from the first tile on
 };
 
-/// The tiers of a pair, and which of the pair's tiles a CTA has.
+/// The tiers of a pair, limited to the tiles of the pair that a CTA handles.
 class PairTiers {
  public:
   __device__ PairTiers(const TierAttentionPlan& plan, const SlotsOfPair& slots, int tile, int end)
@@ -48,7 +48,7 @@ class PairTiers {
     const DeviceTier tier = tier_plan().tier[r];
     int rows = quantized_cache_->counts[slots_.pair * kMaxDeviceTiers + r];
     if (r == 0)
-      rows = max(rows, slots_.newest + 1);  // the newest token may not have been written yet
+      rows = max(rows, slots_.newest + 1);  // the count may not include the newest token yet
     const int before = static_cast<int>(tier.first_row) -
                        static_cast<int>(threadIdx.x) / 32 * Warp::kKeys + kSlotsPerTile - 1;
     const int first = max(tile_, before / kSlotsPerTile),
@@ -134,7 +134,7 @@ class TierTiles {
     }
     return true;
   }
-  /// Starts copying the next tile, if one is left.
+  /// Starts to copy the next tile, if there is one.
   __device__ void fetch() {
     if (run_.tiles == 0 && !find_run()) return;
     unsigned char* const tile = ring_ + write_ * plan_.stage_bytes;
@@ -175,8 +175,8 @@ class TierTiles {
       copy_async(shared_address(to) + static_cast<std::uint32_t>(i) * 16,
                  static_cast<const std::byte*>(from) + i * 16, true, policy_);
   }
-  /// One lane arrives for the warp, because an arrival of all 32 lanes took longer than a tile's
-  /// products.
+  /// Only one lane arrives at the barrier for its warp, because the arrival of all 32 lanes took
+  /// longer than the products of a tile.
   __device__ static void arrive_when_copied(PhaseBarrier& arrives) {
     arrives.expect_copied();
     __syncwarp();
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
 
-  int at = share.begin(blockIdx.x);  // index in the row of tiles
+  int at = share.begin(blockIdx.x);  // index among all tiles of the launch
   TileCursor cursor = row.at(at, kDim);
   TierTiles<Warp> tiles(plan, memory + warp * ring_bytes, arrived, cursor, left);
   wait_for_predecessor();
@@ -348,7 +348,7 @@ int exchange_bytes(int group, int head_size) {
       return of_size.template operator()<256>();
   }
 }
-/// Bytes of shared memory that a CTA needs in addition to its ring.
+/// Bytes of shared memory that a CTA needs besides its ring.
 int bytes_beside(int group, int head_size) {
   return exchange_bytes(group, head_size) +
          static_cast<int>((HadamardQuery::bytes(group, head_size) + 7) / 8 * 8 +
@@ -357,7 +357,7 @@ int bytes_beside(int group, int head_size) {
 
 }  // namespace
 
-/// Plans so that two CTAs share a multiprocessor if they fit.
+/// Plans the launch so that two CTAs run on one multiprocessor, if their shared memory fits.
 LaunchPlan tier_attention_plan(const PairAttention& args, int max_row_bytes,
                                const DeviceLimits& limits) {
   const int beside = bytes_beside(args.group, args.head_size),
@@ -395,7 +395,7 @@ cudaError_t tier_attention(PairAttention args, const QuantizedCache& quantized_c
   }
   args.table.max_slots = quantized_cache.max_rows;
   const LaunchPlan how = tier_attention_plan(args, quantized_cache.max_row_bytes, limits);
-  if (!how.fits()) return cudaErrorNotSupported;  // why_not_tier_attention() says why
+  if (!how.fits()) return cudaErrorNotSupported;  // why_not_tier_attention() returns the reason
   return with_tier_warp(args, [&]<class Warp>() {
     auto* const signals = static_cast<Signals*>(args.workspace);
     auto* const part_out = reinterpret_cast<float*>(signals + 1);

@@ -6,7 +6,7 @@
 
 namespace kvlab::kernels {
 
-/// Returns bytes.
+/// Returns the bytes of the workspace.
 std::size_t tier_attention_workspace(const PairAttention& args);
 /// pair_attention() for keys and values on tiers. Ignores the keys, values, ages, rules and lengths
 /// of the arguments. Supports bf16 and fp16.

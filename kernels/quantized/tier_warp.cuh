@@ -1,15 +1,16 @@
 // How one warp processes tiles of a tier's rows: ExactWarp for exact rows, QuantizedWarp for
-// quantized values. Quantized keys are multiplied as bytes, with queries that are split into two
-// digits. Quantized values are multiplied with weights in fp16. Scales are applied in float32, for
-// keys after the product and for values before it.
+// quantized values. Quantized keys are multiplied as bytes, with queries that are quantized to two
+// digits of 8 bits. Quantized values are multiplied with weights in fp16. Scales are applied in
+// float32, for keys after the product and for values before it.
 //
-// Queries have gone through the Hadamard rotation. From the first quantized tier on (tiers go from
-// most to least precise), the output is also rotated; it is rotated back at the end. In the rotated
-// domain, a block's minimum adds the same number to all its 32 channels.
+// Queries have gone through the Hadamard rotation. Tiers are processed from the most to the least
+// precise. When the first quantized tier begins, the output so far is rotated as well, and the
+// final output is rotated back. In the rotated domain, a block's minimum adds the same number to
+// all 32 channels of the block.
 //
 // Each of four query heads uses two of a product's eight columns. For keys, these are the two
-// digits of the query. For values, they are the scales of two blocks, and the channels of a block
-// use the column of their block.
+// digits of the query. For values, they are the weights times the scales of two blocks, and the
+// channels of a block use the column of that block.
 #pragma once
 
 #include <numeric>
@@ -20,7 +21,7 @@
 
 namespace kvlab::kernels {
 
-/// Where a warp stores its logits, and which factors it applies.
+/// Where a warp stores its logits, and the factor that it applies to them.
 struct TierUse {
   float* logits;  ///< logits of the pair, [slot, logits_stride]; may be null
   int logits_stride;
@@ -63,9 +64,9 @@ class ExactWarp : public TensorCoreWarp<T, kDim, Rotated::none, 8> {
 
 /// The queries of a group, in shared memory.
 struct HadamardQuery {
-  float* values;   // [head, dim], after the Hadamard rotation, divided by kQuantBlock
-  float* largest;  // [head, block]: the largest absolute value of these
-  float* firsts;   // [head, block]: the first channel, before the Hadamard rotation
+  float* values;   // [head, dim], after the Hadamard rotation and divided by kQuantBlock
+  float* largest;  // [head, block]: the largest absolute value of `values` in the block
+  float* firsts;   // [head, block]: the first channel of the block, before the Hadamard rotation
 
   __device__ HadamardQuery(float* memory, int group, int dim)
       : values(memory),
@@ -147,9 +148,9 @@ __device__ inline std::uint32_t merge_bits(std::uint32_t word, std::uint32_t mas
   return result;
 }
 /// Converts two integers of kBits bits, which begin at bits kAt and 16 + kAt of a word, to fp16.
-/// The bits stay where they are and become fraction bits of a number between 2^(10 - kAt) and twice
-/// that. There the fraction counts in steps of 2^-kAt, so the number minus 2^(10 - kAt) is the
-/// integer.
+/// The bits stay at their place in the word and become fraction bits of an fp16 number between
+/// 2^(10 - kAt) and twice that. In this range, bit kAt of the fraction has the value 1, so the
+/// number minus 2^(10 - kAt) is the integer.
 template <int kBits, int kAt>
 __device__ inline std::uint32_t halves_at(std::uint32_t word) {
   constexpr std::uint32_t kMask = ((1u << kBits) - 1) << kAt, kOne = 0x3c00 + ((10 - kAt) << 10);
@@ -237,14 +238,14 @@ __device__ inline void multiply_add_bytes(int (&c)[4], const std::uint32_t (&a)[
 
 /// A warp that processes tiles of quantized values for kHeadGroups times four query heads. Weights
 /// are relative to a `reference` of each head, which is chosen so that the largest product of a
-/// weight and a scale so far is between 2^13 and 2^15. This is within the range of fp16, which then
-/// has 11 bits of precision for products down to 2^-27 of it.
+/// weight and a scale so far is between 2^13 and 2^15. These products are within the range of fp16,
+/// which has 11 bits of precision for products down to 2^-27 of the largest one.
 template <int kDim, int kHeadGroups>
 class QuantizedWarp {
   static constexpr int kBlocks = kDim / kWarpSize, kRows = static_cast<int>(kRowsOfTile);
 
  public:
-  /// `part`: the result of the exact tiles, if there were any.
+  /// `part`: the result of the exact tiles. `any`: whether there were exact tiles.
   __device__ QuantizedWarp(const HadamardQuery& query, int group, float base2_scale,
                            const WarpPart& part, bool any)
       : query_(query), group_(group), base2_scale_(base2_scale) {
@@ -385,24 +386,26 @@ class QuantizedWarp {
   }
 
  private:
-  // A lane has rows row() and row() + 8 of a tile, and of each head group the head whose number is
-  // the lane's number modulo four. Of the output it has the channels channel(n, half) of that head.
+  // A lane handles rows row() and row() + 8 of a tile and, in each head group, the head whose index
+  // is the lane's index modulo four. It holds the output of that head in the channels channel(n,
+  // half).
   __device__ static int row() { return lane_id() / 4; }
   __device__ static int head(int e) { return 4 * e + lane_id() % 4; }
   __device__ static int channel(int n, int half) {
     return n / 2 * kWarpSize + row() * 4 + n % 2 * 2 + half;
   }
-  /// The column of a head that has the scale of the block that step n processes.
+  /// Of a head's two columns, the one that holds the scale of the block that step n processes.
   __device__ static constexpr int column_of(int n) { return n / 2 % 2; }
 
-  /// Channels `from` and from + 2 of a query, for this lane's column: the numbers in fp16, or their
-  /// rounding errors.
+  /// Channels `from` and from + 2 of a query, for this lane's column. One column of a head gets the
+  /// numbers rounded to fp16, the other one their rounding errors.
   __device__ static std::uint32_t halves_of(const float* from) {
     const std::uint32_t both = pack<__half>(from[0], from[2]);
     const float2 kept = unpack<__half>(both);
     return row() % 2 == 0 ? both : pack<__half>(from[0] - kept.x, from[2] - kept.y);
   }
-  /// Channels `from`, from + 2, from + 4 and from + 6: their upper digits, or their lower ones.
+  /// Channels `from`, from + 2, from + 4 and from + 6 of a query, for this lane's column. One
+  /// column of a head gets the upper digits, the other one the lower digits.
   __device__ static std::uint32_t digits_of(const float* from, float per_unit) {
     std::uint32_t digits = 0;
 #pragma unroll
@@ -469,7 +472,8 @@ class QuantizedWarp {
   }
 
   /// Computes the weights `p` of rows, and their products with the scales of two blocks in fp16.
-  /// Returns false if a product is too large.
+  /// Returns false if a product is 2^15 or more, or if no reference was set yet. Then call
+  /// raise() first.
   template <class Metadata>
   __device__ bool weigh(const float (&logit)[kHeadGroups][2], const Metadata& upper,
                         const Metadata& lower, float (&p)[kHeadGroups][2],
@@ -497,7 +501,8 @@ class QuantizedWarp {
         ((bits & kTooLarge * 0x10001u) + 0x08000800u & 0x80008000u) != 0 || fresh_;
     return !__any_sync(~0u, too_large);
   }
-  /// Chooses the reference from a tile. For the first tile it does not depend on earlier tiles.
+  /// Raises the references so that the products of this tile fit fp16, and rescales the sums. The
+  /// first tile sets the references.
   template <class Metadata>
   __device__ void raise(const float (&logit)[kHeadGroups][2], const Metadata& upper,
                         const Metadata& lower) {
@@ -534,7 +539,7 @@ class QuantizedWarp {
   int group_;
   float base2_scale_;
   bool fresh_ = true;
-  // the digits of two products, for this lane's column
+  // the two digits of the queries, for this lane's column
   std::uint32_t query_of_[kHeadGroups][kBlocks][4];
   float scale_[kHeadGroups], firsts_[kHeadGroups][kBlocks];
   float out_[kHeadGroups][kDim / 16][4];

@@ -104,8 +104,8 @@ struct StepTiers {
   std::uint32_t rows[kMaxDeviceTiers];
 };
 
-/// If tier 0 has one token too many, finds which token moves to which row, and updates the counts.
-/// Moves to lower tiers come last. Returns the number of moves.
+/// If tier 0 has one token too many, finds the tokens to demote and their new rows, and updates the
+/// counts. Moves to lower tiers come last. Returns the number of moves.
 __device__ int find_moves(const DeviceTierPlan& tier_plan, StepTiers& tiers, Move* moves) {
   Demotion chain[kMaxDeviceTiers];
   const int demotions = demotion_chain(tiers.loads, tiers.firsts, tier_plan.tiers, chain);
@@ -113,7 +113,8 @@ __device__ int find_moves(const DeviceTierPlan& tier_plan, StepTiers& tiers, Mov
   for (int i = 0; i < demotions; ++i) {
     const int from = chain[i].from, to = chain[i].to;
     if (to == tier_plan.tiers) break;  // the token is evicted, and the next token takes its slot
-    // A full tier demotes its first victim in turn. The new token takes the victim's row.
+    // If the next tier is full, its first victim is demoted too, and the token that arrives takes
+    // the victim's row.
     const std::uint32_t row = has_free_slot(tiers.loads[to])
                                   ? tier_plan.tier[to].first_row + tiers.loads[to].tokens++
                                   : tiers.rows[to];
@@ -186,8 +187,8 @@ __global__ void __launch_bounds__(kStepThreads)
 
 // --- An append
 
-/// [kept token]: the eviction key, for a selection within one tier. Tokens of other tiers get a key
-/// that sorts last.
+/// The eviction keys of the kept tokens, for a selection within one tier. Tokens of other tiers get
+/// a key that comes last.
 struct TierKeys {
   EvictionKeys all;
   const std::int32_t *sources, *levels;
@@ -278,8 +279,8 @@ struct MovedRow {
   int pair;
   std::int64_t i;  ///< index among the kept tokens
   bool key, wanted;
-  /// `source` is the slot in `from`. `from` and `to` are `source` and `i` as indices among all
-  /// slots.
+  /// `source` is the token's slot in `from`, relative to the pair's first slot. The members `from`
+  /// and `to` are the old and the new slot as indices among the slots of all pairs.
   std::int64_t source, from, to;
 
   __device__ explicit MovedRow(const kvlab_compact_args& args)
@@ -299,7 +300,8 @@ __device__ T* row_in(const kvlab_cache_view& cache, std::int64_t slot, bool key)
   return static_cast<T*>(key ? cache.keys : cache.values) + slot * cache.head_size;
 }
 
-/// Where the quantized value of a lane and the metadata of a block of a staged token are stored.
+/// The index at which the metadata of a block of a staged token is stored. Times 32, plus the lane,
+/// it is the index of the quantized value of a lane.
 __device__ std::int64_t staged_at(std::int64_t slot, bool key, int block, const RowShape& shape) {
   return (slot * 2 + (key ? 0 : 1)) * shape.blocks + block;
 }

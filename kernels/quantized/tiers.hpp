@@ -8,14 +8,15 @@
 
 namespace kvlab::kernels {
 
-/// Stores a step's tokens from newest_keys and newest_values, before they attend. They go to rows
-/// of the first tier, and to slots cache.next_slots. `now` [sequence]: their positions.
+/// Stores a step's tokens from newest_keys and newest_values before their queries attend. Each
+/// token gets a row of the first tier, and the slot cache.next_slots. `now` [sequence]: their
+/// positions.
 cudaError_t store_newest(const kvlab_cache_view& cache, const QuantizedCache& quantized_cache,
                          const std::uint32_t* now, cudaStream_t stream);
 
 /// Call after attention and observation of such a step: demotes the first victim of each full tier,
-/// as TierChoice::firsts says. The token that leaves the last tier is the one in slot
-/// cache.next_slots.
+/// which `firsts` (TierChoice::firsts) contains. The token that is evicted from the last tier is in
+/// slot cache.next_slots.
 cudaError_t demote_pairs(const EvictingAttentionArgs& args, const EvictionCandidate* firsts,
                          cudaStream_t stream);
 
@@ -25,7 +26,7 @@ cudaError_t demote_pairs(const EvictingAttentionArgs& args, const EvictionCandid
 cudaError_t read_from_tiers(const DevicePolicy& policy, const kvlab_compact_args& args,
                             const QuantizedCache& quantized_cache, const StagedTiers& staged,
                             cudaStream_t stream);
-/// compact() for a `to` that has these tiers, and a `from` made by read_from_tiers() that is
+/// compact() for a `to` that has these tiers. `from` holds the tokens that read_from_tiers() wrote,
 /// followed by new tokens. Assigns all tokens to tiers if some are evicted or the first tier is
 /// full.
 cudaError_t compact_to_tiers(const DevicePolicy& policy, const kvlab_compact_args& args,

@@ -28,8 +28,8 @@ class File {
   File& operator=(const File&) = delete;
 
   bool is_open() const { return descriptor_ >= 0; }
-  /// Returns an empty string if the file belongs to another user or others may write it, or if it
-  /// cannot be read completely.
+  /// Returns the file's contents. Returns an empty string if the file belongs to another user, if
+  /// other users may write it, or if it cannot be read completely.
   std::string read_own() const {
     struct stat about;
     if (fstat(descriptor_, &about) != 0 || !S_ISREG(about.st_mode) || !is_own(about)) return "";
@@ -58,9 +58,9 @@ std::string hash_of(std::string_view bytes) {
   return fmt::format("{:016x}", XXH3_64bits(bytes.data(), bytes.size()));
 }
 
-/// File format: a line with the mark, one with the key, one with a hash of all that follows, one
-/// with the number of symbols, and one line for each kernel and its symbol. The code's bytes
-/// follow.
+/// File format: a line with the mark, a line with the key, a line with a hash of everything after
+/// it, a line with the number of symbols, and then, for each kernel, a line with its name and a
+/// line with its symbol. The bytes of the code follow.
 std::string pack(const std::string& key, const DeviceCode& code) {
   std::string body = fmt::format("{}\n", code.symbols.size());
   for (const auto& [kernel, symbol] : code.symbols) body += fmt::format("{}\n{}\n", kernel, symbol);

@@ -15,7 +15,7 @@ class CodeCache {
  public:
   /// $XDG_CACHE_HOME/kvlab/device, or ~/.cache/kvlab/device. Created by the first write.
   CodeCache();
-  /// If the folder name is empty, nothing is found and nothing is stored.
+  /// An empty folder name switches the cache off.
   explicit CodeCache(std::string folder);
 
   /// Returns the code of `program`, from the cache or compiled and then stored. Throws as compile()

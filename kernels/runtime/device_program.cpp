@@ -57,8 +57,8 @@ class Nvrtc {
   decltype(&nvrtcVersion) version;
 
  private:
-  /// Searches the loader's path, the RUNPATH of this library (which in a wheel names NVIDIA's
-  /// wheels), $CUDA_HOME, and the toolkit that built kvlab.
+  /// Searches the loader's path, the RUNPATH of this library (in a wheel, it contains the folders
+  /// of NVIDIA's wheels), $CUDA_HOME, and the toolkit that built kvlab.
   static void* open() {
     const std::string name = fmt::format("libnvrtc.so.{}", CUDART_VERSION / 1000);
     std::vector<std::string> places{name};
@@ -138,7 +138,7 @@ class Program {
 /// The hooks are constexpr functions; these flags make them device functions.
 constexpr std::array kFlags{"--std=c++20", "--fmad=false", "--device-as-default-execution-space"};
 
-/// A hash of several texts. Equal concatenations of different texts give different hashes.
+/// A hash of several texts. It also depends on where one text ends and the next begins.
 class Hash {
  public:
   Hash() { XXH3_128bits_reset(&state_); }

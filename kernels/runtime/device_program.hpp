@@ -22,8 +22,8 @@ struct DeviceProgram {
   std::vector<std::string> kernels;
   int architecture;  ///< 90 for sm_90
 
-  /// 32 hex digits: a hash of all members, the compiler flags and NVRTC's version. Throws as
-  /// compile() does if NVRTC is missing.
+  /// 32 hex digits: a hash of all members, the compiler flags and NVRTC's version. Throws
+  /// std::runtime_error if NVRTC is missing.
   std::string key() const;
 };
 
@@ -34,9 +34,9 @@ struct DeviceCode {
   std::unordered_map<std::string, std::string> symbols;
 };
 
-/// Compiles with the flags of kvlab's other device code. Needs no device, and is thread-safe.
-/// Throws std::invalid_argument with the compiler's log if the program does not compile, and
-/// std::runtime_error if NVRTC is missing.
+/// Compiles with the same flags as kvlab's other device code. Does not need a device, and is
+/// thread-safe. Throws std::invalid_argument with the compiler's log if the program does not
+/// compile, and std::runtime_error if NVRTC is missing.
 DeviceCode compile(const DeviceProgram& program);
 
 /// The architecture of the current device. Throws std::runtime_error if there is none.

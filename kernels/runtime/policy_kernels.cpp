@@ -28,7 +28,7 @@ constexpr const char *kProbe = "kvlab::run_states<kvlab::ThePolicy>",
                      *kWeigh = "kvlab::kernels::weigh_queries<kvlab::ThePolicy>",
                      *kDescription = "kvlab_policy_description";
 
-/// Null if the registry has no such policy.
+/// Returns null if the registry has no such policy.
 const DevicePolicy* find_registered(const PolicyEntry& entry) {
   const auto& all = device_policies();
   const auto found = std::ranges::find(all, std::string_view(entry.info.name), &DevicePolicy::name);
@@ -52,7 +52,7 @@ std::vector<DeviceHeader> all_headers(const PolicySource* source) {
   return headers;
 }
 
-/// A program that includes `own` and defines the policy as kvlab::ThePolicy.
+/// A program that includes the headers `own` and names the policy's struct kvlab::ThePolicy.
 DeviceProgram program_of(const PolicyEntry& entry, std::span<const char* const> own,
                          std::vector<std::string> kernels, int architecture) {
   const PolicySource* const source = entry.source.get();
@@ -136,7 +136,7 @@ DeviceCode code_of_header(const std::string& path, const std::string& given, int
       std::array{"kernels/evict/observing_attention.cuh", "kernels/evict/compact.cuh",
                  "kernels/evict/policy_description.hpp", "kernels/evict/weigh_queries.cuh"},
       {kObserve, kSettle, kWeigh}, architecture);
-  // If the struct is not a policy, the error points to the struct's line.
+  // The #line directive makes a failed check report the line of the struct in the header.
   program.text += fmt::format(
       "#line {} {}\nstatic_assert(kvlab::check_policy<kvlab::ThePolicy>());\n"
       "#line 1 \"policy.cu\"\n"

@@ -11,8 +11,8 @@
 
 namespace kvlab::kernels {
 
-/// Whether the policy has source text to compile. Policies of the registry and policies from a
-/// source have it.
+/// Whether the policy has source text to compile. This is so for policies of the registry and for
+/// policies from a source file.
 bool has_text(const PolicyEntry& entry);
 
 /// The program with the four kernels of a DevicePolicy.
@@ -20,11 +20,12 @@ DeviceProgram eviction_program(const PolicyEntry& entry, int architecture);
 /// The program with one variant of the replay's walk.
 DeviceProgram walk_program(const PolicyEntry& entry, const WalkVariant& variant, int architecture);
 
-/// Returns the program's code, from the user's cache if it is there. Throws as compile() does; the
-/// message names the entry's source.
+/// Returns the program's code, from the user's cache if it is there. Throws the exceptions of
+/// compile(); their message contains the name of the entry's source.
 DeviceCode code_of(const DeviceProgram& program, const PolicyEntry& entry);
 
-/// The kernels of a policy from a source, like those of the registry, for the current device.
+/// The kernels of a policy from a source file, compiled for the current device. They correspond to
+/// the kernels of a registered policy.
 class PolicyKernels {
  public:
   explicit PolicyKernels(std::shared_ptr<const PolicyEntry> entry);
@@ -36,13 +37,13 @@ class PolicyKernels {
   DevicePolicy policy_;
 };
 
-/// Returns the code of a policy's header for HeaderPolicy. Throws as code_of() does, and
+/// Returns the code of a policy's header for HeaderPolicy. Throws the exceptions of code_of(), and
 /// std::invalid_argument if the header has no policy.
 DeviceCode code_of_header(const std::string& path, const std::string& text, int architecture);
 
-/// A policy from a header that only the device compiler has read. The compiled code describes it to
-/// the host. Hooks of policy() that the host would call, and kernels that kvlab.h does not launch,
-/// are null.
+/// A policy from a header that only the device compiler has read. The compiled code contains a
+/// description of the policy for the host. In policy(), hooks for the host and kernels that kvlab.h
+/// does not launch are null.
 class HeaderPolicy {
  public:
   /// `code`: from code_of_header(), for the current device. Throws as LoadedCode does.
@@ -58,7 +59,7 @@ class HeaderPolicy {
 
  private:
   LoadedCode code_;
-  const void* weigh_;  ///< a kernel
+  const void* weigh_;  ///< a kernel: see weigh_queries.cuh
   PolicyDescription about_;
   std::array<const char*, kMaxFeatures> features_;
   DevicePolicy policy_;
