@@ -1,5 +1,5 @@
-// Barriers in shared memory that asynchronous copies complete, and barriers for some warps of a
-// thread block.
+// Barriers in shared memory on which asynchronous copies can arrive, and barriers for some warps of
+// a thread block.
 #pragma once
 
 #include <cuda_runtime.h>

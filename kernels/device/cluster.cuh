@@ -20,8 +20,8 @@ __device__ inline int cluster_rank() {
 }
 
 /// All threads of all CTAs call cluster_arrive() and cluster_wait() alternately. What a thread
-/// stores before it arrives is visible after the wait. A CTA may not have started before the first
-/// wait ends.
+/// stores before it arrives is visible after the wait. Before the end of the first wait, other CTAs
+/// of the cluster may not have started.
 __device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

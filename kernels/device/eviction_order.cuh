@@ -1,4 +1,5 @@
-// The first token of the eviction order among the threads of a warp and of a block.
+// Finds the token that comes first in the eviction order, among the threads of a warp or of a
+// thread block.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,8 @@ namespace kvlab::kernels {
 /// candidate is protected, so the protections are not compared.
 template <bool kUnprotected = false>
 __device__ inline EvictionCandidate warp_first_victim(const EvictionCandidate& mine) {
-  // Compares the keys word by word. A lane stays in only while it has the minimum of all words so
-  // far.
+  // Compares the keys word by word. A lane remains a candidate only while it has the minimum of
+  // every word so far.
   bool first = true;
   const auto least = [&](std::uint32_t word) {
     const std::uint32_t of_all = __reduce_min_sync(~0u, first ? word : ~0u);

@@ -5,10 +5,11 @@
 
 namespace kvlab::kernels {
 
-/// Before this call, the kernel may only read what no kernel of the same step writes, namely
+/// Before this call, the kernel may only read data that no kernel of the same step writes, namely
 /// weights and tables. After it, all earlier work of the stream is complete and visible. Every
-/// kernel that `launch` starts must call it in every thread block, even if it has nothing to wait
-/// for, because the next kernel relies on it.
+/// kernel that `launch` starts must call it in every thread block, even if it needs no results of
+/// earlier kernels, because the next kernel relies on the call to know that all earlier work is
+/// complete.
 __device__ inline void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,8 +1,8 @@
-// RoPE for a key that is rotated when it is read, by its distance to the query, and for a query
-// that is at a larger position than cache positions allow.
+// RoPE at read time, for a key that is rotated by its distance to the query, and for a query whose
+// original position is above its cache position.
 //
-// An angle is a fraction of a circle in fixed point. A position times a 64-bit frequency, modulo
-// one circle, is exact at any position.
+// An angle is a fraction of a full circle in fixed point. The product of a position and a 64-bit
+// frequency, modulo one circle, is therefore exact at any position.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 
 namespace kvlab::kernels {
 
-/// Circles per position as a fraction of 2^64: the high word and the low word.
+/// Full circles per position, as a fraction of 2^64: the high word and the low word.
 using Frequency = uint2;
 
 __device__ inline Frequency frequency_of(float inv_freq) {
@@ -53,7 +53,7 @@ struct KeyAngles {
   /// Cosine and sine of a key's angle relative to the query. The angle is negative, because the key
   /// is at an earlier position. Accurate to 2^-20.
   __device__ float2 cos_sin(int i, std::uint32_t positions) const {
-    // Converts the fraction's upper 23 bits to a float from -1/2 to 1/2.
+    // Converts the upper 23 bits of the angle to a float from -1/2 to 1/2 (circles).
     const std::uint32_t angle = angle_of(frequencies[i], positions);
     const float circles = __uint_as_float(angle >> 9 ^ 0x3fc00000u) - 1.5f;
     constexpr float kTwoPi = 6.28318530717958647692f;
@@ -65,8 +65,8 @@ struct KeyAngles {
   }
 };
 
-/// Rotates two elements each of dimensions i and i + head_size / 2 of one key, in float32. The
-/// rounding errors are stored in the rests.
+/// Rotates two elements each of dimensions i and i + head_size / 2 of one key, in float32. Their
+/// rounding errors are written to `low_rest` and `high_rest`.
 template <class T>
 __device__ inline void rotate(float2 first, float2 second, std::uint32_t& low, std::uint32_t& high,
                               std::uint32_t& low_rest, std::uint32_t& high_rest) {

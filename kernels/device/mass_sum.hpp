@@ -12,9 +12,10 @@ namespace kvlab::kernels {
 /// The sum of fixed_mass(1, p) over at most 2^14 probabilities with 0 <= p <= 1.5 (rounding may
 /// give a p above 1).
 ///
-/// Adding 64 to p rounds p to a multiple of 2^-17. The rest is exact; adding 1.5 * 2^-9 rounds it
-/// to a multiple of 2^-32. Ties go to even as they would for p, because the first part is an even
-/// multiple of 2^-32. So both integers are the low bits of the floats.
+/// Adding 64 to p rounds p to a multiple of 2^-17. The difference to p is exact. Adding 1.5 * 2^-9
+/// to it rounds it to a multiple of 2^-32. Ties are rounded to even, with the same result as for p,
+/// because the first part is an even multiple of 2^-32. So the low bits of the two floats are the
+/// two parts as integers.
 class MassSum {
  public:
   constexpr void add(float p) {
@@ -23,8 +24,8 @@ class MassSum {
     high_ += std::bit_cast<std::uint32_t>(high);
     low_ += std::bit_cast<std::uint32_t>(low);
   }
-  /// Use instead of add() to keep the largest of the given probabilities. They must not be
-  /// negative.
+  /// Use raise() instead of add() to keep the largest of the given probabilities. Probabilities
+  /// must not be negative.
   constexpr void raise(float p) {
     const auto bits = std::bit_cast<std::uint32_t>(
         p);  // the bits of floats >= 0 have the same order as the floats
@@ -48,7 +49,8 @@ class MassSum {
 constexpr float request_floor(std::uint64_t row_max, std::uint32_t threshold16) {
   const std::uint64_t least = (threshold16 * row_max + 0xffff) >> 16;  // mass
   if (least == 0) return -1;
-  // Masses above least - 1/2 round to `least`. The half itself rounds to its even neighbour.
+  // Masses above least - 1/2 round to at least `least`. least - 1/2 itself rounds to its even
+  // neighbour.
   const std::uint64_t halves = 2 * least - 1;
   const double bound = static_cast<double>(halves) * 0x1p-33;
   const auto nearest = static_cast<float>(bound);

@@ -1,4 +1,5 @@
-// A pair on the device: one KV head of one sequence, its slots, and the data that a policy gets.
+// A pair on the device: one KV head of one sequence, its slots, and the data that is passed to a
+// policy.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +18,7 @@ __device__ inline Pair pair_of(int index, int kv_heads) {
   return {index, index / kv_heads, index % kv_heads};
 }
 
-/// Number of slots with live tokens at the time when the newest token, in slot next_slots, attends.
+/// Number of slots with live tokens when the newest token, which is in slot next_slots, attends.
 __device__ inline int live_slots(const kvlab_cache_view& cache, const Pair& pair) {
   return max(cache.lengths[pair.index], cache.next_slots[pair.index] + 1);
 }

@@ -1,6 +1,6 @@
-// Reductions over a warp and a thread block, in a fixed order on which the results depend. Every
-// lane gets the result. Elsewhere, where the order does not matter and NVRTC does not compile the
-// code, CUB is used.
+// Reductions over a warp and a thread block, in a fixed order, because rounding depends on the
+// order. Every lane gets the result. Kernels use CUB instead where the order does not matter and
+// NVRTC does not compile the code.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -20,8 +20,8 @@ __device__ inline float sum_of_squares(const T* row, int hidden, float* sums) {
   return block_sum(squares, sums);
 }
 
-/// The factor that normalizes a row's elements, without the weights. Returned in every thread of
-/// the row's block.
+/// The factor by which the norm multiplies a row's elements, in addition to the weights. Returned
+/// in every thread of the row's block.
 template <int kThreads, class T>
 __device__ inline float scale_of(const T* row, const Norm& norm, int hidden, float* sums) {
   const float mean = sum_of_squares<kThreads>(row, hidden, sums) / static_cast<float>(hidden);

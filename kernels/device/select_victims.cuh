@@ -42,7 +42,8 @@ __device__ inline EvictionKey leading(EvictionKey key, int digits) {
     key.position = digits <= 9 ? 0 : key.position >> (13 - digits) * 8 << (13 - digits) * 8;
   return key;
 }
-/// The key of a token that must not be selected. It comes after all others, and it has a bin.
+/// The key of a token that must not be selected. It comes after all other keys, and its protection
+/// digit is a valid bin.
 __device__ inline EvictionKey unselected_key() {
   return {kEvictionBins - 1, ~std::uint64_t{0}, ~0u};
 }
@@ -57,13 +58,14 @@ struct EvictionThreshold {
 
 struct SelectionShared {
   std::uint32_t histogram[kEvictionHistograms][kEvictionBins];
-  /// The bin of the token that is searched for, and how many tokens with its prefix precede it.
+  /// The bin of the token that is searched for, and the number of tokens with the same prefix that
+  /// are in lower bins.
   std::uint32_t bin, before;
   std::uint32_t warps[kMaxEvictionWarps];
 };
 
-/// Finds the bin of the token that is preceded by `before_it` tokens of the same prefix. Called by
-/// the whole thread block.
+/// Finds the bin of the token that `before_it` tokens with the same prefix precede. Called by the
+/// whole thread block.
 __device__ inline void find_bin(SelectionShared& shared, std::uint32_t before_it) {
   constexpr int kGroups = kEvictionBins / kWarpSize;
   __shared__ std::uint32_t sums[kGroups];
@@ -99,7 +101,7 @@ template <class Keys>
 __device__ EvictionThreshold select_victims(SelectionShared& shared, const Keys& keys,
                                             std::uint32_t live, std::uint32_t num_evicted) {
   EvictionThreshold found{{}, 0};
-  // Number of tokens with the same prefix before the first kept token.
+  // Number of tokens that have the same prefix as the first kept token and precede it.
   std::uint32_t before_it = num_evicted;
   for (int digit = 0; digit < kEvictionDigits && before_it > 0; ++digit) {
     for (int i = threadIdx.x; i < kEvictionHistograms * kEvictionBins;
@@ -129,7 +131,7 @@ __device__ EvictionThreshold select_victims(SelectionShared& shared, const Keys&
 
 /// Calls each(slot, is_kept, number of kept slots before it) for the slots [0, live), where is_kept
 /// is stays(slot). Called by the whole thread block. Calls `stays` twice per slot. Each warp
-/// handles a run of slots.
+/// handles a range of consecutive slots.
 template <class Stays, class Each>
 __device__ void number_kept_slots(SelectionShared& shared, std::uint32_t live, Stays stays,
                                   Each each) {

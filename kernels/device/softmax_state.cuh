@@ -30,8 +30,8 @@ __device__ inline float rescale(float from, float to) {
 template <int kWidth>
 struct SoftmaxState {
   float max = -INFINITY;   ///< largest base-2 logit
-  float sum = 0;           ///< of 2^(logit - max)
-  float out[kWidth] = {};  ///< of 2^(logit - max) * value, for some dimensions of the value
+  float sum = 0;           ///< sum of 2^(logit - max)
+  float out[kWidth] = {};  ///< sums of 2^(logit - max) * value, for some dimensions of the value
 };
 
 template <int kWidth>

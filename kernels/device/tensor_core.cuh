@@ -97,9 +97,10 @@ __device__ inline void copy_async(std::uint32_t to, const void* from, bool wante
                "r"(bytes)
                : "memory");
 }
-/// How the L2 cache treats the lines of a copy.
+/// A policy for how the L2 cache keeps the lines of a copy.
 using CachePolicy = std::uint64_t;
-/// If `read_once`, the policy under which the lines are evicted first; otherwise the usual one.
+/// If `read_once`, returns the policy under which the lines are evicted first; otherwise the
+/// default policy.
 __device__ inline CachePolicy cache_policy(bool read_once) {
   CachePolicy first, normal;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
@@ -115,7 +116,7 @@ __device__ inline void copy_async(std::uint32_t to, const void* from, bool wante
       "l"(from), "r"(bytes), "l"(policy)
       : "memory");
 }
-/// Copies 4 bytes from global to shared memory.
+/// Copies 4 bytes from global to shared memory asynchronously.
 __device__ inline void copy_word_async(std::uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }

@@ -9,16 +9,16 @@
 namespace kvlab::kernels {
 
 /// Rows of up to 64 elements of 2 bytes, in the layout that these products read: 128 bytes per row,
-/// with 16-byte chunks that are permuted depending on the row's number. A panel begins at a
-/// multiple of 1,024 bytes.
+/// whose 16-byte chunks are permuted depending on the row's index. A panel begins at a multiple of
+/// 1,024 bytes.
 struct Panel {
   static constexpr int kRowBytes = 128, kChunks = kRowBytes / 16;
   /// Offset in bytes from the start of the panel.
   __device__ static constexpr int offset(int row, int chunk) {
     return row * kRowBytes + (chunk ^ (row & 7)) * 16;
   }
-  /// The matrix descriptor of the panel at a shared address, from element 16 * column of each row
-  /// on.
+  /// The matrix descriptor of the panel at this address in shared memory. It covers each row from
+  /// element 16 * column on.
   __device__ static std::uint64_t describe(std::uint32_t address, int column) {
     constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
     constexpr std::uint64_t kEightRows = std::uint64_t{8 * kRowBytes / 16} << 32;
@@ -72,7 +72,7 @@ __device__ inline void multiply_add_64<__half>(float (&c)[32], const std::uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add ? 1 : 0));
 }
 
-/// Call it before products: they then see all earlier writes to registers and shared memory.
+/// Call it before the products, so that they see all earlier writes to registers and shared memory.
 __device__ inline void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -88,8 +88,8 @@ __device__ inline void take_products(float (&c)[kCount]) {
 #pragma unroll
   for (float& value : c) asm volatile("" : "+f"(value)::"memory");
 }
-/// Makes what this thread has written or read in shared memory visible to the products and bulk
-/// copies that follow it, or that follow the next barrier.
+/// Makes this thread's earlier reads and writes of shared memory visible to the products and bulk
+/// copies that follow this call or the next barrier.
 __device__ inline void publish_to_products() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
