@@ -1,11 +1,11 @@
 // Decode attention for few pairs that have few slots. A cluster of CTAs handles each pair, and
-// requests all keys and values of the pair before the preceding kernel has ended. So only the time
-// from the query to the output matters. Parts are merged through the shared memory of the cluster,
-// which takes half as long as through global memory.
+// requests all keys and values of the pair while the preceding kernel still runs. So the time of
+// the kernel is only the time from the arrival of the query to the output. Parts are merged through
+// the shared memory of the cluster, which takes half as long as through global memory.
 //
 // The CTAs of a cluster share a pair's tiles evenly. Each warp computes a part from its tiles. Each
-// CTA merges some columns (a column is four dimensions of a query head) of all parts, always in the
-// same order.
+// CTA merges some columns (a column is four dimensions of a query head) over all parts, always in
+// the same order.
 #pragma once
 
 #include "kernels/decode/pair_plan.cuh"
@@ -18,7 +18,7 @@ namespace kvlab::kernels {
 
 inline constexpr int kColumnThreads = 8;  ///< threads that merge one column together
 
-/// What a CTA receives from all parts, in shared memory after the Exchange.
+/// The columns of all parts that a CTA has to merge, in shared memory after the Exchange.
 template <int kDim>
 struct ClusterParts {
   int group;
@@ -32,7 +32,8 @@ struct ClusterParts {
     return reinterpret_cast<float2*>(column(kClusterParts, 0)) + part * group + head;
   }
 
-  /// Sends a warp's part to all CTAs of the cluster. Called by the whole warp.
+  /// Sends a warp's part to the CTAs of the cluster: to each CTA the columns that it merges. Called
+  /// by the whole warp.
   __device__ void push(const WarpPart& found, int part) const {
     const int lane = threadIdx.x % 32, each = columns(group);
     for (int i = lane; i < group * kDim / 4; i += 32)
@@ -42,14 +43,14 @@ struct ClusterParts {
   }
 };
 
-/// The sum over the threads of a column. Every thread gets it.
+/// The sum over the threads of a column, returned in each of them.
 __device__ inline float column_sum(float value) {
 #pragma unroll
   for (int step = 1; step < kColumnThreads; step *= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;
 }
 
-/// Merges the columns of CTA `rank` and writes them. Called by all threads.
+/// Merges the columns of CTA `rank` and writes their outputs. Called by all threads.
 template <class Warp>
 __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHeadSize>& parts,
                               int pair, int rank) {
@@ -94,8 +95,9 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
   }
 }
 
-/// Prefetches the tile of the newest token into the L2 cache. The copy of this tile has to wait for
-/// the newest token, whose key is then written into the L2 cache.
+/// Prefetches the tile of the newest token into the L2 cache. The copy of this tile has to wait
+/// until the preceding kernel has written the newest token, whose key and value are then in the L2
+/// cache too.
 template <class Warp, bool kPaged>
 __device__ void prefetch_newest(const PairPlan& plan, const SlotsOfPair& slots, int first,
                                 int count) {
@@ -106,7 +108,7 @@ __device__ void prefetch_newest(const PairPlan& plan, const SlotsOfPair& slots, 
   if (tile < first || tile >= first + count) return;
   const int slot = tile * kSlotsPerTile;
   if constexpr (kPaged) {
-    // One thread for each cache line of a slot.
+    // One thread prefetches one cache line of a slot.
     constexpr int kLines = (kSlot + kLine - 1) / kLine;
     const int pair = slots.pair, end = min(slots.live, slot + kSlotsPerTile);
 #pragma unroll 1
@@ -155,7 +157,8 @@ __global__ void __launch_bounds__(kThreads)
                   std::int64_t{slots.pair} * args.group * kDim,
               args.group);
   if (args.sinks != nullptr && rank == 0 &&
-      warp == 0)  // only one warp counts the sinks; no observer reads the largest logit
+      warp == 0)  // only one warp adds the sink logits; in this kernel no observer reads the
+                  // largest logit
     state.count_sinks(args.sinks + slots.pair % args.table.kv_heads * args.group);
   TileUse use{};
   for (int i = 0; i < count; ++i) {

@@ -1,5 +1,5 @@
-// Decode attention over a cache with strides, where all pairs have the same capacity and the KV
-// heads of a sequence have one length. See pair_attention.cu.
+// Decode attention over a cache with strides. All pairs have the same capacity, and all KV heads of
+// a sequence have the same length. See pair_attention.cu.
 #include "kernels/attention.hpp"
 #include "kernels/decode/pair_attention.hpp"
 

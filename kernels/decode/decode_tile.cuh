@@ -14,7 +14,7 @@
 
 namespace kvlab::kernels {
 
-/// How cache positions are applied while a tile is read.
+/// The way in which cache positions are applied while a tile is read.
 enum class Rotated {
   none,
   query,  ///< the query is rotated for the sinks; see EvictingAttentionArgs
@@ -51,7 +51,8 @@ struct TileUse {
   const void* rotated_query;  // RotatedQuery, in shared memory
 };
 
-/// The group's queries, rotated for the sinks: the rounded numbers and their rounding errors.
+/// The group's queries, rotated for the sinks. Stores the rounded numbers and their rounding
+/// errors.
 template <class T, int kDim, int kHeads>
 struct RotatedQuery {
   /// padded to avoid bank conflicts
@@ -96,26 +97,26 @@ struct alignas(16) CacheTile : TileAges<kKeys, kRotated> {
 
 /// On tensor cores, by mma.m16n8k16. Sixteen keys are the rows of the first product, and sixteen
 /// dimensions of the values are the rows of the second. The query heads are the eight columns of
-/// both. So K and V are operand A in the layout that they have in memory. Keys and values are 4 *
-/// kDim bytes per slot; the products take about a twentieth of the time that it takes to load them.
-/// The weights from the first product are transposed between the lanes to become operand B of the
-/// second.
+/// both. So K and V are operand A in the layout that they have in memory. Keys and values take 4 *
+/// kDim bytes per slot. Loading them takes about twenty times as long as the products. The weights
+/// from the first product are transposed between the lanes to become operand B of the second.
 ///
-/// A key that is rotated here becomes two elements, its rounded value and the rounding error. So a
-/// product sees 16 bits of it (22 bits in fp16). The query is then not rotated at all, because only
-/// the distance between the two matters. A rotated query also becomes two elements.
+/// An element of a key that is rotated here becomes two elements, its rounded value and the
+/// rounding error, so that products use 16 bits of precision (22 bits in fp16). The query is then
+/// not rotated at all, because only the distance between key and query matters. An element of a
+/// rotated query also becomes two elements.
 ///
-/// With more than eight heads, each group of eight has separate products, but shared memory is read
-/// only once for both.
+/// With more than eight heads, each group of eight has separate products, but a tile in shared
+/// memory is read only once for both groups.
 template <class T, int kDim, Rotated kRotated_, int kHeads_>
 class TensorCoreWarp {
  public:
   using Element = T;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim, kHeads = kHeads_;
-  /// Number of stages, for 16 KiB of tiles per warp. At head size 256 this would be one stage.
-  /// Therefore two are used, with one CTA per multiprocessor, so that as many bytes are in flight
-  /// as with two CTAs at head size 128.
+  /// Number of stages, for 16 KiB of tiles per warp. At head size 256 that would be only one stage.
+  /// Two stages are used there, with one CTA per multiprocessor, so that as many bytes are in
+  /// flight as with two CTAs at head size 128.
   static constexpr int kStages = kDim > 128 ? 2 : 256 / kDim;
   /// Number of stages for 24 KiB of tiles per warp, used in launches that are long or very short.
   static constexpr int kMaxStages = kDim > 128 ? 2 : 384 / kDim;
@@ -207,12 +208,12 @@ class TensorCoreWarp {
 
  protected:
   static constexpr int kEights = kHeads / 8;  ///< groups of eight heads
-  // In a product's result, a lane has keys (or dimensions) row() and row() + 8, for heads column()
-  // and column() + 1.
+  // Of a product's result, a lane holds the numbers of keys (or dimensions) row() and row() + 8 for
+  // heads column() and column() + 1.
   __device__ static int row() { return threadIdx.x % 32 / 4; }
   __device__ static int column() { return threadIdx.x % 4 * 2; }
 
-  /// There are two sums, so that a product does not wait for the previous one.
+  /// There are two sums, so that consecutive products do not wait for each other.
   using Sums = float[kEights][2][4];
   __device__ static void add_up(const Sums& sums, float (&logit)[kEights][4]) {
 #pragma unroll
@@ -236,7 +237,7 @@ class TensorCoreWarp {
     add_up(sums, logit);
   }
 
-  /// Computes the sinks' logits again, with the query rotated to its place among the live tokens.
+  /// Computes the sinks' logits again, with the query rotated to its cache position.
   __device__ void score_sinks(const Tile& tile, const TileUse& use,
                               float (&logit)[kEights][4]) const {
     using Query = RotatedQuery<T, kDim, kHeads>;
@@ -267,7 +268,7 @@ class TensorCoreWarp {
         if (i / 2 * 8 + row() < use.sinks) logit[e][i] = of_sinks[e][i];
   }
 
-  /// Computes logits of keys that are rotated after they are read from shared memory. A lane has
+  /// Computes logits of keys that are rotated after they are read from shared memory. A lane holds
   /// dimensions i and i + kDim / 2 of a key.
   __device__ void score_rotated(const Tile& tile, const KeyAngles& angles,
                                 float (&logit)[kEights][4]) const {
@@ -314,8 +315,8 @@ class TensorCoreWarp {
     }
   }
 
-  /// `largest` is the largest logit of this lane's keys. Raises the maximum to that of all keys so
-  /// far. It is unchanged if no lane has a larger one.
+  /// `largest` is the largest logit of this lane's keys. Raises the maximum of head group `e` to
+  /// the maximum over all keys so far, if some lane has a larger logit.
   __device__ void raise_max(int e, float2 largest) {
     float2 &max = max_[e], &sum = sum_[e];
     if (!__any_sync(~0u, largest.x > max.x || largest.y > max.y)) return;
@@ -355,20 +356,22 @@ class TensorCoreWarp {
 
   std::uint32_t query_[kEights][kDim / 16][2];
   float out_[kEights][kDim / 16][4];
-  // Two heads of each group of eight. sum_ covers only this lane's keys until finish().
+  // max_ and sum_ are for two heads of each group of eight. sum_ covers only this lane's keys until
+  // finish().
   float2 max_[kEights], sum_[kEights];
   int group_;
 };
 
-/// In float32. For the logits, lane l has key l % 16 and heads l / 16 * 4 to l / 16 * 4 + 3. For
-/// the values, it has dimensions l, l + 32, … of all heads.
+/// Computes in float32. For the logits, lane l handles key l % 16 and heads l / 16 * 4 to l / 16 *
+/// 4 + 3. For the values, it handles dimensions l, l + 32, … of all heads.
 template <int kDim, Rotated kRotated_, int kHeads_>
 class PlainWarp {
  public:
   using Element = float;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim, kHeads = kHeads_;
-  static constexpr int kStages = kDim > 128 ? 1 : 2;  ///< two stages of head size 256 do not fit
+  static constexpr int kStages =
+      kDim > 128 ? 1 : 2;  ///< two stages of head size 256 do not fit in shared memory
   static constexpr int kMaxStages = kStages;
   static constexpr Rotated kRotated = kRotated_;
   using Tile = CacheTile<float, kDim, kKeys, kRotated>;
@@ -459,7 +462,8 @@ class PlainWarp {
     return dot;
   }
 
-  /// `mine`: this lane's logit for head h or, in the other half of the warp, for another head.
+  /// `mine`: this lane's logit. In one half of the warp it belongs to head h, in the other half to
+  /// another head.
   __device__ void add_head(const Tile& tile, float mine, int h) {
     if (h >= group_) return;
     const int lane = threadIdx.x % 32;

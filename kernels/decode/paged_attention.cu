@@ -1,6 +1,6 @@
 // Decode attention for pairs whose slots are in pages (blocks of slots). See pair_attention.cuh.
-// Each instance differs from the one in pair_attention.cu only in where tiles are loaded from, so
-// outputs are equal bit for bit.
+// Each instance differs from the one in pair_attention.cu only in the addresses from which tiles
+// are loaded, so outputs are equal bit for bit.
 #include "kernels/decode/pair_attention.cuh"
 
 namespace kvlab::kernels {

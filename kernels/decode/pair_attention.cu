@@ -4,7 +4,8 @@
 // (36 kernels). If keys are already rotated, there are two more variants on sm_90: all tiles
 // requested at once, and clusters (12 + 12). Type and head size are template parameters because
 // they determine the registers, and the numbering because it determines the inner loop. The group,
-// the number of stages of the ring, and the output for the observer are chosen at run time.
+// the number of stages of the ring, and whether the output for the observer is written are chosen
+// at run time.
 #include "kernels/decode/pair_attention.cuh"
 
 namespace kvlab::kernels {

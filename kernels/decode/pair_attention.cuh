@@ -1,12 +1,13 @@
 // Split-KV decode attention in one launch. Memory traffic: keys and values are read once, 2 *
-// head_size elements per live slot; the lower bound of the time is that divided by the read
+// head_size elements per live slot. The lower bound of the time is this traffic divided by the read
 // bandwidth. The output for the observer, 4 bytes per slot and query head, stays in the L2 cache.
 //
-// The tiles of all pairs form one row, which the CTAs share evenly whatever the lengths are. A pair
-// may be cut at the end of a share. A CTA that has a whole pair writes the pair's output. If a pair
-// is cut, each of its CTAs stores a part in the workspace, and the last CTA to arrive merges the
-// parts in order. So the grid depends only on the capacity and the device, and lengths are read at
-// run time. A few pairs with few slots use a separate kernel (clustered_attention.cuh).
+// The tiles of all pairs form one row, which the CTAs share evenly whatever the lengths are. The
+// end of a share may cut a pair in two. A CTA that has all tiles of a pair writes the pair's
+// output. If a pair is cut, each of its CTAs stores a part in the workspace, and the last CTA to
+// arrive merges the parts in order. So the grid depends only on the capacity and the device, and
+// the kernel reads the lengths when it runs. A few pairs with few slots use a separate kernel
+// (clustered_attention.cuh).
 //
 // Internal to the library: pair_attention.cu instantiates the kernels for contiguous slots,
 // paged_attention.cu for pages.
@@ -39,7 +40,7 @@ __device__ inline void store_evicted_end(const PairPlan& plan, int pair, std::ui
   if (threadIdx.x == 0 && plan.args.rows.gone != nullptr) plan.args.rows.gone[pair] = gone;
 }
 
-/// Merges the warps' results for one pair, or for the pair's tiles in this CTA.
+/// Merges the warps' results for one pair or, if the pair is cut, for the pair's tiles in this CTA.
 template <class Warp>
 __device__ void write_pair(const PairPlan& plan, const Exchange<Warp::kHeadSize>& exchange,
                            int pair, bool whole, int part) {
@@ -74,14 +75,15 @@ __device__ void write_pair(const PairPlan& plan, const Exchange<Warp::kHeadSize>
 /// The parts of a pair that is cut: one part from each of the CTAs `first` to `last`.
 struct PairParts {
   int first, last;
-  bool first_is_second;  ///< CTA `first` also had an earlier pair, so this is its second part
+  bool first_is_second;  ///< CTA `first` also had an earlier pair, so its part of this pair is its
+                         ///< second part
 
   __device__ PairParts(const EvenShare& share, int begin, int tiles)
       : first(share.worker_of(begin)),
         last(share.worker_of(begin + tiles - 1)),
         first_is_second(share.begin(first) < begin) {}
   __device__ int count() const { return last - first + 1; }
-  /// The row of part i in the workspace.
+  /// The row in the workspace of the pair's part `i`.
   __device__ int at(int i) const { return (first + i) * 2 + (i == 0 && first_is_second ? 1 : 0); }
 };
 
@@ -121,7 +123,7 @@ __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
 
 /// Sums the outputs of all parts of a pair. Consecutive threads take consecutive columns (four
 /// dimensions of a query head). If there are threads for several rows of columns, row r takes parts
-/// r, r + rows, … The first loads run while the weights are computed.
+/// r, r + rows, … The first loads are started before the weights are computed.
 template <class Warp>
 class OutputMerge {
  public:
@@ -137,7 +139,7 @@ class OutputMerge {
     if (row_ < rows_) fetch(row_);
   }
 
-  /// Call it when the weights have been computed and all threads have seen them.
+  /// Call it when the weights have been computed and are visible to all threads.
   __device__ void write(int pair) {
     if (rows_ == 1) {
       for (; column_ < columns_; column_ += kThreads) {
@@ -203,7 +205,7 @@ class OutputMerge {
   float4 fetched_[kAtOnce];
 };
 
-/// Signals that a part has been written. The last CTA to arrive merges the pair's parts.
+/// Signals that this CTA has written a part. The last CTA to arrive merges the pair's parts.
 template <class Warp>
 __device__ void arrive_and_merge(const PairPlan& plan, const PairParts& parts,
                                  const Exchange<Warp::kHeadSize>& exchange, int pair,
@@ -231,8 +233,8 @@ __device__ std::uint32_t gone_age(const PairAttention& args, const SlotsOfPair& 
 }
 
 /// Rotates the query for a pair's sinks. The query is rotated to the newest token's original
-/// position. With cache positions its distance to the sinks is smaller, namely the number of live
-/// tokens between them.
+/// position. At cache positions its distance to the sinks is smaller, because only live tokens
+/// count.
 template <class Warp>
 class SinkRotation {
   using T = typename Warp::Element;
@@ -252,7 +254,8 @@ class SinkRotation {
   }
   /// Number of slots, from the pair's first one on, that use the rotated query.
   __device__ int sinks() const { return sinks_; }
-  /// Called by the whole CTA, which sees the result afterwards. `query`: [head of the group, dim].
+  /// Called by the whole CTA. All threads may read the result afterwards. `query`: [head of the
+  /// group, dim].
   __device__ void rotate(const T* query, int group, typename Ring<Warp>::Query& to) const {
     if (sinks_ == 0) return;
     const int low = threadIdx.x % kHalf, high = low + kHalf;
@@ -272,7 +275,8 @@ class SinkRotation {
   float2 cos_sin_;  ///< for dimensions threadIdx.x % kHalf and threadIdx.x % kHalf + kHalf
 };
 
-/// Parameters of a pair's tiles, computed before its first tile. Called by the whole CTA.
+/// The parameters of a pair's tiles, which are computed before its first tile. Called by the whole
+/// CTA.
 template <class Warp, class Sinks>
 __device__ __forceinline__ TileUse pair_use(const PairAttention& args, const SlotsOfPair& slots,
                                             const Ring<Warp>& ring,
@@ -316,7 +320,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   }
 
   const int warp = threadIdx.x / 32;
-  int at = share.begin(blockIdx.x);  // index in the row of tiles
+  int at = share.begin(blockIdx.x);  // index among the tiles of all pairs
   TileCursor cursor = row.at(at, Warp::kHeadSize);
   Tiles tiles(plan, ring.tiles(warp), cursor, left);
   SinkRotation<Warp> sink_rotation;
@@ -375,7 +379,8 @@ cudaError_t launch_attention(const PairAttention& args, const kvlab_pages& paged
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
   const PairLaunch how = plan_pairs<Warp>(limits, args);
-  if (!how.plan.fits()) return cudaErrorNotSupported;  // why_not_pair_attention() says why
+  if (!how.plan.fits())
+    return cudaErrorNotSupported;  // why_not_pair_attention() returns the reason
   const int ctas = how.plan.blocks;
   auto* const signals = static_cast<Signals*>(args.workspace);
   auto* const part_out = reinterpret_cast<float*>(signals + 1);

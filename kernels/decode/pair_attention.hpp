@@ -21,11 +21,12 @@ struct PairTable {
   const std::int32_t*
       next_slots;  // [pair]: slot of the newest token; null: the newest token is in the last slot
   const std::uint32_t* now;  // [sequence]: kIdle if the sequence is idle; null: no sequence is idle
-  const std::int64_t* first_slot;             // [pair]; null: the strides say where slots are
+  const std::int64_t* first_slot;             // [pair]; null: the strides define where slots begin
   std::int64_t sequence_stride, head_stride;  ///< in elements
 };
 
-/// What the attention stores for the launch that observes it. All null: stores nothing.
+/// The arrays in which the attention stores its results for the launch that observes. If all are
+/// null, it stores nothing.
 struct PairRows {
   float* logits;    // [pair, row_slots(), logits_stride()], base 2, scaled
   float2* softmax;  // [pair, kMaxGroup]: largest logit of a token, and its probability
@@ -38,8 +39,8 @@ constexpr std::int64_t row_slots(int max_slots) {
   return std::int64_t{max_slots + kSlotsPerTile - 1} / kSlotsPerTile * kSlotsPerTile;
 }
 
-/// Floats per slot in PairRows::logits: one for each head of the group, rounded up to an even
-/// number if the group has two or more heads.
+/// Number of floats per slot in PairRows::logits: the number of heads of the group, rounded up to
+/// an even number if it is above 1.
 constexpr int logits_stride(int group) { return group == 1 ? 1 : (group + 1) / 2 * 2; }
 
 /// The first bytes of a workspace. Their layout does not depend on sizes, so launches with
@@ -73,10 +74,10 @@ struct PairAttention {
   const float* sinks;  // [kv_head, head of the group]: logits that belong to no token; or null
 };
 
-/// Whether kernels for the shape exist for any device.
+/// Whether there are kernels for the shape on any device.
 bool is_pair_attention(const PairAttention& args, const kvlab_pages& paged = {});
-/// Bytes of workspace for the current device. 0 if the shape is not supported or does not fit;
-/// kNoDevice if there is no device.
+/// Bytes of workspace for the current device. 0 if the shape is not supported or needs more shared
+/// memory than the device has; kNoDevice if there is no device.
 inline constexpr std::size_t kNoDevice = ~std::size_t{0};
 std::size_t pair_attention_workspace(const PairAttention& args, const kvlab_pages& paged = {});
 /// `paged`: the pages that hold keys and values; requires table.next_slots. Without pages, keys and

@@ -1,6 +1,6 @@
 // Plans the launch of decode attention. The plan is a pure function of the shape and of a GPU's
-// limits. How much memory a warp uses is known from its class, so this code is compiled for each
-// class, as the kernels are.
+// limits. The class of a warp determines how much memory it uses, so this code, like the kernels,
+// is compiled for each class.
 //
 // On a GPU with less shared memory than an H100, a CTA requests fewer tiles in advance. If not even
 // one tile per warp fits, there is no plan.
@@ -46,8 +46,8 @@ inline constexpr int kReserved = 1024;
 /// it.
 inline int shared_of_all(const DeviceLimits& limits) { return limits.shared_bytes + kReserved; }
 
-/// The number of CTAs. Two per multiprocessor keep enough bytes in flight; more than there can be
-/// tiles are useless. 0 if the device cannot hold one.
+/// The number of CTAs: two per multiprocessor, which keep enough bytes in flight, but at most the
+/// maximum number of tiles. 0 if a multiprocessor cannot hold one CTA.
 template <class Warp>
 int max_ctas(const DeviceLimits& limits, const PairAttention& args) {
   const int stages = stages_that_fit<Warp>(limits, args, Warp::kStages);
@@ -64,11 +64,11 @@ struct PairGrid {
 };
 
 /// Rounds the number of CTAs down to a multiple of the pairs. Then pairs of equal length do not
-/// share a CTA, which would have to wait, write and merge twice. Keeps the number if rounding would
-/// drop more than an eighth of the CTAs, or if each pair has so many CTAs that few of them have
-/// parts of two pairs.
+/// share a CTA. A CTA with parts of two pairs would have to wait, write and merge twice. The number
+/// is not rounded if that would drop more than an eighth of the CTAs, or if each pair has so many
+/// CTAs that few of them have parts of two pairs.
 inline int for_whole_pairs(int ctas, int pairs) {
-  constexpr int kFew = 16;  // share of CTAs with parts of two pairs that is acceptable: one in kFew
+  constexpr int kFew = 16;  // at most one in kFew CTAs may have parts of two pairs
   const int out = ctas % pairs;
   return pairs <= ctas && ctas < kFew * pairs && out <= ctas / 8 ? ctas - out : ctas;
 }
@@ -82,13 +82,14 @@ PairGrid grid_for(const DeviceLimits& limits, const PairAttention& args) {
       .ctas = max_ctas<Warp>(limits, args), .stages = usual, .all_ahead = usual != Warp::kStages};
   if (!kVariesStages<Warp> || usual == 0) return grid;
   if (max_tiles(args) <= kShort * limits.multiprocessors) {
-    // One CTA per multiprocessor leaves memory for one CTA of the next kernel, which loads
-    // meanwhile. All of a share, or most of it, has been requested when the query arrives.
+    // One CTA per multiprocessor leaves shared memory for one CTA of the next kernel, which loads
+    // its data meanwhile. When the query arrives, all tiles of a share, or most of them, have been
+    // requested.
     grid.ctas = std::min(grid.ctas, limits.multiprocessors);
     grid.stages = max_tiles(args) <= 2 * limits.multiprocessors ? usual : fitting(Warp::kMaxStages);
     grid.all_ahead = true;
   } else if (Warp::kHeadSize == 64 && max_tiles(args) >= kLong * grid.ctas) {
-    grid.stages = fitting(Warp::kMaxStages);  // at head size 128 this does not help
+    grid.stages = fitting(Warp::kMaxStages);  // at head size 128 more stages do not help
     grid.all_ahead = true;
   }
   return grid;
@@ -130,9 +131,9 @@ std::size_t clustered_bytes(const PairAttention& args, int stages) {
          cluster_parts_bytes<Warp::kHeadSize>(args.group);
 }
 
-/// Number of tiles that a warp keeps in shared memory if pairs use clusters, which is the maximum
-/// it may get; 0 if they do not. Clusters require a multiprocessor for each CTA, and no logits for
-/// an observer.
+/// If each pair uses a cluster: the maximum number of tiles of a warp, all of which it keeps in
+/// shared memory. 0 if clusters are not used. Clusters require a multiprocessor for each CTA, and
+/// that no logits are stored for an observer.
 template <class Warp>
 int clustered_stages(const DeviceLimits& limits, const PairAttention& args) {
   const std::int64_t tiles = row_slots(args.table.max_slots) / kSlotsPerTile;

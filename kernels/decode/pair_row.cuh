@@ -16,7 +16,7 @@ __device__ inline int live_slots(const PairTable& table, int pair) {
 
 __device__ inline int tiles_of(int live) { return (live + kSlotsPerTile - 1) / kSlotsPerTile; }
 
-/// A pair, with what a loop over its tiles needs.
+/// A pair, and the data that a loop over its tiles needs.
 struct SlotsOfPair {
   int pair, live, newest;
   std::int64_t base;  ///< first element in keys and values
@@ -36,7 +36,7 @@ struct SlotsOfPair {
   __device__ int tiles() const { return tiles_of(live); }
 };
 
-/// A tile of the row. The cursor can move on to the next tile.
+/// A tile of the row. The cursor can move to the next pair.
 struct TileCursor {
   SlotsOfPair slots;
   int tile;  ///< index in the pair
@@ -50,7 +50,7 @@ struct TileCursor {
   }
 };
 
-/// The row, as one warp sees it: each lane keeps the lengths of some consecutive pairs.
+/// The row of all tiles. Each lane of a warp keeps the lengths of some consecutive pairs.
 class TileRow {
  public:
   __device__ explicit TileRow(const PairTable& table)
@@ -62,7 +62,7 @@ class TileRow {
   }
   __device__ int total() const { return __shfl_sync(~0u, up_to_, 31); }
 
-  /// Tile number `tile` of the row. It must exist. Called by the whole warp.
+  /// Returns the tile with index `tile` in the row, which must exist. Called by the whole warp.
   __device__ TileCursor at(int tile, int head_size) const {
     const int block = __ffs(static_cast<int>(__ballot_sync(~0u, tile < up_to_))) - 1;
     tile -= __shfl_sync(~0u, up_to_ - tiles_, block);

@@ -1,5 +1,5 @@
 // Common code of the two kernels of decode attention: how a CTA of four warps loads tiles, and
-// where its results go.
+// where it stores its results.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ struct PairPlan {
   std::int32_t* arrived;  // [cta], zero between launches
   int stages;             ///< tiles of each warp in shared memory
   bool read_once;         ///< keys and values are read once, so they need not stay in the L2 cache
-  kvlab_pages paged;      ///< the pages with keys and values, if kPaged
+  kvlab_pages paged;      ///< the pages with keys and values; used if kPaged
 };
 
 /// The sink logit of a head of a pair, in base 2. It belongs to no token. -infinity if there is
@@ -34,7 +34,7 @@ __device__ inline float sink_of(const PairAttention& args, int pair, int head) {
   return args.sinks[pair % args.table.kv_heads * args.group + head] * kLog2E;
 }
 
-/// The start of shared memory: each warp's tiles, and the data for the rotation.
+/// The start of shared memory: each warp's tiles, and the data for rotating the query or the keys.
 template <class Warp>
 struct Ring {
   int stages;
@@ -90,8 +90,8 @@ struct Exchange {
   }
 };
 
-/// Where a warp's next 32 tiles begin, one in each lane. So one lookup in the table serves 32
-/// tiles, and each lane divides only once.
+/// The elements at which a warp's next 32 tiles begin, one tile in each lane. So the warp looks up
+/// the block table only once for 32 tiles, and each lane divides only once.
 template <bool kPaged>
 struct RowsAhead {};
 template <>
@@ -101,8 +101,8 @@ struct RowsAhead<true> {
   std::int64_t row = 0;  ///< element at which tile first + lane begins
 };
 
-/// The slots that a warp loads: of every kSlotsPerTile slots, warp w has kKeys, from w * kKeys on.
-/// If kPaged, they are in one page.
+/// The slots that a warp loads: of every kSlotsPerTile slots, warp w loads kKeys slots, from w *
+/// kKeys on. If kPaged, these kKeys slots are in one page.
 template <class Warp, bool kPaged>
 class TileSource {
  public:
@@ -123,7 +123,8 @@ class TileSource {
         cursor_.next_pair(args_.table, Warp::kHeadSize);
         if constexpr (kPaged) look_up();
       }
-      // The preceding kernel writes the newest token; the other tokens are already there.
+      // The newest token is written by the preceding kernel. All other tokens have been written
+      // before.
       if (cursor_.slots.newest / kSlotsPerTile == cursor_.tile) wait_for_predecessor();
       const int slot = first_slot();
       const int valid = cursor_.slots.live - slot;
@@ -158,7 +159,7 @@ class TileSource {
   __device__ int first_slot() const {
     return cursor_.tile * kSlotsPerTile + threadIdx.x / 32 * Warp::kKeys;
   }
-  /// Looks up 32 tiles, beginning with the cursor's.
+  /// Looks up 32 tiles, starting with the cursor's tile.
   __device__ void look_up() {
     static_assert(kMinSlotsOfBlock % Warp::kKeys == 0);
     const int slot = first_slot() + static_cast<int>(threadIdx.x % 32) * kSlotsPerTile;
@@ -166,8 +167,8 @@ class TileSource {
     if (slot < cursor_.slots.live)
       ahead_.row = paged_row(ahead_.paged, cursor_.slots.pair, args_.table.kv_heads, slot);
   }
-  /// The element at which the cursor's slots begin; in an arbitrary page if no token is live.
-  /// Called by a whole warp.
+  /// The element at which the cursor's slots begin. It is in an arbitrary page if none of these
+  /// slots has a live token. Called by a whole warp.
   __device__ std::int64_t next_row() {
     if (cursor_.tile - ahead_.first == 32) look_up();
     return __shfl_sync(~0u, ahead_.row, cursor_.tile - ahead_.first);
