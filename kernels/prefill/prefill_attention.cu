@@ -4,8 +4,9 @@
 // Work: 4 * head_size operations for each (query, query head, visible key). The 2-byte types use
 // tensor cores; float32 uses ordinary arithmetic.
 //
-// Instantiated for 4 head sizes, on tensor cores for 2 types (8 kernels) and plain (4). All of them
-// exist again for keys and values in pages, and for keys in parts.
+// Instantiated for 4 head sizes: on tensor cores for 2 types (8 kernels), and in float32 (4
+// kernels). All of them also exist for keys and values in pages, and for keys that are split into
+// parts.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"
@@ -23,20 +24,20 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kStages = 2;
 
-/// Each warp has two matrix rows, because both then use one read of a key. At head size 256 the
-/// outputs of two matrix rows would need all registers, and tiles of 64 keys would need the shared
-/// memory of a second CTA.
+/// Each warp has two blocks of 16 rows, because both then use one read of a key. At head size 256
+/// the outputs of two such blocks would need all registers, and with tiles of 64 keys a second CTA
+/// would not fit in shared memory.
 template <int kDim>
 struct Tiling {
-  static constexpr int kMatrices = kDim > 128 ? 1 : 2;  ///< matrix rows per warp
+  static constexpr int kMatrices = kDim > 128 ? 1 : 2;  ///< blocks of 16 rows per warp
   static constexpr int kKeys = kDim > 128 ? 32 : 64;    ///< keys per tile
   static constexpr int kRowsOfWarp = 16 * kMatrices, kRows = kWarps * kRowsOfWarp;
   static constexpr int kPlainRows =
-      kDim > 128 ? 8 : 16;  ///< for float32; fits 48 KiB together with the keys
+      kDim > 128 ? 8 : 16;  ///< rows per CTA in float32; fits 48 KiB together with the keys
 };
 
 /// The tile of rows of a CTA. The last rows see the most keys, so they are processed first, for all
-/// KV heads. This keeps the GPU full to the end.
+/// KV heads. The short tiles then come last and keep the GPU busy to the end.
 __device__ int tile_of_block(const Plan& plan) {
   return static_cast<int>((gridDim.x - 1 - blockIdx.x) / plan.args.kv_heads);
 }
@@ -56,7 +57,7 @@ struct alignas(16) Shared {
   T values[kStages][Tiles::kKeys * kDim];
 };
 
-constexpr int kSlotsOfSlice = 16;  ///< number of slots, which are in one page
+constexpr int kSlotsOfSlice = 16;  ///< slots per slice; all of them are in one page
 template <int kDim>
 constexpr int kSlices = Tiling<kDim>::kKeys / kSlotsOfSlice;
 static_assert(kSlotsOfSlice <= kMinSlotsOfBlock);
@@ -87,7 +88,7 @@ __device__ inline std::int64_t slice_begin(const kvlab_prefill_args& args, int p
 }
 
 /// The initial maximum of a row that has seen no key and no sink. It is below any logit and finite,
-/// so that a row that sees no key of a tile gives the tile no weight.
+/// so that a row that sees no key of a tile gives weight 0 to all keys of the tile.
 constexpr float kNoLogit = -3e38f;
 
 /// The initial state of a row: the sink logit of its query head, in base 2.
@@ -121,8 +122,8 @@ class WarpRows {
   }
 
   /// Adds a tile of keys. A row sees the keys from hidden(m, half) on (0 or less: from the first
-  /// key) and before visible(m, half) (kKeys or more: to the last key). Calls fetch(slice) for all
-  /// slices of the next tile, between products. If all copies were issued together, they would
+  /// key) and before visible(m, half) (kKeys or more: to the last key). Between products, calls
+  /// fetch(slice) for each slice of the next tile. If all copies were issued together, they would
   /// delay the operands of the first products.
   template <bool kMasked, class Hidden, class Visible, class Fetch>
   __device__ void add(const T* query, const T* keys, const T* values, float base2_scale,
@@ -165,7 +166,8 @@ class WarpRows {
 
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
-  /// Whether this lane is the one, of the row's four lanes, that keeps the data that all four have.
+  /// All four lanes of a row have the row's data. Returns whether this lane is the one that stores
+  /// it.
   __device__ static bool keeps(int m, int half) { return lane() % 4 == m * 2 + half; }
 
   template <class Fetch>
@@ -210,9 +212,10 @@ class WarpRows {
       }
   }
 
-  /// Raises max_ to at least the tile's logits minus kSlack. Weights up to 2^kSlack do no harm, and
-  /// most tiles then need no rescaling. A row's maximum depends only on its own logits. So its bits
-  /// do not depend on the other rows, and thus not on the number of queries.
+  /// Raises max_ to at least the tile's logits minus kSlack. Weights up to 2^kSlack do not harm
+  /// accuracy, and because of this slack most tiles need no rescaling. A row's maximum depends only
+  /// on the logits of that row. So a row's bits depend neither on the other rows nor on the number
+  /// of queries.
   __device__ void raise_max(const float (&logit)[kMatrices][kKeys / 8][4], float base2_scale) {
     float max[kMatrices][2];
     bool raise = false;
@@ -248,7 +251,7 @@ class WarpRows {
       }
   }
 
-  /// The weights of two neighbouring keys for a row. Adds them to the row's sum.
+  /// Returns the weights of two neighbouring keys for a row, and adds them to the row's sum.
   __device__ std::uint32_t weigh(const float (&logit)[4], int m, int half, float base2_scale) {
     const float low = exp2_fast(fmaf(logit[half * 2], base2_scale, -max_[m][half]));
     const float high = exp2_fast(fmaf(logit[half * 2 + 1], base2_scale, -max_[m][half]));
@@ -274,12 +277,13 @@ class WarpRows {
 
   static constexpr float kSlack = 6;
   float out_[kMatrices][kDim / 8][4];
-  // covers this lane's keys only, until finish()
+  // sum_ covers only this lane's keys until finish()
   float max_[kMatrices][2], sum_[kMatrices][2];
-  float max_product_ = -INFINITY;  // for the row that the lane keeps; exact, unlike max_
+  float max_product_ =
+      -INFINITY;  // largest product of the row whose data this lane stores; exact, unlike max_
 };
 
-/// Starts copying the queries of a CTA's rows. Fills with zeros after the last one.
+/// Starts copying the queries of a CTA's rows. Rows after the last one are filled with zeros.
 template <class T, int kDim>
 __device__ void load_queries(T* to, const PrefillRows& rows, int first_row, int last_row) {
   using Layout = Swizzled<kDim * sizeof(T)>;
@@ -329,7 +333,7 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const int tiles = (keys_end + kKeys - 1) / kKeys;
   const int first_tile = plan.first_key<kParts>(rows.first_seen(first_row)) / kKeys;
   if (first_tile >= tiles) return;  // no row sees this part of the keys
-  // Tiles from first_whole to `unmasked` are seen completely by all rows.
+  // All rows see all keys of the tiles from first_whole to `unmasked`.
   const int first_whole = (rows.first_seen(last_row) + kKeys - 1) / kKeys;
   const int unmasked = (rows.slot(first_row) + 1) / kKeys;
 
@@ -339,7 +343,7 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const T* values = static_cast<const T*>(args.values) + begin;
   const auto fetch = [&](int tile, int slice) {
     std::int64_t from = std::int64_t{min(tile, tiles - 1)} * kKeys * kDim;
-    const int valid = keys_end - tile * kKeys;  // 0 or less for a tile after the last
+    const int valid = keys_end - tile * kKeys;  // 0 or less for a tile after the last one
     if constexpr (kPaged) from = slice_begin(args, rows.pair, tile * kKeys, slice, valid);
     const int stride = static_cast<int>(args.pages.slot_stride);
     load_slice<T, kDim, kPaged>(shared.keys[tile % kStages], keys + from, stride, valid, slice);
@@ -474,8 +478,8 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
   }
 }
 
-/// The grid: CTAs for all tiles of all KV heads of the longest sequence, times sequences, times
-/// parts.
+/// The grid: x is the number of tiles of rows of the longest sequence times KV heads, y the number
+/// of sequences, z the number of parts.
 dim3 grid(const Plan& plan, int rows_of_tile) {
   const int rows = plan.args.queries * plan.group;
   return dim3(static_cast<unsigned>((rows + rows_of_tile - 1) / rows_of_tile) * plan.args.kv_heads,
@@ -489,7 +493,7 @@ cudaError_t launch_tiles(const Plan& plan, cudaStream_t stream) {
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
   if (kBytes > static_cast<std::size_t>(limits.shared_bytes))
-    return cudaErrorNotSupported;  // why_not_prefill() says why
+    return cudaErrorNotSupported;  // why_not_prefill() returns the reason
   const auto kernel = prefill_tiles<T, kDim, kPaged, kParts>;
   const cudaError_t allowed =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);

@@ -1,19 +1,20 @@
 // Attention statistics of an append: how much attention its queries give to each key. This is a
-// second pass over the products. The results of the attention's rows (largest product, log-sum-exp)
-// convert them directly to final probabilities.
+// second pass, which computes the products of queries and keys again. The softmax of each row
+// (largest product, log-sum-exp), which the attention has stored, converts the products directly to
+// final probabilities.
 //
 // A CTA keeps a block of keys and passes over the queries that see it, one query head after
-// another. So a key's sums stay in the registers of one lane. The sums are sums of integers, so
-// CTAs that have the same keys and other queries may add theirs in any order.
+// another. So a key's sums stay in the registers of one lane. Sums are integers, so CTAs with the
+// same keys and different queries may add their sums in any order.
 //
-// Work: 2 * head_size operations for each (query, query head, visible key), half as many as the
+// Work: 2 * head_size operations for each (query, query head, visible key), half as many as in the
 // attention, plus an exponential and, for masses, six more instructions. Memory traffic is small:
 // queries once, keys once per kRange queries, 8 bytes per row and 24 bytes per key.
 //
-// Instantiated for 4 head sizes x 4 kinds of count, on tensor cores for 2 types (32 kernels) and
-// plain for float32 (16). The kind of count is a template parameter because it determines the
-// registers that a key needs. On sm_90 the 2-byte types have separate kernels; those in this file
-// are for other devices.
+// Instantiated for 4 head sizes x 4 kinds of count: on tensor cores for 2 types (32 kernels), and
+// without tensor cores for float32 (16 kernels). The kind of count is a template parameter because
+// it determines the registers that a key needs. On sm_90 the 2-byte types have separate kernels;
+// those in this file are for other devices.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"
@@ -35,7 +36,7 @@ constexpr int kStages = 2;
 
 __host__ __device__ int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
-/// Computes the row terms of all queries that count. One thread for each (query, query head).
+/// Computes the row terms of all queries that are counted. One thread for each (query, query head).
 __global__ void __launch_bounds__(kThreads)
     make_row_terms(const __grid_constant__ Plan plan, Count count) {
   const auto& args = plan.args;
@@ -139,7 +140,7 @@ class WarpKeys {
         count_[m][half].end_queries(first_query, terms, query_of_bit);
   }
 
-  /// Calls write(key, count) for each key, in one lane.
+  /// Calls write(key, count) once for each key, in one lane.
   template <class Write>
   __device__ void finish(Write write) {
 #pragma unroll
@@ -284,7 +285,7 @@ cudaError_t launch_tiles(const Plan& plan, cudaStream_t stream) {
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
   if (kBytes > static_cast<std::size_t>(limits.shared_bytes))
-    return cudaErrorNotSupported;  // why_not_prefill() says why
+    return cudaErrorNotSupported;  // why_not_prefill() returns the reason
   const cudaError_t allowed = cudaFuncSetAttribute(
       observe_tiles<T, kDim, kCount>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (allowed != cudaSuccess) return allowed;
@@ -356,7 +357,7 @@ bool is_supported(const kvlab_observe_args& args) {
          (!needs_requests(needs) || args.threshold16 != nullptr);
 }
 
-/// Number of terms per head. The terms of each sequence begin at a new tile.
+/// Number of terms per head. The terms of each sequence are padded to whole tiles.
 int padded_queries(const kvlab_prefill_args& args) {
   return args.sequences == 0 ? round_up(args.queries, kQueries)
                              : (args.all_queries / kQueries + args.sequences) * kQueries;
@@ -400,8 +401,8 @@ cudaError_t observe_queries(const kvlab_observe_args& args, cudaStream_t stream)
     if (error != cudaSuccess || !needs_mass(needs)) return error;
   }
   plan.tail = tail;
-  // Only queries of age < tail have weight. The other queries of their first tile are processed
-  // too.
+  // Only queries of age < tail have a weight above 0. Queries are processed in whole tiles, so the
+  // other queries of the first tile are processed too.
   const std::int64_t weighing = std::int64_t{tail} - (args.youngers ? 0 : args.younger);
   if (weighing <= 0) return cudaSuccess;
   plan.counted = static_cast<int>(std::min<std::int64_t>(prefill.queries, weighing + kQueries - 1));

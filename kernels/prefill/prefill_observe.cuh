@@ -14,7 +14,7 @@ inline constexpr int kRange = 1024;  ///< number of queries that a CTA passes ov
 /// the group for each query, weighted.
 enum class Count { mass, weighted, largest, requests };
 
-/// What a kernel needs to know about a row in addition to its products.
+/// The data of a row that a kernel needs in addition to its products.
 struct alignas(8) RowTerm {
   float minus_lse2;  ///< -infinity: the row is not counted
   float bound;  ///< for requests, the lowest requested probability; otherwise the weight, if any
@@ -35,12 +35,12 @@ struct Plan {
 template <Count kCount>
 inline constexpr float kUnseen = kCount == Count::requests ? -INFINITY : 0;
 
-/// The counts of one key in one lane.
+/// The statistics of one key in one lane.
 template <Count kCount>
 class KeyCount {
  public:
-  /// Adds a query of the current tile. The order of `bit` is the order of the lane's queries by
-  /// age.
+  /// Adds a query of the current tile. `bit` numbers the lane's queries of a tile, from the oldest
+  /// on.
   __device__ void add(float p, const RowTerm& term, int bit) {
     if constexpr (kCount == Count::mass) {
       sum_.add(p);
@@ -70,8 +70,8 @@ class KeyCount {
       requested_ = 0;
     }
   }
-  /// Reduces over the lanes that differ in the bits of `lanes` (a power of two minus one). All of
-  /// them get the result. `added`: how often each lane has called add().
+  /// Reduces over the lanes that differ in the bits of `lanes` (a power of two minus one). Each of
+  /// them gets the result. `added`: the number of calls of add() in each lane.
   __device__ void reduce(std::uint32_t added, int lanes) {
     if constexpr (kCount == Count::mass) mass_ = sum_.total(added);
     for (int step = 1; step <= lanes; step *= 2) {
@@ -95,9 +95,10 @@ class KeyCount {
   MassSum sum_;
   unsigned long long mass_ = 0;
   static constexpr int kQueriesOfLane = kQueries / 4;
-  float largest_[kCount == Count::largest ? kQueriesOfLane : 1] = {};  ///< of each query so far
+  float largest_[kCount == Count::largest ? kQueriesOfLane : 1] =
+      {};  ///< the largest mass so far, for each query
   std::uint32_t requested_ = 0, requests_ = 0;
-  int last_ = 0;  ///< the last query
+  int last_ = 0;  ///< the last query that requested the key
 };
 
 /// The query of a tile for a bit (of 32) of a lane, if tensor cores compute the products.
@@ -119,7 +120,7 @@ struct Sequence : OwnQueries {
         term((begin / kQueries + sequence) * kQueries) {}
 
  private:
-  /// The queries of the tokens that have been appended.
+  /// The queries of the tokens that are really appended.
   __device__ static OwnQueries counted_queries(const kvlab_observe_args& args) {
     OwnQueries own(args.prefill);
     if (args.appended != nullptr)
@@ -128,15 +129,16 @@ struct Sequence : OwnQueries {
   }
 };
 
-/// The keys and queries of a CTA. Consecutive CTAs have consecutive blocks of keys. So CTAs that
-/// run at the same time find their queries in the L2 cache.
+/// The keys and queries of a CTA. Consecutive CTAs have consecutive blocks of keys and the same
+/// queries. So CTAs that run at the same time read these queries from the L2 cache.
 struct Part {
   Sequence own;
   int kv_head, pair;
   int first;      ///< slot of query 0
   int first_key;  ///< slot of the CTA's first key
-  int keys;       ///< number of its keys that exist
-  /// Range of queries; `begin` is a multiple of kQueries. If end <= begin, there is nothing to do.
+  int keys;       ///< number of keys of the CTA, without those beyond the last key
+  /// The range of queries that the CTA passes over; `begin` is a multiple of kQueries. If end <=
+  /// begin, the CTA has nothing to do.
   int begin, end;
 
   __device__ Part(const Plan& plan, int keys_of_cta) : own(plan.args, plan.tail) {
@@ -150,7 +152,7 @@ struct Part {
     keys = min(keys_of_cta, first + own.count - first_key);
     begin = own.silent + rest / plan.args.prefill.kv_heads * kRange;
     end = min(begin + kRange, own.count);
-    // Earlier queries see none of the keys.
+    // Queries before this one see none of the keys.
     begin = max(begin, (first_key - first) / kQueries * kQueries);
     if (keys <= 0) end = begin;
   }
@@ -173,7 +175,8 @@ struct Part {
   }
 };
 
-/// The grid: CTAs for all blocks of keys, KV heads and ranges of queries, times sequences.
+/// The grid: x is the number of blocks of keys times KV heads times ranges of queries, y the number
+/// of sequences.
 inline dim3 grid(const Plan& plan, int keys_of_cta) {
   const int blocks = (plan.args.keys_end + keys_of_cta - 1) / keys_of_cta;
   const int ranges = (plan.counted + kRange - 1) / kRange;
@@ -181,9 +184,9 @@ inline dim3 grid(const Plan& plan, int keys_of_cta) {
               static_cast<unsigned>(sequences_of(plan.args.prefill)));
 }
 
-/// Whether the driver loaded the code for sm_90a, which observe_on_hopper() requires.
+/// Whether the driver loaded code for sm_90a, which observe_on_hopper() requires.
 bool has_hopper_code();
-/// Runs on a device of compute capability 9.0, for the 2-byte types.
+/// Launches the kernels for compute capability 9.0 and a 2-byte type.
 cudaError_t observe_on_hopper(const Plan& plan, Count count, cudaStream_t stream);
 
 }  // namespace kvlab::kernels::observe

@@ -1,6 +1,7 @@
 // The second pass with warpgroup products (sm_90a). It works as in prefill_observe.cu, with two
-// differences. The tensor cores multiply the next tile of queries while this tile is counted. The
-// copy engine loads tiles, because copying took a third of the counting threads' instructions.
+// differences. First, the tensor cores multiply the next tile of queries while the current tile is
+// counted. Second, the copy engine loads tiles, because without it copying took a third of the
+// instructions of the counting threads.
 //
 // Instantiated for 2 types x 4 head sizes x 4 kinds of count (32 kernels), for sm_90a only.
 #include <cuda.h>
@@ -17,15 +18,15 @@
 namespace kvlab::kernels::observe {
 namespace {
 
-/// Number of warpgroups in a CTA that count what keys receive; one more warp loads tiles. At head
-/// size 256 it is lower, because a warp's keys need twice the registers.
+/// Number of warpgroups in a CTA that count the attention that keys receive. One more warp loads
+/// tiles. At head size 256 the number is lower, because a warp's keys need twice as many registers.
 template <int kDim>
 constexpr int kWarpgroups = kDim > 128 ? 2 : 3;
 constexpr int kKeysOfWarpgroup = 64;  ///< 16 per warp
 template <int kDim>
 constexpr int kKeys = kWarpgroups<kDim>* kKeysOfWarpgroup;
 template <int kDim>
-constexpr int kCounting = kWarpgroups<kDim> * 128;  ///< number of threads that count
+constexpr int kCounting = kWarpgroups<kDim> * 128;  ///< number of counting threads
 template <int kDim>
 constexpr int kThreads = kCounting<kDim> + 32;  ///< includes the warp that loads tiles
 constexpr int kStages = 5;                      ///< tiles in shared memory
@@ -42,8 +43,8 @@ struct Shared {
 };
 constexpr std::size_t kAlignment = 1024;  ///< alignment of panels, in bytes
 
-/// One warp's 16 keys, as operands in registers, and their counts. Lane l has keys l / 4 and l / 4
-/// + 8, and columns l % 4 * 2 and l % 4 * 2 + 1 of each eight queries.
+/// One warp's 16 keys, as operands in registers, and their counts. Lane l holds keys l / 4 and l /
+/// 4 + 8, and columns l % 4 * 2 and l % 4 * 2 + 1 of each eight queries.
 template <class T, int kDim, Count kCount>
 class WarpKeys {
  public:
@@ -99,7 +100,7 @@ class WarpKeys {
     for (int half = 0; half < 2; ++half) count_[half].end_queries(first_query, terms, query_of_bit);
   }
 
-  /// Calls write(key, count) for each key, in one lane.
+  /// Calls write(key, count) once for each key, in one lane.
   template <class Write>
   __device__ void finish(Write write) {
 #pragma unroll
@@ -117,11 +118,11 @@ class WarpKeys {
   std::uint32_t tiles_ = 0;
 };
 
-/// A tile of queries: its first query, its query head in the group, and its stage. Moves on over
-/// the heads first.
+/// A tile of queries: its first query, its query head in the group, and its stage. The next tile is
+/// that of the next head and, after the last head, that of the next queries.
 struct Tile {
   int query, head = 0, stage = 0;
-  std::uint32_t round = 0;  ///< parity of how often all stages have been used
+  std::uint32_t round = 0;  ///< number of times that all stages have been used, modulo 2
   __device__ void next(int group) {
     if (++stage == kStages) {
       stage = 0;
@@ -133,8 +134,8 @@ struct Tile {
   }
 };
 
-/// The work of the loading thread. It loads each tile, then provides two empty tiles, because
-/// products are started beyond the last tile.
+/// The work of the loading thread. It loads each tile. Then it marks two more tiles as loaded
+/// without loading them, because the counting warps start products beyond the last tile.
 template <class T, int kDim>
 __device__ void fetch_tiles(Shared<T, kDim>& shared, const Plan& plan, const Part& part,
                             const CUtensorMap& queries) {
@@ -194,8 +195,8 @@ __device__ void count_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
   start(even);
   finish(even);
   while (counted.query < part.end) {
-    start(odd);  // beyond the last tile: multiplies whatever is in memory there, and does not count
-                 // it
+    start(odd);  // beyond the last tile this multiplies arbitrary memory, and the result is not
+                 // counted
     count(even);
     finish(odd);
     start(even);
@@ -247,8 +248,8 @@ __global__ void __launch_bounds__(kThreads<kDim>, 1)
   });
 }
 
-/// Makes a tensor map of q for copies of kQueries rows of one head, one panel at a time. Copies get
-/// zeros beyond its edges.
+/// Makes a tensor map of q for copies of kQueries rows of one head, one panel at a time. Elements
+/// beyond the edges of q are copied as zeros.
 cudaError_t describe_queries(const kvlab_observe_args& args, CUtensorMap& map) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};

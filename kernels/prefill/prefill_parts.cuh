@@ -1,7 +1,7 @@
 // Splits the keys of prompt attention into parts, for calls with so few queries that most of the
 // GPU would be idle. A CTA handles kPartKeys of a row's keys, and the results of the parts are
-// merged in order. Where parts begin depends only on slots. So a row's bits depend only on slots,
-// too.
+// merged in order. The slots at which parts begin are fixed, so a row's bits depend only on the
+// slots that it sees.
 //
 // Memory traffic: 4 * (head_size + 4) bytes, written and read per row and part.
 #pragma once
@@ -21,14 +21,14 @@ inline std::int64_t rows_of(const kvlab_prefill_args& args) {
   return std::int64_t{queries_of(args)} * args.query_heads;
 }
 
-/// The result of some keys of a row. The output [dim], which is not divided by the sum, is stored
-/// elsewhere.
+/// The result of one part of the keys for a row. The output [dim], which is not divided by the sum,
+/// is stored in a separate array.
 struct RowPart {
   float max_product, max, sum, unused;
 };
 
-/// Writes the requested results of a row. Its inputs are the row's largest product, that product
-/// times the scale, and the sum relative to `max`.
+/// Writes the requested results of a row. `max`: the largest product times the scale. `sum`:
+/// relative to `max`.
 __device__ inline void write_row(const kvlab_prefill_args& args, std::int64_t row,
                                  float max_product, float max, float sum) {
   if (args.lse != nullptr) args.lse[row] = log_sum_exp(max, sum);
@@ -42,7 +42,7 @@ struct Plan {
   float base2_scale;  ///< softmax scale, for base-2 logits
   std::int64_t rows;  ///< queries times query heads
 
-  // blockIdx.z is the CTA's part.
+  // The end of the keys of this CTA's part, which is part blockIdx.z.
   template <bool kParts>
   __device__ int keys_end(int all) const {
     return kParts ? min(all, (static_cast<int>(blockIdx.z) + 1) * kPartKeys) : all;
@@ -56,7 +56,7 @@ struct Plan {
         reinterpret_cast<float*>(static_cast<RowPart*>(args.workspace) + gridDim.z * rows);
     return outs + (blockIdx.z * rows + row) * dim;
   }
-  /// Writes a row, given its largest product, that product times the scale, and the sum relative to
+  /// Writes the softmax of a row. `max`: the largest product times the scale. `sum`: relative to
   /// `max`.
   template <bool kParts>
   __device__ void write(std::int64_t row, float max_product, float max, float sum) const {
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   if (lane == 0) write_row(args, row, all.max_product, all.max, all.sum);
 }
 
-/// If there are parts, merges them after the CTAs have run. Also returns an error of the CTAs'
-/// launch.
+/// Merges the parts, if there are any, after the CTAs of the attention. If the launch of the
+/// attention failed, returns its error.
 template <class T, int kDim>
 cudaError_t merge_parts(const Plan& plan, cudaStream_t stream) {
   const cudaError_t error = cudaGetLastError();

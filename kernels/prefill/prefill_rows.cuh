@@ -9,7 +9,7 @@
 namespace kvlab::kernels {
 
 inline int sequences_of(const kvlab_prefill_args& args) { return std::max(args.sequences, 1); }
-/// The number of queries of all sequences.
+/// The total number of queries over all sequences.
 inline int queries_of(const kvlab_prefill_args& args) {
   return args.sequences == 0 ? args.queries : args.all_queries;
 }
@@ -20,9 +20,8 @@ inline bool can_prefill(const kvlab_prefill_args& args) {
     return false;
   constexpr int kMaxGroup = 16;
   if (args.query_heads / args.kv_heads > kMaxGroup || !is_head_size(args.head_size)) return false;
-  constexpr int kMaxPosition =
-      1
-      << 26;  // a sixteenth of what would overflow 32 bits, so that sixteen times as many rows fit
+  constexpr int kMaxPosition = 1 << 26;  // a sixteenth of the number that would overflow 32 bits,
+                                         // so that sixteen times as many rows do not overflow
   if (args.first < 0 || args.first >= kMaxPosition) return false;
   if (args.queries < 1 || args.queries >= kMaxPosition) return false;
   constexpr int kMaxSequences = 65535;  // limit of the grid's second dimension
@@ -35,7 +34,7 @@ inline bool can_prefill(const kvlab_prefill_args& args) {
   return std::int64_t{args.queries} * args.query_heads < kMaxCtas;
 }
 
-/// The queries of the CTA's sequence, blockIdx.y.
+/// The queries of the sequence that the CTA handles, which is sequence blockIdx.y.
 struct OwnQueries {
   int sequence = static_cast<int>(blockIdx.y);
   int begin = 0;  ///< the sequence's first query, among all queries
@@ -59,7 +58,7 @@ __device__ inline int first_query_slot(const kvlab_prefill_args& args, int pair)
 }
 
 /// Row r is query r / group of query head r % group of the KV head. So the rows of a tile use the
-/// same keys, and a tile has few query positions whatever the group is.
+/// same keys, and a tile covers only a few query positions, for any group size.
 struct PrefillRows {
   const kvlab_prefill_args& args;
   const PrefillLayer& layer;
