@@ -1,4 +1,4 @@
-// One allocation of device memory for everything that an object keeps on the device.
+// One allocation of device memory for all arrays that an object keeps on the device.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace kvlab::cuda {
 
 /// Hands out parts of one allocation, each aligned to 256 bytes. An object lays out its memory in
 /// one function that takes an arena. The function runs twice: first without memory to measure the
-/// size, then to place the parts. So each size is written in only one place.
+/// size, then to place the parts. So the code states each size in only one place.
 class Arena {
  public:
   /// Only measures; all parts are null.
@@ -47,7 +47,7 @@ std::size_t layout_bytes(Layout&& layout) {
   return arena.bytes();
 }
 
-/// Allocates memory and places `layout(Arena&)` in it. Throws as DeviceBuffer does.
+/// Allocates memory and places `layout(Arena&)` in it. Throws the same Error as DeviceBuffer.
 template <class Layout>
 DeviceBuffer allocate_layout(Layout&& layout, std::string_view what) {
   DeviceBuffer memory(layout_bytes(layout), what);
@@ -62,7 +62,7 @@ template <class Parts>
 class Placed {
  public:
   Placed() = default;
-  /// Throws as DeviceBuffer does.
+  /// Throws the same Error as DeviceBuffer. `what` names the memory in it.
   template <class... Args>
   explicit Placed(std::string_view what, const Args&... args)
       : memory_(bytes(args...), what), parts_(at(memory_.data(), args...)) {}

@@ -9,8 +9,8 @@
 namespace kvlab::cuda {
 namespace {
 
-/// Whether the process can no longer use the device after this error. A GPU that falls off the bus
-/// is reported as an unknown error.
+/// Whether the process can no longer use the device after this error. CUDA reports a GPU that has
+/// fallen off the bus as an unknown error.
 bool is_lost(cudaError_t error) {
   constexpr std::array lost{cudaErrorIllegalAddress,
                             cudaErrorLaunchFailure,

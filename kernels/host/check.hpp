@@ -1,4 +1,4 @@
-// Checked CUDA calls. Errors say what failed and what to do about it.
+// Checks the results of CUDA calls. The messages of errors say what failed and what to do about it.
 #pragma once
 
 #include <cuda_runtime_api.h>

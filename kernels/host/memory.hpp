@@ -13,7 +13,7 @@
 
 namespace kvlab::cuda {
 
-/// Memory that `release` frees; null if empty.
+/// Memory that `release` frees. The pointer is null if there is no memory.
 template <cudaError_t (*release)(void*)>
 class OwnedBytes {
  public:
@@ -74,7 +74,7 @@ class Stream {
 
 class Event {
  public:
-  /// How the host waits; or, for `timed`, that the event records the time.
+  /// How the host waits for the event. An event of kind `timed` also records the time.
   enum class Kind { spinning, sleeping, timed };
   explicit Event(Kind kind = Kind::spinning);
   Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
@@ -82,7 +82,7 @@ class Event {
   ~Event();
   cudaEvent_t get() const { return event_; }
   void record(cudaStream_t stream) const;
-  /// Makes `stream` wait for the recorded work.
+  /// Makes later work on `stream` wait for the recorded work.
   void hold(cudaStream_t stream, std::string_view what = "waiting for an event") const;
   void wait(std::string_view what) const;  ///< makes the host wait
   /// Milliseconds since `start`; both events must be timed and complete.

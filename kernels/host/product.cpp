@@ -45,7 +45,7 @@ std::string text_of(const ProductArgs& args) {
 }  // namespace
 
 /// cuBLASLt computes with column-major matrices, and a row-major [r, c] is a column-major [c, r].
-/// So the product is written as y^T [n, rows] = w [n, k] * x^T [k, rows].
+/// So cuBLASLt is given the product y^T [n, rows] = w [n, k] * x^T [k, rows].
 struct Products::Plan {
   cublasLtMatmulDesc_t product = nullptr;
   cublasLtMatrixLayout_t w = nullptr, x = nullptr, y = nullptr;

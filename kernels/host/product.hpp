@@ -30,11 +30,11 @@ struct ProductArgs {
   std::int64_t y_row, y_batch = 0;
   Output output = Output::float32;  ///< add_float32: adds the product to y
   bool tf32 = false;                ///< rounds float32 inputs to TF32 (11 bits)
-  std::uint32_t alignment = 256;    ///< of all pointers and strides, in bytes
+  std::uint32_t alignment = 256;    ///< alignment of all pointers and strides, in bytes
 };
 
-/// A cuBLASLt handle, its workspace, and the algorithms chosen so far (one for each shape with its
-/// strides). Use it on one stream at a time.
+/// A cuBLASLt handle, its workspace, and the algorithms chosen so far (one for each combination of
+/// shape and strides). Use an object on one stream at a time.
 class Products {
  public:
   Products();
@@ -42,7 +42,7 @@ class Products {
   Products(const Products&) = delete;
   Products& operator=(const Products&) = delete;
 
-  /// Throws std::runtime_error if cuBLASLt has no algorithm.
+  /// Throws std::runtime_error if cuBLASLt has no algorithm for the product.
   void operator()(const ProductArgs& args, cudaStream_t stream);
 
  private:

@@ -90,7 +90,7 @@ inline void copy_rows(Rows<std::byte> to, Rows<const std::byte> from, std::size_
         "copying on the device");
 }
 
-/// Zeroed device memory. Waits, for the same reason as write().
+/// Allocates zeroed device memory. Waits until it is zero, for the same reason as write().
 inline DeviceBuffer zeroes(std::size_t bytes, std::string_view what) {
   DeviceBuffer buffer(bytes, what);
   if (bytes == 0) return buffer;

@@ -23,7 +23,7 @@ constexpr int kFewTokens = kMaxExperts / kWarpSize;
 constexpr int kMaxHidden = 8192;
 
 /// Combines a logit and its expert in one integer. A larger logit or, among equal logits, a lower
-/// expert gives a larger integer. NaN also has a defined place.
+/// expert gives a larger integer. A NaN logit also has a defined place in this order.
 __device__ inline unsigned long long order_key(float logit, int expert) {
   const auto bits = __float_as_uint(logit + 0.0f);
   const std::uint32_t order = bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -31,7 +31,8 @@ __device__ inline unsigned long long order_key(float logit, int expert) {
          (0xffffffffu - static_cast<std::uint32_t>(expert));
 }
 
-/// Chooses the experts with the largest logits, and computes their shares. Called by one warp.
+/// Chooses the experts with the largest logits for a token, and computes their shares. Called by
+/// one warp.
 __device__ void choose(const RouteArgs& args, int token) {
   const Routes& to = args.routes;
   const float* const logits = args.logits + std::int64_t{token} * to.experts;
@@ -59,8 +60,8 @@ __device__ void choose(const RouteArgs& args, int token) {
   if (lane < to.chosen) to.shares[token * to.chosen + lane] = expf(own - largest) / sum;
 }
 
-/// blockIdx: token, part of its logits. The thread block computes the norm in shared memory, then
-/// each warp computes some logits.
+/// blockIdx: token, part of its logits. The thread block first computes the normed token in shared
+/// memory. Then each warp computes some logits.
 template <class T>
 __global__ void __launch_bounds__(kRouteThreads) logits_kernel(const RouteArgs args) {
   extern __shared__ __align__(16) float row[];
@@ -132,9 +133,10 @@ __global__ void __launch_bounds__(kMaxExperts) group_kernel(const RouteArgs args
     routes.order[atomicAdd(&places[routes.expert[pair]], 1)] = pair;
 }
 
-/// Some pairs of one expert.
+/// Some of the pairs that one expert processes.
 struct PairTile {
-  int expert, first, count;  ///< expert, and a range in `order`; count <= 0: there is no such tile
+  /// Expert, and a range in Routes::order; count <= 0: there is no such tile.
+  int expert, first, count;
 };
 
 /// Finds a tile in the list of the tiles of all experts. Called by every warp.
@@ -172,7 +174,7 @@ __device__ void write_output(const ExpertProductArgs& args, int expert, int pair
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarpSize;
 constexpr int kStages = 4;
-/// Number of outputs of a tile, and number of inputs that are loaded at a time.
+/// Number of outputs of a tile, and number of inputs that are loaded at once.
 constexpr int kColumns = 64, kDepth = 64;
 
 template <class T, int kPairs>
@@ -201,7 +203,7 @@ class StageLoader {
         static_cast<const T*>(args.weight) + (std::size_t(tile.expert) * args.n + column) * args.k;
     columns_ = args.n - column;
   }
-  /// Copies inputs from `first` on. Fills up with zeros after the last input, pair or output.
+  /// Copies inputs from `first` on. Writes zeros for inputs, pairs and outputs beyond the last one.
   __device__ void load(Stage<T, kPairs>& stage, int first) const {
     const int at = first + own_chunk() * 8;
     const bool there = at < k_;
@@ -225,7 +227,7 @@ class StageLoader {
   __device__ static int own_row() { return static_cast<int>(threadIdx.x) / Layout::kChunks; }
   __device__ static int own_chunk() { return static_cast<int>(threadIdx.x) % Layout::kChunks; }
 
-  const T* any_;  ///< a valid address for copies that read nothing
+  const T* any_;  ///< a valid address, for copies that write zeros and read nothing
   const T* x_[kPairs / kRowsAtOnce];
   const T* weights_;
   int k_, columns_;
@@ -272,7 +274,7 @@ __global__ void __launch_bounds__(kThreads)
   float sums[kPairs / 16][2][4] = {};
   for (int step = 0; step < steps; ++step) {
     wait_copies<kStages - 2>();
-    __syncthreads();  // the stage has arrived, and the stage before has been read
+    __syncthreads();  // this stage has arrived, and the previous stage has been read
     fetch(step + kStages - 1);
     multiply<T, kPairs>(stages[step % kStages], sums);
   }
@@ -295,7 +297,7 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kPlainPairs = 8;
 
-/// One warp for each output; it handles all pairs of the tile.
+/// One warp computes one output for all pairs of the tile.
 __global__ void __launch_bounds__(kThreads) expert_plain(const ExpertProductArgs args) {
   let_successor_start();
   wait_for_predecessor();
@@ -429,7 +431,7 @@ cudaError_t expert_product(const ExpertProductArgs& args, cudaStream_t stream) {
                    .block = dim3(kThreads),
                    .stream = stream},
                   args);
-  // Uses tiles of 64 pairs if experts have that many.
+  // Uses tiles of 64 pairs if the experts have so many pairs that these tiles are full enough.
   const bool many = takes_many(args.routes, limits);
   const auto of_type = [&]<class T>(T) {
     return many ? launch_tiles<T, 64>(limits, args, stream)

@@ -1,5 +1,5 @@
-// Mixture-of-experts layers: a router chooses experts for each token, and products read the weights
-// of these experts.
+// Mixture-of-experts layers: a router chooses experts for each token, and the products read only
+// the weights of these experts.
 #pragma once
 
 #include "kernels/types.hpp"
@@ -8,14 +8,14 @@ namespace kvlab::kernels {
 
 inline constexpr int kMaxExperts = 1024, kMaxChosen = 32;
 
-/// A router's decision. A pair is a token and one of its experts: pair = token * chosen + i, with
-/// the most likely expert first.
+/// A router's decision. In this file a pair is a token and one of its experts: pair = token *
+/// chosen + i, where i = 0 is the most likely expert.
 struct Routes {
   int tokens, experts, chosen;
   float* shares;         // [pair]
   std::int32_t* expert;  // [pair]
   std::int32_t* order;   // [pair]: pair numbers, sorted by expert
-  std::int32_t* starts;  // [experts + 1]: where the pairs of each expert begin in `order`
+  std::int32_t* starts;  // [experts + 1]: index in `order` at which the pairs of each expert begin
 
   int pairs() const { return tokens * chosen; }
 };
@@ -38,7 +38,7 @@ struct RouteArgs {
 cudaError_t route(const RouteArgs& args, cudaStream_t stream);
 
 /// y[pair] = W of the pair's expert * x of its token (or of the pair) + bias. Each weight is read
-/// once for up to 64 pairs of an expert. The weights of experts that are not chosen are not read. A
+/// once for up to 64 pairs of its expert. The weights of experts without pairs are not read. A
 /// pair's result does not depend on other pairs.
 struct ExpertProductArgs {
   Type type;

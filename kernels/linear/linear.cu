@@ -1,14 +1,15 @@
-// Multiplies a few rows by a weight matrix that is read once. The kernel is memory-bound, so it is
-// designed around reading.
+// Multiplies a few rows by a weight matrix that is read once. The kernel is memory-bound, so its
+// design keeps the reading of weights going.
 //
-// Memory traffic: n * k weights (twice that if gated); x, gamma and y add at most a few percent.
+// Memory traffic: n * k weights (twice as many if gated). x, gamma and y add at most a few percent.
 // One thread block per multiprocessor processes strips of kTiles * 8 weight rows. One warp requests
-// the weights (linear_ring.cuh), across strips, and begins before the preceding kernel ends. So the
-// memory waits neither for arithmetic nor for x. Eight warps split k into runs of 128 and multiply
-// on tensor cores. A tile of 8 weight rows is the right operand of m16n8k16. The left operand has
-// 16 rows: eight rows of x rounded to T, and their rounding errors. So a normed x has about 16 bits
-// of precision, and eight rows cost as much as one. The order of each sum is the same for any
-// number of rows, any tile and any GPU, so equal inputs give equal bits, alone or in a batch.
+// the weights of all strips one after another (linear_ring.cuh), and begins before the preceding
+// kernel ends. So the memory waits neither for arithmetic nor for x. Eight warps split k into runs
+// of 128 and multiply on tensor cores. A tile of 8 weight rows is the right operand of m16n8k16.
+// The left operand has 16 rows: eight rows of x rounded to T, and their rounding errors. So a
+// normed x has about 16 bits of precision, and eight rows take as much time as one. The order of
+// each sum is the same for any number of rows, any tile and any GPU, so equal inputs give equal
+// bits, alone or in a batch.
 //
 // Instantiated for 2 types x 4 forms (8 kernels). rows, n and k are chosen at run time.
 #include <algorithm>
@@ -57,8 +58,8 @@ struct Layout {
 };
 
 /// Splits eight floats into the left operands of two products: two rounded floats and their
-/// rounding errors, then the same for the next two floats. The other four are stored 16 bytes
-/// further.
+/// rounding errors, then the same for the next two floats. The operands of the other four floats
+/// are stored 16 bytes further.
 template <class T>
 struct SplitEight {
   __device__ void operator()(const float (&value)[8], float* to) const {
@@ -75,7 +76,7 @@ struct SplitEight {
   }
 };
 
-/// A lane's part of x, as left operands.
+/// A lane's part of x, as left operands of products.
 struct XPart {
   uint4 left[kLoads][kChains];
 };
@@ -86,14 +87,15 @@ class XRows {
  public:
   __device__ XRows(const std::byte* rows, std::size_t row_bytes, int count, int k)
       : row_(rows + lane() / 4 * row_bytes), k_(lane() / 4 < count ? k : 0) {}
-  /// Reads the lane's part of x from `first` on. It is zero beyond k and beyond the last row.
+  /// Reads the lane's part of x from element `first` of a row on. Elements beyond k and beyond the
+  /// last row are zero.
   __device__ XPart read(int first) const {
     XPart x{};
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
       const int k = first + load * kLoadK + lane() % 4 * 8;
       if (k >= k_) continue;
-      if constexpr (has_norm(kForm)) {  // SplitEight
+      if constexpr (has_norm(kForm)) {  // the layout that SplitEight writes
         const auto* const from = reinterpret_cast<const uint4*>(row_ + std::size_t(k) * 4);
         x.left[load][0] = from[0];
         x.left[load][1] = from[1];
@@ -126,8 +128,8 @@ __device__ void copy_rows(const LinearProduct<T>& product, std::byte* to) {
   barrier_of_first<kLinearThreads>();
 }
 
-/// The outputs of strips that one thread computes: in each strip one output, or two that belong
-/// together, of one row.
+/// The outputs of strips that one thread computes: in each strip one output of one row or, in the
+/// forms gated and rotated, two outputs of one row that are computed together.
 template <class T, Form kForm>
 class Finisher {
  public:
@@ -141,7 +143,7 @@ class Finisher {
     place_ = TokenSlot(rope, token());
   }
 
-  /// Starts loading what a strip's outputs need besides the product.
+  /// Starts loading the data that a strip's outputs need in addition to the product.
   __device__ void start(int strip) {
     if (row_ >= product_.rows) return;
     if constexpr (kForm != Form::rotated) {
@@ -201,7 +203,7 @@ class Finisher {
         from_float<T>(rotated.x), from_float<T>(rotated.y));
     if (!is_query() && dim_ == 0) place_.note_position(rope_, cached_);
   }
-  /// Writes to the head that begins at element `head`.
+  /// Writes two outputs to the head that begins at element `head`.
   __device__ void put(void* to, std::int64_t head, T first, T second) const {
     T* const at = static_cast<T*>(to) + head + dim_;
     at[0] = first;
@@ -219,8 +221,8 @@ class Finisher {
   float2 cos_sin_{};
 };
 
-/// The work of eight warps: they compute the product as weights arrive. `behind`: memory after the
-/// ring.
+/// The work of eight warps: they compute the product while weights arrive. `behind`: the shared
+/// memory after the ring.
 template <class T, Form kForm>
 __device__ void multiply(const LinearProduct<T>& product, const RopeWriteArgs& rope,
                          const Layout& layout, std::byte* behind, WeightReader reader) {
@@ -264,7 +266,8 @@ __device__ void multiply(const LinearProduct<T>& product, const RopeWriteArgs& r
       }
     }
 
-    // A lane has two outputs for row lane / 4 of the tiles: the rounded part and the rest.
+    // A lane holds two outputs for row lane / 4 of the tiles. Each is the sum of the products with
+    // the rounded part and with the rounding errors.
     float* const partial = partials + half * kLinearWarps * kTiles * kPartial;
     if (lane / 4 < product.rows) {
 #pragma unroll
@@ -344,9 +347,9 @@ struct LinearLaunch {
 LinearLaunch plan_product(Form form, int rows, int n, int k, const DeviceLimits& limits) {
   const int strips = strips_of(form, n), blocks = std::min(strips, limits.multiprocessors);
   const int max_stages = (strips + blocks - 1) / blocks * kTiles * ((k + kStageK - 1) / kStageK);
-  // While a CTA of the attention runs, a multiprocessor has memory for one small block, which can
-  // load weights meanwhile, but not for two. If blocks started early, some multiprocessors would
-  // get two of them and others none.
+  // Each block takes at least two fifths of the shared memory. While a CTA of the attention runs, a
+  // multiprocessor then has memory for one block, which can load weights meanwhile, but not for
+  // two. If two blocks fitted, some multiprocessors would get two of them and others none.
   const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) * 2 / 5;
   for (const int least : {kPreferredStages, kMinStages}) {
     const RingLength ring{least, max_stages};
@@ -375,7 +378,7 @@ cudaError_t launch_linear(LinearProduct<T> product, cudaStream_t stream,
   cudaError_t error = device_limits(limits);
   if (error != cudaSuccess) return error;
   const auto [plan, layout] = plan_product(kForm, product.rows, product.n, product.k, limits);
-  if (!plan.fits()) return cudaErrorNotSupported;  // why_not_linear() says why
+  if (!plan.fits()) return cudaErrorNotSupported;  // why_not_linear() returns the reason
   const int each = plan.rows;
   const auto kernel = linear_kernel<T, kForm>;
   error = allow_shared_memory(kernel, limits);

@@ -9,18 +9,19 @@ namespace kvlab::kernels {
 /// Maximum number of rows for `linear`. Larger products use cuBLASLt.
 inline constexpr int kMaxLinearRows = 8;
 
-/// What a product computes, and which weight rows are the two tiles of a strip.
+/// The form of a product. It determines what is computed, and which weight rows make up the two
+/// tiles of a strip.
 enum class Form {
   plain,    // sixteen consecutive rows
   normed,   // sixteen consecutive rows, times norm(x)
-  gated,    // eight rows of the gate and the same eight of up, times norm(x)
+  gated,    // eight rows of the gate and the same eight rows of up, times norm(x)
   rotated,  // eight rows of a head's first half and the rows that RoPE pairs with them, times
             // norm(x)
 };
 /// y[r, n] = epilogue(sum over k of W[n, k] * norm(x)[r, k]). norm(x) is not rounded to `type`; it
-/// has 16 bits or more. A row's result does not depend on the other rows. On sm_90 a launch starts
-/// before the preceding kernel of the stream has ended, and reads weight, gamma and bias
-/// immediately. So the preceding kernel must not write them.
+/// has a precision of at least 16 bits. A row's result does not depend on the other rows. On sm_90
+/// a launch starts before the preceding kernel of the stream has ended, and reads weight, gamma and
+/// bias immediately. So the preceding kernel must not write them.
 struct LinearArgs {
   Type type;           ///< of x, weight, gamma, bias, y; residual streams are float32
   int rows, n, k;      ///< rows <= kMaxLinearRows; k a multiple of 8
@@ -52,9 +53,9 @@ struct GatedLinearArgs {
 cudaError_t gated_linear(const GatedLinearArgs& args, cudaStream_t stream);
 
 /// `linear` with a norm, then `rope_write` of its y. Requires args.y == rope.qkv and args.rows ==
-/// rope.tokens. Runs as one launch with the same bits as two if the type has 2 bytes, heads are not
-/// normed, head_size == rotated, and head_size is a multiple of 16; otherwise runs as two launches.
-/// The preceding kernel may write everything that `rope` points to.
+/// rope.tokens. Runs as one launch if the type has 2 bytes, heads are not normed, head_size ==
+/// rotated, and head_size is a multiple of 16; otherwise as two launches. Both give the same bits.
+/// The preceding kernel may write all memory that `rope` points to.
 cudaError_t linear_rope_write(const LinearArgs& args, const RopeWriteArgs& rope,
                               cudaStream_t stream);
 

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kLinearThreads)
 
 }  // namespace
 
-/// Plans to process as many rows at a time as fit into shared memory, which also holds the norm.
+/// Plans a launch for as many rows as fit in shared memory, which also holds the norm.
 LaunchPlan plan_linear_f32(bool normed, int rows, int n, int k, const DeviceLimits& limits) {
   const auto bytes_for = [&](int count) {
     return kSumsBytes +
@@ -90,7 +90,7 @@ cudaError_t launch_linear_f32(const LinearProduct<float>& product, cudaStream_t 
   if (error != cudaSuccess) return error;
   const LaunchPlan plan =
       plan_linear_f32(product.gamma != nullptr, product.rows, product.n, product.k, limits);
-  if (!plan.fits()) return cudaErrorNotSupported;  // why_not_linear() says why
+  if (!plan.fits()) return cudaErrorNotSupported;  // why_not_linear() returns the reason
   const int each = plan.rows;
   error = allow_shared_memory(linear_f32_kernel, limits);
   const Launch where{.grid = dim3(static_cast<unsigned>(plan.blocks)),

@@ -22,7 +22,7 @@ struct LinearProduct {
   float norm_epsilon, norm_offset;
   Activation activation;  ///< for the gate
   const T* bias;          // [n], or null
-  T* y;                   // one of the three is not null
+  T* y;                   // of y and the next two members, exactly one is not null
   float* y_float;
   float* residual;
 };
@@ -45,8 +45,8 @@ __device__ inline float residual_of(const LinearProduct<T>& product, int row, in
   return product.residual ? product.residual[static_cast<std::size_t>(row) * product.n + column]
                           : 0.0f;
 }
-/// Writes one output, with bias, to the destination that is set. Returns the value that y has or
-/// would have.
+/// Writes one output, with bias, to the destination that is set. Returns the output rounded to T,
+/// whichever destination is set.
 template <class T>
 __device__ inline T write_output(const LinearProduct<T>& product, int row, int column, float value,
                                  float residual) {
@@ -60,9 +60,9 @@ __device__ inline T write_output(const LinearProduct<T>& product, int row, int c
   return rounded;
 }
 
-/// A warp's share of the norm. For any number of rows, chunk c of a row (eight elements) belongs to
-/// slice (c / 32) % 8 and lane c % 32. So sums of squares do not depend on the number of rows. A
-/// warp has `count` slices of one row.
+/// The part of the norm that a warp computes. For any number of rows, chunk c of a row (eight
+/// elements) belongs to slice (c / 32) % 8 and lane c % 32. So sums of squares do not depend on the
+/// number of rows. A warp handles `count` slices of one row.
 struct NormShare {
   int row, first, stride, shift, count;
   __device__ explicit NormShare(int rows) {
@@ -88,14 +88,14 @@ __device__ inline void fetch_gamma(const LinearProduct<T>& product, std::byte* t
 }
 
 /// Computes rows x[r] * gamma / rms(x[r]) in unrounded float32, and writes them to shared memory,
-/// normed_row_bytes() each; `finish` stores eight elements at a time. Called by the first
-/// kLinearThreads threads of the block. Waits for their copies of gamma to `gammas`, and ends with
-/// a barrier of these threads.
+/// with normed_row_bytes() for each row. `finish` stores eight elements at a time. Called by the
+/// first kLinearThreads threads of the block. Waits until their copies of gamma to `gammas` are
+/// complete, and ends with a barrier of these threads.
 template <class T, class Finish>
 __device__ inline void norm_rows(const LinearProduct<T>& product, const std::byte* gammas,
                                  std::byte* rows, float* sums, Finish finish) {
   constexpr int kSlices = kLinearWarps;
-  constexpr int kAtOnce = 8;  // chunks per lane in flight
+  constexpr int kAtOnce = 8;  // number of chunks that a lane loads at once
   const NormShare share(product.rows);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, chunks = product.k / 8;
   const std::size_t row = static_cast<std::size_t>(share.row);
@@ -114,11 +114,11 @@ __device__ inline void norm_rows(const LinearProduct<T>& product, const std::byt
 #pragma unroll 1
   for (int first = 0; first < count * rounds; first += kAtOnce) {
     Vector<float> loaded[kAtOnce][2];
-    const auto place =
-        [&](int i) {  // the position in x of the i-th chunk; beyond k if there is none
-          const int at = first + i, slice = share.slice(at & (share.count - 1));
-          return (((at >> share.shift) * kSlices + slice) * kWarpSize + lane) * 8;
-        };
+    const auto place = [&](int i) {  // the element of x at which the i-th chunk begins; beyond k if
+                                     // there is no such chunk
+      const int at = first + i, slice = share.slice(at & (share.count - 1));
+      return (((at >> share.shift) * kSlices + slice) * kWarpSize + lane) * 8;
+    };
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
       if (const int at = place(i); at < product.k) {

@@ -1,11 +1,12 @@
 // Moves weights to shared memory: one warp of a thread block requests them, and eight warps read
 // them.
 //
-// A stage of the ring is a tile of eight weight rows by 1,024 of k. Each of the eight warps reads
-// 128 of k. Enough bytes are always in flight to keep the memory busy (kInFlight), and no more,
-// because the block's other loads would wait behind them, in particular x, which everything needs.
-// Until the whole ring has been requested once, x has not arrived, so slightly fewer bytes are in
-// flight. Data that has arrived may stay in the ring until it is read.
+// A stage of the ring is a tile of eight weight rows by 1,024 elements along k. Each of the eight
+// warps reads 128 of these elements of each row. kInFlight stages are in flight at any time, which
+// keeps the memory busy. There are not more, because other loads of the block would wait behind
+// them, in particular the load of x, which all products need. Until the whole ring has been
+// requested once, x has not arrived yet, so fewer stages (kFirstInFlight) are in flight. Data that
+// has arrived may stay in the ring until it is read.
 #pragma once
 
 #include <cstddef>
@@ -17,14 +18,14 @@ namespace kvlab::kernels {
 
 inline constexpr int kTileRows = 8;  // weight rows of a tile; also the maximum number of rows of x
 inline constexpr int kTiles = 2;     // tiles per strip
-inline constexpr int kLoadK = 32;    // k of a 16-byte load by the four lanes of a row
-inline constexpr int kLoads = 4;     // loads per warp and stage
+inline constexpr int kLoadK = 32;  // elements along k of a 16-byte load by the four lanes of a row
+inline constexpr int kLoads = 4;   // loads per warp and stage
 inline constexpr int kWarpK = kLoads * kLoadK;
-inline constexpr int kStageK = kLinearWarps * kWarpK;  // k of a stage
+inline constexpr int kStageK = kLinearWarps * kWarpK;  // elements along k of a stage
 inline constexpr int kLoadBytes = kWarpSize * 16;
 inline constexpr int kStageBytes = kLinearWarps * kLoads * kLoadBytes;
 inline constexpr int kPreferredStages = 4, kMaxStages = 12;
-inline constexpr int kMinStages = 2;                     // used if four stages do not fit
+inline constexpr int kMinStages = 2;                     // used if more stages do not fit
 inline constexpr int kInFlight = 4, kFirstInFlight = 3;  // stages in flight
 
 __host__ __device__ constexpr bool has_norm(Form form) { return form != Form::plain; }
@@ -49,8 +50,8 @@ __device__ inline int first_row_of_tile(Form form, int strip, int tile, int head
 /// Barriers of the ring, in shared memory.
 struct RingBarriers {
   PhaseBarrier full[kMaxStages], empty[kMaxStages];
-  /// Called by one thread. Visible after the block's next barrier. (When the requesting warp did
-  /// this, one barrier per lane, a launch took 0.3 us longer.)
+  /// Called by one thread. Its effect is visible after the block's next barrier. (When the
+  /// requesting warp initialized one barrier per lane instead, a launch took 0.3 us longer.)
   __device__ void init() {
     for (int i = 0; i < kMaxStages; ++i) {
       full[i].init(kWarpSize);
@@ -87,7 +88,7 @@ class WeightSender {
     for (int strip = static_cast<int>(blockIdx.x); strip < strips_of(kForm, product.n);
          strip += static_cast<int>(gridDim.x)) {
       const T* rows[kTiles];
-      int wanted[kTiles];  // number of elements of each row that exist, from rows[tile] on
+      int wanted[kTiles];  // number of elements to load of each row, from rows[tile] on
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const int n = first_row_of_tile(kForm, strip, tile, head_size) + lane / 4;
@@ -131,7 +132,7 @@ class WeightSender {
     for (int load = 0; load < kLinearWarps * kLoads; ++load)
       copy_async(to(load), from + load * kLoadK, true);
   }
-  /// Copies `wanted` elements and fills up with zeros.
+  /// Copies `wanted` elements and writes zeros for the others.
   __device__ void copy_some(const T* from, int wanted) const {
 #pragma unroll 4
     for (int load = 0; load < kLinearWarps * kLoads; ++load) {
@@ -155,8 +156,8 @@ class WeightReader {
         stages_(stages),
         barriers_(barriers) {}
 
-  /// Reads the warp's share of the next stage: eight elements of each load, of row lane / 4, from
-  /// element lane % 4 * 8 on.
+  /// Reads the warp's part of the next stage. From each load, a lane gets eight elements of row
+  /// lane / 4, from element lane % 4 * 8 on.
   __device__ void read(uint4 (&weights)[kLoads]) {
     barriers_.full[next_.slot].wait(next_.parity);
 #pragma unroll
