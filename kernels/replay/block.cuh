@@ -1,4 +1,4 @@
-// Data in shared memory that the thread block of one cache uses while it goes through a block of
+// Data in shared memory that the thread block of one cache uses while it processes a block of
 // queries.
 #pragma once
 
@@ -9,14 +9,15 @@
 
 namespace kvlab::kernels {
 
-/// Maximum number of threads per cache. The registers of a multiprocessor limit it, and old keys
-/// need many registers.
+/// Maximum number of threads per cache. It is limited by the registers of a multiprocessor.
+/// Rotating old keys (cache positions) takes many registers.
 constexpr std::uint32_t replay_max_threads(bool cache_positions) {
   return cache_positions ? 384 : 320;
 }
 constexpr int replay_blocks(bool cache_positions) { return cache_positions ? 1 : 2; }
 inline constexpr int kReplayWarps = 12;
-/// Number of slots that a thread processes together (a strip). Its registers hold no more.
+/// Number of slots that a thread processes together (a strip). More slots would not fit in its
+/// registers.
 constexpr int replay_strip(bool cache_positions) { return cache_positions ? 7 : 8; }
 /// Number of dimensions of a value that a warp processes at once.
 inline constexpr int kReplayDims = 4 * kWarpSize;
@@ -27,7 +28,7 @@ struct HeadGroups {
   float4 head_group[kHeadGroups];
 };
 
-/// Returns in every lane a vector whose component l comes from lane l.
+/// Returns in every lane a vector. Its component l is the value of lane first + l.
 template <int kHeadGroups>
 __device__ inline HeadGroups<kHeadGroups> head_groups_of_lanes(float value, int first = 0) {
   HeadGroups<kHeadGroups> all;
@@ -51,7 +52,8 @@ struct ReplayShared {
   std::uint32_t moves;         ///< tokens moved to slots of evicted tokens
   std::uint32_t gone;          ///< one past the position of the youngest evicted token
   std::uint32_t listed;        ///< number of slots in the list of old keys
-  float kept[kMaxReplayQueries][kMaxReplayGroup];  // sums; negative if all tokens are kept
+  /// Sums of kept exponentials; negative if all tokens are kept.
+  float kept[kMaxReplayQueries][kMaxReplayGroup];
   std::uint32_t hits[kMaxReplayQueries][kMaxReplayGroup];
   std::uint32_t visible[kMaxReplayQueries];
 };
@@ -70,13 +72,13 @@ constexpr std::uint32_t whole_strips(std::uint32_t slots, bool cache_positions) 
                                replay_threads(slots, cache_positions);
   return (slots + strips - 1) / strips * strips;
 }
-/// Bytes of shared memory for one bit per token, which says whether the token is live. Rounded up
-/// to 16 bytes.
+/// Bytes of shared memory for one bit per token that tells whether the token is live. Rounded up to
+/// 16 bytes.
 constexpr std::size_t bytes_of_words(const ReplayShape& shape) {
   return static_cast<std::size_t>((shape.words() + 3) / 4 * 16);
 }
 
-/// A thread of the thread block that handles one cache, and which cache that is.
+/// A thread of the thread block that handles one cache, and the numbers that identify the cache.
 struct CacheThread {
   const ReplayWalkArgs& args;
   int config, task;
@@ -96,8 +98,8 @@ struct CacheThread {
         warp(thread / kWarpSize),
         warps(threads / kWarpSize) {}
 
-  /// This thread's first slot. During a step, no other thread accesses the slots of a thread. A
-  /// warp has kStrip * 32 consecutive slots, and the slots of one thread's strip are 32 apart.
+  /// This thread's first slot. During a step, no other thread accesses the slots of this thread. A
+  /// warp handles kStrip * 32 consecutive slots, and the slots of one thread's strip are 32 apart.
   template <int kStrip>
   __device__ std::uint32_t first_slot_of_thread() const {
     return warp * (kStrip * kWarpSize) + lane;

@@ -9,9 +9,9 @@
 
 namespace kvlab::kernels {
 
-/// CacheThread::for_slots() says which slots a thread handles. If the slots fit into shared memory,
-/// they stay there during the block of queries. `Tokens` is ExactTokens, CachePositionTokens or
-/// TieredTokens.
+/// A thread handles the slots that CacheThread::for_slots() visits. If the slots fit into shared
+/// memory, they stay there during the block of queries. `Tokens` is ExactTokens,
+/// CachePositionTokens or TieredTokens.
 template <class P, class Tokens>
 class ReplayCache {
  public:
@@ -51,7 +51,8 @@ class ReplayCache {
   __device__ const std::uint32_t* positions() const { return positions_; }
   __device__ std::uint32_t position(std::uint32_t i) const { return positions_[i]; }
   /// Whether the slot holds a token at a position up to `query`. `visible` is the number of such
-  /// tokens. In shared memory, empty slots have a position beyond every query.
+  /// tokens, which are in the first slots. In shared memory, the position of an empty slot is
+  /// larger than that of every query.
   __device__ bool holds(std::uint32_t i, std::uint32_t query, std::uint32_t visible) const {
     return kInShared ? positions_[i] <= query : i < visible;
   }
@@ -125,13 +126,15 @@ class ReplayCache {
     }
     return !smooths(next) && !at_.args.layer_heads;
   }
-  /// Number of unprotected positions at `now`. They begin after the sinks.
+  /// Number of unprotected positions when position `now` is appended. These positions begin after
+  /// the sinks.
   __device__ std::uint32_t num_unprotected(std::uint32_t now) const {
     return protected_tokens_.num_unprotected(now);
   }
   /// Makes the token in slot `i` an eviction candidate if it is unprotected, that is, if its
   /// position is one of the first `unprotected` positions after the sinks. A full cache has at
-  /// least one such token, because sinks and recent tokens fit its budget.
+  /// least one such token, because sinks and recent tokens fit its budget, and the recent ones
+  /// include the token that is appended next.
   __device__ void rank(EvictionCandidate& first, std::uint32_t i, const Slot& own,
                        const Step& ranking, std::uint32_t unprotected) const {
     const std::uint32_t position = positions_[i];
@@ -294,7 +297,7 @@ class ReplayCache {
     put(i, state);
   }
 
-  /// The eviction keys of all tokens when the current append begins.
+  /// The eviction keys of all tokens, at the time when the current append begins.
   __device__ EvictionKeys eviction_keys() {
     const std::uint32_t live = progress_.live;
     const Step ranking = step_at(now_.first, 0);
@@ -345,7 +348,7 @@ class ReplayCache {
         if (goes(i)) tokens_.of_slot()[i] = static_cast<std::uint8_t>(r + 1);
       __syncthreads();
     }
-    __syncthreads();  // find() clears the counts that the last tiers were compared with
+    __syncthreads();  // find() clears counts that other threads may still be comparing
     tokens_.find(live);
   }
 
@@ -362,8 +365,7 @@ class ReplayCache {
                       [&](std::uint32_t i, bool here, std::uint32_t before) {
                         if (i < kept && !here) holes[i - before] = i;
                       });
-    // The number of kept tokens in slots from `kept` on equals the number of evicted tokens before
-    // it.
+    // As many kept tokens are in slots from `kept` on as evicted tokens are in the slots before.
     number_kept_slots(shared_.selection, live, stays,
                       [&](std::uint32_t i, bool here, std::uint32_t before) {
                         if (i < kept || !here) return;

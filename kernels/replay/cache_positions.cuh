@@ -1,5 +1,5 @@
-// Tokens numbered by cache position: computes where each token is, and the exponentials of old
-// tokens.
+// Tokens numbered by cache position: computes the cache position of each token, and the
+// exponentials of old tokens.
 #pragma once
 
 #include "kernels/replay/old_keys.cuh"
@@ -63,9 +63,10 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
     positions_in_cache_[i] = position;
   }
 
-  /// Updates positions after an eviction. Cache positions of tokens older than the victim grow by
-  /// one, so their distance to the next query stays the same. The distance of old tokens that are
-  /// younger than the victim changes. If the victim was not old, all tokens up to it become old.
+  /// Updates positions after an eviction. The cache positions of tokens older than the victim grow
+  /// by one, so their distance to the next query stays the same. The distance to old tokens that
+  /// are younger than the victim changes. If the victim was not old, all tokens up to it become
+  /// old.
   __device__ void lose(std::uint32_t victim, std::uint32_t live) {
     at_.template for_slots<kStrip>(
         live, [&](std::uint32_t i) { positions_in_cache_[i] += positions_[i] < victim ? 1 : 0; });
@@ -92,8 +93,8 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
   __device__ const float4* row(int i) const {
     return args_.cache_positions.e + at_.row(i) * kHeadGroups * args_.shape.tokens;
   }
-  /// Computes the exponentials of old tokens that are not known yet. With `ahead`, also for the
-  /// later queries of the query group.
+  /// Computes those exponentials of old tokens for query i that have not been computed yet. With
+  /// `ahead`, it also computes them for the later queries of the query group.
   template <int kHeadGroups>
   __device__ void attend(int i, std::uint32_t live, bool ahead) {
     PositionRange range = ahead && i % kReplayAhead != 0 ? moved_ : PositionRange::all();

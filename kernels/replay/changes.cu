@@ -1,9 +1,10 @@
-// How a kept set changes the log-likelihood of the gradient samples, at every query: the product of
-// exponentials, masked by each cache's kept set, and terms. It is computed on tensor cores.
+// Computes how a kept set changes the log-likelihood of the gradient samples, at every query. The
+// change is the product of terms and of exponentials that are masked by the cache's kept set. It is
+// computed on tensor cores.
 //
 // One product has 16 configurations and 16 columns (a column is a gradient sample and a query head
-// of the group). The weighted terms of a column are the same for all configurations except for the
-// mask. They are split into two bf16 parts (16 bits).
+// of the group). Except for the mask, the weighted terms of a column are the same for all
+// configurations. They are split into two bf16 parts (16 bits).
 #include "kernels/device/half_parts.cuh"
 #include "kernels/replay/direct.cuh"
 
@@ -24,7 +25,7 @@ struct Sums {
   float of_config[kTile][kColumns], full[kColumns];
 };
 
-/// Some columns of one query of one head task, for some configurations. kQuantized: the
+/// A tile of columns and configurations, for one query of one head task. kQuantized: the
 /// configurations are quantized.
 template <bool kQuantized>
 class Changes {
@@ -58,7 +59,7 @@ class Changes {
         args.cache_positions ? reinterpret_cast<const float*>(args.cache_positions + row) : nullptr;
   }
 
-  /// Adds this warp's share. Called by a warp.
+  /// Adds the warp's part of the sums to `to`. Called by a warp.
   __device__ void sum(Sums& to) {
     const int query = args_.rows.first + i_;
     if constexpr (kQuantized)
@@ -107,8 +108,8 @@ class Changes {
   }
 
  private:
-  /// Switches to the tokens of a copy, with its row and its terms. Called by a warp. Returns
-  /// whether any configuration has tokens of this copy.
+  /// Switches to a copy: its tokens, its row and its terms. Called by a warp. Returns whether any
+  /// configuration has tokens of this copy.
   __device__ bool take(int copy) {
     const int words = args_.shape.words();
     for (int n = 0; n < 2; ++n) {
@@ -158,7 +159,8 @@ class Changes {
     const float2 a = unpack<__nv_bfloat16>(two.kept), b = unpack<__nv_bfloat16>(two.left);
     return (a.x + a.y) + (b.x + b.y);
   }
-  /// The weighted terms of two tokens. They are zero beyond the query and beyond the last column.
+  /// The weighted terms of two tokens. They are zero for tokens after the query and for columns
+  /// beyond the last one.
   __device__ Bf16Parts couple(int token, int query, int column, int kind) const {
     const int group = args_.shape.group, head = column % group;
     float z[2] = {};

@@ -1,6 +1,6 @@
-// Direct exponentials: the slow way to compute a cache's row. It is used where the fast ways lose
-// precision, because the exponentials of the kept tokens are so small or so large, compared with
-// the largest one of the full row, that the row needs a separate maximum. This is rare.
+// Direct exponentials: the slow way to compute a cache's row. It is used if the fast ways lose
+// precision. This happens, rarely, if the exponentials of the kept tokens are so small or so large,
+// compared with the largest one of the full row, that they need a maximum of their own.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +10,7 @@
 
 namespace kvlab::kernels {
 
-/// The slots of a cache and one query.
+/// One query and the slots of a cache.
 struct DirectRow {
   const std::uint32_t *positions,
       *positions_in_cache;  ///< null at original positions
@@ -63,8 +63,9 @@ struct AttendedToken {
   bool cache_positions;
 };
 
-/// cos and sin of pair d. They are exact if keys are rounded. Otherwise they are combined from the
-/// angles of the cache position's multiple of 64 and of the rest.
+/// cos and sin of pair d. At original positions they come from the table `rope`. At cache positions
+/// they are combined from the angle of the largest multiple of 64 in the cache position and the
+/// angle of the remainder.
 __device__ inline float2 angle_of(const ReplayShape& shape, const ReplayTensors& tensors,
                                   const AttendedToken& token, int d) {
   const int half = shape.rotated / 2, pairs = shape.pairs();
@@ -76,7 +77,7 @@ __device__ inline float2 angle_of(const ReplayShape& shape, const ReplayTensors&
 }
 
 /// The product of a head's query with a key, computed by a warp. `element` returns elements of the
-/// key, of which the first `rotated` are not rotated yet.
+/// key. The first `rotated` of them have not been rotated yet.
 template <class Element>
 __device__ float product_of(const ReplayShape& shape, const ReplayTensors& tensors,
                             const AttendedToken& token, int head, int rotated, Element element) {
@@ -174,7 +175,7 @@ struct QueryTerms {
   }
 };
 
-/// The values that a cache's direct exponentials are multiplied with. They belong to the tokens in
+/// Direct exponentials of a cache, and the tokens whose values they are multiplied by: those in
 /// slots [0, count) whose position is below `end`.
 struct DirectValues {
   const std::uint32_t* positions;  ///< by slot
@@ -215,7 +216,7 @@ __device__ __noinline__ inline void sum_direct_terms(const ReplayWalkArgs& args,
 template <class T>
 using FourBits = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 
-/// The values of some tokens, four elements each, and the tokens' exponentials.
+/// The values (four elements each) and the exponentials of some tokens.
 template <class Bits, int kTokens, int kHeadGroups>
 struct DirectTokens {
   Bits value[kTokens];
@@ -269,7 +270,8 @@ __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, Direc
                       {low.x, low.y, high.x, high.y});
       }
     }
-    // Computes several sums in parallel. Each adds the results of the warps in order.
+    // Several groups of threads add up different sums in parallel. Each sum adds the results of the
+    // warps in order.
     for (std::uint32_t round = 0; round * kSums < warps; ++round) {
       if (warp / kSums == round)
 #pragma unroll

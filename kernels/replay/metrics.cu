@@ -1,5 +1,5 @@
-// Computes metrics from what the caches counted over a block of queries and from the errors of
-// their outputs. It adds them in the order of the queries, so that every replay gives the same
+// Computes metrics from the counts of the caches over a block of queries and from the errors of
+// their outputs. Metrics are added in the order of the queries, so that every replay gives the same
 // result.
 #include "kernels/replay/metrics.cuh"
 

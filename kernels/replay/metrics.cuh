@@ -1,11 +1,11 @@
-// Counts of a cache over a block of queries. Metrics are computed from them.
+// Counts of a cache over a block of queries, from which metrics are computed.
 #pragma once
 
 #include "kernels/replay/block.cuh"
 
 namespace kvlab::kernels {
 
-/// The index of the block of measured queries over which a measured query is summed.
+/// The index of the block of measured queries in whose sum a measured query is included.
 __device__ inline int block_of_query(const ReplayMeasured& measured, int index) {
   return static_cast<int>(std::int64_t{index} * measured.blocks / measured.size);
 }
@@ -19,9 +19,9 @@ __device__ double& metric_sum(const Args& args, std::int64_t cache, Sum sum, int
                    shape.at(sum, static_cast<std::size_t>(head), static_cast<std::size_t>(block))];
 }
 
-/// For query i of the block, adds the kept and the full probability of each passage before it. Each
-/// warp handles one passage at a time. `live`: bits of the live positions. Called by the whole
-/// thread block. Not inlined, to save its caller's registers.
+/// For query i of the block, adds, for each passage before the query, the passage's probability in
+/// the cache and in the full row. Each warp handles one passage at a time. `live`: bits of the live
+/// positions. Called by the whole thread block. Not inlined, to save its caller's registers.
 template <int kHeadGroups>
 __device__ __noinline__ void add_named_sums(const ReplayWalkArgs& args, int task,
                                             std::int64_t cache, const std::uint32_t* live, int i) {
@@ -55,8 +55,8 @@ __device__ __noinline__ void add_named_sums(const ReplayWalkArgs& args, int task
   __syncthreads();
 }
 
-/// Stores in args.counts what the cache kept at each query of the block. Called by the whole thread
-/// block.
+/// Stores the sums and hits of the cache at each query of the block in args.counts. Called by the
+/// whole thread block.
 __device__ inline void store_counts(const CacheThread& at, const ReplayShared& shared) {
   const ReplayWalkArgs& args = at.args;
   const ReplayRows& rows = args.rows;

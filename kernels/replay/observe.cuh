@@ -1,4 +1,4 @@
-// Converts a token's exponentials at a query to the observation that the policy gets.
+// Converts a token's exponentials at a query to the observation that is passed to the policy.
 #pragma once
 
 #include "kernels/device/mass_sum.hpp"
@@ -6,8 +6,8 @@
 
 namespace kvlab::kernels {
 
-/// The lowest exponential at which a head requests a token, in a row with this sum and this largest
-/// exponential.
+/// The lowest exponential of a token that counts as requested by a head, in a row with this sum and
+/// this largest exponential.
 __device__ inline float min_requested(float sum, float most, std::uint32_t threshold16) {
   const float p = request_floor(fixed_mass(1.0f, most * (1 / sum)), threshold16);
   return p < 0 ? 0.0f : p * sum;
@@ -35,7 +35,7 @@ __device__ inline std::uint64_t head_group_mass(const float4& e, const float4& o
 }
 
 /// How many tokens each head of the full row requests, among the tokens that one thread counts.
-/// Missing tokens count as exponentials of zero, so a row that requests every token is handled
+/// Empty slots are passed as exponentials of zero, so a row that requests every token is handled
 /// separately.
 template <int kHeadGroups>
 class ReplayHits {
@@ -51,7 +51,7 @@ class ReplayHits {
       count_from(hits_[head_group], e.head_group[head_group],
                  min_requested_.head_group[head_group]);
   }
-  /// Adds the counts of the whole warp to `to`, by head.
+  /// Adds the counts of the whole warp to `to` [head].
   __device__ void add_to(std::uint32_t* to, std::uint32_t lane) const {
 #pragma unroll
     for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
@@ -68,8 +68,8 @@ class ReplayHits {
   uint4 hits_[kHeadGroups] = {};
 };
 
-/// How one query observes the live tokens. kLargest: a group gives a token the largest mass of its
-/// heads instead of the sum over heads.
+/// Converts the exponentials of one query to observations of the live tokens. kLargest: a token
+/// receives the largest mass of the group's heads instead of the sum over the heads.
 template <class P, int kHeadGroups, bool kLargest>
 struct QueryLook {
   static constexpr bool kNeedsRequests = needs_requests(P::kInfo.needs);
@@ -80,7 +80,7 @@ struct QueryLook {
   float weight;
   std::uint32_t query;
 
-  /// Lane l has `sum` and `most` (the largest exponential) of head l.
+  /// Lane l passes `sum` and `most` (the largest exponential) of head l.
   __device__ QueryLook(float sum, float most, const CacheThread& at, float of_age,
                        std::uint32_t of_query)
       : weight(of_age), query(of_query) {

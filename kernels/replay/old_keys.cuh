@@ -1,15 +1,16 @@
 // Computes exponentials of old keys. An old key has a cache position and is older than an evicted
 // token, so its distance to the query differs between caches.
 //
-// Only the distance matters. Therefore the query stays unrotated and the key is rotated back by the
-// distance. As long as only younger tokens are evicted, the distance stays the same from query to
-// query. So a key is rotated once per query group, and again only after an older token was evicted.
-// The keys to rotate are listed, and the list is split evenly over the warps of a thread block.
+// Products depend only on the distance between query and key. So the query stays unrotated, and the
+// key is rotated back by the distance. As long as only younger tokens are evicted, the distance
+// stays the same from query to query. So a key is rotated once per query group, and again only
+// after an older token was evicted. The keys to rotate are listed, and the list is split evenly
+// over the warps of a thread block.
 //
-// Products use float16 tensor cores, with keys and queries in two parts each (22 bits), 16 keys at
-// a time. Memory traffic for 16 keys: from the L2 cache, the keys (2 elements per pair) and half of
-// their rope tables; from shared memory, the other half of the tables, and 4 bytes per element of
-// all queries.
+// Products run on tensor cores in float16, 16 keys at a time. Keys and queries are split into two
+// parts each (22 bits). Memory traffic for 16 keys: from the L2 cache, the keys (2 elements per
+// pair) and half of their rope tables; from shared memory, the other half of the tables, and 4
+// bytes per element of all queries.
 #pragma once
 
 #include "kernels/device/half_parts.cuh"
@@ -39,7 +40,7 @@ struct OldList {
   const std::uint32_t* positions;  ///< by slot
 };
 
-/// Layout, in shared memory, of what a cache's old keys are multiplied with. It holds [pairs / 8,
+/// The layout in shared memory of the data by which a cache's old keys are multiplied: [pairs / 8,
 /// tile, lane] of ReplayCachePositionRows::fragments for a query group, a float2 for each of the
 /// group's columns, and the rope table of positions 0 to 63.
 struct OldKeyLayout {
@@ -58,16 +59,16 @@ struct OldKeyLayout {
 
 class OldKeyStage {
  public:
-  /// `stage`: memory with the layout OldKeyLayout. It is usable after the next barrier.
+  /// `stage`: memory with the layout OldKeyLayout. The stage may be used after the next barrier.
   __device__ OldKeyStage(const ReplayCachePositionArgs& args, int task, std::byte* stage)
       : args_(args), task_(task), stage_(reinterpret_cast<uint4*>(stage)) {
     const int head_groups = args.shape.pairs() / 2;
     const OldKeyLayout parts(args.shape);
     const auto* const from = reinterpret_cast<const uint4*>(args.tensors.fine);
     uint4* const to = stage_ + parts.fragments + parts.columns;
-    // A uint4 holds two pairs. Each of four lanes takes two uint4 of a granule. In global memory
-    // the two of a lane are neighbours. Here the first ones of all four lanes come before the
-    // second ones.
+    // A uint4 holds two pairs. Each of four lanes reads two uint4 of a granule. In global memory
+    // the two uint4 of a lane are neighbours. In this stage, the first uint4 of all four lanes come
+    // before the second ones.
     for (int n = static_cast<int>(threadIdx.x); n < 64 * head_groups;
          n += static_cast<int>(blockDim.x)) {
       const int position_in_cache = n / head_groups, at = n % head_groups;
@@ -107,8 +108,8 @@ class OldKeyStage {
   int query_group_ = -1;
 };
 
-/// Four pairs of a key before RoPE, in their storage format. They are converted later, because a
-/// conversion here would wait for the loads.
+/// Four pairs of a key before RoPE, in their storage format. They are converted only when they are
+/// used, because an earlier conversion would wait for the loads.
 template <class T>
 struct FourPairs {
   uint4 bits;
@@ -196,14 +197,14 @@ class OldKeys {
   struct Sums {
     float of[kTiles][4];
   };
-  /// The two keys of lane l: keys l / 4 and l / 4 + 8 of a batch.
+  /// The two keys of lane l: keys l / 4 and l / 4 + 8 of a batch of 16 listed keys.
   struct Two {
     OldItem item[2];
     const uint4* key[2];
     float scale[2];
   };
-  /// Where to find a granule of the two keys' angles and of the queries, and the next granule of
-  /// the keys.
+  /// The addresses of a granule of the two keys' angles and of the queries, and of the next granule
+  /// of the keys.
   struct Granule {
     const uint4 *key[2], *queries;
     const float4 *coarse[2], *fine[2];
@@ -219,7 +220,7 @@ class OldKeys {
     std::uint32_t kept[4], left[4];
   };
 
-  /// Past the last item, returns a pair of keys that no query uses.
+  /// For a batch beyond the last item, returns a pair of keys that no query uses.
   __device__ Two load_pair(std::uint32_t batch) const {
     Two two;
 #pragma unroll
@@ -249,8 +250,8 @@ class OldKeys {
     return at;
   }
 
-  /// Adds the products of 16 pairs, which are summed separately, because tensor cores truncate bits
-  /// that the accumulator cannot hold.
+  /// Adds the products of 16 pairs to `sums`. They are first summed in separate accumulators,
+  /// because tensor cores truncate the bits that an accumulator cannot hold.
   __device__ static void add(Sums& sums, const FourPairs<T> (&raw)[2], const Granule& at) {
     Sums own{};
 #pragma unroll
@@ -281,8 +282,8 @@ class OldKeys {
     for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.kept, of[n].x, of[n].y);
   }
 
-  /// Rotates two of the pairs back by the sum of two angles, which together are the distance. `a`
-  /// and `b` hold the cosines and sines of the two angles.
+  /// Rotates two of the pairs back by the sum of two angles, which is the angle of the distance.
+  /// `a` and `b` hold the cosines and sines of the two angles.
   __device__ static void rotate(Rotated& rotated, const FourPairs<T>& raw, const float4& a,
                                 const float4& b, int key, int couple) {
     const float cosines[2] = {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.z, b.z, -(a.w * b.w))},
@@ -296,7 +297,7 @@ class OldKeys {
     rotated.kept[key + 2] = high.kept, rotated.left[key + 2] = high.left;
   }
 
-  /// Stores the exponentials. Lane l has columns 2 (l % 4) and 2 (l % 4) + 1 of each tile, which
+  /// Stores the exponentials. Lane l holds columns 2 (l % 4) and 2 (l % 4) + 1 of each tile, which
   /// are two heads of one query.
   __device__ void store(const Sums& sums, const Two& keys) const {
 #pragma unroll
@@ -322,11 +323,11 @@ class OldKeys {
   }
 
   const OldList old_;
-  const uint4* keys_;     // [token, pairs / 4], offset by this lane's place; the same holds for the
-                          // next pointers
-  const float* scales_;   // [token]
-  const float4* coarse_;  // [distance / 64, pairs / 2]
-  const float4* fine_;    // [distance % 64, fine_stride_]
+  /// [token, pairs / 4]. This and the next pointers already include this lane's offset.
+  const uint4* keys_;
+  const float* scales_;     // [token]
+  const float4* coarse_;    // [distance / 64, pairs / 2]
+  const float4* fine_;      // [distance % 64, fine_stride_]
   const uint4* fragments_;  // [pairs / 8, tile, lane]
   const float4* columns_;   // [tile, 4]
   float2* direct_;          // [query of the query group, head group, slot, 2]
@@ -334,10 +335,11 @@ class OldKeys {
   int fine_stride_, lane_, granules_;
 };
 
-/// Computes the exponentials of the listed items for the query group that the stage holds. Called
-/// by the whole thread block, between barriers. Writes only the queries of each item, so several
-/// items of one slot may share its queries. It is fastest if items of similar distance follow one
-/// another. Not inlined, because it would use registers that its caller needs. T: type of keys.
+/// Computes the exponentials of the listed items for the query group whose data `stage` holds.
+/// Called by the whole thread block, between barriers. For each item, only exponentials of that
+/// item's queries are written, so the queries of one slot may be divided among several items. It is
+/// fastest if items of similar distance follow one another. Not inlined, because it would use
+/// registers that its caller needs. T: type of keys.
 template <int kHeadGroups, class T>
 __device__ __noinline__ void take_old_keys(const ReplayCachePositionArgs& args, int task,
                                            std::int64_t first_slot, const uint4* stage,

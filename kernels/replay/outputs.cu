@@ -2,9 +2,9 @@
 // to the full cache's outputs. An output is the product of exponentials, masked by the cache's kept
 // set, and values. It is computed on tensor cores.
 //
-// A tile has four query heads and four configurations, which are the 16 rows of one product. The
-// exponentials are the same for all four configurations except for the mask. They are split into
-// two bf16 parts (16 bits). Values of 2 bytes that have more bits than bf16 are also split.
+// A tile has four query heads and four configurations, which are the 16 rows of one product. Except
+// for the mask, the exponentials are the same for all four configurations. They are split into two
+// bf16 parts (16 bits). Values of 2 bytes that have more bits than bf16 are also split.
 #include <algorithm>
 
 #include "kernels/device/fold.cuh"
@@ -52,7 +52,8 @@ struct Sampled {
 };
 
 /// Loads the values of tokens [first, first + kTokens), for dimensions from `dim` on. Called by the
-/// whole thread block. Loads zeros beyond the query and the head size.
+/// whole thread block. Loads zeros for tokens after the query and for dimensions beyond the head
+/// size.
 template <int kPlanes>
 __device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int dim) {
   const ReplayShape& shape = at.args.shape;
@@ -83,10 +84,10 @@ __device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int di
 /// One thread's part of a stage's weights, while it is loaded from global memory.
 struct Weights {
   float4 first, second;  ///< exponentials of two tokens
-  Couple* to;            ///< null if the thread has no part
+  Couple* to;            ///< null if this thread loads no part
 };
 
-/// Loads the weights. They are zero beyond the query.
+/// Loads the weights. They are zero for tokens after the query.
 template <int kPlanes>
 __device__ Weights fetch_weights(Stage<kPlanes>& stage, const Sampled& at, int first) {
   const int head_groups = at.args.shape.head_groups(), tokens = at.query() + 1,
@@ -108,20 +109,20 @@ __device__ inline void store_weights(const Weights& of) {
   of.to[2] = Couple::of(of.first.z, of.second.z), of.to[3] = Couple::of(of.first.w, of.second.w);
 }
 
-/// Converts two bits to the masks of two bf16 numbers.
+/// Converts two bits to masks of two bf16 numbers.
 __device__ inline std::uint32_t mask_of(std::uint32_t bits) {
   return (bits & 1) * 0xffffu + (bits & 2) * 0x7fff8000u;
 }
 
-/// Bits that say which tokens of a stage two configurations keep, in words of 32 tokens.
+/// The bits of the tokens of a stage that two configurations keep, in words of 32 tokens.
 struct StageBits {
   std::uint32_t of[2][kTokens / 32];
 };
 /// A warp's sums of squares for each row: of the error and of the output.
 using TileErrors = double2[16];
 
-/// A warp that computes 16 rows for half of the dimensions. Lane l has rows g = l / 4 and g + 8.
-/// These are head g % 4 of two configurations.
+/// A warp that computes 16 rows for half of the dimensions. Lane l holds rows g = l / 4 and g + 8,
+/// which are head g % 4 of two configurations.
 template <int kPlanes>
 class Tile {
  public:
@@ -270,7 +271,7 @@ class Tile {
       }
     }
   }
-  /// Multiplies 16 tokens with the warp's dimensions of the pass.
+  /// Multiplies the weights of 16 tokens by their values, for the warp's dimensions of the pass.
   __device__ void multiply_step(const Stage<kPlanes>& stage, int step,
                                 const std::uint32_t (&kept)[4], const std::uint32_t (&left)[4]) {
     constexpr int kStepBytes = 16 * 2 * kDims;
@@ -306,8 +307,8 @@ class Tile {
   double error_[2] = {}, size_[2] = {};
 };
 
-/// A thread block has two warps for each of up to kTilesAtOnce tiles (y). There is one for each
-/// query (x) and head task (z).
+/// One thread block for each sampled query (x), up to kTilesAtOnce tiles (y), and head task (z). It
+/// has two warps for each tile.
 template <int kPlanes, int kStages>
 __global__ void __launch_bounds__(kThreads)
     outputs_kernel(const __grid_constant__ ReplayOutputsArgs args) {

@@ -1,5 +1,5 @@
-// Computes the outputs of sampled queries in quantized caches. Each copy has only a few of the many
-// kept tokens, so its kept tokens are listed first.
+// Computes the outputs of sampled queries in quantized caches. Each copy holds only a few of the
+// kept tokens, so the kernel first lists the kept tokens of a copy.
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
@@ -41,8 +41,8 @@ __device__ inline float4 value_of(const ReplayOutputsArgs& args, int copy, std::
   return sum;
 }
 
-/// A cache's outputs for one query. Each thread computes four dimensions, and groups of threads
-/// share the tokens.
+/// A cache's outputs for one query. Each thread computes four dimensions. Groups of threads divide
+/// the tokens among themselves.
 struct QuantizedOutputs {
   const ReplayOutputsArgs& args;
   const int task, query;
@@ -71,7 +71,8 @@ struct QuantizedOutputs {
       }
     }
   }
-  /// Adds the parts of all groups, in order, to the first group's `parts`.
+  /// Adds the sums of all groups, in order, and writes the totals to the first group's part of
+  /// `parts`.
   __device__ void merge(float4 (&parts)[kThreads][kMaxReplayGroup]) const {
 #pragma unroll
     for (int head = 0; head < kMaxReplayGroup; ++head) parts[threadIdx.x][head] = sums[head];

@@ -35,7 +35,7 @@ __device__ __noinline__ inline void sum_layer_ranks(const ReplayWalkArgs& args, 
   __syncthreads();
 }
 
-/// A cache's live tokens, and scratch memory for each.
+/// The live tokens of a cache, and scratch memory for each of them.
 struct RanksToSmooth {
   std::uint64_t* ranks;             // [slot]
   const std::uint32_t* positions;   // [slot]

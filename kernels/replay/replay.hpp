@@ -1,8 +1,8 @@
 // Replay on the device: many caches (each one KV head under one configuration) over the same
 // queries and keys. Queries come in blocks, in order. replay_rows() computes the full cache's
-// exponentials of a block. A policy's walk takes every cache through its queries and stores what
-// the cache kept. replay_outputs(), replay_changes() and replay_metrics() then measure all caches
-// together.
+// exponentials for the queries of a block. The walk of a policy then processes these queries in
+// order in every cache, and stores which tokens the cache kept. replay_outputs(), replay_changes()
+// and replay_metrics() then measure all caches together.
 //
 // Words, each with one meaning here and in sim/device:
 //
@@ -42,7 +42,8 @@ inline constexpr int kMaxReplayQueries = 64;    ///< queries per block
 inline constexpr int kMaxReplayGroup = 8;       ///< query heads per KV head
 inline constexpr int kMaxReplayHeadSize = 256;  ///< a multiple of 4
 inline constexpr int kReplayAhead = 8;          ///< queries per query group
-inline constexpr int kReplayGranule = 16;  ///< pairs of dimensions are padded to a multiple of it
+/// Numbers of pairs of dimensions are rounded up to a multiple of it.
+inline constexpr int kReplayGranule = 16;
 inline constexpr int kReplayTile = 4;  ///< configurations whose outputs are computed in one product
 inline constexpr int kMaxLayerHeads =
     8;  ///< KV heads of a layer that can share one set of kept tokens (scope=layer)
@@ -52,9 +53,9 @@ inline constexpr int kMaxReplayGradientSamples = 64;  ///< gradient samples
 inline constexpr int kMaxReplayTiers = 8;             ///< tiers of a tier plan
 inline constexpr int kMaxReplayCopies = 31;           ///< copies of quantized tokens
 inline constexpr int kMaxReplayParts =
-    3;  ///< numbers that a value read from quantized values is split into
+    3;  ///< maximum number of parts into which a value read from quantized values is split
 
-/// How many numbers of a type are needed to represent a float32 as their sum.
+/// The number of numbers of a type whose sum represents a float32.
 constexpr int replay_parts(Type type) {
   return type == KVLAB_F32 ? 1 : type == KVLAB_F16 ? 2 : kMaxReplayParts;
 }
@@ -70,7 +71,8 @@ struct ReplayShape {
   int tokens, group, head_size, rotated;
   float softmax_scale;
   Type type;      ///< type of keys and values
-  Type rounding;  ///< type of q and k after RoPE at original positions; f32: they are not rounded
+  Type rounding;  ///< type to which q and k are rounded after RoPE at original positions; f32: they
+                  ///< are not rounded
   std::uint32_t threshold16;  ///< request threshold, in units of 2^-16
 
   constexpr int head_groups() const { return (group + 3) / 4; }
@@ -82,12 +84,13 @@ struct ReplayShape {
   constexpr int pairs() const {
     return (head_size / 2 + kReplayGranule - 1) / kReplayGranule * kReplayGranule;
   }
-  /// Whether a CUDA grid can have this number of head tasks, and a row has space for the group.
+  /// Whether a CUDA grid can have this number of head tasks, and the group is not too large for a
+  /// row.
   constexpr bool is_launchable() const {
     return tasks > 0 && tasks <= 65535 && group > 0 && group <= kMaxReplayGroup &&
            head_size <= kMaxReplayHeadSize && head_size % 4 == 0;
   }
-  /// Index of the first element of a token's key or value, counted over all head tasks.
+  /// Index of the first element of a token's key or value in an array over all head tasks.
   constexpr std::int64_t vector(std::int64_t task, std::int64_t token) const {
     return (task * tokens + token) * head_size;
   }
@@ -111,10 +114,10 @@ struct ReplayRows {
   float4* e;  // [head group, token]: exponentials, scaled so that a row's largest is 1. The rows of
               // the copies follow.
   float4* sums;   // [head group]
-  float4* least;  // [head group]: the lowest exponential at which the full row requests a token;
-                  // infinite for padding
-  uint4*
-      wanted;  // [head group]: number of earlier tokens that the query requests, if it is measured
+  float4* least;  // [head group]: the lowest exponential of a token that counts as requested by the
+                  // full row; infinite for padding
+  uint4* wanted;  // [head group]: number of tokens before the query that it requests, if the query
+                  // is measured
 
   constexpr bool is_launchable() const { return count > 0 && count <= block; }
   /// The index of query i of the block among all head tasks.
@@ -134,8 +137,8 @@ struct ReplayCachePositionRows {
   /// errors of these (z, w). A query is multiplied by a power of two, as keys are in
   /// replay_pair_keys().
   uint4* fragments;
-  float4* scales;  // [head group]: softmax_scale, and the factor that undoes the multiplication of
-                   // the query
+  /// [head group]: softmax_scale, and the factor that undoes the scaling of the query.
+  float4* scales;
 };
 
 /// Inputs of direct exponentials and outputs. Angles are given as cos and sin.
@@ -148,8 +151,9 @@ struct ReplayTensors {
   const float2* fine;    // [64, pairs]: rope table of positions 0 to 63, without RoPE's factor
 };
 
-/// Tokens as they are read from their quantized values (and rotated back). There is one copy of all
-/// tokens for each demotion path. Copy 0, the exact tokens, is not stored here.
+/// Tokens as they are read back from their quantized values (with the Hadamard rotation undone).
+/// There is one copy of all tokens for each demotion path. Copy 0, the exact tokens, is not stored
+/// here.
 struct ReplayCopies {
   int count;  ///< 0: no configuration is quantized
   // [copy, part, head task, token, dim]: keys of shape.rounding, values of shape.type
@@ -157,9 +161,10 @@ struct ReplayCopies {
   std::int64_t vectors;  ///< elements of a part: head tasks * tokens * dim
   /// Number of float4 of a copy's exponentials: head tasks * queries * head groups * tokens
   std::int64_t rows;
-  std::int64_t terms;  ///< number of float32 of a copy's terms
+  std::int64_t terms;  ///< number of float32 that the terms of a copy take
 
-  /// Offset of part 0 of a copy (1 or later). Each next part is `vectors` elements further.
+  /// Offset of part 0 of a copy (copy 1 or a later one), in elements. Each further part begins
+  /// `vectors` elements later.
   constexpr std::int64_t first_part(int copy, Type type) const {
     return std::int64_t{copy - 1} * replay_parts(type) * vectors;
   }
@@ -181,20 +186,20 @@ struct ReplayRule {
   kvlab_rule rule;
   Modifiers modifiers;
   std::uint32_t evict_at;  ///< number of live tokens at which eviction begins; kUnlimited: never
-  bool looks_back;         ///< whether the rule depends on whether a prompt segment has just ended
-  bool cache_positions;    ///< tokens have cache positions instead of original positions
+  bool looks_back;  ///< whether the rule depends on whether the last append ended a prompt segment
+  bool cache_positions;  ///< tokens have cache positions instead of original positions
   std::uint64_t seed;
   std::uint32_t sequence, layer, kv_head;
-  std::int64_t first_slot;  ///< among the head task's slots
+  std::int64_t first_slot;  ///< index among the head task's slots
   std::uint32_t slots;      ///< maximum number of tokens that are live at once
   std::uint32_t num_appends;
   const ReplayAppend* appends;  ///< [num_appends + 1]; the last one has no tokens
   const std::byte* params;
   const float* features;  ///< [token, features that the policy reads]
   std::uint32_t tiers,
-      first_tier;          ///< number of tiers (0: no tier plan), and index of the first one in
+      first_tier;          ///< number of tiers (0: no tier plan), and index of the first tier in
                            ///< ReplayTierArgs::tiers
-  std::uint32_t copies;    ///< bits of the copies that the cache's tokens may belong to
+  std::uint32_t copies;    ///< a bit for each copy that the cache's tokens may belong to
   std::int32_t fp16_copy;  ///< index of the fp16 copy, or -1
 };
 
@@ -202,10 +207,10 @@ struct ReplayRule {
 struct ReplaySweep {
   const ReplayRule* rules;  // [head task, configuration]
   int configs;              ///< configurations per head task
-  /// In the end-to-end evaluation each configuration has separate head tasks. Then this is the
-  /// number of KV heads of a configuration: head task u is KV head u % config_tasks of
-  /// configuration u / config_tasks, and each head task is one cache. 0: every head task goes
-  /// through every configuration.
+  /// In the end-to-end evaluation each configuration has separate head tasks, and each head task is
+  /// one cache. This is then the number of KV heads of a configuration: head task u is KV head u %
+  /// config_tasks of configuration u / config_tasks. 0: every head task has one cache for each
+  /// configuration.
   int config_tasks;
 
   /// The n-th head task of a configuration.
@@ -221,7 +226,7 @@ struct ReplaySweep {
   }
 };
 
-/// What a cache keeps at one query.
+/// The sums over the tokens that a cache keeps at one query.
 struct ReplayKept {
   float sums[kMaxReplayGroup];  ///< sums of the kept exponentials
   std::uint32_t whole;          ///< nonzero if all tokens are kept, which causes no error
@@ -236,11 +241,11 @@ struct ReplayKeptSets {
   int samples;       ///< maximum number of samples in a block of queries
   ReplayKept* kept;  // [kept set]
   std::uint32_t*
-      shared;  // [kept set, words]: bits of the tokens whose exponentials are those of the row
-  std::uint32_t*
-      quantized;   // [kept set, copy from 1 on, words]: bits of quantized tokens; may be null
-  float* values;   // [sample, group, dim]: direct exponentials times values
-  float* changes;  // [kept set, gradient sample, group]: direct exponentials times terms
+      shared;  // [kept set, words]: bits of the kept tokens whose exponentials are those of the row
+  std::uint32_t* quantized;  // [kept set, copy from 1 on, words]: bits of the kept tokens of each
+                             // copy; may be null
+  float* values;             // [sample, group, dim]: direct exponentials times values
+  float* changes;            // [kept set, gradient sample, group]: direct exponentials times terms
 
   /// The index of the kept set for measured query `index`. sample_of() does the same for samples.
   constexpr std::int64_t kept_of(std::int64_t cache, int index) const {
@@ -266,22 +271,22 @@ struct ReplayTerms {
   int gradient_samples;  ///< 0: none
   int first;             ///< index of the block's first measured query
   float* of;  // [head task, token, query, gradient sample, group]; tokens are kMaxReplayQueries
-              // queries apart. The terms of copies follow.
+              // queries apart. The terms of the copies follow.
 };
 
-/// Configurations in tiles of kReplayTile that have the same kind of positions. -1 fills up a tile.
-/// Tiles without quantization come first.
+/// Indices of configurations, in tiles of kReplayTile configurations that have the same kind of
+/// positions. The unused indices of a tile are -1. Tiles without quantization come first.
 struct ReplaySets {
   const std::int32_t* of;
   int tiles, quantized_tiles;
 
-  /// Only the configurations with quantization.
+  /// The tiles whose configurations are quantized.
   constexpr ReplaySets quantized_only() const {
     return {of + tiles * kReplayTile, quantized_tiles, 0};
   }
 };
 
-/// The part of a full row that a cache keeps, [cache, query of the block, head of head groups].
+/// The share of a full row that a cache keeps, [cache, query of the block, head of head groups].
 struct ReplayCounts {
   float* kept;  ///< sums of kept exponentials; negative if all tokens are kept
   std::uint32_t*
@@ -305,22 +310,23 @@ struct ReplayRotateArgs {
   Type rounding;
   int group = 1, group_head = 0;  ///< row t is written to [t, group_head] of [tokens, group, dim]
   float* plain = nullptr;         // result without rounding, or null
-  float* parts = nullptr;   // [row, 3, dim], split for TF32 as replay_query_parts() says: rounded
-                            // part, rest, rounded part; or null
-  void* rounded = nullptr;  // result in type `rounding`, or null
+  float* parts = nullptr;         // [row, 3, dim], or null: the result split into TF32 parts for
+                                  // replay_query_parts(): rounded part, rest, rounded part
+  void* rounded = nullptr;        // result in type `rounding`, or null
 };
 cudaError_t replay_rotate(const ReplayRotateArgs& args, cudaStream_t stream);
 
 /// Splits a block's queries [head task, token, group, dim] into TF32 parts, so that tensor cores
 /// can compute float32 products. Writes the rounded part, the rounded part again, and the rest, to
 /// [head task, query of the block, group, 3, dim]. Keys are split into rounded part, rest, rounded
-/// part; so only the product of the two rests is missing (2^-22).
+/// part. So the sum of the three products only lacks the product of the two rests, which is about
+/// 2^-22 of the result.
 cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, int block,
                                const float* queries, float* to, cudaStream_t stream);
 
-/// Arranges the keys of one head task, which has a row per token, as [token, pairs / 4, half, 4]:
-/// the first elements of four pairs, then their second elements. Each key is multiplied by a power
-/// of two that scales its largest element to [2^10, 2^11). The inverse factor is stored in `scales`
+/// Arranges the keys of one head task, one row per token, as [token, pairs / 4, half, 4]: the first
+/// elements of four pairs, then their second elements. Each key is multiplied by a power of two
+/// that scales its largest element to [2^10, 2^11). The inverse factor is stored in `scales`
 /// [token].
 cudaError_t replay_pair_keys(const ReplayShape& shape, int tokens, const ReplayVectors& from,
                              Type type, void* to, float* scales, cudaStream_t stream);
@@ -349,7 +355,8 @@ struct ReplayRowsArgs {
   ReplayRows rows;
   ReplayCachePositionRows cache_positions;
   const float* products;
-  const float* unrounded;  ///< products for cache_positions.e; null: cache_positions.e is rows.e
+  const float* unrounded;  ///< products of vectors that were not rounded, for cache_positions.e;
+                           ///< null if cache_positions.e is rows.e
   const float* plain_queries;  // [head task, token, group, dim], before RoPE; input of
                                // cache_positions.fragments
   const float2* rope;
@@ -362,13 +369,13 @@ struct ReplayRowsArgs {
 /// per head group and token.
 cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream);
 
-/// Computes the rows of one copy's keys from their products, scaled by the maxima of the exact
-/// rows.
+/// Computes the rows of one copy's keys from their products. Exponentials are scaled by the maxima
+/// of the exact rows.
 cudaError_t replay_quantized_rows(const ReplayRowsArgs& args, const ReplayCopies& copies, int copy,
                                   cudaStream_t stream);
 
-/// Causal softmax of the products, for one exact pass of attention. Products with tokens that a
-/// query may not see become 0.
+/// The causal softmax of the products, for one exact pass of attention. The results for tokens that
+/// a query may not see are 0.
 struct ReplaySoftmaxArgs {
   ReplayShape shape;
   int first, count, block;
@@ -409,14 +416,14 @@ struct ReplayKeepArgs : ReplayBlock {
   ReplayCounts counts;
   std::uint32_t* kept_bits;  // [cache, token, words]: zero before the first block; or null
 };
-/// Arguments of every walk.
+/// Arguments of all walks.
 struct ReplayWalkArgs : ReplayKeepArgs {
   ReplaySlots slots;
   ReplayProgress* progress;     // [cache]
   const std::int32_t* members;  ///< configurations that have the same policy
-  /// With scope=layer, where all heads of a layer keep the same tokens: the number of KV heads of a
-  /// layer, at most kMaxLayerHeads; needs sm_90. The head tasks of a member are then whole layers,
-  /// one after another. Otherwise 0.
+  /// With scope=layer (all heads of a layer keep the same tokens): the number of KV heads of a
+  /// layer, at most kMaxLayerHeads. It requires sm_90, and the head tasks of a member must be whole
+  /// layers, one after another. Without scope=layer: 0.
   int layer_heads;
   std::uint32_t max_slots;  ///< maximum over the members
   double* sums;             // [cache, SumsShape]: sums for passages; null if there are no metrics
@@ -463,21 +470,21 @@ struct ReplayWalkPlan {
   std::size_t shared_bytes, max_shared_bytes;
   int multiprocessors;
 };
-/// Returns cudaErrorNotSupported if walk_fits() of kernels/launch_plans.hpp is false.
+/// Returns cudaErrorNotSupported if walk_fits() (kernels/launch_plans.hpp) returns false.
 cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
                       ReplayWalkPlan& plan);
-/// Takes the members' caches through the block of queries. `kernel` is walk_caches() (walk.cuh),
+/// Processes the block of queries in the members' caches. `kernel` is walk_caches() (walk.cuh),
 /// compiled for their policy and the plan's variant. The type of `args` depends on the variant's
 /// tokens: ReplayWalkArgs, ReplayCachePositionArgs or ReplayTierArgs.
 cudaError_t replay_walk(const void* kernel, const ReplayWalkPlan& plan, const ReplayWalkArgs& args,
                         cudaStream_t stream);
-/// The number of waves in which the kernel's thread blocks run on the current device, if nothing
-/// else runs there. The kernel must have been launched before.
+/// The number of waves in which the kernel's thread blocks run on the current device, if no other
+/// kernel runs there. The kernel must have been launched before.
 cudaError_t replay_waves(const void* kernel, const ReplayWalkPlan& plan, int& waves);
 
-/// Computes the result of the walks for all members at once, if their policies evict the oldest
-/// token first. A query then attends to the sinks and to a window, so no cache has to be walked.
-/// Uses no slots.
+/// Computes the results of the walks for all members at once, for policies that evict the oldest
+/// token first. With them a query attends to the sinks and to a window, so the kept tokens follow
+/// from the position alone, and no slots are needed.
 struct ReplayWindowsArgs : ReplayKeepArgs {
   ReplayCachePositionRows cache_positions;
   const std::int32_t* members;
@@ -490,7 +497,7 @@ cudaError_t replay_windows(const ReplayWindowsArgs& args, cudaStream_t stream);
 
 /// Arguments of a kernel that reads the kept sets of all configurations.
 struct ReplayKeptArgs : ReplayBlock {
-  const float4* cache_positions;  ///< ReplayCachePositionRows::e
+  const float4* cache_positions;  ///< see ReplayCachePositionRows::e
   ReplaySets configs;
   ReplayCopies copies;
 };
@@ -524,7 +531,7 @@ cudaError_t replay_changes(const ReplayChangesArgs& args, cudaStream_t stream);
 /// Adds a block's counts and errors to the metrics, in the order of the queries.
 struct ReplayMetricsArgs : ReplayBlock {
   int fp16_copies;  ///< the last `fp16_copies` configurations are fp16 copies, which add no counts
-  int samples;      ///< measured samples
+  int samples;      ///< number of measured samples
   ReplayCounts counts;
   const double2* block_errors;  // [cache, sample, kMaxReplayGroup]
   // [cache, sample, kReplayResiduals]: errors multiplied by W_o; may be null

@@ -1,5 +1,5 @@
-// Computes what all caches of a head task share: rotated vectors, the exponentials of a block of
-// queries, and the full cache's outputs.
+// Computes the data that all caches of a head task share: rotated vectors, the exponentials of a
+// block of queries, and the full cache's outputs.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"
@@ -17,7 +17,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-/// The part of x that fits TF32 or, with `left`, the rest.
+/// The part of x that fits in TF32 or, with `left`, the remainder.
 __device__ inline float tf32_part(float x, bool left) {
   const float kept = __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
   return left ? x - kept : kept;
@@ -76,7 +76,7 @@ __device__ float4 block_fold4(const float4& value, float (*shared)[4], Fold fold
   return of_lanes(all, 0);
 }
 
-/// The products of one query with all tokens, for one head group.
+/// The products of one query with all tokens, for the heads of one head group.
 struct HeadGroupRow {
   const float* products;  // [head, token]
   int tokens, heads;
@@ -91,7 +91,8 @@ struct HeadGroupRow {
   }
 };
 
-/// The lowest exponential at which a row requests a token. It is infinite for padding heads.
+/// For each head, the lowest exponential of a token that counts as requested by the row. It is
+/// infinite for padding heads.
 __device__ float4 min_requested_of(const float4& sum, int heads, std::uint32_t threshold16) {
   const auto least = [&](float of_sum, int head) {
     if (head >= heads) return __int_as_float(0x7f800000);
@@ -148,8 +149,8 @@ __device__ RowTotals exponentiate(const HeadGroupRow& row, int length, float4* e
   return {most, block_fold4(sum, scratch.sums, Add{})};
 }
 
-/// Counts how many of a row's first tokens each head requests, and stores the counts in `to`.
-/// Called by the whole thread block.
+/// Counts how many of a row's first tokens each head requests: adds to the thread block's `counts`,
+/// and stores the totals in `to`. Called by the whole thread block.
 __device__ void count_wanted(const float4* e, int tokens, const float4& least,
                              const RowCache& cache, std::uint32_t (&counts)[4], uint4& to) {
   uint4 wanted{};
@@ -208,16 +209,16 @@ __device__ inline int dimension_of(const ReplayShape& shape, int pair, bool high
   return d < shape.head_size ? d : -1;
 }
 
-/// The power of two that scales `largest` to [2^10, 2^11), so that float16 can hold it, its
+/// The power of two that scales `largest` to [2^10, 2^11), so that float16 can represent it, its
 /// rotations, and most of the rounding errors of smaller numbers. If the inverse of that power is
-/// not a normal number, the nearest power whose inverse is one.
+/// not a normal number, returns the nearest power whose inverse is a normal number.
 __device__ inline float scale_to_half(float largest) {
   const auto exponent = static_cast<int>(__float_as_uint(largest) >> 23);
   return __uint_as_float(static_cast<std::uint32_t>(min(max(264 - exponent, 1), 253)) << 23);
 }
 
-/// One column of a query group's products, in the layout of cache_positions.fragments: one query
-/// and head.
+/// One column of a query group's products, which is one query and head, in the layout of
+/// cache_positions.fragments.
 struct QueryColumn {
   const ReplayShape& shape;
   const float* from;  ///< null if there is no such query

@@ -15,7 +15,7 @@ struct TierShared {
   EvictionCandidate firsts[kMaxReplayTiers], victim;
 };
 
-/// Eviction keys of the tokens of one tier. Tokens of other tiers sort last.
+/// Eviction keys of the tokens of one tier. Tokens of other tiers get keys that come last.
 struct OneTierKeys {
   EvictionKeys all;
   const std::uint8_t* tiers;
@@ -39,7 +39,7 @@ struct SlotCopies {
   __device__ int operator()(std::uint32_t slot) const {
     return positions[slot] >= exact_from ? 0 : static_cast<int>(of_tier >> 8 * tiers[slot] & 255);
   }
-  /// The offset of the token's row from its row in the exact copy.
+  /// The offset of the token's row in its copy from its row in the exact copy, in float4.
   __device__ std::int64_t row_of(std::uint32_t slot) const { return (*this)(slot)*all.rows; }
 };
 
@@ -115,7 +115,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
     ++shared_.loads[0].tokens;
     *word_of(0, position) |= bit_of(position);
   }
-  /// Removes the evicted token, which is on the last tier.
+  /// Removes the evicted token, which is on the last tier of the plan.
   __device__ void lose(std::uint32_t victim, std::uint32_t) {
     if (at_.thread != 0) return;
     --shared_.loads[count_ - 1].tokens;
@@ -166,15 +166,15 @@ class TieredTokens : public ExactTokens<kShared, T> {
     return shared_.victim;
   }
 
-  /// Multiplies exponentials of quantized tokens by values. Each thread computes some numbers of
-  /// `to`. Rarely called.
+  /// Multiplies exponentials of quantized tokens by values. Each thread computes some elements of
+  /// `to`. This is rarely needed.
   template <int kHeadGroups, class Copies>
   __device__ void sum_values(const DirectValues& of, const Copies& copies, float* to) const {
     sum_quantized_values(args_, of, copies, to);
   }
 
-  /// Word `w` of the bits of a copy's live tokens before `exact_from`. Copy 0 also has all tokens
-  /// from `exact_from` on.
+  /// Word `w` of the bits of a copy's live tokens. Tokens from position `exact_from` on all belong
+  /// to copy 0.
   __device__ std::uint32_t word(int copy, std::uint32_t w, std::uint32_t exact_from) const {
     std::uint32_t bits = 0;
     const std::uint32_t quantized = exact_from <= w * 32        ? 0
@@ -203,7 +203,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
   }
   __device__ static std::uint32_t bit_of(std::uint32_t position) { return 1u << position % 32; }
 
-  /// Called by a warp. Its lanes find the first victim of each tier together, then one lane moves
+  /// Called by a warp. All lanes together find the first victim of each tier. Then one lane moves
   /// the tokens.
   __device__ void demote_firsts() {
     for (int r = 0; passes_on(r); ++r) {

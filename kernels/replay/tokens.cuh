@@ -1,5 +1,5 @@
-// The interface between a cache, its walk, and the class that manages the cache's tokens; and the
-// simplest such class, for exact tokens at original positions. The classes for cache positions
+// The simplest class that manages the tokens of a cache: for exact tokens at original positions.
+// Its methods are the interface that a cache and its walk use. The classes for cache positions
 // (cache_positions.cuh) and tiers (tiers.cuh) redefine the methods in which they differ.
 #pragma once
 
@@ -19,13 +19,13 @@ class ExactTokens {
   /// Bytes of shared memory that this class needs between the bits of the live positions and the
   /// slots.
   __device__ static std::size_t bytes_before_slots(const Args&) { return 0; }
-  /// `before` is that memory. `behind` is memory for all slots after states and positions, if these
-  /// are in shared memory. `positions` is indexed by slot.
+  /// The parameters after `shared`: the memory of bytes_before_slots(); memory for all slots that
+  /// follows the states and positions if these are in shared memory; and the positions, by slot.
   __device__ ExactTokens(const CacheThread& at, ReplayShared& shared, std::byte*, std::byte*,
                          const std::uint32_t*, std::uint32_t)
       : at_(at), shared_(shared) {}
 
-  // Data that a slot has in addition to its state and position.
+  // Data of a slot in addition to its state and position.
 
   __device__ void move_in(std::uint32_t) {}
   __device__ void move_out(std::uint32_t) const {}
@@ -34,12 +34,12 @@ class ExactTokens {
 
   // Events that concern all tokens.
 
-  /// Called when slots [0, live) have been filled again.
+  /// Called after the contents of slots [0, live) have changed.
   __device__ void find(std::uint32_t) {}
   /// Called by one thread when one token has been appended.
   __device__ void enter(std::uint32_t) {}
-  /// Called when the token at position `victim` is evicted to make space for one token; lose_many()
-  /// is called when all tokens for which stays(slot) is false are evicted.
+  /// Called when the token at position `victim` is evicted so that one token can be appended.
+  /// lose_many() is called when all tokens for which stays(slot) is false are evicted.
   __device__ void lose(std::uint32_t, std::uint32_t) {}
   template <class Stays>
   __device__ void lose_many(std::uint32_t, Stays) {}
@@ -59,9 +59,9 @@ class ExactTokens {
   /// also for the later queries of its query group.
   template <int kHeadGroups>
   __device__ void attend(int, std::uint32_t, bool) {}
-  /// Whether a token's exponentials are direct.
+  /// Whether the exponentials of the token in a slot are direct.
   __device__ bool is_direct(std::uint32_t) const { return false; }
-  /// The exponentials of all tokens from this position on are in the row.
+  /// Position from which on the row contains the exponentials of all tokens.
   __device__ std::uint32_t evicted_end() const { return 0; }
   __device__ const std::uint32_t* positions_in_cache() const { return nullptr; }
   /// Returns a map from slots to copies, for tokens before `exact_from`.

@@ -5,9 +5,9 @@
 
 namespace kvlab::kernels {
 
-/// The sums of a step, in parts for each head of a head group: of the cache's exponentials, and of
-/// those of the full row if they differ (kOther). If the policy observes requests, also the largest
-/// exponential.
+/// The sums of a step, in separate parts for each head: the sum of the cache's exponentials and, if
+/// they differ (kOther), the sum of those of the full row. If the policy observes requests, there
+/// is also the largest exponential.
 template <int kHeadGroups, bool kOther, bool kNeedsRequests>
 struct ReplayTotals {
   static constexpr int kHeads = 4 * kHeadGroups;

@@ -1,4 +1,4 @@
-// Takes the caches of one policy through a block of queries. A thread block handles one cache (one
+// Processes a block of queries in the caches of one policy. A thread block handles one cache (one
 // head task under one configuration) and processes the queries in order.
 //
 // Memory traffic: 16 bytes of exponentials per head group for each live token and query, which are
@@ -13,7 +13,7 @@
 
 namespace kvlab::kernels {
 
-/// kLargest is explained at QueryLook, and Tokens at ReplayCache.
+/// For kLargest see QueryLook, and for Tokens see ReplayCache.
 template <class P, int kHeadGroups, bool kLargest, class Tokens>
 class ReplayWalk {
   using Cache = ReplayCache<P, Tokens>;
@@ -119,8 +119,9 @@ class ReplayWalk {
       if (stores && at_.rule.fp16_copy >= 0) store_fp16_copy(totals, i, index, query, folded);
   }
 
-  /// Loads a strip, beginning with this thread's slot `first`. Slots without a token up to `query`
-  /// get zeros. `kFull`: loads from the full row, if that differs.
+  /// Loads a strip, beginning with this thread's slot `first`. Slots that hold no token at a
+  /// position up to `query` get zeros. `kFull`: loads from the full row, in case it differs from
+  /// the cache's row.
   template <bool kFull>
   __device__ void take(Strip& strip, std::uint32_t first, std::uint32_t query) const {
     const std::int64_t tokens = at_.args.shape.tokens;
@@ -160,7 +161,7 @@ class ReplayWalk {
     }
   }
 
-  /// Sums the exponentials, and counts hits for query `i` of the block unless i is -1.
+  /// Sums the exponentials. Also counts hits for query `i` of the block, unless i is -1.
   __device__ void total(Totals& totals, std::uint32_t query, int i) {
     totals.part[0] = {};
     if (kNeedsRequests) totals.part[kMaxPart] = {};
@@ -174,7 +175,7 @@ class ReplayWalk {
     });
     if (i >= 0) hits.add_to(shared_.hits[i], at_.lane);
   }
-  /// Computes the full row's sum and hits, if the cache's row differs.
+  /// Computes the sum and hits of the full row, in case the cache's row differs from it.
   __device__ void total_full(Totals& totals, int i, std::uint32_t query) {
     ReplayHits<kHeadGroups> hits(at_.args.rows.least + at_.row(i) * kHeadGroups);
     for_strips<true>(query, [&](const Strip& strip, std::uint32_t) {
@@ -240,8 +241,8 @@ class ReplayWalk {
       }
     });
   }
-  /// Also writes to empty slots. This is harmless, because append() sets the whole state, and the
-  /// position of an empty slot is protected.
+  /// Also writes to empty slots. This is harmless, because append() sets the whole state, and an
+  /// empty slot is never chosen, because its position is protected.
   __device__ void observe_alone(const Look& seen_by, std::uint32_t query) {
     const Step attended = cache_.step_at(query, 1), ranking = cache_.step_at(query + 1, 0);
     const bool ranks = !kTiered && cache_.ranks_next();
@@ -313,7 +314,7 @@ class ReplayWalk {
     if (at_.thread == 0) to.whole = whole, to.direct = direct;
   }
 
-  /// Stores the bits of each copy's tokens, or no bits if all exponentials are direct.
+  /// Stores the bits of each copy's tokens. If all exponentials are direct, stores zeros.
   __device__ void store_quantized_tokens(std::int64_t kept, std::uint32_t tokens,
                                          std::uint32_t direct) const {
     const ReplayTierArgs& args = static_cast<const ReplayTierArgs&>(at_.args);
@@ -329,7 +330,7 @@ class ReplayWalk {
         cache_.copy_live(to, tokens, direct);
     }
   }
-  /// Stores the metrics of the same tokens kept in 16 bits.
+  /// Stores the kept set and the sums of the fp16 copy: those of the same tokens in 16 bits.
   __device__ void store_fp16_copy(Totals& totals, int i, int index, std::uint32_t query,
                                   float folded) {
     const ReplayKeptSets& sets = at_.args.sets;
@@ -373,12 +374,13 @@ class ReplayWalk {
   Cache cache_;
   int parity_ = 0;
   std::uint32_t visible_ = 0;
-  const float4* row_ = nullptr;     // [head group, token]: the query's row
-  const float4* direct_ = nullptr;  // [head group, slot]: used where the row does not apply
+  const float4* row_ = nullptr;  // [head group, token]: the query's row
+  /// [head group, slot]: used for tokens whose exponentials are not in the row.
+  const float4* direct_ = nullptr;
   bool all_direct_ = false;
 };
 
-/// Runs one thread block for each member (x) and each of its head tasks (y).
+/// One thread block for each member (x) and each of its head tasks (y).
 template <class P, int kHeadGroups, bool kLargest, class Tokens>
 __global__ void __launch_bounds__(replay_max_threads(Tokens::kCachePositions),
                                   replay_blocks(Tokens::kCachePositions))

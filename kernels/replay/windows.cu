@@ -1,7 +1,7 @@
-// Replays caches that evict the oldest token first. Which tokens a query attends to is then known
-// without a walk. Before an append that begins at position f, a cache with budget B and S sinks
-// keeps all tokens if f <= B - 1; otherwise it keeps its sinks and the last B - 1 - S tokens. Sums
-// of a row over chunks of tokens are computed once and used for all configurations.
+// Replays caches that evict the oldest token first. Then the tokens that a query attends to are
+// known without a walk. Before an append that begins at position f, a cache with budget B and S
+// sinks keeps all tokens if f <= B - 1; otherwise it keeps its sinks and the last B - 1 - S tokens.
+// The sums of a row over chunks of tokens are computed once, and all configurations use them.
 //
 // With cache positions, the exponentials of the window's tokens are those of the row, because no
 // younger token was evicted. The exponentials of the sinks are direct.
@@ -23,8 +23,8 @@ struct RowSums {
   float4 full[kHeadGroups], cache_positions[kHeadGroups];
   uint4 hits[kHeadGroups];
 };
-/// Sums by chunk. At first the entry of a chunk has the sums of this chunk alone; then suffix sums
-/// replace them, over this chunk and all chunks after it.
+/// Sums by chunk. At first the entry of a chunk holds the sums of this chunk alone. Then it is
+/// replaced by the sums over this chunk and all later ones.
 template <int kHeadGroups>
 using ChunkSums = RowSums<kHeadGroups>[kChunks + 1];
 
@@ -38,7 +38,7 @@ struct Window {
 /// The first position of the append that contains a query.
 __device__ std::uint32_t append_of(const ReplayAppend* appends, std::uint32_t count,
                                    std::uint32_t tokens, std::uint32_t query) {
-  const std::uint32_t behind = tokens - query;  // Most queries are decoded one by one.
+  const std::uint32_t behind = tokens - query;  // most queries are appended alone, by decoding
   if (behind <= count && appends[count - behind].first == query) return query;
   std::uint32_t low = 0, high = count;
   while (high - low > 1) {
@@ -108,7 +108,7 @@ class WindowQuery {
 
   // Sums of the row.
 
-  /// This lane's part of the sums over [begin, end). All lanes together cover the range.
+  /// This lane's part of the sums over the tokens [begin, end). All lanes together cover the range.
   __device__ Sums sum(std::uint32_t begin, std::uint32_t end) const {
     Sums sums{};
     for (std::uint32_t token = begin + lane_; token < end; token += kWarpSize)
@@ -146,7 +146,8 @@ class WindowQuery {
     }
   }
 
-  /// Computes the sums of each chunk, then the sums from each chunk to the last one.
+  /// Computes the sums of each chunk, and then, for each chunk, the sums from that chunk to the
+  /// last one.
   __device__ void sum_chunks() {
     for (std::uint32_t c = warp_; c <= kChunks; c += kWarps) {
       const std::uint32_t begin = c * chunk_;
@@ -163,7 +164,8 @@ class WindowQuery {
         sum_from<std::uint32_t>(word);
     __syncthreads();
   }
-  /// Handles one 32-bit word of the sums of all chunks. A lane has kRanges chunks.
+  /// Replaces one 32-bit word of all chunks' sums by its suffix sums. A lane handles kRanges
+  /// chunks.
   template <class T>
   __device__ void sum_from(std::uint32_t word) {
     const auto at = [&](std::uint32_t c) -> T& { return reinterpret_cast<T*>(&chunks_[c])[word]; };
@@ -179,7 +181,7 @@ class WindowQuery {
     for (std::uint32_t c = (lane_ + 1) * kRanges; c-- > lane_ * kRanges;) later = at(c) += later;
   }
 
-  // For each configuration, handled by one warp.
+  // Functions that one warp calls for each configuration.
 
   __device__ void measure(std::int64_t cache, const ReplayRule& rule, const Window& window) {
     const std::uint32_t chunk = window.first / chunk_;
@@ -198,7 +200,7 @@ class WindowQuery {
     }
     if (index_ % args_.sets.every != 0) return;
 
-    // Lane l has the value of head l.
+    // Lane l holds the sum of head l.
     float total = head_of(cache_positions        ? young.cache_positions
                           : rule.cache_positions ? kept.cache_positions
                                                  : kept.full);
@@ -219,8 +221,8 @@ class WindowQuery {
 
   // Outputs.
 
-  /// Where the sums of direct exponentials go: those times values, for a sampled query, and those
-  /// times terms.
+  /// Where the sums of direct exponentials are stored: those multiplied by values (for a sampled
+  /// query), and those multiplied by terms.
   struct Direct {
     float *values, *changes;
   };
@@ -246,9 +248,9 @@ class WindowQuery {
     return direct_product(args_.shape, args_.tensors, token, head) * args_.shape.softmax_scale;
   }
 
-  /// Computes the exponentials of the first `count` attended tokens. Returns their sum; lane l has
-  /// that of head l. `most`: the maximum per head by which they are scaled. Null: their own
-  /// maximum.
+  /// Computes the exponentials of the first `count` attended tokens. Returns in lane l their sum
+  /// for head l. `most`: for each head, the logit that is subtracted in the exponents. Null: the
+  /// largest logit of these tokens.
   __device__ __noinline__ float take_tokens(const Window& window, std::uint32_t count,
                                             bool cache_positions, const float* most,
                                             const Direct& direct) const {
@@ -338,7 +340,8 @@ class WindowQuery {
   float4 min_requested_[kHeadGroups];
 };
 
-/// One thread block for each query (x) and head task, or for each head task of a member (y).
+/// One thread block for each query (x) and head task (y) or, if configurations have separate head
+/// tasks, for each head task of a member (y).
 template <int kHeadGroups>
 __global__ void __launch_bounds__(kThreads)
     windows_kernel(const __grid_constant__ ReplayWindowsArgs args) {
