@@ -94,8 +94,8 @@ struct KvCacheConfig {
   /// For policies that weigh queries: writes the weights of a prompt's queries, indexed by the
   /// number of younger queries, and returns the index from which on all weights are 0.
   std::function<std::uint32_t(std::span<const std::byte> params, std::span<float> to)> weigh = {};
-  kvlab_feature_args
-      features{};  ///< the features to compute, and the `hidden` size of SlotLayer::output
+  /// The features to compute, and the `hidden` size of SlotLayer::output.
+  kvlab_feature_args features{};
   bool norms_keys =
       false;  ///< the projection's output is normed in place, so it no longer holds the plain keys
   std::uint32_t part =

@@ -49,8 +49,8 @@ struct TierStorage {
   std::int32_t *counts = nullptr, *extents = nullptr;
   std::uint32_t* next_rows = nullptr;
   std::byte *newest_keys = nullptr, *newest_values = nullptr;  // [pair, dim]
-  float* centres =
-      nullptr;  // [layer, pair, dim]; zeros for a pair without a centre. Null: no keys are centred
+  /// [layer, pair, dim]; zeros for a pair without a centre. Null: no keys are centred.
+  float* centres = nullptr;
   std::int32_t* nothing = nullptr;  // [pair]: zeros
   std::int64_t* newest = nullptr;   // [pair]: 0, 1, 2, …
 

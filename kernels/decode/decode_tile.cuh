@@ -370,8 +370,8 @@ class PlainWarp {
   using Element = float;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim, kHeads = kHeads_;
-  static constexpr int kStages =
-      kDim > 128 ? 1 : 2;  ///< two stages of head size 256 do not fit in shared memory
+  /// Two stages of head size 256 do not fit in shared memory.
+  static constexpr int kStages = kDim > 128 ? 1 : 2;
   static constexpr int kMaxStages = kStages;
   static constexpr Rotated kRotated = kRotated_;
   using Tile = CacheTile<float, kDim, kKeys, kRotated>;

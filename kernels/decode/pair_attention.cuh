@@ -379,8 +379,8 @@ cudaError_t launch_attention(const PairAttention& args, const kvlab_pages& paged
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
   const PairLaunch how = plan_pairs<Warp>(limits, args);
-  if (!how.plan.fits())
-    return cudaErrorNotSupported;  // why_not_pair_attention() returns the reason
+  // why_not_pair_attention() returns the reason.
+  if (!how.plan.fits()) return cudaErrorNotSupported;
   const int ctas = how.plan.blocks;
   auto* const signals = static_cast<Signals*>(args.workspace);
   auto* const part_out = reinterpret_cast<float*>(signals + 1);

@@ -279,8 +279,8 @@ class WarpRows {
   float out_[kMatrices][kDim / 8][4];
   // sum_ covers only this lane's keys until finish()
   float max_[kMatrices][2], sum_[kMatrices][2];
-  float max_product_ =
-      -INFINITY;  // largest product of the row whose data this lane stores; exact, unlike max_
+  /// Largest product of the row whose data this lane stores; exact, unlike max_.
+  float max_product_ = -INFINITY;
 };
 
 /// Starts copying the queries of a CTA's rows. Rows after the last one are filled with zeros.

@@ -95,8 +95,8 @@ class KeyCount {
   MassSum sum_;
   unsigned long long mass_ = 0;
   static constexpr int kQueriesOfLane = kQueries / 4;
-  float largest_[kCount == Count::largest ? kQueriesOfLane : 1] =
-      {};  ///< the largest mass so far, for each query
+  /// The largest mass so far, for each query.
+  float largest_[kCount == Count::largest ? kQueriesOfLane : 1] = {};
   std::uint32_t requested_ = 0, requests_ = 0;
   int last_ = 0;  ///< the last query that requested the key
 };
