@@ -1,10 +1,10 @@
 // An append of many tokens under a policy: a prompt, a chunk of a prompt, or a later turn.
 //
 // For each layer of a sequence, first write the keys and values of the new tokens to the slots
-// after those of the older tokens. Then call: - prefill_attention(…, rows), which attends and
-// stores the softmax of each row (attention.hpp); - observe_queries(), only if the policy needs
-// attention statistics of the keys; - compact(), which appends the tokens to the policy and keeps
-// the budget's tokens.
+// after those of the older tokens. Then call:
+// - prefill_attention(…, rows), which attends and stores the softmax of each row (attention.hpp);
+// - observe_queries(), only if the policy needs attention statistics of the keys;
+// - compact(), which appends the tokens to the policy and keeps the budget's tokens.
 //
 // A long append may go through the first two steps in parts.
 #pragma once
