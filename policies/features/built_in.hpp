@@ -1,6 +1,6 @@
 // The built-in features: computed from keys and values, and for one of them also from W_o.
 //
-// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file, so it may not allocate, throw or call host-only library functions.
 #pragma once
 
 namespace kvlab {

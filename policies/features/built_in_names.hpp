@@ -10,7 +10,7 @@
 
 namespace kvlab {
 
-/// In the order of the enumeration.
+/// In the order of BuiltInFeature.
 inline constexpr std::string_view kBuiltInFeatures[] = {"key_norm", "value_norm", "value_norm1",
                                                         "key_cosine", "value_out_norm1"};
 

@@ -1,14 +1,16 @@
-// criticalkv: how much the layer's output would change without a token. Evicts the token with the
-// lowest accumulated attention times the magnitude of its value after the output projection.
+// criticalkv: estimates how much the layer's output would change without a token. Evicts the token
+// with the lowest accumulated attention times the magnitude of its value after the output
+// projection.
 //
 // Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from an Output Perturbation
 // Perspective", algorithm 1, on H2O's score. Deliberate differences:
 //   - the score is H2O's sum over all queries. The paper, and kvpress's CriticalKVPress in its
 //     usual configuration, use SnapKV's score: the sum over the prompt's last 32 queries, pooled
-//     over neighbours. That score keeps other tokens;
+//     over neighbours. H2O's sum keeps different tokens;
 //   - the paper's first stage keeps half of the budget by attention alone, and its second stage
-//     fills the rest by the product. A rank sees only one token and cannot know which tokens get
-//     the most attention, so only the second stage is implemented (the paper's alpha = 0);
+//     fills the rest by the product. rank() only has the data of one token, so it cannot determine
+//     which tokens get the most attention. Therefore only the second stage is implemented (the
+//     paper's alpha = 0);
 //   - the paper adds 10^-4 to each mean attention, so that a large value counts even at zero
 //     attention. Here `epsilon` is added for each query that the token has seen;
 //   - the differences of h2o (policies/mass/h2o.hpp): exact sums, one kept set for each KV head.

@@ -1,6 +1,6 @@
-// expected_attention: the attention that future queries are expected to give a token, if their
-// distribution is that of past queries. Evicts the token with the lowest expected attention times
-// the norm of its value.
+// expected_attention: estimates the attention that future queries will give a token, on the
+// assumption that they are distributed like past queries. Evicts the token with the lowest expected
+// attention times the norm of its value.
 //
 // Devoto et al. 2025, "Expected Attention: KV Cache Compression by Estimating Attention from Future
 // Queries Distribution", section 3. The feature `expected_attention` is the paper's score

@@ -1,8 +1,8 @@
 // feature: evicts the token with the lowest value of a feature, or the highest.
 //
-// Not from a paper: it tests a score that was computed elsewhere
-// (docs/reference/configurations.md), one number per token. `feature:name=NAME` reads the feature
-// NAME; without a name it reads value_norm.
+// It is not from a paper. It serves to test a score that another program has computed, one number
+// per token (docs/reference/configurations.md). `feature:name=NAME` reads the feature NAME; without
+// a name it reads value_norm.
 #pragma once
 
 #include "policies/policy.hpp"

@@ -2,7 +2,7 @@
 // index order, so host and device give the same bits. `x(d)` returns element d, widened to float32
 // from its stored dtype.
 //
-// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file, so it may not allocate, throw or call host-only library functions.
 #pragma once
 
 #include <cstdint>

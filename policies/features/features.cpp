@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kLongestName = 64;
 
-/// Wraps a vector for policies/features/feature_sums.hpp.
+/// Wraps an array as the function that policies/features/feature_sums.hpp expects.
 auto reader(const float* x) {
   return [x](std::uint32_t d) { return x[d]; };
 }
@@ -128,8 +128,8 @@ float FeatureMaker::compute(BuiltInFeature feature, const float* key, const floa
   throw std::logic_error("an unknown feature");
 }
 
-/// Computes all outputs at the same time for speed. Each output is summed in index order, as
-/// sum_of_products() does.
+/// Computes all outputs at the same time for speed. Each output is summed in index order, as in
+/// sum_of_products().
 float FeatureMaker::output_norm(const float* value) {
   const std::size_t hidden = output_.hidden;
   const float* weights = output_.by_input;
@@ -158,8 +158,8 @@ struct Base {
   std::size_t features() const { return ops->info.feature_count(); }
 };
 
-/// The tokens as the base policy of a product `base*feature` sees them: without the last feature,
-/// by which the product multiplies the base policy's ranks.
+/// The tokens that are passed to the base policy of a product `base*feature`. They lack the last
+/// feature, by which the product multiplies the ranks of the base policy.
 class OwnTokens {
  public:
   OwnTokens(const Tokens& tokens, std::size_t count, std::size_t own)
@@ -225,7 +225,7 @@ std::uint32_t tail(const void* params) {
   return base.ops->tail(base.params);
 }
 
-/// Owns the strings that a product points to.
+/// Owns the strings that the description of a product points to.
 struct Texts {
   std::shared_ptr<const PolicyEntry> base;
   std::string name, feature;

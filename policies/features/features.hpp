@@ -25,8 +25,8 @@ std::vector<std::string> built_in_features();
 /// The names of the built-in and scored features, "key_norm, value_norm, …", for messages.
 std::string computed_feature_names();
 
-/// Whether kvlab computes the feature. This may depend on whether the model's output projections
-/// are known.
+/// Whether kvlab computes the feature. For value_out_norm1 this depends on whether the model's
+/// output projections are known.
 bool is_computed(std::string_view name, bool knows_projections);
 /// Whether at least one of the features is computed from the output projections.
 bool wants_projections(std::span<const std::string> names);
@@ -37,20 +37,20 @@ bool is_feature_name(std::string_view name);
 /// Features of one KV head by name, each [token].
 using FeaturesByName = std::map<std::string, std::vector<float>, std::less<>>;
 
-/// Adds those features of a prompt that are not computed to `to`, for one KV head; `layer` is the
-/// model's layer number.
+/// Adds to `to` those features of a prompt that kvlab does not compute, for one KV head. `layer` is
+/// the model's layer number.
 using FeatureReader =
     std::function<void(std::uint32_t layer, std::uint32_t kv_head, FeaturesByName& to)>;
 
 struct CacheShape;  // policies/budgets/budget.hpp
 
-/// Supplies features that are not computed, for prompts that are known beforehand.
+/// Supplies features that kvlab does not compute, for prompts that are known in advance.
 class FeatureSource {
  public:
   virtual ~FeatureSource() = default;
-  /// The features `names` of the prompt with these token ids, in a model of this shape. Throws
-  /// std::invalid_argument if the source has no such prompt, model or feature. The result is valid
-  /// as long as this object.
+  /// Returns a reader of the features `names` of the prompt with these token ids, in a model of
+  /// this shape. Throws std::invalid_argument if the source has no such prompt, model or feature.
+  /// The result is valid as long as this object.
   virtual FeatureReader reader_of(std::span<const std::int32_t> prompt,
                                   std::vector<std::string> names,
                                   const CacheShape& model) const = 0;
@@ -65,8 +65,8 @@ class FeatureMaker {
                ScoreSettings settings = {});
 
   /// The features of the next append's tokens, [token, names]; null if there are no names. Valid
-  /// until the next call. Features that are not computed are taken from `feature_values`, from
-  /// index `first` on. Scored features are also taken from there if it has them. Throws
+  /// until the next call. Features that kvlab does not compute are read from `feature_values`, from
+  /// index `first` on. Scored features are also read from there if it contains them. Throws
   /// std::logic_error if a feature is missing.
   const float* append(const KeyValueRows& rows, const FeaturesByName* feature_values,
                       std::size_t first);
@@ -93,9 +93,9 @@ class FeatureMaker {
 // rank differs, so protected tokens, modifiers and budgets work as for any other policy.
 
 /// Makes the policy whose rank is the rank of `base`, as a number, times `feature`. This feature
-/// comes after the features of `base`. `name`: both, as the user typed them. Throws
-/// std::invalid_argument if `base` never evicts, is a function of the caller's program or has no
-/// free feature, or if `feature` is not a valid name.
+/// comes after the features of `base`. `name`: the product, as the user typed it. Throws
+/// std::invalid_argument if `base` never evicts, is implemented by a function of the caller's
+/// program or already has kMaxFeatures features, or if `feature` is not a valid name.
 std::shared_ptr<const PolicyEntry> product_of(const std::shared_ptr<const PolicyEntry>& base,
                                               const std::string& name, const std::string& feature);
 

@@ -1,10 +1,10 @@
-// keydiff: keys that point in the common direction carry the least information. Evicts the token
-// whose key is most similar to the mean of the unit keys.
+// keydiff: evicts the token whose key is most similar to the mean of the unit keys, because keys
+// that point in the common direction carry the least information.
 //
 // Park et al. 2025, "KeyDiff: Key Similarity-Based KV Cache Eviction", algorithm 1. Deliberate
 // differences:
-//   - the mean is over every key up to the end of the token's append, including evicted ones, and
-//     is not updated later; the paper recomputes it over the live keys;
+//   - the mean is over all keys up to the end of the token's append, including those of evicted
+//     tokens, and is not updated later; the paper recomputes it over the live keys;
 //   - keys are compared before RoPE. The paper, and kvpress's KeyDiffPress, compare them after
 //     RoPE, which gives another order. `keydiff:name=key_cosine_rope` does so; `kvlab.hf features`
 //     adds this feature to a trace, and no decoder computes it.

@@ -1,4 +1,5 @@
-// knorm: keys of a small norm attract attention. Evicts the token whose key has the largest norm.
+// knorm: evicts the token whose key has the largest norm, because keys of a small norm attract
+// attention.
 //
 // Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
 // section 3. Deliberate differences:

@@ -34,7 +34,7 @@ struct RKV {
   static constexpr Param<Params> kParams[]{
       {"mix", "share of attention in the score (lambda)", &Params::mix, 0.1, 0, 1}};
   struct Slot {
-    std::uint64_t mass;  // Q32.32; each query leaves seven eighths of it
+    std::uint64_t mass;  // Q32.32; each query multiplies the earlier mass by 7/8
   };
 
   static constexpr std::uint32_t kForgotten = 128;  // (7/8)^128 < 2^-24

@@ -10,7 +10,7 @@ namespace {
 
 // in the order of ScoredFeature
 constexpr std::string_view kScored[] = {"lagkv", "expected_attention", "redundancy"};
-constexpr double kMin = 1e-12;  // lower bound of divisors
+constexpr double kMin = 1e-12;  // lower bound of divisors, against division by zero
 
 /// Rotates dimensions i and i + half together, by angles with these cosines and sines.
 void turn(const std::vector<double>& cosines, const std::vector<double>& sines, double* x,
@@ -75,8 +75,8 @@ void ScoredFeatures::add(const KeyValueRows& rows) {
   if (rows.tokens > 1 || first == 0) expect(rows);
 }
 
-/// Adds the append's queries to the sums. The first `sinks` queries are not representative, so they
-/// are left out. As long as there are no other queries, the latest query is used instead.
+/// Adds the append's queries to the sums. The first `sinks` queries are left out, because they are
+/// not representative. As long as there are no other queries, the latest query is used instead.
 void ScoredFeatures::count_queries(const KeyValueRows& rows, std::uint32_t first) {
   expected_.resize(rows.group);
   const std::uint32_t past = std::min(settings_.sinks, tokens() - 1);
@@ -86,7 +86,7 @@ void ScoredFeatures::count_queries(const KeyValueRows& rows, std::uint32_t first
     own.sum.resize(dim_), own.products.resize(std::size_t{dim_} * dim_);
     counted = counted_;
     for (std::uint32_t at = std::max(first, past); at < tokens(); ++at, ++counted) {
-      if (at <= settings_.sinks) {  // there were no other queries so far
+      if (at <= settings_.sinks) {  // there have been no other queries so far
         std::ranges::fill(own.sum, 0), std::ranges::fill(own.products, 0);
         counted = 0;
       }
@@ -136,8 +136,8 @@ std::vector<double> ScoredFeatures::rotate_key(const KeyValueRows& rows,
   return turned;
 }
 
-/// The log of the mean of e^(scale q k) over normally distributed q: scale * mean k + scale² / 2 *
-/// k spread k.
+/// The logarithm of the mean of e^(scale * q · k) over normally distributed q: scale * mean · k +
+/// scale² / 2 * kᵀ spread k.
 double ScoredFeatures::logit(const Expected& expected, const std::vector<double>& key,
                              double scale) const {
   double product = 0, square = 0;
@@ -159,7 +159,7 @@ void ScoredFeatures::write(ScoredFeature feature, const KeyValueRows& rows, floa
   if (feature == ScoredFeature::redundancy) write_redundancy(first, to, stride);
 }
 
-/// Where each row of a partition is, relative to the range of the next partition.
+/// The position of each row of a partition relative to the range of the next partition.
 std::vector<double> ScoredFeatures::lag_scores(const KeyValueRows& rows, bool of_keys,
                                                std::uint32_t first) const {
   const std::uint32_t lag = settings_.lag;
@@ -187,7 +187,7 @@ void ScoredFeatures::write_places(const KeyValueRows& rows, std::uint32_t first,
                                   std::size_t stride) {
   const std::uint32_t lag = settings_.lag, sinks = settings_.sinks;
   for (std::uint32_t i = 0; i < rows.tokens; ++i) to[i * stride] = 1;
-  // Begins with the partition of the append's first token, and goes on as long as the next
+  // Starts at the partition of the append's first token, and handles all partitions whose next
   // partition is complete.
   std::uint32_t begin = first < sinks ? sinks : first - (first - sinks) % lag;
   for (; begin + 2 * lag <= tokens(); begin += lag) {
@@ -219,8 +219,8 @@ void ScoredFeatures::write_expected(const KeyValueRows& rows, std::uint32_t firs
   }
 }
 
-/// The mean cosine with the other keys is the product with the sum of unit keys, minus the key's
-/// product with itself.
+/// The sum of the cosines with the other keys is the product with the sum of all unit keys, minus
+/// the unit key's product with itself.
 void ScoredFeatures::write_redundancy(std::uint32_t first, float* to, std::size_t stride) const {
   std::vector<double> shares(tokens());
   for (std::uint32_t at = 0; at < tokens(); ++at) {

@@ -1,5 +1,5 @@
-// Scored features: scores from papers that depend on many tokens, computed from the keys, values
-// and queries of an append and of those before it.
+// Scored features: scores from papers that depend on many tokens. They are computed from the keys,
+// values and queries of an append and of all earlier appends.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct KeyValueRows {
   const float *k, *v;
   std::size_t stride;
   std::uint32_t tokens;
-  // For scored features; otherwise null:
+  // Used for scored features; otherwise q is null:
   const float* q = nullptr;  ///< [group, token], before RoPE
   std::size_t q_head_stride = 0, q_stride = 0;
   std::uint32_t group = 0;
@@ -45,9 +45,9 @@ struct ScoreSettings {
 };
 
 /// Computes the scored features of one KV head in float64. Sums run in a fixed order, so that equal
-/// rows give equal bits. A score is fixed at the end of the token's append: lagkv is 1 for a token
-/// whose next partition is incomplete at that time, and expected_attention uses the queries up to
-/// the end of the last append that had several tokens.
+/// rows give equal bits. A score is computed at the end of the token's append and then stays the
+/// same. lagkv is 1 for a token whose next partition is incomplete at that time. expected_attention
+/// uses the queries up to the end of the last append that had several tokens.
 class ScoredFeatures {
  public:
   explicit ScoredFeatures(std::uint32_t head_size, ScoreSettings settings = {})

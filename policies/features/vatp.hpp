@@ -1,6 +1,6 @@
-// vatp: attention measures how often a value is used, and the value's magnitude measures how much
-// that changes the output. Evicts the token with the lowest accumulated attention times the
-// magnitude of its value.
+// vatp: evicts the token with the lowest accumulated attention times the magnitude of its value.
+// Attention measures how much a value is used, and its magnitude measures how much that changes the
+// output.
 //
 // Guo et al. 2024, "Attention Score is not All You Need for Token Importance Indicator in KV Cache
 // Reduction: Value Also Matters", equation 3, on H2O's score. Deliberate differences:

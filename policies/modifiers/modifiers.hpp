@@ -1,7 +1,7 @@
 // Modifiers of the rule of eviction: when tokens are evicted, how the query heads of a group are
 // combined, and how ranks are processed before tokens are ordered. They apply to any policy.
 //
-// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file, so it may not allocate, throw or call host-only library functions.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvlab {
 
-/// The initial values stand for no modifier.
+/// With the initial values, no modifier is set.
 struct Modifiers {
   enum class Pool { mean, max };
   enum class Scope { head, layer };
@@ -22,7 +22,7 @@ struct Modifiers {
   /// Tokens are evicted only right after a prompt segment; decoded tokens are kept.
   bool once = false;
   /// If not 0, a rank is replaced by the mean or maximum over the live tokens that are at most
-  /// `smooth` places away by age. See smooths().
+  /// `smooth` places away in the order of age. See smooths().
   std::uint32_t smooth = 0;
   Pool pool = Pool::mean;
   /// layer: a token's rank is the sum of its numeric ranks in all KV heads of the layer, added in
@@ -35,19 +35,21 @@ struct Modifiers {
   constexpr bool operator==(const Modifiers&) const = default;
 
   /// Number of tokens to evict before the next append if `live` tokens are live. `budget` is below
-  /// 2^31, or 2^32 - 1 for no budget. `after_prompt`: the last append ended a prompt segment.
+  /// 2^31, or 2^32 - 1 for no budget. `after_prompt`: whether the last append ended a prompt
+  /// segment.
   constexpr std::uint32_t surplus(std::uint32_t live, std::uint32_t budget,
                                   bool after_prompt) const {
     return once && !after_prompt ? 0 : tokens_to_evict(live, budget, evict_at(budget));
   }
   /// Whether each decoding step evicts; otherwise a compaction before the step does.
   constexpr bool steps_evict() const { return every == 1 && !once && scope == Scope::head; }
-  /// Number of live tokens at which eviction starts; the largest number: never.
+  /// Number of live tokens at which eviction starts. 2^32 - 1: it never starts.
   constexpr std::uint32_t evict_at(std::uint32_t budget) const {
     const std::uint64_t live = std::uint64_t{budget} - 1 + every;
     return live < ~std::uint32_t{0} ? static_cast<std::uint32_t>(live) : ~std::uint32_t{0};
   }
-  /// Whether ranks are smoothed if tokens are evicted now: in a burst, and after a prompt segment.
+  /// Whether ranks are smoothed if tokens are evicted now. This is so in a burst and after a prompt
+  /// segment.
   constexpr bool smooths(bool after_prompt) const {
     return smooth > 0 && (every > 1 || once || after_prompt);
   }

@@ -1,8 +1,9 @@
-// One smoothed rank, to which neighbours are added one by one. Devices need this form because they
-// have no 128-bit integers, and because the order in which doubles are added matters. On the host,
-// smooth_ranks() (policies/modifiers/ranks.hpp) smooths all ranks at once.
+// Computes one smoothed rank from the ranks of neighbours, which are added one by one. Devices need
+// this form because they have no 128-bit integers, and because the result depends on the order in
+// which doubles are added. On the host, smooth_ranks() (policies/modifiers/ranks.hpp) smooths all
+// ranks at once.
 //
-// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file, so it may not allocate, throw or call host-only library functions.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,8 @@ class PooledRank {
   constexpr std::uint64_t value() const {
     if (pool_ == Modifiers::Pool::max) return low_;
     if (type_ == RankType::real) return rank_key(real_ / count_);
-    // Long division in 32-bit digits; the first digit is 0, because high_ is less than count_.
+    // Long division in 32-bit digits; the first digit of the result is 0, because high_ is less
+    // than count_.
     const std::uint64_t upper = std::uint64_t{high_} << 32 | low_ >> 32;
     const std::uint64_t lower = upper % count_ << 32 | (low_ & 0xffff'ffffu);
     return upper / count_ << 32 | lower / count_;

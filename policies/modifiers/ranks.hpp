@@ -20,9 +20,9 @@ struct Ranks {
   RankType type = RankType::whole;
 };
 
-/// Replaces every rank by the mean or maximum over the tokens that are at most `radius` away. Means
-/// of whole numbers are rounded down. Doubles are added from the oldest token to the youngest, then
-/// divided by their number.
+/// Replaces every rank by the mean or maximum over the tokens that are at most `radius` places away
+/// in the order of age. Means of whole numbers are rounded down. Doubles are added from the oldest
+/// token to the youngest, then divided by their number.
 void smooth_ranks(Ranks& ranks, std::uint32_t radius, Modifiers::Pool pool);
 
 /// The ranks that the caches of one layer share with `scope=layer`: for each token, the sum of its
@@ -34,10 +34,10 @@ class LayerRanks {
   /// not move.
   explicit LayerRanks(std::vector<const AgedSet*> heads) : heads_(std::move(heads)) {}
 
-  /// Summed ranks by age, at `now`. The first call for a value of `now` must come before any head
-  /// has evicted for it. Later calls with the same value return the same ranks. Throws
-  /// std::logic_error if the heads hold different tokens, and std::invalid_argument if one ranks by
-  /// whole numbers and another by doubles.
+  /// The summed ranks by age, before position `now` is appended. The first call for a value of
+  /// `now` computes them, so it must come before any head evicts. Later calls with the same value
+  /// return the same ranks. Throws std::logic_error if the heads hold different tokens, and
+  /// std::invalid_argument if one ranks by whole numbers and another by doubles.
   const Ranks& at(std::uint32_t now);
 
  private:
@@ -47,8 +47,8 @@ class LayerRanks {
 };
 
 /// Connects the caches of one sequence and layer, which must not move: with scope=layer they share
-/// ranks, with ada() slots. Copies of connected caches are connected to each other. No-op if each
-/// cache evicts separately.
+/// ranks, with ada() they share slots. Copies of connected caches are connected to each other.
+/// No-op if each cache evicts separately.
 void share_ranks(std::span<AgedSet* const> heads);
 
 }  // namespace kvlab

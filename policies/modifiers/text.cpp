@@ -20,7 +20,7 @@ std::uint32_t parse_count(std::string_view text, std::string_view what, std::uin
   return value;
 }
 
-/// Whether `text` is `second`. Throws unless it is `first` or `second`.
+/// Returns whether `text` equals `second`. Throws unless it equals `first` or `second`.
 bool parse_choice(std::string_view text, std::string_view what, std::string_view first,
                   std::string_view second) {
   if (text != first && text != second)

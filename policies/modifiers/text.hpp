@@ -16,7 +16,8 @@ std::span<const std::string_view> modifier_names();
 bool is_modifier(std::string_view name);
 
 /// Sets the modifier `name`, one of modifier_names(). `value` is the text after the equals sign;
-/// `once` alone means `once=yes`. Throws std::invalid_argument with a text that begins with `what`.
+/// `once` alone means `once=yes`. Throws std::invalid_argument with a message that begins with
+/// `what`.
 void set_modifier(Modifiers& modifiers, std::string_view name, std::string_view value,
                   std::string_view what);
 

@@ -1,7 +1,7 @@
 // The eviction order, the same for all policies and all executors: by protection, then by the
 // policy's rank, then by age.
 //
-// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file, so it may not allocate, throw or call host-only library functions.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct EvictionKey {
   std::uint64_t rank;
   std::uint32_t position;
 
-  /// Comes after the key of every token.
+  /// A key that comes after the key of every token.
   static constexpr EvictionKey last() { return {~0u, ~std::uint64_t{0}, ~0u}; }
 
   constexpr bool operator==(const EvictionKey&) const = default;
@@ -25,12 +25,13 @@ struct EvictionKey {
   }
 };
 
-/// Protected tokens, resolved against a budget. They belong to the rule and apply to any policy.
+/// Numbers of protected tokens, resolved for a budget. The rule of eviction applies them to every
+/// policy.
 struct ProtectedTokens {
   std::uint32_t sinks = 0;   ///< positions below this are evicted last
   std::uint32_t recent = 0;  ///< the youngest tokens, including the next one to be appended
 
-  /// 0: unprotected, 1: recent, 2: sink. The lowest is evicted first.
+  /// 0: unprotected, 1: recent, 2: sink. Tokens of lower protection are evicted first.
   constexpr std::uint32_t protection(std::uint32_t position, std::uint32_t now) const {
     if (position < sinks) return 2;
     return std::uint64_t{position} + recent > now ? 1 : 0;
@@ -41,7 +42,7 @@ struct ProtectedTokens {
     const std::uint32_t kept = sinks + (recent == 0 ? 0 : recent - 1);
     return now > kept ? now - kept : 0;
   }
-  /// The key of a token with this rank, if `now` is appended next.
+  /// The key of a token with this rank, if position `now` is appended next.
   constexpr EvictionKey key(std::uint64_t rank, std::uint32_t position, std::uint32_t now) const {
     return {protection(position, now), rank, position};
   }
@@ -52,16 +53,16 @@ struct EvictionCandidate {
   EvictionKey key;
   int slot;
 
-  /// Comes after every token.
+  /// A candidate that comes after every token.
   static constexpr EvictionCandidate none() { return {EvictionKey::last(), -1}; }
-  /// Comes after every unprotected token. If only unprotected tokens are compared, protections need
-  /// not be compared.
+  /// A candidate that comes after every unprotected token. Use it if only unprotected tokens are
+  /// compared; then protections need not be compared.
   static constexpr EvictionCandidate none_unprotected() {
     return {{0, ~std::uint64_t{0}, ~0u}, -1};
   }
 };
 
-/// The one that is evicted first.
+/// The candidate that is evicted first.
 constexpr EvictionCandidate first_victim(const EvictionCandidate& a, const EvictionCandidate& b) {
   return b.key < a.key ? b : a;
 }

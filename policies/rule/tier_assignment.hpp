@@ -1,14 +1,16 @@
 // How live tokens are assigned to the tiers of a plan before the next append.
 //
-// The next token takes a slot of the first tier. From the last victim to the first, each token gets
-// a slot of the highest tier that has a free one and that is not above the token's present tier.
-// Tokens that get no slot are evicted. A modifier may delay eviction. Until then, the first tier
-// has extra slots for the tokens that are waiting for it.
+// The next token takes a slot of the first tier. All live tokens are handled in reverse eviction
+// order, so that the token to be evicted last comes first. Each one gets a slot of the highest tier
+// that has a free slot and is not above the token's present tier. Tokens that get no slot are
+// evicted. A modifier may delay eviction. Until then, the first tier has extra slots for the tokens
+// that are waiting to be evicted.
 //
-// So each tier keeps the last of its victims and demotes the first ones: as many as it has tokens
-// beyond its slots. The functions below state this once, for counts and for single tokens.
+// So a tier that has more tokens than slots demotes the excess: the tokens that come first in the
+// eviction order. The functions below compute this for counts and for single tokens. All executors
+// use them.
 //
-// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file, so it may not allocate, throw or call host-only library functions.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +26,8 @@ struct TierLoad {
   std::uint32_t tokens, slots;
 };
 
-/// Whether the first tier has no slot for the next token. Modifiers may delay demotion.
+/// Whether the first tier has no slot for the next token. Modifiers may delay demotion, and then it
+/// returns false.
 constexpr bool is_first_tier_full(const TierLoad& first, const Modifiers& modifiers,
                                   bool after_prompt) {
   return modifiers.surplus(first.tokens, first.slots, after_prompt) > 0;
@@ -60,16 +63,16 @@ constexpr std::uint32_t assign_counts(TierLoad* tiers, int count, std::uint32_t 
 
 constexpr bool has_free_slot(const TierLoad& tier) { return tier.tokens < tier.slots; }
 
-/// Whether the first tier has one token too many and no other tier has too many. Then each tier
-/// demotes at most its first victim.
+/// Whether the first tier has one token too many and no other tier has more tokens than slots. Then
+/// each tier demotes at most its first victim.
 constexpr bool demotes_at_most_one(const TierLoad* tiers, int count) {
   bool one = tiers[0].tokens == tiers[0].slots;
   for (int tier = 1; tier < count; ++tier) one &= tiers[tier].tokens <= tiers[tier].slots;
   return one;
 }
 
-/// The first victim of tier `from` is demoted to tier `to`. If `to` is one past the last tier, it
-/// is evicted.
+/// The first victim of tier `from` is demoted to tier `to`. If `to` is one more than the last tier,
+/// the token is evicted.
 struct Demotion {
   int from, to;
 };

@@ -12,7 +12,7 @@
 
 namespace kvlab {
 
-/// How elements are rounded. traces/base/numeric/quantize.hpp has one function for each.
+/// How elements are rounded. traces/base/numeric/quantize.hpp has one function for each encoding.
 enum class Encoding : std::uint8_t {
   none,        ///< the cache's 16-bit format
   integer,     ///< integers with an fp16 scale and minimum per 32 elements
@@ -30,7 +30,7 @@ struct RowFormat {
   std::uint32_t metadata_bytes;  ///< scales and minima of kQuantBlock elements
   Encoding encoding;
   /// Whether elements are rounded after the 32-point Hadamard rotation
-  /// (traces/base/numeric/quantize.hpp). Formats of other engines are not.
+  /// (traces/base/numeric/quantize.hpp). This is not so in the formats of other engines.
   bool rotated = false;
 
   constexpr bool exact() const { return encoding == Encoding::none; }
@@ -38,7 +38,7 @@ struct RowFormat {
   constexpr std::uint32_t block_bytes() const {
     return kQuantBlock / 8 * static_cast<std::uint32_t>(bits) + metadata_bytes;
   }
-  /// The same, if an element that is not quantized has `element_bytes` bytes.
+  /// The same, for a cache whose unquantized elements have `element_bytes` bytes.
   constexpr std::uint64_t block_bytes_of(std::uint64_t element_bytes) const {
     return exact() ? kQuantBlock * element_bytes : block_bytes();
   }
@@ -58,7 +58,7 @@ inline constexpr RowFormat kRowFormats[] = {
     {"2", 2, 4, Encoding::integer, true},
 };
 
-/// The row format of that name; null if there is none.
+/// The row format with this name; null if there is none.
 constexpr const RowFormat* find_row_format(std::string_view name) {
   for (const RowFormat& format : kRowFormats)
     if (format.name == name) return &format;
@@ -85,13 +85,13 @@ struct KvFormat {
   }
   /// A name that find_kv_format() reads, such as `4`, `k4v2` or `q8_0/q4_0`.
   std::string name() const;
-  /// Some order, for maps. The formats are pointers into kRowFormats.
+  /// An arbitrary order, for maps. It compares pointers into kRowFormats.
   constexpr auto operator<=>(const KvFormat&) const = default;
 };
 
-/// The formats of the kernels, which are the first kKernelFormats, in the order of kvlab_kv_format
-/// (kernels/kvlab.h), and then KIVI's (Liu et al. 2024, arXiv:2402.02750), which cannot be combined
-/// with other tiers. find_kv_format() finds other pairs of row formats too.
+/// The first kKernelFormats are the formats of the CUDA kernels, in the order of kvlab_kv_format
+/// (kernels/kvlab.h). Then follow the formats of KIVI (Liu et al. 2024, arXiv:2402.02750), which
+/// cannot be combined with other tiers. find_kv_format() also finds other pairs of row formats.
 inline constexpr KvFormat kKvFormats[] = {
     {},
     {find_row_format("fp8"), find_row_format("fp8")},
@@ -111,8 +111,8 @@ constexpr std::optional<std::uint32_t> kernel_format(const KvFormat& format) {
   return std::nullopt;
 }
 
-/// The format of a name: a row format's name for keys and values, KEY/VALUE for two of them,
-/// `k4v2`, `kivi4` or `kivi2`.
+/// Returns the format with this name. A name is the name of a row format (for keys and values),
+/// KEY/VALUE with two such names, `k4v2`, `kivi4` or `kivi2`.
 std::optional<KvFormat> find_kv_format(std::string_view name);
 
 /// The names of all row formats, and of all formats, for messages.
@@ -120,8 +120,8 @@ std::string row_format_names();
 std::string known_formats();
 
 /// KIVI quantizes the keys of kKiviWindow tokens at a time, after RoPE, by channel in groups of
-/// kQuantBlock tokens. It quantizes each value separately, once kKiviWindow younger tokens exist.
-/// kivi_keys() and kivi_values() return how many of `tokens` keys and values are quantized.
+/// kQuantBlock tokens. It quantizes each value separately, as soon as there are kKiviWindow younger
+/// tokens. kivi_keys() and kivi_values() return how many of `tokens` keys and values are quantized.
 inline constexpr std::uint32_t kKiviWindow = 128;
 constexpr std::uint32_t kivi_keys(std::uint32_t tokens) {
   return tokens / kKiviWindow * kKiviWindow;

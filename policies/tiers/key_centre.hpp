@@ -1,6 +1,6 @@
 // Centred keys: one vector for each KV head of a layer, the centre, is subtracted from every key
-// before the key is quantized. Softmax cancels the constant q·centre, so attention does not change,
-// while keys with a large common bias lose less to quantization.
+// before the key is quantized. Softmax cancels the constant q·centre, so attention does not change.
+// Keys with a large common bias lose less precision when they are quantized without it.
 #pragma once
 
 #include <cstdint>
@@ -19,15 +19,15 @@ KeyCentre parse_key_centre(std::string_view text);
 
 std::string_view name_of(KeyCentre centre);
 
-/// Refuses to centre the keys of a model whose softmax does not cancel a constant that is added to
-/// all scores of a query. Throws std::invalid_argument.
+/// Throws std::invalid_argument for a model with soft caps or sink logits, because its softmax does
+/// not cancel a constant that is added to all scores of a query.
 void check_centre(bool has_softcap, bool has_sink_logits);
 
 /// Number of keys whose mean is the centre, if the prompt has that many.
 inline constexpr std::uint32_t kCentreKeys = 128;
 
 /// Number of keys whose mean is the centre, after a first append of `tokens` tokens. 0: there is no
-/// centre. An append of one token is a decoded token, so it is no prompt.
+/// centre. This is so for an append of one token, because that is a decoded token and not a prompt.
 constexpr std::uint32_t centre_keys(std::uint32_t tokens) {
   if (tokens < 2) return 0;
   return tokens < kCentreKeys ? tokens : kCentreKeys;

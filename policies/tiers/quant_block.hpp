@@ -5,8 +5,8 @@
 
 namespace kvlab {
 
-/// Number of channels that share a scale in kvlab's formats, and in which bytes are counted. Each
-/// format has whole bytes for it.
+/// Number of channels that share a scale in kvlab's formats. Bytes are counted for this many
+/// channels, because each format takes a whole number of bytes for them.
 inline constexpr std::uint32_t kQuantBlock = 32;
 
 }  // namespace kvlab

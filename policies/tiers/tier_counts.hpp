@@ -23,7 +23,8 @@ class TierCounts {
     return budget != kNoBudget && (modifiers.surplus(tokens(), budget, after_prompt) > 0 ||
                                    is_first_tier_full(tiers_[0], modifiers, after_prompt));
   }
-  /// Evicts and demotes as AgedSet does. Returns the number of evicted tokens.
+  /// Evicts and demotes the same numbers of tokens as AgedSet. Returns the number of evicted
+  /// tokens.
   std::uint32_t evict_to_budget(const Modifiers& modifiers, std::uint32_t budget,
                                 bool after_prompt) {
     if (!needs_eviction(modifiers, budget, after_prompt)) return 0;

@@ -173,9 +173,9 @@ std::vector<KvFormat> TierPlan::formats() const {
 
 std::uint32_t TierPlan::tokens_by_layer(std::uint64_t bytes) const {
   constexpr std::uint64_t kMostTokens = 0x7fff'ffff;
-  std::uint64_t token_bytes = 0;  // of one token in all layers
+  std::uint64_t token_bytes = 0;  // bytes of one token in all layers, for one block of channels
   for (const KvFormat& format : layers) token_bytes += format.block_bytes();
-  // More bytes would hold more tokens than there can be.
+  // Limits the bytes, because a cache cannot hold more than kMostTokens tokens.
   bytes = std::min<std::uint64_t>(bytes, kMostTokens * KvFormat{}.block_bytes());
   return static_cast<std::uint32_t>(std::min(bytes * layers.size() / token_bytes, kMostTokens));
 }

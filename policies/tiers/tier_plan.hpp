@@ -1,4 +1,4 @@
-// A tier plan: how the bytes of a cache are divided among tiers, each of one format.
+// A tier plan: how the bytes of a cache are divided among tiers. Each tier has one format.
 #pragma once
 
 #include <algorithm>
@@ -44,9 +44,9 @@ struct TierPlan {
     bool operator==(const Tier&) const = default;
   };
   std::vector<Tier> tiers = {Tier{}};  ///< in order of decreasing precision
-  /// A format for each layer without a window, in which the layer keeps all its tokens. Empty:
-  /// every layer has `tiers`.
-  /// Otherwise `tiers` has one tier, of the first layer's format.
+  /// A plan by layer: a format for each layer without a window, in which the layer keeps all its
+  /// tokens. `tiers` then has one tier, with the first layer's format. Empty: every layer has
+  /// `tiers`.
   std::vector<KvFormat> layers = {};
 
   bool is_by_layer() const { return !layers.empty(); }
@@ -69,16 +69,17 @@ struct TierPlan {
   std::string text(char between = ',', char of = ':') const;
   /// The setting of a policy: `tiers=16@16t+4@100%`.
   std::string setting() const { return "tiers=" + text('+', '@'); }
-  /// The slots of each tier in `bytes` of one KV head with `blocks` blocks of channels. Shares are
-  /// rounded down, and the last tier gets the remainder. Throws std::invalid_argument if the first
-  /// tier holds no token.
+  /// The slots of each tier, for a KV head with `bytes` bytes and `blocks` blocks of channels.
+  /// Shares are rounded down, and the last tier gets the remainder. Throws std::invalid_argument if
+  /// the first tier holds no token.
   std::vector<TierSlots> slots(std::uint64_t bytes, std::uint32_t blocks) const;
-  /// The slots in the bytes of `tokens` 16-bit tokens; independent of the head size.
+  /// The slots of each tier, for the bytes of `tokens` 16-bit tokens. They do not depend on the
+  /// head size.
   std::vector<TierSlots> slots_of_tokens(std::uint32_t tokens) const {
     return slots(std::uint64_t{tokens} * KvFormat{}.block_bytes(), 1);
   }
   /// With formats by layer: the number of tokens that every layer holds if the layers have `bytes`
-  /// on average, for one block of channels. Below 2^31.
+  /// bytes on average for one block of channels. It is below 2^31.
   std::uint32_t tokens_by_layer(std::uint64_t bytes) const;
   /// Bytes of a token on the smallest tier.
   std::uint64_t min_token_bytes(std::uint32_t head_size) const;
