@@ -94,8 +94,8 @@ std::pair<std::size_t, std::size_t> AgedSet::unprotected_range(std::uint32_t now
   };
   std::size_t first = std::min(protected_tokens_.sinks, size_);
   while (first > 0 && protection_at(first - 1) != 2) --first;  // some sinks may have been evicted
-  // The recent tokens are live, apart from those still to be appended, unless protected tokens had
-  // to be evicted.
+  // All recent tokens are live, except for tokens that are still to be appended and for recent
+  // tokens that had to be evicted.
   std::size_t last =
       std::max<std::size_t>(first, size_ - std::min(protected_tokens_.recent, size_));
   while (last < size_ && protection_at(last) == 0) ++last;
@@ -103,7 +103,7 @@ std::pair<std::size_t, std::size_t> AgedSet::unprotected_range(std::uint32_t now
   return {first, last};
 }
 
-/// Of equal ranks, returns the oldest token.
+/// If ranks are equal, chooses the oldest token.
 std::span<const std::uint32_t> AgedSet::find_victim(std::uint32_t now) {
   auto [first, last] = unprotected_range(now);
   if (first == last && last < size_)
@@ -146,7 +146,7 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   return victims_;
 }
 
-/// Moves the token to a lower tier. One tier below the last, the token has no tier.
+/// Moves the token to a lower tier. If `tier` is one more than the last tier, the token is evicted.
 void AgedSet::demote(std::uint32_t age, int tier) {
   --tier_loads_[tiers_[age]].tokens;
   tiers_[age] = static_cast<std::uint8_t>(tier);
@@ -179,8 +179,8 @@ std::vector<EvictionCandidate> AgedSet::firsts(std::uint32_t now) const {
   return firsts;
 }
 
-/// A fast path of assign_tiers(): demotes at most one token from each tier. If more have to be
-/// demoted, returns false and changes nothing.
+/// A fast path of assign_tiers(): demotes at most one token from each tier. If a tier has to demote
+/// more tokens, returns false and changes nothing.
 bool AgedSet::assign_one(std::uint32_t now) {
   const int count = tier_count();
   if (!demotes_at_most_one(tier_loads_.data(), count)) return false;
@@ -197,8 +197,8 @@ bool AgedSet::assign_one(std::uint32_t now) {
   return true;
 }
 
-/// Assigns the tokens of victims_ to tiers, from the last victim to the first. Leaves the tokens
-/// without a slot in victims_.
+/// Assigns the tokens of victims_ to tiers, from the last one in the eviction order to the first.
+/// The tokens that get no slot remain in victims_.
 void AgedSet::assign_tiers(bool evicts) {
   const std::uint32_t waiting = waiting_tokens(size_, budget_, evicts);
   std::vector<std::uint32_t> free_slots(static_cast<std::size_t>(tier_count()));

@@ -1,8 +1,8 @@
 // The live tokens of one cache, ordered by age, and the rule of eviction. Positions and states are
-// stored contiguously, so a policy's hooks run as vector loops.
+// stored contiguously, so that loops over a policy's hooks can be vectorized.
 //
-// AgedSet is the base class of caches that store more per token: LiveSet stores a slot, AgedCache
-// the bits that the configuration batches read.
+// AgedSet is the base class of caches that store more per token: LiveSet stores a slot for each
+// token, AgedCache (of the replay) the bits that configuration batches read.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,7 @@ class LayerBudgets;  // policies/budgets/layer_budgets.hpp
 
 class AgedSet {
  public:
-  /// Identifies the cache. Step contains it, so that policy `random` can depend on it.
+  /// Identifies the cache. It is part of Step, so that the policy `random` can depend on it.
   struct Identity {
     std::uint64_t seed = 0;
     std::uint32_t sequence = 0, layer = 0, kv_head = 0;
@@ -43,7 +43,7 @@ class AgedSet {
   bool sees_heads() const { return ops_.observe_heads != nullptr; }
   /// The weight of a query, where `age` is the number of younger queries in its append.
   float weight(std::uint32_t age) const { return ops_.weight(age, params_.data()); }
-  /// The age from which on weights are 0. kNoTail: there is none.
+  /// The age from which on weights are 0; kNoTail if there is no such age.
   std::uint32_t tail() const { return ops_.tail(params_.data()); }
 
   /// Names of the features that each token gets when it is appended, in order.
@@ -57,11 +57,11 @@ class AgedSet {
   std::span<const std::byte> state(std::size_t age) const {
     return std::span(states_).subspan(age * ops_.slot_bytes, ops_.slot_bytes);
   }
-  /// Whether that state equals `other`. Padding bytes are ignored.
+  /// Whether the state of the token at an age equals `other`. Padding bytes are ignored.
   bool has_state(std::size_t age, std::span<const std::byte> other) const;
 
-  /// Sets the tiers of a tier plan with their slots, before the first token is appended. The slots
-  /// must add up to the budget. Tokens are appended to the first tier.
+  /// Sets the tiers of a tier plan and their slots. Call it before the first token is appended. The
+  /// slots must add up to the budget. New tokens are appended to the first tier.
   void keep_at(std::vector<TierSlots> tiers) {
     if (tiers.empty() || tiers.size() > kMaxTiers)
       throw std::logic_error("a cache: too many tiers");
@@ -70,7 +70,7 @@ class AgedSet {
     for (const TierSlots& tier : tier_plan_) tier_loads_.push_back({0, tier.slots});
     tier_loads_.push_back({0, 0});
   }
-  /// Sets how the owner of the keys centres them, before the first token is appended.
+  /// Sets how the owner of the keys centres them. Call it before the first token is appended.
   void centre_keys_at(KeyCentre centre) { centre_ = centre; }
   KeyCentre centre() const { return centre_; }
   /// The format of the token at an age, once its append has ended.
@@ -92,53 +92,56 @@ class AgedSet {
     const bool bounded = budget_ != kNoBudget && !modifiers_.once;
     return bounded ? modifiers_.capacity(budget_, 1) : ~std::uint64_t{0};
   }
-  /// The policy's ranks by age if `now` is appended next, without modifiers.
+  /// The policy's ranks by age, without modifiers, if position `now` is appended next.
   Ranks ranks(std::uint32_t now) const;
-  /// The eviction key of each live token, by age, if `now` is appended next.
+  /// The eviction key of each live token, by age, if position `now` is appended next.
   std::vector<EvictionKey> eviction_keys(std::uint32_t now) const;
 
-  /// Step 4: passes the observations of the last append, by age, to the policy, as arrays or one by
-  /// one. `heads`: masses by query head, for a policy that observes each head.
+  /// Step 4 of an append: passes the observations, by age, to the policy, as arrays (Seen) or as
+  /// one Observation per token. `heads`: masses by query head, for a policy that observes each
+  /// head.
   void observe(const Seen& seen);
   void observe(std::span<const Observation> seen, std::span<const std::uint64_t> heads = {});
-  /// Why the cache cannot return to its first `tokens` tokens; empty if it can.
+  /// The reason why the cache cannot return to its first `tokens` tokens; empty if it can.
   std::string crop_obstacle(std::uint32_t tokens) const;
   /// Call when the last append ended a prompt segment.
   void end_prompt() { after_prompt_ = true; }
   bool after_prompt() const { return after_prompt_; }
 
-  /// Sets what the caches of a layer share with scope=layer. Call before the first eviction.
+  /// With scope=layer: sets the state that the caches of a layer share. Call it before the first
+  /// eviction.
   void share(std::shared_ptr<LayerRanks> layer) { layer_ = std::move(layer); }
-  /// Sets what the caches of a layer share if they share slots.
+  /// With ada(): sets the state that the caches of a layer share.
   void share(std::shared_ptr<LayerBudgets> layer) { layer_budgets_ = std::move(layer); }
-  /// For ada(): makes the budget a mean over the layer's KV heads, from the end of a prompt on.
+  /// With ada(): from the end of a prompt on, the budget is a mean over the layer's KV heads.
   void share_slots() { shares_slots_ = true; }
   bool shares_slots() const { return shares_slots_; }
   /// Budget in tokens. With ada() it is the mean until a prompt has ended. kNoBudget: never evicts.
   std::uint32_t budget() const { return budget_; }
-  /// The layer that share() set; null if the cache does not share slots.
+  /// The state that share() set; null if the cache does not share slots.
   const LayerBudgets* layer_budgets() const { return layer_budgets_.get(); }
 
  protected:
   /// `budget` is in tokens. `protected_tokens` are ignored if the policy never evicts.
   AgedSet(const PolicySpec& spec, std::uint32_t budget, ProtectedTokens protected_tokens,
           Identity identity);
-  /// A set with other hooks than the registry's, for oracles.
+  /// A set whose hooks are not from the registry, for oracles.
   AgedSet(const PolicyOps& ops, std::vector<std::byte> params, std::uint32_t budget,
           ProtectedTokens protected_tokens, Identity identity,
           std::vector<std::string> features = {});
 
-  /// Step 1: chooses the tokens to evict so that at most budget - 1 are live, if `now` is appended
-  /// next. Returns their ages, ascending; valid until the next call.
+  /// Step 1: chooses the tokens to evict so that at most budget - 1 are live before position `now`
+  /// is appended. Returns their ages, ascending. The span is valid until the next call.
   std::span<const std::uint32_t> choose_victims(std::uint32_t now) {
     if (shares_slots_ || tier_plan_.size() > 1) return find_victims(now);
     return surplus() == 1 && evicts_by_own_rank() ? find_victim(now) : find_victims(now);
   }
-  /// The plain form of the rule: takes the first tokens in the order of eviction_keys(). With a
+  /// The rule in its general form: takes the first tokens in the order of eviction_keys(). With a
   /// tier plan, returns the tokens for which no tier has a slot, and demotes the others.
   std::span<const std::uint32_t> find_victims(std::uint32_t now);
-  /// Gives the same result as find_victims() if exactly one token is evicted, by its head's rank
-  /// alone. Runs one vector loop over the unprotected tokens.
+  /// A fast form, with the same result as find_victims(), for the case that exactly one token is
+  /// evicted and that its rank depends on this KV head alone. Runs one vector loop over the
+  /// unprotected tokens.
   std::span<const std::uint32_t> find_victim(std::uint32_t now);
   /// Removes the tokens of these ages, ascending.
   void evict(std::span<const std::uint32_t> ages);
@@ -146,7 +149,8 @@ class AgedSet {
   /// features()]; null if there are no features. Throws std::logic_error if it is null and the
   /// policy has features.
   void append(std::uint32_t first, std::uint32_t count, const float* feature_values = nullptr);
-  /// Drops the youngest tokens, as if they had never been appended. crop_obstacle() must be empty.
+  /// Drops the youngest tokens, as if they had never been appended. Requires an empty
+  /// crop_obstacle().
   void drop_youngest(std::uint32_t count);
   /// Releases the memory of evicted tokens.
   void give_back();
@@ -186,10 +190,10 @@ class AgedSet {
   std::vector<float> feature_values_;  // [age, features_]; has spare capacity
   std::vector<TierSlots> tier_plan_ = {TierSlots{}};
   KeyCentre centre_ = KeyCentre::none;
-  // An evicted token's tier is one more than the last tier.
+  // tiers_ marks an evicted token by one more than the index of the last tier.
   static_assert(kMaxTiers < 0xff);
   std::vector<std::uint8_t> tiers_;   // [age]; has spare capacity; empty if there is one tier
-  std::vector<TierLoad> tier_loads_;  // [tier], then the evicted tokens
+  std::vector<TierLoad> tier_loads_;  // [tier], and then one load that counts the evicted tokens
   std::vector<std::uint32_t> victims_;
   std::vector<EvictionKey> keys_;
   std::uint32_t size_ = 0, live_max_ = 0, appended_first_ = 0, appended_count_ = 0;
@@ -201,8 +205,8 @@ class AgedSet {
 // The live tokens of one cache, with a slot number for each. LiveSet stores no keys and values: the
 // owner of the tensors stores a token's key and value at its slot.
 
-/// Number of live tokens that are older than some evicted token; they come before the last gap in
-/// the positions. `positions`: ascending.
+/// Number of live tokens that are older than some evicted token; these tokens come before the last
+/// gap in the positions. `positions`: ascending.
 std::uint32_t tokens_before_gaps(std::span<const std::uint32_t> positions);
 
 class LiveSet : public AgedSet {
@@ -223,11 +227,10 @@ class LiveSet : public AgedSet {
   /// Step 1: evicts until at most budget - 1 tokens are live. `now` is the position that is
   /// appended next. Returns the victims' ages before the eviction, ascending.
   std::span<const std::uint32_t> evict_to_budget(std::uint32_t now);
-  /// Step 2: appends `count` tokens from position `first` on, as AgedSet does. Reuses freed slots
-  /// first.
+  /// Step 2: see AgedSet::append(). Also gives each token a slot; freed slots are reused first.
   void append(std::uint32_t first, std::uint32_t count, const float* feature_values = nullptr);
-  /// Drops all but the first `tokens` tokens. Throws std::logic_error with the crop_obstacle(), if
-  /// there is one.
+  /// Drops all tokens except the first `tokens` of the text. If that is not possible, throws
+  /// std::logic_error with the text of crop_obstacle().
   void crop(std::uint32_t tokens);
   /// Renumbers the slots 0, 1, 2, … by age and releases the memory of evicted tokens. Returns the
   /// old slots, by age.

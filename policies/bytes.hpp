@@ -29,7 +29,7 @@ constexpr typename P::Params params_from(const double* values) {
   return params;
 }
 
-/// Name of the entry `index` of kParams; null past the end.
+/// Name of the entry `index` of kParams; null if there is no such entry.
 template <class P>
 constexpr const char* param_name(std::size_t index) {
   if constexpr (!std::is_empty_v<typename P::Params>)

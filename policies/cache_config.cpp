@@ -42,8 +42,8 @@ void check_protected_tokens(const ResolvedConfig& config) {
       }
 }
 
-/// Checks budgets with scope=layer: the heads keep the same set of tokens, so they need equal
-/// budgets.
+/// Checks that all heads of a layer have equal budgets with scope=layer, because they keep the same
+/// set of tokens.
 void check_layers_even(const ResolvedConfig& config) {
   if (config.shares_slots())
     throw std::invalid_argument(
@@ -112,8 +112,8 @@ void check_prompt(const CacheConfig& config) {
   if (!policy.prompt_tokens) refuse("its length is not known here; use sinks=N");
 }
 
-/// Gives each layer without a window the slots of its format. They all hold the same number of
-/// tokens, as many as the bytes of the budget allow over these layers.
+/// Gives each layer without a window the slots of its format. All these layers hold the same number
+/// of tokens: as many as fit in the bytes of the budget of all of them together.
 void apply_formats_by_layer(ResolvedConfig& config, std::uint32_t length, const CacheShape& model) {
   const std::vector<KvFormat>& layers = config.policy.tier_plan.layers;
   const auto refuse = [&](const std::string& why) {
@@ -129,7 +129,7 @@ void apply_formats_by_layer(ResolvedConfig& config, std::uint32_t length, const 
   std::uint32_t slots = kNoBudget / 2;
   if (config.evicts()) {
     constexpr std::uint64_t kExact = KvFormat{}.block_bytes();
-    std::uint64_t bytes = config.budget_tokens * kExact;  // of one block of channels
+    std::uint64_t bytes = config.budget_tokens * kExact;  // for one block of channels
     if (config.budget.in_bytes) {
       check_quantized_heads(model.head_size);
       bytes = config.budget.bytes_of(length, model.head_size) / (model.head_size / kQuantBlock);

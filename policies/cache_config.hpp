@@ -1,4 +1,5 @@
-// The configuration of a cache: as requested, and resolved for one sequence.
+// The configuration of a cache: as requested (CacheConfig), and resolved for one sequence
+// (ResolvedConfig).
 #pragma once
 
 #include <cstdint>
@@ -23,10 +24,10 @@ struct CacheConfig {
   std::uint64_t seed = 0;
   double threshold = 0.01;  ///< tau, the request threshold
 
-  /// The configuration for a sequence whose prompt has `tokens` tokens.
+  /// The same configuration for a sequence whose prompt has `tokens` tokens.
   CacheConfig at_prompt(std::uint32_t tokens) const;
 
-  /// Whether the policy evicts tokens. False only for `full`; oracles evict.
+  /// Whether the policy evicts tokens. Only `full` does not; oracles evict.
   bool evicts() const { return !policy.entry || policy.entry->info.evicts; }
   bool is_full() const {
     return !evicts() && positions == Positions::original && !policy.tier_plan.is_quantized();
@@ -40,32 +41,32 @@ struct CacheConfig {
   Budget budget_at_length(std::uint32_t length, std::uint32_t head_size) const {
     return budget.at_length(length, head_size, min_token_bytes(head_size));
   }
-  /// Bytes of one token on the cheapest tier. If heads have different budgets, it is the bytes of a
-  /// 16-bit token, because these budgets are counted in 16-bit tokens.
+  /// Bytes of one token on the smallest tier. If heads have different budgets, returns the bytes of
+  /// a 16-bit token, because these budgets are counted in 16-bit tokens.
   std::uint64_t min_token_bytes(std::uint32_t head_size) const {
     return budget.is_even() ? policy.tier_plan.min_token_bytes(head_size)
                             : kv_bytes_per_token(head_size);
   }
-  /// The memory of a KV head's centre in 16-bit tokens. It is part of the budget. The centre is
-  /// kept in float32, and it has one vector where a token has two in 16 bit.
+  /// The memory of a KV head's centre, in 16-bit tokens, which is part of the budget. It is 1,
+  /// because the centre is one vector in float32, and a token is two vectors in 16 bit.
   std::uint32_t centre_tokens() const { return policy.centre == KeyCentre::none ? 0 : 1; }
   /// Whether victims are chosen for all KV heads of a layer together, because the heads keep the
   /// same set of tokens or share their slots.
   bool evicts_by_layer() const {
     return policy.modifiers.scope == Modifiers::Scope::layer || shares_slots();
   }
-  /// Whether KV heads share slots: they do with ada(), except for an oracle.
+  /// Whether the KV heads of a layer share slots. This is so with ada(), except for an oracle.
   bool shares_slots() const {
     return policy.entry && evicts() && budget.split == Budget::Split::ada;
   }
 };
 
-/// Receives one line about a configuration that is left out.
+/// A function that is called with one line about a configuration that is left out.
 using LeaveOut = std::function<void(const std::string&)>;
 
-/// Returns the configurations that `check` accepts. Leaves out a configuration whose budget is too
-/// small (BudgetTooSmall), and passes `leave_out` a line about it. Rethrows the error if no
-/// evicting configuration would remain or `leave_out` is null.
+/// Returns the configurations that `check` accepts. Leaves out a configuration for which `check`
+/// throws BudgetTooSmall, and passes `leave_out` a line about it. Rethrows the error if no evicting
+/// configuration would remain, or if `leave_out` is null.
 std::vector<CacheConfig> configs_that_fit(std::vector<CacheConfig> configs,
                                           const std::function<void(const CacheConfig&)>& check,
                                           const LeaveOut& leave_out);
@@ -73,11 +74,11 @@ std::vector<CacheConfig> configs_that_fit(std::vector<CacheConfig> configs,
 /// Returns `configs` with the full cache first. Adds the full cache if it is missing.
 std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs);
 
-/// Tokens that enter a cache together.
+/// Tokens that are appended to a cache together.
 struct Append {
   std::uint32_t first, tokens;
-  bool ends_prompt = false;  ///< the last append of a prompt segment
-  bool decodes = false;      ///< part of a decode segment
+  bool ends_prompt = false;  ///< whether this is the last append of a prompt segment
+  bool decodes = false;      ///< whether the append is part of a decode segment
 };
 
 /// A configuration for a sequence of known length.
@@ -92,16 +93,17 @@ struct ResolvedConfig : CacheConfig {
   std::vector<std::uint32_t> layer_numbers = {};  ///< layer numbers of the model; empty: 0, 1, 2, …
   /// Tier slots by budget. Empty: one 16-bit tier.
   std::map<std::uint32_t, std::vector<TierSlots>> tiers = {};
-  /// [layer]: the single tier of a plan by layer; 16 bit in a layer with a window. Empty: `tiers`
-  /// holds for all layers.
+  /// [layer], for a plan by layer: the single tier of the layer. A layer with a window has 16 bit.
+  /// Empty: `tiers` applies to all layers.
   std::vector<std::vector<TierSlots>> layer_tiers = {};
   std::vector<Append> appends = {};        ///< known in advance only in a replay
   std::vector<bool> in_dense_prompt = {};  ///< [token]; known in advance only in a replay
 
-  FeatureReader feature_reader = nullptr;  ///< set by find_features(); null: only computed features
+  /// Set by find_features(); null: only computed features are available.
+  FeatureReader feature_reader = nullptr;
 
-  /// Sliding window by layer, in tokens; 0: none. A layer with a window keeps exactly the window,
-  /// whatever the budget. Empty: no layer has a window.
+  /// Sliding window by layer, in tokens; 0: none. A layer with a window keeps exactly its window,
+  /// for any budget. Empty: no layer has a window.
   std::vector<std::uint32_t> windows = {};
 
   std::uint32_t window_of(std::uint32_t layer) const {
@@ -114,12 +116,12 @@ struct ResolvedConfig : CacheConfig {
     const auto own = tiers.find(tokens);
     return own == tiers.end() ? nullptr : &own->second;
   }
-  /// The same, but null for a layer that a plan by layer keeps in 16 bit.
+  /// Like planned_tiers(), but also null for a layer that a plan by layer keeps in 16 bit.
   const std::vector<TierSlots>* tiers_of(std::uint32_t layer, std::uint32_t tokens) const {
     const auto* const own = planned_tiers(layer, tokens);
     return own && !layer_tiers.empty() && own->front().format.exact() ? nullptr : own;
   }
-  /// Whether the budget file exempts the layer: it keeps all tokens in 16 bit.
+  /// Whether the budget file exempts the layer. An exempt layer keeps all tokens in 16 bit.
   bool exempts(std::uint32_t layer) const {
     return evicts() && !head_budgets.empty() && head_budgets[layer].front() == kNoBudget;
   }
@@ -134,15 +136,16 @@ struct ResolvedConfig : CacheConfig {
   LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {
     return {seed, sequence, layer_numbers.empty() ? layer : layer_numbers[layer], kv_head};
   }
-  /// Adds the prompt's features that are not computed, for one KV head. Later tokens get zeros;
-  /// this does not matter, because they are never evicted.
+  /// Adds those features of the prompt that kvlab does not compute to `to`, for one KV head. Later
+  /// tokens get zeros, which has no effect, because they are never evicted.
   void add_supplied_features(std::uint32_t layer, std::uint32_t kv_head, FeaturesByName& to) const {
     if (feature_reader && window_of(layer) == 0)
       feature_reader(identity(layer, kv_head).layer, kv_head, to);
   }
-  /// A layer whose heads have the same slots as those of `layer` at the same budget.
+  /// The number of a layer whose heads have the same tier slots as the heads of `layer` if their
+  /// budgets are equal.
   std::uint32_t layer_key(std::uint32_t layer) const { return layer_tiers.empty() ? 0 : layer; }
-  /// Whether heads differ in their budgets or formats, so that each needs of_head().
+  /// Whether heads differ in their budgets or formats. If so, use of_head() for each head.
   bool differs_by_head() const { return !head_budgets.empty() || !layer_tiers.empty(); }
   /// The configuration of one KV head, with its budget_tokens, tiers and protected tokens. Its
   /// policy is `full` in an exempt layer.
@@ -170,9 +173,8 @@ struct ResolvedConfig : CacheConfig {
 ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence = 0,
                        const CacheShape& model = {});
 
-/// Gets from the policy's FeatureSource, if there is one, the features of this prompt that no
-/// decoder computes. Throws std::invalid_argument as the source does, and if decoded tokens may be
-/// evicted.
+/// If the policy has a FeatureSource, gets from it those features of this prompt that no decoder
+/// computes. Throws std::invalid_argument if the source does, or if decoded tokens may be evicted.
 void find_features(ResolvedConfig& config, std::span<const std::int32_t> prompt,
                    const CacheShape& model);
 

@@ -30,8 +30,8 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
 
 bool is_reserved(std::string_view word) { return word == "page" || word == "storage"; }
 
-/// A hint for the name of a policy or of a budget split in papers and other libraries; "" if
-/// unknown.
+/// A hint for a name that papers or other libraries use for a policy or a split of budgets. Empty
+/// if the name is unknown.
 std::string hint_of_paper(std::string_view word) {
   std::string name;
   for (const char c : word)
@@ -118,7 +118,7 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
 }
 
 /// Replaces `preset=NAME` in `h2o:preset=NAME:more` by the preset's settings; settings in `more`
-/// take precedence. Returns any other text unchanged.
+/// override those of the preset. Returns any other text unchanged.
 std::string without_preset(std::string_view text) {
   const auto parts = split(text, ':');
   const auto named = std::ranges::find_if(

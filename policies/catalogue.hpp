@@ -1,4 +1,4 @@
-// The registry at run time, and the syntax of policies on the command line.
+// The registered policies at run time, and the text form of policies on the command line.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +22,8 @@ const std::vector<PolicyEntry>& policy_catalogue();
 
 /// The command-line form: `4` or `50%`.
 std::string text_of(Extent extent);
-/// Parses that form. Throws std::invalid_argument unless the number is in [least, 2^31) tokens or
-/// in [0, 100] percent. 0% is valid only if `least` is 0.
+/// Parses the command-line form. Throws std::invalid_argument unless the number is in [least, 2^31)
+/// tokens or in [0, 100] percent. 0% is valid only if `least` is 0.
 Extent parse_extent(std::string_view text, std::string_view what, double least);
 
 /// A policy from the command line, `name:param=value:sinks=N:recent=N`, with defaults filled in.
@@ -32,14 +32,15 @@ struct PolicySpec {
   std::string name;
   std::vector<double> params;  ///< in the order of entry->params
   Extent sinks, recent;
-  /// Whether the first prompt is protected: its tokens are evicted last, and do not count in the
-  /// budget.
+  /// Whether the first prompt is protected. Its tokens are then evicted last and do not count
+  /// towards the budget.
   bool prompt = false;
   std::optional<std::uint32_t> prompt_tokens = {};  ///< length of that prompt, if known
   Modifiers modifiers;
   TierPlan tier_plan = {};             ///< `tiers=4`, `tiers=16@16t+4@100%`
   KeyCentre centre = KeyCentre::none;  ///< `centre=prompt`; only with a tier plan
-  /// entry->info.features, with the feature that `name=` selects in place of `name=NAME`.
+  /// The names in entry->info.features, except that the selected feature replaces the entry
+  /// `name=NAME`.
   std::vector<std::string> features;
   std::shared_ptr<const FeatureSource> feature_source = nullptr;  ///< see CompiledPolicies
 
@@ -52,12 +53,12 @@ struct PolicySpec {
   /// Number of tokens that the setting `prompt` protects; 0 if it is off or the number is unknown.
   std::uint32_t protected_prompt_tokens() const { return prompt ? prompt_tokens.value_or(0) : 0; }
 
-  /// The parameters in the layout that the entry's hooks take.
+  /// The parameters in the memory layout that the entry's hooks read.
   std::vector<std::byte> packed_params() const;
 
-  /// All settings as text, including defaults: `decay=0.9:sinks=0:recent=50%`. A feature's name
-  /// comes first. Modifiers are listed if they are set, or if they are off and the policy's
-  /// defaults set them.
+  /// All settings as text, including defaults: `decay=0.9:sinks=0:recent=50%`. The name of a
+  /// selected feature comes first. Modifiers are included if they are set, or if they are off
+  /// although the policy's defaults set them.
   std::string params_text() const;
   /// `name:` followed by params_text(). parse_policy() converts it back to the same spec.
   std::string text() const;
@@ -67,24 +68,25 @@ struct PolicySpec {
 };
 
 /// Parses one policy. `oracles` are additional names, which take no parameters. `compiled` are
-/// policies in addition to the registry. Throws std::invalid_argument that names the mistake and,
-/// for a typing error, suggests the nearest name.
+/// policies in addition to the registry. Throws std::invalid_argument with a message that states
+/// the mistake and, for a typing error, suggests the nearest name.
 PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> oracles = {},
                         const CompiledPolicies& compiled = {});
 
-/// brief() of a policy in text form. Returns `text` unchanged if the catalogue has no such policy.
+/// Converts a policy in text form to its brief() form. Returns `text` unchanged if the catalogue
+/// has no such policy.
 std::string brief_policy(const std::string& text);
 
 /// Parses `128`, `20%`, `64KiB`, `20%bytes`, `pyramid(20%)`, `ada(128)`. Throws
 /// std::invalid_argument for 0, a negative number or more than 100%.
 Budget parse_budget(std::string_view text);
 
-/// The protected tokens of `spec`, in tokens, for `budget`. `budget` includes the prompt tokens
-/// that the setting `prompt` protects; they count as sinks. Throws std::invalid_argument unless
-/// sinks + recent <= budget and sinks < budget.
+/// The numbers of protected tokens of `spec` for a budget of `budget` tokens. `budget` includes the
+/// prompt tokens that the setting `prompt` protects, which count as sinks. Throws
+/// std::invalid_argument unless sinks + recent <= budget and sinks < budget.
 ProtectedTokens resolve_protected_tokens(const PolicySpec& spec, std::uint32_t budget);
 /// The smallest budget that holds the protected tokens of `spec`; 1 for an oracle. Protected tokens
-/// that are shares of the budget are not counted.
+/// that are given as shares of the budget are not counted.
 std::uint32_t min_budget(const PolicySpec& spec);
 
 /// Parses `original` or `cache`. Throws std::invalid_argument for any other text.

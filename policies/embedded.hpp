@@ -1,5 +1,5 @@
-// The policy headers as text. kvlab carries them, so it can compile a policy at run time without
-// its source tree.
+// The policy headers as text. They are part of the program, so that it can compile a policy at run
+// time without the source tree.
 #pragma once
 
 #include <span>
@@ -8,11 +8,11 @@
 namespace kvlab {
 
 struct EmbeddedText {
-  std::string_view path;  ///< path in the project: policies/policy.hpp
+  std::string_view path;  ///< path in the project, such as policies/policy.hpp
   std::string_view text;
 };
 
-/// The headers that a policy may include, and those that convert a policy to an entry.
+/// The headers that a policy may include, and the headers that convert a policy to an entry.
 std::span<const EmbeddedText> policy_headers();
 
 }  // namespace kvlab

@@ -1,5 +1,5 @@
-// A policy that the command line can name: one line of the registry, or a header that is compiled
-// at run time.
+// A policy that the command line can name: a policy of the registry, or one from a header that is
+// compiled at run time.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +19,10 @@ class FeatureSource;  // policies/features/features.hpp
 
 /// The header of a policy that was compiled at run time.
 struct PolicySource {
-  std::string path;            ///< as the user typed it
-  std::string text;            ///< in today's names (old_names.hpp)
-  std::string xxh3;            ///< hash of the file's original text, 16 hex digits
-  std::string type;            ///< qualified name of the struct: kvlab::Peak
+  std::string path;  ///< as the user typed it
+  std::string text;  ///< the header's text, with old names replaced by the new ones (old_names.hpp)
+  std::string xxh3;  ///< hash of the file's original text, 16 hex digits
+  std::string type;  ///< qualified name of the struct: kvlab::Peak
   bool has_old_names = false;  ///< whether the file's original text differs from `text`
 };
 
@@ -45,26 +45,27 @@ struct SeenRows {
   float rope_factor, softmax_scale;
 };
 
-/// One policy that the command line can name. Copies share everything except the struct itself: its
-/// pointers refer to data that lives as long as the process.
+/// One policy that the command line can name. A copy is shallow: the pointers of all copies refer
+/// to the same data, which lives as long as the process.
 struct PolicyEntry : PolicyOps {
   std::shared_ptr<const PolicySource> source = nullptr;  ///< null: compiled with kvlab
   /// Set if the hooks call functions outside kvlab (Python). Then `params` points to this object.
-  /// Null if the hooks are the policy's own.
+  /// Null if the hooks are functions of the policy itself.
   std::shared_ptr<const void> host = nullptr;
   /// Set by product_of(): the policy whose rank this policy multiplies by its last feature. Null if
   /// this is not a product.
   std::shared_ptr<const PolicyEntry> factored = nullptr;
-  /// Called with each layer of a prompt before a token of the prompt is ranked. A replay calls
-  /// see_trace instead, with the trace that holds a sequence's rows. A policy that sets one of them
-  /// requires a dense prefill. Null if the policy does not use these rows.
+  /// see_rows is called with each layer of a prompt before any token of the prompt is ranked. A
+  /// replay calls see_trace instead, with the path of the trace that contains a sequence's rows. A
+  /// policy that sets one of them requires a dense prefill. Null if the policy does not use these
+  /// rows.
   std::function<void(const SeenRows&)> see_rows = nullptr;
   std::function<void(std::uint32_t sequence, const std::string& trace)> see_trace = nullptr;
 };
 
-/// Policies in addition to the registry: those of --policy-source, in command-line order, with
-/// unique names. Also holds the source of those features that no decoder computes, for these
-/// policies and for the registry's.
+/// Policies in addition to those of the registry: the policies of --policy-source, in command-line
+/// order, with unique names. Also holds the source of the features that no decoder computes, which
+/// the policies of the registry use too.
 struct CompiledPolicies {
   CompiledPolicies() = default;
   CompiledPolicies(std::nullptr_t) {}

@@ -1,6 +1,7 @@
-// Which executor of the rule can run which caches. The table below has one line per executor, which
-// lists what it supports. The plain replay supports everything, so it has no line. What the table
-// does not mention, every executor supports.
+// Which executor of the rule (a decoder, an evaluation or a replay) can run which caches. Below
+// there is one constant per executor, which lists what it supports. The replay on the CPU supports
+// everything, so it has no constant. Every executor supports the features that Executor does not
+// mention.
 #pragma once
 
 #include <cstddef>
@@ -13,19 +14,20 @@
 
 namespace kvlab {
 
-/// Features that a policy may read. none: no features. built_in: the built-in ones. supplied: also
-/// scored ones and those from a FeatureSource. any: also those stored with a trace.
+/// Features that a policy may read. none: no features. built_in: the built-in features. supplied:
+/// also scored features and features from a FeatureSource. any: also features that are stored with
+/// a trace.
 enum class Features { none, built_in, supplied, any };
 
-/// Formats of tiers that an executor may support. kernels: those that the kernels have. rows: all
-/// that quantize each key and each value by itself. all: also KIVI's.
+/// Formats of tiers that an executor may support. kernels: the formats of the CUDA kernels. rows:
+/// all formats that quantize each key and each value separately. all: also KIVI's formats.
 enum class Formats { kernels, rows, all };
 
 /// Maximum number of tiers on a CUDA device: kernels::kMaxDeviceTiers.
 inline constexpr std::size_t kMaxDeviceTiers = 8;
 
-/// What one executor supports, as far as executors differ. To enable a new capability, set it to
-/// true in the executor's line below. There is no other check.
+/// The capabilities of an executor in which executors differ. To enable a capability, set it to
+/// true in the executor's constant below. Nothing else checks these capabilities.
 struct Executor {
   const char* name;                   ///< name in messages: "the CUDA decoder"
   const char* instead;                ///< the alternative that messages recommend: "--device cpu"
@@ -55,7 +57,7 @@ inline constexpr Executor kEvaluation = [] {
   loop.formats = Formats::all;
   return loop;
 }();
-/// What every executor on a CUDA device supports.
+/// The capabilities that all executors on a CUDA device have.
 constexpr Executor device_executor(const char* name, const char* instead) {
   return {.name = name,
           .instead = instead,
@@ -69,7 +71,7 @@ inline constexpr Executor kCudaDecoder = [] {
   decoder.centre = true;
   return decoder;
 }();
-/// The kernel library, as kvlab.hf.evicting uses it.
+/// The kernel library, when kvlab.hf.evicting uses it.
 inline constexpr Executor kKernelLibrary = [] {
   Executor library = device_executor("the kernel library", "a model on the CPU");
   library.formats_by_layer = true;
@@ -86,10 +88,10 @@ inline constexpr Executor kCudaReplay = [] {
 /// The first feature of the policy that the executor does not support; empty if it supports all.
 std::string feature_beyond(const Executor& executor, const PolicySpec& policy);
 
-/// The reason why the executor cannot run this cache, in one line; empty if it can.
+/// The reason why the executor cannot run this cache, in one line. Empty if it can run it.
 std::string refusal(const Executor& executor, const CacheConfig& config);
 
-/// Throws std::invalid_argument with the refusal, if there is one.
+/// Throws std::invalid_argument with the text of refusal(), if it is not empty.
 void check_held(const Executor& executor, const CacheConfig& config);
 /// Also throws if budgets by head do not match the model's shape.
 void check_held(const Executor& executor, const ResolvedConfig& config, const CacheShape& model);

@@ -1,7 +1,7 @@
 // Fixed-point arithmetic that policies share: shares of Q32.32 masses, bit-identical on host and
 // device.
 //
-// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file, so it may not allocate, throw or call host-only library functions.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@ constexpr std::uint64_t share32(double share) {
   return static_cast<std::uint64_t>((share * kTwo32 + kTwo52) - kTwo52);
 }
 
-/// mass * share / 2^32, rounded down, for share <= 2^32. No intermediate result loses a bit.
+/// mass * share / 2^32, rounded down, for share <= 2^32. No intermediate result is rounded or
+/// overflows.
 constexpr std::uint64_t part_of(std::uint64_t mass, std::uint64_t share) {
   return (mass >> 32) * share + ((mass & 0xffff'ffffu) * share >> 32);
 }

@@ -1,4 +1,5 @@
-// Converts probabilities to the integers that policies observe: one definition for host and device.
+// Converts probabilities to the integers that policies observe. Host and device share these
+// definitions.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,8 @@ constexpr std::uint64_t fixed_mass(float weight, float p) {
   return static_cast<std::uint64_t>((scaled + kTwo52) - kTwo52);
 }
 
-/// The request threshold as an integer: tau * 2^16, rounded to nearest. H2O counts an entry as zero
-/// if it is below 1% of the largest of its row (H2O, section 3.1).
+/// The request threshold as an integer: tau * 2^16, rounded to nearest. H2O (section 3.1) treats a
+/// probability as zero if it is below 1% of the largest probability of its row.
 constexpr std::uint32_t request_threshold16(double tau) {
   const double scaled = tau * 65536.0;
   const auto whole = static_cast<std::uint32_t>(scaled);

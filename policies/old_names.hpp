@@ -1,5 +1,5 @@
-// Names that version 0.6 changed. Options, policies, files and headers that
-// were written with them are read for one release more; kvlab itself writes the new names alone.
+// Names that version 0.6 changed. Options, policies, files and headers with the old names can still
+// be read for one release. kvlab itself writes only the new names.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ inline constexpr OldName kOldSettings[] = {{"ladder", "tiers"}};  // old name
 inline constexpr OldName kOldMetrics[] = {{"code_error", "quantization_error"},
                                           {"regret_mass", "regret_recall"},
                                           {"span_recall", "passage_recall"}};
-/// Options of the command line, without dashes. Python's keywords are named alike.
+/// Options of the command line, without dashes. Keywords in Python have the same names.
 inline constexpr OldName kOldOptions[] = {{"columns", "features"},
                                           {"draws", "samples"},
                                           {"grid", "sweep"},
@@ -30,7 +30,7 @@ inline constexpr OldName kOldOptions[] = {{"columns", "features"},
                                           {"span", "queries"},
                                           {"span-of", "passage"},
                                           {"synthetic-draws", "synthetic-gradient-samples"}};
-/// Words of a policy's header.
+/// Identifiers in a policy's header.
 inline constexpr OldName kOldHeaderWords[] = {{"HighestLeaves", "HighestEvictedFirst"},
                                               {"LowestLeaves", "LowestEvictedFirst"},
                                               {"admit", "append"},  // old name
@@ -40,19 +40,22 @@ inline constexpr OldName kOldHeaderWords[] = {{"HighestLeaves", "HighestEvictedF
                                               {"columns", "features"},
                                               {"kMaxColumns", "kMaxFeatures"}};
 
-/// What is called `name` now; `name` itself if that never changed.
+/// The current name of the thing that is or was called `name`. Returns `name` if it never changed.
 constexpr std::string_view current_name(std::span<const OldName> names, std::string_view name) {
   const auto found = std::ranges::find(names, name, &OldName::before);
   return found == names.end() ? name : found->now;
 }
 
-/// A policy in today's names: `column:name=x:ladder=4` is `feature:name=x:tiers=4`. // old name
+/// A policy with the current names:
+/// `column:name=x:ladder=4` becomes `feature:name=x:tiers=4`. // old name
 std::string current_policy(std::string_view policy);
 
-/// Settings of a policy in today's names, as results have them: `sinks=4:ladder=4`. // old name
+/// The settings of a policy, in the form of result files, with the current names:
+/// `sinks=4:ladder=4` becomes `sinks=4:tiers=4`. // old name
 std::string current_params(std::string_view params);
 
-/// A metric in today's names: `span_recall:needle` is `passage_recall:needle`.
+/// A metric with its current name: `span_recall:needle` becomes
+/// `passage_recall:needle`.
 std::string current_metric(std::string_view metric);
 
 }  // namespace kvlab

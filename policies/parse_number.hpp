@@ -1,4 +1,4 @@
-// A number in a setting's text.
+// Parses a number in the text of a setting.
 #pragma once
 
 #include <fmt/format.h>

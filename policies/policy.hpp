@@ -1,9 +1,9 @@
 // A policy: pure functions on the state of one token.
 //
 // The functions are `constexpr` so that one source compiles for the host and for the device.
-// `constexpr` excludes containers, I/O and loops over tokens through pointers, and nvcc compiles a
-// constexpr function for both sides (--expt-relaxed-constexpr). Policy code is built without FMA
-// contraction, so host and device agree bit for bit.
+// `constexpr` rules out containers, I/O and loops over tokens through pointers, and nvcc compiles a
+// constexpr function for host and device (--expt-relaxed-constexpr). Policy code is built without
+// FMA contraction, so host and device agree bit for bit.
 //
 // A policy is a struct with these members:
 //
@@ -29,9 +29,9 @@
 //   static constexpr float weight(std::uint32_t age, const Params&);
 //   static constexpr std::uint32_t tail(const Params&);
 //
-// If a member is missing or misspelt, policy_checks.hpp names it at compile time.
+// If a member is missing or misspelt, policy_checks.hpp reports it at compile time.
 //
-// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file, so it may not allocate, throw or call host-only library functions.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@
 
 namespace kvlab {
 
-/// What a policy observes. kvlab computes only these statistics.
+/// The attention statistics that a policy observes. kvlab computes only these.
 enum class Needs { nothing, mass, requests, both };
 constexpr bool needs_mass(Needs needs) { return needs == Needs::mass || needs == Needs::both; }
 constexpr bool needs_requests(Needs needs) {
@@ -51,8 +51,9 @@ constexpr bool needs_requests(Needs needs) {
 /// budget keeps a superset of the tokens of a smaller one. feedback: the rank may depend on both.
 enum class Order { nested, feedback };
 
-/// original: a key keeps its position in the sequence. cache: live tokens are numbered 0, 1, 2, …
-/// from the oldest to the youngest (StreamingLLM's "positions within the cache").
+/// The positions that RoPE uses. original: a key keeps its position in the sequence. cache: live
+/// tokens are numbered 0, 1, 2, … from the oldest to the youngest (StreamingLLM's "positions within
+/// the cache").
 enum class Positions { original, cache };
 
 /// A number of tokens, or a share of the budget in parts per million, rounded down.
@@ -127,11 +128,11 @@ struct Token {
 struct Step {
   std::uint32_t now;     ///< position of the append's first token; in rank(), of the next append
   std::uint32_t budget;  ///< cache size during decoding, in tokens, including the query's own token
-  /// Number of live tokens: in rank() before the eviction; in append() and observe() including the
-  /// appended tokens.
+  /// Number of live tokens. In rank() it is the number before the eviction; in append() and
+  /// observe() it includes the appended tokens.
   std::uint32_t live;
   std::uint32_t
-      queries;  ///< number of tokens of the append; 0 in rank(), which may not depend on it
+      queries;  ///< number of tokens of the append; 0 in rank(), whose result may not depend on it
   std::uint64_t seed;
   std::uint32_t sequence, layer, kv_head;
 };

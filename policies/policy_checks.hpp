@@ -1,7 +1,7 @@
-// Checks at compile time that a type is a policy (policies/policy.hpp). If it is not, names the
-// hook that is wrong.
+// Checks at compile time that a type is a policy (policies/policy.hpp). If it is not, the
+// compiler's message names the hook that is wrong.
 //
-// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file, so it may not allocate, throw or call host-only library functions.
 #pragma once
 
 #include <concepts>
@@ -55,8 +55,7 @@ concept HasParamList = std::is_empty_v<typename P::Params> || requires {
 };
 }  // namespace hooks
 
-/// A complete policy. Hooks must match their declarations in both directions: kInfo declares
-/// exactly the optional hooks that exist.
+/// A complete policy. Optional hooks must exist if kInfo declares them, and only then.
 template <class P>
 concept Policy = hooks::HasInfo<P> && hooks::HasTypes<P> && hooks::HasParamList<P> &&
                  hooks::HasAppend<P> && hooks::HasRank<P> &&
@@ -80,7 +79,7 @@ constexpr typename P::Params standard_params() {
 
 namespace hooks {
 /// Runs every hook once. Slots are reused, so append() has to set every member that the other hooks
-/// read. Running on an uninitialised slot shows whether it does.
+/// read. Running the hooks on an uninitialised slot in a constant expression shows whether it does.
 template <class P>
 constexpr bool run_once(typename P::Slot& slot) {
   const typename P::Params params = standard_params<P>();
@@ -92,8 +91,8 @@ constexpr bool run_once(typename P::Slot& slot) {
   static_cast<void>(P::rank(slot, Token{}, params, step));
   return true;
 }
-// Each of these runs one hook on a zeroed slot, so that the compiler can name a hook that is not
-// constexpr.
+// Each of the next functions runs one hook on a zeroed slot. Their names let the compiler report
+// which hook is not constexpr.
 template <class P>
 constexpr bool run_append() {
   typename P::Slot slot{};
@@ -182,7 +181,7 @@ concept AppendSetsSlot = requires {
 };
 }  // namespace hooks
 
-/// The checks of check_policy() for a type that has kInfo, Params and Slot.
+/// The checks of check_policy() for a type that already has kInfo, Params and Slot.
 template <class P>
 consteval void check_hooks() {
   static_assert(hooks::HasParamList<P>,

@@ -15,8 +15,8 @@ namespace {
 
 bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
 
-/// The end of the comment, literal or directive that begins at `at`; `at` itself if none begins
-/// there.
+/// If a comment, literal or directive begins at `at`, returns the offset of its end; otherwise
+/// returns `at`.
 std::size_t end_of_opaque(std::string_view text, std::size_t at) {
   const auto after = [&](std::string_view mark) {
     const std::size_t found = text.find(mark, at + 2);
@@ -62,7 +62,7 @@ struct Word {
   std::size_t at = 0;
 };
 
-/// The words and punctuation marks of a range. `::` is part of the word that it joins.
+/// The words and punctuation marks of a range. Names that are joined by `::` are one word.
 std::vector<Word> words_of(std::string_view plain, std::size_t begin, std::size_t end) {
   std::vector<Word> words;
   const auto joins = [&](std::size_t at) {

@@ -1,8 +1,8 @@
-// Ranks as 64-bit keys. A policy's rank() returns whole numbers or doubles. The rule stores both as
-// keys, which have the same order. Sums and means are computed from the numbers, never from the
-// keys.
+// Ranks as 64-bit keys. A policy's rank() returns whole numbers or doubles. The rule of eviction
+// stores both as 64-bit keys that have the same order as the numbers. Sums and means are computed
+// from the numbers, never from the keys.
 //
-// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file, so it may not allocate, throw or call host-only library functions.
 #pragma once
 
 #include <bit>
@@ -10,10 +10,10 @@
 
 namespace kvlab {
 
-/// The type of the numbers that keys encode: what rank() returns.
+/// The type of the numbers that keys encode, which is the return type of rank().
 enum class RankType { whole, real };
 
-/// A key with the order of ranks. -0 equals 0, and NaN comes after every number.
+/// Converts a rank to a key that has the same order. -0 equals 0, and NaN comes after every number.
 constexpr std::uint64_t rank_key(std::uint64_t rank) { return rank; }
 constexpr std::uint64_t rank_key(double rank) {
   if (rank != rank) return ~std::uint64_t{0};

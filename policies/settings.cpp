@@ -1,6 +1,6 @@
 // The text forms of settings that are the same for all policies: budgets, protected tokens, prefill
-// and positions. Also finds the nearest name to a misspelt one. The C library links this file too,
-// which has no catalogue.
+// and positions. Also finds the nearest name to a misspelt one. The C library, which has no
+// catalogue, links this file too.
 
 #include <fmt/format.h>
 
@@ -17,7 +17,7 @@
 namespace kvlab {
 namespace {
 
-/// Throws unless the number lies in [least, 2^31); `unit` names what it counts.
+/// Throws unless the number is in [least, 2^31). `unit`: what the number counts, for the message.
 Extent parse_tokens(std::string_view text, std::string_view what, double least,
                     std::string_view alternative = "", std::string_view unit = "tokens") {
   const std::string should =

@@ -1,5 +1,5 @@
-// Converts rows of probabilities to the observations of live tokens. Replay and decoder on the host
-// both use it, so their counts are the same.
+// Converts rows of probabilities to the observations of live tokens. The replay and the decoder on
+// the host both use this code, so their counts are the same.
 #pragma once
 
 #include <cstdint>
@@ -10,27 +10,28 @@
 
 namespace kvlab {
 
-/// The observations that live tokens get from some queries of one append. Counts are integer sums,
-/// so tallies of parts may be merged in any order. Only the counts that the policy needs are
-/// computed.
+/// The attention statistics that live tokens receive from some queries of one append. Counts are
+/// integer sums, so tallies of parts may be merged in any order. Only the counts that the policy
+/// needs are computed.
 class Tally {
  public:
   Tally() = default;
   /// Makes a tally of the `tokens` oldest live tokens. `live` must outlive the tally.
   Tally(const AgedSet& live, std::uint32_t threshold16, std::uint32_t tokens);
 
-  /// Adds the current query's row of probabilities for its next query head, by age. The row is not
-  /// longer than the tally. `age` is the number of younger queries in the append.
+  /// Adds the row of probabilities of the current query's next query head, by age of the tokens.
+  /// The row may not be longer than the tally. `age` is the number of younger queries in the
+  /// append.
   void add_row(std::span<const float> p, std::uint32_t age);
   /// Call after all heads of the query at `position` have been added.
   void end_query(std::uint32_t position);
-  /// Adds the counts of a part. `part` is not longer than this tally.
+  /// Adds the counts of another tally, which may not be longer than this one.
   void merge(const Tally& part);
   /// Sets for each token how many of the append's `count` queries could see it. The last `count`
   /// tokens are those of the append.
   void set_queries(std::uint32_t count);
 
-  /// By age; empty if the policy needs no observations.
+  /// The observations, by age; empty if the policy needs none.
   std::span<const Observation> observations() const { return seen_; }
   /// Mass by query head, [head, age]; empty unless the policy observes each head.
   std::span<const std::uint64_t> heads() const { return heads_; }

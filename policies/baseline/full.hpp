@@ -1,4 +1,4 @@
-// full: the whole cache, the baseline of every other policy.
+// full: keeps the whole cache. It is the baseline for every other policy.
 #pragma once
 
 #include "policies/policy.hpp"

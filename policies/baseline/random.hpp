@@ -1,4 +1,5 @@
-// random: evicts a token sampled anew at each step. Any useful policy should be better.
+// random: evicts a random token, which is sampled anew at each step. Any useful policy should be
+// better.
 //
 // The sample is a counter-based hash of (seed, sequence, layer, KV head, position, now), so it
 // needs no state and is the same on host and device. A fixed order (a hash of the position alone)
@@ -31,7 +32,8 @@ struct Random {
   }
 
  private:
-  /// Bits left free for sums over a layer's KV heads (scope=layer).
+  /// Bits that samples leave unused, so that sums over a layer's KV heads do not overflow
+  /// (scope=layer).
   static constexpr int kSpare = 8;
 
   static constexpr std::uint64_t mix(std::uint64_t x) {

@@ -42,7 +42,7 @@ Budget Budget::at_prompt(std::uint32_t prompt) const {
   if (!of_prompt) return *this;
   Budget fixed = *this;
   fixed.of_prompt = false;
-  // In doubles, to match Python's int(prompt * (1 - ratio)).
+  // Computed in doubles, so that the result equals Python's int(prompt * (1 - ratio)).
   const auto kept = static_cast<std::uint32_t>(prompt * (1.0 - extent.share_ppm / 1e6));
   fixed.extent = tokens(std::max(kept, 1u) + 1);
   return fixed;

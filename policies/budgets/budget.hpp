@@ -13,7 +13,7 @@ namespace kvlab {
 
 inline constexpr std::uint32_t kNoBudget = 0xffff'ffffu;  ///< never evicts
 
-/// Tokens [layer][kv_head]; kNoBudget for all heads of an exempt layer.
+/// Budgets in tokens, [layer][kv_head]. All heads of an exempt layer have kNoBudget.
 using HeadBudgets = std::vector<std::vector<std::uint32_t>>;
 
 /// Number of layers, KV heads per layer, and channels per head; 0: unknown.
@@ -26,12 +26,12 @@ struct CacheShape {
   CacheShape policy_layers() const;
 };
 
-/// Bytes of a token's key and value in 16 bit. Budgets count tokens in this size.
+/// Bytes of a token's key and value in 16 bit. Budgets in tokens count tokens of this size.
 constexpr std::uint64_t kv_bytes_per_token(std::uint32_t head_size) {
   return std::uint64_t{4} * head_size;
 }
 
-/// The budget is too small for a policy, its protected tokens or its tier plan.
+/// Thrown if the budget is too small for a policy, its protected tokens or its tier plan.
 class BudgetTooSmall : public std::invalid_argument {
  public:
   /// `remedy` is a setting that would fit, such as "snapkv:recent=14 would fit".
@@ -59,17 +59,18 @@ struct Budget {
   bool of_prompt =
       false;  ///< whether `extent` is the share of the prompt that is evicted, as in kvpress
   Split split = Split::even;
-  HeadBudgets heads = {};  ///< from a file; if a layer has one number, all its heads have it
+  HeadBudgets heads = {};  ///< from a file; a layer for which the file has one number has that
+                           ///< number for all its heads
   std::string file = {};   ///< path of that file, as the user typed it
 
   std::string text() const;
-  /// The budget in 16-bit tokens; if heads differ, their mean. A share is taken of `length` and
-  /// rounded down, but is at least 1. `all` is `length`. Throws std::invalid_argument if `bytes`
-  /// are less than one token of `token_bytes` (0: a 16-bit token), or if the head size is needed
-  /// and unknown.
+  /// The budget in 16-bit tokens; if heads differ, their mean. A share is a share of `length`,
+  /// rounded down, but at least 1. For `all` the result is `length`. Throws std::invalid_argument
+  /// if `bytes` is less than one token of `token_bytes` bytes (0: of a 16-bit token), or if the
+  /// head size is needed and unknown.
   std::uint32_t resolve(std::uint32_t length, std::uint32_t head_size,
                         std::uint64_t token_bytes = 0) const;
-  /// Converts `ratio(r)`, for a prompt of `prompt` tokens, to a number of tokens: those that
+  /// Converts `ratio(r)`, for a prompt of `prompt` tokens, to a number of tokens: the number that
   /// kvpress keeps, plus the next token. Any other budget is returned unchanged.
   Budget at_prompt(std::uint32_t prompt) const;
   /// The bytes of one head, for a budget in bytes.
@@ -83,12 +84,13 @@ struct Budget {
   bool exempts() const;
 };
 
-/// The mean over the layers that are not exempt, rounded. Each layer has the same weight.
+/// The mean over the layers that are not exempt, rounded to a whole number. Each layer has the same
+/// weight.
 std::uint32_t mean_budget(const HeadBudgets& heads);
 
-/// Makes the budget of the file `file`. Throws std::invalid_argument if there are no layers, layers
-/// have different numbers of heads, a number is 0, or all layers are exempt. The caller puts the
-/// file's name before the error's text.
+/// Makes a budget from the contents of the file `file`. Throws std::invalid_argument if there are
+/// no layers, layers have different numbers of heads, a number is 0, or all layers are exempt. The
+/// caller puts the file's name before the error's text.
 Budget budget_of_heads(HeadBudgets heads, std::string file = {});
 
 /// Throws std::invalid_argument if the number of layers or of KV heads differs from the model's.

@@ -1,4 +1,4 @@
-// The functions for budgets by head. The C library links this file too.
+// Functions for budgets by head. The C library links this file too.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ std::vector<std::uint32_t> pyramid_budgets(std::uint32_t mean, std::uint32_t len
                                            std::uint32_t least, std::uint32_t layers) {
   std::uint32_t last = std::min(mean, std::max(mean / kPyramidBeta, std::max(1u, least)));
   if (2 * std::uint64_t{mean} - last > length) last = 2 * mean - std::max(mean, length);
-  // Two layers at equal distances from the two ends add up to twice the mean.
+  // The budgets of two layers at equal distances from the two ends add up to twice the mean.
   const std::uint32_t fall = 2 * (mean - last);
   std::vector<std::uint32_t> budgets(layers, mean);
   for (std::uint32_t l = 0; l < layers / 2; ++l) {

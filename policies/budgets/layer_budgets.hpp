@@ -14,9 +14,9 @@ class AgedSet;
 
 /// Computes the budgets of a layer's KV heads (Feng et al. 2024, Ada-KV, algorithm 1, with its
 /// safeguard of 20%). `heads` are the eviction keys of each head's live tokens. The layer keeps the
-/// same number of tokens as if each head had the budget `mean`. It keeps those that are evicted
-/// last over all heads, except that each head keeps at least a fifth of `mean`. Returns `mean` for
-/// all heads if no token has to be evicted.
+/// same number of tokens as if each head had the budget `mean`. It keeps the tokens that come last
+/// in the eviction order of all heads together, except that each head keeps at least a fifth of
+/// `mean`. Returns `mean` for all heads if no token has to be evicted.
 std::vector<std::uint32_t> ada_budgets(std::span<const std::vector<EvictionKey>> heads,
                                        std::uint32_t mean);
 
@@ -31,13 +31,14 @@ class LayerBudgets {
   LayerBudgets(std::vector<const AgedSet*> heads, std::uint32_t mean)
       : heads_(std::move(heads)), mean_(mean) {}
 
-  /// Makes the state for copies of the caches of `other`, in the same order.
+  /// Makes the state for copies of the caches of `other`. `heads`: these copies, in the same order.
   LayerBudgets(const LayerBudgets& other, std::vector<const AgedSet*> heads) : LayerBudgets(other) {
     heads_ = std::move(heads);
   }
 
-  /// The budget of one cache at `now`. The first call for a value of `now` must come before any
-  /// cache has evicted for it. Later calls with the same value return the same budgets.
+  /// The budget of one cache before position `now` is appended. The first call for a value of `now`
+  /// computes the budgets of all caches, so it must come before any of them evicts. Later calls
+  /// with the same value return these budgets.
   std::uint32_t of(const AgedSet& head, std::uint32_t now);
 
  private:

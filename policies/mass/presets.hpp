@@ -1,8 +1,10 @@
-// Presets of h2o: what other projects call H2O, as settings of kvlab's rule: `h2o:preset=NAME`.
+// Presets of h2o (`h2o:preset=NAME`): the policies that other projects call H2O, expressed as
+// settings of kvlab's rule.
 //
 // Eleven public codes and five versions of the authors' code are named "H2O" and keep different
-// tokens. A preset is the closest configuration that the rule supports, with the remaining
-// differences. Codes that the rule cannot represent are listed too and refused with the reason.
+// tokens. A preset is the closest configuration that the rule supports, with a text about the
+// remaining differences. The list also contains codes that the rule cannot represent. They are
+// refused with the reason.
 #pragma once
 
 #include <span>
@@ -13,7 +15,7 @@ namespace kvlab {
 struct Preset {
   std::string_view name;
   std::string_view policy;  ///< as on the command line; empty: the rule cannot represent the code
-  std::string_view code;    ///< the project
+  std::string_view code;    ///< name of the project
   /// How the code differs from the preset, or why there is no preset.
   std::string_view deviates;
 };

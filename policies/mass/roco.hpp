@@ -5,11 +5,12 @@
 // Language Model Inference", section 4 (RoCo: mean attention score, and an eviction scope that
 // leaves out the tokens of largest standard deviation). Deliberate differences from the paper and
 // its code (EasyKV):
-//   - a rank sees only one token, so it cannot exclude the 30% of largest deviation. Here the two
-//     are added: mean^2 + spread * deviation^2. With spread=1 this orders by the root mean square,
-//     with spread=0 by the mean;
+//   - rank() only has the data of one token, so it cannot exclude the 30% of the tokens that have
+//     the largest deviation. Here mean and deviation are combined: mean^2 + spread * deviation^2.
+//     With spread=1 this orders by the root mean square, with spread=0 by the mean;
 //   - the rank is in units of 2^-44, rounded down;
-//   - an append of many queries gives only the sum, so its queries count as equal;
+//   - an append of many queries only provides the sum of the attention, so all its queries are
+//     assumed to give the same attention;
 //   - masses of the query heads of a group are summed; the 10 youngest tokens are protected, as in
 //     their code; one kept set for each KV head; one eviction per step; at equal rank, the older
 //     token is evicted.

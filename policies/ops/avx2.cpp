@@ -1,4 +1,4 @@
-// tools/cmake/instruction_sets.cmake sets the options of this file.
+// The compiler options of this file are set in tools/cmake/instruction_sets.cmake.
 #include "policies/ops/instruction_set.hpp"
 #include "policies/ops/make_ops.hpp"
 #include "policies/registry.hpp"

@@ -1,5 +1,5 @@
-// The instruction sets for which hot loops are compiled, and the one to use on this machine. All
-// give the same bits.
+// The instruction sets for which hot loops are compiled, and the one that this machine uses. All of
+// them give the same results, bit for bit.
 #pragma once
 
 namespace kvlab {

@@ -1,6 +1,6 @@
 // Builds a policy's function table from its type. One source file per instruction set includes this
-// header. Everything is local to that file, and `flatten` inlines the hooks, so that the linker
-// cannot replace a hook by a copy that was compiled for another instruction set.
+// header. All its functions are local to that file, and `flatten` inlines the hooks. Otherwise the
+// linker could replace a hook by a copy that was compiled for another instruction set.
 #pragma once
 
 #include "policies/bytes.hpp"
@@ -130,8 +130,8 @@ struct OpsOf {
       return *static_cast<const Params*>(params);
   }
 
-  /// Observes tokens [begin, end) of `count`: either those before the append, or those of the
-  /// append.
+  /// Observes tokens [begin, end) of `count` tokens: either the tokens before the append, or the
+  /// tokens of the append.
   [[gnu::always_inline]] static void observe_part(void* slots, const Seen& seen, std::size_t begin,
                                                   std::size_t end, std::size_t count,
                                                   const void* params, const Step& step) {

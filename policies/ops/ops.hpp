@@ -1,5 +1,5 @@
-// A policy without its types: a table of functions, built in the same way for the registry and for
-// a header that is compiled at run time.
+// A policy as a table of functions, independent of its types. It is built in the same way for a
+// policy of the registry and for a header that is compiled at run time.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace kvlab {
 
-/// One parameter, independent of the policy's Params.
+/// A parameter of a policy, independent of the type Params.
 struct ParamInfo {
   std::string_view name, help;
   double standard, least, most;
@@ -28,24 +28,24 @@ struct Tokens {
   }
 };
 
-/// What tokens observe in one append, by age: as arrays, for vector loops.
+/// The attention statistics of tokens in one append, by age, as arrays for vector loops.
 struct Seen {
   const std::uint64_t* mass = nullptr;          ///< set if the policy needs mass
   const std::uint32_t* requests = nullptr;      ///< set if it needs requests
-  const std::uint32_t* last_request = nullptr;  ///< null: `query` for all tokens
+  const std::uint32_t* last_request = nullptr;  ///< null: it is `query` for all tokens
   std::uint32_t query = 0;                      ///< position of the append's last query
   std::uint32_t queries = 1;  ///< queries of the append; the last `queries` tokens belong to it
 };
 
-/// A policy's description and its hooks as loops over tokens whose states are contiguous. The hooks
-/// are inlined into loops that are compiled for each instruction set. `slots` points to the states,
-/// `params` to the output of write_params().
+/// A policy's description, and its hooks as loops over tokens whose states are contiguous in
+/// memory. The hooks are inlined into loops that are compiled for each instruction set. `slots`
+/// points to the states, `params` to the output of write_params().
 struct PolicyOps {
   PolicyInfo info;
   std::span<const ParamInfo> params;
   std::size_t slot_bytes;                ///< bytes of one state; 0: none
   std::size_t params_bytes;              ///< bytes of Params; 0: none
-  RankType rank_type = RankType::whole;  ///< for a policy that is a struct
+  RankType rank_type = RankType::whole;  ///< type of the ranks of a policy struct
 
   /// Bytes of a live token beside its key and value: state and features.
   std::size_t token_bytes() const { return slot_bytes + info.feature_count() * sizeof(float); }
@@ -55,8 +55,8 @@ struct PolicyOps {
 
   void (*append)(void* slots, Tokens tokens, std::size_t count, const void* params,
                  const Step& step);
-  /// Observe the tokens, from arrays or from one observation per token. No-ops for a policy that
-  /// needs no observations.
+  /// Both call the hook observe() for all tokens, with statistics from arrays or from one
+  /// observation per token. They do nothing for a policy that needs no observations.
   void (*observe)(void* slots, const Seen& seen, std::size_t count, const void* params,
                   const Step& step);
   void (*observe_each)(void* slots, const Observation* seen, std::size_t count, const void* params,
@@ -64,8 +64,7 @@ struct PolicyOps {
   /// Writes keys (policies/rank.hpp) and returns their type.
   RankType (*rank)(const void* slots, Tokens tokens, std::size_t count, const void* params,
                    const Step& step, std::uint64_t* ranks);
-  /// Index of the lowest rank in [begin, end), of the first one if there are several. Requires
-  /// begin < end.
+  /// Index in [begin, end) of the lowest rank; of equal ranks, the first one. Requires begin < end.
   std::size_t (*first_least)(const void* slots, Tokens tokens, std::size_t begin, std::size_t end,
                              const void* params, const Step& step);
   float (*weight)(std::uint32_t age, const void* params);  ///< 1 if the policy has no such hook
@@ -78,10 +77,9 @@ struct PolicyOps {
                         std::size_t count, const void* params, const Step& step) = nullptr;
 };
 
-/// The registry's tables, in its order, for this machine's instruction set.
+/// The tables of the registry's policies, in its order, for this machine's instruction set.
 std::span<const PolicyOps> registry_ops();
-/// The registry's tables for one instruction set; empty if this build or machine does not support
-/// it.
+/// The same tables for one instruction set; empty if this build or machine does not support it.
 std::span<const PolicyOps> registry_ops_base();
 std::span<const PolicyOps> registry_ops_avx2();
 std::span<const PolicyOps> registry_ops_avx512();

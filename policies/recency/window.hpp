@@ -1,7 +1,7 @@
 // window: keeps the most recent tokens ("Local" in H2O, "window attention" in StreamingLLM).
 //
-// Deliberate differences: the score is the same. Positions are original; StreamingLLM's baseline
-// also exists with cache positions (--positions cache).
+// The score is that of the originals. Deliberate difference: positions are original ones.
+// StreamingLLM's baseline also exists with cache positions (--positions cache).
 #pragma once
 
 #include "policies/policy.hpp"

@@ -11,11 +11,11 @@
 //     of the paper that we could read differ in the form of the second term, but agree that a
 //     smaller MRI counts more. The sum is computed as one fraction, rounded once, so equal
 //     importances give equal ranks;
-//   - one token is evicted per step. Theirs evicts W tokens at a time, and W, which is set for each
-//     task, are recent. Here a quarter of the budget is recent;
+//   - one token is evicted per step. The authors' code evicts W tokens at a time and protects the W
+//     most recent ones, where W is set for each task. Here a quarter of the budget is recent;
 //   - a request is a probability of at least tau times the row's largest, not of at least 1e-4;
 //   - for an append of many queries, only the last request and the number of requests are known.
-//     Their mean interval, rounded up, stands for the longest;
+//     The mean interval between them, rounded up, is used as the longest one;
 //   - at equal rank, the older token is evicted.
 #pragma once
 
@@ -50,7 +50,7 @@ struct LazyEviction {
   }
   static constexpr double rank(const Slot& slot, Token, const Params&, const Step& step) {
     if (slot.interval == 0) return 0;
-    // integers of at most 64 bits, which are exact as doubles up to 90 million tokens
+    // These integers have at most 64 bits. They are exact as doubles up to 90 million tokens.
     const std::uint64_t interval = slot.interval,
                         since = interval + (step.now - 1 - slot.last_request);
     return static_cast<double>(interval * interval + since) / static_cast<double>(interval * since);

@@ -1,10 +1,10 @@
 // lfu: evicts the token with the fewest requests so far. Half of the budget is recent, because a
 // new token has no requests yet.
 //
-// The classic cache policy, with separate treatment of new entries as in Robinson and Devarakonda
-// 1990, "Data cache management using frequency-based replacement", section 2. For attention it
-// equals the counts of Scissorhands without a window, or H2O with a threshold in place of the sum.
-// Deliberate differences from a cache of blocks:
+// The classic cache policy (least frequently used). New entries are treated separately, as in
+// Robinson and Devarakonda 1990, "Data cache management using frequency-based replacement", section
+// 2. For attention it equals the counts of Scissorhands without a window, or H2O with a threshold
+// in place of the sum. Deliberate differences from a cache of blocks:
 //   - a query requests many tokens at once: those to which it gives at least tau times the row's
 //     largest probability (docs/reference/policies.md);
 //   - counts are never aged, and requests of recent tokens count; at equal count, the older token

@@ -4,9 +4,9 @@
 // Liu et al. 2023, "Scissorhands: Exploiting the Persistence of Importance Hypothesis for LLM KV
 // Cache Compression at Test Time", algorithm 2 (window 400, 10 recent tokens). Deliberate
 // differences from it, and from the released code, which implements yet another rule:
-//   - the window moves by quarters: there are four counts of window/4 queries each, and the newest
-//     is incomplete, so the window covers the last 301 to 400 queries. A window that moves by one
-//     query would need 400 bits per token;
+//   - the window moves by quarters: there are four counts of window/4 queries each. The newest
+//     count is incomplete, so the window covers the last 301 to 400 queries. A window that moves by
+//     one query would need 400 bits per token;
 //   - the requests of an append of many queries count as requests of its last query. If the append
 //     has more queries than the window, they are scaled by window / queries, rounded down;
 //   - a request is a probability of at least tau times the row's largest, not of more than 1/t, and

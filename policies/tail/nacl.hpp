@@ -1,18 +1,18 @@
 // nacl: proxy tokens and randomness. Evicts the token to which the prompt's last queries (the
-// proxies) attend least, except for a random share of the budget.
+// proxies) attend least. A share of the budget is filled with random tokens instead.
 //
 // Chen et al. 2024, "NACL: A General and Effective KV Cache Eviction Framework for LLMs at
 // Inference Time", section 4 (proxy-tokens eviction, random eviction). Shares are those of the
 // authors' code at 20%: 7 of 20 random, 1 of 20 protected. Tokens are chosen once, after the
 // prompt, through the default modifier `once` (`nacl:once=no` also evicts while decoding).
 // Deliberate differences from it:
-//   - the proxies are a number of queries, not 1% of the prompt, because weight() does not know the
-//     length;
+//   - the proxies are a fixed number of queries, not 1% of the prompt, because weight() does not
+//     receive the prompt's length;
 //   - the random tokens are sampled uniformly, each by its hash, so their number varies a little.
 //     The authors sample from a softmax over the scores of the tokens that the proxies did not
 //     choose, which is nearly uniform, because scores are small;
-//   - where decoding evicts, sampling is repeated. If it were done once, only randomly kept tokens
-//     would remain in the end;
+//   - if decoding evicts too, tokens are sampled again at each step. If they were sampled only
+//     once, only these random tokens would remain in the end;
 //   - chunked prompts and decoding work as in last_queries.hpp; one kept set for each KV head;
 //   - at equal rank, the older token is evicted.
 #pragma once

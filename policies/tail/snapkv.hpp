@@ -6,8 +6,8 @@
 // and pooling are those of the authors' code: 32 queries, mean over 5 neighbours, chosen once,
 // after the prompt. These are default modifiers; `snapkv:once=no:smooth=0` also evicts while
 // decoding, so memory is bounded. Deliberate differences from it:
-//   - one kept set for each KV head, by the sum over its group's query heads; theirs is one set for
-//     each query head;
+//   - each KV head keeps one set of tokens, by the sum over its group's query heads; the authors'
+//     code keeps one set for each query head;
 //   - a prompt in chunks of fewer queries, and decoding that evicts, forget in proportion to new
 //     queries (last_queries.hpp); the paper has only a prompt in one piece;
 //   - the budget includes the query's token; at equal rank, the older token is evicted.

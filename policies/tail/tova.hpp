@@ -2,8 +2,8 @@
 //
 // Oren et al. 2024, "Transformers are Multi-State RNNs", section 3.2, the policy TOVA. Deliberate
 // differences from the authors' code:
-//   - one kept set for each KV head, by the sum over its group's query heads; theirs is one set for
-//     a whole layer, by the mean over all of its heads;
+//   - each KV head keeps one set of tokens, by the sum over its group's query heads; the authors'
+//     code keeps one set for a whole layer, by the mean over all of its heads;
 //   - tokens are evicted before the append, not after, so the budget includes the query's token;
 //   - at equal rank, the older token is evicted.
 #pragma once
