@@ -184,9 +184,9 @@ cudaError_t check_compact_args(const char* call, const kvlab_policy* policy,
                                const kvlab_compact_args* args) {
   if (policy != nullptr && args != nullptr && args->struct_size == sizeof *args &&
       policy->kernels.weighted && args->seen != nullptr && args->weighted == 0)
-    return record_error(
-        call, cudaErrorNotSupported,
-        "weighted is 0, and the policy weighs a prompt's queries: kvlab_policy_weights");
+    return record_error(call, cudaErrorNotSupported,
+                        "weighted is 0, but the policy weighs a prompt's queries; give "
+                        "kvlab_observe the weights of kvlab_policy_weights, and set weighted to 1");
   return is_refused(call, policy, args) ? cudaErrorInvalidValue : cudaSuccess;
 }
 

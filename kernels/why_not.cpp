@@ -109,12 +109,13 @@ std::string why_not(const DevicePolicy& policy, const kvlab_policy_state& state)
       {{state.rules, "rules"}, {state.seeds, "seeds"}, {state.sequence_ids, "sequence_ids"}});
   const std::string_view name = policy.name;
   return wants
-      .that(policy.slot_bytes == 0 || state.states, "states is NULL, and {} has {} bytes per slot",
-            name, policy.slot_bytes)
+      .that(policy.slot_bytes == 0 || state.states,
+            "states is NULL, but policy {} needs {} bytes per slot", name, policy.slot_bytes)
       .that(policy.params_bytes == 0 || state.params,
-            "params is NULL, and {} has {} bytes per sequence", name, policy.params_bytes)
-      .that(policy.features.empty() || state.features, "features is NULL, and {} reads {} per slot",
-            name, policy.features.size())
+            "params is NULL, but policy {} reads {} bytes per sequence", name, policy.params_bytes)
+      .that(policy.features.empty() || state.features,
+            "features is NULL, but policy {} reads features ({} per slot)", name,
+            policy.features.size())
       .missing();
 }
 
@@ -133,8 +134,9 @@ std::string why_not(const kvlab_cache_view& cache, const char* name) {
 
 std::string why_not_size(std::size_t given, std::size_t wanted) {
   return Wants()
-      .that(given == wanted, "struct_size is {}; sizeof is {} by kvlab.h {}.{}", given, wanted,
-            KVLAB_VERSION_MAJOR, KVLAB_VERSION_MINOR)
+      .that(given == wanted,
+            "struct_size is {}; it should be the sizeof of the struct, {} in kvlab.h {}.{}", given,
+            wanted, KVLAB_VERSION_MAJOR, KVLAB_VERSION_MINOR)
       .missing();
 }
 
@@ -227,7 +229,8 @@ std::string why_not(const kvlab_feature_args& args) {
         .that(feature != KVLAB_VALUE_OUT_NORM1 ||
                   (cache.query_heads > 0 && cache.query_heads % cache.kv_heads == 0 &&
                    cache.query_heads <= kMaxGroup * cache.kv_heads),
-              "cache.query_heads is {}, kv_heads {}: KVLAB_VALUE_OUT_NORM1 takes {} for each",
+              "cache.query_heads is {}, kv_heads {}; query_heads should be a multiple of kv_heads, "
+              "and KVLAB_VALUE_OUT_NORM1 supports at most {} query heads for each KV head",
               cache.query_heads, cache.kv_heads, kMaxGroup);
   }
   return wants.that(args.tokens > 0, "tokens is {}; it should be at least 1", args.tokens)
@@ -287,7 +290,8 @@ std::string why_not(const kvlab_prefill_args& args) {
             "first is {}, queries {}; they should be at least 0 and at least 1, and below 2^26",
             args.first, args.queries)
       .that(std::int64_t{args.queries} * args.query_heads < kMaxRows,
-            "queries is {}, query_heads {}: below 2^31 rows, so give fewer queries at once",
+            "queries is {}, query_heads {}; their product should be below 2^31, so give fewer "
+            "queries at once",
             args.queries, args.query_heads)
       .that((args.sequences == 0) == (args.first_query == nullptr),
             "sequences is {}, and first_query is {}; give both, for a batch, or neither",
@@ -369,7 +373,8 @@ std::string why_not_shared(const DevicePolicy& policy) {
   const bool unit = std::ranges::any_of(policy.features, [](std::string_view feature) {
     return feature.substr(feature.find('=') + 1) == "key_cosine";
   });
-  constexpr auto kDepends = "{} {}: depends on what follows the prefix";
+  constexpr auto kDepends =
+      "policy {} {}, so the result for the prefix depends on the tokens that follow it";
   return Wants()
       .that(!policy.weighted, kDepends, std::string_view(policy.name),
             "weighs queries by the number of later queries")
@@ -392,7 +397,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args) {
             "seen or to_seen is NULL, and {} needs the numbers of queries that saw each token",
             std::string_view(policy.name))
       .that(!features || (args.features && args.to_features),
-            "features or to_features is NULL, and {} reads {} per slot",
+            "features or to_features is NULL, but policy {} reads features ({} per slot)",
             std::string_view(policy.name), policy.features.size())
       .missing();
 }
@@ -404,7 +409,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_compact_args& args) 
       .also(why_not(to, "to"))
       .that(from.type == to.type && from.sequences == to.sequences &&
                 from.kv_heads == to.kv_heads && from.head_size == to.head_size,
-            "to has another type or shape than from")
+            "to and from differ in their type or shape; these should be equal")
       .that(from.head_size >= 1 && from.head_size * bytes_of(from.type) % 16 == 0,
             "from.head_size is {}; a row should have a multiple of 16 bytes", from.head_size)
       .also(why_not(policy, args.policy))
@@ -417,7 +422,9 @@ std::string why_not(const DevicePolicy& policy, const kvlab_compact_args& args) 
 
 std::string why_not_ranks(const kvlab_compact_args& args, const std::uint64_t* ranks, int devices) {
   return Wants()
-      .that(args.by_layer != 0, "by_layer is 0, and kvlab_compact does not consult other devices")
+      .that(args.by_layer != 0,
+            "by_layer is 0, so ranks of other devices are not used; call kvlab_compact, or set "
+            "by_layer")
       .pointers({{ranks, "ranks"}})
       .that(devices >= 1 && std::int64_t{devices} * args.from.kv_heads <= 65535,
             "devices is {}, with {} KV heads each; give 1 or more devices, and at most 65535 heads",

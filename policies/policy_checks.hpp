@@ -207,27 +207,28 @@ consteval void check_hooks() {
                 "policy: has weight() or tail(), but kInfo.weighted is false");
   if constexpr (Policy<P>) {
     static_assert(hooks::IsAppendConstexpr<P>,
-                  "policy: append() must be constexpr, and call constexpr functions alone, so that "
+                  "policy: append() must be constexpr, and call only constexpr functions, so that "
                   "one text compiles for host and device");
     static_assert(hooks::IsObserveConstexpr<P>,
-                  "policy: observe() must be constexpr, and call constexpr functions alone, so "
+                  "policy: observe() must be constexpr, and call only constexpr functions, so "
                   "that one text compiles for host and device");
     static_assert(hooks::IsRankConstexpr<P>,
-                  "policy: rank() must be constexpr, and call constexpr functions alone, so that "
+                  "policy: rank() must be constexpr, and call only constexpr functions, so that "
                   "one text compiles for host and device");
     static_assert(hooks::IsTailConstexpr<P>,
-                  "policy: tail() must be constexpr, and call constexpr functions alone, so that "
+                  "policy: tail() must be constexpr, and call only constexpr functions, so that "
                   "one text compiles for host and device");
     static_assert(hooks::IsWeightConstexpr<P>,
-                  "policy: weight() must be constexpr, and call constexpr functions alone, so that "
+                  "policy: weight() must be constexpr, and call only constexpr functions, so that "
                   "one text compiles for host and device");
     static_assert(
         !hooks::AreConstexpr<P> || hooks::AppendSetsSlot<P>,
         "policy: append() must set every member of Slot that observe() and rank() read, because "
         "slots are reused");
     if constexpr (P::kInfo.oldest_first && hooks::AreConstexpr<P>)
-      static_assert(hooks::ranks_by_position<P>(),
-                    "policy: kInfo.oldest_first says that rank() is the token's position");
+      static_assert(
+          hooks::ranks_by_position<P>(),
+          "policy: kInfo.oldest_first is set, so rank() must return the token's position");
   }
 }
 

@@ -154,8 +154,8 @@ Prefill parse_prefill(std::string_view text) {
   if (text == "dense") return {};
   if (text == "stream") return {1};
   if (text.starts_with("chunk:")) return {parse_tokens(text.substr(6), "prefill: chunk", 1).tokens};
-  throw std::invalid_argument(
-      fmt::format("prefill: '{}' should be dense, stream or chunk:N (tokens an append)", text));
+  throw std::invalid_argument(fmt::format(
+      "prefill: '{}' should be dense, stream or chunk:N (N tokens in each append)", text));
 }
 
 std::optional<std::string> nearest_name(std::string_view word,

@@ -82,12 +82,12 @@ struct kvlab_kv_cache {
     return fed[layer * sequences + sequence];
   }
   void want_sequence(int sequence, const char* name = "sequence") const {
-    want(sequence >= 0 && static_cast<std::size_t>(sequence) < sequences, "{} is {} of {}", name,
-         sequence, sequences);
+    want(sequence >= 0 && static_cast<std::size_t>(sequence) < sequences,
+         "{} is {}; it should be at least 0 and below {}", name, sequence, sequences);
   }
   void want_layer(int layer) const {
-    want(layer >= 0 && static_cast<std::size_t>(layer) < layers, "layer is {} of {}", layer,
-         layers);
+    want(layer >= 0 && static_cast<std::size_t>(layer) < layers,
+         "layer is {}; it should be at least 0 and below {}", layer, layers);
   }
   /// Whether some layer has received some chunks of the append, but not all.
   bool in_chunks() const {
@@ -107,14 +107,15 @@ struct kvlab_kv_cache {
     const std::uint32_t first = fed_of(0, sequence);
     for (std::size_t layer = 0; layer < layers; ++layer)
       want(fed_of(layer, sequence) == first,
-           "sequence {} is in the middle of an append: layer {} has had {} tokens, the first layer "
-           "{}; complete it, or drop the sequence by kvlab_kv_cache_start",
+           "sequence {} is in the middle of an append: layer {} has had {} tokens, and layer 0 "
+           "{}; complete the append, or drop the sequence by kvlab_kv_cache_start",
            sequence, layer, fed_of(layer, sequence), first);
     return first;
   }
   void check_capacity(std::uint64_t tokens) const {
     const std::uint32_t most = std::min(cache.slots().max_tokens(), kMaxTokens);
-    want(tokens <= most, "{} tokens, and the cache has slots for sequences of {}", tokens, most);
+    want(tokens <= most,
+         "the sequence would have {} tokens, but the cache has slots for at most {}", tokens, most);
   }
   void forget_append() {
     current = {};
@@ -193,7 +194,8 @@ void kvlab_kv_cache::start(int sequence, const SequenceSettings& settings) {
 void kvlab_kv_cache::copy_sequence(int from, int to) {
   const auto source = static_cast<std::size_t>(from), target = static_cast<std::size_t>(to);
   want_whole(source);
-  want(!in_chunks() || current.sequence != from, "sequence {} is in the middle of an append", from);
+  want(!in_chunks() || current.sequence != from,
+       "sequence {} is in the middle of an append; complete the append first", from);
   cache.copy_sequence(from, to);
   if (from == to) return;
   set_idle(target, 1);
@@ -213,12 +215,12 @@ void kvlab_kv_cache::append(const kvlab_append_chunk& chunk) {
        "qkv or out is NULL, or does not begin at a multiple of 16 bytes");
   const auto sequence = static_cast<std::size_t>(chunk.sequence),
              layer = static_cast<std::size_t>(chunk.layer);
-  want(chunk.fed == fed_of(layer, sequence), "fed is {}; layer {} has had {} tokens of sequence {}",
+  want(chunk.fed == fed_of(layer, sequence),
+       "fed is {}; layer {} has had {} tokens of sequence {}, and fed should be that number",
        chunk.fed, layer, fed_of(layer, sequence), sequence);
-  want(
-      chunk.count > 0 && chunk.count <= chunk.tokens && chunk.first <= chunk.tokens - chunk.count,
-      "first is {}, count {}; count should be above 0, and the chunk within an append of {} tokens",
-      chunk.first, chunk.count, chunk.tokens);
+  want(chunk.count > 0 && chunk.count <= chunk.tokens && chunk.first <= chunk.tokens - chunk.count,
+       "first is {}, count {}; count should be above 0, and first + count at most tokens, {}",
+       chunk.first, chunk.count, chunk.tokens);
   check_capacity(std::uint64_t{chunk.fed} + chunk.tokens);
   if (chunk.tokens == 1 && cache.is_quantized()) return append_one_token(chunk);
 
@@ -260,9 +262,10 @@ void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAp
   const bool interleaves = cache.config().interleaves_appends;
   for (std::size_t other = 0; other < layers; ++other)
     want(chunk_tokens[other] == 0 || (requested == current && (interleaves || other == layer)),
-         "layer {} of sequence {} has had {} of an append's {} tokens; give it the next ones. All "
-         "chunks of an append go through a layer before the next layer gets any, unless the cache "
-         "was created with interleaves_appends. kvlab_kv_cache_start drops an append",
+         "layer {} of sequence {} has had {} of an append's {} tokens; continue with the next "
+         "tokens there. All chunks of an append go through a layer before the next layer begins, "
+         "unless the cache was created with interleaves_appends. kvlab_kv_cache_start drops an "
+         "append",
          other, current.sequence, chunk_tokens[other], current.tokens);
   // With interleaves_appends, an append must be complete in all layers before another one begins.
   // Without it, another append may come between two layers, because each layer fills the append
@@ -272,7 +275,7 @@ void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAp
        "kvlab_kv_cache_start",
        current.sequence);
   want(chunk.first == chunk_tokens[layer],
-       "first is {}; layer {} has had {} tokens of this append, and gets the next ones",
+       "first is {}; layer {} has had {} tokens of this append, and first should be that number",
        chunk.first, layer, chunk_tokens[layer]);
 }
 
@@ -280,7 +283,9 @@ void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAp
 void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
   const bool interleaves = cache.config().interleaves_appends;
   want(!in_chunks() || (interleaves && current.sequence != chunk.sequence),
-       "sequence {} is in the middle of an append", current.sequence);
+       "sequence {} is in the middle of an append; complete it, or drop it by "
+       "kvlab_kv_cache_start",
+       current.sequence);
   const auto layer = static_cast<std::uint32_t>(chunk.layer);
   const LayerRange own{layer, layer + 1};
   if (!interleaves) forget_append();
@@ -311,7 +316,9 @@ void kvlab_kv_cache::begin_step(const unsigned char* decodes) {
   for (std::size_t s = 0; s < sequences; ++s) {
     if (decodes && decodes[s] == 0) continue;
     want(!in_chunks() || static_cast<std::size_t>(current.sequence) != s,
-         "sequence {} decodes, and is in the middle of an append", s);
+         "sequence {} should decode in this step, but is in the middle of an append; complete the "
+         "append first",
+         s);
     at[s] = want_whole(s);
     check_capacity(std::uint64_t{at[s]} + 1);
   }
@@ -473,13 +480,15 @@ cudaError_t kvlab_kv_cache_positions(kvlab_kv_cache* cache, int sequence, int la
     want(cache && positions && count, "cache, positions or count is NULL");
     cache->want_sequence(sequence);
     cache->want_layer(layer);
-    want(kv_head >= 0 && kv_head < cache->cache.config().kv_heads, "kv_head is {} of {}", kv_head,
+    want(kv_head >= 0 && kv_head < cache->cache.config().kv_heads,
+         "kv_head is {}; it should be at least 0 and below {}", kv_head,
          cache->cache.config().kv_heads);
     want_no_capture(stream);
     cache->cache.enqueue_on(stream);
     const auto kept = cache->cache.kept_positions(sequence, static_cast<std::uint32_t>(layer),
                                                   static_cast<std::uint32_t>(kv_head));
-    want(kept.size() <= capacity, "capacity is {}; the pair keeps {} tokens", capacity,
+    want(kept.size() <= capacity,
+         "capacity is {}, but the pair keeps {} tokens; give at least that capacity", capacity,
          kept.size());
     std::ranges::copy(kept, positions);
     *count = static_cast<std::uint32_t>(kept.size());

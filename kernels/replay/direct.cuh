@@ -1,6 +1,7 @@
 // Direct exponentials: the slow way to compute a cache's row. It is used if the fast ways lose
 // precision. This happens, rarely, if the exponentials of the kept tokens are so small or so large,
-// compared with the largest one of the full row, that they need a maximum of their own.
+// compared with the largest one of the full row, that a separate maximum is
+// needed.
 #pragma once
 
 #include <type_traits>

@@ -68,8 +68,9 @@ class Nvrtc {
     for (const std::string& place : places)
       if (void* const handle = dlopen(place.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
     throw std::runtime_error(fmt::format(
-        "NVRTC compiles a policy for a CUDA device, and there is no {}; install the CUDA toolkit "
-        "or NVIDIA's wheel nvidia-cuda-nvrtc, set CUDA_HOME to the toolkit, or use --device cpu",
+        "cannot compile a policy for a CUDA device, because NVRTC ({}) was not found; "
+        "install the CUDA toolkit or NVIDIA's wheel nvidia-cuda-nvrtc, set CUDA_HOME to "
+        "the toolkit, or use --device cpu",
         name));
   }
   template <class Function>

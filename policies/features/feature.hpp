@@ -12,7 +12,7 @@ namespace kvlab {
 struct Feature {
   static constexpr PolicyInfo kInfo{
       .name = "feature",
-      .summary = "evicts the token with the lowest value of a feature; `name=` says which feature",
+      .summary = "evicts the token with the lowest value of a feature; `name=` selects the feature",
       .citation = "none: any score of one number per token",
       .order = Order::nested,
       .features = {"name=value_norm"}};

@@ -18,7 +18,7 @@ struct KeyDiff : HighestEvictedFirst {
   static constexpr PolicyInfo kInfo{
       .name = "keydiff",
       .summary =
-          "evicts the token whose key is most similar to the mean key; `name=` says which keys",
+          "evicts the token whose key is most similar to the mean key; `name=` selects the keys",
       .citation = "Park et al. 2025, KeyDiff, algorithm 1 (arXiv:2504.15364)",
       .order = Order::nested,
       .features = {"name=key_cosine"}};

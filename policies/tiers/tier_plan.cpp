@@ -85,7 +85,7 @@ void check(const TierPlan& tier_plan, std::string_view text) {
   KvFormat above;
   for (const TierPlan::Tier& tier : tier_plan.tiers) {
     if (!tier.format.is_at_most(above))
-      refuse(text, fmt::format("{} under {}: tiers must be in order of decreasing precision",
+      refuse(text, fmt::format("{} follows {}, but tiers must be in order of decreasing precision",
                                tier.format.name(), above.name()));
     above = tier.format;
     if (tier.format.kivi && tier_plan.tiers.size() > 1)

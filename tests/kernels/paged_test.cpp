@@ -178,7 +178,8 @@ TEST_CASE("The halves of a compaction are refused without what they need") {
   };
   std::uint64_t rank = 0;
   CHECK(said(&rank, 2) ==
-        "kvlab_compact_ranked: by_layer is 0, and kvlab_compact does not consult other devices");
+        "kvlab_compact_ranked: by_layer is 0, so ranks of other devices are not used; call "
+        "kvlab_compact, or set by_layer");
   CHECK(kvlab_compute_ranks(window, &args, &rank, nullptr) == cudaErrorInvalidValue);
   args.by_layer = 1;
   CHECK(said(nullptr, 2) == "kvlab_compact_ranked: ranks is NULL");

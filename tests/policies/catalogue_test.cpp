@@ -242,7 +242,7 @@ TEST_CASE("prefill is dense, stream or chunk:N") {
   CHECK(refused("chunk:20%") ==
         "prefill: chunk: '20%' should be a whole number of tokens, at least 1 and below 2^31");
   CHECK(refused("chunks") ==
-        "prefill: 'chunks' should be dense, stream or chunk:N (tokens an append)");
+        "prefill: 'chunks' should be dense, stream or chunk:N (N tokens in each append)");
 }
 
 TEST_CASE("positions are original or cache") {

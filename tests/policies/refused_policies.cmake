@@ -92,7 +92,7 @@ policy_case("an append that leaves the slot as it was is refused" "slot.mass = 0
             "policy: append() must set every member of Slot that observe() and rank() read")
 policy_case("a rank that is not the position, though it is said to be, is refused"
             ".order = kvlab::Order::feedback" ".oldest_first = true"
-            "policy: kInfo.oldest_first says that rank() is the token's position")
+            "policy: kInfo.oldest_first is set, so rank() must return the token's position")
 
 policy_case("two policies with one name are refused" "PolicyList<Example>" "PolicyList<Example, Example>"
             "registry: two policies have the same name")

@@ -223,7 +223,7 @@ def test_a_changing_rope_is_refused_from_its_first_token_on() -> None:
 def test_a_text_ends_when_the_slots_are_full(graph: bool) -> None:
     model = model_of()
     with torch.no_grad(), kvlab.hf.evicting(model, "full", length=50, graph=graph) as caches:
-        with pytest.raises(ValueError, match="51 tokens, and the cache has slots for sequences of 50; use another length="):
+        with pytest.raises(ValueError, match="51 tokens, but the cache has slots for at most 50; use another length="):
             model.generate(ids_of(40), **WORDS)
         assert caches.tokens == 50
 
@@ -348,7 +348,7 @@ def test_an_operators_error_names_the_cause() -> None:
     cache = cache_of()
     with pytest.raises(ValueError, match="fed is 3; layer 0 has had 0 tokens"):
         cache.append(0, torch.zeros(2, 8, 64, device="cuda"), 3)
-    with pytest.raises(ValueError, match="layer is 1 of 1"):
+    with pytest.raises(ValueError, match="layer is 1; it should be at least 0 and below 1"):
         cache.step(1, torch.zeros(1, 8, 64, device="cuda"))
 
 
@@ -383,5 +383,5 @@ def test_a_sequence_can_start_again_and_be_copied() -> None:
     assert cache.info().tokens == 0 and not len(cache.positions(0, 1))
     assert run() == first  # h2o draws no random numbers
     cache.copy(0, 0)
-    with pytest.raises(ValueError, match="to is 1 of 1"):
+    with pytest.raises(ValueError, match="to is 1; it should be at least 0 and below 1"):
         cache.copy(0, 1)

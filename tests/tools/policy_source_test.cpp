@@ -187,7 +187,7 @@ TEST_CASE("messages of check_policy are shown, at the struct's line") {
   CHECK(
       compile_error(replaced(peak_text(), "constexpr std::uint64_t rank", "std::uint64_t rank")) ==
       "my.hpp: does not compile\n"
-      "my.hpp:34: error: policy: rank() must be constexpr, and call constexpr functions alone, so "
+      "my.hpp:34: error: policy: rank() must be constexpr, and call only constexpr functions, so "
       "that one text compiles for host and device");
   CHECK_THAT(
       compile_error(replaced(peak_text(), "static constexpr void observe", "static void observe")),

@@ -272,13 +272,13 @@ TEST_CASE("A prefix is refused by name if its state depends on the tokens after 
   const std::string call = " kvlab_copy_prefix: ",
                     refused = std::to_string(cudaErrorNotSupported) + call,
                     wrong = std::to_string(cudaErrorInvalidValue) + call;
-  const std::string depends = ": depends on what follows the prefix";
+  const std::string depends = ", so the result for the prefix depends on the tokens that follow it";
   CHECK(said("keydiff", good) ==
-        refused + "keydiff reads key_cosine, which depends on all keys" + depends);
+        refused + "policy keydiff reads key_cosine, which depends on all keys" + depends);
   for (const std::string& policy : policies())
     if (kvlab_policy_weighted(kvlab_find_policy(policy.c_str())))
-      CHECK(said(policy, good) ==
-            refused + policy + " weighs queries by the number of later queries" + depends);
+      CHECK(said(policy, good) == refused + "policy " + policy +
+                                      " weighs queries by the number of later queries" + depends);
   kvlab_prefix_args args = good;
   args.tokens = 0;
   CHECK(said("h2o", args) ==
@@ -293,7 +293,7 @@ TEST_CASE("A prefix is refused by name if its state depends on the tokens after 
   args = good;
   args.features = nullptr;
   CHECK(said("knorm", args) ==
-        wrong + "features or to_features is NULL, and knorm reads 1 per slot");
+        wrong + "features or to_features is NULL, but policy knorm reads features (1 per slot)");
 }
 
 TEST_CASE("KV heads split over two devices keep and sample the same tokens as on one", "[gpu]") {

@@ -206,6 +206,6 @@ TEST_CASE("The library measures pages, and refuses invalid shapes") {
   CHECK(ask(1) == cudaErrorInvalidValue);
   bytes.struct_size = 0;
   CHECK(ask(1) == cudaErrorInvalidValue);
-  CHECK(kvlab_last_error() ==
-        std::string("kvlab_cache_memory: struct_size is 0; sizeof is 168 by kvlab.h 0.6"));
+  CHECK(kvlab_last_error() == std::string("kvlab_cache_memory: struct_size is 0; it should be the "
+                                          "sizeof of the struct, 168 in kvlab.h 0.6"));
 }

@@ -238,7 +238,8 @@ TEST_CASE("Calls in a wrong order are refused, and change nothing") {
   CHECK(cache.append(0, 0, 10) == "");
   const int launches = fake_cuda::launches();
   CHECK_THAT(cache.append(0, 0, 4), ContainsSubstring("fed is 0; layer 0 has had 10 tokens"));
-  CHECK_THAT(cache.append(3, 0, 4), ContainsSubstring("sequence is 3 of 3"));
+  CHECK_THAT(cache.append(3, 0, 4),
+             ContainsSubstring("sequence is 3; it should be at least 0 and below 3"));
   kvlab_append_chunk chunk = cache.chunk(0, 0, 10, 8);
   chunk.first = 4, chunk.count = 4;
   CHECK_THAT(cache.append(chunk),
@@ -247,8 +248,9 @@ TEST_CASE("Calls in a wrong order are refused, and change nothing") {
   CHECK_THAT(cache.append(chunk), ContainsSubstring("within an append of 8 tokens"));
   CHECK_THAT(cache.layer_of_step(1),
              ContainsSubstring("layer is 1; a step goes through the layers"));
-  CHECK_THAT(cache.layer_of_step(2), ContainsSubstring("layer is 2 of 2"));
-  CHECK_THAT(cache.copy(0, 3), ContainsSubstring("to is 3 of 3"));
+  CHECK_THAT(cache.layer_of_step(2),
+             ContainsSubstring("layer is 2; it should be at least 0 and below 2"));
+  CHECK_THAT(cache.copy(0, 3), ContainsSubstring("to is 3; it should be at least 0 and below 3"));
   CHECK(fake_cuda::launches() == launches);
   CHECK(cache.tokens() == Counts{10, 0, 0});
 }

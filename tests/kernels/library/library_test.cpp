@@ -183,13 +183,13 @@ TEST_CASE("The library says in one line why a call was refused") {
   CHECK(said([](auto& args) { args.cache.head_size = 80; }, h2o) ==
         call + "cache.head_size is 80; it should be 64, 96, 128 or 256");
   CHECK(said([](auto& args) { args.struct_size = 0; }, h2o) ==
-        call + "struct_size is 0; sizeof is 296 by kvlab.h 0.6");
+        call + "struct_size is 0; it should be the sizeof of the struct, 296 in kvlab.h 0.6");
   CHECK_THAT(said([](auto& args) { args.cache.query_heads = 34; }, h2o),
              ContainsSubstring(call + "cache.query_heads is 34, kv_heads 2; at most "));
   CHECK(said([](auto& args) { args.cache.pages = {.blocks = args.cache.lengths, .page = 12}; },
              h2o) == call + "cache.pages.page is 12; it should be a power of two from 16 to 2^20");
   CHECK(said([](auto& args) { args.policy.states = nullptr; }, h2o) ==
-        call + "policy.states is NULL, and h2o has 8 bytes per slot");
+        call + "policy.states is NULL, but policy h2o needs 8 bytes per slot");
   CHECK(said([](auto& args) { args.q = static_cast<const char*>(args.q) + 2; }, h2o) ==
         call + "q does not begin at a multiple of 16 bytes");
   CHECK(said([](auto& args) { args.numbering = KVLAB_CACHE_POSITIONS_ROTATED; }, h2o) ==
@@ -305,8 +305,9 @@ TEST_CASE("Sizes that exceed 32 bits are refused before any launch") {
                             .queries = (1 << 26) - 1};
   prompt.first_slot = &first;
   prompt.q = prompt.keys = prompt.values = prompt.out = memory;
-  CHECK_THAT(said(kvlab_prefill_attention(&prompt, nullptr)),
-             ContainsSubstring("queries is 67108863, query_heads 64: below 2^31 rows"));
+  CHECK_THAT(
+      said(kvlab_prefill_attention(&prompt, nullptr)),
+      ContainsSubstring("queries is 67108863, query_heads 64; their product should be below 2^31"));
   kvlab_observe_args observed{.struct_size = sizeof(kvlab_observe_args)};
   observed.prefill = prompt;
   observed.prefill.query_heads = observed.prefill.kv_heads = 8;

@@ -111,6 +111,6 @@ TEST_CASE("The library says in one line which part of a policy.json it cannot re
   CHECK(ReadFile("{").file.policy == nullptr);
   kvlab_policy_file file{};
   CHECK(kvlab_read_policy_file("policy.json", &file) == cudaErrorInvalidValue);
-  CHECK(kvlab_last_error() ==
-        std::string("kvlab_read_policy_file: struct_size is 0; sizeof is 280 by kvlab.h 0.6"));
+  CHECK(kvlab_last_error() == std::string("kvlab_read_policy_file: struct_size is 0; it should be "
+                                          "the sizeof of the struct, 280 in kvlab.h 0.6"));
 }

@@ -192,10 +192,10 @@ TEST_CASE("invalid tier plans are refused") {
   CHECK_THAT(refusal_of(""), Catch::Matchers::ContainsSubstring("is not a format"));
   CHECK_THAT(refusal_of("4:50%,8:50%"),
              Catch::Matchers::ContainsSubstring(
-                 "8 under 4: tiers must be in order of decreasing precision"));
+                 "8 follows 4, but tiers must be in order of decreasing precision"));
   CHECK_THAT(refusal_of("8/4:50%,4/8:50%"),
              Catch::Matchers::ContainsSubstring(
-                 "4/8 under 8/4: tiers must be in order of decreasing precision"));
+                 "4/8 follows 8/4, but tiers must be in order of decreasing precision"));
   CHECK_THAT(refusal_of("16:50%,4:49%"),
              Catch::Matchers::ContainsSubstring("shares add up to 99%"));
   CHECK_THAT(refusal_of("16,4"), Catch::Matchers::ContainsSubstring("shares add up to 200%"));
