@@ -62,7 +62,7 @@ const std::vector<kvlab_policy>& policies() {
 
 constexpr const char* kNull = "an argument is NULL";
 
-/// kvlab_last_error(): why the thread's last refused call was refused.
+/// The text of kvlab_last_error(): why this thread's last call was refused.
 thread_local std::string last_error;
 
 /// Returns whether there is a reason to refuse the call, and records the reason.
@@ -88,7 +88,7 @@ cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::s
     said = std::string(path) + ": has more than a MiB; a policy's header is expected";
     return cudaErrorInvalidSource;
   }
-  // Regular files only: no pipe, no device
+  // Reads only regular files, not pipes or devices.
   std::ifstream file(error ? "" : path, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   if (!file) {
@@ -166,7 +166,7 @@ std::string why_not_here(const kvlab_cache_view& cache, kvlab_numbering numberin
   if (error == cudaSuccess) return why_not_attention(cache, numbering, limits);
   return is_without_code(error) ? why_not_device() : "";
 }
-/// Ends a call that attends: records its error, if any.
+/// Records the error of a call that attends, if there is one, and returns it.
 cudaError_t record_attention_error(const char* call, cudaError_t error,
                                    const kvlab_evicting_attention_args& args) {
   const bool lacks = error == cudaErrorNotSupported;

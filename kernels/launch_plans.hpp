@@ -64,7 +64,8 @@ LaunchPlan replay_outputs_plan(Type type, const DeviceLimits& limits);
 // if there is a plan.
 
 std::string why_not_pair_attention(const PairAttention& args, const DeviceLimits& limits);
-/// For a cache's decode attention. Also empty for a shape that no GPU supports.
+/// The same for a cache's decode attention. The text is also empty for a shape that no GPU
+/// supports.
 std::string why_not_attention(const kvlab_cache_view& cache, kvlab_numbering numbering,
                               const DeviceLimits& limits);
 std::string why_not_tier_attention(const PairAttention& args, int max_row_bytes,

@@ -53,7 +53,7 @@ __global__ void embed_kernel(const T* table, int hidden, float scale, const std:
   store_eight(value, x + std::size_t{blockIdx.x} * hidden + at);
 }
 
-/// Bytes: hidden * 4 + 4 per token. One thread block for each token.
+/// Bytes: hidden * 4 + 4 per token. Uses one thread block for each token.
 __global__ void squared_norms_kernel(const float* x, int hidden, float* norms) {
   __shared__ float sums[kThreads / kWarpSize];
   let_successor_start();
@@ -62,7 +62,7 @@ __global__ void squared_norms_kernel(const float* x, int hidden, float* norms) {
   if (threadIdx.x == 0) norms[blockIdx.x] = sum;
 }
 
-/// Bytes: hidden * (4 + bytes of T) per token; the second read of x comes from the cache. One
+/// Bytes: hidden * (4 + bytes of T) per token; the second read of x comes from the cache. Uses one
 /// thread block for each token.
 template <class T>
 __global__ void rms_norm_kernel(const float* x, const Norm norm, int hidden, T* y) {
@@ -80,7 +80,7 @@ __global__ void rms_norm_kernel(const float* x, const Norm norm, int hidden, T* 
   }
 }
 
-/// Bytes: width * 2 * bytes of T per token. One thread block for each token.
+/// Bytes: width * 2 * bytes of T per token. Uses one thread block for each token.
 template <class T>
 __global__ void norm_in_place_kernel(T* y, std::int64_t stride, const Norm norm, int width) {
   __shared__ float sums[kThreads / kWarpSize];
@@ -96,7 +96,7 @@ __global__ void norm_in_place_kernel(T* y, std::int64_t stride, const Norm norm,
   }
 }
 
-/// Bytes: hidden * (12 + bytes of T) per token; the second read of y comes from the cache. One
+/// Bytes: hidden * (12 + bytes of T) per token; the second read of y comes from the cache. Uses one
 /// thread block for each token.
 template <class T>
 __global__ void add_normed_kernel(const float* y, const Norm norm, int hidden, float* x) {
@@ -191,8 +191,8 @@ __device__ void store_rotated(const float* head, const float2* cos_sin, int head
   }
 }
 
-/// Bytes: (query_heads + 2 kv_heads) * head_size * 2 * bytes of T per token. One warp for each head
-/// of a token.
+/// Bytes: (query_heads + 2 kv_heads) * head_size * 2 * bytes of T per token. Uses one warp for each
+/// head of a token.
 template <class T>
 __global__ void rope_write_kernel(const RopeWriteArgs args) {
   extern __shared__ float heads[];
@@ -251,7 +251,7 @@ cudaError_t launch_here(void (*kernel)(Params...), const Launch& where, Args... 
 
 bool valid(int tokens, int width) { return tokens > 0 && width > 0 && width % 8 == 0; }
 
-/// One thread block for each row.
+/// Uses one thread block for each row.
 Launch by_row(int tokens, cudaStream_t stream) {
   return {.grid = dim3(static_cast<unsigned>(tokens)), .block = dim3(kThreads), .stream = stream};
 }

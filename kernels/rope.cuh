@@ -22,8 +22,8 @@ __device__ inline const float2* rope_row(const RopeWriteArgs& args, int token) {
          static_cast<std::int64_t>(max(args.rope_rows[token], 0)) * (args.rotated / 2);
 }
 
-/// Where a token's keys and values are written. The constructor reads everything that it needs
-/// about the token.
+/// The place where a token's keys and values are written. The constructor reads all data of the
+/// token that it needs.
 class TokenSlot {
  public:
   TokenSlot() = default;

@@ -1,4 +1,4 @@
-// Computes scores of rows of logits. One thread block for each row.
+// Computes scores of rows of logits. Uses one thread block for each row.
 //
 // Memory traffic: 4 * vocab bytes for a row and as many for its baseline's row, read once from
 // memory and once from the L2 cache. The lower bound is to read the rows and the baseline rows once

@@ -268,7 +268,7 @@ __device__ u64 total_weight(const float* logits, int vocab, Weights weights, Sha
   return shared.total;
 }
 
-/// One thread block for each row.
+/// Uses one thread block for each row.
 __global__ void __launch_bounds__(kThreads) choose(const SampleArgs args) {
   __shared__ Shared shared;
   let_successor_start();

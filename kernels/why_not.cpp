@@ -16,7 +16,7 @@
 namespace kvlab::kernels {
 namespace {
 
-/// Collects requirements, and keeps the message of the first that is not met.
+/// Collects requirements, and keeps the message of the first requirement that is not met.
 class Wants {
  public:
   explicit Wants(std::string of = "") : of_(std::move(of)) {}

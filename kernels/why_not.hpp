@@ -42,12 +42,14 @@ std::string why_not(const kvlab_prefill_args& args);
 /// Also checks the requirements of attention over a prompt.
 std::string why_not_attended(const kvlab_prefill_args& args);
 std::string why_not(const kvlab_observe_args& args);
-/// Checks `count` values for a policy's parameters; `counts`: whether the number is right.
+/// Checks `count` values for a policy's parameters; `counts`: whether `count` is the number of
+/// parameters.
 std::string why_not_params(const DevicePolicy& policy, int count, bool counts);
 /// Names the parameter that is out of range.
 std::string why_not_values(const DevicePolicy& policy);
 std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args);
-/// Why prompts cannot share a prefix's observations and token features.
+/// The reason why prompts cannot share a prefix's observations and token features; empty if they
+/// can.
 std::string why_not_shared(const DevicePolicy& policy);
 std::string why_not(const DevicePolicy& policy, const kvlab_compact_args& args);
 /// For the halves of a compaction.

@@ -223,7 +223,8 @@ void AgedSet::evict(std::span<const std::uint32_t> ages) {
   if (!tiers_.empty())
     for (const std::uint32_t age : ages) --tier_loads_[tiers_[age]].tokens;
   std::size_t kept = ages.front();
-  for (std::size_t v = 0; v < ages.size(); ++v) {  // move the tokens between two victims forward
+  // Moves the tokens between two victims to lower ages.
+  for (std::size_t v = 0; v < ages.size(); ++v) {
     const std::size_t from = std::size_t{ages[v]} + 1,
                       count = (v + 1 < ages.size() ? ages[v + 1] : size_) - from;
     std::memmove(positions_.data() + kept, positions_.data() + from, count * sizeof(std::uint32_t));

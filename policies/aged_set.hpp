@@ -199,7 +199,7 @@ class AgedSet {
   std::uint32_t size_ = 0, live_max_ = 0, appended_first_ = 0, appended_count_ = 0;
   bool after_prompt_ = false, shares_slots_ = false;
   std::uint64_t evictions_ = 0;
-  std::uint32_t evicted_at_ = 0;  // number of appended tokens at the last eviction
+  std::uint32_t evicted_at_ = 0;  // number of tokens that had been appended at the last eviction
 };
 
 // The live tokens of one cache, with a slot number for each. LiveSet stores no keys and values: the
@@ -214,7 +214,7 @@ class LiveSet : public AgedSet {
   /// `budget` is in tokens. Throws std::invalid_argument if the protected tokens do not fit the
   /// budget.
   LiveSet(const PolicySpec& spec, std::uint32_t budget, Identity identity);
-  /// A set with other hooks than the registry's; `params` are their parameters.
+  /// A set whose hooks are not from the registry. `params` are the parameters of these hooks.
   LiveSet(const PolicyOps& ops, std::vector<std::byte> params, std::uint32_t budget,
           ProtectedTokens protected_tokens, Identity identity)
       : AgedSet(ops, std::move(params), budget, protected_tokens, identity) {}

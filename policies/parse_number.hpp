@@ -10,7 +10,8 @@
 
 namespace kvlab {
 
-/// Parses a finite number. Throws std::invalid_argument: WHAT: 'TEXT' should be SHOULD.
+/// Parses a finite number. Throws std::invalid_argument with the message "WHAT: 'TEXT' should be
+/// SHOULD".
 inline double parse_number(std::string_view text, std::string_view what, std::string_view should) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);

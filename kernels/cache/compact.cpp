@@ -15,7 +15,7 @@ std::uint32_t KvCache::surplus(std::uint32_t layer, std::size_t pair, bool after
 }
 
 /// Number of tokens that are still live when new tokens are appended after `fed` tokens. The new
-/// tokens do not count.
+/// tokens are not counted.
 std::uint32_t KvCache::older(int sequence, std::uint32_t layer, std::size_t pair,
                              std::uint32_t fed) const {
   return counts(sequence) ? counts_of(layer, pair).live : slots_.older(layer, pair, fed);

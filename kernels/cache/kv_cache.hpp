@@ -2,7 +2,7 @@
 // as many *slots* as its budget, and a policy decides which token is evicted. Live tokens are
 // counted on the host, so steps only launch kernels. Everything is enqueued on one stream.
 //
-// Where the key of a token is at each moment (its value goes along):
+// Where the key of a token is at each moment (its value is always in the corresponding place):
 //
 //   append   write()     the projection's q, k, v ──RoPE──► append memory, after the live tokens
 //            attend()    queries see the append memory; the observer sums what each token receives

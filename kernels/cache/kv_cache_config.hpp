@@ -84,7 +84,8 @@ struct KvCacheConfig {
   int query_heads = 0, kv_heads = 0, head_size = 0;
   std::vector<SlotLayer> layers = {};
   std::vector<SlotRope> ropes = {};
-  bool other_ropes = false;  ///< the caller needs the RoPE rows itself, whatever `numbering` is
+  /// Whether the caller also reads the rows of the RoPE tables, for any `numbering`.
+  bool other_ropes = false;
   std::vector<SlotSequence> sequences = {};
   std::vector<SlotPair> pairs = {};  ///< [layer, sequence, kv_head]
   std::uint32_t max_tokens =

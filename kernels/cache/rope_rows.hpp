@@ -1,4 +1,4 @@
-// Tables of small numbers, filled on the device.
+// Fills tables on the device: consecutive integers, and cosines and sines of RoPE.
 #pragma once
 
 #include "kernels/types.hpp"

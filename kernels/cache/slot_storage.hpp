@@ -1,5 +1,5 @@
-// Device memory of caches that evict. Each KV head of each layer of each sequence has as many slots
-// as its budget.
+// Device memory of caches that evict. In each layer, each KV head of each sequence has as many
+// slots as its budget.
 #pragma once
 
 #include "kernels/cache/tier_storage.hpp"
@@ -39,7 +39,7 @@ class SlotStorage {
   /// them.
   float* unit_keys_of(std::uint32_t layer, int sequence) const;
 
-  TierStorage tiers;                ///< used if some cache is quantized; otherwise the next two
+  TierStorage tiers;  ///< used if some cache is quantized; otherwise keys and values are used
   std::byte *keys, *values;         // [slot, dim]
   std::uint32_t *positions, *ages;  // [slot]; ages only with cache positions, otherwise null
   std::byte* states;                // [slot, slot_bytes]

@@ -284,7 +284,7 @@ class TensorCoreWarp {
       load_matrices(high, keys + Tile::Layout::offset(lane % 16, 2 * k + kDim / 16 + lane / 16));
 #pragma unroll
       for (int i = 0; i < 4;
-           ++i) {  // key i % 2 * 8 + row(), dimensions starting at i / 2 * 8 + column()
+           ++i) {  // key i % 2 * 8 + row(); dimensions start at i / 2 * 8 + column()
         const auto cos_sin = [&](int next) {
           return angles.cos_sin(k * 16 + i / 2 * 8 + column() + next, behind[i % 2]);
         };

@@ -87,8 +87,8 @@ struct PairParts {
   __device__ int at(int i) const { return (first + i) * 2 + (i == 0 && first_is_second ? 1 : 0); }
 };
 
-/// Computes the weight of each part and the sum over all parts, in a fixed order. One warp for each
-/// query head; it also stores the head's softmax for the observer.
+/// Computes the weight of each part and the sum over all parts, in a fixed order. Uses one warp for
+/// each query head; it also stores the head's softmax for the observer.
 template <int kDim>
 __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
                             const Exchange<kDim>& exchange, int pair) {
@@ -122,8 +122,9 @@ __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
 }
 
 /// Sums the outputs of all parts of a pair. Consecutive threads take consecutive columns (four
-/// dimensions of a query head). If there are threads for several rows of columns, row r takes parts
-/// r, r + rows, … The first loads are started before the weights are computed.
+/// dimensions of a query head). If there are more threads than columns, the threads form several
+/// rows, and row r sums parts r, r + rows, … The first loads are started before the weights are
+/// computed.
 template <class Warp>
 class OutputMerge {
  public:

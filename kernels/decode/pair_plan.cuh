@@ -16,8 +16,8 @@ namespace kvlab::kernels {
 inline constexpr int kClusterCtas = 8;  ///< cluster size that every sm_90 device supports
 inline constexpr int kClusterParts = kClusterCtas * kWarps;
 
-/// Whether there is a second kernel, whose number of stages is chosen at run time, besides the
-/// kernel compiled for Warp::kStages.
+/// Whether there is a second kernel besides the one that is compiled for Warp::kStages stages. Its
+/// number of stages is chosen at run time.
 template <class Warp>
 inline constexpr bool kVariesStages = Warp::kRotated == Rotated::none&& Warp::kHeads == 8;
 
@@ -97,7 +97,7 @@ PairGrid grid_for(const DeviceLimits& limits, const PairAttention& args) {
 
 /// Shared memory of a CTA. It is large enough that a third CTA does not fit on a multiprocessor.
 /// Otherwise some multiprocessors would get three CTAs of a launch and others one, because each CTA
-/// takes the place of a CTA of the previous launch.
+/// starts where a CTA of the previous launch ends.
 template <class Warp>
 std::size_t shared_for_two(const DeviceLimits& limits, const PairAttention& args, int stages) {
   const int a_third = shared_of_all(limits) / 3 - kReserved;

@@ -74,7 +74,8 @@ struct Exchange {
   }
   // [part, head of the group]
   __device__ float* weights() const { return memory; }
-  // [thread]; used if the group is so small that there are threads for several rows
+  // [thread]; used if the group is so small that several threads compute the same outputs, from
+  // different parts
   __device__ float4* outputs() const {
     return reinterpret_cast<float4*>(memory + kMaxCtas * group);
   }
@@ -116,7 +117,8 @@ class TileSource {
     if constexpr (kPaged) look_up();
   }
 
-  /// Starts copying the next tile, if there is one. Commits a group of copies in any case.
+  /// Starts copying the next tile, if there is one. Commits a group of copies even if there is
+  /// none.
   __device__ void start_next(typename Warp::Tile& tile) {
     if (left_ > 0) {
       if (cursor_.tile == cursor_.slots.tiles()) {

@@ -1,5 +1,5 @@
 // Operations of the CTAs of a cluster (sm_90): a barrier, and stores to each other's shared memory.
-// Before sm_90 they do nothing.
+// On devices before sm_90 they do nothing.
 #pragma once
 
 #include <cuda_runtime.h>

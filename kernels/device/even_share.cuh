@@ -1,4 +1,4 @@
-// Splits ragged work evenly over a fixed number of workers.
+// Divides items evenly among a fixed number of workers.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -9,8 +9,8 @@
 
 namespace kvlab::kernels {
 
-/// The first victim among the candidates of the warp, returned in every lane. kUnprotected: no
-/// candidate is protected, so the protections are not compared.
+/// The first victim among the candidates of the warp, returned in every lane. kUnprotected: the
+/// caller guarantees that no candidate is protected, so protections are not compared.
 template <bool kUnprotected = false>
 __device__ inline EvictionCandidate warp_first_victim(const EvictionCandidate& mine) {
   // Compares the keys word by word. A lane remains a candidate only while it has the minimum of

@@ -42,7 +42,7 @@ __device__ inline void add_product(float4& sum, float a, const float4& x) {
 __device__ inline void raise(float4& most, const float4& x) {
   most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
 }
-/// Increments `count` for each component that is at least its bound.
+/// Increments each component of `count` if the same component of `x` is at least `bound`.
 __device__ inline void count_from(uint4& count, const float4& x, const float4& bound) {
   count.x += x.x >= bound.x ? 1 : 0, count.y += x.y >= bound.y ? 1 : 0;
   count.z += x.z >= bound.z ? 1 : 0, count.w += x.w >= bound.w ? 1 : 0;

@@ -29,7 +29,7 @@ __device__ inline std::uint32_t angle_of(Frequency frequency, std::uint32_t posi
 }
 
 /// Cosine and sine of a rotation back by `positions` positions, exact to the last bits of a float.
-/// Slow.
+/// It is slow.
 __device__ inline float2 rotation_back(Frequency frequency, std::uint32_t positions) {
   const auto angle = static_cast<float>(static_cast<std::int32_t>(angle_of(frequency, positions)));
   float2 at;
@@ -41,8 +41,8 @@ __device__ inline float2 rotation_back(Frequency frequency, std::uint32_t positi
 struct KeyAngles {
   const Frequency* frequencies;  // [head_size / 2], in shared memory
   std::uint32_t youngest;        ///< age of the newest token: live tokens minus one
-  std::uint32_t gone;  ///< age of the token that was evicted since the ages were written; all ones
-                       ///< if there is none
+  std::uint32_t gone;  ///< age of the token that was evicted since the ages were written; all bits
+                       ///< are 1 if there is none
   int newest;          ///< the newest token's slot, relative to `ages`
 
   /// Distance from the token at `slot` to the query, in positions.
@@ -59,7 +59,7 @@ struct KeyAngles {
     constexpr float kTwoPi = 6.28318530717958647692f;
     return make_float2(__cosf(circles * kTwoPi), -__sinf(circles * kTwoPi));
   }
-  /// Like cos_sin(), but exact to the last bits of a float. Slow.
+  /// Like cos_sin(), but exact to the last bits of a float, and slow.
   __device__ float2 cos_sin_precise(int i, std::uint32_t positions) const {
     return rotation_back(frequencies[i], positions);
   }

@@ -1,5 +1,5 @@
 // Sums of probabilities in Q32.32, and request counts, without 64-bit arithmetic per probability.
-// Equal to policies/observation.hpp, bit for bit.
+// The results equal those of policies/observation.hpp, bit for bit.
 #pragma once
 
 #include <bit>

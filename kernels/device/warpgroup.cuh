@@ -29,7 +29,8 @@ struct Panel {
 
 /// c[64 x 64] (+)= a[64 x 16] * b[64 x 16]^T, by four warps. a is in registers. For the 16 rows of
 /// each warp and each eight columns, a and c have the layout of multiply_add(). b is a described
-/// panel. Do not access a or c between fence_products() before and the wait after.
+/// panel. Do not access a or c between the call of fence_products() before the product and the wait
+/// after it.
 template <class T>
 __device__ inline void multiply_add_64(float (&c)[32], const std::uint32_t (&a)[4], std::uint64_t b,
                                        bool add);

@@ -29,7 +29,7 @@ __device__ void rotate(const CachePositionArgs& args, const T* from, int positio
   for (int d = args.rotated + lane; d < args.head_size; d += kWarpSize) to[d] = from[d];
 }
 
-/// One warp for each query head of a token.
+/// Uses one warp for each query head of a token.
 template <class T>
 __global__ void queries_kernel(const CachePositionArgs args, const T* q, T* to) {
   const int row = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
@@ -40,7 +40,7 @@ __global__ void queries_kernel(const CachePositionArgs args, const T* q, T* to) 
   rotate(args, q + at, args.older[kv_head] + args.first + token, to + at);
 }
 
-/// One warp for each key of a head (blockIdx.y).
+/// Uses one warp for each key of a head (blockIdx.y).
 template <class T>
 __global__ void keys_kernel(const CachePositionKeysArgs args, bool of_older) {
   const CachePositionArgs& shape = args.shape;

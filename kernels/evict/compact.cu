@@ -25,7 +25,7 @@ constexpr std::uint32_t kSortItems = 8,  // positions that a thread sorts
     kSortTile = kCompactThreads * kSortItems;
 
 /// Sorts the positions of a pair's older tokens (y) tile by tile, into workspace.holes, which no
-/// other kernel needs before tokens are chosen. One thread block for each tile.
+/// other kernel needs before tokens are chosen. Uses one thread block for each tile.
 __global__ void __launch_bounds__(kCompactThreads)
     sort_positions(const __grid_constant__ kvlab_compact_args args) {
   using Sort = cub::BlockRadixSort<std::uint32_t, kCompactThreads, static_cast<int>(kSortItems)>;
@@ -62,8 +62,8 @@ __device__ std::uint32_t count_before(const std::int32_t* sorted, std::uint32_t 
   return count;
 }
 
-/// Writes ranks by age, [pair, max_slots], and each slot's age (to workspace.sources). One thread
-/// for each slot of a pair (y). New tokens follow the older ones in order.
+/// Writes ranks by age, [pair, max_slots], and each slot's age (to workspace.sources). Uses one
+/// thread for each slot of a pair (y). New tokens follow the older ones in order.
 __global__ void __launch_bounds__(kCompactThreads)
     number_ranks(const __grid_constant__ kvlab_compact_args args, std::uint64_t* by_age) {
   const CompactPair pair(args, static_cast<int>(blockIdx.y));
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kCompactThreads)
   workspace.ranks[at] = pooled.value();
 }
 
-/// Chooses the kept tokens and their new slots. One thread block for each pair.
+/// Chooses the kept tokens and their new slots. Uses one thread block for each pair.
 __global__ void __launch_bounds__(kThreads)
     choose_stayers(const __grid_constant__ kvlab_compact_args args, bool in_place) {
   __shared__ SelectionShared shared;
@@ -170,7 +170,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Moves the kept tokens. One thread for each 16 bytes of a key and the same bytes of its value.
+/// Moves the kept tokens. Uses one thread for each 16 bytes of a key and the same bytes of its
+/// value.
 __global__ void __launch_bounds__(kCompactThreads)
     move_stayers(const __grid_constant__ kvlab_compact_args args, int slot_bytes, int features,
                  int chunks, int bytes, bool in_place, bool rows) {
@@ -238,7 +239,7 @@ cudaError_t modify(const DevicePolicy& policy, const kvlab_compact_args& args,
   return cudaGetLastError();
 }
 
-/// The rest of a compaction, once the workspace holds every live token's rank.
+/// Does the rest of a compaction, when the workspace holds the rank of every live token.
 cudaError_t keep_survivors(const DevicePolicy& policy, const kvlab_compact_args& args, bool rows,
                            cudaStream_t stream) {
   const bool in_place =

@@ -47,8 +47,8 @@ struct CompactPair {
   __device__ std::uint32_t live() const { return older + appended; }
 };
 
-/// Appends new tokens to the policy's states, observes, and computes ranks. One thread for each
-/// slot of a pair (blockIdx.y).
+/// Appends new tokens to the policy's states, observes, and computes ranks. Uses one thread for
+/// each slot of a pair (blockIdx.y).
 template <Policy P>
 __global__ void __launch_bounds__(kCompactThreads)
     settle_tokens(const __grid_constant__ kvlab_compact_args args) {

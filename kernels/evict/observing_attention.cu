@@ -17,7 +17,8 @@ int group_of(const kvlab_cache_view& cache) {
   return cache.query_heads / cache.kv_heads;
 }
 
-/// All arguments except the workspace. pair_attention refuses a null workspace.
+/// Fills in all arguments of the attention except the workspace. pair_attention() refuses a null
+/// workspace.
 PairAttention pairs_of(const kvlab_cache_view& cache) {
   const bool counts = cache.sequences > 0 && cache.sequences <= kMaxPairs && cache.kv_heads > 0 &&
                       cache.kv_heads <= kMaxPairs / cache.sequences;
@@ -42,7 +43,7 @@ int chunks_of(int max_slots) {
   return (max_slots + slots - 1) / slots;
 }
 
-/// Byte offsets after the attention's part of the workspace.
+/// Byte offsets of the arrays that follow the attention's part of the workspace.
 struct Layout {
   std::size_t logits, softmax, gone, candidates, firsts, end;
 
@@ -62,8 +63,8 @@ struct Layout {
   }
 
  private:
-  /// The maximum over both position numberings, because cache positions with rotated keys need no
-  /// more than original positions.
+  /// The bytes of the attention's workspace: the maximum over original positions and cache
+  /// positions. Cache positions with rotated keys need no more than original positions.
   static std::size_t attention_bytes(PairAttention pairs) {
     const std::uint32_t any = 0;
     pairs.ages = nullptr;
@@ -119,7 +120,7 @@ ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& 
 
 constexpr int kNumberThreads = 256;
 
-/// One thread for each slot of a pair (blockIdx.y).
+/// Uses one thread for each slot of a pair (blockIdx.y).
 __global__ void __launch_bounds__(kNumberThreads) number_slots(kvlab_cache_view cache) {
   wait_for_predecessor();
   let_successor_start();

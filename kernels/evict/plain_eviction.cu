@@ -36,7 +36,7 @@ __device__ float rotated_part(float q_low, float q_high, float k_low, float k_hi
   return q_low * (k_low * c - k_high * s) + q_high * (k_high * c + k_low * s);
 }
 
-/// One warp for each slot. Grid: (slots / kSlotsPerBlock, pairs).
+/// Uses one warp for each slot. Grid: (slots / kSlotsPerBlock, pairs).
 template <class T>
 __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) {
   const kvlab_cache_view& cache = args.cache;
@@ -178,7 +178,7 @@ __device__ void weighted_values(const float* p, const T* values, int live, int d
   out[d] = from_float<T>(sum);
 }
 
-/// One thread block for each query head of each sequence.
+/// Uses one thread block for each query head of each sequence.
 template <class T>
 __global__ void softmax_kernel(const EvictingAttentionArgs args,
                                const QuantizedCache quantized_cache, PlainRows rows) {
@@ -250,7 +250,8 @@ std::size_t plain_workspace(const kvlab_cache_view& cache, bool /*quantized*/) {
          rows_of(cache) * (static_cast<std::size_t>(cache.max_slots) + 1) * sizeof(float);
 }
 
-/// Two launches: one for the logits of every live slot, one for each row's softmax and output.
+/// Launches two kernels: one computes the logits of every live slot, the other the softmax and the
+/// output of each row.
 cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
                    cudaStream_t stream) {
   if (!complete(policy, args) || !valid(args)) return cudaErrorInvalidValue;

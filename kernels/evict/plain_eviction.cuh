@@ -1,6 +1,6 @@
 // The part of plain eviction that depends on the policy: it computes the observation of each live
-// token, the policy's states, and the next victim. One thread block for each pair. Memory traffic:
-// 24 bytes per slot, in addition to the probabilities.
+// token, the policy's states, and the next victim. Uses one thread block for each pair. Memory
+// traffic: 24 bytes per slot, in addition to the probabilities.
 #pragma once
 
 #include "kernels/device/eviction_order.cuh"

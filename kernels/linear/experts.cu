@@ -1,6 +1,6 @@
-// With few tokens, reading the weights of their experts takes most of the time. With many tokens,
-// the tokens of an expert share its weights, in tiles, and the tensor cores limit the speed.
-// Instantiated for 2 types x tiles of 16 and 64 pairs, and for plain float32.
+// With few tokens, reading the weights of their experts takes most of the time. With many tokens, a
+// tile of tokens of the same expert shares one read of its weights, and the tensor cores limit the
+// speed. Instantiated for 2 types x tiles of 16 and 64 pairs, and for plain float32.
 #include "kernels/linear/experts.hpp"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace kvlab::kernels {
 namespace {
 
 constexpr int kRouteThreads = 256, kRouteWarps = kRouteThreads / kWarpSize;
-/// Maximum number of tokens for which the block that groups pairs by expert also chooses the
+/// Maximum number of tokens for which the thread block that groups pairs by expert also chooses the
 /// experts.
 constexpr int kFewTokens = kMaxExperts / kWarpSize;
 constexpr int kMaxHidden = 8192;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kRouteThreads) logits_kernel(const RouteArgs a
   }
 }
 
-/// One warp for each token.
+/// Uses one warp for each token.
 __global__ void __launch_bounds__(kRouteThreads) choose_kernel(const RouteArgs args) {
   let_successor_start();
   wait_for_predecessor();
@@ -319,8 +319,8 @@ __global__ void __launch_bounds__(kThreads) expert_plain(const ExpertProductArgs
   }
 }
 
-/// Memory traffic: hidden * (8 + 4 * chosen) bytes per token. One thread for eight elements of a
-/// token.
+/// Memory traffic: hidden * (8 + 4 * chosen) bytes per token. Uses one thread for eight elements of
+/// a token.
 __global__ void __launch_bounds__(kThreads)
     add_shares_kernel(const Routes routes, const float* y, int hidden, float* x) {
   let_successor_start();

@@ -38,7 +38,8 @@ constexpr int kChains = 2;
 constexpr int kPartialBytes =
     2 * kLinearWarps * kTiles * kPartial * static_cast<int>(sizeof(float));
 
-/// Threads per row of a strip's outputs: one for each output, or for each pair of outputs.
+/// Number of threads per row of a strip's outputs. Each thread computes one output or one pair of
+/// outputs.
 __host__ __device__ constexpr int finishers(Form form) {
   return form == Form::gated || form == Form::rotated ? kTileRows : kTiles * kTileRows;
 }
@@ -343,7 +344,7 @@ struct LinearLaunch {
   Layout layout;
 };
 
-/// Plans to process as many rows at a time as fit.
+/// Plans a launch for as many rows as fit.
 LinearLaunch plan_product(Form form, int rows, int n, int k, const DeviceLimits& limits) {
   const int strips = strips_of(form, n), blocks = std::min(strips, limits.multiprocessors);
   const int max_stages = (strips + blocks - 1) / blocks * kTiles * ((k + kStageK - 1) / kStageK);

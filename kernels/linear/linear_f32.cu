@@ -1,5 +1,5 @@
-// Products with float32 weights, which are for checking and not for speed. Weights are still read
-// only once, 16 bytes per lane.
+// Products with float32 weights. They serve for checks and are not optimized for speed, but weights
+// are still read only once, 16 bytes per lane.
 #include "kernels/linear/linear_f32.cuh"
 
 #include <algorithm>
@@ -36,7 +36,7 @@ struct StoreEight {
   __device__ void operator()(const float (&value)[8], float* to) const { store_eight(value, to); }
 };
 
-/// One warp for each output.
+/// Uses one warp for each output.
 __global__ void __launch_bounds__(kLinearThreads)
     linear_f32_kernel(const LinearProduct<float> product) {
   extern __shared__ __align__(16) std::byte shared[];

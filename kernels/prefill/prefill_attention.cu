@@ -98,7 +98,8 @@ __device__ inline void begin_row(const PrefillRows& rows, int row, float& max, f
   sum = sinks == nullptr ? 0 : 1;
 }
 
-/// A warp's rows. Matrix row m of lane l holds rows m * 16 + l / 4 and m * 16 + l / 4 + 8.
+/// A warp's rows, in blocks of 16. Of block m, lane l holds rows m * 16 + l / 4 and m * 16 + l / 4
+/// + 8.
 template <class T, int kDim>
 class WarpRows {
  public:
@@ -407,7 +408,8 @@ __device__ void load_plain_queries(float (&to)[kRows][kDim], const PrefillRows& 
   }
 }
 
-/// Float32: a warp has two or four rows, and processes 32 keys at a time, one per lane.
+/// The float32 kernel. A warp handles two or four rows, and processes 32 keys at a time, one per
+/// lane.
 template <int kDim, bool kPaged, bool kParts>
 __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant__ Plan plan) {
   constexpr int kPlainRows = Tiling<kDim>::kPlainRows;

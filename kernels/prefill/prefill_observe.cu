@@ -36,7 +36,8 @@ constexpr int kStages = 2;
 
 __host__ __device__ int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
-/// Computes the row terms of all queries that are counted. One thread for each (query, query head).
+/// Computes the row terms of all queries that are counted. Uses one thread for each (query, query
+/// head).
 __global__ void __launch_bounds__(kThreads)
     make_row_terms(const __grid_constant__ Plan plan, Count count) {
   const auto& args = plan.args;
@@ -88,9 +89,9 @@ __device__ void load_rows(T* to, const T* from, Begin begin, int valid) {
   }
 }
 
-/// A warp's 32 keys, as operands in registers, and their counts. Matrix row m of lane l holds keys
-/// m * 16 + l / 4 and m * 16 + l / 4 + 8, and columns l % 4 * 2 and l % 4 * 2 + 1 of each eight
-/// queries.
+/// A warp's 32 keys, as operands in registers, and their counts. Of keys m * 16 to m * 16 + 15,
+/// lane l holds keys m * 16 + l / 4 and m * 16 + l / 4 + 8, and columns l % 4 * 2 and l % 4 * 2 + 1
+/// of each eight queries.
 template <class T, int kDim, Count kCount>
 class WarpKeys {
  public:
@@ -242,8 +243,8 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
 
 constexpr int kPlainKeys = 32;
 
-/// Float32: a lane has one key, and a warp handles every fourth query. Products equal those of
-/// prefill_plain bit for bit.
+/// The float32 kernel. A lane handles one key, and a warp handles every fourth query. Products
+/// equal those of prefill_plain bit for bit.
 template <int kDim, Count kCount>
 __global__ void __launch_bounds__(kThreads) observe_plain(const __grid_constant__ Plan plan) {
   __shared__ float keys[kPlainKeys][kDim + 1];  // padded, because lanes read down a column

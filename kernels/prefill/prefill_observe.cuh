@@ -10,8 +10,9 @@ namespace kvlab::kernels::observe {
 inline constexpr int kQueries = 64;  ///< queries per tile, all of one query head
 inline constexpr int kRange = 1024;  ///< number of queries that a CTA passes over
 
-/// What is counted. weighted: masses, with weights that are not all 1. largest: the largest mass of
-/// the group for each query, weighted.
+/// The statistics that a kernel computes. mass: sums of probabilities. weighted: the same, with
+/// weights of queries. largest: for each query, only the largest probability of the group's heads,
+/// weighted. requests: numbers of requests.
 enum class Count { mass, weighted, largest, requests };
 
 /// The data of a row that a kernel needs in addition to its products.
@@ -24,7 +25,7 @@ struct Plan {
   kvlab_observe_args args;
   std::uint32_t tail;
   int group;
-  int counted;        ///< maximum number of queries of a sequence that count
+  int counted;        ///< maximum number of queries of a sequence that are counted
   int padded;         ///< sum over sequences of their queries, each rounded up to kQueries
   float base2_scale;  ///< softmax scale, for base-2 logits
   RowTerm* terms;     // [query_head, padded]
@@ -109,7 +110,7 @@ __device__ inline int query_of_bit(int bit) {
 /// The sequence that a CTA handles.
 struct Sequence : OwnQueries {
   int younger;  ///< number of the prompt's queries after those of this call
-  int silent;   ///< number of queries at the beginning that do not count; a multiple of kQueries
+  int silent;   ///< number of queries at the beginning that are not counted; a multiple of kQueries
   int term;     ///< index of the sequence's first term among a head's terms
 
   __device__ Sequence(const kvlab_observe_args& args, std::uint32_t tail)

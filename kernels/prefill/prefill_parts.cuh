@@ -69,7 +69,7 @@ struct Plan {
 
 inline constexpr int kMergeWarps = 4;
 
-/// Merges the parts that each row sees. One warp for each row.
+/// Merges the parts that each row sees. Uses one warp for each row.
 template <class T, int kDim>
 __global__ void __launch_bounds__(kMergeWarps * 32)
     merge_kernel(const __grid_constant__ Plan plan, int parts) {

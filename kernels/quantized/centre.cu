@@ -7,8 +7,8 @@
 namespace kvlab::kernels {
 namespace {
 
-/// One thread block for each KV head, one thread for each channel. Each thread adds the keys in the
-/// order in which the host adds them.
+/// Uses one thread block for each KV head and one thread for each channel. Each thread adds the
+/// keys in the order in which the host adds them.
 template <class T>
 __global__ void find_centres_kernel(const kvlab_cache_view cache, std::uint32_t keys,
                                     float* centres) {
@@ -21,7 +21,7 @@ __global__ void find_centres_kernel(const kvlab_cache_view cache, std::uint32_t 
   centres[head * cache.head_size + channel] = centre.mean();
 }
 
-/// One thread block for each new token and KV head, one thread for each channel.
+/// Uses one thread block for each new token and KV head, and one thread for each channel.
 template <class T>
 __global__ void subtract_centres_kernel(const kvlab_cache_view cache, std::uint32_t first,
                                         const float* centres) {

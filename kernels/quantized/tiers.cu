@@ -47,7 +47,7 @@ __device__ std::int32_t extent_of(const DeviceTierPlan& tier_plan, Tokens tokens
   return extent;
 }
 
-/// Stores the newest key and value of each pair. One warp for each block.
+/// Stores the newest key and value of each pair. Uses one warp for each block.
 template <class T>
 __global__ void store_newest_kernel(kvlab_cache_view cache, QuantizedCache quantized_cache,
                                     const std::uint32_t* now) {
@@ -123,8 +123,8 @@ __device__ int find_moves(const DeviceTierPlan& tier_plan, StepTiers& tiers, Mov
   return moved;
 }
 
-/// Two warps for each move, one of them for the key. All rows are read before one is written,
-/// because a demoted token takes the row of the token that is demoted next.
+/// Uses two warps for each move, one for the key and one for the value. All rows are read before
+/// one is written, because a demoted token takes the row of the token that is demoted next.
 template <class T>
 __global__ void __launch_bounds__(kStepThreads)
     demote_kernel(const EvictingAttentionArgs args, const QuantizedCache quantized_cache,
@@ -223,8 +223,8 @@ __device__ void demote_surplus(SelectionShared& shared, const TierKeys& keys, st
   __syncthreads();
 }
 
-/// Assigns a tier and a row to each kept token. Runs after the kept tokens are chosen. One thread
-/// block for each pair.
+/// Assigns a tier and a row to each kept token. Runs after the kept tokens are chosen. Uses one
+/// thread block for each pair.
 __global__ void __launch_bounds__(kAssignThreads)
     assign_tiers(const __grid_constant__ kvlab_compact_args args,
                  const QuantizedCache quantized_cache, const StagedTiers staged) {

@@ -79,7 +79,7 @@ class ReplayCache {
             .kv_head = rule.kv_head};
   }
 
-  /// Evicts to the budget for the current append's tokens and appends them.
+  /// Evicts to the budget before the tokens of the current append, and then appends them.
   __device__ void begin() {
     const std::uint32_t num_evicted = surplus(progress_.append);
     std::uint32_t first = progress_.live;

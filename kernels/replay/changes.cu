@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kWarps = 8;     // per thread block; each processes every eighth step
 constexpr int kTile = 16;     // configurations
-constexpr int kColumns = 16;  // maximum; a tile has whole gradient samples
+constexpr int kColumns = 16;  // maximum number; a tile contains whole gradient samples
 constexpr int kTokens = 16;   // per step
 constexpr int kThreads = kWarps * kWarpSize;
 static_assert(kThreads == kTile * kColumns && kColumns >= kMaxReplayGroup);
@@ -128,8 +128,8 @@ class Changes {
     return at < args_.configs.tiles * kReplayTile ? args_.configs.of[at] : -1;
   }
 
-  /// Adds 16 tokens for the configurations that read rows of kind `kind`, and for kind 0 also for
-  /// the full row.
+  /// Adds 16 tokens for the configurations that read rows of kind `kind`. For kind 0 also adds them
+  /// for the full row.
   __device__ void step(int first, int query, int kind, bool multiplies) {
     const int t = lane_ % 4;
     std::uint32_t a[4];
@@ -204,7 +204,8 @@ class Changes {
   float sums_[2][4] = {}, full_[2] = {};
 };
 
-/// One thread block for each query (x), tile and chunk of gradient samples (y), and head task (z).
+/// Uses one thread block for each query (x), tile and chunk of gradient samples (y), and head task
+/// (z).
 template <bool kQuantized>
 __global__ void __launch_bounds__(kThreads)
     changes_kernel(const __grid_constant__ ReplayChangesArgs args) {

@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-/// One warp for each token (x), copy (y) and head task (z).
+/// Uses one warp for each token (x), copy (y) and head task (z).
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     quantize_kernel(const __grid_constant__ ReplayQuantizeArgs args, T* to) {
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// One thread block for each query (x), head group (y) and head task (z).
+/// Uses one thread block for each query (x), head group (y) and head task (z).
 __global__ void __launch_bounds__(kThreads)
     quantized_rows_kernel(const __grid_constant__ ReplayRowsArgs args, float4* rows) {
   const ReplayShape& shape = args.shape;

@@ -21,8 +21,8 @@ __device__ inline float4 metrics_of(float kept, float row_sum, std::uint32_t hit
           static_cast<float>(whole ? 0 : wanted - hits), static_cast<float>(wanted)};
 }
 
-/// One thread block for each configuration that is not an fp16 copy (x), and head task (y). First
-/// each thread handles one query and head, then one sum and head.
+/// Uses one thread block for each configuration that is not an fp16 copy (x), and head task (y).
+/// First each thread handles one query and head, then one sum and head.
 __global__ void __launch_bounds__(kThreads)
     counts_kernel(const __grid_constant__ ReplayMetricsArgs args) {
   __shared__ float4 metrics[kMaxReplayQueries][kMaxReplayGroup];
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-/// One warp for each cache.
+/// Uses one warp for each cache.
 __global__ void __launch_bounds__(kThreads)
     errors_kernel(const __grid_constant__ ReplayMetricsArgs args) {
   const int cache = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / kWarpSize),

@@ -23,7 +23,8 @@ constexpr int kTilesAtOnce = 10;  // per thread block
 constexpr int kHalves = 2;  // a pass's dimensions are split over this number of warps per tile
 constexpr int kColumns = kDims / 8;  // products of 8 dimensions
 constexpr int kOwnColumns = kColumns / kHalves;
-constexpr int kMaxStages = 3, kMinStages = 2;  // stages in shared memory: as many as fit
+/// Stages in shared memory: as many as fit between these limits.
+constexpr int kMaxStages = 3, kMinStages = 2;
 constexpr int kThreads = kTilesAtOnce * kHalves * kWarpSize;
 constexpr int kMinWarps =
     4;  // needed to load weights: 2 kinds of rows, 2 head groups, 32 couples of tokens
@@ -307,8 +308,8 @@ class Tile {
   double error_[2] = {}, size_[2] = {};
 };
 
-/// One thread block for each sampled query (x), up to kTilesAtOnce tiles (y), and head task (z). It
-/// has two warps for each tile.
+/// Uses one thread block for each sampled query (x), up to kTilesAtOnce tiles (y), and head task
+/// (z). The block has two warps for each tile.
 template <int kPlanes, int kStages>
 __global__ void __launch_bounds__(kThreads)
     outputs_kernel(const __grid_constant__ ReplayOutputsArgs args) {

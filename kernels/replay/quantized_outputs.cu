@@ -83,7 +83,7 @@ struct QuantizedOutputs {
   }
 };
 
-/// One thread block for each query (x), quantized configuration (y) and head task (z).
+/// Uses one thread block for each query (x), quantized configuration (y) and head task (z).
 __global__ void __launch_bounds__(kThreads)
     quantized_outputs_kernel(const __grid_constant__ ReplayOutputsArgs args) {
   using Sum = cub::BlockReduce<double, kThreads>;

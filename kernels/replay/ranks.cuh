@@ -1,5 +1,5 @@
-// How modifiers change a cache's ranks before many tokens are evicted. `scope=layer` sums them over
-// a layer's KV heads, and smoothing combines ranks of tokens that are close in age.
+// How modifiers change a cache's ranks before many tokens are evicted. With `scope=layer`, ranks
+// are summed over a layer's KV heads. Smoothing combines the ranks of tokens that are close in age.
 #pragma once
 
 #include "kernels/device/cluster.cuh"

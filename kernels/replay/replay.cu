@@ -60,8 +60,8 @@ cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
   plan.max_shared_bytes = max_dynamic_bytes(is_tiered, limits);
   plan.shared_bytes = bytes_of_tokens(args.shape, cache_positions, members.max_tiers);
   if (plan.shared_bytes > plan.max_shared_bytes) return cudaErrorNotSupported;
-  // Bytes per slot: state, position, cache position, list entry, tier. The number of slots is
-  // rounded up to whole strips.
+  // Bytes per slot: state, position, and, where they are needed, cache position, list entry and
+  // tier. The number of slots is rounded up to whole strips.
   const std::size_t of_slot = members.slot_bytes + sizeof(std::uint32_t) +
                               (cache_positions ? sizeof(std::uint32_t) + sizeof(OldItem) : 0) +
                               (is_tiered ? 1 : 0),

@@ -96,12 +96,13 @@ struct ReplayShape {
   }
 };
 
-/// Which queries are measured. Outputs are compared at every `sample_every`-th measured query only.
+/// The queries that are measured. Outputs are compared only at every `sample_every`-th measured
+/// query.
 struct ReplayMeasured {
   const std::int32_t* index;  // [token]: the query's index among measured queries, or -1
   int size, blocks, sample_every;
-  const int2* named;  // [named_count]: passages. The recall of tokens [x, y) is measured at the
-                      // queries after them.
+  const int2* named;  // [named_count]: the passages [x, y). The recall of a passage's tokens is
+                      // measured at the queries after the passage.
   int named_count;
 
   constexpr bool samples(int which) const { return which >= 0 && which % sample_every == 0; }
@@ -293,7 +294,7 @@ struct ReplayCounts {
       hits;  ///< requested tokens before the query that are kept; not set if all tokens are kept
 };
 
-// Rotated, rearranged and quantized vectors, from which the blocks are computed.
+// The next functions rotate, rearrange and quantize vectors, from which the blocks are computed.
 
 /// Vectors [row, dim] before RoPE, `stride` elements apart.
 struct ReplayVectors {
@@ -348,7 +349,8 @@ cudaError_t replay_quantize(const ReplayQuantizeArgs& args, cudaStream_t stream)
 
 // The rows of a block.
 
-/// The input is products [head task, query of the block, head, token] of rotated queries and keys.
+/// The inputs are the products [head task, query of the block, head, token] of rotated queries and
+/// keys.
 struct ReplayRowsArgs {
   ReplayShape shape;
   ReplayMeasured measured;
@@ -462,7 +464,7 @@ struct ReplayMembers {
   std::size_t slot_bytes;  ///< bytes of a state
   int max_tiers;           ///< maximum number of tiers of a member; 0: no member has a tier plan
 };
-/// How the members' walk is launched on the current device.
+/// How to launch the members' walk on the current device.
 struct ReplayWalkPlan {
   WalkVariant variant;
   dim3 grid;

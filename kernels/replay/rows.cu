@@ -23,7 +23,7 @@ __device__ inline float tf32_part(float x, bool left) {
   return left ? x - kept : kept;
 }
 
-/// One warp for each vector.
+/// Uses one warp for each vector.
 template <class T>
 __global__ void rotate_kernel(const ReplayRotateArgs args, T* rounded) {
   const int row = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
@@ -50,8 +50,8 @@ __global__ void rotate_kernel(const ReplayRotateArgs args, T* rounded) {
   for (int d = args.rotated + lane; d < args.head_size; d += kWarpSize) put(d, from(d));
 }
 
-/// One thread for each element of a head task's queries [query, head, dim] (x), for each head task
-/// (y).
+/// Uses one thread for each element of a head task's queries [query, head, dim] (x), for each head
+/// task (y).
 __global__ void query_parts_kernel(int elements, int head_size, std::int64_t task_stride,
                                    std::int64_t to_stride, const float* from, float* to) {
   const int at = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
@@ -109,7 +109,7 @@ struct RowCache {
   __device__ void put(int token, const float4& x) const {
     if (token < count) values[token] = x;
   }
-  /// Returns the value that put() stored, or else reads it from `row`.
+  /// Returns the value that put() stored. If it stored none, reads it from `row`.
   template <class Row>
   __device__ float4 get(int token, const Row& row) const {
     return token < count ? values[token] : row[token];
@@ -165,8 +165,8 @@ __device__ void count_wanted(const float4* e, int tokens, const float4& least,
   if (threadIdx.x == 0) to = {counts[0], counts[1], counts[2], counts[3]};
 }
 
-/// One thread block for each query (x), head group (y) and head task (z). It keeps `cached` tokens
-/// in shared memory.
+/// Uses one thread block for each query (x), head group (y) and head task (z). The block keeps
+/// `cached` tokens in shared memory.
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ ReplayRowsArgs args, int cached) {
   extern __shared__ float4 of_tokens[];
@@ -239,8 +239,8 @@ struct QueryColumn {
 
 constexpr int kMaxColumns = kReplayAhead * kMaxReplayGroup;
 
-/// One thread block for each query group (x) and head task (y). Queries past the end of the block
-/// give zeros.
+/// Uses one thread block for each query group (x) and head task (y). Queries beyond the end of the
+/// block are written as zeros.
 __global__ void __launch_bounds__(kThreads)
     fragments_kernel(const __grid_constant__ ReplayRowsArgs args) {
   __shared__ float scales[kMaxColumns];
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// One warp for each token.
+/// Uses one warp for each token.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     pair_keys_kernel(const ReplayShape shape, int tokens, const ReplayVectors from, T* to,
@@ -304,8 +304,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// The full cache's outputs of sampled queries. One thread block for each query (x), head group (y)
-/// and head task (z); each thread of a warp computes four dimensions.
+/// The full cache's outputs of sampled queries. Uses one thread block for each query (x), head
+/// group (y) and head task (z); each thread of a warp computes four dimensions.
 __global__ void __launch_bounds__(kThreads)
     outputs_kernel(const __grid_constant__ ReplayRowsArgs args) {
   __shared__ float4 partial[kWarps][4][kWarpSize];
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// One thread block for each query and head (x) and head task (y).
+/// Uses one thread block for each query and head (x) and head task (y).
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     softmax_kernel(const __grid_constant__ ReplaySoftmaxArgs args, T* to) {

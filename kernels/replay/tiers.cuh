@@ -67,8 +67,8 @@ __device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, Di
   }
 }
 
-/// Only this class writes TierShared. All threads of the thread block call each method, and see
-/// what it wrote after the next barrier.
+/// Only this class writes TierShared. All threads of the thread block call each method. Its results
+/// are visible to them after the next barrier.
 template <bool kShared, class T>
 class TieredTokens : public ExactTokens<kShared, T> {
   using Base = ExactTokens<kShared, T>;
@@ -149,7 +149,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
   }
 
   /// Demotes the first victim of each full tier; requires demotes_one(). Returns the token to
-  /// evict, which is on the last tier by then, or none.
+  /// evict, which is on the last tier when the function returns, or none.
   template <int kStrip>
   __device__ EvictionCandidate demote(const EvictionKeys& keys, std::uint32_t live) {
     for (int r = 0; passes_on(r); ++r) {
@@ -193,8 +193,8 @@ class TieredTokens : public ExactTokens<kShared, T> {
     __shared__ TierShared shared;
     return shared;
   }
-  /// Whether the tier demotes a token when the first tier demotes one. Valid before any token
-  /// moves.
+  /// Whether the tier demotes a token when the first tier demotes one. Call it before any token is
+  /// moved.
   __device__ bool passes_on(int tier) const {
     return tier == 0 || (tier < count_ && !has_free_slot(shared_.loads[tier]));
   }

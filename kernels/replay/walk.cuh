@@ -292,7 +292,7 @@ class ReplayWalk {
     }
   }
 
-  // Storing the inputs of replay_outputs() and replay_changes().
+  // Functions that store the inputs of replay_outputs() and replay_changes().
 
   __device__ void store_kept(int i, int index, std::uint32_t query, float folded, bool lost) {
     const ReplayKeptSets& sets = at_.args.sets;
@@ -349,8 +349,7 @@ class ReplayWalk {
     __syncthreads();
   }
 
-  /// Stores the part of a query's outputs and changes that comes from the tokens before position
-  /// `end`.
+  /// Stores what the tokens before position `end` contribute to a query's outputs and changes.
   template <class Copies>
   __device__ void store_direct(std::int64_t cache, int i, int index, std::uint32_t end,
                                const Copies& copies) {
@@ -380,7 +379,7 @@ class ReplayWalk {
   bool all_direct_ = false;
 };
 
-/// One thread block for each member (x) and each of its head tasks (y).
+/// Uses one thread block for each member (x) and each of its head tasks (y).
 template <class P, int kHeadGroups, bool kLargest, class Tokens>
 __global__ void __launch_bounds__(replay_max_threads(Tokens::kCachePositions),
                                   replay_blocks(Tokens::kCachePositions))

@@ -16,8 +16,8 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kChunks = 64;                   // maximum number of chunks per row
 constexpr int kRanges = kChunks / kWarpSize;  // chunks that a lane sums
 
-/// Three sums over tokens: of exponentials, of exponentials of vectors that were not rounded, and
-/// the number of tokens before the query that it requests.
+/// Three sums over tokens: the sum of exponentials, the sum of exponentials of vectors that were
+/// not rounded, and the number of tokens that the query requests, without the query's own token.
 template <int kHeadGroups>
 struct RowSums {
   float4 full[kHeadGroups], cache_positions[kHeadGroups];
@@ -237,7 +237,7 @@ class WindowQuery {
                 ? sets.changes + sets.kept_of(cache, index_) * args_.terms.gradient_samples * group
                 : nullptr};
   }
-  /// The n-th token that the query attends to.
+  /// The n-th of the tokens that the query attends to.
   __device__ AttendedToken attended_token(const Window& window, std::uint32_t n,
                                           bool cache_positions) const {
     const std::uint32_t position = n < window.sinks ? n : window.first + (n - window.sinks),
@@ -340,8 +340,8 @@ class WindowQuery {
   float4 min_requested_[kHeadGroups];
 };
 
-/// One thread block for each query (x) and head task (y) or, if configurations have separate head
-/// tasks, for each head task of a member (y).
+/// Uses one thread block for each query (x) and head task (y) or, if configurations have separate
+/// head tasks, for each head task of a member (y).
 template <int kHeadGroups>
 __global__ void __launch_bounds__(kThreads)
     windows_kernel(const __grid_constant__ ReplayWindowsArgs args) {

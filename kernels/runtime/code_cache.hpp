@@ -8,18 +8,19 @@
 
 namespace kvlab::kernels {
 
-/// One file per program, named by its key. Files are written completely or not at all. The files,
-/// the folder and the folder above it must belong to the user alone. A file that is damaged, or
-/// that another user could have written, is ignored.
+/// There is one file per program, named by the program's key. Files are written completely or not
+/// at all. The files, the folder and the folder above it must belong to the user alone. A file that
+/// is damaged, or that another user could have written, is ignored.
 class CodeCache {
  public:
-  /// $XDG_CACHE_HOME/kvlab/device, or ~/.cache/kvlab/device. Created by the first write.
+  /// The folder is $XDG_CACHE_HOME/kvlab/device, or ~/.cache/kvlab/device. The first write creates
+  /// it.
   CodeCache();
   /// An empty folder name switches the cache off.
   explicit CodeCache(std::string folder);
 
-  /// Returns the code of `program`, from the cache or compiled and then stored. Throws as compile()
-  /// does. An unusable folder is not an error.
+  /// Returns the code of `program` from the cache. If it is not there, compiles the program and
+  /// stores the code. Throws the exceptions of compile(). An unusable folder is not an error.
   DeviceCode code_of(const DeviceProgram& program) const;
 
  private:

@@ -13,8 +13,8 @@
 namespace kvlab::kernels {
 namespace {
 
-/// The functions of libnvrtc. It is not linked, because it is large and not installed on every
-/// machine.
+/// The functions of libnvrtc. The library is loaded at run time and not linked, because it is large
+/// and not installed on every machine.
 class Nvrtc {
  public:
   Nvrtc() : handle_(open()) {

@@ -46,7 +46,7 @@ DeviceCode code_of_header(const std::string& path, const std::string& text, int 
 /// does not launch are null.
 class HeaderPolicy {
  public:
-  /// `code`: from code_of_header(), for the current device. Throws as LoadedCode does.
+  /// `code`: from code_of_header(), for the current device. Throws the exceptions of LoadedCode.
   explicit HeaderPolicy(const DeviceCode& code);
   HeaderPolicy(const HeaderPolicy&) = delete;
   HeaderPolicy& operator=(const HeaderPolicy&) = delete;

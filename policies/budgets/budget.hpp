@@ -96,10 +96,10 @@ Budget budget_of_heads(HeadBudgets heads, std::string file = {});
 /// Throws std::invalid_argument if the number of layers or of KV heads differs from the model's.
 void check_shape(const HeadBudgets& heads, const CacheShape& model, const std::string& what);
 
-/// PyramidKV's series (Cai et al. 2024, section 4.2, with the authors' beta = 20): budgets fall in
-/// equal steps from 2 · mean − last in the first layer to `last`, a twentieth of the mean. If the
-/// first layer would get more than `length`, it gets `length`, and the last layer gets the excess.
-/// The sum is exactly `layers` times the mean. `least`: the minimum of the last layer.
+/// The budgets of layers in PyramidKV (Cai et al. 2024, section 4.2, with the authors' beta = 20):
+/// they fall in equal steps from 2 · mean − last in the first layer to `last`, a twentieth of the
+/// mean. If the first layer would get more than `length`, it gets `length`, and the last layer gets
+/// the excess. The sum is exactly `layers` times the mean. `least`: the minimum of the last layer.
 std::vector<std::uint32_t> pyramid_budgets(std::uint32_t mean, std::uint32_t length,
                                            std::uint32_t least, std::uint32_t layers);
 

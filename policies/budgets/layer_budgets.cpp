@@ -17,8 +17,8 @@ struct KeyOfHead {
   }
 };
 
-/// The minimum number of tokens that a head keeps. It is one less than a fifth of the budget,
-/// because the budget includes the next token.
+/// The minimum number of tokens that a head keeps. It is one less than a fifth of the budget
+/// (rounded up), because the budget includes the next token.
 std::uint32_t min_kept(std::uint32_t mean) { return (mean + 4) / 5 - 1; }
 
 }  // namespace

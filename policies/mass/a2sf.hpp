@@ -6,11 +6,11 @@
 // from the paper and its code:
 //   - the authors search their alpha for each model; `keep` defaults to 0.98, from measurements
 //     (docs/reference/policies.md);
-//   - half of the budget is recent, and one token is evicted per step;
-//   - one kept set for each KV head: masses of the query heads of a group are summed;
+//   - half of the budget is for recent tokens, and one token is evicted per step;
+//   - each KV head keeps one set of tokens, by the sum of the masses of its query heads;
 //   - an append of n queries multiplies the earlier mass by keep^n at once. The factor is rounded
-//     to the nearest unit of 2^-32 and the product is rounded down, so old masses reach 0.
-//     Integers make host and device agree;
+//     to the nearest unit of 2^-32 and the product is rounded down, so old masses reach 0. With
+//     integers, host and device give the same results;
 //   - at equal mass, the older token is evicted.
 #pragma once
 

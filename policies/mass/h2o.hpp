@@ -1,11 +1,11 @@
 // h2o: heavy hitters. Evicts the token with the lowest accumulated attention; half of the budget is
-// recent.
+// for recent tokens.
 //
 // Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", algorithm 1 and section 4.1. Deliberate
 // differences from the paper and from the authors' five released versions:
 //   - probabilities are summed exactly (Q32.32); theirs are summed in fp16, and the sums saturate;
-//   - one kept set for each KV head: masses of the query heads of a group are summed;
-//   - the appended token is recent, so it is never the first victim (algorithm 1 allows that);
+//   - each KV head keeps one set of tokens, by the sum of the masses of its query heads;
+//   - the appended token counts as recent, so it is never evicted first (algorithm 1 allows that);
 //   - an evicted token does not return (their mask simulation lets it return after one step);
 //   - at equal mass, the older token is evicted.
 #pragma once

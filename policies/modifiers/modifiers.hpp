@@ -53,8 +53,8 @@ struct Modifiers {
   constexpr bool smooths(bool after_prompt) const {
     return smooth > 0 && (every > 1 || once || after_prompt);
   }
-  /// Maximum number of live tokens if at most `appended` tokens are appended together. Does not
-  /// apply with `once`, which has no bound.
+  /// Maximum number of live tokens if at most `appended` tokens are appended together. Not valid
+  /// with `once`, under which the number is unbounded.
   constexpr std::uint64_t capacity(std::uint32_t budget, std::uint64_t appended) const {
     return std::uint64_t{budget - 1} + every - 1 + appended;
   }

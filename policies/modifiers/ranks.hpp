@@ -26,8 +26,8 @@ struct Ranks {
 void smooth_ranks(Ranks& ranks, std::uint32_t radius, Modifiers::Pool pool);
 
 /// The ranks that the caches of one layer share with `scope=layer`: for each token, the sum of its
-/// ranks from the first KV head to the last. The caches hold the same tokens. Before any of them
-/// appends more tokens, all of them evict to their budgets, one after another.
+/// ranks from the first KV head to the last. All these caches hold the same tokens. Before any of
+/// them appends more tokens, all of them evict to their budgets, one after another.
 class LayerRanks {
  public:
   /// `heads`: the caches of one sequence and layer. Stores pointers to the caches, so these must

@@ -1,5 +1,5 @@
 // lru: evicts the least recently requested token. A token is requested when at least one query head
-// of its group gives it tau times the largest probability of the row or more (tau = 0.01 by
+// of its group gives it at least tau times the largest probability of the row (tau = 0.01 by
 // default).
 //
 // The idea is from Scissorhands ("inspired by ... least recent usage", Liu et al. 2023, algorithm
@@ -7,9 +7,9 @@
 //   - Scissorhands counts requests (probability over 1/t) in a window of 400 queries and drops half
 //     of the budget at once; lru keeps the position of the last request and evicts one token per
 //     step;
-//   - Scissorhands protects the last 10 tokens; lru protects tokens only on request
-//     (lru:sinks=4:recent=50%);
-//   - one kept set for each KV head; every layer has the same budget.
+//   - Scissorhands protects the last 10 tokens; lru protects tokens only with settings such as
+//     lru:sinks=4:recent=50%;
+//   - each KV head keeps one set of tokens; every layer has the same budget.
 #pragma once
 
 #include "policies/policy.hpp"

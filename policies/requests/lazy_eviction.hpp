@@ -12,7 +12,8 @@
 //     smaller MRI counts more. The sum is computed as one fraction, rounded once, so equal
 //     importances give equal ranks;
 //   - one token is evicted per step. The authors' code evicts W tokens at a time and protects the W
-//     most recent ones, where W is set for each task. Here a quarter of the budget is recent;
+//     most recent ones, where W is set for each task. Here a quarter of the budget is for recent
+//     tokens;
 //   - a request is a probability of at least tau times the row's largest, not of at least 1e-4;
 //   - for an append of many queries, only the last request and the number of requests are known.
 //     The mean interval between them, rounded up, is used as the longest one;

@@ -1,5 +1,5 @@
-// lfu: evicts the token with the fewest requests so far. Half of the budget is recent, because a
-// new token has no requests yet.
+// lfu: evicts the token with the fewest requests so far. Half of the budget is for recent tokens,
+// because a new token has no requests yet.
 //
 // The classic cache policy (least frequently used). New entries are treated separately, as in
 // Robinson and Devarakonda 1990, "Data cache management using frequency-based replacement", section

@@ -12,8 +12,8 @@
 //   - a request is a probability of at least tau times the row's largest, not of more than 1/t, and
 //     a query counts once for a group of query heads;
 //   - one token is evicted per step, not half of the budget at once;
-//   - every layer has the same budget; one kept set for each KV head; at equal count, the older
-//     token is evicted.
+//   - every layer has the same budget; each KV head keeps one set of tokens; at equal count, the
+//     older token is evicted.
 #pragma once
 
 #include "policies/policy.hpp"

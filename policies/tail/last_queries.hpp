@@ -24,7 +24,7 @@ struct LastQueries {
 
   /// An append of at least W queries replaces the mass by exactly the mass that its last W queries
   /// gave. An append of n < W queries scales the earlier mass by (W - n) / W, rounded down to units
-  /// of 2^-32, so that the total weighs as much as W queries. This is an approximation, because one
+  /// of 2^-32, so that the total has the weight of W queries. This is an approximation, because one
   /// number per token cannot represent a sliding window.
   static constexpr void observe(Slot& slot, const Observation& seen, const Params& params,
                                 const Step& step) {

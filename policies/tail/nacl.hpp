@@ -13,7 +13,8 @@
 //     choose, which is nearly uniform, because scores are small;
 //   - if decoding evicts too, tokens are sampled again at each step. If they were sampled only
 //     once, only these random tokens would remain in the end;
-//   - chunked prompts and decoding work as in last_queries.hpp; one kept set for each KV head;
+//   - chunked prompts and decoding work as in last_queries.hpp; each KV head keeps one set of
+//     tokens;
 //   - at equal rank, the older token is evicted.
 #pragma once
 

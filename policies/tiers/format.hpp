@@ -69,7 +69,7 @@ constexpr const RowFormat* find_row_format(std::string_view name) {
 struct KvFormat {
   const RowFormat* key = &kRowFormats[0];
   const RowFormat* value = &kRowFormats[0];
-  bool kivi = false;  ///< quantized as KIVI does, without Hadamard rotation; never evicts
+  bool kivi = false;  ///< quantized by KIVI's method, without Hadamard rotation; cannot evict
 
   constexpr bool exact() const { return key->exact() && value->exact(); }
   /// Bytes of kQuantBlock channels of a key and of a value together.

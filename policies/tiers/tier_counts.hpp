@@ -1,4 +1,4 @@
-// Counts the tokens on each tier of a tier plan. The counts do not depend on ranks.
+// Counts the tokens on each tier of a tier plan. The counts can be computed without ranks.
 #pragma once
 
 #include <cstdint>

@@ -32,7 +32,7 @@ std::vector<KvFormat> demotion_path(std::span<const TierSlots> tier_plan, int fr
 /// Throws std::invalid_argument unless `head_size` is a multiple of the block size.
 void check_quantized_heads(std::uint32_t head_size);
 
-/// Maximum number of tiers in a plan. Devices support fewer: kernels/quantized/quantized_cache.hpp.
+/// Maximum number of tiers in a plan. Devices support fewer (kMaxDeviceTiers).
 inline constexpr std::size_t kMaxTiers = 16;
 
 struct TierPlan {
