@@ -1,6 +1,7 @@
-// With few tokens, reading the weights of their experts takes most of the time. With many tokens, a
-// tile of tokens of the same expert shares one read of its weights, and the tensor cores limit the
-// speed. Instantiated for 2 types x tiles of 16 and 64 pairs, and for plain float32.
+// With few tokens, reading the weights of their experts takes most of the time. With many tokens,
+// the tokens of a tile, which have the same expert, share one read of the expert's weights, and the
+// tensor cores limit the speed. Instantiated for 2 types x tiles of 16 and 64 pairs, and for plain
+// float32.
 #include "kernels/linear/experts.hpp"
 
 #include <algorithm>

@@ -365,7 +365,8 @@ class ReplayCache {
                       [&](std::uint32_t i, bool here, std::uint32_t before) {
                         if (i < kept && !here) holes[i - before] = i;
                       });
-    // As many kept tokens are in slots from `kept` on as evicted tokens are in the slots before.
+    // As many kept tokens are in slots from `kept` on as evicted tokens are in the slots before. So
+    // each of these kept tokens moves to the slot of an evicted one.
     number_kept_slots(shared_.selection, live, stays,
                       [&](std::uint32_t i, bool here, std::uint32_t before) {
                         if (i < kept || !here) return;

@@ -1,7 +1,7 @@
 // window: keeps the most recent tokens ("Local" in H2O, "window attention" in StreamingLLM).
 //
-// The score is that of the originals. Deliberate difference: positions are original ones.
-// StreamingLLM's baseline also exists with cache positions (--positions cache).
+// The score is the same as in these papers. Deliberate difference: keys stay at their original
+// positions. StreamingLLM's baseline also exists with cache positions (--positions cache).
 #pragma once
 
 #include "policies/policy.hpp"
