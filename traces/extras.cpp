@@ -19,7 +19,7 @@
 namespace kvlab {
 namespace {
 
-/// A sample from (0, 1].
+/// Maps 64 random bits to a uniformly distributed number in (0, 1].
 double uniform(std::uint64_t bits) { return static_cast<double>((bits >> 11) + 1) * 0x1p-53; }
 
 std::vector<std::size_t> sketch_shape(const ModelShape& shape) {
@@ -57,7 +57,7 @@ TraceExtras::Sketch write_sketch(const std::filesystem::path& directory, const M
   const std::size_t of_layer = std::size_t{shape.query_heads} * shape.head_size * kSketchColumns;
   if (sketch.values.size() != of_layer * shape.layers)
     throw std::invalid_argument(
-        fmt::format("sketch of the output projections: {} values; {} are right",
+        fmt::format("sketch of the output projections: {} values given; {} are expected",
                     sketch.values.size(), of_layer * shape.layers));
   std::vector<std::byte> bytes(sketch.values.size() * bytes_of(Dtype::bf16));
   from_float(Dtype::bf16, sketch.values.data(), sketch.values.size(), bytes.data());
@@ -78,7 +78,7 @@ std::uint64_t check_sketch(const SafetensorsFile& file, const ModelShape& shape)
                                          file.path().string(), file.tensors().size(),
                                          shape.layers));
   const auto found = file.metadata().find("seed");
-  if (found == file.metadata().end()) return 0;  // the manifest states the seed
+  if (found == file.metadata().end()) return 0;  // then only the manifest has the seed
   const std::string& text = found->second;
   std::uint64_t seed = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seed);
@@ -127,7 +127,7 @@ void write_feature(const std::filesystem::path& directory, const std::string& na
         layers[layer].push_back(value(layer, head, t));
     if (!std::ranges::all_of(layers[layer], [](float x) { return std::isfinite(x); }))
       throw std::runtime_error(
-          fmt::format("layer {}: a value is not finite; nothing can be stored", layer));
+          fmt::format("layer {}: a value is not finite, so nothing was stored", layer));
     tensors.push_back({feature_tensor(shape.number(layer), name),
                        Dtype::f32,
                        {shape.kv_heads, manifest.tokens},
@@ -135,7 +135,7 @@ void write_feature(const std::filesystem::path& directory, const std::string& na
   }
   auto& features = manifest.extras.features;
   if (std::erase_if(features, [&](const TraceExtras::Feature& c) { return c.name == name; }) > 0)
-    replace_manifest(directory, manifest);  // the feature's file is replaced next
+    replace_manifest(directory, manifest);  // must not name a file that is being replaced
   features.push_back({name, write_safetensors(directory / feature_file(name), tensors, {})});
   replace_manifest(directory, manifest);
 }
@@ -145,7 +145,7 @@ void write_gradients(const std::filesystem::path& directory, TraceExtras::Gradie
   Manifest manifest = manifest_of(directory);
   const ModelShape& shape = manifest.header.shape;
   if (std::exchange(manifest.extras.gradients, std::nullopt))
-    replace_manifest(directory, manifest);  // the gradients' files are replaced next
+    replace_manifest(directory, manifest);  // must not name files that are being replaced
   try {
     for (const ShardInfo& shard : manifest.shards) {
       const std::size_t index = gradients.files.size();

@@ -18,7 +18,7 @@ struct ModelShape;
 
 inline constexpr std::string_view kSketchFile = "output.safetensors";
 inline constexpr std::uint32_t kSketchColumns = 64;
-inline constexpr std::uint32_t kMaxGradientSamples = 64;  ///< in a trace
+inline constexpr std::uint32_t kMaxGradientSamples = 64;  ///< of one trace
 
 /// A file that holds some of a trace's tokens.
 struct ShardInfo {
@@ -47,9 +47,9 @@ struct OutputSketch {
   std::vector<float> values;  // [layer, query_heads * head_size, 64]
 };
 
-/// The element of R at `index` in [layer, hidden, 64], before it is scaled to variance 1/64: a
-/// normally distributed number, by the method of Box and Muller from SplitMix64 of `seed` and
-/// `index`.
+/// Returns the element of R at the flat index `index` of [layer, hidden, 64], before it is scaled
+/// to variance 1/64: a number from the standard normal distribution, computed from SplitMix64 of
+/// `seed` and `index` by the Box-Muller method.
 double sketch_normal(std::uint64_t seed, std::uint64_t index);
 
 /// The extras that the manifest lists.
@@ -65,7 +65,7 @@ struct TraceExtras {
   struct Gradients {
     std::uint32_t gradient_samples;
     std::uint64_t seed;
-    Queries queries;               ///< whose next tokens' log-likelihoods were summed
+    Queries queries;               ///< their next tokens' log-likelihoods were summed
     std::vector<ShardInfo> files;  ///< files beside the shards
   };
   std::optional<Gradients> gradients;
@@ -73,16 +73,17 @@ struct TraceExtras {
   struct Feature {
     std::string name, xxh3;
   };
-  std::vector<Feature> features;  ///< each in its file, feature_file()
+  std::vector<Feature> features;  ///< each is stored in feature_file(name)
 };
 
-/// column-NAME.safetensors
+/// Returns the file name column-NAME.safetensors.
 std::string feature_file(std::string_view name);
-/// layers.3.column.NAME
+/// Returns the name of a layer's tensor, such as layers.3.column.NAME.
 std::string feature_tensor(std::uint32_t layer, std::string_view name);
 /// Whether `name` is a valid feature name: up to 64 letters, digits, '_', '-' and '.'.
 bool is_trace_feature_name(std::string_view name);
-/// Throws std::runtime_error unless the file holds exactly one feature of a trace of this shape.
+/// Throws std::runtime_error unless the file holds exactly the feature `name` of a trace with this
+/// shape and number of tokens.
 void check_feature_tensors(const SafetensorsFile& file, const ModelShape& shape,
                            std::uint32_t tokens, std::string_view name);
 
@@ -94,22 +95,24 @@ std::uint64_t check_sketch(const SafetensorsFile& file, const ModelShape& shape)
 
 // Functions that add extras to a finished trace.
 
-/// Adds a feature with the values of `value(layer, KV head, token)`, called in that order. Replaces
-/// a feature of the same name. Throws std::runtime_error if a value is not finite.
+/// Adds a feature. Its values come from `value(layer, KV head, token)`, which is called for layers,
+/// then heads, then tokens in ascending order. Replaces a feature of the same name. Throws
+/// std::runtime_error if a value is not finite.
 void write_feature(const std::filesystem::path& directory, const std::string& name,
                    const std::function<float(std::uint32_t, std::uint32_t, std::uint32_t)>& value);
 
-/// Writes the gradients of one layer and shard, divided by the file's scale, to the span: [gradient
-/// samples, query_heads, tokens of the shard, head_size].
+/// Fills the span [gradient samples, query_heads, tokens of the shard, head_size] with the
+/// gradients of one layer and shard, divided by the scale of the shard's gradient file.
 using FillGradient = std::function<void(const ShardInfo&, std::uint32_t layer, std::span<float>)>;
 
 /// Adds `gradients` and writes their files. Replaces the gradients that the trace has.
-/// `scale(index)` returns the scale of each file.
+/// `scale(index)` returns the scale of the file with that index.
 void write_gradients(const std::filesystem::path& directory, TraceExtras::Gradients gradients,
                      const std::function<float(std::size_t)>& scale, const FillGradient& fill);
 
-/// Adds `gradient_samples` synthetic gradients of `queries`. `next` returns their elements in the
-/// order of files, layers and tensor elements. The scale of file i is (i + 1) / 4.
+/// Adds synthetic gradients: `gradient_samples` samples, with `queries` recorded as their queries.
+/// `next` returns the tensor elements one by one, file after file and layer after layer. The scale
+/// of file i is (i + 1) / 4.
 void write_gradients(const std::filesystem::path& directory, std::uint32_t gradient_samples,
                      const std::function<float()>& next, Queries queries = Queries::decode);
 

@@ -7,7 +7,7 @@
 
 namespace kvlab {
 
-/// Stores one table for each distinct rope of the rows.
+/// Stores one table for each distinct RoPE in the layers' rows (RowSpec).
 class LayerRopes {
  public:
   explicit LayerRopes(const TraceReader& trace) {

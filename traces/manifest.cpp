@@ -67,8 +67,8 @@ json config_json(const TraceHeader& header) {
   return config;
 }
 
-/// Refuses rope types whose angles are not position * inv_freq at every sequence length. Other
-/// parameters are informative: kvlab reads only inv_freq.
+/// Refuses RoPE types whose angles are not position * inv_freq at every sequence length. Other RoPE
+/// parameters are not checked, because kvlab computes the angles from inv_freq alone.
 void check_rope(const JsonFields& rope) {
   constexpr std::string_view known[] = {"default", "linear", "llama3", "yarn"};
   if (std::ranges::find(known, rope.text("rope_type")) == std::end(known))
@@ -87,7 +87,7 @@ void check_head_shape(const JsonFields& item, const ModelShape& shape) {
       item.refuse(key, fmt::format("{} is expected, as in all layers", expected));
 }
 
-/// Parses one row per layer, in ascending order of layer numbers.
+/// Parses the rows (RowSpec): one per layer, in ascending order of layer numbers.
 void parse_rows(const JsonFields& config, TraceHeader& header) {
   constexpr double kMax = 1e30;
   ModelShape& shape = header.shape;
@@ -130,9 +130,10 @@ void parse_config(const JsonFields& config, TraceHeader& header, bool has_rows) 
   shape.kv_heads = config.size("kv_heads", kMaxHeads);
   shape.head_size = config.size("head_size", kMaxHeadSize);
   if (shape.query_heads % shape.kv_heads != 0)
-    throw error(config.where(),
-                fmt::format("{} query heads cannot share {} KV heads; a multiple is expected",
-                            shape.query_heads, shape.kv_heads));
+    throw error(
+        config.where(),
+        fmt::format("{0} query heads cannot share {1} KV heads; a multiple of {1} is expected",
+                    shape.query_heads, shape.kv_heads));
   const auto dtype = dtype_from_torch(config.text("dtype"));
   if (!dtype || *dtype == Dtype::i32)
     config.refuse("dtype", "float32, float16 or bfloat16 is expected");
@@ -256,7 +257,7 @@ TraceExtras parse_extras(const JsonFields& fields, std::uint32_t tokens) {
   if (fields.has("grad")) {
     const JsonFields grad = fields.object("grad");
     grad.allow_only({"draws", "seed", "span", "files"});
-    // Older traces do not state it. They have `decode` unless another value was requested.
+    // Older traces do not record the queries, so this assumes the default, `decode`.
     const Queries queries = grad.has("span")
                                 ? parse_name(grad, "span", Queries::decode, Queries::all)
                                 : Queries::decode;
@@ -267,7 +268,7 @@ TraceExtras parse_extras(const JsonFields& fields, std::uint32_t tokens) {
   return extras;
 }
 
-/// The description that the manifest and every shard repeat.
+/// The description of the trace, which the manifest and every shard contain.
 json description_json(const TraceHeader& header) {
   return {{"format", header.format()},
           {"model", header.model},
@@ -466,7 +467,8 @@ void check_header(const TraceHeader& header) {
 
 namespace {
 
-/// Larger values are not valid logits: see verify_trace().
+/// Sink logits of larger magnitude are refused, because exponentials are not defined for them.
+/// verify_trace() applies the same limit to scores.
 constexpr float kLargestSink = 0x1p20f;
 
 void check_rope(const Rope& rope, const ModelShape& shape, std::string_view what) {

@@ -23,7 +23,8 @@ std::string manifest_text(const Manifest& manifest);
 /// parse_manifest() does.
 TraceHeader parse_header(std::string_view text);
 /// Throws std::runtime_error with a text that begins with `what` for: invalid JSON, a later format,
-/// a key that is missing, unknown or out of range, segments or shards that do not add up.
+/// a key that is missing, unknown or out of range, and segments or shards that do not add up to the
+/// number of tokens.
 Manifest parse_manifest(std::string_view text, std::string_view what);
 
 /// The description of the trace that each shard holds in `__metadata__`, so that an interrupted
@@ -48,7 +49,7 @@ void check_header(const TraceHeader& header);
 /// of range, or if there are more frequencies than half the head size.
 void check_rope_and_scale(const TraceHeader& header, std::string_view what);
 
-/// Checks one layer's row in the same way. Throws std::runtime_error with a text that begins with
+/// Checks one layer's row in the same way: throws std::runtime_error with a text that begins with
 /// `what`. Call it before computing with a row that a caller provides, because no other function
 /// checks the lengths of its arrays.
 void check_row(const RowSpec& row, const ModelShape& shape, std::uint32_t layer,
@@ -61,9 +62,9 @@ std::vector<Passage> clipped(const std::vector<Passage>& passages, std::uint32_t
 /// The number of tokens in all prompt segments.
 std::uint32_t prompt_tokens_of(const std::vector<Segment>& segments);
 
-/// shard-00012.safetensors
+/// Returns the file name of a shard, such as shard-00012.safetensors.
 std::string shard_name(std::size_t index);
-/// grad-00012.safetensors
+/// Returns the name of a shard's gradient file, such as grad-00012.safetensors.
 std::string gradient_name(std::size_t index);
 
 /// Whether a folder was left by a capture that was killed before its first shard. A TraceWriter may

@@ -48,7 +48,8 @@ class TensorChecker {
   std::set<std::string> seen_;
 };
 
-/// Requires ascending positions of the shard that include its first and last position.
+/// Throws unless the rows are ascending positions of the shard and include its first and its last
+/// position.
 void check_rows(const TensorView& tensor, const ShardInfo& shard,
                 const std::filesystem::path& path) {
   const auto rows = copied<std::int32_t>(tensor);
@@ -59,8 +60,8 @@ void check_rows(const TensorView& tensor, const ShardInfo& shard,
                                          shard.first, shard.first + shard.tokens - 1));
 }
 
-/// Maximum number of frequencies in all layers together, so that a damaged file cannot fill the
-/// memory. No model has more.
+/// Maximum number of frequencies in all layers together. No model has more, and the limit keeps a
+/// damaged file from filling the memory.
 constexpr std::size_t kMaxFrequencies = std::size_t{1} << 26;
 
 /// Reads rotation tables and sinks into the rows that the manifest describes.

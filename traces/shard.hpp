@@ -13,7 +13,7 @@ namespace kvlab {
 
 inline constexpr std::string_view kCheckRowsTensor = "check_rows";
 
-/// layers.3.q
+/// Returns the name of a layer's tensor, such as layers.3.q.
 std::string layer_tensor(std::uint32_t layer, std::string_view part);
 
 /// Sixteen rows spread evenly over a whole shard, including the first and the last.

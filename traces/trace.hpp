@@ -100,9 +100,10 @@ class TraceReader {
   const std::filesystem::path& directory() const { return directory_; }
   const TraceHeader& header() const { return manifest_.header; }
   const ModelShape& shape() const { return header().shape; }
-  /// A view of the trace with only `layers`, which ascend. They keep their layer numbers.
+  /// A view of the trace with only `layers`, which must ascend. They keep their layer numbers.
   TraceReader of_layers(std::span<const std::uint32_t> layers) const;
-  /// The layers with a sliding window, or those without one. Policies act on those without.
+  /// Returns the layers that have a sliding window (`with`) or those that have none. Policies act
+  /// on the layers without a window.
   std::vector<std::uint32_t> layers_with_window(bool with) const;
   /// The parameters of a layer's attention.
   const RowSpec& row(std::uint32_t layer) const {
@@ -131,9 +132,9 @@ class TraceReader {
   /// Reads the squared norms of the residual stream after a layer's attention output was added: to
   /// [tokens]. Throws std::logic_error if the trace has none.
   void residual_norm2(std::uint32_t layer, float* to) const;
-  /// The first `columns` columns of the sketch of W_o for a KV head's query heads, rescaled so that
-  /// they are a sketch by themselves: [group, head_size, columns]. Throws std::logic_error if the
-  /// trace has no sketch.
+  /// Returns the first `columns` columns of the sketch of W_o for a KV head's query heads: [group,
+  /// head_size, columns]. They are rescaled so that they are a valid sketch without the other
+  /// columns. Throws std::logic_error if the trace has no sketch.
   std::vector<float> sketch(std::uint32_t layer, std::uint32_t kv_head,
                             std::uint32_t columns) const;
   /// Whether both extras that the metric `residual_error` needs are present.
@@ -142,14 +143,14 @@ class TraceReader {
   std::uint32_t gradient_samples() const {
     return extras().gradients ? extras().gradients->gradient_samples : 0;
   }
-  /// Number of gradient samples that are valid for a replay over `queries`. 0 if the trace's
-  /// gradients are of other queries: both sets of queries have to be equal from the first of
-  /// `queries` on. (The gradient at a query does not depend on earlier queries, so gradients of all
-  /// queries are also valid for the decoded queries after a single prompt.)
+  /// Number of gradient samples that a replay over `queries` may use. It is 0 if the trace's
+  /// gradients belong to other queries: from the first query of `queries` on, both sets of queries
+  /// have to be equal. (The gradient at a query does not depend on earlier queries, so gradients of
+  /// all queries are also valid for the decoded queries after a single prompt.)
   std::uint32_t gradient_samples(Queries queries) const;
   /// Reads one gradient sample: the gradient with respect to a query head's output before the
-  /// output projection, at `positions`. Each has [head_size] floats; they are `stride` floats
-  /// apart. Throws std::logic_error if the trace has none.
+  /// output projection, at each of `positions`. Each gradient has [head_size] floats, and they are
+  /// `stride` floats apart in `to`. Throws std::logic_error if the trace has no gradients.
   void gradient(std::uint32_t layer, std::uint32_t query_head, std::uint32_t gradient_sample,
                 std::span<const std::uint32_t> positions, float* to, std::size_t stride) const;
   bool has_feature(std::string_view name) const;
@@ -160,7 +161,8 @@ class TraceReader {
   std::span<const SafetensorsFile> gradient_files() const { return gradient_files_; }
   const SafetensorsFile* sketch_file() const { return sketch_file_ ? &*sketch_file_ : nullptr; }
   const SafetensorsFile& shard_file(std::size_t index) const { return files_[index]; }
-  /// Drops the shard pages that have been read from memory (MappedFile::release).
+  /// Drops the shard pages that have been read, so that they no longer occupy memory
+  /// (MappedFile::release).
   void release() const {
     for (const SafetensorsFile& file : files_) file.release();
     for (const SafetensorsFile& file : gradient_files_) file.release();
@@ -229,22 +231,24 @@ class TraceWriter {
   TraceWriter(TraceWriter&&) noexcept;
 
   /// Announces the next tokens, all of one kind. Consecutive decode appends become one segment, and
-  /// so do the chunks of a prompt. `new_segment`: another prompt begins, in a segment by itself.
+  /// so do the chunks of a prompt. `new_segment` begins a new segment even if the kind is the same,
+  /// for example because another prompt follows.
   void begin(std::span<const std::int32_t> ids, SegmentKind kind, bool new_segment = false);
-  /// Adds what one layer computed for the n tokens announced last, before RoPE: q [n, query_heads,
-  /// head_size]; k and v [n, kv_heads, head_size]; out [n, query_heads, head_size], the attention
-  /// output before the output projection; lse [n, query_heads], natural logarithm, or empty in
-  /// every call if the decoder does not know it. Layers may come in any order.
+  /// Adds what one layer computed, before RoPE, for the n tokens of the latest begin(): q [n,
+  /// query_heads, head_size]; k and v [n, kv_heads, head_size]; out [n, query_heads, head_size],
+  /// the attention output before the output projection; lse [n, query_heads], the natural logarithm
+  /// of the sum of exponentials, which is empty in every call if the decoder does not compute it.
+  /// Layers may come in any order.
   void layer(std::uint32_t index, std::span<const float> q, std::span<const float> k,
              std::span<const float> v, std::span<const float> out, std::span<const float> lse);
-  /// Adds squared norms [n] of the residual stream after that layer's attention output was added.
-  /// Call it for every layer of every append, or never.
+  /// Adds the squared norms [n] of the residual stream after that layer's attention output was
+  /// added. Call it either for every layer of every append or not at all.
   void residual(std::uint32_t index, std::span<const float> norm2);
   /// Sets the sketch of the captured model. Call before the first append.
   void sketch(const OutputSketch& sketch);
-  /// Call when all layers of the announced tokens have arrived: seals complete shards. Throws
-  /// std::runtime_error if a file cannot be written (a full disk, for example); the writer is then
-  /// unusable.
+  /// Call this when all layers of the announced tokens have arrived. Seals the shards that are now
+  /// complete. Throws std::runtime_error if a file cannot be written (a full disk, for example);
+  /// the writer is then unusable.
   void end();
   /// Seals the last shard and writes the manifest.
   void finish();

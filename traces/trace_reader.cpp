@@ -47,7 +47,7 @@ SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header, cons
 
 std::string_view name_of(Part part) { return part == Part::q ? "q" : part == Part::k ? "k" : "v"; }
 
-/// Whether `queries` and `other` are the same queries from the first of `queries` on.
+/// Whether the query sets `queries` and `other` are equal from the first query of `queries` on.
 bool agree_from_first(const std::vector<Segment>& segments, Queries queries, Queries other) {
   const auto in = [](Queries which) {
     return [=](const Segment& s) { return which == Queries::all || s.kind == SegmentKind::decode; };
@@ -121,7 +121,7 @@ void TraceReader::open_extras() {
     sketch_file_ = SafetensorsFile::open(directory_ / kSketchFile);
     const std::uint64_t seed = check_sketch(*sketch_file_, shape());
     if (sketch_file_->metadata().contains("seed") && seed != sketch->seed)
-      throw std::runtime_error(fmt::format("{}: its seed is not {}, which the manifest says",
+      throw std::runtime_error(fmt::format("{}: its seed is not {}, the seed in the manifest",
                                            sketch_file_->path().string(), sketch->seed));
   }
   if (const auto& gradients = extras().gradients)

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::size_t kMaxProblems = 20;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-// Larger scores are not valid, and the exponentials are not defined for them.
+// Larger scores are refused, because the exponentials are not defined for them.
 constexpr float kLargestScore = 0x1p20f;
 constexpr double kLargestValue = 0x1p50;  // largest norm; its square fits float32
 
@@ -26,8 +26,8 @@ constexpr double kLargestValue = 0x1p50;  // largest norm; its square fits float
 /// docs/reference/trace-format.md.
 double tolerance_of(Dtype dtype) { return dtype == Dtype::f32 ? 1e-4 : 2e-2; }
 
-// Upper bound of a score's rounding error in float32, relative to the largest possible score. Above
-// scores of 100 this exceeds a tolerance of 1e-4.
+// Upper bound of a score's rounding error in float32, relative to the largest possible score. For
+// scores above 100 this error exceeds a tolerance of 1e-4.
 constexpr double kOfScore = 1e-6;
 
 /// The largest of some numbers and its position; NaN counts as infinite.
@@ -119,7 +119,7 @@ class HeadVerifier {
     }
   }
 
-  /// Includes the norms of `tokens` rows; the first row is at position `first`.
+  /// Includes the norms of `tokens` rows in `largest`; the first row is at position `first`.
   void include_norms(Largest& largest, const float* rows, std::uint32_t first,
                      std::uint32_t tokens) const {
     for (std::uint32_t i = 0; i < tokens; ++i, rows += size_) {
@@ -184,9 +184,9 @@ class HeadVerifier {
     report(shard, query_head, "log-sum-exp", lse);
   }
 
-  /// The factor, at least 1, by which a row's tolerance exceeds the usual one. It is above 1 if
-  /// float32 cannot hold the largest score that the row's query can have with any key precisely
-  /// enough.
+  /// Returns the factor, at least 1, by which a row's tolerance exceeds the usual one. It is above
+  /// 1 if the largest score that the row's query can have with any key is too large for float32 to
+  /// hold it precisely enough.
   double excess_of(const float* query) const {
     double squares = 0;
     for (std::size_t d = 0; d < size_; ++d) squares += static_cast<double>(query[d]) * query[d];
@@ -200,7 +200,7 @@ class HeadVerifier {
     const std::size_t first = first_seen(row_.window, position), count = position + 1 - first;
     scores += first;
     make_scores(scores, count, row_.scale, row_.softcap);
-    // Returns false for NaN.
+    // For NaN the comparison is false, so NaN is not usable.
     const auto usable = [](float score) { return std::fabs(score) < kLargestScore; };
     if (!std::all_of(scores, scores + count, usable)) {
       worst_out.include(kInfinity, position);
@@ -291,7 +291,7 @@ std::vector<std::string> wrong_extras(const TraceReader& trace) {
   return problems;
 }
 
-/// Finds features that are not finite. Names the first position of each layer.
+/// Finds feature values that are not finite. Reports the first position of each layer.
 std::vector<std::string> wrong_features(const TraceReader& trace) {
   std::vector<std::string> problems;
   for (std::size_t i = 0; i < trace.feature_files().size(); ++i)
@@ -308,7 +308,7 @@ std::vector<std::string> wrong_features(const TraceReader& trace) {
   return problems;
 }
 
-/// Finds gradients that are not finite. Names the first of each file and layer.
+/// Finds gradients that are not finite. Reports the first one of each file and layer.
 std::vector<std::string> wrong_gradients(const TraceReader& trace, unsigned threads) {
   const ModelShape& shape = trace.shape();
   std::vector<std::string> problems(trace.gradient_files().size() * shape.layers);
@@ -350,7 +350,7 @@ TraceCheck verify_trace(const TraceReader& trace, unsigned threads) {
   if (check.ok) add_problems(check, wrong_extras(trace));
   if (check.ok) add_problems(check, wrong_gradients(trace, threads));
   if (check.ok) add_problems(check, wrong_features(trace));
-  if (!check.ok) {  // rows of damaged files are meaningless
+  if (!check.ok) {  // it is pointless to recompute rows of damaged files
     shorten(check.problems);
     return check;
   }

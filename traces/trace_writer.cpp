@@ -26,7 +26,7 @@
 namespace kvlab {
 namespace {
 
-// One shard of a trace while a decoder fills it.
+// The buffer of one shard while a decoder fills it.
 
 /// What one layer computed for consecutive tokens; see TraceWriter::layer().
 struct LayerRows {
@@ -38,14 +38,14 @@ struct LayerRows {
 
 constexpr std::uint32_t kLatest = kCheckRows, kSlots = kCheckRows + 1;
 
-/// The slot and the row from which each of the sixteen check rows of a shard of `tokens` rows is
-/// taken.
+/// Where one of the sixteen check rows of a shard comes from: `slot` is its index among the 17 kept
+/// rows (see ShardBuffer::Layer), and `row` its index in the shard.
 struct CheckSource {
   std::uint32_t slot, row;
 };
 
-/// The rows of the check grid that the shard has. In a short shard, the last row stands for the
-/// rows that it lacks.
+/// Returns the sources of the check rows of a shard of `tokens` rows: the rows of kCheckGrid that
+/// the shard has. In a short shard, its last row replaces the grid rows that it lacks.
 std::array<CheckSource, kCheckRows> check_sources(std::uint32_t tokens) {
   std::array<CheckSource, kCheckRows> sources{};
   for (std::uint32_t i = 0; i < kCheckRows; ++i)
@@ -54,9 +54,9 @@ std::array<CheckSource, kCheckRows> check_sources(std::uint32_t tokens) {
   return sources;
 }
 
-/// Refuses values that are not finite, because attention needs finite values and a model whose
-/// weights overflow is useless. `tensor` is [heads, tokens, dim]; its first token is at position
-/// `first`.
+/// Refuses values that are not finite, because attention needs finite values, and a model whose
+/// weights overflow is useless. `tensor` is [heads, tokens, dim], and its first token is at
+/// position `first`.
 void refuse_not_finite(const std::filesystem::path& path, const TensorToWrite& tensor,
                        std::uint32_t first) {
   const std::size_t at = first_not_finite(tensor.dtype, tensor.data);
@@ -68,7 +68,7 @@ void refuse_not_finite(const std::filesystem::path& path, const TensorToWrite& t
                   torch_name(tensor.dtype)));
 }
 
-/// Selects slots: [heads, 17, width] to [heads, 16, width].
+/// Selects the 16 check rows from the 17 kept ones: [heads, 17, width] to [heads, 16, width].
 std::vector<float> picked(const std::vector<float>& slots, std::uint32_t heads, std::size_t width,
                           const std::array<CheckSource, kCheckRows>& sources) {
   std::vector<float> rows(std::size_t{heads} * kCheckRows * width);
@@ -95,7 +95,7 @@ class ShardBuffer {
  public:
   ShardBuffer(const ModelShape& shape, std::uint32_t first)
       : shape_(shape), first_(first), layers_(shape.layers) {
-    // Not zeroed, so the pages of a short shard's unused rows are never touched.
+    // The memory is not zeroed, so the pages of a short shard's unused rows are never touched.
     const auto allocate = [&](std::uint32_t heads) {
       return std::make_unique_for_overwrite<std::byte[]>(std::size_t{heads} * kShardTokens *
                                                          shape_.head_size * bytes_of(shape_.dtype));
@@ -181,7 +181,7 @@ class ShardBuffer {
   using Bytes = std::unique_ptr<std::byte[]>;
   struct Layer {
     Bytes q, k, v;  // [head, 1024, head_size]
-    // [query_heads, 16 + 1, head_size]; the last of the 17 is the latest row.
+    // [query_heads, 16 + 1, head_size]: the check rows, and in slot 16 the latest row.
     std::vector<float> out;
     std::vector<float> lse;       // [query_heads, 16 + 1], or empty
     std::vector<float> residual;  // [1024], or empty
@@ -224,8 +224,8 @@ class ShardBuffer {
 
 namespace fs = std::filesystem;
 
-/// If the folder is that of a capture that was killed before its first shard, empties it. Returns
-/// whether it is.
+/// Empties the folder if it was left by a capture that was killed before its first shard. Returns
+/// whether it was.
 bool take_unbegun(const fs::path& directory) {
   if (!is_unbegun_trace(directory)) return false;
   std::vector<fs::path> left;
@@ -280,7 +280,7 @@ class TraceWriter::Impl {
 
   ~Impl() {
     std::error_code ignored;
-    // Keep the ids if a shard is in the folder. After an error, shards_ may lack the last one.
+    // Keep the ids if the folder contains a shard. After an error, shards_ may lack the last shard.
     if (!shards_.empty() || fs::exists(directory_ / shard_name(0), ignored)) return;
     fs::remove(directory_ / kTokensFile, ignored);
     fs::remove(directory_ / kSketchFile, ignored);
@@ -321,7 +321,7 @@ class TraceWriter::Impl {
   void residual(std::uint32_t index, std::span<const float> norm2) {
     require(state_ == State::appending, "residual() outside an append");
     require(index < header_.shape.layers && !residuals_[index],
-            "residual() for unexpected residuals");
+            "residual() for an unexpected layer");
     require(norm2.size() == tokens() - append_,
             "residual() with another number of tokens than begin()");
     residuals_[index] = true;
@@ -366,7 +366,7 @@ class TraceWriter::Impl {
  private:
   enum class State { ready, appending, failed, finished };
 
-  /// Position of the first token that is in no sealed shard.
+  /// Position of the first token that is not in a sealed shard.
   std::uint32_t first_open() const {
     return static_cast<std::uint32_t>(shards_.size()) * kShardTokens;
   }
@@ -395,7 +395,7 @@ class TraceWriter::Impl {
     require(has_lse_ == !rows.lse.empty(), "lse given for some layers only");
   }
 
-  /// Seals the oldest open shard. Writes the ids first, so that the disk has the ids of every shard
+  /// Seals the oldest open shard. Writes the ids first, so that every shard on the disk has its ids
   /// even if the process is killed.
   void seal(std::uint32_t count) {
     const std::uint32_t first = first_open(), end = first + count;
@@ -452,7 +452,7 @@ namespace fs = std::filesystem;
 struct Rescued {
   std::vector<ShardInfo> shards;
   ShardMetadata last;
-  bool has_residuals = false;  ///< as in the first shard
+  bool has_residuals = false;  ///< decided by the first shard
 
   std::uint32_t tokens() const { return last.first + last.tokens; }
 };

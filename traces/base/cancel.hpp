@@ -13,8 +13,8 @@ class Cancelled : public std::runtime_error {
   Cancelled() : std::runtime_error("cancelled") {}
 };
 
-/// While this object lives, setting `flag` cancels the work of this thread and of the
-/// parallel_for() calls that the thread makes. A null `flag`: the work cannot be cancelled.
+/// While this object exists, setting `flag` cancels the work of this thread and of the
+/// parallel_for() calls that the thread makes. With a null `flag`, the work cannot be cancelled.
 class Cancellable {
  public:
   using Flag = const std::atomic<bool>*;

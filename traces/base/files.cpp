@@ -126,8 +126,9 @@ OutputPlace::OutputPlace(const std::filesystem::path& path)
           "{}: another command is writing it; wait for it, or give another path", path.string()));
     if (lock.held()) rests.push_back(entry.path());
   }
-  // Removed only after the loop, because some of them may belong to a command that is writing PATH.
-  // In that case the loop has thrown at that command's locked file.
+  // The .part files are removed only after the loop, because some of them may belong to a command
+  // that is writing PATH. In that case the loop has thrown when it found that command's locked
+  // file.
   for (const auto& rest : rests) std::filesystem::remove_all(rest, ignored);
 }
 
@@ -160,7 +161,7 @@ AtomicFolder::~AtomicFolder() {
   if (!part_.empty()) remove();
 }
 
-/// Keeps a parent folder in which there are other files.
+/// Does not remove a parent folder that contains other files.
 void AtomicFolder::remove() {
   std::error_code ignored;
   std::filesystem::remove_all(part_, ignored);

@@ -1,4 +1,4 @@
-// Files: written atomically, read by mapping, locked.
+// Files: atomic writing, reading through a memory mapping, and locks.
 #pragma once
 
 #include <cstddef>
@@ -25,9 +25,9 @@ class Descriptor {
   int value_;
 };
 
-/// A file that is written under the name PATH.XXXXXXXX.part, with unpredictable XXXXXXXX. commit()
-/// syncs it, renames it to PATH and syncs the folder. Without commit() the destructor removes it.
-/// Every failure throws std::runtime_error that names the file.
+/// A file that is written under the name PATH.XXXXXXXX.part, where XXXXXXXX is unpredictable.
+/// commit() syncs it, renames it to PATH and syncs the folder. Without commit() the destructor
+/// removes it. Every failure throws std::runtime_error that names the file.
 class AtomicFile {
  public:
   /// Refuses a PATH that exists and is not a regular file, because a rename would replace a device
@@ -59,8 +59,8 @@ class FileLock {
 
   bool held() const { return error_ == 0; }
   bool held_by_another() const;
-  /// Throws std::runtime_error if this object does not hold the lock. If another process holds it,
-  /// the message is `taken`.
+  /// Throws std::runtime_error if this object does not hold the lock. `taken` is the message if
+  /// another process holds it.
   void require(const std::string& taken) const;
 
  private:
@@ -81,9 +81,9 @@ class OutputPlace {
   FileLock alone_;
 };
 
-/// A folder that is filled under the name PATH.XXXXXXXX.part, with a lock, so that only one of two
+/// A folder that is filled under the name PATH.XXXXXXXX.part and is locked, so that only one of two
 /// processes that write the same PATH continues. commit() renames it to PATH. Without commit() the
-/// destructor removes it with its contents and the parent folders that were created for it.
+/// destructor removes the folder, its contents and the parent folders that were created for it.
 class AtomicFolder {
  public:
   /// Throws std::runtime_error if PATH exists, another process is writing it, or it cannot be
@@ -115,8 +115,8 @@ class MappedFile {
   MappedFile& operator=(const MappedFile&) = delete;
 
   std::span<const std::byte> bytes() const { return bytes_; }
-  /// Drops the pages that have been read from memory, so that a large file does not stay resident.
-  /// The bytes stay valid: reading them loads the pages again.
+  /// Drops the pages that have been read, so that a large file does not occupy memory. The bytes
+  /// stay valid: reading them loads the pages again.
   void release() const;
 
  private:
@@ -126,13 +126,13 @@ class MappedFile {
 /// The last name of a path, ignoring trailing slashes and dots: `trace` for "a/trace/" and
 /// "a/trace/.". For ".", the name of the current folder.
 std::string last_name(const std::filesystem::path& path);
-/// Writes `text` to PATH through an AtomicFile. Throws std::runtime_error; PATH is then unchanged
-/// and no .part file is left.
+/// Writes `text` to PATH through an AtomicFile. On a failure it throws std::runtime_error, PATH is
+/// unchanged, and no .part file is left.
 void write_file_atomically(const std::filesystem::path& path, std::string_view text);
 /// Syncs the folder of `path`, so that a name just created by a rename survives a crash. Throws
-/// std::runtime_error.
+/// std::runtime_error on failure.
 void sync_folder_of(const std::filesystem::path& path);
-/// Reads a text file of at most `max_bytes`. Throws std::runtime_error.
+/// Reads a text file. Throws std::runtime_error if it cannot be read or is longer than `max_bytes`.
 std::string read_text_file(const std::filesystem::path& path, std::size_t max_bytes);
 /// XXH3-64 as 16 hex digits.
 std::string xxh3_hex(std::span<const std::byte> bytes);

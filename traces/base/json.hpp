@@ -36,9 +36,9 @@ namespace kvlab {
 /// overflow the stack.
 inline constexpr std::size_t kMaxJsonDepth = 64;
 
-/// Parses `text`; `what` names the file (or its part) in errors. Throws std::runtime_error for
-/// broken JSON (with the byte offset), nesting beyond kMaxJsonDepth, or an object with a duplicate
-/// key.
+/// Parses `text`; `what` names the file or its part in error messages. Throws std::runtime_error
+/// for broken JSON (with the byte offset), for nesting deeper than kMaxJsonDepth, and for an object
+/// with a duplicate key.
 nlohmann::json parse_json(std::string_view text, std::string_view what);
 
 /// `text` in quotes on one line, for error messages: control characters are escaped, and a long

@@ -12,12 +12,12 @@
 namespace kvlab {
 
 /// A view of one JSON object, which must outlive the view. A key whose value is null counts as
-/// absent. Every reading function throws std::runtime_error, which names the object, the key, its
-/// value, and what is expected.
+/// absent. Every reading function throws std::runtime_error with a message that names the object,
+/// the key, its value, and what is expected.
 class JsonFields {
  public:
   /// `where` names the object in errors: "run.json", "run.json: traces[0]". Throws
-  /// std::runtime_error if it is not an object.
+  /// std::runtime_error if `object` is not a JSON object.
   JsonFields(const nlohmann::json& object, std::string where);
 
   const std::string& where() const { return where_; }
@@ -53,11 +53,11 @@ class JsonFields {
   /// A list of objects.
   std::vector<JsonFields> objects(std::string_view key) const;
 
-  /// Throws unless the object declares this format.
+  /// Throws std::runtime_error unless the value of the key "format" is `format`.
   void check_format(int format) const;
   /// Refuses keys that are not in `known`, because they might change the meaning of others.
   void allow_only(std::initializer_list<std::string_view> known) const;
-  /// Throws: WHERE: "KEY" is VALUE; RIGHT.
+  /// Throws std::runtime_error with the message `WHERE: "KEY" is VALUE; RIGHT`.
   [[noreturn]] void refuse(std::string_view key, std::string_view right) const;
 
  private:
@@ -65,8 +65,8 @@ class JsonFields {
   std::string where_;
 };
 
-/// An entry of a JSON list as a number. Throws std::runtime_error with a text that begins with
-/// `where`.
+/// Converts an entry of a JSON list to a number. If it is not an integer from 0 to 2^32 - 1, throws
+/// std::runtime_error with a text that begins with `where`.
 std::uint32_t whole_number(const nlohmann::json& value, std::string_view where);
 
 }  // namespace kvlab

@@ -44,7 +44,7 @@ class Loop {
     if (failure_) std::rethrow_exception(failure_);
   }
 
-  std::size_t helpers_wanted = 0;  ///< this and the next member are guarded by the pool's mutex
+  std::size_t helpers_wanted = 0;  ///< the pool's mutex guards this and the next member
   std::size_t helpers_working = 0;
 
  private:

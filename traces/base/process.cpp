@@ -42,7 +42,7 @@ std::filesystem::path folder_of_scratch() {
   return parent;
 }
 
-/// Whether it is a scratch folder of this user, and not a link to one.
+/// Whether `path` is a scratch folder of this user, and not a link to one.
 bool is_own_scratch(const std::filesystem::path& path) {
   const std::string name = path.filename().string();
   struct stat found {};
@@ -65,7 +65,7 @@ void remove_abandoned(const std::filesystem::path& parent) {
 TemporaryFolder::TemporaryFolder() {
   const std::filesystem::path parent = folder_of_scratch();
   remove_abandoned(parent);
-  do {  // repeat: another process may have removed the folder before the lock
+  do {  // another process may remove the folder before it is locked; then repeat
     std::string name = (parent / kScratch).string().append(kTemplate);
     if (!mkdtemp(name.data()))
       throw std::runtime_error(
@@ -97,7 +97,7 @@ pid_t start(std::vector<std::string>& words, const std::filesystem::path& log) {
   posix_spawnattr_t attributes;
   posix_spawnattr_init(&attributes);
   posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGDEF);
-  sigset_t ignored_here;  // these signals must end the program
+  sigset_t ignored_here;  // reset to their default action: they must end the program
   sigemptyset(&ignored_here);
   for (const int signal : {SIGXFSZ, SIGPIPE}) sigaddset(&ignored_here, signal);
   posix_spawnattr_setsigdefault(&attributes, &ignored_here);

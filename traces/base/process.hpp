@@ -1,4 +1,4 @@
-// Other programs, and folders for their input and output.
+// Running other programs, and temporary folders for their input and output.
 #pragma once
 
 #include <filesystem>
@@ -10,9 +10,9 @@
 
 namespace kvlab {
 
-/// A locked folder in TMPDIR that only this user can read. The destructor removes it. Folders that
-/// killed processes left have no lock, and the next constructor removes them, unless the file
-/// system has no locks.
+/// A locked folder in TMPDIR that only this user can read. The destructor removes it. The
+/// constructor also removes folders that killed processes left behind, which it recognizes because
+/// they are not locked. On a file system without locks they stay.
 class TemporaryFolder {
  public:
   /// Throws std::runtime_error if no folder can be created.
@@ -37,9 +37,9 @@ std::filesystem::path program_file();
 /// (kvlab/share/FILE). Returns nullopt if there is none, as in a build folder.
 std::optional<std::filesystem::path> installed_file(const std::filesystem::path& file);
 
-/// Runs words[0], found on PATH, without a shell, and writes its output to `log`. Files that it
-/// writes are limited to 64 MiB. Returns its exit code, or -1 if a signal ended it. Throws
-/// std::system_error if it cannot be run, and Cancelled.
+/// Runs words[0], found on PATH, without a shell, and writes its output to `log`. Files that the
+/// program writes are limited to 64 MiB. Returns its exit code, or -1 if a signal ended it. Throws
+/// std::system_error if it cannot be run, and Cancelled if this thread's work is cancelled.
 int run_program(std::vector<std::string> words, const std::filesystem::path& log);
 
 }  // namespace kvlab

@@ -24,10 +24,11 @@ struct TensorView {
   std::size_t elements() const;
 };
 
-/// A memory-mapped file. open() checks the whole header: its length, JSON, dtypes, shapes against
-/// byte ranges (no overflow), no overlap, no gap, nothing past the end. It refuses a file with any
-/// tensor, used or not, whose dtype is not in `Dtype`. Throws std::runtime_error, which says which
-/// file, what is wrong and what is expected.
+/// A memory-mapped file. open() checks the whole header: its length and JSON, the dtypes, the
+/// shapes against the byte ranges (without overflow), and that the ranges neither overlap, nor
+/// leave a gap, nor exceed the file. It refuses a file with any tensor, used or not, whose dtype is
+/// not in `Dtype`. It throws std::runtime_error with a message that says which file, what is wrong
+/// and what is expected.
 class SafetensorsFile {
  public:
   static SafetensorsFile open(const std::filesystem::path& path);

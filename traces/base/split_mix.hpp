@@ -5,10 +5,10 @@
 
 namespace kvlab {
 
-/// The increment of the generator's state per number.
+/// The amount by which the generator's state grows per number.
 inline constexpr std::uint64_t kSplitMixStep = 0x9e3779b97f4a7c15u;
 
-/// The number that follows `state`.
+/// The random number that the generator produces from `state`.
 constexpr std::uint64_t split_mix(std::uint64_t state) {
   state += kSplitMixStep;
   state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9u;

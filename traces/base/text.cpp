@@ -8,7 +8,8 @@
 namespace kvlab {
 namespace {
 
-/// The first character of a text and its length in bytes; no character if the bytes are not UTF-8.
+/// The first character of a text and its length in bytes. There is no character if the bytes are
+/// not UTF-8.
 struct Front {
   std::size_t bytes;
   std::optional<char32_t> character;

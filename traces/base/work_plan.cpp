@@ -7,7 +7,7 @@
 namespace kvlab {
 namespace {
 
-constexpr double kTelling = 0.1;  // finished share of a phase that makes its measured rate usable
+constexpr double kTelling = 0.1;  // a phase's measured rate is used once this share is finished
 
 }  // namespace
 

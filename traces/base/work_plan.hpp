@@ -33,8 +33,9 @@ struct WorkPhase {
   double work;  ///< in units of its kind
 };
 
-/// Estimates the remaining time from the rate of each kind of phase: the measured rate if phases of
-/// that kind have run, otherwise the expected rate. So kinds may differ in speed.
+/// Estimates the remaining time from a rate for each kind of phase, because kinds may differ in
+/// speed. The rate is the measured one if phases of that kind have run, and otherwise the expected
+/// one.
 class WorkPlan {
  public:
   /// `expected`: seconds per unit, by kind; 0: unknown. `progress` may be empty.

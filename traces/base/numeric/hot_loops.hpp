@@ -12,7 +12,7 @@
 
 namespace kvlab {
 
-inline constexpr std::size_t kLanes = 16;  ///< rows in a panel; running sums in a lane sum
+inline constexpr std::size_t kLanes = 16;  ///< rows in a panel; running sums in lane_sum()
 
 struct HotLoops {
   const char* name;  ///< name of the instruction set

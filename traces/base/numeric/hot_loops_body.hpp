@@ -15,12 +15,12 @@ constexpr int kParts = static_cast<int>(kLanes) / kWidth;
 
 // --- products ---------------------------------------------------------------------------------
 
-constexpr int kRows = kWidth == 4 ? 2 : 6;  // x rows per block: their sums fill the registers
+constexpr int kRows = kWidth == 4 ? 2 : 6;  // x rows per block; their sums fill the registers
 constexpr int kPanelsForTwo = kWidth == 4 ? 1 : 2, kPanelsForOne = kWidth == 4 ? 2 : 4;
 constexpr std::size_t kDepthBlock = 256;  // 16 KiB of a panel, to stay in the L1 cache
 
 /// Multiplies R rows of x by P panels, which are `panel_stride` elements apart. Running sums stay
-/// in registers. `carry`: the sums continue from the values in y.
+/// in registers. With `carry`, the sums start from the values in y, otherwise from 0.
 template <int R, int P, class Element>
 inline __attribute__((always_inline)) void block(const float* x, std::size_t x_stride,
                                                  const Element* w, std::size_t panel_stride,
@@ -110,7 +110,7 @@ inline __attribute__((always_inline)) void fused_block(const float* x, std::size
     for (int c = 0; c < kColumns; ++c)
       column[c] = load(w + (c / kParts) * depth * kLanes + k * kLanes + (c % kParts) * kWidth);
     for (int r = 0; r < R; ++r) {
-      const Floats factor = x[r * x_stride + k] - Floats{};  // also keeps -0
+      const Floats factor = x[r * x_stride + k] - Floats{};  // broadcasts; adding 0 would lose -0
       for (int c = 0; c < kColumns; ++c) sum[r][c] = fused(factor, column[c], sum[r][c]);
     }
   }

@@ -44,8 +44,8 @@ void quantize_int(std::span<float> block, float least, float most, int bits) {
   }
 }
 
-/// Rounds to nearest even, to a format with `mantissa` bits and a smallest normal number of
-/// 2^min_exponent; `y` must not be beyond its largest number.
+/// Rounds `y` to nearest even, in a floating-point format with `mantissa` mantissa bits and the
+/// smallest normal number 2^min_exponent. `y` must not exceed the format's largest magnitude.
 float round_mantissa(float y, int min_exponent, int mantissa) {
   int exponent;
   std::frexp(y, &exponent);  // |y| in [2^(exponent - 1), 2^exponent)
@@ -55,7 +55,7 @@ float round_mantissa(float y, int min_exponent, int mantissa) {
 
 /// Requires |y| <= 448.
 float round_to_e4m3(float y) { return round_mantissa(y, -6, 3); }
-/// Larger magnitudes become 6.
+/// Magnitudes above 6 become 6.
 float round_to_e2m1(float y) {
   return round_mantissa(std::clamp(y, -kLargestE2m1, kLargestE2m1), 0, 1);
 }
@@ -109,9 +109,10 @@ void quantize_ggml(std::span<float> row, int bits) {
   const auto half = static_cast<float>(1 << (bits - 1)), levels = 2 * half - 1;
   for (std::size_t base = 0; base < row.size(); base += kBlock) {
     const std::span<float> block = row.subspan(base, kBlock);
-    // The first element of the largest magnitude.
+    // The first of the elements with the largest magnitude.
     const float largest = *std::ranges::max_element(block, {}, [](float x) { return std::abs(x); });
-    // 8 bits have symmetric levels. In fewer bits the largest element gets the lowest level.
+    // With 8 bits the levels are symmetric. With fewer bits the largest element gets the lowest
+    // level.
     const float scale = bits == 8 ? std::abs(largest) / (half - 1) : largest / -half;
     const float stored = ggml_f16(scale);
     if (stored == 0) {  // also avoids the inverse of a subnormal scale, which is infinite

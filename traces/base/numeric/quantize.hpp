@@ -13,14 +13,16 @@ namespace kvlab {
 void hadamard_rotate(std::span<float> row);
 void hadamard_rotate(std::span<double> row);
 
-/// kvlab's formats, of a row after the Hadamard rotation, in blocks of 32. Integers of `bits` bits:
-/// let mn16 = fp16(least) and s16 = fp16((most - least) / (2^bits - 1)), or the smallest fp16 above
-/// 0 if that is 0; an element y becomes clamp(rint((y - mn16) / s16), 0, 2^bits - 1) * s16 + mn16.
-/// `floating`: e4m3 times the smallest power of two under which all elements fit.
+/// Quantizes a row, to which the Hadamard rotation has been applied, in one of kvlab's formats, in
+/// blocks of 32 elements. Without `floating`, elements become integers of `bits` bits: let least
+/// and most be the block's smallest and largest element, mn16 = fp16(least), and s16 = fp16((most -
+/// least) / (2^bits - 1)), or the smallest fp16 number above 0 if that is 0. Then an element y
+/// becomes clamp(rint((y - mn16) / s16), 0, 2^bits - 1) * s16 + mn16. With `floating`, elements
+/// become e4m3 numbers times the smallest power of two for which all elements of the block fit.
 void quantize_row(std::span<float> row, int bits, bool floating);
 
-/// e4m3 with scale 1, rounded to nearest even; larger magnitudes become 448. vLLM and TensorRT-LLM
-/// store it as fp8.
+/// e4m3 with scale 1, rounded to nearest even; magnitudes above 448 become 448. vLLM and
+/// TensorRT-LLM store this format as fp8.
 void quantize_e4m3(std::span<float> row);
 
 /// GGML's q8_0, q5_0 and q4_0: blocks of 32 with one fp16 scale.

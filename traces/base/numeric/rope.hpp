@@ -26,15 +26,17 @@ class RopeTable {
 
   const Rope& rope() const { return rope_; }
   std::uint32_t positions() const { return positions_; }
-  /// Cosines of the angles at `position`; sines() returns the sines; each [rotated / 2].
+  /// Cosines of the angles at `position`, [rotated / 2]. sines() returns the sines in the same
+  /// shape.
   std::span<const float> cosines(std::uint32_t position) const {
     return {cos_.data() + position * half_, half_};
   }
   std::span<const float> sines(std::uint32_t position) const {
     return {sin_.data() + position * half_, half_};
   }
-  /// Rotates one vector of `size` floats to `position`: dimensions i and i + rotated / 2 together.
-  /// Dimensions from `rotated` on are copied. x == y is allowed. Requires position < positions().
+  /// Rotates one vector of `size` floats to `position`: dimensions i and i + rotated / 2 form a
+  /// pair. Dimensions from `rotated` on are copied. x == y is allowed. Requires position <
+  /// positions().
   void rotate(const float* x, std::size_t size, std::uint32_t position, float* y) const;
 
  private:

@@ -29,8 +29,8 @@ void scale(float* s, std::size_t count, float factor);
 /// exponentials.
 double log_sum_exp(std::int32_t shift, double sum);
 
-/// Below this sum, exponentials with the shift of a larger row have lost bits. Recompute them with
-/// the live set's shift.
+/// If a sum is below this, the exponentials were shifted for a row with much larger scores and have
+/// lost bits. Recompute them with the shift of the live tokens' scores.
 inline constexpr float kSharedSumFloor = 0x1p-60f;
 
 }  // namespace kvlab
