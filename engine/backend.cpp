@@ -11,7 +11,7 @@ namespace {
 
 // Batches of sequences on the CPU.
 
-/// Decoders that run at the same time and share each read of the weights.
+/// CPU decoders that take each step together and read the weights once for all of them.
 class SideBySide final : public BatchDecoder {
  public:
   SideBySide(const Model& model, std::span<const ResolvedConfig> caches, unsigned threads)

@@ -26,7 +26,8 @@ class Backend {
   virtual std::string weights_xxh3() const = 0;
   /// The output projections as the device stores them, converted to float32.
   virtual std::shared_ptr<const OutputProjections> output_projections() const = 0;
-  /// The dtype to which queries, keys and values are rounded; none if they are float32 throughout.
+  /// The dtype to which queries, keys and values are rounded. nullopt if they are float32
+  /// throughout.
   virtual std::optional<Dtype> rounding() const = 0;
   /// Makes a decoder for a sequence of at most `tokens` tokens. Throws std::invalid_argument if
   /// this device does not support the cache, and std::runtime_error if its memory is too small.
@@ -42,11 +43,11 @@ class Backend {
   /// The weights in device memory; null on the CPU.
   virtual const DeviceModel* device_model() const { return nullptr; }
 
-  /// The header of a trace of this model. `options`: how the model is run, for the record.
+  /// Makes the header of a trace of this model. `options` records how the model is run.
   virtual TraceHeader trace_header(nlohmann::json options) const = 0;
-  /// Makes a decoder with the full cache that writes a trace. `writer` must outlive it, and has all
-  /// data after flush(). `progress` is called with the number of tokens written, possibly from
-  /// another thread.
+  /// Makes a decoder with the full cache that writes a trace. `writer` must outlive it, and has
+  /// received all data after flush(). `progress` is called with the number of tokens written so
+  /// far, possibly from another thread.
   virtual std::unique_ptr<SequenceDecoder> capturing_decoder(
       const ResolvedConfig& cache, std::uint32_t tokens, TraceWriter& writer,
       std::function<void(std::uint32_t)> progress) = 0;

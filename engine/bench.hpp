@@ -1,6 +1,6 @@
-// Benchmarks of the CUDA decoder. The same run also measures limits of the GPU to compare with.
-// Names of metrics contain their units: times by the device's clock, bytes that had to move, rates,
-// shares of a limit.
+// Benchmarks of the CUDA decoder. The same run also measures limits of the GPU, with which the
+// results are compared. Metrics are times by the device's clock, bytes that have to be moved,
+// rates, and shares of a limit. Their names contain the units.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,9 @@
 
 namespace kvlab {
 
-/// Exactly one of the two is set: a checkpoint, or a folder whose config.json gives the shape of a
-/// model with random weights.
+/// The model of a benchmark. Exactly one of the two members is set: `directory` is a checkpoint,
+/// and `random_weights` is a folder whose config.json gives the shape of a model with random
+/// weights.
 struct BenchModel {
   std::filesystem::path directory, random_weights;
 };
@@ -68,12 +69,13 @@ struct AttentionBenchOptions {
   std::vector<std::string> policies = {"window", "sink", "random", "lru", "h2o", "streaming_h2o"};
   std::vector<std::uint32_t> head_sizes = {128, 64}, groups = {1, 4, 8};
   std::vector<std::uint32_t> batches = {1, 4, 16};  ///< sequences
-  std::uint32_t slots = 4096;  ///< live tokens of each sequence, which are its whole budget
+  std::uint32_t slots = 4096;  ///< live tokens of each sequence, and its budget
 };
-/// A time is the mean of consecutive launches over the caches of many layers, as in a captured
+/// Each time is the mean of consecutive launches over the caches of many layers, as in a captured
 /// step, so that no launch finds its keys in the L2 cache. The result is the median of several such
-/// series. Observation runs on a parallel branch and ends within the series. Then attention alone
-/// is timed with keys and values in blocks, as the C library takes them, and without blocks.
+/// series of launches. Observation runs on a parallel branch and ends within the series. In
+/// addition, attention alone is timed with keys and values in blocks of slots, as the C library
+/// accepts them, and without blocks.
 nlohmann::ordered_json bench_attention(const AttentionBenchOptions& options);
 
 }  // namespace kvlab

@@ -7,11 +7,11 @@
 
 namespace kvlab {
 
-/// A rate may exceed its limit by this factor, because measured times vary by a few percent, and so
-/// do those of the limit.
+/// A measured rate may exceed its limit by this factor, because both measurements vary by a few
+/// percent.
 constexpr double kMaxOfLimit = 1.05;
 
-/// A measured rate that exceeds its limit, so that it cannot be right.
+/// Thrown if a measured rate exceeds its limit, because such a rate cannot be right.
 class LimitExceeded : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -22,9 +22,9 @@ class LimitExceeded : public std::runtime_error {
 /// measurements was disturbed.
 double share_of_limit(const std::string& what, double rate, double limit, const char* unit);
 
-/// The number of pairs of a query and a token that it sees in a prompt of `tokens`. The prompt is
-/// appended `append` tokens at a time (0: all at once) to a cache that keeps `budget` tokens (0:
-/// all), with a sliding window (0: none).
+/// The number of pairs of a query and a token that this query sees, in a prompt of `tokens` tokens.
+/// The prompt is appended `append` tokens at a time (0: all at once) to a cache that keeps `budget`
+/// tokens (0: all). `window` is the length of the sliding window (0: none).
 double attended_pairs(std::uint32_t tokens, std::uint32_t window, std::uint32_t append,
                       std::uint32_t budget);
 

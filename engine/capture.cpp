@@ -61,7 +61,7 @@ void Capture::end_append() {
 
 namespace {
 
-/// sketch [inputs, 64] += a column of W_o^T times a row of R.
+/// Adds the outer product of a column of W_o^T [inputs] and a row of R [64] to sketch [inputs, 64].
 void add_row(std::span<const float> weights, const float* r, float* sketch) {
   for (std::size_t input = 0; input < weights.size(); ++input)
     for (std::size_t c = 0; c < kSketchColumns; ++c)

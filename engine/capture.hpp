@@ -14,15 +14,15 @@
 #include "traces/trace.hpp"
 
 namespace kvlab {
-/// The header of a trace of a model that runs on `device` in float32, without rounding after RoPE.
-/// It contains no hashes. `options`: how the model is run, for the record.
+/// Makes the header of a trace of a model that runs on `device` in float32, without rounding after
+/// RoPE. The header contains no hashes. `options` records how the model is run.
 TraceHeader trace_header(const ModelConfig& config, const std::string& device,
                          nlohmann::json options);
-/// The header of a trace that the CPU decoder writes.
+/// Makes the header of a trace that the CPU decoder writes.
 TraceHeader trace_header(const Model& model, nlohmann::json options);
 
-/// Writes to a TraceWriter, which must outlive it. The decoder's policy must be `full`, because a
-/// trace contains the whole cache.
+/// Writes what a decoder reports to a TraceWriter, which must outlive this object. The decoder's
+/// policy must be `full`, because a trace contains the whole cache.
 class Capture final : public DecoderObserver {
  public:
   /// `progress` gets the number of tokens written so far; may be empty.
@@ -43,8 +43,9 @@ class Capture final : public DecoderObserver {
   std::function<void(std::uint32_t)> progress_;
 };
 
-// What a replay reads from a checkpoint: its output projections, either complete or as a sketch in
-// 64 random directions. They show how an error of attention's outputs enters the residual stream.
+// What a replay reads from a checkpoint: its output projections, either whole or as a sketch in 64
+// random directions. A replay uses them to compute how an error of attention's outputs changes the
+// residual stream.
 
 inline constexpr std::uint64_t kSketchSeed = 1;  ///< the seed that captures use
 

@@ -157,8 +157,8 @@ class Decoder::Impl {
     std::size_t first_row;
     std::uint32_t tokens;
   };
-  /// Whether decoders that run together have different rows (the same number each), or share the
-  /// same rows.
+  /// Whether each of the decoders that run together has its own rows (the same number each), or all
+  /// of them use the same rows.
   enum class Rows { own, shared };
 
   void end_prompt() {
@@ -178,8 +178,8 @@ class Decoder::Impl {
     return impls;
   }
 
-  /// Keeps the logits of hidden states x [rows, hidden]. There is one row for each decoder, or one
-  /// row for all of them.
+  /// Computes the logits of hidden states x [rows, hidden] and stores them in the decoders. There
+  /// is one row for each decoder, or one row for all of them.
   static void keep_logits(std::span<Impl* const> decoders, const float* x, std::size_t rows) {
     const Impl& first = *decoders.front();
     const std::size_t vocab = first.config_.vocab;
@@ -208,8 +208,8 @@ class Decoder::Impl {
     Work& work = first.work_;
     work.resize(first.config_, n);
     const auto each = static_cast<std::uint32_t>(rows == Rows::shared ? n : n / decoders.size());
-    // Many decoders with one token each are divided among threads by decoder; a single decoder with
-    // many tokens is divided by head.
+    // Many decoders with one token each: each thread attends for some of the decoders. Otherwise,
+    // the decoders attend one after another, and each divides its heads among the threads.
     const bool side_by_side = decoders.size() > 1 && each == 1;
     const auto attend = [&](std::uint32_t layer, std::size_t d) {
       const std::size_t row = rows == Rows::shared ? 0 : d * each;
@@ -236,7 +236,7 @@ class Decoder::Impl {
     }
   }
 
-  /// Steps 1 to 4 of the rule for all KV heads of a layer.
+  /// Evicts to the budget, appends, attends and observes, for all KV heads of a layer.
   void attend(std::uint32_t layer, const Part& part, unsigned max_threads, bool wants_outputs) {
     LayerCache& cache = layers_[layer];
     for (std::uint32_t head = 0; head < config_.kv_heads; ++head) {

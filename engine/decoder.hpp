@@ -53,18 +53,18 @@ class DecoderObserver {
 class Decoder : public SequenceDecoder {
  public:
   /// `model` must outlive the decoder. Throws std::invalid_argument if the protected tokens do not
-  /// fit a budget.
+  /// fit into a budget.
   Decoder(const Model& model, ResolvedConfig cache, unsigned threads);
   ~Decoder() override;
 
   void watch(DecoderObserver* observer);  ///< null: no observer
 
-  /// Feeds tokens. A prompt is appended as the configuration's prefill says, decoded tokens one by
-  /// one. With policy `full`, hundreds of tokens are appended at once, because chunks make no
-  /// difference. Returns the logits [vocab] of the last token, valid until the next call.
-  /// `all_logits`: where to write the logits of every token [n, vocab]. Throws
-  /// std::invalid_argument if there are no tokens, and std::out_of_range for an id outside the
-  /// vocabulary.
+  /// Feeds tokens. A prompt is appended in the configuration's prefill mode, and decoded tokens are
+  /// appended one by one. With policy `full`, hundreds of tokens are appended at once, because
+  /// chunks make no difference. Returns the logits [vocab] of the last token, valid until the next
+  /// call. If `all_logits` is not null, also writes the logits of every token [n, vocab] there.
+  /// Throws std::invalid_argument if there are no tokens, and std::out_of_range for an id outside
+  /// the vocabulary.
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
                               std::vector<float>* all_logits = nullptr) override;
   void extend(Sampler& sampler, std::uint32_t count,
@@ -74,8 +74,9 @@ class Decoder : public SequenceDecoder {
   /// of them. The results are equal, bit for bit, to those of feed() for each decoder.
   ///
   /// step() feeds each decoder one decoded token, `ids` [decoder]. prompt() feeds the same prompt
-  /// to all of them; it is computed only once for the decoders that are empty and append it at
-  /// once. `logits`: where to write the logits of the last tokens [decoder, vocab]; may be null.
+  /// to all of them. Decoders that are still empty and append the prompt as a whole share one
+  /// computation. `logits`: where to write the logits of the last tokens [decoder, vocab]; may be
+  /// null.
   static void step(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
                    float* logits);
   static void prompt(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,

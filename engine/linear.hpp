@@ -33,13 +33,13 @@ void for_tiles(std::size_t n, const Panels& weight, unsigned threads,
 /// Computes a tile of the product plus bias: x [n, inputs] to y [rows, kTileColumns].
 void tile_product(const Linear& layer, const float* x, const Tile& tile, float* y);
 
-/// apply() computes y = x W^T + bias, apply_and_add() adds that to y. x [n, inputs], y [n,
-/// outputs].
+/// apply() computes y = x W^T + bias, and apply_and_add() computes y += x W^T + bias. x is [n,
+/// inputs], and y is [n, outputs].
 void apply(const Linear& layer, const float* x, std::size_t n, float* y, unsigned threads);
 void apply_and_add(const Linear& layer, const float* x, std::size_t n, float* y, unsigned threads);
 
-/// Calls body(first, count) for blocks of n rows on several threads. `work`: about how many
-/// multiplications a row takes.
+/// Calls body(first, count) for blocks of n rows on several threads. `work` is the approximate
+/// number of multiplications for one row.
 void for_rows(std::size_t n, std::size_t work, unsigned threads,
               const std::function<void(std::size_t first, std::size_t count)>& body);
 

@@ -80,7 +80,7 @@ std::int32_t Sampler::pick(std::span<const float> logits) {
     sum += weights[i];
     if (target < sum) return ids[i];
   }
-  return best;  // reached if rounding leaves a remainder of the target at the end
+  return best;  // reached if, by rounding, the target is not below the sum of all weights
 }
 
 RowScore score_row(std::span<const float> baseline, std::span<const float> logits,

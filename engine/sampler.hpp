@@ -33,13 +33,13 @@ class Sampler {
 
 // Scores of predictions, computed on the host.
 
-/// The score of one row of logits [vocab], against the token that followed and against a baseline's
-/// row (the full cache's).
+/// The score of one row of logits [vocab], which is compared with the token that followed and with
+/// a baseline's row (the full cache's).
 struct RowScore {
   double nll = 0;           ///< -ln p of the token that followed, in nats
   double kl = 0;            ///< KL(baseline || row), in nats
   bool same_first = false;  ///< whether the most probable token is the baseline's
-  std::int32_t first = 0;   ///< the most probable token; among equals, the one with the lowest id
+  std::int32_t first = 0;   ///< the most probable token; if several are, the one with the lowest id
 };
 RowScore score_row(std::span<const float> baseline, std::span<const float> logits,
                    std::int32_t next);

@@ -26,9 +26,9 @@ class SequenceDecoder {
  public:
   virtual ~SequenceDecoder() = default;
 
-  /// Feeds tokens. Returns the logits [vocab] of the last token, valid until the next call.
-  /// `all_logits`: where to write the logits of every token [n, vocab]. Throws
-  /// std::invalid_argument if there are no tokens, std::out_of_range for an id outside the
+  /// Feeds tokens. Returns the logits [vocab] of the last token, valid until the next call. If
+  /// `all_logits` is not null, also writes the logits of every token [n, vocab] there. Throws
+  /// std::invalid_argument if there are no tokens, and std::out_of_range for an id outside the
   /// vocabulary.
   virtual std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
                                       std::vector<float>* all_logits = nullptr) = 0;

@@ -19,8 +19,8 @@ constexpr std::string_view kIndex = "model.safetensors.index.json";
 
 using WeightMap = std::map<std::string, std::string>;  // tensor name to file name
 
-/// Reads the weight map of an index. Every file must be a plain name, so that it is in the
-/// directory.
+/// Reads the weight map of an index. Every file must be a plain name, so that it is in the same
+/// directory as the index.
 WeightMap read_index(const std::filesystem::path& path) {
   const auto refuse = [&](const std::string& what) -> void {
     throw std::runtime_error(fmt::format("{}: {}", path.string(), what));
@@ -88,14 +88,15 @@ Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
     for (const auto& [tensor, view] : checkpoint.files_.back().tensors()) {
       const auto listed = map.find(tensor);
       if (listed == map.end() || listed->second != name)
-        throw std::runtime_error(fmt::format("{}: {} is in {}; the index must say so",
-                                             index.string(), json_quoted(tensor), name));
+        throw std::runtime_error(
+            fmt::format("{}: tensor {} is in {}, but the index does not list it there",
+                        index.string(), json_quoted(tensor), name));
       checkpoint.file_of_.emplace(tensor, checkpoint.files_.size() - 1);
     }
   }
   for (const auto& [tensor, file] : map)
     if (!checkpoint.contains(tensor))
-      throw std::runtime_error(fmt::format("{}: tensor {} is missing; {} puts it there",
+      throw std::runtime_error(fmt::format("{}: tensor {} is missing, but {} lists it there",
                                            (directory / file).string(), json_quoted(tensor),
                                            kIndex));
   return checkpoint;

@@ -13,11 +13,11 @@
 
 namespace kvlab {
 
-/// File name endings of weights, in the formats of this and other programs.
+/// File name endings of weights, in the formats of kvlab and of other programs.
 inline constexpr std::string_view kOtherWeights[] = {
     ".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"};
-/// Explains why a folder lacks the file `wanted`: if it has a file with one of `endings`, throws
-/// std::runtime_error that names this file and says how to convert it.
+/// Explains what to do if a folder lacks the file `wanted`: if it has a file with one of `endings`,
+/// throws std::runtime_error that names this file and says how to convert it.
 void refuse_other_files(const std::filesystem::path& directory, std::string_view wanted,
                         std::span<const std::string_view> endings);
 
@@ -25,8 +25,8 @@ void refuse_other_files(const std::filesystem::path& directory, std::string_view
 class Checkpoint {
  public:
   /// Opens model.safetensors or, if there is none, the files that model.safetensors.index.json
-  /// names. Throws std::runtime_error, which names the file, if a file is missing or broken, if a
-  /// tensor is not in the file that the index names, or if it is in two files.
+  /// names. Throws std::runtime_error that names the file if a file is missing or broken, if a
+  /// tensor is not in the file that the index names, or if a tensor is in two files.
   static Checkpoint open(const std::filesystem::path& directory);
 
   bool contains(std::string_view name) const;
@@ -59,8 +59,8 @@ class TensorReader {
 
   /// See Checkpoint::at().
   const TensorView& take(const std::string& name, std::span<const std::size_t> shape);
-  /// Reads the output head if the file contains it, although the model ties it to the tensor `of`.
-  /// Throws std::runtime_error if the two differ.
+  /// Reads the output head if the file contains it, although it is tied to the tensor `of`. Throws
+  /// std::runtime_error if the two differ.
   void take_copy(const std::string& name, const std::string& of,
                  std::span<const std::size_t> shape);
   /// Throws std::runtime_error that names the file and the tensor with a value that is not finite.

@@ -18,9 +18,9 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kRowsAtOnce = 512;  // bounds the memory of a long prompt
+constexpr std::size_t kRowsAtOnce = 512;  // limits the memory that a long prompt needs
 
-/// Where a weight's rows are in a tensor. If the shape is empty, the weight is the whole tensor.
+/// Where the rows of a weight are in a tensor. If `shape` is empty, the weight is the whole tensor.
 struct Part {
   std::vector<std::size_t> shape = {};  ///< shape of the tensor
   std::size_t first = 0;                ///< first element
@@ -75,7 +75,7 @@ class Loader {
     return layer;
   }
 
-  /// Outputs [first, first + outputs) of a tensor with `all` outputs.
+  /// Reads outputs [first, first + outputs) of a tensor with `all` outputs.
   Linear fused(const std::string& name, std::size_t all, std::size_t first, std::size_t outputs,
                std::size_t inputs, std::size_t head_size = 0, std::size_t rotated = 0) {
     return {matrix(name, outputs, inputs, {.shape = {all, inputs}, .first = first * inputs},
@@ -83,7 +83,8 @@ class Loader {
             {}};
   }
 
-  /// One expert's weight in a tensor [expert, inputs, all]: every step-th output from `first` on.
+  /// Reads one expert's weight from a tensor [expert, inputs, all]: every step-th output from
+  /// `first` on.
   Linear stacked(const std::string& name, std::size_t experts, std::size_t expert,
                  std::size_t inputs, std::size_t all, std::size_t first, std::size_t step) {
     const Part weight{{experts, inputs, all}, expert * inputs * all + first, step, all};
@@ -118,7 +119,7 @@ struct Layer {
   // [hidden], or empty
   std::vector<float> before_attention, behind_attention, before_mlp, behind_mlp;
   Linear q, k, v, output;
-  std::vector<float> q_norm, k_norm;  // [head_size], or one over all heads, or empty
+  std::vector<float> q_norm, k_norm;  // [head_size], or [heads * head_size], or empty
   Mlp mlp;
   Linear router;             // [experts, hidden], or empty
   std::vector<Mlp> experts;  // empty without experts
@@ -185,7 +186,7 @@ Layer load_layer(Loader& loader, const ModelConfig& c, std::uint32_t index) {
   return layer;
 }
 
-/// Calls body(first, count) for consecutive blocks of at most kRowsAtOnce of n rows.
+/// Calls body(first, count) for consecutive blocks of n rows. A block has at most kRowsAtOnce rows.
 template <class Body>
 void in_blocks(std::size_t n, Body body) {
   for (std::size_t first = 0; first < n; first += kRowsAtOnce)
@@ -297,7 +298,8 @@ class Model::Impl {
   }
 
  private:
-  /// x += a block's last product with y, followed by a norm if there is one.
+  /// x += last(y), where `last` is a block's last product. If there is a norm, last(y) is
+  /// normalized first.
   void add_output(const Linear& last, const std::vector<float>& norm, const float* y, std::size_t n,
                   float* x, unsigned threads) const {
     if (norm.empty()) return apply_and_add(last, y, n, x, threads);
@@ -307,7 +309,7 @@ class Model::Impl {
     add(out.data(), out.size(), x);
   }
 
-  /// The norm of x; x itself if there is no norm.
+  /// Returns the norm of x, or x itself if there is no norm.
   std::vector<float> norm_rows(const float* x, std::size_t n, const std::vector<float>& weight,
                                unsigned threads) const {
     if (weight.empty()) return {x, x + n * config_.hidden};
@@ -320,7 +322,7 @@ class Model::Impl {
     return y;
   }
 
-  /// Normalizes x in place, in parts that are as long as the norm's weight.
+  /// Normalizes x in place, one part after another. Each part is as long as the norm's weight.
   void norm_parts(float* x, std::size_t numbers, const std::vector<float>& weight,
                   unsigned threads) const {
     const std::size_t size = weight.size();
@@ -330,8 +332,8 @@ class Model::Impl {
     });
   }
 
-  /// Each row's weight for each expert [n, experts]; 0 if the expert is not chosen. Among equal
-  /// logits, the first expert is chosen.
+  /// Returns each row's weight for each expert [n, experts], which is 0 if the expert is not
+  /// chosen. Of experts with equal logits, the first one is chosen.
   std::vector<float> expert_shares(const Layer& layer, const std::vector<float>& x, std::size_t n,
                                    unsigned threads) const {
     const Experts& experts = config_.experts;
@@ -354,8 +356,8 @@ class Model::Impl {
     return shares;
   }
 
-  /// x += the outputs of the chosen experts for y, in the order of experts. Each expert computes
-  /// all the rows that chose it at once.
+  /// x += the weighted outputs of the chosen experts for y, in the order of experts. Each expert
+  /// processes all rows for which it was chosen at once.
   void add_experts(const Layer& layer, const std::vector<float>& y, std::size_t n, float* x,
                    unsigned threads) const {
     const std::size_t hidden = config_.hidden, count = config_.experts.count;
@@ -379,7 +381,8 @@ class Model::Impl {
     }
   }
 
-  /// gate = act(gate) * up.
+  /// gate = act(gate) * up or, if there is a clamp, gate = gate * sigmoid(1.702 * gate) * (up + 1),
+  /// where gate is at most `clamp` and up is between -clamp and clamp.
   void activate(float* gate, const float* up, std::size_t count) const {
     if (config_.clamp == 0) return (config_.gelu ? gelu_times : silu_times)(gate, up, count);
     for (std::size_t i = 0; i < count; ++i) {

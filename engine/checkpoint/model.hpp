@@ -17,8 +17,8 @@
 
 namespace kvlab {
 
-/// The RMS norms of a block, by the names of their tensors. A norm that the model lacks has an
-/// empty name.
+/// The RMS norms of a block, by the names of their tensors. If the model lacks a norm, its name is
+/// empty.
 struct BlockNorms {
   std::string_view before_attention = "input_layernorm", behind_attention = {},
                    before_mlp = "post_attention_layernorm", behind_mlp = {};
@@ -68,10 +68,10 @@ struct ModelConfig {
   CacheShape heads() const;
   bool has_experts(std::uint32_t layer) const { return experts.count > 0 && experts.layers[layer]; }
   bool has_windows() const;  ///< whether some layer has a sliding window
-  /// Whether q and k are normed head by head.
+  /// Whether q and k are normalized separately in each head.
   bool norms_each_head() const { return qk_norm && !whole_qk_norm; }
-  /// The row specification of the layers without a window, which all attend in the same way; that
-  /// of the first layer if all layers have a window.
+  /// The row of the layers without a window, which all attend in the same way. If all layers have a
+  /// window, the row of the first layer.
   const RowSpec& full_attention_row() const;
   const Rope& rope() const { return full_attention_row().rope; }
   /// Number of RoPE tables that the rows use; they are numbered from 0.
@@ -86,18 +86,19 @@ std::vector<std::pair<std::string, std::string>> supported_architectures();
 /// missing or out of range, or if an architecture or option is not supported (other activations,
 /// other RoPE types, …).
 ModelConfig load_model_config(const std::filesystem::path& directory);
-/// Reads a config.json at any path. `name` is the model's name. Throws as load_model_config().
+/// Reads a config.json at any path. `name` is the model's name. Throws as load_model_config() does.
 ModelConfig read_model_config(const std::filesystem::path& path, std::string name);
 
-/// The checkpoint's row of q or k that becomes row `row` in kvlab's layout, in which rotated pairs
-/// are half a head apart. Dimensions that RoPE does not rotate (the last ones of a checkpoint's
-/// head) follow the rotated ones in each half.
+/// Returns the index of the checkpoint's row of q or k that becomes row `row` in kvlab's layout. In
+/// that layout the two dimensions of a rotated pair are half a head apart. Dimensions that RoPE
+/// does not rotate (the last ones of a checkpoint's head) follow the rotated ones in each half.
 std::size_t turned_row(std::size_t row, std::size_t head_size, std::size_t rotated);
 
 class Model {
  public:
-  /// Reads config.json and model.safetensors, or the files of model.safetensors.index.json. Checks
-  /// every tensor's name, dtype and shape. Throws std::runtime_error.
+  /// Reads config.json and the weights: model.safetensors, or the files of
+  /// model.safetensors.index.json. Checks every tensor's name, dtype and shape. Throws
+  /// std::runtime_error if one is wrong.
   static Model load(const std::filesystem::path& directory, unsigned threads);
 
   const ModelConfig& config() const;
@@ -109,8 +110,8 @@ class Model {
   // `threads` in fixed tiles.
   // Writes embeddings to x [n, hidden]. Throws std::out_of_range for an id outside the vocabulary.
   void embed(std::span<const std::int32_t> ids, float* x) const;
-  /// Norm, projections, biases and q/k norm, before RoPE. q [n, query_heads, head_size]; k and v
-  /// [n, kv_heads, head_size].
+  /// Computes q, k and v before RoPE: norm, projections, biases, and the norms of q and k. q is [n,
+  /// query_heads, head_size]; k and v are [n, kv_heads, head_size].
   void attention_inputs(std::uint32_t layer, const float* x, std::size_t n, float* q, float* k,
                         float* v, unsigned threads) const;
   /// x += output projection of o [n, query_heads, head_size], followed by a norm if the model has
@@ -121,7 +122,7 @@ class Model {
   std::shared_ptr<const OutputProjections> output_projections() const;
   /// x += down(act(gate(norm(x))) * up(norm(x))), followed by a norm if the model has one there.
   void mlp(std::uint32_t layer, float* x, std::size_t n, unsigned threads) const;
-  /// The logits [n, vocab] of x, after the final norm.
+  /// Computes the logits [n, vocab] of x, after the final norm.
   void logits(const float* x, std::size_t n, float* out, unsigned threads) const;
 
  private:

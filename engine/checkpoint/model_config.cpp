@@ -22,7 +22,7 @@ constexpr std::size_t kMaxConfigBytes = 1 << 20;
 constexpr std::uint32_t kMaxLayers = 4096, kMaxWidth = 1 << 20, kMaxHeads = 1 << 14,
                         kMaxHeadSize = 1024, kMaxVocab = 1 << 24, kMaxExperts = 1 << 12;
 
-/// Which layers have a sliding window if `layer_types` does not say it.
+/// Which layers have a sliding window if config.json has no `layer_types`.
 enum class Windows {
   none,
   all,      ///< all layers, unless sliding_window is null
@@ -52,8 +52,8 @@ struct Architecture {
   Experts experts = {};               ///< count is not 0 if the architecture has experts
   bool qk_norm = false;               ///< q and k always have a norm
   bool whole_qk_norm = false;         ///< one norm over all heads
-  bool head_size_from_width = false;  ///< head_dim may be left out: hidden_size / heads
-  bool kv_heads_from_heads = false;   ///< num_key_value_heads may be left out: the query heads
+  bool head_size_from_width = false;  ///< head_dim defaults to hidden_size / query heads
+  bool kv_heads_from_heads = false;   ///< num_key_value_heads defaults to query heads
 };
 
 constexpr BlockNorms kNormsBehind{.before_attention = {},
@@ -165,7 +165,8 @@ constexpr std::string_view kForeignKeys =
 constexpr std::string_view kForeignFactors =
     "logit_scale logits_scaling embedding_multiplier residual_multiplier scale_emb rotary_pct";
 
-/// Keys that are read, or that do not change the logits of a text. Other keys give a warning.
+/// Keys that are read, and keys that do not change the logits of a text. Other keys cause a
+/// warning.
 constexpr std::string_view kKnownKeys =
     "architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim vocab_size max_position_embeddings rms_norm_eps hidden_act "
@@ -219,7 +220,7 @@ std::uint32_t read_window(const JsonFields& config, const Architecture& architec
   return config.size(key, kMaxContext);
 }
 
-/// Whether a layer has a window if `layer_types` does not say it.
+/// Whether a layer has a window if config.json has no `layer_types`.
 bool is_windowed(const JsonFields& config, const Architecture& architecture, std::uint32_t layer) {
   const Windows windows = architecture.windows;
   const auto number = [&](std::string_view key, std::uint32_t if_absent) {
@@ -261,7 +262,8 @@ std::vector<std::uint32_t> read_layer_windows(const JsonFields& config,
     const bool by_rule = window > 0 && is_windowed(config, architecture, layer);
     const bool own = windowed.empty() ? by_rule : windowed[layer];
     if ((own && window == 0) || (windows == Windows::all && own != by_rule))
-      config.refuse(key, fmt::format("layer {} contradicts the windows that are in use", layer));
+      config.refuse(
+          key, fmt::format("layer {} contradicts the windows that other keys describe", layer));
     by_layer[layer] = own ? window : 0;
   }
   return by_layer;

@@ -30,7 +30,7 @@ Frequencies plain(double theta, std::uint32_t head_size) {
 double original_context(const JsonFields& config, const JsonFields& parameters) {
   constexpr std::string_view key = "original_max_position_embeddings";
   if (config.has(key) && parameters.has(key) && config.value(key) != parameters.value(key))
-    config.refuse(key, "it must equal the one of the RoPE parameters");
+    config.refuse(key, "it must equal the value in the RoPE parameters");
   return (config.has(key) ? config : parameters).number(key, 1, kMaxContext);
 }
 
@@ -109,8 +109,8 @@ double scale_yarn(const JsonFields& config, const JsonFields& parameters, double
   return yarn_attention_factor(parameters, factor);
 }
 
-/// The object with the RoPE parameters: `rope_parameters`, or its entry for that kind of layers, or
-/// the older `rope_scaling`, or an empty object.
+/// The object with the RoPE parameters: `rope_parameters` or its entry for this kind of layers,
+/// otherwise the older `rope_scaling`, otherwise an empty object.
 JsonFields parameters_of(const JsonFields& config, const RopeKeys& keys) {
   static const nlohmann::json kNone = nlohmann::json::object();
   constexpr std::string_view newer = "rope_parameters";
@@ -138,7 +138,7 @@ double rope_theta(const JsonFields& config, const JsonFields& parameters, const 
   constexpr std::string_view newer = "rope_theta";
   const bool has_newer = parameters.has(newer), has_older = config.has(keys.theta);
   if (has_older && has_newer && config.value(keys.theta) != parameters.value(newer))
-    config.refuse(keys.theta, "it must equal the one of the RoPE parameters");
+    config.refuse(keys.theta, "it must equal the value in the RoPE parameters");
   if (has_newer) return parameters.number(newer, 1 + kTiny, kMaxTheta);
   return has_older ? config.number(keys.theta, 1 + kTiny, kMaxTheta) : keys.default_theta;
 }

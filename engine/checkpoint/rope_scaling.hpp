@@ -31,8 +31,8 @@ struct RopeKeys {
 
 /// Reads the types default, linear, llama3 and yarn with the formulas of transformers, from the
 /// keys `rope_theta` and `rope_scaling` or from `rope_parameters`. Computes in float64 and rounds
-/// once. Throws std::runtime_error, which names the file and the key, for another type, for a
-/// missing, superfluous or contradictory parameter, and for a number out of range.
+/// once. Throws std::runtime_error that names the file and the key for another type, for a missing,
+/// superfluous or contradictory parameter, and for a number out of range.
 ScaledRope read_rope(const JsonFields& config, std::uint32_t head_size, const RopeKeys& keys = {});
 
 }  // namespace kvlab

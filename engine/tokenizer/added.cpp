@@ -143,7 +143,7 @@ void append_special(const Node& known, const Node& item, std::vector<std::int32_
   for (const Json& id : token.list("ids")) ids.push_back(token_id(id, token.path("ids")));
 }
 
-// The template for a single text: special tokens before and after $A.
+// Reads the template for a single text: special tokens before and after $A.
 PostProcessor read_template(const Node& node) {
   PostProcessor result;
   bool text_seen = false;

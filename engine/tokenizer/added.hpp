@@ -23,8 +23,8 @@ struct AddedToken {
   bool normalized;   ///< matched in the normalized text, with its own content also normalized
 };
 
-/// Reads the file's `added_tokens`, in order. Throws std::runtime_error if one is broken, if an id
-/// has two contents, or if a content has two ids.
+/// Reads the file's `added_tokens`, in order. Throws std::runtime_error if one of them is broken,
+/// if an id has two contents, or if a content has two ids.
 std::vector<AddedToken> read_added_tokens(const Node& file);
 
 /// A part of a text: an added token, or the text between two added tokens.
@@ -50,7 +50,8 @@ class AddedTokenMatcher {
   };
   std::optional<Match> longest_at(std::string_view text, std::size_t at) const;
 
-  // A trie of bytes with root node 0. A node has the token that ends there, if any.
+  // A trie of bytes with root node 0. A node stores the added token that ends there, if there is
+  // one.
   std::vector<std::optional<AddedToken>> nodes_{std::nullopt};
   std::unordered_map<std::uint64_t, std::uint32_t> edges_;  // node << 8 | byte -> node
 };

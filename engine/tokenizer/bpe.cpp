@@ -25,7 +25,7 @@ std::size_t last_char(std::string_view text) {
   return at;
 }
 
-/// The key of the two characters before and after `at`.
+/// The key of the two characters on either side of `at`.
 std::uint64_t junction_key(std::string_view text, std::size_t at) {
   return std::uint64_t{code_point_at(text, last_char(text.substr(0, at)))} << 32 |
          code_point_at(text, at);
@@ -134,8 +134,8 @@ class Bpe::Word {
     if (found != nullptr) out.push_back({found->rank, found->id, left});
   }
 
-  // Whether the candidate is still valid; a neighbour may have changed. As in the tokenizers
-  // library, the resulting id must be the same, but not the rank.
+  // Whether the candidate is still valid, because one of its symbols may have changed since. Like
+  // the tokenizers library, this compares the resulting id and not the rank.
   bool is_current(const Candidate& candidate) const {
     const Symbol& left = symbols_[candidate.left];
     if (left.id == kMerged || left.next == kNone) return false;
@@ -232,9 +232,9 @@ const Bpe::Merge* Bpe::find_merge(std::int32_t left, std::int32_t right) const {
   return it == merges_.end() ? nullptr : &it->second;
 }
 
-// Whether the character stays separate from its neighbours unless a merge of characters joins them.
-// An unknown character may instead be fused with them, or a merge may join its byte tokens with
-// theirs.
+// Whether only a merge that is in junctions_ can join the character to its neighbours. This is not
+// certain for a character without an id: it may be fused with unknown neighbours, or a merge may
+// join the byte tokens that replace it to those of its neighbours.
 bool Bpe::is_isolated(std::string_view character) const {
   return id_of(character).has_value() || bytes_are_isolated_;
 }
@@ -268,7 +268,7 @@ void Bpe::encode(std::string_view piece, std::vector<std::int32_t>& ids, std::si
   }
 }
 
-// Appends the ids of all bytes of the character. If one has no id, appends nothing and returns
+// Appends the ids of all bytes of the character. If a byte has no id, appends nothing and returns
 // false.
 bool Bpe::append_bytes(std::string_view character, std::vector<std::int32_t>& ids) const {
   if (byte_ids_.empty()) return false;
@@ -290,7 +290,7 @@ std::vector<std::int32_t> Bpe::characters(std::string_view piece) const {
       if (std::exchange(unk_waits, false)) ids.push_back(*unk_);
       ids.push_back(*id);
     } else if (!append_bytes(character, ids) && unk_) {
-      // As in the tokenizers library, bytes do not end such a run.
+      // As in the tokenizers library, byte tokens do not end a run of unknown characters.
       if (unk_waits && !fuse_unk_) ids.push_back(*unk_);
       unk_waits = true;
     }

@@ -27,11 +27,11 @@ using StringMap = std::unordered_map<std::string, Value, StringHash, std::equal_
 
 class Bpe {
  public:
-  /// Reads the file's `model` object. Throws std::runtime_error for one that is broken or not BPE.
+  /// Reads the file's `model` object. Throws std::runtime_error if it is broken or is not BPE.
   explicit Bpe(const Node& model);
 
   /// Appends to `ids` the ids of one piece (valid UTF-8 from the pre-tokenizer). If there are more
-  /// than `most` of them, may stop after the first `most`. Takes O(n log n).
+  /// than `most` ids, it may stop after the first `most`. Takes O(n log n).
   void encode(std::string_view piece, std::vector<std::int32_t>& ids,
               std::size_t most = std::numeric_limits<std::size_t>::max()) const;
 
@@ -52,7 +52,8 @@ class Bpe {
   void read_vocabulary(const Node& model);
   void read_merges(const Node& model);
   void read_fallbacks(const Node& model);
-  /// The end of a block, where a long piece may be split without changing its ids.
+  /// Returns the end of the first block of `piece`. A long piece may be split there without
+  /// changing its ids.
   std::size_t end_of_block(std::string_view piece) const;
   bool is_isolated(std::string_view character) const;
   std::vector<std::int32_t> characters(std::string_view piece) const;

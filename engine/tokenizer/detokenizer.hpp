@@ -14,8 +14,8 @@ namespace kvlab::tokenizer {
 /// not UTF-8 are returned unchanged and not replaced by U+FFFD.
 class Detokenizer {
  public:
-  /// Reads the decoder. Throws std::runtime_error if it is missing, or unless it is ByteLevel,
-  /// Metaspace, Replace (of a string), ByteFallback, Fuse, Strip or a Sequence of them.
+  /// Reads the decoder. Throws std::runtime_error if it is missing or is not ByteLevel, Metaspace,
+  /// Replace (of a string), ByteFallback, Fuse, Strip or a Sequence of them.
   static Detokenizer from_file(const Node& file);
 
   std::string apply(std::vector<std::string> tokens) const;

@@ -53,8 +53,8 @@ constexpr std::int32_t kMaxId = (1 << 24) - 1;
 /// Converts `json` to a token id. Throws std::runtime_error that names `where`.
 std::int32_t token_id(const Json& json, std::string_view where);
 
-/// Returns the steps in member `key`. It may be null, a single step, or a (nested) Sequence whose
-/// parts are under `parts_key`.
+/// Returns the steps in member `key`, which may be null, a single step, or a (nested) Sequence
+/// whose parts are under `parts_key`.
 std::vector<Node> flatten_sequence(const Node& root, std::string_view key,
                                    std::string_view parts_key);
 

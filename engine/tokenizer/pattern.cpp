@@ -122,8 +122,8 @@ class Matcher {
   std::unique_ptr<pcre2_jit_stack, FreeJitStack> stack_;
 };
 
-// Translates Oniguruma's regular expressions to PCRE2's. Accepts only what both libraries interpret
-// in the same way.
+// Translates Oniguruma's regular expressions to PCRE2's. Accepts only expressions that both
+// libraries interpret in the same way.
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
@@ -320,7 +320,7 @@ bool Pattern::cut(std::string_view text, const MatchTime& time,
   std::size_t done = 0;
   for (ByteRange match{}; done < text.size() && matcher.find(text, done, time, match);
        done = match.end) {
-    // Look-behind could still cause an empty match, which must not end the scan too early.
+    // A look-behind could still cause an empty match. The rest of the text is then one piece.
     if (match.end <= done || match.begin == match.end) break;
     if (match.begin > done && !sink({done, match.begin}, false)) return false;
     if (!sink(match, true)) return false;

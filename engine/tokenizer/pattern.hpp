@@ -19,9 +19,9 @@ struct ByteRange {
 /// false, the function that splits the text returns false immediately.
 using PieceSink = std::function<bool(std::string_view piece)>;
 
-/// Translates a pattern, which is written for Oniguruma, to PCRE2's syntax. What the two libraries
-/// interpret differently is translated (white space, \u) or refused by name. Throws
-/// std::runtime_error.
+/// Translates a pattern, which is written for Oniguruma, to PCRE2's syntax. Where the two libraries
+/// differ, the pattern is either translated (white space, \u) or refused with a message that names
+/// the construct. Throws std::runtime_error if it refuses the pattern.
 std::string translate_pattern(std::string_view pattern);
 
 /// The time limit for a tokenizer's patterns on one text: 1 s plus 10 µs per byte, which is a

@@ -71,7 +71,7 @@ struct Part {
   bool valid;
 };
 
-// The character at `at`, or the maximal invalid part there.
+// The character at `at` or, if the bytes there are invalid, the longest invalid part.
 Part part_at(std::string_view text, std::size_t at) {
   const Lead lead = lead_of(static_cast<std::uint8_t>(text[at]));
   if (lead.bytes == 0) return {1, false};
@@ -259,8 +259,8 @@ bool is_word(char32_t c) {
   }
 }
 
-// Works in blocks, because code points need several times the memory of the bytes. A block may
-// begin at an ASCII character, because an ASCII character never composes with what precedes it.
+// Works in blocks, because code points need several times the memory of the bytes. Each later block
+// begins at an ASCII character, because an ASCII character never composes with what precedes it.
 std::string nfc(std::string_view text) {
   constexpr std::size_t kNfcBytes = 64 * 1024;
   std::string out;

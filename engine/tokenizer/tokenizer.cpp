@@ -84,7 +84,7 @@ std::string quoted(std::string_view text) {
                                                : std::string(text.substr(0, kMaxQuoted)) + "...");
 }
 
-/// The position of `text` in `whole`.
+/// The position of `text` in `whole`, where it must occur exactly once.
 std::size_t find_once(std::string_view whole, std::string_view text) {
   const std::size_t found = text.empty() ? whole.npos : whole.find(text);
   if (found == whole.npos)
@@ -185,7 +185,8 @@ class Tokenizer::Impl {
       added_id_of_.emplace(token.content, token.id);
       if (token.special) special_.insert(token.id);
     }
-    // Special tokens are added first, because the first token with a spelling counts.
+    // Special tokens are added first, because of tokens with the same spelling the first one
+    // counts.
     for (const bool special : {true, false}) {
       for (const AddedToken& token : tokens) {
         if (token.special == special) index(token);
@@ -193,9 +194,9 @@ class Tokenizer::Impl {
     }
   }
 
-  // How an added token is written for decoding. It has to decode to the text that it matches in
-  // encoding. A byte-level decoder would read that text as bytes, so it is written in characters
-  // that decode to it.
+  // How an added token is spelled for decoding. That spelling has to decode to the text that the
+  // token matches in encoding. A byte-level decoder interprets each character as a byte, so the
+  // text is converted to the characters that decode to it.
   std::string written(const AddedToken& token) const {
     std::string text = spelling(token);
     if (!pre_tokenizer_.is_byte_level()) return text;
@@ -308,7 +309,7 @@ TokenRange covering_tokens(const Tokenizer& tokenizer, std::span<const std::int3
     return tokenizer.decode(rest.first(count), false).size();
   };
   const std::size_t begin = find_once(tokenizer.decode(rest, false), text);
-  /// The smallest number of tokens whose text has at least `bytes` bytes, found by bisection.
+  /// Finds by bisection the smallest number of tokens whose text has at least `bytes` bytes.
   const auto fewest = [&](std::size_t bytes) {
     std::size_t low = 0, high = rest.size();
     while (low < high) {

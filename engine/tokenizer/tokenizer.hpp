@@ -20,11 +20,11 @@ class Tokenizer {
   /// supported.
   static Tokenizer load(const std::filesystem::path& tokenizer_json);
   /// Reads the tokenizer of a model that has `model_ids` token ids. Also throws std::runtime_error
-  /// if the file has less than half of these ids. Padding is never that large, so such a file
-  /// belongs to another model.
+  /// if the file has less than half of these ids. A model may be padded with unused ids, but never
+  /// with that many, so such a file belongs to another model.
   static Tokenizer load(const std::filesystem::path& tokenizer_json, std::size_t model_ids);
 
-  /// Encodes UTF-8 text, and returns the first `most` ids. `add_special`: adds what the file's
+  /// Encodes UTF-8 text and returns the first `most` ids. With `add_special`, adds what the file's
   /// post-processor adds (for example BOS). Each maximal invalid part of the text is read as one
   /// U+FFFD, as Python's errors="replace" does. Throws std::runtime_error if the file's pattern
   /// needs too many steps on this text, or for an id that the model does not have.
@@ -33,9 +33,9 @@ class Tokenizer {
       std::size_t most = std::numeric_limits<std::size_t>::max()) const;
   /// The ids that the file's post-processor adds before a text, such as BOS; may be empty.
   const std::vector<std::int32_t>& before() const;
-  /// Decodes ids to bytes. They may end within a UTF-8 character, because tokens may.
-  /// `skip_special`: leaves out special tokens. Ids that only the model has, not the file, give no
-  /// text. Throws std::out_of_range for other unknown ids.
+  /// Decodes ids to bytes. The bytes may end within a UTF-8 character, because tokens may. With
+  /// `skip_special`, leaves out special tokens. Ids that the model has but the file does not
+  /// produce no text. Throws std::out_of_range for other unknown ids.
   std::string decode(std::span<const std::int32_t> ids, bool skip_special = true) const;
 
   /// The id of a token in the file's spelling; nullopt if there is none.
@@ -59,7 +59,7 @@ struct TokenRange {
 
 /// The smallest range of tokens that covers `text`, which must occur exactly once in the text of
 /// `ids`. A special token at the start is ignored. Throws std::invalid_argument that quotes `text`
-/// if it never occurs or occurs more than once.
+/// if it does not occur or occurs more than once.
 TokenRange covering_tokens(const Tokenizer& tokenizer, std::span<const std::int32_t> ids,
                            std::string_view text);
 
