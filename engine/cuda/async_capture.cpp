@@ -6,8 +6,8 @@ namespace kvlab {
 namespace {
 
 constexpr int kChunkBuffers = 8;
-// Memory for steps that wait while a shard is written. The number of buffers is what fits these
-// bytes, within the limits below.
+// Bytes of the buffers for steps that wait while a shard is written. Their number is what fits into
+// these bytes, but at least kMinSteps and at most kMaxSteps.
 constexpr std::size_t kStepBytes = 192u << 20;
 constexpr std::size_t kMinSteps = 16, kMaxSteps = 512;
 
@@ -42,7 +42,7 @@ AsyncCapture::~AsyncCapture() {
   }
   changed_.notify_all();
   thread_.join();
-  cudaDeviceSynchronize();  // pinned memory is freed next
+  cudaDeviceSynchronize();  // because the pinned memory is freed next
 }
 
 void AsyncCapture::chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cudaStream_t stream) {
@@ -52,8 +52,9 @@ void AsyncCapture::chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cuda
   computed_.hold(copies_.get(), "ordering a copy");
   const int before = last_chunk_;
   last_chunk_ = copy(chunks_, chunk.data, shape_.offsets(chunk.ids.size()).end, copies_.get());
-  // The next chunk reuses the memory of the chunk before the previous one. The event of that buffer
-  // records its copy or a later one.
+  // The work that follows on the stream reuses the device memory of the previous layer, so it waits
+  // until that layer was copied. If that layer's buffer was used again since, the event records a
+  // later copy, which is also safe to wait for.
   if (before >= 0) chunks_.copied[static_cast<std::size_t>(before)].hold(stream, "ordering a copy");
   write_layers(chunks_, last_chunk_, chunk.layer, 1, chunk.ids.size());
   if (chunk.last) end();

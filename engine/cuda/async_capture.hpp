@@ -1,5 +1,6 @@
-// Captures without stopping the device: the device copies to pinned buffers, and another thread
-// writes the trace. If the disk is slower than the device, the device waits, so nothing is lost.
+// Captures a trace without stopping the device: the device copies to pinned buffers, and another
+// thread writes the trace. If the disk is slower than the device, the device waits, so nothing is
+// lost.
 #pragma once
 
 #include <condition_variable>
@@ -24,11 +25,12 @@ class AsyncCapture {
   /// writing thread.
   AsyncCapture(TraceWriter& writer, const CaptureShape& shape, std::size_t chunk_tokens,
                Progress progress);
-  /// Drops what has not been written, so call flush() before.
+  /// Drops what has not been written, so call flush() first.
   ~AsyncCapture();
 
-  /// Enqueues a copy of one layer of a prompt's chunk. `stream` goes on; only before it reuses the
-  /// memory of the previous layer, it waits until that layer was copied.
+  /// Enqueues a copy of one layer of a prompt's chunk. `stream` does not wait for this copy. It
+  /// waits for the copy of the previous layer, because the work that follows reuses that layer's
+  /// memory.
   void chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cudaStream_t stream);
 
   /// Enqueues a copy of a step's block on the stream, and returns the buffer. keep() adds the
@@ -71,8 +73,8 @@ class AsyncCapture {
   Progress progress_;
   cuda::Stream copies_;
   cuda::Event computed_;
-  Pool chunks_;          // each has a layer of a chunk
-  Pool steps_;           // each has all layers of a step
+  Pool chunks_;          // each buffer holds one layer of a chunk
+  Pool steps_;           // each buffer holds all layers of a step
   int last_chunk_ = -1;  ///< buffer of the chunk's previous layer
   CapturedLayer layer_;
 

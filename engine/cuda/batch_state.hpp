@@ -1,6 +1,6 @@
 // State of a batch's sequences that lasts from step to step, in device memory: the next token, its
-// position, and how it is sampled. Also the ring of pinned memory that passes sampled ids to the
-// host.
+// position, and how it is sampled. Also a ring of pinned memory, through which the host receives
+// the sampled ids.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ class BatchState {
  public:
   static constexpr int kRing = 16;
 
-  /// Rows are sequences. This and all calls below enqueue on `stream`.
+  /// A row is a sequence. This and all calls below enqueue on `stream`.
   BatchState(int sequences, std::uint32_t vocab, cudaStream_t stream);
   /// Bytes of device memory that it needs.
   static std::size_t bytes(int sequences, std::uint32_t vocab) {
@@ -26,7 +26,7 @@ class BatchState {
 
   void set_sampling(int row, const SamplingOptions& options, std::uint64_t counter);
   void set_next(int row, std::int32_t id);
-  /// Sets the next ids of `rows` rows from device memory, without the host.
+  /// Copies the next ids of `rows` rows from device memory, without the host.
   void copy_next(int first_row, const std::int32_t* ids, int rows);
   /// One row of cuda::StepState.
   struct Row {
@@ -36,7 +36,8 @@ class BatchState {
 
   /// Samples the rows' next ids from logits [row, vocab].
   void sample(int rows, const float* logits);
-  /// Publishes the sampled ids. `advance`: every row was also fed a token.
+  /// Publishes the sampled ids. With `advance`, also calls advance() for the rows, because each was
+  /// fed a token.
   void finish(int rows, bool advance);
   void advance(int rows);
 
@@ -46,7 +47,7 @@ class BatchState {
   std::span<const std::int32_t> ids(std::uint64_t index) const;
 
   const cuda::StepState& state() const { return memory_->state; }
-  const std::int32_t* rows() const { return memory_->rows; }  ///< [row]: row
+  const std::int32_t* rows() const { return memory_->rows; }  ///< [row]: the row's own number
 
  private:
   struct Parts {
@@ -54,7 +55,7 @@ class BatchState {
     cuda::StepState state{};
     std::int32_t* rows;
     std::uint64_t* step_count;
-    float *temperature, *top_p;  // [row], like the next two
+    float *temperature, *top_p;  // [row], like the arrays in the next two lines
     std::int32_t* top_k;
     std::uint64_t *seed, *counter;
     std::size_t zeroed;  ///< bytes of all members above, which start as zeros

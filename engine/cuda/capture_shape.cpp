@@ -83,7 +83,8 @@ LayerOutputMemory::LayerOutputMemory(const CaptureShape& shape, Rows rows, bool 
       rows_(rows),
       keep_(keep),
       memory_("queries, keys and values", shape, rows, keep) {
-  // Attention writes nothing for idle rows, but the launches after it compute with these rows.
+  // Attention writes no output for idle rows, but the launches after it compute with these rows
+  // too.
   const cuda::DeviceBuffer& all = memory_.memory();
   cuda::check(cudaMemsetAsync(all.data(), 0, all.bytes(), stream), "attention outputs");
 }

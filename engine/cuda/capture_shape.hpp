@@ -12,7 +12,7 @@
 namespace kvlab {
 
 /// The layout of a captured append in device memory: one block per layer, one after another. Each
-/// has space for `tokens` tokens.
+/// block has space for `tokens` tokens.
 struct CaptureShape {
   Dtype dtype;
   std::uint32_t layers, query_heads, kv_heads, head_size;
@@ -58,8 +58,8 @@ class LayerOutputMemory {
   }
 
   /// The memory for the next layer of a chunk. If outputs are kept, those of the previous layer
-  /// stay unchanged. The parts alternate regardless of the layer's number, because the first layer
-  /// of a chunk follows the last layer of the previous chunk.
+  /// stay unchanged. The two parts alternate from call to call and do not depend on the layer's
+  /// number, because the first layer of a chunk follows the last layer of the previous chunk.
   LayerOutputs next_chunk(std::size_t tokens);
   LayerOutputs step(std::uint32_t layer) const;
   /// All layers of the last step, laid out by a CaptureShape with one token for each row.

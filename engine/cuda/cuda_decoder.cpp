@@ -39,7 +39,8 @@ CudaDecoder::CudaDecoder(const DeviceModel& model, CudaDecoderOptions options)
       appended_behind_(fed_.size()),
       work_("hidden states and logits", config_, options_.rows(), options_.sequences) {
   make_cache();
-  // Sequences that were fed nothing are also sampled, together with the rest of the batch.
+  // Sequences that have been fed nothing are also sampled, together with the rest of the batch, so
+  // their logits must be initialized.
   check(
       cudaMemsetAsync(work_->logits, 0, fed_.size() * config_.vocab * sizeof(float), stream_.get()),
       "logits");
@@ -155,7 +156,8 @@ void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
   for (std::size_t start = 0; start < ids.size();) {
     throw_if_cancelled();
     const std::size_t left = ids.size() - start;
-    // Consecutive single tokens are fed together, step by step.
+    // Consecutive tokens that have to be fed one by one form one piece, which is decoded step by
+    // step.
     const bool alone = evicts() && (most == 1 || left == 1);
     const std::size_t count = alone ? left : std::min(most, left);
     const Piece piece{.sequence = sequence,
@@ -182,7 +184,8 @@ std::size_t CudaDecoder::tokens_at_once(int sequence, SegmentKind kind, std::siz
   return requested == 0 ? count : requested;
 }
 
-/// The forward pass of many tokens, layer by layer, each layer in parts that fit the work buffers.
+/// The forward pass of many tokens, layer by layer. Each layer is computed in parts that fit into
+/// the work buffers.
 void CudaDecoder::append(const Piece& piece, float* logits, const OnChunk& on_chunk) {
   const std::size_t count = piece.ids.size();
   const std::uint32_t behind = tokens(piece.sequence);
@@ -232,7 +235,7 @@ void CudaDecoder::append(const Piece& piece, float* logits, const OnChunk& on_ch
     layers_.head(states + (count - 1) * config_.hidden, 1, logits_row(piece.sequence));
 }
 
-/// The buffer for the hidden states of an append: the step's, or a larger one.
+/// The buffer for the hidden states of an append: that of the steps, or a larger one.
 float* CudaDecoder::append_states(std::size_t count) {
   if (count <= static_cast<std::size_t>(options_.rows())) return work_->x;
   if (count * config_.hidden * sizeof(float) > append_.memory().bytes()) {
@@ -287,7 +290,8 @@ void CudaDecoder::copy_logits(const float* x, std::size_t count, float* to) {
   logit_ring_.flush();
 }
 
-/// Saves the logits of the rows before a sequence, because a step of one sequence overwrites them.
+/// Saves the logits of the rows before a sequence, because a step that feeds this sequence
+/// overwrites them.
 void CudaDecoder::keep_logits(std::size_t rows) {
   if (rows == 0) return;
   const std::size_t bytes = rows * config_.vocab * sizeof(float);

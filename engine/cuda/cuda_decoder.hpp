@@ -24,9 +24,9 @@ struct DecoderWork {
   float* logits = nullptr;  // [sequence, vocab]
 };
 
-/// All functions enqueue on one stream and return immediately, unless they say that they wait. They
-/// throw std::runtime_error if the device fails, and std::invalid_argument for tokens beyond the
-/// slots.
+/// All functions enqueue on one stream and return immediately, unless their comment says that they
+/// wait. They throw std::runtime_error if the device fails, and std::invalid_argument for more
+/// tokens than a sequence has slots.
 class CudaDecoder {
  public:
   /// `model` must outlive the decoder. Throws std::runtime_error if the cache and the work buffers
@@ -49,14 +49,14 @@ class CudaDecoder {
   using OnChunk = std::function<void(const Chunk&)>;
 
   /// Feeds tokens to one sequence, and keeps the last token's logits. If the cache evicts, a prompt
-  /// is appended as its configuration's prefill says, and decoded tokens one by one. `all_logits`:
-  /// if not null, writes the logits of every token [n, vocab] there and waits. Throws
-  /// std::out_of_range for an id outside the vocabulary.
+  /// is appended in its configuration's prefill mode, and decoded tokens are appended one by one.
+  /// If `all_logits` is not null, writes the logits of every token [n, vocab] there and waits.
+  /// Throws std::out_of_range for an id outside the vocabulary.
   void prefill(int sequence, std::span<const std::int32_t> ids,
                std::vector<float>* all_logits = nullptr, const OnChunk& on_chunk = {},
                SegmentKind kind = SegmentKind::prompt);
-  /// Feeds its next token to each of the first `rows` sequences, computes the logits, and samples
-  /// the token after it. Sequences that have not been fed anything are idle.
+  /// Feeds each of the first `rows` sequences its next token, computes the logits, and samples the
+  /// token after it. Sequences that have not been fed anything are idle.
   void step(int rows) { run_graph(rows, Next::sampled); }
   /// Like step(), but enqueues each launch instead of a graph. Tests compare the graph with it.
   void step_plain(int rows);
@@ -65,8 +65,8 @@ class CudaDecoder {
   /// Feeds as step() does, but does not sample. For tests.
   void feed_next(int rows) { run_graph(rows, Next::given); }
 
-  /// Feeds ids [step, row] to the first `rows` sequences, whatever was sampled. `logits`: device
-  /// memory for the logits of every step and row [step, row, vocab]; may be null. Throws as
+  /// Feeds ids [step, row] to the first `rows` sequences, instead of the sampled ids. `logits`:
+  /// device memory for the logits of every step and row [step, row, vocab]; may be null. Throws as
   /// prefill() does.
   void force(int rows, std::span<const std::int32_t> ids, float* logits);
 
@@ -79,22 +79,22 @@ class CudaDecoder {
   }
   /// Sets the token that the next step feeds.
   void set_next(int sequence, std::int32_t id);
-  /// Whether tokens are evicted. If so, fed tokens cannot be removed.
+  /// Whether the cache evicts tokens. If so, fed tokens cannot be removed.
   bool evicts() const { return options_.evicts(); }
   /// Whether fed tokens can be removed, because no token is evicted and no layer's window has
   /// dropped tokens.
   bool can_forget() const;
   /// Removes all but the first `tokens` tokens. Throws std::logic_error if that is impossible.
-  /// Without eviction, it is always possible to remove all.
+  /// Without eviction, removing all tokens is always possible.
   void rewind(int sequence, std::uint32_t tokens);
   /// For benchmarks: fills a sequence with random keys and values instead of a prompt of `tokens`
   /// tokens.
   void pretend(int sequence, std::uint32_t tokens);
 
-  /// How many times choose() or step() sampled.
+  /// Number of times that choose() or step() has sampled.
   std::uint64_t published() const { return batch_.published(); }
-  /// Waits for the ids [rows] of the sampling with number `index`. Only the last kRing are
-  /// available.
+  /// Waits for the ids [rows] that were sampled the `index`-th time, counted from 0. Only the last
+  /// kRing samplings are available.
   std::span<const std::int32_t> ids(std::uint64_t index) const { return batch_.ids(index); }
   static constexpr int kRing = BatchState::kRing;
   /// Waits, and returns the logits [vocab] of a sequence's last token.
@@ -118,7 +118,7 @@ class CudaDecoder {
   cudaStream_t stream() const { return stream_.get(); }
   void synchronize() const { stream_.synchronize("decoding"); }
 
-  /// The outputs of all layers for the last step's token: CaptureShape of one token.
+  /// The outputs of all layers for the last step's token, laid out as a CaptureShape of one token.
   const std::byte* step_capture() const { return outputs_.step_data(); }
 
   /// A step of the first `rows` sequences, for benchmarks. It must not outlive the decoder.

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::uint32_t kPrefillTokens = 2048;
 constexpr std::uint32_t kCapturedTokens = 512;  // prompt tokens at once; limits the pinned memory
-/// Number of steps that are enqueued before the host has read their tokens.
+/// Number of steps that are enqueued before the host has read the tokens of earlier steps.
 constexpr std::uint32_t kAhead = 4;
 static_assert(kAhead < CudaDecoder::kRing);
 
@@ -75,8 +75,8 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
 
   // If tokens are evicted, no step may run ahead, because a fed token cannot be removed.
   const std::uint32_t ahead = decoder_.can_forget() ? kAhead : 0;
-  std::deque<int> copies;        // buffers of steps that are not kept yet,
-  std::deque<std::int32_t> fed;  // and their tokens: of steps that run ahead, or wait to be kept
+  std::deque<int> copies;        // capture buffers of enqueued steps that are not kept yet
+  std::deque<std::int32_t> fed;  // ids that such steps feed, once the host has read them
   std::uint32_t chosen = 1, seen = 0;
   for (bool more = true; more && seen < count;) {
     throw_if_cancelled();
@@ -95,7 +95,7 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
     if (more && capture_) fed.push_back(id);
   }
   for (const int copy : copies) capture_->drop(copy);
-  // Removes the tokens that steps enqueued ahead have fed and sampled.
+  // Removes the tokens that were fed by steps that ran ahead.
   decoder_.rewind(0, before + seen - 1);
   sampler.skip(seen);
 }

@@ -12,14 +12,14 @@
 
 namespace kvlab {
 
-/// The header of a trace of this model. `options`: how the model is run, for the record.
+/// Makes the header of a trace of this model. `options` records how the model is run.
 TraceHeader cuda_trace_header(const DeviceModel& model, nlohmann::json options);
 
 class CudaSequence final : public SequenceDecoder {
  public:
   /// `tokens`: maximum length of the sequence. `prefill_chunk`: number of a prompt's tokens that
-  /// are fed together; 0: a good default. `writer`: trace to which everything is captured; may be
-  /// null.
+  /// are fed together; 0: a good default. `writer`: the trace to which the decoder's outputs are
+  /// captured; may be null.
   struct Options {
     std::uint32_t tokens = 0, prefill_chunk = 0;
     std::optional<ResolvedConfig> cache;  ///< none: the full cache
@@ -27,7 +27,7 @@ class CudaSequence final : public SequenceDecoder {
     TraceWriter* writer = nullptr;
     AsyncCapture::Progress progress;
   };
-  /// `model` must outlive it.
+  /// `model` must outlive this object.
   CudaSequence(const DeviceModel& model, Options options);
 
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,

@@ -12,9 +12,9 @@
 
 namespace kvlab {
 
-/// The forward pass of one decoded token for each of the first rows of a batch. Its arguments do
-/// not change after it is made, so that a graph can contain the launches. The arguments must
-/// outlive this object and the graph.
+/// The forward pass of one decoded token for each of the first rows of a batch. The arguments of
+/// its launches do not change, so that a graph can contain them. The objects in `On` must outlive
+/// this object and the graph.
 class DecodeStep {
  public:
   struct On {
@@ -26,7 +26,8 @@ class DecodeStep {
     float* x;       // [row, hidden]
     float* logits;  // [row, vocab]
   };
-  /// Whether the step samples and publishes the next token, or leaves the next token unchanged.
+  /// Whether the step samples and publishes the next token (`sampled`), or leaves the next token
+  /// unchanged (`given`).
   enum class Next { sampled, given };
   DecodeStep(const On& on, int rows, Next next);
 

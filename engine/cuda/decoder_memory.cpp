@@ -11,8 +11,8 @@
 namespace kvlab {
 namespace {
 
-/// Bytes that are reserved for rounding of buffer sizes, for a prompt's ids, and for what CUDA
-/// loads and records later.
+/// Bytes that are left free because buffer sizes are rounded up, for a prompt's ids, and for what
+/// CUDA loads and records later.
 constexpr std::uint64_t kReserve = 256u << 20;
 
 void check_options(const CudaDecoderOptions& options) {
@@ -72,7 +72,8 @@ bool fits(const CacheBytes& bytes, std::uint64_t free) {
   return bytes.storage + bytes.work + kReserve <= free;
 }
 
-/// The maximum number of slots per sequence that fit. Work buffers grow with the slots, too.
+/// The maximum number of slots per sequence that fit into memory. Work buffers grow with the slots,
+/// too.
 std::uint32_t slots_that_fit(const DeviceModel& model, CudaDecoderOptions options,
                              std::uint64_t free) {
   std::uint32_t most = 0;

@@ -9,11 +9,12 @@ namespace kvlab::cuda {
 
 using kernels::Type;
 
-/// Fills with normally distributed numbers of mean 0. Element i depends only on (seed, i).
+/// Fills `to` with `count` normally distributed numbers of mean 0. Element i depends only on (seed,
+/// i).
 cudaError_t fill_normal(Type type, void* to, std::size_t count, float deviation, std::uint64_t seed,
                         cudaStream_t stream);
 cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cudaStream_t stream);
-/// Sets *found = 1 if an element is not finite; otherwise leaves it unchanged.
+/// Sets *found = 1 if an element is not finite; otherwise leaves *found unchanged.
 cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
                             cudaStream_t stream);
 /// Whether read data should stay in the L2 cache (because it is read again soon) or be evicted
@@ -31,15 +32,15 @@ struct StepState {
   std::int32_t*
       lengths;  ///< number of slots that its query sees, including its own; 0: the row is idle
 };
-/// Publishes the sampled ids: ring[*step % ring_rows, row] = ids[row], then ++*step. An id of -1
-/// (the logits were not finite) is published as -1, and 0 is fed.
+/// Publishes the sampled ids: ring[*step % ring_rows, row] = ids[row], then ++*step. If the logits
+/// were not finite, the id is -1. It is published as -1, but the next step feeds 0.
 struct FinishStepArgs {
   StepState state;
   int rows;
   bool advance;        ///< also call advance()
   std::int32_t* ring;  // [ring_rows, ring_width], pinned host memory
   int ring_rows, ring_width;
-  std::uint64_t* step;  ///< device
+  std::uint64_t* step;  ///< in device memory
 };
 cudaError_t finish_step(const FinishStepArgs& args, cudaStream_t stream);
 /// Moves every row that is not idle forward by one token.

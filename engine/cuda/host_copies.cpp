@@ -5,7 +5,7 @@
 namespace kvlab {
 
 const std::int32_t* PromptIds::upload(std::span<const std::int32_t> ids) {
-  if (pending_) copied_.wait("a prompt");  // the previous copy has read its source
+  if (pending_) copied_.wait("a prompt");  // until the previous copy has read staged_
   if (ids.size_bytes() > staged_.bytes()) {
     cuda::check(cudaStreamSynchronize(stream_), "a prompt");
     const std::size_t bytes = std::max(ids.size_bytes(), 2 * staged_.bytes());
@@ -23,7 +23,7 @@ const std::int32_t* PromptIds::upload(std::span<const std::int32_t> ids) {
 
 void LogitRing::take(const float* logits, float* to, std::size_t floats) {
   if (filled_ > 0 && filled_ + floats > kHalfFloats) switch_halves();
-  if (staged_[half_].bytes() < floats * sizeof(float))  // this half is empty
+  if (staged_[half_].bytes() < floats * sizeof(float))  // then the half is empty
     staged_[half_] = cuda::PinnedBuffer(std::max(floats, kHalfFloats) * sizeof(float));
   cuda::check(cudaMemcpyAsync(staged_[half_].as<float>() + filled_, logits, floats * sizeof(float),
                               cudaMemcpyDeviceToHost, stream_),
@@ -32,8 +32,8 @@ void LogitRing::take(const float* logits, float* to, std::size_t floats) {
   filled_ += floats;
 }
 
-/// Ends the full half, whose copies to the host may still run. Empties the other half, which is
-/// filled next.
+/// Ends the current half, whose copies to the host may still run. Waits for the copies of the other
+/// half and delivers their logits, because that half is filled next.
 void LogitRing::switch_halves() {
   copied_[half_].record(stream_);
   half_ = 1 - half_;

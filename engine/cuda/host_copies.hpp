@@ -16,8 +16,9 @@ class PromptIds {
  public:
   explicit PromptIds(cudaStream_t stream) : stream_(stream) {}
 
-  /// Enqueues a copy on the stream; the caller may free `ids` when it returns. Waits only if the
-  /// buffers have to grow. Returns the ids in device memory, valid until the next call.
+  /// Enqueues a copy on the stream; the caller may free `ids` when upload() returns. Waits only for
+  /// the previous copy, and if the buffers have to grow. Returns the ids in device memory, valid
+  /// until the next call.
   const std::int32_t* upload(std::span<const std::int32_t> ids);
 
  private:
@@ -28,14 +29,14 @@ class PromptIds {
   bool pending_ = false;
 };
 
-/// Downloads logits to the host. Copies are enqueued after the steps that compute the logits, so
-/// that the device does not wait until the host has read each of them.
+/// Downloads logits to the host. The copies are enqueued after the steps that compute the logits,
+/// so that the device does not wait until the host has read the logits of each step.
 class LogitRing {
  public:
   explicit LogitRing(cudaStream_t stream) : stream_(stream) {}
 
-  /// Enqueues a copy of `floats` floats from device memory to `to`. It is complete after flush() at
-  /// the latest.
+  /// Enqueues a copy of `floats` floats from device memory to `to`. The copy is complete after
+  /// flush() at the latest.
   void take(const float* logits, float* to, std::size_t floats);
   /// Waits for all copies.
   void flush();

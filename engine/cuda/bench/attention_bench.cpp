@@ -26,7 +26,7 @@ struct Shape {
   }
 };
 
-/// A model with as many layers as fit the pool, and almost nothing besides attention.
+/// A model with as many layers as fit into the pool, and with almost no work besides attention.
 DeviceModel model_of(const Shape& shape) {
   constexpr std::uint32_t little = 64;
   ModelConfig config{.name = "attention", .layers = 0, .hidden = little, .mlp = little};
@@ -43,8 +43,8 @@ DeviceModel model_of(const Shape& shape) {
   return DeviceModel::random(std::move(config));
 }
 
-/// Median microseconds of one layer's attention. Every sequence has as many tokens as slots, so a
-/// cache that evicts is full and every step evicts.
+/// Median microseconds of one layer's attention. Every sequence has as many tokens as slots. So a
+/// cache that evicts is full, and every step evicts a token from it.
 double microseconds(const DeviceModel& model, const Shape& shape,
                     std::vector<ResolvedConfig> caches) {
   const bool evicts = !caches.empty();

@@ -14,7 +14,7 @@ namespace {
 constexpr int kLimitRepeats = 9;
 constexpr std::uint64_t kManyCaches =
     16;  // multiple of the L2 cache's size, so that the L2 cache has almost none of the data
-// bytes of one launch: many, so that there are few launches
+// bytes that one launch reads; many, so that few launches are needed
 constexpr std::uint64_t kReadInARow = std::uint64_t{256} << 20;
 
 std::uint64_t l2_bytes() {
@@ -25,7 +25,8 @@ std::uint64_t l2_bytes() {
   return static_cast<std::uint64_t>(bytes);
 }
 
-/// The rate of reading `wanted` bytes repeatedly, or half of the free memory if that is less.
+/// The rate, in bytes per second, of reading `wanted` bytes repeatedly, or half of the free memory
+/// if that is less.
 double read_bytes_per_second(std::uint64_t wanted, cuda::Caching caching) {
   constexpr const char* measuring = "measuring the read bandwidth";
   const std::size_t bytes =

@@ -22,8 +22,8 @@ nlohmann::ordered_json bench_of(const char* name, const DeviceModel& model);
 std::vector<std::int32_t> bench_ids(std::size_t count, std::uint32_t vocab);
 
 /// How fast the device reads memory, in bytes per second. A launch that moves the same bytes
-/// repeatedly is compared with reading that many bytes repeatedly. This is fair because a part of
-/// them is in the L2 cache if they fit it, or nearly fit it.
+/// repeatedly is compared with a kernel that reads that many bytes repeatedly. This is fair,
+/// because a part of the bytes stays in the L2 cache if they fit into it or nearly do.
 class ReadLimits {
  public:
   ReadLimits();
@@ -32,7 +32,8 @@ class ReadLimits {
   double memory() const { return memory_; }
   /// The rate of reading `bytes` repeatedly; at least memory(). It is measured on the first call.
   double of(std::uint64_t bytes);
-  /// `bytes` moved in `milliseconds`, as a share of that rate; see share_of_limit().
+  /// The rate of moving `bytes` in `milliseconds`, as a share of the rate of(bytes); see
+  /// share_of_limit().
   double share(const std::string& what, std::uint64_t bytes, double milliseconds);
 
  private:
@@ -40,7 +41,8 @@ class ReadLimits {
   double memory_;
   std::map<std::uint64_t, double> measured_;
 };
-/// Operations per second of a large product of random matrices by cuBLASLt, with float32 sums.
+/// Operations per second of a large product of random matrices, computed by cuBLASLt with float32
+/// sums.
 double matrix_flops_per_second(kernels::Type type);
 
 template <class Enqueue>
@@ -53,8 +55,8 @@ double milliseconds_of(cudaStream_t stream, Enqueue enqueue) {
   return static_cast<double>(end.since(start));
 }
 
-/// The median time of `repeats` runs after a warm-up run. If one run takes over 1 s, the time of
-/// one run.
+/// The median time of `repeats` runs after a warm-up run. If one run takes more than 1 s, the time
+/// of a single run.
 template <class Enqueue>
 double median_milliseconds(cudaStream_t stream, Enqueue enqueue, int repeats = 5) {
   constexpr double is_long = 1000;

@@ -130,7 +130,8 @@ ordered_json bench_prefill(const PrefillBenchOptions& options) {
   const DeviceModel model = bench_model(options.model);
   const ModelConfig& config = model.config();
   const double matrix_rate = matrix_flops_per_second(model.type());
-  // A cache that evicts can take only one prompt, because it cannot be reset to an earlier state.
+  // A cache that evicts cannot be reset to an earlier state, so each repetition needs its own
+  // sequence.
   constexpr int repeats = 5;
   const int sequences = options.cache.evicts() ? repeats + 1 : 1;
   CudaDecoderOptions how{.sequences = sequences,

@@ -12,8 +12,8 @@ constexpr std::uint32_t kWarmUpSteps = 4;    // steps
 constexpr std::uint32_t kSampledSteps = 16;  // steps timed at each length
 constexpr std::uint32_t kLengths = 5;        // lengths at which the full cache's steps are timed
 
-/// Milliseconds of a decoder's step, after random keys and values have filled its sequences to
-/// `length`.
+/// Milliseconds of one step of a decoder whose sequences have been filled to `length` tokens with
+/// random keys and values.
 double step_milliseconds(CudaDecoder& decoder, int batch, std::uint32_t length,
                          std::uint32_t steps) {
   const auto ids = bench_ids(static_cast<std::size_t>(batch), decoder.model().config().vocab);
@@ -43,8 +43,9 @@ CudaDecoderOptions decoder_options(const EvictBenchOptions& options, int batch, 
   return how;
 }
 
-/// The time of all steps, by the trapezoid rule over the timed lengths, because a full cache grows.
-/// A cache that evicts does not grow.
+/// Estimates the time of all steps. A full cache grows, so its steps are timed at several lengths
+/// and the times are integrated by the trapezoid rule. A cache that evicts does not grow, so its
+/// steps are timed only at the first and the last length.
 ordered_json run(const DeviceModel& model, const EvictBenchOptions& options, int batch,
                  bool evicts) {
   const cuda::MemoryInfo before = cuda::memory_info();

@@ -1,4 +1,4 @@
-// Times decode attention over blocks of slots, next to contiguous slots.
+// Times decode attention over blocks of slots and, for comparison, over contiguous slots.
 #pragma once
 
 #include <cstdint>

@@ -96,8 +96,8 @@ void CacheWatch::part(std::uint32_t layer, const PromptChunk& part, const LayerO
   if (part.first + tokens == appended_) show_append(layer);
 }
 
-/// The heads of a layer with a ring. A ring does not store positions; they follow from its length.
-/// The cache's policy does not act on such a layer.
+/// The heads of a layer with a ring. A ring does not store positions, because they follow from the
+/// number of tokens. The cache's policy does not act on such a layer.
 std::vector<CacheWatch::Head> CacheWatch::ring(std::uint32_t layer, std::uint32_t first,
                                                std::uint32_t appended) const {
   const std::uint32_t older = live_before_append(first, config_.rows[layer].window);

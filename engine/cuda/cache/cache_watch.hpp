@@ -1,6 +1,6 @@
-// Reports to observers what an evicting cache does: live tokens, their observations, policy states,
-// and q, k and v. It copies everything to the host after each append and waits for it, so it is
-// only for verification.
+// Reports to observers what an evicting cache does: its live tokens, their observations, the policy
+// states, and q, k and v. After each append it copies everything to the host and waits for the
+// copy, so it is only for verification.
 #pragma once
 
 #include <map>
@@ -19,15 +19,16 @@ class CacheWatch {
   bool watches(int sequence) const { return observers_.contains(sequence); }
   bool watches_any() const { return !observers_.empty(); }
 
-  // An append of many tokens to a watched sequence.
+  // Reports an append of many tokens to a watched sequence: begin(), then part() for each part of
+  // each layer, then end().
   void begin(int sequence, std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
              bool new_segment);
-  /// Called after the part's attention.
+  /// Call it after the attention of the part.
   void part(std::uint32_t layer, const PromptChunk& part, const LayerOutputs& outputs);
   void end();
 
-  /// The rows of a step that fed one token to each sequence of `fed`. `outputs`:
-  /// LayerOutputMemory::step_data.
+  /// A token that a step fed to a watched sequence. stepped() reports all of them. `outputs` is
+  /// LayerOutputMemory::step_data().
   struct Fed {
     int sequence;
     std::int32_t id;

@@ -23,8 +23,8 @@ class DeviceAppend {
   /// Returns where to write the part's q, k and v, and how to rotate them. The caller sets the
   /// other arguments (qkv, norms, capture).
   kernels::RopeWriteArgs write(std::uint32_t layer, const PromptChunk& part);
-  /// Enqueues the attention for that write. After the last part of the append, the layer's cache
-  /// contains the tokens.
+  /// Enqueues the attention for that write. After the attention of the append's last part, the
+  /// layer's cache contains all its tokens.
   void attend(std::uint32_t layer, const PromptChunk& part, const LayerOutputs& to);
   /// Ends the append after the last layer.
   void finish() const;
@@ -44,8 +44,8 @@ class DeviceAppend {
 };
 
 /// The cache's part of a decode step with one token for each sequence. Its launches have the same
-/// arguments in every step, so that a graph can contain them. Call begin(); for each layer write(),
-/// attend() and observe(); then end().
+/// arguments in every step, so that a CUDA graph can contain them. Call begin(); then write(),
+/// attend() and observe() for each layer; then end().
 class CacheStep {
  public:
   virtual ~CacheStep() = default;
@@ -53,11 +53,11 @@ class CacheStep {
   /// See DeviceAppend::write().
   virtual kernels::RopeWriteArgs write(std::uint32_t layer) const = 0;
   virtual void attend(std::uint32_t layer) const = 0;
-  /// Starts work for which only end() waits, so it may run at the same time as the next launches.
-  /// Call it after the first launch that follows attention, because that launch is the most urgent
-  /// one.
+  /// Starts the observation of a layer. Only end() waits for it, so it may run at the same time as
+  /// the next launches. Call it after the first launch that follows attention, because that launch
+  /// is the most urgent one.
   virtual void observe(std::uint32_t /*layer*/) const {}
-  /// Makes the stream wait for that work, because the next step changes its inputs.
+  /// Makes the stream wait for all observations, because the next step changes their inputs.
   virtual void end() const {}
 };
 
@@ -71,7 +71,8 @@ class DeviceCache {
   virtual std::uint32_t prefill_chunk(int sequence) const = 0;
 
   /// Begins an append of `tokens` tokens to a sequence that has `fed` tokens. Only one append may
-  /// be active, and it must not outlive the cache. `ends_prompt`: the append ends a prompt segment.
+  /// be active at a time, and it must not outlive the cache. `ends_prompt`: the append is the last
+  /// one of a prompt segment.
   virtual std::unique_ptr<DeviceAppend> append(int sequence, std::uint32_t fed,
                                                std::uint32_t tokens, bool ends_prompt) = 0;
   /// Does the host's work before a step that feeds one token to a sequence that has `fed` tokens.
@@ -87,10 +88,11 @@ class DeviceCache {
   virtual std::uint64_t live_bytes(int sequence, std::uint32_t fed) const = 0;
   /// Number of live tokens after `fed` tokens, [layer][KV head]; empty if nothing is evicted.
   virtual std::vector<std::vector<std::uint32_t>> kept(int, std::uint32_t) const { return {}; }
-  /// Number of evicted tokens over all layers and KV heads. `before`: number of tokens before the
-  /// last append.
+  /// Number of evicted tokens over all layers and KV heads. `before`: number of tokens that the
+  /// sequence had before the last append.
   virtual std::uint64_t evictions(int /*sequence*/, std::uint32_t /*before*/) const { return 0; }
-  /// For benchmarks: random keys and values instead of a prompt of `tokens` tokens.
+  /// For benchmarks: fills a sequence with random keys and values instead of a prompt of `tokens`
+  /// tokens.
   virtual void pretend(int sequence, std::uint32_t tokens) = 0;
 };
 

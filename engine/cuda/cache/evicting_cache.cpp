@@ -24,7 +24,7 @@ std::unique_ptr<kernels::PolicyKernels> compiled(const CudaDecoderOptions& optio
   return std::make_unique<kernels::PolicyKernels>(options.entry());
 }
 
-/// The configuration completed with what needs a device.
+/// Adds to the configuration what needs a device: kernels of compiled policies, and weights.
 kernels::KvCacheConfig complete(const DeviceModel& model, const CudaDecoderOptions& options,
                                 const kernels::PolicyKernels* compiled) {
   kernels::KvCacheConfig config = slots_config(model, options);
@@ -179,7 +179,7 @@ class EvictingCache::Step final : public CacheStep {
     const std::uint32_t index = cache_.index_of(layer);
     cache_.slots_.store_in_tiers(index, rows_);
     attention_.attend(index);
-    // computed here, because the keys must still be in their slots
+    // here, because the keys must still be in their slots
     cache_.slots_.compute_features(index, rows_, cache_.attended(to));
   }
   void observe(std::uint32_t layer) const override {

@@ -11,9 +11,9 @@
 
 namespace kvlab {
 
-/// The configuration of the decoder's KvCache, without what needs a device, namely kernels of
-/// compiled policies and weights. Throws std::invalid_argument for caches that cannot be combined
-/// or do not fit.
+/// The configuration of the decoder's KvCache, without the parts that need a device: kernels of
+/// compiled policies, and weights. Throws std::invalid_argument for caches that one decoder cannot
+/// combine, or that do not fit the model.
 kernels::KvCacheConfig slots_config(const DeviceShape& model, const CudaDecoderOptions& options);
 
 class EvictingCache final : public DeviceCache {
@@ -53,7 +53,7 @@ class EvictingCache final : public DeviceCache {
   class Prompt;
   class Step;
   kernels::AttendedRows attended(const LayerOutputs& to) const;
-  /// Completes the arguments of a ring's write.
+  /// Completes the arguments of a write to a ring with RoPE and queries.
   kernels::RopeWriteArgs rotated(std::uint32_t layer, kernels::RopeWriteArgs args) const;
 
   const DeviceModel& model_;

@@ -14,7 +14,7 @@ namespace {
 /// Slots of a sequence: one more than its maximum number of tokens. No token uses the last slot.
 std::uint32_t capacity(const CudaDecoderOptions& options) { return options.slots + 1; }
 
-/// Number of elements between two RoPE tables.
+/// Number of float2 elements from one RoPE table to the next.
 std::size_t rope_stride(const ModelConfig& config, const CudaDecoderOptions& options) {
   return capacity(options) * config.head_size / 2;
 }
@@ -58,8 +58,8 @@ FullCache::FullCache(const DeviceModel& model, const BatchState& batch, CudaDeco
     layer_indices_.push_back(before);
     before += rings_.has(layer) ? 0 : 1;
   }
-  // Slots are not initialized, because slots that were never written are never read. The sanitizer
-  // should report it if they are.
+  // Slots are not initialized, because slots that were never written are never read. If one is read
+  // by mistake, the sanitizer should report it.
   check(cudaMemsetAsync(work_->workspace, 0, kernels::kSignalBytes, stream), "attention");
   const auto slots = static_cast<int>(capacity(options));
   for (std::uint32_t table = 0; table < config_.rope_tables(); ++table) {
@@ -91,8 +91,8 @@ BatchState::Row FullCache::row(std::uint32_t fed) const {
           .length = static_cast<std::int32_t>(idle ? 0 : fed + 1)};
 }
 
-/// Number of tokens of a chunk: as many as fit the buffers, because without eviction chunks make no
-/// difference.
+/// Number of tokens of a chunk: as many as fit into the buffers, because without eviction chunks
+/// make no difference.
 std::uint32_t FullCache::prefill_chunk(int /*sequence*/) const {
   return static_cast<std::uint32_t>(options_.rows());
 }
@@ -101,7 +101,7 @@ std::uint64_t FullCache::live_bytes(int /*sequence*/, std::uint32_t fed) const {
   return model_.cache_bytes(fed);
 }
 
-/// Offset in bytes of a layer's sequence from the start of the cache.
+/// Offset in bytes of a sequence's slots in a layer, from the start of the cache.
 std::size_t FullCache::offset(std::uint32_t layer, int sequence) const {
   const std::size_t at = layer_indices_[layer] * static_cast<std::size_t>(options_.sequences) +
                          static_cast<std::size_t>(sequence);

@@ -9,7 +9,8 @@ using cuda::check;
 
 constexpr std::size_t kHalf = ObserverBranch::kHalf;
 
-/// Layers with few slots are observed together, because each branch costs about 1 µs.
+/// Number of layers that are observed together: several if they have few slots, because each branch
+/// costs about 1 µs.
 std::size_t layers_at_once(const kvlab_cache_view& cache) {
   constexpr std::int64_t kSlots = 1 << 17;
   const std::int64_t slots = std::int64_t{cache.sequences} * cache.kv_heads * cache.max_slots;
@@ -18,9 +19,9 @@ std::size_t layers_at_once(const kvlab_cache_view& cache) {
   return layers;
 }
 
-/// Whether observation runs at the same time as the next layer's attention. (Products of many rows
-/// occupy all multiprocessors, but attention does not.) The logits must be few, because by then
-/// they have left the L2 cache.
+/// Whether observation runs at the same time as the next layer's attention. (It cannot run beside
+/// products of many rows, because these occupy all multiprocessors, but attention does not.) This
+/// pays off only if there are few logits, because by then they have left the L2 cache.
 bool goes_beside_attention(const kvlab_cache_view& cache) {
   return cache.sequences > kernels::kMaxLinearRows && cache.query_heads <= 2 * cache.kv_heads;
 }

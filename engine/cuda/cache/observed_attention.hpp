@@ -1,5 +1,5 @@
-// A step's attention, layer by layer on one stream. Observation runs on a parallel branch, for
-// which only the end of the step waits.
+// A step's attention, layer by layer on one stream. Observation runs on a parallel branch, and only
+// the end of the step waits for it.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +13,9 @@ namespace kvlab {
 
 /// State that the steps of a cache share. Only one step uses it at a time.
 struct ObserverBranch {
-  /// Layers alternate between two halves of the workspaces. Before a half is reused, the stream
-  /// waits until all observations of its last use are made. Such waits are rare, because each takes
-  /// about 1 µs.
+  /// Layers alternate between two halves of the workspaces, kHalf layers at a time. Before a half
+  /// is reused, the stream waits until all observations of its last use are made. Such waits are
+  /// rare, because each takes about 1 µs.
   static constexpr int kHalf = 4;
   static int workspaces(std::size_t layers) {
     return static_cast<int>(std::min<std::size_t>(layers, 2 * kHalf));
@@ -28,15 +28,15 @@ struct ObserverBranch {
 
 class ObservedAttention {
  public:
-  /// `layers`: a step's layers in order, with workspaces that are reused as ObserverBranch says.
-  /// `kernels` and `branch` must outlive this object.
+  /// `layers`: a step's layers in order, with workspaces that are reused as described in
+  /// ObserverBranch. `kernels` and `branch` must outlive this object.
   ObservedAttention(const kernels::EvictionKernels& kernels,
                     std::vector<kernels::EvictingAttentionArgs> layers,
                     const ObserverBranch& branch, cudaStream_t stream);
 
   void attend(std::size_t layer) const;
-  /// Call it after the first launch that follows that attention, because that launch is the most
-  /// urgent one. It may start the observation branch.
+  /// Call it after the first launch that follows the layer's attention, because that launch is the
+  /// most urgent one. It may start the observation branch.
   void observe(std::size_t layer) const;
   /// Ends the step: the stream waits until all layers were observed.
   void join() const;

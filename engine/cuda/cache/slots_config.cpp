@@ -14,7 +14,7 @@ namespace {
 
 static_assert(kMaxDeviceTiers == kernels::kMaxDeviceTiers);
 
-/// Whether a layer without a window, whose tokens a policy may evict, has a soft cap.
+/// Whether a layer without a window has a soft cap. (A policy may evict tokens of such a layer.)
 bool has_softcap(const ModelConfig& config) {
   return std::ranges::any_of(
       config.rows, [](const RowSpec& row) { return row.window == 0 && row.softcap != 0; });

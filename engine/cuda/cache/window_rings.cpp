@@ -23,8 +23,8 @@ std::vector<int> ring_slots(const ModelConfig& config, const CudaDecoderOptions&
   return slots;
 }
 
-/// Number of slots for a prompt's tokens while they go through a layer, and for the older tokens
-/// that the first of them sees.
+/// Number of slots for a prompt's tokens while they go through a layer, including slots for the
+/// older tokens that the first of them sees.
 int prompt_slots(const ModelConfig& config, const CudaDecoderOptions& options) {
   const auto slots = ring_slots(config, options);
   const int most = std::ranges::max(slots);

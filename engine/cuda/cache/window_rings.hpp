@@ -1,5 +1,5 @@
 // The caches of layers with a sliding window. Each KV head has a ring with as many slots as the
-// window; token t is in slot t modulo that number. Policies do not act on them.
+// window has tokens. Token t is in slot t modulo that number. Policies do not act on these layers.
 #pragma once
 
 #include "engine/cuda/cache/device_cache.hpp"
@@ -45,7 +45,7 @@ class WindowRings {
   };
   struct Work {
     Work(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options);
-    std::byte *keys, *values;    // [kv_head, slot, dim]: a prompt's, after older tokens
+    std::byte *keys, *values;    // [kv_head, slot, dim]: older tokens, then the prompt's
     std::int32_t *iota, *zeros;  // [slot], [row]
     std::byte* workspace;
   };

@@ -23,9 +23,9 @@ class DeviceLayers {
   }
 
   void embed(const std::int32_t* ids, int rows, float* x);
-  /// Computes queries, keys and values of norm(x), rotates them, and writes them to the cache.
-  /// `write` comes from the cache and says where to write; its other arguments are set here. `to`:
-  /// where to store what a capture needs.
+  /// Computes queries, keys and values of norm(x), rotates them, and writes them to the cache. The
+  /// cache makes `write`, which says where to write; its other arguments are set here. `to`: where
+  /// to store what a capture needs.
   void qkv(std::uint32_t layer, int rows, const float* x, const LayerOutputs& to,
            kernels::RopeWriteArgs write);
   /// x += output projection of the attention outputs. If the model has a norm after attention, the
@@ -56,11 +56,11 @@ class DeviceLayers {
     kernels::Routes routes{};
   };
 
-  /// Whether there are so few rows that reading the weights takes most of the time and tensor cores
-  /// do not help.
+  /// Whether there are so few rows that reading the weights takes most of the time, so that tensor
+  /// cores would not help.
   bool is_few(int rows) const;
   const DeviceLayer& weights(std::uint32_t layer) const { return model_.weights().layers[layer]; }
-  /// gated() and down() of layers with experts.
+  /// gated() and down() for layers with experts.
   void gated_experts(const DeviceLayer& w, int rows, const float* x);
   void down_experts(const DeviceLayer& w, int rows, float* x);
   kernels::ExpertProductArgs expert_product(const DeviceMatrix& matrix, int rows) const;
@@ -72,8 +72,8 @@ class DeviceLayers {
   kernels::LinearArgs few(const DeviceMatrix& matrix, const void* x, int rows) const;
   kernels::LinearArgs few_normed(const DeviceMatrix& matrix, const void* gamma, const float* x,
                                  int rows);
-  /// The norm of x, in memory that the next call reuses. If there is no norm, x rounded to the
-  /// model's dtype.
+  /// The norm of x, in memory that the next call reuses. If there is no norm, returns x rounded to
+  /// the model's dtype.
   const std::byte* normed(const void* gamma, const float* x, int rows);
   kernels::Norm norm_of(const void* gamma) const {
     return {gamma, config_.norm_epsilon, config_.norm_offset};

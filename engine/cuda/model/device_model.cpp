@@ -95,7 +95,8 @@ class Upload {
   std::vector<std::byte> narrow_, gathered_;
 };
 
-/// Throws if a value is not finite, and names the first tensor with one.
+/// Throws std::runtime_error if a value is not finite, and names the first tensor with such a
+/// value.
 void check_finite(const TensorReader& tensors, const WeightPlan& plan, Dtype dtype,
                   const std::byte* base) {
   const std::size_t count = plan.parts.size();
@@ -115,7 +116,7 @@ void check_finite(const TensorReader& tensors, const WeightPlan& plan, Dtype dty
                             fmt::format(" in {}", torch_name(dtype)));
 }
 
-/// Allocates memory for the weights. Throws if it does not fit.
+/// Allocates memory for the weights. Throws std::runtime_error if they do not fit.
 cuda::DeviceBuffer allocate(const ModelConfig& config, Dtype dtype, std::size_t bytes) {
   const cuda::MemoryInfo memory = cuda::memory_info();
   if (bytes > memory.free)

@@ -54,8 +54,8 @@ class DeviceShape {
   kernels::Type type() const { return kernel_type(dtype_); }
   /// Bytes of one token's key, or value, in one head.
   std::size_t key_bytes() const { return config_.head_size * bytes_of(dtype_); }
-  /// Bytes of the keys and values of `tokens` tokens over all layers and KV heads. Layers with a
-  /// window count at most the window.
+  /// Bytes of the keys and values of `tokens` tokens over all layers and KV heads. In a layer with
+  /// a window, at most as many tokens as the window are counted.
   std::uint64_t cache_bytes(std::uint64_t tokens) const;
   /// The shape of a layer's attention over a cache [sequence, kv_head, slot, dim] with `slots`
   /// slots for each head.
@@ -78,7 +78,8 @@ class DeviceModel : public DeviceShape {
   /// Throws std::runtime_error as Model::load does, if the kernels do not support the shape, and if
   /// there is too little device memory (the message says what would fit).
   static DeviceModel load(const std::filesystem::path& directory, std::optional<Dtype> dtype = {});
-  /// Makes random weights on the device, as for initialization, for benchmarks at real shapes.
+  /// Makes random weights on the device, distributed as in an untrained model, for benchmarks at
+  /// real shapes.
   static DeviceModel random(ModelConfig config, std::uint64_t seed = 0);
 
   /// The output projections. They are read back from the device on the first call. Not thread-safe.

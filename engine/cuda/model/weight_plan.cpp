@@ -96,7 +96,7 @@ class Planner {
     layer.down = stacked(mlp + "experts.down_proj", width, hidden, false);
   }
 
-  /// A tensor [expert, input, output] and its biases. in_turns: the outputs of gate and up
+  /// Plans a tensor [expert, input, output] and its biases. `in_turns`: the outputs of gate and up
   /// alternate.
   DeviceMatrix stacked(const std::string& name, std::size_t inputs, std::size_t outputs,
                        bool in_turns) {
@@ -119,7 +119,7 @@ class Planner {
     return of_experts(matrix);
   }
 
-  /// Reorders the first rows of a tensor (of queries or keys) for RoPE.
+  /// Reorders the first `rows` rows of a tensor of queries or keys for RoPE; see turned_row().
   void turn(WeightPart& part, std::size_t rows) const {
     if (config_.rotated == config_.head_size) return;
     part.columns = config_.hidden;

@@ -1,4 +1,4 @@
-// Which tensors a model has, and where each is in the block of device memory.
+// Plans which tensors a model has, and where each is in the block of device memory.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@ namespace kvlab {
 
 enum class Initial { normal, ones, zeros };  ///< how random weights are initialised
 
-/// Where a row's elements are in a checkpoint's tensor: the first element, and the distance between
-/// elements.
+/// Where a row's elements are in a checkpoint's tensor: the index of the first element, and the
+/// distance between elements.
 struct RowSource {
   std::size_t first, step;
 };
@@ -23,8 +23,8 @@ struct WeightPart {
   std::vector<std::size_t> shape;
   Initial initial;
   std::size_t offset;  ///< in bytes
-  /// Where each row is in the checkpoint, if rows have another order there; null: the order is the
-  /// same.
+  /// Where each row is in the checkpoint, if its rows have another order or layout; null: row after
+  /// row, as in the plan.
   std::function<RowSource(std::size_t row)> source = {};
   std::size_t columns = 0;  ///< columns of such a row
 
