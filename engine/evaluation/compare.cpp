@@ -18,8 +18,8 @@ namespace {
 
 using nlohmann::ordered_json;
 
-/// Names for the runs: those of their folders, with a number if two are equal. They do not contain
-/// ':' or '=', which separate parameters.
+/// Names of the runs: those of their folders, with a number added if two names are equal. ':' and
+/// '=' are replaced, because they separate parameters.
 std::vector<std::string> names_of(const std::vector<ScoreSet>& sets) {
   std::vector<std::string> names;
   for (const ScoreSet& set : sets) {

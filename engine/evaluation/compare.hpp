@@ -21,7 +21,7 @@ struct ComparedRow {
 /// "0.010 (-0.002, 0.022), not significant".
 std::string compared_text(const std::optional<Difference>& difference);
 
-/// A comparison of several runs. Nothing is averaged over models.
+/// A comparison of several runs. Results of different models are not averaged.
 struct Comparison {
   ScoreSet together;  ///< the rows of all runs; a series' parameters contain the name of its run
   std::vector<std::string> names;  ///< names of the runs, all different
@@ -31,8 +31,9 @@ struct Comparison {
   std::vector<std::vector<Recommendation>> recommendations = {};  ///< [run][budget]
 };
 
-/// `metric`: empty for the metric by which all of them decide. Throws std::invalid_argument if
-/// there are fewer than two sets, if they are of different kinds, or if not all have the metric.
+/// If `metric` is empty, uses the deciding metric of the first set whose deciding metric all sets
+/// have, or else the first metric that all have. Throws std::invalid_argument if there are fewer
+/// than two sets, if they are of different kinds, or if not all have the metric.
 Comparison compare(std::vector<ScoreSet> sets, const std::string& metric);
 
 /// What `kvlab compare --json` prints.

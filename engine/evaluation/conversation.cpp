@@ -175,8 +175,8 @@ std::string TextStream::add(std::int32_t id) {
   return take_utf8(pending_, false);
 }
 
-/// Keeps only the last `length` ids. Otherwise the whole text would be decoded for each token,
-/// which takes quadratic time.
+/// Keeps only the last `length` ids. If the window grew with the text, the whole text would be
+/// decoded for each token, which takes quadratic time.
 void TextStream::shorten(std::size_t length) {
   if (window_.size() > length)
     window_.erase(window_.begin(), window_.end() - static_cast<std::ptrdiff_t>(length));

@@ -18,8 +18,8 @@
 
 namespace kvlab {
 /// Encodes the first text of a sequence, with the special tokens that the tokenizer adds, and
-/// returns the first `most` ids. A special token with which the text already begins is not added
-/// again.
+/// returns the first `most` ids. If the text already begins with some of these special tokens, they
+/// are not added again.
 std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, std::string_view text,
                                         std::size_t most = std::numeric_limits<std::size_t>::max());
 
@@ -54,9 +54,9 @@ class Conversation {
   Conversation(SequenceDecoder& decoder, const ModelConfig& config, const Tokenizer& tokenizer,
                SamplingOptions sampling);
 
-  /// Feeds the last token of the previous answer, which was sampled but not fed, and then a prompt.
-  /// Then samples at most `max_new_tokens` tokens. `on_text` is called with the answer piece by
-  /// piece.
+  /// Feeds the last token of the previous answer, which was sampled but not fed, and then the
+  /// prompt. Then samples at most `max_new_tokens` tokens. `on_text` is called with the answer
+  /// piece by piece.
   Answer ask(std::span<const std::int32_t> prompt, std::uint32_t max_new_tokens,
              const std::function<void(const std::string&)>& on_text);
 
@@ -82,7 +82,7 @@ std::uint32_t needed_positions(const ResolvedConfig& cache, std::uint32_t longes
                                std::uint32_t length);
 
 /// Advice for the two functions below: cache settings with which a sequence of any length stays
-/// within the trained context.
+/// within the context that the model was trained on.
 std::string cache_positions_advice(const ModelConfig& config);
 
 /// Throws std::invalid_argument if the prompts alone need more positions than the model was trained
@@ -90,7 +90,8 @@ std::string cache_positions_advice(const ModelConfig& config);
 void refuse_beyond_context(const ModelConfig& config, std::uint32_t positions,
                            const std::string& advice = "");
 
-/// A warning before decoding over this many positions; "" if there is nothing to warn of.
+/// A warning before decoding over this many positions; empty if they are within the trained
+/// context.
 std::string context_warning(const ModelConfig& config, std::uint32_t positions,
                             const std::string& advice = "");
 

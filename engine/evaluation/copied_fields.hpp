@@ -1,4 +1,4 @@
-// Copies fields of untrusted result files to pages. A table of fields says what each must be.
+// Copies fields of untrusted result files to pages. A table lists the fields and their kinds.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -19,7 +19,7 @@ struct CopiedField {
   FieldKind kind;
 };
 
-/// The fields under the same keys. Throws std::runtime_error if one is not of its kind.
+/// Returns the fields under the same keys. Throws std::runtime_error if a field is not of its kind.
 nlohmann::ordered_json copied(const JsonFields& from, std::span<const CopiedField> fields);
 /// Copies the same fields of each object of a list.
 nlohmann::ordered_json copied(const std::vector<JsonFields>& from,

@@ -56,9 +56,9 @@ class LayerAttention {
             .sinks = row.sinks};
   }
 
-  /// Appends a prompt of more than one token to all caches. All caches see the same tokens in 16
-  /// bit, so the first one attends for all of them. Writes its outputs to `out` [token,
-  /// query_heads, dim].
+  /// Appends a prompt of more than one token to all caches. No cache quantizes any of its tokens
+  /// before all its queries have attended, so all caches see the same tokens, and the first one
+  /// attends for all of them. Writes the outputs to `out` [token, query_heads, dim].
   void append_prompt(std::deque<LayerCache>& caches, std::uint32_t tokens, float* out) const {
     parallel_for(model_.kv_heads, threads_, [&](std::size_t h) {
       const HeadAppend append = caches.front().head_append(rows(0, tokens, out), h);
@@ -80,7 +80,7 @@ class LayerAttention {
     });
   }
 
-  /// Takes a cache through the configuration's appends from token `first` on.
+  /// Runs the configuration's appends, from token `first` on, with one cache.
   void run(LayerCache& cache, const ResolvedConfig& config, std::uint32_t first, float* out) const {
     const std::vector<Append> appends = appends_from(config, first);
     if (cache.evicts_together()) {
@@ -132,8 +132,9 @@ class LayerAttention {
   unsigned threads_;
 };
 
-/// Configurations that append the prompt at once see exactly the same prompt in every layer. The
-/// first of them, the base, has rows of all tokens; the others have rows of decoded tokens only.
+/// Configurations that append the prompt at once have exactly the same hidden states for the prompt
+/// in every layer. The first of them, the base, has rows of all tokens; the others have rows of
+/// decoded tokens only.
 class LayerEvaluation {
  public:
   LayerEvaluation(const Model& model, std::span<const std::int32_t> ids,
@@ -189,8 +190,8 @@ class LayerEvaluation {
     if (options_.progress) options_.progress(done_ / (each * static_cast<double>(configs_.size())));
   }
 
-  /// A prompt of one token does not count, because it may be quantized at once like a decoded
-  /// token.
+  /// Whether a configuration appends the prompt at once. A prompt of one token does not count,
+  /// because it may be quantized immediately, like a decoded token.
   bool appends_at_once(std::size_t c) const {
     return range_.prompt > 1 && appends_prompt_at_once(configs_[c], range_);
   }
@@ -216,7 +217,7 @@ class LayerEvaluation {
   LayerAttention attention(std::uint32_t layer) const {
     return {model_.config(), layer, p_, ropes_[layer], options_.threads};
   }
-  /// Adds the empty caches of a configuration, to which the prompt in p_ is shown.
+  /// Shows the prompt in p_ to a configuration's policy, and adds the configuration's empty caches.
   void add(std::deque<LayerCache>& caches, std::uint32_t layer, std::size_t c) const {
     show(layer, c);
     caches.emplace_back(configs_[c], attention(layer).shape_of(configs_[c]), shape_.kv_heads, layer,
@@ -232,8 +233,8 @@ class LayerEvaluation {
     finish_layer(layer, c, peak_bytes(c, layer, own.front()), output);
   }
 
-  /// Runs the next layer of the configurations alike_. After the prompt, which they share, p_
-  /// contains the decoded rows of each configuration in turn.
+  /// Runs the next layer of the configurations alike_. They share the rows of the prompt in p_. For
+  /// each configuration in turn, its rows of decoded tokens follow there.
   void next_layer_alike(std::uint32_t layer) {
     project(layer, alike_[0]);
     std::vector<float> output(output_floats());
@@ -261,7 +262,8 @@ class LayerEvaluation {
     return bytes;
   }
 
-  /// Shows the prompt's rows to a policy that reads rows. Such policies append the prompt at once.
+  /// Shows the prompt's queries, keys and values to a policy that reads them. Such policies append
+  /// the prompt at once.
   void show(std::uint32_t layer, std::size_t c) const {
     const PolicyEntry& policy = *configs_[c].policy.entry;
     const RowSpec& row = model_.config().rows[layer];
@@ -351,8 +353,8 @@ class LayerEvaluation {
 constexpr std::uint32_t kBlock = 256;      // tokens whose logits are in memory at once
 constexpr std::uint32_t kMaxBlock = 8192;  // limit, if a prompt's chunks need more
 
-/// How many tokens of a prompt to feed at once, so that every configuration appends the prompt as
-/// if it were fed as a whole; 0: all.
+/// How many tokens of a prompt to feed at once, so that every configuration appends them as if the
+/// prompt were fed as a whole; 0: all.
 std::uint32_t prompt_block(std::span<const CacheConfig> configs) {
   std::uint64_t block = 1;
   for (const CacheConfig& config : configs) {

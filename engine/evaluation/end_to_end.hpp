@@ -1,7 +1,7 @@
 // The end-to-end evaluation on the CPU, teacher-forced, layer by layer. For each layer it computes
-// the q, k and v of all tokens by large products, then attention under the policy by the replay's
-// code, then the next layer. The result is bit-identical to that of the CPU decoder, which goes
-// token by token.
+// q, k and v of all tokens by large products, then attention under the policy with the replay's
+// code, and then the hidden states for the next layer. The results are equal, bit for bit, to those
+// of the CPU decoder, which works token by token.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ struct TokenScores {
 };
 
 struct SequenceOptions {
-  std::uint32_t prompt_tokens = 0;    ///< length of the prompt, which is appended as each
-                                      ///< configuration's prefill says
+  std::uint32_t prompt_tokens = 0;    ///< length of the prompt, which is appended in each
+                                      ///< configuration's prefill mode
   Queries queries = Queries::decode;  ///< the queries whose predictions are scored
   std::uint32_t sequence = 0;
   unsigned threads = 1;
@@ -46,8 +46,8 @@ struct ScoredRange {
 };
 ScoredRange scored_range(std::uint32_t tokens, const SequenceOptions& options);
 
-/// Whether the whole prompt is one append. Then its rows are those of the full cache under any
-/// policy. False if there is no prompt.
+/// Whether the whole prompt is one append. If so, the hidden states of its tokens are those of the
+/// full cache under any policy. False if there is no prompt.
 inline bool appends_prompt_at_once(const ResolvedConfig& config, const ScoredRange& range) {
   const Append& first = config.appends.front();
   return first.ends_prompt && first.tokens == range.prompt;
@@ -56,17 +56,18 @@ inline bool appends_prompt_at_once(const ResolvedConfig& config, const ScoredRan
 /// The segments of a sequence: a prompt, then decoded tokens.
 std::vector<Segment> segments_of(std::uint32_t tokens, std::uint32_t prompt);
 
-/// Runs `ids` under every configuration, sharing layer 0 among them. Throws std::invalid_argument
-/// if no token is scored or protected tokens do not fit a budget.
+/// Runs `ids` under every configuration; layer 0's queries, keys and values are computed once for
+/// all. Throws std::invalid_argument if no token is scored, or if protected tokens do not fit a
+/// budget.
 std::vector<TokenScores> evaluate_by_layers(const Model& model, std::span<const std::int32_t> ids,
                                             std::span<const CacheConfig> configs,
                                             const SequenceOptions& options);
 
-// The end-to-end evaluation token by token, teacher-forced, with a device's decoders. Every
-// configuration runs at the same time as the full cache.
+// The end-to-end evaluation token by token, teacher-forced, with a device's decoders. All
+// configurations run at the same time as the full cache.
 
-/// Like evaluate_by_layers(), with decoders of `backend`. The prompt is appended as each
-/// configuration's prefill says, and every other token separately. Bytes are in the device's dtype.
+/// Like evaluate_by_layers(), with decoders of `backend`. The prompt is appended in each
+/// configuration's prefill mode, and every other token separately. Bytes are in the device's dtype.
 std::vector<TokenScores> evaluate_by_tokens(Backend& backend, std::span<const std::int32_t> ids,
                                             std::span<const CacheConfig> configs,
                                             const SequenceOptions& options);

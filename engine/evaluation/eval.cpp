@@ -35,7 +35,8 @@ SequenceOptions sequence_options(const EvalOptions& options, std::size_t sequenc
           .against_first = options.against_full};
 }
 
-/// Throws std::invalid_argument that names the text if nothing of the sequence would be scored.
+/// Throws std::invalid_argument that names the text if none of the sequence's tokens would be
+/// scored.
 void check_scored(const Ids& ids, std::size_t text, const EvalOptions& options) {
   const std::string name =
       text < options.names.size() ? options.names[text] : fmt::format("{}", text + 1);
@@ -49,8 +50,8 @@ void check_scored(const Ids& ids, std::size_t text, const EvalOptions& options) 
   }
 }
 
-/// Cuts texts into sequences. Each begins with the tokenizer's special tokens; if the text itself
-/// begins with them, they are not added again.
+/// Cuts texts into sequences. Each sequence begins with the tokenizer's special tokens. If the text
+/// itself begins with them, they are not added again.
 Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
                        const EvalOptions& options) {
   const std::size_t first = options.before.size();

@@ -43,9 +43,10 @@ SweepRunner layer_sweep_runner(const Model& model);
 /// A runner that uses evaluate_by_tokens. `backend` must outlive it.
 SweepRunner token_sweep_runner(Backend& backend);
 
-/// Scores `configs` over texts, given as token ids without special tokens. If `full` is requested
-/// and missing, it is added as the first configuration. Throws std::invalid_argument; if nothing of
-/// a text would be scored, it does so before any text is run.
+/// Scores `configs` over texts, given as token ids without special tokens. If the full cache is
+/// requested (against_full) and missing, it is added as the first configuration. Throws
+/// std::invalid_argument for options that do not fit the texts. If no token of a text would be
+/// scored, it throws before any text is run.
 Evaluation evaluate(const ModelConfig& config, const SweepRunner& run_sweep,
                     const std::vector<std::vector<std::int32_t>>& texts,
                     std::vector<CacheConfig> configs, const EvalOptions& options);

@@ -38,7 +38,7 @@ PolicySpec policy_from(const PolicyJson& file, const CompiledPolicies& compiled)
   return policy;
 }
 
-/// The compiled policy of the file, if the policy is not one of kvlab's.
+/// The compiled policy of the file; empty if the policy is one of kvlab's.
 CompiledPolicies source_of(const PolicyJson& file, const CompiledPolicies& compiled) {
   CompiledPolicies own;
   if (file.source)
@@ -69,7 +69,7 @@ PolicyFile file_from(PolicyJson file, const CompiledPolicies& compiled) {
           .run = std::move(file.run)};
 }
 
-/// The modifiers that the command line would show.
+/// The modifiers that the policy's text on the command line would contain.
 nlohmann::ordered_json modifiers_json(const PolicySpec& policy) {
   nlohmann::ordered_json object = nlohmann::ordered_json::object();
   for (const auto& [name, value] :
@@ -84,7 +84,7 @@ nlohmann::ordered_json modifiers_json(const PolicySpec& policy) {
   return object;
 }
 
-/// A protection in policy.json: tokens as a number, a share as text.
+/// The value of `sinks` or `recent` in policy.json: a number for tokens, a text for a share.
 json protected_json(Extent extent) {
   if (!extent.is_share) return extent.tokens;
   return fmt::format("{}%", extent.share_ppm / 1e4);

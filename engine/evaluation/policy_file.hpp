@@ -12,18 +12,19 @@ namespace kvlab {
 struct PolicyFile {
   CacheConfig cache;                ///< with a budget in tokens
   std::string model, weights_xxh3;  ///< the model that it was chosen on
-  nlohmann::json run;  ///< evidence for people to read: hash of the run, metric, scores, what does
-                       ///< not differ significantly
+  nlohmann::json run;  ///< evidence for people to read: hash of the run, metric, scores, and the
+                       ///< policies that do not differ significantly
 };
 
 /// Reads a policy file. `compiled`: the policies of --policy-source. Throws std::runtime_error that
-/// names the file and key: not valid, a later format, an unknown key or policy, protected tokens
-/// that do not fit a budget, a reserved word, an oracle or `full`, a policy that was compiled from
-/// a different source.
+/// names the file and the key if the file is not valid, has a later format, an unknown key or
+/// policy, protected tokens that do not fit a budget, or a reserved word, if its policy is an
+/// oracle or `full`, or if the policy was compiled from a different source.
 PolicyFile read_policy_file(const std::filesystem::path& path,
                             const CompiledPolicies& compiled = {});
 
-/// Writes a policy file, first to a temporary file that is then renamed. Throws std::runtime_error.
+/// Writes a policy file: first a temporary file, which is then renamed. Throws std::runtime_error
+/// if the file cannot be written.
 void write_policy_file(const std::filesystem::path& path, const PolicyFile& file);
 
 /// Throws std::runtime_error if the file has budgets by head that do not fit the model's shape.

@@ -46,7 +46,7 @@ void refuse_reserved_and_unknown(const JsonFields& fields) {
   }
 }
 
-/// A protection or modifier as text of the command line: 4, "50%", yes.
+/// The value of a protection or modifier as command-line text: 4, "50%", yes.
 std::string setting_text(const JsonFields& fields, const std::string& key) {
   const json& value = fields.any(key);
   if (value.is_number_unsigned()) return fmt::format("{}", value.get<std::uint64_t>());
@@ -96,7 +96,8 @@ Budget budget_from(const JsonFields& top) {
   if (!budget.is_string()) return budget_from_json(budget, top.where() + ": budget");
   const Budget split = parse_budget(budget.get<std::string>());
   if (split.split == Budget::Split::even && split.bytes == 0)
-    fail(top, "budget should be tokens, a list of them, or such as \"64KiB\", \"pyramid(128)\"");
+    fail(top,
+         "budget should be tokens, a list of them, or text such as \"64KiB\" or \"pyramid(128)\"");
   return split;
 }
 

@@ -1,6 +1,6 @@
-// The one reader of policy.json, for the command and for the C library. It knows no policies: which
-// ones there are, what their parameters may be and what budgets they need is for its users to
-// check.
+// The only reader of policy.json, for the command line and for the C library. It has no list of
+// policies: its users check whether the policy exists, whether its parameters are in range, and
+// whether the budget suffices.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -30,7 +30,8 @@ struct PolicyJson {
   std::string feature;                                 ///< parameter `name`; empty: not given
   Extent sinks, recent;
   bool prompt = false;  ///< as in PolicySpec
-  /// Names and values as set_modifier() takes them. Others have the policy's default.
+  /// Names and values as set_modifier() takes them. Modifiers that are missing keep the policy's
+  /// default.
   std::vector<std::pair<std::string, std::string>> modifiers;
   std::string tiers;   ///< a tier plan; empty: 16 bit
   std::string centre;  ///< how keys are centred; empty: none
@@ -43,16 +44,17 @@ struct PolicyJson {
   std::string model, weights_xxh3;
   nlohmann::json run;  ///< null if not given
 
-  /// The values of the policy's parameters, in the order of `names`. Throws std::runtime_error
-  /// unless the file has exactly these, and a feature's name if the policy takes one.
+  /// Returns the values of the policy's parameters, in the order of `names`. Throws
+  /// std::runtime_error unless the file has exactly these parameters, and a feature's name if the
+  /// policy takes one.
   std::vector<double> params_of(std::span<const std::string_view> names, bool takes_feature) const;
-  /// Throws std::runtime_error: FILE: WHAT.
+  /// Throws std::runtime_error with the message `FILE: WHAT`.
   [[noreturn]] void fail(std::string_view what) const;
 };
 
 /// Parses the text of a policy.json. `path` names the file in errors. Throws std::runtime_error
-/// that names the file and the key: a later format, an unknown or reserved key, a missing key, a
-/// value of another type. Reads the key names of version 0.5, too.
+/// that names the file and the key for a later format, an unknown or reserved key, a missing key,
+/// and a value of the wrong type. Also reads the key names of version 0.5.
 PolicyJson parse_policy_json(std::string_view text, const std::string& path);
 
 }  // namespace kvlab

@@ -74,14 +74,14 @@ ScoreSet scores_of_run(const std::filesystem::path& folder) {
     const auto [place, added] =
         places.try_emplace(trace.weights_xxh3 + trace.model, set.groups.size());
     if (added) set.groups.push_back({trace.model, {}});
-    row.trace += " " + trace.hash;  // the hash pairs rows of one sequence, whatever its name
+    row.trace += " " + trace.hash;  // rows of one sequence are paired by the hash
     set.groups[place->second].rows.push_back(std::move(row));
   }
   set.metrics = present(all_metrics(), run.rows);
   return set;
 }
 
-/// Adds the recommendations of eval.json, with the series of each candidate.
+/// Adds the recommendations of eval.json, each with the series of its candidates.
 void add_recommendations(ScoreSet& set, const JsonFields& fields) {
   std::vector<Series> configurations;
   for (const JsonFields& one : fields.objects("configurations"))
@@ -138,7 +138,7 @@ ScoreSet scores_of_eval(const std::filesystem::path& folder) {
   return set;
 }
 
-/// The number in "64" or "20%", which is the position of the budget on an axis.
+/// The number in "64" or "20%", which is the budget's position on an axis.
 std::uint32_t number_in(const std::string& text) {
   std::uint32_t number = 0;
   const std::size_t first = std::min(text.find_first_of("0123456789"), text.size());
@@ -146,7 +146,7 @@ std::uint32_t number_in(const std::string& text) {
   return std::max(number, 1u);
 }
 
-/// The key of a row of task.csv or answers.csv: configuration, mode, length, depth.
+/// The key of a row of task.csv or answers.csv, made of configuration, mode, length and depth.
 std::string task_key(const CsvRecord& record, const std::string& words, const std::string& depth,
                      std::string_view metric) {
   std::string key = fmt::format("{},{},{}", words, depth, metric);
@@ -155,9 +155,9 @@ std::string task_key(const CsvRecord& record, const std::string& words, const st
   return key;
 }
 
-/// The answer to each sample, by task_key(): at every length and depth, and over all of them.
-/// Metrics are compared in pairs by these answers. All configurations have the samples in the same
-/// order.
+/// The score of each sample's answer, [task_key()], for every length and depth and over all of
+/// them. Metrics are compared in pairs by these scores. All configurations have the samples in the
+/// same order.
 std::map<std::string, std::vector<double>> answers_in(const std::filesystem::path& folder) {
   std::map<std::string, std::vector<double>> answers;
   const std::string file = (folder / "answers.csv").string();
@@ -222,7 +222,7 @@ std::optional<std::size_t> find_series(const MetricTable& metric_table, const Se
   return std::nullopt;
 }
 
-/// The tables of the recommendations that an evaluation stored.
+/// The tables of the recommendations that are stored in an evaluation's results.
 RankedTables decided_tables(const ScoreSet& set, const MetricTable& metric_table) {
   RankedTables tables;
   for (std::size_t b = 0; b < set.recommended.size(); ++b) {
@@ -239,7 +239,8 @@ RankedTables decided_tables(const ScoreSet& set, const MetricTable& metric_table
   return tables;
 }
 
-/// The policies that evict, and the oracles that are meaningful for the metric.
+/// The series that a figure of the metric shows: the policies that evict, and the oracles that are
+/// meaningful for the metric.
 std::vector<std::size_t> drawn_for(const MetricTable& metric_table, const MetricInfo& metric) {
   std::vector<std::size_t> drawn;
   for (std::size_t s = 0; s < metric_table.series().size(); ++s)

@@ -21,11 +21,11 @@ struct ScoreSet {
   std::string name;  ///< name of the folder
   std::vector<SequenceGroup> groups;
   std::vector<MetricInfo> metrics;
-  std::string headline;   ///< the metric that decides
+  std::string headline;   ///< the metric by which policies are ranked
   std::string sequences;  ///< what it was measured on, for people to read
   std::string note;       ///< for example "offline replay"
-  /// The recommendations that an evaluation stored, and the series of each candidate; empty if
-  /// recommendations_for() computes them.
+  /// The recommendations that an evaluation stored, and the series of each candidate. Empty if
+  /// there are none; recommendations_for() then computes recommendations.
   std::vector<Recommendation> recommendations = {};
   std::vector<std::vector<Series>> recommended = {};
 };

@@ -30,7 +30,7 @@ Values ranks_of(std::span<const double> values) {
   return ranks;
 }
 
-/// Resamples of `count` items with replacement. They are the same in each run.
+/// Resamples of `count` items with replacement. They are the same in each run of the program.
 class Resamples {
  public:
   explicit Resamples(std::size_t count) : items_(count) {}

@@ -24,8 +24,8 @@ struct Spread {
 Spread spread_of(std::span<const double> values);
 
 /// The 95% bootstrap interval of `statistic` over items [0, count): percentiles of its finite
-/// values over resamples with replacement. NaN for fewer than two items, or if it is never finite.
-/// The resamples are the same in each call.
+/// values over resamples with replacement. NaN if there are fewer than two items, or if the
+/// statistic is never finite. The resamples are the same in each call.
 Interval bootstrap(std::size_t count,
                    const std::function<double(std::span<const std::size_t>)>& statistic);
 

@@ -36,7 +36,7 @@ struct WatchedHead {
   std::map<std::uint32_t, std::vector<std::uint32_t>> victims;  // [now]: positions of the victims
 };
 
-/// The first eviction in which a free-running replay of one head differs, if any.
+/// Finds the first eviction in which a free-running replay of one head differs from the engine.
 class FreeRun {
  public:
   FreeRun(const WatchedHead& head, std::uint32_t layer, std::uint32_t kv_head)
@@ -51,8 +51,8 @@ class FreeRun {
     keys_ = live.eviction_keys(now);
   }
 
-  /// Compares the tokens evicted since then with the engine's victims. Under a tier plan these are
-  /// not just the first by rank.
+  /// Compares the tokens that were evicted since compare() with the engine's victims. Under a tier
+  /// plan, the tokens evicted are not always those of the lowest rank.
   void settle(const LiveSet& live) {
     std::sort(keys_.begin(), keys_.end());
     const EvictionKey* spared = nullptr;  // the token that the engine should have evicted,
@@ -282,7 +282,8 @@ class Verifier::Watch final : public DecoderObserver {
   bool in_prompt_ = false;  // whether the last append was of a prompt
 };
 
-/// Runs the KV heads of a layer freely from `first` on, query by query.
+/// Runs KV heads first to first + count - 1 of a layer freely, over all queries. Returns for each
+/// head where it differs from the engine first.
 std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& rope,
                                                               std::uint32_t layer,
                                                               std::uint32_t first,
@@ -374,7 +375,7 @@ VerifyReport verify_decoder(Backend& backend, const ResolvedConfig& cache,
   for (const VerifyTurn& turn : turns)
     tokens += static_cast<std::uint32_t>(turn.prompt.size()) + turn.decode_tokens;
   const auto decoder = backend.watched_decoder(cache, tokens, verifier.observer());
-  // A decoder without an observer, which may use different kernels than a watched one.
+  // A decoder without an observer, because it may use other kernels than a watched decoder.
   const auto alone = options.reference ? backend.decoder(cache, tokens) : nullptr;
   const auto feed = [&](std::span<const std::int32_t> ids, SegmentKind kind) {
     const std::span<const float> logits = decoder->feed(ids, kind);

@@ -18,8 +18,8 @@ namespace kvlab {
 struct Parting {
   std::uint32_t layer, kv_head, now;
   std::uint32_t engine_victim, simulator_victim;  ///< positions
-  /// How close the two victims were: the difference of their ranks over the larger rank, in the
-  /// simulator.
+  /// How close the two victims were in the simulator: the difference of their ranks, divided by the
+  /// larger rank.
   double margin;
 };
 
@@ -27,10 +27,10 @@ struct Parting {
 /// tokens.
 struct OutputCheck {
   std::uint64_t rows = 0;
-  /// Numbers of the layer whose error is the largest share of its tolerance. worst_error: the
-  /// largest error of an element, over the largest sum of p |value| in its row. tolerance: twice
-  /// the error of a plain attention in the decoder's dtype on the same rows, but at least one
-  /// rounding.
+  /// The following numbers are those of the layer whose error is the largest share of its
+  /// tolerance. worst_error: the largest error of an element, divided by the largest sum of p
+  /// |value| in its row. tolerance: twice the error of a plain attention in the decoder's dtype on
+  /// the same rows, but at least one rounding.
   std::uint32_t layer = 0;
   double worst_error = 0, tolerance = 1e-5;
   bool right() const { return worst_error <= tolerance; }
@@ -39,18 +39,20 @@ struct OutputCheck {
 /// Check (e): logits against a forward pass on the CPU over the same tokens and the same live sets.
 struct LogitCheck {
   std::uint64_t rows = 0;  ///< rows compared, of the watched decoder and of one without an observer
-  /// error: relative error over all rows, of the worse of the two decoders. tolerance: three times
-  /// the error of a forward pass that rounds to the decoder's dtype, but at least one rounding.
+  /// error: relative error over all rows, of the decoder whose error is larger. tolerance: three
+  /// times the error of a forward pass that rounds to the decoder's dtype, but at least one
+  /// rounding.
   double error = 0, tolerance = 1e-5;
   bool right() const { return error <= tolerance; }
 };
 
 struct VerifyReport {
-  // Check (a): given the engine's observations, are states and victims the simulator's?
+  // Check (a): given the engine's observations, are its states and victims equal to the
+  // simulator's?
   std::uint64_t appends = 0, evictions = 0;  ///< compared, over all layers and KV heads
   bool identical = true;
   std::string first_difference;  ///< one line; empty if identical
-  // Check (b): are the observations right, compared with float64 over the same live set?
+  // Check (b): are the observations right, compared with float64 over the same live tokens?
   std::uint64_t observations = 0;
   double worst_mass = 0;             ///< largest |mass - float64's| for each query and query head
   std::uint64_t wrong_requests = 0;  ///< tokens with a number of requests that float64 does not
@@ -59,7 +61,8 @@ struct VerifyReport {
   /// worst error of a plain attention in that dtype on the same rows.
   double tolerance = 1e-5;
   bool right() const { return worst_mass <= tolerance && wrong_requests == 0; }
-  // Check (c): given only q and k, where do the simulator and the engine part?
+  // Check (c): given only q and k, where do the evictions of the simulator and the engine differ
+  // first?
   std::uint32_t heads = 0;
   std::vector<Parting> partings;  ///< at most one for each head
   OutputCheck outputs;            ///< (d)
@@ -76,7 +79,7 @@ struct VerifyTurn {
 
 struct VerifyOptions {
   unsigned threads = 1;
-  /// Checks (b) and (d) look at every check_every-th append, (a) and (e) at all.
+  /// Checks (b) and (d) look at every check_every-th append, (a) and (e) at all of them.
   std::uint32_t check_every = 1;
   /// The layers that checks (b), (c) and (d) look at; empty: all.
   std::vector<std::uint32_t> layers = {};

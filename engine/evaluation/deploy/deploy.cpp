@@ -181,8 +181,8 @@ constexpr double kEnough = 0.8;  // share of the questions that the full cache m
 constexpr std::size_t kMaxEvaluated = 12,
                       kMaxEvaluatedNear = 9;  // maximum number of finalists that answer all
                                               // questions; kMaxEvaluatedNear of them are near in KL
-// Costs relative to the prompt: that of a cache after the prompt, and that of asking again to get
-// the whole answer.
+// Estimated work relative to that of appending the prompt: kCacheWork for answering with one cache,
+// kAgainWork for appending prompts again for answers that are not decided at first.
 constexpr double kCacheWork = 0.15, kAgainWork = 0.3;
 constexpr double kTokensOfWord = 1.4;
 
@@ -225,7 +225,8 @@ class FinalistEvaluator {
 
   static std::uint32_t first_round_samples(std::uint32_t samples) { return (samples + 3) / 4; }
 
-  /// The first length at which the full cache answers four of five questions; 0 if there is none.
+  /// The longest length tried at which the full cache answers four of five questions; 0 if there is
+  /// none.
   std::uint32_t length_of(const TaskSpec& task, std::uint32_t most) {
     for (std::uint32_t words = most; words >= std::min(kMinWords, most) && words > 0; words /= 2) {
       std::vector<bool> full;
@@ -237,7 +238,7 @@ class FinalistEvaluator {
 
  private:
   /// The finalists that answer the remaining questions: the one with the lowest KL, and those with
-  /// the best task accuracy, most of which are near in KL.
+  /// the best task accuracy. Most of them have to be near the lowest KL.
   std::vector<std::size_t> finalists_that_continue(
       const std::vector<TaskAccuracy>& evaluated) const {
     std::vector<std::size_t> others(finalists_.size() - 1), chosen{0};
@@ -256,7 +257,8 @@ class FinalistEvaluator {
     return chosen;
   }
 
-  /// Whether each answer is right, [prompt][configuration]. The full cache comes first.
+  /// Runs a task and returns whether each answer is right, [prompt][configuration]. The full cache
+  /// is the first configuration.
   std::vector<std::vector<bool>> answers(const TaskSpec& task, std::uint32_t words,
                                          std::span<const std::size_t> which, std::uint32_t first,
                                          std::uint32_t samples, double weight) {
@@ -317,7 +319,9 @@ class FinalistEvaluator {
   double done_ = 0;
 };
 
-/// Those finalists of `which` that have the best answers, by the first task, then by the next.
+/// Keeps the finalists of `which` whose share of right answers is within kAlikeShare of the
+/// highest: first for the first task, then, of the remaining finalists, for the next task, and so
+/// on.
 std::vector<std::size_t> best_of(std::vector<std::size_t> which,
                                  std::span<const TaskAccuracy> evaluated) {
   for (const TaskAccuracy& task : evaluated) {
@@ -330,7 +334,7 @@ std::vector<std::size_t> best_of(std::vector<std::size_t> which,
   return which;
 }
 
-/// The difference of two shares of right answers, compared in pairs over the same samples.
+/// The difference of two shares of right answers to the same samples, compared in pairs.
 Difference from(const std::vector<bool>& own, const std::vector<bool>& other) {
   std::uint64_t gained = 0, lost = 0;
   for (std::size_t i = 0; i < own.size(); ++i) {
@@ -415,7 +419,7 @@ Choice choose_by_both_criteria(std::span<const Finalist> finalists,
                 .why = "lowest KL, and no policy within 20% of it answers more questions"};
   if (choice.deployed != 0)
     choice.why = fmt::format(
-        "it answers {}, and the policy with the lowest KL answers {}; it has {}",
+        "it answers {}, and the policy with the lowest KL answers {}; the chosen policy has {}",
         shares_text(evaluated, choice.deployed), shares_text(evaluated, 0), price(choice.deployed));
   if (*choice.best_accuracy != choice.deployed)
     choice.why +=

@@ -1,4 +1,4 @@
-// Makes a policy file from a run. The file has the choice at a budget, its evidence, and the
+// Makes a policy file from a run. The file contains the choice at a budget, its evidence, and the
 // policies that do not differ significantly from it.
 #pragma once
 
@@ -30,13 +30,14 @@ struct Ballot {
 
 /// Ranks the policies of a run at `budget` (as requested in the run, or in tokens) by `metric`,
 /// averaged over its traces. Oracles and `full` are left out. Throws std::invalid_argument for an
-/// unknown metric, for a budget that is not in the run (the message names those that are) or that
-/// was not the same number of tokens for every trace, and for traces of several models.
+/// unknown metric, for traces of several models, for a budget that is not in the run (the message
+/// names those that are), and for a budget that is not the same number of tokens for every trace.
 Ballot rank_for_deployment(const Run& run, const MetricTable& metric_table,
                            const std::string& budget, const std::string& metric);
 
 /// The configuration of a standing. `compiled`: the policies of --policy-source. Throws
-/// std::runtime_error if this build lacks the policy, or it was compiled from a different source.
+/// std::runtime_error if this build lacks the policy, or if the policy was compiled from a
+/// different source.
 CacheConfig config_of(const Run& run, const Ballot& ballot, const MetricTable& metric_table,
                       std::size_t standing, const CompiledPolicies& compiled = {});
 
@@ -44,8 +45,8 @@ CacheConfig config_of(const Run& run, const Ballot& ballot, const MetricTable& m
 PolicyFile policy_file_of(const Run& run, const MetricTable& metric_table, const Ballot& ballot,
                           const CompiledPolicies& compiled = {});
 
-// Confirms the first standings of a ballot by the end-to-end evaluation, which then decides their
-// order.
+// Confirms the first standings of a ballot by the end-to-end evaluation. The order of these
+// standings is then decided by the evaluation.
 
 /// The end-to-end evaluation of one standing.
 struct Confirmed {
@@ -57,16 +58,16 @@ struct Confirmed {
   bool is_similar() const { return !over_budget && !behind.significantly_different(); }
 };
 
-/// Orders the ballot's first standings by an evaluation of them and of the full cache: lowest KL
-/// first, those over budget last. The first one becomes the ballot's winner.
+/// Orders the ballot's first standings by an evaluation of these and of the full cache: lowest KL
+/// first, and configurations over budget last. The first one becomes the ballot's winner.
 std::vector<Confirmed> confirm(const Evaluation& evaluation, Ballot& ballot);
 
-/// One object for each entry, with `behind` and `not_significantly_different`.
+/// One JSON object for each entry, with the keys `behind` and `not_significantly_different`.
 nlohmann::ordered_json confirmed_json(const std::vector<Confirmed>& confirmed,
                                       const MetricTable& metric_table, const Ballot& ballot);
 
-// A policy has two criteria, KL and task accuracy. Policies whose KL is near the best one answer
-// questions, and both criteria decide which one is deployed.
+// Policies are compared by two criteria, KL and task accuracy. Task accuracy is measured for the
+// policies whose KL is near the lowest. Both criteria together decide which policy is deployed.
 
 /// How much KL may be given up for better task accuracy: the deployed policy's KL divided by the
 /// lowest.
@@ -80,7 +81,8 @@ struct PlannedTask {
   std::uint32_t words = 250;  ///< 0: the task is skipped
 };
 
-/// The tasks for finalists. Each question comes after the eviction (query-agnostic).
+/// How task accuracy of the finalists is measured. Each question comes after the eviction
+/// (query-agnostic).
 struct TaskAccuracyPlan {
   std::vector<PlannedTask> tasks;  ///< in order of priority; empty: task accuracy is not measured
   std::uint32_t samples = 8;       ///< at each of five depths
@@ -90,8 +92,8 @@ struct TaskAccuracyPlan {
   double rate = 0;              ///< measured seconds per unit of task_accuracy_work()
 };
 
-/// Halves the length of each task until the full cache answers four of five questions. If it does
-/// so at no length, sets the length to 0. Also measures the rate.
+/// Halves the length of each task until the full cache answers four of five questions. If no length
+/// is short enough, sets it to 0. Also measures the rate.
 void find_lengths(Backend& backend, const Tokenizer& tokenizer, TaskAccuracyPlan& plan);
 
 /// A configuration that may be deployed.
@@ -101,8 +103,8 @@ struct Finalist {
               ///< first finalist
 };
 
-/// The answers to one task, [finalist][sample]; empty for a finalist that did not get all
-/// questions.
+/// The answers to one task, [finalist][sample]. A finalist that was not given all questions has no
+/// answers.
 struct TaskAccuracy {
   std::string task;
   std::uint32_t words = 0;      ///< 0: the task was skipped
@@ -115,14 +117,14 @@ struct TaskAccuracy {
 double share_of(const std::vector<bool>& right);
 
 /// Evaluates the finalists. If there are many, all of them answer a quarter of the questions, and
-/// the best ones answer the rest. `finalists`: lowest KL first; this one answers all questions.
-/// `progress` is called with the fraction done.
+/// only the best ones answer the rest. `finalists` have ascending KL; the first one always answers
+/// all questions. `progress` is called with the fraction done.
 std::vector<TaskAccuracy> evaluate_finalists(Backend& backend, const Tokenizer& tokenizer,
                                              std::span<const Finalist> finalists,
                                              const TaskAccuracyPlan& plan,
                                              const std::function<void(double)>& progress);
-/// The work of evaluate_finalists() in prompt tokens. A cache after a prompt counts as a share of
-/// the prompt's tokens.
+/// The work of evaluate_finalists(), in prompt tokens. Each cache that answers after a prompt adds
+/// a share of the prompt's tokens.
 double task_accuracy_work(std::size_t finalists, const TaskAccuracyPlan& plan);
 
 /// Which finalist is best by which criterion. The first finalist has the lowest KL.
@@ -137,10 +139,11 @@ struct Choice {
 Choice choose_by_both_criteria(std::span<const Finalist> finalists,
                                std::span<const TaskAccuracy> evaluated);
 
-/// The same for a policy file: `distribution`, `task_accuracy`, `deployed`, `why`, `evaluated`.
+/// The choice for a policy file, with the keys `distribution`, `task_accuracy`, `deployed`, `why`
+/// and `evaluated`.
 nlohmann::json criteria_json(std::span<const Finalist> finalists,
                              std::span<const TaskAccuracy> evaluated, const Choice& choice);
-/// The same for people, in a few lines.
+/// The same for people to read, in a few lines.
 std::string criteria_text(const nlohmann::json& criteria);
 
 /// Milliseconds for a decoded token on a CUDA device, for the full cache and for `config`.

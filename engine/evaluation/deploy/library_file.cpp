@@ -1,5 +1,5 @@
-// policy.json for users of kvlab.h, as integers that the library's calls take. It is compiled into
-// the library, which contains the registered policies but no catalogue.
+// Reads policy.json for users of kvlab.h, as integers that the library's calls take. It is compiled
+// into the library, which contains the registered policies but not the catalogue of policies.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -20,7 +20,8 @@ namespace {
 std::string text_of_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file.is_open()) throw std::runtime_error(path + ": cannot be read");
-  std::string text(kMaxPolicyBytes + 1, '\0');  // reads no more, also of a file without end
+  // Reads no more than this, even if the file has no end (a device, for example).
+  std::string text(kMaxPolicyBytes + 1, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   text.resize(static_cast<std::size_t>(file.gcount()));
   if (text.size() > kMaxPolicyBytes)

@@ -1,4 +1,4 @@
-// Times the end-to-end evaluation on a device, next to the products that it cannot avoid.
+// Times the end-to-end evaluation on a device, and computes how long its products take at least.
 #include <algorithm>
 #include <chrono>
 

@@ -43,8 +43,8 @@ struct DeviceEvaluation {
   cuda::DeviceBuffer projections;  // [row of a tile, query heads, key heads, value heads, dim]
 };
 
-/// The first configuration that evicts, whose threshold counts. Caches that never evict need no
-/// threshold.
+/// The first configuration that evicts. Its threshold applies to all, because caches that never
+/// evict need no threshold.
 const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
   const auto found = std::ranges::find_if(configs, &CacheConfig::evicts);
   return found == configs.end() ? configs.front() : *found;
@@ -98,9 +98,9 @@ HeadArithmetic arithmetic_of(const DeviceModel& model, const CacheConfig& config
 struct EvalRows {
   std::size_t shared, own, configs;
   std::size_t all() const { return shared + configs * own; }
-  /// Rows of a configuration, as attention sees them.
+  /// Number of rows of a configuration in attention.
   std::size_t of_config() const { return shared + own; }
-  /// The row of a token that is not shared.
+  /// The index of the row of a token that is not shared.
   std::size_t row(std::size_t config, std::size_t token) const { return config * own + token; }
 };
 
@@ -229,7 +229,7 @@ class SequenceRun {
     }
   }
 
-  /// Computes the embeddings, and which token of which configuration each row is.
+  /// Computes the embeddings, and stores for each row its token and its configuration.
   void embed(const EvalRows& rows, const GroupMemory& memory) {
     Ids config, token;
     const auto part = [&](std::size_t first, std::size_t count, std::size_t c) {
@@ -278,7 +278,7 @@ class SequenceRun {
     }
   }
 
-  /// Computes queries to memory.heads, and keys and values to the memory from which attention reads
+  /// Writes queries to memory.heads, and keys and values to the memory from which attention reads
   /// them. They are not rotated yet, except in layers with a window.
   void project(std::uint32_t layer, const GroupMemory& memory, const EvalAttention& attention,
                std::size_t all_rows) {
@@ -315,8 +315,8 @@ class SequenceRun {
     return memory.heads + row * GroupMemory::row_bytes(on_.model);
   }
 
-  /// Copies the shared rows to each configuration: queries, and the keys and values of the first
-  /// configuration.
+  /// Copies the shared rows to each configuration: the queries, and the keys and values, which were
+  /// written for the first configuration only.
   void share(const EvalRows& rows, const GroupMemory& memory, const EvalAttention& attention) {
     if (rows.shared == 0) return;
     const std::size_t of_row = GroupMemory::row_bytes(on_.model), of_key = on_.model.key_bytes(),
@@ -334,7 +334,7 @@ class SequenceRun {
                     rows.configs, stream());
   }
 
-  /// Copies outputs back to the rows from which products read.
+  /// Copies attention outputs back to the rows from which the products read.
   void gather(const EvalRows& rows, const GroupMemory& memory) {
     if (rows.shared == 0) return;
     const std::size_t of_row = GroupMemory::row_bytes(on_.model);

@@ -7,13 +7,13 @@
 
 namespace kvlab {
 
-/// Says which parts of this model a device cannot evaluate layer by layer; empty if it can do
-/// everything.
+/// Says which part of this model cannot be evaluated on a device layer by layer; empty if there is
+/// none.
 std::string beyond_device_layers(const ModelConfig& config);
 
-/// Like layer_sweep_runner(), for a model in device memory, which must outlive the runner. The
-/// number of configurations that run at the same time is what fits the device's memory. The runner
-/// throws std::invalid_argument if evaluate_by_layers() would, for budgets by head, and for
+/// Like layer_sweep_runner(), for a model in device memory, which must outlive the runner. As many
+/// configurations run at the same time as fit into the device's memory. The runner throws
+/// std::invalid_argument whenever evaluate_by_layers() would, and also for budgets by head and for
 /// configurations with different thresholds. It throws std::runtime_error if not even one
 /// configuration fits.
 SweepRunner device_layer_sweep_runner(const DeviceModel& model);

@@ -18,8 +18,8 @@
 namespace kvlab {
 namespace {
 
-/// One configuration's scores by blocks of `tokens` tokens of each sequence that counts; a block
-/// covers all sequences together.
+/// One configuration's scores by blocks of `tokens` tokens. A block contains the tokens at the same
+/// indices of all sequences, except sequences that a longer text contains.
 std::vector<EvalBlock> blocks_of(std::size_t c, const ScoredSequences& sequences,
                                  std::size_t tokens) {
   std::vector<EvalBlock> blocks;
@@ -406,8 +406,8 @@ std::vector<std::string> eval_warnings(const Evaluation& evaluation) {
 
 namespace {
 
-/// The recommendations of each budget. `configurations` are those of the candidates in `order`,
-/// then in `over_budget`.
+/// The recommendations of each budget. The key `configurations` lists the candidates'
+/// configurations in the order of `order` and then `over_budget`.
 ordered_json eval_recommendations_json(const Evaluation& evaluation) {
   ordered_json list = ordered_json::array();
   for (const std::string& budget : evaluation.budgets()) {

@@ -14,7 +14,7 @@
 #include "sim/run/results.hpp"
 
 namespace kvlab {
-/// A block of scored tokens: those from `first` on of each sequence.
+/// A block of scored tokens: in each sequence, those from index `first` on.
 struct EvalBlock {
   std::uint64_t first;
   double nll;                     ///< mean -ln p of a token, in nats
@@ -44,25 +44,26 @@ struct EvalScore {
   double nll_deviation, kl_deviation;  ///< standard deviation of the texts' means; NaN for one text
   std::vector<EvalBlock> blocks;       ///< empty unless requested
 
-  /// The policy, with the budget if heads differ in it. `whole`: with the policy's defaults.
+  /// The policy as text, with the budget if heads have different budgets. `whole`: also shows
+  /// settings with their default values.
   std::string label(bool whole = false) const;
 };
 
 struct Evaluation {
   std::vector<EvalScore> scores;
   bool against_full = true;
-  PairedScores kl{0}, nll{0}, same_first{0};  ///< text that overlaps counts once
+  PairedScores kl{0}, nll{0}, same_first{0};  ///< text that occurs in several sequences counts once
   std::vector<std::string> notes = {};        ///< notes about the sequences, for eval_warnings()
 
-  /// The scores that decide: KL, or nll without the full cache.
+  /// The scores by which configurations are ranked: KL, or nll without the full cache.
   const PairedScores& deciding() const { return against_full ? kl : nll; }
   double deciding_mean(std::size_t score) const {
     return against_full ? scores[score].kl : scores[score].nll;
   }
-  /// The budgets of configurations that evict, ordered by tokens. Of budgets with equal tokens, the
-  /// first.
+  /// The budgets of configurations that evict, ordered by tokens. Of several budgets with the same
+  /// number of tokens, only the first.
   std::vector<std::string> budgets() const;
-  /// The configurations that evict at the tokens of a budget (as requested), compared.
+  /// A comparison of the configurations that evict at a budget.
   struct Judgement {
     std::vector<std::size_t> scores;  ///< [candidate]
     Recommendation recommendation;
@@ -81,14 +82,14 @@ struct Evaluation {
 struct ScoredSequences {
   std::vector<std::vector<TokenScores>> scores;
   std::vector<std::size_t> text;
-  std::vector<bool> repeats;  ///< [sequence]: a longer text contains it, and counts instead; empty:
-                              ///< none
+  std::vector<bool> repeats;  ///< [sequence]: whether a longer text contains it and counts instead;
+                              ///< empty: none
   std::vector<std::vector<Memory>> memory;  ///< [configuration][sequence]
 
   bool counts(std::size_t sequence) const { return repeats.empty() || !repeats[sequence]; }
 };
 
-/// A metric of every configuration for each token, of the sequences that count.
+/// The values of a metric for each token of every configuration, of the sequences that count.
 template <class Value>
 PairedScores paired_scores(const ScoredSequences& sequences,
                            std::vector<Value> TokenScores::*values_of) {
@@ -128,12 +129,12 @@ inline constexpr int kEvalFormat = 1;
 /// is `all` for metrics over all texts. `texts`: their names.
 std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string>& texts);
 
-/// CSV of KL and −ln p of each text by block, in the format of blocks_csv(); differences are paired
-/// by these blocks.
+/// CSV of KL and −ln p of each text by block, in the format of blocks_csv(). Differences between
+/// configurations are computed in pairs over these blocks.
 std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std::string>& texts);
 
-/// `format`, `texts`, `tokens`, `configurations`, `pairs`, `recommendations` by budget,
-/// `frontier` and `warnings`.
+/// A JSON object with `format`, `texts`, `tokens`, `configurations`, `pairs`, `recommendations` by
+/// budget, `frontier` and `warnings`.
 nlohmann::ordered_json eval_json(const Evaluation& evaluation,
                                  const std::vector<std::string>& texts);
 
@@ -145,8 +146,8 @@ std::string config_columns(const CacheConfig& config, std::uint32_t budget_token
 inline constexpr std::string_view kConfigColumns =
     "policy,params,budget,budget_tokens,prefill,positions,seed";
 
-/// Reads a record of a tidy table with kConfigColumns (perhaps without budget_tokens), metric,
-/// value, and perhaps stderr and count. The row's `trace` is the value in column `name`.
+/// Reads a record of a tidy table with the columns kConfigColumns (perhaps without budget_tokens),
+/// metric, value, and perhaps stderr and count. The row's `trace` is the value in column `name`.
 ResultRow score_row(const CsvRecord& record, std::string_view name);
 /// Reads the rows of such a table. Their `trace` is the column `text`. Throws std::runtime_error
 /// that names `file`, the line and the column.

@@ -18,9 +18,8 @@
 
 namespace kvlab {
 
-// One text in the offline replay and in the end-to-end evaluation, over the same ids.
-/// A text in the offline replay and in the end-to-end evaluation: its tokens, or a trace that was
-/// captured before, whose ids are the text.
+/// A text for the offline replay and the end-to-end evaluation. If there is a trace that was
+/// captured before, `ids` are its ids.
 struct EvalText {
   std::string name;
   std::vector<std::int32_t> ids;
@@ -33,7 +32,8 @@ struct EvalText {
 EvalText text_of_trace(const std::filesystem::path& directory, const std::string& weights_xxh3,
                        unsigned threads);
 
-/// The texts that count, and a warning for each pair of texts that overlap (overlaps_of()).
+/// The texts without those that other texts contain, and a warning for each pair of texts that
+/// overlap; see overlaps_of().
 struct DistinctTexts {
   std::vector<EvalText> texts;
   std::vector<std::string> warnings;
@@ -50,23 +50,23 @@ struct OfflineReplayOptions {
   std::function<void(double)> progress = {};   ///< gets the fraction replayed, 0 to 1; may be empty
 };
 
-/// Every metric of the replay that can rank policies, and kv_bytes_mean and kv_bytes_peak,
-/// [metric][configuration]; NaN if there is none.
+/// The values of every metric of the replay that can rank policies, and of kv_bytes_mean and
+/// kv_bytes_peak, [metric][configuration]. NaN if a configuration has no value.
 using ReplayMetrics = std::map<std::string, std::vector<double>>;
 ReplayMetrics run_offline_replay(Backend& backend, const EvalText& text,
                                  std::span<const CacheConfig> configs,
                                  const OfflineReplayOptions& options);
 
-/// The scores of the full cache and of each configuration, in this order.
+/// The end-to-end scores of the full cache and of each configuration, in this order.
 std::vector<TokenScores> end_to_end_scores(const SweepRunner& run_sweep, const EvalText& text,
                                            std::span<const CacheConfig> configs, unsigned threads,
                                            std::function<void(double)> progress);
 
 /// KL to the full cache, [configuration][scored token], without the first configuration.
 std::vector<std::vector<double>> kl_of(std::vector<TokenScores> scores);
-/// Seconds per token of a configuration that the end-to-end evaluation takes. It is measured by a
-/// run of the full cache over the beginning of a text, and used to estimate the progress until more
-/// is known.
+/// Seconds that the end-to-end evaluation takes for a token of one configuration. They are measured
+/// by a run of the full cache over the beginning of a text, and used to estimate the progress until
+/// more is known.
 double end_to_end_rate(const SweepRunner& run_sweep, const EvalText& text, unsigned threads);
 
 /// The results of one text.
@@ -127,7 +127,8 @@ void check_fidelity_sweep(std::span<const CacheConfig> configs);
 /// Assesses every metric. check_fidelity_sweep() must accept the sweep.
 Fidelity assess_fidelity(std::span<const CacheConfig> configs, std::span<const FidelityText> texts);
 
-/// The metric that `deploy` would use among those of all texts, [text].
+/// The metric that `deploy` would use among the metrics that all texts have. `replay_metrics`
+/// [text].
 std::string default_metric(std::span<const ReplayMetrics> replay_metrics);
 
 // The results of `kvlab fidelity` as a tidy table, as a JSON object, and as evidence for policy
@@ -149,8 +150,9 @@ void add_fidelity(nlohmann::ordered_json& json, const Fidelity& fidelity,
                   std::span<const CacheConfig> configs, std::span<const FidelityText> texts);
 
 /// Reads from a fidelity.json how well a metric predicted KL, at the budget that is nearest in
-/// tokens. Throws std::runtime_error, which names the file, if the file is broken or for other
-/// weights, if it lacks this metric, or if its budgets are shares of texts that differ in length.
+/// tokens. Throws std::runtime_error that names the file if the file is broken or was measured on
+/// other weights, if it lacks this metric, or if its budgets are shares of texts that differ in
+/// length.
 nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::string& metric,
                                  std::uint32_t budget_tokens, const std::string& weights_xxh3);
 

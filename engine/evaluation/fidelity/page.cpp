@@ -77,7 +77,7 @@ class FidelityPage {
     return fields_.object("metrics").object(name);
   }
 
-  /// Has no series for older results, which have no bytes.
+  /// The figure has no series for older results, because these do not contain bytes.
   Figure frontier() const {
     std::vector<std::size_t> all(metric_table_.series().size());
     std::iota(all.begin(), all.end(), std::size_t{0});

@@ -19,7 +19,7 @@ using Ids = std::vector<std::int32_t>;
 // maximum number of logits in memory at once, unless a single step has more
 constexpr std::size_t kLogitFloats = std::size_t{1} << 24;
 
-/// One cache: a question, its query mode, and a configuration.
+/// One cache that answers: a question, its query mode, and a configuration.
 struct Row {
   std::size_t prompt, mode, config;
 };
@@ -91,7 +91,7 @@ class TaskAnswerer {
   }
 
  private:
-  /// Units of whole prompts; each has as many prompts as fit in a batch.
+  /// Units of whole prompts. Each unit has as many prompts as fit into a batch, but at least one.
   std::vector<Unit> units() const {
     const auto alike = [&](const CacheConfig& one, const CacheConfig& other) {
       return backend_.side_by_side(one, other);
@@ -121,7 +121,7 @@ class TaskAnswerer {
               [&](std::span<const Row> group, BatchDecoder& decoder) { follow(group, decoder); });
   }
 
-  /// Reads the stored answers of a unit. False if there are none, or they are damaged.
+  /// Reads the stored answers of a unit. Returns false if there are none, or if they are damaged.
   bool load_stored(const Unit& unit) {
     const std::vector<Row>& rows = unit.rows;
     const auto bytes =
@@ -210,8 +210,8 @@ class TaskAnswerer {
     return scores;
   }
 
-  /// Feeds the right answers, which gives their likelihood, and follows the model's own answer
-  /// until it differs from the right one. Returns the rows for which the answer is not yet decided.
+  /// Feeds the right answers, which gives their log-likelihood. Also follows the model's own answer
+  /// until it differs from the right one. Returns the rows whose answer is not decided yet.
   std::vector<Row> force(std::span<const Row> rows, BatchDecoder& decoder) {
     std::vector<Path> paths(rows.size());
     std::size_t longest = 0;
@@ -261,7 +261,7 @@ class TaskAnswerer {
     }
   }
 
-  /// Whether the model's answer so far decides the row. If so, stores the answer.
+  /// Returns whether the model's answer so far decides the row. Stores the answer.
   bool decide(const Row& row, Ids path) {
     const auto end = std::ranges::find_first_of(path, backend_.config().eos);
     const bool ended = end != path.end() || path.size() >= options_.max_new_tokens;

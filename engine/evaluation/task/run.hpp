@@ -18,8 +18,8 @@
 #include "traces/base/files.hpp"
 
 namespace kvlab {
-// Metrics of answers by length and depth, with intervals. They are compared in pairs with the first
-// configuration.
+// Metrics of the answers by length and depth, with intervals. Some metrics compare the answers in
+// pairs with those of the first configuration.
 /// One metric.
 ///
 ///     exact_match: share of right answers
@@ -75,16 +75,16 @@ std::string task_answers_csv(const TaskRun& run);
 
 // Recommendations by task accuracy, and the memory that configurations need.
 
-/// Memory of each configuration while prompts are answered, [mode][configuration]: mean over the
-/// prompts, and the peak.
+/// The memory of each configuration while prompts are answered, [mode][configuration]: the mean
+/// over the prompts, and the peak.
 std::vector<std::vector<Memory>> task_memory(const TaskRun& run, const CacheShape& model);
 
 /// TaskRun::memory as metrics over all lengths and depths.
 std::vector<TaskMetric> memory_metrics(const TaskRun& run);
 
-/// Recommends by the right answers of one mode, at each budget at which configurations evict. If
-/// the full cache has no right answer, recommends by log p of the right answers. Answers are
-/// compared in pairs over the same samples.
+/// Recommends a configuration by the right answers of one mode, at each budget at which
+/// configurations evict. If the full cache has no right answer, recommends by log p of the right
+/// answers. Answers are compared in pairs over the same samples.
 std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t mode);
 
 struct TaskRequest {

@@ -270,7 +270,7 @@ bool contains(std::string_view text, std::string_view part) {
   return text.find(part) != std::string_view::npos;
 }
 
-/// The kind of a template, for the message that refuses it.
+/// The name of a template's kind, for the message that refuses the template.
 std::string_view name_of_template(std::string_view chat_template) {
   constexpr std::array<std::pair<std::string_view, std::string_view>, 4> kKnown{{
       {"<|start_header_id|>", "Llama 3's headers"},

@@ -91,10 +91,10 @@ struct ChatFrame {
   std::string before, after;
 };
 
-/// Recognizes ChatML in a Jinja template without interpreting the template. The frame has the
+/// Recognizes ChatML in a Jinja template without interpreting the template. The frame contains the
 /// template's own system message, if there is one, and begins with `bos` if the template contains
 /// bos_token. `file` is named in messages. Throws std::invalid_argument for any other template, and
-/// for one whose answers begin with thoughts.
+/// for a template whose answers begin with thoughts (<think>).
 ChatFrame chat_frame(std::string_view chat_template, std::string_view file,
                      std::string_view bos = "");
 
@@ -123,7 +123,7 @@ struct TaskPrompt {
   std::vector<std::vector<std::int32_t>> segments(QueryMode mode) const;
 };
 
-/// `chat`: none for a model without a template.
+/// `chat` is nullopt for a model without a template.
 TaskPrompt encode_task(const Tokenizer& tokenizer, const std::optional<ChatFrame>& chat,
                        const TaskSample& sample);
 

@@ -46,7 +46,7 @@ class Runner {
   }
 
  private:
-  /// How many configurations may run in this round if each later round has half as many as the
+  /// How many configurations may run in this round, if each later round has half as many as the
   /// round before it.
   std::size_t affordable(std::size_t round) const {
     double each = 0, full = 0, share = 1;
@@ -58,10 +58,10 @@ class Runner {
     return std::max<std::size_t>(2, static_cast<std::size_t>(std::max(free_work / each, 0.0)));
   }
 
-  /// Whether the leader would stay within the interval of every difference if all text showed twice
-  /// the differences of the text so far. The interval over texts narrows with the number of texts.
-  /// The interval over the blocks of one text is assumed to narrow with the square root of its
-  /// length.
+  /// Whether no configuration would differ significantly from the leader even if, over all text,
+  /// every difference were twice as large as over the text so far. The interval over texts narrows
+  /// with the number of texts. The interval over the blocks of one text is assumed to narrow with
+  /// the square root of the text's length.
   bool stays_similar(std::size_t round) const {
     constexpr double kUnseen = 2;
     double done = 0, all = 0;
@@ -85,7 +85,7 @@ class Runner {
     return tokens;
   }
 
-  /// Marks the configurations of the previous round that do not continue.
+  /// Marks the configurations of the previous round that do not continue because of the work limit.
   void mark_dropped(std::size_t round) {
     halving_.limited = true;
     if (round == 0) return;
@@ -105,8 +105,9 @@ class Runner {
     }
   }
 
-  /// The configurations that ran, over all text so far. If more text is to come, a small difference
-  /// does not eliminate a configuration, because it may reverse on the next text.
+  /// The standings of the configurations that ran in this round, over all text so far. If more text
+  /// follows, a small difference does not eliminate a configuration, because it may reverse on the
+  /// next text.
   std::vector<HalvingEntry> standings(bool more) {
     halving_.last = left_;
     halving_.kl = PairedScores(left_.size());

@@ -49,7 +49,8 @@ struct Halving {
   /// The winner, followed by the configurations that do not differ significantly from it.
   std::vector<std::size_t> first;
   HalvingEnd end = HalvingEnd::text;
-  /// Configuration-tokens of the end-to-end evaluation, including those of the full cache.
+  /// Work of the end-to-end evaluation in configuration-tokens (a token that one configuration
+  /// runs), including the full cache.
   std::uint64_t work = 0;
   std::uint64_t exhaustive = 0;  ///< configuration-tokens of the whole sweep over all texts
   bool limited = false;  ///< whether configurations were left out to stay within the work limit
@@ -73,15 +74,16 @@ using HalvingRunner = std::function<std::vector<std::vector<double>>(
 /// The texts of each round: a quarter of them, then as many again, then the rest.
 std::vector<std::vector<std::size_t>> halving_texts(std::size_t texts);
 
-/// Configuration-tokens from a text on if it runs with `configurations`, and each later round has
-/// half as many configurations as the round before it.
+/// The configuration-tokens of `text` and all later texts, if `configurations` run on it and each
+/// later round has half as many configurations as the round before it.
 double work_from(const HalvingInput& field, std::size_t text, std::size_t configurations);
 /// How many configurations the work limit allows in the first round.
 std::size_t first_round_size(const HalvingInput& field);
 
-/// Runs successive halving. Each round runs the remaining configurations over more text. It
-/// eliminates those that are significantly worse than the leader, and drops the last in order if
-/// the remaining rounds, halved each time, would exceed the work limit. Ends as HalvingEnd says.
+/// Runs successive halving. Each round runs the remaining configurations over more text and
+/// eliminates those that are significantly worse than the leader. If the remaining rounds, each
+/// with half of the configurations, would exceed the work limit, it also drops the configurations
+/// with the highest KL. Ends for one of the reasons in HalvingEnd.
 Halving successive_halving(const HalvingInput& field, const HalvingRunner& run);
 
 }  // namespace kvlab

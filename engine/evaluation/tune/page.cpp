@@ -95,7 +95,7 @@ class TunePage {
   }
 
  private:
-  /// The deployed policy, as in its last round.
+  /// The deployed policy's standing in the last round that it ran.
   const RoundStanding& winner(const std::filesystem::path& file) const {
     std::string text = file_.text("policy");
     try {
@@ -123,7 +123,8 @@ class TunePage {
     return rounds;
   }
 
-  /// The best policy by each criterion, why one is deployed, and the finalists' task accuracy.
+  /// The best policy by each criterion, the reason for the deployed one, and the finalists' task
+  /// accuracy.
   ordered_json criteria_json() const {
     const JsonFields criteria = run_.object("criteria");
     const auto name = [&](const char* key) {

@@ -100,8 +100,8 @@ WorkPlan plan_of(const SweepRunner& run_sweep, const TuneRequest& request,
   phases.push_back({kHalving, work_from(field, 0, first_round)});
   phases.push_back({kTaskAccuracy, task_accuracy_work(std::min(first_round, kMaxFinalists),
                                                       request.task_accuracy)});
-  // A replay takes a small share of the end-to-end evaluation's time. The first text shows how
-  // small.
+  // A replay takes a small share of the end-to-end evaluation's time. 1/20 is a first estimate,
+  // which is corrected when the first text has been replayed.
   const double rate = end_to_end_rate(run_sweep, request.texts.front(), request.threads);
   return {request.progress, std::move(phases), {rate, rate / 20, rate, request.task_accuracy.rate}};
 }
@@ -157,8 +157,8 @@ bool is_as_registered(const PolicySpec& policy) {
          std::ranges::equal(policy.params, policy.entry->params, {}, {}, &ParamInfo::standard);
 }
 
-/// The order of the sweep: the best variant of each policy and each policy's defaults come first,
-/// so that the work limit drops no policy entirely; then all others by the metric.
+/// The order of the sweep. The best variant of each policy and each policy's defaults come first,
+/// so that the work limit drops no policy entirely. Then come all others, ordered by the metric.
 std::vector<std::size_t> order_of(const TuneRequest& request, const std::vector<double>& cost) {
   std::vector<std::size_t> order(request.sweep.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -218,16 +218,16 @@ double mean_over(std::span<const TuneScore> scores, Value value) {
   return sum / static_cast<double>(scores.size());
 }
 
-/// KL of a configuration over the winner's, over the texts that both ran. A configuration that was
-/// eliminated ran the first of the winner's texts.
+/// KL of a configuration divided by the winner's KL, over the texts that both ran. A configuration
+/// that was eliminated ran only the first of the winner's texts.
 double kl_over_winner(const Tuning& tuning, std::size_t config, std::size_t winner) {
   const std::vector<TuneScore>&own = tuning.scores[config], &first = tuning.scores[winner];
   return mean_over(own, &TuneScore::kl) /
          mean_over(std::span(first).first(own.size()), &TuneScore::kl);
 }
 
-/// The finalists: the configuration with the lowest KL; the next ones by KL, up to the limit; and
-/// the best of every other policy, so that its task accuracy is known.
+/// The finalists: the configuration with the lowest KL, the next ones by KL up to the limit, and
+/// the best configuration of every other policy, so that each policy's task accuracy is known.
 std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& request,
                                       std::size_t winner) {
   std::vector<std::size_t> evaluated;
@@ -247,7 +247,7 @@ std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& r
   return finalists;
 }
 
-/// The budget in bytes. The rounding of a tier plan leaves some of them unused.
+/// The budget in bytes. A tier plan leaves some of them unused because of rounding.
 double budget_bytes(const Tuning& tuning) {
   return std::ranges::max(tuning.memory, {}, &Memory::budget).budget;
 }
@@ -402,7 +402,7 @@ std::vector<std::string> tunable_policies(const CompiledPolicies& compiled) {
 
 std::vector<double> parameter_values(double standard, double least, double most) {
   std::vector<double> values{standard};
-  // A share near 1 (a decay) varies by its distance from 1.
+  // A parameter near 1, such as a decay, is varied by its distance from 1.
   const bool share = least >= 0 && most <= 1 && standard > 0.5 && standard < 1;
   const bool whole = standard >= 2 && standard == std::floor(standard);
   for (const double factor : {0.25, 4.0}) {

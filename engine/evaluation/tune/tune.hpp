@@ -1,6 +1,7 @@
 // `kvlab tune`: makes a policy file from texts. The offline replay orders a sweep, successive
-// halving in the end-to-end evaluation finds the lowest KL, and the configurations near it answer
-// questions. KL and task accuracy together decide which one is deployed.
+// halving in the end-to-end evaluation finds the configuration with the lowest KL, and the
+// configurations with nearly that KL answer questions. KL and task accuracy together decide which
+// one is deployed.
 #pragma once
 
 #include <functional>
@@ -79,8 +80,9 @@ struct Tuning {
   std::vector<std::size_t> similar() const;
 };
 
-/// Runs `kvlab tune`. Throws std::invalid_argument for a metric that the texts lack, a sweep of
-/// fewer than two, and a budget that is not the same number of tokens for every text.
+/// Runs `kvlab tune`. Throws std::invalid_argument for a metric that the texts lack, for a sweep of
+/// fewer than two configurations, and for a budget that is not the same number of tokens for every
+/// text.
 Tuning tune(Backend& backend, const SweepRunner& run_sweep, const OutputSketch& sketch,
             const Tokenizer& tokenizer, const TuneRequest& request);
 

@@ -156,8 +156,8 @@ double AttentionCheck::relative_error(const CheckedRow& row, double threshold) {
   return std::max(kFloatError, 2 * worst);
 }
 
-/// Adds what the query gives to each token. It sees all older tokens, because layers with a window
-/// observe nothing.
+/// Adds what the query contributes to each token's observation. The query sees all older tokens,
+/// because layers with a window observe nothing.
 void AttentionCheck::expect_from_query(const LiveSet& live, Query query,
                                        std::span<const CheckedRow> group,
                                        std::vector<Expected>& expected) const {

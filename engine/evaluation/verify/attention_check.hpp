@@ -14,8 +14,8 @@
 
 namespace kvlab {
 
-/// The largest relative error of one rounding to the dtype. For float32, in which sums are
-/// computed, the error of a sum.
+/// The largest relative error of one rounding to the dtype. For float32 it is the error of a sum,
+/// because sums are computed in float32.
 double unit_error(std::optional<Dtype> dtype);
 
 /// One KV head of an append: its live tokens, and what the decoder observed of each, oldest first.
@@ -49,10 +49,12 @@ class AttentionCheck {
     double worst = 0, worst_plain = 0;  // plain: of a plain attention in the decoder's dtype
     void add(const OutputErrors& other);
   };
-  /// What one token should have observed, by float64.
+  /// What should have been observed for one token, computed in float64.
   struct Expected {
-    double mass = 0, plain_mass = 0;          // plain: as in OutputErrors
-    std::uint32_t requests = 0, unclear = 0;  // surely requested; too near the threshold to decide
+    double mass = 0, plain_mass = 0;  // plain: as in OutputErrors
+    // Number of queries that surely requested the token, and of queries whose probability is too
+    // near the threshold to decide.
+    std::uint32_t requests = 0, unclear = 0;
     std::uint32_t last_request = 0, queries = 0;
   };
   struct HeadCheck {
@@ -86,7 +88,7 @@ class AttentionCheck {
   std::uint32_t threshold16_;
   std::optional<Dtype> rounding_;
   unsigned threads_;
-  std::vector<Float64Attention> attention_;  // [layer], as the two below
+  std::vector<Float64Attention> attention_;  // [layer], like the next two members
   std::vector<GrowingRope> ropes_;
   std::vector<OutputErrors> outputs_;
   std::deque<HeadTokens> tokens_;  // [layer, kv_head]

@@ -31,7 +31,7 @@ struct AttendedRows {
 struct AttentionRow {
   std::vector<double> p;    // [visible token]
   std::vector<double> out;  // [dim]
-  /// The largest sum of p |value| of a channel. Errors of `out` are relative to it.
+  /// The largest sum of p |value| over all channels. Errors of `out` are relative to it.
   double scale = 0;
 };
 
@@ -48,7 +48,8 @@ class Float64Attention {
   std::vector<double> query(const float* x, std::uint32_t position, std::uint32_t age) const;
 
   /// Attention of a rotated query over the tokens of ages [first, end). `sink`: the sink logit, or
-  /// null. `rounding`: round weights and output to this dtype, as a plain kernel of it would.
+  /// null. `rounding`: the dtype to which weights and outputs are rounded, as in a plain kernel of
+  /// that dtype.
   AttentionRow row(std::span<const double> query, const AttendedRows& rows, std::size_t first,
                    std::size_t end, const float* sink,
                    std::optional<Dtype> rounding = std::nullopt) const;
@@ -62,7 +63,7 @@ class Float64Attention {
   Positions positions_;
 };
 
-/// All queries, keys and values, before RoPE, that one KV head was given.
+/// All queries, keys and values of one KV head, before RoPE.
 class HeadTokens {
  public:
   /// `attention` and `rope` belong to the layer, and must outlive it.
@@ -81,8 +82,8 @@ class HeadTokens {
     return q.data() + (position * group_ + head) * attention_.head_size();
   }
   /// Keys and values as the head stores them while the queries of `append` attend. `rounding`: the
-  /// dtype that keys are rounded to before they are quantized. Several threads may call it at once,
-  /// after the layer's rope covers the append.
+  /// dtype to which keys are rounded before they are quantized. Several threads may call it at
+  /// once, after the layer's rope covers the append.
   AttendedRows attended(const LiveSet& live, const Append& append,
                         std::optional<Dtype> rounding) const;
 

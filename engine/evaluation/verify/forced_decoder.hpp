@@ -1,7 +1,7 @@
-// A forward pass of the model on the CPU over the tokens and live sets of another decoder, whose
-// logits `kvlab verify` compares with it. If tiers quantize, it attends over the other decoder's
-// keys and values, because a difference in the last bit may move a quantized element by a whole
-// step, and everything after it.
+// A forward pass of the model on the CPU over the tokens and live sets of another decoder. `kvlab
+// verify` compares that decoder's logits with it. If tiers quantize, the forward pass attends over
+// the other decoder's keys and values, because a difference in the last bit may move a quantized
+// element by a whole step, which changes everything after it.
 #pragma once
 
 #include <deque>
@@ -16,8 +16,8 @@ namespace kvlab {
 
 class ForcedDecoder {
  public:
-  /// `model` must outlive it. `rounding`: the dtype that inputs of matrix products, queries, keys,
-  /// values and attention are rounded to, as a plain engine of that dtype would.
+  /// `model` must outlive it. `rounding`: the dtype to which inputs of matrix products, queries,
+  /// keys, values and attention are rounded, as in a plain engine of that dtype.
   ForcedDecoder(const Model& model, const ResolvedConfig& cache, std::optional<Dtype> rounding,
                 unsigned threads);
 
@@ -28,8 +28,8 @@ class ForcedDecoder {
   /// other decoder's keys and values of this layer.
   void layer(std::uint32_t layer, const LiveSets& live, std::span<const float> k,
              std::span<const float> v);
-  /// Its own keys and values of the last layer, one after the other, if it attends over the other
-  /// decoder's; else empty.
+  /// This model's own keys and values of the last layer, one after the other, if it attends over
+  /// the other decoder's; else empty.
   const std::vector<float>& own_keys_and_values() const { return own_kv_; }
   /// The logits [vocab] of the last token, after all layers.
   std::vector<float> logits() const;
@@ -44,7 +44,7 @@ class ForcedDecoder {
   std::optional<Dtype> rounding_;
   bool quantizes_;
   unsigned threads_;
-  std::vector<Float64Attention> attention_;  // [layer], as the one below
+  std::vector<Float64Attention> attention_;  // [layer], like the next member
   std::vector<GrowingRope> ropes_;
   std::deque<HeadTokens> heads_;  // [layer, kv_head]
   Append append_{};

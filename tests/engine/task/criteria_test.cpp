@@ -39,7 +39,7 @@ TEST_CASE("A configuration with more right answers is deployed if its KL is at m
   CHECK(choice.best_accuracy == 2);
   CHECK(choice.why.find("70% of passkey, and the policy with the lowest KL answers 25%") !=
         std::string::npos);
-  CHECK(choice.why.find("it has 15% more KL") != std::string::npos);
+  CHECK(choice.why.find("the chosen policy has 15% more KL") != std::string::npos);
 }
 
 TEST_CASE(
