@@ -53,16 +53,16 @@ class Backend {
       std::function<void(std::uint32_t)> progress) = 0;
 };
 
-/// Loads a checkpoint. Throws std::runtime_error if it is broken or does not fit the memory.
+/// Loads a checkpoint. Throws std::runtime_error if it is broken or does not fit into memory.
 std::unique_ptr<Backend> load_backend(Device device, const std::filesystem::path& directory,
                                       unsigned threads);
 
 /// Whether this build contains the CUDA backend, and whether this machine has a device for it.
 bool cuda_in_build();
 bool has_cuda_device();
-/// Text about this build's CUDA code, the driver and each GPU. Works without any of them.
+/// Describes this build's CUDA code, the driver and each GPU. All of these may be missing.
 std::string cuda_description();
-/// load_backend(Device::cuda, …). Throws std::invalid_argument in a build without CUDA, and
+/// Same as load_backend(Device::cuda, …). Throws std::invalid_argument in a build without CUDA, and
 /// std::runtime_error if there is no device.
 std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path& directory);
 

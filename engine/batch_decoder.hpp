@@ -13,7 +13,7 @@
 
 namespace kvlab {
 
-/// Memory for rows of logits, where the backend computes and scores them.
+/// A backend's memory for rows of logits, where it computes and scores them.
 class LogitMemory {
  public:
   virtual ~LogitMemory() = default;
@@ -55,7 +55,7 @@ class BatchBackend {
   /// Allocates memory for `floats` logits. Throws std::runtime_error if the device's memory is too
   /// small.
   virtual std::unique_ptr<LogitMemory> logit_memory(std::size_t floats) = 0;
-  /// Scores each row; returns [row].
+  /// Returns the score of each row, [row].
   virtual std::vector<RowScore> score(const ScoredRows& rows) = 0;
 };
 

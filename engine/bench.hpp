@@ -30,7 +30,7 @@ struct DecodeBenchOptions {
   /// If not empty, also times sampling of one sequence, with and without capture to this new trace.
   std::filesystem::path capture;
 };
-/// All benchmarks throw std::runtime_error and std::invalid_argument as load_cuda_backend does.
+/// All benchmarks throw std::runtime_error and std::invalid_argument as load_cuda_backend() does.
 nlohmann::ordered_json bench_decode(const DecodeBenchOptions& options);
 
 struct PrefillBenchOptions {

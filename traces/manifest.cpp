@@ -473,9 +473,9 @@ constexpr float kLargestSink = 0x1p20f;
 
 void check_rope(const Rope& rope, const ModelShape& shape, std::string_view what) {
   if (rope.rotated_dims() > shape.head_size)
-    throw error(what,
-                fmt::format("inv_freq has {} elements; at most half the head size, {}, is right",
-                            rope.inv_freq.size(), shape.head_size / 2));
+    throw error(
+        what, fmt::format("inv_freq has {} elements; at most {}, half the head size, are expected",
+                          rope.inv_freq.size(), shape.head_size / 2));
   for (const float frequency : rope.inv_freq)
     if (!std::isfinite(frequency) || frequency < 0)
       throw error(

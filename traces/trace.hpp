@@ -92,9 +92,8 @@ struct Manifest {
 class TraceReader {
  public:
   /// Checks the manifest and every shard's header, shapes and dtypes, but not the checksums. Throws
-  /// std::runtime_error, which names the file, what is wrong and what is expected, for example for
-  /// a missing manifest (`kvlab trace seal` writes it), a later format, or a missing or wrong
-  /// shard.
+  /// std::runtime_error that names the file, what is wrong and what is expected, for example for a
+  /// missing manifest (`kvlab trace seal` writes it), a later format, or a missing or wrong shard.
   static TraceReader open(const std::filesystem::path& directory);
 
   const std::filesystem::path& directory() const { return directory_; }

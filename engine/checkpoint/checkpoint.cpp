@@ -128,7 +128,7 @@ const TensorView& Checkpoint::at(std::string_view name, std::span<const std::siz
                                          file.path().string(), json_quoted(name),
                                          safetensors_name(view.dtype)));
   if (!std::equal(shape.begin(), shape.end(), view.shape.begin(), view.shape.end()))
-    throw std::runtime_error(fmt::format("{}: tensor {} has shape [{}]; config.json makes it [{}]",
+    throw std::runtime_error(fmt::format("{}: tensor {} has shape [{}]; config.json requires [{}]",
                                          file.path().string(), json_quoted(name),
                                          fmt::join(view.shape, ", "), fmt::join(shape, ", ")));
   return view;

@@ -50,8 +50,9 @@ struct ModelConfig {
       gelu = false,            ///< activation: GELU by its tanh approximation; otherwise SiLU
       fused = false,           ///< one tensor contains q, k and v, and one contains gate and up
       sinks = false;  ///< layers have sink logits, which are in `rows` once the weights are loaded
-  float clamp = 0;    ///< limit of experts' gate and up values; the activation is then gate *
-                      ///< sigmoid(1.702 gate). 0: none
+  /// Limit of the experts' gate and up values; 0: none. With a limit, the experts' activation is
+  /// gate * sigmoid(1.702 gate), multiplied by (up + 1).
+  float clamp = 0;
   Experts experts;
   std::uint32_t rotated = 0;  ///< number of dimensions that RoPE rotates, which are the first ones
                               ///< of a head in the checkpoint
@@ -82,9 +83,9 @@ struct ModelConfig {
 
 /// The supported architectures, each with its model_type.
 std::vector<std::pair<std::string, std::string>> supported_architectures();
-/// Reads config.json. Throws std::runtime_error, which names the file and the key, if a key is
-/// missing or out of range, or if an architecture or option is not supported (other activations,
-/// other RoPE types, …).
+/// Reads config.json. Throws std::runtime_error that names the file and the key if a key is missing
+/// or out of range, or if an architecture or option is not supported (other activations, other RoPE
+/// types, …).
 ModelConfig load_model_config(const std::filesystem::path& directory);
 /// Reads a config.json at any path. `name` is the model's name. Throws as load_model_config() does.
 ModelConfig read_model_config(const std::filesystem::path& path, std::string name);

@@ -241,7 +241,7 @@ std::vector<bool> read_types(const JsonFields& config, Windows windows, std::uin
     windowed.push_back(windows != Windows::none && type == "sliding_attention");
     if (!windowed.back() && type != "full_attention")
       config.refuse(key, fmt::format("layer {} is {}; {}", windowed.size() - 1, type.dump(),
-                                     "full_attention would be supported"));
+                                     "this kind of layer is not supported; full_attention is"));
   }
   if (types.size() != layers)
     config.refuse(key, fmt::format("one for each of {} layers is expected", layers));
@@ -317,7 +317,7 @@ void read_experts(const JsonFields& config, const Architecture& architecture, Mo
   if (!config.has(only)) return;
   for (const nlohmann::json& layer : config.list(only)) {
     const bool fits = layer.is_number_integer() && layer >= 0 && layer < model.layers;
-    if (!fits) config.refuse(only, fmt::format("its layers must be below {}", model.layers));
+    if (!fits) config.refuse(only, fmt::format("its layer numbers must be below {}", model.layers));
     experts.layers[layer.get<std::size_t>()] = false;
   }
 }

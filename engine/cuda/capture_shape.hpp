@@ -16,7 +16,7 @@ namespace kvlab {
 struct CaptureShape {
   Dtype dtype;
   std::uint32_t layers, query_heads, kv_heads, head_size;
-  bool plain;      ///< q and k are stored separately, because they are normed head by head
+  bool plain;      ///< q and k are stored separately, because each head has norms
   bool residuals;  ///< whether there is no norm between attention and the residual stream
 
   // Offsets in bytes from the start of the layer's block. Every part starts at a multiple of 256.

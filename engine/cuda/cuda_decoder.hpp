@@ -99,7 +99,7 @@ class CudaDecoder {
   static constexpr int kRing = BatchState::kRing;
   /// Waits, and returns the logits [vocab] of a sequence's last token.
   std::vector<float> logits(int sequence) const;
-  /// Enqueues a copy of those logits to device memory.
+  /// Enqueues a copy of the logits of a sequence's last token to device memory.
   void copy_logits(int sequence, float* to) const;
   std::uint32_t tokens(int sequence) const {  ///< fed so far
     return fed_.at(static_cast<std::size_t>(sequence));

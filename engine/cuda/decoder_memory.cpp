@@ -39,7 +39,7 @@ CacheBytes memory_for(const DeviceModel& model, const CudaDecoderOptions& option
                 LayerOutputMemory::bytes(capture_shape(config, model.dtype()), output_rows(options),
                                          options.keeps_outputs()) +
                 DeviceLayers::bytes(model, rows);
-  // for hidden states of a prompt that has more rows than one call
+  // A prompt with more tokens than fit into one call needs a buffer for all its hidden states.
   if (options.longest_prompt > static_cast<unsigned>(rows))
     bytes.work +=
         cuda::Placed<DecoderWork>::bytes(config, static_cast<int>(options.longest_prompt), 0);
@@ -51,7 +51,7 @@ CacheBytes memory_for(const DeviceModel& model, const CudaDecoderOptions& option
 void check_launches(const DeviceModel& model, const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
   kernels::DeviceLimits limits;
-  cuda::check(kernels::device_limits(limits), "asking for the device's limits");
+  cuda::check(kernels::device_limits(limits), "reading the device's limits");
   const auto head_size = static_cast<int>(config.head_size);
   std::string why = kernels::why_not_prefill(model.type(), head_size, limits);
   if (why.empty() && (!options.evicts() || config.has_windows())) {

@@ -54,7 +54,7 @@ struct VerifyReport {
   std::string first_difference;  ///< one line; empty if identical
   // Check (b): are the observations right, compared with float64 over the same live tokens?
   std::uint64_t observations = 0;
-  double worst_mass = 0;             ///< largest |mass - float64's| for each query and query head
+  double worst_mass = 0;             ///< largest error of a mass per query and query head
   std::uint64_t wrong_requests = 0;  ///< tokens with a number of requests that float64 does not
                                      ///< allow
   /// The tolerance of worst_mass: the error of float32 sums or, if q and k are rounded, twice the

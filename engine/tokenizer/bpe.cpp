@@ -134,8 +134,8 @@ class Bpe::Word {
     if (found != nullptr) out.push_back({found->rank, found->id, left});
   }
 
-  // Whether the candidate is still valid, because one of its symbols may have changed since. Like
-  // the tokenizers library, this compares the resulting id and not the rank.
+  // Whether the candidate is still valid: one of its symbols may have changed since it was found.
+  // Like the tokenizers library, this compares the resulting id and not the rank.
   bool is_current(const Candidate& candidate) const {
     const Symbol& left = symbols_[candidate.left];
     if (left.id == kMerged || left.next == kNone) return false;

@@ -14,8 +14,8 @@ namespace {
 
 constexpr std::size_t kMaxPatternBytes = 16 * 1024;
 constexpr std::uint32_t kMaxSteps = 10'000'000;  // maximum steps of one attempt to match
-constexpr std::size_t kPlaces = 16,
-                      kMaxPlaces = 4096;  // start positions of the first and of a later call
+// Number of start positions that the first call tries, and the maximum for later calls.
+constexpr std::size_t kPlaces = 16, kMaxPlaces = 4096;
 constexpr double kSeconds = 1, kSecondsPerByte = 1e-5;
 constexpr std::size_t kJitStackStart = 32 * 1024;      // bytes
 constexpr std::size_t kJitStackMax = 8 * 1024 * 1024;  // bytes
@@ -224,7 +224,8 @@ class Translator {
     replace(2 + kDigits, text);
   }
 
-  // Oniguruma allows nested classes and intersections with &&.
+  // Copies a character class. Nested classes and intersections with &&, which Oniguruma allows, are
+  // refused.
   void character_class() {
     copy(1);
     if (rest_.starts_with('^')) copy(1);

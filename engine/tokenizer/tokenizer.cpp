@@ -185,8 +185,7 @@ class Tokenizer::Impl {
       added_id_of_.emplace(token.content, token.id);
       if (token.special) special_.insert(token.id);
     }
-    // Special tokens are added first, because of tokens with the same spelling the first one
-    // counts.
+    // Special tokens are added first, because the first of several tokens with one spelling counts.
     for (const bool special : {true, false}) {
       for (const AddedToken& token : tokens) {
         if (token.special == special) index(token);

@@ -98,7 +98,7 @@ TEST_CASE("each tensor with a wrong shape or dtype is refused by name") {
     std::swap(t["lm_head.weight"].shape[0], t["lm_head.weight"].shape[1]);
   };
   CHECK_THAT(error_after("llama3", transposed),
-             ContainsSubstring("shape [32, 67]; config.json makes it [67, 32]"));
+             ContainsSubstring("shape [32, 67]; config.json requires [67, 32]"));
 }
 
 TEST_CASE("a tensor that the model would not use is refused by name") {

@@ -39,7 +39,7 @@ def said(code: str) -> list[str]:
 
 @pytest.mark.parametrize("length", [9, 10, 64, 1000, 100_000])
 def test_frequencies_beyond_the_head_size(length: int) -> None:
-    expected = f"config: inv_freq has {length} elements; at most half the head size, 8, is right"
+    expected = f"config: inv_freq has {length} elements; at most 8, half the head size, are expected"
     rows = "rows=[{'rope': 0, 'softcap': 1.0}]"
     assert said(f"trace(inv_freq=[1.0] * {length}); trace(inv_freq=[[1.0] * {length}], {rows})") == [expected] * 2
 

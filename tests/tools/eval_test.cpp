@@ -194,7 +194,7 @@ TEST_CASE("Means are over texts of any length, and a short text is named") {
   const auto warnings = eval_warnings(evaluation);
   CHECK(std::ranges::any_of(warnings, [](const std::string& line) {
     return line.starts_with("every text has weight 1") &&
-           line.ends_with("snippet (20) scored tokens beside long (1000)");
+           line.ends_with("scored tokens: snippet (20); longest text: long (1000)");
   }));
   // The short text does not narrow the interval of the long text.
   const Evaluation alone = evaluate(ModelConfig{.trained_context = 1000}, invented(kWaves),

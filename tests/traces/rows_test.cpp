@@ -209,7 +209,7 @@ TEST_CASE("Tables and sinks that do not match the row specs are refused") {
       [](TraceHeader& h) {
         for (auto& row : h.rows) row.rope.inv_freq.resize(5);
       },
-      "at most half the head size, 4, is right");
+      "at most 4, half the head size, are expected");
   refused([](TraceHeader& h) { h.rows[0].rope.inv_freq[1] = -1; }, "inv_freq holds -1");
   refused([](TraceHeader& h) { h.rows[0].rope.factor = 0; }, "rope_factor is 0");
   refused([](TraceHeader& h) { h.rows[1].sinks.resize(5); }, "layers.7.sink");

@@ -47,8 +47,8 @@ void rename_answers(json& criteria) {
   for (json& policy : criteria["policies"]) rename(policy);
 }
 
-/// Renames settings and oracles in the text of a policy, such as `h2o:tiers=4`. The time is linear
-/// in the length of `text`, because the text is not trusted.
+/// Renames settings and oracles in the text of a policy to their current names, as in
+/// `h2o:tiers=4`. The time is linear in the length of `text`, because the text is not trusted.
 void rename_text(std::string& text) {
   constexpr std::string_view kBefore = "ladder=", kNow = "tiers=";  // old name
   if (text == "oracle_mass") text = "oracle_attention";             // old name

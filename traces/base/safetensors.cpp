@@ -109,8 +109,8 @@ class HeaderParser {
     const std::size_t begin = offsets[0], end = offsets[1];
     if (end > data_.size())
       throw std::runtime_error(
-          fmt::format("{} ends at byte {} of the data, but there are {}; the file "
-                      "is truncated or its header wrong",
+          fmt::format("{} ends at byte {} of the data, but there are {} bytes; the file "
+                      "is truncated or its header is wrong",
                       where, end, data_.size()));
     check_size(tensor, end - begin, where);
     tensor.data = data_.subspan(begin, end - begin);

@@ -49,7 +49,7 @@ double microseconds(const DeviceModel& model, const Shape& shape,
                     std::vector<ResolvedConfig> caches) {
   const bool evicts = !caches.empty();
   const std::uint32_t held = evicts ? caches.front().budget_tokens : shape.slots;
-  // The full cache has one slot more than tokens.
+  // A full cache has one slot more than `slots`, so this requests one slot less.
   CudaDecoder decoder(model, {.sequences = static_cast<int>(shape.batch),
                               .slots = evicts ? 0 : shape.slots - 1,
                               .prefill_tokens = 1,

@@ -12,16 +12,16 @@ namespace kvlab {
 namespace {
 
 constexpr int kLimitRepeats = 9;
-constexpr std::uint64_t kManyCaches =
-    16;  // multiple of the L2 cache's size, so that the L2 cache has almost none of the data
-// bytes that one launch reads; many, so that few launches are needed
+// Reads of this multiple of the L2 cache's size find almost none of the data in the L2 cache.
+constexpr std::uint64_t kManyCaches = 16;
+// Bytes that one launch reads; many, so that few launches are needed.
 constexpr std::uint64_t kReadInARow = std::uint64_t{256} << 20;
 
 std::uint64_t l2_bytes() {
   int device = 0, bytes = 0;
-  cuda::check(cudaGetDevice(&device), "asking for the L2 cache");
+  cuda::check(cudaGetDevice(&device), "reading the size of the L2 cache");
   cuda::check(cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, device),
-              "asking for the L2 cache");
+              "reading the size of the L2 cache");
   return static_cast<std::uint64_t>(bytes);
 }
 

@@ -70,7 +70,10 @@ int largest_batch(const DeviceModel& model, const EvictBenchOptions& options, bo
     const int batch = fits + (too_many - fits) / 2;
     (CudaDecoder::fits(model, decoder_options(options, batch, evicts)) ? fits : too_many) = batch;
   }
-  if (fits == 0) throw std::runtime_error("not even one sequence fits into the device's memory");
+  if (fits == 0)
+    throw std::runtime_error(
+        "not even one sequence fits into the device's memory; use fewer --prompt-tokens or "
+        "--max-new-tokens");
   return fits;
 }
 

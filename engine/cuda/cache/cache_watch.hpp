@@ -46,7 +46,7 @@ class CacheWatch {
     std::vector<float> features;
     std::vector<Observation> seen;
   };
-  /// Arrays over slots, on the host.
+  /// Copies of a layer's arrays on the host, indexed by slot.
   struct Slots {
     std::vector<std::uint32_t> positions;
     std::vector<std::byte> states;

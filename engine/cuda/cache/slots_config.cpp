@@ -1,4 +1,4 @@
-// Converts a model and a decoder's options to the plain numbers of slot caches.
+// Makes the configuration of a slot cache from a model and a decoder's options.
 #include <fmt/format.h>
 
 #include <algorithm>

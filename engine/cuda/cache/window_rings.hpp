@@ -50,7 +50,7 @@ class WindowRings {
     std::byte* workspace;
   };
   kernels::AttentionShape shape(std::uint32_t layer, int slots) const;
-  /// Offset in bytes of a sequence's rings of a layer from the first ring.
+  /// Offset in bytes, from the first ring, of the rings that a sequence has in a layer.
   std::size_t offset(std::uint32_t layer, int sequence) const;
   /// Number of tokens before a position that its query sees.
   std::uint32_t older(std::uint32_t layer, std::uint32_t position) const {

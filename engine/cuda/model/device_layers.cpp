@@ -13,7 +13,7 @@ using Output = cuda::ProductArgs::Output;
 bool has_few(const DeviceModel& model) {
   using kernels::Form;
   kernels::DeviceLimits limits;
-  check(kernels::device_limits(limits), "asking for the device's limits");
+  check(kernels::device_limits(limits), "reading the device's limits");
   const auto hidden = static_cast<int>(model.config().hidden);
   return kernels::why_not_linear(model.type(), Form::normed, hidden, limits).empty() &&
          kernels::why_not_linear(model.type(), Form::plain, hidden, limits).empty();
@@ -222,7 +222,7 @@ void DeviceLayers::add(const DeviceMatrix& matrix, const void* norm_behind, cons
   if (norm_behind)
     check(kernels::add_normed(model_.type(), work_->behind, norm_of(norm_behind), rows,
                               static_cast<int>(config_.hidden), x, stream_),
-          "a norm behind a block");
+          "a norm after a block");
 }
 
 kernels::LinearArgs DeviceLayers::few(const DeviceMatrix& matrix, const void* x, int rows) const {

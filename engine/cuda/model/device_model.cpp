@@ -21,7 +21,7 @@ constexpr float kDeviation =
 constexpr std::size_t kConvertedAtOnce = 1 << 22;  // elements
 constexpr std::size_t kRowsAtOnce = 64;            // rows gathered at once
 
-/// Refuses a model that kernels/ does not support. The message uses the keys of config.json.
+/// Throws std::runtime_error for a model that kernels/ does not support.
 void refuse_unsupported(const ModelConfig& config) {
   const auto refuse = [&](const std::string& what) {
     throw std::runtime_error(fmt::format("{}: {}; use --device cpu", config.name, what));

@@ -28,9 +28,9 @@ struct DeviceMatrix {
 struct DeviceLayer {
   void *input_norm = nullptr, *mlp_norm = nullptr;          // [hidden], or null
   void *behind_attention = nullptr, *behind_mlp = nullptr;  // [hidden]: norms, or null
-  void *q_norm = nullptr, *k_norm = nullptr;                // [head_size], of all heads, or null
-  void* sinks = nullptr;                                    // [query_head], or null
-  DeviceMatrix qkv;  ///< query heads, then key heads, then value heads
+  void *q_norm = nullptr, *k_norm = nullptr;  // [head_size] or [heads * head_size], or null
+  void* sinks = nullptr;                      // [query_head], or null
+  DeviceMatrix qkv;                           ///< query heads, then key heads, then value heads
   DeviceMatrix output;
   DeviceMatrix router;   ///< only in layers with experts
   DeviceMatrix gate_up;  ///< rows of gate, then rows of up

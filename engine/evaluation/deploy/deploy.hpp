@@ -147,7 +147,7 @@ nlohmann::json criteria_json(std::span<const Finalist> finalists,
 std::string criteria_text(const nlohmann::json& criteria);
 
 /// Milliseconds for a decoded token on a CUDA device, for the full cache and for `config`.
-/// `by_tokens` feeds token by token; the beginning of a text is enough.
+/// `by_tokens` runs token by token, so `ids` may be just the beginning of a text.
 nlohmann::json step_json(const SweepRunner& by_tokens, const std::vector<std::int32_t>& ids,
                          std::uint32_t prompt_tokens, const CacheConfig& config);
 

@@ -151,8 +151,8 @@ std::vector<std::string> short_text_warnings(const ScoredSequences& sequences,
       shorts.push_back(fmt::format("{} ({:.0f})", names[t], tokens[t]));
   if (shorts.empty()) return {};
   return {fmt::format(
-      "every text has weight 1, so short texts make means less certain: {} scored tokens beside {} "
-      "({:.0f})",
+      "every text has weight 1, so short texts make means less certain; scored tokens: {}; longest "
+      "text: {} ({:.0f})",
       join_names(shorts), names[longest], tokens[longest])};
 }
 
@@ -396,7 +396,7 @@ std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std:
 
 std::vector<std::string> eval_warnings(const Evaluation& evaluation) {
   std::vector<std::string> lines = evaluation.notes;
-  // The full cache alone has a perplexity, but no recommendation.
+  // If only the full cache was evaluated, there is a perplexity but no recommendation.
   if (const std::string few = few_tokens_warning(evaluation.scores.front().tokens); !few.empty())
     lines.push_back(few);
   for (std::string& line : recommendation_warnings(evaluation.recommendations()))

@@ -69,7 +69,7 @@ struct Evaluation {
     Recommendation recommendation;
   };
   Judgement judge_budget(const std::string& budget) const;
-  /// All configurations that evict, at any budget: error against bytes.
+  /// A comparison of all configurations that evict, at any budget, by error and bytes.
   Judgement judge_all() const;
   /// The recommendation at each budget, ordered by tokens.
   std::vector<Recommendation> recommendations() const;
@@ -89,7 +89,7 @@ struct ScoredSequences {
   bool counts(std::size_t sequence) const { return repeats.empty() || !repeats[sequence]; }
 };
 
-/// The values of a metric for each token of every configuration, of the sequences that count.
+/// Collects the values of a metric for each configuration and token, from the sequences that count.
 template <class Value>
 PairedScores paired_scores(const ScoredSequences& sequences,
                            std::vector<Value> TokenScores::*values_of) {
@@ -105,7 +105,7 @@ PairedScores paired_scores(const ScoredSequences& sequences,
   return paired;
 }
 
-/// One line that names texts that are short compared with the longest but have the same weight;
+/// One line that names texts that have the same weight as the longest text but are much shorter;
 /// empty if there are none.
 std::vector<std::string> short_text_warnings(const ScoredSequences& sequences,
                                              std::span<const std::string> names);

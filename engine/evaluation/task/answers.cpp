@@ -198,7 +198,7 @@ class TaskAnswerer {
     return logits;
   }
 
-  /// Scores rows of logits, each against its next id. -1: the row is not scored.
+  /// Scores rows of logits, each against its next id. A row whose next id is -1 is not scored.
   std::vector<RowScore> score(const float* logits, const Ids& next) {
     Ids itself(next.size());
     std::iota(itself.begin(), itself.end(), 0);

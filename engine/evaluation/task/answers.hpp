@@ -39,9 +39,9 @@ struct AnswerOptions {
 };
 
 /// Returns answers [prompt][mode][configuration]. A configuration's budget is resolved for the
-/// prompt's length. Random seeds use i as the sequence of the i-th prompt. Throws
+/// prompt's length. For policies with random numbers, the i-th prompt is sequence i. Throws
 /// std::invalid_argument if protected tokens do not fit a budget, and std::runtime_error if not
-/// even one cache fits the device's memory.
+/// even one cache fits into the device's memory.
 std::vector<std::vector<std::vector<TaskAnswer>>> answer_tasks(BatchBackend& backend,
                                                                const Tokenizer& tokenizer,
                                                                std::span<const TaskPrompt> prompts,

@@ -45,7 +45,7 @@ std::vector<CacheConfig> fitting(const TaskRun& run, const CacheShape& model,
       leave_out);
 }
 
-/// The answers of one mode, as `score` counts them, [configuration][prompt].
+/// The values that `score` gives to the answers of one mode, [configuration][prompt].
 PairedScores paired_answers(const TaskRun& run, std::size_t mode, bool is_binary,
                             double (*score)(const TaskAnswer&)) {
   PairedText samples{.text = "samples", .is_binary = is_binary};
@@ -239,7 +239,7 @@ class TaskMetricList {
   TaskMetric entry_;
 };
 
-/// "All", followed by the different values of a member, ascending.
+/// nullopt, which stands for "all", followed by the distinct values of a member, ascending.
 template <class T, class Member>
 std::vector<std::optional<T>> all_and_each(std::span<const TaskPoint> points, Member member) {
   std::vector<std::optional<T>> values{std::nullopt};

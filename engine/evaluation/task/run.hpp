@@ -20,14 +20,15 @@
 namespace kvlab {
 // Metrics of the answers by length and depth, with intervals. Some metrics compare the answers in
 // pairs with those of the first configuration.
-/// One metric.
+/// One metric of one configuration. `metric` is one of:
 ///
 ///     exact_match: share of right answers
 ///     lost: share of wrong answers among those that the first configuration has right
 ///     gained: share of right answers among those that the first configuration has wrong
 ///       (intervals of all three by share_interval())
-///     log_likelihood: of the right answer, mean over the samples, in nats
-///     log_likelihood_change: minus the first configuration's, mean over the same samples
+///     log_likelihood: log-likelihood of the right answer, mean over the samples, in nats
+///     log_likelihood_change: log_likelihood minus that of the first configuration, over the same
+///       samples
 ///       (intervals of both by PairedScores: NaN for fewer than eight samples)
 struct TaskMetric {
   std::size_t config;
@@ -91,8 +92,10 @@ struct TaskRequest {
   TaskSpec spec;
   std::vector<std::uint32_t> words{250, 500};
   std::vector<double> depths{0, 0.25, 0.5, 0.75, 1};
-  std::uint32_t first_sample = 0;  ///< first sample to evaluate; earlier ones were evaluated before
-  std::uint32_t samples = 4;       ///< samples at each length and depth, up to this number
+  /// Samples first_sample to samples - 1 are evaluated at each length and depth. Earlier samples
+  /// were evaluated before.
+  std::uint32_t first_sample = 0;
+  std::uint32_t samples = 4;
   std::uint64_t seed = 0;
   std::vector<QueryMode> modes{QueryMode::aware, QueryMode::agnostic};
   std::vector<CacheConfig> configs;  ///< `full` is put first if it is not there

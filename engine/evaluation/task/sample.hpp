@@ -99,8 +99,8 @@ ChatFrame chat_frame(std::string_view chat_template, std::string_view file,
                      std::string_view bos = "");
 
 /// Reads the chat template of the model in `directory` from the first of chat_template.jinja,
-/// tokenizer_config.json and chat_template.json that has one; none if there is no template. Throws
-/// as chat_frame() does, and std::runtime_error for a broken file.
+/// tokenizer_config.json and chat_template.json that has one. Returns nullopt if there is no
+/// template. Throws as chat_frame() does, and std::runtime_error for a broken file.
 std::optional<ChatFrame> read_chat_frame(const std::filesystem::path& directory);
 
 /// aware: the question is part of the prompt. agnostic: it comes after the context has been evicted

@@ -104,7 +104,7 @@ class TunePage {
                                        // search by its name
     }
     for (std::size_t round = rounds_.size();
-         round-- > 0;)  // the best by task accuracy may be eliminated early
+         round-- > 0;)  // the deployed policy may have been eliminated early
       for (const RoundStanding& standing : rounds_[round])
         if ((standing.policy + ":").starts_with(text + ":")) return standing;
     return rounds_.back().front();

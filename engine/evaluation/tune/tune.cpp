@@ -254,7 +254,7 @@ double budget_bytes(const Tuning& tuning) {
 
 /// Compares the configurations of the last round.
 void judge(Tuning& tuning, const TuneRequest& request) {
-  // Index in the last round.
+  // [configuration]: index in the last round, or the sweep's size if it did not run there.
   std::vector<std::size_t> place(request.sweep.size(), request.sweep.size());
   for (std::size_t i = 0; i < tuning.halving.last.size(); ++i)
     place[tuning.order[tuning.halving.last[i]]] = i;

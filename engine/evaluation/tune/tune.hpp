@@ -57,11 +57,11 @@ struct TuneScore {
 
 struct Tuning {
   std::string metric;
-  std::vector<double> cost;        ///< [configuration], mean over texts, lower being better
+  std::vector<double> cost;        ///< [configuration], mean over texts, lower is better
   std::vector<Memory> memory;      ///< [configuration]
   Memory full_memory;              ///< memory of the full cache
-  std::vector<std::size_t> order;  ///< the first of each policy by that metric, then the others,
-                                   ///< without those over budget
+  std::vector<std::size_t> order;  ///< the best variant and the defaults of each policy, then the
+                                   ///< others, both by that metric; without those over budget
   std::vector<std::size_t> over_budget;        ///< configurations over budget
   Halving halving;                             ///< its configurations are indices in `order`
   std::vector<std::vector<TuneScore>> scores;  ///< [configuration]; the last one is the full cache

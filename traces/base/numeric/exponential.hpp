@@ -1,5 +1,5 @@
-// The exponential function that all code uses. It works on whole registers. softmax.hpp says what
-// it guarantees.
+// The exponential function that all code uses. It works on whole registers. The comments in
+// softmax.hpp describe what it guarantees.
 #pragma once
 
 #include "traces/base/numeric/vectors.hpp"

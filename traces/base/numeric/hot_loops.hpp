@@ -50,7 +50,7 @@ struct HotLoops {
 const HotLoops& hot_loops();
 
 const HotLoops& hot_loops_base();
-/// Null if the machine or the build does not support the instruction set.
+/// These return null if the machine or the build does not support the instruction set.
 const HotLoops* hot_loops_avx2();
 const HotLoops* hot_loops_avx512();
 
