@@ -1,5 +1,5 @@
-// How an error of attention outputs changes later quantities, as linear maps: the residual stream
-// (`residual_error` in docs/reference/metrics.md), and the log-likelihood of tokens
+// Linear maps from an error of attention outputs to its effects: on the residual stream
+// (`residual_error` in docs/reference/metrics.md), and on the log-likelihood of tokens
 // (`kl_estimate`).
 #pragma once
 
@@ -11,27 +11,27 @@
 
 namespace kvlab {
 
-/// Directions of the residual stream in which errors are measured, of the 64 that a trace has.
-/// Fewer directions keep the files of head tasks small. All configurations use the same ones.
+/// Number of directions of the residual stream in which errors are measured. A trace has 64; fewer
+/// are used so that the files of head tasks stay small. All configurations use the same directions.
 inline constexpr std::uint32_t kResidualColumns = 32;
 
-/// Number of values to which a query's error is mapped: directions of the residual stream (for
-/// sampled queries), and gradient samples (for every query).
+/// The number of values to which a query's error is mapped. They are of two kinds: directions of
+/// the residual stream (for sampled queries), and gradient samples (for every measured query).
 struct ProjectionColumns {
   std::uint32_t residual = 0;          ///< kResidualColumns; 0 if the trace has no sketch
-  std::uint32_t gradient_samples = 0;  ///< gradients of the measured queries
+  std::uint32_t gradient_samples = 0;  ///< gradient samples of the measured queries
 
   bool any() const { return residual + gradient_samples > 0; }
 };
-/// The columns that the trace has. Gradients count only if they were summed over the measured
-/// `queries`.
+/// The columns that the trace has. The gradient samples are counted only if they were summed over
+/// the measured `queries`.
 ProjectionColumns projection_columns(const TraceReader& trace, Queries queries);
 
 /// The gradients of a KV head's query heads at some queries: [query, gradient sample, group, dim].
 std::vector<float> gradients_of(const TraceReader& trace, std::uint32_t layer,
                                 std::uint32_t kv_head, std::span<const std::uint32_t> queries);
 
-/// The maps of one KV head's query heads.
+/// The maps for the query heads of one KV head.
 class ErrorProjection {
  public:
   /// `trace` must outlive this object.
@@ -39,7 +39,7 @@ class ErrorProjection {
                   Queries queries);
 
   const ProjectionColumns& columns() const { return columns_; }
-  /// Projects the output error of query head `head` of the group, full - factor * kept, by the
+  /// Multiplies the output error of query head `head` of the group, full - factor * kept, by the
   /// sketch of W_o, and adds the result to `to` [residual columns]. `full` and `kept` are
   /// [head_size]. No-op if the trace has no sketch.
   void add_residual(std::uint32_t head, const float* full, const float* kept, float factor,

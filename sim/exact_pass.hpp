@@ -1,4 +1,5 @@
-// One exact attention pass over a trace: the baseline for the time of a replay.
+// One exact attention pass over a trace. Its time is the baseline with which the time of a replay
+// is compared.
 #pragma once
 
 #include "traces/base/work_plan.hpp"

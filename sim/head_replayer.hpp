@@ -1,4 +1,4 @@
-// The interface of devices that replay KV heads in place of the CPU.
+// The interface of a device that replays KV heads in place of the CPU.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ struct ReplayPlan {
 class HeadReplayer {
  public:
   virtual ~HeadReplayer() = default;
-  /// Whether the device supports the configuration. The CPU runs the others. The answer is the same
-  /// for all layers of the trace.
+  /// Whether the device supports the configuration. The CPU runs configurations that it does not
+  /// support. The result holds for all layers of the trace.
   virtual bool takes(const TraceReader& trace, const CacheConfig& config) const = 0;
   /// Returns outcomes by head task, then by configuration of the plan. Throws std::runtime_error if
   /// the device fails or its memory is too small for one head task.

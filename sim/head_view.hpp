@@ -1,4 +1,4 @@
-// One KV head of one sequence, as input of a replay or an end-to-end evaluation.
+// One KV head of one sequence: the input of a replay or of an end-to-end evaluation.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ struct HeadView {
   const float* sinks = nullptr;                    ///< [group] logits; null: none
   const ErrorProjection* projection = nullptr;     ///< null: no projected errors
   OutputWeights output = {};                       ///< W_o, for the features that need it
-  const FeaturesByName* feature_values = nullptr;  ///< supplied features; null: none
+  const FeaturesByName* feature_values = nullptr;  ///< features that are not computed; null: none
   const Rope* rope = nullptr;                      ///< for scored features; null: no RoPE
   float softmax_scale = 1;                         ///< for scored features
 
@@ -51,7 +51,7 @@ struct HeadView {
   const float* key(std::uint32_t token) const { return k + token * kv_token_stride; }
 };
 
-/// The token features that a policy reads, for a view.
+/// The token features that a policy reads, for the tokens of a view.
 class TokenFeatures {
  public:
   /// `appends`: all appends of the view. Throws std::logic_error if a feature is neither computed
@@ -72,7 +72,8 @@ class TokenFeatures {
 };
 
 /// Adds to `feature_values` those features in `names` that are not computed, if the trace has them.
-/// `knows_projections`: features that need the output projections can be computed.
+/// `knows_projections`: whether the output projections are known, so that features that need them
+/// are computed.
 void add_trace_features(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
                         const std::vector<std::string>& names, bool knows_projections,
                         FeaturesByName& feature_values);
@@ -81,7 +82,7 @@ void add_trace_features(const TraceReader& trace, std::uint32_t layer, std::uint
 void add_supplied_features(const ResolvedConfig& config, std::uint32_t layer, std::uint32_t kv_head,
                            std::uint32_t tokens, FeaturesByName& feature_values);
 
-/// One KV head's tensors, read from a trace, and what a replay adds to them.
+/// One KV head's tensors, read from a trace, and the other data that a replay needs for the head.
 struct HeadTensors {
   AlignedVector<float> q, k, v;  // [group, token, dim], [token, dim], [token, dim]
   std::unique_ptr<const ErrorProjection> projection;
@@ -92,14 +93,16 @@ struct HeadTensors {
 /// Throws std::invalid_argument if the trace has no such head.
 void check_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head);
 
-/// Reads queries, keys and values, then releases the trace's pages. Throws as check_head() does.
+/// Reads queries, keys and values. Then releases the memory pages that the trace's file has mapped.
+/// Throws as check_head() does.
 HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head);
 
-/// Other parameters of a row's arithmetic.
+/// The parameters of a row's arithmetic that do not depend on the head's data.
 struct HeadArithmetic {
   float softmax_scale = 1.0f;
-  std::optional<Dtype>
-      rounding;  ///< type to which q and k are rounded after RoPE at original positions
+  /// Type to which queries and keys are rounded after RoPE at original positions; empty: no
+  /// rounding.
+  std::optional<Dtype> rounding;
   std::uint32_t threshold16 = 0;  ///< request threshold, times 2^16
   float softcap = 0;              ///< soft cap of scores; 0: none
   std::uint32_t window = 0;       ///< number of tokens that a query sees; 0: all
@@ -113,8 +116,9 @@ HeadArithmetic arithmetic_of(const TraceReader& trace, std::uint32_t layer, doub
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,
                      std::uint32_t head_size, std::uint32_t position, float* y);
 
-/// Resolves `config` for a sequence of these segments, including its appends: prompts as the
-/// prefill mode says, decoded tokens one by one. Throws as the resolve() that takes a length does.
+/// Resolves `config` for a sequence of these segments. Also plans its appends: those of a prompt
+/// depend on the prefill mode, and decoded tokens are appended one by one. Throws as the resolve()
+/// that takes a length does.
 ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& segments,
                        std::uint32_t sequence, const CacheShape& model = {});
 /// Sets the appends of a resolved configuration for these segments.

@@ -1,5 +1,6 @@
-// Counts the tokens that a cache holds through a sequence. Which tokens are live depends on
-// observations, but their number does not. So all executors can share these counts.
+// Counts the tokens that a cache holds in the course of a sequence. Which tokens are live depends
+// on observations, but their number does not. So the counts are the same for a replay on the CPU, a
+// replay on a GPU and an end-to-end evaluation.
 #pragma once
 
 #include <cstdint>
@@ -12,22 +13,22 @@ namespace kvlab {
 /// The counts of one KV head.
 struct LiveCounts {
   std::uint64_t evictions = 0;
-  std::uint32_t
-      most = 0,
-      end = 0;  ///< maximum number of live tokens, including prompts; number after the last token
-  // Bytes, expressed in 16-bit tokens.
+  /// Maximum number of live tokens, including prompts, and the number after the last token.
+  std::uint32_t most = 0, end = 0;
+  // Memory of the held tokens, expressed as the number of 16-bit tokens that need the same bytes.
   double held_mean = 0;  ///< mean over decoded queries, including the query's token
-  double held_peak =
-      0;  ///< peak over decoded queries; like the mean, it is held_end if no query is decoded
+  /// Peak over decoded queries. Like the mean, it is held_end if no query is decoded.
+  double held_peak = 0;
   double held_end = 0;     ///< after the last token
   double held_budget = 0;  ///< capacity of the tiers; held_end if nothing is evicted
-  /// Peak including prompts, in bytes per kQuantBlock channels.
+  /// Peak number of bytes, including prompts, of one block of kQuantBlock channels of all tokens.
   std::uint64_t bytes_peak = 0;
 };
 
 /// `config` must have its appends. `budget` is the budget of a head of the layer. An element that
-/// is not quantized has `element_bytes` bytes. Under ada() `budget` is the mean over the heads of a
-/// layer, and only the sums over these heads are exact.
+/// is not quantized has `element_bytes` bytes. If the budget is ada(), the heads of a layer share
+/// its slots. Then `budget` is the mean over these heads, and only the sums of the counts over
+/// these heads are exact.
 LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t layer, std::uint32_t budget,
                        std::uint64_t element_bytes = sizeof(float));
 
@@ -45,7 +46,8 @@ struct Memory {
 
   double total() const { return mean + state; }
 };
-/// "15 layers with a sliding window also keep 1.20 MiB of keys and values, at most 1.30", or "".
+/// "15 layers with a sliding window also keep 1.20 MiB of keys and values on average, and 1.30 MiB
+/// at most", or "".
 std::string windows_text(std::size_t layers, double mean_bytes, double peak_bytes);
 /// "at most 1.30 MiB of keys and values in the layers where the policy acts, 2.60 in exempt layers,
 /// 3.90 in total"

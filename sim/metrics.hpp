@@ -1,5 +1,5 @@
-// Which queries metrics are measured at, and metrics as ratios of sums. There is a sum for each
-// block of queries, so that every metric has a standard error.
+// The queries at which metrics are measured, and metrics as ratios of sums. There is a sum for each
+// block of queries, from which the standard error of a metric is computed.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace kvlab {
 
-/// The queries over which metrics are measured, in order. Errors of outputs are measured at a
+/// The queries at which metrics are measured, in order. Errors of outputs are measured only at a
 /// sample of them.
 class MeasuredQueries {
  public:
@@ -56,7 +56,8 @@ class MeasuredQueries {
   SumsShape sums(std::uint32_t group) const { return {(group + 3) / 4, named_.size()}; }
   /// Number of measured queries that come after a passage.
   std::uint32_t queries_after(const Passage& passage) const;
-  /// The positions of all measured queries. sampled_queries() returns those of the sampled queries.
+  /// Positions of all measured queries. sampled_queries() returns the positions of the sampled
+  /// queries.
   std::vector<std::uint32_t> queries() const;
   std::vector<std::uint32_t> sampled_queries() const;
 
@@ -71,12 +72,14 @@ class MeasuredQueries {
   std::vector<Passage> named_;
 };
 
-/// A ratio of sums by block: a mean (with weights of 1), or misses per request, for example.
+/// A ratio of two sums, with a part of each sum for every block of queries. Examples: a mean (the
+/// denominator counts the queries), or the misses per request.
 struct BlockedRatio {
   using Blocks = std::array<double, kMaxQueryBlocks>;
   std::size_t blocks = 0;
   Blocks above = {}, below = {};
-  /// Sums over all blocks, for each column of the sketch over which `above` sums; may be empty.
+  /// The parts of the numerator for each column of the sketch, summed over all blocks; empty if the
+  /// ratio has no sketch.
   std::vector<double> columns = {};
 
   void add(std::uint32_t block, double numerator, double denominator) {
@@ -86,19 +89,20 @@ struct BlockedRatio {
   double weight() const;
 };
 
-/// A plain mean of ratios (over query heads or layers). Its jackknife error is over blocks and, if
-/// there is a sketch, over the sketch's columns. Ratios without weight are left out.
+/// The unweighted mean of ratios (over query heads or layers), with a jackknife standard error over
+/// blocks of queries and, if there is a sketch, over the columns of the sketch. A ratio whose
+/// denominator is 0 has no weight and is left out.
 struct Estimate {
   double value, standard_error;  ///< NaN if no ratio has weight; the error is also NaN with fewer
                                  ///< than 8 blocks
   double weight;                 ///< total weight of the ratios
-  /// The jackknife's pseudo-values [block], from which mean and error are computed; NaN for a block
-  /// without weight. They are used to compare two configurations in pairs.
+  /// The pseudo-values of the jackknife, [block], from which mean and error are computed; NaN for a
+  /// block without weight. They are used to compare two configurations in pairs.
   std::vector<double> blocks;
 };
 Estimate mean_of(std::span<const BlockedRatio> ratios);
-/// The mean of `ratios` minus the mean of `less`, over the same queries. The error is that of the
-/// difference.
+/// The mean of `ratios` minus the mean of `less`, over the same queries, with the standard error of
+/// this difference.
 Estimate difference_of(std::span<const BlockedRatio> ratios, std::span<const BlockedRatio> less);
 
 /// A query head's 10% quantile: the (n + 9) / 10-th smallest of n values.
@@ -108,7 +112,7 @@ struct Quantile {
 };
 /// `values` [measured query] must not be negative.
 Quantile quantile_of(const MeasuredQueries& measured, const float* values);
-/// The plain mean of quantiles; `weight`: their total weight.
+/// The unweighted mean of quantiles. `weight`: their total weight.
 Estimate mean_of(std::span<const Quantile> quantiles, std::size_t blocks, double weight);
 
 /// Lower bound of the recall whose logarithm nll_recall takes.
@@ -120,9 +124,10 @@ struct HeadStats {
   std::vector<Quantile> quantiles;  ///< of recall, by query head
   /// [sample, 2]: squared error and squared output, summed over the group
   std::vector<double> errors;
-  // The next arrays are summed over the group. They are empty if they are not measured.
-  /// [sample, column]: errors after W_o. With quantized tiers it is [sample, 2, column], where the
-  /// second entry is the error from quantization alone.
+  // The following arrays are summed over the query heads of the group. An array that is not
+  // measured is empty.
+  /// [sample, column]: errors after W_o. With quantized tiers the array is [sample, 2, column]:
+  /// entry 0 is the whole error, entry 1 the error from quantization alone.
   std::vector<float> residual;
   std::vector<float> changes;  ///< [measured query, gradient sample]: changes of log-likelihood
 

@@ -1,5 +1,5 @@
-// One configuration on one KV head: a cache that goes through the appends of a sequence, and the
-// metrics that are measured on the way.
+// One configuration on one KV head: takes a cache through the appends of a sequence and measures
+// the metrics.
 #pragma once
 
 #include <cstdint>
@@ -58,9 +58,9 @@ class PlainRun {
 
  private:
   const Append& current_append() const { return appends_[next_]; }
-  /// Number of younger queries of the append.
+  /// Number of queries of the append that come after `query`.
   std::uint32_t age_of(std::uint32_t query) const { return append_end() - 1 - query; }
-  /// Whether the policy observes the query, or it is measured.
+  /// Whether the policy observes the query, or metrics are measured at it.
   bool wants(std::uint32_t query) const;
   HeadAppend head_append() const;
   void measure_head(std::uint32_t query, std::uint32_t head, std::span<const float> p,
@@ -74,21 +74,23 @@ class PlainRun {
   std::size_t next_ = 0;
   HeadView view_;
   const RopeTable& rope_;
-  bool masks_rows_;  // whether the cache attends by masking shared rows
+  bool masks_rows_;  // whether the cache takes its probabilities from the shared rows, by masking
+                     // tokens that are not live
   HostCache cache_;
   std::shared_ptr<const void> kept_alive_;
   RowMeasure measure_;
   std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher_;
   std::function<void(std::uint32_t, const LiveSet&)> append_watcher_;
-  std::vector<float> kept_, exact_p_, out_, exact_out_;  // by age: exponentials; [dim]
+  // kept_ and exact_p_: exponentials by age. out_ and exact_out_: [dim].
+  std::vector<float> kept_, exact_p_, out_, exact_out_;
 };
 
 /// The runs of one configuration on some KV heads of a layer.
 using LayerRun = std::vector<std::unique_ptr<PlainRun>>;
 
-/// Takes the KV heads through every run, by block of queries and by append, so that the caches of a
-/// layer can evict together. Shared rows are computed only if a run wants them. `rows` is by KV
-/// head.
+/// Takes all KV heads of a layer through every run, one append after another, so that the caches of
+/// a layer can evict together. Shared rows are computed only if wants_row() is true for one of the
+/// runs. `rows` is by KV head.
 void run_layer(QueryRange queries, std::span<SharedRows> rows, std::span<const LayerRun> runs);
 
 }  // namespace kvlab

@@ -24,8 +24,8 @@ inline constexpr std::string_view kPassageRecall = "passage_recall:";
 std::span<const std::string_view> replay_oracles();
 bool is_oracle(std::string_view policy);
 
-/// Number of tokens that the budget is on this trace; kNoBudget: all. Throws BudgetTooSmall if the
-/// configuration does not fit the budget, and throws as resolve() does.
+/// The budget of `config` on this trace, in tokens; kNoBudget if it is `all`. Throws BudgetTooSmall
+/// if the configuration does not fit the budget. Also throws as resolve() does.
 std::uint32_t tokens_within(const CacheConfig& config, const TraceReader& trace);
 
 class HeadReplayer;        // sim/head_replayer.hpp
@@ -33,12 +33,13 @@ struct OutputProjections;  // policies/features/output_projections.hpp
 
 struct ReplayOptions {
   Queries queries = Queries::decode;
-  bool every_output_error = false;  ///< false: every eighth measured query
-  /// Runs one configuration at a time, without configuration batches, for tests that compare with
-  /// it.
+  /// Whether output errors are measured at every measured query; otherwise at every eighth.
+  bool every_output_error = false;
+  /// Runs one configuration at a time, without configuration batches. Tests use it to check the
+  /// configuration batches.
   bool plain = false;
-  HeadReplayer* elsewhere =
-      nullptr;  ///< device that runs the configurations that it supports; null: none
+  /// A device that runs those configurations that it supports; null: none.
+  HeadReplayer* elsewhere = nullptr;
   /// The model's output projections, for features that need them. Null: the trace must have these
   /// features.
   std::shared_ptr<const OutputProjections> output = nullptr;
@@ -55,15 +56,15 @@ struct Measurement {
   double value;
   double standard_error;  ///< NaN if unknown
   std::uint64_t count;    ///< queries x query heads
-  std::vector<double> blocks =
-      {};  ///< Estimate::blocks for aggregates of the whole model; otherwise empty
+  /// Estimate::blocks for aggregates of the whole model; otherwise empty.
+  std::vector<double> blocks = {};
 };
 
 /// The tokens that one head kept over time, for pictures.
 struct KeptSet {
   std::uint32_t query;  ///< position
-  std::vector<std::uint32_t>
-      positions;  ///< positions that were live when the query attended, ascending
+  /// Positions that were live when the query attended, ascending.
+  std::vector<std::uint32_t> positions;
 };
 
 struct ReplayResult {
@@ -80,8 +81,8 @@ struct HeadTask {
   std::uint32_t layer, kv_head;
 };
 
-/// Runs the layers without a window of one trace through `configs`. `sequence` is the trace's index
-/// in the run. A head task is one KV head of one layer with all configurations.
+/// The replay of one trace: runs its layers without a window through `configs`. `sequence` is the
+/// trace's index in the run. A head task is one KV head of one layer with all configurations.
 class ReplayJob {
  public:
   /// `trace`, `configs` and `options` must outlive the job. Throws std::invalid_argument if, for
@@ -108,8 +109,9 @@ class ReplayJob {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Collects the outcomes of all head tasks of a job, each once and in any order, and computes
-/// metrics from them. When a layer is complete, it frees what is no longer needed.
+/// Collects the outcomes of all head tasks of a job and computes metrics from them. put() must be
+/// called once for each head task, in any order. When a layer is complete, data that is no longer
+/// needed is freed.
 class ReplayGathering {
  public:
   explicit ReplayGathering(const ReplayJob& job);  ///< `job` must outlive this object
@@ -117,18 +119,19 @@ class ReplayGathering {
 
   /// Throws std::runtime_error if the outcomes do not have the job's shape.
   void put(std::size_t index, std::vector<HeadOutcome> outcomes);
-  /// Call when every head task has been put. The result does not depend on their order.
+  /// Call it when put() has been called for every head task. The result does not depend on the
+  /// order of these calls.
   ReplayResult result() const;
 
  private:
   const ReplayJob::Impl& job_;
   std::vector<LayerOutcome> layers_;
   std::vector<std::size_t> left_;  // head tasks still missing, by layer
-  std::size_t joined_ = 0;         // number of layers whose changes are in joint_
+  std::size_t joined_ = 0;         // number of layers whose changes have been added to joint_
   std::unique_ptr<JointChanges> joint_;
 };
 
-/// Runs every head task of the job in memory. Results do not depend on the number of threads.
+/// Runs every head task of a ReplayJob in memory. Results do not depend on the number of threads.
 /// Throws as ReplayJob does.
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
                     std::span<const CacheConfig> configs, const ReplayOptions& options);

@@ -1,5 +1,5 @@
-// Measures live sets on one KV head, query by query. The plain replay and the configuration batches
-// share these metrics.
+// Computes the metrics of live sets on one KV head, query by query. The plain replay and the
+// configuration batches both use it.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@ namespace kvlab {
 
 class RowMeasure {
  public:
-  /// Maximum number of queries that enter the sums together with one logarithm. The product of that
-  /// many recalls stays above 1e-288.
+  /// Maximum number of queries whose recalls are multiplied, so that the sum of their logarithms
+  /// needs only one logarithm. The product of that many recalls stays above 1e-288.
   static constexpr std::uint32_t kTogether = 32;
 
   RowMeasure() = default;
@@ -29,7 +29,7 @@ class RowMeasure {
   void separate_quantization() {
     for (HeadStats& stats : stats_) stats.residual.resize(2 * stats.residual.size());
   }
-  /// Whether add_quantization() is expected for a measured query.
+  /// Whether add_quantization() should be called for a measured query.
   bool wants_quantization(std::uint32_t query) const {
     return samples(query) && !stats_.front().residual.empty();
   }
@@ -43,8 +43,8 @@ class RowMeasure {
   void begin_query(std::uint32_t query);
   /// Adds the number of tokens that a query head requests. Call once for all sets.
   void add_wanted(std::uint32_t head, std::uint32_t wanted) { wanted_[head] += wanted; }
-  /// Adds the part of a query head's row that one set holds; `missed` of the requested tokens are
-  /// not in it.
+  /// Adds the recall of one set for a query head. `missed` is the number of requested tokens that
+  /// are not in the set.
   void add(std::size_t set, std::uint32_t head, double recall, std::uint32_t missed) {
     const std::size_t at = set * group_ + head;
     recall_[at] += recall;
@@ -52,16 +52,18 @@ class RowMeasure {
     missed_[at] += missed;
     newest_[at] = static_cast<float>(recall);
   }
-  /// Adds what the only set holds of passages. `e` are the row's exponentials, `stride` apart, and
-  /// `sum` is their sum. `tokens`: those of the set, ascending.
+  /// Adds how much of the attention to each passage the set holds. Only for a single set. `e` are
+  /// the row's exponentials, `stride` floats apart, and `sum` is their sum. `tokens`: the positions
+  /// of the set, ascending.
   void add_passages(std::uint32_t head, const float* e, std::size_t stride, double sum,
                     std::span<const std::uint32_t> tokens);
-  /// Adds the squared norms of an output's error and of the full cache's output. `full` and `kept`
-  /// are both outputs [dim], where `kept` has to be multiplied by `factor`; null if they are equal.
+  /// Adds `error`, the squared norm of an output's error, and `size`, the squared norm of the full
+  /// cache's output. `full` is the full cache's output [dim], and factor * kept is the output of
+  /// the set. Both are null if the outputs are equal.
   void add_output(std::size_t set, std::uint32_t head, double error, double size, const float* full,
                   const float* kept, float factor);
-  /// Adds outputs over the same tokens without and with quantization, which have to be multiplied
-  /// by `factor`.
+  /// Adds the error from quantization alone: factor * exact and factor * quantized are the outputs
+  /// over the same tokens without and with quantization.
   void add_quantization(std::size_t set, std::uint32_t head, const float* exact,
                         const float* quantized, float factor) {
     projection_->add_residual(
@@ -88,10 +90,12 @@ class RowMeasure {
   std::size_t group_ = 0;
   std::uint32_t together_ = 0, query_ = 0, block_ = 0, pending_ = 0;
   std::vector<HeadStats> stats_;  // [set]
-  // Sums over the pending_ queries, of which query_ is the last.
+  // Sums over the last pending_ queries, which have not been added to stats_ yet. query_ is the
+  // last of them.
   std::vector<double> recall_, product_;        // [set, group]: sums
   std::vector<std::uint32_t> missed_, wanted_;  // [set, group]: sums; [group]
-  // Recalls are stored in tiles, as wide as a cache line or as all recalls of a query.
+  // Recalls are stored in tiles. A tile is as wide as a CPU cache line, or as all recalls of a
+  // query if they are fewer.
   std::size_t width_ = 0, tiles_ = 0;
   std::vector<float> rows_;           // [query, tile, width]: [set, group]
   float* newest_ = nullptr;           // the last query's row

@@ -30,8 +30,8 @@ class SharedRows : public FullRows {
   };
   Row row(std::uint32_t query, std::uint32_t head) const;
 
-  /// The earlier tokens that the full-cache row requests (N_t, which does not contain the query's
-  /// own token).
+  /// The earlier tokens that a query head requests in the full cache (N_t, which does not contain
+  /// the query's own token).
   struct Requests {
     std::span<const std::uint8_t> flags;  // [query]
     std::uint32_t count;
@@ -45,8 +45,8 @@ class SharedRows : public FullRows {
   const float* gradients(std::uint32_t query) { return gradients_.of(query); }
   std::uint32_t gradient_samples() const { return gradients_.gradient_samples(); }
 
-  /// The probabilities over the live tokens, from the masked row. Recomputes them if the live
-  /// tokens' exponentials have lost precision.
+  /// The probabilities over the live tokens, computed from the exponentials of the full row. If the
+  /// exponentials of the live tokens have lost precision, they are computed again from the logits.
   void probabilities(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> live,
                      float* p) override;
 

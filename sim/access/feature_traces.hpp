@@ -1,4 +1,5 @@
-// Features that are stored beside traces, for programs that run the prompts of these traces again.
+// Reads token features that are stored in traces, for programs that run the prompts of these traces
+// again.
 #pragma once
 
 #include <string>
@@ -14,7 +15,7 @@ class FeatureTraces final : public FeatureSource {
   /// Opens and verifies the traces.
   FeatureTraces(const std::vector<std::string>& paths, unsigned threads);
 
-  /// Takes the features of the first trace that begins with the prompt.
+  /// Returns a reader of the features `names` of the first trace whose tokens begin with `prompt`.
   FeatureReader reader_of(std::span<const std::int32_t> prompt, std::vector<std::string> names,
                           const CacheShape& model) const override;
   std::string xxh3() const override;

@@ -15,7 +15,7 @@ struct AccessRule {
   std::optional<std::uint32_t> top_k;
 };
 
-/// The attention rows of one KV head, computed as a replay does.
+/// The attention rows of one KV head, with the same arithmetic as in a replay.
 class FullAttention {
  public:
   /// Throws std::invalid_argument if the trace has no such head or the request threshold is not

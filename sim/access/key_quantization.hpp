@@ -8,14 +8,14 @@
 
 namespace kvlab {
 
-/// For each layer, the standard deviation in nats of the errors that 4-bit keys cause in the last
-/// query's scores, over the keys of the last tokens. An offset that all scores have in common does
-/// not count, because softmax cancels it. Empty if the head size is not a multiple of the block
-/// size.
+/// Quantizes the keys of the last tokens to 4 bits. Returns, for each layer, the standard deviation
+/// (in nats) of the errors that this causes in the scores of the last query. An offset that all
+/// scores have in common does not count, because softmax cancels it. Empty if the head size is not
+/// a multiple of the block size.
 std::vector<double> key_quantization_errors(const TraceReader& trace);
 
 /// One line that names the layers in which 4-bit keys are unsafe; empty if there are none. The
-/// usual cause is a bias of the key projection that is large in few channels.
+/// usual cause is that the key projection has a bias that is large in a few channels.
 std::string key_quantization_warning(const TraceReader& trace);
 
 }  // namespace kvlab

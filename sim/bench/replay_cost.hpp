@@ -23,8 +23,9 @@ struct SyntheticShape {
   std::uint32_t gradient_samples = 0;
 };
 
-/// Writes a bf16 trace to `directory`, which must not exist. It has every feature that a registered
-/// policy reads and no decoder computes. Its check rows are not computed, so it does not verify.
+/// Writes a bf16 trace to `directory`, which must not exist. It has every token feature that a
+/// registered policy reads and that decoders cannot compute. Its check rows are not computed, so
+/// the verification of the trace fails.
 TraceReader write_synthetic_trace(const std::filesystem::path& directory,
                                   const SyntheticShape& shape, std::uint64_t seed);
 
@@ -38,11 +39,12 @@ struct SweepTime {
   std::string name;
   std::size_t configs = 0;
   WorkTime time;  ///< per clock, the minimum over the repeats
-  /// Attended live tokens, summed over queries, KV heads and configurations.
+  /// Number of live tokens to which a query attends, summed over queries, KV heads and
+  /// configurations.
   double slot_steps = 0;
   double ratio = 0;      ///< time relative to the exact pass, wall clock
   double cpu_ratio = 0;  ///< the same in CPU time
-  /// On a device: time of one query and one wave of thread blocks.
+  /// On a device: microseconds for one query and one wave of thread blocks.
   double step_microseconds = 0;
   double slot_steps_per_second() const { return slot_steps / time.seconds; }
 };
@@ -53,18 +55,18 @@ struct ReplayCost {
   double bytes_read = 0;  ///< bytes of the trace that one replay reads
 };
 
-/// The standard sweeps: `sweep` ({lru, window, h2o, sink, streaming_h2o} x 8 budgets), its part
-/// without cache positions, each of its policies, `feedback` (h2o and lru, 20 budgets each), and 64
-/// budgets each of some policies and oracles (`window_64` and others). `names` selects sweeps;
-/// empty: all of these. Only if named: `shelf` (every registered policy x 8 budgets) and any single
-/// policy (x 8 budgets).
+/// The standard sweeps are `sweep` ({lru, window, h2o, sink, streaming_h2o} x 8 budgets),
+/// `original_positions` (those of its policies that use original positions), each policy of `sweep`
+/// alone, `feedback` (h2o and lru x 20 budgets), and some policies and oracles x 64 budgets
+/// (`window_64` and others). `names` selects sweeps; if it is empty, all standard sweeps are
+/// returned. Two kinds of sweeps run only if `names` has them: `shelf` (every registered policy x 8
+/// budgets), and the name of any policy (that policy x 8 budgets).
 std::vector<BenchSweep> bench_sweeps(const std::vector<std::string>& names);
 /// The names of all sweeps.
 std::vector<std::string> bench_sweep_names();
 
 /// Runs the exact pass and every sweep `repeats` times, in turns, and keeps the minimum time of
-/// each. With a device, both run there and times exclude reading the trace; `device` is null
-/// otherwise.
+/// each. If `device` is not null, both run on that device, and the times exclude reading the trace.
 ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchSweep>& sweeps,
                           ReplayOptions options, unsigned repeats, CudaReplayer* device);
 

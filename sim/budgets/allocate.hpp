@@ -25,9 +25,10 @@ Curve lower_hull(const Curve& curve);
 double error_at(const Curve& hull, std::uint32_t tokens);
 
 /// Distributes `total` tokens over hulls so that the sum of their errors is minimal. Each hull
-/// first gets the tokens of its first point. Then the steepest decrease per token comes first and,
-/// among equal decreases, the earlier hull. Throws std::invalid_argument if `total` is less than
-/// the sum of all first points or more than the sum of all last points.
+/// first gets the tokens of its first point. The remaining tokens go to the hull whose error
+/// decreases most per token; among equal decreases, to the earlier hull. Throws
+/// std::invalid_argument if `total` is less than the sum of all first points or more than the sum
+/// of all last points.
 std::vector<std::uint32_t> share_tokens(std::span<const Curve> hulls, std::uint64_t total);
 
 /// What to allocate: a policy of the run, a metric, and a mean budget.
@@ -41,7 +42,7 @@ struct Allocation {
   std::string policy, metric;  ///< the policy's label in the run
   std::uint32_t mean_tokens = 0;
   HeadBudgets heads;
-  /// The metric as each head's lower_hull() predicts it, summed over the heads.
+  /// The metric that the lower_hull() of each head predicts, summed over the heads.
   double even = 0;    ///< if each head has `mean_tokens`
   double shared = 0;  ///< with the budgets in `heads`
 };

@@ -14,13 +14,14 @@
 
 namespace kvlab {
 /// Parses budgets in tokens: one number, one per layer, or one per layer and KV head. null exempts
-/// a layer. Throws std::runtime_error with a text that begins with `where`. `file` becomes the
-/// budget's file name.
+/// a layer from the budget. For any other value, throws std::runtime_error with a text that begins
+/// with `where`. `file` is stored as the name of the file from which the budget was read.
 Budget budget_from_json(const nlohmann::json& value, const std::string& where,
                         std::string file = {});
 
-/// Parses the texts of parse_budget(), and `@FILE`. Throws std::runtime_error for a file that
-/// cannot be read, and std::invalid_argument as parse_budget() does.
+/// Parses what parse_budget() accepts, and also `@FILE`, the name of a file with budgets. Throws
+/// std::runtime_error for a file that cannot be read, and std::invalid_argument as parse_budget()
+/// does.
 Budget read_budget(std::string_view text);
 
 /// Converts budgets to a list by layer of lists by KV head, with null for an exempt layer.
@@ -30,7 +31,8 @@ std::string budgets_text(const HeadBudgets& heads);
 
 // The sweep of a replay, as a user writes it: policies x budgets x prefill modes x positions.
 
-/// Limit per command, because each configuration needs a cache for every head.
+/// Maximum number of configurations in one command. There is a limit because each configuration
+/// needs a cache for every head.
 inline constexpr std::size_t kMaxConfigs = 10'000;
 
 /// The lists whose product is the sweep; each entry is in command-line form.
@@ -42,12 +44,12 @@ struct SweepRequest {
   double threshold = 0.01;
 };
 
-/// Makes every combination of policy, budget, prefill mode and positions once. `full` is a single
-/// configuration with budget `all`, and an oracle only gets original positions. Throws
-/// std::invalid_argument if the product exceeds kMaxConfigs, a name is unknown, an evicting policy
-/// has no budget, or protected tokens do not fit a budget in tokens. Also throws as read_budget()
-/// does. With `leave_out`, budgets that are too small for the protected tokens are left out
-/// instead, unless all are too small.
+/// Makes every combination of policy, budget, prefill mode and positions once. `full` gives a
+/// single configuration with budget `all`, and an oracle is combined only with original positions.
+/// Throws std::invalid_argument if the product exceeds kMaxConfigs, a name is unknown, an evicting
+/// policy has no budget, or protected tokens do not fit a budget in tokens. Also throws as
+/// read_budget() does. With `leave_out`, budgets that are too small for the protected tokens are
+/// left out instead, unless all are too small.
 std::vector<CacheConfig> make_sweep(const SweepRequest& request,
                                     std::span<const std::string_view> oracles,
                                     const CompiledPolicies& compiled,

@@ -1,4 +1,4 @@
-// RoPE tables of a sequence whose length is not known in advance.
+// A RoPE table for a sequence whose length is not known in advance.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // The cache of one KV head of one layer on the host: keys and values of the live tokens, and
 // attention over them. The plain replay, the end-to-end evaluation, the CPU decoder and the Python
-// package drive it, so they reach equal bits.
+// package all use it, so their results are bit-identical.
 //
 // A token's row is its slot in the LiveSet. Its key is stored after RoPE:
 //
@@ -11,8 +11,11 @@
 // ended. Then the centre is subtracted from them, and from later keys when they are stored. So all
 // keys of a softmax have the same centre, or none.
 //
-// A row's probabilities come from logits by `multiply_fused`, gathered by age, then scaled,
-// exponentials, one sum, one division. Values are added by age.
+// How a row's probabilities are computed: `multiply_fused` computes the logits. They are gathered
+// in the order of the tokens' age (oldest first) and scaled. Their exponentials are divided by the
+// sum of the exponentials. Then the values are added in the order of age.
+//
+// An append has four steps: 1. evict to the budget, 2. append the tokens, 3. attend, 4. observe.
 #pragma once
 
 #include <cstdint>
@@ -78,26 +81,27 @@ enum class RowState : std::uint8_t { plain, rotated };
 
 /// Replaces a plain row by its quantized and dequantized values.
 void quantize_row(std::span<float> row, const RowFormat& format);
-/// Quantizes a key and a value through the formats of demotion_path(), in order. Both are in the
-/// given state, and are rotated afterwards.
+/// Quantizes a key and a value to the formats of a demotion_path(), one format after another. Both
+/// are in the given state before the call, and rotated after it.
 void quantize_token(std::span<const KvFormat> path, std::span<float> key, std::span<float> value,
                     RowState state);
 /// Quantizes keys after RoPE as KIVI does: by channel, in groups of kQuantBlock tokens. Each group
 /// has an fp16 minimum and an fp16 scale, which is never 0.
 void quantize_by_channel(std::span<float> keys, std::size_t dim, int bits);
 
-/// Number of queries that share one pass over the keys.
+/// Number of queries for which the keys are read once.
 inline constexpr std::uint32_t kQueryBlock = 32;
 
 class HostCache {
  public:
-  /// `live` must be empty. `output`: weights for those features that are computed from them.
-  /// `feature_values`: supplied features of the prompt's tokens.
+  /// `live` must be empty. `output`: the weights from which some features are computed.
+  /// `feature_values`: the values of features that are supplied, not computed, for the prompt's
+  /// tokens.
   HostCache(const HeadShape& shape, LiveSet live, OutputWeights output = {},
             FeaturesByName feature_values = {});
 
-  /// Copies the state that `other` has after step 4. The copy shares ranks with no other head
-  /// before share_ranks() is called for it.
+  /// Copies the state of `other`, which must be after step 4. The copy shares its ranks with no
+  /// other head until share_ranks() is called for it.
   HostCache(const HostCache& other);
   HostCache& operator=(const HostCache&) = delete;
 
@@ -106,17 +110,18 @@ class HostCache {
   /// Step 2. `rope` must cover the append's last position.
   void append(const HeadAppend& append, const RopeTable& rope);
 
-  /// Called with a query, a query head, and the head's probabilities of the oldest p.size() live
-  /// tokens.
+  /// Called with a query, a query head, and the probabilities that this head gives the oldest
+  /// p.size() live tokens.
   using RowVisitor =
       std::function<void(std::uint32_t query, std::uint32_t head, std::span<const float> p)>;
-  /// How to attend.
+  /// Options of attend().
   struct Attention {
-    /// Supplies the probabilities if all tokens are in 16 bit at original positions. If null, they
-    /// are computed from the stored keys.
+    /// Supplies the probabilities as long as all tokens are in 16 bit at original positions. If
+    /// null, the cache computes probabilities from its stored keys.
     FullRows* shared = nullptr;
-    /// Caches that have the same live tokens, keys and values in 16 bit. Their tokens get the same
-    /// observations, so they need not attend.
+    /// Caches with the same live tokens as this one, and the same keys and values in 16 bit.
+    /// attend() also adds its observations to their tokens, so attend() need not be called for
+    /// them.
     std::span<HostCache* const> followers = {};
     RowVisitor visit = {};  ///< may be empty
   };
@@ -147,11 +152,12 @@ class HostCache {
   AgedSet& aged_set() { return live_; }
 
   const LiveSet& live() const { return live_; }
-  /// Number of rows in use. After a prompt it is the number of tokens that the budget keeps live.
-  /// Before the end of the prompt it is at most twice the number of live tokens, or a small number.
+  /// Number of rows in use. After a prompt it is the number of tokens that the budget allows.
+  /// Before the end of the prompt it is at most twice the number of live tokens, or a small
+  /// constant if that is larger.
   std::uint32_t row_count() const { return live_.slot_count(); }
-  /// Bytes of the live tokens: of their quantized values, or 4 bytes for each element. Includes the
-  /// centre, in float32.
+  /// Bytes of the live tokens' keys and values: those of the quantized rows, and 4 bytes for each
+  /// element of the other rows. Includes the centre, in float32.
   std::uint64_t live_bytes() const {
     std::uint64_t bytes = centre_.size() * sizeof(float);
     if (!rotates_)
@@ -169,8 +175,8 @@ class HostCache {
   }
 
  private:
-  /// How queries are rotated: to original positions, to cache positions, or to original positions
-  /// and then by the Hadamard rotation.
+  /// How queries are rotated: to original positions (to_position), to cache positions (to_number),
+  /// or to original positions and then by the Hadamard rotation.
   enum class QueryRotation { to_position, to_number, hadamard_rotated };
   /// The products of queries with the keys of all rows, [query, head, row], for each rotation of
   /// the queries. Empty if no key needs that rotation.
@@ -217,17 +223,17 @@ class HostCache {
   // A token's row is its slot.
   Panels keys_;                // [row, dim], rotated
   std::vector<float> values_;  // [row, dim]
-  std::vector<float>
-      plain_keys_;  // [row, dim], before RoPE; only where positions are cache positions
-  std::vector<std::uint32_t>
-      rotated_to_;  // [row]: the position to which the key is rotated; only with cache positions
-  std::vector<int>
-      tiers_;  // [row]: the tier whose format the row has; -1: not quantized; only if rotates_
-  std::uint32_t kivi_keys_ = 0,
-                kivi_values_ = 0;  // numbers of oldest tokens that KIVI has quantized
-  std::vector<float> centre_;      // [dim], of keys after RoPE; empty: there is none
-  bool centred_ = false;           // whether the centre was subtracted from the stored keys
-  std::uint32_t old_ = 0;  // number of oldest live tokens that are rotated to cache positions
+  // [row, dim], before RoPE; only with cache positions
+  std::vector<float> plain_keys_;
+  // [row]: the position to which the key is rotated; only with cache positions
+  std::vector<std::uint32_t> rotated_to_;
+  // [row]: the tier whose format the row has; -1: not quantized; only if rotates_
+  std::vector<int> tiers_;
+  // How many of the oldest tokens have a key, or a value, that KIVI has quantized.
+  std::uint32_t kivi_keys_ = 0, kivi_values_ = 0;
+  std::vector<float> centre_;  // [dim], of keys after RoPE; empty: there is none
+  bool centred_ = false;       // whether the centre was subtracted from the stored keys
+  std::uint32_t old_ = 0;      // how many of the oldest live tokens are rotated to cache positions
 
   std::mutex seen_mutex_;
   Tally seen_;

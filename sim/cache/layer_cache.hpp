@@ -1,6 +1,6 @@
-// The host's caches of the KV heads of one layer. A caller that has queries, keys and values calls
-// step(). To look at the caches in between, it calls evict_to_budget() of each head, attend()
-// (steps 2 and 3), and observe() of each head instead.
+// The caches of the KV heads of one layer, on the host. For each append, a caller passes queries,
+// keys and values to step(). A caller that needs the state of the caches between the steps instead
+// calls evict_to_budget() of each head, attend() (steps 2 and 3), and observe() of each head.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ struct LayerRows {
   float* lse = nullptr;         // [token, kv_heads * group], natural logarithm; null: not wanted
 };
 
-/// Whether the cache is the same however tokens are split into chunks, because nothing is evicted,
-/// observed or quantized.
+/// Whether the split of a prompt into chunks has no effect on the cache, because nothing is
+/// evicted, observed or quantized.
 bool any_chunk(const ResolvedConfig& config);
 
 class LayerCache {
@@ -31,7 +31,7 @@ class LayerCache {
   LayerCache(const ResolvedConfig& config, const HeadShape& shape, std::uint32_t kv_heads,
              std::uint32_t layer, const OutputProjections* output = nullptr);
 
-  /// Copies a cache. It must be between two appends.
+  /// Copies `other`, which must be between two appends.
   LayerCache(const LayerCache& other);
   LayerCache& operator=(const LayerCache&) = delete;
 
@@ -41,10 +41,10 @@ class LayerCache {
   /// Steps 1 to 4 for all heads. `rope` must cover the last position.
   void step(const LayerRows& rows, const RopeTable& rope, unsigned threads);
   /// Steps 2 and 3 for all heads. `rope` must cover the last position. If `wants_outputs` is false,
-  /// only those outputs are computed that a policy observes.
+  /// outputs are computed only for the queries that a policy observes.
   void attend(const LayerRows& rows, const RopeTable& rope, unsigned threads,
               bool wants_outputs = true);
-  /// Whether the heads order their tokens or share their slots together, so that all heads have to
+  /// Whether the heads have one common eviction order or share their slots. Then all heads have to
   /// finish a step before one of them evicts.
   bool evicts_together() const { return evicts_together_; }
   /// Ends a prompt segment.

@@ -23,12 +23,13 @@ using ConfigBatchWatcher =
 class ConfigBatch {
  public:
   virtual ~ConfigBatch() = default;
-  /// Whether attend() may read the row of `query`. If false, attend() does not read it.
+  /// Whether attend() may read the attention row of `query`.
   virtual bool wants_row(std::uint32_t query) const = 0;
-  /// Runs queries [first, first + count) through every configuration. Blocks come in order, each
-  /// once. `rows` holds the block if wants_row() is true for one of its rows.
+  /// Runs a block of queries, [first, first + count), through every configuration. Call it once for
+  /// each block, in order. `rows` must hold the rows of the block if wants_row() is true for one of
+  /// its queries.
   virtual void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) = 0;
-  /// Returns the outcomes by configuration, and moves the metrics out.
+  /// Returns the outcomes by configuration. Moves the metrics out, so call it once.
   virtual std::vector<HeadOutcome> outcomes() = 0;
   /// `watcher` may be null.
   virtual void watch(ConfigBatchWatcher watcher) = 0;

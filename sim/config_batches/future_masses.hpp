@@ -1,5 +1,5 @@
-// `oracle_attention` in configuration batches. It computes the same ranks as AttentionOracle, but
-// from the rows that all configurations share.
+// `oracle_attention` in configuration batches. The ranks equal those of AttentionOracle, but are
+// computed from the rows that all configurations share.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ class FutureMasses final : public Oracle {
   void rank(const std::uint32_t* positions, std::size_t count, const Step& step,
             std::uint64_t* ranks) override;
   /// Subtracts the masses that `query` gives, because this query is no longer in the future. Call
-  /// for each query in order, after all configurations have run it.
+  /// it for each query in order, after the query has gone through all configurations.
   void spend(std::uint32_t query, GroupRows& rows);
 
  private:

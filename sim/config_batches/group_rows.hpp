@@ -53,10 +53,11 @@ class GroupRows {
 
   /// The largest exponential of each row, [heads()].
   const float* most(std::uint32_t query) const { return largest_.data() + row(query); }
-  /// The shifts that the exponentials were taken with (traces/base/numeric/softmax.hpp), [heads()].
+  /// The shifts with which the exponentials were computed (traces/base/numeric/softmax.hpp),
+  /// [heads()].
   const std::int32_t* shifts(std::uint32_t query) const { return shifts_.data() + row(query); }
 
-  /// Which earlier tokens the rows request (N_t, which excludes the query's own token).
+  /// Which earlier tokens the query heads request (N_t, which excludes the query's own token).
   struct Requests {
     const float* least;          ///< [heads()]: smallest exponential that is requested
     const std::uint32_t* count;  ///< [heads()]
@@ -74,7 +75,7 @@ class GroupRows {
   /// token.
   const std::uint32_t* request_flags(std::uint32_t query);
 
-  /// Sums of a head group's exponentials from token `first` on.
+  /// The sums of a head group's exponentials over the tokens from `first` on.
   std::array<double, kHeadGroupSize> sums_from(std::uint32_t query, std::uint32_t head_group,
                                                std::uint32_t first);
   /// Sums of the values of tokens `first` and later, weighted by their exponentials:
@@ -84,13 +85,14 @@ class GroupRows {
   const float* outputs(std::uint32_t query);
   const double* norms2(std::uint32_t query);
 
-  /// Number of gradient samples of every measured query.
+  /// Number of gradient samples of each measured query; 0 if there are no gradients.
   std::uint32_t gradient_samples() const { return gradients_.gradient_samples(); }
-  /// Adds to changes [gradient sample] the change of log-likelihood that results if the outputs are
-  /// factors[h] * kept [group][dim] and not those of the full cache.
+  /// Adds to changes [gradient sample] the change of log-likelihood that results if head h has the
+  /// output factors[h] * kept[h], not that of the full cache. kept is [group][dim].
   void add_changes(std::uint32_t query, const float* kept, const float* factors, float* changes);
 
-  /// Recomputes the logits of some tokens, for a live set whose exponentials have lost precision.
+  /// Recomputes the logits of some tokens. It is used when the exponentials of a live set are so
+  /// much smaller than the row's largest that they have lost precision.
   void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
               float* out) const;
 
@@ -124,7 +126,7 @@ class GroupRows {
   bool quantized_;  // keys are after the Hadamard rotation
   Panels keys_;     // [token, dim], rotated
   std::uint32_t block_, head_groups_, first_ = 0, count_ = 0;
-  std::size_t stride_, words_;    // tokens of a row, padded; 64-bit words of a row's bits
+  std::size_t stride_, words_;    // tokens of a row, padded; 64-bit words of the bits of a row
   AlignedVector<float> queries_;  // [block, group, dim], rotated
   AlignedVector<float> tile_;     // [block, group, token of a tile]: logits
   std::vector<HeadGroupRow> head_group_rows_;  // [block, head group]

@@ -27,7 +27,9 @@ class HeadConfigBatches {
                     const RopeTable& rope, const HeadArithmetic& arithmetic,
                     const MeasuredQueries* measured);
 
-  /// `watcher` is called with the index of a configuration, but never for oracle_topk.
+  /// Sets the function that is called with each configuration's live positions, identified by its
+  /// index in `configs`. It is not called for oracle_topk, which has no set of tokens for a KV
+  /// head.
   void watch(ConfigBatchWatcher watcher);
   void run();
   /// The outcomes by configuration. Call once, after run().
@@ -42,7 +44,7 @@ class HeadConfigBatches {
   HeadView view_;
   GroupRows rows_;
   std::vector<std::unique_ptr<ConfigBatch>> config_batches_;
-  std::vector<std::vector<std::size_t>> indices_;  // [configuration batch]: of its configurations
+  std::vector<std::vector<std::size_t>> indices_;  // [configuration batch]: its configurations
 };
 
 // Runs the KV heads of one layer, query by query, through the configurations whose caches evict
@@ -56,8 +58,8 @@ class LayerConfigBatches {
                      std::span<const HeadView> views, const RopeTable& rope,
                      const HeadArithmetic& arithmetic, const MeasuredQueries* measured);
 
-  /// `watcher` is called for one KV head, with a configuration's index, a query and the live
-  /// positions.
+  /// Sets the function that is called with the live positions of KV head `kv_head`: the index of a
+  /// configuration, a query, and the positions.
   void watch(std::uint32_t kv_head, const ConfigBatchWatcher& watcher);
   void run();
   /// The outcomes by KV head, then by configuration. Call once, after run().

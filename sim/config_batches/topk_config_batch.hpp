@@ -11,8 +11,9 @@
 
 namespace kvlab {
 
-// Sums of a row's largest exponentials, for many counts at once. A row is not sorted but put into
-// bins by size. The order within a bin matters only if a count ends in it.
+// Computes the sums of the B largest exponentials of a row, for many budgets B at once. The
+// exponentials are not sorted but put into bins by size. The order within a bin matters only if the
+// B-th largest exponential, for one of the budgets, lies inside the bin.
 
 class TopSums {
  public:
@@ -23,10 +24,10 @@ class TopSums {
 
   /// Puts the row of `query` into bins, for every head of the group.
   void begin_row(std::uint32_t query, const GroupRows& rows);
-  /// Computes one head's sums, for every budget of at most the row's tokens.
+  /// Computes one head's sums, for every budget that is at most the number of tokens in the row.
   void take(std::uint32_t head);
   struct Level {
-    double sum;   ///< sum of the largest
+    double sum;   ///< sum of the B largest exponentials
     float least;  ///< the smallest of them
   };
   /// The results of the last take(), by budget.
@@ -55,8 +56,8 @@ class TopkConfigBatch final : public ConfigBatch {
   bool wants_row(std::uint32_t query) const override { return measure_.measures(query); }
   void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
   std::vector<HeadOutcome> outcomes() override;
-  void watch(ConfigBatchWatcher) override {
-  }  ///< oracle_topk keeps a set for each query head, not for a KV head
+  /// No-op, because oracle_topk keeps a set for each query head, not for a KV head.
+  void watch(ConfigBatchWatcher) override {}
 
  private:
   void attend_query(std::uint32_t query, GroupRows& rows);

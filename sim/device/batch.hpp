@@ -28,13 +28,14 @@ class Batch {
   std::vector<std::vector<HeadOutcome>> outcomes() const;
   /// Computes the attention of every query. Returns the number of floating-point operations.
   double attend();
-  /// Stores which tokens every query attends to. Call before replay().
+  /// From now on, stores the set of tokens to which each query attends, for show_sets(). Call
+  /// before replay().
   void keep_sets();
   void show_sets(std::size_t first_task, const KeptWatcher& watcher) const;
 
  private:
-  /// Computes the token features of head tasks whose tensors have arrived, and sends them to the
-  /// device.
+  /// Computes the token features of head tasks `first` to first + count - 1, whose tensors have
+  /// been read to `landed`, and sends the features to the device.
   void send_features(std::size_t first, std::size_t count, const float* landed) const;
   void read_projections();
   /// Gradients for one head task's queries, in the trace's dtype.
@@ -44,7 +45,8 @@ class Batch {
   };
   ScaledGradients scaled_gradients(const HeadTask& task,
                                    std::span<const std::uint32_t> queries) const;
-  /// Computes the errors of the block's sampled outputs after W_o, and the errors by gradients.
+  /// Computes two kinds of errors of the block: those of the sampled outputs after W_o, and the
+  /// changes of log-likelihood by the gradients.
   void project_errors();
   /// The sums of all head tasks and configurations, on the host.
   struct BatchSums {
@@ -53,7 +55,7 @@ class Batch {
   };
   LiveCounts counts_of(std::size_t cache, const kernels::ReplayProgress& walked) const;
   void separate_quantization(std::vector<HeadOutcome>& own) const;
-  /// The outcome without the part that an ErrorProjection computes.
+  /// The outcome of one cache, without the metrics that need an ErrorProjection.
   HeadOutcome outcome(std::size_t cache, const BatchSums& batch_sums) const;
 
   const ReplayPlan& plan_;

@@ -23,13 +23,14 @@ struct HeadTaskSizes {
 
   bool keeps_unrounded() const { return cache_positions && rounds; }
   std::size_t words() const { return (tokens + 31) / 32; }
-  /// Number of queries of a block whose kept sets are stored. It is all queries if there are
-  /// gradients.
+  /// Number of queries of a block whose sets of kept tokens are stored: all queries if there are
+  /// gradients, otherwise the sampled ones.
   std::size_t block_kept() const { return columns.gradient_samples ? block : block_samples; }
-  /// Number of elements of a query's gradients. terms() is the number for one token's terms.
+  /// Number of gradient elements of a query. terms() is the number of products of one token's value
+  /// with these gradients.
   std::size_t gradient() const { return columns.gradient_samples * group * dim; }
   std::size_t terms() const { return columns.gradient_samples * group; }
-  /// Bytes that a head task's part of the trace needs in float32 when it is sent to the device.
+  /// Bytes of a head task's queries, keys and values, which are sent to the device in float32.
   /// land_at_once() is the number of head tasks that are sent together.
   std::size_t landing() const { return (group + 2) * tokens * dim * sizeof(float); }
   std::size_t land_at_once(std::size_t tasks, std::size_t threads) const {
@@ -47,7 +48,7 @@ struct BatchParts {
   kernels::ReplaySlots slots;
   kernels::ReplayTerms terms;
   kernels::ReplayCounts counts;
-  // These are the kernels' arguments of the same names.
+  // These members have the names of the kernels' arguments to which they are passed.
   float *queries, *plain_queries, *query_parts, *key_parts, *key_scales;
   std::byte *keys, *values, *paired_keys, *rounded_queries, *rounded_keys, *quantized_keys,
       *quantized_values;
@@ -60,10 +61,10 @@ struct BatchParts {
   float* sketches;  // [head task, group, dim, kReplayResiduals]
   // [head task, measured query, gradient sample, group, dim], in the trace's dtype
   std::byte* gradients;
-  // These must be zero before a replay.
+  // The caller must set these to zero before a replay.
   std::span<kernels::ReplayProgress> progress;
   std::span<double> sums, errors;
-  std::span<float> recalls, residual, changes;  // set by the replay
+  std::span<float> recalls, residual, changes;  // written by the replay
 };
 
 /// Allocates the buffers of `tasks` head tasks.

@@ -14,21 +14,21 @@ namespace kvlab {
 using KeptWatcher = std::function<void(std::size_t task, std::size_t config, std::uint32_t query,
                                        std::span<const std::uint32_t> live)>;
 
-/// Runs registered policies, with original or cache positions, for groups of at most 8 query heads.
-/// The head size must be a multiple of 8 and at most 256. The number of rotated dimensions must be
-/// a multiple of 4.
+/// Replays on the current CUDA device. It supports the registered policies, original and cache
+/// positions, and groups of at most 8 query heads. The head size must be a multiple of 8 and at
+/// most 256, and the number of rotated dimensions a multiple of 4.
 class CudaReplayer : public HeadReplayer {
  public:
-  /// One exact attention pass over the trace with cuBLASLt, in blocks of queries: products, causal
-  /// softmax, products. The time is measured on the device and excludes reading the trace.
+  /// Computes one exact attention pass over the trace with cuBLASLt. For each block of queries: Q
+  /// K^T, causal softmax, P V. The time is measured on the device and excludes reading the trace.
   virtual ExactPass exact_pass(const TraceReader& trace, unsigned threads) = 0;
-  /// Number of waves of thread blocks that each query of the last run took, if each policy had the
-  /// device to itself.
+  /// Number of waves of thread blocks that a query of the last run needs, summed over the policies,
+  /// if each policy runs alone on the device.
   virtual int waves() const = 0;
 };
 
-/// Throws std::invalid_argument in a build without CUDA, and std::runtime_error without a device. A
-/// watcher makes the replay slow.
+/// Throws std::invalid_argument in a build without CUDA, and std::runtime_error without a device.
+/// With a `watcher`, the replay is slow.
 std::unique_ptr<CudaReplayer> cuda_replayer(KeptWatcher watcher = nullptr);
 
 }  // namespace kvlab

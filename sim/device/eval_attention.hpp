@@ -6,13 +6,14 @@
 
 namespace kvlab {
 
-/// Some configurations of one sequence. Every query attends to the tokens in its configuration's
-/// cache, and tokens are evicted as in the replay. Each configuration has rows(tokens) rows.
+/// Some configurations of one sequence. Every query attends to the tokens in the cache of its
+/// configuration, and the caches evict tokens as in a replay. Each configuration has rows(tokens)
+/// rows.
 class EvalAttention {
  public:
-  /// `plan` must measure all of its queries, and each must be a sample. `configs`: at least one;
-  /// they must outlive this object. Compiles the policies' walks if necessary. Throws
-  /// std::runtime_error if memory is too small.
+  /// In `plan.measured`, all queries must be measured and sampled. `configs`: at least one; they
+  /// must outlive this object. Compiles the walks of the policies if necessary. Throws
+  /// std::runtime_error if the device memory is too small.
   EvalAttention(const HeadTaskPlan& plan, std::span<const ResolvedConfig* const> configs,
                 const Tables& tables, unsigned threads, cuda::Products& product, Streams& streams,
                 Walks& walks);
@@ -26,11 +27,11 @@ class EvalAttention {
   /// dtype.
   std::byte* keys() const { return tasks_.parts().keys; }
   std::byte* values() const { return tasks_.parts().values; }
-  /// Attention of a layer without a window. Maps queries before RoPE to outputs, both
-  /// [configuration, row, query head, dim] in the model's dtype; they may be the same memory.
-  /// Enqueued on the first stream.
+  /// Computes the attention of a layer without a window. `queries` (before RoPE) and `outputs` are
+  /// [configuration, row, query head, dim] in the model's dtype, and may be the same memory. The
+  /// work is enqueued on the first stream.
   void attend(std::uint32_t layer, const std::byte* queries, std::byte* outputs);
-  /// Peak bytes that the KV heads of a configuration hold, summed over layers.
+  /// Peak bytes of keys and values of a configuration, summed over KV heads and layers.
   std::uint64_t kv_bytes_peak(std::size_t config) const { return kv_bytes_peak_[config]; }
 
  private:

@@ -13,18 +13,18 @@
 
 namespace kvlab {
 
-/// A stream, and branches of it that run at the same time.
+/// A CUDA stream, and branches of it whose work runs at the same time.
 class Streams {
  public:
   cudaStream_t first() const { return first_.get(); }
   void synchronize() const { first_.synchronize("replaying"); }
   cudaStream_t branch(std::size_t i) const { return branches_[i % std::size(branches_)].get(); }
-  /// Branches continue from the current point of the first stream.
+  /// The branches wait for the work that is now enqueued on the first stream.
   void fork() {
     begin_.record(first());
     for (const cuda::Stream& branch : branches_) begin_.hold(branch.get(), "waiting for a stream");
   }
-  /// The first stream continues when all branches have ended.
+  /// The first stream waits for the work that is now enqueued on the branches.
   void join() {
     for (std::size_t i = 0; i < std::size(branches_); ++i) {
       ends_[i].record(branches_[i].get());
@@ -45,7 +45,7 @@ struct HeadTaskPlan {
   const HeadArithmetic& arithmetic;
   const MeasuredQueries& measured;
   std::uint32_t tokens, sequence;
-  const OutputProjections* output = nullptr;  ///< needed if features depend on it
+  const OutputProjections* output = nullptr;  ///< needed only if a token feature depends on it
 };
 
 /// Pairs of dimensions of a head, padded: see kernels::ReplayShape.
@@ -56,7 +56,8 @@ inline int pairs_of(const ModelShape& shape) {
 /// Alignment of the operands of products, in bytes.
 inline constexpr std::uint32_t kProductAlignment = 16;
 
-/// Number of tokens of a head task, padded so that rows of products begin aligned.
+/// Number of tokens of a head task, padded to a multiple of 16, so that the rows of products begin
+/// aligned.
 constexpr std::size_t padded_tokens(std::size_t tokens) { return (tokens + 15) / 16 * 16; }
 
 /// Tables that all head tasks read.
@@ -77,7 +78,7 @@ struct HeadTaskMatrix {
   void* data;
   std::size_t row, task;
 };
-/// The arguments of cuda::ProductArgs, for each head task.
+/// The arguments of cuda::ProductArgs, for one product in each head task.
 struct HeadTaskProduct {
   kernels::Type type;
   std::size_t rows, n, k;
@@ -91,17 +92,19 @@ struct HeadTaskProduct {
 /// Head tasks that are on the device together. All work is enqueued on the first stream.
 class HeadTasks {
  public:
-  /// `tasks`: the KV heads, which are run for each of `layers` layers, one layer after another.
+  /// `tasks`: the KV heads of `layers` layers, in order. The head tasks of one layer are on the
+  /// device together; set_layer() selects the layer.
   HeadTasks(const HeadTaskPlan& plan, const DeviceSweep& sweep, const HeadTaskSizes& sizes,
             std::span<const HeadTask> tasks, const Tables& tables, cuda::Products& product,
             Streams& streams, std::size_t layers = 1);
 
-  /// The walks that the sweep's members need.
+  /// The walks that the members of the sweep need.
   std::vector<Walk> walks() const;
-  /// Copies a head task's keys or values, one row per token, to the buffers that the walks read.
+  /// Copies the keys or the values of a head task to the buffers that the kernels read, one row per
+  /// token.
   void copy(const kernels::ReplayVectors& from, std::size_t task, Part part);
-  /// Fills the buffers that are computed from a head task's keys. take_queries() fills those that
-  /// are computed from the queries of one query head of the group.
+  /// Fills the buffers of data that is computed from a head task's keys. take_queries() fills those
+  /// of data that is computed from the queries of query head `head` of the group.
   void take_keys(const kernels::ReplayVectors& from, std::size_t task);
   void take_queries(const kernels::ReplayVectors& from, std::size_t task, std::uint32_t head);
   /// Makes the dequantized copies of all keys and values that tier plans need.
@@ -112,18 +115,19 @@ class HeadTasks {
   void set_layer(std::size_t n) {
     parts_.block.sweep.rules = rules_.as<kernels::ReplayRule>() + n * count_ * sizes_.configs;
   }
-  /// From now on, stores kept sets to `kept_bits`, in the layout of the kernels' arguments. Null:
-  /// stops storing them.
+  /// From now on, stores the sets of kept tokens to `kept_bits`, in the layout of the kernels'
+  /// arguments. With null, stops storing them.
   void keep_bits(std::uint32_t* kept_bits) { kept_bits_ = kept_bits; }
   /// Runs queries [first, first + count): rows, walks, outputs. `outputs`: where to store the
   /// outputs, as in kernels::ReplayOutputsArgs; may be null.
   void replay_block(const Walks& walks, std::uint32_t first, std::uint32_t count,
                     void* outputs = nullptr);
-  /// Computes the changes of log-likelihood from the kept sets. sum_metrics() computes the block's
-  /// metrics.
+  /// Computes the changes of log-likelihood from the sets of kept tokens. sum_metrics() computes
+  /// the metrics of the block.
   void change();
   void sum_metrics();
-  /// Multiplies queries with `keys`, and stores the products in the layout of rows.
+  /// Multiplies queries [first, first + count) by `keys`, and stores the products in the layout of
+  /// rows.
   void multiply_rows(std::uint32_t first, std::uint32_t count, std::byte* keys,
                      cuda::ProductArgs::Output output = cuda::ProductArgs::Output::float32);
   void multiply(const HeadTaskProduct& of);

@@ -16,15 +16,15 @@
 namespace kvlab {
 
 kernels::Type type_of(const std::optional<Dtype>& rounding);
-/// Whether the appends alone determine which tokens the policy's caches attend to: the sinks and
-/// the most recent tokens, or all tokens. Such a cache needs no walk.
+/// Whether the policy's caches always keep the sinks and the most recent tokens, or all tokens.
+/// Then the appends alone determine which tokens are live, and such a cache needs no walk.
 inline bool is_window(const PolicySpec& policy) {
   const PolicyInfo& info = policy.entry->info;
   return policy.tier_plan.is_plain() &&
          (!info.evicts || (info.oldest_first && policy.modifiers == Modifiers{}));
 }
 
-/// Configurations of one policy and of similar size, which one walk runs.
+/// Configurations of one policy and of similar cache size, which one launch of a walk runs.
 struct Members {
   struct Kind {
     std::shared_ptr<const PolicyEntry> policy;
@@ -43,14 +43,16 @@ struct Members {
 /// The sweep in the layout that the kernels read.
 class DeviceSweep {
  public:
-  /// `tokens`: length of the sequence. `walks_all`: also walks window policies; otherwise it is
-  /// unknown which tokens of a passage they keep. `wants_fp16_copies`: each quantized configuration
-  /// gets a copy that keeps the same tokens in 16 bit. `config_tasks`: see kernels::ReplaySweep.
+  /// `tokens`: length of the sequence. `walks_all`: policies for which is_window() is true get a
+  /// walk, too. That is necessary for the metric `passage_recall`, which needs the sums of the kept
+  /// tokens of each passage. `wants_fp16_copies`: adds, for each quantized configuration, a
+  /// configuration that keeps the same tokens in 16 bit. `config_tasks`: see kernels::ReplaySweep.
   DeviceSweep(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens, bool walks_all,
               bool wants_fp16_copies, int config_tasks = 0);
 
   /// The rules of head tasks, with the addresses of their features: [head task, configuration].
-  /// Groups of `count` head tasks are on the device together; features are `tokens` apart.
+  /// Groups of `count` head tasks are on the device together. Each feature has space for `tokens`
+  /// tokens.
   std::vector<kernels::ReplayRule> rules_of(const ModelShape& shape, std::uint32_t sequence,
                                             std::span<const HeadTask> tasks, std::size_t count,
                                             const float* features_on_device,
@@ -58,18 +60,19 @@ class DeviceSweep {
   kernels::ReplaySets sets() const { return {sets_.as<std::int32_t>(), tiles_, quantized_tiles_}; }
   int config_tasks() const { return config_tasks_; }
 
-  /// The features of configurations that name the same features and have the same appends.
+  /// Token features that several configurations share, because they read the same features and have
+  /// the same appends.
   struct Features {
     const ResolvedConfig* like;  ///< one of these configurations
     std::uint32_t first;         ///< index among a head task's features
   };
 
   std::vector<Members> members;
-  std::vector<std::int32_t> windows;  ///< configurations that evict the oldest token first
+  std::vector<std::int32_t> windows;  ///< configurations without a walk: see is_window()
   cuda::DeviceBuffer windows_on_device;
   std::map<std::int32_t, const ResolvedConfig*> window_configs;
   /// Number of slots of all configurations or, if each configuration has separate head tasks, of
-  /// the largest one.
+  /// the one with the most slots.
   std::int64_t task_slots = 0;
   std::vector<Features> features;  ///< features of head tasks that configurations share
   /// Number of features per token for all configurations or, if each configuration has separate
@@ -92,8 +95,8 @@ class DeviceSweep {
   void add_fp16_copies();
   void add_heads(std::span<const ResolvedConfig* const> configs);
   void send_sets();
-  /// Adds the configuration's features to those of a head task, unless they are there already.
-  /// Returns the index of the first one among them.
+  /// Adds the configuration's features to those of a head task, unless the head task already has
+  /// them. Returns the index of the first of these features.
   std::uint32_t add_features(const ResolvedConfig& config);
 
   // [configuration]; if by_head_ is not 0: [layer, KV head, configuration].

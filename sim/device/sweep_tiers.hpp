@@ -12,11 +12,12 @@ namespace kvlab {
 
 class SweepTiers {
  public:
-  /// `own`: each configuration has separate head tasks, and therefore separate copies of tokens.
+  /// `own`: whether each configuration has separate head tasks, and therefore separate quantized
+  /// copies of the tokens.
   explicit SweepTiers(bool own) : own_(own) {}
 
-  /// Adds the tiers of the cache that `config` has at `budget` to its rule, if it has a tier plan.
-  /// Throws std::invalid_argument for more tiers than a walk supports.
+  /// If `config` has a tier plan, adds the tiers that its cache has at `budget` to its rule. Throws
+  /// std::invalid_argument if there are more tiers than a walk supports.
   void add(const ResolvedConfig& config, std::uint32_t index, std::uint32_t budget,
            kernels::ReplayRule& rule);
   void send();

@@ -1,4 +1,5 @@
-// The walks of a replay's policies (kernels/replay/walk.cuh), compiled on first use.
+// The walks of a replay's policies. A walk is the kernel that takes the caches of one policy
+// through a block of queries (kernels/replay/walk.cuh). It is compiled on first use.
 #pragma once
 
 #include <map>
@@ -11,21 +12,21 @@
 
 namespace kvlab {
 
-/// One policy's walk.
+/// Identifies a walk: a policy, and the variant of the kernel.
 struct Walk {
   std::shared_ptr<const PolicyEntry> policy;
   kernels::WalkVariant variant;
 };
 
-/// Whether the KV heads of a layer can be walked together. This needs clusters of blocks (sm_90)
-/// and at most kernels::kMaxLayerHeads KV heads.
+/// Whether one walk can run all KV heads of a layer together, as scope=layer requires. This needs
+/// clusters of thread blocks (sm_90) and at most kernels::kMaxLayerHeads KV heads.
 bool walks_layers(const ModelShape& shape);
 
 /// The walks on the current device.
 class Walks {
  public:
-  /// Compiles the walks that are neither loaded nor in the user's cache, on `threads` threads.
-  /// Throws as kernels::code_of() does.
+  /// Loads the walks. Those that are neither loaded nor in the user's cache of compiled code are
+  /// compiled, on `threads` threads. Throws as kernels::code_of() does.
   void load(std::span<const Walk> walks, unsigned threads);
   /// The kernel for replay_walk(); `walk` must be loaded.
   const void* kernel(const Walk& walk) const { return loaded_.at(key_of(walk))->kernel; }

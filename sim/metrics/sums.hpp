@@ -12,8 +12,8 @@ inline constexpr std::uint32_t kMaxQueryBlocks = 16;
 enum class Sum : std::size_t {
 #define SUM(name) name,
 #include "sim/metrics/metrics.def"
-  kept_of_named,  ///< kept mass of the first passage, then its total mass, then the same for the
-                  ///< next passages
+  kept_of_named,  ///< kept mass of the first passage; after it come the total mass of that passage,
+                  ///< then both masses of the next passage, and so on
 };
 constexpr Sum kept_of(std::size_t named) {
   return static_cast<Sum>(static_cast<std::size_t>(Sum::kept_of_named) + 2 * named);

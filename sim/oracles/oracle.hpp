@@ -16,7 +16,7 @@ namespace kvlab {
 class Oracle {
  public:
   virtual ~Oracle() = default;
-  /// Writes the ranks that order the tokens before `step.now` is appended: the token with the
+  /// Writes the rank of each live token before the token `step.now` is appended. The token with the
   /// lowest rank is evicted first. positions and ranks are [count], by age.
   virtual void rank(const std::uint32_t* positions, std::size_t count, const Step& step,
                     std::uint64_t* ranks) = 0;
@@ -38,24 +38,24 @@ class AttentionOracle final : public Oracle {
  private:
   void add(std::uint32_t first, std::uint32_t end, std::vector<std::uint64_t>& masses);
 
-  std::uint32_t group_, spent_ = 0;  // number of queries that are counted in given_
+  std::uint32_t group_, spent_ = 0;  // number of queries whose masses are in given_
   SharedRows rows_;
   std::vector<std::uint64_t> all_, given_;  // [token], Q32.32, summed over the group
 };
 
 /// `oracle_topk`: each query and query head keeps its `budget` most probable tokens. Queries for
-/// which `uncut` is true keep all tokens (the prompt of a dense prefill).
+/// which `uncut` is true, those of a dense prompt, keep all tokens.
 HeadStats topk_stats(const MeasuredQueries& measured, const HeadView& view, SharedRows rows,
                      std::uint32_t budget, const std::vector<bool>& uncut);
 
 // `oracle_residual`: a greedy oracle for `residual_error`.
 
-/// Chooses one victim after another, with knowledge of one KV head's future. Each time, it chooses
-/// the token without which the head's part of the residual stream, relative to the stream, would
-/// change least over the next kAhead queries, assuming that no further token is evicted. It knows
-/// those queries, which a policy cannot know, but neither later queries nor other heads. It
-/// supports only original positions and no protected tokens. It needs half (the causal part) of
-/// [token, group, token] floats of memory.
+/// Chooses one victim after another, with knowledge of one KV head's future. Each victim is the
+/// token whose eviction would change the head's contribution to the residual stream, relative to
+/// the stream, least over the next kAhead queries, assuming that no further token is evicted. The
+/// oracle knows those queries, which a policy cannot know, but neither later queries nor other
+/// heads. It supports only original positions and no protected tokens. It needs memory for the
+/// causal half of a [token, group, token] array of floats.
 class ResidualOracle final : public Oracle {
  public:
   static constexpr std::uint32_t kAhead = 32;    ///< number of queries

@@ -1,4 +1,4 @@
-// The options with which serving engines keep their KV cache as a plan says.
+// Converts a plan of storage formats to the options of serving engines.
 #pragma once
 
 #include <string>
@@ -8,10 +8,11 @@
 
 namespace kvlab {
 
-/// The options of `engine`, which is vllm, llama.cpp or tensorrt-llm: a part of a command line, or
-/// for TensorRT-LLM lines of the file for --extra_llm_api_options. Throws std::invalid_argument for
-/// another engine, and for a plan that the engine cannot express. The message names what the engine
-/// cannot express, and what to do instead.
+/// The options with which `engine` (vllm, llama.cpp or tensorrt-llm) stores its KV cache in the
+/// formats of `plan`. They are part of a command line or, for TensorRT-LLM, lines of the file for
+/// --extra_llm_api_options. Throws std::invalid_argument for another engine, and for a plan that
+/// the engine does not support. The message says what the engine does not support, and what to do
+/// instead.
 std::string engine_options(const PlanFile& plan, std::string_view engine);
 
 }  // namespace kvlab

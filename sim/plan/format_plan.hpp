@@ -1,9 +1,10 @@
 // Chooses a storage format for the keys and the values of each layer, from traces.
 //
-// Losses of layers, and of keys and values, nearly add up: quantizing one of them changes the
-// outputs of attention by a small error, and the squared errors of different layers are nearly
-// uncorrelated. So one replay measures the loss of each layer's keys alone and values alone in each
-// format, and the choice is a knapsack over those losses. A second replay measures the whole plan.
+// The loss of a plan is nearly the sum of the losses of its parts (the keys or the values of a
+// layer), because quantizing a part changes the outputs of attention by a small error, and the
+// errors of different layers are nearly uncorrelated. So one replay measures the loss of each part
+// alone in each format, and the choice is a knapsack problem over those losses. A second replay
+// measures the whole plan.
 #pragma once
 
 #include <array>
@@ -20,8 +21,8 @@
 
 namespace kvlab {
 
-/// Which formats a layer's keys and values may have together. all: any two. equal: the same.
-/// kernels: those of kvlab's kernels (kernel_format()).
+/// Which pairs of formats the keys and the values of a layer may have. all: any pair. equal: the
+/// same format for both. kernels: the pairs that kvlab's kernels support (kernel_format()).
 enum class FormatPairs { all, equal, kernels };
 
 /// What may differ within a plan.
@@ -30,42 +31,45 @@ struct PlanFreedom {
   FormatPairs pairs = FormatPairs::all;
 };
 
-/// The row formats among which a plan chooses, for an engine.
+/// The row formats from which a plan may choose, for one engine.
 struct FormatSet {
   std::string_view name;
   std::vector<std::string_view> formats;  ///< names of row formats
   PlanFreedom freedom;
   bool quantizes_windows = false;  ///< whether layers with a sliding window are quantized, too
 };
-/// kvlab, cuda (kvlab's CUDA decoder, kvlab.hf and C library), vllm, llama.cpp, tensorrt-llm: what
-/// each engine supports today.
+/// The sets kvlab, cuda (kvlab's CUDA decoder, kvlab.hf and C library), vllm, llama.cpp and
+/// tensorrt-llm, with the formats that each engine supports today.
 std::span<const FormatSet> format_sets();
 
-/// Parses the name of a set, or a list of row formats such as `16,8,4` with full freedom. Throws
-/// std::invalid_argument.
+/// Parses the name of a set, or a list of row formats such as `16,8,4`. A list may be used with any
+/// pairs of formats, and different ones in each layer. Throws std::invalid_argument for any other
+/// text.
 FormatSet parse_format_set(const std::string& text);
 
-/// Parses a mean number of bits per element, with scales and minima: `4.5bits`, or `25%bytes` of 16
-/// bit. Throws std::invalid_argument unless it is above 0 and at most 16.
+/// Parses a mean number of bits per element, which includes scales and minima: `4.5bits`, or
+/// `25%bytes`, a share of the bytes in 16 bit. Throws std::invalid_argument unless it is above 0
+/// and at most 16.
 double parse_plan_bits(std::string_view text);
 
 struct PlanRequest {
   FormatSet set;
-  double bits = 0;  ///< mean over the elements of all planned layers
+  double bits = 0;  ///< mean bits per element, over all planned layers
   KeyCentre centre = KeyCentre::none;
   Queries queries = Queries::decode;
-  std::string metric;  ///< kl_estimate or residual_error; empty: the first that all traces have
+  /// kl_estimate or residual_error; empty: the first of these that all traces have.
+  std::string metric;
   unsigned threads = 1;
   std::function<void(double)> progress;
 };
 
-/// A loss, with its standard error over the queries; of several traces, the mean, with the standard
-/// error over the traces.
+/// A loss. For one trace, the standard error is over its queries. For several traces, the value is
+/// the mean over the traces, and the standard error is over the traces.
 struct PlanLoss {
   double value = 0, standard_error = 0;  ///< the error is NaN if unknown
 };
 
-/// A choice of formats, and what it is expected to lose.
+/// A choice of formats, and its expected loss.
 struct FormatChoice {
   TierPlan tier_plan;
   double bits = 0;   ///< mean per element, with scales and minima
@@ -82,25 +86,28 @@ struct FormatPlan {
   /// Mean over traces: [planned layer][0: keys, 1: values][format].
   std::vector<std::array<std::vector<double>, 2>> losses = {};
   FormatChoice plan = {};
-  /// The best formats that are the same in all layers, in at most as many bits as requested.
+  /// The best plan whose formats are the same in all layers, with at most the requested bits.
   FormatChoice uniform = {};
-  /// The best plans of fewer and of more bits, by ascending bits; `joint` is not measured.
+  /// The best plans for smaller and larger numbers of bits, by ascending bits. Their `joint` is not
+  /// measured.
   std::vector<FormatChoice> frontier = {};
 };
 
 /// A part of a model that has one format in a plan: the keys or the values of some layers.
 struct PlanPart {
-  std::vector<double> losses;        ///< by format
-  std::vector<std::uint32_t> bytes;  ///< by format; of one block of channels in all its layers
+  std::vector<double> losses;  ///< by format
+  /// By format: bytes of one block of channels of a token, summed over the layers of the part.
+  std::vector<std::uint32_t> bytes;
 };
 
-/// The format of each part with the least sum of losses in at most `bytes`, for all numbers of
-/// bytes at once (a knapsack by dynamic programming, in parts x bytes x formats steps).
+/// Chooses the format of each part so that the sum of the losses is minimal and the parts take at
+/// most `bytes` bytes. Solves this for all numbers of bytes at once, by dynamic programming, in
+/// parts x bytes x formats steps.
 class FormatKnapsack {
  public:
   FormatKnapsack(std::span<const PlanPart> parts, std::uint32_t max_bytes);
 
-  /// Whether anything fits into `bytes`.
+  /// Whether there is a choice of formats that fits into `bytes`.
   bool fits(std::uint32_t bytes) const;
   /// The least sum of losses; infinite if nothing fits.
   double loss(std::uint32_t bytes) const;
@@ -114,22 +121,23 @@ class FormatKnapsack {
   std::vector<std::uint8_t> chosen_;  // [part, bytes + 1]
 };
 
-/// Measures losses on the traces and chooses. Throws std::invalid_argument if the traces are of
-/// different models or have no layer without a window, if a trace lacks the metric, if no format of
-/// the set fits the bits, and as replay() does.
+/// Measures the losses on the traces and chooses the formats. Throws std::invalid_argument if the
+/// traces are of different models or have no layer without a window, if a trace lacks the metric,
+/// or if even the smallest formats of the set take more than the requested bits. Also throws as
+/// replay() does.
 FormatPlan plan_formats(std::span<const TraceReader* const> traces, const PlanRequest& request);
 
 /// The plan as JSON, with all losses. `tiers` is the text that --tiers takes.
 std::string plan_text(const FormatPlan& plan, const PlanRequest& request);
 
-/// What engines need of such a file.
+/// The contents of a plan file that engine_options() needs.
 struct PlanFile {
   TierPlan tier_plan;
   KeyCentre centre = KeyCentre::none;
   std::vector<std::uint32_t> layers = {};  ///< numbers of the planned layers
   bool has_windows = false;  ///< whether the model has layers with a sliding window, too
 };
-/// Throws std::runtime_error that names the file.
+/// Reads a file with the text of plan_text(). Throws std::runtime_error that names the file.
 PlanFile read_plan_file(const std::string& path);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// The processes that mpirun started together, or one process alone.
+// The group of processes that mpirun started together, or a single process.
 #pragma once
 
 #include <functional>
@@ -19,30 +19,34 @@ class ProcessGroup {
   virtual ~ProcessGroup() = default;
   virtual int rank() const { return 0; }
   virtual int size() const { return 1; }
-  /// Index of this process among the group's processes on this host; host_size(): their number.
+  /// Index of this process among the group's processes on this host. host_size() is the number of
+  /// these processes.
   virtual int host_rank() const { return 0; }
   virtual int host_size() const { return 1; }
 
   /// Returns every process's text, by rank. Collective: returns when all processes have called it.
   virtual std::vector<std::string> exchange(const std::string& text) { return {text}; }
-  /// Sends a message; callable from any thread. May wait until the other process polls.
+  /// Sends a message to the process with the given rank. Callable from any thread. May wait until
+  /// that process calls poll().
   virtual void send(int, const std::string&) {}
   /// The next message to this process, if one has arrived. Callable from any thread.
   virtual std::optional<Message> poll() { return std::nullopt; }
-  /// Makes the other processes end when this one ends; the caller then throws the reason.
+  /// Makes the other processes end when this one ends. The caller then throws an exception that
+  /// names the reason.
   virtual void abort() {}
 
   bool leads() const { return rank() == 0; }
 };
 
-/// Joins the other processes if mpirun (or srun with PMIx) started this one; otherwise the process
-/// is alone. MPI is in kvlab_mpi.so beside the program and is loaded only then, so the program
-/// starts without MPI. Throws std::runtime_error if there are other processes and this build has no
-/// MPI support.
+/// Joins the other processes if mpirun (or srun with PMIx) started this one; otherwise returns a
+/// group of one process. Only a process that joins others loads the MPI code, which is in
+/// kvlab_mpi.so next to the program. So the program starts on machines without MPI. Throws
+/// std::runtime_error if there are other processes and this build has no MPI support.
 std::unique_ptr<ProcessGroup> join_process_group();
 
-/// Whether this process is alone, or the first of those that mpirun started with one command line.
-/// It prints what is wrong with that line. Callable before the processes join.
+/// Whether this process is alone, or the first of the processes that mpirun started with one
+/// command line. Only this process prints errors about that command line, so that they appear once.
+/// Callable before join_process_group().
 bool leads_command_line();
 
 /// Calls `action` in every process and returns when all calls have ended. Returns true if none
@@ -50,11 +54,11 @@ bool leads_command_line();
 /// itself) and the others return false.
 bool do_together(ProcessGroup& group, const std::function<void()>& action);
 
-/// Computes every item of `items` once, in one of the group's processes, on `threads` threads per
-/// process. All processes call it; only the leader's `items` count. `compute` runs in any process
-/// and on any thread; `finished` receives its result in the leader, on any thread. Returns in the
-/// leader when all items are finished. Rethrows the first exception in the process where it
-/// occurred.
+/// Distributes `items` over the processes of the group, with `threads` threads in each process. All
+/// processes call this function; only the `items` of the leader are used. `compute` is called once
+/// for each item, in any process and on any thread. `finished` is called with its result in the
+/// leader, on any thread. The call returns in the leader when all items are finished. It rethrows
+/// the first exception in the process where it occurred.
 void share_work(ProcessGroup& group, const std::vector<std::size_t>& items, unsigned threads,
                 const std::function<std::string(std::size_t)>& compute,
                 const std::function<void(std::size_t, const std::string&)>& finished);

@@ -1,4 +1,4 @@
-// A policy's description, for people and programs.
+// The description of a policy, as text for users and as JSON for programs.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>

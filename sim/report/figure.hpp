@@ -1,5 +1,5 @@
-// Figures with points and lines, and figures of heads, both as pages draw them and as Vega-Lite for
-// files.
+// Figures with points and lines, and figures with a cell for each head. Both exist as JSON that the
+// scripts of a page draw, and as Vega-Lite for files.
 #pragma once
 
 #include <limits>
@@ -37,8 +37,8 @@ struct SeriesStyle {
 /// An object with `colour`, `dash`, `shape`, `filled`, as the page's scripts read them.
 nlohmann::ordered_json style_json(const SeriesStyle& style);
 
-/// Styles by series, all different. A policy of the registry has the same colour on every page;
-/// series of one policy share it and differ in dash and marker.
+/// The style of each series; all are different. A policy of the registry has the same colour on
+/// every page. Series of one policy have the same colour and differ in dash and marker.
 std::vector<SeriesStyle> styles_of(std::span<const Series> series);
 
 struct FigureAxis {
@@ -78,19 +78,20 @@ struct HeadGrid {
   std::vector<std::optional<double>> cells;  ///< [layer, head]
 };
 
-/// `metric` against the budget, with one line for each of `drawn` (indices of series). Has no
-/// series if none has the metric.
+/// `metric` against the budget, with one line for each of `drawn` (indices of series). The figure
+/// is empty if no series has the metric.
 Figure curve_figure(const MetricTable& metric_table, const std::vector<std::size_t>& drawn,
                     const MetricInfo& metric);
 /// `metric` against the bytes of keys and values, log-log, with one line for each policy over its
-/// budgets. A point is at the mean over decoded queries, with a bar to the peak, if the table has
-/// these; otherwise at the bytes at the end. Has no series if none has both metrics.
+/// budgets. A point is drawn at the mean bytes over decoded queries, with a bar to the peak, if the
+/// table has these; otherwise at the bytes after the last token. The figure is empty if no series
+/// has both metrics.
 Figure frontier_figure(const MetricTable& metric_table, const std::vector<std::size_t>& drawn,
                        const MetricInfo& metric);
 
 /// The part of `figure` that the page's scripts draw (sim/report/page/points.js).
 nlohmann::ordered_json page_json(const Figure& figure);
-/// Adds those of `figures` that have series to a page's data.
+/// Adds the figures that are not empty to the data of a page.
 void add_figures(nlohmann::ordered_json& data, const std::vector<Figure>& figures);
 
 /// A self-contained Vega-Lite specification.
@@ -99,12 +100,13 @@ nlohmann::ordered_json vega_lite(const HeadGrid& grid, const std::string& title,
                                  std::string_view metric);
 
 using NamedFigures = std::vector<std::pair<std::string, nlohmann::ordered_json>>;
-/// The figures that have series, as Vega-Lite.
+/// The figures that are not empty, as Vega-Lite.
 NamedFigures vega_lites(const std::vector<Figure>& figures);
 
-/// Writes each as NAME.vl.json into `folder` and, if vl-convert is available (as a command or as a
-/// Python module), also as NAME.svg and NAME.png (at double resolution). Returns a text about what
-/// is missing; empty if nothing. Throws std::runtime_error if vl-convert rejects a specification.
+/// Writes each figure as NAME.vl.json into `folder` and, if vl-convert is available (as a command
+/// or as a Python module), also as NAME.svg and NAME.png (at double resolution). Returns a message
+/// about files that could not be made; empty if all were made. Throws std::runtime_error if
+/// vl-convert rejects a specification.
 std::string write_figures(const NamedFigures& figures, const AtomicFolder& folder);
 
 }  // namespace kvlab

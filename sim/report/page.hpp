@@ -1,5 +1,5 @@
-// A page: one self-contained HTML file. C++ writes its data; the scripts of sim/report/page write
-// every word and table of it, and draw its figures.
+// A page: one self-contained HTML file. The C++ code writes its data as JSON. In the browser, the
+// scripts of sim/report/page make all texts, tables and figures from that data.
 #pragma once
 
 #include <nlohmann/json.hpp>

@@ -13,35 +13,36 @@
 namespace kvlab {
 class JsonFields;
 
-/// A few sentences: what to choose at the budget, why, and on what evidence.
+/// A few sentences that say what to choose at the budget, why, and on what data.
 std::string recommendation_text(const Recommendation& made);
 
-/// A table of at most 80 columns, with one row per budget, and notes: what is not significantly
-/// different, what was chosen for its memory, what is over budget, on what texts. Ends with a line
-/// break.
+/// A table of at most 80 columns, with one row per budget, and notes. The notes list the policies
+/// that are not significantly different from the choice, choices that were made because of less
+/// memory, policies over budget, and the scored texts. Ends with a line break.
 std::string recommendations_text(std::span<const Recommendation> made);
 /// The notes below that table, not wrapped.
 std::vector<std::string> recommendation_notes(std::span<const Recommendation> made);
 
-/// Wraps a line to a paragraph of at most 80 columns, with a line break at the end.
+/// Wraps `text` to a paragraph of at most 80 columns, with a line break at the end.
 std::string in_columns(const std::string& text);
 
-/// Warnings, one line each: few tokens, no interval, unknown memory, protected tokens that fill the
-/// budget.
+/// Warnings, one line each, if few tokens were scored, no interval is known, memory is unknown, or
+/// protected tokens fill the budget.
 std::vector<std::string> recommendation_warnings(const Recommendation& made);
 /// A warning that intervals are wide because few tokens were scored; "" if enough were.
 std::string few_tokens_warning(std::uint64_t tokens);
 /// The warnings of all budgets, each once.
 std::vector<std::string> recommendation_warnings(std::span<const Recommendation> made);
 
-/// A complete recommendation (docs/reference/recommendations.md).
+/// A recommendation as JSON, with all its data (docs/reference/recommendations.md).
 nlohmann::ordered_json recommendation_json(const Recommendation& made);
 nlohmann::ordered_json recommendations_json(std::span<const Recommendation> made);
 /// Reads what these functions wrote under `key`. Both throw std::runtime_error that names the file,
 /// the key and what is expected.
 std::vector<Recommendation> recommendations_from(const JsonFields& fields, std::string_view key);
 Recommendation recommendation_in(const JsonFields& fields, std::string_view key);
-/// Each standing: the metric, the difference from the lowest mean, memory.
+/// The standings as JSON: for each policy its metric, its difference from the lowest mean, and its
+/// memory.
 nlohmann::ordered_json standings_json(const Ranking& ranking, const MetricTable& metric_table);
 nlohmann::ordered_json difference_json(const Difference& difference);
 
@@ -54,15 +55,16 @@ std::string difference_text(const Difference& difference, std::string_view to = 
 std::optional<std::size_t> counterpart(const MetricTable& metric_table, std::size_t series,
                                        std::string_view policy);
 
-/// A sentence for the case that the choice has a lower error than oracle_attention at a budget;
-/// otherwise empty.
+/// If the choice has a lower error than oracle_attention at some budget: a sentence that explains
+/// how this is possible. Otherwise empty.
 std::string oracle_sentence(const MetricTable& metric_table, const MetricInfo& metric);
 
 /// The name of the page colour of a candidate; empty: none.
 using ColourOf = std::function<std::string(const std::string& name)>;
-/// The recommendations of the model or run `name` as pages read them: each with the colour of its
-/// choice, then the notes and warnings of all. The notes do not list the policies that are not
-/// significantly different, because the page's table has a column for them.
+/// The recommendations of the model or run `name`, in the JSON form that pages read: each
+/// recommendation with the colour of its choice, then the notes and warnings of all. The notes do
+/// not list the policies that are not significantly different, because the page's table has a
+/// column for them.
 nlohmann::ordered_json page_json(std::span<const Recommendation> made, const ColourOf& colour_of,
                                  std::string_view name = {});
 

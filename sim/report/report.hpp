@@ -11,21 +11,25 @@
 namespace kvlab {
 
 struct ReportOptions {
-  /// Budget of heat maps and of the table under the curves, as requested or in tokens. Empty: the
-  /// smallest budget at which the choice is significantly better than the runner-up.
+  /// Budget of the heat maps and of the table below the curves, as requested in the replay or in
+  /// tokens. If empty, the smallest budget at which the choice is significantly better than the
+  /// runner-up.
   std::string budget;
-  std::string folder = "RUN";            ///< folder of the run, for the next command
-  std::vector<std::string> tokens = {};  ///< text of the shown trace's tokens; empty: unknown
+  std::string folder = "RUN";  ///< folder of the run, for the command that the page suggests next
+  /// Text of each token of the trace whose kept tokens are shown; empty: unknown.
+  std::vector<std::string> tokens = {};
 };
 
-/// The page: recommendations, the metrics by budget, layer and head, what was kept, provenance.
-/// Throws std::invalid_argument for a budget that is not in the run.
+/// The page of a run. It shows the recommendations, the metrics by budget, layer and head, the kept
+/// tokens, and the provenance of the run. Throws std::invalid_argument for a budget that is not in
+/// the run.
 PageDocument report_page(const Run& run, const ReportOptions& options = {});
 
-/// Writes each metric's curves, the frontier and the deciding metric by head to `folder`, as
-/// Vega-Lite and, if they can be drawn, as SVG and PNG. File names are those of results.csv.
-/// Returns a text about what is missing, or "". Throws as report_page() does, and
-/// std::runtime_error for a run of several models.
+/// Writes three kinds of figures to `folder`: the curves of each metric, the frontier, and the
+/// deciding metric by head. They are written as Vega-Lite and, if vl-convert is available, as SVG
+/// and PNG. A file is named after its metric in results.csv. Returns a message about files that
+/// could not be made, or "". Throws as report_page() does, and std::runtime_error for a run of
+/// several models.
 std::string write_figures(const Run& run, const std::string& budget, const AtomicFolder& folder);
 
 }  // namespace kvlab

@@ -9,13 +9,14 @@
 
 namespace kvlab {
 
-/// `text` escaped for an element's content or a quoted attribute.
+/// `text`, escaped for use in the content of an HTML element or in a quoted attribute.
 std::string escape(std::string_view text);
 
 /// About three significant digits, no exponent: 0.0123, 1.23, 12.3, 1,230.
 std::string number_text(double value);
-/// `0.123 ± 0.004`, with the error rounded to the mean's digits, or without error if it is unknown.
-/// A share is written with its interval: `0.900 (0.683 to 0.988)`.
+/// `0.123 ± 0.004`: the mean and its standard error with the same number of decimals, or only the
+/// mean if the error is unknown. A share is written with its 95% interval: `0.900 (0.683 to
+/// 0.988)`.
 std::string average_text(const Average& average);
 /// 12.3 KiB.
 std::string bytes_text(double bytes);

@@ -1,5 +1,5 @@
 // Decides which configuration to choose at a budget, and why. All comparisons of configurations are
-// made here; the terminal, pages, JSON and Python only show the result. Scores are compared in
+// made here. The terminal, pages, JSON and Python only show the results. Scores are compared in
 // pairs (sim/run/paired_scores.hpp).
 #pragma once
 
@@ -18,7 +18,7 @@
 namespace kvlab {
 
 inline constexpr double kSameMemory = 1.02;
-/// Whether mean and peak exceed those of `other` by at most 2%.
+/// Whether the mean and the peak of `own` exceed those of `other` by at most 2%.
 bool needs_no_more_memory(const Memory& own, const Memory& other);
 
 /// A configuration that is compared at a budget.
@@ -31,7 +31,7 @@ struct Candidate {
 /// The error of candidate `a` minus that of candidate `b`.
 using DifferenceOf = std::function<Difference(std::size_t a, std::size_t b)>;
 
-/// The data on which candidates were measured.
+/// The budget, the metric and the data with which candidates were compared.
 struct ComparisonScope {
   std::string budget;             ///< as requested: "64", "20%"
   double budget_bytes = 0;        ///< 0: unknown
@@ -42,7 +42,7 @@ struct ComparisonScope {
   std::uint64_t tokens = 0;       ///< number of scored tokens; 0: unknown
   std::uint64_t samples = 0;      ///< number of samples of a task; 0 if texts were scored
   std::string note = {};          ///< a sentence about what was not measured
-  /// Policies whose budget is filled by protected tokens, so that they have nothing to decide.
+  /// Policies for which protected tokens fill the budget, so that their ranks have no effect.
   std::vector<std::string> filled = {};
 
   std::string budget_text() const;  ///< "64 tokens", "20%"
@@ -59,15 +59,16 @@ struct Recommendation {
   std::vector<std::size_t> order;
   std::vector<Difference> behind;  ///< [order]: the candidate's error minus that of the lowest mean
   std::vector<Difference> from_choice;  ///< [order]: the candidate's error minus that of the choice
-  std::vector<std::size_t>
-      over_budget;  ///< candidates that are not eligible, lowest mean first; never chosen
-  std::vector<std::size_t>
-      frontier;            ///< candidates that no other candidate dominates, ordered by bytes
+  /// Candidates that are not eligible, lowest mean first; never chosen.
+  std::vector<std::size_t> over_budget;
+  /// Candidates that no other candidate dominates, ordered by bytes.
+  std::vector<std::size_t> frontier;
   std::size_t choice = 0;  ///< index in `candidates`
-  std::optional<std::size_t>
-      runner_up;  ///< lowest mean of the eligible candidates other than the choice
-  bool for_memory =
-      false;  ///< whether it was chosen in place of a lower mean because it needs less memory
+  /// The candidate with the lowest mean among the eligible ones other than the choice.
+  std::optional<std::size_t> runner_up;
+  /// Whether the choice was preferred to a candidate with a lower mean because it needs less
+  /// memory.
+  bool for_memory = false;
   bool none_eligible = false;  ///< every candidate is over the budget
 
   bool empty() const { return candidates.empty(); }
@@ -84,18 +85,19 @@ struct Recommendation {
 enum class Frontier { compute, skip };
 
 /// A candidate is eligible if its peak is at most 1.02 times `scope.budget_bytes`. Chooses the
-/// lowest mean. If there are candidates that need at least 2% less memory (mean), and whose
-/// difference from the lowest mean is known and not significant, chooses the one of them that needs
-/// the least memory. Names decide ties. Throws std::invalid_argument if there are no candidates.
+/// eligible candidate with the lowest mean, with one exception: among the candidates whose mean
+/// memory is at least 2% less, and whose difference from the lowest mean is known and not
+/// significant, it chooses the one that needs the least memory. Equal candidates are ordered by
+/// name. Throws std::invalid_argument if there are no candidates.
 Recommendation recommend(std::vector<Candidate> candidates, ComparisonScope scope,
                          const DifferenceOf& difference, Frontier frontier = Frontier::compute);
 
-/// Index of the first budget whose choice is significantly better than its runner-up; 0 if there is
-/// none. `recommendations` must be ordered by tokens and must not be empty.
+/// Index of the first budget at which the choice is significantly better than the runner-up; 0 if
+/// there is none. `recommendations` must be ordered by tokens and must not be empty.
 std::size_t decisive_budget(std::span<const Recommendation> recommendations);
 
-/// Whether protected tokens (sinks and recent) fill the budget, so that the policy behaves like
-/// `window` with sinks, whatever its name is. `params` is in the form of results.
+/// Whether protected tokens (sinks and recent) fill the budget. Then any policy behaves like
+/// `window` with sinks. `params` has the form of the column `params` of results.csv.
 bool protected_tokens_fill(std::string_view policy, std::string_view params,
                            std::uint32_t budget_tokens);
 

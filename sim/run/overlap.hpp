@@ -1,5 +1,5 @@
 // Finds texts that repeat one another, such as an excerpt, a copy with a few more words, or a text
-// that was captured with another prompt. What two texts have in common counts only once.
+// that was captured with another prompt. Tokens that two texts have in common are scored only once.
 #pragma once
 
 #include <cstddef>
@@ -18,20 +18,21 @@ struct TextPiece {
   std::size_t first_scored = 0;
 };
 
-/// Pieces that do not count, because a longer text (or an earlier text of equal length) also has
-/// them.
+/// The pieces that are left out of comparisons, because a longer text (or an earlier text of equal
+/// length) also has them.
 struct Overlaps {
   std::vector<bool> repeats;  ///< [piece]
   struct Pair {
-    std::size_t text, other;   ///< `other` is the text that counts
-    std::uint64_t tokens = 0;  ///< scored tokens of `text` that do not count
+    std::size_t text, other;   ///< `other` is the text whose tokens are used
+    std::uint64_t tokens = 0;  ///< scored tokens of `text` that are left out
   };
   std::vector<Pair> pairs;  ///< by text
 };
 
 /// A piece repeats another text if more than half of its scored tokens also occur in that text,
-/// each at the end of the same 16 tokens (near the beginning of a piece, after the same beginning).
-/// `pieces`: the pieces of a text must be contiguous.
+/// each as the last of the same 16 consecutive tokens. For a token near the beginning of a piece, a
+/// piece of the other text must begin with the same tokens. `pieces`: the pieces of a text must be
+/// contiguous.
 Overlaps overlaps_of(std::span<const TextPiece> pieces);
 
 /// "a.txt and b.txt have text in common, which counts once: 669 scored tokens of b.txt are left

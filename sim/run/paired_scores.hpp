@@ -25,7 +25,9 @@ struct Difference {
 
   /// Whether zero is outside the interval. Without an interval, no difference is significant.
   bool significantly_different() const { return interval.low > 0 || interval.high < 0; }
-  bool ahead() const { return interval.high < 0; }  ///< the first is significantly lower
+  bool ahead() const {
+    return interval.high < 0;
+  }  ///< whether the first mean is significantly lower
   bool behind() const { return interval.low > 0; }
   Difference reverse() const {
     return {-mean, standard_error, {-interval.high, -interval.low}, texts};
@@ -34,7 +36,7 @@ struct Difference {
   Difference with_error(double error) const;
 };
 
-/// The scores of several configurations on one text. NaN: not measured.
+/// The scores of several configurations on one text. A score of NaN was not measured.
 struct PairedText {
   std::string text;   ///< hash of the text, or any unique name
   double tokens = 1;  ///< number of scored tokens, in a unit that is the same for all texts
@@ -44,8 +46,8 @@ struct PairedText {
   bool is_binary = false;                        ///< blocks are single answers: 1 right, 0 wrong
 };
 
-/// Paired scores of several configurations. Every text has weight 1, regardless of its length: the
-/// mean is that of the texts' means, so it describes texts, not tokens. The 95% interval is
+/// Paired scores of several configurations. Every text has weight 1, regardless of its length. So a
+/// mean is the mean over texts, not over tokens. The 95% interval is
 ///
 ///   - for two texts or more, Student's interval over the texts. Its coverage is at least 95% for
 ///     any mixture of lengths, because unequal variances only make it wider (Ibragimov and Mueller,
@@ -66,15 +68,15 @@ class PairedScores {
   /// Adds a text. A text with a known name is ignored.
   void add(PairedText text);
   /// Adds one sequence's scores by token, [configuration][token]. The sequences of a text must
-  /// follow one another. Each kBlockTokens tokens of them form a block; the remainder forms one
-  /// too.
+  /// follow one another. Every kBlockTokens tokens of a sequence form a block, and the remainder
+  /// forms another.
   void add_tokens(const std::string& text, std::span<const std::span<const double>> scores);
 
   std::size_t texts() const { return texts_.size(); }
   std::uint64_t tokens() const;  ///< tokens that add_tokens() received
   double mean(std::size_t configuration) const { return average(configuration).mean; }
   Difference average(std::size_t configuration) const;
-  /// `a` minus `b`, over the texts that have both.
+  /// The mean of `a` minus the mean of `b`, over the texts on which both were measured.
   Difference difference(std::size_t a, std::size_t b) const;
   /// The texts on which every configuration was measured.
   PairedScores in_common() const;
@@ -85,11 +87,12 @@ class PairedScores {
   std::vector<PairedText> texts_;
 };
 
-/// One share of right answers minus another, over the same `count` samples: in `gained` of them
-/// only the first is right, in `lost` only the second. The interval is exact, from the samples in
-/// which they differ.
+/// The share of right answers of a first configuration minus that of a second, over the same
+/// `count` samples. In `gained` of them only the first is right, in `lost` only the second. The
+/// interval is exact; it is computed from the samples in which the two differ.
 Difference share_difference(std::uint64_t gained, std::uint64_t lost, std::uint64_t count);
-/// The interval of shares that are compatible with `hits` of `count` (Clopper and Pearson, 95%).
+/// The 95% confidence interval (Clopper and Pearson) of a share that was observed as `hits` of
+/// `count` samples.
 Interval share_interval(std::uint64_t hits, std::uint64_t count);
 
 /// Half width of a 95% interval of the mean of `texts` texts, in units of the standard deviation of

@@ -1,4 +1,4 @@
-// The metrics of a run by policy and budget, averaged over traces, and ranked.
+// The metrics of a run by policy and budget, averaged over traces, and the ranking of the policies.
 #pragma once
 
 #include <cstdint>
@@ -26,9 +26,9 @@ struct Series {
   bool is_full() const { return policy == "full"; }
 };
 
-/// Whether an oracle is informative about a metric: oracle_attention and oracle_topk about
-/// attention metrics, oracle_residual about residual errors. For other metrics, an oracle is
-/// neither a bound nor a goal.
+/// Whether it is useful to compare a metric with that of an oracle: oracle_attention and
+/// oracle_topk for attention metrics, oracle_residual for residual errors. For other metrics, an
+/// oracle is neither a bound nor a goal.
 bool is_informative(const Series& oracle, std::string_view metric);
 
 /// A budget as requested, and the minimum and maximum of its tokens over the traces.
@@ -37,11 +37,11 @@ struct BudgetColumn {
   std::uint32_t min_tokens, max_tokens;
 };
 
-/// The message for a run without any budget, which cannot answer questions about budgets.
+/// The error message for commands that need budgets, if the run has none.
 inline constexpr std::string_view kNoBudgetInRun =
     "the run has no budget at which a policy evicts; replay it with some: --budget 128,20%";
 
-/// A mean over traces. For a single trace, its error is that of the row.
+/// A mean over traces. For a single trace, its standard error is that of the row.
 using Average = Difference;
 
 /// A part of the model: all of it, a layer, or one KV head.
@@ -62,8 +62,8 @@ class MetricTable {
   const std::vector<BudgetColumn>& budgets() const { return budgets_; }
   const std::vector<std::string>& traces() const { return traces_; }
 
-  /// Finds the budget that `text` names: the budget as requested, or a number of tokens if every
-  /// trace resolved the budget to it. Null if there is none.
+  /// Finds a budget by its text as requested, or by its number of tokens if it has that number on
+  /// every trace. Null if there is none.
   const BudgetColumn* find_budget(std::string_view text) const;
   /// The row of each trace that has one. `full` has a row under any budget.
   std::vector<const ResultRow*> rows(std::size_t series, std::string_view budget,
@@ -73,17 +73,17 @@ class MetricTable {
   /// `a` minus `b`, compared in pairs by trace or, for a single trace, by block of queries.
   std::optional<Difference> difference(std::size_t a, std::size_t b, std::string_view budget,
                                        std::string_view metric) const;
-  /// Several series over the traces that all of them have. If there are no such traces, each over
-  /// its own traces.
+  /// Averages of several series over the traces that all of them have. If there are no such traces,
+  /// each average is over the traces of its series.
   struct InCommon {
     std::vector<Average> averages;  ///< [series]
-    std::optional<Difference>
-        difference;  ///< the last minus the first; nullopt if they have no trace in common
+    /// The last series minus the first; nullopt if they have no trace in common.
+    std::optional<Difference> difference;
   };
   /// Each of `series` must have the metric at `budget`.
   InCommon in_common(std::span<const std::size_t> series, std::string_view budget,
                      std::string_view metric) const;
-  /// The memory of a series at a budget; zeros if the run does not state it.
+  /// The memory of a series at a budget; all zeros if the run has no data about memory.
   Memory memory(std::size_t series, std::string_view budget) const;
 
  private:
@@ -102,14 +102,15 @@ class MetricTable {
 struct Standing {
   std::size_t series;
   Average score;
-  Difference behind;  ///< its error minus that of the lowest mean; NaN if it is over the budget
+  Difference behind;  ///< its error minus that of the policy with the lowest mean; NaN if it is
+                      ///< over the budget
   bool is_similar;    ///< whether its difference from the choice is not significant; true for the
                       ///< choice
   bool over_budget;   ///< whether it is over the budget, so that it is never chosen
   Memory memory;
 };
 
-/// The policies (without oracles and `full`) at a budget.
+/// The ranking of the policies (without oracles and `full`) at a budget.
 struct Ranking {
   /// The eligible policies, lowest mean first, then those over the budget.
   std::vector<Standing> standings;

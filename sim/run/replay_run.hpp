@@ -1,4 +1,4 @@
-// A replay from trace directories to a run directory.
+// Replays the traces in trace directories and writes the results to a run directory.
 #pragma once
 
 #include <filesystem>
@@ -19,28 +19,29 @@ struct ReplayRequest {
   std::vector<std::string> traces;  ///< directories
   std::vector<CacheConfig> sweep;
   ReplayOptions options;
-  std::shared_ptr<HeadReplayer> device;  ///< owns the object of options.elsewhere
+  std::shared_ptr<HeadReplayer> device;  ///< owns the device to which options.elsewhere points
   bool fresh = false;                    ///< discards the results of an unfinished replay
   /// Receives one line each.
   std::function<void(const std::string&)> notice = [](const std::string&) {};
 };
 
 /// Removes from the sweep the configurations whose budget is too small for one of the traces, with
-/// a notice for each. Also gives a notice for each budget at which no trace loses a token.
+/// a notice for each. Also gives a notice for each budget at which nothing is evicted on any trace.
 void check_budgets(ReplayRequest& request, std::span<const TraceReader* const> traces);
 
-/// Adds the reference configurations to `sweep`: `full`, and both oracles at every budget and
-/// prefill mode in it.
+/// Adds the reference configurations to `sweep`: `full`, and oracle_attention and oracle_topk at
+/// every budget and prefill mode of the sweep.
 std::vector<CacheConfig> with_references(std::vector<CacheConfig> sweep);
 
 /// Verifies every trace, then replays them all into `out`, which must not exist and appears only
-/// when it is complete. Results of finished head tasks are stored in `out`.part, from which the
-/// same replay resumes. The bytes of the run do not depend on interruptions, threads or processes.
-/// With `options.elsewhere`, the head tasks of a trace finish together, and only one process is
-/// allowed. Every process of `group` calls this function. Only the leader writes, calls back and
+/// when it is complete. Results of finished head tasks are stored in the directory `out`.part. If
+/// the replay is interrupted, the same command continues from there. The bytes of the run do not
+/// depend on interruptions or on the numbers of threads and processes. With `options.elsewhere`,
+/// all head tasks of a trace finish at the same time, and only one process is allowed. Every
+/// process of `group` calls this function. Only the leader writes files, calls the callbacks and
 /// returns the run. Throws std::runtime_error if a trace does not verify and if RunFolder throws,
-/// and std::invalid_argument if two traces have the same name and if ReplayJob throws. Once the
-/// work has begun, an error in one of several processes ends all of them.
+/// and std::invalid_argument if two traces have the same name and if ReplayJob throws. After the
+/// first head task has begun, an error in one of several processes ends all of them.
 std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem::path& out,
                              ProcessGroup& group);
 

@@ -1,5 +1,5 @@
-// The metrics of a run, one row each, as in results.csv. Every row contains all its keys (tidy
-// data).
+// The metrics of a run as the rows of results.csv. A row has one value, with all its keys (tidy
+// data): trace, policy, budget, layer, head, metric and so on.
 #pragma once
 
 #include <fmt/format.h>
@@ -34,8 +34,8 @@ struct MetricInfo {
 std::span<const MetricInfo> all_metrics();
 /// Null for an unknown name. All `passage_recall:NAME` share one description.
 const MetricInfo* find_metric(std::string_view name);
-/// The description of a metric that may decide. Throws std::invalid_argument with a text about
-/// --metric.
+/// The description of a metric by which configurations may be ranked. For any other name, throws
+/// std::invalid_argument with a text about --metric.
 const MetricInfo& deciding_metric(std::string_view name);
 
 /// One row. `layer` and `head` are -1 where the file has `all`.
@@ -55,9 +55,9 @@ struct ResultRow {
   /// Values by which configurations are compared in pairs: the metric by block of queries or
   /// tokens, or by sample, with their weights (empty: equal weights). NaN: the block has no value.
   std::vector<double> blocks = {}, block_weights = {};
-  std::string text =
-      {};  ///< hash of the trace, which identifies the text; if empty, `trace` identifies it
-  bool counts = true;  ///< false if another trace has the same text and counts in its place
+  /// Hash of the trace, which identifies the text. If it is empty, `trace` identifies the text.
+  std::string text = {};
+  bool counts = true;  ///< false if another trace has the same text and is used instead
 };
 
 /// The rows of the replay of one trace, in the order of the measurements. A value that is NaN (for
@@ -65,13 +65,13 @@ struct ResultRow {
 std::vector<ResultRow> result_rows(std::string_view trace, std::span<const CacheConfig> sweep,
                                    const ReplayOptions& options, const ReplayResult& result);
 
-/// The metric to use for deployment: the best metric that every trace of the rows has. Metrics are
-/// better the more they agree with the end-to-end evaluation about the order of policies
+/// The metric to use for deployment: the best metric that every trace of the rows has. A metric is
+/// better if its order of policies agrees more with that of the end-to-end evaluation
 /// (docs/guides/fidelity.md).
 std::string_view best_metric(std::span<const ResultRow> rows);
-/// A sentence that a better metric exists but only some traces have it; otherwise "".
+/// If only some traces have a better metric: a sentence that says so. Otherwise "".
 std::string best_metric_text(std::span<const ResultRow> rows);
-/// The same, where `in_every_trace(metric)` says which metrics exist.
+/// The best metric among those for which `in_every_trace(metric)` is true.
 std::string_view best_metric(const std::function<bool(const std::string&)>& in_every_trace);
 
 /// Writes RFC 4180 with "
@@ -114,10 +114,10 @@ class CsvReader {
   std::size_t line_ = 0, next_line_ = 1;
 };
 
-/// A field for an error message: short, without control characters.
+/// A field as error messages show it: at most 40 characters, without control characters.
 inline std::string shown_field(std::string_view field) { return printable(field.substr(0, 40)); }
 
-/// The number in a field. Throws std::runtime_error that names the column.
+/// The number in a field. For any other text, throws std::runtime_error that names the column.
 template <class T>
 T csv_number(const std::string& field, std::string_view column) {
   T value{};

@@ -1,8 +1,9 @@
-// A run: the files that one `kvlab replay` writes and that reports and deployment need.
+// A run: the results of one `kvlab replay`, from which pages are made and policies are deployed.
+// Its files:
 //     results.csv   the metrics
-//     blocks.csv    the metrics by block of queries, for pairing (absent in older runs)
+// blocks.csv the metrics by block of queries, for paired comparisons (absent in older runs)
 //     run.json      the request, the traces, the version
-//     kept.json     what some heads kept over time (absent if nothing could be shown)
+// kept.json the tokens that some heads kept over time (absent if there is nothing to show)
 #pragma once
 
 #include <cstdint>
@@ -28,8 +29,8 @@ struct RunTrace {
   std::uint32_t layers = 0, query_heads = 0, kv_heads = 0, head_size = 0;
   std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
   JsonValue capture;                         ///< engine, version, device, options
-  std::string same_text_as =
-      {};  ///< name of the trace that counts for this text; empty: this one counts
+  /// Name of the trace that is used for this text; empty: this one.
+  std::string same_text_as = {};
   std::vector<std::uint32_t> numbers = {};  ///< layer numbers; empty: 0, 1, 2, …
   /// Number of layers with a sliding window, in addition to `layers`, and the 16-bit bytes of their
   /// keys and values over decoded queries.
@@ -39,7 +40,7 @@ struct RunTrace {
   std::uint32_t number(std::uint32_t layer) const {
     return numbers.empty() ? layer : numbers[layer];
   }
-  /// "15 layers with a window beside them keep 1.2 MiB of keys and values, at most 1.3 MiB", or "".
+  /// The text of kvlab::windows_text() for this trace.
   std::string windows_text() const;
   bool operator==(const RunTrace&) const = default;
 };
@@ -49,7 +50,8 @@ RunTrace describe(const TraceReader& trace, const std::string& path);
 struct RunConfig {
   std::string policy, params, budget, prefill, positions;
   std::uint64_t seed = 0;
-  HeadBudgets budgets = {};  ///< contents of the budget's file; empty: none
+  /// Budgets by head, if the budget was read from a file; otherwise empty.
+  HeadBudgets budgets = {};
 
   bool operator==(const RunConfig&) const = default;
 };
@@ -76,7 +78,8 @@ struct RunInfo {
   bool operator==(const RunInfo&) const = default;
 };
 
-/// A period in which a token was kept: the first and the last shown query of the period.
+/// A period in which a token was kept, from the first to the last of the shown queries in that
+/// period.
 struct Lifetime {
   std::uint32_t position, first_query, last_query;
   bool operator==(const Lifetime&) const = default;
@@ -125,19 +128,19 @@ struct Run {
   std::string hash;
 };
 
-/// Sets for each row its text and whether it counts. The text is the hash of the row's trace, so
-/// that a trace that is given twice counts once.
+/// Sets `text` and `counts` of each row. `text` is the hash of the row's trace, so a trace that was
+/// given twice is used once.
 void name_texts(std::span<ResultRow> rows, const RunInfo& info);
 
-/// States what a replay does not measure.
+/// A note for recommendations about what a replay does not measure.
 inline constexpr std::string_view kReplayNote = "Offline replay; task accuracy was not measured.";
 
-/// Number of measured queries over the different traces of the rows.
+/// Number of measured queries, summed over the different traces of the rows.
 std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows);
 
-/// The computation of a replay as JSON. Equal jobs give equal runs, wherever their traces are
-/// stored. `build` identifies the program, because its arithmetic and its policies are part of the
-/// job.
+/// Describes as JSON everything on which the results of a replay depend. Equal jobs give equal
+/// runs, even if their traces are stored in different places. `build` identifies the program,
+/// because results depend on its arithmetic and its policies.
 nlohmann::json job_of(const RunInfo& info, const std::string& build);
 
 /// Writes the four files. Sets run.hash.

@@ -1,5 +1,6 @@
-// RUN.part, the folder next to RUN in which a run is built. It holds finished units of work until
-// the run is complete, so that a killed command can resume. RUN appears only when it is complete.
+// RUN.part, the folder next to RUN in which a run is built. Until the run is complete, it holds the
+// results of finished units of work, so that a command that was killed can be continued. RUN
+// appears only when it is complete.
 #pragma once
 
 #include <cstddef>
@@ -18,18 +19,19 @@
 
 namespace kvlab {
 
-// A finished head task as bytes. This is the format on disk until a run is complete, and the format
-// of messages between processes.
+// The results of a finished head task as bytes. They are stored in this form until the run is
+// complete, and sent in this form between processes.
 
-/// Identifies a head task of a replay.
+/// Identifies one head task of one replay.
 struct HeadTaskId {
-  std::uint64_t job = 0;  ///< XXH3-64 of the job of RunFolder
+  std::uint64_t job = 0;  ///< XXH3-64 of the job, see RunFolder
   std::uint64_t trace = 0, task = 0;
 
   bool operator==(const HeadTaskId&) const = default;
 };
 
-/// Packs the exact outcomes by configuration. The last bytes are an XXH3-64 of all other bytes.
+/// Packs the outcomes of all configurations without loss. The last bytes are an XXH3-64 of all
+/// other bytes.
 std::string pack_head_task(const HeadTaskId& id, std::span<const HeadOutcome> outcomes);
 
 /// Reads the output of pack_head_task(). Throws std::runtime_error with a text that begins with
@@ -39,10 +41,10 @@ std::vector<HeadOutcome> unpack_head_task(const HeadTaskId& id, std::string_view
 
 class RunFolder {
  public:
-  /// Creates RUN.part, or resumes the RUN.part of a killed command that had the same job. `fresh`
-  /// discards its content. `command`: the command that makes the run, "replay" or "task". Throws
-  /// std::runtime_error if RUN exists, if RUN.part belongs to another job (the message names the
-  /// difference) or to none, or if another process uses it.
+  /// Creates RUN.part, or continues with the RUN.part that a killed command with the same job left
+  /// behind. With `fresh`, its contents are deleted first. `command`: the command that makes the
+  /// run, "replay" or "task". Throws std::runtime_error if RUN exists, if RUN.part belongs to
+  /// another job (the message names the difference) or to none, or if another process uses it.
   RunFolder(std::filesystem::path run, const nlohmann::json& job, bool fresh,
             std::string command = "replay");
   /// Unless commit() was called, keeps RUN.part only if it holds a finished unit.
@@ -61,8 +63,8 @@ class RunFolder {
   /// removes RUN.part. Throws std::runtime_error that names RUN.
   void commit(const std::function<void(const std::filesystem::path&)>& save);
   void commit(Run& run);
-  /// Returns `error` with RUN in place of RUN.part, and with the location of finished work, if
-  /// there is any.
+  /// Returns `error` with the name RUN in place of RUN.part. If there is finished work, its
+  /// location is appended.
   std::runtime_error in_name_of_run(const std::exception& error) const;
 
  private:

@@ -12,18 +12,19 @@
 
 namespace kvlab {
 
-// Results of all KV heads of a layer together. Errors are summed over heads before a root or a
-// square is taken.
+// The following types hold the results of all KV heads of a layer. Errors are summed over the heads
+// before a root or a square is computed.
 
-/// Errors of a layer. outputs: of the concatenated outputs of the heads. residual: squared errors
-/// after W_o, relative to the norm of the residual stream. quantization: the part of these that is
-/// due to quantization. kl: half of the squared changes of log-likelihood.
+/// The kinds of errors of a layer. outputs: errors of the concatenated outputs of the heads.
+/// residual: squared errors after W_o, relative to the squared norm of the residual stream.
+/// quantization: the part of `residual` that is due to quantization. kl: half of the squared
+/// changes of log-likelihood.
 struct LayerError {
   enum Kind : std::size_t { outputs, residual, quantization, kl, count };
 };
 
-/// One kind of error, for all heads together and, except for outputs, for each KV head. If it is
-/// unknown, it has no weight.
+/// One kind of error, for all heads together and, except for outputs, for each KV head. A ratio
+/// that is unknown has weight 0.
 struct LayerRatios {
   std::vector<BlockedRatio> layer;               // [configuration]
   std::vector<std::vector<BlockedRatio>> heads;  // [kv_head][configuration]
@@ -38,22 +39,23 @@ struct LayerOutcome {
   std::vector<std::vector<float>> changes;
 };
 
-/// Data of a layer in addition to its outcomes.
+/// Data of a layer that is needed in addition to its outcomes.
 struct LayerFacts {
   ProjectionColumns columns;
   std::vector<float> norm2;  // squared norms of the residual stream, [sample]; may be empty
 };
 
-/// Sums a layer's errors over its heads, in order. Then frees the data of single queries.
+/// Sums a layer's errors over its heads, in the order of the heads. Then frees the data by query.
 void reduce_layer(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t configs,
                   const LayerFacts& facts, unsigned threads);
 
-/// Sums the changes of log-likelihood over layers. Their squares give `kl_estimate_joint`.
+/// Sums the changes of log-likelihood over layers. `kl_estimate_joint` is computed from the squares
+/// of these sums.
 class JointChanges {
  public:
   explicit JointChanges(std::size_t configs) : sums_(configs) {}
 
-  /// Moves the layer's changes into the sums. Layers must come in order.
+  /// Adds the layer's changes to the sums, and frees them. Call it for the layers in order.
   void add(LayerOutcome& layer);
   /// The squares by configuration. They have no weight if no layer has changes.
   std::vector<BlockedRatio> squares(const MeasuredQueries& measured,

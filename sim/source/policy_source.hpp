@@ -1,4 +1,4 @@
-// Policies from headers, compiled while kvlab runs: `--policy-source my_policy.hpp`.
+// Compiles policies from headers while kvlab runs: `--policy-source my_policy.hpp`.
 #pragma once
 
 #include <filesystem>
@@ -12,55 +12,59 @@
 #include "policies/entry.hpp"
 
 namespace kvlab {
-/// Compiles the policy of a header like those of policies/: with the host's compiler ($CXX,
-/// otherwise the one that built kvlab, otherwise c++), with kvlab's flags, for this machine's
-/// instruction set. Reuses the object that an earlier run compiled from the same input
-/// (ObjectCache). The code stays loaded until the process ends. Throws std::invalid_argument for a
-/// header that does not compile (with the compiler's messages and the header's line numbers), that
-/// has no policy (with the messages of check_policy()), or whose name is taken or is not a word.
-/// Throws std::runtime_error for a file that cannot be read, or if there is no compiler.
+/// Compiles the policy of a header that has the form of the headers in policies/. Uses the compiler
+/// of this machine ($CXX, otherwise the one that built kvlab, otherwise c++) with kvlab's flags,
+/// for this machine's instruction set. Reuses the object that an earlier run compiled from the same
+/// input (ObjectCache). The code stays loaded until the process ends. Throws std::invalid_argument
+/// if the header does not compile (with the compiler's messages and the header's line numbers), has
+/// no policy (with the messages of check_policy()), or if the policy's name is already used or is
+/// not a word. Throws std::runtime_error if the file cannot be read or there is no compiler.
 std::shared_ptr<const PolicyEntry> compile_policy_source(const std::filesystem::path& path);
 
-/// Whether a policy of kvlab or an oracle has this name.
+/// Whether a built-in policy or an oracle has this name.
 bool is_taken(std::string_view name);
 
 /// Compiles several headers. Also throws if two policies have the same name.
 CompiledPolicies compile_policy_sources(std::span<const std::string> paths);
 
-/// The policy `name` of `compiled`. Throws std::invalid_argument unless it exists and its text has
-/// the hash `xxh3`. `path` is where the text was; the message begins with `where`.
+/// The policy `name` of `compiled`. Throws std::invalid_argument, with a message that begins with
+/// `where`, unless it exists and its text has the hash `xxh3`. `path` is the path that the header
+/// had when the results were made; it appears only in the message.
 std::shared_ptr<const PolicyEntry> require_source(const CompiledPolicies& compiled,
                                                   const std::string& name, const std::string& path,
                                                   const std::string& xxh3,
                                                   const std::string& where);
 
-// The compiler's messages about a policy's header, for its author.
+// Selects those of the compiler's messages that help the author of a policy.
 
-/// A header does not compile. The only error of several lines: it shows what the author has to fix.
+/// The error for a header that does not compile. Unlike other errors, its message has several
+/// lines, because it contains the compiler's messages.
 struct DoesNotCompile : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-/// Selects from the compiler's log: calls of what a policy does not have; otherwise the errors in
-/// the text; otherwise the messages of check_policy(), at `line`, where the struct begins. Removes
-/// `folder`, where the text was compiled, from paths.
+/// Selects messages from the compiler's log. If functions are called that a policy cannot use,
+/// these are named. Otherwise, returns the errors in the policy's text or, if there are none, the
+/// messages of check_policy(), with the line of the hook or with `line`, where the struct begins.
+/// Removes `folder`, in which the text was compiled, from paths.
 std::string complaint(std::string log, const std::filesystem::path& folder,
                       const PolicySource& source, unsigned line);
 
-// Compiled policies, cached between runs.
+// The cache of compiled policies, which later runs reuse.
 
-/// A folder of shared objects, each under a key that covers everything from which it was built. If
-/// the folder is unusable, nothing is found or kept, and no error is reported: the caller compiles.
+/// A folder of shared objects. The key of an object covers everything from which it was built. If
+/// the folder is unusable, find() finds nothing and keep() does nothing. No error is reported,
+/// because the caller then compiles.
 ///
-/// kvlab runs the code that it finds here. So the folder is created for this user alone, and is not
-/// used if it or its parent belongs to another user or is writable by others. An object is not used
-/// unless the checksum at its end matches its bytes.
+/// kvlab runs the code that it finds in this folder. So the folder is created with access for this
+/// user only, and is not used if the folder or its parent belongs to another user or is writable by
+/// others. An object is not used unless the checksum at its end matches its bytes.
 class ObjectCache {
  public:
   /// Uses `folder` as it is, or creates it with its parent.
   explicit ObjectCache(std::filesystem::path folder);
 
-  /// The complete object that was kept under `key`, or nullopt.
+  /// The path of the object that was stored under `key`, or nullopt if there is no complete one.
   std::optional<std::filesystem::path> find(std::string_view key) const;
   /// Stores a copy of `object` atomically, even if other processes store it at the same time.
   void keep(std::string_view key, const std::filesystem::path& object) const;

@@ -1,5 +1,5 @@
-// The live tokens of one cache as the feedback configuration batch keeps them: by age, and as bits
-// by position.
+// The live tokens of one cache as the feedback configuration batch stores them: as a list by age,
+// and as one bit for each position.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@
 
 namespace kvlab {
 
-// Keys of a cache with cache positions, for the live tokens that are older than some evicted token.
-// Each key is rotated to its cache position. When an older token is evicted, that position changes,
-// and the key is rotated again from the unrotated one (HostCache does the same).
+// The keys of a cache with cache positions, for those live tokens that are older than some evicted
+// token. Each key is rotated to its cache position. When an older token is evicted, that position
+// changes, and the key is rotated again from the unrotated one (HostCache does the same).
 //
 // Tokens that are younger than every evicted token keep their original positions. Their logits come
 // from rows that all configurations share.
 
-/// cos and sin of the cache positions of a panel's keys: [position / 32][half][32].
+/// cos and sin at the cache positions, in panels of 32 positions: [position / 32][half][32].
 class CachePositionTable {
  public:
   /// `rope` must outlive this.
@@ -58,9 +58,10 @@ class AgedKeys {
   void rotate(const CachePositionTable& positions_in_cache);
 
   const HeadView* view_;
-  std::size_t size_ = 0, rotated_ = 0;  // number of keys; how many are rotated to their positions
-  AlignedVector<float> panels_,
-      rotated_panels_;  // [age / 32][dim][32]: unrotated; at cache positions
+  // Number of keys, and how many of them are rotated to their positions.
+  std::size_t size_ = 0, rotated_ = 0;
+  // [age / 32][dim][32]: the unrotated keys, and the keys rotated to cache positions.
+  AlignedVector<float> panels_, rotated_panels_;
 };
 
 class AgedCache : public AgedSet {
@@ -77,7 +78,7 @@ class AgedCache : public AgedSet {
   /// Bit p: whether position p is live.
   const std::uint64_t* live_bits() const { return bits_.data(); }
 
-  /// Returns the ages that the evicted tokens had before, ascending.
+  /// Returns the ages that the evicted tokens had before the eviction, ascending.
   std::span<const std::uint32_t> evict_to_budget(std::uint32_t now);
   void append(std::uint32_t first, std::uint32_t count, const float* feature_values = nullptr);
 

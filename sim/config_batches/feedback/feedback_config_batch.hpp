@@ -1,6 +1,6 @@
-// The configuration batch for every policy. Each configuration has separate policy states, because
-// the tokens that it keeps may decide what it observes next. All configurations read the same
-// exponentials.
+// The configuration batch that supports every policy. Each configuration has separate policy
+// states, because what a policy observes depends on the tokens that its cache has kept so far. All
+// configurations read the same exponentials.
 #pragma once
 
 #include <memory>
@@ -12,11 +12,13 @@ namespace kvlab {
 
 class FeedbackConfigBatch final : public ConfigBatch {
  public:
-  /// `configs`: any policies, all at original positions or all at cache positions; neighbours
-  /// should keep similar sets. If `measured` is null, nothing is measured. `positions_in_cache`:
-  /// null at original positions. `unrounded`: rows of unrounded logits, which cache positions need
-  /// and which the configuration batch computes; null if the full cache's rows are not rounded, so
-  /// that they can be used. `quantized`: for tier plans. `oracle`: for `oracle_attention`.
+  /// `configs`: any policies, all at original positions or all at cache positions. Configurations
+  /// next to each other should keep similar sets of tokens, because their sums of values are
+  /// computed from each other. If `measured` is null, nothing is measured. `positions_in_cache`:
+  /// null at original positions. `unrounded`: the rows of unrounded logits that cache positions
+  /// need; the configuration batch computes them. It is null if the full cache's rows are not
+  /// rounded, because then those rows are used. `quantized`: the rows of quantized tiers, for
+  /// configurations with tier plans; may be null. `oracle`: for `oracle_attention`; may be null.
   FeedbackConfigBatch(BatchedConfigs configs, LiveSet::Identity identity, const HeadView& view,
                       const MeasuredQueries* measured,
                       std::unique_ptr<CachePositionTable> positions_in_cache = nullptr,
@@ -30,8 +32,9 @@ class FeedbackConfigBatch final : public ConfigBatch {
   std::vector<HeadOutcome> outcomes() override;
   void watch(ConfigBatchWatcher watcher) override { watcher_ = std::move(watcher); }
 
-  /// Does what attend() does for the configuration batches of a layer's KV heads, query by query,
-  /// so that their caches may evict together. `rows` by KV head.
+  /// Does what attend() does, for the configuration batches of all KV heads of a layer. It takes
+  /// one query after another through all heads, so that their caches may evict together. `rows` by
+  /// KV head.
   static void attend_together(std::span<const std::unique_ptr<FeedbackConfigBatch>> heads,
                               std::uint32_t first, std::uint32_t count, std::span<GroupRows> rows);
   /// A configuration's cache: for share_ranks().

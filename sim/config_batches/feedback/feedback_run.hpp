@@ -18,9 +18,9 @@
 
 namespace kvlab {
 
-/// A KV head's tokens as one tier stores them, and the attention rows over them. A quantized token
-/// depends only on its values and on the formats of the tiers that it was demoted through, so all
-/// configurations share a TierRow.
+/// A KV head's tokens as one tier stores them, and the attention rows over them. What a tier stores
+/// for a token depends only on its key and value and on the formats of the tiers through which it
+/// was demoted, so all configurations with the same demotion path share a TierRow.
 struct TierRow {
   GroupRows rows;             ///< rows of quantized keys
   std::vector<float> values;  ///< [token, dim], after the Hadamard rotation
@@ -32,9 +32,10 @@ class TierRows {
   /// whole number of blocks of channels.
   TierRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
-  /// The rows of each tier of a tier plan; null: the tier is exact.
+  /// The TierRow of each tier of a tier plan; null for a tier that is not quantized.
   std::vector<TierRow*> of(std::span<const TierSlots> tier_plan);
-  /// Computes the rows of queries [first, first + count), for all tiers that of() has returned.
+  /// Computes the rows of queries [first, first + count), for all tiers that of() has returned so
+  /// far.
   void compute(std::uint32_t first, std::uint32_t count);
 
  private:
@@ -52,15 +53,16 @@ struct GatherScratch {
   AlignedVector<std::uint64_t> mass;            // [age]
   std::vector<std::uint32_t> requested;         // [age]
   std::vector<float> sum, most, least, shared;  // [heads]
-  std::vector<bool> lost;                       // [heads]: row is computed from its own maximum
+  std::vector<bool> lost;                       // [heads]: computed again from its own maximum
   std::vector<float> row;                       // [age]: of one head
   AlignedVector<float> products, rotated;       // [4][age], [4][dim]: at cache positions
   std::vector<std::uint32_t> ages;              // 0, 1, 2, …
-  std::vector<std::uint8_t> source;             // [age]: index of the token's source
+  std::vector<std::uint8_t> source;             // [age]: the token's index in `sources`
   std::vector<std::uint32_t> picked;            // positions of the tokens of one source
   AlignedVector<float> weights;                 // [picked][4]
-  /// One for each tier, then one for the exact tokens of the append in progress: a row of
-  /// exponentials, and the factors that bring it to the common shift.
+  /// Where a token's exponential is read from: one source for each tier, then one for the tokens of
+  /// the append in progress, which are not quantized yet. A source is a row of exponentials, and
+  /// for each head the factor that converts them to the common shift.
   std::vector<std::pair<const float*, std::array<float, kHeadGroupSize>>> sources;
   std::vector<float> outputs;  // [heads][dim]: sums of values times exponentials
   std::vector<float> factors;  // [group]: factors from `outputs` to attention outputs
@@ -71,14 +73,14 @@ struct GatherScratch {
 
 class FeedbackRun {
  public:
-  /// `quantized`: the rows of all tiers; null if no configuration of the configuration batch has a
-  /// tier plan. `oracle`: ranks tokens for `oracle_attention`, and must outlive this object; null
-  /// if no configuration uses `oracle_attention`.
+  /// `quantized`: the rows of all tiers; null if no configuration of the batch has a tier plan.
+  /// `oracle`: ranks the tokens for `oracle_attention`, and must outlive this object; null if no
+  /// configuration of the batch is `oracle_attention`.
   FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity, const HeadView& view,
               const MeasuredQueries* measured, TierRows* quantized, Oracle* oracle);
 
-  /// `rows`: the full cache's. With cache positions, `unrounded` are its rows of unrounded logits,
-  /// and `positions_in_cache` is given; else both are null.
+  /// `rows`: the full cache's rows. `unrounded`: its rows of unrounded logits. `unrounded` and
+  /// `positions_in_cache` are null at original positions.
   void attend(std::uint32_t query, GroupRows& rows, GroupRows* unrounded,
               const CachePositionTable* positions_in_cache, GatherScratch& scratch);
 
@@ -88,11 +90,11 @@ class FeedbackRun {
   HeadOutcome outcome() {
     return {measure_.take().front(), cache_.evictions(), cache_.live_max(), cache_.size()};
   }
-  /// The live tokens that the last query could see.
+  /// The live tokens that the last query could attend to.
   std::span<const std::uint32_t> visible() const { return cache_.positions().first(visible_); }
 
-  /// The first token whose exponentials at cache positions are shared. Earlier tokens are not live,
-  /// or this run computes their exponentials.
+  /// The first token whose exponentials at cache positions are shared. Each earlier token is either
+  /// not live, or this run computes its exponentials.
   std::uint32_t first_shared() const {
     return old_keys_.size() < cache_.size() ? cache_.positions()[old_keys_.size()] : 0;
   }
@@ -102,7 +104,7 @@ class FeedbackRun {
   void evict_to_budget(std::uint32_t now);
   void see_all(std::uint32_t query, GroupRows& rows);
   bool find_quantized(GatherScratch& scratch) const;
-  /// The tier's row that has the tokens of a source; null: the exact row.
+  /// The TierRow of a source; null for the full cache's row, whose tokens are not quantized.
   const TierRow* row_of(std::uint8_t source) const {
     return source < tiers_.size() ? tiers_[source] : nullptr;
   }
@@ -119,7 +121,8 @@ class FeedbackRun {
                            const CachePositionTable& positions_in_cache, GatherScratch& scratch);
   void take_cache_positions(std::uint32_t query, GroupRows& unrounded,
                             const CachePositionTable& positions_in_cache, GatherScratch& scratch);
-  /// Whether a token's mass is the largest over the heads of a group, not their sum.
+  /// Whether the mass of a token is the largest of the masses that the query heads of a group give
+  /// it (true), or their sum (false).
   bool by_largest() const { return cache_.modifiers().group == Modifiers::Group::max; }
   bool has_whole_row(std::uint32_t query) const;
   void take_whole(std::uint32_t query, const GroupRows& unrounded, GatherScratch& scratch) const;
@@ -157,7 +160,8 @@ class FeedbackRun {
   std::vector<TierRow*> tiers_;  // by tier; null: exact; empty: all tiers are exact
   TokenFeatures features_;
   bool cache_positions_;
-  AgedKeys old_keys_;  // of live tokens older than an evicted one; the others are consecutive
+  // Of the live tokens that are older than an evicted one. The other live tokens are consecutive.
+  AgedKeys old_keys_;
   AppendCursor cursor_;
   const HeadView& view_;
   RowMeasure measure_;

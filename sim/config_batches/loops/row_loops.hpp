@@ -20,8 +20,9 @@ constexpr std::size_t whole_blocks(std::size_t tokens) {
 }
 
 inline constexpr std::size_t kPanelTokens = 32;  ///< keys of a panel: [dim][32]
-/// Number of bins for values that are too small for the other bins. These values go to them in
-/// turn, because consecutive updates of one bin would wait for each other.
+/// Number of bins for values that are too small for the other bins. These values are distributed
+/// over the kRestBins bins in turn, because consecutive updates of one bin would wait for each
+/// other.
 inline constexpr std::size_t kRestBins = 8;
 
 /// A head group's row under construction. Its logits arrive some tokens at a time.
@@ -39,9 +40,9 @@ struct RowLoops {
   /// Converts logits to shared exponentials (traces/base/numeric/softmax.hpp) and appends them to
   /// the row. logits[h] holds the logits of the next `count` tokens, to be multiplied by `scale`;
   /// null: padding, which becomes zeros. All calls for a row except the last append whole blocks;
-  /// zeros fill the last block. The shift stays that of the first call as long as no token is more
-  /// than 2^30 times as probable as the most probable one of that call. Otherwise it is raised, and
-  /// the row's exponentials are scaled down.
+  /// the last block is padded with zeros. The shift of the first call is kept as long as no token
+  /// is more than 2^30 times as probable as the most probable token of that call. Otherwise the
+  /// shift is raised, and the row's exponentials are scaled down.
   void (*extend)(HeadGroupRow& row, const float* const* logits, std::size_t count, float scale);
   /// Computes a row's sum[4] (lane sums) and most[4] (maxima).
   void (*finish)(const HeadGroupRow& row, float* sum, float* most);
@@ -49,16 +50,17 @@ struct RowLoops {
   /// whole block. sum[4]: lane sums in the order of i; most[4]: the largest, at least 0.
   void (*gather)(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept,
                  float* sum, float* most);
-  /// Sums exponentials, in an order that differs from a decoder's. hits[h] += the number of tokens
-  /// with e >= least[h]. Tokens null: 0, 1, 2, ...
+  /// Sums the exponentials of tokens[i], i < count (`tokens` null: tokens 0, 1, 2, ...), in an
+  /// order that differs from that of a decoder. hits[h] += the number of these tokens with e >=
+  /// least[h].
   void (*total)(const float* e, const std::uint32_t* tokens, std::size_t count, const float* least,
                 float* sum, std::uint32_t* hits);
-  /// mass[i] += sum over the head group of fixed_mass(1, kept / sum[h]), i < count; with `first`, =
-  /// instead of +=. A head with sum 0 is padding. Works on whole blocks.
+  /// mass[i] += the sum over the head group of fixed_mass(1, kept / sum[h]), i < count. If `first`
+  /// is true, assigns instead of adding. A head with sum 0 is padding. Works on whole blocks.
   void (*masses)(const float* kept, std::size_t count, const float* sum, bool first,
                  std::uint64_t* mass);
-  /// requested[i] |= whether some head h of the head group has kept >= least[h]; with `first`, =
-  /// instead of |=.
+  /// requested[i] |= whether some head h of the head group has kept >= least[h]. If `first` is
+  /// true, assigns instead.
   void (*mark)(const float* kept, std::size_t count, const float* least, bool first,
                std::uint32_t* requested);
   /// Sets bit i of bits[h] (64-bit words, `words` apart) to whether e[i][h] >= least[h], i < count;
@@ -100,15 +102,15 @@ struct RowLoops {
   /// keys [panels][dim][32]. There are up to four queries; for a null query nothing is written.
   void (*panel_products)(const float* keys, std::size_t panels, std::size_t dim,
                          const float* const* queries, float* out, std::size_t out_stride);
-  /// Joins the logits of `old` tokens (rows[h], to be multiplied by `scale`; null: padding) and the
-  /// exponentials e [shared][4] of `shared` later tokens, which have shift[h]. Gathers all into
-  /// kept [old + shared][4], as gather() does. sum[h] = 0 if the logits are too large for that
-  /// shift.
+  /// Converts the logits of `old` tokens (rows[h], to be multiplied by `scale`; null: padding) to
+  /// exponentials with shift[h]. Appends e [shared][4], the exponentials of `shared` later tokens
+  /// with the same shifts. Writes all to kept [old + shared][4], with sums and maxima as in
+  /// gather(). sum[h] = 0 if the logits are too large for that shift.
   void (*join)(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
                const float* e, std::size_t shared, float* kept, float* sum, float* most);
 };
 
-/// The loops of the best instruction set that this machine has.
+/// The loops for the best instruction set of this machine.
 const RowLoops& row_loops();
 const RowLoops& row_loops_base();
 /// Null if the machine (or the build) has no such instructions.

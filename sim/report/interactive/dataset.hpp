@@ -18,30 +18,34 @@ struct SequenceGroup {
   std::vector<ResultRow> rows;
 };
 
-/// One row of a page's table: what sim/run/comparison.* decided about a series. Pages only draw it.
+/// One row of a page's table: the result of sim/run/comparison.* for a series. Pages compute no
+/// comparisons; they only draw these results.
 struct RankedRow {
   std::size_t series;
-  Difference behind = {};  ///< its error minus that of the lowest mean
+  Difference behind = {};  ///< its error minus the error of the series with the lowest mean
   bool over_budget = false;
 };
-/// The table at a budget, in display order.
+/// The table at a budget, with its rows in display order.
 struct RankedTable {
   std::vector<RankedRow> rows;
   std::size_t choice = 0;  ///< index of a series
 };
-/// By budget: the table that an evaluation computed from its tokens.
+/// By budget: a table that an end-to-end evaluation has computed from its scores by token.
 using RankedTables = std::map<std::string, RankedTable>;
 
 struct DatasetOptions {
   std::string headline;  ///< metric shown first
-  RankedTables decided =
-      {};  ///< what was decided, for the headline metric; empty: rank_policies() decides
+  /// The tables of the headline metric, if they are known already. If empty, rank_policies()
+  /// computes them.
+  RankedTables decided = {};
   std::string budget;               ///< budget shown first, as requested
   std::vector<MetricInfo> metrics;  ///< the metrics to show, in order
-  /// Whether a series may be drawn as a line. oracle_topk is drawn only where it is a bound.
+  /// Whether a series may be drawn as a line. oracle_topk is drawn only if it is a bound in this
+  /// run.
   std::vector<bool> drawn;  ///< by series; empty: all
-  /// Maximum number of bytes for the numbers. If there are more, the values of heads lose digits,
-  /// errors first.
+  /// Maximum number of bytes for the numbers of the page. If there are more, the page leaves out,
+  /// step by step: bookkeeping metrics by head, then digits and the standard errors of all values
+  /// by head, then all values by head.
   std::size_t byte_limit = 2'300'000;
 };
 

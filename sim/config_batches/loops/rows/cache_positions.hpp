@@ -9,7 +9,8 @@ namespace {
 constexpr int kPanelPieces = static_cast<int>(kPanelTokens) / kWidth;  // registers of a panel's row
 
 /// Closes the gap at index `gap` of a panel: each later key moves down by one index, and the first
-/// key of the panel `next` becomes the last one. null: there is no next panel.
+/// key of the panel `next` becomes the last one. If `next` is null, there is no next panel, and the
+/// last key becomes 0.
 void close_gap(float* panel, const float* next, std::size_t gap, std::size_t dim) {
   Ints moves[kPanelPieces];
   for (int c = 0; c < kPanelPieces; ++c)

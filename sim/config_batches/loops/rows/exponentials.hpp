@@ -139,7 +139,7 @@ void finish(const HeadGroupRow& row, float* sum, float* most) {
   HeadGroupSums(row.lanes, row.largest).finish(sum, most);
 }
 
-/// How far the logits of join() may be above the shift of its exponentials, in powers of two.
+/// How far the logits of join() may be above the shift, in powers of two.
 constexpr std::int32_t kMaxAbove = 60;
 
 void join(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,

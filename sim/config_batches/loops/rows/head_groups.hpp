@@ -1,4 +1,5 @@
-// Registers of a head group: four heads of several tokens, [token][4], or of one token.
+// Operations on registers that hold the values of a head group (four heads), for several tokens,
+// [token][4], or for one token.
 #pragma once
 
 #include "sim/config_batches/loops/row_loops.hpp"

@@ -8,9 +8,10 @@ namespace kvlab {
 namespace {
 
 /// Divides a head group's exponentials by one sum for each head, correctly rounded. With fused
-/// multiply-adds no element needs a division: the reciprocal in two parts gives a faithful first
-/// quotient, which one exact remainder corrects (Markstein 1990, theorem 8.2). Sums are scaled by
-/// 2^-32, so quotients are p * 2^32.
+/// multiply-adds no element needs a division: the reciprocal, stored as a high and a low part,
+/// gives a first quotient with an error below one unit in the last place, and one exact remainder
+/// corrects it (Markstein 1990, theorem 8.2). Sums are scaled by 2^-32, so the quotients are
+/// probabilities times 2^32.
 struct Divisor {
   Floats sum, high, low;
 
@@ -121,7 +122,9 @@ void masses(const float* kept, std::size_t count, const float* sum, bool first,
     if (__builtin_expect(any_at_least(most, kMaxCounted), 0)) {
       if (first) std::memset(mass + i, 0, kWidth * sizeof(std::uint64_t));
       fresh = false;
-      Floats large[kHeads];  // a copy, because only add_large() needs the values in memory
+      // Only add_large() needs the values in memory. It gets a copy, so that `scaled` can stay in
+      // registers.
+      Floats large[kHeads];
       for (int r = 0; r < kHeads; ++r) large[r] = scaled[r];
       add_large(large, mass + i);
       for (int r = 0; r < kHeads; ++r) scaled[r] = large[r];

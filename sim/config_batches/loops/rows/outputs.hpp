@@ -46,7 +46,8 @@ inline void accumulate_columns(const float* weights, const std::uint32_t* tokens
     for (int p = 0; p < P; ++p) store(y + h * depth + p * kWidth, sum[h][p]);
 }
 
-/// Accumulates a few tokens, whose values stay in the CPU cache for all columns.
+/// Accumulates the values of tokens [begin, end). They are few, so their values stay in the CPU
+/// cache for all columns.
 template <int H>
 void accumulate_some(const float* weights, const std::uint32_t* tokens, std::size_t begin,
                      std::size_t end, const float* v, std::size_t stride, std::size_t depth,
@@ -78,7 +79,7 @@ void accumulate_head_group(const float* weights, const std::uint32_t* tokens, st
                         depth, y);
 }
 
-/// Keeps sixteen running sums for each gradient sample.
+/// Uses sixteen running sums for each gradient sample.
 void add_changes(const float* a, const float* b, std::size_t heads, const float* factors,
                  std::size_t count, const float* gradients, std::size_t gradient_samples,
                  float* changes) {
@@ -103,7 +104,7 @@ void add_changes(const float* a, const float* b, std::size_t heads, const float*
   }
 }
 
-/// Keeps sixteen running sums, by index modulo 16, and adds them up pairwise.
+/// Uses sixteen running sums, by index modulo 16, and adds them up pairwise at the end.
 double distance2(const float* a, const float* b, float factor, std::size_t count) {
   double lanes[kTokens] = {};
   std::size_t i = 0;
