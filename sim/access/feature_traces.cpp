@@ -21,8 +21,10 @@ void check(const TraceReader& trace, const std::vector<std::string>& names,
   const std::size_t layers = trace.layers_with_window(false).size();
   const std::uint32_t own = model.policy_layers().layers;
   if (layers != own || shape.kv_heads != model.kv_heads || shape.head_size != model.head_size)
-    refuse(fmt::format("has {} layers of {} KV heads of {}; {} of {} of {} are expected", layers,
-                       shape.kv_heads, shape.head_size, own, model.kv_heads, model.head_size));
+    refuse(fmt::format(
+        "has {} layers without a window, {} KV heads and head size {}, but the model has "
+        "{}, {} and {}; capture the trace from this model",
+        layers, shape.kv_heads, shape.head_size, own, model.kv_heads, model.head_size));
   for (const std::string& name : names)
     if (!trace.has_feature(name))
       refuse(fmt::format(

@@ -64,7 +64,8 @@ FullAttention::Accesses FullAttention::accesses(AccessRule rule,
   return found;
 }
 
-/// Among tokens of equal probability, marks the older one first.
+/// Marks the `top_k` most probable tokens of each query head. Of two tokens with equal probability,
+/// the older one comes first.
 void FullAttention::mark_most_probable(std::uint32_t query, std::uint32_t top_k,
                                        std::vector<std::uint8_t>& requested) {
   std::vector<std::uint32_t> order(query + std::size_t{1});

@@ -15,11 +15,12 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kAssessedTokens = 32;  // number of tokens to examine
-constexpr double kMaxMoved = 1;                // in nats
+constexpr std::uint32_t kAssessedTokens = 32;  // number of tokens whose keys are examined
+// Up to this standard deviation of the errors of scores, in nats, 4-bit keys count as safe.
+constexpr double kMaxMoved = 1;
 
-/// The variance of the change that quantizing `keys` [token, dim], after RoPE, causes in a query's
-/// products.
+/// Quantizes `keys` [token, dim], which are after RoPE, to 4 bits. Returns the variance, over the
+/// keys, of the change that this causes in their products with `query`.
 double quantization_variance(std::span<const float> keys, std::span<const float> query) {
   const std::size_t dim = query.size(), count = keys.size() / dim;
   double sum = 0, squares = 0;
@@ -83,9 +84,9 @@ std::string key_quantization_warning(const TraceReader& trace) {
   }
   if (layers.empty()) return "";
   return fmt::format(
-      "4-bit keys move attention scores by more than {} nat in layers {}, as biases of keys can; "
-      "use 8 bits for keys in these layers (--tiers {}, on the CPU), let `kvlab plan` choose, or "
-      "centre the keys with --centre prompt",
+      "4-bit keys move attention scores by more than {} nat in layers {}, usually because the key "
+      "projection has a large bias; use 8 bits for keys in these layers (--tiers {}, on the CPU), "
+      "let `kvlab plan` choose, or centre the keys with --centre prompt",
       kMaxMoved, fmt::join(layers, ", "), safe.text());
 }
 

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::uint32_t kBlock = 256;  // queries per product
 
-/// OpenBLAS, loaded for the rest of the process. Only benchmarks load it, because it allocates
+/// OpenBLAS. It stays loaded until the process ends. Only benchmarks load it, because it allocates
 /// memory and starts threads.
 class OpenBlas {
  public:
@@ -37,7 +37,8 @@ class OpenBlas {
 
   enum class Transposed { no = 111, yes = 112 };  // values of cblas.h
 
-  /// c [m, n] = scale * a [m, k] * b, or * b transposed, in row-major order.
+  /// c [m, n] = scale * a [m, k] * b, or scale * a * (b transposed). All matrices are in row-major
+  /// order.
   void multiply(Transposed b_is, int m, int n, int k, float scale, const float* a, const float* b,
                 float* c) const {
     constexpr int kRowMajor = 101;
@@ -76,8 +77,8 @@ void softmax(float* row, std::uint32_t query, std::uint32_t width) {
   std::fill(row + query + 1, row + width, 0.0f);
 }
 
-/// Attention of one query head; `out` is [token, dim]. Returns the floating-point operations of the
-/// products.
+/// Computes the attention of one query head to out [token, dim]. Returns the number of
+/// floating-point operations of the products.
 double attend(const OpenBlas& blas, const float* q, const Head& head, std::uint32_t tokens,
               std::uint32_t dim, float scale, std::vector<float>& scores, float* out) {
   double flops = 0;

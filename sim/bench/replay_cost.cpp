@@ -33,8 +33,10 @@ TraceHeader header_of(const SyntheticShape& shape) {
   return header;
 }
 
-/// Random vectors [count, heads, dim]: noise, a topic that drifts over some hundred tokens, and,
-/// along the dimension that rotates slowest, the attraction between queries and heavy keys.
+/// Random queries or keys [count, heads, dim]. A vector is the sum of noise and of a topic that
+/// drifts over some hundred tokens. In the dimension that RoPE rotates slowest, all queries and the
+/// keys of heavy tokens also have a large positive value, so that every query gives heavy tokens
+/// much attention.
 class Source {
  public:
   Source(std::uint32_t heads, std::uint32_t dim, bool keys, std::uint64_t seed)
@@ -102,7 +104,8 @@ CacheConfig config_of(const std::string& policy, const std::string& budget,
   return config;
 }
 
-/// Takes `count` budgets, evenly spaced from `least` to `most` percent of the trace.
+/// A sweep of `policies` with `count` budgets each, evenly spaced from `least` to `most` percent of
+/// the trace.
 BenchSweep sweep_of(std::string name, const std::vector<std::string>& policies, int count,
                     double least, double most, std::optional<Positions> positions = std::nullopt) {
   BenchSweep sweep{std::move(name), {}};
@@ -110,7 +113,7 @@ BenchSweep sweep_of(std::string name, const std::vector<std::string>& policies, 
     for (int i = 0; i < count; ++i) {
       sweep.configs.push_back(config_of(
           policy, fmt::format("{:.4f}%", least + (most - least) * i / (count - 1)), positions));
-      if (!sweep.configs.back().evicts()) break;  // takes no budget
+      if (!sweep.configs.back().evicts()) break;  // this policy has no budget
     }
   return sweep;
 }
@@ -129,7 +132,7 @@ std::vector<BenchSweep> all_sweeps() {
   return sweeps;
 }
 
-/// Number of live tokens that one KV head's cache attends, summed over queries.
+/// Number of live tokens to which a query of one KV head attends, summed over the queries.
 double slot_steps(const TraceReader& trace, const CacheConfig& config) {
   const std::uint32_t budget = config.budget.resolve(trace.tokens(), trace.shape().head_size);
   double steps = 0;
@@ -144,7 +147,7 @@ void keep_shortest(WorkTime& least, const WorkTime& time, bool first) {
   least.cpu_seconds = first ? time.cpu_seconds : std::min(least.cpu_seconds, time.cpu_seconds);
 }
 
-/// A sweep that is measured only if it is named.
+/// A sweep that is measured only if the user names it; see bench_sweeps().
 std::optional<BenchSweep> further_sweep(const std::string& name) {
   std::vector<std::string> policies;
   for (const PolicyEntry& entry : policy_catalogue())

@@ -61,10 +61,10 @@ std::string metric_of(const MetricTable& metric_table, std::size_t series,
       "the run has no {}; replay a trace with {}",
       requested.empty() ? fmt::format("{}", fmt::join(kAllocators, " and no ")) : requested,
       requested == kAllocators[0] ? "gradients (python -m kvlab.hf sensitivities)"
-                                  : "residual norms and a sketch (format 2), as captures have"));
+                                  : "residual norms and a sketch (`kvlab capture` writes both)"));
 }
 
-/// The length of the traces. Throws if they differ.
+/// The length of the traces in tokens. Throws if their lengths differ.
 std::uint32_t common_length(const RunInfo& info) {
   for (const RunTrace& trace : info.traces)
     if (trace.tokens != info.traces.front().tokens)
@@ -75,7 +75,8 @@ std::uint32_t common_length(const RunInfo& info) {
   return info.traces.front().tokens;
 }
 
-/// Budgets that are one number for all heads and below the trace's length.
+/// The budgets that are the same for all heads and below the trace's length, and at which the
+/// series has the metric.
 std::vector<BudgetColumn> even_budgets(const MetricTable& metric_table, std::size_t series,
                                        const std::string& metric, std::uint32_t length) {
   std::vector<BudgetColumn> budgets;
@@ -87,10 +88,10 @@ std::vector<BudgetColumn> even_budgets(const MetricTable& metric_table, std::siz
       budgets.push_back(column);
   }
   if (budgets.size() < kMinBudgets)
-    throw std::invalid_argument(
-        fmt::format("{} of {} at {} budgets below the trace's length; a curve needs at least {}: "
-                    "kvlab replay --budget 5%,10%,20%,40%",
-                    metric, metric_table.series()[series].label, budgets.size(), kMinBudgets));
+    throw std::invalid_argument(fmt::format(
+        "the run has {} of {} at {} budgets below the trace's length, but a curve needs "
+        "at least {}; run kvlab replay --budget 5%,10%,20%,40%",
+        metric, metric_table.series()[series].label, budgets.size(), kMinBudgets));
   return budgets;
 }
 
@@ -129,7 +130,7 @@ double error_at(const Curve& hull, std::uint32_t tokens) {
 
 std::vector<std::uint32_t> share_tokens(std::span<const Curve> hulls, std::uint64_t total) {
   struct Piece {
-    std::size_t curve, point;  // index of the curve, and of the point where the segment begins
+    std::size_t curve, point;  // indices of the curve, and of the point at which the segment begins
     double fall;
   };
   std::vector<Piece> pieces;
@@ -143,8 +144,10 @@ std::vector<std::uint32_t> share_tokens(std::span<const Curve> hulls, std::uint6
   }
   const std::uint64_t least = std::accumulate(tokens.begin(), tokens.end(), std::uint64_t{0});
   if (total < least || total > most)
-    throw std::invalid_argument(fmt::format(
-        "{} tokens over all heads; the run measured from {} to {}", total, least, most));
+    throw std::invalid_argument(
+        fmt::format("--budget: {} tokens over all heads; should be from {} to {}, the range that "
+                    "the run measured",
+                    total, least, most));
   std::ranges::stable_sort(pieces, [](const Piece& a, const Piece& b) { return a.fall > b.fall; });
   std::uint64_t left = total - least;
   for (const Piece& piece : pieces) {

@@ -47,7 +47,7 @@ std::string budgets_text(const HeadBudgets& heads) {
 
 namespace {
 
-/// Equal for two configurations whose results cannot differ.
+/// A text that is equal for two configurations if their results cannot differ.
 std::string identity_of(const CacheConfig& config) {
   return fmt::format("{}\n{}\n{}\n{}", config.policy.text(), config.budget.text(),
                      config.prefill.chunk, static_cast<int>(config.positions));
@@ -71,8 +71,8 @@ struct Axes {
   double threshold;
 };
 
-/// As parse_policy(), but for an oracle it says that an oracle cannot run here, not that the name
-/// is unknown.
+/// Parses a policy as parse_policy() does. For an oracle that cannot run here, the error says so,
+/// where parse_policy() would say that the name is unknown.
 PolicySpec policy_from(const std::string& text, std::span<const std::string_view> oracles,
                        const CompiledPolicies& compiled) {
   if (oracles.empty() && is_oracle(text))
@@ -82,7 +82,8 @@ PolicySpec policy_from(const std::string& text, std::span<const std::string_view
   return parse_policy(text, oracles, compiled);
 }
 
-/// Checks a budget in tokens. Other budgets depend on the length, which is not yet known.
+/// Checks that the protected tokens fit a budget in tokens. Other budgets depend on the length of
+/// the text, which is not known yet.
 void check_protected_tokens(const CacheConfig& config) {
   const Budget& budget = config.budget;
   if (config.evicts() && config.policy.entry && !budget.extent.is_share && !budget.in_bytes &&
@@ -117,7 +118,8 @@ std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) 
   return configs;
 }
 
-/// Runs before any list is parsed, because each entry takes memory and their product takes time.
+/// Refuses too large sweeps. It runs before any list is parsed, because parsed entries need memory,
+/// and making all combinations takes time.
 void refuse_many(const SweepRequest& request) {
   std::size_t configs = std::max<std::size_t>(request.policies.size(), 1);
   const auto check = [&](std::size_t count) {

@@ -11,9 +11,10 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kFewRows = 64;  // fewer rows than this are not worth compacting
+constexpr std::uint32_t kFewRows =
+    64;  // caches with at most this many rows are not compacted before the end of a prompt
 
-/// Switches a row between its states.
+/// Converts a row from one RowState to the other.
 void switch_state(std::span<float> row, RowState& state) {
   hadamard_rotate(row);
   if (state == RowState::rotated)
@@ -40,7 +41,8 @@ void round_elements(std::span<float> row, const RowFormat& format) {
   }
 }
 
-/// Quantizes a row of the given state and leaves it rotated.
+/// Quantizes a row, which is in the given state, to the formats of `path`, one after another.
+/// Afterwards the row is rotated.
 void quantize_part(std::span<const KvFormat> path, const RowFormat* KvFormat::*part,
                    std::span<float> row, RowState state) {
   for (const KvFormat& format : path) {
@@ -138,8 +140,9 @@ std::uint32_t HostCache::first_visible(const HeadAppend& append, std::uint32_t t
   return static_cast<std::uint32_t>(std::ranges::lower_bound(live, oldest) - live.begin());
 }
 
-/// Whether there are rows to free. After a prompt, all rows except one for the next token are
-/// freed. At other times, rows that were needed before are likely to be needed again.
+/// Whether rows should be freed. After a prompt, all unused rows are freed, except one for the next
+/// token. At other times, they are freed only if most rows are unused, because rows that were
+/// needed once are likely to be needed again.
 bool HostCache::has_spare_rows() const {
   const std::uint32_t rows = live_.slot_count(), live = live_.size();
   return live_.after_prompt() ? rows > live + 1 : rows > kFewRows && live < rows / 2;
@@ -168,8 +171,8 @@ void HostCache::compact() {
   }
 }
 
-/// Sets the number of rows. If the capacity is too small, it grows by half, unless the budget does
-/// not need that many rows.
+/// Sets the number of rows. If the capacity is too small, it grows by half, but to no more rows
+/// than the budget needs.
 void HostCache::grow_to(std::size_t rows) {
   const std::size_t dim = shape_.head_size, had = values_.capacity() / dim;
   if (rows > had) {
@@ -243,7 +246,7 @@ void HostCache::find_centre(const HeadAppend& append, const RopeTable& rope) {
   }
 }
 
-/// Subtracts the centre from the keys of the append at position 0, which has ended.
+/// Subtracts the centre from the stored keys, after the append at position 0 has ended.
 void HostCache::centre_live_keys() {
   if (centre_.empty() || centred_) return;
   centred_ = true;
@@ -255,7 +258,7 @@ void HostCache::centre_live_keys() {
   }
 }
 
-/// The result has the type of the stored keys.
+/// Subtracts the centre from a key, and rounds the result to the type of the stored keys.
 void HostCache::subtract_centre(std::span<float> key) const {
   for (std::size_t d = 0; d < key.size(); ++d) {
     key[d] -= centre_[d];
@@ -263,9 +266,10 @@ void HostCache::subtract_centre(std::span<float> key) const {
   }
 }
 
-/// Only differences of positions matter. So tokens that are younger than every evicted token keep
-/// their original positions. Older tokens are numbered by cache position. They are rotated again,
-/// from their unrotated keys, when a token older than them is evicted.
+/// Scores depend only on differences of positions. So tokens that are younger than every evicted
+/// token can keep their original positions. The keys of older tokens are rotated to cache
+/// positions. When a token older than them is evicted, they are rotated again, from their unrotated
+/// keys.
 void HostCache::rotate_to_cache_positions(const RopeTable& rope) {
   const std::size_t dim = shape_.head_size;
   old_ = tokens_before_gaps(live_.positions());
@@ -320,7 +324,8 @@ bool HostCache::all_exact(std::size_t count) const {
                               [&](std::uint32_t row) { return is_quantized(row); });
 }
 
-/// Multiplies the queries by the keys in the rows of `panels` panels, to [query, head, row].
+/// Multiplies the queries by the keys in the first `panels` panels of rows. Writes the products to
+/// by_row [query, head, row].
 void HostCache::multiply_at(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
                             QueryRotation rotation, const RopeTable& rope, std::size_t panels,
                             std::vector<float>& by_row) const {
@@ -368,12 +373,12 @@ void HostCache::gather_scores(const Products& products, std::size_t query, std::
   make_scores(scores.data(), scores.size(), shape_.softmax_scale, shape_.softcap);
 }
 
-/// The attention that tokens of a cache, and of its followers, receive from some queries of an
-/// append.
+/// Collects the attention that the tokens of a cache, and those of its followers, receive from some
+/// queries of an append.
 class HostCache::Received {
  public:
-  /// `all`: whether these are all queries of the append, so that no other thread adds to the
-  /// caches' tallies. The queries see at most `most` tokens.
+  /// `all`: whether these are all queries of the append. Then no other thread adds to the tallies
+  /// of the caches, and no lock is needed. The queries see at most `most` tokens.
   Received(HostCache& own, std::span<HostCache* const> followers, bool all, std::uint32_t most) {
     add(own, all, most);
     for (HostCache* const follower : followers) add(*follower, all, most);

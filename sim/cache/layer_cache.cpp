@@ -43,7 +43,7 @@ LayerCache::LayerCache(const LayerCache& other)
   share_ranks_of_heads();
 }
 
-/// With scope=layer, the heads order their tokens by the same ranks.
+/// With scope=layer, all heads evict in the order of the same ranks.
 void LayerCache::share_ranks_of_heads() {
   std::vector<AgedSet*> together;
   for (HostCache& head : heads_) together.push_back(&head.aged_set());
@@ -82,8 +82,8 @@ void LayerCache::show(const LayerRows& rows, const Rope& rope) const {
 
 void LayerCache::end_prompt() {
   for (HostCache& head : heads_) head.end_prompt();
-  // Evicts now instead of before the next append, so that a policy that reads rows need not store
-  // them. The result is the same, because it does not depend on the tokens that follow.
+  // A policy that reads rows evicts now, not before the next append, so that it need not store
+  // these rows. The result is the same, because it does not depend on the tokens that follow.
   for (HostCache& head : heads_)
     if (looker_) head.evict_to_budget(tokens_);
 }

@@ -14,14 +14,16 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kRowBytes = std::size_t{1}
-                                  << 19;  // bytes of exponentials; they fit a CPU cache of 1 MB
+constexpr std::size_t kRowBytes = std::size_t{1}  // Bytes of exponentials of a block, so that they
+                                                  // fit into a CPU cache of 1 MB.
+                                  << 19;
 constexpr float kNever = std::numeric_limits<float>::infinity();
 constexpr float kNevers[kHeadGroupSize] = {kNever, kNever, kNever, kNever};
-constexpr std::size_t kTilePanels =
-    6;  // key panels of a tile; few enough that its logits stay in the CPU cache
+// Panels of keys in a tile: few enough that the logits of a tile stay in the CPU cache.
+constexpr std::size_t kTilePanels = 6;
 constexpr std::size_t kTileTokens = kTilePanels * 16;
-constexpr std::size_t kTailTokens = 64;  // tokens in a range whose sum is stored
+constexpr std::size_t kTailTokens =
+    64;  // tokens per range; sums from the beginning of each range are stored
 
 std::uint32_t block_for(std::size_t row_floats) {
   return static_cast<std::uint32_t>(
@@ -40,8 +42,9 @@ float min_requested(float sum, float most, std::uint32_t threshold16) {
     return is_requested(fixed_mass(1.0f, e / sum), row_max, threshold16);
   };
   if (asks(0.0f)) return 0.0f;
-  // Computes the smallest mass that is requested, then the smallest exponential that rounds to this
-  // mass. The estimate is wrong by at most two units in the last place; the loops below correct it.
+  // Computes the smallest mass that counts as a request, then an estimate of the smallest
+  // exponential that rounds to this mass. The estimate is wrong by at most two units in the last
+  // place; the loops below correct it.
   const double mass =
       std::ceil(static_cast<double>(threshold16) * static_cast<double>(row_max) / 65536.0);
   auto e = static_cast<float>((mass - 0.5) * 0x1p-32 * static_cast<double>(sum));
@@ -81,7 +84,9 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
       rotate_original(rope_, arithmetic_, view.key(token), view_.head_size, token, key.data());
     keys_.set_row(token, key.data());
   }
-  if (quantized_) arithmetic_.softmax_scale /= kQuantBlock;  // H H x = 32 x
+  if (quantized_)
+    arithmetic_.softmax_scale /=
+        kQuantBlock;  // because the Hadamard rotation H is not normalized: H H x = 32 x
 }
 
 void GroupRows::rotate_query(const float* x, std::uint32_t position, float* y) const {
@@ -199,8 +204,8 @@ const std::uint32_t* GroupRows::request_flags(std::uint32_t query) {
   return parts.any.data();
 }
 
-/// Sums exponentials from the beginning of each range of tokens to the end of the row. Starts with
-/// the last range.
+/// Computes, for each range of tokens, the sum of the exponentials from its beginning to the end of
+/// the row. Starts with the last range.
 void GroupRows::sum_tails(std::uint32_t query, Lazy& parts) {
   const std::size_t ranges = query / kTailTokens + 1;
   parts.tail.assign(head_groups_ * (ranges + 1), {});
@@ -271,8 +276,9 @@ const float* GroupRows::values_from(std::uint32_t query, std::uint32_t first) {
   return values_.data();
 }
 
-/// If all queries have gradients, also computes the outputs of the later queries of the block,
-/// because the values then stay in the CPU cache for all rows.
+/// Computes the outputs of a query. If all queries have gradients, all outputs are needed. Then it
+/// also computes those of the later queries of the block, so that the values stay in the CPU cache
+/// for all rows.
 void GroupRows::sum_outputs(std::uint32_t query) {
   constexpr std::size_t kNear = 128;  // tokens
   std::uint32_t end = query;

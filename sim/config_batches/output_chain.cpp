@@ -6,8 +6,8 @@
 namespace kvlab {
 namespace {
 
-/// The chain restarts if the magnitudes added and removed exceed this multiple of the sum that
-/// remains, because rounding errors grow with these magnitudes.
+/// The chain restarts from the empty set if the magnitudes that were added and subtracted exceed
+/// this multiple of the current sum, because rounding errors grow with these magnitudes.
 constexpr float kMaxGross = 4;
 
 }  // namespace
@@ -47,8 +47,8 @@ const float* OutputChain::move_to(std::uint32_t query, const GroupRows& rows,
   return sums_.data();
 }
 
-/// Lists the tokens that are in only one of the previous and the next set, with their signed
-/// exponentials. `fresh`: the empty set is used as the previous one.
+/// Lists the tokens that are in only one of the previous and the next set, with their exponentials,
+/// negative for tokens to remove. If `fresh` is true, the previous set is taken to be empty.
 void OutputChain::list(const GroupRows& rows, bool fresh) {
   tokens_.clear();
   for (std::size_t w = 0; w < next_.size(); ++w)

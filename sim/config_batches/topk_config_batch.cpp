@@ -9,14 +9,14 @@ namespace {
 
 constexpr std::uint32_t kMaxBins = 2048;
 
-/// The smallest shift with which `range` fits into `bins` bins, with an eighth to spare.
+/// The smallest shift with which `range`, and another eighth of it, fits into `bins` bins.
 std::uint32_t shift_for(std::uint32_t range, std::uint32_t bins) {
   const auto wanted = static_cast<std::uint32_t>(std::bit_width(range + range / 8));
   const auto width = static_cast<std::uint32_t>(std::bit_width(bins - 1));
   return wanted > width ? wanted - width : 0;
 }
 
-/// Uses insertion sort if there are few elements, which is the usual case.
+/// Uses insertion sort for few elements, because bins usually have few.
 void sort_descending(std::uint32_t* x, std::size_t count) {
   constexpr std::size_t kFew = 24;
   if (count > kFew) return std::sort(x, x + count, std::greater<>());
@@ -63,8 +63,8 @@ void TopSums::begin_row(std::uint32_t query, const GroupRows& rows) {
                     bin_.data() + head_group * kHeadGroupSize * stride_, stride_);
 }
 
-/// Estimates how far below the largest value the budgets reach, as a difference of bits. Reads only
-/// a sample of tokens, so it adds a margin.
+/// Estimates the difference, in bits, of the largest exponential and the smallest one that a budget
+/// includes. Reads only a sample of the tokens, so it adds a margin.
 std::uint32_t TopSums::range_of(const float* e, std::uint32_t most) const {
   constexpr std::size_t kSample = 32;
   constexpr double kMargin = 0.16, kMax = 0.98;  // shares of the tokens
@@ -79,7 +79,7 @@ std::uint32_t TopSums::range_of(const float* e, std::uint32_t most) const {
   return most - sample[index];
 }
 
-/// Sorts a head's row by bin.
+/// Sorts the exponentials of a head's row by bin.
 void TopSums::scatter(std::uint32_t head) {
   const std::uint32_t* const bits = bits_.data() + head * stride_;
   const std::uint16_t* const bin = bin_.data() + head * stride_;
@@ -95,8 +95,8 @@ void TopSums::scatter(std::uint32_t head) {
   for (std::uint32_t i = 0; i < tokens_; ++i) order_[ends_[bin[i]]++] = bits[i];
 }
 
-/// Sorts the bin that holds the `index`-th largest value, and returns the bin's end. Values too
-/// small for the bins form one bin.
+/// Sorts the bin that contains the `index`-th largest value, and returns the index at which the bin
+/// ends. All values that are too small for the bins count as one bin.
 std::uint32_t TopSums::sort_bin_of(std::uint32_t head, std::uint32_t index) {
   const std::uint32_t bin = (largest_[head] - order_[index]) >> shift_[head];
   const std::uint32_t begin = bin == 0 ? 0 : ends_[std::min(bin, bins_) - 1],
@@ -148,8 +148,8 @@ void TopkConfigBatch::attend_query(std::uint32_t query, GroupRows& rows) {
   }
 }
 
-/// Requested tokens are those whose exponential reaches a bound, so they come first in the sorted
-/// row. The query's own token is among them if its exponential reaches the bound.
+/// A token is requested if its exponential is at least a bound, so requested tokens come first in
+/// the sorted row. The query's own token is among them if its exponential is at least the bound.
 void TopkConfigBatch::measure(std::uint32_t query, std::uint32_t head, GroupRows& rows) {
   const float own =
       rows.e(query, head / kHeadGroupSize)[query * kHeadGroupSize + head % kHeadGroupSize];

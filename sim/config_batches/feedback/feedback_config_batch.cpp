@@ -29,12 +29,13 @@ bool FeedbackConfigBatch::wants_row(std::uint32_t query) const {
   return observes_ || (measured_ && measured_->contains(query));
 }
 
-/// Computes the configuration batch's own rows for the next queries.
+/// Computes the rows that only this batch needs (of unrounded logits, and of quantized tiers) for
+/// the next queries.
 void FeedbackConfigBatch::prepare(std::uint32_t first, std::uint32_t count) {
   bool wanted = observes_;
   for (std::uint32_t query = first; query < first + count; ++query) wanted |= wants_row(query);
   if (unrounded_ && wanted) {
-    std::uint32_t from = first;  // no run reads the rows of earlier tokens
+    std::uint32_t from = first;  // the first token that a run reads
     for (const auto& run : runs_) from = std::min(from, run->first_shared());
     unrounded_->compute(first, count, from);
   }

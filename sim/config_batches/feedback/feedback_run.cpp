@@ -67,7 +67,8 @@ bool FeedbackRun::observes(std::uint32_t query) const {
   return needs_requests(cache_.needs()) || cursor_.age_of(query) < cache_.tail();
 }
 
-/// Whether the query observes the same as in all other caches that still have all tokens.
+/// Whether the observations of this query are the same in all caches that have evicted nothing yet,
+/// so that they can be shared.
 bool FeedbackRun::has_whole_row(std::uint32_t query) const {
   return visible_ == query + 1 &&
          (!needs_mass(cache_.needs()) || (weight_of(query) == 1.0f && !by_largest()));
@@ -115,7 +116,7 @@ void FeedbackRun::evict_to_budget(std::uint32_t now) {
 void FeedbackRun::begin_observing() {
   seen_ = {.query = cursor_.current().first + cursor_.current().tokens - 1,
            .queries = cursor_.current().tokens};
-  if (seen_.queries == 1 && cache_.tail() > 0) return;  // the single query sets everything
+  if (seen_.queries == 1 && cache_.tail() > 0) return;  // the query sets the pointers of seen_
   mass_.assign(needs_mass(cache_.needs()) ? cache_.size() : 0, 0);
   requests_.assign(needs_requests(cache_.needs()) ? cache_.size() : 0, 0);
   last_request_.assign(requests_.size(), 0);
@@ -137,7 +138,8 @@ void FeedbackRun::see_all(std::uint32_t query, GroupRows& rows) {
   measure_outputs(query, rows, nullptr);
 }
 
-/// Gathers the exponentials of the live tokens, and their sums, which recall needs.
+/// Gathers the exponentials of the live tokens and computes their sums, from which recall is
+/// computed.
 void FeedbackRun::gather_kept(std::uint32_t query, const GroupRows& rows,
                               GatherScratch& scratch) const {
   scratch.resize(visible_, rows.heads());
@@ -190,7 +192,8 @@ bool FeedbackRun::find_quantized(GatherScratch& scratch) const {
   return std::ranges::any_of(scratch.source, [&](std::uint8_t source) { return row_of(source); });
 }
 
-/// Takes probabilities from the tiers' rows, and recall and misses from the full cache's rows.
+/// Computes probabilities from the rows of the tiers, and recall and misses from the rows of the
+/// full cache.
 void FeedbackRun::see_quantized(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
   gather_kept(query, rows, scratch);
   for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group)
@@ -206,7 +209,7 @@ void FeedbackRun::see_quantized(std::uint32_t query, GroupRows& rows, GatherScra
   if (measure_.wants_quantization(query)) measure_quantization(query, rows, scratch);
 }
 
-/// Measures how far scratch.outputs are from the outputs of the same tokens in 16 bit.
+/// Measures the difference of scratch.outputs from the outputs over the same tokens in 16 bit.
 void FeedbackRun::measure_quantization(std::uint32_t query, GroupRows& rows,
                                        GatherScratch& scratch) {
   const std::vector<float> quantized = scratch.outputs, sums = scratch.sum;
@@ -220,8 +223,8 @@ void FeedbackRun::measure_quantization(std::uint32_t query, GroupRows& rows,
   }
 }
 
-/// Merges the quantized tokens' exponentials with the gathered ones. All are converted to the
-/// largest shift of the rows, that is, multiplied by an exact power of two.
+/// Replaces the gathered exponentials of quantized tokens by those of their tiers. All exponentials
+/// are converted to the largest shift of the rows. This multiplies them by an exact power of two.
 void FeedbackRun::take_quantized(std::uint32_t query, std::uint32_t head_group,
                                  const GroupRows& rows, GatherScratch& scratch) const {
   std::int32_t shift[kHeadGroupSize];
@@ -340,8 +343,8 @@ void FeedbackRun::observe_kept(std::uint32_t query, GroupRows& rows, GatherScrat
   if (needs_requests(cache_.needs())) take_requests(query, rows, scratch);
 }
 
-/// Takes probabilities from logits at cache positions, and recall and misses from the full cache's
-/// rows.
+/// Computes probabilities from logits at cache positions, and recall and misses from the rows of
+/// the full cache.
 void FeedbackRun::see_cache_positions(std::uint32_t query, GroupRows& rows, GroupRows& unrounded,
                                       const CachePositionTable& positions_in_cache,
                                       GatherScratch& scratch) {
@@ -364,7 +367,8 @@ void FeedbackRun::see_cache_positions(std::uint32_t query, GroupRows& rows, Grou
   measure_outputs(query, rows, &scratch);
 }
 
-/// Takes the shared row of unrounded logits: all tokens are live, so all positions are original.
+/// Uses the shared row of unrounded logits. This is possible because all tokens are live, so all
+/// cache positions are original positions.
 void FeedbackRun::take_whole(std::uint32_t query, const GroupRows& unrounded,
                              GatherScratch& scratch) const {
   scratch.sum.assign(unrounded.sums(query), unrounded.sums(query) + unrounded.heads());
@@ -386,8 +390,9 @@ void FeedbackRun::take_cache_position_outputs(std::uint32_t query, GroupRows& un
   take_own_outputs(scratch);
 }
 
-/// Sums the full cache's exponentials over the live set, [heads]. A sum is at most that of the row.
-/// Live tokens after those of old_keys_ are consecutive.
+/// Sums the full cache's exponentials over the live set, for each head. The live tokens after those
+/// of old_keys_ are consecutive. A sum is limited to that of the whole row, which it could exceed
+/// by rounding.
 void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) const {
   const auto live = visible();
   const std::size_t old = old_keys_.size();
@@ -445,8 +450,8 @@ void FeedbackRun::take_cache_positions(std::uint32_t query, GroupRows& unrounded
   }
 }
 
-/// Gathers one head's exponentials from its own maximum. scratch.products has the products with the
-/// old keys.
+/// Computes one head's exponentials relative to its own maximum. scratch.products must hold the
+/// products with the old keys.
 void FeedbackRun::take_own_cache_positions(std::uint32_t query, std::uint32_t head,
                                            const GroupRows& unrounded, GatherScratch& scratch) {
   const std::size_t old = old_keys_.size(), stride = scratch.mass.size() + kPanelTokens;
@@ -456,7 +461,8 @@ void FeedbackRun::take_own_cache_positions(std::uint32_t query, std::uint32_t he
   take_own_row(head, scratch);
 }
 
-/// Computes the row of a head whose shared exponentials have lost bits, from its own maximum.
+/// Computes the row of a head again, relative to its own maximum, because its shared exponentials
+/// have lost precision.
 void FeedbackRun::take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows,
                                    GatherScratch& scratch) {
   rows.logits(query, head, visible(), scratch.row.data());
@@ -541,7 +547,7 @@ void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* sha
 TierRows::TierRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
     : view_(view), rope_(rope), arithmetic_(arithmetic) {
   check_quantized_heads(view.head_size);
-  view_.projection = nullptr;  // changes need the full cache's rows
+  view_.projection = nullptr;  // changes of log-likelihood are computed from the full cache's rows
 }
 
 std::vector<TierRow*> TierRows::of(std::span<const TierSlots> tier_plan) {

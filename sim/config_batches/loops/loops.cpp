@@ -1,4 +1,4 @@
-// Compiled for the instruction set that every machine of the build's architecture has.
+// Compiled for the basic instruction set of the architecture, which every machine supports.
 #include "sim/config_batches/loops/row_loops_body.hpp"
 
 namespace kvlab {
