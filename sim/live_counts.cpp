@@ -11,18 +11,19 @@
 namespace kvlab {
 namespace {
 
-/// The memory of the tokens on each tier of a tier plan.
+/// The memory of the tokens of a cache, from the number of tokens on each tier.
 class TierBytes : public TierCounts {
  public:
   using TierCounts::TierCounts;
 
-  /// Number of held tokens while the last `attending` tokens attend.
+  /// The memory while the last `attending` tokens attend, expressed in 16-bit tokens.
   double held_tokens(std::uint32_t attending) const {
     if (tier_plan()[0].format.kivi)
       return static_cast<double>(kivi_bytes(attending, 2)) / KvFormat{}.block_bytes();
     return in_16_bit([&](std::size_t tier) { return on(tier); });
   }
-  /// See LiveCounts::bytes_peak; the youngest `staged` tokens are not quantized yet.
+  /// Bytes of one block of channels of all tokens, as in LiveCounts::bytes_peak. The youngest
+  /// `staged` tokens are not quantized yet.
   std::uint64_t bytes(std::uint32_t staged, std::uint64_t element_bytes) const {
     if (tier_plan()[0].format.kivi) return kivi_bytes(std::max(staged, 1u), element_bytes);
     std::uint64_t bytes = staged * KvFormat{}.block_bytes_of(element_bytes);
@@ -129,7 +130,9 @@ std::string windows_text(std::size_t layers, double mean_bytes, double peak_byte
   if (layers == 0) return "";
   constexpr double kMiB = 1 << 20;
   return fmt::format(
-      "{} layers with a sliding window also keep {:.2f} MiB of keys and values, at most {:.2f}",
+      "{} layers with a sliding window also keep {:.2f} MiB of keys and values on average, and "
+      "{:.2f} "
+      "MiB at most",
       layers, mean_bytes / kMiB, peak_bytes / kMiB);
 }
 

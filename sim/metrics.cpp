@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t kMinBlocks = 8;  // with fewer blocks, the estimated error is not reliable
 
-/// The plain mean of value(i) for i < count. NaN values are left out.
+/// The unweighted mean of value(i) for i < count, without the values that are NaN.
 template <class Value>
 double plain_mean(std::size_t count, Value value) {
   double sum = 0;
@@ -28,7 +28,7 @@ double plain_mean(std::size_t count, Value value) {
   return there ? sum / static_cast<double>(there) : kNaN;
 }
 
-/// The mean of ratios with block `out` left out. kMaxQueryBlocks: no block is left out.
+/// The mean of ratios without block `out`. If `out` is kMaxQueryBlocks, no block is left out.
 double mean_without(std::span<const BlockedRatio> ratios, std::span<const double> above,
                     std::span<const double> below, std::size_t out) {
   return plain_mean(ratios.size(), [&](std::size_t r) {
@@ -38,7 +38,8 @@ double mean_without(std::span<const BlockedRatio> ratios, std::span<const double
   });
 }
 
-/// The jackknife variance of a statistic, from its values with one part left out in turn.
+/// The jackknife variance of a statistic. replicates[i] is its value without the i-th part of the
+/// data.
 double jackknife(std::span<const double> replicates) {
   const auto n = static_cast<double>(replicates.size());
   const double mean = std::accumulate(replicates.begin(), replicates.end(), 0.0) / n;
@@ -47,8 +48,8 @@ double jackknife(std::span<const double> replicates) {
   return (n - 1) / n * squares;
 }
 
-/// Estimates from a sample a range of bit patterns. Very probably, it contains the values at ranks
-/// [first, last) of the sorted values, and few others.
+/// Estimates, from a sample of the values, a range of bit patterns. The range very probably
+/// contains the values at ranks [first, last) of the sorted values, and few other values.
 std::pair<std::uint32_t, std::uint32_t> bounds_of(const float* values, std::size_t size,
                                                   std::size_t first, std::size_t last) {
   std::vector<std::uint32_t> some;
@@ -61,11 +62,12 @@ std::pair<std::uint32_t, std::uint32_t> bounds_of(const float* values, std::size
   return {*low, *high};
 }
 
-/// The mean of ratios, and the mean without each block. It is NaN for a block without weight.
+/// The mean of ratios, and the means without each block and without each column of the sketch. The
+/// mean without a block that has no weight is NaN.
 struct Replicates {
   double mean, weight;
   std::vector<double> without;  // [block]
-  std::vector<double> columns;  // mean without each column of a sketch; or empty
+  std::vector<double> columns;  // means without each column of the sketch; empty if there is none
 
   Estimate estimate() const {
     std::vector<double> filled;
@@ -80,7 +82,7 @@ struct Replicates {
   }
 };
 
-/// The means of ratios without each column of a sketch, one mean per column.
+/// For each column of a sketch, the mean of ratios without this column.
 std::vector<double> means_without_columns(std::span<const BlockedRatio> ratios,
                                           std::span<const double> above,
                                           std::span<const double> below) {
@@ -163,12 +165,13 @@ Estimate difference_of(std::span<const BlockedRatio> ratios, std::span<const Blo
 
 Quantile quantile_of(const MeasuredQueries& measured, const float* values) {
   const auto rank = [](std::size_t count) { return (count - 1) / 10; };
-  // Whichever block is left out, the rank of the quantile among all values is in [first, last).
+  // If any one block is left out, the quantile of the remaining values has a rank in [first, last)
+  // among all values.
   const std::size_t size = measured.size(), of_block = size / measured.blocks() + 1,
                     first = size > of_block ? rank(size - of_block) : 0,
                     last = std::min(size, rank(size) + of_block + 1);
-  // For values within the bounds: the value's bits, which have the same order as the values, and
-  // its block.
+  // For each value within the bounds: its bits, which have the same order as the values, and its
+  // block.
   const std::unique_ptr<std::uint64_t[]> order(new std::uint64_t[size]);
   std::array<std::size_t, kMaxQueryBlocks> before;  // number of smaller values, by block
   std::size_t skipped = size, count = 0;
@@ -188,7 +191,8 @@ Quantile quantile_of(const MeasuredQueries& measured, const float* values) {
       skipped += before[block];
     }
   }
-  // Location of the i-th smallest value. Values beyond `sorted` are rarely needed.
+  // Where the i-th smallest value is. Only the values up to `sorted` are sorted, because later
+  // values are rarely needed.
   const auto at = [&](std::size_t i) { return order.get() + (i - skipped); };
   std::nth_element(at(skipped), at(first), at(skipped + count));
   for (std::size_t i = skipped; i < first; ++i) ++before[*at(i) % kMaxQueryBlocks];

@@ -21,7 +21,7 @@ HeadShape shape_of(const HeadView& view, Positions positions, const HeadArithmet
   return shape;
 }
 
-/// Those features that a view supplies and a live set reads.
+/// The features that the live set reads and for which the view has values.
 FeaturesByName features_of(const HeadView& view, const LiveSet& live) {
   FeaturesByName features;
   for (const std::string& name : live.features())
@@ -53,7 +53,8 @@ bool PlainRun::wants(std::uint32_t query) const {
 }
 
 bool PlainRun::wants_row(std::uint32_t query) const {
-  // The tail of a later append is not known yet, and one row too many is harmless.
+  // Which queries of a later append the policy observes is not known yet. So this is true for all
+  // queries; a row that is not needed is harmless.
   return measure_.measures(query) || (masks_rows_ && live().needs() != Needs::nothing);
 }
 
@@ -129,7 +130,7 @@ void PlainRun::measure_head(std::uint32_t query, std::uint32_t head, std::span<c
     measure_quantization(query, head, tokens, rows);
 }
 
-/// Measures the output over the same tokens in 16 bit against out_.
+/// Computes the output over the same tokens in 16 bit, and measures the difference of out_ from it.
 void PlainRun::measure_quantization(std::uint32_t query, std::uint32_t head,
                                     std::span<const std::uint32_t> live, SharedRows& rows) {
   exact_p_.resize(live.size());
@@ -140,7 +141,8 @@ void PlainRun::measure_quantization(std::uint32_t query, std::uint32_t head,
   measure_.add_quantization(0, head, exact_out_.data(), out_.data(), 1.0f);
 }
 
-/// Adds how much the head's error changes the log-likelihood of each gradient sample.
+/// Adds, for each gradient sample, the change of log-likelihood that the error of the head's output
+/// causes.
 void PlainRun::measure_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,
                                std::span<const float> own, SharedRows& rows) {
   for (std::uint32_t gradient_sample = 0; gradient_sample < rows.gradient_samples();

@@ -20,8 +20,9 @@ namespace {
 
 constexpr std::uint32_t kSampleEvery = 8;
 
-/// The outcomes of a layer whose KV heads evict together, by KV head, then by configuration. An
-/// entry is empty before it is computed and after it has been taken.
+/// The outcomes of a layer whose KV heads evict together, by KV head, then by configuration. The
+/// entry of a head is empty before the layer has run, and again after its outcomes have been moved
+/// out.
 struct LayerOutcomes {
   std::mutex mutex;
   std::vector<std::vector<HeadOutcome>> heads;
@@ -37,12 +38,12 @@ void check_features(const PolicySpec& policy, const TraceReader& trace, bool kno
     const std::string what = fmt::format("policy {}: feature {}: ", policy.name, name);
     if (built_in_feature(name))
       throw std::invalid_argument(what + "is computed from the model's weights; give --model DIR");
-    throw std::invalid_argument(
-        fmt::format("{}the trace {} has {}; add it with python -m kvlab.hf features, or use one "
-                    "that is computed: {}",
-                    what, trace.directory().string(),
-                    there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
-                    computed_feature_names()));
+    throw std::invalid_argument(fmt::format(
+        "{}the trace {} has {}; add the feature with python -m kvlab.hf features, or use "
+        "one that kvlab computes: {}",
+        what, trace.directory().string(),
+        there.empty() ? "no features" : fmt::format("only the features {}", fmt::join(there, ", ")),
+        computed_feature_names()));
   }
 }
 
@@ -53,13 +54,13 @@ void check_projections(const OutputProjections& output, const TraceReader& trace
   const bool other_weights = !given.empty() && !own.empty() && given != own;
   if (other_weights || output.layers.size() != shape.layers || output.group != shape.group() ||
       output.head_size != shape.head_size)
-    throw std::invalid_argument(
-        fmt::format("--model: the trace {} was captured from another checkpoint; give that one",
-                    trace.directory().string()));
+    throw std::invalid_argument(fmt::format(
+        "--model: the trace {} was captured from another checkpoint; give that checkpoint",
+        trace.directory().string()));
 }
 
-/// The layers without a sliding window. Policies act only on these, because a window keeps few
-/// tokens anyway.
+/// The trace with only its layers without a sliding window. Policies act only on these layers,
+/// because the others keep few tokens anyway.
 TraceReader policy_layers(const TraceReader& trace) {
   if (trace.layers_with_window(true).empty()) return trace;
   const std::vector<std::uint32_t> layers = trace.layers_with_window(false);
@@ -88,7 +89,7 @@ double threshold_of(std::span<const CacheConfig> configs) {
   return threshold;
 }
 
-/// What all head tasks share: one trace, and the sweep.
+/// The data that all head tasks of a replay share: one trace and the configurations.
 class Replay {
  public:
   Replay(const TraceReader& trace, std::uint32_t sequence, std::span<const CacheConfig> configs,
@@ -106,7 +107,7 @@ class Replay {
     for (const CacheConfig& config : configs) add(config);
   }
 
-  /// Only the layers on which policies act.
+  /// The shape of the model with only the layers on which policies act.
   const ModelShape& shape() const { return trace_.shape(); }
   const MeasuredQueries& measured() const { return measured_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
@@ -139,8 +140,8 @@ class Replay {
     return outcomes;
   }
 
-  /// Runs several head tasks. `elsewhere` runs the configurations that it supports; the others run
-  /// here.
+  /// Runs several head tasks. options.elsewhere runs the configurations that it supports; the CPU
+  /// runs the others.
   std::vector<std::vector<HeadOutcome>> run_tasks(std::span<const HeadTask> tasks) const {
     std::vector<std::size_t> there, here;
     for (std::size_t c = 0; c < configs_.size(); ++c)
@@ -181,12 +182,13 @@ class Replay {
            !trace_.row(layer).is_plain() ||
            (config.policy.entry && config.policy.entry->observe_heads);
   }
-  /// The identity uses the model's number of the layer, because random samples depend on it.
+  /// The identity has the layer's number in the model, because random samples depend on the
+  /// identity and must not change if other layers are left out.
   LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {
     return {0, sequence_, shape().number(layer), kv_head};
   }
 
-  /// Reads a KV head with everything that the configurations need.
+  /// Reads a KV head's tensors, and the token features that the configurations need.
   HeadTensors read(std::uint32_t layer, std::uint32_t kv_head) const {
     const OutputProjections* const output = options_.output.get();
     auto feature_values = std::make_unique<FeaturesByName>();
@@ -211,8 +213,8 @@ class Replay {
   void run_here(std::span<const std::size_t> which, HeadTask task,
                 std::vector<HeadOutcome>& outcomes) const {
     const auto [layer, kv_head] = task;
-    std::vector<std::size_t> by_layer[2], topk, plainly,
-        in_config_batches;  // by_layer[0] runs in configuration batches, by_layer[1] without them
+    // by_layer[0] runs in configuration batches, by_layer[1] without them.
+    std::vector<std::size_t> by_layer[2], topk, plainly, in_config_batches;
     for (const std::size_t c : which)
       (evicts_by_layer(configs_[c], layer)      ? by_layer[runs_plainly(configs_[c], layer)]
        : !runs_plainly(configs_[c], layer)      ? in_config_batches
@@ -236,10 +238,10 @@ class Replay {
       run_config_batches(in_config_batches, layer, kv_head, tensors.view, outcomes);
   }
 
-  /// Runs one layer through configurations whose caches evict together, either all in configuration
-  /// batches or all without. Returns outcomes by KV head, then by configuration. If `measured` is
-  /// null, nothing is measured. If `keep` is not empty, it receives the tokens that the first
-  /// configuration keeps for each query on `kept_head`.
+  /// Runs one layer through configurations whose caches evict together. All of them must run in
+  /// configuration batches, or all without. Returns outcomes by KV head, then by configuration. If
+  /// `measured` is null, nothing is measured. If `keep` is not empty, it is called for each query
+  /// with the tokens that the first configuration keeps on KV head `kept_head`.
   using KeepSet = std::function<void(std::uint32_t, std::span<const std::uint32_t>)>;
   std::vector<std::vector<HeadOutcome>> run_layer_together(std::span<const std::size_t> which,
                                                            std::uint32_t layer,
@@ -266,8 +268,8 @@ class Replay {
     return config_batches.outcomes();
   }
 
-  /// The same without configuration batches, for the KV heads of `views`. `first`: the first of
-  /// these heads.
+  /// Does the same without configuration batches, for the KV heads of `views`. `first`: the head
+  /// task of views[0].
   std::vector<std::vector<HeadOutcome>> run_plainly(std::span<const std::size_t> which,
                                                     HeadTask first, std::span<const HeadView> views,
                                                     const MeasuredQueries* measured,
@@ -290,8 +292,8 @@ class Replay {
     return outcomes;
   }
 
-  /// `configs`: the result of configs_of_head(), because the configurations must have the head's
-  /// budgets.
+  /// `configs` must come from configs_of_head(), so that the configurations have the budgets of
+  /// this head.
   HeadConfigBatches make_config_batches(
       const std::vector<std::shared_ptr<const ResolvedConfig>>& configs, std::uint32_t layer,
       std::uint32_t kv_head, const HeadView& view, const MeasuredQueries* measured) const {
@@ -305,7 +307,7 @@ class Replay {
             measured};
   }
 
-  /// The configurations with the budgets of this head.
+  /// The configurations `which`, with the budgets that they have on this head.
   std::vector<std::shared_ptr<const ResolvedConfig>> configs_of_head(
       std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head) const {
     std::vector<std::shared_ptr<const ResolvedConfig>> configs;
@@ -355,8 +357,8 @@ class Replay {
   }
 
  private:
-  /// The first head task of a layer runs the whole layer. The layer's other head tasks take their
-  /// outcomes from its results.
+  /// The first head task of a layer that is run computes the outcomes of the whole layer. The other
+  /// head tasks of the layer take theirs from its results.
   void take_from_layer(std::span<const std::size_t> which, HeadTask task,
                        std::vector<HeadOutcome>& outcomes) const {
     LayerOutcomes& layer = by_layer_[task.layer][runs_plainly(configs_[which.front()], task.layer)];
@@ -398,7 +400,7 @@ class Replay {
           fmt::format("policy {}: an oracle supports original positions only", config.policy.name));
     if (config.policy.name == kOracleResidual && !(trace_.has_residuals() && trace_.sketch_file()))
       throw std::invalid_argument(
-          fmt::format("policy oracle_residual: the trace {} has no residual norms and no sketch; "
+          fmt::format("policy oracle_residual: the trace {} lacks residual norms or a sketch; "
                       "`kvlab capture` writes both",
                       trace_.directory().string()));
     check_features(config.policy, trace_, options_.output != nullptr);
@@ -418,8 +420,8 @@ class Replay {
   std::vector<HeadArithmetic> arithmetics_;  // by layer
   MeasuredQueries measured_;
   std::vector<std::uint32_t> layers_;
-  mutable std::vector<std::array<LayerOutcomes, 2>>
-      by_layer_;  // [layer][0: in configuration batches, 1: without]
+  // [layer][0: in configuration batches, 1: without them]
+  mutable std::vector<std::array<LayerOutcomes, 2>> by_layer_;
 };
 
 }  // namespace

@@ -62,7 +62,7 @@ void RowMeasure::add_output(std::size_t set, std::uint32_t head, double error, d
     projection_->add_residual(head, full, kept, factor, stats.residual_of(sample));
 }
 
-/// Adds the pending queries to the sums.
+/// Adds the data of the pending queries to the sums of their block.
 void RowMeasure::flush() {
   for (std::size_t at = 0; pending_ > 0 && at < recall_.size(); ++at) {
     const std::size_t set = at / group_;

@@ -9,8 +9,8 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kFloatsInFlight = std::size_t{1}
-                                        << 19;  // floats of a block's exponentials: 2 MB
+// Number of exponentials of a block: 2 MB of floats.
+constexpr std::size_t kFloatsInFlight = std::size_t{1} << 19;
 
 std::uint32_t block_for(const HeadView& view, std::size_t stride) {
   const std::size_t queries = kFloatsInFlight / (stride * view.group);

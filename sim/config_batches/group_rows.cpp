@@ -14,9 +14,8 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kRowBytes = std::size_t{1}  // Bytes of exponentials of a block, so that they
-                                                  // fit into a CPU cache of 1 MB.
-                                  << 19;
+// Bytes of exponentials of a block, so that they fit into a CPU cache of 1 MB.
+constexpr std::size_t kRowBytes = std::size_t{1} << 19;
 constexpr float kNever = std::numeric_limits<float>::infinity();
 constexpr float kNevers[kHeadGroupSize] = {kNever, kNever, kNever, kNever};
 // Panels of keys in a tile: few enough that the logits of a tile stay in the CPU cache.

@@ -15,7 +15,8 @@ using cuda::check;
 using cuda::DeviceBuffer;
 using kernels::Type;
 
-/// Processes some head tasks at a time: threads read the trace, and the device rotates the vectors.
+/// Reads the head tasks, several at a time. Threads on the host read the trace, and the device
+/// rotates the vectors.
 void Batch::read() {
   const ModelShape& shape = plan_.trace.shape();
   const std::size_t tokens = plan_.trace.tokens(), head = tokens * shape.head_size,
@@ -171,8 +172,8 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
     std::vector<HeadOutcome>& own = all[task];
     for (std::size_t c = 0; c < sizes_.configs; ++c)
       own.push_back(outcome(task * sizes_.configs + c, batch_sums));
-    // These are by far the largest arrays. They are copied one head task at a time, so that all
-    // threads can fill the host's memory.
+    // The following arrays are by far the largest. Each head task copies its part separately, so
+    // that all threads write to the host's memory.
     const auto share = [&](std::span<const float> part, auto put) {
       const std::size_t of_task = part.size() / tasks_.size(), size = of_task / sizes_.configs;
       const auto fetched = fetch(part.subspan(task * of_task, of_task));
@@ -183,7 +184,7 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
       return [part](HeadStats& to, auto from) { (to.*part).assign(from.begin(), from.end()); };
     };
     share(parts_.residual, copy_to(&HeadStats::residual));
-    separate_quantization(own);  // must come before recalls, which fp16 copies do not have
+    separate_quantization(own);  // before the recalls are copied, because fp16 copies have none
     share(parts_.changes, copy_to(&HeadStats::changes));
     share(parts_.recalls,
           [&](HeadStats& to, auto from) { to.take_recalls(plan_.measured, from.data()); });
@@ -191,8 +192,8 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
   return all;
 }
 
-/// Computes the error that is due to quantization alone: the error minus that of the fp16 copy. The
-/// fp16 copies are then removed.
+/// Computes the errors that are due to quantization alone: those of a configuration minus those of
+/// its fp16 copy. Then removes the outcomes of the fp16 copies.
 void Batch::separate_quantization(std::vector<HeadOutcome>& own) const {
   const std::size_t configs = sweep_.fp16_copy.size(), columns = sizes_.columns.residual;
   for (std::size_t c = 0; c < configs; ++c) {
@@ -225,7 +226,8 @@ HeadOutcome Batch::outcome(std::size_t cache, const BatchSums& batch_sums) const
   HeadOutcome outcome{{}, counts.evictions, counts.most, counts.end};
   HeadStats& stats = outcome.stats;
   stats.resize(plan_.measured, static_cast<std::uint32_t>(sizes_.group), sizes_.columns);
-  // Adds the sums that MeasuredQueries counts, which the device leaves at 0.
+  // stats.resize() has set the sums that MeasuredQueries counts. The device leaves these at 0, so
+  // its sums can be added.
   for (std::size_t i = 0; i < stats.sums.size(); ++i)
     stats.sums[i] += batch_sums.sums[cache * stats.sums.size() + i];
   std::copy_n(batch_sums.errors.data() + cache * stats.errors.size(), stats.errors.size(),

@@ -13,7 +13,7 @@
 namespace kvlab {
 namespace {
 
-/// Extends `tasks` to whole layers if some caches evict by layer.
+/// If some caches evict by layer, extends `tasks` to all head tasks of their layers.
 std::vector<HeadTask> whole_layers(const ReplayPlan& plan, std::span<const HeadTask> tasks) {
   std::vector<HeadTask> all(tasks.begin(), tasks.end());
   if (std::ranges::none_of(plan.configs, &ResolvedConfig::evicts_by_layer)) return all;
@@ -36,7 +36,8 @@ bool knows_rows(const TraceReader& trace) {
   return true;
 }
 
-/// Head tasks by RoPE table and softmax scale. A batch holds only head tasks of one such group.
+/// Head tasks, grouped by RoPE table and softmax scale. All head tasks of a batch are in one such
+/// group.
 using Alike = std::map<std::pair<std::uint32_t, float>, std::vector<HeadTask>>;
 
 Alike alike(const TraceReader& trace, std::span<const HeadTask> tasks) {
@@ -107,7 +108,7 @@ class Replayer final : public CudaReplayer {
         tasks.push_back({layer, kv_head});
     ExactPass pass;
     in_batches(plan, tasks, [&](Batch& batch, std::size_t) {
-      batch.attend();  // warm-up: chooses algorithms
+      batch.attend();  // warm-up, in which the library chooses its algorithms
       const WorkTime time = timed([&] { pass.flops += batch.attend(); });
       pass.time.seconds += time.seconds;
       pass.time.cpu_seconds += time.cpu_seconds;
@@ -116,7 +117,8 @@ class Replayer final : public CudaReplayer {
   }
 
  private:
-  /// Whether a text of this length fits the device's shared memory. The CPU replays longer texts.
+  /// Whether the buffers for a text of this length fit into the shared memory of the device. If
+  /// they do not, the CPU replays the configuration.
   static bool fits(const TraceReader& trace, const CacheConfig& config) {
     using kernels::ReplayTokens;
     const kernels::ReplayShape shape{.tokens = static_cast<int>(trace.tokens()),
@@ -133,8 +135,9 @@ class Replayer final : public CudaReplayer {
                                               : ReplayTokens::exact,
                               tiers, limits);
   }
-  /// Calls work(batch, index of its first head task) for batches that are as large as memory
-  /// allows. All layers of `tasks` must have the same RoPE table and softmax scale.
+  /// Divides `tasks` into batches that are as large as memory allows, and calls work(batch, index
+  /// of its first head task) for each. All layers of `tasks` must have the same RoPE table and
+  /// softmax scale.
   template <class Work>
   void in_batches(const ReplayPlan& plan, std::span<const HeadTask> tasks, Work work) {
     const std::uint32_t layer = tasks.front().layer;

@@ -19,7 +19,8 @@ HeadTaskSizes outputs_alone(const HeadTaskPlan& plan, const DeviceSweep& sweep) 
   return sizes;
 }
 
-/// The head tasks of each layer: one for each KV head of each configuration.
+/// The head tasks of all layers. In each layer, every KV head of every configuration is a head
+/// task.
 std::vector<HeadTask> tasks_of(const HeadTaskPlan& plan, std::size_t configs) {
   std::vector<HeadTask> tasks;
   for (std::uint32_t layer = 0; layer < plan.shape.layers; ++layer)
@@ -30,7 +31,7 @@ std::vector<HeadTask> tasks_of(const HeadTaskPlan& plan, std::size_t configs) {
 }
 
 std::uint64_t kv_bytes_peak_of(const ResolvedConfig& config, const ModelShape& shape) {
-  ResolvedConfig window;  // the configuration of a layer with a window
+  ResolvedConfig window;  // the configuration with which a layer with a window is counted
   window.appends = config.appends;
   std::uint64_t sum = 0;
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)

@@ -15,8 +15,8 @@ using Output = cuda::ProductArgs::Output;
 
 namespace {
 
-constexpr double kUsableMemory = 0.9;     // usable share of the free memory
-constexpr std::size_t kMaxTasks = 65535;  // limit of a kernel launch
+constexpr double kUsableMemory = 0.9;     // share of the free device memory that is used
+constexpr std::size_t kMaxTasks = 65535;  // maximum number of head tasks in a kernel launch
 
 }  // namespace
 
@@ -259,8 +259,8 @@ void HeadTasks::multiply_rows(std::uint32_t first, std::uint32_t count, std::byt
             .output = output});
 }
 
-/// Products of queries and keys that were not rounded, in float32 precision, as three TF32
-/// products.
+/// Multiplies queries by keys that were not rounded. The result has float32 precision; it is the
+/// sum of three TF32 products.
 void HeadTasks::multiply_parts(std::uint32_t first, std::uint32_t count) {
   check(kernels::replay_query_parts(parts_.block.shape, static_cast<int>(first),
                                     static_cast<int>(count), parts_.block.rows.block,
@@ -323,8 +323,7 @@ void HeadTasks::walk(const Walks& walks) {
   streams_.join();
 }
 
-/// Products of the gradients of the block's measured queries with all values that these queries
-/// see.
+/// Multiplies the gradients of the block's measured queries by all values that these queries see.
 void HeadTasks::multiply_terms(std::uint32_t first, std::uint32_t count) {
   std::uint32_t begin = first, end = first + count;
   while (begin < end && !plan_.measured.contains(begin)) ++begin;
@@ -339,7 +338,7 @@ void HeadTasks::multiply_terms(std::uint32_t first, std::uint32_t count) {
       multiply_terms(begin, end, values, copy, p == 0 ? Output::float32 : Output::add_float32);
 }
 
-/// Products of the gradients of queries [begin, end) with one part of a copy's values.
+/// Multiplies the gradients of queries [begin, end) by one part of the values of a copy.
 void HeadTasks::multiply_terms(std::uint32_t begin, std::uint32_t end, std::byte* values, int copy,
                                Output output) {
   const HeadTaskSizes& s = sizes_;

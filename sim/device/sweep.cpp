@@ -27,8 +27,8 @@ std::uint32_t max_live(const ResolvedConfig& config) {
 
 bool looks_back(const Modifiers& modifiers) { return modifiers.once || modifiers.smooth > 0; }
 
-/// The size class of a number of slots. There are four classes per power of two, because a launch
-/// is sized for its largest cache.
+/// The size class of a number of slots. There are four classes per power of two. Caches of very
+/// different sizes should not share a launch, because the launch is sized for the largest of them.
 int size_class_of(std::uint32_t slots) {
   const int width = std::bit_width(std::max(slots, 8u) - 1);
   return 4 * width + static_cast<int>((slots - 1) >> (width - 3) & 3);
@@ -90,7 +90,8 @@ ReplayRule DeviceSweep::add_rule(const ResolvedConfig& config, bool is_walked) {
   return rule;
 }
 
-/// Sends the data to which the rules point.
+/// Sends the data to which the rules point (appends and parameters) and the indices of
+/// configurations.
 void DeviceSweep::send(std::span<const ResolvedConfig* const> of, std::uint32_t tokens) {
   std::vector<kernels::ReplayAppend> appends;
   std::vector<std::byte> params;
@@ -128,7 +129,8 @@ void DeviceSweep::add_fp16_copies() {
   configs = rules_.size();
 }
 
-/// If budgets differ by head, makes rules for each KV head of each layer, with its budget.
+/// If budgets differ by head, makes separate rules for each KV head of each layer, with the budget
+/// of this head.
 void DeviceSweep::add_heads(std::span<const ResolvedConfig* const> of) {
   const auto uneven = std::ranges::find_if(
       of, [](const ResolvedConfig* config) { return !config->head_budgets.empty(); });
@@ -171,8 +173,8 @@ std::vector<ReplayRule> DeviceSweep::rules_of(const ModelShape& shape, std::uint
   return all;
 }
 
-/// Groups the configurations of one kind into tiles of kReplayTile, padded with -1. Configurations
-/// with quantization come last.
+/// Divides the configurations of each kind of positions into tiles of kReplayTile, padded with -1.
+/// The tiles of configurations with quantization come last.
 void DeviceSweep::send_sets() {
   std::vector<std::int32_t> sets;
   const auto add = [&](bool at_cache_positions, bool quantized) {

@@ -6,8 +6,9 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kFine =
-    64;  // an angle is the sum of the angle of a multiple of kFine and of the angle of the rest
+// The angle at a position is the sum of two angles: at the largest multiple of kFine up to the
+// position, and at the remainder.
+constexpr std::uint32_t kFine = 64;
 
 std::vector<float2> rope_of(const RopeTable& rope) {
   std::vector<float2> angles;
@@ -17,7 +18,8 @@ std::vector<float2> rope_of(const RopeTable& rope) {
   return angles;
 }
 
-/// The angles at multiples of kFine, by pair. Dimensions that do not rotate get angle 0.
+/// The angles at multiples of kFine, [multiple, pair of dimensions]. Dimensions that RoPE does not
+/// rotate get angle 0.
 std::vector<float2> coarse_rope_of(const RopeTable& rope, int pairs) {
   std::vector<float2> angles;
   for (std::uint32_t position = 0; position < rope.positions(); position += kFine) {

@@ -28,7 +28,7 @@ std::size_t first_least(const void*, Tokens tokens, std::size_t begin, std::size
       ranks.begin());
 }
 
-/// Calls look(query, head) for each query and head once its row has been computed.
+/// Computes the rows of queries [first, end) and calls look(query, head) for each of them.
 template <class Look>
 void for_rows(SharedRows& rows, std::uint32_t group, std::uint32_t first, std::uint32_t end,
               Look look) {
@@ -41,7 +41,7 @@ void for_rows(SharedRows& rows, std::uint32_t group, std::uint32_t first, std::u
 }
 
 constexpr std::uint32_t kColumns = ResidualOracle::kColumns;
-constexpr float kMinSum = 1e-20f;  // lower bound of the remaining probability
+constexpr float kMinSum = 1e-20f;  // lower bound of the probability that remains after an eviction
 
 }  // namespace
 
@@ -112,7 +112,7 @@ HeadStats topk_stats(const MeasuredQueries& measured, const HeadView& view, Shar
   return std::move(measure.take().front());
 }
 
-/// What a query head attends to among the remaining tokens: Σ p and Σ p · W_o v.
+/// Sums over the tokens that remain, for a query head: Σ p and Σ p · W_o v.
 struct ResidualOracle::Sums {
   float p = 0;
   float values[kColumns] = {};
@@ -191,7 +191,7 @@ void ResidualOracle::rank(const std::uint32_t* positions, std::size_t count, con
   }
 }
 
-/// The sum, over the queries, of the residual error if `token` were also evicted.
+/// The residual error if `token` were also evicted, summed over the queries.
 double ResidualOracle::change_without(std::uint32_t token, const std::vector<Sums>& sums,
                                       std::uint32_t now) const {
   double change = 0;

@@ -24,17 +24,19 @@ constexpr std::string_view kEngines[] = {"vllm", "llama.cpp", "tensorrt-llm"};
       "{} {}; `kvlab plan --formats {}` makes a plan that it can run", engine, why, engine));
 }
 
-/// The one format besides 16 bit that keys and values have; 16 bit if there is none.
+/// Returns the only format besides 16 bit that the plan uses for keys and values, or 16 bit if it
+/// uses no other. Refuses plans with several formats, or with a format that is not in `known`.
 const RowFormat& only_format(const std::vector<KvFormat>& layers, std::string_view engine,
                              std::initializer_list<std::string_view> known) {
   const RowFormat* only = &kRowFormats[0];
   for (const KvFormat& layer : layers) {
     if (layer.key != layer.value)
-      refuse(engine, fmt::format("has one format for keys and values, not {}", layer.name()));
+      refuse(engine,
+             fmt::format("supports only one format for keys and values, not {}", layer.name()));
     if (layer.exact() || layer.key == only) continue;
     if (!only->exact())
-      refuse(engine, fmt::format("has one format besides 16 bit, not {} and {}", only->name,
-                                 layer.key->name));
+      refuse(engine, fmt::format("supports only one format besides 16 bit, not {} and {}",
+                                 only->name, layer.key->name));
     if (std::ranges::find(known, layer.key->name) == known.end())
       refuse(engine, fmt::format("does not have the format {}", layer.key->name));
     only = layer.key;
@@ -55,11 +57,11 @@ std::string vllm_options(const PlanFile& plan, const std::vector<KvFormat>& laye
   return options;
 }
 
-/// Refuses formats that differ by layer.
+/// Returns the format that all layers have. Refuses plans whose formats differ by layer.
 const KvFormat& same_in_all(const std::vector<KvFormat>& layers, std::string_view engine) {
   for (const KvFormat& layer : layers)
     if (!(layer == layers.front()))
-      refuse(engine, fmt::format("has the same formats in all layers, not {} and {}",
+      refuse(engine, fmt::format("supports only the same formats in all layers, not {} and {}",
                                  layers.front().name(), layer.name()));
   return layers.front();
 }
@@ -73,7 +75,7 @@ std::string llama_options(const PlanFile& plan, const std::vector<KvFormat>& lay
       refuse("llama.cpp", fmt::format("does not have the format {}", own.name));
     return own.name;
   };
-  // Quantized values need flash attention.
+  // llama.cpp supports quantized values only with flash attention.
   return fmt::format("--flash-attn on --cache-type-k {} --cache-type-v {}", type(*format.key),
                      type(*format.value));
 }

@@ -30,7 +30,7 @@ bool has_metric(const TraceReader& trace, std::string_view metric, Queries queri
   return metric == kLossMetrics[0] ? trace.gradient_samples(queries) > 0 : trace.has_residuals();
 }
 
-/// The metric of the losses. Throws unless all traces have it.
+/// The metric in which losses are measured. Throws unless all traces have it.
 std::string metric_of(std::span<const TraceReader* const> traces, const PlanRequest& request) {
   if (!request.metric.empty() &&
       std::ranges::find(kLossMetrics, request.metric) == std::end(kLossMetrics))
@@ -48,10 +48,10 @@ std::string metric_of(std::span<const TraceReader* const> traces, const PlanRequ
                                          : request.metric,
                   request.metric == kLossMetrics[0]
                       ? "gradients of the measured queries (python -m kvlab.hf sensitivities)"
-                      : "residual norms and a sketch (format 2), as captures have"));
+                      : "residual norms and a sketch (`kvlab capture` writes both)"));
 }
 
-/// The numbers of the layers without a window. Throws unless all traces are of one model.
+/// The numbers of the model's layers without a window. Throws unless all traces are of one model.
 std::vector<std::uint32_t> planned_layers(std::span<const TraceReader* const> traces) {
   const TraceReader& first = *traces.front();
   for (const TraceReader* trace : traces)
@@ -68,13 +68,13 @@ std::vector<std::uint32_t> planned_layers(std::span<const TraceReader* const> tr
     throw std::invalid_argument(
         "every layer of the model has a sliding window; a plan is for layers without one");
   if (layers.size() > kMaxPlanLayers)
-    throw std::invalid_argument(fmt::format("the model has {} layers; a plan has at most {}",
+    throw std::invalid_argument(fmt::format("the model has {} layers; a plan can have at most {}",
                                             layers.size(), kMaxPlanLayers));
   check_quantized_heads(first.shape().head_size);
   return layers;
 }
 
-/// The mean over traces of values with standard errors.
+/// The mean of one loss over traces, with its standard error over the traces.
 PlanLoss mean_of(std::span<const PlanLoss> traces) {
   if (traces.size() == 1) return traces.front();
   const auto count = static_cast<double>(traces.size());
@@ -86,7 +86,7 @@ PlanLoss mean_of(std::span<const PlanLoss> traces) {
   return mean;
 }
 
-/// Replays full caches with some tier plans.
+/// The losses of several tier plans, from replays of the full cache with each of them.
 class Losses {
  public:
   Losses(std::span<const TraceReader* const> traces, const PlanRequest& request,
@@ -110,7 +110,7 @@ class Losses {
     }
   }
 
-  /// The loss of a tier plan in one layer, or with `layer` -1 in all.
+  /// The loss of a tier plan in one layer or, if `layer` is -1, in all layers together.
   PlanLoss of(std::size_t tier_plan, std::string_view metric, std::int32_t layer = -1) const {
     std::vector<PlanLoss> losses;
     for (std::size_t t = 0; t < traces_.size(); ++t) {
@@ -118,7 +118,8 @@ class Losses {
       for (const Measurement& own : results_[t].measurements)
         if (own.config == tier_plan && own.layer == layer && own.head < 0 && own.metric == metric)
           loss = {own.value, own.standard_error};
-      // Residual norms of 0 leave a layer without residual_error, and huge numbers overflow.
+      // A layer has no residual_error if all its residual norms are 0, and very large numbers
+      // overflow.
       if (!std::isfinite(loss.value))
         throw std::invalid_argument(fmt::format(
             "{}: {} has no finite {}; leave out the trace", traces_[t]->directory().string(),
@@ -133,7 +134,8 @@ class Losses {
   std::vector<ReplayResult> results_;
 };
 
-/// Chooses among measured losses.
+/// Converts measured losses to the parts of a knapsack problem, and its solution to a choice of
+/// formats.
 class Planner {
  public:
   Planner(FormatPlan& plan, PlanFreedom freedom) : plan_(plan), freedom_(freedom) {
@@ -153,7 +155,7 @@ class Planner {
 
   std::span<const PlanPart> parts() const { return parts_; }
 
-  /// The choice of a format for each part.
+  /// The choice in which part i has the format (or the pair of formats) with index formats[i].
   FormatChoice choice(std::span<const std::size_t> formats) const {
     FormatChoice choice;
     std::vector<KvFormat> layers;
@@ -173,7 +175,7 @@ class Planner {
   }
 
  private:
-  using Pair = std::pair<std::size_t, std::size_t>;  // the formats of keys and values
+  using Pair = std::pair<std::size_t, std::size_t>;  // indices of the formats of keys and values
 
   bool is_free() const { return freedom_.pairs == FormatPairs::all; }
   bool may_pair(std::size_t key, std::size_t value) const {
@@ -182,7 +184,7 @@ class Planner {
     return is_free() || kernel_format(format).has_value();
   }
 
-  /// The keys (0) or the values (1) of layers [begin, end).
+  /// The part that consists of the keys (kv 0) or the values (kv 1) of layers [begin, end).
   PlanPart part(std::size_t begin, std::size_t end, std::size_t kv) const {
     PlanPart part;
     for (std::size_t f = 0; f < plan_.formats.size(); ++f) {
@@ -194,7 +196,8 @@ class Planner {
     }
     return part;
   }
-  /// Both, in each pair of formats.
+  /// The part that consists of the keys and the values of layers [begin, end). Its formats are
+  /// those in pairs_.
   PlanPart part_of_pairs(std::size_t begin, std::size_t end) const {
     const PlanPart keys = part(begin, end, 0), values = part(begin, end, 1);
     PlanPart part;
@@ -207,11 +210,12 @@ class Planner {
 
   const FormatPlan& plan_;
   PlanFreedom freedom_;
-  std::vector<Pair> pairs_;  // that a layer may have
+  std::vector<Pair> pairs_;  // the pairs of formats that a layer may have
   std::vector<PlanPart> parts_;
 };
 
-/// Measures keys alone and values alone in each format.
+/// Measures the losses when only the keys, or only the values, of all layers have each of the
+/// formats.
 void measure_losses(std::span<const TraceReader* const> traces, const PlanRequest& request,
                     FormatPlan& plan) {
   std::vector<TierPlan> alone;
@@ -231,7 +235,8 @@ void measure_losses(std::span<const TraceReader* const> traces, const PlanReques
   }
 }
 
-/// The least bits of which there is a plan, and the plans of more bits in equal steps.
+/// The plan with the fewest bits, and then plans with more and more bits, in steps of
+/// kFrontierStep.
 std::vector<FormatChoice> frontier_of(const FormatKnapsack& knapsack, const Planner& planner,
                                       std::uint32_t max_bytes, std::size_t layers) {
   std::vector<FormatChoice> frontier;
@@ -266,9 +271,9 @@ std::span<const FormatSet> format_sets() {
   static const FormatSet sets[] = {
       {"kvlab", {"16", "fp8", "8", "4", "3", "2"}, {}},
       {"cuda", {"16", "fp8", "8", "4", "2"}, {.pairs = FormatPairs::kernels}},
-      // One dtype for the cache, and layers that are skipped.
+      // vLLM has one dtype for the whole cache, and can exempt layers from it.
       {"vllm", {"16", "fp8_e4m3"}, {.pairs = FormatPairs::equal}},
-      // -ctk and -ctv hold for all layers.
+      // The options -ctk and -ctv apply to all layers.
       {"llama.cpp", {"16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"}, {.by_layer = false}, true},
       {"tensorrt-llm",
        {"16", "fp8_e4m3", "nvfp4"},
@@ -374,10 +379,10 @@ FormatPlan plan_formats(std::span<const TraceReader* const> traces, const PlanRe
   const FormatKnapsack knapsack(planner.parts(), all);
   plan.frontier = frontier_of(knapsack, planner, all, plan.layers.size());
   if (!knapsack.fits(bytes))
-    throw std::invalid_argument(
-        fmt::format("--budget: {:.4g} bits; the smallest of these formats take {:.4g} bits with "
-                    "their scales and minima",
-                    request.bits, plan.frontier.front().bits));
+    throw std::invalid_argument(fmt::format(
+        "--budget: {:.4g} bits are too few; the smallest of these formats take {:.4g} bits "
+        "with their scales and minima",
+        request.bits, plan.frontier.front().bits));
   plan.plan = planner.choice(knapsack.formats(bytes));
   const Planner even(plan, {.by_layer = false, .pairs = request.set.freedom.pairs});
   plan.uniform = even.choice(FormatKnapsack(even.parts(), bytes).formats(bytes));

@@ -22,21 +22,21 @@ namespace {
 
 constexpr const char* kModule = "kvlab_mpi.so";
 
-/// Open MPI's mpirun sets the first variable, and any launcher with PMIx sets the second.
+/// Open MPI's mpirun sets OMPI_COMM_WORLD_SIZE, and every launcher with PMIx sets PMIX_RANK.
 bool has_other_processes() {
   const char* size = std::getenv("OMPI_COMM_WORLD_SIZE");
   return size ? std::string(size) != "1" : std::getenv("PMIX_RANK") != nullptr;
 }
 
-// Distributes units of work over threads and processes. The leader hands them out one by one, so a
-// fast process gets more of them.
+// Distributes units of work over threads and processes. The leader sends them out one by one, so a
+// fast process gets more of them than a slow one.
 
 using Compute = std::function<std::string(std::size_t)>;
 using Finished = std::function<void(std::size_t, const std::string&)>;
 
 constexpr auto kPause = std::chrono::microseconds(500);
 
-/// Runs steps on several threads until one returns false or throws.
+/// Calls `step` again and again on each of several threads, until a call returns false or throws.
 void repeat(unsigned threads, const std::function<bool()>& step) {
   std::atomic<bool> stop = false;
   parallel_for(threads, threads, [&](std::size_t) {
@@ -65,8 +65,9 @@ class Queue {
   std::atomic<std::size_t> next_ = 0;
 };
 
-// Messages of a worker to the leader: kAsk, which the leader answers with an item, or with an empty
-// text if none is left; "item\nresult"; and an empty text when the worker ends.
+// A worker sends three kinds of messages to the leader. kAsk requests an item; the leader replies
+// with an item, or with an empty text if none is left. "item\nresult" is the result of an item. An
+// empty text means that the worker ends.
 constexpr const char* kAsk = "?";
 
 std::optional<std::size_t> item_of(const std::string& text) {
@@ -76,8 +77,8 @@ std::optional<std::size_t> item_of(const std::string& text) {
   return item;
 }
 
-/// The leader's side of the protocol, until every worker has ended. `check` is called often and may
-/// throw.
+/// Receives and answers the messages of the workers until every worker has ended. It runs in the
+/// leader. `check` is called often and may throw.
 void serve(ProcessGroup& group, Queue& queue, const Finished& finished,
            const std::function<void()>& check) {
   for (int workers = group.size() - 1; workers > 0; check())
@@ -121,8 +122,8 @@ void lead(ProcessGroup& group, const std::vector<std::size_t>& items, unsigned t
   }
 }
 
-/// A worker's next item. Only one thread asks at a time, so that each answer reaches the thread
-/// that asked.
+/// Requests a worker's next item. Only one thread at a time sends a request, so that each reply
+/// goes to the thread that requested it.
 std::optional<std::size_t> ask(ProcessGroup& group, std::mutex& asking) {
   const std::lock_guard lock(asking);
   for (group.send(0, kAsk);; std::this_thread::sleep_for(kPause))
@@ -150,8 +151,9 @@ std::unique_ptr<ProcessGroup> join_process_group() {
     throw std::runtime_error(
         "several processes were started, but this build has no MPI; install libopenmpi-dev, "
         "configure and build again, or run one process");
-  // Open MPI loads further modules, which look up its symbols among the global ones. Never closed,
-  // because MPI leaves threads and handlers behind.
+  // RTLD_GLOBAL is necessary because Open MPI loads further modules, which look up its symbols
+  // among the global ones. The library is never closed, because MPI's threads and handlers keep
+  // running.
   void* const library = ::dlopen(module.c_str(), RTLD_NOW | RTLD_GLOBAL);
   void* const join = library ? ::dlsym(library, "kvlab_join_mpi") : nullptr;
   if (!join) throw std::runtime_error(fmt::format("MPI cannot be loaded: {}", ::dlerror()));
@@ -160,7 +162,8 @@ std::unique_ptr<ProcessGroup> join_process_group() {
 
 bool leads_command_line() {
   const char* const rank = std::getenv("OMPI_COMM_WORLD_RANK");
-  const char* const counts = std::getenv("OMPI_APP_CTX_NUM_PROCS");  // for each command line
+  // Number of processes of each command line.
+  const char* const counts = std::getenv("OMPI_APP_CTX_NUM_PROCS");
   if (!rank || !counts) return true;
   std::istringstream list(counts);
   int own = std::atoi(rank);

@@ -29,7 +29,8 @@ class MpiGroup final : public ProcessGroup {
     MPI_Comm_size(host, &host_size_);
     MPI_Comm_free(&host);
   }
-  /// If a process ends without MPI_Finalize, mpirun ends the others.
+  /// After abort(), MPI_Finalize is not called: mpirun ends the other processes if one ends without
+  /// it.
   ~MpiGroup() override {
     if (!aborted_) MPI_Finalize();
   }
