@@ -12,7 +12,7 @@ using nlohmann::ordered_json;
 
 namespace {
 
-/// Whether a decoder can compute all features that the policy reads.
+/// Whether decoders can compute all token features that the policy reads.
 bool decodes(const PolicyInfo& info) {
   PolicySpec spec;
   for (const std::string& feature : features_of(info))

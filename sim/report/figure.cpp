@@ -15,8 +15,8 @@ namespace {
 
 using nlohmann::ordered_json;
 
-/// Positive values get a logarithmic axis if their ratio exceeds this number, as in
-/// sim/report/page/text.js.
+/// Positive values get a logarithmic axis if the largest is more than this many times the smallest,
+/// as in sim/report/page/text.js.
 constexpr double kWideSpan = 10;
 
 double tokens_of(const BudgetColumn& budget) {
@@ -33,13 +33,13 @@ bool spans_decades(const std::vector<FigureSeries>& series) {
   return most > kWideSpan * least;
 }
 
-/// A metric's average as a point, with bars of one standard error.
+/// A metric's average as a point, with an error bar of one standard error.
 FigurePoint point_of(double x, const Average& average) {
   const double error = average.standard_error;
   return {.x = x, .y = average.mean, .y_low = average.mean - error, .y_high = average.mean + error};
 }
 
-/// The series of `drawn` that have points. points_of(series) returns the points.
+/// Those series of `drawn` that have points. points_of(series) must return the points of a series.
 template <class PointsOf>
 std::vector<FigureSeries> series_with(const MetricTable& metric_table,
                                       const std::vector<std::size_t>& drawn, PointsOf&& points_of) {
@@ -62,8 +62,9 @@ ordered_json point_json(const FigurePoint& point) {
   return json;
 }
 
-/// Makes a figure fit a logarithmic axis. Zeros, and error bars that extend below the axis, are
-/// drawn at a floor below the smallest positive value, and the title says so.
+/// Makes a figure fit a logarithmic axis. Zeros, and the ends of error bars that would be below the
+/// axis, are drawn at a floor below the smallest positive value. If there are zeros, the title of
+/// the axis says so.
 Figure floor_axis(Figure figure) {
   if (!figure.y.logarithmic) return figure;
   double least = std::numeric_limits<double>::infinity();
@@ -95,7 +96,7 @@ ordered_json axis_json(const FigureAxis& axis) {
 /// A unique name for a series in a figure's rows, because labels may be equal.
 std::string line_name(std::size_t s) { return fmt::format("s{}", s); }
 
-/// A Vega-Lite channel that maps each line to `value` of its style.
+/// A Vega-Lite channel that maps each line to value(its style).
 template <class Value>
 ordered_json look_of(const std::vector<FigureSeries>& series, Value&& value) {
   ordered_json names = ordered_json::array(), values = ordered_json::array();
@@ -117,7 +118,7 @@ ordered_json dash_of(const std::vector<FigureSeries>& series) {
     return style.dash.empty() ? std::vector<int>{1, 0} : style.dash;
   });
 }
-/// Adds the channels of markers to `encoding`.
+/// Adds the channels that describe the markers to `encoding`.
 void add_markers(ordered_json& encoding, const std::vector<FigureSeries>& series) {
   encoding["stroke"] = stroke_of(series);
   encoding["fill"] = look_of(series, [](const SeriesStyle& style) {
@@ -127,7 +128,7 @@ void add_markers(ordered_json& encoding, const std::vector<FigureSeries>& series
     return style.shape.empty() ? std::string_view("circle") : style.shape;
   });
 }
-/// The markers of the rows that have one.
+/// A layer with the markers of those rows that have one.
 ordered_json marker_layer(ordered_json encoding, const std::vector<FigureSeries>& series) {
   add_markers(encoding, series);
   return {{"transform", {{{"filter", "datum.marked"}}}},
@@ -158,7 +159,7 @@ ordered_json channel(const char* field, const FigureAxis& axis) {
           {"axis", drawn}};
 }
 
-/// A legend that shows line, dash and marker together. Vega-Lite's own legends do not.
+/// A legend that shows line, dash and marker together, which the legends of Vega-Lite do not.
 ordered_json legend_of(const Figure& figure) {
   constexpr int kRow = 19, kSample = 34;
   ordered_json rows = ordered_json::array();
@@ -191,7 +192,7 @@ ordered_json legend_of(const Figure& figure) {
           {"layer", layers}};
 }
 
-/// A line from `low` to `high` along one axis, for points that have both values.
+/// Error bars along one axis, for the points that have both ends.
 ordered_json bars_of(const Figure& figure, const char* along, const char* across) {
   const std::string name = along, low = name + "_low", high = name + "_high";
   return {{"transform", {{{"filter", fmt::format("isValid(datum.{})", low)}}}},
@@ -230,7 +231,7 @@ for name in sys.argv[1:]:
     open(name + ".png", "wb").write(vl_convert.vegalite_to_png(spec, scale=2))
 )";
 
-/// Returns false if the program does not exist. Throws std::runtime_error if it fails.
+/// Runs a program. Returns false if it does not exist. Throws std::runtime_error if it fails.
 bool ran(std::vector<std::string> words, const fs::path& log) {
   const std::string program = words.front();
   int status = 127;
@@ -397,9 +398,9 @@ std::string write_figures(const NamedFigures& figures, const AtomicFolder& folde
 
 namespace {
 
-// The first colours are those of Okabe and Ito, darkened for a light page. Each of the others
-// differs as much as possible from all colours before it, and has a contrast of at least 3 to 1
-// with the page.
+// The first colours are those of Okabe and Ito, darkened for a light page. Each further colour was
+// chosen so that it differs as much as possible from all colours before it, and has a contrast of
+// at least 3 to 1 with the page.
 constexpr std::array kColours{
     PageColour{"ink", "#1c2024", "#e6e8ea"},       PageColour{"muted", "#6b7278", "#9aa2a9"},
     PageColour{"rule", "#d9dde1", "#3a4046"},      PageColour{"blue", "#0063a8", "#4da3e0"},
@@ -434,21 +435,22 @@ const std::map<std::string_view, std::string_view>& shelf() {
 /// Colours for policies that are not in the registry.
 constexpr std::array<std::string_view, 4> kOwn{"crimson", "amethyst", "royal", "coral"};
 
-// Five and eight have no common divisor, and markers are filled or not, so one colour has eighty
-// looks.
+// A colour can be used in 80 different styles: 5 dashes and 8 shapes give 40 combinations (5 and 8
+// have no common divisor), each with filled or open markers.
 const std::array<std::vector<int>, 5> kDashes{
     std::vector<int>{}, {7, 4}, {2, 3}, {7, 3, 2, 3}, {10, 3, 2, 3, 2, 3}};
 constexpr std::array<std::string_view, 8> kShapes{"circle",        "square",        "triangle-up",
                                                   "diamond",       "triangle-down", "cross",
                                                   "triangle-left", "triangle-right"};
 
-/// The nth look of a colour. `base` makes the markers of different policies differ.
+/// The nth style of a colour. `base` is the first marker, which differs between policies.
 SeriesStyle look(std::string_view colour, std::size_t base, std::size_t nth) {
   return {colour, kDashes[nth % kDashes.size()], kShapes[(base + nth) % kShapes.size()],
           nth / kShapes.size() % 2 == 0};
 }
 
-/// The look of an oracle. It has no marker as long as dashes are enough to distinguish the oracles.
+/// The style of an oracle. It has no marker as long as dashes are enough to distinguish the
+/// oracles.
 SeriesStyle oracle_look(std::string_view policy, std::size_t nth) {
   const std::size_t first = policy == kOracleAttention ? 1 : policy == kOracleTopk ? 2 : 3;
   SeriesStyle style = look("ink", 0, first + nth);
@@ -456,7 +458,8 @@ SeriesStyle oracle_look(std::string_view policy, std::size_t nth) {
   return style;
 }
 
-/// For a policy of unknown name, the index at which the search for a colour starts.
+/// For a policy that is not in the registry: the index at which the search for a free colour
+/// starts.
 std::size_t place_of(std::string_view name) {
   return std::accumulate(name.begin(), name.end(), std::size_t{0}, [](std::size_t sum, char c) {
     return 31 * sum + static_cast<unsigned char>(c);
@@ -481,7 +484,8 @@ class Colours {
     return std::ranges::any_of(own_, [&](const auto& other) { return other.second == colour; });
   }
 
-  std::map<std::string_view, std::string_view> own_;  // of policies that are not in the registry
+  std::map<std::string_view, std::string_view>
+      own_;  // colours of policies that are not in the registry
 };
 
 }  // namespace

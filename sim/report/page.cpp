@@ -23,7 +23,7 @@ namespace {
 constexpr const char* kDebian = "/usr/share/javascript/vega";
 constexpr std::size_t kMaxBytes = std::size_t{1} << 20;
 
-/// Each module comes after those that it requires.
+/// Vega's modules, in an order in which each module comes after those that it requires.
 constexpr std::array<std::string_view, 20> kModules{
     "util",           "canvas",    "time",      "format",     "loader",
     "statistics",     "dataflow",  "scale",     "scenegraph", "expression",
@@ -35,14 +35,16 @@ constexpr std::array<std::string_view, 18> kScripts{
     "axis.js", "points.js", "kept.js",     "tables.js", "layout.js",  "replay.js",
     "eval.js", "task.js",   "fidelity.js", "tune.js",   "compare.js", "main.js"};
 
-/// The folder that the user names, otherwise the one in the wheel, otherwise Debian's.
+/// The folder of Vega: the one that KVLAB_VEGA names, otherwise the one in the Python package,
+/// otherwise Debian's.
 std::filesystem::path vega_folder() {
   const char* const requested = std::getenv("KVLAB_VEGA");
   if (requested && *requested) return requested;
   return installed_file("javascript/vega").value_or(kDebian);
 }
 
-/// The module's text without the line that names its source map.
+/// The text of a module, without the line that names its source map, as a call of vegaModule()
+/// (modules.js).
 std::string module_script(const std::filesystem::path& file, std::string_view name) {
   std::string text = read_text_file(file.string(), kMaxBytes);
   text.resize(std::min(text.find("//# sourceMappingURL="), text.size()));
@@ -51,7 +53,8 @@ std::string module_script(const std::filesystem::path& file, std::string_view na
                      name == "selection" ? "selections" : name, text);
 }
 
-/// Inside <script>, only "</script" and "<!--" are special. JSON may escape "<".
+/// The data as an HTML element. Inside <script>, HTML treats "</script" and "<!--" specially, so
+/// every "<" is escaped, which JSON allows.
 std::string json_element(const nlohmann::ordered_json& data) {
   return fmt::format("<script type=\"application/json\" id=\"data\">{}</script>\n",
                      replace_all(json_text(data, -1), "<", "\\u003c"));
@@ -70,14 +73,14 @@ std::string style_sheet() {
     light += fmt::format("--{}:{};", colour.name, colour.light);
     dark += fmt::format("--{}:{};", colour.name, colour.dark);
   }
-  // The reader's choice takes precedence over the system's setting.
+  // A theme that the reader has chosen (data-theme) takes precedence over the system's setting.
   return fmt::format(
       ":root{{{0}}}\n@media (prefers-color-scheme: dark){{:root{{{1}}}}}\n"
       ":root[data-theme=\"light\"]{{{0}}}\n:root[data-theme=\"dark\"]{{{1}}}\n{2}",
       light, dark, page_file("page.css"));
 }
 
-/// What a reader sees if scripts do not run.
+/// The text that a reader sees if scripts do not run.
 std::string no_script(const std::string& text) {
   return fmt::format(
       "<noscript><p>JavaScript draws this page, but it is turned off.</p>\n<pre>{}</pre>"
@@ -113,7 +116,7 @@ std::string page_html(const PageDocument& document) {
   if (!vega) data["without_figures"] = kNoVega;
   std::string scripts = "(() => {\n'use strict';\n";
   for (const std::string_view name : kScripts) scripts += page_file(name);
-  // The content security policy forbids all requests.
+  // The content security policy forbids all network requests.
   return fmt::format(
       "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"

@@ -55,7 +55,7 @@ double less_memory(const Recommendation& made) {
          (1 - made.chosen_candidate().memory.mean / made.candidates[*made.runner_up].memory.mean);
 }
 
-/// Why another candidate with a lower mean was not chosen.
+/// Says why the runner-up was not chosen, although its mean is better.
 std::string memory_reason(const Recommendation& made) {
   return fmt::format(
       "{} has the {} mean ({}), but {} was chosen because it needs {:.1f}% less memory and the "
@@ -112,7 +112,8 @@ std::string similar_note(Recommendations all) {
                      fmt::join(parts, "; "));
 }
 
-/// Number of decimals that shows a difference with two digits of its interval.
+/// The number of decimals at which half the width of a difference's interval has two significant
+/// digits.
 int decimals_of(const Difference& difference) {
   const auto [low, high] = difference.interval;
   const double size =
@@ -127,12 +128,12 @@ std::string decimal_text(double value, int decimals) {
   return text;
 }
 
-/// A name shortened to at most `most` characters.
+/// `text`, shortened to at most `most` characters.
 std::string cut(const std::string& text, std::size_t most) {
   return text.size() <= most ? text : text.substr(0, most - 1) + "…";
 }
 
-/// Whether the means are equal, so that the choice is the first by name.
+/// Whether choice and runner-up have equal means. Then the choice is the first of them by name.
 bool is_equal(const Recommendation& made) {
   return made.runner_up && made.candidates[*made.runner_up].error == made.chosen_candidate().error;
 }
@@ -157,7 +158,8 @@ std::string wrap_text(const std::string& text) {
   return out + line + "\n";
 }
 
-/// One row of the table; the runner-up is empty if there is only one policy.
+/// One row of the table, as text. `runner_up` and `difference` are empty if there is only one
+/// policy.
 struct Row {
   std::string budget, memory, of_full, choice, mean, runner_up, difference;
 };
@@ -181,8 +183,8 @@ std::vector<Row> rows_of(Recommendations all) {
   return rows;
 }
 
-/// A metric with a longer name is written above the table, because its column would leave no space
-/// for names.
+/// A metric with a longer name is written above the table, because as a heading it would leave too
+/// little space for the names of policies.
 constexpr std::size_t kLongestHeading = 10;
 
 std::string table_text(const std::vector<Row>& rows, const std::string& metric) {
@@ -233,8 +235,8 @@ std::string recommendation_text(const Recommendation& made) {
   if (made.chosen_candidate().memory.mean > 0) text += " (" + memory_text(made) + ")";
   text += ": ";
   if (made.none_eligible)
-    text += fmt::format("no policy stays within the budget; {} peaks at {:.2g}x. ", choice,
-                        times_budget(made, made.choice));
+    text += fmt::format("no policy stays within the budget; {} peaks at {:.2g}x the budget. ",
+                        choice, times_budget(made, made.choice));
   const std::string own =
       fmt::format("{} ({} {})", choice, metric, number_text(made.mean(made.choice)));
   if (!made.runner_up) {
@@ -247,7 +249,7 @@ std::string recommendation_text(const Recommendation& made) {
     const std::string interval =
         fmt::format("the difference is {}, 95% CI", difference_text(difference));
     if (!is_known(difference))
-      text += both + " have no confidence interval.";
+      text += both + ": no confidence interval of the difference is known.";
     else if (difference.significantly_different())
       text += fmt::format("{} differ significantly; {}.", both, interval);
     else
@@ -262,7 +264,8 @@ std::string recommendation_text(const Recommendation& made) {
 
 namespace {
 
-/// The notes below a table; `similar`: with those that are not significantly different.
+/// The notes below a table. `similar`: whether they list the policies that are not significantly
+/// different from the choice.
 std::vector<std::string> notes_of(Recommendations made, bool similar) {
   std::vector<std::string> notes;
   const auto add = [&](std::string line) {
@@ -280,7 +283,7 @@ std::vector<std::string> notes_of(Recommendations made, bool similar) {
       add(fmt::format("{}: {}.", one.scope.budget, equal_reason(one)));
     if (one.for_memory) add(fmt::format("{}: {}.", one.scope.budget, memory_reason(one)));
     if (one.none_eligible)
-      add(fmt::format("{}: no policy stays within the budget; {} peaks at {:.2g}x.",
+      add(fmt::format("{}: no policy stays within the budget; {} peaks at {:.2g}x the budget.",
                       one.scope.budget, one.chosen_candidate().name,
                       times_budget(one, one.choice)));
   }

@@ -23,7 +23,7 @@
 namespace kvlab {
 namespace {
 
-// The tokens that heads kept over time, in the form that the interactive page reads
+// Converts the tokens that heads kept over time to the JSON that the page's scripts read
 // (sim/report/page/kept.js).
 
 /// The label and colour of a kept series: those of its curve, if the run has it.
@@ -117,7 +117,8 @@ class Page {
     return {std::move(data), std::move(text)};
   }
 
-  /// Every metric against the budget, the frontier, and the deciding metric by head.
+  /// Writes the figures: every metric against the budget, the frontier, and the deciding metric by
+  /// head.
   std::string write_figures(const AtomicFolder& folder) {
     if (groups_.size() > 1)
       throw std::runtime_error(fmt::format(
@@ -174,7 +175,7 @@ class Page {
                               scored_tokens(run_.info, group.rows), std::string(kReplayNote));
   }
 
-  /// The rows of each model in one group, because metrics of several models have no common mean.
+  /// Groups the rows by model, because a mean over several models has no meaning.
   static std::vector<SequenceGroup> groups_of(const Run& run) {
     std::map<std::string, std::string> weights_of, models_of;
     for (const RunTrace& trace : run.info.traces) {
@@ -210,8 +211,8 @@ class Page {
     return join_names(names);
   }
 
-  /// The colour of each series of one model. A series may have another label here than in the
-  /// series of all models.
+  /// The colours of the series of one model, by label. They are computed separately for each model,
+  /// because a label depends on the other series of the same table.
   static ColourOf colours_of(const SequenceGroup& group) {
     const MetricTable own(group.rows);
     const auto styles = styles_of(own.series());
@@ -224,7 +225,7 @@ class Page {
     };
   }
 
-  /// What the run was made from.
+  /// Data about the origin of the run: its traces, its request and its version.
   ordered_json facts() const {
     const RunInfo& info = run_.info;
     ordered_json traces = ordered_json::array();
@@ -256,7 +257,8 @@ class Page {
                        budget_.text);
   }
 
-  /// Whether oracle_topk is a bound for this series: no query may see more than B tokens.
+  /// Whether oracle_topk is a bound for this series. It is one if no measured query may attend to
+  /// more than B tokens, where B is the budget.
   bool bounds(const Series& series) const {
     return series.prefill == "stream" ||
            (run_.info.queries == Queries::decode && series.prefill == "dense");
@@ -287,7 +289,7 @@ class Page {
     return grid;
   }
 
-  /// The metric by_head_ of `series` on each head.
+  /// The values of the metric by_head_ of a series, for each layer and head.
   HeadGrid grid_of(std::size_t series) const {
     HeadGrid grid = empty_grid();
     for (std::size_t l = 0; l < grid.layers.size(); ++l)
@@ -299,7 +301,7 @@ class Page {
     return grid;
   }
 
-  /// The curve of a kept series, if the run has it.
+  /// The index of the series of the same policy in the metric table, if the run has it.
   std::optional<std::size_t> series_of(const KeptSeries& kept) const {
     for (std::size_t s = 0; s < metric_table_.series().size(); ++s) {
       const Series& series = metric_table_.series()[s];
@@ -326,7 +328,7 @@ class Page {
   std::vector<SeriesStyle> styles_;
   const ReportOptions& options_;
   const MetricInfo& headline_;
-  const MetricInfo& by_head_;  ///< the best metric that the run has by head
+  const MetricInfo& by_head_;  ///< the best of the metrics that the run has by head
   const BudgetColumn& budget_;
   std::vector<SequenceGroup> groups_;
   std::optional<std::size_t> winner_;

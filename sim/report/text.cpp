@@ -8,7 +8,7 @@
 namespace kvlab {
 namespace {
 
-/// Number of decimals that shows about three significant digits of `value`.
+/// The number of decimals with which `value` has about three significant digits.
 int decimals_of(double value) {
   const double size = std::abs(value);
   if (size == 0 || !std::isfinite(value)) return 0;
@@ -36,7 +36,7 @@ std::string escape(std::string_view text) {
 }
 
 std::string number_text(double value) {
-  if (value == 0) return "0";  // 0 and NaN of either sign, as on pages
+  if (value == 0) return "0";  // 0 and -0 look the same, and NaN of either sign below, as on pages
   if (std::isnan(value)) return "nan";
   return with_separators(fmt::format("{:.{}f}", value, decimals_of(value)));
 }
@@ -47,7 +47,8 @@ std::string average_text(const Average& average) {
   if (std::abs(low + high - 2 * average.mean) > 1e-6)  // the interval of a share is asymmetric
     return fmt::format("{:.3f} ({:.3f} to {:.3f})", average.mean, low, high);
   if (!std::isfinite(error) || error == 0) return number_text(average.mean);
-  // Small numbers get equal decimals so that columns align; an error keeps at least one digit.
+  // Small numbers get the same number of decimals, so that columns align. An error shows at least
+  // one significant digit.
   int decimals = size >= 100 ? 0 : size >= 10 ? 1 : 3;
   decimals = std::clamp(std::max(decimals, decimals_of(error) - 2), 0, 6);
   std::string mean = fmt::format("{:.{}f}", average.mean, decimals);

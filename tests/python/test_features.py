@@ -187,7 +187,8 @@ class FeaturesTest(CommandTest):
         done = kvlab("replay", "--trace", self.path, *other)
         self.assertEqual(done.returncode, 2)
         self.assertEqual(done.stderr.count("\n"), 1)
-        self.assertIn("has only the features expected_attention, redundancy, value_out_norm1, lagkv", done.stderr.replace("\n", " "))
+        features = "expected_attention, redundancy, value_out_norm1, lagkv"
+        self.assertIn(f"has only the features {features}", done.stderr.replace("\n", " "))
         self.assertFalse((self.at / "no").exists())
 
     def test_each_layer_rotates_by_its_table(self):

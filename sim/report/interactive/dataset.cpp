@@ -52,13 +52,14 @@ ordered_json pack(const std::vector<double>& values, unsigned width) {
   return {{"bytes", width}, {"base64", base64(bytes)}};
 }
 
-/// How many of the metrics by layer and by head the page contains.
+/// How precisely the page contains the metrics by layer and by head: bytes per number, and what is
+/// left out.
 struct Detail {
   unsigned layer_width = 4, head_width = 4;
   bool head_errors = true, heads = true, only_ranking_heads = false;
 };
 
-/// The scopes of one level: the whole model, its layers, or its heads.
+/// The parts of the model at one level: the whole model, its layers, or its heads.
 struct Level {
   const char* name;
   std::vector<Scope> places;
@@ -108,7 +109,7 @@ class Dataset {
   }
 
  private:
-  /// Number of base64 bytes that the page would contain.
+  /// The number of base64 bytes that the page would contain with this detail.
   double size(const Detail& detail) const {
     const auto cells = static_cast<double>(metric_table_.series().size() *
                                            metric_table_.budgets().size() * groups_.size());
@@ -137,7 +138,7 @@ class Dataset {
       return "Metrics by head are in results.csv only, because the page would be too large.";
     if (!detail_.head_errors)
       return "Values by head have four digits and no standard errors, so that the page stays "
-             "small; results.csv has all.";
+             "small; results.csv has them in full.";
     return "";
   }
 
@@ -184,7 +185,7 @@ class Dataset {
     return list;
   }
 
-  /// The oracles that are informative about a metric. Other oracles are not drawn.
+  /// The oracles for which is_informative() is true for a metric. Others are not drawn with it.
   std::vector<std::string> oracles_of(const MetricInfo& metric) const {
     std::vector<std::string> names;
     for (const Series& one : metric_table_.series())
@@ -229,7 +230,7 @@ class Dataset {
     return table;
   }
 
-  /// A row is [series, difference, low, high, whether it is over budget].
+  /// Converts a table to JSON. A row is [series, difference, low, high, whether it is over budget].
   static ordered_json table_json(const RankedTable& table) {
     ordered_json rows = ordered_json::array();
     const auto number = [](double value) {

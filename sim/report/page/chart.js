@@ -31,7 +31,10 @@ function viewOf(spec, width, options = {}) {
 
 const kExportWidth = 720;
 
-/** Chart draws the specification that `specOf(forExport, width)` returns, now and whenever the page changes. */
+/**
+ * Chart draws the specification that `specOf(forExport, width)` returns, now and whenever the page changes. `near` has
+ * the points whose values can be read: points(view), and text(datum) for the readout; null: none.
+ */
 class Chart {
   constructor(holder, title, specOf, near = null) {
     this.title = title;

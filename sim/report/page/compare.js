@@ -20,7 +20,7 @@ function sharedTable({runs, rows}) {
   const difference = ({interval}) => (interval ? [numberCell(interval.mean), numberCell(interval.low), numberCell(interval.high),
     interval.significantly_different ? 'significant' : 'not significant'] : ['–', '', '', 'no text in common']);
   return section('Configurations that the runs share', '', dataTable(['policy', 'budget', 'model', ...names,
-    ...(paired ? [`${names.at(-1)} − ${names[0]}`, '95% from', 'to', ''] : [])], rows.map((row) => [named(row.label),
+    ...(paired ? [`${names.at(-1)} − ${names[0]}`, '95% CI from', 'to', ''] : [])], rows.map((row) => [named(row.label),
     named(row.budget), named(row.model), ...row.scores.map(averageCell), ...(paired ? difference(row) : [])]),
   {texts: ['policy', 'model', '']}));
 }

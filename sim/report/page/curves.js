@@ -1,4 +1,4 @@
-// A metric against the budget, or against a parameter for which the run has several values of a policy.
+// Draws a metric against the budget, or against a parameter of a policy for which the run has several values.
 function settingsOf(params) {
   return new Map(params.split(':').filter(Boolean).map((part) => {
     const at = part.indexOf('=');
@@ -6,7 +6,10 @@ function settingsOf(params) {
   }));
 }
 
-/** The parameters for which the run has three or more values: [{policy, parameter, series: [index, number]}]. */
+/**
+ * The parameters of policies for which the run has three or more values, as [{policy, parameter, rest, series}].
+ * `rest` is the text of the other settings, and `series` is a list of [index of the series, value of the parameter].
+ */
 function sweepsOf(series) {
   const found = new Map();
   series.forEach((one, index) => {
@@ -25,7 +28,7 @@ function sweepsOf(series) {
     .map((sweep) => ({...sweep, series: sweep.series.sort((a, b) => a[1] - b[1])}));
 }
 
-/** A dot of the figure. Tests read it, too. */
+/** A point of the figure, or null if the series has no value there. Tests also read it. */
 function dot(page, series, budget, x) {
   const {state, metricTable, data} = page;
   const at = metricTable.at(state.group, state.metric, series, budget, state.layer, state.head);
@@ -57,7 +60,10 @@ function sweepDots(page, sweep) {
   }).filter(Boolean));
 }
 
-/** The style of each line, by its id. Each policy keeps its colour; budgets get colours in a fixed order. */
+/**
+ * The style of each line of the figure. If lines are policies, each has its usual colour; if they are budgets, colours
+ * are assigned in a fixed order.
+ */
 function linesOf(page, sweep) {
   const {data} = page;
   if (!sweep) return data.series.map((one, s) => ({...one, line: 's' + s, label: shown(one.label)}));
@@ -71,12 +77,15 @@ function currentSweep(page) {
   return page.state.over === 'budget' ? null : page.sweeps[Number(page.state.over)];
 }
 
-/** Whether the axis of values is logarithmic: as the reader chose, or if the values span decades. */
+/**
+ * Whether the axis of values is logarithmic: if the reader has chosen so or, without a choice, if the values span
+ * decades.
+ */
 function isLogarithmic(page, dots) {
   return !page.metric().higher && (page.state.log ?? spansDecades(dots.map((d) => d.y)));
 }
 
-/** What the figure shows now. */
+/** The points that the figure shows now. */
 function shownDots(page) {
   const sweep = currentSweep(page);
   return sweep ? sweepDots(page, sweep) : budgetDots(page);
@@ -94,7 +103,7 @@ function curveSpec(page, forExport, width) {
     y: {title: metric.label, log: isLogarithmic(page, dots), domain}});
 }
 
-/** Policies to switch on and off. */
+/** The switches that show or hide each policy. */
 function policySwitches(page) {
   const holder = element('div', {class: 'chips', role: 'group', 'aria-label': 'policies shown'});
   const drawn = page.data.series.map((one, s) => [one, s]).filter(([, s]) => page.isDrawn(s));

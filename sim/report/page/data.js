@@ -1,5 +1,5 @@
-// What the page shows: JSON. Long rows of numbers are base64 of little-endian float64. Numbers by layer and head are
-// float32, or the upper three bytes of float32 if the page would be too large otherwise.
+// Reads the page's data, which is JSON. Long rows of numbers are base64 of little-endian float64. Numbers by layer and
+// head are float32, or only the upper three bytes of float32 if the page would otherwise be too large.
 function bytesOf(text) {
   return Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 }
@@ -14,7 +14,7 @@ function numbersOf(packed) {
   return new Float32Array(wide.buffer);
 }
 
-/** MetricTable looks a value up by sequence group, metric, series, budget and place. */
+/** MetricTable looks up a value by sequence group, metric, series, budget, layer and head. */
 class MetricTable {
   constructor(data) {
     this.data = data;

@@ -48,7 +48,7 @@ const kOutlines = {circle: 'M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0', square: 'M-3.6-3
   'triangle-up': 'M0-4.4l4.4 7.6h-8.8z', 'triangle-down': 'M0 4.4l4.4-7.6h-8.8z',
   'triangle-left': 'M-4.4 0l7.6-4.4v8.8z', 'triangle-right': 'M4.4 0l-7.6-4.4v8.8z'};
 
-/** A sample of a line, or of its points: colour, dash and marker, as figures have them. */
+/** A sample of a line, or of its points, with the colour, dash and marker that it has in figures. */
 function swatch(one, joined = true) {
   const make = (tag, attributes, ...children) => {
     const made = document.createElementNS('http://www.w3.org/2000/svg', tag);

@@ -18,7 +18,7 @@ function candidatesTable(made) {
       : row(one, numberCell(mean), numberCell(low), numberCell(high), significance(one.from_choice));
   });
   const over = made.over_budget.map((one) => row(one, '', '', '', 'over budget'));
-  return dataTable(['policy', made.metric, 'minus the choice, nats', '95% from', 'to', '', 'mean KV', 'peak KV'],
+  return dataTable(['policy', made.metric, 'minus the choice, nats', '95% CI from', 'to', '', 'mean KV', 'peak KV'],
     [...ranked, ...over], {caption: `budget ${made.budget}`, texts: ['policy', '']});
 }
 

@@ -1,4 +1,4 @@
-// A metric by layer and KV head: of one policy, or of one minus another.
+// Draws a metric by layer and KV head, for one policy or as the difference of two policies.
 function cells(page) {
   const {state, metricTable, data} = page, metric = page.headMetric().name, made = [];
   for (let l = 0; l < data.layers.length; ++l)

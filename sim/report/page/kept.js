@@ -63,8 +63,8 @@ class KeptView {
       this.place = Number(value);
       this.draw();
     }));
-    const where = element('p', {class: 'quiet'}, `Always at budget ${shown(kept.budget)}; the choice above does not ` +
-      `change it. Sequence ${shown(kept.trace)}` +
+    const where = element('p', {class: 'quiet'}, `Kept tokens are always shown at budget ${shown(kept.budget)}, whatever budget ` +
+      `is chosen above. Sequence ${shown(kept.trace)}` +
       (heads.length > 1 ? '.' : `, ${heads[0][1]}.`) +
       (kept.has_text ? '' : ' Numbers are token ids; make the page with --model DIR to show the text.'));
     this.slider = element('input', {type: 'range', name: 'query', min: '0', max: String(kept.queries.length - 1),

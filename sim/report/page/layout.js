@@ -135,12 +135,14 @@ function nextCommand(command) {
   return element('p', {class: 'next'}, element('strong', {}, 'Next:'), ' ', element('code', {}, named(command)));
 }
 
-/** What a difference from the choice is called. */
+/** Says whether a difference from the choice is significant. */
 function significance({low, high}) {
   return low === null ? 'no interval known' : low > 0 || high < 0 ? 'significant' : 'not significant';
 }
 
-/** Puts a page together. `front` answers the question; a section that is null is left out. */
+/**
+ * Builds a page from its parts. `front`: the elements that answer the question. Sections that are null are left out.
+ */
 function layOut({command, question, context, front, sections}) {
   document.title = `kvlab: ${named(question)}`;
   document.querySelector('main').append(element('header', {}, element('p', {class: 'quiet'}, command),

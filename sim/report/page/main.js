@@ -1,4 +1,5 @@
-// The interactive part of a page: what the reader has chosen, and the figures and tables of this choice.
+// The interactive part of a page: the reader's choices (a metric, a budget, a layer and so on), and the figures and
+// tables that show them.
 class Page {
   constructor(data) {
     this.data = data;
@@ -88,7 +89,10 @@ class Page {
     return Promise.all(parts.map((part) => this.parts[part]?.()));
   }
 
-  /** The reader's choices: what to show, and of which layers and heads. Some metrics exist only for all layers together. */
+  /**
+   * The controls with which the reader chooses the metric, the layer, the head and so on. Some metrics exist only for
+   * all layers together.
+   */
   controls(holder) {
     const {data, state} = this;
     const index = (value) => Number(value);
@@ -192,7 +196,7 @@ async function openPage(data) {
 }
 
 function themeSwitch() {
-  const root = document.documentElement, themes = ['as the system', 'light', 'dark'];
+  const root = document.documentElement, themes = ['system setting', 'light', 'dark'];
   const set = (value) => {
     if (value === themes[0]) delete root.dataset.theme;
     else root.dataset.theme = value;

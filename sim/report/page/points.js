@@ -43,7 +43,10 @@ function placed(dot, x, y) {
   return {...dot, at};
 }
 
-/** Dots are {line, x, y, low, high, x_low, x_high}. Without an error bar, both ends are the dot's position. */
+/**
+ * Makes the Vega specification of a figure. Dots are {line, x, y, low, high, x_low, x_high}. If a dot has no error bar,
+ * both of its ends are at the dot.
+ */
 function plotSpec({dots, spreads = [], lines, x, y, joined, title, forExport, width = 720, height = 340}) {
   const whole = dots.map((d) => ({...d, low: d.low ?? d.y, high: d.high ?? d.y, x_low: d.x_low ?? d.x, x_high: d.x_high ?? d.x}));
   const drawn = lines.filter((line) => whole.some((d) => d.line === line.line));

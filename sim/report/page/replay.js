@@ -5,9 +5,9 @@ const kEvidence = {kl_estimate_joint: ['0.87', '0.98'], kl_estimate: ['0.83', '0
   layer_error: ['0.50', '0.92'], nll_recall: ['0.41', '0.91']};
 
 const kReplayMeanings = [
-  ['recall', 'mean over queries of the full cache’s attention on the tokens kept'],
+  ['recall', 'share of the full cache’s attention that the kept tokens hold; mean over queries'],
   ['recall, 10th percentile', '10th percentile of recall over a head’s queries'],
-  ['−ln recall', 'mean over queries of −ln of the attention on the tokens kept: the divergence of the kept attention from the full'],
+  ['−ln recall', 'mean over queries of −ln of that share: the divergence of the kept attention from the full attention'],
   ['miss rate', 'share of requested tokens that had been evicted'],
   ['output error', '‖o − ô‖ / ‖o‖ of a head’s output, before the output projection'],
   ['layer error', 'the same for the concatenated outputs of a layer’s heads'],
@@ -18,7 +18,7 @@ const kReplayMeanings = [
   ['oracle_topk', 'keeps each query’s most probable tokens; bounds recall and the miss rate'],
 ];
 
-const kCurves = 'Bars are one standard error. Lines without markers are oracles, which use future attention and cannot be ' +
+const kCurves = 'Error bars show one standard error. Lines without markers are oracles, which use future attention and cannot be ' +
   'deployed. They are drawn only for attention metrics. `oracle_attention` evicts the token with the least future ' +
   'attention; it is a heuristic, not a bound. `oracle_topk` keeps each query’s most probable tokens and bounds recall. The ' +
   'full cache has recall 1 and no error.';

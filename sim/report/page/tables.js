@@ -46,7 +46,7 @@ function enliven(table, name) {
     button('CSV', () => save(new Blob([csvOf(table)], {type: 'text/csv'}), fileName(name) + '.csv'))));
 }
 
-/** The note at the end of a row. It follows from what sim/run/comparison.* computed. */
+/** The note at the end of a row. It is derived from the results of sim/run/comparison.*. */
 function rankingNote(series, table, place, difference) {
   const [mean, low, high, over] = difference;
   if (over) return 'over budget, not ranked';
@@ -56,7 +56,10 @@ function rankingNote(series, table, place, difference) {
   return low > 0 || high < 0 ? 'significant' : 'not significant';
 }
 
-/** A row: policy, value and error at the current place; the difference is over all layers. */
+/**
+ * A row: the policy, and its value and error for the chosen layer and head. The difference is only shown for all layers
+ * together.
+ */
 function rankingRow(page, table, [s, ...difference], place) {
   const {state, data, metricTable} = page, one = data.series[s];
   const at = metricTable.at(state.group, state.metric, s, state.budget, state.layer, state.head);

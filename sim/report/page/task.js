@@ -5,8 +5,8 @@ const kTaskNote = 'An answer is right if it is exactly the hidden text. Two shar
 const kTaskMeanings = [
   ['right answers', 'the share of questions that the model answers word for word'],
   ['log-likelihood', 'log-likelihood of the right answer, mean over the samples, in nats'],
-  ['lost, gained', 'lost: of the answers that the first configuration has right, the share that this one has wrong; gained: ' +
-    'of those that the first has wrong, the share that this one has right'],
+  ['lost, gained', 'lost: among the samples that the first configuration answers right, the share that this one answers wrong; ' +
+    'gained: among those that the first answers wrong, the share that this one answers right'],
   ['query-agnostic', 'the question comes after the eviction; in query-aware mode it comes before'],
 ];
 

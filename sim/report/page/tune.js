@@ -4,7 +4,7 @@ const kHalvingNote = 'Offline replay ordered the sweep; the first configurations
   'rounds with more and more text. A configuration is eliminated when the 95% CI of its paired KL difference from the leader ' +
   'is entirely above zero. KL values of different rounds are measured on different amounts of text, so do not compare them.';
 
-/** The best policy by each criterion, and why one is deployed. */
+/** The best policy by each criterion, and the reason for the deployed one. */
 function criteriaText({distribution, task_accuracy: tasks, why}) {
   const name = (policy) => (policy === null ? 'none (tasks skipped)' : named(policy));
   return ` Best by KL: ${name(distribution)}. Best by task accuracy: ${name(tasks)}. Reason: ${named(why)}.`;
@@ -23,7 +23,7 @@ function accuracyTable(criteria) {
   if (!asked.length) return null;
   return section('Task accuracy', 'Share of right answers. The question comes after the eviction. KL is given as a multiple of ' +
     'the lowest.', dataTable(['policy', 'KL / lowest KL', ...criteria.evaluated.flatMap((task) =>
-    [`${task.task}, ${task.words} words, ${task.samples} samples`, '95% from', 'to'])], asked.map((one) => [named(one.policy),
+    [`${task.task}, ${task.words} words, ${task.samples} samples`, '95% CI from', 'to'])], asked.map((one) => [named(one.policy),
     numberCell(one.kl_of_least), ...one.task_accuracy.flatMap(({right, low, high}) => [right, low, high].map((value) =>
       numberCell(value)))]), {texts: ['policy']}));
 }
@@ -47,7 +47,7 @@ function roundsTable({rounds, ended}) {
     return [named(one.policy), ...kl, ...behind, named(fate)];
   });
   return section('Rounds of successive halving', `${kHalvingNote} Ended: ${named(ended)}.`, dataTable(['policy',
-    ...rounds.map((_, r) => `KL, round ${r + 1}`), 'minus the leader', '95% from', 'to', 'outcome'], rounds.map(rowsOf).reverse().flat(),
+    ...rounds.map((_, r) => `KL, round ${r + 1}`), 'minus the leader', '95% CI from', 'to', 'outcome'], rounds.map(rowsOf).reverse().flat(),
   {texts: ['policy', 'outcome']}));
 }
 
