@@ -484,8 +484,8 @@ class Colours {
     return std::ranges::any_of(own_, [&](const auto& other) { return other.second == colour; });
   }
 
-  std::map<std::string_view, std::string_view>
-      own_;  // colours of policies that are not in the registry
+  // Colours of policies that are not in the registry.
+  std::map<std::string_view, std::string_view> own_;
 };
 
 }  // namespace

@@ -41,7 +41,8 @@ std::vector<std::size_t> Recommendation::similar() const {
 
 namespace {
 
-/// Share of memory that a candidate must save to be chosen in place of the lowest mean.
+/// Share of memory that a candidate must save to be chosen in place of the candidate with the
+/// lowest mean.
 constexpr double kLessMemory = 0.02;
 
 bool is_known(const Difference& difference) { return !std::isnan(difference.interval.low); }
@@ -53,9 +54,9 @@ void sort_by_error(std::vector<std::size_t>& which, const std::vector<Candidate>
   });
 }
 
-/// The candidate to choose. Among the candidates that do not differ significantly from the lowest
-/// mean, it is the one that needs the least memory, if that is at least 2% less than what the
-/// lowest mean needs. Otherwise it is the lowest mean.
+/// The candidate to choose. Among the candidates that do not differ significantly from the one with
+/// the lowest mean, it is the one that needs the least memory, if it needs at least 2% less than
+/// the one with the lowest mean. Otherwise it is the one with the lowest mean.
 std::size_t choice_of(const Recommendation& from) {
   const std::size_t lowest = from.order.front();
   const auto memory = [&](std::size_t c) { return from.candidates[c].memory.mean; };
@@ -70,7 +71,7 @@ std::size_t choice_of(const Recommendation& from) {
 }
 
 /// The candidates that no other candidate dominates, ordered by bytes. A candidate dominates
-/// another if it needs no more memory and is significantly better.
+/// another if it does not need more memory and is significantly better.
 std::vector<std::size_t> frontier_of(const std::vector<Candidate>& candidates,
                                      const DifferenceOf& difference) {
   std::vector<std::size_t> by_error(candidates.size()), frontier;
@@ -135,7 +136,8 @@ bool protected_tokens_fill(std::string_view policy, std::string_view params,
   if (std::ranges::find(settings, "centre=prompt") != settings.end() && budget_tokens > 1)
     --budget_tokens;  // the centre takes the memory of one token
   for (const std::string& setting : settings)
-    if (setting.starts_with("tiers=")) {  // a tier plan holds another number of tokens
+    if (setting.starts_with("tiers=")) {
+      // With a tier plan, the bytes of the budget hold another number of tokens.
       const TierPlan tier_plan = parse_tier_plan(setting.substr(6));
       budget_tokens =
           tier_plan.is_by_layer()

@@ -10,11 +10,12 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kRun = 16;  // tokens per run
+constexpr std::size_t kRun = 16;  // number of tokens in a run (of consecutive tokens)
 
 using Ids = std::span<const std::int32_t>;
 
-/// A hash of the run of kRun tokens that ends at index `place`.
+/// A hash of the run that ends at index `place`: the last kRun tokens, or all tokens from the
+/// beginning if they are fewer.
 std::uint64_t run_at(Ids ids, std::size_t place) {
   const std::size_t first = place + 1 < kRun ? 0 : place + 1 - kRun;
   std::uint64_t hash = place + 1 - first;
@@ -25,7 +26,7 @@ std::uint64_t run_at(Ids ids, std::size_t place) {
   return hash;
 }
 
-/// The runs of the texts added so far, and which text each run belongs to.
+/// The runs of the texts added so far, each with the text in which it occurs first.
 class Runs {
  public:
   void add(const TextPiece& piece) {
@@ -33,7 +34,8 @@ class Runs {
       text_of_.try_emplace(run_at(piece.ids, i), piece.text);
   }
 
-  /// For each other text, the number of scored tokens of a piece that this text has too.
+  /// For each text added so far, the number of scored tokens of `piece` at whose end the text has
+  /// the same run.
   std::map<std::size_t, std::size_t> count_shared(const TextPiece& piece) const {
     std::map<std::size_t, std::size_t> tokens;
     for (std::size_t i = piece.first_scored; i < piece.ids.size(); ++i)
@@ -46,7 +48,7 @@ class Runs {
   std::unordered_map<std::uint64_t, std::size_t> text_of_;
 };
 
-/// [text]: the text's pieces, with the longest text first.
+/// [text]: indices of the text's pieces. The longest text comes first.
 std::vector<std::vector<std::size_t>> texts_of(std::span<const TextPiece> pieces) {
   std::map<std::size_t, std::vector<std::size_t>> by_text;
   for (std::size_t p = 0; p < pieces.size(); ++p) by_text[pieces[p].text].push_back(p);

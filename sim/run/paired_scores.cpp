@@ -17,7 +17,7 @@ using Values = std::vector<double>;
 
 constexpr double kOutside = 0.05;  // probability that the value is outside a 95% interval
 
-/// The regularized incomplete beta function, computed by Lentz's continued fraction.
+/// The regularized incomplete beta function, computed as a continued fraction by Lentz's method.
 double incomplete_beta(double a, double b, double x) {
   if (x <= 0 || x >= 1) return x <= 0 ? 0 : 1;
   if (x > (a + 1) / (a + b + 2)) return 1 - incomplete_beta(b, a, 1 - x);
@@ -52,7 +52,8 @@ double root_of(Function falling) {
   return (low + high) / 2;
 }
 
-/// Half width of Student's 95% interval, in units of the standard error.
+/// Half width of Student's 95% interval for a mean of `count` values, in units of the standard
+/// error.
 double student(std::size_t count) {
   const auto freedom = static_cast<double>(count - 1);
   // P(|t| > x) = I(freedom / (freedom + x²)), which increases with its argument.
@@ -61,8 +62,9 @@ double student(std::size_t count) {
   return std::sqrt(freedom * (1 - at) / at);
 }
 
-/// The standard error of a weighted mean, computed as that of a ratio of sums. It is valid for
-/// nearly equal weights, as of the blocks of one text, of which only the last may be shorter.
+/// The standard error of a weighted mean, computed as that of a ratio of two sums. It is valid for
+/// nearly equal weights. The blocks of one text have nearly equal weights, because only the last
+/// block may be shorter.
 double error_of(const Values& values, const Values& weights) {
   const auto n = static_cast<double>(values.size());
   double sum = 0, weight = 0, squares = 0;
@@ -87,7 +89,8 @@ double sum_of(std::span<const Term> terms, const auto& value) {
   return sum;
 }
 
-/// The share of one configuration, or the difference of two.
+/// For right and wrong answers: the share of right answers of one configuration, or the difference
+/// of the shares of two.
 Difference accuracy_difference(const PairedText& text, std::span<const Term> terms) {
   const Values& own = text.blocks[terms.front().configuration];
   const Values& other = text.blocks[terms.back().configuration];
@@ -111,7 +114,7 @@ Scatter scatter_of(const Values& values, const Values& weights) {
   return {error, student(values.size()) * error};
 }
 
-/// The scatter of one text, from its blocks; unknown for fewer than kMinBlocks.
+/// The scatter of one text, computed from its blocks; unknown for fewer than kMinBlocks blocks.
 Scatter scatter_of_blocks(const PairedText& text, std::span<const Term> terms) {
   if (text.blocks.empty()) return {};
   std::size_t blocks = std::numeric_limits<std::size_t>::max();
@@ -125,7 +128,7 @@ Scatter scatter_of_blocks(const PairedText& text, std::span<const Term> terms) {
   return means.size() < PairedScores::kMinBlocks ? Scatter{} : scatter_of(means, weights);
 }
 
-/// The only text that is not short compared with the longest text; null if there are several.
+/// The longest text, if all other texts are short compared with it (kShortText); otherwise null.
 const PairedText* only_long_text(std::span<const PairedText* const> texts) {
   const auto tokens = [](const PairedText* text) { return text->tokens; };
   const PairedText* longest = *std::ranges::max_element(texts, {}, tokens);
@@ -232,7 +235,7 @@ Difference PairedScores::difference(std::size_t a, std::size_t b) const {
 Interval share_interval(std::uint64_t hits, std::uint64_t count) {
   if (count == 0) return {0, 1};
   const auto h = static_cast<double>(hits), misses = static_cast<double>(count - hits);
-  // P(hits or more) increases with the share, and P(hits or fewer) decreases.
+  // P(hits or more) increases with the share, and P(hits or fewer) decreases with it.
   const double low = hits == 0 ? 0 : root_of([&](double share) {
     return kOutside / 2 - incomplete_beta(h, misses + 1, share);
   });

@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::string_view kAll = "all";
 
-/// The settings of `series` that are not defaults, without those that all series of its policy
-/// have.
+/// The settings of `series` that are not defaults and that not all series of its policy have in
+/// common.
 std::string distinct_params(const Series& series, const std::vector<const Series*>& siblings) {
   std::string text;
   const auto own = split_list(brief_policy(series.policy + ":" + series.params), ':');
@@ -159,8 +159,8 @@ MetricTable::InCommon MetricTable::in_common(std::span<const std::size_t> series
   InCommon found;
   for (std::size_t i = 0; i < series.size(); ++i) {
     const auto own = average(series[i], budget, metric);
-    // If all traces are in common, uses the average, which for a single trace has the error of its
-    // row.
+    // If the series all have the same traces, uses the average over them. For a single trace, its
+    // standard error is that of the row.
     const bool all = common.texts() == 0 || common.texts() == own->texts;
     found.averages.push_back(all ? *own : common.average(i));
   }
@@ -178,7 +178,7 @@ Memory MetricTable::memory(std::size_t series, std::string_view budget) const {
 
 namespace {
 
-/// Fills in the standings of a recommendation.
+/// Computes the standings from the recommendation of `ranking`.
 void place(Ranking& ranking, const MetricTable& metric_table, std::string_view budget,
            const MetricInfo& metric) {
   const Recommendation& made = ranking.recommendation;
@@ -232,7 +232,7 @@ Ranking rank_policies(const MetricTable& metric_table, std::string_view budget,
   const auto difference = [&](std::size_t a, std::size_t b) {
     const auto found =
         metric_table.difference(ranking.series[a], ranking.series[b], budget, metric.name);
-    // There is no difference if the two have no trace in common. Then nothing is known about it.
+    // If the two have no trace in common, there is no difference, and it is reported as unknown.
     return !found ? Difference{} : sign < 0 ? found->reverse() : *found;
   };
   ranking.recommendation = recommend(std::move(candidates), std::move(scope), difference, frontier);

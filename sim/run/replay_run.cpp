@@ -28,16 +28,16 @@
 namespace kvlab {
 namespace {
 
-// Selects what the page of a run shows: two heads at one budget, and which of their tokens each
-// policy kept over time.
+// Selects the kept tokens that the page of a run shows: those of two heads at one budget, over
+// time, for some policies.
 
 constexpr std::size_t kMaxQueries = 512;
 constexpr std::size_t kMaxSeries = 6;
 constexpr std::size_t kShownHeads = 2;
 
-/// The configurations to show: those at `budget` with the prefill mode of the first one, each
-/// policy with its parameters once. The winner comes first, then window and the closest runner-up,
-/// then the others by rank. The oracle comes last.
+/// The configurations to show: those at `budget` that have the prefill mode of the first of them,
+/// each policy with its parameters once. The choice comes first, then window and the closest
+/// runner-up, then the others by rank. The oracle comes last.
 std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
                                              const MetricTable& metric_table,
                                              std::string_view budget, const MetricInfo& metric) {
@@ -71,8 +71,8 @@ std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
   return configs;
 }
 
-/// The heads on which the policies' recall at `budget` differs most, the largest difference first.
-/// They are from different layers as long as possible.
+/// The heads on which the recall at `budget` differs most between policies, the largest difference
+/// first. Heads of different layers are preferred.
 std::vector<Scope> most_different_heads(std::span<const ResultRow> rows, std::string_view budget) {
   struct Spread {
     double least = std::numeric_limits<double>::infinity(), most = -least;
@@ -102,8 +102,8 @@ std::vector<Scope> most_different_heads(std::span<const ResultRow> rows, std::st
   return heads;
 }
 
-/// The attention that is large enough to be drawn. A level is 255 times the square root of the
-/// probability, so that small probabilities are visible.
+/// The tokens whose attention is large enough to be drawn. A level is 255 times the square root of
+/// the probability, so that small probabilities are visible.
 std::vector<Glance> glances_of(const std::vector<float>& attention) {
   constexpr std::uint32_t kFaintest = 10;  // a probability of 0.0015
   std::vector<Glance> glances;
@@ -114,7 +114,7 @@ std::vector<Glance> glances_of(const std::vector<float>& attention) {
   return glances;
 }
 
-/// At most kMaxQueries positions of measured queries, at equal distances.
+/// Positions of at most kMaxQueries measured queries, at equal distances.
 std::vector<std::uint32_t> shown_queries(const TraceReader& trace, Queries which) {
   const auto all = MeasuredQueries(trace.segments(), which, 1).sampled_queries();
   std::vector<std::uint32_t> queries;
@@ -124,10 +124,10 @@ std::vector<std::uint32_t> shown_queries(const TraceReader& trace, Queries which
   return queries;
 }
 
-/// The tokens of two heads of `trace` that the policies of `sweep` kept over the measured queries,
-/// and the full cache's attention there. They are shown at the run's middle budget, for the heads
-/// whose recall differs most between policies (according to `rows`, the rows of the trace). Returns
-/// nullopt if there is no budget or no policy.
+/// The tokens that the policies of `sweep` kept on two heads of `trace`, at the measured queries,
+/// and the full cache's attention on these heads. The budget is the middle one of the run. The
+/// heads are those on which recall differs most between policies, according to `rows`, the rows of
+/// the trace. Returns nullopt if there is no budget or no policy.
 std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t sequence,
                                    std::string_view trace_name, std::span<const CacheConfig> sweep,
                                    const ReplayOptions& options, std::span<const ResultRow> rows) {
@@ -193,7 +193,8 @@ void refuse_same_names(const std::vector<RunTrace>& traces) {
                       trace.name));
 }
 
-/// Converts to budgets by head. A layer with one number has that number for all heads.
+/// The budgets by head of a budget; empty if it has none. If a file has one number for all heads,
+/// the result has this number as its only entry.
 HeadBudgets budgets_of(const Budget& budget) {
   if (!budget.heads.empty() || budget.file.empty()) return budget.heads;
   return {{budget.extent.tokens}};
@@ -205,7 +206,8 @@ std::size_t first_measured(const TraceReader& trace, Queries queries) {
   return queries == Queries::all || first == trace.segments().end() ? 0 : first->start;
 }
 
-/// Marks traces whose text also occurs in a longer trace with the same weights.
+/// Finds traces whose text also occurs in a longer trace of the same weights, and sets
+/// RunTrace::same_text_as.
 void find_overlaps(RunInfo& info, std::span<const TraceReader* const> traces) {
   std::map<std::string, std::vector<TextPiece>> pieces;  // by weights
   for (std::size_t t = 0; t < traces.size(); ++t)
@@ -243,7 +245,8 @@ RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* cons
   return info;
 }
 
-/// XXH3-64 of the running program. Another build may compute other metrics.
+/// XXH3-64 of the file of the running program. It is part of the job, because another build may
+/// compute other values of metrics.
 std::string build_hash() {
   const auto program = program_file();
   return program.empty() ? "" : xxh3_hex(MappedFile(program).bytes());
@@ -270,8 +273,8 @@ std::vector<const TraceReader*> pointers_to(const std::vector<TraceReader>& trac
   return pointers;
 }
 
-/// Adds the result of the replay of trace `t` to `run`. For the first trace, also adds what some
-/// heads kept.
+/// Adds the result of the replay of trace `t` to `run`. For the first trace, also adds the tokens
+/// that some heads kept.
 void add_trace(Run& run, const ReplayRequest& request, std::size_t t, const TraceReader& trace,
                const ReplayResult& result) {
   const std::string& name = run.info.traces[t].name;
@@ -292,7 +295,7 @@ class ReplaySweepJob {
         job_json_(job_of(info_, build_hash() + (request.options.elsewhere ? " on CUDA" : ""))),
         job_hash_(hash_of(job_json_)),
         jobs_(traces_.size()) {
-    // Creates all jobs now, so that an impossible replay is refused immediately and not after
+    // Creates all jobs now, so that errors in the request are found immediately and not after
     // hours.
     for (std::size_t t = 0; t < traces_.size(); ++t)
       for (std::size_t u = 0; u < job(t)->tasks(); ++u) ids_.push_back({job_hash_, t, u});
@@ -310,8 +313,8 @@ class ReplaySweepJob {
     return pack_head_task(id, job(id.trace)->run(id.task));
   }
 
-  /// Runs some head tasks, those of one trace together, and calls each(head task, bytes) for all of
-  /// them.
+  /// Runs some head tasks, all those of one trace together. Calls each(head task, bytes) for every
+  /// head task.
   void compute_together(const std::vector<std::size_t>& tasks,
                         const std::function<void(std::size_t, const std::string&)>& each) {
     for (auto first = tasks.begin(); first != tasks.end();) {
@@ -326,8 +329,8 @@ class ReplaySweepJob {
     }
   }
 
-  /// Whether the folder has the result of the head task. A damaged file is reported and counts as
-  /// missing.
+  /// Whether the folder has the result of the head task. A damaged file is reported to the user and
+  /// is treated as missing.
   bool is_finished(const RunFolder& folder, const HeadTaskId& id) const {
     try {
       const auto bytes = folder.read_unit(id.trace, id.task);
@@ -353,8 +356,8 @@ class ReplaySweepJob {
     return std::stoull(xxh3_hex(text), nullptr, 16);
   }
 
-  /// A trace's job. It is created for the trace's first head task and freed after its last, because
-  /// a job has a table with an entry per token of the trace.
+  /// The job of a trace. It is created for the first head task of the trace and freed after the
+  /// last one, because a job needs memory for each token of the trace.
   std::shared_ptr<const ReplayJob> job(std::size_t trace) {
     const std::lock_guard lock(mutex_);
     auto found = jobs_[trace].lock();
@@ -425,7 +428,7 @@ std::vector<std::size_t> missing_tasks(const ReplayRequest& request, const Repla
   return missing;
 }
 
-/// Reports the traces whose text does not count because another trace has it.
+/// Reports the traces that comparisons leave out because another trace has the same text.
 void note_overlaps(const ReplayRequest& request, const RunInfo& info) {
   for (const RunTrace& trace : info.traces)
     if (!trace.same_text_as.empty())
@@ -480,8 +483,8 @@ void check_alike(ProcessGroup& group, const std::string& fingerprint) {
   const auto said = group.exchange(fingerprint);
   if (said[static_cast<std::size_t>(group.rank())] != said[0])
     throw std::runtime_error(
-        "has other traces, other options or another build than process 0; all processes should "
-        "have the same");
+        "the traces, the options or the build differ from those of process 0; start all processes "
+        "with the same ones");
 }
 
 }  // namespace

@@ -21,14 +21,14 @@ namespace {
 constexpr std::string_view kHeader =
     "trace,policy,params,budget,budget_tokens,prefill,positions,queries,threshold,seed,"
     "layer,head,metric,value,stderr,count,tiers,budget_bytes";
-/// Header of runs without tier plans (older versions): it lacks the last two columns.
+/// The header that older versions, without tier plans, wrote. It lacks the last two columns.
 constexpr std::string_view kOlderHeader = kHeader.substr(0, kHeader.find(",tiers"));
 /// Columns of kHeader that had other names in older files.
 constexpr OldName kOldColumns[] = {{"ladder", "tiers"}, {"span", "queries"}};  // old name
 constexpr std::string_view kBlockHeader =
     "trace,policy,params,budget,prefill,positions,seed,metric,block,value,weight";
 
-constexpr bool higher = true, lower = false;  // as in metrics.def
+constexpr bool higher = true, lower = false;  // the values of `better` in metrics.def
 constexpr MetricInfo kMetrics[] = {
 #define METRIC(name, label, better, decides, reduced) {#name, label, better, decides},
 #include "sim/metrics/metrics.def"
@@ -36,7 +36,7 @@ constexpr MetricInfo kMetrics[] = {
 
 std::string scope_text(std::int32_t index) { return index < 0 ? "all" : fmt::format("{}", index); }
 
-/// Empty for NaN.
+/// A number as a field; empty for NaN.
 std::string number_field(double value) { return std::isnan(value) ? "" : fmt::format("{}", value); }
 
 void append_row(std::string& text, const ResultRow& row) {
@@ -49,7 +49,8 @@ void append_row(std::string& text, const ResultRow& row) {
                       number_field(row.budget_bytes));
 }
 
-/// The first line, with today's names of columns.
+/// The first line of a table, with the names of columns that have changed converted to the current
+/// ones.
 std::string header_of(std::string_view text) {
   constexpr std::size_t kMaxHeader = 4096;  // bytes; no table of kvlab has a longer header
   std::string header(text.substr(0, std::min(text.find_first_of("\r\n"), kMaxHeader)));
@@ -69,14 +70,15 @@ void check_header(std::string_view text, std::string_view file, std::string_view
     throw std::runtime_error(fmt::format("{}: line 1: the header should read {}", file, header));
 }
 
-/// A key for the row of the whole model to which blocks belong.
+/// The key by which a block is assigned to its row. Only rows of the whole model have blocks.
 std::string block_key(const ResultRow& row) {
   return fmt::format("{},{},{},{},{},{},{},{}", csv_field(row.trace), csv_field(row.policy),
                      csv_field(row.params), csv_field(row.budget), csv_field(row.prefill),
                      csv_field(row.positions), row.seed, csv_field(row.metric));
 }
 
-/// Parses one record, column by column. Errors name the column; the caller adds file and line.
+/// Parses one record, column by column. Errors name the column; the caller adds the file and the
+/// line.
 class RowParser {
  public:
   explicit RowParser(const std::vector<std::string>& fields) : fields_(fields) {}
@@ -112,8 +114,8 @@ class RowParser {
   }
 
  private:
-  /// Throws if a value is negative, unless the metric is a difference or the value is due to
-  /// rounding.
+  /// Throws if a value is out of range. It may be negative only if the metric is a difference or if
+  /// it is tiny, so that it is due to rounding.
   static void check_value(const ResultRow& row) {
     constexpr double kMax = 1e100, kRounding = 1e-6;
     const bool difference = row.metric.starts_with("regret_") || row.metric == "quantization_error";
@@ -308,7 +310,9 @@ void parse_blocks_csv(std::string_view text, std::string_view file, std::span<Re
       key += csv_field(fields[i]);
     }
     const auto found = known.find(key);
-    if (found == known.end()) throw std::runtime_error("there is no such row for the whole model");
+    if (found == known.end())
+      throw std::runtime_error(
+          "the block belongs to no row of results.csv; there should be a row for the whole model");
     ResultRow& row = *found->second;
     if (csv_number<std::uint64_t>(fields[8], "block") != row.blocks.size())
       throw std::runtime_error(
@@ -392,7 +396,8 @@ namespace {
 
 using Rename = std::string (*)(std::string_view);
 
-/// How to convert the fields of `column` to today's names; null if its fields were never renamed.
+/// The function that converts old names in the fields of `column` to current ones; null if the
+/// column has no names that have changed.
 Rename renamed_fields(std::string_view column) {
   if (column == "policy") return current_policy;
   if (column == "params") return current_params;

@@ -117,7 +117,7 @@ RunSource source_from(const JsonFields& fields) {
       .policy = fields.text("policy"), .path = fields.text("path"), .xxh3 = fields.text("xxh3")};
 }
 
-/// A list of objects, each parsed by `read`.
+/// Reads a list of objects. `read` parses one of them.
 template <class Read>
 auto list_of(const JsonFields& fields, std::string_view key, Read read) {
   std::vector<decltype(read(fields))> entries;
@@ -149,7 +149,8 @@ json to_json(const RunInfo& info) {
   return top;
 }
 
-/// The recommendation at each budget by the deciding metric. Empty for a run of several models.
+/// The recommendation at each budget, by the best metric of the run. Empty for a run of several
+/// models.
 nlohmann::ordered_json recommendations_json(const RunInfo& info, std::span<const ResultRow> rows) {
   for (const RunTrace& trace : info.traces)
     if (trace.weights_xxh3 != info.traces.front().weights_xxh3)
@@ -233,7 +234,7 @@ json to_json(const KeptHead& head) {
   return {{"layer", head.layer}, {"head", head.head}, {"series", series}, {"attention", attention}};
 }
 
-/// Parses a list in which positions and levels alternate.
+/// Parses a flat list in which positions and levels alternate.
 std::vector<Glance> glances_from(const json& flat, const std::string& where) {
   if (!flat.is_array() || flat.size() % 2 != 0)
     throw std::runtime_error(where + ": should be [position, level, position, level, ...]");
@@ -253,7 +254,7 @@ KeptHead head_from(const JsonFields& fields) {
   return head;
 }
 
-/// Format 1 had only one head, and no attention.
+/// Version of kept.json. Format 1 had only one head, and no attention.
 constexpr int kKeptFormat = 2;
 
 std::string kept_json(const Kept& kept) {
@@ -292,7 +293,7 @@ Kept read_kept(const JsonFields& fields) {
   return kept;
 }
 
-/// Refuses a row whose trace, layer or head is not in the run.
+/// Throws if the trace, the layer or the head of a row is not in the run.
 void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string& where) {
   const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
   if (trace == info.traces.end())
@@ -358,7 +359,7 @@ std::string RunTrace::windows_text() const {
 
 std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets) {
   std::vector<Lifetime> lifetimes;
-  std::map<std::uint32_t, std::uint32_t> alive;  // position -> first query with it
+  std::map<std::uint32_t, std::uint32_t> alive;  // position -> first query of the current period
   std::uint32_t last_query = 0;
   for (const KeptSet& set : sets) {
     std::map<std::uint32_t, std::uint32_t> still;

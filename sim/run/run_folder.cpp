@@ -19,9 +19,9 @@ namespace {
 constexpr std::string_view kMagic = "kvunit 6";
 constexpr std::size_t kHashDigits = 16;
 
-/// Calls each() with a number or a list of plain values for each field of an outcome. The fields
-/// are written and read in this order, in little-endian byte order, which all supported machines
-/// have.
+/// Calls each() for every field of an outcome, which is a number or a list of plain values. The
+/// fields are written and read in this order. Their byte order is little-endian, as on all
+/// supported machines.
 template <class Outcome, class Each>
 void for_fields(Outcome& outcome, Each each) {
   each(outcome.evictions);
@@ -55,7 +55,8 @@ class Unpacker {
     values.resize(count(sizeof(T)));
     take(values.data(), values.size() * sizeof(T));
   }
-  /// Reads a length, and checks that enough bytes remain, with `least` bytes or more per entry.
+  /// Reads the length of a list. Checks that enough bytes remain for it if an entry has `least`
+  /// bytes.
   std::size_t count(std::size_t least) {
     std::uint64_t value = 0;
     (*this)(value);
@@ -98,7 +99,7 @@ constexpr std::string_view kLockFile = "lock", kJobFile = "job.json", kRunSubfol
 constexpr std::size_t kMaxUnitBytes = std::size_t{1} << 40;
 constexpr std::size_t kMaxJobBytes = std::size_t{256} << 20;
 
-/// Whether a file of this name in RUN.part was written by a kvlab command.
+/// Whether `part`, the name of a file in RUN.part, is one that kvlab commands write.
 bool is_ours(const std::string& part) {
   const std::string name = finished_name(part);
   return name == kLockFile || name == kJobFile || name == kRunSubfolder ||
@@ -112,7 +113,7 @@ std::vector<fs::path> entries(const fs::path& folder) {
   return paths;
 }
 
-/// The keys whose values differ, as a list for a message.
+/// The keys whose values differ, separated by commas, for an error message.
 std::string differences(const json& a, const json& b) {
   std::string names;
   for (const auto& [key, value] : a.items())
@@ -184,7 +185,7 @@ RunFolder::~RunFolder() {
 }
 
 void RunFolder::start(const json& job) {
-  clear();  // results without a job belong to no run
+  clear();  // without job.json it is unknown to which run results belong
   try {
     write_file_atomically(staging_ / kJobFile, job.dump(1) + "\n");
   } catch (const std::runtime_error& error) {
@@ -253,7 +254,8 @@ void RunFolder::commit(const std::function<void(const fs::path&)>& save) {
   fs::remove_all(staging_, ignored);
 }
 
-/// Replaces the name of the staging folder, which users do not know, by the name of the run.
+/// Replaces the name of the staging folder by that of the run, because users have not named the
+/// staging folder.
 std::runtime_error RunFolder::in_name_of_run(const std::exception& error) const {
   std::string text = error.what();
   for (const fs::path& inner : {staging_ / kRunSubfolder, staging_})

@@ -25,16 +25,15 @@ void add_layer_error(LayerOutcome& layer, const MeasuredQueries& measured, std::
                                                    std::sqrt(error / output), 1);
 }
 
-/// Whether each head has data `what`. An oracle without outputs has none.
+/// Whether each head has the data `what`. For an oracle that computes no outputs, it is missing.
 bool has_all(const LayerOutcome& layer, std::size_t c, std::vector<float> HeadStats::*what) {
   return std::ranges::none_of(layer.heads,
                               [&](const auto& head) { return (head[c].stats.*what).empty(); });
 }
 
-/// Adds up squares of the `count` numbers that `of` returns for each head, divided by `by`. The
-/// square of the sum over heads is added to the layer, and the square of each head to the head; if
-/// `to` has columns, also by column. If `by` is negative, subtracts squares that an earlier call
-/// added.
+/// `of` returns `count` numbers for each head. Adds their squares, divided by `by`, to the head,
+/// and the squares of their sums over heads, divided by `by`, to the layer; also by column if there
+/// are columns. A negative `by` subtracts squares that an earlier call added.
 template <class Of>
 void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std::uint32_t block,
                  std::uint32_t count, double by, Of of) {
@@ -57,7 +56,7 @@ void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std
   add(to.layer[c], sum.data());
 }
 
-/// Adds the squared errors of a sample after W_o, and by how much they exceed those without
+/// Adds the squared errors of a sample after W_o, and the amount by which they exceed those without
 /// quantization.
 void add_residual(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t c,
                   std::uint32_t sample, std::uint32_t columns, double norm2) {
@@ -73,7 +72,8 @@ void add_residual(LayerOutcome& layer, const MeasuredQueries& measured, std::siz
   });
 }
 
-/// Adds the squared changes at every measured query. Also sums the changes over heads.
+/// Adds the squared changes of log-likelihood at every measured query. Also sums the changes over
+/// heads.
 void add_changes(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t c,
                  std::uint32_t gradient_samples) {
   std::vector<float>& changes = layer.changes[c];
@@ -92,8 +92,8 @@ void add_changes(LayerOutcome& layer, const MeasuredQueries& measured, std::size
 
 using Ratios = std::vector<BlockedRatio>;
 
-/// Converts outcomes to rows, for one part of the model after another: a KV head, a layer, or the
-/// whole model.
+/// Converts outcomes to rows of metrics. It makes the rows of one part of the model after another;
+/// a part is a KV head, a layer, or the whole model.
 class Tabulator {
  public:
   explicit Tabulator(const ReplayOutcome& of)
@@ -120,8 +120,8 @@ class Tabulator {
  private:
   const ResolvedConfig& config() const { return of_.configs[c_]; }
 
-  /// The index of an oracle at the same budget and prefill mode as the configuration, if there is
-  /// one.
+  /// The index of the oracle `name` with the budget and the prefill mode of the current
+  /// configuration, if there is one.
   std::optional<std::size_t> oracle_beside(std::string_view name) const {
     if (is_oracle(config().policy.name) || !config().evicts()) return std::nullopt;
     const auto found = std::ranges::find_if(of_.configs, [&](const ResolvedConfig& other) {
@@ -132,7 +132,8 @@ class Tabulator {
     return static_cast<std::size_t>(found - of_.configs.begin());
   }
 
-  /// Adds the rows of layers [first, last) or, if `head` is not negative, of this KV head.
+  /// Adds the rows of the part that consists of layers [first, last) or, if `head` is not negative,
+  /// of this KV head in these layers.
   void add_rows(std::size_t first, std::size_t last, std::int32_t head) {
     first_ = first, last_ = last, head_ = head;
     count();
@@ -142,8 +143,8 @@ class Tabulator {
 #include "sim/metrics/metrics.def"
   }
 
-  /// Calls each(outcome, index of the layer in the replay, KV head) for the outcomes of a
-  /// configuration.
+  /// Calls each(outcome, index of the layer in the replay, KV head) for the outcomes of
+  /// configuration `c` in the current part.
   template <class Each>
   void for_heads(std::size_t c, Each each) const {
     for (std::size_t l = first_; l < last_; ++l)
@@ -178,7 +179,8 @@ class Tabulator {
   void add(double value, double standard_error, std::uint64_t count) {
     rows_.push_back({c_, layer_, head_, metric_, value, standard_error, count});
   }
-  /// Adds `factor` times an estimate, if it has weight. `count` is the number of its values.
+  /// Adds a row with `factor` times an estimate, if it has weight. `count` is the number of values
+  /// from which the estimate was computed.
   void add(const Estimate& estimate, double factor, double count) {
     if (!(estimate.weight > 0)) return;
     add(factor * estimate.value, factor * estimate.standard_error,
@@ -187,10 +189,10 @@ class Tabulator {
     for (const double block : estimate.blocks) rows_.back().blocks.push_back(factor * block);
   }
 
-  // The functions that metrics.def names.
+  // The following functions are the reductions in metrics.def.
 
-  /// The plain mean over query heads. Its count is `queries` per head; for errors, it is the number
-  /// of samples.
+  /// The unweighted mean over query heads. The count of the row is `queries` per head or, for
+  /// errors, the number of samples.
   void mean(Sum above, Sum below, std::optional<std::uint32_t> queries = {}) {
     const Ratios all = ratios(c_, above, below);
     const auto filled =
@@ -208,7 +210,7 @@ class Tabulator {
     const double count = static_cast<double>(all.size()) * measured_.size();
     add(mean_of(all, measured_.blocks(), count), 1, count);
   }
-  /// By how much the loss exceeds that of `oracle_attention`.
+  /// The amount by which the loss exceeds that of `oracle_attention`.
   void regret(Sum above, Sum below) {
     if (!by_attention_) return;
     Estimate regret = difference_of(ratios(c_, above, below), ratios(*by_attention_, above, below));
@@ -221,7 +223,7 @@ class Tabulator {
       mean(kept_of(s), all_of(s), measured_.queries_after(measured_.passages()[s]));
     }
   }
-  /// Adds `factor` times the mean over layers.
+  /// Adds a row with `factor` times the mean over layers.
   void add_layers(const Estimate& estimate, double factor) {
     const std::uint32_t heads = head_ < 0 ? of_.shape.query_heads : of_.shape.group();
     add(estimate, factor, estimate.weight * heads);
@@ -229,7 +231,8 @@ class Tabulator {
   void mean_of_layers(LayerError::Kind error) { add_layers(mean_of(ratios(c_, error)), 1); }
   void sum_of_layers(LayerError::Kind error) {
     const Ratios all = ratios(c_, error);
-    // Layers in 16 bit have no quantization error, and mean_of() leaves them out.
+    // Layers in 16 bit have no quantization error. mean_of() leaves them out, so they are not
+    // counted.
     const auto summed =
         error == LayerError::quantization
             ? std::ranges::count_if(all, [](const BlockedRatio& own) { return own.weight() > 0; })
@@ -246,8 +249,8 @@ class Tabulator {
     if (layer_ < 0)
       add(estimate, 1, estimate.weight * of_.shape.query_heads * static_cast<double>(last_));
   }
-  /// Adds a sum or maximum over KV heads. Not for oracle_topk, which chooses from all tokens, so it
-  /// has no cache.
+  /// Adds a row with a sum or a maximum over KV heads. oracle_topk gets no such row, because it
+  /// chooses from all tokens and has no cache.
   void total(double value) {
     if (config().policy.name != kOracleTopk) add(value, kNaN, heads_);
   }
@@ -258,8 +261,9 @@ class Tabulator {
     if (value > 0) total(value);
   }
 
-  /// Sums over KV heads: numbers of tokens; bytes over decoded queries (the mean, and the peak of
-  /// each head, which has to be allocated); and the bytes of the budget.
+  /// Sums over the KV heads of the part: numbers of tokens, the memory over decoded queries (the
+  /// mean, and the peak of each head, because that much has to be allocated), and the memory of the
+  /// budget.
   void count() {
     evictions_ = live_max_ = zeros_ = mean_held_ = peak_held_ = end_held_ = budget_ = 0;
     heads_ = state_ = 0;
@@ -275,7 +279,8 @@ class Tabulator {
       if (known == known_counts_.end())
         known = known_counts_.emplace(key, live_counts(config(), layer, budget)).first;
       const LiveCounts& counts = known->second;
-      // this head's part of the slots that the heads of the layer share
+      // If the heads of a layer share slots: the difference between the number of tokens of this
+      // head and the mean over the heads.
       const double share =
           config().shares_slots() ? static_cast<double>(of.live_end) - counts.end : 0;
       mean_held_ += counts.held_mean + share;
@@ -288,20 +293,22 @@ class Tabulator {
     });
   }
   double held_bytes() const { return static_cast<double>(kv_bytes_per_token(of_.shape.head_size)); }
-  /// The bytes as 16-bit elements, whatever the trace's dtype is, as for all other byte counts.
+  /// The bytes with 16-bit elements, independent of the trace's dtype, as for all other byte
+  /// counts.
   double end_bytes() const { return end_held_ * held_bytes(); }
 
   const ReplayOutcome& of_;
   const MeasuredQueries& measured_;
   SumsShape sums_;
   std::vector<Measurement> rows_;
-  std::size_t c_ = 0, first_ = 0, last_ = 0;  // the configuration, and the layers of the part
-  std::int32_t layer_ = 0, head_ = 0;         // layer and head of the rows
+  // Index of the configuration, and the layers [first_, last_) of the part.
+  std::size_t c_ = 0, first_ = 0, last_ = 0;
+  std::int32_t layer_ = 0, head_ = 0;  // layer and head of the rows
   std::string metric_;
-  std::optional<std::size_t> by_attention_,
-      by_residual_;  // indices of the oracles to compare the configuration with
-  std::map<std::pair<std::uint32_t, std::uint32_t>, LiveCounts>
-      known_counts_;  // by ResolvedConfig::layer_key() and budget
+  // Indices of the oracles with which the configuration is compared.
+  std::optional<std::size_t> by_attention_, by_residual_;
+  // By ResolvedConfig::layer_key() and budget.
+  std::map<std::pair<std::uint32_t, std::uint32_t>, LiveCounts> known_counts_;
   std::uint64_t heads_ = 0;
   double evictions_ = 0, live_max_ = 0, zeros_ = 0;  // set by count()
   double mean_held_ = 0, peak_held_ = 0, end_held_ = 0, budget_ = 0, state_ = 0;

@@ -31,13 +31,14 @@
 namespace kvlab {
 namespace {
 
-// Runs the machine's C++ compiler on a policy's header.
+// Compiles the header of a policy with the C++ compiler of this machine.
 
 namespace fs = std::filesystem;
 
 constexpr std::size_t kMaxOfVersion = std::size_t{1} << 20;
 
-/// Whether words[0] succeeds.
+/// Runs the compiler: words[0] is the program, the other words are its arguments. Returns whether
+/// it succeeds.
 bool succeeds(const std::vector<std::string>& words, const fs::path& log) {
   try {
     return run_program(words, log) == 0;
@@ -75,12 +76,14 @@ std::string_view options_of(InstructionSet set) {
   return "";
 }
 
-/// $CXX (with its options, if any), otherwise the compiler that built kvlab, otherwise c++; with
-/// the flags of kvlab, for the instruction set of this machine.
+/// The compiler and its flags. The compiler is $CXX (with its options, if any), otherwise the one
+/// that built kvlab, otherwise c++. The flags are those of kvlab, for the instruction set of this
+/// machine.
 class HostCompiler {
  public:
-  // Without contraction, the results equal those of a built-in policy for every instruction set.
-  // The mathematical library is not linked, because its last bits differ between machines.
+  // -ffp-contract=off, so that the results equal those of a built-in policy with every instruction
+  // set. The mathematical library is not linked, because the last bits of its results differ
+  // between machines.
   HostCompiler()
       : command_(compiler_command()),
         flags_({"-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden",
@@ -89,8 +92,8 @@ class HostCompiler {
       flags_.push_back(std::move(option));
   }
 
-  /// Everything that determines the output: the command, its flags and its version. Throws
-  /// std::runtime_error if it cannot be run.
+  /// A text with everything that determines the output of the compiler: the command, its flags and
+  /// its version. Throws std::runtime_error if the compiler cannot be run.
   std::string identity() const {
     const TemporaryFolder folder;
     std::vector<std::string> words = command_;
@@ -101,8 +104,8 @@ class HostCompiler {
   }
   /// Compiles `source` with the headers of `folder` to the shared object `object`. Writes the
   /// compiler's output to `folder`/log and the list of files that it read, without system headers,
-  /// to `folder`/reads. Returns whether it succeeded. Throws std::runtime_error if it cannot be
-  /// run.
+  /// to `folder`/reads. Returns whether the compilation succeeded. Throws std::runtime_error if the
+  /// compiler cannot be run.
   bool compile(const fs::path& folder, const fs::path& source, const fs::path& object) const {
     std::vector<std::string> words = command_;
     words.insert(words.end(), flags_.begin(), flags_.end());
@@ -120,7 +123,8 @@ namespace fs = std::filesystem;
 constexpr std::size_t kMaxSourceBytes = std::size_t{1} << 20, kMaxLogBytes = std::size_t{64} << 20;
 constexpr const char* kExported = "kvlab_policy_ops";
 
-/// The source to compile: the header, and the table that the object exports.
+/// The text of the source file to compile. It includes the header and defines the function that the
+/// object exports, which returns the policy's table.
 std::string unit_text(const PolicySource& source, unsigned line) {
   constexpr std::string_view kUnit = R"(#include "policies/ops/make_ops.hpp"
 #include "source.hpp"
@@ -152,7 +156,8 @@ void write_inputs(const fs::path& folder, const PolicySource& source, unsigned l
   write_file_atomically(folder / "entry.cpp", unit_text(source, line));
 }
 
-/// A key for everything on which the object depends: the text, the headers, and the compiler.
+/// The cache key. It covers everything on which the object depends: the policy's text, kvlab's
+/// headers, and the compiler.
 std::string key_of(const PolicySource& source, const HostCompiler& compiler) {
   std::string all = compiler.identity();
   const auto add = [&](std::string_view part) { all += fmt::format("\n{}:{}", part.size(), part); };
@@ -165,8 +170,8 @@ std::string key_of(const PolicySource& source, const HostCompiler& compiler) {
   return xxh3_hex(all);
 }
 
-/// Whether the compiler read only files in `folder`, according to its dependency file. Other files
-/// may change unnoticed.
+/// Whether the compiler read only files in `folder`, according to its dependency file. If it read
+/// others, the object must not be cached, because changes in them would not be noticed.
 bool reads_nothing_else(const fs::path& folder) {
   const std::string rule = read_text_file(folder / "reads", kMaxLogBytes);
   const std::string prefix = folder.string() + "/";
@@ -176,7 +181,7 @@ bool reads_nothing_else(const fs::path& folder) {
   return true;
 }
 
-/// The compiler's output, up to a limit.
+/// The first megabyte of the compiler's output.
 std::string log_of(const fs::path& folder) {
   constexpr std::size_t kMax = std::size_t{1} << 20;
   const MappedFile log(folder / "log");
@@ -184,8 +189,8 @@ std::string log_of(const fs::path& folder) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-/// The table that a shared object exports. The object is never unloaded, because states may outlive
-/// the code that created them.
+/// Loads a shared object and returns the table that it exports. The object is never unloaded,
+/// because policy states that need its code may still exist.
 const PolicyOps& load_ops(const fs::path& library) {
   void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   void* const symbol = handle ? dlsym(handle, kExported) : nullptr;
@@ -272,7 +277,8 @@ std::shared_ptr<const PolicyEntry> require_source(const CompiledPolicies& compil
                                                   const std::string& name, const std::string& path,
                                                   const std::string& xxh3,
                                                   const std::string& where) {
-  // For a Python function, `path` is the file that defines it, or a text such as "<stdin>".
+  // For a policy that is a Python function, `path` is the file that defines the function, or a text
+  // such as "<stdin>".
   if (path.ends_with(".py") || path.starts_with('<'))
     throw std::invalid_argument(fmt::format(
         "{}: policy {} is a Python function of {}, and these run in replays only; write it as a "
@@ -298,14 +304,15 @@ std::shared_ptr<const PolicyEntry> require_source(const CompiledPolicies& compil
 
 namespace {
 
-/// Whether a line of the log is about kvlab's headers.
+/// Whether a line of the compiler's log is about kvlab's headers.
 bool is_ours(std::string_view line) {
   constexpr std::string_view kIncluded = "In file included from ";
   if (line.starts_with(kIncluded)) line.remove_prefix(kIncluded.size());
   return line.starts_with("policies/");
 }
 
-/// The text of a static_assert of kvlab, without its surroundings; empty if the line has none.
+/// If a line of the log reports a failed static_assert of check_policy(): its text. Otherwise
+/// empty.
 std::string_view check_in(std::string_view line) {
   if (!line.starts_with("policies/") || line.find("error: static") == std::string_view::npos)
     return {};
@@ -315,8 +322,8 @@ std::string_view check_in(std::string_view line) {
   return line.substr(0, line.find('"'));
 }
 
-/// The line of the hook that a check is about ("policy: rank() must …"). Returns `line`, the
-/// struct's line, if the check is about no hook or the hook is not found.
+/// The line of the hook to which the text of a check refers ("policy: rank() must …"). If it refers
+/// to no hook, or the hook is not found, returns `line`, the line of the struct.
 unsigned line_of_hook(const PolicySource& source, std::string_view check, unsigned line) {
   constexpr std::string_view kBegin = "policy: ";
   const std::size_t end = check.find("() must ");
@@ -331,7 +338,7 @@ unsigned line_of_hook(const PolicySource& source, std::string_view check, unsign
   return line;
 }
 
-/// The names that the linker did not find, each once: "exp, std::log".
+/// The names of the functions that the linker did not find, each once: "exp, std::log".
 std::string missing_in(std::string_view log) {
   constexpr std::string_view kMissing = "undefined reference to `";
   std::set<std::string_view> names;
@@ -358,14 +365,16 @@ std::string complaint(std::string log, const std::filesystem::path& folder,
         "integers and + - * / on doubles, which give the same bits on every machine and device",
         source.path, line, missing);
   std::string own, checks;
-  bool ours = false;  // after an error in the text, further lines are about kvlab's headers
+  // Whether a line about kvlab's headers has appeared. It and all later lines are not about the
+  // policy's text.
+  bool ours = false;
   for (const std::string& text : split_list(plain, '\n')) {
     ours = ours || is_ours(text);
     if (const std::string_view check = check_in(text); !check.empty())
       checks +=
           fmt::format("\n{}:{}: error: {}", source.path, line_of_hook(source, check, line), check);
     else if (!ours && !text.empty() && text.find("from entry.cpp") == std::string::npos &&
-             // Clang's warning about GCC's options.
+             // Clang warns about options that only GCC has.
              !text.ends_with("[-Wunused-command-line-argument]"))
       own += "\n" + text;
   }
@@ -378,7 +387,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
-// The checksum follows; both come after the object's bytes.
+// Follows the bytes of the object in the file. The checksum comes after it.
 constexpr std::string_view kMark = "kvlab-object ";
 
 std::string trailer_of(std::string_view object) { return std::string(kMark) + xxh3_hex(object); }
@@ -410,12 +419,13 @@ std::optional<fs::path> ObjectCache::find(std::string_view key) const {
 
 void ObjectCache::keep(std::string_view key, const fs::path& object) const {
   if (folder_.empty()) return;
-  const fs::path fresh = folder_ / fmt::format("{}.{}", key, getpid());  // unique to this process
+  const fs::path fresh =
+      folder_ / fmt::format("{}.{}", key, getpid());  // the process id makes the name unique
   try {
     const std::string bytes = read_text_file(object, kMaxBytes);
     write_file_atomically(fresh, bytes + trailer_of(bytes));
     fs::rename(fresh, path_of(key));
-  } catch (const std::exception&) {  // for example a full disk: the next run compiles again
+  } catch (const std::exception&) {  // for example, the disk is full; the next run compiles again
     std::error_code ignored;
     fs::remove(fresh, ignored);
   }
