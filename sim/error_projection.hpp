@@ -27,7 +27,8 @@ struct ProjectionColumns {
 /// the measured `queries`.
 ProjectionColumns projection_columns(const TraceReader& trace, Queries queries);
 
-/// The gradients of a KV head's query heads at some queries: [query, gradient sample, group, dim].
+/// Reads the gradients of a KV head's query heads at some queries: [query, gradient sample, group,
+/// dim].
 std::vector<float> gradients_of(const TraceReader& trace, std::uint32_t layer,
                                 std::uint32_t kv_head, std::span<const std::uint32_t> queries);
 

@@ -12,7 +12,7 @@
 
 namespace kvlab {
 
-/// What the head tasks of a replay have in common.
+/// The data that all head tasks of a replay have in common.
 struct ReplayPlan {
   const TraceReader& trace;
   std::uint32_t sequence;

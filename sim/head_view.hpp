@@ -29,10 +29,10 @@ struct HeadView {
   std::size_t kv_token_stride = 0;
   const float* sinks = nullptr;                    ///< [group] logits; null: none
   const ErrorProjection* projection = nullptr;     ///< null: no projected errors
-  OutputWeights output = {};                       ///< W_o, for the features that need it
+  OutputWeights output = {};                       ///< W_o; only some features need it
   const FeaturesByName* feature_values = nullptr;  ///< features that are not computed; null: none
-  const Rope* rope = nullptr;                      ///< for scored features; null: no RoPE
-  float softmax_scale = 1;                         ///< for scored features
+  const Rope* rope = nullptr;  ///< needed by scored features only; null: no RoPE
+  float softmax_scale = 1;     ///< needed by scored features only
 
   /// The number of values to which the projection maps a query's error.
   ProjectionColumns projection_columns() const {
@@ -54,8 +54,8 @@ struct HeadView {
 /// The token features that a policy reads, for the tokens of a view.
 class TokenFeatures {
  public:
-  /// `appends`: all appends of the view. Throws std::logic_error if a feature is neither computed
-  /// nor supplied.
+  /// `appends`: all appends of the view's tokens. Throws std::logic_error if a feature is neither
+  /// computed nor in view.feature_values.
   TokenFeatures(const std::vector<std::string>& names, const HeadView& view,
                 const std::vector<Append>& appends, ScoreSettings settings = {});
 
@@ -90,7 +90,7 @@ struct HeadTensors {
   HeadView view;
 };
 
-/// Throws std::invalid_argument if the trace has no such head.
+/// Checks that the trace has this head. Throws std::invalid_argument if not.
 void check_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head);
 
 /// Reads queries, keys and values. Then releases the memory pages that the trace's file has mapped.
@@ -108,11 +108,11 @@ struct HeadArithmetic {
   std::uint32_t window = 0;       ///< number of tokens that a query sees; 0: all
 };
 
-/// The parameters of a layer for a request threshold. Throws std::invalid_argument unless the
+/// The parameters of a layer, with a request threshold. Throws std::invalid_argument unless the
 /// threshold is between 0 and 1.
 HeadArithmetic arithmetic_of(const TraceReader& trace, std::uint32_t layer, double threshold);
 
-/// y = x [dim], rotated to its original position and rounded as the model does.
+/// y = x [dim], rotated to `position` by RoPE, and rounded to the type to which the model rounds.
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,
                      std::uint32_t head_size, std::uint32_t position, float* y);
 

@@ -36,10 +36,11 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t layer, std::u
 struct Memory {
   double mean = 0, peak = 0;  ///< keys and values in 16 bit over decoded queries; the peak is the
                               ///< sum of the heads' peaks
-  double state = 0;           ///< policy state in addition to that, at the end
+  double state = 0;           ///< policy state after the last token, which `mean` does not include
   double budget = 0;          ///< bytes of the budget's tokens
   double exempt_peak = 0;     ///< the part of `peak` that is in layers exempt from the budget
-  /// Additional memory of the layers with a sliding window, which keep exactly the window.
+  /// Memory of the layers with a sliding window, which `mean` and `peak` do not include. These
+  /// layers keep exactly their window.
   double window_mean = 0, window_peak = 0;
   /// Keys and values after the last token, in 16 bit, without the layers with a window.
   double end = 0;

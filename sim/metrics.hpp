@@ -18,8 +18,8 @@ namespace kvlab {
 /// sample of them.
 class MeasuredQueries {
  public:
-  /// `sample_every`: errors are measured at every sample_every-th measured query. `named`: passages
-  /// for the metric `passage_recall`.
+  /// `sample_every`: errors are measured only at every sample_every-th measured query. `named`: the
+  /// passages for which the metric `passage_recall` is computed.
   MeasuredQueries(const std::vector<Segment>& segments, Queries which, std::uint32_t sample_every,
                   std::vector<Passage> named = {});
 
@@ -93,9 +93,9 @@ struct BlockedRatio {
 /// blocks of queries and, if there is a sketch, over the columns of the sketch. A ratio whose
 /// denominator is 0 has no weight and is left out.
 struct Estimate {
-  double value, standard_error;  ///< NaN if no ratio has weight; the error is also NaN with fewer
-                                 ///< than 8 blocks
-  double weight;                 ///< total weight of the ratios
+  /// NaN if no ratio has weight. The error is also NaN with fewer than 8 blocks.
+  double value, standard_error;
+  double weight;  ///< total weight of the ratios
   /// The pseudo-values of the jackknife, [block], from which mean and error are computed; NaN for a
   /// block without weight. They are used to compare two configurations in pairs.
   std::vector<double> blocks;
@@ -110,7 +110,7 @@ struct Quantile {
   double value;
   BlockedRatio::Blocks without;  ///< the quantile without each block; NaN if no values remain
 };
-/// `values` [measured query] must not be negative.
+/// The quantile of `values` [measured query], which must not be negative.
 Quantile quantile_of(const MeasuredQueries& measured, const float* values);
 /// The unweighted mean of quantiles. `weight`: their total weight.
 Estimate mean_of(std::span<const Quantile> quantiles, std::size_t blocks, double weight);
@@ -120,7 +120,7 @@ inline constexpr double kRecallFloor = 1e-9;
 
 /// One configuration's metrics on one KV head.
 struct HeadStats {
-  std::vector<double> sums;         ///< in the layout of SumsShape
+  std::vector<double> sums;         ///< layout: SumsShape
   std::vector<Quantile> quantiles;  ///< of recall, by query head
   /// [sample, 2]: squared error and squared output, summed over the group
   std::vector<double> errors;
@@ -135,7 +135,8 @@ struct HeadStats {
               const ProjectionColumns& columns = {});
   /// Computes the quantiles of recalls [query head, measured query].
   void take_recalls(const MeasuredQueries& measured, const float* recalls);
-  /// Whether the sizes are those of resize(), with or without the results of an ErrorProjection.
+  /// Whether the arrays have the sizes that resize() sets, with or without those that need an
+  /// ErrorProjection.
   bool fits(const MeasuredQueries& measured, std::uint32_t group,
             const ProjectionColumns& columns) const;
   float* residual_of(std::uint32_t sample) {

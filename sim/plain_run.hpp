@@ -27,24 +27,27 @@ class PlainRun {
   PlainRun(LiveSet live, Positions positions, const std::vector<Append>& appends,
            const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
-  /// Keeps data alive that the hooks of the live set read.
+  /// Takes ownership of data that the hooks of the live set read, so that it lives as long as the
+  /// run.
   void keep(std::shared_ptr<const void> owned) { kept_alive_ = std::move(owned); }
   void measure(const MeasuredQueries* measured) {
     measure_ = RowMeasure(measured, 1, view_, 1);
     if (live().is_quantized()) measure_.separate_quantization();
   }
-  /// Called after each query with the live positions to which it attended, ascending.
+  /// Sets a function that is called after each query with the live positions to which it attended,
+  /// ascending.
   void watch(std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher) {
     watcher_ = std::move(watcher);
   }
-  /// Called before each append and before its evictions, with the position that is appended next.
+  /// Sets a function that is called before each append, and before the evictions for it, with the
+  /// position that is appended next.
   void watch_appends(std::function<void(std::uint32_t, const LiveSet&)> watcher) {
     append_watcher_ = std::move(watcher);
   }
 
   /// Whether attend() will read the shared row of `query`.
   bool wants_row(std::uint32_t query) const;
-  /// The end of the append in progress.
+  /// The position at which the append in progress ends (exclusive).
   std::uint32_t append_end() const { return current_append().first + current_append().tokens; }
   /// Runs some queries of one append. All queries must be run in order, each once.
   void attend(QueryRange queries, SharedRows& rows);

@@ -123,7 +123,8 @@ class Replay {
     for (const std::uint32_t query : measured_.sampled_queries()) sampled.push_back(all[query]);
     return sampled;
   }
-  /// Budget of each configuration in tokens; the trace's length if nothing is evicted.
+  /// The budget of each configuration in tokens. For a policy that does not evict, it is the
+  /// trace's length.
   std::vector<std::uint32_t> budgets() const {
     std::vector<std::uint32_t> tokens;
     for (const ResolvedConfig& config : configs_)
@@ -412,7 +413,7 @@ class Replay {
       config.policy.entry->see_trace(sequence_, trace_.directory().string());
   }
 
-  const TraceReader trace_;  // only its layers without a window
+  const TraceReader trace_;  // has only the layers without a window
   std::uint32_t sequence_;
   std::vector<ResolvedConfig> configs_;
   const ReplayOptions& options_;

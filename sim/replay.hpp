@@ -20,7 +20,7 @@ inline constexpr std::string_view kOracleTopk = "oracle_topk";
 inline constexpr std::string_view kOracleResidual = "oracle_residual";
 /// Prefix of a metric's name; the name of a passage follows.
 inline constexpr std::string_view kPassageRecall = "passage_recall:";
-/// The oracles of the replay, in the form that parse_policy() takes.
+/// The names of the replay's oracles, in the form in which parse_policy() needs them.
 std::span<const std::string_view> replay_oracles();
 bool is_oracle(std::string_view policy);
 
@@ -40,8 +40,8 @@ struct ReplayOptions {
   bool plain = false;
   /// A device that runs those configurations that it supports; null: none.
   HeadReplayer* elsewhere = nullptr;
-  /// The model's output projections, for features that need them. Null: the trace must have these
-  /// features.
+  /// The model's output projections, from which some features are computed. If null, the trace must
+  /// have these features.
   std::shared_ptr<const OutputProjections> output = nullptr;
   unsigned threads = 1;
   std::vector<std::uint32_t> layers;     ///< layer numbers; empty: all without a window
@@ -76,7 +76,7 @@ struct HeadOutcome;   // sim/metrics.hpp
 struct LayerOutcome;  // sim/run/tabulate.hpp
 class JointChanges;   // sim/run/tabulate.hpp
 
-/// The KV head of a head task. `layer` counts only the layers without a window.
+/// The KV head of a head task. `layer` is its index among the layers without a window.
 struct HeadTask {
   std::uint32_t layer, kv_head;
 };

@@ -20,12 +20,13 @@ class RowMeasure {
   static constexpr std::uint32_t kTogether = 32;
 
   RowMeasure() = default;
-  /// `measured` may be null; then nothing is measured. It and the view's projection must outlive
-  /// this.
+  /// If `measured` is null, nothing is measured. `measured` and the view's projection must outlive
+  /// this object.
   RowMeasure(const MeasuredQueries* measured, std::size_t sets, const HeadView& view,
              std::uint32_t together = kTogether);
 
-  /// Call before the first query if tiers are quantized: add_quantization() will be called.
+  /// Call before the first query if tiers are quantized. It makes space for the results of
+  /// add_quantization().
   void separate_quantization() {
     for (HeadStats& stats : stats_) stats.residual.resize(2 * stats.residual.size());
   }
@@ -70,7 +71,7 @@ class RowMeasure {
         head, exact, quantized, factor,
         stats_[set].residual_of(measured_->sample(query_)) + projection_->columns().residual);
   }
-  /// Changes of log-likelihood, [gradient sample], to which the caller adds.
+  /// The changes of log-likelihood, [gradient sample], of the query. The caller adds to them.
   float* changes(std::size_t set, std::uint32_t gradient_samples) {
     return stats_[set].changes_of(measured_->index(query_), gradient_samples);
   }

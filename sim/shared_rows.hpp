@@ -1,5 +1,6 @@
-// The rows of full-cache attention of one KV head, for one block of queries at a time.
-// Configurations at original positions only mask the exponentials of these rows.
+// The attention rows of the full cache for one KV head, computed for one block of queries at a
+// time. At original positions, a configuration gets its probabilities from these rows by leaving
+// out the exponentials of tokens that are not live.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +23,8 @@ class SharedRows : public FullRows {
   /// Computes the rows of queries [first, first + count); count <= block_queries().
   void compute(std::uint32_t first, std::uint32_t count);
 
-  /// The row of one query head: exponentials of tokens 0 to query (0 outside the layer's window),
-  /// and their sum, which includes the sink logit.
+  /// The row of one query head: the exponentials of tokens 0 to query (0 for tokens outside the
+  /// layer's window), and their sum, which includes the exponential `sink` of the sink logit.
   struct Row {
     std::span<const float> e;  // [query + 1]
     float sum, sink;

@@ -1,4 +1,5 @@
-// The attention of the full cache, for pictures and for simulators of other caches.
+// The attention of the full cache. It is used for pictures, and as input of simulators for other
+// kinds of caches.
 #pragma once
 
 #include <cstdint>

@@ -32,7 +32,7 @@ class OpenBlas {
       throw std::runtime_error(
           "bench replay: libopenblas.so.0 is not OpenBLAS; install Debian's package "
           "libopenblas0-pthread");
-    set_threads(1);  // the heads are distributed over threads instead
+    set_threads(1);  // because the heads are distributed over threads
   }
 
   enum class Transposed { no = 111, yes = 112 };  // values of cblas.h

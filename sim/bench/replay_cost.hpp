@@ -13,7 +13,7 @@
 namespace kvlab {
 
 // A random trace for benchmarks. Its attention has sinks, heavy tokens and a preference for recent
-// tokens, as in trained models. It does not support conclusions about policies.
+// tokens, as in trained models. Do not draw conclusions about policies from it.
 
 struct SyntheticShape {
   std::uint32_t layers = 4, query_heads = 32, kv_heads = 8, head_size = 128;
@@ -38,11 +38,11 @@ struct BenchSweep {
 struct SweepTime {
   std::string name;
   std::size_t configs = 0;
-  WorkTime time;  ///< per clock, the minimum over the repeats
+  WorkTime time;  ///< minimum over the repeats, separately for wall clock and CPU time
   /// Number of live tokens to which a query attends, summed over queries, KV heads and
   /// configurations.
   double slot_steps = 0;
-  double ratio = 0;      ///< time relative to the exact pass, wall clock
+  double ratio = 0;      ///< wall-clock time divided by that of the exact pass
   double cpu_ratio = 0;  ///< the same in CPU time
   /// On a device: microseconds for one query and one wave of thread blocks.
   double step_microseconds = 0;

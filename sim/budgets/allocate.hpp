@@ -1,4 +1,4 @@
-// Allocates budgets by head from the curve of each head's error over its budget.
+// Allocates budgets to heads. Uses, for each head, the curve of its error against its budget.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ std::vector<std::uint32_t> share_tokens(std::span<const Curve> hulls, std::uint6
 
 /// What to allocate: a policy of the run, a metric, and a mean budget.
 struct AllocationRequest {
-  std::string policy = {};  ///< name, or label in the run; empty: the only policy
+  std::string policy = {};  ///< name of the policy, or its label in the run; empty: the only policy
   std::string metric = {};  ///< empty: kl_estimate if the run has it, otherwise residual_error
   Budget budget = {};
 };
@@ -43,8 +43,8 @@ struct Allocation {
   std::uint32_t mean_tokens = 0;
   HeadBudgets heads;
   /// The metric that the lower_hull() of each head predicts, summed over the heads.
-  double even = 0;    ///< if each head has `mean_tokens`
-  double shared = 0;  ///< with the budgets in `heads`
+  double even = 0;    ///< sum if each head has `mean_tokens`
+  double shared = 0;  ///< sum with the budgets in `heads`
 };
 
 /// Reads the run's metrics by head, at budgets that are the same for all heads. Assumes that the

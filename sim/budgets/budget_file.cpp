@@ -61,7 +61,7 @@ auto parse_list(const std::vector<std::string>& texts, Parse parse) {
   return values;
 }
 
-/// The parsed lists whose product is the sweep.
+/// The parsed lists, of which the sweep has all combinations.
 struct Axes {
   std::vector<PolicySpec> policies;
   std::vector<Budget> budgets;
@@ -91,7 +91,7 @@ void check_protected_tokens(const CacheConfig& config) {
     resolve_protected_tokens(config.policy, budget.extent.tokens);
 }
 
-/// Every configuration of one policy, in the order of the lists.
+/// All combinations of one policy with the lists, in the order of the lists.
 std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) {
   CacheConfig config{.policy = policy,
                      .prefill = axes.prefills.front(),

@@ -1,4 +1,4 @@
-// Budgets by head in files: budgets.json, policy.json, run.json.
+// Reads and writes budgets by head, as they are in budgets.json, policy.json and run.json.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,8 @@ std::string budgets_text(const HeadBudgets& heads);
 /// needs a cache for every head.
 inline constexpr std::size_t kMaxConfigs = 10'000;
 
-/// The lists whose product is the sweep; each entry is in command-line form.
+/// Lists of policies, budgets and so on, in the form of the command line. The sweep has all their
+/// combinations.
 struct SweepRequest {
   std::vector<std::string> policies, budgets;
   std::vector<std::string> prefills{"dense"};

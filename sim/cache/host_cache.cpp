@@ -118,7 +118,8 @@ HostCache::HostCache(const HostCache& other)
       centre_(other.centre_),
       centred_(other.centred_),
       old_(other.old_) {
-  // A copied vector has no spare capacity, but the vectors need the same capacity as keys_.
+  // values_ and plain_keys_ must have the same capacity as keys_, and a copied vector has no spare
+  // capacity.
   values_.reserve(other.values_.capacity());
   plain_keys_.reserve(other.plain_keys_.capacity());
 }
@@ -303,8 +304,8 @@ void HostCache::demote(std::uint32_t first, std::uint32_t last) {
   }
 }
 
-/// Quantizes the tokens that KIVI quantizes when new tokens are appended after `before` older ones.
-/// Nothing is evicted, so a token's row is its position.
+/// Quantizes the keys and values that KIVI quantizes at the moment when new tokens are appended
+/// after `before` older ones. With KIVI nothing is evicted, so a token's row is its position.
 void HostCache::quantize_as_kivi(std::uint32_t before) {
   const KvFormat& format = live_.tier_plan().front().format;
   const std::size_t dim = shape_.head_size;
@@ -358,8 +359,8 @@ HostCache::Products HostCache::multiply(const HeadAppend& append, std::uint32_t 
   return products;
 }
 
-/// Collects the scores of the live tokens from age `first` on, for query number `query` of the
-/// products.
+/// Collects the scores of the live tokens from age `first` on. `query` is the index of the query in
+/// `products`.
 void HostCache::gather_scores(const Products& products, std::size_t query, std::uint32_t first,
                               std::span<float> scores) const {
   const std::span rows = live_.slots().subspan(first, scores.size());

@@ -34,15 +34,15 @@
 
 namespace kvlab {
 
-/// What the heads of one layer have in common.
+/// The parameters that all heads of a layer have in common.
 struct HeadShape {
   std::uint32_t head_size, group;  ///< `group`: query heads that share a KV head
   Positions positions = Positions::original;
   float softmax_scale = 1.0f;
   std::uint32_t threshold16 = 0;  ///< threshold of requests
   std::uint32_t window = 0;       ///< number of tokens that a query sees, including itself; 0: all
-  float softcap = 0;              ///< see RowSpec, also for `sinks`
-  std::vector<float> sinks = {};  // [query head]
+  float softcap = 0;              ///< soft cap of scores; 0: none
+  std::vector<float> sinks = {};  // [query head]: sink logits; empty: none
   /// After RoPE at original positions, keys and queries are rounded to this type.
   std::optional<Dtype> rounding = {};
 };
@@ -61,8 +61,8 @@ struct HeadAppend {
   std::size_t lse_stride = 0;
 };
 
-/// Rows of the full cache that several caches share, because a cache at original positions only
-/// masks their exponentials.
+/// Attention rows of the full cache. Several caches share them: at original positions, a cache gets
+/// its probabilities from such a row by leaving out the exponentials of tokens that are not live.
 class FullRows {
  public:
   virtual ~FullRows() = default;
@@ -71,8 +71,8 @@ class FullRows {
                              std::span<const std::uint32_t> live, float* p) = 0;
 };
 
-/// Rotates x [size] to a position and rounds it to `rounding`, if there is one, as a model of that
-/// type does.
+/// Rotates x [size] to a position by RoPE. Rounds the result to `rounding`, if there is one,
+/// because a model of that type does so.
 void rotate_rounded(const RopeTable& rope, const float* x, std::size_t size, std::uint32_t position,
                     std::optional<Dtype> rounding, float* y);
 /// Whether a row has gone through the Hadamard rotation. Quantized rows are stored after it, in
@@ -85,7 +85,7 @@ void quantize_row(std::span<float> row, const RowFormat& format);
 /// are in the given state before the call, and rotated after it.
 void quantize_token(std::span<const KvFormat> path, std::span<float> key, std::span<float> value,
                     RowState state);
-/// Quantizes keys after RoPE as KIVI does: by channel, in groups of kQuantBlock tokens. Each group
+/// Quantizes keys after RoPE as in KIVI: by channel, in groups of kQuantBlock tokens. Each group
 /// has an fp16 minimum and an fp16 scale, which is never 0.
 void quantize_by_channel(std::span<float> keys, std::size_t dim, int bits);
 
@@ -144,11 +144,11 @@ class HostCache {
   /// Whether the oldest `count` live tokens are in 16 bit.
   bool all_exact(std::size_t count) const;
 
-  /// Drops all but the first `tokens` tokens, as LiveSet::crop() does.
+  /// Drops all tokens of the text except the first `tokens`, see LiveSet::crop().
   void crop(std::uint32_t tokens) { live_.crop(tokens); }
   /// Ends a prompt segment.
   void end_prompt() { live_.end_prompt(); }
-  /// For share_ranks().
+  /// The cache's tokens, as share_ranks() needs them.
   AgedSet& aged_set() { return live_; }
 
   const LiveSet& live() const { return live_; }

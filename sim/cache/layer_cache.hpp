@@ -17,7 +17,7 @@ struct LayerRows {
   const float* q;               // [token, kv_heads * group, dim]
   const float *k, *v;           // [token, kv_heads, dim]
   float* out;                   // [token, kv_heads * group, dim]
-  float* lse = nullptr;         // [token, kv_heads * group], natural logarithm; null: not wanted
+  float* lse = nullptr;         // [token, kv_heads * group], natural logarithm; null: not computed
 };
 
 /// Whether the split of a prompt into chunks has no effect on the cache, because nothing is
@@ -26,8 +26,8 @@ bool any_chunk(const ResolvedConfig& config);
 
 class LayerCache {
  public:
-  /// Empty caches for `kv_heads` KV heads of layer `layer`. `output`: weights for those features
-  /// that are computed from them; may be null. They must outlive the cache.
+  /// Makes empty caches for `kv_heads` KV heads of layer `layer`. `output`: the weights from which
+  /// some features are computed; may be null. The weights must outlive the caches.
   LayerCache(const ResolvedConfig& config, const HeadShape& shape, std::uint32_t kv_heads,
              std::uint32_t layer, const OutputProjections* output = nullptr);
 
@@ -60,7 +60,8 @@ class LayerCache {
   bool observes_ = false, evicts_together_ = false;
   std::uint32_t tokens_ = 0;  // tokens appended so far
   LiveSet::Identity identity_;
-  std::shared_ptr<const PolicyEntry> looker_;  // null: the policy reads no rows
+  // The policy, if it reads rows (see_rows()); otherwise null.
+  std::shared_ptr<const PolicyEntry> looker_;
   std::deque<HostCache> heads_;
 };
 

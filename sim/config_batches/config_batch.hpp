@@ -1,4 +1,5 @@
-// A configuration batch: some configurations of one KV head that share their arithmetic.
+// A configuration batch: several configurations that are run together on one KV head, so that
+// results that are the same for all of them are computed once.
 #pragma once
 
 #include <cstdint>

@@ -47,7 +47,7 @@ float min_requested(float sum, float most, std::uint32_t threshold16) {
   const double mass =
       std::ceil(static_cast<double>(threshold16) * static_cast<double>(row_max) / 65536.0);
   auto e = static_cast<float>((mass - 0.5) * 0x1p-32 * static_cast<double>(sum));
-  // Floats that are not negative have the same order as their bits.
+  // For floats that are not negative, the bits as integers have the same order as the floats.
   const auto next_to = [](float x, int steps) {
     return std::bit_cast<float>(std::bit_cast<std::int32_t>(x) + steps);
   };

@@ -15,9 +15,9 @@
 
 namespace kvlab {
 
-/// The smallest exponential at which a row requests a token; 0 if it requests all tokens. Requests
-/// are monotone in the exponential, so no probability has to be computed. `most`: the row's largest
-/// exponential.
+/// The smallest exponential that makes a token requested; 0 if all tokens are requested. Because a
+/// larger exponential never makes a requested token unrequested, requests can be found without
+/// computing probabilities. `sum` and `most`: the sum and the largest of the row's exponentials.
 float min_requested(float sum, float most, std::uint32_t threshold16);
 
 class GroupRows {
@@ -31,15 +31,14 @@ class GroupRows {
   /// CPU cache.
   std::uint32_t block_queries() const { return block_; }
   /// Computes the rows of queries [first, first + count), count <= block_queries(). `from`: the
-  /// first token that will be read; earlier tokens may be left out.
+  /// first token whose exponentials will be read. Those of earlier tokens need not be computed.
   void compute(std::uint32_t first, std::uint32_t count, std::uint32_t from = 0);
 
   const HeadView& view() const { return view_; }
   std::uint32_t group() const { return view_.group; }
   std::uint32_t head_groups() const { return head_groups_; }
-  std::uint32_t heads() const {
-    return head_groups_ * static_cast<std::uint32_t>(kHeadGroupSize);
-  }  ///< padded
+  /// Number of query heads, padded to whole head groups.
+  std::uint32_t heads() const { return head_groups_ * static_cast<std::uint32_t>(kHeadGroupSize); }
   std::uint32_t threshold16() const { return arithmetic_.threshold16; }
 
   /// The exponentials of a row: [query + 1][4], padded with zeros to a whole block.
@@ -48,7 +47,7 @@ class GroupRows {
            (std::size_t{query - first_} * head_groups_ + head_group) * stride_ * kHeadGroupSize;
   }
   float softmax_scale() const { return arithmetic_.softmax_scale; }
-  /// Lane sums of the rows, [heads()]; 0 for padding.
+  /// The sums of the rows (as by lane_sum()), [heads()]; 0 for padding.
   const float* sums(std::uint32_t query) const { return sums_.data() + row(query); }
 
   /// The largest exponential of each row, [heads()].
@@ -108,7 +107,7 @@ class GroupRows {
     std::vector<std::array<double, kHeadGroupSize>>
         tail;                       // [head group][token / 64]: sums from that token to the end
     std::vector<float> value_tail;  // [token / 64][heads()][dim]: the same for values
-    std::size_t first_tail;         // the first tail that is computed
+    std::size_t first_tail;         // index of the first tail that has been computed
     std::vector<float> output;      // [heads()][dim]
     std::vector<double> norm2;      // [heads()]
   };
@@ -123,7 +122,7 @@ class GroupRows {
   HeadView view_;
   const RopeTable& rope_;
   HeadArithmetic arithmetic_;
-  bool quantized_;  // keys are after the Hadamard rotation
+  bool quantized_;  // whether the keys are quantized, and stored after the Hadamard rotation
   Panels keys_;     // [token, dim], rotated
   std::uint32_t block_, head_groups_, first_ = 0, count_ = 0;
   std::size_t stride_, words_;    // tokens of a row, padded; 64-bit words of the bits of a row

@@ -7,7 +7,7 @@
 
 namespace kvlab {
 
-/// Makes the configuration batch for configurations at original positions. `oracle`: as in
+/// Makes the configuration batch for configurations at original positions. `oracle`: see
 /// FeedbackConfigBatch.
 std::unique_ptr<FeedbackConfigBatch> make_feedback_config_batch(
     BatchedConfigs configs, AgedSet::Identity identity, const HeadView& view, const RopeTable& rope,

@@ -1,5 +1,6 @@
-// `oracle_topk` at several budgets. Each query and query head keeps its B most probable tokens, so
-// one roughly sorted row serves every budget. Queries of a dense prefill keep all tokens.
+// `oracle_topk` at several budgets. For each query, each query head keeps its B most probable
+// tokens, where B is the budget. So one row, roughly sorted, gives the results for all budgets.
+// Queries of a dense prompt keep all tokens.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,7 @@ namespace kvlab {
 
 class TopSums {
  public:
-  /// `budgets`: the counts, ascending and distinct.
+  /// `budgets` must be ascending and distinct.
   explicit TopSums(std::vector<std::uint32_t> budgets);
 
   const std::vector<std::uint32_t>& budgets() const { return budgets_; }
@@ -28,7 +29,7 @@ class TopSums {
   void take(std::uint32_t head);
   struct Level {
     double sum;   ///< sum of the B largest exponentials
-    float least;  ///< the smallest of them
+    float least;  ///< the smallest of these exponentials
   };
   /// The results of the last take(), by budget.
   const Level& level(std::size_t i) const { return levels_[i]; }

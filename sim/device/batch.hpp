@@ -9,7 +9,7 @@
 
 namespace kvlab {
 
-/// Runs head tasks, from their tensors to their metrics.
+/// Runs head tasks: reads their tensors, replays them, and returns their metrics.
 class Batch {
  public:
   Batch(const ReplayPlan& plan, const HeadTaskPlan& common, const DeviceSweep& sweep,
@@ -38,17 +38,18 @@ class Batch {
   /// been read to `landed`, and sends the features to the device.
   void send_features(std::size_t first, std::size_t count, const float* landed) const;
   void read_projections();
-  /// Gradients for one head task's queries, in the trace's dtype.
+  /// The gradients of one head task's queries, in the trace's dtype, with a scale for each query.
   struct ScaledGradients {
     std::vector<std::byte> values;
-    std::vector<float> scales;  // [query]: the factor for the query's values
+    // [query]: the factor by which the query's values have to be multiplied.
+    std::vector<float> scales;
   };
   ScaledGradients scaled_gradients(const HeadTask& task,
                                    std::span<const std::uint32_t> queries) const;
   /// Computes two kinds of errors of the block: those of the sampled outputs after W_o, and the
   /// changes of log-likelihood by the gradients.
   void project_errors();
-  /// The sums of all head tasks and configurations, on the host.
+  /// The sums of all head tasks and configurations, copied to the host.
   struct BatchSums {
     std::vector<double> sums, errors;
     std::vector<kernels::ReplayProgress> progress;

@@ -16,10 +16,12 @@ struct HeadTaskSizes {
   std::size_t tokens, group, dim, pairs, head_groups, block, slots, configs, queries, samples,
       block_samples, named, token_features;
   std::size_t state_stride, product_bytes, element_bytes;
-  std::size_t copies, key_parts, value_parts;  ///< dequantized copies of tokens for tier plans
+  /// Number of dequantized copies of the tokens that tier plans need, and of the parts of which a
+  /// copied key and value consist.
+  std::size_t copies, key_parts, value_parts;
   bool cache_positions, rounds, uses_tiers;
   ProjectionColumns columns = {};
-  bool metrics = true;  ///< false: only outputs
+  bool metrics = true;  ///< whether metrics are computed; otherwise only outputs are
 
   bool keeps_unrounded() const { return cache_positions && rounds; }
   std::size_t words() const { return (tokens + 31) / 32; }

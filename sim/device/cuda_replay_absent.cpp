@@ -1,4 +1,4 @@
-// Stands in for the CUDA replay in a build without CUDA.
+// Replaces cuda_replay.cpp in a build without CUDA.
 #include <stdexcept>
 
 #include "sim/device/cuda_replay.hpp"

@@ -35,7 +35,8 @@ class EvalAttention {
   std::uint64_t kv_bytes_peak(std::size_t config) const { return kv_bytes_peak_[config]; }
 
  private:
-  /// Computes the features of the layer's tokens on the host, from keys and values, and sends them.
+  /// Computes the features of the layer's tokens on the host, from keys and values, and sends them
+  /// to the device.
   void send_features(std::uint32_t layer);
 
   const HeadTaskPlan& plan_;

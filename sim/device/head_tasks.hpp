@@ -37,7 +37,7 @@ class Streams {
   cuda::Event begin_, ends_[16];
 };
 
-/// What all head tasks of a replay or of an end-to-end evaluation have in common.
+/// The data that all head tasks of a replay or of an end-to-end evaluation have in common.
 struct HeadTaskPlan {
   const ModelShape& shape;
   const Rope& rope;
@@ -68,8 +68,9 @@ struct Tables {
 
 /// The sizes of one head task, for a sweep of `configs` configurations.
 HeadTaskSizes sizes_of(const HeadTaskPlan& plan, const DeviceSweep& sweep, std::size_t configs);
-/// Number of head tasks, a multiple of `together`, that fit in device memory in addition to
-/// `landing` bytes. Throws std::runtime_error if fewer than `together` fit.
+/// The number of head tasks that fit into device memory at the same time, if `landing` bytes are
+/// needed for other data. It is a multiple of `together`. Throws std::runtime_error if fewer than
+/// `together` fit.
 std::size_t tasks_at_once(const HeadTaskSizes& sizes, std::size_t landing, std::size_t together);
 
 /// A matrix for each head task. `row` and `task` are the distances between rows and between head
@@ -109,7 +110,7 @@ class HeadTasks {
   void take_queries(const kernels::ReplayVectors& from, std::size_t task, std::uint32_t head);
   /// Makes the dequantized copies of all keys and values that tier plans need.
   void make_copies();
-  /// Resets the caches to their state before the first token, without metrics.
+  /// Resets the caches to their state before the first token, and the sums of the metrics to 0.
   void clear();
   /// Selects the rules of the n-th layer.
   void set_layer(std::size_t n) {
@@ -118,8 +119,8 @@ class HeadTasks {
   /// From now on, stores the sets of kept tokens to `kept_bits`, in the layout of the kernels'
   /// arguments. With null, stops storing them.
   void keep_bits(std::uint32_t* kept_bits) { kept_bits_ = kept_bits; }
-  /// Runs queries [first, first + count): rows, walks, outputs. `outputs`: where to store the
-  /// outputs, as in kernels::ReplayOutputsArgs; may be null.
+  /// Runs queries [first, first + count): computes their rows, runs the walks, and computes their
+  /// outputs. `outputs`: where to store the outputs (see kernels::ReplayOutputsArgs); may be null.
   void replay_block(const Walks& walks, std::uint32_t first, std::uint32_t count,
                     void* outputs = nullptr);
   /// Computes the changes of log-likelihood from the sets of kept tokens. sum_metrics() computes

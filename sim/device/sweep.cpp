@@ -107,7 +107,7 @@ void DeviceSweep::send(std::span<const ResolvedConfig* const> of, std::uint32_t 
     if (policy.params_bytes)
       policy.write_params(config->policy.params, &params[first_params.back()]);
   }
-  params.resize(params.size() + 16);  // so that it is never empty
+  params.resize(params.size() + 16);  // so that params_ is never empty
   appends_ = cuda::upload(appends, "the replay's sweep");
   params_ = cuda::upload(params, "the replay's sweep");
   for (std::size_t c = 0; c < of.size(); ++c) {

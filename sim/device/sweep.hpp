@@ -29,7 +29,7 @@ struct Members {
   struct Kind {
     std::shared_ptr<const PolicyEntry> policy;
     kernels::ReplayTokens tokens;
-    bool largest;   ///< as in kernels::ReplayMembers
+    bool largest;   ///< whether a token's mass is that of the head that gives it most (group=max)
     bool by_layer;  ///< scope=layer: each configuration keeps one set of tokens per layer
     int size_class;
     bool operator==(const Kind&) const = default;
@@ -74,12 +74,12 @@ class DeviceSweep {
   /// Number of slots of all configurations or, if each configuration has separate head tasks, of
   /// the one with the most slots.
   std::int64_t task_slots = 0;
-  std::vector<Features> features;  ///< features of head tasks that configurations share
+  std::vector<Features> features;  ///< the features of a head task
   /// Number of features per token for all configurations or, if each configuration has separate
   /// head tasks, for one.
   std::uint32_t feature_count = 0;
-  std::size_t configs;                  ///< including the fp16 copies, which come last
-  std::vector<std::int32_t> fp16_copy;  ///< by configuration; -1: none
+  std::size_t configs;  ///< number of configurations, with the fp16 copies, which come last
+  std::vector<std::int32_t> fp16_copy;  ///< [configuration]: index of its fp16 copy; -1: none
   SweepTiers tiers;
   bool uses_tiers = false;  ///< whether a configuration has a tier plan
   int state_stride = 8;
@@ -101,7 +101,7 @@ class DeviceSweep {
 
   // [configuration]; if by_head_ is not 0: [layer, KV head, configuration].
   std::vector<kernels::ReplayRule> rules_;
-  std::vector<std::uint32_t> first_features_;  // [configuration]: index among a head task's
+  std::vector<std::uint32_t> first_features_;  // [configuration]: index of its first feature
   cuda::DeviceBuffer appends_, params_, sets_;
   int tiles_ = 0, quantized_tiles_ = 0, config_tasks_;
   std::size_t by_head_ = 0;  ///< KV heads per layer if budgets differ by head; otherwise 0

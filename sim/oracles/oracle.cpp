@@ -161,7 +161,7 @@ ResidualOracle::ResidualOracle(const HeadView& view, SharedRows& rows,
 void ResidualOracle::rank(const std::uint32_t* positions, std::size_t count, const Step& step,
                           std::uint64_t* ranks) {
   const std::uint32_t last = std::min(step.now + kAhead, tokens_);
-  std::vector<Sums> sums;  // [query from now on, group]
+  std::vector<Sums> sums;  // [query - step.now, group]
   for (std::uint32_t query = step.now; query < last; ++query)
     for (std::uint32_t head = 0; head < group_; ++head) {
       const float* const p = probabilities(query, head);

@@ -48,7 +48,7 @@ class AttentionOracle final : public Oracle {
 HeadStats topk_stats(const MeasuredQueries& measured, const HeadView& view, SharedRows rows,
                      std::uint32_t budget, const std::vector<bool>& uncut);
 
-// `oracle_residual`: a greedy oracle for `residual_error`.
+// `oracle_residual`, a greedy oracle for the metric `residual_error`:
 
 /// Chooses one victim after another, with knowledge of one KV head's future. Each victim is the
 /// token whose eviction would change the head's contribution to the residual stream, relative to
@@ -58,7 +58,7 @@ HeadStats topk_stats(const MeasuredQueries& measured, const HeadView& view, Shar
 /// causal half of a [token, group, token] array of floats.
 class ResidualOracle final : public Oracle {
  public:
-  static constexpr std::uint32_t kAhead = 32;    ///< number of queries
+  static constexpr std::uint32_t kAhead = 32;    ///< number of future queries
   static constexpr std::uint32_t kColumns = 16;  ///< number of directions of the residual stream
 
   /// `sketch` [group, dim, kColumns] of W_o; `norm2` [token]: squared norms of the residual stream.

@@ -25,7 +25,7 @@ namespace kvlab {
 /// same format for both. kernels: the pairs that kvlab's kernels support (kernel_format()).
 enum class FormatPairs { all, equal, kernels };
 
-/// What may differ within a plan.
+/// Which formats of a plan may differ.
 struct PlanFreedom {
   bool by_layer = true;  ///< layers may have different formats
   FormatPairs pairs = FormatPairs::all;
@@ -72,9 +72,9 @@ struct PlanLoss {
 /// A choice of formats, and its expected loss.
 struct FormatChoice {
   TierPlan tier_plan;
-  double bits = 0;   ///< mean per element, with scales and minima
+  double bits = 0;   ///< mean bits per element, including scales and minima
   double added = 0;  ///< sum of the losses of its parts
-  PlanLoss joint;    ///< loss of the whole plan: kl_estimate_joint or residual_error
+  PlanLoss joint;    ///< loss of the whole plan together: kl_estimate_joint or residual_error
 };
 
 struct FormatPlan {
@@ -109,9 +109,9 @@ class FormatKnapsack {
 
   /// Whether there is a choice of formats that fits into `bytes`.
   bool fits(std::uint32_t bytes) const;
-  /// The least sum of losses; infinite if nothing fits.
+  /// The minimal sum of losses within `bytes`; infinite if there is no choice that fits.
   double loss(std::uint32_t bytes) const;
-  /// The index of each part's format. `bytes` must fit.
+  /// The choice within `bytes`: the index of each part's format. fits(bytes) must be true.
   std::vector<std::size_t> formats(std::uint32_t bytes) const;
 
  private:
@@ -127,7 +127,7 @@ class FormatKnapsack {
 /// replay() does.
 FormatPlan plan_formats(std::span<const TraceReader* const> traces, const PlanRequest& request);
 
-/// The plan as JSON, with all losses. `tiers` is the text that --tiers takes.
+/// The plan as JSON, with all losses. The value of its key `tiers` can be used with --tiers.
 std::string plan_text(const FormatPlan& plan, const PlanRequest& request);
 
 /// The contents of a plan file that engine_options() needs.

@@ -117,7 +117,7 @@ void lead(ProcessGroup& group, const std::vector<std::size_t>& items, unsigned t
     });
     if (own.valid()) own.get();
   } catch (...) {
-    queue.close();  // otherwise `own` would compute all remaining items
+    queue.close();  // so that `own` does not compute all remaining items
     throw;
   }
 }

@@ -24,7 +24,8 @@ class ProcessGroup {
   virtual int host_rank() const { return 0; }
   virtual int host_size() const { return 1; }
 
-  /// Returns every process's text, by rank. Collective: returns when all processes have called it.
+  /// Every process passes a text, and each of them gets all texts, by rank. The call returns when
+  /// all processes have called it.
   virtual std::vector<std::string> exchange(const std::string& text) { return {text}; }
   /// Sends a message to the process with the given rank. Callable from any thread. May wait until
   /// that process calls poll().
@@ -49,9 +50,10 @@ std::unique_ptr<ProcessGroup> join_process_group();
 /// Callable before join_process_group().
 bool leads_command_line();
 
-/// Calls `action` in every process and returns when all calls have ended. Returns true if none
-/// threw. Otherwise the leader throws the first error by rank (a lone process: the exception
-/// itself) and the others return false.
+/// All processes call this function, each with its `action`. It returns when all actions have
+/// ended, with true if none has thrown. Otherwise it throws in the leader (the error of the process
+/// with the lowest rank, or the exception itself if there is one process), and returns false in the
+/// other processes.
 bool do_together(ProcessGroup& group, const std::function<void()>& action);
 
 /// Distributes `items` over the processes of the group, with `threads` threads in each process. All

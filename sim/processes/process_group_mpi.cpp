@@ -1,4 +1,5 @@
-// The only code that uses MPI: a module that join_process_group() loads.
+// The only code that uses MPI. It is a separate module, which join_process_group() loads if
+// necessary.
 #define OMPI_SKIP_MPICXX
 #include <mpi.h>
 

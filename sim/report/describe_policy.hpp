@@ -17,7 +17,8 @@ std::string_view name_of(Order order);
 /// The token features that the policy declares.
 std::vector<std::string> features_of(const PolicyInfo& info);
 
-/// The whole description: name, needs, protected tokens, modifiers, parameters, bytes, citation.
+/// The complete description as JSON: name, needs, protected tokens, modifiers, parameters, bytes,
+/// citation.
 nlohmann::ordered_json describe_policy(const PolicyEntry& entry);
 
 }  // namespace kvlab

@@ -16,8 +16,8 @@
 
 namespace kvlab {
 
-// The appearance of each policy in every figure: colour, dash, marker.
-/// A colour of the page, with another shade for dark pages.
+// The following types describe the appearance of policies in figures: colour, dash and marker.
+/// A colour of pages, with a second shade for dark mode.
 struct PageColour {
   std::string_view name;   ///< name of the CSS variable without the dashes
   std::string_view light;  ///< #rrggbb
@@ -34,7 +34,7 @@ struct SeriesStyle {
   bool filled = true;
   bool operator==(const SeriesStyle&) const = default;
 };
-/// An object with `colour`, `dash`, `shape`, `filled`, as the page's scripts read them.
+/// A style as the page's scripts read it: an object with `colour`, `dash`, `shape` and `filled`.
 nlohmann::ordered_json style_json(const SeriesStyle& style);
 
 /// The style of each series; all are different. A policy of the registry has the same colour on
@@ -54,7 +54,7 @@ struct FigurePoint {
   /// Ends of error bars; NaN: no bar.
   double x_low = std::numeric_limits<double>::quiet_NaN(), x_high = x_low, y_low = x_low,
          y_high = x_low;
-  std::string note = {};  ///< shown with the point's numbers
+  std::string note = {};  ///< text that is shown with the point's numbers
 };
 
 struct FigureSeries {
@@ -89,7 +89,7 @@ Figure curve_figure(const MetricTable& metric_table, const std::vector<std::size
 Figure frontier_figure(const MetricTable& metric_table, const std::vector<std::size_t>& drawn,
                        const MetricInfo& metric);
 
-/// The part of `figure` that the page's scripts draw (sim/report/page/points.js).
+/// The figure as JSON, which the page's scripts draw (sim/report/page/points.js).
 nlohmann::ordered_json page_json(const Figure& figure);
 /// Adds the figures that are not empty to the data of a page.
 void add_figures(nlohmann::ordered_json& data, const std::vector<Figure>& figures);

@@ -48,7 +48,7 @@ std::filesystem::path vega_folder() {
 std::string module_script(const std::filesystem::path& file, std::string_view name) {
   std::string text = read_text_file(file.string(), kMaxBytes);
   text.resize(std::min(text.find("//# sourceMappingURL="), text.size()));
-  // vega-functions requires vega-selection by another name.
+  // vega-functions requires the module vega-selection by the name vega-selections.
   return fmt::format("vegaModule('vega-{}', function (exports, module, require) {{\n{}\n}});\n",
                      name == "selection" ? "selections" : name, text);
 }

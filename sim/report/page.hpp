@@ -9,15 +9,16 @@
 
 namespace kvlab {
 
-/// What a page shows.
+/// The contents of a page.
 struct PageDocument {
-  /// `kind` names the function that draws the page (kPages in sim/report/page/main.js).
+  /// The data for the page's scripts. Its key `kind` names the function that builds the page
+  /// (kPages in sim/report/page/main.js).
   nlohmann::ordered_json data;
   std::string text;  ///< shown where JavaScript is turned off
 };
 
 /// The page as one HTML file, which makes no network requests. If Vega was not found, the page has
-/// no figures and says so.
+/// no figures, and a note about that.
 std::string page_html(const PageDocument& document);
 
 // Vega is the library that draws figures. kvlab finds it where Debian's libjs-vega installs it.
@@ -27,7 +28,7 @@ inline constexpr std::string_view kNoVega =
     "the page has tables but no figures, because Vega was not found (Debian: install libjs-vega; "
     "elsewhere: set KVLAB_VEGA to its folder)";
 
-/// Vega's modules as one script after their licence. Looks in the folder that the environment
+/// One script with Vega's licence and its modules. Looks in the folder that the environment
 /// variable KVLAB_VEGA names, otherwise in the Python package, otherwise in Debian's folder.
 /// Returns nullopt if a module is missing.
 std::optional<std::string> vega_script();

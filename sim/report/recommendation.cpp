@@ -198,7 +198,8 @@ std::string table_text(const std::vector<Row>& rows, const std::string& metric) 
                     of_full = width(&Row::of_full, 7), means = width(&Row::mean, mean.size()),
                     difference = width(&Row::difference, 19);
   const std::size_t used = budget + memory + of_full + means + difference + 9;
-  const std::size_t left = std::max<std::size_t>(kColumns, used + 18) - used;  // for both names
+  // Columns that are left for the names of choice and runner-up.
+  const std::size_t left = std::max<std::size_t>(kColumns, used + 18) - used;
   const std::size_t choices = width(&Row::choice, 6), runners = width(&Row::runner_up, 9);
   const std::size_t choice = std::min(choices, std::max(left / 2, left - std::min(left, runners))),
                     runner = std::min(runners, left - choice);

@@ -20,7 +20,7 @@ std::string recommendation_text(const Recommendation& made);
 /// that are not significantly different from the choice, choices that were made because of less
 /// memory, policies over budget, and the scored texts. Ends with a line break.
 std::string recommendations_text(std::span<const Recommendation> made);
-/// The notes below that table, not wrapped.
+/// The notes of recommendations_text(), not wrapped to lines.
 std::vector<std::string> recommendation_notes(std::span<const Recommendation> made);
 
 /// Wraps `text` to a paragraph of at most 80 columns, with a line break at the end.
@@ -31,14 +31,15 @@ std::string in_columns(const std::string& text);
 std::vector<std::string> recommendation_warnings(const Recommendation& made);
 /// A warning that intervals are wide because few tokens were scored; "" if enough were.
 std::string few_tokens_warning(std::uint64_t tokens);
-/// The warnings of all budgets, each once.
+/// The warnings about all recommendations. Equal warnings appear once.
 std::vector<std::string> recommendation_warnings(std::span<const Recommendation> made);
 
 /// A recommendation as JSON, with all its data (docs/reference/recommendations.md).
 nlohmann::ordered_json recommendation_json(const Recommendation& made);
 nlohmann::ordered_json recommendations_json(std::span<const Recommendation> made);
-/// Reads what these functions wrote under `key`. Both throw std::runtime_error that names the file,
-/// the key and what is expected.
+/// recommendations_from() and recommendation_in() read the value of `key`, which
+/// recommendations_json() or recommendation_json() wrote. Both throw std::runtime_error that names
+/// the file, the key and what is expected.
 std::vector<Recommendation> recommendations_from(const JsonFields& fields, std::string_view key);
 Recommendation recommendation_in(const JsonFields& fields, std::string_view key);
 /// The standings as JSON: for each policy its metric, its difference from the lowest mean, and its
@@ -49,9 +50,9 @@ nlohmann::ordered_json difference_json(const Difference& difference);
 /// "0.0046 (0.0012 to 0.0080)", with two digits of the interval; without an interval only the mean.
 std::string difference_text(const Difference& difference, std::string_view to = " to ");
 
-/// The series of `policy` (window, oracle_attention) that is comparable with `series`: it has the
-/// same prefill mode and, if there is a choice, the same positions. Returns nullopt if the run has
-/// none.
+/// The series of `policy` (for example window or oracle_attention) that is comparable with
+/// `series`. It has the same prefill mode. If there are several, it is the one with the same
+/// positions. Returns nullopt if the run has none.
 std::optional<std::size_t> counterpart(const MetricTable& metric_table, std::size_t series,
                                        std::string_view policy);
 

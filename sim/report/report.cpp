@@ -26,7 +26,7 @@ namespace {
 // Converts the tokens that heads kept over time to the JSON that the page's scripts read
 // (sim/report/page/kept.js).
 
-/// The label and colour of a kept series: those of its curve, if the run has it.
+/// The label and colour of a kept series. They are those of its curve, if the run has one.
 struct KeptLook {
   std::string label, colour;
 };
@@ -312,7 +312,7 @@ class Page {
     return std::nullopt;
   }
 
-  /// The metrics that the run has.
+  /// The metrics of which the run has values for all layers together.
   std::vector<const MetricInfo*> measured_metrics() const {
     std::vector<const MetricInfo*> metrics;
     for (const MetricInfo& metric : all_metrics())

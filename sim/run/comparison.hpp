@@ -24,7 +24,8 @@ bool needs_no_more_memory(const Memory& own, const Memory& other);
 /// A configuration that is compared at a budget.
 struct Candidate {
   std::string name;
-  double error = 0;  ///< mean of the metric; negated if higher is better
+  /// Mean of the metric, negated if higher is better, so that lower is always better.
+  double error = 0;
   Memory memory = {};
 };
 
@@ -35,7 +36,7 @@ using DifferenceOf = std::function<Difference(std::size_t a, std::size_t b)>;
 struct ComparisonScope {
   std::string budget;             ///< as requested: "64", "20%"
   double budget_bytes = 0;        ///< 0: unknown
-  double full_bytes = 0;          ///< mean of the full cache; 0: unknown
+  double full_bytes = 0;          ///< mean memory of the full cache; 0: unknown
   std::string metric;             ///< "KL"
   bool higher_is_better = false;  ///< if true, errors are negated means
   std::size_t texts = 0;          ///< number of different texts
@@ -57,8 +58,9 @@ struct Recommendation {
   /// The eligible candidates, whose peak memory is within the budget, ordered by mean (lowest
   /// first), then by name. If no candidate is eligible, all candidates.
   std::vector<std::size_t> order;
-  std::vector<Difference> behind;  ///< [order]: the candidate's error minus that of the lowest mean
-  std::vector<Difference> from_choice;  ///< [order]: the candidate's error minus that of the choice
+  /// [order]: its error minus that of the candidate with the lowest mean.
+  std::vector<Difference> behind;
+  std::vector<Difference> from_choice;  ///< [order]: its error minus that of the choice
   /// Candidates that are not eligible, lowest mean first; never chosen.
   std::vector<std::size_t> over_budget;
   /// Candidates that no other candidate dominates, ordered by bytes.

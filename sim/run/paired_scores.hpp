@@ -32,18 +32,19 @@ struct Difference {
   Difference reverse() const {
     return {-mean, standard_error, {-interval.high, -interval.low}, texts};
   }
-  /// The same difference with another standard error. The interval is scaled in proportion.
+  /// The same difference with another standard error. The interval is scaled in proportion to it.
   Difference with_error(double error) const;
 };
 
 /// The scores of several configurations on one text. A score of NaN was not measured.
 struct PairedText {
-  std::string text;   ///< hash of the text, or any unique name
-  double tokens = 1;  ///< number of scored tokens, in a unit that is the same for all texts
+  std::string text;  ///< hash of the text, or any unique name
+  /// Number of scored tokens, or any measure of length that is comparable between the texts.
+  double tokens = 1;
   std::vector<double> means = {};                ///< [configuration]
   std::vector<std::vector<double>> blocks = {};  ///< [configuration][block]; may be empty
   std::vector<double> block_weights = {};        ///< [block]; empty: equal weights
-  bool is_binary = false;                        ///< blocks are single answers: 1 right, 0 wrong
+  bool is_binary = false;  ///< whether each block is a single answer: 1 right, 0 wrong
 };
 
 /// Paired scores of several configurations. Every text has weight 1, regardless of its length. So a
@@ -59,13 +60,14 @@ struct PairedText {
 class PairedScores {
  public:
   static constexpr std::size_t kMinBlocks = 8;
-  static constexpr std::size_t kBlockTokens = 64;  ///< neighbouring tokens depend on each other
+  /// Tokens per block, because the scores of neighbouring tokens are correlated.
+  static constexpr std::size_t kBlockTokens = 64;
   /// A text is short compared with one that has more than this many times its tokens.
   static constexpr double kShortText = 16;
 
   explicit PairedScores(std::size_t configurations) : configurations_(configurations) {}
 
-  /// Adds a text. A text with a known name is ignored.
+  /// Adds a text. If a text with the same name has been added before, the new one is ignored.
   void add(PairedText text);
   /// Adds one sequence's scores by token, [configuration][token]. The sequences of a text must
   /// follow one another. Every kBlockTokens tokens of a sequence form a block, and the remainder

@@ -65,7 +65,7 @@ class MetricTable {
   /// Finds a budget by its text as requested, or by its number of tokens if it has that number on
   /// every trace. Null if there is none.
   const BudgetColumn* find_budget(std::string_view text) const;
-  /// The row of each trace that has one. `full` has a row under any budget.
+  /// The row of each trace that has one. For `full`, the budget is ignored.
   std::vector<const ResultRow*> rows(std::size_t series, std::string_view budget,
                                      std::string_view metric, Scope scope = {}) const;
   std::optional<Average> average(std::size_t series, std::string_view budget,
@@ -115,8 +115,8 @@ struct Ranking {
   /// The eligible policies, lowest mean first, then those over the budget.
   std::vector<Standing> standings;
   std::size_t winner = 0;           ///< the choice, an index in `standings`
-  Recommendation recommendation;    ///< its candidates are in the order of the run
-  std::vector<std::size_t> series;  ///< [candidate]
+  Recommendation recommendation;    ///< its candidates have the order of the run
+  std::vector<std::size_t> series;  ///< [candidate of the recommendation]: index of its series
 
   bool empty() const { return standings.empty(); }
   const Standing& first() const { return standings.front(); }

@@ -105,7 +105,7 @@ std::vector<Scope> most_different_heads(std::span<const ResultRow> rows, std::st
 /// The tokens whose attention is large enough to be drawn. A level is 255 times the square root of
 /// the probability, so that small probabilities are visible.
 std::vector<Glance> glances_of(const std::vector<float>& attention) {
-  constexpr std::uint32_t kFaintest = 10;  // a probability of 0.0015
+  constexpr std::uint32_t kFaintest = 10;  // level of a probability of 0.0015
   std::vector<Glance> glances;
   for (std::uint32_t j = 0; j < attention.size(); ++j) {
     const auto level = static_cast<std::uint32_t>(std::lround(255 * std::sqrt(attention[j])));
@@ -170,7 +170,7 @@ std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t seque
   return kept;
 }
 
-/// Refuses a name that cannot be written to results.csv and run.json.
+/// Throws if the trace has a name that cannot be written to results.csv and run.json.
 void refuse_unwritable(const RunTrace& trace) {
   using nlohmann::json;
   const json name = trace.name;
@@ -209,7 +209,7 @@ std::size_t first_measured(const TraceReader& trace, Queries queries) {
 /// Finds traces whose text also occurs in a longer trace of the same weights, and sets
 /// RunTrace::same_text_as.
 void find_overlaps(RunInfo& info, std::span<const TraceReader* const> traces) {
-  std::map<std::string, std::vector<TextPiece>> pieces;  // by weights
+  std::map<std::string, std::vector<TextPiece>> pieces;  // key: hash of the weights
   for (std::size_t t = 0; t < traces.size(); ++t)
     pieces[info.traces[t].weights_xxh3].push_back(
         {.text = t,
@@ -252,7 +252,7 @@ std::string build_hash() {
   return program.empty() ? "" : xxh3_hex(MappedFile(program).bytes());
 }
 
-/// Opens the traces. The processes of one host share the work of verifying them.
+/// Opens and verifies the traces. The processes of one host share the work of verifying.
 std::vector<TraceReader> open_traces(const ReplayRequest& request, const ProcessGroup& group) {
   if (request.traces.empty())
     throw std::invalid_argument("--trace: name at least one trace directory");
@@ -307,7 +307,7 @@ class ReplaySweepJob {
   std::string fingerprint() const { return fmt::format("{:016x}", job_hash_); }
   const std::vector<HeadTaskId>& tasks() const { return ids_; }
 
-  /// The bytes of one head task's outcomes. Callable from any thread.
+  /// Runs one head task and returns its outcomes as bytes. Callable from any thread.
   std::string compute(std::size_t task) {
     const HeadTaskId& id = ids_[task];
     return pack_head_task(id, job(id.trace)->run(id.task));
@@ -478,7 +478,7 @@ Run lead(const ReplayRequest& request, const std::filesystem::path& out, ReplayS
   }
 }
 
-/// Throws unless all processes have the same job.
+/// Throws unless all processes have the same job. `fingerprint` is a text that identifies the job.
 void check_alike(ProcessGroup& group, const std::string& fingerprint) {
   const auto said = group.exchange(fingerprint);
   if (said[static_cast<std::size_t>(group.rank())] != said[0])
@@ -492,7 +492,8 @@ void check_alike(ProcessGroup& group, const std::string& fingerprint) {
 void check_budgets(ReplayRequest& request, std::span<const TraceReader* const> traces) {
   std::uint32_t longest = 0;
   for (const TraceReader* const trace : traces) longest = std::max(longest, trace->tokens());
-  std::map<std::string, bool> evicts;  // by budget, under any policy
+  // Key: the budget. Value: whether any policy evicts at this budget.
+  std::map<std::string, bool> evicts;
   const auto check = [&](const CacheConfig& config) {
     bool any = false;
     for (const TraceReader* const trace : traces)

@@ -20,8 +20,8 @@ struct ReplayRequest {
   std::vector<CacheConfig> sweep;
   ReplayOptions options;
   std::shared_ptr<HeadReplayer> device;  ///< owns the device to which options.elsewhere points
-  bool fresh = false;                    ///< discards the results of an unfinished replay
-  /// Receives one line each.
+  bool fresh = false;  ///< whether to delete the results of an unfinished replay first
+  /// Called with each message for the user, which is one line.
   std::function<void(const std::string&)> notice = [](const std::string&) {};
 };
 

@@ -22,7 +22,7 @@
 #include "traces/base/text.hpp"
 
 namespace kvlab {
-/// The description of a metric, for ranking and for people.
+/// The description of a metric, for rankings and for display.
 struct MetricInfo {
   std::string_view name;
   std::string_view label;  ///< label of an axis
@@ -30,7 +30,8 @@ struct MetricInfo {
   bool ranks;  ///< false for bookkeeping metrics (bytes, evictions), by which deploy does not rank
 };
 
-/// Every metric that a results file may have; `passage_recall` stands for `passage_recall:NAME`.
+/// Every metric that a results file may have. The entry `passage_recall` stands for
+/// `passage_recall:NAME` with any name.
 std::span<const MetricInfo> all_metrics();
 /// Null for an unknown name. All `passage_recall:NAME` share one description.
 const MetricInfo* find_metric(std::string_view name);
@@ -74,8 +75,8 @@ std::string best_metric_text(std::span<const ResultRow> rows);
 /// The best metric among those for which `in_every_trace(metric)` is true.
 std::string_view best_metric(const std::function<bool(const std::string&)>& in_every_trace);
 
-/// Writes RFC 4180 with "
-/// " between records. Numbers are in the shortest form that converts back to the same value.
+/// Writes comma-separated values according to RFC 4180, but with "\n" between records. Numbers are
+/// in the shortest form that converts back to the same value.
 std::string results_csv(std::span<const ResultRow> rows);
 
 /// Reads an untrusted file in the format of results_csv(). Throws std::runtime_error, which names

@@ -309,7 +309,7 @@ void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string
                     row.layer, row.head, json_quoted(row.trace), trace->layers, trace->kv_heads));
 }
 
-/// Reads a file whose checksum is in run.json.
+/// Reads a file. Throws unless its checksum is the one that run.json has under `key`.
 std::string read_checked(const std::filesystem::path& path, const JsonFields& info,
                          std::string_view key) {
   std::string text = read_text_file(path, kMaxCsvBytes);

@@ -22,7 +22,7 @@ inline constexpr int kRunFormat = 1;
 
 /// A trace as a run records it.
 struct RunTrace {
-  std::string name, path;  ///< directory name; path as requested
+  std::string name, path;  ///< name of the directory, and path as requested
   std::string hash;        ///< TraceReader::hash()
   std::uint32_t tokens = 0, prompt_tokens = 0;
   std::string model, dtype;
@@ -92,7 +92,7 @@ struct KeptSeries {
   bool operator==(const KeptSeries&) const = default;
 };
 
-/// The attention that the full cache gave a token at a query.
+/// The attention that a query of the full cache gives a token.
 struct Glance {
   std::uint32_t position;
   std::uint32_t level;  ///< 255 times the square root of the probability, rounded; never 0
@@ -117,7 +117,7 @@ struct Kept {
   bool operator==(const Kept&) const = default;
 };
 
-/// Converts the sets kept at ascending queries to the periods in which each token was kept.
+/// Converts sets of kept tokens, ordered by query, to the periods in which each token was kept.
 std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets);
 
 struct Run {
@@ -143,11 +143,12 @@ std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows
 /// because results depend on its arithmetic and its policies.
 nlohmann::json job_of(const RunInfo& info, const std::string& build);
 
-/// Writes the four files. Sets run.hash.
+/// Writes the four files of a run. Sets run.hash.
 void save_run(Run& run, const std::filesystem::path& directory);
 
-/// Throws std::runtime_error, which names the file (and the line or key), if a file is missing or
-/// invalid or has a later format, or if results.csv was changed after run.json was written.
+/// Reads a run. Throws std::runtime_error, which names the file (and the line or key), if a file is
+/// missing or invalid, if it has the format of a later version, or if results.csv was changed after
+/// run.json was written.
 Run load_run(const std::filesystem::path& directory);
 
 }  // namespace kvlab

@@ -143,7 +143,7 @@ std::vector<HeadOutcome> unpack_head_task(const HeadTaskId& id, std::string_view
 
 RunFolder::RunFolder(fs::path run, const json& job, bool fresh, std::string command)
     : run_(std::move(run)), command_(std::move(command)) {
-  if (!run_.has_filename()) run_ = run_.parent_path();  // "runs/a/" is "runs/a"
+  if (!run_.has_filename()) run_ = run_.parent_path();  // converts "runs/a/" to "runs/a"
   if (fs::exists(fs::symlink_status(run_)))
     throw std::runtime_error(
         fmt::format("{}: exists already; give a new directory, or remove this one", run_.string()));

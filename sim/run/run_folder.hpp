@@ -47,7 +47,7 @@ class RunFolder {
   /// another job (the message names the difference) or to none, or if another process uses it.
   RunFolder(std::filesystem::path run, const nlohmann::json& job, bool fresh,
             std::string command = "replay");
-  /// Unless commit() was called, keeps RUN.part only if it holds a finished unit.
+  /// If commit() was not called, removes RUN.part unless it holds a finished unit of work.
   ~RunFolder();
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;
@@ -59,8 +59,8 @@ class RunFolder {
   /// Stores the output of pack_head_task(). Callable from any thread. Throws std::runtime_error
   /// that names RUN.
   void write_unit(std::size_t trace, std::size_t unit, const std::string& bytes) const;
-  /// Calls `save`, which writes the run's files into a folder. Then renames this folder to RUN, and
-  /// removes RUN.part. Throws std::runtime_error that names RUN.
+  /// Calls `save` with a folder, into which it must write the run's files. Then renames this folder
+  /// to RUN, and removes RUN.part. Throws std::runtime_error that names RUN.
   void commit(const std::function<void(const std::filesystem::path&)>& save);
   void commit(Run& run);
   /// Returns `error` with the name RUN in place of RUN.part. If there is finished work, its

@@ -57,7 +57,7 @@ class JointChanges {
 
   /// Adds the layer's changes to the sums, and frees them. Call it for the layers in order.
   void add(LayerOutcome& layer);
-  /// The squares by configuration. They have no weight if no layer has changes.
+  /// The squares of the sums, by configuration. They have weight 0 if no layer has changes.
   std::vector<BlockedRatio> squares(const MeasuredQueries& measured,
                                     std::uint32_t gradient_samples) const;
 
@@ -67,7 +67,7 @@ class JointChanges {
 
 /// The complete results of a replay.
 struct ReplayOutcome {
-  const ModelShape& shape;  ///< with layer numbers
+  const ModelShape& shape;  ///< includes the layer numbers
   const MeasuredQueries& measured;
   std::span<const ResolvedConfig> configs;
   std::span<const std::uint32_t> layer_indices;

@@ -150,7 +150,7 @@ void write_inputs(const fs::path& folder, const PolicySource& source, unsigned l
     fs::create_directories((folder / header.path).parent_path());
     write_file_atomically(folder / header.path, header.text);
   }
-  // #line makes the compiler report lines of the requested file.
+  // #line makes the compiler report the path and the lines of the file that the user named.
   write_file_atomically(folder / "source.hpp",
                         fmt::format("#line 1 {}\n{}\n", c_literal(source.path), source.text));
   write_file_atomically(folder / "entry.cpp", unit_text(source, line));

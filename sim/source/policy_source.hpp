@@ -61,7 +61,7 @@ std::string complaint(std::string log, const std::filesystem::path& folder,
 /// others. An object is not used unless the checksum at its end matches its bytes.
 class ObjectCache {
  public:
-  /// Uses `folder` as it is, or creates it with its parent.
+  /// Uses `folder`. If it does not exist, creates it and its parent.
   explicit ObjectCache(std::filesystem::path folder);
 
   /// The path of the object that was stored under `key`, or nullopt if there is no complete one.
@@ -72,7 +72,7 @@ class ObjectCache {
  private:
   std::filesystem::path path_of(std::string_view key) const;
 
-  std::filesystem::path folder_;  // empty: unusable
+  std::filesystem::path folder_;  // empty if the folder is unusable
 };
 
 }  // namespace kvlab

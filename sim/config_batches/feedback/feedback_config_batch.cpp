@@ -50,8 +50,10 @@ void FeedbackConfigBatch::step(std::size_t config, std::uint32_t query, GroupRow
 
 void FeedbackConfigBatch::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) {
   prepare(first, count);
-  // With cache positions, configurations are the outer loop, because a configuration's keys are
-  // larger than a row. Otherwise a row stays in the CPU cache while all configurations read it.
+  // With cache positions, each configuration has rotated keys, which are larger than a row. So
+  // configurations are the outer loop, and the keys stay in the CPU cache for all queries.
+  // Otherwise queries are the outer loop, and a row stays in the CPU cache while all configurations
+  // read it.
   if (positions_in_cache_) {
     for (std::size_t c = 0; c < runs_.size(); ++c)
       for (std::uint32_t query = first; query < first + count; ++query) step(c, query, rows);

@@ -13,7 +13,7 @@
 namespace kvlab {
 namespace {
 
-/// The index of head h's exponential of the i-th gathered token.
+/// The index in GatherScratch::kept of the exponential that `head` gives the i-th gathered token.
 std::size_t kept_index(std::size_t i, std::size_t head, std::size_t scratch_tokens) {
   return head / kHeadGroupSize * scratch_tokens * kHeadGroupSize + i * kHeadGroupSize +
          head % kHeadGroupSize;
@@ -176,8 +176,8 @@ void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherScratch& 
   measure_outputs(query, rows, &scratch);
 }
 
-/// Writes the source of each token to scratch.source. Returns whether any token is quantized. The
-/// tokens of an append of several tokens are exact until it ends.
+/// Writes the source of each token to scratch.source. Returns whether any token is quantized. If an
+/// append has several tokens, they are not quantized before it ends.
 bool FeedbackRun::find_quantized(GatherScratch& scratch) const {
   if (tiers_.empty()) return false;
   const auto tiers = cache_.tiers();
@@ -243,7 +243,8 @@ void FeedbackRun::take_quantized(std::uint32_t query, std::uint32_t head_group,
     const GroupRows& of = tier ? tier->rows : rows;
     scratch.sources.push_back({of.e(query, head_group), factors(of)});
   }
-  scratch.sources.push_back({rows.e(query, head_group), factors(rows)});  // the exact tokens
+  // The last source is the full cache's row, for tokens that are not quantized.
+  scratch.sources.push_back({rows.e(query, head_group), factors(rows)});
 
   float* const kept = scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize;
   const std::uint32_t* const positions = cache_.positions().data();
@@ -268,7 +269,7 @@ void FeedbackRun::take_own_quantized(std::uint32_t query, std::uint32_t head, co
   take_own_row(head, scratch);
 }
 
-/// Adds the values of the tokens whose row is `from`, times their exponentials, to out
+/// Adds the values of the tokens whose TierRow is `from`, times their exponentials, to out
 /// [heads][dim].
 void FeedbackRun::add_values_of(const TierRow* from, GatherScratch& scratch, float* out) const {
   const std::size_t dim = view_.head_size,
@@ -303,7 +304,8 @@ void FeedbackRun::take_quantized_outputs(const GroupRows& rows, GatherScratch& s
   for (std::size_t d = 0; d < size; ++d) scratch.outputs[d] += quantized[d] / kQuantBlock;
 }
 
-/// Computes the outputs of the heads that use their own maximum, from gathered exponentials.
+/// Computes the outputs of those heads whose rows were computed again, relative to their own
+/// maximum (scratch.lost), from the gathered exponentials.
 void FeedbackRun::take_own_outputs(GatherScratch& scratch) const {
   for (std::uint32_t head = 0; head < view_.group; ++head) {
     if (!scratch.lost[head]) continue;
@@ -316,8 +318,9 @@ void FeedbackRun::take_own_outputs(GatherScratch& scratch) const {
   }
 }
 
-/// Measures a query's changes of log-likelihood and, if it is sampled, its errors, from
-/// scratch.outputs and scratch.sum. If `scratch` is null, the outputs are the full cache's.
+/// Measures a query's changes of log-likelihood and, if the query is sampled, its errors, from
+/// scratch.outputs and scratch.sum. If `scratch` is null, the outputs equal those of the full
+/// cache.
 void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, GatherScratch* scratch) {
   const std::size_t dim = view_.head_size;
   if (scratch && rows.gradient_samples() > 0) {
@@ -424,8 +427,8 @@ void FeedbackRun::rotate_queries(std::uint32_t query, std::uint32_t head_group,
   }
 }
 
-/// Gathers exponentials of logits at cache positions. This run computes those of tokens that are
-/// older than an evicted token; the others are the full cache's.
+/// Gathers the exponentials of logits at cache positions. Those of tokens that are older than an
+/// evicted token are computed here; the others come from the row of the full cache.
 void FeedbackRun::take_cache_positions(std::uint32_t query, GroupRows& unrounded,
                                        const CachePositionTable& positions_in_cache,
                                        GatherScratch& scratch) {

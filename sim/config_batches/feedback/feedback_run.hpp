@@ -44,10 +44,11 @@ class TierRows {
   HeadView view_;
   const RopeTable& rope_;
   HeadArithmetic arithmetic_;
-  std::map<std::vector<KvFormat>, std::unique_ptr<TierRow>> rows_;  // by the demotion path
+  std::map<std::vector<KvFormat>, std::unique_ptr<TierRow>> rows_;  // key: the demotion path
 };
 
-/// Memory that the configurations of a configuration batch use one after another.
+/// Buffers that the configurations of a batch use one after another. In the comments, heads is the
+/// number of query heads, padded to whole head groups.
 struct GatherScratch {
   AlignedVector<float> kept;                    // [head group][age][4]
   AlignedVector<std::uint64_t> mass;            // [age]
@@ -56,7 +57,7 @@ struct GatherScratch {
   std::vector<bool> lost;                       // [heads]: computed again from its own maximum
   std::vector<float> row;                       // [age]: of one head
   AlignedVector<float> products, rotated;       // [4][age], [4][dim]: at cache positions
-  std::vector<std::uint32_t> ages;              // 0, 1, 2, …
+  std::vector<std::uint32_t> ages;              // the numbers 0, 1, 2, …
   std::vector<std::uint8_t> source;             // [age]: the token's index in `sources`
   std::vector<std::uint32_t> picked;            // positions of the tokens of one source
   AlignedVector<float> weights;                 // [picked][4]

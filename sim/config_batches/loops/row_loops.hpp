@@ -2,8 +2,8 @@
 // time. All instruction sets give bit-identical results.
 //
 // Four query heads of a group form a head group, padded with zeros. A row's exponentials are stored
-// as [token][4], so a scattered read loads a token's four values at once, in 16 bytes. Every row is
-// padded with zeros to whole blocks of sixteen tokens.
+// as [token][4], so that the four values of a token, wherever it is in the row, are read with one
+// load of 16 bytes. Every row is padded with zeros to whole blocks of sixteen tokens.
 #pragma once
 
 #include <cstddef>
@@ -25,12 +25,14 @@ inline constexpr std::size_t kPanelTokens = 32;  ///< keys of a panel: [dim][32]
 /// other.
 inline constexpr std::size_t kRestBins = 8;
 
-/// A head group's row under construction. Its logits arrive some tokens at a time.
+/// The row of a head group while it is being computed. extend() adds the logits of some tokens at a
+/// time.
 struct HeadGroupRow {
-  float* e;                                           ///< [token][4]
-  std::size_t tokens = 0;                             ///< tokens so far
-  float lanes[kBlockTokens * kHeadGroupSize] = {};    ///< [token % 16][4]: running sums
-  float largest[kBlockTokens * kHeadGroupSize] = {};  ///< maxima, each of some tokens
+  float* e;                                         ///< [token][4]
+  std::size_t tokens = 0;                           ///< tokens so far
+  float lanes[kBlockTokens * kHeadGroupSize] = {};  ///< [token % 16][4]: running sums
+  /// Running maxima; each covers some of the tokens.
+  float largest[kBlockTokens * kHeadGroupSize] = {};
   std::int32_t shift[kHeadGroupSize] = {};
 };
 
@@ -44,10 +46,12 @@ struct RowLoops {
   /// is more than 2^30 times as probable as the most probable token of that call. Otherwise the
   /// shift is raised, and the row's exponentials are scaled down.
   void (*extend)(HeadGroupRow& row, const float* const* logits, std::size_t count, float scale);
-  /// Computes a row's sum[4] (lane sums) and most[4] (maxima).
+  /// Computes, for each head, the sum of a row (sum[4], as by lane_sum()) and its maximum
+  /// (most[4]).
   void (*finish)(const HeadGroupRow& row, float* sum, float* most);
   /// Gathers the exponentials of tokens[i], i < count, into kept [count][4], padded with zeros to a
-  /// whole block. sum[4]: lane sums in the order of i; most[4]: the largest, at least 0.
+  /// whole block. sum[4]: the sum for each head (as by lane_sum(), in the order of i). most[4]: the
+  /// largest for each head, at least 0.
   void (*gather)(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept,
                  float* sum, float* most);
   /// Sums the exponentials of tokens[i], i < count (`tokens` null: tokens 0, 1, 2, ...), in an
@@ -67,9 +71,10 @@ struct RowLoops {
   /// later bits are 0.
   void (*flag)(const float* e, std::size_t count, const float* least, std::uint64_t* bits,
                std::size_t words);
-  /// Writes the bits of a head group's exponentials by head, bits[h][i] (heads are `stride` apart),
-  /// and the bin of each by size: (most[h] - its bits) >> shift[h], or, if that is not below
-  /// last_bin, one of the kRestBins bins from last_bin on. Works on whole blocks.
+  /// Writes the exponentials of a head group by head, as bit patterns bits[h][i] and as bins
+  /// bins[h][i] (heads are `stride` apart). The bin of an exponential is (most[h] - its bits) >>
+  /// shift[h] or, if that is not below last_bin, one of the kRestBins bins from last_bin on. Works
+  /// on whole blocks.
   void (*bin)(const float* e, std::size_t count, const std::uint32_t* most,
               const std::uint32_t* shift, std::uint32_t last_bin, std::uint32_t* bits,
               std::uint16_t* bins, std::size_t stride);
@@ -98,8 +103,9 @@ struct RowLoops {
   /// ([half][32]). Dimensions from 2 half on are copied unchanged.
   void (*rotate_panel)(const float* panel, const float* cos, const float* sin, std::size_t half,
                        std::size_t dim, float* rotated);
-  /// out[h][i] = queries[h] [dim] times key i, one chain of fused multiply-adds, i < 32 * panels;
-  /// keys [panels][dim][32]. There are up to four queries; for a null query nothing is written.
+  /// out[h][i] = queries[h] [dim] times key i, computed as one chain of fused multiply-adds, i < 32
+  /// * panels; keys [panels][dim][32]. There are up to four queries; for a null query nothing is
+  /// written.
   void (*panel_products)(const float* keys, std::size_t panels, std::size_t dim,
                          const float* const* queries, float* out, std::size_t out_stride);
   /// Converts the logits of `old` tokens (rows[h], to be multiplied by `scale`; null: padding) to

@@ -214,7 +214,8 @@ class Dataset {
       return table;
     }
     RankedTable table{.choice = metric_table_.series().size()};
-    const auto all = [&](std::size_t series) {  // index in metric_table_
+    // Converts an index in `own` to one in metric_table_.
+    const auto all = [&](std::size_t series) {
       return static_cast<std::size_t>(std::ranges::find(places, series) - places.begin());
     };
     if (metric.ranks) {
@@ -224,7 +225,8 @@ class Dataset {
       if (!ranking.empty()) table.choice = all(ranking.standings[ranking.winner].series);
       return table;
     }
-    for (std::size_t s = 0; s < metric_table_.series().size(); ++s)  // in the order of the run
+    // Without a ranking, the rows have the order of the run.
+    for (std::size_t s = 0; s < metric_table_.series().size(); ++s)
       if (!metric_table_.series()[s].is_oracle() && !metric_table_.series()[s].is_full())
         table.rows.push_back({s, {.mean = kNone}});
     return table;

@@ -49,8 +49,8 @@ struct DatasetOptions {
   std::size_t byte_limit = 2'300'000;
 };
 
-/// The data that the page selects from and draws. `groups` must have the same series and budgets as
-/// `metric_table`, which covers all their rows.
+/// The data of the page, from which the reader selects what is drawn. `metric_table` must be made
+/// from the rows of all `groups`. A group may lack some of its series and budgets.
 nlohmann::ordered_json dataset_of(const MetricTable& metric_table,
                                   const std::vector<SeriesStyle>& styles,
                                   std::span<const SequenceGroup> groups,

@@ -1,4 +1,4 @@
-// Keys at cache positions: panels of 32, rotated and multiplied.
+// Operations on keys at cache positions, in panels of 32 keys: closing gaps, rotating, multiplying.
 #pragma once
 
 #include "sim/config_batches/loops/rows/head_groups.hpp"
@@ -51,7 +51,8 @@ inline __attribute__((always_inline)) void products_of(const float* keys, std::s
     for (int c = 0; c < P * C; ++c)
       column[c] = load(keys + ((c / C) * dim + d) * kPanelTokens + (c % C) * kWidth);
     for (int r = 0; r < R; ++r) {
-      const Floats factor = queries[r][d] - Floats{};  // keeps -0
+      // Subtracts 0, because adding 0 would change -0 to 0.
+      const Floats factor = queries[r][d] - Floats{};
       for (int c = 0; c < P * C; ++c) sum[r][c] = fused(factor, column[c], sum[r][c]);
     }
   }

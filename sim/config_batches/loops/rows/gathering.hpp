@@ -8,7 +8,8 @@ namespace {
 
 /// Running sums and maxima of a head group, [token % 16][4].
 struct HeadGroupSums {
-  static constexpr int kNumMaxima = kBlockParts < 4 ? kBlockParts : 4;  ///< registers of maxima
+  /// Number of registers of maxima.
+  static constexpr int kNumMaxima = kBlockParts < 4 ? kBlockParts : 4;
   Floats sum[kBlockParts], most[kNumMaxima];
 
   inline __attribute__((always_inline)) HeadGroupSums() {
@@ -70,7 +71,8 @@ inline bool follow(const std::uint32_t* tokens) {
   return tokens[kBlockTokens - 1] - tokens[0] == kBlockTokens - 1;
 }
 
-/// Loads part of a block's exponentials. `run`: its tokens are consecutive.
+/// Loads one register of a block's exponentials. `run`: whether the tokens of the block are
+/// consecutive.
 inline __attribute__((always_inline)) Floats load_part(const float* e, const std::uint32_t* tokens,
                                                        bool run, int part) {
   return run ? load(e + std::size_t{tokens[0]} * kHeadGroupSize + part * kWidth)

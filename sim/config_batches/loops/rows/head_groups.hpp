@@ -121,7 +121,7 @@ inline float largest_of(Floats v) {
   return most;
 }
 
-/// The four heads of one token. Has 16 bytes with any instruction set.
+/// The values of four heads for one token. It has 16 bytes with every instruction set.
 typedef float Four __attribute__((vector_size(16)));
 typedef std::int32_t FourInts __attribute__((vector_size(16)));
 
@@ -131,7 +131,8 @@ inline Four load_four(const float* from) {
   return v;
 }
 
-/// Reduces registers [token][4] over their tokens: joins the first half with the second, and so on.
+/// Reduces registers [token][4] over their tokens. Joins the first half of the registers with the
+/// second half, and repeats this until one value per head is left.
 template <class Join>
 inline __attribute__((always_inline)) Four by_halves(Floats* parts, int count, Join join) {
   for (int width = count / 2; width > 0; width /= 2)

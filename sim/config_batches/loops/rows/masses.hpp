@@ -34,7 +34,7 @@ struct Divisor {
   }
 };
 
-/// Rounds to the nearest integer, ties to even; |x| < 2^30.
+/// Rounds to the nearest integer, ties to even. |x| must be below 2^30.
 inline Ints nearest(Floats x) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Ints>(_mm512_cvtps_epi32(x));
@@ -95,10 +95,10 @@ inline __attribute__((always_inline)) void add_counts(Words counts, bool first,
 #endif
 }
 
-constexpr float kMaxCounted = 0x1p30f;  // the sum of four smaller values fits an unsigned count
+constexpr float kMaxCounted = 0x1p30f;  // the sum of four values below this fits into 32 bits
 
-/// Adds values that are too large for the counts directly to the masses, and clears them in the
-/// registers [token][4]. Floats of this size are whole numbers.
+/// Adds the values that are too large for 32-bit counts directly to the masses, and sets them to 0
+/// in the registers [token][4]. Floats of this size are whole numbers, so they need no rounding.
 inline __attribute__((noinline)) void add_large(Floats* scaled, std::uint64_t* mass) {
   for (int r = 0; r < kHeads; ++r) {
     if (!any_at_least(scaled[r], kMaxCounted)) continue;

@@ -26,7 +26,7 @@ void mark(const float* kept, std::size_t count, const float* least, bool first,
   }
 }
 
-/// Bit i: element i of `v` is at least that of `bound`.
+/// Bit i of the result: whether element i of `v` is at least element i of `bound`.
 inline std::uint64_t mask_of(Floats v, Floats bound) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask(v, bound, _CMP_GE_OQ);

@@ -1,5 +1,5 @@
-// For a live set: the sum of its tokens' exponentials, and how many of the tokens are requested
-// (hits). The order of the additions differs from that of a decoder.
+// Computes, for a live set, the sum of its tokens' exponentials, and the number of its tokens that
+// are requested (hits). The order of the additions differs from that of a decoder.
 #pragma once
 
 #include "sim/config_batches/loops/rows/gathering.hpp"
