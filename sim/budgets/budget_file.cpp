@@ -76,9 +76,11 @@ struct Axes {
 PolicySpec policy_from(const std::string& text, std::span<const std::string_view> oracles,
                        const CompiledPolicies& compiled) {
   if (oracles.empty() && is_oracle(text))
-    throw std::invalid_argument(fmt::format(
-        "policy {}: is an oracle of `kvlab replay`, which uses future attention; give a policy",
-        text));
+    throw std::invalid_argument(
+        fmt::format("policy {}: this is an oracle, which uses future attention and runs only in "
+                    "`kvlab replay`; "
+                    "give a policy",
+                    text));
   return parse_policy(text, oracles, compiled);
 }
 

@@ -24,7 +24,8 @@ Budget budget_from_json(const nlohmann::json& value, const std::string& where,
 /// does.
 Budget read_budget(std::string_view text);
 
-/// Converts budgets to a list by layer of lists by KV head, with null for an exempt layer.
+/// Converts budgets to JSON: a list with an entry for each layer. An entry is a list with one
+/// budget per KV head, or null if the layer is exempt from the budget.
 nlohmann::json budgets_json(const HeadBudgets& heads);
 /// The same as JSON text.
 std::string budgets_text(const HeadBudgets& heads);

@@ -57,7 +57,9 @@ struct HeadAppend {
   const float *k, *v;             // [token, dim]
   std::size_t key_stride;
   float* out = nullptr;  // [token, group, dim]; null: outputs are not computed
-  float* lse = nullptr;  // [token, group], natural logarithm; null if probabilities are shared
+  // [token, group]: log-sum-exp of the scores (natural logarithm). Must be null if probabilities
+  // are shared.
+  float* lse = nullptr;
   std::size_t lse_stride = 0;
 };
 
@@ -89,7 +91,8 @@ void quantize_token(std::span<const KvFormat> path, std::span<float> key, std::s
 /// has an fp16 minimum and an fp16 scale, which is never 0.
 void quantize_by_channel(std::span<float> keys, std::size_t dim, int bits);
 
-/// Number of queries for which the keys are read once.
+/// Number of queries that are multiplied by the keys together, so that the keys are read once for
+/// all of them.
 inline constexpr std::uint32_t kQueryBlock = 32;
 
 class HostCache {

@@ -17,7 +17,8 @@ struct LayerRows {
   const float* q;               // [token, kv_heads * group, dim]
   const float *k, *v;           // [token, kv_heads, dim]
   float* out;                   // [token, kv_heads * group, dim]
-  float* lse = nullptr;         // [token, kv_heads * group], natural logarithm; null: not computed
+  // [token, kv_heads * group]: log-sum-exp of the scores (natural logarithm); null: not computed.
+  float* lse = nullptr;
 };
 
 /// Whether the split of a prompt into chunks has no effect on the cache, because nothing is

@@ -43,8 +43,9 @@ std::uint32_t SweepTiers::copy_of(std::uint32_t config, const Path& path) {
   if (found == known.end()) known.push_back(path);
   if (copy > kernels::kMaxReplayCopies)
     throw std::invalid_argument(fmt::format(
-        "tiers: a CUDA device supports at most {} demotion paths at once; use fewer tier plans",
-        copy));
+        "tiers: a CUDA device supports at most {} demotion paths at once; use fewer tier plans, or "
+        "--device cpu",
+        kernels::kMaxReplayCopies));
   return copy;
 }
 

@@ -34,8 +34,10 @@ class SweepTiers {
 
   bool own_;
   std::vector<kernels::ReplayTier> tiers_;
-  std::map<const std::vector<TierSlots>*, std::uint32_t> first_;  // index in tiers_
-  std::vector<std::vector<Path>> paths_;                          // [configuration or 0, copy]
+  // Key: the tiers of a tier plan. Value: the index of its first tier in tiers_.
+  std::map<const std::vector<TierSlots>*, std::uint32_t> first_;
+  // [configuration, copy] if each configuration has separate copies; otherwise [0, copy].
+  std::vector<std::vector<Path>> paths_;
   cuda::DeviceBuffer tiers_on_device_, paths_on_device_;
 };
 

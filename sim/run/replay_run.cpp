@@ -446,10 +446,10 @@ void note_other_gradients(const ReplayRequest& request,
     if (traces[t]->gradient_samples() > traces[t]->gradient_samples(request.options.queries))
       names += (names.empty() ? "" : ", ") + request.traces[t];
   if (!names.empty())
-    request.notice(
-        fmt::format("no kl_estimate for {}, because its gradients are not of --queries {}; run "
-                    "python -m kvlab.hf sensitivities with this option and --replace",
-                    names, name_of(request.options.queries)));
+    request.notice(fmt::format(
+        "no kl_estimate for {}, because the gradients were not summed over --queries {}; "
+        "run python -m kvlab.hf sensitivities with this option and --replace",
+        names, name_of(request.options.queries)));
 }
 
 Run lead(const ReplayRequest& request, const std::filesystem::path& out, ReplaySweepJob& job,

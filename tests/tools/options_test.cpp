@@ -168,9 +168,10 @@ TEST_CASE("A list is split at each comma") {
 }
 
 TEST_CASE("An oracle is refused as such where only policies run") {
-  CHECK(message_of("--policy oracle_topk --budget 64") ==
-        "policy oracle_topk: is an oracle of `kvlab replay`, which uses future attention; give a "
-        "policy");
+  CHECK(
+      message_of("--policy oracle_topk --budget 64") ==
+      "policy oracle_topk: this is an oracle, which uses future attention and runs only in `kvlab "
+      "replay`; give a policy");
 }
 
 TEST_CASE("The remaining time is computed from the start of the work") {

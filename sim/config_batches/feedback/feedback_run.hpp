@@ -50,17 +50,21 @@ class TierRows {
 /// Buffers that the configurations of a batch use one after another. In the comments, heads is the
 /// number of query heads, padded to whole head groups.
 struct GatherScratch {
-  AlignedVector<float> kept;                    // [head group][age][4]
-  AlignedVector<std::uint64_t> mass;            // [age]
-  std::vector<std::uint32_t> requested;         // [age]
-  std::vector<float> sum, most, least, shared;  // [heads]
-  std::vector<bool> lost;                       // [heads]: computed again from its own maximum
-  std::vector<float> row;                       // [age]: of one head
-  AlignedVector<float> products, rotated;       // [4][age], [4][dim]: at cache positions
-  std::vector<std::uint32_t> ages;              // the numbers 0, 1, 2, …
-  std::vector<std::uint8_t> source;             // [age]: the token's index in `sources`
-  std::vector<std::uint32_t> picked;            // positions of the tokens of one source
-  AlignedVector<float> weights;                 // [picked][4]
+  AlignedVector<float> kept;             // [head group][age][4]: exponentials of the live tokens
+  AlignedVector<std::uint64_t> mass;     // [age]: mass that the query gives each token
+  std::vector<std::uint32_t> requested;  // [age]: whether a head requests the token
+  // [heads]: the sum and the largest of the exponentials in `kept`, the smallest exponential that
+  // is requested, and the full cache's sum over the live tokens (add_shared()).
+  std::vector<float> sum, most, least, shared;
+  std::vector<bool> lost;  // [heads]: computed again from its own maximum
+  std::vector<float> row;  // [age]: logits or exponentials of one head
+  // At cache positions: products of queries and old keys, [4][age], and the rotated queries,
+  // [4][dim].
+  AlignedVector<float> products, rotated;
+  std::vector<std::uint32_t> ages;    // the numbers 0, 1, 2, …
+  std::vector<std::uint8_t> source;   // [age]: the token's index in `sources`
+  std::vector<std::uint32_t> picked;  // positions of the tokens of one source
+  AlignedVector<float> weights;       // [picked][4]: their exponentials
   /// Where a token's exponential is read from: one source for each tier, then one for the tokens of
   /// the append in progress, which are not quantized yet. A source is a row of exponentials, and
   /// for each head the factor that converts them to the common shift.

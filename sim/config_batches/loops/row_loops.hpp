@@ -99,8 +99,9 @@ struct RowLoops {
   /// Removes key `gap` from a panel [dim][32]: later keys move to the index before, and the first
   /// key of panel `next` (null: zeros) becomes the last. Reads one float beyond the panel.
   void (*close_gap)(float* panel, const float* next, std::size_t gap, std::size_t dim);
-  /// Rotates 32 keys, panel [dim][32]: dimensions d and d + half by cos[d][i], sin[d][i]
-  /// ([half][32]). Dimensions from 2 half on are copied unchanged.
+  /// Rotates the 32 keys of a panel [dim][32]. For key i, dimensions d and d + half are rotated by
+  /// the angle with cosine cos[d][i] and sine sin[d][i]; both are [half][32]. Dimensions from 2
+  /// half on are copied unchanged.
   void (*rotate_panel)(const float* panel, const float* cos, const float* sin, std::size_t half,
                        std::size_t dim, float* rotated);
   /// out[h][i] = queries[h] [dim] times key i, computed as one chain of fused multiply-adds, i < 32
