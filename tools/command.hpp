@@ -14,9 +14,9 @@ inline constexpr int kBadInput = 2;  // exit code
 
 struct Command {
   std::string name, summary;
-  std::string usage;            ///< after "kvlab NAME "
+  std::string usage;            ///< what --help shows after "kvlab NAME "
   std::string example;          ///< a working command line, shown by --help
-  std::string positional = "";  ///< the option that words without an option's name go to, if any
+  std::string positional = "";  ///< the option that takes words without an option name; "": none
 
   /// Adds the options to the table. Returns the function to call after the table has filled the
   /// request. That function returns the exit code: 0, or 1 if a check failed. It throws

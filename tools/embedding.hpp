@@ -1,5 +1,6 @@
-// Runs a command inside another program, such as Python. Embedding is what that program provides,
-// and where it gets the result instead of printed output.
+// Lets another program, such as Python, run a command in its own process. An Embedding holds the
+// policies and the progress function of that program, and receives the JSON result of the command
+// instead of standard output.
 #pragma once
 
 #include <functional>
@@ -10,7 +11,7 @@
 
 namespace kvlab {
 
-/// While this object exists, commands of this thread use it.
+/// While this object exists, commands that run in this thread use it.
 class Embedding {
  public:
   Embedding(CompiledPolicies policies, std::function<void(double)> progress)
@@ -21,14 +22,14 @@ class Embedding {
   Embedding(const Embedding&) = delete;
   Embedding& operator=(const Embedding&) = delete;
 
-  /// Policies in addition to those of --policy-source.
+  /// The program's policies, which commands have in addition to those of --policy-source.
   const CompiledPolicies& policies() const { return policies_; }
   /// Called with the fraction done, 0 to 1; may be empty.
   const std::function<void(double)>& progress() const { return progress_; }
   /// The text that --json would print.
   std::string json = "";
 
-  /// The embedding of this thread. Null if the command runs as a process.
+  /// The embedding of this thread. Null if the command runs in the `kvlab` program.
   static Embedding*& of_thread() {
     static thread_local Embedding* own = nullptr;
     return own;

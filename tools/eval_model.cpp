@@ -47,7 +47,8 @@ std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& 
   return ids;
 }
 
-/// By layers if the evaluation on a device supports all configurations, and by tokens otherwise.
+/// A runner that works by layers if the evaluation on a device supports all configurations, and by
+/// tokens otherwise.
 SweepRunner device_sweep_runner(Backend& backend) {
   return [by_layers = device_layer_sweep_runner(*backend.device_model()),
           by_tokens = token_sweep_runner(backend)](
@@ -115,7 +116,7 @@ void add_eval_model_options(OptionTable& table, EvalModelOptions& options) {
   table.whole("max-tokens", "T", {3, kMaxTokens}, options.max_tokens,
               "tokens of each text, including the prompt");
   add_output_error_option(table, options.every_output_error,
-                          "measure errors at every eighth query (sample), or at all");
+                          "measure errors at every eighth query (sample), or at all queries (all)");
   table.check([&options](const GivenOptions& given) { check_eval_model(options, given); });
 }
 
@@ -146,10 +147,11 @@ std::vector<EvalText> eval_texts(const EvalModelOptions& options, const EvalMode
 void add_task_accuracy_options(OptionTable& table, TaskAccuracyOptions& options,
                                const std::vector<std::string>& features) {
   table.list("task", "LIST", options.tasks,
-             "tasks for the policies that are close in KL, query-agnostic, in order of priority: "
-             "passkey, needle, recall; none: no task (the default with --features)");
+             "tasks that decide among the policies that are close in KL, in order of priority: "
+             "passkey, needle, recall, all query-agnostic; none: no task (the default with "
+             "--features)");
   table.whole("words", "N", {1, 1'000'000}, options.words,
-              "--task: lengths of the context, in words; fewer are used if the full cache itself "
+              "--task: length of the context, in words; it is reduced if the full cache itself "
               "scores too low");
   table.whole("samples", "N", {1, 100'000}, options.plan.samples,
               "--task: questions at each of five depths");

@@ -1,5 +1,5 @@
-// The model of commands that run the end-to-end evaluation, and the texts of those that also run
-// the offline replay.
+// Loads the model for commands that run the end-to-end evaluation, and the texts for those of them
+// that also run the offline replay.
 #pragma once
 
 #include <memory>
@@ -15,8 +15,8 @@
 
 namespace kvlab {
 
-/// How the end-to-end evaluation works on a CUDA device. The CPU always works by layers, which is
-/// faster.
+/// How the end-to-end evaluation works on a CUDA device: `layers` computes a whole text layer by
+/// layer, `tokens` decodes it token by token. The CPU always works by layers, which is faster.
 enum class EvalMethod { layers, tokens };
 
 /// The model, loaded once on the requested device.
@@ -28,15 +28,15 @@ struct EvalModel {
 };
 EvalModel load_eval_model(const std::string& directory, const CommonOptions& common,
                           EvalMethod way = EvalMethod::layers);
-/// The replayer of a device; null for the CPU.
+/// The object that replays heads on a device; null for the CPU, which does not need one.
 std::shared_ptr<HeadReplayer> eval_replayer(Device device);
 
-/// The first `tokens` ids of the text that `--text` names, including the tokenizer's special
-/// tokens. Throws std::invalid_argument if the text is shorter.
+/// The first `tokens` ids of the file `path`, which `--text` names. They include the tokenizer's
+/// special tokens. Throws std::invalid_argument if the text is shorter.
 std::vector<std::int32_t> ids_of_text(const std::string& path, const Tokenizer& tokenizer,
                                       std::size_t tokens);
 
-/// The model, and the texts and traces that it reads.
+/// The model, and the texts and traces that it is evaluated on.
 struct EvalModelOptions {
   std::string model;
   std::vector<std::string> texts, traces;  ///< paths
@@ -53,7 +53,7 @@ void add_eval_model_options(OptionTable& table, EvalModelOptions& options);
 std::vector<EvalText> eval_texts(const EvalModelOptions& options, const EvalModel& model,
                                  unsigned threads);
 
-/// The tasks of finalists.
+/// The tasks on which `deploy --confirm` and `tune` evaluate the policies that are close in KL.
 struct TaskAccuracyOptions {
   std::vector<std::string> tasks{"passkey", "needle"};
   std::uint32_t words = 250;

@@ -20,13 +20,15 @@ namespace kvlab {
 struct Range {
   std::int64_t least, most;
 };
-/// For an option whose range depends on other options. check_range() checks it later.
+/// For an option whose range depends on other options. The command calls check_range() itself, once
+/// it knows the other options.
 inline constexpr Range kAnyNumber{std::numeric_limits<std::int64_t>::min(),
                                   std::numeric_limits<std::int64_t>::max()};
 /// Throws std::invalid_argument if the value of `--name` is outside the range.
 void check_range(std::string_view name, std::int64_t value, Range range);
 
-/// How many words may follow an option of several texts. The option may be repeated in both cases.
+/// How many words may follow each occurrence of an option that takes several texts. With either
+/// value the option may be repeated.
 enum class Takes { one_word, several_words };
 
 /// The names of the options that the user gave.
@@ -37,11 +39,10 @@ class GivenOptions {
   /// Throws std::invalid_argument if `--name` was not given; `example` shows correct use:
   /// "--model DIR".
   void require(std::string_view name, std::string_view example) const;
-  /// Throws std::invalid_argument for the first of `names` that was given: "--NAME: WHY; leave it
-  /// out".
+  /// Throws std::invalid_argument for the first of `names` that was given. The message is
+  /// "--NAME: WHY; leave it out".
   void refuse(std::initializer_list<const char*> names, std::string_view why) const;
-  /// Throws the same for each given option of `names` if `--needed`, which they require, was not
-  /// given.
+  /// Like refuse(), with the reason "requires --NEEDED", if the option `needed` was not given.
   void refuse_without(const char* needed, std::initializer_list<const char*> names) const;
 
  private:
@@ -56,7 +57,7 @@ class OptionTable {
 
   struct Option {
     std::string name, value_name;
-    Value kind;  ///< only its type matters
+    Value kind;  ///< its type is the kind of the option; its value has no meaning
     std::string help;
     std::string standard = "";  ///< the default as --help shows it; empty: it shows none
     Takes takes = Takes::one_word;

@@ -75,8 +75,8 @@ std::vector<std::string> requested_policies(const CacheOptions& caches,
   return names;
 }
 
-/// A progress bar. It is drawn again for each percent, but at most ten times a second, and on a
-/// terminal at least every second. If there is no terminal, one line says how long the work will
+/// A progress bar. On a terminal it is drawn again for each percent, at most ten times a second and
+/// at least every second. If standard error is not a terminal, one line says how long the work will
 /// take.
 class Bar {
  public:
@@ -155,9 +155,9 @@ void add_tiers_option(OptionTable& table, CacheOptions& caches) {
       "8x2-4x28 or @FILE of `kvlab plan`; may be given several times; auto: several plans "
       "(default: 16)");
   table.text("centre", "none|prompt", caches.centre_text,
-             "subtract from each key, before it is quantized, the mean of the prompt's first 128 "
-             "keys, which attention cancels; for the plans of --tiers that quantize (default: "
-             "none)");
+             "prompt: subtract the mean of the prompt's first 128 keys from each key before it is "
+             "quantized, which does not change attention weights; for the plans of --tiers that "
+             "quantize (default: none)");
   table.check([&caches](const GivenOptions&) {
     if (!caches.centre_text.empty()) caches.centre = parse_key_centre(caches.centre_text);
     if (!caches.tiers.empty()) caches.tier_plans.clear();
@@ -202,8 +202,8 @@ void add_seed_option(OptionTable& table, std::uint64_t& seed) {
 
 void add_source_option(OptionTable& table, std::vector<std::string>& sources) {
   table.texts("policy-source", "FILE.hpp", Takes::one_word, sources,
-              "a policy of your own, as a header like those of policies/, which is compiled now; "
-              "may be given several times");
+              "header of your own policy, like those in policies/; the command compiles it; may be "
+              "given several times");
 }
 
 void add_features_option(OptionTable& table, std::vector<std::string>& features) {

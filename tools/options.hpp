@@ -23,30 +23,31 @@ inline constexpr std::string_view kBudgetKeepsAll =
     "budget all keeps every token, so no policy evicted anything; to compare policies give tokens "
     "or a share: --budget 128,20%";
 
-/// How a command runs: `--threads`, `--device`, `--json`.
+/// The values of `--threads`, `--device` and `--json`.
 struct CommonOptions {
   unsigned threads = 1;
   Device device = Device::cpu;
   bool json = false;
 };
-/// `--threads` defaults to all cores. `--device` defaults to `standard` or, without it, to cuda if
-/// this build and this machine support it. Throws std::invalid_argument for cuda in a build without
-/// it, and std::runtime_error if there is no device.
+/// `--threads` defaults to all cores. `--device` defaults to `standard`. If `standard` is empty, it
+/// defaults to cuda if this build and this machine support it, and to cpu otherwise. For `--device
+/// cuda` the option throws std::invalid_argument in a build without CUDA, and std::runtime_error on
+/// a machine without a CUDA device.
 void add_common_options(OptionTable& table, CommonOptions& common,
                         std::optional<Device> standard = std::nullopt);
 void add_threads_option(OptionTable& table, unsigned& threads);
 void add_json_option(OptionTable& table, bool& json);
-/// `--model`, a checkpoint.
+/// `--model`, the directory of a checkpoint.
 void add_model_option(OptionTable& table, std::string& model);
 
-/// The caches that a command runs.
+/// Which caches a command runs: policies, budgets, tier plans and how prompts are processed.
 struct CacheOptions {
   SweepRequest sweep;
-  std::vector<std::string> tiers;  ///< of --tiers, as given
+  std::vector<std::string> tiers;  ///< the texts of --tiers
   std::vector<TierPlan> tier_plans{
-      TierPlan{}};                     ///< the same, parsed; a plan of 16 bit if none is given
-  KeyCentre centre = KeyCentre::none;  ///< of quantized plans
-  std::string centre_text;             ///< of --centre, as given
+      TierPlan{}};                     ///< the parsed --tiers; by default one plan, in 16 bit
+  KeyCentre centre = KeyCentre::none;  ///< for the plans that quantize
+  std::string centre_text;             ///< the text of --centre
   std::vector<std::string> sources;    ///< files of --policy-source
   std::vector<std::string> features;   ///< traces of --features
 };
@@ -80,17 +81,17 @@ bool has_policy_sources(const CacheOptions& caches);
 /// compile_policy_sources and FeatureTraces do.
 CompiledPolicies compiled_policies(const CacheOptions& caches, const CommonOptions& common = {});
 
-/// The sweep that `--policy`, `--budget`, … request: every policy x budget (x prefill x positions)
-/// once. Without `--policy`, the sweep has the compiled policies or, if there are none, `full`. The
-/// default positions are those of each policy. `full` is one configuration with budget `all`, and
-/// oracles only have original positions. Throws std::invalid_argument for an unknown name, for a
-/// policy that evicts without a budget, and for protected tokens that do not fit a budget in
-/// tokens.
+/// The sweep that `--policy`, `--budget`, `--prefill` and `--positions` request: each combination
+/// of their values once. Without `--policy`, the sweep has the compiled policies or, if there are
+/// none, `full`. The default positions are those of each policy. `full` is one configuration with
+/// budget `all`, and oracles only have original positions. Throws std::invalid_argument for an
+/// unknown name, for a policy that evicts without a budget, and for protected tokens that do not
+/// fit a budget in tokens.
 std::vector<CacheConfig> sweep_of(const CacheOptions& caches, const CompiledPolicies& compiled,
                                   const LeaveOut& leave_out = nullptr,
                                   std::span<const std::string_view> oracles = {});
-/// Each policy with each plan of `--tiers`. Oracles stay in 16 bit. `centre` applies to the plans
-/// that quantize.
+/// The text of each policy combined with each plan of `--tiers`. Oracles stay in 16 bit. `centre`
+/// applies to the plans that quantize.
 std::vector<std::string> with_tier_plans(const std::vector<std::string>& policies,
                                          const std::vector<TierPlan>& tier_plans, KeyCentre centre,
                                          std::span<const std::string_view> oracles = {});
@@ -100,24 +101,25 @@ LeaveOut left_out_of(std::string command);
 /// given.
 CacheConfig only_config(const CacheOptions& caches, const CompiledPolicies& compiled);
 
-/// The text of a progress bar at fraction `done`, `seconds` after fraction `first`: "1:05 left", or
-/// "" if it is too early for an estimate.
+/// The time left, as a progress bar shows it: "1:05 left", or "" if it is too early for an
+/// estimate. `first` is the fraction at which the work began, and `done` the fraction done after
+/// `seconds` seconds.
 std::string time_left(double first, double done, double seconds);
-/// The line that is printed once without a terminal: "about 1:40 left, 1:45 in all"; "" if there is
-/// too little to estimate from, or little time is left.
+/// The line that replaces the progress bar if standard error is not a terminal: "about 1:40 left,
+/// 1:45 in all". "" if it is too early for an estimate, or if little time is left.
 std::string announcement(double first, double done, double seconds);
 /// A progress bar on standard error that shows the time left. If standard error is not a terminal
 /// and the work is long, prints one line instead. Call it with the fraction done, from any thread.
 /// The first call says at which fraction the work begins.
 std::function<void(double)> progress_bar(std::string label);
 
-/// Before at least 100 MB are written, prints to standard error how large the traces of `tokens`
-/// tokens of a model will be. `where`: for example "in TMPDIR, one at a time".
+/// Prints to standard error how large the traces of `tokens` tokens of a model will be, if that is
+/// at least 100 MB. `where` ends the sentence, for example "into TMPDIR, one text at a time".
 void announce_traces(std::string_view command, const ModelShape& shape, std::uint64_t tokens,
                      std::string_view where);
 
-/// The name of each text: its file's name without the extension, or the whole path if two would
-/// have the same name, or one would be `all`. Throws std::invalid_argument for a path `all`.
+/// The name of each text: its file's name without the extension. If two of these names are equal,
+/// or one is `all`, returns the whole paths instead. Throws std::invalid_argument for a path `all`.
 std::vector<std::string> text_names(const std::vector<std::string>& paths);
 
 /// Reads a text of at most 1 GiB. Throws as read_text_file() does.

@@ -80,13 +80,13 @@ constexpr std::string_view kOutOfMemoryAtOnce =
     "kvlab: out of memory; a shorter input or fewer configurations may fit; "
     "unfinished results are kept, as *.part\n";
 
-/// Prints a line without an allocation.
+/// Prints a line without allocating memory, so that signal handlers may call it.
 void say_as_it_is(std::string_view line) {
   [[maybe_unused]] const auto said = ::write(STDERR_FILENO, line.data(), line.size());
 }
 
-/// Called if memory runs out in code that may not throw, such as the destructor of JSON. Nothing
-/// more can be undone.
+/// Called if memory runs out in code that may not throw, such as the destructor of JSON. The
+/// process ends at once, and unfinished files stay.
 [[noreturn]] void end_without_memory() {
   try {
     if (const auto error = std::current_exception()) std::rethrow_exception(error);
@@ -119,9 +119,10 @@ struct CalledOff {
 };
 CalledOff called_off_at{};
 
-/// A long step does not check for cancellation, so the process ends after 1 s and leaves what `kill
-/// -9` leaves. A process that got little CPU time in that second has up to 5 s. This runs in a
-/// signal handler: no allocation, no lock.
+/// Ends a process that goes on after it was cancelled, because a long step does not check for
+/// cancellation. It ends about 1 s after the signal, or up to 5 s if it got little CPU time in that
+/// second. Its unfinished files stay, as after `kill -9`. This runs in a signal handler, so it must
+/// not allocate memory or lock.
 void check_deadline(int) {
   constexpr double kWall = 0.85, kWork = 0.3, kLongest = 5;
   const double wall = seconds_of(CLOCK_MONOTONIC) - called_off_at.wall;
@@ -169,8 +170,8 @@ int say_called_off(Terminal& terminal, const std::vector<std::string>& words,
   return 128 + caller;
 }
 
-/// Reports that output could not be printed, because of a full disk or a closed pipe.
-/// `ends_quietly`: the process ends as the signal would end it.
+/// Reports that output could not be printed, because of a full disk or a closed pipe. If
+/// `ends_quietly`, a closed pipe ends the process by SIGPIPE without a message.
 int say_unprinted(Terminal& terminal, const std::vector<std::string>& words,
                   const std::error_code& error, bool ends_quietly) {
   if (error.value() == EPIPE && ends_quietly) {
@@ -191,8 +192,8 @@ void refuse_small_stack() {
                   stack.rlim_cur >> 10, kMin >> 10, kMin >> 10));
 }
 
-/// Handles SIGBUS, which a mapped file raises if it is truncated while it is read. Nothing else can
-/// be done then.
+/// Handles SIGBUS, which a mapped file raises if it is truncated while it is read. The read cannot
+/// continue, so the process ends with a message.
 void report_truncated_file(int) {
   say_as_it_is(
       "kvlab: a file became shorter while it was read; do not change input files while kvlab "

@@ -27,7 +27,8 @@ constexpr unsigned kColumns = 80;
 
 using Warn = std::function<void(const std::string&)>;
 
-/// A value of type T with the option's name and default, of which Boost needs only the text.
+/// A Boost value of type T with the option's value name and default. Boost only shows the default,
+/// so its text is enough.
 template <class T>
 po::typed_value<T>* semantic_as(const OptionTable::Option& option) {
   auto* const value = po::value<T>()->value_name(option.value_name);
@@ -120,7 +121,8 @@ std::vector<std::string> texts_of(const po::variable_value& value) {
   return {};
 }
 
-/// Limits lists whose entries are compared with all others, such as names.
+/// Limits the number of values of an option, because some checks compare every value with all
+/// others.
 void refuse_many(const po::variables_map& values) {
   constexpr std::size_t kMax = 10'000;
   for (const auto& [name, value] : values)
@@ -129,7 +131,7 @@ void refuse_many(const po::variables_map& values) {
           fmt::format("--{}: {} values are given; at most {} are accepted", name, count, kMax));
 }
 
-/// The metrics of a list in today's names.
+/// A list of metrics with old names replaced by current ones.
 std::string current_metrics(const std::string& list) {
   std::string text;
   for (const std::string& metric : split_list(list)) {
@@ -139,8 +141,8 @@ std::string current_metrics(const std::string& list) {
   return text;
 }
 
-/// `words` with today's names of options, and of the metrics that `--metric` and `--show` take.
-/// Prints one line on standard error for each old name.
+/// `words` with old names replaced by current ones: the names of options, and of metrics in the
+/// values of `--metric` and `--show`. Warns about each old name.
 std::vector<std::string> with_current_names(std::vector<std::string> words,
                                             const po::options_description& options,
                                             const Warn& warn_with) {
@@ -148,7 +150,7 @@ std::vector<std::string> with_current_names(std::vector<std::string> words,
     warn_with(fmt::format("{0} is called {1} now; the next release will refuse {0}",
                           printable(before), printable(now)));
   };
-  std::string option;  // that takes the next word
+  std::string option;  // the last option so far, whose value the next word may be
   for (std::string& word : words) {
     const bool is_option = word.starts_with("--");
     const std::size_t equals = is_option ? std::min(word.find('='), word.size()) : 0;
@@ -171,7 +173,7 @@ std::vector<std::string> with_current_names(std::vector<std::string> words,
   return words;
 }
 
-/// Warns about policies that are written with older names.
+/// Warns about policies that are written with old names.
 void warn_of_old_policies(const po::variables_map& values, const Warn& warn) {
   if (!values.count("policy")) return;
   for (const std::string& text : texts_of(values["policy"]))
@@ -210,8 +212,9 @@ po::variables_map parse(const Command& command, const po::options_description& o
   return values;
 }
 
-/// Refuses an empty path or list, which is an error of a script and cannot be named in messages.
-/// Texts may be empty; their command checks them.
+/// Refuses an empty path or list. It is usually a mistake in a script, and later messages could not
+/// show an empty name. `--prompt` and `--turn` may be empty here, because their commands check
+/// them.
 void refuse_empty(const po::variables_map& values) {
   for (const auto& [name, value] : values) {
     if (value.defaulted() || name == "prompt" || name == "turn") continue;
@@ -288,7 +291,8 @@ std::function<int()> prepared_run(const Command& command, const std::vector<std:
 }  // namespace
 
 int run_command(const Command& command, const std::vector<std::string>& words) {
-  // A program that embeds commands handles their errors in each process.
+  // A program that embeds commands gets the error in each of its processes. Of the processes of one
+  // command line, only the first reports it.
   const bool reports = Embedding::of_thread() || leads_command_line();
   const Warn warn = [&](const std::string& what) {
     if (reports) fmt::print(stderr, "kvlab: {}\n", what);

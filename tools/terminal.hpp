@@ -11,13 +11,14 @@ namespace kvlab {
 /// quoted names, files and tokens may contain anything.
 ///
 /// On stdout, line ends and tabs stay, and other control characters become question marks. On
-/// stderr, each print is one line of limited length. It is held back until there is something else
-/// to show, output or a progress bar, so that an error found before that is printed alone. Printing
-/// never fails.
+/// stderr, each print is one line of limited length. The line waits until output or a progress bar
+/// is printed. If an error occurs before then, drop_lines() removes it, so that the error is
+/// printed alone. Printing to stderr never fails.
 ///
-/// A standard stream that is closed stays closed: no file that is opened later takes its place. The
-/// streams that this object installs are never closed, because a library that has its own C++
-/// library, such as NVRTC, may hold them and flush them when the process ends.
+/// If the process was started with a closed standard stream, the stream stays closed: a file that
+/// is opened later does not get its file descriptor. The streams that this object installs are
+/// never closed, because a library that has its own C++ library, such as NVRTC, may hold them and
+/// flush them when the process ends.
 class Terminal {
  public:
   Terminal();
@@ -32,7 +33,7 @@ class Terminal {
   static ssize_t take_output(void* cookie, const char* bytes, std::size_t count);
   static ssize_t take_line(void* cookie, const char* bytes, std::size_t count);
   void say_lines();
-  /// Ends the line of a progress bar, so that what follows begins a line.
+  /// Ends the line of a progress bar, so that the next text begins on a new line.
   void end_bar();
 
   std::FILE *out_, *error_;  // the original streams

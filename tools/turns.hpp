@@ -1,4 +1,5 @@
-// Options for what is fed to a model: a prompt, further turns, and how answers are sampled.
+// Options for the text that a model reads (a prompt and further turns) and for sampling its
+// answers.
 #pragma once
 
 #include <cstdint>
@@ -40,20 +41,19 @@ Tokenizer tokenizer_of(const std::string& directory, const ModelConfig& config);
 void say_of_model(const ModelConfig& config, const Tokenizer& tokenizer,
                   std::string_view prompt = "", bool has_chat_template = false);
 constexpr std::size_t kAllTokens = std::numeric_limits<std::size_t>::max();
-/// The first `most` ids of a text that begins a sequence; see encode_prompt(). Prints a note if the
-/// text already begins with the tokenizer's first token. If memory runs out, throws
-/// std::runtime_error that names the text.
+/// The first `most` ids of a text that begins a sequence; see encode_prompt(). If memory runs out,
+/// throws std::runtime_error with the text's `name`.
 std::vector<std::int32_t> first_ids(const std::string& name, std::string_view text,
                                     const Tokenizer& tokenizer, std::size_t most = kAllTokens);
-/// The first `most` ids of a file, without special tokens before or after it. Otherwise like
-/// first_ids().
+/// The first `most` ids of a file's text, without special tokens before or after them. Otherwise
+/// like first_ids().
 std::vector<std::int32_t> ids_of_file(const std::string& path, const Tokenizer& tokenizer,
                                       std::size_t most = kAllTokens);
 /// For JSON: the id of a sequence's first token and whether the tokenizer added it or the text
 /// contains it; null if the tokenizer has none.
 nlohmann::json first_token(const Tokenizer& tokenizer, std::string_view text = "");
 
-/// The turns of a conversation, and how they are answered.
+/// The user's turns in a conversation, and how the answers are sampled.
 struct TurnOptions {
   std::uint32_t max_new_tokens = 100;
   std::vector<std::string> turns;  ///< after the prompt

@@ -1,5 +1,5 @@
-# kvlab_embed_text(<target> <function> <files…>): adds a source file to <target> that contains the text of each file, by
-# its path in the project. kvlab::<function>() returns them all (policies/embedded.hpp).
+# kvlab_embed_text(<target> <function> <files…>): adds a source file to <target> that contains the path (in the project)
+# and the text of each file. kvlab::<function>() returns all of them (policies/embedded.hpp).
 function(kvlab_embed_text target function)
   set(output ${CMAKE_CURRENT_BINARY_DIR}/${function}.cpp)
   list(TRANSFORM ARGN PREPEND ${PROJECT_SOURCE_DIR}/ OUTPUT_VARIABLE files)

@@ -1,5 +1,5 @@
 # Compares the tables of PAGE (docs/reference/policies.md) with the output of KVLAB (the program), row by row. A policy
-# need not be on the page. With -DWRITE=ON it corrects the page's rows instead.
+# that is missing on the page is not an error. With -DWRITE=ON the script corrects the rows of the page instead.
 set(refresh [[
 NR == FNR { row[$2] = $0; next }
 /^<!-- kvlab policies --markdown -->/ { made = seen = 1 }

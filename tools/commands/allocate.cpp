@@ -24,7 +24,7 @@ void check(Request& request, const GivenOptions& given) {
   const Budget& mean = request.allocation.budget;
   if (!mean.is_even() || mean.all)
     throw std::invalid_argument(fmt::format(
-        "--budget: {} should be tokens or a share of the length, as the mean over heads",
+        "--budget: {} should be tokens or a share of the length; it is the mean over all heads",
         mean.text()));
   given.require("out", "--out budgets.json");
   refuse_unwritable(request.out, "--out");

@@ -20,12 +20,13 @@
 namespace kvlab {
 namespace {
 
-// Prints the result of a benchmark for people: the names of its JSON, with rounded numbers.
+// Prints the result of a benchmark as text: the members of its JSON object, with rounded numbers.
 
 using nlohmann::ordered_json;
 using Cells = std::vector<std::string>;
 
-/// Four digits, with suffixes k, M, G, T.
+/// A number with about four digits and, if it is large, a suffix k, M, G or T. Other values as they
+/// are.
 std::string shortened(const ordered_json& value) {
   if (!value.is_number()) return value.is_string() ? value.get<std::string>() : json_text(value);
   double number = value.get<double>();
@@ -39,7 +40,7 @@ std::string shortened(const ordered_json& value) {
   return fmt::format("{:.4g}{}", number, unit);
 }
 
-/// A table. The first line names the columns. `first`: text before each row.
+/// A table. Its first line has the names of the columns. `first` is the text before a row.
 class Table {
  public:
   void add(const ordered_json& row, const std::string& first = "") {
@@ -97,7 +98,7 @@ void print_metrics(const ordered_json& metrics) {
   rows.print();
 }
 
-// `kvlab bench replay`: times a replay and an exact pass of attention.
+// `kvlab bench replay`: times replays, and for comparison exact attention over the whole trace.
 
 using nlohmann::ordered_json;
 
@@ -177,7 +178,7 @@ void add_replay_options(OptionTable& table, Request& request) {
   table.text("trace", "TRACE", request.trace,
              "replay: the trace to replay (default: a synthetic one in the shape of Llama-3.1-8B)");
   table.list("sweep", "NAMES", request.sweeps,
-             "replay: the sweeps to time, by the names that it prints (default: all); also `shelf` "
+             "replay: the sweeps to time, by the names in its output (default: all); also `shelf` "
              "(every policy) or a policy's name");
   table.whole("repeats", "N", {1, kMaxRepeats}, request.repeats,
               "replay: number of repetitions, each after one exact pass; the shortest times are "
@@ -273,8 +274,8 @@ std::vector<CacheConfig> evicting_sweep(const Request& request) {
   for (const CacheConfig& config : sweep)
     if (!config.evicts() || config.policy.text() != sweep.front().policy.text())
       throw std::invalid_argument(
-          "--policy: bench evict needs exactly one policy that evicts; give --policy P and its "
-          "--budget B");
+          "--policy: bench stream and bench evict need exactly one policy that evicts; give "
+          "--policy P and its --budget B");
   return sweep;
 }
 

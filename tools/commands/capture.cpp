@@ -35,7 +35,8 @@ struct Request {
   CommonOptions common;
 };
 
-/// The message about a trace that an error left incomplete.
+/// The end of an error message about a trace that an error left incomplete. "" if `out` has no
+/// shard or is a complete trace.
 std::string unfinished(const std::string& out) {
   const std::filesystem::path folder = out;
   if (!std::filesystem::exists(folder / shard_name(0)) ||
@@ -155,7 +156,7 @@ nlohmann::json record(const Request& request) {
   return record;
 }
 
-/// Feeds all tokens of the plan. Returns the sampled text.
+/// Feeds all tokens of the plan to the decoder. Returns the sampled text.
 std::string run_plan(const Plan& plan, SequenceDecoder& decoder, const ModelConfig& config,
                      const Tokenizer& tokenizer, SamplingOptions sampling) {
   if (plan.teacher_forced) {

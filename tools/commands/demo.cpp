@@ -134,7 +134,8 @@ void capture_and_replay(Tour& tour, const Paths& paths) {
 }
 
 void report_and_deploy(Tour& tour, const Paths& paths) {
-  tour.step("Report", "One page shows the answer, the curves behind it and where they come from.");
+  tour.step("Report",
+            "One page shows the recommendation, the curves behind it and how they were made.");
   tour.run(report_command(), {paths.run, "--model", paths.model, "--out", paths.page});
 
   tour.step("Deploy",
@@ -151,7 +152,7 @@ Words tuned(const std::string& model, std::initializer_list<const char*> texts) 
 
 void tune_tiny(Tour& tour, const std::string& model, const std::string& out) {
   tour.step("Tune",
-            "The same question on five texts, with real evictions. A replay orders variants of "
+            "The same comparison on five texts, with real evictions. A replay orders variants of "
             "every\npolicy; then successive halving evaluates the first of them end to end, where "
             "an eviction\nchanges what later layers see. The table marks differences that are not "
             "significant.");
@@ -221,7 +222,7 @@ void take_tour(const Request& request, const Paths& paths) {
   fmt::print(
       "\nAll of it took {:.1f} s. Open {} in a browser.\n"
       "Next: kvlab policies          what each policy does\n"
-      "      kvlab eval --help       the same question with real evictions: perplexity and KL\n"
+      "      kvlab eval --help       policies with real evictions: perplexity and KL\n"
       "      kvlab capture --help    a trace of your own model and text\n",
       tour.seconds(), paths.page);
 }

@@ -71,17 +71,19 @@ void add_options(OptionTable& table, Request& request) {
   add_common_options(table, request.common, Device::cpu);  // only --confirm needs a device
 }
 
-/// The model that confirms; nullopt if none was requested.
+/// The model for --confirm; nullopt if --confirm was not given.
 std::optional<EvalModel> load_confirming_model(const Request& request, const Run& run) {
   if (request.confirm == 0) return std::nullopt;
   EvalModel model = load_eval_model(request.model, request.common);
   if (model.backend->weights_xxh3() != run.info.traces.front().weights_xxh3)
-    throw std::invalid_argument(fmt::format("--model: {} has other weights than the run's model {}",
-                                            model.directory, run.info.traces.front().model));
+    throw std::invalid_argument(
+        fmt::format("--model: {} has other weights than the run's model {}; give the model whose "
+                    "traces the run replayed",
+                    model.directory, run.info.traces.front().model));
   return model;
 }
 
-/// Evaluates the full cache and the first standings end to end.
+/// Evaluates the full cache and the K best configurations of the ballot (--confirm K) end to end.
 Evaluation evaluate_first(const Request& request, const EvalModel& model, const Run& run,
                           const MetricTable& metric_table, const Ballot& ballot,
                           const CompiledPolicies& compiled) {
@@ -104,8 +106,8 @@ Evaluation evaluate_first(const Request& request, const EvalModel& model, const 
   return evaluation;
 }
 
-/// Measures the task accuracy of the confirmed standings. The best of them by both criteria becomes
-/// the ballot's winner.
+/// Measures the task accuracy of the confirmed configurations. The best of them by both criteria
+/// (KL and task accuracy) becomes the ballot's winner.
 nlohmann::json decide_by_both_criteria(TaskAccuracyPlan plan, const EvalModel& model,
                                        const std::vector<Confirmed>& confirmed, Ballot& ballot) {
   if (!plan.tasks.empty()) plan.chat = read_chat_frame(model.directory);

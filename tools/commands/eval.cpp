@@ -27,8 +27,8 @@ struct Request {
   std::string model, policy_file, out;
   std::vector<std::string> texts;  ///< paths
   EvalOptions how;
-  bool by_tokens = false;  ///< evaluate token by token; also used with `stream`
-  bool sweeps = false;  ///< whether policies in addition to that of the policy file are evaluated
+  bool by_tokens = false;  ///< evaluate token by token; --stream sets it too
+  bool sweeps = false;     ///< whether other policies than that of --policy-file are evaluated
   CacheOptions caches;
   CommonOptions common;
 };
@@ -69,8 +69,8 @@ void add_options(OptionTable& table, Request& request) {
   table.parsed("queries", "decode|all", how.queries, parse_queries,
                "which predictions are scored: those of decoded tokens, or all", "decode");
   table.flag("by-tokens", request.by_tokens,
-             "on a CUDA device, decode token by token instead of layer by layer; slower, and a "
-             "check of the latter (--stream implies it)");
+             "on a CUDA device, decode token by token; slower than the default, layer by layer, "
+             "and a check of it (--stream implies this switch)");
   table.flag("no-full", how.against_full,
              "leave out the full cache, and with it KL and top-1; for streams that do not fit into "
              "the full cache",
@@ -102,8 +102,8 @@ std::string budget_cell(const EvalScore& score) {
   return score.config.evicts() ? std::to_string(score.budget_tokens) : score.config.budget_text();
 }
 
-/// The label of a configuration. Formats by layer may be long, so they are cut, and their mean bits
-/// are added; eval.csv has the whole label.
+/// The label of a configuration. The label of a plan by layer may be long, so it is cut, and the
+/// mean bits of the plan are added. eval.csv has the whole label.
 std::string short_label(const EvalScore& score) {
   constexpr std::size_t kLongest = 40;
   const std::string label = score.label();
@@ -126,7 +126,7 @@ std::vector<std::string> row_names(const std::vector<EvalScore>& scores) {
   return names;
 }
 
-/// The width of a column of names: a line of the table has 80 columns, unless a name is longer.
+/// The width of the column of names: that of its heading or of the longest name.
 std::size_t width_of(const std::vector<std::string>& names) {
   std::size_t width = std::string_view("policy").size();
   for (const std::string& name : names) width = std::max(width, name.size());
@@ -169,7 +169,7 @@ void print_table(const std::vector<EvalScore>& scores, const CacheShape& model) 
     fmt::print("{}\n", windows_text(windows, memory.window_mean, memory.window_peak));
 }
 
-/// Prints how much a configuration's texts differ.
+/// Prints for each configuration the mean and the standard deviation over its texts.
 void print_texts(const Evaluation& evaluation) {
   if (evaluation.deciding().texts() < 2) return;
   fmt::print("\nby text, {}: mean and standard deviation of the texts' means\n",

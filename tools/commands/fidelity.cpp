@@ -71,7 +71,7 @@ void print_table(const Fidelity& fidelity) {
   }
 }
 
-/// The configurations whose budget fits every text. Throws if too few are left at a budget.
+/// The configurations whose budget fits every text. Throws if too few of them are left at a budget.
 std::vector<CacheConfig> fitting(std::vector<CacheConfig> configs,
                                  const std::vector<EvalText>& texts, const CacheShape& model,
                                  const LeaveOut& leave_out) {

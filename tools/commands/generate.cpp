@@ -69,7 +69,8 @@ bool keeps_unequal_counts(const ResolvedConfig& cache) {
   return !cache.head_budgets.empty() || cache.shares_slots();
 }
 
-/// For example "kept at the end: 24.5 tokens a KV head on average, 8 to 40".
+/// For example "kept at the end: 24.5 tokens per KV head on average, 8 to 40". Counts only heads
+/// that a policy evicts from. "" if there are none.
 std::string kept_text(const SequenceDecoder& decoder, const ResolvedConfig& cache) {
   double sum = 0, heads = 0;
   std::uint32_t least = ~0u, most = 0;
@@ -87,13 +88,13 @@ std::string kept_text(const SequenceDecoder& decoder, const ResolvedConfig& cach
                      least, most);
 }
 
-/// Bytes of one element in the cache.
+/// Bytes of one element of a key or value in the cache.
 std::size_t value_bytes(const Backend& backend) {
   return bytes_of(backend.rounding().value_or(Dtype::f32));
 }
 
-/// The segments of the conversation as they were fed: each turn, and its answer without the last
-/// token.
+/// The segments of the conversation as they were fed to the decoder: each turn, and its answer. The
+/// last token of the last answer is not fed.
 std::vector<Segment> segments_fed(const std::vector<std::vector<std::int32_t>>& turns,
                                   const std::vector<Answer>& answers, std::uint32_t fed) {
   std::vector<Segment> segments;
@@ -111,8 +112,8 @@ std::vector<Segment> segments_fed(const std::vector<std::vector<std::int32_t>>& 
 }
 
 /// For example "evicted 412 tokens of each KV head; KV 96.0 of 204.0 KiB in 16 bit", or why nothing
-/// was evicted. `fed`: number of tokens of the conversation. If the engine's elements have more
-/// than 16 bits, the text also says their bytes.
+/// was evicted. `fed`: the segments of the conversation. If the engine's elements have more than 16
+/// bits, the text also gives the bytes in float32.
 std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& model,
                          std::size_t number_bytes, const ResolvedConfig& cache,
                          const std::vector<Segment>& fed) {
@@ -140,7 +141,8 @@ std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& model
   return text;
 }
 
-/// Bytes at the end of keys and values in layers with a window.
+/// Bytes of the keys and values that layers with a window hold at the end. `token_bytes`: bytes of
+/// one token in one KV head.
 std::size_t window_bytes(const SequenceDecoder& decoder, const ResolvedConfig& cache,
                          std::size_t token_bytes) {
   std::size_t tokens = 0;

@@ -10,12 +10,12 @@
 namespace kvlab {
 namespace {
 
-// Shell completions, made from the options themselves.
+// Shell completions, made from the commands' tables of options.
 
 /// An option as a shell sees it.
 struct Flag {
-  std::string name, value, text;     ///< value: its name in --help; empty: the option takes none
-  std::vector<std::string> choices;  ///< the words of "cpu|cuda"
+  std::string name, value, text;     ///< value: what --help shows for it; empty if there is none
+  std::vector<std::string> choices;  ///< the words of a value such as "cpu|cuda"
 };
 
 std::vector<Flag> flags_of(const Command& command) {

@@ -20,13 +20,14 @@ struct OracleInfo {
   std::string_view name, summary, bounds;
 };
 constexpr OracleInfo kOracles[] = {
-    {kOracleAttention, "evicts by least future mass under the full cache, summed over the group",
+    {kOracleAttention,
+     "evicts the token with the least future mass under the full cache, summed over the group",
      "nothing: it is a strong heuristic for recall, not a bound"},
     {kOracleTopk, "keeps for each query and query head its most probable tokens",
      "recall and misses, not output error"},
     {kOracleResidual,
      "evicts, one after another, the token whose loss changes the residual stream least over the "
-     "next 32 queries; slow, and run only if it is named",
+     "next 32 queries; slow, so it runs only if it is named",
      "nothing: it is greedy, and it sees those 32 queries but not the other heads"}};
 
 /// What a policy needs, for example "mass, the feature value_norm1".

@@ -54,7 +54,8 @@ void check(Request& request, const GivenOptions& given) {
   request.given = given;
 }
 
-/// Checks what the processes of a replay check together, so that an error is said once.
+/// Checks options when the processes of a replay already work together, so that only one of them
+/// reports an error.
 void check_together(const Request& request) {
   const GivenOptions& given = *request.given;
   given.require("out", "--out RUN, a new directory");
@@ -111,8 +112,8 @@ void print_metric(const MetricTable& metric_table, const MetricInfo& metric, std
   fmt::print("\n");
 }
 
-/// What the KV heads of a series kept at the end of a model's traces, on average: "24.5, 8 to 40".
-/// `trace` is one of these traces.
+/// How many tokens the KV heads of a series kept at the end of a model's traces: the mean, the
+/// minimum and the maximum, as in "24.5, 8 to 40". `trace` is one of these traces.
 std::string kept_text(const RunTrace& trace, const MetricTable& metric_table, std::size_t series,
                       const std::string& budget) {
   std::vector<double> kept;
@@ -130,7 +131,7 @@ std::string kept_text(const RunTrace& trace, const MetricTable& metric_table, st
       std::ranges::min(kept), std::ranges::max(kept));
 }
 
-/// Prints what is kept, if budgets differ by head.
+/// If budgets differ by head, prints how many tokens the heads kept.
 void print_kept(const RunTrace& trace, const MetricTable& metric_table, std::size_t width) {
   for (const BudgetColumn& budget : metric_table.budgets()) {
     const bool in_file = budget.text.starts_with('@');
@@ -190,7 +191,7 @@ std::string print_metrics(const RunTrace& trace, const std::vector<ResultRow>& r
   return made.empty() ? "" : made[decisive_budget(made)].scope.budget;
 }
 
-/// If a budget exempts layers of a trace, prints the bytes of those and of the other layers.
+/// If a budget exempts layers of a trace, prints the bytes of the exempt and of the other layers.
 void print_exempt(const Run& run, const RunTrace& trace) {
   for (const RunConfig& config : run.info.sweep) {
     if (!Budget{.heads = config.budgets}.exempts()) continue;
@@ -208,7 +209,7 @@ void print_exempt(const Run& run, const RunTrace& trace) {
   }
 }
 
-/// The text for a run in which every token stays.
+/// The text for a run in which no policy evicted a token.
 std::string text_without_eviction(const Run& run) {
   const bool only_full = std::ranges::all_of(
       run.rows, [](const ResultRow& row) { return row.policy == "full" || is_oracle(row.policy); });
@@ -298,7 +299,7 @@ void check_budgets(ReplayRequest& request) {
   kvlab::check_budgets(request, pointers);
 }
 
-/// What the replay reads, loaded and checked.
+/// The checked request of a replay, with its policies compiled and its weights loaded.
 ReplayRequest loaded(const Request& given, const ProcessGroup& group) {
   const bool on_device = given.common.device == Device::cuda;
   if (on_device && group.size() > 1)

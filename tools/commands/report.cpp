@@ -73,8 +73,8 @@ void say(const std::string& line) {
   if (!line.empty()) fmt::print(stderr, "kvlab report: {}\n", line);
 }
 
-/// Makes the page of a run. Here and below, requested figures are written to `figures`; null if
-/// none are requested.
+/// Makes the page of a run. If figures were requested, writes them to `figures`, which is null
+/// otherwise. page_of() does the same.
 PageDocument page_of_run(const std::filesystem::path& folder, const Request& request,
                          const AtomicFolder* figures) {
   const Run run = load_run(folder);

@@ -279,7 +279,8 @@ ordered_json about(const TaskRequest& request, const Backend& backend) {
            "95%: shares by Clopper and Pearson, means of 8 samples or more by Student's factor"}};
 }
 
-/// Everything on which answers depend, and the format in which they are stored.
+/// Everything on which the stored answers depend. An unfinished run may be continued only if this
+/// is unchanged.
 ordered_json job_of(const TaskRequest& request, const ordered_json& about, Device device) {
   ordered_json job = about, configs = ordered_json::array();
   for (const CacheConfig& config : request.configs) {

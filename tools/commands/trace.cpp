@@ -29,7 +29,7 @@ void check(Request& request, const GivenOptions& given) {
 
 void add_options(OptionTable& table, Request& request) {
   table.texts("action", "info|verify|seal", Takes::one_word, request.words,
-              "and the directory of the trace; the word `--action` may be left out");
+              "what to do, then the directory of the trace; the word `--action` may be left out");
   add_threads_option(table, request.threads);
   add_json_option(table, request.json);
 }
@@ -49,7 +49,7 @@ std::uint64_t file_bytes(const TraceReader& trace) {
   return bytes;
 }
 
-/// `extras` of a manifest, without its files.
+/// The object `extras` of the trace's manifest, without the names of its files.
 Json extras_json(const TraceReader& trace) {
   Json extras = Json::object();
   if (trace.extras().residual_norm2) extras["residual_norm2"] = Json::object();
@@ -80,7 +80,8 @@ std::string passages_text(const TraceReader& trace) {
   return parts.empty() ? "none" : fmt::format("{}", fmt::join(parts, ", "));
 }
 
-/// How the layers attend, for traces that store it by layer.
+/// How each layer attends (window, softcap, RoPE, scale, sinks). Empty for traces that do not store
+/// this by layer.
 Json rows_json(const TraceReader& trace) {
   Json rows = Json::array();
   for (const RowSpec& row : trace.header().rows)

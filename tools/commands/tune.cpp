@@ -72,7 +72,7 @@ void add_options(OptionTable& table, Request& request) {
   add_common_options(table, request.common);
 }
 
-/// All variants at the budget, with each tier plan, each once.
+/// All variants of the requested policies at the budget, with each tier plan, without duplicates.
 std::vector<CacheConfig> variants(const Request& request, std::uint32_t tokens,
                                   const CompiledPolicies& compiled, const LeaveOut& leave_out) {
   std::vector<std::string> names = request.caches.sweep.policies;
@@ -133,7 +133,8 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
     fmt::print("  and {} more\n", round.entries.size() - kMaxShown);
 }
 
-/// Prints perplexity and top-1 agreement, with those of the full cache, and how much texts differ.
+/// Prints perplexity, KL with its deviation over the texts, and top-1 agreement of each
+/// configuration and of the full cache.
 void print_scores(const nlohmann::json& scores) {
   fmt::print("\n{:<28} {:>10} {:>18} {:>7} {:>8}\n", "", "perplexity", "KL ± of texts", "top-1",
              "tokens");
@@ -173,8 +174,8 @@ void print_recommendation(const Tuning& tuning, const TuneRequest& request,
       tuning.halving.exhaustive);
 }
 
-/// The budget in 16-bit tokens. Throws if with each of the tier plans the budget is less than one
-/// token.
+/// The budget in tokens of 16 bit. Throws if the budget is less than one token under every tier
+/// plan.
 std::uint32_t budget_in_tokens(const Request& request, std::uint32_t length,
                                std::uint32_t head_size) {
   std::uint64_t least = kv_bytes_per_token(head_size);
@@ -205,7 +206,7 @@ int run(const Request& given) {
   TuneRequest request = given.tune;
   request.progress = progress_bar("tune");
   const auto compiled = compiled_policies(given.caches, given.common);
-  // Refuses what can be refused without the model before the model is loaded.
+  // Checks a budget in tokens before the model is loaded, because that check needs no model.
   if (!given.budget.extent.is_share && !given.budget.in_bytes)
     variants(given, given.budget.extent.tokens, compiled, nullptr);
   const EvalModel model = load_eval_model(given.model.model, given.common);

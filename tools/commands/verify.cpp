@@ -133,7 +133,7 @@ nlohmann::ordered_json to_json(const CacheConfig& config, const VerifyReport& re
             {"tolerance", report.logits.tolerance}}}};
 }
 
-/// What to decode, and with which caches.
+/// The turns to decode, and the caches to decode them with.
 struct Dialogue {
   std::vector<VerifyTurn> turns;
   std::vector<CacheConfig> configs;  ///< configurations whose budget fits
