@@ -18,7 +18,8 @@ _MAX_SIZE, _MAX_TOKENS = 65_536, 2**31 - 1  # the limits of traces/manifest.hpp
 def write_arrays(
     folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, prompt_tokens: Any, segments: Any
 ) -> None:
-    """Writes the trace of Trace.from_arrays. Computes attention outputs only for the rows that a verifier checks."""
+    """Writes the trace of Trace.from_arrays(). Computes attention outputs only for the queries that the verification of
+    a trace recomputes."""
     arrays = {name: _exported(array, name) for name, array in (("q", q), ("k", k), ("v", v))}
     q, k, v = arrays.values()
     _check_alike("k", k, "q", q, True)
@@ -99,7 +100,7 @@ def writer_of(
     layers: int,
 ) -> _kvlab.TraceWriter:
     """A writer for a model of `layers` layers. If all layers are in the trace and attend in the same way, without
-    window, softcap or sinks, it writes the format that older readers know."""
+    window, softcap or sinks, it writes the older format, which older versions of kvlab can read."""
     if all(row == rows[0] and not any(map(row.get, ("span", "softcap", "sink"))) for row in rows) and numbers == list(
         range(layers)
     ):

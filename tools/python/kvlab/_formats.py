@@ -1,4 +1,4 @@
-"""What storage formats of keys and values lose."""
+"""Quantizes keys and values, to show what a storage format loses."""
 
 from __future__ import annotations
 

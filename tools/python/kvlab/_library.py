@@ -111,9 +111,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def library() -> Any:
-    """Loads the kernel library on the first call: the file in KVLAB_KERNELS, or else the package's own.
+    """Loads the kernel library on the first call: the file that the environment variable KVLAB_KERNELS names, or else
+    the one in the package.
 
-    Raises RuntimeError if there is no such file, or it is another version's.
+    Raises RuntimeError if there is no such file, or if it belongs to another version.
     """
     path = pathlib.Path(os.environ.get("KVLAB_KERNELS") or pathlib.Path(__file__).with_name("libkvlab_kernels.so"))
     if not path.exists():

@@ -1,4 +1,5 @@
-"""Keywords of versions before 0.6 that have other names now. They are taken for one release more, with a FutureWarning."""
+"""Keywords of versions before 0.6 that have other names now. They are accepted for one more release, with a
+FutureWarning."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OPTIONS = {"columns": "features", "draws": "samples", "ladder": "tiers", "span": "queries"}  # old name
-"""Options of the commands, as keywords of `evaluate()` and its like."""
+"""Old name -> current name of the commands' options, which are keywords of `evaluate()`, `fidelity()`, `tune()` and
+`task()`."""
 
 
 def rename(given: dict[str, Any], names: dict[str, str], function: str, stacklevel: int = 4) -> None:
-    """Gives the keywords `given` their names of today, in place. Raises TypeError if both names are given.
-    `stacklevel`: which caller the warning names, as in `warnings.warn()`."""
+    """Replaces old names of the keywords in `given` by the current ones, in place. `names`: old -> current name. Raises
+    TypeError if both names are given. `stacklevel`: which caller the warning names, as in `warnings.warn()`."""
     for before, now in names.items():
         if before not in given:
             continue
@@ -27,7 +29,7 @@ def rename(given: dict[str, Any], names: dict[str, str], function: str, stacklev
 
 
 def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Lets a function take the keywords `names`, {before: now}."""
+    """Decorator that lets a function also accept old names of keywords. `names`: old name = current name."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

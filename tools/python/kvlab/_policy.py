@@ -24,7 +24,7 @@ Ranks = numpy.typing.NDArray[Any]
 
 @dataclass(frozen=True)
 class PolicyInfo:
-    """A policy's description of itself, as docs/reference/policies.md lists it."""
+    """The description of a policy, as in docs/reference/policies.md."""
 
     name: str
     """The name on the command line."""
@@ -39,7 +39,7 @@ class PolicyInfo:
     features: list[str]
     """The token features that the policy reads."""
     order: str
-    """Either "nested" (a larger budget keeps all that a smaller one keeps) or "feedback" (it may not)."""
+    """Either "nested" (a larger budget keeps every token that a smaller one keeps) or "feedback" (it may not)."""
     sinks: str
     """Default protection of the first positions, in tokens or as a share of the budget."""
     recent: str
@@ -158,7 +158,7 @@ class Step(NamedTuple):
     sequence: int
     """Number of the sequence."""
     layer: int
-    """Number of the layer, as the model counts."""
+    """The model's number of the layer."""
     kv_head: int
     """Number of the KV head in its layer."""
 
@@ -196,7 +196,7 @@ class Policy:
 
     @property
     def info(self) -> PolicyInfo:
-        """The policy's description of itself."""
+        """The description of the policy."""
         return PolicyInfo._from_json(self.held.json)
 
     def __call__(self, state: Any, seen: Any, token: Token, step: Step) -> Any:
@@ -213,7 +213,8 @@ class Policy:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.source is None:
-            raise TypeError(f"policy {self.name} is a Python function and cannot be pickled; define it there again")
+            what = f"policy {self.name} is a Python function and cannot be pickled"
+            raise TypeError(f"{what}; define it in the other process, too")
         return (policy_source, (self.source,))
 
 
@@ -273,8 +274,8 @@ def policy(
     `rows`: the function reads `token.rows`, `ids`, `keys` or `values`. `by_head`: it reads `seen.mass_by_head`;
     a replay is then slower, because it runs one configuration at a time.
 
-    `weights`, from 0 to 1: factors for the attention of a prompt's queries, the last query first. Queries before
-    those are not observed.
+    `weights`, from 0 to 1: factors for the attention of a prompt's queries, the last query first. Queries that have no
+    weight are not observed.
 
     `name`, `summary`: by default the function's name and the first line of its docstring.
 
@@ -300,7 +301,7 @@ def policy(
             right = f"at most {_MOST_NAME} letters, digits and underscores, and should not begin with a digit"
             raise ValueError(f"{own.place}: policy {_arguments.shown(own.name)} should be {right}")
         if _kvlab.is_taken(own.name):
-            raise ValueError(f"{own.where}: {own.name} is already a policy of kvlab; give another: name=…")
+            raise ValueError(f"{own.where}: {own.name} is already a policy of kvlab; give another name: name=…")
 
         def held(one: _OwnFunction) -> _kvlab.Policy:
             return _kvlab.Policy.own(

@@ -52,7 +52,8 @@ class Rows:
 
 
 class Sight:
-    """What one replay or evaluation shows a policy. The extension calls `rows` and `trace`."""
+    """The rows that one replay or evaluation shows to a policy. The extension stores them by calling `rows()` and
+    `trace()`; `of()` returns them to the policy's function."""
 
     def __init__(self) -> None:
         self._traces: dict[int, _kvlab.Trace] = {}

@@ -79,8 +79,8 @@ def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
 
     >>> kvlab.difference([[0.11, 0.12], [0.10, 0.09]], [[0.13, 0.13], [0.12, 0.10]]).significantly_different
 
-    `a` and `b` have an entry for each text, in the same order: the metric, or a list of the metric in each block of
-    the text. Every text has weight 1. The interval needs two texts, or one text of at least 8 blocks
+    `a` and `b` have an entry for each text, in the same order: the value of the metric, or a list of its values in each
+    block of the text. Every text has weight 1. The interval needs two texts, or one text of at least 8 blocks
     (docs/reference/recommendations.md). Raises ValueError if `a` and `b` differ in their texts or blocks.
     """
     right = "a list, of a number or a list of numbers for each text"
@@ -284,7 +284,7 @@ class Run:
             for index, entry in enumerate(self.sweep)
             if fits(entry)
         }
-        # The configuration whose settings all the others have too: the one without modifiers.
+        # If all other configurations have the settings of one configuration too, that one has no modifiers.
         plain = [index for index, own in settings.items() if all(own <= other for other in settings.values())]
         found = plain or list(settings)
         requested = _arguments.brief(policy) + ("" if budget is None else f" at budget {_arguments.brief(budget)}")
@@ -422,25 +422,25 @@ def replay(
     `budgets`: tokens (128), shares of the length ("20%"), "pyramid(20%)", "ada(20%)", "@FILE" and so on
     (docs/reference/configurations.md).
 
-    `prefill`: "dense", "chunk:N" or "stream". `positions`: "original" or "cache". Both may be lists, and then belong to
-    the sweep.
+    `prefill`: "dense", "chunk:N" or "stream". `positions`: "original" or "cache". If one is a list, the sweep has
+    configurations for each of its entries.
 
-    `queries`: which queries are measured, those of decoded tokens or all. `output_error`: at which of them the errors
-    of outputs are taken, a sample or all. `layers`: numbers of the layers to replay, by default all.
+    `queries`: which queries are measured, those of decoded tokens or all. `output_error`: at which of these queries the
+    errors of outputs are measured, a sample or all. `layers`: numbers of the layers to replay, by default all.
 
     `request_threshold`: a query requests a token whose attention is at least this share of the query's largest.
 
     `references`: also replay the full cache and the oracles. `plain`: use the plain replay, which is slow, easy to
     read, and keeps the same tokens.
 
-    `model`: the traces' checkpoint folder or loaded transformers model. Only policies that read output projections,
-    such as `criticalkv`, need it.
+    `model`: the model of the traces, as a checkpoint's folder or a loaded transformers model. Only policies that read
+    output projections, such as `criticalkv`, need it.
 
     `device="cuda"` uses the GPU for the policies that it supports. It needs a package built with KVLAB_CUDA=1.
 
     `progress`: True shows a bar of tqdm in notebooks and on terminals; a function gets the fraction done, from 0 to 1.
 
-    Raises ValueError for a bad argument, RuntimeError if a trace cannot be read. Warns about configurations that it
+    Raises ValueError for a bad argument, and RuntimeError if a trace cannot be read. Warns about configurations that it
     leaves out.
     """
     one_trace = isinstance(trace, (Trace, str, os.PathLike))

@@ -32,8 +32,9 @@ class Trace:
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, threads: int | None = None) -> None:
         """Opens the trace in the folder `path` and verifies it.
 
-        `verify=False` skips the check of the checksums and of sampled attention outputs. `threads`: for the check, by
-        default all. Raises RuntimeError if the folder is not a finished trace, or fails the check.
+        `verify=False` skips the check of the checksums and of sampled attention outputs. `threads`: number of CPU
+        threads for the check, by default one for each core. Raises RuntimeError if the folder is not a finished trace,
+        or fails the check.
         """
         verify = _arguments.flag("verify", verify)
         threads = None if threads is None else _arguments.whole("threads", threads, 1, MAX_THREADS)
@@ -62,16 +63,16 @@ class Trace:
 
         `ids` [tokens]: token ids, zeros by default.
 
-        `config`: a mapping, or an object with these attributes. `rope_theta` (10000), or `inv_freq` and `rope_factor`
-        for another RoPE; `softmax_scale` (head_size ** -0.5); `name`. Where layers differ: `rows`, as in `Trace.rows`,
-        with a table of `inv_freq` and a `rope_factor` for each value of `rope`; and `layer_numbers`. A config of
-        transformers works if its RoPE is the default one.
+        `config`: a mapping or an object with some of these entries: `rope_theta` (default 10000), or `inv_freq` and
+        `rope_factor` for another RoPE; `softmax_scale` (default head_size ** -0.5); `name`. If layers differ, it also
+        has `rows`, as in `Trace.rows`, with a table of `inv_freq` and a `rope_factor` for each value of `rope`; and
+        `layer_numbers`. A config of transformers works if its RoPE is the default one.
 
-        `prompt_tokens`: length of the prompt; the other tokens are decoded one by one. Or `segments`: (tokens, "prompt"
-        or "decode") in order, a prompt first.
+        `prompt_tokens`: length of the prompt; the other tokens are decoded one by one. Instead of it, `segments` may
+        list (tokens, "prompt" or "decode") in order, a prompt first.
 
-        `out`: a new folder for the trace. Without it the trace is in a temporary folder, which is removed when the
-        returned object is.
+        `out`: a new folder for the trace. Without it the trace is in a temporary folder, which is removed together with
+        the returned object.
 
         Raises ValueError if arrays do not fit together or are not finite.
         """
@@ -88,8 +89,8 @@ class Trace:
     def read(self, part: Literal["q", "k", "v"], layer: int, head: int) -> Floats:
         """Copies one head's queries, keys or values before RoPE: float32 [tokens, head_size].
 
-        `layer`: the model's number of the layer. `head` is a query head for "q", else a KV head. Raises ValueError if
-        the trace has no such head.
+        `layer`: the model's number of the layer. `head`: a query head if `part` is "q", otherwise a KV head. Raises
+        ValueError if the trace has no such head.
         """
         _arguments.one_of("part", part, "q", "k", "v")
         return self._held.read(part, _index("layer", layer), _index("head", head))
@@ -123,7 +124,7 @@ class Trace:
     def attention(self, layer: int, head: int, first: int = 0, count: int | None = None) -> Floats:
         """Computes a query head's attention probabilities in the full cache: float32 [count, tokens].
 
-        Row i belongs to the query at position `first + i`. By default `count` reaches to the last query. Raises
+        Row i belongs to the query at position `first + i`. Without `count`, the rows go up to the last query. Raises
         ValueError if the trace has no such queries.
         """
         count = None if count is None else _arguments.whole("count", count, 1, MAX_TOKENS)
@@ -149,8 +150,8 @@ class Trace:
         the query's largest attention; or, with `top_k`, if it is among the `top_k` most probable tokens of a head, the
         query's own token included. Then the query's own token is written, which is that token's first access.
 
-        `out`: also write the records to this file. `layer`, `head` (a KV head): by default all, as one shared cache
-        sees them. `queries="decode"`: tokens of the prompt are written and request nothing.
+        `out`: also write the records to this file. `layer`, `head` (a KV head): by default all, as if one shared cache
+        held the tokens of all KV heads. With `queries="decode"`, tokens of the prompt are written but request nothing.
 
         Returns a structured array, sorted by `time`, then `object`. `time`: position of the query. `object`: (layer *
         kv_heads + head) * 2**32 + position of the token. `size`: 1, so that cache sizes are in tokens. `next`: number,
@@ -257,7 +258,7 @@ class Trace:
 
     @property
     def model(self) -> dict[str, Any]:
-        """What the trace's manifest says about the model and the capture."""
+        """The manifest's description of the model and of the capture."""
         known: dict[str, Any] = json.loads(self._held.model_json)
         return known
 

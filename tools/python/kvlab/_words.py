@@ -13,7 +13,7 @@ _OPTION = re.compile(
 _OTHERS = ("huggingface-cli", "python -m", "pip install")  # after these, options belong to a shell command and stay
 
 LISTS = {"policy": "policies", "budget": "budgets"}
-"""Option -> keyword, where the keyword of a function that takes lists has another name."""
+"""Option -> keyword, for the options whose keyword has another name because it takes a list."""
 
 
 def in_python(message: str, names: Mapping[str, str] = {}) -> str:

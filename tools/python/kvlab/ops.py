@@ -36,7 +36,7 @@ class CacheLayer(NamedTuple):
 
 
 class KvCache:
-    """The caches of some sequences in all layers that a policy acts on, in GPU memory."""
+    """The caches of one or more sequences in all layers that a policy acts on, in GPU memory."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class KvCache:
         device: torch.device,
         sequences: int = 1,
     ) -> None:
-        """`plan`: a dict that _kvlab.slot_plan() returns; all sequences share its numbers by layer and KV head.
+        """`plan`: a dict that _kvlab.slot_plan() returns. Its numbers by layer and KV head apply to every sequence.
 
-        Raises ValueError for an unsupported dtype, policy or number of layers, RuntimeError for errors of CUDA.
+        Raises ValueError for an unsupported dtype, policy or number of layers, and RuntimeError for errors of CUDA.
         """
         if dtype not in _NAMES:
             raise ValueError(f"kvlab.ops.KvCache: the dtype is {dtype}; one of {', '.join(TYPES)} is expected")
@@ -136,15 +136,18 @@ class KvCache:
     ) -> torch.Tensor:
         """Appends a part of a prompt to a layer and computes its attention.
 
-        `qkv` [tokens, query_heads + 2 * kv_heads, head_size], before RoPE. `fed`: tokens of the sequence that the layer
-        got before. Returns [tokens, query_heads, head_size]. Raises ValueError if shape or dtype do not fit.
+        `qkv` [tokens, query_heads + 2 * kv_heads, head_size], before RoPE. `fed`: number of tokens of the sequence that
+        the layer got before. Returns [tokens, query_heads, head_size]. Raises ValueError if shape or dtype do not fit.
         """
         out = self._out(qkv, len(qkv))
         torch.ops.kvlab.append.default(self.handle, sequence, layer, fed, ends_prompt, qkv, out)
         return out
 
     def begin_step(self, decodes: Sequence[bool] | None = None) -> None:
-        """Host work before a step of all layers. `decodes`: which sequences take part, by default all."""
+        """Does the host's work of a decode step. Call it before `step()` of all layers.
+
+        `decodes`: which sequences decode a token in this step, by default all.
+        """
         if decodes is not None and len(decodes) != self._sequences:
             right = f"one for each of {self._sequences} sequences is expected"
             raise ValueError(f"kvlab.ops.KvCache: decodes has {len(decodes)} entries; {right}")
@@ -152,7 +155,7 @@ class KvCache:
         self._done(lambda stream: library().kvlab_kv_cache_begin_step(self.handle, chosen, stream))
 
     def step(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Attention of one decoded token for each sequence in one layer. Only launches kernels.
+        """Computes the attention of one decoded token for each sequence in one layer. Only launches kernels.
 
         `qkv` [sequences, query_heads + 2 * kv_heads, head_size], before RoPE. Returns [sequences, query_heads,
         head_size].

@@ -111,7 +111,7 @@ FloatArray attention_outputs(const Heads& q, const Heads& k, const Heads& v, con
   return array_of(std::move(outputs), {positions.size(), heads, size});
 }
 
-/// The rows after quantization in the format of that name and back.
+/// The rows, quantized in the format of that name and dequantized again.
 FloatArray quantize(const FloatRows& rows, const std::string& format) {
   const RowFormat* const known = find_row_format(format);
   if (!known)
@@ -130,7 +130,7 @@ FloatArray quantize(const FloatRows& rows, const std::string& format) {
 void bind_arrays(nb::module_& module) {
   module.def("quantize", quantize, nb::arg("rows"), nb::arg("format"),
              nb::sig("def quantize(rows: object, format: str) -> object"),
-             "[rows, head_size]: `rows`, float32, quantized and dequantized.");
+             "Quantizes and dequantizes float32 `rows` [rows, head_size].");
   module.def(
       "attention_outputs", attention_outputs, nb::arg("q"), nb::arg("k"), nb::arg("v"),
       nb::arg("inv_freq"), nb::arg("rope_factor"), nb::arg("softmax_scale"), nb::arg("dtype"),
@@ -139,8 +139,8 @@ void bind_arrays(nb::module_& module) {
           "def attention_outputs(q: object, k: object, v: object, inv_freq: Sequence[float] | "
           "Sequence[Sequence[float]], rope_factor: float | Sequence[float], softmax_scale: "
           "float, dtype: str, positions: Sequence[int], row: dict[str, object] = {}) -> object"),
-      "[positions, query_heads, head_size]: of float32 [heads, tokens, head_size] before "
-      "RoPE. `row`: as TraceWriter's.");
+      "Outputs of full attention, [positions, query_heads, head_size]. `q`, `k`, `v`: float32 "
+      "[heads, tokens, head_size] before RoPE. `row`: an entry of `rows` as in TraceWriter.");
 }
 
 }  // namespace kvlab::python

@@ -1,5 +1,5 @@
-// The parts of the extension _kvlab. They only convert arguments and results; the logic is in what
-// they call. Names that begin with an underscore are for the package itself (tools/python/kvlab).
+// The parts of the extension _kvlab, which is for the package itself (tools/python/kvlab). They
+// only convert arguments and results. The functions that they call do the work.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -123,16 +123,18 @@ Plan slot_plan(const CacheRequest& requested) {
 
 void bind_cache_request(nb::module_& module) {
   module.def("slot_plan", slot_plan, nb::arg("asked"),
-             "The numbers of a kvlab_kv_cache_config, by their names there; `chunk`: tokens of a "
-             "prompt that come together, 0: all.");
+             "The numbers of a kvlab_kv_cache_config, by the names of its members. `chunk`: number "
+             "of tokens in an append of a prompt; 0: the whole prompt.");
   module.def(
       "budget_text",
       [](const CacheRequest& requested) { return config_of(requested).budget_text(); },
-      nb::arg("asked"), "The budget as it was requested, in a policy.json too: 128, 20%, all.");
+      nb::arg("asked"), "The budget as the request or its policy.json gives it: 128, 20%, all.");
   module.def("budget_range", budget_range, nb::arg("asked"),
-             "The smallest and the largest budget of a KV head, in tokens; empty: none.");
+             "The smallest and the largest budget of a KV head, in tokens; empty if all tokens "
+             "stay.");
   using Text = const std::string&;
-  nb::class_<CacheRequest>(module, "CacheRequest", "A cache, as Caches and slot_plan() take it.")
+  nb::class_<CacheRequest>(module, "CacheRequest",
+                           "The cache that Caches or slot_plan() should make.")
       .def(
           "__init__",
           [](CacheRequest* to, Text policy, const std::vector<Policy>& own, Text budget,

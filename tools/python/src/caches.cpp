@@ -132,8 +132,8 @@ class Caches {
  private:
   Caches(const Caches&) = default;
 
-  /// Runs the four steps of the rule for each append. A prompt is appended as its prefill says,
-  /// decoded tokens one by one.
+  /// Runs the four steps of each append: evict to the budget, append, attend, observe. A prompt is
+  /// appended as the prefill mode says, decoded tokens one by one.
   void feed(std::uint32_t layer, LayerRows rows, bool is_prompt, unsigned threads) {
     LayerCache& cache = layers_.at(layer);
     const std::size_t keys = std::size_t{kv_heads_} * head_size_, queries = keys * group_;
@@ -180,11 +180,12 @@ void bind_caches(nb::module_& module) {
                     const Factors&, const std::vector<nb::dict>&, const ProjectionsOf&>(),
            nb::arg("asked"), nb::arg("query_heads"), nb::arg("head_size"), nb::arg("inv_freq"),
            nb::arg("rope_factor"), nb::arg("rows"), nb::arg("projections"),
-           "`rows`: as TraceWriter's, by layer, without windows. `projections` is called for "
-           "OutputProjections where the policy reads them.")
+           "`rows`: as in TraceWriter, one for each layer, without windows. `projections` returns "
+           "the OutputProjections; it is called only if the policy reads them.")
       .def("attend", &Caches::attend, nb::arg("layer"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
            nb::arg("is_prompt"), nb::arg("threads"),
-           "q [tokens, query_heads, head_size], k and v before RoPE; returns the outputs.")
+           "Appends tokens and returns their attention outputs [tokens, query_heads, head_size]. "
+           "`q` has that shape; `k`, `v`: [tokens, kv_heads, head_size]; all before RoPE.")
       .def("copy", &Caches::copy,
            "Returns a copy that continues independently. For use between two calls of the model.")
       .def("crop", &Caches::crop, nb::arg("tokens"), "Removes all tokens after the first `tokens`.")

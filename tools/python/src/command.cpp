@@ -62,7 +62,7 @@ void bind_command(nb::module_& module) {
              nb::arg("progress").none(),
              "Runs a command in this process and returns what it prints with --json.");
   module.def("command_options", options_of, nb::arg("name"),
-             "Options of a command, each with switch, whole, number, text or texts.");
+             "Options of a command, each with its kind: switch, whole, number, text or texts.");
   module.def("main", main_in_process, nb::arg("words"),
              "Runs `kvlab WORDS...` and returns its exit code.");
 }

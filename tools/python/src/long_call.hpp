@@ -1,4 +1,4 @@
-// Runs long work while other Python threads continue, so that Ctrl-C can end it.
+// Runs long work on another thread, so that other Python threads continue and Ctrl-C can end it.
 #pragma once
 
 #include <functional>
@@ -9,11 +9,12 @@
 
 namespace kvlab::python {
 
-/// Runs `work` on another thread, without the GIL. A signal's exception (KeyboardInterrupt) cancels
-/// the work, and is thrown when the work has ended. Exceptions of `work` are thrown, too.
+/// Runs `work` on another thread, without the GIL. If a signal raises an exception
+/// (KeyboardInterrupt), cancels the work, waits for its end and throws the exception. Also throws
+/// the exceptions of `work`.
 void call_long(const std::function<void()>& work);
 
-/// The same for work with a result.
+/// Like call_long(), for work that returns a result.
 template <class Work>
 auto result_of_long(Work&& work) {
   std::optional<decltype(work())> result;

@@ -14,8 +14,8 @@
 
 namespace {
 
-/// Raises an error with the message that the command would print: without control characters and of
-/// limited length, because Python accepts only UTF-8.
+/// Raises an error with the message that the command would print. brief_line() limits its length
+/// and replaces control characters and invalid UTF-8, which Python would not accept.
 void raise(PyObject* kind, std::string_view message) {
   PyErr_SetString(kind, kvlab::brief_line(message).c_str());
 }

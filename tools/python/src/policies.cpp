@@ -39,8 +39,8 @@ struct OwnPolicy {
                          ///< empty
   std::string positions;        ///< original, cache
   std::size_t state_bytes = 0;  ///< bytes of state for each token
-  /// Weight of a query by the number of younger queries in its append, and 0 beyond the end. If
-  /// empty, all weights are 1.
+  /// [i]: weight of the query that has i younger queries in its append. Queries for which there is
+  /// no entry have weight 0. If the list is empty, all weights are 1.
   std::vector<float> weights;
   bool by_head = false;  ///< the function reads the mass of each query head
   /// Called as (state, mass, requests, last_request, queries, mass_by_head, position, features,
@@ -53,7 +53,7 @@ struct OwnPolicy {
   nb::object sight;
 };
 
-/// The head of a slot. The features and the function's state follow it.
+/// The header of a slot. The features and the function's state of the token follow it.
 struct SlotHead {
   std::uint64_t rank;  // the rank that the function returned last, as a sortable key
   std::uint32_t position;
@@ -416,7 +416,7 @@ CompiledPolicies compiled_from(const std::vector<Policy>& policies) {
 void bind_policies(nb::module_& module) {
   nb::class_<Policy>(module, "Policy", "A policy that is not in the registry.")
       .def_static("compile", compile, nb::arg("path"),
-                  "The policy of a header, compiled by the host's compiler.")
+                  "Compiles a policy's header with the C++ compiler of this machine.")
       .def_static("own", own, nb::arg("name"), nb::arg("summary"), nb::arg("path"), nb::arg("text"),
                   nb::arg("needs"), nb::arg("features"), nb::arg("defaults"), nb::arg("positions"),
                   nb::arg("state_bytes"), nb::arg("weights"), nb::arg("by_head"),
@@ -425,8 +425,9 @@ void bind_policies(nb::module_& module) {
       .def_prop_ro("name", [](const Policy& p) { return std::string(p.entry->info.name); })
       .def_prop_ro(
           "json", [](const Policy& p) { return json_of(*p.entry); },
-          "What `kvlab policies --json` says of it.");
-  module.def("registered_policies", registered, "The same for each registered policy.");
+          "The policy's entry in `kvlab policies --json`.");
+  module.def("registered_policies", registered,
+             "The entry of each registered policy in `kvlab policies --json`.");
   module.def("is_taken", is_taken, nb::arg("name"), "Whether a policy or an oracle has the name.");
 }
 

@@ -47,10 +47,11 @@ std::shared_ptr<OutputProjections> read(const std::string& directory) {
 }  // namespace
 
 void bind_projections(nb::module_& module) {
-  nb::class_<OutputProjections>(module, "OutputProjections", "W_o of each layer of a model.")
+  nb::class_<OutputProjections>(module, "OutputProjections",
+                                "The output projection W_o of each layer of a model.")
       .def(nb::new_(&projections_of), nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_size"),
-           "Of float32 arrays [query head and dimension, hidden].")
-      .def_static("read", read, nb::arg("directory"), "Of a checkpoint's folder.");
+           "`layers`: float32 [query_heads * head_size, hidden] for each layer.")
+      .def_static("read", read, nb::arg("directory"), "Reads them from a checkpoint's folder.");
 }
 
 }  // namespace kvlab::python

@@ -122,7 +122,7 @@ CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<
   if (requested.budget == "all") request.budgets.clear();
   if (!requested.budget.starts_with('@'))
     return make_sweep(request, replay_oracles(), compiled_from(own)).front();
-  // The run contains the budgets of the budget file.
+  // The run contains the budgets of the budget file, so the file is not read again.
   constexpr std::uint32_t kAny = 1'000'000'000;
   request.budgets = {std::to_string(kAny)};
   CacheConfig config = make_sweep(request, replay_oracles(), compiled_from(own)).front();
@@ -238,22 +238,23 @@ void bind_replay(nb::module_& module) {
            "Writes results.csv, blocks.csv, run.json and kept.json.")
       .def("ranking", ranking, nb::arg("budget"), nb::arg("metric"),
            "JSON: standings and recommendation at a budget.")
-      .def_prop_ro("budgets", budgets_of, "As requested, by tokens.")
+      .def_prop_ro("budgets", budgets_of, "The budgets as requested, in the order of their tokens.")
       .def("csv", [](const PythonRun& self) { return results_csv(self.run.rows); })
       .def("kept", kept_of, nb::arg("trace"), nb::arg("sequence"), nb::arg("config"),
            nb::arg("own"), nb::arg("layer"), nb::arg("kv_head"), nb::arg("plain"),
            nb::arg("output").none(),
-           "Positions of the queries, and [query, token]: whether it was live.")
+           "Positions of the queries, and [query, token]: whether the token was live.")
       .def_prop_ro("version", [](const PythonRun& self) { return self.run.info.version; })
       .def_prop_ro(
           "queries",
           [](const PythonRun& self) { return std::string(name_of(self.run.info.queries)); })
-      .def_prop_ro("sweep", sweep_of, "(policy, params, budget, prefill, positions) of each.")
-      .def_prop_ro("traces", traces_of, "(name, path, hash) of each.")
+      .def_prop_ro("sweep", sweep_of,
+                   "(policy, params, budget, prefill, positions) of each configuration.")
+      .def_prop_ro("traces", traces_of, "(name, path, hash) of each trace.")
       .def_ro("notices", &PythonRun::notices);
   module.def("replay", replay_traces, nb::arg("traces"), nb::arg("own"), nb::arg("words"));
   module.def("difference", difference, nb::arg("values"));
-  module.def("metrics", metrics, "(name, label, higher is better, ranks) of each.");
+  module.def("metrics", metrics, "(name, label, higher is better, ranks) of each metric.");
 }
 
 }  // namespace kvlab::python

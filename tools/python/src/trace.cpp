@@ -43,9 +43,9 @@ std::uint32_t layer_at(const TraceReader& trace, std::uint32_t number, std::uint
                        std::uint32_t heads) {
   const std::uint32_t layer = trace.shape().layer_of(number);
   if (layer >= trace.shape().layers || head >= heads)
-    throw std::invalid_argument(fmt::format("layer {}, head {}: the trace {} has {} layers of {}",
-                                            number, head, trace.directory().string(),
-                                            trace.shape().layers, heads));
+    throw std::invalid_argument(
+        fmt::format("layer {}, head {}: the trace {} has {} layers of {} heads", number, head,
+                    trace.directory().string(), trace.shape().layers, heads));
   return layer;
 }
 
@@ -114,7 +114,8 @@ FloatArray attention(const Trace& trace, std::uint32_t number, std::uint32_t hea
   return array_of(std::move(p), {count, tokens});
 }
 
-/// Queries, and the earlier tokens that each requests.
+/// Positions of queries, and of the earlier tokens that they request: one entry of both arrays for
+/// each request.
 std::pair<Array<std::uint32_t>, Array<std::uint32_t>> accesses(
     const Trace& trace, std::uint32_t number, std::uint32_t kv_head,
     std::optional<std::uint32_t> top_k, double threshold,
@@ -160,7 +161,7 @@ std::vector<std::uint32_t> layer_numbers(const Trace& trace) {
   return numbers;
 }
 
-/// The rows by layer, as TraceWriter takes them.
+/// How each layer attends, as TraceWriter takes it.
 nb::typed<nb::list, nb::dict> rows_of(const Trace& trace) {
   nb::list rows;
   for (std::uint32_t l = 0; l < trace.reader->shape().layers; ++l) {
@@ -250,7 +251,7 @@ void bind_trace(nb::module_& module) {
            nb::arg("count").none(), "[count, tokens]: probabilities of one query head.")
       .def("accesses", accesses, nb::arg("layer"), nb::arg("kv_head"), nb::arg("top_k").none(),
            nb::arg("threshold"), nb::arg("queries"),
-           "Queries, and the earlier tokens that each requests.");
+           "For each request, the position of the query and that of the requested token.");
 }
 
 }  // namespace kvlab::python

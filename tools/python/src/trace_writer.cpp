@@ -188,7 +188,7 @@ void bind_trace_writer(nb::module_& module) {
            "`inv_freq`. `layer_numbers`: the model's numbers of the layers that are present.")
       .def("sketch", sketch, nb::arg("weights"),
            nb::sig("def sketch(self, weights: object) -> None"),
-           "From float32 [hidden, inputs] of each output projection.")
+           "`weights`: the output projection of each layer, float32 [hidden, inputs].")
       .def(
           "begin",
           [](Writer& w, const std::vector<std::int32_t>& ids, bool prompt, bool new_segment) {
@@ -225,12 +225,12 @@ void bind_trace_writer(nb::module_& module) {
              nb::sig("def add_gradients(trace: Trace, draws: int, seed: int, queries: str, scales: "
                      "Sequence[float], gradients: object) -> None"),
              "Adds or replaces gradients: float32 [layers, draws, tokens, query_heads, head_size]. "
-             "`scales`: by which number the gradients of each file are divided.");
+             "`scales`: for each file, the number by which its gradients are divided.");
   module.attr("shard_tokens") = kShardTokens;
   module.def("check_grid", [] { return std::vector(kCheckGrid.begin(), kCheckGrid.end()); });
   module.def("built_in_features", built_in_features);
   module.def("supported_architectures", supported_architectures,
-             "(architecture, model_type) of each.");
+             "(architecture, model_type) of each supported architecture.");
   module.def("weights_xxh3",
              [](const std::string& folder) { return Checkpoint::open(folder).xxh3(); });
   module.def("tokenizer_xxh3", [](const std::string& folder) { return tokenizer_xxh3(folder); });

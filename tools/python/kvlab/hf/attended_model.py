@@ -54,7 +54,7 @@ def refuse_within_block(model: Any) -> None:
 
 
 class Block:
-    """Gives each cache in a block a conversation."""
+    """Starts a conversation for each cache that is used in a block of evicting()."""
 
     def __init__(self, attended: AttendedModel, conversation: Callable[[], Conversation]) -> None:
         self._attended, self._new = attended, conversation
@@ -96,7 +96,8 @@ class AttendedModel:
         self.layer_indices = {layer.index: index for index, layer in enumerate(self.acted)}
         self.windows = {layer.index: layer.window for layer in self.layers.values() if layer.index not in self.layer_indices}
         self.has_others = layer_count(self.decoder, [*self.layers.values()]) > len(self.layers)
-        self.most = min(layer.window for layer in self.acted) or None  # most tokens of which no window hides any
+        # The maximum number of tokens of which no window hides any; None: there is no window.
+        self.most = min(layer.window for layer in self.acted) or None
         self.rope_types = rope_types(self.decoder.config)
         self.has_fixed_rope = self.rope_types <= set(ROPE_TYPES)
         self.block: Block | None = None

@@ -137,8 +137,8 @@ class AttentionSwitch:
     def __init__(
         self, decoder: Any, attend: Callable[[Call], torch.Tensor], tokens: int = 0, *, batches: bool = False
     ) -> None:
-        """`attend` returns the decoder's attention outputs [n, query_heads, value_size]. `tokens`: calls say what their
-        masks show to the last of this many tokens. `batches`: allow several sequences, and pass no masks."""
+        """`attend` returns the decoder's attention outputs [n, query_heads, value_size]. `tokens`: length of the whole
+        text, for `Call.last`; 0 if that is not needed. `batches`: allow several sequences, and pass no masks."""
         self._decoder, self._name = decoder, f"kvlab_{id(self)}"  # a separate name for each switch
         configs = {id(module.config): module.config for module in decoder.modules() if hasattr(module, "config")}
         self._settings = [vars(one) for one in configs.values() if "_attn_implementation_internal" in vars(one)]

@@ -44,20 +44,20 @@ def refuse_filled(cache: Any) -> None:
 
 
 def budget_text(budgets: list[int]) -> str:
-    """The least and the most tokens of a budget, over layers and KV heads."""
+    """Says the smallest and the largest number of tokens of a budget, over layers and KV heads."""
     least, most = budgets
     return f"{least} tokens" if least == most else f"{least} to {most} tokens"
 
 
 def warn_of_share(what: str, budget: str, budgets: list[int], attended: AttendedModel) -> None:
-    """Warns if the budget is a share, because it is one of the model's context and not of the text."""
+    """Warns if the budget is a share, because it is a share of the model's context length and not of the text's."""
     if "%" in budget:
         share = f"a share of the model's context of {attended.length} tokens: {budget_text(budgets)}"
         warnings.warn(f"kvlab.hf.{what}: {share}. To take the share of another length, give length=", stacklevel=3)
 
 
 class Facts:
-    """Numbers about a conversation, for caches and blocks."""
+    """What users can read about a conversation, from a cache or from a block of evicting()."""
 
     _conversation: Conversation
 
@@ -111,7 +111,8 @@ class Facts:
 
 
 class HeldCache(Facts):
-    """Mixin for a transformers cache class: the class counts tokens, and kvlab stores their keys and values."""
+    """Mixin for a transformers cache class. The transformers class counts tokens, and kvlab stores their keys and
+    values."""
 
     _installed: Any  # the model's hooks, which must live as long as the cache
 
@@ -133,7 +134,8 @@ class HeldCache(Facts):
         return next(iter(self._conversation.attended.layers))
 
     def count(self, tokens: int, *arguments: Any, **words: Any) -> None:
-        """Adds `tokens` to the count of transformers, which counts the tokens that it stores. Stores zeros for them."""
+        """Adds `tokens` to the count of transformers. Transformers counts the tokens that it stores, so this stores
+        zeros for them."""
         before, zeros = self._counted, torch.zeros(1, 1, tokens, 1, dtype=torch.int8)
         super().update(zeros, zeros, self._first_layer, *arguments, **words)  # type: ignore[misc]
         if self._counted != before + tokens:
@@ -148,7 +150,8 @@ class HeldCache(Facts):
         """Removes the last tokens, as transformers' own `crop` does.
 
         From transformers 5.24 on, `count` is minus the number of tokens to remove; before, the number of tokens to
-        keep. Raises Refused if a token was evicted or quantized since, or if the policy counts attention.
+        keep. Raises Refused if tokens were evicted or quantized after those to remove came in, or if the policy has
+        observed the attention of those tokens.
         """
         by_number = "tokens_to_remove" in inspect.signature(transformers.DynamicCache.crop).parameters
         if by_number and count > 0:
@@ -203,8 +206,9 @@ class Cache(HeldCache, transformers.DynamicCache):  # type: ignore[misc]
     >>> model.generate(ids, past_key_values=cache, max_new_tokens=200)
 
     Pass it where you pass a DynamicCache. Attention then covers only the tokens that the policy keeps. One object is
-    one conversation, over any number of calls and turns. `copy.deepcopy` makes an independent conversation, so that a
-    prefix is computed once and serves many questions (on the CPU only). Each row of a batch is evicted separately.
+    one conversation, over any number of calls and turns. `copy.deepcopy` makes an independent conversation (on the CPU
+    only), so that you can compute a prefix once and ask many questions about it. Each row of a batch is evicted
+    separately.
 
     `kept(layer, head, row=0)` returns the positions that a KV head keeps, and `trace()` what `record=True` stored.
     `tokens`, `evictions`, `kv_bytes`, `allocated_bytes` and `window_bytes` are numbers about the conversation.

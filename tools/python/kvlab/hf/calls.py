@@ -55,9 +55,9 @@ class Calls:
         self._seen = self._seen[:, :columns]
 
     def look(self, words: Mapping[str, Any], outer_mask: Any) -> tuple[int, int, list[int]] | None:
-        """Returns the number of columns before the call, the number of its columns, and the number of tokens that it
-        brings to each row. Raises Refused if the sequences do not continue without gaps. `outer_mask`: the mask that
-        was given to the model around the decoder."""
+        """Returns the number of columns before the call, the number of columns of the call, and the number of tokens
+        that the call adds to each row. Raises Refused if the sequences do not continue without gaps. `outer_mask`: the
+        mask that was given to the model around the decoder."""
         config = self._decoder.config
         given = {"output_attentions": getattr(config, "output_attentions", None)} | dict(words)
         rows = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
@@ -103,7 +103,7 @@ class Calls:
             raise Refused(f"kvlab.hf: {name} {wrong}")
 
     def _new(self, mask: Any, batch: int, start: int, n: int, later: bool) -> list[int]:
-        """The number of tokens of each row, behind its padding, in the call's n columns."""
+        """The number of tokens, without padding, that each row has in the n columns of the call."""
         right = f"no mask, or one of shape [{batch}, {start + n}] with padding only in front, is expected"
         if mask is None and not any(self.pads):
             return [n] * batch

@@ -78,12 +78,14 @@ class Listener:
         self.plan, self.writer = plan, writer
         self.layers = {layer.index: layer for layer in plan.layers}
         self.cache: Any = None  # the model's cache
-        self.first, self.count = 0, 0  # tokens being fed
+        self.first, self.count = 0, 0  # position of the first token being fed, and number of tokens being fed
         self.keys: dict[int, torch.Tensor] = {}  # by layer, [kv_heads, tokens, key_size], rotated
         self.given: dict[int, Given] = {}  # by layer: the arguments of its module
         self.seen: set[tuple[int, str]] = set()  # (layer, part) pairs that have come for the tokens being fed
-        self.checked: dict[tuple[int, int, int], Any] = {}  # their masks, by address, length and window
-        self.rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # their cos and sin, by device and table
+        # For the tokens being fed: masks that were checked, by address, length and window; cos and sin, by device and
+        # RoPE table.
+        self.checked: dict[tuple[int, int, int], Any] = {}
+        self.rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @contextlib.contextmanager
     def recording_arguments(self) -> Iterator[None]:
@@ -173,8 +175,8 @@ class Listener:
 
 @dataclasses.dataclass(frozen=True)
 class Fed:
-    """What the model is fed. Without `prompt_tokens` all ids are the prompt, and the model generates up to
-    `max_new_tokens` most likely tokens."""
+    """The tokens that the model is fed. If `prompt_tokens` is None, all ids are the prompt, and the model generates up
+    to `max_new_tokens` most likely tokens."""
 
     ids: list[int]
     prompt_tokens: int | None
@@ -191,7 +193,7 @@ class Plan:
     layers: list[Layer]
     shape: Shape
     count: int  # layers of the model, those without attention included
-    tokens: int  # most tokens that will be fed
+    tokens: int  # maximum number of tokens that will be fed
 
     @property
     def has_residual(self) -> bool:
@@ -289,7 +291,7 @@ def add_features(out: str, features: Mapping[str, Feature]) -> None:
 
 
 def unfinished(out: str) -> str:
-    """The end of an error message: how to keep what was written, if any shard is whole."""
+    """The end of an error message. If a shard is complete, it says how to keep what was written."""
     whole = os.path.exists(os.path.join(out, "shard-00000.safetensors"))
     how = f"`kvlab trace seal {out}` makes a trace of its complete shards"
     return f": --out {out} is unfinished; {how}" if whole else ""
@@ -348,14 +350,14 @@ def capture(
 
     >>> trace = kvlab.hf.capture(model, input_ids, prompt_tokens=512, out="book.trace")
 
-    `model`: with PEFT adapters, if it has any. It is left as it was.
+    `model`: a transformers model, or a PEFT model, which is captured with its adapters. The call does not change it.
 
     `input_ids`: the token ids of one sequence. With `prompt_tokens` the tokens after the prompt are decoded as given
     (teacher-forced). Without it the whole sequence is the prompt, and the model generates up to `max_new_tokens` most
     likely tokens.
 
-    `out`: a new folder for the trace. Without it the trace is in a temporary folder, which is removed when the
-    returned object is.
+    `out`: a new folder for the trace. Without it the trace is in a temporary folder, which is removed together with the
+    returned object.
 
     `passages`: named parts of the sequence, each {"name": text, "start": position, "tokens": count}. `features`: name
     -> function (q, k, v, layer) that returns [kv_heads, tokens]; q, k and v are [heads, tokens, head_size] before RoPE.

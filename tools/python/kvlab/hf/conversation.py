@@ -1,4 +1,4 @@
-"""The sequences of one cache: what is held of each, and what their calls have brought so far."""
+"""The sequences of one cache: the tokens that are stored of each, and a record of what was fed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Parts = tuple[torch.Tensor, ...]
 
 
 class Row:
-    """The caches of one sequence, and what is recorded of it."""
+    """The caches of one sequence, and the queries, keys and values that were recorded for its trace."""
 
     def __init__(self, caches: Any, windows: dict[int, int]) -> None:
         self.caches = caches  # of the layers that policies act on
@@ -55,7 +55,7 @@ class Row:
 
 
 class Conversation:
-    """The sequences of one cache: a row for each row of the batch."""
+    """The sequences of one cache: a `Row` for each row of the batch."""
 
     def __init__(self, attended: AttendedModel, make: Callable[[], Any], threads: int | None, record: bool) -> None:
         """`make` makes empty caches for one sequence."""
@@ -115,7 +115,7 @@ class Conversation:
             row.segments = _first_segments(row.segments, tokens)
         self.calls.crop(tokens)
 
-    # --- What it holds --------------------------------------------------------------------------
+    # --- Contents -------------------------------------------------------------------------------
 
     def row(self, row: int) -> Row:
         if not 0 <= row < len(self.rows):

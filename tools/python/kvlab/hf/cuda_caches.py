@@ -1,4 +1,4 @@
-"""The caches of a model on CUDA, in slots that the kernel library evicts from, through kvlab.ops."""
+"""The caches of a model on CUDA. The kernel library stores their tokens and evicts them, through kvlab.ops."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CudaCaches:
         self._cache.clear()
         self._fed = [0] * len(self._fed)
 
-    # --- What others ask ------------------------------------------------------------------------
+    # --- Contents -------------------------------------------------------------------------------
 
     def tokens(self, layer: int) -> int:
         return self._fed[layer]
@@ -109,14 +109,14 @@ class CudaCaches:
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def before_token(self) -> None:
-        """Host work before a step of all layers."""
+        """Does the host's work of a decode step, before token() of all layers."""
         with _refusing():
             self._cache.begin_step()
 
     def count_token(self) -> None:
-        """Counts a step that went through all layers without attend(), as a graph does."""
+        """Counts a step of all layers that did not call attend(), such as the replay of a CUDA graph."""
         self._fed = [fed + 1 for fed in self._fed]
 
     def token(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Attention of one decoded token. Only launches kernels."""
+        """Computes the attention of one decoded token. Only launches kernels."""
         return self._cache.step(layer, qkv)

@@ -22,13 +22,13 @@ class evicting(Facts, Block):
     ...     model.generate(ids, max_new_tokens=500)
     >>> caches.kept(layer=0, head=0)
 
-    The short form of `kvlab.hf.Cache`: each empty cache that a call in the block brings, or that the model makes,
-    becomes one of kvlab's and stays one after the block. Layers with a sliding window keep their window. The first
-    block of a model checks that policy `full` gives the plain model's logits.
+    The short form of `kvlab.hf.Cache`: each empty cache that is passed to a call in the block, or that the model makes
+    there, becomes one of kvlab's and stays one after the block. Layers with a sliding window keep their window. The
+    first block of a model checks that policy `full` gives the plain model's logits.
 
-    The object describes the conversation that began last, by `kept()`, `tokens`, `evictions`, `kv_bytes`,
-    `allocated_bytes`, `window_bytes` and `trace()`, as in `kvlab.hf.Cache`. A replay of its trace keeps
-    the same tokens.
+    The object describes the conversation that began last. It has `kept()`, `tokens`, `evictions`, `kv_bytes`,
+    `allocated_bytes`, `window_bytes` and `trace()`, as `kvlab.hf.Cache` has. A replay of the trace keeps the same
+    tokens.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class evicting(Facts, Block):
             self._graph = StepGraphs(attended)
 
     def begin_anew(self) -> None:
-        """Starts a new conversation and describes it from now on. A call with an empty cache does so, too."""
+        """Starts a new conversation, which this object describes from now on. A call with an empty cache does the same.
+        """
         self.begin()
 
     def __enter__(self) -> evicting:

@@ -45,8 +45,8 @@ class _Open:
 
 
 class Hooks:
-    """The hooks of one model. They do nothing in calls without one of kvlab's caches, outside of a block of evicting().
-    They are removed when the last cache that holds this object is gone."""
+    """The hooks of one model. Outside of a block of evicting() they do nothing in calls without one of kvlab's caches.
+    They are removed when the last cache that holds this object is deleted."""
 
     def __init__(self, attended: AttendedModel) -> None:
         self._attended = attended
@@ -78,7 +78,7 @@ class Hooks:
     # --- Calls ----------------------------------------------------------------------------------
 
     def enter(self, depth: int, module: Any, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
-        """Before a call of the model, of its decoder, or of a module between them."""
+        """Called before a call of the model, of its decoder, or of a module between them."""
         if self.attend_token is not None:
             return
         if self._depths and self._thread is not threading.current_thread() and self._thread.is_alive():
@@ -96,7 +96,7 @@ class Hooks:
             self.look(named)
 
     def leave(self, depth: int) -> None:
-        """After a call at that depth, which ended or failed."""
+        """Called after a call at that depth has returned or failed."""
         if not self._depths or self._thread is not threading.current_thread() and self._thread.is_alive():
             return
         while self._depths and self._depths[-1] >= depth:
@@ -201,7 +201,7 @@ class Hooks:
             what = f"layer {call.layer} attends differently from the first call"
             raise Refused(f"kvlab.hf: {what}; the same scale, window and shape are expected")
         if self.attend_token is not None:
-            # The layer works without a rotation.
+            # Graphs are only used if every layer works without a rotation, so there is none to invert.
             qkv = (layer.stored(call.q, None), layer.stored(call.k, None), call.v.transpose(0, 1))
             return self.attend_token(attended.layer_indices[call.layer], torch.cat(qkv, 1))
         if opened is None:

@@ -1,4 +1,5 @@
-"""Finds how each layer attends, by running the model on a few tokens, and checks that this reproduces the model."""
+"""Finds how each layer attends, by running the model on a few tokens, and checks that attention computed in this way
+reproduces the model."""
 
 from __future__ import annotations
 
@@ -36,10 +37,11 @@ class Layer:
     softcap: float  # 0: none
     sink: torch.Tensor | None  # [query_heads]
     rope: Rope  # [key_size / 2], zeros for dimensions that are not rotated; with the softmax scale
-    # [key_size]: the order in which the model's dimensions are stored, with pairs half a key apart; None: unchanged.
+    # [key_size]: the model's dimensions in the order in which they are stored, where the two dimensions of a RoPE pair
+    # are key_size / 2 apart. None: the order does not change.
     order: torch.Tensor | None
-    pairs: int  # rotated pairs, which come before the others
-    # Whether the module gives q and k before RoPE if called with cos 1 and sin 0; if not, the rotation is
+    pairs: int  # number of rotated pairs, which are stored before the others
+    # Whether the module gives q and k before RoPE if it is called with cos 1 and sin 0. If not, its rotation has to be
     # inverted.
     unrotated: bool
     output: Any  # the output projection; None: something is between attention and it
@@ -73,8 +75,8 @@ def _ordered(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor | None, pairs: int, factor: float) -> torch.Tensor:
-    """Reorders x. Dimensions that RoPE does not rotate are divided by its factor, because readers multiply all by it.
-    """
+    """Reorders x. Dimensions that RoPE does not rotate are divided by its factor, because readers of the trace multiply
+    all dimensions by it."""
     x, size = _ordered(x, order), x.shape[-1]
     if factor == 1:
         return x
@@ -106,8 +108,9 @@ def _identity_rotation(value: Any) -> Any:
 
 
 def rotation_among(given: Given, n: int, row: int = 0, pairs: int = 0) -> Rotation | None:
-    """The first rotation among a module's arguments, reduced to one value for each pair; the model may have one for
-    each dimension. `pairs`: the number of pairs, if known. (At position 0 all are equal.)"""
+    """The first rotation among a module's arguments, reduced to one value for each pair, because the model may have one
+    for each dimension. `pairs`: the number of pairs, if known. It cannot be found at position 0, where all values are
+    equal."""
     for value in filter(is_rotation, (*given[0], *given[1].values())):
         cos, sin = (value.real, value.imag) if isinstance(value, torch.Tensor) else value
         cos, sin = (x.reshape(-1, n, x.shape[-1]) for x in (cos, sin))
@@ -126,8 +129,8 @@ def rotation_among(given: Given, n: int, row: int = 0, pairs: int = 0) -> Rotati
 def recording_arguments(
     layers: Sequence[Layer], given: dict[int, Given], active: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """In the block, `given` records the arguments of each layer's module. Where the layer works without a rotation, its
-    rotation is replaced by the identity. Works only while `active()`."""
+    """In the block, `given` records the arguments of each layer's module. If a layer works without a rotation, its
+    rotation is replaced by the identity. Both happen only while `active()` returns True."""
 
     last: list[Any] = [None, None]  # the last rotation and its replacement, because most layers share one
 
@@ -276,8 +279,8 @@ def _orders(size: int, pairs: int) -> Iterator[torch.Tensor]:
 
 
 def _keys_of_one_token(decoder: Any, call: Call, given: Given, unrotated: bool) -> torch.Tensor:
-    """Keys [kv_heads, n, key_size] that the layer's module computes from one token at all positions.
-    `unrotated`: with the identity as rotation."""
+    """Keys [kv_heads, n, key_size] that the layer's module computes if the same token is at all positions.
+    `unrotated`: replace the rotation by the identity."""
     n, keys = call.q.shape[1], []
 
     def alike(x: Any) -> Any:

@@ -40,7 +40,7 @@ class Rope:
 
     @functools.cached_property
     def key(self) -> bytes:
-        """Equal for equal rotations."""
+        """A key that is equal for two equal rotations."""
         return numpy.append(self.inv_freq.numpy(), numpy.float32(self.factor)).tobytes()
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +117,8 @@ def context_of(config: Any) -> int:
 
 
 def refuse_no_decoder(name: str, config: Any) -> None:
-    """Raises Refused for a model that is not a text decoder, or would be loaded as another."""
+    """Raises Refused for a model that is not a text decoder, or that this version of transformers would load as a
+    different model."""
 
     def refuse(what: str, right: str) -> NoReturn:
         raise Refused(f"--model {name}: model_type {config.model_type!r}: {what}; {right}")
@@ -230,7 +231,7 @@ def shape_of(config: Any) -> Shape:
 
 
 # ---------------------------------------------------------------------------------------------
-# Its files
+# The model's files
 
 
 def file_of(model: str, name: str) -> pathlib.Path | None:

@@ -43,7 +43,8 @@ class PressPolicy(Policy):
         self.budget = budget
         """The press's compression ratio as a budget: ratio(…), or ada(ratio(…))."""
         self.ties = ties
-        """Where some tokens of equal score were kept and others evicted. The ones that torch.topk selects were kept."""
+        """The cases in which tokens had equal scores and only some of them fitted. Those that torch.topk selects were
+        kept."""
 
 
 def from_press(press: Any, *, model: Any = None, name: str | None = None) -> PressPolicy:
@@ -221,7 +222,7 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
 
     >>> pipeline(context, question=question, press=kvlab.KvlabPress("snapkv", compression_ratio=0.5))
 
-    Of a prompt it keeps the tokens that a replay keeps. `budget`: tokens, the next one included, as everywhere in
+    It keeps the same tokens of a prompt as a replay does. `budget`: tokens, the next one included, as everywhere in
     kvlab; without it, `compression_ratio` decides as in any press. Keys stay at their original positions. Raises
     Refused with transformers 5.3 or newer, which kvpress does not support.
     """
@@ -277,7 +278,8 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
     ) -> tuple[Any, Any]:
         """Called by kvpress at the end of a prompt. Returns the keys and values that are kept.
 
-        Where KV heads keep different numbers of tokens, it returns all and masks the evicted ones, as AdaKVPress does.
+        If KV heads keep different numbers of tokens, it returns all keys and values and masks the evicted ones, as
+        AdaKVPress does.
         """
         if self.budget is None and self.compression_ratio == 0:
             return keys, values

@@ -22,8 +22,8 @@ _KNOWN = _OF_THE_HEAD.union(
 
 
 class StepGraph:
-    """The forward pass of one token through a conversation's slots. It is captured at the second step, because the
-    first one, which runs normally, loads what a capture cannot."""
+    """A CUDA graph of the forward pass of one token with the caches of a conversation. It is captured at the second
+    step. The first step runs normally, because it may load kernels and libraries, which a capture cannot do."""
 
     def __init__(self, model: Any) -> None:
         self._ids, self._position = (torch.zeros(1, 1, dtype=torch.int64, device=model.device) for _ in range(2))
@@ -33,7 +33,7 @@ class StepGraph:
         self.ran = False
 
     def capture(self, original: Any, conversation: Conversation) -> None:
-        """Captures the graph. Called before anything is counted, because it may fail."""
+        """Captures the graph. Called before the token is counted, because the capture may fail."""
         if self._graph is not None:
             return
         graph, hooks = torch.cuda.CUDAGraph(), conversation.attended.installed()
