@@ -1,8 +1,9 @@
-/* A continuous batch in plain C: requests join and leave, their prompts come in chunks between
- * decode steps, which are one CUDA graph; one request is aborted in the middle of its prompt, one
- * is preempted and comes back, and two share a prefix. The model has two layers of attention with
- * random weights: a table gives q, k and v of each token, and the largest output says which token
- * is next. Every request is then served alone. Exit status 1 means that its text differs. */
+/* A continuous batch in plain C. Requests join and leave at any step, and their prompts are
+ * appended in chunks between decode steps; a decode step is one CUDA graph. One request is aborted
+ * in the middle of its prompt, one is preempted and continued later, and two share a prefix. The
+ * model has two layers of attention with random weights: a table has q, k and v of each token, and
+ * the index of the largest output is the next token. Every request is then served alone. Exit
+ * status 1 means that its text differs. */
 #include <kvlab.h>
 #include <math.h>
 #include <string.h>
@@ -15,8 +16,8 @@ enum { SEQUENCES = 4, SPARE = SEQUENCES - 1, PREFIX = 32, PROMPT = 80, GENERATED
 
 typedef struct {
   int text[PROMPT + GENERATED]; /* the prompt, then what was generated */
-  int tokens, fed;              /* of text; of the cache */
-  int sequence;                 /* of the cache; -1: none */
+  int tokens, fed;              /* number of tokens in `text`, and in the cache */
+  int sequence;                 /* its sequence in the cache */
 } request;
 
 static float* table;     /* device [token, layer, ROW] */
@@ -75,7 +76,7 @@ static void sample(request* r, int row) {
   r->text[r->tokens++] = best;
 }
 
-/* Appends `count` tokens of a prompt, which the policy evicts for together. */
+/* Appends `count` tokens of a prompt in one append. */
 static void append(request* r, int count) {
   kvlab_append_chunk chunk = {.struct_size = sizeof chunk,
                               .sequence = r->sequence,
@@ -93,10 +94,10 @@ static void append(request* r, int count) {
   if (chunk.ends_prompt) sample(r, count - 1);
 }
 
-/* The next chunk of the prompt: first the prefix. */
+/* Appends the next chunk of the prompt. The first chunk is the prefix. */
 static void append_next(request* r) { append(r, r->fed < PREFIX ? PREFIX : CHUNK); }
 
-/* One token for each of some requests. */
+/* Decodes one token for each of these requests. */
 static void step(request** requests, int count) {
   unsigned char decodes[SEQUENCES] = {0};
   for (int i = 0; i < count; ++i) {
@@ -128,19 +129,19 @@ static void serve_together(request* a, request* b, request* c, request* aborted)
   while (a->fed < PROMPT) append_next(a);
   join(b, 1);
   append_next(b);                                      /* the prefix that b and c share */
-  done(kvlab_kv_cache_copy(cache, 1, SPARE, stream));  /* is kept for c */
+  done(kvlab_kv_cache_copy(cache, 1, SPARE, stream));  /* the copy is for c */
   while (b->fed < PROMPT) append_next(b), step(&a, 1); /* chunks between steps of a */
   join(aborted, 2);
   append_next(aborted);
   steps((request*[]){a, b}, 2, 5);
-  join(c, 2); /* takes the place of the aborted one */
+  join(c, 2); /* takes the sequence of the aborted request */
   done(kvlab_kv_cache_copy(cache, SPARE, 2, stream));
   for (c->fed = PREFIX; c->fed < PROMPT;) append_next(c);
   steps((request*[]){a, b, c}, 3, 6);
   done(kvlab_kv_cache_copy(cache, 1, SPARE, stream)); /* b is preempted */
   done(kvlab_kv_cache_start(cache, 1, NULL, stream));
   while (a->tokens < PROMPT + GENERATED) steps((request*[]){a, c}, 2, 1);
-  done(kvlab_kv_cache_copy(cache, SPARE, 0, stream)); /* a has left; b goes on in its place */
+  done(kvlab_kv_cache_copy(cache, SPARE, 0, stream)); /* a is finished; b takes its sequence */
   b->sequence = 0;
   while (b->tokens < PROMPT + GENERATED || c->tokens < PROMPT + GENERATED) {
     request* running[2];

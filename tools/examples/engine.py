@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """A small serving engine: continuous batching over kvlab's kernels, with keys and values in blocks of one pool.
 
-Requests join and finish; prompts come in chunks between decode steps, which are one CUDA graph; requests share a
-prefix, whose attention is computed once; if no block is free, a request is swapped out to the host and later back. The
-model has the shape of Llama 3 8B and random weights.
+Requests join and finish at any step. Prompts are appended in chunks, between decode steps; a decode step is one CUDA
+graph. Some requests share a prefix, whose attention is computed once. If no block is free, a request is swapped out to
+the host and swapped in again later. The model has the shape of Llama 3 8B and random weights.
 
-Then each request is served alone, its prefix computed again. Exit status 1 means that its tokens differ. The batch
-determines how attention is divided among multiprocessors, and so its last bits. In float32 no token depends on them. In
-bfloat16 random weights have near ties, so some tokens do.
+Then each request is served alone, and its prefix is computed again. Exit status 1 means that its tokens differ from
+those of the batch. The batch determines how attention is divided among multiprocessors, and this affects its last bits.
+In float32 no token depends on them. In bfloat16 some tokens do, because random weights give near ties.
 
     KVLAB_CUDA=1 pip install . torch && python3 tools/examples/engine.py
 """
@@ -37,7 +37,8 @@ class Request:
     swapped: dict | None = None
 
     def chunk(self, most):
-        """The next tokens of its prompt to append together: the prefix alone, later at most `most` tokens."""
+        """The next tokens of its prompt to append together: first the whole prefix, then at most `most` tokens at a
+        time."""
         if self.fed < len(self.prefix):
             return self.prefix
         begun = self.fed - len(self.prefix)
@@ -80,7 +81,8 @@ class Model:
 
 
 class Engine:
-    """Decodes `rows` requests together. One more row holds a prefix. A row's slots are in blocks of the pool."""
+    """Decodes up to `rows` requests together, one in each row of the cache. One more row holds a shared prefix. The
+    slots of a row are in blocks of the pool."""
 
     def __init__(self, model, policy, rows, budget, chunk, blocks):
         self.type = kvlab.TYPES[str(model.dtype).removeprefix("torch.")]
@@ -162,7 +164,8 @@ class Engine:
     # --- A decode step ----------------------------------------------------------------------------
 
     def capture(self):
-        """Captures a step that feeds all rows `tokens` at positions `now`. Rows at IDLE are skipped."""
+        """Captures a step that feeds `tokens` at positions `now` to all rows. Rows whose position is IDLE are skipped.
+        """
 
         def step():
             places = self.now.clamp(min=0)
@@ -171,7 +174,7 @@ class Engine:
 
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            step()  # all rows are idle; libraries initialise
+            step()  # all rows are idle; this initialises libraries before the capture
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -232,7 +235,8 @@ class Engine:
         return out
 
     def compact(self, layer, row, to):
-        """Compacts a row in place or, if a prefix must stay unchanged for others, to another row's blocks."""
+        """Compacts a row to the budget: in place (`to` is `row`), or into another row's blocks, so that a prefix stays
+        unchanged for other requests."""
         args = kvlab.CompactArgs(self.cache(layer, row, 1), self.cache(layer, to, 1), self.state(layer, to),
                                 at(self.states[layer]), at(self.of_chunk), at(self.of_chunk[1:]),
                                 at(self.seen[layer]) if self.policy.needs else None, at(self.compact_workspace))  # fmt: skip

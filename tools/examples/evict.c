@@ -1,7 +1,7 @@
 /* A decode loop in plain C that keeps at most BUDGET tokens: one layer, one sequence, random keys,
- * values and queries, with the whole cache behind one handle. It runs H2O, which observes
- * attention; knorm, which reads a feature; and H2O with a tier plan of the same bytes, in which
- * most tokens have 4 bits. It prints the kept tokens. It exits with 1 if an output differs from
+ * values and queries. One handle holds the whole cache. It runs H2O, which observes attention;
+ * knorm, which reads a feature; and H2O with a tier plan of the same bytes, in which most tokens
+ * have 4 bits. It prints the kept tokens. It exits with 1 if an output differs from
  * attention over the kept tokens, or if knorm evicts any token but the one with the longest key
  * among the unprotected ones. */
 #include <kvlab.h>
@@ -51,7 +51,7 @@ static uint32_t longest_of(const uint32_t* kept, uint32_t count, uint32_t next, 
   return longest;
 }
 
-/* Makes caches of BUDGET tokens, or with the tiers of a plan. */
+/* Makes the caches: of BUDGET tokens or, if `tiers` is not 0, with the tiers of `tier_plan`. */
 static kvlab_kv_cache* make(const kvlab_policy* policy, const kvlab_tier* tier_plan, int tiers) {
   static const float still[DIM / 2]; /* RoPE without rotation */
   const kvlab_rope rope = {still, DIM, 1};
@@ -81,8 +81,8 @@ static kvlab_kv_cache* make(const kvlab_policy* policy, const kvlab_tier* tier_p
   return slots;
 }
 
-/* Runs the loop. Returns whether all checks pass. `tier_plan`: the tiers of each KV head. `most`:
- * the largest accepted error. */
+/* Runs the decode loop. Returns whether all checks pass. `tier_plan`: the tiers of each KV head.
+ * `most`: outputs must have a smaller error than this. */
 static int decode(const char* name, const kvlab_tier* tier_plan, int tiers, double most) {
   kvlab_kv_cache* const slots = make(kvlab_find_policy(name), tier_plan, tiers);
   float* const qkv = on_device(NULL, sizeof rows[0]);

@@ -1,4 +1,4 @@
-"""ctypes declarations of the kvlab.h calls for an engine that has its own blocks: structs and arguments."""
+"""ctypes declarations of the functions of kvlab.h, and of their structs, for an engine that has its own blocks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 /* A paged cache, as in vLLM, that keeps BUDGET tokens of each KV head by H2O: one layer, two
- * sequences, random keys, values and queries. Each prompt takes blocks of one pool, is attended and
- * compacted in place, and returns the blocks that it no longer needs. The second prompt fits the
- * pool only because of that. Then both sequences decode. It exits with 1 if an output differs from
- * attention over the kept tokens. */
+ * sequences, random keys, values and queries. Each prompt takes blocks of one pool. After its
+ * attention it is compacted in place and returns the blocks that it no longer needs. Without that,
+ * the second prompt would not fit the pool. Then both sequences decode. It exits with 1 if an
+ * output differs from attention over the kept tokens. */
 #include <kvlab.h>
 #include <math.h>
 #include <stdio.h>
@@ -95,14 +95,14 @@ static Layer make_layer(void) {
   return layer;
 }
 
-/* Random values for qkv, which a layer's products would compute. */
+/* Fills qkv with random values. In a model, a layer would compute them from its input. */
 static void sample_tokens(const Layer* layer, int tokens) {
   static float values[MAX_SLOTS * QKV];
   for (int i = 0; i < tokens * QKV; ++i) values[i] = 4.0f * (float)rand() / (float)RAND_MAX - 2.0f;
   to_device(layer->qkv, values, (size_t)(tokens * QKV) * sizeof(float));
 }
 
-/* This model has no RoPE, so rotated is 0. */
+/* Writes keys and values to the cache. This model has no RoPE, so `rotated` is 0. */
 static void write_tokens(const Layer* layer, kvlab_cache_view cache, int tokens,
                          const uint32_t* now, const int32_t* slots) {
   kvlab_write_args write;
@@ -118,7 +118,7 @@ static void write_tokens(const Layer* layer, kvlab_cache_view cache, int tokens,
   done(kvlab_write(&write, NULL));
 }
 
-/* One sequence of the cache. */
+/* A view of one sequence of the cache. */
 static kvlab_cache_view sequence_of(const Layer* layer, int sequence) {
   kvlab_cache_view one = layer->cache;
   one.sequences = 1;
@@ -129,7 +129,8 @@ static kvlab_cache_view sequence_of(const Layer* layer, int sequence) {
   return one;
 }
 
-/* Computes attention over the prompt and what each key received, then compacts to the budget. */
+/* Computes the attention of the prompt and how much of it each key received, then compacts the
+ * cache to the budget. */
 static void run_prompt(const Layer* layer, int sequence) {
   const int tokens = prompts[sequence];
   const kvlab_cache_view one = sequence_of(layer, sequence);

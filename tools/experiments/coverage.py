@@ -24,7 +24,7 @@ differ significantly in at most 8%.
 # Lengths of the texts in units; a unit is UNIT blocks, and a block is 64 scored tokens.
 MIXTURES = [(1, 1), (1, 1, 1), (4, 1, 1), (10, 1), (8, 1, 1, 1), (10, 1, 1), (40, 1, 1, 1), (1,) * 5, (1,) * 8]
 UNIT = 4
-# Values of the variance between texts over that within a block, and over that of a mean of UNIT blocks.
+# Values of the variance between texts, divided by the variance within a block.
 BETWEEN = [0.0, 0.05, 0.25]
 
 
@@ -38,8 +38,8 @@ def sampled(generator, skewed, size):
 
 
 def simulated(mixture, between, skewed, trials):
-    """The share of intervals that contain the true difference. The truth is 0, because a shift would move the intervals
-    with it."""
+    """The share of intervals that contain the true difference. The true difference is always 0, because another value
+    would only shift the intervals by that value."""
     generator = numpy.random.default_rng(1)
     held = 0
     for _ in range(trials):
@@ -103,7 +103,7 @@ def blocks_by_text(experiment, files, policies, budget, seed, tokens):
 
 
 def samples_of(texts, mixture, resamples):
-    """Lists of (text, first block, blocks): different texts, at random places within them."""
+    """Yields samples: lists of (text, first block, blocks) of different texts, with random first blocks."""
     chosen = random.Random(1)
     for _ in range(resamples):
         places = []

@@ -31,7 +31,7 @@ def run_json(experiment, command, *options):
 
 
 def candidates(experiment):
-    """The policies that the engine runs and that need no feature of a text, and two kinds of variants."""
+    """The policies that the engine runs and that need no feature of a text, and variants with `once` and `every`."""
     names = [one["name"] for one in experiment.policies() if one["name"] not in ("full", "feature")]
     names = [name for name in names if experiment.refusal(name) is None]
     return [*names, "h2o:once", "lru:once", "h2o:every=16", "window:every=64", "lru:every=2"]
@@ -42,7 +42,9 @@ def key_of(entry):
 
 
 def judge(recommendation, evaluation, budget):
-    """(chosen name, how far it is significantly worse than the lowest KL end to end, agreeing pairs, pairs)."""
+    """(name of the chosen policy, by which share its KL end to end is higher than the lowest one, agreeing pairs,
+    pairs). The share is 0 if the difference is not significant. Pairs: the choice and each policy that `deploy` finds
+    significantly worse."""
     ranking = [one for one in recommendation["evidence"]["ranking"] if not one["over_budget"]]
     made = next(one for one in evaluation["recommendations"] if one["budget"] == str(budget))
     order = list(zip(made["order"], made["configurations"]))

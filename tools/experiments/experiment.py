@@ -1,6 +1,6 @@
 """Helpers of the experiments: they run kvlab, read its tables, and write a Markdown page that is not edited by hand.
 
-Each script in this folder makes one page, from its own run alone (docs/results/README.md). All take
+Each script in this folder writes one page, with the results of one run (docs/results/README.md). All take
 
     --kvlab build/kvlab --model DIR --out PAGE.md [--text FILE...] [--tokens N] [--device cpu|cuda] [--quick]
 """
@@ -43,7 +43,7 @@ class Experiment:
     """A page: its runs and their tables."""
 
     def __init__(self, purpose, models=False, arguments=None):
-        """`models`: `--model` takes several, listed in `self.models`; runs use `self.model`.
+        """`models`: whether `--model` takes several models. `self.models` lists them; runs use `self.model`.
 
         `arguments`: a function that adds the script's own arguments to the parser.
         """
@@ -58,7 +58,7 @@ class Experiment:
 
     @property
     def tokens(self):
-        """Tokens of each text, within the model's context."""
+        """Number of tokens of each text. Without --tokens it does not exceed the model's context."""
         return self.arguments.tokens or min(self.quick(1024, 2560), self.context())
 
     def context(self):
@@ -68,7 +68,7 @@ class Experiment:
     def kvlab(self, command, *options, table=None, device=None):
         """Runs `kvlab command`. Returns the rows of the table that it wrote, as dictionaries, or the output's path.
 
-        `device`: None gives it --device as the script got it; "" is for a command without that option.
+        `device`: the value of --device. None: the value that the script got; "": none, for commands without the option.
         """
         out = pathlib.Path(self.scratch.name) / f"{command[0]}-{next(self.runs)}"
         options = [*map(str, options)]
@@ -109,7 +109,8 @@ class Experiment:
         return [row for row in rows if row["text"] == "all"]
 
     def pass_keys(self, policies, budgets, words, samples, *options, device=None):
-        """The share of right pass keys over all depths, asked after the eviction; as values() returns it."""
+        """The share of right answers of the pass-key task over all depths, in the form that values() returns. The
+        questions come after the eviction."""
         rows = self.kvlab(
             ["task", "passkey"], "--model", self.model, "--words", words, *options, "--samples", samples, "--policy",
             ",".join(policies), "--budget", ",".join(map(str, budgets)), "--query-agnostic", table="task.csv", device=device,
@@ -126,7 +127,7 @@ class Experiment:
         return self.registry()["policies"]
 
     def refusal(self, policy, device=None):
-        """kvlab's message if its engine cannot run `policy`; else None."""
+        """kvlab's error message if the engine cannot run `policy`, otherwise None."""
         few = ["--max-tokens", "192", "--window", "192", "--prompt-tokens", "96", "--budget", "100"]
         device = device or self.arguments.device
         device = ["--device", device] if device else []

@@ -15,12 +15,12 @@ divided by the number of pairs that at least one has. It is measured on the two 
 """
 
 
-PLOTTED = 6  # most policies whose kept tokens a replay stores
+PLOTTED = 6  # maximum number of policies whose kept tokens a replay stores
 
 
 def overlaps(kept):
-    """{policy: overlap with h2o's kept tokens} from a run's kept.json, which has [position, first query, last query]
-    for each stay of a token."""
+    """{policy: overlap with h2o's kept tokens} from a run's kept.json. That file has [position, first query, last query]
+    for each span of queries at which a token was live."""
     seen = {}
     for head in kept["heads"]:
         for series in head["series"]:

@@ -34,7 +34,7 @@ TASKS = {
     "needle": ["needle", "--kind", "single"],
     "one needle of four": ["needle", "--kind", "multi-key"],
 }
-# For the table of which metric predicts.
+# The policies of the table that shows which metric predicts KL.
 FEW = "window,sink,lru,h2o,streaming_h2o,tova,snapkv:once=no:smooth=0,a2sf,h2o_mean,roco"
 
 

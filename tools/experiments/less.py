@@ -14,10 +14,11 @@ import kvlab
 
 QUESTION = """
 LESS (arXiv:2402.09398, section 3, with the formulas and sizes of the authors' code) keeps a state of rank 8 for the
-evicted tokens of each KV head, and two small nets for each layer, which are trained for one policy and budget. Here a
-net has φ for each query head and ψ for each KV head, and learns from traces. The loss is the squared error after W_o of
-the queries after the prompt, relative to the output's size, on the first half of the texts. The metric is the root of
-that error for each query, as a mean over the queries of the other half.
+evicted tokens of each KV head. It has two small nets for each layer, which are trained for one policy and budget: φ,
+here with weights for each query head, and ψ, with weights for each KV head. Both learn from traces here. The loss is
+the squared error of the outputs after W_o, divided by the squared norm of the exact outputs, at the queries after the
+prompt in the first half of the texts. The metric is the square root of that error for each query, as a mean over the
+queries of the other half.
 """
 RANK, WIDTH, PROMPT = 8, 512, 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,8 +54,8 @@ class Nets(torch.nn.Module):
 
 
 class Sequence:
-    """One layer of one trace under one configuration: rotated queries, keys, values and the live tokens at each query.
-    """
+    """One layer of one trace under one configuration: queries and keys after RoPE, values, and the live tokens at each
+    query."""
 
     def __init__(self, trace, layer, run, policy, budget, is_quantized):
         inv_freq = trace.inv_freq.reshape(-1)
@@ -76,7 +77,9 @@ class Sequence:
         self.live = torch.from_numpy(numpy.stack([own.live for own in kept])).to(DEVICE)  # [kv_head, query, token]
 
     def error(self, output, nets=None, some=None):
-        """[query]: squared error after W_o over the output's square; `output` is [query_heads, dim, hidden]."""
+        """[query]: squared error of the attention output after W_o, divided by the squared norm of the exact output.
+        `output`: W_o [query_heads, dim, hidden]. `nets`: the nets that stand for evicted tokens; None: no nets. `some`:
+        the queries to use; None: all."""
         rows = torch.arange(len(self.queries), device=DEVICE) if some is None else some
         positions = self.queries[rows]
         query, scale = self.query[:, positions], self.key.shape[-1] ** -0.5
@@ -125,7 +128,7 @@ class Study:
         self.layers = sorted({count // 8, count // 2, count - 2})
 
     def traces(self, texts, count):
-        """Up to `count` traces of parts of the texts, in turn."""
+        """Up to `count` traces, each of a part of a text. The parts are taken from the texts in turn."""
         found, length = [], 6 * self.tokens
         whole = [pathlib.Path(text).read_text(errors="ignore") for text in texts]
         starts = range(3000, max(map(len, whole)), length)

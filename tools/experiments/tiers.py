@@ -67,7 +67,7 @@ def tier_plan_of(params):
 
 
 def by_tier_plan(found):
-    """{(policy, tier plan, budget): (value, error)}."""
+    """{(policy, tier plan, budget): (value, error)}, from {(policy, params, budget): (value, error)}."""
     return {(key[0], tier_plan_of(key[1])[1], key[2]): own for key, own in found.items()}
 
 
@@ -76,8 +76,8 @@ def options_of(tier_plans):
 
 
 def choices(experiment):
-    """Policies, tier plans and budgets. Fewer with --quick, because on a CPU a quantized configuration costs ten plain
-    ones."""
+    """Policies, tier plans and budgets. With --quick there are fewer, because on a CPU a quantized configuration takes
+    as long as ten in 16 bit."""
     return experiment.quick((POLICIES[:2], TIER_PLANS[:1] + TIER_PLANS[2:], [64, 256]), (POLICIES, TIER_PLANS, BUDGETS))
 
 
@@ -96,12 +96,12 @@ def pass_keys(experiment, words):
 
 
 def digits(values):
-    """Three digits of each."""
+    """The values as text, with three digits each."""
     return ", ".join(number_with_error((value, float("nan"))) for value in values)
 
 
 def best_of(experiment, found):
-    """By budget: the lowest KL in 16 bit and in any plan, of each model."""
+    """A row for each budget: the lowest KL of each model in 16 bit and with any plan."""
     _, _, budgets = choices(experiment)
     lines = []
     for budget in map(str, budgets):

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Checks what is in wheels of kvlab, and prints the size of each: check_wheel.py WHEEL...
 
-A wheel has to have the extension, the command and all that `kvlab demo` reads; numpy alone as a dependency, besides
-NVIDIA's wheels if its version ends in +cuMAJOR. A wheel for manylinux has to bring every library that other systems
-may lack, and must not look for libraries in folders of the system that built it. Needs readelf. Exits 1 if a check
-fails.
+A wheel has to contain the extension, the command and all files that `kvlab demo` reads. It may only depend on numpy,
+and on NVIDIA's wheels if its version ends in +cuMAJOR. A wheel for manylinux has to contain every library that other
+systems may lack, and must not look for libraries in folders of the system that built it. Needs readelf. Exits with 1
+if a check fails.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Refuses retired words in everything that people read and in names: check_words.py [PATH...], all files by default.
 
-The vocabulary is docs/reference/glossary.md's. A line that has to say a retired word (an alias that is read for one
-release, a task's word list) carries the comment `old name`, or its file is listed in ALLOWED below.
+docs/reference/glossary.md has the vocabulary. A line that has to contain a retired word (an alias that is read for one
+release, a task's word list) has the comment `old name`, or its file is listed in ALLOWED below.
 """
 
 import pathlib
@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 
-# What is refused, and what to write instead.
+# Retired words, as patterns, with what to write instead.
 WORDS = {
     r"rungs?": "tier",
     r"ladders?": "tiers, tier plan",
@@ -30,7 +30,7 @@ WORDS = {
     r"oracle_mass": "oracle_attention",
 }
 PATTERN = re.compile(r"(?<![a-zA-Z])(?:" + "|".join(f"({word})" for word in WORDS) + r")(?![a-z])", re.IGNORECASE)
-"""Words as pieces of names too: `rung_of`, `kMostRungs` is looked at piece by piece."""
+"""Also finds the words as parts of names, such as `rung_of`, and `kMostRungs` after HUMPS has split it."""
 
 STANDARD = re.compile(
     r"shrink_to_fit|--shrink|flex-shrink|\.(?:un)?squeeze\("  # names of C++, CSS and PyTorch
@@ -40,7 +40,7 @@ ALLOWED = (
     "tests/tools/old_names_test.sh",
     "tests/python/test_old_names.py",
     "CHANGELOG.md",  # history
-    "docs/reference/glossary.md",  # says what old pages call it
+    "docs/reference/glossary.md",  # lists the old words
     "tools/scripts/check_words.py",
     "tools/texts/",
     "tools/demo/",

@@ -4,8 +4,8 @@
     python3 tools/scripts/gguf_to_checkpoint.py MODEL.gguf OUT
 
 It supports the architectures llama, qwen2 and gemma3 (text only) with byte-level or SentencePiece BPE, in any
-quantization that the gguf package can dequantize, and refuses others by name. For bad input it exits with 2 and one
-line, and leaves no files.
+quantization that the gguf package can dequantize. It refuses other architectures and tokenizers and names them. For bad
+input it prints one line, exits with 2, and leaves no files.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ except ImportError as missing:
     print(f"gguf_to_checkpoint.py: cannot import {missing.name}: pip install gguf numpy", file=sys.stderr)
     sys.exit(2)
 
-# The split patterns before BPE, by the name in llama.cpp.
+# How a text is split before BPE. PRE_TOKENIZERS has llama.cpp's names.
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -33,7 +33,7 @@ QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # each digit alone
 
 
 def split(pattern):
-    """The pre-tokenizer of a pattern of OpenAI's kind."""
+    """A pre-tokenizer that splits a text by a regular expression, as OpenAI's tokenizers do."""
     matches = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return {"type": "Sequence", "pretokenizers": [matches, {**BYTE_LEVEL, "use_regex": False}]}
 
@@ -47,9 +47,9 @@ PRE_TOKENIZERS = {
 # GGUF does not state normalizers. Hugging Face's tokenizer of each Qwen2 has this one.
 NORMALIZERS = {"qwen2": {"type": "NFC"}}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens
-MAX_CHARACTERS = 1024  # most characters of a SentencePiece token, because every split of it is tried
+MAX_CHARACTERS = 1024  # of a SentencePiece token; limited because every split of a token into two is tried
 SPACE = "\u2581"  # SentencePiece's character for a space
-# Keys of an architecture that change the result.
+# Keys of an architecture that change what the model computes. A file that has one is refused.
 UNSUPPORTED = ("rope.scaling", "expert", "attention.scale", "attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -65,8 +65,8 @@ def one_line(error, most=300):
 
 
 def reason_of(error):
-    """Why a file cannot be read: the gguf package's message if it found the fault, but not numpy's, which is about
-    arrays that the reader does not know."""
+    """Why a file cannot be read. Uses the error's message if the gguf package found the fault, but not if numpy did,
+    because numpy's message is about arrays and not about the file."""
     where = error.__traceback__
     while where.tb_next:
         where = where.tb_next
@@ -278,9 +278,10 @@ def byte_level(meta, tokens, kinds):
 
 
 def merges_of_scores(tokens, kinds, scores):
-    """All merges of two pieces to a third, ordered by its score, then the longest parts first."""
+    """All merges of two pieces into a third. The third piece with the highest score comes first; of equal scores, the
+    merge with the longest parts."""
     pieces = {text: score for text, kind, score in zip(tokens, kinds, scores) if kind == NORMAL}
-    # Matched before all others.
+    # User-defined tokens are matched before all others.
     pieces |= {text: float("inf") for text, kind in zip(tokens, kinds) if kind == USER_DEFINED}
     merges = []
     for text in pieces:

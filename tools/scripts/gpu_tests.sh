@@ -7,8 +7,8 @@
 # run there, because it makes the package and the examples.
 #
 # It runs every test case with the tag [gpu], the examples in C, the example in Python and the Python tests with
-# KVLAB_PYTHON's kvlab and PyTorch. AT_ONCE (10) run in parallel. The example of each command's help runs
-# last and alone, on the device. PATTERN: run only tests whose names match.
+# KVLAB_PYTHON's kvlab and PyTorch. AT_ONCE (10) of them run in parallel. The examples in the commands' help run on the
+# device after the others, because they need it alone. PATTERN: run only tests whose names match.
 #
 # It prints a line with the time of each, slowest first. Logs stay in BUILD/gpu-tests. It exits with 1 if anything
 # failed, if no test with the tag passed, or if a program whose sources have the tag is missing or lists fewer cases
@@ -25,7 +25,7 @@ export XDG_CACHE_HOME=$build/test-cache  # cache of NVRTC's output, shared with 
 source "$source/tools/scripts/gpu_cases.sh"
 rm -rf "$logs" && mkdir -p "$logs"
 
-# NAME|COMMAND of each test.
+# These functions print NAME|COMMAND of each test.
 tagged() {
   list_gpu_cases "$build" "$source" | while IFS='|' read -r program name; do
     printf '%s: %s|run_gpu_case %q %q\n' "$(basename "$program")" "${name//|/ }" "$program" "$name"

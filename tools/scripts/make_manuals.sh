@@ -8,7 +8,7 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$out"
 version=$("$kvlab" --version | sed -n 's/^kvlab //p')
 
-# page NAME SUMMARY: from the program NAME in $work.
+# page NAME SUMMARY: writes the man page NAME from the help text that the program NAME in $work prints.
 page() {
   chmod +x "$work/$1"
   help2man --no-info --version-string="$version" --name="$2" "$work/$1" >"$out/$1.1"

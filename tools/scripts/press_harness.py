@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Runs kvpress's evaluation over items in RULER's form that this script makes: policies of kvlab next to presses of
-kvpress.
+"""Compares policies of kvlab with presses of kvpress in kvpress's own evaluation.
 
     python3 tools/scripts/press_harness.py KVPRESS engine/models/smollm2 snapkv h2o:once knorm:once --ratio 0.5 0.75
 
-KVPRESS is a checkout of kvpress; its evaluation/ reads the items, runs its pipeline and scores. A name in kvpress's
-registry is that press; `kvlab:h2o` and any other name is a policy, as KvlabPress.
+KVPRESS is a checkout of kvpress. This script makes items in RULER's format. The code in KVPRESS/evaluation reads them,
+runs kvpress's pipeline and scores the answers. A name in kvpress's registry selects that press. Any other name, and
+any name after `kvlab:`, selects a policy, which runs as a KvlabPress.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ TASKS = {"niah_single": (1, 1), "niah_multikey": (8, 1), "niah_multivalue": (1, 
 
 
 def items(contexts: int, words: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Items of each task: a text with numbers of towns, and a question for the first town's."""
+    """Items of each task: a text that hides secret numbers of towns, and a question for the numbers of the first town.
+    """
     rng, text = random.Random(seed), TEXT.read_text().split()
     rows = []
     for task, (towns, values) in TASKS.items():

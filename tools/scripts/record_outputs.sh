@@ -11,14 +11,14 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 model=engine/models/tiny text=tools/demo/prompt.txt sample=traces/samples/tiny-story
 
-# keep NAME COMMAND...: stores standard output, and the lines of standard error that contain no time.
+# keep NAME COMMAND...: stores standard output, standard error and the exit status.
 keep() {
   local name=$1 code=0
   shift
   "$kvlab" "$@" >"$out/$name.txt" 2>"$work/errors" || code=$?
   sed -E "s#$work#WORK#g; s#$PWD#SOURCE#g" "$work/errors" >>"$out/$name.txt"
   echo "exit $code" >>"$out/$name.txt"
-  # Times, paths and the processor differ between machines.
+  # Replaces times, paths and thread counts, which differ between machines.
   sed -i -E "s#$work#WORK#g; s#$PWD#SOURCE#g; s/[0-9.]+ (s|ms|µs|tokens\/s|tok\/s|KB\/s|MB\/s)\b/N \1/g; s/\"(seconds|[a-z_]*_seconds|tokens_per_second|threads)\": ?[0-9.e+-]+/\"\1\": N/g" "$out/$name.txt"
 }
 # keep_run NAME RUN: stores a run's metrics and configuration.
@@ -49,7 +49,7 @@ keep replay-source replay --trace "$work/trace" --policy-source "$work/peak.hpp"
   --prefill dense,stream --out "$work/run-source" --device "$device"
 keep_run replay-source "$work/run-source"
 keep deploy deploy "$work/run-trace-original" --budget 64 --out "$work/policy.json"
-# The hash is left out, because run.json contains this folder's name.
+# The hash is left out, because it depends on run.json, which contains the name of the temporary folder.
 sed -E "s#$work#WORK#g; s/\"hash\": ?\"[0-9a-f]*\"/\"hash\": N/" "$work/policy.json" >"$out/policy.json"
 for policy in full window sink lru h2o streaming_h2o random; do
   budget=(--budget 40)

@@ -3,12 +3,13 @@
 #
 #       tools/scripts/sanitize.sh BUILD TOOL [AT_ONCE] [SECONDS] [PROGRAMS]
 #
-# BUILD contains tests/. TOOL is memcheck, racecheck, initcheck or synccheck. Each program mirrors its device memory, so
-# more than AT_ONCE (4) fill a GPU. A case that takes longer than SECONDS (300) is stopped. Cases that only repeat ("200
-# times") are left out. PROGRAMS: a pattern of program names.
+# BUILD contains tests/. TOOL is memcheck, racecheck, initcheck or synccheck. At most AT_ONCE (4) programs run at the
+# same time, because the tool keeps a copy of a program's device memory, and more of them would fill a GPU. A case that
+# takes longer than SECONDS (300) is stopped. Cases that only repeat others ("200 times") are left out. PROGRAMS: a
+# pattern of program names.
 #
-# It prints a line for each case that is not clean, then how many are. Logs stay in BUILD/sanitize/TOOL. It exits with 1
-# unless all are clean.
+# It prints a line for each case that is not clean, then the number of clean cases. Logs stay in BUILD/sanitize/TOOL. It
+# exits with 1 unless all cases are clean.
 #
 # COMPUTE_SANITIZER names a version other than the toolkit's, such as that of PyPI's nvidia-cuda-sanitizer-api: before
 # 2025.4 initcheck does not follow copies by the copy engine. See docs/internals/measurements/README.md.
@@ -26,8 +27,8 @@ source=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 source "$source/tools/scripts/gpu_cases.sh"
 rm -rf "$logs" && mkdir -p "$logs"
 
-# PROGRAM|CASE of each, in the order of the folders. Excludes api_calls, which needs what the tools occupy, and
-# device_lost, which faults on purpose.
+# Prints PROGRAM|CASE of each test case, in the order of the folders. Excludes test_api_calls, which uses the profiling
+# interface that the tools occupy, and test_device_lost, which faults on purpose.
 cases() {
   list_gpu_cases "$build" "$source" >"$logs/listed" || exit 1
   grep -vE '^[^|]*/test_(api_calls|device_lost)[|]|200 ' "$logs/listed" | grep -E -e "^[^|]*($programs)[^|]*[|]" || true

@@ -43,7 +43,7 @@ python=$(command -v "${1:-python3}")
 "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
   { echo "skipped: $python is not Python 3.10 or newer with venv"; exit 0; }
 "$python" -m venv --clear "$folder"
-# install PACKAGE...: by uv, which takes a fifth of pip's time, or by pip.
+# install PACKAGE...: installs with uv, which takes a fifth of pip's time, or else with pip.
 install() {
   "$folder/bin/uv" pip install --quiet --python "$folder/bin/python" "$@" ||
     "$folder/bin/pip" install --quiet --disable-pip-version-check "$@"
@@ -52,7 +52,7 @@ install() {
 began=$SECONDS shared=()
 if [[ -n ${KVLAB_BUILD:-} ]]; then
   shared=(-C build-dir="$KVLAB_BUILD")
-  # The architectures of the reused objects, instead of those of pyproject.toml.
+  # The options of the reused objects, instead of those of pyproject.toml.
   for switch in $(sed -nE 's/^(KVLAB_(COMMAND|CUDA|MPI|TESTS|WERROR)):BOOL=/\1=/p' "$KVLAB_BUILD/CMakeCache.txt"); do
     shared+=(-C cmake.define."$switch")
   done
@@ -71,7 +71,7 @@ install pytest mypy pandas-stubs types-tqdm papermill ipykernel gguf==0.19.0 lib
 install torch==2.11.0 transformers safetensors peft torchao bitsandbytes accelerate ||
   echo "PyTorch could not be installed: the tests of kvlab.hf are skipped" >&2
 "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python
-# Long tests of what does not depend on the version of transformers.
+# Long tests whose result does not depend on the version of transformers. They are left out with the oldest version.
 long="real_model and not differing_traces and not finite_differences and not unreachable_hub and not parts_that_bound"
 oldest=$PWD/build-python/oldest-transformers  # searched before the newest; contains only what differs
 rm -rf "$oldest"
@@ -79,18 +79,18 @@ if "$folder/bin/uv" pip install --quiet --python "$folder/bin/python" --no-deps 
   transformers==4.54.1 tokenizers==0.21.4 huggingface-hub==0.36.2; then
   PYTHONPATH=$oldest "$folder/bin/python" -m pytest -q -p no:cacheprovider \
     tests/python/test_{hf,cache,families,calls,evicting,capture,sensitivities}.py \
-    -k "not quantised and not $long"  # today's quantisers do not work with that transformers
+    -k "not quantised and not $long"  # current quantisers do not work with that version of transformers
 else
-  echo "transformers 4.54.1 could not be installed: the tests of kvlab.hf by it are skipped" >&2
+  echo "transformers 4.54.1 could not be installed: the tests of kvlab.hf with it are skipped" >&2
 fi
-# Features without transformers, with the PyTorch of the Python that ./dev test --optional made.
+# Tests features without transformers, with the Python and the PyTorch that ./dev test --optional installed.
 old=${KVLAB_HF_PYTHON:-$PWD/build-python/bin/python} package=$PWD/build-python/package
 mkdir -p "$package"
 ln -sfn "$("$folder/bin/python" -c 'import pathlib, kvlab; print(pathlib.Path(kvlab.__file__).parent)')" "$package/kvlab"
 if PYTHONPATH=$package "$old" -c 'import pytest, torch, kvlab' 2>/dev/null; then
   PYTHONPATH=$package "$old" -m pytest -q -p no:cacheprovider tests/python/test_{features,presses}.py
 else
-  echo "$old cannot import pytest, torch and kvlab: the tests of features by it are skipped" >&2
+  echo "$old cannot import pytest, torch and kvlab: the tests of features with it are skipped" >&2
 fi
 presses=$PWD/build-python/kvpress  # kvpress needs an older transformers
 if "$folder/bin/uv" venv --quiet --clear --python "$python" "$presses" &&

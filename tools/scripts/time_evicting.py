@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measures tokens per second of transformers' generate on CUDA, with its own caches and with kvlab.hf.evicting.
 
-The model is a Llama of SmolLM2-135M's shape with random weights (--model FOLDER: a real one), bfloat16, one sequence.
-The time of the prompt is excluded: the result is the difference of two runs with different numbers of new tokens, as
-the median of --repeats.
+The model is a Llama of SmolLM2-135M's shape with random weights, or that of --model FOLDER, in bfloat16 with one
+sequence. The time of the prompt is excluded: it cancels in the difference of two runs with different numbers of new
+tokens. The result is the median of --repeats such differences.
 
     python3 tools/scripts/time_evicting.py --context 4096 --budget 512 1024
 """

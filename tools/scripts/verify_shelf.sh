@@ -37,7 +37,7 @@ for c in json.load(open(sys.argv[1]))["configurations"]:
     print(c["policy"], c["params"], c["budget"].split("/")[-1], c["prefill"], c["positions"], s["appends"], s["evictions"],
           o["worst_error"], o["tolerance"], o["wrong_requests"], len(c["free_running"]["partings"]))' "$one" >>"$out/table"
   else
-    echo "not whole: $positions $budget $policies" >>"$out/failed"
+    echo "failed: $positions $budget $policies" >>"$out/failed"
   fi
   rm "$one"
 }
@@ -54,5 +54,5 @@ print(*(p["name"] for p in json.load(sys.stdin)["policies"] if p["decodes"] and 
   done
 done
 wait
-echo "verify: $(wc -l <"$out/table") configurations hold, $(grep -c '^not whole' "$out/failed") calls do not"
+echo "verify: $(wc -l <"$out/table") configurations passed, $(grep -c '^failed: ' "$out/failed") calls failed"
 [ ! -s "$out/failed" ]
