@@ -63,7 +63,7 @@ struct TaskAccuracyOptions {
 /// std::invalid_argument for an unknown task.
 void add_task_accuracy_options(OptionTable& table, TaskAccuracyOptions& options,
                                const std::vector<std::string>& features);
-/// Number of caches that a device uses at once to answer questions.
+/// Number of questions that a device answers in one batch. Each has a separate cache.
 std::uint32_t task_accuracy_rows(Device device);
 
 }  // namespace kvlab

@@ -57,7 +57,7 @@ void add_cache_options(OptionTable& table, CacheOptions& caches, bool needs_poli
 void add_seed_option(OptionTable& table, std::uint64_t& seed);
 /// `--tiers`, where `auto` stands for several plans, and `--centre`.
 void add_tiers_option(OptionTable& table, CacheOptions& caches);
-/// `--request-threshold`, as a share of the row's largest probability, between 0 and 1.
+/// `--request-threshold`, as a share of a query's largest attention probability, between 0 and 1.
 void add_threshold_option(OptionTable& table, double& threshold);
 /// `--policy-source`, which may be repeated.
 void add_source_option(OptionTable& table, std::vector<std::string>& sources);

@@ -45,7 +45,7 @@ const po::value_semantic* semantic_of(const OptionTable::Option& option) {
   return option.takes == Takes::several_words ? several->multitoken() : several;
 }
 
-/// What Boost parsed, as the option's type.
+/// The value that Boost parsed, with the type of the option.
 OptionTable::Value value_of(const po::variable_value& given, const OptionTable::Option& option) {
   return std::visit([&]<class T>(const T&) -> OptionTable::Value { return given.as<T>(); },
                     option.kind);
@@ -69,7 +69,7 @@ std::string wrapped(std::string_view text) {
 void print_help(const Command& command, const po::options_description& options) {
   fmt::print("{}\n\n{}\n\n", command.summary,
              wrapped(fmt::format("Usage: kvlab {} {}", command.name, command.usage)));
-  // The option for positional words has a name that is not shown.
+  // The option for positional words is not listed, because the usage shows it without its name.
   po::options_description named("Options", kColumns);
   for (const auto& option : options.options())
     if (option->long_name() != command.positional) named.add(option);
@@ -265,7 +265,7 @@ void fill_request(const OptionTable& table, const po::variables_map& values) {
   for (const OptionTable::Check& check : table.checks()) check(names);
 }
 
-/// Parses and checks the words. Returns what the command then does.
+/// Parses and checks the words. Returns the function that runs the command.
 std::function<int()> prepared_run(const Command& command, const std::vector<std::string>& words,
                                   const Warn& warn) {
   OptionTable table;
@@ -302,7 +302,7 @@ int run_command(const Command& command, const std::vector<std::string>& words) {
     run = prepared_run(command, words, warn);
   } catch (const std::exception&) {
     if (reports) throw;
-    return kBadInput;  // the first process of this command line says why
+    return kBadInput;  // the first process of this command line prints the error
   }
   return run();
 }

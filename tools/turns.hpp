@@ -24,8 +24,8 @@ struct PromptOptions {
 
   /// The prompt's name in errors: "--prompt", or the file.
   std::string name() const;
-  /// Throws std::invalid_argument unless exactly one was given and it has a text,
-  /// std::runtime_error for a file that cannot be read.
+  /// Returns the text. Throws std::invalid_argument unless exactly one of the options was given and
+  /// the text is not empty. Throws std::runtime_error if the file cannot be read.
   std::string read() const;
 };
 /// `--prompt`, `--prompt-file`.
@@ -70,8 +70,9 @@ std::vector<std::vector<std::int32_t>> ids_of_turns(const std::vector<std::strin
 
 /// `--beyond-context`.
 void add_context_option(OptionTable& table, bool& beyond_context);
-/// Refuses prompts that are longer than the trained context, unless `beyond_context`. Returns a
-/// warning if answers will exceed it.
+/// Refuses prompts that are longer than the context that the model was trained on, unless
+/// `beyond_context` is set. Returns a warning if the prompts and answers together may be longer;
+/// otherwise "".
 std::string check_context(bool beyond_context, std::uint32_t max_new_tokens,
                           const ModelConfig& config, const ResolvedConfig& cache,
                           const std::vector<std::vector<std::int32_t>>& turns);

@@ -155,7 +155,7 @@ constexpr std::int64_t kMaxTokens = 1 << 28, kMaxRows = 1 << 16, kMaxSlots = 1 <
 
 struct Request {
   std::vector<std::string> words;     ///< what to measure
-  std::string model, random_weights;  ///< one of them
+  std::string model, random_weights;  ///< exactly one of them is given
   int batch = 1;
   std::uint32_t context = 1024, steps = 64, chunk = 2048, max_new_tokens = 2048;
   std::int64_t tokens = 4096, prompt_tokens = 2048;
@@ -209,7 +209,7 @@ SyntheticShape synthetic_shape(const Request& request) {
   return shape;
 }
 
-/// Runs the benchmark. Throws as commands do.
+/// Runs `kvlab bench replay` and returns its result.
 ordered_json bench_replay(const Request& request) {
   const auto device = request.common.device == Device::cuda ? cuda_replayer() : nullptr;
   const auto sweeps = bench_sweeps(request.sweeps);

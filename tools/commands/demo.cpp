@@ -54,7 +54,7 @@ std::string model_directory(const Request& request) {
   return shipped(request.real ? "engine/models/smollm2" : "engine/models/tiny");
 }
 
-/// Makes an empty directory. Replaces a directory only if an earlier demo left it.
+/// Makes an empty directory. Replaces an existing directory only if an earlier demo made it.
 void make_directory(const fs::path& directory) {
   if (fs::exists(fs::symlink_status(directory))) {
     if (!fs::exists(directory / kMarker))
@@ -164,7 +164,7 @@ void tune_tiny(Tour& tour, const std::string& model, const std::string& out) {
   tour.run(tune_command(), words);
 }
 
-/// The tour with a real model: tunes it on four texts, then asks it a pass key.
+/// The tour with a real model: tunes a policy on four texts, then evaluates it on a pass-key task.
 void real_tour(Tour& tour, const std::string& model, const std::string& out) {
   const std::string policy = out + "/policy.json";
   tour.step("Tune",

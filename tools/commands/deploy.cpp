@@ -23,7 +23,7 @@ namespace {
 struct Request {
   std::string run, budget, metric, fidelity, out;
   std::size_t confirm = 0;  ///< number of policies to confirm
-  std::string model;        ///< for --confirm, like the next two
+  std::string model;        ///< for --confirm, as are `texts` and `how`
   std::vector<std::string> texts;
   EvalOptions how;
   TaskAccuracyOptions task_accuracy;

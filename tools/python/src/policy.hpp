@@ -12,7 +12,7 @@ struct Policy {
   std::shared_ptr<const PolicyEntry> entry;
 };
 
-/// The entries of the policies, as the functions take them that parse policies.
+/// The policies in the form that parse_policy() and make_sweep() take.
 CompiledPolicies compiled_from(const std::vector<Policy>& policies);
 
 }  // namespace kvlab::python
