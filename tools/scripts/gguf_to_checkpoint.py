@@ -348,7 +348,7 @@ def read_tokenizer(meta):
             raise Refused(f"{key} is {meta.token(key)}, a token that tokenizer.ggml.token_type marks as unused")
     parts = parts_of(meta, tokens, kinds)
     if len(set(tokens)) != len(tokens):
-        raise Refused("tokenizer.ggml.tokens should be different")
+        raise Refused("tokenizer.ggml.tokens has equal tokens; all should be different")
     bos = meta.get("tokenizer.ggml.add_bos_token", bool, False) and meta.token("tokenizer.ggml.bos_token_id")
     # Unused tokens only fill the rows of the embedding. Checkpoints leave them out of the vocabulary.
     used = [(i, text, kind) for i, (text, kind) in enumerate(zip(tokens, kinds)) if kind != UNUSED]

@@ -83,9 +83,9 @@ class Seen(NamedTuple):
 class Token:
     """The live tokens of one cache, oldest first.
 
-    `position` is an array [live] of positions in the sequence. Each feature of the policy is an attribute of its name,
-    an array [live] of float32. A policy with `rows=True` also gets `rows`, `ids`, `keys` and `values`; for other
-    policies they raise LookupError.
+    `position` is an array [live] of positions in the sequence. Each feature of the policy is an attribute with the
+    feature's name, an array [live] of float32. A policy with `rows=True` also gets `rows`, `ids`, `keys` and `values`;
+    for other policies they raise LookupError.
     """
 
     def __init__(
@@ -169,7 +169,8 @@ Function = Callable[[Any, Any, Token, Step], Any]
 class Policy:
     """A policy that is not registered in kvlab: a Python function or a compiled header.
 
-    `policy()` and `policy_source()` make it. `str()` gives its name, so f"{policy}:every=64" is a configuration.
+    `policy()` and `policy_source()` return such objects. `str(policy)` is its name, so f"{policy}:every=64" is this
+    policy with a modifier.
     """
 
     def __init__(
@@ -427,7 +428,7 @@ class _OwnFunction:
             return numpy.ascontiguousarray(answer, numpy.uint64)
         if answer.dtype.kind == "i":
             if count and answer.min() < 0:
-                raise ValueError(f"{self.where}: returned a rank below 0; whole ranks are at least 0, or give floats")
+                raise ValueError(f"{self.where}: returned a rank below 0; integers should be at least 0; floats may be lower")
             return numpy.ascontiguousarray(answer, numpy.uint64)
         if answer.dtype.kind != "f" or answer.dtype.itemsize > 8:
             raise ValueError(

@@ -309,7 +309,7 @@ class Run:
             self._traces = [Trace(path, verify=False) for _, path, _ in self._held.traces]
         trace = self._traces[sequence]
         if trace.hash != expected:
-            raise ValueError(f"{path}: is not the run's trace {name}")
+            raise ValueError(f"{path}: is not the run's trace {name} (hash {trace.hash}, not {expected})")
         return trace._held
 
     def plot(self, metric: str, *, ax: matplotlib.axes.Axes | None = None) -> matplotlib.axes.Axes:

@@ -190,7 +190,7 @@ class AttendedModel:
 
     @contextlib.contextmanager
     def run_in(self, block: Block) -> Iterator[None]:
-        """In the block, calls with other caches, or without one, belong to `block`."""
+        """In the `with` block, calls without one of kvlab's caches get their conversations from `block`."""
         refuse_within_block(self.model)
         hooks = self.installed()
         self.block = block

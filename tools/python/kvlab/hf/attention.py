@@ -13,7 +13,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvlab.hf.refused import Refused
 
-SCORES = 1 << 26  # most attention scores at once, in float32
+SCORES = 1 << 26  # maximum number of attention scores that are computed at once, in float32
 HIDDEN = -1e4  # a mask value of at most this hides a token
 
 # Keywords that do not change the result. All others must be None or False.
@@ -44,8 +44,8 @@ class Call:
 
 
 def attention(call: Call) -> torch.Tensor:
-    """Attention outputs [n, query_heads, value_size] in float32: softmax(scale · q kᵀ, capped, + mask, with the sink's
-    column) · v."""
+    """Attention outputs [n, query_heads, value_size] in float32: softmax(softcap(scale · q kᵀ) + mask) · v. A sink adds
+    a column to the softmax, which has no value."""
     query_heads, n, _ = call.q.shape
     kv_heads, held, value_size = call.v.shape
     group, step = query_heads // kv_heads, max(1, SCORES // (held * (query_heads // kv_heads)))

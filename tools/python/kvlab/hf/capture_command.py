@@ -110,8 +110,8 @@ def passage_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
         refuse_passage(text, "appears in the prompt more than once; give a text that appears in it once")
 
     def fewest(length: int) -> int:
-        """The fewest tokens that decode to the first `length` characters. Incomplete bytes of a character decode to
-        another one."""
+        """The fewest tokens that decode to the first `length` characters. If the tokens end within the bytes of a
+        character, another character is decoded in its place."""
         counts = range(len(ids) - first + 1)
         return bisect.bisect_left(counts, True, key=lambda count: decoded(count)[:length] == whole[:length])
 
@@ -176,7 +176,7 @@ def add_options(parser: Parser) -> None:
     add("--beyond-context", action="store_true", help=longer)
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="dtype to compute in; auto: the checkpoint's")
     add("--device", choices=["cuda", "cpu"], help="device to run on (default: cuda if there is a device)")
-    attention = "attn_implementation with which transformers loads the model; the check of the capture uses it"
+    attention = "attn_implementation with which transformers loads the model; the capture is checked against it"
     add("--attention", choices=["sdpa", "eager", "flash_attention_2"], help=attention)
     chunk = "number of tokens of a given text to feed at once (default: 1024)"
     number("--chunk", "N", 1, chunk, default=_kvlab.shard_tokens)

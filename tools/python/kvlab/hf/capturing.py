@@ -81,7 +81,7 @@ class Listener:
         self.first, self.count = 0, 0  # position of the first token being fed, and number of tokens being fed
         self.keys: dict[int, torch.Tensor] = {}  # by layer, [kv_heads, tokens, key_size], rotated
         self.given: dict[int, Given] = {}  # by layer: the arguments of its module
-        self.seen: set[tuple[int, str]] = set()  # (layer, part) pairs that have come for the tokens being fed
+        self.seen: set[tuple[int, str]] = set()  # (layer, part) pairs that were recorded for the tokens being fed
         # For the tokens being fed: masks that were checked, by address, length and window; cos and sin, by device and
         # RoPE table.
         self.checked: dict[tuple[int, int, int], Any] = {}

@@ -98,7 +98,8 @@ def _names(press: Any) -> list[str]:
     kind, base = type(press), kvpress.ScorerPress
     name = kind.__name__
     if not isinstance(press, base):
-        raise Refused(f"{name}: is not a ScorerPress, or one in an AdaKVPress or KeyRerotationPress")
+        right = "a ScorerPress, alone or in an AdaKVPress or KeyRerotationPress, is expected"
+        raise Refused(f"{name}: is not a ScorerPress; {right}")
     if kind.compress is not base.compress:
         raise Refused(f"{name}: does not choose tokens by its scores alone")
     if isinstance(press, kvpress.CriticalKVPress):
@@ -188,8 +189,8 @@ class _Probabilities:
 
 
 def _scores(press: Any, rows: Rows, step: Step, model: Any, ties: list[Tie]) -> Scores:
-    """The press's scores [kv_heads, tokens]. Among tokens that tie at the cut, those that are kept score a little
-    higher, so that the policy evicts the others."""
+    """The press's scores [kv_heads, tokens]. If only some tokens of equal score can be kept, those that torch.topk
+    selects get a slightly higher score, so that the policy evicts the others."""
     kept, own = step.budget - 1, copy.deepcopy(press)
     own.compression_ratio = _ratio(step.now, kept)
     module = _Attention(rows, step, model)

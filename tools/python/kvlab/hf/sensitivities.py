@@ -36,7 +36,9 @@ from kvlab.hf.models import (
 from kvlab.hf.refused import Refused, one_line, refusing
 
 PROGRAM = "kvlab.hf sensitivities"
-LOGITS = 1 << 25  # most logits at once: 128 MiB in float32, and four times that for what is computed from them
+# The maximum number of logits that are computed at once: 128 MiB in float32, and four times that for what is computed
+# from them.
+LOGITS = 1 << 25
 FLOAT16_EXPONENT = 15  # the largest stored gradient is less than 2 to this power
 
 # ---------------------------------------------------------------------------------------------
@@ -91,8 +93,8 @@ def forward(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[Any
 
 
 def sampled_tokens(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The tokens [samples, n] at which the cumulated probabilities [n, vocabulary] pass `uniforms` [samples, n]. So a
-    sample is the same on every device, except where rounding decides."""
+    """The tokens [samples, n] at which the cumulative probabilities [n, vocabulary] exceed `uniforms` [samples, n]. In
+    this way a sample is the same on every device, except where rounding decides."""
     cumulated = log_p.double().exp_().cumsum_(-1)
     marks = uniforms.T.to(cumulated.device) * cumulated[:, -1:]
     found: torch.Tensor = torch.searchsorted(cumulated, marks.contiguous(), right=True)

@@ -15,7 +15,7 @@ from kvlab.hf.cache import conversation_of
 from kvlab.hf.calls import cache_among
 from kvlab.hf.conversation import Conversation
 
-_OF_THE_HEAD = frozenset(("logits_to_keep", "num_logits_to_keep"))  # arguments that the decoder does not see
+_OF_THE_HEAD = frozenset(("logits_to_keep", "num_logits_to_keep"))  # arguments that the decoder does not get
 _KNOWN = _OF_THE_HEAD.union(
     ("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict")
 )
