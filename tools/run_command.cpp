@@ -248,8 +248,8 @@ void refuse_overwriting(const po::variables_map& values) {
           const bool is_file = item.starts_with('@');
           if (name == output || !std::filesystem::equivalent(path, item.substr(is_file), none))
             continue;
-          throw std::invalid_argument(
-              fmt::format("--{}: {} is what --{} reads; give another path", output, path, name));
+          throw std::invalid_argument(fmt::format(
+              "--{}: {} is also the input of --{}; give another path", output, path, name));
         }
   }
 }

@@ -54,10 +54,13 @@ void print(const Allocation& allocation, const std::string& out) {
                std::ranges::max(heads));
   }
   fmt::print(
-      "{} by these curves: {:.4g} with one budget for all heads, {:.4g} with these budgets\n",
+      "{} that the curves predict: {:.4g} with one budget for all heads, {:.4g} with these "
+      "budgets\n",
       allocation.metric, allocation.even, allocation.shared);
-  fmt::print("\n{}: next: kvlab eval --model DIR --text OTHER --policy P --budget {},@{}\n", out,
-             allocation.mean_tokens, out);
+  fmt::print(
+      "\n{}: budgets of all heads\nNext: kvlab eval --model DIR --text OTHER --policy P "
+      "--budget {},@{}\n",
+      out, allocation.mean_tokens, out);
 }
 
 int run(const Request& request) {

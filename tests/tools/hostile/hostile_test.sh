@@ -40,7 +40,7 @@ refused "too few for one token on its first tier" "$kvlab" replay --trace story 
 # An output with the path of an input.
 cp run/run.json whole.json
 refused "--out: run/run.json is part of a trace" "$kvlab" deploy run --budget 32 --out run/run.json
-refused "--out: run is what --run reads" "$kvlab" report run --out run
+refused "--out: run is also the input of --run" "$kvlab" report run --out run
 cmp -s run/run.json whole.json || fail "run.json was replaced"
 
 # A NUL after a complete policy file, control characters in its names, a folder with terminal control characters.

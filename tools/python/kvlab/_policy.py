@@ -428,7 +428,7 @@ class _OwnFunction:
             return numpy.ascontiguousarray(answer, numpy.uint64)
         if answer.dtype.kind == "i":
             if count and answer.min() < 0:
-                raise ValueError(f"{self.where}: returned a rank below 0; integers should be at least 0; floats may be lower")
+                raise ValueError(f"{self.where}: returned a rank below 0; only floats may be below 0, not integers")
             return numpy.ascontiguousarray(answer, numpy.uint64)
         if answer.dtype.kind != "f" or answer.dtype.itemsize > 8:
             raise ValueError(
