@@ -57,7 +57,7 @@ def clopper_pearson(right, count):
 
 
 def full_name(policy, params):
-    """A policy with its parameters, without the tiers, which are a column of their own."""
+    """A policy with its parameters, but without its tiers, which are in a separate column."""
     kept = [part for part in params.split(":") if part and not part.startswith(("tiers=", "centre="))]
     return ":".join([policy, *kept])
 
@@ -89,7 +89,7 @@ class Board:
         self.pool_tasks()
 
     def runnable(self, policies, plan):
-        """Those of the policies that run in a format. Quantized keys cannot move, so they need original positions."""
+        """The policies that run in a format. Quantized keys cannot get new positions, so they need original positions."""
         moves = {policy["name"] for policy in self.experiment.policies() if policy["positions"] == "cache"}
         return [name for name in policies if plan == "16" or name.partition(":")[0] not in moves]
 
