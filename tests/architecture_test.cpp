@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Folders by name, without the last slash, each with the folders that it may include.
+/// For each folder, by its path without the last slash: the folders that it may include.
 using Table = std::map<std::string, std::set<std::string>>;
 
 constexpr const char* kAll = "all";
@@ -71,7 +71,7 @@ Table read_table(std::istream& page) {
   return table;
 }
 
-/// The row for a path: that of the innermost folder with a row; "" if there is none.
+/// The folder whose row applies to a path: the innermost one that has a row, "" if none has.
 std::string row_of(const Table& table, const std::string& path) {
   for (fs::path folder = fs::path(path).parent_path(); !folder.empty();
        folder = folder.parent_path())
@@ -95,7 +95,8 @@ std::vector<std::string> broken_includes(const Table& table, const std::string& 
   for (std::string line; std::getline(text, line);) {
     ++number;
     std::smatch include;
-    // A name without a folder is a file of the test, written where it is compiled.
+    // A name without a folder is not checked. It occurs only in a text that
+    // sim/source/policy_source.cpp compiles.
     if (line.find("include") == line.npos || !std::regex_match(line, include, kInclude) ||
         include[1].str().find('/') == std::string::npos)
       continue;
@@ -126,7 +127,7 @@ TEST_CASE("No include breaks the table of docs/internals/architecture.md") {
   CHECK(files > 300);
 }
 
-TEST_CASE("The check of includes sees what is forbidden") {
+TEST_CASE("The check of includes reports forbidden includes") {
   std::istringstream page(
       "| folder | what lives there | may include |\n| --- | --- | --- |\n"
       "| `a/` | the base | nothing of ours |\n| `b/` | more | a |\n| `b/device/` | x | a, b |\n"

@@ -23,7 +23,7 @@ std::string spell(const std::string& policy, const std::string& modifiers) {
   return modifiers == "own" ? policy : unmodified(policy, modifiers);
 }
 
-/// The configuration of a row; empty if it is not valid.
+/// The configuration of a row. Returns nullopt if it is invalid.
 std::optional<CacheConfig> config_of(const Choices& from, const Row& row, std::uint32_t length,
                                      const CacheShape& model) {
   try {
@@ -46,7 +46,7 @@ std::array<std::size_t, kFactors> sizes(const Choices& from) {
           from.budgets.size(),  from.prefills.size(),  from.positions.size()};
 }
 
-/// Fails if an entry of a list is in no valid row, refused or not.
+/// Throws if an entry of a list is in no valid row. Rows that the executor refuses count as valid.
 void check_each_is_met(const Choices& from,
                        const std::array<std::set<std::uint16_t>, kFactors>& met) {
   constexpr std::array kLists{"policies", "modifiers", "tier_plans",
@@ -134,7 +134,8 @@ std::vector<CacheConfig> covering(const Choices& choices, const Executor* execut
   std::ranges::shuffle(rows, std::mt19937(1));
   if (!std::getenv("KVLAB_EVERY")) rows = sample(rows);
   std::vector<CacheConfig> chosen;
-  std::set<std::string> texts;  // "own" may be empty
+  // "own" and "" give equal configurations if a policy has no registered modifiers.
+  std::set<std::string> texts;
   for (const Row& row : rows) {
     const CacheConfig config = *config_of(from, row, length, model);
     if (texts.insert(text_of(config)).second) chosen.push_back(config);

@@ -1,5 +1,6 @@
-// The configurations that an executor is tested with: enough of them that every two of policies,
-// modifiers, budgets, prefill modes and positions occur together once.
+// The configurations with which an executor is tested. Policies, modifiers, tier plans, budgets,
+// prefill modes and positions are combined so that every two choices that are valid together occur
+// together at least once.
 #pragma once
 
 #include <string>
@@ -13,11 +14,12 @@ namespace kvlab::test {
 /// The available choices. Combinations that are invalid, or that the executor refuses, are left
 /// out.
 struct Choices {
-  /// With parameters; empty: all policies of the registry that evict and that the executor
-  /// supports.
+  /// Policies with their parameters. If the list is empty, it stands for all policies of the
+  /// registry that evict and that the executor supports.
   std::vector<std::string> policies = {};
   std::vector<std::string> beside = {};  ///< additional policies
-  /// Appended to a policy without modifiers; "own": the registered modifiers.
+  /// Texts that are appended to a policy whose default modifiers are turned off. "own" stands for
+  /// the policy's default modifiers.
   std::vector<std::string> modifiers = {"own",
                                         "",
                                         ":every=7",
@@ -33,19 +35,20 @@ struct Choices {
   std::vector<Positions> positions = {Positions::original, Positions::cache};
 };
 
-/// "24", "pyramid(24)", "ada(24)", budgets by head around this number, and budgets by layer with
-/// one exempt layer, for a model with two or more heads.
+/// Budgets of about `tokens` tokens. For 24: "24", "pyramid(24)", "ada(24)", budgets by head,
+/// budgets by layer and, if the model has several layers, budgets by layer with one exempt layer.
 std::vector<Budget> budgets_about(std::uint32_t tokens, const CacheShape& model);
 
-/// A sample in which every two choices that can be combined occur together, by a greedy search in a
-/// fixed order; all combinations if KVLAB_EVERY is set. For sequences of at most `length` tokens.
-/// `executor`: null is the plain replay, which refuses nothing. Throws std::logic_error if a choice
-/// that the executor does not refuse cannot be combined with anything, so that no choice is left
-/// out silently.
+/// Returns a sample of configurations for sequences of at most `length` tokens. Every two choices
+/// that can be combined occur together in one of them. A greedy search in a fixed order finds the
+/// sample. If the environment variable KVLAB_EVERY is set, all combinations are returned.
+/// `executor`: leaves out what it refuses. Null stands for the plain replay, which refuses nothing.
+/// Throws std::logic_error if a choice is in no valid combination, so that no choice is left out
+/// silently.
 std::vector<CacheConfig> covering(const Choices& choices, const Executor* executor,
                                   std::uint32_t length, const CacheShape& model);
 
-/// For messages.
+/// The configuration as text, for messages.
 std::string text_of(const CacheConfig& config);
 
 }  // namespace kvlab::test

@@ -1,4 +1,4 @@
-// CUDA in tests: every call is checked, all memory and streams are released.
+// CUDA helpers for tests. They check every call, and they release all memory and streams.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,7 +34,7 @@ class DeviceArray {
 
   T* data() const { return const_cast<T*>(thrust::raw_pointer_cast(values_.data())); }
   void clear() { check_cuda(cudaMemset(data(), 0, values_.size() * sizeof(T))); }
-  /// Copies `values` to the beginning of the array. There may be fewer values than the array has.
+  /// Copies `values` to the beginning of the array. There may be fewer values than elements.
   void assign(std::span<const T> values) const {
     if (values.size() > values_.size())
       throw std::invalid_argument("DeviceArray::assign: more values than the array holds");
@@ -52,8 +52,8 @@ class DeviceArray {
   thrust::device_vector<T> values_;
 };
 
-/// Waits for the fills and copies enqueued before on the default stream, because cudaMemset, and
-/// cudaMemcpy from pageable memory, return before they are done.
+/// A stream that waits for the fills and copies enqueued earlier on the default stream. Tests need
+/// that because cudaMemset, and cudaMemcpy from pageable memory, return before they are done.
 class Stream {
  public:
   Stream() { check_cuda(cudaStreamCreate(&stream_)); }
@@ -66,7 +66,8 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-/// Captures the work of `enqueue(stream)` in a graph. Throws if a capture does not allow it.
+/// Captures the work of `enqueue(stream)` in a graph. Throws if the work includes a call that is
+/// not allowed during a capture.
 class CapturedGraph {
  public:
   template <class Enqueue>

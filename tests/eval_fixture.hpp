@@ -11,7 +11,8 @@
 
 namespace kvlab {
 
-/// Tokens of the demo's text by the bundled model's tokenizer, after the model's first token.
+/// The first `count` tokens of the demo's text, by the bundled model's tokenizer. The first one is
+/// the model's begin-of-text token.
 inline std::vector<std::int32_t> some_tokens(std::size_t count) {
   static const Tokenizer tokenizer =
       Tokenizer::load(KVLAB_SOURCE_DIR "/engine/models/tiny/tokenizer.json");

@@ -140,7 +140,7 @@ TEST_CASE("protected tokens are numbers of tokens or shares up to 100%") {
         "policy h2o: recent: -1% should be at least 0% and at most 100%");
 }
 
-TEST_CASE("reserved words are refused as such") {
+TEST_CASE("reserved words are refused with a message that says so") {
   for (const std::string word : {"page", "storage"})
     CHECK(policy_refusal("h2o:" + word + "=head") ==
           "policy h2o: " + word + " is reserved for a later version; leave it out");
@@ -252,16 +252,14 @@ TEST_CASE("positions are original or cache") {
         "positions: 'here' should be original or cache");
 }
 
-TEST_CASE("a name is suggested up to two edits away, or a third of the word") {
+TEST_CASE("a suggested name differs by at most two edits or a third of the word") {
   const std::vector<std::string> names{"window", "streaming_h2o"};
   CHECK(nearest_name("windwo", names) == "window");
   CHECK(nearest_name("strming_h20", names) == "streaming_h2o");
   CHECK_FALSE(nearest_name("quest", names));
 }
 
-TEST_CASE(
-    "a policy's rank times a feature is a policy with that policy's protected tokens and "
-    "settings") {
+TEST_CASE("a product of a policy and a feature has that policy's settings") {
   const PolicySpec spec = parse_policy("a2sf*value_norm1:keep=0.9:sinks=4");
   CHECK(spec.features == std::vector<std::string>{"value_norm1"});
   CHECK(spec.text() == "a2sf*value_norm1:keep=0.9:sinks=4:recent=50%");

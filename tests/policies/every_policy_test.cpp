@@ -36,8 +36,9 @@ std::vector<Appended> conversation(std::uint32_t chunk) {
 }
 
 struct Replayed {
-  std::vector<std::vector<std::uint32_t>> kept;  ///< positions live while each append attends
-  LiveSet live;                                  ///< at the end
+  /// [append]: the positions that are live while the queries of the append attend
+  std::vector<std::vector<std::uint32_t>> kept;
+  LiveSet live;  ///< at the end
 };
 
 std::vector<Observation> sample_all(const LiveSet& live, const Appended& append) {
@@ -86,7 +87,7 @@ void for_every_policy(Check check) {
 constexpr std::uint32_t kBudgets[] = {8, 9, 16, 64, 200};
 constexpr std::uint32_t kChunks[] = {1, 7, 70};
 
-/// The budgets that the protected tokens fit.
+/// The budgets into which the protected tokens fit.
 std::vector<std::uint32_t> budgets_for(const PolicySpec& spec) {
   std::vector<std::uint32_t> fitting;
   for (const std::uint32_t budget : kBudgets)
@@ -149,9 +150,9 @@ TEST_CASE("every policy is deterministic, to the bit") {
   });
 }
 
-TEST_CASE("a nested policy keeps at a budget all that it keeps at a smaller one") {
-  // Protected tokens are numbers, because a share of the budget gives another policy at each
-  // budget.
+TEST_CASE("a nested policy keeps at a budget all tokens that it keeps at a smaller one") {
+  // The protected tokens are given as numbers, because shares of the budget would protect other
+  // tokens at each budget.
   for (const PolicyEntry& entry : policy_catalogue()) {
     if (entry.info.order != Order::nested || !entry.info.evicts) continue;
     for (const std::string protected_tokens : {":sinks=0:recent=0", ":sinks=4:recent=4"})

@@ -1,4 +1,4 @@
-// The settings that each executor of the rule refuses, and the messages.
+// The settings that each executor of the eviction rule refuses, and the messages.
 #include "policies/executor.hpp"
 
 #include <fmt/format.h>
@@ -46,7 +46,7 @@ TEST_CASE(
   CHECK(refusal(kDecoder, requested("h2o", "ada(64)")) == "");
 }
 
-TEST_CASE("Decoders centre keys; other executors on a device refuse it by name") {
+TEST_CASE("Decoders centre keys; other executors on a device refuse the setting by name") {
   const CacheConfig config = requested("h2o:tiers=4:centre=prompt");
   CHECK(refusal(kEvaluation, config) == "");
   CHECK(refusal(kDecoder, config) == "");
@@ -71,7 +71,7 @@ TEST_CASE("Executors on a device refuse formats that the kernels do not have, by
     CHECK(refusal(kCudaDecoder, requested(std::string("h2o:tiers=") + format)) == "");
 }
 
-TEST_CASE("Decoders have formats by layer; other executors on a device refuse them by name") {
+TEST_CASE("Decoders support formats by layer; other executors on a device refuse them by name") {
   const CacheConfig config = requested("h2o:tiers=8x2-4/2x3");
   for (const Executor& executor : {kEvaluation, kDecoder, kCudaDecoder, kKernelLibrary})
     CHECK(refusal(executor, config) == "");

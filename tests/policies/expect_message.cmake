@@ -1,4 +1,5 @@
-# Compiles SOURCE with COMPILER and expects the message that its first line names; none: no error.
+# Compiles SOURCE with COMPILER. The first line of SOURCE gives the expected message of the compiler; if it gives
+# none, SOURCE has to compile.
 file(STRINGS ${SOURCE} first LIMIT_COUNT 1)
 string(REGEX REPLACE "^// expect: ?" "" expected "${first}")
 execute_process(COMMAND ${COMPILER} -std=c++20 -fsyntax-only -I${INCLUDE} ${SOURCE}

@@ -1,4 +1,4 @@
-# The registry with two lines more: peak, taken from docs/guides/write-a-policy.md, and leaky of the tests.
+# The registry with two more policies: peak from docs/guides/write-a-policy.md, and leaky from leaky.hpp.
 set(extended ${CMAKE_CURRENT_BINARY_DIR}/extended)
 set(page ${PROJECT_SOURCE_DIR}/docs/guides/write-a-policy.md)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${page})
@@ -22,7 +22,7 @@ add_library(kvlab_extended_policies STATIC ${sources})
 target_include_directories(kvlab_extended_policies PUBLIC ${extended} ${PROJECT_SOURCE_DIR})
 target_link_libraries(kvlab_extended_policies PUBLIC kvlab_options PRIVATE fmt::fmt)
 
-# And its device code.
+# The device code of that registry's policies.
 if(KVLAB_CUDA)
   kvlab_generate_device_policies(${extended}/registry.txt ${extended}/kernels/device_policies.cu)
   add_library(kvlab_extended_eviction STATIC ${extended}/kernels/device_policies.cu)

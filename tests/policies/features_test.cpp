@@ -1,4 +1,4 @@
-// Computed token features, compared with float64; and ranks from numbers that are not integers.
+// Tests of token features: computed ones are compared with their definitions in float64.
 #include "policies/features/features.hpp"
 
 #include <cmath>
@@ -84,7 +84,7 @@ TEST_CASE("computed features agree with their definitions") {
 }
 
 TEST_CASE("sums of features are in index order, in float32") {
-  // 2^24 + 1 is lost; 1 + 1 + 2^24 is not.
+  // In float32, 2^24 + 1 + 1 is rounded to 2^24, and 1 + 1 + 2^24 is exact.
   std::vector<float> late(3), early(3);
   late = {16777216.0f, 1, 1}, early = {1, 1, 16777216.0f};
   for (const auto& [value, sum] : {std::pair(late, 16777216.0f), std::pair(early, 16777218.0f)}) {
@@ -124,7 +124,7 @@ TEST_CASE(
   CHECK(*FeatureMaker(names, kSize).append(rows.from(0, 1), &feature_values, 0) == 7);
 }
 
-TEST_CASE("a feature that is not computed is given per token, starting at the append") {
+TEST_CASE("a feature that is not computed is read from the given values of the append's tokens") {
   const Rows rows;
   FeatureMaker maker({"score", "key_norm"}, kSize);
   const FeaturesByName feature_values{{"score", {1, 2, 3, 4, 5}}};

@@ -1,4 +1,5 @@
-// Policies from headers that only the device compiler reads; their compiled code describes them.
+// Tests of policies whose headers only the device compiler (NVRTC) reads. Their names and
+// parameters come from a description in the compiled code.
 #include <cstring>
 
 #include "kernels/runtime/policy_kernels.hpp"
@@ -15,7 +16,7 @@ using namespace kvlab::test;
 
 namespace {
 
-/// Lists its parameters in another order than Params.
+/// Its kParams lists the parameters in another order than the members of Params.
 struct Turned : Leaky {
   static constexpr Param<Params> kParams[] = {{"span", "", &Params::span, 64, 1, 1e6},
                                               {"keep", "", &Params::keep, 0.9, 0, 1},
@@ -90,7 +91,7 @@ TEST_CASE("NVRTC and the host give equal descriptions of every registered header
   CHECK(holds(code_of("tests/policies/leaky.hpp", 80), describe<Leaky>()));
 }
 
-TEST_CASE("A header's policy behaves as the registry's on the device", "[gpu]") {
+TEST_CASE("On the device, a policy from a header equals the registry's policy", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for_each_policy(
       [](const PolicyDescription& about, const DevicePolicy& known) {

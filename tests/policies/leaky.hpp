@@ -1,5 +1,5 @@
-// leaky: a policy for tests only, which uses everything that a policy may have: parameters,
-// weights, mass and requests, and arithmetic on doubles.
+// leaky: a policy for tests. It uses all that a policy may have: parameters, weights, mass and
+// requests, and arithmetic on doubles.
 #pragma once
 
 #include "policies/policy.hpp"

@@ -11,8 +11,8 @@ using namespace kvlab;
 
 namespace {
 
-/// A second implementation of the rule, one victim at a time, for a policy that ranks by
-/// accumulated mass.
+/// A second implementation of the eviction rule, for a policy that ranks by accumulated mass. It
+/// evicts one victim at a time.
 class NaiveCache {
  public:
   NaiveCache(std::int64_t budget, std::int64_t sinks, std::int64_t recent)
@@ -60,7 +60,7 @@ class NaiveCache {
   std::map<std::int64_t, std::uint64_t> mass_;
 };
 
-/// Uses few different masses, so that ties are common.
+/// Random observations with few different masses, so that ties are common.
 std::vector<Observation> sample(std::size_t count, std::mt19937& random) {
   std::vector<Observation> seen(count);
   for (Observation& o : seen) o = {.mass = random() % 4, .queries = 1};
@@ -164,14 +164,14 @@ TEST_CASE("at equal rank the older tokens are evicted") {
 }
 
 TEST_CASE("sinks and recent tokens are kept, and may fill the budget") {
-  // The first token to be appended is the second recent token.
+  // The next token to be appended counts as one of the two recent tokens.
   LiveSet live = live_set({.budget = 4, .sinks = 2, .recent = 2});
   live.append(0, 8);
   live.evict_to_budget(8);
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 1, 7}));
 }
 
-TEST_CASE("victims are given by age before the eviction") {
+TEST_CASE("evict_to_budget() returns the victims' indices by age before the eviction") {
   LiveSet live = live_set({.budget = 4, .sinks = 1, .recent = 1});
   live.append(0, 6);
   std::vector<Observation> seen(6, {.mass = 9, .queries = 6});
@@ -195,7 +195,8 @@ TEST_CASE("slots are renumbered by age, and states stay with their tokens") {
   live.append(6, 1);
   CHECK(std::ranges::equal(live.slots(), std::vector{0, 1, 2, 3}));
   live.observe(std::vector<Observation>{{.mass = 0}, {.mass = 5}, {.mass = 5}, {.mass = 99}});
-  CHECK(std::ranges::equal(live.evict_to_budget(7), std::vector{0}));  // among 9, 14, 14 and 99
+  // The masses are 9, 14, 14 and 99.
+  CHECK(std::ranges::equal(live.evict_to_budget(7), std::vector{0}));
   CHECK(std::ranges::equal(live.positions(), std::vector{3, 5, 6}));
 }
 
@@ -207,12 +208,12 @@ TEST_CASE("a freed slot is reused with a new state") {
   live.append(1, 1);
   live.observe(std::vector<Observation>{{.mass = 1}, {.mass = 2}});
   CHECK(live.slot_count() == 2);
-  live.evict_to_budget(2);  // 6 against 2: position 1 is evicted
+  live.evict_to_budget(2);  // the masses are 6 and 2, so position 1 is evicted
   CHECK(std::ranges::equal(live.positions(), std::vector{0}));
   live.append(2, 1);
   CHECK(live.slot_count() == 2);
   live.observe(std::vector<Observation>{{.mass = 0}, {.mass = 1}});
-  live.evict_to_budget(3);  // a mass of 6 against 1: position 2 is evicted
+  live.evict_to_budget(3);  // the masses are 6 and 1, so position 2 is evicted
   CHECK(std::ranges::equal(live.positions(), std::vector{0}));
 }
 
@@ -241,9 +242,9 @@ TEST_CASE("random differs by seed, sequence, layer and head, and is sampled agai
   CHECK(kept({}, 1) != kept({.layer = 1}, 1));
   CHECK(kept({}, 1) != kept({.kv_head = 1}, 1));
   CHECK(kept({.layer = 1}, 1) != kept({.kv_head = 1}, 1));
-  // With one fixed random number per position, the token with the lowest one would always be
-  // evicted at once. With a new one at each step, the newest of 200 appended tokens are live more
-  // often than the oldest.
+  // If each position had one fixed random number, a token with a low number would always be evicted
+  // at once. Because the numbers are new at each step, more than half of the live tokens are among
+  // the newest 64.
   const auto late = kept({}, 200);
   CHECK(std::ranges::count_if(late, [](std::uint32_t p) { return p >= 200; }) > 16);
 }

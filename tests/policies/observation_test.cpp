@@ -70,7 +70,7 @@ TEST_CASE("mass equals an integer reference on random floats, denormals included
   }
 }
 
-TEST_CASE("a token is requested at tau times the row's largest, and not just below") {
+TEST_CASE("a token is requested at tau times the row's largest mass, and not just below") {
   CHECK(request_threshold16(0.01) == 655);
   CHECK(request_threshold16(0.0) == 0);
   CHECK(request_threshold16(1.0) == 65536);

@@ -14,7 +14,8 @@ __global__ void observe_all(ObservationArgs args) {
   args.requests[i] = is_requested(unweighted, args.row_max, args.threshold16) ? 1 : 0;
 }
 
-/// Computes a token's place in the eviction order; a thread for each token of a step (blockIdx.y).
+/// Computes each token's index in the eviction order of each step. One thread for each token;
+/// blockIdx.y is the step.
 __global__ void place_tokens(ProbeArgs args) {
   const std::uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= args.tokens) return;

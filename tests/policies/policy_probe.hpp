@@ -12,11 +12,13 @@
 
 namespace kvlab {
 
-/// Enqueues the probe on `stream`; can be captured in a graph. `values`: as in the catalogue.
+/// Enqueues the probe on `stream`; can be captured in a graph. `values`: the policy's parameters,
+/// in the order of the catalogue.
 cudaError_t run_probe(const kernels::DevicePolicy& policy, const ProbeArgs& args,
                       std::span<const double> values, cudaStream_t stream);
 
-/// Probabilities to integers on the device. All pointers are device memory, [count].
+/// Arguments of the conversion of probabilities to masses and requests on the device. All pointers
+/// are to device memory, [count].
 struct ObservationArgs {
   std::uint32_t count;
   const float* weights;

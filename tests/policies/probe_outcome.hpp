@@ -51,7 +51,7 @@ inline std::vector<Observation> make_observations(std::span<const Step> steps) {
   return seen;
 }
 
-/// The number of tokens that are evicted before each token, with these ranks.
+/// Writes to `eviction_order`, for each token, the number of tokens that are evicted before it.
 inline void place(std::span<const std::uint64_t> ranks, std::uint32_t now,
                   std::span<std::uint32_t> eviction_order) {
   std::vector<std::uint32_t> order(ranks.size());

@@ -7,7 +7,8 @@
 
 namespace kvlab {
 
-/// In [0, 1]: uniform, of any magnitude, denormal, a tie in units of 2^-32, 0 or 1.
+/// A probability in [0, 1]: uniform, of random magnitude, denormal, halfway between two multiples
+/// of 2^-32, 0 or 1.
 inline float random_probability(std::mt19937_64& random) {
   const auto uniform = [&] { return static_cast<float>(random() >> 40) * 0x1p-24f; };
   switch (random() % 8) {
@@ -27,7 +28,7 @@ inline float random_probability(std::mt19937_64& random) {
   }
 }
 
-/// In [0, 1000]; a product with a probability stays far below 2^20.
+/// A weight in [0, 1000]. Its product with a probability stays far below 2^20.
 inline float random_weight(std::mt19937_64& random) {
   return random_probability(random) * (random() % 2 ? 1.0f : 1000.0f);
 }

@@ -1,5 +1,5 @@
-// How scope=layer and smooth= change ranks, for every policy of the registry: compared with sums,
-// means and maxima of the numbers that the hooks return.
+// Tests how scope=layer and smooth= change the ranks of every policy of the registry. The ranks are
+// compared with sums, means and maxima of the numbers that the policy's hooks return.
 #include <algorithm>
 #include <array>
 #include <limits>
@@ -69,7 +69,7 @@ Step step_of(std::uint32_t head, std::uint32_t now, std::uint32_t live, std::uin
           .kv_head = head};
 }
 
-/// One layer, token by token, by P's hooks only.
+/// The caches of one layer, which call P's hooks for one token at a time.
 template <class P>
 class NaiveLayer {
  public:
@@ -164,7 +164,7 @@ class NaiveLayer {
   std::array<std::vector<One>, kHeads> heads_;
 };
 
-/// The same with live sets; calls each(heads) before every append.
+/// The same appends with live sets. Calls each(heads, first, count) before every append.
 template <class Each>
 void run_sets(const PolicySpec& spec, Each each) {
   std::vector<LiveSet> heads;
@@ -225,9 +225,7 @@ TEST_CASE("every policy's ranks are added, averaged and compared as numbers") {
   compare_all(Registry{});
 }
 
-TEST_CASE(
-    "one set for a layer's KV heads is not policy window's set, unless the oldest are "
-    "evicted first") {
+TEST_CASE("under scope=layer, only the policies that evict the oldest token first equal window") {
   const auto window = kept_by(parse_policy(Request{}.text("window")));
   for (const PolicyEntry& entry : policy_catalogue()) {
     if (!entry.info.evicts) continue;
@@ -262,7 +260,7 @@ TEST_CASE("sums of double ranks equal the sums of numbers; integer sums saturate
 }
 
 TEST_CASE("no policy's integer ranks overflow over 256 KV heads") {
-  // From the largest possible observation of 64 queries of 32 query heads.
+  // Every token has received the largest possible observation of 64 queries of 32 query heads.
   for (const PolicyEntry& entry : policy_catalogue()) {
     LiveSet live(parse_policy(entry.info.name), kNoBudget, {});
     live.append(0, 64, features_for(0, 0, 64, live.features().size()).data());
@@ -277,7 +275,8 @@ TEST_CASE("no policy's integer ranks overflow over 256 KV heads") {
 }
 
 TEST_CASE("lazy_eviction: equal importances give equal ranks") {
-  // Intervals i and silences s are ranked by (i * i + i + s) / (i * (i + s)), compared as integers.
+  // The importance of a token whose longest interval is i, and whose last request was s tokens ago,
+  // is (i * i + i + s) / (i * (i + s)). The test compares these fractions in integers.
   struct State {
     std::uint64_t interval, silent;
   };

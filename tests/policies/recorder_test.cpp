@@ -68,7 +68,7 @@ class Recorded {
     for (std::size_t i = 0; i < seen.size(); ++i) seen[i].mass = 100 + i;
     live_.observe(seen);
   }
-  /// The calls recorded since the last call.
+  /// The calls recorded since written() was called last.
   std::vector<std::string> written() { return std::exchange(log_, {}); }
 
  private:
@@ -133,7 +133,7 @@ TEST_CASE("a prompt in chunks evicts to the budget before each chunk") {
                                  "observe 101 @1: now 2 live 4 queries 2 budget 4",
                                  "observe 102 @2: now 2 live 4 queries 2 budget 4",
                                  "observe 103 @3: now 2 live 4 queries 2 budget 4"});
-  cache.append(2);  // one token must be evicted; up to B - 1 + n = 5 are live
+  cache.append(2);  // one token must be evicted: budget - 1 + 2 = 5 tokens are live afterwards
   CHECK(cache.written() == Lines{"rank @0: now 4 live 4 queries 0 budget 4",
                                  "rank @1: now 4 live 4 queries 0 budget 4",
                                  "rank @2: now 4 live 4 queries 0 budget 4",

@@ -1,5 +1,5 @@
-# A policy with a missing or misspelt part does not compile, and the compiler says why. Each case takes
-# one policy that is complete and changes one thing.
+# A policy with a missing or misspelt part does not compile, and the compiler's message says why. Each case
+# changes one thing in a complete policy.
 
 set(complete_policy [[
 struct Example {
@@ -34,8 +34,8 @@ struct Example {
 using Registry = kvlab::PolicyList<Example>;
 ]])
 
-# policy_case(<name> <old> <new> <message>): the complete policy with <old> replaced by <new> is refused
-# with <message>. An empty message: it compiles.
+# policy_case(<name> <old> <new> <message>) tests that the complete policy with <old> replaced by <new> is refused
+# with <message>. If <message> is empty, that policy has to compile.
 function(policy_case name old new message)
   string(FIND "${complete_policy}" "${old}" found)
   if(found EQUAL -1)
@@ -78,7 +78,7 @@ policy_case("a rank of another type is refused" "std::uint64_t rank" "float rank
             "policy: needs `static constexpr std::uint64_t rank(const Slot&, Token, ")
 policy_case("a misspelt observe is refused" "void observe" "void obsrve"
             "policy: kInfo.needs requests observations, so it needs `static constexpr void observe(")
-policy_case("an observe that needs nothing is refused" "Needs::mass" "Needs::nothing"
+policy_case("an observe is refused if kInfo.needs is nothing" "Needs::mass" "Needs::nothing"
             "policy: has observe(), but kInfo.needs is nothing")
 policy_case("a misspelt weight is refused" "float weight" "float wieght"
             "policy: kInfo.weighted needs `static constexpr float weight(std::uint32_t age, ")
@@ -88,9 +88,9 @@ policy_case("an undeclared weight is refused" ".weighted = true" ".weighted = fa
             "policy: has weight() or tail(), but kInfo.weighted is false")
 policy_case("a hook that is not constexpr is refused" "constexpr std::uint64_t rank"
             "std::uint64_t rank" "policy: rank() must be constexpr")
-policy_case("an append that leaves the slot as it was is refused" "slot.mass = 0;" ""
+policy_case("an append that does not set the slot is refused" "slot.mass = 0;" ""
             "policy: append() must set every member of Slot that observe() and rank() read")
-policy_case("a rank that is not the position, though it is said to be, is refused"
+policy_case("an oldest_first policy whose rank is not the position is refused"
             ".order = kvlab::Order::feedback" ".oldest_first = true"
             "policy: kInfo.oldest_first is set, so rank() must return the token's position")
 

@@ -1,4 +1,5 @@
-// Observations from a hash, so that a token receives the same with any other live tokens.
+// Observations computed by a hash, so that the observation of a token does not depend on which
+// other tokens are live.
 #pragma once
 
 #include <algorithm>

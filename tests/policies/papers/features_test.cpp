@@ -110,8 +110,8 @@ Formula weighed(const Values& feature, double epsilon) {
   };
 }
 
-/// `mix` times the mean attention of the latest queries, with an eighth less weight for each older
-/// one, minus the redundancy.
+/// `mix` times the mean attention of the latest queries, minus (1 - `mix`) times the redundancy.
+/// Each query has 7/8 of the weight of the query after it.
 Formula redundant(const Values& feature, double mix) {
   return [&feature, mix](const History& history, std::uint32_t token, const Moment&) {
     double attention = 0, weight = 1;
@@ -163,13 +163,14 @@ void check_features(const FeaturePaper& paper, const TraceReader& trace, std::ui
   }
 }
 
-/// Writes arbitrary numbers; other tests check the computed values.
+/// Adds features with arbitrary values to the trace. Other tests check the values that kvlab
+/// computes.
 void add_trace_features(const std::filesystem::path& trace) {
   std::mt19937 rng(3);
   std::uniform_real_distribution<float> uniform(0, 1);
   for (const char* name : {"value_out_norm1", "lagkv", "expected_attention"})
     test::write_feature(trace, name, [&](auto, auto, auto) { return uniform(rng); });
-  // As large as the attention that it is combined with.
+  // These are about as large as the attention with which r_kv combines them.
   test::write_feature(trace, "redundancy", [&](auto, auto, auto) { return uniform(rng) / 40; });
 }
 

@@ -15,8 +15,8 @@ std::uint64_t in_units(double p) {
   return static_cast<std::uint64_t>(std::nearbyint(p * 4294967296.0));
 }
 
-/// Marks the tokens that the query heads request: those with at least `threshold` of the row's
-/// largest.
+/// Marks the tokens that the query heads request: those with at least `threshold` times the row's
+/// largest probability.
 void mark_requests(Query& query, double threshold) {
   const auto limit = static_cast<std::uint64_t>(std::lround(threshold * 65536));
   query.requested.assign(query.seen.size(), false);

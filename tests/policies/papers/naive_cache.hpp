@@ -34,20 +34,20 @@ struct History {
   std::vector<Done> appends;
 };
 
-/// The state in which tokens are evicted.
+/// The state of the cache when tokens are evicted.
 struct Moment {
   std::uint32_t now, budget, live;
   std::uint64_t seed;
   std::uint32_t sequence, layer, kv_head;
 };
 
-/// A token's worth. The token with the smallest is evicted first: by the first number, then the
-/// second.
+/// A token's worth. The token with the smallest worth is evicted first. Worths are compared by the
+/// first number, and if these are equal, by the second.
 using Worth = std::pair<double, double>;
 using Formula = std::function<Worth(const History&, std::uint32_t token, const Moment&)>;
 
-/// The kept set at each query of one KV head, by the rule with `formula`. Only the protected tokens
-/// of `config`'s policy are used.
+/// The kept sets at each query of one KV head if the eviction rule ranks tokens by `formula`. Of
+/// `config`'s policy, only the protected tokens are used.
 std::vector<std::vector<std::uint32_t>> kept_by(const Formula& formula, const TraceReader& trace,
                                                 std::uint32_t sequence, const CacheConfig& config,
                                                 std::uint32_t layer, std::uint32_t kv_head);

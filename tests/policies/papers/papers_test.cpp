@@ -18,8 +18,8 @@ struct Paper {
   CompiledPolicies compiled = nullptr;
 };
 
-/// The test policy that needs mass and requests: one variant for each parameter away from its
-/// default, with requests that outweigh mass or do not.
+/// Variants of the test policy that needs mass and requests. Each parameter differs from its
+/// default in one of them. Requests outweigh mass in some and not in others.
 std::vector<Paper> that_need_both() {
   const CompiledPolicies compiled{
       std::make_shared<const PolicyEntry>(PolicyEntry{make_ops<Leaky>()})};
@@ -28,7 +28,8 @@ std::vector<Paper> that_need_both() {
           {"leaky:slope=0:span=1e6:recent=3", leaky(0.9, 0, 1'000'000), compiled}};
 }
 
-/// The defaults, every parameter away from its default, and other protected tokens.
+/// Each policy with its defaults, with other values of its parameters, and with other protected
+/// tokens.
 std::vector<Paper> papers() {
   return {{"tova", tova()},
           {"tova:sinks=2:recent=25%", tova()},

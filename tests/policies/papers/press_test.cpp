@@ -1,6 +1,7 @@
 // Policies compared with other projects' code on the same queries, keys and values: kvpress's
 // presses rank a prompt's tokens in the same order, and the caches of H2O's and StreamingLLM's
-// authors keep the same sets at every query. tests/fixtures/make_press_fixtures.py ran them.
+// authors keep the same sets at every query. tests/fixtures/make_press_fixtures.py ran that code
+// and recorded its results.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -49,8 +50,8 @@ brute::Sequence sequence(std::vector<brute::Matrix> q, std::vector<brute::Matrix
   return s;
 }
 
-/// The random tensors. `stride`: takes every stride-th query head; 2 leaves each KV head one query
-/// head.
+/// The random tensors with every `stride`-th query head. With a stride of 2, each KV head has one
+/// query head.
 brute::Sequence random_sequence(std::size_t stride) {
   const nlohmann::json& sampled = random_prompt();
   const double unit = sampled.at("unit").get<double>();
@@ -128,8 +129,9 @@ void add_trace_features(const std::filesystem::path& directory, const nlohmann::
   }
 }
 
-/// The eviction order, first victim first. With each smaller budget the first decoded query sees
-/// one token less, down to the protected tokens.
+/// The order in which the policy evicts the prompt's tokens, first victim first. The budget is
+/// lowered by one token at a time, down to the protected tokens, and the token that the first
+/// decoded query no longer sees is the next victim.
 Tokens eviction_order(const TraceReader& trace, const std::string& policy, std::uint32_t kv_head) {
   const PolicySpec spec = parse_policy(policy);
   const std::uint32_t prompt = trace.prompt_tokens(), query[] = {prompt};
@@ -144,7 +146,7 @@ Tokens eviction_order(const TraceReader& trace, const std::string& policy, std::
     kept.pop_back();
     std::set_difference(before.begin(), before.end(), kept.begin(), kept.end(),
                         std::back_inserter(order));
-    // A token that is evicted at a larger budget is not kept at a smaller one
+    // A token that is evicted at a larger budget is not kept at a smaller one.
     REQUIRE(order.size() + kept.size() == prompt);
     before = kept;
   }
@@ -159,7 +161,7 @@ Tokens by_scores(Tokens order, const std::vector<double>& scores) {
   return order;
 }
 
-/// Whether scores ascend, up to differences within float32 and units of 2^-32.
+/// Whether scores ascend, except for rounding in float32 and to multiples of 2^-32.
 bool ascends(const Tokens& order, const std::vector<double>& scores) {
   double most = std::numeric_limits<double>::lowest();
   return std::ranges::all_of(order, [&](std::uint32_t token) {
@@ -170,7 +172,8 @@ bool ascends(const Tokens& order, const std::vector<double>& scores) {
 
 struct Pair {
   std::string press, policy;
-  bool pooled = false;  ///< the ranks of two tokens at both ends differ, as documented
+  /// The two tokens at each end of the pooled range rank differently; see pairs().
+  bool pooled = false;
 };
 
 /// The pairs documented here and in docs/reference/policies.md. All have `once`, because a press
@@ -180,15 +183,16 @@ std::vector<Pair> pairs() {
       // kvpress never evicts the prompt's last token; here it is protected.
       {"tova", "tova:once:scope=layer:recent=2"},
       {"snapkv", "snapkv:smooth=0:window=8:recent=9"},
-      // At the ends of the pooled range, kvpress takes zeros for neighbours. Here the window's
-      // tokens are neighbours, and missing ones do not count.
+      // At the ends of the pooled range, kvpress counts missing neighbours as zeros. kvlab leaves
+      // them out, and it counts the window's tokens as neighbours.
       {"snapkv_pooled", "snapkv:window=8:recent=9", true},
       {"observed_attention", "h2o:preset=kvpress"},
       {"observed_attention", "h2o_mean:once:recent=0"},
       {"knorm", "knorm:once"},
-      // The press was given keys before RoPE, which kvlab compares too.
+      // The press was given keys before RoPE, because kvlab compares those.
       {"keydiff", "keydiff:once"},
-      // On sums over queries, without kvpress's first stage and its epsilon.
+      // The press ran on sums over queries instead of means, and without its first stage and its
+      // epsilon.
       {"criticalkv", "criticalkv:once:recent=0:epsilon=0"},
       {"lagkv", "lagkv:once:sinks=4:recent=0"},
       {"expected_attention", "expected_attention:once:sinks=4"},
@@ -284,8 +288,7 @@ TEST_CASE("Decoders score a prompt's tokens as kvpress does") {
   }
 }
 
-TEST_CASE(
-    "A score is fixed at its append's end, and scores from queries at the last prompt's end") {
+TEST_CASE("Appending more tokens does not change the scores of earlier ones") {
   const brute::Sequence s = random_sequence(1);
   const std::vector<std::uint32_t> parts{9, 12, 1, 1, 5};
   for (const char* name : {"lagkv", "expected_attention", "redundancy"}) {
@@ -295,11 +298,11 @@ TEST_CASE(
       CHECK(std::equal(some.begin(), some.end(), whole.begin()));
     }
   }
-  // Partitions of 8 from token 4 on. Of the first partition, tokens 9 to 11 arrive with all of the
-  // next one.
+  // LagKV's partitions have 8 tokens, from token 4 on. A score below 1 needs the whole next
+  // partition at the end of the token's append. Only tokens 9 to 11 of the first partition have it.
   const auto places = scored(s, "lagkv", 0, parts);
   CHECK(std::ranges::count_if(places, [](float place) { return place < 1; }) == 3);
-  // The softmax over the mean cosines with the other tokens.
+  // The redundancy is the softmax over each token's mean cosine with the other tokens.
   const auto redundant = scored(s, "redundancy", 0, {9, 1});
   std::vector<double> e;
   for (std::uint32_t a = 0; a < 10; ++a) {
@@ -324,12 +327,12 @@ TEST_CASE("kvpress lets the heads of a layer compete as ada() does") {
     const std::uint32_t query[] = {trace.prompt_tokens()};
     for (const auto& [mean, theirs] :
          (sampled ? random_prompt() : captured_prompt()).at("ada").items()) {
-      // One more for the next token.
+      // kvlab's budget also counts the next token.
       const std::string budget = "ada(" + std::to_string(std::stoul(mean) + 1) + ")";
       const CacheConfig config{.policy = parse_policy("h2o:preset=kvpress"),
                                .budget = parse_budget(budget)};
       for (std::uint32_t kv_head = 0; kv_head < trace.shape().kv_heads; ++kv_head) {
-        INFO((sampled ? "drawn " : "captured ") << budget << " head " << kv_head);
+        INFO((sampled ? "random " : "captured ") << budget << " head " << kv_head);
         auto wanted = theirs.at(kv_head).get<Tokens>();
         wanted.push_back(query[0]);
         CHECK(kept_sets(trace, 0, config, {.plain = true}, 0, kv_head, query)[0].positions ==
@@ -339,7 +342,7 @@ TEST_CASE("kvpress lets the heads of a layer compete as ada() does") {
   }
 }
 
-/// `budget`: tokens that the policy's query sees.
+/// `budget`: the number of tokens that a query sees under the policy.
 struct Cache {
   std::string policy;
   std::uint32_t budget;
@@ -353,12 +356,12 @@ Cache as_ours(const nlohmann::json& cache) {
   }
   const auto heavy = cache.at("heavy").get<std::uint32_t>();
   const std::string preset = "h2o:preset=real_drop";
-  // In the preset, half of the budget is recent tokens, the query's token included.
+  // The preset protects half of the budget as recent tokens, including the query's token.
   if (heavy == recent + 1) return {preset, heavy + recent + 1};
   return {preset + ":recent=" + std::to_string(recent + 1), heavy + recent + 1};
 }
 
-TEST_CASE("the caches of H2O's and StreamingLLM's authors keep the sets of our policies") {
+TEST_CASE("the caches of H2O's and StreamingLLM's authors keep the same sets as our policies") {
   const test::TemporaryFolder folder;
   write(folder / "trace", random_sequence(2));  // H2O's cache has one query head per KV head
   const TraceReader trace = TraceReader::open(folder / "trace");

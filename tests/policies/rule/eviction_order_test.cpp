@@ -54,7 +54,7 @@ TEST_CASE("the unprotected positions are those of protection 0") {
         }
 }
 
-TEST_CASE("no candidate comes before a token, and the first of two candidates is found") {
+TEST_CASE("first_victim() prefers a token to a missing candidate, and the earlier of two tokens") {
   const kvlab::EvictionCandidate none = kvlab::EvictionCandidate::none(),
                                  unprotected = kvlab::EvictionCandidate::none_unprotected(),
                                  sink{{2, 7, 3}, 0}, token{{0, ~std::uint64_t{0}, 9}, 1};

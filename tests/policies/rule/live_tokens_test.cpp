@@ -31,7 +31,7 @@ static_assert(appended_twice().live == 4 && appended_twice().before == 3 &&
 
 }  // namespace
 
-TEST_CASE("The number of tokens to evict is what evicting one by one gives") {
+TEST_CASE("The number of tokens to evict equals the number from evicting one by one") {
   for (std::uint32_t budget = 1; budget < 9; ++budget)
     for (std::uint32_t live = 0; live < 40; ++live)
       for (const std::uint32_t every : {1u, 2u, 3u, 16u, kMax})
@@ -57,13 +57,13 @@ TEST_CASE("Nothing is evicted without a budget") {
   }
 }
 
-TEST_CASE("Eviction may start later than the budget, but leaves as many tokens") {
+TEST_CASE("Eviction may start above the budget, but always leaves budget - 1 tokens") {
   CHECK(tokens_to_evict(10, 8, 11) == 0);
   CHECK(tokens_to_evict(11, 8, 11) == 4);
   CHECK(tokens_to_evict(7, 8, 3) == 0);  // fewer tokens than the budget are never evicted
 }
 
-TEST_CASE("The number of live tokens before an append is what appending one by one gives") {
+TEST_CASE("The number of live tokens before an append equals the number from single appends") {
   for (std::uint32_t budget = 1; budget < 9; ++budget) {
     LiveTokenCount tokens;
     for (std::uint32_t fed = 0; fed < 40; ++fed) {

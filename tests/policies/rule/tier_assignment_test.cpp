@@ -1,5 +1,6 @@
-// The rule's functions for tiers, compared with its definition in every small cache: all counts of
-// slots, and all ways to place the tokens. Token i is the i-th victim.
+// Compares the functions that assign tokens to tiers with the definition of the rule, for all small
+// caches: all numbers of slots per tier, and all ways to distribute the tokens. Token i is the i-th
+// victim.
 #include "policies/rule/tier_assignment.hpp"
 
 #include <numeric>
@@ -78,7 +79,7 @@ void each_small_cache(Each each) {
   each_cache(4, 2, 5, each);
 }
 
-/// What demotion_chain() does to the tokens.
+/// The tiers of the tokens after the demotions of demotion_chain().
 std::vector<int> after_chain(const SmallCache& cache) {
   const auto loads = cache.loads();
   const auto firsts = cache.firsts();
@@ -101,7 +102,7 @@ static_assert(evicted_on_two_tiers() == 1 && demotes_at_most_one(kLoads, 3));
 
 }  // namespace
 
-TEST_CASE("Counts of tokens are assigned to tiers as the tokens are") {
+TEST_CASE("Assigning counts of tokens to tiers equals assigning the tokens") {
   std::size_t cases = 0, wrong = 0;
   each_small_cache([&](const SmallCache& cache) {
     for (const bool evicts : {false, true}) {
@@ -121,7 +122,7 @@ TEST_CASE("Counts of tokens are assigned to tiers as the tokens are") {
   CHECK(cases > 100'000);
 }
 
-TEST_CASE("Tokens wait on the first tier until tokens are evicted") {
+TEST_CASE("Surplus tokens wait in the first tier until an eviction") {
   each_small_cache([&](const SmallCache& cache) {
     const auto to = assigned(cache, waiting_tokens(cache.live(), cache.budget(), false));
     const auto loads = cache.loads();
@@ -132,7 +133,7 @@ TEST_CASE("Tokens wait on the first tier until tokens are evicted") {
   });
 }
 
-TEST_CASE("At most one token of each tier is demoted as the definition says") {
+TEST_CASE("A chain that demotes at most one token of each tier follows the definition") {
   std::size_t cases = 0, wrong = 0, evictions = 0;
   each_small_cache([&](const SmallCache& cache) {
     if (!demotes_at_most_one(cache.loads().data(), cache.count())) return;
@@ -156,7 +157,7 @@ TEST_CASE("A chain of demotions reads no tier below the first with a free slot")
   CHECK(chain[0].to == 1);
 }
 
-TEST_CASE("A tier plan is counted as its tokens are assigned, append by append") {
+TEST_CASE("TierCounts equal the counts of assigned tokens after each append") {
   for (const std::uint32_t every : {1u, 2u, 5u})
     for (std::uint32_t first = 1; first < 4; ++first)
       for (std::uint32_t second = 0; second < 4; ++second) {

@@ -13,8 +13,8 @@ using namespace kvlab;
 
 namespace {
 
-/// A second implementation of the rule, one token at a time, for a policy that ranks by accumulated
-/// mass.
+/// A second implementation of the rule for tiers, for a policy that ranks by accumulated mass. It
+/// moves one token at a time.
 class NaiveTierPlan {
  public:
   NaiveTierPlan(std::vector<std::uint32_t> slots, std::uint32_t sinks, std::uint32_t recent)
@@ -166,7 +166,7 @@ TEST_CASE("tier plans read back as they are written") {
                     Catch::Matchers::ContainsSubstring("never evicts"));
 }
 
-TEST_CASE("formats by layer are runs of equal layers") {
+TEST_CASE("formats by layer are written as runs of equal layers") {
   const TierPlan plan = parse_tier_plan("8x1-4/2x2-k4v2x1-16x1");
   REQUIRE(plan.layers.size() == 5);
   CHECK(plan.layers[0].name() == "8");
