@@ -13,8 +13,8 @@ namespace {
 
 using Heads = std::vector<std::vector<EvictionKey>>;
 
-/// Removes the first victim of all heads that have more than a fifth of the mean, until the layer
-/// has no more tokens than allowed.
+/// Removes tokens one by one until the layer has no more tokens than allowed. Each is the first
+/// victim among the heads that keep at least a fifth of the mean budget without it.
 std::vector<std::uint32_t> one_by_one(Heads heads, std::uint32_t mean) {
   const auto live = [&] {
     std::size_t sum = 0;

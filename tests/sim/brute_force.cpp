@@ -17,7 +17,7 @@ Vector difference(const Vector& a, const Vector& b) {
   return c;
 }
 
-/// Probabilities become Q32.32 integers from float32. (All weights are 1.)
+/// Rounds a probability to float32 and converts it to units of 2^-32. (All weights are 1.)
 std::uint64_t fixed_point(double p) {
   return static_cast<std::uint64_t>(
       std::nearbyint(static_cast<double>(static_cast<float>(p)) * kTwo32));
@@ -40,7 +40,8 @@ std::vector<bool> requests_of(const Vector& p, std::uint64_t threshold16, double
 
 using Ranks = std::vector<std::uint64_t>;
 
-/// The mean or the maximum of the ranks at most config.smooth places away.
+/// For each token, the mean or the maximum of the ranks of the tokens at most config.smooth indices
+/// away.
 Ranks smoothed(const Config& config, const Ranks& ranks) {
   Ranks result;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
@@ -150,7 +151,7 @@ Simulator::Simulator(Sequence sequence, double threshold)
     for (std::uint32_t h = 0; h < s_.query_heads; ++h)
       full_[layer].push_back(attend_in_full(layer, h));
     for (std::uint32_t g = 0; g < s_.kv_heads; ++g) {
-      // One row more than there are queries: after the last query nothing is left to give.
+      // The row after the last query is zero, because no query follows.
       std::vector<std::vector<std::uint64_t>> sums(s_.tokens + 1,
                                                    std::vector<std::uint64_t>(s_.tokens));
       for (std::uint32_t now = s_.tokens; now-- > 0;)
@@ -296,8 +297,8 @@ class Simulator::HeadRun {
       return;
     const double gap =
         static_cast<double>(first_in.rank - last_out.rank) / static_cast<double>(first_in.rank);
-    // A gap of 0 does not count. Equal integers are small or equal by symmetry, and float32 gives
-    // the same result in both cases.
+    // Equal ranks are not a close decision. They are equal because they are small integers, or
+    // because of a symmetry, and in both cases float32 gives equal ranks, too.
     if (gap > 0) narrowest_ = std::min(narrowest_, gap);
   }
 
@@ -340,7 +341,8 @@ class Simulator::HeadRun {
     return keys;
   }
 
-  /// Compares with the full cache. `p` is over the first index + 1 live tokens.
+  /// Compares the query of token `t` with its result with the full cache. `p`: its probabilities of
+  /// the first index + 1 live tokens.
   AtQuery compare(std::uint32_t h, std::uint32_t t, const Vector& p, std::size_t index) const {
     const Full& full = sim_.full_[layer_][h];
     AtQuery at;

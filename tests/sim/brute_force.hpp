@@ -21,10 +21,10 @@ using Matrix = std::vector<Vector>;  // [token, dim] or [query, key]
 struct Sequence {
   std::uint32_t layers = 1, query_heads = 1, kv_heads = 1, head_size = 0, tokens = 0;
   int rounding_bits = 0;        ///< significant bits of q and k after RoPE; 0: not rounded
-  double scale = 1;             ///< of logits
+  double scale = 1;             ///< factor of the logits
   std::vector<float> inv_freq;  ///< [rotated / 2]
-  float rope_factor = 1;        ///< on cos and sin
-  std::vector<RowSpec> rows;    ///< by layer; empty: all layers have the three values above
+  float rope_factor = 1;        ///< factor of cos and sin
+  std::vector<RowSpec> rows;    ///< by layer; if empty, all layers have the three values above
   std::vector<Segment> segments;
   std::vector<Passage> passages;
   std::vector<std::vector<Matrix>> q;     ///< [layer][query head][token, dim], before RoPE
@@ -37,7 +37,8 @@ struct Sequence {
 
   std::uint32_t group() const { return query_heads / kv_heads; }
   RowSpec row(std::uint32_t layer) const;
-  /// The score of a product of query and key.
+  /// The logit for the product of a query and a key: scaled and, if the layer has a soft cap,
+  /// capped.
   double score(std::uint32_t layer, double product) const;
 };
 Sequence load(const TraceReader& trace);
@@ -58,13 +59,13 @@ inline double dot(const Vector& a, const Vector& b) {
 }
 /// A token's vector rotated to `position`: dimensions i and i + half form a pair.
 Vector rotate(const RopeAngles& angles, const Vector& x, std::uint32_t position);
-/// A token's vector at its original position if q and k are rounded: rotated in float32, then
-/// rounded once to the dtype.
+/// A token's vector at its original position, for sequences with rounded q and k: it is rotated in
+/// float32 and then rounded once to the dtype.
 Vector rotate_and_round(const Sequence& s, std::uint32_t layer, const Vector& x,
                         std::uint32_t position);
 
-/// Probabilities of one query over `keys` and over a sink logit. The sink comes last and is always
-/// present; minus infinity stands for none.
+/// The probabilities of one query: one for each logit and, last, one for the sink logit. If there
+/// is no sink, `sink` is minus infinity, and the last probability is 0.
 Vector softmax(const Vector& logits, double sink);
 inline constexpr double kNoSink = -std::numeric_limits<double>::infinity();
 inline double sink_of(const RowSpec& row, std::uint32_t query_head) {
@@ -83,7 +84,7 @@ struct Config {
   std::uint64_t seed = 0;
   std::uint32_t sequence = 0;
 };
-/// A configuration of `policy` at `budget`, with the protected tokens that the docs state.
+/// A configuration of `policy` at `budget`, with the documented default protected tokens.
 Config standard(const std::string& policy, std::uint32_t budget);
 
 /// The result of one query of one query head.
@@ -99,7 +100,7 @@ struct AtQuery {
 
 /// The history of one KV head's cache.
 struct Cache {
-  std::vector<std::vector<std::uint32_t>> kept;  ///< [query] live positions while it attended
+  std::vector<std::vector<std::uint32_t>> kept;  ///< [query] live positions while the query attends
   std::vector<std::uint64_t> mass;               ///< [token] accumulated while live, Q32.32
   std::uint64_t evictions = 0;
   std::uint32_t live_max = 0, live_end = 0;
@@ -153,7 +154,7 @@ class Simulator {
  private:
   struct Full {
     Matrix logits, p, out;  // lower triangles
-    Vector sink;            // the probability of each query's sink, which no token gets
+    Vector sink;            // [query]: the probability of the sink, which no token receives
     std::vector<std::vector<bool>> requested;
   };
   class HeadRun;

@@ -10,7 +10,8 @@ namespace kvlab::brute {
 namespace {
 
 /// One head of two dimensions without rotation. Every query gives key j a probability in proportion
-/// to weights[j]. The value of token j is (j + 1, 0). `prompt` tokens, then decoding.
+/// to weights[j]. The value of token j is (j + 1, 0). The first `prompt` tokens are a prompt, and
+/// the others are decoded.
 Sequence weighted(const std::vector<double>& weights, std::uint32_t prompt) {
   Sequence s;
   s.head_size = 2;
@@ -44,8 +45,9 @@ TEST_CASE(
     "h2o by hand: without protected tokens, the token with the least accumulated mass is "
     "evicted") {
   const Simulator sim(weighted(kWeights, 1));
-  // Masses before token 3: 1 + 4/5 + 4/7, 1/5 + 1/7, 2/7; before token 4: + 4/6, + 1/6, token 3:
-  // 1/6.
+  // Before token 3, tokens 0 to 2 have the masses 1 + 4/5 + 4/7, 1/5 + 1/7 and 2/7, so token 2 is
+  // evicted. Query 3 then gives 4/6 to token 0, 1/6 to token 1 and 1/6 to token 3, so token 3 is
+  // evicted before token 4.
   const Outcome outcome = sim.run(streamed("h2o", 3));
   REQUIRE(outcome.caches[0][0].kept == Kept{{0}, {0, 1}, {0, 1, 2}, {0, 1, 3}, {0, 1, 4}});
   REQUIRE(outcome.caches[0][0].evictions == 2);
@@ -56,10 +58,10 @@ TEST_CASE(
   REQUIRE(value(metric_values, "recall") == Approx((1 + 1 + 6.0 / 8 + 13.0 / 16) / 4));
   REQUIRE(value(metric_values, "nll_recall") ==
           Approx((-std::log(6.0 / 8) - std::log(13.0 / 16)) / 4));
-  // Requested: every earlier token, because each has at least 1/8 of the row's largest: 1 + 2 + 3 +
-  // 4.
+  // Each query requests all earlier tokens, because each of these has at least 1/8 of the row's
+  // largest probability. These are 1 + 2 + 3 + 4 requests.
   REQUIRE(value(metric_values, "miss_rate") == Approx((0 + 0 + 1 + 2) / 10.0));
-  // Only the first of the four queries is sampled, and it misses nothing.
+  // Only the first of the four queries is sampled for errors, and it misses no token.
   REQUIRE(value(metric_values, "output_error") == Approx(0).margin(1e-12));
   // At token 3, o = (4 + 2 + 6 + 4) / 8 and ô = (4 + 2 + 4) / 6; at 4, o = 56 / 16, ô = 46 / 13.
   const MetricValues each = sim.measure(outcome, Queries::decode, 1);
@@ -90,14 +92,15 @@ TEST_CASE("a dense prompt is attended in full and compacted before the first dec
   config.recent = 0;
   const Outcome outcome = sim.run(config);
   REQUIRE(outcome.caches[0][0].kept[4] == std::vector<std::uint32_t>{0, 1, 2, 3, 4});
-  // Masses: 0: 1 + 0.8 + 0.57 + 0.5 + 0.25; 1: 0.2 + 0.14 + 0.125 + 0.0625 = 0.53; 2: 0.29 + 0.25 +
-  // 0.125 = 0.66; 3: 0.125 + 0.0625; 4: 8/16 = 0.5.
+  // The masses are 1 + 0.8 + 0.57 + 0.5 + 0.25 = 3.12 for token 0, 0.2 + 0.14 + 0.125 + 0.0625 =
+  // 0.53 for token 1, 0.29 + 0.25 + 0.125 = 0.66 for token 2, 0.125 + 0.0625 = 0.19 for token 3,
+  // and 8/16 = 0.5 for token 4.
   REQUIRE(outcome.caches[0][0].kept[5] == std::vector<std::uint32_t>{0, 2, 5});
   REQUIRE(outcome.caches[0][0].evictions == 3);
   REQUIRE(outcome.caches[0][0].live_max == 5);
   config.chunk = 2;
-  // At most 2 + 2 tokens are live: {0,1}, then {0,1,2,3}. Then 1 and 3 are evicted, because their
-  // masses are lowest (0: 2.87, 1: 0.47, 2: 0.54, 3: 0.125).
+  // At most 2 + 2 tokens are live: {0,1}, then {0,1,2,3}. Then tokens 1 and 3 are evicted, because
+  // their masses are lowest: tokens 0 to 3 have 2.87, 0.47, 0.54 and 0.125.
   const Outcome chunked = sim.run(config);
   REQUIRE(chunked.caches[0][0].kept[2] == std::vector<std::uint32_t>{0, 1, 2});
   REQUIRE(chunked.caches[0][0].kept[3] == std::vector<std::uint32_t>{0, 1, 2, 3});
@@ -105,11 +108,13 @@ TEST_CASE("a dense prompt is attended in full and compacted before the first dec
 }
 
 TEST_CASE("lru by hand: the threshold is a share of the largest live entry of a row") {
-  // At token 3, token 0 has less than 1% of the largest; before, all are requested.
+  // At query 3, token 0 has less than 1% of the largest probability. Earlier queries request all
+  // tokens.
   const Simulator sim(weighted({1, 2, 50, 101, 3}, 1));
   const Outcome outcome = sim.run(streamed("lru", 3));
   REQUIRE(outcome.caches[0][0].kept == Kept{{0}, {0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3, 4}});
-  // With two more tokens: 0 was last requested at query 2; 1 has 2/101 of the largest.
+  // With a budget of 4, token 0 is evicted before token 4, because its last request was at query 2.
+  // At query 3 it has 1/101 of the largest probability, and token 1 has 2/101.
   const Outcome larger = sim.run(streamed("lru", 4));
   REQUIRE(larger.caches[0][0].kept[4] == std::vector<std::uint32_t>{1, 2, 3, 4});
   REQUIRE(larger.narrowest < 0.011);  // 1/101 compared with 1%
@@ -149,7 +154,7 @@ TEST_CASE("rotation by hand: logits depend on distances, which cache positions s
   Config config = streamed("sink", 3);
   config.sinks = 1;
   config.cache_positions = true;
-  // Live tokens 0, 4, 5 at cache positions 0, 1, 2
+  // The live tokens 0, 4 and 5 are at the cache positions 0, 1 and 2.
   const AtQuery at = sim.run(config).queries[0][0][5];
   const double a = std::exp(std::cos(2.0)), b = std::exp(std::cos(1.0)), c = std::exp(1.0);
   const double out = (1 * a + 5 * b + 6 * c) / (a + b + c);
@@ -157,14 +162,15 @@ TEST_CASE("rotation by hand: logits depend on distances, which cache positions s
   REQUIRE(at.recall == Approx(p[5][0] + p[5][4] + p[5][5]));
 }
 
-TEST_CASE("a group shares one cache: masses of its heads are summed, requests are joined") {
+TEST_CASE("the query heads of a group share one cache, which sums their masses") {
   Sequence s = weighted({4, 1, 2, 1}, 1);
   s.query_heads = 2;
   s.q[0].push_back(s.q[0][0]);
   for (auto& row : s.q[0][1]) row[0] = -1;  // the second head has weights 1 / w
   const Simulator sim(s);
   const Outcome outcome = sim.run(streamed("h2o", 4));
-  // Rows 4 | 1/4; 4:1 | 1/4:1; 4:1:2 | 1/4:1:1/2; 4:1:2:1 | 1/4:1:1/2:1
+  // The weights of the rows of the two heads: 4 and 1/4; 4:1 and 1/4:1; 4:1:2 and 1/4:1:1/2;
+  // 4:1:2:1 and 1/4:1:1/2:1.
   const double second = 1.0 / 5 + 1 / 1.25 + 1.0 / 7 + 1 / 1.75 + 1.0 / 8 + 1 / 2.75;
   REQUIRE(static_cast<double>(outcome.caches[0][0].mass[1]) == Approx(std::ldexp(second, 32)));
   REQUIRE(sim.measure(outcome, Queries::decode).at({-1, -1, "recall"}).count == 6);

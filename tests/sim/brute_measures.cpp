@@ -61,7 +61,8 @@ class Measures {
   std::size_t blocks() const { return std::min<std::size_t>(16, queries_.size()); }
   std::size_t block_of(std::size_t i) const { return i * blocks() / queries_.size(); }
 
-  /// Jackknife standard error. `statistic(b)` leaves out block b; `there[b]`: block b is not empty.
+  /// The jackknife's standard error. `statistic(b)`: the statistic without block b. `there[b]`:
+  /// whether block b has queries.
   template <class Statistic>
   double jackknife(const std::vector<bool>& there, Statistic statistic) const {
     Vector without;
@@ -75,8 +76,8 @@ class Measures {
     return std::sqrt((n - 1) / n * sum);
   }
 
-  /// The mean over heads of a ratio of sums over queries; `term(at)` gives what one query adds to
-  /// the numerator and the denominator. Heads whose denominator is 0 are left out.
+  /// The mean over heads of a ratio of sums over queries. `term(at)` returns the terms that one
+  /// query adds to the numerator and the denominator. Heads whose denominator is 0 are left out.
   template <class Term>
   void add_ratio(int layer, int head, const std::string& metric, const std::vector<Head>& heads,
                  std::uint32_t stride, Counted counted, Term term) {
@@ -113,8 +114,8 @@ class Measures {
         counted == Counted::queries ? used * queries_.size() : terms};
   }
 
-  /// The mean over heads of the 10% quantile of recall: the least value that at least a tenth of
-  /// the queries do not exceed.
+  /// The mean over heads of the 10% quantile of recall, which is the least value that at least a
+  /// tenth of the queries do not exceed.
   void add_recall_p10(int layer, int head, const std::vector<Head>& heads) {
     const auto p10 = [&](std::size_t block, double sum = 0) {
       for (Head h : heads) {
@@ -214,7 +215,7 @@ class Measures {
     return kDirections * sum * sum / s_.norm2[layer][t];
   }
 
-  /// The mean over directions. These are random, so their standard error counts too.
+  /// The mean over directions. Because these are random, the standard error includes theirs.
   void residual_errors() {
     std::vector<MetricValues> by_direction;
     for (std::size_t direction = 0; direction < kDirections; ++direction) {
@@ -280,7 +281,7 @@ class Measures {
                                                      queries_.size() * s_.query_heads * s_.layers};
   }
 
-  // At every `stride`-th measured query.
+  /// Whether each block contains one of the measured queries, of which every `stride`-th counts.
   std::vector<bool> filled_blocks(std::uint32_t stride) const {
     std::vector<bool> there(blocks());
     for (std::size_t i = 0; i < queries_.size(); i += stride) there[block_of(i)] = true;
@@ -297,8 +298,8 @@ class Measures {
     return sum / n;
   }
 
-  /// A metric whose aggregate is the sum over layers. `at(layer, first, count, t)`: its value for
-  /// some query heads of a layer at one query; taken at every `stride`-th query.
+  /// Adds a metric whose aggregate is the sum over layers, from every `stride`-th query.
+  /// `at(layer, first, count, t)`: its value for some query heads of a layer at one query.
   template <class At>
   void sums_of_layers(const char* metric, std::uint32_t stride, At at) {
     const std::vector<bool> there = filled_blocks(stride);
@@ -356,7 +357,7 @@ class Measures {
             .size());
   }
 
-  /// Bytes over decoded queries, in 16 bits.
+  /// Adds the bytes of keys and values in 16 bits, over decoded queries.
   void held() {
     const double token = 2.0 * s_.head_size * 2;
     for (int layer = 0; layer < static_cast<int>(s_.layers); ++layer)

@@ -29,7 +29,7 @@ std::string refusal(const std::string& text) {
   return error_of<std::runtime_error>([&] { read(text); });
 }
 
-/// The least error of all ways to share `total`.
+/// The least error of all ways to share `total` tokens over the hulls.
 double min_error(std::span<const Curve> hulls, std::uint64_t total) {
   const std::function<double(std::size_t, std::uint64_t)> best = [&](std::size_t c,
                                                                      std::uint64_t left) {
@@ -129,7 +129,7 @@ TEST_CASE("an invalid budget file is refused in one line, with the file and the 
 TEST_CASE("The configurations of one command are counted before they are made") {
   SweepRequest request{.policies = {"h2o"}, .budgets = {}};
   for (std::size_t i = 1; i <= kMaxConfigs; ++i) request.budgets.push_back(std::to_string(i + 1));
-  // Takes seconds if each configuration is compared with all others
+  // This would take seconds if each configuration were compared with all others.
   CHECK(make_sweep(request, {}, {}).size() == kMaxConfigs);
   request.budgets.push_back("1");
   const auto refusal = [&] {
@@ -197,7 +197,7 @@ TEST_CASE("heads that gain more from a token get more tokens, at equal bytes") {
   }
 }
 
-TEST_CASE("gradients decide if the run has them, unless another metric is requested") {
+TEST_CASE("kl_estimate decides if the run has it, unless another metric is requested") {
   Run run = run_of_curves("residual_error", {"8", "64", "512"});
   const Run other = run_of_curves("kl_estimate", {"8", "64", "512"});
   for (const ResultRow& row : other.rows)

@@ -92,7 +92,7 @@ TEST_CASE("replay agrees with the brute force on a captured trace") {
   check_agreement(captured.trace, cases, {.threads = 2}, 1e-3);
 }
 
-TEST_CASE("the size of prefill chunks hardly changes the recall of heavy hitters") {
+TEST_CASE("the size of prefill chunks hardly changes the recall of h2o and streaming_h2o") {
   const Captured captured;
   for (const char* policy : {"h2o", "streaming_h2o"})
     for (const bool cache_positions : {false, true})

@@ -1,4 +1,4 @@
-// The choice at a budget, and the text about it.
+// Tests of the choice of a policy at a budget, and of the text that explains it.
 #include "sim/run/comparison.hpp"
 
 #include "sim/report/recommendation.hpp"
@@ -14,7 +14,8 @@ namespace {
 Difference apart(double mean) { return {mean, 0.01, {mean - 0.001, mean + 0.001}, 3}; }
 Difference unsure(double mean) { return {mean, 1, {mean - 1, mean + 1}, 3}; }
 
-/// The recommendation at a budget of 100 bytes; `significant`: whether differences are significant.
+/// The recommendation at a budget of 100 bytes. `significant`: whether all differences are
+/// significant.
 Recommendation recommended(const std::vector<Candidate>& candidates, bool significant) {
   const ComparisonScope scope{.budget = "64",
                               .budget_bytes = 100,
@@ -85,7 +86,7 @@ TEST_CASE("at least 2% less memory is preferred if the difference is not signifi
       recommended({candidate("a", 0.1, 100), candidate("b", 0.2, 90)}, false);
   CHECK(made.for_memory);
   CHECK(made.runner_up == std::size_t{0});
-  // The runner-up's mean is lower, and the text shows it
+  // The candidate that was not chosen has a lower mean, and the text says so.
   CHECK(made.difference(0).mean == Approx(-0.1));
   const std::string reason =
       "a has the lowest mean (0.100), but b was chosen because it needs 10.0% less memory and the "
@@ -93,7 +94,8 @@ TEST_CASE("at least 2% less memory is preferred if the difference is not signifi
   CHECK_THAT(recommendation_text(made), ContainsSubstring(reason));
   CHECK_THAT(recommendations_text({&made, 1}), ContainsSubstring("a has the lowest mean (0.100)"));
   CHECK(recommendation_json(made)["reason"] == "less memory");
-  // Without an interval there is no evidence that they are equal.
+  // Without an interval it is unknown whether the difference is significant, so memory does not
+  // decide.
   const auto unknown = [](std::size_t, std::size_t) { return Difference{.mean = 0.1}; };
   CHECK(
       recommend({candidate("a", 0.1, 100), candidate("b", 0.2, 90)}, {.budget_bytes = 100}, unknown)

@@ -24,8 +24,8 @@ std::vector<const RowLoops*> sets() {
   return all;
 }
 
-/// Exponentials of a head group, [count][4]: most of them small, some zero, some equal. Zeros
-/// follow, up to whole blocks.
+/// Exponentials of a head group, [count][4]: most of them are small, some are zero, and some are
+/// equal. Zeros pad them to whole blocks.
 std::vector<float> random_row(std::mt19937& rng, std::size_t count) {
   std::uniform_real_distribution<float> exponent(-70, 0.5f);
   std::vector<float> e(whole_blocks(count) * kHeadGroupSize);
@@ -108,7 +108,7 @@ TEST_CASE("masses of tokens with equal shares in all heads, on every instruction
   }
 }
 
-TEST_CASE("quotients without a division are rounded as a division's, in a million cases") {
+TEST_CASE("quotients computed without a division are rounded like a division's") {
   std::mt19937 rng(2);
   std::uniform_real_distribution<float> mantissa(1, 2);
   for (int round = 0; round < 1000; ++round) {
@@ -193,7 +193,8 @@ TEST_CASE(
       std::vector<float> own(kHeadGroupSize * (old + 16)), e = random_row(rng, shared),
                                                            wanted(count);
       for (float& x : own) x = normal(rng);
-      own[0] = 4 * 0.70f * (shift[0] + 80);  // if present, it is too large for head 0
+      // If old > 0, this logit is too large for head 0's shift. join() reports that by a sum of 0.
+      own[0] = 4 * 0.70f * (shift[0] + 80);
       const float* rows[kHeadGroupSize] = {};
       for (std::size_t h = 0; h < 3; ++h) rows[h] = own.data() + h * (old + 16);
       for (std::size_t i = 0; i < shared; ++i) e[i * kHeadGroupSize + 3] = 0;
@@ -296,7 +297,7 @@ TEST_CASE("A row without probabilities is refused and does not loop for ever") {
     CHECK_THROWS_AS(min_requested(1.0f, most, 655), std::runtime_error);
 }
 
-TEST_CASE("the least exponential that requests does, and its neighbour below does not") {
+TEST_CASE("min_requested() is the least exponential that is a request") {
   std::mt19937 rng(4);
   std::uniform_real_distribution<float> log_sum(-40, 12), share(0, 1);
   for (int round = 0; round < 20000; ++round) {
@@ -381,8 +382,8 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "exponentials in bins by size: a larger one is in no later bin, on every instruction "
-    "set") {
+    "exponentials are binned by size: a larger one is never in a later bin, on every "
+    "instruction set") {
   std::mt19937 rng(10);
   for (const std::size_t tokens : {1u, 16u, 77u}) {
     const auto e = random_row(rng, tokens);
@@ -428,7 +429,7 @@ TEST_CASE("weights and changes of live sets, on every instruction set") {
       }
     CHECK(size == total);
 
-    const float factors[] = {0.5f, 2.0f};  // two heads of 35
+    const float factors[] = {0.5f, 2.0f};  // of two heads with 35 values each
     constexpr std::size_t kGradientSamples = 5;
     std::vector<float> gradients;
     for (std::size_t i = 0; i < kGradientSamples * values.size(); ++i)

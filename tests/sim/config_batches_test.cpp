@@ -12,7 +12,7 @@
 namespace kvlab {
 namespace {
 
-/// The group shapes; the third one is longer.
+/// The traces of group_shapes(), with a longer third one.
 std::vector<RandomTrace> shapes() {
   std::vector<RandomTrace> all = group_shapes();
   all[2].segments[1].tokens = 100;
@@ -134,7 +134,7 @@ bool stays_nested(const PolicyOps& ops, std::span<const double> params) {
   return true;
 }
 
-/// Claims to be nested, but uses the budget.
+/// Claims to be nested, but its ranks depend on the budget.
 struct FalseClaim {
   static constexpr PolicyInfo kInfo{
       .name = "false_claim", .summary = "", .citation = "", .order = Order::nested};

@@ -76,7 +76,8 @@ void check_kept(const TraceReader& trace, const Case& c, const brute::Outcome& o
     }
 }
 
-/// Each head's cache as in a model in which all heads have that head's budget.
+/// The outcome under budgets by head. Each head's part is taken from a run in which all heads have
+/// that head's budget.
 brute::Outcome run_by_head(const brute::Simulator& exact, const Case& c) {
   brute::Outcome outcome = exact.run(c.brute);
   const std::uint32_t group = exact.sequence().group();
@@ -213,7 +214,7 @@ class Oracles {
   Oracles(const brute::Simulator& exact, const std::vector<Case>& cases)
       : exact_(exact), cases_(cases) {}
 
-  /// Attaches to `outcome`, the outcome of `c`, its oracles.
+  /// Attaches the outcomes of the oracles of `c` to `outcome`, which is the outcome of `c`.
   void put_beside(const Case& c, brute::Outcome& outcome) {
     if (is_oracle(c.brute.policy) || c.brute.policy == "full") return;
     outcome.attention_oracle = find("oracle_attention", c);
@@ -272,8 +273,8 @@ void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
   for (std::size_t c = 0; c < cases.size(); ++c) {
     brute::Outcome outcome = run_by_head(exact, cases[c]);
     oracles.put_beside(cases[c], outcome);
-    INFO(cases[c].text << "; the closest call was by " << outcome.narrowest
-                       << " (under 1e-6 it may go either way: change the data, not the test)");
+    INFO(cases[c].text << "; the closest decision differs by " << outcome.narrowest
+                       << " (below 1e-6 it may go either way: change the data, not the test)");
     if (cases[c].brute.policy != "oracle_topk") check_kept(trace, cases[c], outcome, options);
     CHECK(differences(metric_values_of(result, c), exact.measure(outcome, queries, stride),
                       tolerance) == "");

@@ -13,18 +13,19 @@
 
 namespace kvlab {
 
-inline constexpr std::uint32_t kSequence = 3;  ///< every test replays the run's fourth trace
+inline constexpr std::uint32_t kSequence = 3;  ///< every test's trace is the fourth one of its run
 
 /// One configuration, in the form of both simulators.
 struct Case {
   std::string text;  ///< for messages
   CacheConfig replay;
   brute::Config brute;
-  HeadBudgets heads = {};  ///< budgets of single heads, in the brute force too; empty: brute.budget
+  /// Budgets by head, also for the brute force. If empty, all heads have brute.budget.
+  HeadBudgets heads = {};
 };
 
-/// The protected tokens are the documented ones of `policy`, unless `sinks` and `recent` give them
-/// as numbers of tokens.
+/// A case with the documented default protected tokens of `policy`, unless `sinks` and `recent`
+/// give them as numbers of tokens.
 Case make_case(const std::string& policy, std::uint32_t budget, std::uint32_t chunk,
                bool cache_positions, std::optional<std::uint32_t> sinks = {},
                std::optional<std::uint32_t> recent = {});
@@ -33,7 +34,7 @@ Case make_case(const std::string& policy, std::uint32_t budget, std::uint32_t ch
 /// and one above `tokens`.
 std::vector<Case> whole_sweep(std::uint32_t tokens);
 
-/// With the documented protected tokens at each head's budget.
+/// A case with budgets by head. The default protected tokens are resolved at each head's budget.
 Case make_case_by_head(const std::string& policy, const HeadBudgets& heads, std::uint32_t chunk,
                        bool cache_positions);
 
@@ -45,7 +46,7 @@ std::vector<Case> by_head_sweep(const ModelShape& shape, std::uint32_t tokens);
 /// computes, and of one feature named "drawn".
 TraceReader write_with_features(const std::filesystem::path& directory, const RandomTrace& wanted);
 
-/// test::covering for the trace's heads, with budgets around `budget` tokens.
+/// The configurations of test::covering() for the trace, with budgets around `budget` tokens.
 std::vector<CacheConfig> configs_of(const test::Choices& choices, const Executor* executor,
                                     const TraceReader& trace, std::uint32_t budget);
 

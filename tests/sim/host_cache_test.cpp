@@ -1,4 +1,4 @@
-// A head's cache compared with float64 attention that numbers the live tokens 0, 1, 2, … itself.
+// Compares a head's cache with attention in float64, which computes cache positions by itself.
 #include "sim/cache/host_cache.hpp"
 
 #include <cmath>
@@ -106,7 +106,8 @@ struct Outputs {
   std::vector<float> out, lse;
 };
 
-/// Runs a cache over `appends`; blocks of `block` queries, the last block first if `backwards`.
+/// Appends tokens to a head's cache and records the outputs. Queries attend in blocks of `block`,
+/// the last block first if `backwards`.
 class Runner {
  public:
   Runner(const Tensors& all, const std::string& policy, std::uint32_t budget, Positions positions)
@@ -132,7 +133,7 @@ class Runner {
     finish(count);
   }
 
-  /// Appends to both caches. Only this one attends.
+  /// Appends to this cache and to `follower`. Only this cache computes attention.
   void append_with(Runner& follower, std::uint32_t count, std::uint32_t block) {
     const HeadAppend append = begin(count);
     follower.begin(count);
@@ -275,7 +276,7 @@ TEST_CASE("After a long prompt a head's cache releases its memory") {
 }
 
 TEST_CASE("After a prompt a head's cache holds only the budget's rows") {
-  constexpr std::uint32_t kBudget = 48;  // whole panels
+  constexpr std::uint32_t kBudget = 48;  // three panels of 16 rows
   const Tensors all = random_tensors(700);
   const Positions positions = GENERATE(Positions::original, Positions::cache);
   const std::uint32_t prompt = GENERATE(5u, 48u, 600u);

@@ -20,7 +20,7 @@ int significant_bits(const TraceHeader& header) {
   return header.shape.dtype == Dtype::bf16 ? 8 : 11;
 }
 
-/// The first 32 of the file's 64 directions, times √2.
+/// Reads the first 32 of the file's 64 directions, times √2 because they are half as many.
 void read_residuals(const TraceReader& trace, std::uint32_t layer, Sequence& s) {
   std::vector<float> norms(s.tokens);
   trace.residual_norm2(layer, norms.data());
@@ -38,7 +38,7 @@ void read_residuals(const TraceReader& trace, std::uint32_t layer, Sequence& s) 
   }
 }
 
-/// Gradients as in the files, [gradient sample, query head, token, dim], times their scales.
+/// Reads the gradients, [gradient sample, query head, token, dim] in the files, times their scales.
 void read_gradients(const TraceReader& trace, std::uint32_t layer, Sequence& s) {
   const std::uint32_t gradient_samples = trace.gradient_samples();
   s.gradient.emplace_back(s.query_heads, std::vector<Matrix>(gradient_samples));

@@ -1,4 +1,4 @@
-// The rule's modifiers compared with those of the brute force.
+// Compares the modifiers of the eviction rule with those of the brute force.
 #include <fmt/format.h>
 
 #include <algorithm>

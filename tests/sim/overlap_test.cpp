@@ -1,4 +1,4 @@
-// Tokens that several texts share count once.
+// Tests that tokens that several texts have in common count once.
 #include "sim/run/overlap.hpp"
 
 #include <random>
@@ -23,7 +23,7 @@ Ids part(const Ids& ids, std::size_t first, std::size_t tokens) {
              ids.begin() + static_cast<std::ptrdiff_t>(first + tokens));
 }
 
-/// Texts of one piece each; the second half is scored.
+/// Whether each text repeats another one. Each text is one piece, whose second half is scored.
 std::vector<bool> repeats(const std::vector<Ids>& texts) {
   std::vector<TextPiece> pieces;
   for (const Ids& ids : texts)

@@ -1,4 +1,5 @@
-// The scripts of pages: they write numbers as the terminal does, and share one scope.
+// Tests of the JavaScript of pages: it writes numbers as the terminal does, and the scripts, which
+// share one scope, define no name twice.
 #include <bit>
 #include <cmath>
 #include <cstdlib>
@@ -31,8 +32,8 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-/// What `call` returns for each list of numbers in the scripts of pages, under node. `call` is an
-/// expression of `x`, the list.
+/// Evaluates `call` with the scripts of pages in Node.js, once for each list of numbers, and
+/// returns the results as text. `call` is an expression of `x`, the list.
 std::vector<std::string> on_a_page(const std::string& call,
                                    const std::vector<std::vector<double>>& lists) {
   const TemporaryFolder folder;
@@ -135,7 +136,7 @@ TEST_CASE("A page writes a mean and its error as the terminal does") {
   }
 }
 
-TEST_CASE("No two scripts of pages define one name") {
+TEST_CASE("No two scripts of pages define the same name") {
   static const std::regex kDefinition(
       R"(^(?:async )?(?:function\*?|const|let|var|class) +([A-Za-z_$][\w$]*))");
   std::map<std::string, std::string> first;

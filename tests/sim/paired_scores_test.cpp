@@ -1,4 +1,4 @@
-// The estimator: means over texts, paired differences and their 95% intervals.
+// Tests of PairedScores: means over texts, paired differences and their 95% intervals.
 #include "sim/run/paired_scores.hpp"
 
 #include <cmath>
@@ -26,7 +26,7 @@ Values scores(std::size_t tokens, std::size_t run, unsigned seed) {
   return values;
 }
 
-/// One text's scores, token by token.
+/// The scores of one text, [configuration][token].
 PairedScores one_text(const std::vector<Values>& configurations) {
   PairedScores paired(configurations.size());
   const std::vector<std::span<const double>> spans(configurations.begin(), configurations.end());
@@ -34,7 +34,7 @@ PairedScores one_text(const std::vector<Values>& configurations) {
   return paired;
 }
 
-/// Means of two configurations per text.
+/// Texts with the given means of two configurations.
 PairedScores texts(const std::vector<std::pair<double, double>>& means) {
   PairedScores paired(2);
   for (const auto& [a, b] : means)
@@ -42,8 +42,8 @@ PairedScores texts(const std::vector<std::pair<double, double>>& means) {
   return paired;
 }
 
-/// Texts of `blocks` blocks each. Text means have variance `between`; block values have their
-/// text's mean and variance 1.
+/// Generates random texts. The means of texts have variance `between`. The values of a text's
+/// blocks have that text's mean and variance 1.
 class Texts {
  public:
   Texts(double between, bool skewed, unsigned seed)
@@ -157,7 +157,7 @@ TEST_CASE("Shares of right answers are compared by the samples that differ") {
 
 TEST_CASE("Intervals of one text cover its mean in 95% of cases") {
   int covered = 0;
-  for (unsigned trial = 0; trial < 400; ++trial)  // noise with runs as long as the blocks
+  for (unsigned trial = 0; trial < 400; ++trial)  // the noise changes with every block
     covered += !one_text({scores(640, 64, 100 + trial), Values(640, 0.0)})
                     .difference(0, 1)
                     .significantly_different();
@@ -198,7 +198,7 @@ TEST_CASE("A short text beside a long one never makes the interval narrower") {
     CHECK(together >= alone * (1 - 1e-12));
     narrower_by_texts += together < alone * (1 + 1e-12);
   }
-  CHECK(narrower_by_texts > 20);  // intervals over texts alone would have been narrower
+  CHECK(narrower_by_texts > 20);  // in these trials, intervals over texts alone are narrower
 }
 
 TEST_CASE("Every text has weight 1, however long it is") {
@@ -216,7 +216,8 @@ TEST_CASE("Every text has weight 1, however long it is") {
 
 TEST_CASE("Blocks continue from one sequence of a text to the next") {
   PairedScores paired(1);
-  const Values sequence = scores(65, 1, 3);  // blocks of 64, 64, … and not of 64, 1, 64, 1, …
+  // The blocks have 64, 64, … tokens, and not 64, 1, 64, 1, …
+  const Values sequence = scores(65, 1, 3);
   PairedScores whole(1);
   Values all;
   for (int i = 0; i < 9; ++i) {

@@ -41,7 +41,8 @@ int bits_of(Dtype dtype) {
   return dtype == Dtype::f16 ? 11 : 24;
 }
 
-/// Samples from a normal distribution by a portable algorithm (the standard library's differ).
+/// Samples from a normal distribution. The algorithm is portable, because the results of
+/// std::normal_distribution differ between standard libraries.
 class NormalSampler {
  public:
   explicit NormalSampler(std::uint64_t seed) : engine_(seed) {}
@@ -185,7 +186,8 @@ std::vector<RandomTrace> group_shapes() {
        .segments = {{0, 48, kPrompt}, {48, 16, kDecode}},
        .silent_first = true,
        .seed = 6},
-      // If heavy tokens are evicted, all of the row's exponentials go with them.
+      // The heavy tokens' logits are so much larger that the exponentials of all other tokens are
+      // 0.
       {.layers = 1,
        .query_heads = 4,
        .kv_heads = 1,
@@ -201,7 +203,9 @@ Sets every_set(const TraceReader& trace, std::uint32_t sequence, const CacheConf
   std::iota(every.begin(), every.end(), 0u);
   Sets sets;
   for (KeptSet& set : kept_sets(trace, sequence, config, options, layer, kv_head, every)) {
-    if (set.query != sets.size()) FAIL("query " << set.query << " for " << sets.size());
+    if (set.query != sets.size())
+      FAIL("the kept set of query " << set.query << " where that of " << sets.size()
+                                    << " should be");
     sets.push_back(std::move(set.positions));
   }
   return sets;

@@ -16,10 +16,10 @@ struct RandomTrace {
   Rounding rounding = Rounding::none;
   float rope_factor = 1;
   std::vector<Segment> segments{{0, 40, SegmentKind::prompt}, {40, 80, SegmentKind::decode}};
-  double spread = 1.5;                 ///< standard deviation of the logits of ordinary tokens
-  double pull = 4;                     ///< added to the logits of heavy tokens, roughly; 0: none
-  bool silent_first = false;           ///< the first value is zero, and so is the first output
-  bool residuals = true;               ///< includes the data for residual_error
+  double spread = 1.5;        ///< standard deviation of the logits of ordinary tokens
+  double pull = 4;            ///< roughly added to heavy tokens' logits; 0: no heavy tokens
+  bool silent_first = false;  ///< the first value is zero, and so is the first output
+  bool residuals = true;      ///< includes the data for residual_error
   std::uint32_t gradient_samples = 3;  ///< number of gradient samples
   Queries gradients_of = Queries::decode;
   std::vector<Passage> passages;
@@ -44,8 +44,8 @@ struct Traced {
   TraceReader trace;
 };
 
-/// Query groups of 1, 3, 7 and 4 (a head group has 4), lengths around a block of queries, two
-/// turns, every rounding.
+/// Traces with query groups of 1, 3, 7 and 4 heads (a head group has 4), with lengths around that
+/// of a block of queries, with two turns, and with every rounding.
 std::vector<RandomTrace> group_shapes();
 
 using Sets = std::vector<std::vector<std::uint32_t>>;  ///< [query] positions

@@ -1,4 +1,4 @@
-// The order of policies, and which of them do not differ significantly.
+// Tests of the order of policies, and of which ones do not differ significantly.
 #include "sim/run/ranking.hpp"
 
 #include "tests/catch.hpp"
@@ -35,7 +35,8 @@ TEST_CASE("policies are ranked; oracles and full are not") {
 }
 
 TEST_CASE("a difference whose interval over blocks of queries includes zero is not significant") {
-  // The standard error of a difference of two is 0.01 * sqrt(2); times 2.131 it is 0.0301.
+  // The difference of two policies has a standard error of 0.01 * sqrt(2). Times 2.131, Student's t
+  // for 16 blocks, it is 0.0301.
   const Run run =
       made_up_run({{"h2o", "", 0.3, 0.01}, {"sink", "", 0.330, 0.01}, {"lru", "", 0.331, 0.01}});
   const MetricTable metric_table(run.rows);
@@ -49,17 +50,17 @@ TEST_CASE("without intervals nothing is significantly different") {
   const MetricTable metric_table(run.rows);
   const Ranking ranking = rank_policies(metric_table, "64", nll());
   CHECK(order(metric_table, ranking) == "h2o= sink= lru= ");
-  CHECK(ranking.winner == 0);  // the lowest mean; ties by name
+  CHECK(ranking.winner == 0);  // the lowest mean; of equal means, the first name
 }
 
-TEST_CASE("over several traces, the error is their scatter, paired by trace") {
+TEST_CASE("over several traces, the standard error is that of the traces' means, in pairs") {
   const Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 3);
   const MetricTable metric_table(run.rows);
   const Average average = *metric_table.average(0, "64", "nll_recall");
   CHECK(average.mean == Approx(0.4));
   CHECK(average.standard_error == Approx(0.1 / std::sqrt(3)));
   CHECK(average.texts == 3);
-  // Every trace gives the same difference of the two.
+  // The two policies have the same difference on every trace.
   const Difference difference = *metric_table.difference(1, 0, "64", "nll_recall");
   CHECK(difference.mean == Approx(0.1));
   CHECK(difference.standard_error < 1e-12);
@@ -89,7 +90,8 @@ TEST_CASE(
     "for one trace, the standard error is that of its row, and the interval follows from it") {
   Run run = made_up_run({{"h2o", "", 0.3, 0.01}});
   const Average plain = *MetricTable(run.rows).average(0, "64", "nll_recall");
-  for (ResultRow& row : run.rows) row.standard_error *= 2;  // includes a sketch's variance
+  // As if the errors of the rows included the variance of a sketch.
+  for (ResultRow& row : run.rows) row.standard_error *= 2;
   const Average average = *MetricTable(run.rows).average(0, "64", "nll_recall");
   CHECK(average.standard_error == Approx(2 * plain.standard_error));
   CHECK(average.interval.high - average.mean == Approx(2 * (plain.interval.high - plain.mean)));
@@ -129,7 +131,7 @@ TEST_CASE("a policy over the budget is never ranked") {
   CHECK(ranking.recommendation.frontier.size() == 2);
 }
 
-TEST_CASE("a series is labelled by what sets it apart") {
+TEST_CASE("a label contains the settings in which the series differ") {
   Run run = made_up_run({{"h2o", "sinks=0:recent=50%", 0.3, 0},
                          {"h2o", "sinks=0:recent=25%", 0.3, 0},
                          {"sink", "sinks=4:recent=0", 0.3, 0}});

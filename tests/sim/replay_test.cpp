@@ -127,7 +127,8 @@ TEST_CASE("replay agrees with the brute force for logits up to 80") {
   RandomTrace wanted = single_heads();
   wanted.spread = 30;
   wanted.pull = 0;
-  wanted.seed = 17;  // no close decision: one-hot rows often tie to a few parts in 2^32
+  // With this seed no decision is close. One-hot rows often differ by only a few units of 2^-32.
+  wanted.seed = 17;
   const Traced traced(wanted);
   const brute::Simulator exact(brute::load(traced.trace));
   double largest = 0;
@@ -160,7 +161,7 @@ TEST_CASE("budgets by layer, and PyramidKV's, apply to every head of a layer") {
   for (std::size_t c = 1; c < 4; ++c) cases[c] = cases[0];
   cases[1].replay.budget = budget_of_heads({{37}, {3}});
   cases[2].replay.budget = parse_budget("pyramid(20)");
-  cases[3].replay.budget = parse_budget("pyramid(18.02%)");  // of 111 tokens
+  cases[3].replay.budget = parse_budget("pyramid(18.02%)");  // 20 of 111 tokens
   cases[2].heads = cases[3].heads = {{39, 39}, {1, 1}};
   check_agreement(traced.trace, cases, {.threads = 2}, kTolerance);
   const ReplayResult result = replay_all(traced.trace, cases);
@@ -201,7 +202,7 @@ TEST_CASE("gradients of queries that the replay does not measure are left out") 
     CHECK(has_estimates(wanted, Queries::all, Queries::all));
     CHECK_FALSE(has_estimates(wanted, Queries::decode, Queries::all));
   }
-  // The last decoded token has no gradients of other queries.
+  // Gradients of all queries are valid for decoded queries only if no prompt follows these.
   CHECK(has_estimates(single_heads(), Queries::all, Queries::decode));
   CHECK_FALSE(has_estimates(two_turns_in_bf16(), Queries::all, Queries::decode));
 }
@@ -319,7 +320,8 @@ TEST_CASE("nested policies recall more with a larger budget") {
   }
 }
 
-/// The first invariant of the rule that these kept sets violate, or "".
+/// Describes the first violation of an invariant of the eviction rule in these kept sets; "" if
+/// there is none.
 std::string broken_promise(const TraceReader& trace, const brute::Config& config,
                            const Sets& kept) {
   std::vector<bool> gone(trace.tokens());
@@ -327,26 +329,26 @@ std::string broken_promise(const TraceReader& trace, const brute::Config& config
     const std::uint32_t prompt_step = config.chunk ? config.chunk : segment.tokens;
     const std::uint32_t step = segment.kind == kDecode ? 1 : prompt_step;
     for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t) {
-      // Position of the first token of its append
+      // The position of the first token of the append that contains token t.
       const std::uint32_t now = t - (t - segment.start) % step;
       const std::string at = " at query " + std::to_string(t);
       std::vector<bool> live(t + 1);
       for (const std::uint32_t position : kept[t]) live.at(position) = true;
-      if (!live[t]) return "the newest is not live" + at;
+      if (!live[t]) return "the newest token is not live" + at;
       if (kept[t].size() > config.budget + (t - now)) return "over budget" + at;
       if (kept[t].size() < std::min(t + 1, config.budget)) return "under budget" + at;
       for (std::uint32_t j = 0; j <= t; ++j) {
-        if (live[j] && gone[j]) return "a token came back" + at;
+        if (live[j] && gone[j]) return "an evicted token is live again" + at;
         gone[j] = !live[j];
-        if (gone[j] && j < config.sinks) return "a sink left" + at;
-        if (gone[j] && j + config.recent > now) return "a recent token left" + at;
+        if (gone[j] && j < config.sinks) return "a sink is evicted" + at;
+        if (gone[j] && j + config.recent > now) return "a recent token is evicted" + at;
       }
     }
   }
   return "";
 }
 
-TEST_CASE("kept sets have the newest and protected tokens, use the budget, and no token returns") {
+TEST_CASE("kept sets have the newest and protected tokens, use the budget, and only lose tokens") {
   const Traced traced(two_turns_in_bf16());
   for (const Case& c : whole_sweep(traced.trace.tokens())) {
     if (c.brute.policy == "oracle_topk" || c.brute.policy == "full") continue;

@@ -1,4 +1,4 @@
-// The report: it shows the metrics, and it embeds no untrusted content.
+// Tests of the report: it shows the metrics, and untrusted names cannot add markup to it.
 #include "sim/report/report.hpp"
 
 #include <fmt/format.h>

@@ -1,5 +1,5 @@
-// oracle_residual compared with the same choice in float64, by explicit attention over each live
-// set.
+// Compares oracle_residual with the same greedy choice in float64, which computes the attention
+// over each live set explicitly.
 #include <algorithm>
 #include <limits>
 #include <numeric>
@@ -16,7 +16,8 @@ namespace {
 
 constexpr std::uint32_t kAhead = 32, kDirections = 16;
 
-/// The greedy choice for one KV head.
+/// The greedy choice for one KV head: the victim is the token whose eviction adds least to the
+/// error.
 class GreedyByHand {
  public:
   GreedyByHand(const brute::Simulator& sim, std::uint32_t layer, std::uint32_t kv_head)

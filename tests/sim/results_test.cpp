@@ -1,4 +1,5 @@
-// results.csv: written rows read back, and other rows are refused with their line number.
+// Tests of results.csv: written rows read back, and invalid rows are refused with their line
+// number.
 #include "sim/run/results.hpp"
 
 #include <cmath>
@@ -114,7 +115,7 @@ TEST_CASE("a metric that some traces lack does not decide, and the reason is giv
   CHECK(best_metric_text(std::vector{row("a", "recall")}).empty());
 }
 
-TEST_CASE("a value that is not a number has no row") {
+TEST_CASE("a metric whose value is NaN has no row") {
   const std::vector<CacheConfig> sweep{{.policy = parse_policy("full"), .budget = {.all = true}}};
   ReplayResult result{.budget_tokens = {100}};
   result.measurements.push_back({0, 0, 0, "recall", 1, NAN, 5});
@@ -174,7 +175,8 @@ TEST_CASE("every truncation of a results file is read or refused, without other 
   for (std::size_t length = 0; length < text.size(); ++length) {
     const std::string cut = text.substr(0, length);
     const bool read = refusal(cut).empty();
-    // Only a header (also the older one), or a truncated or missing last number, can still be read.
+    // A truncated file can still be read only if it ends with the header (also the older one), or
+    // in or before the last number.
     CHECK(read == (length == kHeader.find(",tiers") || length + 1 == kHeader.size() ||
                    length == kHeader.size() || text.rfind(',') < length));
   }

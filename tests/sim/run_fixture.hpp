@@ -35,8 +35,8 @@ inline ResultRow made_up_row(const MadeUp& policy, const std::string& trace,
           .count = 100};
 }
 
-/// Sixteen blocks around `value` whose mean has the standard error `error`; blocks of another `row`
-/// (1 to 15) are uncorrelated.
+/// Sixteen blocks around `value` whose mean has the standard error `error`. Blocks with different
+/// `row` numbers (1 to 15) are uncorrelated.
 inline std::vector<double> made_up_blocks(double value, double error, unsigned row) {
   std::vector<double> blocks;
   for (unsigned b = 0; b < 16; ++b)
@@ -44,8 +44,8 @@ inline std::vector<double> made_up_blocks(double value, double error, unsigned r
   return blocks;
 }
 
-/// Every policy at 64 and 128 tokens (half the loss), on `traces` traces, each 0.1 worse than the
-/// one before.
+/// A run with every policy at 64 tokens and, with half the loss, at 128. Each of the `traces`
+/// traces has a loss that is 0.1 higher than that of the trace before.
 inline Run made_up_run(const std::vector<MadeUp>& policies, int traces = 1) {
   Run run{.info = {.version = "0.1.0"}};
   for (int t = 0; t < traces; ++t) {

@@ -1,4 +1,4 @@
-// The folder in which a run is made, and the head tasks that are stored in it.
+// Tests of the folder in which a run is made, and of the head tasks that are stored in it.
 #include "sim/run/run_folder.hpp"
 
 #include <fmt/format.h>
@@ -27,7 +27,7 @@ std::vector<CacheConfig> sweep() {
           {.policy = parse_policy("oracle_topk", replay_oracles()), .budget = parse_budget("16")}};
 }
 
-/// A text with everything except the rows' order.
+/// All results as text, for comparisons.
 std::string text_of(const ReplayResult& result, const std::vector<CacheConfig>& configs,
                     const ReplayOptions& options) {
   return results_csv(result_rows("trace", configs, options, result));

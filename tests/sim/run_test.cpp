@@ -1,4 +1,4 @@
-// A run's directory: it is complete or absent, and is validated when it is read.
+// Tests of a run's folder: it is complete or absent, and it is validated when it is read.
 #include "sim/run/run.hpp"
 
 #include <fstream>

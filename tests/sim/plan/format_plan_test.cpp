@@ -1,4 +1,4 @@
-// Plans of formats by layer: the knapsack, its losses, and what a plan file says.
+// Tests of plans of formats by layer: the knapsack, its losses, and the plan file.
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -20,7 +20,7 @@ using Catch::Matchers::ContainsSubstring;
 using test::error_of;
 using test::TemporaryFolder;
 
-/// The least sum of losses of all choices within `bytes`.
+/// The least sum of losses over all choices of formats that take at most `bytes` bytes.
 double min_loss(std::span<const PlanPart> parts, std::uint32_t bytes) {
   if (parts.empty()) return 0;
   double least = std::numeric_limits<double>::infinity();
@@ -59,7 +59,7 @@ double metric_of(const TraceReader& trace, const TierPlan& tier_plan, std::int32
   return std::nan("");
 }
 
-TEST_CASE("the knapsack has the least loss of all choices, at every size") {
+TEST_CASE("the knapsack finds the choice with the least loss, at every size") {
   std::mt19937 rng(3);
   for (int round = 0; round < 30; ++round) {
     std::vector<PlanPart> parts(1 + rng() % 4);
@@ -85,7 +85,7 @@ TEST_CASE("the knapsack has the least loss of all choices, at every size") {
   }
 }
 
-TEST_CASE("losses are those of a replay with one part of one layer quantized") {
+TEST_CASE("losses equal those of a replay with only the keys or values of one layer quantized") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
   const FormatPlan plan = plan_of(trace, request_of("5bits"));
@@ -99,11 +99,11 @@ TEST_CASE("losses are those of a replay with one part of one layer quantized") {
     CHECK(own[0][0] == 0);
     CHECK(own[0][four] == metric_of(trace, parse_tier_plan("4/16"), layer));
     CHECK(own[1][four] == metric_of(trace, parse_tier_plan("16/4"), layer));
-    CHECK(own[0][4] > own[0][four]);  // 3 bits lose more
+    CHECK(own[0][4] > own[0][four]);  // the loss with 3 bits is higher
   }
 }
 
-TEST_CASE("a trace with gradients is planned by them") {
+TEST_CASE("a plan for a trace with gradients minimizes kl_estimate") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder, "trace", 1, 3);
   const FormatPlan plan = plan_of(trace, request_of("5bits"));
@@ -115,7 +115,7 @@ TEST_CASE("a trace with gradients is planned by them") {
   CHECK(plan_of(trace, request).metric == "residual_error");
 }
 
-TEST_CASE("a plan keeps to its bits and is at least as good as one format for all layers") {
+TEST_CASE("a plan fits its bits and is at least as good as one format for all layers") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
   for (const char* budget : {"3bits", "4.5bits", "31.25%bytes", "9bits", "16bits"}) {
@@ -133,7 +133,7 @@ TEST_CASE("a plan keeps to its bits and is at least as good as one format for al
   CHECK(plan_of(trace, request_of("16bits")).plan.tier_plan.is_plain());
 }
 
-TEST_CASE("a plan has no more freedom than the engine") {
+TEST_CASE("a plan for an engine uses only what the engine supports") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
   const FormatPlan llama = plan_of(trace, request_of("6bits", "llama.cpp"));
@@ -264,7 +264,7 @@ TEST_CASE("a plan that an engine cannot express is refused by name") {
              ContainsSubstring("does not centre keys"));
 }
 
-TEST_CASE("what cannot be planned is refused") {
+TEST_CASE("requests that cannot be planned are refused") {
   const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
   for (const char* text :
        {"", "4", "bits", "0bits", "-1bits", "17bits", "nanbits", "101%bytes", "4%"})

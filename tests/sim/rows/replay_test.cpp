@@ -1,5 +1,5 @@
-// The replay of layers with different attention, compared with a reference in float64; layers with
-// a sliding window are left out.
+// Compares the replay of layers with different kinds of attention with a reference in float64. Also
+// tests that layers with a sliding window are left out.
 #include <cmath>
 #include <set>
 
@@ -23,7 +23,8 @@ Rope turning(double theta, std::uint32_t half, float factor = 1) {
   return rope;
 }
 
-/// A soft cap; a layer without rotation, with sinks; another RoPE table and scale.
+/// Three layers: one with a soft cap, one with sinks and without rotation, and one with another
+/// RoPE table and scale.
 RandomTrace bent(std::uint32_t head_size) {
   const std::uint32_t half = head_size / 2;
   const float scale = 1 / std::sqrt(static_cast<float>(head_size));
@@ -40,7 +41,7 @@ RandomTrace bent(std::uint32_t head_size) {
                    {.table = 2, .scale = 1.5f * scale, .rope = turning(100, half, 1.1f)}}};
 }
 
-/// Two layers with a sliding window among four layers of a ten-layer model.
+/// Four layers of a ten-layer model, two of them with a sliding window.
 RandomTrace with_windows() {
   const RowSpec plain{.table = 0, .scale = 0.25f, .rope = turning(1e4, 8)};
   RowSpec near{.window = 9, .table = 1, .scale = 0.25f, .rope = turning(100, 8)};
@@ -52,7 +53,7 @@ RandomTrace with_windows() {
           .numbers = {1, 4, 6, 9}};
 }
 
-/// Writes some layers of a trace, as a capture of only these layers would.
+/// Writes a trace with some layers of `trace`, as if only these had been captured.
 TraceReader copied(const TraceReader& trace, const std::filesystem::path& to,
                    const std::vector<std::uint32_t>& layers) {
   TraceHeader header = trace.header();
@@ -124,7 +125,7 @@ TEST_CASE(
 TEST_CASE("a sink logit takes mass from the live tokens, and its share does not count as lost") {
   const TemporaryFolder folder;
   RandomTrace wanted = bent(16);
-  wanted.rows[1].sinks = {20, 20, 20, 20};  // take nearly all of every row
+  wanted.rows[1].sinks = {20, 20, 20, 20};  // these take nearly all probability of every row
   const TraceReader trace = write_random_trace(folder / "trace", wanted);
   const ReplayOptions only{.layers = {1}};
   const CacheConfig config{.policy = parse_policy("window"), .budget = {.extent = tokens(2)}};

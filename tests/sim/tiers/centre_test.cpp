@@ -1,5 +1,5 @@
-// Centred keys: attention in 16 bit does not change, biased keys lose far less to quantization, and
-// the centre stays what the first prompt made it.
+// Tests of centred keys: attention in 16 bit does not change, biased keys lose far less to
+// quantization, and the centre of the first prompt stays the same.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -34,7 +34,7 @@ Tensors biased_tensors(float bias, unsigned seed = 5) {
   return all;
 }
 
-/// The last pair of channels hardly rotates.
+/// A table that hardly rotates the last pair of channels.
 RopeTable rope_table() {
   Rope rope;
   for (std::uint32_t i = 0; i < kDim / 2; ++i)
@@ -68,8 +68,8 @@ std::vector<float> append(HostCache& cache, const Tensors& all, std::uint32_t fi
   return out;
 }
 
-/// A prompt in two chunks, decoded tokens, a second prompt, and decoded tokens. Returns the outputs
-/// of all.
+/// Appends a prompt in two chunks, decoded tokens, a second prompt, and decoded tokens. Returns the
+/// outputs of all tokens.
 std::vector<float> run(HostCache& cache, const Tensors& all) {
   std::vector<float> outputs;
   const auto add = [&](std::uint32_t first, std::uint32_t count, bool ends_prompt = false) {
@@ -135,9 +135,9 @@ TEST_CASE("Keys with a large bias lose far less to quantization when they are ce
   }
 }
 
-TEST_CASE("The centre is the mean of the first keys of the first append, and stays") {
-  // Keys from the 129th on do not change it, and neither does a second prompt: outputs over the
-  // first tokens' quantized keys stay equal bit for bit.
+TEST_CASE("The centre is the mean of the first 128 keys of the first append, and stays") {
+  // If later keys do not change the centre, they do not change the first token's quantized key, so
+  // the outputs are equal bit for bit.
   const Tensors all = biased_tensors(20);
   Tensors later = all;
   for (std::size_t i = 128 * kDim; i < 140 * kDim; ++i) later.k[i] += 3;
@@ -159,7 +159,7 @@ TEST_CASE("A copy of a cache has its centre") {
        {"full:tiers=4:centre=prompt", "h2o:tiers=16@4t+4@100%:centre=prompt"}) {
     HostCache cache = cache_of(policy, 40);
     append(cache, all, 0, 100, true);
-    HostCache staged(cache);  // before the centre was subtracted
+    HostCache staged(cache);  // a copy from before the centre is subtracted
     append(cache, all, 100, 1);
     append(staged, all, 100, 1);
     HostCache copy(cache);
@@ -227,7 +227,7 @@ TEST_CASE("A centre is refused where softmax would not cancel it, or where it ha
       "centre=none");
 }
 
-TEST_CASE("The budget holds the centre") {
+TEST_CASE("The centre's bytes count towards the budget") {
   for (const char* budget : {"32", "4096B"}) {
     const auto resolved = [&](const char* policy) {
       return resolve({.policy = parse_policy(policy), .budget = parse_budget(budget)}, 300, 0,
@@ -239,7 +239,7 @@ TEST_CASE("The budget holds the centre") {
   }
 }
 
-TEST_CASE("A replay with centred keys runs plainly, with or without configuration batches") {
+TEST_CASE("Centred keys use the plain replay, also if configuration batches are enabled") {
   const test::TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder.path() / "trace",
                                                {.query_heads = 4, .kv_heads = 2, .head_size = 32});

@@ -1,5 +1,5 @@
-// Tier plans in the replay: equal tiers give the results of one tier, and attention over quantized
-// values agrees with a reference.
+// Tests of tier plans in the replay: equal tiers give the results of one tier, and attention over
+// quantized values agrees with a reference.
 #include <cmath>
 #include <map>
 #include <numeric>
@@ -48,9 +48,9 @@ CacheConfig config_of(const std::string& policy, const std::string& tier_plan, s
 
 using Rows = std::vector<brute::Vector>;
 
-/// The mean error of decoded queries. `held(keys, values)` takes a head's rotated keys and its
-/// values, and returns a function that gives what a query sees instead. Float64 except for
-/// quantized values.
+/// The mean output error of decoded queries, in float64 except for quantized values. `held(keys,
+/// values)` takes a head's exact rotated keys and values. It returns a function that gives, for a
+/// query's position, the keys and values that the query sees instead.
 template <class Held>
 double naive_error(const TraceReader& trace, Held held) {
   const brute::Sequence s = brute::load(trace);
@@ -87,7 +87,8 @@ double naive_error(const TraceReader& trace, Held held) {
   return sum / count;
 }
 
-/// Policy `window` after a dense prompt: the live tokens and their tiers are known.
+/// The error of policy `window` after a dense prompt. The live tokens and their tiers are known,
+/// because this policy keeps the newest tokens.
 double naive_tier_plan_error(const TraceReader& trace, const std::vector<TierSlots>& tier_plan) {
   const auto quantize = [&](const brute::Vector& exact, std::size_t tier, bool key) {
     if (tier_plan[tier].format.exact()) return exact;
@@ -167,7 +168,7 @@ TEST_CASE("attention over quantized values agrees with float64") {
   }
 }
 
-/// KIVI with `bits` bits after a dense prompt.
+/// The error of KIVI with `bits` bits after a dense prompt.
 double naive_kivi_error(const TraceReader& trace, int bits) {
   const auto quantize = [&](std::vector<double*> group) {
     double least = *group[0], most = least;
@@ -179,7 +180,8 @@ double naive_kivi_error(const TraceReader& trace, int bits) {
       *x = std::rint(std::clamp((static_cast<float>(*x) - mn) / scale, 0.0f, levels)) * scale + mn;
   };
   return naive_error(trace, [&](Rows keys, Rows values) {
-    // The cache before query t: a window of keys that fills, and one of values that moves.
+    // The cache before query t. Keys are quantized when 128 more are complete, in groups of 32, and
+    // values when 128 newer ones follow.
     return [quantize, keys, values, quantized_keys = 0u,
             quantized_values = 0u](std::uint32_t t) mutable {
       for (std::uint32_t full = t - t % 128; quantized_keys < full; quantized_keys += 32)
@@ -199,8 +201,8 @@ double naive_kivi_error(const TraceReader& trace, int bits) {
 }
 
 TEST_CASE(
-    "KIVI quantizes keys by channel when a window fills, values when they leave it, and "
-    "keeps all") {
+    "KIVI quantizes keys by channel when a window is full, values when the window has moved on, "
+    "and keeps all tokens") {
   const TemporaryFolder folder;
   const TraceReader trace = write_random_trace(
       folder.path() / "trace",
@@ -241,10 +243,11 @@ TEST_CASE("KIVI's quantized values equal the authors' and transformers' quantize
     std::vector<float> values = keys;
     quantize_by_channel(keys, kDim, bits);
     quantize_row(values, bits, false);
-    // The authors' code rounds to fp16 at other places
+    // The authors' code rounds to fp16 at other points of the computation. The tolerance is below
+    // one quantization step.
     for (const std::string whose : {"", "authors_"})
       for (std::size_t i = 0; i < 8; ++i)
-        for (std::size_t j = 0; j < kDim; ++j) {  // a step is at least 1/15
+        for (std::size_t j = 0; j < kDim; ++j) {
           const auto found = [&](const std::string& part, std::size_t row, std::size_t column) {
             return theirs[whose + part + std::to_string(bits)][row][column].get<float>();
           };
@@ -349,7 +352,7 @@ TEST_CASE("a full cache on one tier quantizes every decoded token") {
   CHECK(quantized.at({-1, -1, "kv_bytes_peak"}) == exact.at({-1, -1, "kv_bytes_peak"}) * 288 / 512);
 }
 
-TEST_CASE("formats by layer give each layer what that format gives it alone") {
+TEST_CASE("with formats by layer, each layer equals that layer with its format everywhere") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
   for (const bool plain : {true, false}) {
@@ -377,7 +380,7 @@ TEST_CASE("formats by layer give each layer what that format gives it alone") {
   }
 }
 
-TEST_CASE("a layer in 16 bit of formats by layer is exact") {
+TEST_CASE("with formats by layer, a layer in 16 bit is exact") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
   const MetricValues mixed = metric_values(trace, {.policy = parse_policy("full:tiers=16x1-4x1")});
@@ -386,20 +389,21 @@ TEST_CASE("a layer in 16 bit of formats by layer is exact") {
   CHECK(mixed.at({-1, -1, "quantization_error"}) == mixed.at({1, -1, "quantization_error"}));
 }
 
-TEST_CASE("a policy keeps the same number of tokens in each layer of formats by layer") {
+TEST_CASE("with formats by layer, a policy keeps the same number of tokens in each layer") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
-  // 12 tokens of 16 bit have the bytes of 2 * 12 * 128 / (72 + 40) tokens in 8 and in 4 bits.
+  // Per head, a token takes 128 bytes in 16 bit, 72 in 8 bits and 40 in 4 bits. The bytes of 12
+  // tokens of 16 bit in both layers hold 2 * 12 * 128 / (72 + 40) tokens.
   for (const char* policy : {"h2o", "window:every=4"}) {
     const MetricValues mixed = metric_values(trace, config_of(policy, "8x1-4x1", 12));
     CHECK(mixed.at({0, -1, "live_max"}) == mixed.at({1, -1, "live_max"}));
-    const double full_bytes = 12 * 2 * 2 * 128;  // of two layers with two heads
+    const double full_bytes = 12 * 2 * 2 * 128;  // two layers with two heads each
     CHECK(mixed.at({-1, -1, "budget_bytes"}) <= full_bytes);
     CHECK(mixed.at({-1, -1, "budget_bytes"}) > full_bytes * 0.9);
   }
 }
 
-TEST_CASE("the bytes of tokens are counted on their tiers") {
+TEST_CASE("a token's bytes are those of its tier's format") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
   for (const char* policy : {"h2o", "h2o:once", "lru:every=6"})
