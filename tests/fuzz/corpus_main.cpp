@@ -26,7 +26,7 @@ std::string read_file(const std::filesystem::path& path) {
 
 }  // namespace
 
-#ifndef KVLAB_SANITIZED  // AddressSanitizer has a replacement, and checks pairs
+#ifndef KVLAB_SANITIZED  // AddressSanitizer replaces these, and checks that new and delete match
 void* operator new(std::size_t bytes) {
   kvlab::fuzz::require(bytes <= max_bytes, "too large an allocation");
   if (void* const block = std::malloc(std::max<std::size_t>(bytes, 1))) return block;
@@ -44,7 +44,7 @@ int main(int argc, char** argv) {
     std::sort(paths.begin(), paths.end());
     for (const std::filesystem::path& path : paths) {
       const std::string input = read_file(path);
-      std::printf("%s\n", path.c_str());  // the last line is the input at which the process ends
+      std::printf("%s\n", path.c_str());  // if the process crashes, the last line names the input
       std::fflush(stdout);
       ::alarm(5);
       max_bytes = 4 * input.size() + (64u << 20);

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# coverage.sh [CORPORA]: counts the lines of the readers' files that the fuzz targets reach with their corpora, and with
-# CORPORA (a folder per target, as `./dev fuzz` leaves them in build-fuzz/found/corpora). Builds in build-coverage.
-# KVLAB_SHOW=FILE prints the lines of FILE that are not reached.
+# coverage.sh [CORPORA]: counts how many lines of the files that read input the fuzz targets reach. The targets run
+# their corpora in tests/data/fuzz and those in CORPORA (a folder per target, as `./dev fuzz` leaves them in
+# build-fuzz/found/corpora). Builds in build-coverage. With KVLAB_SHOW=FILE in the environment, it prints the lines of
+# FILE that are not reached.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 build=${KVLAB_COVERAGE_BUILD:-build-coverage} corpora=${1:-}

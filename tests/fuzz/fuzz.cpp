@@ -30,7 +30,7 @@ struct ProcessFolder {
   std::filesystem::path path;
 };
 
-/// Whether a name stays within its folder.
+/// Whether a name is that of a file directly in the folder.
 bool is_file_name(std::string_view name) {
   constexpr std::string_view kLetters =
       "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.";
@@ -38,7 +38,7 @@ bool is_file_name(std::string_view name) {
          name.find_first_not_of(kLetters) == std::string_view::npos;
 }
 
-/// The largest end of "data_offsets": [begin, end] in `header`.
+/// The largest `end` of all "data_offsets": [begin, end] in `header`.
 std::size_t data_bytes(std::string_view header) {
   constexpr std::string_view kKey = "data_offsets";
   std::size_t most = 0;
@@ -100,7 +100,7 @@ Folder::Folder(std::string_view input) : parts_(parts_of(input)) {
     write(name, bytes);
     hashes["@" + name] = xxh3_hex(bytes);
   };
-  // A kind of file may contain checksums of the kinds before it.
+  // The JSON files come last, because they may contain checksums of the others.
   for (const std::string_view kind : {".safetensors", ".csv", ".jinja", ".json"})
     for (auto& [name, part] : parts_) {
       if (!is_file_name(name) || !name.ends_with(kind)) continue;

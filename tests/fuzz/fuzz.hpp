@@ -1,5 +1,5 @@
-// Common code of the fuzz targets. A target reads its input as a command would, and may refuse it
-// as commands do; anything else is a defect.
+// Common code of the fuzz targets. A target reads its input as a kvlab command would. It may refuse
+// the input with an error that a command would print. A crash or another exception is a defect.
 #pragma once
 
 #include <cstddef>
@@ -20,16 +20,16 @@ inline std::string_view text_of(const std::uint8_t* data, std::size_t size) {
   return {reinterpret_cast<const char*>(data), size};
 }
 
-/// Ends the process unless `holds`.
+/// Ends the process with an error message unless `holds` is true.
 inline void require(bool holds, const char* what, std::string_view more = "") {
   if (holds) return;
   std::fprintf(stderr, "FUZZ: %s %.*s\n", what, static_cast<int>(more.size()), more.data());
   std::abort();
 }
 
-/// Whether `action` accepts its input. It may refuse it with the exceptions that commands print, if
-/// the message contains `place` (KVLAB_FUZZ_SHOW in the environment prints them). Other exceptions
-/// propagate and end the process.
+/// Whether `action` accepts its input. The action may refuse it with one of the exceptions that
+/// commands print, and the message has to contain `place`. With KVLAB_FUZZ_SHOW in the environment,
+/// these messages are printed. Other exceptions propagate and end the process.
 template <class Action>
 bool accepts(Action action, std::string_view place = "") {
   std::string refusal;
@@ -48,8 +48,8 @@ bool accepts(Action action, std::string_view place = "") {
   return false;
 }
 
-/// The parts of an input, each after a line `=== NAME`. Text before the first part is ignored; of
-/// two parts with one name the last one counts.
+/// The parts of an input by name. Each part follows a line `=== NAME`. Text before the first such
+/// line is ignored. If two parts have the same name, the last one counts.
 std::map<std::string, std::string> parts_of(std::string_view input);
 
 /// A folder in memory with the parts of one input as files. Lengths and checksums that a reader
@@ -64,10 +64,11 @@ class Folder {
   Folder(const Folder&) = delete;
   Folder& operator=(const Folder&) = delete;
 
-  /// The same for every input of a process.
+  /// The folder's path, which is the same for every input of a process.
   static const std::filesystem::path& path();
   std::filesystem::path operator/(std::string_view name) const { return path() / name; }
-  /// A part that is not a file, because its name has no dot.
+  /// The text of a part that is not a file, because its name has no dot; "" if there is no such
+  /// part.
   std::string word(const std::string& name) const;
 
  private:

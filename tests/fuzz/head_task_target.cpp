@@ -1,5 +1,5 @@
-// A finished head task as a killed replay leaves it, with the right checksum. Accepted input is
-// packed to the same bytes.
+// Input: the file of a finished head task, as a killed replay leaves it. The checksum is added.
+// Accepted input is packed to the same bytes.
 #include "sim/run/run_folder.hpp"
 #include "tests/fuzz/fuzz.hpp"
 #include "traces/base/files.hpp"

@@ -1,5 +1,5 @@
-// A model's folder: config.json, the index of its tensor files with all tensors that the model
-// requires, and its chat template.
+// Input: a model's folder. The target reads config.json and the chat template, opens the tensor
+// files with their index, and loads the model, which looks up all tensors that it requires.
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/checkpoint/model.hpp"
 #include "engine/evaluation/task/sample.hpp"

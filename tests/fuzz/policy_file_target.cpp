@@ -1,4 +1,5 @@
-// policy.json and budgets by head. An accepted policy file is written and read back unchanged.
+// Input: policy.json, or a file of budgets by head. An accepted policy file is written and read
+// back unchanged.
 #include "engine/evaluation/policy_file.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "tests/fuzz/fuzz.hpp"

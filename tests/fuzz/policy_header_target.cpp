@@ -1,4 +1,4 @@
-// The header of --policy-source: finds the struct of its policy.
+// Input: the header of --policy-source. The target finds the struct of its policy.
 #include "policies/policy_struct.hpp"
 #include "tests/fuzz/fuzz.hpp"
 

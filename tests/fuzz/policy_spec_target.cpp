@@ -1,5 +1,5 @@
-// Command-line values: a policy, a budget, prefill, positions and a tier plan, one per line.
-// Accepted input parses back to itself, and resolves safely for any length.
+// Input: command-line values, one per line: a policy, a budget, prefill, positions and a tier plan.
+// Accepted input parses back to itself, and it can be resolved for any length.
 #include "policies/cache_config.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/replay.hpp"

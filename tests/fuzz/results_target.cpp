@@ -1,4 +1,4 @@
-// results.csv: accepted input is written and read back unchanged.
+// Input: results.csv. Accepted input is written and read back unchanged.
 #include "sim/run/results.hpp"
 #include "tests/fuzz/fuzz.hpp"
 

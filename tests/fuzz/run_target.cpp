@@ -1,5 +1,5 @@
-// A run's folder: it is read, ranked, reported and deployed at each of its budgets, then written
-// and read back unchanged.
+// Input: a run's folder. It is read, ranked, reported and deployed at each of its budgets, then
+// written and read back unchanged.
 #include "engine/evaluation/deploy/deploy.hpp"
 #include "sim/report/recommendation.hpp"
 #include "tests/fuzz/fuzz.hpp"

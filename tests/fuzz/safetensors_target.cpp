@@ -1,4 +1,5 @@
-// A tensor file: header, ranges, metadata. Accepted input is written again and read back.
+// Input: a tensor file with its header, ranges and metadata. Accepted input is written again and
+// read back.
 #include "tests/fuzz/fuzz.hpp"
 #include "traces/base/safetensors.hpp"
 

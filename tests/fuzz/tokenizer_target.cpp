@@ -1,5 +1,5 @@
-// An arbitrary tokenizer.json: it is loaded, encodes a text and decodes the ids; also as the
-// tokenizer of a model that has fewer ids.
+// Input: an arbitrary tokenizer.json. It is loaded, encodes a text and decodes the ids. The same is
+// done with it as the tokenizer of a model that has fewer ids.
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/fuzz/fuzz.hpp"
 

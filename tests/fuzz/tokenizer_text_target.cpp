@@ -1,4 +1,5 @@
-// Arbitrary text, encoded by the tests' tokenizers. A byte-level tokenizer gives every text back.
+// Input: arbitrary text, which the tests' tokenizers encode and decode. A byte-level tokenizer has
+// to give the text back.
 #include "engine/tokenizer/text.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/fuzz/fuzz.hpp"
@@ -22,7 +23,7 @@ void round_trip(const Known& known, std::string_view text) {
   const std::vector<std::int32_t> ids = known.tokenizer.encode(text, false);
   const std::string again = known.tokenizer.decode(ids, false);
   if (!known.of_bytes) return;
-  fuzz::require(again == tokenizer::replace_invalid_utf8(text), "another text came back:", again);
+  fuzz::require(again == tokenizer::replace_invalid_utf8(text), "decoded to another text:", again);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// A trace's folder with extras: it is opened and verified. A trace that verifies is replayed as the
-// part `ask` says. Without a manifest it is sealed first. Manifest and sketch are written and read
-// back unchanged.
+// Input: a trace's folder with extras. It is opened and verified. A trace without a manifest is
+// sealed first. A trace that verifies is replayed with the configuration in the part `ask`.
+// Manifest and sketch are written and read back unchanged.
 #include "sim/replay.hpp"
 #include "tests/fuzz/fuzz.hpp"
 #include "traces/base/files.hpp"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::uint32_t kMaxTokens = 64, kMaxHeads = 8;
 
-/// `POLICY BUDGET PREFILL POSITIONS QUERIES`; the rest has its defaults.
+/// Parses `POLICY BUDGET PREFILL POSITIONS QUERIES`. Words that are missing have their defaults.
 CacheConfig config_of(std::string_view ask, ReplayOptions& options) {
   std::vector<std::string> words = split_list(ask, ' ');
   words.resize(5);

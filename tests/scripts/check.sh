@@ -1,26 +1,28 @@
-# Sourced by the tests that are scripts: where they work, and what to say of a command.
-export LC_ALL=C # what sort, awk and brackets mean
-# enter_scratch: an empty folder, $folder, that goes with the script.
+# Common functions of the tests that are shell scripts, which source this file.
+export LC_ALL=C # so that sort, awk and ranges in brackets do not depend on the locale
+# enter_scratch: changes to a new, empty folder, $folder, which is removed when the script ends.
 enter_scratch() {
   folder=$(mktemp -d)
   trap 'rm -rf "$folder"' EXIT
   cd "$folder"
 }
 fail() { echo "FAILED: $*" | cut -b1-4000; exit 1; }
-# refused WORDS COMMAND...: it exits 2 and says WORDS, on one line without a control character.
+# refused WORDS COMMAND...: checks that COMMAND exits with 2 and prints WORDS in a one-line message (see `said`).
 refused() {
   words=$1 code=0
   shift
   "$@" >out.txt 2>err.txt || code=$?
-  [ $code -eq 2 ] || fail "exit code $code, not 2, of: $*: $(cat err.txt)"
+  [ $code -eq 2 ] || fail "exit code is $code and should be 2: command: $*: $(cat err.txt)"
   said "$words" "$*"
 }
-# control_free FILE: holds no control character but line ends, and no mark of direction (U+202A to U+202E).
+# control_free FILE: whether FILE has no control character except line ends, and no mark of direction (U+202A to
+# U+202E).
 control_free() { ! grep -q -e "$(printf '[\001-\011\013-\037\177]')" -e "$(printf '\342\200[\252-\256]')" "$1"; }
-# said WORDS WHAT: err.txt is one line that holds WORDS, not too long, and no control character.
+# said WORDS COMMAND: checks that err.txt is one line of less than 1,100 bytes that contains WORDS and no control
+# character. COMMAND is named if it fails.
 said() {
-  grep -qF -- "$1" err.txt || fail "not '$1', but: $(cat err.txt), of: $2"
-  [ "$(wc -l <err.txt)" -eq 1 ] || fail "more than one line of: $2: $(cat err.txt)"
-  [ "$(wc -c <err.txt)" -lt 1100 ] || fail "a line of $(wc -c <err.txt) bytes of: $2"
-  control_free err.txt || fail "a control character of: $2"
+  grep -qF -- "$1" err.txt || fail "message should contain '$1', but is: $(cat err.txt): command: $2"
+  [ "$(wc -l <err.txt)" -eq 1 ] || fail "message should be one line: command: $2: $(cat err.txt)"
+  [ "$(wc -c <err.txt)" -lt 1100 ] || fail "message has $(wc -c <err.txt) bytes, and 1099 are allowed: command: $2"
+  control_free err.txt || fail "message has a control character: command: $2"
 }

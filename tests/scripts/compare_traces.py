@@ -26,7 +26,7 @@ MAX_RECALL_DIFFERENCE = 0.002
 
 
 class Refused(Exception):
-    """Bad input: one line with what is wrong, where, and what is expected."""
+    """An error in the input. The message is one line that says what is wrong, where, and what is expected."""
 
 
 class Trace:
@@ -50,7 +50,7 @@ class Trace:
             raise Refused(f"{self.path}: other segments than {other.path}; as many prompt tokens are expected")
 
     def rows(self, layer, part):
-        """[heads, tokens, head_size] float32."""
+        """The rows of `part` (q, k or v) of a layer, [heads, tokens, head_size] float32."""
         return torch.cat([shard[f"layers.{layer}.{part}"] for shard in self.shards], dim=1).float()
 
 
@@ -85,7 +85,7 @@ def run_kvlab(kvlab, *arguments):
 
 
 def recall_of(arguments, trace, policies):
-    """{(policy, parameters, budget): recall}, oracles included."""
+    """Replays a trace. Returns {(policy, parameters, budget): recall}, with the oracles."""
     kvlab = arguments.replay
     with tempfile.TemporaryDirectory() as folder:
         sweep = ["--policy", policies, "--budget", arguments.budget, "--device", "cpu", "--json"]
@@ -137,7 +137,7 @@ def print_recall(rows):
             f"  {row['params']}"
         )
     most = max(abs(row["ours"] - row["theirs"]) for row in rows)
-    print(f"largest difference in recall: {most:.5f} (less than {MAX_RECALL_DIFFERENCE} asked)")
+    print(f"largest difference in recall: {most:.5f} (must be less than {MAX_RECALL_DIFFERENCE})")
 
 
 def holds(result):

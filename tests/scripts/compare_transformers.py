@@ -4,13 +4,13 @@
     python3 tests/scripts/compare_transformers.py text --model DIR --prompt-file FILE [--prompt TEXT …] [--json]
     python3 tests/scripts/compare_transformers.py speed --model DIR | --config CONFIG.json [--json]
 
-text: greedy texts of both, in the checkpoint's dtype and in float32. Where the two texts part, transformers computes
-the same tokens again in a wider dtype: the margin between the two ids there, and the largest error of transformers'
-logits in that row. Logits with such an error can part only at margins of at most twice the error, which is a near
-tie. Exits with 1 if two texts part without a near tie.
+text: compares the texts that both generate greedily, in the checkpoint's dtype and in float32. Where the two texts
+differ first, transformers computes the logits of that row again in a wider dtype. From these follow the margin between
+the two ids, and the largest error of transformers' logits in the row. Logits with such an error can choose another id
+only if the margin is at most twice the error, which is a near tie. Exits with 1 if two texts differ without a near tie.
 
-speed: tokens/s of transformers' generate (SDPA, batch 1, without the prompt's time) and of kvlab. --config builds a
-model of that shape with random weights, which both load. Needs kvlab[hf] (pip install).
+speed: compares the tokens/s of transformers' generate (SDPA, batch 1, without the time of the prompt) with those of
+kvlab. --config builds a model of that shape with random weights, which both load. Needs kvlab[hf] (pip install).
 """
 
 import argparse
@@ -51,7 +51,7 @@ def load(directory, dtype):
 
 
 def generate(model, ids, count, ends):
-    """The new ids; always the most likely one."""
+    """The ids that the model generates greedily after `ids`."""
     settings = transformers.GenerationConfig(
         max_new_tokens=count, do_sample=False, eos_token_id=ends, pad_token_id=0
     )
@@ -65,7 +65,7 @@ def generate(model, ids, count, ends):
 
 
 def float32_copy(directory, to):
-    """The same weights in float32, for a decoder that computes in the checkpoint's dtype."""
+    """Saves the same weights in float32, because kvlab's decoder computes in the dtype of the checkpoint."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.save_pretrained(to)
     shutil.copy(pathlib.Path(directory) / "tokenizer.json", to)
@@ -77,7 +77,7 @@ def last_logits(model, ids):
 
 
 def parting(model, wider, ids, theirs, ours):
-    """Why the two chose different ids after `ids`."""
+    """The margin between the two ids chosen after `ids`, the error of the logits, and whether this is a near tie."""
     own, exact = last_logits(model, ids), last_logits(wider, ids)
     margin = float((exact[theirs] - exact[ours]).abs())
     error = float((own - exact).abs().max())
@@ -149,7 +149,7 @@ def run_text(arguments):
 
 
 def random_model(config_file, to):
-    """A random model of that shape, made on the GPU and saved, so that kvlab loads the same weights."""
+    """Makes a random model of that shape on the GPU and saves it, so that kvlab loads the same weights."""
     settings = json.loads(pathlib.Path(config_file).read_text())
     config = transformers.AutoConfig.for_model(**settings)
     torch.manual_seed(0)
@@ -170,7 +170,8 @@ def seconds_of(action):
 
 
 def transformers_seconds(model, arguments):
-    """Seconds of a step of generate: the time of all tokens except the first, divided by their number; medians."""
+    """Seconds of one step of generate: the time of all tokens except the first, divided by their number. Times are
+    medians."""
     ids = torch.randint(2, 1000, (RANDOM_PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     count = arguments.new_tokens
 

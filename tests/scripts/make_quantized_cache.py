@@ -1,5 +1,5 @@
-"""Prints numbers of transformers' QuantizedCache (5.24, optimum-quanto 0.2.7) and of the KIVI authors' code (876b4d2),
-which a test compares with KIVI's quantized values.
+"""Prints the quantized keys and values of transformers' QuantizedCache (5.24, optimum-quanto 0.2.7) and of the KIVI
+authors' code (876b4d2). A test compares them with the values of kvlab's KIVI.
 
 git clone https://github.com/jy-yuan/KIVI && PYTHONPATH=KIVI python tests/scripts/make_quantized_cache.py > \
   tests/data/quantized_cache.json
@@ -23,7 +23,7 @@ for bits in (2, 4):
     quantized = (new_pack.quant_and_pack_kcache(half, 32, bits), new_pack.quant_and_pack_vcache(half, 32, bits))
     authors_keys = new_pack.unpack_and_dequant_kcache(*quantized[0], 32, bits)[0, 0].double()
     authors_values = new_pack.unpack_and_dequant_vcache(*quantized[1], 32, bits)[0, 0].double()
-    for name, some in (  # for the first eight channels, or tokens
+    for name, some in (  # keys of the first eight channels, values of the first eight tokens
         ("keys", keys[:, :8]), ("values", values[:8]),
         ("authors_keys", authors_keys[:, :8]), ("authors_values", authors_values[:8]),
     ):  # fmt: skip

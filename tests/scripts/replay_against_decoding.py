@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Compares one replay of a sweep of 40 configurations on a CUDA device with the same engine decoding them token by
-token.
+"""Compares the time of one replay of a sweep of 40 configurations on a CUDA device with the time in which kvlab's
+engine decodes these configurations token by token.
 
 `kvlab bench` runs both, one after the other on the same device, with the shape of Llama-3.1-8B. The replay is timed
-completely, except for reading its trace. For decoding, each configuration's step is timed while its cache is full (64
-steps by default) and multiplied by the trace's decoded tokens. A prompt (an eighth of the trace) and loading the model
-are not counted. Early steps, whose cache is not full yet, may be faster, so a second ratio takes every step at the time
-of the fastest of all 40.
+completely, except for reading its trace. For decoding, the step of each configuration is timed while its cache is full
+(64 steps by default) and multiplied by the number of decoded tokens of the trace. The prompt (an eighth of the trace)
+and loading the model are not counted. Early steps, when the cache is not full yet, may be faster. A second ratio
+therefore gives every step the time of the fastest of all 40.
 """
 
 import argparse
@@ -18,7 +18,7 @@ BUDGETS, MIN, MAX = 8, 5.0, 60.0  # percent of the trace, as in the replay's swe
 
 
 def run(command):
-    """The JSON object that a command prints."""
+    """Runs a command and returns the JSON object that it prints."""
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
@@ -26,8 +26,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kvlab", default="build/kvlab", help="the command, built with CUDA")
     parser.add_argument("--config", default="engine/models/configs/llama-3.1-8b.json", help="shape of the decoder")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the trace, an eighth of them a prompt")
-    parser.add_argument("--repeats", type=int, default=2, help="of the replay; the least time counts")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the trace; an eighth of them is a prompt")
+    parser.add_argument("--repeats", type=int, default=2, help="how often the replay runs; the least time counts")
     options = parser.parse_args()
 
     config = json.load(open(options.config))

@@ -1,4 +1,4 @@
-// Extras of a trace, as tests write them.
+// Functions with which tests write the extras of a trace.
 #pragma once
 
 #include "traces/extras.hpp"

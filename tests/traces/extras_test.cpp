@@ -1,4 +1,5 @@
-// Extras of format 2: they read back, damage is named, and a killed capture keeps them.
+// Tests of the extras of format 2: they read back, damage is reported, and a killed capture keeps
+// them.
 #include "traces/extras.hpp"
 
 #include <cmath>
@@ -31,7 +32,8 @@ OutputSketch sketch_of(const ModelShape& shape) {
   return sketch;
 }
 
-/// The norm of token t is t + layer.
+/// Appends tokens [first, first + count) of two_shards(). The residual norm of token t is t +
+/// layer, plus `worst` for the last of these tokens.
 void append_with_residuals(TraceWriter& writer, std::uint32_t first, std::uint32_t count,
                            float worst = 0) {
   const Sample& s = two_shards();
@@ -92,7 +94,7 @@ TEST_CASE("A sketch's numbers are normally distributed") {
   CHECK(std::abs(squares / kCount - 1) < 0.02);
 }
 
-TEST_CASE("A sketch without a seed in its file has the manifest's seed") {
+TEST_CASE("A sketch whose file has no seed has the seed of the manifest") {
   const TemporaryFolder folder;
   const auto path = write_whole(folder);
   const auto file = SafetensorsFile::open(path / "output.safetensors");
@@ -155,7 +157,8 @@ TEST_CASE("A residual norm that no decoder computed does not verify") {
   }
 }
 
-/// Element i of a layer has value i, counted through the layers and files.
+/// Adds gradients to a trace. Their elements have the values 0, 1, 2, …, through all files and
+/// layers.
 std::filesystem::path write_with_gradients(const TemporaryFolder& folder,
                                            std::uint32_t gradient_samples) {
   const auto path = write_whole(folder);
@@ -265,8 +268,7 @@ TEST_CASE("A gradient that is not finite does not verify") {
           ContainsSubstring("token 17"));
 }
 
-/// The error of opening a trace after the scale of the first file's gradients, in `dtype`, is set
-/// to `scale`.
+/// The error of opening a trace of `dtype` whose first gradient file has the scale `scale`.
 std::string error_of_scale(Dtype dtype, float scale) {
   const TemporaryFolder folder;
   const Sample s = make_sample(16, dtype, Rounding::none);

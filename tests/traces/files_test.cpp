@@ -22,7 +22,8 @@ using test::TemporaryFolder;
 TEST_CASE("A file that is being written has a new and unpredictable name") {
   const TemporaryFolder folder;
   write_file_atomically(folder / "theirs", "theirs");
-  std::filesystem::create_symlink("theirs", folder / "t.part");  // the name that was once used
+  // kvlab once used this name. A link with a predictable name must not be followed.
+  std::filesystem::create_symlink("theirs", folder / "t.part");
   std::set<std::string> names;
   for (int i = 0; i < 20; ++i) {
     const AtomicFile file(folder / "t");
@@ -53,7 +54,7 @@ TEST_CASE("If many processes begin one folder, one continues and the others are 
       const std::string error = test::error_of([&] {
         AtomicFolder one(path);
         ++made;
-        while (made + refused < kAtOnce) continue;  // all try before one is gone
+        while (made + refused < kAtOnce) continue;  // holds the folder until all have tried
       });
       if (!error.empty()) ++refused;
     };
@@ -65,7 +66,7 @@ TEST_CASE("If many processes begin one folder, one continues and the others are 
   CHECK(test::names_in(folder.path()).empty());
 }
 
-TEST_CASE("One process at a time claims a file; a killed process's claim is void and removed") {
+TEST_CASE("One process at a time claims a file; the claim of a killed process is removed") {
   const TemporaryFolder folder;
   write_file_atomically(folder / "out.part", "theirs");
   std::filesystem::create_directories(folder / "out.00000001.part" / "in it");
@@ -83,7 +84,7 @@ TEST_CASE("One process at a time claims a file; a killed process's claim is void
   std::vector<std::string> names = test::names_in(folder.path());
   std::erase_if(names, [](const std::string& name) { return name.ends_with(".part"); });
   CHECK(names == std::vector<std::string>{"out"});
-  // The link, which is not kvlab's, and the claim
+  // These are out, out.part, the link, which is not kvlab's, and the claim.
   CHECK(test::names_in(folder.path()).size() == 4);
 }
 

@@ -1,4 +1,5 @@
-// The hot loops on every instruction set of this machine: correct, and with equal bits.
+// Tests that the hot loops are correct, and give equal bits, on every instruction set of this
+// machine.
 #include "traces/base/numeric/hot_loops.hpp"
 
 #include <cmath>
@@ -35,7 +36,8 @@ bool equal_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), 4 * a.size()) == 0;
 }
 
-/// x [m, depth] times w [16 * panels, depth]; each element is one sum in the order of the depth.
+/// The product of x [m, depth] and w [16 * panels, depth]. Each element is one sum of products, in
+/// the order of the depth.
 std::vector<float> plain_product(const std::vector<float>& x, const Panels& w, std::size_t m) {
   const std::size_t depth = w.depth(), outputs = 16 * w.panel_count();
   std::vector<float> y(m * outputs), row(depth);
@@ -87,8 +89,8 @@ std::vector<float> fused_product(const std::vector<float>& x, const Panels& w, s
 }
 
 TEST_CASE(
-    "fused products have the bits of fused chains, and for narrow values those of plain "
-    "ones") {
+    "fused products have the bits of chains of fused multiply-adds, and for narrow values those "
+    "of plain products") {
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16})
     for (const std::size_t depth : {1u, 64u, 129u})
       for (const std::size_t m : {1u, 2u, 6u, 8u, 17u, 24u}) {
@@ -110,7 +112,8 @@ TEST_CASE(
 }
 
 TEST_CASE("a fused sum is rounded once on every instruction set") {
-  // Ties of the rounding, sums that a double holds and sums that it does not, extremes.
+  // These give ties of the rounding, sums that are exact in float64 and sums that are not, and
+  // extremes.
   const std::vector<float> values{1.0f,      -1.0f,     1 + 0x1p-23f, 1 - 0x1p-24f, 0x1p-24f,
                                   -0x1p-24f, 0x1p-49f,  -0x1p-49f,    0x1p-75f,     3e38f,
                                   -3e38f,    0x1p-126f, 0x1p-149f,    -0x1p-140f,   0.1f,

@@ -41,7 +41,7 @@ TEST_CASE("Numbers that Python writes but JSON does not allow are named") {
   CHECK(parse_error("[Inf]").starts_with("file.json: not valid JSON from byte "));
 }
 
-TEST_CASE("A NUL does not end a text: what follows it is not ignored") {
+TEST_CASE("A NUL does not end a text, so the rest of the text is not ignored") {
   using namespace std::string_view_literals;
   CHECK(parse_error("{}\0"sv) == "file.json: not valid JSON, because byte 2 is NUL");
   CHECK(parse_error("{}\0 rubbish"sv) == "file.json: not valid JSON, because byte 2 is NUL");

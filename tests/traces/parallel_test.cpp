@@ -44,7 +44,7 @@ TEST_CASE("loops may be started from several threads at once", "[threads]") {
 }
 
 TEST_CASE(
-    "the first exception of a loop is thrown, no item is left running, and other loops "
+    "the first exception of a loop is thrown, no item is still running then, and other loops "
     "continue",
     "[threads]") {
   std::atomic<int> running{0};
@@ -86,7 +86,7 @@ TEST_CASE("a cancelled loop drops the items that it has not started, also in nes
     off = false;
     done = 0;
   }
-  loop(4);  // out of the cancellation's scope
+  loop(4);  // this loop is outside the scope of the cancellation
   CHECK(done == 10'000);
   done = 0;
   off = true;
@@ -101,7 +101,7 @@ TEST_CASE("a forked child gets new threads") {
   if (child == 0) {
     std::atomic<int> done{0};
     parallel_for(1000, 4, [&](std::size_t) { ++done; });
-    std::exit(done == 1000 ? 0 : 1);  // exits as any process does
+    std::exit(done == 1000 ? 0 : 1);  // a normal exit, which also runs the destructors of statics
   }
   int status = -1;
   REQUIRE(::waitpid(child, &status, 0) == child);

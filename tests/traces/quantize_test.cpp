@@ -1,4 +1,4 @@
-// Quantized values of rows, compared with a second implementation.
+// Compares quantized rows with a second implementation.
 #include "traces/base/numeric/quantize.hpp"
 
 #include <algorithm>
@@ -21,7 +21,8 @@ std::vector<float> draw(std::size_t size, float spread, std::uint32_t seed) {
   return row;
 }
 
-/// Rounds of sums and differences, one after another, not in place.
+/// Multiplies a row by Hadamard's matrix, with one pass of sums and differences for each bit of an
+/// index in a block of 32. Not in place.
 std::vector<float> hadamard_matrix_times(std::vector<float> x) {
   for (std::size_t bit = 0; bit < 5; ++bit) {
     std::vector<float> y(x.size());
@@ -54,7 +55,7 @@ std::vector<float> naive_quantized(const std::vector<float>& row, int bits) {
 
 }  // namespace
 
-TEST_CASE("the Hadamard rotation is Hadamard's matrix, and applied twice multiplies by 32") {
+TEST_CASE("the Hadamard rotation equals Hadamard's matrix, and twice it multiplies by 32") {
   std::vector<float> row = draw(96, 1, 1), twice = row;
   hadamard_rotate(row);
   CHECK(row == hadamard_matrix_times(twice));
@@ -66,7 +67,7 @@ TEST_CASE("the Hadamard rotation is Hadamard's matrix, and applied twice multipl
   for (std::size_t i = 0; i < row.size(); ++i) CHECK(row[i] / 32 == Approx(twice[i]).margin(1e-6));
 }
 
-TEST_CASE("integer formats have the bits of the reference in this test") {
+TEST_CASE("integer formats equal the second implementation, bit for bit") {
   for (const int bits : {8, 4, 3, 2})
     for (const float spread : {1e-7f, 1e-3f, 1.0f, 300.0f})
       for (std::uint32_t seed = 0; seed < 20; ++seed) {
@@ -86,7 +87,8 @@ TEST_CASE("a block of equal numbers is kept exactly") {
   CHECK(nothing == std::vector<float>(32));
 }
 
-TEST_CASE("e4m3 keeps three bits after the first, also of numbers that are small in their block") {
+TEST_CASE(
+    "e4m3 keeps three bits after the leading one, also of numbers that are small in a block") {
   // 448 = 1.75 * 2^8 is e4m3's largest number, so the scale is 1.
   std::vector<float> row(32);
   const std::vector<std::pair<float, float>> pairs{
@@ -96,7 +98,7 @@ TEST_CASE("e4m3 keeps three bits after the first, also of numbers that are small
   for (std::size_t i = 0; i < pairs.size(); ++i) row[i] = pairs[i].first;
   quantize_row(row, 8, true);
   for (std::size_t i = 0; i < pairs.size(); ++i) CHECK(row[i] == pairs[i].second);
-  std::vector<float> larger(32, 449.0f);  // scale 2: 224.5 is closest to 224
+  std::vector<float> larger(32, 449.0f);  // the scale is 2, and 224.5 is rounded to 224
   quantize_row(larger, 8, true);
   CHECK(larger.front() == 448);
 }
@@ -119,7 +121,7 @@ TEST_CASE("GGML's formats round as llama.cpp does, in an example") {
   CHECK(bytes[7] == -127);
 }
 
-TEST_CASE("nvfp4 keeps one bit after the first, in blocks of 16 with an e4m3 scale") {
+TEST_CASE("nvfp4 keeps one bit after the leading one, in blocks of 16 with an e4m3 scale") {
   std::vector<float> row(32);
   const std::vector<std::pair<float, float>> pairs{
       {6, 6}, {5.1f, 6}, {5, 4}, {2.5f, 2}, {-1.75f, -2}, {0.25f, 0}, {0.26f, 0.5f}};
@@ -139,7 +141,7 @@ TEST_CASE("e4m3 with scale 1 is clamped to 448") {
   CHECK(std::vector(row.begin(), row.begin() + 5) == std::vector<float>{448, -448, 1, 0, -16});
 }
 
-TEST_CASE("no format accepts NaN") {
+TEST_CASE("every format refuses NaN") {
   std::vector<float> row(32);
   row[5] = std::nanf("");
   const auto refuses = [&](auto quantize) {

@@ -1,4 +1,5 @@
-// Traces whose layers attend differently: sliding windows, caps, sinks, RoPE tables, layer numbers.
+// Tests of traces whose layers have different attention: sliding windows, soft caps, sinks, RoPE
+// tables and layer numbers.
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/sample_trace.hpp"
@@ -24,7 +25,7 @@ using test::TemporaryFolder;
 using test::write_bytes;
 using test::write_trace;
 
-/// Layers 3 and 7 of a model.
+/// A sample with two layers that are layers 3 and 7 of a model.
 Sample row_sample(std::uint32_t tokens, Dtype dtype = Dtype::f32,
                   Rounding rounding = Rounding::none) {
   Sample sample = make_sample(tokens, dtype, rounding, Mistake::none, 1.3f, sample_rows());
@@ -146,7 +147,7 @@ TEST_CASE("An invalid row spec is refused before anything is written") {
   refused([](TraceHeader& h) { h.shape.numbers = {7, 3}; });
   refused([](TraceHeader& h) { h.shape.numbers = {3, 1u << 20}; });
   refused([](TraceHeader& h) { h.rows[0].table = 2; });
-  refused([](TraceHeader& h) { h.rows[0].table = 0; });  // whose frequencies differ
+  refused([](TraceHeader& h) { h.rows[0].table = 0; });  // that table has other frequencies
   refused([](TraceHeader& h) { h.rows[0].rope.inv_freq.pop_back(); });
   refused([](TraceHeader& h) { h.rows[0].scale = 0; });
   refused([](TraceHeader& h) { h.rows[0].softcap = -1; });

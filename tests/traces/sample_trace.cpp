@@ -51,7 +51,7 @@ std::vector<double> rotated(const float* x, std::uint32_t position, const TraceH
   return y;
 }
 
-/// The attention of one layer, all rows.
+/// Computes the attention of one layer for all queries, with the given mistake.
 class Attention {
  public:
   Attention(Sample& sample, std::size_t layer, Mistake mistake)

@@ -1,5 +1,5 @@
-// A small random sequence with attention in float64, computed by separate plain loops, and errors
-// that a decoder might make.
+// A small random sequence whose attention is computed in float64 by plain loops that share no code
+// with kvlab, and mistakes that a decoder might make.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvlab::test {
 
-/// The error in a decoder's outputs.
+/// A mistake in a decoder's outputs.
 enum class Mistake {
   none,
   no_rope,
@@ -34,21 +34,21 @@ struct Sample {
   std::uint32_t tokens() const { return static_cast<std::uint32_t>(ids.size()); }
 };
 
-/// 2 layers, 6 query heads and 2 KV heads of size 8, with 6 rotated dimensions. `magnitude`: of
-/// queries and keys.
+/// Makes a sample with 2 layers, 6 query heads and 2 KV heads of size 8, with 6 rotated dimensions.
+/// `magnitude`: the standard deviation of queries and keys.
 Sample make_sample(std::uint32_t tokens, Dtype dtype, Rounding rounding,
                    Mistake mistake = Mistake::none, float magnitude = 1.3f,
                    std::vector<RowSpec> rows = {});
 /// 1,100 tokens in two shards, in float32.
 const Sample& two_shards();
-/// Two row specs that differ in everything: sliding window, cap, table, scale, sinks.
+/// Two row specs that differ in all fields: sliding window, soft cap, table, scale and sinks.
 std::vector<RowSpec> sample_rows();
 
-/// Feeds tokens [first, first + count) as one append.
+/// Writes tokens [first, first + count) as one append.
 void append(TraceWriter& writer, const Sample& sample, std::uint32_t first, std::uint32_t count,
             SegmentKind kind, bool new_segment = false);
 
-/// A trace with `prompt` tokens appended at once and the others one by one.
+/// Writes a trace whose first `prompt` tokens are one append; the others are appended one by one.
 void write_trace(const std::filesystem::path& directory, const Sample& sample,
                  std::uint32_t prompt);
 

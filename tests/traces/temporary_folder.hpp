@@ -1,4 +1,4 @@
-// A new folder for one test, removed with the object.
+// A new folder for one test. It is removed when the object is destroyed.
 #pragma once
 
 #include <stdlib.h>

@@ -1,4 +1,5 @@
-// Traces that are broken, unfinished, of a later format, or truncated by a full disk.
+// Tests of traces that are broken, unfinished, of a later format, or truncated because the disk is
+// full.
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -37,7 +38,7 @@ std::set<std::string> names_in(const fs::path& folder) {
   return names;
 }
 
-/// A complete trace that tests break.
+/// A complete trace, for tests that break it.
 class BrokenTrace {
  public:
   BrokenTrace() { write_trace(path(), two_shards(), 900); }
@@ -45,7 +46,8 @@ class BrokenTrace {
   fs::path path() const { return folder_ / "t"; }
   fs::path file(const char* name) const { return path() / name; }
 
-  /// The error of opening the trace: one line that begins with a path in the trace.
+  /// The error of opening the trace; "" if it opens. Checks that it begins with a path in the
+  /// trace.
   std::string error() const {
     const std::string text = error_of([&] { TraceReader::open(path()); });
     CHECK((text.empty() || text.starts_with(path().string())));
@@ -77,7 +79,7 @@ TEST_CASE("A folder that is not a trace is refused by name") {
       ContainsSubstring("not a trace, because it has neither manifest.json nor a complete shard"));
 }
 
-TEST_CASE("A later format is refused as such, with any other contents") {
+TEST_CASE("A later format is refused with a message that says so, whatever else it contains") {
   const BrokenTrace trace;
   CHECK_THAT(trace.error_with_manifest([](json& m) {
     m = {{"format", 4}, {"novel", 1}};
@@ -86,7 +88,7 @@ TEST_CASE("A later format is refused as such, with any other contents") {
                  "has trace format 4, and this kvlab reads formats up to 3; use a newer kvlab"));
 }
 
-TEST_CASE("A manifest with anything missing, unknown or out of range is refused") {
+TEST_CASE("A manifest with a key that is missing, unknown or out of range is refused") {
   const BrokenTrace trace;
   const auto error_if = [&](auto change) { return trace.error_with_manifest(change); };
   CHECK(error_if([](json&) {}).empty());
@@ -300,7 +302,8 @@ TEST_CASE("A long prompt killed between its shards is sealed up to the last whol
   const TemporaryFolder folder;
   const Sample s = make_sample(3000, Dtype::bf16, Rounding::model_dtype);
   write_trace(folder / "t", s, 3000);
-  // As if killed after the second shard was renamed: the ids may be ahead of the shards.
+  // This is the state after a kill just after the second shard is renamed. The file of ids may have
+  // more tokens than the shards.
   fs::remove(folder / "t/manifest.json");
   fs::remove(folder / "t/shard-00002.safetensors");
   CHECK(seal_trace(folder / "t") == 2048);
@@ -344,7 +347,7 @@ TEST_CASE("A seal that is refused has written nothing") {
   const BrokenTrace trace;
   fs::remove(trace.file("manifest.json"));
   std::vector<std::int32_t> ids = two_shards().ids;
-  ids.resize(ids.size() + 5);  // as a killed capture leaves them; sealing truncates them
+  ids.resize(ids.size() + 5);  // a killed capture leaves such ids, and sealing truncates them
   const std::vector<float> inv_freq{1, 0.1f}, one{1};
   const std::vector<TensorToWrite> tensors{
       {"ids", Dtype::i32, {ids.size()}, std::as_bytes(std::span(ids))},
@@ -377,7 +380,8 @@ TEST_CASE("A manifest of very many passages is parsed in linear time") {
               .empty());
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   };
-  // Four times the passages took sixteen times as long when each name was compared with all others.
+  // If each name were compared with all others, four times the passages would take sixteen times as
+  // long.
   CHECK(seconds(120'000) < 10 * seconds(30'000) + 0.5);
   CHECK_THAT(trace.error_with_manifest([](json& m) {
     for (int i = 0; i < 2; ++i)
@@ -386,7 +390,7 @@ TEST_CASE("A manifest of very many passages is parsed in linear time") {
              ContainsSubstring("the name \"twice\" appears twice"));
 }
 
-/// While this object lives, no file may grow beyond `bytes`, as if the disk were full.
+/// While this object exists, no file can grow beyond `bytes`, as if the disk were full.
 class FileSizeLimit {
  public:
   explicit FileSizeLimit(rlim_t bytes) {

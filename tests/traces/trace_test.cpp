@@ -1,4 +1,4 @@
-// Writing a trace and reading it back.
+// Tests that write a trace and read it back.
 #include "traces/trace.hpp"
 
 #include <algorithm>
@@ -87,8 +87,8 @@ TEST_CASE("Reading past the end or another head throws") {
 }
 
 TEST_CASE(
-    "The check rows of a whole shard lie on a fixed grid; those of a short one end with "
-    "its last row") {
+    "The check rows of a whole shard are evenly spaced; those of a shorter one end with its last "
+    "row") {
   CHECK(kCheckGrid.front() == 0);
   CHECK(kCheckGrid[1] == 68);
   CHECK(kCheckGrid.back() == 1023);
@@ -190,7 +190,7 @@ TEST_CASE("Misuse of a writer throws and changes nothing") {
   CHECK(verify_trace(TraceReader::open(folder / "t"), 1).ok);
 }
 
-TEST_CASE("A new capture takes over the files of one that was killed before its first shard") {
+TEST_CASE("A new capture removes the files of one that was killed before its first shard") {
   const TemporaryFolder folder;
   const Sample s = make_sample(8, Dtype::f32, Rounding::none);
   std::filesystem::create_directory(folder / "t");
@@ -208,7 +208,7 @@ TEST_CASE("A new capture takes over the files of one that was killed before its 
              ContainsSubstring("exists already"));
 }
 
-TEST_CASE("A capture that fails after its first shard also leaves the ids") {
+TEST_CASE("A capture that fails after its first shard leaves that shard and the ids") {
   const TemporaryFolder folder;
   const Sample s = make_sample(8, Dtype::f32, Rounding::none);
   {

@@ -1,4 +1,4 @@
-// What `kvlab trace verify` accepts, and what it refuses.
+// Tests of the traces that `kvlab trace verify` accepts, and of those that it refuses.
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/sample_trace.hpp"
@@ -66,7 +66,7 @@ TEST_CASE("Correct scores in the thousands verify, although float32 is less prec
   }
 }
 
-TEST_CASE("A decoder's error does not verify, for every dtype") {
+TEST_CASE("A trace with a decoder's mistake does not verify, for every dtype") {
   for (const Numbers& numbers : kNumbers)
     for (const Mistake mistake : kMistakes) {
       const TraceCheck check = check_of(numbers, mistake, 300);
@@ -79,7 +79,7 @@ TEST_CASE("A decoder's error does not verify, for every dtype") {
     }
 }
 
-TEST_CASE("Rounding other than the trace's does not verify within float32's tolerance") {
+TEST_CASE("A trace with other rounding than its manifest says does not verify in float32") {
   // Keys are rounded to bf16 after RoPE, in a trace that claims that nothing was rounded.
   const TemporaryFolder folder;
   auto sample = make_sample(300, Dtype::bf16, Rounding::model_dtype);
@@ -89,7 +89,8 @@ TEST_CASE("Rounding other than the trace's does not verify within float32's tole
   CHECK(!verify_trace(TraceReader::open(folder / "t"), 1).ok);
 }
 
-/// Writes `bad` at the only `marker` of a shard, and corrects the checksum.
+/// Replaces the value `marker`, which occurs once in the first shard, by `bad`, and corrects the
+/// checksum in the manifest.
 void replace_value(const std::filesystem::path& trace, float marker, float bad) {
   const auto bytes_of_float = [](float x) { return std::string(reinterpret_cast<char*>(&x), 4); };
   std::string shard = read_bytes(trace / "shard-00000.safetensors");
@@ -126,7 +127,7 @@ TEST_CASE("A value that is not finite is not written") {
   for (const int which : {0, 1, 2}) {
     const TemporaryFolder folder;
     auto sample = make_sample(50, Dtype::f16, Rounding::none);
-    // Overflows float16
+    // This value overflows float16.
     (which == 0 ? sample.q : which == 1 ? sample.k : sample.v)[0].back() = 1e5f;
     CHECK_THAT(error_of([&] { write_trace(folder / "t", sample, 50); }),
                ContainsSubstring("at position 49 is not finite"));
