@@ -1,5 +1,6 @@
-// Attention of one query on the host: exact (float64), and as a plain kernel of the same precision
-// computes it. Our kernels' errors are compared with the error of the plain one.
+// Attention of one query on the host: exact (in float64), and as a plain kernel with the precision
+// of our kernels would compute it. The errors of our kernels are compared with the error of the
+// plain one.
 #pragma once
 
 #include <cstddef>
@@ -26,26 +27,28 @@ struct AttentionRow {
   double lse;
 };
 inline constexpr float kNoSink = -std::numeric_limits<float>::infinity();
-/// `keys`, `values`: the visible ones, [key, dim]. `sink`: a logit that belongs to no key.
+/// Attention in float64. `keys`, `values`: those that the query sees, [key, dim]. `sink`: a logit
+/// that belongs to no key.
 AttentionRow exact_row(std::span<const float> query, std::span<const float> keys,
                        std::span<const float> values, float scale, float sink = kNoSink);
-/// Float32 sums; weights and output rounded to `type`.
+/// Attention with sums in float32, and with weights and output rounded to `type`.
 AttentionRow naive_row(Type type, std::span<const float> query, std::span<const float> keys,
                        std::span<const float> values, float scale, float sink = kNoSink);
 
-/// Sink logits of `heads` query heads: some far above all others, some far below. None unless
-/// `some`.
+/// Sink logits of `heads` query heads, some far above all other logits and some far below. If
+/// `some` is false, no head has a sink.
 std::vector<float> sample_sinks(std::size_t heads, bool some);
 
-/// Compares rows of a kernel with the exact and the naive ones.
+/// Compares the rows of a kernel with the exact and the naive ones.
 class AttentionErrors {
  public:
   explicit AttentionErrors(Type type) : type_(type) {}
   void add(std::span<const float> out, float lse, const AttentionRow& exact,
            const AttentionRow& naive);
-  /// Tolerates an additional error in any logit, beyond that of a plain kernel.
+  /// Tolerates an additional error of each logit, beyond that of a plain kernel.
   void allow(double logit_error) { logit_error_ = logit_error; }
-  /// Every error is finite and at most twice the largest naive error, or a rounding of the result.
+  /// Whether all results are finite, and every error is at most twice the largest naive error plus
+  /// one rounding of the result.
   bool good() const;
   double out() const { return out_; }
   double naive_out() const { return naive_out_; }

@@ -1,4 +1,4 @@
-// The cache of device code. NVRTC needs no device, so these tests run on any machine that has it.
+// Tests of the cache of device code. NVRTC needs no device, so they run on any machine with NVRTC.
 #include "kernels/runtime/code_cache.hpp"
 
 #include <fmt/format.h>
@@ -56,7 +56,7 @@ TEST_CASE("device code is compiled once and then read from the cache") {
   CHECK(fs::last_write_time(files_of(folder).front()) == written);
 }
 
-TEST_CASE("a device newer than NVRTC gets PTX, which its driver compiles") {
+TEST_CASE("a device that is newer than NVRTC gets PTX, which its driver compiles") {
   if (!has_nvrtc()) return skip("no NVRTC");
   constexpr int kOfTheFuture = 990;
   const DeviceCode known = compile(program(1)), future = compile(program(1, "int", kOfTheFuture));

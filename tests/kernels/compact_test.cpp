@@ -1,5 +1,5 @@
-// The compaction after an append, for every policy of the registry (and the two test policies),
-// compared with the rule on the host.
+// Compares the compaction after an append with the eviction rule on the host, for every policy of
+// the registry and the two policies of extended_registry.cmake.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -29,7 +29,8 @@ struct Pair {
   std::uint32_t budget = kNoBudget, sinks = 0, recent = 0;
 };
 
-/// Returns what every token receives; the default is sample_observation.
+/// Returns the observation of the token at `position` from the `count` queries starting at `first`.
+/// The default is sample_observation.
 using ObservationOf = Observation (*)(std::uint32_t position, std::uint32_t first,
                                       std::uint32_t count);
 
@@ -64,7 +65,7 @@ class Cache {
       : slot_bytes_(policy.slot_bytes), feature_count_(policy.features.size()) {
     for (const std::uint32_t capacity : capacities) {
       first_slots_.push_back(slots_);
-      slots_ += capacity + 2;  // two slots that must not change
+      slots_ += capacity + 2;  // two more slots, which must not change
       most_ = std::max(most_, static_cast<int>(capacity));
     }
     const std::size_t all = static_cast<std::size_t>(slots_);
@@ -123,7 +124,7 @@ class Cache {
     return std::span(host.states).subspan(slot * slot_bytes_, slot_bytes_);
   }
 
-  /// Writes a token's key, value and features, where the engine would write them.
+  /// Writes a token's key, value and features to the slot where the engine would write them.
   void write_rows(int pair, std::size_t slot, std::uint32_t position) {
     std::ranges::copy(row_of(pair, position, 0), host.keys.begin() + slot * kRowBytes);
     std::ranges::copy(row_of(pair, position, 1), host.values.begin() + slot * kRowBytes);
@@ -139,7 +140,7 @@ class Cache {
                sample_features(position, 1, feature_count_),
                std::span(host.features).subspan(slot * feature_count_, feature_count_));
   }
-  /// Swaps two slots, as decoding may reorder them.
+  /// Swaps two slots, because decoding may reorder slots.
   void swap_slots(std::size_t a, std::size_t b) {
     const auto swap = [&](auto& all, std::size_t size) {
       std::swap_ranges(all.begin() + a * size, all.begin() + (a + 1) * size,
@@ -173,11 +174,12 @@ class Cache {
   std::unique_ptr<DeviceArray<std::int64_t>> starts_;
 };
 
-/// Runs some sequences under one policy on the host and on the device.
+/// Runs several sequences under one policy on the host and on the device.
 class Run {
  public:
-  /// In place: at most `most` tokens are appended at a time after the budget's tokens. Otherwise
-  /// they go through a separate cache with `most` slots per pair.
+  /// At most `most` tokens are appended at a time. If `in_place`, they follow the kept tokens in
+  /// the same cache. Otherwise they are written to a separate cache with `most` slots per pair,
+  /// from which the compaction moves the kept tokens.
   Run(const DevicePolicy& policy, std::vector<Pair> pairs, std::uint32_t most, bool in_place,
       ObservationOf observation_of = sample_observation, std::string modifiers = "")
       : policy_(policy),
@@ -257,7 +259,7 @@ class Run {
     resident_->upload();
   }
 
-  /// Repeats an append from the same state and returns the result.
+  /// Appends from the current state, returns the result, and restores the state.
   Cache::Host once_more(const std::vector<std::uint32_t>& counts) {
     const Cache::Host start = resident_->host;
     prepare(counts);
@@ -354,7 +356,7 @@ class Run {
                                               : working().host.positions[slot];
         if (is_new) working().write_rows(pair, slot, position);
         seen[slot] = observation_of_(position, first, count);
-        seen[slot].queries = 0xBAD;  // must be overwritten
+        seen[slot].queries = 0xBAD;  // the kernel must not use this number
       }
     }
     working().upload();
@@ -438,8 +440,8 @@ class Run {
   std::unique_ptr<DeviceArray<Observation>> seen_;
 };
 
-/// Budgets 1 and 2; only sinks; only recent tokens; protected tokens that fill the budget; no
-/// budget; a budget beyond any length.
+/// Pairs with budgets of 1 and 2, with only sinks, with only recent tokens, with protected tokens
+/// that fill the budget, without a budget, and with a budget above any length.
 std::vector<Pair> all_kinds() {
   return {{1, 0, 0},   {2, 1, 0},    {2, 0, 2},    {40, 39, 0},       {40, 0, 40},    {64, 4, 32},
           {100, 0, 0}, {130, 5, 60}, {5000, 4, 9}, {kNoBudget, 0, 0}, {1500, 4, 750}, {700, 0, 1}};
@@ -461,13 +463,13 @@ TEST_CASE("a compaction refuses invalid arguments before any launch") {
 }
 
 TEST_CASE(
-    "prompts and later turns keep the tokens that the rule keeps, in place and from "
-    "another cache",
+    "a compaction keeps the tokens of the host's rule after prompts and later turns, in place and "
+    "from another cache",
     "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const bool in_place : {true, false})
     for (const DevicePolicy& policy : device_policies()) {
-      INFO(policy.name << (in_place ? " in place" : " from elsewhere"));
+      INFO(policy.name << (in_place ? " in place" : " from another cache"));
       Run run(policy, all_kinds(), 5800, in_place);
       std::mt19937 random(8);
       run.append({1, 2, 39, 700, 1100, 2500});
@@ -477,7 +479,7 @@ TEST_CASE(
     }
 }
 
-TEST_CASE("appending one token at a time equals the decode rule", "[gpu]") {
+TEST_CASE("a compaction after each appended token follows the rule of decoding", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const DevicePolicy& policy : device_policies()) {
     INFO(policy.name);
@@ -515,7 +517,7 @@ TEST_CASE("a compaction under modifiers keeps the tokens that the rule keeps: fr
   check_under_modifiers(false);
 }
 
-TEST_CASE("modifiers know the ages of more older tokens than a block sorts", "[gpu]") {
+TEST_CASE("modifiers are correct for more tokens than one thread block can sort by age", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string modifiers : {":every=16:smooth=3", ":every=4:scope=layer:smooth=2"})
     for (const DevicePolicy& policy : device_policies()) {

@@ -29,7 +29,8 @@ struct Size {
   bool sinks = false;
 };
 
-/// A batch on the device: random queries and caches, with poison wherever no length reaches.
+/// A batch on the device with random queries and caches. Slots beyond a sequence's length are
+/// poisoned.
 class Batch {
  public:
   Batch(const Size& size, std::vector<std::int32_t> lengths, bool equal_keys = false)
@@ -72,8 +73,8 @@ class Batch {
             .workspace = workspace_->data()};
   }
 
-  /// Removes the newest tokens from the cache. The launch before the attention writes them back,
-  /// where a ring has them.
+  /// Poisons the newest tokens in the device's cache, which is a ring buffer. In
+  /// write_and_attend(), the launch before the attention writes them again.
   void take_out_newest() {
     std::vector<float> newest;
     std::vector<std::int32_t> slots, sequences;
@@ -137,18 +138,19 @@ class Batch {
     const auto [bytes, lse] = bits();
     const std::vector<float> out = kernels::decode(size_.type, bytes);
     AttentionErrors errors(size_.type);
-    // In base 2 a sink is scaled separately from the products: two roundings of a logit of 80.
+    // The kernel converts sinks to base 2 separately from the products, which adds two roundings of
+    // a logit of 80.
     if (size_.sinks) errors.allow(0x1p-17);
     std::size_t touched = 0;
     for (std::size_t row = 0; row < heads() + kGuardRows; ++row) {
       const std::span<const float> row_out(&out[row * dim()], dim());
       if (row < heads() && lengths_[row / query_heads()] > 0)
         add(errors, row, row_out, lse[row]);
-      else  // nothing may be written here
+      else  // nothing may be written to these rows
         for (const float value : row_out) touched += std::isnan(value) ? 0 : 1;
     }
-    INFO("error " << errors.out() << ", naive " << errors.naive_out() << ", of lse "
-                  << errors.lse());
+    INFO("error of the output " << errors.out() << ", of the naive output " << errors.naive_out()
+                                << ", of the log-sum-exp " << errors.lse());
     CHECK(errors.good());
     CHECK(touched == 0);
   }
@@ -274,8 +276,8 @@ TEST_CASE("decode attention agrees with float64 if CTAs process many tiles", "[g
   }
 }
 
-/// Plans and runs on this GPU as a GPU with `shared_bytes` of shared memory does. Checks each shape
-/// that fits, at least `min_shapes` of them.
+/// Plans and runs on this GPU as if it had `shared_bytes` bytes of shared memory per thread block.
+/// Checks all shapes that fit, and that at least `min_shapes` of them fit.
 void check_smaller_gpu(int shared_bytes, Type type, int min_shapes) {
   if (!has_device()) return skip("no CUDA device");
   const SmallerGpu small(shared_bytes);
@@ -301,7 +303,8 @@ void check_smaller_gpu(int shared_bytes, Type type, int min_shapes) {
   CHECK(launched >= min_shapes);
 }
 
-// The shared memory of GPUs of compute capability 8.6, 8.9 and 12.0, and less.
+// 99 KB is the shared memory of GPUs of compute capability 8.6, 8.9 and 12.0. 64 KB is less than
+// any supported GPU has.
 TEST_CASE("decode attention agrees with float64 in 99 KB of shared memory, bf16", "[gpu]") {
   check_smaller_gpu(101'376, KVLAB_BF16, 15);
 }
@@ -321,7 +324,8 @@ TEST_CASE("decode attention agrees with float64 in 64 KB of shared memory, float
   check_smaller_gpu(65'536, KVLAB_F32, 6);
 }
 
-/// As many slots per pair as a cluster's shared memory holds, and lengths around its CTAs' shares.
+/// The pairs have as many slots as the shared memory of a cluster holds. The lengths are around the
+/// share of one CTA.
 TEST_CASE("decode attention agrees with float64 if few pairs have a cluster each", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
@@ -377,7 +381,7 @@ TEST_CASE("decode attention is correct for logits of +80 and -80, and for equal 
     }
 }
 
-TEST_CASE("decode attention counts sink logits: whole pairs, cut pairs and clusters", "[gpu]") {
+TEST_CASE("decode attention counts sink logits: whole pairs, split pairs and clusters", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 128, 256})
@@ -396,7 +400,7 @@ TEST_CASE("decode attention counts sink logits: whole pairs, cut pairs and clust
         run_and_check(size, {9000, 700});
         size.slots = 700;
         run_and_check(size, {700, 65});
-        run_and_check(size, {1, 3000}, true);  // of a ring
+        run_and_check(size, {1, 3000}, true);  // the cache is a ring buffer
       }
 }
 

@@ -39,8 +39,8 @@ void append(std::vector<std::byte>& bytes, const std::vector<T>& values) {
   bytes.insert(bytes.end(), more.begin(), more.end());
 }
 
-/// The error that rotation in the kernel may add to a logit of a few units: a key is two elements,
-/// and its sines are accurate to 2^-20.
+/// The error that the rotation in the kernel may add to a logit of a few units. Each rotated
+/// element is computed from two elements, with sines and cosines that are accurate to 2^-20.
 double rotation_error(Type type) { return std::ldexp(1.0, type == KVLAB_BF16 ? -15 : -18); }
 
 /// A key rotated back by `behind` positions.
@@ -86,7 +86,7 @@ EvictingBatch::EvictingBatch(const EvictionKernels& kernels, const EvictingSize&
   for (Pair& pair : all_) {
     std::vector<std::uint32_t> slots(pair.live->size());
     std::iota(slots.begin(), slots.end(), 0u);
-    // Sinks keep their positions
+    // Rotated sinks have to stay in the slots of their positions.
     const std::uint32_t sinks = keeps_rotated_keys() ? pair.sinks : 0;
     std::shuffle(slots.begin() + std::min<std::ptrdiff_t>(sinks, std::ssize(slots)), slots.end(),
                  random_);
@@ -134,7 +134,7 @@ void EvictingBatch::begin_pair(int index) {
   max_slots_ = std::max(max_slots_, pair.capacity);
 }
 
-/// Samples the token's key, value and features.
+/// Samples a token's key, value and features, and writes them to its slot.
 void EvictingBatch::put(Pair& pair, std::uint32_t position, std::uint32_t slot) {
   const std::size_t at = static_cast<std::size_t>(pair.first) + slot;
   auto key = random_values(size_.type, dim(), random_);
@@ -236,7 +236,7 @@ EvictingAttentionArgs EvictingBatch::args() const {
            .q = device_q_->data(),
            .inv_freq = device_inv_freq_->data(),
            .rotated = size_.head_size,
-           // Already included in keys and queries
+           // Rotated keys and queries already include this factor.
            .rope_factor = keeps_rotated_keys() ? 1.5f : 1.0f,
            .out = out_->data(),
            .lse = device_lse_->data(),
@@ -302,7 +302,7 @@ std::vector<float> EvictingBatch::gather(const std::vector<float>& from, const P
   return rows;
 }
 
-/// Compares outputs and observations with float64. The live tokens are in order of age.
+/// Compares outputs and observations with float64. The live tokens are ordered by age.
 void EvictingBatch::check_observations(const Pair& pair, int index, AttentionErrors& errors) {
   const std::vector<float> values = gather(values_, pair), plain = gather(keys_, pair);
   std::vector<float> keys = plain;
@@ -318,7 +318,8 @@ void EvictingBatch::check_observations(const Pair& pair, int index, AttentionErr
     }
   const std::vector<float> out = decode(size_.type, bytes_out_);
   std::vector<double> mass(count);
-  std::vector<int> sure(count), possible(count);  // requests
+  // Whether a token is certainly requested, and whether it may be under some roundings.
+  std::vector<int> sure(count), possible(count);
   const double tau = request_threshold16(size_.tau) / 65536.0;
   for (std::size_t head = 0; head < group(); ++head) {
     const std::size_t row = static_cast<std::size_t>(index) * group() + head;

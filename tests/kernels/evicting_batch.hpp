@@ -1,4 +1,5 @@
-// A batch under eviction on the device, compared with the rule on the host.
+// A batch that decodes and evicts on the device, and is compared with the eviction rule on the
+// host.
 #pragma once
 
 #include <memory>
@@ -16,14 +17,14 @@ struct EvictingSize {
   std::string policy = "h2o";
   Type type = KVLAB_BF16;
   int head_size = 64, group = 4, kv_heads = 2, sequences = 1;
-  std::vector<std::uint32_t> budgets = {33};  ///< [pair], repeated; 0: no budget
+  std::vector<std::uint32_t> budgets = {33};  ///< of the pairs, used cyclically; 0: no budget
   std::uint32_t prompt = 0;                   ///< tokens that are in the cache at the start
   Positions numbering = Positions::original;
   double tau = 0.01;
   float scale = 0;          ///< 0: 1 / sqrt(head_size)
   bool equal_keys = false;  ///< every key is the same
   bool settled = false;
-  int steps = 0;  ///< number of steps, which sizes caches without a budget
+  int steps = 0;  ///< number of steps, for the size of caches without a budget
   bool sinks = false;
 
   std::string name() const;
@@ -33,16 +34,17 @@ class EvictingBatch {
  public:
   EvictingBatch(const EvictionKernels& kernels, const EvictingSize& size);
 
-  /// Samples each sequence's next token and writes it to its slot. `idle`: [sequence].
+  /// Samples the next token of each sequence that is not idle, and writes it to its slot. `idle`:
+  /// [sequence].
   void sample_tokens(const std::vector<bool>& idle = {});
-  /// Shares the workspace, as the layers of a step do.
+  /// Uses the workspace of `other`, because all layers of a step share one.
   void share_workspace(const EvictingBatch& other) { workspace_ = other.workspace_; }
   /// Enqueues the kernels; can be captured.
   cudaError_t enqueue(cudaStream_t stream) const;
   /// Enqueues with rotated keys, even if the policy does not allow it.
   cudaError_t enqueue_with_rotated_keys() const;
-  /// Compares outputs and observations with float64, and states, victims and lengths with the
-  /// host's rule, which gets those observations. Then the host is ready for the next step.
+  /// Compares outputs and observations with float64, and states, victims and lengths with the rule
+  /// on the host, which gets the device's observations. Advances the host to the next step.
   void check();
   /// The device's outputs, states, observations, lengths and next slots.
   std::vector<std::byte> bits() const;
@@ -61,7 +63,7 @@ class EvictingBatch {
   int pairs() const { return size_.kv_heads * size_.sequences; }
   std::size_t dim() const { return static_cast<std::size_t>(size_.head_size); }
   std::size_t group() const { return static_cast<std::size_t>(size_.group); }
-  /// With cache positions, for policies that support rotated keys.
+  /// Whether keys are stored rotated: with cache positions, under policies that support it.
   bool keeps_rotated_keys() const {
     return size_.numbering == Positions::cache && kernels_.oldest_first;
   }
@@ -86,7 +88,7 @@ class EvictingBatch {
   PolicySpec spec_;
   std::mt19937 random_{11};
   std::vector<Pair> all_;
-  std::vector<std::uint32_t> tokens_;  ///< [sequence]: fed so far
+  std::vector<std::uint32_t> tokens_;  ///< [sequence]: number of tokens so far
   std::vector<std::uint32_t> now_, host_positions_;
   std::vector<float> keys_, values_, q_, inv_freq_, features_, sinks_;
   std::vector<std::byte> states_, bytes_out_;

@@ -1,4 +1,4 @@
-// Token features computed on the device, compared with the host's FeatureMaker.
+// Compares token features computed on the device with those of FeatureMaker on the host.
 #include "kernels/evict/features.hpp"
 
 #include <bit>
@@ -24,7 +24,7 @@ const std::vector<Names> kNames{{"value_norm1", "key_cosine", "key_norm", "value
                                 {"value_out_norm1"},
                                 {"key_norm", "value_out_norm1"}};
 
-/// The caches of some sequences, on the host and on the device.
+/// The features of several sequences' tokens, on the host and on the device.
 class Features {
  public:
   Features(Type type, int head_size, Names names)
@@ -50,7 +50,7 @@ class Features {
 
   /// Appends `tokens` tokens to each sequence that is not idle.
   void append(int tokens, const std::vector<bool>& idle = {}) {
-    const std::size_t row = kKvHeads * dim_ + 16;  // with a gap, as if queries lay between
+    const std::size_t row = kKvHeads * dim_ + 16;  // with a gap, as if a row also had queries
     std::vector<float> keys =
         random_values(type_, static_cast<std::size_t>(kSequences * tokens) * row, random_);
     std::fill_n(keys.begin(), dim_, 0.0f);  // a key of norm 0

@@ -1,5 +1,5 @@
-# Installs BUILD (a CUDA build) to a fresh prefix, builds the examples of SOURCE against that with find_package, and
-# runs those in C (which say "skipped" where there is no device).
+# Installs BUILD (a CUDA build) to a new prefix, builds the examples of SOURCE against it with find_package, and runs the
+# examples in C. These print "skipped" if the machine has no device.
 set(prefix ${WORK}/prefix)
 file(REMOVE_RECURSE ${WORK})
 foreach(component kernels command)
@@ -13,7 +13,7 @@ execute_process(COMMAND ${CMAKE_COMMAND} --build ${WORK}/build COMMAND_ERROR_IS_
 foreach(example batch evict paged)
   execute_process(COMMAND ${WORK}/build/${example} COMMAND_ERROR_IS_FATAL ANY)
 endforeach()
-# With a library of another binary interface they do not start.
+# With a library that has another binary interface, the examples must not start.
 file(WRITE ${WORK}/other/other.map "KVLAB_0.1 { global: *; };")
 file(WRITE ${WORK}/other/other.c "int kvlab_version(void) { return 1; }")
 file(GLOB library RELATIVE ${prefix}/lib ${prefix}/lib/libkvlab_kernels.so.?.?)
@@ -24,7 +24,7 @@ execute_process(COMMAND ${CMAKE_COMMAND} -E env LD_LIBRARY_PATH=${WORK}/other ${
 if(code EQUAL 0 OR NOT said MATCHES "version `KVLAB_[0-9.]+' not found")
   message(FATAL_ERROR "an example runs with a library of another binary interface: ${code} ${said}")
 endif()
-# A policy source needs no checkout: the installed command has the headers in it.
+# --policy-source needs no source tree, because the installed command contains the headers.
 execute_process(COMMAND ${prefix}/bin/kvlab policies --policy-source ${POLICY} WORKING_DIRECTORY ${WORK}
                 OUTPUT_VARIABLE policies COMMAND_ERROR_IS_FATAL ANY)
 if(NOT policies MATCHES "\npeak\n")

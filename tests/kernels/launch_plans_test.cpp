@@ -1,5 +1,5 @@
-// Every launcher's plan for the limits of seven GPUs. Plans are functions of a shape and of limits,
-// so the tests need no GPU.
+// Tests the plan of every launcher for the limits of seven GPUs. Plans depend only on a shape and
+// on these limits, so the tests need no GPU.
 #include "kernels/launch_plans.hpp"
 
 #include <algorithm>
@@ -28,7 +28,8 @@ struct Gpu {
   DeviceLimits limits;
 };
 
-/// The largest GPU of each architecture: multiprocessors, and shared memory per thread block.
+/// The largest GPU of each architecture, with its multiprocessors and its shared memory per thread
+/// block.
 constexpr std::array kGpus{
     Gpu{"sm_80", {.multiprocessors = 108, .shared_bytes = 166'912}},
     Gpu{"sm_86", {.multiprocessors = 84, .shared_bytes = 101'376}},
@@ -64,8 +65,8 @@ class Wrong {
   std::string text_;
 };
 
-/// Checks that no plan exceeds the limits. If there is no plan, the refusal must name the need and
-/// the limit, and both must be true.
+/// Checks that a plan does not exceed the GPU's limits. If there is no plan, the refusal must name
+/// the shared memory that is needed and the limit, and the first must exceed the second.
 template <class... Parts>
 void check_plan(Wrong& wrong, const Gpu& gpu, const LaunchPlan& plan, const std::string& why,
                 const Parts&... of) {
@@ -81,7 +82,7 @@ void check_plan(Wrong& wrong, const Gpu& gpu, const LaunchPlan& plan, const std:
              "has no plan, and no reason:", why);
 }
 
-/// Decode attention with a shape.
+/// Arguments of decode attention with a given shape.
 struct Decode {
   PairAttention args{};
   std::uint32_t age = 0;
@@ -101,7 +102,7 @@ struct Decode {
   Decode& operator=(const Decode&) = delete;
 };
 
-/// Calls visit(decode) for all shapes of one GPU.
+/// Calls visit(decode) for all shapes.
 template <class Visit>
 void for_decodes(Visit visit) {
   for (const Type type : kTypes)
@@ -271,10 +272,11 @@ TEST_CASE("products of experts have a plan within each GPU's limits") {
 
 namespace {
 
-/// An upper bound of the static shared memory of a walk's kernel: ReplayShared, and a tier's.
+/// An upper bound of the static shared memory of the kernel that walks through a replay:
+/// ReplayShared and the data of tiers.
 constexpr std::size_t kStaticOfWalk = 24 << 10;
 
-/// Checks the walk of one configuration with `slots` slots.
+/// Checks the plan for the walk through a replay with one configuration of `slots` slots.
 void check_walk(Wrong& wrong, const Gpu& gpu, int tokens, std::uint32_t slots, ReplayTokens kind) {
   ReplayWalkArgs args{};
   args.shape = {.tasks = 8,
@@ -357,7 +359,7 @@ std::vector<std::string> texts(std::initializer_list<std::size_t> numbers) {
   return all;
 }
 
-/// Today's plan in the format of the row.
+/// The plan that the code makes now, in the format of the row.
 std::vector<std::string> planned_decode(const Recorded& row) {
   const Type type = row.word(1) == "bf16" ? KVLAB_BF16 : KVLAB_F32;
   Decode decode(type, row.number(2), row.number(3),
@@ -394,8 +396,8 @@ std::vector<std::string> planned_tiers(const Recorded& row) {
 
 }  // namespace
 
-/// The file was recorded before plans asked a GPU for its shared memory. A product that had no plan
-/// then (0 blocks) may have one now.
+/// The file was recorded when plans did not yet depend on a GPU's shared memory. A product that had
+/// no plan then (0 blocks) may have one now.
 TEST_CASE("an H100's plans are unchanged since its measurements") {
   std::ifstream file(KVLAB_SOURCE_DIR "/tests/kernels/plans/h100.csv");
   int rows = 0;
@@ -420,8 +422,8 @@ TEST_CASE("a GPU that is too old, or without code in this build, is refused with
                                      Catch::Matchers::ContainsSubstring("GPU"));
 }
 
-/// Of the architectures in the build, the driver loads the newest that is not newer than the
-/// device. sm_90 features are used there, and nowhere else.
+/// The driver loads the code of the newest architecture in the build that is not newer than the
+/// device. Features of sm_90 may be used only if that code is for sm_90 or newer.
 TEST_CASE("a device uses sm_90 features if the build has sm_90 code for it", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   int major = 0, minor = 0;

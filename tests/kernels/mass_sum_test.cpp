@@ -27,7 +27,7 @@ TEST_CASE("MassSum equals the sum of the single masses, to the bit") {
   CHECK(most.total(16384) == 16384 * fixed_mass(1.0f, 1.5f));
 }
 
-TEST_CASE("the least requested probability separates requests as the definition does") {
+TEST_CASE("request_floor() is the least probability that is a request by definition") {
   std::mt19937_64 random(4);
   int checked = 0;
   for (int again = 0; again < 20000; ++again) {

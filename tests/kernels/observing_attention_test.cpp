@@ -1,5 +1,5 @@
-// Attention that observes and evicts, fast and plain, compared with float64 and with the host's
-// rule.
+// Compares attention that observes and evicts, with the fast and the plain kernels, with float64
+// and with the eviction rule on the host.
 #include <memory>
 
 #include "kernels/evict/eviction_kernels.hpp"
@@ -21,8 +21,8 @@ EvictionKernels kernels_of(const std::string& spec,
   throw std::invalid_argument("no kernels of " + spec);
 }
 
-/// A policy with protected tokens that fit the smallest budget; some policies need a number of
-/// recent tokens.
+/// The policy with protected tokens that fit into the smallest budget. Policies whose default
+/// number of recent tokens is larger than 5 get 5.
 std::string fitting(std::string_view name) {
   const Extent recent = parse_policy(name).recent;
   return std::string(name) + (recent.is_share || recent.tokens <= 5 ? "" : ":recent=5");
@@ -47,7 +47,8 @@ void run(EvictingSize size, int steps,
   run_steps(batch, steps);
 }
 
-/// Cache positions with rotated keys, by the fast kernels and by the plain ones.
+/// Runs and checks cache positions with rotated keys, with the fast kernels and with the plain
+/// ones.
 void run_with_rotated_keys(EvictingSize size, int steps) {
   size.numbering = Positions::cache;
   INFO(size.name());
@@ -122,7 +123,7 @@ TEST_CASE(
   run_with_rotated_keys({.policy = "sink", .kv_heads = 1, .budgets = {70}, .prompt = 4'000'000}, 3);
 }
 
-TEST_CASE("cache positions with rotated keys are correct if pairs are cut", "[gpu]") {
+TEST_CASE("cache positions with rotated keys are correct if pairs are split", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   run_with_rotated_keys({.policy = "sink",
                          .head_size = 128,
@@ -132,7 +133,7 @@ TEST_CASE("cache positions with rotated keys are correct if pairs are cut", "[gp
                         3);
 }
 
-TEST_CASE("observing attention is correct if pairs are cut, and over many blocks", "[gpu]") {
+TEST_CASE("observing attention is correct if pairs are split, and over many blocks", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"h2o", "lru", "window", "full", "random"})
     for (const Positions numbering : {Positions::original, Positions::cache})
@@ -169,7 +170,7 @@ TEST_CASE("observing attention is correct for equal keys and for logits of 80", 
   }
 }
 
-TEST_CASE("observing attention sees the tokens' share beside sink logits, plain and fast",
+TEST_CASE("observing attention takes sink logits into account, with plain and fast kernels",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const auto launched : {observing_kernels, plain_kernels})

@@ -195,7 +195,7 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-/// A run: the arguments of its kernels, in addition to the two caches.
+/// A run: its two caches, and all other arguments of its kernels.
 class Run {
  public:
   Run(const LayerSize& size, const Paging& prompt, const Paging& resident);
@@ -376,7 +376,7 @@ void Run::run_prompts() {
   check_cuda(cudaDeviceSynchronize());
 }
 
-/// Writes all prompts' tokens at once.
+/// Writes the tokens of all prompts in one call.
 void Run::write_prompts() {
   std::vector<std::int32_t> sequence, slot;
   for (int s = 0; s < sequences(); ++s)

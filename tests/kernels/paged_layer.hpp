@@ -1,5 +1,5 @@
-// One layer driven through kvlab.h only: prompts, then steps. Its keys and values lie slot by slot,
-// or in an engine's pages (blocks of slots).
+// One layer that runs prompts and then steps, only through kvlab.h. Its keys and values are stored
+// slot by slot, or in an engine's pages (blocks of slots).
 #pragma once
 
 #include <memory>
@@ -20,7 +20,7 @@ enum class PoolOrder {
 };
 
 struct Paging {
-  int page = 0;  ///< 0: slot by slot
+  int page = 0;  ///< slots per page; 0: no pages, slot by slot
   PoolOrder order = PoolOrder::slot_head;
   bool by_pair = false;
 };
@@ -31,29 +31,30 @@ struct LayerSize {
   kvlab_numbering numbering = KVLAB_ORIGINAL_POSITIONS;
   int head_size = 64, group = 4, kv_heads = 2;
   std::vector<int> prompts = {70, 5, 33};      ///< [sequence]: tokens
-  std::vector<int> budgets = {17, 40, 65, 8};  ///< [pair], repeated
+  std::vector<int> budgets = {17, 40, 65, 8};  ///< of the pairs, used cyclically
   bool in_place = false;                       ///< prompts are compacted in place
   bool captured = false;                       ///< steps are launches of one captured graph
   bool settled = false;
   bool in_parts = false;     ///< attention splits prompts' keys into parts
   bool two_streams = false;  ///< victims are chosen on a second stream
-  /// The policy's header below policies/, to compile; empty: the registry's policy
+  /// The policy's header below policies/, which the library compiles. Empty: the registry's policy.
   std::string header = "";
 
   std::string name() const;
 };
 
-/// One cache's arrays. Its pool is all ones, which is NaN in every type, except for what kernels
-/// write. Its blocks are shuffled, and table entries without a slot hold no block number.
+/// The arrays of one cache. At first all bits of its pool are ones, which is NaN in every type, so
+/// that stray writes are found. Its blocks are shuffled, and entries of the block table without a
+/// slot have no valid block number.
 class PagedCache {
  public:
   PagedCache(const LayerSize& size, const Paging& paging, const std::vector<int>& slots);
 
   kvlab_cache_view cache() const;
-  /// One of its sequences.
+  /// A view of one of its sequences.
   kvlab_cache_view sequence(int index) const;
   std::size_t slots() const { return static_cast<std::size_t>(slots_); }
-  /// Makes the first `count` blocks of `from` also those of `to`.
+  /// Makes sequence `to` share the first `count` blocks of sequence `from`.
   void share_blocks(int from, int to, int count);
   /// Keys and values by slot, read on the host.
   std::vector<std::byte> rows() const;
@@ -61,9 +62,10 @@ class PagedCache {
   std::size_t strays() const;
 
  private:
-  /// Bytes of an element; below, where a slot's row begins, in bytes of the pool.
+  /// Bytes of an element.
   std::size_t element() const { return size_.type == KVLAB_F32 ? 4 : 2; }
   std::size_t row_bytes() const { return static_cast<std::size_t>(size_.head_size) * element(); }
+  /// The offset of a slot's row in the pool, in bytes.
   std::size_t row_at(int pair, int slot) const;
   std::size_t values_at() const;
 
@@ -83,7 +85,7 @@ class PagedCache {
   Array<std::uint32_t> positions_, ages_;
 };
 
-/// The result of a run, which must be equal for every block layout.
+/// The result of a run, which must be the same for every layout of blocks.
 struct LayerLeft {
   std::vector<std::byte> prompt_outputs, step_outputs, rows, states, features, seen;
   std::vector<std::uint32_t> positions, ages;
@@ -92,7 +94,8 @@ struct LayerLeft {
   bool operator==(const LayerLeft&) const = default;
 };
 
-/// Prompts, a compaction from `prompt` to `resident`, then `steps` decoded tokens of each sequence.
+/// Runs prompts in a cache with the pages `prompt`, a compaction to a cache with the pages
+/// `resident`, and then `steps` decoded tokens of each sequence.
 LayerLeft run_layer(const LayerSize& size, const Paging& prompt, const Paging& resident, int steps);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// Paged caches: where rows lie, what is refused, and that results equal those of caches without
+// Tests of paged caches: invalid pages are refused, and results equal those of caches without
 // pages.
 #include <utility>
 
@@ -42,7 +42,7 @@ void check_layer(const LayerSize& size, int steps, const std::vector<Paging>& pa
   }
 }
 
-/// A cache that is complete except for its memory; its pointers are never followed.
+/// A cache that is complete except for its memory. Its pointers are never dereferenced.
 kvlab_cache_view cache_of_nothing() {
   static std::byte somewhere[64];
   void* const any =
@@ -143,7 +143,7 @@ TEST_CASE("The library refuses unsupported pages before any launch") {
   };
   CHECK(refused([](kvlab_pages& pages) { pages.page = 8, pages.max_blocks = 100; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = 24; }));
-  // More blocks than tokens allow
+  // There are more blocks than the largest number of tokens needs.
   CHECK(refused([](kvlab_pages& pages) { pages.page = 1, pages.max_blocks = 100; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = 0; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = -16; }));
@@ -168,7 +168,7 @@ TEST_CASE("The library refuses unsupported pages before any launch") {
   CHECK(compact_between(good, good) != cudaErrorInvalidValue);
 }
 
-TEST_CASE("The halves of a compaction are refused without what they need") {
+TEST_CASE("The two calls of a compaction over several devices refuse missing arguments") {
   const kvlab_policy* const window = kvlab_find_policy("window");
   const kvlab_cache_view cache = cache_of_nothing();
   kvlab_compact_args args = compact_args(cache, cache);
@@ -211,7 +211,7 @@ TEST_CASE("A paged cache evicts as a cache without pages, under policies that ob
   check_layer({.policy = "knorm", .prompts = {900, 1300}, .budgets = {600, 1000, 63}}, 9);
 }
 
-// Its features are computed from values, which are read from pages.
+// The feature is computed from values, which the kernel reads from pages.
 TEST_CASE("A paged cache evicts as a cache without pages, under a token feature of values",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
@@ -295,7 +295,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("A paged cache evicts as a cache without pages, with cut pairs and many tiles ahead",
+TEST_CASE("A paged cache evicts as a cache without pages, with split pairs and many tiles ahead",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const std::vector<Paging> two{kPagings[0], kPagings[1]};

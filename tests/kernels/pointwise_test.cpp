@@ -46,7 +46,7 @@ class Poisoned {
   DeviceArray<std::byte> device_;
 };
 
-/// Each value is within a rounding of `type` and a few roundings of float32.
+/// Checks that the error of each value is at most one rounding of `type` and a few of float32.
 void check_close(Type type, std::span<const float> values, std::span<const double> exact) {
   REQUIRE(values.size() == exact.size());
   const double rounding = type == KVLAB_BF16 ? 0x1p-8 : type == KVLAB_F16 ? 0x1p-11 : 0x1p-24;
@@ -60,7 +60,7 @@ void check_close(Type type, std::span<const float> values, std::span<const doubl
   CHECK(wrong == 0);
 }
 
-/// Runs `enqueue(stream)` plain, then from a graph.
+/// Runs and checks `enqueue(stream)` once directly, and once in a captured graph.
 template <class Enqueue, class Check>
 void plain_and_captured(Enqueue enqueue, Check check) {
   check_cuda(enqueue(cudaStream_t{nullptr}));
@@ -252,7 +252,8 @@ struct RopeCase {
   float offset = 0;
 };
 
-/// A projection of four tokens of two sequences, and the places where its parts must go.
+/// A projection of four tokens of two sequences, and the outputs to which its heads must be
+/// written.
 class RopeTrial {
  public:
   explicit RopeTrial(const RopeCase& c)
@@ -316,7 +317,7 @@ class RopeTrial {
                                 kSlot[kTokens] = {0, 4, 4, 2};
 
   std::size_t heads() const { return c_.query_heads + 2 * c_.kv_heads; }
-  /// A head of the projection, after the norm, rounded.
+  /// A head of the projection after the norm, rounded to the type.
   std::vector<float> plain(std::size_t token, std::size_t head,
                            std::span<const float> gamma) const {
     const std::size_t size = c_.head_size;
@@ -383,7 +384,7 @@ class RopeTrial {
 
 }  // namespace
 
-TEST_CASE("rope_write norms, rotates and writes each head to its place, and writes nothing else",
+TEST_CASE("rope_write norms, rotates and writes each head to its output, and writes nothing else",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : kTypes)
@@ -430,7 +431,8 @@ TEST_CASE("rope_write writes nothing of an idle sequence, whose row of the table
     args.head_stride = std::int64_t(kSlots * kSize);
     plain_and_captured([&](cudaStream_t stream) { return rope_write(args, stream); },
                        [&] {
-                         // Sequence 0's query, and its key and value in slot 0.
+                         // Only the query of sequence 0, and its key and value in slot 0, are
+                         // written.
                          for (const Poisoned* out : {&q, &keys, &values}) {
                            const auto all = out->take();
                            const auto is_written = [](float x) { return !std::isnan(x); };

@@ -1,4 +1,5 @@
-// Prompts of several sequences in one call, compared with one call per sequence: equal to the bit.
+// Checks that one call for prompts of several sequences gives the same bits as one call per
+// sequence.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,7 +13,7 @@ using namespace kvlab;
 
 namespace {
 
-/// The number of queries of each sequence, and of slots in the cache before them.
+/// The number of queries of each sequence, and the number of older slots of each pair.
 struct Prompts {
   std::vector<int> queries, older;  ///< [sequence], [pair]
   std::vector<std::int32_t> first;  ///< [sequence + 1]: first query
@@ -54,7 +55,7 @@ bool same(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-/// A cache that is written to, queries, and outputs that are poisoned before each run.
+/// A cache with random contents, queries, and outputs that are poisoned before each run.
 class Batch {
  public:
   explicit Batch(const Case& given)
@@ -76,7 +77,7 @@ class Batch {
     write_cache();
   }
 
-  /// Sets new queries, with NaN where a query belongs to no sequence.
+  /// Sets new queries. Queries that belong to no sequence are NaN.
   void set(const Prompts& prompts) {
     prompts_ = prompts;
     std::vector<std::byte> q(all() * row_bytes(), std::byte{0xFF});
@@ -272,7 +273,7 @@ void check_each(const Results& each, const Prompts& prompts, int heads) {
   CHECK(wrong == 0);
 }
 
-/// Compares plain runs, and two launches of one graph with different prompts.
+/// Compares the results of direct calls, and of two launches of one graph with different prompts.
 void run_and_check(const Case& given) {
   INFO(given.size.name() << " page " << given.paging.page << " by pair " << given.paging.by_pair
                          << " needs " << given.needs << " weighted " << given.weighted
@@ -289,7 +290,7 @@ void run_and_check(const Case& given) {
   compare(batch.run_each(), again);
 }
 
-/// Arguments that are complete except for memory; their pointers are never followed.
+/// Arguments that are complete except for memory. Their pointers are never dereferenced.
 kvlab_observe_args args_of_nothing() {
   alignas(16) static std::byte somewhere[16];
   void* const any = somewhere;
@@ -341,7 +342,7 @@ TEST_CASE("Batches of prompts that the kernels do not support are refused") {
   CHECK(kvlab_observe(&args, nullptr) != cudaErrorInvalidValue);
 }
 
-TEST_CASE("Prompts in one call give the bits of one call each, for every type, size and group",
+TEST_CASE("Prompts in one call equal prompts in separate calls, for every type, size and group",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
@@ -351,7 +352,7 @@ TEST_CASE("Prompts in one call give the bits of one call each, for every type, s
             {.size = {.type = type, .head_size = head_size, .group = group}, .needs = KVLAB_BOTH});
 }
 
-TEST_CASE("Prompts in one call give the bits of one call each, with pages", "[gpu]") {
+TEST_CASE("Prompts in one call equal prompts in separate calls, with pages", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F32})
     for (const Paging& paging :
@@ -361,7 +362,7 @@ TEST_CASE("Prompts in one call give the bits of one call each, with pages", "[gp
           {.size = {.type = type, .head_size = 128}, .paging = paging, .needs = KVLAB_BOTH});
 }
 
-TEST_CASE("Prompts in one call give the bits of one call each, weighted and with group=max",
+TEST_CASE("Prompts in one call equal prompts in separate calls, weighted and with group=max",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})

@@ -1,4 +1,4 @@
-// The queries of an append and the keys and values that they see, on the host and on the device.
+// The queries of an append, with the keys and values that they see, on the host and on the device.
 #pragma once
 
 #include <cmath>
@@ -38,7 +38,7 @@ struct PrefillSize {
   }
 };
 
-/// A chunk of a prompt, with poison in the slots that no query sees and after every output.
+/// A chunk of a prompt. Slots that no query sees, and the rows after each output, are poisoned.
 class PrefillChunk {
  public:
   explicit PrefillChunk(const PrefillSize& size) : size_(size) {
@@ -117,7 +117,8 @@ class PrefillChunk {
   std::size_t query_heads() const { return std::size_t(size_.group) * size_.kv_heads; }
   std::size_t rows() const { return query_heads() * size_.queries; }
   std::size_t row_bytes() const { return dim() * bytes_of(size_.type); }
-  /// Slots of one KV head before the first query's slot; visible(): slots that some query sees.
+  /// first(): the number of slots of a KV head before the slot of the first query. visible(): the
+  /// number of slots that at least one query sees.
   std::size_t first(int kv_head) const { return std::size_t(size_.first) + older_[kv_head]; }
   std::size_t visible(int kv_head) const { return first(kv_head) + size_.queries; }
   std::size_t begin(int kv_head) const { return first_slot_[kv_head]; }
@@ -126,7 +127,7 @@ class PrefillChunk {
   float sink(std::size_t row) const { return size_.sinks ? sinks_[row % query_heads()] : kNoSink; }
   std::span<const float> query(std::size_t row) const { return {&q_[row * dim()], dim()}; }
   int kv_head(std::size_t row) const { return static_cast<int>(row % query_heads()) / size_.group; }
-  /// The number of slots that a row sees; below, their keys and values.
+  /// The number of slots that a row sees. keys() and values(): their keys and values.
   std::size_t seen_by(std::size_t row) const {
     return first(kv_head(row)) + row / query_heads() + 1;
   }

@@ -20,7 +20,7 @@ constexpr Observation kUntouched{
 struct Request {
   Needs needs = Needs::mass;
   double tau = 0.01;
-  bool weighted = false;  ///< weights 1 / (1 + age / 8); otherwise null
+  bool weighted = false;  ///< weights 1 / (1 + age / 8); if false, no weights are given
   bool ones = false;      ///< weights that are all 1
   std::uint32_t tail = kNoTail;
   int younger = 0;
@@ -30,7 +30,7 @@ struct Request {
   float weight(int age) const { return weighted ? 1 / (1 + age / 8.0f) : 1.0f; }
 };
 
-/// The second pass over a chunk, after attention.
+/// The second pass over a chunk, which observes after the attention.
 class Observer {
  public:
   Observer(const PrefillChunk& chunk, const Request& requested)
@@ -42,7 +42,8 @@ class Observer {
     clear();
   }
 
-  /// Zeroes what a query may see, and marks the rest, which must not change.
+  /// Sets the observations of the slots that queries see to zero, and marks the others, which must
+  /// not change.
   void clear() {
     std::vector<Observation> start(chunk_.all_slots(), kUntouched);
     for (int h = 0; h < chunk_.size().kv_heads; ++h)
@@ -137,7 +138,8 @@ struct Row {
 /// The expected statistics of a key.
 struct Expected {
   double mass = 0, plain_mass = 0;
-  /// Queries that request the key: for certain, and only under some roundings
+  /// The number of queries that certainly request the key, and of those that request it under some
+  /// roundings.
   std::uint32_t surely = 0, perhaps = 0;
   std::uint32_t last_surely = 0, last_perhaps = 0;
 };
@@ -190,7 +192,8 @@ void check_mass(const PrefillChunk& chunk, const std::vector<Observation>& seen,
       plain_error = std::max(plain_error, std::abs(expected[i].plain_mass - expected[i].mass));
       largest = std::max(largest, expected[i].mass);
     }
-  INFO("error " << error << ", plain attention's " << plain_error << ", largest " << largest);
+  INFO("error " << error << ", error of plain attention " << plain_error << ", largest mass "
+                << largest);
   // 2^-17 is the error of float32 logits up to 100 in any float32 attention.
   CHECK(error <= 2 * plain_error + std::ldexp(largest, -17));
 }
@@ -298,7 +301,8 @@ TEST_CASE("the second pass supports KV heads of unequal length, wherever they be
                     {.needs = needs});
 }
 
-TEST_CASE("the second pass weighs queries by age, and only the tail", "[gpu]") {
+TEST_CASE("the second pass weighs the queries of the tail by age, and ignores the others",
+          "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const bool weighted : {false, true})
@@ -330,7 +334,7 @@ TEST_CASE("the second pass counts the largest of a group's masses", "[gpu]") {
   }
 }
 
-TEST_CASE("queries beyond the tail change nothing", "[gpu]") {
+TEST_CASE("queries older than the tail change nothing", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const auto seen = run(PrefillChunk({.queries = 100}), {.tail = 64, .younger = 64});
   CHECK(std::all_of(seen.begin(), seen.end(), [](const Observation& key) {
@@ -358,7 +362,7 @@ TEST_CASE("the second pass is correct for logits of +80 and -80, and for equal l
     }
 }
 
-TEST_CASE("the second pass sees the keys' share beside sink logits", "[gpu]") {
+TEST_CASE("the second pass takes sink logits into account", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 128, 256})

@@ -38,7 +38,8 @@ ScoredRow reference(std::span<const float> baseline, std::span<const float> logi
           .first = static_cast<std::int32_t>(first(logits))};
 }
 
-/// Rows compared with fewer baseline rows; their scores are poisoned at first.
+/// Rows of logits that are compared with baseline rows, of which there are fewer. The scores are
+/// poisoned at first.
 class Scores {
  public:
   Scores(std::size_t rows, std::size_t yardsticks, std::size_t vocab, float spread, bool ties)
@@ -54,7 +55,8 @@ class Scores {
       of_yardstick_.push_back(static_cast<std::int32_t>(row % yardsticks));
       next_.push_back(row % 7 == 5 ? -1 : static_cast<std::int32_t>(random() % vocab));
     }
-    // The first row equals its baseline row: no divergence, and the same likeliest token.
+    // The first row equals its baseline row, so its KL is 0 and its most probable token is the
+    // same.
     std::copy_n(yardstick_.begin(), vocab, logits_.begin());
     upload();
   }
@@ -94,7 +96,7 @@ class Scores {
     CHECK(std::abs(scored[0].kl) < 1e-9);
   }
 
-  /// Changes the tokens that follow.
+  /// Changes the next tokens, whose likelihood is scored.
   void turn() {
     for (std::int32_t& id : next_) id = (id + 2) % static_cast<std::int32_t>(vocab_);
     device_next_->assign(next_);

@@ -16,7 +16,8 @@ using namespace kvlab::kernels;
 
 namespace {
 
-/// Rows with separate options on the device; each sample() advances their counters.
+/// Rows of logits on the device, each with its options. Each call of sample() advances their
+/// counters.
 class Rows {
  public:
   Rows(std::span<const float> logits, std::size_t vocab, std::span<const SamplingOptions> options)

@@ -127,7 +127,8 @@ AppendingLayer::AppendingLayer(const LayerSize& size, const Paging& paging, int 
   compact_workspace_ = std::make_unique<Array<std::byte>>(kvlab_compact_workspace(&cache));
 }
 
-/// Samples its query heads, then its keys and its values, for the layer's KV heads among all.
+/// Samples a token's queries, then its keys and its values, for all KV heads of the model. Returns
+/// those of the layer's KV heads.
 std::vector<std::byte> AppendingLayer::sample(int sequence, std::uint32_t position,
                                               bool right) const {
   if (position < alike_) sequence = 0;
@@ -187,7 +188,7 @@ void AppendingLayer::put(const Counts& tokens, const Counts& right) {
   check_cuda(cudaDeviceSynchronize());
 }
 
-/// Writes by hand the features that are not computed.
+/// Writes the features that the library does not compute.
 void AppendingLayer::put_features(const std::vector<std::int32_t>& new_slots) {
   const auto first = to_host(cache_.cache().first_slot, static_cast<std::size_t>(pairs()));
   for (std::size_t pair = 0; pair < first.size(); ++pair) {

@@ -1,5 +1,6 @@
-// One layer that appends several tokens at a time through kvlab.h: drafts, chunks of a prompt, the
-// KV heads of one rank. A token's data depends only on its sequence, position and head.
+// One layer that appends several tokens at a time through kvlab.h: drafts, or chunks of a prompt.
+// It may have only some of the model's KV heads, as with tensor parallelism. A token's data depends
+// only on its sequence, position and head.
 #pragma once
 
 #include <cstddef>
@@ -13,14 +14,15 @@
 
 namespace kvlab {
 
-/// A pair's live tokens, slot by slot, and the data of each, by name.
+/// The data of a pair's live tokens, slot by slot, by the name of the array.
 using LiveTokens = std::map<std::string, std::vector<std::byte>>;
-/// The first index at which they differ; -1: they are equal.
+/// The first index at which `a` and `b` differ; -1 if they are equal.
 int first_difference(std::span<const std::byte> a, std::span<const std::byte> b);
-/// CHECKs that they are equal, and reports the first difference.
+/// CHECKs that both are equal, and reports the first difference of each array.
 void check_equal(const LiveTokens& expected, const LiveTokens& found);
 
-/// The KV heads that a layer has, of a model with `all` heads; 0: all of them.
+/// The KV heads that a layer has, starting with `first`, of a model with `all` KV heads. If `all`
+/// is 0, the layer has all of them.
 struct OwnHeads {
   int first = 0, all = 0;
 };
@@ -29,28 +31,27 @@ class AppendingLayer {
  public:
   using Counts = std::vector<int>;  ///< [sequence]
 
-  /// Slots for `free_slots` tokens of a sequence beyond its budget. `size.prompts`: one for each
-  /// sequence.
+  /// `free_slots`: the number of slots of each sequence in addition to its budget. `size.prompts`
+  /// has one element for each sequence.
   AppendingLayer(const LayerSize& size, const Paging& paging, int free_slots, OwnHeads heads = {});
 
-  /// Sets the input of the next calls: the next `tokens` tokens of each sequence. Only the first
-  /// `right` of them are the sequence's tokens. The others are other tokens, like drafts that will
-  /// be rejected.
+  /// Sets the input of the next calls: `tokens` tokens of each sequence. Only the first `right` of
+  /// them are the sequence's next tokens. The others stand for drafts that will be rejected.
   void put(const Counts& tokens, const Counts& right);
   /// Writes the tokens and attends. observe() then applies the observations and features of the
   /// `right` tokens only.
   void attend(cudaStream_t stream = nullptr);
   void observe(cudaStream_t stream = nullptr);
-  /// Arguments that end an append of all tokens put since the last one, to another layer or in
-  /// place.
+  /// Arguments of the compaction that ends an append of all tokens since the last append, to
+  /// another layer or in place.
   kvlab_compact_args end_args(const AppendingLayer& to) const;
   /// Updates the host's state after a captured graph has ended the append.
   void ended(AppendingLayer& to);
 
-  /// From now on tokens at positions below `tokens` are equal in all sequences.
+  /// From now on, tokens at positions below `tokens` are the same in all sequences.
   void begin_alike(int tokens) { alike_ = static_cast<std::uint32_t>(tokens); }
-  /// Gives the first sequence's tokens to the others: shares its pages of `page` slots, and copies
-  /// the rest by kvlab_copy_prefix.
+  /// Gives the tokens of the first sequence to the others. They share its pages of `page` slots,
+  /// and kvlab_copy_prefix copies the rest.
   cudaError_t share_prefix(int page);
 
   /// Runs a whole append, in place.
@@ -61,7 +62,7 @@ class AppendingLayer {
   void evict_to_budget();
 
   LiveTokens live(int pair) const;
-  /// Outputs of right tokens and of decoded tokens.
+  /// The outputs of the `right` tokens and of the decoded tokens.
   const std::vector<std::byte>& outputs() const { return outputs_; }
   const kvlab_policy* policy() const { return policy_; }
   int pairs() const { return sequences() * size_.kv_heads; }
@@ -88,7 +89,7 @@ class AppendingLayer {
   std::size_t feature_count_ = 0;
   int max_tokens_;
   std::vector<std::uint32_t> position_;  ///< [sequence]: position of the append's first token
-  int begun_ = 0;                        ///< tokens of the append that are already written
+  int begun_ = 0;  ///< number of tokens of the append that are already written
   std::uint32_t alike_ = 0;
   Counts tokens_, right_, total_;
   PagedCache cache_;

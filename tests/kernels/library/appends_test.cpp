@@ -1,4 +1,5 @@
-// Appends through kvlab.h other than prompts, each compared with a plain append, equal to the bit.
+// Checks that other appends than prompts through kvlab.h give the same bits as plain appends:
+// drafts, shared prefixes, and KV heads split over devices.
 #include <algorithm>
 #include <memory>
 #include <random>
@@ -30,8 +31,8 @@ void check_layers(const AppendingLayer& expected, const AppendingLayer& found) {
   CHECK(first_difference(expected.outputs(), found.outputs()) == -1);
 }
 
-/// How many of each sequence's drafts are right, plus the token after them; 0: the sequence is
-/// idle.
+/// For each sequence: 1 plus the number of accepted drafts, or 0 if the sequence is idle. The 1 is
+/// the token after the accepted drafts.
 AppendingLayer::Counts sample_right(int sequences, std::mt19937& random) {
   AppendingLayer::Counts right;
   for (int s = 0; s < sequences; ++s)
@@ -65,7 +66,8 @@ void check_drafts(const LayerSize& size, const Paging& paging) {
 
 constexpr int kPrefix = 64, kRest = 37;
 
-/// Reads a prefix once and shares it. Compares the result with reading each prompt as a whole.
+/// Appends a prefix once and shares it among the sequences. Compares the result with appending each
+/// prompt as a whole.
 void check_prefix(const LayerSize& size, const Paging& paging) {
   INFO(size.name() << " page " << paging.page);
   const auto sequences = size.prompts.size();
@@ -98,7 +100,7 @@ void check_prefix(const LayerSize& size, const Paging& paging) {
   }
 }
 
-/// Four KV heads on one device, and split over two devices that exchange their ranks.
+/// Four KV heads on one device, and the same split over two devices that exchange ranks of tokens.
 class TwoDevices {
  public:
   TwoDevices(const LayerSize& size, bool by_layer, std::uint32_t smooth)
@@ -185,13 +187,13 @@ kvlab_prefix_args prefix_of_nothing(std::int64_t& slot, kvlab_observation& seen,
 
 }  // namespace
 
-TEST_CASE("Accepted drafts are one append, and rejected drafts change nothing", "[gpu]") {
+TEST_CASE("Accepted drafts equal one append, and rejected drafts change nothing", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string& policy : policies())
     for (const Paging& paging : {kSlots, kBlocks}) check_drafts({.policy = policy}, paging);
 }
 
-TEST_CASE("Accepted drafts are one append for every type, size and group", "[gpu]") {
+TEST_CASE("Accepted drafts equal one append for every type, size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
@@ -242,7 +244,7 @@ TEST_CASE("One graph attends to drafts, and another one appends them", "[gpu]") 
 }
 
 TEST_CASE(
-    "A shared prefix gives the same cache as a prefix that is read again, for every policy "
+    "A shared prefix gives the same cache as a prefix that is appended again, for every policy "
     "that allows it",
     "[gpu]") {
   if (!has_device()) return skip("no CUDA device");

@@ -1,4 +1,4 @@
-// kvlab_cache_memory compared with the engine's layout, to the byte. Needs no device.
+// Compares kvlab_cache_memory with the bytes of the engine's layout. Needs no device.
 #include <algorithm>
 #include <random>
 
@@ -11,7 +11,7 @@ using namespace kvlab;
 
 namespace {
 
-/// A cache of the engine, sampled at random.
+/// A cache of the engine with random settings.
 struct SampledCache {
   DeviceShape model;
   CudaDecoderOptions options;
@@ -105,7 +105,7 @@ std::size_t sum(std::initializer_list<std::size_t> parts) {
   return all;
 }
 
-/// The bytes of all layers; a layer's arrays are parts of these. `slots`: of each layer.
+/// The bytes of the arrays that all layers share. `slots`: the number of slots of each layer.
 std::size_t storage_of(const SampledCache& sampled, const kernels::KvCacheConfig& config,
                        const kernels::PairSlots& pairs, const std::vector<std::int64_t>& slots) {
   const kvlab_cache_view cache = shape_of(sampled, sampled.options.sequences, pairs.max_slots());
@@ -121,7 +121,8 @@ std::size_t storage_of(const SampledCache& sampled, const kernels::KvCacheConfig
     all.params = one.params, all.threshold16 = one.threshold16;
     all.seeds = one.seeds, all.sequence_ids = one.sequence_ids;
   }
-  // The engine has one table of limits for steps, one for compactions, and one that says never.
+  // The engine has three tables of the lengths at which eviction starts: for steps, for
+  // compactions, and one with which nothing is evicted.
   const std::size_t evict_at = config.has_modifiers() ? all.evict_at : 0;
   return sum({all.keys, all.values, all.positions, all.ages, all.states, all.features,
               all.unit_keys, sampled.options.watched ? all.seen : 0, all.first_slot, all.lengths,
@@ -129,7 +130,7 @@ std::size_t storage_of(const SampledCache& sampled, const kernels::KvCacheConfig
               all.sequence_ids, all.seeds});
 }
 
-/// The bytes for a prompt of one sequence, which each layer uses in turn.
+/// The bytes for a prompt of one sequence. The layers use this memory one after another.
 std::size_t prompt_of(const SampledCache& sampled, int tokens) {
   const CudaDecoderOptions& options = sampled.options;
   const kvlab_cache_view cache = shape_of(sampled, 1, tokens);
@@ -153,7 +154,7 @@ std::size_t prompt_of(const SampledCache& sampled, int tokens) {
 
 }  // namespace
 
-TEST_CASE("The library reports the bytes that the engine allocates") {
+TEST_CASE("kvlab_cache_memory reports the bytes that the engine allocates") {
   ShapeSampler sampler(1);
   for (int shape = 0; shape < 200; ++shape) {
     const SampledCache some = sampled(sampler);

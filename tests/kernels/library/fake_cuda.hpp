@@ -1,6 +1,6 @@
 // A stand-in for the CUDA runtime, so that code on the host can be tested without a device. Device
-// memory is host memory, copies copy, and kernels do nothing. A test links it instead of the
-// runtime (fake_cuda.cpp).
+// memory is host memory, copies work, and kernels do nothing. A test links fake_cuda.cpp instead of
+// the runtime.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,7 +13,7 @@ namespace kvlab::fake_cuda {
 int launches();
 /// Sets what cudaStreamIsCapturing() reports for all streams.
 void set_capturing(bool capturing);
-/// Lets allocations fail that would bring the total above this many bytes.
+/// Makes allocations fail that would raise the total above `bytes` bytes.
 void set_memory(std::size_t bytes);
 /// Bytes that are allocated now.
 std::size_t allocated();

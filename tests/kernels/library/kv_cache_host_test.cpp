@@ -1,5 +1,6 @@
-// What kvlab_kv_cache does on the host: counts, the order of calls, sequences that start and are
-// copied. It runs without a device, on a stand-in for the CUDA runtime whose kernels do nothing.
+// Tests of the code of kvlab_kv_cache that runs on the host: counts, the order of calls, and
+// sequences that start or are copied. They need no device, because they link a stand-in for the
+// CUDA runtime whose kernels do nothing.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -74,11 +75,11 @@ class Cache {
             .qkv = rows_.data(),
             .out = rows_.data()};
   }
-  /// Why a call is refused; empty if it is not.
+  /// Appends a chunk. Returns the reason if the call is refused, and otherwise "".
   std::string append(const kvlab_append_chunk& chunk) {
     return why(kvlab_kv_cache_append(cache_, &chunk, nullptr));
   }
-  /// Appends tokens in all layers.
+  /// Appends tokens in all layers, one layer after another.
   std::string append(int sequence, std::uint32_t fed, std::uint32_t tokens) {
     for (int layer = 0; layer < kLayers; ++layer)
       if (std::string said = append(chunk(sequence, layer, fed, tokens)); !said.empty())
@@ -128,7 +129,7 @@ constexpr std::uint64_t kTokenBytes = 2 * kSize * 2;
 
 }  // namespace
 
-TEST_CASE("A request leaves a batch and another takes its place") {
+TEST_CASE("A new request replaces another one in a batch") {
   Cache cache;
   for (int sequence = 0; sequence < kSequences; ++sequence)
     CHECK(cache.append(sequence, 0, 10 + static_cast<std::uint32_t>(sequence)) == "");
@@ -142,7 +143,7 @@ TEST_CASE("A request leaves a batch and another takes its place") {
   CHECK(cache.step() == "");
   CHECK(cache.tokens() == Counts{12, 41, 14});
   CHECK(cache.info(0).kv_bytes == kLayers * kHeads * 12 * kTokenBytes);
-  // After the prompt 23 of 40 tokens are kept; the step adds one.
+  // After the prompt, 23 of 40 tokens are kept. The step adds one.
   CHECK(cache.info(1).kv_bytes == kLayers * kHeads * 24 * kTokenBytes);
   CHECK(cache.info(1).evictions == kLayers * kHeads * 17);
   CHECK(cache.clear() == "");
@@ -169,7 +170,7 @@ TEST_CASE("Counts of modifiers and tiers start again with a sequence") {
 TEST_CASE("An append or a step can be aborted") {
   Cache cache;
   CHECK(cache.append(0, 0, 10) == "");
-  // After one of two layers.
+  // Aborts an append after the first of two layers.
   CHECK(cache.append(cache.chunk(1, 0, 0, 12)) == "");
   CHECK_THAT(cache.step(), ContainsSubstring("sequence 1 is in the middle of an append"));
   CHECK(cache.step({1, 0, 0}) == "");  // others can go on between layers
@@ -177,7 +178,7 @@ TEST_CASE("An append or a step can be aborted") {
   CHECK(cache.start(1) == "");
   CHECK(cache.append(1, 0, 12) == "");
 
-  // In the middle of a layer.
+  // Aborts an append in the middle of a layer.
   kvlab_append_chunk chunk = cache.chunk(2, 0, 0, 12);
   chunk.count = 5;
   CHECK(cache.append(chunk) == "");
@@ -188,7 +189,7 @@ TEST_CASE("An append or a step can be aborted") {
   CHECK(cache.start(2) == "");
   CHECK(cache.append(0, 11, 3) == "");
 
-  // A step of which only the first layer has run.
+  // Aborts a step of which only the first layer has run.
   CHECK(cache.begin_step() == "");
   CHECK(cache.layer_of_step(0) == "");
   for (int sequence = 0; sequence < kSequences; ++sequence) CHECK(cache.start(sequence) == "");
@@ -225,7 +226,7 @@ TEST_CASE("Chunks go through all layers in a scheduler's order, with steps betwe
       CHECK(cache.info(sequence).kv_bytes == plain.info(sequence).kv_bytes);
       CHECK(cache.info(sequence).evictions == plain.info(sequence).evictions);
     }
-    // Between two layers nothing else is appended.
+    // Between two layers of an append, no other sequence can be appended to.
     CHECK(cache.append(cache.chunk(0, 1, cache.info(0).tokens, 8)) == "");
     CHECK_THAT(cache.append(1, cache.info(1).tokens, 5), ContainsSubstring("in the middle"));
     CHECK(cache.start(0) == "");
@@ -275,7 +276,7 @@ TEST_CASE("A sequence that starts can have other settings") {
   for (int sequence = 0; sequence < 2; ++sequence) CHECK(cache.append(sequence, 0, 40) == "");
   CHECK(cache.info(0).kv_bytes == kLayers * kHeads * 23 * kTokenBytes);
   CHECK(cache.info(1).kv_bytes == kLayers * kHeads * 11 * kTokenBytes);
-  CHECK(cache.clear() == "");  // settings stay
+  CHECK(cache.clear() == "");  // this does not change the settings
   CHECK(cache.append(1, 0, 40) == "");
   CHECK(cache.info(1).kv_bytes == kLayers * kHeads * 11 * kTokenBytes);
 
@@ -297,7 +298,7 @@ TEST_CASE("A sequence that starts can have other settings") {
              ContainsSubstring("it should be equal, because the cache has tiers"));
 }
 
-TEST_CASE("No memory for an append changes nothing") {
+TEST_CASE("An append for which there is not enough memory changes nothing") {
   Cache cache;
   CHECK(cache.append(0, 0, 10) == "");
   const std::size_t before = fake_cuda::allocated();
@@ -311,7 +312,7 @@ TEST_CASE("No memory for an append changes nothing") {
 
 namespace {
 
-/// A cache whose sequences differ in everything but their slots.
+/// A cache whose sequences have different seeds and ids, and the same slots.
 kernels::KvCacheConfig config_of(bool quantized) {
   kernels::KvCacheConfig config{.type = KVLAB_BF16,
                                 .query_heads = kQueryHeads,
@@ -330,7 +331,7 @@ kernels::KvCacheConfig config_of(bool quantized) {
   return config;
 }
 
-/// The elements of an array that belong to one sequence.
+/// Elements [first, first + count) of an array.
 template <class T>
 std::vector<T> part(const T* array, std::int64_t first, std::int64_t count) {
   return {array + first, array + first + count};
@@ -338,13 +339,13 @@ std::vector<T> part(const T* array, std::int64_t first, std::int64_t count) {
 
 }  // namespace
 
-TEST_CASE("A copied sequence has all arrays of the other") {
+TEST_CASE("Copying a sequence copies all its arrays") {
   const bool quantized = GENERATE(false, true);
   CAPTURE(quantized);
   kernels::KvCache cache(config_of(quantized), nullptr);
   const kernels::SlotStorage& storage = cache.storage();
   const kernels::PairSlots& slots = cache.slots();
-  // Different contents in every slot.
+  // Every slot gets different contents.
   const auto total = static_cast<std::size_t>(slots.total());
   std::iota(storage.positions, storage.positions + total, 100u);
   std::iota(storage.features, storage.features + total, 1.0f);

@@ -1,5 +1,5 @@
-// kvlab_kv_cache compared with the CPU's caches, which get the same queries, keys and values; and
-// its refusals, which need no device.
+// Compares kvlab_kv_cache with the CPU's caches, which get the same queries, keys and values. The
+// tests of its refusals need no device.
 #include <cmath>
 #include <memory>
 #include <random>
@@ -33,7 +33,7 @@ void done(cudaError_t error) {
   REQUIRE(error == cudaSuccess);
 }
 
-/// A resolved configuration as a caller in C lays it out.
+/// A resolved configuration as the structs and arrays that a caller in C would fill in.
 struct Layout {
   explicit Layout(const ResolvedConfig& cache, int sequences = 1, kvlab_type type = KVLAB_F32) {
     const PolicySpec& policy = cache.policy;
@@ -101,7 +101,7 @@ struct Layout {
   kvlab_kv_cache_config config{};
 };
 
-/// The handle, with a stream and memory for rows.
+/// A kvlab_kv_cache with memory for the rows of its calls.
 class Slots {
  public:
   explicit Slots(const Layout& layout)
@@ -111,7 +111,7 @@ class Slots {
   ~Slots() { kvlab_kv_cache_destroy(slots_); }
   Slots(const Slots&) = delete;
 
-  /// Appends a prompt's chunk in a layer, in two parts.
+  /// Appends a prompt in a layer, as two chunks.
   std::vector<float> append(int sequence, std::uint32_t layer, std::uint32_t fed, bool ends,
                             std::span<const float> qkv) {
     qkv_.assign(qkv);
@@ -132,7 +132,7 @@ class Slots {
     }
     return outputs(tokens);
   }
-  /// One chunk of a prompt of `tokens` tokens, from `first` on.
+  /// Appends, in a layer, the chunk of a prompt of `tokens` tokens that begins at token `first`.
   std::vector<float> append_chunk(int sequence, std::uint32_t layer, std::uint32_t first,
                                   std::uint32_t tokens, std::span<const float> qkv) {
     qkv_.assign(qkv);
@@ -194,7 +194,7 @@ class Slots {
   kvlab_kv_cache* slots_ = nullptr;
 };
 
-/// The CPU's caches, driven as the rule says.
+/// The CPU's caches, with the same appends.
 class Host {
  public:
   explicit Host(const ResolvedConfig& config) {
@@ -225,8 +225,7 @@ class Host {
     if (ends) cache.end_prompt();
     return out;
   }
-  /// The positions before the token at `now`, after eviction to the budget, as the device holds
-  /// them.
+  /// The positions of the tokens that a KV head keeps.
   std::vector<std::uint32_t> kept(std::uint32_t layer, std::uint32_t head) const {
     const auto positions = layers_[layer].heads()[head].live().positions();
     return {positions.begin(), positions.end()};
@@ -261,8 +260,8 @@ class SampledRows {
   std::normal_distribution<float> normal_;
 };
 
-/// Runs a prompt, a text and a second turn on both sides. Returns the largest difference of an
-/// output.
+/// Runs a prompt, decoded tokens and a second turn on the device and on the CPU, and compares the
+/// kept tokens. Returns the largest difference of an output, relative to the largest output.
 double conversation(const ResolvedConfig& config) {
   const Layout layout(config);
   Slots slots(layout);
@@ -274,7 +273,8 @@ double conversation(const ResolvedConfig& config) {
     const std::uint32_t chunk = config.prefill.chunk == 0 ? prompt : config.prefill.chunk;
     std::vector<std::vector<float>> rows;
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) rows.push_back(sampled.rows(prompt));
-    for (std::uint32_t layer = 0; layer < kLayers; ++layer)  // in the order of transformers
+    // transformers appends all chunks of a prompt in a layer before the next layer.
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer)
       for (std::uint32_t first = 0; first < prompt; first += chunk) {
         const std::uint32_t tokens = std::min(chunk, prompt - first);
         const auto part = std::span(rows[layer]).subspan(first * kRow, tokens * kRow);
@@ -312,7 +312,7 @@ ResolvedConfig resolved(const char* policy, std::uint32_t budget) {
 
 }  // namespace
 
-TEST_CASE("A device's cache keeps the tokens that the CPU's caches keep, and give the same outputs",
+TEST_CASE("A device's cache keeps the same tokens as the CPU's caches and gives the same outputs",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const test::Choices choices{
@@ -321,7 +321,8 @@ TEST_CASE("A device's cache keeps the tokens that the CPU's caches keep, and giv
       .budgets = test::budgets_about(36, kModel)};
   for (const CacheConfig& config : test::covering(choices, &kKernelLibrary, kTokens, kModel)) {
     INFO(test::text_of(config));
-    // A key that differs in its last bit may have another quantized value.
+    // Outputs on quantized tiers differ more, because a key that differs in its last bit may have
+    // another quantized value.
     CHECK(conversation(resolve(config, kTokens, 0, kModel)) <
           (config.policy.tier_plan.is_quantized() ? 3e-2 : 1e-4));
   }
@@ -338,8 +339,8 @@ TEST_CASE("A captured graph of a cache's steps stays valid, also after clear()",
   if (!has_device()) return skip("no CUDA device");
   const Layout layout(resolved("h2o:tiers=16@8t+4@100%", 32), 1, KVLAB_BF16);
   CHECK(layout.config.tier_count == 2);
-  // The memory holds zeros and ones, because the halves of arbitrary floats may be NaN as 2-byte
-  // numbers.
+  // The rows contain only zeros and ones, because the halves of arbitrary floats may be NaN if they
+  // are read as 2-byte numbers.
   constexpr std::size_t kBytes = kRow * 2;
   Stream stream;
   kvlab_kv_cache* slots = nullptr;
@@ -385,7 +386,7 @@ TEST_CASE("A captured graph of a cache's steps stays valid, also after clear()",
   kvlab_kv_cache_destroy(slots);
 }
 
-TEST_CASE("Sequences of a cache decode in a batch as they do alone", "[gpu]") {
+TEST_CASE("Sequences of a cache give the same results in a batch as alone", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const ResolvedConfig config = resolved("h2o:every=4", 24);
   const Layout both(config, 2), one(config);
@@ -397,7 +398,8 @@ TEST_CASE("Sequences of a cache decode in a batch as they do alone", "[gpu]") {
     alone.append(0, layer, 0, true, prompt);
   }
   for (int step = 0; step < 30; ++step) {
-    const bool first = step % 3 == 0;  // the other sequence has had no prompt
+    const bool first =
+        step % 3 == 0;  // the first sequence, which has no prompt, decodes less often
     slots.begin_step({static_cast<unsigned char>(first), 1});
     alone.begin_step();
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
@@ -412,7 +414,7 @@ TEST_CASE("Sequences of a cache decode in a batch as they do alone", "[gpu]") {
     CHECK(slots.kept(1, 1, head) == alone.kept(0, 1, head));
 }
 
-TEST_CASE("Requests leave and join a batch, and each decodes as it does alone", "[gpu]") {
+TEST_CASE("Requests leave and join a batch, and each gives the same results as alone", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const char* policy : {"h2o", "h2o:every=4", "h2o:tiers=16@8t+4@100%", "keydiff", "sink"}) {
     CAPTURE(policy);
@@ -442,7 +444,7 @@ TEST_CASE("Requests leave and join a batch, and each decodes as it does alone", 
     prompt(first, 0, 40);
     prompt(second, 1, 35);
     steps(first, 10);
-    batch.start(0);  // the first request is done
+    batch.start(0);  // the first request has ended
     CHECK(batch.held(0).tokens == 0);
     prompt(joining, 0, 30);
     steps(joining, 20);
@@ -524,7 +526,7 @@ TEST_CASE("Steps and appends of different sequences of a cache do not affect eac
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
   };
   unannounced();
-  CHECK(slots.kept(0, 1, 0).empty());  // begin_step() was not called
+  CHECK(slots.kept(0, 1, 0).empty());  // steps without begin_step() append nothing
 
   const auto same = [&](int sequence, std::uint32_t layer, std::uint32_t fed, const auto& tokens,
                         const std::vector<float>& out) {
@@ -539,7 +541,7 @@ TEST_CASE("Steps and appends of different sequences of a cache do not affect eac
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
       same(sequence, layer, 0, prompt, first[layer]);
       if (sequence > 0 || layer > 0) continue;
-      // Far more tokens than fit, between two layers of another sequence's append.
+      // An append of far too many tokens is refused between two layers of another append.
       const kvlab_append_chunk part{.struct_size = sizeof part,
                                     .sequence = 1,
                                     .tokens = 1u << 30,
@@ -548,10 +550,10 @@ TEST_CASE("Steps and appends of different sequences of a cache do not affect eac
                                     .out = slots.rows()};
       CHECK(kvlab_kv_cache_append(slots.get(), &part, nullptr) == cudaErrorMemoryAllocation);
     }
-  slots.begin_step({0, 1, 0});  // the step's launches come after another sequence's append
+  slots.begin_step({0, 1, 0});  // another sequence's append comes before the launches of this step
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(0, layer, 5, next, second[layer]);
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
-  unannounced();  // one step per begin_step()
+  unannounced();  // appends nothing, because each step needs its begin_step()
   CHECK(slots.kept(1, 1, 0).size() == 6);
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(2, layer, 5, next, second[layer]);
 }
@@ -608,7 +610,7 @@ TEST_CASE("A cache is measured without a device, and refusals give a reason") {
   CHECK(std::string(kvlab_last_error()).starts_with(call + "layers[0].output is NULL"));
 }
 
-TEST_CASE("A cache that keeps all tokens keeps them on its first tier") {
+TEST_CASE("A cache that keeps all tokens keeps them in its first tier") {
   constexpr std::size_t kMany = 1 << 14;  // so that workspaces, which differ by GPU, are small
   const auto bytes = [](const char* policy) {
     Layout layout(resolved(policy, 32), 1, KVLAB_BF16);
@@ -617,7 +619,8 @@ TEST_CASE("A cache that keeps all tokens keeps them on its first tier") {
     done(kvlab_kv_cache_memory(&layout.config, &all));
     return all;
   };
-  // Each of `saved` channels takes 4 or 5 bits instead of 16.
+  // Each of the `saved` channels takes 4 or 5 bits instead of 16, so more than half a byte is
+  // saved.
   const std::size_t saved = kLayers * kHeads * kMany * 2 * kSize;
   CHECK(bytes("full:tiers=4") + saved / 2 < bytes("full"));
 }

@@ -1,4 +1,5 @@
-// kvlab.h compared with the host's catalogue, and its refusals. Needs no device.
+// Compares kvlab.h with the catalogue of policies on the host, and tests its refusals. Needs no
+// device.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -20,7 +21,8 @@ using Catch::Matchers::ContainsSubstring;
 
 namespace {
 
-/// Compiles a text as my.hpp with kvlab_compile_policy; the error, and whether there is a policy.
+/// The result of compiling a text as my.hpp with kvlab_compile_policy: the error, whether there is
+/// a policy, and the log.
 struct Compiled {
   cudaError_t error;
   bool there;
@@ -43,7 +45,7 @@ std::vector<double> defaults_of(const PolicyEntry& entry) {
 
 }  // namespace
 
-TEST_CASE("The library gives a prompt's queries the host's weights") {
+TEST_CASE("The library gives the queries of a prompt the same weights as the host") {
   int weighted = 0;
   for (const PolicyEntry& entry : policy_catalogue()) {
     CAPTURE(entry.info.name);
@@ -66,7 +68,7 @@ TEST_CASE("The library gives a prompt's queries the host's weights") {
   CHECK(weighted > 0);
 }
 
-TEST_CASE("The library accepts the command's parameters, in their ranges only") {
+TEST_CASE("The library accepts the same parameters as the command, in the same ranges") {
   int refused = 0;
   for (const PolicyEntry& entry : policy_catalogue()) {
     const std::string name(entry.info.name);
@@ -361,7 +363,8 @@ TEST_CASE("The library compiles a header, and reports errors at the header's lin
   CHECK_THAT(compiled("int x;").log, ContainsSubstring("my.hpp: holds no struct"));
 }
 
-TEST_CASE("The library says what it cannot read, within the caller's buffer") {
+TEST_CASE(
+    "The library reports files that it cannot read, and the message fits the caller's buffer") {
   const kvlab_policy* policy = nullptr;
   std::array<char, 9> log{};
   CHECK(kvlab_compile_policy("/nowhere/my.hpp", &policy, log.data(), 8) == cudaErrorFileNotFound);

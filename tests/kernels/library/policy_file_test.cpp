@@ -1,4 +1,4 @@
-// kvlab_read_policy_file compared with the reader of `kvlab generate --policy-file`. Needs no
+// Compares kvlab_read_policy_file with the reader of `kvlab generate --policy-file`. Needs no
 // device.
 #include <array>
 #include <nlohmann/json.hpp>
@@ -16,7 +16,7 @@ using Catch::Matchers::ContainsSubstring;
 
 namespace {
 
-/// Reads a policy.json with this text through the library, for two layers of three KV heads.
+/// The result of reading a policy.json through the library, for two layers of three KV heads.
 struct ReadFile {
   std::array<kvlab_rule, 6> rules{};
   kvlab_policy_file file{.struct_size = sizeof(kvlab_policy_file)};

@@ -1,4 +1,4 @@
-// A router's choice, products of the chosen experts and their sum, compared with float64.
+// Compares a router's choice, the products of the chosen experts and their sum with float64.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -109,7 +109,7 @@ class ExpertLayer {
     return all;
   }
 
-  /// Compares the choice with float64; of two experts with nearly equal logits either is right.
+  /// Compares the choice with float64. Of two experts with nearly equal logits, either is correct.
   void check_routes(const std::vector<std::int32_t>& expert) const {
     const auto shares = decode(KVLAB_F32, shares_->to_host());
     int wrong = 0;
@@ -136,7 +136,7 @@ class ExpertLayer {
     CHECK(worst < 1e-3);
   }
 
-  /// Computes the expected products from the norms as the device rounded them.
+  /// Compares the products with those computed on the host from the device's rounded norms.
   void check_products(const std::vector<std::int32_t>& expert) const {
     const auto y = decode(KVLAB_F32, y_->to_host()),
                normed = decode(size_.type, normed_->to_host());
@@ -190,7 +190,7 @@ class ExpertLayer {
 
 }  // namespace
 
-TEST_CASE("experts agree with float64 for every type, few tokens and many", "[gpu]") {
+TEST_CASE("experts agree with float64 for every type, with few tokens and with many", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const bool biases : {false, true})

@@ -1,5 +1,5 @@
-// The product that ends with RoPE and the cache write, compared with the two kernels that it
-// replaces; other tests compare each of these with float64.
+// Compares the product that also applies RoPE and writes to the cache with the two kernels that it
+// replaces. Other tests compare each of these with float64.
 #include <algorithm>
 #include <cmath>
 #include <random>
@@ -36,7 +36,7 @@ struct Case {
   }
 };
 
-/// The outputs: the plain projection, rotated queries, the cache.
+/// The outputs: the plain projection, the rotated queries, and the cache.
 struct Outputs {
   explicit Outputs(const Case& c)
       : y(bytes(c, c.rows * c.heads())),
@@ -53,7 +53,7 @@ struct Outputs {
       check_cuda(cudaMemset(part->data(), 0xFF, part->to_host().size()));
     check_cuda(cudaDeviceSynchronize());
   }
-  /// All outputs, redzones included.
+  /// The bytes of all outputs, with their redzones.
   std::vector<std::byte> take() const {
     std::vector<std::byte> all;
     for (const auto* part : {&y, &q, &keys, &values, &positions}) {
@@ -83,7 +83,7 @@ class RopeTrial {
     std::vector<std::int32_t> position, slot;
     for (int row = 0; row < c_.rows; ++row) {
       position.push_back((row * 37 + by * 11) % kPositions);
-      // With pairs: relative to the next slot
+      // If slots are given by pair, they are relative to the next slot.
       slot.push_back((row + by) % (c_.pairs ? 2 : kSlots));
     }
     positions_.assign(position);
@@ -253,7 +253,7 @@ TEST_CASE("a product that ends with RoPE equals the two launches to the bit", "[
       check({.type = type, .rows = rows, .query_heads = 7, .kv_heads = 1, .bias = true});
       check({.type = type, .rows = rows, .kv_heads = 1, .head_size = 256, .rotated = 256});
     }
-  check({.rows = 8, .query_heads = 2, .kv_heads = 1, .k = 8192});  // in two passes
+  check({.rows = 8, .query_heads = 2, .kv_heads = 1, .k = 8192});  // takes two passes
   check({.rows = 5, .query_heads = 6, .kv_heads = 3, .pairs = true});
   // These need two launches:
   check({.rows = 3, .head_norm = true});

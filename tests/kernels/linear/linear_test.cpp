@@ -49,12 +49,13 @@ double activated(Activation activation, double x) {
   return x / 2 * (1 + std::tanh(kRoot2OverPi * (x + 0.044715 * x * x * x)));
 }
 
-/// A problem's inputs on both sides, and its results computed in three ways.
+/// The inputs of a problem on the host and on the device, and its results: of the kernel, exact and
+/// naive.
 class Trial {
  public:
   explicit Trial(const Problem& problem) : p_(problem), out_(out_bytes() + kRedzone) {}
 
-  /// Poisons the output, except for a residual, which is reset to its start.
+  /// Poisons the output. A residual is reset to its initial values instead.
   void reset() {
     check_cuda(cudaMemset(out_.data(), 0xFF, out_bytes() + kRedzone));
     if (p_.output == Output::residual)
@@ -107,7 +108,7 @@ class Trial {
   std::vector<double> exact() const {
     return compute<double>([](double x) { return x; }, [](double x) { return x; });
   }
-  /// Float32 sums in order; the normed x and the result are rounded.
+  /// The result with float32 sums in order. The normed x and the result are rounded.
   std::vector<double> naive() const {
     return compute<float>([&](float x) { return rounded(p_.type, x); },
                           [&](float x) { return rounded(out_type(), x); });
@@ -263,7 +264,7 @@ TEST_CASE("linear is correct if blocks process many units, and for long rows", "
   for (const bool norm : {false, true}) {
     for (const int n : {1061, 2048, 3072, 4096, 20001})  // units of 8, 16 and 32 weight rows
       check_accuracy({.rows = 3, .n = n, .k = 264, .norm = norm, .output = Output::logits});
-    check_accuracy({.rows = 8, .n = 40, .k = 8192, .norm = norm});  // normed: in two passes
+    check_accuracy({.rows = 8, .n = 40, .k = 8192, .norm = norm});  // with a norm, in two passes
     check_accuracy({.rows = 8, .n = 70, .k = 14336, .norm = norm, .output = Output::residual});
     check_accuracy({.type = KVLAB_F32, .rows = 8, .n = 20, .k = 8192, .norm = norm});
   }
@@ -273,7 +274,8 @@ TEST_CASE("linear is correct with the plans of a GPU with less shared memory", "
   if (!has_device()) return skip("no CUDA device");
   for (const int shared_bytes : {101'376, 65'536}) {
     const SmallerGpu small(shared_bytes);
-    const int longest = shared_bytes > 100'000 ? 8192 : 3072;  // normed: with a ring of two stages
+    // With a norm, the longest row has a ring of two stages.
+    const int longest = shared_bytes > 100'000 ? 8192 : 3072;
     for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
       for (const int rows : {1, 3, 8}) {
         INFO(shared_bytes << " bytes, rows " << rows);
@@ -363,8 +365,8 @@ TEST_CASE("200 runs of linear, plain and in a graph, are equal to the bit", "[gp
 
 namespace {
 
-/// Layers of a small model: residual += down(gated(residual)). Each launch reads what the last one
-/// wrote.
+/// Layers of a small model: residual += down(gated(residual)). Each launch reads the output of the
+/// launch before it.
 class Chain {
  public:
   Chain() : residual_(kRows * kHidden), middle_(kRows * kInner * 2) {
@@ -426,7 +428,7 @@ class Chain {
 
 }  // namespace
 
-TEST_CASE("launches that start early wait for their inputs: one by one, in a stream, in a graph",
+TEST_CASE("launches that start early wait for their inputs, alone, in a stream and in a graph",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   Chain chain;

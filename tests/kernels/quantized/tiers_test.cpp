@@ -1,4 +1,5 @@
-// The device writes to a tier the bits that the host quantizes.
+// Checks that the device quantizes tokens to the same bits as the host, and attends to them
+// correctly.
 #include <cmath>
 #include <random>
 #include <utility>
@@ -23,7 +24,8 @@ namespace {
 
 constexpr int kPairs = 7;
 
-/// Rows of all magnitudes: constant, zero, with one outlier, too small for an fp16 scale.
+/// Random rows and rows that are constant, zero, with one outlier, too small for an fp16 scale, and
+/// large.
 std::vector<float> rows_of(Type type, int head_size) {
   std::mt19937 random(static_cast<unsigned>(head_size));
   std::vector<float> rows =
@@ -46,7 +48,7 @@ DeviceFormat device_format(const KvFormat& format) {
           static_cast<std::uint8_t>(format.value->bits), is_floating(format)};
 }
 
-/// The values that a row's quantized values and metadata stand for.
+/// Dequantizes a row.
 std::vector<float> read_back(const RowPart& part, const KvFormat& format, bool key, int head_size) {
   const int bits = (key ? format.key : format.value)->bits;
   const std::byte* const metadata = part.metadata;
@@ -151,7 +153,7 @@ void check_format_of(const KvFormat& format, Type type, int head_size) {
 
 }  // namespace
 
-TEST_CASE("A token on a tier has the host's quantized value, bit for bit", "[gpu]") {
+TEST_CASE("A token in a tier has the same quantized values as on the host, bit for bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const KvFormat& format : kKvFormats)
     for (const Type type : {KVLAB_F32, KVLAB_BF16, KVLAB_F16})
@@ -161,7 +163,8 @@ TEST_CASE("A token on a tier has the host's quantized value, bit for bit", "[gpu
 
 namespace {
 
-/// Keys of three heads, of which the first two tokens are live and the others new.
+/// Compares the centres of three heads' keys, and the centred keys, with the host's. The first two
+/// tokens of each head are live, and the others are new.
 void check_centres_of(Type type, int head_size) {
   constexpr int kHeads = 3, kSlots = 150, kLive = 2, kFirst = 3, kTokens = 100;
   std::mt19937 random(3);
@@ -206,7 +209,7 @@ void check_centres_of(Type type, int head_size) {
 
 }  // namespace
 
-TEST_CASE("Centres and centred keys are the host's, bit for bit", "[gpu]") {
+TEST_CASE("Centres and centred keys equal those of the host, bit for bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_F32, KVLAB_BF16, KVLAB_F16})
     for (const int head_size : {64, 96, 128, 256}) check_centres_of(type, head_size);
@@ -220,7 +223,7 @@ struct First {
   int slot = -1;
 };
 
-/// A layer's rows with random quantized values; two kernels attend to them.
+/// The rows of a layer with random quantized values, to which the plain and the fast kernel attend.
 class RandomTiers {
  public:
   RandomTiers(Type type, int head_size, int group, const std::vector<KvFormat>& tier_plan)
@@ -286,7 +289,7 @@ class RandomTiers {
   }
   std::size_t tokens() const { return total_; }
 
-  /// The places of all tokens.
+  /// The rows of all tokens, and their contents.
   struct State {
     std::vector<std::byte> bytes;
     std::vector<std::uint32_t> row_of_slot, slot_of_row, next_rows;
@@ -331,7 +334,7 @@ class RandomTiers {
   std::size_t owner_at(std::size_t pair, std::uint32_t row) const {
     return static_cast<std::size_t>(tier_plans_[pair].first_row + row);
   }
-  /// A row's key or value as it is read; quantized values are after the Hadamard rotation.
+  /// The key or value that is read from a row. Quantized ones are still Hadamard-rotated.
   std::vector<float> read(const State& from, std::size_t pair, std::uint32_t row, bool key) const {
     const DeviceTier& tier = tier_plan(pair).tier[tier_of(tier_plan(pair), row)];
     const int element = static_cast<int>(bytes_of(type_));
@@ -344,7 +347,7 @@ class RandomTiers {
   }
 
  private:
-  /// Adds a pair with a varying number of tokens, on tiers that are full or not.
+  /// Adds a pair. The number of its tokens and whether its tiers are full depend on `pair`.
   void add_pair(int pair, const std::vector<KvFormat>& tier_plan) {
     DeviceTierPlan own{.tiers = static_cast<int>(tier_plan.size()),
                        .first_row = static_cast<std::int64_t>(slot_of_row_.size())};
@@ -469,8 +472,8 @@ TEST_CASE("Attention over tiers by tensor cores equals the plain attention", "[g
     }
 }
 
-/// Rings of one stage: head size 256 with eight query heads on an A100, with four on GPUs with 99
-/// KB.
+/// These plans have a ring of one stage for head size 256: with eight query heads per KV head on an
+/// A100, and with four on GPUs with 99 KB of shared memory.
 TEST_CASE("Attention over tiers equals the plain attention with a smaller GPU's plans", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const auto& [shared_bytes, group] : {std::pair{166'912, 8}, {101'376, 4}}) {
@@ -485,7 +488,8 @@ TEST_CASE("Attention over tiers equals the plain attention with a smaller GPU's 
 
 namespace {
 
-/// The result of demoting a row, as demotion_path() says.
+/// The row after it is demoted from tier `from` to tier `to`, with the quantizations of
+/// demotion_path().
 std::vector<float> demoted(std::vector<float> row, const DeviceTierPlan& tier_plan, int from,
                            unsigned to, bool key) {
   bool is_quantized = !tier_plan.tier[from].format.exact();
@@ -498,8 +502,9 @@ std::vector<float> demoted(std::vector<float> row, const DeviceTierPlan& tier_pl
   return row;
 }
 
-/// All tiers are full, except those below pair 2's first tier. Tier 1 of pair 3 has only protected
-/// tokens. From pair 5's tier 2 on, all tokens are last in the eviction order.
+/// Compares a step's demotions with the rule. All tiers are full, except those below the first tier
+/// of pair 2. Tier 1 of pair 3 has only protected tokens. In pair 5, the tokens of tier 2 and the
+/// tiers below it come last in the eviction order.
 void check_steps(Type type, int head_size, const std::vector<KvFormat>& formats) {
   const RandomTiers tiers(type, head_size, 1, formats);
   const auto before = tiers.state();
@@ -559,9 +564,7 @@ TEST_CASE("A demoted token is quantized as on the host, and is unchanged between
     }
 }
 
-TEST_CASE(
-    "Each channel of each row has its own bits in a tile of quantized values, and rows "
-    "share no byte") {
+TEST_CASE("In a tile of quantized values, no channels share bits and no rows share bytes") {
   for (const bool key : {true, false})
     for (const int bits : {8, 4, 2})
       for (const int blocks : {2, 3, 4, 8}) {
