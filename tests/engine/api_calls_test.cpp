@@ -1,5 +1,5 @@
-// The CUDA runtime calls of a decode step, counted by CUPTI: a graph launch, and no allocation or
-// waiting.
+// Counts the CUDA runtime calls of a decode step with CUPTI: a step launches a graph, allocates
+// nothing and waits for nothing.
 #include <cupti.h>
 
 #include <map>
@@ -15,7 +15,7 @@ using namespace kvlab;
 
 namespace {
 
-/// Counts the runtime's calls by name during its lifetime.
+/// Counts the calls of the CUDA runtime by name while this object exists.
 class ApiTrace {
  public:
   ApiTrace() {

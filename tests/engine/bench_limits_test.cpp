@@ -1,4 +1,4 @@
-// No benchmark result may exceed the limit that was measured with it.
+// Tests that a benchmark result above the limit that was measured with it is refused.
 #include "engine/bench_limits.hpp"
 
 #include <limits>
@@ -21,7 +21,7 @@ TEST_CASE("an impossible share of a limit is refused") {
   CHECK_THROWS_AS(share_of_limit("prefill", 1, 0, "FLOP/s"), LimitExceeded);
 }
 
-TEST_CASE("the pairs of a prompt are the keys that its queries see") {
+TEST_CASE("attended_pairs() counts the keys that a prompt's queries see") {
   CHECK(attended_pairs(4, 0, 0, 0) == 1 + 2 + 3 + 4);
   CHECK(attended_pairs(4, 2, 0, 0) == 1 + 2 + 2 + 2);
   CHECK(attended_pairs(4, 0, 2, 0) == 1 + 2 + 3 + 4);

@@ -14,7 +14,7 @@ const Model& tiny() {
   return model;
 }
 
-/// A path in a separate directory, which is removed at the end.
+/// A new directory for traces, which is removed at the end.
 class Scratch {
  public:
   Scratch() {
@@ -35,7 +35,7 @@ std::vector<std::int32_t> some_ids(std::size_t count) {
   return ids;
 }
 
-/// A long prompt, decoded tokens, a second turn: 1,150 tokens.
+/// Captures a long prompt, decoded tokens and a second turn: 1,150 tokens.
 TraceReader capture(const std::filesystem::path& path, Prefill prefill) {
   const auto ids = some_ids(1150);
   TraceWriter writer(path, trace_header(tiny(), {{"teacher_forced", true}}));

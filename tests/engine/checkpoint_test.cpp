@@ -1,4 +1,4 @@
-// Weights: checkpoints of one and of several files, and errors of broken checkpoints.
+// Tests of checkpoints of one and of several files, and of the errors of broken checkpoints.
 #include "engine/checkpoint/checkpoint.hpp"
 
 #include <cstring>
@@ -23,7 +23,7 @@ using nlohmann::json;
 
 const std::filesystem::path kModels = std::filesystem::path(KVLAB_SOURCE_DIR) / "tests/data/models";
 
-/// A checkpoint's tensors, which tests change and write again.
+/// A tensor of a checkpoint. Tests change tensors and write them again.
 struct Tensor {
   Dtype dtype;
   std::vector<std::size_t> shape;
@@ -110,7 +110,8 @@ TEST_CASE("a tensor that the model would not use is refused by name") {
         "model.layers.0.self_attn.q_norm.weight"})
     CHECK_THAT(extra(key),
                ContainsSubstring("tensor " + json_quoted(key) + " is not part of the model"));
-  CHECK(extra("model.layers.0.self_attn.rotary_emb.inv_freq").empty());  // in older files
+  // Older checkpoints contain this tensor, and it is ignored.
+  CHECK(extra("model.layers.0.self_attn.rotary_emb.inv_freq").empty());
 }
 
 TEST_CASE("a deceptive name is shown escaped") {
@@ -159,7 +160,7 @@ TEST_CASE("a file that is missing or cut off is refused by name") {
 
 // --- several files ------------------------------------------------------------------------------
 
-/// A copy of the checkpoint with several files; tests may change its index.
+/// A copy of a checkpoint with several files, whose index tests may change.
 struct Sharded {
   Sharded() {
     std::filesystem::copy(kModels / "mistral", folder.path());

@@ -37,7 +37,7 @@ TEST_CASE("a passage is covered by the fewest tokens") {
   CHECK(range_of(tokenizer, ids, "abc ab é ca") == Range{0, 9});
 }
 
-TEST_CASE("a special token in front counts as a token, but not as text") {
+TEST_CASE("a special token at the start counts as a token, but not as text") {
   const Tokenizer tokenizer = load_json(small_tokenizer());
   CHECK(range_of(tokenizer, {1, 264, 262}, "abcc") == Range{1, 2});
   CHECK(range_of(tokenizer, {1, 262, 1, 264}, "<s>abc") == Range{2, 2});

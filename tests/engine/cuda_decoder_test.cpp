@@ -1,4 +1,4 @@
-// The CUDA decoder compared with the CPU decoder: logits, batches, graphs, texts and traces.
+// Compares the CUDA decoder with the CPU decoder: logits, batches, graphs, texts and traces.
 #include "engine/cuda/cuda_decoder.hpp"
 
 #include <cmath>
@@ -23,8 +23,8 @@ using test::relative_error;
 
 namespace {
 
-// Relative errors of logits against the CPU decoder, which computes in float32 from the same
-// weights.
+// The largest allowed errors of logits, relative to those of the CPU decoder, which computes in
+// float32 from the same weights.
 constexpr double kFloatTolerance = 2e-5;  // float32: only the order of sums differs
 // Twice the error of transformers in bf16 on this model (0.0066).
 constexpr double kBf16Tolerance = 2 * 0.0066;
@@ -41,14 +41,15 @@ std::span<const float> row(const std::vector<float>& logits, std::size_t index, 
   return std::span(logits).subspan(index * vocab, vocab);
 }
 
-/// The sampled id, and the logits that it comes from.
+/// The sampled ids of a step, and the logits from which they were sampled.
 struct Sampled {
   std::vector<std::int32_t> ids;
   std::vector<std::vector<float>> logits;  // by row
   bool operator==(const Sampled&) const = default;
 };
 
-/// `steps` greedy steps of all rows after prompts of these lengths; 0: no prompt.
+/// Runs `steps` greedy steps of all rows after prompts of these lengths. A row of length 0 has no
+/// prompt.
 std::vector<Sampled> run_batch(const DeviceModel& model, const std::vector<std::size_t>& lengths,
                                int steps, bool graph, std::uint32_t chunk = 64) {
   const auto rows = static_cast<int>(lengths.size());
@@ -100,7 +101,7 @@ class Nothing final : public DeviceAppend {
 
 }  // namespace
 
-TEST_CASE("An append goes layer by layer and chunk by chunk; any other order is refused") {
+TEST_CASE("An append is written layer by layer and chunk by chunk; other orders are refused") {
   const PromptChunk first{.first = 0, .rows = 4}, last{.first = 4, .rows = 1};
   Nothing append(2, 5);
   CHECK_THROWS_AS(append.attend(0, first, {}), std::logic_error);
@@ -117,7 +118,7 @@ TEST_CASE("An append goes layer by layer and chunk by chunk; any other order is 
   CHECK_THROWS_AS(append.write(2, first), std::logic_error);
 }
 
-TEST_CASE("A layout takes as many bytes when placed as when measured") {
+TEST_CASE("Placing a layout takes as many bytes as measuring it returns") {
   struct Parts {
     Parts(cuda::Arena& arena, std::size_t count)
         : bytes(arena.take<std::byte>(count)),
@@ -169,16 +170,17 @@ TEST_CASE("Decoding token by token gives the logits of a prompt", "[gpu]") {
       worst = std::max(worst, relative_error(decoder.logits(0), row(expected, i, 8192)));
     }
     CAPTURE(torch_name(dtype));
-    CHECK(worst < 2 * tolerance);  // the worst single token, not the mean
+    CHECK(worst <
+          2 * tolerance);  // this is the error of the worst token, not of all tokens together
     CHECK(decoder.tokens(0) == 140);
   }
 }
 
-TEST_CASE("A sequence decodes in a batch of unequal lengths as it does alone", "[gpu]") {
+TEST_CASE("A sequence gives the same results in a batch of unequal lengths as alone", "[gpu]") {
   if (no_device()) return;
   const std::vector<std::size_t> lengths{1, 17, 64, 65, 0, 300, 128, 2, 33, 90, 7, 200};
-  for (const std::size_t rows :
-       {std::size_t{3}, std::size_t{8}, std::size_t{12}}) {  // kvlab's kernels, and cuBLASLt
+  // 12 rows use cuBLASLt, and fewer rows use kvlab's kernels.
+  for (const std::size_t rows : {std::size_t{3}, std::size_t{8}, std::size_t{12}}) {
     const std::vector<std::size_t> batch(lengths.begin(),
                                          lengths.begin() + static_cast<std::ptrdiff_t>(rows));
     const auto together = run_batch(tiny(Dtype::f32), batch, 6, true);
@@ -197,7 +199,7 @@ TEST_CASE("A sequence decodes in a batch of unequal lengths as it does alone", "
   }
 }
 
-TEST_CASE("A replayed graph gives the bits of single launches, twice", "[gpu]") {
+TEST_CASE("A replayed graph gives the same bits as single launches", "[gpu]") {
   if (no_device()) return;
   for (const std::vector<std::size_t>& lengths :
        {std::vector<std::size_t>{40}, {3, 50, 0, 300}, {1, 2, 3, 4, 5, 6, 7, 8, 9}}) {
@@ -235,7 +237,7 @@ TEST_CASE("Texts equal the CPU decoder's, greedy and sampled", "[gpu]") {
   }
 }
 
-TEST_CASE("Sampling stops on request, and drops tokens that ran ahead", "[gpu]") {
+TEST_CASE("Sampling stops on request, and drops tokens that were decoded ahead", "[gpu]") {
   if (no_device()) return;
   const Ids prompt = some_ids(30), turn = some_ids(9, 8192, 77);
   const auto talk = [&](SequenceDecoder& decoder, Sampler& sampler) {
@@ -282,7 +284,7 @@ TEST_CASE("The CUDA decoder supports biases, q/k norms, untied heads, all head s
     const DeviceModel device = DeviceModel::load(folder / "model");
     const Ids ids = some_ids(90, 301);
     const std::vector<float> expected = all_logits_on_cpu(model, ids);
-    for (const std::uint32_t chunk : {90u, 5u}) {  // cuBLASLt, and kvlab's kernels
+    for (const std::uint32_t chunk : {90u, 5u}) {  // 90 uses cuBLASLt, and 5 kvlab's kernels
       CudaSequence sequence(device, {.tokens = 90, .prefill_chunk = chunk});
       std::vector<float> logits;
       sequence.feed(std::span(ids).first(60), SegmentKind::prompt);
@@ -324,7 +326,7 @@ TEST_CASE("A trace captured on the device verifies, and equals the CPU's", "[gpu
       Sampler sampler({});
       decoder->extend(sampler, 41, [&](std::int32_t id) {
         ids.push_back(id);
-        return ids.size() < 31;  // ten more are requested, and some ran ahead
+        return ids.size() < 31;  // stops early, when more tokens have been decoded ahead
       });
       decoder->feed({&ids.back(), 1}, SegmentKind::decode);
     } else {
@@ -372,7 +374,7 @@ TEST_CASE("The next chunk does not overwrite data that a capture copies", "[gpu]
   if (no_device()) return;
   LayerOutputMemory memory(capture_shape(tiny(Dtype::bf16).config(), Dtype::bf16),
                            {.chunk = 4, .step = 1}, true, nullptr);
-  // The layers of two chunks of a model with an odd number of layers.
+  // These are the layers of two chunks of a model with three layers, which is an odd number.
   std::vector<const void*> places;
   for (int chunk = 0; chunk < 6; ++chunk) places.push_back(memory.next_chunk(4).qkv);
   for (std::size_t i = 1; i < places.size(); ++i) CHECK(places[i] != places[i - 1]);
@@ -404,7 +406,7 @@ TEST_CASE("Logits that are not finite end the text with an error", "[gpu]") {
   CHECK_NOTHROW(sequence.flush());
 }
 
-TEST_CASE("A request that does not fit is refused, with one that would", "[gpu]") {
+TEST_CASE("A request that does not fit is refused", "[gpu]") {
   if (no_device()) return;
   const auto refusal = [](auto action) { return error_of<std::exception>(action); };
   const DeviceModel& model = tiny(Dtype::bf16);

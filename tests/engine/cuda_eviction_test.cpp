@@ -1,4 +1,5 @@
-// The CUDA decoder's caches that evict, compared with the CPU decoder's caches and the simulator.
+// Compares the evicting caches of the CUDA decoder with those of the CPU decoder and with the
+// simulator.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -31,7 +32,7 @@ ResolvedConfig cache(const std::string& policy, std::uint32_t budget, Prefill pr
   return cache(parse_policy(policy), budget, prefill, positions);
 }
 
-/// A prompt, decoded tokens, and a second turn: logits of every token.
+/// The logits of every token of a conversation: a prompt, decoded tokens, and a second turn.
 std::vector<float> conversation(SequenceDecoder& decoder) {
   std::vector<float> all, some;
   const auto feed = [&](const Ids& ids, SegmentKind kind) {
@@ -79,8 +80,9 @@ TEST_CASE("In float32, logits equal the CPU decoder's for every cache configurat
     CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
     Decoder cpu(cpu_tiny(), options, 2);
     INFO(test::text_of(config));
-    // After a near tie the two may evict different tokens; later rows then differ by the effect of
-    // one token of 48. Also, a key that differs in its last bit may have another quantized value.
+    // After a near tie the two may evict different tokens, and then later rows differ by the effect
+    // of one token of 48. Also, a key that differs in its last bit may have another quantized
+    // value.
     CHECK(relative_error(conversation(cuda), conversation(cpu)) <
           (options.policy.tier_plan.is_quantized() ? 1e-2 : 1e-3));
     CHECK(cuda.evictions() == cpu.evictions());
@@ -91,7 +93,7 @@ TEST_CASE("In float32, logits equal the CPU decoder's for every cache configurat
 TEST_CASE("In float32, logits with centred keys equal the CPU decoder's", "[gpu]") {
   if (no_device()) return;
   const CacheShape heads = cpu_tiny().config().heads();
-  // 16x1-…: the keys of a layer in 16 bit are not centred.
+  // In this plan the first layer is in 16 bit, so its keys are not centred.
   const std::string by_layer = "h2o:tiers=16x1-4x" + std::to_string(heads.layers - 1);
   for (const char* policy :
        {"full:tiers=4", "h2o:tiers=8", "h2o:tiers=16@12t+4@100%",
@@ -158,16 +160,16 @@ TEST_CASE("Cache positions lose no precision with rotated keys", "[gpu]") {
 
 namespace {
 
-/// The size of a parity run, and the options of its checks.
+/// The size of a run of parity(), and the options of its checks.
 struct ParityShape {
-  std::uint32_t scale = 1;    ///< of budgets and prompts
-  bool shares_slots = false;  ///< budgets are ada()
+  std::uint32_t scale = 1;    ///< factor of budgets and lengths of prompts
+  bool shares_slots = false;  ///< the budgets are ada()
   int steps = 60, steps_of_second_turn = 20;
   VerifyOptions verify{.threads = 2};
 };
 
-/// Four different sequences: budgets by layer and head, with protected tokens, and of one token;
-/// all three prefill modes.
+/// The caches of four sequences. They cover budgets by layer and head, protected tokens, a budget
+/// of one token, and all three prefill modes.
 std::vector<ResolvedConfig> parity_caches(const PolicySpec& policy, Positions positions,
                                           const ModelConfig& model, const ParityShape& shape) {
   const std::uint32_t scale = shape.scale;
@@ -176,7 +178,8 @@ std::vector<ResolvedConfig> parity_caches(const PolicySpec& policy, Positions po
     own.sinks = sinks, own.recent = recent;
     return own;
   };
-  // The same bytes keep more quantized tokens, and no tier may be empty.
+  // Budgets of quantized tiers are halved, because the same bytes keep more quantized tokens. They
+  // are at least 4, so that no tier is empty.
   const auto bytes_of = [&](std::uint32_t tokens) {
     return policy.tier_plan.is_quantized() ? std::max(tokens / 2, 4u) : tokens;
   };
@@ -199,8 +202,8 @@ std::vector<ResolvedConfig> parity_caches(const PolicySpec& policy, Positions po
   return caches;
 }
 
-/// Decodes a batch of four sequences, one of them with a second turn, and makes verify's three
-/// checks of each.
+/// Decodes a batch of four sequences, one of them with a second turn, and runs the three checks of
+/// `kvlab verify` on each.
 std::vector<VerifyReport> parity(const DeviceModel& model, const PolicySpec& policy, bool plain,
                                  Positions positions, const ParityShape& shape) {
   const auto caches = parity_caches(policy, positions, model.config(), shape);
@@ -220,7 +223,7 @@ std::vector<VerifyReport> parity(const DeviceModel& model, const PolicySpec& pol
   const std::size_t lengths[]{70, 33, 50, 9};
   for (int s = 0; s < 4; ++s) {
     decoder.prefill(s, some_ids(lengths[s] * shape.scale, 8192, 100 * s));
-    // Greedy text of a small model soon repeats itself, so tokens are sampled.
+    // Tokens are sampled, because the greedy text of a small model soon repeats itself.
     decoder.set_sampling(s, {.temperature = 1, .seed = 5u + static_cast<unsigned>(s)});
   }
   decoder.choose(4);
@@ -248,7 +251,7 @@ void check_parity(const std::vector<VerifyReport>& reports, bool evicts = true) 
   }
 }
 
-/// Prints a line per sequence, for docs/internals/measurements.
+/// Prints a line for each sequence, for docs/internals/measurements.
 void print_parity(const std::string& model, const std::string& policy, Positions positions,
                   const std::vector<VerifyReport>& reports) {
   for (std::size_t s = 0; s < reports.size(); ++s) {
@@ -272,7 +275,7 @@ std::string environment(const char* name, const char* otherwise) {
 
 }  // namespace
 
-TEST_CASE("Sequences fed side by side have the logits that they have alone", "[gpu]") {
+TEST_CASE("Sequences that are fed side by side have the same logits as alone", "[gpu]") {
   if (no_device()) return;
   const auto cuda = load_backend(Device::cuda, kTiny, 2);
   for (const char* policy : {"full", "h2o", "sink"}) {
@@ -304,13 +307,14 @@ TEST_CASE("Sequences fed side by side have the logits that they have alone", "[g
       }
       alone->feed(own, SegmentKind::decode, &expected);
       CAPTURE(policy, s);
-      CHECK(relative_error(rows, expected) < 0.03);  // products of other kernels, in bf16
+      // The products of a single sequence use other kernels, in bf16.
+      CHECK(relative_error(rows, expected) < 0.03);
       CHECK(batch->kv_bytes_peak(s) == alone->kv_bytes_peak());
     }
   }
 }
 
-TEST_CASE("A batch's later prompts give the logits that they give alone", "[gpu]") {
+TEST_CASE("Later prompts of a batch have the same logits as alone", "[gpu]") {
   if (no_device()) return;
   const auto cuda = load_backend(Device::cuda, kTiny, 2);
   const std::size_t vocab = cuda->config().vocab;
@@ -346,11 +350,11 @@ TEST_CASE("A batch's later prompts give the logits that they give alone", "[gpu]
   }
 }
 
-/// The part of the covering configurations that a test case runs: few enough that no case takes
-/// over a minute, with twelve running side by side.
+/// The part of the covering configurations that one test case runs. The parts are so small that no
+/// case takes over a minute while twelve run side by side.
 struct BatchPart {
   Dtype dtype;
-  bool plain_steps;  ///< how the prompt is read
+  bool plain_steps;  ///< whether prompts are streamed by plain steps
   bool early_names;  ///< policies a to k; otherwise l to z
 };
 
@@ -372,7 +376,7 @@ void check_batches(const BatchPart& part) {
         (config.policy.name < "l") != part.early_names)
       continue;
     CAPTURE(config.policy.text(), config.budget.text(), plain, name_of(config.positions), bf16);
-    // All tokens of a short prompt may fit a tier plan.
+    // A tier plan may have room for all tokens of a short prompt.
     const bool evicts = !(config.policy.tier_plan.is_quantized() && config.policy.modifiers.once);
     check_parity(parity(tiny(part.dtype), config.policy, plain, config.positions,
                         {.shares_slots = config.shares_slots()}),
@@ -419,8 +423,9 @@ TEST_CASE("Sequences of a batch pass verify's three checks: float32, plain steps
   check_batches({.dtype = Dtype::f32, .plain_steps = true, .early_names = false});
 }
 
-// Hidden, because it takes minutes. KVLAB_PARITY_MODEL is a checkpoint's folder, or a configuration
-// for random weights; see also KVLAB_PARITY_STEPS, KVLAB_PARITY_POLICY, KVLAB_PARITY_POSITIONS.
+// This test is hidden, because it takes minutes. The environment variable KVLAB_PARITY_MODEL is the
+// folder of a checkpoint, or a configuration for random weights. KVLAB_PARITY_STEPS,
+// KVLAB_PARITY_POLICY and KVLAB_PARITY_POSITIONS choose what runs.
 TEST_CASE("Long sequences of a chosen model pass verify's three checks", "[.][parity][gpu]") {
   if (no_device()) return;
   const std::filesystem::path path = environment("KVLAB_PARITY_MODEL", kTiny.c_str());
@@ -432,7 +437,8 @@ TEST_CASE("Long sequences of a chosen model pass verify's three checks", "[.][pa
   ParityShape shape{.scale = 2, .steps = std::stoi(environment("KVLAB_PARITY_STEPS", "2000"))};
   shape.steps_of_second_turn = shape.steps / 4;
   shape.verify.check_every = 16;
-  // For a large model, checks (b) and (c) run on the first, middle and last layer, and (a) on all.
+  // For a large model, checks (b) and (c) run on the first, middle and last layer only. Check (a)
+  // runs on all layers.
   const std::uint32_t layers = model.config().layers;
   if (layers > 16) shape.verify.layers = {0, layers / 2, layers - 1};
   for (const char* policy : kPolicies)

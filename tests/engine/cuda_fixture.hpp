@@ -50,8 +50,8 @@ inline Ids some_ids(std::size_t count, std::int32_t vocab = 8192, std::int64_t f
   return ids;
 }
 
-/// Writes a random checkpoint for the given config, with biases and norms that are not neutral.
-/// `head_deviation`: standard deviation of the head's weights.
+/// Writes a checkpoint of the given config with random weights, biases and norms. `head_deviation`:
+/// the standard deviation of the weights of the language model's head.
 inline void write_checkpoint(const std::filesystem::path& directory, const nlohmann::json& json,
                              float head_deviation = 0.1f) {
   std::filesystem::create_directories(directory);

@@ -1,5 +1,5 @@
-// The CUDA decoder in bfloat16 compared with transformers in float32: its error is at most twice
-// that of transformers' bfloat16. See tests/fixtures/make_model_fixtures.py.
+// Compares the CUDA decoder in bfloat16 with transformers in float32. Its error may be at most
+// twice that of transformers in bfloat16. See tests/fixtures/make_model_fixtures.py.
 #include <cstdlib>
 
 #include "engine/backend.hpp"
@@ -12,7 +12,7 @@
 namespace kvlab {
 namespace {
 
-constexpr double kMaxOfTheirs = 2;  // largest allowed ratio of the errors
+constexpr double kMaxOfTheirs = 2;  // the largest allowed ratio of kvlab's error to transformers'
 
 struct Expected {
   std::vector<std::int32_t> ids, rows, columns;
@@ -65,8 +65,8 @@ std::vector<float> of_steps(const DeviceModel& model, std::span<const std::int32
   return logits;
 }
 
-/// Compares kvlab's error with that of transformers in bf16. `ctest -V`, or the test with -s, shows
-/// both errors.
+/// Compares kvlab's error with that of transformers in bf16. `ctest -V`, or the test program with
+/// -s, shows both errors.
 void compare(const std::string& name, const std::filesystem::path& directory) {
   const Expected wanted = expected(name);
   const DeviceModel model = DeviceModel::load(directory);
@@ -80,7 +80,7 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
     CHECK(ours <= kMaxOfTheirs * theirs);
   };
   check("prompt at once", of_prompt(model, wanted.ids, length));
-  // kvlab's kernels instead of cuBLASLt
+  // These two use kvlab's kernels instead of cuBLASLt.
   check("prompt in chunks of 7", of_prompt(model, wanted.ids, 7));
   check("token by token", of_steps(model, wanted.ids));
 }
@@ -108,7 +108,7 @@ TEST_CASE("bf16 logits of the small model are as close to float32 as transformer
           "[gpu]") {
   if (no_device()) return;
   const char* directory = std::getenv("KVLAB_SMALL_MODEL");
-  if (!directory) return skip("KVLAB_SMALL_MODEL names no folder");
+  if (!directory) return skip("KVLAB_SMALL_MODEL is not set");
   compare("small", directory);
 }
 

@@ -22,7 +22,7 @@ const Model& tiny() {
   return model;
 }
 
-/// <s>, then some arbitrary ids.
+/// <s>, and then arbitrary ids.
 std::vector<std::int32_t> some_ids(std::size_t count) {
   std::vector<std::int32_t> ids{0};
   for (std::uint32_t x = 1; ids.size() < count;) {
@@ -114,7 +114,7 @@ TEST_CASE("With a budget for every token, every policy gives the bits of the ful
   CHECK(conversation_logits(cache(policy, 60, prefill)) != full);
 }
 
-TEST_CASE("Threads and append sizes do not change a full cache's bits", "[threads]") {
+TEST_CASE("Threads and append sizes do not change the bits of a full cache's logits", "[threads]") {
   const auto full = conversation_logits({});
   CHECK(conversation_logits({}, 3) == full);
   CHECK(conversation_logits(cache("full", kNoBudget, {1})) == full);
@@ -126,7 +126,7 @@ TEST_CASE("Threads do not change what a policy keeps", "[threads]") {
   CHECK(conversation_logits(cache(policy, 40), 3) == conversation_logits(cache(policy, 40), 1));
 }
 
-// A text that is too long is refused before it is read, so it need not exist.
+// A sequence that is too long is refused before its ids are read, so the ids need not exist.
 TEST_CASE("A sequence ends before a sum of attention or a count of requests overflows") {
   const auto sum_of_ones = [](std::uint64_t group) {
     return static_cast<double>(longest_sequence(static_cast<std::uint32_t>(group)) * group);
@@ -144,7 +144,7 @@ TEST_CASE("A sequence ends before a sum of attention or a count of requests over
   CHECK(decoder.tokens() == 0);
 }
 
-TEST_CASE("A decoded query sees its budget's tokens, and a dense prompt sees all of its tokens") {
+TEST_CASE("A decoded query sees the tokens of its budget, and a dense prompt sees all its tokens") {
   Decoder decoder(tiny(), cache("h2o", 32), 1);
   const auto ids = some_ids(100);
   decoder.feed(std::span(ids).first(80), SegmentKind::prompt);

@@ -1,5 +1,5 @@
-// A device that is lost in the middle of a capture. This is a separate executable, because its
-// process cannot use the device any more.
+// Tests a device that is lost in the middle of a capture. This is a separate executable, because
+// its process cannot use the device afterwards.
 #include "engine/backend.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/cuda/fill.hpp"
@@ -23,7 +23,7 @@ std::vector<std::int32_t> some_ids(std::size_t count) {
   return ids;
 }
 
-/// A kernel that writes to an invalid address, which looks like a hardware fault.
+/// Launches a kernel that writes to an invalid address, which looks like a hardware fault.
 void lose_device() {
   constexpr std::uintptr_t nowhere = 256;
   cuda::check(cuda::fill_value(KVLAB_F32, reinterpret_cast<void*>(nowhere), 1024, 1, nullptr),
@@ -38,7 +38,7 @@ struct Capture {
     sequence.feed(some_ids(prompt), SegmentKind::prompt);
     sequence.flush();
   }
-  /// Decodes; the device is lost meanwhile.
+  /// Decodes, and loses the device after 20 tokens.
   void decode() {
     Sampler sampler({});
     sequence.extend(sampler, 200, [&](std::int32_t) {

@@ -68,7 +68,7 @@ struct Layer {
   Matrix norm, q, k, v, o, mlp_norm, gate, up, down;
 };
 
-/// Attention of the last of `keys`, [token][kv_head * dim].
+/// Attention of a query to `keys`, [token][kv_head * dim].
 Doubles attention(const ModelConfig& config, const Doubles& q, const std::vector<Doubles>& keys,
                   const std::vector<Doubles>& values) {
   const std::size_t dim = config.head_size, group = config.query_heads / config.kv_heads;

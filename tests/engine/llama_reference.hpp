@@ -1,5 +1,5 @@
-// A plain Llama forward pass in float64 with separate arithmetic, which the decoder is compared
-// with.
+// A plain forward pass of Llama in float64, which shares no arithmetic with the decoder. Tests
+// compare the decoder with it.
 #pragma once
 
 #include <cstdint>

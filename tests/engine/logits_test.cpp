@@ -1,4 +1,4 @@
-// Logits compared with those that transformers computed in float32; see
+// Compares logits with those that transformers computed in float32. See
 // tests/fixtures/make_model_fixtures.py.
 #include <cstdlib>
 
@@ -33,7 +33,8 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
 
   const std::size_t half = model.config().head_size / 2;
   REQUIRE(wanted.inv_freq.size() % half == 0);
-  for (std::size_t i = 0; i < wanted.inv_freq.size(); ++i)  // of the first layer, or of all layers
+  // inv_freq is that of the first layer, or of all layers.
+  for (std::size_t i = 0; i < wanted.inv_freq.size(); ++i)
     CHECK(model.config().rows[i / half].rope.inv_freq[i % half] ==
           Approx(wanted.inv_freq[i]).epsilon(5e-7).margin(0));
   CHECK(model.config().rows[0].rope.factor == Approx(wanted.rope_factor[0]).epsilon(1e-6));
@@ -64,14 +65,14 @@ TEST_CASE("the bundled model gives the logits of transformers") {
 
 TEST_CASE("the small model gives the logits of transformers") {
   const char* directory = std::getenv("KVLAB_SMALL_MODEL");
-  if (!directory) return skip("KVLAB_SMALL_MODEL names no folder");
+  if (!directory) return skip("KVLAB_SMALL_MODEL is not set");
   compare("small", directory);
 }
 
 void compare_pretrained(const std::string& name) {
   const std::filesystem::path directory = source_path("engine/models") / name;
   if (!std::filesystem::exists(directory))
-    return skip("no engine/models/" + name + "; ./dev model " + name);
+    return skip("engine/models/" + name + " is missing; ./dev model " + name + " makes it");
   const SafetensorsFile file = test::expected_file(name, "expected.safetensors");
   const auto ids = test::values<std::int32_t>(file, "ids"),
              rows = test::values<std::int32_t>(file, "rows"),
@@ -104,7 +105,7 @@ struct Rows {
   std::vector<float> x, q, k, v, logits;
 };
 
-/// All blocks of layer 0 on n rows, with q as the attention's output.
+/// Runs all blocks of layer 0 on n rows. The queries stand for the output of the attention.
 Rows run_blocks(const Model& model, std::span<const std::int32_t> ids, unsigned threads) {
   const ModelConfig& c = model.config();
   const std::size_t n = ids.size(), q_size = std::size_t{c.query_heads} * c.head_size,

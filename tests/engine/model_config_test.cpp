@@ -28,7 +28,7 @@ json llama() {
           {"torch_dtype", "float16"}};
 }
 
-/// Llama's config with another family's changes.
+/// Llama's config with the changes of another family.
 json family(const std::string& name, const std::string& type, const json& more = json::object()) {
   json config = llama();
   config.update({{"architectures", {name + "ForCausalLM"}}, {"model_type", type}});
@@ -51,7 +51,7 @@ ModelConfig read(const json& config) {
   return load_model_config(folder.path());
 }
 
-/// The error of a config; it must be one line that names the file.
+/// The error of a config. Checks that it is one line that names the file.
 std::string error_of(const json& config) {
   const test::TemporaryFolder folder;
   test::write_bytes(folder / "config.json", config.dump());
@@ -220,7 +220,7 @@ TEST_CASE("unknown keys are named, unless they change nothing") {
   CHECK(read(config).unknown_keys == std::vector<std::string>{"attention_magic", "novel_gate"});
 }
 
-TEST_CASE("layers with another kind of attention are refused with that reason") {
+TEST_CASE("layers whose attention kvlab does not support are refused with that reason") {
   for (const char* type : {"linear_attention", "sparse_attention", "mamba"}) {
     const json config =
         with(llama(), {{"layer_types", {"full_attention", type}}, {"sliding_window", 512}});
@@ -280,7 +280,7 @@ TEST_CASE("each layer has its family's sliding window") {
   CHECK_NOTHROW(read(with(qwen3(), {{"layer_types", {kFull, kFull, kFull}}})));
 }
 
-TEST_CASE("sliding windows that a family lacks, or that contradict each other, are refused") {
+TEST_CASE("sliding windows that a family does not have, or contradictory ones, are refused") {
   refused(with(llama(), {{"sliding_window", 4096}}), "sliding_window");
   refused(with(llama(), {{"use_sliding_window", true}}), "use_sliding_window");
   refused(with(mistral(), {{"use_sliding_window", true}}), "use_sliding_window");
@@ -317,7 +317,7 @@ TEST_CASE("Gemma 3's scales, norms and two RoPE tables are read in both layouts"
   refused(with(newer, {{"rope_parameters", {{"linear_attention", kFull}}}}), "linear_attention");
 }
 
-TEST_CASE("OLMo 2 and 3 norm only after blocks, and all heads together") {
+TEST_CASE("OLMo 2 and 3 have norms only after blocks, and norms over all heads together") {
   const json olmo3 = family("Olmo3", "olmo3", {{"num_hidden_layers", 4}, {"sliding_window", 12}});
   const ModelConfig c = read(olmo3);
   CHECK((c.qk_norm && c.whole_qk_norm && c.norms.before_attention.empty() && !c.gelu));
@@ -421,7 +421,7 @@ TEST_CASE("linear scaling divides every frequency") {
     CHECK(linear.rope().inv_freq[i] == Approx(plain.rope().inv_freq[i] / 4).epsilon(1e-7));
 }
 
-TEST_CASE("llama3 scaling keeps short waves and stretches long ones") {
+TEST_CASE("llama3 scaling keeps short wavelengths and stretches long ones") {
   const ModelConfig plain = read(llama()), llama3 = read(scaled(kLlama3));
   CHECK(llama3.rope().inv_freq[0] == plain.rope().inv_freq[0]);
   CHECK(llama3.rope().inv_freq[7] == Approx(plain.rope().inv_freq[7] / 8).epsilon(1e-7));
@@ -435,7 +435,7 @@ TEST_CASE("YaRN's factor follows attention_factor, mscale or the scaling factor"
         static_cast<float>((0.2 * std::log(4.0) + 1) / (0.1 * std::log(4.0) + 1)));
 }
 
-TEST_CASE("YaRN's ramp runs by default from 32 turns to 1") {
+TEST_CASE("by default, YaRN's ramp goes from 32 rotations to 1") {
   const json fractional = with(kYarn, {{"truncate", false}});
   const auto frequencies = [&](const json& changes) {
     return read(scaled(with(fractional, changes))).rope().inv_freq;

@@ -12,8 +12,8 @@
 
 namespace kvlab::test {
 
-/// out [n, query_heads, head_size], from rotated q [n, query_heads, head_size] and k, v [n,
-/// kv_heads, head_size].
+/// Returns the attention outputs [n, query_heads, head_size] of rotated q [n, query_heads,
+/// head_size] and k, and of v, both [n, kv_heads, head_size].
 inline std::vector<float> plain_attention(const ModelConfig& c, const RowSpec& row, std::size_t n,
                                           const float* q, const float* k, const float* v) {
   const std::size_t dim = c.head_size, group = c.query_heads / c.kv_heads;

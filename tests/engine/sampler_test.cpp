@@ -49,8 +49,8 @@ TEST_CASE("Top-k keeps the k most likely tokens") {
   CHECK(frequencies({.temperature = 1, .top_k = 99}, kLogits).size() == 5);
 }
 
-TEST_CASE("Top-p keeps the fewest of the likeliest tokens that reach the share") {
-  // Softmax: 0.0523, 0.3865, 0.1422, 0.0192, 0.3865.
+TEST_CASE("Top-p keeps the fewest most likely tokens whose probabilities add up to p") {
+  // The probabilities are 0.0523, 0.3865, 0.1422, 0.0192 and 0.3865.
   CHECK(frequencies({.temperature = 1, .top_p = 0.3}, kLogits).size() == 1);
   CHECK(frequencies({.temperature = 1, .top_p = 0.7}, kLogits).size() == 2);
   CHECK(frequencies({.temperature = 1, .top_p = 0.9}, kLogits).size() == 3);

@@ -1,4 +1,4 @@
-// The bundled model, which is loaded once.
+// The bundled model. Each test program loads it once.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Settings of a tokenizer.json that are supported, and those that are refused.
+// Tests of the settings of a tokenizer.json that are supported, and of those that are refused.
 #include <string>
 #include <vector>
 
@@ -46,7 +46,7 @@ TEST_CASE("merges are read as strings and as pairs") {
   CHECK(load_json(file).encode("ab abc b") == expected);
 }
 
-TEST_CASE("the lowest rank merges first, and among equals the leftmost") {
+TEST_CASE("the merge with the lowest rank comes first, and of equal ranks the leftmost") {
   const Tokenizer tokenizer = load_json(small_tokenizer());
   CHECK(tokenizer.encode("abc") == Ids{kAbc});
   CHECK(tokenizer.encode(" abc") == Ids{kMark, kAbc});
@@ -54,7 +54,7 @@ TEST_CASE("the lowest rank merges first, and among equals the leftmost") {
   CHECK(tokenizer.encode("aab") == Ids{kA, 263});
 }
 
-TEST_CASE("ids need not follow each other") {
+TEST_CASE("ids may have gaps") {
   json file = small_tokenizer();
   file["model"]["vocab"]["c"] = 5'000'000;
   file["added_tokens"].push_back(added(7'000'000, "<x>", json::object()));
@@ -69,7 +69,7 @@ TEST_CASE("ids need not follow each other") {
 }
 
 TEST_CASE(
-    "a model may have ids that its tokenizer lacks: they decode to nothing; the reverse is "
+    "ids of the model that its tokenizer lacks decode to nothing; ids that the model lacks are "
     "refused") {
   const test::TemporaryFolder folder;
   const auto path = folder / "tokenizer.json";
@@ -113,7 +113,7 @@ TEST_CASE("Metaspace may leave the text unsplit, so that merges cross spaces") {
   CHECK(load_json(file).encode("b b") == Ids{300, kB});
 }
 
-TEST_CASE("only the first piece is at the start") {
+TEST_CASE("Metaspace with the scheme first marks only the first piece of a text") {
   json file = small_tokenizer();
   const json split = {{"type", "Split"}, {"pattern", {{"Regex", "c"}}}, {"behavior", "Isolated"}};
   file["pre_tokenizer"] = {{"type", "Sequence"},
@@ -194,7 +194,7 @@ TEST_CASE("an added token beside byte-level tokens is decoded literally") {
   CHECK(tokenizer.decode(Ids{900}) == "\u00E9t\u00E9");
 }
 
-TEST_CASE("templates add tokens before and after; a later template adds them outside") {
+TEST_CASE("templates add tokens before and after the text, and a later template adds outer ones") {
   const auto single = [](const std::string& before, const std::string& after) {
     json items = json::array();
     if (!before.empty()) items.push_back({{"SpecialToken", {{"id", before}, {"type_id", 0}}}});
@@ -240,7 +240,7 @@ TEST_CASE("a missing or broken file gives a one-line error that names it") {
 
 TEST_CASE("wrong or unsupported settings are named") {
   struct Bad {
-    std::string at, value;  ///< no value: the key is removed
+    std::string at, value;  ///< an empty value removes the key
     std::string says;
   };
   const std::string huge = '"' + std::string(5000, 'a') + '"';

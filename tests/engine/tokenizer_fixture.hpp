@@ -9,8 +9,8 @@
 
 namespace kvlab::test {
 
-/// SentencePiece style: <unk> 0, <s> 1, all bytes from 3, then "▁" 259, a 260, b 261, c 262, ab
-/// 263, abc 264, "▁a" 265.
+/// A tokenizer in the style of SentencePiece. Its ids: <unk> 0, <s> 1, </s> 2, all bytes from 3 on,
+/// "▁" 259, a 260, b 261, c 262, ab 263, abc 264, "▁a" 265.
 inline nlohmann::json small_tokenizer() {
   nlohmann::json vocab = {{"<unk>", 0}, {"<s>", 1}, {"</s>", 2}};
   constexpr std::string_view kHex = "0123456789ABCDEF";

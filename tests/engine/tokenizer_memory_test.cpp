@@ -1,4 +1,4 @@
-// The memory that encoding a text takes, in addition to the text.
+// Measures the memory that encoding a text takes, in addition to the text.
 #include <malloc.h>
 
 #include <algorithm>
@@ -45,12 +45,12 @@ std::string repeated(const std::string& unit, std::size_t bytes) {
   return text;
 }
 
-/// The peak memory in bytes while the text's first `most` ids are made, without those ids.
+/// The peak memory, in bytes, that encoding the first `most` ids of a text takes, without the ids.
 std::size_t cost(const Tokenizer& tokenizer, const std::string& text, std::size_t most) {
   const std::size_t before = live;
   peak = before;
   const std::size_t ids = tokenizer.encode(text, true, most).size();
-  // growing copies a full array to one of twice the size
+  // A growing array of ids is copied to one of twice the size, so both exist at that moment.
   const std::size_t growing = 3 * sizeof(std::int32_t) * ids;
   return peak - before - std::min(peak - before, growing);
 }
@@ -67,7 +67,7 @@ TEST_CASE("Encoding a text takes at most four times its length, the text include
                              "的一是不了人我在有他。\n", "caf\xe9 au lait, "}) {
       const std::string text = repeated(unit, kBytes);
       CAPTURE(file, unit);
-      // Text that is not UTF-8 is first made valid: three bytes for one.
+      // Text that is not UTF-8 is first made valid, which takes three bytes for each invalid byte.
       const std::size_t most = (tokenizer::valid_bytes(text) < text.size() ? 5 : 3) * kBytes;
       CHECK(cost(tokenizer, text, 100) <= most + kBlocks);
       CHECK(cost(tokenizer, text, text.size()) <= most + kBlocks);

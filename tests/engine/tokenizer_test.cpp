@@ -1,4 +1,5 @@
-// Compared with the tokenizers library; tests/fixtures/make_tokenizer_fixtures.py made the cases.
+// Compares the tokenizer with the tokenizers library. tests/fixtures/make_tokenizer_fixtures.py
+// made the cases.
 #include "engine/tokenizer/tokenizer.hpp"
 
 #include <cstdint>
@@ -41,11 +42,11 @@ std::string fnv1a(const Ids& ids) {
   return hex;
 }
 
-/// Checks a model that `./dev model NAME` makes, on the same texts.
+/// Checks the tokenizer of a model that `./dev model NAME` makes, on the same texts.
 void check_pretrained(const std::string& name) {
   const auto file = kRoot / "engine/models" / name / "tokenizer.json";
   if (!std::filesystem::exists(file))
-    return skip("no engine/models/" + name + "; ./dev model " + name);
+    return skip("engine/models/" + name + " is missing; ./dev model " + name + " makes it");
   const auto expected = nlohmann::json::parse(
       std::ifstream(kRoot / "tests/data/tokenizer" / (name + "_ids.json"), std::ios::binary));
   const auto texts = cases().at("texts").get<std::vector<std::string>>();
@@ -79,7 +80,8 @@ TEST_CASE("ids and decoded text equal the library's for every text and tokenizer
       INFO(name << ", text " << i << ": " << nlohmann::json(texts[i]).dump());
       const Ids ids = tokenizer.encode(texts[i]);
       REQUIRE(ids == expected.at("ids").at(i).get<Ids>());
-      // Listed if decoding does not give the text back: special tokens, NFC, unknown characters.
+      // The decoded text is in the list if it differs from the text, which special tokens, NFC and
+      // unknown characters may cause.
       const auto listed = decoded.find(std::to_string(i));
       const std::string back = listed == decoded.end() ? texts[i] : listed->get<std::string>();
       REQUIRE(tokenizer.decode(ids) == back);
@@ -108,7 +110,7 @@ TEST_CASE(
     CHECK(ids.size() == expected.at("count").get<std::size_t>());
     CHECK(fnv1a(ids) == expected.at("fnv1a").get<std::string>());
   }
-  // These take hours if merging, the pattern's white space or the order of marks is quadratic.
+  // These would take hours if merging, matching white space or ordering marks took quadratic time.
   const auto qwen2 = Tokenizer::load(file_of("qwen2"));
   for (const std::string unit : {"a", " ", "\xCC\x81\xCC\xA3", "<", "\n "}) {
     CHECK(!qwen2.encode(repeated(unit, 1'000'000 / unit.size())).empty());
@@ -127,7 +129,7 @@ TEST_CASE("the template's tokens can be left out") {
   CHECK(llama3.encode("", false).empty());
 }
 
-TEST_CASE("the first ids of a text are the same as those of the whole text") {
+TEST_CASE("encoding only the first ids of a text gives the first ids of the whole text") {
   for (const std::string name : {"llama3", "llama2", "gemma", "qwen2"}) {
     const auto tokenizer = Tokenizer::load(file_of(name));
     const std::string text = repeated("The quick brown fox, <s> e\u0301. ", 2000);
@@ -174,7 +176,7 @@ TEST_CASE("random bytes are encoded as their replacement text and decode to it")
   for (const char* name : {"tiny", "llama3", "metaspace"}) {
     tokenizers.push_back(Tokenizer::load(file_of(name)));
   }
-  // Bytes that begin, continue and break characters, and some plain ones.
+  // These are bytes that begin, continue and break UTF-8 characters, and some plain ones.
   const std::string alphabet =
       "\xC0\xC2\xC3\xE0\xE7\xED\xEF\xF0\xF4\xF5\xFF\x80\x8F\x90\x9A\xA0\xBF\xBF\x80 a1'<\n" +
       std::string(1, '\0');

@@ -31,7 +31,7 @@ bool contains(const std::string& text, const std::string& part) {
 }  // namespace
 
 TEST_CASE("each maximal invalid part of UTF-8 becomes one U+FFFD") {
-  // The same result as Python's bytes.decode("utf-8", errors="replace").
+  // Python's bytes.decode("utf-8", errors="replace") gives the same results.
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"plain", "plain"},
       {"\xC3\xA9\xE7\x9A\x84\xF0\x9F\x98\x80", "\u00E9\u7684\U0001F600"},
@@ -85,8 +85,8 @@ TEST_CASE("NFC composes characters, orders marks and leaves the rest") {
   CHECK(nfc("q\u0307\u0323") == "q\u0323\u0307");
   CHECK(nfc("\u1100\u1161\u11A8") == "\uAC01");
   CHECK(nfc("\u212B\u2126") == "\u00C5\u03A9");
-  CHECK(nfc("\u0958") == "\u0915\u093C");  // excluded from composition
-  CHECK(nfc("\uFB01") == "\uFB01");        // only a compatibility decomposition
+  CHECK(nfc("\u0958") == "\u0915\u093C");  // NFC excludes this character from composition
+  CHECK(nfc("\uFB01") == "\uFB01");        // its decomposition is only a compatibility one
 }
 
 TEST_CASE("every byte has its own character in the byte-level alphabet") {
@@ -98,7 +98,7 @@ TEST_CASE("every byte has its own character in the byte-level alphabet") {
   CHECK(chars_to_bytes("\u7684") == std::nullopt);
 }
 
-TEST_CASE("byte tokens are known by their spelling") {
+TEST_CASE("byte tokens are recognized by their spelling") {
   CHECK(fallback_token(0x0A) == "<0x0A>");
   CHECK(byte_of_fallback_token("<0xfF>") == 0xFF);
   for (const char* other : {"<0x0>", "<0x0G>", "<0x 1>", "<0x00A>", "<0x-1>", "0x0A", ""}) {
@@ -106,7 +106,7 @@ TEST_CASE("byte tokens are known by their spelling") {
   }
 }
 
-TEST_CASE("a pattern cuts at both ends of every match") {
+TEST_CASE("a pattern splits a text at both ends of every match") {
   using Pieces = std::vector<std::string>;
   CHECK(cut(Pattern::regex("\\d{2}"), "a1234b5") == Pieces{"a", "12", "34", "b5"});
   CHECK(cut(Pattern::regex("\\d+"), "a\u0661\u0662") == Pieces{"a", "\u0661\u0662"});
@@ -116,7 +116,7 @@ TEST_CASE("a pattern cuts at both ends of every match") {
   CHECK(cut(Pattern::regex("x"), "").empty());
 }
 
-TEST_CASE("white space is Unicode's, without U+180E") {
+TEST_CASE("white space is what Unicode defines, without U+180E") {
   CHECK(cut(Pattern::regex("\\s"), "\u0085\u00A0\u3000\u180E").size() == 4);
   CHECK(cut(Pattern::regex("\\S"), "\u180E\u180E").size() == 2);
   CHECK(cut(Pattern::regex("[^\\s]"), "\u180E\u180E").size() == 2);
@@ -172,7 +172,7 @@ TEST_CASE("a pattern whose matches together take too long is stopped") {
                  "takes more than 1.1 s for 5000 bytes"));
 }
 
-TEST_CASE("a match is found at any distance") {
+TEST_CASE("a match is found however far away it is") {
   std::string before;
   for (int i = 0; i < 5'000; ++i) {
     if (i % 100 == 0) CHECK(cut(Pattern::regex("x+"), before + "xx").back() == "xx");

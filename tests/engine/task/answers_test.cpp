@@ -1,4 +1,4 @@
-// Answers under a policy, compared with decoders that are fed one sequence at a time.
+// Compares answers under a policy with decoders that are fed one sequence at a time.
 #include "engine/evaluation/task/answers.hpp"
 
 #include <cmath>
@@ -39,8 +39,8 @@ std::vector<TaskPrompt> some_prompts(TaskSpec spec = {}) {
   return prompts;
 }
 
-/// The answer by definition: one decoder is given the right answer, another one generates to the
-/// end.
+/// The answer by definition. One decoder is fed the right answer, which gives its log-likelihood.
+/// Another one generates to the end.
 TaskAnswer plain_answer(const TaskPrompt& prompt, QueryMode mode, const CacheConfig& config,
                         std::uint32_t sequence, std::uint32_t max_new_tokens) {
   const ResolvedConfig cache = resolve(config, prompt.tokens(), sequence);
@@ -82,7 +82,8 @@ TEST_CASE("Every answer has the bits of a decoder that is fed alone") {
                                          config("streaming_h2o", 30), config("lru", 24, Prefill{1}),
                                          config("random", 40)};
   constexpr std::uint32_t kMax = 14;
-  // Pass keys, for which the model says nothing for long; and lists, for which it says some number.
+  // For pass keys, the model generates no number for long. For lists, it generates some number,
+  // which the test takes as the right answer.
   std::vector<TaskPrompt> prompts = some_prompts();
   for (TaskPrompt prompt : some_prompts({.kind = TaskKind::recall})) {
     const std::string said = plain_answer(prompt, QueryMode::aware, configs[0], 0, kMax).said;
@@ -119,7 +120,7 @@ TEST_CASE("Every answer has the bits of a decoder that is fed alone") {
   }
 }
 
-TEST_CASE("A budget for the whole sequence gives the full cache's answers, bit for bit") {
+TEST_CASE("A budget for the whole sequence gives the same answers as the full cache, to the bit") {
   const std::vector<CacheConfig> configs{config("full", 1), config("h2o", 1000),
                                          config("lru", 1000, Prefill{1}), config("sink", 1000),
                                          config("window", 20)};
@@ -129,12 +130,12 @@ TEST_CASE("A budget for the whole sequence gives the full cache's answers, bit f
     for (const auto& of_mode : of_prompt)
       for (std::size_t c = 1; c < 4; ++c) {
         if (c < 3) CHECK(of_mode[c].log_likelihood == of_mode[0].log_likelihood);
-        // Cache positions round differently.
+        // sink uses cache positions, which are rounded differently.
         CHECK(std::abs(of_mode[c].log_likelihood - of_mode[0].log_likelihood) < 1e-3);
         CHECK(of_mode[c].said == of_mode[0].said);
         CHECK(of_mode[4].log_likelihood != of_mode[0].log_likelihood);
       }
-  // The ids are the same in both modes, so the full cache answers the same.
+  // The ids are the same in both modes, so the full cache gives the same answers.
   for (const auto& of_prompt : answers)
     CHECK(of_prompt[0][0].log_likelihood == of_prompt[1][0].log_likelihood);
 }
@@ -159,7 +160,7 @@ TEST_CASE("Answers of a stopped task are reused; damaged ones are computed again
   REQUIRE(unit);
   CHECK_FALSE(kept.read_unit(0, 1));
 
-  // A run that reuses the file takes its answers as they are.
+  // A run that reuses the file takes its answers unchanged, also this wrong one.
   options.progress = {};
   auto told = parse_json(unit->substr(unit->find('\n') + 1), "answers");
   told[0][2] = "kept";
@@ -175,7 +176,7 @@ TEST_CASE("Answers of a stopped task are reused; damaged ones are computed again
   }
 }
 
-TEST_CASE("A CUDA device gives answers the CPU's likelihood", "[gpu]") {
+TEST_CASE("On a CUDA device, answers have about the same likelihood as on the CPU", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const auto cuda = load_backend(Device::cuda, kTinyModel, 2);
   const std::vector<CacheConfig> configs{config("full", 1),      config("h2o", 30),
@@ -207,7 +208,7 @@ TEST_CASE("A run puts the full cache first, and refuses lengths beyond the train
   CHECK(!run.configs[0].evicts());
   CHECK(run.points.size() == 4);
   CHECK(run.answers.size() == 4);
-  // A header, and a row for each answer and metric: 2 configurations, 2 modes.
+  // The files have a header, and a row for each answer or metric of 2 configurations in 2 modes.
   const auto lines = [](const std::string& text) { return std::ranges::count(text, '\n'); };
   std::string csv = task_answers_csv(run);
   CHECK(

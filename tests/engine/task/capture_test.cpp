@@ -1,4 +1,4 @@
-// Traces of questions, and which of their tokens are the answer's.
+// Tests of the traces of questions, and of the passages that mark the tokens of the answer.
 #include "engine/evaluation/task/answers.hpp"
 
 #include <fmt/format.h>
@@ -13,7 +13,7 @@
 namespace kvlab {
 namespace {
 
-TEST_CASE("The answer's passage is the tokens that say it, for every kind of question") {
+TEST_CASE("The answer's passage has the tokens of its evidence, for every kind of question") {
   const Tokenizer tokenizer = Tokenizer::load(kTinyModel + "/tokenizer.json");
   const Haystack text(bundled_haystack());
   for (const TaskSpec& spec :
@@ -81,7 +81,7 @@ TEST_CASE(
     }
 }
 
-TEST_CASE("If one trace of a set of questions cannot be written, none is") {
+TEST_CASE("If one trace of a set of questions cannot be written, none is left") {
   const test::TemporaryFolder folder;
   const Tokenizer tokenizer = Tokenizer::load(kTinyModel + "/tokenizer.json");
   TaskRun run = run_task(tiny(), tokenizer, two_questions());

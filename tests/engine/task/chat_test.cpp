@@ -1,4 +1,4 @@
-// Chat templates that kvlab knows, and those that it refuses.
+// Tests of the chat templates that kvlab supports, and of those that it refuses.
 
 #include <stdexcept>
 
@@ -29,9 +29,8 @@ TEST_CASE("ChatML is recognised, with its default system message") {
 }
 
 TEST_CASE(
-    "A system message is taken only if it is one literal, not from a branch that composes "
-    "it") {
-  // Like Qwen2.5: line breaks are written in Jinja, and a branch for tools comes first.
+    "A system message is taken only if it is one literal, and not from a branch that composes it") {
+  // As in Qwen2.5's template, line breaks are written in Jinja, and a branch for tools comes first.
   const ChatFrame qwen = chat_frame(
       R"({%- if tools %}{{- '<|im_start|>system\n' }}{{- messages[0]['content'] }}{{- '<|im_end|>\n' }})"
       R"({%- else %}{{- '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{%- endif %})"
@@ -54,7 +53,7 @@ TEST_CASE("Other templates are refused by name") {
   CHECK(refusal("<|im_start|> <|im_end|> <think>").find("<think>") != std::string::npos);
 }
 
-TEST_CASE("A model's template is found if the model has one") {
+TEST_CASE("The chat template is found in each file in which a model may have it") {
   const test::TemporaryFolder folder;
   const auto write = [&](const char* name, const std::string& text) {
     std::ofstream(folder / name) << text;
@@ -79,7 +78,7 @@ TEST_CASE("A model's template is found if the model has one") {
   CHECK_THROWS_AS(read_chat_frame(folder.path()), std::invalid_argument);
 }
 
-TEST_CASE("A template that writes the first token does not get a second one") {
+TEST_CASE("A template that writes the first token does not get it twice") {
   const test::TemporaryFolder folder;
   const auto write = [&](const char* name, const std::string& text) {
     std::ofstream(folder / name) << text;
@@ -97,7 +96,7 @@ TEST_CASE("A template that writes the first token does not get a second one") {
   CHECK(ids.front() == 0);
 }
 
-TEST_CASE("SmolLM2's template marks are single tokens, and the ids are those of the text") {
+TEST_CASE("SmolLM2's template marks are single tokens, and the ids equal those of the text") {
   const std::filesystem::path directory = KVLAB_SOURCE_DIR "/engine/models/smollm2";
   if (!std::filesystem::exists(directory / "model.safetensors"))
     return skip("no SmolLM2, which ./dev model smollm2 fetches");

@@ -1,4 +1,4 @@
-// The choice of what to deploy by both criteria, KL and task accuracy.
+// Tests of the choice of a configuration to deploy by two criteria, KL and task accuracy.
 #include "engine/evaluation/deploy/deploy.hpp"
 
 #include "engine/backend.hpp"
@@ -15,7 +15,7 @@ std::vector<bool> samples(int right, int all = 40) {
   return answers;
 }
 
-/// Finalists with these KLs, and how many of 40 samples each answers right.
+/// Finalists with their KL and the number of the 40 samples that each answers right.
 struct Field {
   std::vector<Finalist> finalists;
   std::vector<TaskAccuracy> evaluated{
@@ -82,7 +82,7 @@ TEST_CASE("The first task decides first, and the next task among the rest") {
   CHECK(field.choice().deployed == 2);
 }
 
-TEST_CASE("Tasks that were not evaluated, or that the model fails itself, decide nothing") {
+TEST_CASE("Tasks that were not evaluated, or that the full cache fails, decide nothing") {
   Field field;
   field.add("a2sf", 1.00, -1);
   field.add("h2o", 1.01, -1);
@@ -96,7 +96,7 @@ TEST_CASE("Tasks that were not evaluated, or that the model fails itself, decide
   CHECK(criteria_json(field.finalists, {}, choice)["task_accuracy"].is_null());
 }
 
-TEST_CASE("Finalists answer the same samples; of many finalists the best answer most samples") {
+TEST_CASE("Finalists answer the same samples, and of many finalists only the best answer all") {
   const std::string directory = KVLAB_SOURCE_DIR "/engine/models/tiny";
   const auto backend = load_backend(Device::cpu, directory, 2);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
@@ -114,17 +114,18 @@ TEST_CASE("Finalists answer the same samples; of many finalists the best answer 
   CHECK(last == Approx(1));
   REQUIRE(evaluated.size() == 1);
   CHECK(evaluated[0].samples() == 15);
-  CHECK(evaluated[0].right[0].size() == 15);  // the lowest KL, with any answers
+  CHECK(evaluated[0].right[0].size() == 15);  // the one with the lowest KL, whatever it answers
   CHECK(std::ranges::count_if(evaluated[0].right,
                               [](const auto& own) { return own.size() == 15; }) == 12);
   CHECK(std::ranges::count_if(evaluated[0].right, &std::vector<bool>::empty) == 2);
 
-  find_lengths(*backend, tokenizer, plan);  // the bundled model never finds a pass key
+  // No length is found, because the bundled model never finds a pass key.
+  find_lengths(*backend, tokenizer, plan);
   CHECK(plan.tasks[0].words == 0);
   CHECK(task_accuracy_work(12, plan) == 0);
 }
 
-TEST_CASE("The tasks of finalists are named, or there are none") {
+TEST_CASE("The tasks of finalists are given by name, or none") {
   const auto plan = [](const std::string& task) {
     OptionTable table;
     TaskAccuracyOptions options;

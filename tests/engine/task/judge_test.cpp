@@ -1,4 +1,4 @@
-// Which answers are right, and the metrics from their counts.
+// Tests which answers are right, and of the metrics that are computed from their counts.
 #include "engine/evaluation/task/answers.hpp"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ TEST_CASE("The first number decides, once it is complete") {
   CHECK(one("no number", true) == Judgement::wrong);
 }
 
-TEST_CASE("Several numbers count once each, in any order, before any other number") {
+TEST_CASE("All expected numbers must come in any order before any other number") {
   const std::vector<std::string> expected{"12", "123", "7"};
   const auto judgement = [&](std::string_view said, bool ended = true) {
     return judge(said, expected, ended);
@@ -44,7 +44,7 @@ TEST_CASE("Several numbers count once each, in any order, before any other numbe
   CHECK(judgement("12, 7, 8", false) == Judgement::wrong);
 }
 
-/// A judgement of a prefix of an answer, if there is one, is also that of the whole answer.
+/// If a prefix of an answer is judged right or wrong, the whole answer is judged the same.
 TEST_CASE("A judgement before the end of an answer is final") {
   const std::vector<std::string> expected{"48", "481"};
   std::string said(6, ' ');
@@ -55,7 +55,8 @@ TEST_CASE("A judgement before the end of an answer is final") {
     CHECK(whole != Judgement::open);
     for (std::size_t length = 0; length <= said.size(); ++length) {
       const Judgement early = judge(std::string_view(said).substr(0, length), expected, false);
-      if (early != Judgement::open && early != whole) FAIL(said << " at " << length);
+      if (early != Judgement::open && early != whole)
+        FAIL("'" << said << "' is judged differently after " << length << " characters");
     }
   }
 }
@@ -96,7 +97,7 @@ TEST_CASE("Metrics count each depth and all depths, against the first configurat
   CHECK(std::isnan(find(1, 20, 1, "log_likelihood_change")->interval.low));
 }
 
-TEST_CASE("Log p decides if the full cache answers no question right") {
+TEST_CASE("log p decides if the full cache answers no question right") {
   TaskRun run{.task = "passkey", .modes = {QueryMode::agnostic}, .prompts = {{}, {}, {}}};
   run.configs.emplace_back();  // the full cache
   for (const char* policy : {"h2o", "sink"})

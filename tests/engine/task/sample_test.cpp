@@ -1,4 +1,4 @@
-// Questions: where the answer is, and whether it is unique.
+// Tests of questions: where the answer is, and whether it is unique.
 #include "engine/evaluation/task/sample.hpp"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ std::size_t count_of(const std::string& text, const std::string& part) {
   return count;
 }
 
-TEST_CASE("The text is whole sentences, repeats at its end, and hides the answer at its depth") {
+TEST_CASE("The text has whole sentences, repeats at its end, and hides answers at their depths") {
   const Haystack text("One two. Three \"four!\" Five six seven? Eight");
   REQUIRE(text.sentences() == 4);
   CHECK(text.with(4, 0, {}) == "One two. Three \"four!\"");
@@ -54,7 +54,7 @@ TEST_CASE("A pass key is in the text at its depth, and not in the question") {
       CHECK(sample.answer() == " " + key);
       const auto before = words_in(sample.context.substr(0, sample.context.find("The pass key")));
       CHECK(std::abs(static_cast<double>(before) - depth * words) <
-            45);  // a sentence, and the introduction
+            45);  // up to a sentence more, and the introduction
     }
 }
 
@@ -81,7 +81,7 @@ TEST_CASE("Needles: every key has its numbers, and the question asks for all num
       sample.lead.substr(std::string("The secret numbers of the ").size(),
                          sample.lead.size() - std::string("The secret numbers of the  are").size());
   CHECK(count_of(sample.context, "of the " + key + " is ") == 2);
-  std::size_t behind = 0;  // the numbers must be in the order of the text
+  std::size_t behind = 0;  // the expected numbers must be in the order of the text
   for (const std::string& number : sample.expected) {
     const std::size_t at = sample.context.find("of the " + key + " is " + number + ".");
     REQUIRE(at != std::string::npos);
@@ -93,7 +93,7 @@ TEST_CASE("Needles: every key has its numbers, and the question asks for all num
                   std::invalid_argument);
 }
 
-/// The list in a recall question: the last number of each key, and how many numbers it had.
+/// The list in a recall question: the last number of each key, and how many numbers it has.
 struct Listed {
   std::map<std::string, std::string> last;
   std::map<std::string, int> count;

@@ -1,4 +1,4 @@
-// A model of random weights on the CPU and on the device, and common checks of both.
+// A model with random weights on the CPU and on the device, and checks that compare both.
 #pragma once
 
 #include <memory>
@@ -50,7 +50,8 @@ class BothSides {
   std::map<Dtype, DeviceModel> on_device_;
 };
 
-/// A prompt, decoded tokens, a second turn and its answer: logits of every token.
+/// The logits of every token of a conversation: a prompt, decoded tokens, a second prompt and its
+/// decoded tokens.
 inline std::vector<float> conversation(SequenceDecoder& decoder) {
   std::vector<float> all, some;
   const auto feed = [&](std::size_t count, int first, SegmentKind kind) {
@@ -64,7 +65,8 @@ inline std::vector<float> conversation(SequenceDecoder& decoder) {
   return all;
 }
 
-/// Calls `after`(sequence) for each device's sequence after it has been fed.
+/// Compares the device's logits with the CPU's, for two dtypes and several sizes of chunks. Calls
+/// after(sequence, dtype) for each sequence on the device at its end.
 template <class After>
 void check_logits(BothSides& model, After after, double bf16_tolerance = kBf16Tolerance) {
   Decoder cpu(model.cpu(), {}, 2);
@@ -93,7 +95,7 @@ inline void check_policies(BothSides& model, std::initializer_list<const char*> 
       }
 }
 
-/// Verifies three sequences, each with a separate budget, against the simulator.
+/// Runs the checks of `kvlab verify` on a batch of three sequences with different budgets.
 inline void verify_batch(BothSides& both, const char* policy) {
   const DeviceModel& model = both.device(Dtype::bf16);
   const Positions positions = parse_policy(policy).entry->info.positions;
@@ -130,7 +132,7 @@ inline void verify_batch(BothSides& both, const char* policy) {
   }
 }
 
-/// Captures a trace on the device, in `folder`; it must verify.
+/// Captures a trace on the device, in `folder`, and checks that it verifies.
 inline TraceReader capture_on_device(BothSides& model, const std::filesystem::path& folder) {
   TraceWriter writer(folder / "trace", cuda_trace_header(model.device(Dtype::bf16), {}));
   CudaSequence sequence(model.device(Dtype::bf16), {.tokens = 400, .writer = &writer});

@@ -1,4 +1,5 @@
-// The CUDA decoder of families with other parts, compared with the CPU decoder and the simulator.
+// Compares the CUDA decoder with the CPU decoder and the simulator, for model families whose layers
+// differ from Llama's.
 #include "tests/engine/windows/both_sides.hpp"
 
 using namespace kvlab;
@@ -43,7 +44,7 @@ std::vector<Family> families() {
   return all;
 }
 
-/// Calls each(family, model) for all of them.
+/// Calls each(family, model) for all families.
 template <class Each>
 void each_family(Each each) {
   static std::map<std::string, BothSides> models;
@@ -64,8 +65,7 @@ TEST_CASE("Logits of each family equal the CPU decoder's, for every dtype and ch
   });
 }
 
-TEST_CASE("Policies act on each family as on the CPU, in every prefill and position mode",
-          "[gpu]") {
+TEST_CASE("Policies keep the same tokens as on the CPU, in each family and every mode", "[gpu]") {
   if (no_device()) return;
   each_family([](const Family&, BothSides& model) {
     check_policies(model, {"sink", "lru", "h2o"});

@@ -1,5 +1,6 @@
-// The CUDA decoder of a model with sliding windows, compared with the CPU decoder and the
-// simulator: heads of 256, two RoPE tables, norms after blocks and with an offset of one, GELU.
+// Compares the CUDA decoder with the CPU decoder and the simulator, for a model with sliding
+// windows. The model has heads of size 256, two RoPE tables, norms after blocks and with an offset
+// of one, and GELU.
 #include "tests/engine/windows/both_sides.hpp"
 
 using namespace kvlab;
@@ -9,7 +10,7 @@ namespace {
 
 constexpr std::uint32_t kWindow = 100;  // larger than a tile of slots
 
-/// Layers 1 and 3 of 5 see all tokens.
+/// A model in which layers 1 and 3 of 5 have no sliding window.
 BothSides& windowed() {
   static BothSides model = [] {
     nlohmann::json json = small_config("Gemma3ForCausalLM", "gemma3_text", 4, 2, 256);
@@ -42,8 +43,8 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "Sequences with sliding windows decode in a batch as they do alone, as a graph and "
-    "plain",
+    "Sequences with sliding windows give the same results in a batch as alone, with a graph and "
+    "without",
     "[gpu]") {
   if (no_device()) return;
   constexpr int kRows = 9;  // more rows than the kernels for few rows support
@@ -72,7 +73,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("Policies act on the layers without a sliding window, as on the CPU, in every mode",
+TEST_CASE("Layers without a sliding window keep the same tokens as on the CPU, in every mode",
           "[gpu]") {
   if (no_device()) return;
   check_policies(windowed(), {"window", "sink", "lru", "h2o", "random", "h2o:every=16"});
@@ -93,7 +94,7 @@ TEST_CASE("A trace of layers with sliding windows captured on the device verifie
   CHECK_FALSE(trace.has_residuals());
 }
 
-TEST_CASE("Tokens that left a sliding window cannot be fed again, but a sequence can be cleared",
+TEST_CASE("A sequence with sliding windows cannot be rewound to a position, but can be cleared",
           "[gpu]") {
   if (no_device()) return;
   CudaDecoder decoder(windowed().device(Dtype::f32),

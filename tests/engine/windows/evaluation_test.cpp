@@ -1,4 +1,4 @@
-// The end-to-end evaluation and verify on a model with sliding windows in most layers.
+// Tests of the end-to-end evaluation and of verify on a model with sliding windows in most layers.
 
 #include "engine/backend.hpp"
 #include "engine/decoder.hpp"
@@ -23,7 +23,7 @@ CacheConfig config_of(const std::string& policy, Prefill prefill,
           .positions = positions};
 }
 
-/// -ln p(next) of every decoded token except the last, by the decoder.
+/// -ln p of the token that follows each decoded token except the last, from the decoder.
 std::vector<double> decoded(const CacheConfig& config) {
   const auto ids = window_ids();
   Decoder decoder(gemma(), resolve(config, kTokens, 0, gemma().config().heads()), 1);
@@ -38,7 +38,7 @@ std::vector<double> decoded(const CacheConfig& config) {
 
 }  // namespace
 
-TEST_CASE("The end-to-end evaluation by layers gives the decoder's bits with sliding windows") {
+TEST_CASE("The end-to-end evaluation by layers equals the decoder's bits with sliding windows") {
   for (const Prefill prefill : {Prefill{0}, Prefill{7}, Prefill{1}})
     for (const Positions positions : {Positions::original, Positions::cache}) {
       std::vector<CacheConfig> configs{config_of("full", prefill)};
@@ -76,7 +76,7 @@ TEST_CASE("The engine evicts the simulator's tokens if layers have sliding windo
         CHECK(report.logits.rows > 0);
         CHECK(report.partings.empty());
         CHECK(report.heads == 8);
-        CHECK(report.evictions > 0);  // also in sliding windows
+        CHECK(report.evictions > 0);  // also under full, because sliding windows evict
       }
 }
 
@@ -86,6 +86,7 @@ TEST_CASE("The memory metric counts the layers that a policy acts on") {
         resolve(config_of(policy, {}), segments_of(kTokens, kPrompt), 0, gemma().config().heads());
     return memory_of(config, gemma().config().heads());
   };
-  CHECK(own("h2o").peak == 2 * 24 * 4 * 16);  // one layer, two heads of 16 elements, 16 bits
+  // One layer with two heads of size 16, in 16 bit: a token takes 4 * 16 bytes in each head.
+  CHECK(own("h2o").peak == 2 * 24 * 4 * 16);
   CHECK(own("full").peak == 2 * kTokens * 4 * 16);
 }

@@ -1,4 +1,4 @@
-// Model families with special parts: experts, sink logits, fused projections, partly rotated heads.
+// Tests of model families with experts, sink logits, fused projections or partly rotated heads.
 #include <nlohmann/json.hpp>
 
 #include "engine/backend.hpp"
@@ -86,7 +86,7 @@ TEST_CASE("A capture of each family verifies, with its sink logits") {
   }
 }
 
-TEST_CASE("The end-to-end evaluation by layers gives the decoder's bits in each family") {
+TEST_CASE("The end-to-end evaluation by layers equals the decoder's bits in each family") {
   const auto ids = window_ids();
   for (const char* family : kFamilies)
     for (const Prefill prefill : {Prefill{0}, Prefill{7}, Prefill{1}})

@@ -1,4 +1,4 @@
-// A miniature of Gemma 3: layer 2 of 4 sees all tokens, the other layers have sliding windows.
+// A miniature of Gemma 3. Layer 2 of 4 sees all tokens, and the other layers have sliding windows.
 #pragma once
 
 #include <cstdint>

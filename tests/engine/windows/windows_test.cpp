@@ -1,4 +1,5 @@
-// Layers with a sliding window keep exactly that; policies act on the other layers.
+// Tests that layers with a sliding window keep exactly that window, and that policies evict in the
+// other layers.
 #include <memory>
 #include <numeric>
 
@@ -28,7 +29,7 @@ struct Fed {
   std::vector<float> logits;
 };
 
-/// A prompt and decoded tokens, all logits kept.
+/// Runs a prompt and decoded tokens. Returns the decoder and the logits of all tokens.
 Fed fed(const ResolvedConfig& config, unsigned threads = 1) {
   Fed run{std::make_unique<Decoder>(gemma(), config, threads), {}};
   const auto ids = window_ids();
@@ -56,7 +57,7 @@ TEST_CASE("A decoder with sliding windows equals a plain forward pass, for every
   CHECK(fed({}, 3).logits == whole.logits);
 }
 
-TEST_CASE("Layers with a sliding window keep it under any policy, and the others have the budget") {
+TEST_CASE("Layers with a sliding window keep it under any policy; the others keep the budget") {
   std::vector<std::uint32_t> window(kWindow);
   std::iota(window.begin(), window.end(), kTokens - kWindow);
   const Fed full = fed({});
@@ -73,7 +74,7 @@ TEST_CASE("Layers with a sliding window keep it under any policy, and the others
   CHECK(fed(cache("h2o", kTokens)).logits == full.logits);
 }
 
-TEST_CASE("Budgets by head cover the layers that policies act on") {
+TEST_CASE("Budgets by head are given only for layers without a sliding window") {
   CacheConfig config{.policy = parse_policy("h2o"), .budget = budget_of_heads({{20, 30}})};
   const ResolvedConfig own = resolve(config, kTokens, 0, gemma().config().heads());
   CHECK(own.requested_tokens == 25);
@@ -84,7 +85,7 @@ TEST_CASE("Budgets by head cover the layers that policies act on") {
   CHECK_THROWS_AS(resolve(config, kTokens, 0, gemma().config().heads()), std::invalid_argument);
 }
 
-TEST_CASE("A policy with nothing to act on is refused") {
+TEST_CASE("A policy is refused if every layer has a sliding window") {
   CacheShape model = gemma().config().heads();
   model.windows = {4, 4, 4, 4};
   CHECK_NOTHROW(resolve({}, kTokens, 0, model));
@@ -94,7 +95,7 @@ TEST_CASE("A policy with nothing to act on is refused") {
         }).find("every layer") != std::string::npos);
 }
 
-TEST_CASE("A capture records how each layer attends, and verifies") {
+TEST_CASE("A capture records each layer's kind of attention, and verifies") {
   const test::TemporaryFolder folder;
   const auto ids = window_ids();
   for (const char* name : {"dense", "stream"}) {
@@ -114,7 +115,8 @@ TEST_CASE("A capture records how each layer attends, and verifies") {
     const RowSpec &row = trace.row(layer), &own = gemma().config().rows[layer];
     CHECK((row.window == own.window && row.scale == own.scale && row.rope == own.rope));
   }
-  // (An error before the norm after attention is not an error of the residual stream.)
+  // Gemma 3 has a norm after attention, so an error of the attention output is not one of the
+  // residual stream.
   CHECK_FALSE(trace.has_residuals());
   const TraceCheck check = verify_trace(trace, 1);
   CHECK(check.ok);
