@@ -1,4 +1,4 @@
-// Runs commands as a user types them.
+// Runs commands in this process, from the line that a user would type.
 #pragma once
 
 #include <boost/program_options/parsers.hpp>
@@ -18,7 +18,7 @@ inline std::vector<std::string> split_words(const std::string& line) {
   return boost::program_options::split_unix(line);
 }
 
-/// Runs `line` (the command's name and its arguments).
+/// Runs `line`, the name of a command and its arguments. Returns the exit code.
 inline int call(const std::string& line) {
   const std::vector<std::string> words = split_words(line);
   for (const Command& command : all_commands())
@@ -26,7 +26,7 @@ inline int call(const std::string& line) {
   throw std::logic_error("no command " + words[0]);
 }
 
-/// The message that refuses the command; empty if it runs.
+/// The error message of a command that is refused; "" if it runs.
 inline std::string refusal(const std::string& line) {
   return error_of<std::exception>([&] { call(line); });
 }

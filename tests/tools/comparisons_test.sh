@@ -1,16 +1,16 @@
 #!/bin/sh
-# comparisons_test.sh KVLAB SOURCE: every command that compares over several texts counts the tokens that two of them
-# share once and names both, and warns if texts are longer than the model's trained context. A task that the full cache
-# fails is compared by log p.
+# comparisons_test.sh KVLAB SOURCE: tests that every command that compares configurations over several texts counts tokens
+# that two texts have in common only once, names both texts, and warns if texts are longer than the model's trained
+# context. Configurations are compared by log p if the full cache fails a task.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
 enter_scratch
 tiny=$source/engine/models/tiny
-prints() { grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is not said"; }; }
-silent_of() { ! grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is said"; }; }
+prints() { grep -qF -- "$1" "$2" || { cat "$2"; fail "$2 should contain '$1'"; }; }
+silent_of() { ! grep -qF -- "$1" "$2" || { cat "$2"; fail "$2 should not contain '$1'"; }; }
 
-# A text, a copy of it, and the text with a few more words.
+# The texts are a text, a copy of it, and the text with a few more words.
 head -c 1500 "$source/tools/texts/carroll-alice.txt" >a.txt
 cp a.txt copy.txt
 { cat a.txt; echo " and another word"; } >longer.txt
@@ -31,7 +31,8 @@ prints "$common" fidelity.err
 "$kvlab" tune --model "$tiny" $few --policy h2o,sink --budget 32 --task none --out tuned.json >tune.out 2>tune.err
 prints "$common" tune.err
 
-# Traces of one text with prompts of different lengths, and a replay's confirmation over both texts.
+# Two traces of one text, with prompts of different lengths, are replayed. The confirmation of a deployment runs over
+# texts that have most tokens in common.
 for prompt in 60 61; do
   "$kvlab" capture --model "$tiny" --prompt-file a.txt --teacher-forced --prompt-tokens $prompt --max-tokens 200 --device cpu \
     --out of$prompt >/dev/null 2>&1
@@ -43,7 +44,7 @@ prints "1 text, " run.out
   --out policy.json >deploy.out 2>deploy.err
 prints "$common" deploy.err
 
-# Texts beyond the trained context. (`kvlab eval` is in messages_test.sh.)
+# Texts are longer than the trained context. (messages_test.sh does this with `kvlab eval`.)
 beyond="are longer than the 1024 that the model was trained on"
 for length in 1024 1030; do
   "$kvlab" fidelity --model "$tiny" --text "$source/tools/texts/carroll-alice.txt" --policy window,sink,h2o --budget 32 \
@@ -57,7 +58,8 @@ for command in fidelity tune; do
   silent_of "trained on" ${command}1024.err
 done
 
-# The full cache answers no question right, so shares of right answers are all 0, and log p decides, also on the page.
+# The full cache answers no question right, so the share of right answers is 0 for every configuration. Therefore log p
+# decides, also on the page.
 "$kvlab" task passkey --model "$tiny" --policy h2o,sink --budget 32 --words 60 --depth 50% --samples 8 --device cpu --out task \
   >task.out 2>task.err
 prints "compare log p only" task.out

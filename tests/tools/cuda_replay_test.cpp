@@ -1,4 +1,4 @@
-// The replay on a device compared with the plain replay on the CPU.
+// Compares the replay on a device with the plain replay on the CPU.
 #include "sim/device/cuda_replay.hpp"
 
 #include <cstdlib>
@@ -23,12 +23,13 @@ namespace {
 constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
 constexpr double kTolerance = 1e-4;
 
-/// Uses all cores, because most of the time is spent compiling walks, two to three seconds each.
+/// Options that use all cores, because most of the time is spent compiling the kernels that walk
+/// through a replay, which takes two to three seconds each.
 ReplayOptions options_for(Queries queries) {
   return {.queries = queries, .plain = true, .threads = default_threads()};
 }
 
-/// The group shapes, and one of several hundred tokens and two turns.
+/// The traces of group_shapes(), and one with several hundred tokens and two turns.
 std::vector<RandomTrace> shapes() {
   std::vector<RandomTrace> all = group_shapes();
   all.push_back(
@@ -42,7 +43,7 @@ std::vector<RandomTrace> shapes() {
 }
 
 using KeptSets =
-    std::map<std::pair<std::size_t, std::size_t>, Sets>;  ///< by head task, configuration
+    std::map<std::pair<std::size_t, std::size_t>, Sets>;  ///< by head task and configuration
 /// A device replayer that records the kept sets.
 auto keeping(KeptSets& kept, const TraceReader& trace) {
   return cuda_replayer(
@@ -53,7 +54,8 @@ auto keeping(KeptSets& kept, const TraceReader& trace) {
       });
 }
 
-/// Checks the metrics and kept sets of a device, for both kinds of measured queries.
+/// Compares metrics and kept sets on a device with the plain replay's, for both kinds of measured
+/// queries.
 void check_measures(const RandomTrace& wanted) {
   for (const Queries queries : {Queries::decode, Queries::all}) {
     const test::TemporaryFolder folder;
@@ -106,7 +108,8 @@ TEST_CASE("a device gives the plain replay's metrics and kept sets: further shap
   for (const RandomTrace& wanted : std::span(all).subspan(3)) check_measures(wanted);
 }
 
-TEST_CASE("a device replays layers with different rotations and scales by their numbers", "[gpu]") {
+TEST_CASE("a device replays layers that differ in rotation and scale, by their layer numbers",
+          "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const test::TemporaryFolder folder;
   RandomTrace wanted{.layers = 4, .gradient_samples = 0, .numbers = {1, 4, 6, 9}};
@@ -136,7 +139,8 @@ TEST_CASE("a device replays layers with different rotations and scales by their 
   CHECK(!device->takes(write_random_trace(folder / "capped", wanted), sweep[0]));
 }
 
-/// Checks that metrics, and the kept sets at every query, are equal for all head tasks.
+/// Checks that a device gives the plain replay's metrics, and its kept sets at every query, for all
+/// head tasks.
 void check_same(const TraceReader& trace, const std::vector<CacheConfig>& sweep) {
   KeptSets kept;
   const auto device = keeping(kept, trace);
@@ -156,9 +160,10 @@ void check_same(const TraceReader& trace, const std::vector<CacheConfig>& sweep)
     }
 }
 
-/// Every policy is compared on one shape. Policies that represent a kind (by what they observe and
-/// by modifiers that only they have) are compared on all shapes. With KVLAB_EVERY, all policies run
-/// on all shapes; a policy's hooks are the same code in the walks of each shape.
+/// Compares all policies. Policies that stand for a kind, by what they observe and by their
+/// modifiers, are compared on all shapes. The others are compared on one shape each, because the
+/// code of a policy's hooks is the same for all shapes. With KVLAB_EVERY in the environment, all
+/// policies run on all shapes.
 void check_policies(const RandomTrace& wanted, std::size_t shape) {
   constexpr std::size_t shapes = 3;
   std::vector<std::string> policies{"feature:name=drawn",
@@ -199,8 +204,8 @@ TEST_CASE("a device keeps the plain replay's sets for every configuration: two t
                  2);
 }
 
-/// Heads of whole blocks of channels: groups of 1, 3, 7 and 4, every rounding, two turns; and heavy
-/// tokens, without which all exponentials of a row are 0.
+/// Traces with heads of whole blocks of channels. They have query groups of 1, 3, 7 and 4 heads,
+/// every rounding, two turns, and heavy tokens without which all exponentials of a row are 0.
 std::vector<RandomTrace> quantized_shapes() {
   return {
       {.query_heads = 2,
@@ -271,8 +276,8 @@ TEST_CASE("a device keeps tokens on tiers as the plain replay does: heavy tokens
 
 TEST_CASE("on a device, equal tiers give the results of one tier", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
-  {  // fills memory that is not written with -1.5: recalls that an fp16 copy does not have were
-     // sorted without end
+  {  // Fills the device's memory with -1.5. Sorting once did not end if memory that is never
+     // written, the recalls of an fp16 copy, contained such numbers.
     const cuda::DeviceBuffer garbage(std::size_t{1} << 30, "the test");
     cuda::check(cudaMemset(garbage.data(), 0xbf, garbage.bytes()), "the test");
   }
@@ -293,7 +298,8 @@ TEST_CASE("on a device, equal tiers give the results of one tier", "[gpu]") {
     metrics[{m.config, m.layer, m.head, m.metric}] = m.value;
   for (const auto& [at, value] : metrics) {
     const auto& [config, layer, head, metric] = at;
-    if (config % 4 < 2 || metric == "quantization_error") continue;  // one tier
+    if (config % 4 < 2 || metric == "quantization_error")
+      continue;  // a configuration with one tier
     INFO(sweep[config].policy.text() << " " << metric);
     CHECK(value == metrics.at({config - 2, layer, head, metric}));
   }
@@ -346,7 +352,8 @@ TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
   check_measured(replay(trace, 0, sweep, options), here, kTolerance, text);
 }
 
-/// The trace is in float32, because the kernel for its outputs then has a ring of only two stages.
+/// The trace is in float32, because then the kernel that computes the outputs has a ring of only
+/// two stages.
 TEST_CASE("a device with 99 KB of shared memory replays as the CPU does", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const kernels::SmallerGpu small(101'376);
@@ -368,7 +375,7 @@ TEST_CASE("a device with 99 KB of shared memory replays as the CPU does", "[gpu]
                  [&](std::size_t c) { return sweep[c].policy.text(); });
 }
 
-TEST_CASE("a device replays policies from sources as the CPU does, beside the registry's",
+TEST_CASE("a device replays policies from sources as the CPU does, together with registered ones",
           "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const std::string root = KVLAB_SOURCE_DIR;

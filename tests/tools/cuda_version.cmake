@@ -1,4 +1,4 @@
-# What the configuration says of a version of CUDA: -DVERSION=…
+# Prints how the configuration of a build judges the version -DVERSION=… of CUDA.
 include(${SOURCE}/tools/cmake/cuda_version.cmake)
 kvlab_want_cuda("${VERSION}" nvcc)
 message(STATUS "CUDA ${VERSION} will do")

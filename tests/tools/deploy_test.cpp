@@ -1,4 +1,4 @@
-// The choice of what to deploy, and its evidence.
+// Tests of the choice of a policy to deploy, and of its evidence.
 #include "engine/evaluation/deploy/deploy.hpp"
 
 #include "tests/catch.hpp"
@@ -51,7 +51,8 @@ TEST_CASE("the best policy at the budget is deployed, with its settings and evid
 }
 
 TEST_CASE("the higher recall or the lower error is deployed") {
-  // recall and -ln recall of the fixture agree, so the test swaps the metrics to distinguish them.
+  // In the fixture, recall and nll_recall prefer the same policy. The test changes the values of
+  // recall, so that the two metrics prefer different policies.
   Run run = made_up_run(
       {{"window", "sinks=0:recent=0", 0.8, 0.01}, {"lru", "sinks=0:recent=0", 0.3, 0.01}});
   CHECK(deployed(run, "64", "recall").cache.policy.name == "lru");
@@ -87,7 +88,7 @@ TEST_CASE("a policy with 2% less memory is deployed if the difference is not sig
       }
     return held;
   };
-  // The difference of one token of 100 is not significant
+  // A difference of less than 2% of the memory does not matter.
   CHECK(deployed(hold(1e6, 0.99e6)).cache.policy.name == "h2o");
   CHECK(deployed(hold(1e6, 0.97e6)).cache.policy.name == "lru");
   const PolicyFile more = deployed(hold(3e6, 1e6));  // h2o is over the budget
@@ -98,11 +99,12 @@ TEST_CASE("a policy with 2% less memory is deployed if the difference is not sig
   for (ResultRow& row : run.rows)
     if (row.policy == "lru" && row.metric == "nll_recall")
       row.value = 0.5, row.blocks = made_up_blocks(0.5, 0.01, 2);
-  CHECK(deployed(hold(1e6, 0.5e6)).cache.policy.name == "h2o");  // a significant difference
+  CHECK(deployed(hold(1e6, 0.5e6)).cache.policy.name == "h2o");  // the difference is significant
 }
 
 TEST_CASE("a paired difference over the same queries is significant despite their scatter") {
-  // Each metric's standard error is as large as their difference, which is the same in every block.
+  // The standard error of each policy is as large as the difference of the two. The difference is
+  // about the same in every block.
   Run run =
       made_up_run({{"h2o", "sinks=0:recent=50%", 0.3, 0.1}, {"lru", "sinks=0:recent=0", 0.4, 0.1}});
   for (ResultRow& row : run.rows)
@@ -110,19 +112,19 @@ TEST_CASE("a paired difference over the same queries is significant despite thei
   for (ResultRow& row : run.rows)
     if (row.policy == "lru" && !row.blocks.empty()) row.blocks[0] += 1e-3;
   CHECK(deployed(run).run["not_significantly_different"].empty());
-  for (ResultRow& row : run.rows) row.blocks.clear();  // an older run
+  for (ResultRow& row : run.rows) row.blocks.clear();  // as in a run of an older version
   CHECK(deployed(run).run["not_significantly_different"].size() == 1);
 }
 
-TEST_CASE("confirmation orders by KL, and names what is not significantly different") {
+TEST_CASE("confirmation orders by KL, and marks policies that do not differ significantly") {
   const Run run = made_up_run({{"window", "sinks=0:recent=0", 0.2, 0.01},
                                {"lru", "sinks=0:recent=0", 0.3, 0.01},
                                {"h2o", "sinks=0:recent=50%", 0.4, 0.01}});
   const MetricTable metric_table(run.rows);
   Ballot ballot = rank_for_deployment(run, metric_table, "64", "nll_recall");
   REQUIRE(ballot.winner == 0);
-  // h2o has the lowest KL and the highest perplexity. lru's difference to it is within the
-  // interval, window's is not.
+  // h2o has the lowest KL and the highest perplexity. Its difference to lru is not significant, and
+  // its difference to window is.
   const char* names[] = {"full", "window", "lru", "h2o"};
   const double perplexity[] = {8, 8.1, 8.2, 8.3};
   const auto evaluation_of = [&](const Memory& of_h2o) {
@@ -143,7 +145,7 @@ TEST_CASE("confirmation orders by KL, and names what is not significantly differ
   };
   const auto confirmed = confirm(evaluation_of({100, 100, 0, 100}), ballot);
   REQUIRE(confirmed.size() == 3);
-  CHECK(ballot.winner == 2);  // the lowest KL
+  CHECK(ballot.winner == 2);  // h2o, which has the lowest KL
   CHECK(confirmed[0].standing == 2);
   CHECK(confirmed[1].standing == 1);
   CHECK(confirmed[1].is_similar());
@@ -156,7 +158,7 @@ TEST_CASE("confirmation orders by KL, and names what is not significantly differ
 
   const auto more = confirm(evaluation_of({300, 300, 0, 100}), ballot);
   CHECK(ballot.winner == 1);
-  CHECK(more[2].standing == 2);  // the lowest KL, but three times the budget
+  CHECK(more[2].standing == 2);  // h2o has the lowest KL, but takes three times the budget
   CHECK(more[2].over_budget);
 }
 

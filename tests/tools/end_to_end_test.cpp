@@ -1,4 +1,4 @@
-// The end-to-end evaluation by layers gives the log-likelihoods of the token-by-token decoder.
+// Compares the end-to-end evaluation by layers with the decoder, which runs token by token.
 #include "engine/evaluation/end_to_end.hpp"
 
 #include <cmath>
@@ -19,7 +19,7 @@ namespace {
 
 const std::string kModel = KVLAB_SOURCE_DIR "/engine/models/tiny";
 
-/// -ln p(next) of every decoded token except the last, by the decoder.
+/// -ln p of the token that follows each decoded token except the last, from the decoder.
 std::vector<double> decode(const Model& model, const std::vector<std::int32_t>& ids,
                            std::uint32_t prompt, const CacheConfig& config) {
   const auto length = static_cast<std::uint32_t>(ids.size());
@@ -60,7 +60,7 @@ TEST_CASE("The end-to-end evaluation by layers gives every token the decoder's l
   }
 }
 
-TEST_CASE("The end-to-end evaluation runs KIVI with the counted bytes") {
+TEST_CASE("The end-to-end evaluation runs KIVI, and counts its bytes") {
   const Model model = Model::load(kModel, 2);
   const auto configs = with_full_first(
       {{.policy = parse_policy("full:tiers=kivi4")}, {.policy = parse_policy("full:tiers=kivi2")}});
@@ -69,7 +69,7 @@ TEST_CASE("The end-to-end evaluation runs KIVI with the counted bytes") {
   const auto worst = [&](std::size_t c) { return std::ranges::max(scores[c].kl); };
   CHECK(worst(1) > 0);
   CHECK(worst(1) < worst(2));
-  // The prompt is exact, and all tokens belong to it.
+  // The peak is the prompt, whose tokens are not quantized yet.
   CHECK(scores[2].kv_bytes_peak == 8 * 140 * 2 * 64 * 4);
 }
 
@@ -154,7 +154,7 @@ CacheConfig with_features(const std::string& policy, std::shared_ptr<const Featu
 }
 
 TEST_CASE(
-    "A feature from a trace of the prompt gives the computed feature's results in both "
+    "A feature from a trace of the prompt gives the same results as the computed feature, in both "
     "evaluations") {
   const Model model = Model::load(kModel, 1);
   const auto backend = cpu_backend(model, 1);
@@ -203,7 +203,7 @@ TEST_CASE(
           }).starts_with(trace + " has 4 layers of 2 KV heads of 64; "));
 }
 
-TEST_CASE("A rank times a feature gives the bits of a policy that computes the product itself") {
+TEST_CASE("A product of a rank and a feature equals a policy that computes this product itself") {
   const Model model = Model::load(kModel, 1);
   const auto backend = cpu_backend(model, 1);
   const std::vector<std::int32_t> ids = some_tokens(90);
@@ -223,7 +223,7 @@ TEST_CASE("A rank times a feature gives the bits of a policy that computes the p
     }
 }
 
-TEST_CASE("A sequence with nothing to score is refused") {
+TEST_CASE("A sequence without tokens to score is refused") {
   const Model model = Model::load(kModel, 1);
   const std::vector<std::int32_t> ids{0, 5, 6};
   const std::vector<CacheConfig> configs{config_of("full", 1, Prefill{1}, Positions::original)};

@@ -1,4 +1,5 @@
-// How `kvlab eval` splits texts into sequences.
+// Tests of `kvlab eval`: how it splits texts into sequences, and its comparisons, warnings and
+// files.
 #include "engine/evaluation/eval.hpp"
 
 #include <algorithm>
@@ -40,7 +41,7 @@ TEST_CASE("A remainder shorter than half a window is left out") {
   CHECK(scored(63 + 31, {}) == 31 + 15);
 }
 
-TEST_CASE("A remainder that is all prompt is left out") {
+TEST_CASE("A remainder without tokens after its prompt is left out") {
   CHECK(scored(63 + 40, {.prompt_tokens = 41}) == 22);
   CHECK(scored(63 + 41, {.prompt_tokens = 41}) == 22);
   CHECK(scored(63 + 42, {.prompt_tokens = 41}) == 22 + 1);
@@ -51,7 +52,7 @@ TEST_CASE("A stream is one sequence for every window size") {
   CHECK(scored(200, {.stream = true}) == 100);
 }
 
-TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without the full cache") {
+TEST_CASE("A stream is split into blocks, and without the full cache nothing is compared") {
   const Model model = Model::load(KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   std::vector<std::int32_t> ids;
   for (std::int32_t i = 0; i < 300; ++i) ids.push_back(300 + i * 37 % 211);
@@ -76,7 +77,7 @@ TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without 
     sum += block.nll * static_cast<double>(std::min<std::uint64_t>(64, 300 - block.first));
   CHECK(std::fabs(sum / 300 - by_layers[0].nll) < 1e-9);
 
-  // Token by token, with the prompt fed in parts, the result is the same.
+  // The result is the same token by token, with a prompt that is fed in parts.
   const auto backend = load_backend(Device::cpu, KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   const auto by_tokens =
       evaluate(model.config(), token_sweep_runner(*backend), {ids}, {window}, options).scores;
@@ -85,7 +86,7 @@ TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without 
   CHECK(by_tokens[0].blocks[4].milliseconds_per_token > 0);
 }
 
-/// A sweep runner with made-up scores: `kl` gives each token's KL by configuration and index.
+/// A sweep runner with made-up scores. `kl` returns the KL of a token, by configuration and index.
 SweepRunner invented(
     const std::function<double(std::size_t configuration, std::size_t token)>& kl) {
   return [kl](const std::vector<std::vector<std::int32_t>>& sequences,
@@ -116,12 +117,12 @@ std::vector<CacheConfig> three_at_two_budgets() {
 constexpr auto kWaves = [](std::size_t c, std::size_t i) {
   const double wave = 1 + 0.5 * std::sin(static_cast<double>(i));
   if (c == 0) return 0.0;
-  // As good as the third configuration
+  // On average, this configuration is as good as the third one.
   if (c == 2) return 0.1 * wave + (i / 64 % 2 == 0 ? 0.01 : -0.01);
   return c == 1 ? 0.3 * wave : 0.1 * wave;
 };
 
-/// An evaluation over different texts; configurations lose more on later texts.
+/// An evaluation over different texts. The KL of all configurations grows from text to text.
 Evaluation invented_evaluation(std::size_t texts = 2,
                                std::vector<CacheConfig> configs = three_at_two_budgets()) {
   std::vector<std::vector<std::int32_t>> ids;
@@ -144,7 +145,7 @@ TEST_CASE("Configurations are compared in pairs") {
   CHECK(last.significantly_different());
   CHECK(last.mean == Approx(0.2).epsilon(0.02));
   CHECK(made.scope.texts == 1);
-  // Two texts with differences of 0.2 and 0.4 give no interval.
+  // Two texts with differences of 0.2 and 0.4 are too few for a significant difference.
   const auto two = invented_evaluation(2).judge_budget("8");
   CHECK(two.recommendation.behind[2].mean == Approx(0.3).epsilon(0.02));
   CHECK_FALSE(two.recommendation.behind[2].significantly_different());
@@ -210,7 +211,7 @@ TEST_CASE("Peak memory over decoded queries decides which configurations are eli
   const Evaluation evaluation = invented_evaluation(1, configs);
   const auto kv = [&](std::size_t c) { return evaluation.scores[c].memory; };
   const double token = 2 * 2 * 64;
-  CHECK(kv(1).peak == (7 + 512) * token);  // a prompt of 512 tokens, and as many decoded
+  CHECK(kv(1).peak == (7 + 512) * token);  // window:once keeps all 512 decoded tokens
   CHECK(kv(1).mean == Approx((7 + 256.5) * token));
   CHECK(kv(2).peak == 15 * token);
   CHECK(kv(3).mean == 8 * token);
@@ -227,7 +228,7 @@ TEST_CASE("Peak memory over decoded queries decides which configurations are eli
   }));
 }
 
-TEST_CASE("Percentiles are over single tokens, and the spread is over texts") {
+TEST_CASE("Percentiles are over single tokens, and the standard deviation is over texts") {
   const Evaluation evaluation = evaluate(
       ModelConfig{.trained_context = 1000},
       invented([](std::size_t c, std::size_t i) { return c ? static_cast<double>(i) : 0; }),
@@ -275,7 +276,7 @@ TEST_CASE("A warning says that few tokens were scored") {
       return line.starts_with("only 999 tokens were scored");
     });
   };
-  // The full cache alone has a perplexity, but no recommendation that could warn.
+  // An evaluation of only the full cache has no recommendation, but it has to warn, too.
   for (const auto& configs : {three_at_two_budgets(), std::vector<CacheConfig>{}}) {
     CHECK(warns(999, configs) == 1);
     CHECK(warns(1000, configs) == 0);
@@ -320,7 +321,7 @@ TEST_CASE("An evaluation's folder is read back for its report, and damage is nam
   CHECK(json["pairs"].size() == 12);
   REQUIRE(json["recommendations"].size() == 2);
   CHECK(json["recommendations"][0]["budget"] == "8");
-  // Only 2 texts
+  // Two texts are too few for a significant difference.
   CHECK(json["recommendations"][0]["order"][2]["from_lowest"]["significant"] == false);
   CHECK(json["recommendations"][0]["configurations"].size() == 3);
   CHECK(json["recommendations"][0]["texts"] == 2);
@@ -331,7 +332,7 @@ TEST_CASE("An evaluation's folder is read back for its report, and damage is nam
   write_file_atomically(folder / kEvalCsv, csv);
   write_file_atomically(folder / kEvalJson, json_text(json));
   write_file_atomically(folder / kEvalBlocksCsv, eval_blocks_csv(evaluation, texts));
-  // The scores that are read back give the difference that the evaluation found.
+  // The scores that are read back give the same difference as the evaluation.
   const ScoreSet set = load_scores(folder.path());
   const MetricTable metric_table(set.groups.front().rows);
   const Difference read = *metric_table.difference(1, 2, "8", "kl"),
@@ -346,14 +347,14 @@ TEST_CASE("An evaluation's folder is read back for its report, and damage is nam
   CHECK(html.find("m\\u003c1>") != std::string::npos);
   const auto& made = page.data["recommendations"][0]["budgets"];
   REQUIRE(made.size() == 2);
-  CHECK(made[0]["budget"] == "8");  // ordered by tokens, although not as text
+  CHECK(made[0]["budget"] == "8");  // budgets are ordered by tokens and not as text
   CHECK(made[1]["budget"] == "16");
   CHECK(made[0]["order"][2]["from_choice"]["significant"] == false);
   CHECK(made[0]["colour"] != "");
   CHECK(page.text.find("budget") == 0);
   const auto& configurations = page.data["facts"]["configurations"];
   CHECK(std::ranges::any_of(configurations, [](const auto& one) {
-    return one["label"] == "lru";  // no row repeats default settings
+    return one["label"] == "lru";  // labels have no default settings
   }));
   CHECK(configurations[1]["kl_p90"] == json["configurations"][1]["kl_p90"]);
 
@@ -374,7 +375,7 @@ TEST_CASE("An evaluation's folder is read back for its report, and damage is nam
           eval_page(folder.path());
         }).find("recommendations[1]: configurations: 99; it should be below 7") !=
         std::string::npos);
-  whole.erase("recommendations");  // as an older version writes it
+  whole.erase("recommendations");  // as in a file of an older version
   write_file_atomically(folder / kEvalJson, json_text(whole));
   const PageDocument older = eval_page(folder.path());
   CHECK(older.data["facts"]["has_recommendations"] == false);

@@ -1,5 +1,5 @@
-// The commands one after another, as a user types them: capture, replay, report, deploy, generate,
-// and the demo that runs them all.
+// Tests of the commands as a user runs them one after another: capture, replay, report, deploy and
+// generate, and the demo, which runs them all.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -28,7 +28,7 @@ void capture(const std::filesystem::path& trace, const std::string& seed = "1") 
                " --out " + trace.string()) == 0);
 }
 
-/// Replays the trace.
+/// The command line that replays the trace.
 std::string sweep(const std::filesystem::path& trace, const std::filesystem::path& out,
                   const std::string& more = "") {
   return "replay --trace " + trace.string() + " --policy window,sink,h2o --budget 8,16,50% --out " +
@@ -37,7 +37,7 @@ std::string sweep(const std::filesystem::path& trace, const std::filesystem::pat
 
 }  // namespace
 
-TEST_CASE("a replay writes the sweep and the oracles, equal for any number of threads") {
+TEST_CASE("a replay writes the sweep and the oracles, with equal bytes for any number of threads") {
   const TemporaryFolder folder;
   capture(folder / "trace");
   REQUIRE(call(sweep(folder / "trace", folder / "a", "--threads 1")) == 0);
@@ -136,7 +136,7 @@ TEST_CASE("a run is deployed and generates, and the end-to-end evaluation can co
       confirmed, [&](const auto& entry) { return entry["policy"] == closed.cache.policy.name; });
   REQUIRE(deployed != confirmed.end());
   CHECK((*deployed)["not_significantly_different"] == true);
-  // Both criteria, or the statement that only one was evaluated.
+  // The file has both criteria, or it says that only one was evaluated.
   CHECK(open.run["criteria"]["why"] ==
         "Task accuracy was not evaluated; add --confirm K to evaluate the best K");
   CHECK(closed.run["criteria"]["deployed"] == closed.cache.policy.text());
@@ -170,7 +170,7 @@ TEST_CASE(
   const Run run = load_run(folder / "run");
   CHECK(run.info.sweep.at(1).budgets == by_head.heads);
   CHECK(run.info.sweep.at(2).budgets.empty());
-  // The last query's kept tokens are the budget of every head.
+  // At the last query, every head keeps as many tokens as its budget.
   for (const ResultRow& row : run.rows) {
     if (row.policy != "full") CHECK(row.budget_tokens == 12);
     if (row.policy != "h2o" || row.metric != "kv_bytes" || row.head < 0) continue;

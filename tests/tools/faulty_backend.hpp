@@ -1,4 +1,4 @@
-// Backends with a fault that `kvlab verify` must find.
+// Backends with a fault, which `kvlab verify` has to find.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@ namespace kvlab::test {
 /// Changes the attention outputs [token, query head, dim] of a layer.
 using Fault = std::function<void(std::uint32_t layer, std::span<float> out)>;
 
-/// Forwards what it is shown, with a fault in the attention outputs.
+/// An observer that forwards all calls to another one, with a fault in the attention outputs.
 class FaultyObserver final : public DecoderObserver {
  public:
   FaultyObserver(DecoderObserver& to, Fault fault) : to_(to), fault_(std::move(fault)) {}
@@ -46,7 +46,7 @@ class FaultyObserver final : public DecoderObserver {
 };
 
 /// A backend that claims to run the model of `named`. Its observed decoders are those of `watched`,
-/// with a fault in their outputs; its other decoders are those of `alone`.
+/// with a fault in their outputs. Its other decoders are those of `alone`.
 class FaultyBackend final : public Backend {
  public:
   FaultyBackend(Backend& named, Backend& watched, Backend& alone, Fault fault = {})

@@ -1,4 +1,5 @@
-// Which metric orders policies as the end-to-end evaluation does.
+// Tests of `kvlab fidelity`, which measures how well metrics order policies like the end-to-end
+// evaluation.
 #include "engine/evaluation/fidelity/fidelity.hpp"
 
 #include "engine/backend.hpp"
@@ -23,7 +24,7 @@ std::vector<CacheConfig> sweep(const std::vector<std::string>& policies,
   return configs;
 }
 
-/// A text in which every token has a configuration's mean, and one or two metrics.
+/// A text whose tokens all have the mean KL of the configuration, with metrics of a replay.
 FidelityText text_of(const std::string& name, const std::vector<double>& kl,
                      ReplayMetrics replay_metrics) {
   FidelityText text{.name = name,
@@ -35,7 +36,7 @@ FidelityText text_of(const std::string& name, const std::vector<double>& kl,
   return text;
 }
 
-TEST_CASE("A metric is judged within a budget, and by the cost of its choice") {
+TEST_CASE("A metric is judged by its rank correlation and its regret, within each budget") {
   const auto configs = sweep({"window", "sink", "h2o"}, {"8", "16"});
   const FidelityText one = text_of(
       "one", {3, 2, 1, .3, .2, .1},
@@ -45,7 +46,7 @@ TEST_CASE("A metric is judged within a budget, and by the cost of its choice") {
               {{"nll_recall", {30, 20, 10, 1, 2, 3}}, {"recall", {1, 2, 3, 4, 5, 6}}});
   const std::vector<FidelityText> texts{one, two};
   const Fidelity found = assess_fidelity(configs, texts);
-  REQUIRE(found.metrics.size() == 2);  // the metrics that every text has
+  REQUIRE(found.metrics.size() == 2);  // only the metrics that every text has
   CHECK(found.standard == "nll_recall");
   const FidelityMetric& nll = found.metrics[0];
   CHECK(nll.metric == "nll_recall");
@@ -57,7 +58,7 @@ TEST_CASE("A metric is judged within a budget, and by the cost of its choice") {
   CHECK(nll.within[1].regret == Approx(3));
   CHECK(nll.within[1].chosen == 3);
   CHECK(nll.within[1].best == 5);
-  CHECK(found.metrics[1].within[1].rho == Approx(1));  // recall: higher is better
+  CHECK(found.metrics[1].within[1].rho == Approx(1));  // for recall, higher is better
   CHECK(found.ceiling[0] == Approx(0.5));
   CHECK(found.ceiling[1] == Approx(1));
   // At budget 8 the two texts differ too much in every pair for a significant difference. At 16
@@ -159,7 +160,7 @@ TEST_CASE(
   CHECK(evidence_at("pyramid(25%)", 64)["budget"] == "pyramid(25%)");
 }
 
-TEST_CASE("A text is captured, replayed and run over the same ids") {
+TEST_CASE("A text is captured, replayed and evaluated over the same ids") {
   const std::filesystem::path model = KVLAB_SOURCE_DIR "/engine/models/tiny";
   const Model loaded = Model::load(model, 2);
   const auto backend = cpu_backend(loaded, 2);
@@ -183,11 +184,11 @@ TEST_CASE("A text is captured, replayed and run over the same ids") {
   for (std::size_t c = 0; c < 3; ++c) {
     CHECK(residual[c] > 0);
     CHECK(measured.kl[c] > 0);
-    CHECK(residual[c + 3] == 0);  // the budget fits every token; cache positions differ by rounding
+    CHECK(residual[c + 3] == 0);  // this budget keeps every token
   }
-  CHECK(measured.kl[3] == 0);
+  CHECK(measured.kl[3] == 0);  // sink uses cache positions, whose rounding may give a KL above 0
 
-  // The trace that was written can replace the text.
+  // The trace can be used in place of the text.
   const EvalText again = text_of_trace(folder / "prompt", backend->weights_xxh3(), 2);
   CHECK(again.name == "prompt");
   CHECK(again.ids == text.ids);

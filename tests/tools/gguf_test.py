@@ -33,7 +33,7 @@ SIZE = WIDTH // HEADS
 
 
 def byte_letters():
-    """GPT-2's characters for the 256 bytes."""
+    """The characters with which GPT-2's vocabulary writes the 256 bytes."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     other = iter(range(256, 512))
     return [chr(byte if byte in plain else next(other)) for byte in range(256)]
@@ -61,7 +61,7 @@ def shapes():
 
 
 def fields():
-    """Key: value and its type."""
+    """The metadata: {key: (value, type)}."""
     kind = gguf.GGUFValueType
     sizes = {
         "block_count": LAYERS,
@@ -105,12 +105,12 @@ def write_gguf(path, fields, tensors, architecture="llama", raw={}):
 
 
 def min_limits():
-    """Limits memory, so that sizes which a file only announces cannot be allocated."""
+    """Limits memory and processor time, so that a file cannot make the script allocate huge sizes."""
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 
 
-NORM_NAMES = {  # of Gemma 3
+NORM_NAMES = {  # norms of Gemma 3: names in GGUF and in the checkpoint
     "attn_norm": "input_layernorm",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -121,7 +121,7 @@ NORM_NAMES = {  # of Gemma 3
 
 
 def gemma3():
-    """The fields and tensors of a Gemma 3 of seven layers; its tokens 7 to 262 are bytes."""
+    """The fields and tensors of a Gemma 3 of seven layers. Its tokens 7 to 262 are bytes."""
     kind = gguf.GGUFValueType
     pieces = {"▁": -9.0, "t": -7.0, "h": -6.0, "e": -5.0, "th": -1.0, "he": -0.0, "the": -2.0, "▁the": -3.0}
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "\n", "  ", "   ", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
@@ -150,7 +150,7 @@ def gemma3():
 
 
 def qwen2():
-    """The fields and tensors of a Qwen2 with an output matrix apart from the embedding, and two unused tokens."""
+    """The fields and tensors of a Qwen2 whose output matrix is not the embedding, with two unused tokens."""
     kind = gguf.GGUFValueType
     tokens = ["<|end|>", "<tool_call>", *TOKENS[1:], "[PAD260]", "[PAD261]"]
     found = {key.replace("llama", "qwen2"): value for key, value in fields().items()}
@@ -174,9 +174,9 @@ def qwen2():
 
 
 def random_blocks(kind, rows, blocks, seed):
-    """Rows of quantized blocks: random bytes, with finite scales where the type stores them."""
+    """Rows of quantized blocks with random bytes, and with finite scales in the bytes where the type has scales."""
     size = gguf.GGML_QUANT_SIZES[kind][1]
-    scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind.name, (0,))  # bytes where they begin
+    scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind.name, (0,))  # offsets in bytes
     draw = np.random.default_rng(seed)
     packed = draw.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
     for at in scales:
@@ -227,7 +227,7 @@ class GgufTest(unittest.TestCase):
         self.assertEqual((settings["bos_token"], settings["eos_token"]), ("<|end|>", "<|end|>"))
 
         found = read_tensor(self.out, "model.layers.1.self_attn.q_proj.weight")
-        # GGUF stores the two elements of a rotated pair side by side; a checkpoint stores one half after the other.
+        # GGUF stores the two elements of a rotated pair next to each other. In a checkpoint, they are half a head apart.
         wanted = weights["blk.1.attn_q.weight"].reshape(HEADS, SIZE // 2, 2, WIDTH)
         wanted = np.concatenate((wanted[:, :, 0], wanted[:, :, 1]), axis=1).reshape(-1)
         np.testing.assert_allclose(found, wanted, rtol=2**-8)
@@ -257,7 +257,7 @@ class GgufTest(unittest.TestCase):
         self.assertEqual(found, ["gemma3_text", 32, 16, 16])
         self.assertEqual((config["rope_theta"], config["rope_local_base_freq"]), (10000, 10000))
         for name, theirs in (NORM_NAMES | {"attn_q": "self_attn.q_proj", "ffn_down": "mlp.down_proj"}).items():
-            # GGUF stores 1 + w of norms. Rows of q are unchanged.
+            # GGUF stores 1 + w for the weights w of norms. The rows of q have the same order in both.
             wanted = weights[f"blk.3.{name}.weight"].reshape(-1) - ("norm" in name)
             found = read_tensor(self.out, f"model.layers.3.{theirs}.weight")
             np.testing.assert_allclose(found, wanted, rtol=2**-8, err_msg=name)
@@ -281,7 +281,7 @@ class GgufTest(unittest.TestCase):
         self.assertEqual((config["rope_theta"], config["rms_norm_eps"]), (1000000, 1e-6))
         self.assertEqual((config["tie_word_embeddings"], config["vocab_size"]), (False, len(TOKENS) + 3))
         self.assertNotIn("attention_bias", config)
-        # Rows of q and k, and their biases, are in the checkpoint's order already.
+        # The rows of q and k, and their biases, have the same order as in the checkpoint.
         parts = [(part, of) for part in "qkv" for of in ("weight", "bias")]
         names = {f"blk.1.attn_{part}.{of}": f"model.layers.1.self_attn.{part}_proj.{of}" for part, of in parts}
         names |= {"output.weight": "lm_head.weight", "token_embd.weight": "model.embed_tokens.weight"}
@@ -317,7 +317,7 @@ class GgufTest(unittest.TestCase):
             self.check_refused(words)
 
     def test_quantized_tensors_equal_those_of_the_gguf_package(self):
-        """In each type that a file of the kind Q4_K_M uses, rounded to bf16."""
+        """For each type that occurs in files of the kind Q4_K_M. Values are rounded to bf16."""
         width = 256  # the K types have blocks of 256
         sizes = {"embedding_length": width, "feed_forward_length": width, "attention.head_count_kv": HEADS}
         keys = fields() | {f"llama.{key}": (value, gguf.GGUFValueType.UINT32) for key, value in sizes.items()}
@@ -339,7 +339,7 @@ class GgufTest(unittest.TestCase):
             found = read_tensor(self.out, f"model.layers.{block}.mlp.{part[4:]}_proj.weight").reshape(width, width)
             with self.subTest(kind.name):
                 self.assertGreater(np.abs(wanted).max(), 0)
-                # bf16 has 8 significant bits, so rounding moves a value by at most 2^-9 of its power of two.
+                # bf16 has 8 significant bits, so rounding changes a value below 2^e by at most 2^(e - 9).
                 _, exponent = np.frexp(wanted)
                 self.assertTrue((np.abs(found - wanted) <= np.ldexp(1.0, exponent - 9)).all())
 
@@ -376,7 +376,8 @@ class GgufTest(unittest.TestCase):
         huge = struct.pack("<Q", 1 << 60)
         kinds = struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32, len(TOKENS))
         of_array = whole.index(kinds) + 8
-        for at in (8, 16, 24, of_array):  # tensors, keys, the first key's length, an array of numbers
+        # The counts of tensors and of keys, the length of the first key, and the length of an array.
+        for at in (8, 16, 24, of_array):
             self.source.write_bytes(whole[:at] + huge + whole[at + 8 :])
             self.check_refused("a complete GGUF file is expected")
         name = b"blk.0.attn_q.weight"
@@ -405,7 +406,7 @@ class GgufTest(unittest.TestCase):
         self.check_refused("magic")
 
     def test_files_with_changed_bytes_are_refused_in_one_line_or_converted(self):
-        """KVLAB_GGUF_MUTANTS sets how many files (200)."""
+        """KVLAB_GGUF_MUTANTS in the environment sets the number of files (default: 200)."""
         spec = importlib.util.spec_from_file_location("gguf_to_checkpoint", SCRIPT)
         script = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(script)
@@ -517,7 +518,7 @@ class GgufTest(unittest.TestCase):
         name = "blk.0.attn_q.weight"
         kind = gguf.GGMLQuantizationType.Q8_0
         packed = gguf.quants.quantize(weights[name], kind)
-        packed.reshape(-1)[:2] = [0x00, 0x7C]  # float16 infinity, in the first block
+        packed.reshape(-1)[:2] = [0x00, 0x7C]  # the scale of the first block is infinite in float16
         packed.reshape(-1)[2] = 0
         write_gguf(self.source, fields(), weights | {name: packed}, raw={name: kind})
         self.check_refused(f"tensor {name} holds a value that is not finite")

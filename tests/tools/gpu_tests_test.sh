@@ -5,8 +5,9 @@ source=${1:?SOURCE}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-# program NAME MAJOR NAMES [LISTED]: makes a program with the cases NAMES (a file), which lists LISTED of them (default:
-# all). A case passes, is skipped or fails, as its name says.
+# program NAME MAJOR NAMES [LISTED]: makes a program that behaves like a test program of Catch2 MAJOR. Its test cases are
+# the lines of the file NAMES, and it lists only the first LISTED of them (default: all). The name of a case says whether
+# it passes, is skipped or fails.
 program() {
   local name=$1 major=$2 names=$3 listed=${4:-1000}
   cat >"$folder/build/tests/$name" <<TEXT
@@ -40,10 +41,10 @@ TEXT
 new_build() { rm -rf "$folder/build" && mkdir -p "$folder/build/tests"; }
 gpu_tests() { "$source/tools/scripts/gpu_tests.sh" "$folder/build" 2 '^test_' >"$folder/out" 2>&1; }
 fail() { echo "$1" && cat "$folder/out" && exit 1; }
-# refused WHAT PATTERN: the script must fail, and its last line must match PATTERN.
+# refused WHAT PATTERN: checks that the script fails, and that its last line matches PATTERN.
 refused() {
-  ! gpu_tests || fail "$1: the script reports success"
-  tail -1 "$folder/out" | grep -qE -e "$2" || fail "$1: the last line is not $2"
+  ! gpu_tests || fail "$1: the script should fail, but reports success"
+  tail -1 "$folder/out" | grep -qE -e "$2" || fail "$1: the last line should match $2"
 }
 
 printf '%s\n' 'a device adds' 'a name with, a comma' 'rows [8] and "quotes" and * stars' >"$folder/three"

@@ -1,4 +1,4 @@
-// Compiled policies that are cached between runs, and several policies in one run.
+// Tests of compiled policies that are cached between runs, and of several policies in one run.
 #include <stdlib.h>
 #include <sys/stat.h>
 
@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-/// An environment variable that is set while this object lives.
+/// Sets an environment variable while this object exists.
 class Variable {
  public:
   Variable(const char* name, const std::string& value) : name_(name) {
@@ -36,7 +36,7 @@ class Variable {
   std::optional<std::string> before_;
 };
 
-/// A policy called `name` that ranks by its mass plus `more`.
+/// The source of a policy called `name` whose rank is the mass plus `more`.
 std::string shop_text(const std::string& name, int more = 0) {
   return "#include \"policies/policy.hpp\"\n"
          "struct Own {\n"
@@ -57,7 +57,7 @@ std::string shop_text(const std::string& name, int more = 0) {
          "};\n";
 }
 
-/// A separate cache folder, and a compiler that can be made to fail.
+/// A new cache folder, and a compiler that can be made to fail.
 class Workshop {
  public:
   Workshop()
@@ -132,7 +132,7 @@ TEST_CASE("a damaged object is compiled again, and then stored completely") {
   }
 }
 
-TEST_CASE("a folder that other users may write is not used, and nothing else changes") {
+TEST_CASE("a cache folder in which other users may write is not used, and nothing else changes") {
   const Workshop shop;
   fs::create_directories(shop.kept());
   for (const fs::path& open : {shop.kept(), shop.kept().parent_path()}) {
@@ -196,6 +196,7 @@ TEST_CASE("a run accepts several headers and names each; a deployed policy requi
 
   const std::string deploy =
       "deploy " + run + " --budget 32 --out " + policy + " --policy-source " + b;
-  CHECK_THAT(refusal(deploy), ContainsSubstring("needs the policy first"));  // it stands first
+  // The policy with the lowest mean is called first.
+  CHECK_THAT(refusal(deploy), ContainsSubstring("needs the policy first"));
   CHECK(call(deploy + " --policy-source " + a) == 0);
 }

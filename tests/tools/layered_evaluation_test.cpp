@@ -1,5 +1,5 @@
-// The end-to-end evaluation by layers on a device, compared with the CPU's and with the engine that
-// decodes token by token.
+// Compares the end-to-end evaluation by layers on a device with that on the CPU, and with the
+// engine that decodes token by token.
 #include "engine/evaluation/device/layered_evaluation.hpp"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace kvlab {
 namespace {
 
-/// The full cache and a covering set of configurations, also with protected tokens.
+/// The full cache, and configurations that cover all pairs of choices, also with protected tokens.
 std::vector<CacheConfig> sweep() {
   const CacheShape heads = cpu_tiny().config().heads();
   auto configs = with_full_first(
@@ -44,19 +44,22 @@ double mean(const std::vector<double>& values) {
   return sum;
 }
 
-/// For float32. If ranks nearly tie, rounding decides which token is evicted, and the evaluations
-/// diverge. `roco` takes the difference of two sums, and did so on a GPU (0.005 nats at one token).
+/// The tolerance in float32. If ranks nearly tie, rounding decides which token is evicted, and then
+/// the evaluations diverge. On a GPU this happened with `roco`, which takes the difference of two
+/// sums (0.005 nats at one token).
 double tolerance(const CacheConfig& config) { return config.policy.name == "roco" ? 1e-2 : 1e-3; }
 
-/// On tiers, a key that differs in its last bit may have another quantized value. Per text the
-/// evaluations agree within a sixth of the tier plan's cost; on a GPU the worst was a twelfth.
+/// Compares scores on quantized tiers, where a key that differs in its last bit may have another
+/// quantized value. The mean KL of a text may differ by a sixth of its value. The largest
+/// difference seen on a GPU was a twelfth.
 void check_quantized(const TokenScores& ours, const TokenScores& wanted) {
   CHECK(std::fabs(mean(ours.nll) - mean(wanted.nll)) <= 2e-2);
   CHECK(std::fabs(mean(ours.kl) - mean(wanted.kl)) <= 1e-3 + mean(wanted.kl) / 6);
 }
 
-/// For bf16, where near ties are common: a sixteenth of the cost of evicting, plus bf16's error. On
-/// a GPU `keydiff`, to which a cache's keys look alike, was off by a twentieth.
+/// The tolerance in bf16, where near ties are common: a sixteenth of the mean KL, plus the error of
+/// bf16. On a GPU, `keydiff` differed by a twentieth, because the features of a cache's keys are
+/// nearly equal.
 double tolerance_in_bf16(const TokenScores& scores) { return 3e-3 + mean(scores.kl) / 16; }
 
 TEST_CASE("In float32, the evaluation on a device gives every token the CPU's log-likelihood",
@@ -121,8 +124,8 @@ TEST_CASE(
   const auto backend = load_cuda_backend(kTiny);
   const std::vector<Ids> sequences{some_tokens(300)};
   const CacheShape heads = cpu_tiny().config().heads();
-  // In bf16 near ties are common, so this runs each policy and some modifiers; the test above runs
-  // all.
+  // In bf16 near ties are common, so this test runs only the policies with their default modifiers.
+  // The test in float32 runs all modifiers.
   std::vector<CacheConfig> configs =
       with_full_first(test::covering({.modifiers = {"own"},
                                       .budgets = {parse_budget("36"), parse_budget("70")},

@@ -1,15 +1,16 @@
 #!/bin/sh
-# messages_test.sh KVLAB SOURCE: the output of commands with little to show, and their messages for common mistakes.
+# messages_test.sh KVLAB SOURCE: tests the output of commands that have little to show, and their messages for common
+# mistakes.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
 enter_scratch
 tiny=$source/engine/models/tiny trace=$source/traces/samples/tiny-story text=$source/tools/demo/prompt.txt
-# prints TEXT FILE; leaves_out TEXT FILE
-prints() { grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is not said"; }; }
-silent_of() { ! grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is said"; }; }
+# prints TEXT FILE: checks that FILE contains TEXT. silent_of TEXT FILE: checks that it does not.
+prints() { grep -qF -- "$1" "$2" || { cat "$2"; fail "$2 should contain '$1'"; }; }
+silent_of() { ! grep -qF -- "$1" "$2" || { cat "$2"; fail "$2 should not contain '$1'"; }; }
 
-# Quantized tiers of the full cache have an error; the exact full cache has none.
+# A full cache with quantized tiers has an error. The exact full cache has none.
 "$kvlab" replay --trace "$trace" --policy full --tiers 4 --out full4 >full4.out
 silent_of "loses nothing" full4.out
 prints "full:tiers=4 evicts nothing; its quantization costs layer error 0." full4.out
@@ -18,7 +19,7 @@ prints "full:tiers=4 evicts nothing; its quantization costs layer error 0." both
 "$kvlab" replay --trace "$trace" --policy full --out full >full.out
 prints "Only the full cache was replayed; it loses nothing." full.out
 
-# Budgets that keep every token.
+# These budgets keep every token.
 "$kvlab" replay --trace "$trace" --policy h2o,tova --budget all --out all >all.out
 prints "budget all keeps every token, so no policy evicted anything" all.out
 silent_of "layer error" all.out
@@ -40,26 +41,26 @@ silent_of "Choice:" all.out
 "$kvlab" report evalall --out evalall.html >/dev/null || fail "an evaluation at budget all makes no page"
 "$kvlab" task passkey --model "$tiny" --policy h2o,sink --budget all --words 60 --depth 50% --samples 1 --device cpu >all.out
 silent_of "Choice:" all.out
-[ ! -e page.html ] && [ ! -e budgets.json ] || fail "what was refused left something"
+[ ! -e page.html ] && [ ! -e budgets.json ] || fail "a refused command left files"
 "$kvlab" replay --trace "$trace" --policy h2o --budget 64,100000 --out large >large.out 2>large.err
 prints "budget 100000 holds all 1012 tokens of the longest trace, so nothing is evicted" large.err
 "$kvlab" eval --model "$tiny" --text "$text" --window 200 --policy h2o --budget 5000 >large.out 2>large.err
 prints "budget 5000 holds all 200 tokens of the longest sequence, so nothing is evicted" large.err
 
-# Bytes count 16-bit elements, for every dtype that the engine computes in.
+# Memory is given for elements of 16 bit, for every dtype in which the engine computes.
 "$kvlab" generate --model "$tiny" --prompt-file "$text" --max-new-tokens 20 --policy sink --budget 64 --device cpu \
   >/dev/null 2>bytes.err
 grep -qE 'KV 128\.0 of [0-9.]+ KiB in 16 bit \(256\.0 KiB in float32, which the CPU computes in\)' bytes.err ||
-  { cat bytes.err; fail "generate says bytes of another unit"; }
+  { cat bytes.err; fail "generate does not print the bytes in 16 bit"; }
 "$kvlab" generate --model "$tiny" --prompt-file "$text" --max-new-tokens 20 --policy h2o --tiers 4 --budget 64 \
   --device cpu >/dev/null 2>bytes.err
 grep -qE 'KV 12[0-9]\.[0-9] of [0-9.]+ KiB in 16 bit' bytes.err || { cat bytes.err; fail "4 bits take more than 16"; }
 
-# A policy that does not fit a budget is left out; the rest runs. If none is left, the command is refused.
+# A policy that does not fit a budget is left out, and the others run. If none is left, the command is refused.
 "$kvlab" replay --trace "$trace" --policy h2o,snapkv --budget 2%,64 --out pairs >pairs.out 2>pairs.err
 prints "left out at budget 2%: policy snapkv: sinks=0 and recent=32 tokens exceed the budget of 20 tokens" pairs.err
 prints "use snapkv:recent=10" pairs.err
-[ "$(wc -l <pairs.err)" -eq 1 ] || fail "more than one line of one pair"
+[ "$(wc -l <pairs.err)" -eq 1 ] || fail "one pair is left out, and more than one line says so"
 [ "$(cut -d, -f2,4 pairs/results.csv | grep -v oracle | sort -u | grep -c '^[hs]')" -eq 3 ] || fail "other pairs ran"
 "$kvlab" replay --trace "$trace" --policy h2o,snapkv --budget 20,64 --out tokens >/dev/null 2>pairs.err
 prints "left out at budget 20: policy snapkv" pairs.err
@@ -70,7 +71,7 @@ prints "left out at budget 5%: policy snapkv" pairs.err
 prints "h2o" eval.out
 silent_of "snapkv" eval.out
 refused "exceed the budget of 20 tokens" "$kvlab" eval --model "$tiny" --text "$text" --window 400 --policy snapkv --budget 5%
-for budget in 20 5%; do # one is known before the prompt, one is not
+for budget in 20 5%; do # the number of tokens of 5% is not known before the prompt
   "$kvlab" verify --model "$tiny" --prompt-file "$text" --max-new-tokens 3 --policy h2o,snapkv --budget $budget --skip-logits \
     --device cpu >pairs.out 2>pairs.err || { cat pairs.err; fail "verify refuses all for one pair"; }
   prints "left out at budget $budget: policy snapkv" pairs.err
@@ -91,7 +92,7 @@ refused "exceed the budget of 20 tokens" "$kvlab" verify --model "$tiny" --promp
 refused "exceed the budget of 20 tokens" "$kvlab" task passkey --model "$tiny" --policy snapkv --budget 20 --out other
 refused "exceed the budget of 20 tokens" "$kvlab" fidelity --model "$tiny" --text "$text" --policy snapkv --budget 20 --out other
 
-# The name of a metric is above the table if it is long.
+# A long name of a metric is printed above the table.
 "$kvlab" deploy pairs --budget 64 --out deployed.json >deploy.out 2>deploy.err
 prints "mean: layer error" deploy.out
 
@@ -99,29 +100,29 @@ prints "mean: layer error" deploy.out
 refused "policy sink: tiers 16:4t,4:100%: quantized keys need original positions" \
   "$kvlab" replay --trace "$trace" --policy window,h2o,sink --tiers 16:4t,4:100% --budget 64 --out other
 
-# Beyond the trained context.
+# The windows are longer than the trained context.
 cat "$source/tools/texts/carroll-alice.txt" | head -c 9000 >long.txt
 "$kvlab" eval --model "$tiny" --text long.txt --window 1100 --policy sink --budget 64 >/dev/null 2>context.err
 prints "are longer than the 1024 that the model was trained on" context.err
 "$kvlab" eval --model "$tiny" --text long.txt --window 1024 --policy sink --budget 64 >/dev/null 2>context.err
 silent_of "trained on" context.err
 
-# Texts shorter than twice the default prompt: the default is half of them.
+# For texts that are shorter than twice the default of --prompt-tokens, the default is half of the text.
 "$kvlab" fidelity --model "$tiny" --text "$text" --policy window,sink,h2o --budget 32 --max-tokens 200 --out fidelity \
   >/dev/null 2>fidelity.err || { cat fidelity.err; fail "the default of --prompt-tokens does not fit --max-tokens"; }
 refused "--prompt-tokens: 512 should be between 1 and 198" "$kvlab" fidelity --model "$tiny" --text "$text" \
   --policy window,sink,h2o --budget 32 --max-tokens 200 --prompt-tokens 512 --out other
 
-# Short texts.
+# The text is short.
 printf 'a' >one.txt
 "$kvlab" eval --model "$tiny" --text one.txt --queries all --device cpu >/dev/null 2>one.err
 prints "only 1 token was scored, so confidence intervals are wide; use at least 1000 (a longer text, or several)" one.err
 "$kvlab" eval --model "$tiny" --text one.txt --queries all --policy h2o --budget 4 --device cpu >/dev/null 2>one.err
-[ "$(grep -c "was scored" one.err)" -eq 1 ] || { cat one.err; fail "a warning is not said once"; }
+[ "$(grep -c "was scored" one.err)" -eq 1 ] || { cat one.err; fail "a warning should be printed once"; }
 refused "a sequence of 2 tokens with a prompt of 1 leaves no token to score" \
   "$kvlab" eval --model "$tiny" --text one.txt --device cpu
 
-# Common mistakes.
+# These are common mistakes.
 for name in streaming_llm StreamingLLM streaming-llm; do
   refused "StreamingLLM is the policy 'sink'" "$kvlab" replay --trace "$trace" --policy $name --budget 64 --out other
 done
@@ -139,7 +140,7 @@ refused "is the run.json of a replay, not a policy file; make one: \`kvlab deplo
 refused "--prompt-file empty.txt: is empty; give some text" \
   "$kvlab" capture --model "$tiny" --prompt-file empty.txt --out other
 refused "--prompt: is empty" "$kvlab" generate --model "$tiny" --prompt ""
-[ ! -e other ] || fail "what was refused left something"
+[ ! -e other ] || fail "a refused command left files"
 
 # If texts give no standard error, none is printed.
 "$kvlab" tune --model "$tiny" --text "$text" --budget 32 --policy sink:sinks=4,h2o:recent=8,snapkv:recent=40 --task none \

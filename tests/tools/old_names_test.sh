@@ -1,6 +1,6 @@
 #!/bin/sh
-# old_names_test.sh KVLAB SOURCE: what versions before 0.6 wrote, and commands that were written for it, are read for one release
-# more. tests/data/old_names was made by such a version.
+# old_names_test.sh KVLAB SOURCE: tests that files of versions before 0.6, and command lines with their names, are accepted
+# for one more release. tests/data/old_names was made by such a version.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -8,7 +8,7 @@ enter_scratch
 cp -r "$source/tests/data/old_names/." .
 ln -s "$source/traces/samples/tiny-story" story
 
-# Options, policies and headers of a person are taken, with one line for each that says the new name.
+# Old names in options, policies and headers of a user are accepted. For each, one line gives the new name.
 "$kvlab" replay --trace story --span decode --budget 16 --layers 0 --policy-source old_peak.hpp \
   --policy 'h2o:ladder=4,column:name=key_norm,old_peak' --out again >said 2>warned || fail "old options: $(cat warned)"
 for line in '--span is called --queries now' 'policy h2o:ladder=4 is written h2o:tiers=4 now' \
@@ -18,8 +18,8 @@ done
 [ "$(wc -l <warned)" -eq 4 ] || fail "warnings: $(cat warned)"
 refused "ladder" "$kvlab" report again --ladder 4 # report never had that option
 
-# A run is what it was: the same results under today's names. Sums may be added in another order, so numbers may differ
-# in their last digits.
+# The results of an old run are the same under the new names. Numbers may differ in their last digits, because sums may be
+# added in another order.
 same_results() { # OLD NEW
   [ "$(wc -l <"$1")" -eq "$(wc -l <"$2")" ] && paste -d, "$1" "$2" | awk -F, '{
     for (i = 1; i <= NF / 2; i++) {
@@ -37,7 +37,7 @@ same_results before now || fail "an old run's results"
   fail "a metric by its old name: $(cat warned)"
 grep -qF "code_error,recall is called quantization_error,recall now" warned || fail "no line for a metric's old name: $(cat warned)"
 
-# Pages of every kind of result.
+# Every kind of old result gives a page.
 for result in run eval fidelity task tuned.json; do
   "$kvlab" report $result --out page.html >said 2>&1 || fail "$result: $(cat said)"
   for old in ladder= oracle_mass told_apart; do
@@ -46,11 +46,12 @@ for result in run eval fidelity task tuned.json; do
   rm page.html
 done
 
-# A policy file is deployed.
+# An old policy file can be used.
 "$kvlab" generate --model "$source/engine/models/tiny" --prompt "Once upon a time" --max-new-tokens 40 \
   --policy-file tuned.json --device cpu >said 2>&1 || fail "an old policy file: $(cat said)"
 
-# Renaming takes time in proportion to a file's length: 12 MB of one setting, and a header of 40 MB.
+# The time for renaming is proportional to the length of a file. The files are 12 MB with one setting many times, and a
+# header line of 40 MB.
 { printf '{"format": 1, "x": "'; yes ':ladder=4' | head -n 1200000 | tr -d '\n'; printf '"}'; } >long.json
 refused 'unknown key' timeout 20 "$kvlab" generate --model "$source/engine/models/tiny" --prompt x --policy-file long.json
 mkdir long

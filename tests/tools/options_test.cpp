@@ -31,7 +31,7 @@ void add_options(OptionTable& table, Given& given) {
   add_model_option(table, given.model);
 }
 
-/// What the words of a command line fill.
+/// The options that the words of a command line set.
 Given parse(const std::string& line) {
   static Given parsed;
   Command command{.name = "test",
@@ -141,7 +141,7 @@ TEST_CASE("Options that do not apply are refused by name") {
   CHECK_NOTHROW(given.refuse_without("task", {"words"}));
 }
 
-TEST_CASE("Each tier plan of --tiers is parsed once, and auto means several") {
+TEST_CASE("Each --tiers gives one tier plan, and auto gives several") {
   CHECK(parse("").caches.tier_plans.size() == 1);
   CHECK(parse("--tiers 4 --tiers 8").caches.tier_plans.size() == 2);
   CHECK(parse("--tiers auto").caches.tier_plans.size() == std::size(kStandardTierPlans));
@@ -167,7 +167,7 @@ TEST_CASE("A list is split at each comma") {
   CHECK(split_list("") == std::vector<std::string>{""});
 }
 
-TEST_CASE("An oracle is refused as such where only policies run") {
+TEST_CASE("Commands that run only policies refuse an oracle, and say that it is one") {
   CHECK(
       message_of("--policy oracle_topk --budget 64") ==
       "policy oracle_topk: this is an oracle, which uses future attention and runs only in `kvlab "
@@ -191,8 +191,8 @@ TEST_CASE("Long work is announced once its rate is known; short work is not anno
   CHECK(announcement(0, 0, 12).empty());
 }
 
-/// Simulated work in phases with a separate clock, and the worst error factor of the remaining time
-/// after a tenth of the work.
+/// Simulates work in phases, with its own clock. `worst` is the largest factor by which the
+/// estimate of the remaining time is wrong after a tenth of the time.
 struct Simulated {
   double now = 0, fraction = 0, worst = 1;
 
@@ -213,7 +213,8 @@ struct Simulated {
 
 TEST_CASE("The remaining time of different phases is right within a factor of two after a tenth") {
   Simulated work;
-  // A capture, a replay of four configurations, successive halving: 0.1 s, 1 ms and 0.2 s per unit.
+  // The phases are a capture, a replay of four configurations and successive halving, which take
+  // 0.1 s, 1 ms and 0.2 s per unit of work.
   WorkPlan plan([&](double fraction) { work.fraction = fraction; },
                 {{0, 100}, {1, 400}, {0, 100}, {1, 400}, {2, 1000}}, {0, 0, 0.15},
                 [&] { return work.now; });
@@ -221,7 +222,8 @@ TEST_CASE("The remaining time of different phases is right within a factor of tw
   CHECK(work.worst < 2);
   CHECK(work.fraction == Approx(1));
 
-  // Judged by the share of finished phases, a tenth of the bar would have been 21 s of 221 s.
+  // If each phase had the same share of the progress bar, a tenth of the bar would have been
+  // reached after 21 s of 221 s.
   Simulated other;
   WorkPlan longer([&](double fraction) { other.fraction = fraction; }, {{0, 100}, {1, 10}}, {0, 1},
                   [&] { return other.now; });
@@ -230,7 +232,7 @@ TEST_CASE("The remaining time of different phases is right within a factor of tw
   CHECK(other.worst < 1.2);
 }
 
-TEST_CASE("An unexpected word is named, and so is a budget that has no effect") {
+TEST_CASE("Errors for unexpected words and for a budget without effect name them") {
   const auto starts = [](const std::string& text) { return Catch::Matchers::StartsWith(text); };
   CHECK_THAT(refusal("generate Once"),
              starts("'Once' is not expected here; usage: kvlab generate"));

@@ -1,5 +1,5 @@
-// A policy source on the device: NVRTC compiles every policy's text, and the result gives the bits
-// of the built-in policy.
+// Tests of policy sources on the device: NVRTC compiles the text of every policy, and the result
+// gives the same bits as the built-in policy.
 #include <fmt/format.h>
 
 #include "kernels/evict/append.hpp"
@@ -16,7 +16,7 @@ using Catch::Matchers::ContainsSubstring;
 
 namespace {
 
-/// The registry's header of `policy` as a separate source, called my_<policy>.
+/// The registry's header of `policy` as a policy source with the name my_<policy>.
 std::shared_ptr<const PolicyEntry> source_of(const std::string& header, const std::string& policy) {
   std::string text = read_bytes(fmt::format("{}/{}", KVLAB_SOURCE_DIR, header));
   const std::string name = fmt::format("\"{}\"", policy);
@@ -130,7 +130,7 @@ TEST_CASE("NVRTC compiles a policy source for every architecture of kvlab, witho
     }
 }
 
-TEST_CASE("NVRTC compiles the walks of a registered policy and of a source, without a device") {
+TEST_CASE("NVRTC compiles the replay kernels of registered policies and sources without a device") {
   if (!has_nvrtc()) return skip("no NVRTC");
   using Tokens = kernels::ReplayTokens;
   const auto h2o = parse_policy("h2o").entry,
@@ -175,7 +175,7 @@ TEST_CASE("text that the device compiler refuses is reported at the source's lin
                           ContainsSubstring("\"sen\" is undefined"));
 }
 
-TEST_CASE("a policy source gives the host's bits on the device", "[gpu]") {
+TEST_CASE("a policy source gives the same bits on the device as on the host", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const std::vector<Step> steps = make_steps();
   const std::vector<Observation> seen = make_observations(steps);
@@ -197,7 +197,7 @@ TEST_CASE("a policy source evicts on the device as on the host, fast and plain",
       const kernels::PolicyKernels compiled(source_of(header, policy));
       for (const auto& device : {kernels::observing_kernels(compiled.policy()),
                                  kernels::plain_kernels(compiled.policy())}) {
-        // The batch's host side uses the registry's policy of that name.
+        // On the host, the batch uses the registry's policy of that name.
         kernels::EvictingBatch batch(device,
                                      {.policy = policy, .sequences = 2, .prompt = 20, .steps = 60});
         const Stream stream;
@@ -211,7 +211,7 @@ TEST_CASE("a policy source evicts on the device as on the host, fast and plain",
     }
 }
 
-TEST_CASE("a policy source compacts a prompt with the bits of the built-in policy", "[gpu]") {
+TEST_CASE("a policy source compacts a prompt to the same bits as the built-in policy", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const auto& [header, policy] : std::span(kHeaders).first(3)) DYNAMIC_SECTION(policy) {
       const kernels::PolicyKernels compiled(source_of(header, policy));

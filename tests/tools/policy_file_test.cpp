@@ -1,4 +1,4 @@
-// policy.json: it reads back, and a file that could not run is refused.
+// Tests of policy.json: it reads back as it was written, and a file that could not run is refused.
 #include "engine/evaluation/policy_file.hpp"
 
 #include <array>
@@ -31,7 +31,7 @@ PolicyFile h2o_file() {
 
 const CacheShape kShape{.layers = 2, .kv_heads = 2, .head_size = 64};
 
-/// The message that refuses a valid file after `change`; empty if it is read.
+/// The error message for a valid file after `change`; "" if the file is accepted.
 template <class Change>
 std::string refusal(Change change) {
   const TemporaryFolder folder;

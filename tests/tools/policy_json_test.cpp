@@ -1,4 +1,4 @@
-// The one reader of policy.json: what it hands over, and what it refuses, for both of its users.
+// Tests of the reader of policy.json, which the commands and the C library share.
 #include "engine/evaluation/policy_json.hpp"
 
 #include "tests/catch.hpp"
@@ -30,7 +30,7 @@ PolicyJson read_with(const char* pointer, const json& value) {
 
 }  // namespace
 
-TEST_CASE("the reader of policy.json hands over values of the right types") {
+TEST_CASE("the reader of policy.json returns values of the right types") {
   const PolicyJson file = read(example());
   CHECK(file.policy == "a2sf");
   CHECK(file.params_of(std::vector<std::string_view>{"keep"}, false) == std::vector{0.75});
@@ -47,7 +47,7 @@ TEST_CASE("the reader of policy.json hands over values of the right types") {
   CHECK((!file.prompt && file.modifiers.empty() && file.tiers.empty() && !file.source));
 }
 
-TEST_CASE("the reader of policy.json hands over the optional keys") {
+TEST_CASE("the reader of policy.json returns the optional keys") {
   const PolicyJson modified =
       read_with("/modifiers", {{"every", 8}, {"once", false}, {"pool", "max"}});
   CHECK(modified.modifiers == std::vector<std::pair<std::string, std::string>>{
@@ -64,7 +64,7 @@ TEST_CASE("the reader of policy.json hands over the optional keys") {
   CHECK(read_with("/budget", "ada(20%)").budget.split == Budget::Split::ada);
 }
 
-TEST_CASE("the reader of policy.json reads the names of version 0.5") {
+TEST_CASE("the reader of policy.json accepts the names of version 0.5") {
   json file = example();
   file["guards"] = file["protected"];
   file.erase("protected");

@@ -1,4 +1,5 @@
-// A policy compiled at run time: it is found and checked, and behaves as a built-in one.
+// Tests of policies compiled at run time: a policy is found in its header and checked, and it
+// behaves like a built-in one.
 #include "sim/source/policy_source.hpp"
 
 #include <algorithm>
@@ -127,7 +128,7 @@ TEST_CASE("a header without a kInfo names the struct that should have one") {
   CHECK_NOTHROW(found("struct A { /* never ends"));
 }
 
-TEST_CASE("a compiled policy behaves as the registry's") {
+TEST_CASE("a compiled policy behaves like the registry's policy") {
   const auto entry = compiled(replaced(policy_text("mass/h2o.hpp"), "\"h2o\"", "\"mine\""));
   CHECK(entry->info.name == std::string("mine"));
   CHECK(entry->slot_bytes == 8);
@@ -254,7 +255,7 @@ TEST_CASE("without a compiler the error says what to do") {
       "a C++20 compiler, or name one in the environment's CXX");
 }
 
-TEST_CASE("a policy file contains the source, and runs from that text only") {
+TEST_CASE("a policy file names its source, and runs only with the same text") {
   const TemporaryFolder folder;
   const auto path = folder / "policy.json";
   const auto entry = compiled(peak_text());

@@ -1,4 +1,4 @@
-// Ranks, quantiles and the bootstrap.
+// Tests of rank correlations, quantiles and the bootstrap.
 #include "engine/evaluation/statistics.hpp"
 
 #include <cmath>
@@ -19,7 +19,7 @@ TEST_CASE("Spearman's rho, with ties") {
   CHECK(std::isnan(spearman(up, Values{5, 5, 5, 5})));
 }
 
-TEST_CASE("A quantile lies between its neighbours in proportion") {
+TEST_CASE("A quantile between two values is interpolated") {
   const Values values{5, 1, 3, 2, 4};
   CHECK(quantile(values, 0) == 1);
   CHECK(quantile(values, 0.5) == 3);
@@ -29,7 +29,7 @@ TEST_CASE("A quantile lies between its neighbours in proportion") {
   CHECK(std::isnan(quantile({}, 0.5)));
 }
 
-TEST_CASE("One text gives no spread") {
+TEST_CASE("One text gives no standard deviation") {
   CHECK(spread_of(Values{1, 3}).mean == 2);
   CHECK(spread_of(Values{1, 3}).deviation == Approx(std::sqrt(2.0)));
   CHECK(std::isnan(spread_of(Values{1}).deviation));

@@ -1,6 +1,6 @@
 #!/bin/sh
-# sweep_test.sh KVLAB SOURCE kill|refuse|mpi: sweeps that are killed, resumed or spread over processes write the same
-# bytes as one undisturbed process.
+# sweep_test.sh KVLAB SOURCE kill|refuse|mpi: tests that sweeps that are killed and resumed, or spread over processes,
+# write the same bytes as one undisturbed process.
 set -eu
 kvlab=$1 source=$2 part=$3
 . "$source/tests/scripts/check.sh"
@@ -10,7 +10,7 @@ for name in first second; do ln -s "$source/traces/samples/tiny-story" $name; do
 sweep="--policy h2o,lru,streaming_h2o --budget 16,32,64,128"
 units=16 # 2 traces, 4 layers, 2 KV heads
 children() { cat /proc/$1/task/$1/children; }
-# start RUN OPTION...: replaces the shell by this script's replay of both traces, so that $! is kvlab.
+# start RUN OPTION...: replaces the shell by a replay of both traces, so that $! is the process of kvlab.
 start() {
   run=$1
   shift
@@ -24,8 +24,8 @@ same() {
   [ ! -e "$1.part" ] || fail "$1.part was left behind"
 }
 finished() { ls "$1.part" 2>/dev/null | grep -c 'unit$' || true; }
-# has_units RUN COUNT: whether COUNT units are finished. Starts no process, because a whole replay takes only a third of
-# a second.
+# has_units RUN COUNT: whether at least COUNT units are finished. This starts no process, because a whole replay takes only
+# a third of a second.
 has_units() {
   wanted=$2
   set -- "$1".part/*unit
@@ -50,7 +50,8 @@ killed_at_several_moments() {
     kill_at run$threads 1 $!
     start run$threads --threads $threads >/dev/null 2>&1 &
     kill_at run$threads $((units / 2)) $!
-    # One finished unit is truncated, one has a changed byte, one belongs to another run; and one file is half written.
+    # One finished unit is truncated, one has a changed byte, one has the contents of another unit, and one file is half
+    # written.
     set -- run$threads.part/*.unit
     truncate -s 100 "$1"
     printf X | dd of="$2" bs=1 seek=200 conv=notrunc 2>/dev/null
@@ -58,8 +59,8 @@ killed_at_several_moments() {
     printf 'half' >"$5.part"
     before=$(finished run$threads)
     replay run$threads --threads $threads >/dev/null 2>err.txt
-    for file in "$1" "$2" "$3"; do grep -qF "$file: " err.txt || fail "$file was not named"; done
-    grep -qF "$((before - 3)) of $units head tasks are finished" err.txt || fail "it began again: $(cat err.txt)"
+    for file in "$1" "$2" "$3"; do grep -qF "$file: " err.txt || fail "no message names $file"; done
+    grep -qF "$((before - 3)) of $units head tasks are finished" err.txt || fail "the replay was not resumed: $(cat err.txt)"
     same run$threads
   done
 }
@@ -88,10 +89,10 @@ refused_or_afresh() {
   # A file size limit simulates a full disk.
   limited() { (ulimit -f "$1"; shift; replay "$@"); }
   refused "cannot write" limited 1 small
-  grep -q '^kvlab replay: small[:/]' err.txt || fail "not RUN was named: $(cat err.txt)"
-  [ ! -e small ] && [ ! -e small.part ] || fail "something was left behind"
+  grep -q '^kvlab replay: small[:/]' err.txt || fail "the error should begin with the path of the run: $(cat err.txt)"
+  [ ! -e small ] && [ ! -e small.part ] || fail "a replay without a finished unit left files"
   refused "small/results.csv: cannot write" limited 256 small
-  grep -qF "kept in small.part" err.txt || fail "what is kept was not said"
+  grep -qF "kept in small.part" err.txt || fail "the error does not say what is kept: $(cat err.txt)"
   replay small >/dev/null 2>&1
   same small
 }
@@ -99,11 +100,12 @@ refused_or_afresh() {
 several_processes() {
   command -v mpirun >/dev/null || { echo "skipped: there is no mpirun"; exit 0; }
   [ -e "$(dirname "$kvlab")/kvlab_mpi.so" ] || { echo "skipped: this build has no MPI"; exit 0; }
-  # The test needs the processes, on any core.
+  # The number of processes may exceed the number of cores.
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
   export OMPI_MCA_btl_base_warn_component_unused=0
   export ASAN_OPTIONS="${ASAN_OPTIONS:-}:detect_leaks=0" # Open MPI leaks memory
-  said() { grep -qF -- "$1" err.txt || fail "not '$1', but: $(cat err.txt), of: $2"; } # mpirun prints lines too
+  # mpirun also prints lines, so this replaces said() of check.sh, which requires a single line.
+  said() { grep -qF -- "$1" err.txt || fail "message should contain '$1', but is: $(cat err.txt): command: $2"; }
   reference
   start_spread() { # start_spread N RUN OPTION...
     processes=$1 run=$2
@@ -115,29 +117,29 @@ several_processes() {
   for processes in 1 2 4; do
     spread $processes run$processes --threads 2 >out.txt
     [ "$(wc -l <out.txt)" -lt 60 ] && [ "$(grep -c 'Next: kvlab report' out.txt)" -eq 1 ] ||
-      fail "several processes printed"
+      fail "more than one process printed"
     same run$processes
   done
-  # One process dies, and all end. Then a single process finishes their work.
+  # If one process dies, all end. Then a single process finishes their work.
   start_spread 4 dead --threads 1 >/dev/null 2>&1 &
   mpirun=$!
   until has_units dead 2; do :; done
-  set -- $(children $(children $mpirun)) # of mpirun, which is timeout's child
-  [ $# -eq 4 ] || fail "not 4 processes, but $#"
+  set -- $(children $(children $mpirun)) # the children of mpirun, which is a child of timeout
+  [ $# -eq 4 ] || fail "there should be 4 processes, but there are $#"
   kill -9 "$4"
   code=0
   wait $mpirun || code=$?
-  [ $code -ne 0 ] && [ ! -e dead ] || fail "a process died, and the others did not notice"
+  [ $code -ne 0 ] && [ ! -e dead ] || fail "a process died, and the others went on"
   [ "$(finished dead)" -ge 2 ] || fail "finished units were lost"
   replay dead >/dev/null 2>err.txt
-  grep -qF "head tasks are finished" err.txt || fail "it began again"
+  grep -qF "head tasks are finished" err.txt || fail "the replay was not resumed: $(cat err.txt)"
   same dead
-  # The leader fails (a folder has the place of a unit file): its error is printed once, and all end.
+  # If the leader fails, here because a unit file is a folder, its error is printed once and all processes end.
   start blocked --threads 1 >/dev/null 2>&1 &
   kill_at blocked 1 $!
   mkdir blocked.part/trace1-unit7.unit
   refused "blocked/trace1-unit7.unit: is not a regular file" spread 3 blocked --threads 1
-  [ "$(grep -c 'is not a regular file' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
+  [ "$(grep -c 'is not a regular file' err.txt)" -eq 1 ] || fail "the error should be printed once: $(cat err.txt)"
   rmdir blocked.part/trace1-unit7.unit
   spread 3 blocked >/dev/null 2>&1
   same blocked
@@ -146,22 +148,22 @@ several_processes() {
     "should be a whole number|--seed x"; do
     # shellcheck disable=SC2086 # two words
     refused "${bad%%|*}" spread 3 bad ${bad#*|}
-    [ "$(grep -c 'kvlab replay: ' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
+    [ "$(grep -c 'kvlab replay: ' err.txt)" -eq 1 ] || fail "the error should be printed once: $(cat err.txt)"
   done
-  # So is an old name, and the help is printed once.
+  # The warning about an old name, and the help, are printed once.
   spread 3 old --show recall,span_recall:x 2>err.txt >/dev/null || true
-  [ "$(grep -c 'is called' err.txt)" -eq 1 ] || fail "the warning was not said once: $(cat err.txt)"
+  [ "$(grep -c 'is called' err.txt)" -eq 1 ] || fail "the warning should be printed once: $(cat err.txt)"
   spread 3 none --help >out.txt
-  [ "$(grep -c '^Usage: kvlab replay' out.txt)" -eq 1 ] || fail "the help was not printed once: $(cat out.txt)"
-  # Of two command lines each is reported by its first process.
+  [ "$(grep -c '^Usage: kvlab replay' out.txt)" -eq 1 ] || fail "the help should be printed once: $(cat out.txt)"
+  # If processes have different command lines, the first process of each reports its errors.
   refused "--seed: 'x' should be a whole number" timeout -k 5 120 mpirun --oversubscribe \
     -np 2 "$kvlab" replay --trace first second $sweep --out odd : \
     -np 2 "$kvlab" replay --trace first second $sweep --out odd --seed x
-  [ "$(grep -c 'kvlab replay: ' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
+  [ "$(grep -c 'kvlab replay: ' err.txt)" -eq 1 ] || fail "the error should be printed once: $(cat err.txt)"
   refused "process 1 of 2: has other traces" timeout -k 5 120 mpirun --oversubscribe \
     -np 1 "$kvlab" replay --trace first second $sweep --out odd : \
     -np 1 "$kvlab" replay --trace first $sweep --out odd
-  [ ! -e odd ] && [ ! -e odd.part ] || fail "something was left behind"
+  [ ! -e odd ] && [ ! -e odd.part ] || fail "a refused replay left files"
 }
 
 case $part in

@@ -1,4 +1,4 @@
-// `kvlab task`: its tables, and its one-line errors.
+// Tests of `kvlab task`: its tables, and its one-line errors.
 #include <filesystem>
 #include <stdexcept>
 
@@ -37,7 +37,8 @@ TEST_CASE("A run writes a row per metric, a row per answer, and the questions") 
     CHECK((*fields)[0] == "needle:keys=4:values=1");
     CHECK((*fields)[7] == "query-agnostic");
   }
-  CHECK(rows == 1 + 5 * 2 * 2 * 2);  // configurations, lengths, depths, samples
+  // A header, and 5 configurations at 2 lengths and 2 depths with 2 samples each.
+  CHECK(rows == 1 + 5 * 2 * 2 * 2);
   const std::string metrics = read_text_file(out + "/task.csv", 1 << 20);
   CHECK(metrics.find("window,sinks=0:recent=0,24,dense,original,0,query-agnostic,20,100%,"
                      "exact_match,") != std::string::npos);
@@ -63,7 +64,7 @@ TEST_CASE("Missing parent folders are created") {
   CHECK(std::filesystem::exists(out / "task.json"));
 }
 
-TEST_CASE("A folder with other contents is not changed, and refused for answers") {
+TEST_CASE("A folder with other files is not changed, and is refused for answers") {
   const test::TemporaryFolder folder;
   const std::string out = (folder / "out").string(), capture = (folder / "capture").string();
   for (const std::string& path : {out, capture})
@@ -90,7 +91,7 @@ TEST_CASE("Files that a different task has left are named, and deleted on reques
   CHECK_FALSE(std::filesystem::exists(out + ".part"));
 }
 
-TEST_CASE("A folder for tables in one for traces is refused, and the other way round") {
+TEST_CASE("Folders for tables and for traces must not contain each other") {
   const test::TemporaryFolder folder;
   const std::string outer = (folder / "run").string(), inner = (folder / "." / "run/in").string();
   for (const auto& [out, traces] : {std::pair{outer, inner}, {inner, outer}, {outer, outer}}) {

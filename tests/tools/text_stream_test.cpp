@@ -22,7 +22,7 @@ bool is_valid(const std::string& text) {
 
 TEST_CASE("Streams that are still referenced outlive the terminal") {
   std::FILE *out = nullptr, *error = nullptr;
-  mallopt(M_PERTURB, 0xa5);  // freed memory is overwritten
+  mallopt(M_PERTURB, 0xa5);  // makes free() overwrite the memory
   {
     const kvlab::Terminal terminal;
     out = stdout;
@@ -54,14 +54,14 @@ TEST_CASE("Bytes that cannot be part of a character become U+FFFD") {
       "b\xff\xc3"
       "c";
   CHECK(take_utf8(bytes, false) == "a" + bad + "b" + bad + bad + "c");
-  bytes = "\xed\xa0";  // would be a surrogate
+  bytes = "\xed\xa0";  // these bytes would begin a surrogate
   CHECK(take_utf8(bytes, false) == bad + bad);
   bytes = "x\xe2\x82";
   CHECK(take_utf8(bytes, false) == "x");
   CHECK(take_utf8(bytes, true) == bad + bad);
 }
 
-TEST_CASE("Streamed text equals the text, in whole characters") {
+TEST_CASE("Streamed pieces are whole characters, and together equal the text") {
   const Tokenizer tokenizer =
       Tokenizer::load(KVLAB_SOURCE_DIR "/engine/models/tiny/tokenizer.json");
   std::string text;

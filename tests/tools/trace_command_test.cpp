@@ -1,4 +1,4 @@
-// `kvlab trace`: exit codes and errors.
+// Tests of the exit codes and errors of `kvlab trace`.
 #include <filesystem>
 #include <stdexcept>
 

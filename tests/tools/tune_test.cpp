@@ -1,4 +1,4 @@
-// The sweep, successive halving, and all of `kvlab tune`.
+// Tests of the sweep of `kvlab tune`, of successive halving, and of the whole command.
 #include "engine/evaluation/tune/tune.hpp"
 
 #include <algorithm>
@@ -22,17 +22,19 @@ TEST_CASE("A bare name stands for its variants; a name with settings stands for 
   CHECK(texts.size() == 8);
   CHECK(std::ranges::find(texts, "h2o:sinks=4:recent=90%") != texts.end());
   CHECK(std::ranges::find(texts, "h2o:sinks=0:recent=50%") != texts.end());
-  CHECK(policy_variants("lru", 64, {}).size() == 10);    // by default it protects no recent tokens
-  CHECK(policy_variants("window", 64, {}).size() == 2);  // it evicts the oldest tokens in any case
+  CHECK(policy_variants("lru", 64, {}).size() == 10);  // by default it protects no recent tokens
+  // window always evicts the oldest token first, so only the number of sinks varies.
+  CHECK(policy_variants("window", 64, {}).size() == 2);
   REQUIRE(policy_variants("h2o:recent=10%", 64, {}).size() == 1);
   CHECK(policy_variants("h2o:recent=10%", 64, {})[0].text() == "h2o:sinks=0:recent=10%");
-  CHECK(policy_variants("h2o", 4, {}).size() == 4);  // four sinks do not fit
+  CHECK(policy_variants("h2o", 4, {}).size() == 4);  // variants with four sinks do not fit
   CHECK_THROWS_AS(policy_variants("full", 64, {}), std::invalid_argument);
   CHECK_THROWS_AS(policy_variants("h2o:sinks=64", 64, {}), std::invalid_argument);
   const auto names = tunable_policies({});
   CHECK(std::ranges::find(names, "random") == names.end());
   CHECK(std::ranges::find(names, "h2o") != names.end());
-  // The policy's default protected tokens, and those that are tried with all policies.
+  // Variants include the policy's default protected tokens, and those that are tried for all
+  // policies.
   texts.clear();
   for (const PolicySpec& spec : policy_variants("nacl", 200, {})) texts.push_back(spec.text());
   CHECK(std::ranges::find(texts, parse_policy("nacl").text()) != texts.end());
@@ -68,7 +70,8 @@ TEST_CASE("Rounds use a quarter of the texts, another quarter, then the rest") {
   CHECK(halving_texts(8) == Rounds{{0, 1}, {2, 3}, {4, 5, 6, 7}});
 }
 
-/// KL by token for configurations with given means, with shared noise and separate noise.
+/// The KL of each token for configurations with the given means. All configurations have the same
+/// noise, and in addition each one has its own noise of size `own`.
 HalvingRunner invented(const std::vector<double>& means, double own = 0.05) {
   return [means, own](std::size_t text, std::span<const std::size_t> configurations) {
     std::vector<std::vector<double>> scores;
@@ -114,8 +117,7 @@ TEST_CASE("Successive halving stops if more text would not make the rest signifi
 }
 
 TEST_CASE("Successive halving continues if more text may make the rest significantly different") {
-  // A lead that is within the interval after two texts, but would exceed the interval after all
-  // texts.
+  // After two texts the lead is not significant. After all texts, the same lead would be.
   const std::vector<double> means{1, 1.03, 3, 3, 3, 3, 3, 3};
   const HalvingRunner run = [&](std::size_t text, std::span<const std::size_t> configurations) {
     std::vector<std::vector<double>> scores;
@@ -131,8 +133,8 @@ TEST_CASE("Successive halving continues if more text may make the rest significa
   CHECK(halving.rounds.size() > 1);
   CHECK(halving.end != HalvingEnd::alike);
 
-  // Too few tokens of one text give no interval; two equal texts suggest that other texts may be
-  // equal too.
+  // Too few tokens of one text give no interval. Two texts with equal scores suggest that the
+  // scores of other texts may be equal, too.
   const Halving brief =
       successive_halving({.configurations = 3, .lengths = {2, 2, 2}},
                          [](std::size_t, std::span<const std::size_t> configurations) {
@@ -160,7 +162,8 @@ TEST_CASE("A small lead on the first text decides nothing") {
 }
 
 TEST_CASE("Configurations dropped by the work limit are not called significantly worse") {
-  std::vector<double> means;  // too little worse to be eliminated, enough to continue
+  // The differences are too small for an elimination, and large enough to continue with more texts.
+  std::vector<double> means;
   for (std::size_t i = 0; i < 24; ++i) means.push_back(1 + 0.02 * static_cast<double>(i % 3));
   const Halving halving = successive_halving(
       {.configurations = 24, .lengths = std::vector<std::uint64_t>(4, 1024)}, invented(means));
@@ -202,7 +205,7 @@ TEST_CASE("Tuning the bundled model gives a policy file with its evidence") {
   CHECK(tuning.finalists.front() == tuning.judged_configs[tuning.recommendation.choice]);
   REQUIRE(tuning.evaluated.size() == 1);
   CHECK(tuning.evaluated[0].samples() == 5);
-  // At least one variant of every policy is evaluated, and all that are close in KL.
+  // At least one variant of every policy is a finalist, and so are all variants with a similar KL.
   for (const char* policy : {"window", "lru", "h2o", "sink"})
     CHECK(std::ranges::any_of(tuning.finalists, [&](std::size_t config) {
       return request.sweep[config].policy.name == policy;
@@ -232,8 +235,7 @@ TEST_CASE("Tuning the bundled model gives a policy file with its evidence") {
   CHECK(read.run["recommendation"]["warnings"].dump().find("tokens were scored") !=
         std::string::npos);
 
-  // By the result of successive halving, the winner's KL is not higher than any other of the last
-  // round.
+  // In the last round of successive halving, no configuration has a lower KL than the winner.
   const auto& entries = tuning.halving.rounds.back().entries;
   for (const HalvingEntry& entry : entries) CHECK(entry.kl >= entries.front().kl);
 
@@ -252,7 +254,7 @@ TEST_CASE("Tuning the bundled model gives a policy file with its evidence") {
   CHECK(evidence["over_budget"].size() == 2);
   CHECK(evidence["recommendation"]["note"] == "Task accuracy was not measured.");
   CHECK(evidence["criteria"]["why"] == "task accuracy was not measured");
-  // If all configurations do so, they take part.
+  // If all configurations are over budget, they take part.
   alike.sweep.resize(2);
   CHECK(tune(*backend, layer_sweep_runner(model), sketch, tokenizer, alike).over_budget.empty());
 

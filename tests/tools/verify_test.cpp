@@ -1,4 +1,4 @@
-// The decoder's evictions compared with the simulator's, on the bundled model.
+// Compares the decoder's evictions with the simulator's, on the bundled model.
 #include "engine/evaluation/verify.hpp"
 
 #include <cmath>
@@ -65,8 +65,8 @@ void check(Backend& backend, const ResolvedConfig& options, const std::vector<Ve
   CHECK(report.first_difference == "");
   CHECK(report.worst_mass <= 1e-5);
   CHECK(report.wrong_requests == 0);
-  // A near tie. Heads that share slots may also part after a near tie in another head, which
-  // changes budgets.
+  // Victims may differ only after a near tie. Heads that share slots may also differ after a near
+  // tie in another head, because it changes their budgets.
   for (const Parting& parting : report.partings)
     CHECK((parting.margin <= 1e-5 || options.shares_slots()));
   CHECK(report.heads == 8);
@@ -84,7 +84,7 @@ TEST_CASE("The engine and the simulator evict the same tokens for every configur
       .tier_plans = {"", "16@12t+8@30%+4@70%", "4", "fp8@50%+k4v2@50%", "8@25%+4@50%+2@25%"},
       .budgets = test::budgets_about(36, heads)};
   choices.budgets.push_back(parse_budget("10%bytes"));
-  // 20 decoded tokens reach a burst of every=16 after the prompt.
+  // 20 decoded tokens are enough for a burst of evictions with every=16 after the prompt.
   const auto turns = two_turns(std::getenv("KVLAB_EVERY") ? 60 : 20);
   check(*backend, resolve({}, 300), turns);
   for (const CacheConfig& config : test::covering(choices, &kDecoder, 300, heads))
@@ -128,7 +128,8 @@ ResolvedConfig fault_config(const std::string& policy, const CacheShape& model =
   return resolve({.policy = parse_policy(policy), .budget = parse_budget("64")}, 400, 0, model);
 }
 
-/// Breaks the attention of layer 2 in several ways: check (d) finds it, and the other checks pass.
+/// Breaks the attention of layer 2 in several ways. Check (d) has to find each fault, and the other
+/// checks have to pass.
 void check_output_faults(Backend& backend) {
   constexpr std::uint32_t broken = 2;
   const auto turns = two_turns(20);
@@ -172,7 +173,7 @@ void check_output_faults(Backend& backend) {
     }
 }
 
-/// Checks a decoder that differs from its model.
+/// Verifies decoders that differ from the model that they claim to run. Verification has to fail.
 void check_model_faults(
     Backend& backend,
     const std::function<std::unique_ptr<Backend>(const std::filesystem::path&)>& load) {
@@ -198,7 +199,7 @@ void check_model_faults(
     CHECK(normed.outputs.right());
     CHECK(!normed.logits.right());
 
-    // Only the decoder without observer differs.
+    // Here only the decoder without an observer differs.
     test::FaultyBackend alone(backend, backend, *rope);
     const VerifyReport other = report_of(alone, config, turns);
     CHECK(!other.ok());

@@ -1,4 +1,4 @@
-"""Tests tools/scripts/check_wheel.py on wheels that the test makes, without the package."""
+"""Tests tools/scripts/check_wheel.py on wheels that the test makes. They do not contain the package's code."""
 
 import contextlib
 import importlib.util
@@ -56,7 +56,7 @@ class Wheels(unittest.TestCase):
         self.assertEqual(self.faults(), [])
 
     def test_missing_files_are_named(self):
-        optional = {f"{SHARE}/javascript/vega/vega-view.min.js"}  # of a wheel for this system only
+        optional = {f"{SHARE}/javascript/vega/vega-view.min.js"}  # a wheel for this system only needs no Vega
         for name in set(FILES) - optional:
             self.assertEqual(len(self.faults(without=name)), 1, name)
         self.assertEqual(self.faults(without=optional.pop()), [])

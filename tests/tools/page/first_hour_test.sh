@@ -1,6 +1,6 @@
 #!/bin/sh
 # first_hour_test.sh KVLAB SOURCE: runs the commands of docs/start/first-hour.md unchanged, twice, in a folder that looks
-# like a checkout; README's quickstart; then cases that stopped new users before.
+# like a checkout. Then it runs the quickstart of the README, and cases that once stopped new users.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -10,9 +10,9 @@ mkdir build
 ln -s "$kvlab" build/kvlab
 PATH=$folder/build:$PATH
 
-# has TEXT FILE
-has() { grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is not said"; }; }
-# All shell blocks of the page.
+# has TEXT FILE: checks that FILE contains TEXT.
+has() { grep -qF -- "$1" "$2" || { cat "$2"; fail "$2 should contain '$1'"; }; }
+# hour.sh has all shell blocks of the page.
 awk '/^```$/ {on = 0} on {print} /^```sh$/ {on = 1}' "$source/docs/start/first-hour.md" >hour.sh
 [ "$(grep -c '^kvlab ' hour.sh)" -gt 10 ] || fail "the commands of docs/start/first-hour.md were not found"
 for round in first second; do
@@ -22,7 +22,7 @@ grep -Eq '^kvlab generate: evicted [1-9][0-9]* tokens of each KV head; KV [0-9.]
   fail "the policy file evicted nothing"
 ! grep -q '0\.[0-9]*99999' first.out || fail "a parameter has sixteen digits"
 
-# README's quickstart, on the files of the checkout instead of those of an installed wheel.
+# Runs the quickstart of the README, with the files of the checkout instead of those of an installed wheel.
 awk '/^<!-- try_wheel.sh -->$/ {marked = 1; next}
   on && /^```$/ {exit} on {print} marked && /^```sh$/ {on = 1} {marked = 0}' "$source/README.md" |
   sed 's/^share=.*/share=./' >quickstart.sh
@@ -38,7 +38,7 @@ has "Usage: kvlab replay" help.out
 kvlab help help >help.out
 has "New here?" help.out
 kvlab trace --help >trace.out
-! grep -q -e --device -e --action trace.out || fail "trace --help lists what it does not take"
+! grep -q -e --device -e --action trace.out || fail "trace --help lists options that it does not have"
 kvlab replay --trace hour/trace --policy "window, h2o" --budget "64, 128" --show recall --out spaces >spaces.out
 kvlab replay --trace hour/trace --policy full --budget 64 --out full >full.out
 ! grep -q recall full.out || fail "replay --policy full prints empty tables"
@@ -63,22 +63,22 @@ has "confidence intervals are wide" err
 kvlab eval --model $tiny --text tools/demo/prompt.txt --max-tokens 200 --policy sink --budget 24 >dense.out
 has "over decoded queries" dense.out
 
-# A user's policy: the header of docs/guides/write-a-policy.md, with the next command that each command prints.
+# A user's policy, the header of docs/guides/write-a-policy.md, runs with the next command that each command prints.
 awk '/^```cpp$/ {on = 1; next} on && /^```$/ {exit} on' "$source/docs/guides/write-a-policy.md" >peak.hpp
 kvlab replay --trace hour/trace --policy-source peak.hpp --budget 64 --out mine >/dev/null
 kvlab deploy mine --budget 64 --policy-source peak.hpp --out mine.json >deploy.out
 has "--policy-file mine.json --policy-source peak.hpp" deploy.out
 kvlab generate --model $tiny --prompt x --policy-file mine.json --policy-source peak.hpp --max-new-tokens 2 >out 2>err
 
-# Comparisons, completion.
+# Comparisons and shell completion.
 kvlab compare $run spaces --out compare.html >compare.out
 has "(95% CI)" compare.out
 has "not significant" compare.out
 has "No policy has the same" compare.out
 kvlab compare spaces spaces >same.out
 has "h2o  " same.out
-! grep -qE "sinks=0|recent=50%" same.out || fail "what is so by default is repeated in a row"
-! grep -q "No policy has the same" same.out || fail "what two runs share is not seen"
+! grep -qE "sinks=0|recent=50%" same.out || fail "a row shows default settings"
+! grep -q "No policy has the same" same.out || fail "compare does not find the policies that two runs share"
 refused "of one kind" kvlab compare $run hour/eval
 refused "two or more" kvlab compare $run
 refused "is not in all of the runs" kvlab compare $run spaces --metric nonsense
@@ -108,7 +108,7 @@ for command in $(cd "$source" && cat README.md docs/*.md docs/*/*.md docs/*/*/*.
   kvlab help "$command" >help.out 2>&1 || fail "docs: there is no kvlab $command"
 done
 
-# An option that would be ignored is refused, and lists may have spaces.
+# Options that would have no effect are refused, and lists may have spaces.
 refused "model: requires --confirm" kvlab deploy $run --budget 64 --model $tiny --out no.json
 refused "words: --task none evaluates no task" kvlab tune --model $tiny --text tools/demo/prompt.txt --budget 64 --task none --words 7 --out no.json
 refused "threads: is for" kvlab trace info hour/trace --threads 2
@@ -119,7 +119,7 @@ refused "prefill: --policy-file already sets it" kvlab eval --model $tiny --text
 kvlab replay --trace hour/trace --layers "0, 1" --policy "window, sink" --budget "32, 64" --out listed >listed.out
 has "window" listed.out
 
-# Without vl-convert, figures are Vega-Lite, and one line says so; with it they are pictures too.
+# Without vl-convert, figures are written as Vega-Lite only, and one line says so. With it, they are pictures, too.
 mkdir bin
 printf '#!/bin/sh\nexit 127\n' >bin/vl-convert
 cp bin/vl-convert bin/python3
@@ -131,7 +131,7 @@ printf '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo drawn >"$2"\n' >bi
 PATH=$folder/bin:$PATH kvlab report hour/eval --figures pictures --out spec.html >out 2>err
 [ "$(grep -vc "libjs-vega" err)" = 0 ] && [ -s pictures/kl.svg ] && [ -s pictures/frontier.png ] || fail "figures of an evaluation"
 
-# Without Vega, a report has its data and the scripts that draw its tables, and one line says what is missing.
+# Without Vega, a report has its data and the scripts that make its tables, and one line says what is missing.
 for what in $run hour/eval hour/tuned.json; do
   KVLAB_VEGA=/nowhere kvlab report $what --out bare.html >out 2>err
   has "libjs-vega" err

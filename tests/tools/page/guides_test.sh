@@ -17,7 +17,7 @@ for page in choose-a-policy report evaluate precision-tiers fidelity; do
   cd ..
 done
 grep -qF "These policies peak over budget and are not ranked: snapkv" choose-a-policy/out ||
-  fail "docs/guides/choose-a-policy.md shows a policy that is over budget, and the command does not"
+  fail "docs/guides/choose-a-policy.md shows a policy over budget, and the output of the command does not"
 for file in choose-a-policy/policy.json report/report.html evaluate/eval.html precision-tiers/tiered/results.csv \
   fidelity/fidelity.html; do
   [ -s "$file" ] || fail "$file was not written"

@@ -1,5 +1,6 @@
 #!/bin/sh
-# installed_test.sh BUILD SOURCE: an installed kvlab runs its demo in an empty folder, and includes its man pages.
+# installed_test.sh BUILD SOURCE: tests that an installed kvlab runs its demo in an empty folder, and that it includes its
+# man pages.
 set -eu
 build=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -15,11 +16,11 @@ if [ -d "$vega" ]; then
   cp -r "$vega" prefix/share/kvlab/javascript/vega
   sed -i '1s|^|/* the installed Vega */|' prefix/share/kvlab/javascript/vega/vega-util.min.js
   env -u KVLAB_VEGA prefix/bin/kvlab report demo/run --out again.html >report.log
-  grep -q "the installed Vega" again.html || fail "the report took another Vega than the installed one"
+  grep -q "the installed Vega" again.html || fail "the report has another Vega than the installed one"
 fi
 if grep -q "^KVLAB_HELP2MAN:FILEPATH=/" "$build/CMakeCache.txt"; then
   grep -q "^\.TH KVLAB " prefix/share/man/man1/kvlab.1 || fail "no man page was installed"
   grep -q "request\\\\-threshold" prefix/share/man/man1/kvlab-replay.1 || fail "the man page of replay lacks its options"
 else
-  [ ! -e prefix/share/man ] || fail "man pages were installed that nothing made"
+  [ ! -e prefix/share/man ] || fail "man pages were installed, although the build made none"
 fi
