@@ -1,5 +1,5 @@
-"""The files that cases are made from: the bundled model, a miniature with sliding windows, their traces and runs. Made
-once."""
+"""The files from which cases are made: the bundled model, a miniature with sliding windows, their traces, and runs. They
+are made once."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ PROMPT = "Once upon a time there was a small fox who lived near the river and th
 
 
 def safetensors(tensors):
-    """{name: (dtype, shape, bytes)} as a file's bytes."""
+    """The bytes of a safetensors file with the tensors {name: (dtype, shape, bytes)}."""
     header, rest = {}, b""
     for name, (dtype, shape, data) in sorted(tensors.items()):
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(rest), len(rest) + len(data)]}
@@ -23,7 +23,7 @@ def safetensors(tensors):
 
 
 def write_windows_model(folder, tokenizer):
-    """Qwen 3 with a sliding window in one of two layers, so its traces have format 3."""
+    """Writes a miniature of Qwen 3. One of its two layers has a sliding window, so its traces have format 3."""
     draws = random.Random(7)
     hidden, heads, kv_heads, size, mlp, vocab = 32, 4, 2, 64, 48, 8192
 
@@ -31,7 +31,7 @@ def write_windows_model(folder, tokenizer):
         count = 1
         for n in shape:
             count *= n
-        # bfloat16: the upper halves of float32
+        # The bfloat16 numbers are the upper halves of the float32 numbers.
         floats = [1.0] * count if one else [draws.gauss(0, 0.08) for _ in range(count)]
         data = struct.pack(f"<{count}f", *floats)
         return "BF16", list(shape), b"".join(data[i + 2 : i + 4] for i in range(0, len(data), 4))

@@ -1,4 +1,4 @@
-"""The kinds of cases: each writes files to a folder and returns the command that reads them."""
+"""The kinds of cases. Each writes files to the current folder and returns the command that reads them."""
 
 import dataclasses
 import json
@@ -14,8 +14,8 @@ from bases import PROMPT
 @dataclasses.dataclass
 class Case:
     words: list[str]
-    then: list[str] = dataclasses.field(default_factory=list)  # the next command, if the first one exits with 0
-    writes_inputs: bool = False  # `trace seal`, if it is not refused
+    then: list[str] = dataclasses.field(default_factory=list)  # the next command, which runs if the first exits with 0
+    writes_inputs: bool = False  # whether the command may change its inputs if it succeeds, as `trace seal` does
 
 
 FORMS = ["16", "fp8", "8", "4", "k4v2", "2", "kivi4", "kivi2", "5", "", "16:", "x"]
@@ -24,7 +24,7 @@ UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "%bytes", "%", "t", " KiB", "kib", ""]
 
 
 def link(source, name, but=()):
-    """A folder of links to a folder's files, except some."""
+    """Makes a folder `name` with links to the files of `source` except those in `but`."""
     folder = Path(name)
     folder.mkdir()
     for file in source.iterdir():
@@ -38,7 +38,7 @@ def some_replay(rng, bases, trace, policy, budget, more=()):
 
 
 def any_loop(rng, bases, policy, budget, more=()):
-    """One of the commands that take a policy and a budget."""
+    """A random command of those that have a policy and a budget."""
     common = ["--policy", policy, "--budget", budget, *more]
     kind = rng.randrange(6)
     if kind == 0:
@@ -53,7 +53,7 @@ def any_loop(rng, bases, policy, budget, more=()):
 
 def plan(rng):
     form = ["16", "fp8", "8", "4", "k4v2", "2"]
-    if rng.random() < 0.25:  # a well-meant one
+    if rng.random() < 0.25:  # a valid plan
         tiers = sorted(rng.sample(range(6), rng.randrange(1, 5)))
         parts = [f"{form[t]}:{rng.choice(('1t', '4t', '8t', '25%'))}" for t in tiers[:-1]]
         left = 100 - 25 * sum(p.endswith("%") for p in parts)
@@ -112,14 +112,14 @@ def trace3(rng, bases):
 
 
 def seal(rng, bases):
-    """Corrects checksums, so that the command reads changed shards."""
+    """Changed files of a trace without a manifest. `trace seal` computes their checksums, so that commands read them."""
     source = m.pick(rng, bases.trace3, bases.trace2)
     folder = Path("trace")
     shutil.copytree(source, folder)
     (folder / "manifest.json").unlink()
     for name in rng.sample(("tokens.safetensors", "shard-00000.safetensors"), rng.choice((1, 1, 2))):
         data = (folder / name).read_bytes()
-        if name.startswith("shard") and rng.random() < 0.6:  # the shard's data about its trace
+        if name.startswith("shard") and rng.random() < 0.6:  # changes the shard's metadata about its trace
             size = struct.unpack("<Q", data[:8])[0]
             header = json.loads(data[8 : 8 + size])
             said = header["__metadata__"]
@@ -265,7 +265,7 @@ def command_lines(rng, bases):
     for option in rng.sample(options, rng.randrange(len(options) + 1)):
         value = good.get(option, "1") if rng.random() < 0.7 else m.pick(rng, m.number(rng), m.text(rng, good.get(option, "16")))
         if option in ("max-new-tokens", "max-tokens", "samples", "words") and value.strip().isdigit():
-            value = str(min(int(value), 40))  # large values only take long
+            value = str(min(int(value), 40))  # larger values would only take longer
         words += [f"--{m.text(rng, option) if rng.random() < 0.03 else option}", value]
     return Case([word.replace("\0", "")[:100_000] for word in words])
 
@@ -275,7 +275,7 @@ KINDS = {tiers: 16, byte_budgets: 11, policies: 8, trace3: 14, seal: 8, policy_f
 
 
 def make(seed, number, bases):
-    """Makes case `number` of a seed in the current folder, the same every time."""
+    """Makes case `number` of a seed in the current folder. It is the same every time."""
     rng = random.Random(f"{seed}/{number}")
     kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
     return kind.__name__, kind(rng, bases)

@@ -1,14 +1,15 @@
-"""Each command that can run longer than a second ends within a second of its first SIGINT or SIGTERM, and leaves no half file.
+"""Tests that each command that can run longer than a second ends within a second of its first SIGINT or SIGTERM, and
+leaves no incomplete file.
 
 command_signals_test.py KVLAB SOURCE [--only COMMAND]
 
-"Within a second" holds for a process that runs; on a busy machine, a process that gets little processor time has five
-seconds.
+"Within a second" holds for a process that gets processor time. On a busy machine, a process that gets little of it has
+five seconds.
 
-The exit code is 128 plus the signal's number, the last line says that the command was cancelled, and no output has its
-final name, except documented ones: RUN.part of a replay or a task, and a trace that `trace seal` saves. A step that
-takes longer than a second ends with the process. Only then may a .part file and a scratch folder remain, which the next
-command removes.
+The exit code is 128 plus the signal's number, and the last line says that the command was stopped. No output may exist
+under its final name, except documented ones: RUN.part of a replay or a task, and a trace that `trace seal` saves. If a
+step takes longer than a second, the process ends in the middle of the step. Only then may a .part file and a scratch
+folder remain, which the next command removes.
 """
 
 import argparse
@@ -23,13 +24,13 @@ import sys
 import tempfile
 import time
 
-QUICK = 1.25  # seconds until the end: docs/reference/security.md, plus 0.25 to notice it
-BUSY, LITTLE = 5.75, 0.5  # seconds until the end of a process with so little processor time
-DELAY, SOON = 0.4, 0.1  # after the handler is installed
+QUICK = 1.25  # seconds until the end: those of docs/reference/security.md, plus 0.25 until this test notices it
+BUSY, LITTLE = 5.75, 0.5  # seconds until the end of a process that gets at most LITTLE seconds of processor time
+DELAY, SOON = 0.4, 0.1  # seconds from the installation of the signal handler to the signal
 LONG_STEP = "in the middle of a long step"
-# Commands that take less than a second for any input: they read no long file and no model.
+# Commands that take less than a second for any input, because they read no long file and no model.
 SHORT = {"export", "manual"}
-# Commands that need a GPU, or that another command runs.
+# Commands that need a GPU, or that run other commands.
 ELSEWHERE = {"bench", "demo"}
 
 
@@ -38,19 +39,19 @@ def limited():
 
 
 def listens(pid, name):
-    """Whether the process handles the signal; on a busy machine, starting takes time."""
+    """Whether the process has installed a handler for the signal. On a busy machine, that takes time."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", pathlib.Path(f"/proc/{pid}/status").read_text(), re.M)
     return caught is not None and int(caught.group(1), 16) >> (getattr(signal, name) - 1) & 1 == 1
 
 
 def work_of(pid):
-    """Processor time that it has used, in seconds."""
+    """The processor time that a process has used, in seconds."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Inputs:
-    """Long inputs, made once."""
+    """Long inputs, which are made once."""
 
     def __init__(self, kvlab, source, folder):
         self.kvlab, self.folder = kvlab, folder
@@ -75,7 +76,7 @@ class Inputs:
                 file.writelines(lines[1:])
         self.long_json = folder / "long-json"
         shutil.copytree(self.run, self.long_json)
-        with open(self.long_json / "run.json", "w") as file:  # one step: no signal is checked while it is parsed
+        with open(self.long_json / "run.json", "w") as file:  # parsing is one step, which checks for no signal
             file.write('{"x":[' + "0.1234567890123456," * 13_000_000 + "1]}")
 
     def made(self, *words):
@@ -85,7 +86,7 @@ class Inputs:
 
 
 def commands(at):
-    """For each command a call that runs for seconds, and what it may leave."""
+    """The calls, each of which runs for seconds: (command, arguments, files that it may leave)."""
     model, text = ("--model", at.tiny), ("--text", at.text)
     many = ("--policy", "h2o,lru,tova,sink", "--budget", "16,32,64,128")
     long = ("--beyond-context",)
@@ -113,7 +114,7 @@ def commands(at):
 
 OVER = "it was over before the signal"
 SHORTEST = 0.002  # seconds
-CHECKSUM = "was changed after run.json was written"  # how reading the long run ends
+CHECKSUM = "was changed after run.json was written"  # the error after the long run is read to its end
 
 
 class Checker:
@@ -121,8 +122,8 @@ class Checker:
         self.kvlab, self.at, self.longest, self.long_steps = kvlab, at, 0.0, 0
 
     def faults(self, command, words, may_be_left, name):
-        """Faults of one command in the current folder that gets the signal in mid-run, or earlier if it had ended by
-        then."""
+        """The faults of one command, which runs in the current folder and gets the signal while it runs. If it ends
+        before the signal, it runs again with an earlier signal."""
         delay = SOON if command == "trace" or self.at.long_json in words else DELAY
         while (found := self.tried(command, words, may_be_left, name, delay)) == [OVER] and delay > SHORTEST:
             delay /= 3
@@ -132,11 +133,11 @@ class Checker:
         return found
 
     def tried(self, command, words, may_be_left, name, delay):
-        """The same, with the signal `delay` seconds after the command handles signals."""
+        """The faults if the signal is sent `delay` seconds after the command has installed its handler."""
         os.mkdir("scratch")
         there = set(os.listdir())
         env = dict(os.environ, TMPDIR=os.path.abspath("scratch"), XDG_CACHE_HOME=os.path.abspath("scratch/cache"))
-        with open("../said", "wb") as said:  # env restores SIGINT, which a background shell job ignores
+        with open("../said", "wb") as said:  # env restores SIGINT, which background jobs of a shell ignore
             process = subprocess.Popen(["env", "--default-signal=INT,TERM", self.kvlab, command, *map(str, words)],
                                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, env=env, preexec_fn=limited)  # fmt: skip
         while process.poll() is None and not listens(process.pid, name):
@@ -150,7 +151,7 @@ class Checker:
         took, work = time.monotonic() - began, used.ru_utime + used.ru_stime - before
         process.returncode = os.waitstatus_to_exitcode(status)
         said = pathlib.Path("../said").read_text(errors="backslashreplace")
-        # The command ended while the signal was on its way: complete, or refusing a file that it read to the end.
+        # The command ended before it got the signal: it is complete, or it refuses a file that it has read to the end.
         if CHECKSUM in said or (process.returncode == 0 and not said):
             return [OVER]
         self.longest = max(self.longest, took)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""emptied_test.py KVLAB SOURCE: the folders that commands write, with one list, object or table in them emptied, or one
-key removed. Every command that reads them makes its report, or exits with 2 and one line and leaves nothing. Tests
-every sixteenth case, or all of them if KVLAB_EVERY is set.
+"""emptied_test.py KVLAB SOURCE: tests commands on folders that other commands wrote, in which one list, object or table
+is empty or one key is missing. Every command that reads such a folder either works, or exits with 2, prints one line and
+leaves no file. Runs every sixteenth case, or all of them if KVLAB_EVERY is set in the environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 KVLAB, SOURCE = sys.argv[1], pathlib.Path(sys.argv[2])
-MAX_OF_A_LIST = 2  # of equal entries
+MAX_OF_A_LIST = 2  # how many entries of a list are tried; the others are alike
 STRIDE = 1 if os.environ.get("KVLAB_EVERY") else 16
 
 
@@ -25,7 +25,7 @@ def kvlab(*words: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def make() -> dict[str, list[list[str]]]:
-    """Makes the folders, each with the commands that read it."""
+    """Makes the folders. Returns for each the commands that read it."""
     tiny, text = str(SOURCE / "engine/models/tiny"), "text"
     pathlib.Path(text).write_bytes((SOURCE / "tools/texts/austen-emma.txt").read_bytes()[:4000])
     loop = ["--model", tiny, "--text", text, "--max-tokens", "200", "--threads", "2", "--prompt-tokens", "60"]
@@ -54,7 +54,8 @@ def make() -> dict[str, list[list[str]]]:
 
 
 def emptied(value: Any, put: Any) -> Iterator[None]:
-    """Every way to empty something in it; calls `put` with the replacement."""
+    """Empties each list, object and text in `value`, and removes each key, one after another. Calls `put` with each
+    replacement, yields, and then restores the value."""
     for empty in {list: [[]], dict: [{}], str: [""]}.get(type(value), []):
         if value != empty:
             put(empty)
@@ -71,7 +72,7 @@ def emptied(value: Any, put: Any) -> Iterator[None]:
 
 
 def variants(file: pathlib.Path) -> Iterator[str]:
-    """The file's text, emptied in each way."""
+    """Yields the file's text with one part of it emptied, for each part."""
     text = file.read_text()
     if file.suffix == ".csv":
         head, *rows = text.splitlines()

@@ -1,6 +1,6 @@
-// Preload library. Counts the calls by which a program changes files, or its allocations, and makes
-// one of them fail.
-//   FAULT_AT=N        the call that fails, from 1; 0 or absent: none
+// A library for LD_PRELOAD. It counts the calls by which a program changes files, or its
+// allocations, and makes one of them fail. Environment variables:
+//   FAULT_AT=N        the number of the call that fails, from 1; 0 or absent: none fails
 //   FAULT=KIND        kill: the process is killed before the call; ENOSPC, EIO: the call fails with
 //                     this error; EINTR, short: write() writes less and may be called again; memory:
 //                     the N-th operator new fails
@@ -64,8 +64,8 @@ Function next(const char* name) {
   return reinterpret_cast<Function>(dlsym(RTLD_NEXT, name));
 }
 
-/// Counts a call, and returns whether it is the chosen one. With `kill` it does not return in that
-/// case.
+/// Counts a call and returns whether it is the chosen one. With FAULT=kill, the chosen call kills
+/// the process.
 bool is_the_one() {
   Plan& p = plan();
   if (p.kind == Kind::memory || ++p.seen != p.at) return false;
@@ -73,7 +73,7 @@ bool is_the_one() {
   return true;
 }
 
-/// The same, for calls that can return an error.
+/// Counts a call that can return an error. Returns whether it has to fail, and sets errno then.
 bool fails() {
   if (!is_the_one() || plan().kind != Kind::error) return false;
   errno = plan().error;
@@ -82,7 +82,8 @@ bool fails() {
 
 using Main = int (*)(int, char**, char**);
 Main real_main = nullptr;
-std::atomic<bool> in_main{false};  // failures before main() cannot be reported as messages
+// Whether main() runs. Allocations before main() do not fail, because no message could report that.
+std::atomic<bool> in_main{false};
 
 int counted_main(int count, char** words, char** environment) {
   in_main = true;

@@ -1,10 +1,12 @@
 #!/bin/sh
 # faults_test.sh KVLAB SOURCE FAULTS [STEPS [COMMAND...]]: runs capture and replay (with KVLAB_EVERY also eval and tune), each
-# with one fault at a time: killed before a call that changes files, the call fails or writes less, or an allocation fails.
-# Sealed files must be complete, the same command must continue or say why not, and nothing else may change. STEPS: moments
-# of each kind (1; 6 with KVLAB_EVERY), or `all` (400 of a hundred thousand allocations). Environment: KINDS: only these
-# kinds of faults; KILLS: how often capture and replay are also killed at random, as larger jobs with one to four threads (2
-# or 12); SEED: other moments.
+# with one fault at a time. Faults: the command is killed before a call that changes files, the call fails or writes less,
+# or an allocation fails. Sealed files must be complete, the same command must continue or say why it does not, and no other
+# file may change.
+# STEPS: the number of moments of each kind of fault (default: 1, with KVLAB_EVERY 6), or `all` (400 of a hundred thousand
+# allocations).
+# Environment: KINDS: only these kinds of faults. KILLS: how often capture and replay are also killed at random, as larger
+# jobs with one to four threads (default: 2, with KVLAB_EVERY 12). SEED: chooses other moments.
 set -eu
 kvlab=$1 source=$2 faults=$3 steps=${4:-$((${KVLAB_EVERY:+5} + 1))}
 shift 3
@@ -36,10 +38,11 @@ tune() {
     --threads 1 --device cpu --out tuned
 }
 
-# The files that COMMAND may leave, in addition to the files before.
+# others PATTERN: the files that exist in addition to those before the command, except those that match PATTERN.
 others() { ls -A | grep -vxE "whole|(out|err|count).txt|$ours" | grep -vxE "$1" || true; }
 
-# ended_at_once FAULT: whether the command could not clean up: a kill, or no memory in a destructor (JSON's allocates).
+# ended_at_once FAULT: whether the command could not clean up, because it was killed, or because there was no memory in a
+# destructor (that of JSON allocates).
 ended_at_once() {
   case $1 in
     kill*) ;;
@@ -49,7 +52,7 @@ ended_at_once() {
 }
 
 check_capture() {
-  [ -z "$(others trace)" ] || fail "capture, $1: $(others trace)"
+  [ -z "$(others trace)" ] || fail "capture, $1: leaves $(others trace)"
   if [ -e trace/manifest.json ]; then
     diff -r trace whole/trace || fail "capture, $1: another trace"
   elif [ -e trace/shard-00000.safetensors ]; then
@@ -58,53 +61,53 @@ check_capture() {
     "$kvlab" trace seal trace >/dev/null || fail "capture, $1: it cannot be sealed"
     "$kvlab" trace verify trace >/dev/null || fail "capture, $1: it does not verify"
   else
-    capture env >/dev/null 2>err.txt || fail "capture, $1: it does not begin again: $(cat err.txt)"
+    capture env >/dev/null 2>err.txt || fail "capture, $1: the next run fails: $(cat err.txt)"
     diff -r trace whole/trace || fail "capture, $1: another trace"
   fi
   rm -rf trace
 }
 check_replay() {
-  [ -z "$(others 'run|run.part')" ] || fail "replay, $1: $(others 'run|run.part')"
-  [ -e run ] || replay env >/dev/null 2>err.txt || fail "replay, $1: it does not go on: $(cat err.txt)"
+  [ -z "$(others 'run|run.part')" ] || fail "replay, $1: leaves $(others 'run|run.part')"
+  [ -e run ] || replay env >/dev/null 2>err.txt || fail "replay, $1: the next run does not continue: $(cat err.txt)"
   for file in results.csv run.json kept.json; do
-    cmp "run/$file" "whole/run/$file" || fail "replay, $1: another $file"
+    cmp "run/$file" "whole/run/$file" || fail "replay, $1: $file differs"
   done
   rm -rf run run.part
 }
 check_evaluate() {
   left=scores
   ! ended_at_once "$1" || left='scores|scores.[0-9a-f]{8}.part'
-  [ -z "$(others "$left")" ] || fail "eval, $1: $(others "$left")"
+  [ -z "$(others "$left")" ] || fail "eval, $1: leaves $(others "$left")"
   [ -z "$(ls -d scores.*.part 2>/dev/null)" ] || rm -rf scores # so that the next run starts again
-  [ -e scores ] || evaluate env >/dev/null 2>err.txt || fail "eval, $1: it does not begin again: $(cat err.txt)"
-  diff -r scores whole/scores || fail "eval, $1: other scores"
-  [ -z "$(others scores)" ] || fail "eval, $1: the next did not take away $(others scores)"
+  [ -e scores ] || evaluate env >/dev/null 2>err.txt || fail "eval, $1: the next run fails: $(cat err.txt)"
+  diff -r scores whole/scores || fail "eval, $1: the scores differ"
+  [ -z "$(others scores)" ] || fail "eval, $1: the next run does not remove $(others scores)"
   rm -r scores
 }
 check_tune() {
   left=tuned
   ! ended_at_once "$1" || left='tuned|tuned.[0-9a-f]{8}.part'
-  [ -z "$(others "$left")" ] || fail "tune, $1: $(others "$left")"
+  [ -z "$(others "$left")" ] || fail "tune, $1: leaves $(others "$left")"
   case $1:${code:-} in
-    ENOSPC*:0 | EIO*:0) ;; # the call that failed removes the file
-    *) ended_at_once "$1" || [ -z "$(ls scratch)" ] || fail "tune, $1, left in TMPDIR: $(ls scratch)" ;;
+    ENOSPC*:0 | EIO*:0) ;; # the call that failed was the one that removes the file
+    *) ended_at_once "$1" || [ -z "$(ls scratch)" ] || fail "tune, $1: leaves in TMPDIR: $(ls scratch)" ;;
   esac
   rm -rf scratch/*
   [ -z "$(ls -d tuned.*.part 2>/dev/null)" ] || rm -f tuned # so that the next run starts again
-  [ -e tuned ] || tune env >/dev/null 2>err.txt || fail "tune, $1: it does not begin again: $(cat err.txt)"
-  cmp tuned whole/tuned || fail "tune, $1: another policy"
-  [ -z "$(others tuned)" ] || fail "tune, $1: the next did not take away $(others tuned)"
+  [ -e tuned ] || tune env >/dev/null 2>err.txt || fail "tune, $1: the next run fails: $(cat err.txt)"
+  cmp tuned whole/tuned || fail "tune, $1: the policy file differs"
+  [ -z "$(others tuned)" ] || fail "tune, $1: the next run does not remove $(others tuned)"
   rm tuned
 }
 
-# one COMMAND KIND N
+# one COMMAND KIND N: runs COMMAND with a fault of KIND at call N, and checks its exit code, its message and its files.
 one() {
   code=0
   $1 env "FAULT=$2" "FAULT_AT=$3" "LD_PRELOAD=$faults" >out.txt 2>err.txt || code=$?
   grep -vE 'the text may degrade|intervals are wide|no 95% interval' err.txt >line.txt || true # warnings
   mv line.txt err.txt
   case $2:$code in
-    kill:137 | ENOSPC:0 | EIO:0 | EINTR:0 | short:0 | memory:0) ;; # an error without effect, on a file that is removed anyway
+    kill:137 | ENOSPC:0 | EIO:0 | EINTR:0 | short:0 | memory:0) ;; # 0: the error was about a file that is removed anyway
     ENOSPC:2 | EIO:2) [ "$(wc -l <err.txt)" -eq 1 ] || fail "$1, $2 $3: more than one line: $(cat err.txt)" ;;
     memory:2) said "out of memory" "$1, $2 $3" ;;
     *) fail "$1, $2 $3: exit code $code: $(cat err.txt)" ;;
@@ -113,7 +116,7 @@ one() {
   tried=$((tried + 1))
 }
 
-# walk COMMAND KIND: tests evenly spaced moments.
+# walk COMMAND KIND: tests faults of KIND at evenly spaced calls.
 walk() {
   $1 env "FAULT=$2" FAULT_COUNT="$folder/count.txt" "LD_PRELOAD=$faults" >/dev/null 2>&1 || fail "$1 by itself"
   "check_$1" "without a fault"
@@ -131,7 +134,7 @@ walk() {
     n=$((n + step))
   done
   [ "$steps" = all ] || one "$1" "$2" "$count"
-  echo "$1, $2: $count there are"
+  echo "$1, $2: $count calls in all"
 }
 
 # storm COMMAND OUT: kills the command before counted calls, and every fourth time after a part of its run time.
@@ -159,14 +162,14 @@ END
     esac
     case $code:$time in
       137:*) killed=$((killed + 1)) ;;
-      0:[0-9]* | 124:[0-9]*) ;; # it had ended before, or just then; 124 comes from timeout
+      0:[0-9]* | 124:[0-9]*) ;; # the command ended before the kill, or at that moment; 124 comes from timeout
       *) fail "$1, kill $draw: exit code $code: $(cat err.txt)" ;;
     esac
     threads=1
     "check_$1" "kill $draw (threads:call:time)"
     tried=$((tried + 1))
   done
-  echo "$1, killed at random: $killed times, $(cat count.txt) calls there are"
+  echo "$1, killed at random: $killed times, $(cat count.txt) calls in all"
 }
 
 mkdir whole
@@ -178,5 +181,5 @@ done
 kills=${KILLS:-$((${KVLAB_EVERY:+10} + 2))} text=long sweep='--policy h2o,lru --budget 16,32'
 case "$commands" in *capture*) storm capture trace ;; esac
 case "$commands" in *replay*) storm replay run ;; esac
-[ "$(cat ./*.part run.part.more | sort -u)" = theirs ] || fail "a file of another was written"
+[ "$(cat ./*.part run.part.more | sort -u)" = theirs ] || fail "a file of another program was changed"
 echo "faults: $tried tried"

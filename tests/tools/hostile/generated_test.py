@@ -1,12 +1,13 @@
-"""Generated hostile inputs: kvlab neither crashes nor hangs, prints one line, and leaves nothing.
+"""Tests generated hostile inputs. With each of them, kvlab neither crashes nor hangs, prints one line if it refuses the
+input, and leaves no file then.
 
 generated_test.py KVLAB SOURCE [--runs N] [--seed S] [--first N] [--python PYTHON] [--report FILE]
 
-Each case depends only on the seed and its number, so `--first N --runs 1` repeats one. With --python, a Python with
-numpy and kvlab, as many cases again call the package's functions (python_cases.py). Checks of each run: it ends without
-a signal, within a time and a memory limit (docs/reference/security.md); its exit code is 0, 2, or 1 of `verify`; a
-refusal is one line without libraries' messages and without control characters; refused output is not written; no .part
-and no scratch folder is left.
+Each case depends only on the seed and its number, so `--first N --runs 1` repeats one. With --python, the path of a
+Python that has numpy and kvlab, as many further cases call the functions of the package (python_cases.py). Checks of
+each run: It ends without a signal, and within a time and a memory limit (docs/reference/security.md). Its exit code is
+0 or 2, or for `verify` also 1. A refusal is one line without messages of libraries and without control characters.
+Refused output is not written. No .part file and no scratch folder is left.
 """
 
 import argparse
@@ -28,19 +29,19 @@ import cases
 from bases import Bases
 
 ADDRESS_SPACE = 6 << 30
-SECONDS = 240  # wall time, for a busy machine
+SECONDS = 240  # wall time until a run is killed; it is long because the machine may be busy
 WORK = 20  # seconds of processor time; a longer run counts as a hang
 WORK_SWEPT = 0.01  # seconds more for each configuration of a sweep
 LIBRARIES = re.compile(
     r"json\.exception|std::|nanobind|basic_string|vector::|terminate called|boost|regex_error|bad_alloc|bad_cast|\bstoi\b|\bstod\b"
     r"|filesystem error|Assertion|numpy|Traceback|what\(\)|map::at|_M_|pcre2?_|Segmentation|core dumped|logic_error|incompatible function"
 )
-SWEPT = 960_000  # bytes per configuration of a sweep, for the 8 KV heads of the bundled model
-BASE = 110_000_000  # bytes of the program, unless its libraries are larger, as CUDA's are
+SWEPT = 960_000  # bytes allowed per configuration of a sweep, for the 8 KV heads of the bundled model
+BASE = 110_000_000  # bytes allowed for the program; more if its libraries are larger, as CUDA's are
 
 
 def files_of(folder):
-    """The contents of each file, and their total size, following links."""
+    """A hash of each file's contents, and the total size of the files. Follows links."""
     found, size = {}, 0
     for path in sorted(pathlib.Path(folder).rglob("*")):
         if path.is_file():
@@ -55,7 +56,7 @@ def limited():
 
 
 def run(words, env):
-    """(exit code, stdout, stderr, CPU seconds, peak bytes, whether it had to be killed)."""
+    """Runs a command. Returns (exit code, stdout, stderr, CPU seconds, peak bytes, whether it had to be killed)."""
     with open("../stdout", "wb") as out, open("../stderr", "wb") as err:
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, preexec_fn=limited)
         began, killed = time.monotonic(), False
@@ -73,7 +74,7 @@ def run(words, env):
 
 
 def swept(words):
-    """The most configurations that a command's lists ask for."""
+    """The largest number of configurations that the lists of a command can give."""
     count = 1
     for option in ("--policy", "--budget"):
         if option in words[:-1]:
@@ -89,7 +90,7 @@ class Checker:
         self.base = max(BASE, self.peak_of("policies"))
 
     def faults(self, case):
-        """The faults of the case in the current folder, each as (kind, text)."""
+        """Runs the case in the current folder. Returns its faults, each as (kind, text)."""
         found = []
         before, size = files_of(".")
         for step, writes in ((case.words, case.writes_inputs), (case.then, False)):
@@ -98,7 +99,7 @@ class Checker:
             try:
                 code, out, err, work, peak, killed = run([self.kvlab, *step], self.env)
             except OSError as error:
-                if error.errno != errno.E2BIG:  # a word of over 128 KiB never reaches kvlab
+                if error.errno != errno.E2BIG:  # the system refuses words of over 128 KiB
                     raise
                 break
             self.codes[code] += 1
@@ -121,7 +122,7 @@ class Checker:
         return found
 
     def peak_of(self, *words):
-        """Peak bytes of a command that reads nothing."""
+        """The peak memory, in bytes, of a command that reads no file."""
         folder = self.scratch.parent / "base" / "here"
         folder.mkdir(parents=True)
         os.chdir(folder)

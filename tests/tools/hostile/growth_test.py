@@ -1,12 +1,12 @@
-"""Time grows in proportion to file size: each list, object and text of each JSON file is made long, then ten times as
-long.
+"""Tests that the time for reading a file grows in proportion to its size. Each list, object and text of each JSON file
+is made long, and then ten times as long.
 
 growth_test.py KVLAB SOURCE [--only WORD] [--report FILE]
 
-A list gets many copies of its first element, some with a changed text; an object gets many unknown keys; a text many
-characters. Tests every sixteenth place, or all of them with --only or if KVLAB_EVERY is set. A fault is: the longer file
-takes more than SHARE times the processor time of the shorter, and more than MIN seconds; or a refusal is not one line
-with exit code 2.
+A list gets many copies of its first element, once equal ones and once different ones. An object gets many unknown keys,
+and a text gets many characters. Tests every sixteenth place, or all of them with --only or if KVLAB_EVERY is set in the
+environment. It is a fault if the longer file takes more than SHARE times the processor time of the shorter one and more
+than MIN seconds, or if a refusal is not one line with exit code 2.
 """
 
 import argparse
@@ -23,18 +23,18 @@ import cases
 from bases import PROMPT, Bases
 from generated_test import run
 
-SHORT, LONG = 150_000, 1_500_000  # bytes that are added
-MIN, SHARE = 1.0, 25  # seconds; ratio (proportional time gives ten)
+SHORT, LONG = 150_000, 1_500_000  # bytes that are added to a file
+MIN, SHARE = 1.0, 25  # seconds, and a ratio of times; time in proportion to size gives a ratio of 10
 
 
 def places(node, path=()):
-    """The path of every container and text."""
+    """Yields the path of every list, object and text."""
     if isinstance(node, (dict, list, str)):
         yield path
     if isinstance(node, (dict, list)):
         keys = list(node) if isinstance(node, dict) else range(min(len(node), 2))
         if isinstance(node, dict) and (len(keys) > 30 or any(isinstance(v, dict) and "dtype" in v for v in node.values())):
-            keys = keys[:4]  # a table of similar entries
+            keys = keys[:4]  # the entries of such a table are alike
         for key in keys:
             yield from places(node[key], (*path, key))
 
@@ -46,7 +46,7 @@ def is_list(node, path):
 
 
 def numbered(node, number):
-    """`node` with the number after its first text or instead of its first integer, so that all copies differ."""
+    """`node` with the number appended to its first text or in place of its first integer, so that all copies differ."""
     if isinstance(node, str):
         return f"{node}{number}"
     if isinstance(node, int) and not isinstance(node, bool):
@@ -59,7 +59,7 @@ def numbered(node, number):
 
 
 def grown(node, path, size, distinct):
-    """A copy in which the value at `path` is longer by `size` bytes."""
+    """The JSON text of a copy of `node` in which the value at `path` is about `size` bytes longer."""
     whole = {"": copy.deepcopy(node)}
     holder, key = whole, ""
     for step in path:
@@ -83,7 +83,7 @@ def header(data):
 
 
 class Files:
-    """A file: its contents, how to write it with a changed text, and the command that reads it."""
+    """The files to test. Reads their contents, and writes them with a changed text for the commands that read them."""
 
     def __init__(self, bases):
         self.bases, root = bases, bases.folder
@@ -157,7 +157,7 @@ def main():
             os.chdir(root)
             shutil.rmtree(root / "case")
             line = err.decode("utf-8", "replace").strip()
-            known = (0, 1, 2) if words[0] == "trace" else (0, 2)  # 1: a trace that does not verify
+            known = (0, 1, 2) if words[0] == "trace" else (0, 2)  # `trace verify` exits with 1 for a wrong trace
             if killed or code not in known or (code == 2 and ("\n" in line or len(line) > 1100)):
                 faults.append(f"{what}: exit code {code}, {line[-300:]}")
             return work, line

@@ -1,6 +1,6 @@
 #!/bin/sh
-# hostile_test.sh KVLAB SOURCE TRUNCATING_MMAP: inputs that once crashed a command, made it run for ever, or lost a file.
-# Each must give exit code 2 and one line.
+# hostile_test.sh KVLAB SOURCE TRUNCATING_MMAP: tests inputs that once crashed a command, made it run for ever, or made it
+# lose a file. Each must give exit code 2 and one line.
 set -eu
 kvlab=$1 source=$2 truncating=$3
 . "$source/tests/scripts/check.sh"
@@ -8,20 +8,20 @@ enter_scratch
 cp -r "$source/traces/samples/tiny-story" story
 ln -s "$source/engine/models/tiny" tiny
 
-# A path that ends in a slash, as a shell completes it.
+# Paths end in a slash, which a shell's completion adds.
 for end in / /. //; do
   rm -rf run
   "$kvlab" replay --trace "story$end" --policy h2o,lru --budget 32 --out run >/dev/null 2>&1
-  cut -d, -f1 run/results.csv | tail -n +2 | sort -u | grep -qx story || fail "the name of story$end"
+  cut -d, -f1 run/results.csv | tail -n +2 | sort -u | grep -qx story || fail "the trace story$end should be named story"
   "$kvlab" report run --out page.html >/dev/null
   "$kvlab" deploy run --budget 32 --out policy.json >/dev/null
 done
 
-# Tier plans: shares that are not 100%, tiers in order of increasing precision, a budget below a token, CUDA's own.
+# Invalid tier plans.
 for tier_plan in 8:25%,4:50%:100% 4:100%,8:0% 5 16:16t; do
   refused "tiers" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers "$tier_plan" --out other
 done
-# Centred keys: a value that is none, no quantized plan, a first chunk of too few keys.
+# Invalid values of --centre.
 for centre in model.safetensors /dev/zero prompt:4; do
   refused "centre" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers 4 --centre "$centre" --out other
 done
@@ -35,39 +35,39 @@ refused "shares add up to 75%" "$kvlab" eval --model tiny --text policy.json --p
 refused "tiers must be in order of decreasing precision" "$kvlab" tune --model tiny --text policy.json --budget 32 --tiers 4:50%,8:50% --out other.json
 refused "is less than one token" "$kvlab" replay --trace story --policy h2o --budget 79B --tiers 4 --out other
 refused "too few for one token on its first tier" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers 16:1%,4:99% --out other
-[ ! -e other ] && [ ! -e other.json ] || fail "a refused tier plan left something"
+[ ! -e other ] && [ ! -e other.json ] || fail "a command with a refused tier plan left files"
 
-# An output with the path of an input.
+# Outputs have the path of an input.
 cp run/run.json whole.json
 refused "--out: run/run.json is part of a trace" "$kvlab" deploy run --budget 32 --out run/run.json
 refused "--out: run is also the input of --run" "$kvlab" report run --out run
 cmp -s run/run.json whole.json || fail "run.json was replaced"
 
-# A NUL after a complete policy file, control characters in its names, a folder with terminal control characters.
+# A NUL follows a complete policy file, its names have control characters, or a folder has terminal control characters.
 { cat policy.json; printf '\0 rubbish'; } >nul.json
 refused "is NUL" "$kvlab" generate --model tiny --prompt hi --policy-file nul.json
 sed 's/"name": "tiny"/"name": "tiny\\u001b[2J"/' policy.json >obeyed.json
-! cmp -s policy.json obeyed.json || fail "the model's name is not where it was"
+! cmp -s policy.json obeyed.json || fail "sed did not find the model's name in policy.json"
 refused "without control characters" "$kvlab" generate --model tiny --prompt hi --policy-file obeyed.json
 sed 's/"weights_xxh3": "[0-9a-f]*"/"weights_xxh3": "\\u001b[2J"/' policy.json >hashed.json
-! cmp -s policy.json hashed.json || fail "the weights' hash is not where it was"
+! cmp -s policy.json hashed.json || fail "sed did not find the hash of the weights in policy.json"
 refused "without control characters" "$kvlab" generate --model tiny --prompt hi --policy-file hashed.json
 sed 's/"weights_xxh3":/"weights": 1, "weights_xxh3":/' policy.json >more.json
 refused "is not known to this version" "$kvlab" generate --model tiny --prompt hi --policy-file more.json
 refused "no such directory" "$kvlab" trace info "$(printf 'a\033[2Jb\nc')"
 
-# Another program's error message of several lines.
+# Another program prints an error message of several lines.
 mkdir bin
 printf '#!/bin/sh\nprintf "one\\ntwo\\033[2J\\nthree\\n"\nexit 1\n' >bin/vl-convert
 chmod +x bin/vl-convert
 refused "vl-convert failed" env "PATH=$PWD/bin:$PATH" "$kvlab" report run --figures drawn --out other.html
-[ ! -e other.html ] && [ ! -e drawn ] || fail "a page without its figures"
+[ ! -e other.html ] && [ ! -e drawn ] || fail "a report whose figures failed left files"
 
 # A symbolic link at the path of a temporary file is not written through.
 echo theirs >theirs
 for part in made.json.part made.json.00000000.part; do ln -s theirs $part; done
 "$kvlab" deploy run --budget 32 --out made.json >/dev/null
-[ "$(cat theirs)" = theirs ] || fail "a link was written through"
+[ "$(cat theirs)" = theirs ] || fail "the target of a symbolic link was overwritten"
 
 # A tokenizer.json that is broken or of another kind gives one line, even if there are more errors.
 mkdir broken
@@ -82,7 +82,7 @@ done
 truncate -s 100G broken/tokenizer.json
 refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$kvlab" generate --model broken --prompt hi
 refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$kvlab" capture --model broken --prompt hi --out trace
-# Another program's tokenizer in its place.
+# A tokenizer of SentencePiece is in its place.
 rm broken/tokenizer.json
 : >broken/tokenizer.model
 refused 'broken: has "tokenizer.model", but no tokenizer.json' "$kvlab" generate --model broken --prompt hi
@@ -90,14 +90,14 @@ refused 'broken: has "tokenizer.model", but no tokenizer.json' "$kvlab" generate
 # A complete tokenizer.json of another model, with fewer tokens, and with ids that this model lacks.
 echo '{"pre_tokenizer":{"type":"ByteLevel"},"decoder":{"type":"ByteLevel"},"model":{"type":"BPE","vocab":{"a":0,"t":1},"merges":[]}}' >few.json
 sed 's/^\( *"t": \)[0-9]*/\19084/' tiny/tokenizer.json >far.json
-! cmp -s far.json tiny/tokenizer.json || fail "the token t is not where it was"
+! cmp -s far.json tiny/tokenizer.json || fail "sed did not find the token t in tokenizer.json"
 echo t >t.txt
 for kind in few far; do
   mv $kind.json broken/tokenizer.json
   refused "of this model" "$kvlab" capture --model broken --prompt t --max-new-tokens 3000 --beyond-context --out trace
   refused "of this model" "$kvlab" generate --model broken --prompt t --max-new-tokens 3000 --beyond-context
   refused "of this model" "$kvlab" eval --model broken --text t.txt
-  [ ! -e trace ] || fail "a trace was begun"
+  [ ! -e trace ] || fail "a refused capture left a trace"
 done
 
 # Weights that are finite but too large to compute with (bytes 0x7f in layer 0).
@@ -109,15 +109,15 @@ cp tiny/config.json tiny/tokenizer.json huge/
   tail -c +5100001 tiny/model.safetensors
 } >huge/model.safetensors
 refused "not finite; the checkpoint's weights may be damaged" "$kvlab" capture --model huge --prompt hi --out trace
-[ ! -e trace ] || fail "a trace of no use"
+[ ! -e trace ] || fail "a capture that failed left a trace"
 refused "logits are not finite" "$kvlab" generate --model huge --prompt hi
 refused "scored token 0 is not finite" "$kvlab" eval --model huge --text "$source/tools/demo/prompt.txt" --max-tokens 60
 
-# A scratch folder that does not exist.
+# The scratch folder does not exist.
 head -c 2000 "$source/tools/texts/austen-emma.txt" >text
 tune() { "$@" "$kvlab" tune --model tiny --text text --max-tokens 500 --prompt-tokens 100 --budget 64 --policy h2o,lru --out tuned.json; }
 refused "TMPDIR: " tune env TMPDIR=/nowhere
-tune env TMPDIR= >/dev/null 2>&1 || fail "an empty TMPDIR is not as if it were not set"
+tune env TMPDIR= >/dev/null 2>&1 || fail "an empty TMPDIR should be the same as an unset one"
 rm tuned.json
 # Running the same command again removes what a killed command left there.
 mkdir scratch
@@ -130,21 +130,21 @@ while [ -z "$(ls scratch)" ]; do
 done
 kill -9 $pid
 wait $pid 2>/dev/null || true
-[ -n "$(ls scratch)" ] || fail "a tune that was killed left nothing to take away"
-tune env "TMPDIR=$PWD/scratch" >/dev/null 2>&1 || fail "tune after one that was killed"
-[ -z "$(ls scratch)" ] || fail "left in TMPDIR: $(ls scratch)"
+[ -n "$(ls scratch)" ] || fail "the tune that was killed left no scratch folder"
+tune env "TMPDIR=$PWD/scratch" >/dev/null 2>&1 || fail "tune fails after another one was killed"
+[ -z "$(ls scratch)" ] || fail "files remain in TMPDIR: $(ls scratch)"
 rm tuned.json
-# Lists whose product does not fit memory, and a plan with more tiers than a cache supports.
+# The product of lists does not fit in memory, or a plan has more tiers than a cache supports.
 many=$(seq -s, 2 20000)
 refused "up to 19999 configurations are requested" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget "$many" --out lists
 refused "--trace: 10001 values are given; at most 10000" timeout 10 "$kvlab" replay --policy h2o --budget 16 --out lists \
   --trace $(seq 10001)
-# Many texts with equal names: names are compared only once.
+# Many texts have equal names. Each name may be compared only once.
 refused "1: cannot open" timeout 10 "$kvlab" eval --model tiny --policy h2o --budget 16 --text $(seq 10000)
 tiers=$(head -c 1275 /dev/zero | sed 's/\x0/16:1t,/g')4:100%
 refused "a plan of 1276 tiers; at most 16" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget 16 --tiers "$tiers" --out lists
 
-# A TMPDIR, paths and names that are longer than the system allows: every message contains the reason.
+# TMPDIR, paths and names are longer than the system allows. Every message has to contain the reason.
 name=$(head -c 250 /dev/zero | tr '\0' n)
 deep=$PWD
 while [ ${#deep} -lt 3800 ]; do
@@ -171,7 +171,7 @@ for path in "${name}s.longer" "$(head -c 5000 /dev/zero | tr '\0' p)"; do
   refused "File name too long" "$kvlab" eval --model tiny --text text --policy h2o --budget 16 --max-tokens 60 --out "$path"
 done
 
-# A shard that is truncated while it is mapped.
+# A shard is truncated while it is mapped.
 if ldd "$kvlab" | grep -q asan; then
   echo "not tried with the address sanitizer: a shard that is truncated"
 else

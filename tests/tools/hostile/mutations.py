@@ -1,4 +1,5 @@
-"""Changes to texts, JSON and tensor files that make them hostile. All random choices come from the given generator."""
+"""Functions that change texts, JSON and tensor files to make them hostile. All random choices come from the given
+generator."""
 
 import copy
 import json
@@ -63,10 +64,10 @@ def raw(rng, data):
 
 
 def value(rng):
-    """A new value, so that later changes by the caller do not change VALUES."""
+    """A random JSON value. It is a copy, so that later changes by the caller do not change VALUES."""
     kind = rng.randrange(12)
     if kind == 0:
-        return f"RAW({number(rng)})"  # see written()
+        return f"RAW({number(rng)})"  # written() replaces this by the number
     if kind == 1:
         nested = 1
         for _ in range(rng.choice((3, 63, 64, 65, 200))):
@@ -81,12 +82,12 @@ def value(rng):
 
 
 def written(node, ascii_only=False):
-    """JSON text with the numbers that value() wants, because Python would not write 1e999."""
+    """The JSON text of `node`. Numbers that json.dumps() cannot write, such as 1e999, are inserted afterwards."""
     return re.sub(r'"RAW\(([^)"]*)\)"', r"\1", json.dumps(node, ensure_ascii=ascii_only))
 
 
 def places(node, found, depth=0):
-    """(container, key) of every value."""
+    """Appends (container, key) of every value in `node` to `found`, and returns it."""
     for key in list(node) if isinstance(node, dict) else range(len(node)):
         found.append((node, key))
         if isinstance(node[key], (dict, list)) and depth < 90:
@@ -105,7 +106,7 @@ def change_json(rng, node):
         if kind == 0:
             del holder[key]
         elif kind == 1 and isinstance(holder, list):
-            small = len(json.dumps(holder[key])) < 500  # nested copies would fill this process's memory, not kvlab's
+            small = len(json.dumps(holder[key])) < 500  # many copies of larger values would fill this test's memory
             holder[key:key] = [copy.deepcopy(holder[key]) for _ in range(rng.choice((1, 3, 500)) if small else 1)]
         elif kind == 2 and isinstance(holder, dict):
             holder[rng.choice(("x", "", "__proto__", "é", str(key) + "s"))] = value(rng)
@@ -117,7 +118,7 @@ def change_json(rng, node):
 
 
 def json_text(rng, node):
-    """The text of a changed copy; sometimes with changed bytes or a repeated key."""
+    """The JSON text of a changed copy of `node`. Some texts also have changed bytes or a repeated key."""
     changed = change_json(rng, json.loads(json.dumps(node)))
     text = written(changed, rng.random() < 0.5)
     if rng.random() < 0.1 and text.startswith("{") and len(text) > 2:
@@ -127,7 +128,7 @@ def json_text(rng, node):
 
 
 def tensors(rng, data):
-    """A tensor file with a changed header or changed bytes; the length in front is mostly right."""
+    """A tensor file with a changed header or changed data. The length of the header is usually correct."""
     size = struct.unpack("<Q", data[:8])[0]
     header, rest = data[8 : 8 + size], data[8 + size :]
     if rng.random() < 0.75:

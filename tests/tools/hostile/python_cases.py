@@ -1,7 +1,9 @@
-"""Generated arguments for the package's functions: python_cases.py SEED FIRST RUNS TRACE, with a Python that has numpy and kvlab.
+"""Calls the package's functions with generated arguments: python_cases.py SEED FIRST RUNS TRACE, with a Python that has
+numpy and kvlab.
 
-Each call either works or raises ValueError with one line of the package. Prints a line for each call that does neither;
-the last line says that all cases ran. A crash ends this process; its last "at" on stderr names the case.
+Each call has to work or raise ValueError with a one-line message of the package. Prints a line for each call that does
+neither. The last line says that all cases ran. If a crash ends this process, the last "at" on stderr gives the number of
+the case.
 """
 
 import pathlib
@@ -48,7 +50,7 @@ class Hostile:
 
 
 def any_of(rng, good, others):
-    """Mostly valid values, so that a single bad argument gets far."""
+    """A value of `good` or, less often, of `others`. Most arguments are valid, so that a single bad one is reached."""
     return rng.choice(good) if rng.random() < 0.6 else rng.choice(others)
 
 
@@ -154,7 +156,7 @@ CALLS = {from_arrays: 30, reads: 25, replays: 25, policies: 15, differences: 5}
 
 
 def fault_of(call, rng):
-    """What is wrong with how the call ended, or None."""
+    """Runs a call. Returns a description of the fault in how it ended, or None."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -165,7 +167,7 @@ def fault_of(call, rng):
             return f"a message of {len(said)} bytes or several lines: {said[:200]!a}"
         if match := LIBRARIES.search(said):
             return f"{match.group()!r} in {said[:300]!a}"
-    except RuntimeError as error:  # missing or unreadable files: the command's exit code 2
+    except RuntimeError as error:  # allowed for missing or unreadable files, for which commands exit with 2
         if not any(word in str(error) for word in ("/", "folder", "file", "File name", "trace")) or LIBRARIES.search(str(error)):
             return f"RuntimeError: {str(error)[:300]!a}"
     except Exception as error:

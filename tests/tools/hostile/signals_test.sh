@@ -1,6 +1,6 @@
 #!/bin/sh
-# signals_test.sh KVLAB SOURCE: SIGINT, SIGTERM and SIGHUP end a command with 130, 143 and 129 and one line that says how to
-# continue; only files that the next command continues from are left.
+# signals_test.sh KVLAB SOURCE: tests that SIGINT, SIGTERM and SIGHUP end a command with the exit codes 130, 143 and 129 and
+# with one line that says how to continue, and that only files from which the next command continues are left.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -13,33 +13,34 @@ chmod +x slow
 mkdir scratch
 export TMPDIR=$PWD/scratch
 
-# ended SIGNAL WHAT WORDS COMMAND...: sends the signal $delay seconds after the file or pattern WHAT exists.
+# ended SIGNAL WHAT WORDS COMMAND...: runs COMMAND, sends it the signal $delay seconds after a file WHAT (a name or a
+# pattern) exists, and checks that it ends with a message that contains WORDS.
 delay=0.1
 ended() {
   signal=$1 what=$2 words=$3 code=0
   shift 3
-  # (A shell's background job begins with SIGINT ignored.)
+  # A background job of a shell ignores SIGINT, which env changes.
   env --default-signal=INT,TERM,HUP "$@" >out.txt 2>err.txt &
   pid=$!
   while ! ls $what >/dev/null 2>&1; do
-    kill -0 $pid 2>/dev/null || fail "it was over before the signal: $*: $(cat err.txt)"
+    kill -0 $pid 2>/dev/null || fail "the command ended before the signal: $*: $(cat err.txt)"
     sleep 0.01
   done
   sleep $delay
   kill -"$signal" $pid
   wait $pid || code=$?
   case $signal in INT) expected=130 ;; TERM) expected=143 ;; HUP) expected=129 ;; esac
-  [ $code -eq $expected ] || fail "exit code $code, not $expected, of: $*: $(cat err.txt)"
-  grep -v 'the text may degrade' err.txt >line.txt || true # a warning that is printed before
+  [ $code -eq $expected ] || fail "exit code is $code and should be $expected: command: $*: $(cat err.txt)"
+  grep -v 'the text may degrade' err.txt >line.txt || true # this warning comes before
   mv line.txt err.txt
   said "$words" "$*"
   said "stopped by SIG$signal" "$*"
-  [ -z "$(ls scratch)" ] || fail "left in TMPDIR: $(ls scratch), of: $*"
+  [ -z "$(ls scratch)" ] || fail "files remain in TMPDIR: $(ls scratch): command: $*"
 }
 
 again="; nothing was kept, and the same command starts from the beginning"
 for signal in INT TERM HUP; do
-  # The first shard may be complete by then; the message must match the files.
+  # The first shard may or may not be complete when the signal arrives. The message must match the files.
   delay=0
   ended $signal trace "" "$kvlab" capture --model tiny --prompt-file text --teacher-forced --prompt-tokens 12000 \
     --beyond-context --out trace
@@ -57,14 +58,14 @@ for signal in INT TERM HUP; do
   "$kvlab" trace verify trace >/dev/null
   rm -r trace
 
-  # At the first unit, and at the last, when the run is put together.
+  # The signal comes at the first unit, and at the last one, when the run is put together.
   delay=0
   for unit in 0 7; do
     ended $signal "run.part/trace0-unit$unit.unit" \
       '; the finished part is kept in run.part, and the same command continues it' \
       "$kvlab" replay --trace story --policy h2o,lru,streaming_h2o,tova,roco,lfu --threads 1 --out run \
       --budget "$(seq -s, 16 6 200)"
-    [ ! -e run ] || fail "a run that is not whole"
+    [ ! -e run ] || fail "replay left an incomplete run"
     rm -r run.part
   done
   delay=0.1
@@ -75,23 +76,23 @@ for signal in INT TERM HUP; do
     "$kvlab" tune --model tiny --text text --budget 64 --policy h2o,lru --out policy.json
   [ -z "$(ls | grep -E 'scores|policy')" ] || fail "left: $(ls)"
 
-  # While a slow compiler runs, which starts another process.
+  # The signal comes while a slow compiler runs, which has started another process.
   began=$(date +%s)
   ended $signal compiling "$again" env "CXX=$folder/slow" XDG_CACHE_HOME="$folder/cache" \
     "$kvlab" policies --policy-source "$source/policies/recency/lru.hpp"
   [ $(($(date +%s) - began)) -lt 20 ] || fail "SIG$signal waited for the compiler"
   case $(cut -d' ' -f3 "/proc/$(cat compiling)/stat" 2>/dev/null) in
     '' | Z | X) ;;
-    *) fail "the compiler's child goes on after SIG$signal" ;;
+    *) fail "the compiler's child process still runs after SIG$signal" ;;
   esac
   rm compiling
 done
 
-# A command that starts with a signal ignored continues.
+# A command that was started with SIGINT ignored continues.
 (trap '' INT; exec "$kvlab" replay --trace story --policy h2o --budget 16,32,64 --threads 1 --out other >/dev/null 2>&1) &
 pid=$!
 while ! ls other.part/*.unit >/dev/null 2>&1; do
-  kill -0 $pid || fail "it was over before the signal"
+  kill -0 $pid || fail "the command ended before the signal"
   sleep 0.01
 done
 kill -INT $pid

@@ -1,6 +1,7 @@
 #!/bin/sh
-# terminal_test.sh KVLAB SOURCE: a command's output with streams that are closed, full or gone, names and tokens with
-# terminal control characters, and limits of the system. Nothing aborts, nothing is lost, and one line says why.
+# terminal_test.sh KVLAB SOURCE: tests the output of commands whose streams are closed, full or without a reader, names and
+# tokens with terminal control characters, and limits of the system. No command may abort or lose results, and one line
+# gives the reason of each failure.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -12,15 +13,15 @@ replay() { "$kvlab" replay --trace story --policy h2o --budget 16 --layers 0 --n
 evaluate() { "$kvlab" eval --model tiny --text text --policy h2o --budget 32 --max-tokens 48 --threads 1 --out "$1"; }
 replay run >/dev/null
 
-# ends CODE COMMAND...
+# ends CODE COMMAND...: checks the exit code of COMMAND.
 ends() {
   expected=$1 code=0
   shift
   "$@" || code=$?
-  [ $code -eq "$expected" ] || fail "exit code $code, not $expected, of: $*"
+  [ $code -eq "$expected" ] || fail "exit code is $code and should be $expected: command: $*"
 }
 
-# Standard error is closed, full, or a pipe without reader: no warning and no error loses work or aborts.
+# Standard error is closed, full, or a pipe without a reader. A warning or an error must not lose results or abort.
 closed() { "$@" >out.txt 2>&-; }
 full() { "$@" >out.txt 2>/dev/full; }
 unread() { "$@" 2>&1 >out.txt | true; }
@@ -33,23 +34,24 @@ for broken in closed full; do
 done
 ends 0 unread evaluate scores-unread
 [ -s scores-unread/eval.csv ] || fail "no scores with a standard error without reader"
-# No file gets the descriptor of a closed stream.
+# No file may get the descriptor of a closed stream.
 ends 0 closed replay run-closed
-diff -r run run-closed || fail "another run under a closed standard error"
+diff -r run run-closed || fail "the run differs if standard error is closed"
 
-# The same for standard output, which is an error.
+# If standard output is closed or full, that is an error.
 refused "standard output: cannot write: No space left" sh -c "'$kvlab' policies >/dev/full"
 refused "standard output: cannot write: Bad file" sh -c "'$kvlab' policies >&-"
 refused "standard output: cannot write: No space left" sh -c "exec '$kvlab' generate --model tiny --prompt x >/dev/full"
 "$kvlab" policies 2>err.txt | true
-[ ! -s err.txt ] || fail "a reader that has gone is an error: $(cat err.txt)"
+[ ! -s err.txt ] || fail "a reader that ended is reported as an error: $(cat err.txt)"
 
 # Terminal control characters in names and in generated text are escaped; --json contains them unchanged.
 odd=$(printf 'a\033[31m\302\233b\342\200\256c\233')
 control_free_of() {
   "$@" >out.txt 2>err.txt || true
-  for file in out.txt err.txt; do control_free $file || fail "a control character in $file of: $*"; done
-  ! grep -q -e "$(printf '\302\233')" -e "$(printf 'c\233')" out.txt err.txt || fail "a C1 character of: $*"
+  for file in out.txt err.txt; do control_free $file || fail "$file has a control character: command: $*"; done
+  ! grep -q -e "$(printf '\302\233')" -e "$(printf 'c\233')" out.txt err.txt ||
+    fail "the output has a C1 control character: command: $*"
 }
 cp -r run "$odd"
 cp text "text $odd"
@@ -61,17 +63,17 @@ control_free_of "$kvlab" eval --model tiny --text "text $odd" text --policy "h2o
 control_free_of "$kvlab" eval --model tiny --text "text $odd" text --policy h2o --budget 32 --max-tokens 48 --out "$odd/scores"
 mkdir says
 cp tiny/config.json tiny/model.safetensors says/
-# The model generates these in place of each e.
+# With this tokenizer, the model generates control characters in place of each e.
 sed '/"decoder": {/,/},/c\
   "decoder": {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Replace", "pattern": {"String": "e"},\
     "content": "\\u202e\\u001b[2J\\u009b\\u0007"}]},' tiny/tokenizer.json >says/tokenizer.json
 "$kvlab" generate --model says --prompt 'It was' --max-new-tokens 40 --json >out.txt
-grep -qF '\u001b[2J\u009b\u0007' out.txt || fail "--json does not have the model's words: $(cat out.txt)"
-control_free out.txt || fail "a control character in JSON"
+grep -qF '\u001b[2J\u009b\u0007' out.txt || fail "--json should have the generated text unchanged: $(cat out.txt)"
+control_free out.txt || fail "the JSON has a control character"
 control_free_of "$kvlab" generate --model says --prompt 'It was' --max-new-tokens 40
-grep -qF '?' out.txt || fail "nothing in the place of what cannot be shown: $(cat out.txt)"
+grep -qF '?' out.txt || fail "control characters should be replaced by '?': $(cat out.txt)"
 
-# An error is one short line for any name, and always names something; an error replaces a warning.
+# An error is one short line for any name, and it always contains a name. An error replaces a warning.
 long=$(head -c 100000 /dev/zero | tr '\0' x)
 refused "unknown command" "$kvlab" "$long"
 refused "unknown option" "$kvlab" replay "--$long"
@@ -87,8 +89,8 @@ refused "nowhere/config.json" "$kvlab" generate --model nowhere --prompt "$(prin
 # The system's limits: memory, stacks, file size.
 ended_in_time() { timeout -k 1 60 "$@"; }
 if ! ldd "$kvlab" | grep -q asan; then
-  ! ldd "$kvlab" | grep -qi openblas || fail "a library for one bench is in every command"
-  # (CUDA's libraries take more address space than that.)
+  ! ldd "$kvlab" | grep -qi openblas || fail "kvlab links OpenBLAS, which only one benchmark needs"
+  # CUDA's libraries take more address space than this limit, so a build with CUDA is left out.
   ldd "$kvlab" | grep -q cublas || ends 0 ended_in_time sh -c "ulimit -v 100000; exec '$kvlab' policies >out.txt"
 fi
 refused "the stack is limited to 64 KiB" sh -c "ulimit -s 64; exec '$kvlab' generate --model tiny --prompt x"
@@ -98,15 +100,15 @@ for words in "eval --model tiny --text text --policy h2o --budget 32 --max-token
 done
 limited() { (ulimit -f "$1"; shift; exec "$@"); } # a file size limit simulates a full disk
 refused "cannot write: File too large" limited 4 "$kvlab" capture --model tiny --prompt hello --max-new-tokens 8 --out trace
-[ ! -e trace ] || fail "a trace that cannot be written"
+[ ! -e trace ] || fail "a trace that could not be written was left"
 refused "cannot write: File too large" limited 4 "$kvlab" report run --out large.html
 if [ -e "${KVLAB_VEGA:-/usr/share/javascript/vega}" ]; then # a report without it would fit
   refused "cannot write: File too large" limited 60 "$kvlab" report run --figures large --out large.html
   refused "demo has been removed" limited 200 "$kvlab" demo
 else
-  echo "left out: a disk that is full behind some figures, for want of Vega"
+  echo "left out, because there is no Vega: a disk that becomes full after some figures"
 fi
-[ -z "$(ls -d demo* large* 2>/dev/null)" ] || fail "left: $(ls)"
+[ -z "$(ls -d demo* large* 2>/dev/null)" ] || fail "files remain: $(ls)"
 
 # An output that cannot be written is refused before the work.
 mkdir closed
@@ -116,10 +118,10 @@ began=$(date +%s%N)
 refused "nowhere/page.html: parent directory nowhere does not exist" $fidelity --report nowhere/page.html
 refused "File name too long" $fidelity --report "$(head -c 300 /dev/zero | tr '\0' n).html"
 [ "$(id -u)" -eq 0 ] || refused "closed/page.html: cannot create: Permission denied" $fidelity --report closed/page.html
-[ $((($(date +%s%N) - began) / 1000000)) -lt 5000 ] || fail "the work came first"
+[ $((($(date +%s%N) - began) / 1000000)) -lt 5000 ] || fail "the output was checked after the work"
 [ ! -e fidelity ] || fail "fidelity left its folder"
 
-# A prompt beyond the model's context.
+# The prompt is longer than the model's context.
 for i in 1 2 3 4 5; do cat "$source/tools/texts/austen-emma.txt"; done >book
 for command in "generate" "verify --policy h2o --budget 32"; do
   refused "--beyond-context" "$kvlab" $command --model tiny --prompt-file book

@@ -1,6 +1,7 @@
 #!/bin/sh
-# together_test.sh KVLAB SOURCE: commands that write the same output at once: one writes it completely, and the others say
-# so. Reports and policy files replace an older one, so a later command may write it again after the first has ended.
+# together_test.sh KVLAB SOURCE: tests commands that write the same output at the same time. One writes it completely, and
+# the others are refused. Reports and policy files may replace older ones, so another command may succeed after the first
+# one has ended.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -15,7 +16,7 @@ evaluate() { "$kvlab" eval --model tiny --text text --policy h2o --budget 32 --m
 report() { "$kvlab" report whole-replay --out "$1"; }
 deploy() { "$kvlab" deploy whole-replay --budget 16 --out "$1"; }
 
-# at_once COMMAND: runs four of them. Prints how many succeeded.
+# at_once COMMAND: runs COMMAND four times at once, and sets $won to the number of those that succeed.
 at_once() {
   won=0 pids=
   for i in 1 2 3 4; do
@@ -29,13 +30,13 @@ at_once() {
     case $code in
       0) won=$((won + 1)) ;;
       2) mv err$i.txt err.txt && said out "$1" ;;
-      *) fail "exit code $code of: $1: $(cat err$i.txt)" ;;
+      *) fail "exit code is $code and should be 0 or 2: command: $1: $(cat err$i.txt)" ;;
     esac
   done
   rm err*.txt
-  [ $won -ge 1 ] || fail "no $1 won"
-  [ -z "$(ls -A | grep -E 'part|out.+')" ] || fail "$1 left: $(ls -A)"
-  diff -r out "whole-$1" || fail "another output of $1"
+  [ $won -ge 1 ] || fail "no $1 succeeded"
+  [ -z "$(ls -A | grep -E 'part|out.+')" ] || fail "$1 left files: $(ls -A)"
+  diff -r out "whole-$1" || fail "the output of $1 differs"
   rm -r out
 }
 
@@ -43,18 +44,21 @@ for command in capture replay evaluate report deploy; do
   $command whole-$command >/dev/null 2>&1
   for round in 1 2 3; do
     at_once $command
-    case $command:$won in capture:1 | replay:1 | evaluate:1 | report:* | deploy:*) ;; *) fail "$won of 4 $command won" ;; esac
+    case $command:$won in
+      capture:1 | replay:1 | evaluate:1 | report:* | deploy:*) ;;
+      *) fail "$won of 4 runs of $command succeeded, and only 1 should" ;;
+    esac
   done
 done
 
-# A file that another command is making, and one that a killed command left.
+# First another command is writing the file. Then that command is killed, and the file that it left does not matter.
 touch out.0123abcd.part
 for command in report deploy; do
   flock --no-fork out.0123abcd.part sleep 60 &
   pid=$!
   while flock -n out.0123abcd.part true; do sleep 0.01; done
   refused "out: another command is writing it" $command out
-  [ ! -e out ] || fail "$command wrote what another is making"
+  [ ! -e out ] || fail "$command wrote a file that another command is writing"
   kill $pid
   wait $pid || true
   $command out >/dev/null

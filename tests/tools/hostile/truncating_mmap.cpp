@@ -1,5 +1,5 @@
-// Preload library. A file whose name contains $TRUNCATES is truncated to one page directly after it
-// is mapped.
+// A library for LD_PRELOAD. It truncates a file whose name contains $TRUNCATES to one page directly
+// after the file is mapped.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""The interactive report in a browser: page_test.py KVLAB SOURCE; page_test.py KVLAB SOURCE --images hour/report.html
-takes the pictures of docs/images from that report.
+"""Tests the interactive report in a browser: page_test.py KVLAB SOURCE. With page_test.py KVLAB SOURCE --images
+hour/report.html, it takes the pictures of docs/images from that report instead.
 
-Every control changes what it should, figures show the numbers of results.csv, the page makes no network request and
-logs nothing. Needs Chromium, its driver and Selenium (Debian: chromium chromium-driver python3-selenium).
+The tests: Every control changes what it should change, figures show the numbers of results.csv, and a page makes no
+network request and logs nothing. Needs Chromium, its driver and Selenium (Debian: chromium chromium-driver
+python3-selenium).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Browser:
                                     {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False})
 
     def open(self, page: Path) -> float:
-        """Seconds from the request until the last figure is drawn."""
+        """Opens a page. Returns the seconds from the request until the last figure is drawn."""
         began = time.monotonic()
         self.driver.get(page.as_uri())
         self.until("return document.documentElement.dataset.ready === 'yes'")
@@ -62,7 +63,7 @@ class Browser:
             if self.driver.execute_script(script):
                 return
             time.sleep(0.02)
-        raise AssertionError(f"never true: {script}; log: {self.driver.get_log('browser')}")
+        raise AssertionError(f"not true within {seconds} s: {script}; log: {self.driver.get_log('browser')}")
 
     def js(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -97,7 +98,7 @@ def same(a: float, b: float) -> bool:
 
 
 def check_dots(browser: Browser, run: Path, metric: str, layer: str = "all", head: str = "all") -> None:
-    """Compares the drawn points with the file."""
+    """Compares the drawn points with the rows of results.csv."""
     wanted = {(row["policy"], row["budget"]): row for row in rows_of(run)
               if (row["metric"], row["layer"], row["head"]) == (metric, layer, head)}
     dots = browser.dots()
@@ -123,8 +124,8 @@ def check_controls(browser: Browser, run: Path) -> None:
     before = len(browser.dots())
     browser.driver.find_element("css selector", ".chips input").click()
     browser.settle()
-    assert len(browser.dots()) == before - 2, "a policy switched off is drawn"
-    browser.driver.find_element("css selector", ".chips button").click()  # all
+    assert len(browser.dots()) == before - 2, "a policy that is switched off is drawn"
+    browser.driver.find_element("css selector", ".chips button").click()  # shows all policies again
     browser.settle()
     assert len(browser.dots()) == before
     browser.choose("metric", "nll_recall")
@@ -132,7 +133,7 @@ def check_controls(browser: Browser, run: Path) -> None:
     ranking = "return document.querySelector('#explore table').innerText"
     first = browser.js(ranking)
     browser.choose("budget", "1")
-    assert browser.js(ranking) != first, "the budget changes nothing"
+    assert browser.js(ranking) != first, "the ranking does not change with the budget"
 
 
 def check_heads(browser: Browser, run: Path) -> None:
@@ -169,7 +170,8 @@ def check_tables(browser: Browser) -> None:
 
 
 def check_axis(browser: Browser) -> None:
-    """Errors over decades get a logarithmic axis, shares do not; the user can choose either."""
+    """Checks that errors over several decades get a logarithmic axis, that shares do not, and that the user can change
+    that."""
     kind = "return kvlabPage.charts[0].view.scale('y').type"
     for metric, wide in (("nll_recall", False), ("recall", False)):
         browser.choose("metric", metric)
@@ -182,8 +184,8 @@ def check_axis(browser: Browser) -> None:
     assert browser.js(kind) == "linear"
 
 
-# Returns an object for each figure that draws points. It has, for each axis, the scale and the visible labels, with the
-# place of each label's tick; and for each point, its numbers and the place of its symbol.
+# Returns an object for each figure that draws points. For each axis, it has the scale and the visible labels with the
+# positions of their ticks. For each point, it has its numbers and the position of its symbol.
 AXES = r"""
 const at = (node) => /translate\(([-\d.e]+),([-\d.e]+)\)/.exec(node.getAttribute('transform')).slice(1).map(Number);
 const dotsOf = (c) => { try { return c.view.data('dots'); } catch { return null; } };
@@ -206,7 +208,7 @@ return kvlabPage.charts.filter((c) => c.view && c.box.offsetParent && dotsOf(c))
 
 
 def place_on(axis: dict[str, Any], value: float) -> float:
-    """The place of a number on an axis, computed only from the axis's type, domain and range."""
+    """The position of a number on an axis, computed only from the type, the domain and the range of the axis."""
     if axis["type"] == "point":
         step = (max(axis["range"]) - min(axis["range"])) / len(axis["domain"])
         return min(axis["range"]) + step * (value + 0.5)
@@ -217,8 +219,8 @@ def place_on(axis: dict[str, Any], value: float) -> float:
 
 
 def check_ticks(browser: Browser, charts: int = 1) -> None:
-    """Every label is at its number and no two overlap; every symbol is at its number. A value of 0 on a logarithmic
-    axis is at the label 0."""
+    """Checks that every label and every symbol is at its number, and that no two labels overlap. On a logarithmic axis,
+    a value of 0 has to be at the label 0."""
     found = browser.js(AXES)
     assert len(found) >= charts, found
     for chart in found:
@@ -255,10 +257,11 @@ def check_labels(chart: dict[str, Any], axis: dict[str, Any], along: int) -> Non
 
 
 def check_legend(browser: Browser) -> None:
-    """Each line's sample looks different, and shows dash and marker; the exported figure does too."""
+    """Checks that the samples of all lines in the legend look different and show dash and marker, also in the exported
+    figure."""
     looks = browser.js("return [...document.querySelectorAll('#explore .chips svg.swatch')].map((s) => s.innerHTML)")
     first = browser.js("return [...document.querySelectorAll('#figure-frontier .chips bdi')].map((b) => b.innerText)")
-    assert first == ["window", "sink", "lru", "h2o"], "a separate legend, without oracles of attention"
+    assert first == ["window", "sink", "lru", "h2o"], "the frontier needs its own legend, without oracles of attention"
     assert len(looks) >= 6 and len(set(looks)) == len(looks), looks
     assert any('stroke-dasharray="7 4"' in look for look in looks) and any(" d=\"M-4 0a4" in look for look in looks), looks
     svg = browser.driver.execute_async_script("const done = arguments[0]; kvlabPage.charts[0].svgText().then(done)")
@@ -266,7 +269,7 @@ def check_legend(browser: Browser) -> None:
 
 
 def check_frozen(browser: Browser) -> None:
-    """A wide table scrolls in its box, and its first column stays visible."""
+    """Checks that a wide table scrolls in its box, and that its first column stays visible."""
     for width in (1280, 400):
         browser.resize(width)
         time.sleep(0.3)
@@ -280,7 +283,7 @@ def check_frozen(browser: Browser) -> None:
 
 
 def check_halving(browser: Browser, policy_file: Path) -> None:
-    """One screen shows the winner, the budget, the difference and the texts; rounds follow."""
+    """Checks that the first screen shows the winner, the budget, the difference and the texts, and that rounds follow."""
     answer = browser.js("return document.querySelector('.answer').innerText")
     check_front(browser, [json.loads(policy_file.read_text())["run"]["recommendation"]])
     for part in ("budget of 32 tokens", "KL 0.", "96 decoded tokens of carroll-alice"):
@@ -300,7 +303,7 @@ def check_halving(browser: Browser, policy_file: Path) -> None:
 
 
 def check_hand(browser: Browser) -> None:
-    """Hovering by keyboard, and figures to download."""
+    """Checks that the keyboard selects points, and that figures can be downloaded."""
     chart = browser.driver.find_element("css selector", "#explore .chart")
     chart.send_keys(Keys.ARROW_RIGHT)
     text = browser.js("return document.querySelector('#explore .readout').value")
@@ -339,19 +342,19 @@ def check_looks(browser: Browser) -> None:
     ink = "return getComputedStyle(document.body).color"
     light = browser.js(ink)
     browser.choose("theme", "dark")
-    assert browser.js(ink) != light, "dark looks as light does"
+    assert browser.js(ink) != light, "the dark and the light page have the same colours"
     browser.choose("theme", "light")
     for width in (1280, 400):
         browser.resize(width)
         time.sleep(0.3)
         browser.settle()
         wide = browser.js("return document.documentElement.scrollWidth")
-        assert wide <= width, f"{wide} wide at {width}"
+        assert wide <= width, f"the page is {wide} pixels wide in a window of {width}"
     browser.resize(1280)
 
 
 def tainted(value: Any) -> Any:
-    """The same JSON with untrusted texts."""
+    """A copy of a JSON value with untrusted text in each string."""
     if isinstance(value, dict):
         return {key: tainted(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -360,7 +363,7 @@ def tainted(value: Any) -> Any:
 
 
 def hostile(page: str) -> str:
-    """The report with untrusted names in its data, as JSON escapes them."""
+    """The report with untrusted names in its data, escaped as in JSON."""
     opened = page.index('id="data">') + len('id="data">')
     closed = page.index("</script>", opened)
     data = json.loads(page[opened:closed])
@@ -392,7 +395,7 @@ def check_hostile(browser: Browser, page: Path) -> None:
     assert browser.js("return document.querySelectorAll('img').length") == 0
     assert browser.js("return document.documentElement.scrollWidth") <= 1280
     text = browser.js("return document.querySelector('main').innerText")
-    assert "<img src=//e.example/x onerror=alert(1)>" in text and "\u202e" not in text, "the names are shown as text"
+    assert "<img src=//e.example/x onerror=alert(1)>" in text and "\u202e" not in text, "names should be shown as text"
     browser.choose("metric", "recall")
     assert len(browser.dots()) >= 6
     check_hand_text = browser.driver.execute_async_script(
@@ -401,7 +404,8 @@ def check_hostile(browser: Browser, page: Path) -> None:
 
 
 def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -> None:
-    """Evaluations, tasks, tune's successive halving and comparisons open, draw, and show their tables' numbers."""
+    """Checks that the pages of evaluations, tasks, successive halving and comparisons open, and that they show their
+    figures and the right numbers in their tables."""
     call("capture", "--model", source / "engine/models/tiny", "--prompt-file", source / "tools/texts/carroll-alice.txt",
          "--teacher-forced", "--prompt-tokens", "256", "--max-tokens", "640", "--out", folder / "second")
     tiny, text = source / "engine/models/tiny", source / "tools/texts/carroll-alice.txt"
@@ -427,7 +431,7 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
             check_front(browser, json.loads((folder / "eval/eval.json").read_text())["recommendations"])
             answer = browser.js("return document.querySelector('header').innerText")
             assert "6 configurations and the full cache, over 198 scored tokens" in answer, answer
-            assert browser.js("return kvlabPage.charts.at(-1).view.data('dots').length") == 6, "the frontier"
+            assert browser.js("return kvlabPage.charts.at(-1).view.data('dots').length") == 6, "the frontier needs 6 points"
             first = browser.js("return document.querySelector('main section h2').innerText")
             assert first == "Error against memory", first
         if name:
@@ -458,7 +462,7 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
 
 
 def check_without_vega(browser: Browser, call: Any, folder: Path) -> None:
-    """Without Vega, pages have their tables and say in one line what is missing."""
+    """Checks that without Vega, pages have their tables and say in one line what is missing."""
     before = os.environ.get("KVLAB_VEGA")
     os.environ["KVLAB_VEGA"] = "/nowhere"
     for what in ("run", "eval", "tuned.json"):
@@ -483,7 +487,8 @@ def texts_of(browser: Browser, heading: str) -> list[list[str]]:
 
 
 def check_replay(browser: Browser, run: Path) -> None:
-    """The report says what it was made from, and its table of all metrics has the numbers of results.csv."""
+    """Checks that the report says from what it was made, and that its table of all metrics has the numbers of
+    results.csv."""
     text = browser.js("return document.querySelector('main').innerText")
     info = json.loads((run / "run.json").read_text())
     for part in ("Metrics by budget", "By layer and head", "Which tokens were kept", "What the metrics mean",
@@ -503,7 +508,7 @@ def check_replay(browser: Browser, run: Path) -> None:
 
 
 def check_eval(browser: Browser, folder: Path) -> None:
-    """Its tables of candidates and of metrics have the numbers and the order of eval.json."""
+    """Checks that the tables of candidates and of metrics have the numbers and the order of eval.json."""
     evaluation = json.loads((folder / "eval.json").read_text())
     made = evaluation["recommendations"][0]
     rows = texts_of(browser, "All policies at each budget")
@@ -536,8 +541,8 @@ MANY = ("window,sink,lru,h2o,streaming_h2o,random,a2sf,tova,lfu,h2o_mean,roco,sc
 
 
 def check_axes(browser: Browser, call: Any, source: Path, folder: Path) -> None:
-    """With many policies and budgets and an exact 0, and with one of each: on every metric, labels are at their
-    values."""
+    """Checks that labels are at their values for every metric, in a run with many policies and budgets and a value of
+    exactly 0, and in a run with one policy and one budget."""
     tiny, texts = source / "engine/models/tiny", source / "tools/texts"
     trace = source / "traces/samples/tiny-story"
     call("replay", "--trace", trace, "--policy", MANY, "--budget", "5%,10%,20%,30%,40%,60%,90%", "--out", folder / "many")
@@ -560,9 +565,9 @@ def check_axes(browser: Browser, call: Any, source: Path, folder: Path) -> None:
         if what == "many":
             values = [float(row["value"]) for row in rows_of(folder / what) if row["metric"] == "layer_error"
                       and row["layer"] == "all" and row["policy"] not in ("full", "oracle_topk")]
-            assert min(values) == 0 < max(values) and len(browser.dots()) >= 70, "this run has a value of 0"
+            assert min(values) == 0 < max(values) and len(browser.dots()) >= 70, "this run should have a value of 0"
             browser.choose("metric", "layer_error")
-            assert [c["axes"][1]["type"] for c in browser.js(AXES)] == ["log", "log"], "one 0 turns an axis linear"
+            assert [c["axes"][1]["type"] for c in browser.js(AXES)] == ["log", "log"], "a value of 0 made an axis linear"
         browser.check_quiet()
 
 
@@ -611,8 +616,8 @@ def check_orders(browser: Browser) -> None:
 
 
 def check_first_screen(browser: Browser) -> None:
-    """The first screen, also on a phone, shows the best, the difference, the memory, the confidence and the next
-    command."""
+    """Checks that the first screen, also on a phone, shows the best policy, the difference, the memory, the confidence
+    and the next command."""
     for width, height in ((1280, 800), (390, 844)):
         browser.resize(width, height)
         browser.until("return kvlabPage.drawnAt === innerWidth")
@@ -626,7 +631,8 @@ def check_first_screen(browser: Browser) -> None:
 
 
 def check_sweep(browser: Browser, call: Any, source: Path, folder: Path) -> None:
-    """Several values of one parameter form the x axis; several sequences are drawn with their spread."""
+    """Checks that several values of one parameter form the x axis, and that several sequences are drawn with their
+    spread."""
     call("replay", "--trace", source / "traces/samples/tiny-story", folder / "second", "--policy",
          "h2o,a2sf:keep=0.9,a2sf:keep=0.95,a2sf:keep=0.99", "--budget", "32,64", "--out", folder / "sweep")
     call("report", folder / "sweep", "--out", folder / "sweep.html")
@@ -704,7 +710,7 @@ def take_pictures(page: Path, folder: Path) -> None:
     browser = Browser()
     try:
         browser.open(page.resolve())
-        take("report.png", 1280, "", 1260)  # the first screen and the first figure
+        take("report.png", 1280, "", 1260)  # this height shows the first screen and the first figure
         take("report-kept.png", 1280, "Which tokens were kept", 980)
         take("report-narrow.png", 400, "", 1500)
     finally:
