@@ -1,4 +1,5 @@
-"""Common code of the tests of the Python package. KVLAB_COMMAND names the command that results are compared with."""
+"""Common code of the tests of the Python package. The environment variable KVLAB_COMMAND is the path of the command with
+which results are compared."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ def sample() -> kvlab.Trace:
 def command() -> Callable[..., subprocess.CompletedProcess[str]]:
     program = os.environ.get("KVLAB_COMMAND")
     if not program:
-        pytest.skip("KVLAB_COMMAND names no kvlab")
+        pytest.skip("KVLAB_COMMAND is not set to the path of kvlab")
     return lambda *words: subprocess.run([program, *map(str, words)], capture_output=True, text=True)
 
 
 def random_arrays(tokens: int = 80, dtype: str = "float32", seed: int = 1) -> dict[str, numpy.ndarray]:
-    """q, k, v and ids for 2 layers with 4 query heads and 2 KV heads of size 16."""
+    """Random q, k, v and ids for 2 layers with 4 query heads and 2 KV heads of size 16."""
     random = numpy.random.default_rng(seed)
 
     def tensor(heads: int) -> numpy.ndarray:

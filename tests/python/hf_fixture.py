@@ -1,4 +1,5 @@
-"""Common code of the tests of `python -m kvlab.hf`. KVLAB_COMMAND names the kvlab that they compare with."""
+"""Common code of the tests of `python -m kvlab.hf`. The environment variable KVLAB_COMMAND is the path of the kvlab
+command with which they compare."""
 
 import contextlib
 import io
@@ -18,13 +19,13 @@ from kvlab.hf.__main__ import main
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TINY = ROOT / "engine" / "models" / "tiny"
 KVLAB = os.environ.get("KVLAB_COMMAND", "")
-TOKENS = 1100  # past a shard's end
+TOKENS = 1100  # more than one shard
 FORCED = ["--teacher-forced", "--prompt-tokens", "512", "--max-tokens", str(TOKENS)]
 
 
 def kvlab(*arguments):
     if not KVLAB:
-        pytest.skip("KVLAB_COMMAND names no kvlab")
+        pytest.skip("KVLAB_COMMAND is not set to the path of kvlab")
     return subprocess.run([KVLAB, *map(str, arguments)], capture_output=True, text=True)
 
 
@@ -42,7 +43,7 @@ class CommandTest(unittest.TestCase):
         cls.at = pathlib.Path(folder.name)
 
     def run_main(self, *arguments):
-        """Returns the exit code and the error output."""
+        """Runs `python -m kvlab.hf` in this process. Returns the exit code and the error output."""
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
             try:
@@ -62,7 +63,7 @@ class CommandTest(unittest.TestCase):
 
 
 class ModelTest(CommandTest):
-    """Provides a text of some thousand tokens, and the bundled model in float32."""
+    """Provides a text of more than a thousand tokens, and the bundled model in float32."""
 
     @classmethod
     def setUpClass(cls):
@@ -84,7 +85,7 @@ def ids_of(trace):
 
 
 def copy_of_tiny(to, dtype):
-    """The bundled model in another dtype; in float32, kvlab stores exactly what it computes."""
+    """Saves the bundled model in another dtype. In float32, kvlab stores exactly what it computes."""
     import safetensors.torch
     import torch
 

@@ -1,4 +1,5 @@
-"""Miniatures of transformers' families: random weights, with every structural key of the config kept."""
+"""Miniatures of transformers' families, with random weights. They keep all keys of the config that define the structure
+of the model."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ VISION = {
 
 
 def covering(kinds: list[str]) -> list[str]:
-    """The fewest layers that include every kind of layer."""
+    """The kinds of the layers of a miniature. They include every kind of layer of the model."""
     distinct = list(dict.fromkeys(kinds))
     return (distinct + kinds)[:LAYERS] if len(distinct) > 1 else kinds[:LAYERS]
 
@@ -47,7 +48,7 @@ def covering(kinds: list[str]) -> list[str]:
 def small_words(config: Any) -> dict[str, Any]:
     words = {name: value for name, value in SMALL.items() if name in vars(config)}
     if "qk_rope_head_dim" in words and "head_dim" in words:
-        words["head_dim"] = words["qk_rope_head_dim"]  # RoPE uses this size
+        words["head_dim"] = words["qk_rope_head_dim"]  # because RoPE uses head_dim
     if "kv_lora_rank" in words and "num_key_value_heads" in words:
         words["num_key_value_heads"] = words["num_attention_heads"]
     for name in ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers"):
@@ -80,7 +81,7 @@ def model_of(family: str, **words: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed" not in name:
-                parameter.mul_(3)  # so that rows of attention differ from each other
+                parameter.mul_(3)  # so that the attention of different queries differs
             if "sink" in name:
                 parameter.uniform_(-1, 1)
             elif parameter.ndim == 1 and "norm" in name:
@@ -89,20 +90,21 @@ def model_of(family: str, **words: Any) -> Any:
 
 
 def families() -> list[str]:
-    """All families except one whose parts are large for any config."""
+    """All families except blt, parts of which are large with any config."""
     found = [family for family, config in CONFIG_MAPPING.items() if config in MODEL_FOR_CAUSAL_LM_MAPPING]
     return [family for family in found if family != "blt"]
 
 
 def miniatures(counts: collections.Counter[str], tried: Callable[[Any], object] = id) -> Iterator[tuple[str, Any]]:
-    """Each family with its miniature, without warnings. Prints and counts families that cannot be made, or `tried`."""
+    """Yields each family with its miniature, without warnings. If a miniature cannot be made, or `tried(model)` raises an
+    error, the family is counted in `counts`, printed and left out."""
     for family in families():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 model = model_of(family)
                 tried(model)
-            except Exception as error:  # this config requires other numbers
+            except Exception as error:  # the config of this family requires other numbers
                 counts["no miniature"] += 1
                 print(f"{family}: no miniature: {' '.join(str(error).split())[:100]}")
                 continue

@@ -1,4 +1,4 @@
-"""Accesses in libCacheSim's format: the bytes, their contents, and libCacheSim's results on them."""
+"""Tests of accesses in libCacheSim's format: the bytes of the file, their meaning, and libCacheSim's results on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_read_bytes(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
     assert len(data) == 24 * len(records) and sorted(path.name for path in tmp_path.iterdir()) == ["requests.bin"]
     read = list(struct.iter_unpack("<IQIq", data))
     assert read == records.tolist()
-    assert [entry[:3] for entry in read[:32]] == [(t, 3 << 32 | t, 1) for t in range(32)]  # the prompt is written
+    assert [entry[:3] for entry in read[:32]] == [(t, 3 << 32 | t, 1) for t in range(32)]  # the writes of the prompt
     for at, (_, wanted, _, following) in enumerate(read):
         later = [i + 1 for i in range(at + 1, len(read)) if read[i][1] == wanted]
         assert following == (later[0] if later else -1)
@@ -29,7 +29,7 @@ def test_read_bytes(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("top_k", [1, 5, None])
 @pytest.mark.parametrize("queries", ["decode", "all"])
 def test_requested_tokens(small: kvlab.Trace, top_k: int | None, queries: Any) -> None:
-    p = numpy.stack([small.attention(0, head) for head in (2, 3)])  # KV head 1
+    p = numpy.stack([small.attention(0, head) for head in (2, 3)])  # the query heads of KV head 1
     records = small.accesses(layer=0, head=1, top_k=top_k, queries=queries, request_threshold=0.2)
     for query in range(small.tokens):
         requested: set[int] = {query}
@@ -102,7 +102,7 @@ def test_bad_attention_is_refused(small: kvlab.Trace) -> None:
 
 
 def table_of_the_page() -> dict[int, dict[str, float]]:
-    """Misses in percent, by budget, then column."""
+    """The table of the page: misses in percent, by budget and then by column."""
     page = (ROOT / "docs" / "guides" / "cache-simulators.md").read_text()
     rows = [[cell.strip(" `%") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     names = next(row for row in rows if row[0] == "budget")
@@ -129,7 +129,7 @@ def test_lru_misses_equal_the_pages_table(sample: kvlab.Trace, budget: int) -> N
 
 
 def test_the_pages_libcachesim_example_runs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """libCacheSim's LRU must miss as often as the six-line LRU of this test."""
+    """libCacheSim's LRU has to miss as often as the LRU of six lines in this test."""
     pytest.importorskip("libcachesim")
     blocks = re.findall(
         r"^```py\n(.*?)^```$", (ROOT / "docs" / "guides" / "cache-simulators.md").read_text(), re.DOTALL | re.MULTILINE

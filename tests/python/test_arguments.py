@@ -1,4 +1,4 @@
-"""Invalid arguments: each raises ValueError with Python's names, and nothing is computed with it."""
+"""Tests of invalid arguments. Each raises ValueError with the names that Python users know, before anything is computed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trace(**config):
 
 
 def said(code: str) -> list[str]:
-    """What the code prints in a separate process, so that a crash fails one test only."""
+    """The lines that the code prints. It runs in a separate process, so that a crash fails only one test."""
     done = subprocess.run([sys.executable, "-c", _ARRAYS + textwrap.dedent(code)], capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     return done.stdout.splitlines()
@@ -61,7 +61,7 @@ def kind(value: Any) -> str:
 
 
 def refused(call: Callable[[], Any], name: str = "") -> None:
-    """Checks that the error is one line of kvlab's that names the argument."""
+    """Checks that the call raises an error of kvlab, in one line that contains the argument's name."""
     with pytest.raises(ValueError) as caught:
         call()
     line = str(caught.value)

@@ -1,4 +1,5 @@
-"""kvlab.hf.Cache: each conversation continues from its own keys and values, independent of other calls of the model."""
+"""Tests of kvlab.hf.Cache: each conversation continues from its own keys and values, whatever other calls the model
+gets."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ ALL = pytest.mark.parametrize(("family", "words"), FAMILIES, ids=[family for fam
 
 
 def ids_of(text: int, tokens: int) -> Any:
-    """Ids of the text with this number."""
+    """The ids of the text with the number `text`."""
     return IDS[:, text * 70 : text * 70 + tokens]
 
 
@@ -63,7 +64,7 @@ def cache_of(model: Any, policy: str = "h2o", budget: int | None = BUDGET, **wor
 
 
 def policy_layers(cache: Any) -> list[int]:
-    """The layers that policies act on: all except those with a sliding window."""
+    """The layers in which policies evict: all except those with a sliding window."""
     return list(cache._conversation.attended.layer_indices)
 
 
@@ -115,7 +116,7 @@ def test_a_prefix_answers_ten_questions(family: str, words: dict[str, Any]) -> N
 
 @ALL
 def test_three_turns_and_a_copy_in_generate(family: str, words: dict[str, Any]) -> None:
-    """Answers under `full` equal the plain model's, turn after turn."""
+    """Checks that the answers under `full` equal those of the plain model in each turn."""
     model = made(family, words)
     cache, text = cache_of(model, "full", None), ids_of(0, 20)
     for turn in range(3):
@@ -123,11 +124,12 @@ def test_three_turns_and_a_copy_in_generate(family: str, words: dict[str, Any]) 
         answers = [model.generate(text, **{cache_word(model): one}, **GREEDY) for one in (cache, own)]
         assert torch.equal(plain, answers[0]) and torch.equal(plain, answers[1])
         text = torch.cat([plain, ids_of(1, 5 + turn)], 1)
-    assert cache.tokens == plain.shape[1] - 1 == cache.get_seq_length()  # the last token was not fed
+    assert cache.tokens == plain.shape[1] - 1 == cache.get_seq_length()  # the last generated token is not in the cache
 
 
 def test_a_block_keeps_conversations_apart() -> None:
-    """Foreign caches each become a cache of kvlab's, and begin_anew() in between changes nothing."""
+    """Checks that each cache of transformers becomes a separate cache of kvlab, and that begin_anew() between the calls
+    does not change them."""
     model = sharp(model_of())
     texts, questions = [ids_of(text, 60) for text in (0, 1)], ids_of(2, 4)
     with torch.no_grad():
@@ -140,7 +142,7 @@ def test_a_block_keeps_conversations_apart() -> None:
             c = copy.deepcopy(a)
             for cache, expected in ((a, plain[0]), (b, plain[1]), (c, plain[0])):
                 torch.testing.assert_close(call(model, questions, cache)[-1], expected, rtol=1e-4, atol=1e-4)
-        # After the block they are caches of kvlab's.
+        # After the block they remain caches of kvlab.
         more = ids_of(3, 3)
         expected = model(torch.cat([texts[1], questions, more], 1)).logits[0, -1]
         torch.testing.assert_close(call(model, more, b)[-1], expected, rtol=1e-4, atol=1e-4)
@@ -149,7 +151,7 @@ def test_a_block_keeps_conversations_apart() -> None:
 @ALL
 @pytest.mark.parametrize("policy", ["full", "window", "sink"])
 def test_a_crop_restores_the_earlier_state(policy: str, family: str, words: dict[str, Any]) -> None:
-    if "sliding_window" in words:  # a sliding window that has not dropped tokens when the crop comes
+    if "sliding_window" in words:  # the sliding window is so long that it has dropped no token before the crop
         words = words | {"sliding_window": words["sliding_window"] and 64}
     model = made(family, words)
     budget = None if policy == "full" else 64
@@ -162,7 +164,7 @@ def test_a_crop_restores_the_earlier_state(policy: str, family: str, words: dict
         return
     crop_to(cropped, 40)
     call(model, ids_of(0, 40), fresh)
-    for ids in (ids_of(2, 9), ids_of(2, 30)):  # the sliding window drops tokens only at the end
+    for ids in (ids_of(2, 9), ids_of(2, 30)):  # the sliding window drops tokens only with the last ids
         check_equal(cropped, call(model, ids, cropped), fresh, call(model, ids, fresh))
     assert cropped.tokens == 79
 
@@ -170,7 +172,7 @@ def test_a_crop_restores_the_earlier_state(policy: str, family: str, words: dict
 @ALL
 def test_a_crop_beyond_a_window_names_the_reason(family: str, words: dict[str, Any]) -> None:
     if not words.get("sliding_window"):
-        pytest.skip("no layer has a window")
+        pytest.skip("no layer has a sliding window")
     model = made(family, words)
     cache = cache_of(model, "full", None)
     call(model, ids_of(0, 40), cache)
@@ -211,7 +213,7 @@ def test_manual_chunks_equal_those_of_generate(policy: str, family: str, words: 
     model = made(family, words)
     text, by_hand, own = ids_of(0, 60), cache_of(model, policy), cache_of(model, policy)
     answer = model.generate(text, **{cache_word(model): own}, **GREEDY, prefill_chunk_size=20, disable_compile=True)
-    old = int(transformers.__version__.split(".")[0]) < 5  # transformers 4 decodes the last token there
+    old = int(transformers.__version__.split(".")[0]) < 5  # transformers 4 decodes the last token of the prompt
     for ids in text.split((20, 20, 19, 1) if old else 20, 1):
         logits = call(model, ids, by_hand)
     for token in answer[0, 60:-1]:
@@ -233,7 +235,7 @@ def test_shallow_copies_are_copies() -> None:
 @pytest.mark.parametrize("budget", [BUDGET, f"ada({BUDGET})"])
 def test_a_copy_continues_like_the_original(policy: str, budget: int | str) -> None:
     if policy == "h2o:scope=layer" and budget != BUDGET:
-        pytest.skip("a layer's heads share either")
+        pytest.skip("scope=layer and ada() cannot be combined")
     model = sharp(model_of())
     cache = kvlab.hf.Cache(model, policy, budget)
     call(model, ids_of(0, 40), cache)
@@ -276,7 +278,7 @@ def test_a_changed_model_refuses_its_old_caches() -> None:
 
 
 def changing(kind: str) -> Any:
-    """A model whose RoPE changes for texts of 65 tokens or more."""
+    """A model whose RoPE frequencies change for texts of 65 tokens or more."""
     settings: dict[str, Any] = {"rope_type": kind, "factor": 4.0}
     words: dict[str, Any] = {"max_position_embeddings": 64}
     if kind == "longrope":
@@ -350,7 +352,7 @@ def test_gradients_are_refused() -> None:
         model(inputs_embeds=embeddings.requires_grad_(), **words)
     model(ids_of(0, 9), **words)
     model.requires_grad_(True)
-    model(ids_of(0, 9), labels=ids_of(0, 9)).loss.backward()  # without a cache of kvlab's, nothing changes
+    model(ids_of(0, 9), labels=ids_of(0, 9)).loss.backward()  # works without a cache of kvlab
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -374,7 +376,7 @@ def test_a_share_reports_its_tokens_and_a_block_reports_no_eviction() -> None:
 
 
 def biased_model() -> Any:
-    """A model whose keys have a large bias in one channel that hardly rotates."""
+    """A model whose keys have a large bias in one channel, which RoPE hardly rotates."""
     model = model_of("qwen2", hidden_size=128)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -394,7 +396,7 @@ def test_centred_keys_save_a_model_with_biased_keys() -> None:
     plain, plain_cache = decoded(tiers="4")
     centred, cache = decoded(tiers="4", centre="prompt")
     assert (centred - exact).norm() * 2 < (plain - exact).norm()
-    # One float32 vector for each of two KV heads of two layers.
+    # The centres are one float32 vector for each of the two KV heads of two layers.
     assert cache.kv_bytes == plain_cache.kv_bytes + 4 * 32 * 4
     assert torch.equal(call(model, ids_of(1, 1), copy.deepcopy(cache)), call(model, ids_of(1, 1), cache))
 

@@ -1,4 +1,5 @@
-"""The extension's caches, fed from numpy: the tokens that they keep, and the calls that they refuse."""
+"""Tests of the caches of the extension module with numpy arrays: the tokens that they keep, and the calls that they
+refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calls under kvlab.hf.evicting: supported calls give the plain model's text, others are refused in one line."""
+"""Tests of model calls under kvlab.hf.evicting: with a budget for the whole text, supported calls give the text of the
+plain model. Other calls are refused in one line."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_t
 
 
 def sharp(model: Any) -> Any:
-    """A model with weights that make attention, and so the text, differ between tokens."""
+    """Scales the weights of a model so that attention differs between tokens, and the generated text does not repeat
+    itself."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -63,7 +65,7 @@ def test_a_budget_for_the_whole_text_equals_the_plain_model(family: str, words: 
         with kvlab.hf.evicting(model, "full") as caches:
             assert torch.equal(model.generate(ids, **GREEDY), plain)
     assert caches.tokens == 30 + 23 and caches.evictions == 0
-    assert len(plain[0, 30:].unique()) >= 4, "a text that says something"
+    assert len(plain[0, 30:].unique()) >= 4, "the generated text should have several different tokens"
 
 
 def test_a_chat_continues_with_the_previous_turns_cache() -> None:
@@ -82,14 +84,14 @@ def test_a_chat_continues_with_the_previous_turns_cache() -> None:
 
 
 def steps(model: Any, *lengths: int, **words: Any) -> None:
-    """Calls with these numbers of tokens, one after another."""
+    """Calls the model with these numbers of tokens, one call after another."""
     words = {cache_word(model): transformers.DynamicCache()} | words
     for length in lengths:
         model(ids_of(length), **words)
 
 
 def masked(model: Any, *masks: Any) -> None:
-    """A prompt of six tokens, then one token, with these masks."""
+    """Calls the model with a prompt of six tokens and then with one token, each with its mask."""
     past = transformers.DynamicCache()
     for count, mask in zip((6, 1), masks):
         model(ids_of(count), attention_mask=mask and torch.tensor([mask]), **{cache_word(model): past})
@@ -150,7 +152,7 @@ def test_other_calls_are_refused(call: Any, message: str) -> None:
             call(model)
     assert "\n" not in str(refused.value)
     with torch.no_grad():
-        model.model(ids_of(6).view(2, 3))  # the model is restored
+        model.model(ids_of(6).view(2, 3))  # works again, because the model is restored
 
 
 def test_a_foreign_cache_is_refused() -> None:
@@ -183,7 +185,7 @@ def test_unknown_attention_is_refused_at_entry() -> None:
 
 
 def test_the_cache_may_have_another_keyword() -> None:
-    """As after a rename in transformers: any argument that holds keys and values is the cache."""
+    """Any argument that holds keys and values is taken as the cache, because transformers may rename it."""
     model, ids = sharp(model_of()), ids_of(30)
     with torch.no_grad():
         plain = model.generate(ids, **GREEDY)
@@ -201,7 +203,7 @@ def _renaming(module: Any) -> Any:
 
     def forward(hidden_states: Any, **words: Any) -> Any:
         if not hasattr(inner, "__func__") or inner.__func__ is type(module).forward:
-            return inner(hidden_states, **words)  # transformers' function, with its argument name
+            return inner(hidden_states, **words)  # the function of transformers, which has the original argument name
         past = cache_among(words.values())
         others = {name: value for name, value in words.items() if value is not past}
         return inner(hidden_states, kept_states=past, **others)

@@ -1,4 +1,4 @@
-"""Tests `python -m kvlab.hf capture` against kvlab."""
+"""Compares `python -m kvlab.hf capture` with `kvlab capture`."""
 
 import csv
 import io
@@ -38,14 +38,14 @@ def compare(*arguments):
 
 
 def tensors_of(trace, name):
-    """One tensor, concatenated over the shards."""
+    """A tensor of a trace, concatenated over its shards."""
     shards = [safetensors.torch.load_file(trace / shard["file"]) for shard in manifest_of(trace)["shards"]]
     return torch.cat([shard[name] for shard in shards], dim=-1 if "residual" in name else 1).float()
 
 
 class CaptureTest(ModelTest):
     def capture(self, out, *arguments):
-        """Returns the exit code and the error output."""
+        """Runs the capture. Returns the exit code and the error output."""
         return self.run_main("capture", *arguments, "--device", "cpu", "--out", self.at / out)
 
     def captured(self, out, *arguments):
@@ -57,7 +57,7 @@ class CaptureTest(ModelTest):
         self.check_one_line(words, *self.capture(out, *arguments))
 
     def check_same_recall(self, ours, theirs, model):
-        """For every policy and oracle at two budgets."""
+        """Compares recall for every policy and oracle at two budgets."""
         done = compare(ours, theirs, "--replay", KVLAB, "--model", model, "--budget", "64,25%")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         for policy in json.loads(kvlab("policies", "--json").stdout)["policies"]:
@@ -65,7 +65,7 @@ class CaptureTest(ModelTest):
                 self.assertIn(f"\n{policy['name']} ", done.stdout)
 
     def check_same_residual_error(self, ours, theirs, most):
-        """For some policies at two budgets, by layer and head."""
+        """Compares residual_error for some policies at two budgets, by layer and head."""
         found = []
         for trace in (ours, theirs):
             run = self.at / f"run-{trace.name}"
@@ -82,7 +82,7 @@ class CaptureTest(ModelTest):
             self.assertEqual([ours[key] for key in keys], [theirs[key] for key in keys])
 
     def check_same_sketch(self, ours, theirs):
-        """Equal to the last bit, with the same seed."""
+        """Checks that the sketches have the same seed and equal bits."""
         x, y = (safetensors.torch.load_file(trace / "output.safetensors") for trace in (ours, theirs))
         self.assertEqual(x.keys(), y.keys())
         for name in x:
@@ -92,7 +92,8 @@ class CaptureTest(ModelTest):
         self.assertEqual(a["sketch"]["seed"], b["sketch"]["seed"])
 
     def test_features_of_a_function(self):
-        """A function that sums as kvlab's key_norm evicts the same tokens, and errors name what is wrong."""
+        """Checks that a function that sums in the same order as kvlab's key_norm evicts the same tokens, and that errors
+        say what is wrong."""
         (self.at / "own_features.py").write_text(
             "def norm(q, k, v, layer):\n"
             "    assert q.shape[1:] == k.shape[1:] == v.shape[1:]\n"
@@ -117,7 +118,7 @@ class CaptureTest(ModelTest):
             metrics.setdefault(row["params"], []).append((row["layer"], row["head"], row["metric"], row["value"]))
         self.assertEqual(len(metrics), 2)
         self.assertEqual(*metrics.values())
-        for words, feature in (  # reported after the capture, which is kept
+        for words, feature in (  # these errors come after the capture, whose trace is kept
             ("--feature mine: layer 0 is [2, 179]; [2, 180] is expected", "mine=own_features:short"),
             ("--feature mine: ZeroDivisionError", "mine=own_features:broken"),
         ):
@@ -250,7 +251,7 @@ class CaptureTest(ModelTest):
         self.assertLess(float((x - y).norm() / y.norm()), 1e-4)
 
     def make_older(self, model):
-        """Rewrites config.json in transformers 4's layout, which would ignore the newer key."""
+        """Rewrites config.json in the layout of transformers 4, which would ignore the newer key."""
         config = json.loads((model / "config.json").read_text())
         if "rope_parameters" in config:
             self.check_refused("rope_parameters", "refused", "--model", model, "--prompt", "w3")
@@ -292,7 +293,7 @@ class CaptureTest(ModelTest):
         self.addCleanup(setattr, capturing.Listener, "feed_chunk", feed)
 
         def feed_until(file):
-            """Puts a folder in the place of a file that is to be written."""
+            """Makes a folder with the name of a file that the capture has to write."""
 
             def feed_chunk(hooked, ids, kind):
                 (out / file).mkdir(exist_ok=True)

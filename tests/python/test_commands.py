@@ -1,4 +1,4 @@
-"""The functions that run the command."""
+"""Tests of the functions that run kvlab's commands: evaluate, fidelity, tune and task."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_function_a_feature_file_and_a_header_of_the_same_rule_agree(command: 
     for path in paths:
         trace = kvlab.Trace(path)
         v = numpy.stack([[trace.read("v", layer, head) for head in range(2)] for layer in range(4)])
-        # cumulative sum from the first token
+        # cumsum() adds from the first element on, in the same order as kvlab's value_norm1.
         trace.add_feature("mine", numpy.abs(v).cumsum(axis=-1, dtype="f4")[..., -1])
     rules = [small_values, kvlab.policy_source(tmp_path / "small.hpp"), "feature:name=mine:keep=-1:once"]
     opened = kvlab.Trace(tmp_path / "text")

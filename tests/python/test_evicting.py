@@ -1,4 +1,5 @@
-"""Eviction while transformers runs keeps the tokens that a replay of the same queries and keys keeps."""
+"""Tests that kvlab.hf.evicting keeps the same tokens, while transformers runs, as a replay of the same queries and
+keys."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ DECODED = [entry.name for entry in kvlab.policies()]
 
 
 def decode(model: Any, ids: Any, steps: int, caches: Any) -> list[list[Any]]:
-    """By layer and KV head: the kept set at each decoded query."""
+    """Decodes `steps` tokens. Returns, for each layer and KV head, the kept set at each decoded query."""
     past = {cache_word(model): transformers.DynamicCache(), "use_cache": True}
     kept: list[list[Any]] = [[] for _ in range(caches._attended.shape.layers * caches._attended.shape.kv_heads)]
     with torch.no_grad():
@@ -77,7 +78,7 @@ def test_tier_plans_keep_what_the_replay_keeps_in_the_bytes_of_the_budget(tiers:
     with kvlab.hf.evicting(model, policy, 24) as caches:
         decode(model, ids_of(90), 1, caches)
     if tiers == "4":
-        tokens = 24 * 128 // 40  # 40 bytes per token, by layer and KV head
+        tokens = 24 * 128 // 40  # per layer and KV head, a token takes 40 bytes in 4 bits, and 128 in 16 bits
         assert caches.kv_bytes == 4 * 40 * tokens
 
 
@@ -150,7 +151,7 @@ def test_an_adapters_output_projection_is_the_merged_one() -> None:
     model = model_of()
     weights = model.model.layers[1].self_attn.o_proj.weight
     with torch.no_grad():
-        weights[:, 8:16] *= 50  # query head 1 of KV head 0
+        weights[:, 8:16] *= 50  # the weights for query head 1, which belongs to KV head 0
     check_against_replay(model, ids_of(40), 30, "criticalkv", 24)
     plain = weights.detach().clone()
 
@@ -179,12 +180,12 @@ def test_allocated_memory_equals_the_budget(policy: str, rows: int, prompt: int,
     with kvlab.hf.evicting(model, policy, 64, prefill=prefill, positions=positions) as caches:
         hooks = [
             module.self_attn.o_proj.register_forward_pre_hook(lambda *_: held.append(caches.allocated_bytes))
-            for module in model.model.layers  # each layer releases its prompt before the next one needs memory
+            for module in model.model.layers  # each layer frees the memory of its prompt before the next one runs
         ]
         decode(model, ids_of(prompt), 80, caches)
         for hook in hooks:
             hook.remove()
-    assert max(held) <= -(-rows // 16) * 16 * row, "keys are held by sixteen"
+    assert max(held) <= -(-rows // 16) * 16 * row, "memory may exceed the budget only up to a multiple of 16 rows"
     assert held[-1] >= caches.kv_bytes >= 63 * row
 
 
@@ -204,7 +205,7 @@ def test_a_budget_for_the_whole_text_equals_transformers() -> None:
                 assert caches.tokens == 79
         assert caches.kv_bytes == 2 * 2 * 16 * 2 * 8 * 4  # layers, heads, tokens, K and V, head size, float32
         numpy.testing.assert_array_equal(caches.kept(1, 1), [0, 1, 2, 3, *range(79 - 12, 79)])
-        assert torch.equal(model.generate(ids, **words), plain)  # the model is restored
+        assert torch.equal(model.generate(ids, **words), plain)  # equal, because the model is restored
 
 
 def test_a_foreign_forward_is_not_removed() -> None:
@@ -220,7 +221,7 @@ def test_a_foreign_forward_is_not_removed() -> None:
 def test_the_real_model() -> None:
     folder = ROOT / "engine" / "models" / "smollm2"
     if not (folder / "config.json").exists():
-        pytest.skip("engine/models/smollm2 is not there (./dev model smollm2)")
+        pytest.skip("engine/models/smollm2 is missing; ./dev model smollm2 makes it")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
     ids = torch.randint(0, 40000, (1, 100), generator=torch.Generator().manual_seed(5))
     check_against_replay(model, ids, 40, "h2o", 64)

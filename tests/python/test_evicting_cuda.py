@@ -1,4 +1,5 @@
-"""Eviction while transformers runs on CUDA keeps the tokens that a replay of the same queries and keys keeps."""
+"""Tests that kvlab.hf.evicting keeps the same tokens, while transformers runs on CUDA, as a replay of the same queries
+and keys."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def model_of(family: str = "llama", dtype: Any = torch.float32, layers: int = 2,
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=8192,
-        initializer_range=0.1,  # makes attention differ between tokens
+        initializer_range=0.1,  # so large that attention differs between tokens
         **({"sliding_window": None} if family == "mistral" else {}),
         **words,
     )
@@ -65,8 +66,8 @@ def ids_of(tokens: int, seed: int = 5) -> Any:
 
 
 def parted(model: Any, ids: Any, steps: int, policy: str, budget: int | str, **words: Any) -> tuple[int, int, int]:
-    """The first query at which some KV head keeps another set than the replay's, or `steps`; the number of sets (per
-    head and query) that differ; the number of all sets."""
+    """Decodes and compares the kept sets of all KV heads and queries with those of a replay. Returns the first query at
+    which a set differs (`steps` if none does), the number of sets that differ, and the number of all sets."""
     with kvlab.hf.evicting(model, policy, budget, record=True, length=ids.shape[1] + steps, **words) as caches:
         kept = decode(model, ids, steps, caches)
     trace = caches.trace()
@@ -116,9 +117,10 @@ def test_modes_keep_what_the_replay_keeps(policy: str, budget: int | str, words:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_families_keep_what_the_replay_keeps(family: str, dtype: Any) -> None:
-    """Also in 2-byte types, over 500 tokens: sets differ only at ties that two orders of adding probabilities break."""
+    """Runs also in 2-byte types, over 500 tokens. Sets may differ only at near ties, which the order in which
+    probabilities are added decides."""
     first, differ, sets = parted(model_of(family, dtype), ids_of(100), 400, "h2o", 64)
-    print(f"{differ} of {sets} sets differ")  # pytest -rP shows it
+    print(f"{differ} of {sets} sets differ")  # pytest -rP shows this line
     assert differ <= sets // 100, f"{differ} of {sets} sets differ, from query {first} on"
 
 
@@ -132,11 +134,11 @@ def test_a_budget_for_the_whole_text_equals_transformers(graph: bool) -> None:
         plain = model.generate(ids, **WORDS)
         for policy, budget in (("full", None), ("h2o", 90)):
             with kvlab.hf.evicting(model, policy, budget, length=90, graph=graph) as caches:
-                for _ in range(2):  # the captured graph stays valid
+                for _ in range(2):  # the captured graph stays valid for the second text
                     caches.begin_anew()
                     assert torch.equal(model.generate(ids, **WORDS), plain)
             assert caches.tokens == 89 and caches.evictions == 0
-        assert torch.equal(model.generate(ids, **WORDS), plain)  # the model is restored
+        assert torch.equal(model.generate(ids, **WORDS), plain)  # equal, because the model is restored
 
 
 @pytest.mark.parametrize("policy", ["h2o", "knorm", "criticalkv", "h2o:every=8", "streaming_h2o", "lru:tiers=4"])
@@ -229,8 +231,8 @@ def test_a_text_ends_when_the_slots_are_full(graph: bool) -> None:
 
 
 def test_a_batch_is_its_rows_one_by_one() -> None:
-    """Uses a policy without attention statistics, because those of a batch differ in the last bits, which decides near
-    ties."""
+    """Uses a policy without attention statistics. Those of a batch differ in their last bits, which would decide near
+    ties differently."""
     model, lengths = model_of(), (40, 31)
     ids = ids_of(80).view(2, 40)
     mask = torch.stack([(torch.arange(40) >= 40 - length).long() for length in lengths]).cuda()
@@ -244,7 +246,7 @@ def test_a_batch_is_its_rows_one_by_one() -> None:
 
 @pytest.mark.parametrize("policy", ["knorm", "sink", "window:once", "knorm:tiers=16@8t+4@100%"])
 def test_turns_keep_what_the_cpu_keeps(policy: str) -> None:
-    """A prompt, an answer, another prompt, under policies that near ties in the model's attention do not change."""
+    """Runs a prompt, an answer and another prompt, under policies that do not depend on near ties in the attention."""
     model, kept = model_of(), []
     for device in ("cpu", "cuda"):
         past = {cache_word(model): transformers.DynamicCache(), "use_cache": True}
@@ -257,12 +259,13 @@ def test_turns_keep_what_the_cpu_keeps(policy: str) -> None:
 
 
 def test_memory_is_what_the_budget_says() -> None:
-    """Keys and values of the slots, the policy's states and positions; layers share the attention's workspace."""
+    """The memory is that of the keys and values of all slots and of the policy's states and positions. All layers share
+    one workspace for attention."""
     layers, budget = 12, 1024
     model = model_of(dtype=torch.bfloat16, layers=layers)
     with torch.no_grad():
         model(ids_of(8))
-    gc.collect()  # frees what other tests have left
+    gc.collect()  # frees memory that other tests have left
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]
     caches = kvlab.hf.evicting(model, "h2o", budget)
@@ -381,7 +384,7 @@ def test_a_sequence_can_start_again_and_be_copied() -> None:
     first = run()
     cache.start(0, seed=3)
     assert cache.info().tokens == 0 and not len(cache.positions(0, 1))
-    assert run() == first  # h2o draws no random numbers
+    assert run() == first  # h2o uses no random numbers
     cache.copy(0, 0)
     with pytest.raises(ValueError, match="to is 1; it should be at least 0 and below 1"):
         cache.copy(0, 1)

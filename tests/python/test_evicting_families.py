@@ -1,4 +1,4 @@
-"""kvlab.hf.evicting on transformers' families in miniature, one sequence and batches of them."""
+"""Tests of kvlab.hf.evicting on miniatures of transformers' families, with single sequences and with batches."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ NAMES = [family for family, _ in EVICTED]
 def made(family: str, words: dict[str, Any]) -> Any:
     model = made_by_default(family, words)
     if "attn_logit_softcapping" in words:
-        model.set_attn_implementation("eager")  # with other attention, transformers 4 leaves out soft caps
+        model.set_attn_implementation("eager")  # with other implementations, transformers 4 leaves out soft caps
     return model
 
 
 def text_of(model: Any, ids: Any, **words: Any) -> Any:
-    """The text that the model continues with. Transformers 4 gives some families another cache by default."""
+    """The text that the model continues with."""
     with torch.no_grad():
         return model.generate(ids, **GREEDY, **words)[:, ids.shape[1] :]
 
@@ -88,7 +88,7 @@ def check_kept(model: Any) -> None:
             numpy.testing.assert_array_equal(caches.kept(layer, 0), numpy.arange(max(0, TOKENS - window), TOKENS))
     assert caches.evictions == len(kept) * (TOKENS - BUDGET)
     replayed = [(caches.trace(), acted)]
-    with contextlib.suppress(kvlab.hf.Refused):  # sliding-window layers with other heads, which a trace cannot describe
+    with contextlib.suppress(kvlab.hf.Refused):  # a trace cannot describe layers with sliding windows and other heads
         replayed.append((kvlab.hf.capture(model, IDS[:, :TOKENS], prompt_tokens=PROMPT, progress=False), acted[:1]))
     assert len(replayed) == 2 or caches.window_bytes > 0
     for trace, layers in replayed:
@@ -110,7 +110,7 @@ def test_kept_tokens_equal_the_replays(family: str, words: dict[str, Any]) -> No
 
 
 def padded(lengths: tuple[int, ...]) -> tuple[Any, Any]:
-    """Prompts of these lengths, and the mask that hides the padding before the shorter ones."""
+    """A batch of prompts of these lengths, and the mask that hides the padding before the shorter ones."""
     rows = [IDS[0, at * 90 : at * 90 + length] for at, length in enumerate(lengths)]
     most = max(lengths)
     ids = torch.stack([torch.cat((row.new_zeros(most - len(row)), row)) for row in rows])
@@ -154,7 +154,7 @@ def test_a_batch_is_its_rows_one_by_one(family: str, lengths: tuple[int, ...]) -
 
 
 def test_a_batched_chat_continues_after_padding() -> None:
-    """The second turn's prompts have unequal lengths too, so padding lies between the turns."""
+    """The prompts of the second turn also have unequal lengths, so there is padding between the turns."""
     model = made("qwen3", {})
     first, second = padded((40, 25)), padded((10, 21))
     mask = torch.cat((first[1], torch.ones(2, 1, dtype=torch.int64), second[1]), 1)
@@ -183,7 +183,7 @@ def test_a_batched_chat_continues_after_padding() -> None:
             numpy.testing.assert_array_equal(caches.kept(layer, 0, row), own.kept(layer, 0))
 
 
-@pytest.mark.skipif(not os.environ.get("KVLAB_EVERY"), reason="KVLAB_EVERY is not set; minutes")
+@pytest.mark.skipif(not os.environ.get("KVLAB_EVERY"), reason="it takes minutes, and KVLAB_EVERY is not set")
 def test_every_family_is_evicted_from_or_refused_in_one_line() -> None:
     counts: collections.Counter[str] = collections.Counter()
     for family, model in miniatures(counts, lambda model: text_of(model, IDS[:, :PROMPT])):

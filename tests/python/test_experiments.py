@@ -1,4 +1,4 @@
-"""The experiments that need the Python package, from their runs to their pages, on a few tokens of the bundled model."""
+"""Runs the experiments that need the Python package, up to their pages, on a few tokens of the bundled model."""
 
 import os
 import pathlib
@@ -24,5 +24,5 @@ def test_plans_write_their_page(tmp_path: pathlib.Path) -> None:
     assert len(rows) == 9
     for row in rows:
         cells = [cell.strip() for cell in row.strip("| ").split(" | ")]
-        assert 0.5 < float(cells[5]) < 2  # the measured KL is about the predicted one
-        assert float(cells[9]) < 1.1  # a plan is not much worse than the best single format
+        assert 0.5 < float(cells[5]) < 2  # the ratio of the measured KL and the predicted one
+        assert float(cells[9]) < 1.1  # the plan's KL relative to that of the best single format

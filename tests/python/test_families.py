@@ -1,4 +1,5 @@
-"""Captures of transformers' families in miniature: the trace gives the attention that the plain model computes."""
+"""Tests captures of miniatures of transformers' families: attention computed from the trace equals that of the plain
+model."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ IDS = torch.randint(3, 97, (1, TOKENS), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Miniatures are slower on several threads."""
+    """Runs tests on one thread, because miniatures are slower on several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -41,7 +42,8 @@ def one_thread() -> Iterator[None]:
 
 
 def plain_attention(model: Any) -> dict[int, Any]:
-    """By layer [tokens, query_heads, value_size], from the `eager` function in the family's file."""
+    """For each layer, the attention outputs [tokens, query_heads, value_size] of the `eager` function in the family's
+    file."""
     outs: dict[int, Any] = {}
 
     def record(module: Any, *arguments: Any, **words: Any) -> Any:
@@ -61,7 +63,7 @@ def plain_attention(model: Any) -> dict[int, Any]:
 
 
 def rotated(x: Any, inv_freq: Any, factor: float) -> Any:
-    """[tokens, size] before RoPE, float64."""
+    """Applies RoPE to x [tokens, size], in float64."""
     a, b = torch.as_tensor(x).double().chunk(2, dim=-1)
     angles = torch.outer(torch.arange(len(a)).double(), torch.as_tensor(inv_freq).double())
     cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -69,7 +71,7 @@ def rotated(x: Any, inv_freq: Any, factor: float) -> Any:
 
 
 def said_attention(trace: kvlab.Trace, index: int, head: int) -> Any:
-    """[tokens, size] of a query head, computed from the trace only."""
+    """The attention outputs [tokens, size] of a query head, computed only from the trace."""
     layer, row, kv_head = trace.layer_numbers[index], trace.rows[index], head * trace.kv_heads // trace.query_heads
     table = numpy.atleast_2d(trace.inv_freq)[row["rope"]]
     parts = (trace.read("q", layer, head), trace.read("k", layer, kv_head))
@@ -94,13 +96,14 @@ def check_says(trace: kvlab.Trace, model: Any) -> None:
         assert float((said - plain[layer]).norm() / plain[layer].norm()) <= 1e-5, layer
 
 
-# With the attention interface, with a cache, and (since transformers 5) equal in chunks and at once.
+# Families that have the attention interface, have a cache, and give equal results in chunks and at once only since
+# transformers 5.
 NEW = ("gpt2", "deepseek_v2", "bert", "moshi", "llama4", "llama4_text", "gptj", "paligemma")
 
 
 def made(family: str, words: dict[str, Any]) -> Any:
     if family not in CONFIG_MAPPING or (family in NEW and TRANSFORMERS < (5, 0)):
-        pytest.skip(f"transformers {transformers.__version__} has no such {family}")
+        pytest.skip(f"{family} of transformers {transformers.__version__} is not supported")
     return model_of(family, **words)
 
 
@@ -111,7 +114,7 @@ CAPTURED: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": None}),
     ("mistral", {"sliding_window": 128}),
     ("phi3", {}),
-    ("glm4", {}),  # RoPE rotates half of a head, with neighbouring pairs
+    ("glm4", {}),  # RoPE rotates half of a head, in pairs of adjacent elements
     ("cohere", {}),
     ("olmo2", {}),
     ("granite", {"attention_multiplier": 0.3}),
@@ -174,7 +177,7 @@ def test_models_that_a_trace_cannot_describe_are_refused_before_any_token(
     assert "\n" not in str(refused.value) and not (tmp_path / "trace").exists()
 
 
-@pytest.mark.skipif(not os.environ.get("KVLAB_EVERY"), reason="KVLAB_EVERY is not set; minutes")
+@pytest.mark.skipif(not os.environ.get("KVLAB_EVERY"), reason="it takes minutes, and KVLAB_EVERY is not set")
 def test_every_family_is_captured_or_refused_in_one_line() -> None:
     counts: collections.Counter[str] = collections.Counter()
     for family, model in miniatures(counts):
@@ -191,7 +194,8 @@ def test_every_family_is_captured_or_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_a_first_token_of_zeros_does_not_hide_the_rotation(family: str, tmp_path: pathlib.Path) -> None:
-    """Keys of zeros are equal at all positions: a padding token's embedding is zero, and may come first."""
+    """The embedding of a padding token is zero, and a text may begin with one. Its keys are zero, so they are the same
+    at all positions and do not show how the model rotates."""
     model = made(family, {"sliding_window": 64})
     ids = IDS.clone()
     ids[0, 0] = 0

@@ -1,4 +1,4 @@
-"""Tests `python -m kvlab.hf features` against a second implementation of the formulas, token by token."""
+"""Compares `python -m kvlab.hf features` with a second implementation of the formulas, which goes token by token."""
 
 import math
 import shutil
@@ -10,7 +10,7 @@ from kvlab import Trace
 from kvlab.hf.features import group, part
 from kvlab._trace import mapped_tensors
 
-PROMPT, LAYER, HEAD = 573, 2, 1  # of the sample trace; the parts that are checked
+PROMPT, LAYER, HEAD = 573, 2, 1  # tokens in the sample trace's prompt; the layer and the KV head that are checked
 
 
 def dot(a, b):
@@ -41,11 +41,11 @@ class FeaturesTest(CommandTest):
         lag, sinks = 100, 4
         trace, feature = self.add("lagkv", "--lag", lag)
         k, v = (part(trace, LAYER, name)[HEAD].astype(float) for name in "kv")
-        for f, frequency in enumerate(trace.inv_freq.astype(float)):  # the pair of dimensions f and f + half
+        for f, frequency in enumerate(trace.inv_freq.astype(float)):  # rotates the dimensions f and f + half
             half = len(trace.inv_freq)
             turned = (k[:, f] + 1j * k[:, f + half]) * numpy.exp(1j * frequency * numpy.arange(trace.tokens))
             k[:, f], k[:, f + half] = turned.real, turned.imag
-        partitions = (PROMPT - sinks) // lag  # of the tokens appended at once
+        partitions = (PROMPT - sinks) // lag  # the prompt's tokens are one append
         for p in range(partitions - 1):
             first, behind = sinks + p * lag, sinks + (p + 1) * lag
             sums = numpy.zeros(lag)
@@ -121,7 +121,7 @@ class FeaturesTest(CommandTest):
         )
 
     def shortened(self, tokens, prompt):
-        """A trace of the first tokens of the sample."""
+        """A trace of the first `tokens` tokens of the sample trace."""
         trace, short = Trace(self.path), f"{self.path}-short"
         parts = {
             name: numpy.stack([part(trace, layer, name)[:, :tokens] for layer in range(trace.layers)]) for name in "qkv"
@@ -136,13 +136,13 @@ class FeaturesTest(CommandTest):
         scale, half = trace.model["softmax_scale"], len(frequencies)
         q, k, v = (part(trace, LAYER, name).astype(float) for name in "qkv")
 
-        def as_complex(x):  # dimensions i and i + half are the real and imaginary parts
+        def as_complex(x):  # with dimension i as the real part and dimension i + half as the imaginary part
             return x[..., :half] + 1j * x[..., half : 2 * half]
 
         def as_real(z):
             return numpy.concatenate([z.real, z.imag], axis=-1)
 
-        # The mean over positions of a rotation, as a complex number for each pair of dimensions.
+        # The mean of the rotations over future positions, as a complex number for each pair of dimensions.
         ahead = range(PROMPT, PROMPT + future)
         turn = numpy.array([sum(numpy.exp(1j * p * f) for p in ahead) / future for f in frequencies])
         positions = numpy.arange(trace.tokens)
@@ -150,7 +150,7 @@ class FeaturesTest(CommandTest):
         heads = group(trace)
         wanted = numpy.zeros(trace.tokens)
         for g in range(heads):
-            # linear, so the moments are transformed too
+            # This mean rotation is linear, so it applies to the queries before their moments are computed.
             turned = as_real(as_complex(q[HEAD * heads + g, sinks:PROMPT]) * turn)
             mean = turned.mean(axis=0)
             spread = [float((((turned - mean) @ key) ** 2).mean()) for key in keys]

@@ -1,4 +1,4 @@
-"""Storage formats of keys and values, bit for bit beside the public implementations."""
+"""Compares storage formats of keys and values with their public implementations, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rows = numpy.typing.NDArray[numpy.float32]
 
 
 def rows_of(seed: int) -> list[Rows]:
-    """Random rows of several spreads, and rows of zeros, subnormals and large numbers."""
+    """Random rows with several standard deviations, and rows of zeros, subnormal numbers and large numbers."""
     draws = numpy.random.default_rng(seed)
     rows = [draws.normal(0, spread, (64, 128)).astype("f4") for spread in (1e-30, 1e-6, 1e-3, 1, 30, 400)]
     rows.append(rows[3] * numpy.exp(draws.normal(0, 2, rows[3].shape)).astype("f4"))  # with outliers
@@ -32,21 +32,21 @@ def test_formats_of_llama_cpp_equal_those_of_gguf(name: str) -> None:
     for rows in rows_of(1):
         with numpy.errstate(all="ignore"):
             expected = gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind)
-        expected[numpy.isnan(expected)] = 0  # of the subnormal row, whose scale has an infinite inverse
+        expected[numpy.isnan(expected)] = 0  # in the subnormal row, where the inverse of the scale is infinite
         numpy.testing.assert_array_equal(kvlab.quantize(rows, name.lower()), expected)
 
 
 def test_fp8_e4m3_equals_torch() -> None:
     torch = pytest.importorskip("torch")
     for rows in rows_of(2):
-        rows = numpy.clip(rows, -448, 448)  # torch makes NaN of larger ones, and engines clamp
+        rows = numpy.clip(rows, -448, 448)  # torch converts larger numbers to NaN, and engines clamp them
         expected = torch.from_numpy(rows).to(torch.float8_e4m3fn).float().numpy()
         numpy.testing.assert_array_equal(kvlab.quantize(rows, "fp8_e4m3"), expected)
     assert kvlab.quantize(numpy.full(32, 1e6, "f4"), "fp8_e4m3").max() == 448
 
 
 def test_nvfp4_has_the_nearest_numbers_of_its_definition() -> None:
-    grid = numpy.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], "f4")  # e2m1; index parity is the last mantissa bit
+    grid = numpy.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], "f4")  # e2m1; numbers at odd indices have an odd mantissa
     torch = pytest.importorskip("torch")
     for rows in rows_of(3):
         blocks = rows.reshape(-1, 16)
@@ -66,7 +66,7 @@ def test_nvfp4_has_the_nearest_numbers_of_its_definition() -> None:
 def test_integer_formats_lose_less_with_more_bits(name: str, bits: int) -> None:
     rows = rows_of(4)[3]
     error = numpy.abs(kvlab.quantize(rows, name) - rows).mean()
-    assert 0.2 < error * (2**bits - 1) < 2  # a block of 32 normal numbers spans about four deviations
+    assert 0.2 < error * (2**bits - 1) < 2  # the range of 32 normal numbers is about four standard deviations
     numpy.testing.assert_array_equal(kvlab.quantize(rows, "16"), rows)
 
 

@@ -1,4 +1,4 @@
-"""Traces of loaded transformers models, small ones with random weights."""
+"""Tests of traces that are captured from loaded transformers models, which are small and have random weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_capturing_a_loaded_model_does_not_change_it(family: str) -> None:
     assert trace.dtype == "float32" and trace.layers == 2 and trace.kv_heads == 2
     numpy.testing.assert_array_equal(trace.ids, ids[0].numpy())
     run = kvlab.replay(trace, ["h2o", "window"], [16])
-    assert "residual_error" in run.csv()  # the sketch of W_o is there
+    assert "residual_error" in run.csv()  # which needs the sketch of W_o
 
 
 def test_a_warning_names_keys_that_4_bits_would_damage(tmp_path: pathlib.Path) -> None:
@@ -91,7 +91,7 @@ def test_features_and_passages() -> None:
     assert "passage_recall:middle" in run.csv()
 
 
-# U+200E, U+202E and so on: characters that change the direction of text.
+# Control characters, among them those that change the direction of text, such as U+200E and U+202E.
 CONTROLS = "\n\x00\x1f\x7f\x80\x85\x9f\u200e\u200f\u202a\u202e\u2066\u2069"
 
 
@@ -173,14 +173,14 @@ def test_quantized_weights_are_captured(quantised: Any, tmp_path: pathlib.Path) 
 
 
 def other_model(family: str, **words: Any) -> Any:
-    """A model of an unlisted family."""
+    """A small model of a family that kvlab does not know by name."""
     model = model_of(family, "sdpa", **{"num_hidden_layers": 4, "head_dim": 8, "pad_token_id": 0} | words)
     if not getattr(type(model), "_supports_attention_backend", False):
         pytest.skip(f"{family} of transformers {transformers.__version__} has no attention interface")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(4)  # makes rows of attention differ from each other
+                parameter.mul_(4)  # so that the attention of different queries differs
     return model
 
 
@@ -189,7 +189,7 @@ def other_model(family: str, **words: Any) -> Any:
     [
         ("granite", {"attention_multiplier": 0.2}, True),
         ("granite", {"residual_multiplier": 0.5}, False),
-        ("olmo2", {}, False),  # norms the attention's output
+        ("olmo2", {}, False),  # has a norm after the attention
         ("gemma", {}, True),
         ("mixtral", {}, True),
         ("starcoder2", {"sliding_window": None}, True),
@@ -199,7 +199,7 @@ def test_families_like_llama_are_captured(family: str, words: dict[str, Any], ha
     model, ids = other_model(family, **words), ids_of(90)
     with torch.no_grad():
         before = model(ids).logits
-    trace = kvlab.hf.capture(model, ids, prompt_tokens=60)  # verifies: recomputes every layer's attention
+    trace = kvlab.hf.capture(model, ids, prompt_tokens=60)  # verifies the trace, which recomputes the attention
     with torch.no_grad():
         assert torch.equal(model(ids).logits, before)
     assert trace.layers == 4 and trace.tokens == 90
@@ -208,7 +208,7 @@ def test_families_like_llama_are_captured(family: str, words: dict[str, Any], ha
 
 @pytest.mark.parametrize("family", ["t5", "whisper", "vit"])
 def test_multimodal_models_are_refused_by_name(family: str) -> None:
-    """Their configs are enough to refuse them."""
+    """Their config is enough to refuse them, so no model is loaded."""
     model = types.SimpleNamespace(config=config_of(family), modules=list, parameters=list)
     for use in (lambda: kvlab.hf.evicting(model, "h2o", 16), lambda: kvlab.hf.capture(model, ids_of(4))):
         with pytest.raises(ValueError, match=f"model_type '{family}'") as refused:

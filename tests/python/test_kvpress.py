@@ -1,4 +1,5 @@
-"""Presses of kvpress as policies, and policies as a press: needs the extra `kvpress`, which pins its version."""
+"""Tests of kvpress's presses as policies, and of policies as a press. Needs the extra `kvpress`, which pins the version of
+kvpress."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def press_of(name: str, ratio: float, **words: Any) -> Any:
 
 
 def live_kept(model: Any, ids: Any, press: Any) -> dict[int, Any]:
-    """By layer [kv_heads, tokens] of bool: what the press keeps in its own forward pass."""
+    """For each layer, the tokens that the press keeps in its own forward pass: [kv_heads, tokens] of bool."""
     kept, score = {}, press.score
 
     def scored(module: Any, *rest: Any) -> Any:
@@ -45,7 +46,7 @@ def live_kept(model: Any, ids: Any, press: Any) -> dict[int, Any]:
 
 
 def replayed(trace: kvlab.Trace, policy: Any, budget: str, **words: Any) -> dict[int, Any]:
-    """The same in a replay, at the first decoded query."""
+    """For each layer, the tokens of the prompt that a replay keeps at the first decoded query, in the same form."""
     run = kvlab.replay(trace, policy, budget, references=False, **words)
     return {
         layer: numpy.stack(

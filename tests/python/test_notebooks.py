@@ -1,4 +1,4 @@
-"""The notebooks run from the first cell to the last, and are stored without outputs."""
+"""Tests that the notebooks run from the first cell to the last, and that they are stored without outputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_notebook_runs(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.
     if name == "deploy_in_generate":
         pytest.importorskip("torch", "2")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    elsewhere = tmp_path / "elsewhere"  # a notebook's files come with the package, not with the checkout
+    elsewhere = tmp_path / "elsewhere"  # outside the checkout, because the package contains a notebook's files
     elsewhere.mkdir()
     papermill.execute_notebook(
         FOLDER / f"{name}.ipynb", tmp_path / "run.ipynb", cwd=elsewhere, kernel_name="python3", progress_bar=False

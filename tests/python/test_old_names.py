@@ -1,4 +1,4 @@
-"""Names of versions before 0.6 are taken for one release more, with a warning that says today's."""
+"""Tests that names of versions before 0.6 are accepted for one more release, with a warning that gives the new name."""
 
 import pathlib
 

@@ -1,4 +1,5 @@
-"""The kernel library from Python: its structs match the header's, and its operators trace without a device."""
+"""Tests of the kernel library from Python: its structs match those of the header, and torch can trace its operators
+without a device."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def without_comments(text: str) -> str:
 
 
 def members_of(body: str) -> list[tuple[str, Any]]:
-    """(name, type) of the members of a struct of the header."""
+    """The members of a struct of the header, as (name, type)."""
     found: list[tuple[str, Any]] = []
     for line in without_comments(body).split(";"):
         words = line.replace("const ", "").split()
@@ -69,7 +70,7 @@ def test_structs_equal_the_headers(name: str) -> None:
 
 
 def layouts() -> str:
-    """The version, then the sizes and offsets of the header's structs, one struct per line."""
+    """A text with the version, and then the size and the offsets of each struct of the header, one struct per line."""
     numbers = re.findall(r"#define KVLAB_VERSION_M[AJIN]+OR (\d+)", HEADER)
     lines = [f"version {'.'.join(numbers)}"]
     for body, name in re.findall(r"typedef struct \{(.*?)\n\} (\w+);", HEADER, re.DOTALL):
@@ -82,7 +83,7 @@ def layouts() -> str:
 
 
 def test_a_layout_moves_with_the_version_alone() -> None:
-    """If this fails: raise KVLAB_VERSION_MINOR, then copy the layouts found here into the file."""
+    """If this test fails, raise KVLAB_VERSION_MINOR, and then copy the layouts that it found into the file."""
     assert layouts() == LAYOUT.read_text()
 
 
@@ -139,11 +140,11 @@ def test_a_plan_has_rules_for_the_budget() -> None:
     assert plan["rules"].tolist() == [[[100, 4, 50, 0]] * 3] * 2 and plan["tiers"].shape == (2, 3, 0, 2)
     assert (plan["every"], plan["once"], plan["tokens"], plan["chunk"]) == (8, False, 1000, 0)
     assert plan_of("h2o", "pyramid(40)")["rules"][..., 0].mean() == 40
-    # A row in 16 bits has 256 bytes, one in 4 bits has 80.
+    # A token takes 256 bytes in 16 bits and 80 bytes in 4 bits.
     plan = plan_of("h2o:tiers=16@8t+4@100%", "40")
     assert plan["tiers"].tolist() == [[[[0, 8], [3, 32 * 256 // 80]]] * 3] * 2
     assert plan["rules"][0, 0, 0] == 8 + 32 * 256 // 80
-    # If nothing is evicted, all tokens are on one tier.
+    # If nothing is evicted, all tokens are in one tier.
     assert plan_of("full:tiers=4", "")["tiers"].tolist() == [[[[3, 2**31 - 1]]] * 3] * 2
 
 
@@ -180,7 +181,7 @@ def test_a_cache_takes_rows_of_its_shape() -> None:
     torch = pytest.importorskip("torch")
     from kvlab import ops
 
-    cache = ops.KvCache.__new__(ops.KvCache)  # without a device
+    cache = ops.KvCache.__new__(ops.KvCache)  # skips the constructor, which needs a device
     cache.dtype, cache._sequences, cache._given, cache._shape = torch.float32, 2, (8, 64), (4, 64)
     for qkv in (torch.zeros(1, 8, 64), torch.zeros(2, 6, 64), torch.zeros(2, 8, 64).half()):
         with pytest.raises(ValueError, match=r"torch.float32 \[2, 8, 64\] is expected"):

@@ -1,4 +1,4 @@
-"""The Python code in the docs runs unchanged, from the root of the checkout."""
+"""Tests that the Python code in the docs runs unchanged, from the root of the checkout."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_two_policies_of_one_name_are_refused(small: kvlab.Trace) -> None:
     one, other = (kvlab.policy(name="twice")(window) for _ in range(2))
     with pytest.raises(ValueError, match="policies: two are called twice"):
         kvlab.replay(small, [one, other], 16)
-    kvlab.replay(small, "twice:sinks=2", 16)  # the last policy of that name
+    kvlab.replay(small, "twice:sinks=2", 16)  # runs the policy that was registered last under that name
 
 
 def test_the_registry() -> None:
@@ -225,7 +225,7 @@ def test_heads_with_different_rank_types_are_refused(small: kvlab.Trace) -> None
     def mixed(state: Any, seen: Any, token: Any, step: Any) -> Any:
         return token.position if step.kv_head == 0 else token.position / 2
 
-    kvlab.replay(small, mixed, 24)  # separately, each works
+    kvlab.replay(small, mixed, 24)  # each head by itself works
     with pytest.raises(ValueError, match="one KV head ranks by integers and another by floats"):
         kvlab.replay(small, f"{mixed}:scope=layer", 24)
 
@@ -285,7 +285,7 @@ def test_the_plain_variant_keeps_its_name(small: kvlab.Trace) -> None:
         wanted = name if name != "h2o" else "h2o:sinks=0"
         numpy.testing.assert_array_equal(run.kept(0, 1, wanted, 16).live, alone)
     with pytest.raises(ValueError, match="4 configurations of h2o at budget 16; give more settings"):
-        run.kept(0, 1, "h2o", 16)  # ambiguous: sinks=4 and sinks=0 differ
+        run.kept(0, 1, "h2o", 16)  # ambiguous, because the run has h2o with sinks=4 and with sinks=0
     with pytest.raises(ValueError, match="configurations of h2o:sinks=0; give more settings"):
         run.kept(0, 1, "h2o:sinks=0")
 
@@ -330,7 +330,7 @@ def test_a_function_may_read_the_output_projection(command: Any, tmp_path: pathl
         return token.position
 
     kvlab.replay(tmp_path / "trace", asking, 4, references=False)
-    sketch = found[2]  # random directions of variance 1 / 64, which preserve lengths in the mean
+    sketch = found[2]  # random directions with variance 1 / 64, so that the mean squared length is preserved
     assert sketch.shape[0] * sketch.shape[1] == weights.shape[1] and sketch.shape[2] == 64
     assert numpy.square(sketch).sum() == pytest.approx(numpy.square(weights).sum(), rel=0.1)
 
@@ -348,7 +348,7 @@ def test_a_function_may_read_each_query_head(small: kvlab.Trace, words: dict[str
     expected = sets(small, "h2o:group=max", words | {"prefill": "stream"}, plain=False)
     for one, other in zip(sets(small, by_largest, words | {"prefill": "stream"}, False), expected, strict=True):
         numpy.testing.assert_array_equal(one, other)
-    kvlab.replay(small, [f"{by_largest}:scope=layer:every=4"], 24, **words)  # of a whole prompt
+    kvlab.replay(small, [f"{by_largest}:scope=layer:every=4"], 24, **words)  # with a dense prompt
 
 
 def test_queries_may_have_weights(small: kvlab.Trace) -> None:

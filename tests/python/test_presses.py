@@ -1,4 +1,4 @@
-"""Tests `python -m kvlab.hf features` against kvpress, with data from tests/fixtures/make_press_fixtures.py."""
+"""Compares `python -m kvlab.hf features` with kvpress, whose results tests/fixtures/make_press_fixtures.py recorded."""
 
 import json
 
@@ -27,7 +27,7 @@ def captured_tensors(prompt):
 
 
 class PressesTest(CommandTest):
-    """A prompt as a trace of one layer, with its output projection as a checkpoint."""
+    """Provides a prompt as a trace of one layer, and a checkpoint with the output projection of this layer."""
 
     name, tensors = "random", staticmethod(random_tensors)
 
@@ -59,12 +59,12 @@ class PressesTest(CommandTest):
 
     def test_expected_attention(self):
         arguments = ["--future", SETTINGS["future"], "--sinks", SETTINGS["sinks"]]
-        # The first tokens: kvpress gives them the largest score, kvlab protects them.
+        # The first tokens are not compared, because kvpress gives them the largest score and kvlab protects them.
         self.compare(self.feature("expected_attention", *arguments), "expected_attention", SETTINGS["sinks"])
 
     def test_value_out_norm1(self):
         ours = self.feature("value_out_norm1", "--model", self.at / "model")
-        self.compare(ours / self.group, "value_out_norm1")  # kvpress takes the group's mean, kvlab its sum
+        self.compare(ours / self.group, "value_out_norm1")  # kvpress takes the mean over the group, and kvlab the sum
 
 
 class CapturedPressesTest(PressesTest):

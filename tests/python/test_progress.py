@@ -1,4 +1,4 @@
-"""Progress bars are shown only on a terminal, if tqdm is installed."""
+"""Tests that progress bars are shown only on a terminal and only if tqdm is installed."""
 
 from __future__ import annotations
 

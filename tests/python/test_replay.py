@@ -99,7 +99,7 @@ def test_plot(run: kvlab.Run) -> None:
     assert all("sinks=0" not in text.get_text() for text in legend.get_texts())
     labels = {text.get_text() for text in axes.get_legend().get_texts()}
     assert {"sink", "knorm", "oracle_attention"} <= labels
-    assert any(label.startswith("h2o:") for label in labels)  # two variants of that name
+    assert any(label.startswith("h2o:") for label in labels)  # the run has two variants of h2o
     with pytest.raises(ValueError, match="plot: the run has no nothing; it has .*recall"):
         run.plot("nothing")
 
@@ -235,7 +235,7 @@ def test_other_threads_keep_running(sample: kvlab.Trace) -> None:
 
 LONG = """
     import signal, sys, kvlab
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it at first
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # because background jobs of a shell ignore SIGINT
     trace = kvlab.Trace(sys.argv[1])
     print("ready", flush=True)
     while True:
@@ -293,7 +293,8 @@ def test_differences_are_paired() -> None:
     apart = kvlab.difference([text + 0.1 for text in texts], texts)
     assert apart.significantly_different and apart.texts == 4
     assert apart.mean == pytest.approx(0.1)
-    assert not kvlab.difference([[1.0] * 7], [[0.0] * 7]).significantly_different  # one text of seven blocks
+    # One text of seven blocks is too short for an interval.
+    assert not kvlab.difference([[1.0] * 7], [[0.0] * 7]).significantly_different
     same = kvlab.difference(texts, texts)
     assert (same.mean, same.standard_error) == (0, 0) and not same.significantly_different
     with pytest.raises(ValueError, match="same number of texts"):

@@ -18,7 +18,7 @@ from kvlab.hf import sensitivities
 
 
 def gradient_of(trace, layer):
-    """[samples, heads, tokens, head_size] over the files, as the format says."""
+    """The gradients of a layer from all files of a trace, [samples, heads, tokens, head_size]."""
     parts = []
     for entry in manifest_of(trace)["extras"]["grad"]["files"]:
         file = safetensors.torch.load_file(trace / entry["file"])
@@ -46,7 +46,7 @@ class SensitivitiesTest(ModelTest):
         return self.at / name
 
     def rewritten(self, trace, name, dtype=torch.float32, **metadata):
-        """A copy whose shards have other contents, in another dtype."""
+        """A copy of a trace whose shards have another dtype or other metadata."""
         copy = self.copy(trace, name)
         for path in copy.glob("shard-*.safetensors"):
             with safetensors.safe_open(path, "pt") as file:
@@ -65,13 +65,13 @@ class SensitivitiesTest(ModelTest):
         return copy
 
     def check_refused(self, words, trace, *arguments):
-        """Checks the error, and that nothing has changed."""
+        """Checks the error message, and that the trace has not changed."""
         before = contents(trace)
         self.check_one_line(words, *self.add(trace, *arguments))
         self.assertEqual(contents(trace), before)
 
     def likelihood(self, ids, tokens, queries, layer, push):
-        """sum of log p(tokens) of each sample in float64, `push` added to the input of a layer's o_proj."""
+        """For each sample, the sum of log p(tokens) in float64, with `push` added to the input of a layer's o_proj."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.tiny32, attn_implementation="eager").double()
         o_proj = model.model.layers[layer].self_attn.o_proj
         o_proj.register_forward_pre_hook(lambda _, given: (given[0] + push,))
@@ -104,8 +104,8 @@ class SensitivitiesTest(ModelTest):
             rng = torch.Generator().manual_seed(5)
             for layer in range(4):
                 gradient = gradient_of(trace, layer).double()  # [samples, heads, n, D]
-                # Moves all heads at all positions first, then one head at one position: in the prompt, and twice
-                # in the decoded tokens.
+                # The first direction moves all heads at all positions. Each of the others moves one head at one
+                # position: one in the prompt, and two among the decoded tokens.
                 for head, position in ((None, None), (1, 3), (2, 55), (3, 69)):
                     direction = torch.zeros(4, 70, 64, dtype=torch.float64)
                     at = direction[head, position] if head is not None else direction
@@ -124,7 +124,7 @@ class SensitivitiesTest(ModelTest):
         self.assertEqual([path.name for path in trace.glob("*.part")], [])
         for index, (entry, shard) in enumerate(zip(grad["files"], manifest["shards"], strict=True)):
             path = trace / f"grad-{index:05}.safetensors"
-            right = {"file": path.name, "xxh3": entry["xxh3"]}  # `trace verify` checks this
+            right = {"file": path.name, "xxh3": entry["xxh3"]}  # `trace verify` checks the checksum
             self.assertEqual(entry, right | {key: shard[key] for key in ("first", "tokens")})
             file = safetensors.torch.load_file(path)
             self.assertEqual(sorted(file), ["grad_scale"] + [f"layers.{layer}.grad" for layer in range(4)])
@@ -133,7 +133,7 @@ class SensitivitiesTest(ModelTest):
                 gradient = file[f"layers.{layer}.grad"]
                 self.assertEqual((gradient.dtype, gradient.shape), (torch.float32, (2, 4, shard["tokens"], 64)))
                 self.assertTrue(bool((gradient != 0).any()))
-        # The last layer's output for a token affects only that token's prediction.
+        # The output of the last layer for a token affects only the prediction at that token.
         touched = gradient_of(trace, 3).abs().sum(dim=(1, 3)) != 0
         self.assertEqual(touched.tolist(), [[position >= 512 for position in range(TOKENS)]] * 2)
         self.check_verifies(trace)

@@ -50,9 +50,9 @@ def test_to_dict_copies_nothing_and_changes_no_file(tmp_path: pathlib.Path) -> N
     while base.base is not None and not isinstance(base, numpy.memmap):
         base = base.base
     assert isinstance(base, numpy.memmap)
-    array[:] = 0  # the page belongs to this process only
+    array[:] = 0  # changes only this process's copy of the memory pages
     assert numpy.any(trace.to_dict()["layers.0.k"][0])
-    kvlab.Trace(tmp_path / "trace")  # still verifies
+    kvlab.Trace(tmp_path / "trace")  # the files still verify
 
 
 def test_to_dict_refuses_bfloat16_for_numpy(sample: kvlab.Trace) -> None:
@@ -73,7 +73,7 @@ def test_arrays_of_other_layouts_and_dtypes() -> None:
     arrays = random_arrays()
     whole = kvlab.Trace.from_arrays(**arrays, prompt_tokens=32)
     odd = dict(arrays)
-    for part in ("q", "k", "v"):  # no axis, the last included, has the expected layout
+    for part in ("q", "k", "v"):  # no axis has the usual stride, not even the last one
         odd[part] = numpy.asfortranarray(arrays[part])
     trace = kvlab.Trace.from_arrays(**odd, prompt_tokens=32)
     numpy.testing.assert_array_equal(trace.read("v", 1, 1), whole.read("v", 1, 1))
@@ -154,7 +154,7 @@ def test_pickling(sample: kvlab.Trace, small: kvlab.Trace) -> None:
 
 
 def test_opening_copies_nothing(tmp_path: pathlib.Path) -> None:
-    """The trace has 32 MB on disk; anonymous memory grows by less than a tenth of that."""
+    """The trace has 32 MB on disk. Anonymous memory may grow by less than a tenth of that."""
 
     def own_memory() -> int:
         lines = pathlib.Path("/proc/self/status").read_text().splitlines()
@@ -172,7 +172,8 @@ def test_opening_copies_nothing(tmp_path: pathlib.Path) -> None:
 
 
 def write_rows(folder: pathlib.Path, **changed: object) -> None:
-    """Layers 2 and 5: one with a sliding window, one with a cap and sinks, each with a separate RoPE table."""
+    """Writes a trace of layers 2 and 5 of a model. One has a sliding window, the other one a soft cap and sinks, and
+    each has its own RoPE table."""
     header = {
         "model": "rows",
         "config": {"layers": 2, "query_heads": 4, "kv_heads": 2, "head_size": 16, "dtype": "float32"}
@@ -200,7 +201,7 @@ def write_rows(folder: pathlib.Path, **changed: object) -> None:
 
 
 def attended(layer: int, q: numpy.ndarray, k: numpy.ndarray, v: numpy.ndarray) -> numpy.ndarray:
-    """[tokens, heads, size]: attention in float64, as the row specs of write_rows say."""
+    """Attention outputs [tokens, heads, size] in float64, with the row specs of write_rows()."""
     tokens = numpy.arange(len(q))
     angle = numpy.outer(tokens, [[0.0, 0.0], [1.0, 0.1]][layer])[:, None]
     cos, sin = numpy.cos(angle), numpy.sin(angle)

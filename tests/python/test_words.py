@@ -1,4 +1,4 @@
-"""Errors name Python keywords, not options of the command line."""
+"""Tests that errors name Python keywords, and not options of the command line."""
 
 from __future__ import annotations
 
