@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # fuzz.sh BINARIES CORPORA OUT SECONDS [TARGET...]: runs one target after another on all cores, SECONDS seconds each.
 # New inputs go to OUT/corpora/TARGET, and inputs that crash a target go to OUT/crashes. Prints one line per target.
-# Exits with 1 if a target crashed. Inputs have at most 64 KiB. A target crashes if an input takes more than five seconds
-# or allocates more than 64 MiB at once.
+# Exits with 1 if a target crashed. Inputs have at most 64 KiB. A target crashes if an input takes more than five
+# seconds or allocates more than 64 MiB at once.
 set -euo pipefail
 binaries=$1 corpora=$2 out=$3 seconds=$4
 shift 4

@@ -1,5 +1,5 @@
-# Installs BUILD (a CUDA build) to a new prefix, builds the examples of SOURCE against it with find_package, and runs the
-# examples in C. These print "skipped" if the machine has no device.
+# Installs BUILD (a CUDA build) to a new prefix, builds the examples of SOURCE against it with find_package, and runs
+# the examples in C. These print "skipped" if the machine has no device.
 set(prefix ${WORK}/prefix)
 file(REMOVE_RECURSE ${WORK})
 foreach(component kernels command)

@@ -1,5 +1,5 @@
-"""Common code of the tests of the Python package. The environment variable KVLAB_COMMAND is the path of the command with
-which results are compared."""
+"""Common code of the tests of the Python package. The environment variable KVLAB_COMMAND is the path of the command
+with which results are compared."""
 
 from __future__ import annotations
 

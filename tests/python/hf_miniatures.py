@@ -96,8 +96,8 @@ def families() -> list[str]:
 
 
 def miniatures(counts: collections.Counter[str], tried: Callable[[Any], object] = id) -> Iterator[tuple[str, Any]]:
-    """Yields each family with its miniature, without warnings. If a miniature cannot be made, or `tried(model)` raises an
-    error, the family is counted in `counts`, printed and left out."""
+    """Yields each family with its miniature, without warnings. If a miniature cannot be made, or `tried(model)` raises
+    an error, the family is counted in `counts`, printed and left out."""
     for family in families():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,5 @@
-"""Tests of accesses in libCacheSim's format: the bytes of the file, their meaning, and libCacheSim's results on them."""
+"""Tests of accesses in libCacheSim's format: the bytes of the file, their meaning, and libCacheSim's results on
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of invalid arguments. Each raises ValueError with the names that Python users know, before anything is computed."""
+"""Tests of invalid arguments. Each raises ValueError with the names that Python users know, before anything is
+computed."""
 
 from __future__ import annotations
 

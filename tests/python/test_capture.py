@@ -92,8 +92,8 @@ class CaptureTest(ModelTest):
         self.assertEqual(a["sketch"]["seed"], b["sketch"]["seed"])
 
     def test_features_of_a_function(self):
-        """Checks that a function that sums in the same order as kvlab's key_norm evicts the same tokens, and that errors
-        say what is wrong."""
+        """Checks that a function that sums in the same order as kvlab's key_norm evicts the same tokens, and that
+        errors say what is wrong."""
         (self.at / "own_features.py").write_text(
             "def norm(q, k, v, layer):\n"
             "    assert q.shape[1:] == k.shape[1:] == v.shape[1:]\n"

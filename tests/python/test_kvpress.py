@@ -1,5 +1,5 @@
-"""Tests of kvpress's presses as policies, and of policies as a press. Needs the extra `kvpress`, which pins the version of
-kvpress."""
+"""Tests of kvpress's presses as policies, and of policies as a press. Needs the extra `kvpress`, which pins the version
+of kvpress."""
 
 from __future__ import annotations
 

@@ -227,7 +227,8 @@ class GgufTest(unittest.TestCase):
         self.assertEqual((settings["bos_token"], settings["eos_token"]), ("<|end|>", "<|end|>"))
 
         found = read_tensor(self.out, "model.layers.1.self_attn.q_proj.weight")
-        # GGUF stores the two elements of a rotated pair next to each other. In a checkpoint, they are half a head apart.
+        # GGUF stores the two elements of a rotated pair next to each other. In a checkpoint, they are half a head
+        # apart.
         wanted = weights["blk.1.attn_q.weight"].reshape(HEADS, SIZE // 2, 2, WIDTH)
         wanted = np.concatenate((wanted[:, :, 0], wanted[:, :, 1]), axis=1).reshape(-1)
         np.testing.assert_allclose(found, wanted, rtol=2**-8)

@@ -5,9 +5,9 @@ source=${1:?SOURCE}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-# program NAME MAJOR NAMES [LISTED]: makes a program that behaves like a test program of Catch2 MAJOR. Its test cases are
-# the lines of the file NAMES, and it lists only the first LISTED of them (default: all). The name of a case says whether
-# it passes, is skipped or fails.
+# program NAME MAJOR NAMES [LISTED]: makes a program that behaves like a test program of Catch2 MAJOR. Its test cases
+# are the lines of the file NAMES, and it lists only the first LISTED of them (default: all). The name of a case says
+# whether it passes, is skipped or fails.
 program() {
   local name=$1 major=$2 names=$3 listed=${4:-1000}
   cat >"$folder/build/tests/$name" <<TEXT

@@ -1,6 +1,6 @@
 #!/bin/sh
-# old_names_test.sh KVLAB SOURCE: tests that files of versions before 0.6, and command lines with their names, are accepted
-# for one more release. tests/data/old_names was made by such a version.
+# old_names_test.sh KVLAB SOURCE: tests that files of versions before 0.6, and command lines with their names, are
+# accepted for one more release. tests/data/old_names was made by such a version.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -18,8 +18,8 @@ done
 [ "$(wc -l <warned)" -eq 4 ] || fail "warnings: $(cat warned)"
 refused "ladder" "$kvlab" report again --ladder 4 # report never had that option
 
-# The results of an old run are the same under the new names. Numbers may differ in their last digits, because sums may be
-# added in another order.
+# The results of an old run are the same under the new names. Numbers may differ in their last digits, because sums may
+# be added in another order.
 same_results() { # OLD NEW
   [ "$(wc -l <"$1")" -eq "$(wc -l <"$2")" ] && paste -d, "$1" "$2" | awk -F, '{
     for (i = 1; i <= NF / 2; i++) {

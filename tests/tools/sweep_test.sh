@@ -24,8 +24,8 @@ same() {
   [ ! -e "$1.part" ] || fail "$1.part was left behind"
 }
 finished() { ls "$1.part" 2>/dev/null | grep -c 'unit$' || true; }
-# has_units RUN COUNT: whether at least COUNT units are finished. This starts no process, because a whole replay takes only
-# a third of a second.
+# has_units RUN COUNT: whether at least COUNT units are finished. This starts no process, because a whole replay takes
+# only a third of a second.
 has_units() {
   wanted=$2
   set -- "$1".part/*unit
@@ -60,7 +60,7 @@ killed_at_several_moments() {
     before=$(finished run$threads)
     replay run$threads --threads $threads >/dev/null 2>err.txt
     for file in "$1" "$2" "$3"; do grep -qF "$file: " err.txt || fail "no message names $file"; done
-    grep -qF "$((before - 3)) of $units head tasks are finished" err.txt || fail "the replay was not resumed: $(cat err.txt)"
+    grep -qF "$((before - 3)) of $units head tasks are finished" err.txt || fail "not resumed: $(cat err.txt)"
     same run$threads
   done
 }
@@ -132,7 +132,7 @@ several_processes() {
   [ $code -ne 0 ] && [ ! -e dead ] || fail "a process died, and the others went on"
   [ "$(finished dead)" -ge 2 ] || fail "finished units were lost"
   replay dead >/dev/null 2>err.txt
-  grep -qF "head tasks are finished" err.txt || fail "the replay was not resumed: $(cat err.txt)"
+  grep -qF "head tasks are finished" err.txt || fail "not resumed: $(cat err.txt)"
   same dead
   # If the leader fails, here because a unit file is a folder, its error is printed once and all processes end.
   start blocked --threads 1 >/dev/null 2>&1 &

@@ -1,5 +1,5 @@
-"""The files from which cases are made: the bundled model, a miniature with sliding windows, their traces, and runs. They
-are made once."""
+"""The files from which cases are made: the bundled model, a miniature with sliding windows, their traces, and runs.
+They are made once."""
 
 import json
 import pathlib

@@ -112,7 +112,8 @@ def trace3(rng, bases):
 
 
 def seal(rng, bases):
-    """Changed files of a trace without a manifest. `trace seal` computes their checksums, so that commands read them."""
+    """Changed files of a trace without a manifest. `trace seal` computes their checksums, so that commands read
+    them."""
     source = m.pick(rng, bases.trace3, bases.trace2)
     folder = Path("trace")
     shutil.copytree(source, folder)

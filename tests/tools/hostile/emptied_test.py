@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """emptied_test.py KVLAB SOURCE: tests commands on folders that other commands wrote, in which one list, object or table
-is empty or one key is missing. Every command that reads such a folder either works, or exits with 2, prints one line and
-leaves no file. Runs every sixteenth case, or all of them if KVLAB_EVERY is set in the environment.
+is empty or one key is missing. Every command that reads such a folder either works, or exits with 2, prints one line
+and leaves no file. Runs every sixteenth case, or all of them if KVLAB_EVERY is set in the environment.
 """
 
 from __future__ import annotations

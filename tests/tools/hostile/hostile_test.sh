@@ -1,6 +1,6 @@
 #!/bin/sh
-# hostile_test.sh KVLAB SOURCE TRUNCATING_MMAP: tests inputs that once crashed a command, made it run for ever, or made it
-# lose a file. Each must give exit code 2 and one line.
+# hostile_test.sh KVLAB SOURCE TRUNCATING_MMAP: tests inputs that once crashed a command, made it run for ever, or made
+# it lose a file. Each must give exit code 2 and one line.
 set -eu
 kvlab=$1 source=$2 truncating=$3
 . "$source/tests/scripts/check.sh"
@@ -12,7 +12,7 @@ ln -s "$source/engine/models/tiny" tiny
 for end in / /. //; do
   rm -rf run
   "$kvlab" replay --trace "story$end" --policy h2o,lru --budget 32 --out run >/dev/null 2>&1
-  cut -d, -f1 run/results.csv | tail -n +2 | sort -u | grep -qx story || fail "the trace story$end should be named story"
+  cut -d, -f1 run/results.csv | tail -n +2 | sort -u | grep -qx story || fail "story$end should be named story"
   "$kvlab" report run --out page.html >/dev/null
   "$kvlab" deploy run --budget 32 --out policy.json >/dev/null
 done

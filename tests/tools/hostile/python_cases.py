@@ -2,8 +2,8 @@
 numpy and kvlab.
 
 Each call has to work or raise ValueError with a one-line message of the package. Prints a line for each call that does
-neither. The last line says that all cases ran. If a crash ends this process, the last "at" on stderr gives the number of
-the case.
+neither. The last line says that all cases ran. If a crash ends this process, the last "at" on stderr gives the number
+of the case.
 """
 
 import pathlib

@@ -1,6 +1,6 @@
 #!/bin/sh
-# signals_test.sh KVLAB SOURCE: tests that SIGINT, SIGTERM and SIGHUP end a command with the exit codes 130, 143 and 129 and
-# with one line that says how to continue, and that only files from which the next command continues are left.
+# signals_test.sh KVLAB SOURCE: tests that SIGINT, SIGTERM and SIGHUP end a command with the exit codes 130, 143 and 129
+# and with one line that says how to continue, and that only files from which the next command continues are left.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"

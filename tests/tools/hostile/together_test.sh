@@ -1,7 +1,7 @@
 #!/bin/sh
-# together_test.sh KVLAB SOURCE: tests commands that write the same output at the same time. One writes it completely, and
-# the others are refused. Reports and policy files may replace older ones, so another command may succeed after the first
-# one has ended.
+# together_test.sh KVLAB SOURCE: tests commands that write the same output at the same time. One writes it completely,
+# and the others are refused. Reports and policy files may replace older ones, so another command may succeed after the
+# first one has ended.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# installed_test.sh BUILD SOURCE: tests that an installed kvlab runs its demo in an empty folder, and that it includes its
-# man pages.
+# installed_test.sh BUILD SOURCE: tests that an installed kvlab runs its demo in an empty folder, and that it includes
+# its man pages.
 set -eu
 build=$1 source=$2
 . "$source/tests/scripts/check.sh"

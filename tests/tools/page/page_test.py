@@ -283,7 +283,8 @@ def check_frozen(browser: Browser) -> None:
 
 
 def check_halving(browser: Browser, policy_file: Path) -> None:
-    """Checks that the first screen shows the winner, the budget, the difference and the texts, and that rounds follow."""
+    """Checks that the first screen shows the winner, the budget, the difference and the texts, and that rounds
+    follow."""
     answer = browser.js("return document.querySelector('.answer').innerText")
     check_front(browser, [json.loads(policy_file.read_text())["run"]["recommendation"]])
     for part in ("budget of 32 tokens", "KL 0.", "96 decoded tokens of carroll-alice"):
@@ -431,7 +432,7 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
             check_front(browser, json.loads((folder / "eval/eval.json").read_text())["recommendations"])
             answer = browser.js("return document.querySelector('header').innerText")
             assert "6 configurations and the full cache, over 198 scored tokens" in answer, answer
-            assert browser.js("return kvlabPage.charts.at(-1).view.data('dots').length") == 6, "the frontier needs 6 points"
+            assert browser.js("return kvlabPage.charts.at(-1).view.data('dots').length") == 6, "expected 6 dots"
             first = browser.js("return document.querySelector('main section h2').innerText")
             assert first == "Error against memory", first
         if name:
@@ -567,7 +568,7 @@ def check_axes(browser: Browser, call: Any, source: Path, folder: Path) -> None:
                       and row["layer"] == "all" and row["policy"] not in ("full", "oracle_topk")]
             assert min(values) == 0 < max(values) and len(browser.dots()) >= 70, "this run should have a value of 0"
             browser.choose("metric", "layer_error")
-            assert [c["axes"][1]["type"] for c in browser.js(AXES)] == ["log", "log"], "a value of 0 made an axis linear"
+            assert [c["axes"][1]["type"] for c in browser.js(AXES)] == ["log", "log"], "both axes should be logarithmic"
         browser.check_quiet()
 
 
