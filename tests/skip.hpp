@@ -1,4 +1,5 @@
-// A test that cannot run on this machine reports this by name, and ctest lists it as skipped.
+// A test that cannot run on this machine calls skip(), which prints the reason and the name of the
+// test. ctest then lists the test as skipped.
 #pragma once
 
 #include <iostream>

@@ -53,7 +53,7 @@ TEST_CASE("without intervals nothing is significantly different") {
   CHECK(ranking.winner == 0);  // the lowest mean; of equal means, the first name
 }
 
-TEST_CASE("over several traces, the standard error is that of the traces' means, in pairs") {
+TEST_CASE("over several traces, standard errors come from each trace's mean or paired difference") {
   const Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 3);
   const MetricTable metric_table(run.rows);
   const Average average = *metric_table.average(0, "64", "nll_recall");

@@ -276,8 +276,8 @@ TEST_CASE("a device keeps tokens on tiers as the plain replay does: heavy tokens
 
 TEST_CASE("on a device, equal tiers give the results of one tier", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
-  {  // Fills the device's memory with -1.5. Sorting once did not end if memory that is never
-     // written, the recalls of an fp16 copy, contained such numbers.
+  {  // Fills the device's memory with -1.5. Such numbers once made sorting run for ever, because it
+     // read the recalls of an fp16 copy, which are never written.
     const cuda::DeviceBuffer garbage(std::size_t{1} << 30, "the test");
     cuda::check(cudaMemset(garbage.data(), 0xbf, garbage.bytes()), "the test");
   }

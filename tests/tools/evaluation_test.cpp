@@ -59,7 +59,7 @@ TEST_CASE("a replay writes the sweep and the oracles, with equal bytes for any n
   CHECK(run.kept->heads.front().series.size() == 4);  // three policies and oracle_attention
 }
 
-TEST_CASE("a replay without oracles writes none, and only the requested layers") {
+TEST_CASE("a replay writes no oracles if they are disabled, and only the requested layers") {
   const TemporaryFolder folder;
   capture(folder / "trace");
   REQUIRE(call(sweep(folder / "trace", folder / "run", "--no-references --layers 2,0,2")) == 0);

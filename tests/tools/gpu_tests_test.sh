@@ -57,7 +57,7 @@ for major in 2 3; do
   program test_a $major "$folder/three"
   program test_b $major "$folder/one"
   : >"$folder/host.cpp"
-  echo "tests/test_host $folder/host.cpp" >>"$folder/build/tests/programs.txt" # not built, and has no such case
+  echo "tests/test_host $folder/host.cpp" >>"$folder/build/tests/programs.txt" # not built; host.cpp has no GPU test
   gpu_tests || fail "Catch2 $major: four cases that pass"
   grep -qE '^ *[0-9]+\.[0-9] s  passed: test_a: a name with, a comma$' "$folder/out" || fail "Catch2 $major: no time"
   grep -qx '4 passed, 0 failed, 0 skipped; 4 of 4 GPU test cases passed' "$folder/out" || fail "Catch2 $major: counts"

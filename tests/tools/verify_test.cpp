@@ -102,7 +102,7 @@ TEST_CASE("A decoder refuses a feature that it cannot compute") {
                     "evaluation on the CPU from --features");
 }
 
-TEST_CASE("A policy that needs mass and requests is verified by both") {
+TEST_CASE("A policy that needs mass and requests passes verify") {
   const auto backend = cpu_backend(model(), 2);
   const CompiledPolicies compiled{
       std::make_shared<const PolicyEntry>(PolicyEntry{make_ops<Leaky>()})};

@@ -1,4 +1,4 @@
-// Tests which answers are right, and of the metrics that are computed from their counts.
+// Tests of which answers count as right, and of the metrics that are computed from their counts.
 #include "engine/evaluation/task/answers.hpp"
 
 #include <algorithm>

@@ -82,7 +82,7 @@ done
 truncate -s 100G broken/tokenizer.json
 refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$kvlab" generate --model broken --prompt hi
 refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$kvlab" capture --model broken --prompt hi --out trace
-# A tokenizer of SentencePiece is in its place.
+# A model that has SentencePiece's tokenizer.model, but no tokenizer.json.
 rm broken/tokenizer.json
 : >broken/tokenizer.model
 refused 'broken: has "tokenizer.model", but no tokenizer.json' "$kvlab" generate --model broken --prompt hi

@@ -99,7 +99,7 @@ refused "exists" kvlab report $run --figures hour/figures --out again.html
   grep -oE '(^|[ `])kvlab [a-z]+ [^`#|┤─]*' | sed 's/^[ `]*kvlab //' | sort -u >named.txt
 [ "$(wc -l <named.txt)" -gt 50 ] || fail "no commands were found in docs"
 while read -r command words; do
-  kvlab help "$command" >help.out 2>&1 || continue # an unknown command is prose, or is reported below
+  kvlab help "$command" >help.out 2>&1 || continue # a word of the text; the next loop reports unknown commands
   for option in $(echo "$words" | grep -oE -e '--[a-z][a-z-]*'); do
     grep -qE -e "(^|[^a-z-])$option([^a-z-]|\$)" help.out || fail "docs: kvlab $command has no $option"
   done
