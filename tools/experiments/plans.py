@@ -13,15 +13,16 @@ from kvlab import Trace
 
 QUESTION = """
 `kvlab plan` chooses a storage format for the keys and the values of each layer from one trace
-([guide](../guides/precision-tiers.md#formats-by-layer-from-a-trace)). This page asks three things. Does its plan lose
-less than the best single format for all layers, keys and values apart, in as many bits? Is the loss what the plan
-predicts? And does the prediction order plans as the end-to-end evaluation does?
+([guide](../guides/precision-tiers.md#formats-by-layer-from-a-trace)). This page answers three questions. Does the plan
+lose less than the best single format (one for the keys and one for the values of all layers) in at most as many bits?
+Is the measured loss the loss that the plan predicts? Do the predictions put plans in the same order as the end-to-end
+evaluation?
 
-The plans come from a trace of the first text. KL is measured on the other texts, which the plans have not seen,
-against the model's own full cache in 16 bit, in nats, with its standard error. Bits are means over all elements, with
-scales and minima. "calibrated" is the ratio before it, divided by the ratio of the plan of 4.5 bits: one end-to-end
-run corrects for a text on which all losses are larger. The formats `kvlab` are all of kvlab's own, `cuda` those that
-kvlab also has on CUDA.
+The plans are made from a trace of the first text. KL is measured on the other texts, relative to the model's own full
+cache in 16 bit, in nats, with its standard error. Bits are means over all elements, including scales and minima.
+"calibrated" is the value of "measured / predicted", divided by the same value of the plan of 4.5 bits. It shows how
+good predictions are after one end-to-end run has corrected them for a text on which all losses are larger. The formats
+`kvlab` are all of kvlab's own formats, and the formats `cuda` are those of them that work on CUDA.
 """
 BITS = [3.5, 4, 4.5, 5, 6, 9]
 CALIBRATED = 4.5  # the bits of the one plan whose measured KL calibrates the others
@@ -167,13 +168,15 @@ def plans():
         experiment.section(
             f"## {name_of_model(directory)}\n\n"
             + table(header, lines)
-            + "\n\nRank correlation (Spearman) of the sums of losses and the measured KL, also of plans of other sizes: "
+            + "\n\nThe rank correlation (Spearman) between the predicted sums of losses and the measured KL, over these plans and plans "
+            + "of other sizes: "
             + "; ".join(correlations)
             + "."
         )
         experiment.section(
-            f"Brute force evaluates each layer's keys and values in each format alone on the first text, {passes} evaluations of a "
-            f"whole text, and chooses by them in the same way. `kvlab plan` needs one capture and {SAMPLES} samples of gradients:\n\n"
+            "Brute force measures each loss by an end-to-end evaluation on the first text, with one layer's keys or values in one "
+            f"format and all others in 16 bit. This takes {passes} evaluations of a whole text. It then chooses formats by these "
+            f"losses in the same way as `kvlab plan`, which needs only one capture and {SAMPLES} samples of gradients:\n\n"
             + compared(brute, *first)
         )
     experiment.write("Plans of formats by layer", QUESTION)

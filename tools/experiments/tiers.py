@@ -8,12 +8,12 @@ from experiment import Experiment, number_with_error, main, name_of_model, table
 from kvlab import Trace
 
 QUESTION = """
-This page compares tier plans at equal bytes. The same bytes hold few tokens in 16 bit, or more tokens in fewer bits.
-Which is better, for which policy, and at which budget?
+This page compares tier plans at equal bytes. The same bytes can hold few tokens in 16 bit, or more tokens in fewer
+bits. The page shows which is better, for each policy and budget.
 
-A budget of N has the bytes of N tokens in 16 bit, in the layers without a sliding window. [Precision
-tiers](../guides/precision-tiers.md) defines the terms. KL is relative to the model's own full cache, in nats, over all
-texts.
+A budget of N tokens stands for the bytes of N tokens in 16 bit, in the layers without a sliding window. [Precision
+tiers](../guides/precision-tiers.md) defines the terms. KL is relative to the model's own full cache, in nats, as a mean
+over all texts.
 """
 POLICIES = ["a2sf:keep=0.99:sinks=4:recent=11", "h2o:sinks=4:recent=11", "sink:sinks=4"]
 TIER_PLANS = ["16", "fp8", "8", "4", "2", "16:16t,4:100%", "16:16t,k4v2:100%", "8:25%,4:50%,k4v2:25%"]
@@ -134,7 +134,7 @@ def tier_plans():
     ]
     experiment.section(
         f"## Which tier plan\n\nKL under `{policies[0]}`, in each cell for {', '.join(names)}:\n\n"
-        + table(["tiers", *map(str, budgets)], rows)
+        + table(["tier plan", *map(str, budgets)], rows)
     )
     others = ", ".join(f"`{own}`" for own in policies[:-1]) + f" and `{policies[-1]}`"
     experiment.section(
@@ -149,7 +149,7 @@ def tier_plans():
     experiment.section(
         f"## Pass key\n\nThe share of right answers of {', '.join(requested)} under `h2o:sinks=4`, asked after the eviction. "
         "Models whose full cache has less than 80% right answers are left out.\n\n"
-        + table(["tiers", *map(str, KEYS_AT)], rows)
+        + table(["tier plan", *map(str, KEYS_AT)], rows)
     )
     rows = [
         [*(f"{part}" for part in way), *(f"{own[way]:.4f}" for own in errors)] for way in errors[0]
