@@ -23,17 +23,17 @@ TITLES = {
     "_run": "Replays",
     "_formats": "Storage formats",
     "_policy": "Policies",
-    "_rows": "What a policy may look at",
+    "_rows": "What a policy can read",
     "_commands": "The end-to-end evaluation",
 }
 HEAD = """# Python, name by name
 
-What `import kvlab` offers; `docs/guides/python.md` shows it at work. `kvlab.hf` has [a separate page](python-hf-api.md).
-Made by `tools/scripts/python_api.py` from the docstrings."""
+This page lists the names of the package `kvlab`, and `docs/guides/python.md` explains them by examples. The names of
+`kvlab.hf` have [a separate page](python-hf-api.md). `tools/scripts/python_api.py` makes this page from the docstrings."""
 HF_HEAD = """# kvlab.hf, name by name
 
-What `import kvlab.hf` offers; `docs/guides/python.md` shows it at work. Made by
-`tools/scripts/python_api.py` from the docstrings."""
+This page lists the names of `kvlab.hf`, and `docs/guides/python.md` explains them by examples.
+`tools/scripts/python_api.py` makes this page from the docstrings."""
 
 
 def names_by_module(path: pathlib.Path) -> dict[str, list[str]]:
