@@ -153,7 +153,7 @@ def between_of(found):
 def measure(experiment):
     budget = experiment.quick(64, 128)
     tokens = experiment.arguments.tokens or 3 * min(1024, experiment.context())
-    folder = pathlib.Path(experiment.scratch.name)
+    folder = experiment.results
     files = windows(experiment, folder, tokens, experiment.quick(30, 60))
     found = blocks_by_text(experiment, files, [*POLICIES, "random"], budget, 0, tokens)
     found.pop("full", None)

@@ -5,7 +5,6 @@ The policies are all registered ones and variants with `once` and `every`, at fi
 """
 
 import json
-import pathlib
 import subprocess
 
 from experiment import Experiment, Refused, main, table
@@ -88,7 +87,7 @@ def deploy_recommendations():
     )  # fmt: skip
     lines, agree, pairs, worst = [], 0, 0, 0.0
     for budget in budgets:
-        out = pathlib.Path(experiment.scratch.name) / f"policy-{budget}.json"
+        out = experiment.results / f"policy-{budget}.json"
         recommendation = run_json(experiment, ["deploy"], run, "--budget", budget, "--out", out)
         written, share, agreed, apart = judge(recommendation, evaluation, budget)
         agree, pairs, worst = agree + agreed, pairs + apart, max(worst, share)

@@ -7,7 +7,7 @@ Each script in this folder writes one page, with the results of one run (docs/re
 
 import argparse
 import csv
-import itertools
+import hashlib
 import json
 import math
 import pathlib
@@ -34,6 +34,7 @@ def parse_arguments(purpose, models, add_arguments):
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a device")
     parser.add_argument("--quick", action="store_true", help="a smaller run, which takes minutes on a CPU")
     parser.add_argument("--out", required=True, help="the page to write")
+    parser.add_argument("--keep", metavar="DIR", help="keep the results of commands in DIR, and do not run a command whose result is there")
     if add_arguments:
         add_arguments(parser)
     return parser.parse_args()
@@ -50,8 +51,10 @@ class Experiment:
         self.arguments = parse_arguments(purpose, models, arguments)
         self.models = self.arguments.model if models else [self.arguments.model]
         self.model = self.models[0]
-        self.runs, self.sections = itertools.count(), []
-        self.scratch = tempfile.TemporaryDirectory()
+        self.sections = []
+        self.scratch = None if self.arguments.keep else tempfile.TemporaryDirectory()
+        self.results = pathlib.Path(self.arguments.keep or self.scratch.name)
+        self.results.mkdir(parents=True, exist_ok=True)
 
     def quick(self, small, whole):
         return small if self.arguments.quick else whole
@@ -69,15 +72,18 @@ class Experiment:
         """Runs `kvlab command`. Returns the rows of the table that it wrote, as dictionaries, or the output's path.
 
         `device`: the value of --device. None: the value that the script got; "": none, for commands without the option.
+        The output is named after a hash of the words, so a repeated command finds its result.
         """
-        out = pathlib.Path(self.scratch.name) / f"{command[0]}-{next(self.runs)}"
         options = [*map(str, options)]
         if device or (device is None and self.arguments.device):
             options += ["--device", device or self.arguments.device]
-        print(" ".join(["kvlab", *command, *options]), file=sys.stderr)
-        done = subprocess.run([self.arguments.kvlab, *command, *options, "--out", out], stdout=subprocess.DEVNULL)
-        if done.returncode:
-            raise Refused(f"kvlab {' '.join(command)} ended with {done.returncode}")
+        words = [*command, *options]
+        out = self.results / f"{command[0]}-{short_hash(chr(0).join(words))}"
+        print(" ".join(["kvlab", *words]), file=sys.stderr)
+        if not out.exists():
+            done = subprocess.run([self.arguments.kvlab, *words, "--out", out], stdout=subprocess.DEVNULL)
+            if done.returncode:
+                raise Refused(f"kvlab {' '.join(command)} ended with {done.returncode}")
         return self.rows(out / table) if table else out
 
     def rows(self, path):
@@ -158,6 +164,10 @@ class Experiment:
         path.write_text("\n\n".join(page) + "\n")
 
 
+def short_hash(text):
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def name_of_model(directory):
     return f"`{pathlib.Path(directory).name}`"
 
@@ -169,6 +179,14 @@ def values(rows, metric, by=("policy", "params", "budget")):
         for row in rows
         if row["metric"] == metric
     }
+
+
+def tier_plan_of(params):
+    """`keep=0.99:…:tiers=16@16t+4@100%` -> (the parameters without the tier plan and the centre, the tier plan)."""
+    parts = params.split(":")
+    tier_plan = [part[6:] for part in parts if part.startswith("tiers=")]
+    rest = ":".join(part for part in parts if not part.startswith(("tiers=", "centre=")))
+    return rest, (tier_plan[0].replace("@", ":").replace("+", ",") if tier_plan else "16")
 
 
 def ranks(numbers):

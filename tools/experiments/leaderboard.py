@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 
-from experiment import ROOT, Experiment, Refused, main, name_of_model, spearman, table
+from experiment import ROOT, Experiment, Refused, main, name_of_model, spearman, table, tier_plan_of
 
 QUESTION = """
 This page ranks every registered policy, with its defaults, at equal memory and by two criteria. KL (in nats) says how
@@ -54,17 +54,6 @@ def clopper_pearson(right, count):
     low = where(lambda p: 1 - at_most(right - 1, p) < 0.025) if right else 0.0
     high = where(lambda p: at_most(right, p) > 0.025) if right < count else 1.0
     return low, high
-
-
-def full_name(policy, params):
-    """A policy with its parameters, but without its tiers, which are in a separate column."""
-    kept = [part for part in params.split(":") if part and not part.startswith(("tiers=", "centre="))]
-    return ":".join([policy, *kept])
-
-
-def format_of(params):
-    tiers = [part.removeprefix("tiers=") for part in params.split(":") if part.startswith("tiers=")]
-    return tiers[0].replace("@", ":").replace("+", ",") if tiers else "16"
 
 
 class Board:
@@ -111,8 +100,7 @@ class Board:
         for pair in found["pairs"]:
             if pair["b_policy"] != "full":
                 continue
-            policy, _, params = pair["a_policy"].partition(":")
-            name, tiers = full_name(policy, params), format_of(params)
+            name, tiers = tier_plan_of(pair["a_policy"])
             names[pair["a"]] = name
             own = f"{command} --policy {name} --budget {share} --tiers {tiers}"
             kl = pair["kl"]
@@ -143,7 +131,8 @@ class Board:
         for row in rows:
             if row["policy"] == "full":
                 continue
-            name, tiers = full_name(row["policy"], row["params"]), format_of(row["params"])
+            params, tiers = tier_plan_of(row["params"])
+            name = f"{row['policy']}:{params}" if params else row["policy"]
             own = f"{command} --policy {name} --budget {share} --tiers {tiers}"
             count = int(row["count"])
             self.add(name, share, tiers, f"accuracy: {task}", float(row["value"]), float(row["low"]), float(row["high"]), count, own)

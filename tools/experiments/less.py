@@ -8,7 +8,7 @@ import sys
 import numpy
 import torch
 from quantize import quantize, rotated
-from experiment import Experiment, main, table
+from experiment import Experiment, main, short_hash, table
 
 import kvlab
 
@@ -134,7 +134,7 @@ class Study:
         starts = range(3000, max(map(len, whole)), length)
         stretches = [text[start : start + length] for start in starts for text in whole]
         for stretch in [own for own in stretches if len(own) == length][:count]:
-            piece = pathlib.Path(self.experiment.scratch.name) / f"piece-{next(self.experiment.runs)}.txt"
+            piece = self.experiment.results / f"piece-{short_hash(stretch)}.txt"
             piece.write_text(stretch)
             found.append(kvlab.Trace(self.experiment.kvlab(
                 ["capture"], "--model", self.experiment.model, "--prompt-file", piece, "--teacher-forced",

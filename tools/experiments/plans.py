@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import numpy
-from experiment import Experiment, Refused, main, name_of_model, spearman, table, values
+from experiment import Experiment, Refused, main, name_of_model, spearman, table, tier_plan_of, values
 
 from kvlab import Trace
 
@@ -57,8 +57,7 @@ def kl_of(experiment, tier_plans, centre, first=False):
         experiment.arguments.text = all_texts
     found = {}
     for (_, params, _), value in values(rows, "kl").items():
-        tiers = [part.removeprefix("tiers=") for part in params.split(":") if part.startswith("tiers=")]
-        found[tiers[0].replace("@", ":").replace("+", ",") if tiers else "16"] = value
+        found[tier_plan_of(params)[1]] = value
     return found
 
 

@@ -3,7 +3,7 @@
 
 import numpy
 from quantize import quantize, rotated
-from experiment import Experiment, number_with_error, main, name_of_model, table, values
+from experiment import Experiment, number_with_error, main, name_of_model, table, tier_plan_of, values
 
 from kvlab import Trace
 
@@ -56,14 +56,6 @@ def quantization_alone(trace):
                 error = (numpy.linalg.norm(own - exact, axis=1) / size).mean()
                 errors.setdefault((way, block, turned), []).append(error)
     return {way: float(numpy.mean(own)) for way, own in errors.items()}
-
-
-def tier_plan_of(params):
-    """`keep=0.99:…:tiers=16@16t+4@100%` -> (the parameters without the tier plan, the tier plan)."""
-    parts = params.split(":")
-    tier_plan = [part[6:] for part in parts if part.startswith("tiers=")]
-    rest = ":".join(part for part in parts if not part.startswith("tiers="))
-    return rest, (tier_plan[0].replace("@", ":").replace("+", ",") if tier_plan else "16")
 
 
 def by_tier_plan(found):

@@ -118,6 +118,10 @@ one() {
 
 # walk COMMAND KIND: tests faults of KIND at evenly spaced calls.
 walk() {
+  if [ "$2" = memory ] && nm --defined-only "$kvlab" | grep -qw _Znwm; then
+    echo "$1, memory: not tested, because the command contains its own operator new (as from a static library of CUDA's)"
+    return
+  fi
   $1 env "FAULT=$2" FAULT_COUNT="$folder/count.txt" "LD_PRELOAD=$faults" >/dev/null 2>&1 || fail "$1 by itself"
   "check_$1" "without a fault"
   count=$(cat count.txt)
