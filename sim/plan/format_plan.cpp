@@ -262,6 +262,10 @@ nlohmann::ordered_json measured_json(const FormatChoice& choice) {
   nlohmann::ordered_json json = json_of(choice);
   json["loss"] = choice.joint.value;
   json["stderr"] = number_or_null(choice.joint.standard_error);
+  if (const PlanLoss& kl = choice.measured; !std::isnan(kl.value)) {
+    json["measured_kl"] = kl.value;
+    json["measured_kl_stderr"] = number_or_null(kl.standard_error);
+  }
   return json;
 }
 
@@ -398,7 +402,7 @@ FormatPlan plan_formats(std::span<const TraceReader* const> traces, const PlanRe
 std::string plan_text(const FormatPlan& plan, const PlanRequest& request) {
   nlohmann::ordered_json json{
       {"format", kPlanFormat},
-      {"tiers", plan.plan.tier_plan.text()},
+      {"tiers", plan.chosen().tier_plan.text()},
       {"centre", request.centre == KeyCentre::none ? "none" : "prompt"},
       {"model", {{"name", plan.model}, {"weights_xxh3", plan.weights_xxh3}}},
       {"layers", plan.layers},

@@ -10,6 +10,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
@@ -75,6 +76,9 @@ struct FormatChoice {
   double bits = 0;   ///< mean bits per element, including scales and minima
   double added = 0;  ///< sum of the losses of its parts
   PlanLoss joint;    ///< loss of the whole plan together: kl_estimate_joint or residual_error
+  /// KL in an end-to-end evaluation (`kvlab plan --confirm`). NaN if there was none.
+  PlanLoss measured = {std::numeric_limits<double>::quiet_NaN(),
+                       std::numeric_limits<double>::quiet_NaN()};
 };
 
 struct FormatPlan {
@@ -91,6 +95,11 @@ struct FormatPlan {
   /// The best plans for smaller and larger numbers of bits, by ascending bits. Their `joint` is not
   /// measured.
   std::vector<FormatChoice> frontier = {};
+
+  /// The choice for the plan file: `plan`, or `uniform` if its measured KL is lower.
+  const FormatChoice& chosen() const {
+    return uniform.measured.value < plan.measured.value ? uniform : plan;
+  }
 };
 
 /// A part of a model that has one format in a plan: the keys or the values of some layers.

@@ -149,6 +149,37 @@ TEST_CASE("a run is deployed and generates, and the end-to-end evaluation can co
   CHECK_THAT(refusal(deploy + "16 --confirm 2"), ContainsSubstring("--model: missing"));
 }
 
+TEST_CASE("a plan of formats is confirmed end to end, and its file has the better choice") {
+  const TemporaryFolder folder;
+  capture(folder / "trace");
+  const auto path = [&](const char* name) { return (folder / name).string(); };
+  const std::string text = KVLAB_SOURCE_DIR "/tools/texts/carroll-alice.txt";
+  const std::string plan = "plan --trace " + path("trace") + " --budget 5bits --out " + path("p");
+  const std::string confirm = plan + " --confirm " + text + " --max-tokens 128";
+  REQUIRE(call(confirm + " --model " + kTiny) == 0);
+  const auto json = nlohmann::json::parse(read_text_file(path("p")));
+  const double own = json["plan"]["measured_kl"], uniform = json["uniform"]["measured_kl"];
+  CHECK(own > 0);
+  CHECK(uniform > 0);
+  CHECK(json["tiers"] == json[own <= uniform ? "plan" : "uniform"]["tiers"]);
+  // The measurement is that of `kvlab eval`.
+  REQUIRE(call("eval --model " + kTiny + " --text " + text +
+               " --window 128 --max-tokens 128 --policy full --tiers " +
+               json["plan"]["tiers"].get<std::string>() + " --out " + path("e")) == 0);
+  const auto eval = nlohmann::json::parse(read_text_file(path("e") + "/eval.json"));
+  CHECK(eval["configurations"].back()["kl"] == own);
+
+  CHECK_THAT(refusal(plan + " --model " + kTiny), ContainsSubstring("only --confirm uses it"));
+  CHECK_THAT(refusal(confirm), ContainsSubstring("--model: missing"));
+  CHECK_THAT(refusal(confirm + " --formats vllm --model " + kTiny),
+             ContainsSubstring("does not run the formats of vllm"));
+  std::filesystem::copy(kTiny, folder / "other");
+  std::string weights = read_bytes(folder / "other" / "model.safetensors");
+  weights.back() ^= 1;
+  write_bytes(folder / "other" / "model.safetensors", weights);
+  CHECK_THAT(refusal(confirm + " --model " + path("other")), ContainsSubstring("has the weights"));
+}
+
 TEST_CASE(
     "budgets by head from a run's errors work in a file, a replay, a deployment and the "
     "engine") {

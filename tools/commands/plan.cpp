@@ -1,5 +1,7 @@
 #include "sim/plan/format_plan.hpp"
 
+#include "engine/evaluation/eval.hpp"
+
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -7,7 +9,9 @@
 
 #include "sim/report/text.hpp"
 #include "tools/command.hpp"
+#include "tools/eval_model.hpp"
 #include "tools/options.hpp"
+#include "tools/turns.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 
@@ -18,8 +22,10 @@ struct Request {
   std::vector<std::string> traces;
   PlanRequest plan;
   std::string centre, out;
-  unsigned threads = 1;
-  bool json = false;
+  std::vector<std::string> confirm;  // texts
+  std::string model;                 // for --confirm
+  std::uint32_t max_tokens = 1024;   // of each text of --confirm
+  CommonOptions common;
 };
 
 /// Whether kvlab runs the plans itself.
@@ -38,7 +44,17 @@ void check(Request& request, const GivenOptions& given) {
     throw std::invalid_argument(
         fmt::format("--centre: {} does not centre keys; leave it out, or plan with --formats kvlab",
                     request.plan.set.name));
-  request.plan.threads = request.threads;
+  if (request.confirm.empty()) {
+    given.refuse({"model", "max-tokens", "device"}, "only --confirm uses it");
+  } else {
+    require_model(given, request.model);
+    if (!is_of_kvlab(request.plan.set))
+      throw std::invalid_argument(
+          fmt::format("--confirm: kvlab's engine does not run the formats of {}; leave --confirm "
+                      "out, or plan with --formats kvlab",
+                      request.plan.set.name));
+  }
+  request.plan.threads = request.common.threads;
 }
 
 void add_options(OptionTable& table, Request& request) {
@@ -60,8 +76,13 @@ void add_options(OptionTable& table, Request& request) {
              "kl_estimate if all traces have gradients)");
   table.text("out", "FILE", request.out,
              "file of the plan, for --tiers @FILE; an existing file is replaced");
-  add_threads_option(table, request.threads);
-  add_json_option(table, request.json);
+  table.texts("confirm", "FILE...", Takes::several_words, request.confirm,
+              "evaluate the plan and the best single format end to end on these texts, and write "
+              "the one with the lower KL; use other texts than those of the traces");
+  add_model_option(table, request.model);
+  table.whole("max-tokens", "T", Range{64, 1 << 20}, request.max_tokens,
+              "with --confirm: tokens of each text; the first half is the prompt");
+  add_common_options(table, request.common);
 }
 
 std::string loss_text(const PlanLoss& loss) {
@@ -71,7 +92,7 @@ std::string loss_text(const PlanLoss& loss) {
 
 /// One line for each run of layers with equal formats.
 void print_layers(const FormatPlan& plan) {
-  const TierPlan& tier_plan = plan.plan.tier_plan;
+  const TierPlan& tier_plan = plan.chosen().tier_plan;
   const auto format_of = [&](std::size_t layer) {
     return tier_plan.is_by_layer() ? tier_plan.layers[layer] : tier_plan.tiers.front().format;
   };
@@ -87,6 +108,60 @@ void print_layers(const FormatPlan& plan) {
   }
 }
 
+/// The text on the right of `columns` columns. "±" has two bytes, but takes one column.
+std::string right_aligned(const std::string& text, std::size_t columns) {
+  const bool has_sign = text.find("±") != std::string::npos;
+  return fmt::format("{:>{}}", text, columns + has_sign);
+}
+
+/// Measures KL of the plan and of the best single format on the texts of --confirm.
+void confirm(const Request& request, FormatPlan& plan) {
+  const EvalModel model = load_eval_model(request.model, request.common);
+  if (const std::string own = model.backend->weights_xxh3(); own != plan.weights_xxh3)
+    throw std::invalid_argument(
+        fmt::format("--model: {} has the weights {}, but the traces are of {} with the weights {}; "
+                    "give the checkpoint that was captured",
+                    request.model, own, plan.model, plan.weights_xxh3));
+  EvalOptions how{.window = request.max_tokens, .before = model.tokenizer.before()};
+  how.max_tokens = request.max_tokens;
+  std::vector<std::vector<std::int32_t>> texts;
+  for (const std::string& path : request.confirm)
+    texts.push_back(ids_of_file(path, model.tokenizer, how.max_tokens + how.before.size()));
+  how.names = text_names(request.confirm);
+  how.threads = request.common.threads;
+  how.progress = progress_bar("confirm");
+  const auto measure = [&](FormatChoice& choice) {
+    if (!choice.tier_plan.is_quantized()) {  // the full cache itself
+      choice.measured = {0, 0};
+      return;
+    }
+    CacheConfig config;
+    config.policy.tier_plan = choice.tier_plan;
+    config.policy.centre = request.plan.centre;
+    const Evaluation evaluation =
+        evaluate(model.backend->config(), model.run_sweep, texts, {config}, how);
+    choice.measured = {evaluation.scores.back().kl, evaluation.scores.back().kl_error};
+  };
+  measure(plan.plan);
+  if (plan.uniform.tier_plan.text() == plan.plan.tier_plan.text())
+    plan.uniform.measured = plan.plan.measured;
+  else
+    measure(plan.uniform);
+}
+
+void print_confirmation(const FormatPlan& plan, const Request& request) {
+  fmt::print(
+      "\nmeasured KL: mean over {}, {} tokens each, against the full cache in 16 bit\n",
+      request.confirm.size() == 1 ? "one text" : fmt::format("{} texts", request.confirm.size()),
+      request.max_tokens);
+  if (plan.metric == "kl_estimate" && plan.plan.joint.value > 0)
+    fmt::print("measured / predicted: {:.2f}\n", plan.plan.measured.value / plan.plan.joint.value);
+  fmt::print("{}: {}, which has the lower measured KL\n", request.out,
+             plan.chosen().tier_plan.text());
+  fmt::print("Next: kvlab generate --model {} --prompt TEXT --policy full --tiers @{}\n",
+             request.model, request.out);
+}
+
 void print(const FormatPlan& plan, const Request& request) {
   const double bits = request.plan.bits;
   fmt::print("{}, {} {}: formats of at most {:.4g} bits per element, by {}\n\n", plan.model,
@@ -94,13 +169,13 @@ void print(const FormatPlan& plan, const Request& request) {
              plan.metric);
   print_layers(plan);
   const std::string joint = plan.metric == "kl_estimate" ? "kl_estimate_joint" : plan.metric;
-  fmt::print("\n{:<26} {:>6} {:>14} {:>24}\n", "", "bits", "sum of losses", joint);
-  const auto line = [](const std::string& name, const FormatChoice& choice) {
-    // "±" has two bytes, but takes one column.
-    const std::string joint_text = loss_text(choice.joint);
-    const int wide = joint_text.find("±") == std::string::npos ? 24 : 25;
-    fmt::print("{:<26} {:>6.2f} {:>14} {:>{}}\n", name, choice.bits, number_text(choice.added),
-               joint_text, wide);
+  const bool confirmed = !request.confirm.empty();
+  fmt::print("\n{:<20} {:>5} {:>13} {:>19}{}\n", "", "bits", "sum of losses", joint,
+             confirmed ? "        measured KL" : "");
+  const auto line = [confirmed](const std::string& name, const FormatChoice& choice) {
+    fmt::print("{:<20} {:>5.2f} {:>13} {}{}\n", name, choice.bits, number_text(choice.added),
+               right_aligned(loss_text(choice.joint), 19),
+               confirmed ? right_aligned(loss_text(choice.measured), 19) : "");
   };
   line("this plan", plan.plan);
   line(fmt::format("{} in all layers", plan.uniform.tier_plan.text()), plan.uniform);
@@ -109,6 +184,10 @@ void print(const FormatPlan& plan, const Request& request) {
   for (const FormatChoice& choice : plan.frontier)
     if (choice.bits <= 9.05)
       fmt::print("{:>6.2f} {:>14}\n", choice.bits, number_text(choice.added));
+  if (confirmed) {
+    print_confirmation(plan, request);
+    return;
+  }
   const bool centres = request.plan.centre != KeyCentre::none && plan.plan.tier_plan.is_quantized();
   const std::string centre = centres ? " --centre prompt" : "";
   fmt::print(
@@ -123,13 +202,14 @@ int run(const Request& given) {
   request.progress = progress_bar("plan");
   std::vector<TraceReader> traces;
   for (const std::string& path : given.traces)
-    traces.push_back(open_verified_trace(path, given.threads));
+    traces.push_back(open_verified_trace(path, given.common.threads));
   std::vector<const TraceReader*> pointers;
   for (const TraceReader& trace : traces) pointers.push_back(&trace);
-  const FormatPlan plan = plan_formats(pointers, request);
+  FormatPlan plan = plan_formats(pointers, request);
+  if (!given.confirm.empty()) confirm(given, plan);
   const std::string text = plan_text(plan, request);
   write_file_atomically(given.out, text);
-  if (given.json)
+  if (given.common.json)
     fmt::print("{}", text);
   else
     print(plan, given);
