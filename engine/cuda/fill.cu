@@ -1,7 +1,11 @@
 #include "engine/cuda/fill.hpp"
 
-#include <cub/device/device_for.cuh>
+#include <thrust/device_ptr.h>
+#include <thrust/fill.h>
+#include <thrust/logical.h>
+#include <thrust/tabulate.h>
 
+#include "kernels/device/thrust_status.hpp"
 #include "kernels/device/type_dispatch.cuh"
 
 namespace kvlab::cuda {
@@ -24,33 +28,27 @@ __device__ float normal(std::uint64_t bits) {
   return sqrtf(-2.0f * logf(u)) * cospif(2.0f * v);
 }
 
-// Functors for cub::DeviceFor that write element i.
-
+/// Element i of random numbers.
 template <class T>
-struct FillNormal {
-  T* to;
+struct NormalElement {
   float deviation;
   std::uint64_t seed;
-  __device__ void operator()(std::size_t i) const {
-    to[i] = kernels::from_float<T>(deviation * normal(hash(hash(seed) + i)));
+  __device__ T operator()(std::size_t i) const {
+    return kernels::from_float<T>(deviation * normal(hash(hash(seed) + i)));
+  }
+};
+
+struct IsNotFinite {
+  template <class T>
+  __device__ bool operator()(T value) const {
+    return !isfinite(kernels::to_float(value));
   }
 };
 
 template <class T>
-struct FillValue {
-  T* to;
-  float value;
-  __device__ void operator()(std::size_t i) const { to[i] = kernels::from_float<T>(value); }
-};
-
-template <class T>
-struct FindNotFinite {
-  const T* from;
-  std::int32_t* found;
-  __device__ void operator()(std::size_t i) const {
-    if (!isfinite(kernels::to_float(from[i]))) *found = 1;
-  }
-};
+thrust::device_ptr<T> elements_of(void* memory) {
+  return thrust::device_pointer_cast(static_cast<T*>(memory));
+}
 
 /// Each thread keeps eight 16-byte loads in flight.
 template <Caching caching>
@@ -107,21 +105,30 @@ __global__ void finish_step_kernel(FinishStepArgs args) {
 cudaError_t fill_normal(Type type, void* to, std::size_t count, float deviation, std::uint64_t seed,
                         cudaStream_t stream) {
   return kernels::with_type(type, [&]<class T>(T) {
-    return cub::DeviceFor::Bulk(count, FillNormal<T>{static_cast<T*>(to), deviation, seed}, stream);
+    const auto begin = elements_of<T>(to);
+    return kernels::thrust_status(stream, [&](const auto& policy) {
+      thrust::tabulate(policy, begin, begin + static_cast<std::ptrdiff_t>(count),
+                       NormalElement<T>{deviation, seed});
+    });
   });
 }
 
 cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cudaStream_t stream) {
   return kernels::with_type(type, [&]<class T>(T) {
-    return cub::DeviceFor::Bulk(count, FillValue<T>{static_cast<T*>(to), value}, stream);
+    return kernels::thrust_status(stream, [&](const auto& policy) {
+      thrust::fill_n(policy, elements_of<T>(to), count, kernels::from_float<T>(value));
+    });
   });
 }
 
-cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
-                            cudaStream_t stream) {
+cudaError_t has_not_finite(Type type, const void* from, std::size_t count, bool& found,
+                           cudaStream_t stream) {
   return kernels::with_type(type, [&]<class T>(T) {
-    return cub::DeviceFor::Bulk(count, FindNotFinite<T>{static_cast<const T*>(from), found},
-                                stream);
+    const auto begin = thrust::device_pointer_cast(static_cast<const T*>(from));
+    return kernels::thrust_status(stream, [&](const auto& policy) {
+      found =
+          thrust::any_of(policy, begin, begin + static_cast<std::ptrdiff_t>(count), IsNotFinite{});
+    });
   });
 }
 

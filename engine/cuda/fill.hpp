@@ -14,9 +14,9 @@ using kernels::Type;
 cudaError_t fill_normal(Type type, void* to, std::size_t count, float deviation, std::uint64_t seed,
                         cudaStream_t stream);
 cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cudaStream_t stream);
-/// Sets *found = 1 if an element is not finite; otherwise leaves *found unchanged.
-cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
-                            cudaStream_t stream);
+/// Sets `found` to whether an element is not finite. Waits for the stream.
+cudaError_t has_not_finite(Type type, const void* from, std::size_t count, bool& found,
+                           cudaStream_t stream);
 /// Whether read data should stay in the L2 cache (because it is read again soon) or be evicted
 /// first.
 enum class Caching { keep, stream };

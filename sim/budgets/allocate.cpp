@@ -37,6 +37,10 @@ std::size_t series_of(const MetricTable& metric_table, const std::string& policy
     if (policy.empty() || series.policy == policy) named.push_back(s);
   }
   if (named.size() == 1) return named.front();
+  if (known.empty())
+    throw std::invalid_argument(
+        "the run has no policy that evicts, so there is nothing to allocate; replay one, such as "
+        "h2o");
   throw std::invalid_argument(fmt::format(
       "--policy: {}; give one of {}",
       named.empty() ? fmt::format("{} is not in this run", policy.empty() ? "a policy" : policy)

@@ -9,10 +9,11 @@ build=${KVLAB_COVERAGE_BUILD:-build-coverage} corpora=${1:-}
 targets=$(cd tests/fuzz && ls ./*_target.cpp | sed 's|./||; s/_target.cpp//')
 readers=(
   traces/base/{json,json_fields,json_value,safetensors,text}.cpp
-  traces/{extras,manifest,shard,trace_reader,trace_seal,trace_verify}.cpp
-  engine/tokenizer/*.cpp engine/checkpoint/{checkpoint,model_config}.cpp engine/evaluation/{policy_file,task/chat}.cpp
-  sim/run/{csv,kept,results,run,unit_file}.cpp sim/budgets/budget_file.cpp
+  traces/{extras,manifest,shard,trace_reader,trace_verify}.cpp
+  engine/tokenizer/*.cpp engine/checkpoint/{checkpoint,model_config}.cpp engine/evaluation/policy_file.cpp .cpp
+  sim/run/{results,run,run_folder}.cpp sim/budgets/budget_file.cpp
   policies/{catalogue,cache_config,policy_struct,budgets/budget}.cpp)
+ls "${readers[@]}" >/dev/null # fails if one of them is missing
 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER=clang++-14 -DKVLAB_WERROR=OFF -DKVLAB_CUDA=OFF \
   -DKVLAB_MPI=OFF "-DCMAKE_CXX_FLAGS=-O1 -fprofile-instr-generate -fcoverage-mapping -Wno-unknown-warning-option" >/dev/null
 # shellcheck disable=SC2046

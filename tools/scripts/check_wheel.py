@@ -50,12 +50,12 @@ def dynamic(library: pathlib.Path) -> tuple[list[str], list[str]]:
 def faults_of_libraries(files: list[str], folder: pathlib.Path, is_cuda: bool) -> list[str]:
     """Faults of the shared libraries of a manylinux wheel, which is unpacked in `folder`."""
     libraries = [name for name in files if re.search(r"\.so(\.|$)", name)]
-    feature_values = {pathlib.PurePath(name).name for name in libraries}
+    own_names = {pathlib.PurePath(name).name for name in libraries}
     faults = []
     for name in libraries:
         needed, folders = dynamic(folder / name)
         for library in needed:
-            if library in feature_values or SYSTEM.fullmatch(library) or (is_cuda and CUDA_SYSTEM.fullmatch(library)):
+            if library in own_names or SYSTEM.fullmatch(library) or (is_cuda and CUDA_SYSTEM.fullmatch(library)):
                 continue
             faults.append(f"{name} needs {library}, which the wheel does not have")
         faults += [f"{name} looks for libraries in {path}" for path in folders if not path.startswith("$ORIGIN")]

@@ -99,21 +99,13 @@ class Upload {
 /// value.
 void check_finite(const TensorReader& tensors, const WeightPlan& plan, Dtype dtype,
                   const std::byte* base) {
-  const std::size_t count = plan.parts.size();
-  const cuda::DeviceBuffer found(count * sizeof(std::int32_t), "a check of the weights");
-  cuda::check(cudaMemset(found.data(), 0, found.bytes()), "checking the weights");
-  for (std::size_t i = 0; i < count; ++i)
-    cuda::check(
-        cuda::find_not_finite(kernel_type(dtype), base + plan.parts[i].offset,
-                              plan.parts[i].elements(), found.as<std::int32_t>() + i, nullptr),
-        "checking the weights");
-  std::vector<std::int32_t> flags(count);
-  cuda::check(cudaMemcpy(flags.data(), found.data(), found.bytes(), cudaMemcpyDeviceToHost),
-              "checking the weights");
-  const auto bad = std::ranges::find(flags, 1);
-  if (bad == flags.end()) return;
-  tensors.refuse_not_finite(plan.parts[static_cast<std::size_t>(bad - flags.begin())].name,
-                            fmt::format(" in {}", torch_name(dtype)));
+  for (const auto& part : plan.parts) {
+    bool found = false;
+    cuda::check(cuda::has_not_finite(kernel_type(dtype), base + part.offset, part.elements(), found,
+                                     nullptr),
+                "checking the weights");
+    if (found) tensors.refuse_not_finite(part.name, fmt::format(" in {}", torch_name(dtype)));
+  }
 }
 
 /// Allocates memory for the weights. Throws std::runtime_error if they do not fit.

@@ -10,6 +10,7 @@
 #include "sim/replay.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/brute_force.hpp"
+#include "tests/sim/random_trace.hpp"
 #include "tests/traces/extra_files.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/base/files.hpp"

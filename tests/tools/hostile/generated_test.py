@@ -134,7 +134,7 @@ class Checker:
         found = []
         if killed or work > WORK + WORK_SWEPT * swept(words):
             found.append(("hang", f"{work:.1f} s of work"))
-        elif code < 0 or code > 2 and code != 2:
+        elif code < 0 or code > 2:
             found.append(("signal" if code < 0 or code >= 128 else "exit code", str(code)))
         elif code == 1 and words[0] not in ("verify", "trace"):
             found.append(("exit code", "1"))
