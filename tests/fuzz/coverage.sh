@@ -10,7 +10,7 @@ targets=$(cd tests/fuzz && ls ./*_target.cpp | sed 's|./||; s/_target.cpp//')
 readers=(
   traces/base/{json,json_fields,json_value,safetensors,text}.cpp
   traces/{extras,manifest,shard,trace_reader,trace_verify}.cpp
-  engine/tokenizer/*.cpp engine/checkpoint/{checkpoint,model_config}.cpp engine/evaluation/policy_file.cpp .cpp
+  engine/tokenizer/*.cpp engine/checkpoint/{checkpoint,model_config}.cpp engine/evaluation/{policy_file,task/sample}.cpp
   sim/run/{results,run,run_folder}.cpp sim/budgets/budget_file.cpp
   policies/{catalogue,cache_config,policy_struct,budgets/budget}.cpp)
 ls "${readers[@]}" >/dev/null # fails if one of them is missing
