@@ -21,6 +21,7 @@ enum class Encoding : std::uint8_t {
   ggml,        ///< a format of GGML with a scale per 32 elements: q8_0, q5_0, q4_0
   ggml_min,    ///< a format of GGML with a scale and a minimum per 32 elements: q5_1, q4_1
   nvfp4,       ///< e2m1 with one e4m3 scale per 16 elements
+  quanto,      ///< integers with a float32 scale and minimum per 64 elements
 };
 
 /// A storage format of one row of elements, a token's key or its value.
@@ -47,15 +48,17 @@ struct RowFormat {
 
 /// Formats in order of decreasing precision. fp8_e4m3 is vLLM's and TensorRT-LLM's fp8 with scale
 /// 1, q8_0 to q4_0 are llama.cpp's (ggml/src/ggml-quants.c), and nvfp4 is NVIDIA's format with
-/// scale 1 for the tensor.
+/// scale 1 for the tensor. int4_g64 and int2_g64 are those of transformers' QuantizedCache with the
+/// backend optimum-quanto and its default groups of 64, for a model in float32.
 inline constexpr RowFormat kRowFormats[] = {
     {"16", 16, 0, Encoding::none},        {"fp8", 8, 1, Encoding::e4m3_block, true},
     {"fp8_e4m3", 8, 0, Encoding::e4m3},   {"8", 8, 4, Encoding::integer, true},
     {"q8_0", 8, 2, Encoding::ggml},       {"q5_1", 5, 4, Encoding::ggml_min},
     {"q5_0", 5, 2, Encoding::ggml},       {"4", 4, 4, Encoding::integer, true},
     {"q4_1", 4, 4, Encoding::ggml_min},   {"q4_0", 4, 2, Encoding::ggml},
-    {"nvfp4", 4, 2, Encoding::nvfp4},     {"3", 3, 4, Encoding::integer, true},
-    {"2", 2, 4, Encoding::integer, true},
+    {"int4_g64", 4, 4, Encoding::quanto}, {"nvfp4", 4, 2, Encoding::nvfp4},
+    {"3", 3, 4, Encoding::integer, true}, {"2", 2, 4, Encoding::integer, true},
+    {"int2_g64", 2, 4, Encoding::quanto},
 };
 
 /// The row format with this name; null if there is none.

@@ -38,6 +38,8 @@ void round_elements(std::span<float> row, const RowFormat& format) {
       return quantize_ggml_min(row, format.bits);
     case Encoding::nvfp4:
       return quantize_nvfp4(row);
+    case Encoding::quanto:
+      return quantize_quanto(row, format.bits);
   }
 }
 

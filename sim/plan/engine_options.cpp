@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::string_view kEngines[] = {"vllm", "llama.cpp", "tensorrt-llm"};
+constexpr std::string_view kEngines[] = {"vllm", "llama.cpp", "tensorrt-llm", "transformers"};
 
 [[noreturn]] void refuse_windows(std::string_view engine) {
   throw std::invalid_argument(
@@ -89,14 +89,23 @@ std::string tensorrt_options(const PlanFile& plan, const std::vector<KvFormat>& 
                                                                                   : format.name);
 }
 
+std::string transformers_options(const PlanFile& plan, const std::vector<KvFormat>& layers) {
+  same_in_all(layers, "transformers");
+  const RowFormat& format = only_format(layers, "transformers", {"int4_g64", "int2_g64"});
+  if (format.exact()) return "DynamicCache(config=model.config)";
+  if (plan.has_windows) refuse_windows("transformers");
+  return fmt::format(
+      "QuantizedCache(\"quanto\", model.config, nbits={}, axis_key=0, axis_value=0, "
+      "q_group_size=64)",
+      format.bits);
+}
+
 }  // namespace
 
 std::string engine_options(const PlanFile& plan, std::string_view engine) {
   if (std::ranges::find(kEngines, engine) == std::end(kEngines))
     throw std::invalid_argument(
-        fmt::format("--for: '{}' should be one of {}; transformers has none of these formats, but "
-                    "kvlab.hf.Cache(model, \"full:tiers=...\") runs every plan on the CPU",
-                    engine, fmt::join(kEngines, ", ")));
+        fmt::format("--for: '{}' should be one of {}", engine, fmt::join(kEngines, ", ")));
   if (plan.centre != KeyCentre::none) refuse(engine, "does not centre keys");
   const std::vector<KvFormat> layers =
       plan.tier_plan.is_by_layer()
@@ -104,6 +113,7 @@ std::string engine_options(const PlanFile& plan, std::string_view engine) {
           : std::vector(plan.layers.size(), plan.tier_plan.tiers.front().format);
   if (engine == "vllm") return vllm_options(plan, layers);
   if (engine == "llama.cpp") return llama_options(plan, layers);
+  if (engine == "transformers") return transformers_options(plan, layers);
   return tensorrt_options(plan, layers);
 }
 

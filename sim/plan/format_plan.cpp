@@ -283,6 +283,11 @@ std::span<const FormatSet> format_sets() {
        {"16", "fp8_e4m3", "nvfp4"},
        {.by_layer = false, .pairs = FormatPairs::equal},
        true},
+      // QuantizedCache has one number of bits.
+      {"transformers",
+       {"16", "int4_g64", "int2_g64"},
+       {.by_layer = false, .pairs = FormatPairs::equal},
+       true},
   };
   return sets;
 }

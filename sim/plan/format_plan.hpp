@@ -39,8 +39,8 @@ struct FormatSet {
   PlanFreedom freedom;
   bool quantizes_windows = false;  ///< whether layers with a sliding window are quantized, too
 };
-/// The sets kvlab, cuda (kvlab's CUDA decoder, kvlab.hf and C library), vllm, llama.cpp and
-/// tensorrt-llm, with the formats that each engine supports today.
+/// The sets kvlab, cuda (kvlab's CUDA decoder, kvlab.hf and C library), vllm, llama.cpp,
+/// tensorrt-llm and transformers, with the formats that each engine supports today.
 std::span<const FormatSet> format_sets();
 
 /// Parses the name of a set, or a list of row formats such as `16,8,4`. A list may be used with any

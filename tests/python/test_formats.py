@@ -45,6 +45,24 @@ def test_fp8_e4m3_equals_torch() -> None:
     assert kvlab.quantize(numpy.full(32, 1e6, "f4"), "fp8_e4m3").max() == 448
 
 
+@pytest.mark.parametrize("bits", [4, 2])
+def test_formats_of_transformers_equal_those_of_quanto(bits: int) -> None:
+    torch = pytest.importorskip("torch")
+    quanto = pytest.importorskip("optimum.quanto")
+    kind = {4: quanto.qint4, 2: quanto.qint2}[bits]
+    for rows in rows_of(5):
+        given = torch.from_numpy(rows)
+        scale, shift = quanto.MaxOptimizer()(given, kind, 0, 64)
+        expected = quanto.quantize_weight(given, kind, 0, scale, shift, 64, optimized=False).dequantize().numpy()
+        equal = (scale == 0).numpy()  # quanto computes 0 / 0 there
+        expected = numpy.where(equal, rows.reshape(-1, 64), expected.reshape(-1, 64)).reshape(rows.shape)
+        numpy.testing.assert_array_equal(kvlab.quantize(rows, f"int{bits}_g64"), expected)
+    with pytest.raises(ValueError, match="a multiple of 64, not 96"):
+        kvlab.quantize(numpy.ones((2, 96), "f4"), "int4_g64")
+    with pytest.raises(ValueError, match="too large for a float32 scale"):
+        kvlab.quantize(numpy.array([3e38, -3e38] * 32, "f4"), "int4_g64")
+
+
 def test_nvfp4_has_the_nearest_numbers_of_its_definition() -> None:
     grid = numpy.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], "f4")  # e2m1; numbers at odd indices have an odd mantissa
     torch = pytest.importorskip("torch")

@@ -15,12 +15,12 @@ struct Request {
 
 void check(Request&, const GivenOptions& given) {
   given.require("plan", "kvlab export plan.json, a file of `kvlab plan`");
-  given.require("for", "--for vllm, llama.cpp or tensorrt-llm");
+  given.require("for", "--for vllm, llama.cpp, tensorrt-llm or transformers");
 }
 
 void add_options(OptionTable& table, Request& request) {
   table.text("plan", "FILE", request.plan, "a file of `kvlab plan`");
-  table.text("for", "ENGINE", request.engine, "vllm, llama.cpp or tensorrt-llm");
+  table.text("for", "ENGINE", request.engine, "vllm, llama.cpp, tensorrt-llm or transformers");
   add_json_option(table, request.json);
 }
 
@@ -38,7 +38,7 @@ int run(const Request& request) {
 Command export_command() {
   return {.name = "export",
           .summary = "prints a plan as the options of a serving engine",
-          .usage = "plan.json --for vllm|llama.cpp|tensorrt-llm",
+          .usage = "plan.json --for vllm|llama.cpp|tensorrt-llm|transformers",
           .example = "kvlab export plan.json --for vllm",
           .positional = "plan",
           .prepare = prepared(add_options, check, run)};

@@ -63,10 +63,11 @@ void add_options(OptionTable& table, Request& request) {
   table.parsed("budget", "B", request.plan.bits, parse_plan_bits,
                "mean precision of the cache, with scales and minima: 4.5bits, or a share of the "
                "bytes in 16 bit such as 25%bytes");
-  table.parsed("formats", "SET", request.plan.set, parse_format_set,
-               "formats to choose from: kvlab, cuda (those that kvlab also has on CUDA), vllm, "
-               "llama.cpp, tensorrt-llm (what that engine can do), or a list such as 16,8,4",
-               "kvlab");
+  table.parsed(
+      "formats", "SET", request.plan.set, parse_format_set,
+      "formats to choose from: kvlab, cuda (those that kvlab also has on CUDA), vllm, "
+      "llama.cpp, tensorrt-llm, transformers (what that engine can do), or a list such as 16,8,4",
+      "kvlab");
   table.text("centre", "none|prompt", request.centre,
              "centre keys before they are quantized (default: none)");
   table.parsed("queries", "decode|all", request.plan.queries, parse_queries,

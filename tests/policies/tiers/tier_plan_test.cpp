@@ -144,6 +144,8 @@ TEST_CASE("formats of keys and values have names, bytes and an order") {
   CHECK(bytes("q8_0/q4_0") == 34 + 18);
   CHECK(bytes("fp8_e4m3") == 64);
   CHECK(bytes("nvfp4") == 36);
+  CHECK(bytes("int4_g64") == 40);
+  CHECK(bytes("int2_g64") == 24);
   CHECK(bytes("3") == 32);
   CHECK(find_kv_format("4")->bits() == 5);
   CHECK(kernel_format(*find_kv_format("2")) == 5u);

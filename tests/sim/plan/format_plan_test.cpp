@@ -237,6 +237,10 @@ TEST_CASE("a plan is written as the options of an engine") {
   CHECK(options("q5_1x4", "llama.cpp") ==
         "--flash-attn on --cache-type-k q5_1 --cache-type-v q5_1");
   CHECK(options("fp8_e4m3", "tensorrt-llm") == "kv_cache_config:\n  dtype: fp8");
+  CHECK(options("16", "transformers") == "DynamicCache(config=model.config)");
+  CHECK(options("int2_g64", "transformers") ==
+        "QuantizedCache(\"quanto\", model.config, nbits=2, axis_key=0, axis_value=0, "
+        "q_group_size=64)");
   CHECK(options("16", "tensorrt-llm") == "kv_cache_config:\n  dtype: auto");
 }
 
@@ -250,7 +254,9 @@ TEST_CASE("a plan that an engine cannot express is refused by name") {
            {"8", "llama.cpp", "llama.cpp does not have the format 8"},
            {"16x1-fp8_e4m3x3", "tensorrt-llm", "the same formats in all layers"},
            {"q4_0", "tensorrt-llm", "does not have the format q4_0"},
-           {"16", "transformers", "should be one of vllm, llama.cpp, tensorrt-llm"}}) {
+           {"8", "transformers", "does not have the format 8"},
+           {"int4_g64x1-16x3", "transformers", "the same formats in all layers"},
+           {"16", "sglang", "should be one of vllm, llama.cpp, tensorrt-llm, transformers"}}) {
     INFO(tiers << " " << engine);
     const PlanFile plan{parse_tier_plan(tiers), KeyCentre::none, {0, 1, 5, 7}};
     CHECK_THAT(error_of<std::invalid_argument>([&] { engine_options(plan, engine); }),

@@ -212,7 +212,7 @@ def plan_file(rng, bases):
     data = (bases.folder / "plan.json").read_bytes()
     Path("plan.json").write_bytes(m.json_text(rng, json.loads(data)) if rng.random() < 0.8 else m.raw(rng, data))
     if rng.random() < 0.3:
-        return Case(["export", "plan.json", "--for", m.pick(rng, "vllm", "llama.cpp", "tensorrt-llm", "x")])
+        return Case(["export", "plan.json", "--for", m.pick(rng, "vllm", "llama.cpp", "tensorrt-llm", "transformers", "x")])
     return Case(some_replay(rng, bases, bases.trace3, "full", "16", ["--tiers", m.pick(rng, "@plan.json", "@plan.json", "@", "@none")]))
 
 

@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kBlock = 32, kNvBlock = 16;
+constexpr std::size_t kBlock = 32, kNvBlock = 16, kQuantoGroup = 64;
 constexpr float kLargestE4m3 = 448, kLargestE2m1 = 6, kLargestF16 = 65504;
 
 void refuse_nan(std::span<const float> row) {
@@ -158,6 +158,30 @@ void quantize_nvfp4(std::span<float> row) {
     for (const float x : block) largest = std::max(largest, std::abs(x));
     const float scale = round_to_e4m3(std::min(largest / kLargestE2m1, kLargestE4m3));
     for (float& x : block) x = scale == 0 ? 0 : round_to_e2m1(x / scale) * scale;
+  }
+}
+
+void quantize_quanto(std::span<float> row, int bits) {
+  refuse_nan(row);
+  if (row.size() % kQuantoGroup != 0)
+    throw std::invalid_argument(
+        "int4_g64 and int2_g64 have groups of 64 elements, so they need a "
+        "head size that is a multiple of 64, not " +
+        std::to_string(row.size()));
+  const auto levels = static_cast<float>((1 << bits) - 1);
+  for (std::size_t base = 0; base < row.size(); base += kQuantoGroup) {
+    const std::span<float> group = row.subspan(base, kQuantoGroup);
+    const auto [least, most] = std::ranges::minmax(group);
+    const float scale = (most - least) / levels;
+    if (!std::isfinite(scale))
+      throw std::invalid_argument("a key or value has " + std::to_string(least) + " to " +
+                                  std::to_string(most) +
+                                  ", which is too large for a float32 scale; use tier 16");
+    for (float& x : group) {
+      const float level = scale == 0 ? 0 : std::clamp(std::rint((x - least) / scale), 0.0f, levels);
+      const float product = level * scale;
+      x = product + least;
+    }
   }
 }
 

@@ -34,4 +34,9 @@ void quantize_ggml_min(std::span<float> row, int bits);
 /// the largest magnitude divided by 6.
 void quantize_nvfp4(std::span<float> row);
 
+/// optimum-quanto's qint4 and qint2 with its MaxOptimizer, on float32: groups of 64 elements with a
+/// scale and a minimum in float32. Also throws std::invalid_argument for infinite elements, and for
+/// a row whose size is not a multiple of 64, because quanto's groups would span several rows.
+void quantize_quanto(std::span<float> row, int bits);
+
 }  // namespace kvlab
