@@ -55,7 +55,7 @@ void print_table(const Fidelity& fidelity) {
       fmt::print(" {:>14}", fmt::format("{:.2f} ({:.2f})", budget.rho, budget.regret));
     fmt::print(" {:>9.2f}\n", metric.pooled);
   }
-  fmt::print("{:<16}", "text by text");
+  fmt::print("{:<16}", "KL between texts");
   for (const double rho : fidelity.ceiling)
     fmt::print(" {:>14}", std::isnan(rho) ? "-" : fmt::format("{:.2f}", rho));
   fmt::print("\n");
