@@ -119,7 +119,7 @@ def knapsack(losses, most):
 
 
 def by_brute_force(experiment, layers):
-    """{bits: tier plan} from an end-to-end evaluation of each layer's keys and values in each format alone."""
+    """{bits: tier plan}. Each evaluation quantizes the keys or the values of one layer; all others are in 16 bit."""
     names = list(ROWS)
     alone = {}
     for layer in range(layers):

@@ -139,8 +139,8 @@ def tier_plans():
         for tier_plan in ASKED
     ]
     experiment.section(
-        f"## Pass key\n\nThe share of right answers of {', '.join(requested)} under `h2o:sinks=4`, asked after the eviction. "
-        "Models whose full cache has less than 80% right answers are left out.\n\n"
+        f"## Pass key\n\nThe share of right answers of {', '.join(requested)} under `h2o:sinks=4`. The question comes "
+        "after the eviction. Models whose full cache has less than 80% right answers are left out.\n\n"
         + table(["tier plan", *map(str, KEYS_AT)], rows)
     )
     rows = [
@@ -148,8 +148,9 @@ def tier_plans():
     ]
     experiment.section(
         "## Quantization alone\n\nThe error of attention's output, relative to its size, if no token is evicted and every token is "
-        "quantized: to 4 bits unless the row says otherwise. 512 tokens of the first text, up to six layers without a sliding "
-        "window. Blocks of 64 channels take a tenth fewer bytes.\n\n" + table(["quantized", "block", "Hadamard rotation", *names], rows)
+        "quantized. Tokens are quantized to 4 bits unless the row says otherwise. The error is measured on 512 tokens of the "
+        "first text, in up to six layers without a sliding window. Blocks of 64 channels take a tenth fewer bytes.\n\n"
+        + table(["quantized", "block", "Hadamard rotation", *names], rows)
     )
     experiment.write("Tier plans at equal bytes", QUESTION)
 
