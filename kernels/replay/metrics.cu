@@ -21,8 +21,10 @@ __device__ inline float4 metrics_of(float kept, float row_sum, std::uint32_t hit
           static_cast<float>(whole ? 0 : wanted - hits), static_cast<float>(wanted)};
 }
 
-/// Uses one thread block for each configuration that is not an fp16 copy (x), and head task (y).
-/// First each thread handles one query and head, then one sum and head.
+/// Computes recalls and sums of metrics. Uses one thread block for each configuration (x) and head
+/// task (y). fp16 copies come after the other configurations and have no thread block. In the first
+/// loop, a thread computes the metrics of one query and head. In the second loop, it adds up one
+/// metric of one head over the queries.
 __global__ void __launch_bounds__(kThreads)
     counts_kernel(const __grid_constant__ ReplayMetricsArgs args) {
   __shared__ float4 metrics[kMaxReplayQueries][kMaxReplayGroup];

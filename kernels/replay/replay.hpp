@@ -142,7 +142,8 @@ struct ReplayCachePositionRows {
   float4* scales;
 };
 
-/// Inputs of direct exponentials and outputs. Angles are given as cos and sin.
+/// The tensors from which direct exponentials and attention outputs are computed. Rotation angles
+/// are given as cos and sin.
 struct ReplayTensors {
   const float* queries;  // [head task, token, group, dim], rotated, not rounded
   const void* keys;      // [head task, token, dim], before RoPE
