@@ -262,10 +262,10 @@ void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAp
   const bool interleaves = cache.config().interleaves_appends;
   for (std::size_t other = 0; other < layers; ++other)
     want(chunk_tokens[other] == 0 || (requested == current && (interleaves || other == layer)),
-         "layer {} of sequence {} has had {} of an append's {} tokens; continue with the next "
-         "tokens there. All chunks of an append go through a layer before the next layer begins, "
-         "unless the cache was created with interleaves_appends. kvlab_kv_cache_start drops an "
-         "append",
+         "layer {} of sequence {} has had {} of the {} tokens of an append; give this layer the "
+         "rest of them first. All chunks of an append go through a layer before the next layer "
+         "begins, unless the cache was created with interleaves_appends. To drop the append "
+         "instead, call kvlab_kv_cache_start",
          other, current.sequence, chunk_tokens[other], current.tokens);
   // With interleaves_appends, an append must be complete in all layers before another one begins.
   // Without it, another append may come between two layers, because each layer fills the append
