@@ -134,8 +134,8 @@ void check_deadline(int) {
       say_as_it_is(name);
     }
   say_as_it_is(
-      " in the middle of a long step; unfinished results are kept, as *.part, and the same command "
-      "starts from the beginning\n");
+      " in the middle of a long step; unfinished files stay, as *.part; run the same command "
+      "again: replay and task continue, other commands start from the beginning\n");
   ::_exit(128 + caller);
 }
 
