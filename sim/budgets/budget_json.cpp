@@ -37,9 +37,10 @@ Budget budget_from_json(const json& value, const std::string& where, std::string
       continue;
     }
     if (layer.is_array() != by_head)
-      throw std::runtime_error(
-          at + (by_head ? ": should be a list of tokens, one for each KV head, as in earlier layers"
-                        : ": should be a number of tokens, as in earlier layers"));
+      throw std::runtime_error(at + (by_head
+                                         ? ": should be a list of numbers of tokens, one for each "
+                                           "KV head, as in earlier layers"
+                                         : ": should be a number of tokens, as in earlier layers"));
     auto& own = heads.emplace_back();
     if (!by_head) own.push_back(tokens_from(layer, at));
     if (by_head)

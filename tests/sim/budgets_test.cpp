@@ -109,7 +109,7 @@ TEST_CASE("an invalid budget file is refused in one line, with the file and the 
            {"[[]]", "b.json: budgets[0]"},
            {"[[], []]", "b.json: budgets[0]: 0 numbers"},
            {"[64, [32]]", "b.json: budgets[1]: should be a number of tokens, as in earlier layers"},
-           {"[[64], 32]", "b.json: budgets[1]: should be a list of tokens"},
+           {"[[64], 32]", "b.json: budgets[1]: should be a list of numbers of tokens"},
            {"[[64, 1], [32]]", "b.json: budgets[1]: 1 numbers; layer 0 has 2"},
            {"[[64, -1]]", "b.json: budgets[0][1]"},
            {"[[64, 2147483648]]", "b.json: budgets[0][1]: should be a number of tokens"},
