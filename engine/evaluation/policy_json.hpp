@@ -27,7 +27,7 @@ struct PolicyJson {
   std::string path;                                    ///< of the file, for errors
   std::string policy;                                  ///< a name, without settings
   std::vector<std::pair<std::string, double>> params;  ///< in the order of their names
-  std::string feature;                                 ///< parameter `name`; empty: not given
+  std::string feature;  ///< the token feature that the parameter `name` selects; empty: none
   Extent sinks, recent;
   bool prompt = false;  ///< as in PolicySpec
   /// Names and values as set_modifier() takes them. Modifiers that are missing keep the policy's
