@@ -60,11 +60,12 @@ class Decoder : public SequenceDecoder {
   void watch(DecoderObserver* observer);  ///< null: no observer
 
   /// Feeds tokens. A prompt is appended in the configuration's prefill mode, and decoded tokens are
-  /// appended one by one. With policy `full`, hundreds of tokens are appended at once, because
-  /// chunks make no difference. Returns the logits [vocab] of the last token, valid until the next
-  /// call. If `all_logits` is not null, also writes the logits of every token [n, vocab] there.
-  /// Throws std::invalid_argument if there are no tokens, and std::out_of_range for an id outside
-  /// the vocabulary.
+  /// appended one by one. If the results do not depend on how tokens are appended (under policy
+  /// `full` without quantization), dense prompts and decoded tokens are appended in chunks of
+  /// hundreds of tokens, which limits the memory. Returns the logits [vocab] of the last token,
+  /// valid until the next call. If `all_logits` is not null, also writes the logits of every token
+  /// [n, vocab] there. Throws std::invalid_argument if there are no tokens, and std::out_of_range
+  /// for an id outside the vocabulary.
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
                               std::vector<float>* all_logits = nullptr) override;
   void extend(Sampler& sampler, std::uint32_t count,

@@ -133,7 +133,8 @@ void CudaDecoder::copy_logits(int sequence, float* to) const {
 
 // --- Prefill -------------------------------------------------------------------------------------
 
-/// Tokens that are fed to a sequence together: either appended at once, or decoded one by one.
+/// Consecutive tokens of one feed. A piece is either one append of several tokens, or a run of
+/// tokens that are decoded one by one.
 struct CudaDecoder::Piece {
   int sequence;
   SegmentKind kind;
