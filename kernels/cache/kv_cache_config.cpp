@@ -57,7 +57,8 @@ EvictionKernels kernels_for(const KvCacheConfig& config, const DevicePolicy& pol
   const std::string why = why_not_fast(config, limits);
   if (why.empty()) return observing_kernels(policy);
   if (plain == PlainKernels::absent)
-    throw std::invalid_argument(why + "; a policy of the registry has kernels that need less");
+    throw std::invalid_argument(
+        why + "; use a policy of the registry, whose kernels need less shared memory");
   return plain_kernels(policy);
 }
 

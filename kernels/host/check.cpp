@@ -60,7 +60,7 @@ MemoryInfo memory_info() {
     throw Error(error,
                 "device memory: other programs use so much of it that CUDA cannot start; it needs "
                 "about 600 MiB, plus the weights and the cache");
-  check(error, "asking for the device's memory");
+  check(error, "reading how much device memory is free");
   return {free, total};
 }
 

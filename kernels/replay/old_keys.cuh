@@ -21,7 +21,9 @@ namespace kvlab::kernels {
 /// The key of an old token, for those queries of a query group that have the same distance to it.
 struct OldItem {
   std::uint32_t slot;
-  std::uint32_t packed;  ///< distance, first query and end of the query group: 24, 4 and 4 bits
+  /// 24 bits: distance. 4 bits each: the first of those queries, and their end (exclusive), as
+  /// indices in the query group.
+  std::uint32_t packed;
 
   __device__ static OldItem of(std::uint32_t slot, std::uint32_t distance, std::uint32_t first,
                                std::uint32_t end) {
