@@ -183,7 +183,9 @@ void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head,
   if (layer >= shape().layers || query_head >= shape().query_heads ||
       std::ranges::any_of(positions, [&](std::uint32_t p) { return p >= tokens(); }))
     throw std::out_of_range(
-        fmt::format("the trace has no such gradients of layer {}, head {}", layer, query_head));
+        fmt::format("gradients of layer {}, query head {}: one of the indices or positions is too "
+                    "large; the trace has {} layers, {} query heads and {} tokens",
+                    layer, query_head, shape().layers, shape().query_heads, tokens()));
   const std::size_t size = shape().head_size, row_bytes = size * bytes_of(shape().dtype);
   const std::string name = layer_tensor(shape().number(layer), kGradientTensor);
   std::size_t shard = gradient_files_.size();

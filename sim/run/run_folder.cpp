@@ -173,9 +173,9 @@ void RunFolder::make_or_take() const {
   for (const fs::path& entry : entries(staging_))
     if (!is_ours(entry.filename().string()))
       throw std::runtime_error(
-          fmt::format("{}: was not made by `kvlab {}`; move it away, because a {} needs a "
-                      "directory of that name",
-                      entry.string(), command_, command_));
+          fmt::format("{}: was not made by `kvlab {}`, which stores its unfinished results in that "
+                      "directory; move it away",
+                      entry.string(), command_));
 }
 
 RunFolder::~RunFolder() {
