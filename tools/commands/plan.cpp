@@ -61,8 +61,8 @@ void add_options(OptionTable& table, Request& request) {
   table.texts("trace", "TRACE", Takes::several_words, request.traces,
               "captured traces of one model; may be given several times");
   table.parsed("budget", "B", request.plan.bits, parse_plan_bits,
-               "mean precision of the cache, with scales and minima: 4.5bits, or a share of the "
-               "bytes in 16 bit such as 25%bytes");
+               "mean number of bits for each element of keys and values, including scales and "
+               "minima: 4.5bits, or a share such as 25%bytes, where 100% is 16 bit");
   table.parsed(
       "formats", "SET", request.plan.set, parse_format_set,
       "formats to choose from: kvlab, cuda (those that kvlab also has on CUDA), vllm, "

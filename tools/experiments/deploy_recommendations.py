@@ -92,10 +92,11 @@ def deploy_recommendations():
         written, share, agreed, apart = judge(recommendation, evaluation, budget)
         agree, pairs, worst = agree + agreed, pairs + apart, max(worst, share)
         lines.append([budget, f"`{written}`", f"{100 * share:.1f}%", f"{agreed} of {apart}"])
-    experiment.section(table(["budget", "written", "significantly worse by", "pairs that agree"], lines))
+    experiment.section(table(["budget", "written", "KL above the lowest, if significant", "pairs that agree"], lines))
     experiment.section(
-        f"The worst choice is significantly worse by {100 * worst:.1f}% (limit: 10%). The end-to-end evaluation agrees "
-        f"with {agree} of {pairs} significant differences (limit: 95%)."
+        f"At the worst budget, the KL of the written policy is {100 * worst:.1f}% above the lowest KL (limit: 10%; a "
+        f"difference that is not significant counts as 0%). The end-to-end evaluation agrees with {agree} of {pairs} "
+        "significant differences (limit: 95%)."
     )
     experiment.write("Does the end-to-end evaluation agree with what is deployed?", QUESTION)
 

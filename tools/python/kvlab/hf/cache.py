@@ -176,7 +176,7 @@ class HeldCache(Facts):
         self._uncount(0)
 
     def _refuse_rows(self, *_: Any, **__: Any) -> None:
-        raise Refused("kvlab.hf: reordered rows (beams, assisted decoding) are not supported; one row for each text")
+        raise Refused("kvlab.hf: reordered rows (beams, assisted decoding) are not supported; use one row per text")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_rows
 

@@ -162,7 +162,7 @@ class Listener:
             result = decoder(torch.tensor([ids], device=decoder.device), **words, use_cache=True, return_dict=True)
         self.cache = cache_among(result.values())
         if len(self.seen) != (2 if self.plan.has_residual else 1) * len(self.layers):
-            raise Refused("--model: some layers did not attend; the same layers are expected for all tokens")
+            raise Refused("--model: a captured layer computed no attention for some tokens; a trace needs it for all")
         with refusing():
             self.writer.end()
         last: torch.Tensor = result.last_hidden_state[:, -1]
