@@ -157,7 +157,7 @@ TEST_CASE("a plan of formats is confirmed end to end, and its file has the bette
   const std::string plan = "plan --trace " + path("trace") + " --budget 5bits --out " + path("p");
   const std::string confirm = plan + " --confirm " + text + " --max-tokens 128";
   REQUIRE(call(confirm + " --model " + kTiny) == 0);
-  const auto json = nlohmann::json::parse(read_text_file(path("p")));
+  const auto json = nlohmann::json::parse(read_bytes(path("p")));
   const double own = json["plan"]["measured_kl"], uniform = json["uniform"]["measured_kl"];
   CHECK(own > 0);
   CHECK(uniform > 0);
@@ -166,7 +166,7 @@ TEST_CASE("a plan of formats is confirmed end to end, and its file has the bette
   REQUIRE(call("eval --model " + kTiny + " --text " + text +
                " --window 128 --max-tokens 128 --policy full --tiers " +
                json["plan"]["tiers"].get<std::string>() + " --out " + path("e")) == 0);
-  const auto eval = nlohmann::json::parse(read_text_file(path("e") + "/eval.json"));
+  const auto eval = nlohmann::json::parse(read_bytes(path("e") + "/eval.json"));
   CHECK(eval["configurations"].back()["kl"] == own);
 
   CHECK_THAT(refusal(plan + " --model " + kTiny), ContainsSubstring("only --confirm uses it"));

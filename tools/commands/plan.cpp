@@ -152,7 +152,7 @@ void confirm(const Request& request, FormatPlan& plan) {
 
 void print_confirmation(const FormatPlan& plan, const Request& request) {
   fmt::print(
-      "\nmeasured KL: mean over {}, {} tokens each, against the full cache in 16 bit\n",
+      "\nmeasured KL: mean over {}, each of at most {} tokens, against the full cache in 16 bit\n",
       request.confirm.size() == 1 ? "one text" : fmt::format("{} texts", request.confirm.size()),
       request.max_tokens);
   if (plan.metric == "kl_estimate" && plan.plan.joint.value > 0)
