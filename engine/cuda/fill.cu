@@ -1,7 +1,6 @@
 #include "engine/cuda/fill.hpp"
 
 #include <thrust/device_ptr.h>
-#include <thrust/fill.h>
 #include <thrust/logical.h>
 #include <thrust/tabulate.h>
 
@@ -36,6 +35,13 @@ struct NormalElement {
   __device__ T operator()(std::size_t i) const {
     return kernels::from_float<T>(deviation * normal(hash(hash(seed) + i)));
   }
+};
+
+/// Converts the constant on the device, because from_float() is a device function.
+template <class T>
+struct ConstantElement {
+  float value;
+  __device__ T operator()(std::size_t) const { return kernels::from_float<T>(value); }
 };
 
 struct IsNotFinite {
@@ -115,8 +121,10 @@ cudaError_t fill_normal(Type type, void* to, std::size_t count, float deviation,
 
 cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cudaStream_t stream) {
   return kernels::with_type(type, [&]<class T>(T) {
+    const auto begin = elements_of<T>(to);
     return kernels::thrust_status(stream, [&](const auto& policy) {
-      thrust::fill_n(policy, elements_of<T>(to), count, kernels::from_float<T>(value));
+      thrust::tabulate(policy, begin, begin + static_cast<std::ptrdiff_t>(count),
+                       ConstantElement<T>{value});
     });
   });
 }
