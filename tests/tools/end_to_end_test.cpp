@@ -200,7 +200,7 @@ TEST_CASE(
   for (const CacheShape& heads : {CacheShape{3, 2, 64}, CacheShape{4, 1, 64}, CacheShape{4, 2, 32}})
     CHECK(test::error_of<std::invalid_argument>([&] {
             source->reader_of(std::span(ids).first(50), {"mine"}, heads);
-          }).starts_with(trace + " has 4 layers of 2 KV heads of 64; "));
+          }).starts_with(trace + " has 4 layers without a window, 2 KV heads and head size 64"));
 }
 
 TEST_CASE("A product of a rank and a feature equals a policy that computes this product itself") {

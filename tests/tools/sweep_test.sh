@@ -160,7 +160,7 @@ several_processes() {
     -np 2 "$kvlab" replay --trace first second $sweep --out odd : \
     -np 2 "$kvlab" replay --trace first second $sweep --out odd --seed x
   [ "$(grep -c 'kvlab replay: ' err.txt)" -eq 1 ] || fail "the error should be printed once: $(cat err.txt)"
-  refused "process 1 of 2: has other traces" timeout -k 5 120 mpirun --oversubscribe \
+  refused "process 1 of 2: the traces, the options or the build differ" timeout -k 5 120 mpirun --oversubscribe \
     -np 1 "$kvlab" replay --trace first second $sweep --out odd : \
     -np 1 "$kvlab" replay --trace first $sweep --out odd
   [ ! -e odd ] && [ ! -e odd.part ] || fail "a refused replay left files"

@@ -246,7 +246,7 @@ TEST_CASE("Calls in a wrong order are refused, and change nothing") {
   CHECK_THAT(cache.append(chunk),
              ContainsSubstring("first is 4; layer 0 has had 0 tokens of this append"));
   chunk.first = 0, chunk.count = 9;
-  CHECK_THAT(cache.append(chunk), ContainsSubstring("within an append of 8 tokens"));
+  CHECK_THAT(cache.append(chunk), ContainsSubstring("first + count at most tokens, 8"));
   CHECK_THAT(cache.layer_of_step(1),
              ContainsSubstring("layer is 1; a step goes through the layers"));
   CHECK_THAT(cache.layer_of_step(2),
