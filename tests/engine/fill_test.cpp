@@ -9,6 +9,7 @@
 #include "kernels/cache/rope_rows.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
+#include "tests/skip.hpp"
 
 namespace kvlab {
 namespace {
@@ -16,6 +17,7 @@ namespace {
 constexpr std::size_t kSizes[] = {1, 31, 256, 1000, 100'003};
 
 TEST_CASE("slots are numbered, and nothing behind them is written", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
   for (const std::size_t size : kSizes) {
     const DeviceArray<std::int32_t> to(std::vector<std::int32_t>(size + 1, -7));
     const Stream stream;
@@ -27,6 +29,7 @@ TEST_CASE("slots are numbered, and nothing behind them is written", "[gpu]") {
 }
 
 TEST_CASE("a RoPE table has the cosines and sines of its positions, plain and captured", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
   const std::vector<float> inv_freq{1.0f, 0.31f, 0.0017f};
   const std::vector<std::int32_t> positions{0, 5, -1, 131'071, 1 << 20};
   constexpr float kFactor = 1.25f;
@@ -61,6 +64,7 @@ TEST_CASE("a RoPE table has the cosines and sines of its positions, plain and ca
 }
 
 TEST_CASE("random fills depend on the seed alone, and have mean 0 and the deviation", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
   constexpr std::size_t kCount = 100'003;
   const DeviceArray<float> first(kCount), again(kCount), other(kCount);
   const Stream stream;
@@ -80,6 +84,7 @@ TEST_CASE("random fills depend on the seed alone, and have mean 0 and the deviat
 }
 
 TEST_CASE("a constant fill writes exactly its elements", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
   for (const std::size_t size : kSizes) {
     const DeviceArray<std::uint16_t> to(size + 1);
     const Stream stream;
@@ -91,6 +96,7 @@ TEST_CASE("a constant fill writes exactly its elements", "[gpu]") {
 }
 
 TEST_CASE("a value that is not finite is found at every place", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
   const auto has = [](const std::vector<float>& values, std::size_t count) {
     const DeviceArray<float> array(values);
     bool found = false;
