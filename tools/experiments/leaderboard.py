@@ -20,8 +20,9 @@ questions that come after the eviction, pooled over tasks and lengths; higher is
 
 Memory is a share of the bytes of the full cache in 16 bit. In 16 bit, a budget is that share of the tokens. Quantized,
 the same bytes hold more tokens. Policies with cache positions are ranked in 16 bit alone, because quantized keys cannot
-get new positions. `snapkv` and `nacl` would keep all decoded tokens; for KL they evict as other policies do (`once=no`).
-Budgets apply to the layers without a sliding window; a layer with a window keeps its window under every policy.
+get new positions. `snapkv` and `nacl` would keep all decoded tokens; for KL they evict as other policies do
+(`once=no`). Budgets apply to the layers without a sliding window; a layer with a window keeps its window under every
+policy.
 
 **Bold** is the best of a column. `=` marks a policy whose KL does not differ significantly from it, by the paired 95%
 interval of `kvlab eval` over all texts. Brackets are 95% intervals: of KL, the interval of `kvlab eval`; of accuracy,

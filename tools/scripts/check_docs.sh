@@ -39,4 +39,5 @@ done < <(sed -n '/^| policy |/,/^$/s/^| \(`[^|]*`\) |.*/\1/p' README.md | grep -
 while read -r name; do
   grep -qE "kvlab\.(hf\.)?$name\b" docs/reference/python.md || complain "docs/reference/python.md: kvlab.$name is missing"
 done < <(sed -n '/^__all__/,/^$/p' tools/python/kvlab/__init__.py tools/python/kvlab/hf/__init__.py | grep -oE '"\w+"' | tr -d '"')
+python3 tools/experiments/summary.py --check || failed=1
 exit $failed

@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""Writes README's table and picture from docs/results/leaderboard.csv.
+
+    python3 tools/experiments/summary.py           # rewrites README.md and docs/images/smollm2.svg
+    python3 tools/experiments/summary.py --check   # exits with 1 if they differ from the CSV
+"""
+
+import csv
+import math
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MODEL = "smollm2"
+POLICIES = {  # name: colour in the picture; those without are in the table alone
+    "h2o_mean": "#0072b2",
+    "a2sf": "#56b4e9",
+    "h2o": "#d55e00",
+    "streaming_h2o": "",
+    "roco": "#009e73",
+    "sink": "#cc79a7",
+    "window": "#666666",
+}
+NAMES = {"sink": "`sink` (StreamingLLM)"}
+KL_AT, ACCURACY_AT = ["12%", "25%", "50%"], ["25%", "50%"]
+BEGIN, END = "<!-- table of tools/experiments/summary.py -->", "<!-- end of the table -->"
+PICTURE = ROOT / "docs/images/smollm2.svg"
+
+
+def cells_of(path):
+    """{(metric, policy, memory): row} of the model in 16 bit."""
+    with open(path, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["model"] == MODEL and row["format"] == "16"]
+    return {(row["metric"], row["policy"].partition(":")[0], row["memory"]): row for row in rows}
+
+
+def table(cells):
+    memory = {share: float(cells["kv_bytes_peak", "window", share]["value"]) / 2**20 for share in KL_AT}
+    heads = [f"KL at {share}, {memory[share]:.1f} MiB" for share in KL_AT] + [f"right answers at {share}" for share in ACCURACY_AT]
+    columns = [("kl", share) for share in KL_AT] + [("accuracy", share) for share in ACCURACY_AT]
+    lines = ["| policy | " + " | ".join(heads) + " |", "| --- " * (len(heads) + 1) + "|"]
+    best = {}
+    for metric, share in columns:
+        shown = [float(cells[metric, policy, share]["value"]) for policy in POLICIES]
+        best[metric, share] = min(shown) if metric == "kl" else max(shown)
+    for policy in POLICIES:
+        line = [NAMES.get(policy, f"`{policy}`")]
+        for metric, share in columns:
+            row = cells[metric, policy, share]
+            value, half = float(row["value"]), (float(row["high"]) - float(row["low"])) / 2
+            text, error = (f"{value:.3g}", f" ± {half:.1g}") if metric == "kl" else (f"{value:.0%}", "")
+            line.append((f"**{text}**" if value == best[metric, share] else text) + error)
+        lines.append("| " + " | ".join(line) + " |")
+    return "\n".join(lines)
+
+
+def picture(cells):
+    """Two charts over memory: KL, on a logarithmic axis, and the share of right answers."""
+    shares = ["6%", "12%", "25%", "50%"]
+    low, high = 0.004, 4.0
+    panels = [
+        ("kl", "KL (nats), lower is better", 60,
+         lambda kl: 40 + 230 * math.log(high / kl) / math.log(high / low), [0.01, 0.1, 1]),
+        ("accuracy", "right answers, higher is better", 440, lambda share: 270 - 230 * share, [0, 0.25, 0.5, 0.75, 1]),
+    ]  # fmt: skip
+    drawn = [policy for policy, colour in POLICIES.items() if colour]
+    words = []
+    for metric, title, *_ in panels:
+        for policy in drawn:
+            values = ", ".join(f"{float(cells[metric, policy, share]['value']):.3g}" for share in shares)
+            words.append(f"{title.partition(',')[0]}, {policy}: {values}")
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 350" width="800" height="350" role="img" aria-labelledby="t d">',
+        "<title id=\"t\">KL and right answers of six policies against memory, on SmolLM2-135M-Instruct</title>",
+        f'<desc id="d">At {", ".join(shares)} of the memory. {"; ".join(words)}.</desc>',
+        "<style>text{font:12px sans-serif;fill:#555}.h{font-size:13px;font-weight:bold}@media(prefers-color-scheme:dark)"
+        "{text{fill:#bbb}}</style>",
+    ]  # fmt: skip
+    for metric, title, left, y_of, ticks in panels:
+        x_of = dict(zip(shares, (left + 30 + 90 * i for i in range(4))))
+        parts.append(f'<text class="h" x="{left}" y="22">{title}</text>')
+        for tick in ticks:
+            label = f"{tick:.0%}" if metric == "accuracy" else f"{tick:g}"
+            parts.append(f'<line x1="{left}" x2="{left + 330}" y1="{y_of(tick):.1f}" y2="{y_of(tick):.1f}" stroke="#8884"/>')
+            parts.append(f'<text x="{left - 6}" y="{y_of(tick) + 4:.1f}" text-anchor="end">{label}</text>')
+        for share, x in x_of.items():
+            parts.append(f'<text x="{x}" y="290" text-anchor="middle">{share}</text>')
+        for policy in drawn:
+            points = [(x, y_of(float(cells[metric, policy, share]["value"]))) for share, x in x_of.items()]
+            way = " ".join(f"{x},{y:.1f}" for x, y in points)
+            parts.append(f'<polyline points="{way}" fill="none" stroke="{POLICIES[policy]}" stroke-width="2"/>')
+            parts += [f'<circle cx="{x}" cy="{y:.1f}" r="3.5" fill="{POLICIES[policy]}"/>' for x, y in points]
+    parts.append('<text x="225" y="308" text-anchor="middle">memory, as a share of the full cache</text>')
+    parts.append('<text x="605" y="308" text-anchor="middle">memory, as a share of the full cache</text>')
+    for i, policy in enumerate(drawn):
+        x = 90 + 115 * i
+        parts.append(f'<rect x="{x}" y="328" width="14" height="4" fill="{POLICIES[policy]}"/>')
+        parts.append(f'<text x="{x + 20}" y="334">{policy}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main():
+    cells = cells_of(ROOT / "docs/results/leaderboard.csv")
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+    before, rest = old.split(BEGIN)
+    new = f"{before}{BEGIN}\n{table(cells)}\n{END}{rest.split(END)[1]}"
+    svg = picture(cells)
+    if "--check" in sys.argv[1:]:
+        same = new == old and svg == PICTURE.read_text()
+        if not same:
+            print("README.md or docs/images/smollm2.svg differs from docs/results/leaderboard.csv: run tools/experiments/summary.py")
+        sys.exit(0 if same else 1)
+    readme.write_text(new)
+    PICTURE.write_text(svg)
+
+
+main()
