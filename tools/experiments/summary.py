@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes README's table and picture from docs/results/leaderboard.csv.
+"""Checks docs/results/leaderboard.csv, and writes README's table and picture from it.
 
     python3 tools/experiments/summary.py           # rewrites README.md and docs/images/smollm2.svg
     python3 tools/experiments/summary.py --check   # exits with 1 if they differ from the CSV
@@ -12,6 +12,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = "smollm2"
+COLUMNS = ["model", "policy", "memory", "format", "metric", "value", "low", "high", "count", "command"]
 POLICIES = {  # name: colour in the picture; those without are in the table alone
     "h2o_mean": "#0072b2",
     "a2sf": "#56b4e9",
@@ -27,10 +28,42 @@ BEGIN, END = "<!-- table of tools/experiments/summary.py -->", "<!-- end of the 
 PICTURE = ROOT / "docs/images/smollm2.svg"
 
 
+def fault_of(row):
+    """What is wrong with a row of the CSV; None if nothing is."""
+    if None in row or None in row.values() or list(row) != COLUMNS:
+        return f"the columns should be {','.join(COLUMNS)}"
+    empty = [name for name in COLUMNS if name not in ("low", "high") and not row[name]]
+    if empty:
+        return f"{empty[0]} is empty"
+    try:
+        low, value, high = (float(row[name] or "nan") for name in ("low", "value", "high"))
+        count = int(row["count"])
+    except ValueError as error:
+        return str(error)
+    if not math.isfinite(value) or low > value or high < value or count < 1:
+        return "value should be a number between low and high, and count above 0"
+    if not row["command"].startswith(("kvlab ", "pooled over the tasks")):
+        return "command should be the kvlab command that measured the value"
+    return None
+
+
+def rows_of(path):
+    """The rows of the CSV. Exits with a message if a row is wrong or repeated."""
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    seen = set()
+    for number, row in enumerate(rows, 2):
+        key = tuple(row.get(name) for name in COLUMNS[:5])
+        fault = fault_of(row) or ("the same model, policy, memory, format and metric is above" if key in seen else None)
+        if fault:
+            sys.exit(f"{path}:{number}: {fault}")
+        seen.add(key)
+    return rows
+
+
 def cells_of(path):
     """{(metric, policy, memory): row} of the model in 16 bit."""
-    with open(path, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["model"] == MODEL and row["format"] == "16"]
+    rows = [row for row in rows_of(path) if row["model"] == MODEL and row["format"] == "16"]
     return {(row["metric"], row["policy"].partition(":")[0], row["memory"]): row for row in rows}
 
 
