@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares, at equal bytes: eviction alone, tiers by age, formats by layer, and formats by layer with eviction."""
+"""Compares, at equal bytes: eviction alone, tiers by rank, formats by layer, and formats by layer with eviction."""
 
 import json
 import pathlib
@@ -11,17 +11,17 @@ A cache of a quarter of the bytes can hold a quarter of the tokens in 16 bit, al
 tokens in eight bits. This page compares these ways of saving memory at equal bytes:
 
 - **eviction**: a policy evicts tokens; the others stay in 16 bit;
-- **tiers by age**: a policy evicts fewer tokens, and older tokens have fewer bits;
+- **tiers by rank**: a policy evicts fewer tokens, and stores those that it ranks lower in fewer bits;
 - **formats by layer**: no token is evicted; `kvlab plan` chooses a format for the keys and the values of each layer;
 - **both**: formats by layer, and a policy evicts the tokens that then do not fit.
 
 Memory is a share of the bytes of the full cache in 16 bit at the end of the text. Formats by layer alone need at least
-3 bits an element, 19% of the memory. Tiers by age cannot be combined with formats by layer. Plans come from a trace of
-the first text. KL is measured on the other texts, against the full cache in 16 bit, in nats, with its standard error.
+3 bits an element, 19% of the memory. Tiers by rank cannot be combined with formats by layer. Plans come from a trace of
+the first text, by residual error. KL is measured on the other texts, against the full cache in 16 bit, in nats, with its standard error.
 """
 MEMORY = ["6%", "12%", "25%", "50%"]
 POLICIES = ["a2sf", "h2o_mean"]
-BY_AGE = ["16:16t,4:100%", "8:25%,4:50%,k4v2:25%"]
+BY_RANK = ["16:16t,4:100%", "8:25%,4:50%,k4v2:25%"]
 BITS = [3.5, 5, 6, 9]  # of plans that are combined with eviction
 
 
@@ -58,8 +58,8 @@ def compare(experiment, directory):
     memory, policies = experiment.quick((MEMORY[2:], POLICIES[:1]), (MEMORY, POLICIES))
     trace = experiment.capture(experiment.quick(256, 1024))
     combined = {plan_of(experiment, trace, bits): f", plan of {bits} bits" for bits in experiment.quick(BITS[1:2], BITS)}
-    by_age = {tier_plan: f", `{tier_plan}`" for tier_plan in BY_AGE}
-    found = measured(experiment, policies, memory, ["16", *by_age, *combined])
+    by_rank = {tier_plan: f", `{tier_plan}`" for tier_plan in BY_RANK}
+    found = measured(experiment, policies, memory, ["16", *by_rank, *combined])
     lines = []
     for share in memory:
         bits = float(share.removesuffix("%")) / 100 * 16
@@ -69,10 +69,10 @@ def compare(experiment, directory):
             kl = measured(experiment, ["full"], ["100%"], [tier_plan])
             (value,) = [value for key, value in kl.items() if key[1] == tier_plan]
             alone = number_with_error(value), value[0]
-        cells = [lowest(found, share, {"16": ""}), lowest(found, share, by_age), alone, lowest(found, share, combined)]
+        cells = [lowest(found, share, {"16": ""}), lowest(found, share, by_rank), alone, lowest(found, share, combined)]
         best = min(kl for _, kl in cells if kl is not None)
         lines.append([share, *(f"**{text}**" if kl == best else text for text, kl in cells)])
-    return table(["memory", "eviction", "tiers by age", "formats by layer", "both"], lines)
+    return table(["memory", "eviction", "tiers by rank", "formats by layer", "both"], lines)
 
 
 def plan_and_eviction():
