@@ -66,9 +66,9 @@ rm -rf "$wheels"
   { echo "pip could not install kvlab" >&2; exit 1; }
 echo "pip install took $((SECONDS - began)) s"
 "$folder/bin/python" tools/scripts/check_wheel.py "$wheels"/kvlab-*.whl
-install pytest mypy pandas-stubs types-tqdm papermill ipykernel gguf==0.19.0 optimum-quanto==0.2.7 libcachesim
+install pytest mypy pandas-stubs types-tqdm papermill ipykernel gguf==0.19.0 libcachesim
 # For kvlab.hf: 3 GB.
-install torch==2.11.0 transformers safetensors peft torchao bitsandbytes accelerate ||
+install torch==2.11.0 transformers safetensors peft torchao bitsandbytes accelerate optimum-quanto==0.2.7 ||
   echo "PyTorch could not be installed: the tests of kvlab.hf are skipped" >&2
 "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python
 # Long tests whose result does not depend on the version of transformers. They are left out with the oldest version.
