@@ -148,11 +148,24 @@ void apply_formats_by_layer(ResolvedConfig& config, std::uint32_t length, const 
     config.layer_tiers.push_back({{config.window_of(layer) > 0 ? KvFormat{} : *format++, slots}});
 }
 
+/// Throws std::invalid_argument if a row of the model does not consist of whole groups of a format.
+void check_groups(const TierPlan& tier_plan, std::uint32_t head_size) {
+  constexpr std::uint32_t kQuantoGroup = 64;
+  for (const KvFormat& format : tier_plan.formats())
+    for (const RowFormat* own : {format.key, format.value})
+      if (own->encoding == Encoding::quanto && head_size % kQuantoGroup != 0)
+        throw std::invalid_argument(
+            fmt::format("tiers {}: {} has groups of {} elements, so it needs a head size that is a "
+                        "multiple of {}, not {}; use another format",
+                        tier_plan.text(), own->name, kQuantoGroup, kQuantoGroup, head_size));
+}
+
 /// Converts budgets in 16-bit tokens to the number of tokens that the tier plan holds in the same
 /// number of bytes.
 void apply_tier_plan(ResolvedConfig& config, std::uint32_t length, const CacheShape& model) {
   if (config.policy.tier_plan.is_plain()) return;
   check_tier_plan(config);
+  check_groups(config.policy.tier_plan, model.head_size);
   if (config.policy.tier_plan.is_by_layer()) return apply_formats_by_layer(config, length, model);
   const std::uint32_t head_size = model.head_size;
   if (!config.evicts()) {

@@ -65,8 +65,8 @@ struct PairGrid {
 
 /// Rounds the number of CTAs down to a multiple of the pairs. Then pairs of equal length do not
 /// share a CTA. A CTA with parts of two pairs would have to wait, write and merge twice. The number
-/// is not rounded if that would drop more than an eighth of the CTAs, or if each pair has so many
-/// CTAs that few of them have parts of two pairs.
+/// is not rounded if that would drop more than an eighth of the CTAs, or if each pair has at least
+/// kFew CTAs, because then few of them have parts of two pairs.
 inline int for_whole_pairs(int ctas, int pairs) {
   constexpr int kFew = 16;  // at most one in kFew CTAs may have parts of two pairs
   const int out = ctas % pairs;

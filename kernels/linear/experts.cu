@@ -432,7 +432,7 @@ cudaError_t expert_product(const ExpertProductArgs& args, cudaStream_t stream) {
                    .block = dim3(kThreads),
                    .stream = stream},
                   args);
-  // Uses tiles of 64 pairs if the experts have so many pairs that these tiles are full enough.
+  // Uses tiles of 64 pairs if the experts have enough pairs to fill these tiles well.
   const bool many = takes_many(args.routes, limits);
   const auto of_type = [&]<class T>(T) {
     return many ? launch_tiles<T, 64>(limits, args, stream)

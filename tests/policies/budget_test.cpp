@@ -21,6 +21,19 @@ std::string refusal(const std::string& policy, const Budget& budget, const Cache
 
 }  // namespace
 
+TEST_CASE("a format with groups of 64 elements needs a head size of whole groups") {
+  for (const char* tiers : {"int4_g64", "int2_g64", "16/int4_g64", "16@5t+int4_g64@100%"}) {
+    const std::string policy = std::string("h2o:tiers=") + tiers;
+    for (const std::uint32_t head_size : {32u, 96u})
+      CHECK_THAT(refusal(policy, parse_budget("20"), {2, 2, head_size}),
+                 ContainsSubstring("a multiple of 64, not " + std::to_string(head_size)));
+    for (const std::uint32_t head_size : {64u, 128u, 256u}) {
+      const CacheConfig config{.policy = parse_policy(policy), .budget = parse_budget("20")};
+      CHECK_NOTHROW(resolve(config, 1000, 0, {2, 2, head_size}));
+    }
+  }
+}
+
 TEST_CASE("a budget reads back as it was written") {
   for (const char* text : {"128", "20%", "all", "pyramid(20%)", "pyramid(64)", "ada(12.5%)",
                            "ratio(0.5)", "ada(ratio(0.75))"})

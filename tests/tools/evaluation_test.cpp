@@ -155,7 +155,7 @@ TEST_CASE("a plan of formats is confirmed end to end, and its file has the bette
   const auto path = [&](const char* name) { return (folder / name).string(); };
   const std::string text = KVLAB_SOURCE_DIR "/tools/texts/carroll-alice.txt";
   const std::string plan = "plan --trace " + path("trace") + " --budget 5bits --out " + path("p");
-  const std::string confirm = plan + " --confirm " + text + " --max-tokens 128";
+  const std::string confirm = plan + " --confirm --text " + text + " --max-tokens 128";
   REQUIRE(call(confirm + " --model " + kTiny) == 0);
   const auto json = nlohmann::json::parse(read_bytes(path("p")));
   const double own = json["plan"]["measured_kl"], uniform = json["uniform"]["measured_kl"];
@@ -169,7 +169,8 @@ TEST_CASE("a plan of formats is confirmed end to end, and its file has the bette
   const auto eval = nlohmann::json::parse(read_bytes(path("e") + "/eval.json"));
   CHECK(eval["configurations"].back()["kl"] == own);
 
-  CHECK_THAT(refusal(plan + " --model " + kTiny), ContainsSubstring("only --confirm uses it"));
+  CHECK_THAT(refusal(plan + " --model " + kTiny), ContainsSubstring("requires --confirm"));
+  CHECK_THAT(refusal(plan + " --confirm --model " + kTiny), ContainsSubstring("--text: missing"));
   CHECK_THAT(refusal(confirm), ContainsSubstring("--model: missing"));
   CHECK_THAT(refusal(confirm + " --formats vllm --model " + kTiny),
              ContainsSubstring("does not run the formats of vllm"));
@@ -177,7 +178,8 @@ TEST_CASE("a plan of formats is confirmed end to end, and its file has the bette
   std::string weights = read_bytes(folder / "other" / "model.safetensors");
   weights.back() ^= 1;
   write_bytes(folder / "other" / "model.safetensors", weights);
-  CHECK_THAT(refusal(confirm + " --model " + path("other")), ContainsSubstring("has the weights"));
+  CHECK_THAT(refusal(confirm + " --model " + path("other")),
+             ContainsSubstring("has other weights"));
 }
 
 TEST_CASE(

@@ -1,12 +1,12 @@
 #include "sim/plan/format_plan.hpp"
 
-#include "engine/evaluation/eval.hpp"
-
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
+#include "engine/evaluation/eval.hpp"
 #include "sim/report/text.hpp"
 #include "tools/command.hpp"
 #include "tools/eval_model.hpp"
@@ -22,9 +22,10 @@ struct Request {
   std::vector<std::string> traces;
   PlanRequest plan;
   std::string centre, out;
-  std::vector<std::string> confirm;  // texts
-  std::string model;                 // for --confirm
-  std::uint32_t max_tokens = 1024;   // of each text of --confirm
+  bool confirm = false;
+  std::string model;               // for --confirm, as are `texts` and `max_tokens`
+  std::vector<std::string> texts;  // paths
+  std::uint32_t max_tokens = 1024;
   CommonOptions common;
 };
 
@@ -44,17 +45,20 @@ void check(Request& request, const GivenOptions& given) {
     throw std::invalid_argument(
         fmt::format("--centre: {} does not centre keys; leave it out, or plan with --formats kvlab",
                     request.plan.set.name));
-  if (request.confirm.empty()) {
-    given.refuse({"model", "max-tokens", "device"}, "only --confirm uses it");
-  } else {
-    require_model(given, request.model);
-    if (!is_of_kvlab(request.plan.set))
-      throw std::invalid_argument(
-          fmt::format("--confirm: kvlab's engine does not run the formats of {}; leave --confirm "
-                      "out, or plan with --formats kvlab",
-                      request.plan.set.name));
-  }
   request.plan.threads = request.common.threads;
+  given.refuse_without("confirm", {"model", "text", "max-tokens", "device"});
+  if (!request.confirm) return;
+  require_model(given, request.model, "--model DIR, the model that --confirm runs");
+  given.require("text", "--text FILE..., the texts that --confirm scores");
+  if (!is_of_kvlab(request.plan.set))
+    throw std::invalid_argument(
+        fmt::format("--confirm: kvlab's engine does not run the formats of {}; leave --confirm "
+                    "out, or plan with --formats kvlab",
+                    request.plan.set.name));
+  if (request.common.device == Device::cuda && request.plan.set.name != "cuda")
+    throw std::invalid_argument(
+        "--confirm: the CUDA decoder does not have all of these formats; plan with --formats cuda, "
+        "or use --device cpu");
 }
 
 void add_options(OptionTable& table, Request& request) {
@@ -77,13 +81,15 @@ void add_options(OptionTable& table, Request& request) {
              "kl_estimate if all traces have gradients)");
   table.text("out", "FILE", request.out,
              "file of the plan, for --tiers @FILE; an existing file is replaced");
-  table.texts("confirm", "FILE...", Takes::several_words, request.confirm,
-              "evaluate the plan and the best single format end to end on these texts, and write "
-              "the one with the lower KL; use other texts than those of the traces");
+  table.flag("confirm", request.confirm,
+             "evaluate the plan and the best single format end to end, and write the one with the "
+             "lower KL (requires --model and --text)");
   add_model_option(table, request.model);
+  table.texts("text", "FILE...", Takes::several_words, request.texts,
+              "with --confirm: texts to score; use other texts than those of the traces");
   table.whole("max-tokens", "T", Range{64, 1 << 20}, request.max_tokens,
               "with --confirm: tokens of each text; the first half is the prompt");
-  add_common_options(table, request.common);
+  add_common_options(table, request.common, Device::cpu);  // only --confirm needs a device
 }
 
 std::string loss_text(const PlanLoss& loss) {
@@ -93,7 +99,7 @@ std::string loss_text(const PlanLoss& loss) {
 
 /// One line for each run of layers with equal formats.
 void print_layers(const FormatPlan& plan) {
-  const TierPlan& tier_plan = plan.chosen().tier_plan;
+  const TierPlan& tier_plan = plan.plan.tier_plan;
   const auto format_of = [&](std::size_t layer) {
     return tier_plan.is_by_layer() ? tier_plan.layers[layer] : tier_plan.tiers.front().format;
   };
@@ -115,20 +121,34 @@ std::string right_aligned(const std::string& text, std::size_t columns) {
   return fmt::format("{:>{}}", text, columns + has_sign);
 }
 
-/// Measures KL of the plan and of the best single format on the texts of --confirm.
-void confirm(const Request& request, FormatPlan& plan) {
-  const EvalModel model = load_eval_model(request.model, request.common);
-  if (const std::string own = model.backend->weights_xxh3(); own != plan.weights_xxh3)
-    throw std::invalid_argument(
-        fmt::format("--model: {} has the weights {}, but the traces are of {} with the weights {}; "
-                    "give the checkpoint that was captured",
-                    request.model, own, plan.model, plan.weights_xxh3));
-  EvalOptions how{.window = request.max_tokens, .before = model.tokenizer.before()};
-  how.max_tokens = request.max_tokens;
+/// The model and the texts of --confirm.
+struct Confirmation {
+  EvalModel model;
   std::vector<std::vector<std::int32_t>> texts;
-  for (const std::string& path : request.confirm)
-    texts.push_back(ids_of_file(path, model.tokenizer, how.max_tokens + how.before.size()));
-  how.names = text_names(request.confirm);
+};
+
+/// Loads them before the plan is made, so that a wrong model or text is refused at once. Null
+/// without --confirm.
+std::optional<Confirmation> load_confirmation(const Request& request, const TraceReader& trace) {
+  if (!request.confirm) return std::nullopt;
+  Confirmation loaded{load_eval_model(request.model, request.common), {}};
+  if (loaded.model.backend->weights_xxh3() != trace.header().weights_xxh3)
+    throw std::invalid_argument(
+        fmt::format("--model: {} has other weights than the model {} of the traces; give the model "
+                    "that was captured",
+                    request.model, trace.header().model));
+  const Tokenizer& tokenizer = loaded.model.tokenizer;
+  const std::size_t most = request.max_tokens + tokenizer.before().size();
+  for (const std::string& path : request.texts)
+    loaded.texts.push_back(ids_of_file(path, tokenizer, most));
+  return loaded;
+}
+
+/// Measures KL of the plan and of the best single format.
+void confirm(const Request& request, const Confirmation& with, FormatPlan& plan) {
+  EvalOptions how{.window = request.max_tokens, .before = with.model.tokenizer.before()};
+  how.max_tokens = request.max_tokens;
+  how.names = text_names(request.texts);
   how.threads = request.common.threads;
   how.progress = progress_bar("confirm");
   const auto measure = [&](FormatChoice& choice) {
@@ -140,27 +160,28 @@ void confirm(const Request& request, FormatPlan& plan) {
     config.policy.tier_plan = choice.tier_plan;
     config.policy.centre = request.plan.centre;
     const Evaluation evaluation =
-        evaluate(model.backend->config(), model.run_sweep, texts, {config}, how);
+        evaluate(with.model.backend->config(), with.model.run_sweep, with.texts, {config}, how);
     choice.measured = {evaluation.scores.back().kl, evaluation.scores.back().kl_error};
   };
   measure(plan.plan);
-  if (plan.uniform.tier_plan.text() == plan.plan.tier_plan.text())
+  if (plan.uniform.tier_plan == plan.plan.tier_plan)
     plan.uniform.measured = plan.plan.measured;
   else
     measure(plan.uniform);
 }
 
-void print_confirmation(const FormatPlan& plan, const Request& request) {
+void print_confirmation(const FormatPlan& plan, const Request& request, const std::string& centre) {
   fmt::print(
       "\nmeasured KL: mean over {}, each of at most {} tokens, against the full cache in 16 bit\n",
-      request.confirm.size() == 1 ? "one text" : fmt::format("{} texts", request.confirm.size()),
+      request.texts.size() == 1 ? "one text" : fmt::format("{} texts", request.texts.size()),
       request.max_tokens);
   if (plan.metric == "kl_estimate" && plan.plan.joint.value > 0)
     fmt::print("measured / predicted: {:.2f}\n", plan.plan.measured.value / plan.plan.joint.value);
-  fmt::print("{}: {}, which has the lower measured KL\n", request.out,
-             plan.chosen().tier_plan.text());
-  fmt::print("Next: kvlab generate --model {} --prompt TEXT --policy full --tiers @{}\n",
-             request.model, request.out);
+  const bool is_plan = &plan.chosen() == &plan.plan;
+  fmt::print("{}: {}\n", request.out,
+             is_plan ? "this plan" : "the single format, which has the lower measured KL");
+  fmt::print("Next: kvlab generate --model {} --prompt TEXT --policy full --tiers @{}{}\n",
+             request.model, request.out, centre);
 }
 
 void print(const FormatPlan& plan, const Request& request) {
@@ -170,27 +191,29 @@ void print(const FormatPlan& plan, const Request& request) {
              plan.metric);
   print_layers(plan);
   const std::string joint = plan.metric == "kl_estimate" ? "kl_estimate_joint" : plan.metric;
-  const bool confirmed = !request.confirm.empty();
-  fmt::print("\n{:<20} {:>5} {:>13} {:>19}{}\n", "", "bits", "sum of losses", joint,
+  const bool confirmed = request.confirm;
+  const std::string uniform = fmt::format("{} in all layers", plan.uniform.tier_plan.text());
+  const std::size_t width = uniform.size();
+  fmt::print("\n{:<{}} {:>5} {:>13} {:>19}{}\n", "", width, "bits", "sum of losses", joint,
              confirmed ? "        measured KL" : "");
-  const auto line = [confirmed](const std::string& name, const FormatChoice& choice) {
-    fmt::print("{:<20} {:>5.2f} {:>13} {}{}\n", name, choice.bits, number_text(choice.added),
+  const auto line = [&](const std::string& name, const FormatChoice& choice) {
+    fmt::print("{:<{}} {:>5.2f} {:>13} {}{}\n", name, width, choice.bits, number_text(choice.added),
                right_aligned(loss_text(choice.joint), 19),
                confirmed ? right_aligned(loss_text(choice.measured), 19) : "");
   };
   line("this plan", plan.plan);
-  line(fmt::format("{} in all layers", plan.uniform.tier_plan.text()), plan.uniform);
+  line(uniform, plan.uniform);
   fmt::print("\nplans of other sizes, by their sums of losses\n");
   fmt::print("{:>6} {:>14}\n", "bits", "sum of losses");
   for (const FormatChoice& choice : plan.frontier)
     if (choice.bits <= 9.05)
       fmt::print("{:>6.2f} {:>14}\n", choice.bits, number_text(choice.added));
-  if (confirmed) {
-    print_confirmation(plan, request);
-    return;
-  }
   const bool centres = request.plan.centre != KeyCentre::none && plan.plan.tier_plan.is_quantized();
   const std::string centre = centres ? " --centre prompt" : "";
+  if (confirmed) {
+    print_confirmation(plan, request, centre);
+    return;
+  }
   fmt::print(
       "\n{}: offline estimates; confirm them on another text:\n"
       "Next: kvlab eval --model DIR --text OTHER --policy full --tiers @{} --tiers {}{}\n",
@@ -206,8 +229,9 @@ int run(const Request& given) {
     traces.push_back(open_verified_trace(path, given.common.threads));
   std::vector<const TraceReader*> pointers;
   for (const TraceReader& trace : traces) pointers.push_back(&trace);
+  const std::optional<Confirmation> with = load_confirmation(given, traces.front());
   FormatPlan plan = plan_formats(pointers, request);
-  if (!given.confirm.empty()) confirm(given, plan);
+  if (with) confirm(given, *with, plan);
   const std::string text = plan_text(plan, request);
   write_file_atomically(given.out, text);
   if (given.common.json)

@@ -34,7 +34,8 @@ def parse_arguments(purpose, models, add_arguments):
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a device")
     parser.add_argument("--quick", action="store_true", help="a smaller run, which takes minutes on a CPU")
     parser.add_argument("--out", required=True, help="the page to write")
-    parser.add_argument("--keep", metavar="DIR", help="keep the results of commands in DIR, and do not run a command whose result is there")
+    parser.add_argument("--keep", metavar="DIR", help="keep the results of commands in DIR, and do not run a command whose result is there; "
+                        "use another DIR if kvlab, a model or a text changed")
     if add_arguments:
         add_arguments(parser)
     return parser.parse_args()
@@ -99,16 +100,33 @@ class Experiment:
 
     def add_feature(self, trace, name):
         """Adds a feature to a finished trace with the Python package."""
-        command = ["-m", "kvlab.hf", "features", trace, "--feature", name, "--model", self.model]
-        done = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise Refused(f"feature {name}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+        self.python(f"feature {name}", "features", trace, "--feature", name, "--model", self.model)
 
-    def eval(self, policies, budgets, *options, tokens=None, prompt=None, device=None):
-        """Runs the end-to-end evaluation over every text. Returns the rows of eval.csv for all texts together."""
+    def add_gradients(self, trace, samples):
+        """Adds samples of gradients to a finished trace with the Python package, unless it has them from a kept result."""
+        added = trace.with_name(trace.name + ".gradients")
+        if not added.exists():
+            self.python("gradients", "sensitivities", trace, "--model", self.model, "--samples", samples)
+            added.touch()
+
+    def python(self, what, *words):
+        """Runs `python -m kvlab.hf` with the words."""
+        command = [sys.executable, "-m", "kvlab.hf", *map(str, words)]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise Refused(f"{what}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+
+    def plan(self, trace, budget, formats, *options):
+        """The plan file of `kvlab plan` as a dictionary."""
+        words = ["--trace", trace, "--budget", budget, "--formats", formats, *options]
+        return json.loads(pathlib.Path(self.kvlab(["plan"], *words, device="")).read_text())
+
+    def eval(self, policies, budgets, *options, texts=None, tokens=None, prompt=None, device=None):
+        """Runs the end-to-end evaluation over every text, or over `texts`. Returns the rows of eval.csv for all texts
+        together."""
         tokens = tokens or self.tokens
         rows = self.kvlab(
-            ["eval"], "--model", self.model, "--text", *self.arguments.text, "--window", tokens,
+            ["eval"], "--model", self.model, "--text", *(texts or self.arguments.text), "--window", tokens,
             "--max-tokens", tokens, "--prompt-tokens", prompt or tokens // 5, "--policy", ",".join(policies),
             "--budget", ",".join(map(str, budgets)), *options, table="eval.csv", device=device,
         )  # fmt: skip

@@ -164,9 +164,10 @@ class Board:
         for plan in self.plans:
             kls = self.values("kl", plan)
             order = sorted(kls, key=lambda name: sum(math.log(max(line["value"], 1e-9)) for line in kls[name].values()))
-            text += [f"### KL, {label(plan)}", self.ranked(kls, order, min, self.ties)]
+            text.append(f"### KL, {label(plan)}")
             if label(plan) == "plan":
-                text.insert(-2, f"The plan of `kvlab plan`, in runs of layers: `{plan}`.")
+                text.append(f"The plan of `kvlab plan`, in runs of layers: `{plan}`.")
+            text.append(self.ranked(kls, order, min, self.ties))
         for plan in self.plans:
             answers = self.values("accuracy", plan)
             if answers:

@@ -1,14 +1,11 @@
 #!/usr/bin/env python3
 """Compares, at equal bytes: eviction alone, tiers by rank, formats by layer, and formats by layer with eviction."""
 
-import json
-import pathlib
-
 from experiment import Experiment, Refused, main, name_of_model, number_with_error, table, tier_plan_of, values
 
 QUESTION = """
-A cache of a quarter of the bytes can hold a quarter of the tokens in 16 bit, all tokens in four bits, or half of the
-tokens in eight bits. This page compares these ways of saving memory at equal bytes:
+A cache of a quarter of the bytes can hold a quarter of the tokens in 16 bit, four fifths of them in 4 bits with scales,
+or fewer than half of them in 8 bits. This page compares these ways of saving memory at equal bytes:
 
 - **eviction**: a policy evicts tokens; the others stay in 16 bit;
 - **tiers by rank**: a policy evicts fewer tokens, and stores those that it ranks lower in fewer bits;
@@ -27,19 +24,13 @@ BITS = [3.5, 5, 6, 9]  # of plans that are combined with eviction
 
 def plan_of(experiment, trace, bits):
     """The tier plan of `kvlab plan`, in formats that kvlab also has on CUDA."""
-    options = ["--trace", trace, "--budget", f"{bits}bits", "--formats", "cuda", "--metric", "residual_error"]
-    return json.loads(pathlib.Path(experiment.kvlab(["plan"], *options, device="")).read_text())["plan"]["tiers"]
+    return experiment.plan(trace, f"{bits}bits", "cuda", "--metric", "residual_error")["plan"]["tiers"]
 
 
 def measured(experiment, policies, memory, tier_plans):
     """{(policy, tier plan, memory): (KL, standard error)} on the texts other than the first."""
-    all_texts = experiment.arguments.text
-    experiment.arguments.text = all_texts[1:]
-    try:
-        tiers = [word for tier_plan in tier_plans for word in ("--tiers", tier_plan)]
-        rows = experiment.eval(policies, memory, *tiers, "--positions", "original")
-    finally:
-        experiment.arguments.text = all_texts
+    tiers = [word for tier_plan in tier_plans for word in ("--tiers", tier_plan)]
+    rows = experiment.eval(policies, memory, *tiers, "--positions", "original", texts=experiment.arguments.text[1:])
     return {(policy, tier_plan_of(params)[1], budget): value for (policy, params, budget), value in values(rows, "kl").items()}
 
 

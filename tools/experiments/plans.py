@@ -1,10 +1,6 @@
 #!/usr/bin/env python3
 """Compares plans of storage formats by layer with single formats in as many bytes (docs/results/plans.md)."""
 
-import json
-import pathlib
-import subprocess
-import sys
 
 import numpy
 from experiment import Experiment, Refused, main, name_of_model, spearman, table, tier_plan_of, values
@@ -31,34 +27,12 @@ SAMPLES = 4  # of the gradients
 ROWS = {"16": 64, "fp8": 33, "8": 36, "4": 20, "3": 16, "2": 12}  # bytes of 32 channels
 
 
-def trace_with_gradients(experiment):
-    trace = experiment.capture(experiment.quick(512, 1024))
-    command = ["-m", "kvlab.hf", "sensitivities", trace, "--model", experiment.model, "--samples", SAMPLES]
-    done = subprocess.run([sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise Refused(f"gradients: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
-    return trace
-
-
-def plan_of(experiment, trace, bits, formats, centre):
-    """The plan file of `kvlab plan` as a dictionary."""
-    options = ["--trace", trace, "--budget", f"{bits}bits", "--formats", formats, "--centre", centre]
-    return json.loads(pathlib.Path(experiment.kvlab(["plan"], *options, device="")).read_text())
-
-
 def kl_of(experiment, tier_plans, centre, first=False):
     """{tier plan: (KL, standard error)} on the texts other than the first, or on the first."""
     given = [word for tier_plan in tier_plans for word in ("--tiers", tier_plan)]
-    all_texts = experiment.arguments.text
-    experiment.arguments.text = all_texts[:1] if first else all_texts[1:]
-    try:
-        rows = experiment.eval(["full"], ["100%"], *given, "--centre", centre)
-    finally:
-        experiment.arguments.text = all_texts
-    found = {}
-    for (_, params, _), value in values(rows, "kl").items():
-        found[tier_plan_of(params)[1]] = value
-    return found
+    texts = experiment.arguments.text
+    rows = experiment.eval(["full"], ["100%"], *given, "--centre", centre, texts=texts[:1] if first else texts[1:])
+    return {tier_plan_of(params)[1]: value for (_, params, _), value in values(rows, "kl").items()}
 
 
 def shown(value, error=None):
@@ -68,7 +42,7 @@ def shown(value, error=None):
 
 def of_set(experiment, trace, formats, centre, others=()):
     """The lines of the table, (predicted, measured) of every plan, and {tier plan: measured}, also of the others."""
-    plans = {bits: plan_of(experiment, trace, bits, formats, centre) for bits in experiment.quick(BITS[::2], BITS)}
+    plans = {bits: experiment.plan(trace, f"{bits}bits", formats, "--centre", centre) for bits in experiment.quick(BITS[::2], BITS)}
     predicted = {}  # by the sum of losses, which all plans of the frontier have
     for plan in plans.values():
         for choice in (plan["plan"], plan["uniform"]):
@@ -153,7 +127,8 @@ def plans():
         raise Refused("--text: give at least two, one to plan from and others to measure")
     for directory in experiment.models:
         experiment.model = directory
-        trace = trace_with_gradients(experiment)
+        trace = experiment.capture(experiment.quick(512, 1024))
+        experiment.add_gradients(trace, SAMPLES)
         layers = sum(not row.get("span") for row in Trace(trace).rows)  # without a window
         brute, passes = by_brute_force(experiment, layers)
         lines, correlations, first = [], [], None

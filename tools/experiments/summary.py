@@ -93,7 +93,7 @@ def picture(cells):
     low, high = 0.004, 4.0
     panels = [
         ("kl", "KL (nats), lower is better", 60,
-         lambda kl: 40 + 230 * math.log(high / kl) / math.log(high / low), [0.01, 0.1, 1]),
+         lambda kl: 40 + 230 * math.log(high / min(max(kl, low), high)) / math.log(high / low), [0.01, 0.1, 1]),
         ("accuracy", "right answers, higher is better", 440, lambda share: 270 - 230 * share, [0, 0.25, 0.5, 0.75, 1]),
     ]  # fmt: skip
     drawn = [policy for policy, colour in POLICIES.items() if colour]
@@ -104,7 +104,7 @@ def picture(cells):
             words.append(f"{title.partition(',')[0]}, {policy}: {values}")
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 350" width="800" height="350" role="img" aria-labelledby="t d">',
-        "<title id=\"t\">KL and right answers of six policies against memory, on SmolLM2-135M-Instruct</title>",
+        f'<title id="t">KL and right answers of {len(drawn)} policies against memory, on SmolLM2-135M-Instruct</title>',
         f'<desc id="d">At {", ".join(shares)} of the memory. {"; ".join(words)}.</desc>',
         "<style>text{font:12px sans-serif;fill:#555}.h{font-size:13px;font-weight:bold}@media(prefers-color-scheme:dark)"
         "{text{fill:#bbb}}</style>",

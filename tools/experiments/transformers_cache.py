@@ -4,9 +4,7 @@
 Needs PyTorch, transformers and optimum-quanto.
 """
 
-import json
 import pathlib
-import subprocess
 import sys
 
 import torch
@@ -59,14 +57,10 @@ def mean_and_error(numbers):
 def predictions(experiment):
     """{format: (loss, standard error)} of `kvlab plan`."""
     trace = experiment.capture(experiment.quick(256, 1024))
-    command = ["-m", "kvlab.hf", "sensitivities", trace, "--model", experiment.model, "--samples", SAMPLES]
-    done = subprocess.run([sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise Refused(f"gradients: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+    experiment.add_gradients(trace, SAMPLES)
     found = {}
     for name in BITS:
-        plan = experiment.kvlab(["plan"], "--trace", trace, "--budget", "16bits", "--formats", name, device="")
-        choice = json.loads(pathlib.Path(plan).read_text())["uniform"]
+        choice = experiment.plan(trace, "16bits", name)["uniform"]
         found[name] = choice["loss"], choice["stderr"] or 0
     return found
 
@@ -75,12 +69,9 @@ def compare(experiment, directory):
     experiment.model = directory
     predicted = predictions(experiment)
     texts = experiment.arguments.text[1:]
-    everything = experiment.arguments.text
-    experiment.arguments.text = texts
     tokens = experiment.tokens
     tiers = [word for name in BITS for word in ("--tiers", name)]
-    rows = experiment.eval(["full"], ["100%"], *tiers)
-    experiment.arguments.text = everything
+    rows = experiment.eval(["full"], ["100%"], *tiers, texts=texts)
     ours = {tier_plan_of(params)[1]: value for (_, params, _), value in values(rows, "kl").items()}
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)

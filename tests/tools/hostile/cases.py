@@ -243,7 +243,7 @@ COMMANDS = {
     "verify": "model prompt policy budget max-new-tokens tiers",
     "allocate": "budget out metric",
     "export": "plan for json",
-    "plan": "trace budget formats centre queries metric confirm model max-tokens out threads json",
+    "plan": "trace budget formats centre queries metric confirm model text max-tokens out threads json",
     "deploy": "budget out model metric",
     "compare": "metric out json",
     "bench": "threads json",
