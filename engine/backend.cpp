@@ -1,8 +1,12 @@
 #include "engine/backend.hpp"
 
+#include <stdexcept>
+
 #include "engine/batch_decoder.hpp"
 #include "engine/capture.hpp"
 #include "engine/decoder.hpp"
+#include "engine/draft/drafting_decoder.hpp"
+#include "policies/executor.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
 
@@ -114,6 +118,10 @@ class CpuBackend final : public Backend {
   std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache, std::uint32_t) override {
     return std::make_unique<Decoder>(model_, cache, threads_);
   }
+  std::unique_ptr<DraftingDecoder> drafting_decoder(const ResolvedConfig& drafter,
+                                                    DraftOptions options) override {
+    return std::make_unique<DraftingDecoder>(model_, drafter, std::move(options), threads_);
+  }
   std::unique_ptr<SequenceDecoder> watched_decoder(const ResolvedConfig& cache, std::uint32_t,
                                                    DecoderObserver& observer) override {
     auto decoder = std::make_unique<Decoder>(model_, cache, threads_);
@@ -137,6 +145,10 @@ class CpuBackend final : public Backend {
 };
 
 }  // namespace
+
+std::unique_ptr<DraftingDecoder> Backend::drafting_decoder(const ResolvedConfig&, DraftOptions) {
+  throw std::invalid_argument(cpu_only("--draft-policy"));
+}
 
 std::unique_ptr<Backend> load_backend(Device device, const std::filesystem::path& directory,
                                       unsigned threads) {

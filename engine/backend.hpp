@@ -15,7 +15,9 @@
 
 namespace kvlab {
 
-class DeviceModel;  // engine/cuda/model/device_model.hpp
+class DeviceModel;      // engine/cuda/model/device_model.hpp
+class DraftingDecoder;  // engine/draft/drafting_decoder.hpp
+struct DraftOptions;
 
 enum class Device { cpu, cuda };
 
@@ -33,6 +35,11 @@ class Backend {
   /// this device does not support the cache, and std::runtime_error if its memory is too small.
   virtual std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache,
                                                    std::uint32_t tokens) = 0;
+  /// Makes a decoder that drafts with the cache `drafter` and verifies with the full cache. Throws
+  /// std::invalid_argument if this device cannot do so (the default), or does not support the
+  /// cache.
+  virtual std::unique_ptr<DraftingDecoder> drafting_decoder(const ResolvedConfig& drafter,
+                                                            DraftOptions options);
   /// A slow decoder that reports everything it does to `observer`, which must outlive it.
   virtual std::unique_ptr<SequenceDecoder> watched_decoder(const ResolvedConfig& cache,
                                                            std::uint32_t tokens,

@@ -78,4 +78,20 @@ struct AttentionBenchOptions {
 /// accepts them, and without blocks.
 nlohmann::ordered_json bench_attention(const AttentionBenchOptions& options);
 
+/// A decode step that fetches keys and values from host memory: each layer fetches scattered rows
+/// by a list, and then reads device memory.
+struct LinkStep {
+  std::uint32_t layers = 1;
+  std::uint32_t rows = 0;        ///< rows that a layer fetches
+  std::uint32_t row_bytes = 0;   ///< bytes of a row, which is a key and a value
+  std::uint64_t read_bytes = 0;  ///< bytes of device memory that a layer reads
+};
+/// Times the link between the host's pinned memory and the device: contiguous copies, rows that a
+/// kernel fetches by a list, batches of copies of such rows, and `steps`.
+struct LinkBenchOptions {
+  std::uint64_t pool_bytes = std::uint64_t{4} << 30;  ///< host memory over which rows are scattered
+  std::vector<LinkStep> steps;
+};
+nlohmann::ordered_json bench_link(const LinkBenchOptions& options);
+
 }  // namespace kvlab

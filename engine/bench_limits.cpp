@@ -9,11 +9,11 @@ namespace kvlab {
 double share_of_limit(const std::string& what, double rate, double limit, const char* unit) {
   const double share = rate / limit;
   if (!(share <= kMaxOfLimit))
-    throw LimitExceeded(fmt::format(
-        "{}: {:.4g} {} is {:.0f}% of the limit of {:.4g} {} that this run measured, so the "
-        "metric is wrong; check this build on this GPU with `kvlab verify`, and that nothing else "
-        "runs on the GPU",
-        what, rate, unit, 100 * share, limit, unit));
+    throw LimitExceeded(
+        fmt::format("{}: {:.4g} {} is {:.0f}% of the limit of {:.4g} {} that this run measured, "
+                    "which is impossible; check this build with `kvlab verify` on this GPU, and "
+                    "make sure that nothing else runs on the GPU",
+                    what, rate, unit, 100 * share, limit, unit));
   return share;
 }
 

@@ -111,13 +111,13 @@ OutputSketch output_sketch(const std::filesystem::path& directory, std::uint64_t
                            unsigned threads) {
   const OutputRows rows(directory);
   const ModelConfig& config = rows.config();
-  const std::size_t of_layer = rows.inputs() * kSketchColumns;
-  OutputSketch sketch{seed, std::vector<float>(config.layers * of_layer)};
+  const std::size_t layer_values = rows.inputs() * kSketchColumns;
+  OutputSketch sketch{seed, std::vector<float>(config.layers * layer_values)};
   parallel_for(config.layers, threads, [&](std::size_t layer) {
     add_layer_sketch(
         seed, layer, config.hidden,
         [&](std::size_t output, float* row) { rows.read(layer, output, row); },
-        std::span(sketch.values).subspan(layer * of_layer, of_layer));
+        std::span(sketch.values).subspan(layer * layer_values, layer_values));
   });
   return sketch;
 }

@@ -31,5 +31,6 @@ nlohmann::ordered_json bench_prefill(const PrefillBenchOptions&) { refuse_bench(
 nlohmann::ordered_json bench_stream(const StreamBenchOptions&) { refuse_bench(); }
 nlohmann::ordered_json bench_evict(const EvictBenchOptions&) { refuse_bench(); }
 nlohmann::ordered_json bench_attention(const AttentionBenchOptions&) { refuse_bench(); }
+nlohmann::ordered_json bench_link(const LinkBenchOptions&) { refuse_bench(); }
 
 }  // namespace kvlab

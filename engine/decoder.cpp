@@ -23,6 +23,18 @@ constexpr double kThreadedProducts =
 
 }  // namespace
 
+HeadShape head_shape(const ModelConfig& model, std::uint32_t layer, const ResolvedConfig& cache) {
+  const RowSpec& row = model.rows[layer];
+  return {.head_size = model.head_size,
+          .group = model.query_heads / model.kv_heads,
+          .positions = cache.positions_of(layer),
+          .softmax_scale = row.scale,
+          .threshold16 = cache.threshold16(),
+          .window = row.window,
+          .softcap = row.softcap,
+          .sinks = row.sinks};
+}
+
 class Decoder::Impl {
  public:
   Impl(const Model& model, ResolvedConfig cache, unsigned threads)
@@ -32,26 +44,15 @@ class Decoder::Impl {
     if (wants_projections(requested_.policy.features)) output_ = model.output_projections();
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
       const RowSpec& row = config_.rows[layer];
-      const HeadShape shape{.head_size = config_.head_size,
-                            .group = config_.query_heads / config_.kv_heads,
-                            .positions = requested_.positions_of(layer),
-                            .softmax_scale = row.scale,
-                            .threshold16 = requested_.threshold16(),
-                            .window = row.window,
-                            .softcap = row.softcap,
-                            .sinks = row.sinks};
-      layers_.emplace_back(requested_, shape, config_.kv_heads, layer, output_.get());
+      layers_.emplace_back(requested_, head_shape(config_, layer, requested_), config_.kv_heads,
+                           layer, output_.get());
       ropes_.try_emplace(row.table, row.rope);
     }
   }
 
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
                               std::vector<float>* all_logits) {
-    if (ids.empty()) throw std::invalid_argument("decoder: no tokens to feed; give at least one");
-    const std::uint32_t most = longest_sequence(config_.query_heads / config_.kv_heads);
-    if (ids.size() > most - tokens_)
-      throw std::invalid_argument(
-          fmt::format("decoder: a sequence has at most {} tokens; start a new one", most));
+    check_length(ids.size());
     if (all_logits) all_logits->resize(ids.size() * config_.vocab);
     logits_.resize(config_.vocab);
     const std::size_t chunk = append_tokens(kind, ids.size());
@@ -114,6 +115,73 @@ class Decoder::Impl {
     copy_logits(all, logits);
   }
 
+  std::span<const float> feed_with(Impl& drafter, std::span<const std::int32_t> ids,
+                                   SegmentKind kind) {
+    check_length(ids.size());
+    const std::vector<Impl*> both{this, &drafter};
+    const std::size_t chunk = drafter.append_tokens(kind, ids.size());
+    for (std::size_t start = 0; start < ids.size(); start += chunk)
+      run_layers(both, ids.subspan(start, std::min(chunk, ids.size() - start)), Rows::shared);
+    logits_.resize(config_.vocab);
+    model_.logits(work_.x.data() + work_.x.size() - config_.hidden, 1, logits_.data(), threads_);
+    for (Impl* const one : both)
+      if (kind == SegmentKind::prompt) one->end_prompt();
+    return logits_;
+  }
+
+  std::span<const float> draft(DraftRows& drafts, std::span<const std::int32_t> ids,
+                               std::span<const std::uint32_t> parents) {
+    check_length(drafts.paths.size() + ids.size());
+    if (drafts.paths.empty()) {
+      drafts.layers.resize(config_.layers);
+      for (LayerCache& layer : layers_) layer.drop_drafts();
+    }
+    const std::size_t before = drafts.paths.size(), n = ids.size();
+    std::uint32_t depth = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+      const auto node = static_cast<std::uint32_t>(before + i);
+      DraftPath path = node == 0 ? DraftPath{} : drafts.paths.at(parents[i]);
+      path.push_back(node);
+      depth = std::max(depth, static_cast<std::uint32_t>(path.size()));
+      drafts.paths.push_back(std::move(path));
+    }
+    const std::span paths = std::span(drafts.paths).subspan(before);
+    work_.resize(config_, n);
+    through_layers(ids, [&](std::uint32_t layer) {
+      DraftRows::Layer& own = drafts.layers[layer];
+      own.q.insert(own.q.end(), work_.q.begin(), work_.q.end());
+      own.k.insert(own.k.end(), work_.k.begin(), work_.k.end());
+      own.v.insert(own.v.end(), work_.v.begin(), work_.v.end());
+      GrowingRope& rope = ropes_.at(config_.rows[layer].table);
+      const auto tokens = static_cast<std::uint32_t>(n);
+      layers_[layer].attend_draft(rows({work_, 0, tokens, true}), paths,
+                                  rope.covering(tokens_ + depth), threads_for(layer, tokens));
+    });
+    draft_logits_.resize(n * config_.vocab);
+    model_.logits(work_.x.data(), n, draft_logits_.data(), threads_);
+    return draft_logits_;
+  }
+
+  void accept(const DraftRows& drafts, std::span<const std::uint32_t> path) {
+    const std::size_t queries = std::size_t{config_.query_heads} * config_.head_size,
+                      keys = std::size_t{config_.kv_heads} * config_.head_size;
+    const auto count = static_cast<std::uint32_t>(path.size());
+    for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
+      const DraftRows::Layer& from = drafts.layers[layer];
+      const RopeTable& rope = ropes_.at(config_.rows[layer].table).covering(tokens_ + count);
+      for (std::uint32_t i = 0; i < count; ++i)
+        layers_[layer].step({.first = tokens_ + i,
+                             .tokens = 1,
+                             .q = &from.q[path[i] * queries],
+                             .k = &from.k[path[i] * keys],
+                             .v = &from.v[path[i] * keys],
+                             .out = nullptr},
+                            rope, threads_for(layer, 1));
+    }
+    tokens_ += count;
+    count_bytes();
+  }
+
   std::uint64_t evictions() const {
     std::uint64_t sum = 0;
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
@@ -156,10 +224,19 @@ class Decoder::Impl {
     Work& work;
     std::size_t first_row;
     std::uint32_t tokens;
+    bool wants_outputs;
   };
   /// Whether each of the decoders that run together has its own rows (the same number each), or all
   /// of them use the same rows.
   enum class Rows { own, shared };
+
+  void check_length(std::size_t more) const {
+    if (more == 0) throw std::invalid_argument("decoder: no tokens to feed; give at least one");
+    const std::uint32_t max_tokens = longest_sequence(config_.query_heads / config_.kv_heads);
+    if (more > max_tokens - tokens_)
+      throw std::invalid_argument(
+          fmt::format("decoder: a sequence has at most {} tokens; start a new one", max_tokens));
+  }
 
   void end_prompt() {
     for (LayerCache& layer : layers_) layer.end_prompt();
@@ -202,7 +279,6 @@ class Decoder::Impl {
   static void run_layers(std::span<Impl* const> decoders, std::span<const std::int32_t> ids,
                          Rows rows) {
     Impl& first = *decoders.front();
-    const Model& model = first.model_;
     const unsigned threads = first.threads_;
     const std::size_t n = ids.size();
     Work& work = first.work_;
@@ -214,52 +290,58 @@ class Decoder::Impl {
     const auto attend = [&](std::uint32_t layer, std::size_t d) {
       const std::size_t row = rows == Rows::shared ? 0 : d * each;
       const bool wants_outputs = d == 0 || rows == Rows::own;
-      decoders[d]->attend(layer, {work, row, each}, side_by_side ? 1 : threads, wants_outputs);
+      decoders[d]->attend(layer, {work, row, each, wants_outputs}, side_by_side ? 1 : threads);
     };
 
-    model.embed(ids, work.x.data());
-    for (std::uint32_t layer = 0; layer < first.config_.layers; ++layer) {
-      model.attention_inputs(layer, work.x.data(), n, work.q.data(), work.k.data(), work.v.data(),
-                             threads);
+    first.through_layers(ids, [&](std::uint32_t layer) {
       parallel_for(decoders.size(), side_by_side ? threads : 1,
                    [&](std::size_t d) { attend(layer, d); });
-      if (first.observer_)
-        first.observer_->layer(layer, work.q, work.k, work.v, work.out, work.lse);
-      model.attention_output(layer, work.out.data(), n, work.x.data(), threads);
-      if (first.observer_ && model.config().norms.behind_attention.empty())
-        first.observer_->residual(layer, work.x);
-      model.mlp(layer, work.x.data(), n, threads);
-    }
+    });
     for (Impl* const one : decoders) {
       one->tokens_ += each;
       one->count_bytes();
     }
   }
 
-  /// Evicts to the budget, appends, attends and observes, for all KV heads of a layer.
-  void attend(std::uint32_t layer, const Part& part, unsigned max_threads, bool wants_outputs) {
-    LayerCache& cache = layers_[layer];
-    for (std::uint32_t head = 0; head < config_.kv_heads; ++head) {
-      const auto victims = cache.heads()[head].evict_to_budget(tokens_);
-      if (observer_) observer_->evicted(layer, head, tokens_, victims);
-    }
-    GrowingRope& rope = ropes_.at(config_.rows[layer].table);
-    cache.attend(rows(part), rope.covering(tokens_ + part.tokens),
-                 std::min(max_threads, threads_for(layer, part.tokens)), wants_outputs);
-    for (std::uint32_t head = 0; head < config_.kv_heads; ++head) {
-      const auto seen = cache.heads()[head].observe();
-      if (observer_) show(layer, head, seen);
+  /// Runs the tokens of work_ through the layers. `attend` computes a layer's attention outputs.
+  void through_layers(std::span<const std::int32_t> ids,
+                      const std::function<void(std::uint32_t layer)>& attend) {
+    const std::size_t n = ids.size();
+    model_.embed(ids, work_.x.data());
+    for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
+      model_.attention_inputs(layer, work_.x.data(), n, work_.q.data(), work_.k.data(),
+                              work_.v.data(), threads_);
+      attend(layer);
+      if (observer_) observer_->layer(layer, work_.q, work_.k, work_.v, work_.out, work_.lse);
+      model_.attention_output(layer, work_.out.data(), n, work_.x.data(), threads_);
+      if (observer_ && config_.norms.post_attention.empty()) observer_->residual(layer, work_.x);
+      model_.mlp(layer, work_.x.data(), n, threads_);
     }
   }
 
-  void show(std::uint32_t layer, std::uint32_t head, std::span<const Observation> seen) {
-    const LiveSet& live = layers_[layer].heads()[head].live();
-    std::vector<std::byte> states;
-    for (std::size_t age = 0; age < live.size(); ++age) {
-      const auto bytes = live.state(age);
-      states.insert(states.end(), bytes.begin(), bytes.end());
+  /// Takes a step with the caches of a layer.
+  void attend(std::uint32_t layer, const Part& part, unsigned max_threads) {
+    GrowingRope& rope = ropes_.at(config_.rows[layer].table);
+    layers_[layer].step(rows(part), rope.covering(tokens_ + part.tokens),
+                        std::min(max_threads, threads_for(layer, part.tokens)));
+    if (observer_) show_step(layer);
+  }
+
+  /// Shows the observer what the caches of a layer evicted and observed in a step.
+  void show_step(std::uint32_t layer) {
+    const auto& heads = layers_[layer].heads();
+    for (std::uint32_t head = 0; head < heads.size(); ++head)
+      observer_->evicted(layer, head, tokens_, heads[head].victims());
+    for (std::uint32_t head = 0; head < heads.size(); ++head) {
+      const LiveSet& live = heads[head].live();
+      std::vector<std::byte> states;
+      for (std::size_t age = 0; age < live.size(); ++age) {
+        const auto bytes = live.state(age);
+        states.insert(states.end(), bytes.begin(), bytes.end());
+      }
+      observer_->observed(layer, head, {live.positions(), states, live.feature_values()},
+                          heads[head].observations());
     }
-    observer_->observed(layer, head, {live.positions(), states, live.feature_values()}, seen);
   }
 
   LayerRows rows(const Part& part) const {
@@ -271,7 +353,7 @@ class Decoder::Impl {
             .q = work.q.data() + queries * dim,
             .k = work.k.data() + keys * dim,
             .v = work.v.data() + keys * dim,
-            .out = work.out.data() + queries * dim,
+            .out = part.wants_outputs ? work.out.data() + queries * dim : nullptr,
             .lse = observer_ ? work.lse.data() + queries : nullptr};
   }
 
@@ -299,7 +381,7 @@ class Decoder::Impl {
   std::uint32_t tokens_ = 0;
   std::uint64_t kv_bytes_peak_ = 0;
   Work work_;
-  std::vector<float> logits_;
+  std::vector<float> logits_, draft_logits_;
 };
 
 Decoder::Decoder(const Model& model, ResolvedConfig cache, unsigned threads)
@@ -322,6 +404,17 @@ void Decoder::step(std::span<Decoder* const> decoders, std::span<const std::int3
 void Decoder::prompt(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
                      float* logits) {
   Impl::prompt(decoders, ids, logits);
+}
+std::span<const float> Decoder::feed_with(Decoder& drafter, std::span<const std::int32_t> ids,
+                                          SegmentKind kind) {
+  return impl_->feed_with(*drafter.impl_, ids, kind);
+}
+std::span<const float> Decoder::draft(DraftRows& drafts, std::span<const std::int32_t> ids,
+                                      std::span<const std::uint32_t> parents) {
+  return impl_->draft(drafts, ids, parents);
+}
+void Decoder::accept(const DraftRows& drafts, std::span<const std::uint32_t> path) {
+  impl_->accept(drafts, path);
 }
 std::uint32_t Decoder::tokens() const { return impl_->tokens(); }
 std::uint64_t Decoder::kv_bytes_peak() const { return impl_->kv_bytes_peak(); }

@@ -9,8 +9,12 @@
 #include "engine/checkpoint/model.hpp"
 #include "engine/sequence_decoder.hpp"
 #include "policies/cache_config.hpp"
+#include "sim/cache/host_cache.hpp"
 
 namespace kvlab {
+
+/// The parameters that the caches of a layer's KV heads have in common.
+HeadShape head_shape(const ModelConfig& model, std::uint32_t layer, const ResolvedConfig& cache);
 
 /// The live tokens of one KV head, oldest first.
 struct LiveTokens {
@@ -50,6 +54,16 @@ class DecoderObserver {
   virtual void end_append() {}  ///< after the last layer
 };
 
+/// Draft tokens that follow the text of a decoder, and what its layers computed for them. They form
+/// a tree: each attends to the text, to its ancestors and to itself.
+struct DraftRows {
+  struct Layer {
+    std::vector<float> q, k, v;  // [node, heads, dim], before RoPE
+  };
+  std::vector<DraftPath> paths;  // [node]
+  std::vector<Layer> layers;
+};
+
 class Decoder : public SequenceDecoder {
  public:
   /// `model` must outlive the decoder. Throws std::invalid_argument if the protected tokens do not
@@ -82,6 +96,24 @@ class Decoder : public SequenceDecoder {
                    float* logits);
   static void prompt(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
                      float* logits);
+
+  // Drafts. A drafter and its target are two decoders of one model without observers, with the same
+  // text. The target has the full cache, and computes all keys and values that the drafter keeps.
+
+  /// Feeds tokens to this decoder, and its queries, keys and values to `drafter`, in the appends
+  /// that the drafter's configuration requests. Returns the logits of the last token.
+  std::span<const float> feed_with(Decoder& drafter, std::span<const std::int32_t> ids,
+                                   SegmentKind kind);
+  /// Runs draft tokens through the layers, and adds them to `drafts`. If `drafts` is empty, drops
+  /// the draft tokens in the cache; otherwise it is that of the last call. Token i is the child of
+  /// node `parents[i]` of `drafts`; the parent of the first token is ignored. Evicts to the budget,
+  /// but appends and observes nothing. Returns the logits [n, vocab], valid until the next call.
+  std::span<const float> draft(DraftRows& drafts, std::span<const std::int32_t> ids,
+                               std::span<const std::uint32_t> parents);
+  /// Drops the draft tokens in the cache. Then appends nodes of `drafts`, which this decoder or its
+  /// target computed, as decoded tokens one by one. `path` is the path of some node. Leaves the
+  /// logits of feed() unchanged.
+  void accept(const DraftRows& drafts, std::span<const std::uint32_t> path);
 
   std::uint32_t tokens() const override;
   std::uint64_t kv_bytes_peak() const override;

@@ -15,12 +15,15 @@ namespace kvlab {
 namespace {
 
 /// The counter-th random number of `seed`, uniform in [0, 1).
-double uniform(std::uint64_t seed, std::uint64_t counter) {
+double random_number(std::uint64_t seed, std::uint64_t counter) {
   return static_cast<double>(split_mix(seed + counter * kSplitMixStep) >> 11) * 0x1p-53;
 }
 
 std::int32_t most_likely(std::span<const float> logits) {
-  return static_cast<std::int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+  const auto best = std::max_element(logits.begin(), logits.end());
+  if (!std::isfinite(*best))
+    throw std::runtime_error("logits are not finite; the checkpoint's weights may be damaged");
+  return static_cast<std::int32_t>(best - logits.begin());
 }
 
 /// The ids to sample from: the `top_k` most probable, in descending order; all ids if neither top-k
@@ -40,6 +43,32 @@ std::vector<std::int32_t> candidates(std::span<const float> logits,
   return ids;
 }
 
+/// Ids and their weights, which are proportional to their probabilities.
+struct Weighted {
+  std::vector<std::int32_t> ids;
+  std::vector<double> weights;
+  double total = 0;
+};
+
+/// Weighs the ids to sample from at a temperature above 0. `largest`: the largest logit.
+Weighted weigh(std::span<const float> logits, double largest, const SamplingOptions& options) {
+  Weighted all{.ids = candidates(logits, options)};
+  for (const std::int32_t id : all.ids)
+    all.weights.push_back(
+        std::exp((static_cast<double>(logits[static_cast<std::size_t>(id)]) - largest) /
+                 options.temperature));
+  all.total = std::accumulate(all.weights.begin(), all.weights.end(), 0.0);
+  if (options.top_p == 1) return all;
+  // Top-p: the smallest set of the most probable tokens that reaches the share.
+  double sum = 0;
+  std::size_t kept = 0;
+  while (kept < all.weights.size() && sum < options.top_p * all.total) sum += all.weights[kept++];
+  all.weights.resize(kept);
+  all.ids.resize(kept);
+  all.total = sum;
+  return all;
+}
+
 }  // namespace
 
 Sampler::Sampler(SamplingOptions options) : options_(options) {
@@ -54,34 +83,31 @@ Sampler::Sampler(SamplingOptions options) : options_(options) {
 std::int32_t Sampler::pick(std::span<const float> logits) {
   const std::uint64_t index = counter_++;
   const std::int32_t best = most_likely(logits);
-  const double largest = static_cast<double>(logits[static_cast<std::size_t>(best)]);
-  if (!std::isfinite(largest))
-    throw std::runtime_error("logits are not finite; the checkpoint's weights may be damaged");
   if (options_.temperature == 0) return best;
-
-  const std::vector<std::int32_t> ids = candidates(logits, options_);
-  std::vector<double> weights;
-  for (const std::int32_t id : ids)
-    weights.push_back(
-        std::exp((static_cast<double>(logits[static_cast<std::size_t>(id)]) - largest) /
-                 options_.temperature));
-  double total = std::accumulate(weights.begin(), weights.end(), 0.0);
-  // Top-p: the smallest set of the most probable tokens that reaches the share.
-  if (options_.top_p < 1) {
-    double sum = 0;
-    std::size_t kept = 0;
-    while (kept < weights.size() && sum < options_.top_p * total) sum += weights[kept++];
-    weights.resize(kept);
-    total = sum;
-  }
-  const double target = uniform(options_.seed, index) * total;
+  const double largest = static_cast<double>(logits[static_cast<std::size_t>(best)]);
+  const Weighted all = weigh(logits, largest, options_);
+  const double target = random_number(options_.seed, index) * all.total;
   double sum = 0;
-  for (std::size_t i = 0; i < weights.size(); ++i) {
-    sum += weights[i];
-    if (target < sum) return ids[i];
+  for (std::size_t i = 0; i < all.ids.size(); ++i) {
+    sum += all.weights[i];
+    if (target < sum) return all.ids[i];
   }
   return best;  // reached if, by rounding, the target is not below the sum of all weights
 }
+
+std::vector<double> Sampler::probabilities(std::span<const float> logits) const {
+  const auto best = static_cast<std::size_t>(most_likely(logits));
+  std::vector<double> p(logits.size());
+  p[best] = 1;
+  if (options_.temperature == 0) return p;
+  p[best] = 0;
+  const Weighted all = weigh(logits, static_cast<double>(logits[best]), options_);
+  for (std::size_t i = 0; i < all.ids.size(); ++i)
+    p[static_cast<std::size_t>(all.ids[i])] = all.weights[i] / all.total;
+  return p;
+}
+
+double Sampler::uniform() { return random_number(options_.seed, counter_++); }
 
 RowScore score_row(std::span<const float> baseline, std::span<const float> logits,
                    std::int32_t next) {

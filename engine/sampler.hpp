@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 namespace kvlab {
 struct SamplingOptions {
@@ -20,6 +21,11 @@ class Sampler {
   explicit Sampler(SamplingOptions options);
   /// Returns the sampled id. Throws std::runtime_error if the largest logit is not finite.
   std::int32_t pick(std::span<const float> logits);
+  /// Returns the probability [vocab] with which pick() returns each id, up to rounding. Throws as
+  /// pick() does.
+  std::vector<double> probabilities(std::span<const float> logits) const;
+  /// The next random number of the seed, uniform in [0, 1). Counts as a sample.
+  double uniform();
 
   const SamplingOptions& options() const { return options_; }
   std::uint64_t counter() const { return counter_; }  ///< samples so far

@@ -101,7 +101,7 @@ std::string cuda_description() {
   std::string why;
   const int count = device_count(why);
   if (count == 0)
-    text += fmt::format("GPU: no GPU{}\n", driver == 0 || why.empty() ? "" : ": " + why);
+    text += fmt::format("GPU: none{}\n", driver == 0 || why.empty() ? "" : ": " + why);
   for (int device = 0; device < count; ++device) {
     cudaDeviceProp properties{};
     if (const cudaError_t error = cudaGetDeviceProperties(&properties, device)) {

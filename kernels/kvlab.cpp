@@ -85,7 +85,7 @@ cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::s
   constexpr std::uintmax_t kMaxBytes = 1 << 20;
   std::error_code error;
   if (const auto bytes = std::filesystem::file_size(path, error); !error && bytes > kMaxBytes) {
-    said = std::string(path) + ": has more than a MiB; a policy's header is expected";
+    said = std::string(path) + ": is larger than 1 MiB, so it is not a policy's header";
     return cudaErrorInvalidSource;
   }
   // Reads only regular files, not pipes or devices.
@@ -100,7 +100,7 @@ cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::s
   const DeviceCode code =
       code_of_header(path, text, found == cudaSuccess ? current_architecture() : 90);
   if (found != cudaSuccess) {
-    said = std::string(path) + ": compiles; " + cudaGetErrorString(found);
+    said = std::string(path) + ": compiles, but cannot be loaded: " + cudaGetErrorString(found);
     return found;
   }
   auto header = std::make_unique<const HeaderPolicy>(code);

@@ -59,7 +59,8 @@ typedef enum { KVLAB_NOTHING = 0, KVLAB_MASS = 1, KVLAB_REQUESTS = 2, KVLAB_BOTH
 /** A policy of the registry or from a header. It lives as long as the process. */
 typedef struct kvlab_policy kvlab_policy;
 
-/** Finds a registered policy by the name that `kvlab policies` prints. NULL if there is none. */
+/** Finds a registered policy by the name that `kvlab policies` prints. Returns NULL if there is
+ * none. Also returns NULL for clock, sieve and hisparse, because they run on the CPU only. */
 const kvlab_policy* kvlab_find_policy(const char* name);
 /** Returns the name of the registered policy at `index`, from 0 on; NULL after the last one. */
 const char* kvlab_policy_name(int index);
@@ -97,9 +98,10 @@ const char* kvlab_policy_parameter(const kvlab_policy* policy, int index);
  * them, as SnapKV does; else 0. */
 int kvlab_policy_weighted(const kvlab_policy* policy);
 /** Writes these weights to `to`, host memory of `queries` numbers: to[age] is the weight of a query
- * that `age` queries come after. From `*tail` on they are 0. A chunk that is appended by itself
- * has its own number of queries. `params`: as kvlab_policy_params wrote them. For a policy from a
- * header the device computes them, and the call synchronizes. */
+ * that is followed by `age` later queries of the prompt. The weights from `*tail` on are 0. If a
+ * chunk is a separate append, `queries` is the number of the chunk's queries. `params`: as
+ * kvlab_policy_params wrote them. For a policy from a header the device computes them, and the call
+ * synchronizes. */
 cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params, uint32_t queries,
                                  float* to, uint32_t* tail);
 
@@ -191,10 +193,11 @@ cudaError_t kvlab_compute_ages(const kvlab_cache_view* cache, cudaStream_t strea
 /** The budget and protected tokens of one pair. sinks + recent <= budget, and sinks < budget. */
 typedef struct {
   uint32_t budget;    /**< tokens that a query may see, itself included; UINT32_MAX: no eviction */
-  uint32_t sinks;     /**< the first positions of the text, which are evicted last */
-  uint32_t recent;    /**< the newest positions, which are evicted before sinks, after all others */
-  uint32_t group_max; /**< 1: a query of a group counts the largest probability of the group's query
-                           heads, not their sum */
+  uint32_t sinks;     /**< number of first positions of the text, which are evicted last */
+  uint32_t recent;    /**< number of newest positions, which are evicted after all other tokens and
+                         before the sinks */
+  uint32_t group_max; /**< 1: for each query, the largest probability among the group's query heads
+                         counts, not their sum */
 } kvlab_rule;
 
 /** What one token received from the queries of one step or prompt. */
@@ -523,8 +526,8 @@ cudaError_t kvlab_compact_ranked(const kvlab_policy* policy, const kvlab_compact
  * all other calls keep counts on the host and are refused while their stream is being captured.
  *
  * Use a cache from one thread at a time, on one stream or on streams that wait for each other. It
- * allocates when it is created, and where `longest` says so. If an allocation fails, the call
- * returns cudaErrorMemoryAllocation and has changed nothing. */
+ * allocates memory when it is created, and in the calls that the comment at `longest` names. If an
+ * allocation fails, the call returns cudaErrorMemoryAllocation and has changed nothing. */
 typedef struct kvlab_kv_cache kvlab_kv_cache;
 
 /** The format of a token's key and value: the cache's type, or quantized
@@ -657,9 +660,10 @@ typedef struct {
 cudaError_t kvlab_kv_cache_append(kvlab_kv_cache* cache, const kvlab_append_chunk* chunk,
                                   cudaStream_t stream);
 
-/** Begins a decode step: does its work on the host. `decodes`: host [sequence], 1 if the sequence
- * decodes a token in this step; NULL: all do. The step must then run through all layers before
- * any other call for these sequences. Ends an append that is not complete. */
+/** Begins a decode step, and does the work of the step that is done on the host. `decodes`: host
+ * [sequence], 1 if the sequence decodes a token in this step; NULL: all do. The step must then run
+ * through all layers before any other call for these sequences. Ends an append that is not complete
+ * in all layers. */
 cudaError_t kvlab_kv_cache_begin_step(kvlab_kv_cache* cache, const unsigned char* decodes,
                                       cudaStream_t stream);
 /** One layer of the step, in order from the first to the last. It only launches kernels. `qkv`:

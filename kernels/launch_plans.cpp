@@ -13,7 +13,7 @@ const char* type_text(Type type) {
 }
 
 /// Appends the advice to use a 2-byte type, which needs half the memory of float32.
-std::string with_advice(const std::string& why, Type type) {
+std::string add_advice(const std::string& why, Type type) {
   return why.empty() || type != KVLAB_F32 ? why : why + "; bf16 and fp16 need half of it";
 }
 
@@ -21,7 +21,7 @@ std::string shape_text(const char* what, Type type, int head_size) {
   return fmt::format("{} with head size {} in {}", what, head_size, type_text(type));
 }
 
-std::string of_group(const PairAttention& args, const char* what) {
+std::string describe_group(const PairAttention& args, const char* what) {
   return fmt::format("{} and {} query heads for each KV head",
                      shape_text(what, args.type, args.head_size), args.group);
 }
@@ -31,21 +31,22 @@ std::string of_group(const PairAttention& args, const char* what) {
 std::string why_no_plan(const std::string& what, const LaunchPlan& plan,
                         const DeviceLimits& limits) {
   if (plan.fits()) return "";
-  return fmt::format("{} needs {} bytes of shared memory in a thread block, and this GPU has {}",
+  return fmt::format("{} needs {} bytes of shared memory in a thread block, but this GPU has {}",
                      what, plan.shared_bytes, limits.shared_bytes);
 }
 
 std::string why_not_pair_attention(const PairAttention& args, const DeviceLimits& limits) {
   const bool by_cache = args.ages != nullptr || args.rules != nullptr;
-  return with_advice(why_no_plan(of_group(args, by_cache ? "decode attention at cache positions"
-                                                         : "decode attention"),
-                                 pair_attention_plan(args, limits).plan, limits),
-                     args.type);
+  return add_advice(
+      why_no_plan(describe_group(
+                      args, by_cache ? "decode attention at cache positions" : "decode attention"),
+                  pair_attention_plan(args, limits).plan, limits),
+      args.type);
 }
 
 std::string why_not_tier_attention(const PairAttention& args, int max_row_bytes,
                                    const DeviceLimits& limits) {
-  return why_no_plan(of_group(args, "decode attention over tiers"),
+  return why_no_plan(describe_group(args, "decode attention over tiers"),
                      tier_attention_plan(args, max_row_bytes, limits), limits);
 }
 
@@ -58,7 +59,7 @@ std::string why_not_prefill(Type type, int head_size, const DeviceLimits& limits
 }
 
 std::string why_not_linear(Type type, Form form, int k, const DeviceLimits& limits) {
-  return with_advice(
+  return add_advice(
       why_no_plan(fmt::format("a {}product over {} inputs in {}",
                               form == Form::plain ? "" : "normed ", k, type_text(type)),
                   linear_plan(type, form, 1, 1, k, limits), limits),

@@ -1,6 +1,6 @@
-// Each element is read and written once. So memory bandwidth limits the kernels if there are many
-// tokens, and launch latency if there are few. The comment at each kernel gives the bytes that it
-// reads and writes per token.
+// Element-wise operations. Each element is read and written once, so memory bandwidth limits the
+// kernels if there are many tokens, and launch latency if there are few. The comment at each kernel
+// gives the bytes that it reads and writes per token.
 #include "kernels/pointwise.hpp"
 
 #include "kernels/device/activation.cuh"
@@ -212,9 +212,9 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
   const int kv_head = (index - cache.query_heads) % cache.kv_heads;
   const TokenSlot place_of(args, static_cast<int>(token));
   if (place_of.is_idle()) return;
-  const std::int64_t slot = query ? 0 : place_of.of_head(args, kv_head);
+  const std::int64_t slot = query ? 0 : place_of.head_offset(args, kv_head);
   const std::int64_t cached =
-      query || !cache.pages.blocks ? slot : place_of.in_blocks(args, kv_head);
+      query || !cache.pages.blocks ? slot : place_of.paged_offset(args, kv_head);
   if (index >= cache.query_heads + cache.kv_heads) {
     for (int d = lane; d < cache.head_size; d += kWarpSize)
       static_cast<T*>(cache.values)[cached + d] = from[d];

@@ -37,7 +37,7 @@ class TokenSlot {
   /// its next token.
   __device__ bool is_idle() const { return is_idle_; }
   /// The slot of a KV head, in elements from the start of the cache.
-  __device__ std::int64_t of_head(const RopeWriteArgs& args, int kv_head) const {
+  __device__ std::int64_t head_offset(const RopeWriteArgs& args, int kv_head) const {
     const kvlab_cache_view& cache = args.cache;
     if (!cache.first_slot)
       return sequence_ * args.sequence_stride + kv_head * args.head_stride +
@@ -45,9 +45,9 @@ class TokenSlot {
     const int pair = sequence_ * cache.kv_heads + kv_head;
     return (cache.first_slot[pair] + cache.next_slots[pair] + slot_) * cache.head_size;
   }
-  /// Like of_head(), for keys and values in pages. of_head() computes the element as if they were
-  /// not paged.
-  __device__ std::int64_t in_blocks(const RopeWriteArgs& args, int kv_head) const {
+  /// Like head_offset(), for keys and values in pages. head_offset() computes the element as if
+  /// they were not paged.
+  __device__ std::int64_t paged_offset(const RopeWriteArgs& args, int kv_head) const {
     const kvlab_cache_view& cache = args.cache;
     const int pair = sequence_ * cache.kv_heads + kv_head;
     return paged_row(cache.pages, pair, cache.kv_heads, cache.next_slots[pair] + slot_);

@@ -40,8 +40,8 @@ struct Add {
 __global__ void __launch_bounds__(kThreads) score_row(const RowScoreArgs args) {
   using ReduceBest = cub::BlockReduce<Best, kThreads>;
   using ReduceSums = cub::BlockReduce<Sums, kThreads>;
-  __shared__ ReduceBest::TempStorage of_best;
-  __shared__ ReduceSums::TempStorage of_sums;
+  __shared__ ReduceBest::TempStorage best_storage;
+  __shared__ ReduceSums::TempStorage sum_storage;
   __shared__ Best best;
   const std::size_t row = blockIdx.x, vocab = static_cast<std::size_t>(args.vocab);
   const std::int32_t next = args.next[row];
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) score_row(const RowScoreArgs args) {
   Best mine{};
   for (int id = static_cast<int>(threadIdx.x); id < args.vocab; id += kThreads)
     mine = Likelier{}(mine, {candidate(own[id], id), candidate(other[id], id)});
-  mine = ReduceBest(of_best).Reduce(mine, Likelier{});
+  mine = ReduceBest(best_storage).Reduce(mine, Likelier{});
   if (threadIdx.x == 0) best = mine;
   __syncthreads();
   const float largest = logit_of(best.own), other_largest = logit_of(best.other);
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) score_row(const RowScoreArgs args) {
     sums.other += e;
     sums.difference += e * (static_cast<double>(wanted) - static_cast<double>(logit));
   }
-  sums = ReduceSums(of_sums).Reduce(sums, Add{});
+  sums = ReduceSums(sum_storage).Reduce(sums, Add{});
   if (threadIdx.x != 0) return;
   const double lse = log(sums.own) + static_cast<double>(largest);
   const double other_lse = log(sums.other) + static_cast<double>(other_largest);

@@ -101,7 +101,7 @@ struct Shared {
     Reduce::TempStorage reduce;
     Scan::TempStorage scan;
     SumScan::TempStorage sums;
-    WarpScan::TempStorage of_warp[kWarps];
+    WarpScan::TempStorage warp_scan[kWarps];
   };
   Cutoff found;
   u64 total;
@@ -150,7 +150,7 @@ class Row {
       for (int base = begin; base < end && before <= target; base += kWarpSize) {
         const u64 here = base + lane < end ? value(base + lane) : 0;
         u64 until, sum;
-        WarpScan(shared_.of_warp[warp]).InclusiveSum(here, until, sum);
+        WarpScan(shared_.warp_scan[warp]).InclusiveSum(here, until, sum);
         until += before;
         if (until - here <= target && target < until) shared_.id = base + lane;
         before += sum;

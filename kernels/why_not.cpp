@@ -19,12 +19,12 @@ namespace {
 /// Collects requirements, and keeps the message of the first requirement that is not met.
 class Wants {
  public:
-  explicit Wants(std::string of = "") : of_(std::move(of)) {}
+  explicit Wants(std::string of = "") : prefix_(std::move(of)) {}
 
   /// `said` follows the struct's name in the message: what the value is, and what is expected.
   template <class... Parts>
   Wants& that(bool holds, fmt::format_string<const Parts&...> said, const Parts&... parts) {
-    if (!holds && missing_.empty()) missing_ = of_ + fmt::format(said, parts...);
+    if (!holds && missing_.empty()) missing_ = prefix_ + fmt::format(said, parts...);
     return *this;
   }
   Wants& pointers(std::initializer_list<std::pair<const void*, const char*>> all) {
@@ -45,7 +45,7 @@ class Wants {
   std::string missing() const { return missing_; }
 
  private:
-  std::string of_, missing_;
+  std::string prefix_, missing_;
 };
 
 void want_type(Wants& wants, kvlab_type type) {
@@ -67,7 +67,7 @@ std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, st
   Wants wants(of + "pages.");
   if (pages.blocks == nullptr)
     return wants
-        .that(pages.page == 0, "blocks is NULL, and page is {}; give both or neither", pages.page)
+        .that(pages.page == 0, "blocks is NULL, but page is {}; give both or neither", pages.page)
         .missing();
   const std::int64_t in_16_bytes = 16 / static_cast<std::int64_t>(bytes_of(type));
   want_page(wants, pages.page);
@@ -170,14 +170,14 @@ std::string why_not_shape(const kvlab_cache_view& cache, const char* name, int m
 std::string why_not_shape(const kvlab_cache_view& cache, std::int64_t slots) {
   kvlab_cache_view plain = cache;
   plain.pages = {};
-  const std::int64_t most = std::int64_t{cache.sequences} * cache.kv_heads * cache.max_slots;
+  const std::int64_t max_slots = std::int64_t{cache.sequences} * cache.kv_heads * cache.max_slots;
   Wants wants, page("cache.pages.");
   if (cache.pages.page != 0) want_page(page, cache.pages.page);
   return wants.also(why_not_shape(plain, "cache", kMaxPagedGroup))
       .also(page.missing())
-      .that(slots >= 1 && slots <= most,
+      .that(slots >= 1 && slots <= max_slots,
             "slots is {}; it should be 1 to {}, which is sequences times kv_heads times max_slots",
-            slots, most)
+            slots, max_slots)
       .missing();
 }
 
@@ -200,7 +200,7 @@ std::string why_not(const kvlab_write_args& args) {
                  {cache.first_slot, "cache.first_slot"},
                  {cache.next_slots, "cache.next_slots"}})
       .that(args.rotated == 0 || (args.rope && args.rope_rows),
-            "rope or rope_rows is NULL, and rotated is {}", args.rotated)
+            "rope or rope_rows is NULL, but rotated is {}", args.rotated)
       .also(why_not(cache.pages, cache.head_size, cache.type, 1, "cache."))
       .missing();
 }
@@ -223,9 +223,9 @@ std::string why_not(const kvlab_feature_args& args) {
         .that(feature >= KVLAB_KEY_NORM && feature <= KVLAB_VALUE_OUT_NORM1,
               "features[{}] is {}, which is not a kvlab_feature", at, static_cast<int>(feature))
         .that(feature != KVLAB_KEY_COSINE || args.unit_keys,
-              "unit_keys is NULL, and KVLAB_KEY_COSINE needs it for the mean key")
+              "unit_keys is NULL, but KVLAB_KEY_COSINE needs it for the mean key")
         .that(feature != KVLAB_VALUE_OUT_NORM1 || (args.output && args.hidden > 0),
-              "output is NULL or hidden is {}, and KVLAB_VALUE_OUT_NORM1 reads W_o", args.hidden)
+              "output is NULL or hidden is {}, but KVLAB_VALUE_OUT_NORM1 reads W_o", args.hidden)
         .that(feature != KVLAB_VALUE_OUT_NORM1 ||
                   (cache.query_heads > 0 && cache.query_heads % cache.kv_heads == 0 &&
                    cache.query_heads <= kMaxGroup * cache.kv_heads),
@@ -287,7 +287,8 @@ std::string why_not(const kvlab_prefill_args& args) {
   constexpr int kMax = 1 << 26;
   return wants
       .that(args.first >= 0 && args.first < kMax && args.queries >= 1 && args.queries < kMax,
-            "first is {}, queries {}; they should be at least 0 and at least 1, and below 2^26",
+            "first is {}, queries {}; first should be at least 0, queries at least 1, and both "
+            "below 2^26",
             args.first, args.queries)
       .that(std::int64_t{args.queries} * args.query_heads < kMaxRows,
             "queries is {}, query_heads {}; their product should be below 2^31, so give fewer "
@@ -304,7 +305,7 @@ std::string why_not(const kvlab_prefill_args& args) {
             "for a batch, and 0 if sequences is 0",
             args.all_queries, args.sequences, args.queries)
       .that(args.workspace == nullptr || args.keys_end >= 1,
-            "keys_end is {}, and workspace is given; keys_end should be at least 1", args.keys_end)
+            "keys_end is {}, but workspace is given; keys_end should be at least 1", args.keys_end)
       .pointers({{args.first_slot, "first_slot"}})
       .rows({{args.q, "q"}, {args.keys, "keys"}})
       .also(is_type(args.type) ? why_not(args.pages, args.head_size, args.type,
@@ -353,8 +354,8 @@ std::string why_not(const kvlab_observe_args& args) {
             "needs is {}; it should be KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH",
             static_cast<int>(args.needs))
       .that(args.younger >= 0 && args.keys_end >= 1,
-            "younger is {}, keys_end {}; they should be at least 0 and at least 1", args.younger,
-            args.keys_end)
+            "younger is {}, keys_end {}; younger should be at least 0, and keys_end at least 1",
+            args.younger, args.keys_end)
       .that(!prefill.empty() || observing_blocks(args) < kMaxRows,
             "keys_end is {}, prefill.queries {}: too many for one launch, so give fewer queries at "
             "once",
@@ -394,7 +395,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args) {
           args.sequences, args.kv_heads, args.tokens)
       .pointers({{args.first_slot, "first_slot"}, {args.to_first_slot, "to_first_slot"}})
       .that(!seen || (args.seen && args.to_seen),
-            "seen or to_seen is NULL, and {} needs the numbers of queries that saw each token",
+            "seen or to_seen is NULL, but {} needs the numbers of queries that saw each token",
             std::string_view(policy.name))
       .that(!features || (args.features && args.to_features),
             "features or to_features is NULL, but policy {} reads features ({} per slot)",
@@ -413,9 +414,9 @@ std::string why_not(const DevicePolicy& policy, const kvlab_compact_args& args) 
       .that(from.head_size >= 1 && from.head_size * bytes_of(from.type) % 16 == 0,
             "from.head_size is {}; a row should have a multiple of 16 bytes", from.head_size)
       .also(why_not(policy, args.policy))
-      .that(policy.slot_bytes == 0 || args.to_states, "to_states is NULL, and policy.states is not")
+      .that(policy.slot_bytes == 0 || args.to_states, "to_states is NULL, but policy.states is not")
       .that(policy.features.empty() || args.to_features,
-            "to_features is NULL, and policy.features is not")
+            "to_features is NULL, but policy.features is not")
       .pointers({{args.workspace, "workspace"}, {args.now, "now"}, {args.appended, "appended"}})
       .missing();
 }

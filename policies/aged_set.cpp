@@ -66,7 +66,7 @@ Ranks AgedSet::modified_ranks(std::uint32_t now) const {
   } else {
     if (!layer_)
       throw std::logic_error(
-          "scope=layer: a head evicts to the budget without the other heads of its layer");
+          "scope=layer: a KV head cannot evict to its budget without the other heads of its layer");
     all = layer_->at(now);
   }
   if (modifiers_.smooths(after_prompt_)) smooth_ranks(all, modifiers_.smooth, modifiers_.pool);
@@ -113,7 +113,7 @@ std::span<const std::uint32_t> AgedSet::find_victim(std::uint32_t now) {
   const std::size_t victim =
       ops_.info.oldest_first  // tokens are sorted by position, which is the rank
           ? first
-          : ops_.first_least(states_.data(), tokens(), first, last, params_.data(), step(now, 0));
+          : ops_.find_min_rank(states_.data(), tokens(), first, last, params_.data(), step(now, 0));
   victims_.assign(1, static_cast<std::uint32_t>(victim));
   return victims_;
 }
@@ -122,7 +122,7 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   if (shares_slots_ && after_prompt_) {
     if (!layer_budgets_)
       throw std::logic_error(
-          "ada(): a head evicts to the budget without the other heads of its layer");
+          "ada(): a KV head cannot evict to its budget without the other heads of its layer");
     budget_ = layer_budgets_->of(*this, now);
   }
   const std::uint32_t num_evicted = surplus();
@@ -218,8 +218,36 @@ void AgedSet::assign_tiers(bool evicts) {
   std::ranges::sort(victims_);
 }
 
+/// The last of the victims in the eviction order.
+Eviction AgedSet::last_of(std::span<const std::uint32_t> victims) const {
+  const std::uint32_t now = appended_first_ + appended_count_;
+  const std::vector<EvictionKey> keys = eviction_keys(now);
+  const std::uint32_t last = *std::ranges::max_element(
+      victims, [&](std::uint32_t a, std::uint32_t b) { return keys[a] < keys[b]; });
+  return {.rank = ranks(now).keys[last], .was_newest = positions_[last] == newest_};
+}
+
+/// Tells tokens that were appended that they take the place of an evicted token, if there is one.
+void AgedSet::take_place(std::size_t age, std::size_t count) {
+  if (!eviction_) return;
+  eviction_->is_new = true;
+  ops_.evicted(slot(age), count, *eviction_, params_.data());
+  eviction_.reset();
+}
+
+/// Tells every token its place in the order of the policy's ranks.
+void AgedSet::reorder(const Step& step) {
+  const Ranks now = ranks(step.now);
+  std::vector<std::uint32_t> ages(size_), order(size_);
+  std::iota(ages.begin(), ages.end(), 0u);
+  std::ranges::stable_sort(ages, {}, [&](std::uint32_t age) { return now.keys[age]; });
+  for (std::uint32_t i = 0; i < size_; ++i) order[ages[i]] = i;
+  ops_.reorder(states_.data(), order.data(), size_, params_.data(), step);
+}
+
 void AgedSet::evict(std::span<const std::uint32_t> ages) {
   if (ages.empty()) return;
+  if (ops_.evicted) eviction_ = last_of(ages);
   if (!tiers_.empty())
     for (const std::uint32_t age : ages) --tier_loads_[tiers_[age]].tokens;
   std::size_t kept = ages.front();
@@ -238,6 +266,7 @@ void AgedSet::evict(std::span<const std::uint32_t> ages) {
   size_ = static_cast<std::uint32_t>(kept);
   evictions_ += ages.size();
   evicted_at_ = appended_first_ + appended_count_;
+  if (eviction_) ops_.evicted(states_.data(), size_, *eviction_, params_.data());
 }
 
 std::string AgedSet::crop_obstacle(std::uint32_t tokens) const {
@@ -247,8 +276,8 @@ std::string AgedSet::crop_obstacle(std::uint32_t tokens) const {
     return "policy " + name + " has counted the attention of the tokens that would be removed";
   if (!features_.empty())
     return "policy " + name + " has computed features from the tokens that would be removed";
-  if (tier_plan_.size() > 1 || is_quantized()) return "tokens have been quantized since";
-  if (evicted_at_ > tokens) return "tokens have been evicted since";
+  if (tier_plan_.size() > 1 || is_quantized()) return "tokens have been quantized since then";
+  if (evicted_at_ > tokens) return "tokens have been evicted since then";
   return "";
 }
 
@@ -294,20 +323,47 @@ void AgedSet::append(std::uint32_t first, std::uint32_t count, const float* feat
                 feature_values_.data() + old * features_.size());
   ops_.append(slot(old), tokens().from(old, features_.size()), count, params_.data(),
               step(first, count));
+  take_place(old, count);
+  newest_ = first + count - 1;
   live_max_ = std::max(live_max_, size_);
   appended_first_ = first;
   appended_count_ = count;
   after_prompt_ = false;
 }
 
+void AgedSet::bring_back(std::uint32_t position, std::uint32_t now, const float* feature_values) {
+  reserve(std::size_t{size_} + 1);
+  const std::size_t width = features_.size(), bytes = ops_.slot_bytes;
+  const auto age = static_cast<std::size_t>(std::ranges::lower_bound(positions(), position) -
+                                            positions().begin());
+  const std::size_t younger = size_ - age;
+  std::uint32_t* const at = positions_.data() + age;
+  std::memmove(at + 1, at, younger * sizeof(std::uint32_t));
+  if (bytes > 0) std::memmove(slot(age + 1), slot(age), younger * bytes);
+  if (width > 0) {
+    float* const values = feature_values_.data() + age * width;
+    std::memmove(values + width, values, younger * width * sizeof(float));
+    std::copy_n(feature_values, width, values);
+  }
+  *at = position;
+  ++size_;
+  ops_.append(slot(age), tokens().from(age, width), 1, params_.data(), step(now, 1));
+  take_place(age, 1);
+  newest_ = position;
+  live_max_ = std::max(live_max_, size_);
+}
+
 void AgedSet::observe(const Seen& seen) {
   if (needs() == Needs::nothing) return;
-  ops_.observe(states_.data(), seen, size_, params_.data(), step(appended_first_, appended_count_));
+  const Step now = step(appended_first_, appended_count_);
+  if (ops_.reorder) reorder(now);
+  ops_.observe(states_.data(), seen, size_, params_.data(), now);
 }
 
 void AgedSet::observe(std::span<const Observation> seen, std::span<const std::uint64_t> heads) {
   if (needs() == Needs::nothing) return;
   const Step now = step(appended_first_, appended_count_);
+  if (ops_.reorder) reorder(now);
   if (sees_heads())
     ops_.observe_heads(states_.data(), seen.data(), heads, size_, params_.data(), now);
   else

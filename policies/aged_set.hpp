@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -18,7 +19,7 @@
 #include "policies/modifiers/ranks.hpp"
 #include "policies/rule/eviction_order.hpp"
 #include "policies/rule/tier_assignment.hpp"
-#include "policies/tiers/key_centre.hpp"
+#include "policies/tiers/centre_setting.hpp"
 #include "policies/tiers/tier_plan.hpp"
 
 namespace kvlab {
@@ -71,8 +72,15 @@ class AgedSet {
     tier_loads_.push_back({0, 0});
   }
   /// Sets how the owner of the keys centres them. Call it before the first token is appended.
-  void centre_keys_at(KeyCentre centre) { centre_ = centre; }
+  void centre_keys_at(const CentreSetting& centre) {
+    centre_ = centre.kind;
+    centre_constants_ = centre.constants;
+  }
   KeyCentre centre() const { return centre_; }
+  /// The centre of this head [dim], if centre() is KeyCentre::constants.
+  std::span<const float> centre_constants() const {
+    return centre_constants_->of(identity_.layer, identity_.kv_head);
+  }
   /// The format of the token at an age, once its append has ended.
   const KvFormat& format(std::size_t age) const { return tier_plan_[tier(age)].format; }
   std::size_t tier(std::size_t age) const { return tiers_.empty() ? 0 : tiers_[age]; }
@@ -149,6 +157,10 @@ class AgedSet {
   /// features()]; null if there are no features. Throws std::logic_error if it is null and the
   /// policy has features.
   void append(std::uint32_t first, std::uint32_t count, const float* feature_values = nullptr);
+  /// Brings back one token that was evicted, with the state of a new token. `now` is the position
+  /// that is appended next. `feature_values` [features()]; null if there are no features. Only for
+  /// a cache with one tier.
+  void bring_back(std::uint32_t position, std::uint32_t now, const float* feature_values = nullptr);
   /// Drops the youngest tokens, as if they had never been appended. Requires an empty
   /// crop_obstacle().
   void drop_youngest(std::uint32_t count);
@@ -162,6 +174,9 @@ class AgedSet {
     return {positions_.data(), features_.empty() ? nullptr : feature_values_.data()};
   }
   void reserve(std::size_t count);
+  Eviction last_of(std::span<const std::uint32_t> victims) const;
+  void take_place(std::size_t age, std::size_t count);
+  void reorder(const Step& step);
   bool evicts_by_own_rank() const {
     return modifiers_.scope == Modifiers::Scope::head && !modifiers_.smooths(after_prompt_);
   }
@@ -190,6 +205,7 @@ class AgedSet {
   std::vector<float> feature_values_;  // [age, features_]; has spare capacity
   std::vector<TierSlots> tier_plan_ = {TierSlots{}};
   KeyCentre centre_ = KeyCentre::none;
+  std::shared_ptr<const CentreConstants> centre_constants_;  // null for other kinds of centres
   // tiers_ marks an evicted token by one more than the index of the last tier.
   static_assert(kMaxTiers < 0xff);
   std::vector<std::uint8_t> tiers_;   // [age]; has spare capacity; empty if there is one tier
@@ -199,6 +215,8 @@ class AgedSet {
   std::uint32_t size_ = 0, live_max_ = 0, appended_first_ = 0, appended_count_ = 0;
   bool after_prompt_ = false, shares_slots_ = false;
   std::uint64_t evictions_ = 0;
+  std::uint32_t newest_ = 0;          // position of the token that was appended last
+  std::optional<Eviction> eviction_;  // since the last append, for a policy with evicted()
   std::uint32_t evicted_at_ = 0;  // number of tokens that had been appended at the last eviction
 };
 

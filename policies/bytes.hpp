@@ -43,7 +43,7 @@ template <class P>
 bool write_params(std::span<const double> values, std::byte* to) {
   if constexpr (!std::is_empty_v<typename P::Params>) {
     for (std::size_t i = 0; i < values.size(); ++i)
-      if (!in_range(values[i], P::kParams[i].least, P::kParams[i].most)) return false;
+      if (!in_range(values[i], P::kParams[i].min_value, P::kParams[i].max_value)) return false;
     const typename P::Params params = params_from<P>(values.data());
     const auto* const from = reinterpret_cast<const std::byte*>(&params);
     // byte by byte, because `to` may be unaligned

@@ -17,12 +17,12 @@ HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length,
   const std::string what = "budget " + budget.text();
   if (model.layers == 0)
     throw std::invalid_argument(
-        what + ": differs by head, so the model should be known; give one number of tokens here");
+        what + ": differs by head, but the model is not known here; give one number of tokens");
   HeadBudgets heads = budget.heads;
   if (heads.empty()) {
-    const std::uint32_t least = config.policy.entry ? min_budget(config.policy) : 1;
-    for (const std::uint32_t own :
-         pyramid_budgets(budget.resolve(length, model.head_size), length, least, model.layers))
+    const std::uint32_t min_budget_tokens = config.policy.entry ? min_budget(config.policy) : 1;
+    for (const std::uint32_t own : pyramid_budgets(budget.resolve(length, model.head_size), length,
+                                                   min_budget_tokens, model.layers))
       heads.push_back({own});
   }
   check_shape(heads, model, what);
@@ -76,21 +76,43 @@ void check_tier_plan(const CacheConfig& config) {
   };
   if (!config.policy.entry) refuse("an oracle keeps all tokens in 16 bit; leave out the tier plan");
   if (config.positions == Positions::cache && config.policy.tier_plan.is_quantized())
-    refuse("quantized keys need original positions; --positions original is expected");
+    refuse("quantized keys need original positions; use --positions original");
   if (config.shares_slots()) refuse("ada() supports 16 bit only; give an even budget");
   if (config.evicts() && config.policy.tier_plan.is_kivi())
     refuse("this format keeps every token; use policy full");
   if (!config.evicts() && config.policy.tier_plan.tiers.size() > 1)
-    refuse("full keeps every token on one tier; one format is expected");
+    refuse("full keeps every token on one tier; give one format");
   if (config.policy.centre == KeyCentre::none) return;
   if (config.policy.tier_plan.is_kivi())
     refuse("centre: this format has a minimum for each channel already; use centre=none");
   if (config.positions == Positions::cache)
-    refuse("centre: cache positions change stored keys; --positions original is expected");
-  if (config.prefill.chunk > 0 && config.prefill.chunk < kCentreKeys)
+    refuse("centre: cache positions change stored keys; use --positions original");
+  if (config.policy.centre == KeyCentre::prompt && config.prefill.chunk > 0 &&
+      config.prefill.chunk < kCentreKeys)
     refuse(
         "centre: the prompt's first chunk has fewer tokens than the 128 whose mean is the "
         "centre; use --prefill dense or chunk:128");
+}
+
+/// Throws unless the centre file has a vector for every KV head of the layers without a window.
+void check_centre_file(const CentreSetting& centre, const CacheShape& model) {
+  if (centre.kind != KeyCentre::constants) return;
+  if (!centre.constants)
+    throw std::invalid_argument(fmt::format(
+        "centre {}: this command does not read centre files; use centre=prompt", centre.text()));
+  const CentreConstants& own = *centre.constants;
+  const bool fits = own.kv_heads == model.kv_heads && own.head_size == model.head_size;
+  for (std::uint32_t layer = 0; layer < model.layers; ++layer) {
+    if (!model.windows.empty() && model.windows[layer] > 0) continue;
+    const std::uint32_t number = model.numbers.empty() ? layer : model.numbers[layer];
+    if (fits && own.layers.contains(number)) continue;
+    throw std::invalid_argument(fmt::format(
+        "centre: {}: layer {} of the model needs vectors of shape [{}, {}], and the file has {}; "
+        "make one for this model: `kvlab plan --trace TRACE --centre-out FILE`",
+        centre.file, number, model.kv_heads, model.head_size,
+        own.layers.contains(number) ? fmt::format("[{}, {}]", own.kv_heads, own.head_size)
+                                    : "none"));
+  }
 }
 
 /// Records the tier slots and returns the budget in tokens that they add up to.
@@ -107,9 +129,9 @@ void check_prompt(const CacheConfig& config) {
     throw std::invalid_argument(fmt::format("policy {}: prompt: {}", policy.name, why));
   };
   if (config.shares_slots())
-    refuse("ada() does not support it, because every head keeps the prompt");
+    refuse("ada() does not support the modifier, because every head keeps the prompt");
   if (!policy.tier_plan.is_plain()) refuse("the prompt is kept in 16 bit; leave out the tier plan");
-  if (!policy.prompt_tokens) refuse("its length is not known here; use sinks=N");
+  if (!policy.prompt_tokens) refuse("the prompt's length is not known here; use sinks=N");
 }
 
 /// Gives each layer without a window the slots of its format. All these layers hold the same number
@@ -120,10 +142,11 @@ void apply_formats_by_layer(ResolvedConfig& config, std::uint32_t length, const 
     throw std::invalid_argument(fmt::format("policy {}: tiers {}: {}", config.policy.name,
                                             config.policy.tier_plan.text(), why));
   };
-  if (model.layers == 0) refuse("differs by layer, so the model should be known; give one format");
+  if (model.layers == 0)
+    refuse("the plan differs by layer, but the model is not known here; give one format");
   if (const std::uint32_t expected = model.policy_layers().layers; layers.size() != expected)
-    refuse(fmt::format("has {} layers; {} are expected, the model's layers without a window",
-                       layers.size(), expected));
+    refuse(fmt::format("has {} layers, but the model has {} layers without a window", layers.size(),
+                       expected));
   if (!config.head_budgets.empty() || !config.budget.is_even())
     refuse("formats by layer need one budget for all heads; give a number, a share or bytes");
   std::uint32_t slots = kNoBudget / 2;
@@ -165,6 +188,7 @@ void check_groups(const TierPlan& tier_plan, std::uint32_t head_size) {
 void apply_tier_plan(ResolvedConfig& config, std::uint32_t length, const CacheShape& model) {
   if (config.policy.tier_plan.is_plain()) return;
   check_tier_plan(config);
+  check_centre_file(config.policy.centre, model);
   check_groups(config.policy.tier_plan, model.head_size);
   if (config.policy.tier_plan.is_by_layer()) return apply_formats_by_layer(config, length, model);
   const std::uint32_t head_size = model.head_size;
@@ -173,8 +197,8 @@ void apply_tier_plan(ResolvedConfig& config, std::uint32_t length, const CacheSh
     return;
   }
   const std::uint32_t centre_tokens = config.centre_tokens();
-  const bool of_bytes = config.budget.in_bytes && config.budget.is_even();
-  if (of_bytes) check_quantized_heads(head_size);
+  const bool is_in_bytes = config.budget.in_bytes && config.budget.is_even();
+  if (is_in_bytes) check_quantized_heads(head_size);
   const TierPlan& tier_plan = config.policy.tier_plan;
   const auto slots_of_tokens = [&](std::uint32_t tokens) {
     return tier_plan.slots_of_tokens(tokens - std::min(tokens, centre_tokens));
@@ -184,8 +208,8 @@ void apply_tier_plan(ResolvedConfig& config, std::uint32_t length, const CacheSh
     return tier_plan.slots(bytes - std::min(bytes, centre), head_size / kQuantBlock);
   };
   config.budget_tokens =
-      add_tier_slots(config, of_bytes ? slots_of_bytes(config.budget.bytes_of(length, head_size))
-                                      : slots_of_tokens(config.budget_tokens));
+      add_tier_slots(config, is_in_bytes ? slots_of_bytes(config.budget.bytes_of(length, head_size))
+                                         : slots_of_tokens(config.budget_tokens));
   for (auto& layer : config.head_budgets)
     for (std::uint32_t& own : layer)
       if (own != kNoBudget) own = add_tier_slots(config, slots_of_tokens(own));
@@ -216,7 +240,7 @@ std::vector<CacheConfig> configs_that_fit(std::vector<CacheConfig> configs,
   return configs;
 }
 
-std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs) {
+std::vector<CacheConfig> put_full_first(std::vector<CacheConfig> configs) {
   const auto full = std::ranges::find_if(configs, &CacheConfig::is_full);
   if (full == configs.end())
     configs.insert(configs.begin(), CacheConfig{});
@@ -232,14 +256,14 @@ CacheConfig CacheConfig::at_prompt(std::uint32_t tokens) const {
   return known;
 }
 
-ResolvedConfig ResolvedConfig::of_head(std::uint32_t layer, std::uint32_t kv_head) const {
+ResolvedConfig ResolvedConfig::head_config(std::uint32_t layer, std::uint32_t kv_head) const {
   ResolvedConfig own = *this;
   if (!layer_tiers.empty()) {
     own.policy.tier_plan = {.tiers = {{layer_tiers.at(layer).front().format}}};
     own.layer_tiers.clear();
     own.tiers.clear();
     if (const auto* const slots = tiers_of(layer, budget_tokens)) own.tiers[budget_tokens] = *slots;
-    if (own.tiers.empty()) own.policy.centre = KeyCentre::none;
+    if (own.tiers.empty()) own.policy.centre = {};
   }
   if (head_budgets.empty() || !evicts()) return own;
   own.budget_tokens = budget_of(layer, kv_head);

@@ -72,7 +72,7 @@ std::vector<CacheConfig> configs_that_fit(std::vector<CacheConfig> configs,
                                           const LeaveOut& leave_out);
 
 /// Returns `configs` with the full cache first. Adds the full cache if it is missing.
-std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs);
+std::vector<CacheConfig> put_full_first(std::vector<CacheConfig> configs);
 
 /// Tokens that are appended to a cache together.
 struct Append {
@@ -145,11 +145,11 @@ struct ResolvedConfig : CacheConfig {
   /// The number of a layer whose heads have the same tier slots as the heads of `layer` if their
   /// budgets are equal.
   std::uint32_t layer_key(std::uint32_t layer) const { return layer_tiers.empty() ? 0 : layer; }
-  /// Whether heads differ in their budgets or formats. If so, use of_head() for each head.
+  /// Whether heads differ in their budgets or formats. If so, use head_config() for each head.
   bool differs_by_head() const { return !head_budgets.empty() || !layer_tiers.empty(); }
   /// The configuration of one KV head, with its budget_tokens, tiers and protected tokens. Its
   /// policy is `full` in an exempt layer.
-  ResolvedConfig of_head(std::uint32_t layer, std::uint32_t kv_head) const;
+  ResolvedConfig head_config(std::uint32_t layer, std::uint32_t kv_head) const;
   /// The empty cache of one KV head. Throws std::invalid_argument if the protected tokens do not
   /// fit its budget.
   LiveSet live_set(std::uint32_t layer, std::uint32_t kv_head) const {

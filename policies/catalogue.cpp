@@ -102,10 +102,10 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
     known.emplace_back(param.name);
     if (key != param.name) continue;
     const double number = parse_number(
-        value, what, fmt::format("a number from {:g} to {:g}", param.least, param.most));
-    if (!in_range(number, param.least, param.most))
-      throw std::invalid_argument(
-          fmt::format("{}={} is outside {:g} to {:g}", what, value, param.least, param.most));
+        value, what, fmt::format("a number from {:g} to {:g}", param.min_value, param.max_value));
+    if (!in_range(number, param.min_value, param.max_value))
+      throw std::invalid_argument(fmt::format("{}={} is outside {:g} to {:g}", what, value,
+                                              param.min_value, param.max_value));
     spec.params[i] = number;
     return;
   }
@@ -118,21 +118,21 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
 }
 
 /// Replaces `preset=NAME` in `h2o:preset=NAME:more` by the preset's settings; settings in `more`
-/// override those of the preset. Returns any other text unchanged.
+/// override those of the preset. Returns the text of a policy without presets unchanged.
 std::string without_preset(std::string_view text) {
   const auto parts = split(text, ':');
   const auto named = std::ranges::find_if(
       parts, [](std::string_view part) { return part.starts_with("preset="); });
-  if (parts[0] != "h2o" || named == parts.end()) return std::string(text);
+  const auto presets = presets_of(parts[0]);
+  if (presets.empty() || named == parts.end()) return std::string(text);
 
   const std::string_view name = named->substr(std::string_view("preset=").size());
-  const auto presets = h2o_presets();
   const auto preset = std::ranges::find(presets, name, &Preset::name);
   if (preset == presets.end()) {
     std::vector<std::string> known;
     for (const Preset& one : presets) known.emplace_back(one.name);
     throw std::invalid_argument(
-        fmt::format("policy h2o: unknown preset '{}'{}", name, hint(name, known)));
+        fmt::format("policy {}: unknown preset '{}'{}", parts[0], name, hint(name, known)));
   }
   if (preset->policy.empty())
     throw std::invalid_argument(
@@ -177,7 +177,8 @@ std::string PolicySpec::named_feature() const {
 void PolicySpec::name_feature(std::string_view feature) {
   const auto place = entry ? named_index(entry->info) : std::nullopt;
   if (!place)
-    throw std::invalid_argument(fmt::format("policy {}: it does not use a named feature", name));
+    throw std::invalid_argument(
+        fmt::format("policy {}: does not read a named feature; leave the name out", name));
   if (!is_feature_name(feature))
     throw std::invalid_argument(
         fmt::format("policy {}: name: '{}' should be a feature's name: up to 64 letters, digits, "
@@ -189,7 +190,7 @@ void PolicySpec::name_feature(std::string_view feature) {
 std::string PolicySpec::params_text() const {
   if (!entry) return "";
   std::string own_tiers = tier_plan.is_plain() ? "" : tier_plan.setting();
-  if (centre != KeyCentre::none) own_tiers += fmt::format(":centre={}", name_of(centre));
+  if (centre != KeyCentre::none) own_tiers += ":centre=" + centre.text();
   if (!entry->info.evicts) return own_tiers;
   std::vector<std::string> parts;
   if (const std::string feature = named_feature(); !feature.empty())
@@ -220,7 +221,7 @@ std::string PolicySpec::brief() const {
   plain.prompt = false;
   plain.modifiers = entry->info.modifiers;
   plain.tier_plan = {};
-  plain.centre = KeyCentre::none;
+  plain.centre = {};
   const std::string own = params_text(), standard = plain.params_text();
   const auto defaults = split(standard, ':');
   std::string text = name;
@@ -298,7 +299,7 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   check_modifiers(spec.modifiers, spec.entry->info);
   if (spec.prompt && spec.modifiers.once)
     throw std::invalid_argument(
-        fmt::format("policy {}: under once only the prompt's tokens are evicted, and prompt "
+        fmt::format("policy {}: with once, only the prompt's tokens are evicted, but prompt "
                     "protects all of them; use once=no",
                     spec.name));
   return spec;

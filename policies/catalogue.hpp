@@ -12,7 +12,7 @@
 #include "policies/budgets/budget.hpp"
 #include "policies/entry.hpp"
 #include "policies/rule/eviction_order.hpp"
-#include "policies/tiers/key_centre.hpp"
+#include "policies/tiers/centre_setting.hpp"
 #include "policies/tiers/tier_plan.hpp"
 
 namespace kvlab {
@@ -23,8 +23,8 @@ const std::vector<PolicyEntry>& policy_catalogue();
 /// The command-line form: `4` or `50%`.
 std::string text_of(Extent extent);
 /// Parses the command-line form. Throws std::invalid_argument unless the number is in [least, 2^31)
-/// tokens or in [0, 100] percent. 0% is valid only if `least` is 0.
-Extent parse_extent(std::string_view text, std::string_view what, double least);
+/// tokens or in [0, 100] percent. 0% is valid only if `min_value` is 0.
+Extent parse_extent(std::string_view text, std::string_view what, double min_value);
 
 /// A policy from the command line, `name:param=value:sinks=N:recent=N`, with defaults filled in.
 struct PolicySpec {
@@ -37,8 +37,8 @@ struct PolicySpec {
   bool prompt = false;
   std::optional<std::uint32_t> prompt_tokens = {};  ///< length of that prompt, if known
   Modifiers modifiers;
-  TierPlan tier_plan = {};             ///< `tiers=4`, `tiers=16@16t+4@100%`
-  KeyCentre centre = KeyCentre::none;  ///< `centre=prompt`; only with a tier plan
+  TierPlan tier_plan = {};    ///< `tiers=4`, `tiers=16@16t+4@100%`
+  CentreSetting centre = {};  ///< `centre=prompt`, `centre=@FILE`; only with a tier plan
   /// The names in entry->info.features, except that the selected feature replaces the entry
   /// `name=NAME`.
   std::vector<std::string> features;

@@ -24,6 +24,11 @@ std::string refused_features(const Executor& executor, const PolicySpec& policy)
 
 }  // namespace
 
+std::string cpu_only(std::string_view what, std::string_view why, std::string_view instead) {
+  return fmt::format("{}: runs on the CPU only{}{}; use {}", what, why.empty() ? "" : ", because ",
+                     why, instead);
+}
+
 std::string feature_beyond(const Executor& executor, const PolicySpec& policy) {
   if (executor.features == Features::any) return "";
   if (executor.features == Features::supplied && policy.feature_source) return "";
@@ -45,20 +50,23 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
   if (executor.formats == Formats::kernels)
     for (const KvFormat& format : policy.tier_plan.formats())
       if (!kernel_format(format))
-        return fmt::format("policy {}: tiers {}: {} does not support format {}; {} does",
-                           policy.name, policy.tier_plan.text(), executor.name, format.name(),
-                           executor.instead);
+        return cpu_only(fmt::format("policy {}: tiers {}", policy.name, policy.tier_plan.text()),
+                        fmt::format("CUDA devices do not support format {}", format.name()),
+                        executor.instead);
   if (!executor.formats_by_layer && policy.tier_plan.is_by_layer())
     return fmt::format("policy {}: tiers {}: {} does not support formats by layer; {} does",
                        policy.name, policy.tier_plan.text(), executor.name, executor.instead);
   if (const std::size_t tiers = policy.tier_plan.tiers.size(); tiers > executor.max_tiers)
     return fmt::format(
-        "policy {}: tiers {}: has {} tiers, and {} supports at most {}; {} supports {}",
+        "policy {}: tiers {}: the plan has {} tiers, but {} supports at most {}; {} supports {}",
         policy.name, policy.tier_plan.text(), tiers, executor.name, executor.max_tiers,
         executor.instead, kMaxTiers);
-  if (policy.centre != KeyCentre::none && !executor.centre)
+  if (policy.centre != KeyCentre::none && executor.centres == Centres::none)
     return fmt::format("policy {}: centre: {} does not centre keys; {} does", policy.name,
                        executor.name, executor.instead);
+  if (policy.centre == KeyCentre::constants && executor.centres != Centres::any)
+    return fmt::format("policy {}: centre {}: {} does not take a centre from a file; {} does",
+                       policy.name, policy.centre.text(), executor.name, executor.instead);
   if (!policy.entry)
     return fmt::format("policy {} is an oracle, which only the replay supports; {} needs a policy",
                        policy.name, executor.name);
@@ -66,15 +74,17 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
   if (policy.entry->see_rows && config.prefill.chunk != 0)
     return fmt::format("policy {}: needs the whole prompt at once; use --prefill dense",
                        policy.name);
-  const auto unknown = [&](const std::string& what) {
-    return fmt::format("{} does not support {}; {} does", executor.name, what, executor.instead);
-  };
-  const std::string of_budget = fmt::format("budget {}: ", config.budget.text());
-  if (config.shares_slots() && !executor.shared_slots) return of_budget + unknown("it");
+  const std::string budget_prefix = fmt::format("budget {}", config.budget.text());
+  if (config.shares_slots() && !executor.shared_slots)
+    return fmt::format("{}: {} does not support it; {} does", budget_prefix, executor.name,
+                       executor.instead);
   if (config.budget.exempts() && !executor.exempt_layers)
-    return of_budget + unknown("exempt layers");
-  const std::string of_policy = fmt::format("policy {}: ", policy.name);
-  if (policy.entry->factored && !executor.products) return of_policy + unknown("products");
+    return cpu_only(budget_prefix, "it exempts layers", executor.instead);
+  const std::string policy_prefix = fmt::format("policy {}", policy.name);
+  if (policy.entry->has_order_hooks() && !executor.order_hooks)
+    return cpu_only(policy_prefix, "its hooks know the eviction order", executor.instead);
+  if (policy.entry->factored && !executor.products)
+    return cpu_only(policy_prefix, "it is a product with a feature", executor.instead);
   return refused_features(executor, policy);
 }
 
@@ -84,12 +94,12 @@ bool side_by_side(const CacheConfig& one, const CacheConfig& other) {
 }
 
 std::vector<std::vector<std::size_t>> batches_of(
-    std::span<const CacheConfig> configs, std::size_t most,
+    std::span<const CacheConfig> configs, std::size_t max_size,
     const std::function<bool(const CacheConfig&, const CacheConfig&)>& alike) {
   std::vector<std::vector<std::size_t>> batches;
   for (std::size_t c = 0; c < configs.size(); ++c) {
     const auto batch = std::ranges::find_if(batches, [&](const auto& b) {
-      return b.size() < most && alike(configs[b.front()], configs[c]);
+      return b.size() < max_size && alike(configs[b.front()], configs[c]);
     });
     if (batch == batches.end())
       batches.push_back({c});

@@ -23,6 +23,10 @@ enum class Features { none, built_in, supplied, any };
 /// all formats that quantize each key and each value separately. all: also KIVI's formats.
 enum class Formats { kernels, rows, all };
 
+/// Centres that an executor may support. prompt: only those of the prompt. any: also those from a
+/// file.
+enum class Centres { none, prompt, any };
+
 /// Maximum number of tiers on a CUDA device: kernels::kMaxDeviceTiers.
 inline constexpr std::size_t kMaxDeviceTiers = 8;
 
@@ -35,9 +39,10 @@ struct Executor {
   bool shared_slots = false;          ///< ada()
   std::size_t max_tiers = kMaxTiers;  ///< maximum number of tiers in one plan
   Formats formats = Formats::kernels;
-  bool formats_by_layer = false;  ///< a tier plan such as 8x2-4x28
-  bool centre = false;            ///< centred keys of a tier plan
-  bool products = false;          ///< a policy's rank times a feature
+  bool formats_by_layer = false;    ///< a tier plan such as 8x2-4x28
+  Centres centres = Centres::none;  ///< centred keys of a tier plan
+  bool products = false;            ///< a policy's rank times a feature
+  bool order_hooks = false;         ///< the hooks of policies/order_hooks.hpp
   Features features = Features::none;
 };
 
@@ -48,8 +53,9 @@ inline constexpr Executor kDecoder{.name = "a decoder",
                                    .shared_slots = true,
                                    .formats = Formats::rows,
                                    .formats_by_layer = true,
-                                   .centre = true,
+                                   .centres = Centres::any,
                                    .products = true,
+                                   .order_hooks = true,
                                    .features = Features::supplied};
 /// The end-to-end evaluation on the CPU.
 inline constexpr Executor kEvaluation = [] {
@@ -68,7 +74,7 @@ inline constexpr Executor kCudaDecoder = [] {
   Executor decoder = device_executor("the CUDA decoder", "--device cpu");
   decoder.shared_slots = true;
   decoder.formats_by_layer = true;
-  decoder.centre = true;
+  decoder.centres = Centres::prompt;
   return decoder;
 }();
 /// The kernel library, when kvlab.hf.evicting uses it.
@@ -85,6 +91,11 @@ inline constexpr Executor kCudaReplay = [] {
   return replay;
 }();
 
+/// The refusal of something that CUDA devices do not support at all: "WHAT: runs on the CPU only,
+/// because WHY; use INSTEAD". `why` may be empty.
+std::string cpu_only(std::string_view what, std::string_view why = "",
+                     std::string_view instead = "--device cpu");
+
 /// The first feature of the policy that the executor does not support; empty if it supports all.
 std::string feature_beyond(const Executor& executor, const PolicySpec& policy);
 
@@ -99,10 +110,10 @@ void check_held(const Executor& executor, const ResolvedConfig& config, const Ca
 /// Whether a device can run both configurations at the same time, because they have the same
 /// policy, selection of features and kind of positions.
 bool side_by_side(const CacheConfig& one, const CacheConfig& other);
-/// Groups configurations for which `alike` is true. Returns their indices, at most `most` per
+/// Groups configurations for which `alike` is true. Returns their indices, at most `max_size` per
 /// group.
 std::vector<std::vector<std::size_t>> batches_of(
-    std::span<const CacheConfig> configs, std::size_t most,
+    std::span<const CacheConfig> configs, std::size_t max_size,
     const std::function<bool(const CacheConfig&, const CacheConfig&)>& alike);
 
 }  // namespace kvlab

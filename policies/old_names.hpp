@@ -30,6 +30,8 @@ inline constexpr OldName kOldOptions[] = {{"columns", "features"},
                                           {"span", "queries"},
                                           {"span-of", "passage"},
                                           {"synthetic-draws", "synthetic-gradient-samples"}};
+/// Commands, and the words that replace them.
+inline constexpr OldName kOldCommands[] = {{"allocate", "plan --by head"}};
 /// Identifiers in a policy's header.
 inline constexpr OldName kOldHeaderWords[] = {{"HighestLeaves", "HighestEvictedFirst"},
                                               {"LowestLeaves", "LowestEvictedFirst"},

@@ -113,11 +113,11 @@ struct Param {
   const char* name;
   const char* help;
   double Params::*member;
-  double standard, least, most;
+  double standard, min_value, max_value;
 };
-/// Whether `value` is in [least, most]. False for NaN.
-constexpr bool in_range(double value, double least, double most) {
-  return value >= least && value <= most;
+/// Whether `value` is in [min_value, max_value]. False for NaN.
+constexpr bool in_range(double value, double min_value, double max_value) {
+  return value >= min_value && value <= max_value;
 }
 
 struct Token {

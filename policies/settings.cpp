@@ -18,12 +18,12 @@ namespace kvlab {
 namespace {
 
 /// Throws unless the number is in [least, 2^31). `unit`: what the number counts, for the message.
-Extent parse_tokens(std::string_view text, std::string_view what, double least,
+Extent parse_tokens(std::string_view text, std::string_view what, double min_value,
                     std::string_view alternative = "", std::string_view unit = "tokens") {
-  const std::string should =
-      fmt::format("a whole number of {}, at least {} and below 2^31{}", unit, least, alternative);
+  const std::string should = fmt::format("a whole number of {}, at least {} and below 2^31{}", unit,
+                                         min_value, alternative);
   const double value = parse_number(text, what, should);
-  if (value != std::floor(value) || value < least || value >= 2147483648.0) {
+  if (value != std::floor(value) || value < min_value || value >= 2147483648.0) {
     const bool is_fraction = value > 0 && value < 1 && !alternative.empty() && unit == "tokens";
     throw std::invalid_argument(
         fmt::format("{}: '{}' should be {}{}", what, text, should,
@@ -56,15 +56,15 @@ std::string text_of(Extent extent) {
   return fmt::format("{:g}%", extent.share_ppm / 1e4);
 }
 
-Extent parse_extent(std::string_view text, std::string_view what, double least) {
-  if (!text.ends_with('%')) return parse_tokens(text, what, least, ", or a share such as 20%");
+Extent parse_extent(std::string_view text, std::string_view what, double min_value) {
+  if (!text.ends_with('%')) return parse_tokens(text, what, min_value, ", or a share such as 20%");
   const double value = parse_number(text.substr(0, text.size() - 1), what, "a share such as 20%");
   if (value < 0 || value > 100)
     throw std::invalid_argument(
         fmt::format("{}: {} should be at least 0% and at most 100%", what, text));
   const Extent share{.share_ppm = static_cast<std::uint32_t>(std::lround(value * 1e4)),
                      .is_share = true};
-  if (least > 0 && share.share_ppm == 0)
+  if (min_value > 0 && share.share_ppm == 0)
     throw std::invalid_argument(fmt::format("{}: {} should be at least 0.0001%", what, text));
   return share;
 }
@@ -81,7 +81,7 @@ Budget parse_even(std::string_view text, const std::string& what) {
       throw std::invalid_argument(
           fmt::format("{}: {} should be at least ratio(0) and below ratio(1)", what, text));
     const auto share_ppm = static_cast<std::uint32_t>(std::lround(ratio * 1e6));
-    return {.extent = {.share_ppm = share_ppm, .is_share = true}, .of_prompt = true};
+    return {.extent = {.share_ppm = share_ppm, .is_share = true}, .is_prompt_share = true};
   }
   if (text.ends_with("%bytes"))
     return {.extent = parse_extent(text.substr(0, text.size() - 5), what, 1), .in_bytes = true};
@@ -128,21 +128,6 @@ Positions parse_positions(std::string_view text) {
 
 std::string_view name_of(Positions positions) {
   return positions == Positions::original ? "original" : "cache";
-}
-
-KeyCentre parse_key_centre(std::string_view text) {
-  if (text == "none") return KeyCentre::none;
-  if (text == "prompt") return KeyCentre::prompt;
-  throw std::invalid_argument(fmt::format("centre: '{}' should be none or prompt", text));
-}
-
-std::string_view name_of(KeyCentre centre) { return centre == KeyCentre::none ? "none" : "prompt"; }
-
-void check_centre(bool has_softcap, bool has_sink_logits) {
-  if (!has_softcap && !has_sink_logits) return;
-  throw std::invalid_argument(
-      fmt::format("centre: the model has {}, so a centre would change attention; use centre=none",
-                  has_softcap ? "a soft cap on attention scores" : "sink logits"));
 }
 
 std::string Prefill::text() const {

@@ -16,8 +16,11 @@ TokenFeatures::TokenFeatures(const std::vector<std::string>& names, const HeadVi
   if (names.empty()) return;
   FeatureMaker maker(names, view.head_size, view.output, settings);
   for (const Append& append : appends) {
-    KeyValueRows rows{view.key(append.first), view.v + append.first * view.kv_token_stride,
-                      view.kv_token_stride, append.tokens};
+    // Without keys, all features come from view.feature_values.
+    KeyValueRows rows{nullptr, nullptr, 0, append.tokens};
+    if (view.k)
+      rows = {view.key(append.first), view.v + append.first * view.kv_token_stride,
+              view.kv_token_stride, append.tokens};
     if (view.rope) {
       rows.q = view.query(0, append.first);
       rows.q_head_stride = view.q_head_stride, rows.q_stride = view.q_token_stride;
@@ -86,6 +89,14 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
   tensors.view.sinks = row.sinks_of(kv_head, shape.group());
   tensors.view.rope = &row.rope;
   tensors.view.softmax_scale = row.scale;
+  return tensors;
+}
+
+HeadTensors shape_of_head(const TraceReader& trace) {
+  HeadTensors tensors;
+  tensors.view = {.tokens = trace.tokens(),
+                  .group = trace.shape().group(),
+                  .head_size = trace.shape().head_size};
   return tensors;
 }
 

@@ -97,6 +97,9 @@ void check_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_
 /// Throws as check_head() does.
 HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head);
 
+/// The shape of a KV head whose trace has only selections, without its tensors.
+HeadTensors shape_of_head(const TraceReader& trace);
+
 /// The parameters of a row's arithmetic that do not depend on the head's data.
 struct HeadArithmetic {
   float softmax_scale = 1.0f;

@@ -73,7 +73,7 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t layer, std::u
     on.append(append.tokens);
     counts.evictions += num_evicted;
     counts.end += append.tokens - num_evicted;
-    counts.most = std::max(counts.most, counts.end);
+    counts.max_live = std::max(counts.max_live, counts.end);
     const std::uint32_t staged = append.tokens > 1 ? append.tokens : 0;
     counts.bytes_peak = std::max(counts.bytes_peak, on.bytes(staged, element_bytes));
     after_prompt = append.ends_prompt;
@@ -93,12 +93,12 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t layer, std::u
 }
 
 Memory memory_of(const ResolvedConfig& config, const CacheShape& model) {
-  std::map<std::uint32_t, double> of_windows;                       // by budget
+  std::map<std::uint32_t, double> window_counts;                    // by budget
   std::map<std::pair<std::uint32_t, std::uint32_t>, double> heads;  // by layer_key() and budget
   for (std::uint32_t layer = 0; layer < model.layers; ++layer)
     for (std::uint32_t head = 0; head < model.kv_heads; ++head)
       if (const std::uint32_t budget = config.budget_of(layer, head); config.window_of(layer) > 0)
-        of_windows[budget] += 1;
+        window_counts[budget] += 1;
       else
         heads[{config.layer_key(layer), budget}] += 1;
   const auto bytes = static_cast<double>(kv_bytes_per_token(model.head_size)),
@@ -118,7 +118,7 @@ Memory memory_of(const ResolvedConfig& config, const CacheShape& model) {
   }
   ResolvedConfig window;
   window.appends = config.appends;
-  for (const auto& [size, count] : of_windows) {
+  for (const auto& [size, count] : window_counts) {
     const LiveCounts counts = live_counts(window, 0, size);
     memory.window_mean += count * bytes * counts.held_mean;
     memory.window_peak += count * bytes * counts.held_peak;

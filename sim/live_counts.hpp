@@ -14,7 +14,7 @@ namespace kvlab {
 struct LiveCounts {
   std::uint64_t evictions = 0;
   /// Maximum number of live tokens, including prompts, and the number after the last token.
-  std::uint32_t most = 0, end = 0;
+  std::uint32_t max_live = 0, end = 0;
   // Memory of the held tokens, expressed as the number of 16-bit tokens that need the same bytes.
   double held_mean = 0;  ///< mean over decoded queries, including the query's token
   /// Peak over decoded queries. Like the mean, it is held_end if no query is decoded.

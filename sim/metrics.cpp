@@ -167,9 +167,9 @@ Quantile quantile_of(const MeasuredQueries& measured, const float* values) {
   const auto rank = [](std::size_t count) { return (count - 1) / 10; };
   // If any one block is left out, the quantile of the remaining values has a rank in [first, last)
   // among all values.
-  const std::size_t size = measured.size(), of_block = size / measured.blocks() + 1,
-                    first = size > of_block ? rank(size - of_block) : 0,
-                    last = std::min(size, rank(size) + of_block + 1);
+  const std::size_t size = measured.size(), block_size = size / measured.blocks() + 1,
+                    first = size > block_size ? rank(size - block_size) : 0,
+                    last = std::min(size, rank(size) + block_size + 1);
   // For each value within the bounds: its bits, which have the same order as the values, and its
   // block.
   const std::unique_ptr<std::uint64_t[]> order(new std::uint64_t[size]);

@@ -156,6 +156,8 @@ struct HeadStats {
 struct HeadOutcome {
   HeadStats stats;
   std::uint64_t evictions = 0, live_max = 0, live_end = 0;
+  /// With refetch, in the outcome of the first configuration: lru_fetches() of the KV head.
+  std::vector<std::uint64_t> lru_fetches = {};
 };
 
 }  // namespace kvlab

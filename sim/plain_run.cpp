@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "traces/base/cancel.hpp"
-#include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
 namespace {
@@ -44,7 +43,7 @@ PlainRun::PlainRun(LiveSet live, Positions positions, const std::vector<Append>&
       rope_(rope),
       masks_rows_(positions == Positions::original),
       cache_(cache_of(shape_of(view, positions, arithmetic), std::move(live), view)),
-      measure_(nullptr, 1, view) {}
+      measure_(nullptr, view) {}
 
 bool PlainRun::wants(std::uint32_t query) const {
   if (measure_.measures(query)) return true;
@@ -74,8 +73,7 @@ void PlainRun::attend(QueryRange queries, SharedRows& rows) {
   const Append& append = current_append();
   if (queries.begin == append.first) {
     if (append_watcher_) append_watcher_(append.first, live());
-    cache_.evict_to_budget(append.first);
-    cache_.append(head_append(), rope_);
+    cache_.begin_step(head_append(), rope_);
   }
   QueryRange wanted = queries;
   while (wanted.begin < wanted.end && !wants(wanted.begin)) ++wanted.begin;
@@ -89,72 +87,31 @@ void PlainRun::attend(QueryRange queries, SharedRows& rows) {
   for (std::uint32_t query = queries.begin; watcher_ && query < queries.end; ++query)
     watcher_(query, live().positions().first(live().size() - age_of(query)));
   if (queries.end < append_end()) return;
-  cache_.observe();
+  cache_.end_step();
   if (append.ends_prompt) cache_.end_prompt();
   ++next_;
 }
 
 void PlainRun::measure_head(std::uint32_t query, std::uint32_t head, std::span<const float> p,
                             SharedRows& rows) {
-  if (head == 0) measure_.begin_query(query);
-  const SharedRows::Row full = rows.row(query, head);
   const auto tokens = live().positions().first(p.size());
-  double recall = 1;
-  if (p.size() <= query) {
-    kept_.resize(p.size());
-    for (std::size_t i = 0; i < p.size(); ++i) kept_[i] = full.e[tokens[i]];
-    const double kept = lane_sum(kept_.data(), p.size()) + static_cast<double>(full.sink);
-    recall = kept / static_cast<double>(full.sum);
-  }
-  const SharedRows::Requests wanted = rows.requests(query, head);
-  std::uint32_t hits = 0;
-  for (const std::uint32_t position : tokens)
-    if (position < query) hits += wanted.flags[position];
-  measure_.add_wanted(head, wanted.count);
-  measure_.add(0, head, recall, wanted.count - hits);
-  measure_.add_passages(head, full.e.data(), 1, full.sum, tokens);
-  if (!measure_.samples(query) && rows.gradient_samples() == 0) return;
-  out_.assign(view_.head_size, 0.0f);
-  cache_.accumulate(p, out_.data());
-  const std::span<const float> full_output = rows.output(query, head), own = out_;
-  measure_changes(query, head, full_output, own, rows);
-  if (!measure_.samples(query)) return;
-  double error = 0, size = 0;
-  for (std::size_t d = 0; d < own.size(); ++d) {
-    const double x = full_output[d], difference = x - own[d];
-    error += difference * difference;
-    size += x * x;
-  }
-  measure_.add_output(0, head, error, size, full_output.data(), own.data(), 1.0f);
+  const std::span<const float> out =
+      measure_.add_row(query, head, tokens, rows, [&](float* to) { cache_.accumulate(p, to); });
   if (measure_.wants_quantization(query) && !cache_.all_exact(p.size()))
-    measure_quantization(query, head, tokens, rows);
+    measure_quantization(query, head, tokens, out, rows);
 }
 
-/// Computes the output over the same tokens in 16 bit, and measures the difference of out_ from it.
+/// Computes the output over the same tokens in 16 bit, and measures the difference of `out` from
+/// it.
 void PlainRun::measure_quantization(std::uint32_t query, std::uint32_t head,
-                                    std::span<const std::uint32_t> live, SharedRows& rows) {
+                                    std::span<const std::uint32_t> live, std::span<const float> out,
+                                    SharedRows& rows) {
   exact_p_.resize(live.size());
   rows.probabilities(query, head, live, exact_p_.data());
   exact_out_.assign(view_.head_size, 0.0f);
   accumulate_rows(exact_p_, live, view_.v, view_.kv_token_stride, view_.head_size,
                   exact_out_.data());
-  measure_.add_quantization(0, head, exact_out_.data(), out_.data(), 1.0f);
-}
-
-/// Adds, for each gradient sample, the change of log-likelihood that the error of the head's output
-/// causes.
-void PlainRun::measure_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,
-                               std::span<const float> own, SharedRows& rows) {
-  for (std::uint32_t gradient_sample = 0; gradient_sample < rows.gradient_samples();
-       ++gradient_sample) {
-    const float* const gradient =
-        rows.gradients(query) + (gradient_sample * view_.group + head) * full.size();
-    double change = 0;
-    for (std::size_t d = 0; d < full.size(); ++d)
-      change += static_cast<double>(gradient[d]) *
-                (static_cast<double>(own[d]) - static_cast<double>(full[d]));
-    measure_.changes(0, rows.gradient_samples())[gradient_sample] += static_cast<float>(change);
-  }
+  measure_.add_quantization(0, head, exact_out_.data(), out.data(), 1.0f);
 }
 
 namespace {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "sim/cache/host_cache.hpp"
+#include "sim/head_measure.hpp"
 #include "sim/head_view.hpp"
-#include "sim/row_measure.hpp"
 #include "sim/shared_rows.hpp"
 #include "traces/base/numeric/rope.hpp"
 
@@ -31,7 +31,7 @@ class PlainRun {
   /// run.
   void keep(std::shared_ptr<const void> owned) { kept_alive_ = std::move(owned); }
   void measure(const MeasuredQueries* measured) {
-    measure_ = RowMeasure(measured, 1, view_, 1);
+    measure_ = HeadMeasure(measured, view_);
     if (live().is_quantized()) measure_.separate_quantization();
   }
   /// Sets a function that is called after each query with the live positions to which it attended,
@@ -68,10 +68,9 @@ class PlainRun {
   HeadAppend head_append() const;
   void measure_head(std::uint32_t query, std::uint32_t head, std::span<const float> p,
                     SharedRows& rows);
-  void measure_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,
-                       std::span<const float> own, SharedRows& rows);
   void measure_quantization(std::uint32_t query, std::uint32_t head,
-                            std::span<const std::uint32_t> live, SharedRows& rows);
+                            std::span<const std::uint32_t> live, std::span<const float> out,
+                            SharedRows& rows);
 
   const std::vector<Append>& appends_;
   std::size_t next_ = 0;
@@ -81,11 +80,10 @@ class PlainRun {
                      // tokens that are not live
   HostCache cache_;
   std::shared_ptr<const void> kept_alive_;
-  RowMeasure measure_;
+  HeadMeasure measure_;
   std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher_;
   std::function<void(std::uint32_t, const LiveSet&)> append_watcher_;
-  // kept_ and exact_p_: exponentials by age. out_ and exact_out_: [dim].
-  std::vector<float> kept_, exact_p_, out_, exact_out_;
+  std::vector<float> exact_p_, exact_out_;  // probabilities by age; [dim]
 };
 
 /// The runs of one configuration on some KV heads of a layer.

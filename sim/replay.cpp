@@ -8,10 +8,14 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "policies/executor.hpp"
 #include "sim/config_batches/head_config_batches.hpp"
 #include "sim/head_replayer.hpp"
 #include "sim/oracles/oracle.hpp"
 #include "sim/plain_run.hpp"
+#include "sim/refetch/belady.hpp"
+#include "sim/refetch/lru_curve.hpp"
+#include "sim/refetch/refetch_run.hpp"
 #include "sim/run/tabulate.hpp"
 #include "traces/base/parallel.hpp"
 
@@ -69,11 +73,12 @@ TraceReader policy_layers(const TraceReader& trace) {
         fmt::format("trace {}: every layer has a sliding window, so policies have nothing to act "
                     "on; give a trace with a layer that attends to all tokens",
                     trace.directory().string()));
-  return trace.of_layers(layers);
+  return trace.select_layers(layers);
 }
 
 CacheShape heads_of(const TraceReader& trace) {
-  return {trace.shape().layers, trace.shape().kv_heads, trace.shape().head_size};
+  const ModelShape& shape = trace.shape();
+  return {shape.layers, shape.kv_heads, shape.head_size, {}, shape.numbers};
 }
 
 /// The request threshold. It must be the same for all configurations, because requests are counted
@@ -84,9 +89,60 @@ double threshold_of(std::span<const CacheConfig> configs) {
     if (config.threshold != threshold)
       throw std::invalid_argument(
           fmt::format("request threshold {}: another configuration has {}; give all configurations "
-                      "of a replay the same",
+                      "of a replay the same threshold",
                       config.threshold, threshold));
   return threshold;
+}
+
+/// The reason why the configuration cannot be replayed with refetch, whatever its budget; empty if
+/// it can.
+std::string refetch_obstacle(const CacheConfig& config) {
+  const PolicySpec& policy = config.policy;
+  const Modifiers& modifiers = policy.modifiers;
+  if (!policy.entry && policy.name != kBelady)
+    return "with --refetch, evicted tokens return, but this oracle evicts for good; use belady, or "
+           "leave the oracle out";
+  if (policy.tier_plan.is_quantized() || policy.centre != KeyCentre::none)
+    return "--refetch fetches 16-bit tokens; leave --tiers out";
+  if (config.positions == Positions::cache)
+    return "with --refetch a token returns to its position in the text; use --positions original";
+  if (config.evicts_by_layer())
+    return "--refetch chooses victims by KV head; leave scope=layer and ada() out";
+  if (modifiers.every != 1 || modifiers.once)
+    return "--refetch evicts whenever it needs a slot; leave every= and once out";
+  return "";
+}
+
+/// The reason why the policy cannot be replayed on a trace that has only selections; empty if it
+/// can.
+std::string needs_beyond_selections(const PolicySpec& policy, const TraceReader& trace) {
+  constexpr std::string_view kInstead =
+      "such as lru, clock or sieve, or a trace with queries, keys and values";
+  if (!policy.entry) return "";
+  if (needs_mass(policy.entry->info.needs) || policy.entry->observe_heads ||
+      policy.entry->see_trace || policy.entry->see_rows)
+    return fmt::format(
+        "it needs attention, and {} has only selections; use a policy that needs "
+        "none, {}",
+        trace.directory().string(), kInstead);
+  for (const std::string& name : policy.features)
+    if (!trace.has_feature(name) || is_computed(name, true))
+      return fmt::format(
+          "it needs {}, which is computed from keys and values, and {} has only "
+          "selections; use a policy that needs none, {}",
+          name, trace.directory().string(), kInstead);
+  return "";
+}
+
+/// Throws unless every measured query is appended alone, because a query fetches its tokens before
+/// it attends.
+void check_appends(const ResolvedConfig& config, const MeasuredQueries& selecting) {
+  for (const Append& append : config.appends)
+    for (std::uint32_t i = 0; append.tokens > 1 && i < append.tokens; ++i)
+      if (selecting.contains(append.first + i))
+        throw std::invalid_argument(
+            "--queries all: with --refetch, every measured query has to be a separate step; use "
+            "--prefill stream, or --queries decode");
 }
 
 /// The data that all head tasks of a replay share: one trace and the configurations.
@@ -111,9 +167,12 @@ class Replay {
   const ModelShape& shape() const { return trace_.shape(); }
   const MeasuredQueries& measured() const { return measured_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
+  std::size_t trace_tokens() const { return trace_.tokens(); }
   std::span<const ResolvedConfig> configs() const { return configs_; }
   ProjectionColumns columns() const { return projection_columns(trace_, options_.queries); }
   unsigned threads() const { return options_.threads; }
+  /// Whether queries attend. If not, the trace has only selections.
+  bool has_attention() const { return trace_.has_tensors(); }
   LayerFacts facts(std::uint32_t layer) const { return {columns(), residual_norms(layer)}; }
   /// Squared norms of the residual stream at the sampled queries; empty if the trace has none.
   std::vector<float> residual_norms(std::uint32_t layer) const {
@@ -148,7 +207,7 @@ class Replay {
     for (std::size_t c = 0; c < configs_.size(); ++c)
       (goes_elsewhere(c) ? there : here).push_back(c);
     std::vector<std::vector<HeadOutcome>> outcomes(tasks.size());
-    for (auto& of_task : outcomes) of_task.resize(configs_.size());
+    for (auto& task_outcomes : outcomes) task_outcomes.resize(configs_.size());
     if (!there.empty()) {
       auto own = options_.elsewhere->run(plan_for(there), tasks);
       for (std::size_t u = 0; u < tasks.size(); ++u)
@@ -201,7 +260,8 @@ class Replay {
     if (columns().any())
       projection =
           std::make_unique<const ErrorProjection>(trace_, layer, kv_head, options_.queries);
-    HeadTensors tensors = read_head(trace_, layer, kv_head);
+    HeadTensors tensors =
+        has_attention() ? read_head(trace_, layer, kv_head) : shape_of_head(trace_);
     tensors.feature_values = std::move(feature_values);
     tensors.projection = std::move(projection);
     tensors.view.projection = tensors.projection.get();
@@ -214,17 +274,23 @@ class Replay {
   void run_here(std::span<const std::size_t> which, HeadTask task,
                 std::vector<HeadOutcome>& outcomes) const {
     const auto [layer, kv_head] = task;
+    if (options_.refetch) {
+      const HeadTensors tensors = read(layer, kv_head);
+      auto own = run_with_refetch(which, task, tensors.view, &measured_, {});
+      for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = std::move(own[i]);
+      return;
+    }
     // by_layer[0] runs in configuration batches, by_layer[1] without them.
-    std::vector<std::size_t> by_layer[2], topk, plainly, in_config_batches;
+    std::vector<std::size_t> by_layer[2], topk, plainly, batched;
     for (const std::size_t c : which)
       (evicts_by_layer(configs_[c], layer)      ? by_layer[runs_plainly(configs_[c], layer)]
-       : !runs_plainly(configs_[c], layer)      ? in_config_batches
+       : !runs_plainly(configs_[c], layer)      ? batched
        : configs_[c].policy.name == kOracleTopk ? topk
                                                 : plainly)
           .push_back(c);
     for (const auto& alike : by_layer)
       if (!alike.empty()) take_from_layer(alike, task, outcomes);
-    if (topk.empty() && plainly.empty() && in_config_batches.empty()) return;
+    if (topk.empty() && plainly.empty() && batched.empty()) return;
     const HeadTensors tensors = read(layer, kv_head);
     for (const std::size_t c : topk)
       outcomes[c] = {
@@ -235,8 +301,7 @@ class Replay {
       for (std::size_t i = 0; i < plainly.size(); ++i)
         outcomes[plainly[i]] = std::move(own.front()[i]);
     }
-    if (!in_config_batches.empty())
-      run_config_batches(in_config_batches, layer, kv_head, tensors.view, outcomes);
+    if (!batched.empty()) run_config_batches(batched, layer, kv_head, tensors.view, outcomes);
   }
 
   /// Runs one layer through configurations whose caches evict together. All of them must run in
@@ -267,6 +332,57 @@ class Replay {
                            [&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
     config_batches.run();
     return config_batches.outcomes();
+  }
+
+  /// Runs some configurations of one head task with refetch. The other arguments are those of
+  /// run_layer_together().
+  std::vector<HeadOutcome> run_with_refetch(std::span<const std::size_t> which, HeadTask task,
+                                            const HeadView& view, const MeasuredQueries* measured,
+                                            const KeepSet& keep) const {
+    const auto [layer, kv_head] = task;
+    std::optional<SharedRows> attention;
+    if (has_attention()) attention.emplace(view, ropes_[layer], arithmetics_[layer]);
+    SharedRows* const rows = attention ? &*attention : nullptr;
+    const Selection selection = options_.refetch->kind == Selector::Kind::logged
+                                    ? logged_selections(trace_, layer, kv_head, measured_, rows)
+                                    : select_tokens(*options_.refetch, view, ropes_[layer],
+                                                    arithmetics_[layer], measured_, *rows);
+    BeladyOracle oracle(selection);
+    std::vector<ResolvedConfig> configs;
+    for (const std::size_t c : which) configs.push_back(configs_[c].head_config(layer, kv_head));
+    std::vector<std::unique_ptr<RefetchRun>> runs;
+    for (const ResolvedConfig& config : configs) {
+      const auto identity = config.identity(layer, kv_head);
+      ResidentSet set = config.policy.entry ? ResidentSet(config.policy, config.budget_tokens,
+                                                          config.protected_tokens, identity)
+                                            : ResidentSet(oracle, config.budget_tokens, identity);
+      runs.push_back(std::make_unique<RefetchRun>(std::move(set), config, selection, view,
+                                                  arithmetics_[layer].threshold16, measured_,
+                                                  measured));
+      if (keep) runs.back()->watch(keep);
+    }
+    kvlab::run_with_refetch(trace_.tokens(), rows, runs);
+    std::vector<HeadOutcome> outcomes;
+    for (const auto& run : runs) outcomes.push_back(run->outcome());
+    if (measured && !outcomes.empty())
+      outcomes.front().lru_fetches = lru_fetches_of(task, selection, view, rows);
+    return outcomes;
+  }
+
+  /// lru_fetches() of a KV head; empty if a prompt follows decoded tokens.
+  std::vector<std::uint64_t> lru_fetches_of(HeadTask task, const Selection& selection,
+                                            const HeadView& view, SharedRows* rows) const {
+    std::uint32_t first = 0;
+    while (!measured_.contains(first)) ++first;
+    if (trace_.tokens() - first != measured_.size()) return {};
+    const CacheConfig lru{.policy = parse_policy("lru")};
+    const ResolvedConfig config = resolve(lru, trace_.segments(), sequence_, heads_of(trace_));
+    std::vector<std::unique_ptr<RefetchRun>> run;
+    run.push_back(std::make_unique<RefetchRun>(
+        ResidentSet(config.policy, kNoBudget, {}, config.identity(task.layer, task.kv_head)),
+        config, selection, view, arithmetics_[task.layer].threshold16, measured_, nullptr));
+    kvlab::run_with_refetch(first, rows, run);
+    return lru_fetches(selection, run.front()->set().eviction_order(first));
   }
 
   /// Does the same without configuration batches, for the KV heads of `views`. `first`: the head
@@ -317,7 +433,7 @@ class Replay {
         configs.emplace_back(std::shared_ptr<void>(), &configs_[c]);
       else
         configs.push_back(
-            std::make_shared<const ResolvedConfig>(configs_[c].of_head(layer, kv_head)));
+            std::make_shared<const ResolvedConfig>(configs_[c].head_config(layer, kv_head)));
     return configs;
   }
 
@@ -388,6 +504,8 @@ class Replay {
           "trace {}: it has no decoded tokens, which --queries decode measures; use --queries all",
           trace_.directory().string()));
     if (options_.output) check_projections(*options_.output, trace_);
+    check_selections(options_.refetch, options_.queries, trace_);
+    if (options_.refetch && options_.elsewhere) throw std::invalid_argument(cpu_only("--refetch"));
     for (const std::uint32_t number : options_.layers) layers_.push_back(layer_of(number));
     if (layers_.empty()) {
       layers_.resize(shape().layers);
@@ -404,10 +522,12 @@ class Replay {
           fmt::format("policy oracle_residual: the trace {} lacks residual norms or a sketch; "
                       "`kvlab capture` writes both",
                       trace_.directory().string()));
+    check_refetch(options_.refetch, config, trace_);
     check_features(config.policy, trace_, options_.output != nullptr);
     const CacheShape heads = heads_of(trace_);
     configs_.push_back(resolve(config, trace_.segments(), sequence_, heads));
     configs_.back().layer_numbers = shape().numbers;
+    if (options_.refetch) check_appends(configs_.back(), measured_);
     find_features(configs_.back(), std::span(trace_.ids()).first(trace_.prompt_tokens()), heads);
     if (config.policy.entry && config.policy.entry->see_trace)
       config.policy.entry->see_trace(sequence_, trace_.directory().string());
@@ -428,7 +548,8 @@ class Replay {
 }  // namespace
 
 std::span<const std::string_view> replay_oracles() {
-  static constexpr std::string_view kOracles[] = {kOracleAttention, kOracleTopk, kOracleResidual};
+  static constexpr std::string_view kOracles[] = {kOracleAttention, kOracleTopk, kOracleResidual,
+                                                  kBelady};
   return kOracles;
 }
 
@@ -484,6 +605,13 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
   };
   if (outcomes.size() != job_.configs || !std::all_of(outcomes.begin(), outcomes.end(), fits))
     throw std::runtime_error("the outcomes belong to another replay");
+  if (!outcomes.empty()) {
+    const std::vector<std::uint64_t>& own = outcomes.front().lru_fetches;
+    if (!own.empty() && own.size() != job_.replay.trace_tokens() + 1)
+      throw std::runtime_error("the outcomes belong to another replay");
+    lru_fetches_.resize(own.size());
+    for (std::size_t budget = 0; budget < own.size(); ++budget) lru_fetches_[budget] += own[budget];
+  }
   const std::size_t l = index / job_.heads;
   layers_[l].heads[index % job_.heads] = std::move(outcomes);
   if (--left_[l] > 0) return;
@@ -493,11 +621,12 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
 }
 
 ReplayResult ReplayGathering::result() const {
-  const auto joint =
-      joint_->squares(job_.replay.measured(), job_.replay.columns().gradient_samples);
+  const JointEstimates joint =
+      joint_->estimates(job_.replay.measured(), job_.replay.columns().gradient_samples);
   return {job_.replay.budgets(),
           tabulate({job_.replay.shape(), job_.replay.measured(), job_.replay.configs(),
-                    job_.replay.layers(), layers_, joint})};
+                    job_.replay.layers(), layers_, joint, job_.replay.has_attention()}),
+          lru_fetches_};
 }
 
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
@@ -528,6 +657,58 @@ std::uint32_t tokens_within(const CacheConfig& config, const TraceReader& trace)
   return resolve(config, own.segments(), 0, heads_of(own)).budget_tokens;
 }
 
+std::uint32_t max_selected(const Selector& refetch, const TraceReader& trace) {
+  return refetch.kind == Selector::Kind::logged ? trace.max_selected() : refetch.tokens;
+}
+
+void check_selections(const std::optional<Selector>& refetch, Queries queries,
+                      const TraceReader& trace) {
+  const std::string directory = trace.directory().string();
+  const bool logged = refetch && refetch->kind == Selector::Kind::logged;
+  const auto& selections = trace.extras().selections;
+  if (!logged && !trace.has_tensors())
+    throw std::invalid_argument(fmt::format(
+        "trace {}: it has only selections and no queries, keys and values; use --refetch logged",
+        directory));
+  if (logged && !selections)
+    throw std::invalid_argument(
+        fmt::format("--refetch logged: the trace {} has no selections; write them with "
+                    "kvlab.Trace.from_selections or Trace.add_selections, or use --refetch top:64",
+                    directory));
+  if (logged && queries == Queries::all && selections->queries == Queries::decode)
+    throw std::invalid_argument(
+        fmt::format("--queries all: the trace {} has selections of decoded queries only; use "
+                    "--queries decode",
+                    directory));
+}
+
+void check_refetch(const std::optional<Selector>& refetch, const CacheConfig& config,
+                   const TraceReader& trace) {
+  const std::string policy = fmt::format("policy {}: ", config.policy.name);
+  if (!refetch && config.policy.name == kBelady)
+    throw std::invalid_argument(policy +
+                                "this oracle requires --refetch, such as --refetch top:64");
+  if (!refetch) return;
+  std::string why = config.evicts() ? refetch_obstacle(config) : "";
+  if (why.empty() && !trace.has_tensors()) why = needs_beyond_selections(config.policy, trace);
+  if (!why.empty()) throw std::invalid_argument(policy + why);
+  if (!config.evicts()) return;
+  const TraceReader own = policy_layers(trace);
+  const ResolvedConfig resolved = resolve(config, own.segments(), 0, heads_of(own));
+  for (std::uint32_t layer = 0; layer < own.shape().layers; ++layer)
+    for (std::uint32_t head = 0; head < own.shape().kv_heads && !resolved.exempts(layer); ++head) {
+      const ResolvedConfig of = resolved.head_config(layer, head);
+      const std::uint64_t min_budget = std::uint64_t{max_selected(*refetch, trace)} +
+                                       of.protected_tokens.sinks + of.protected_tokens.recent + 1;
+      if (of.budget_tokens < min_budget)
+        throw BudgetTooSmall(
+            fmt::format("{}budget {} is {} tokens, but --refetch {} needs at least {}, for the "
+                        "selected tokens, the protected tokens and the query's own token",
+                        policy, config.budget.text(), of.budget_tokens, refetch->text, min_budget),
+            fmt::format("a budget of {} would fit", min_budget));
+    }
+}
+
 std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
                                const CacheConfig& config, const ReplayOptions& options,
                                std::uint32_t number, std::uint32_t kv_head,
@@ -549,6 +730,10 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
     return kept;
   }
   const HeadTensors tensors = job.read(layer, kv_head);
+  if (options.refetch) {
+    job.run_with_refetch(only, {layer, kv_head}, tensors.view, nullptr, keep);
+    return kept;
+  }
   if (job.runs_plainly(config, layer)) {
     job.run_plainly(only, {layer, kv_head}, {&tensors.view, 1}, nullptr, kv_head, keep);
     return kept;

@@ -5,11 +5,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "policies/cache_config.hpp"
+#include "sim/refetch/selector.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -18,6 +20,8 @@ inline constexpr std::string_view kOracleAttention = "oracle_attention";
 inline constexpr std::string_view kOracleTopk = "oracle_topk";
 /// An oracle that is slow, so it runs only if it is requested.
 inline constexpr std::string_view kOracleResidual = "oracle_residual";
+/// The oracle of a replay with refetch.
+inline constexpr std::string_view kBelady = "belady";
 /// Prefix of a metric's name; the name of a passage follows.
 inline constexpr std::string_view kPassageRecall = "passage_recall:";
 /// The names of the replay's oracles, in the form in which parse_policy() needs them.
@@ -27,6 +31,20 @@ bool is_oracle(std::string_view policy);
 /// The budget of `config` on this trace, in tokens; kNoBudget if it is `all`. Throws BudgetTooSmall
 /// if the configuration does not fit the budget. Also throws as resolve() does.
 std::uint32_t tokens_within(const CacheConfig& config, const TraceReader& trace);
+
+/// The maximum number of tokens that a query of this trace selects.
+std::uint32_t max_selected(const Selector& refetch, const TraceReader& trace);
+
+/// Throws std::invalid_argument unless the trace has what a replay with (`refetch`) or without
+/// (null) refetch reads: selections of all `queries`, or queries, keys and values.
+void check_selections(const std::optional<Selector>& refetch, Queries queries,
+                      const TraceReader& trace);
+
+/// Throws unless the configuration can be replayed on this trace with (`refetch`) or without (null)
+/// refetch: BudgetTooSmall if the budget does not hold a selection beside the protected tokens, and
+/// std::invalid_argument otherwise.
+void check_refetch(const std::optional<Selector>& refetch, const CacheConfig& config,
+                   const TraceReader& trace);
 
 class HeadReplayer;        // sim/head_replayer.hpp
 struct OutputProjections;  // policies/features/output_projections.hpp
@@ -38,6 +56,8 @@ struct ReplayOptions {
   /// Runs one configuration at a time, without configuration batches. Tests use it to check the
   /// configuration batches.
   bool plain = false;
+  /// With refetch: which tokens a query selects. Evicted tokens return when they are selected.
+  std::optional<Selector> refetch = std::nullopt;
   /// A device that runs those configurations that it supports; null: none.
   HeadReplayer* elsewhere = nullptr;
   /// The model's output projections, from which some features are computed. If null, the trace must
@@ -70,6 +90,9 @@ struct KeptSet {
 struct ReplayResult {
   std::vector<std::uint32_t> budget_tokens;  ///< by configuration
   std::vector<Measurement> measurements;     ///< ordered by configuration, layer, head, metric
+  /// With refetch: lru_fetches(), summed over the KV heads. Empty if a prompt follows decoded
+  /// tokens, because then what LRU has seen depends on the budget.
+  std::vector<std::uint64_t> lru_fetches = {};
 };
 
 struct HeadOutcome;   // sim/metrics.hpp
@@ -129,6 +152,7 @@ class ReplayGathering {
   std::vector<std::size_t> left_;  // head tasks still missing, by layer
   std::size_t joined_ = 0;         // number of layers whose changes have been added to joint_
   std::unique_ptr<JointChanges> joint_;
+  std::vector<std::uint64_t> lru_fetches_;  // ReplayResult::lru_fetches of the tasks so far
 };
 
 /// Runs every head task of a ReplayJob in memory. Results do not depend on the number of threads.

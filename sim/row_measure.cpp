@@ -50,6 +50,14 @@ void RowMeasure::add_passages(std::uint32_t head, const float* e, std::size_t st
   }
 }
 
+void RowMeasure::add_selection(std::uint32_t head, const SelectionCounts& counts) {
+  sum(0, Sum::fetched, head) += counts.fetched;
+  sum(0, Sum::selected, head) += counts.selected;
+  if (!counts.agreed) return;
+  sum(0, Sum::agreed, head) += *counts.agreed;
+  sum(0, Sum::compared, head) += counts.selected;
+}
+
 void RowMeasure::add_output(std::size_t set, std::uint32_t head, double error, double size,
                             const float* full, const float* kept, float factor) {
   HeadStats& stats = stats_[set];

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -58,6 +59,14 @@ class RowMeasure {
   /// of the set, ascending.
   void add_passages(std::uint32_t head, const float* e, std::size_t stride, double sum,
                     std::span<const std::uint32_t> tokens);
+  /// Numbers of tokens in a query's selection.
+  struct SelectionCounts {
+    std::uint32_t fetched, selected;
+    /// Tokens that are among as many most probable ones. Null if the selection consists of these.
+    std::optional<std::uint32_t> agreed;
+  };
+  /// Adds what a query selects. Only for a single set.
+  void add_selection(std::uint32_t head, const SelectionCounts& counts);
   /// Adds `error`, the squared norm of an output's error, and `size`, the squared norm of the full
   /// cache's output. `full` is the full cache's output [dim], and factor * kept is the output of
   /// the set. Both are null if the outputs are equal.

@@ -51,9 +51,9 @@ void check_each_is_met(const Choices& from,
                        const std::array<std::set<std::uint16_t>, kFactors>& met) {
   constexpr std::array kLists{"policies", "modifiers", "tier_plans",
                               "budgets",  "prefills",  "positions"};
-  const auto most = sizes(from);
+  const auto counts = sizes(from);
   for (std::size_t f = 0; f < kFactors; ++f)
-    for (std::uint16_t i = 0; i < most[f]; ++i)
+    for (std::uint16_t i = 0; i < counts[f]; ++i)
       if (!met[f].contains(i))
         throw std::logic_error(
             fmt::format("conformance: choice {} of list {} goes with nothing", i, kLists[f]));
@@ -73,10 +73,11 @@ std::vector<Row> sample(const std::vector<Row>& rows) {
   for (const Row& row : rows)
     for (const std::size_t pair : pairs_of(row)) left[pair] = true;
   std::vector<Row> chosen;
-  for (std::ptrdiff_t most = kFactors * (kFactors - 1) / 2; most > 0; --most)
-    for (const Row& row : rows) {  // first rows that add `most` new pairs, then rows that add fewer
+  for (std::ptrdiff_t missing = kFactors * (kFactors - 1) / 2; missing > 0; --missing)
+    for (const Row& row :
+         rows) {  // first rows that add `missing` new pairs, then rows that add fewer
       const auto pairs = pairs_of(row);
-      if (std::ranges::count_if(pairs, [&](std::size_t pair) { return left[pair]; }) < most)
+      if (std::ranges::count_if(pairs, [&](std::size_t pair) { return left[pair]; }) < missing)
         continue;
       for (const std::size_t pair : pairs) left[pair] = false;
       chosen.push_back(row);
@@ -115,16 +116,16 @@ std::vector<CacheConfig> covering(const Choices& choices, const Executor* execut
           alone.evicts() && (!executor || refusal(*executor, alone).empty()))
         from.policies.push_back(entry.info.name);
   from.policies.insert(from.policies.end(), choices.beside.begin(), choices.beside.end());
-  const auto most = sizes(from);
+  const auto counts = sizes(from);
   std::vector<Row> rows;
   std::array<std::set<std::uint16_t>, kFactors> met;
   std::size_t all = 1;
-  for (const std::size_t size : most) all *= size;
+  for (const std::size_t size : counts) all *= size;
   for (std::size_t i = 0; i < all; ++i) {
     Row row{};
     std::size_t rest = i;
-    for (std::size_t f = 0; f < kFactors; rest /= most[f++])
-      row[f] = static_cast<std::uint16_t>(rest % most[f]);
+    for (std::size_t f = 0; f < kFactors; rest /= counts[f++])
+      row[f] = static_cast<std::uint16_t>(rest % counts[f]);
     const auto config = config_of(from, row, length, model);
     if (!config) continue;
     for (std::size_t f = 0; f < kFactors; ++f) met[f].insert(row[f]);

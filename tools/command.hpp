@@ -28,9 +28,9 @@ struct Command {
 /// Makes the `prepare` of a command whose options fill a `Request`. `check` runs after the checks
 /// that `add_options` adds; it may be null.
 template <class Request>
-Command::Prepare prepared(void (*add_options)(OptionTable&, Request&),
-                          void (*check)(Request&, const GivenOptions&),
-                          int (*run)(const Request&)) {
+Command::Prepare make_prepare(void (*add_options)(OptionTable&, Request&),
+                              void (*check)(Request&, const GivenOptions&),
+                              int (*run)(const Request&)) {
   return [=](OptionTable& table) {
     const auto request = std::make_shared<Request>();
     add_options(table, *request);
@@ -39,7 +39,6 @@ Command::Prepare prepared(void (*add_options)(OptionTable&, Request&),
   };
 }
 
-Command allocate_command();
 Command bench_command();
 Command capture_command();
 Command compare_command();
@@ -52,6 +51,7 @@ Command generate_command();
 Command manual_command();
 Command plan_command();
 Command policies_command();
+Command predict_command();
 Command replay_command();
 Command report_command();
 Command task_command();

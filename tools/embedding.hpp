@@ -17,8 +17,8 @@ class Embedding {
   Embedding(CompiledPolicies policies, std::function<void(double)> progress)
       : policies_(std::move(policies)),
         progress_(std::move(progress)),
-        before_(std::exchange(of_thread(), this)) {}
-  ~Embedding() { of_thread() = before_; }
+        before_(std::exchange(current(), this)) {}
+  ~Embedding() { current() = before_; }
   Embedding(const Embedding&) = delete;
   Embedding& operator=(const Embedding&) = delete;
 
@@ -30,7 +30,7 @@ class Embedding {
   std::string json = "";
 
   /// The embedding of this thread. Null if the command runs in the `kvlab` program.
-  static Embedding*& of_thread() {
+  static Embedding*& current() {
     static thread_local Embedding* own = nullptr;
     return own;
   }

@@ -109,8 +109,8 @@ void add_eval_model_options(OptionTable& table, EvalModelOptions& options) {
   table.texts("text", "FILE...", Takes::several_words, options.texts,
               "texts; the first --max-tokens tokens of each are used");
   table.texts("trace", "TRACE...", Takes::several_words, options.traces,
-              "traces of the model, with the features and gradients that were added to them; "
-              "instead of texts or in addition");
+              "traces of the model, instead of texts or in addition to them. Features and "
+              "gradients that were added to a trace are used");
   table.whole("prompt-tokens", "P", kAnyNumber, options.prompt_tokens,
               "tokens of each text that form its prompt; by default at most half of them");
   table.whole("max-tokens", "T", {3, kMaxTokens}, options.max_tokens,
@@ -148,8 +148,8 @@ void add_task_accuracy_options(OptionTable& table, TaskAccuracyOptions& options,
                                const std::vector<std::string>& features) {
   table.list("task", "LIST", options.tasks,
              "tasks that decide among the policies that are close in KL, in order of priority: "
-             "passkey, needle, recall, all query-agnostic; none: no task (the default with "
-             "--features)");
+             "passkey, needle, recall. Their questions come after the eviction. none: no task (the "
+             "default with --features)");
   table.whole("words", "N", {1, 1'000'000}, options.words,
               "--task: length of the context, in words; it is reduced if the full cache itself "
               "scores too low");
@@ -160,8 +160,13 @@ void add_task_accuracy_options(OptionTable& table, TaskAccuracyOptions& options,
     if (!features.empty() && !given.has("task")) options.tasks = {"none"};
     if (options.tasks == std::vector<std::string>{"none"})
       return given.refuse({"words", "samples"}, "--task none evaluates no task");
-    for (const std::string& name : options.tasks)
-      options.plan.tasks.push_back({{.kind = parse_task_kind(name)}, options.words});
+    for (const std::string& name : options.tasks) {
+      const TaskKind kind = parse_task_kind(name);
+      if (kind == TaskKind::ruler)
+        throw std::invalid_argument(
+            "--task: ruler is measured by kvlab task only; give passkey, needle or recall");
+      options.plan.tasks.push_back({{.kind = kind}, options.words});
+    }
   });
 }
 

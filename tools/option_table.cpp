@@ -12,9 +12,9 @@
 namespace kvlab {
 
 void check_range(std::string_view name, std::int64_t value, Range range) {
-  if (value < range.least || value > range.most)
-    throw std::invalid_argument(
-        fmt::format("--{}: {} should be between {} and {}", name, value, range.least, range.most));
+  if (value < range.min_value || value > range.max_value)
+    throw std::invalid_argument(fmt::format("--{}: {} should be between {} and {}", name, value,
+                                            range.min_value, range.max_value));
 }
 
 bool GivenOptions::has(std::string_view name) const {

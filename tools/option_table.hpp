@@ -18,7 +18,7 @@ namespace kvlab {
 
 /// The numbers that an option accepts.
 struct Range {
-  std::int64_t least, most;
+  std::int64_t min_value, max_value;
 };
 /// For an option whose range depends on other options. The command calls check_range() itself, once
 /// it knows the other options.

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -13,7 +14,9 @@
 #include <set>
 #include <stdexcept>
 
+#include "policies/executor.hpp"
 #include "sim/access/feature_traces.hpp"
+#include "sim/plan/centre_file.hpp"
 #include "sim/plan/format_plan.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tools/embedding.hpp"
@@ -24,11 +27,52 @@ namespace kvlab {
 namespace {
 
 constexpr std::int64_t kMaxThreads = 1024;
+constexpr std::int64_t kMaxSelected = 1 << 27;
 // Work that will take longer than kLongSeconds is announced after kAnnounceSeconds, because its
 // rate is known by then.
 constexpr double kAnnounceSeconds = 3, kLongSeconds = 15;
 
 }  // namespace
+
+void add_numbers_option(OptionTable& table, const char* name, std::uint32_t max_value,
+                        std::vector<std::uint32_t>& target, std::string help) {
+  const auto parse = [name, max_value](const std::string& list) {
+    std::vector<std::uint32_t> numbers;
+    for (const std::string& text : list_entries(list)) {
+      std::uint32_t number = 0;
+      const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+      if (error != std::errc() || end != text.data() + text.size() || number < 1 ||
+          number > max_value)
+        throw std::invalid_argument(
+            fmt::format("--{}: '{}' should be a number from 1 to {}", name, text, max_value));
+      numbers.push_back(number);
+    }
+    return numbers;
+  };
+  table.parsed(name, "LIST", target, parse, std::move(help),
+               fmt::format("{}", fmt::join(target, ",")));
+}
+
+void add_selection_options(OptionTable& table, SelectionOptions& selection,
+                           const std::string& prefix) {
+  const auto parse_shares = [](const std::string& list) {
+    std::vector<double> shares;
+    for (const std::string& text : list_entries(list)) {
+      const Extent share = parse_extent(text, "--fetch-rate", 0);
+      if (!share.is_share)
+        throw std::invalid_argument(
+            fmt::format("--fetch-rate: '{}' should be a share, such as 5%", text));
+      shares.push_back(share.share_ppm * 1e-6);
+    }
+    return shares;
+  };
+  table.whole("selected", "K", {1, kMaxSelected}, selection.selected,
+              prefix + "tokens that a query selects in each KV head");
+  table.whole("page", "P", {1, kMaxSelected}, selection.page,
+              prefix + "tokens for each entry of the index through which queries select tokens");
+  table.parsed("fetch-rate", "LIST", selection.fetch_rates, parse_shares,
+               prefix + "shares of the selected tokens that are fetched, such as 2%,5%,10%");
+}
 
 void refuse_hub_name(const std::string& model) {
   if (model.empty()) return;
@@ -139,27 +183,35 @@ TierPlan plan_from(const std::string& text, const CacheOptions& caches) {
   PlanFile file = read_plan_file(text.substr(1));
   if (file.centre != KeyCentre::none && caches.centre_text.empty())
     throw std::invalid_argument(
-        fmt::format("--tiers {}: the plan is for centred keys; add --centre prompt, or --centre "
-                    "none to run it without",
-                    printable(text)));
+        fmt::format("--tiers {}: the plan is for centred keys; add --centre {}, or --centre none "
+                    "to run it without",
+                    printable(text), printable(file.centre.text())));
   return std::move(file.tier_plan);
 }
 
 }  // namespace
 
+CentreSetting centre_of_option(const std::string& text) {
+  if (text.empty()) return {};
+  CentreSetting centre = parse_key_centre(text);
+  load_centre(centre);
+  return centre;
+}
+
 void add_tiers_option(OptionTable& table, CacheOptions& caches) {
-  table.texts(
-      "tiers", "FORMAT:SHARE,...", Takes::one_word, caches.tiers,
-      "KV precision at the same memory as the budget in 16 bit: one format (16, fp8, 8, 4, "
-      "k4v2, 2), a tier plan FORMAT:SHARE,... such as 16:16t,4:100%, or formats by layer, as "
-      "8x2-4x28 or @FILE of `kvlab plan`; may be given several times; auto: several plans "
-      "(default: 16)");
-  table.text("centre", "none|prompt", caches.centre_text,
-             "prompt: subtract the mean of the prompt's first 128 keys from each key before it is "
-             "quantized, which does not change attention weights; for the plans of --tiers that "
-             "quantize (default: none)");
+  table.texts("tiers", "FORMAT:SHARE,...", Takes::one_word, caches.tiers,
+              "precision of keys and values, in the memory that the budget takes in 16 bit: one "
+              "format (16, fp8, 8, 4, k4v2, 2), a tier plan such as 16:16t,4:100%, formats by "
+              "layer such as 8x2-4x28, or @FILE of `kvlab plan`. auto: runs several plans. May be "
+              "given several times (default: 16)");
+  table.text(
+      "centre", "none|prompt|@FILE", caches.centre_text,
+      "prompt: subtract the mean of the prompt's first 128 keys from each key before it is "
+      "quantized. @FILE: subtract the vectors of a file of `kvlab plan --centre-out`. Neither "
+      "changes attention weights. It applies to the plans of --tiers that quantize keys "
+      "(default: none)");
   table.check([&caches](const GivenOptions&) {
-    if (!caches.centre_text.empty()) caches.centre = parse_key_centre(caches.centre_text);
+    caches.centre = centre_of_option(caches.centre_text);
     if (!caches.tiers.empty()) caches.tier_plans.clear();
     for (const std::string& text : caches.tiers)
       if (text == "auto")
@@ -184,8 +236,9 @@ void add_cache_options(OptionTable& table, CacheOptions& caches, bool needs_poli
       "policies, such as h2o:sinks=4:recent=25%; `kvlab policies` lists them (" + without + ")");
   add_source_option(table, caches.sources);
   table.list("budget", "B,...", caches.sweep.budgets,
-             "cache size during decoding: tokens or a share of the length (64,128,20%); bytes of a "
-             "head (64KiB,20%bytes); by head from @FILE, or shared as in pyramid(20%)");
+             "cache size of a KV head during decoding: in tokens or as a share of the length "
+             "(64,128,20%), in bytes (64KiB,20%bytes), by head from a file (@FILE), or split by a "
+             "formula such as pyramid(20%)");
   add_tiers_option(table, caches);
   table.list("prefill", "MODE,...", caches.sweep.prefills,
              "how the prompt is processed: dense (at once, then evict), chunk:N (N tokens, then "
@@ -208,8 +261,8 @@ void add_source_option(OptionTable& table, std::vector<std::string>& sources) {
 
 void add_features_option(OptionTable& table, std::vector<std::string>& features) {
   table.texts("features", "TRACE", Takes::one_word, features,
-              "trace that starts with exactly the prompt's tokens; its features are used by "
-              "policies with `once`; may be given several times, one for each prompt");
+              "trace that begins with exactly the tokens of a prompt and has the features that "
+              "policies with `once` read. May be given several times, once for each prompt");
 }
 
 void add_threshold_option(OptionTable& table, double& threshold) {
@@ -265,8 +318,7 @@ Device device_from(const std::string& text) {
 std::shared_ptr<const FeatureSource> features_of(const CacheOptions& caches,
                                                  const CommonOptions& common) {
   if (caches.features.empty()) return nullptr;
-  if (common.device == Device::cuda)
-    throw std::invalid_argument("--features: only the CPU reads features; use --device cpu");
+  if (common.device == Device::cuda) throw std::invalid_argument(cpu_only("--features"));
   return std::make_shared<const FeatureTraces>(caches.features, common.threads);
 }
 
@@ -275,7 +327,8 @@ std::shared_ptr<const FeatureSource> features_of(const CacheOptions& caches,
 void add_common_options(OptionTable& table, CommonOptions& common, std::optional<Device> standard) {
   add_threads_option(table, common.threads);
   table.parsed("device", "cpu|cuda", common.device, device_from,
-               "device to run on (default: cuda if there is a device; replay and its bench: cpu)");
+               "device to run on (default: cuda if there is a CUDA device, but cpu for replay and "
+               "bench replay)");
   add_json_option(table, common.json);
   table.check([&common, standard](const GivenOptions& given) {
     if (given.has("device")) return;
@@ -284,7 +337,7 @@ void add_common_options(OptionTable& table, CommonOptions& common, std::optional
 }
 
 bool has_policy_sources(const CacheOptions& caches) {
-  const Embedding* const within = Embedding::of_thread();
+  const Embedding* const within = Embedding::current();
   return !caches.sources.empty() || (within && !within->policies().entries.empty());
 }
 
@@ -298,16 +351,17 @@ CompiledPolicies compiled_policies(const CacheOptions& caches, const CommonOptio
           "kvlab: {}: uses names of versions before 0.6, which the next release will refuse; "
           "docs/guides/write-a-policy.md has the current names\n",
           entry->source->path);
-  if (const Embedding* const within = Embedding::of_thread())
+  if (const Embedding* const within = Embedding::current())
     all.entries.insert(all.entries.end(), within->policies().entries.begin(),
                        within->policies().entries.end());
   all.feature_source = features_of(caches, common);
   return all;
 }
 
-std::vector<std::string> with_tier_plans(const std::vector<std::string>& policies,
-                                         const std::vector<TierPlan>& tier_plans, KeyCentre centre,
-                                         std::span<const std::string_view> oracles) {
+std::vector<std::string> apply_tier_plans(const std::vector<std::string>& policies,
+                                          const std::vector<TierPlan>& tier_plans,
+                                          const CentreSetting& centre,
+                                          std::span<const std::string_view> oracles) {
   std::vector<std::string> all;
   for (const std::string& policy : policies)
     if (std::ranges::find(oracles, policy) != oracles.end())
@@ -317,7 +371,7 @@ std::vector<std::string> with_tier_plans(const std::vector<std::string>& policie
         std::string text = policy;
         if (!tier_plan.is_plain()) text += ":" + tier_plan.setting();
         if (tier_plan.is_quantized() && centre != KeyCentre::none)
-          text += fmt::format(":centre={}", name_of(centre));
+          text += ":centre=" + centre.text();
         all.push_back(std::move(text));
       }
   return all;
@@ -327,12 +381,12 @@ std::vector<CacheConfig> sweep_of(const CacheOptions& caches, const CompiledPoli
                                   const LeaveOut& leave_out,
                                   std::span<const std::string_view> oracles) {
   SweepRequest sweep = caches.sweep;
-  sweep.policies = with_tier_plans(requested_policies(caches, compiled), caches.tier_plans,
-                                   caches.centre, oracles);
+  sweep.policies = apply_tier_plans(requested_policies(caches, compiled), caches.tier_plans,
+                                    caches.centre, oracles);
   return make_sweep(sweep, oracles, compiled, leave_out);
 }
 
-LeaveOut left_out_of(std::string command) {
+LeaveOut report_omissions(std::string command) {
   return [command = std::move(command)](const std::string& line) {
     fmt::print(stderr, "kvlab {}: {}\n", command, line);
   };
@@ -378,7 +432,7 @@ std::string announcement(double first, double done, double seconds) {
 }
 
 std::function<void(double)> progress_bar(std::string label) {
-  if (const Embedding* const within = Embedding::of_thread())
+  if (const Embedding* const within = Embedding::current())
     return within->progress() ? within->progress() : [](double) {};
   return [bar = std::make_shared<Bar>(std::move(label))](double fraction) { bar->show(fraction); };
 }
@@ -416,7 +470,7 @@ std::string read_text(const std::string& path) {
 
 void print_json(const nlohmann::ordered_json& json) {
   const std::string text = printable_json(json_text(json));
-  if (Embedding* const within = Embedding::of_thread())
+  if (Embedding* const within = Embedding::current())
     within->json = text;
   else
     fmt::print("{}\n", text);

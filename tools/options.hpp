@@ -45,16 +45,20 @@ struct CacheOptions {
   SweepRequest sweep;
   std::vector<std::string> tiers;  ///< the texts of --tiers
   std::vector<TierPlan> tier_plans{
-      TierPlan{}};                     ///< the parsed --tiers; by default one plan, in 16 bit
-  KeyCentre centre = KeyCentre::none;  ///< for the plans that quantize
-  std::string centre_text;             ///< the text of --centre
-  std::vector<std::string> sources;    ///< files of --policy-source
-  std::vector<std::string> features;   ///< traces of --features
+      TierPlan{}};                    ///< the parsed --tiers; by default one plan, in 16 bit
+  CentreSetting centre;               ///< for the plans that quantize
+  std::string centre_text;            ///< the text of --centre
+  std::vector<std::string> sources;   ///< files of --policy-source
+  std::vector<std::string> features;  ///< traces of --features
 };
 /// `--policy`, `--policy-source`, `--budget`, `--tiers`, `--centre`, `--prefill`, `--positions`,
 /// `--seed`.
 void add_cache_options(OptionTable& table, CacheOptions& caches, bool needs_policy = false);
 void add_seed_option(OptionTable& table, std::uint64_t& seed);
+/// The setting that `--centre` gives; `none` if the text is empty. Reads the centre file. Throws
+/// std::invalid_argument as parse_key_centre() does, and std::runtime_error as read_centre_file()
+/// does.
+CentreSetting centre_of_option(const std::string& text);
 /// `--tiers`, where `auto` stands for several plans, and `--centre`.
 void add_tiers_option(OptionTable& table, CacheOptions& caches);
 /// `--request-threshold`, as a share of a query's largest attention probability, between 0 and 1.
@@ -65,6 +69,19 @@ void add_source_option(OptionTable& table, std::vector<std::string>& sources);
 void add_features_option(OptionTable& table, std::vector<std::string>& features);
 /// `--output-error`: whether errors are measured on all queries instead of a sample.
 void add_output_error_option(OptionTable& table, bool& every_output_error, std::string help);
+
+/// An option that takes a list of numbers from 1 to `max_value`.
+void add_numbers_option(OptionTable& table, const char* name, std::uint32_t max_value,
+                        std::vector<std::uint32_t>& target, std::string help);
+
+/// Which tokens the queries of a refetching decoder select, and the share that is fetched.
+struct SelectionOptions {
+  std::uint32_t selected = 2048, page = 16;
+  std::vector<double> fetch_rates;
+};
+/// `--selected`, `--page` and `--fetch-rate`. `prefix` is put before each help text.
+void add_selection_options(OptionTable& table, SelectionOptions& selection,
+                           const std::string& prefix = "");
 
 /// Requires `--model`. Throws std::invalid_argument also if `model` looks like a name on the
 /// Hugging Face hub and is not a folder.
@@ -92,11 +109,12 @@ std::vector<CacheConfig> sweep_of(const CacheOptions& caches, const CompiledPoli
                                   std::span<const std::string_view> oracles = {});
 /// The text of each policy combined with each plan of `--tiers`. Oracles stay in 16 bit. `centre`
 /// applies to the plans that quantize.
-std::vector<std::string> with_tier_plans(const std::vector<std::string>& policies,
-                                         const std::vector<TierPlan>& tier_plans, KeyCentre centre,
-                                         std::span<const std::string_view> oracles = {});
+std::vector<std::string> apply_tier_plans(const std::vector<std::string>& policies,
+                                          const std::vector<TierPlan>& tier_plans,
+                                          const CentreSetting& centre,
+                                          std::span<const std::string_view> oracles = {});
 /// Returns a function that prints to standard error which configurations a command leaves out.
-LeaveOut left_out_of(std::string command);
+LeaveOut report_omissions(std::string command);
 /// The configuration of a command that takes only one. Throws std::invalid_argument if a list was
 /// given.
 CacheConfig only_config(const CacheOptions& caches, const CompiledPolicies& compiled);

@@ -18,6 +18,8 @@
 
 #include "engine/backend.hpp"
 #include "policies/catalogue.hpp"
+#include "policies/old_names.hpp"
+#include "sim/processes/process_group.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tools/command.hpp"
 #include "tools/terminal.hpp"
@@ -39,7 +41,22 @@ void print_welcome() {
     fmt::print("  {:<10} {}\n", command.name, command.summary);
 }
 
-int run(const std::vector<std::string>& words) {
+/// `words` with the current name of a command that has an old one. Warns about the old name.
+std::vector<std::string> with_current_command(std::vector<std::string> words) {
+  const std::string before = words[0];
+  const std::string now(current_name(kOldCommands, before));
+  if (now == before) return words;
+  if (leads_command_line())
+    fmt::print(stderr, "kvlab: {0} is called {1} now; the next release will refuse {0}\n", before,
+               now);
+  const std::vector<std::string> current = split_list(now, ' ');
+  words.erase(words.begin());
+  words.insert(words.begin(), current.begin(), current.end());
+  return words;
+}
+
+int run(const std::vector<std::string>& given) {
+  const std::vector<std::string> words = given.empty() ? given : with_current_command(given);
   const auto asks_for_help = [](const std::string& word) {
     return word == "--help" || word == "-h" || word == "help";
   };

@@ -52,7 +52,7 @@ OptionTable::Value value_of(const po::variable_value& given, const OptionTable::
 }
 
 /// `text` with its lines broken at spaces; the rest of a broken line is indented.
-std::string wrapped(std::string_view text) {
+std::string wrap(std::string_view text) {
   std::string lines;
   std::size_t column = 0;
   for (const char c : text) {
@@ -68,7 +68,7 @@ std::string wrapped(std::string_view text) {
 
 void print_help(const Command& command, const po::options_description& options) {
   fmt::print("{}\n\n{}\n\n", command.summary,
-             wrapped(fmt::format("Usage: kvlab {} {}", command.name, command.usage)));
+             wrap(fmt::format("Usage: kvlab {} {}", command.name, command.usage)));
   // The option for positional words is not listed, because the usage shows it without its name.
   po::options_description named("Options", kColumns);
   for (const auto& option : options.options())
@@ -143,9 +143,9 @@ std::string current_metrics(const std::string& list) {
 
 /// `words` with old names replaced by current ones: the names of options, and of metrics in the
 /// values of `--metric` and `--show`. Warns about each old name.
-std::vector<std::string> with_current_names(std::vector<std::string> words,
-                                            const po::options_description& options,
-                                            const Warn& warn_with) {
+std::vector<std::string> use_current_names(std::vector<std::string> words,
+                                           const po::options_description& options,
+                                           const Warn& warn_with) {
   const auto warn = [&](const std::string& before, const std::string& now) {
     warn_with(fmt::format("{0} is called {1} now; the next release will refuse {0}",
                           printable(before), printable(now)));
@@ -185,7 +185,7 @@ void warn_of_old_policies(const po::variables_map& values, const Warn& warn) {
 
 po::variables_map parse(const Command& command, const po::options_description& options,
                         const std::vector<std::string>& given, const Warn& warn) {
-  const std::vector<std::string> words = with_current_names(given, options, warn);
+  const std::vector<std::string> words = use_current_names(given, options, warn);
   po::positional_options_description positional;
   if (!command.positional.empty()) positional.add(command.positional.c_str(), -1);
   po::variables_map values;
@@ -235,10 +235,11 @@ bool is_part_of_input(const std::filesystem::path& path) {
 
 /// Refuses an output that would overwrite the input of another option.
 void refuse_overwriting(const po::variables_map& values) {
-  for (const std::string output : {"out", "report"}) {
+  for (const std::string output : {"out", "report", "centre-out"}) {
     if (!values.count(output)) continue;
     const std::string path = texts_of(values[output]).front();
-    if (is_part_of_input(path) && std::filesystem::is_regular_file(path))
+    const bool writes_tensors = output == "centre-out";  // its command checks what it replaces
+    if (!writes_tensors && is_part_of_input(path) && std::filesystem::is_regular_file(path))
       throw std::invalid_argument(fmt::format(
           "--{}: {} is part of a trace, a run or a model; name another file", output, path));
     for (const auto& [name, value] : values)
@@ -293,7 +294,7 @@ std::function<int()> prepared_run(const Command& command, const std::vector<std:
 int run_command(const Command& command, const std::vector<std::string>& words) {
   // A program that embeds commands gets the error in each of its processes. Of the processes of one
   // command line, only the first reports it.
-  const bool reports = Embedding::of_thread() || leads_command_line();
+  const bool reports = Embedding::current() || leads_command_line();
   const Warn warn = [&](const std::string& what) {
     if (reports) fmt::print(stderr, "kvlab: {}\n", what);
   };

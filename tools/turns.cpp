@@ -24,7 +24,7 @@ constexpr std::size_t kMaxPromptBytes = std::size_t{1} << 30;
 
 /// Calls `encode` and names the text in its errors.
 template <class Encode>
-std::vector<std::int32_t> named(const std::string& name, Encode encode) {
+std::vector<std::int32_t> name_errors(const std::string& name, Encode encode) {
   try {
     return encode();
   } catch (const std::bad_alloc&) {
@@ -63,13 +63,13 @@ void say_of_model(const ModelConfig& config, const Tokenizer& tokenizer, std::st
 }
 
 std::vector<std::int32_t> first_ids(const std::string& name, std::string_view text,
-                                    const Tokenizer& tokenizer, std::size_t most) {
-  return named(name, [&] { return encode_prompt(tokenizer, text, most); });
+                                    const Tokenizer& tokenizer, std::size_t max_ids) {
+  return name_errors(name, [&] { return encode_prompt(tokenizer, text, max_ids); });
 }
 
 std::vector<std::int32_t> ids_of_file(const std::string& path, const Tokenizer& tokenizer,
-                                      std::size_t most) {
-  return named(path, [&] { return tokenizer.encode(read_text(path), false, most); });
+                                      std::size_t max_ids) {
+  return name_errors(path, [&] { return tokenizer.encode(read_text(path), false, max_ids); });
 }
 
 nlohmann::json first_token(const Tokenizer& tokenizer, std::string_view text) {
@@ -124,10 +124,9 @@ std::string PromptOptions::read() const {
 void add_turn_options(OptionTable& table, TurnOptions& options) {
   table.whole("max-new-tokens", "N", {0, kMaxTokens}, options.max_new_tokens,
               "maximum number of tokens to sample after each turn");
-  table.texts(
-      "turn", "TEXT", Takes::one_word, options.turns,
-      "another turn of the user, fed after the model's answer and then answered too; may be "
-      "given several times");
+  table.texts("turn", "TEXT", Takes::one_word, options.turns,
+              "a further turn of the user, after the model's answer. The model answers it, too. "
+              "May be given several times");
   table.number("temperature", "T", options.sampling.temperature,
                "sampling temperature (0: always the most likely token)");
   table.whole("top-k", "K", {0, kMaxTokens}, options.sampling.top_k,

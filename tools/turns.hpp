@@ -41,14 +41,14 @@ Tokenizer tokenizer_of(const std::string& directory, const ModelConfig& config);
 void say_of_model(const ModelConfig& config, const Tokenizer& tokenizer,
                   std::string_view prompt = "", bool has_chat_template = false);
 constexpr std::size_t kAllTokens = std::numeric_limits<std::size_t>::max();
-/// The first `most` ids of a text that begins a sequence; see encode_prompt(). If memory runs out,
-/// throws std::runtime_error with the text's `name`.
+/// The first `max_ids` ids of a text that begins a sequence; see encode_prompt(). If memory runs
+/// out, throws std::runtime_error with the text's `name`.
 std::vector<std::int32_t> first_ids(const std::string& name, std::string_view text,
-                                    const Tokenizer& tokenizer, std::size_t most = kAllTokens);
-/// The first `most` ids of a file's text, without special tokens before or after them. Otherwise
+                                    const Tokenizer& tokenizer, std::size_t max_ids = kAllTokens);
+/// The first `max_ids` ids of a file's text, without special tokens before or after them. Otherwise
 /// like first_ids().
 std::vector<std::int32_t> ids_of_file(const std::string& path, const Tokenizer& tokenizer,
-                                      std::size_t most = kAllTokens);
+                                      std::size_t max_ids = kAllTokens);
 /// For JSON: the id of a sequence's first token and whether the tokenizer added it or the text
 /// contains it; null if the tokenizer has none.
 nlohmann::json first_token(const Tokenizer& tokenizer, std::string_view text = "");

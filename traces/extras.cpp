@@ -54,18 +54,19 @@ double sketch_normal(std::uint64_t seed, std::uint64_t index) {
 
 TraceExtras::Sketch write_sketch(const std::filesystem::path& directory, const ModelShape& shape,
                                  const OutputSketch& sketch) {
-  const std::size_t of_layer = std::size_t{shape.query_heads} * shape.head_size * kSketchColumns;
-  if (sketch.values.size() != of_layer * shape.layers)
+  const std::size_t layer_values =
+      std::size_t{shape.query_heads} * shape.head_size * kSketchColumns;
+  if (sketch.values.size() != layer_values * shape.layers)
     throw std::invalid_argument(
         fmt::format("sketch of the output projections: {} values given; {} are expected",
-                    sketch.values.size(), of_layer * shape.layers));
+                    sketch.values.size(), layer_values * shape.layers));
   std::vector<std::byte> bytes(sketch.values.size() * bytes_of(Dtype::bf16));
   from_float(Dtype::bf16, sketch.values.data(), sketch.values.size(), bytes.data());
   std::vector<TensorToWrite> tensors;
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
     tensors.push_back({layer_tensor(shape.number(layer), "sketch"), Dtype::bf16,
                        sketch_shape(shape),
-                       std::span(bytes).subspan(layer * of_layer * 2, of_layer * 2)});
+                       std::span(bytes).subspan(layer * layer_values * 2, layer_values * 2)});
   return {sketch.seed, write_safetensors(directory / kSketchFile, tensors,
                                          {{"seed", std::to_string(sketch.seed)}})};
 }
@@ -74,9 +75,9 @@ std::uint64_t check_sketch(const SafetensorsFile& file, const ModelShape& shape)
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
     file.at(layer_tensor(shape.number(layer), "sketch"), Dtype::bf16, sketch_shape(shape));
   if (file.tensors().size() != shape.layers)
-    throw std::runtime_error(fmt::format("{}: {} tensors; one for each of {} layers is expected",
-                                         file.path().string(), file.tensors().size(),
-                                         shape.layers));
+    throw std::runtime_error(
+        fmt::format("{}: has {} tensors, but should have one for each of {} layers",
+                    file.path().string(), file.tensors().size(), shape.layers));
   const auto found = file.metadata().find("seed");
   if (found == file.metadata().end()) return 0;  // then only the manifest has the seed
   const std::string& text = found->second;
@@ -110,9 +111,9 @@ void check_feature_tensors(const SafetensorsFile& file, const ModelShape& shape,
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
     file.at(feature_tensor(shape.number(layer), name), Dtype::f32, wanted);
   if (file.tensors().size() != shape.layers)
-    throw std::runtime_error(fmt::format("{}: {} tensors; one for each of {} layers is expected",
-                                         file.path().string(), file.tensors().size(),
-                                         shape.layers));
+    throw std::runtime_error(
+        fmt::format("{}: has {} tensors, but should have one for each of {} layers",
+                    file.path().string(), file.tensors().size(), shape.layers));
 }
 
 void write_feature(const std::filesystem::path& directory, const std::string& name,
@@ -149,11 +150,11 @@ void write_gradients(const std::filesystem::path& directory, TraceExtras::Gradie
   try {
     for (const ShardInfo& shard : manifest.shards) {
       const std::size_t index = gradients.files.size();
-      const float of_file = scale(index);
+      const float file_scale = scale(index);
       std::vector<TensorToWrite> tensors{{std::string(kGradientScaleTensor),
                                           Dtype::f32,
                                           {1},
-                                          std::as_bytes(std::span(&of_file, 1))}};
+                                          std::as_bytes(std::span(&file_scale, 1))}};
       std::vector<float> values(std::size_t{gradients.gradient_samples} * shape.query_heads *
                                 shard.tokens * shape.head_size);
       std::vector<std::vector<std::byte>> layers(shape.layers);

@@ -18,7 +18,7 @@ struct ModelShape;
 
 inline constexpr std::string_view kSketchFile = "output.safetensors";
 inline constexpr std::uint32_t kSketchColumns = 64;
-inline constexpr std::uint32_t kMaxGradientSamples = 64;  ///< of one trace
+inline constexpr std::uint32_t kMaxGradientSamples = 64;  ///< maximum for one trace
 
 /// A file that holds some of a trace's tokens.
 struct ShardInfo {
@@ -65,7 +65,7 @@ struct TraceExtras {
   struct Gradients {
     std::uint32_t gradient_samples;
     std::uint64_t seed;
-    Queries queries;               ///< their next tokens' log-likelihoods were summed
+    Queries queries;               ///< queries whose next tokens' log-likelihoods were summed
     std::vector<ShardInfo> files;  ///< files beside the shards
   };
   std::optional<Gradients> gradients;
@@ -74,6 +74,12 @@ struct TraceExtras {
     std::string name, xxh3;
   };
   std::vector<Feature> features;  ///< each is stored in feature_file(name)
+  /// The tokens that an engine with sparse attention selected (traces/selections.hpp).
+  struct Selections {
+    Queries queries;  ///< the queries that selected
+    std::string xxh3;
+  };
+  std::optional<Selections> selections;
 };
 
 /// Returns the file name column-NAME.safetensors.

@@ -10,6 +10,7 @@
 
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/selections.hpp"
 
 namespace kvlab {
 namespace {
@@ -195,7 +196,7 @@ std::vector<ShardInfo> parse_shards(const JsonFields& fields, std::string_view k
   const std::size_t count = (std::size_t{tokens} + kShardTokens - 1) / kShardTokens;
   if (list.size() != count)
     throw error(fields.where(),
-                fmt::format("{} {} listed; {} tokens take {}", list.size(), key, tokens, count));
+                fmt::format("lists {} {}, but {} tokens need {}", list.size(), key, tokens, count));
   std::vector<ShardInfo> shards;
   for (const JsonFields& item : list) {
     item.allow_only({"file", "first", "tokens", "xxh3"});
@@ -223,6 +224,10 @@ json extras_json(const TraceExtras& extras) {
   for (const TraceExtras::Feature& feature : extras.features)
     object["columns"].push_back(
         {{"name", feature.name}, {"file", feature_file(feature.name)}, {"xxh3", feature.xxh3}});
+  if (const auto& selections = extras.selections)
+    object["selected"] = {{"file", kSelectedFile},
+                          {"xxh3", selections->xxh3},
+                          {"queries", name_of(selections->queries)}};
   return object;
 }
 
@@ -242,7 +247,7 @@ std::vector<TraceExtras::Feature> parse_features(const JsonFields& fields) {
 }
 
 TraceExtras parse_extras(const JsonFields& fields, std::uint32_t tokens) {
-  fields.allow_only({"residual_norm2", "sketch", "grad", "columns"});
+  fields.allow_only({"residual_norm2", "sketch", "grad", "columns", "selected"});
   TraceExtras extras;
   if (fields.has("residual_norm2")) {
     fields.object("residual_norm2").allow_only({});
@@ -265,7 +270,22 @@ TraceExtras parse_extras(const JsonFields& fields, std::uint32_t tokens) {
                         parse_shards(grad, "files", gradient_name, tokens)};
   }
   if (fields.has("columns")) extras.features = parse_features(fields);
+  if (fields.has("selected")) {
+    const JsonFields selected = fields.object("selected");
+    selected.allow_only({"file", "xxh3", "queries"});
+    check_text(selected, "file", kSelectedFile);
+    extras.selections = {parse_name(selected, "queries", Queries::decode, Queries::all),
+                         parse_hash(selected, "xxh3")};
+  }
   return extras;
+}
+
+/// Whether the trace has selections and neither queries nor keys nor values. The other extras
+/// describe those, so they are refused then.
+bool has_selections_only(const JsonFields& fields) {
+  if (!fields.objects("shards").empty() || !fields.object("extras").has("selected")) return false;
+  fields.object("extras").allow_only({"columns", "selected"});
+  return true;
 }
 
 /// The description of the trace, which the manifest and every shard contain.
@@ -314,8 +334,9 @@ std::vector<Segment> parse_segments(const JsonFields& fields, std::uint32_t toke
     next += segments.back().tokens;
   }
   if (next != tokens)
-    throw error(fields.where(),
-                fmt::format("segments cover {} of {} tokens; all are expected", next, tokens));
+    throw error(
+        fields.where(),
+        fmt::format("segments cover only {} of {} tokens; they should cover all", next, tokens));
   return segments;
 }
 
@@ -324,7 +345,7 @@ std::int64_t check_format(const JsonFields& fields) {
   if (format > kTraceFormat)
     throw error(
         fields.where(),
-        fmt::format("has trace format {}, and this kvlab reads formats up to {}; use a newer kvlab",
+        fmt::format("has trace format {}, but this kvlab reads formats up to {}; use a newer kvlab",
                     format, kTraceFormat));
   return format;
 }
@@ -365,7 +386,8 @@ Manifest parse_manifest(std::string_view text, std::string_view what) {
   manifest.segments = parse_segments(fields, manifest.tokens);
   manifest.prompt_tokens = prompt_tokens_of(manifest.segments);
   fields.integer("prompt_tokens", manifest.prompt_tokens, manifest.prompt_tokens);
-  manifest.shards = parse_shards(fields, "shards", shard_name, manifest.tokens);
+  if (!has_extras || !has_selections_only(fields))
+    manifest.shards = parse_shards(fields, "shards", shard_name, manifest.tokens);
   manifest.tokens_xxh3 = parse_hash(fields, "tokens_xxh3");
   if (has_extras) {
     manifest.extras = parse_extras(fields.object("extras"), manifest.tokens);
@@ -478,8 +500,9 @@ void check_rope(const Rope& rope, const ModelShape& shape, std::string_view what
                           rope.inv_freq.size(), shape.head_size / 2));
   for (const float frequency : rope.inv_freq)
     if (!std::isfinite(frequency) || frequency < 0)
-      throw error(
-          what, fmt::format("inv_freq holds {}; finite numbers from 0 on are expected", frequency));
+      throw error(what,
+                  fmt::format("inv_freq contains {}; finite numbers of at least 0 are expected",
+                              frequency));
   if (!(std::isfinite(rope.factor) && rope.factor > 0))
     throw error(what, fmt::format("rope_factor is {}; a positive number is expected", rope.factor));
 }
@@ -492,8 +515,9 @@ void check_row(const RowSpec& row, const ModelShape& shape, std::uint32_t layer,
   if (!(std::isfinite(row.scale) && row.scale > 0))
     throw error(what, fmt::format("softmax_scale is {}; a positive number is expected", row.scale));
   if (!(std::isfinite(row.softcap) && row.softcap >= 0))
-    throw error(what, fmt::format("layer {}: softcap is {}; a finite number from 0 on is expected",
-                                  shape.number(layer), row.softcap));
+    throw error(what,
+                fmt::format("layer {}: softcap is {}; a finite number of at least 0 is expected",
+                            shape.number(layer), row.softcap));
   if (!row.sinks.empty() && row.sinks.size() != shape.query_heads)
     throw error(what, fmt::format("layer {}: {} sinks; one for each of {} query heads is expected",
                                   shape.number(layer), row.sinks.size(), shape.query_heads));
@@ -520,7 +544,7 @@ void check_rope_and_scale(const TraceHeader& header, std::string_view what) {
   }
 }
 
-std::vector<Segment> clipped(const std::vector<Segment>& segments, std::uint32_t tokens) {
+std::vector<Segment> clip(const std::vector<Segment>& segments, std::uint32_t tokens) {
   std::vector<Segment> result;
   for (Segment segment : segments) {
     if (segment.start >= tokens) break;
@@ -530,7 +554,7 @@ std::vector<Segment> clipped(const std::vector<Segment>& segments, std::uint32_t
   return result;
 }
 
-std::vector<Passage> clipped(const std::vector<Passage>& passages, std::uint32_t tokens) {
+std::vector<Passage> clip(const std::vector<Passage>& passages, std::uint32_t tokens) {
   std::vector<Passage> result;
   for (const Passage& passage : passages)
     if (passage.start < tokens && passage.tokens <= tokens - passage.start)

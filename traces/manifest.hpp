@@ -56,9 +56,9 @@ void check_row(const RowSpec& row, const ModelShape& shape, std::uint32_t layer,
                std::string_view what);
 
 /// The segments of the first `tokens` tokens.
-std::vector<Segment> clipped(const std::vector<Segment>& segments, std::uint32_t tokens);
+std::vector<Segment> clip(const std::vector<Segment>& segments, std::uint32_t tokens);
 /// The passages that lie within the first `tokens` tokens.
-std::vector<Passage> clipped(const std::vector<Passage>& passages, std::uint32_t tokens);
+std::vector<Passage> clip(const std::vector<Passage>& passages, std::uint32_t tokens);
 /// The number of tokens in all prompt segments.
 std::uint32_t prompt_tokens_of(const std::vector<Segment>& segments);
 

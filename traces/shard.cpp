@@ -174,11 +174,11 @@ float check_gradient_tensors(const SafetensorsFile& file, const ModelShape& shap
            checker.expect(std::string(kGradientScaleTensor), Dtype::f32, {1}).data.data(), 1,
            &scale);
   checker.refuse_others();
-  const float most = largest_gradient_scale(shape.dtype);
-  if (!(scale > 0 && scale <= most))
+  const float max_scale = largest_gradient_scale(shape.dtype);
+  if (!(scale > 0 && scale <= max_scale))
     throw std::runtime_error(fmt::format(
         "{}: {} is {}; a positive number up to {:g} is expected for gradients in {}",
-        file.path().string(), kGradientScaleTensor, scale, most, torch_name(shape.dtype)));
+        file.path().string(), kGradientScaleTensor, scale, max_scale, torch_name(shape.dtype)));
   return scale;
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -100,7 +101,7 @@ class TraceReader {
   const TraceHeader& header() const { return manifest_.header; }
   const ModelShape& shape() const { return header().shape; }
   /// A view of the trace with only `layers`, which must ascend. They keep their layer numbers.
-  TraceReader of_layers(std::span<const std::uint32_t> layers) const;
+  TraceReader select_layers(std::span<const std::uint32_t> layers) const;
   /// Returns the layers that have a sliding window (`with`) or those that have none. Policies act
   /// on the layers without a window.
   std::vector<std::uint32_t> layers_with_window(bool with) const;
@@ -156,9 +157,23 @@ class TraceReader {
   /// Reads a feature of a KV head: to [tokens]. Throws std::logic_error if the trace does not have
   /// the feature.
   void feature(std::string_view name, std::uint32_t layer, std::uint32_t kv_head, float* to) const;
+  /// Whether the trace has queries, keys and values, and not only selections. If not, read() throws
+  /// std::runtime_error.
+  bool has_tensors() const { return !shards().empty(); }
+  /// The maximum number of tokens that a query selects; 0 if the trace has no selections.
+  std::uint32_t max_selected() const { return max_selected_; }
+  /// Calls each(position of the query, selected tokens) for each row of a KV head's selections, in
+  /// order. The tokens ascend up to the query's position. Throws std::runtime_error that names the
+  /// file, tensor and row if a row is not a selection, and std::logic_error if the trace has none.
+  void selections(
+      std::uint32_t layer, std::uint32_t kv_head,
+      const std::function<void(std::uint32_t, std::span<const std::uint32_t>)>& each) const;
   std::span<const SafetensorsFile> feature_files() const { return feature_files_; }
   std::span<const SafetensorsFile> gradient_files() const { return gradient_files_; }
   const SafetensorsFile* sketch_file() const { return sketch_file_ ? &*sketch_file_ : nullptr; }
+  const SafetensorsFile* selected_file() const {
+    return selected_file_ ? &*selected_file_ : nullptr;
+  }
   const SafetensorsFile& shard_file(std::size_t index) const { return files_[index]; }
   /// Drops the shard pages that have been read, so that they no longer occupy memory
   /// (MappedFile::release).
@@ -166,6 +181,7 @@ class TraceReader {
     for (const SafetensorsFile& file : files_) file.release();
     for (const SafetensorsFile& file : gradient_files_) file.release();
     for (const SafetensorsFile& file : feature_files_) file.release();
+    if (selected_file_) selected_file_->release();
   }
   const SafetensorsFile& tokens_file() const { return tokens_file_; }
   const std::string& tokens_xxh3() const { return manifest_.tokens_xxh3; }
@@ -190,6 +206,8 @@ class TraceReader {
   std::vector<SafetensorsFile> gradient_files_;  // by shard; empty if there are none
   std::vector<float> gradient_scales_;           // by shard; empty if there are none
   std::vector<SafetensorsFile> feature_files_;   // in the order of extras().features
+  std::optional<SafetensorsFile> selected_file_;
+  std::uint32_t max_selected_ = 0;
   std::string hash_;
 };
 
@@ -202,6 +220,8 @@ struct TraceCheck {
   double tolerance = 0;  ///< upper limit of both errors
   /// Number of compared rows: sampled rows x query heads x layers.
   std::uint64_t rows = 0;
+  /// Number of checked selections: queries x KV heads x layers.
+  std::uint64_t selections = 0;
 };
 
 /// Checks the XXH3-64 of every shard and recomputes the sampled rows from q, k and v.

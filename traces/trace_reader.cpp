@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "traces/manifest.hpp"
+#include "traces/selections.hpp"
 #include "traces/shard.hpp"
 #include "traces/trace.hpp"
 
@@ -25,7 +26,7 @@ void require_manifest(const fs::path& directory) {
                     "shorter trace of its complete shards",
                     directory.string(), directory.string()));
   throw std::runtime_error(
-      fmt::format("{}: not a trace, because it has neither manifest.json nor a complete shard",
+      fmt::format("{}: is not a trace, because it has neither manifest.json nor a complete shard",
                   directory.string()));
 }
 
@@ -34,9 +35,10 @@ SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header, cons
   SafetensorsFile file = SafetensorsFile::open(path);
   const ShardMetadata metadata = parse_shard_metadata(file);
   if (metadata.first != shard.first || metadata.tokens != shard.tokens)
-    throw std::runtime_error(fmt::format(
-        "{}: holds {} tokens from {} on, the manifest says {} from {} on (are shards swapped?)",
-        path.string(), metadata.tokens, metadata.first, shard.tokens, shard.first));
+    throw std::runtime_error(
+        fmt::format("{}: holds {} tokens from position {} on, but the manifest says {} from "
+                    "position {} on (were shards swapped?)",
+                    path.string(), metadata.tokens, metadata.first, shard.tokens, shard.first));
   if (!same_description(metadata.header, header))
     throw std::runtime_error(fmt::format(
         "{}: model or config differ from the manifest, so the shard belongs to another trace",
@@ -76,7 +78,7 @@ TraceReader TraceReader::assemble(const fs::path& directory, Manifest manifest, 
   if (ids == Ids::maybe_more && trace.ids_.size() > manifest.tokens)
     trace.ids_.resize(manifest.tokens);
   if (trace.ids_.size() != manifest.tokens)
-    throw std::runtime_error(fmt::format("{}: {} ids; the trace has {} tokens",
+    throw std::runtime_error(fmt::format("{}: has {} ids, but the trace has {} tokens",
                                          trace.tokens_file_.path().string(), trace.ids_.size(),
                                          manifest.tokens));
   check_rope_and_scale(manifest.header, trace.tokens_file_.path().string());
@@ -89,7 +91,7 @@ TraceReader TraceReader::assemble(const fs::path& directory, Manifest manifest, 
   return trace;
 }
 
-TraceReader TraceReader::of_layers(std::span<const std::uint32_t> layers) const {
+TraceReader TraceReader::select_layers(std::span<const std::uint32_t> layers) const {
   TraceReader some = *this;
   TraceHeader& header = some.manifest_.header;
   header.shape.layers = static_cast<std::uint32_t>(layers.size());
@@ -121,7 +123,7 @@ void TraceReader::open_extras() {
     sketch_file_ = SafetensorsFile::open(directory_ / kSketchFile);
     const std::uint64_t seed = check_sketch(*sketch_file_, shape());
     if (sketch_file_->metadata().contains("seed") && seed != sketch->seed)
-      throw std::runtime_error(fmt::format("{}: its seed is not {}, the seed in the manifest",
+      throw std::runtime_error(fmt::format("{}: its seed differs from {}, the seed in the manifest",
                                            sketch_file_->path().string(), sketch->seed));
   }
   if (const auto& gradients = extras().gradients)
@@ -133,6 +135,34 @@ void TraceReader::open_extras() {
   for (const TraceExtras::Feature& feature : extras().features) {
     feature_files_.push_back(SafetensorsFile::open(directory_ / feature_file(feature.name)));
     check_feature_tensors(feature_files_.back(), shape(), tokens(), feature.name);
+  }
+  if (const auto& selections = extras().selections) {
+    selected_file_ = SafetensorsFile::open(directory_ / kSelectedFile);
+    max_selected_ = check_selected_tensors(*selected_file_, header(),
+                                           query_positions(segments(), selections->queries).size());
+  }
+}
+
+void TraceReader::selections(
+    std::uint32_t layer, std::uint32_t kv_head,
+    const std::function<void(std::uint32_t, std::span<const std::uint32_t>)>& each) const {
+  if (!selected_file_) throw std::logic_error("the trace has no selections");
+  const std::string name = layer_tensor(shape().number(layer), kSelectedTensor);
+  const std::span<const std::byte> all = selected_file_->at(name).data;
+  const std::size_t row_bytes = max_selected_ * sizeof(std::int32_t),
+                    head_bytes = all.size() / shape().kv_heads;
+  std::vector<std::int32_t> row(max_selected_);
+  std::vector<std::uint32_t> tokens;
+  const std::byte* from = all.data() + kv_head * head_bytes;
+  std::size_t index = 0;
+  for (const std::uint32_t query : query_positions(segments(), extras().selections->queries)) {
+    std::memcpy(row.data(), from + index * row_bytes, row_bytes);
+    if (const std::string why = read_selection(row, query, tokens); !why.empty())
+      throw std::runtime_error(fmt::format("{}: {}: KV head {}, row {} (query {}): {}",
+                                           selected_file_->path().string(), name, kv_head, index,
+                                           query, why));
+    each(query, tokens);
+    ++index;
   }
 }
 
@@ -154,6 +184,11 @@ void TraceReader::feature(std::string_view name, std::uint32_t layer, std::uint3
 
 void TraceReader::read(Part part, std::uint32_t layer, std::uint32_t head, std::uint32_t first,
                        std::uint32_t count, float* to) const {
+  if (!has_tensors())
+    throw std::runtime_error(
+        fmt::format("{}: has only selections and no queries, keys and values; replay it with "
+                    "--refetch logged, or give a trace that has them",
+                    directory_.string()));
   const std::uint32_t heads = part == Part::q ? shape().query_heads : shape().kv_heads;
   if (layer >= shape().layers || head >= heads || first > tokens() || count > tokens() - first)
     throw std::out_of_range(

@@ -130,8 +130,9 @@ class HeadVerifier {
     }
   }
 
-  void complain(std::string_view what, std::uint32_t head, const Largest& largest, double most) {
-    if (largest.value <= most) return;
+  void complain(std::string_view what, std::uint32_t head, const Largest& largest,
+                double tolerance) {
+    if (largest.value <= tolerance) return;
     result_.problems.push_back(
         fmt::format("layer {}, {} {}: the value at position {} is not finite, or too large to "
                     "compute attention with",
@@ -190,9 +191,9 @@ class HeadVerifier {
   double excess_of(const float* query) const {
     double squares = 0;
     for (std::size_t d = 0; d < size_; ++d) squares += static_cast<double>(query[d]) * query[d];
-    const double most =
+    const double tolerance =
         std::sqrt(squares) * largest_key_.value * row_.rope.factor * std::fabs(row_.scale);
-    return std::max(1.0, most * kOfScore / tolerance_);
+    return std::max(1.0, tolerance * kOfScore / tolerance_);
   }
 
   void compare_row(float* scores, std::uint32_t position, const float* sink, const float* out,
@@ -250,13 +251,15 @@ std::vector<std::string> damaged_files(const TraceReader& trace, unsigned thread
     files.emplace_back(&trace.gradient_files()[i], trace.extras().gradients->files[i].xxh3);
   for (std::size_t i = 0; i < trace.feature_files().size(); ++i)
     files.emplace_back(&trace.feature_files()[i], trace.extras().features[i].xxh3);
+  if (trace.selected_file())
+    files.emplace_back(trace.selected_file(), trace.extras().selections->xxh3);
   std::vector<std::string> problems(files.size());
   parallel_for(files.size(), threads, [&](std::size_t i) {
     const auto& [file, wanted] = files[i];
     const std::string found = xxh3_hex(file->bytes());
     file->release();
     if (found != wanted)
-      problems[i] = fmt::format("{}: damaged: XXH3-64 is {}, the manifest says {}",
+      problems[i] = fmt::format("{}: is damaged: its XXH3-64 is {}, but the manifest says {}",
                                 file->path().filename().string(), found, wanted);
   });
   std::erase(problems, "");
@@ -275,7 +278,7 @@ std::vector<std::string> wrong_extras(const TraceReader& trace) {
           std::find_if(norms.begin(), norms.end(), [&](float x) { return !finite(x) || x < 0; });
       if (wrong != norms.end())
         problems.push_back(fmt::format(
-            "layer {}: {} at position {} is {}; a finite number from 0 on is expected",
+            "layer {}: {} at position {} is {}; a finite number of at least 0 is expected",
             trace.shape().number(layer), kResidualTensor, wrong - norms.begin(), *wrong));
     }
     for (std::uint32_t head = 0; trace.sketch_file() && head < trace.shape().kv_heads; ++head) {
@@ -329,6 +332,28 @@ std::vector<std::string> wrong_gradients(const TraceReader& trace, unsigned thre
   return problems;
 }
 
+/// Finds selections that are not those of their queries. Reports the first one of each KV head.
+/// Adds the number of checked selections to `count`.
+std::vector<std::string> wrong_selections(const TraceReader& trace, unsigned threads,
+                                          std::uint64_t& count) {
+  if (!trace.selected_file()) return {};
+  const std::vector<std::uint32_t> layers = trace.layers_with_window(false);
+  const std::uint32_t kv_heads = trace.shape().kv_heads;
+  std::vector<std::string> problems(layers.size() * kv_heads);
+  std::vector<std::uint64_t> counts(problems.size());
+  parallel_for(problems.size(), threads, [&](std::size_t i) {
+    try {
+      trace.selections(layers[i / kv_heads], static_cast<std::uint32_t>(i % kv_heads),
+                       [&](std::uint32_t, std::span<const std::uint32_t>) { ++counts[i]; });
+    } catch (const std::runtime_error& wrong) {
+      problems[i] = wrong.what();
+    }
+  });
+  for (const std::uint64_t of_head : counts) count += of_head;
+  std::erase(problems, "");
+  return problems;
+}
+
 void add_problems(TraceCheck& check, std::vector<std::string> problems) {
   if (!problems.empty()) check.ok = false;
   std::move(problems.begin(), problems.end(), std::back_inserter(check.problems));
@@ -350,10 +375,12 @@ TraceCheck verify_trace(const TraceReader& trace, unsigned threads) {
   if (check.ok) add_problems(check, wrong_extras(trace));
   if (check.ok) add_problems(check, wrong_gradients(trace, threads));
   if (check.ok) add_problems(check, wrong_features(trace));
+  if (check.ok) add_problems(check, wrong_selections(trace, threads, check.selections));
   if (!check.ok) {  // it is pointless to recompute rows of damaged files
     shorten(check.problems);
     return check;
   }
+  if (!trace.has_tensors()) return check;
   const ModelShape& shape = trace.shape();
   const LayerRopes ropes(trace);
   std::vector<HeadCheck> heads(std::size_t{shape.layers} * shape.kv_heads);

@@ -20,6 +20,7 @@
 
 #include "traces/base/files.hpp"
 #include "traces/manifest.hpp"
+#include "traces/selections.hpp"
 #include "traces/shard.hpp"
 #include "traces/trace.hpp"
 
@@ -69,8 +70,9 @@ void refuse_not_finite(const std::filesystem::path& path, const TensorToWrite& t
 }
 
 /// Selects the 16 check rows from the 17 kept ones: [heads, 17, width] to [heads, 16, width].
-std::vector<float> picked(const std::vector<float>& slots, std::uint32_t heads, std::size_t width,
-                          const std::array<CheckSource, kCheckRows>& sources) {
+std::vector<float> select_slots(const std::vector<float>& slots, std::uint32_t heads,
+                                std::size_t width,
+                                const std::array<CheckSource, kCheckRows>& sources) {
   std::vector<float> rows(std::size_t{heads} * kCheckRows * width);
   for (std::size_t h = 0; h < heads; ++h)
     for (std::size_t i = 0; i < kCheckRows; ++i)
@@ -141,7 +143,7 @@ class ShardBuffer {
     std::vector<std::vector<float>> kept;
     kept.reserve(2 * layers_.size());
     const auto keep = [&](const std::vector<float>& slots, std::size_t width) {
-      kept.push_back(picked(slots, shape_.query_heads, width, sources));
+      kept.push_back(select_slots(slots, shape_.query_heads, width, sources));
       return std::as_bytes(std::span(kept.back()));
     };
     for (std::uint32_t index = 0; index < shape_.layers; ++index) {
@@ -150,15 +152,15 @@ class ShardBuffer {
       tensors.push_back({layer_tensor(l, "q"),
                          shape_.dtype,
                          {heads, n, size},
-                         compacted(layer.q, shape_.query_heads, tokens)});
+                         compact(layer.q, shape_.query_heads, tokens)});
       tensors.push_back({layer_tensor(l, "k"),
                          shape_.dtype,
                          {kv_heads, n, size},
-                         compacted(layer.k, shape_.kv_heads, tokens)});
+                         compact(layer.k, shape_.kv_heads, tokens)});
       tensors.push_back({layer_tensor(l, "v"),
                          shape_.dtype,
                          {kv_heads, n, size},
-                         compacted(layer.v, shape_.kv_heads, tokens)});
+                         compact(layer.v, shape_.kv_heads, tokens)});
       for (const TensorToWrite& tensor : std::span(tensors).last(3))
         refuse_not_finite(path, tensor, first_);
       tensors.push_back({layer_tensor(l, "check_out"),
@@ -206,8 +208,8 @@ class ShardBuffer {
   }
   /// Moves the heads of a short shard together: [heads, 1024, head_size] to [heads, tokens,
   /// head_size].
-  std::span<const std::byte> compacted(Bytes& bytes, std::uint32_t heads,
-                                       std::uint32_t tokens) const {
+  std::span<const std::byte> compact(Bytes& bytes, std::uint32_t heads,
+                                     std::uint32_t tokens) const {
     const std::size_t row_bytes = shape_.head_size * bytes_of(shape_.dtype);
     const std::size_t head_bytes = tokens * row_bytes;
     if (tokens < kShardTokens)
@@ -288,8 +290,8 @@ class TraceWriter::Impl {
   }
 
   void begin(std::span<const std::int32_t> ids, SegmentKind kind, bool new_segment) {
-    require(state_ == State::ready, "begin() inside an append, or after the end");
-    require(!ids.empty(), "an append without tokens");
+    require(state_ == State::ready, "begin() was called inside an append, or after the end");
+    require(!ids.empty(), "begin() was called without tokens");
     if (ids.size() > kMaxTraceTokens - tokens())
       throw std::runtime_error(
           fmt::format("{}: a trace holds at most {} tokens", directory_.string(), kMaxTraceTokens));
@@ -309,8 +311,9 @@ class TraceWriter::Impl {
   }
 
   void layer(std::uint32_t index, const LayerRows& rows) {
-    require(state_ == State::appending, "layer() outside an append");
-    require(index < header_.shape.layers && !arrived_[index], "layer() for an unexpected layer");
+    require(state_ == State::appending, "layer() was called outside an append");
+    require(index < header_.shape.layers && !arrived_[index],
+            "layer() was called for an unexpected layer");
     check_sizes(rows);
     arrived_[index] = true;
     by_shard([&](ShardBuffer& buffer, std::uint32_t row, std::uint32_t first, std::uint32_t count) {
@@ -319,11 +322,11 @@ class TraceWriter::Impl {
   }
 
   void residual(std::uint32_t index, std::span<const float> norm2) {
-    require(state_ == State::appending, "residual() outside an append");
+    require(state_ == State::appending, "residual() was called outside an append");
     require(index < header_.shape.layers && !residuals_[index],
-            "residual() for an unexpected layer");
+            "residual() was called for an unexpected layer");
     require(norm2.size() == tokens() - append_,
-            "residual() with another number of tokens than begin()");
+            "residual() got a different number of tokens than begin()");
     residuals_[index] = true;
     by_shard([&](ShardBuffer& buffer, std::uint32_t row, std::uint32_t first, std::uint32_t count) {
       buffer.put_residual(index, row, norm2.subspan(first, count));
@@ -331,20 +334,21 @@ class TraceWriter::Impl {
   }
 
   void sketch(const OutputSketch& sketch) {
-    require(state_ == State::ready && ids_.empty(), "sketch() after the first append");
+    require(state_ == State::ready && ids_.empty(), "sketch() was called after the first append");
     extras_.sketch = write_sketch(directory_, header_.shape, sketch);
   }
 
   void end() {
-    require(state_ == State::appending, "end() outside an append");
+    require(state_ == State::appending, "end() was called outside an append");
     require(std::find(arrived_.begin(), arrived_.end(), false) == arrived_.end(),
-            "end() before every layer arrived");
+            "end() was called before every layer was written");
     const auto residuals =
         static_cast<std::size_t>(std::count(residuals_.begin(), residuals_.end(), true));
     require(residuals == 0 || residuals == residuals_.size(),
-            "residuals given for some layers only");
+            "residual() was called for some layers only");
     if (append_ == 0) extras_.residual_norm2 = residuals > 0;
-    require(extras_.residual_norm2 == (residuals > 0), "residuals given for some tokens only");
+    require(extras_.residual_norm2 == (residuals > 0),
+            "residual() was called for some tokens only");
     state_ = State::failed;  // changes back only if all shards are sealed
     while (!buffers_.empty() && tokens() - first_open() >= kShardTokens) seal(kShardTokens);
     state_ = State::ready;
@@ -352,7 +356,7 @@ class TraceWriter::Impl {
 
   void finish() {
     require(state_ == State::ready && !ids_.empty(),
-            "finish() inside an append, or without tokens");
+            "finish() was called inside an append, or before any tokens were written");
     state_ = State::failed;
     if (!buffers_.empty()) seal(tokens() - first_open());
     const Manifest manifest{header_,      tokens(), prompt_tokens_of(segments_), segments_, shards_,
@@ -392,7 +396,7 @@ class TraceWriter::Impl {
             "a layer's tensors do not have the number of tokens given to begin()");
     if (!lse_known_) has_lse_ = !rows.lse.empty();
     lse_known_ = true;
-    require(has_lse_ == !rows.lse.empty(), "lse given for some layers only");
+    require(has_lse_ == !rows.lse.empty(), "lse was given for some layers only");
   }
 
   /// Seals the oldest open shard. Writes the ids first, so that every shard on the disk has its ids
@@ -400,7 +404,7 @@ class TraceWriter::Impl {
   void seal(std::uint32_t count) {
     const std::uint32_t first = first_open(), end = first + count;
     tokens_xxh3_ = write_tokens(directory_, std::span(ids_).first(end), header_);
-    const auto metadata = shard_metadata({header_, clipped(segments_, end), first, count});
+    const auto metadata = shard_metadata({header_, clip(segments_, end), first, count});
     const std::string name = shard_name(shards_.size());
     const std::string hash = buffers_.front().write(directory_ / name, count, metadata);
     buffers_.pop_front();
@@ -467,8 +471,9 @@ Rescued rescue_shards(const fs::path& directory) {
     const auto file = SafetensorsFile::open(path);
     ShardMetadata metadata = parse_shard_metadata(file);
     if (metadata.first != index * kShardTokens)
-      throw std::runtime_error(fmt::format("{}: begins with token {}; token {} is expected",
-                                           path.string(), metadata.first, index * kShardTokens));
+      throw std::runtime_error(
+          fmt::format("{}: begins with token {}, but should begin with token {}", path.string(),
+                      metadata.first, index * kShardTokens));
     if (index > 0 && !same_description(metadata.header, rescued.last.header))
       throw std::runtime_error(
           fmt::format("{}: model or config differ from the shard before it", path.string()));
@@ -491,7 +496,8 @@ void remove_parts(const fs::path& directory) {
     const std::string name = entry.path().filename().string();
     const bool ours = name.starts_with("shard-") || name.starts_with(kTokensFile) ||
                       name.starts_with(kSketchFile) || name.starts_with(kManifestFile) ||
-                      name.starts_with("grad-") || name.starts_with("column-");
+                      name.starts_with("grad-") || name.starts_with("column-") ||
+                      name.starts_with(kSelectedFile);
     if (ours && name.ends_with(".part")) fs::remove(entry.path());
   }
 }
@@ -521,7 +527,7 @@ std::uint32_t seal_trace(const fs::path& directory) {
   manifest.segments = std::move(rescued.last.segments);
   manifest.prompt_tokens = prompt_tokens_of(manifest.segments);
   manifest.shards = std::move(rescued.shards);
-  manifest.header.passages = clipped(manifest.header.passages, tokens);
+  manifest.header.passages = clip(manifest.header.passages, tokens);
   manifest.extras.residual_norm2 = rescued.has_residuals;
   if (fs::exists(directory / kSketchFile))
     manifest.extras.sketch = rescued_sketch(directory, manifest.header.shape);

@@ -63,8 +63,8 @@ void refuse_other_files(const std::filesystem::path& directory, std::string_view
       other.ends_with(".gguf") ? "tools/scripts/gguf_to_checkpoint.py converts it to a checkpoint"
       : other.starts_with("adapter_") ? "merge the adapter into its model first"
                                       : "save_pretrained() of transformers writes it";
-  throw std::runtime_error(fmt::format("{}: has {}, but no {}, which is needed; {}",
-                                       directory.string(), json_quoted(other), wanted, way));
+  throw std::runtime_error(fmt::format("{}: has {}, but kvlab needs {}; {}", directory.string(),
+                                       json_quoted(other), wanted, way));
 }
 
 Checkpoint Checkpoint::open(const std::filesystem::path& directory) {

@@ -76,8 +76,9 @@ class Loader {
   }
 
   /// Reads outputs [first, first + outputs) of a tensor with `all` outputs.
-  Linear fused(const std::string& name, std::size_t all, std::size_t first, std::size_t outputs,
-               std::size_t inputs, std::size_t head_size = 0, std::size_t rotated = 0) {
+  Linear load_fused(const std::string& name, std::size_t all, std::size_t first,
+                    std::size_t outputs, std::size_t inputs, std::size_t head_size = 0,
+                    std::size_t rotated = 0) {
     return {matrix(name, outputs, inputs, {.shape = {all, inputs}, .first = first * inputs},
                    head_size, rotated),
             {}};
@@ -85,8 +86,8 @@ class Loader {
 
   /// Reads one expert's weight from a tensor [expert, inputs, all]: every step-th output from
   /// `first` on.
-  Linear stacked(const std::string& name, std::size_t experts, std::size_t expert,
-                 std::size_t inputs, std::size_t all, std::size_t first, std::size_t step) {
+  Linear load_stacked(const std::string& name, std::size_t experts, std::size_t expert,
+                      std::size_t inputs, std::size_t all, std::size_t first, std::size_t step) {
     const Part weight{{experts, inputs, all}, expert * inputs * all + first, step, all};
     const Part bias{{experts, all}, expert * all + first, 0, step};
     return {matrix(name, all / step, inputs, weight), vector(name + "_bias", all / step, bias)};
@@ -117,7 +118,7 @@ struct Mlp {
 
 struct Layer {
   // [hidden], or empty
-  std::vector<float> before_attention, behind_attention, before_mlp, behind_mlp;
+  std::vector<float> pre_attention, post_attention, pre_mlp, post_mlp;
   Linear q, k, v, output;
   std::vector<float> q_norm, k_norm;  // [head_size], or [heads * head_size], or empty
   Mlp mlp;
@@ -127,9 +128,9 @@ struct Layer {
 
 Mlp load_mlp(Loader& loader, const ModelConfig& c, const std::string& prefix, std::size_t width) {
   const std::string both = prefix + "gate_up_proj.weight";
-  return {.gate = c.fused ? loader.fused(both, 2 * width, 0, width, c.hidden)
+  return {.gate = c.fused ? loader.load_fused(both, 2 * width, 0, width, c.hidden)
                           : loader.linear(prefix + "gate_proj", width, c.hidden, c.mlp_bias),
-          .up = c.fused ? loader.fused(both, 2 * width, width, width, c.hidden)
+          .up = c.fused ? loader.load_fused(both, 2 * width, width, width, c.hidden)
                         : loader.linear(prefix + "up_proj", width, c.hidden, c.mlp_bias),
           .down = loader.linear(prefix + "down_proj", c.hidden, width, c.mlp_bias)};
 }
@@ -141,10 +142,11 @@ void load_experts(Loader& loader, const ModelConfig& c, const std::string& prefi
       loader.linear(prefix + (all.stacked ? "router" : "gate"), all.count, c.hidden, all.stacked);
   for (std::size_t e = 0; e < all.count; ++e)
     layer.experts.push_back(
-        all.stacked ? Mlp{.gate = loader.stacked(both, all.count, e, c.hidden, 2 * all.mlp, 0, 2),
-                          .up = loader.stacked(both, all.count, e, c.hidden, 2 * all.mlp, 1, 2),
-                          .down = loader.stacked(down, all.count, e, all.mlp, c.hidden, 0, 1)}
-                    : load_mlp(loader, c, fmt::format("{}experts.{}.", prefix, e), all.mlp));
+        all.stacked
+            ? Mlp{.gate = loader.load_stacked(both, all.count, e, c.hidden, 2 * all.mlp, 0, 2),
+                  .up = loader.load_stacked(both, all.count, e, c.hidden, 2 * all.mlp, 1, 2),
+                  .down = loader.load_stacked(down, all.count, e, all.mlp, c.hidden, 0, 1)}
+            : load_mlp(loader, c, fmt::format("{}experts.{}.", prefix, e), all.mlp));
 }
 
 void load_fused_attention(Loader& loader, const ModelConfig& c, const std::string& prefix,
@@ -152,9 +154,9 @@ void load_fused_attention(Loader& loader, const ModelConfig& c, const std::strin
   const std::string name = prefix + "qkv_proj.weight";
   const std::size_t q = std::size_t{c.query_heads} * c.head_size,
                     kv = std::size_t{c.kv_heads} * c.head_size, all = q + 2 * kv;
-  layer.q = loader.fused(name, all, 0, q, c.hidden, c.head_size, c.rotated);
-  layer.k = loader.fused(name, all, q, kv, c.hidden, c.head_size, c.rotated);
-  layer.v = loader.fused(name, all, q + kv, kv, c.hidden);
+  layer.q = loader.load_fused(name, all, 0, q, c.hidden, c.head_size, c.rotated);
+  layer.k = loader.load_fused(name, all, q, kv, c.hidden, c.head_size, c.rotated);
+  layer.v = loader.load_fused(name, all, q + kv, kv, c.hidden);
 }
 
 Layer load_layer(Loader& loader, const ModelConfig& c, std::uint32_t index) {
@@ -163,10 +165,10 @@ Layer load_layer(Loader& loader, const ModelConfig& c, std::uint32_t index) {
   const std::size_t q_size = std::size_t{c.query_heads} * c.head_size;
   const std::size_t kv_size = std::size_t{c.kv_heads} * c.head_size;
   Layer layer;
-  layer.before_attention = loader.norm(prefix, c.norms.before_attention, c.hidden, c);
-  layer.behind_attention = loader.norm(prefix, c.norms.behind_attention, c.hidden, c);
-  layer.before_mlp = loader.norm(prefix, c.norms.before_mlp, c.hidden, c);
-  layer.behind_mlp = loader.norm(prefix, c.norms.behind_mlp, c.hidden, c);
+  layer.pre_attention = loader.norm(prefix, c.norms.pre_attention, c.hidden, c);
+  layer.post_attention = loader.norm(prefix, c.norms.post_attention, c.hidden, c);
+  layer.pre_mlp = loader.norm(prefix, c.norms.pre_mlp, c.hidden, c);
+  layer.post_mlp = loader.norm(prefix, c.norms.post_mlp, c.hidden, c);
   if (c.fused) {
     load_fused_attention(loader, c, attention, layer);
   } else {
@@ -188,7 +190,7 @@ Layer load_layer(Loader& loader, const ModelConfig& c, std::uint32_t index) {
 
 /// Calls body(first, count) for consecutive blocks of n rows. A block has at most kRowsAtOnce rows.
 template <class Body>
-void in_blocks(std::size_t n, Body body) {
+void for_each_block(std::size_t n, Body body) {
   for (std::size_t first = 0; first < n; first += kRowsAtOnce)
     body(first, std::min(kRowsAtOnce, n - first));
 }
@@ -240,9 +242,9 @@ class Model::Impl {
                         float* v, unsigned threads) const {
     const Layer& layer = layers_.at(index);
     const std::size_t q_size = layer.q.weight.rows(), kv_size = layer.k.weight.rows();
-    in_blocks(n, [&](std::size_t first, std::size_t count) {
+    for_each_block(n, [&](std::size_t first, std::size_t count) {
       const std::vector<float> normed =
-          norm_rows(x + first * config_.hidden, count, layer.before_attention, threads);
+          norm_rows(x + first * config_.hidden, count, layer.pre_attention, threads);
       apply(layer.q, normed.data(), count, q + first * q_size, threads);
       apply(layer.k, normed.data(), count, k + first * kv_size, threads);
       apply(layer.v, normed.data(), count, v + first * kv_size, threads);
@@ -268,28 +270,28 @@ class Model::Impl {
   void attention_output(std::uint32_t index, const float* o, std::size_t n, float* x,
                         unsigned threads) const {
     const Layer& layer = layers_.at(index);
-    in_blocks(n, [&](std::size_t first, std::size_t count) {
-      add_output(layer.output, layer.behind_attention, o + first * layer.output.weight.depth(),
-                 count, x + first * config_.hidden, threads);
+    for_each_block(n, [&](std::size_t first, std::size_t count) {
+      add_output(layer.output, layer.post_attention, o + first * layer.output.weight.depth(), count,
+                 x + first * config_.hidden, threads);
     });
   }
 
   void mlp(std::uint32_t index, float* x, std::size_t n, unsigned threads) const {
     const Layer& layer = layers_.at(index);
     std::vector<float> inner;
-    const bool of_experts = config_.has_experts(index);
-    in_blocks(n, [&](std::size_t first, std::size_t count) {
+    const bool has_experts = config_.has_experts(index);
+    for_each_block(n, [&](std::size_t first, std::size_t count) {
       float* rows = x + first * config_.hidden;
-      const std::vector<float> normed = norm_rows(rows, count, layer.before_mlp, threads);
-      if (of_experts) return add_experts(layer, normed, count, rows, threads);
+      const std::vector<float> normed = norm_rows(rows, count, layer.pre_mlp, threads);
+      if (has_experts) return add_experts(layer, normed, count, rows, threads);
       inner.resize(count * config_.mlp);
-      gated(layer.mlp, normed.data(), count, inner.data(), threads);
-      add_output(layer.mlp.down, layer.behind_mlp, inner.data(), count, rows, threads);
+      gate_up(layer.mlp, normed.data(), count, inner.data(), threads);
+      add_output(layer.mlp.down, layer.post_mlp, inner.data(), count, rows, threads);
     });
   }
 
   void logits(const float* x, std::size_t n, float* out, unsigned threads) const {
-    in_blocks(n, [&](std::size_t first, std::size_t count) {
+    for_each_block(n, [&](std::size_t first, std::size_t count) {
       const std::vector<float> normed =
           norm_rows(x + first * config_.hidden, count, norm_, threads);
       apply(config_.tied_head ? embedding_ : head_, normed.data(), count,
@@ -372,7 +374,7 @@ class Model::Impl {
       }
       if (rows.empty()) continue;
       std::vector<float> inner(rows.size() * config_.experts.mlp);
-      gated(layer.experts[e], own.data(), rows.size(), inner.data(), threads);
+      gate_up(layer.experts[e], own.data(), rows.size(), inner.data(), threads);
       apply(layer.experts[e].down, inner.data(), rows.size(), own.data(), threads);
       for (std::size_t i = 0; i < rows.size(); ++i) {
         scale(&own[i * hidden], hidden, shares[rows[i] * count + e]);
@@ -393,8 +395,8 @@ class Model::Impl {
   }
 
   /// inner = act(gate(x)) * up(x); inner [n, width].
-  void gated(const Mlp& layer, const float* x, std::size_t n, float* inner,
-             unsigned threads) const {
+  void gate_up(const Mlp& layer, const float* x, std::size_t n, float* inner,
+               unsigned threads) const {
     const std::size_t width = layer.gate.weight.rows();
     for_tiles(n, layer.gate.weight, threads, [&](const Tile& tile) {
       alignas(64) float gate[kTileRows * kTileColumns], up[kTileRows * kTileColumns];

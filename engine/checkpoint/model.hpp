@@ -20,8 +20,8 @@ namespace kvlab {
 /// The RMS norms of a block, by the names of their tensors. If the model lacks a norm, its name is
 /// empty.
 struct BlockNorms {
-  std::string_view before_attention = "input_layernorm", behind_attention = {},
-                   before_mlp = "post_attention_layernorm", behind_mlp = {};
+  std::string_view pre_attention = "input_layernorm", post_attention = {},
+                   pre_mlp = "post_attention_layernorm", post_mlp = {};
 };
 
 /// Layers with a mixture of experts. A router chooses some of the experts for each token.

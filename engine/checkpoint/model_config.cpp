@@ -56,10 +56,10 @@ struct Architecture {
   bool kv_heads_from_heads = false;   ///< num_key_value_heads defaults to query heads
 };
 
-constexpr BlockNorms kNormsBehind{.before_attention = {},
-                                  .behind_attention = "post_attention_layernorm",
-                                  .before_mlp = {},
-                                  .behind_mlp = "post_feedforward_layernorm"};
+constexpr BlockNorms kPostNorms{.pre_attention = {},
+                                .post_attention = "post_attention_layernorm",
+                                .pre_mlp = {},
+                                .post_mlp = "post_feedforward_layernorm"};
 
 // const instead of constexpr, because the standard library of GCC 11 has no constexpr std::vector.
 const std::array<Architecture, 10> kArchitectures{{
@@ -111,7 +111,7 @@ const std::array<Architecture, 10> kArchitectures{{
      .experts = {.count = 1, .among_chosen = true, .stacked = true}},
     {.name = "Olmo2ForCausalLM",
      .model_type = "olmo2",
-     .norms = kNormsBehind,
+     .norms = kPostNorms,
      .attention_bias_key = true,
      .qk_norm = true,
      .whole_qk_norm = true,
@@ -123,7 +123,7 @@ const std::array<Architecture, 10> kArchitectures{{
      .pattern = 4,
      .rope = {.kind = "full_attention", .default_theta = 5e5},
      .rope_of_windows = RopeKeys{.scaling = {}, .kind = "sliding_attention", .default_theta = 5e5},
-     .norms = kNormsBehind,
+     .norms = kPostNorms,
      .attention_bias_key = true,
      .qk_norm = true,
      .whole_qk_norm = true,
@@ -138,9 +138,9 @@ const std::array<Architecture, 10> kArchitectures{{
      .rope = {.kind = "full_attention", .default_theta = 1e6},
      .rope_of_windows =
          RopeKeys{.theta = "rope_local_base_freq", .scaling = {}, .kind = "sliding_attention"},
-     .norms = {.behind_attention = "post_attention_layernorm",
-               .before_mlp = "pre_feedforward_layernorm",
-               .behind_mlp = "post_feedforward_layernorm"},
+     .norms = {.post_attention = "post_attention_layernorm",
+               .pre_mlp = "pre_feedforward_layernorm",
+               .post_mlp = "post_feedforward_layernorm"},
      .norm_offset = 1,
      .scaled_embedding = true,
      .gelu = true,
@@ -191,7 +191,7 @@ const Architecture& architecture_of(const JsonFields& config) {
   std::vector<std::string_view> names;
   for (const Architecture& known : kArchitectures) names.push_back(known.name);
   const std::string right =
-      fmt::format("a list with one of these names is expected: {}", fmt::join(names, ", "));
+      fmt::format("it must be a list with one of these names: {}", fmt::join(names, ", "));
   const nlohmann::json& list = config.value("architectures");
   if (!list.is_array() || list.size() != 1 || !list[0].is_string())
     config.refuse("architectures", right);
@@ -244,7 +244,7 @@ std::vector<bool> read_types(const JsonFields& config, Windows windows, std::uin
                                      "this kind of layer is not supported; full_attention is"));
   }
   if (types.size() != layers)
-    config.refuse(key, fmt::format("one for each of {} layers is expected", layers));
+    config.refuse(key, fmt::format("it must have one for each of {} layers", layers));
   return windowed;
 }
 
@@ -274,7 +274,7 @@ void read_rows(const JsonFields& config, const Architecture& architecture, Model
   const std::vector<std::uint32_t> by_layer =
       read_layer_windows(config, architecture, model.layers);
   const ScaledRope rope = read_rope(config, model.head_size, architecture.rope);
-  const ScaledRope of_windows =
+  const ScaledRope window_rope =
       architecture.rope_of_windows
           ? read_rope(config, model.head_size, *architecture.rope_of_windows)
           : rope;
@@ -282,7 +282,7 @@ void read_rows(const JsonFields& config, const Architecture& architecture, Model
   for (const std::uint32_t window : by_layer) {
     model.rows.push_back({.window = window,
                           .scale = static_cast<float>(1.0 / std::sqrt(size)),
-                          .rope = (window > 0 ? of_windows : rope).rope});
+                          .rope = (window > 0 ? window_rope : rope).rope});
     model.rows.back().table = model.rows.back().rope == model.rows.front().rope ? 0 : 1;
   }
   model.rope_config = rope.config;
@@ -341,11 +341,11 @@ void refuse_foreign(const JsonFields& config, const Architecture& architecture) 
     const bool off = value.empty() || value == false || value == 0;  // null counts as empty
     if (off) continue;
     if (key == "quantization_config" && is_mxfp4(value))
-      config.refuse(key,
-                    "weights in MXFP4 are not read; python -c \"from transformers import "
-                    "AutoModelForCausalLM as A, Mxfp4Config as C; A.from_pretrained('MODEL', "
-                    "quantization_config=C(dequantize=True), dtype='bfloat16')"
-                    ".save_pretrained('OUT')\" converts them");
+      config.refuse(
+          key,
+          "weights in MXFP4 are not supported; convert them with: python -c \"from transformers "
+          "import AutoModelForCausalLM as A, Mxfp4Config as C; A.from_pretrained('MODEL', "
+          "quantization_config=C(dequantize=True), dtype='bfloat16').save_pretrained('OUT')\"");
     config.refuse(key, "this is not supported");
   }
   for (const std::string& key : split_list(kForeignFactors, ' '))
@@ -475,7 +475,7 @@ const Rope& ModelConfig::rope_of_table(std::uint32_t table) const {
 ModelConfig load_model_config(const std::filesystem::path& directory) {
   if (directory.extension() == ".gguf" && std::filesystem::is_regular_file(directory))
     throw std::runtime_error(
-        fmt::format("{}: is a GGUF file, and a directory of safetensors files is expected; "
+        fmt::format("{}: is a GGUF file, but a directory with safetensors files is needed; "
                     "tools/scripts/gguf_to_checkpoint.py FILE DIR converts it",
                     directory.string()));
   if (!std::filesystem::exists(directory / "config.json"))

@@ -163,10 +163,10 @@ ScaledRope read_rope(const JsonFields& config, std::uint32_t head_size, const Ro
   const JsonFields parameters = parameters_of(config, keys);
   const std::string type = rope_type(parameters);
   const double theta = rope_theta(config, parameters, keys);
-  const std::uint32_t of_config = rotated_of(config, head_size, keys.partial),
+  const std::uint32_t config_rotated = rotated_of(config, head_size, keys.partial),
                       rotated = parameters.has("partial_rotary_factor")
                                     ? rotated_of(parameters, head_size, keys.partial)
-                                    : of_config;
+                                    : config_rotated;
 
   Frequencies inv_freq = plain(theta, rotated);
   double factor = 1;

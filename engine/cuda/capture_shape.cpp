@@ -41,7 +41,7 @@ CaptureShape capture_shape(const ModelConfig& config, Dtype dtype) {
           .kv_heads = config.kv_heads,
           .head_size = config.head_size,
           .plain = config.norms_each_head(),
-          .residuals = config.norms.behind_attention.empty()};
+          .residuals = config.norms.post_attention.empty()};
 }
 
 void CapturedLayer::read(const CaptureShape& shape, const std::byte* data, std::size_t tokens) {
@@ -72,7 +72,7 @@ LayerOutputMemory::Parts::Parts(cuda::Arena& arena, const CaptureShape& shape, R
     chunks = arena.take<std::byte>(2 * shape.offsets(rows.chunk).end);
     step = arena.take<std::byte>(shape.layers * shape.offsets(rows.step).end);
   } else {
-    const CaptureShape::Offsets at = shape.offsets(rows.most());
+    const CaptureShape::Offsets at = shape.offsets(rows.max_rows());
     one = arena.take<std::byte>(at.lse);
   }
 }
@@ -100,7 +100,7 @@ LayerOutputs LayerOutputMemory::captured_at(std::byte* base, std::size_t tokens)
 }
 
 LayerOutputs LayerOutputMemory::passing() const {
-  const std::size_t out = shape_.offsets(rows_.most()).out;
+  const std::size_t out = shape_.offsets(rows_.max_rows()).out;
   return {memory_->one, memory_->one + out, nullptr, nullptr, nullptr, nullptr};
 }
 

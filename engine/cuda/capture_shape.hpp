@@ -49,7 +49,7 @@ class LayerOutputMemory {
   /// Maximum number of rows of a prompt's chunk, and of a step.
   struct Rows {
     std::size_t chunk, step;
-    std::size_t most() const { return chunk > step ? chunk : step; }
+    std::size_t max_rows() const { return chunk > step ? chunk : step; }
   };
   LayerOutputMemory(const CaptureShape& shape, Rows rows, bool keep, cudaStream_t stream);
   /// Bytes of device memory that the constructor allocates for the same arguments.

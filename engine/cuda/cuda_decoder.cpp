@@ -28,7 +28,7 @@ DecoderWork::DecoderWork(cuda::Arena& arena, const ModelConfig& config, int rows
 CudaDecoder::CudaDecoder(const DeviceModel& model, CudaDecoderOptions options)
     : model_(model),
       config_(model.config()),
-      options_(checked(model, options)),
+      options_(validate_options(model, options)),
       batch_(options_.sequences, config_.vocab, stream_.get()),
       outputs_(capture_shape(config_, model.dtype()), output_rows(options_),
                options_.keeps_outputs(), stream_.get()),
@@ -36,7 +36,7 @@ CudaDecoder::CudaDecoder(const DeviceModel& model, CudaDecoderOptions options)
       prompt_(stream_.get()),
       logit_ring_(stream_.get()),
       fed_(static_cast<std::size_t>(options_.sequences)),
-      appended_behind_(fed_.size()),
+      append_start_(fed_.size()),
       work_("hidden states and logits", config_, options_.rows(), options_.sequences) {
   make_cache();
   // Sequences that have been fed nothing are also sampled, together with the rest of the batch, so
@@ -74,16 +74,17 @@ void CudaDecoder::check_ids(std::span<const std::int32_t> ids) const {
 void CudaDecoder::check_rows(int rows) const {
   if (rows < 1 || rows > options_.sequences)
     throw std::invalid_argument(fmt::format(
-        "CUDA decoder: {} rows were given, and it has {} sequences", rows, options_.sequences));
+        "CUDA decoder: {} rows were given, but it has {} sequences", rows, options_.sequences));
 }
 
 void CudaDecoder::check_capacity(std::uint64_t tokens) const {
   const std::uint32_t longest = longest_sequence(config_.query_heads / config_.kv_heads);
-  const std::uint32_t most = options_.slots > 0 ? options_.slots : longest;
-  if (tokens > most)
-    throw std::invalid_argument(fmt::format(
-        "CUDA decoder: a sequence of {} tokens is longer than the {} that it was made for", tokens,
-        most));
+  const std::uint32_t max_tokens = options_.slots > 0 ? options_.slots : longest;
+  if (tokens > max_tokens)
+    throw std::invalid_argument(
+        fmt::format("CUDA decoder: a sequence of {} tokens is longer than {}, the length for which "
+                    "the decoder was made",
+                    tokens, max_tokens));
 }
 
 void CudaDecoder::set_next(int sequence, std::int32_t id) {
@@ -92,7 +93,9 @@ void CudaDecoder::set_next(int sequence, std::int32_t id) {
 }
 
 void CudaDecoder::watch(int sequence, DecoderObserver* observer) {
-  if (!watch_) throw std::logic_error("CUDA decoder: was made without the option to watch it");
+  if (!watch_)
+    throw std::logic_error(
+        "CUDA decoder: cannot be watched, because it was made without that option");
   watch_->watch(sequence, observer);
 }
 
@@ -151,7 +154,7 @@ void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
   check_capacity(tokens(sequence) + ids.size());
   if (all_logits) all_logits->resize(ids.size() * config_.vocab);
   const std::int32_t* const device_ids = prompt_.upload(ids);
-  const std::size_t most = tokens_at_once(sequence, kind, ids.size());
+  const std::size_t max_tokens = tokens_at_once(sequence, kind, ids.size());
   const std::size_t others = evicts() ? static_cast<std::size_t>(sequence) : 0;
   keep_logits(others);
   for (std::size_t start = 0; start < ids.size();) {
@@ -159,8 +162,8 @@ void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
     const std::size_t left = ids.size() - start;
     // Consecutive tokens that have to be fed one by one form one piece, which is decoded step by
     // step.
-    const bool alone = evicts() && (most == 1 || left == 1);
-    const std::size_t count = alone ? left : std::min(most, left);
+    const bool alone = evicts() && (max_tokens == 1 || left == 1);
+    const std::size_t count = alone ? left : std::min(max_tokens, left);
     const Piece piece{.sequence = sequence,
                       .kind = kind,
                       .device_ids = device_ids + start,
@@ -189,7 +192,7 @@ std::size_t CudaDecoder::tokens_at_once(int sequence, SegmentKind kind, std::siz
 /// the work buffers.
 void CudaDecoder::append(const Piece& piece, float* logits, const OnChunk& on_chunk) {
   const std::size_t count = piece.ids.size();
-  const std::uint32_t behind = tokens(piece.sequence);
+  const std::uint32_t first_position = tokens(piece.sequence);
   float* const states = append_states(count);
   const auto x_of = [&](const PromptChunk& part) {
     return states + std::size_t{part.first} * config_.hidden;
@@ -202,11 +205,12 @@ void CudaDecoder::append(const Piece& piece, float* logits, const OnChunk& on_ch
 
   for (const PromptChunk& part : parts)
     layers_.embed(piece.device_ids + part.first, part.rows, x_of(part));
-  const auto append = cache_->append(piece.sequence, behind, static_cast<std::uint32_t>(count),
-                                     piece.kind == SegmentKind::prompt && piece.is_last);
+  const auto append =
+      cache_->append(piece.sequence, first_position, static_cast<std::uint32_t>(count),
+                     piece.kind == SegmentKind::prompt && piece.is_last);
   const bool watched = watch_ && watch_->watches(piece.sequence);
   if (watched)
-    watch_->begin(piece.sequence, piece.ids, behind, piece.kind,
+    watch_->begin(piece.sequence, piece.ids, first_position, piece.kind,
                   piece.opens && piece.kind == SegmentKind::prompt);
   for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
     for (const PromptChunk& part : parts) {
@@ -224,13 +228,13 @@ void CudaDecoder::append(const Piece& piece, float* logits, const OnChunk& on_ch
                   .opens = piece.opens,
                   .layer = layer,
                   .data = to.qkv});
-      layers_.gated(layer, part.rows, x);
+      layers_.gate_up(layer, part.rows, x);
       layers_.down(layer, part.rows, x);
     }
   append->finish();
   if (watched) watch_->end();
   fed_[static_cast<std::size_t>(piece.sequence)] += static_cast<std::uint32_t>(count);
-  appended_behind_[static_cast<std::size_t>(piece.sequence)] = behind;
+  append_start_[static_cast<std::size_t>(piece.sequence)] = first_position;
   if (logits) copy_logits(states, count, logits);
   if (piece.is_last)
     layers_.head(states + (count - 1) * config_.hidden, 1, logits_row(piece.sequence));
@@ -253,8 +257,8 @@ void CudaDecoder::feed_alone(const Piece& piece, float* logits) {
   const int sequence = piece.sequence;
   for (int row = 0; row < options_.sequences; ++row)
     if (row != sequence) batch_.set_row(row, cache_->row(0));
-  const auto behind = static_cast<std::int32_t>(tokens(sequence));
-  batch_.set_row(sequence, {.position = behind, .slot = 0, .length = behind + 1});
+  const auto first_position = static_cast<std::int32_t>(tokens(sequence));
+  batch_.set_row(sequence, {.position = first_position, .slot = 0, .length = first_position + 1});
   const cuda::Graph& step = graph(sequence + 1, Next::given);
   const bool watched = watch_ && watch_->watches(sequence);
   for (std::size_t i = 0; i < piece.ids.size(); ++i) {
@@ -264,7 +268,7 @@ void CudaDecoder::feed_alone(const Piece& piece, float* logits) {
     if (watched) {
       const CacheWatch::Fed one{sequence, piece.ids[i], tokens(sequence), piece.kind,
                                 piece.opens && i == 0 && piece.kind == SegmentKind::prompt};
-      watch_->stepped({&one, 1}, outputs_.step_data());
+      watch_->report_step({&one, 1}, outputs_.step_data());
     }
     note_fed(sequence);
     if (logits) logit_ring_.take(logits_row(sequence), logits + i * config_.vocab, config_.vocab);
@@ -276,7 +280,7 @@ void CudaDecoder::feed_alone(const Piece& piece, float* logits) {
 
 void CudaDecoder::note_fed(int row) {
   const auto at = static_cast<std::size_t>(row);
-  appended_behind_[at] = fed_[at]++;
+  append_start_[at] = fed_[at]++;
 }
 
 /// Copies the logits of every token of a chunk to the host.
@@ -355,7 +359,7 @@ void CudaDecoder::run_graph(int rows, Next next) {
   before_step(rows);
   const auto watched = watched_rows(rows);
   graph(rows, next).launch(stream_.get());
-  if (!watched.empty()) watch_->stepped(watched, outputs_.step_data());
+  if (!watched.empty()) watch_->report_step(watched, outputs_.step_data());
   after_step(rows, next);
 }
 

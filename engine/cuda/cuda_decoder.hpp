@@ -113,7 +113,7 @@ class CudaDecoder {
     return cache_->live_bytes(sequence, tokens(sequence));
   }
   std::uint64_t evictions(int sequence) const {  ///< over all layers and KV heads
-    return cache_->evictions(sequence, appended_behind_.at(static_cast<std::size_t>(sequence)));
+    return cache_->evictions(sequence, append_start_.at(static_cast<std::size_t>(sequence)));
   }
   cudaStream_t stream() const { return stream_.get(); }
   void synchronize() const { stream_.synchronize("decoding"); }
@@ -131,7 +131,8 @@ class CudaDecoder {
   /// Checks the options before anything is allocated, and returns them. Throws
   /// std::invalid_argument for contradictory options, and std::runtime_error that says how much
   /// memory is needed and what would fit.
-  static CudaDecoderOptions checked(const DeviceModel& model, const CudaDecoderOptions& options);
+  static CudaDecoderOptions validate_options(const DeviceModel& model,
+                                             const CudaDecoderOptions& options);
   void make_cache();
   DecodeStep decode_step(int rows, Next next);
   void set_row(int row) { batch_.set_row(row, cache_->row(tokens(row))); }
@@ -170,7 +171,7 @@ class CudaDecoder {
   PromptIds prompt_;
   LogitRing logit_ring_;
   // [sequence]: tokens fed, and how many of them were fed before the last append.
-  std::vector<std::uint32_t> fed_, appended_behind_;
+  std::vector<std::uint32_t> fed_, append_start_;
   cuda::Placed<DecoderWork> work_;
   cuda::Placed<DecoderWork> append_;  // hidden states of an append that exceeds the work buffers
   cuda::DeviceBuffer kept_logits_;    // logits of other sequences, while one is fed

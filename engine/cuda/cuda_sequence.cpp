@@ -18,9 +18,9 @@ constexpr std::uint32_t kAhead = 4;
 static_assert(kAhead < CudaDecoder::kRing);
 
 std::uint32_t prefill_tokens(const CudaSequence::Options& options) {
-  const std::uint32_t most = options.writer ? kCapturedTokens : kPrefillTokens;
+  const std::uint32_t max_chunk = options.writer ? kCapturedTokens : kPrefillTokens;
   const std::uint32_t requested =
-      options.prefill_chunk == 0 ? most : std::min(most, options.prefill_chunk);
+      options.prefill_chunk == 0 ? max_chunk : std::min(max_chunk, options.prefill_chunk);
   return options.tokens == 0 ? requested
                              : std::max<std::uint32_t>(1, std::min(requested, options.tokens));
 }

@@ -15,7 +15,7 @@ void DecodeStep::enqueue() const {
     cache_->attend(layer);
     layers.output(layer, rows_, x, to);
     cache_->observe(layer);
-    layers.gated(layer, rows_, x);
+    layers.gate_up(layer, rows_, x);
     layers.down(layer, rows_, x);
   }
   layers.head(x, rows_, logits);
@@ -54,7 +54,7 @@ std::vector<DecodeStep::Part> DecodeStep::parts(std::uint64_t live_bytes) const 
        })},
       {"norm, gate, up", layers.weight_bytes(&DeviceLayer::gate_up),
        every_layer([this](std::uint32_t layer, const LayerOutputs&) {
-         on_.layers.gated(layer, rows_, on_.x);
+         on_.layers.gate_up(layer, rows_, on_.x);
        })},
       {"down", layers.weight_bytes(&DeviceLayer::down),
        every_layer([this](std::uint32_t layer, const LayerOutputs&) {

@@ -25,8 +25,9 @@ void check_options(const CudaDecoderOptions& options) {
   if (options.slots == 0 && !options.evicts())
     throw std::invalid_argument("CUDA decoder: no slots; give at least one");
   if (options.evicts() && options.caches.size() != static_cast<std::size_t>(options.sequences))
-    throw std::invalid_argument(fmt::format("CUDA decoder: {} caches for {} sequences",
-                                            options.caches.size(), options.sequences));
+    throw std::invalid_argument(
+        fmt::format("CUDA decoder: {} caches are given for {} sequences; give one for each",
+                    options.caches.size(), options.sequences));
 }
 
 CacheBytes memory_for(const DeviceModel& model, const CudaDecoderOptions& options) {
@@ -76,12 +77,12 @@ bool fits(const CacheBytes& bytes, std::uint64_t free) {
 /// too.
 std::uint32_t slots_that_fit(const DeviceModel& model, CudaDecoderOptions options,
                              std::uint64_t free) {
-  std::uint32_t most = 0;
-  for (std::uint32_t too_many = options.slots; too_many - most > 1;) {
-    options.slots = most + (too_many - most) / 2;
-    (fits(memory_for(model, options), free) ? most : too_many) = options.slots;
+  std::uint32_t max_slots = 0;
+  for (std::uint32_t too_many = options.slots; too_many - max_slots > 1;) {
+    options.slots = max_slots + (too_many - max_slots) / 2;
+    (fits(memory_for(model, options), free) ? max_slots : too_many) = options.slots;
   }
-  return most;
+  return max_slots;
 }
 
 }  // namespace
@@ -90,27 +91,27 @@ bool CudaDecoder::fits(const DeviceModel& model, const CudaDecoderOptions& optio
   return kvlab::fits(memory_for(model, options), cuda::memory_info().free);
 }
 
-CudaDecoderOptions CudaDecoder::checked(const DeviceModel& model,
-                                        const CudaDecoderOptions& options) {
+CudaDecoderOptions CudaDecoder::validate_options(const DeviceModel& model,
+                                                 const CudaDecoderOptions& options) {
   check_options(options);
   check_launches(model, options);
   const CacheBytes needed = memory_for(model, options);
   const cuda::MemoryInfo memory = cuda::memory_info();
   if (kvlab::fits(needed, memory.free)) return options;
   if (options.evicts())
-    throw std::runtime_error(fmt::format(
-        "device memory: the caches of {} sequence{} of {} need {}, and their work buffers {}; {} "
-        "of {} are free; use smaller budgets or fewer sequences",
-        options.sequences, options.sequences == 1 ? "" : "s", model.config().name,
-        cuda::bytes_text(needed.storage), cuda::bytes_text(needed.work),
-        cuda::bytes_text(memory.free), cuda::bytes_text(memory.total)));
-  throw std::runtime_error(
-      fmt::format("device memory: the cache of {} tokens by {} sequence{} of {} needs {}, and "
-                  "its work buffers {}; {} of {} are free: {} tokens a sequence would fit",
-                  options.slots, options.sequences, options.sequences == 1 ? "" : "s",
-                  model.config().name, cuda::bytes_text(needed.storage),
-                  cuda::bytes_text(needed.work), cuda::bytes_text(memory.free),
-                  cuda::bytes_text(memory.total), slots_that_fit(model, options, memory.free)));
+    throw std::runtime_error(
+        fmt::format("device memory: the caches of {} sequence{} of {} need {}, and their work "
+                    "buffers {}; only {} of {} are free; use smaller budgets or fewer sequences",
+                    options.sequences, options.sequences == 1 ? "" : "s", model.config().name,
+                    cuda::bytes_text(needed.storage), cuda::bytes_text(needed.work),
+                    cuda::bytes_text(memory.free), cuda::bytes_text(memory.total)));
+  throw std::runtime_error(fmt::format(
+      "device memory: the cache of {} tokens by {} sequence{} of {} needs {}, and its work buffers "
+      "{}; only {} of {} are free; sequences of at most {} tokens would fit",
+      options.slots, options.sequences, options.sequences == 1 ? "" : "s", model.config().name,
+      cuda::bytes_text(needed.storage), cuda::bytes_text(needed.work),
+      cuda::bytes_text(memory.free), cuda::bytes_text(memory.total),
+      slots_that_fit(model, options, memory.free)));
 }
 
 }  // namespace kvlab

@@ -62,8 +62,8 @@ std::string chosen_metric(const std::vector<ScoreSet>& sets, const std::vector<M
   if (!requested.empty()) {
     if (!known(requested))
       throw std::invalid_argument(
-          fmt::format("--metric: '{}' is not in all of the runs; they have in common: {}",
-                      requested, fmt::join(names, ", ")));
+          fmt::format("--metric: not every run has '{}'; all of them have: {}", requested,
+                      fmt::join(names, ", ")));
     return requested;
   }
   for (const ScoreSet& set : sets)
@@ -123,7 +123,7 @@ std::vector<ComparedRow> rows_of(const std::vector<ScoreSet>& sets, const Compar
           there.push_back(*s), places.push_back(line.scores.size() - 1);
         }
         if (there.size() < 2) continue;
-        const auto common = metric_table.in_common(there, row.budget, row.metric);
+        const auto common = metric_table.average_common(there, row.budget, row.metric);
         for (std::size_t i = 0; i < there.size(); ++i) line.scores[places[i]] = common.averages[i];
         line.difference = common.difference;
         compared.push_back(std::move(line));

@@ -18,16 +18,17 @@ void add(Pace& pace, std::size_t tokens, std::chrono::steady_clock::time_point s
 }  // namespace
 
 std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, std::string_view text,
-                                        std::size_t most) {
+                                        std::size_t max_ids) {
   const std::vector<std::int32_t>& before = tokenizer.before();
-  const std::size_t more = std::min(before.size(), std::numeric_limits<std::size_t>::max() - most);
-  std::vector<std::int32_t> ids = tokenizer.encode(text, true, most + more);
+  const std::size_t more =
+      std::min(before.size(), std::numeric_limits<std::size_t>::max() - max_ids);
+  std::vector<std::int32_t> ids = tokenizer.encode(text, true, max_ids + more);
   if (ids.size() > before.size()) {
     const auto own = ids.begin() + static_cast<std::ptrdiff_t>(before.size());
     ids.erase(own,
               own + static_cast<std::ptrdiff_t>(common_prefix_length({own, ids.end()}, before)));
   }
-  if (ids.size() > most) ids.resize(most);
+  if (ids.size() > max_ids) ids.resize(max_ids);
   return ids;
 }
 
@@ -96,16 +97,17 @@ std::uint32_t needed_positions(const ResolvedConfig& cache, std::uint32_t longes
 }
 
 std::string cache_positions_advice(const ModelConfig& config) {
-  return fmt::format("; --policy sink --budget {} --prefill stream stays within them",
-                     config.trained_context / 2);
+  return fmt::format(
+      "; with --policy sink --budget {} --prefill stream, positions stay within that number",
+      config.trained_context / 2);
 }
 
 void refuse_beyond_context(const ModelConfig& config, std::uint32_t positions,
                            const std::string& advice) {
   if (positions <= config.trained_context) return;
   throw std::invalid_argument(
-      fmt::format("--prompt: needs {} positions; {} was trained on {} tokens; give a prompt of at "
-                  "most that length, or --beyond-context{}",
+      fmt::format("--prompt: needs {} positions, but {} was trained on only {} tokens; give a "
+                  "prompt of at most that length, or --beyond-context{}",
                   positions, config.name, config.trained_context, advice));
 }
 
@@ -113,7 +115,8 @@ std::string context_warning(const ModelConfig& config, std::uint32_t positions,
                             const std::string& advice) {
   if (positions <= config.trained_context) return "";
   return fmt::format(
-      "up to {} positions, beyond the {} this model was trained on: the text may degrade{}",
+      "the text may degrade, because it needs up to {} positions and the model was trained on only "
+      "{}{}",
       positions, config.trained_context, advice);
 }
 

@@ -18,10 +18,11 @@
 
 namespace kvlab {
 /// Encodes the first text of a sequence, with the special tokens that the tokenizer adds, and
-/// returns the first `most` ids. If the text already begins with some of these special tokens, they
-/// are not added again.
-std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, std::string_view text,
-                                        std::size_t most = std::numeric_limits<std::size_t>::max());
+/// returns the first `max_ids` ids. If the text already begins with some of these special tokens,
+/// they are not added again.
+std::vector<std::int32_t> encode_prompt(
+    const Tokenizer& tokenizer, std::string_view text,
+    std::size_t max_ids = std::numeric_limits<std::size_t>::max());
 
 /// Number of ids at the start of `before` with which the text already begins.
 std::size_t common_prefix_length(std::span<const std::int32_t> text,

@@ -28,15 +28,15 @@ ordered_json value_of(const JsonFields& from, const CopiedField& field) {
 
 }  // namespace
 
-ordered_json copied(const JsonFields& from, std::span<const CopiedField> fields) {
+ordered_json copy_fields(const JsonFields& from, std::span<const CopiedField> fields) {
   ordered_json object = ordered_json::object();
   for (const CopiedField& field : fields) object[std::string(field.key)] = value_of(from, field);
   return object;
 }
 
-ordered_json copied(const std::vector<JsonFields>& from, std::span<const CopiedField> fields) {
+ordered_json copy_fields(const std::vector<JsonFields>& from, std::span<const CopiedField> fields) {
   ordered_json list = ordered_json::array();
-  for (const JsonFields& one : from) list.push_back(copied(one, fields));
+  for (const JsonFields& one : from) list.push_back(copy_fields(one, fields));
   return list;
 }
 

@@ -20,9 +20,9 @@ struct CopiedField {
 };
 
 /// Returns the fields under the same keys. Throws std::runtime_error if a field is not of its kind.
-nlohmann::ordered_json copied(const JsonFields& from, std::span<const CopiedField> fields);
+nlohmann::ordered_json copy_fields(const JsonFields& from, std::span<const CopiedField> fields);
 /// Copies the same fields of each object of a list.
-nlohmann::ordered_json copied(const std::vector<JsonFields>& from,
-                              std::span<const CopiedField> fields);
+nlohmann::ordered_json copy_fields(const std::vector<JsonFields>& from,
+                                   std::span<const CopiedField> fields);
 
 }  // namespace kvlab

@@ -15,6 +15,7 @@
 #include "sim/head_view.hpp"
 #include "sim/live_counts.hpp"
 #include "traces/base/cancel.hpp"
+#include "traces/base/numeric/softmax.hpp"
 #include "traces/base/parallel.hpp"
 #include "traces/layer_ropes.hpp"
 
@@ -43,19 +44,6 @@ class LayerAttention {
                  const RopeTable& rope, unsigned threads)
       : model_(model), layer_(layer), p_(p), rope_(rope), threads_(threads) {}
 
-  /// What the caches of a configuration have in common.
-  HeadShape shape_of(const ResolvedConfig& config) const {
-    const RowSpec& row = model_.rows[layer_];
-    return {.head_size = model_.head_size,
-            .group = model_.query_heads / model_.kv_heads,
-            .positions = config.positions_of(layer_),
-            .softmax_scale = row.scale,
-            .threshold16 = config.threshold16(),
-            .window = row.window,
-            .softcap = row.softcap,
-            .sinks = row.sinks};
-  }
-
   /// Appends a prompt of more than one token to all caches. No cache quantizes any of its tokens
   /// before all its queries have attended, so all caches see the same tokens, and the first one
   /// attends for all of them. Writes the outputs to `out` [token, query_heads, dim].
@@ -64,7 +52,7 @@ class LayerAttention {
       const HeadAppend append = caches.front().head_append(rows(0, tokens, out), h);
       std::vector<HostCache*> heads;
       for (LayerCache& cache : caches) heads.push_back(&cache.heads()[h]);
-      for (HostCache* const head : heads) head->append(append, rope_);
+      for (HostCache* const head : heads) head->begin_step(append, rope_);
       for (std::uint32_t begin = 0; begin < tokens; begin += kQueryBlock) {
         throw_if_cancelled();
         heads[0]->attend(append, begin, std::min(tokens, begin + kQueryBlock), rope_,
@@ -72,7 +60,7 @@ class LayerAttention {
       }
       for (LayerCache& cache : caches) {
         HostCache& head = cache.heads()[h];
-        head.observe();
+        head.end_step();
         head.end_prompt();
         // Evicts now, so that only these heads hold whole prompts at the same time.
         if (!cache.evicts_together()) head.evict_to_budget(tokens);
@@ -80,9 +68,11 @@ class LayerAttention {
     });
   }
 
-  /// Runs the configuration's appends, from token `first` on, with one cache.
-  void run(LayerCache& cache, const ResolvedConfig& config, std::uint32_t first, float* out) const {
-    const std::vector<Append> appends = appends_from(config, first);
+  /// Runs the configuration's appends of the tokens [first, end) with one cache. If `out` is null,
+  /// outputs are not computed.
+  void run(LayerCache& cache, const ResolvedConfig& config, std::uint32_t first, std::uint32_t end,
+           float* out) const {
+    const std::vector<Append> appends = appends_of(config, first, end);
     if (cache.evicts_together()) {
       for (const Append& append : appends) {
         throw_if_cancelled();
@@ -100,7 +90,51 @@ class LayerAttention {
     });
   }
 
+  /// Decodes the tokens [first, end) in windows of `window` tokens: the cache drafts them with the
+  /// rows of `drafts`, drops the drafts, and appends the tokens with its own rows. Writes the
+  /// outputs of the drafts.
+  void run_drafts(LayerCache& cache, const LayerAttention& drafts, std::uint32_t first,
+                  std::uint32_t end, std::uint32_t window, float* out) const {
+    const std::vector<DraftPath> paths = chain_paths(window);
+    const auto run_heads = [&](std::size_t begin, std::size_t heads) {
+      for (std::uint32_t next = first; next < end; next += window)
+        run_window(cache, {begin, heads}, drafts,
+                   {next, std::span(paths).first(std::min(window, end - next))}, out);
+    };
+    if (cache.evicts_together()) return run_heads(0, model_.kv_heads);
+    parallel_for(model_.kv_heads, threads_, [&](std::size_t h) { run_heads(h, 1); });
+  }
+
  private:
+  struct HeadRange {
+    std::size_t first, count;
+  };
+  /// Tokens that are drafted before they are verified. Each follows the one before it.
+  struct DraftWindow {
+    std::uint32_t first;
+    std::span<const DraftPath> paths;  // [token]
+  };
+
+  static std::vector<DraftPath> chain_paths(std::uint32_t tokens) {
+    std::vector<DraftPath> paths(tokens);
+    for (std::uint32_t token = 0; token < tokens; ++token)
+      for (std::uint32_t node = 0; node <= token; ++node) paths[token].push_back(node);
+    return paths;
+  }
+
+  /// Drafts and appends one window for some KV heads of the cache.
+  void run_window(LayerCache& cache, HeadRange heads, const LayerAttention& drafts,
+                  const DraftWindow& window, float* out) const {
+    throw_if_cancelled();
+    const auto tokens = static_cast<std::uint32_t>(window.paths.size());
+    for (std::size_t h = heads.first; h < heads.first + heads.count; ++h)
+      cache.heads()[h].attend_draft(cache.head_append(drafts.rows(window.first, tokens, out), h),
+                                    window.paths, rope_);
+    for (std::uint32_t token = window.first; token < window.first + tokens; ++token)
+      for (std::size_t h = heads.first; h < heads.first + heads.count; ++h)
+        cache.heads()[h].step(cache.head_append(rows(token, 1, nullptr), h), rope_);
+  }
+
   LayerRows rows(std::uint32_t first, std::uint32_t tokens, float* out) const {
     const std::size_t keys = std::size_t{first} * model_.kv_heads * model_.head_size,
                       queries = std::size_t{first} * model_.query_heads * model_.head_size;
@@ -109,18 +143,19 @@ class LayerAttention {
             .q = p_.q.data() + queries,
             .k = p_.k.data() + keys,
             .v = p_.v.data() + keys,
-            .out = out + queries};
+            .out = out ? out + queries : nullptr};
   }
 
-  std::vector<Append> appends_from(const ResolvedConfig& config, std::uint32_t first) const {
+  std::vector<Append> appends_of(const ResolvedConfig& config, std::uint32_t first,
+                                 std::uint32_t end) const {
     std::vector<Append> appends;
-    const Append& last = config.appends.back();
     if (!any_chunk(config) || model_.rows[layer_].window > 0) {
-      std::ranges::copy_if(config.appends, std::back_inserter(appends),
-                           [&](const Append& append) { return append.first >= first; });
+      std::ranges::copy_if(config.appends, std::back_inserter(appends), [&](const Append& append) {
+        return append.first >= first && append.first < end;
+      });
       return appends;
     }
-    for (const std::uint32_t end = last.first + last.tokens; first < end; first += kFreeAppend)
+    for (; first < end; first += kFreeAppend)
       appends.push_back({.first = first, .tokens = std::min(kFreeAppend, end - first)});
     return appends;
   }
@@ -147,6 +182,7 @@ class LayerEvaluation {
         range_(scored_range(tokens_, options)),
         ropes_(model.config().rows, tokens_),
         p_(shape_, tokens_),
+        drafts_(shape_, options.draft > 0 ? tokens_ : 0),
         hidden_(configs.size()),
         scores_(configs.size()) {
     const std::vector<Segment> segments = segments_of(tokens_, range_.prompt);
@@ -157,12 +193,16 @@ class LayerEvaluation {
       if (wants_projections(config.policy.features)) output_ = model.output_projections();
     }
     for (std::size_t c = 0; c < configs_.size(); ++c)
-      (appends_at_once(c) ? alike_ : apart_).push_back(c);
+      (shares_prompt(c) ? alike_ : apart_).push_back(c);
   }
 
   std::vector<TokenScores> run() {
     embed();
     for (std::uint32_t layer = 0; layer < shape_.layers; ++layer) {
+      if (drafts()) {
+        next_layer_drafting(layer);
+        continue;
+      }
       for (const std::size_t c : apart_) next_layer(layer, c);
       if (!alike_.empty()) next_layer_alike(layer);
     }
@@ -190,14 +230,16 @@ class LayerEvaluation {
     if (options_.progress) options_.progress(done_ / (each * static_cast<double>(configs_.size())));
   }
 
-  /// Whether a configuration appends the prompt at once. A prompt of one token does not count,
-  /// because it may be quantized immediately, like a decoded token.
-  bool appends_at_once(std::size_t c) const {
-    return range_.prompt > 1 && appends_prompt_at_once(configs_[c], range_);
+  bool drafts() const { return options_.draft > 0; }
+  /// Whether a configuration has the hidden states of the full cache for the prompt. If it does not
+  /// draft, it has to append the prompt at once. Then a prompt of one token does not count, because
+  /// it may be quantized immediately, like a decoded token.
+  bool shares_prompt(std::size_t c) const {
+    return drafts() || (range_.prompt > 1 && appends_prompt_at_once(configs_[c], range_));
   }
   /// The first token of which a configuration has a row.
   std::uint32_t first_row(std::size_t c) const {
-    return appends_at_once(c) && c != alike_[0] ? range_.prompt : 0;
+    return shares_prompt(c) && c != alike_[0] ? range_.prompt : 0;
   }
   const float* hidden_at(std::size_t c, std::size_t token) const {
     const std::size_t own = token < first_row(c) ? alike_[0] : c;
@@ -214,36 +256,53 @@ class LayerEvaluation {
       hidden_[c].assign(x.begin() + first_row(c) * std::ptrdiff_t{model_.config().hidden}, x.end());
   }
 
-  LayerAttention attention(std::uint32_t layer) const {
-    return {model_.config(), layer, p_, ropes_[layer], options_.threads};
+  LayerAttention attention(std::uint32_t layer) const { return attention(layer, p_); }
+  LayerAttention attention(std::uint32_t layer, const Projections& p) const {
+    return {model_.config(), layer, p, ropes_[layer], options_.threads};
   }
   /// Shows the prompt in p_ to a configuration's policy, and adds the configuration's empty caches.
   void add(std::deque<LayerCache>& caches, std::uint32_t layer, std::size_t c) const {
     show(layer, c);
-    caches.emplace_back(configs_[c], attention(layer).shape_of(configs_[c]), shape_.kv_heads, layer,
-                        output_.get());
+    caches.emplace_back(configs_[c], head_shape(model_.config(), layer, configs_[c]),
+                        shape_.kv_heads, layer, output_.get());
   }
 
   void next_layer(std::uint32_t layer, std::size_t c) {
-    project(layer, c);
+    project(layer, c, p_);
     std::vector<float> output(output_floats());
     std::deque<LayerCache> own;
     add(own, layer, c);
-    attention(layer).run(own.front(), configs_[c], 0, output.data());
+    attention(layer).run(own.front(), configs_[c], 0, tokens_, output.data());
     finish_layer(layer, c, peak_bytes(c, layer, own.front()), output);
+  }
+
+  /// Runs the next layer of the full cache, whose rows stay in p_, and of the configurations that
+  /// draft.
+  void next_layer_drafting(std::uint32_t layer) {
+    next_layer(layer, 0);
+    std::vector<float> output(output_floats());
+    for (std::size_t c = 1; c < configs_.size(); ++c) {
+      std::deque<LayerCache> own;
+      add(own, layer, c);
+      attention(layer).run(own.front(), configs_[c], 0, range_.prompt, nullptr);
+      project(layer, c, drafts_);
+      attention(layer).run_drafts(own.front(), attention(layer, layer == 0 ? p_ : drafts_),
+                                  range_.prompt, tokens_, options_.draft, output.data());
+      finish_layer(layer, c, peak_bytes(c, layer, own.front()), output);
+    }
   }
 
   /// Runs the next layer of the configurations alike_. They share the rows of the prompt in p_. For
   /// each configuration in turn, its rows of decoded tokens follow there.
   void next_layer_alike(std::uint32_t layer) {
-    project(layer, alike_[0]);
+    project(layer, alike_[0], p_);
     std::vector<float> output(output_floats());
     std::deque<LayerCache> caches;
     for (const std::size_t c : alike_) add(caches, layer, c);
     attention(layer).append_prompt(caches, range_.prompt, output.data());
     for (const std::size_t c : alike_) {
-      if (c != alike_[0]) project(layer, c);
-      attention(layer).run(caches.front(), configs_[c], range_.prompt, output.data());
+      if (c != alike_[0]) project(layer, c, p_);
+      attention(layer).run(caches.front(), configs_[c], range_.prompt, tokens_, output.data());
       finish_layer(layer, c, peak_bytes(c, layer, caches.front()), output);
       caches.pop_front();
     }
@@ -273,14 +332,15 @@ class LayerEvaluation {
                        row.rope.inv_freq, row.rope.factor, row.scale});
   }
 
-  /// Computes the projections of a configuration's rows. embed() has computed those of layer 0.
-  void project(std::uint32_t layer, std::size_t c) {
+  /// Computes the projections of a configuration's rows, in `p`. embed() has computed those of
+  /// layer 0, in p_.
+  void project(std::uint32_t layer, std::size_t c, Projections& p) {
     if (layer == 0) return;
     const std::size_t first = first_row(c), dim = shape_.head_size,
                       kv = first * shape_.kv_heads * dim;
     model_.attention_inputs(layer, hidden_[c].data(), tokens_ - first,
-                            p_.q.data() + first * shape_.query_heads * dim, p_.k.data() + kv,
-                            p_.v.data() + kv, options_.threads);
+                            p.q.data() + first * shape_.query_heads * dim, p.k.data() + kv,
+                            p.v.data() + kv, options_.threads);
   }
 
   void finish_layer(std::uint32_t layer, std::size_t c, std::uint64_t bytes,
@@ -299,6 +359,7 @@ class LayerEvaluation {
       scores.nll.resize(scored);
       scores.kl.resize(scored);
       scores.same_first.resize(scored);
+      if (drafts()) scores.acceptance.resize(scored);
     }
     const std::size_t blocks = (scored + kLogitRows - 1) / kLogitRows;
     for (std::size_t block = 0; block < blocks; ++block) {
@@ -331,8 +392,9 @@ class LayerEvaluation {
     scores_[c].nll[row] = score.nll;
     scores_[c].kl[row] = is_yardstick(c) ? 0 : score.kl;
     scores_[c].same_first[row] = is_yardstick(c) || score.same_first;
+    if (drafts()) scores_[c].acceptance[row] = acceptance_of(full, logits);
   }
-  bool is_yardstick(std::size_t c) const { return c == 0 || !options_.against_first; }
+  bool is_yardstick(std::size_t c) const { return c == 0 || !options_.compares_to_first; }
 
   const Model& model_;
   const ModelShape shape_;
@@ -344,7 +406,8 @@ class LayerEvaluation {
   std::uint32_t tokens_;
   ScoredRange range_;
   LayerRopes ropes_;
-  Projections p_;                           // of the layer in progress
+  Projections p_;       // of the layer in progress
+  Projections drafts_;  // of the drafted tokens of a configuration; empty if none drafts
   std::vector<std::vector<float>> hidden_;  // [configuration][row of the configuration, hidden]
   std::vector<TokenScores> scores_;
   double done_ = 0;  // in layers
@@ -389,9 +452,9 @@ class TokenEvaluation {
   }
 
   std::vector<TokenScores> run() {
-    const std::uint32_t at_once = prompt_block_ == 0 ? range_.prompt : prompt_block_;
-    for (std::uint32_t first = 0; first < range_.prompt; first += at_once)
-      feed(first, std::min(at_once, range_.prompt - first), SegmentKind::prompt);
+    const std::uint32_t chunk_tokens = prompt_block_ == 0 ? range_.prompt : prompt_block_;
+    for (std::uint32_t first = 0; first < range_.prompt; first += chunk_tokens)
+      feed(first, std::min(chunk_tokens, range_.prompt - first), SegmentKind::prompt);
     for (std::uint32_t first = range_.prompt; first < tokens_; first += kBlock)
       feed(first, std::min(kBlock, tokens_ - first), SegmentKind::decode);
     for (std::size_t c = 0; c < decoders_.size(); ++c)
@@ -435,7 +498,7 @@ class TokenEvaluation {
       }
     }
   }
-  std::size_t baseline_of(std::size_t c) const { return options_.against_first ? 0 : c; }
+  std::size_t baseline_of(std::size_t c) const { return options_.compares_to_first ? 0 : c; }
 
   std::size_t vocab_;
   std::span<const std::int32_t> ids_;
@@ -472,6 +535,17 @@ std::vector<Segment> segments_of(std::uint32_t tokens, std::uint32_t prompt) {
   if (prompt > 0) segments.push_back({0, prompt, SegmentKind::prompt});
   if (prompt < tokens) segments.push_back({prompt, tokens - prompt, SegmentKind::decode});
   return segments;
+}
+
+double acceptance_of(std::span<const float> full, std::span<const float> draft) {
+  std::vector<float> p(full.size()), q(draft.size());
+  shared_exponentials(full.data(), full.size(), p.data());
+  shared_exponentials(draft.data(), draft.size(), q.data());
+  const double p_sum = lane_sum(p.data(), p.size()), q_sum = lane_sum(q.data(), q.size());
+  double lost = 0;
+  for (std::size_t i = 0; i < p.size(); ++i)
+    lost += std::max(0.0, static_cast<double>(p[i]) / p_sum - static_cast<double>(q[i]) / q_sum);
+  return 1 - lost;
 }
 
 std::vector<TokenScores> evaluate_by_layers(const Model& model, std::span<const std::int32_t> ids,

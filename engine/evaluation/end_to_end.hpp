@@ -21,7 +21,9 @@ struct TokenScores {
   std::vector<double> nll;  ///< -ln p(next token)
   std::vector<double> kl;   ///< KL from the full cache's distribution, in nats
   std::vector<std::uint8_t>
-      same_first;              ///< whether the most probable token is that of the full cache
+      same_first;  ///< whether the most probable token is that of the full cache
+  /// acceptance_of() the prediction; empty unless configurations draft
+  std::vector<double> acceptance;
   std::vector<float> seconds;  ///< time to feed the token; empty if not measured for each token
   std::uint64_t kv_bytes_peak =
       0;  ///< Peak bytes of keys and values in the evaluation's dtype, over all layers and heads.
@@ -31,11 +33,14 @@ struct SequenceOptions {
   std::uint32_t prompt_tokens = 0;    ///< length of the prompt, which is appended in each
                                       ///< configuration's prefill mode
   Queries queries = Queries::decode;  ///< the queries whose predictions are scored
+  /// Number of tokens that a configuration drafts before they are verified; 0: it does not draft.
+  /// Only evaluate_by_layers() supports it, and only with compares_to_first.
+  std::uint32_t draft = 0;
   std::uint32_t sequence = 0;
   unsigned threads = 1;
   /// If true, the first configuration is `full`, the baseline of kl and same_first. If false, each
   /// configuration is its own baseline, and these scores have no meaning.
-  bool against_first = true;
+  bool compares_to_first = true;
   std::function<void(double)> progress;  ///< called with the fraction done, 0 to 1; may be empty
 };
 
@@ -56,9 +61,20 @@ inline bool appends_prompt_at_once(const ResolvedConfig& config, const ScoredRan
 /// The segments of a sequence: a prompt, then decoded tokens.
 std::vector<Segment> segments_of(std::uint32_t tokens, std::uint32_t prompt);
 
+/// The probability that a token sampled from the logits `draft` is accepted by speculative sampling
+/// from the logits `full`: Σ min(p, q), which is 1 minus the total variation distance.
+double acceptance_of(std::span<const float> full, std::span<const float> draft);
+
 /// Runs `ids` under every configuration; layer 0's queries, keys and values are computed once for
 /// all. Throws std::invalid_argument if no token is scored, or if protected tokens do not fit a
 /// budget.
+///
+/// With SequenceOptions::draft, every configuration but the first drafts: the decoded tokens are
+/// cut into windows of `draft` tokens. At the start of a window its cache is that of a replay: it
+/// holds exact keys and values, and has observed the exact queries. Then the tokens of the window
+/// are decoded with this cache, each with its own keys and values, without observing or evicting.
+/// Afterwards they are dropped, and their exact keys and values are appended and observed one by
+/// one, as in a replay. So the kept sets depend on the text alone.
 std::vector<TokenScores> evaluate_by_layers(const Model& model, std::span<const std::int32_t> ids,
                                             std::span<const CacheConfig> configs,
                                             const SequenceOptions& options);

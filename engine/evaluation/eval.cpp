@@ -30,21 +30,27 @@ SequenceOptions sequence_options(const EvalOptions& options, std::size_t sequenc
   const std::size_t prompt = options.prompt_tokens ? options.prompt_tokens : tokens / 2;
   return {.prompt_tokens = static_cast<std::uint32_t>(prompt),
           .queries = options.queries,
+          .draft = options.draft,
           .sequence = static_cast<std::uint32_t>(sequence),
           .threads = threads,
-          .against_first = options.against_full};
+          .compares_to_first = options.compares_to_full};
 }
 
 /// Throws std::invalid_argument that names the text if none of the sequence's tokens would be
-/// scored.
+/// scored, or fewer than are drafted at once.
 void check_scored(const Ids& ids, std::size_t text, const EvalOptions& options) {
   const std::string name =
       text < options.names.size() ? options.names[text] : fmt::format("{}", text + 1);
   if (ids.empty())
     throw std::invalid_argument(fmt::format("text {}: has no tokens; give a longer one", name));
   try {
-    scored_range(static_cast<std::uint32_t>(ids.size()),
-                 sequence_options(options, 0, ids.size(), 1));
+    const auto tokens = static_cast<std::uint32_t>(ids.size());
+    const ScoredRange range = scored_range(tokens, sequence_options(options, 0, tokens, 1));
+    if (const std::uint32_t scored = tokens - 1 - range.first_scored; options.draft > scored)
+      throw std::invalid_argument(
+          fmt::format("a sequence of {} tokens has {} scored tokens, fewer than --draft {}; give "
+                      "a longer text or a smaller --draft",
+                      tokens, scored, options.draft));
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument(fmt::format("text {}: {}", name, error.what()));
   }
@@ -83,7 +89,8 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
       sequences.text.push_back(index);
     }
   }
-  if (sequences.ids.empty()) throw std::invalid_argument("text: no text is given; give one");
+  if (sequences.ids.empty())
+    throw std::invalid_argument("text: no text is given; give at least one");
   return sequences;
 }
 
@@ -181,10 +188,10 @@ std::vector<std::vector<Memory>> memory_of(const ModelConfig& model, const std::
   return memory;
 }
 
-/// Calls run(ids, configs, SequenceOptions) for each sequence, `at_once` at a time.
+/// Calls run(ids, configs, SequenceOptions) for each sequence, `num_parallel` at a time.
 template <class Run>
 std::vector<std::vector<TokenScores>> run_each(const std::vector<Ids>& sequences,
-                                               const EvalOptions& options, unsigned at_once,
+                                               const EvalOptions& options, unsigned num_parallel,
                                                Run run) {
   std::vector<std::vector<TokenScores>> scores(sequences.size());
   std::vector<double> done(
@@ -199,9 +206,9 @@ std::vector<std::vector<TokenScores>> run_each(const std::vector<Ids>& sequences
     done[sequence] = part * static_cast<double>(sequences[sequence].size());
     options.progress(std::accumulate(done.begin(), done.end(), 0.0) / tokens);
   };
-  parallel_for(sequences.size(), at_once, [&](std::size_t s) {
+  parallel_for(sequences.size(), num_parallel, [&](std::size_t s) {
     SequenceOptions how =
-        sequence_options(options, s, sequences[s].size(), at_once == 1 ? options.threads : 1);
+        sequence_options(options, s, sequences[s].size(), num_parallel == 1 ? options.threads : 1);
     how.progress = [&, s](double part) { show(s, part); };
     scores[s] = run(sequences[s], how);
     show(s, 1);
@@ -244,8 +251,8 @@ Evaluation evaluate(const ModelConfig& model, const SweepRunner& run_sweep,
                     const EvalOptions& options) {
   Sequences sequences = sequences_of(model, texts, options);
   configs = fitting(model, sequences.ids, std::move(configs), options);
-  if (options.against_full || std::ranges::any_of(configs, &CacheConfig::is_full))
-    configs = with_full_first(std::move(configs));
+  if (options.compares_to_full || std::ranges::any_of(configs, &CacheConfig::is_full))
+    configs = put_full_first(std::move(configs));
   if (configs.empty())
     throw std::invalid_argument(
         "nothing to score: no policy is given, and --no-full leaves out the full cache");
@@ -259,10 +266,12 @@ Evaluation evaluate(const ModelConfig& model, const SweepRunner& run_sweep,
   const ScoredSequences scored{run_sweep(sequences.ids, configs, options),
                                std::move(sequences.text), overlaps.repeats,
                                memory_of(model, sequences.ids, configs, options)};
-  Evaluation result{.against_full = options.against_full,
+  Evaluation result{.compares_to_full = options.compares_to_full,
+                    .draft = options.draft,
                     .kl = paired_scores(scored, &TokenScores::kl),
                     .nll = paired_scores(scored, &TokenScores::nll),
                     .same_first = paired_scores(scored, &TokenScores::same_first),
+                    .acceptance = paired_scores(scored, &TokenScores::acceptance),
                     .notes = notes_of_budgets(model, length, prompt, configs)};
   if (std::string note = note_of_context(model, sequences.ids, configs, options); !note.empty())
     result.notes.insert(result.notes.begin(), std::move(note));

@@ -19,7 +19,8 @@ struct EvalOptions {
   std::uint32_t prompt_tokens = 0;   ///< prompt of each sequence in tokens; 0: half of the sequence
   std::uint32_t max_tokens = 0;      ///< maximum number of tokens of each text; 0: no limit
   Queries queries = Queries::decode;
-  bool against_full = true;  ///< also run the full cache, for kl and same_first
+  bool compares_to_full = true;  ///< also run the full cache, for kl and same_first
+  std::uint32_t draft = 0;       ///< SequenceOptions::draft
   std::uint32_t block_tokens =
       0;  ///< also reports scores for blocks of this many tokens; 0: no blocks
   unsigned threads = 1;
@@ -44,7 +45,7 @@ SweepRunner layer_sweep_runner(const Model& model);
 SweepRunner token_sweep_runner(Backend& backend);
 
 /// Scores `configs` over texts, given as token ids without special tokens. If the full cache is
-/// requested (against_full) and missing, it is added as the first configuration. Throws
+/// requested (compares_to_full) and missing, it is added as the first configuration. Throws
 /// std::invalid_argument for options that do not fit the texts. If no token of a text would be
 /// scored, it throws before any text is run.
 Evaluation evaluate(const ModelConfig& config, const SweepRunner& run_sweep,

@@ -8,6 +8,7 @@
 #include "engine/evaluation/policy_json.hpp"
 #include "policies/modifiers/text.hpp"
 #include "sim/budgets/budget_file.hpp"
+#include "sim/plan/centre_file.hpp"
 #include "sim/source/policy_source.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -29,12 +30,15 @@ PolicySpec policy_from(const PolicyJson& file, const CompiledPolicies& compiled)
   for (std::size_t i = 0; i < names.size(); ++i) text += fmt::format(":{}={}", names[i], params[i]);
   if (file.prompt) text += ":prompt";
   if (!file.tiers.empty()) text += ":" + parse_tier_plan(file.tiers).setting();
-  if (!file.centre.empty()) text += ":centre=" + file.centre;
+  if (!file.centre.empty())
+    text += ":centre=" +
+            parse_key_centre_in(std::filesystem::path(file.path).parent_path(), file.centre).text();
   for (const auto& [name, value] : file.modifiers) text += fmt::format(":{}={}", name, value);
   PolicySpec policy = parse_policy(text, {}, compiled);
   if (!file.feature.empty()) policy.name_feature(file.feature);
   policy.sinks = file.sinks;
   policy.recent = file.recent;
+  load_centre(policy.centre);
   return policy;
 }
 
@@ -130,7 +134,8 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
   if (const auto modifiers = modifiers_json(cache.policy); !modifiers.empty())
     top["modifiers"] = modifiers;
   if (!cache.policy.tier_plan.is_plain()) top["tiers"] = cache.policy.tier_plan.text();
-  if (cache.policy.centre != KeyCentre::none) top["centre"] = name_of(cache.policy.centre);
+  if (cache.policy.centre != KeyCentre::none)
+    top["centre"] = cache.policy.centre.text_in(path.parent_path());
   if (const auto& source = cache.policy.entry->source)
     top["source"] = {{"path", source->path}, {"xxh3", source->xxh3}};
   write_file_atomically(path, json_text(top) + "\n");

@@ -78,7 +78,7 @@ void read_protected(const JsonFields& tokens, PolicyJson& file) {
   file.recent = extent("recent");
   file.prompt = tokens.has("prompt");
   if (tokens.json().size() != (file.prompt ? 3 : 2))
-    fail(tokens, "should hold sinks and recent, optionally prompt, and nothing else");
+    fail(tokens, "should have sinks and recent, may have prompt, and should have nothing else");
   if (file.prompt && tokens.any("prompt") != true) fail(tokens, "prompt should be true");
 }
 
@@ -150,7 +150,7 @@ std::vector<double> PolicyJson::params_of(std::span<const std::string_view> name
   if (takes_feature) expected.emplace_back("name");
   if (values.size() != names.size() || params.size() != names.size() ||
       takes_feature == feature.empty())
-    fail(fmt::format("params: exactly the {} parameters of {} are expected{}{}", expected.size(),
+    fail(fmt::format("params: should have exactly the {} parameters of {}{}{}", expected.size(),
                      policy, expected.empty() ? "" : ": ", fmt::join(expected, ", ")));
   return values;
 }

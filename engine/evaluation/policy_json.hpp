@@ -34,7 +34,7 @@ struct PolicyJson {
   /// default.
   std::vector<std::pair<std::string, std::string>> modifiers;
   std::string tiers;   ///< a tier plan; empty: 16 bit
-  std::string centre;  ///< how keys are centred; empty: none
+  std::string centre;  ///< none, prompt or @FILE; empty: none
   Budget budget;       ///< in tokens, by head, in bytes, or split by a formula
   Positions positions = Positions::original;
   Prefill prefill;

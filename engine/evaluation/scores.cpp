@@ -29,14 +29,18 @@ using nlohmann::json;
 constexpr std::string_view kAllTexts = "all";  // the text `all` in eval.csv
 constexpr std::size_t kMaxScoresBytes = std::size_t{256} << 20;
 
-constexpr std::array kEvalMetrics{MetricInfo{"kl", "KL, nats", false, true},
-                                  MetricInfo{"kl_p50", "KL, median", false, true},
-                                  MetricInfo{"kl_p90", "KL, 90th percentile", false, true},
-                                  MetricInfo{"kl_p99", "KL, 99th percentile", false, true},
-                                  MetricInfo{"nll", "−ln p of the text", false, true},
-                                  MetricInfo{"perplexity", "perplexity", false, true},
-                                  MetricInfo{"top1_agreement", "top-1 agreement", true, true}};
+constexpr std::array kEvalMetrics{
+    MetricInfo{"acceptance", "acceptance of drafts", true, true},
+    MetricInfo{"tokens_per_verification", "tokens per verification", true, true},
+    MetricInfo{"kl", "KL, nats", false, true},
+    MetricInfo{"kl_p50", "KL, median", false, true},
+    MetricInfo{"kl_p90", "KL, 90th percentile", false, true},
+    MetricInfo{"kl_p99", "KL, 99th percentile", false, true},
+    MetricInfo{"nll", "−ln p of the text", false, true},
+    MetricInfo{"perplexity", "perplexity", false, true},
+    MetricInfo{"top1_agreement", "top-1 agreement", true, true}};
 constexpr std::array kTaskMetrics{
+    MetricInfo{"string_match", "answers found, share", true, true},
     MetricInfo{"exact_match", "right answers, share", true, true},
     MetricInfo{"log_likelihood", "log-likelihood of the right answer, nats", true, true},
     MetricInfo{"log_likelihood_change", "its change from the first configuration", true, true},
@@ -108,15 +112,18 @@ void add_recommendations(ScoreSet& set, const JsonFields& fields) {
 
 ScoreSet scores_of_eval(const std::filesystem::path& folder) {
   const std::string file = (folder / kEvalJson).string(), csv = (folder / kEvalCsv).string();
-  const json top = parse_result_json(read_text_file(file, kMaxScoresBytes), file);
-  const JsonFields fields(top, file);
+  const auto top =
+      std::make_shared<const json>(parse_result_json(read_text_file(file, kMaxScoresBytes), file));
+  const JsonFields fields(*top, file);
   fields.check_format(kEvalFormat);
   const std::string model = fields.text("model");
   ScoreSet set{.kind = "evaluation",
                .groups = {{model, {}}},
                .note =
                    "End-to-end evaluation with teacher forcing: evictions change what later "
-                   "layers see."};
+                   "layers see.",
+               .file = top,
+               .path = file};
   for (const json& text : fields.list("texts"))
     set.sequences += (set.sequences.empty() ? "" : ", ") + printable(text_of(text));
   auto rows = parse_score_rows(read_text_file(csv, kMaxScoresBytes), csv);
@@ -146,60 +153,72 @@ std::uint32_t number_in(const std::string& text) {
   return std::max(number, 1u);
 }
 
-/// The key of a row of task.csv or answers.csv, made of configuration, mode, length and depth.
-std::string task_key(const CsvRecord& record, const std::string& words, const std::string& depth,
-                     std::string_view metric) {
-  std::string key = fmt::format("{},{},{}", words, depth, metric);
+/// The key of a row of task.csv or answers.csv, made of configuration, mode, task, length and
+/// depth.
+std::string task_key(const CsvRecord& record, const std::string& task, const std::string& words,
+                     const std::string& depth, std::string_view metric) {
+  std::string key = fmt::format("{},{},{},{}", task, words, depth, metric);
   for (const char* column : {"policy", "params", "budget", "prefill", "positions", "seed", "mode"})
     key += "," + record.text(column);
   return key;
 }
 
-/// The score of each sample's answer, [task_key()], for every length and depth and over all of
-/// them. Metrics are compared in pairs by these scores. All configurations have the samples in the
-/// same order.
-std::map<std::string, std::vector<double>> answers_in(const std::filesystem::path& folder) {
+/// The score of each sample's answer, [task_key()], for every task, length and depth and over all
+/// of them. `run_task`: the name of the whole run. Metrics are compared in pairs by these scores.
+/// All configurations have the samples in the same order.
+std::map<std::string, std::vector<double>> answers_in(const std::filesystem::path& folder,
+                                                      const std::string& run_task) {
   std::map<std::string, std::vector<double>> answers;
   const std::string file = (folder / "answers.csv").string();
   if (!std::filesystem::exists(file)) return answers;
   read_records(read_text_file(file, kMaxScoresBytes), file, [&](const CsvRecord& own) {
-    for (const std::string& words : {own.text("words"), std::string("all")})
-      for (const std::string& depth : {own.text("depth"), std::string("all")})
-        for (const auto& [metric, column] :
-             {std::pair("exact_match", "right"), std::pair("log_likelihood", "log_likelihood")})
-          answers[task_key(own, words, depth, metric)].push_back(own.number<double>(column));
+    for (const std::string& task : std::set{own.text("task"), run_task})
+      for (const std::string& words : std::set{own.text("words"), std::string("all")})
+        for (const std::string& depth : std::set{own.text("depth"), std::string("all")})
+          for (const auto& [metric, column] :
+               {std::pair("string_match", "found"), std::pair("exact_match", "right"),
+                std::pair("log_likelihood", "log_likelihood")})
+            if (own.has(column))
+              answers[task_key(own, task, words, depth, metric)].push_back(
+                  own.number<double>(column));
   });
   return answers;
 }
 
-/// Whether the full cache answers any question right. If not, only log p compares policies.
-bool full_cache_answers(const std::vector<ResultRow>& rows) {
-  return std::ranges::any_of(rows, [](const ResultRow& row) {
-    return row.policy == "full" && row.metric == "exact_match" && row.value > 0;
+/// Whether the full cache has a value above 0. If it answers nothing right, only log p compares
+/// policies.
+bool full_cache_scores(const std::vector<ResultRow>& rows, const std::string& metric) {
+  return std::ranges::any_of(rows, [&](const ResultRow& row) {
+    return row.policy == "full" && row.metric == metric && row.value > 0;
   });
 }
 
 ScoreSet scores_of_task(const std::filesystem::path& folder) {
   const std::string file = (folder / kTaskJson).string(), csv = (folder / "task.csv").string();
-  const json top = parse_result_json(read_text_file(file, kMaxScoresBytes), file);
-  const JsonFields fields(top, file);
+  const auto top =
+      std::make_shared<const json>(parse_result_json(read_text_file(file, kMaxScoresBytes), file));
+  const JsonFields fields(*top, file);
   const std::string model = fields.text("model");
   ScoreSet set{.kind = "task",
-               .headline = "exact_match",
                .sequences = fields.text("task"),
-               .note = "Answers of the model with each cache."};
-  const auto answers = answers_in(folder);
+               .note = "Answers of the model with each cache.",
+               .file = top,
+               .path = file};
+  const std::string run_task = fields.text("task");
+  const std::string unit = top->contains("tasks") ? " tokens" : " words";  // RULER counts tokens
+  const auto answers = answers_in(folder, run_task);
   std::map<std::string, std::size_t> places;
   read_records(read_text_file(csv, kMaxScoresBytes), csv, [&](const CsvRecord& own) {
-    const std::string &words = own.text("words"), &depth = own.text("depth");
+    const std::string &task = own.text("task"), &words = own.text("words"),
+                      &depth = own.text("depth");
     ResultRow row = score_row(own, "task");
     row.budget_tokens = number_in(row.budget);
-    if (const auto found = answers.find(task_key(own, words, depth, row.metric));
+    if (const auto found = answers.find(task_key(own, task, words, depth, row.metric));
         found != answers.end())
       row.blocks = found->second;
-    const std::string name = fmt::format("{}, {}, {}, {}", model, own.text("mode"),
-                                         words == "all" ? "all lengths" : words + " words",
-                                         depth == "all" ? "all depths" : "depth " + depth);
+    const std::string name = fmt::format(
+        "{}, {}, {}, {}{}", model, own.text("mode"), words == "all" ? "all lengths" : words + unit,
+        depth == "all" ? "all depths" : "depth " + depth, task == run_task ? "" : ", " + task);
     const auto [place, added] = places.try_emplace(name, set.groups.size());
     if (added) set.groups.push_back({name, {}});
     set.groups[place->second].rows.push_back(std::move(row));
@@ -208,8 +227,10 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
   std::ranges::stable_sort(set.groups, {}, [](const SequenceGroup& group) {
     return !group.name.ends_with("all lengths, all depths");
   });
-  set.metrics = present(kTaskMetrics, set.groups.front().rows);
-  if (!full_cache_answers(set.groups.front().rows)) set.headline = "log_likelihood";
+  const std::vector<ResultRow>& all = set.groups.front().rows;
+  set.metrics = present(kTaskMetrics, all);
+  set.headline = set.metrics.front().name;
+  if (!full_cache_scores(all, set.headline)) set.headline = "log_likelihood";
   return set;
 }
 
@@ -228,12 +249,13 @@ RankedTables decided_tables(const ScoreSet& set, const MetricTable& metric_table
   for (std::size_t b = 0; b < set.recommended.size(); ++b) {
     const Recommendation& made = set.recommendations[b];
     RankedTable& table = tables[made.scope.budget];
-    const auto add = [&](std::size_t c, const Difference& behind, bool over) {
+    const auto add = [&](std::size_t c, const Difference& from_lowest, bool over) {
       const auto s = find_series(metric_table, set.recommended[b][c]);
-      if (s) table.rows.push_back({*s, behind, over});
+      if (s) table.rows.push_back({*s, from_lowest, over});
       if (s && c == made.choice) table.choice = *s;
     };
-    for (std::size_t i = 0; i < made.order.size(); ++i) add(made.order[i], made.behind[i], false);
+    for (std::size_t i = 0; i < made.order.size(); ++i)
+      add(made.order[i], made.from_lowest[i], false);
     for (const std::size_t c : made.over_budget) add(c, {.mean = kNaN}, true);
   }
   return tables;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <filesystem>
+#include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
@@ -24,6 +25,9 @@ struct ScoreSet {
   std::string headline;   ///< the metric by which policies are ranked
   std::string sequences;  ///< what it was measured on, for people to read
   std::string note;       ///< for example "offline replay"
+  /// eval.json or task.json and its path; null for a replay.
+  std::shared_ptr<const nlohmann::json> file = {};
+  std::string path = {};
   /// The recommendations that an evaluation stored, and the series of each candidate. Empty if
   /// there are none; recommendations_for() then computes recommendations.
   std::vector<Recommendation> recommendations = {};

@@ -252,14 +252,15 @@ std::size_t Bpe::end_of_block(std::string_view piece) const {
   return piece.size();
 }
 
-void Bpe::encode(std::string_view piece, std::vector<std::int32_t>& ids, std::size_t most) const {
+void Bpe::encode(std::string_view piece, std::vector<std::int32_t>& ids,
+                 std::size_t max_ids) const {
   if (ignore_merges_) {
     if (const auto whole = id_of(piece)) {
       ids.push_back(*whole);
       return;
     }
   }
-  for (const std::size_t begin = ids.size(); !piece.empty() && ids.size() - begin < most;) {
+  for (const std::size_t begin = ids.size(); !piece.empty() && ids.size() - begin < max_ids;) {
     const std::size_t end = end_of_block(piece);
     Word word(*this, characters(piece.substr(0, end)));
     word.merge_all();

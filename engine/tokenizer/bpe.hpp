@@ -31,9 +31,9 @@ class Bpe {
   explicit Bpe(const Node& model);
 
   /// Appends to `ids` the ids of one piece (valid UTF-8 from the pre-tokenizer). If there are more
-  /// than `most` ids, it may stop after the first `most`. Takes O(n log n).
+  /// than `max_ids` ids, it may stop after the first `max_ids`. Takes O(n log n).
   void encode(std::string_view piece, std::vector<std::int32_t>& ids,
-              std::size_t most = std::numeric_limits<std::size_t>::max()) const;
+              std::size_t max_ids = std::numeric_limits<std::size_t>::max()) const;
 
   const StringMap<std::int32_t>& vocabulary() const { return vocabulary_; }
   std::optional<std::int32_t> id_of(std::string_view token) const;

@@ -38,7 +38,7 @@ struct FreeCompileContext {
 };
 
 template <class T>
-T* allocated(T* made) {
+T* require_allocated(T* made) {
   if (made == nullptr) throw std::bad_alloc();
   return made;
 }
@@ -53,7 +53,7 @@ PCRE2_SPTR units(std::string_view text) { return reinterpret_cast<PCRE2_SPTR>(te
 
 std::unique_ptr<pcre2_code, FreeCode> compile(std::string_view pattern, std::uint32_t options) {
   const std::unique_ptr<pcre2_compile_context, FreeCompileContext> context(
-      allocated(pcre2_compile_context_create(nullptr)));
+      require_allocated(pcre2_compile_context_create(nullptr)));
   pcre2_set_newline(context.get(), PCRE2_NEWLINE_LF);
   int error = 0;
   PCRE2_SIZE at = 0;
@@ -74,8 +74,8 @@ class Matcher {
  public:
   explicit Matcher(const pcre2_code& code)
       : code_(code),
-        data_(allocated(pcre2_match_data_create_from_pattern(&code, nullptr))),
-        context_(allocated(pcre2_match_context_create(nullptr))),
+        data_(require_allocated(pcre2_match_data_create_from_pattern(&code, nullptr))),
+        context_(require_allocated(pcre2_match_context_create(nullptr))),
         stack_(pcre2_jit_stack_create(kJitStackStart, kJitStackMax, nullptr)) {
     pcre2_set_match_limit(context_.get(), kMaxSteps);
     pcre2_set_heap_limit(context_.get(), kMaxHeap);
@@ -297,10 +297,10 @@ Pattern Pattern::literal(std::string_view text) {
 MatchTime::MatchTime(std::size_t bytes)
     : bytes_(bytes),
       max_(kSeconds + kSecondsPerByte * static_cast<double>(bytes)),
-      began_(of_thread()),
+      began_(measure_thread_time()),
       at_(std::chrono::steady_clock::now()) {}
 
-MatchTime::Seconds MatchTime::of_thread() {
+MatchTime::Seconds MatchTime::measure_thread_time() {
   timespec used{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);
   return std::chrono::seconds(used.tv_sec) + std::chrono::nanoseconds(used.tv_nsec);
@@ -309,7 +309,8 @@ MatchTime::Seconds MatchTime::of_thread() {
 // Checks the wall clock first. It is faster to read, and never shows less than the thread's CPU
 // time.
 void MatchTime::check() const {
-  if (std::chrono::steady_clock::now() - at_ < max_ || of_thread() - began_ < max_) return;
+  if (std::chrono::steady_clock::now() - at_ < max_ || measure_thread_time() - began_ < max_)
+    return;
   throw std::runtime_error(fmt::format(
       "the tokenizer's pattern cannot split this text: it takes more than {:.1f} s for {} bytes",
       max_.count(), bytes_));

@@ -36,7 +36,7 @@ class MatchTime {
 
  private:
   using Seconds = std::chrono::duration<double>;
-  static Seconds of_thread();
+  static Seconds measure_thread_time();
 
   std::size_t bytes_;
   Seconds max_, began_;

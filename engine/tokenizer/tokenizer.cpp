@@ -34,15 +34,15 @@ using tokenizer::Segment;
 void require_no_loss(const Bpe& model, const PreTokenizer& pre_tokenizer) {
   if (!model.loses_unknown_characters() || pre_tokenizer.is_byte_level()) return;
   throw std::runtime_error(
-      "model: a character outside the vocabulary would be lost; byte_fallback with all of <0x00> "
-      "to <0xFF>, an unk_token or a ByteLevel pre_tokenizer is needed");
+      "model: a character outside the vocabulary would be lost; the tokenizer needs byte_fallback "
+      "with all of <0x00> to <0xFF>, an unk_token, or a ByteLevel pre_tokenizer");
 }
 
 // Encodes pieces. If a piece occurs again, its ids are copied from its first occurrence.
 class PieceEncoder {
  public:
-  PieceEncoder(const Bpe& model, std::vector<std::int32_t>& ids, std::size_t most)
-      : model_(model), ids_(ids), max_(most) {}
+  PieceEncoder(const Bpe& model, std::vector<std::int32_t>& ids, std::size_t max_ids)
+      : model_(model), ids_(ids), max_(max_ids) {}
 
   // Returns false when there are enough ids.
   bool append(std::string_view piece) {
@@ -79,7 +79,7 @@ class PieceEncoder {
 
 constexpr std::size_t kMaxQuoted = 60;
 
-std::string quoted(std::string_view text) {
+std::string quote(std::string_view text) {
   return json_quoted(text.size() <= kMaxQuoted ? std::string(text)
                                                : std::string(text.substr(0, kMaxQuoted)) + "...");
 }
@@ -89,11 +89,11 @@ std::size_t find_once(std::string_view whole, std::string_view text) {
   const std::size_t found = text.empty() ? whole.npos : whole.find(text);
   if (found == whole.npos)
     throw std::invalid_argument(
-        fmt::format("{} is not in the prompt; give a text that appears in it once", quoted(text)));
+        fmt::format("{} is not in the prompt; give a text that appears in it once", quote(text)));
   if (whole.find(text, found + 1) != whole.npos)
     throw std::invalid_argument(
         fmt::format("{} appears in the prompt more than once; give a text that appears in it once",
-                    quoted(text)));
+                    quote(text)));
   return found;
 }
 
@@ -115,17 +115,17 @@ class Tokenizer::Impl {
   }
 
   std::vector<std::int32_t> encode(std::string_view bytes, bool add_special,
-                                   std::size_t most) const {
+                                   std::size_t max_ids) const {
     const std::string mended = tokenizer::valid_bytes(bytes) == bytes.size()
                                    ? std::string()
                                    : tokenizer::replace_invalid_utf8(bytes);
     const std::string_view text = mended.empty() ? bytes : mended;
     std::vector<std::int32_t> ids;
     if (add_special) ids = post_processor_.before;
-    PieceEncoder pieces(model_, ids, most);
+    PieceEncoder pieces(model_, ids, max_ids);
     const tokenizer::MatchTime time(text.size());
     std::string normalized;
-    const bool whole = in_text_.split(text, [&](const Segment& segment) {
+    const bool whole = text_tokens_.split(text, [&](const Segment& segment) {
       const std::string_view part = text.substr(segment.begin, segment.end - segment.begin);
       return segment.id ? pieces.append(*segment.id)
                         : encode_normalized(normalizer_.apply(part, normalized), segment.begin == 0,
@@ -133,7 +133,7 @@ class Tokenizer::Impl {
     });
     const auto& after = post_processor_.after;
     if (add_special && whole) ids.insert(ids.end(), after.begin(), after.end());
-    if (ids.size() > most) ids.resize(most);
+    if (ids.size() > max_ids) ids.resize(max_ids);
     return ids;
   }
 
@@ -175,13 +175,13 @@ class Tokenizer::Impl {
 
   void read_added(const std::vector<AddedToken>& tokens) {
     for (const AddedToken& token : tokens) {
-      const auto in_model = model_.id_of(token.content);
-      if (in_model && *in_model != token.id) {
+      const auto model_id = model_.id_of(token.content);
+      if (model_id && *model_id != token.id) {
         throw std::runtime_error(fmt::format("added_tokens: {} has id {}, but {} in model.vocab",
-                                             json_quoted(token.content), token.id, *in_model));
+                                             json_quoted(token.content), token.id, *model_id));
       }
       add_id(token.id, token.content);
-      token_of_[token.id] = written(token);
+      token_of_[token.id] = token_text(token);
       added_id_of_.emplace(token.content, token.id);
       if (token.special) special_.insert(token.id);
     }
@@ -196,7 +196,7 @@ class Tokenizer::Impl {
   // How an added token is spelled for decoding. That spelling has to decode to the text that the
   // token matches in encoding. A byte-level decoder interprets each character as a byte, so the
   // text is converted to the characters that decode to it.
-  std::string written(const AddedToken& token) const {
+  std::string token_text(const AddedToken& token) const {
     std::string text = spelling(token);
     if (!pre_tokenizer_.is_byte_level()) return text;
     const auto bytes = tokenizer::chars_to_bytes(text);
@@ -211,7 +211,7 @@ class Tokenizer::Impl {
   }
 
   void index(const AddedToken& token) {
-    (token.normalized ? in_normalized_ : in_text_).add(spelling(token), token);
+    (token.normalized ? normalized_tokens_ : text_tokens_).add(spelling(token), token);
   }
 
   void require_known(const std::vector<std::int32_t>& ids) const {
@@ -225,7 +225,7 @@ class Tokenizer::Impl {
 
   bool encode_normalized(std::string_view text, bool at_start, const tokenizer::MatchTime& time,
                          PieceEncoder& pieces) const {
-    return in_normalized_.split(text, [&](const Segment& segment) {
+    return normalized_tokens_.split(text, [&](const Segment& segment) {
       if (segment.id) return pieces.append(*segment.id);
       const bool first = at_start && segment.begin == 0;
       return pre_tokenizer_.apply(text.substr(segment.begin, segment.end - segment.begin), first,
@@ -239,7 +239,7 @@ class Tokenizer::Impl {
   PreTokenizer pre_tokenizer_;
   PostProcessor post_processor_;
   Detokenizer detokenizer_;
-  AddedTokenMatcher in_text_, in_normalized_;
+  AddedTokenMatcher text_tokens_, normalized_tokens_;
   std::unordered_map<std::int32_t, std::string> token_of_;
   tokenizer::StringMap<std::int32_t> added_id_of_;
   std::unordered_set<std::int32_t> special_;
@@ -263,16 +263,16 @@ Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, std::size
   result.model_ids_ = model_ids;
   if (const std::size_t known = result.impl_->known_ids(); known < model_ids - model_ids / 2)
     throw std::runtime_error(fmt::format(
-        "{}: has {} tokens, and the model has {} ids; give the tokenizer.json of this model",
+        "{}: has {} tokens, but the model has {} ids; give the tokenizer.json of this model",
         result.place_, known, model_ids));
   return result;
 }
 
 std::vector<std::int32_t> Tokenizer::encode(std::string_view text, bool add_special,
-                                            std::size_t most) const {
+                                            std::size_t max_ids) const {
   std::vector<std::int32_t> ids;
   try {
-    ids = impl_->encode(text, add_special, most);
+    ids = impl_->encode(text, add_special, max_ids);
   } catch (const Cancelled&) {
     throw;
   } catch (const std::runtime_error& error) {
@@ -282,7 +282,7 @@ std::vector<std::int32_t> Tokenizer::encode(std::string_view text, bool add_spec
   for (const std::int32_t id : ids)
     if (static_cast<std::size_t>(id) >= model_ids_)
       throw std::runtime_error(
-          fmt::format("{}: the text has the token id {}, and the model has {} ids; give the "
+          fmt::format("{}: the text has the token id {}, but the model has only {} ids; give the "
                       "tokenizer.json of this model",
                       place_, id, model_ids_));
   return ids;

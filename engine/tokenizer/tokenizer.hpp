@@ -24,13 +24,13 @@ class Tokenizer {
   /// with that many, so such a file belongs to another model.
   static Tokenizer load(const std::filesystem::path& tokenizer_json, std::size_t model_ids);
 
-  /// Encodes UTF-8 text and returns the first `most` ids. With `add_special`, adds what the file's
-  /// post-processor adds (for example BOS). Each maximal invalid part of the text is read as one
-  /// U+FFFD, as Python's errors="replace" does. Throws std::runtime_error if the file's pattern
+  /// Encodes UTF-8 text and returns the first `max_ids` ids. With `add_special`, adds what the
+  /// file's post-processor adds (for example BOS). Each maximal invalid part of the text is read as
+  /// one U+FFFD, as Python's errors="replace" does. Throws std::runtime_error if the file's pattern
   /// needs too many steps on this text, or for an id that the model does not have.
   std::vector<std::int32_t> encode(
       std::string_view text, bool add_special = true,
-      std::size_t most = std::numeric_limits<std::size_t>::max()) const;
+      std::size_t max_ids = std::numeric_limits<std::size_t>::max()) const;
   /// The ids that the file's post-processor adds before a text, such as BOS; may be empty.
   const std::vector<std::int32_t>& before() const;
   /// Decodes ids to bytes. The bytes may end within a UTF-8 character, because tokens may. With

@@ -267,7 +267,7 @@ void KvCache::keep_by_shares(std::uint32_t layer, kvlab_compact_args args) {
 /// stored.
 void KvCache::keep_plain_keys(std::uint32_t layer, const AppendChunk& part,
                               const AttendedRows& to) {
-  const AttendedRows keys = with_keys(to);
+  const AttendedRows keys = attach_keys(to);
   const std::size_t width = static_cast<std::size_t>(config_.kv_heads) * config_.key_bytes();
   cuda::copy_rows(
       {append_memory(layer).plain_keys + part.first * width, width},
@@ -291,7 +291,7 @@ void KvCache::make_features_of_new(std::uint32_t layer) {
 
 /// Rotates the older keys, or the new keys of a part, to their cache positions.
 void KvCache::rotate_keys_to_cache_positions(std::uint32_t layer, const CachePositionArgs& shape,
-                                             bool of_older) {
+                                             bool rotates_older) {
   const AppendMemory& memory = append_memory(layer);
   check(kernels::rotate_keys_to_cache_positions(
             {.shape = shape,
@@ -301,7 +301,7 @@ void KvCache::rotate_keys_to_cache_positions(std::uint32_t layer, const CachePos
              .now = append_.fed,
              .keys = memory.cache.keys,
              .to = memory.cache_position_keys},
-            of_older, stream_),
+            rotates_older, stream_),
         "positions of a prompt");
 }
 

@@ -135,8 +135,8 @@ std::uint64_t KvCache::bytes_on_tiers(std::uint32_t layer, std::size_t pair) con
 /// Updates the peak bytes after tokens were appended.
 void KvCache::count_bytes(std::uint32_t layer, std::size_t pair) {
   if (!is_quantized()) return;
-  std::uint64_t& most = counts_of(layer, pair).max_bytes;
-  most = std::max(most, bytes_on_tiers(layer, pair));
+  std::uint64_t& max_bytes = counts_of(layer, pair).max_bytes;
+  max_bytes = std::max(max_bytes, bytes_on_tiers(layer, pair));
 }
 
 /// Counts an append of `tokens` tokens, which evicts to the budget first.

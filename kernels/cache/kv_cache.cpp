@@ -142,7 +142,7 @@ void KvCache::rotate(std::uint32_t table, RopeWriteArgs& args) const {
   args.rope_rows = work_->iota;  // token i of a part uses row i of the RoPE table
 }
 
-AttendedRows KvCache::with_keys(AttendedRows rows) const {
+AttendedRows KvCache::attach_keys(AttendedRows rows) const {
   if (rows.plain_keys) return rows;
   rows.plain_keys = work_->plain_k;
   rows.key_row = static_cast<std::size_t>(config_.kv_heads * config_.head_size);
@@ -157,7 +157,7 @@ std::uint64_t KvCache::live_bytes(int sequence, std::uint32_t fed) const {
     const Counts& own = counts_of(layer, pair);
     tier_bytes += own.max_bytes;
     if (counts(sequence))
-      live += own.most;
+      live += own.max_live;
     else
       live += live_after_append(fed, slots_.budget(layer, pair));
   });
@@ -217,7 +217,7 @@ void KvCache::pretend(int sequence, std::uint32_t tokens) {
     const std::size_t at = layer * slots_.pairs() + pair;
     const auto first = static_cast<std::size_t>(slots_.first_slots()[at]);
     const std::uint32_t live = slots_.older(layer, pair, tokens);
-    counts_of(layer, pair) = {{.live = live, .before = live, .most = live}};
+    counts_of(layer, pair) = {{.live = live, .before = live, .max_live = live}};
     if (is_quantized()) storage_->tiers.pretend(slots_, at, pair, live);
     // Keeps the sinks and the youngest tokens. Their states and features become zero.
     const std::uint32_t sinks = slots_.protected_tokens(layer, pair).sinks;

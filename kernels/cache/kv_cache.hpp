@@ -236,7 +236,7 @@ class KvCache {
 
   std::size_t halves() const { return static_cast<std::size_t>(config_.head_size) / 2; }
   const float* inv_freq(std::uint32_t table) const { return work_->inv_freq + table * halves(); }
-  AttendedRows with_keys(AttendedRows rows) const;
+  AttendedRows attach_keys(AttendedRows rows) const;
   template <class T>
   void copy_to_device(T* to, const T* from, std::size_t count) const {
     cuda::check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyHostToDevice, stream_),
@@ -340,7 +340,7 @@ class KvCache {
   void keep_plain_keys(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to);
   void make_features_of_new(std::uint32_t layer);
   void rotate_keys_to_cache_positions(std::uint32_t layer, const CachePositionArgs& shape,
-                                      bool of_older);
+                                      bool rotates_older);
   CachePositionArgs cache_position_args(std::uint32_t layer, const AppendChunk& part) const;
   const void* attended_keys(const AppendMemory& memory) const {
     return append_.uses_cache_positions ? memory.cache_position_keys : memory.cache.keys;

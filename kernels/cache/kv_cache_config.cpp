@@ -12,12 +12,12 @@ namespace {
 
 /// The largest number of bytes that a token takes on any tier.
 int max_row_bytes(const KvCacheConfig& config) {
-  std::int64_t most = 0;
+  std::int64_t max_row = 0;
   for (const SlotPair& pair : config.pairs)
     for (const TierSlots& tier : pair.tiers)
-      most = std::max(most, row_bytes(device_format(tier.format), config.head_size,
-                                      static_cast<int>(bytes_of(config.type))));
-  return static_cast<int>(most);
+      max_row = std::max(max_row, row_bytes(device_format(tier.format), config.head_size,
+                                            static_cast<int>(bytes_of(config.type))));
+  return static_cast<int>(max_row);
 }
 
 /// The reason why the fast attention cannot run on a device; empty if it can.

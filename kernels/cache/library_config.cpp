@@ -80,12 +80,12 @@ SlotPair pair_of(const kvlab_kv_cache_config& c, std::size_t at) {
   for (int r = 0; r < c.tier_count; ++r) {
     const kvlab_tier& tier =
         c.tiers[at * static_cast<std::size_t>(c.tier_count) + static_cast<std::size_t>(r)];
-    const int least =
+    const int min_format =
         pair.tiers.empty() ? 0 : static_cast<int>(*kernel_format(pair.tiers.back().format));
-    want(static_cast<int>(tier.format) >= least && tier.format <= KVLAB_FORMAT_2,
+    want(static_cast<int>(tier.format) >= min_format && tier.format <= KVLAB_FORMAT_2,
          "tiers of pair {}: format {} follows format {}; formats should be in the order of "
          "kvlab_kv_format, from most to least exact",
-         at, static_cast<int>(tier.format), least);
+         at, static_cast<int>(tier.format), min_format);
     pair.tiers.push_back({kKvFormats[tier.format], tier.slots});
     slots += tier.slots;
   }

@@ -39,8 +39,8 @@ void want_no_capture(cudaStream_t stream) {
   cudaStreamCaptureStatus status{};
   cuda::check(cudaStreamIsCapturing(stream, &status), "the state of the stream");
   want(status == cudaStreamCaptureStatusNone,
-       "the stream is being captured; only kvlab_kv_cache_step can be, because the other calls "
-       "count on the host");
+       "the stream is being captured, but only kvlab_kv_cache_step can be captured, because the "
+       "other calls update counts on the host");
 }
 
 }  // namespace
@@ -90,7 +90,7 @@ struct kvlab_kv_cache {
          "layer is {}; it should be at least 0 and below {}", layer, layers);
   }
   /// Whether some layer has received some chunks of the append, but not all.
-  bool in_chunks() const {
+  bool is_chunked() const {
     return std::ranges::any_of(chunk_tokens, [](std::uint32_t tokens) { return tokens > 0; });
   }
   /// Whether the append is complete in some layers and not in others.
@@ -113,9 +113,10 @@ struct kvlab_kv_cache {
     return first;
   }
   void check_capacity(std::uint64_t tokens) const {
-    const std::uint32_t most = std::min(cache.slots().max_tokens(), kMaxTokens);
-    want(tokens <= most,
-         "the sequence would have {} tokens, but the cache has slots for at most {}", tokens, most);
+    const std::uint32_t max_tokens = std::min(cache.slots().max_tokens(), kMaxTokens);
+    want(tokens <= max_tokens,
+         "the sequence would have {} tokens, but the cache has slots for at most {}", tokens,
+         max_tokens);
   }
   void forget_append() {
     current = {};
@@ -194,7 +195,7 @@ void kvlab_kv_cache::start(int sequence, const SequenceSettings& settings) {
 void kvlab_kv_cache::copy_sequence(int from, int to) {
   const auto source = static_cast<std::size_t>(from), target = static_cast<std::size_t>(to);
   want_whole(source);
-  want(!in_chunks() || current.sequence != from,
+  want(!is_chunked() || current.sequence != from,
        "sequence {} is in the middle of an append; complete the append first", from);
   cache.copy_sequence(from, to);
   if (from == to) return;
@@ -282,7 +283,7 @@ void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAp
 /// Appends a single token like a decode step, which quantizes the token before its query attends.
 void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
   const bool interleaves = cache.config().interleaves_appends;
-  want(!in_chunks() || (interleaves && current.sequence != chunk.sequence),
+  want(!is_chunked() || (interleaves && current.sequence != chunk.sequence),
        "sequence {} is in the middle of an append; complete it, or drop it by "
        "kvlab_kv_cache_start",
        current.sequence);
@@ -307,7 +308,7 @@ void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
 
 void kvlab_kv_cache::begin_step(const unsigned char* decodes) {
   const bool interleaves = cache.config().interleaves_appends;
-  want(interleaves || !in_chunks(),
+  want(interleaves || !is_chunked(),
        "sequence {} is in the middle of an append, and the step needs its memory; complete the "
        "layer, drop the sequence by kvlab_kv_cache_start, or create the cache with "
        "interleaves_appends",
@@ -315,7 +316,7 @@ void kvlab_kv_cache::begin_step(const unsigned char* decodes) {
   std::vector<std::uint32_t> at(sequences, kIdle);
   for (std::size_t s = 0; s < sequences; ++s) {
     if (decodes && decodes[s] == 0) continue;
-    want(!in_chunks() || static_cast<std::size_t>(current.sequence) != s,
+    want(!is_chunked() || static_cast<std::size_t>(current.sequence) != s,
          "sequence {} should decode in this step, but is in the middle of an append; complete the "
          "append first",
          s);

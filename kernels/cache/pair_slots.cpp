@@ -25,10 +25,10 @@ PairSlots::PairSlots(const KvCacheConfig& config)
     first_slots_.push_back(total_);
     total_ += slots;
     const bool shares = config.sequences[pair / kv_heads_].share != nullptr;
-    const std::uint32_t most = shares ? slots_of(pair, own_[at].max_budget) : slots;
-    if (std::max(slots, most) > kMaxSlots)
-      throw std::invalid_argument("a KV head keeps too many tokens; at most 2^30 are expected");
-    max_slots_ = std::max(max_slots_, static_cast<int>(most));
+    const std::uint32_t max_own_slots = shares ? slots_of(pair, own_[at].max_budget) : slots;
+    if (std::max(slots, max_own_slots) > kMaxSlots)
+      throw std::invalid_argument("a KV head keeps too many tokens; at most 2^30 are supported");
+    max_slots_ = std::max(max_slots_, static_cast<int>(max_own_slots));
   }
   configured_first_ = first_slots_;
 }

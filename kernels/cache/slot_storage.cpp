@@ -52,7 +52,7 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const KvCacheConfig& config, const 
 void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::size_t count,
                               cudaStream_t stream) const {
   std::vector<kvlab_rule> own_rules;
-  std::vector<std::uint32_t> of_steps, of_compactions;
+  std::vector<std::uint32_t> step_limits, compaction_limits;
   std::vector<std::int64_t> starts;
   for (std::size_t at = first; at < first + count; ++at) {
     const auto layer = static_cast<std::uint32_t>(at / pairs_);
@@ -64,15 +64,15 @@ void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::si
                          .sinks = protected_tokens.sinks,
                          .recent = protected_tokens.recent,
                          .group_max = modifiers.group == Modifiers::Group::max});
-    of_steps.push_back(modifiers.steps_evict() ? budget : kUnlimited);
-    of_compactions.push_back(modifiers.evict_at(budget));
+    step_limits.push_back(modifiers.steps_evict() ? budget : kUnlimited);
+    compaction_limits.push_back(modifiers.evict_at(budget));
     starts.push_back(slots.first_slots()[at]);
   }
   cuda::enqueue_write(rules + first, own_rules, stream, kTables);
   cuda::enqueue_write(first_slots + first, starts, stream, kTables);
   if (!step_evict_at) return;
-  cuda::enqueue_write(step_evict_at + first, of_steps, stream, kTables);
-  cuda::enqueue_write(compact_evict_at + first, of_compactions, stream, kTables);
+  cuda::enqueue_write(step_evict_at + first, step_limits, stream, kTables);
+  cuda::enqueue_write(compact_evict_at + first, compaction_limits, stream, kTables);
 }
 
 void SlotStorage::write_settings(std::size_t first_sequence, std::span<const SlotSequence> settings,

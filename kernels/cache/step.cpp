@@ -72,7 +72,7 @@ EvictingAttentionArgs KvCache::step(std::uint32_t layer, const StepRows& rows,
 void KvCache::compute_features(std::uint32_t layer, const StepRows& rows,
                                const AttendedRows& to) const {
   if (config_.features.count == 0) return;
-  const AttendedRows keys = with_keys(to);
+  const AttendedRows keys = attach_keys(to);
   FeatureArgs args{config_.features};
   args.cache = cache_of(layer, rows);
   args.slots = args.cache.next_slots;

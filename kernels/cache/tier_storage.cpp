@@ -30,7 +30,7 @@ TierLayout::TierLayout(const KvCacheConfig& config, const PairSlots& slots) {
       const std::int64_t row = row_bytes(format, head_size, element);
       if (std::uint64_t{first_row} + whole > kMaxSlots)
         throw std::invalid_argument(
-            "a KV head's tiers have too many tokens; at most 2^30 are expected");
+            "a KV head's tiers have too many tokens; at most 2^30 are supported");
       tier_plan.tier[tier_plan.tiers++] = {format, tiers[r].slots, whole, first_row, bytes};
       first_row += whole;
       max_row_bytes = std::max(max_row_bytes, static_cast<int>(row));

@@ -1,7 +1,7 @@
 // Decode attention for few pairs that have few slots. A cluster of CTAs handles each pair, and
-// requests all keys and values of the pair while the preceding kernel still runs. So the time of
-// the kernel is only the time from the arrival of the query to the output. Parts are merged through
-// the shared memory of the cluster, which takes half as long as through global memory.
+// requests all keys and values of the pair while the preceding kernel still runs. So the kernel
+// takes only the time from the arrival of the query to the output. Parts are merged through the
+// shared memory of the cluster, which takes half as long as through global memory.
 //
 // The CTAs of a cluster share a pair's tiles evenly. Each warp computes a part from its tiles. Each
 // CTA merges some columns (a column is four dimensions of a query head) over all parts, always in

@@ -259,13 +259,13 @@ class TensorCoreWarp {
         multiply_add<T>(sums[e][1], a, words(query.rests, e, k, 0), words(query.rests, e, k, 1));
       }
     }
-    float of_sinks[kEights][4];
-    add_up(sums, of_sinks);
+    float sink_logits[kEights][4];
+    add_up(sums, sink_logits);
 #pragma unroll
     for (int e = 0; e < kEights; ++e)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (i / 2 * 8 + row() < use.sinks) logit[e][i] = of_sinks[e][i];
+        if (i / 2 * 8 + row() < use.sinks) logit[e][i] = sink_logits[e][i];
   }
 
   /// Computes logits of keys that are rotated after they are read from shared memory. A lane holds
@@ -274,8 +274,8 @@ class TensorCoreWarp {
                                 float (&logit)[kEights][4]) const {
     const int lane = threadIdx.x % 32;
     const std::uint32_t keys = shared_address(tile.keys);
-    const std::uint32_t behind[2] = {angles.behind(tile.ages, row()),
-                                     angles.behind(tile.ages, row() + 8)};
+    const std::uint32_t distance[2] = {angles.distance(tile.ages, row()),
+                                       angles.distance(tile.ages, row() + 8)};
     Sums sums = {};
 #pragma unroll
     for (int k = 0; k < kDim / 32; ++k) {
@@ -286,7 +286,7 @@ class TensorCoreWarp {
       for (int i = 0; i < 4;
            ++i) {  // key i % 2 * 8 + row(); dimensions start at i / 2 * 8 + column()
         const auto cos_sin = [&](int next) {
-          return angles.cos_sin(k * 16 + i / 2 * 8 + column() + next, behind[i % 2]);
+          return angles.cos_sin(k * 16 + i / 2 * 8 + column() + next, distance[i % 2]);
         };
         rotate<T>(cos_sin(0), cos_sin(1), low[i], high[i], rest[i], rest_high[i]);
       }
@@ -451,10 +451,10 @@ class PlainWarp {
   __device__ float score_rotated(const Tile& tile, const KeyAngles& angles, int slot,
                                  int head) const {
     const float* query = query_ + head * kDim;
-    const std::uint32_t behind = angles.behind(tile.ages, slot);
+    const std::uint32_t distance = angles.distance(tile.ages, slot);
     float dot = 0;
     for (int i = 0; i < kDim / 2; ++i) {
-      const float2 cos_sin = angles.cos_sin_precise(i, behind);
+      const float2 cos_sin = angles.cos_sin_precise(i, distance);
       const float low = element(tile.keys, slot, i), high = element(tile.keys, slot, i + kDim / 2);
       dot = fmaf(query[i], fmaf(low, cos_sin.x, -high * cos_sin.y), dot);
       dot = fmaf(query[i + kDim / 2], fmaf(high, cos_sin.x, low * cos_sin.y), dot);

@@ -29,10 +29,10 @@ std::size_t shared_bytes(const PairAttention& args, int stages) {
 /// The largest number of stages that fits, up to `wanted`; 0 if none fits.
 template <class Warp>
 int stages_that_fit(const DeviceLimits& limits, const PairAttention& args, int wanted) {
-  const int least = kVariesStages<Warp> ? 1 : Warp::kStages;
+  const int min_stages = kVariesStages<Warp> ? 1 : Warp::kStages;
   const auto max_bytes = static_cast<std::size_t>(limits.shared_bytes);
-  while (wanted >= least && shared_bytes<Warp>(args, wanted) > max_bytes) --wanted;
-  return wanted >= least ? wanted : 0;
+  while (wanted >= min_stages && shared_bytes<Warp>(args, wanted) > max_bytes) --wanted;
+  return wanted >= min_stages ? wanted : 0;
 }
 
 /// The number of tiles if all lengths have their maximum.

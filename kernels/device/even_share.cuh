@@ -14,8 +14,8 @@ struct EvenShare {
   /// The first item of a worker. For `worker` == the number of workers, the number of items.
   __device__ int begin(int worker) const { return worker * each + min(worker, longer); }
   __device__ int worker_of(int item) const {
-    const int in_longer = longer * (each + 1);
-    return item < in_longer ? item / (each + 1) : longer + (item - in_longer) / each;
+    const int longer_items = longer * (each + 1);
+    return item < longer_items ? item / (each + 1) : longer + (item - longer_items) / each;
   }
 };
 

@@ -16,34 +16,34 @@ __device__ inline EvictionCandidate warp_first_victim(const EvictionCandidate& m
   // Compares the keys word by word. A lane remains a candidate only while it has the minimum of
   // every word so far.
   bool first = true;
-  const auto least = [&](std::uint32_t word) {
-    const std::uint32_t of_all = __reduce_min_sync(~0u, first ? word : ~0u);
-    first &= word == of_all;
-    return of_all;
+  const auto warp_min = [&](std::uint32_t word) {
+    const std::uint32_t lowest = __reduce_min_sync(~0u, first ? word : ~0u);
+    first &= word == lowest;
+    return lowest;
   };
   std::uint32_t protection = 0;
-  if constexpr (!kUnprotected) protection = least(mine.key.protection);
-  const std::uint32_t upper = least(static_cast<std::uint32_t>(mine.key.rank >> 32)),
-                      lower = least(static_cast<std::uint32_t>(mine.key.rank)),
-                      position = least(mine.key.position);
+  if constexpr (!kUnprotected) protection = warp_min(mine.key.protection);
+  const std::uint32_t upper = warp_min(static_cast<std::uint32_t>(mine.key.rank >> 32)),
+                      lower = warp_min(static_cast<std::uint32_t>(mine.key.rank)),
+                      position = warp_min(mine.key.position);
   const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, first))) - 1;
   return {{protection, std::uint64_t{upper} << 32 | lower, position},
           __shfl_sync(~0u, mine.slot, lane)};
 }
 
-/// The first victim among the candidates of the thread block, returned in every thread. `of_warps`:
-/// one element per warp, which may be reused after the next barrier.
+/// The first victim among the candidates of the thread block, returned in every thread.
+/// `warp_victims`: one element per warp, which may be reused after the next barrier.
 template <bool kUnprotected = false>
 __device__ inline EvictionCandidate block_first_victim(const EvictionCandidate& mine,
-                                                       EvictionCandidate* of_warps) {
+                                                       EvictionCandidate* warp_victims) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
             warp = static_cast<int>(threadIdx.x) / kWarpSize,
             warps = static_cast<int>(blockDim.x) / kWarpSize;
-  const EvictionCandidate of_warp = warp_first_victim<kUnprotected>(mine);
-  if (lane == 0) of_warps[warp] = of_warp;
+  const EvictionCandidate warp_victim = warp_first_victim<kUnprotected>(mine);
+  if (lane == 0) warp_victims[warp] = warp_victim;
   __syncthreads();
   EvictionCandidate other = EvictionCandidate::none();
-  if (lane < warps) other = of_warps[lane];
+  if (lane < warps) other = warp_victims[lane];
   return warp_first_victim<kUnprotected>(other);
 }
 

@@ -28,7 +28,7 @@ struct Larger {
 };
 
 /// Returns in every lane the four values that lanes `first` to first + 3 have.
-__device__ inline float4 of_lanes(float value, int first) {
+__device__ inline float4 gather_lanes(float value, int first) {
   return {__shfl_sync(~0u, value, first), __shfl_sync(~0u, value, first + 1),
           __shfl_sync(~0u, value, first + 2), __shfl_sync(~0u, value, first + 3)};
 }
@@ -39,8 +39,9 @@ __device__ inline void add(float4& sum, const float4& x) {
 __device__ inline void add_product(float4& sum, float a, const float4& x) {
   sum = {fmaf(a, x.x, sum.x), fmaf(a, x.y, sum.y), fmaf(a, x.z, sum.z), fmaf(a, x.w, sum.w)};
 }
-__device__ inline void raise(float4& most, const float4& x) {
-  most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
+__device__ inline void raise(float4& maximum, const float4& x) {
+  maximum = {fmaxf(maximum.x, x.x), fmaxf(maximum.y, x.y), fmaxf(maximum.z, x.z),
+             fmaxf(maximum.w, x.w)};
 }
 /// Increments each component of `count` if the same component of `x` is at least `bound`.
 __device__ inline void count_from(uint4& count, const float4& x, const float4& bound) {

@@ -46,7 +46,7 @@ struct KeyAngles {
   int newest;          ///< the newest token's slot, relative to `ages`
 
   /// Distance from the token at `slot` to the query, in positions.
-  __device__ std::uint32_t behind(const std::uint32_t* ages, int slot) const {
+  __device__ std::uint32_t distance(const std::uint32_t* ages, int slot) const {
     const std::uint32_t age = ages[slot];
     return slot == newest ? 0 : youngest - (age - (age > gone ? 1 : 0));
   }

@@ -47,14 +47,14 @@ class MassSum {
 /// The lowest probability that counts as a request in a row whose largest mass is `row_max`.
 /// Negative if a probability of 0 counts. Requires row_max <= 2^33 and threshold16 <= 2^16.
 constexpr float request_floor(std::uint64_t row_max, std::uint32_t threshold16) {
-  const std::uint64_t least = (threshold16 * row_max + 0xffff) >> 16;  // mass
-  if (least == 0) return -1;
-  // Masses above least - 1/2 round to at least `least`. least - 1/2 itself rounds to its even
-  // neighbour.
-  const std::uint64_t halves = 2 * least - 1;
+  const std::uint64_t min_mass = (threshold16 * row_max + 0xffff) >> 16;  // mass
+  if (min_mass == 0) return -1;
+  // Masses above min_mass - 1/2 round to at least `min_mass`. min_mass - 1/2 itself rounds to its
+  // even neighbour.
+  const std::uint64_t halves = 2 * min_mass - 1;
   const double bound = static_cast<double>(halves) * 0x1p-33;
   const auto nearest = static_cast<float>(bound);
-  const bool enough = least % 2 == 0 ? nearest >= bound : nearest > bound;
+  const bool enough = min_mass % 2 == 0 ? nearest >= bound : nearest > bound;
   return enough ? nearest : std::bit_cast<float>(std::bit_cast<std::uint32_t>(nearest) + 1);
 }
 

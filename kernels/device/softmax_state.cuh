@@ -39,10 +39,10 @@ __device__ inline SoftmaxState<kWidth> merge(const SoftmaxState<kWidth>& a,
                                              const SoftmaxState<kWidth>& b) {
   SoftmaxState<kWidth> both;
   both.max = fmaxf(a.max, b.max);
-  const float of_a = rescale(a.max, both.max), of_b = rescale(b.max, both.max);
-  both.sum = fmaf(a.sum, of_a, b.sum * of_b);
+  const float scale_a = rescale(a.max, both.max), scale_b = rescale(b.max, both.max);
+  both.sum = fmaf(a.sum, scale_a, b.sum * scale_b);
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) both.out[i] = fmaf(a.out[i], of_a, b.out[i] * of_b);
+  for (int i = 0; i < kWidth; ++i) both.out[i] = fmaf(a.out[i], scale_a, b.out[i] * scale_b);
   return both;
 }
 

@@ -1,6 +1,7 @@
-// Memory traffic: every query and every key is read and written once. Most of the work is to
-// compute the cache position of each older token, which takes one comparison with every other older
-// token. That happens once per append.
+// Rotates the queries and keys of an append to cache positions. Memory traffic: every query and
+// every key is read and written once. Most of the work is to compute the cache position of each
+// older token, which takes one comparison with every other older token. That happens once per
+// append.
 #include "kernels/evict/cache_positions.hpp"
 
 #include "kernels/device/reduce.cuh"
@@ -42,14 +43,14 @@ __global__ void queries_kernel(const CachePositionArgs args, const T* q, T* to) 
 
 /// Uses one warp for each key of a head (blockIdx.y).
 template <class T>
-__global__ void keys_kernel(const CachePositionKeysArgs args, bool of_older) {
+__global__ void keys_kernel(const CachePositionKeysArgs args, bool rotates_older) {
   const CachePositionArgs& shape = args.shape;
   const int kv_head = static_cast<int>(blockIdx.y), older = shape.older[kv_head];
   const int i = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
-  if (i >= (of_older ? older : shape.tokens)) return;
-  const int slot = of_older ? i : older + shape.first + i;
+  if (i >= (rotates_older ? older : shape.tokens)) return;
+  const int slot = rotates_older ? i : older + shape.first + i;
   int position_in_cache = slot;
-  if (of_older) {
+  if (rotates_older) {
     const std::uint32_t* const positions = args.positions + std::int64_t{kv_head} * args.slots;
     int count = 0;
     for (int other = static_cast<int>(threadIdx.x) % kWarpSize; other < older; other += kWarpSize)
@@ -84,15 +85,15 @@ cudaError_t rotate_queries_to_cache_positions(const CachePositionArgs& args, con
   });
 }
 
-cudaError_t rotate_keys_to_cache_positions(const CachePositionKeysArgs& args, bool of_older,
+cudaError_t rotate_keys_to_cache_positions(const CachePositionKeysArgs& args, bool rotates_older,
                                            cudaStream_t stream) {
-  if (!valid(args.shape) || (!of_older && args.shape.tokens <= 0) || args.slots <= 0 ||
-      !args.keys || !args.to || (of_older && !args.positions))
+  if (!valid(args.shape) || (!rotates_older && args.shape.tokens <= 0) || args.slots <= 0 ||
+      !args.keys || !args.to || (rotates_older && !args.positions))
     return cudaErrorInvalidValue;
-  const dim3 grid(blocks_for(of_older ? args.slots : args.shape.tokens),
+  const dim3 grid(blocks_for(rotates_older ? args.slots : args.shape.tokens),
                   static_cast<unsigned>(args.shape.kv_heads));
   return with_type(args.shape.type, [&]<class T>(T) {
-    keys_kernel<T><<<grid, kThreads, 0, stream>>>(args, of_older);
+    keys_kernel<T><<<grid, kThreads, 0, stream>>>(args, rotates_older);
     return cudaGetLastError();
   });
 }

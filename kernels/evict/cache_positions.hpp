@@ -38,9 +38,9 @@ struct CachePositionKeysArgs {
   const void* keys;
   void* to;
 };
-/// Rotates the new tokens' keys from `first` on or, with `of_older`, the older tokens' keys (then
-/// first and tokens are ignored).
-cudaError_t rotate_keys_to_cache_positions(const CachePositionKeysArgs& args, bool of_older,
+/// Rotates the new tokens' keys from `first` on or, with `rotates_older`, the older tokens' keys
+/// (then first and tokens are ignored).
+cudaError_t rotate_keys_to_cache_positions(const CachePositionKeysArgs& args, bool rotates_older,
                                            cudaStream_t stream);
 
 }  // namespace kvlab::kernels

@@ -249,8 +249,9 @@ cudaError_t keep_survivors(const DevicePolicy& policy, const kvlab_compact_args&
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   const int bytes = static_cast<int>(bytes_of(args.from.type));
   const int chunks = args.from.head_size * bytes / 16;
-  const std::int64_t most = std::int64_t{args.to.max_slots} * chunks;
-  const dim3 grid(static_cast<unsigned>((most + kCompactThreads - 1) / kCompactThreads), pairs);
+  const std::int64_t max_blocks = std::int64_t{args.to.max_slots} * chunks;
+  const dim3 grid(static_cast<unsigned>((max_blocks + kCompactThreads - 1) / kCompactThreads),
+                  pairs);
   move_stayers<<<grid, kCompactThreads, 0, stream>>>(args, static_cast<int>(policy.slot_bytes),
                                                      static_cast<int>(policy.features.size()),
                                                      chunks, bytes, in_place, rows);

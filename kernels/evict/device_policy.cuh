@@ -8,6 +8,7 @@
 #include "kernels/evict/plain_eviction.cuh"
 #include "kernels/evict/policy_probe.cuh"
 #include "policies/bytes.hpp"
+#include "policies/order_hooks.hpp"
 
 namespace kvlab::kernels {
 
@@ -55,6 +56,14 @@ DevicePolicy device_policy_of(std::string_view header, std::string_view type) {
           .evict = reinterpret_cast<const void*>(evict_kernel<P>),
           .settle_tokens = reinterpret_cast<const void*>(settle_tokens<P>),
           .run_states = reinterpret_cast<const void*>(run_states<P>)};
+}
+
+/// Appends the policy, unless it has hooks that the device does not call.
+template <class P>
+void add_device_policy(std::vector<DevicePolicy>& all, std::string_view header,
+                       std::string_view type) {
+  if constexpr (!hooks::HasEvicted<P> && !hooks::HasReorder<P>)
+    all.push_back(device_policy_of<P>(header, type));
 }
 
 }  // namespace kvlab::kernels

@@ -44,7 +44,8 @@ struct DevicePolicy {
   const void* run_states;     ///< policy_probe.cuh
 };
 
-/// Every registered policy, in the registry's order.
+/// Every registered policy without hooks that only the CPU calls (policies/order_hooks.hpp), in the
+/// registry's order.
 const std::vector<DevicePolicy>& device_policies();
 
 }  // namespace kvlab::kernels

@@ -75,7 +75,7 @@ class NewTokens {
   }
 
   /// A token's feature. For key_cosine it is only the key's norm, which make_cosines() replaces.
-  __device__ float of_token(kvlab_feature feature, int token) const {
+  __device__ float read_feature(kvlab_feature feature, int token) const {
     const auto size = static_cast<std::uint32_t>(args_.cache.head_size);
     switch (feature) {
       case KVLAB_VALUE_NORM:
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = static_cast<int>(threadIdx.x); i < own.count() * count * kEach; i += kThreads)
     if (const int at = i / kEach;
         i % kEach == 0 && args.features[at % count] != KVLAB_VALUE_OUT_NORM1)
-      own.feature(at / count, at % count) = own.of_token(args.features[at % count], at / count);
+      own.feature(at / count, at % count) = own.read_feature(args.features[at % count], at / count);
   for (int c = 0; c < count; ++c) {
     if (args.features[c] != KVLAB_KEY_COSINE) continue;
     __syncthreads();

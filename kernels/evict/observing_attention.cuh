@@ -126,7 +126,7 @@ struct PairBlock {
 struct ObserveShared {
   float2 softmax[kMaxGroup];
   float floors[kMaxGroup];  ///< the lowest probability that counts as a request, for each head
-  EvictionCandidate of_warps[kMaxDeviceTiers][kObserveThreads / kWarpSize];
+  EvictionCandidate warp_victims[kMaxDeviceTiers][kObserveThreads / kWarpSize];
   EvictionCandidate firsts[kMaxDeviceTiers];  ///< [tier]: the first token of the eviction order
                                               ///< among the block's slots
   bool is_last;
@@ -302,12 +302,12 @@ __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[k
       if (mine.live && rows.hold(mine.row_index))
         first = first_victim(first, {block.eviction_key(mine), mine.slot});
     first = warp_first_victim(first);
-    if (lane == 0) shared.of_warps[r][warp] = first;
+    if (lane == 0) shared.warp_victims[r][warp] = first;
   }
   __syncthreads();
   if (warp >= tiers) return;
   const EvictionCandidate first = warp_first_victim(
-      chooses && lane < kWarps ? shared.of_warps[warp][lane] : EvictionCandidate::none());
+      chooses && lane < kWarps ? shared.warp_victims[warp][lane] : EvictionCandidate::none());
   if (lane == 0) to[warp] = first;
 }
 

@@ -182,7 +182,7 @@ __device__ void weighted_values(const float* p, const T* values, int live, int d
 template <class T>
 __global__ void softmax_kernel(const EvictingAttentionArgs args,
                                const QuantizedCache quantized_cache, PlainRows rows) {
-  __shared__ float of_warps[kWarps], of_sums[kWarps], of_threads[kThreads];
+  __shared__ float warp_scratch[kWarps], sum_scratch[kWarps], thread_scratch[kThreads];
   const kvlab_cache_view& cache = args.cache;
   const int group = cache.query_heads / cache.kv_heads, row = static_cast<int>(blockIdx.x);
   const Pair pair = pair_of(row / group, cache.kv_heads);
@@ -193,26 +193,26 @@ __global__ void softmax_kernel(const EvictingAttentionArgs args,
   float largest = -INFINITY;
   for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kThreads)
     largest = fmaxf(largest, p[slot]);
-  largest = block_max(largest, of_warps);
+  largest = block_max(largest, warp_scratch);
   const float sink = args.sinks ? args.sinks[row % cache.query_heads] : -INFINITY,
-              most = fmaxf(largest, sink);
+              max_logit = fmaxf(largest, sink);
   float sum = 0;
   for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kThreads)
-    sum += p[slot] = expf(p[slot] - most);
-  sum = block_sum(sum, of_sums) + expf(sink - most);
+    sum += p[slot] = expf(p[slot] - max_logit);
+  sum = block_sum(sum, sum_scratch) + expf(sink - max_logit);
   for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kThreads) p[slot] /= sum;
   __syncthreads();
   const std::int64_t first = cache.first_slot[pair.index];
   T* const out = static_cast<T*>(args.out) + std::int64_t{row} * dim;
   if (quantized_cache.tier_plans != nullptr)
     weighted_quantized(p, quantized_cache, quantized_cache.tier_plans[pair.index],
-                       quantized_cache.row_of_slot + first, live, dim, of_threads, out);
+                       quantized_cache.row_of_slot + first, live, dim, thread_scratch, out);
   else
-    weighted_values(p, static_cast<const T*>(cache.values) + first * dim, live, dim, of_threads,
+    weighted_values(p, static_cast<const T*>(cache.values) + first * dim, live, dim, thread_scratch,
                     out);
   if (threadIdx.x != 0) return;
-  rows.largest[row] = expf(largest - most) / sum;
-  if (args.lse) args.lse[row] = most + logf(sum);
+  rows.largest[row] = expf(largest - max_logit) / sum;
+  if (args.lse) args.lse[row] = max_logit + logf(sum);
 }
 
 bool valid(const EvictingAttentionArgs& args) {

@@ -93,8 +93,8 @@ __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
     victim = first_victim(victim, first);
   }
   if (threadIdx.x != 0) return;
-  const std::uint32_t most = evict_at(policy, pair.index);
-  const bool full = most != kUnlimited && static_cast<std::uint32_t>(live) >= most;
+  const std::uint32_t limit = evict_at(policy, pair.index);
+  const bool full = limit != kUnlimited && static_cast<std::uint32_t>(live) >= limit;
   cache.lengths[pair.index] = live;
   cache.next_slots[pair.index] = P::kInfo.evicts && full ? victim.slot : live;
 }

@@ -19,9 +19,9 @@ struct PolicyDescription {
   RankType rank_type;
   std::uint32_t slot_bytes, feature_count;
   char features[kMaxFeatures][kMaxNameBytes];
-  std::uint32_t param_count;                   ///< number of doubles in Params
-  std::uint32_t param_of[kMaxParams];          ///< index in kParams for each of them
-  double least[kMaxParams], most[kMaxParams];  ///< by index in kParams
+  std::uint32_t param_count;                              ///< number of doubles in Params
+  std::uint32_t param_of[kMaxParams];                     ///< index in kParams for each of them
+  double min_values[kMaxParams], max_values[kMaxParams];  ///< by index in kParams
 
   constexpr bool operator==(const PolicyDescription&) const = default;
 };
@@ -48,8 +48,8 @@ constexpr PolicyDescription describe() {
     double numbers[kCount] = {};
     for (std::uint32_t i = 0; i < kCount; ++i) {
       numbers[i] = i;
-      about.least[i] = P::kParams[i].least;
-      about.most[i] = P::kParams[i].most;
+      about.min_values[i] = P::kParams[i].min_value;
+      about.max_values[i] = P::kParams[i].max_value;
     }
     const auto params = std::bit_cast<Doubles>(params_from<P>(numbers));
     about.param_count = kCount;

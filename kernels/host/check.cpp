@@ -35,14 +35,13 @@ bool is_lost(cudaError_t error) {
 void check(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return;
   if (is_lost(error))
-    throw Error(
-        error, fmt::format("CUDA: {}: the device was lost ({}: {}); this process cannot use it any "
-                           "more, so restart the process",
-                           what, cudaGetErrorName(error), cudaGetErrorString(error)));
+    throw Error(error, fmt::format("CUDA: {} failed, because the device was lost ({}: {}); this "
+                                   "process cannot use it any more, so restart the process",
+                                   what, cudaGetErrorName(error), cudaGetErrorString(error)));
   cudaGetLastError();  // clears the error, so that the next call does not fail too
   if (kernels::is_without_code(error))
-    throw Error(error, fmt::format("CUDA: {}: {}", what, kernels::why_not_device()));
-  throw Error(error, fmt::format("CUDA: {}: {} ({})", what, cudaGetErrorString(error),
+    throw Error(error, fmt::format("CUDA: {} failed: {}", what, kernels::why_not_device()));
+  throw Error(error, fmt::format("CUDA: {} failed: {} ({})", what, cudaGetErrorString(error),
                                  cudaGetErrorName(error)));
 }
 
@@ -73,7 +72,7 @@ bool has_device() {
 
 std::string device_name() {
   cudaDeviceProp properties{};
-  check(cudaGetDeviceProperties(&properties, 0), "asking for the device's name");
+  check(cudaGetDeviceProperties(&properties, 0), "querying the device's name");
   return properties.name;
 }
 

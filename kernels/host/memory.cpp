@@ -12,9 +12,9 @@ void* device_memory(std::size_t bytes, std::string_view what) {
   if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();
     const MemoryInfo memory = memory_info();
-    throw Error(
-        error, fmt::format("device memory: {} needs {}; {} of {} are free", what, bytes_text(bytes),
-                           bytes_text(memory.free), bytes_text(memory.total)));
+    throw Error(error,
+                fmt::format("device memory: {} needs {}; only {} of {} are free", what,
+                            bytes_text(bytes), bytes_text(memory.free), bytes_text(memory.total)));
   }
   check(error, fmt::format("allocating {} for {}", bytes_text(bytes), what));
   return data;

@@ -1,7 +1,7 @@
-// With few tokens, reading the weights of their experts takes most of the time. With many tokens,
-// the tokens of a tile, which have the same expert, share one read of the expert's weights, and the
-// tensor cores limit the speed. Instantiated for 2 types x tiles of 16 and 64 pairs, and for plain
-// float32.
+// Kernels of mixture-of-experts layers. With few tokens, reading the weights of their experts takes
+// most of the time. With many tokens, the tokens of a tile, which have the same expert, share one
+// read of the expert's weights, and the tensor cores limit the speed. Instantiated for 2 types x
+// tiles of 16 and 64 pairs, and for plain float32.
 #include "kernels/linear/experts.hpp"
 
 #include <algorithm>
@@ -434,11 +434,11 @@ cudaError_t expert_product(const ExpertProductArgs& args, cudaStream_t stream) {
                   args);
   // Uses tiles of 64 pairs if the experts have enough pairs to fill these tiles well.
   const bool many = takes_many(args.routes, limits);
-  const auto of_type = [&]<class T>(T) {
+  const auto launch_type = [&]<class T>(T) {
     return many ? launch_tiles<T, 64>(limits, args, stream)
                 : launch_tiles<T, 16>(limits, args, stream);
   };
-  return args.type == KVLAB_BF16 ? of_type(__nv_bfloat16{}) : of_type(__half{});
+  return args.type == KVLAB_BF16 ? launch_type(__nv_bfloat16{}) : launch_type(__half{});
 }
 
 cudaError_t add_shares(const Routes& routes, const float* y, int hidden, float* x,

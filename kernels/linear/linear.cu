@@ -157,7 +157,7 @@ class Finisher {
     dim_ = first % rope_.cache.head_size + output_;
     if (!is_value()) cos_sin_ = rope_row_[dim_];
     if (!is_query())
-      cached_ = place_.of_head(rope_, (head_ - rope_.cache.query_heads) % rope_.cache.kv_heads);
+      cached_ = place_.head_offset(rope_, (head_ - rope_.cache.query_heads) % rope_.cache.kv_heads);
   }
 
   /// Adds the partial sums of the warps in order, and writes the outputs. `partial`: [warp, tile,
@@ -222,19 +222,19 @@ class Finisher {
   float2 cos_sin_{};
 };
 
-/// The work of eight warps: they compute the product while weights arrive. `behind`: the shared
+/// The work of eight warps: they compute the product while weights arrive. `after_ring`: the shared
 /// memory after the ring.
 template <class T, Form kForm>
 __device__ void multiply(const LinearProduct<T>& product, const RopeWriteArgs& rope,
-                         const Layout& layout, std::byte* behind, WeightReader reader) {
+                         const Layout& layout, std::byte* after_ring, WeightReader reader) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  float* const partials = reinterpret_cast<float*>(behind + kBarrierBytes);
-  std::byte* const x_copy = behind + layout.x;
+  float* const partials = reinterpret_cast<float*>(after_ring + kBarrierBytes);
+  std::byte* const x_copy = after_ring + layout.x;
   Finisher<T, kForm> finisher(product, rope);
   const bool copied = has_norm(kForm) || layout.plain_x_is_shared;
   if constexpr (has_norm(kForm))
-    norm_rows(product, behind + layout.gamma, x_copy, partials, SplitEight<T>{});
+    norm_rows(product, after_ring + layout.gamma, x_copy, partials, SplitEight<T>{});
   else if (copied)
     copy_rows(product, x_copy);
   const XRows<kForm> rows(copied ? x_copy : static_cast<const std::byte*>(product.x),
@@ -291,8 +291,8 @@ __global__ void __launch_bounds__(kLinearThreads + kWarpSize)
     linear_kernel(const __grid_constant__ LinearProduct<T> product,
                   const __grid_constant__ RopeWriteArgs rope, const Layout layout) {
   extern __shared__ __align__(16) std::byte ring[];
-  std::byte* const behind = ring + layout.stages * kStageBytes;
-  RingBarriers& barriers = *reinterpret_cast<RingBarriers*>(behind);
+  std::byte* const after_ring = ring + layout.stages * kStageBytes;
+  RingBarriers& barriers = *reinterpret_cast<RingBarriers*>(after_ring);
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
   if (threadIdx.x >= kLinearThreads) {
@@ -301,15 +301,17 @@ __global__ void __launch_bounds__(kLinearThreads + kWarpSize)
     wait_copies<0>();
     return;
   }
-  if constexpr (has_norm(kForm)) fetch_gamma(product, behind + layout.gamma);
+  if constexpr (has_norm(kForm)) fetch_gamma(product, after_ring + layout.gamma);
   let_successor_start();
   wait_for_predecessor();
-  multiply<T, kForm>(product, rope, layout, behind, WeightReader(ring, layout.stages, barriers));
+  multiply<T, kForm>(product, rope, layout, after_ring,
+                     WeightReader(ring, layout.stages, barriers));
 }
 
 /// The ring that a product needs, for 2-byte weights.
 struct RingLength {
-  int least, most;  ///< number of stages; a thread block requests at most `most` in total
+  int min_stages,
+      max_stages;  ///< number of stages; a thread block requests at most `max_stages` in total
 };
 int gamma_begin() { return kBarrierBytes + kPartialBytes; }
 int x_begin(Form form, int k) {
@@ -329,11 +331,11 @@ bool lay_out(Form form, int rows, int k, const RingLength& ring, const DeviceLim
   };
   std::size_t x_bytes =
       static_cast<std::size_t>(rows) * (has_norm(form) ? normed_row_bytes(k) : plain_row_bytes(k));
-  layout.plain_x_is_shared = !has_norm(form) && stages(x_bytes) >= ring.least;
+  layout.plain_x_is_shared = !has_norm(form) && stages(x_bytes) >= ring.min_stages;
   if (!has_norm(form) && !layout.plain_x_is_shared) x_bytes = 0;
   layout.stages = stages(x_bytes);
-  if (layout.stages < ring.least) return false;
-  layout.stages = std::min(layout.stages, ring.most);
+  if (layout.stages < ring.min_stages) return false;
+  layout.stages = std::min(layout.stages, ring.max_stages);
   layout.bytes = static_cast<std::size_t>(layout.stages) * kStageBytes +
                  static_cast<std::size_t>(layout.x) + x_bytes;
   return true;
@@ -352,13 +354,13 @@ LinearLaunch plan_product(Form form, int rows, int n, int k, const DeviceLimits&
   // multiprocessor then has memory for one block, which can load weights meanwhile, but not for
   // two. If two blocks fitted, some multiprocessors would get two of them and others none.
   const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) * 2 / 5;
-  for (const int least : {kPreferredStages, kMinStages}) {
-    const RingLength ring{least, max_stages};
+  for (const int min_stages : {kPreferredStages, kMinStages}) {
+    const RingLength ring{min_stages, max_stages};
     Layout layout{};
-    int most = rows;
-    while (most > 0 && !lay_out(form, most, k, ring, limits, layout)) --most;
-    if (most == 0) continue;
-    const int passes = (rows + most - 1) / most, each = (rows + passes - 1) / passes;
+    int tile_rows = rows;
+    while (tile_rows > 0 && !lay_out(form, tile_rows, k, ring, limits, layout)) --tile_rows;
+    if (tile_rows == 0) continue;
+    const int passes = (rows + tile_rows - 1) / tile_rows, each = (rows + passes - 1) / passes;
     lay_out(form, each, k, ring, limits, layout);
     return {{.blocks = blocks,
              .stages = layout.stages,

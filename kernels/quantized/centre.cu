@@ -1,5 +1,5 @@
-// Memory traffic: find_centres reads up to 128 keys of each KV head once; subtract_centres reads
-// and writes the new keys once.
+// Finds the centres of a prompt's keys and subtracts them. Memory traffic: find_centres reads up to
+// 128 keys of each KV head once; subtract_centres reads and writes the new keys once.
 #include "kernels/quantized/centre.hpp"
 
 #include "kernels/device/type_dispatch.cuh"

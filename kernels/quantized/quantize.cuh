@@ -42,8 +42,8 @@ __device__ inline float power_of_two(int exponent) { return ldexpf(1.0f, exponen
 
 __device__ inline float dequantize_int(std::uint32_t quantized, std::uint32_t metadata) {
   const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(metadata))),
-              least = __half2float(__ushort_as_half(static_cast<unsigned short>(metadata >> 16)));
-  return __fadd_rn(__fmul_rn(static_cast<float>(quantized), scale), least);
+              minimum = __half2float(__ushort_as_half(static_cast<unsigned short>(metadata >> 16)));
+  return __fadd_rn(__fmul_rn(static_cast<float>(quantized), scale), minimum);
 }
 __device__ inline float dequantize_fp8(std::uint32_t quantized, std::uint32_t metadata) {
   const __half value(
@@ -75,10 +75,10 @@ __device__ inline void quantize_fp8(float y, std::uint32_t& quantized, std::uint
 
 __device__ inline void quantize_int(float y, int bits, std::uint32_t& quantized,
                                     std::uint32_t& metadata) {
-  const float most = warp_max(y), least = -warp_max(-y);
+  const float highest = warp_max(y), lowest = -warp_max(-y);
   const auto levels = static_cast<float>((1 << bits) - 1);
-  const __half minimum = __float2half_rn(least);
-  __half scale = __float2half_rn(__fdiv_rn(__fsub_rn(most, least), levels));
+  const __half minimum = __float2half_rn(lowest);
+  __half scale = __float2half_rn(__fdiv_rn(__fsub_rn(highest, lowest), levels));
   if (__half2float(scale) == 0) scale = __ushort_as_half(1);
   const float at = __fdiv_rn(__fsub_rn(y, __half2float(minimum)), __half2float(scale));
   quantized = static_cast<std::uint32_t>(fminf(fmaxf(rintf(at), 0.0f), levels));

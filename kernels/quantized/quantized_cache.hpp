@@ -88,9 +88,9 @@ __host__ __device__ inline RowPart part_of(std::byte* bytes, const DeviceTier& t
   const std::int64_t tile = row / kRowsOfTile * (keys + values + 2 * metadata);
   std::byte* const plane =
       bytes + tier.first_byte + kRowsOfTile * (tile + (key ? 0 : keys + metadata));
-  const std::int64_t data = key ? keys : values, in_tile = row % kRowsOfTile;
-  return {plane + (tier.format.exact() ? in_tile * data : 0),
-          plane + kRowsOfTile * data + in_tile * metadata, static_cast<int>(in_tile)};
+  const std::int64_t data = key ? keys : values, tile_row = row % kRowsOfTile;
+  return {plane + (tier.format.exact() ? tile_row * data : 0),
+          plane + kRowsOfTile * data + tile_row * metadata, static_cast<int>(tile_row)};
 }
 
 /// lane_words(): number of 32-bit words of a tile's quantized values that one lane of a warp
@@ -120,8 +120,8 @@ __host__ __device__ inline int quantized_bit(bool key, int bits, int row, int ch
     word = odd ? b : half * (blocks / 2) + b / 2;
     bit += (odd ? half : b % 2) * (key ? 16 : 8) + own * 2;
   }
-  const int at_once = words_at_once(lane_words(bits, blocks));
-  return ((word / at_once * 32 + lane) * at_once + word % at_once) * 32 + bit;
+  const int step_words = words_at_once(lane_words(bits, blocks));
+  return ((word / step_words * 32 + lane) * step_words + word % step_words) * 32 + bit;
 }
 
 /// The rows of one layer. This struct is in host memory; kernels get a copy.

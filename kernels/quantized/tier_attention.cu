@@ -54,14 +54,14 @@ class PairTiers {
     const int first = max(tile_, before / kSlotsPerTile),
               end = min(end_, (before + rows) / kSlotsPerTile);
     const int row = first * kSlotsPerTile + static_cast<int>(threadIdx.x) / 32 * Warp::kKeys,
-              in_tier = row - static_cast<int>(tier.first_row),
+              tier_row = row - static_cast<int>(tier.first_row),
               bytes = static_cast<int>(
                   row_bytes(tier.format, Warp::kHeadSize, sizeof(typename Warp::Element)));
     return {tier.format,
             max(end - first, 0),
-            rows - in_tier,
+            rows - tier_row,
             static_cast<std::uint32_t>(row),
-            quantized_cache_->bytes + tier.first_byte + std::int64_t{in_tier} * bytes,
+            quantized_cache_->bytes + tier.first_byte + std::int64_t{tier_row} * bytes,
             bytes,
             quantized_cache_->slot_of_row + tier_plan().first_row + row};
   }
@@ -128,9 +128,10 @@ class TierTiles {
         tiers_ = share_of_pair();
       }
       run_ = tiers_.template run<Warp>(tier_++);
-      const int behind = cursor_.slots.newest - static_cast<int>(run_.row);
-      newest_ =
-          behind >= 0 && behind % kSlotsPerTile < kRows ? run_.tiles - behind / kSlotsPerTile : 0;
+      const int rows_after = cursor_.slots.newest - static_cast<int>(run_.row);
+      newest_ = rows_after >= 0 && rows_after % kSlotsPerTile < kRows
+                    ? run_.tiles - rows_after / kSlotsPerTile
+                    : 0;
     }
     return true;
   }
@@ -336,16 +337,18 @@ int stage_bytes(int max_row_bytes) {
   return kSlotIndexBytes + static_cast<int>(kRowsOfTile) * max_row_bytes;
 }
 int exchange_bytes(int group, int head_size) {
-  const auto of_size = [&]<int kDim>() { return static_cast<int>(Exchange<kDim>::bytes(group)); };
+  const auto exchange_size = [&]<int kDim>() {
+    return static_cast<int>(Exchange<kDim>::bytes(group));
+  };
   switch (head_size) {
     case 64:
-      return of_size.template operator()<64>();
+      return exchange_size.template operator()<64>();
     case 96:
-      return of_size.template operator()<96>();
+      return exchange_size.template operator()<96>();
     case 128:
-      return of_size.template operator()<128>();
+      return exchange_size.template operator()<128>();
     default:
-      return of_size.template operator()<256>();
+      return exchange_size.template operator()<256>();
   }
 }
 /// Bytes of shared memory that a CTA needs besides its ring.
@@ -361,10 +364,10 @@ int bytes_beside(int group, int head_size) {
 LaunchPlan tier_attention_plan(const PairAttention& args, int max_row_bytes,
                                const DeviceLimits& limits) {
   const int beside = bytes_beside(args.group, args.head_size),
-            of_stage = kWarps * stage_bytes(max_row_bytes),
+            block_stage_bytes = kWarps * stage_bytes(max_row_bytes),
             free_bytes = shared_of_all(limits) / 2 - kReserved - beside;
-  const auto bytes = [&](int stages) { return stages * of_stage + beside; };
-  int stages = std::clamp(free_bytes / of_stage, kMinStages, kMaxStages);
+  const auto bytes = [&](int stages) { return stages * block_stage_bytes + beside; };
+  int stages = std::clamp(free_bytes / block_stage_bytes, kMinStages, kMaxStages);
   if (bytes(stages) > limits.shared_bytes) stages = 1;
   const int on_one = std::min(shared_of_all(limits) / (bytes(stages) + kReserved), 2);
   const int ctas = static_cast<int>(

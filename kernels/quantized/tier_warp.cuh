@@ -80,10 +80,10 @@ struct HadamardQuery {
   template <class T>
   __device__ void set(int at, T query) const {
     const float own = to_float(query), rotated = hadamard_rotate_block(own) / kQuantBlock,
-                most = warp_max(fabsf(rotated));
+                max_value = warp_max(fabsf(rotated));
     values[at] = rotated;
     if (lane_id() != 0) return;
-    largest[at / kQuantBlock] = most;
+    largest[at / kQuantBlock] = max_value;
     firsts[at / kQuantBlock] = own;
   }
 };
@@ -132,7 +132,7 @@ struct RowMetadata {
     else
       return __low2float(reinterpret_cast<const __half2&>(own.of[b]));
   }
-  __device__ float least(int b) const {
+  __device__ float minimum(int b) const {
     if constexpr (kFloating)
       return 0;
     else
@@ -260,7 +260,7 @@ class QuantizedWarp {
       reference_[e] = top_[e] = state.x;
       sum_[e] = row() == 0 ? state.y : 0;
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) least_[e][b] = 0;
+      for (int b = 0; b < kBlocks; ++b) minima_[e][b] = 0;
 #pragma unroll
       for (int n = 0; n < kDim / 16; ++n)
 #pragma unroll
@@ -275,10 +275,11 @@ class QuantizedWarp {
   __device__ void begin() {
     constexpr float kMax = 127 * 256;
     const auto largest = [&](int head) {
-      float most = 0;
+      float max_value = 0;
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) most = fmaxf(most, query_.largest[head * kBlocks + b]);
-      return most;
+      for (int b = 0; b < kBlocks; ++b)
+        max_value = fmaxf(max_value, query_.largest[head * kBlocks + b]);
+      return max_value;
     };
 #pragma unroll
     for (int e = 0; e < kHeadGroups; ++e) {
@@ -288,10 +289,11 @@ class QuantizedWarp {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
         firsts_[e][b] = own ? query_.firsts[head(e) * kBlocks + b] * base2_scale_ : 0;
-      const int of_column = 4 * e + row() / 2;  // the head that this column belongs to
-      const bool there = of_column < group_;
-      const float* const values = query_.values + of_column * kDim + lane_id() % 4 * 8;
-      const float most = there ? largest(of_column) : 0, per_unit = most > 0 ? kMax / most : 0;
+      const int column_head = 4 * e + row() / 2;  // the head that this column belongs to
+      const bool there = column_head < group_;
+      const float* const values = query_.values + column_head * kDim + lane_id() % 4 * 8;
+      const float max_value = there ? largest(column_head) : 0,
+                  per_unit = max_value > 0 ? kMax / max_value : 0;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
@@ -335,7 +337,8 @@ class QuantizedWarp {
       if constexpr (!Format::kFloating)
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b)
-          least_[e][b] = fmaf(p[e][0], upper.least(b), fmaf(p[e][1], lower.least(b), least_[e][b]));
+          minima_[e][b] =
+              fmaf(p[e][0], upper.minimum(b), fmaf(p[e][1], lower.minimum(b), minima_[e][b]));
 #pragma unroll
       for (auto& two : weights[e])
 #pragma unroll
@@ -358,7 +361,7 @@ class QuantizedWarp {
 
   /// Writes the warp's part, relative to the largest logit.
   __device__ void finish(const WarpPart& part) {
-    const auto of_all = [](float own, auto both) {
+    const auto reduce_lanes = [](float own, auto both) {
 #pragma unroll
       for (int lanes = 4; lanes < kWarpSize; lanes *= 2)
         own = both(own, __shfl_xor_sync(~0u, own, lanes));
@@ -367,17 +370,17 @@ class QuantizedWarp {
     const auto plus = [](float a, float b) { return a + b; };
 #pragma unroll
     for (int e = 0; e < kHeadGroups; ++e) {
-      const float top = of_all(top_[e], [](float a, float b) { return fmaxf(a, b); }),
-                  factor = rescale(reference_[e], top), sum = of_all(sum_[e], plus) * factor;
+      const float top = reduce_lanes(top_[e], [](float a, float b) { return fmaxf(a, b); }),
+                  factor = rescale(reference_[e], top), sum = reduce_lanes(sum_[e], plus) * factor;
       if (row() == 0 && head(e) < group_) part.state[head(e)] = make_float2(top, sum);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        const float least = of_all(least_[e][b], plus);
+        const float minimum = reduce_lanes(minima_[e][b], plus);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (const int n = 2 * b + i / 2; head(e) < group_)
             part.out[head(e) * kDim + channel(n, i % 2)] =
-                (out_[e][n][i % 2 * 2 + column_of(n)] + least) * factor;
+                (out_[e][n][i % 2 * 2 + column_of(n)] + minimum) * factor;
       }
     }
     __syncwarp();
@@ -425,7 +428,7 @@ class QuantizedWarp {
     load_lane_words(keys, words);
     const RowMetadata<kBlocks, Format::kFloating> upper(metadata, row()),
         lower(metadata, row() + 8);
-    float least[kHeadGroups][2] = {};
+    float minima[kHeadGroups][2] = {};
 #pragma unroll
     for (auto& two : logit) two[0] = two[1] = 0;
 #pragma unroll
@@ -441,14 +444,14 @@ class QuantizedWarp {
           multiply_digits(a, query_of_[e][b], products);
         logit[e][0] = fmaf(upper.scale(b), products[0], logit[e][0]);
         logit[e][1] = fmaf(lower.scale(b), products[1], logit[e][1]);
-        least[e][0] = fmaf(upper.least(b), firsts_[e][b], least[e][0]);
-        least[e][1] = fmaf(lower.least(b), firsts_[e][b], least[e][1]);
+        minima[e][0] = fmaf(upper.minimum(b), firsts_[e][b], minima[e][0]);
+        minima[e][1] = fmaf(lower.minimum(b), firsts_[e][b], minima[e][1]);
       }
     }
 #pragma unroll
     for (int e = 0; e < kHeadGroups; ++e)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) logit[e][i] = fmaf(logit[e][i], scale_[e], least[e][i]);
+      for (int i = 0; i < 2; ++i) logit[e][i] = fmaf(logit[e][i], scale_[e], minima[e][i]);
   }
   __device__ static void multiply_digits(const std::uint32_t (&a)[4], const std::uint32_t (&q)[4],
                                          float (&products)[2]) {
@@ -479,7 +482,7 @@ class QuantizedWarp {
                         const Metadata& lower, float (&p)[kHeadGroups][2],
                         std::uint32_t (&weights)[kHeadGroups][(kBlocks + 1) / 2][2]) const {
     constexpr std::uint32_t kTooLarge = 0x7800;  // 2^15
-    __half2 most = __float2half2_rn(0);
+    __half2 max_value = __float2half2_rn(0);
 #pragma unroll
     for (int e = 0; e < kHeadGroups; ++e) {
 #pragma unroll
@@ -493,10 +496,10 @@ class QuantizedWarp {
           };
           std::uint32_t& both = weights[e][b / 2][i];
           both = pack<__half>(weight(b), weight(b + 1));
-          most = __hmax2(most, reinterpret_cast<const __half2&>(both));
+          max_value = __hmax2(max_value, reinterpret_cast<const __half2&>(both));
         }
     }
-    const auto bits = reinterpret_cast<const std::uint32_t&>(most);
+    const auto bits = reinterpret_cast<const std::uint32_t&>(max_value);
     const bool too_large =
         ((bits & kTooLarge * 0x10001u) + 0x08000800u & 0x80008000u) != 0 || fresh_;
     return !__any_sync(~0u, too_large);
@@ -508,15 +511,15 @@ class QuantizedWarp {
                         const Metadata& lower) {
     constexpr float kHeadroom = 13, kMinScale = -40;
     const auto exponent = [](const Metadata& row) {
-      float most = 0;
+      float max_value = 0;
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) most = fmaxf(most, row.scale(b));
-      return fmaxf(log2f(most), kMinScale);
+      for (int b = 0; b < kBlocks; ++b) max_value = fmaxf(max_value, row.scale(b));
+      return fmaxf(log2f(max_value), kMinScale);
     };
-    const float of_upper = exponent(upper), of_lower = exponent(lower);
+    const float upper_exponent = exponent(upper), lower_exponent = exponent(lower);
 #pragma unroll
     for (int e = 0; e < kHeadGroups; ++e) {
-      float next = fmaxf(logit[e][0] + of_upper, logit[e][1] + of_lower);
+      float next = fmaxf(logit[e][0] + upper_exponent, logit[e][1] + lower_exponent);
 #pragma unroll
       for (int lanes = 4; lanes < kWarpSize; lanes *= 2)
         next = fmaxf(next, __shfl_xor_sync(~0u, next, lanes));
@@ -526,7 +529,7 @@ class QuantizedWarp {
       reference_[e] = next;
       sum_[e] *= factor;
 #pragma unroll
-      for (float& least : least_[e]) least *= factor;
+      for (float& minimum : minima_[e]) minimum *= factor;
 #pragma unroll
       for (auto& step : out_[e])
 #pragma unroll
@@ -543,8 +546,9 @@ class QuantizedWarp {
   std::uint32_t query_of_[kHeadGroups][kBlocks][4];
   float scale_[kHeadGroups], firsts_[kHeadGroups][kBlocks];
   float out_[kHeadGroups][kDim / 16][4];
-  // sum_, top_ and least_ cover only this lane's rows until finish().
-  float reference_[kHeadGroups], sum_[kHeadGroups], top_[kHeadGroups], least_[kHeadGroups][kBlocks];
+  // sum_, top_ and minima_ cover only this lane's rows until finish().
+  float reference_[kHeadGroups], sum_[kHeadGroups], top_[kHeadGroups],
+      minima_[kHeadGroups][kBlocks];
 };
 
 }  // namespace kvlab::kernels

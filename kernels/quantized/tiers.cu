@@ -201,10 +201,10 @@ struct TierKeys {
 
 /// The number of tokens on a tier. Called by the whole thread block.
 __device__ std::uint32_t count_level(const std::int32_t* levels, std::uint32_t tokens, int tier) {
-  __shared__ std::uint32_t of_warps[kAssignThreads / kWarpSize];
+  __shared__ std::uint32_t warp_counts[kAssignThreads / kWarpSize];
   std::uint32_t own = 0;
   for (std::uint32_t i = threadIdx.x; i < tokens; i += kAssignThreads) own += levels[i] == tier;
-  const std::uint32_t count = block_sum(own, of_warps);
+  const std::uint32_t count = block_sum(own, warp_counts);
   __syncthreads();
   return count;
 }
@@ -242,11 +242,11 @@ __global__ void __launch_bounds__(kAssignThreads)
   __syncthreads();
 
   const kvlab_rule rule = args.policy.rules[pair.index];
-  const std::uint32_t most = evict_at(args.policy, pair.index), live = pair.live();
+  const std::uint32_t limit = evict_at(args.policy, pair.index), live = pair.live();
   const bool evicts = kept < live;
   const std::uint32_t slots = tier_plan.tier[0].slots;
-  const bool full = most != kUnlimited && tokens_to_evict(count_level(levels, kept, 0), slots,
-                                                          slots + (most - rule.budget)) > 0;
+  const bool full = limit != kUnlimited && tokens_to_evict(count_level(levels, kept, 0), slots,
+                                                           slots + (limit - rule.budget)) > 0;
   if (evicts || full) {
     const std::uint32_t waiting = waiting_tokens(live, rule.budget, evicts);
     const EvictionKeys all{workspace.ranks + line, args.from.positions + pair.first_slot,

@@ -34,7 +34,7 @@ __device__ inline HeadGroups<kHeadGroups> head_groups_of_lanes(float value, int 
   HeadGroups<kHeadGroups> all;
 #pragma unroll
   for (int head_group = 0; head_group < kHeadGroups; ++head_group)
-    all.head_group[head_group] = of_lanes(value, first + 4 * head_group);
+    all.head_group[head_group] = gather_lanes(value, first + 4 * head_group);
   return all;
 }
 
@@ -60,11 +60,11 @@ struct ReplayShared {
 
 /// The number of threads for a cache with `slots` slots.
 constexpr std::uint32_t replay_threads(std::uint32_t slots, bool cache_positions) {
-  const std::uint32_t of_warp =
+  const std::uint32_t slots_per_warp =
                           static_cast<std::uint32_t>(replay_strip(cache_positions)) * kWarpSize,
-                      threads = (slots + of_warp - 1) / of_warp * kWarpSize,
-                      most = replay_max_threads(cache_positions);
-  return threads < most ? threads : most;
+                      threads = (slots + slots_per_warp - 1) / slots_per_warp * kWarpSize,
+                      max_threads = replay_max_threads(cache_positions);
+  return threads < max_threads ? threads : max_threads;
 }
 /// A cache's slots, rounded up to whole strips.
 constexpr std::uint32_t whole_strips(std::uint32_t slots, bool cache_positions) {
@@ -91,7 +91,7 @@ struct CacheThread {
         config(of.members[blockIdx.x]),
         task(of.sweep.task_of(config, static_cast<int>(blockIdx.y))),
         rule(of.sweep.rules[cache()]),
-        first_slot(task * of.slots.of_task + rule.first_slot),
+        first_slot(task * of.slots.task_stride + rule.first_slot),
         thread(threadIdx.x),
         threads(blockDim.x),
         lane(thread % kWarpSize),
@@ -125,7 +125,7 @@ struct CacheThread {
   __device__ float4* direct(int i) const {
     const ReplaySlots& slots = args.slots;
     const std::int64_t planes = std::int64_t{task} * slots.planes + i % slots.planes;
-    return slots.direct + planes * args.shape.head_groups() * slots.of_task + rule.first_slot;
+    return slots.direct + planes * args.shape.head_groups() * slots.task_stride + rule.first_slot;
   }
 };
 

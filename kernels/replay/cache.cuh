@@ -336,16 +336,16 @@ class ReplayCache {
       const std::uint32_t here = tier.tokens + over;
       over = tokens_to_demote(here, tier_capacity(r, tier.slots, waiting));
       if (over == 0) continue;
-      const OneTierKeys own{keys, tokens_.of_slot(), r};
+      const OneTierKeys own{keys, tokens_.slot_tiers(), r};
       const bool all = over == here, last = r + 1 == tokens_.count();
       EvictionThreshold threshold{};
       if (!all) threshold = select_victims(shared_.selection, own, live, over);
       const auto goes = [&](std::uint32_t i) {
-        return tokens_.of_slot()[i] == r && (all || threshold.evicts(own[i]));
+        return tokens_.slot_tiers()[i] == r && (all || threshold.evicts(own[i]));
       };
       if (last) return take_out(over, [&](std::uint32_t i) { return !goes(i); });
       for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
-        if (goes(i)) tokens_.of_slot()[i] = static_cast<std::uint8_t>(r + 1);
+        if (goes(i)) tokens_.slot_tiers()[i] = static_cast<std::uint8_t>(r + 1);
       __syncthreads();
     }
     __syncthreads();  // find() clears counts that other threads may still be comparing

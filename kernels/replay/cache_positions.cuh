@@ -36,15 +36,15 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
     return OldKeyLayout(args.shape).bytes();
   }
   __device__ CachePositionTokens(const CacheThread& at, ReplayShared& shared, std::byte* before,
-                                 std::byte* behind, const std::uint32_t* positions,
+                                 std::byte* rest, const std::uint32_t* positions,
                                  std::uint32_t slots)
-      : Base(at, shared, before, behind, positions, slots),
+      : Base(at, shared, before, rest, positions, slots),
         args_(static_cast<const Args&>(at.args)),
         stage_(args_, at.task, before),
         positions_(positions),
         gone_(args_.progress[at.cache()].gone) {
     if constexpr (kShared) {
-      positions_in_cache_ = reinterpret_cast<std::uint32_t*>(behind);
+      positions_in_cache_ = reinterpret_cast<std::uint32_t*>(rest);
       listed_ = reinterpret_cast<OldItem*>(positions_in_cache_ + slots);
     } else {
       positions_in_cache_ = args_.positions_in_cache + at.first_slot;

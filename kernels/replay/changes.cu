@@ -22,7 +22,7 @@ __host__ __device__ constexpr int gradient_samples_at_once(int group) { return k
 
 /// Partial sums of one warp.
 struct Sums {
-  float of_config[kTile][kColumns], full[kColumns];
+  float config_sums[kTile][kColumns], full[kColumns];
 };
 
 /// A tile of columns and configurations, for one query of one head task. kQuantized: the
@@ -38,11 +38,11 @@ class Changes {
         lane_(static_cast<int>(threadIdx.x) % kWarpSize),
         warp_(static_cast<int>(threadIdx.x) / kWarpSize),
         terms_(args.shape, args.terms, task_, index) {
-    const int group = args.shape.group, at_once = gradient_samples_at_once(group),
-              chunks = (args.terms.gradient_samples + at_once - 1) / at_once;
+    const int group = args.shape.group, chunk_samples = gradient_samples_at_once(group),
+              chunks = (args.terms.gradient_samples + chunk_samples - 1) / chunk_samples;
     tile_ = static_cast<int>(blockIdx.y) / chunks;
-    first_gradient_sample_ = static_cast<int>(blockIdx.y) % chunks * at_once;
-    gradient_samples_ = min(at_once, args.terms.gradient_samples - first_gradient_sample_);
+    first_gradient_sample_ = static_cast<int>(blockIdx.y) % chunks * chunk_samples;
+    gradient_samples_ = min(chunk_samples, args.terms.gradient_samples - first_gradient_sample_);
     for (int n = 0; n < 2; ++n) {
       const int config = config_of(lane_ / 4 + 8 * n);
       if (config < 0) continue;
@@ -81,7 +81,7 @@ class Changes {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        to.of_config[row + c / 2 * 8][8 * half + column + c % 2] = sums_[half][c];
+        to.config_sums[row + c / 2 * 8][8 * half + column + c % 2] = sums_[half][c];
       for (int distance = 1; distance < 4; distance *= 2)
         full_[half] += __shfl_xor_sync(~0u, full_[half], distance);
       if (lane_ % 4 == 0) to.full[8 * half + row] = full_[half];
@@ -97,12 +97,12 @@ class Changes {
     if (config >= 0 && column < gradient_samples_ * args_.shape.group)
       change = change_of(sums, row, column, config);
     __syncthreads();
-    sums[0].of_config[row][column] = change;
+    sums[0].config_sums[row][column] = change;
     __syncthreads();
     if (config < 0 || column >= gradient_samples_) return;
     float all = 0;
     for (int head = 0; head < args_.shape.group; ++head)
-      all += sums[0].of_config[row][column * args_.shape.group + head];
+      all += sums[0].config_sums[row][column * args_.shape.group + head];
     const std::int64_t query = args_.sweep.cache_of(task_, config) * args_.measured.size + index_;
     args_.changes[query * args_.terms.gradient_samples + first_gradient_sample_ + column] = all;
   }
@@ -181,7 +181,7 @@ class Changes {
     if (of.whole) return 0;
     float own = 0, full = 0;
     for (int warp = 0; warp < kWarps; ++warp)
-      own += sums[warp].of_config[row][column], full += sums[warp].full[column];
+      own += sums[warp].config_sums[row][column], full += sums[warp].full[column];
     const int group = args_.shape.group, head = column % group;
     if (of.direct)
       own += args_.sets.changes[kept * terms_.columns + first_gradient_sample_ * group + column];
@@ -221,8 +221,8 @@ __global__ void __launch_bounds__(kThreads)
 template <bool kQuantized>
 cudaError_t change(const ReplayChangesArgs& args, cudaStream_t stream) {
   const int tiles = (args.configs.tiles * kReplayTile + kTile - 1) / kTile,
-            at_once = gradient_samples_at_once(args.shape.group),
-            chunks = (args.terms.gradient_samples + at_once - 1) / at_once;
+            chunk_samples = gradient_samples_at_once(args.shape.group),
+            chunks = (args.terms.gradient_samples + chunk_samples - 1) / chunk_samples;
   changes_kernel<kQuantized>
       <<<grid_of(args.rows.count, tiles * chunks, args.shape.tasks), kThreads, 0, stream>>>(args);
   return cudaGetLastError();

@@ -51,21 +51,21 @@ __global__ void __launch_bounds__(kThreads)
   const ReplayShape& shape = args.shape;
   const int i = static_cast<int>(blockIdx.x), head_group = static_cast<int>(blockIdx.y),
             length = args.rows.first + i + 1, heads = shape.group - 4 * head_group;
-  const std::int64_t of_query = args.rows.row(blockIdx.z, i),
-                     head_group_row = of_query * shape.head_groups() + head_group;
+  const std::int64_t query_row = args.rows.row(blockIdx.z, i),
+                     head_group_row = query_row * shape.head_groups() + head_group;
   const float* const products =
-      args.products + (of_query * shape.group + 4 * head_group) * shape.tokens;
-  const float4 most = args.exact_max[head_group_row];
+      args.products + (query_row * shape.group + 4 * head_group) * shape.tokens;
+  const float4 max_logit = args.exact_max[head_group_row];
   float4* const e = rows + head_group_row * shape.tokens;
-  const auto of_head = [&](int head, int t, float largest) {
+  const auto exponential = [&](int head, int t, float largest) {
     return head < heads
                ? expf(products[std::int64_t{head} * shape.tokens + t] * shape.softmax_scale -
                       largest)
                : 0.0f;
   };
   for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads)
-    e[t] = {of_head(0, t, most.x), of_head(1, t, most.y), of_head(2, t, most.z),
-            of_head(3, t, most.w)};
+    e[t] = {exponential(0, t, max_logit.x), exponential(1, t, max_logit.y),
+            exponential(2, t, max_logit.z), exponential(3, t, max_logit.w)};
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // Direct exponentials: the slow way to compute a cache's row. It is used if the fast ways lose
 // precision. This happens, rarely, if the exponentials of the kept tokens are so small or so large,
-// compared with the largest one of the full row, that a separate maximum is
-// needed.
+// compared with the largest one of the full row, that the cache needs a separate maximum.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +16,7 @@ struct DirectRow {
       *positions_in_cache;  ///< null at original positions
   std::uint32_t visible, query;
   std::int64_t task;
-  float4* direct;  // [head group, slot], slots.of_task apart
+  float4* direct;  // [head group, slot], slots.task_stride apart
 };
 
 /// Limits of a head's sum. Below kLostSum, exponentials that were taken with the maximum of a
@@ -126,9 +125,9 @@ __device__ __noinline__ inline void take_direct_row(const ReplayWalkArgs& args, 
                       warps = blockDim.x / kWarpSize;
   for (int head = 0; head < 4 * shape.head_groups(); ++head) {
     float* const direct =
-        reinterpret_cast<float*>(row.direct + head / 4 * args.slots.of_task) + head % 4;
+        reinterpret_cast<float*>(row.direct + head / 4 * args.slots.task_stride) + head % 4;
     const bool is_head = head < shape.group;
-    float most = -3.4e38f;
+    float max_logit = -3.4e38f;
     for (std::uint32_t slot = warp; slot < row.visible; slot += warps) {
       const AttendedToken token{row.task, row.query, row.positions[slot],
                                 row.positions_in_cache ? row.positions_in_cache[slot] : 0,
@@ -140,15 +139,15 @@ __device__ __noinline__ inline void take_direct_row(const ReplayWalkArgs& args, 
         return direct_product(shape, args.tensors, token, head);
       };
       const float logit = is_head ? product() * shape.softmax_scale : 0.0f;
-      most = fmaxf(most, logit);
+      max_logit = fmaxf(max_logit, logit);
       if (lane == 0) direct[4 * slot] = logit;
     }
     __syncthreads();
-    if (lane == 0) scratch[warp] = most;
+    if (lane == 0) scratch[warp] = max_logit;
     __syncthreads();
-    for (std::uint32_t w = 0; w < warps; ++w) most = fmaxf(most, scratch[w]);
+    for (std::uint32_t w = 0; w < warps; ++w) max_logit = fmaxf(max_logit, scratch[w]);
     for (std::uint32_t slot = threadIdx.x; slot < row.visible; slot += blockDim.x)
-      direct[4 * slot] = is_head ? expf(direct[4 * slot] - most) : 0.0f;
+      direct[4 * slot] = is_head ? expf(direct[4 * slot] - max_logit) : 0.0f;
   }
   __syncthreads();
 }
@@ -182,7 +181,7 @@ struct DirectValues {
   const std::uint32_t* positions;  ///< by slot
   std::uint32_t count, end;
   std::int64_t task;
-  const float4* direct;  // [head group, slot], slots.of_task apart
+  const float4* direct;  // [head group, slot], slots.task_stride apart
 };
 
 /// Multiplies exponentials by terms, and writes the sums to `to` [gradient sample, group]. Called
@@ -195,7 +194,7 @@ __device__ __noinline__ inline void sum_direct_terms(const ReplayWalkArgs& args,
   for (int column = static_cast<int>(threadIdx.x / kWarpSize); column < terms.columns;
        column += static_cast<int>(blockDim.x / kWarpSize)) {
     const int head = column % args.shape.group;
-    const float4* const direct = of.direct + head / 4 * args.slots.of_task;
+    const float4* const direct = of.direct + head / 4 * args.slots.task_stride;
     const auto term = [&](std::uint32_t slot, std::uint32_t position) {
       if constexpr (Copies::kQuantized)
         return terms.of(copies.all, copies(slot)).at(position, column);
@@ -253,7 +252,7 @@ __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, Direc
 #pragma unroll
         for (int head_group = 0; head_group < kHeadGroups; ++head_group)
           tokens.e[n][head_group] =
-              is ? of.direct[head_group * args.slots.of_task + slot] : float4{};
+              is ? of.direct[head_group * args.slots.task_stride + slot] : float4{};
       }
       return tokens;
     };

@@ -43,12 +43,12 @@ __device__ __noinline__ void add_named_sums(const ReplayWalkArgs& args, int task
         add(all, x);
         if (live[token / 32] >> token % 32 & 1) add(kept, x);
       }
-      const float of_kept = warp_fold4(kept, Add{}), of_all = warp_fold4(all, Add{});
+      const float kept_sum = warp_fold4(kept, Add{}), all_sum = warp_fold4(all, Add{});
       const int head = 4 * head_group + lane;
       if (lane < 4 && head < args.shape.group) {
         const double sum = component(args.rows.sums[row], lane);
-        metric_sum(args, cache, kept_of(s), head, block) += of_kept / sum;
-        metric_sum(args, cache, all_of(s), head, block) += of_all / sum;
+        metric_sum(args, cache, kept_of(s), head, block) += kept_sum / sum;
+        metric_sum(args, cache, all_of(s), head, block) += all_sum / sum;
       }
     }
   }
@@ -68,12 +68,14 @@ __device__ inline void store_counts(const CacheThread& at, const ReplayShared& s
     const std::int64_t row = at.row(static_cast<int>(i)) * head_groups,
                        to = (at.cache() * rows.block + i) * 4 * head_groups + head;
     // The query's own token is always kept, so it is not counted.
-    const float least = reinterpret_cast<const float*>(rows.least + row)[head];
+    const float request_threshold =
+        reinterpret_cast<const float*>(rows.request_threshold + row)[head];
     const float4 own = rows.e[(row + head / 4) * args.shape.tokens + query];
     args.counts.kept[to] = shared.kept[i][head];
-    args.counts.hits[to] = least <= 0
-                               ? shared.visible[i] - 1
-                               : shared.hits[i][head] - (component(own, head % 4) >= least ? 1 : 0);
+    args.counts.hits[to] =
+        request_threshold <= 0
+            ? shared.visible[i] - 1
+            : shared.hits[i][head] - (component(own, head % 4) >= request_threshold ? 1 : 0);
   }
 }
 

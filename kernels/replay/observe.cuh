@@ -8,8 +8,8 @@ namespace kvlab::kernels {
 
 /// The lowest exponential of a token that counts as requested by a head, in a row with this sum and
 /// this largest exponential.
-__device__ inline float min_requested(float sum, float most, std::uint32_t threshold16) {
-  const float p = request_floor(fixed_mass(1.0f, most * (1 / sum)), threshold16);
+__device__ inline float min_requested(float sum, float max_exponential, std::uint32_t threshold16) {
+  const float p = request_floor(fixed_mass(1.0f, max_exponential * (1 / sum)), threshold16);
   return p < 0 ? 0.0f : p * sum;
 }
 
@@ -40,10 +40,10 @@ __device__ inline std::uint64_t head_group_mass(const float4& e, const float4& o
 template <int kHeadGroups>
 class ReplayHits {
  public:
-  __device__ explicit ReplayHits(const float4* least) {
+  __device__ explicit ReplayHits(const float4* request_threshold) {
 #pragma unroll
     for (int head_group = 0; head_group < kHeadGroups; ++head_group)
-      min_requested_.head_group[head_group] = least[head_group];
+      min_requested_.head_group[head_group] = request_threshold[head_group];
   }
   __device__ void count(const HeadGroups<kHeadGroups>& e) {
 #pragma unroll
@@ -74,22 +74,22 @@ template <class P, int kHeadGroups, bool kLargest>
 struct QueryLook {
   static constexpr bool kNeedsRequests = needs_requests(P::kInfo.needs);
   static constexpr bool kSums = needs_mass(P::kInfo.needs);
-  HeadGroups<kHeadGroups> over;  ///< 1 / sum; 0 for padding heads
-  HeadGroups<kHeadGroups>
-      least;  ///< lowest exponential at which a head requests a token; infinite for padding heads
+  HeadGroups<kHeadGroups> over;               ///< 1 / sum; 0 for padding heads
+  HeadGroups<kHeadGroups> request_threshold;  ///< lowest exponential at which a head requests a
+                                              ///< token; infinite for padding heads
   float weight;
   std::uint32_t query;
 
-  /// Lane l passes `sum` and `most` (the largest exponential) of head l.
-  __device__ QueryLook(float sum, float most, const CacheThread& at, float of_age,
-                       std::uint32_t of_query)
-      : weight(of_age), query(of_query) {
+  /// Lane l passes `sum` and `max_exponential` (the largest exponential) of head l.
+  __device__ QueryLook(float sum, float max_exponential, const CacheThread& at, float age_weight,
+                       std::uint32_t query_index)
+      : weight(age_weight), query(query_index) {
     const ReplayShape& shape = at.args.shape;
     const bool is_head = at.lane < static_cast<unsigned>(shape.group);
     if constexpr (kNeedsRequests) {
       float bound = __int_as_float(0x7f800000);
-      if (is_head) bound = min_requested(sum, most, shape.threshold16);
-      least = head_groups_of_lanes<kHeadGroups>(bound);
+      if (is_head) bound = min_requested(sum, max_exponential, shape.threshold16);
+      request_threshold = head_groups_of_lanes<kHeadGroups>(bound);
     }
     if constexpr (kSums) over = head_groups_of_lanes<kHeadGroups>(is_head ? 1 / sum : 0.0f);
   }
@@ -109,7 +109,7 @@ struct QueryLook {
     bool any = false;
 #pragma unroll
     for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
-      const float4 x = e.head_group[head_group], bound = least.head_group[head_group];
+      const float4 x = e.head_group[head_group], bound = request_threshold.head_group[head_group];
       any |= x.x >= bound.x || x.y >= bound.y || x.z >= bound.z || x.w >= bound.w;
     }
     return any;

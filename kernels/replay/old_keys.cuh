@@ -88,18 +88,18 @@ class OldKeyStage {
     const int heads = 4 * shape.head_groups(), thread = static_cast<int>(threadIdx.x),
               threads = static_cast<int>(blockDim.x);
     const std::int64_t query_groups = args_.rows.block / kReplayAhead,
-                       of_all = task_ * query_groups + query_group;
-    const uint4* const from = args_.cache_positions.fragments + of_all * parts.fragments;
+                       group_index = task_ * query_groups + query_group;
+    const uint4* const from = args_.cache_positions.fragments + group_index * parts.fragments;
     for (int n = thread; n < parts.fragments; n += threads) stage_[n] = from[n];
-    const std::int64_t first_column = of_all * kReplayAhead * heads;
+    const std::int64_t first_column = group_index * kReplayAhead * heads;
     const float* const scales =
         reinterpret_cast<const float*>(args_.cache_positions.scales) + first_column;
-    const float* const most =
-        reinterpret_cast<const float*>(args_.cache_positions.most) + first_column;
+    const float* const max_logits =
+        reinterpret_cast<const float*>(args_.cache_positions.max_logits) + first_column;
     // Padding heads get exponential 0.
     for (int n = thread; n < kReplayAhead * heads; n += threads)
       reinterpret_cast<float2*>(stage_ + parts.fragments)[n] = {
-          scales[n], n % heads < shape.group ? most[n] : __int_as_float(0x7f800000)};
+          scales[n], n % heads < shape.group ? max_logits[n] : __int_as_float(0x7f800000)};
   }
   __device__ const uint4* memory() const { return stage_; }
 
@@ -152,7 +152,7 @@ class OldKeys {
         lane_(static_cast<int>(threadIdx.x) % kWarpSize),
         granules_(args.shape.pairs() / kReplayGranule) {
     const OldKeyLayout parts(args.shape);
-    const std::int64_t slots = args.slots.of_task;
+    const std::int64_t slots = args.slots.task_stride;
     const int t = lane_ % 4;
     fragments_ = stage + lane_;
     columns_ = reinterpret_cast<const float4*>(stage + parts.fragments) + t;
@@ -170,13 +170,13 @@ class OldKeys {
   }
 
   __device__ void take() {
-    const std::uint32_t of_round = blockDim.x / kWarpSize * 16;
+    const std::uint32_t round_tokens = blockDim.x / kWarpSize * 16;
     std::uint32_t batch = threadIdx.x / kWarpSize * 16;
     if (batch >= old_.count) return;
     Two keys = load_pair(batch);
     FourPairs<T> ahead[2] = {FourPairs<T>(keys.key[0]), FourPairs<T>(keys.key[1])};
     while (true) {
-      const Two next = load_pair(batch + of_round);
+      const Two next = load_pair(batch + round_tokens);
       Sums sums{};
       Granule at = first_granule(keys);
 #pragma unroll 1
@@ -189,7 +189,7 @@ class OldKeys {
         at.advance();
       }
       store(sums, keys);
-      batch += of_round;
+      batch += round_tokens;
       if (batch >= old_.count) return;
       keys = next;
     }
@@ -318,9 +318,9 @@ class OldKeys {
   }
   /// Returns e^(x scale - most). The error is within 2^-22 of the result plus 2^-24 of |x scale -
   /// most|.
-  __device__ static float exponential(float x, float scale, float most) {
+  __device__ static float exponential(float x, float scale, float max_logit) {
     float e;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(x, scale, -most) * 1.44269504f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(x, scale, -max_logit) * 1.44269504f));
     return e;
   }
 

@@ -17,12 +17,12 @@ __device__ __noinline__ inline void sum_layer_ranks(const ReplayWalkArgs& args, 
                                                     RankType type) {
   const ReplaySlots& slots = args.slots;
   const int first_task = task / args.layer_heads * args.layer_heads;
-  const std::int64_t own = task * slots.of_task + first_slot;
+  const std::int64_t own = task * slots.task_stride + first_slot;
   cluster_arrive();
   cluster_wait();
   for (std::uint32_t i = threadIdx.x; i < live; i += blockDim.x) {
     const auto rank_of = [&](int head) {
-      return slots.ranks[(first_task + head) * slots.of_task + first_slot + i];
+      return slots.ranks[(first_task + head) * slots.task_stride + first_slot + i];
     };
     std::uint64_t sum = rank_of(0);
     for (int head = 1; head < args.layer_heads; ++head) sum = rank_sum(type, sum, rank_of(head));

@@ -62,10 +62,11 @@ cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
   if (plan.shared_bytes > plan.max_shared_bytes) return cudaErrorNotSupported;
   // Bytes per slot: state, position, and, where they are needed, cache position, list entry and
   // tier. The number of slots is rounded up to whole strips.
-  const std::size_t of_slot = members.slot_bytes + sizeof(std::uint32_t) +
-                              (cache_positions ? sizeof(std::uint32_t) + sizeof(OldItem) : 0) +
-                              (is_tiered ? 1 : 0),
-                    slots = of_slot * whole_strips(args.max_slots, cache_positions);
+  const std::size_t bytes_per_slot =
+                        members.slot_bytes + sizeof(std::uint32_t) +
+                        (cache_positions ? sizeof(std::uint32_t) + sizeof(OldItem) : 0) +
+                        (is_tiered ? 1 : 0),
+                    slots = bytes_per_slot * whole_strips(args.max_slots, cache_positions);
   const bool in_shared = plan.shared_bytes + slots <= plan.max_shared_bytes;
   if (in_shared) plan.shared_bytes += slots;
   plan.variant = {args.shape.head_groups(), members.tokens, in_shared, args.shape.type,
@@ -100,9 +101,9 @@ cudaError_t replay_waves(const void* kernel, const ReplayWalkPlan& plan, int& wa
   const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
       &resident, kernel, static_cast<int>(plan.threads), plan.shared_bytes);
   if (error != cudaSuccess) return error;
-  const int at_once = resident * plan.multiprocessors,
+  const int resident_blocks = resident * plan.multiprocessors,
             blocks = static_cast<int>(plan.grid.x * plan.grid.y);
-  waves = (blocks + at_once - 1) / at_once;
+  waves = (blocks + resident_blocks - 1) / resident_blocks;
   return cudaSuccess;
 }
 

@@ -114,9 +114,9 @@ struct ReplayRows {
   int first, count, block;
   float4* e;  // [head group, token]: exponentials, scaled so that a row's largest is 1. The rows of
               // the copies follow.
-  float4* sums;   // [head group]
-  float4* least;  // [head group]: the lowest exponential of a token that counts as requested by the
-                  // full row; infinite for padding
+  float4* sums;               // [head group]
+  float4* request_threshold;  // [head group]: the lowest exponential of a token that counts as
+                              // requested by the full row; infinite for padding
   uint4* wanted;  // [head group]: number of tokens before the query that it requests, if the query
                   // is measured
 
@@ -130,7 +130,7 @@ struct ReplayCachePositionRows {
   // [head group, token]: like ReplayRows::e, but from vectors that were not rounded. It is the same
   // array if nothing is rounded, and may be null.
   float4* e;
-  float4* most;  // [head group]: the row's largest logit
+  float4* max_logits;  // [head group]: the row's largest logit
   /// [query group, pairs / 8, tile, lane of a warp]: queries before RoPE as operands of float16
   /// products. A tile is 8 columns of the query group; a column is a query and one of its heads. In
   /// step 2 i + s, lane l has column l / 4 and two pairs, 16 i + 4 (l % 4) + 2 s and the next one:
@@ -402,8 +402,8 @@ struct ReplayProgress {
 
 /// The slots of all caches, [head task, slot of the head task].
 struct ReplaySlots {
-  std::int64_t of_task;  ///< slots per head task
-  int state_stride;      ///< bytes of a state; a multiple of 8
+  std::int64_t task_stride;  ///< slots per head task
+  int state_stride;          ///< bytes of a state; a multiple of 8
   std::byte* states;
   std::uint32_t *positions, *holes, *fillers;
   std::uint64_t* ranks;

@@ -73,7 +73,7 @@ __device__ float4 block_fold4(const float4& value, float (*shared)[4], Fold fold
   __syncthreads();
   float all = shared[0][lane % 4];
   for (int warp = 1; warp < kWarps; ++warp) all = fold(all, shared[warp][lane % 4]);
-  return of_lanes(all, 0);
+  return gather_lanes(all, 0);
 }
 
 /// The products of one query with all tokens, for the heads of one head group.
@@ -94,12 +94,13 @@ struct HeadGroupRow {
 /// For each head, the lowest exponential of a token that counts as requested by the row. It is
 /// infinite for padding heads.
 __device__ float4 min_requested_of(const float4& sum, int heads, std::uint32_t threshold16) {
-  const auto least = [&](float of_sum, int head) {
+  const auto request_threshold = [&](float row_sum, int head) {
     if (head >= heads) return __int_as_float(0x7f800000);
-    const float p = request_floor(fixed_mass(1.0f, 1 / of_sum), threshold16);
-    return p < 0 ? 0.0f : p * of_sum;
+    const float p = request_floor(fixed_mass(1.0f, 1 / row_sum), threshold16);
+    return p < 0 ? 0.0f : p * row_sum;
   };
-  return {least(sum.x, 0), least(sum.y, 1), least(sum.z, 2), least(sum.w, 3)};
+  return {request_threshold(sum.x, 0), request_threshold(sum.y, 1), request_threshold(sum.z, 2),
+          request_threshold(sum.w, 3)};
 }
 
 /// The first values of a row, in shared memory. Only the thread that stored a value reads it.
@@ -122,40 +123,40 @@ struct RowScratch {
   float largest[kWarps][4], sums[kWarps][4];
 };
 struct RowTotals {
-  float4 most, sum;
+  float4 max_logit, sum;
 };
 /// Computes the exponentials of a row's first `length` products into `e` and into the cache, scaled
 /// so that the largest is 1. Called by the whole thread block.
 __device__ RowTotals exponentiate(const HeadGroupRow& row, int length, float4* e,
                                   const RowCache& cache, RowScratch& scratch) {
-  float4 most = row[0];
+  float4 max_logit = row[0];
 #pragma unroll 4
   for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
     const float4 x = row[t];
     cache.put(t, x);
-    raise(most, x);
+    raise(max_logit, x);
   }
-  most = block_fold4(most, scratch.largest, Larger{});
+  max_logit = block_fold4(max_logit, scratch.largest, Larger{});
   float4 sum{};
   for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
     const float4 x = cache.get(t, row);
-    const float4 y{expf(x.x - most.x), row.heads > 1 ? expf(x.y - most.y) : 0.0f,
-                   row.heads > 2 ? expf(x.z - most.z) : 0.0f,
-                   row.heads > 3 ? expf(x.w - most.w) : 0.0f};
+    const float4 y{expf(x.x - max_logit.x), row.heads > 1 ? expf(x.y - max_logit.y) : 0.0f,
+                   row.heads > 2 ? expf(x.z - max_logit.z) : 0.0f,
+                   row.heads > 3 ? expf(x.w - max_logit.w) : 0.0f};
     cache.put(t, y);
     e[t] = y;
     add(sum, y);
   }
-  return {most, block_fold4(sum, scratch.sums, Add{})};
+  return {max_logit, block_fold4(sum, scratch.sums, Add{})};
 }
 
 /// Counts how many of a row's first tokens each head requests: adds to the thread block's `counts`,
 /// and stores the totals in `to`. Called by the whole thread block.
-__device__ void count_wanted(const float4* e, int tokens, const float4& least,
+__device__ void count_wanted(const float4* e, int tokens, const float4& request_threshold,
                              const RowCache& cache, std::uint32_t (&counts)[4], uint4& to) {
   uint4 wanted{};
   for (int t = static_cast<int>(threadIdx.x); t < tokens; t += kThreads)
-    count_from(wanted, cache.get(t, e), least);
+    count_from(wanted, cache.get(t, e), request_threshold);
   wanted = warp_sum4(wanted);
   if (threadIdx.x % kWarpSize == 0) {
     atomicAdd(&counts[0], wanted.x), atomicAdd(&counts[1], wanted.y);
@@ -169,36 +170,36 @@ __device__ void count_wanted(const float4* e, int tokens, const float4& least,
 /// `cached` tokens in shared memory.
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ ReplayRowsArgs args, int cached) {
-  extern __shared__ float4 of_tokens[];
+  extern __shared__ float4 cached_tokens[];
   __shared__ RowScratch scratch;
   __shared__ std::uint32_t counts[4];
   const ReplayShape& shape = args.shape;
   const int i = static_cast<int>(blockIdx.x), head_group = static_cast<int>(blockIdx.y);
   const int query = args.rows.first + i, length = query + 1;
-  const std::int64_t of_query = args.rows.row(blockIdx.z, i);
-  const std::int64_t head_group_row = of_query * shape.head_groups() + head_group;
-  const std::int64_t first_product = (of_query * shape.group + 4 * head_group) * shape.tokens;
+  const std::int64_t query_row = args.rows.row(blockIdx.z, i);
+  const std::int64_t head_group_row = query_row * shape.head_groups() + head_group;
+  const std::int64_t first_product = (query_row * shape.group + 4 * head_group) * shape.tokens;
   const HeadGroupRow row{args.products + first_product, shape.tokens, shape.group - 4 * head_group,
                          shape.softmax_scale};
   float4* const e = args.rows.e + head_group_row * shape.tokens;
-  const RowCache cache{of_tokens, cached};
+  const RowCache cache{cached_tokens, cached};
 
   if (threadIdx.x < 4) counts[threadIdx.x] = 0;
   RowTotals totals = exponentiate(row, length, e, cache, scratch);
-  const float4 least = min_requested_of(totals.sum, row.heads, shape.threshold16);
+  const float4 request_threshold = min_requested_of(totals.sum, row.heads, shape.threshold16);
   if (threadIdx.x == 0) {
     args.rows.sums[head_group_row] = totals.sum;
-    args.rows.least[head_group_row] = least;
-    if (args.exact_max) args.exact_max[head_group_row] = totals.most;
+    args.rows.request_threshold[head_group_row] = request_threshold;
+    if (args.exact_max) args.exact_max[head_group_row] = totals.max_logit;
   }
   if (args.measured.index[query] >= 0)
-    count_wanted(e, query, least, cache, counts, args.rows.wanted[head_group_row]);
+    count_wanted(e, query, request_threshold, cache, counts, args.rows.wanted[head_group_row]);
   if (args.unrounded)
     totals =
         exponentiate({args.unrounded + first_product, shape.tokens, row.heads, row.scale}, length,
                      args.cache_positions.e + head_group_row * shape.tokens, cache, scratch);
-  if (args.cache_positions.most && threadIdx.x == 0)
-    args.cache_positions.most[head_group_row] = totals.most;
+  if (args.cache_positions.max_logits && threadIdx.x == 0)
+    args.cache_positions.max_logits[head_group_row] = totals.max_logit;
 }
 
 /// The dimension that is the first or, with `high`, the second element of a pair; -1 for padding.
@@ -266,8 +267,8 @@ __global__ void __launch_bounds__(kThreads)
   uint4* const to =
       args.cache_positions.fragments + (task * query_groups + query_group) * query_group_size;
   for (int at = static_cast<int>(threadIdx.x); at < query_group_size; at += kThreads) {
-    const int in_step = at % (columns / 8 * kWarpSize), step = at / (columns / 8 * kWarpSize),
-              column = in_step / kWarpSize * 8 + lane / 4,
+    const int step_index = at % (columns / 8 * kWarpSize), step = at / (columns / 8 * kWarpSize),
+              column = step_index / kWarpSize * 8 + lane / 4,
               pair = step / 2 * kReplayGranule + 4 * (lane % 4) + step % 2 * 2;
     QueryColumn query(args, query_group, column, task);
     query.scale = scales[column];
@@ -313,10 +314,10 @@ __global__ void __launch_bounds__(kThreads)
   const int i = static_cast<int>(blockIdx.x), head_group = static_cast<int>(blockIdx.y);
   const int query = args.rows.first + i, index = args.measured.index[query];
   if (!args.measured.samples(index)) return;
-  const std::int64_t of_query = args.rows.row(blockIdx.z, i);
-  const std::int64_t head_group_row = of_query * shape.head_groups() + head_group;
+  const std::int64_t query_row = args.rows.row(blockIdx.z, i);
+  const std::int64_t head_group_row = query_row * shape.head_groups() + head_group;
   const float4* const e = args.rows.e + head_group_row * shape.tokens;
-  const float4 of_sum = args.rows.sums[head_group_row];
+  const float4 row_sum = args.rows.sums[head_group_row];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
             warp = static_cast<int>(threadIdx.x) / kWarpSize;
   for (int first = 0; first < shape.head_size; first += 4 * kWarpSize) {
@@ -336,10 +337,10 @@ __global__ void __launch_bounds__(kThreads)
     if (warp < 4 && 4 * head_group + warp < shape.group && d < shape.head_size) {
       float4 all{};
       for (int w = 0; w < kWarps; ++w) add(all, partial[w][warp][lane]);
-      const float over = 1 / component(of_sum, warp);
+      const float over = 1 / component(row_sum, warp);
       *reinterpret_cast<float4*>(
-          args.outputs + (of_query * shape.group + 4 * head_group + warp) * shape.head_size + d) = {
-          all.x * over, all.y * over, all.z * over, all.w * over};
+          args.outputs + (query_row * shape.group + 4 * head_group + warp) * shape.head_size +
+          d) = {all.x * over, all.y * over, all.z * over, all.w * over};
     }
     __syncthreads();
   }
@@ -356,18 +357,19 @@ __global__ void __launch_bounds__(kThreads)
       (std::int64_t{blockIdx.y} * args.block * args.shape.group + row) * args.shape.tokens;
   const float* const products = args.products + at;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpSize;
-  float most = products[0];
-  for (int t = thread; t < length; t += kThreads) most = fmaxf(most, products[t]);
-  most = warp_max(most);
-  if (thread % kWarpSize == 0) shared[0][warp] = most;
+  float max_logit = products[0];
+  for (int t = thread; t < length; t += kThreads) max_logit = fmaxf(max_logit, products[t]);
+  max_logit = warp_max(max_logit);
+  if (thread % kWarpSize == 0) shared[0][warp] = max_logit;
   __syncthreads();
-  for (int w = 0; w < kWarps; ++w) most = fmaxf(most, shared[0][w]);
+  for (int w = 0; w < kWarps; ++w) max_logit = fmaxf(max_logit, shared[0][w]);
   const float factor = args.shape.softmax_scale * 1.44269504f;
   float sum = 0;
-  for (int t = thread; t < length; t += kThreads) sum += exp2f((products[t] - most) * factor);
+  for (int t = thread; t < length; t += kThreads) sum += exp2f((products[t] - max_logit) * factor);
   const float over = 1 / block_sum(sum, shared[1]);
   for (int t = thread; t < width; t += kThreads)
-    to[at + t] = from_float<T>(t < length ? exp2f((products[t] - most) * factor) * over : 0.0f);
+    to[at + t] =
+        from_float<T>(t < length ? exp2f((products[t] - max_logit) * factor) * over : 0.0f);
 }
 
 }  // namespace
@@ -424,11 +426,11 @@ cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, i
                                const float* queries, float* to, cudaStream_t stream) {
   if (first < 0 || count < 1 || count > block || !shape.is_launchable())
     return cudaErrorInvalidValue;
-  const int of_query = shape.group * shape.head_size, elements = count * of_query;
+  const int query_size = shape.group * shape.head_size, elements = count * query_size;
   query_parts_kernel<<<grid_of((elements + kThreads - 1) / kThreads, shape.tasks), kThreads, 0,
-                       stream>>>(elements, shape.head_size, std::int64_t{shape.tokens} * of_query,
-                                 std::int64_t{block} * of_query * 3,
-                                 queries + std::int64_t{first} * of_query, to);
+                       stream>>>(elements, shape.head_size, std::int64_t{shape.tokens} * query_size,
+                                 std::int64_t{block} * query_size * 3,
+                                 queries + std::int64_t{first} * query_size, to);
   return cudaGetLastError();
 }
 

@@ -10,8 +10,8 @@ namespace kvlab::kernels {
 
 struct TierShared {
   TierLoad loads[kMaxReplayTiers];
-  EvictionCandidate of_warps[kMaxReplayTiers]
-                            [kReplayWarps];  ///< the first victim among each warp's slots
+  EvictionCandidate warp_victims[kMaxReplayTiers]
+                                [kReplayWarps];  ///< the first victim among each warp's slots
   EvictionCandidate firsts[kMaxReplayTiers], victim;
 };
 
@@ -33,11 +33,12 @@ struct SlotCopies {
   const ReplayCopies& all;
   const std::uint8_t* tiers;       // [slot]
   const std::uint32_t* positions;  // [slot]
-  std::uint64_t of_tier;           ///< the copy of each tier, eight bits per tier
+  std::uint64_t tier_copies;       ///< the copy of each tier, eight bits per tier
   std::uint32_t exact_from;
 
   __device__ int operator()(std::uint32_t slot) const {
-    return positions[slot] >= exact_from ? 0 : static_cast<int>(of_tier >> 8 * tiers[slot] & 255);
+    return positions[slot] >= exact_from ? 0
+                                         : static_cast<int>(tier_copies >> 8 * tiers[slot] & 255);
   }
   /// The offset of the token's row in its copy from its row in the exact copy, in float4.
   __device__ std::int64_t row_of(std::uint32_t slot) const { return (*this)(slot)*all.rows; }
@@ -52,7 +53,7 @@ __device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, Di
   for (int n = static_cast<int>(threadIdx.x); n < shape.group * shape.head_size;
        n += static_cast<int>(blockDim.x)) {
     const int head = n / shape.head_size, d = n % shape.head_size;
-    const float4* const direct = of.direct + head / 4 * args.slots.of_task;
+    const float4* const direct = of.direct + head / 4 * args.slots.task_stride;
     float sum = 0;
     for (std::uint32_t slot = 0; slot < of.count; ++slot) {
       const int copy = copies(slot);
@@ -83,8 +84,8 @@ class TieredTokens : public ExactTokens<kShared, T> {
     return bytes_of_words(args.shape) * static_cast<std::size_t>(args.max_tiers);
   }
   __device__ TieredTokens(const CacheThread& at, ReplayShared& shared, std::byte* before,
-                          std::byte* behind, const std::uint32_t* positions, std::uint32_t slots)
-      : Base(at, shared, before, behind, positions, slots),
+                          std::byte* rest, const std::uint32_t* positions, std::uint32_t slots)
+      : Base(at, shared, before, rest, positions, slots),
         args_(static_cast<const Args&>(at.args)),
         shared_(tier_shared()),
         tiers_(args_.tiers + at.rule.first_tier),
@@ -92,25 +93,29 @@ class TieredTokens : public ExactTokens<kShared, T> {
         count_(static_cast<int>(at.rule.tiers)),
         words_(reinterpret_cast<std::uint32_t*>(before)) {
     if constexpr (kShared)
-      of_slot_ = reinterpret_cast<std::uint8_t*>(behind);
+      slot_tiers_ = reinterpret_cast<std::uint8_t*>(rest);
     else
-      of_slot_ = args_.slot_tiers + at.first_slot;
+      slot_tiers_ = args_.slot_tiers + at.first_slot;
     for (int r = 0; r < count_; ++r) copies_ |= std::uint64_t{tiers_[r].copy} << 8 * r;
   }
 
   __device__ int count() const { return count_; }
-  __device__ std::uint8_t* of_slot() const { return of_slot_; }
+  __device__ std::uint8_t* slot_tiers() const { return slot_tiers_; }
   __device__ SlotCopies copies(std::uint32_t exact_from) const {
-    return {args_.copies, of_slot_, positions_, copies_, exact_from};
+    return {args_.copies, slot_tiers_, positions_, copies_, exact_from};
   }
   __device__ const TierLoad& load(int tier) const { return shared_.loads[tier]; }
 
-  __device__ void move_in(std::uint32_t i) { of_slot_[i] = args_.slot_tiers[at_.first_slot + i]; }
-  __device__ void move_out(std::uint32_t i) const {
-    args_.slot_tiers[at_.first_slot + i] = of_slot_[i];
+  __device__ void move_in(std::uint32_t i) {
+    slot_tiers_[i] = args_.slot_tiers[at_.first_slot + i];
   }
-  __device__ void append(std::uint32_t i, std::uint32_t) { of_slot_[i] = 0; }
-  __device__ void move(std::uint32_t to, std::uint32_t from) { of_slot_[to] = of_slot_[from]; }
+  __device__ void move_out(std::uint32_t i) const {
+    args_.slot_tiers[at_.first_slot + i] = slot_tiers_[i];
+  }
+  __device__ void append(std::uint32_t i, std::uint32_t) { slot_tiers_[i] = 0; }
+  __device__ void move(std::uint32_t to, std::uint32_t from) {
+    slot_tiers_[to] = slot_tiers_[from];
+  }
   __device__ void enter(std::uint32_t position) {
     ++shared_.loads[0].tokens;
     *word_of(0, position) |= bit_of(position);
@@ -138,7 +143,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
       words_[w] = 0;
     __syncthreads();
     for (std::uint32_t i = at_.thread; i - at_.lane < live; i += at_.threads) {
-      const int tier = i < live ? of_slot_[i] : kMaxReplayTiers;
+      const int tier = i < live ? slot_tiers_[i] : kMaxReplayTiers;
       if (i < live) atomicOr(word_of(tier, positions_[i]), bit_of(positions_[i]));
       for (int r = 0; r < count_; ++r) {
         const int here = __popc(__ballot_sync(~0u, tier == r));
@@ -155,10 +160,10 @@ class TieredTokens : public ExactTokens<kShared, T> {
     for (int r = 0; passes_on(r); ++r) {
       EvictionCandidate mine = EvictionCandidate::none();
       at_.template for_slots<kStrip>(live, [&](std::uint32_t i) {
-        if (of_slot_[i] == r) mine = first_victim(mine, {keys[i], static_cast<int>(i)});
+        if (slot_tiers_[i] == r) mine = first_victim(mine, {keys[i], static_cast<int>(i)});
       });
       mine = warp_first_victim(mine);
-      if (at_.lane == 0) shared_.of_warps[r][at_.warp] = mine;
+      if (at_.lane == 0) shared_.warp_victims[r][at_.warp] = mine;
     }
     __syncthreads();
     if (at_.warp == 0) demote_firsts();
@@ -208,7 +213,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
   __device__ void demote_firsts() {
     for (int r = 0; passes_on(r); ++r) {
       const EvictionCandidate first = warp_first_victim(
-          at_.lane < at_.warps ? shared_.of_warps[r][at_.lane] : EvictionCandidate::none());
+          at_.lane < at_.warps ? shared_.warp_victims[r][at_.lane] : EvictionCandidate::none());
       if (at_.lane == 0) shared_.firsts[r] = first;
     }
     __syncwarp();
@@ -228,7 +233,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
     --shared_.loads[from].tokens, ++shared_.loads[to].tokens;
     *word_of(from, position) &= ~bit_of(position);
     *word_of(to, position) |= bit_of(position);
-    of_slot_[token.slot] = static_cast<std::uint8_t>(to);
+    slot_tiers_[token.slot] = static_cast<std::uint8_t>(to);
   }
 
   const Args& args_;
@@ -237,7 +242,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
   const std::uint32_t* positions_;  // [slot]
   int count_;
   std::uint32_t* words_;  // [tier, word]
-  std::uint8_t* of_slot_;
+  std::uint8_t* slot_tiers_;
   std::uint64_t copies_ = 0;
 };
 

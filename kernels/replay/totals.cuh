@@ -25,9 +25,9 @@ struct ReplayTotals {
     }
   }
   /// Folds the parts over the thread block. Lane l of every warp gets component l of all parts.
-  /// `of_warps` may be reused after the next barrier.
-  __device__ float fold(float (*of_warps)[24], const CacheThread& at) const {
-    float* const to = of_warps[at.warp];
+  /// `warp_totals` may be reused after the next barrier.
+  __device__ float fold(float (*warp_totals)[24], const CacheThread& at) const {
+    float* const to = warp_totals[at.warp];
 #pragma unroll
     for (int p = 0; p < kParts; ++p)
 #pragma unroll
@@ -40,10 +40,10 @@ struct ReplayTotals {
     __syncthreads();
     float value = 0;
     if (at.lane < kParts * kHeads) {
-      const bool most = kNeedsRequests && at.lane >= kMaxPart * kHeads;
+      const bool is_maximum = kNeedsRequests && at.lane >= kMaxPart * kHeads;
       for (std::uint32_t warp = 0; warp < at.warps; ++warp) {
-        const float other = of_warps[warp][at.lane];
-        value = most ? fmaxf(value, other) : value + other;
+        const float other = warp_totals[warp][at.lane];
+        value = is_maximum ? fmaxf(value, other) : value + other;
       }
     }
     return value;

@@ -147,7 +147,7 @@ class ReplayWalk {
         continue;
 #pragma unroll
       for (int head_group = 0; head_group < kHeadGroups; ++head_group)
-        strip.e[k].head_group[head_group] = direct_[head_group * at_.args.slots.of_task + slot];
+        strip.e[k].head_group[head_group] = direct_[head_group * at_.args.slots.task_stride + slot];
     }
   }
   /// Calls each(strip, first slot of this thread in it) for each of the warp's strips.
@@ -165,7 +165,8 @@ class ReplayWalk {
   __device__ void total(Totals& totals, std::uint32_t query, int i) {
     totals.part[0] = {};
     if (kNeedsRequests) totals.part[kMaxPart] = {};
-    ReplayHits<kHeadGroups> hits(at_.args.rows.least + at_.row(max(i, 0)) * kHeadGroups);
+    ReplayHits<kHeadGroups> hits(at_.args.rows.request_threshold +
+                                 at_.row(max(i, 0)) * kHeadGroups);
     for_strips(query, [&](const Strip& strip, std::uint32_t) {
 #pragma unroll
       for (int k = 0; k < kStrip; ++k) {
@@ -177,7 +178,7 @@ class ReplayWalk {
   }
   /// Computes the sum and hits of the full row, in case the cache's row differs from it.
   __device__ void total_full(Totals& totals, int i, std::uint32_t query) {
-    ReplayHits<kHeadGroups> hits(at_.args.rows.least + at_.row(i) * kHeadGroups);
+    ReplayHits<kHeadGroups> hits(at_.args.rows.request_threshold + at_.row(i) * kHeadGroups);
     for_strips<true>(query, [&](const Strip& strip, std::uint32_t) {
 #pragma unroll
       for (int k = 0; k < kStrip; ++k) {
@@ -219,8 +220,8 @@ class ReplayWalk {
   /// directly and ranks the tokens.
   __device__ void observe(float folded, std::uint32_t query, std::uint32_t age) {
     if constexpr (kObserves) {
-      const float most = __shfl_sync(~0u, folded, kMaxPart * kHeads + at_.lane % kHeads);
-      const Look seen_by(folded, most, at_, weight(age), query);
+      const float max_exponential = __shfl_sync(~0u, folded, kMaxPart * kHeads + at_.lane % kHeads);
+      const Look seen_by(folded, max_exponential, at_, weight(age), query);
       if (cache_.now().tokens > 1)
         note_seen(seen_by, query);
       else

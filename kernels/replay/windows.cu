@@ -38,8 +38,8 @@ struct Window {
 /// The first position of the append that contains a query.
 __device__ std::uint32_t append_of(const ReplayAppend* appends, std::uint32_t count,
                                    std::uint32_t tokens, std::uint32_t query) {
-  const std::uint32_t behind = tokens - query;  // most queries are appended alone, by decoding
-  if (behind <= count && appends[count - behind].first == query) return query;
+  const std::uint32_t remaining = tokens - query;  // most queries are appended alone, by decoding
+  if (remaining <= count && appends[count - remaining].first == query) return query;
   std::uint32_t low = 0, high = count;
   while (high - low > 1) {
     const std::uint32_t middle = (low + high) / 2;
@@ -77,7 +77,7 @@ class WindowQuery {
       full_[head_group] = args.rows.e + at * args.shape.tokens;
       cache_positions_[head_group] =
           args.cache_positions.e ? args.cache_positions.e + at * args.shape.tokens : nullptr;
-      min_requested_[head_group] = args.rows.least[at];
+      min_requested_[head_group] = args.rows.request_threshold[at];
     }
   }
 
@@ -127,9 +127,9 @@ class WindowQuery {
     Sums all;
 #pragma unroll
     for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
-      all.full[head_group] = of_lanes(warp_fold4(sums.full[head_group], Add{}), 0);
+      all.full[head_group] = gather_lanes(warp_fold4(sums.full[head_group], Add{}), 0);
       all.cache_positions[head_group] =
-          of_lanes(warp_fold4(sums.cache_positions[head_group], Add{}), 0);
+          gather_lanes(warp_fold4(sums.cache_positions[head_group], Add{}), 0);
       all.hits[head_group] = warp_sum4(sums.hits[head_group]);
     }
     return all;
@@ -208,7 +208,8 @@ class WindowQuery {
     if (cache_positions)
       total += take_tokens(
           window, window.sinks, true,
-          reinterpret_cast<const float*>(args_.cache_positions.most + row_ * kHeadGroups), direct);
+          reinterpret_cast<const float*>(args_.cache_positions.max_logits + row_ * kHeadGroups),
+          direct);
     const bool lost = is_lost(total, args_.shape);
     if (lost) total = take_tokens(window, window.live(query_), cache_positions, nullptr, direct);
     store_kept(args_.sets.kept_of(cache, index_), window, total,
@@ -249,25 +250,25 @@ class WindowQuery {
   }
 
   /// Computes the exponentials of the first `count` attended tokens. Returns in lane l their sum
-  /// for head l. `most`: for each head, the logit that is subtracted in the exponents. Null: the
-  /// largest logit of these tokens.
+  /// for head l. `max_logit`: for each head, the logit that is subtracted in the exponents. Null:
+  /// the largest logit of these tokens.
   __device__ __noinline__ float take_tokens(const Window& window, std::uint32_t count,
-                                            bool cache_positions, const float* most,
+                                            bool cache_positions, const float* max_logit,
                                             const Direct& direct) const {
     float sum = 0;
     for (int head = 0; head < args_.shape.group; ++head) {
-      float largest = most ? most[head] : -3.4e38f;
-      for (std::uint32_t n = 0; !most && n < count; ++n)
+      float largest = max_logit ? max_logit[head] : -3.4e38f;
+      for (std::uint32_t n = 0; !max_logit && n < count; ++n)
         largest = fmaxf(largest, logit(attended_token(window, n, cache_positions), head));
-      const float of_head = take_values(window, count, cache_positions, head, largest, direct);
-      if (lane_ == static_cast<unsigned>(head)) sum = of_head;
+      const float head_sum = take_values(window, count, cache_positions, head, largest, direct);
+      if (lane_ == static_cast<unsigned>(head)) sum = head_sum;
     }
     return sum;
   }
   /// Adds one head's exponentials of the first `count` attended tokens to `direct`. Returns their
   /// sum.
   __device__ float take_values(const Window& window, std::uint32_t count, bool cache_positions,
-                               int head, float most, const Direct& direct) const {
+                               int head, float max_logit, const Direct& direct) const {
     const ReplayShape& shape = args_.shape;
     constexpr int kParts = kMaxReplayHeadSize / kReplayDims;
     constexpr int kGradientSamples = kMaxReplayGradientSamples / kWarpSize;
@@ -278,7 +279,7 @@ class WindowQuery {
     float4 values[kParts] = {};
     for (std::uint32_t n = 0; n < count; ++n) {
       const AttendedToken token = attended_token(window, n, cache_positions);
-      const float e = expf(logit(token, head) - most);
+      const float e = expf(logit(token, head) - max_logit);
       sum += e;
 #pragma unroll
       for (int n = 0; n < kGradientSamples; ++n)

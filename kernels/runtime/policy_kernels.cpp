@@ -131,14 +131,18 @@ DeviceCode code_of_header(const std::string& path, const std::string& given, int
   PolicyEntry entry{};
   entry.source = std::make_shared<const PolicySource>(
       PolicySource{.path = path, .text = text, .xxh3 = {}, .type = found.name});
-  DeviceProgram program = program_of(
-      entry,
-      std::array{"kernels/evict/observing_attention.cuh", "kernels/evict/compact.cuh",
-                 "kernels/evict/policy_description.hpp", "kernels/evict/weigh_queries.cuh"},
-      {kObserve, kSettle, kWeigh}, architecture);
+  DeviceProgram program =
+      program_of(entry,
+                 std::array{"kernels/evict/observing_attention.cuh", "kernels/evict/compact.cuh",
+                            "kernels/evict/policy_description.hpp",
+                            "kernels/evict/weigh_queries.cuh", "policies/order_hooks.hpp"},
+                 {kObserve, kSettle, kWeigh}, architecture);
   // The #line directive makes a failed check report the line of the struct in the header.
   program.text += fmt::format(
-      "#line {} {}\nstatic_assert(kvlab::check_policy<kvlab::ThePolicy>());\n"
+      "#line {} {}\nstatic_assert(kvlab::check_policy<kvlab::ThePolicy>());"
+      "static_assert(!kvlab::hooks::HasEvicted<kvlab::ThePolicy> &&"
+      " !kvlab::hooks::HasReorder<kvlab::ThePolicy>,"
+      " \"the hooks of policies/order_hooks.hpp run on the CPU only\");\n"
       "#line 1 \"policy.cu\"\n"
       "extern \"C\" __device__ kvlab::kernels::PolicyDescription {} =\n"
       "    kvlab::kernels::describe<kvlab::ThePolicy>();\n",
@@ -162,7 +166,7 @@ HeaderPolicy::HeaderPolicy(const DeviceCode& code) : code_(code), weigh_(code_.k
 
 bool HeaderPolicy::write_params(std::span<const double> values, std::byte* to) const {
   for (std::size_t i = 0; i < about_.param_count; ++i)
-    if (!in_range(values[i], about_.least[i], about_.most[i])) return false;
+    if (!in_range(values[i], about_.min_values[i], about_.max_values[i])) return false;
   for (std::size_t i = 0; i < about_.param_count; ++i)
     std::memcpy(to + i * sizeof(double), &values[about_.param_of[i]], sizeof(double));
   return true;

@@ -24,9 +24,9 @@ std::string text_of_bytes(std::uint64_t bytes) {
 std::string Budget::text() const {
   if (all) return "all";
   if (!heads.empty() || !file.empty()) return file.empty() ? "by head" : "@" + file;
-  std::string mean = of_prompt   ? fmt::format("ratio({})", extent.share_ppm / 1e6)
-                     : bytes > 0 ? text_of_bytes(bytes)
-                                 : text_of(extent) + (in_bytes ? "bytes" : "");
+  std::string mean = is_prompt_share ? fmt::format("ratio({})", extent.share_ppm / 1e6)
+                     : bytes > 0     ? text_of_bytes(bytes)
+                                     : text_of(extent) + (in_bytes ? "bytes" : "");
   switch (split) {
     case Split::even:
       break;
@@ -39,9 +39,9 @@ std::string Budget::text() const {
 }
 
 Budget Budget::at_prompt(std::uint32_t prompt) const {
-  if (!of_prompt) return *this;
+  if (!is_prompt_share) return *this;
   Budget fixed = *this;
-  fixed.of_prompt = false;
+  fixed.is_prompt_share = false;
   // Computed in doubles, so that the result equals Python's int(prompt * (1 - ratio)).
   const auto kept = static_cast<std::uint32_t>(prompt * (1.0 - extent.share_ppm / 1e6));
   fixed.extent = tokens(std::max(kept, 1u) + 1);
@@ -61,21 +61,22 @@ std::uint64_t Budget::bytes_of(std::uint32_t length, std::uint32_t head_size) co
 std::uint32_t Budget::resolve(std::uint32_t length, std::uint32_t head_size,
                               std::uint64_t token_bytes) const {
   if (all) return length;
-  if (of_prompt)
+  if (is_prompt_share)
     throw std::invalid_argument(
         fmt::format("budget {}: depends on the length of a prompt, which is not known here; give "
                     "tokens or a share",
                     text()));
   if (!in_bytes) return std::max(1u, extent.resolve(length));
   const std::uint64_t exact = kv_bytes_per_token(head_size),
-                      least = token_bytes > 0 ? token_bytes : exact,
+                      min_budget = token_bytes > 0 ? token_bytes : exact,
                       own = bytes_of(length, head_size);
-  if (own < least)
+  if (own < min_budget)
     throw BudgetTooSmall(
-        fmt::format("budget {}: is less than one token, which takes {} bytes{}; give at least {}B",
-                    text(), least,
-                    least < exact ? fmt::format(" on the cheapest tier ({} in 16 bit)", exact) : "",
-                    least),
+        fmt::format(
+            "budget {}: is less than one token, which takes {} bytes{}; give at least {}B", text(),
+            min_budget,
+            min_budget < exact ? fmt::format(" on the cheapest tier ({} in 16 bit)", exact) : "",
+            min_budget),
         "");
   return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(own / exact, 1, 0x7fff'ffffu));
 }
@@ -83,7 +84,7 @@ std::uint32_t Budget::resolve(std::uint32_t length, std::uint32_t head_size,
 Budget Budget::at_length(std::uint32_t length, std::uint32_t head_size,
                          std::uint64_t token_bytes) const {
   Budget fixed = *this;
-  if (all || of_prompt || !(in_bytes || extent.is_share)) return fixed;
+  if (all || is_prompt_share || !(in_bytes || extent.is_share)) return fixed;
   if (in_bytes) fixed.bytes = bytes_of(length, head_size);
   fixed.extent = tokens(resolve(length, head_size, token_bytes));
   return fixed;

@@ -21,6 +21,8 @@ struct CacheShape {
   std::uint32_t layers = 0, kv_heads = 0, head_size = 0;
   /// Sliding window by layer, in tokens; 0: none. Empty: no layer has a window.
   std::vector<std::uint32_t> windows = {};
+  /// The model's numbers of the layers; empty: 0, 1, 2, …
+  std::vector<std::uint32_t> numbers = {};
 
   /// The shape of the layers without a sliding window. Policies act only on these.
   CacheShape policy_layers() const;
@@ -56,7 +58,7 @@ struct Budget {
   /// Whether the budget is `bytes`, or a share of the bytes of all tokens in 16 bit.
   bool in_bytes = false;
   bool all = false;
-  bool of_prompt =
+  bool is_prompt_share =
       false;  ///< whether `extent` is the share of the prompt that is evicted, as in kvpress
   Split split = Split::even;
   HeadBudgets heads = {};  ///< from a file; a layer for which the file has one number has that
@@ -99,8 +101,9 @@ void check_shape(const HeadBudgets& heads, const CacheShape& model, const std::s
 /// The budgets of layers in PyramidKV (Cai et al. 2024, section 4.2, with the authors' beta = 20):
 /// they fall in equal steps from 2 · mean − last in the first layer to `last`, a twentieth of the
 /// mean. If the first layer would get more than `length`, it gets `length`, and the last layer gets
-/// the excess. The sum is exactly `layers` times the mean. `least`: the minimum of the last layer.
+/// the excess. The sum is exactly `layers` times the mean. `min_budget`: the minimum of the last
+/// layer.
 std::vector<std::uint32_t> pyramid_budgets(std::uint32_t mean, std::uint32_t length,
-                                           std::uint32_t least, std::uint32_t layers);
+                                           std::uint32_t min_budget, std::uint32_t layers);
 
 }  // namespace kvlab

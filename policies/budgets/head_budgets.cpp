@@ -23,8 +23,8 @@ void check_shape(const HeadBudgets& heads, const CacheShape& model, const std::s
 }
 
 std::vector<std::uint32_t> pyramid_budgets(std::uint32_t mean, std::uint32_t length,
-                                           std::uint32_t least, std::uint32_t layers) {
-  std::uint32_t last = std::min(mean, std::max(mean / kPyramidBeta, std::max(1u, least)));
+                                           std::uint32_t min_budget, std::uint32_t layers) {
+  std::uint32_t last = std::min(mean, std::max(mean / kPyramidBeta, std::max(1u, min_budget)));
   if (2 * std::uint64_t{mean} - last > length) last = 2 * mean - std::max(mean, length);
   // The budgets of two layers at equal distances from the two ends add up to twice the mean.
   const std::uint32_t fall = 2 * (mean - last);

@@ -25,8 +25,8 @@ std::uint32_t min_kept(std::uint32_t mean) { return (mean + 4) / 5 - 1; }
 
 std::uint32_t max_of_ada(std::uint32_t mean, std::uint32_t heads) {
   const std::uint64_t others = heads - 1;
-  const std::uint64_t most = std::uint64_t{heads} * (mean - 1) - others * min_kept(mean) + 1;
-  return static_cast<std::uint32_t>(std::min<std::uint64_t>(most, kNoBudget - 1));
+  const std::uint64_t limit = std::uint64_t{heads} * (mean - 1) - others * min_kept(mean) + 1;
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(limit, kNoBudget - 1));
 }
 
 std::vector<std::uint32_t> ada_budgets(std::span<const std::vector<EvictionKey>> heads,

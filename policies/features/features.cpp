@@ -98,7 +98,7 @@ const float* FeatureMaker::find_feature(const std::string& name,
   if (feature_values && found != feature_values->end() && found->second.size() >= end)
     return found->second.data();
   if (scored_feature(name)) return nullptr;
-  throw std::logic_error(fmt::format("feature {}: it is not computed and not given", name));
+  throw std::logic_error(fmt::format("feature {}: is neither computed nor given", name));
 }
 
 /// The cosine does not depend on the length of the mean, so the sum of the unit keys is enough.
@@ -205,8 +205,8 @@ RankType rank(const void* slots, Tokens tokens, std::size_t count, const void* p
   return RankType::real;
 }
 
-std::size_t first_least(const void* slots, Tokens tokens, std::size_t begin, std::size_t end,
-                        const void* params, const Step& step) {
+std::size_t find_min_rank(const void* slots, Tokens tokens, std::size_t begin, std::size_t end,
+                          const void* params, const Step& step) {
   const Base base(params);
   std::vector<std::uint64_t> ranks(end - begin);
   rank(static_cast<const std::byte*>(slots) + begin * base.ops->slot_bytes,
@@ -242,6 +242,10 @@ std::shared_ptr<const PolicyEntry> product_of(const std::shared_ptr<const Policy
   if (!own.evicts) refuse(fmt::format("{} never evicts, so it ranks nothing", own.name));
   if (base->host)
     refuse(fmt::format("{} is a Python function, which can multiply its ranks itself", own.name));
+  if (base->has_order_hooks())
+    refuse(fmt::format(
+        "{} has hooks of policies/order_hooks.hpp, and a product changes the eviction order",
+        own.name));
   if (!is_feature_name(feature))
     refuse("a feature's name should follow the *, as in h2o*value_norm");
   if (own.feature_count() == kMaxFeatures)
@@ -256,7 +260,7 @@ std::shared_ptr<const PolicyEntry> product_of(const std::shared_ptr<const Policy
   product->observe = observe;
   product->observe_each = observe_each;
   product->rank = rank;
-  product->first_least = first_least;
+  product->find_min_rank = find_min_rank;
   product->weight = weight;
   product->tail = tail;
   product->factored = std::shared_ptr<const PolicyEntry>(texts, base.get());

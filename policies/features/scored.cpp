@@ -144,9 +144,9 @@ double ScoredFeatures::logit(const Expected& expected, const std::vector<double>
   for (std::uint32_t a = 0; a < dim_; ++a) {
     product += expected.mean[a] * key[a];
     const double* const row = expected.spread.data() + std::size_t{a} * dim_;
-    double behind = 0;
-    for (std::uint32_t b = 0; b < dim_; ++b) behind += row[b] * key[b];
-    square += key[a] * behind;
+    double row_product = 0;
+    for (std::uint32_t b = 0; b < dim_; ++b) row_product += row[b] * key[b];
+    square += key[a] * row_product;
   }
   return scale * product + scale * scale / 2 * square;
 }
@@ -160,13 +160,13 @@ void ScoredFeatures::write(ScoredFeature feature, const KeyValueRows& rows, floa
 }
 
 /// The position of each row of a partition relative to the range of the next partition.
-std::vector<double> ScoredFeatures::lag_scores(const KeyValueRows& rows, bool of_keys,
+std::vector<double> ScoredFeatures::lag_scores(const KeyValueRows& rows, bool uses_keys,
                                                std::uint32_t first) const {
   const std::uint32_t lag = settings_.lag;
   std::vector<std::vector<double>> x;
   for (std::uint32_t at = first; at < first + 2 * lag; ++at) {
     const float* const value = values_.data() + std::size_t{at} * dim_;
-    x.push_back(of_keys ? rotate_key(rows, at) : std::vector<double>(value, value + dim_));
+    x.push_back(uses_keys ? rotate_key(rows, at) : std::vector<double>(value, value + dim_));
   }
   std::vector<double> low = x[lag], high = x[lag], scores(lag);
   for (std::uint32_t i = lag + 1; i < 2 * lag; ++i)
@@ -192,8 +192,8 @@ void ScoredFeatures::write_places(const KeyValueRows& rows, std::uint32_t first,
   std::uint32_t begin = first < sinks ? sinks : first - (first - sinks) % lag;
   for (; begin + 2 * lag <= tokens(); begin += lag) {
     std::vector<double> scores = lag_scores(rows, true, begin);
-    const std::vector<double> of_values = lag_scores(rows, false, begin);
-    for (std::uint32_t i = 0; i < lag; ++i) scores[i] = (scores[i] + of_values[i]) / 2;
+    const std::vector<double> value_scores = lag_scores(rows, false, begin);
+    for (std::uint32_t i = 0; i < lag; ++i) scores[i] = (scores[i] + value_scores[i]) / 2;
     std::vector<std::uint32_t> order(lag);
     std::iota(order.begin(), order.end(), 0u);
     std::ranges::stable_sort(order, {}, [&](std::uint32_t i) { return scores[i]; });

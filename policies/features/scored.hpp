@@ -74,7 +74,8 @@ class ScoredFeatures {
   void count_queries(const KeyValueRows& rows, std::uint32_t first);
   void expect(const KeyValueRows& rows);
   double logit(const Expected& expected, const std::vector<double>& key, double scale) const;
-  std::vector<double> lag_scores(const KeyValueRows& rows, bool of_keys, std::uint32_t first) const;
+  std::vector<double> lag_scores(const KeyValueRows& rows, bool uses_keys,
+                                 std::uint32_t first) const;
   void write_places(const KeyValueRows& rows, std::uint32_t first, float* to, std::size_t stride);
   void write_expected(const KeyValueRows& rows, std::uint32_t first, float* to, std::size_t stride);
   void write_redundancy(std::uint32_t first, float* to, std::size_t stride) const;

@@ -14,7 +14,7 @@ std::span<const Preset> h2o_presets() {
       {"flexgen", "h2o", "FMInference/H2O, h2o_flexgen",
        "the oldest recent token always becomes a heavy hitter, whatever attention it received"},
       {"lm_eval", "", "FMInference/H2O, h2o_hf/utils_lm_eval",
-       "its sums include queries that are still to come"},
+       "its sums include queries that come later"},
       {"llama_recipes", "h2o", "meta-llama/llama-recipes, H2O",
        "only the first query head of each group counts"},
       {"kvcache_factory", "h2o:recent=64:once", "KVCache-Factory, H2OKVCluster",
@@ -39,6 +39,14 @@ std::span<const Preset> h2o_presets() {
        "it analyses the attention matrix of a finished run and has no cache"},
   };
   return kPresets;
+}
+
+std::span<const Preset> presets_of(std::string_view policy) {
+  static constexpr Preset kLru[] = {
+      {"hisparse", "hisparse", "SGLang and vLLM, HiSparse",
+       "the newest token has a slot outside the order, which the next token takes"}};
+  if (policy == "h2o") return h2o_presets();
+  return policy == "lru" ? std::span<const Preset>(kLru) : std::span<const Preset>();
 }
 
 }  // namespace kvlab

@@ -21,5 +21,8 @@ struct Preset {
 };
 
 std::span<const Preset> h2o_presets();
+/// The presets that `POLICY:preset=NAME` selects from: those of `h2o`, and one of `lru`. Empty for
+/// another policy.
+std::span<const Preset> presets_of(std::string_view policy);
 
 }  // namespace kvlab

@@ -9,14 +9,14 @@
 namespace kvlab {
 namespace {
 
-std::uint32_t parse_count(std::string_view text, std::string_view what, std::uint32_t least) {
+std::uint32_t parse_count(std::string_view text, std::string_view what, std::uint32_t min_value) {
   std::uint32_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc{} || end != text.data() + text.size() || value < least ||
+  if (error != std::errc{} || end != text.data() + text.size() || value < min_value ||
       value >= 1u << 31)
     throw std::invalid_argument(
         fmt::format("{}: '{}' should be a whole number of tokens, at least {} and below 2^31", what,
-                    text, least));
+                    text, min_value));
   return value;
 }
 

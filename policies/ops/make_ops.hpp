@@ -73,28 +73,28 @@ struct OpsOf {
     return kRankType<P>;
   }
 
-  [[gnu::flatten]] static std::size_t first_least(const void* slots, Tokens tokens,
-                                                  std::size_t begin, std::size_t end,
-                                                  const void* params, const Step& step) {
+  [[gnu::flatten]] static std::size_t find_min_rank(const void* slots, Tokens tokens,
+                                                    std::size_t begin, std::size_t end,
+                                                    const void* params, const Step& step) {
     const ConstSlots slot{static_cast<const Slot*>(slots)};
     const Params own = params_of(params);
     const Step now = step;
     const auto rank_of = [&](std::size_t i) {
       return rank_key(P::rank(slot[i], token_at(tokens, i), own, now));
     };
-    std::uint64_t least = ~std::uint64_t{0};
+    std::uint64_t lowest = ~std::uint64_t{0};
     for (std::size_t i = begin; i < end; ++i) {
       const std::uint64_t rank = rank_of(i);
-      least = rank < least ? rank : least;
+      lowest = rank < lowest ? rank : lowest;
     }
     constexpr std::size_t kAtOnce = 64;
     std::size_t i = begin;
     for (; i + kAtOnce <= end; i += kAtOnce) {
       std::uint64_t found = 0;
-      for (std::size_t j = i; j < i + kAtOnce; ++j) found |= rank_of(j) == least;
+      for (std::size_t j = i; j < i + kAtOnce; ++j) found |= rank_of(j) == lowest;
       if (found) break;
     }
-    while (rank_of(i) != least) ++i;
+    while (rank_of(i) != lowest) ++i;
     return i;
   }
 
@@ -105,6 +105,19 @@ struct OpsOf {
   [[gnu::flatten]] static std::uint32_t tail(const void* params) {
     if constexpr (P::kInfo.weighted) return P::tail(params_of(params));
     return kNoTail;
+  }
+
+  [[gnu::flatten]] static void evicted(void* slots, std::size_t count, const Eviction& eviction,
+                                       const void* params) {
+    if constexpr (hooks::HasEvicted<P>)
+      for (std::size_t i = 0; i < count; ++i)
+        P::evicted(static_cast<Slot*>(slots)[i], eviction, params_of(params));
+  }
+  [[gnu::flatten]] static void reorder(void* slots, const std::uint32_t* order, std::size_t count,
+                                       const void* params, const Step& step) {
+    if constexpr (hooks::HasReorder<P>)
+      for (std::size_t i = 0; i < count; ++i)
+        P::reorder(static_cast<Slot*>(slots)[i], order[i], params_of(params), step);
   }
 
   static void clear_padding([[maybe_unused]] void* slot) {
@@ -173,7 +186,7 @@ struct ParamInfos {
     if constexpr (kCount > 0)
       for (std::size_t i = 0; i < kCount; ++i) {
         const auto& param = P::kParams[i];
-        list.items[i] = {param.name, param.help, param.standard, param.least, param.most};
+        list.items[i] = {param.name, param.help, param.standard, param.min_value, param.max_value};
       }
     return list;
   }();
@@ -192,10 +205,12 @@ constexpr PolicyOps make_ops() {
           .observe = Ops::observe,
           .observe_each = Ops::observe_each,
           .rank = Ops::rank,
-          .first_least = Ops::first_least,
+          .find_min_rank = Ops::find_min_rank,
           .weight = Ops::weight,
           .tail = Ops::tail,
-          .clear_padding = Ops::clear_padding};
+          .clear_padding = Ops::clear_padding,
+          .evicted = hooks::HasEvicted<P> ? Ops::evicted : nullptr,
+          .reorder = hooks::HasReorder<P> ? Ops::reorder : nullptr};
 }
 
 template <class... P>

@@ -7,6 +7,7 @@
 #include <span>
 #include <string_view>
 
+#include "policies/order_hooks.hpp"
 #include "policies/policy.hpp"
 #include "policies/rank.hpp"
 
@@ -15,7 +16,7 @@ namespace kvlab {
 /// A parameter of a policy, independent of the type Params.
 struct ParamInfo {
   std::string_view name, help;
-  double standard, least, most;
+  double standard, min_value, max_value;
 };
 
 /// Tokens by age, as hooks receive them.
@@ -65,8 +66,8 @@ struct PolicyOps {
   RankType (*rank)(const void* slots, Tokens tokens, std::size_t count, const void* params,
                    const Step& step, std::uint64_t* ranks);
   /// Index in [begin, end) of the lowest rank; of equal ranks, the first one. Requires begin < end.
-  std::size_t (*first_least)(const void* slots, Tokens tokens, std::size_t begin, std::size_t end,
-                             const void* params, const Step& step);
+  std::size_t (*find_min_rank)(const void* slots, Tokens tokens, std::size_t begin, std::size_t end,
+                               const void* params, const Step& step);
   float (*weight)(std::uint32_t age, const void* params);  ///< 1 if the policy has no such hook
   std::uint32_t (*tail)(const void* params);  ///< kNoTail if the policy has no such hook
   /// Sets the padding of one state to zero, if the compiler supports it.
@@ -75,6 +76,15 @@ struct PolicyOps {
   /// observe each head.
   void (*observe_heads)(void* slots, const Observation* seen, std::span<const std::uint64_t> heads,
                         std::size_t count, const void* params, const Step& step) = nullptr;
+  /// The hooks evicted() and reorder() for tokens whose states are contiguous. `order` [token].
+  /// Null if the policy has no such hook.
+  void (*evicted)(void* slots, std::size_t count, const Eviction& eviction,
+                  const void* params) = nullptr;
+  void (*reorder)(void* slots, const std::uint32_t* order, std::size_t count, const void* params,
+                  const Step& step) = nullptr;
+
+  /// Whether the policy has a hook that only executors on the CPU call.
+  bool has_order_hooks() const { return evicted || reorder; }
 };
 
 /// The tables of the registry's policies, in its order, for this machine's instruction set.

@@ -29,13 +29,13 @@ constexpr std::uint32_t live_after_append(std::uint32_t fed, std::uint32_t budge
 /// Counts the live tokens of one cache through its appends.
 struct LiveTokenCount {
   std::uint32_t live = 0;
-  std::uint32_t before = 0;  ///< value of `live` right before the last append
-  std::uint32_t most = 0;    ///< maximum of `live` so far
+  std::uint32_t before = 0;    ///< value of `live` right before the last append
+  std::uint32_t max_live = 0;  ///< maximum of `live` so far
 
   constexpr void append(std::uint32_t tokens) {
     before = live;
     live += tokens;
-    most = live > most ? live : most;
+    max_live = live > max_live ? live : max_live;
   }
 };
 

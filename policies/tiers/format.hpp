@@ -24,15 +24,25 @@ enum class Encoding : std::uint8_t {
   quanto,      ///< integers with a float32 scale and minimum per 64 elements
 };
 
+/// The Hadamard rotation of a row before its elements are rounded
+/// (traces/base/numeric/quantize.hpp).
+enum class Rotation : std::uint8_t {
+  none,
+  blocks,  ///< kvlab's, over blocks of 32 channels; the cache computes with rotated rows
+  llama,   ///< llama.cpp's (llama_kv_cache::build_input_k_rot()): a key over the largest power of
+           ///< two that divides the head size, a value over blocks of kLlamaRotation channels
+};
+
+/// Heads of a multiple of this many channels are rotated by llama.cpp.
+inline constexpr std::uint32_t kLlamaRotation = 64;
+
 /// A storage format of one row of elements, a token's key or its value.
 struct RowFormat {
   std::string_view name;
   int bits;                      ///< of an element, without metadata
   std::uint32_t metadata_bytes;  ///< scales and minima of kQuantBlock elements
   Encoding encoding;
-  /// Whether elements are rounded after the 32-point Hadamard rotation
-  /// (traces/base/numeric/quantize.hpp). This is not so in the formats of other engines.
-  bool rotated = false;
+  Rotation rotation = Rotation::none;
 
   constexpr bool exact() const { return encoding == Encoding::none; }
   /// Bytes of kQuantBlock channels.
@@ -47,17 +57,30 @@ struct RowFormat {
 };
 
 /// Formats in order of decreasing precision. fp8_e4m3 is vLLM's and TensorRT-LLM's fp8 with scale
-/// 1, q8_0 to q4_0 are llama.cpp's (ggml/src/ggml-quants.c), and nvfp4 is NVIDIA's format with
-/// scale 1 for the tensor. int4_g64 and int2_g64 are those of transformers' QuantizedCache with the
+/// 1. q8_0 to q4_0 are llama.cpp's (ggml/src/ggml-quants.c); with `_rot` they are rotated, as
+/// llama.cpp does unless LLAMA_ATTN_ROT_DISABLE is set. nvfp4 is NVIDIA's format with scale 1 for
+/// the tensor. int4_g64 and int2_g64 are those of transformers' QuantizedCache with the
 /// backend optimum-quanto and its default groups of 64, for a model in float32.
 inline constexpr RowFormat kRowFormats[] = {
-    {"16", 16, 0, Encoding::none},        {"fp8", 8, 1, Encoding::e4m3_block, true},
-    {"fp8_e4m3", 8, 0, Encoding::e4m3},   {"8", 8, 4, Encoding::integer, true},
-    {"q8_0", 8, 2, Encoding::ggml},       {"q5_1", 5, 4, Encoding::ggml_min},
-    {"q5_0", 5, 2, Encoding::ggml},       {"4", 4, 4, Encoding::integer, true},
-    {"q4_1", 4, 4, Encoding::ggml_min},   {"q4_0", 4, 2, Encoding::ggml},
-    {"int4_g64", 4, 4, Encoding::quanto}, {"nvfp4", 4, 2, Encoding::nvfp4},
-    {"3", 3, 4, Encoding::integer, true}, {"2", 2, 4, Encoding::integer, true},
+    {"16", 16, 0, Encoding::none},
+    {"fp8", 8, 1, Encoding::e4m3_block, Rotation::blocks},
+    {"fp8_e4m3", 8, 0, Encoding::e4m3},
+    {"8", 8, 4, Encoding::integer, Rotation::blocks},
+    {"q8_0_rot", 8, 2, Encoding::ggml, Rotation::llama},
+    {"q8_0", 8, 2, Encoding::ggml},
+    {"q5_1_rot", 5, 4, Encoding::ggml_min, Rotation::llama},
+    {"q5_1", 5, 4, Encoding::ggml_min},
+    {"q5_0_rot", 5, 2, Encoding::ggml, Rotation::llama},
+    {"q5_0", 5, 2, Encoding::ggml},
+    {"4", 4, 4, Encoding::integer, Rotation::blocks},
+    {"q4_1_rot", 4, 4, Encoding::ggml_min, Rotation::llama},
+    {"q4_1", 4, 4, Encoding::ggml_min},
+    {"q4_0_rot", 4, 2, Encoding::ggml, Rotation::llama},
+    {"q4_0", 4, 2, Encoding::ggml},
+    {"int4_g64", 4, 4, Encoding::quanto},
+    {"nvfp4", 4, 2, Encoding::nvfp4},
+    {"3", 3, 4, Encoding::integer, Rotation::blocks},
+    {"2", 2, 4, Encoding::integer, Rotation::blocks},
     {"int2_g64", 2, 4, Encoding::quanto},
 };
 

@@ -4,24 +4,15 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 
 namespace kvlab {
 
 /// Where the centre of a KV head comes from.
 enum class KeyCentre : std::uint8_t {
-  none,    ///< keys are not centred
-  prompt,  ///< the mean of the first keys of the append that begins at position 0
+  none,       ///< keys are not centred
+  prompt,     ///< the mean of the first keys of the append that begins at position 0
+  constants,  ///< constants of the model, from a file
 };
-
-/// Parses `none` or `prompt`. Throws std::invalid_argument for any other text.
-KeyCentre parse_key_centre(std::string_view text);
-
-std::string_view name_of(KeyCentre centre);
-
-/// Throws std::invalid_argument for a model with soft caps or sink logits, because its softmax does
-/// not cancel a constant that is added to all scores of a query.
-void check_centre(bool has_softcap, bool has_sink_logits);
 
 /// Number of keys whose mean is the centre, if the prompt has that many.
 inline constexpr std::uint32_t kCentreKeys = 128;

@@ -172,12 +172,12 @@ std::vector<KvFormat> TierPlan::formats() const {
 }
 
 std::uint32_t TierPlan::tokens_by_layer(std::uint64_t bytes) const {
-  constexpr std::uint64_t kMostTokens = 0x7fff'ffff;
+  constexpr std::uint64_t kMaxTokens = 0x7fff'ffff;
   std::uint64_t token_bytes = 0;  // bytes of one token in all layers, for one block of channels
   for (const KvFormat& format : layers) token_bytes += format.block_bytes();
-  // Limits the bytes, because a cache cannot hold more than kMostTokens tokens.
-  bytes = std::min<std::uint64_t>(bytes, kMostTokens * KvFormat{}.block_bytes());
-  return static_cast<std::uint32_t>(std::min(bytes * layers.size() / token_bytes, kMostTokens));
+  // Limits the bytes, because a cache cannot hold more than kMaxTokens tokens.
+  bytes = std::min<std::uint64_t>(bytes, kMaxTokens * KvFormat{}.block_bytes());
+  return static_cast<std::uint32_t>(std::min(bytes * layers.size() / token_bytes, kMaxTokens));
 }
 
 double TierPlan::mean_bits() const {
@@ -187,9 +187,9 @@ double TierPlan::mean_bits() const {
 }
 
 std::uint64_t TierPlan::min_token_bytes(std::uint32_t head_size) const {
-  std::uint32_t least = KvFormat{}.block_bytes();
-  for (const KvFormat& format : formats()) least = std::min(least, format.block_bytes());
-  return std::uint64_t{least} * head_size / kQuantBlock;
+  std::uint32_t min_bytes = KvFormat{}.block_bytes();
+  for (const KvFormat& format : formats()) min_bytes = std::min(min_bytes, format.block_bytes());
+  return std::uint64_t{min_bytes} * head_size / kQuantBlock;
 }
 
 TierPlan parse_tier_plan(std::string_view text) {

@@ -69,15 +69,16 @@ FullAttention::Accesses FullAttention::accesses(AccessRule rule,
 void FullAttention::mark_most_probable(std::uint32_t query, std::uint32_t top_k,
                                        std::vector<std::uint8_t>& requested) {
   std::vector<std::uint32_t> order(query + std::size_t{1});
-  const auto most = static_cast<std::ptrdiff_t>(std::min<std::size_t>(top_k, order.size()));
+  const auto selected = static_cast<std::ptrdiff_t>(std::min<std::size_t>(top_k, order.size()));
   for (std::uint32_t head = 0; head < tensors_.view.group; ++head) {
     const SharedRows::Row row = rows_.row(query, head);
     std::iota(order.begin(), order.end(), 0u);
-    std::partial_sort(order.begin(), order.begin() + most, order.end(),
+    std::partial_sort(order.begin(), order.begin() + selected, order.end(),
                       [&](std::uint32_t a, std::uint32_t b) {
                         return row.e[a] != row.e[b] ? row.e[a] > row.e[b] : a < b;
                       });
-    std::for_each(order.begin(), order.begin() + most, [&](std::uint32_t j) { requested[j] = 1; });
+    std::for_each(order.begin(), order.begin() + selected,
+                  [&](std::uint32_t j) { requested[j] = 1; });
   }
 }
 

@@ -47,7 +47,7 @@ double quantization_variance(std::span<const float> keys, std::span<const float>
 
 std::vector<double> key_quantization_errors(const TraceReader& trace) {
   const ModelShape& shape = trace.shape();
-  if (shape.head_size % kQuantBlock != 0) return {};
+  if (shape.head_size % kQuantBlock != 0 || !trace.has_tensors()) return {};
   const std::uint32_t count = std::min(kAssessedTokens, trace.tokens()),
                       first = trace.tokens() - count;
   const std::size_t dim = shape.head_size;

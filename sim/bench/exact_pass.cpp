@@ -105,7 +105,7 @@ ExactPass exact_pass(const TraceReader& trace, unsigned threads) {
   const OpenBlas blas;
   std::atomic<double> flops = 0;
   ExactPass pass;
-  pass.time = timed([&] {
+  pass.time = measure_time([&] {
     parallel_for(shape.layers * shape.kv_heads, threads, [&](std::size_t unit) {
       const auto layer = static_cast<std::uint32_t>(unit / shape.kv_heads),
                  kv_head = static_cast<std::uint32_t>(unit % shape.kv_heads);

@@ -104,15 +104,17 @@ CacheConfig config_of(const std::string& policy, const std::string& budget,
   return config;
 }
 
-/// A sweep of `policies` with `count` budgets each, evenly spaced from `least` to `most` percent of
-/// the trace.
+/// A sweep of `policies` with `count` budgets each, evenly spaced from `min_share` to `max_share`
+/// percent of the trace.
 BenchSweep sweep_of(std::string name, const std::vector<std::string>& policies, int count,
-                    double least, double most, std::optional<Positions> positions = std::nullopt) {
+                    double min_share, double max_share,
+                    std::optional<Positions> positions = std::nullopt) {
   BenchSweep sweep{std::move(name), {}};
   for (const std::string& policy : policies)
     for (int i = 0; i < count; ++i) {
       sweep.configs.push_back(config_of(
-          policy, fmt::format("{:.4f}%", least + (most - least) * i / (count - 1)), positions));
+          policy, fmt::format("{:.4f}%", min_share + (max_share - min_share) * i / (count - 1)),
+          positions));
       if (!sweep.configs.back().evicts()) break;  // this policy has no budget
     }
   return sweep;
@@ -142,9 +144,10 @@ double slot_steps(const TraceReader& trace, const CacheConfig& config) {
   return steps;
 }
 
-void keep_shortest(WorkTime& least, const WorkTime& time, bool first) {
-  least.seconds = first ? time.seconds : std::min(least.seconds, time.seconds);
-  least.cpu_seconds = first ? time.cpu_seconds : std::min(least.cpu_seconds, time.cpu_seconds);
+void keep_shortest(WorkTime& shortest, const WorkTime& time, bool first) {
+  shortest.seconds = first ? time.seconds : std::min(shortest.seconds, time.seconds);
+  shortest.cpu_seconds =
+      first ? time.cpu_seconds : std::min(shortest.cpu_seconds, time.cpu_seconds);
 }
 
 /// A sweep that is measured only if the user names it; see bench_sweeps().
@@ -247,7 +250,7 @@ ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchSweep
       keep_shortest(bench.exact.time, exact.time, repeat == 0 && g == 0);
       bench.exact.flops = exact.flops;
       const double reading = device ? device->reading_seconds() : 0;
-      WorkTime time = timed([&] { replay(trace, 0, sweeps[g].configs, options); });
+      WorkTime time = measure_time([&] { replay(trace, 0, sweeps[g].configs, options); });
       if (device) time.seconds -= device->reading_seconds() - reading;
       keep_shortest(bench.sweeps[g].time, time, repeat == 0);
       if (device)

@@ -139,21 +139,21 @@ std::vector<std::uint32_t> share_tokens(std::span<const Curve> hulls, std::uint6
   };
   std::vector<Piece> pieces;
   std::vector<std::uint32_t> tokens;
-  std::uint64_t most = 0;
+  std::uint64_t max_total = 0;
   for (std::size_t c = 0; c < hulls.size(); ++c) {
     tokens.push_back(hulls[c].front().tokens);
-    most += hulls[c].back().tokens;
+    max_total += hulls[c].back().tokens;
     for (std::size_t i = 0; i + 1 < hulls[c].size(); ++i)
       pieces.push_back({c, i, fall(hulls[c][i], hulls[c][i + 1])});
   }
-  const std::uint64_t least = std::accumulate(tokens.begin(), tokens.end(), std::uint64_t{0});
-  if (total < least || total > most)
+  const std::uint64_t min_total = std::accumulate(tokens.begin(), tokens.end(), std::uint64_t{0});
+  if (total < min_total || total > max_total)
     throw std::invalid_argument(
         fmt::format("--budget: {} tokens over all heads; should be from {} to {}, the range that "
                     "the run measured",
-                    total, least, most));
+                    total, min_total, max_total));
   std::ranges::stable_sort(pieces, [](const Piece& a, const Piece& b) { return a.fall > b.fall; });
-  std::uint64_t left = total - least;
+  std::uint64_t left = total - min_total;
   for (const Piece& piece : pieces) {
     const Curve& hull = hulls[piece.curve];
     const std::uint64_t length = hull[piece.point + 1].tokens - hull[piece.point].tokens;

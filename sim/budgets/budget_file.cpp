@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "policies/catalogue.hpp"
+#include "sim/plan/centre_file.hpp"
 #include "sim/replay.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -72,7 +73,7 @@ struct Axes {
 };
 
 /// Parses a policy as parse_policy() does. For an oracle that cannot run here, the error says so,
-/// where parse_policy() would say that the name is unknown.
+/// where parse_policy() would say that the name is unknown. Reads the policy's centre file.
 PolicySpec policy_from(const std::string& text, std::span<const std::string_view> oracles,
                        const CompiledPolicies& compiled) {
   if (oracles.empty() && is_oracle(text))
@@ -81,7 +82,9 @@ PolicySpec policy_from(const std::string& text, std::span<const std::string_view
                     "`kvlab replay`; "
                     "give a policy",
                     text));
-  return parse_policy(text, oracles, compiled);
+  PolicySpec policy = parse_policy(text, oracles, compiled);
+  load_centre(policy.centre);
+  return policy;
 }
 
 /// Checks that the protected tokens fit a budget in tokens. Other budgets depend on the length of
@@ -127,7 +130,7 @@ void refuse_many(const SweepRequest& request) {
   const auto check = [&](std::size_t count) {
     if (count > kMaxConfigs)
       throw std::invalid_argument(
-          fmt::format("up to {} configurations are requested, and at most {} are allowed; give "
+          fmt::format("up to {} configurations are requested, but at most {} are allowed; give "
                       "fewer policies, budgets, tier plans or modes",
                       count, kMaxConfigs));
   };

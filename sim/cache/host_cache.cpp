@@ -1,5 +1,7 @@
 #include "sim/cache/host_cache.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
@@ -14,6 +16,9 @@ namespace {
 constexpr std::uint32_t kFewRows =
     64;  // caches with at most this many rows are not compacted before the end of a prompt
 
+/// Whether elements are rounded in the rotated state.
+bool is_rotated(const RowFormat& format) { return format.rotation == Rotation::blocks; }
+
 /// Converts a row from one RowState to the other.
 void switch_state(std::span<float> row, RowState& state) {
   hadamard_rotate(row);
@@ -22,7 +27,17 @@ void switch_state(std::span<float> row, RowState& state) {
   state = state == RowState::plain ? RowState::rotated : RowState::plain;
 }
 
-void round_elements(std::span<float> row, const RowFormat& format) {
+/// The number of channels that llama.cpp rotates together.
+std::size_t llama_block(std::size_t row_size, RowPart part) {
+  if (row_size % kLlamaRotation != 0)
+    throw std::invalid_argument(fmt::format(
+        "llama.cpp rotates only heads of a multiple of {} channels, not {}; use a format "
+        "without _rot",
+        kLlamaRotation, row_size));
+  return part == RowPart::value ? kLlamaRotation : row_size & (~row_size + 1);
+}
+
+void round_unrotated(std::span<float> row, const RowFormat& format) {
   switch (format.encoding) {
     case Encoding::none:
       return;
@@ -43,17 +58,35 @@ void round_elements(std::span<float> row, const RowFormat& format) {
   }
 }
 
+/// Rounds the elements of a row, which is rotated if the format's rotation is that by blocks.
+void round_elements(std::span<float> row, const RowFormat& format, RowPart part) {
+  if (format.rotation != Rotation::llama) return round_unrotated(row, format);
+  const std::size_t block = llama_block(row.size(), part);
+  hadamard_rotate_orthonormal(row, block);
+  round_unrotated(row, format);
+  hadamard_rotate_orthonormal(row, block);
+}
+
 /// Quantizes a row, which is in the given state, to the formats of `path`, one after another.
 /// Afterwards the row is rotated.
-void quantize_part(std::span<const KvFormat> path, const RowFormat* KvFormat::*part,
-                   std::span<float> row, RowState state) {
+void quantize_part(std::span<const KvFormat> path, RowPart part, std::span<float> row,
+                   RowState state) {
   for (const KvFormat& format : path) {
-    const RowFormat& own = *(format.*part);
+    const RowFormat& own = part == RowPart::key ? *format.key : *format.value;
     if (own.exact()) continue;
-    if (own.rotated != (state == RowState::rotated)) switch_state(row, state);
-    round_elements(row, own);
+    if (is_rotated(own) != (state == RowState::rotated)) switch_state(row, state);
+    round_elements(row, own, part);
   }
   if (state == RowState::plain) switch_state(row, state);
+}
+
+/// Multiplies queries by the keys in the first `panels` panels: [query, row].
+std::vector<float> products_with(std::span<const float> queries, const Panels& keys,
+                                 std::size_t panels) {
+  const std::size_t dim = keys.depth(), count = queries.size() / dim, stride = panels * 16;
+  std::vector<float> by_row(count * stride);
+  multiply_fused(queries.data(), count, dim, keys, 0, panels, by_row.data(), stride);
+  return by_row;
 }
 
 }  // namespace
@@ -64,17 +97,17 @@ void rotate_rounded(const RopeTable& rope, const float* x, std::size_t size, std
   for (std::size_t d = 0; rounding && d < size; ++d) y[d] = round_to(*rounding, y[d]);
 }
 
-void quantize_row(std::span<float> row, const RowFormat& format) {
+void quantize_row(std::span<float> row, const RowFormat& format, RowPart part) {
   RowState state = RowState::plain;
-  if (format.rotated) switch_state(row, state);
-  round_elements(row, format);
-  if (format.rotated) switch_state(row, state);
+  if (is_rotated(format)) switch_state(row, state);
+  round_elements(row, format, part);
+  if (is_rotated(format)) switch_state(row, state);
 }
 
 void quantize_token(std::span<const KvFormat> path, std::span<float> key, std::span<float> value,
                     RowState state) {
-  quantize_part(path, &KvFormat::key, key, state);
-  quantize_part(path, &KvFormat::value, value, state);
+  quantize_part(path, RowPart::key, key, state);
+  quantize_part(path, RowPart::value, value, state);
 }
 
 void quantize_by_channel(std::span<float> keys, std::size_t dim, int bits) {
@@ -126,7 +159,26 @@ HostCache::HostCache(const HostCache& other)
   plain_keys_.reserve(other.plain_keys_.capacity());
 }
 
-std::span<const std::uint32_t> HostCache::evict_to_budget(std::uint32_t now) {
+void HostCache::step(const HeadAppend& append, const RopeTable& rope) {
+  begin_step(append, rope);
+  const bool attends = append.out || live_.needs() != Needs::nothing;
+  for (std::uint32_t begin = 0; attends && begin < append.tokens; begin += kQueryBlock)
+    attend(append, begin, std::min(append.tokens, begin + kQueryBlock), rope);
+  end_step();
+}
+
+void HostCache::begin_step(const HeadAppend& append, const RopeTable& rope) {
+  drop_drafts();
+  evict_to_budget(append.first);
+  this->append(append, rope);
+}
+
+void HostCache::end_step() { live_.observe(seen_.observations(), seen_.heads()); }
+
+void HostCache::evict_to_budget(std::uint32_t now) {
+  if (evicted_for_ == now) return;
+  evicted_for_ = now;
+  drop_drafts();  // their rows are behind the live tokens' rows, which may now become fewer
   const std::vector<std::uint32_t> before(live_.positions().begin(), live_.positions().end());
   std::vector<std::uint32_t> victims;
   for (const std::uint32_t age : live_.evict_to_budget(now)) victims.push_back(before[age]);
@@ -134,12 +186,11 @@ std::span<const std::uint32_t> HostCache::evict_to_budget(std::uint32_t now) {
   centre_live_keys();
   demote(0, live_.size());
   if (has_spare_rows()) compact();
-  return victims_;
 }
 
-std::uint32_t HostCache::first_visible(const HeadAppend& append, std::uint32_t token) const {
+std::uint32_t HostCache::first_visible(std::uint32_t position) const {
   const auto live = live_.positions();
-  const std::uint32_t oldest = first_seen(shape_.window, append.first + token);
+  const std::uint32_t oldest = first_seen(shape_.window, position);
   return static_cast<std::uint32_t>(std::ranges::lower_bound(live, oldest) - live.begin());
 }
 
@@ -204,37 +255,44 @@ void HostCache::append(const HeadAppend& append, const RopeTable& rope) {
   live_.append(append.first, append.tokens, features_.append(rows, &feature_values_, append.first));
   grow_to(live_.slot_count());
   if (append.first == 0) find_centre(append, rope);
-  store(append, rope);
-  if (shape_.positions == Positions::cache) rotate_to_cache_positions(rope);
+  store(append, live_.slots().last(append.tokens), live_.positions().last(append.tokens), rope);
+  if (shape_.positions == Positions::cache)
+    rotate_to_cache_positions(rope, append.first + append.tokens);
   if (append.tokens == 1) demote(live_.size() - 1, live_.size());
   if (live_.is_quantized() && !rotates_) quantize_as_kivi(append.first);
   seen_ = Tally(live_, shape_.threshold16, live_.size());
   seen_.set_queries(append.tokens);
 }
 
-void HostCache::store(const HeadAppend& append, const RopeTable& rope) {
+/// Writes the append's keys, rotated to `positions`, and its values to `rows`, in 16 bit.
+void HostCache::store(const HeadAppend& append, std::span<const std::uint32_t> rows,
+                      std::span<const std::uint32_t> positions, const RopeTable& rope) {
   const std::size_t dim = shape_.head_size;
-  const std::span rows = live_.slots().last(append.tokens);
   std::vector<float> rotated(dim);
-  for (std::uint32_t i = 0; i < append.tokens; ++i) {
+  for (std::size_t i = 0; i < rows.size(); ++i) {
     const float* key = append.k + i * append.key_stride;
     const float* value = append.v + i * append.key_stride;
-    rotate_rounded(rope, key, dim, append.first + i, shape_.rounding, rotated.data());
+    rotate_rounded(rope, key, dim, positions[i], shape_.rounding, rotated.data());
     if (centred_) subtract_centre(rotated);
     keys_.set_row(rows[i], rotated.data());
     std::copy_n(value, dim, &values_[rows[i] * dim]);
     if (rotates_) tiers_[rows[i]] = -1;
     if (shape_.positions == Positions::cache) {
       std::copy_n(key, dim, &plain_keys_[rows[i] * dim]);
-      rotated_to_[rows[i]] = append.first + i;
+      rotated_to_[rows[i]] = positions[i];
     }
   }
 }
 
-/// Computes the centre from the first keys of the append at position 0.
+/// Computes the centre from the first keys of the append at position 0, or takes it from constants.
 void HostCache::find_centre(const HeadAppend& append, const RopeTable& rope) {
   centre_.clear();
-  centred_ = false;
+  centred_ = live_.centre() == KeyCentre::constants;
+  if (centred_) {
+    const std::span<const float> constants = live_.centre_constants();
+    centre_.assign(constants.begin(), constants.end());
+    return;
+  }
   const std::uint32_t count = centre_keys(append.tokens);
   if (live_.centre() == KeyCentre::none || count == 0) return;
   const std::size_t dim = shape_.head_size;
@@ -272,10 +330,12 @@ void HostCache::subtract_centre(std::span<float> key) const {
 /// Scores depend only on differences of positions. So tokens that are younger than every evicted
 /// token can keep their original positions. The keys of older tokens are rotated to cache
 /// positions. When a token older than them is evicted, they are rotated again, from their unrotated
-/// keys.
-void HostCache::rotate_to_cache_positions(const RopeTable& rope) {
+/// keys. `next`: the position that follows the live tokens.
+void HostCache::rotate_to_cache_positions(const RopeTable& rope, std::uint32_t next) {
   const std::size_t dim = shape_.head_size;
-  old_ = tokens_before_gaps(live_.positions());
+  const auto live = live_.positions();
+  const bool gap_at_end = !live.empty() && live.back() + 1 != next;
+  old_ = gap_at_end ? live_.size() : tokens_before_gaps(live);
   std::vector<float> rotated(dim);
   for (std::uint32_t age = 0; age < live_.size(); ++age) {
     const std::uint32_t row = live_.slots()[age],
@@ -327,53 +387,62 @@ bool HostCache::all_exact(std::size_t count) const {
                               [&](std::uint32_t row) { return is_quantized(row); });
 }
 
-/// Multiplies the queries by the keys in the first `panels` panels of rows. Writes the products to
-/// by_row [query, head, row].
-void HostCache::multiply_at(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
-                            QueryRotation rotation, const RopeTable& rope, std::size_t panels,
-                            std::vector<float>& by_row) const {
+/// The queries of to.size() tokens of an append, from `begin` on, rotated by RoPE to the places
+/// `to`: [token, head, dim].
+std::vector<float> HostCache::rotate_queries(const HeadAppend& append, std::uint32_t begin,
+                                             std::span<const std::uint32_t> to,
+                                             const RopeTable& rope) const {
   const std::size_t dim = shape_.head_size, group = shape_.group;
-  const std::size_t queries = (end - begin) * group, stride = panels * 16;
-  std::vector<float> rotated(queries * dim);
-  for (std::size_t i = 0; i < queries; ++i) {
-    const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
+  std::vector<float> rotated(to.size() * group * dim);
+  for (std::size_t i = 0; i < to.size() * group; ++i)
     rotate_rounded(
-        rope, append.q + token * append.query_stride + i % group * append.query_head_stride, dim,
-        rotation == QueryRotation::to_number ? visible(append, token) - 1 : append.first + token,
-        shape_.rounding, &rotated[i * dim]);
-  }
-  if (rotation == QueryRotation::hadamard_rotated) hadamard_rotate(rotated);
-  by_row.resize(queries * stride);
-  multiply_fused(rotated.data(), queries, dim, keys_, 0, panels, by_row.data(), stride);
+        rope,
+        append.q + (begin + i / group) * append.query_stride + i % group * append.query_head_stride,
+        dim, to[i / group], shape_.rounding, &rotated[i * dim]);
+  return rotated;
 }
 
+/// Multiplies the queries of the tokens from `begin` on by the keys in the first `rows` rows.
 HostCache::Products HostCache::multiply(const HeadAppend& append, std::uint32_t begin,
-                                        std::uint32_t end, const RopeTable& rope) const {
-  const std::span rows = live_.slots().first(visible(append, end - 1));
-  const std::size_t panels = *std::max_element(rows.begin(), rows.end()) / 16 + 1;
+                                        const QueryPlaces& at, std::size_t rows,
+                                        const RopeTable& rope) const {
+  const std::size_t panels = (rows + 15) / 16;
   Products products{.stride = panels * 16};
-  multiply_at(append, begin, end, QueryRotation::to_position, rope, panels, products.at_position);
+  std::vector<float> queries = rotate_queries(append, begin, at.positions, rope);
+  products.at_position = products_with(queries, keys_, panels);
   if (old_ > 0)
-    multiply_at(append, begin, end, QueryRotation::to_number, rope, panels, products.at_number);
-  if (rotates_)
-    multiply_at(append, begin, end, QueryRotation::hadamard_rotated, rope, panels,
-                products.hadamard_rotated);
+    products.at_number =
+        products_with(rotate_queries(append, begin, at.numbers, rope), keys_, panels);
+  if (rotates_) {
+    hadamard_rotate(queries);
+    products.hadamard_rotated = products_with(queries, keys_, panels);
+  }
   return products;
 }
 
-/// Collects the scores of the live tokens from age `first` on. `query` is the index of the query in
+/// Collects the scores of the tokens that a query sees. `query` is the index of the query in
 /// `products`.
-void HostCache::gather_scores(const Products& products, std::size_t query, std::uint32_t first,
+void HostCache::gather_scores(const Products& products, std::size_t query, const SeenRows& seen,
                               std::span<float> scores) const {
-  const std::span rows = live_.slots().subspan(first, scores.size());
+  const std::span rows = seen.rows;
   const std::size_t base = query * products.stride;
-  for (std::size_t age = 0; age < scores.size(); ++age)
-    scores[age] =
-        (first + age < old_ ? products.at_number : products.at_position)[base + rows[age]];
-  for (std::size_t age = 0; rotates_ && age < scores.size(); ++age)
-    if (is_quantized(rows[age]))
-      scores[age] = products.hadamard_rotated[base + rows[age]] / kQuantBlock;
+  for (std::size_t i = 0; i < scores.size(); ++i)
+    scores[i] =
+        (seen.first_age + i < old_ ? products.at_number : products.at_position)[base + rows[i]];
+  for (std::size_t i = 0; rotates_ && i < scores.size(); ++i)
+    if (is_quantized(rows[i])) scores[i] = products.hadamard_rotated[base + rows[i]] / kQuantBlock;
   make_scores(scores.data(), scores.size(), shape_.softmax_scale, shape_.softcap);
+}
+
+/// Computes the probabilities that a query gives the tokens that it sees, and the log-sum-exp of
+/// its scores unless `lse` is null.
+void HostCache::find_probabilities(const Products& products, std::size_t query,
+                                   const SeenRows& seen, std::span<float> p, float* lse) const {
+  gather_scores(products, query, seen, p);
+  const float* sink = shape_.sinks.empty() ? nullptr : &shape_.sinks[query % shape_.group];
+  const RowSum all = row_exponentials(p.data(), p.size(), sink, p.data());
+  divide(p.data(), p.size(), all.sum, p.data());
+  if (lse) *lse = static_cast<float>(log_sum_exp(all.shift, static_cast<double>(all.sum)));
 }
 
 /// Collects the attention that the tokens of a cache, and those of its followers, receive from some
@@ -381,10 +450,11 @@ void HostCache::gather_scores(const Products& products, std::size_t query, std::
 class HostCache::Received {
  public:
   /// `all`: whether these are all queries of the append. Then no other thread adds to the tallies
-  /// of the caches, and no lock is needed. The queries see at most `most` tokens.
-  Received(HostCache& own, std::span<HostCache* const> followers, bool all, std::uint32_t most) {
-    add(own, all, most);
-    for (HostCache* const follower : followers) add(*follower, all, most);
+  /// of the caches, and no lock is needed. The queries see at most `max_visible` tokens.
+  Received(HostCache& own, std::span<HostCache* const> followers, bool all,
+           std::uint32_t max_visible) {
+    add(own, all, max_visible);
+    for (HostCache* const follower : followers) add(*follower, all, max_visible);
   }
 
   void add_row(std::span<const float> p, std::uint32_t age) {
@@ -408,10 +478,10 @@ class HostCache::Received {
     Tally own;
     Tally& tally() { return all ? cache->seen_ : own; }
   };
-  void add(HostCache& cache, bool all, std::uint32_t most) {
+  void add(HostCache& cache, bool all, std::uint32_t max_visible) {
     if (cache.live_.needs() == Needs::nothing) return;
     parts_.push_back({&cache, all, {}});
-    if (!all) parts_.back().own = Tally(cache.live_, cache.shape_.threshold16, most);
+    if (!all) parts_.back().own = Tally(cache.live_, cache.shape_.threshold16, max_visible);
   }
 
   std::vector<Part> parts_;
@@ -419,43 +489,88 @@ class HostCache::Received {
 
 void HostCache::attend(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
                        const RopeTable& rope, const Attention& how) {
-  const std::size_t dim = shape_.head_size, group = shape_.group;
-  const std::uint32_t most = visible(append, end - 1);
-  const bool computes = !how.shared || shape_.positions == Positions::cache || !all_exact(most);
-  const Products products = computes ? multiply(append, begin, end, rope) : Products{};
+  const std::size_t group = shape_.group;
+  const std::uint32_t max_visible = visible(append, end - 1);
+  const bool computes =
+      !how.shared || shape_.positions == Positions::cache || !all_exact(max_visible);
+  QueryPlaces at;
+  for (std::uint32_t token = begin; computes && token < end; ++token) {
+    at.positions.push_back(append.first + token);
+    at.numbers.push_back(visible(append, token) - 1);
+  }
+  Products products;
+  if (computes)
+    products =
+        multiply(append, begin, at, std::ranges::max(live_.slots().first(max_visible)) + 1, rope);
   if (append.lse && centred_)
     throw std::invalid_argument(
         "centre: log-sum-exp of attention is not exported with centred keys; use centre=none");
-  Received received(*this, how.followers, end - begin == append.tokens, most);
-  std::vector<float> by_age(most);
+  Received received(*this, how.followers, end - begin == append.tokens, max_visible);
+  std::vector<float> by_age(max_visible);
   for (std::uint32_t token = begin; token < end; ++token) {
     // Shared probabilities are already 0 for tokens outside a window.
-    const std::uint32_t first = computes ? first_visible(append, token) : 0;
+    const std::uint32_t first = computes ? first_visible(append.first + token) : 0;
     const std::span p = std::span(by_age).first(visible(append, token) - first);
+    const SeenRows seen{live_.slots().subspan(first, p.size()), first};
     for (std::uint32_t head = 0; head < group; ++head) {
-      if (computes) {
-        gather_scores(products, (token - begin) * group + head, first, p);
-        const float* sink = shape_.sinks.empty() ? nullptr : &shape_.sinks[head];
-        const RowSum all = row_exponentials(p.data(), p.size(), sink, p.data());
-        divide(p.data(), p.size(), all.sum, p.data());
-        if (append.lse)
-          append.lse[token * append.lse_stride + head] =
-              static_cast<float>(log_sum_exp(all.shift, static_cast<double>(all.sum)));
-      } else {
+      if (computes)
+        find_probabilities(products, (token - begin) * group + head, seen, p,
+                           append.lse ? append.lse + token * append.lse_stride + head : nullptr);
+      else
         how.shared->probabilities(append.first + token, head, live_.positions().first(p.size()),
                                   p.data());
-      }
-      if (append.out) {
-        float* out = append.out + token * append.query_stride + head * append.query_head_stride;
-        std::fill_n(out, dim, 0.0f);
-        accumulate(p, live_.slots().subspan(first, p.size()), out);
-      }
+      write_output(append, token, head, p, seen.rows);
       received.add_row(p, append.tokens - 1 - token);
       if (how.visit) how.visit(append.first + token, head, p);
     }
     received.end_query(append.first + token);
   }
   received.finish();
+}
+
+void HostCache::attend_draft(const HeadAppend& tokens, std::span<const DraftPath> paths,
+                             const RopeTable& rope) {
+  evict_to_budget(tokens.first);
+  if (shape_.positions == Positions::cache) rotate_to_cache_positions(rope, tokens.first);
+  const std::uint32_t spare = live_.slot_count();  // the first spare row
+  QueryPlaces at;
+  std::vector<std::uint32_t> rows;
+  for (const DraftPath& path : paths) {
+    const auto depth = static_cast<std::uint32_t>(path.size()) - 1;
+    // Draft tokens are younger than every evicted token, so they keep their original positions.
+    at.positions.push_back(tokens.first + depth);
+    at.numbers.push_back(live_.size() + depth);
+    if (path.back() != drafts_)
+      throw std::logic_error("a cache: draft tokens attend in another order than their numbers");
+    rows.push_back(spare + drafts_++);
+  }
+  grow_to(spare + drafts_);
+  store(tokens, rows, at.positions, rope);
+  const Products products = multiply(tokens, 0, at, spare + drafts_, rope);
+  for (std::uint32_t token = 0; token < paths.size(); ++token) {
+    const std::uint32_t first = first_visible(at.positions[token]),
+                        oldest = first_seen(shape_.window, at.positions[token]);
+    const auto live = live_.slots().subspan(first);
+    std::vector<std::uint32_t> seen(live.begin(), live.end());
+    for (const std::uint32_t node :
+         std::span(paths[token]).subspan(oldest > tokens.first ? oldest - tokens.first : 0))
+      seen.push_back(spare + node);
+    std::vector<float> p(seen.size());
+    for (std::uint32_t head = 0; head < shape_.group; ++head) {
+      find_probabilities(products, std::size_t{token} * shape_.group + head, {seen, first}, p,
+                         nullptr);
+      write_output(tokens, token, head, p, seen);
+    }
+  }
+}
+
+/// Writes the output of a query head, unless outputs are not computed.
+void HostCache::write_output(const HeadAppend& append, std::uint32_t token, std::uint32_t head,
+                             std::span<const float> p, std::span<const std::uint32_t> rows) const {
+  if (!append.out) return;
+  float* const out = append.out + token * append.query_stride + head * append.query_head_stride;
+  std::fill_n(out, shape_.head_size, 0.0f);
+  accumulate(p, rows, out);
 }
 
 void HostCache::accumulate(std::span<const float> p, std::span<const std::uint32_t> rows,
@@ -474,20 +589,6 @@ void HostCache::accumulate(std::span<const float> p, std::span<const std::uint32
   accumulate_rows(p_of[1], rows_of[1], values_.data(), dim, dim, sum.data());
   hadamard_rotate(sum);
   for (std::size_t d = 0; d < dim; ++d) out[d] += sum[d] / kQuantBlock;
-}
-
-void HostCache::step(const HeadAppend& append, const RopeTable& rope) {
-  evict_to_budget(append.first);
-  this->append(append, rope);
-  const bool looks = append.out || live_.needs() != Needs::nothing;
-  for (std::uint32_t begin = 0; looks && begin < append.tokens; begin += kQueryBlock)
-    attend(append, begin, std::min(append.tokens, begin + kQueryBlock), rope);
-  observe();
-}
-
-std::span<const Observation> HostCache::observe() {
-  live_.observe(seen_.observations(), seen_.heads());
-  return seen_.observations();
 }
 
 }  // namespace kvlab

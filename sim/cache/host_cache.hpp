@@ -9,13 +9,41 @@
 //
 // With centred keys, the keys of the append at position 0 are stored as they are until it has
 // ended. Then the centre is subtracted from them, and from later keys when they are stored. So all
-// keys of a softmax have the same centre, or none.
+// keys of a softmax have the same centre, or none. A centre from a file is known before the first
+// key, so it is subtracted from all keys when they are stored.
 //
 // How a row's probabilities are computed: `multiply_fused` computes the logits. They are gathered
 // in the order of the tokens' age (oldest first) and scaled. Their exponentials are divided by the
 // sum of the exponentials. Then the values are added in the order of age.
 //
-// An append has four steps: 1. evict to the budget, 2. append the tokens, 3. attend, 4. observe.
+// A step takes the next tokens of the text into the cache: one decoded token, a prompt, or a chunk
+// of it. HostCache::step() is the one place that states its order, and every caller follows it:
+//
+//   begin_step  1. Evict to the budget. At most budget - 1 tokens stay live, so the budget has a
+//                  slot for a decoded token. The order of eviction is by protection, then by rank,
+//                  then by position. Protected tokens are the first ones of the text (sinks) and
+//                  the youngest ones (recent). They are evicted only when no other token is left.
+//               2. Append the tokens. All tokens of a step are appended at once, even if they
+//                  exceed the budget, so none of them is evicted before its own query attends.
+//   attend      3. The query of each new token attends to the live tokens up to itself.
+//   end_step    4. Observe. The policy learns how much attention each live token received in 3.
+//
+// Eviction comes first, not last, because the order depends on the position that is appended next:
+// it decides which tokens are recent, and a policy may rank by it. A caller may evict earlier,
+// between two steps. The result is the same, because a cache evicts once for each position that is
+// appended. For example, callers evict at once after a prompt to release memory.
+//
+// With scope=layer and ada(), the caches of a layer evict together: the first of them computes the
+// order or the budgets from the states of all. So all of them have to end a step before one of them
+// begins the next.
+//
+// A draft token may turn out not to belong to the text. So it is not appended. It is stored in a
+// spare row behind those of the live tokens, and the next step drops it:
+//
+//   rows   [ 0 … slot_count - 1: live tokens and free rows ][ draft nodes 0, 1, 2, … ]
+//
+// Nothing is evicted, observed or quantized because of a draft token. So the cache depends on the
+// text alone, and it need not be copied before drafts.
 #pragma once
 
 #include <cstdint>
@@ -63,6 +91,10 @@ struct HeadAppend {
   std::size_t lse_stride = 0;
 };
 
+/// Draft tokens form a tree of nodes, which are numbered in the order in which they attend. A path
+/// is a node's ancestors, the oldest first, and then the node itself.
+using DraftPath = std::vector<std::uint32_t>;
+
 /// Attention rows of the full cache. Several caches share them: at original positions, a cache gets
 /// its probabilities from such a row by leaving out the exponentials of tokens that are not live.
 class FullRows {
@@ -81,8 +113,12 @@ void rotate_rounded(const RopeTable& rope, const float* x, std::size_t size, std
 /// every format, so that one rotation of a query serves all of them.
 enum class RowState : std::uint8_t { plain, rotated };
 
-/// Replaces a plain row by its quantized and dequantized values.
-void quantize_row(std::span<float> row, const RowFormat& format);
+/// Which of a token's two rows. It matters for Rotation::llama.
+enum class RowPart : std::uint8_t { key, value };
+
+/// Replaces a plain row by its quantized and dequantized values. Throws std::invalid_argument for
+/// elements or a row size that the format cannot hold.
+void quantize_row(std::span<float> row, const RowFormat& format, RowPart part);
 /// Quantizes a key and a value to the formats of a demotion_path(), one format after another. Both
 /// are in the given state before the call, and rotated after it.
 void quantize_token(std::span<const KvFormat> path, std::span<float> key, std::span<float> value,
@@ -103,15 +139,19 @@ class HostCache {
   HostCache(const HeadShape& shape, LiveSet live, OutputWeights output = {},
             FeaturesByName feature_values = {});
 
-  /// Copies the state of `other`, which must be after step 4. The copy shares its ranks with no
-  /// other head until share_ranks() is called for it.
+  /// Copies the state of `other` between two steps, without draft tokens. The copy shares its ranks
+  /// with no other head until share_ranks() is called for it.
   HostCache(const HostCache& other);
   HostCache& operator=(const HostCache&) = delete;
 
-  /// Step 1. Returns the evicted positions, ascending.
-  std::span<const std::uint32_t> evict_to_budget(std::uint32_t now);
-  /// Step 2. `rope` must cover the append's last position.
-  void append(const HeadAppend& append, const RopeTable& rope);
+  /// A whole step on this thread. `rope` must cover the append's last position.
+  void step(const HeadAppend& append, const RopeTable& rope);
+
+  // The parts of a step, for a caller that attends in its own way: with several threads, with
+  // probabilities that several caches share, or for some of the queries at a time.
+
+  /// Parts 1 and 2. Drops the draft tokens.
+  void begin_step(const HeadAppend& append, const RopeTable& rope);
 
   /// Called with a query, a query head, and the probabilities that this head gives the oldest
   /// p.size() live tokens.
@@ -128,17 +168,33 @@ class HostCache {
     std::span<HostCache* const> followers = {};
     RowVisitor visit = {};  ///< may be empty
   };
-  /// Step 3 for tokens [begin, end) of the append. Several threads may attend at once.
+  /// Part 3 for tokens [begin, end) of the append. Several threads may attend at once. Need not be
+  /// called for queries of which neither outputs nor observations are needed.
   void attend(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
               const RopeTable& rope, const Attention& how);
   void attend(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
               const RopeTable& rope) {
     attend(append, begin, end, rope, Attention{});
   }
-  /// Step 4. Returns the observation of each live token, by age; empty if the policy needs none.
-  std::span<const Observation> observe();
-  /// Steps 1 to 4 on this thread.
-  void step(const HeadAppend& append, const RopeTable& rope);
+  /// Part 4.
+  void end_step();
+  /// Part 1 of the step that will append position `now`, for a caller that evicts before that step.
+  /// Evicts nothing if the cache has already evicted for `now`.
+  void evict_to_budget(std::uint32_t now);
+
+  /// The positions that were evicted for the last step, ascending; or for the next step, if the
+  /// cache has already evicted for it.
+  std::span<const std::uint32_t> victims() const { return victims_; }
+  /// What each live token received in the last step, by age; empty if the policy needs nothing.
+  std::span<const Observation> observations() const { return seen_.observations(); }
+
+  /// Evicts to the budget, then attends for draft tokens, which become the next nodes. Token i sees
+  /// the live tokens and the nodes `paths[i]`, of which it is the last. `tokens.first` is the
+  /// position that follows the text: that of the first node of every path. If no tier is quantized,
+  /// the outputs have the bits that appending the path would give, without evicting again.
+  void attend_draft(const HeadAppend& tokens, std::span<const DraftPath> paths,
+                    const RopeTable& rope);
+  void drop_drafts() { drafts_ = 0; }
 
   /// Adds p times the values of the oldest p.size() live tokens to out [dim].
   void accumulate(std::span<const float> p, float* out) const {
@@ -148,9 +204,15 @@ class HostCache {
   bool all_exact(std::size_t count) const;
 
   /// Drops all tokens of the text except the first `tokens`, see LiveSet::crop().
-  void crop(std::uint32_t tokens) { live_.crop(tokens); }
+  void crop(std::uint32_t tokens) {
+    live_.crop(tokens);
+    evicted_for_.reset();
+  }
   /// Ends a prompt segment.
-  void end_prompt() { live_.end_prompt(); }
+  void end_prompt() {
+    live_.end_prompt();
+    evicted_for_.reset();
+  }
   /// The cache's tokens, as share_ranks() needs them.
   AgedSet& aged_set() { return live_; }
 
@@ -178,27 +240,38 @@ class HostCache {
   }
 
  private:
-  /// How queries are rotated: to original positions (to_position), to cache positions (to_number),
-  /// or to original positions and then by the Hadamard rotation.
-  enum class QueryRotation { to_position, to_number, hadamard_rotated };
-  /// The products of queries with the keys of all rows, [query, head, row], for each rotation of
-  /// the queries. Empty if no key needs that rotation.
+  /// Where the queries of some tokens are: positions in the text, and numbers in the cache.
+  struct QueryPlaces {
+    std::vector<std::uint32_t> positions, numbers;  // [token]
+  };
+  /// The products of queries with the keys of all rows, [query, head, row]: of queries rotated to
+  /// their positions, of queries rotated to their numbers, and of queries rotated to their
+  /// positions and then by the Hadamard rotation. Empty if no key needs that rotation.
   struct Products {
     std::vector<float> at_position, at_number, hadamard_rotated;
     std::size_t stride = 0;
   };
+  /// The rows of the tokens that a query sees, the oldest first. The first of them has the age
+  /// `first_age`.
+  struct SeenRows {
+    std::span<const std::uint32_t> rows;
+    std::uint32_t first_age = 0;
+  };
   class Received;
 
+  /// Part 2.
+  void append(const HeadAppend& append, const RopeTable& rope);
   std::uint32_t visible(const HeadAppend& append, std::uint32_t token) const {
     return live_.size() - append.tokens + token + 1;
   }
-  /// The age of the oldest token that `token` sees.
-  std::uint32_t first_visible(const HeadAppend& append, std::uint32_t token) const;
+  /// The age of the oldest live token that a query at `position` sees.
+  std::uint32_t first_visible(std::uint32_t position) const;
   bool has_spare_rows() const;
   void compact();
   void grow_to(std::size_t rows);
-  void store(const HeadAppend& append, const RopeTable& rope);
-  void rotate_to_cache_positions(const RopeTable& rope);
+  void store(const HeadAppend& append, std::span<const std::uint32_t> rows,
+             std::span<const std::uint32_t> positions, const RopeTable& rope);
+  void rotate_to_cache_positions(const RopeTable& rope, std::uint32_t next);
   /// Quantizes the rows of the live tokens of ages [first, last) to the formats of their tiers.
   void demote(std::uint32_t first, std::uint32_t last);
   void quantize_as_kivi(std::uint32_t before);
@@ -208,14 +281,17 @@ class HostCache {
   bool is_quantized(std::uint32_t row) const {
     return tiers_[row] >= 0 && !live_.tier_plan()[tiers_[row]].format.exact();
   }
-  void multiply_at(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
-                   QueryRotation rotation, const RopeTable& rope, std::size_t panels,
-                   std::vector<float>& by_row) const;
-  Products multiply(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
-                    const RopeTable& rope) const;
-  void gather_scores(const Products& products, std::size_t query, std::uint32_t first,
+  std::vector<float> rotate_queries(const HeadAppend& append, std::uint32_t begin,
+                                    std::span<const std::uint32_t> to, const RopeTable& rope) const;
+  Products multiply(const HeadAppend& append, std::uint32_t begin, const QueryPlaces& at,
+                    std::size_t rows, const RopeTable& rope) const;
+  void gather_scores(const Products& products, std::size_t query, const SeenRows& seen,
                      std::span<float> scores) const;
+  void find_probabilities(const Products& products, std::size_t query, const SeenRows& seen,
+                          std::span<float> p, float* lse) const;
   void accumulate(std::span<const float> p, std::span<const std::uint32_t> rows, float* out) const;
+  void write_output(const HeadAppend& append, std::uint32_t token, std::uint32_t head,
+                    std::span<const float> p, std::span<const std::uint32_t> rows) const;
 
   HeadShape shape_;
   LiveSet live_;
@@ -223,6 +299,7 @@ class HostCache {
   FeatureMaker features_;
   FeaturesByName feature_values_;
   std::vector<std::uint32_t> victims_;
+  std::optional<std::uint32_t> evicted_for_;  // the position for which it has evicted
   // A token's row is its slot.
   Panels keys_;                // [row, dim], rotated
   std::vector<float> values_;  // [row, dim]
@@ -237,6 +314,7 @@ class HostCache {
   std::vector<float> centre_;  // [dim], of keys after RoPE; empty: there is none
   bool centred_ = false;       // whether the centre was subtracted from the stored keys
   std::uint32_t old_ = 0;      // how many of the oldest live tokens are rotated to cache positions
+  std::uint32_t drafts_ = 0;   // number of draft tokens
 
   std::mutex seen_mutex_;
   Tally seen_;

@@ -50,27 +50,41 @@ void LayerCache::share_ranks_of_heads() {
   share_ranks(together);
 }
 
-void LayerCache::step(const LayerRows& rows, const RopeTable& rope, unsigned threads) {
-  for (HostCache& head : heads_) head.evict_to_budget(rows.first);
-  attend(rows, rope, threads);
-  for (HostCache& head : heads_) head.observe();
+/// If the heads evict together, evicts from all of them before one of them appends. A policy that
+/// reads rows evicts before it sees those of the next append.
+void LayerCache::evict_together(std::uint32_t now) {
+  if (!evicts_together_ && !looker_) return;
+  for (HostCache& head : heads_) head.evict_to_budget(now);
 }
 
-void LayerCache::attend(const LayerRows& rows, const RopeTable& rope, unsigned threads,
-                        bool wants_outputs) {
-  tokens_ = rows.first + rows.tokens;
-  if (looker_ && rows.tokens > 1) show(rows, rope.rope());
+void LayerCache::step(const LayerRows& rows, const RopeTable& rope, unsigned threads) {
   const std::size_t heads = heads_.size();
   const std::uint32_t n = rows.tokens;
+  evict_together(rows.first);
+  tokens_ = rows.first + n;
+  if (looker_ && n > 1) show(rows, rope.rope());
   parallel_for(heads, threads,
-               [&](std::size_t h) { heads_[h].append(head_append(rows, h), rope); });
-  if (!wants_outputs && !observes_) return;
-  const std::uint32_t blocks = (n + kQueryBlock - 1) / kQueryBlock;
+               [&](std::size_t h) { heads_[h].begin_step(head_append(rows, h), rope); });
+  const bool attends = rows.out || observes_;
+  const std::uint32_t blocks = attends ? (n + kQueryBlock - 1) / kQueryBlock : 0;
   parallel_for(heads * blocks, threads, [&](std::size_t item) {
     const std::size_t head = item % heads;
     const auto begin = static_cast<std::uint32_t>(item / heads) * kQueryBlock;
     heads_[head].attend(head_append(rows, head), begin, std::min(n, begin + kQueryBlock), rope);
   });
+  for (HostCache& head : heads_) head.end_step();
+}
+
+void LayerCache::attend_draft(const LayerRows& rows, std::span<const DraftPath> paths,
+                              const RopeTable& rope, unsigned threads) {
+  evict_together(rows.first);
+  parallel_for(heads_.size(), threads, [&](std::size_t head) {
+    heads_[head].attend_draft(head_append(rows, head), paths, rope);
+  });
+}
+
+void LayerCache::drop_drafts() {
+  for (HostCache& head : heads_) head.drop_drafts();
 }
 
 void LayerCache::show(const LayerRows& rows, const Rope& rope) const {

@@ -1,6 +1,5 @@
 // The caches of the KV heads of one layer, on the host. For each append, a caller passes queries,
-// keys and values to step(). A caller that needs the state of the caches between the steps instead
-// calls evict_to_budget() of each head, attend() (steps 2 and 3), and observe() of each head.
+// keys and values of all heads to step().
 #pragma once
 
 #include <cstdint>
@@ -16,7 +15,7 @@ struct LayerRows {
   std::uint32_t first, tokens;  ///< position of the first token; number of tokens
   const float* q;               // [token, kv_heads * group, dim]
   const float *k, *v;           // [token, kv_heads, dim]
-  float* out;                   // [token, kv_heads * group, dim]
+  float* out;                   // [token, kv_heads * group, dim]; null: not computed
   // [token, kv_heads * group]: log-sum-exp of the scores (natural logarithm); null: not computed.
   float* lse = nullptr;
 };
@@ -39,12 +38,12 @@ class LayerCache {
   std::deque<HostCache>& heads() { return heads_; }
   const std::deque<HostCache>& heads() const { return heads_; }
 
-  /// Steps 1 to 4 for all heads. `rope` must cover the last position.
+  /// HostCache::step() for all heads. `rope` must cover the last position.
   void step(const LayerRows& rows, const RopeTable& rope, unsigned threads);
-  /// Steps 2 and 3 for all heads. `rope` must cover the last position. If `wants_outputs` is false,
-  /// outputs are computed only for the queries that a policy observes.
-  void attend(const LayerRows& rows, const RopeTable& rope, unsigned threads,
-              bool wants_outputs = true);
+  /// HostCache::attend_draft() for all heads.
+  void attend_draft(const LayerRows& rows, std::span<const DraftPath> paths, const RopeTable& rope,
+                    unsigned threads);
+  void drop_drafts();
   /// Whether the heads have one common eviction order or share their slots. Then all heads have to
   /// finish a step before one of them evicts.
   bool evicts_together() const { return evicts_together_; }
@@ -55,6 +54,7 @@ class LayerCache {
 
  private:
   void share_ranks_of_heads();
+  void evict_together(std::uint32_t now);
   void show(const LayerRows& rows, const Rope& rope) const;
 
   HeadShape shape_;

@@ -31,12 +31,12 @@ std::uint32_t block_for(std::size_t row_floats) {
 
 }  // namespace
 
-float min_requested(float sum, float most, std::uint32_t threshold16) {
-  if (!(sum > 0 && std::isfinite(sum) && most >= 0 && most <= sum))
+float min_requested(float sum, float max_exponential, std::uint32_t threshold16) {
+  if (!(sum > 0 && std::isfinite(sum) && max_exponential >= 0 && max_exponential <= sum))
     throw std::runtime_error(
         "a row of attention has no finite probabilities, because its queries or keys are too large "
         "or damaged");
-  const std::uint64_t row_max = fixed_mass(1.0f, most / sum);
+  const std::uint64_t row_max = fixed_mass(1.0f, max_exponential / sum);
   const auto asks = [&](float e) {
     return is_requested(fixed_mass(1.0f, e / sum), row_max, threshold16);
   };
@@ -140,18 +140,18 @@ GroupRows::Requests GroupRows::requests(std::uint32_t query) {
   Lazy& parts = lazy(query);
   if (!parts.requests) {
     parts.requests = true;
-    parts.least.assign(heads(), kNever);
+    parts.request_threshold.assign(heads(), kNever);
     parts.count.assign(heads(), 0);
     for (std::uint32_t h = 0; h < view_.group; ++h)
-      parts.least[h] =
+      parts.request_threshold[h] =
           min_requested(sums_[row(query) + h], largest_[row(query) + h], arithmetic_.threshold16);
     float unused[kHeadGroupSize];
     for (std::uint32_t head_group = 0; head_group < head_groups_; ++head_group)
       row_loops().total(e(query, head_group), nullptr, query,
-                        parts.least.data() + head_group * kHeadGroupSize, unused,
+                        parts.request_threshold.data() + head_group * kHeadGroupSize, unused,
                         parts.count.data() + head_group * kHeadGroupSize);
   }
-  return {parts.least.data(), parts.count.data()};
+  return {parts.request_threshold.data(), parts.count.data()};
 }
 
 const std::uint64_t* GroupRows::request_bits(std::uint32_t query) {
@@ -162,7 +162,7 @@ const std::uint64_t* GroupRows::request_bits(std::uint32_t query) {
     parts.bits.resize(heads() * words_);
     for (std::uint32_t head_group = 0; head_group < head_groups_; ++head_group)
       row_loops().flag(e(query, head_group), query + std::size_t{1},
-                       wanted.least + head_group * kHeadGroupSize,
+                       wanted.request_threshold + head_group * kHeadGroupSize,
                        parts.bits.data() + head_group * kHeadGroupSize * words_, words_);
     for (std::uint32_t h = 0; h < heads(); ++h)
       parts.bits[h * words_ + query / 64] &= ~(std::uint64_t{1} << query % 64);
@@ -196,8 +196,9 @@ const std::uint32_t* GroupRows::request_flags(std::uint32_t query) {
     const Requests wanted = requests(query);
     parts.any.resize(stride_);
     for (std::uint32_t head_group = 0; head_group < head_groups_; ++head_group) {
-      row_loops().mark(e(query, head_group), query + 1, wanted.least + head_group * kHeadGroupSize,
-                       head_group == 0, parts.any.data());
+      row_loops().mark(e(query, head_group), query + 1,
+                       wanted.request_threshold + head_group * kHeadGroupSize, head_group == 0,
+                       parts.any.data());
     }
   }
   return parts.any.data();

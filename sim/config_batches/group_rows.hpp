@@ -17,8 +17,9 @@ namespace kvlab {
 
 /// The smallest exponential that makes a token requested; 0 if all tokens are requested. Because a
 /// larger exponential never makes a requested token unrequested, requests can be found without
-/// computing probabilities. `sum` and `most`: the sum and the largest of the row's exponentials.
-float min_requested(float sum, float most, std::uint32_t threshold16);
+/// computing probabilities. `sum` and `max_exponential`: the sum and the largest of the row's
+/// exponentials.
+float min_requested(float sum, float max_exponential, std::uint32_t threshold16);
 
 class GroupRows {
  public:
@@ -51,15 +52,15 @@ class GroupRows {
   const float* sums(std::uint32_t query) const { return sums_.data() + row(query); }
 
   /// The largest exponential of each row, [heads()].
-  const float* most(std::uint32_t query) const { return largest_.data() + row(query); }
+  const float* max_exponentials(std::uint32_t query) const { return largest_.data() + row(query); }
   /// The shifts with which the exponentials were computed (traces/base/numeric/softmax.hpp),
   /// [heads()].
   const std::int32_t* shifts(std::uint32_t query) const { return shifts_.data() + row(query); }
 
   /// Which earlier tokens the query heads request (N_t, which excludes the query's own token).
   struct Requests {
-    const float* least;          ///< [heads()]: smallest exponential that is requested
-    const std::uint32_t* count;  ///< [heads()]
+    const float* request_threshold;  ///< [heads()]: smallest exponential that is requested
+    const std::uint32_t* count;      ///< [heads()]
   };
   Requests requests(std::uint32_t query);
   /// The requested tokens as bits, [heads()][words()].
@@ -100,7 +101,7 @@ class GroupRows {
   struct Lazy {
     bool requests = false, flags = false, masses = false, requested = false, tails = false,
          values = false, outputs = false, divided = false;
-    std::vector<float> least;
+    std::vector<float> request_threshold;
     std::vector<std::uint64_t> bits;
     AlignedVector<std::uint64_t> mass;
     std::vector<std::uint32_t> count, any;

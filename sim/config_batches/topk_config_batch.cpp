@@ -51,7 +51,7 @@ void TopSums::begin_row(std::uint32_t query, const GroupRows& rows) {
   largest_.assign(rows.heads(), 0);
   shift_.assign(rows.heads(), 0);
   for (std::uint32_t h = 0; h < rows.group(); ++h) {
-    largest_[h] = std::bit_cast<std::uint32_t>(rows.most(query)[h]);
+    largest_[h] = std::bit_cast<std::uint32_t>(rows.max_exponentials(query)[h]);
     shift_[h] = shift_for(
         range_of(rows.e(query, h / kHeadGroupSize) + h % kHeadGroupSize, largest_[h]), bins_);
   }
@@ -65,7 +65,7 @@ void TopSums::begin_row(std::uint32_t query, const GroupRows& rows) {
 
 /// Estimates the difference, in bits, of the largest exponential and the smallest one that a budget
 /// includes. Reads only a sample of the tokens, so it adds a margin.
-std::uint32_t TopSums::range_of(const float* e, std::uint32_t most) const {
+std::uint32_t TopSums::range_of(const float* e, std::uint32_t max_word) const {
   constexpr std::size_t kSample = 32;
   constexpr double kMargin = 0.16, kMax = 0.98;  // shares of the tokens
   std::uint32_t sample[kSample];
@@ -76,7 +76,7 @@ std::uint32_t TopSums::range_of(const float* e, std::uint32_t most) const {
                share = std::min(requested / tokens_ + kMargin, kMax);
   const auto index = static_cast<std::ptrdiff_t>(share * (kSample - 1));
   std::nth_element(sample, sample + index, sample + kSample, std::greater<>());
-  return most - sample[index];
+  return max_word - sample[index];
 }
 
 /// Sorts the exponentials of a head's row by bin.
@@ -156,7 +156,7 @@ void TopkConfigBatch::measure(std::uint32_t query, std::uint32_t head, GroupRows
   const auto full = static_cast<double>(rows.sums(query)[head]);
   const GroupRows::Requests wanted = rows.requests(query);
   measure_.add_wanted(head, wanted.count[head]);
-  const bool own_asks = own >= wanted.least[head];
+  const bool own_asks = own >= wanted.request_threshold[head];
   const std::uint32_t leading = wanted.count[head] + (own_asks ? 1 : 0);
   for (std::size_t c = 0; c < configs_.size(); ++c) {
     double recall = 1;
@@ -164,7 +164,7 @@ void TopkConfigBatch::measure(std::uint32_t query, std::uint32_t head, GroupRows
     if (!keeps_all(c, query)) {
       const TopSums::Level& level = sums_.level(level_[c]);
       recall = std::min(1.0, level.sum / full);
-      const bool keeps_own = own_asks && own >= level.least;
+      const bool keeps_own = own_asks && own >= level.min_exponential;
       missed = wanted.count[head] -
                (std::min(leading, configs_[c]->budget_tokens) - (keeps_own ? 1 : 0));
     }

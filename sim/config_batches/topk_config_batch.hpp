@@ -28,14 +28,14 @@ class TopSums {
   /// Computes one head's sums, for every budget that is at most the number of tokens in the row.
   void take(std::uint32_t head);
   struct Level {
-    double sum;   ///< sum of the B largest exponentials
-    float least;  ///< the smallest of these exponentials
+    double sum;             ///< sum of the B largest exponentials
+    float min_exponential;  ///< the smallest of these exponentials
   };
   /// The results of the last take(), by budget.
   const Level& level(std::size_t i) const { return levels_[i]; }
 
  private:
-  std::uint32_t range_of(const float* e, std::uint32_t most) const;
+  std::uint32_t range_of(const float* e, std::uint32_t max_word) const;
   void scatter(std::uint32_t head);
   std::uint32_t sort_bin_of(std::uint32_t head, std::uint32_t index);
 

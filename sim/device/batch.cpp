@@ -21,11 +21,11 @@ void Batch::read() {
   const ModelShape& shape = plan_.trace.shape();
   const std::size_t tokens = plan_.trace.tokens(), head = tokens * shape.head_size,
                     heads = shape.group() + 2;
-  const std::size_t at_once = sizes_.land_at_once(tasks_.size(), plan_.threads);
-  const cuda::PinnedBuffer staging(at_once * sizes_.landing());
+  const std::size_t group_size = sizes_.land_at_once(tasks_.size(), plan_.threads);
+  const cuda::PinnedBuffer staging(group_size * sizes_.landing());
   const DeviceBuffer landing(staging.bytes(), "the replay");
-  for (std::size_t first = 0; first < tasks_.size(); first += at_once) {
-    const std::size_t count = std::min(at_once, tasks_.size() - first);
+  for (std::size_t first = 0; first < tasks_.size(); first += group_size) {
+    const std::size_t count = std::min(group_size, tasks_.size() - first);
     parallel_for(count * heads, plan_.threads, [&](std::size_t i) {
       const HeadTask task = tasks_[first + i / heads];
       const auto h = static_cast<std::uint32_t>(i % heads), group = shape.group();
@@ -52,10 +52,10 @@ void Batch::read() {
 }
 
 void Batch::send_features(std::size_t first, std::size_t count, const float* landed) const {
-  const std::size_t of_task = sizes_.tokens * sizes_.token_features,
+  const std::size_t task_values = sizes_.tokens * sizes_.token_features,
                     head = plan_.trace.tokens() * sizes_.dim;
-  std::vector<float> all(count * of_task);
-  parallel_for(of_task ? count : 0, plan_.threads, [&](std::size_t i) {
+  std::vector<float> all(count * task_values);
+  parallel_for(task_values ? count : 0, plan_.threads, [&](std::size_t i) {
     const HeadTask task = tasks_[first + i];
     const float* const keys = landed + (i * (sizes_.group + 2) + sizes_.group) * head;
     FeaturesByName feature_values;
@@ -79,10 +79,10 @@ void Batch::send_features(std::size_t first, std::size_t count, const float* lan
                          feature_values);
       const TokenFeatures own(names, view, of.like->appends);
       std::copy_n(own.from(0), view.tokens * names.size(),
-                  all.data() + i * of_task + of.first * sizes_.tokens);
+                  all.data() + i * task_values + of.first * sizes_.tokens);
     }
   });
-  cuda::write(parts_.features + first * of_task, all, "sending a trace");
+  cuda::write(parts_.features + first * task_values, all, "sending a trace");
 }
 
 void Batch::read_projections() {
@@ -122,12 +122,13 @@ Batch::ScaledGradients Batch::scaled_gradients(const HeadTask& task,
   constexpr int kExponent = 8;
   std::vector<float> rows = gradients_of(plan_.trace, task.layer, task.kv_head, queries);
   ScaledGradients scaled;
-  const std::size_t of_query = sizes_.gradient();
-  for (auto row = rows.begin(); row != rows.end(); row += static_cast<std::ptrdiff_t>(of_query)) {
-    float most = 0;
-    for (std::size_t i = 0; i < of_query; ++i) most = std::max(most, std::abs(row[i]));
-    const int exponent = most > 0 ? std::ilogb(most) + 1 - kExponent : 0;
-    for (std::size_t i = 0; i < of_query; ++i) row[i] = std::ldexp(row[i], -exponent);
+  const std::size_t query_size = sizes_.gradient();
+  for (auto row = rows.begin(); row != rows.end(); row += static_cast<std::ptrdiff_t>(query_size)) {
+    float max_magnitude = 0;
+    for (std::size_t i = 0; i < query_size; ++i)
+      max_magnitude = std::max(max_magnitude, std::abs(row[i]));
+    const int exponent = max_magnitude > 0 ? std::ilogb(max_magnitude) + 1 - kExponent : 0;
+    for (std::size_t i = 0; i < query_size; ++i) row[i] = std::ldexp(row[i], -exponent);
     scaled.scales.push_back(std::ldexp(1.0f, exponent));
   }
   scaled.values.resize(rows.size() * sizes_.element_bytes);
@@ -175,8 +176,9 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
     // The following arrays are by far the largest. Each head task copies its part separately, so
     // that all threads write to the host's memory.
     const auto share = [&](std::span<const float> part, auto put) {
-      const std::size_t of_task = part.size() / tasks_.size(), size = of_task / sizes_.configs;
-      const auto fetched = fetch(part.subspan(task * of_task, of_task));
+      const std::size_t task_values = part.size() / tasks_.size(),
+                        size = task_values / sizes_.configs;
+      const auto fetched = fetch(part.subspan(task * task_values, task_values));
       for (std::size_t c = 0; c < own.size(); ++c)
         put(own[c].stats, std::span(fetched).subspan(c * size, size));
     };
@@ -215,7 +217,7 @@ void Batch::separate_quantization(std::vector<HeadOutcome>& own) const {
 LiveCounts Batch::counts_of(std::size_t cache, const kernels::ReplayProgress& walked) const {
   const auto window = sweep_.window_configs.find(static_cast<std::int32_t>(cache % sizes_.configs));
   if (window == sweep_.window_configs.end())
-    return {.evictions = walked.evictions, .most = walked.max_live, .end = walked.live};
+    return {.evictions = walked.evictions, .max_live = walked.max_live, .end = walked.live};
   const HeadTask task = tasks_[cache / sizes_.configs];
   return live_counts(*window->second, task.layer,
                      window->second->budget_of(task.layer, task.kv_head));
@@ -223,7 +225,7 @@ LiveCounts Batch::counts_of(std::size_t cache, const kernels::ReplayProgress& wa
 
 HeadOutcome Batch::outcome(std::size_t cache, const BatchSums& batch_sums) const {
   const LiveCounts counts = counts_of(cache, batch_sums.progress[cache]);
-  HeadOutcome outcome{{}, counts.evictions, counts.most, counts.end};
+  HeadOutcome outcome{{}, counts.evictions, counts.max_live, counts.end};
   HeadStats& stats = outcome.stats;
   stats.resize(plan_.measured, static_cast<std::uint32_t>(sizes_.group), sizes_.columns);
   // stats.resize() has set the sums that MeasuredQueries counts. The device leaves these at 0, so

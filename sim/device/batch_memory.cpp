@@ -50,11 +50,11 @@ void lay_out_rows(Arena& arena, const HeadTaskSizes& s, std::size_t tasks, Batch
   if (s.cache_positions)
     parts.cache_positions = {
         .e = s.keeps_unrounded() ? arena.take<float4>(head_groups * s.tokens) : rows.e,
-        .most = arena.take<float4>(head_groups),
+        .max_logits = arena.take<float4>(head_groups),
         .fragments = arena.take<uint4>(head_groups * s.pairs * 2),
         .scales = arena.take<float4>(head_groups)};
   rows.sums = arena.take<float4>(head_groups);
-  rows.least = arena.take<float4>(head_groups);
+  rows.request_threshold = arena.take<float4>(head_groups);
   rows.wanted = arena.take<uint4>(head_groups);
   if (s.metrics) parts.outputs = arena.take<float>(queries * s.group * s.dim);
 }
@@ -62,7 +62,7 @@ void lay_out_rows(Arena& arena, const HeadTaskSizes& s, std::size_t tasks, Batch
 void lay_out_slots(Arena& arena, const HeadTaskSizes& s, std::size_t tasks, BatchParts& parts) {
   const std::size_t count = tasks * s.slots;
   kernels::ReplaySlots& slots = parts.slots;
-  slots.of_task = static_cast<std::int64_t>(s.slots);
+  slots.task_stride = static_cast<std::int64_t>(s.slots);
   slots.state_stride = static_cast<int>(s.state_stride);
   slots.planes = s.cache_positions ? kernels::kReplayAhead : 1;
   slots.states = arena.take<std::byte>(count * s.state_stride);

@@ -83,7 +83,7 @@ class Replayer final : public CudaReplayer {
     for (const auto& [key, group] : alike(plan.trace, wanted)) {
       const std::size_t before = whole.size();
       whole.insert(whole.end(), group.begin(), group.end());
-      in_batches(plan, group, [&](Batch& batch, std::size_t first) {
+      for_each_batch(plan, group, [&](Batch& batch, std::size_t first) {
         if (watcher_) batch.keep_sets();
         batch.replay(walks_);
         if (watcher_) batch.show_sets(before + first, watch);
@@ -107,9 +107,9 @@ class Replayer final : public CudaReplayer {
       for (std::uint32_t kv_head = 0; kv_head < trace.shape().kv_heads; ++kv_head)
         tasks.push_back({layer, kv_head});
     ExactPass pass;
-    in_batches(plan, tasks, [&](Batch& batch, std::size_t) {
+    for_each_batch(plan, tasks, [&](Batch& batch, std::size_t) {
       batch.attend();  // warm-up, in which the library chooses its algorithms
-      const WorkTime time = timed([&] { pass.flops += batch.attend(); });
+      const WorkTime time = measure_time([&] { pass.flops += batch.attend(); });
       pass.time.seconds += time.seconds;
       pass.time.cpu_seconds += time.cpu_seconds;
     });
@@ -127,7 +127,7 @@ class Replayer final : public CudaReplayer {
     const auto tiers = static_cast<int>(config.policy.tier_plan.tiers.size());
     const bool cache_positions = config.positions == Positions::cache;
     kernels::DeviceLimits limits;
-    cuda::check(kernels::device_limits(limits), "asking for the device's limits");
+    cuda::check(kernels::device_limits(limits), "querying the device's limits");
     return kernels::replay_outputs_plan(KVLAB_F32, limits).fits() &&
            kernels::walk_fits(shape,
                               cache_positions ? ReplayTokens::cache_positions
@@ -139,7 +139,7 @@ class Replayer final : public CudaReplayer {
   /// of its first head task) for each. All layers of `tasks` must have the same RoPE table and
   /// softmax scale.
   template <class Work>
-  void in_batches(const ReplayPlan& plan, std::span<const HeadTask> tasks, Work work) {
+  void for_each_batch(const ReplayPlan& plan, std::span<const HeadTask> tasks, Work work) {
     const std::uint32_t layer = tasks.front().layer;
     const HeadTaskPlan common{
         plan.trace.shape(), plan.trace.row(layer).rope, plan.ropes[layer], plan.arithmetics[layer],
@@ -151,15 +151,15 @@ class Replayer final : public CudaReplayer {
     HeadTaskSizes sizes = sizes_of(common, sweep, sweep.configs);
     sizes.columns = columns;
     const std::size_t landing = sizes.land_at_once(tasks.size(), plan.threads) * sizes.landing(),
-                      at_once = std::min(
+                      batch_tasks = std::min(
                           tasks_at_once(sizes, landing, sweep.by_layer ? common.shape.kv_heads : 1),
                           tasks.size());
-    for (std::size_t first = 0; first < tasks.size(); first += at_once) {
+    for (std::size_t first = 0; first < tasks.size(); first += batch_tasks) {
       Batch batch(plan, common, sweep, sizes,
-                  tasks.subspan(first, std::min(at_once, tasks.size() - first)), tables, product_,
-                  streams_);
+                  tasks.subspan(first, std::min(batch_tasks, tasks.size() - first)), tables,
+                  product_, streams_);
       walks_.load(batch.tasks().walks(), plan.threads);
-      reading_ += timed([&] { batch.read(); }).seconds;
+      reading_ += measure_time([&] { batch.read(); }).seconds;
       work(batch, first);
     }
   }

@@ -68,33 +68,33 @@ std::size_t EvalAttention::bytes_of_config(const HeadTaskPlan& plan,
 
 void EvalAttention::send_features(std::uint32_t layer) {
   const HeadTaskSizes& s = tasks_.sizes();
-  const std::size_t heads = plan_.shape.kv_heads, of_head = s.tokens * s.dim,
-                    of_task = s.tokens * s.token_features;
-  std::vector<float> rows(2 * heads * of_head), features(heads * of_task);
+  const std::size_t heads = plan_.shape.kv_heads, head_stride = s.tokens * s.dim,
+                    task_values = s.tokens * s.token_features;
+  std::vector<float> rows(2 * heads * head_stride), features(heads * task_values);
   for (std::size_t c = 0; c < configs_.size(); ++c) {
     const auto& names = configs_[c]->policy.features;
     if (names.empty()) continue;
     cuda::check(cudaStreamSynchronize(tasks_.stream()), "the end-to-end evaluation");
     const auto fetch = [&](const std::byte* from, float* to) {
-      const std::size_t bytes = heads * of_head * s.element_bytes;
+      const std::size_t bytes = heads * head_stride * s.element_bytes;
       const auto stored = cuda::download(std::span(from + c * bytes, bytes));
-      to_float(plan_.shape.dtype, stored.data(), heads * of_head, to);
+      to_float(plan_.shape.dtype, stored.data(), heads * head_stride, to);
     };
     fetch(keys(), rows.data());
-    fetch(values(), rows.data() + heads * of_head);
+    fetch(values(), rows.data() + heads * head_stride);
     parallel_for(heads, threads_, [&](std::size_t head) {
-      const float* const keys = rows.data() + head * of_head;
+      const float* const keys = rows.data() + head * head_stride;
       const HeadView view{
           .tokens = plan_.tokens,
           .head_size = static_cast<std::uint32_t>(s.dim),
           .k = keys,
-          .v = keys + heads * of_head,
+          .v = keys + heads * head_stride,
           .kv_token_stride = s.dim,
           .output = weights_of(plan_.output, layer, static_cast<std::uint32_t>(head))};
       const TokenFeatures own(names, view, configs_[c]->appends);
-      std::copy_n(own.from(0), view.tokens * names.size(), features.data() + head * of_task);
+      std::copy_n(own.from(0), view.tokens * names.size(), features.data() + head * task_values);
     });
-    cuda::write(tasks_.parts().features + c * heads * of_task, features,
+    cuda::write(tasks_.parts().features + c * heads * task_values, features,
                 "the end-to-end evaluation");
   }
 }
@@ -102,14 +102,14 @@ void EvalAttention::send_features(std::uint32_t layer) {
 void EvalAttention::attend(std::uint32_t layer, const std::byte* queries, std::byte* outputs) {
   const HeadTaskSizes& s = tasks_.sizes();
   const kernels::Type type = tasks_.parts().block.shape.type;
-  const std::size_t of_head = s.dim * s.element_bytes, of_key = s.tokens * of_head,
+  const std::size_t head_stride = s.dim * s.element_bytes, key_stride = s.tokens * head_stride,
                     width = plan_.shape.query_heads;
   for (std::size_t task = 0; task < count_; ++task) {
     const std::size_t config = task / plan_.shape.kv_heads, kv_head = task % plan_.shape.kv_heads;
-    tasks_.take_keys({keys() + task * of_key, type, static_cast<std::int64_t>(s.dim)}, task);
+    tasks_.take_keys({keys() + task * key_stride, type, static_cast<std::int64_t>(s.dim)}, task);
     for (std::uint32_t head = 0; head < s.group; ++head)
       tasks_.take_queries(
-          {queries + (config * s.tokens * width + kv_head * s.group + head) * of_head, type,
+          {queries + (config * s.tokens * width + kv_head * s.group + head) * head_stride, type,
            static_cast<std::int64_t>(width * s.dim)},
           task, head);
   }

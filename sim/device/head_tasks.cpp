@@ -51,14 +51,15 @@ HeadTaskSizes sizes_of(const HeadTaskPlan& plan, const DeviceSweep& sweep, std::
 std::size_t tasks_at_once(const HeadTaskSizes& sizes, std::size_t landing, std::size_t together) {
   const cuda::MemoryInfo memory = cuda::memory_info();
   const auto usable = static_cast<std::size_t>(kUsableMemory * static_cast<double>(memory.free));
-  const std::size_t of_task = bytes_of(sizes, 1),
-                    fit = (usable - std::min(usable, landing)) / of_task;
+  const std::size_t task_bytes = bytes_of(sizes, 1),
+                    fit = (usable - std::min(usable, landing)) / task_bytes;
   if (fit < together)
     throw std::runtime_error(fmt::format(
-        "device memory: {} of this replay needs {}, and {} of {} are free; use fewer budgets at "
+        "device memory: {} of this replay needs {}; only {} of {} are free; use fewer budgets at "
         "once, or --device cpu",
-        together == 1 ? "one KV head" : "one layer", cuda::bytes_text(together * of_task + landing),
-        cuda::bytes_text(memory.free), cuda::bytes_text(memory.total)));
+        together == 1 ? "one KV head" : "one layer",
+        cuda::bytes_text(together * task_bytes + landing), cuda::bytes_text(memory.free),
+        cuda::bytes_text(memory.total)));
   return std::min(fit, kMaxTasks) / together * together;
 }
 
@@ -123,7 +124,7 @@ kernels::ReplayKeptArgs HeadTasks::kept_args() const {
 }
 
 template <class Use>
-void HeadTasks::with_walk(const Members& members, Use use) const {
+void HeadTasks::visit_walk(const Members& members, Use use) const {
   using kernels::ReplayTokens;
   const Members::Kind& kind = members.kind;
   const int layer_heads = kind.by_layer ? static_cast<int>(plan_.shape.kv_heads) : 0,
@@ -136,7 +137,7 @@ void HeadTasks::with_walk(const Members& members, Use use) const {
                            {static_cast<int>(members.configs.size()), kind.tokens, kind.largest,
                             kind.policy->slot_bytes, max_tiers},
                            plan),
-        "asking for the device's limits");
+        "querying the device's limits");
   if (kind.tokens == ReplayTokens::cache_positions)
     use(kernels::ReplayCachePositionArgs{args, parts_.cache_positions, parts_.paired_keys,
                                          parts_.key_scales, parts_.positions_in_cache},
@@ -152,7 +153,7 @@ void HeadTasks::with_walk(const Members& members, Use use) const {
 std::vector<Walk> HeadTasks::walks() const {
   std::vector<Walk> all;
   for (const Members& members : sweep_.members)
-    with_walk(members, [&](const auto&, const auto& plan) {
+    visit_walk(members, [&](const auto&, const auto& plan) {
       all.push_back({members.kind.policy, plan.variant});
     });
   return all;
@@ -178,7 +179,7 @@ void HeadTasks::copy(const kernels::ReplayVectors& from, std::size_t task, Part 
 
 void HeadTasks::take_keys(const kernels::ReplayVectors& from, std::size_t task) {
   const HeadTaskSizes& s = sizes_;
-  const std::size_t of_task = task * s.tokens * s.dim;
+  const std::size_t task_offset = task * s.tokens * s.dim;
   if (parts_.paired_keys)
     check(kernels::replay_pair_keys(
               parts_.block.shape, static_cast<int>(plan_.tokens), from, parts_.block.shape.type,
@@ -186,26 +187,26 @@ void HeadTasks::take_keys(const kernels::ReplayVectors& from, std::size_t task) 
               parts_.key_scales + task * s.tokens, stream()),
           "pairing keys");
   kernels::ReplayRotateArgs args = rotation_of(from);
-  args.parts = parts_.key_parts ? parts_.key_parts + 3 * of_task : nullptr;
-  args.rounded = parts_.rounded_keys + of_task * s.product_bytes;
+  args.parts = parts_.key_parts ? parts_.key_parts + 3 * task_offset : nullptr;
+  args.rounded = parts_.rounded_keys + task_offset * s.product_bytes;
   check(kernels::replay_rotate(args, stream()), "rotating keys");
 }
 
 void HeadTasks::take_queries(const kernels::ReplayVectors& from, std::size_t task,
                              std::uint32_t head) {
   const HeadTaskSizes& s = sizes_;
-  const std::size_t of_task = task * s.tokens * s.dim * s.group;
+  const std::size_t task_offset = task * s.tokens * s.dim * s.group;
   kernels::ReplayRotateArgs args = rotation_of(from);
   args.group = static_cast<int>(s.group);
   args.group_head = static_cast<int>(head);
   if (parts_.plain_queries) {
     kernels::ReplayRotateArgs plain = args;
     plain.rotated = 0;
-    plain.plain = parts_.plain_queries + of_task;
+    plain.plain = parts_.plain_queries + task_offset;
     check(kernels::replay_rotate(plain, stream()), "reading queries");
   }
-  args.plain = parts_.queries + of_task;
-  args.rounded = parts_.rounded_queries + of_task * s.product_bytes;
+  args.plain = parts_.queries + task_offset;
+  args.rounded = parts_.rounded_queries + task_offset * s.product_bytes;
   check(kernels::replay_rotate(args, stream()), "rotating queries");
 }
 
@@ -247,13 +248,13 @@ void HeadTasks::multiply(const HeadTaskProduct& of) {
 void HeadTasks::multiply_rows(std::uint32_t first, std::uint32_t count, std::byte* keys,
                               Output output) {
   const HeadTaskSizes& s = sizes_;
-  const std::size_t of_query = s.group * s.dim;
+  const std::size_t query_size = s.group * s.dim;
   multiply({.type = parts_.block.shape.rounding,
             .rows = count * s.group,
             .n = first + count,
             .k = s.dim,
-            .x = {parts_.rounded_queries + first * of_query * s.product_bytes, s.dim,
-                  s.tokens * of_query},
+            .x = {parts_.rounded_queries + first * query_size * s.product_bytes, s.dim,
+                  s.tokens * query_size},
             .w = {keys, s.dim, s.tokens * s.dim},
             .y = {parts_.products, s.tokens, s.block * s.group * s.tokens},
             .output = output});
@@ -308,7 +309,7 @@ void HeadTasks::walk(const Walks& walks) {
   streams_.fork();
   for (std::size_t m = 0; m < sweep_.members.size(); ++m) {
     const std::shared_ptr<const PolicyEntry>& policy = sweep_.members[m].kind.policy;
-    with_walk(sweep_.members[m], [&](const auto& args, const auto& plan) {
+    visit_walk(sweep_.members[m], [&](const auto& args, const auto& plan) {
       check(kernels::replay_walk(walks.kernel({policy, plan.variant}), plan, args,
                                  streams_.branch(m)),
             fmt::format("replaying {}", policy->info.name));
@@ -344,16 +345,17 @@ void HeadTasks::multiply_terms(std::uint32_t begin, std::uint32_t end, std::byte
   const HeadTaskSizes& s = sizes_;
   const std::size_t before = plan_.measured.index(begin),
                     queries = plan_.measured.index(end - 1) - before + 1,
-                    of_token = kernels::kMaxReplayQueries * s.terms();
-  multiply({.type = parts_.block.shape.type,
-            .rows = end,
-            .n = queries * s.terms(),
-            .k = s.dim,
-            .x = {values, s.dim, s.tokens * s.dim},
-            .w = {parts_.gradients + before * s.gradient() * s.element_bytes, s.dim,
-                  s.queries * s.gradient()},
-            .y = {parts_.terms.of + copy * parts_.copies.terms, of_token, s.tokens * of_token},
-            .output = output});
+                    token_terms = kernels::kMaxReplayQueries * s.terms();
+  multiply(
+      {.type = parts_.block.shape.type,
+       .rows = end,
+       .n = queries * s.terms(),
+       .k = s.dim,
+       .x = {values, s.dim, s.tokens * s.dim},
+       .w = {parts_.gradients + before * s.gradient() * s.element_bytes, s.dim,
+             s.queries * s.gradient()},
+       .y = {parts_.terms.of + copy * parts_.copies.terms, token_terms, s.tokens * token_terms},
+       .output = output});
 }
 
 void HeadTasks::replay_block(const Walks& walks, std::uint32_t first, std::uint32_t count,
@@ -386,10 +388,10 @@ void HeadTasks::sum_metrics() {
 int HeadTasks::waves(const Walks& walks) const {
   int all = 0;
   for (const Members& members : sweep_.members)
-    with_walk(members, [&](const auto&, const auto& plan) {
+    visit_walk(members, [&](const auto&, const auto& plan) {
       int own = 0;
       check(kernels::replay_waves(walks.kernel({members.kind.policy, plan.variant}), plan, own),
-            "asking for the device's limits");
+            "querying the device's limits");
       all += own;
     });
   return all;

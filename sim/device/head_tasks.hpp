@@ -145,7 +145,7 @@ class HeadTasks {
   kernels::ReplayKeptArgs kept_args() const;
   /// Calls use(args, plan) with the arguments and the launch plan of the walk kernel of `members`.
   template <class Use>
-  void with_walk(const Members& members, Use use) const;
+  void visit_walk(const Members& members, Use use) const;
   void multiply_terms(std::uint32_t first, std::uint32_t count);
   void multiply_terms(std::uint32_t begin, std::uint32_t end, std::byte* values, int copy,
                       cuda::ProductArgs::Output output);

@@ -19,10 +19,10 @@ namespace {
 std::uint32_t max_live(const ResolvedConfig& config) {
   std::set<std::uint32_t> budgets{config.budget_tokens};
   for (const auto& layer : config.head_budgets) budgets.insert(layer.begin(), layer.end());
-  std::uint32_t most = 0;
+  std::uint32_t max_live = 0;
   for (const std::uint32_t budget : budgets)
-    most = std::max(most, live_counts(config, 0, budget).most);
-  return most;
+    max_live = std::max(max_live, live_counts(config, 0, budget).max_live);
+  return max_live;
 }
 
 bool looks_back(const Modifiers& modifiers) { return modifiers.once || modifiers.smooth > 0; }

@@ -50,9 +50,9 @@ std::uint32_t SweepTiers::copy_of(std::uint32_t config, const Path& path) {
 }
 
 std::size_t SweepTiers::copies() const {
-  std::size_t most = 0;
-  for (const auto& paths : paths_) most = std::max(most, paths.size());
-  return most;
+  std::size_t max_paths = 0;
+  for (const auto& paths : paths_) max_paths = std::max(max_paths, paths.size());
+  return max_paths;
 }
 
 void SweepTiers::send() {

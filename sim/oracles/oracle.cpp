@@ -19,8 +19,8 @@ RankType rank(const void*, Tokens tokens, std::size_t count, const void* params,
   return RankType::whole;
 }
 
-std::size_t first_least(const void*, Tokens tokens, std::size_t begin, std::size_t end,
-                        const void* params, const Step& step) {
+std::size_t find_min_rank(const void*, Tokens tokens, std::size_t begin, std::size_t end,
+                          const void* params, const Step& step) {
   std::vector<std::uint64_t> ranks(end);
   oracle_of(params).rank(tokens.positions, end, step, ranks.data());
   return static_cast<std::size_t>(
@@ -55,7 +55,7 @@ PolicyOps oracle_ops() {
           .observe = nullptr,
           .observe_each = nullptr,
           .rank = rank,
-          .first_least = first_least,
+          .find_min_rank = find_min_rank,
           .weight = [](std::uint32_t, const void*) { return 1.0f; },
           .tail = [](const void*) { return kNoTail; },
           .clear_padding = nullptr};
@@ -174,20 +174,20 @@ void ResidualOracle::rank(const std::uint32_t* positions, std::size_t count, con
   const std::size_t num_evicted = count + 1 - std::min<std::size_t>(step.budget, count + 1);
   for (std::size_t i = 0; i < count; ++i) ranks[i] = count + i;
   for (std::size_t left = 0; left < num_evicted; ++left) {
-    std::size_t least = count;
+    std::size_t best = count;
     double min_change = std::numeric_limits<double>::infinity();
     for (std::size_t i = 0; i < count; ++i) {
       if (ranks[i] < count) continue;
       const double change = change_without(positions[i], sums, step.now);
-      if (least < count && !(change < min_change)) continue;
-      least = i;
+      if (best < count && !(change < min_change)) continue;
+      best = i;
       min_change = change;
     }
-    ranks[least] = left;
+    ranks[best] = left;
     for (std::uint32_t query = step.now; query < last; ++query)
       for (std::uint32_t head = 0; head < group_; ++head)
-        sums[(query - step.now) * group_ + head].add(-probabilities(query, head)[positions[least]],
-                                                     projected_value(head, positions[least]));
+        sums[(query - step.now) * group_ + head].add(-probabilities(query, head)[positions[best]],
+                                                     projected_value(head, positions[best]));
   }
 }
 

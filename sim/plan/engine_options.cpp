@@ -69,15 +69,23 @@ const KvFormat& same_in_all(const std::vector<KvFormat>& layers, std::string_vie
 std::string llama_options(const PlanFile& plan, const std::vector<KvFormat>& layers) {
   const KvFormat& format = same_in_all(layers, "llama.cpp");
   if (plan.has_windows && !format.exact()) refuse_windows("llama.cpp");
-  const auto type = [](const RowFormat& own) -> std::string_view {
+  bool rotates = false, leaves_plain = false;
+  const auto type = [&](const RowFormat& own) -> std::string_view {
     if (own.exact()) return "f16";
     if (own.encoding != Encoding::ggml && own.encoding != Encoding::ggml_min)
       refuse("llama.cpp", fmt::format("does not have the format {}", own.name));
-    return own.name;
+    const bool rotated = own.rotation == Rotation::llama;
+    (rotated ? rotates : leaves_plain) = true;
+    return rotated ? own.name.substr(0, own.name.find("_rot")) : own.name;
   };
   // llama.cpp supports quantized values only with flash attention.
-  return fmt::format("--flash-attn on --cache-type-k {} --cache-type-v {}", type(*format.key),
-                     type(*format.value));
+  const std::string options = fmt::format("--flash-attn on --cache-type-k {} --cache-type-v {}",
+                                          type(*format.key), type(*format.value));
+  if (rotates && leaves_plain)
+    refuse("llama.cpp",
+           fmt::format("rotates both keys and values, or neither, but {} rotates only one of them",
+                       format.name()));
+  return leaves_plain ? "# environment: LLAMA_ATTN_ROT_DISABLE=1\n" + options : options;
 }
 
 std::string tensorrt_options(const PlanFile& plan, const std::vector<KvFormat>& layers) {

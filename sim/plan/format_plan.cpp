@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "policies/parse_number.hpp"
+#include "sim/plan/plan_traces.hpp"
 #include "sim/replay.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -49,29 +50,6 @@ std::string metric_of(std::span<const TraceReader* const> traces, const PlanRequ
                   request.metric == kLossMetrics[0]
                       ? "gradients of the measured queries (python -m kvlab.hf sensitivities)"
                       : "residual norms and a sketch (`kvlab capture` writes both)"));
-}
-
-/// The numbers of the model's layers without a window. Throws unless all traces are of one model.
-std::vector<std::uint32_t> planned_layers(std::span<const TraceReader* const> traces) {
-  const TraceReader& first = *traces.front();
-  for (const TraceReader* trace : traces)
-    if (trace->header().weights_xxh3 != first.header().weights_xxh3 ||
-        trace->header().model != first.header().model || trace->shape() != first.shape() ||
-        trace->layers_with_window(true) != first.layers_with_window(true))
-      throw std::invalid_argument(
-          fmt::format("--trace: {} and {} are of different models; plan for one model at a time",
-                      first.directory().string(), trace->directory().string()));
-  std::vector<std::uint32_t> layers;
-  for (const std::uint32_t layer : first.layers_with_window(false))
-    layers.push_back(first.shape().number(layer));
-  if (layers.empty())
-    throw std::invalid_argument(
-        "every layer of the model has a sliding window; a plan is for layers without one");
-  if (layers.size() > kMaxPlanLayers)
-    throw std::invalid_argument(fmt::format("the model has {} layers; a plan can have at most {}",
-                                            layers.size(), kMaxPlanLayers));
-  check_quantized_heads(first.shape().head_size);
-  return layers;
 }
 
 /// The mean of one loss over traces, with its standard error over the traces.
@@ -278,7 +256,11 @@ std::span<const FormatSet> format_sets() {
       // vLLM has one dtype for the whole cache, and can exempt layers from it.
       {"vllm", {"16", "fp8_e4m3"}, {.pairs = FormatPairs::equal}},
       // The options -ctk and -ctv apply to all layers.
-      {"llama.cpp", {"16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"}, {.by_layer = false}, true},
+      {"llama.cpp",
+       {"16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"},
+       {.by_layer = false},
+       true,
+       true},
       {"tensorrt-llm",
        {"16", "fp8_e4m3", "nvfp4"},
        {.by_layer = false, .pairs = FormatPairs::equal},
@@ -364,6 +346,19 @@ std::vector<std::size_t> FormatKnapsack::formats(std::uint32_t bytes) const {
   return formats;
 }
 
+std::vector<const RowFormat*> row_formats(const FormatSet& set, std::uint32_t head_size) {
+  const bool rotates = set.rotates && head_size % kLlamaRotation == 0;
+  std::vector<std::string> names;
+  for (const std::string_view name : set.formats) {
+    const std::string rotated = std::string(name) + "_rot";
+    names.push_back(rotates && find_row_format(rotated) ? rotated : std::string(name));
+  }
+  std::vector<const RowFormat*> formats;
+  for (const RowFormat& format : kRowFormats)
+    if (std::ranges::find(names, format.name) != names.end()) formats.push_back(&format);
+  return formats;
+}
+
 FormatPlan plan_formats(std::span<const TraceReader* const> traces, const PlanRequest& request) {
   if (traces.empty()) throw std::invalid_argument("--trace: name at least one trace directory");
   FormatPlan plan{.metric = metric_of(traces, request),
@@ -376,9 +371,7 @@ FormatPlan plan_formats(std::span<const TraceReader* const> traces, const PlanRe
         fmt::format("--formats: {} also quantizes the model's layers with a sliding window, and "
                     "kvlab keeps those in 16 bit; use --formats vllm or kvlab",
                     request.set.name));
-  for (const RowFormat& format : kRowFormats)
-    if (std::ranges::find(request.set.formats, format.name) != request.set.formats.end())
-      plan.formats.push_back(&format);
+  plan.formats = row_formats(request.set, traces.front()->shape().head_size);
   measure_losses(traces, request, plan);
 
   const auto per_bit = static_cast<double>(bytes_per_bit() * 2 * plan.layers.size());
@@ -404,11 +397,12 @@ FormatPlan plan_formats(std::span<const TraceReader* const> traces, const PlanRe
   return plan;
 }
 
-std::string plan_text(const FormatPlan& plan, const PlanRequest& request) {
+std::string plan_text(const FormatPlan& plan, const PlanRequest& request,
+                      const std::filesystem::path& folder) {
   nlohmann::ordered_json json{
       {"format", kPlanFormat},
       {"tiers", plan.chosen().tier_plan.text()},
-      {"centre", request.centre == KeyCentre::none ? "none" : "prompt"},
+      {"centre", request.centre.text_in(folder)},
       {"model", {{"name", plan.model}, {"weights_xxh3", plan.weights_xxh3}}},
       {"layers", plan.layers},
       {"has_windows", plan.has_windows},
@@ -428,14 +422,19 @@ std::string plan_text(const FormatPlan& plan, const PlanRequest& request) {
 }
 
 PlanFile read_plan_file(const std::string& path) {
-  const nlohmann::json top = parse_json(read_text_file(path, kMaxPlanBytes), path);
+  return plan_file_of(parse_json(read_text_file(path, kMaxPlanBytes), path), path);
+}
+
+PlanFile plan_file_of(const nlohmann::json& top, const std::string& path) {
   const JsonFields fields(top, path);
   fields.check_format(kPlanFormat);
   try {
     PlanFile file{.tier_plan = parse_tier_plan(fields.text("tiers"))};
     if (file.tier_plan.tiers.size() > 1 || file.tier_plan.is_kivi())
       fields.refuse("tiers", "one format, or formats by layer, is expected");
-    if (fields.has("centre")) file.centre = parse_key_centre(fields.text("centre"));
+    if (fields.has("centre"))
+      file.centre =
+          parse_key_centre_in(std::filesystem::path(path).parent_path(), fields.text("centre"));
     file.has_windows = fields.flag("has_windows", false);
     if (fields.list("layers").size() > kMaxPlanLayers)
       fields.refuse("layers", fmt::format("at most {} layers are expected", kMaxPlanLayers));

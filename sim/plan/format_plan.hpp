@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <span>
@@ -16,7 +17,7 @@
 #include <string_view>
 #include <vector>
 
-#include "policies/tiers/key_centre.hpp"
+#include "policies/tiers/centre_setting.hpp"
 #include "policies/tiers/tier_plan.hpp"
 #include "traces/trace.hpp"
 
@@ -38,6 +39,9 @@ struct FormatSet {
   std::vector<std::string_view> formats;  ///< names of row formats
   PlanFreedom freedom;
   bool quantizes_windows = false;  ///< whether layers with a sliding window are quantized, too
+  /// Whether the engine rotates rows as llama.cpp does, so that the formats whose name ends in
+  /// `_rot` are meant if the head size allows it.
+  bool rotates = false;
 };
 /// The sets kvlab, cuda (kvlab's CUDA decoder, kvlab.hf and C library), vllm, llama.cpp,
 /// tensorrt-llm and transformers, with the formats that each engine supports today.
@@ -48,6 +52,10 @@ std::span<const FormatSet> format_sets();
 /// text.
 FormatSet parse_format_set(const std::string& text);
 
+/// The row formats of a set for heads of this size, in order of decreasing precision. If the engine
+/// rotates rows and the head size allows it, these are the formats whose name ends in `_rot`.
+std::vector<const RowFormat*> row_formats(const FormatSet& set, std::uint32_t head_size);
+
 /// Parses a mean number of bits per element, which includes scales and minima: `4.5bits`, or
 /// `25%bytes`, a share of the bytes in 16 bit. Throws std::invalid_argument unless it is above 0
 /// and at most 16.
@@ -55,8 +63,8 @@ double parse_plan_bits(std::string_view text);
 
 struct PlanRequest {
   FormatSet set;
-  double bits = 0;  ///< mean bits per element, over all planned layers
-  KeyCentre centre = KeyCentre::none;
+  double bits = 0;            ///< mean bits per element, over all planned layers
+  CentreSetting centre = {};  ///< its file must have been read
   Queries queries = Queries::decode;
   /// kl_estimate or residual_error; empty: the first of these that all traces have.
   std::string metric;
@@ -136,17 +144,21 @@ class FormatKnapsack {
 /// replay() does.
 FormatPlan plan_formats(std::span<const TraceReader* const> traces, const PlanRequest& request);
 
-/// The plan as JSON, with all losses. The value of its key `tiers` can be used with --tiers.
-std::string plan_text(const FormatPlan& plan, const PlanRequest& request);
+/// The plan as JSON, with all losses, for a file in `folder`. The value of its key `tiers` can be
+/// used with --tiers.
+std::string plan_text(const FormatPlan& plan, const PlanRequest& request,
+                      const std::filesystem::path& folder);
 
 /// The contents of a plan file that engine_options() needs.
 struct PlanFile {
   TierPlan tier_plan;
-  KeyCentre centre = KeyCentre::none;
+  CentreSetting centre = {};               ///< its file has not been read
   std::vector<std::uint32_t> layers = {};  ///< numbers of the planned layers
   bool has_windows = false;  ///< whether the model has layers with a sliding window, too
 };
 /// Reads a file with the text of plan_text(). Throws std::runtime_error that names the file.
 PlanFile read_plan_file(const std::string& path);
+/// The same for a file that is already parsed.
+PlanFile plan_file_of(const nlohmann::json& top, const std::string& path);
 
 }  // namespace kvlab

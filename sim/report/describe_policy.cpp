@@ -49,8 +49,8 @@ ordered_json describe_policy(const PolicyEntry& entry) {
     params.push_back({{"name", std::string(param.name)},
                       {"help", std::string(param.help)},
                       {"default", param.standard},
-                      {"least", param.least},
-                      {"most", param.most}});
+                      {"least", param.min_value},
+                      {"most", param.max_value}});
   return {{"name", info.name},
           {"summary", info.summary},
           {"evicts", info.evicts},

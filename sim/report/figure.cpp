@@ -24,13 +24,13 @@ double tokens_of(const BudgetColumn& budget) {
 }
 
 bool spans_decades(const std::vector<FigureSeries>& series) {
-  double least = std::numeric_limits<double>::infinity(), most = 0;
+  double min_y = std::numeric_limits<double>::infinity(), max_y = 0;
   for (const FigureSeries& one : series)
     for (const FigurePoint& point : one.points) {
       if (!(point.y >= 0)) return false;
-      if (point.y > 0) least = std::min(least, point.y), most = std::max(most, point.y);
+      if (point.y > 0) min_y = std::min(min_y, point.y), max_y = std::max(max_y, point.y);
     }
-  return most > kWideSpan * least;
+  return max_y > kWideSpan * min_y;
 }
 
 /// A metric's average as a point, with an error bar of one standard error.
@@ -67,15 +67,15 @@ ordered_json point_json(const FigurePoint& point) {
 /// the axis says so.
 Figure floor_axis(Figure figure) {
   if (!figure.y.logarithmic) return figure;
-  double least = std::numeric_limits<double>::infinity();
+  double min_y = std::numeric_limits<double>::infinity();
   bool zeros = false;
   for (const FigureSeries& one : figure.series)
     for (const FigurePoint& point : one.points) {
-      if (point.y > 0) least = std::min(least, point.y);
+      if (point.y > 0) min_y = std::min(min_y, point.y);
       zeros = zeros || point.y == 0;
     }
   if (zeros) figure.y.title += " (0 is drawn at the bottom)";
-  const double floor = least / 2;
+  const double floor = min_y / 2;
   for (FigureSeries& one : figure.series)
     for (FigurePoint& point : one.points) {
       point.y = std::max(point.y, floor);
@@ -417,6 +417,8 @@ constexpr std::array kColours{
     PageColour{"mauve", "#644885", "#b78ed4"},     PageColour{"magenta", "#6f10b1", "#b67cf6"},
     PageColour{"crimson", "#ba003a", "#d6466a"},   PageColour{"amethyst", "#9e3ccf", "#b653ba"},
     PageColour{"royal", "#2e2dc2", "#8a84cf"},     PageColour{"coral", "#fe5a05", "#d8a27f"},
+    PageColour{"cobalt", "#0000ff", "#9600ff"},    PageColour{"fuchsia", "#ff00ff", "#e1ff00"},
+    PageColour{"azure", "#3c87ff", "#00ff00"},
 };
 
 const std::map<std::string_view, std::string_view>& shelf() {
@@ -428,12 +430,13 @@ const std::map<std::string_view, std::string_view>& shelf() {
       {"lazy_eviction", "moss"}, {"snapkv", "rose"},     {"nacl", "lime"},
       {"knorm", "slate"},        {"keydiff", "indigo"},  {"vatp", "rust"},
       {"criticalkv", "plum"},    {"lagkv", "pink"},      {"expected_attention", "orchid"},
-      {"r_kv", "mauve"},         {"feature", "magenta"}, {"full", "muted"}};
+      {"r_kv", "mauve"},         {"feature", "magenta"}, {"full", "muted"},
+      {"clock", "crimson"},      {"sieve", "amethyst"},  {"hisparse", "royal"}};
   return kShelf;
 }
 
 /// Colours for policies that are not in the registry.
-constexpr std::array<std::string_view, 4> kOwn{"crimson", "amethyst", "royal", "coral"};
+constexpr std::array<std::string_view, 4> kOwn{"cobalt", "fuchsia", "azure", "coral"};
 
 // A colour can be used in 80 different styles: 5 dashes and 8 shapes give 40 combinations (5 and 8
 // have no common divisor), each with filled or open markers.

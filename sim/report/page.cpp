@@ -30,10 +30,10 @@ constexpr std::array<std::string_view, 20> kModules{
     "event-selector", "selection", "functions", "runtime",    "interpreter",
     "parser",         "view",      "encode",    "transforms", "view-transforms"};
 
-constexpr std::array<std::string_view, 18> kScripts{
-    "text.js", "data.js",   "elements.js", "chart.js",  "curves.js",  "heads.js",
-    "axis.js", "points.js", "kept.js",     "tables.js", "layout.js",  "replay.js",
-    "eval.js", "task.js",   "fidelity.js", "tune.js",   "compare.js", "main.js"};
+constexpr std::array<std::string_view, 19> kScripts{
+    "text.js",     "data.js", "elements.js", "chart.js",   "curves.js", "heads.js", "axis.js",
+    "points.js",   "kept.js", "tables.js",   "layout.js",  "replay.js", "eval.js",  "task.js",
+    "fidelity.js", "tune.js", "plan.js",     "compare.js", "main.js"};
 
 /// The folder of Vega: the one that KVLAB_VEGA names, otherwise the one in the Python package,
 /// otherwise Debian's.

@@ -40,7 +40,7 @@ std::string memory_text(const Recommendation& made) {
   const Memory& memory = made.chosen_candidate().memory;
   return memory.mean > 0 ? bytes_text(memory.mean) : "–";
 }
-std::string of_full_text(const Recommendation& made) {
+std::string full_share_text(const Recommendation& made) {
   const double mean = made.chosen_candidate().memory.mean;
   if (!(mean > 0) || !(made.scope.full_bytes > 0)) return "–";
   return fmt::format("{:.1f}%", 100 * mean / made.scope.full_bytes);
@@ -92,8 +92,9 @@ std::string over_budget_note(Recommendations all) {
   if (order.empty()) return "";
   std::vector<std::string> parts;
   for (const std::string& own : order) {
-    const auto [least, most] = times.at(own);
-    const std::string low = fmt::format("{:.2g}x", least), high = fmt::format("{:.2g}x", most);
+    const auto [lowest_ratio, highest_ratio] = times.at(own);
+    const std::string low = fmt::format("{:.2g}x", lowest_ratio),
+                      high = fmt::format("{:.2g}x", highest_ratio);
     parts.push_back(fmt::format("{} ({})", own, low == high ? low : low + " to " + high));
   }
   return "These policies peak over budget and are not ranked: " + join_names(parts) + ".";
@@ -128,9 +129,9 @@ std::string decimal_text(double value, int decimals) {
   return text;
 }
 
-/// `text`, shortened to at most `most` characters.
-std::string cut(const std::string& text, std::size_t most) {
-  return text.size() <= most ? text : text.substr(0, most - 1) + "…";
+/// `text`, shortened to at most `max_size` characters.
+std::string cut(const std::string& text, std::size_t max_size) {
+  return text.size() <= max_size ? text : text.substr(0, max_size - 1) + "…";
 }
 
 /// Whether choice and runner-up have equal means. Then the choice is the first of them by name.
@@ -161,7 +162,7 @@ std::string wrap_text(const std::string& text) {
 /// One row of the table, as text. `runner_up` and `difference` are empty if there is only one
 /// policy.
 struct Row {
-  std::string budget, memory, of_full, choice, mean, runner_up, difference;
+  std::string budget, memory, full_share, choice, mean, runner_up, difference;
 };
 
 std::vector<Row> rows_of(Recommendations all) {
@@ -169,7 +170,7 @@ std::vector<Row> rows_of(Recommendations all) {
   for (const Recommendation& made : all) {
     Row row{made.scope.budget,
             memory_text(made),
-            of_full_text(made),
+            full_share_text(made),
             made.chosen_candidate().name,
             number_text(made.mean(made.choice)),
             "–",
@@ -188,16 +189,16 @@ std::vector<Row> rows_of(Recommendations all) {
 constexpr std::size_t kLongestHeading = 10;
 
 std::string table_text(const std::vector<Row>& rows, const std::string& metric) {
-  const auto width = [&](std::string Row::*part, std::size_t least) {
-    for (const Row& row : rows) least = std::max(least, (row.*part).size());
-    return least;
+  const auto width = [&](std::string Row::*part, std::size_t min_width) {
+    for (const Row& row : rows) min_width = std::max(min_width, (row.*part).size());
+    return min_width;
   };
   const bool above = metric.size() > kLongestHeading;
   const std::string mean = above ? "mean" : metric;
   const std::size_t budget = width(&Row::budget, 6), memory = width(&Row::memory, 6),
-                    of_full = width(&Row::of_full, 7), means = width(&Row::mean, mean.size()),
+                    full_share = width(&Row::full_share, 7), means = width(&Row::mean, mean.size()),
                     difference = width(&Row::difference, 19);
-  const std::size_t used = budget + memory + of_full + means + difference + 9;
+  const std::size_t used = budget + memory + full_share + means + difference + 9;
   // Columns that are left for the names of choice and runner-up.
   const std::size_t left = std::max<std::size_t>(kColumns, used + 18) - used;
   const std::size_t choices = width(&Row::choice, 6), runners = width(&Row::runner_up, 9);
@@ -207,7 +208,7 @@ std::string table_text(const std::vector<Row>& rows, const std::string& metric) 
   const auto line = [&](const Row& row) {
     std::string own =
         fmt::format("{:<{}} {:>{}} {:>{}}  {:<{}} {:>{}}  {:<{}}  {}", row.budget, budget,
-                    row.memory, memory, row.of_full, of_full, cut(row.choice, choice), choice,
+                    row.memory, memory, row.full_share, full_share, cut(row.choice, choice), choice,
                     row.mean, means, cut(row.runner_up, runner), runner, row.difference);
     own.erase(own.find_last_not_of(' ') + 1);
     text += own + "\n";
@@ -227,7 +228,7 @@ std::string difference_text(const Difference& difference, std::string_view to) {
                      decimal_text(difference.interval.high, decimals));
 }
 
-std::string in_columns(const std::string& text) { return wrap_text(text); }
+std::string wrap_columns(const std::string& text) { return wrap_text(text); }
 
 std::string recommendation_text(const Recommendation& made) {
   const std::string& choice = made.chosen_candidate().name;
@@ -318,8 +319,8 @@ std::vector<std::string> recommendation_warnings(const Recommendation& made) {
   const ComparisonScope& scope = made.scope;
   if (scope.tokens > 0 && scope.tokens < kEnoughTokens)
     lines.push_back(few_tokens_warning(scope.tokens));
-  const auto unknown = [](const Difference& behind) { return !is_known(behind); };
-  if (made.order.size() > 1 && std::ranges::all_of(made.behind, unknown))
+  const auto unknown = [](const Difference& from_lowest) { return !is_known(from_lowest); };
+  if (made.order.size() > 1 && std::ranges::all_of(made.from_lowest, unknown))
     lines.push_back(
         "no 95% interval is known, so no difference is significant; an interval needs two texts, "
         "or 8 blocks of one text");
@@ -349,23 +350,23 @@ ordered_json difference_json(const Difference& difference) {
           {"significantly_different", difference.significantly_different()}};
 }
 
-ordered_json standings_json(const Ranking& ranking, const MetricTable& metric_table) {
+ordered_json ranking_json(const Ranking& ranking, const MetricTable& metric_table) {
   auto list = ordered_json::array();
-  for (const Standing& standing : ranking.standings) {
-    const Series& series = metric_table.series()[standing.series];
+  for (const RankedPolicy& entry : ranking.ranked) {
+    const Series& series = metric_table.series()[entry.series];
     list.push_back({{"policy", series.policy},
                     {"params", series.params},
                     {"positions", series.positions},
                     {"prefill", series.prefill},
-                    {"mean", standing.score.mean},
-                    {"stderr", number_or_null(standing.score.standard_error)},
-                    {"behind_first", number_or_null(standing.behind.mean)},
-                    {"behind", difference_json(standing.behind)},
-                    {"not_significantly_different", standing.is_similar},
-                    {"over_budget", standing.over_budget},
-                    {"kv_bytes_mean", standing.memory.mean},
-                    {"kv_bytes_peak", standing.memory.peak},
-                    {"state_bytes", standing.memory.state}});
+                    {"mean", entry.score.mean},
+                    {"stderr", number_or_null(entry.score.standard_error)},
+                    {"behind_first", number_or_null(entry.from_lowest.mean)},
+                    {"from_lowest", difference_json(entry.from_lowest)},
+                    {"not_significantly_different", entry.is_similar},
+                    {"over_budget", entry.over_budget},
+                    {"kv_bytes_mean", entry.memory.mean},
+                    {"kv_bytes_peak", entry.memory.peak},
+                    {"state_bytes", entry.memory.state}});
   }
   return list;
 }
@@ -407,7 +408,7 @@ ordered_json recommendation_json(const Recommendation& made) {
   auto order = ordered_json::array(), over = ordered_json::array(), frontier = order;
   for (std::size_t i = 0; i < made.order.size(); ++i) {
     order.push_back(candidate_json(made, made.order[i]));
-    order.back()["from_lowest"] = significance_json(made.behind[i]);
+    order.back()["from_lowest"] = significance_json(made.from_lowest[i]);
     order.back()["from_choice"] = significance_json(made.from_choice[i]);
   }
   for (const std::size_t c : made.over_budget) over.push_back(candidate_json(made, c));
@@ -478,7 +479,7 @@ Recommendation recommendation_from(const JsonFields& fields) {
     const std::size_t c = made.candidates.size();
     made.candidates.push_back(candidate_from(one, sign));
     made.order.push_back(c);
-    made.behind.push_back(difference_from(one.object("from_lowest")));
+    made.from_lowest.push_back(difference_from(one.object("from_lowest")));
     made.from_choice.push_back(difference_from(one.object("from_choice")));
     if (made.candidates[c].name == choice) made.choice = c;
     if (fields.has("runner_up") && made.candidates[c].name == runner_up) made.runner_up = c;
@@ -523,7 +524,7 @@ std::string oracle_sentence(const MetricTable& metric_table, const MetricInfo& m
   for (const BudgetColumn& budget : metric_table.budgets()) {
     const Ranking ranking = rank_policies(metric_table, budget.text, metric, Frontier::skip);
     if (ranking.empty()) continue;
-    const std::size_t choice = ranking.standings[ranking.winner].series;
+    const std::size_t choice = ranking.ranked[ranking.winner].series;
     const auto oracle = counterpart(metric_table, choice, kOracleAttention);
     const auto own = metric_table.average(choice, budget.text, metric.name);
     const auto bound =

@@ -24,7 +24,7 @@ std::string recommendations_text(std::span<const Recommendation> made);
 std::vector<std::string> recommendation_notes(std::span<const Recommendation> made);
 
 /// Wraps `text` to a paragraph of at most 80 columns, with a line break at the end.
-std::string in_columns(const std::string& text);
+std::string wrap_columns(const std::string& text);
 
 /// Warnings, one line each, if few tokens were scored, no interval is known, memory is unknown, or
 /// protected tokens fill the budget.
@@ -42,9 +42,9 @@ nlohmann::ordered_json recommendations_json(std::span<const Recommendation> made
 /// the file, the key and what is expected.
 std::vector<Recommendation> recommendations_from(const JsonFields& fields, std::string_view key);
 Recommendation recommendation_in(const JsonFields& fields, std::string_view key);
-/// The standings as JSON: for each policy its metric, its difference from the lowest mean, and its
+/// The ranking as JSON: for each policy its metric, its difference from the lowest mean, and its
 /// memory.
-nlohmann::ordered_json standings_json(const Ranking& ranking, const MetricTable& metric_table);
+nlohmann::ordered_json ranking_json(const Ranking& ranking, const MetricTable& metric_table);
 nlohmann::ordered_json difference_json(const Difference& difference);
 
 /// "0.0046 (0.0012 to 0.0080)", with two digits of the interval; without an interval only the mean.

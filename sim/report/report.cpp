@@ -88,7 +88,7 @@ class Page {
         budget_(chosen_budget()),
         groups_(groups_of(run)) {
     const Ranking ranking = rank_policies(metric_table_, budget_.text, headline_, Frontier::skip);
-    if (!ranking.empty()) winner_ = ranking.standings[ranking.winner].series;
+    if (!ranking.empty()) winner_ = ranking.ranked[ranking.winner].series;
   }
 
   PageDocument document() const {
@@ -113,7 +113,7 @@ class Page {
         if (std::string note = oracle_sentence(metric_table_, *metric); !note.empty())
           data["oracle_notes"][std::string(metric->name)] = std::move(note);
     if (run_.kept) data["kept"] = kept_data();
-    if (groups_.size() == 1) add_figures(data, {frontier()});
+    if (groups_.size() == 1) add_figures(data, {frontier(), buffers()});
     return {std::move(data), std::move(text)};
   }
 
@@ -125,7 +125,7 @@ class Page {
           "--figures: the run has {} models, such as {} and {}, and a figure would show their "
           "mean; replay each model separately",
           groups_.size(), groups_[0].name, groups_[1].name));
-    std::vector<Figure> drawn{frontier()};
+    std::vector<Figure> drawn{frontier(), buffers()};
     for (const MetricInfo* metric : measured_metrics())
       drawn.push_back(curve_figure(metric_table_, drawn_for(*metric), *metric));
     for (Figure& figure : drawn) figure.title += ", " + model();
@@ -152,13 +152,34 @@ class Page {
   Figure frontier() const {
     return frontier_figure(metric_table_, drawn_for(headline_), headline_);
   }
+  /// With refetch: the fetch rate against the size of the buffer, for the policies at their
+  /// budgets, and for lru without protected tokens at nearly every size. Else empty.
+  Figure buffers() const {
+    if (run_.lru_curve.empty()) return {};
+    const MetricInfo& rate = *find_metric("fetch_rate");
+    Figure figure = curve_figure(metric_table_, drawn_for(rate), rate);
+    figure.name = "buffers";
+    figure.title = fmt::format("{} against the size of the buffer", rate.label);
+    figure.x = {.title = "buffer, tokens of each KV head", .logarithmic = true, .base = 2};
+    FigureSeries curve{"lru, all sizes", {"muted", {}, ""}, {}};
+    // A curve may have a hundred thousand sizes. Steps of 2% are finer than a pixel.
+    double next = 0;
+    for (const LruPoint& point : mean_lru_curve(run_.lru_curve)) {
+      if (point.budget_tokens < next) continue;
+      next = 1.02 * point.budget_tokens;
+      curve.points.push_back(
+          {.x = static_cast<double>(point.budget_tokens), .y = point.fetch_rate});
+    }
+    figure.series.push_back(std::move(curve));
+    return figure;
+  }
   const BudgetColumn& chosen_budget() const {
     if (metric_table_.budgets().empty()) throw std::runtime_error(std::string(kNoBudgetInRun));
     if (!options_.budget.empty()) {
       if (const BudgetColumn* column = metric_table_.find_budget(options_.budget)) return *column;
       std::vector<std::string> known;
       for (const BudgetColumn& column : metric_table_.budgets()) known.push_back(column.text);
-      throw std::invalid_argument(fmt::format("--budget {}: not in this run, which has {}",
+      throw std::invalid_argument(fmt::format("--budget {}: is not in this run, which has {}",
                                               options_.budget, fmt::join(known, ", ")));
     }
     const auto made = recommendations_of(metric_table_, headline_, 0, "");
@@ -247,12 +268,18 @@ class Page {
             {"queries", info.queries == Queries::decode ? "of decode segments" : "all"},
             {"layers", info.layers},
             {"threshold", info.threshold},
+            {"refetch", info.refetch},
+            {"buffer_sizes", buffer_sizes_text(run_.lru_curve)},
             {"run", run_.hash},
             {"kvlab", info.version},
             {"next", groups_.size() == 1 ? next() : std::string()}};
   }
 
   std::string next() const {
+    // A deployed cache evicts for good, so a run with refetch cannot be deployed.
+    if (!run_.info.refetch.empty())
+      return fmt::format("kvlab predict {} --link link.json --model config.json --batch 1,8,32",
+                         options_.folder);
     return fmt::format("kvlab deploy {} --budget {} --out policy.json", options_.folder,
                        budget_.text);
   }

@@ -15,7 +15,7 @@ int decimals_of(double value) {
   return static_cast<int>(std::clamp(2 - std::floor(std::log10(size)), 0.0, 8.0));
 }
 
-std::string with_separators(std::string digits) {
+std::string add_separators(std::string digits) {
   const std::size_t end = std::min(digits.find('.'), digits.size());
   const std::size_t first = digits.starts_with('-') ? 1 : 0;
   for (std::size_t at = end; at > first + 3;) digits.insert(at -= 3, 1, ',');
@@ -38,7 +38,7 @@ std::string escape(std::string_view text) {
 std::string number_text(double value) {
   if (value == 0) return "0";  // 0 and -0 look the same, and NaN of either sign below, as on pages
   if (std::isnan(value)) return "nan";
-  return with_separators(fmt::format("{:.{}f}", value, decimals_of(value)));
+  return add_separators(fmt::format("{:.{}f}", value, decimals_of(value)));
 }
 
 std::string average_text(const Average& average) {

@@ -63,7 +63,8 @@ std::size_t choice_of(const Recommendation& from) {
   std::size_t choice = lowest;
   for (std::size_t i = 1; i < from.order.size(); ++i) {
     const std::size_t c = from.order[i];
-    const bool alike = is_known(from.behind[i]) && !from.behind[i].significantly_different();
+    const bool alike =
+        is_known(from.from_lowest[i]) && !from.from_lowest[i].significantly_different();
     const bool less = memory(c) > 0 && memory(c) <= (1 - kLessMemory) * memory(lowest);
     if (alike && less && memory(c) < memory(choice)) choice = c;
   }
@@ -110,10 +111,10 @@ Recommendation recommend(std::vector<Candidate> candidates, ComparisonScope scop
       differences.push_back(c == base ? Difference{} : difference(c, base));
     return differences;
   };
-  made.behind = from(made.order.front());
+  made.from_lowest = from(made.order.front());
   made.choice = choice_of(made);
   made.for_memory = made.choice != made.order.front();
-  made.from_choice = made.for_memory ? from(made.choice) : made.behind;
+  made.from_choice = made.for_memory ? from(made.choice) : made.from_lowest;
   if (made.order.size() > 1) made.runner_up = made.for_memory ? made.order.front() : made.order[1];
   if (frontier == Frontier::compute) made.frontier = frontier_of(made.candidates, difference);
   return made;
@@ -122,7 +123,7 @@ Recommendation recommend(std::vector<Candidate> candidates, ComparisonScope scop
 std::size_t decisive_budget(std::span<const Recommendation> recommendations) {
   for (std::size_t b = 0; b < recommendations.size(); ++b)
     if (const auto& one = recommendations[b];
-        one.runner_up && one.difference(*one.runner_up).behind())
+        one.runner_up && one.difference(*one.runner_up).is_worse())
       return b;
   return 0;
 }
@@ -133,7 +134,8 @@ bool protected_tokens_fill(std::string_view policy, std::string_view params,
     return false;  // these policies are `window` with sinks in any case
   double num_protected = 0;
   const std::vector<std::string> settings = split_list(params, ':');
-  if (std::ranges::find(settings, "centre=prompt") != settings.end() && budget_tokens > 1)
+  const auto is_centre = [](const std::string& setting) { return setting.starts_with("centre="); };
+  if (std::ranges::any_of(settings, is_centre) && budget_tokens > 1)
     --budget_tokens;  // the centre takes the memory of one token
   for (const std::string& setting : settings)
     if (setting.starts_with("tiers=")) {

@@ -59,7 +59,7 @@ struct Recommendation {
   /// first), then by name. If no candidate is eligible, all candidates.
   std::vector<std::size_t> order;
   /// [order]: its error minus that of the candidate with the lowest mean.
-  std::vector<Difference> behind;
+  std::vector<Difference> from_lowest;
   std::vector<Difference> from_choice;  ///< [order]: its error minus that of the choice
   /// Candidates that are not eligible, lowest mean first; never chosen.
   std::vector<std::size_t> over_budget;

@@ -100,9 +100,10 @@ std::vector<std::string> overlap_warnings(const Overlaps& overlaps,
                                           std::span<const std::string> names) {
   std::vector<std::string> lines;
   for (const Overlaps::Pair& pair : overlaps.pairs)
-    lines.push_back(fmt::format(
-        "{} and {} have text in common, and it counts once, so {} scored tokens of {} are left out",
-        names[pair.other], names[pair.text], pair.tokens, names[pair.text]));
+    lines.push_back(
+        fmt::format("{} and {} have text in common; a text counts only once, so {} scored tokens "
+                    "of {} are left out",
+                    names[pair.other], names[pair.text], pair.tokens, names[pair.text]));
   return lines;
 }
 

@@ -35,8 +35,8 @@ struct Overlaps {
 /// contiguous.
 Overlaps overlaps_of(std::span<const TextPiece> pieces);
 
-/// One line for each pair: "a.txt and b.txt have text in common, and it counts once, so 669 scored
-/// tokens of b.txt are left out".
+/// One line for each pair: "a.txt and b.txt have text in common; a text counts only once, so 669
+/// scored tokens of b.txt are left out".
 std::vector<std::string> overlap_warnings(const Overlaps& overlaps,
                                           std::span<const std::string> names);
 

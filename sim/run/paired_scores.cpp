@@ -155,8 +155,8 @@ Difference difference_of(std::span<const PairedText> all, std::span<const Term> 
   Scatter scatter;
   if (const PairedText* alone = only_long_text(texts)) scatter = scatter_of_blocks(*alone, terms);
   if (texts.size() > 1) {
-    const Scatter of_texts = scatter_of(means, Values(means.size(), 1));
-    if (!(scatter.half > of_texts.half)) scatter = of_texts;
+    const Scatter text_scatter = scatter_of(means, Values(means.size(), 1));
+    if (!(scatter.half > text_scatter.half)) scatter = text_scatter;
   }
   found.standard_error = scatter.error;
   found.interval = {found.mean - scatter.half, found.mean + scatter.half};
@@ -219,7 +219,7 @@ Difference PairedScores::average(std::size_t configuration) const {
   return difference_of(texts_, terms);
 }
 
-PairedScores PairedScores::in_common() const {
+PairedScores PairedScores::restrict_to_common() const {
   PairedScores common(configurations_);
   for (const PairedText& text : texts_)
     if (std::ranges::all_of(text.means, [](double mean) { return std::isfinite(mean); }))

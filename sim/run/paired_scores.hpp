@@ -28,7 +28,7 @@ struct Difference {
   bool ahead() const {
     return interval.high < 0;
   }  ///< whether the first mean is significantly lower
-  bool behind() const { return interval.low > 0; }
+  bool is_worse() const { return interval.low > 0; }
   Difference reverse() const {
     return {-mean, standard_error, {-interval.high, -interval.low}, texts};
   }
@@ -81,7 +81,7 @@ class PairedScores {
   /// The mean of `a` minus the mean of `b`, over the texts on which both were measured.
   Difference difference(std::size_t a, std::size_t b) const;
   /// The texts on which every configuration was measured.
-  PairedScores in_common() const;
+  PairedScores restrict_to_common() const;
   const std::vector<PairedText>& all() const { return texts_; }
 
  private:

@@ -54,6 +54,9 @@ std::string label_of(const Series& series, const std::vector<Series>& all) {
 }  // namespace
 
 bool is_informative(const Series& oracle, std::string_view metric) {
+  const bool is_refetch = metric.starts_with("fetch_") || metric == "selection_recall";
+  if (oracle.policy == kBelady || is_refetch)
+    return oracle.policy == kBelady && metric.starts_with("fetch_");
   if (oracle.policy == kOracleResidual)
     return metric == "residual_error" || metric == "regret_residual";
   return metric.find("recall") != metric.npos || metric == "miss_rate";
@@ -152,11 +155,11 @@ std::optional<Difference> MetricTable::difference(std::size_t a, std::size_t b,
   return difference.texts == 0 ? std::nullopt : std::optional(difference);
 }
 
-MetricTable::InCommon MetricTable::in_common(std::span<const std::size_t> series,
-                                             std::string_view budget,
-                                             std::string_view metric) const {
-  const PairedScores common = paired_scores(series, budget, metric, {}).in_common();
-  InCommon found;
+MetricTable::CommonScores MetricTable::average_common(std::span<const std::size_t> series,
+                                                      std::string_view budget,
+                                                      std::string_view metric) const {
+  const PairedScores common = paired_scores(series, budget, metric, {}).restrict_to_common();
+  CommonScores found;
   for (std::size_t i = 0; i < series.size(); ++i) {
     const auto own = average(series[i], budget, metric);
     // If the series all have the same traces, uses the average over them. For a single trace, its
@@ -178,18 +181,18 @@ Memory MetricTable::memory(std::size_t series, std::string_view budget) const {
 
 namespace {
 
-/// Computes the standings from the recommendation of `ranking`.
+/// Computes the ranking from the recommendation of `ranking`.
 void place(Ranking& ranking, const MetricTable& metric_table, std::string_view budget,
            const MetricInfo& metric) {
   const Recommendation& made = ranking.recommendation;
-  const auto add = [&](std::size_t c, const Difference& behind, bool ties, bool over) {
+  const auto add = [&](std::size_t c, const Difference& from_lowest, bool ties, bool over) {
     const std::size_t series = ranking.series[c];
-    if (c == made.choice) ranking.winner = ranking.standings.size();
-    ranking.standings.push_back({series, *metric_table.average(series, budget, metric.name), behind,
-                                 ties, over, made.candidates[c].memory});
+    if (c == made.choice) ranking.winner = ranking.ranked.size();
+    ranking.ranked.push_back({series, *metric_table.average(series, budget, metric.name),
+                              from_lowest, ties, over, made.candidates[c].memory});
   };
   for (std::size_t i = 0; i < made.order.size(); ++i)
-    add(made.order[i], made.behind[i], !made.from_choice[i].significantly_different(), false);
+    add(made.order[i], made.from_lowest[i], !made.from_choice[i].significantly_different(), false);
   for (const std::size_t c : made.over_budget)
     add(c, {.mean = std::numeric_limits<double>::quiet_NaN()}, false, true);
 }

@@ -27,8 +27,8 @@ struct Series {
 };
 
 /// Whether it is useful to compare a metric with that of an oracle: oracle_attention and
-/// oracle_topk for attention metrics, oracle_residual for residual errors. For other metrics, an
-/// oracle is neither a bound nor a goal.
+/// oracle_topk for attention metrics, oracle_residual for residual errors, belady for fetches. For
+/// other metrics, an oracle is neither a bound nor a goal.
 bool is_informative(const Series& oracle, std::string_view metric);
 
 /// A budget as requested, and the minimum and maximum of its tokens over the traces.
@@ -75,14 +75,14 @@ class MetricTable {
                                        std::string_view metric) const;
   /// Averages of several series over the traces that all of them have. If there are no such traces,
   /// each average is over the traces of its series.
-  struct InCommon {
+  struct CommonScores {
     std::vector<Average> averages;  ///< [series]
     /// The last series minus the first; nullopt if they have no trace in common.
     std::optional<Difference> difference;
   };
   /// Each of `series` must have the metric at `budget`.
-  InCommon in_common(std::span<const std::size_t> series, std::string_view budget,
-                     std::string_view metric) const;
+  CommonScores average_common(std::span<const std::size_t> series, std::string_view budget,
+                              std::string_view metric) const;
   /// The memory of a series at a budget; all zeros if the run has no data about memory.
   Memory memory(std::size_t series, std::string_view budget) const;
 
@@ -99,27 +99,27 @@ class MetricTable {
 };
 
 /// One policy's position at a budget.
-struct Standing {
+struct RankedPolicy {
   std::size_t series;
   Average score;
-  Difference behind;  ///< its error minus that of the policy with the lowest mean; NaN if it is
-                      ///< over the budget
-  bool is_similar;    ///< whether its difference from the choice is not significant; true for the
-                      ///< choice
-  bool over_budget;   ///< whether it is over the budget, so that it is never chosen
+  Difference from_lowest;  ///< its error minus that of the policy with the lowest mean; NaN if it
+                           ///< is over the budget
+  bool is_similar;   ///< whether its difference from the choice is not significant; true for the
+                     ///< choice
+  bool over_budget;  ///< whether it is over the budget, so that it is never chosen
   Memory memory;
 };
 
 /// The ranking of the policies (without oracles and `full`) at a budget.
 struct Ranking {
   /// The eligible policies, lowest mean first, then those over the budget.
-  std::vector<Standing> standings;
-  std::size_t winner = 0;           ///< the choice, an index in `standings`
+  std::vector<RankedPolicy> ranked;
+  std::size_t winner = 0;           ///< the choice, an index in `ranked`
   Recommendation recommendation;    ///< its candidates have the order of the run
   std::vector<std::size_t> series;  ///< [candidate of the recommendation]: index of its series
 
-  bool empty() const { return standings.empty(); }
-  const Standing& first() const { return standings.front(); }
+  bool empty() const { return ranked.empty(); }
+  const RankedPolicy& first() const { return ranked.front(); }
 };
 
 /// Returns an empty ranking if no policy has the metric at `budget`.

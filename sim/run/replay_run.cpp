@@ -56,14 +56,14 @@ std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
     else if (!known)
       configs.push_back(&config);
   }
-  const auto standings = rank_policies(metric_table, budget, metric).standings;
+  const auto ranked = rank_policies(metric_table, budget, metric).ranked;
   const auto place = [&](const CacheConfig* config) {
-    for (std::size_t i = 0; i < standings.size(); ++i) {
-      const Series& series = metric_table.series()[standings[i].series];
+    for (std::size_t i = 0; i < ranked.size(); ++i) {
+      const Series& series = metric_table.series()[ranked[i].series];
       if (series.policy == config->policy.name && series.params == config->policy.params_text())
         return i > 1 && series.policy == "window" ? std::size_t{2} : 2 * i + (i > 1);
     }
-    return 2 * standings.size() + 1;
+    return 2 * ranked.size() + 1;
   };
   std::ranges::stable_sort(configs, {}, place);
   if (configs.size() > kMaxSeries) configs.resize(kMaxSeries);
@@ -75,21 +75,21 @@ std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
 /// first. Heads of different layers are preferred.
 std::vector<Scope> most_different_heads(std::span<const ResultRow> rows, std::string_view budget) {
   struct Spread {
-    double least = std::numeric_limits<double>::infinity(), most = -least;
+    double lowest = std::numeric_limits<double>::infinity(), highest = -lowest;
   };
   std::map<Scope, Spread> spreads;
   for (const ResultRow& row : rows) {
     if (row.head < 0 || row.budget != budget || row.metric != "recall") continue;
     if (is_oracle(row.policy)) continue;
     Spread& spread = spreads[{row.layer, row.head}];
-    spread.least = std::min(spread.least, row.value);
-    spread.most = std::max(spread.most, row.value);
+    spread.lowest = std::min(spread.lowest, row.value);
+    spread.highest = std::max(spread.highest, row.value);
   }
   std::vector<Scope> heads;
   while (heads.size() < kShownHeads && !spreads.empty()) {
     const auto widest =
         std::max_element(spreads.begin(), spreads.end(), [](const auto& a, const auto& b) {
-          return a.second.most - a.second.least < b.second.most - b.second.least;
+          return a.second.highest - a.second.lowest < b.second.highest - b.second.lowest;
         });
     const Scope head = widest->first;
     heads.push_back(head);
@@ -132,7 +132,7 @@ std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t seque
                                    std::string_view trace_name, std::span<const CacheConfig> sweep,
                                    const ReplayOptions& options, std::span<const ResultRow> rows) {
   const MetricTable metric_table(rows);
-  if (metric_table.budgets().empty()) return std::nullopt;
+  if (metric_table.budgets().empty() || !trace.has_tensors()) return std::nullopt;
   const BudgetColumn& budget = metric_table.budgets()[(metric_table.budgets().size() - 1) / 2];
   const auto heads = most_different_heads(rows, budget.text);
   const auto configs =
@@ -231,6 +231,12 @@ RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* cons
     info.sweep.push_back({config.policy.name, config.policy.params_text(), config.budget.text(),
                           config.prefill.text(), std::string(name_of(config.positions)),
                           config.seed, budgets_of(config.budget)});
+  if (const auto& refetch = request.options.refetch) {
+    info.refetch = refetch->text;
+    for (const TraceReader* const trace : traces)
+      if (refetch->kind == Selector::Kind::logged)
+        info.selected_tokens = std::max(info.selected_tokens, max_selected(*refetch, *trace));
+  }
   if (const auto& output = request.options.output) info.projections_xxh3 = output->weights_xxh3;
   if (!request.sweep.empty()) info.threshold = request.sweep.front().threshold;
   for (const CacheConfig& config : request.sweep)
@@ -273,6 +279,27 @@ std::vector<const TraceReader*> pointers_to(const std::vector<TraceReader>& trac
   return pointers;
 }
 
+/// Adds what lru fetches at every budget that holds a selection. `fetches`:
+/// ReplayResult::lru_fetches.
+void add_lru_curve(Run& run, const ReplayRequest& request, const std::string& name,
+                   const TraceReader& trace, std::span<const std::uint64_t> fetches) {
+  if (!request.options.refetch) return;
+  if (fetches.empty())
+    return request.notice(
+        fmt::format("lru_curve.csv does not cover {}, because a prompt follows decoded tokens, so "
+                    "that what lru has seen depends on the budget",
+                    name));
+  const auto queries = MeasuredQueries(trace.segments(), request.options.queries, 1).size();
+  const auto bytes = static_cast<double>(kv_bytes_per_token(trace.shape().head_size));
+  for (std::size_t budget = max_selected(*request.options.refetch, trace) + std::size_t{1};
+       budget < fetches.size(); ++budget) {
+    const auto fetched = static_cast<double>(fetches[budget]);
+    run.lru_curve.push_back({name, static_cast<std::uint32_t>(budget),
+                             fetches[0] ? fetched / static_cast<double>(fetches[0]) : 0.0,
+                             fetched * bytes / queries});
+  }
+}
+
 /// Adds the result of the replay of trace `t` to `run`. For the first trace, also adds the tokens
 /// that some heads kept.
 void add_trace(Run& run, const ReplayRequest& request, std::size_t t, const TraceReader& trace,
@@ -282,6 +309,7 @@ void add_trace(Run& run, const ReplayRequest& request, std::size_t t, const Trac
   name_texts(rows, run.info);
   if (t == 0) run.kept = kept_over_time(trace, 0, name, request.sweep, request.options, rows);
   run.rows.insert(run.rows.end(), rows.begin(), rows.end());
+  add_lru_curve(run, request, name, trace, result.lru_fetches);
 }
 
 /// All head tasks of a request, numbered over all traces. The numbers are the same in every
@@ -337,7 +365,7 @@ class ReplaySweepJob {
       if (bytes) unpack_head_task(id, *bytes, folder.unit_path(id.trace, id.task).string());
       return bytes.has_value();
     } catch (const std::runtime_error& error) {
-      request_.notice(fmt::format("{}; it is computed again", error.what()));
+      request_.notice(fmt::format("{}; the head task is computed again", error.what()));
       return false;
     }
   }
@@ -433,7 +461,7 @@ void note_overlaps(const ReplayRequest& request, const RunInfo& info) {
   for (const RunTrace& trace : info.traces)
     if (!trace.same_text_as.empty())
       request.notice(fmt::format(
-          "{} and {} have the same text, and it counts once, so comparisons leave {} out",
+          "{} and {} have the same text; a text counts only once, so comparisons leave {} out",
           trace.same_text_as, trace.name, trace.name));
 }
 
@@ -452,9 +480,23 @@ void note_other_gradients(const ReplayRequest& request,
         names, name_of(request.options.queries)));
 }
 
+/// Reports the traces that have only selections, because results lack metrics of attention.
+void note_missing_attention(const ReplayRequest& request,
+                            std::span<const TraceReader* const> traces) {
+  std::string names;
+  for (std::size_t t = 0; t < traces.size(); ++t)
+    if (!traces[t]->has_tensors()) names += (names.empty() ? "" : ", ") + request.traces[t];
+  if (!names.empty())
+    request.notice(
+        fmt::format("no recall, miss_rate, output_error or other metric of attention for {}, "
+                    "because a trace of selections has no queries, keys and values",
+                    names));
+}
+
 Run lead(const ReplayRequest& request, const std::filesystem::path& out, ReplaySweepJob& job,
          ProcessGroup& group) {
   note_other_gradients(request, pointers_to(job.traces()));
+  note_missing_attention(request, pointers_to(job.traces()));
   note_overlaps(request, job.info());
   RunFolder folder(out, job.job_json(), request.fresh);
   const auto& tasks = job.tasks();
@@ -474,7 +516,7 @@ Run lead(const ReplayRequest& request, const std::filesystem::path& out, ReplayS
     folder.commit(run);
     return run;
   } catch (const Cancelled& error) {
-    throw folder.in_name_of_run(error);
+    throw folder.add_run_name(error);
   }
 }
 
@@ -491,13 +533,18 @@ void check_alike(ProcessGroup& group, const std::string& fingerprint) {
 
 void check_budgets(ReplayRequest& request, std::span<const TraceReader* const> traces) {
   std::uint32_t longest = 0;
-  for (const TraceReader* const trace : traces) longest = std::max(longest, trace->tokens());
+  for (const TraceReader* const trace : traces) {
+    check_selections(request.options.refetch, request.options.queries, *trace);
+    longest = std::max(longest, trace->tokens());
+  }
   // Key: the budget. Value: whether any policy evicts at this budget.
   std::map<std::string, bool> evicts;
   const auto check = [&](const CacheConfig& config) {
     bool any = false;
-    for (const TraceReader* const trace : traces)
+    for (const TraceReader* const trace : traces) {
+      check_refetch(request.options.refetch, config, *trace);
       any = tokens_within(config, *trace) < trace->tokens() || any;
+    }
     if (config.evicts() && !config.budget.all && config.budget.is_even())
       evicts[config.budget.text()] = evicts[config.budget.text()] || any;
   };
@@ -509,7 +556,12 @@ void check_budgets(ReplayRequest& request, std::span<const TraceReader* const> t
                       budget, longest));
 }
 
-std::vector<CacheConfig> with_references(std::vector<CacheConfig> sweep) {
+SweepRequest sweep_with(SweepRequest request, const std::optional<Selector>& refetch) {
+  if (refetch && request.positions.empty()) request.positions = {"original"};
+  return request;
+}
+
+std::vector<CacheConfig> add_references(std::vector<CacheConfig> sweep, bool refetch) {
   std::set<std::tuple<std::string, std::string, std::uint32_t>> known;
   for (const CacheConfig& config : sweep)
     known.insert({config.policy.name, config.budget.text(), config.prefill.chunk});
@@ -521,7 +573,10 @@ std::vector<CacheConfig> with_references(std::vector<CacheConfig> sweep) {
     config.positions = Positions::original;
     sweep.push_back(std::move(config));
   };
-  for (const std::string_view name : {kOracleAttention, kOracleTopk})
+  static constexpr std::string_view kBoth[] = {kOracleAttention, kOracleTopk};
+  const std::span<const std::string_view> names =
+      refetch ? std::span(&kBelady, 1) : std::span<const std::string_view>(kBoth);
+  for (const std::string_view name : names)
     for (const CacheConfig& config : requested)
       if (!config.budget.all &&
           known.insert({std::string(name), config.budget.text(), config.prefill.chunk}).second)
@@ -554,6 +609,7 @@ std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem
 Run replay_in_memory(const ReplayRequest& request, std::span<const TraceReader* const> traces) {
   Run run{.info = describe(request, traces)};
   note_other_gradients(request, traces);
+  note_missing_attention(request, traces);
   note_overlaps(request, run.info);
   for (std::size_t t = 0; t < traces.size(); ++t) {
     ReplayOptions options = request.options;

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "sim/budgets/budget_file.hpp"
 #include "sim/head_replayer.hpp"
 #include "sim/processes/process_group.hpp"
 #include "sim/run/run.hpp"
@@ -29,9 +30,14 @@ struct ReplayRequest {
 /// a notice for each. Also gives a notice for each budget at which nothing is evicted on any trace.
 void check_budgets(ReplayRequest& request, std::span<const TraceReader* const> traces);
 
+/// The request of a sweep, with original positions if it has refetch and names no positions:
+/// tokens that return keep their positions in the text, also under a policy with cache positions.
+SweepRequest sweep_with(SweepRequest request, const std::optional<Selector>& refetch);
+
 /// Adds the reference configurations to `sweep`: `full`, and oracle_attention and oracle_topk at
-/// every budget and prefill mode of the sweep.
-std::vector<CacheConfig> with_references(std::vector<CacheConfig> sweep);
+/// every budget and prefill mode of the sweep. With refetch, belady takes the place of both
+/// oracles.
+std::vector<CacheConfig> add_references(std::vector<CacheConfig> sweep, bool refetch = false);
 
 /// Verifies every trace, then replays them all into `out`, which must not exist and appears only
 /// when it is complete. Results of finished head tasks are stored in the directory `out`.part. If

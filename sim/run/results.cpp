@@ -119,10 +119,10 @@ class RowParser {
   static void check_value(const ResultRow& row) {
     constexpr double kMax = 1e100, kRounding = 1e-6;
     const bool difference = row.metric.starts_with("regret_") || row.metric == "quantization_error";
-    const double least = difference ? -kMax : -kRounding;
-    if (row.value < least || row.value > kMax)
+    const double min_value = difference ? -kMax : -kRounding;
+    if (row.value < min_value || row.value > kMax)
       throw std::runtime_error(fmt::format("{} of {:g} should be between {:g} and {:g}", row.metric,
-                                           row.value, least, kMax));
+                                           row.value, min_value, kMax));
   }
 
   std::string text() {
@@ -155,7 +155,8 @@ class RowParser {
   std::int32_t scope(std::string_view column) {
     if (fields_[next_] == "all") return ++next_, -1;
     const auto index = number<std::int32_t>(column);
-    if (index < 0) throw std::runtime_error(fmt::format("{} should be `all` or from 0 on", column));
+    if (index < 0)
+      throw std::runtime_error(fmt::format("{} should be `all` or a number from 0", column));
     return index;
   }
 
@@ -239,17 +240,19 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Cache
 
 std::string_view best_metric(std::span<const ResultRow> rows) {
   std::set<std::string_view> traces;
-  std::map<std::string, std::set<std::string_view>> of_metric;
+  std::map<std::string, std::set<std::string_view>> metric_traces;
   for (const ResultRow& row : rows) {
     traces.insert(row.trace);
-    of_metric[row.metric].insert(row.trace);
+    metric_traces[row.metric].insert(row.trace);
   }
-  return best_metric([&](const std::string& metric) { return of_metric[metric] == traces; });
+  return best_metric([&](const std::string& metric) { return metric_traces[metric] == traces; });
 }
 
-std::string_view best_metric(const std::function<bool(const std::string&)>& in_every_trace) {
-  for (const char* metric : {"kl_estimate_joint", "kl_estimate", "residual_error", "layer_error"})
-    if (in_every_trace(metric)) return metric;
+std::string_view best_metric(const std::function<bool(const std::string&)>& is_in_every_trace) {
+  // With refetch, policies attend to the same tokens and differ in how many they fetch.
+  for (const char* metric :
+       {"fetch_rate", "kl_estimate_joint", "kl_estimate", "residual_error", "layer_error"})
+    if (is_in_every_trace(metric)) return metric;
   return "nll_recall";
 }
 
@@ -263,8 +266,9 @@ std::string best_metric_text(std::span<const ResultRow> rows) {
     for (const ResultRow& row : rows)
       if (!with.contains(row.trace)) without.insert(row.trace);
     if (!with.empty() && !without.empty())
-      return fmt::format("{} decides, because trace {} has no {}, which trace {} has", best,
-                         *without.begin(), metric, *with.begin());
+      return fmt::format(
+          "the metric to choose by is {}, because trace {} has no {}, which trace {} has", best,
+          *without.begin(), metric, *with.begin());
   }
   return "";
 }

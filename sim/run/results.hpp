@@ -72,8 +72,8 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Cache
 std::string_view best_metric(std::span<const ResultRow> rows);
 /// If only some traces have a better metric: a sentence that says so. Otherwise "".
 std::string best_metric_text(std::span<const ResultRow> rows);
-/// The best metric among those for which `in_every_trace(metric)` is true.
-std::string_view best_metric(const std::function<bool(const std::string&)>& in_every_trace);
+/// The best metric among those for which `is_in_every_trace(metric)` is true.
+std::string_view best_metric(const std::function<bool(const std::string&)>& is_in_every_trace);
 
 /// Writes comma-separated values according to RFC 4180, but with "\n" between records. Numbers are
 /// in the shortest form that converts back to the same value.

@@ -15,6 +15,7 @@
 #include "traces/base/json_fields.hpp"
 #include "traces/base/old_keys.hpp"
 #include "traces/manifest.hpp"
+#include "traces/selections.hpp"
 
 namespace kvlab {
 namespace {
@@ -139,6 +140,8 @@ json to_json(const RunInfo& info) {
            {"request_threshold", info.threshold},
            {"output_error", info.every_output_error ? "all" : "sample"},
            {"layers", layers}};
+  if (!info.refetch.empty()) top["refetch"] = info.refetch;
+  if (info.selected_tokens > 0) top["selected_tokens"] = info.selected_tokens;
   if (!info.projections_xxh3.empty()) top["projections_xxh3"] = info.projections_xxh3;
   if (info.sources.size() == 1) top["policy_source"] = to_json(info.sources.front());
   if (info.sources.size() > 1) {
@@ -160,11 +163,17 @@ nlohmann::ordered_json recommendations_json(const RunInfo& info, std::span<const
                          scored_tokens(info, rows), std::string(kReplayNote)));
 }
 
+/// The texts of the files whose checksums run.json has. `lru_curve` may be empty.
+struct CheckedTexts {
+  const std::string &results, &blocks, &lru_curve;
+};
+
 std::string run_json(const RunInfo& info, std::span<const ResultRow> rows,
-                     const std::string& results, const std::string& blocks) {
+                     const CheckedTexts& texts) {
   json top = to_json(info);
-  top["results_xxh3"] = xxh3_hex(results);
-  top["blocks_xxh3"] = xxh3_hex(blocks);
+  top["results_xxh3"] = xxh3_hex(texts.results);
+  top["blocks_xxh3"] = xxh3_hex(texts.blocks);
+  if (!texts.lru_curve.empty()) top["lru_curve_xxh3"] = xxh3_hex(texts.lru_curve);
   top["recommendations"] = recommendations_json(info, rows);
   return json_text(top, 1) + "\n";
 }
@@ -185,6 +194,9 @@ RunInfo info_from(const JsonFields& fields) {
     throw std::runtime_error(fields.where() + ": key 'output_error' should be sample or all");
   info.every_output_error = error == "all";
   if (fields.any("layers") != json("all")) info.layers = whole_numbers(fields, "layers");
+  if (fields.has("refetch")) info.refetch = fields.text("refetch");
+  if (fields.has("selected_tokens"))
+    info.selected_tokens = fields.size("selected_tokens", kMaxSelected);
   if (fields.has("projections_xxh3")) info.projections_xxh3 = fields.text("projections_xxh3");
   if (fields.has("policy_source") && fields.any("policy_source").is_array())
     info.sources = list_of(fields, "policy_source", source_from);
@@ -309,6 +321,28 @@ void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string
                     row.layer, row.head, json_quoted(row.trace), trace->layers, trace->kv_heads));
 }
 
+constexpr std::string_view kCurveHeader = "trace,budget_tokens,fetch_rate,fetch_bytes";
+
+std::string lru_curve_csv(std::span<const LruPoint> curve) {
+  std::string text = fmt::format("{}\n", kCurveHeader);
+  for (const LruPoint& point : curve)
+    text += fmt::format("{},{},{},{}\n", csv_field(point.trace), point.budget_tokens,
+                        point.fetch_rate, point.fetch_bytes);
+  return text;
+}
+
+std::vector<LruPoint> parse_lru_curve(std::string_view text, std::string_view file) {
+  if (!text.starts_with(fmt::format("{}\n", kCurveHeader)))
+    throw std::runtime_error(
+        fmt::format("{}: line 1: the header should read {}", file, kCurveHeader));
+  std::vector<LruPoint> curve;
+  read_records(text, file, [&](const CsvRecord& record) {
+    curve.push_back({record.text("trace"), record.number<std::uint32_t>("budget_tokens"),
+                     record.number<double>("fetch_rate"), record.number<double>("fetch_bytes")});
+  });
+  return curve;
+}
+
 /// Reads a file. Throws unless its checksum is the one that run.json has under `key`.
 std::string read_checked(const std::filesystem::path& path, const JsonFields& info,
                          std::string_view key) {
@@ -391,11 +425,14 @@ void name_texts(std::span<ResultRow> rows, const RunInfo& info) {
 std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows) {
   std::map<std::string_view, std::uint64_t> queries;  // number of measured queries of each text
   for (const ResultRow& row : rows) {
-    if (row.layer >= 0 || row.metric != "recall") continue;
+    // A trace that has only selections has no recall. `fetch_rate` leaves out the query heads that
+    // select nothing, so the largest count is that of all heads.
+    if (row.layer >= 0 || (row.metric != "recall" && row.metric != "fetch_rate")) continue;
     const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
     if (trace == info.traces.end() || !trace->same_text_as.empty()) continue;
     const std::uint64_t layers = info.layers.empty() ? trace->layers : info.layers.size();
-    queries[trace->hash] = row.count / std::max<std::uint64_t>(1, layers * trace->query_heads);
+    std::uint64_t& own = queries[trace->hash];
+    own = std::max(own, row.count / std::max<std::uint64_t>(1, layers * trace->query_heads));
   }
   std::uint64_t sum = 0;
   for (const auto& [text, count] : queries) sum += count;
@@ -411,12 +448,47 @@ json job_of(const RunInfo& info, const std::string& build) {
 
 void save_run(Run& run, const std::filesystem::path& directory) {
   const std::string results = results_csv(run.rows), blocks = blocks_csv(run.rows);
-  const std::string info = run_json(run.info, run.rows, results, blocks);
+  const std::string curve = run.lru_curve.empty() ? "" : lru_curve_csv(run.lru_curve);
+  const std::string info = run_json(run.info, run.rows, {results, blocks, curve});
+  if (!curve.empty()) write_file_atomically(directory / "lru_curve.csv", curve);
   write_file_atomically(directory / "results.csv", results);
   write_file_atomically(directory / "blocks.csv", blocks);
   if (run.kept) write_file_atomically(directory / "kept.json", kept_json(*run.kept));
   write_file_atomically(directory / "run.json", info);
   run.hash = xxh3_hex(info);
+}
+
+std::vector<LruPoint> mean_lru_curve(std::span<const LruPoint> curve) {
+  std::map<std::uint32_t, std::pair<LruPoint, std::size_t>> sums;  // by budget, with their number
+  std::size_t traces = 0;
+  for (const LruPoint& point : curve) {
+    auto& [sum, count] = sums[point.budget_tokens];
+    sum.fetch_rate += point.fetch_rate;
+    sum.fetch_bytes += point.fetch_bytes;
+    traces = std::max(traces, ++count);
+  }
+  std::vector<LruPoint> means;
+  const auto divisor = static_cast<double>(traces);
+  for (const auto& [budget, own] : sums)
+    if (own.second == traces)
+      means.push_back(
+          {"", budget, own.first.fetch_rate / divisor, own.first.fetch_bytes / divisor});
+  return means;
+}
+
+std::string buffer_sizes_text(std::span<const LruPoint> curve) {
+  const std::vector<LruPoint> means = mean_lru_curve(curve);
+  std::vector<std::string> sizes;
+  for (const double rate : {0.2, 0.1, 0.05, 0.02, 0.01}) {
+    const auto found = std::ranges::find_if(
+        means, [&](const LruPoint& point) { return point.fetch_rate <= rate; });
+    if (found != means.end())
+      sizes.push_back(fmt::format("{} tokens for {:g}%", found->budget_tokens, 100 * rate));
+  }
+  if (sizes.empty()) return "";
+  return fmt::format(
+      "Smallest buffers with which lru fetches at most a given share of the selected tokens: {}.",
+      fmt::join(sizes, ", "));
 }
 
 Run load_run(const std::filesystem::path& directory) {
@@ -440,6 +512,10 @@ Run load_run(const std::filesystem::path& directory) {
   if (fields.has("blocks_xxh3")) {
     const std::filesystem::path path = directory / "blocks.csv";
     parse_blocks_csv(read_checked(path, fields, "blocks_xxh3"), path.string(), run.rows);
+  }
+  if (fields.has("lru_curve_xxh3")) {
+    const std::filesystem::path path = directory / "lru_curve.csv";
+    run.lru_curve = parse_lru_curve(read_checked(path, fields, "lru_curve_xxh3"), path.string());
   }
   name_texts(run.rows, run.info);
 

@@ -3,6 +3,7 @@
 //     results.csv   the metrics
 // blocks.csv the metrics by block of queries, for paired comparisons (absent in older runs)
 //     run.json      the request, the traces, the version
+// lru_curve.csv  what lru fetches at every budget (only with refetch)
 // kept.json the tokens that some heads kept over time (absent if there is nothing to show)
 #pragma once
 
@@ -73,7 +74,10 @@ struct RunInfo {
   bool every_output_error = false;
   std::vector<std::uint32_t> layers;  ///< empty: all
   std::vector<RunSource> sources;     ///< of --policy-source
-  std::string projections_xxh3;       ///< hash of the weights of --model; empty: not given
+  std::string refetch;                ///< the selector of --refetch as typed; empty: not given
+  /// With --refetch logged: maximum number of tokens that a query selects in the traces.
+  std::uint32_t selected_tokens = 0;
+  std::string projections_xxh3;  ///< hash of the weights of --model; empty: not given
 
   bool operator==(const RunInfo&) const = default;
 };
@@ -120,10 +124,26 @@ struct Kept {
 /// Converts sets of kept tokens, ordered by query, to the periods in which each token was kept.
 std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets);
 
+/// What `lru` fetches on a trace with one size of the device buffer, over all replayed KV heads.
+struct LruPoint {
+  std::string trace;
+  std::uint32_t budget_tokens = 0;
+  double fetch_rate = 0, fetch_bytes = 0;
+  bool operator==(const LruPoint&) const = default;
+};
+
+/// The mean over the traces at each budget that all traces have, in the order of the budgets.
+/// `trace` of a result is empty.
+std::vector<LruPoint> mean_lru_curve(std::span<const LruPoint> curve);
+/// A sentence with the smallest budgets at which lru fetches at most 20%, 10%, … of the selected
+/// tokens, for the means over the traces; empty if no budget reaches 20%.
+std::string buffer_sizes_text(std::span<const LruPoint> curve);
+
 struct Run {
   RunInfo info;
   std::vector<ResultRow> rows;
   std::optional<Kept> kept;
+  std::vector<LruPoint> lru_curve = {};  ///< by trace, then budget; empty without refetch
   /// XXH3-64 of run.json, which contains the hash of results.csv. Set by save_run() and load_run().
   std::string hash;
 };
@@ -143,7 +163,7 @@ std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows
 /// because results depend on its arithmetic and its policies.
 nlohmann::json job_of(const RunInfo& info, const std::string& build);
 
-/// Writes the four files of a run. Sets run.hash.
+/// Writes the files of a run. Sets run.hash.
 void save_run(Run& run, const std::filesystem::path& directory);
 
 /// Reads a run. Throws std::runtime_error, which names the file (and the line or key), if a file is

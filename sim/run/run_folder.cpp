@@ -16,7 +16,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::string_view kMagic = "kvunit 6";
+constexpr std::string_view kMagic = "kvunit 7";
 constexpr std::size_t kHashDigits = 16;
 
 /// Calls each() for every field of an outcome, which is a number or a list of plain values. The
@@ -27,6 +27,7 @@ void for_fields(Outcome& outcome, Each each) {
   each(outcome.evictions);
   each(outcome.live_max);
   each(outcome.live_end);
+  each(outcome.lru_fetches);
   each(outcome.stats.sums);
   each(outcome.stats.quantiles);
   each(outcome.stats.errors);
@@ -55,12 +56,12 @@ class Unpacker {
     values.resize(count(sizeof(T)));
     take(values.data(), values.size() * sizeof(T));
   }
-  /// Reads the length of a list. Checks that enough bytes remain for it if an entry has `least`
+  /// Reads the length of a list. Checks that enough bytes remain for it if an entry has `min_bytes`
   /// bytes.
-  std::size_t count(std::size_t least) {
+  std::size_t count(std::size_t min_bytes) {
     std::uint64_t value = 0;
     (*this)(value);
-    if (value > rest_.size() / least) throw std::runtime_error("a length points past its end");
+    if (value > rest_.size() / min_bytes) throw std::runtime_error("a length points past its end");
     return static_cast<std::size_t>(value);
   }
   bool empty() const { return rest_.empty(); }
@@ -189,7 +190,7 @@ void RunFolder::start(const json& job) {
   try {
     write_file_atomically(staging_ / kJobFile, job.dump(1) + "\n");
   } catch (const std::runtime_error& error) {
-    const std::runtime_error named = in_name_of_run(error);
+    const std::runtime_error named = add_run_name(error);
     fs::remove_all(staging_);
     throw named;
   }
@@ -231,7 +232,7 @@ void RunFolder::write_unit(std::size_t trace, std::size_t unit, const std::strin
   try {
     write_file_atomically(unit_path(trace, unit), bytes);
   } catch (const std::runtime_error& error) {
-    throw in_name_of_run(error);
+    throw add_run_name(error);
   }
 }
 
@@ -248,7 +249,7 @@ void RunFolder::commit(const std::function<void(const fs::path&)>& save) {
     fs::rename(made, run_);
     sync_folder_of(run_);
   } catch (const std::runtime_error& error) {
-    throw in_name_of_run(error);
+    throw add_run_name(error);
   }
   std::error_code ignored;
   fs::remove_all(staging_, ignored);
@@ -256,7 +257,7 @@ void RunFolder::commit(const std::function<void(const fs::path&)>& save) {
 
 /// Replaces the name of the staging folder by that of the run, because users have not named the
 /// staging folder.
-std::runtime_error RunFolder::in_name_of_run(const std::exception& error) const {
+std::runtime_error RunFolder::add_run_name(const std::exception& error) const {
   std::string text = error.what();
   for (const fs::path& inner : {staging_ / kRunSubfolder, staging_})
     if (const std::size_t at = text.find(inner.string()); at != std::string::npos)

@@ -65,7 +65,7 @@ class RunFolder {
   void commit(Run& run);
   /// Returns `error` with the name RUN in place of RUN.part. If there is finished work, its
   /// location is appended.
-  std::runtime_error in_name_of_run(const std::exception& error) const;
+  std::runtime_error add_run_name(const std::exception& error) const;
 
  private:
   void make_or_take() const;

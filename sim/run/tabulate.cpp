@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <numbers>
 #include <optional>
 #include <string>
 
@@ -97,17 +98,17 @@ using Ratios = std::vector<BlockedRatio>;
 class Tabulator {
  public:
   explicit Tabulator(const ReplayOutcome& of)
-      : of_(of), measured_(of.measured), sums_(of.measured.sums(of.shape.group())) {}
+      : outcome_(of), measured_(of.measured), sums_(of.measured.sums(of.shape.group())) {}
 
   std::vector<Measurement> rows() {
-    const std::size_t layers = of_.layers.size();
-    for (c_ = 0; c_ < of_.configs.size(); ++c_) {
+    const std::size_t layers = outcome_.layers.size();
+    for (c_ = 0; c_ < outcome_.configs.size(); ++c_) {
       by_attention_ = oracle_beside(kOracleAttention);
       by_residual_ = oracle_beside(kOracleResidual);
       known_counts_.clear();
       for (std::size_t l = 0; l < layers; ++l) {
-        layer_ = static_cast<std::int32_t>(of_.shape.number(of_.layer_indices[l]));
-        for (std::size_t h = 0; h < of_.layers[l].heads.size(); ++h)
+        layer_ = static_cast<std::int32_t>(outcome_.shape.number(outcome_.layer_indices[l]));
+        for (std::size_t h = 0; h < outcome_.layers[l].heads.size(); ++h)
           add_rows(l, l + 1, static_cast<std::int32_t>(h));
         add_rows(l, l + 1, -1);
       }
@@ -118,18 +119,18 @@ class Tabulator {
   }
 
  private:
-  const ResolvedConfig& config() const { return of_.configs[c_]; }
+  const ResolvedConfig& config() const { return outcome_.configs[c_]; }
 
   /// The index of the oracle `name` with the budget and the prefill mode of the current
   /// configuration, if there is one.
   std::optional<std::size_t> oracle_beside(std::string_view name) const {
     if (is_oracle(config().policy.name) || !config().evicts()) return std::nullopt;
-    const auto found = std::ranges::find_if(of_.configs, [&](const ResolvedConfig& other) {
+    const auto found = std::ranges::find_if(outcome_.configs, [&](const ResolvedConfig& other) {
       return other.policy.name == name && other.budget.text() == config().budget.text() &&
              other.prefill.chunk == config().prefill.chunk;
     });
-    if (found == of_.configs.end()) return std::nullopt;
-    return static_cast<std::size_t>(found - of_.configs.begin());
+    if (found == outcome_.configs.end()) return std::nullopt;
+    return static_cast<std::size_t>(found - outcome_.configs.begin());
   }
 
   /// Adds the rows of the part that consists of layers [first, last) or, if `head` is not negative,
@@ -148,9 +149,10 @@ class Tabulator {
   template <class Each>
   void for_heads(std::size_t c, Each each) const {
     for (std::size_t l = first_; l < last_; ++l)
-      for (std::size_t h = 0; h < of_.layers[l].heads.size(); ++h)
+      for (std::size_t h = 0; h < outcome_.layers[l].heads.size(); ++h)
         if (head_ < 0 || h == static_cast<std::size_t>(head_))
-          each(of_.layers[l].heads[h][c], of_.layer_indices[l], static_cast<std::uint32_t>(h));
+          each(outcome_.layers[l].heads[h][c], outcome_.layer_indices[l],
+               static_cast<std::uint32_t>(h));
   }
   std::span<const double> blocks(const HeadOutcome& of, Sum sum, std::size_t head) const {
     return std::span(of.stats.sums).subspan(sums_.at(sum, head, 0), kMaxQueryBlocks);
@@ -159,7 +161,7 @@ class Tabulator {
   Ratios ratios(std::size_t c, Sum above, Sum below) const {
     Ratios all;
     for_heads(c, [&](const HeadOutcome& of, std::uint32_t, std::uint32_t) {
-      for (std::size_t head = 0; head < of_.shape.group(); ++head) {
+      for (std::size_t head = 0; head < outcome_.shape.group(); ++head) {
         BlockedRatio& own = all.emplace_back(BlockedRatio{.blocks = measured_.blocks()});
         std::ranges::copy(blocks(of, above, head), own.above.begin());
         std::ranges::copy(blocks(of, below, head), own.below.begin());
@@ -170,7 +172,7 @@ class Tabulator {
   Ratios ratios(std::size_t c, LayerError::Kind error) const {
     Ratios all;
     for (std::size_t l = first_; l < last_; ++l) {
-      const LayerRatios& of = of_.layers[l].errors[error];
+      const LayerRatios& of = outcome_.layers[l].errors[error];
       all.push_back(head_ < 0 ? of.layer[c] : of.heads[static_cast<std::size_t>(head_)][c]);
     }
     return all;
@@ -202,7 +204,19 @@ class Tabulator {
         below == Sum::errors ? estimate.weight
                              : static_cast<double>(filled) * queries.value_or(measured_.size()));
   }
+  /// The mean over query heads and queries of a quantity of their attention.
+  void mean_over_queries(Sum above) {
+    if (outcome_.has_attention) mean(above, Sum::queries);
+  }
+  /// The bytes fetched for a query, summed over the KV heads. All query heads of a KV head have the
+  /// same counts.
+  void fetched_bytes() {
+    if (!(mean_of(ratios(c_, Sum::fetched, Sum::selected)).weight > 0)) return;
+    const Estimate fetched = mean_of(ratios(c_, Sum::fetched, Sum::queries));
+    add(fetched, static_cast<double>(heads_) * held_bytes(), fetched.weight);
+  }
   void recall_quantile() {
+    if (!outcome_.has_attention) return;
     std::vector<Quantile> all;
     for_heads(c_, [&](const HeadOutcome& of, std::uint32_t, std::uint32_t) {
       all.insert(all.end(), of.stats.quantiles.begin(), of.stats.quantiles.end());
@@ -217,7 +231,7 @@ class Tabulator {
     regret.blocks.clear();
     add(regret, 1, regret.weight);
   }
-  void of_passages() {
+  void add_passages() {
     for (std::size_t s = 0; s < measured_.passages().size(); ++s) {
       metric_ = std::string(kPassageRecall) + measured_.passages()[s].name;
       mean(kept_of(s), all_of(s), measured_.queries_after(measured_.passages()[s]));
@@ -225,7 +239,7 @@ class Tabulator {
   }
   /// Adds a row with `factor` times the mean over layers.
   void add_layers(const Estimate& estimate, double factor) {
-    const std::uint32_t heads = head_ < 0 ? of_.shape.query_heads : of_.shape.group();
+    const std::uint32_t heads = head_ < 0 ? outcome_.shape.query_heads : outcome_.shape.group();
     add(estimate, factor, estimate.weight * heads);
   }
   void mean_of_layers(LayerError::Kind error) { add_layers(mean_of(ratios(c_, error)), 1); }
@@ -244,10 +258,11 @@ class Tabulator {
       add_layers(difference_of(ratios(c_, error), ratios(*by_residual_, error)),
                  static_cast<double>(last_ - first_));
   }
-  void joint() {
-    const Estimate estimate = mean_of(of_.joint.subspan(c_, 1));
+  /// Adds a row for all layers together, from one ratio for each configuration.
+  void add_model(std::span<const BlockedRatio> ratios) {
+    const Estimate estimate = mean_of(ratios.subspan(c_, 1));
     if (layer_ < 0)
-      add(estimate, 1, estimate.weight * of_.shape.query_heads * static_cast<double>(last_));
+      add(estimate, 1, estimate.weight * outcome_.shape.query_heads * static_cast<double>(last_));
   }
   /// Adds a row with a sum or a maximum over KV heads. oracle_topk gets no such row, because it
   /// chooses from all tokens and has no cache.
@@ -271,7 +286,7 @@ class Tabulator {
       ++heads_;
       evictions_ += static_cast<double>(of.evictions);
       live_max_ = std::max(live_max_, static_cast<double>(of.live_max));
-      for (std::size_t h = 0; h < of_.shape.group(); ++h)
+      for (std::size_t h = 0; h < outcome_.shape.group(); ++h)
         for (const double zeros : blocks(of, Sum::zeros, h)) zeros_ += zeros;
       const std::uint32_t budget = config().budget_of(layer, head);
       const std::pair key{config().layer_key(layer), budget};
@@ -292,12 +307,14 @@ class Tabulator {
       budget_ += counts.held_budget;
     });
   }
-  double held_bytes() const { return static_cast<double>(kv_bytes_per_token(of_.shape.head_size)); }
+  double held_bytes() const {
+    return static_cast<double>(kv_bytes_per_token(outcome_.shape.head_size));
+  }
   /// The bytes with 16-bit elements, independent of the trace's dtype, as for all other byte
   /// counts.
   double end_bytes() const { return end_held_ * held_bytes(); }
 
-  const ReplayOutcome& of_;
+  const ReplayOutcome& outcome_;
   const MeasuredQueries& measured_;
   SumsShape sums_;
   std::vector<Measurement> rows_;
@@ -353,20 +370,34 @@ void JointChanges::add(LayerOutcome& layer) {
   layer.changes = {};
 }
 
-std::vector<BlockedRatio> JointChanges::squares(const MeasuredQueries& measured,
-                                                std::uint32_t gradient_samples) const {
-  std::vector<BlockedRatio> ratios(sums_.size());
-  for (std::size_t c = 0; c < sums_.size(); ++c) {
-    ratios[c].blocks = measured.blocks();
+JointEstimates JointChanges::estimates(const MeasuredQueries& measured,
+                                       std::uint32_t gradient_samples) const {
+  const BlockedRatio none{.blocks = measured.blocks()};
+  JointEstimates all{std::vector(sums_.size(), none), std::vector(sums_.size(), none)};
+  for (std::size_t c = 0; c < sums_.size(); ++c)
     for (std::size_t first = 0; first < sums_[c].size(); first += gradient_samples) {
       double squares = 0;
       for (std::size_t i = first; i < first + gradient_samples; ++i)
         squares += static_cast<double>(sums_[c][i]) * static_cast<double>(sums_[c][i]);
-      ratios[c].add(measured.block_of(static_cast<std::uint32_t>(first / gradient_samples)),
-                    squares / (2.0 * gradient_samples), 1);
+      const double kl = squares / (2.0 * gradient_samples);
+      const std::uint32_t block =
+          measured.block_of(static_cast<std::uint32_t>(first / gradient_samples));
+      all.kl[c].add(block, kl, 1);
+      all.acceptance[c].add(block, acceptance_estimate(kl, gradient_samples), 1);
     }
-  }
-  return ratios;
+  return all;
+}
+
+double unbiased_root_factor(std::uint32_t gradient_samples) {
+  // The ratio Γ(d/2) / Γ((d+1)/2), from that for d − 1 samples.
+  double ratio = std::sqrt(std::numbers::pi);
+  for (std::uint32_t d = 1; d < gradient_samples; ++d) ratio = 2.0 / (d * ratio);
+  return std::sqrt(gradient_samples / 2.0) * ratio;
+}
+
+double acceptance_estimate(double kl, std::uint32_t gradient_samples) {
+  return std::max(0.0,
+                  1 - std::sqrt(kl / std::numbers::pi) * unbiased_root_factor(gradient_samples));
 }
 
 std::vector<Measurement> tabulate(const ReplayOutcome& outcome) {

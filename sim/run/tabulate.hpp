@@ -49,21 +49,32 @@ struct LayerFacts {
 void reduce_layer(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t configs,
                   const LayerFacts& facts, unsigned threads);
 
-/// Sums the changes of log-likelihood over layers. `kl_estimate_joint` is computed from the squares
-/// of these sums.
+/// Estimates for all layers together, [configuration]. They have weight 0 if no layer has changes.
+struct JointEstimates {
+  std::vector<BlockedRatio> kl, acceptance;
+};
+
+/// Sums the changes of log-likelihood over layers. `kl_estimate_joint` and `acceptance` are
+/// computed from the squares of these sums at each query.
 class JointChanges {
  public:
   explicit JointChanges(std::size_t configs) : sums_(configs) {}
 
   /// Adds the layer's changes to the sums, and frees them. Call it for the layers in order.
   void add(LayerOutcome& layer);
-  /// The squares of the sums, by configuration. They have weight 0 if no layer has changes.
-  std::vector<BlockedRatio> squares(const MeasuredQueries& measured,
-                                    std::uint32_t gradient_samples) const;
+  JointEstimates estimates(const MeasuredQueries& measured, std::uint32_t gradient_samples) const;
 
  private:
   std::vector<std::vector<float>> sums_;  // [configuration][measured query, gradient sample]
 };
+
+/// The factor u_d = Γ(d/2) · √(d/2) / Γ((d+1)/2). The root of a mean of d squares of a normal
+/// variable is on average the variable's standard deviation divided by u_d.
+double unbiased_root_factor(std::uint32_t gradient_samples);
+/// The share of drafted tokens that is accepted at a query whose KL was estimated from
+/// `gradient_samples` samples. For a small normal error of the logits, the total variation distance
+/// of the two distributions is √(KL/π).
+double acceptance_estimate(double kl, std::uint32_t gradient_samples);
 
 /// The complete results of a replay.
 struct ReplayOutcome {
@@ -72,7 +83,8 @@ struct ReplayOutcome {
   std::span<const ResolvedConfig> configs;
   std::span<const std::uint32_t> layer_indices;
   const std::vector<LayerOutcome>& layers;
-  std::span<const BlockedRatio> joint;  ///< JointChanges::squares()
+  const JointEstimates& joint;
+  bool has_attention = true;  ///< false: the trace has only selections
 };
 
 /// One row per metric, ordered by configuration, layer, head (with aggregates last) and metric.

@@ -297,11 +297,11 @@ TEST_CASE("The CUDA decoder supports biases, q/k norms, untied heads, all head s
     cache_positions.budget_tokens = 30;
     cache_positions.positions = Positions::cache;
     const auto cache_position_logits = [&](SequenceDecoder&& decoder) {
-      std::vector<float> logits, of_turn;
+      std::vector<float> logits, turn_logits;
       decoder.feed(std::span(ids).first(60), SegmentKind::prompt);
       decoder.feed(std::span(ids).subspan(60, 20), SegmentKind::decode, &logits);
-      decoder.feed(std::span(ids).subspan(80), SegmentKind::prompt, &of_turn);
-      logits.insert(logits.end(), of_turn.begin(), of_turn.end());
+      decoder.feed(std::span(ids).subspan(80), SegmentKind::prompt, &turn_logits);
+      logits.insert(logits.end(), turn_logits.begin(), turn_logits.end());
       return logits;
     };
     CAPTURE(json.dump());
@@ -411,7 +411,7 @@ TEST_CASE("A request that does not fit is refused", "[gpu]") {
   const auto refusal = [](auto action) { return error_of<std::exception>(action); };
   const DeviceModel& model = tiny(Dtype::bf16);
   CHECK_THAT(refusal([&] { CudaDecoder(model, {.sequences = 64, .slots = 1u << 26}); }),
-             ContainsSubstring("tokens a sequence would fit"));
+             ContainsSubstring("tokens would fit"));
   CHECK_THAT(
       refusal([&] { CudaSequence(model, {.tokens = 10}).feed(some_ids(11), SegmentKind::prompt); }),
       ContainsSubstring("11 tokens"));

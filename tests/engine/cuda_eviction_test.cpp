@@ -331,7 +331,7 @@ TEST_CASE("Later prompts of a batch have the same logits as alone", "[gpu]") {
     batch->prompt(0, kRows, first, prompts->data());
     batch->prompt(0, kRows, second, prompts->data());
     batch->decode(kRows, decoded, steps->data());
-    const std::vector<float> of_prompts = prompts->to_host(), of_steps = steps->to_host();
+    const std::vector<float> prompt_logits = prompts->to_host(), step_logits = steps->to_host();
     for (std::size_t s = 0; s < kRows; ++s) {
       const auto alone = cuda->decoder(caches[s], 120);
       alone->feed(first, SegmentKind::prompt);
@@ -343,8 +343,9 @@ TEST_CASE("Later prompts of a batch have the same logits as alone", "[gpu]") {
         return std::vector<float>(logits.begin(), logits.end());
       };
       CAPTURE(policy, s);
-      CHECK(relative_error(row(of_prompts), last(alone->feed(second, SegmentKind::prompt))) < 0.03);
-      CHECK(relative_error(row(of_steps),
+      CHECK(relative_error(row(prompt_logits), last(alone->feed(second, SegmentKind::prompt))) <
+            0.03);
+      CHECK(relative_error(row(step_logits),
                            last(alone->feed({decoded.data(), 1}, SegmentKind::decode))) < 0.03);
     }
   }

@@ -40,8 +40,8 @@ Expected expected(const std::string& name) {
 }
 
 /// Logits [ids, vocab] of a prompt that is read `chunk` tokens at a time.
-std::vector<float> of_prompt(const DeviceModel& model, std::span<const std::int32_t> ids,
-                             std::uint32_t chunk) {
+std::vector<float> run_prompt(const DeviceModel& model, std::span<const std::int32_t> ids,
+                              std::uint32_t chunk) {
   CudaSequence sequence(model,
                         {.tokens = static_cast<std::uint32_t>(ids.size()), .prefill_chunk = chunk});
   std::vector<float> logits;
@@ -50,7 +50,7 @@ std::vector<float> of_prompt(const DeviceModel& model, std::span<const std::int3
 }
 
 /// Logits [ids, vocab] of a text; each token except the first is a decode step.
-std::vector<float> of_steps(const DeviceModel& model, std::span<const std::int32_t> ids) {
+std::vector<float> run_steps(const DeviceModel& model, std::span<const std::int32_t> ids) {
   CudaDecoder decoder(
       model,
       {.sequences = 1, .slots = static_cast<std::uint32_t>(ids.size()), .prefill_tokens = 1});
@@ -79,10 +79,10 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
     CAPTURE(name, way, theirs, ours, ours / theirs);
     CHECK(ours <= kMaxOfTheirs * theirs);
   };
-  check("prompt at once", of_prompt(model, wanted.ids, length));
+  check("prompt at once", run_prompt(model, wanted.ids, length));
   // These two use kvlab's kernels instead of cuBLASLt.
-  check("prompt in chunks of 7", of_prompt(model, wanted.ids, 7));
-  check("token by token", of_steps(model, wanted.ids));
+  check("prompt in chunks of 7", run_prompt(model, wanted.ids, 7));
+  check("token by token", run_steps(model, wanted.ids));
 }
 
 bool no_device() {

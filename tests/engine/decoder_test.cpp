@@ -136,11 +136,11 @@ TEST_CASE("A sequence ends before a sum of attention or a count of requests over
 
   Decoder decoder(tiny(), cache("h2o", 32), 1);
   const std::vector<std::int32_t> ids = some_ids(1);
-  const std::uint32_t most =
+  const std::uint32_t max_tokens =
       longest_sequence(tiny().config().query_heads / tiny().config().kv_heads);
   CHECK_THROWS_WITH(
-      decoder.feed({ids.data(), std::size_t{most} + 1}, SegmentKind::prompt),
-      fmt::format("decoder: a sequence has at most {} tokens; start a new one", most));
+      decoder.feed({ids.data(), std::size_t{max_tokens} + 1}, SegmentKind::prompt),
+      fmt::format("decoder: a sequence has at most {} tokens; start a new one", max_tokens));
   CHECK(decoder.tokens() == 0);
 }
 

@@ -59,7 +59,7 @@ TEST_CASE("Errors that leave the device unusable say that it was lost") {
        {cudaErrorIllegalAddress, cudaErrorLaunchFailure, cudaErrorECCUncorrectable,
         cudaErrorIllegalInstruction, cudaErrorLaunchTimeout, cudaErrorUnknown})
     CHECK_THAT(error_of([&] { cuda::check(error, "a step"); }),
-               ContainsSubstring("a step: the device was lost") &&
+               ContainsSubstring("a step failed, because the device was lost") &&
                    ContainsSubstring(cudaGetErrorName(error)));
   CHECK_THAT(error_of([&] { cuda::check(cudaErrorInvalidValue, "a step"); }),
              !ContainsSubstring("lost"));

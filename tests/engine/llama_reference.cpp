@@ -33,7 +33,7 @@ Doubles product(const Matrix& w, const double* x) {
   return y;
 }
 
-Doubles normed(const Doubles& x, const Matrix& weight, double epsilon) {
+Doubles normalize(const Doubles& x, const Matrix& weight, double epsilon) {
   double squares = 0;
   for (const double value : x) squares += value * value;
   const double factor = 1 / std::sqrt(squares / static_cast<double>(x.size()) + epsilon);
@@ -92,7 +92,7 @@ Doubles attention(const ModelConfig& config, const Doubles& q, const std::vector
 void run_layer(const Layer& layer, const ModelConfig& config, std::vector<Doubles>& x) {
   std::vector<Doubles> keys, values;
   for (std::size_t t = 0; t < x.size(); ++t) {
-    const Doubles input = normed(x[t], layer.norm, double{config.norm_epsilon});
+    const Doubles input = normalize(x[t], layer.norm, double{config.norm_epsilon});
     Doubles q = product(layer.q, input.data());
     keys.push_back(product(layer.k, input.data()));
     values.push_back(product(layer.v, input.data()));
@@ -102,7 +102,7 @@ void run_layer(const Layer& layer, const ModelConfig& config, std::vector<Double
       rotate(&keys[t][h * config.head_size], config.head_size, config.rope(), t);
     add(x[t], product(layer.o, attention(config, q, keys, values).data()));
 
-    const Doubles mlp_input = normed(x[t], layer.mlp_norm, double{config.norm_epsilon});
+    const Doubles mlp_input = normalize(x[t], layer.mlp_norm, double{config.norm_epsilon});
     Doubles gate = product(layer.gate, mlp_input.data());
     const Doubles up = product(layer.up, mlp_input.data());
     for (std::size_t i = 0; i < gate.size(); ++i) gate[i] *= up[i] / (1 + std::exp(-gate[i]));
@@ -126,7 +126,8 @@ std::vector<double> llama_logits(const std::filesystem::path& directory, const M
   const Matrix norm = read(file, "model.norm.weight");
   Doubles logits;
   for (const Doubles& row : x) {
-    const Doubles one = product(embedding, normed(row, norm, double{config.norm_epsilon}).data());
+    const Doubles one =
+        product(embedding, normalize(row, norm, double{config.norm_epsilon}).data());
     logits.insert(logits.end(), one.begin(), one.end());
   }
   return logits;

@@ -238,9 +238,10 @@ TEST_CASE("a folder with another program's model is refused with that reason") {
     return test::error_of([&] { Model::load(folder.path(), 1); });
   };
   CHECK_THAT(error_beside("pytorch_model.bin", true),
-             ContainsSubstring("has \"pytorch_model.bin\", but no model.safetensors"));
+             ContainsSubstring("has \"pytorch_model.bin\", but kvlab needs model.safetensors"));
   CHECK_THAT(error_beside("model.Q4.gguf", true), ContainsSubstring("gguf_to_checkpoint.py"));
-  CHECK_THAT(error_beside("model.Q4.gguf", false), ContainsSubstring("but no config.json"));
+  CHECK_THAT(error_beside("model.Q4.gguf", false),
+             ContainsSubstring("but kvlab needs config.json"));
   CHECK_THAT(error_beside("adapter_model.safetensors", true),
              ContainsSubstring("merge the adapter"));
   CHECK_THAT(error_beside("notes.txt", true), ContainsSubstring("model.safetensors: cannot open"));
@@ -297,7 +298,7 @@ TEST_CASE("Gemma 3's scales, norms and two RoPE tables are read in both layouts"
                            {"rope_scaling", {{"rope_type", "linear"}, {"factor", 8.0}}}}));
   CHECK((c.tied_head && c.qk_norm && c.gelu && c.norm_offset == 1 && c.unknown_keys.empty()));
   CHECK(c.embedding_scale == std::sqrt(96.0f));
-  CHECK(c.norms.behind_mlp == "post_feedforward_layernorm");
+  CHECK(c.norms.post_mlp == "post_feedforward_layernorm");
   CHECK(c.has_windows());
   for (std::size_t layer = 0; layer < 3; ++layer) {
     const RowSpec& row = c.rows[layer];
@@ -320,7 +321,7 @@ TEST_CASE("Gemma 3's scales, norms and two RoPE tables are read in both layouts"
 TEST_CASE("OLMo 2 and 3 have norms only after blocks, and norms over all heads together") {
   const json olmo3 = family("Olmo3", "olmo3", {{"num_hidden_layers", 4}, {"sliding_window", 12}});
   const ModelConfig c = read(olmo3);
-  CHECK((c.qk_norm && c.whole_qk_norm && c.norms.before_attention.empty() && !c.gelu));
+  CHECK((c.qk_norm && c.whole_qk_norm && c.norms.pre_attention.empty() && !c.gelu));
   CHECK(c.heads().windows == std::vector<std::uint32_t>{12, 12, 12, 0});
   CHECK(c.rope().inv_freq[1] == Approx(std::pow(5e5, -2.0 / 16)).epsilon(1e-6));
   const ModelConfig olmo2 = read(with(olmo3, {{"architectures", {"Olmo2ForCausalLM"}},

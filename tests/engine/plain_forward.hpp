@@ -28,10 +28,10 @@ inline std::vector<float> plain_attention(const ModelConfig& c, const RowSpec& r
         for (std::size_t d = 0; d < dim; ++d) p[j] += double{query[d]} * double{key[d]};
         p[j] *= double{row.scale};
       }
-      double most = *std::max_element(p.begin() + static_cast<std::ptrdiff_t>(first), p.end());
-      if (!row.sinks.empty()) most = std::max(most, double{row.sinks[h]});
-      double total = row.sinks.empty() ? 0 : std::exp(double{row.sinks[h]} - most);
-      for (std::size_t j = first; j <= t; ++j) total += p[j] = std::exp(p[j] - most);
+      double max_score = *std::max_element(p.begin() + static_cast<std::ptrdiff_t>(first), p.end());
+      if (!row.sinks.empty()) max_score = std::max(max_score, double{row.sinks[h]});
+      double total = row.sinks.empty() ? 0 : std::exp(double{row.sinks[h]} - max_score);
+      for (std::size_t j = first; j <= t; ++j) total += p[j] = std::exp(p[j] - max_score);
       for (std::size_t j = first; j <= t; ++j)
         for (std::size_t d = 0; d < dim; ++d)
           sum[d] += p[j] / total * double{v[(j * c.kv_heads + h / group) * dim + d]};

@@ -134,10 +134,10 @@ TEST_CASE("encoding only the first ids of a text gives the first ids of the whol
     const auto tokenizer = Tokenizer::load(file_of(name));
     const std::string text = repeated("The quick brown fox, <s> e\u0301. ", 2000);
     const Ids whole = tokenizer.encode(text);
-    for (const std::size_t most : {1, 2, 100, 5001}) {
-      INFO(name << ", " << most);
-      const auto end = whole.begin() + static_cast<std::ptrdiff_t>(most);
-      CHECK(tokenizer.encode(text, true, most) == Ids(whole.begin(), end));
+    for (const std::size_t max_ids : {1, 2, 100, 5001}) {
+      INFO(name << ", " << max_ids);
+      const auto end = whole.begin() + static_cast<std::ptrdiff_t>(max_ids);
+      CHECK(tokenizer.encode(text, true, max_ids) == Ids(whole.begin(), end));
     }
     CHECK(tokenizer.encode(text, true, whole.size()) == whole);
   }

@@ -41,7 +41,7 @@ bool is_file_name(std::string_view name) {
 /// The largest `end` of all "data_offsets": [begin, end] in `header`.
 std::size_t data_bytes(std::string_view header) {
   constexpr std::string_view kKey = "data_offsets";
-  std::size_t most = 0;
+  std::size_t max_end = 0;
   for (std::size_t at = header.find(kKey); at != std::string_view::npos;
        at = header.find(kKey, at + 1)) {
     const std::size_t comma = header.find(',', at + kKey.size() + 1);
@@ -50,9 +50,9 @@ std::size_t data_bytes(std::string_view header) {
     std::size_t end = 0;
     if (digit != std::string_view::npos)
       std::from_chars(header.data() + digit, header.data() + header.size(), end);
-    if (end <= kMaxData) most = std::max(most, end);
+    if (end <= kMaxData) max_end = std::max(max_end, end);
   }
-  return most;
+  return max_end;
 }
 
 std::string safetensors(std::string_view part) {

@@ -41,7 +41,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     fuzz::accepts([&] {
       const CacheShape model{3, 2, 64};
       const ResolvedConfig resolved = resolve(config, length, 0, model);
-      for (std::uint32_t layer = 0; layer < model.layers; ++layer) resolved.of_head(layer, 1);
+      for (std::uint32_t layer = 0; layer < model.layers; ++layer) resolved.head_config(layer, 1);
     });
   return 0;
 }

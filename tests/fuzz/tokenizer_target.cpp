@@ -21,8 +21,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   });
   tokenizer->id_of(text);
   fuzz::accepts([&] {
-    const Tokenizer of_model = Tokenizer::load(path, tokenizer->vocab_size() - 1);
-    of_model.decode(of_model.encode(text));
+    const Tokenizer model_tokenizer = Tokenizer::load(path, tokenizer->vocab_size() - 1);
+    model_tokenizer.decode(model_tokenizer.encode(text));
   });
   return 0;
 }

@@ -10,19 +10,19 @@ namespace {
 
 struct Known {
   Tokenizer tokenizer;
-  bool of_bytes;
+  bool is_byte_level;
 };
 
-Known known(const char* name, bool of_bytes) {
+Known known(const char* name, bool is_byte_level) {
   const char* const given = std::getenv("KVLAB_FUZZ_TOKENIZERS");
   return {Tokenizer::load(std::filesystem::path(given ? given : KVLAB_TOKENIZERS) / name),
-          of_bytes};
+          is_byte_level};
 }
 
 void round_trip(const Known& known, std::string_view text) {
   const std::vector<std::int32_t> ids = known.tokenizer.encode(text, false);
   const std::string again = known.tokenizer.decode(ids, false);
-  if (!known.of_bytes) return;
+  if (!known.is_byte_level) return;
   fuzz::require(again == tokenizer::replace_invalid_utf8(text), "decoded to another text:", again);
 }
 

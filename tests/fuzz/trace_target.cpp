@@ -35,11 +35,11 @@ void rewrite(const TraceReader& trace) {
                 "it changed:", manifest);
   if (!trace.sketch_file()) return;
   OutputSketch sketch{.seed = trace.extras().sketch->seed};
-  const auto of_layer = [](const SafetensorsFile& file, std::uint32_t layer) {
+  const auto layer_data = [](const SafetensorsFile& file, std::uint32_t layer) {
     return file.at(layer_tensor(layer, "sketch")).data;
   };
   for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer) {
-    const auto data = of_layer(*trace.sketch_file(), layer);
+    const auto data = layer_data(*trace.sketch_file(), layer);
     const std::size_t at = sketch.values.size(), count = data.size() / bytes_of(Dtype::bf16);
     sketch.values.resize(at + count);
     to_float(Dtype::bf16, data.data(), count, sketch.values.data() + at);
@@ -50,8 +50,9 @@ void rewrite(const TraceReader& trace) {
   const auto again = SafetensorsFile::open(directory / kSketchFile);
   fuzz::require(check_sketch(again, trace.shape()) == sketch.seed, "another seed");
   for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer)
-    fuzz::require(std::ranges::equal(of_layer(again, layer), of_layer(*trace.sketch_file(), layer)),
-                  "another sketch");
+    fuzz::require(
+        std::ranges::equal(layer_data(again, layer), layer_data(*trace.sketch_file(), layer)),
+        "another sketch");
 }
 
 void replay_once(const TraceReader& trace, std::string_view ask) {

@@ -46,7 +46,7 @@ double epsilon(Type type) {
 
 }  // namespace
 
-float rounded(Type type, float value) {
+float round_to(Type type, float value) {
   switch (type) {
     case KVLAB_BF16:
       return __bfloat162float(__float2bfloat16(value));
@@ -86,7 +86,7 @@ std::vector<float> decode(Type type, std::span<const std::byte> bytes) {
 std::vector<float> random_values(Type type, std::size_t count, std::mt19937& random) {
   std::normal_distribution<float> normal;
   std::vector<float> values(count);
-  for (float& value : values) value = rounded(type, normal(random));
+  for (float& value : values) value = round_to(type, normal(random));
   return values;
 }
 
@@ -129,11 +129,11 @@ AttentionRow naive_row(Type type, std::span<const float> query, std::span<const 
   for (std::size_t j = 0; j < count; ++j) {
     const float weight = std::exp(weights[j] - max);
     sum += weight;
-    const float stored = rounded(type, weight);
+    const float stored = round_to(type, weight);
     for (std::size_t d = 0; d < dim; ++d) out[d] += stored * values[j * dim + d];
   }
   AttentionRow row{std::vector<double>(dim), double{max} + std::log(sum)};
-  for (std::size_t d = 0; d < dim; ++d) row.out[d] = rounded(type, out[d] / sum);
+  for (std::size_t d = 0; d < dim; ++d) row.out[d] = round_to(type, out[d] / sum);
   return row;
 }
 

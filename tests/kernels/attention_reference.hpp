@@ -14,7 +14,7 @@
 namespace kvlab::kernels {
 
 /// The value after rounding to `type`.
-float rounded(Type type, float value);
+float round_to(Type type, float value);
 /// Converts to elements of `type` in memory; decode() converts back.
 std::vector<std::byte> encode(Type type, std::span<const float> values);
 std::vector<float> decode(Type type, std::span<const std::byte> bytes);

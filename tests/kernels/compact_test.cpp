@@ -66,7 +66,7 @@ class Cache {
     for (const std::uint32_t capacity : capacities) {
       first_slots_.push_back(slots_);
       slots_ += capacity + 2;  // two more slots, which must not change
-      most_ = std::max(most_, static_cast<int>(capacity));
+      max_slots_ = std::max(max_slots_, static_cast<int>(capacity));
     }
     const std::size_t all = static_cast<std::size_t>(slots_);
     host.keys.assign(all * kRowBytes, kPoison);
@@ -107,7 +107,7 @@ class Cache {
             .kv_heads = kHeads,
             .head_size = kHeadSize,
             .softmax_scale = 1,
-            .max_slots = most_,
+            .max_slots = max_slots_,
             .first_slot = starts_->data(),
             .keys = keys_->data(),
             .values = values_->data(),
@@ -166,7 +166,7 @@ class Cache {
   std::size_t slot_bytes_, feature_count_;
   std::vector<std::int64_t> first_slots_;
   std::int64_t slots_ = 1;
-  int most_ = 1;
+  int max_slots_ = 1;
   std::unique_ptr<DeviceArray<std::byte>> keys_, values_, states_;
   std::unique_ptr<DeviceArray<float>> features_;
   std::unique_ptr<DeviceArray<std::uint32_t>> positions_;
@@ -177,10 +177,10 @@ class Cache {
 /// Runs several sequences under one policy on the host and on the device.
 class Run {
  public:
-  /// At most `most` tokens are appended at a time. If `in_place`, they follow the kept tokens in
-  /// the same cache. Otherwise they are written to a separate cache with `most` slots per pair,
-  /// from which the compaction moves the kept tokens.
-  Run(const DevicePolicy& policy, std::vector<Pair> pairs, std::uint32_t most, bool in_place,
+  /// At most `max_kept` tokens are appended at a time. If `in_place`, they follow the kept tokens
+  /// in the same cache. Otherwise they are written to a separate cache with `max_kept` slots per
+  /// pair, from which the compaction moves the kept tokens.
+  Run(const DevicePolicy& policy, std::vector<Pair> pairs, std::uint32_t max_kept, bool in_place,
       ObservationOf observation_of = sample_observation, std::string modifiers = "")
       : policy_(policy),
         pairs_(std::move(pairs)),
@@ -202,7 +202,7 @@ class Run {
       modifiers_ = spec.modifiers;
       const std::uint32_t kept =
           budget == kNoBudget ? kMaxTokens : budget - 1 + modifiers_.every - 1;
-      capacities.push_back(in_place ? kept + most : std::max(kept, 1u));
+      capacities.push_back(in_place ? kept + max_kept : std::max(kept, 1u));
       if (i % kHeads == 0) params.insert(params.end(), spec.params.begin(), spec.params.end());
       needs_ = spec.entry->info.needs;
     }
@@ -213,7 +213,7 @@ class Run {
     }
     resident_ = std::make_unique<Cache>(capacities, policy);
     resident_->upload();
-    const std::vector<std::uint32_t> capacity(pairs_.size(), most);
+    const std::vector<std::uint32_t> capacity(pairs_.size(), max_kept);
     if (!in_place) scratch_ = std::make_unique<Cache>(capacity, policy);
     if (!in_place) scratch_->upload();
     next_.assign(pairs_.size() / kHeads, 0);
@@ -448,14 +448,6 @@ std::vector<Pair> all_kinds() {
 }
 
 }  // namespace
-
-TEST_CASE("every policy of the catalogue has a compaction") {
-  REQUIRE(device_policies().size() == policy_catalogue().size());
-  for (std::size_t i = 0; i < device_policies().size(); ++i) {
-    CHECK(device_policies()[i].name == policy_catalogue()[i].info.name);
-    CHECK(device_policies()[i].slot_bytes == policy_catalogue()[i].slot_bytes);
-  }
-}
 
 TEST_CASE("a compaction refuses invalid arguments before any launch") {
   for (const DevicePolicy& policy : device_policies())

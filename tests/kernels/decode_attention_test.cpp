@@ -331,8 +331,8 @@ TEST_CASE("decode attention agrees with float64 if few pairs have a cluster each
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 3, 8, 16}) {
-        const int most = head_size == 256 ? 2 : 384 / head_size;
-        const int tiles = type == KVLAB_F32 ? (head_size == 256 ? 1 : 2) : most,
+        const int max_tiles = head_size == 256 ? 2 : 384 / head_size;
+        const int tiles = type == KVLAB_F32 ? (head_size == 256 ? 1 : 2) : max_tiles,
                   slots = tiles * 8 * 64;
         const Size size{
             .type = type, .head_size = head_size, .group = group, .sequences = 6, .slots = slots};

@@ -43,13 +43,13 @@ void append(std::vector<std::byte>& bytes, const std::vector<T>& values) {
 /// element is computed from two elements, with sines and cosines that are accurate to 2^-20.
 double rotation_error(Type type) { return std::ldexp(1.0, type == KVLAB_BF16 ? -15 : -18); }
 
-/// A key rotated back by `behind` positions.
-std::vector<float> turned_back(std::span<const float> key, double behind,
+/// A key rotated back by `distance` positions.
+std::vector<float> turned_back(std::span<const float> key, double distance,
                                std::span<const float> inv_freq) {
   std::vector<float> to(key.size());
   const std::size_t half = key.size() / 2;
   for (std::size_t i = 0; i < half; ++i) {
-    const double angle = -behind * double{inv_freq[i]};
+    const double angle = -distance * double{inv_freq[i]};
     const double c = std::cos(angle), s = std::sin(angle), low = key[i], high = key[i + half];
     to[i] = static_cast<float>(low * c - high * s);
     to[i + half] = static_cast<float>(high * c + low * s);
@@ -311,9 +311,9 @@ void EvictingBatch::check_observations(const Pair& pair, int index, AttentionErr
   if (size_.numbering == Positions::cache)
     for (std::size_t i = 0; i < count; ++i) {
       const std::span key(&plain[i * dim()], dim());
-      double behind = static_cast<double>(count - 1 - i);
-      if (keeps_rotated_keys()) behind -= now - pair.live->positions()[i];
-      std::ranges::copy(turned_back(key, behind, inv_freq_),
+      double distance = static_cast<double>(count - 1 - i);
+      if (keeps_rotated_keys()) distance -= now - pair.live->positions()[i];
+      std::ranges::copy(turned_back(key, distance, inv_freq_),
                         keys.begin() + static_cast<std::ptrdiff_t>(i * dim()));
     }
   const std::vector<float> out = decode(size_.type, bytes_out_);

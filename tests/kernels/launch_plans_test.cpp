@@ -139,9 +139,9 @@ TEST_CASE(
                        "group", args.group, "pairs", args.table.pairs, "slots", slots);
             if (!plan.fits()) continue;
             const bool clusters = launch.kernel == PairKernel::clusters;
-            const int most = clusters ? gpu.limits.multiprocessors : kMaxCtas;
-            wrong.note(plan.blocks <= most && plan.stages >= 1, gpu.name, "blocks", plan.blocks,
-                       "stages", plan.stages);
+            const int max_blocks = clusters ? gpu.limits.multiprocessors : kMaxCtas;
+            wrong.note(plan.blocks <= max_blocks && plan.stages >= 1, gpu.name, "blocks",
+                       plan.blocks, "stages", plan.stages);
             wrong.note(!clusters || (gpu.limits.early_start && plan.cluster == 8), gpu.name,
                        "has no clusters");
             ++plans;

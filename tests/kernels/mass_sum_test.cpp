@@ -22,9 +22,9 @@ TEST_CASE("MassSum equals the sum of the single masses, to the bit") {
     }
     REQUIRE(sum.total(count) == exact);
   }
-  MassSum most;
-  for (int i = 0; i < 16384; ++i) most.add(1.5f);
-  CHECK(most.total(16384) == 16384 * fixed_mass(1.0f, 1.5f));
+  MassSum sum;
+  for (int i = 0; i < 16384; ++i) sum.add(1.5f);
+  CHECK(sum.total(16384) == 16384 * fixed_mass(1.0f, 1.5f));
 }
 
 TEST_CASE("request_floor() is the least probability that is a request by definition") {

@@ -21,7 +21,7 @@ std::unique_ptr<DeviceArray<T>> to_device(const std::vector<T>& values) {
   return std::make_unique<DeviceArray<T>>(std::span<const T>(values));
 }
 template <class T>
-std::unique_ptr<DeviceArray<T>> poisoned(std::size_t size) {
+std::unique_ptr<DeviceArray<T>> make_poisoned(std::size_t size) {
   auto array = std::make_unique<DeviceArray<T>>(size);
   if (size > 0) check_cuda(cudaMemset(array->data(), kPoison, size * sizeof(T)));
   return array;
@@ -73,12 +73,12 @@ PagedCache::PagedCache(const LayerSize& size, const Paging& paging, const std::v
     pool_bytes_ = static_cast<std::size_t>(pool_blocks_ * paging_.page * heads) * row_bytes() * 2;
     device_blocks_ = to_device(blocks_);
   }
-  pool_ = poisoned<std::byte>(pool_bytes_);
+  pool_ = make_poisoned<std::byte>(pool_bytes_);
   first_slot_ = to_device(first_);
   lengths_ = std::make_unique<DeviceArray<std::int32_t>>(capacity_.size());
   next_slots_ = std::make_unique<DeviceArray<std::int32_t>>(capacity_.size());
-  positions_ = poisoned<std::uint32_t>(this->slots());
-  ages_ = poisoned<std::uint32_t>(this->slots());
+  positions_ = make_poisoned<std::uint32_t>(this->slots());
+  ages_ = make_poisoned<std::uint32_t>(this->slots());
 }
 
 std::size_t PagedCache::values_at() const {
@@ -279,12 +279,12 @@ Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
   prompt_ = std::make_unique<PagedCache>(size_, prompt, prompt_slots(size_, budgets));
   resident_ = std::make_unique<PagedCache>(size_, resident, budgets);
   const std::size_t slot_bytes = kvlab_policy_slot_bytes(policy_), features = feature_ids_.size();
-  prompt_states_ = poisoned<std::byte>(prompt_->slots() * slot_bytes);
-  states_ = poisoned<std::byte>(resident_->slots() * slot_bytes);
-  prompt_features_ = poisoned<float>(prompt_->slots() * features);
-  features_ = poisoned<float>(resident_->slots() * features);
+  prompt_states_ = make_poisoned<std::byte>(prompt_->slots() * slot_bytes);
+  states_ = make_poisoned<std::byte>(resident_->slots() * slot_bytes);
+  prompt_features_ = make_poisoned<float>(prompt_->slots() * features);
+  features_ = make_poisoned<float>(resident_->slots() * features);
   prompt_seen_ = std::make_unique<DeviceArray<kvlab_observation>>(prompt_->slots());
-  seen_ = poisoned<kvlab_observation>(this->resident().slots());
+  seen_ = make_poisoned<kvlab_observation>(this->resident().slots());
   unit_keys_ =
       std::make_unique<DeviceArray<float>>(static_cast<std::size_t>(pairs() * size_.head_size));
 
@@ -324,19 +324,19 @@ Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
   rope_ = to_device(rope);
   inv_freq_ = to_device(inv_freq);
   const std::size_t outputs = count * static_cast<std::size_t>(query_heads());
-  std::mt19937 of_model(7);
+  std::mt19937 model_random(7);
   output_ = to_device(kernels::encode(
       size_.type,
       kernels::random_values(size_.type,
                              static_cast<std::size_t>(kHidden * query_heads() * size_.head_size),
-                             of_model)));
-  lse_ = poisoned<float>(outputs);
-  out_ = poisoned<std::byte>(outputs * static_cast<std::size_t>(size_.head_size) * element());
+                             model_random)));
+  lse_ = make_poisoned<float>(outputs);
+  out_ = make_poisoned<std::byte>(outputs * static_cast<std::size_t>(size_.head_size) * element());
   const kvlab_cache_view cache = this->resident().cache();
   workspace_ =
       std::make_unique<DeviceArray<std::byte>>(kvlab_evicting_attention_workspace(policy_, &cache));
   const kvlab_cache_view from = prompt_->cache();
-  compact_workspace_ = poisoned<std::byte>(kvlab_compact_workspace(&from));
+  compact_workspace_ = make_poisoned<std::byte>(kvlab_compact_workspace(&from));
 }
 
 std::vector<std::byte> Run::sample_qkv(int tokens) {
@@ -386,8 +386,8 @@ void Run::write_prompts() {
     }
   const int tokens = static_cast<int>(slot.size());
   qkv_ = to_device(sample_qkv(tokens));
-  q_ = poisoned<std::byte>(static_cast<std::size_t>(tokens * query_heads() * size_.head_size) *
-                           element());
+  q_ = make_poisoned<std::byte>(static_cast<std::size_t>(tokens * query_heads() * size_.head_size) *
+                                element());
   token_sequences_ = to_device(sequence);
   token_slots_ = to_device(slot);
   kvlab_write_args args{.struct_size = sizeof(kvlab_write_args)};
@@ -519,8 +519,8 @@ void Run::decode(int steps) {
   token_sequences_ = to_device(all);
   rope_rows_ = to_device(all);
   qkv_ = to_device(sample_qkv(sequences()));
-  q_ = poisoned<std::byte>(static_cast<std::size_t>(sequences() * query_heads() * size_.head_size) *
-                           element());
+  q_ = make_poisoned<std::byte>(
+      static_cast<std::size_t>(sequences() * query_heads() * size_.head_size) * element());
   std::vector<int> tokens = size_.prompts;
   std::unique_ptr<CapturedGraph> graph;
   const Stream stream;

@@ -329,7 +329,7 @@ class RopeTrial {
     const double rms = std::sqrt(squares / double(size) + double(1e-6f));
     for (std::size_t i = 0; i < size; ++i)
       out[i] =
-          rounded(c_.type, float(double(out[i]) / rms * (double(c_.offset) + double(gamma[i]))));
+          round_to(c_.type, float(double(out[i]) / rms * (double(c_.offset) + double(gamma[i]))));
     return out;
   }
   std::vector<double> rotated(std::size_t token, std::span<const float> head) const {

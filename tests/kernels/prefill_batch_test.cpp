@@ -98,7 +98,7 @@ class Batch {
     for (int s = 0; s < kSequences; ++s) {
       const auto index = static_cast<std::size_t>(s);
       if (prompts_.queries[index] == 0) continue;
-      kvlab_observe_args args = of_batch();
+      kvlab_observe_args args = batch_args();
       kvlab_prefill_args& prefill = args.prefill;
       const kvlab_cache_view one = cache_.sequence(s);
       const auto first = static_cast<std::size_t>(prompts_.first[index]);
@@ -125,7 +125,7 @@ class Batch {
 
   Results run_batch() {
     poison();
-    enqueue(of_batch(), nullptr);
+    enqueue(batch_args(), nullptr);
     return results();
   }
 
@@ -149,7 +149,7 @@ class Batch {
     return cudaSuccess;
   }
 
-  kvlab_observe_args of_batch() const {
+  kvlab_observe_args batch_args() const {
     const kvlab_cache_view cache = cache_.cache();
     kvlab_observe_args args{.struct_size = sizeof(kvlab_observe_args)};
     args.prefill = {.struct_size = sizeof(kvlab_prefill_args),
@@ -283,7 +283,8 @@ void run_and_check(const Case& given) {
   const Results each_long = batch.run_each();
   check_each(each_long, kLong, given.size.group * kKvHeads);
   compare(each_long, batch.run_batch());
-  CapturedGraph graph([&](cudaStream_t stream) { return batch.enqueue(batch.of_batch(), stream); });
+  CapturedGraph graph(
+      [&](cudaStream_t stream) { return batch.enqueue(batch.batch_args(), stream); });
   compare(each_long, batch.launch(graph));
   batch.set(kShort);
   const Results again = batch.launch(graph);

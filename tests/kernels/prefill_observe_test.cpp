@@ -126,7 +126,7 @@ struct Row {
     for (double& logit : exact) {
       const float weight = std::exp(static_cast<float>(logit) - static_cast<float>(max));
       plain_sum += weight;
-      plain.push_back(rounded(chunk.size().type, weight));
+      plain.push_back(round_to(chunk.size().type, weight));
       logit = std::exp(logit - max);
       sum += logit;
     }
@@ -162,13 +162,13 @@ std::vector<Expected> expect(const PrefillChunk& chunk, const Request& requested
     };
     for (std::size_t row = first_row; row < first_row + group; ++row) {
       const Row p(chunk, row);
-      const double least = tau * *std::max_element(p.exact.begin(), p.exact.end());
+      const double threshold = tau * *std::max_element(p.exact.begin(), p.exact.end());
       for (std::size_t j = 0; j < asks.size(); ++j) {
         give(mass[j], weight * p.exact[j]);
         give(plain_mass[j], weight * p.plain[j]);
-        const int asks_here = p.exact[j] >= least * (1 + kNear)   ? 2
-                              : p.exact[j] >= least * (1 - kNear) ? 1
-                                                                  : 0;
+        const int asks_here = p.exact[j] >= threshold * (1 + kNear)   ? 2
+                              : p.exact[j] >= threshold * (1 - kNear) ? 1
+                                                                      : 0;
         asks[j] = std::max(asks[j], asks_here);
       }
     }

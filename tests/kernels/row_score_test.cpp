@@ -52,7 +52,7 @@ class Scores {
         values->push_back(ties ? std::round(logit) : logit);
       }
     for (std::size_t row = 0; row < rows; ++row) {
-      of_yardstick_.push_back(static_cast<std::int32_t>(row % yardsticks));
+      row_yardstick_.push_back(static_cast<std::int32_t>(row % yardsticks));
       next_.push_back(row % 7 == 5 ? -1 : static_cast<std::int32_t>(random() % vocab));
     }
     // The first row equals its baseline row, so its KL is 0 and its most probable token is the
@@ -66,7 +66,7 @@ class Scores {
                        .vocab = static_cast<int>(vocab_),
                        .logits = device_logits_->data(),
                        .baseline = device_yardstick_->data(),
-                       .baseline_rows = device_of_yardstick_->data(),
+                       .baseline_rows = device_row_yardstick_->data(),
                        .next = device_next_->data(),
                        .scores = device_scores_->data()},
                       stream);
@@ -80,7 +80,7 @@ class Scores {
     const std::vector<ScoredRow> scored = scores();
     int wrong = 0;
     for (std::size_t row = 0; row < next_.size(); ++row) {
-      const auto baseline_row = static_cast<std::size_t>(of_yardstick_[row]);
+      const auto baseline_row = static_cast<std::size_t>(row_yardstick_[row]);
       const ScoredRow wanted =
           reference(std::span(yardstick_).subspan(baseline_row * vocab_, vocab_),
                     std::span(logits_).subspan(row * vocab_, vocab_), next_[row]);
@@ -106,7 +106,7 @@ class Scores {
   void upload() {
     device_logits_.emplace(std::span<const float>(logits_));
     device_yardstick_.emplace(std::span<const float>(yardstick_));
-    device_of_yardstick_.emplace(std::span<const std::int32_t>(of_yardstick_));
+    device_row_yardstick_.emplace(std::span<const std::int32_t>(row_yardstick_));
     device_next_.emplace(std::span<const std::int32_t>(next_));
     device_scores_.emplace(next_.size());
     poison();
@@ -114,9 +114,9 @@ class Scores {
 
   std::size_t vocab_;
   std::vector<float> logits_, yardstick_;
-  std::vector<std::int32_t> of_yardstick_, next_;
+  std::vector<std::int32_t> row_yardstick_, next_;
   std::optional<DeviceArray<float>> device_logits_, device_yardstick_;
-  std::optional<DeviceArray<std::int32_t>> device_of_yardstick_, device_next_;
+  std::optional<DeviceArray<std::int32_t>> device_row_yardstick_, device_next_;
   std::optional<DeviceArray<ScoredRow>> device_scores_;
 };
 

@@ -110,7 +110,7 @@ TEST_CASE("the setting prompt keeps the first prompt in addition to every budget
   const ResolvedConfig own =
       resolve(requested("lru:prompt", "pyramid(20)").at_prompt(30), 99, 0, {3, 2});
   CHECK(own.head_budgets == HeadBudgets{{69, 69}, {50, 50}, {31, 31}});
-  CHECK(own.of_head(2, 0).protected_tokens.sinks == 30);
+  CHECK(own.head_config(2, 0).protected_tokens.sinks == 30);
   CacheConfig exempt = requested("lru:prompt", "20");
   exempt.budget = budget_of_heads({{kNoBudget, kNoBudget}, {20, 9}});
   CHECK(resolve(exempt.at_prompt(30), 99, 0, {2, 2}).head_budgets ==
@@ -124,14 +124,15 @@ TEST_CASE("the setting prompt keeps the first prompt in addition to every budget
     });
   };
   CHECK(refused("h2o:prompt", "ada(20)") ==
-        "policy h2o: prompt: ada() does not support it, because every head keeps the prompt");
+        "policy h2o: prompt: ada() does not support the modifier, because every head keeps the "
+        "prompt");
   CHECK(refused("h2o:prompt:tiers=4", "20") ==
         "policy h2o: prompt: the prompt is kept in 16 bit; leave out the tier plan");
   CHECK(refused("snapkv:prompt", "20") ==
-        "policy snapkv: under once only the prompt's tokens are evicted, and prompt protects all "
+        "policy snapkv: with once, only the prompt's tokens are evicted, but prompt protects all "
         "of them; use once=no");
   CHECK(error_of<std::invalid_argument>([&] { resolve(requested("h2o:prompt", "20"), 99); }) ==
-        "policy h2o: prompt: its length is not known here; use sinks=N");
+        "policy h2o: prompt: the prompt's length is not known here; use sinks=N");
 }
 
 TEST_CASE("each head has its own budget and protected tokens") {
@@ -142,7 +143,7 @@ TEST_CASE("each head has its own budget and protected tokens") {
   CHECK(resolved.protected_tokens.recent == 20);
   CHECK(resolved.budget.resolve(1000, 0) == 18);
   CHECK(resolved.budget_of(1, 1) == 4);
-  const ResolvedConfig own = resolved.of_head(1, 0);
+  const ResolvedConfig own = resolved.head_config(1, 0);
   CHECK(own.budget_tokens == 20);
   CHECK(own.protected_tokens.recent == 10);
   CHECK(own.protected_tokens.sinks == 2);
@@ -167,9 +168,9 @@ TEST_CASE("budgets by head that do not fit are refused") {
   CHECK_THAT(refusal("sink", budget_of_heads({{8, 8}, {8, 4}}, "b.json"), {2, 2}),
              ContainsSubstring("budget @b.json: layer 1: policy sink: sinks=4 should be below"));
   CHECK_THAT(refusal("h2o", budget_of_heads({{8}}, "b.json"), {}),
-             ContainsSubstring("the model should be known"));
+             ContainsSubstring("the model is not known here"));
   CHECK_THAT(refusal("h2o", parse_budget("pyramid(8)"), {}),
-             ContainsSubstring("the model should be known"));
+             ContainsSubstring("the model is not known here"));
   CHECK_THAT(refusal("h2o:scope=layer", budget_of_heads({{8, 8}, {8, 9}}), {2, 2}),
              ContainsSubstring("layer 1 has budgets of 8 and 9 tokens"));
   CHECK(refusal("h2o:scope=layer", budget_of_heads({{8, 8}, {9, 9}}), {2, 2}).empty());

@@ -294,5 +294,10 @@ TEST_CASE("each preset of h2o reproduces another project's H2O") {
         "policy h2o: unknown preset 'kvpres'; did you mean 'kvpress'?");
   CHECK(error_of<std::invalid_argument>([] {
           parse_policy("lru:preset=kvpress");
-        }).starts_with("policy lru: unknown parameter 'preset'"));
+        }).starts_with("policy lru: unknown preset 'kvpress'"));
+  CHECK(error_of<std::invalid_argument>([] {
+          parse_policy("lfu:preset=kvpress");
+        }).starts_with("policy lfu: unknown parameter 'preset'"));
+  CHECK(parse_policy("lru:preset=hisparse:recent=4").text() ==
+        parse_policy("hisparse:recent=4").text());
 }

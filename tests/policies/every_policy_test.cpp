@@ -20,9 +20,9 @@ struct Appended {
 std::vector<Appended> conversation(std::uint32_t chunk) {
   std::vector<Appended> result;
   std::uint32_t next = 0;
-  const auto append = [&](std::uint32_t total, std::uint32_t at_once) {
+  const auto append = [&](std::uint32_t total, std::uint32_t append_tokens) {
     for (std::uint32_t done = 0; done < total;) {
-      const std::uint32_t count = std::min(at_once, total - done);
+      const std::uint32_t count = std::min(append_tokens, total - done);
       result.push_back({next, count});
       next += count;
       done += count;
@@ -192,8 +192,8 @@ TEST_CASE("every policy has a complete description") {
       CHECK(std::string(entry.info.citation).size() > 10);
       for (const ParamInfo& param : entry.params) {
         INFO(param.name);
-        CHECK(param.least <= param.standard);
-        CHECK(param.standard <= param.most);
+        CHECK(param.min_value <= param.standard);
+        CHECK(param.standard <= param.max_value);
         CHECK_FALSE(param.help.empty());
       }
       const auto params = parse_policy(name).packed_params();
@@ -235,7 +235,7 @@ TEST_CASE("a policy's loops give the same bits for every instruction set") {
         ops.observe(states.data(), seen, kMany, params.data(), step);
         std::vector<std::uint64_t> ranks(kMany);
         ops.rank(states.data(), tokens, kMany, params.data(), step, ranks.data());
-        ranks.push_back(ops.first_least(states.data(), tokens, 3, 200, params.data(), step));
+        ranks.push_back(ops.find_min_rank(states.data(), tokens, 3, 200, params.data(), step));
         CHECK(ranks[ranks.back()] == *std::min_element(ranks.begin() + 3, ranks.begin() + 200));
         return std::pair(states, ranks);
       };

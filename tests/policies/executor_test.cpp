@@ -34,9 +34,12 @@ TEST_CASE(
   CHECK(refusal(kPlain, requested("h2o", "ada(20%)")) ==
         "budget ada(20%): an engine does not support it; --device cpu does");
   CHECK(refusal(kCudaEvaluation, requested("h2o*value_norm")) ==
-        "policy h2o*value_norm: the end-to-end evaluation on CUDA does not support products; "
-        "--device "
-        "cpu does");
+        "policy h2o*value_norm: runs on the CPU only, because it is a product with a feature; use "
+        "--device cpu");
+  CHECK(refusal(kCudaDecoder, requested("sieve")) ==
+        "policy sieve: runs on the CPU only, because its hooks know the eviction order; use "
+        "--device cpu");
+  CHECK(cpu_only("--draft") == "--draft: runs on the CPU only; use --device cpu");
   CHECK(refusal(kPlain, requested("knorm")) ==
         "policy knorm: an engine does not support its feature key_norm; --device cpu does");
   for (const char* policy :
@@ -55,6 +58,14 @@ TEST_CASE("Decoders centre keys; other executors on a device refuse the setting 
         "policy h2o: centre: the CUDA replay does not centre keys; --device cpu does");
   for (const Executor& executor : {kCudaReplay, kCudaEvaluation, kKernelLibrary})
     CHECK(refusal(executor, config).starts_with("policy h2o: centre: "));
+  const CacheConfig of_file = requested("h2o:tiers=4:centre=@c.safetensors");
+  CHECK(refusal(kEvaluation, of_file) == "");
+  CHECK(refusal(kDecoder, of_file) == "");
+  CHECK(refusal(kCudaDecoder, of_file) ==
+        "policy h2o: centre @c.safetensors: the CUDA decoder does not take a centre from a file; "
+        "--device cpu does");
+  for (const Executor& executor : {kCudaReplay, kCudaEvaluation, kKernelLibrary})
+    CHECK(refusal(executor, of_file).starts_with("policy h2o: centre: "));
 }
 
 TEST_CASE("Executors on a device refuse formats that the kernels do not have, by name") {
@@ -62,8 +73,8 @@ TEST_CASE("Executors on a device refuse formats that the kernels do not have, by
   CHECK(refusal(kEvaluation, config) == "");
   CHECK(refusal(kDecoder, config) == "");
   CHECK(refusal(kCudaDecoder, config) ==
-        "policy h2o: tiers q8_0/q4_0: the CUDA decoder does not support format q8_0/q4_0; "
-        "--device cpu does");
+        "policy h2o: tiers q8_0/q4_0: runs on the CPU only, because CUDA devices do not support "
+        "format q8_0/q4_0; use --device cpu");
   for (const Executor& executor : {kCudaReplay, kCudaEvaluation, kKernelLibrary})
     for (const char* format : {"q4_0", "fp8_e4m3", "nvfp4", "3", "8/4", "16@50%+q4_1@50%"})
       CHECK(refusal(executor, requested(std::string("h2o:tiers=") + format)) != "");
@@ -100,7 +111,7 @@ TEST_CASE("A device refuses a plan of too many tiers by the policy's name; the C
     CHECK(refusal(executor, requested(plan(kMaxDeviceTiers))) == "");
     const std::string why = refusal(executor, requested(plan(kMaxDeviceTiers + 1)));
     CHECK(why.starts_with("policy h2o: tiers 16:4t,"));
-    CHECK(why.ends_with(fmt::format("has 9 tiers, and {} supports at most 8; {} supports 16",
+    CHECK(why.ends_with(fmt::format("has 9 tiers, but {} supports at most 8; {} supports 16",
                                     executor.name, executor.instead)));
   }
   CHECK(refusal(kDecoder, requested(plan(kMaxTiers))) == "");
@@ -112,7 +123,7 @@ TEST_CASE("Layers that a budget exempts run only on the CPU") {
   CHECK(refusal(kDecoder, config) == "");
   for (const Executor& executor : {kCudaDecoder, kKernelLibrary, kCudaEvaluation, kCudaReplay})
     CHECK(refusal(executor, config) ==
-          fmt::format("budget @b.json: {} does not support exempt layers; {} does", executor.name,
+          fmt::format("budget @b.json: runs on the CPU only, because it exempts layers; use {}",
                       executor.instead));
 }
 

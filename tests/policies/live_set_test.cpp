@@ -92,10 +92,10 @@ LiveSet live_set(const Setting& s) {
   return LiveSet(spec, s.budget, {});
 }
 
-/// Runs random appends of up to `most` tokens, and compares with the naive cache after each.
-void compare(const Setting& setting, std::uint32_t most, std::uint32_t seed) {
+/// Runs random appends of up to `max_append` tokens, and compares with the naive cache after each.
+void compare(const Setting& setting, std::uint32_t max_append, std::uint32_t seed) {
   INFO("budget " << setting.budget << ", sinks " << setting.sinks << ", recent " << setting.recent
-                 << ", appends of up to " << most << ", seed " << seed);
+                 << ", appends of up to " << max_append << ", seed " << seed);
   std::mt19937 random(seed);
   LiveSet live = live_set(setting);
   NaiveCache naive(setting.budget, setting.sinks, setting.recent);
@@ -108,13 +108,13 @@ void compare(const Setting& setting, std::uint32_t most, std::uint32_t seed) {
     evictions += left.size();
     REQUIRE(live.evict_to_budget(now).empty());  // nothing is over budget
 
-    const std::uint32_t count = 1 + random() % most;
+    const std::uint32_t count = 1 + random() % max_append;
     live.append(now, count);
     naive.append(now, count);
     now += count;
     const auto expected = naive.positions();
     REQUIRE(std::ranges::equal(live.positions(), expected));
-    check_slots(live, setting.budget - 1 + most);
+    check_slots(live, setting.budget - 1 + max_append);
     live_max = std::max(live_max, live.size());
 
     const auto seen = sample(live.size(), random);
@@ -133,8 +133,8 @@ TEST_CASE("the live set follows the rule of eviction through random appends") {
                                   {8, 0, 8},   {8, 3, 2},   {8, 4, 4},     {8, 7, 1}, {119, 4, 60},
                                   {120, 4, 8}, {121, 0, 0}, {1000, 4, 500}};
   for (const Setting& setting : settings)
-    for (const std::uint32_t most : {1u, 2u, 7u, 40u})
-      for (std::uint32_t seed = 0; seed < 3; ++seed) compare(setting, most, seed);
+    for (const std::uint32_t max_append : {1u, 2u, 7u, 40u})
+      for (std::uint32_t seed = 0; seed < 3; ++seed) compare(setting, max_append, seed);
 }
 
 TEST_CASE("a budget that is never reached evicts nothing") {

@@ -111,13 +111,13 @@ TEST_CASE("ranks are smoothed by age, rounded down, and do not overflow") {
   for (const std::uint32_t radius : {1u, 4u, 33u}) {
     std::vector<std::uint64_t> ranks(80);
     for (auto& rank : ranks) rank = rng() % 16;
-    const auto most = smoothed(ranks, radius, Pool::max);
+    const auto pooled = smoothed(ranks, radius, Pool::max);
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       const auto begin =
           ranks.begin() + static_cast<std::ptrdiff_t>(i - std::min<std::size_t>(i, radius));
       const auto end = ranks.begin() + static_cast<std::ptrdiff_t>(
                                            std::min(ranks.size(), i + std::size_t{radius} + 1));
-      REQUIRE(most[i] == *std::max_element(begin, end));
+      REQUIRE(pooled[i] == *std::max_element(begin, end));
     }
   }
 }
@@ -162,7 +162,8 @@ TEST_CASE("with scope=layer, a layer's ranks are summed and its caches keep one 
           LiveSet alone(spec, 2, {});
           alone.append(0, 4);
           alone.evict_to_budget(4);
-        }) == "scope=layer: a head evicts to the budget without the other heads of its layer");
+        }) ==
+        "scope=layer: a KV head cannot evict to its budget without the other heads of its layer");
   AgedSet* const both[] = {&heads[0], &heads[1]};
   share_ranks(both);
   for (LiveSet& head : heads) head.append(0, 4);

@@ -77,9 +77,9 @@ TEST_CASE("a token is requested at tau times the row's largest mass, and not jus
 
   const std::uint32_t tau = request_threshold16(0.01);
   const std::uint64_t row_max = std::uint64_t{1} << 32;
-  const std::uint64_t least = tau * row_max >> 16;  // exact: row_max is a multiple of 2^16
-  CHECK(is_requested(least, row_max, tau));
-  CHECK_FALSE(is_requested(least - 1, row_max, tau));
+  const std::uint64_t min_mass = tau * row_max >> 16;  // exact: row_max is a multiple of 2^16
+  CHECK(is_requested(min_mass, row_max, tau));
+  CHECK_FALSE(is_requested(min_mass - 1, row_max, tau));
   CHECK(is_requested(row_max, row_max, tau));
   CHECK_FALSE(is_requested(0, 1, tau));
   CHECK(is_requested(1, 1, request_threshold16(1.0)));

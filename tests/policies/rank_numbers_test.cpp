@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <optional>
 #include <tuple>
 
 #include "policies/aged_set.hpp"
@@ -98,7 +99,7 @@ class NaiveLayer {
       ranks.fill(sums);
     }
     for (std::uint32_t h = 0; h < kHeads; ++h)
-      evict(heads_[h],
+      evict(h,
             requested_.smooth > 0 && (requested_.every > 1 || after_prompt) ? smoothed(ranks[h])
                                                                             : ranks[h],
             now);
@@ -117,7 +118,14 @@ class NaiveLayer {
         for (std::uint32_t c = 0; c < kFeatures; ++c)
           one.token.feature[c] = features[i * kFeatures + c];
         P::append(one.slot, one.token, params_, step);
+        if constexpr (hooks::HasEvicted<P>)
+          if (evictions_[h]) {
+            evictions_[h]->is_new = true;
+            P::evicted(one.slot, *evictions_[h], params_);
+          }
       }
+      evictions_[h].reset();
+      if constexpr (hooks::HasReorder<P>) reorder(own, step);
       if constexpr (P::kInfo.needs != Needs::nothing)
         for (One& one : own)
           P::observe(one.slot, draw_for(h, one.token.position, first, count), params_, step);
@@ -133,19 +141,32 @@ class NaiveLayer {
   std::vector<Number> smoothed(const std::vector<Number>& ranks) const {
     std::vector<Number> all;
     for (std::size_t i = 0; i < ranks.size(); ++i) {
-      Number sum = 0, count = 0, most = ranks[i];
+      Number sum = 0, count = 0, highest = ranks[i];
       for (std::size_t j = 0; j < ranks.size(); ++j) {
         if ((i > j ? i - j : j - i) > requested_.smooth) continue;
         sum += ranks[j];
         count += 1;
-        most = std::max(most, ranks[j]);
+        highest = std::max(highest, ranks[j]);
       }
-      all.push_back(requested_.largest ? most : sum / count);
+      all.push_back(requested_.largest ? highest : sum / count);
     }
     return all;
   }
 
-  static void evict(std::vector<One>& own, const std::vector<Number>& ranks, std::uint32_t now) {
+  void reorder(std::vector<One>& own, const Step& step) const {
+    std::vector<std::uint64_t> ranks;
+    for (const One& one : own)
+      ranks.push_back(static_cast<std::uint64_t>(P::rank(one.slot, one.token, params_, step)));
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      std::uint32_t order = 0;
+      for (std::size_t j = 0; j < own.size(); ++j)
+        order += ranks[j] < ranks[i] || (ranks[j] == ranks[i] && j < i);
+      if constexpr (hooks::HasReorder<P>) P::reorder(own[i].slot, order, params_, step);
+    }
+  }
+
+  void evict(std::uint32_t head, const std::vector<Number>& ranks, std::uint32_t now) {
+    std::vector<One>& own = heads_[head];
     std::vector<std::tuple<int, Number, std::uint32_t>> order;
     for (std::size_t i = 0; i < own.size(); ++i) {
       const std::uint32_t position = own[i].token.position;
@@ -153,15 +174,27 @@ class NaiveLayer {
     }
     std::ranges::sort(order);
     order.resize(own.size() - (kBudget - 1));
+    if (order.empty()) return;
+    if constexpr (hooks::HasEvicted<P>) {
+      const std::uint32_t last = std::get<2>(order.back());
+      const auto victim =
+          std::ranges::find(own, last, [](const One& one) { return one.token.position; });
+      const std::uint64_t rank =
+          P::rank(victim->slot, victim->token, params_, step_of(head, now, 0, 0));
+      evictions_[head] = Eviction{.rank = rank, .was_newest = last + 1 == now};
+    }
     std::erase_if(own, [&](const One& one) {
       return std::ranges::any_of(
           order, [&](const auto& gone) { return std::get<2>(gone) == one.token.position; });
     });
+    if constexpr (hooks::HasEvicted<P>)
+      for (One& one : own) P::evicted(one.slot, *evictions_[head], params_);
   }
 
   Request requested_;
   typename P::Params params_ = standard_params<P>();
   std::array<std::vector<One>, kHeads> heads_;
+  std::array<std::optional<Eviction>, kHeads> evictions_ = {};  // since the last append
 };
 
 /// The same appends with live sets. Calls each(heads, first, count) before every append.
@@ -252,11 +285,11 @@ TEST_CASE("rank keys have the order of their numbers, and convert back to them")
 }
 
 TEST_CASE("sums of double ranks equal the sums of numbers; integer sums saturate") {
-  constexpr std::uint64_t most = std::numeric_limits<std::uint64_t>::max();
+  constexpr std::uint64_t max_rank = std::numeric_limits<std::uint64_t>::max();
   CHECK(rank_sum(RankType::real, rank_key(1.5), rank_key(2.25)) == rank_key(3.75));
   CHECK(rank_sum(RankType::real, rank_key(-1.5), rank_key(1.5)) == rank_key(0.0));
-  CHECK(rank_sum(RankType::whole, most - 1, 1) == most);
-  CHECK(rank_sum(RankType::whole, most, 5) == most);
+  CHECK(rank_sum(RankType::whole, max_rank - 1, 1) == max_rank);
+  CHECK(rank_sum(RankType::whole, max_rank, 5) == max_rank);
 }
 
 TEST_CASE("no policy's integer ranks overflow over 256 KV heads") {

@@ -75,8 +75,8 @@ def config_of(family: str, **words: Any) -> Any:
 def model_of(family: str, **words: Any) -> Any:
     torch.manual_seed(3)
     config = config_of(family, **words)
-    of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    auto = transformers.AutoModelForCausalLM if of_text else transformers.AutoModelForImageTextToText
+    is_text_model = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = transformers.AutoModelForCausalLM if is_text_model else transformers.AutoModelForImageTextToText
     model = auto.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -95,15 +95,15 @@ def families() -> list[str]:
     return [family for family in found if family != "blt"]
 
 
-def miniatures(counts: collections.Counter[str], tried: Callable[[Any], object] = id) -> Iterator[tuple[str, Any]]:
-    """Yields each family with its miniature, without warnings. If a miniature cannot be made, or `tried(model)` raises
+def miniatures(counts: collections.Counter[str], run: Callable[[Any], object] = id) -> Iterator[tuple[str, Any]]:
+    """Yields each family with its miniature, without warnings. If a miniature cannot be made, or `run(model)` raises
     an error, the family is counted in `counts`, printed and left out."""
     for family in families():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 model = model_of(family)
-                tried(model)
+                run(model)
             except Exception as error:  # the config of this family requires other numbers
                 counts["no miniature"] += 1
                 print(f"{family}: no miniature: {' '.join(str(error).split())[:100]}")

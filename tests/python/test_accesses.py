@@ -44,13 +44,13 @@ def test_requested_tokens(small: kvlab.Trace, top_k: int | None, queries: Any) -
 
 
 def test_attention_equals_the_traces(small: kvlab.Trace) -> None:
-    def turned(x: Any) -> Any:
+    def rotate(x: Any) -> Any:
         angle = numpy.arange(len(x))[:, None] * small.inv_freq.astype("f8")
         a, b = numpy.split(x.astype("f8"), 2, axis=1)
         sides = a * numpy.cos(angle) - b * numpy.sin(angle), b * numpy.cos(angle) + a * numpy.sin(angle)
         return numpy.concatenate(sides, axis=1)
 
-    scores = turned(small.read("q", 1, 1)) @ turned(small.read("k", 1, 0)).T * small.model["softmax_scale"]
+    scores = rotate(small.read("q", 1, 1)) @ rotate(small.read("k", 1, 0)).T * small.model["softmax_scale"]
     scores[numpy.triu_indices(len(scores), 1)] = -numpy.inf
     expected = numpy.exp(scores) / numpy.exp(scores).sum(axis=1, keepdims=True)
     numpy.testing.assert_allclose(small.attention(1, 1), expected, atol=1e-6)
@@ -71,8 +71,8 @@ def test_misses_equal_the_replays(sample: kvlab.Trace) -> None:
     live = run.kept(2, 1, "lru", 64).live
     p = numpy.stack([sample.attention(2, head) for head in (2, 3)])
     missed = []
-    for of_head in p:
-        wanted = [row[:t] >= 655 / 65536 * row.max() for t, row in enumerate(of_head)][sample.prompt_tokens :]
+    for head_rows in p:
+        wanted = [row[:t] >= 655 / 65536 * row.max() for t, row in enumerate(head_rows)][sample.prompt_tokens :]
         outside = sum(int((requested & ~kept[: len(requested)]).sum()) for requested, kept in zip(wanted, live, strict=True))
         missed.append(outside / sum(int(requested.sum()) for requested in wanted))
     frame = [row.split(",") for row in run.csv().splitlines()]

@@ -237,7 +237,7 @@ def test_numpy_numbers_are_accepted(trace: kvlab.Trace) -> None:
 def test_unchecked_casts_are_refused() -> None:
     with pytest.raises(ValueError, match="threads: has an unexpected type"):
         words = dict.fromkeys(("policies", "budgets", "prefill", "positions", "layers"), [])
-        rest = {"seed": 0, "threshold": 0.01, "queries": "decode", "every_output_error": False, "plain": False}
+        rest = {"seed": 0, "threshold": 0.01, "queries": "decode", "every_output_error": False, "plain": False, "refetch": None}
         kvlab._kvlab.replay([], [], words | rest | {"progress": None, "threads": 1.5, "output": None, "device": "cpu"})
 
 

@@ -159,7 +159,7 @@ def test_a_crop_restores_the_earlier_state(policy: str, family: str, words: dict
     call(model, ids_of(0, 40), cropped)
     call(model, ids_of(1, 7), cropped)
     if cropped._conversation.attended.has_others:
-        with pytest.raises(kvlab.hf.Refused, match="the state of layers without attention cannot be restored"):
+        with pytest.raises(kvlab.hf.Refused, match="the state of layers without attention cannot go back"):
             crop_to(cropped, 40)
         return
     crop_to(cropped, 40)
@@ -272,7 +272,7 @@ def test_memory_is_freed_with_the_caches() -> None:
 def test_a_changed_model_refuses_its_old_caches() -> None:
     model, other = model_of(), model_of(hidden_size=64)
     cache = kvlab.hf.Cache(model, "h2o", BUDGET)
-    with pytest.raises(Exception, match="outside of the model that it was made for"):
+    with pytest.raises(Exception, match="outside of a call of its model"):
         call(other, ids_of(0, 10), cache)
     numpy.testing.assert_array_equal(cache.kept(0, 0), [])
 
@@ -340,15 +340,15 @@ def test_a_recorded_run_replays_to_the_same_tokens(
 def test_gradients_are_refused() -> None:
     model = model_of()
     with kvlab.hf.evicting(model, "full"):
-        with pytest.raises(kvlab.hf.Refused, match="gradients would not flow.*no_grad"):
+        with pytest.raises(kvlab.hf.Refused, match="do not support gradients.*no_grad"):
             model(ids_of(0, 9), labels=ids_of(0, 9))
     cache, words = kvlab.hf.Cache(model, "full"), {}
     words[cache_word(model)] = cache
-    with pytest.raises(kvlab.hf.Refused, match="gradients would not flow"):
+    with pytest.raises(kvlab.hf.Refused, match="do not support gradients"):
         model(ids_of(0, 9), **words)
     model.requires_grad_(False)
     embeddings = model.get_input_embeddings()(ids_of(0, 9)).clone()
-    with pytest.raises(kvlab.hf.Refused, match="gradients would not flow"):
+    with pytest.raises(kvlab.hf.Refused, match="do not support gradients"):
         model(inputs_embeds=embeddings.requires_grad_(), **words)
     model(ids_of(0, 9), **words)
     model.requires_grad_(True)
@@ -358,11 +358,11 @@ def test_gradients_are_refused() -> None:
 
 def test_a_share_reports_its_tokens_and_a_block_reports_no_eviction() -> None:
     model = model_of()
-    with pytest.warns(UserWarning, match="h2o at 20%: a share of the model's context of 2048 tokens: 409 tokens"):
+    with pytest.warns(UserWarning, match="h2o at 20%: the budget is a share of the model's context of 2048 tokens, so it is 409 tokens"):
         with pytest.warns(UserWarning, match="nothing was evicted, because the longest text had 30 tokens, .* is 409 tok"):
             with kvlab.hf.evicting(model, "h2o", "20%"), torch.no_grad():
                 model(ids_of(0, 30))
-    with pytest.warns(UserWarning, match="Cache: policy h2o at 20%: a share of the model's context of 2048 tokens: 409 tok"):
+    with pytest.warns(UserWarning, match="Cache: policy h2o at 20%: the budget is a share of the model's context of 2048 tokens, so it is 409 tok"):
         kvlab.hf.Cache(model, "h2o", "20%")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -405,7 +405,7 @@ def test_centred_keys_are_refused_where_they_would_change_attention() -> None:
     model = model_of("gemma2", head_dim=32, sliding_window=16)
     with pytest.raises(ValueError, match="a soft cap on attention scores"):
         cache_of(model, tiers="4", centre="prompt")
-    with pytest.raises(ValueError, match="centre: 'mean' should be none or prompt"):
+    with pytest.raises(ValueError, match="centre: 'mean' should be none, prompt or @FILE"):
         cache_of(model_of(), tiers="4", centre="mean")
     with pytest.raises(ValueError, match="keys are centred only in a tier plan"):
         cache_of(model_of(), centre="prompt")
@@ -415,7 +415,7 @@ def test_a_share_of_a_policy_file_reports_its_tokens(tmp_path: pathlib.Path) -> 
     model, file = model_of(), tmp_path / "policy.json"
     said = {"format": 1, "policy": "h2o", "params": {}, "protected": {"sinks": 4, "recent": "25%"}, "prefill": "dense"}
     said |= {"positions": "original", "threshold": 0.01, "model": {"name": "tiny", "weights_xxh3": ""}}
-    share = r"policy.json at ada\(20%\): a share of the model's context of 2048 tokens: "
+    share = r"policy.json at ada\(20%\): the budget is a share of the model's context of 2048 tokens, so it is "
     file.write_text(json.dumps(said | {"budget": "ada(20%)"}))
     with pytest.warns(UserWarning, match="Cache: policy .*" + share):
         kvlab.hf.Cache(model, str(file))
@@ -438,7 +438,7 @@ def test_refusals_name_their_cause() -> None:
             lambda: kvlab.hf.capture(model, ids_of(0, 9), progress=False),
             lambda: kvlab.hf.Cache(model, "h2o", 16),
         ):
-            with pytest.raises(kvlab.hf.Refused, match=r"in a block of evicting\(…\) already"):
+            with pytest.raises(kvlab.hf.Refused, match=r"a block of evicting\(…\) uses this model already"):
                 use()
         model(ids_of(0, 9))
     with torch.no_grad():
@@ -500,3 +500,48 @@ def test_two_threads_in_one_model_are_refused() -> None:
     assert errors == ["kvlab.hf: two threads call one model at the same time; make one call after the other"]
     assert caches[0].tokens == 30 and caches[1].tokens == 0
     check_equal(caches[0], logits, caches[1], call(model, ids_of(0, 30), caches[1]))
+
+
+@pytest.mark.parametrize("make", [kvlab.hf.Cache, kvlab.hf.evicting])
+def test_bad_arguments_are_refused_by_name(make: Any) -> None:
+    model = model_of()
+    wrong: dict[str, list[Any]] = dict.fromkeys(["seed", "threads", "length"], [1.5, "5", True, [1], b"5", -1, 2**64, 1j])
+    wrong["length"] = [*wrong["length"], 0, 2**24 + 1, 2**31 - 1]
+    wrong |= dict.fromkeys(["tiers", "centre", "prefill", "positions"], [5, True, b"x", ["x"], "\ud800", 1j])
+    wrong |= {"record": [1, "x", None], "request_threshold": ["x", True, 1j, float("nan")]}
+    wrong |= {"budget": [True, [16], b"5", 0, 1j, "\ud800", object()]}
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=rf"^{name}: ") as caught:
+                make(model, "h2o", **({"budget": 16} | {name: value}))
+            assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    make(model, "h2o", numpy.int64(16), seed=numpy.uint8(1), length=numpy.int32(64), threads=numpy.int64(1))
+
+
+def test_bad_arguments_of_methods_are_refused_by_name() -> None:
+    model = model_of()
+    cache = cache_of(model, record=True)
+    call(model, ids_of(0, 9), cache)
+    uses: dict[str, Any] = {
+        "layer": lambda value: cache.kept(value, 0),
+        "head": lambda value: cache.kept(0, value),
+        "row": lambda value: cache.trace(row=value),
+        "count": cache.crop,
+    }
+    for name, use in uses.items():
+        for value in (1.5, "x", True, [1], None, object(), 2**64):
+            with pytest.raises(ValueError, match=rf"^{name}: "):
+                use(value)
+    assert cache.kept(numpy.int64(0), numpy.uint8(1)).tolist() == list(range(9))
+    for layer, head, what in ((0, 2, "head 2 does not exist; the layer has 2 KV heads"), (9, 0, "layer 9 has no cache")):
+        with pytest.raises(IndexError, match=f"^kept: {what}"):
+            cache.kept(layer, head)
+    words: dict[str, list[Any]] = dict.fromkeys(["prompt_tokens", "max_new_tokens", "chunk"], [1.5, "x", True, [1], -1, 2**64])
+    words |= {"out": [5, "a\0b"], "checkpoint": [5, "\ud800"], "features": [5, [len], {5: len}, {"x": 5}]}
+    words |= {"passages": [5, [5], [{}], [{"name": "x"}], [{"name": "x", "start": -1, "tokens": 1}], "x"]}
+    for name, values in words.items():
+        for value in values:
+            with pytest.raises(ValueError, match=rf"^{name}: "):
+                kvlab.hf.capture(model, ids_of(0, 9), progress=False, **{name: value})
+    with pytest.raises(ValueError, match=r"^model: has type int"):
+        kvlab.hf.capture(5, [1, 2])

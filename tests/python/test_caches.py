@@ -44,9 +44,9 @@ def test_caches_keep_what_a_replay_keeps(policy: str) -> None:
 
 def test_caches_refuse_other_shapes() -> None:
     caches, row = caches_of("h2o"), numpy.zeros((1, 2, 16), "float32")
-    with pytest.raises(ValueError, match=r"q: \[1, 2, 16\]; \[1, 4, 16\] is expected"):
+    with pytest.raises(ValueError, match=r"q: the shape is \[1, 2, 16\]; it should be \[1, 4, 16\]"):
         caches.attend(0, row, row, row, True, 1)
     with pytest.raises(IndexError):
         caches.kept(5, 0)
-    with pytest.raises(ValueError, match="layer 0 is .60, 24.; .60, 24., whole query heads of 2 KV heads"):
+    with pytest.raises(ValueError, match="layer 0 has shape .60, 24.; it should be .60, 24., with whole query heads of 2 KV heads"):
         output(60)

@@ -103,7 +103,7 @@ def before(model: Any, tokens: int) -> Any:
     return past
 
 
-def with_config(model: Any, **words: Any) -> Any:
+def call_config(model: Any, **words: Any) -> Any:
     model.config = copy.deepcopy(model.config)
     for name, value in words.items():
         setattr(model.config, name, value)
@@ -119,29 +119,29 @@ CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     [
         (lambda m: m(ids_of(6), use_cache=False), "the call has no cache, because use_cache is False"),
         (lambda m: m.generate(ids_of(6), use_cache=False, **GREEDY), "the call has no cache"),
-        (lambda m: with_config(m, use_cache=False)(ids_of(6)), "the call has no cache"),
-        (lambda m: m(ids_of(6), attention_mask=CAUSAL), r"attention_mask is \[1, 1, 6, 6\]; no mask, or one of shape \[1, 6\]"),
-        (lambda m: m(ids_of(6), attention_mask=torch.zeros(1, 1, 6, 6)), r"attention_mask is \[1, 1, 6, 6\]"),
+        (lambda m: call_config(m, use_cache=False)(ids_of(6)), "the call has no cache"),
+        (lambda m: m(ids_of(6), attention_mask=CAUSAL), r"attention_mask has shape \[1, 1, 6, 6\]; give no mask, or one of shape \[1, 6\]"),
+        (lambda m: m(ids_of(6), attention_mask=torch.zeros(1, 1, 6, 6)), r"attention_mask has shape \[1, 1, 6, 6\]"),
         (lambda m: m(ids_of(6), attention_mask={"full_attention": CAUSAL}), "attention_mask is a dict"),
-        (lambda m: steps(m, 6, 1, attention_mask=torch.ones(1, 6)), r"attention_mask is \[1, 6\]; no mask, or one of shape \[1, 7\]"),
+        (lambda m: steps(m, 6, 1, attention_mask=torch.ones(1, 6)), r"attention_mask has shape \[1, 6\]; give no mask, or one of shape \[1, 7\]"),
         (lambda m: m(ids_of(3), attention_mask=torch.tensor([[1, 0, 1]])), "attention_mask leaves tokens out"),
         (lambda m: m(ids_of(3), attention_mask=torch.tensor([[1, 1, 0]])), "attention_mask leaves tokens out"),
         (lambda m: masked(m, [1] * 6, [1] * 5 + [0, 1]), "attention_mask leaves tokens out"),
         (lambda m: masked(m, None, [1] * 5 + [0, 1]), "attention_mask leaves tokens out"),
         (lambda m: masked(m, [0] + [1] * 5, [1] * 7), "attention_mask leaves tokens out"),
-        (lambda m: masked(m, [0] + [1] * 5, None), r"attention_mask is a NoneType; no mask, or one of shape \[1, 7\] with padding"),
-        (lambda m: m(ids_of(6), position_ids=torch.arange(6)[None] + 1), "position_ids has other numbers; consecutive numbers from 0 to 5"),
-        (lambda m: m(ids_of(6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]])), "position_ids has other numbers; consecutive numbers from 0 to 5"),
-        (lambda m: steps(m, 6, 1, position_ids=torch.arange(6)[None]), r"position_ids is \[1, 6\]; consecutive numbers from 6 to 6"),
+        (lambda m: masked(m, [0] + [1] * 5, None), r"attention_mask is a NoneType; give no mask, or one of shape \[1, 7\] with padding"),
+        (lambda m: m(ids_of(6), position_ids=torch.arange(6)[None] + 1), "position_ids has other numbers; give consecutive numbers from 0 to 5"),
+        (lambda m: m(ids_of(6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]])), "position_ids has other numbers; give consecutive numbers from 0 to 5"),
+        (lambda m: steps(m, 6, 1, position_ids=torch.arange(6)[None]), r"position_ids has shape \[1, 6\]; give consecutive numbers from 6 to 6"),
         (lambda m: m(ids_of(6), cache_position=torch.arange(6) * 2), "cache_position"),
         (lambda m: m(inputs_embeds=torch.ones(1, 6, 32), position_ids=torch.ones(1, 6).long()), "position_ids has other numbers"),
         (lambda m: m(ids_of(6), output_attentions=True), "the call has the argument output_attentions"),
         (lambda m: m(ids_of(1), **{cache_word(m): m(ids_of(6).view(2, 3)).past_key_values}), "a batch of 1, but .* had 2"),
         (lambda m: m.generate(ids_of(6), num_beams=2, **GREEDY), "reordered rows"),
-        (lambda m: m.generate(ids_of(6), cache_implementation="static", **GREEDY), "StaticCache; a plain DynamicCache"),
+        (lambda m: m.generate(ids_of(6), cache_implementation="static", **GREEDY), "StaticCache; pass a plain DynamicCache"),
         (
             lambda m: m.generate(ids_of(9).repeat(1, 3), prompt_lookup_num_tokens=3, **GREEDY | {"eos_token_id": 0}),
-            "crop to .*: policy h2o has counted the attention of the tokens that would be removed; copy",
+            "cropped to .*: policy h2o has counted the attention of the tokens that would be removed; copy",
         ),
     ],
 )

@@ -24,7 +24,7 @@ from kvlab.hf import capturing, layers, models
 COMPARE = ROOT / "tests" / "scripts" / "compare_traces.py"
 
 
-def with_path(folder):
+def add_path(folder):
     return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
@@ -64,7 +64,7 @@ class CaptureTest(ModelTest):
             if policy["decodes"]:
                 self.assertIn(f"\n{policy['name']} ", done.stdout)
 
-    def check_same_residual_error(self, ours, theirs, most):
+    def check_same_residual_error(self, ours, theirs, tolerance):
         """Compares residual_error for some policies at two budgets, by layer and head."""
         found = []
         for trace in (ours, theirs):
@@ -77,7 +77,7 @@ class CaptureTest(ModelTest):
         self.assertGreater(len(found[0]), 6 * 4)
         for ours, theirs in zip(*found, strict=True):
             x, y = (float(row.pop("value")) for row in (ours, theirs))
-            self.assertLessEqual(abs(x - y), most * y, ours)
+            self.assertLessEqual(abs(x - y), tolerance * y, ours)
             keys = ("policy", "budget", "layer", "head", "count")
             self.assertEqual([ours[key] for key in keys], [theirs[key] for key in keys])
 
@@ -119,7 +119,7 @@ class CaptureTest(ModelTest):
         self.assertEqual(len(metrics), 2)
         self.assertEqual(*metrics.values())
         for words, feature in (  # these errors come after the capture, whose trace is kept
-            ("--feature mine: layer 0 is [2, 179]; [2, 180] is expected", "mine=own_features:short"),
+            ("--feature mine: layer 0 has shape [2, 179]; it should be [2, 180]", "mine=own_features:short"),
             ("--feature mine: ZeroDivisionError", "mine=own_features:broken"),
         ):
             self.check_refused(words, "refused", *few, "--feature", feature)
@@ -310,14 +310,14 @@ class CaptureTest(ModelTest):
         self.assertEqual(manifest_of(out)["tokens"], 1024)
         shutil.rmtree(out)
         feed_until("tokens.safetensors")
-        self.check_refused("tokens.safetensors: is not a regular file", "full", *arguments)
+        self.check_refused("tokens.safetensors: exists and is not a regular file", "full", *arguments)
         self.assertFalse(out.exists())
 
         capturing.Listener.feed_chunk = feed
         unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
         self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, unlimited)
-        for file, most in (("output", 50_000), ("shard-00000", 1_000_000)):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, unlimited[1]))
+        for file, max_bytes in (("output", 50_000), ("shard-00000", 1_000_000)):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, unlimited[1]))
             self.check_refused(f"{file}.safetensors: cannot write: File too large", "full", *arguments)
             self.assertFalse(out.exists())
 
@@ -334,7 +334,7 @@ class CaptureTest(ModelTest):
         for words, changes, arguments in (
             ("layer 0: from position 1036 on, its RoPE", {"rope_scaling": dynamic}, many),
             ("LlamaForSequenceClassification", {"architectures": ["LlamaForSequenceClassification"]}, few),
-            ("is missing", {"num_hidden_layers": 5}, few),
+            ("have no tensor", {"num_hidden_layers": 5}, few),
         ):
             with self.subTest(words):
                 model = self.at / "changed"
@@ -370,12 +370,12 @@ class CaptureTest(ModelTest):
     def test_an_unreachable_hub_gives_a_one_line_error(self):
         (self.at / "quick").mkdir()
         (self.at / "quick" / "sitecustomize.py").write_text("import time\ntime.sleep = lambda seconds: None\n")
-        at = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(self.at), "PYTHONPATH": with_path(self.at / "quick")}
+        at = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(self.at), "PYTHONPATH": add_path(self.at / "quick")}
         done = program("--model", "no/such", "--prompt", "x", "--out", self.at / "refused", env=os.environ | at)
         self.check_one_line("is not a directory here, and the hub did not provide it", done.returncode, done.stderr)
 
     def test_a_missing_package_is_named(self):
         (self.at / "stub").mkdir()
         (self.at / "stub" / "transformers.py").write_text("raise ImportError('none', name='transformers')")
-        done = program("--help", env=os.environ | {"PYTHONPATH": with_path(self.at / "stub")})
+        done = program("--help", env=os.environ | {"PYTHONPATH": add_path(self.at / "stub")})
         self.check_one_line("cannot import transformers", done.returncode, done.stderr)

@@ -65,7 +65,7 @@ def ids_of(tokens: int, seed: int = 5) -> Any:
     return torch.randint(1, 97, (1, tokens), generator=torch.Generator().manual_seed(seed)).cuda()
 
 
-def parted(model: Any, ids: Any, steps: int, policy: str, budget: int | str, **words: Any) -> tuple[int, int, int]:
+def compare(model: Any, ids: Any, steps: int, policy: str, budget: int | str, **words: Any) -> tuple[int, int, int]:
     """Decodes and compares the kept sets of all KV heads and queries with those of a replay. Returns the first query at
     which a set differs (`steps` if none does), the number of sets that differ, and the number of all sets."""
     with kvlab.hf.evicting(model, policy, budget, record=True, length=ids.shape[1] + steps, **words) as caches:
@@ -87,7 +87,7 @@ def parted(model: Any, ids: Any, steps: int, policy: str, budget: int | str, **w
 
 @pytest.mark.parametrize("policy", [name for name in HELD if name not in BROUGHT])
 def test_every_policy_keeps_what_the_replay_keeps(policy: str) -> None:
-    assert parted(model_of(), ids_of(100), 120, policy, 48)[1] == 0
+    assert compare(model_of(), ids_of(100), 120, policy, 48)[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_every_policy_keeps_what_the_replay_keeps(policy: str) -> None:
     ],
 )
 def test_modes_keep_what_the_replay_keeps(policy: str, budget: int | str, words: dict[str, Any]) -> None:
-    assert parted(model_of(), ids_of(60), 60, policy, budget, **words)[1] == 0
+    assert compare(model_of(), ids_of(60), 60, policy, budget, **words)[1] == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
@@ -119,7 +119,7 @@ def test_modes_keep_what_the_replay_keeps(policy: str, budget: int | str, words:
 def test_families_keep_what_the_replay_keeps(family: str, dtype: Any) -> None:
     """Runs also in 2-byte types, over 500 tokens. Sets may differ only at near ties, which the order in which
     probabilities are added decides."""
-    first, differ, sets = parted(model_of(family, dtype), ids_of(100), 400, "h2o", 64)
+    first, differ, sets = compare(model_of(family, dtype), ids_of(100), 400, "h2o", 64)
     print(f"{differ} of {sets} sets differ")  # pytest -rP shows this line
     assert differ <= sets // 100, f"{differ} of {sets} sets differ, from query {first} on"
 
@@ -201,7 +201,7 @@ def test_a_cache_works_without_a_block_and_names_what_cuda_lacks() -> None:
     assert caches[0].kept(1, 1).tolist() == caches[1].kept(1, 1).tolist() and caches[0].evictions > 0
     with pytest.raises(kvlab.hf.Refused, match="a cache on CUDA cannot be copied"):
         copy.deepcopy(caches[0])
-    with pytest.raises(kvlab.hf.Refused, match="it is on CUDA"):
+    with pytest.raises(kvlab.hf.Refused, match="a cache on CUDA cannot be cropped"):
         caches[0].crop(-1)
 
 
@@ -283,8 +283,8 @@ def test_a_tier_plan_keeps_more_tokens_in_the_same_bytes(budget: int | str) -> N
     model = model_of(dtype=torch.bfloat16)
     with torch.no_grad(), kvlab.hf.evicting(model, "h2o", budget, tiers="16:16t,4:100%", length=256) as caches:
         model.generate(ids_of(200), **(WORDS | {"max_new_tokens": 50}))
-    most = 2 * 2 * 64 * 2 * 64 * 2
-    assert 0.95 * most < caches.kv_bytes <= most and len(caches.kept(1, 1)) == 16 + 48 * 256 // 80
+    full_bytes = 2 * 2 * 64 * 2 * 64 * 2
+    assert 0.95 * full_bytes < caches.kv_bytes <= full_bytes and len(caches.kept(1, 1)) == 16 + 48 * 256 // 80
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_a_tier_plan_keeps_more_tokens_in_the_same_bytes(budget: int | str) -> N
         (lambda m: kvlab.hf.evicting(m, "h2o", "ada(16)"), "the kernel library does not support it"),
         (lambda m: kvlab.hf.evicting(m, "h2o", 16, graph=True, record=True), "graph=True needs"),
         (lambda m: _call(m, input_ids=ids_of(3), attention_mask=torch.tensor([[1, 0, 1]]).cuda()), "leaves tokens out"),
-        (lambda m: kvlab.hf.evicting(m.double(), "h2o", 16), "float64; on CUDA one of"),
+        (lambda m: kvlab.hf.evicting(m.double(), "h2o", 16), "float64 is not supported on CUDA; use"),
         (lambda m: kvlab.hf.evicting(miniature("gpt_oss"), "h2o", 16), "layer 1 has sinks, which caches on CUDA do not support"),
         (lambda m: kvlab.hf.evicting(miniature("gemma3_text"), "h2o", 16, graph=True), "graph=True: layer 0 has a window"),
     ],

@@ -112,9 +112,9 @@ def test_kept_tokens_equal_the_replays(family: str, words: dict[str, Any]) -> No
 def padded(lengths: tuple[int, ...]) -> tuple[Any, Any]:
     """A batch of prompts of these lengths, and the mask that hides the padding before the shorter ones."""
     rows = [IDS[0, at * 90 : at * 90 + length] for at, length in enumerate(lengths)]
-    most = max(lengths)
-    ids = torch.stack([torch.cat((row.new_zeros(most - len(row)), row)) for row in rows])
-    return ids, torch.stack([(torch.arange(most) >= most - length).long() for length in lengths])
+    longest = max(lengths)
+    ids = torch.stack([torch.cat((row.new_zeros(longest - len(row)), row)) for row in rows])
+    return ids, torch.stack([(torch.arange(longest) >= longest - length).long() for length in lengths])
 
 
 BATCHED = [

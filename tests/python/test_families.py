@@ -159,7 +159,7 @@ def test_a_trace_equals_the_plain_models_tensors(
     [
         ("llama4_text", {"attention_chunk_size": 399}, "layer 0: a query should see all tokens before it, but its mask"),
         ("mimo_v2_flash", {}, "layer 1: kv_heads is 4, but that of layer 0 is 2"),
-        ("gemma4_text", {"num_kv_shared_layers": 2}, "layer 2 has the keys of layer"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "layer 2 uses the keys of layer"),
         ("doge", {}, "layer 0: its mask changes scores"),
         ("gptj", {}, "layer 0: its RoPE argument has sines before cosines"),
         ("paligemma", {}, "GemmaAttention lets queries see later tokens"),

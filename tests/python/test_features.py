@@ -47,19 +47,19 @@ class FeaturesTest(CommandTest):
             k[:, f], k[:, f + half] = turned.real, turned.imag
         partitions = (PROMPT - sinks) // lag  # the prompt's tokens are one append
         for p in range(partitions - 1):
-            first, behind = sinks + p * lag, sinks + (p + 1) * lag
+            first, end = sinks + p * lag, sinks + (p + 1) * lag
             sums = numpy.zeros(lag)
             for states in (k, v):
-                low = [min(float(states[t][d]) for t in range(behind, behind + lag)) for d in range(trace.head_size)]
-                high = [max(float(states[t][d]) for t in range(behind, behind + lag)) for d in range(trace.head_size)]
+                low = [min(float(states[t][d]) for t in range(end, end + lag)) for d in range(trace.head_size)]
+                high = [max(float(states[t][d]) for t in range(end, end + lag)) for d in range(trace.head_size)]
                 spreads = []
                 for t in range(first, first + lag):
                     place = [(float(states[t][d]) - low[d]) / (high[d] - low[d]) for d in range(trace.head_size)]
                     mean = math.fsum(place) / trace.head_size
                     spreads.append(math.sqrt(math.fsum((x - mean) ** 2 for x in place) / (trace.head_size - 1)))
-                most = max(spreads)
-                total = math.fsum(math.exp(s - most) for s in spreads)
-                sums += [math.exp(s - most) / total for s in spreads]
+                max_spread = max(spreads)
+                total = math.fsum(math.exp(s - max_spread) for s in spreads)
+                sums += [math.exp(s - max_spread) / total for s in spreads]
             order = sorted(range(lag), key=lambda i: sums[i])
             for place, i in enumerate(order):
                 self.assertAlmostEqual(feature[first + i], place / lag, places=6)
@@ -69,8 +69,8 @@ class FeaturesTest(CommandTest):
     def test_redundancy(self):
         def share(t, end):
             means = [math.fsum(dot(units[i], units[j]) for j in range(end) if j != i) / end for i in range(end)]
-            most = max(means)
-            return math.exp(means[t] - most) / math.fsum(math.exp(m - most) for m in means)
+            max_mean = max(means)
+            return math.exp(means[t] - max_mean) / math.fsum(math.exp(m - max_mean) for m in means)
 
         short = self.shortened(120, 100)
         self.assertEqual(self.run_main("features", short, "--feature", "redundancy"), (0, ""))
@@ -155,8 +155,8 @@ class FeaturesTest(CommandTest):
             mean = turned.mean(axis=0)
             spread = [float((((turned - mean) @ key) ** 2).mean()) for key in keys]
             logits = numpy.array([scale * dot(key, mean) + scale**2 / 2 * s for key, s in zip(keys, spread)])
-            most = logits[sinks:PROMPT].max()
-            wanted += numpy.exp(logits - most) / numpy.exp(logits[sinks:PROMPT] - most).sum() / heads
+            max_logit = logits[sinks:PROMPT].max()
+            wanted += numpy.exp(logits - max_logit) / numpy.exp(logits[sinks:PROMPT] - max_logit).sum() / heads
         wanted *= numpy.sqrt((v[HEAD] ** 2).sum(axis=-1))
         self.assertTrue(numpy.allclose(feature, wanted, rtol=1e-5))
 

@@ -36,6 +36,28 @@ def test_formats_of_llama_cpp_equal_those_of_gguf(name: str) -> None:
         numpy.testing.assert_array_equal(kvlab.quantize(rows, name.lower()), expected)
 
 
+@pytest.mark.parametrize("name", ["Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"])
+@pytest.mark.parametrize("size", [64, 128, 192])
+def test_rotated_formats_of_llama_cpp(name: str, size: int) -> None:
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType[name]
+    matrix = numpy.ones((1, 1))
+    while size % (2 * len(matrix)) == 0:
+        matrix = numpy.block([[matrix, matrix], [matrix, -matrix]])
+    matrix /= len(matrix) ** 0.5
+    # Rows of few numbers have exact sums, so that both sides quantize the same numbers where 1 / sqrt(n) is exact.
+    rows = numpy.random.default_rng(7).integers(-60, 60, (50, size)).astype("f4")
+    turned = (rows.reshape(-1, len(matrix)) @ matrix).reshape(rows.shape).astype("f4")
+    rounded = gguf.quants.dequantize(gguf.quants.quantize(turned, kind), kind)
+    expected = (rounded.reshape(-1, len(matrix)) @ matrix).reshape(rows.shape)
+    found = kvlab.quantize(rows, name.lower() + "_rot")
+    apart = numpy.abs(found - expected)
+    assert apart.max() < (1e-4 if len(matrix) == 64 else 60)
+    assert numpy.count_nonzero(apart.max(axis=1) > 1e-4) <= (0 if len(matrix) == 64 else 2)  # ties in rounding
+    with pytest.raises(ValueError, match="multiple of 64 channels, not 96"):
+        kvlab.quantize(numpy.ones((2, 96), "f4"), "q4_0_rot")
+
+
 def test_fp8_e4m3_equals_torch() -> None:
     torch = pytest.importorskip("torch")
     for rows in rows_of(2):

@@ -227,14 +227,14 @@ def test_adapters_that_add_keys_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input_ids": [[1, 2], [3, 4]]}, r"input_ids: has shape \[2, 2\]; one sequence of whole numbers"),
+        ({"input_ids": [[1, 2], [3, 4]]}, r"input_ids: has shape \[2, 2\]; give one sequence of whole numbers"),
         ({"input_ids": [1.5]}, "one sequence of whole numbers"),
         ({"input_ids": transformers.BatchEncoding({"input_ids": [1]})}, r"has type BatchEncoding; .*tokenizer\(text\)"),
-        ({"input_ids": "a text"}, "input_ids: has type str; one sequence of whole numbers"),
-        ({"input_ids": [[1, 2], [3]]}, "input_ids: has type list; one sequence of whole numbers"),
-        ({"input_ids": [97]}, "input_ids: ids are from 97 to 97; the model's vocabulary has 97 ids"),
-        ({"prompt_tokens": 41}, "prompt_tokens: 41 should be between 1 and 40"),
-        ({"features": {"odd": lambda q, k, v, layer: k}}, r"feature odd: layer 0 is \[2, 40, 8\]; \[2, 40\]"),
+        ({"input_ids": "a text"}, "input_ids: has type str; give one sequence of whole numbers"),
+        ({"input_ids": [[1, 2], [3]]}, "input_ids: has type list; give one sequence of whole numbers"),
+        ({"input_ids": [97]}, "input_ids: ids are from 97 to 97, but the model's vocabulary has 97 ids"),
+        ({"prompt_tokens": 41}, "prompt_tokens: 41 should be a whole number from 1 to 40"),
+        ({"features": {"odd": lambda q, k, v, layer: k}}, r"feature odd: layer 0 has shape \[2, 40, 8\]; it should be \[2, 40\]"),
         ({"model": "bloom"}, "attention of BloomModel does not go through transformers' AttentionInterface"),
     ],
 )

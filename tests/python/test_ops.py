@@ -111,7 +111,7 @@ def test_the_version_equals_the_headers() -> None:
 
 def test_without_the_library_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLAB_KERNELS", "/nowhere/libkvlab_kernels.so")
-    with pytest.raises(RuntimeError, match="there is no kernel library; install a wheel of make_wheel.sh --cuda"):
+    with pytest.raises(RuntimeError, match="there is no kernel library; install a wheel that `make_wheel.sh --cuda` made"):
         _library.library.__wrapped__()
 
 
@@ -169,7 +169,7 @@ def test_operators_check_their_arguments() -> None:
 
     qkv, out = torch.zeros(2, 8, 64), torch.zeros(2, 4, 64)
     for given, message in (
-        ((qkv, out.half()), "out is torch.float16 .*; torch.float32 on cpu"),
+        ((qkv, out.half()), r"out is torch.float16 .*; it must be contiguous, torch.float32, on cpu"),
         ((qkv.transpose(1, 2), out), "qkv is .*, not contiguous"),
         ((qkv, out.to("meta")), "out is .* on meta"),
     ):
@@ -184,7 +184,7 @@ def test_a_cache_takes_rows_of_its_shape() -> None:
     cache = ops.KvCache.__new__(ops.KvCache)  # skips the constructor, which needs a device
     cache.dtype, cache._sequences, cache._given, cache._shape = torch.float32, 2, (8, 64), (4, 64)
     for qkv in (torch.zeros(1, 8, 64), torch.zeros(2, 6, 64), torch.zeros(2, 8, 64).half()):
-        with pytest.raises(ValueError, match=r"torch.float32 \[2, 8, 64\] is expected"):
+        with pytest.raises(ValueError, match=r"it must be torch.float32 \[2, 8, 64\]"):
             cache.step(0, qkv)
-    with pytest.raises(ValueError, match="decodes has 1 entries; one for each of 2"):
+    with pytest.raises(ValueError, match="decodes has 1 entries; give one for each of the 2"):
         cache.begin_step([True])

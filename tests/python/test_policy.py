@@ -132,13 +132,13 @@ def refused(trace: kvlab.Trace, answer: Any, **words: Any) -> str:
     [
         (
             lambda state, seen, token, step: seen.mass[:-1],
-            r"returned an array of shape \(31,\); one rank for each of 32",
+            r"returned an array of shape \(31,\); it must return an array of one rank for each of 32",
         ),
         (lambda state, seen, token, step: seen.mass[:, None], r"of shape \(32, 1\)"),
-        (lambda state, seen, token, step: 1.0, "returned a float; one rank for each of 32 live tokens"),
+        (lambda state, seen, token, step: 1.0, "returned a float; it must return an array of one rank for each of 32 live tokens"),
         (lambda state, seen, token, step: None, "returned a NoneType"),
-        (lambda state, seen, token, step: seen.mass.astype("U8"), "returned an array of <U8; numbers"),
-        (lambda state, seen, token, step: seen.mass.astype("f16"), "float128; numbers of at most 64 bits"),
+        (lambda state, seen, token, step: seen.mass.astype("U8"), "returned an array of <U8; ranks"),
+        (lambda state, seen, token, step: seen.mass.astype("f16"), "float128; ranks must be integers or floats of at most 64 bits"),
         (lambda state, seen, token, step: -token.position.astype("i8"), "a rank below 0"),
         (
             lambda state, seen, token, step: numpy.where(token.position == 5, numpy.nan, 1.0),
@@ -155,7 +155,7 @@ def test_an_exception_of_a_function_is_raised(small: kvlab.Trace) -> None:
     def broken(state: Any, seen: Any, token: Any, step: Any) -> Any:
         return token.value_norm
 
-    with pytest.raises(AttributeError, match="token has no feature value_norm; there are position") as caught:
+    with pytest.raises(AttributeError, match="token has no feature value_norm; it has position") as caught:
         kvlab.replay(small, broken, 16, threads=2)
     notes = getattr(caught.value, "__notes__", ["policy broken"])
     assert any("policy broken" in note for note in notes)
@@ -186,7 +186,7 @@ def test_two_policies_of_one_name_are_refused(small: kvlab.Trace) -> None:
         return token.position
 
     one, other = (kvlab.policy(name="twice")(window) for _ in range(2))
-    with pytest.raises(ValueError, match="policies: two are called twice"):
+    with pytest.raises(ValueError, match="policies: two policies are called twice"):
         kvlab.replay(small, [one, other], 16)
     kvlab.replay(small, "twice:sinks=2", 16)  # runs the policy that was registered last under that name
 
@@ -284,9 +284,9 @@ def test_the_plain_variant_keeps_its_name(small: kvlab.Trace) -> None:
         alone = kvlab.replay(small, f"h2o:{params}", 16, references=False).kept(0, 1, "h2o").live
         wanted = name if name != "h2o" else "h2o:sinks=0"
         numpy.testing.assert_array_equal(run.kept(0, 1, wanted, 16).live, alone)
-    with pytest.raises(ValueError, match="4 configurations of h2o at budget 16; give more settings"):
+    with pytest.raises(ValueError, match="4 configurations of the run match h2o at budget 16; give settings"):
         run.kept(0, 1, "h2o", 16)  # ambiguous, because the run has h2o with sinks=4 and with sinks=0
-    with pytest.raises(ValueError, match="configurations of h2o:sinks=0; give more settings"):
+    with pytest.raises(ValueError, match="configurations of the run match h2o:sinks=0; give settings"):
         run.kept(0, 1, "h2o:sinks=0")
 
 
@@ -375,5 +375,5 @@ def test_a_feature_may_be_added(tmp_path: pathlib.Path) -> None:
 
     run = kvlab.replay(trace, [by_mine, "feature:name=mine"], 20)
     assert numpy.array_equal(run.kept(1, 0, "by_mine", 20).live, run.kept(1, 0, "feature", 20).live)
-    with pytest.raises(ValueError, match=r"feature more: layer 0 is \[1, 80\]; \[2, 80\] is expected"):
+    with pytest.raises(ValueError, match=r"feature more: layer 0 has shape \[1, 80\]; it should be \[2, 80\]"):
         trace.add_feature("more", values[:, :1])

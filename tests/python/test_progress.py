@@ -18,11 +18,11 @@ class Terminal(io.StringIO):
 
 
 def work() -> None:
-    with shown(True, "replay") as told:
+    with shown(True, "replay") as report:
         for fraction in (0.2, 0.5):
             time.sleep(0.3)
-            if told is not None:
-                told(fraction)
+            if report is not None:
+                report(fraction)
 
 
 def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,9 +34,9 @@ def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_short_work_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with shown(True, "replay") as told:
-        if told is not None:
-            told(1.0)
+    with shown(True, "replay") as report:
+        if report is not None:
+            report(1.0)
     assert sys.stderr.getvalue().strip() == ""  # type: ignore[attr-defined]
 
 
@@ -51,11 +51,11 @@ def test_other_outputs_show_no_bar(without: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_requested_tokens() -> None:
-    def told(fraction: float) -> None:
+    def report(fraction: float) -> None:
         pass
 
-    with shown(told, "replay") as mine:
-        assert mine is told
+    with shown(report, "replay") as mine:
+        assert mine is report
     for nothing in (False, None):
         with shown(nothing, "replay") as mine:
             assert mine is None

@@ -120,7 +120,7 @@ def test_kept_sets(run: kvlab.Run, sample: kvlab.Trace) -> None:
     ("words", "message"),
     [
         ({"policy": "window"}, "kept: the run has no window; it has"),
-        ({"policy": "sink"}, "kept: the run has 2 configurations of sink; give more settings"),
+        ({"policy": "sink"}, "kept: 2 configurations of the run match sink; give settings"),
         ({"policy": "sink", "budget": 64}, "kept: the run has no sink at budget 64"),
         ({"policy": "sink", "budget": 128, "layer": 9}, "layer 9: the trace .* has layers 0 to 3"),
         ({"policy": "oracle_topk", "budget": 128}, "oracle_topk keeps one set for each query head"),
@@ -146,7 +146,7 @@ def test_bad_kept_sets_are_refused(run: kvlab.Run, words: dict, message: str) ->
         ({"policies": "feature:name=score", "budgets": 64}, "feature score: the trace"),
         ({"policies": "h2o", "budgets": 64, "device": "tpu"}, "device: 'tpu' should be cpu or cuda"),
         ({"policies": "criticalkv", "budgets": 64}, "value_out_norm1: is computed from the model's weights"),
-        ({"policies": "h2o", "budgets": 64, "model": 7}, "model: has type int; a folder or a transformers model"),
+        ({"policies": "h2o", "budgets": 64, "model": 7}, "model: has type int; give a folder or a transformers model"),
         ({"policies": "h2o", "budgets": 64, "threads": 0}, "threads: 0 should be a whole number from 1 to 1024"),
     ],
 )
@@ -275,6 +275,7 @@ def test_a_policy_over_the_budget_is_not_ranked(sample: kvlab.Trace) -> None:
     run = kvlab.replay(sample, ["snapkv", "h2o", "lru:sinks=4:recent=28"], [32], threads=2)
     ranking = run.ranking(32)
     assert ranking["standings"][-1]["policy"] == "snapkv" and ranking["standings"][-1]["over_budget"]
+    assert all(one["behind"] == one["from_lowest"] for one in ranking["standings"])
     verdict = ranking["verdict"]  # old name
     assert verdict["holds_more"] == ["snapkv"] and verdict["winner"] != "snapkv"  # old name
     made = run.recommendation(32)

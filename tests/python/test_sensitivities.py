@@ -144,7 +144,7 @@ class SensitivitiesTest(ModelTest):
 
     def test_narrow_dtypes_hold_the_same_gradient(self):
         wide = self.added(self.long, "wide", "--samples", 2)
-        for dtype, most in ((torch.float16, 1e-3), (torch.bfloat16, 5e-3)):
+        for dtype, tolerance in ((torch.float16, 1e-3), (torch.bfloat16, 5e-3)):
             name = str(dtype).removeprefix("torch.")
             config = json.dumps(manifest_of(wide)["config"] | {"dtype": name})
             narrow = self.added(self.rewritten(self.long, f"of-{name}", dtype, config=config), name, "--samples", 2)
@@ -157,7 +157,7 @@ class SensitivitiesTest(ModelTest):
             self.assertEqual(scales == {1.0}, dtype == torch.bfloat16)
             for layer in range(4):
                 x, y = gradient_of(narrow, layer), gradient_of(wide, layer)
-                self.assertLess(float((x - y).norm() / y.norm()), most, (dtype, layer))
+                self.assertLess(float((x - y).norm() / y.norm()), tolerance, (dtype, layer))
 
     def test_parts_that_bound_memory_do_not_change_the_result(self):
         whole = self.added(self.short, "whole", "--queries", "all")
@@ -176,7 +176,7 @@ class SensitivitiesTest(ModelTest):
     def test_a_failure_does_not_change_the_trace(self):
         trace = self.copy(self.long, "fails")
         (trace / "grad-00001.safetensors").mkdir()
-        self.check_refused("grad-00001.safetensors: is not a regular file", trace, "--model", self.tiny32)
+        self.check_refused("grad-00001.safetensors: exists and is not a regular file", trace, "--model", self.tiny32)
 
         with unittest.mock.patch.object(sensitivities, "through", side_effect=KeyboardInterrupt):
             self.check_refused("interrupted", trace, "--model", self.tiny32)
@@ -212,7 +212,7 @@ class SensitivitiesTest(ModelTest):
             ("manifest.json: config", {"config": {}}),
             ("another trace", {"weights_xxh3": ""}),
             ("no decode segment", {"segments": prompt, "prompt_tokens": 70}),
-            ("tokens.safetensors: damaged: XXH3-64", {"tokens_xxh3": "0" * 16}),
+            ("tokens.safetensors: is damaged: its XXH3-64", {"tokens_xxh3": "0" * 16}),
             ("69", {"shards": [manifest_of(self.short)["shards"][0] | {"tokens": 69}]}),
         )
         for number, (words, change) in enumerate(changes):
@@ -221,7 +221,7 @@ class SensitivitiesTest(ModelTest):
                 (trace / "manifest.json").write_text(json.dumps(manifest_of(trace) | change))
                 self.check_refused(words, trace, *model)
         (trace / "manifest.json").write_text("{")
-        self.check_refused("manifest.json: not valid JSON from byte 2 on", trace, *model)
+        self.check_refused("manifest.json: is not valid JSON from byte 2 on", trace, *model)
         (trace / "manifest.json").unlink()
         self.check_refused("no manifest.json", trace, *model)
 

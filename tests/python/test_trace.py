@@ -95,9 +95,9 @@ def test_arrays_of_other_layouts_and_dtypes() -> None:
         ({"v": lambda a: a[:, :1]}, r"v: \[2, 1, 80, 16\] does not match k"),
         ({"k": lambda a: a.astype("float16")}, "k: .* does not match q"),
         ({"ids": lambda a: a[:-1]}, "ids: has 79 ids for 80 tokens"),
-        ({"ids": lambda a: a.astype(float)}, "ids: has dtype float64; whole numbers"),
+        ({"ids": lambda a: a.astype(float)}, "ids: has dtype float64; give whole numbers"),
         ({"ids": lambda a: -a - 1}, "ids: an id is negative"),
-        ({"v": lambda a: a * numpy.float32("nan")}, "v: layer 0 holds nan"),
+        ({"v": lambda a: a * numpy.float32("nan")}, "v: layer 0 contains nan"),
     ],
 )
 def test_bad_arrays_are_refused(change: dict, message: str) -> None:
@@ -206,11 +206,11 @@ def attended(layer: int, q: numpy.ndarray, k: numpy.ndarray, v: numpy.ndarray) -
     angle = numpy.outer(tokens, [[0.0, 0.0], [1.0, 0.1]][layer])[:, None]
     cos, sin = numpy.cos(angle), numpy.sin(angle)
 
-    def turned(x: numpy.ndarray) -> numpy.ndarray:
+    def rotate(x: numpy.ndarray) -> numpy.ndarray:
         a, b = x[..., :2].astype(float), x[..., 2:4].astype(float)
         return numpy.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 4:]], axis=-1)
 
-    scores = numpy.einsum("thd,jhd->htj", turned(q), turned(k).repeat(2, axis=1)) * (0.25, 0.5)[layer]
+    scores = numpy.einsum("thd,jhd->htj", rotate(q), rotate(k).repeat(2, axis=1)) * (0.25, 0.5)[layer]
     seen = tokens[:, None] >= tokens
     if layer == 0:
         seen &= tokens[:, None] - tokens < 5
@@ -241,7 +241,7 @@ def test_rows_are_written_verified_and_read(tmp_path: pathlib.Path) -> None:
         ({"rows": [{}, {"window": 3}]}, '"window" is not a known key; known are span, softcap, rope, scale and sink'),
         ({"rows": [{}, {"rope": 2}]}, "rope 2 does not exist; there are 2 tables"),
         ({"rows": [{"rope": 1}]}, "1 rows or numbers; one for each of 2 layers"),
-        ({"rope_factor": [1.0]}, "1 rope factors; one for each of 2 tables"),
+        ({"rope_factor": [1.0]}, "1 rope factors are given; give one for each of 2 tables"),
         ({"layer_numbers": [5, 2]}, '"layer" is 2'),
     ],
 )

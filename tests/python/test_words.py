@@ -6,7 +6,7 @@ import pytest
 from conftest import TINY
 
 import kvlab
-from kvlab._words import LISTS, in_python
+from kvlab._words import LISTS, python_terms
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from kvlab._words import LISTS, in_python
     ],
 )
 def test_a_message_in_keywords(said: str, expected: str) -> None:
-    assert in_python(said, LISTS) == expected
+    assert python_terms(said, LISTS) == expected
 
 
 def test_errors_of_commands_name_keywords(tmp_path: object, small: kvlab.Trace) -> None:

@@ -52,9 +52,9 @@ def main():
             [options.kvlab, "bench", "stream", "--random-weights", options.config, "--json"]
             + ["--policy", policy, "--budget", ",".join(map(str, budgets))]
         )
-        of_policy = [point["step_milliseconds"] for point in bench["points"]]
-        steps += of_policy
-        print(f"decoding, {policy}: {min(of_policy):.3f} to {max(of_policy):.3f} ms a token")
+        policy_steps = [point["step_milliseconds"] for point in bench["points"]]
+        steps += policy_steps
+        print(f"decoding, {policy}: {min(policy_steps):.3f} to {max(policy_steps):.3f} ms a token")
 
     decoded = options.tokens - max(1, options.tokens // 8)
     for name, total in (("as timed", sum(steps)), ("at the fastest step", len(steps) * min(steps))):

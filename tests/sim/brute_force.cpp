@@ -45,12 +45,12 @@ using Ranks = std::vector<std::uint64_t>;
 Ranks smoothed(const Config& config, const Ranks& ranks) {
   Ranks result;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
-    std::uint64_t sum = 0, most = 0, count = 0;
+    std::uint64_t sum = 0, highest = 0, count = 0;
     for (std::size_t j = 0; j < ranks.size(); ++j) {
       if ((i > j ? i - j : j - i) > config.smooth) continue;
-      sum += ranks[j], most = std::max(most, ranks[j]), ++count;
+      sum += ranks[j], highest = std::max(highest, ranks[j]), ++count;
     }
-    result.push_back(config.max_pool ? most : sum / count);
+    result.push_back(config.max_pool ? highest : sum / count);
   }
   return result;
 }
@@ -124,11 +124,11 @@ Vector rotate_and_round(const Sequence& s, std::uint32_t layer, const Vector& x,
 }
 
 Vector softmax(const Vector& logits, double sink) {
-  const double most = std::max(sink, *std::max_element(logits.begin(), logits.end()));
+  const double max_logit = std::max(sink, *std::max_element(logits.begin(), logits.end()));
   Vector p;
   double sum = 0;
-  for (double x : logits) sum += p.emplace_back(std::exp(x - most));
-  sum += p.emplace_back(std::exp(sink - most));
+  for (double x : logits) sum += p.emplace_back(std::exp(x - max_logit));
+  sum += p.emplace_back(std::exp(sink - max_logit));
   for (double& x : p) x /= sum;
   return p;
 }

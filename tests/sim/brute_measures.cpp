@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numbers>
 #include <stdexcept>
 #include <utility>
 
@@ -30,15 +31,15 @@ class Measures {
   MetricValues all() {
     std::vector<Head> everything;
     for (int layer = 0; layer < static_cast<int>(s_.layers); ++layer) {
-      std::vector<Head> of_layer;
+      std::vector<Head> layer_heads;
       for (int g = 0; g < static_cast<int>(s_.kv_heads); ++g) {
-        std::vector<Head> of_group;
-        for (std::uint32_t i = 0; i < s_.group(); ++i) of_group.push_back(&head_at(layer, g, i));
-        of_layer.insert(of_layer.end(), of_group.begin(), of_group.end());
-        rows(layer, g, of_group);
+        std::vector<Head> group_heads;
+        for (std::uint32_t i = 0; i < s_.group(); ++i) group_heads.push_back(&head_at(layer, g, i));
+        layer_heads.insert(layer_heads.end(), group_heads.begin(), group_heads.end());
+        rows(layer, g, group_heads);
       }
-      everything.insert(everything.end(), of_layer.begin(), of_layer.end());
-      rows(layer, -1, of_layer);
+      everything.insert(everything.end(), layer_heads.begin(), layer_heads.end());
+      rows(layer, -1, layer_heads);
     }
     rows(-1, -1, everything);
     if (has_outputs()) layer_errors();
@@ -266,19 +267,26 @@ class Measures {
                        return change(layer, first, count, gradient_sample, t);
                      });
                    });
-    const auto joint = [&](std::size_t without) {
-      return mean_of_queries(1, without, [&](std::uint32_t t) {
-        return half_square([&](std::size_t gradient_sample) {
-          double sum = 0;
-          for (std::size_t l = 0; l < s_.layers; ++l)
-            sum += change(l, 0, s_.query_heads, gradient_sample, t);
-          return sum;
-        });
+    const auto joint_at = [&](std::uint32_t t) {
+      return half_square([&](std::size_t gradient_sample) {
+        double sum = 0;
+        for (std::size_t l = 0; l < s_.layers; ++l)
+          sum += change(l, 0, s_.query_heads, gradient_sample, t);
+        return sum;
       });
     };
-    metric_values_[{-1, -1, "kl_estimate_joint"}] = {joint(kNoBlock),
-                                                     jackknife(filled_blocks(1), joint),
-                                                     queries_.size() * s_.query_heads * s_.layers};
+    const double d = static_cast<double>(gradient_samples),
+                 factor = std::tgamma(d / 2) * std::sqrt(d / 2) / std::tgamma((d + 1) / 2);
+    const auto acceptance_at = [&](std::uint32_t t) {
+      return std::max(0.0, 1 - factor * std::sqrt(joint_at(t) / std::numbers::pi));
+    };
+    const auto put_mean = [&](const char* metric, auto at) {
+      const auto mean = [&](std::size_t without) { return mean_of_queries(1, without, at); };
+      metric_values_[{-1, -1, metric}] = {mean(kNoBlock), jackknife(filled_blocks(1), mean),
+                                          queries_.size() * s_.query_heads * s_.layers};
+    };
+    put_mean("kl_estimate_joint", joint_at);
+    put_mean("acceptance", acceptance_at);
   }
 
   /// Whether each block contains one of the measured queries, of which every `stride`-th counts.
@@ -342,8 +350,8 @@ class Measures {
           add(l, h, "evictions", static_cast<double>(cache.evictions));
           add(l, h, "kv_bytes", 4.0 * cache.live_end * s_.head_size);
           add(l, h, "state_bytes", static_cast<double>(cache.live_end) * state);
-          MetricValue& most = add(l, h, "live_max", 0);
-          most.value = std::max(most.value, static_cast<double>(cache.live_max));
+          MetricValue& live_max = add(l, h, "live_max", 0);
+          live_max.value = std::max(live_max.value, static_cast<double>(cache.live_max));
           add(l, h, "zero_outputs", zero_outputs(layer, g));
         }
       }
@@ -386,9 +394,9 @@ class Measures {
     return zeros;
   }
 
-  const std::vector<AtQuery>& head_at(int layer, int kv_head, std::uint32_t of_group) const {
+  const std::vector<AtQuery>& head_at(int layer, int kv_head, std::uint32_t group_head) const {
     return outcome_.queries[static_cast<std::size_t>(layer)]
-                           [static_cast<std::size_t>(kv_head) * s_.group() + of_group];
+                           [static_cast<std::size_t>(kv_head) * s_.group() + group_head];
   }
 
   MetricValue& add(int layer, int head, const char* metric, double value) {

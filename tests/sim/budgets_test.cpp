@@ -38,11 +38,11 @@ double min_error(std::span<const Curve> hulls, std::uint64_t total) {
       return left < hull.front().tokens || left > hull.back().tokens
                  ? std::numeric_limits<double>::infinity()
                  : error_at(hull, static_cast<std::uint32_t>(left));
-    double least = std::numeric_limits<double>::infinity();
+    double lowest = std::numeric_limits<double>::infinity();
     for (std::uint32_t own = hull.front().tokens;
          own <= std::min<std::uint64_t>(hull.back().tokens, left); ++own)
-      least = std::min(least, error_at(hull, own) + best(c + 1, left - own));
-    return least;
+      lowest = std::min(lowest, error_at(hull, own) + best(c + 1, left - own));
+    return lowest;
   };
   return best(0, total);
 }
@@ -160,13 +160,14 @@ TEST_CASE("no other way to share tokens over hulls has a lower error") {
   std::mt19937 rng(5);
   for (int i = 0; i < 60; ++i) {
     std::vector<Curve> hulls;
-    std::uint64_t least = 0, most = 0;
+    std::uint64_t min_total = 0, max_total = 0;
     for (std::uint32_t c = 0; c < 2 + rng() % 3; ++c) {
       hulls.push_back(lower_hull(random_curve(rng)));
-      least += hulls.back().front().tokens;
-      most += hulls.back().back().tokens;
+      min_total += hulls.back().front().tokens;
+      max_total += hulls.back().back().tokens;
     }
-    for (const std::uint64_t total : {least, least + 1, (least + most) / 2, most - 1, most}) {
+    for (const std::uint64_t total :
+         {min_total, min_total + 1, (min_total + max_total) / 2, max_total - 1, max_total}) {
       const auto tokens = share_tokens(hulls, total);
       std::uint64_t sum = 0;
       double error = 0;
@@ -175,8 +176,8 @@ TEST_CASE("no other way to share tokens over hulls has a lower error") {
       CHECK(sum == total);
       CHECK(std::abs(error - min_error(hulls, total)) <= 1e-9);
     }
-    CHECK_THROWS_AS(share_tokens(hulls, least - 1), std::invalid_argument);
-    CHECK_THROWS_AS(share_tokens(hulls, most + 1), std::invalid_argument);
+    CHECK_THROWS_AS(share_tokens(hulls, min_total - 1), std::invalid_argument);
+    CHECK_THROWS_AS(share_tokens(hulls, max_total + 1), std::invalid_argument);
   }
 }
 

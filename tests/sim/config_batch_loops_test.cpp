@@ -63,29 +63,30 @@ TEST_CASE(
         std::vector<float> kept(capacity * kHeadGroupSize, NAN), head(count);
         std::vector<std::uint64_t> mass(capacity, 0xdead), wanted(count);
         std::vector<std::uint32_t> marked(capacity, 7);
-        float sum[kHeadGroupSize], most[kHeadGroupSize];
-        loops->gather(e.data(), (scattered ? list : all).data(), count, kept.data(), sum, most);
+        float sum[kHeadGroupSize], max_exponential[kHeadGroupSize];
+        loops->gather(e.data(), (scattered ? list : all).data(), count, kept.data(), sum,
+                      max_exponential);
         loops->masses(kept.data(), count, sum, true, mass.data());
-        float least[kHeadGroupSize];
+        float request_threshold[kHeadGroupSize];
         for (std::size_t h = 0; h < kHeadGroupSize; ++h) {
           for (std::size_t i = 0; i < count; ++i) {
             head[i] = e[(scattered ? list[i] : i) * kHeadGroupSize + h];
             REQUIRE(at(kept, i, h) == head[i]);
           }
           REQUIRE(sum[h] == lane_sum(head.data(), count));
-          REQUIRE(most[h] == *std::max_element(head.begin(), head.end()));
+          REQUIRE(max_exponential[h] == *std::max_element(head.begin(), head.end()));
           for (std::size_t i = 0; i < count; ++i)
             if (sum[h] > 0) wanted[i] += fixed_mass(1.0f, head[i] / sum[h]);
-          least[h] = sum[h] > 0 ? min_requested(sum[h], most[h], 655)
-                                : std::numeric_limits<float>::infinity();
+          request_threshold[h] = sum[h] > 0 ? min_requested(sum[h], max_exponential[h], 655)
+                                            : std::numeric_limits<float>::infinity();
         }
-        loops->mark(kept.data(), count, least, true, marked.data());
+        loops->mark(kept.data(), count, request_threshold, true, marked.data());
         for (std::size_t i = 0; i < count; ++i) {
           REQUIRE(mass[i] == wanted[i]);
           bool any = false;
           for (std::size_t h = 0; h < kHeadGroupSize; ++h)
             any |= sum[h] > 0 && is_requested(fixed_mass(1.0f, at(kept, i, h) / sum[h]),
-                                              fixed_mass(1.0f, most[h] / sum[h]), 655);
+                                              fixed_mass(1.0f, max_exponential[h] / sum[h]), 655);
           REQUIRE(marked[i] == (any ? 1u : 0u));
         }
       }
@@ -147,7 +148,7 @@ TEST_CASE(
       for (const RowLoops* loops : sets()) {
         INFO(loops->name << ", " << count << " tokens, " << heads << " heads");
         std::vector<float> e(stride * kHeadGroupSize, NAN), wanted(count);
-        float sum[kHeadGroupSize], most[kHeadGroupSize];
+        float sum[kHeadGroupSize], max_exponential[kHeadGroupSize];
         HeadGroupRow row{.e = e.data()};
         const std::size_t piece = count < 1000 ? 16 : 48;
         for (std::size_t done = 0; done < count; done += piece) {
@@ -155,7 +156,7 @@ TEST_CASE(
           for (int h = 0; h < heads; ++h) next[h] = rows[h] + done;
           loops->extend(row, next, std::min(piece, count - done), 0.25f);
         }
-        loops->finish(row, sum, most);
+        loops->finish(row, sum, max_exponential);
         for (int h = 0; h < static_cast<int>(kHeadGroupSize); ++h) {
           if (h < heads) {
             std::copy_n(rows[h], count, wanted.begin());
@@ -175,7 +176,7 @@ TEST_CASE(
           }
           for (std::size_t i = count; i < stride; ++i) REQUIRE(e[i * kHeadGroupSize + h] == 0);
           REQUIRE(sum[h] == lane_sum(wanted.data(), count));
-          REQUIRE(most[h] == *std::max_element(wanted.begin(), wanted.end()));
+          REQUIRE(max_exponential[h] == *std::max_element(wanted.begin(), wanted.end()));
         }
       }
     }
@@ -201,8 +202,8 @@ TEST_CASE(
       for (const RowLoops* loops : sets()) {
         INFO(loops->name << ", " << old << " own, " << shared << " shared");
         std::vector<float> kept(capacity * kHeadGroupSize, NAN);
-        float sum[kHeadGroupSize], most[kHeadGroupSize];
-        loops->join(rows, old, 0.25f, shift, e.data(), shared, kept.data(), sum, most);
+        float sum[kHeadGroupSize], max_exponential[kHeadGroupSize];
+        loops->join(rows, old, 0.25f, shift, e.data(), shared, kept.data(), sum, max_exponential);
         if (old > 0) REQUIRE(sum[0] == 0);
         REQUIRE(sum[3] == 0);
         for (std::size_t h = old > 0 ? 1 : 0; h < 3; ++h) {
@@ -213,7 +214,7 @@ TEST_CASE(
           for (std::size_t i = 0; i < count; ++i) REQUIRE(at(kept, i, h) == wanted[i]);
           for (std::size_t i = count; i < capacity; ++i) REQUIRE(at(kept, i, h) == 0);
           REQUIRE(sum[h] == lane_sum(wanted.data(), count));
-          REQUIRE(most[h] == *std::max_element(wanted.begin(), wanted.end()));
+          REQUIRE(max_exponential[h] == *std::max_element(wanted.begin(), wanted.end()));
         }
       }
     }
@@ -231,10 +232,10 @@ TEST_CASE("removing a key from panels keeps the order of the others, on every in
         for (std::size_t d = 0; d < dim; ++d)
           for (std::size_t i = 0; i < kPanelTokens; ++i) {
             const std::size_t from = d * kPanelTokens + i;
-            const float behind = i + 1 < kPanelTokens ? static_cast<float>(from + 2)
-                                 : more               ? next[d * kPanelTokens]
-                                                      : 0.0f;
-            REQUIRE(panel[from] == (i < gap ? static_cast<float>(from + 1) : behind));
+            const float after_gap = i + 1 < kPanelTokens ? static_cast<float>(from + 2)
+                                    : more               ? next[d * kPanelTokens]
+                                                         : 0.0f;
+            REQUIRE(panel[from] == (i < gap ? static_cast<float>(from + 1) : after_gap));
           }
       }
 }
@@ -293,24 +294,24 @@ TEST_CASE("A row without probabilities is refused and does not loop for ever") {
                   kInfinity = std::numeric_limits<float>::infinity();
   for (const float sum : {kNaN, kInfinity, 0.0f, -1.0f})
     CHECK_THROWS_AS(min_requested(sum, 0.5f, 655), std::runtime_error);
-  for (const float most : {kNaN, kInfinity, -1.0f, 2.0f})
-    CHECK_THROWS_AS(min_requested(1.0f, most, 655), std::runtime_error);
+  for (const float max_exponential : {kNaN, kInfinity, -1.0f, 2.0f})
+    CHECK_THROWS_AS(min_requested(1.0f, max_exponential, 655), std::runtime_error);
 }
 
 TEST_CASE("min_requested() is the least exponential that is a request") {
   std::mt19937 rng(4);
   std::uniform_real_distribution<float> log_sum(-40, 12), share(0, 1);
   for (int round = 0; round < 20000; ++round) {
-    const float sum = std::exp2(log_sum(rng)), most = sum * share(rng);
+    const float sum = std::exp2(log_sum(rng)), max_exponential = sum * share(rng);
     for (const std::uint32_t threshold : {0u, 1u, 655u, 32768u, 65536u}) {
-      const std::uint64_t row_max = fixed_mass(1.0f, most / sum);
-      const float least = min_requested(sum, most, threshold);
+      const std::uint64_t row_max = fixed_mass(1.0f, max_exponential / sum);
+      const float request_threshold = min_requested(sum, max_exponential, threshold);
       const auto asks = [&](float e) {
         return is_requested(fixed_mass(1.0f, e / sum), row_max, threshold);
       };
-      INFO(sum << " " << most << " " << threshold << ": " << least);
-      REQUIRE(asks(least));
-      if (least > 0) REQUIRE(!asks(std::nextafter(least, 0.0f)));
+      INFO(sum << " " << max_exponential << " " << threshold << ": " << request_threshold);
+      REQUIRE(asks(request_threshold));
+      if (request_threshold > 0) REQUIRE(!asks(std::nextafter(request_threshold, 0.0f)));
     }
   }
 }
@@ -352,7 +353,7 @@ TEST_CASE(
     const auto e = random_row(rng, tokens);
     std::vector<std::uint32_t> all(tokens);
     std::iota(all.begin(), all.end(), 0u);
-    const float least[kHeadGroupSize] = {0.125f, 1e-6f, 0, 2};
+    const float request_threshold[kHeadGroupSize] = {0.125f, 1e-6f, 0, 2};
     for (const auto& list : {all, every_third(rng, tokens)})
       for (const bool given : {true, false}) {
         if (!given && list.size() != tokens) continue;
@@ -361,16 +362,17 @@ TEST_CASE(
         for (const std::uint32_t token : list)
           for (std::size_t h = 0; h < kHeadGroupSize; ++h) {
             wanted[h] += static_cast<double>(at(e, token, h));
-            marked[h] += at(e, token, h) >= least[h];
+            marked[h] += at(e, token, h) >= request_threshold[h];
           }
         float base[kHeadGroupSize];
         std::uint32_t unused[kHeadGroupSize] = {};
-        row_loops_base().total(e.data(), list.data(), list.size(), least, base, unused);
+        row_loops_base().total(e.data(), list.data(), list.size(), request_threshold, base, unused);
         for (const RowLoops* loops : sets()) {
           INFO(loops->name << ", " << list.size() << " of " << tokens);
           float sum[kHeadGroupSize];
           std::uint32_t hits[kHeadGroupSize] = {1, 1, 1, 1};
-          loops->total(e.data(), given ? list.data() : nullptr, list.size(), least, sum, hits);
+          loops->total(e.data(), given ? list.data() : nullptr, list.size(), request_threshold, sum,
+                       hits);
           for (std::size_t h = 0; h < kHeadGroupSize; ++h) {
             CHECK(hits[h] == marked[h] + 1);
             CHECK(sum[h] == base[h]);
@@ -388,18 +390,18 @@ TEST_CASE(
   for (const std::size_t tokens : {1u, 16u, 77u}) {
     const auto e = random_row(rng, tokens);
     const std::size_t stride = e.size() / kHeadGroupSize;
-    const std::uint32_t most = std::bit_cast<std::uint32_t>(2.0f),
-                        mosts[kHeadGroupSize] = {most, most, most, most},
+    const std::uint32_t max_word = std::bit_cast<std::uint32_t>(2.0f),
+                        max_words[kHeadGroupSize] = {max_word, max_word, max_word, max_word},
                         shift[kHeadGroupSize] = {0, 20, 23, 16};
     for (const RowLoops* loops : sets()) {
       std::vector<std::uint32_t> bits(kHeadGroupSize * stride, 7);
       std::vector<std::uint16_t> bins(bits.size(), 7);
-      loops->bin(e.data(), tokens, mosts, shift, 255, bits.data(), bins.data(), stride);
+      loops->bin(e.data(), tokens, max_words, shift, 255, bits.data(), bins.data(), stride);
       for (std::size_t h = 0; h < kHeadGroupSize; ++h)
         for (std::size_t i = 0; i < tokens; ++i) {
           const auto own = std::bit_cast<std::uint32_t>(at(e, i, h));
           REQUIRE(bits[h * stride + i] == own);
-          const std::uint32_t bin = (most - own) >> shift[h];
+          const std::uint32_t bin = (max_word - own) >> shift[h];
           REQUIRE(bins[h * stride + i] == (bin < 255 ? bin : 255 + i % kRestBins));
         }
     }
@@ -434,12 +436,12 @@ TEST_CASE("weights and changes of live sets, on every instruction set") {
     std::vector<float> gradients;
     for (std::size_t i = 0; i < kGradientSamples * values.size(); ++i)
       gradients.push_back(values[(7 * i + 3) % values.size()]);
-    std::vector<float> changes(kGradientSamples, 1.0f), of_base = changes;
+    std::vector<float> changes(kGradientSamples, 1.0f), base_changes = changes;
     loops->add_changes(whole.data(), values.data(), 2, factors, 35, gradients.data(),
                        kGradientSamples, changes.data());
     row_loops_base().add_changes(whole.data(), values.data(), 2, factors, 35, gradients.data(),
-                                 kGradientSamples, of_base.data());
-    CHECK(changes == of_base);
+                                 kGradientSamples, base_changes.data());
+    CHECK(changes == base_changes);
     for (std::size_t d = 0; d < kGradientSamples; ++d) {
       double change = 1;
       for (std::size_t i = 0; i < values.size(); ++i)

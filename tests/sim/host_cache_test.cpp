@@ -146,6 +146,44 @@ class Runner {
 
   void end_prompt() { cache_.end_prompt(); }
 
+  /// Drafts the next tokens in two calls, and compares their outputs with those of attention over
+  /// the live tokens and the draft tokens up to each.
+  void check_draft(std::uint32_t count) {
+    const std::vector<DraftPath> paths = [&] {
+      std::vector<DraftPath> chain(count);
+      for (std::uint32_t token = 0; token < count; ++token)
+        for (std::uint32_t node = 0; node <= token; ++node) chain[token].push_back(node);
+      return chain;
+    }();
+    std::vector<float> out(count * kGroup * kDim);
+    cache_.drop_drafts();
+    for (const auto& [begin, end] : {std::pair(0u, 1u), std::pair(1u, count)}) {
+      HeadAppend drafts = tokens_at(next_ + begin, end - begin);
+      drafts.first = next_;
+      drafts.out = &out[begin * kGroup * kDim], drafts.lse = nullptr;
+      cache_.attend_draft(drafts, std::span(paths).subspan(begin, end - begin), rope_);
+    }
+    std::vector<std::uint32_t> seen(cache_.live().positions().begin(),
+                                    cache_.live().positions().end());
+    double worst = 0;
+    for (std::uint32_t token = 0; token < count; ++token) {
+      seen.push_back(next_ + token);
+      for (std::uint32_t head = 0; head < kGroup; ++head) {
+        const Row row = brute_row(all_, next_ + token, head, seen, positions_, 0.25);
+        for (std::size_t d = 0; d < kDim; ++d)
+          worst = std::max(worst,
+                           std::abs(row.out[d] - double{out[(token * kGroup + head) * kDim + d]}));
+      }
+    }
+    CHECK(worst < 1e-5);
+  }
+
+  void draft_out_of_order() {
+    const std::vector<DraftPath> paths{{0}, {0, 2}};
+    cache_.attend_draft(tokens_at(next_, 2), paths, rope_);
+  }
+  void evict_early() { cache_.evict_to_budget(next_); }
+
   void check_last(std::uint32_t count) const {
     const auto live = cache_.live().positions();
     std::vector<std::vector<Row>> rows(count);
@@ -170,24 +208,27 @@ class Runner {
   const std::vector<Observation>& seen() const { return seen_; }
 
  private:
+  HeadAppend tokens_at(std::uint32_t first, std::uint32_t count) {
+    return {.first = first,
+            .tokens = count,
+            .q = &all_.q[first * kGroup * kDim],
+            .query_head_stride = kDim,
+            .query_stride = kGroup * kDim,
+            .k = &all_.k[first * kDim],
+            .v = &all_.v[first * kDim],
+            .key_stride = kDim,
+            .out = &outputs_.out[first * kGroup * kDim],
+            .lse = &outputs_.lse[first * kGroup],
+            .lse_stride = kGroup};
+  }
   HeadAppend begin(std::uint32_t count) {
-    const HeadAppend append{.first = next_,
-                            .tokens = count,
-                            .q = &all_.q[next_ * kGroup * kDim],
-                            .query_head_stride = kDim,
-                            .query_stride = kGroup * kDim,
-                            .k = &all_.k[next_ * kDim],
-                            .v = &all_.v[next_ * kDim],
-                            .key_stride = kDim,
-                            .out = &outputs_.out[next_ * kGroup * kDim],
-                            .lse = &outputs_.lse[next_ * kGroup],
-                            .lse_stride = kGroup};
-    cache_.evict_to_budget(next_);
-    cache_.append(append, rope_);
+    const HeadAppend append = tokens_at(next_, count);
+    cache_.begin_step(append, rope_);
     return append;
   }
   void finish(std::uint32_t count) {
-    const auto seen = cache_.observe();
+    cache_.end_step();
+    const auto seen = cache_.observations();
     seen_.assign(seen.begin(), seen.end());
     next_ += count;
   }
@@ -262,6 +303,54 @@ TEST_CASE("A cache that follows another one's prompt continues as if it had atte
     return std::vector(outputs.out.begin() + 50 * kGroup * kDim, outputs.out.end());
   };
   CHECK(decoded(follower.outputs()) == decoded(alone.outputs()));
+}
+
+TEST_CASE("Draft tokens attend to the live tokens and the drafts before them, and leave no trace") {
+  const Tensors all = random_tensors(170);
+  const std::string policy = GENERATE("full", "window", "sink", "lru", "h2o", "random:every=4");
+  const Positions positions = GENERATE(Positions::original, Positions::cache);
+  CAPTURE(policy, name_of(positions));
+  Runner drafting(all, policy, 24, positions), plain(all, policy, 24, positions);
+  for (const std::uint32_t count : {20u, 1u, 40u, 1u, 1u, 1u, 7u, 1u, 50u, 1u, 1u, 1u}) {
+    drafting.check_draft(3);
+    if (count > 1) drafting.check_draft(18);  // instead of the three, and more than one panel
+    drafting.append(count);
+    plain.append(count);
+    if (count > 30) drafting.end_prompt(), plain.end_prompt();
+    CHECK(drafting.seen() == plain.seen());
+    CHECK(
+        std::ranges::equal(drafting.cache().live().positions(), plain.cache().live().positions()));
+    CHECK(drafting.cache().row_count() == plain.cache().row_count());
+    CHECK(drafting.cache().live_bytes() == plain.cache().live_bytes());
+  }
+  CHECK(drafting.outputs().out == plain.outputs().out);
+  CHECK(drafting.outputs().lse == plain.outputs().lse);
+}
+
+TEST_CASE("Draft tokens attend in the order of their numbers") {
+  const Tensors all = random_tensors(30);
+  Runner runner(all, "h2o", 24, Positions::original);
+  runner.append(10);
+  CHECK_THROWS_AS(runner.draft_out_of_order(), std::logic_error);
+}
+
+TEST_CASE("A cache that evicts before the next step has the same victims and bits") {
+  const Tensors all = random_tensors(120);
+  const std::string policy = GENERATE("h2o", "lru:every=4", "random");
+  CAPTURE(policy);
+  Runner early(all, policy, 24, Positions::original), plain(all, policy, 24, Positions::original);
+  std::size_t victims = 0;
+  for (const std::uint32_t count : {40u, 1u, 1u, 9u, 1u, 1u, 1u, 1u, 1u, 20u, 1u}) {
+    early.evict_early();
+    early.evict_early();
+    early.append(count);
+    plain.append(count);
+    CHECK(std::ranges::equal(early.cache().victims(), plain.cache().victims()));
+    victims += plain.cache().victims().size();
+  }
+  CHECK(victims == plain.cache().live().evictions());
+  CHECK(early.outputs().out == plain.outputs().out);
+  CHECK(early.seen() == plain.seen());
 }
 
 TEST_CASE("After a long prompt a head's cache releases its memory") {

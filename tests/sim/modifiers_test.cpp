@@ -87,10 +87,10 @@ TEST_CASE("kept sets and metrics under every modifier agree with the brute force
 
 /// The largest number of live tokens of any cache.
 double live_max(const TraceReader& trace, const CacheConfig& config) {
-  double most = 0;
+  double highest = 0;
   for (const Measurement& m : replay(trace, 0, {&config, 1}, {}).measurements)
-    if (m.metric == "live_max") most = std::max(most, m.value);
-  return most;
+    if (m.metric == "live_max") highest = std::max(highest, m.value);
+  return highest;
 }
 
 TEST_CASE("the number of live tokens reaches the rule's capacity and never exceeds it") {
@@ -100,9 +100,9 @@ TEST_CASE("the number of live tokens reaches the rule's capacity and never excee
     const double capacity =
         c.brute.budget - 2.0 + c.brute.every + (c.brute.chunk ? c.brute.chunk : kFirst);
     INFO(c.text);
-    const double most = live_max(traced.trace, c.replay);
-    CHECK(most <= capacity);
-    if (c.brute.chunk == 1) CHECK(most == std::min<double>(capacity, traced.trace.tokens()));
+    const double highest = live_max(traced.trace, c.replay);
+    CHECK(highest <= capacity);
+    if (c.brute.chunk == 1) CHECK(highest == std::min<double>(capacity, traced.trace.tokens()));
   }
 }
 

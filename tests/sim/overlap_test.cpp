@@ -68,8 +68,9 @@ TEST_CASE("Windows that two overlapping texts share count once, and both texts a
         std::vector<bool>{true, true, false, false, false, false});
   const std::vector<std::string> names{"a.txt", "b.txt"};
   CHECK(overlap_warnings(overlaps, names) ==
-        std::vector<std::string>{"a.txt and b.txt have text in common, and it counts once, so 100 "
-                                 "scored tokens of b.txt are left out"});
+        std::vector<std::string>{
+            "a.txt and b.txt have text in common; a text counts only once, so 100 "
+            "scored tokens of b.txt are left out"});
   // Windows within one text may be equal.
   const std::vector<TextPiece> alike{{.text = 0, .ids = windows[0]},
                                      {.text = 0, .ids = windows[0]}};

@@ -94,7 +94,7 @@ TEST_CASE("A small difference is significant in pairs, even if tokens share larg
   const PairedScores paired = one_text({plain, more, other});
   const Difference difference = paired.difference(1, 0);
   CHECK(difference.mean == Approx(0.02).margin(0.003));
-  CHECK(difference.behind());
+  CHECK(difference.is_worse());
   CHECK(paired.difference(0, 1).ahead());
   CHECK(paired.difference(0, 1).interval.high == Approx(-difference.interval.low));
   CHECK_FALSE(paired.difference(2, 0).significantly_different());
@@ -119,15 +119,15 @@ TEST_CASE("Intervals are over texts before blocks, and a repeated text counts on
 }
 
 TEST_CASE("Fewer than eight blocks of a text give no interval") {
-  const auto of_tokens = [](std::size_t tokens) {
+  const auto compare_tokens = [](std::size_t tokens) {
     Values low(tokens, 1.0), high(tokens, 2.0);
     high.front() = 2.5;
     return one_text({low, high}).difference(1, 0);
   };
-  CHECK(of_tokens(7 * 64).mean == Approx(1 + 0.5 / (7 * 64)));
-  CHECK(std::isnan(of_tokens(7 * 64).interval.low));
-  CHECK_FALSE(of_tokens(7 * 64).significantly_different());
-  CHECK(of_tokens(7 * 64 + 1).significantly_different());
+  CHECK(compare_tokens(7 * 64).mean == Approx(1 + 0.5 / (7 * 64)));
+  CHECK(std::isnan(compare_tokens(7 * 64).interval.low));
+  CHECK_FALSE(compare_tokens(7 * 64).significantly_different());
+  CHECK(compare_tokens(7 * 64 + 1).significantly_different());
   // The last block is shorter, and is weighted by its tokens.
   Values values(65, 1.0);
   values.back() = 66;

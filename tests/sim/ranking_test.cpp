@@ -12,8 +12,8 @@ const MetricInfo& nll() { return *find_metric("nll_recall"); }
 
 std::string order(const MetricTable& metric_table, const Ranking& ranking) {
   std::string text;
-  for (const Standing& standing : ranking.standings)
-    text += metric_table.series()[standing.series].label + (standing.is_similar ? "= " : " ");
+  for (const RankedPolicy& entry : ranking.ranked)
+    text += metric_table.series()[entry.series].label + (entry.is_similar ? "= " : " ");
   return text;
 }
 
@@ -104,13 +104,13 @@ TEST_CASE("several series are averaged over the traces that they share") {
   });
   const MetricTable metric_table(run.rows);
   const std::size_t both[] = {0, 1};
-  const auto common = metric_table.in_common(both, "64", "nll_recall");
+  const auto common = metric_table.average_common(both, "64", "nll_recall");
   CHECK(common.averages[0].mean == Approx(0.4));  // only trace1
   CHECK(common.averages[1].mean == Approx(0.5));
   CHECK(common.difference->mean == Approx(0.1));
   CHECK(common.difference->texts == 1);
   std::erase_if(run.rows, [](const ResultRow& row) { return row.trace == "trace1"; });
-  const auto none = MetricTable(run.rows).in_common(both, "64", "nll_recall");
+  const auto none = MetricTable(run.rows).average_common(both, "64", "nll_recall");
   CHECK(none.averages[0].mean == Approx(0.3));
   CHECK(!none.difference);
 }
@@ -127,7 +127,7 @@ TEST_CASE("a policy over the budget is never ranked") {
   const MetricTable metric_table(run.rows);
   const Ranking ranking = rank_policies(metric_table, "64", nll());
   CHECK(order(metric_table, ranking) == "h2o= snapkv ");
-  CHECK(ranking.standings[1].over_budget);
+  CHECK(ranking.ranked[1].over_budget);
   CHECK(ranking.recommendation.frontier.size() == 2);
 }
 

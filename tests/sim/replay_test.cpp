@@ -62,7 +62,7 @@ RandomTrace half_precision_not_rounded() {
           .seed = 4};
 }
 
-RandomTrace with_gradients_of_all(RandomTrace wanted) {
+RandomTrace enable_all_gradients(RandomTrace wanted) {
   wanted.gradients_of = Queries::all;
   return wanted;
 }
@@ -107,14 +107,14 @@ TEST_CASE(
     "replay agrees with the brute force on all queries, also for a prompt without an answer") {
   for (const RandomTrace& wanted :
        {single_heads(), two_turns_in_bf16(), prompt_only_in_groups_of_four()}) {
-    const Traced traced(with_gradients_of_all(wanted));
+    const Traced traced(enable_all_gradients(wanted));
     check_agreement(traced.trace, whole_sweep(traced.trace.tokens()),
                     {.queries = Queries::all, .threads = 2}, kTolerance);
   }
 }
 
 TEST_CASE("replay agrees with the brute force on errors at every query, including a zero output") {
-  const Traced traced(with_gradients_of_all(half_precision_not_rounded()));
+  const Traced traced(enable_all_gradients(half_precision_not_rounded()));
   const ReplayOptions options{.queries = Queries::all, .every_output_error = true, .threads = 2};
   std::vector<Case> cases = whole_sweep(traced.trace.tokens());
   for (Case& c : cases) c.replay.threshold = 0.1;
@@ -207,9 +207,10 @@ TEST_CASE("gradients of queries that the replay does not measure are left out") 
   CHECK_FALSE(has_estimates(two_turns_in_bf16(), Queries::all, Queries::decode));
 }
 
-TEST_CASE("the full cache has recall 1, no errors, no misses and no evictions, exactly") {
-  for (const RandomTrace& wanted :
-       {single_heads(), two_turns_in_bf16(), half_precision_not_rounded()}) {
+TEST_CASE("the full cache has recall and acceptance 1, no errors, misses or evictions, exactly") {
+  std::size_t acceptances = 0;
+  for (RandomTrace wanted : {single_heads(), two_turns_in_bf16(), half_precision_not_rounded()}) {
+    wanted.gradients_of = Queries::all;
     const Traced traced(wanted);
     std::vector<Case> cases;
     for (const std::uint32_t chunk : {0u, 1u, 7u}) {
@@ -220,13 +221,15 @@ TEST_CASE("the full cache has recall 1, no errors, no misses and no evictions, e
     const ReplayResult result = replay_all(traced.trace, cases, Queries::all);
     for (const Measurement& m : result.measurements) {
       INFO(cases[m.config].text << " " << m.metric << " layer " << m.layer << " head " << m.head);
-      if (m.metric == "recall") CHECK(m.value == 1);
+      if (m.metric == "recall" || m.metric == "acceptance") CHECK(m.value == 1);
+      acceptances += m.metric == "acceptance";
       for (const char* zero :
            {"nll_recall", "miss_rate", "output_error", "layer_error", "evictions"})
         if (m.metric == zero) CHECK(m.value == 0);
     }
     CHECK(result.budget_tokens[0] == traced.trace.tokens());
   }
+  CHECK(acceptances > 0);
 }
 
 TEST_CASE("oracle_topk bounds every policy's recall and misses, row by row") {

@@ -207,12 +207,12 @@ TEST_CASE("a value of 0 is drawn at the bottom of a logarithmic axis of errors")
   const Figure figure = curve_figure(metric_table, {0, 1, 2}, *find_metric("nll_recall"));
   CHECK(figure.y.logarithmic);
   const auto spec = vega_lite(figure);
-  double least = 1;
+  double lowest = 1;
   for (const auto& row : spec["hconcat"][0]["data"]["values"]) {
-    least = std::min(least, row["y"].get<double>());
+    lowest = std::min(lowest, row["y"].get<double>());
     if (row.contains("y_low")) CHECK(row["y_low"].get<double>() > 0);
   }
-  CHECK(least == Approx(0.0125));  // half of the least value that is not 0
+  CHECK(lowest == Approx(0.0125));  // half of the least value that is not 0
   CHECK_THAT(spec["hconcat"][0]["layer"][2]["encoding"]["y"]["title"].get<std::string>(),
              ContainsSubstring("0 is drawn at the bottom"));
 }

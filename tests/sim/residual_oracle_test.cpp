@@ -41,7 +41,7 @@ class GreedyByHand {
  private:
   std::uint32_t first_victim(const std::set<std::uint32_t>& live, std::uint32_t now) const {
     std::uint32_t first = 0;
-    double least = std::numeric_limits<double>::infinity();
+    double min_change = std::numeric_limits<double>::infinity();
     for (const std::uint32_t candidate : live) {
       std::set<std::uint32_t> rest = live;
       rest.erase(candidate);
@@ -50,7 +50,7 @@ class GreedyByHand {
         rest.insert(t);
         change += change_at(t, rest);
       }
-      if (change < least) least = change, first = candidate;
+      if (change < min_change) min_change = change, first = candidate;
     }
     return first;
   }

@@ -43,7 +43,7 @@ std::string refusal(const std::string& text) {
 }
 
 /// A valid row with one column replaced.
-std::string with_column(std::size_t column, const std::string& value) {
+std::string replace_column(std::size_t column, const std::string& value) {
   std::string fields[] = {"book",     "h2o",    "recent=50%", "64",  "64",  "dense",
                           "original", "decode", "0.01",       "0",   "all", "all",
                           "recall",   "0.5",    "0.01",       "100", "16",  "1024"};
@@ -90,7 +90,7 @@ TEST_CASE("results have the documented columns") {
 }
 
 TEST_CASE("results of runs from before tier plans are read") {
-  std::string older = with_column(0, "book");
+  std::string older = replace_column(0, "book");
   for (const std::string part : {",tiers,budget_bytes", ",16,1024"})
     older.erase(older.find(part), part.size());
   const auto read = parse_results_csv(older, "results.csv");
@@ -108,7 +108,8 @@ TEST_CASE("a metric that some traces lack does not decide, and the reason is giv
                               row("b", "layer_error")};
   CHECK(best_metric(rows) == "layer_error");
   CHECK(best_metric_text(rows) ==
-        "layer_error decides, because trace b has no residual_error, which trace a has");
+        "the metric to choose by is layer_error, because trace b has no residual_error, which "
+        "trace a has");
   rows.push_back(row("b", "residual_error"));
   CHECK(best_metric(rows) == "residual_error");
   CHECK(best_metric_text(rows).empty());
@@ -130,7 +131,7 @@ TEST_CASE("a metric whose value is NaN has no row") {
 }
 
 TEST_CASE("a bad row is refused with its line number") {
-  REQUIRE(refusal(with_column(0, "book")).empty());
+  REQUIRE(refusal(replace_column(0, "book")).empty());
   struct Bad {
     std::size_t column;
     const char* value;
@@ -148,7 +149,7 @@ TEST_CASE("a bad row is refused with its line number") {
       Bad{13, "1e101", "should be between"}, Bad{14, "-0.5", "stderr is negative"},
       Bad{15, "1.5", "whole number"}, Bad{16, "5", "'5' is not a format"},
       Bad{17, "-1", "budget_bytes is negative"});
-  const std::string message = refusal(with_column(bad.column, bad.value));
+  const std::string message = refusal(replace_column(bad.column, bad.value));
   CAPTURE(bad.value);
   CHECK_THAT(message, ContainsSubstring("results.csv: line 2: ") && ContainsSubstring(bad.says));
   CHECK(message.find('\n') == std::string::npos);
@@ -159,12 +160,12 @@ TEST_CASE("a file that is not a results table is refused") {
   CHECK_THAT(refusal("policy,value\n"), ContainsSubstring("line 1"));
   CHECK_THAT(refusal(kHeader + "book,h2o\n"),
              ContainsSubstring("line 2: 2 columns; there should be 18"));
-  CHECK_THAT(refusal(with_column(15, "100,7")), ContainsSubstring("line 2: 19 columns"));
-  CHECK_THAT(refusal(with_column(0, "\"open")),
+  CHECK_THAT(refusal(replace_column(15, "100,7")), ContainsSubstring("line 2: 19 columns"));
+  CHECK_THAT(refusal(replace_column(0, "\"open")),
              ContainsSubstring("line 2: a quoted field is never closed"));
-  CHECK_THAT(refusal(with_column(0, "\"a\"b")), ContainsSubstring("after a closing quote"));
-  CHECK_THAT(refusal(with_column(0, "a\"b")), ContainsSubstring("quote inside a field"));
-  const std::string good = with_column(0, "book");
+  CHECK_THAT(refusal(replace_column(0, "\"a\"b")), ContainsSubstring("after a closing quote"));
+  CHECK_THAT(refusal(replace_column(0, "a\"b")), ContainsSubstring("quote inside a field"));
+  const std::string good = replace_column(0, "book");
   CHECK_THAT(refusal(good + good.substr(kHeader.size())),
              ContainsSubstring("line 3: repeats the row of line 2"));
 }

@@ -76,7 +76,7 @@ TEST_CASE("a replay says that it leaves out gradients of queries that it does no
 TEST_CASE("a replay in memory gives the same run as a replay to a folder") {
   const TemporaryFolder folder;
   std::vector<TraceReader> traces;
-  ReplayRequest request{.sweep = with_references(sweep()), .options = {.threads = 2}};
+  ReplayRequest request{.sweep = add_references(sweep()), .options = {.threads = 2}};
   for (const char* name : {"one", "two"}) {
     traces.push_back(write_random_trace(folder / name, {}));
     request.traces.push_back((folder / name).string());

@@ -17,13 +17,13 @@ cp a.txt copy.txt
 eval_texts() { "$kvlab" eval --model "$tiny" --text "$@" --policy h2o,sink --budget 32 --prompt-tokens 50 --device cpu; }
 eval_texts a.txt >alone.out 2>/dev/null
 eval_texts a.txt copy.txt >copy.out 2>copy.err
-prints "a and copy have text in common, and it counts once" copy.err
+prints "a and copy have text in common; a text counts only once" copy.err
 cmp alone.out copy.out || fail "a copy of a text changes the evaluation: $(cat copy.out)"
 eval_texts a.txt longer.txt >longer.out 2>longer.err
-prints "longer and a have text in common, and it counts once" longer.err
+prints "longer and a have text in common; a text counts only once" longer.err
 prints "1 text," longer.out
 
-common="a and longer have text in common, and it counts once"
+common="a and longer have text in common; a text counts only once"
 few="--text a.txt longer.txt --max-tokens 200 --prompt-tokens 50 --device cpu"
 "$kvlab" fidelity --model "$tiny" $few --policy window,sink,h2o --budget 32 --out fidelity >fidelity.out 2>fidelity.err
 prints "$common" fidelity.err
@@ -38,7 +38,7 @@ for prompt in 60 61; do
     --out of$prompt >/dev/null 2>&1
 done
 "$kvlab" replay --trace of60 of61 --policy h2o,sink --budget 32 --out run >run.out 2>run.err
-prints "of60 and of61 have the same text, and it counts once, so comparisons leave of61 out" run.err
+prints "of60 and of61 have the same text; a text counts only once, so comparisons leave of61 out" run.err
 prints "1 text, " run.out
 "$kvlab" deploy run --budget 32 --confirm 2 --model "$tiny" --text a.txt longer.txt --max-tokens 200 --task none --device cpu \
   --out policy.json >deploy.out 2>deploy.err

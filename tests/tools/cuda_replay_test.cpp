@@ -128,7 +128,7 @@ TEST_CASE("a device replays layers that differ in rotation and scale, by their l
   sweep.push_back(sweep[2]);
   sweep.back().budget = budget_of_heads({{5, 9}, {20, 3}, {7, 7}});
   const auto device = cuda_replayer();
-  const TraceReader acted = trace.of_layers(trace.layers_with_window(false));
+  const TraceReader acted = trace.select_layers(trace.layers_with_window(false));
   for (const CacheConfig& config : sweep) REQUIRE(device->takes(acted, config));
   ReplayOptions options = options_for(ReplayOptions{}.queries);
   const ReplayResult here = replay(trace, kSequence, sweep, options);

@@ -127,7 +127,7 @@ TEST_CASE("confirmation orders by KL, and marks policies that do not differ sign
   // its difference to window is.
   const char* names[] = {"full", "window", "lru", "h2o"};
   const double perplexity[] = {8, 8.1, 8.2, 8.3};
-  const auto evaluation_of = [&](const Memory& of_h2o) {
+  const auto evaluation_of = [&](const Memory& h2o_memory) {
     Evaluation evaluation{.scores = {}, .kl = PairedScores(4)};
     for (const auto& [window, lru, h2o] :
          {std::tuple(0.5, 0.11, 0.1), std::tuple(0.6, 0.1, 0.11), std::tuple(0.4, 0.12, 0.09)})
@@ -138,7 +138,7 @@ TEST_CASE("confirmation orders by KL, and marks policies that do not differ sign
       if (c > 0) score.config.budget = parse_budget("64");
       score.kl = evaluation.kl.mean(c), score.perplexity = perplexity[c], score.kl_error = 0.01;
       score.tokens = 2000;
-      score.memory = c == 3 ? of_h2o : Memory{100, 100, 0, 100};
+      score.memory = c == 3 ? h2o_memory : Memory{100, 100, 0, 100};
       evaluation.scores.push_back(score);
     }
     return evaluation;
@@ -146,19 +146,19 @@ TEST_CASE("confirmation orders by KL, and marks policies that do not differ sign
   const auto confirmed = confirm(evaluation_of({100, 100, 0, 100}), ballot);
   REQUIRE(confirmed.size() == 3);
   CHECK(ballot.winner == 2);  // h2o, which has the lowest KL
-  CHECK(confirmed[0].standing == 2);
-  CHECK(confirmed[1].standing == 1);
+  CHECK(confirmed[0].rank == 2);
+  CHECK(confirmed[1].rank == 1);
   CHECK(confirmed[1].is_similar());
-  CHECK(confirmed[1].behind.mean == Approx(0.01));
+  CHECK(confirmed[1].from_choice.mean == Approx(0.01));
   CHECK_FALSE(confirmed[2].is_similar());
   const auto json = confirmed_json(confirmed, metric_table, ballot);
   CHECK(json[1]["policy"] == "lru");
   CHECK(json[1]["not_significantly_different"] == true);
-  CHECK(json[2]["behind"]["significantly_different"] == true);
+  CHECK(json[2]["from_choice"]["significantly_different"] == true);
 
   const auto more = confirm(evaluation_of({300, 300, 0, 100}), ballot);
   CHECK(ballot.winner == 1);
-  CHECK(more[2].standing == 2);  // h2o has the lowest KL, but takes three times the budget
+  CHECK(more[2].rank == 2);  // h2o has the lowest KL, but takes three times the budget
   CHECK(more[2].over_budget);
 }
 

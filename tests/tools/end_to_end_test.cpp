@@ -2,6 +2,7 @@
 #include "engine/evaluation/end_to_end.hpp"
 
 #include <cmath>
+#include <memory>
 
 #include "engine/backend.hpp"
 #include "engine/decoder.hpp"
@@ -43,10 +44,10 @@ TEST_CASE("The end-to-end evaluation by layers gives every token the decoder's l
   const std::uint32_t prompt = 60;
   const CacheShape heads = model.config().heads();
   const auto configs =
-      with_full_first(test::covering({.beside = {"h2o:prompt", "lru*value_norm"},
-                                      .tier_plans = {"", "16@12t+4@100%", "8@40%+k4v2@60%"},
-                                      .budgets = test::budgets_about(36, heads)},
-                                     &kDecoder, 180, heads));
+      put_full_first(test::covering({.beside = {"h2o:prompt", "lru*value_norm"},
+                                     .tier_plans = {"", "16@12t+4@100%", "8@40%+k4v2@60%"},
+                                     .budgets = test::budgets_about(36, heads)},
+                                    &kDecoder, 180, heads));
   const auto scores =
       evaluate_by_layers(model, ids, configs, {.prompt_tokens = prompt, .threads = 2});
   for (std::size_t c = 0; c < configs.size(); ++c) {
@@ -62,7 +63,7 @@ TEST_CASE("The end-to-end evaluation by layers gives every token the decoder's l
 
 TEST_CASE("The end-to-end evaluation runs KIVI, and counts its bytes") {
   const Model model = Model::load(kModel, 2);
-  const auto configs = with_full_first(
+  const auto configs = put_full_first(
       {{.policy = parse_policy("full:tiers=kivi4")}, {.policy = parse_policy("full:tiers=kivi2")}});
   const auto scores =
       evaluate_by_layers(model, some_tokens(180), configs, {.prompt_tokens = 140, .threads = 1});
@@ -77,10 +78,19 @@ TEST_CASE("The end-to-end evaluation counts the bytes of budgets by layer and KV
   const Model model = Model::load(kModel, 2);
   CacheConfig config = config_of("h2o", 40, Prefill{1}, Positions::original);
   config.budget = budget_of_heads({{20, 25}, {30, 35}, {40, 45}, {50, 55}});
-  const std::vector<CacheConfig> configs = with_full_first({config});
+  const std::vector<CacheConfig> configs = put_full_first({config});
   const auto scores =
       evaluate_by_layers(model, some_tokens(120), configs, {.prompt_tokens = 50, .threads = 1});
   CHECK(scores[1].kv_bytes_peak == (20 + 25 + 30 + 35 + 40 + 45 + 50 + 55) * 2 * 64 * 4);
+}
+
+/// Centres of all heads that differ in every channel.
+std::shared_ptr<const CentreConstants> some_centres(const CacheShape& model) {
+  CentreConstants centres{model.kv_heads, model.head_size};
+  for (std::uint32_t layer = 0; layer < model.layers; ++layer)
+    for (std::uint32_t i = 0; i < model.kv_heads * model.head_size; ++i)
+      centres.layers[layer].push_back(0.01f * static_cast<float>(i % 37) - 0.1f);
+  return std::make_shared<const CentreConstants>(std::move(centres));
 }
 
 TEST_CASE("On tiers, the end-to-end evaluation gives the decoder's log-likelihood and bytes") {
@@ -94,6 +104,12 @@ TEST_CASE("On tiers, the end-to-end evaluation gives the decoder's log-likelihoo
           {.policy = parse_policy(policy), .budget = {.extent = tokens(16)}, .prefill = prefill});
   for (const char* policy : {"full:tiers=4:centre=prompt", "h2o:tiers=16@8t+4@100%:centre=prompt"})
     configs.push_back({.policy = parse_policy(policy), .budget = {.extent = tokens(16)}});
+  for (const Prefill prefill : {Prefill{0}, Prefill{1}}) {
+    configs.push_back({.policy = parse_policy("h2o:tiers=4:centre=@c.safetensors"),
+                       .budget = {.extent = tokens(16)},
+                       .prefill = prefill});
+    configs.back().policy.centre.constants = some_centres(model.config().heads());
+  }
   const auto scores = evaluate_by_layers(model, ids, configs, {.prompt_tokens = 50, .threads = 1});
   const auto backend = cpu_backend(model, 1);
   const auto by_tokens =
@@ -147,7 +163,7 @@ void write_trace(Backend& backend, std::span<const std::int32_t> ids,
   });
 }
 
-CacheConfig with_features(const std::string& policy, std::shared_ptr<const FeatureSource> source) {
+CacheConfig feature_config(const std::string& policy, std::shared_ptr<const FeatureSource> source) {
   CompiledPolicies known;
   known.feature_source = std::move(source);
   return {.policy = parse_policy(policy, {}, known), .budget = {.extent = tokens(16)}};
@@ -167,7 +183,7 @@ TEST_CASE(
   for (const Prefill prefill : {Prefill{0}, Prefill{7}})
     for (const char* policy :
          {"knorm:once", "feature:name=mine:keep=-1:once", "feature:name=mine:once"}) {
-      configs.push_back(with_features(policy, source));
+      configs.push_back(feature_config(policy, source));
       configs.back().prefill = prefill;
     }
   const SequenceOptions options{.prompt_tokens = 50, .threads = 1};
@@ -182,7 +198,7 @@ TEST_CASE(
   const auto refused = [&](const std::string& policy, std::uint32_t prompt, std::int32_t first) {
     std::vector<std::int32_t> own = ids;
     own[0] = first;
-    const std::vector<CacheConfig> one{with_features(policy, source)};
+    const std::vector<CacheConfig> one{feature_config(policy, source)};
     return test::error_of<std::invalid_argument>(
         [&] { evaluate_by_layers(model, own, one, {.prompt_tokens = prompt, .threads = 1}); });
   };
@@ -212,7 +228,7 @@ TEST_CASE("A product of a rank and a feature equals a policy that computes this 
        {"vatp", "h2o*value_norm1", "vatp:every=5:scope=layer:smooth=1",
         "h2o*value_norm1:every=5:scope=layer:smooth=1", "feature*key_norm:name=value_norm1",
         "feature*value_norm1:name=key_norm", "vatp*key_norm", "h2o*value_norm1"})
-    configs.push_back(with_features(policy, nullptr));
+    configs.push_back(feature_config(policy, nullptr));
   const SequenceOptions options{.prompt_tokens = 50, .threads = 1};
   for (const auto& scores : {evaluate_by_layers(model, ids, configs, options),
                              evaluate_by_tokens(*backend, ids, configs, options)})

@@ -62,7 +62,7 @@ TEST_CASE("A stream is split into blocks, and without the full cache nothing is 
                       .stream = true,
                       .prompt_tokens = 120,
                       .queries = Queries::all,
-                      .against_full = false,
+                      .compares_to_full = false,
                       .block_tokens = 64,
                       .threads = 2};
   const auto by_layers =
@@ -141,14 +141,75 @@ TEST_CASE("Configurations are compared in pairs") {
   const std::size_t other = made.choice == 1 ? 2 : 1;  // lru and h2o
   CHECK(made.similar() == std::vector<std::size_t>{other});
   CHECK(judgement.scores[made.order[2]] == 1);
-  const Difference& last = made.behind[2];
+  const Difference& last = made.from_lowest[2];
   CHECK(last.significantly_different());
   CHECK(last.mean == Approx(0.2).epsilon(0.02));
   CHECK(made.scope.texts == 1);
   // Two texts with differences of 0.2 and 0.4 are too few for a significant difference.
   const auto two = invented_evaluation(2).judge_budget("8");
-  CHECK(two.recommendation.behind[2].mean == Approx(0.3).epsilon(0.02));
-  CHECK_FALSE(two.recommendation.behind[2].significantly_different());
+  CHECK(two.recommendation.from_lowest[2].mean == Approx(0.3).epsilon(0.02));
+  CHECK_FALSE(two.recommendation.from_lowest[2].significantly_different());
+}
+
+/// An evaluation whose configurations draft two tokens. Later configurations are accepted less.
+Evaluation invented_drafts(std::size_t texts) {
+  std::vector<std::vector<std::int32_t>> ids;
+  for (std::size_t t = 0; t < texts; ++t) ids.emplace_back(1025, static_cast<std::int32_t>(t + 1));
+  const SweepRunner run_sweep = [](const auto& sequences, std::span<const CacheConfig> configs,
+                                   const EvalOptions& options) {
+    auto scores = invented(kWaves)(sequences, configs, options);
+    for (auto& sequence : scores)
+      for (std::size_t c = 0; c < configs.size(); ++c)
+        for (std::size_t i = 0; i < sequence[c].nll.size(); ++i)
+          sequence[c].acceptance.push_back(
+              c == 0 ? 1 : (i % 2 == 0 ? 0.9 : 0.8) - 0.1 * static_cast<double>(c - 1));
+    return scores;
+  };
+  return evaluate(
+      ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 2048, .bos = -1},
+      run_sweep, ids, three_at_two_budgets(), {.draft = 2});
+}
+
+TEST_CASE("Acceptance is reported by depth, and the highest one is recommended") {
+  const Evaluation evaluation = invented_drafts(2);
+  const std::vector<std::string> texts{"one", "two"};
+  const auto json = eval_json(evaluation, texts);
+  CHECK(json["draft"] == 2);
+  const auto& full = json["configurations"][0];
+  CHECK(full["acceptance"] == 1);
+  CHECK(full["tokens_per_verification"] == 3);
+  const auto& window = json["configurations"][1];
+  // 1,025 tokens are 512 windows and one more token.
+  CHECK(window["acceptance"].get<double>() == Approx((513 * 0.9 + 512 * 0.8) / 1025));
+  REQUIRE(window["acceptance_by_depth"].size() == 2);
+  CHECK(window["acceptance_by_depth"][0].get<double>() == Approx(0.9));
+  CHECK(window["acceptance_by_depth"][1].get<double>() == Approx(0.8));
+  CHECK(window["acceptance_by_depth_stderr"].size() == 2);
+  CHECK(window["tokens_per_verification"].get<double>() == Approx(1 + 0.9 + 0.9 * 0.8));
+  CHECK(window["by_text"][1]["acceptance"].get<double>() == Approx(0.85).margin(1e-3));
+  CHECK(json["pairs"][0]["acceptance"]["mean"].get<double>() == Approx(-0.15).margin(1e-3));
+  CHECK(invented_evaluation().judge_budget("8").scores[0] == 1);
+  CHECK_FALSE(eval_json(invented_evaluation(), texts).contains("draft"));
+
+  const auto judgement = evaluation.judge_budget("8");
+  const Recommendation& made = judgement.recommendation;
+  CHECK(made.scope.metric == "acceptance");
+  CHECK(made.scope.higher_is_better);
+  CHECK(judgement.scores[made.order[0]] == 1);
+  CHECK(judgement.scores[made.choice] == 1);
+  CHECK(made.mean(made.choice) == Approx(0.85).margin(1e-3));
+  CHECK(made.from_lowest[1].mean == Approx(0.1));
+
+  const test::TemporaryFolder folder;
+  write_file_atomically(folder / kEvalCsv, eval_csv(evaluation, texts));
+  write_file_atomically(folder / kEvalBlocksCsv, eval_blocks_csv(evaluation, texts));
+  nlohmann::ordered_json whole{{"model", "m"}};
+  whole.update(json);
+  write_file_atomically(folder / kEvalJson, json_text(whole, 1));
+  const ScoreSet scores = load_scores(folder.path());
+  CHECK(scores.headline == "acceptance");
+  CHECK(recommendations_for(scores, scores.metrics.front()).size() == 2);
+  CHECK(explorer_data(scores).contains("recommendations"));
 }
 
 TEST_CASE("A repeated text counts once") {
@@ -304,6 +365,10 @@ TEST_CASE("A text without scored tokens is refused by name before any work") {
       refusal(20, {.prompt_tokens = 20, .names = {"long", "short"}})
           .starts_with("text short: a sequence of 21 tokens with a prompt of 20 leaves no token"));
   CHECK(refusal(1, {}).starts_with("text 2: a sequence of 2 tokens with a prompt of 1 "));
+  CHECK(
+      refusal(40, {.prompt_tokens = 20, .draft = 21}) ==
+      "text 2: a sequence of 41 tokens has 20 scored tokens, fewer than --draft 21; give a longer "
+      "text or a smaller --draft");
   CHECK_FALSE(ran);
   CHECK(refusal(21, {.prompt_tokens = 20}).empty());
   CHECK(refusal(20, {.prompt_tokens = 20, .queries = Queries::all}).empty());
@@ -340,7 +405,7 @@ TEST_CASE("An evaluation's folder is read back for its report, and damage is nam
   CHECK(read.mean == Approx(found.mean));
   CHECK(read.interval.high == Approx(found.interval.high));
   CHECK(read.texts == 2);
-  const PageDocument page = eval_page(folder.path());
+  const PageDocument page = eval_page(set);
   CHECK(page.data["facts"]["model"] == "m<1>");
   const std::string html = page_html(page);
   CHECK(html.find("m<1>") == std::string::npos);
@@ -361,23 +426,24 @@ TEST_CASE("An evaluation's folder is read back for its report, and damage is nam
   std::string damaged = csv;
   damaged.replace(damaged.find("1024,dense"), 4, "many");
   write_file_atomically(folder / kEvalCsv, damaged);
-  CHECK(test::error_of([&] { eval_page(folder.path()); }).find("eval.csv: line 2: budget_tokens") !=
-        std::string::npos);
+  CHECK(test::error_of([&] {
+          eval_page(load_scores(folder.path()));
+        }).find("eval.csv: line 2: budget_tokens") != std::string::npos);
   write_file_atomically(folder / kEvalCsv, csv);
   auto whole = json;
   json["recommendations"][0].erase("choice");
   write_file_atomically(folder / kEvalJson, json_text(json));
-  CHECK(test::error_of([&] { eval_page(folder.path()); }).find("recommendations[0]") !=
+  CHECK(test::error_of([&] { eval_page(load_scores(folder.path())); }).find("recommendations[0]") !=
         std::string::npos);
   whole["recommendations"][1]["configurations"][0] = 99;
   write_file_atomically(folder / kEvalJson, json_text(whole));
   CHECK(test::error_of([&] {
-          eval_page(folder.path());
+          eval_page(load_scores(folder.path()));
         }).find("recommendations[1]: configurations: 99; it should be below 7") !=
         std::string::npos);
   whole.erase("recommendations");  // as in a file of an older version
   write_file_atomically(folder / kEvalJson, json_text(whole));
-  const PageDocument older = eval_page(folder.path());
+  const PageDocument older = eval_page(load_scores(folder.path()));
   CHECK(older.data["facts"]["has_recommendations"] == false);
   CHECK(older.text.empty());
 }

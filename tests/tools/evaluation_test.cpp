@@ -164,7 +164,7 @@ TEST_CASE("a plan of formats is confirmed end to end, and its file has the bette
   CHECK(json["tiers"] == json[own <= uniform ? "plan" : "uniform"]["tiers"]);
   // The measurement is that of `kvlab eval`.
   REQUIRE(call("eval --model " + kTiny + " --text " + text +
-               " --window 128 --max-tokens 128 --policy full --tiers " +
+               " --window 128 --max-tokens 128 --device cpu --policy full --tiers " +
                json["plan"]["tiers"].get<std::string>() + " --out " + path("e")) == 0);
   const auto eval = nlohmann::json::parse(read_bytes(path("e") + "/eval.json"));
   CHECK(eval["configurations"].back()["kl"] == own);
@@ -193,7 +193,7 @@ TEST_CASE(
            path(out);
   };
   REQUIRE(call(replay_with("4,8,16,32", "curves")) == 0);
-  REQUIRE(call("allocate " + path("curves") + " --budget 12 --out " + path("b")) == 0);
+  REQUIRE(call("plan --by head " + path("curves") + " --budget 12 --out " + path("b")) == 0);
   const Budget by_head = read_budget("@" + path("b"));
   CHECK(by_head.heads.size() == 4);
   CHECK(by_head.resolve(100, 0) == 12);
@@ -249,7 +249,7 @@ TEST_CASE(
                     capture = "capture" + given + " --out " + (folder / "trace").string(),
                     forced = capture + " --teacher-forced --prompt-tokens 1025";
   for (const std::string& line : {generate + "5", capture + " --max-new-tokens 5", forced})
-    CHECK_THAT(refusal(line), ContainsSubstring("positions; tiny was trained on 1024") &&
+    CHECK_THAT(refusal(line), ContainsSubstring("positions, but tiny was trained on only 1024") &&
                                   ContainsSubstring("--beyond-context"));
   CHECK_FALSE(std::filesystem::exists(folder / "trace"));
 

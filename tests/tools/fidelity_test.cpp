@@ -88,14 +88,14 @@ TEST_CASE("fidelity's output makes a report, and policy files say how good a met
   const test::TemporaryFolder folder;
   write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, texts, 16));
   write_file_atomically(folder / kFidelityJson, json_text(json));
-  const auto data = fidelity_page(folder.path()).data;
+  const auto& [page, figures] = fidelity_page(folder.path());
+  const auto& data = page.data;
   const auto& at_16 = data["facts"]["metrics"][0]["budgets"][1];
   CHECK(data["facts"]["metrics"][0]["name"] == "nll_recall");
   CHECK(data["facts"]["budgets"] == nlohmann::ordered_json{"8", "16"});
   CHECK(at_16["misordered"] == 3);
   CHECK(at_16["significantly_different"] == 3);
   CHECK(at_16["wrong"].size() == 3);
-  const std::vector<Figure> figures = fidelity_figures(folder.path());
   REQUIRE(figures.size() == 3);
   CHECK(figures[0].name == "frontier");
   REQUIRE(figures[0].series.size() == 3);
@@ -120,7 +120,7 @@ TEST_CASE("fidelity's output makes a report, and policy files say how good a met
         }).find("was measured on weights") != std::string::npos);
   CHECK(test::error_of([&] {
           fidelity_evidence(file, "recall", 9, "ab");
-        }).find("did not measure recall") != std::string::npos);
+        }).find("has no results for recall") != std::string::npos);
   json["default_metric"] = "recall";
   write_file_atomically(file, json_text(json));
   CHECK(test::error_of([&] { fidelity_page(folder.path()); }).find("default_metric") !=
@@ -149,7 +149,7 @@ TEST_CASE(
   CHECK(evidence["tokens"] == nlohmann::json{{"one", 64}, {"two", 64}});
   CHECK(evidence["file_xxh3"] == xxh3_hex(read_text_file(file, 1 << 20)));
   CHECK(evidence_at("16", 96)["tokens"]["two"] == 96);
-  const auto texts = fidelity_page(folder.path()).data["facts"]["texts"];
+  const auto texts = fidelity_page(folder.path()).page.data["facts"]["texts"];
   CHECK(texts[0]["tokens"] == 64);
   CHECK(texts[1]["tokens"] == 96);
   CHECK(texts[1]["prompt_tokens"] == 32);

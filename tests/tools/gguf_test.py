@@ -353,10 +353,10 @@ class GgufTest(unittest.TestCase):
             ("softcapping is not supported", "gemma3.final_logit_softcapping", 30.0, kind.FLOAT32),
             ("sliding_window is 0", "gemma3.attention.sliding_window", 0, kind.UINT32),
             ("pattern is 0", "gemma3.attention.sliding_window_pattern", 0, kind.UINT32),
-            ("a space put before", "tokenizer.ggml.add_space_prefix", True, kind.BOOL),
+            ("a tokenizer that puts a space before", "tokenizer.ggml.add_space_prefix", True, kind.BOOL),
             ("a number for each", scores, keys[scores][0][1:], kind.ARRAY),
             ("a number for each", scores, keys[scores][0][1:] + [float("nan")], kind.ARRAY),
-            ("one of more than 1024", tokens, ["a" * 1025, *keys[tokens][0][1:]], kind.ARRAY),
+            ("a token of more than 1024", tokens, ["a" * 1025, *keys[tokens][0][1:]], kind.ARRAY),
             ("unknown_token_id is 4000", "tokenizer.ggml.unknown_token_id", 4000, kind.UINT32),
         ):
             write_gguf(self.source, keys | {key: (value, of)}, weights, "gemma3")
@@ -369,18 +369,18 @@ class GgufTest(unittest.TestCase):
         cuts = {0, 3, 4, 8, 23, 24, 40, len(whole) - 1, data, data + 100, *range(60, data, data // 12)}
         for size in sorted(cuts):
             self.source.write_bytes(whole[:size])
-            self.check_refused("a complete GGUF file is expected")
+            self.check_refused("give a complete GGUF file")
 
     def test_impossible_counts_are_refused_at_once(self):
         write_gguf(self.source, fields(), tensors())
         whole = self.source.read_bytes()
         huge = struct.pack("<Q", 1 << 60)
         kinds = struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32, len(TOKENS))
-        of_array = whole.index(kinds) + 8
+        array_offset = whole.index(kinds) + 8
         # The counts of tensors and of keys, the length of the first key, and the length of an array.
-        for at in (8, 16, 24, of_array):
+        for at in (8, 16, 24, array_offset):
             self.source.write_bytes(whole[:at] + huge + whole[at + 8 :])
-            self.check_refused("a complete GGUF file is expected")
+            self.check_refused("give a complete GGUF file")
         name = b"blk.0.attn_q.weight"
         dims = whole.index(name) + len(name) + 4
         for wide in ((1 << 60, 1 << 60), (1 << 32, 1 << 32), (0, 0)):
@@ -388,7 +388,7 @@ class GgufTest(unittest.TestCase):
             self.check_refused("")
         offset = dims + 16 + 4
         self.source.write_bytes(whole[:offset] + struct.pack("<Q", (1 << 64) - 32) + whole[offset + 8 :])
-        self.check_refused("a complete GGUF file is expected")
+        self.check_refused("give a complete GGUF file")
 
     def test_unknown_types_are_refused(self):
         write_gguf(self.source, fields(), tensors())

@@ -63,15 +63,15 @@ for major in 2 3; do
   grep -qx '4 passed, 0 failed, 0 skipped; 4 of 4 GPU test cases passed' "$folder/out" || fail "Catch2 $major: counts"
 
   program test_c $major "$folder/one" 0
-  refused "Catch2 $major: a program that lists nothing" 'tests/test_c lists 0 GPU tests, and its sources have 1'
+  refused "Catch2 $major: a program that lists nothing" 'tests/test_c lists 0 GPU tests, but its sources have 1'
   new_build
   program test_a $major "$folder/three" 2
-  refused "Catch2 $major: a program that lists fewer" 'lists 2 GPU tests, and its sources have 3'
+  refused "Catch2 $major: a program that lists fewer" 'lists 2 GPU tests, but its sources have 3'
   new_build
   program test_a $major "$folder/three"
   program test_b $major "$folder/one"
   rm "$folder/build/tests/test_b"
-  refused "Catch2 $major: a program that is missing" 'tests/test_b is not built, and has 1 GPU tests'
+  refused "Catch2 $major: a program that is missing" 'tests/test_b is not built, but has 1 GPU tests'
   new_build
   program test_a $major "$folder/three"
   program test_b $major "$folder/fails"

@@ -15,7 +15,7 @@ namespace {
 /// The full cache, and configurations that cover all pairs of choices, also with protected tokens.
 std::vector<CacheConfig> sweep() {
   const CacheShape heads = cpu_tiny().config().heads();
-  auto configs = with_full_first(
+  auto configs = put_full_first(
       test::covering({.budgets = test::budgets_about(36, heads)}, &kCudaEvaluation, 300, heads));
   for (const CacheConfig& config :
        test::covering({.policies = {"h2o", "lru:sinks=2", "a2sf:recent=4", "window"},
@@ -75,14 +75,14 @@ TEST_CASE("In float32, the evaluation on a device gives every token the CPU's lo
   for (std::size_t s = 0; s < sequences.size(); ++s)
     for (std::size_t c = 0; c < configs.size(); ++c) {
       INFO(test::text_of(configs[c]) << " sequence " << s);
-      const double most = tolerance(configs[c]);
+      const double limit = tolerance(configs[c]);
       CHECK(ours[s][c].kv_bytes_peak == wanted[s][c].kv_bytes_peak);
       if (configs[c].policy.tier_plan.is_quantized()) {
         check_quantized(ours[s][c], wanted[s][c]);
         continue;
       }
-      CHECK(worst_difference(ours[s][c].nll, wanted[s][c].nll) <= most);
-      CHECK(worst_difference(ours[s][c].kl, wanted[s][c].kl) <= most);
+      CHECK(worst_difference(ours[s][c].nll, wanted[s][c].nll) <= limit);
+      CHECK(worst_difference(ours[s][c].kl, wanted[s][c].kl) <= limit);
     }
 }
 
@@ -127,11 +127,11 @@ TEST_CASE(
   // In bf16 near ties are common, so this test runs only the policies with their default modifiers.
   // The test in float32 runs all modifiers.
   std::vector<CacheConfig> configs =
-      with_full_first(test::covering({.modifiers = {"own"},
-                                      .budgets = {parse_budget("36"), parse_budget("70")},
-                                      .prefills = {Prefill{0}},
-                                      .positions = {Positions::original}},
-                                     &kCudaDecoder, 300, heads));
+      put_full_first(test::covering({.modifiers = {"own"},
+                                     .budgets = {parse_budget("36"), parse_budget("70")},
+                                     .prefills = {Prefill{0}},
+                                     .positions = {Positions::original}},
+                                    &kCudaDecoder, 300, heads));
   for (const char* policy : {"h2o:every=16", "lru:once", "window:every=5", "h2o:smooth=2:every=7",
                              "h2o:group=max", "h2o:scope=layer", "lru:scope=layer:every=6"})
     configs.push_back(config_of(policy, 24, Prefill{}, Positions::original));

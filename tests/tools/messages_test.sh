@@ -25,8 +25,15 @@ prints "budget all keeps every token, so no policy evicted anything" all.out
 silent_of "layer error" all.out
 refused "the run has no budget at which a policy evicts" "$kvlab" deploy all --budget all --out policy.json
 refused "the run has no budget at which a policy evicts" "$kvlab" report all --out page.html
-refused "the run has no budget at which a policy evicts" "$kvlab" allocate all --budget 10% --out budgets.json
-refused "the run has no budget at which a policy evicts" "$kvlab" allocate full --budget 10% --out budgets.json
+refused "the run has no budget at which a policy evicts" "$kvlab" plan all --by head --budget 10% --out budgets.json
+refused "the run has no budget at which a policy evicts" "$kvlab" plan full --by head --budget 10% --out budgets.json
+refused "--formats: --by head plans budgets from the run, not formats; leave it out" "$kvlab" plan full --by head \
+  --budget 10% --formats 8,4 --out budgets.json
+refused "--run: it is for --by head, and formats by layer need --trace TRACE; leave it out" "$kvlab" plan full \
+  --budget 4bits --out plan.json
+refused "--by: 'kv' should be layer or head" "$kvlab" plan full --by kv --budget 10% --out budgets.json
+refused "budget: '4bits' should be a whole number of tokens" "$kvlab" plan full --by head --budget 4bits --out budgets.json
+refused "--budget: '10%' should be a mean per element" "$kvlab" plan --trace "$trace" --budget 10% --out plan.json
 "$kvlab" compare all all >all.out
 prints "budget all keeps every token, so no policy evicted anything" all.out
 "$kvlab" compare full full >full.out
@@ -70,6 +77,18 @@ refused "exceed the budget of 20 tokens" "$kvlab" replay --trace "$trace" --poli
 prints "left out at budget 5%: policy snapkv" pairs.err
 prints "h2o" eval.out
 silent_of "snapkv" eval.out
+# Drafts.
+"$kvlab" eval --model "$tiny" --text "$text" --window 200 --policy h2o,sink --budget 40 --draft 3 --out drafts >drafts.out 2>/dev/null
+prints "at depth 1 to 3" drafts.out
+prints "tokens: expected tokens that one verification yields, at most 4" drafts.out
+grep -q '"acceptance_by_depth": \[' drafts/eval.json || fail "eval.json should have acceptance_by_depth"
+"$kvlab" report drafts --out drafts.html >/dev/null || fail "an evaluation of drafts makes no page"
+for wrong in "--no-full" "--by-tokens" "--queries all"; do
+  refused "--draft" "$kvlab" eval --model "$tiny" --text "$text" --policy h2o --budget 40 --draft 3 $wrong
+done
+refused "--draft: requires --policy" "$kvlab" eval --model "$tiny" --text "$text" --draft 3
+refused "fewer than --draft 50; give a longer text or a smaller --draft" \
+  "$kvlab" eval --model "$tiny" --text "$text" --window 64 --policy h2o --budget 40 --draft 50
 refused "exceed the budget of 20 tokens" "$kvlab" eval --model "$tiny" --text "$text" --window 400 --policy snapkv --budget 5%
 for budget in 20 5%; do # the number of tokens of 5% is not known before the prompt
   "$kvlab" verify --model "$tiny" --prompt-file "$text" --max-new-tokens 3 --policy h2o,snapkv --budget $budget --skip-logits \
@@ -130,7 +149,7 @@ refused "--budget 'pyramid(20%)'" "$kvlab" replay --trace "$trace" --policy pyra
 refused "--budget 'ada(20%)'" "$kvlab" replay --trace "$trace" --policy adakv --budget 64 --out other
 refused "for this share write 10%" "$kvlab" replay --trace "$trace" --policy h2o --budget 0.1 --out other
 refused "no/such/run: there is no such directory" "$kvlab" report no/such/run --budget 10% --out page.html
-refused 'task: "passky" should be passkey, needle or recall; did you mean passkey?' \
+refused 'task: "passky" should be passkey, needle, recall or ruler; did you mean passkey?' \
   "$kvlab" task passky --model "$tiny" --policy h2o --budget 64
 : >model.gguf
 refused "gguf_to_checkpoint.py" "$kvlab" generate --model model.gguf --prompt hi

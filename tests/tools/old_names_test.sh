@@ -18,6 +18,17 @@ done
 [ "$(wc -l <warned)" -eq 4 ] || fail "warnings: $(cat warned)"
 refused "ladder" "$kvlab" report again --ladder 4 # report never had that option
 
+# The command allocate is a mode of plan now, with the same budgets.
+"$kvlab" capture --model "$source/engine/models/tiny" --prompt-file "$source/tools/demo/prompt.txt" --teacher-forced \
+  --prompt-tokens 60 --max-tokens 120 --device cpu --out new >/dev/null 2>&1
+"$kvlab" replay --trace new --policy h2o --budget 16,32,64 --out curves >/dev/null 2>&1
+"$kvlab" allocate curves --budget 40 --out before.json >said 2>warned || fail "the old command allocate: $(cat warned)"
+[ "$(cat warned)" = "kvlab: allocate is called plan --by head now; the next release will refuse allocate" ] ||
+  fail "warnings about allocate: $(cat warned)"
+"$kvlab" plan curves --by head --budget 40 --out now.json >said_now 2>warned || fail "plan --by head: $(cat warned)"
+[ ! -s warned ] && cmp before.json now.json || fail "the budgets of allocate differ, or a warning: $(cat warned)"
+"$kvlab" help allocate 2>/dev/null | grep -qF "Usage: kvlab plan" || fail "help allocate should describe plan"
+
 # The results of an old run are the same under the new names. Numbers may differ in their last digits, because sums may
 # be added in another order.
 same_results() { # OLD NEW

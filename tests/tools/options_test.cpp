@@ -35,7 +35,7 @@ void add_options(OptionTable& table, Given& given) {
 Given parse(const std::string& line) {
   static Given parsed;
   Command command{.name = "test",
-                  .prepare = prepared<Given>(add_options, nullptr, [](const Given& given) {
+                  .prepare = make_prepare<Given>(add_options, nullptr, [](const Given& given) {
                     parsed = given;
                     return 0;
                   })};
@@ -149,9 +149,10 @@ TEST_CASE("Each --tiers gives one tier plan, and auto gives several") {
 
 TEST_CASE("The option --centre applies to the plans of --tiers that quantize") {
   const auto caches = parse("--tiers 16 --tiers 4 --centre prompt").caches;
-  CHECK(with_tier_plans({"h2o"}, caches.tier_plans, caches.centre) ==
+  CHECK(apply_tier_plans({"h2o"}, caches.tier_plans, caches.centre) ==
         std::vector<std::string>{"h2o", "h2o:tiers=4:centre=prompt"});
-  CHECK_THROWS_WITH(parse("--tiers 4 --centre mean"), "centre: 'mean' should be none or prompt");
+  CHECK_THROWS_WITH(parse("--tiers 4 --centre mean"),
+                    "centre: 'mean' should be none, prompt or @FILE");
   CHECK_THROWS_WITH(parse("--centre prompt"),
                     "--centre: no plan of --tiers quantizes keys; add --tiers 4, or leave --centre "
                     "out");

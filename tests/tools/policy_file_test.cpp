@@ -4,6 +4,7 @@
 #include <array>
 
 #include "policies/executor.hpp"
+#include "sim/plan/centre_file.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -141,9 +142,39 @@ TEST_CASE("centred keys read back as they were written, and a wrong key is refus
   };
   json bad = written;
   bad["centre"] = "somewhere";
-  CHECK(refusal_of(bad).ends_with("centre: 'somewhere' should be none or prompt"));
+  CHECK(refusal_of(bad).ends_with("centre: 'somewhere' should be none, prompt or @FILE"));
   written.erase("tiers");
   CHECK(refusal_of(written).find("only in a tier plan") != std::string::npos);
+}
+
+TEST_CASE("a centre file is named relative to the policy file, so that both can be moved") {
+  const TemporaryFolder folder;
+  const std::filesystem::path before = folder / "before", after = folder / "after";
+  std::filesystem::create_directories(before / "centres");
+  const CentreConstants constants{2, 2, {{0, {1, 2, 3, 4}}, {1, {5, 6, 7, 8}}}};
+  write_centre_file(before / "centres" / "c.safetensors", constants);
+  PolicyFile file = h2o_file();
+  file.cache.positions = Positions::original;
+  file.cache.policy =
+      parse_policy("h2o:tiers=4:centre=@" + (before / "centres/c.safetensors").string());
+  write_policy_file(before / "policy.json", file);
+  json written = json::parse(read_bytes(before / "policy.json"));
+  CHECK(written["centre"] == "@centres/c.safetensors");
+  std::filesystem::rename(before, after);
+  const CentreSetting read = read_policy_file(after / "policy.json").cache.policy.centre;
+  REQUIRE(read.constants);
+  CHECK(read.constants->of(1, 1)[0] == 7);
+  CHECK(read.file == (after / "centres/c.safetensors").string());
+
+  const auto refusal_of = [&](const char* centre) {
+    written["centre"] = centre;
+    write_bytes(after / "bad.json", written.dump());
+    return error_of([&] { read_policy_file(after / "bad.json"); });
+  };
+  CHECK(
+      refusal_of("@/c.safetensors").ends_with("a path relative to this file's folder is expected"));
+  CHECK(refusal_of("@none.safetensors").find("after/none.safetensors: cannot open") !=
+        std::string::npos);
 }
 
 TEST_CASE("a tier plan reads back as it was written, and decoders run it") {

@@ -138,9 +138,9 @@ TEST_CASE("a policy.json has exactly the parameters of its policy") {
   CHECK(file.params_of(Names{"most", "keep"}, false) == std::vector{3.0, 0.5});
   for (const Names& names : {Names{}, Names{"keep"}, Names{"keep", "least"}})
     CHECK_THAT(error_of([&] { file.params_of(names, false); }),
-               ContainsSubstring("policy.json: params: exactly the"));
+               ContainsSubstring("policy.json: params: should have exactly the"));
   CHECK_THAT(error_of([&] {
                file.params_of(Names{"keep", "most"}, true);
              }),
-             ContainsSubstring("exactly the 3 parameters of a2sf are expected: keep, most, name"));
+             ContainsSubstring("should have exactly the 3 parameters of a2sf: keep, most, name"));
 }

@@ -142,7 +142,8 @@ TEST_CASE("a compiled policy behaves like the registry's policy") {
 
 TEST_CASE("two texts with the same struct name can be used together") {
   const auto lowest = compiled(peak_text());
-  const auto highest = compiled(replaced(peak_text(), "return slot.most;", "return ~slot.most;"));
+  const auto highest =
+      compiled(replaced(peak_text(), "return slot.max_mass;", "return ~slot.max_mass;"));
   const auto live = [](const auto& entry) {
     return kept(parse_policy("peak:recent=4", {}, entry));
   };
@@ -160,7 +161,8 @@ TEST_CASE("parameters of a compiled policy are checked like any other's") {
 TEST_CASE("a header's ranks are integers or doubles, as its return type says") {
   const std::string real = replaced(peak_text(), "std::uint64_t rank", "double rank");
   CHECK(compiled(peak_text())->rank_type == RankType::whole);
-  const auto entry = compiled(replaced(real, "return slot.most;", "return -1.0 * slot.most;"));
+  const auto entry =
+      compiled(replaced(real, "return slot.max_mass;", "return -1.0 * slot.max_mass;"));
   CHECK(entry->rank_type == RankType::real);
   LiveSet live(parse_policy("peak", {}, entry), kNoBudget, {});
   live.append(0, 2);
@@ -171,7 +173,7 @@ TEST_CASE("a header's ranks are integers or doubles, as its return type says") {
 TEST_CASE("an error is reported at the header's line") {
   const std::string broken = compile_error(replaced(peak_text(), "= seen.mass >", "= sen.mass >"));
   CHECK(broken.starts_with("my.hpp: does not compile\n"));
-  CHECK_THAT(broken, ContainsSubstring("\nmy.hpp:32:17: error: "));
+  CHECK_THAT(broken, ContainsSubstring("\nmy.hpp:32:21: error: "));
   CHECK_THAT(broken, !ContainsSubstring("policies/"));
   CHECK_THAT(broken, !ContainsSubstring("entry.cpp"));
 }
@@ -218,11 +220,11 @@ TEST_CASE("a policy's error is shown without the errors that follow from it") {
 TEST_CASE("functions of the math library are refused by name") {
   const auto refused = [](const std::string& call) {
     return compile_error("#include <cmath>\n" +
-                         replaced(peak_text(), "return slot.most;", "return " + call + ";"));
+                         replaced(peak_text(), "return slot.max_mass;", "return " + call + ";"));
   };
-  CHECK_THAT(refused("std::exp(-1.0 * double(slot.most))"),
+  CHECK_THAT(refused("std::exp(-1.0 * double(slot.max_mass))"),
              ContainsSubstring("\nmy.hpp:16: error: calls exp; a policy may not call"));
-  CHECK_THAT(refused("std::log(1.0f + float(slot.most))"), ContainsSubstring(": calls logf; "));
+  CHECK_THAT(refused("std::log(1.0f + float(slot.max_mass))"), ContainsSubstring(": calls logf; "));
 }
 
 TEST_CASE("names that kvlab uses are refused") {

@@ -91,7 +91,7 @@ refused_or_afresh() {
   refused "cannot write" limited 1 small
   grep -q '^kvlab replay: small[:/]' err.txt || fail "the error should begin with the path of the run: $(cat err.txt)"
   [ ! -e small ] && [ ! -e small.part ] || fail "a replay without a finished unit left files"
-  refused "small/results.csv: cannot write" limited 256 small
+  refused "small/results.csv: cannot write" limited 320 small
   grep -qF "kept in small.part" err.txt || fail "the error does not say what is kept: $(cat err.txt)"
   replay small >/dev/null 2>&1
   same small
@@ -138,8 +138,8 @@ several_processes() {
   start blocked --threads 1 >/dev/null 2>&1 &
   kill_at blocked 1 $!
   mkdir blocked.part/trace1-unit7.unit
-  refused "blocked/trace1-unit7.unit: is not a regular file" spread 3 blocked --threads 1
-  [ "$(grep -c 'is not a regular file' err.txt)" -eq 1 ] || fail "the error should be printed once: $(cat err.txt)"
+  refused "blocked/trace1-unit7.unit: exists and is not a regular file" spread 3 blocked --threads 1
+  [ "$(grep -c 'exists and is not a regular file' err.txt)" -eq 1 ] || fail "the error should be printed once: $(cat err.txt)"
   rmdir blocked.part/trace1-unit7.unit
   spread 3 blocked >/dev/null 2>&1
   same blocked

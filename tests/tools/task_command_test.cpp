@@ -32,7 +32,7 @@ TEST_CASE("A run writes a row per metric, a row per answer, and the questions") 
   CsvReader reader(answers);
   std::size_t rows = 0;
   while (const auto fields = reader.next()) {
-    CHECK(fields->size() == 15);
+    CHECK(fields->size() == 16);
     if (rows++ == 0) continue;
     CHECK((*fields)[0] == "needle:keys=4:values=1");
     CHECK((*fields)[7] == "query-agnostic");
@@ -46,6 +46,21 @@ TEST_CASE("A run writes a row per metric, a row per answer, and the questions") 
   CHECK(about.at("samples") == 2);
   CHECK(about.at("chat") == "none");
   CHECK_THROWS_AS(call("task recall --model " + kTiny + " --out " + out), std::runtime_error);
+}
+
+TEST_CASE("A run of RULER's tasks has rows for each task and for all of them") {
+  const test::TemporaryFolder folder;
+  const std::string out = (folder / "run").string();
+  CHECK(call("task ruler --tasks niah_single_1,vt --length 900 --samples 1 --policy window "
+             "--budget 64 --beyond-context --device cpu --model " +
+             kTiny + " --out " + out) == 0);
+  const std::string metrics = read_text_file(out + "/task.csv", 1 << 20);
+  for (const char* task : {"ruler", "niah_single_1", "vt"})
+    CHECK(metrics.find(std::string("\n") + task + ",window,") != std::string::npos);
+  CHECK(metrics.find(",900,all,string_match,") != std::string::npos);
+  const auto about = parse_json(read_text_file(out + "/task.json", 1 << 20), "task.json");
+  CHECK(about.at("tasks").size() == 2);
+  CHECK(call("report " + out + " --out " + (folder / "page").string()) == 0);
 }
 
 TEST_CASE("The questions of a run are captured into a new folder") {
@@ -104,7 +119,7 @@ TEST_CASE("Folders for tables and for traces must not contain each other") {
 TEST_CASE("Errors name what is wrong and what is expected") {
   for (const auto& [words, says] : std::vector<std::pair<std::string, std::string>>{
            {"", "--task: missing; "},
-           {"pass --model " + kTiny, "task: \"pass\" should be passkey, needle or recall"},
+           {"pass --model " + kTiny, "task: \"pass\" should be passkey, needle, recall or ruler"},
            {"passkey --words 250,x",
             "--words: \"x\" should be a list such as 250,500,1000, each between 0 and 1000000"},
            {"passkey --words 0", "--words: 0 should be a whole number, at least 1"},
@@ -115,6 +130,12 @@ TEST_CASE("Errors name what is wrong and what is expected") {
            {"passkey --keys 2", "--keys: is for kvlab task needle; leave it out"},
            {"needle --reassigned", "--reassigned: is for kvlab task recall; leave it out"},
            {"needle --kind many", "--kind: \"many\" should be single, multi-key or multi-value"},
+           {"passkey --length 900", "--length: is for kvlab task ruler; leave it out"},
+           {"ruler --words 9", "--words: task ruler takes a length in tokens; give --length"},
+           {"ruler --depth 0%", "--depth: RULER's tasks define it themselves; leave it out"},
+           {"ruler --tasks vt,qa_1", "--tasks: \"qa_1\" should be one of niah_single_1, "},
+           {"ruler --length 1.5", "--length: 1.5 should be a whole number, at least 1"},
+           {"ruler --seed 4294967296 --model " + kTiny, "--seed: 4294967296 is above "},
            {"passkey", "--model: missing; "},
            {"passkey --budget 64 --model " + kTiny, "--budget: "},
            {"recall --text f --model " + kTiny,

@@ -50,8 +50,8 @@ TEST_CASE("The standard tier plans include 16 bits, and each can be parsed") {
 }
 
 TEST_CASE("Parameters are tried around their defaults, within their range") {
-  const auto near = [](double standard, double least, double most) {
-    return parameter_values(standard, least, most);
+  const auto near = [](double standard, double min_value, double max_value) {
+    return parameter_values(standard, min_value, max_value);
   };
   const auto decay = near(0.99, 0, 1);
   REQUIRE(decay.size() == 3);
@@ -129,7 +129,7 @@ TEST_CASE("Successive halving continues if more text may make the rest significa
   };
   const HalvingInput field{.configurations = 8, .lengths = std::vector<std::uint64_t>(8, 1024)};
   const Halving halving = successive_halving(field, run);
-  CHECK_FALSE(halving.rounds.front().entries[1].behind.significantly_different());
+  CHECK_FALSE(halving.rounds.front().entries[1].from_lowest.significantly_different());
   CHECK(halving.rounds.size() > 1);
   CHECK(halving.end != HalvingEnd::alike);
 
@@ -170,8 +170,8 @@ TEST_CASE("Configurations dropped by the work limit are not called significantly
   CHECK(halving.limited);
   std::size_t spared = 0, next = 0;
   for (const HalvingEntry& entry : halving.rounds[0].entries) {
-    spared += entry.fate == HalvingFate::dropped;
-    next += entry.fate == HalvingFate::stays;
+    spared += entry.status == HalvingStatus::dropped;
+    next += entry.status == HalvingStatus::stays;
   }
   CHECK(spared > 0);
   CHECK(next == halving.rounds[1].entries.size());
@@ -220,7 +220,8 @@ TEST_CASE("Tuning the bundled model gives a policy file with its evidence") {
   CHECK((*JsonValue(read.run)).at("rounds").size() == tuning.halving.rounds.size());
   CHECK(read.run["criteria"]["deployed"] == read.cache.policy.text());
   CHECK(read.run["layers"] == "all");
-  const auto page = tune_page(folder / "policy.json").data;
+  const std::string path = (folder / "policy.json").string();
+  const auto page = tune_page(parse_json(read_text_file(path, 1 << 20), path), path).data;
   CHECK(page["facts"]["criteria"]["distribution"].is_string());
   CHECK(page["facts"]["criteria"]["evaluated"].size() == 1);
   CHECK(page["facts"]["rounds"].size() == tuning.halving.rounds.size());

@@ -60,7 +60,7 @@ class Wheels(unittest.TestCase):
         for name in set(FILES) - optional:
             self.assertEqual(len(self.faults(without=name)), 1, name)
         self.assertEqual(self.faults(without=optional.pop()), [])
-        self.assertIn("there is no command kvlab", self.faults(command=""))
+        self.assertIn("the wheel does not install the command kvlab", self.faults(command=""))
 
     def test_numpy_is_the_only_dependency(self):
         self.assertEqual(self.faults(requires=[*NUMPY, "Requires-Dist: pandas"]), ["it requires numpy, pandas"])
@@ -78,7 +78,7 @@ class Wheels(unittest.TestCase):
         self.assertEqual(self.faults(platform="manylinux_2_34", library=PLAIN), [])
         faults = self.faults(platform="manylinux_2_34", library=NEEDY)
         self.assertEqual(len(faults), 1)
-        self.assertRegex(faults[0], r"kvlab/_kvlab.abi3.so needs libffi.so.8, which the wheel does not have")
+        self.assertRegex(faults[0], r"kvlab/_kvlab.abi3.so needs libffi.so.8, which the wheel does not contain")
 
     def test_the_exit_code_is_0_only_if_the_wheel_passed(self):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as errors:
@@ -89,7 +89,7 @@ class Wheels(unittest.TestCase):
                 with contextlib.redirect_stdout(io.StringIO()) as output:
                     self.assertEqual(check_wheel.main(), 1)
         self.assertIn("refused", output.getvalue())
-        self.assertIn("there is no kvlab/py", errors.getvalue())
+        self.assertIn("the wheel does not contain kvlab/py", errors.getvalue())
 
 
 if __name__ == "__main__":

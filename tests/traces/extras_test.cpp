@@ -73,13 +73,14 @@ TEST_CASE("Residual norms, the sketch and passages read back as they were writte
   for (std::uint32_t t = 0; t < kTokens; ++t) REQUIRE(norms[t] == static_cast<float>(t + 1));
 
   const ModelShape& shape = trace.shape();
-  const std::size_t of_layer = std::size_t{shape.query_heads} * shape.head_size * kSketchColumns,
-                    of_head = of_layer / shape.kv_heads;
+  const std::size_t layer_values =
+                        std::size_t{shape.query_heads} * shape.head_size * kSketchColumns,
+                    head_values = layer_values / shape.kv_heads;
   const auto all = trace.sketch(1, 1, kSketchColumns), half = trace.sketch(1, 1, 32);
-  REQUIRE(all.size() == of_head);
-  for (std::size_t i = 0; i < of_head; ++i)
-    REQUIRE(all[i] ==
-            round_to(Dtype::bf16, static_cast<float>(sketch_normal(7, of_layer + of_head + i))));
+  REQUIRE(all.size() == head_values);
+  for (std::size_t i = 0; i < head_values; ++i)
+    REQUIRE(all[i] == round_to(Dtype::bf16, static_cast<float>(
+                                                sketch_normal(7, layer_values + head_values + i))));
   CHECK(half[32 + 3] == std::sqrt(2.0f) * all[64 + 3]);
 }
 
@@ -130,7 +131,7 @@ TEST_CASE("Damaged extras are refused by name") {
   CHECK_THAT(error_with([](json& m) { m["extras"]["novel"] = json::object(); }),
              ContainsSubstring("novel"));
   CHECK_THAT(error_with([](json& m) { m["extras"]["sketch"]["seed"] = 8; }),
-             ContainsSubstring("its seed is not 8"));
+             ContainsSubstring("its seed differs from 8"));
   CHECK_THAT(error_with([](json& m) { m["extras"].erase("residual_norm2"); }),
              ContainsSubstring("residual_norm2"));
   CHECK_THAT(error_with([](json& m) { m["format"] = 1; }), ContainsSubstring("extras"));
@@ -140,7 +141,7 @@ TEST_CASE("Damaged extras are refused by name") {
   bytes[bytes.size() - 100] ^= 1;
   write_bytes(path / "output.safetensors", bytes);
   CHECK_THAT(error_of([&] { open_verified_trace(path, 1); }),
-             ContainsSubstring("output.safetensors: damaged"));
+             ContainsSubstring("output.safetensors: is damaged"));
   ModelShape other = two_shards().header.shape;
   other.head_size = 4;
   write_sketch(path, other, sketch_of(other));
@@ -179,7 +180,7 @@ TEST_CASE("Gradients read back as they were written, times their scale") {
   const std::size_t stride = size + 5;
   std::vector<float> rows(positions.size() * stride, -1);
   trace.gradient(1, 2, 1, positions, rows.data(), stride);
-  const std::size_t of_first = std::size_t{shape.layers} * 3 * heads * 1024 * size;
+  const std::size_t first_shard_values = std::size_t{shape.layers} * 3 * heads * 1024 * size;
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const std::size_t token = positions[i / stride], in_file = token % 1024, d = i % stride;
     if (d >= size) {
@@ -189,7 +190,8 @@ TEST_CASE("Gradients read back as they were written, times their scale") {
     const bool late = token >= 1024;
     const std::size_t tokens = late ? kTokens - 1024 : 1024,
                       head = (std::size_t{1} * 3 + 1) * heads + 2,
-                      element = (late ? of_first : 0) + (head * tokens + in_file) * size + d;
+                      element =
+                          (late ? first_shard_values : 0) + (head * tokens + in_file) * size + d;
     CHECK(rows[i] == static_cast<float>(element) * (late ? 0.5f : 0.25f));
   }
   CHECK_THROWS(trace.gradient(0, 0, 3, positions, rows.data(), stride));
@@ -231,7 +233,7 @@ TEST_CASE("Damaged gradients are refused by name") {
              ContainsSubstring("extras: grad: \"span\" is \"prompt\""));
   CHECK_THAT(error_with([](json& g) { g["novel"] = 1; }), ContainsSubstring("novel"));
   CHECK_THAT(error_with([](json& g) { g["files"].erase(1); }),
-             ContainsSubstring("1 files listed; 1100 tokens take 2"));
+             ContainsSubstring("lists 1 files, but 1100 tokens need 2"));
   CHECK_THAT(error_with([](json& g) { g["files"][1]["file"] = "../grad"; }),
              ContainsSubstring("grad-00001.safetensors is expected"));
   CHECK_THAT(error_with([](json& g) { g["files"][1]["tokens"] = 75; }),
@@ -244,7 +246,7 @@ TEST_CASE("Damaged gradients are refused by name") {
   bytes[bytes.size() / 2] ^= 1;
   write_bytes(path / "grad-00000.safetensors", bytes);
   CHECK_THAT(error_of([&] { open_verified_trace(path, 1); }),
-             ContainsSubstring("grad-00000.safetensors: damaged"));
+             ContainsSubstring("grad-00000.safetensors: is damaged"));
   std::filesystem::remove(path / "grad-00000.safetensors");
   CHECK_THAT(opened(), ContainsSubstring("grad-00000.safetensors"));
 }
@@ -296,10 +298,10 @@ TEST_CASE("A scale that could make a finite gradient infinite is refused by name
     CHECK(error_of_scale(dtype, 1).empty());
   }
   const float beyond = std::numeric_limits<float>::max() / 65504,
-              most = std::nextafter(beyond, 0.0f);
-  CHECK(std::isfinite(most * 65504));
+              max_scale = std::nextafter(beyond, 0.0f);
+  CHECK(std::isfinite(max_scale * 65504));
   CHECK_FALSE(std::isfinite(beyond * 65504));
-  CHECK(error_of_scale(Dtype::f16, most).empty());
+  CHECK(error_of_scale(Dtype::f16, max_scale).empty());
   CHECK_THAT(error_of_scale(Dtype::f16, beyond), refused("5."));
   CHECK_THAT(error_of_scale(Dtype::bf16, 2),
              refused("2; a positive number up to 1 is expected for gradients in bfl"));
@@ -367,7 +369,7 @@ TEST_CASE("A feature that is missing, has another shape or is not finite is name
   damaged.replace(bytes.size() - 8, 4, std::string(reinterpret_cast<const char*>(&nan), 4));
   write_bytes(file, damaged);
   CHECK_THAT(error_of([&] { open_verified_trace(path, 1); }),
-             ContainsSubstring("column-score.safetensors: damaged"));
+             ContainsSubstring("column-score.safetensors: is damaged"));
   json renewed = json::parse(manifest);
   renewed["extras"]["columns"][0]["xxh3"] = xxh3_hex(damaged);
   write_bytes(path / "manifest.json", renewed.dump());

@@ -26,7 +26,7 @@ TEST_CASE("Well-formed JSON is parsed") {
 TEST_CASE("Broken JSON is refused with the file and the byte offset") {
   for (const char* text : {"", "{", "[1,]", "{\"a\" 1}", "nul", "[1] 2", "\"\xff\"", "[1e999]"}) {
     INFO(text);
-    CHECK(parse_error(text).starts_with("file.json: not valid JSON from byte "));
+    CHECK(parse_error(text).starts_with("file.json: is not valid JSON from byte "));
   }
 }
 
@@ -38,15 +38,15 @@ TEST_CASE("Numbers that Python writes but JSON does not allow are named") {
           std::string::npos);
     CHECK(error.find("is not JSON (Python writes it)") != std::string::npos);
   }
-  CHECK(parse_error("[Inf]").starts_with("file.json: not valid JSON from byte "));
+  CHECK(parse_error("[Inf]").starts_with("file.json: is not valid JSON from byte "));
 }
 
 TEST_CASE("A NUL does not end a text, so the rest of the text is not ignored") {
   using namespace std::string_view_literals;
-  CHECK(parse_error("{}\0"sv) == "file.json: not valid JSON, because byte 2 is NUL");
-  CHECK(parse_error("{}\0 rubbish"sv) == "file.json: not valid JSON, because byte 2 is NUL");
+  CHECK(parse_error("{}\0"sv) == "file.json: is not valid JSON, because byte 2 is NUL");
+  CHECK(parse_error("{}\0 rubbish"sv) == "file.json: is not valid JSON, because byte 2 is NUL");
   CHECK(parse_error("{\"a\0\": 1}"sv)
-            .starts_with("file.json: not valid JSON, because byte 3 is NUL"));
+            .starts_with("file.json: is not valid JSON, because byte 3 is NUL"));
 }
 
 TEST_CASE("Terminal control characters are refused in names, and shown escaped") {

@@ -2,6 +2,7 @@
 #include "traces/base/numeric/quantize.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <random>
 #include <vector>
@@ -38,10 +39,10 @@ std::vector<float> hadamard_matrix_times(std::vector<float> x) {
 std::vector<float> naive_quantized(const std::vector<float>& row, int bits) {
   std::vector<float> result;
   for (std::size_t b = 0; b < row.size(); b += 32) {
-    const auto [least, most] = std::minmax_element(row.begin() + b, row.begin() + b + 32);
-    const float mn = f16_to_float(float_to_f16(*least));
+    const auto [lowest, highest] = std::minmax_element(row.begin() + b, row.begin() + b + 32);
+    const float mn = f16_to_float(float_to_f16(*lowest));
     const int levels = (1 << bits) - 1;
-    std::uint16_t s16 = float_to_f16((*most - *least) / static_cast<float>(levels));
+    std::uint16_t s16 = float_to_f16((*highest - *lowest) / static_cast<float>(levels));
     if (s16 == 0) s16 = 1;
     const float s = f16_to_float(s16);
     for (std::size_t i = b; i < b + 32; ++i) {
@@ -119,6 +120,21 @@ TEST_CASE("GGML's formats round as llama.cpp does, in an example") {
   quantize_ggml(bytes, 8);  // halves are rounded away from zero
   CHECK(bytes[0] == 1);
   CHECK(bytes[7] == -127);
+}
+
+TEST_CASE("the orthonormal rotation is that of the Hadamard matrix, and undoes itself") {
+  std::vector<float> row(192);
+  for (std::size_t i = 0; i < row.size(); ++i) row[i] = static_cast<float>(i * i % 23) - 11;
+  std::vector<float> rotated = row;
+  hadamard_rotate_orthonormal(rotated, 64);
+  for (std::size_t i = 0; i < row.size(); ++i) {
+    double sum = 0;
+    for (std::size_t j = 0; j < 64; ++j)
+      sum += (std::popcount(i % 64 & j) % 2 == 0 ? 1 : -1) * row[i / 64 * 64 + j];
+    CHECK(rotated[i] == sum / 8);
+  }
+  hadamard_rotate_orthonormal(rotated, 64);
+  CHECK(rotated == row);
 }
 
 TEST_CASE("nvfp4 keeps one bit after the leading one, in blocks of 16 with an e4m3 scale") {

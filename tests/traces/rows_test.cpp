@@ -211,7 +211,7 @@ TEST_CASE("Tables and sinks that do not match the row specs are refused") {
         for (auto& row : h.rows) row.rope.inv_freq.resize(5);
       },
       "at most 4, half the head size, are expected");
-  refused([](TraceHeader& h) { h.rows[0].rope.inv_freq[1] = -1; }, "inv_freq holds -1");
+  refused([](TraceHeader& h) { h.rows[0].rope.inv_freq[1] = -1; }, "inv_freq contains -1");
   refused([](TraceHeader& h) { h.rows[0].rope.factor = 0; }, "rope_factor is 0");
   refused([](TraceHeader& h) { h.rows[1].sinks.resize(5); }, "layers.7.sink");
   refused([](TraceHeader& h) { h.rows[1].sinks[1] = NAN; }, "layer 7: a sink is nan");

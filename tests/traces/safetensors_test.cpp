@@ -24,7 +24,7 @@ std::string length_bytes(std::uint64_t length) {
 }
 
 /// A file with this header and `data_bytes` zero bytes of data.
-std::string crafted(const std::string& header, std::size_t data_bytes) {
+std::string craft(const std::string& header, std::size_t data_bytes) {
   return length_bytes(header.size()) + header + std::string(data_bytes, '\0');
 }
 
@@ -41,7 +41,7 @@ std::string open_error(const std::string& bytes) {
 }
 
 std::string open_error(const std::string& header, std::size_t data_bytes) {
-  return open_error(crafted(header, data_bytes));
+  return open_error(craft(header, data_bytes));
 }
 
 template <class T>
@@ -97,12 +97,12 @@ TEST_CASE("A file with a valid header opens") {
 
 TEST_CASE("A header longer than the file or than the limit is refused") {
   CHECK_THAT(open_error(length_bytes(3) + "{}"),
-             ContainsSubstring("header of 3 bytes, but only 2 follow"));
+             ContainsSubstring("the header has 3 bytes, but only 2 follow"));
   CHECK_THAT(open_error(length_bytes(100'000'001) + "{}"), ContainsSubstring("at most 100000000"));
   CHECK_THAT(open_error(length_bytes(~std::uint64_t{0}) + "{}"),
              ContainsSubstring("at most 100000000"));
   CHECK_THAT(open_error(length_bytes(0)), ContainsSubstring("not valid JSON from byte"));
-  CHECK_THAT(open_error(""), ContainsSubstring("0 bytes long; a safetensors file begins"));
+  CHECK_THAT(open_error(""), ContainsSubstring("is 0 bytes long, but a safetensors file begins"));
 }
 
 TEST_CASE("A header that is not a JSON object of tensors is refused") {
@@ -198,9 +198,9 @@ TEST_CASE("A missing file, a folder and a pipe are refused by name") {
   CHECK_THAT(error_of([&] { SafetensorsFile::open(folder / "none"); }),
              ContainsSubstring("none: cannot open: No such file or directory"));
   CHECK_THAT(error_of([&] { SafetensorsFile::open(folder.path()); }),
-             ContainsSubstring("not a file"));
+             ContainsSubstring("is not a regular file"));
   CHECK_THAT(error_of([&] { SafetensorsFile::open("/dev/null"); }),
-             ContainsSubstring("not a file"));
+             ContainsSubstring("is not a regular file"));
 }
 
 TEST_CASE("A text file longer than the limit is refused") {
@@ -208,7 +208,7 @@ TEST_CASE("A text file longer than the limit is refused") {
   write_file_atomically(folder / "t", "12345");
   CHECK(read_text_file(folder / "t", 5) == "12345");
   CHECK_THAT(error_of([&] { read_text_file(folder / "t", 4); }),
-             ContainsSubstring("5 bytes long; at most 4"));
+             ContainsSubstring("is 5 bytes long, but at most 4"));
 }
 
 TEST_CASE("An abandoned file leaves neither itself nor a .part, and an older file stays") {

@@ -85,7 +85,7 @@ TEST_CASE("A later format is refused with a message that says so, whatever else 
     m = {{"format", 4}, {"novel", 1}};
   }),
              ContainsSubstring(
-                 "has trace format 4, and this kvlab reads formats up to 3; use a newer kvlab"));
+                 "has trace format 4, but this kvlab reads formats up to 3; use a newer kvlab"));
 }
 
 TEST_CASE("A manifest with a key that is missing, unknown or out of range is refused") {
@@ -123,8 +123,8 @@ TEST_CASE("A manifest with a key that is missing, unknown or out of range is ref
   CHECK_THAT(error_if([](json& m) { m["segments"][1]["start"] = 899; }),
              ContainsSubstring("\"start\""));
   CHECK_THAT(error_if([](json& m) { m["segments"].erase(1); }),
-             ContainsSubstring("segments cover 900 of 1100 tokens"));
-  CHECK_THAT(error_if([](json& m) { m["shards"].erase(1); }), ContainsSubstring("1 shards listed"));
+             ContainsSubstring("segments cover only 900 of 1100 tokens"));
+  CHECK_THAT(error_if([](json& m) { m["shards"].erase(1); }), ContainsSubstring("lists 1 shards"));
   CHECK_THAT(error_if([](json& m) { m["shards"][1]["first"] = 0; }),
              ContainsSubstring("\"first\""));
   CHECK_THAT(error_if([](json& m) { m["shards"][0]["tokens"] = 76; }),
@@ -143,7 +143,7 @@ TEST_CASE("A manifest truncated at any byte is refused") {
     INFO(size);
     CHECK_THAT(
         error_of([&] { parse_manifest(std::string_view(text).substr(0, size), "manifest.json"); }),
-        ContainsSubstring("manifest.json: not valid JSON from byte"));
+        ContainsSubstring("manifest.json: is not valid JSON from byte"));
   }
 }
 
@@ -166,7 +166,7 @@ TEST_CASE("A missing, truncated, swapped or foreign shard is refused by name") {
   write_bytes(second, read_bytes(first));
   write_bytes(first, whole);
   CHECK_THAT(trace.error(),
-             ContainsSubstring("shard-00000.safetensors: holds 76 tokens from 1024 on") &&
+             ContainsSubstring("shard-00000.safetensors: holds 76 tokens from position 1024 on") &&
                  ContainsSubstring("swapped"));
   write_bytes(first, read_bytes(second));
 
@@ -223,7 +223,7 @@ TEST_CASE("A shard with a tensor missing, misshapen or unknown is refused by nam
     CHECK_THAT(rewritten([&](Tensors&, Metadata& m) { m.erase(key); }),
                ContainsSubstring("key \"" + std::string(key) + "\" is missing"));
   CHECK_THAT(rewritten([&](Tensors&, Metadata& m) { m["first"] = "x"; }),
-             ContainsSubstring("__metadata__ first: not valid JSON"));
+             ContainsSubstring("__metadata__ first: is not valid JSON"));
 }
 
 TEST_CASE("Wrong ids, frequencies or scale are refused by name") {
@@ -241,12 +241,13 @@ TEST_CASE("Wrong ids, frequencies or scale are refused by name") {
   const auto& ids = two_shards().ids;
   CHECK(error_of_tokens(ids, {1, 0.1f}, 1, 1).empty());
   CHECK_THAT(error_of_tokens({1, 2}, {1}, 1, 1),
-             ContainsSubstring("2 ids; the trace has 1100 tokens"));
+             ContainsSubstring("2 ids, but the trace has 1100 tokens"));
   CHECK_THAT(error_of_tokens(std::vector<std::int32_t>(1100, -1), {1}, 1, 1),
              ContainsSubstring("a negative id"));
   CHECK_THAT(error_of_tokens(ids, std::vector<float>(5, 1.0f), 1, 1),
              ContainsSubstring("inv_freq has 5"));
-  CHECK_THAT(error_of_tokens(ids, {std::nanf("")}, 1, 1), ContainsSubstring("inv_freq holds nan"));
+  CHECK_THAT(error_of_tokens(ids, {std::nanf("")}, 1, 1),
+             ContainsSubstring("inv_freq contains nan"));
   CHECK_THAT(error_of_tokens(ids, {1}, -1, 1), ContainsSubstring("rope_factor is -1"));
   CHECK_THAT(error_of_tokens(ids, {1}, 1, 0), ContainsSubstring("softmax_scale is 0"));
   fs::remove(trace.file("tokens.safetensors"));

@@ -160,7 +160,7 @@ TEST_CASE("A flipped bit anywhere in a shard or in the ids is found and named") 
     const TraceCheck check = verify_trace(TraceReader::open(folder / "t"), 1);
     CHECK(!check.ok);
     REQUIRE(check.problems.size() == 1);
-    CHECK(check.problems[0].starts_with(std::string(name) + ": damaged: XXH3-64 is "));
+    CHECK(check.problems[0].starts_with(std::string(name) + ": is damaged: its XXH3-64 is "));
     CHECK_THAT(error_of([&] { open_verified_trace(folder / "t", 1); }),
                ContainsSubstring("fails verification: ") && ContainsSubstring(name));
     write_bytes(path, whole);

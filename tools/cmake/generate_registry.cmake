@@ -45,13 +45,13 @@ static_assert(check_registry(Registry{}));
 ]])
 endfunction()
 
-# kvlab_generate_device_policies(<registry.txt> <device_policies.cu>): writes kvlab::kernels::device_policies(), every
-# policy's kernels (kernels/evict/device_policy.hpp).
+# kvlab_generate_device_policies(<registry.txt> <device_policies.cu>): writes kvlab::kernels::device_policies(), the
+# kernels of every policy that the device supports (kernels/evict/device_policy.hpp).
 function(kvlab_generate_device_policies registry output)
   kvlab_read_registry(${registry} headers types)
   set(entries "")
   foreach(header type IN ZIP_LISTS headers types)
-    string(APPEND entries "      device_policy_of<${type}>(\"${header}\", \"${type}\"),\n")
+    string(APPEND entries "    add_device_policy<${type}>(all, \"${header}\", \"${type}\");\n")
   endforeach()
   file(CONFIGURE OUTPUT ${output} @ONLY CONTENT [[
 // Generated from the registry. Do not edit.
@@ -61,8 +61,10 @@ function(kvlab_generate_device_policies registry output)
 namespace kvlab::kernels {
 
 const std::vector<DevicePolicy>& device_policies() {
-  static const std::vector<DevicePolicy> list{
-@entries@  };
+  static const std::vector<DevicePolicy> list = [] {
+    std::vector<DevicePolicy> all;
+@entries@    return all;
+  }();
   return list;
 }
 

@@ -1,8 +1,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
+#include <filesystem>
 #include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
@@ -11,6 +11,7 @@
 #include "engine/bench.hpp"
 #include "engine/bench_limits.hpp"
 #include "engine/evaluation/device/layered_evaluation.hpp"
+#include "engine/evaluation/predict/decode_cost.hpp"
 #include "sim/bench/replay_cost.hpp"
 #include "tools/command.hpp"
 #include "tools/options.hpp"
@@ -27,7 +28,7 @@ using Cells = std::vector<std::string>;
 
 /// A number with about four digits and, if it is large, a suffix k, M, G or T. Other values as they
 /// are.
-std::string shortened(const ordered_json& value) {
+std::string shorten(const ordered_json& value) {
   if (!value.is_number()) return value.is_string() ? value.get<std::string>() : json_text(value);
   double number = value.get<double>();
   if (value.is_number_integer() && std::fabs(number) < 1e6) return json_text(value);
@@ -48,12 +49,12 @@ class Table {
     for (const auto& [name, value] : row.items()) {
       if (!value.is_array()) {
         names.push_back(name);
-        cells.push_back(shortened(value));
+        cells.push_back(shorten(value));
         continue;
       }
       for (const ordered_json& column : value) {
-        names.push_back(shortened(column.front()));
-        cells.push_back(shortened(column.back()));
+        names.push_back(shorten(column.front()));
+        cells.push_back(shorten(column.back()));
       }
     }
     if (names.size() > lines_.front().size()) lines_.front() = names;
@@ -87,7 +88,7 @@ void print_metrics(const ordered_json& metrics) {
       continue;
     }
     if (!value.is_array()) {
-      fmt::print("{:<26}{}\n", name, shortened(value));
+      fmt::print("{:<26}{}\n", name, shorten(value));
       continue;
     }
     fmt::print("{}\n", name);
@@ -151,7 +152,8 @@ ordered_json to_json(const ReplayCost& bench, const TraceReader& trace, unsigned
   return json;
 }
 
-constexpr std::int64_t kMaxTokens = 1 << 28, kMaxRows = 1 << 16, kMaxSlots = 1 << 20;
+constexpr std::int64_t kMaxTokens = 1 << 28, kMaxRows = 1 << 16, kMaxSlots = 1 << 20,
+                       kMaxPoolGib = 1 << 10;
 
 struct Request {
   std::vector<std::string> words;     ///< what to measure
@@ -162,6 +164,9 @@ struct Request {
   std::string capture;
   AttentionBenchOptions attention;
   CacheOptions caches;
+  // for `bench link`
+  std::uint32_t pool_gib = 4;
+  SelectionOptions selection;
   // for `bench replay`
   std::string trace;
   std::vector<std::string> sweeps;
@@ -178,8 +183,8 @@ void add_replay_options(OptionTable& table, Request& request) {
   table.text("trace", "TRACE", request.trace,
              "replay: the trace to replay (default: a synthetic one in the shape of Llama-3.1-8B)");
   table.list("sweep", "NAMES", request.sweeps,
-             "replay: the sweeps to time, by the names in its output (default: all); also `shelf` "
-             "(every policy) or a policy's name");
+             "replay: the sweeps to time: names that the output shows, `shelf` for every policy, "
+             "or the name of a policy (default: all sweeps)");
   table.whole("repeats", "N", {1, kMaxRepeats}, request.repeats,
               "replay: number of repetitions, each after one exact pass; the shortest times are "
               "reported");
@@ -236,13 +241,13 @@ BenchModel model_of(const Request& request) {
   return {.directory = request.model, .random_weights = request.random_weights};
 }
 
-std::uint32_t tokens_of(const Request& request, std::int64_t least) {
-  check_range("tokens", request.tokens, {least, kMaxTokens});
+std::uint32_t tokens_of(const Request& request, std::int64_t min_tokens) {
+  check_range("tokens", request.tokens, {min_tokens, kMaxTokens});
   return static_cast<std::uint32_t>(request.tokens);
 }
 
-std::uint32_t prompt_tokens_of(const Request& request, std::int64_t most) {
-  check_range("prompt-tokens", request.prompt_tokens, {1, most});
+std::uint32_t prompt_tokens_of(const Request& request, std::int64_t max_tokens) {
+  check_range("prompt-tokens", request.prompt_tokens, {1, max_tokens});
   return static_cast<std::uint32_t>(request.prompt_tokens);
 }
 
@@ -287,7 +292,7 @@ ordered_json stream(const Request& request) {
     if (config.budget.extent.is_share || config.budget.in_bytes || !config.budget.is_even() ||
         config.budget.all)
       throw std::invalid_argument(
-          "--budget: a share needs a length, and a stream has none; give tokens");
+          "--budget: a share needs a length, but a stream has none; give tokens");
     how.budgets.push_back(config.budget.resolve(0, 0));
   }
   return bench_stream(how);
@@ -320,14 +325,62 @@ ordered_json evict(const Request& request) {
 ordered_json attention(const Request& request) {
   AttentionBenchOptions how = request.attention;
   if (!request.caches.sweep.policies.empty()) how.policies = request.caches.sweep.policies;
-  how.policies = with_tier_plans(how.policies, request.caches.tier_plans, request.caches.centre);
+  how.policies = apply_tier_plans(how.policies, request.caches.tier_plans, request.caches.centre);
   return bench_attention(how);
+}
+
+/// The step of `bench link`: the model's bytes, and what its queries select.
+RefetchSetup refetch_setup(const Request& request) {
+  return {.context = request.context,
+          .selected = request.selection.selected,
+          .page = request.selection.page};
+}
+
+std::vector<LinkStep> link_steps(const Request& request, const DecodeCost& cost) {
+  const RefetchSetup setup = refetch_setup(request);
+  const auto batch = static_cast<std::uint32_t>(request.batch);
+  std::vector<LinkStep> steps;
+  for (const double fetch_rate : request.selection.fetch_rates)
+    steps.push_back({.layers = cost.full_layers(),
+                     .rows = static_cast<std::uint32_t>(
+                         std::lround(cost.fetched_rows(batch, setup, fetch_rate))),
+                     .row_bytes = cost.row_bytes(),
+                     .read_bytes = static_cast<std::uint64_t>(
+                         cost.refetch_read_bytes(batch, setup) / cost.full_layers())});
+  return steps;
+}
+
+/// Puts the times that `kvlab predict` would print beside the measured ones.
+void add_predictions(ordered_json& metrics, const Request& request, const ModelConfig& config) {
+  const DecodeCost cost(config, parse_link(nlohmann::json::parse(metrics.dump()), "bench link"));
+  const auto batch = static_cast<std::uint32_t>(request.batch);
+  for (std::size_t i = 0; i < request.selection.fetch_rates.size(); ++i) {
+    const double fetch_rate = request.selection.fetch_rates[i];
+    ordered_json& step = metrics["steps"][i];
+    const double measured = step["milliseconds"],
+                 predicted = 1e3 * cost.refetch(batch, refetch_setup(request), fetch_rate).serial();
+    step["fetch_rate"] = fetch_rate;
+    step["tokens_per_second"] = batch / (measured * 1e-3);
+    step["predicted_milliseconds"] = predicted;
+    step["measured_to_predicted"] = measured / predicted;
+  }
+}
+
+ordered_json link(const Request& request) {
+  LinkBenchOptions how{.pool_bytes = std::uint64_t{request.pool_gib} << 30, .steps = {}};
+  if (request.random_weights.empty()) return bench_link(how);
+  const ModelConfig config = read_model_config(
+      request.random_weights, std::filesystem::path(request.random_weights).stem());
+  how.steps = link_steps(request, DecodeCost(config, {}));
+  ordered_json metrics = bench_link(how);
+  add_predictions(metrics, request, config);
+  return metrics;
 }
 
 const std::map<std::string, ordered_json (*)(const Request&)>& benches() {
   static const std::map<std::string, ordered_json (*)(const Request&)> all{
       {"decode", decode},       {"prefill", prefill},     {"stream", stream}, {"evict", evict},
-      {"attention", attention}, {"replay", bench_replay}, {"eval", eval}};
+      {"attention", attention}, {"replay", bench_replay}, {"eval", eval},     {"link", link}};
   return all;
 }
 
@@ -336,44 +389,38 @@ void check(Request& request, const GivenOptions& given) {
   if (words.size() != 1 || !benches().contains(words[0]))
     throw std::invalid_argument(
         "what to measure is missing; give one of: decode, prefill, stream, evict, eval, attention, "
-        "replay");
+        "link, replay");
   if (words[0] != "replay" && given.has("device") && request.common.device == Device::cpu)
     throw std::invalid_argument("--device: bench measures the CUDA decoder; leave it out");
-}
-
-/// An option that takes a list of numbers from 1 to `most`.
-void add_numbers(OptionTable& table, const char* name, std::uint32_t most,
-                 std::vector<std::uint32_t>& target, std::string help) {
-  const auto parse = [name, most](const std::string& list) {
-    std::vector<std::uint32_t> numbers;
-    for (const std::string& text : list_entries(list)) {
-      std::uint32_t number = 0;
-      const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-      if (error != std::errc() || end != text.data() + text.size() || number < 1 || number > most)
-        throw std::invalid_argument(
-            fmt::format("--{}: '{}' should be a number from 1 to {}", name, text, most));
-      numbers.push_back(number);
-    }
-    return numbers;
-  };
-  table.parsed(name, "LIST", target, parse, std::move(help));
+  if (words[0] != "link")
+    given.refuse({"pool-gib", "selected", "page", "fetch-rate"}, "only bench link has it");
+  else if (request.random_weights.empty() != request.selection.fetch_rates.empty())
+    throw std::invalid_argument(
+        "--fetch-rate and --random-weights: bench link measures a step if both are given; give "
+        "both "
+        "or neither");
+  else if (!request.selection.fetch_rates.empty() && request.selection.selected >= request.context)
+    throw std::invalid_argument(fmt::format("--selected: {} should be less than --context {}",
+                                            request.selection.selected, request.context));
 }
 
 void add_options(OptionTable& table, Request& request) {
   constexpr Range kTokens{1, kMaxTokens};
-  table.texts("what", "decode|prefill|stream|evict|eval|attention|replay", Takes::one_word,
+  table.texts("what", "decode|prefill|stream|evict|eval|attention|link|replay", Takes::one_word,
               request.words, "what to measure");
   table.text("model", "DIR", request.model, "a checkpoint");
   table.text("random-weights", "CONFIG.json", request.random_weights,
-             "a model's config.json; its weights are random and made on the device: "
-             "engine/models/configs/*.json");
-  table.whole("batch", "N", {1, kMaxRows}, request.batch, "decode, evict: number of sequences");
-  table.whole("context", "N", kTokens, request.context,
-              "decode: number of tokens in each sequence at the start");
+             "a model's config.json, such as those in engine/models/configs; its weights are "
+             "random and are created on the device");
+  table.whole("batch", "N", {1, kMaxRows}, request.batch,
+              "decode, evict, link: number of sequences");
+  table.whole(
+      "context", "N", kTokens, request.context,
+      "decode: number of tokens in each sequence at the start; link: tokens of each sequence");
   table.whole("steps", "N", kTokens, request.steps, "decode: number of timed steps");
   table.text("capture", "TRACE", request.capture,
-             "decode: also time sampling with and without capture; the capture writes this new "
-             "trace");
+             "decode: also time the decoding of sampled tokens with and without a capture, which "
+             "writes this new trace");
   table.whole("tokens", "N", kAnyNumber, request.tokens,
               "prefill: tokens of the prompt; eval: tokens of the sequence");
   table.whole("chunk", "N", kTokens, request.chunk, "prefill: tokens of a chunk");
@@ -382,12 +429,15 @@ void add_options(OptionTable& table, Request& request) {
   table.whole("max-new-tokens", "N", kTokens, request.max_new_tokens,
               "evict: tokens to decode in each sequence");
   AttentionBenchOptions& attention = request.attention;
-  add_numbers(table, "head-size", 256, attention.head_sizes, "attention: 64, 96, 128, 256");
-  add_numbers(table, "group", 8, attention.groups,
-              "attention: query heads for each of the 8 KV heads");
-  add_numbers(table, "sequences", 1024, attention.batches, "attention: number of sequences");
+  add_numbers_option(table, "head-size", 256, attention.head_sizes, "attention: 64, 96, 128, 256");
+  add_numbers_option(table, "group", 8, attention.groups,
+                     "attention: query heads for each of the 8 KV heads");
+  add_numbers_option(table, "sequences", 1024, attention.batches, "attention: number of sequences");
   table.whole("slots", "N", {4, kMaxSlots}, attention.slots,
               "attention: live tokens of each sequence");
+  table.whole("pool-gib", "N", {1, kMaxPoolGib}, request.pool_gib,
+              "link: GiB of host memory over which rows are scattered");
+  add_selection_options(table, request.selection, "link, with --random-weights: ");
   add_cache_options(table, request.caches);
   add_replay_options(table, request);
   add_common_options(table, request.common, Device::cpu);
@@ -413,14 +463,15 @@ int run(const Request& request) {
 Command bench_command() {
   return {
       .name = "bench",
-      .summary = "times the CUDA decoder and replay beside the machine's limits",
+      .summary = "times the CUDA decoder, the host link and replay against hardware limits",
       .usage =
           "decode|prefill|stream|evict|eval --model DIR|--random-weights CONFIG.json [options]\n"
           "       kvlab bench attention [options]\n"
+          "       kvlab bench link [--random-weights CONFIG.json --fetch-rate LIST] [options]\n"
           "       kvlab bench replay [--trace TRACE] [options]",
       .example = "kvlab bench replay --trace traces/samples/tiny-story",
       .positional = "what",
-      .prepare = prepared(add_options, check, run)};
+      .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -37,7 +37,7 @@ struct Request {
 
 /// The end of an error message about a trace that an error left incomplete. "" if `out` has no
 /// shard or is a complete trace.
-std::string unfinished(const std::string& out) {
+std::string describe_unfinished(const std::string& out) {
   const std::filesystem::path folder = out;
   if (!std::filesystem::exists(folder / shard_name(0)) ||
       std::filesystem::exists(folder / kManifestFile))
@@ -67,7 +67,7 @@ void check(Request& request, const GivenOptions& given) {
   require_model(given, request.model, "--model DIR, the directory of a checkpoint");
   given.require("out", "--out TRACE, a new directory");
   const std::string& out = request.out;
-  if (const std::string left = unfinished(out); !left.empty())
+  if (const std::string left = describe_unfinished(out); !left.empty())
     throw std::runtime_error("--out: " + out + " exists" + left);
   if (!is_unbegun_trace(out)) refuse_existing(out, "--out");
   parse_prefill(request.prefill);
@@ -186,31 +186,31 @@ int run(const Request& request) {
   const Plan plan = plan_of(
       request, tokenizer, first_ids(request.prompt.name(), prompt, tokenizer, request.max_tokens));
 
-  const std::uint32_t most = max_tokens(plan.turns, plan.max_new_tokens);
+  const std::uint32_t total_tokens = max_tokens(plan.turns, plan.max_new_tokens);
   if (!request.beyond_context) refuse_beyond_context(config, prompt_tokens(plan));
 
   say_of_model(config, tokenizer, prompt);
-  if (const std::string warning = context_warning(config, most); !warning.empty())
+  if (const std::string warning = context_warning(config, total_tokens); !warning.empty())
     fmt::print(stderr, "kvlab capture: {}\n", warning);
 
   nlohmann::json how = record(request);
   how["first_token"] = first_token(tokenizer, prompt);
   TraceHeader header = backend->trace_header(how);
-  announce_traces("capture", header.shape, most, "into " + out);
+  announce_traces("capture", header.shape, total_tokens, "into " + out);
   header.passages = find_passages(request.passages, tokenizer, plan.turns.front());
   TraceWriter writer(out, std::move(header));
   writer.sketch(output_sketch(request.model, kSketchSeed, threads));
   const auto bar = progress_bar("capture");
   std::string text;
   try {
-    const auto decoder = backend->capturing_decoder(cache, most, writer, [&](std::uint32_t tokens) {
-      bar(static_cast<double>(tokens) / most);
-    });
+    const auto decoder = backend->capturing_decoder(
+        cache, total_tokens, writer,
+        [&](std::uint32_t tokens) { bar(static_cast<double>(tokens) / total_tokens); });
     text = run_plan(plan, *decoder, config, tokenizer, request.turns.sampling);
     decoder->flush();
     writer.finish();
   } catch (const std::runtime_error& error) {
-    throw std::runtime_error(error.what() + unfinished(out));
+    throw std::runtime_error(error.what() + describe_unfinished(out));
   }
   bar(1.0);
   if (const std::string warning = key_quantization_warning(TraceReader::open(out));
@@ -238,7 +238,7 @@ Command capture_command() {
           .example =
               "kvlab capture --model engine/models/tiny --prompt-file tools/demo/prompt.txt "
               "--teacher-forced --prompt-tokens 256 --out trace",
-          .prepare = prepared(add_options, check, run)};
+          .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -110,7 +110,7 @@ Command compare_command() {
           .usage = "RUN RUN... [--metric M] [--out page.html]",
           .example = "kvlab compare run other-run --out compare.html",
           .positional = "run",
-          .prepare = prepared<Request>(add_options, nullptr, run)};
+          .prepare = make_prepare<Request>(add_options, nullptr, run)};
 }
 
 }  // namespace kvlab

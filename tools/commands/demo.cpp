@@ -40,7 +40,7 @@ void add_options(OptionTable& table, Request& request) {
 
 /// The path of a file that comes with kvlab: the installed file or, if there is none, the one in
 /// the source tree. It is relative to the current directory if that is shorter.
-std::string shipped(const char* file) {
+std::string find_shipped(const char* file) {
   const fs::path absolute = installed_file(file).value_or(fs::path(KVLAB_SOURCE_DIR) / file);
   std::error_code error;
   const fs::path relative = fs::proximate(absolute, error);
@@ -51,7 +51,7 @@ std::string shipped(const char* file) {
 std::string model_directory(const Request& request) {
   if (!request.model.empty()) return request.model;
   if (const char* model = std::getenv("KVLAB_MODEL")) return model;
-  return shipped(request.real ? "engine/models/smollm2" : "engine/models/tiny");
+  return find_shipped(request.real ? "engine/models/smollm2" : "engine/models/tiny");
 }
 
 /// Makes an empty directory. Replaces an existing directory only if an earlier demo made it.
@@ -79,7 +79,7 @@ struct UnlessWhole {
 };
 
 /// A word as it would be typed in a shell.
-std::string typed(const std::string& word) {
+std::string quote_word(const std::string& word) {
   const bool plain = !word.empty() && word.find_first_of(" '\"$&;|<>()*?!\\`") == std::string::npos;
   return plain ? word : fmt::format("'{}'", word);
 }
@@ -93,7 +93,7 @@ class Tour {
 
   void run(const Command& command, const Words& words) {
     std::string line = "kvlab " + command.name;
-    for (const std::string& word : words) line.append(" ").append(typed(word));
+    for (const std::string& word : words) line.append(" ").append(quote_word(word));
     fmt::print("\n$ {}\n", line);
     std::fflush(stdout);
     const auto start = std::chrono::steady_clock::now();
@@ -144,9 +144,9 @@ void report_and_deploy(Tour& tour, const Paths& paths) {
   tour.run(deploy_command(), {paths.run, "--budget", kDeployedBudget, "--out", paths.policy});
 }
 
-Words tuned(const std::string& model, std::initializer_list<const char*> texts) {
+Words tune_words(const std::string& model, std::initializer_list<const char*> texts) {
   Words words{"--model", model, "--text"};
-  for (const char* text : texts) words.push_back(shipped(text));
+  for (const char* text : texts) words.push_back(find_shipped(text));
   return words;
 }
 
@@ -156,9 +156,10 @@ void tune_tiny(Tour& tour, const std::string& model, const std::string& out) {
             "every\npolicy; then successive halving evaluates the first of them end to end, where "
             "an eviction\nchanges what later layers see. The table marks differences that are not "
             "significant.");
-  Words words = tuned(model, {"tools/texts/carroll-alice.txt", "tools/texts/austen-emma.txt",
-                              "tools/texts/melville-moby-dick.txt",
-                              "tools/texts/milton-paradise-lost.txt", "tools/demo/prompt.txt"});
+  Words words =
+      tune_words(model, {"tools/texts/carroll-alice.txt", "tools/texts/austen-emma.txt",
+                         "tools/texts/melville-moby-dick.txt",
+                         "tools/texts/milton-paradise-lost.txt", "tools/demo/prompt.txt"});
   words.insert(words.end(), {"--prompt-tokens", "128", "--max-tokens", "512", "--budget",
                              kDeployedBudget, "--out", out + "/tuned.json"});
   tour.run(tune_command(), words);
@@ -172,9 +173,9 @@ void real_tour(Tour& tour, const std::string& model, const std::string& out) {
             "every policy;\nthen successive halving evaluates the first of them end to end. Among "
             "the policies that do not\ndiffer significantly in KL, the one with the best accuracy "
             "in a pass-key task is chosen.");
-  Words words =
-      tuned(model, {"tools/texts/austen-emma.txt", "tools/texts/carroll-alice.txt",
-                    "tools/texts/melville-moby-dick.txt", "tools/texts/milton-paradise-lost.txt"});
+  Words words = tune_words(
+      model, {"tools/texts/austen-emma.txt", "tools/texts/carroll-alice.txt",
+              "tools/texts/melville-moby-dick.txt", "tools/texts/milton-paradise-lost.txt"});
   words.insert(words.end(),
                {"--prompt-tokens", "256", "--max-tokens", "768", "--budget", "25%", "--policy",
                 "window,sink,lru,h2o", "--task", "passkey", "--samples", "1", "--out", policy});
@@ -212,7 +213,7 @@ void take_tour(const Request& request, const Paths& paths) {
   Tour tour;
   if (request.real) {
     real_tour(tour, paths.model, request.out);
-    fmt::print("\nAll of it took {:.1f} s.\n", tour.seconds());
+    fmt::print("\nThe demo took {:.1f} s.\n", tour.seconds());
     return;
   }
   capture_and_replay(tour, paths);
@@ -220,7 +221,7 @@ void take_tour(const Request& request, const Paths& paths) {
   tune_tiny(tour, paths.model, request.out);
   generate_twice(tour, paths);
   fmt::print(
-      "\nAll of it took {:.1f} s. Open {} in a browser.\n"
+      "\nThe demo took {:.1f} s. Open {} in a browser.\n"
       "Next: kvlab policies          what each policy does\n"
       "      kvlab eval --help       policies with real evictions: perplexity and KL\n"
       "      kvlab capture --help    a trace of your own model and text\n",
@@ -230,7 +231,7 @@ void take_tour(const Request& request, const Paths& paths) {
 int run(const Request& request) {
   const std::string& out = request.out;
   const Paths paths{.model = model_directory(request),
-                    .prompt = shipped("tools/demo/prompt.txt"),
+                    .prompt = find_shipped("tools/demo/prompt.txt"),
                     .trace = out + "/trace",
                     .run = out + "/run",
                     .page = out + "/report.html",
@@ -260,7 +261,7 @@ Command demo_command() {
           .summary = "runs all steps on the bundled model: capture, replay, report, tune",
           .usage = "[--out demo] [--model DIR] [--real]",
           .example = "kvlab demo",
-          .prepare = prepared<Request>(add_options, nullptr, run)};
+          .prepare = make_prepare<Request>(add_options, nullptr, run)};
 }
 
 }  // namespace kvlab

@@ -50,10 +50,10 @@ void check(Request& request, const GivenOptions& given) {
 void add_options(OptionTable& table, Request& request) {
   table.text("run", "RUN", request.run, "directory of a run of `kvlab replay`");
   table.text("budget", "B", request.budget, "a budget of the run");
-  table.text("metric", "METRIC", request.metric,
-             "metric to choose by: kl_estimate_joint, kl_estimate, residual_error, layer_error, "
-             "nll_recall, recall, … (default: the first of the first five that every trace of the "
-             "run has)");
+  table.text(
+      "metric", "METRIC", request.metric,
+      "metric to choose by, such as recall (default: the first of kl_estimate_joint, kl_estimate, "
+      "residual_error, layer_error and nll_recall that every trace of the run has)");
   table.text("fidelity", "FILE", request.fidelity,
              "fidelity.json of `kvlab fidelity`, which says how well the metric predicts this "
              "model");
@@ -90,7 +90,7 @@ Evaluation evaluate_first(const Request& request, const EvalModel& model, const 
   EvalOptions how = request.how;
   how.progress = progress_bar("deploy: end-to-end evaluation");
   std::vector<CacheConfig> configs{CacheConfig{}};  // the full cache
-  for (std::size_t i = 0; i < std::min(request.confirm, ballot.standings().size()); ++i)
+  for (std::size_t i = 0; i < std::min(request.confirm, ballot.ranked().size()); ++i)
     configs.push_back(config_of(run, ballot, metric_table, i, compiled));
   how.before = model.tokenizer.before();
   const std::size_t max_tokens = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
@@ -114,10 +114,10 @@ nlohmann::json decide_by_both_criteria(TaskAccuracyPlan plan, const EvalModel& m
   find_lengths(*model.backend, model.tokenizer, plan);
   std::vector<Confirmed> order = confirmed;  // lowest KL first
   std::ranges::stable_partition(
-      order, [&](const Confirmed& entry) { return entry.standing == ballot.winner; });
+      order, [&](const Confirmed& entry) { return entry.rank == ballot.winner; });
   std::vector<Finalist> finalists;
   std::erase_if(order, [&](const Confirmed& entry) {
-    return entry.over_budget && entry.standing != ballot.winner;
+    return entry.over_budget && entry.rank != ballot.winner;
   });
   for (const Confirmed& entry : order) finalists.push_back({entry.score.config, entry.score.kl});
   std::vector<TaskAccuracy> evaluated;
@@ -125,7 +125,7 @@ nlohmann::json decide_by_both_criteria(TaskAccuracyPlan plan, const EvalModel& m
     evaluated = evaluate_finalists(*model.backend, model.tokenizer, finalists, plan,
                                    progress_bar("deploy: task accuracy"));
   const Choice choice = choose_by_both_criteria(finalists, evaluated);
-  ballot.winner = order[choice.deployed].standing;
+  ballot.winner = order[choice.deployed].rank;
   return criteria_json(finalists, evaluated, choice);
 }
 
@@ -155,6 +155,11 @@ int run(const Request& request) {
   const std::string& out = request.out;
   const OutputClaim claim(out);
   const Run loaded = load_run(request.run);
+  if (!loaded.info.refetch.empty())
+    throw std::invalid_argument(fmt::format(
+        "{}: was replayed with --refetch {}, and deployed caches evict for good; replay "
+        "without --refetch",
+        request.run, loaded.info.refetch));
   const MetricTable metric_table(loaded.rows);
   const std::string metric =
       request.metric.empty() ? std::string(best_metric(loaded.rows)) : request.metric;
@@ -225,7 +230,7 @@ Command deploy_command() {
           "RUN --budget B [--metric METRIC] [--confirm K --model DIR --text FILE...] --out FILE",
       .example = "kvlab deploy run --budget 128 --out policy.json",
       .positional = "run",
-      .prepare = prepared(add_options, check, run)};
+      .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -9,6 +9,7 @@
 #include "engine/evaluation/eval.hpp"
 #include "engine/evaluation/eval/score.hpp"
 #include "engine/evaluation/policy_file.hpp"
+#include "policies/executor.hpp"
 #include "sim/report/recommendation.hpp"
 #include "sim/report/text.hpp"
 #include "tools/command.hpp"
@@ -22,6 +23,7 @@ namespace kvlab {
 namespace {
 
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 30;
+constexpr std::int64_t kMaxDraft = 64;  // tokens
 
 struct Request {
   std::string model, policy_file, out;
@@ -32,6 +34,20 @@ struct Request {
   CacheOptions caches;
   CommonOptions common;
 };
+
+void check_draft(Request& request, const GivenOptions& given) {
+  if (request.how.draft == 0) return;
+  given.refuse({"no-full"}, "--draft compares the drafts with the full cache");
+  given.refuse({"by-tokens"}, "--draft works layer by layer");
+  if (!request.sweeps && request.policy_file.empty())
+    throw std::invalid_argument("--draft: requires --policy, the policies whose caches draft");
+  if (request.how.queries == Queries::all)
+    throw std::invalid_argument(
+        "--draft: only decoded tokens are drafted; leave out --queries all");
+  if (given.has("device") && request.common.device == Device::cuda)
+    throw std::invalid_argument(cpu_only("--draft"));
+  request.common.device = Device::cpu;
+}
 
 void check(Request& request, const GivenOptions& given) {
   if (request.texts.empty())
@@ -47,8 +63,10 @@ void check(Request& request, const GivenOptions& given) {
   if (!request.sweeps && has_file) refuse_beside_policy_file(given);
   if (!request.sweeps && !has_file) {
     refuse_lone_budget(request.caches);
-    given.refuse({"prefill", "positions"}, "the full cache does not use it");
+    given.refuse({"prefill", "positions"},
+                 "it has no effect on the full cache, and no policy is given");
   }
+  check_draft(request, given);
   if (!request.out.empty()) refuse_existing(request.out, "--out");
   require_model(given, request.model);
 }
@@ -69,12 +87,16 @@ void add_options(OptionTable& table, Request& request) {
   table.parsed("queries", "decode|all", how.queries, parse_queries,
                "which predictions are scored: those of decoded tokens, or all", "decode");
   table.flag("by-tokens", request.by_tokens,
-             "on a CUDA device, decode token by token; slower than the default, layer by layer, "
-             "and a check of it (--stream implies this switch)");
-  table.flag("no-full", how.against_full,
-             "leave out the full cache, and with it KL and top-1; for streams that do not fit into "
-             "the full cache",
+             "on a CUDA device, decode token by token instead of layer by layer; slower, and a "
+             "check of the default (--stream implies this switch)");
+  table.flag("no-full", how.compares_to_full,
+             "do not run the full cache. KL and top-1 are then not measured. For streams that are "
+             "too long for the full cache",
              false);
+  table.whole(
+      "draft", "G", {0, kMaxDraft}, how.draft,
+      "measure on the CPU which share of the tokens that each policy's cache drafts is accepted by "
+      "the full cache, with G tokens before each verification (0: do not draft)");
   table.whole("block-tokens", "N", kTokens, how.block_tokens,
               "also print the perplexity of every N scored tokens of a text, in order (0: do not)");
   add_threshold_option(table, request.caches.sweep.threshold);
@@ -88,8 +110,8 @@ void add_options(OptionTable& table, Request& request) {
   add_common_options(table, request.common);
 }
 
-CacheConfig deployed(const std::string& path, const CompiledPolicies& compiled,
-                     const ModelConfig& config, const std::string& weights_xxh3) {
+CacheConfig read_deployed(const std::string& path, const CompiledPolicies& compiled,
+                          const ModelConfig& config, const std::string& weights_xxh3) {
   const PolicyFile file = read_policy_file(path, compiled);
   if (const auto warning = model_mismatch(file, config.name, weights_xxh3); !warning.empty())
     fmt::print(stderr, "kvlab eval: {}\n", warning);
@@ -169,17 +191,46 @@ void print_table(const std::vector<EvalScore>& scores, const CacheShape& model) 
     fmt::print("{}\n", windows_text(windows, memory.window_mean, memory.window_peak));
 }
 
+std::string share_text(const MeanWithError& share) {
+  return std::isnan(share.error) ? fmt::format("{:.3f}", share.mean)
+                                 : fmt::format("{:.3f} ± {:.3f}", share.mean, share.error);
+}
+
+/// Prints how often drafted tokens are accepted.
+void print_drafts(const Evaluation& evaluation) {
+  const std::vector<std::string> names = row_names(evaluation.scores);
+  const std::size_t width = width_of(names);
+  constexpr const char* kRow = "{:<{}} {:>6} {:>15} {:>7} {:>6}  {}\n";
+  fmt::print(fmt::runtime(kRow), "policy", width, "budget", "acceptance", "tokens", "top-1",
+             fmt::format("at depth 1 to {}", evaluation.draft));
+  for (std::size_t s = 0; s < evaluation.scores.size(); ++s) {
+    const EvalScore& score = evaluation.scores[s];
+    std::string by_depth;
+    for (const MeanWithError& own : score.draft->by_depth)
+      by_depth += fmt::format("{}{:.3f}", by_depth.empty() ? "" : " ", own.mean);
+    fmt::print(fmt::runtime(kRow), names[s], width, budget_cell(score),
+               share_text(score.draft->acceptance),
+               fmt::format("{:.2f}", score.draft->tokens_per_verification.mean),
+               fmt::format("{:.1f}%", 100 * score.same_first), by_depth);
+  }
+  fmt::print(
+      "acceptance: share of drafted tokens that the full cache accepts, at temperature 1\n"
+      "tokens: expected tokens that one verification yields, at most {}\n"
+      "top-1: share of tokens at which greedy decoding accepts the draft\n",
+      evaluation.draft + 1);
+}
+
 /// Prints for each configuration the mean and the standard deviation over its texts.
 void print_texts(const Evaluation& evaluation) {
-  if (evaluation.deciding().texts() < 2) return;
+  if (evaluation.draft > 0 || evaluation.deciding().texts() < 2) return;
   fmt::print("\nby text, {}: mean and standard deviation of the texts' means\n",
              std::isnan(evaluation.scores.front().kl) ? "-ln p" : "KL");
   for (const EvalScore& score : evaluation.scores) {
     if (!score.config.evicts()) continue;
-    const bool against_full = !std::isnan(score.kl);
+    const bool compares_to_full = !std::isnan(score.kl);
     fmt::print("{:<40} {:>6} {:>9.4f} ± {:.4f}\n", short_label(score), score.budget_tokens,
-               against_full ? score.kl : score.nll,
-               against_full ? score.kl_deviation : score.nll_deviation);
+               compares_to_full ? score.kl : score.nll,
+               compares_to_full ? score.kl_deviation : score.nll_deviation);
   }
 }
 
@@ -189,15 +240,20 @@ void print_recommendations(const Evaluation& evaluation, const std::string& out)
   if (made.empty()) return;
   fmt::print("\n{}", recommendations_text(made));
   const Recommendation& decisive = made[decisive_budget(made)];
-  fmt::print("Next: kvlab generate --model DIR --prompt TEXT --policy {} --budget {}\n",
-             decisive.chosen_candidate().name, decisive.scope.budget);
+  const std::string &policy = decisive.chosen_candidate().name, &budget = decisive.scope.budget;
+  fmt::print("Next: kvlab generate --model DIR --prompt TEXT ");
+  if (evaluation.draft > 0)
+    fmt::print("--draft-policy {} --draft-budget {} --gamma {}\n", policy, budget,
+               evaluation.draft);
+  else
+    fmt::print("--policy {} --budget {}\n", policy, budget);
   if (!out.empty()) fmt::print("Next: kvlab report {} --out eval.html\n", out);
 }
 
 int run(const Request& request) {
   EvalOptions how = request.how;
   how.progress = progress_bar("eval");
-  how.leave_out = left_out_of("eval");
+  how.leave_out = report_omissions("eval");
   const auto compiled = compiled_policies(request.caches, request.common);
   std::vector<CacheConfig> configs;
   if (request.sweeps) configs = sweep_of(request.caches, compiled, how.leave_out);
@@ -208,14 +264,14 @@ int run(const Request& request) {
   const ModelConfig& config = model.backend->config();
   const std::string weights_xxh3 = model.backend->weights_xxh3();
   if (!request.policy_file.empty())
-    configs.push_back(deployed(request.policy_file, compiled, config, weights_xxh3));
+    configs.push_back(read_deployed(request.policy_file, compiled, config, weights_xxh3));
 
   how.before = model.tokenizer.before();
   // Special tokens at the beginning of a text do not count.
-  const std::size_t most = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
+  const std::size_t max_tokens = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
   std::vector<std::vector<std::int32_t>> texts;
   for (const std::string& path : request.texts)
-    texts.push_back(ids_of_file(path, model.tokenizer, most));
+    texts.push_back(ids_of_file(path, model.tokenizer, max_tokens));
   say_of_model(model.backend->config(), model.tokenizer);
   const Evaluation evaluation = evaluate(config, model.run_sweep, texts, std::move(configs), how);
   for (const std::string& warning : eval_warnings(evaluation))
@@ -238,7 +294,10 @@ int run(const Request& request) {
     print_json(json);
     return 0;
   }
-  print_table(evaluation.scores, config.heads());
+  if (evaluation.draft > 0)
+    print_drafts(evaluation);
+  else
+    print_table(evaluation.scores, config.heads());
   print_texts(evaluation);
   print_recommendations(evaluation, request.out);
   return 0;
@@ -253,7 +312,7 @@ Command eval_command() {
           .example =
               "kvlab eval --model engine/models/tiny --text tools/demo/prompt.txt "
               "--policy window,sink,h2o --budget 64,128 --prefill stream",
-          .prepare = prepared(add_options, check, run)};
+          .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -41,7 +41,7 @@ Command export_command() {
           .usage = "plan.json --for vllm|llama.cpp|tensorrt-llm|transformers",
           .example = "kvlab export plan.json --for vllm",
           .positional = "plan",
-          .prepare = prepared(add_options, check, run)};
+          .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -61,8 +61,8 @@ void print_table(const Fidelity& fidelity) {
   fmt::print("\n");
   if (const FidelityMetric* const standard = fidelity.find(fidelity.standard)) {
     fmt::print(
-        "\n`kvlab deploy` chooses by {}. Of the pairs that differ significantly in KL, it orders "
-        "wrongly:",
+        "\n`kvlab deploy` chooses by {}. It puts these pairs in the wrong order, of all pairs that "
+        "differ significantly in KL:",
         standard->metric);
     for (const FidelityBudget& budget : standard->within)
       fmt::print(" {} of {} at {}", budget.misordered.size(), budget.significantly_different,
@@ -133,7 +133,7 @@ int run(const Request& request) {
   const std::string &out = request.out, &report = request.report;
   std::optional<OutputClaim> claim;
   if (!report.empty()) claim.emplace(report);
-  const LeaveOut leave_out = left_out_of("fidelity");
+  const LeaveOut leave_out = report_omissions("fidelity");
   std::vector<CacheConfig> configs =
       sweep_of(request.caches, compiled_policies(request.caches, request.common), leave_out);
   check_fidelity_sweep(configs);
@@ -156,7 +156,7 @@ int run(const Request& request) {
   write_file_atomically(folder / kFidelityJson, json_text(json, 1) + "\n");
   folder.commit();
   if (!report.empty() && !vega_script()) fmt::print(stderr, "kvlab fidelity: {}\n", kNoVega);
-  if (!report.empty()) write_file_atomically(report, page_html(fidelity_page(out)));
+  if (!report.empty()) write_file_atomically(report, page_html(fidelity_page(out).page));
   if (request.common.json)
     print_json(json);
   else
@@ -176,7 +176,7 @@ Command fidelity_command() {
               "kvlab fidelity --model engine/models/tiny --text tools/demo/prompt.txt "
               "--policy window,sink,lru,h2o --budget 64,128 --prompt-tokens 128 --max-tokens 512 "
               "--out fidelity",
-          .prepare = prepared(add_options, check, run)};
+          .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -5,9 +5,11 @@
 
 #include "engine/evaluation/conversation.hpp"
 #include "engine/evaluation/policy_file.hpp"
+#include "policies/executor.hpp"
 #include "sim/head_view.hpp"
 #include "sim/live_counts.hpp"
 #include "tools/command.hpp"
+#include "tools/drafts.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/json.hpp"
@@ -23,11 +25,17 @@ struct Request {
   TurnOptions turns;
   bool beyond_context = false;
   CacheOptions caches;
+  DraftRequest drafts;
   CommonOptions common;
+
+  bool has_drafts() const { return !drafts.policy.empty(); }
 };
 
 void check(Request& request, const GivenOptions& given) {
   require_model(given, request.model);
+  take_drafter(request.drafts, given, request.caches);
+  if (request.has_drafts() && request.common.device == Device::cuda)
+    throw std::invalid_argument(cpu_only("--draft-policy"));
   request.turns.sampling.seed = request.caches.sweep.seed;
   if (given.has("policy-file")) refuse_beside_policy_file(given);
   if (!request.turns.turns.empty())
@@ -44,6 +52,7 @@ void add_options(OptionTable& table, Request& request) {
              "policy file of `kvlab deploy` or `kvlab tune`");
   add_cache_options(table, request.caches);
   add_features_option(table, request.caches.features);
+  add_draft_options(table, request.drafts);
   add_common_options(table, request.common);
 }
 
@@ -73,7 +82,7 @@ bool keeps_unequal_counts(const ResolvedConfig& cache) {
 /// that a policy evicts from. "" if there are none.
 std::string kept_text(const SequenceDecoder& decoder, const ResolvedConfig& cache) {
   double sum = 0, heads = 0;
-  std::uint32_t least = ~0u, most = 0;
+  std::uint32_t min_kept = ~0u, max_kept = 0;
   const auto kept = decoder.kept();
   const auto acts = [&](std::uint32_t layer) {
     return cache.window_of(layer) == 0 && !cache.exempts(layer);
@@ -81,11 +90,12 @@ std::string kept_text(const SequenceDecoder& decoder, const ResolvedConfig& cach
   for (std::uint32_t layer = 0; layer < kept.size(); ++layer)
     for (std::size_t head = 0; acts(layer) && head < kept[layer].size(); ++head) {
       sum += kept[layer][head], heads += 1;
-      least = std::min(least, kept[layer][head]), most = std::max(most, kept[layer][head]);
+      min_kept = std::min(min_kept, kept[layer][head]),
+      max_kept = std::max(max_kept, kept[layer][head]);
     }
   if (heads == 0) return "";
   return fmt::format("kept at the end: {:.1f} tokens per KV head on average, {} to {}", sum / heads,
-                     least, most);
+                     min_kept, max_kept);
 }
 
 /// Bytes of one element of a key or value in the cache.
@@ -152,6 +162,16 @@ std::size_t window_bytes(const SequenceDecoder& decoder, const ResolvedConfig& c
   return tokens * token_bytes;
 }
 
+/// Adds the settings of a cache.
+void add_cache(ordered_json& json, const ResolvedConfig& cache) {
+  json["policy"] = cache.policy.name;
+  json["params"] = cache.policy.params_text();
+  json["budget_tokens"] =
+      cache.evicts() ? ordered_json(cache.requested_tokens) : ordered_json("all");
+  json["positions"] = name_of(cache.positions);
+  json["prefill"] = cache.prefill.text();
+}
+
 ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& cache,
                      const SequenceDecoder& decoder, const Conversation& conversation,
                      Dtype engine_dtype) {
@@ -165,21 +185,14 @@ ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& c
                      {"ids", answer.ids},
                      {"stopped", answer.ended ? "end of text" : "length"}});
   }
-  ordered_json json{{"text", text},
-                    {"ids", ids},
-                    {"turns", turns},
-                    {"policy", cache.policy.name},
-                    {"params", cache.policy.params_text()},
-                    {"budget_tokens",
-                     cache.evicts() ? ordered_json(cache.requested_tokens) : ordered_json("all")},
-                    {"positions", name_of(cache.positions)},
-                    {"prefill", cache.prefill.text()},
-                    {"prompt_tokens", conversation.prompt_pace().tokens},
-                    {"prompt_tokens_per_second", conversation.prompt_pace().tokens_per_second()},
-                    {"tokens_per_second", conversation.decode_pace().tokens_per_second()},
-                    {"evictions", decoder.evictions()},
-                    {"kv_bytes_measured", decoder.kv_bytes_peak()},
-                    {"engine_dtype", torch_name(engine_dtype)}};
+  ordered_json json{{"text", text}, {"ids", ids}, {"turns", turns}};
+  add_cache(json, cache);
+  json["prompt_tokens"] = conversation.prompt_pace().tokens;
+  json["prompt_tokens_per_second"] = conversation.prompt_pace().tokens_per_second();
+  json["tokens_per_second"] = conversation.decode_pace().tokens_per_second();
+  json["evictions"] = cache.evicts() ? decoder.evictions() : 0;
+  json["kv_bytes_measured"] = decoder.kv_bytes_peak();
+  json["engine_dtype"] = torch_name(engine_dtype);
   if (keeps_unequal_counts(cache) && !decoder.kept().empty()) json["kept_tokens"] = decoder.kept();
   return json;
 }
@@ -188,6 +201,7 @@ int run(const Request& request) {
   const std::uint32_t max_new_tokens = request.turns.max_new_tokens;
   const std::string prompt = request.prompt.read();
   const RequestedCache requested = requested_cache(request);
+  const DraftOptions drafts = draft_options(request.drafts);
 
   const auto backend = load_backend(request.common.device, request.model, request.common.threads);
   const ModelConfig& config = backend->config();
@@ -200,14 +214,23 @@ int run(const Request& request) {
       resolve(requested.cache.at_prompt(static_cast<std::uint32_t>(turns.front().size())), length,
               0, config.heads());
   find_features(cache, turns.front(), config.heads());
+  // With drafts, the text is the full cache's, and `cache` is the drafter's.
+  const ResolvedConfig text_cache =
+      request.has_drafts() ? resolve({}, length, 0, config.heads()) : cache;
   const std::string too_long =
-      check_context(request.beyond_context, max_new_tokens, config, cache, turns);
+      check_context(request.beyond_context, max_new_tokens, config, text_cache, turns);
   if (requested.file) warn(model_mismatch(*requested.file, config.name, backend->weights_xxh3()));
   warn(too_long);
 
   say_of_model(config, tokenizer, prompt);
   const bool json = request.common.json;
-  const auto decoder = backend->decoder(cache, length);
+  std::unique_ptr<DraftingDecoder> drafting;
+  std::unique_ptr<SequenceDecoder> plain;
+  if (request.has_drafts())
+    drafting = backend->drafting_decoder(cache, drafts);
+  else
+    plain = backend->decoder(cache, length);
+  SequenceDecoder* const decoder = drafting ? drafting.get() : plain.get();
   Conversation conversation(*decoder, config, tokenizer, request.turns.sampling);
   std::vector<Answer> answers;
   for (const auto& turn : turns) {
@@ -220,18 +243,30 @@ int run(const Request& request) {
   }
   std::fflush(stdout);  // so that messages about the text come after it if both go to one file
   if (json) {
-    ordered_json result =
-        to_json(answers, cache, *decoder, conversation, backend->rounding().value_or(Dtype::f32));
+    ordered_json result = to_json(answers, text_cache, *decoder, conversation,
+                                  backend->rounding().value_or(Dtype::f32));
     result["first_token"] = first_token(tokenizer, prompt);
     if (!cache.windows.empty() && !decoder->kept().empty())
       result["window_bytes_end"] =
           window_bytes(*decoder, cache, 2 * config.head_size * value_bytes(*backend));
+    if (drafting) {
+      ordered_json& draft = result["draft"];
+      add_cache(draft, cache);
+      draft["evictions"] = decoder->evictions();
+      draft.update(drafts_json(drafting->stats()));
+    }
     print_json(result);
+    return 0;
   }
-  if (!json && cache.evicts())
+  if (drafting) {
+    warn(acceptance_text(drafting->stats()));
+    warn(speedup_text(drafting->stats()));
+    return 0;
+  }
+  if (cache.evicts())
     warn(evicted_text(*decoder, config.heads(), value_bytes(*backend), cache,
                       segments_fed(turns, answers, decoder->tokens())));
-  if (!json && keeps_unequal_counts(cache)) warn(kept_text(*decoder, cache));
+  if (keeps_unequal_counts(cache)) warn(kept_text(*decoder, cache));
   return 0;
 }
 
@@ -246,7 +281,7 @@ Command generate_command() {
           .example =
               "kvlab generate --model engine/models/tiny --prompt 'It was a dark night' --policy "
               "sink --budget 32",
-          .prepare = prepared(add_options, check, run)};
+          .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

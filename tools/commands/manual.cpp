@@ -26,13 +26,14 @@ std::vector<Flag> flags_of(const Command& command) {
     if (option.name == command.positional) continue;
     Flag flag{option.name, option.value_name, option.help, {}};
     if (flag.value.find('|') != std::string::npos) flag.choices = split_list(flag.value, '|');
+    std::erase_if(flag.choices, [](const std::string& word) { return word.starts_with('@'); });
     flags.push_back(std::move(flag));
   }
   return flags;
 }
 
 /// Text in single quotes, for a shell.
-std::string quoted(std::string text) {
+std::string quote(std::string text) {
   for (std::size_t at = 0; (at = text.find('\'', at)) != std::string::npos; at += 4)
     text.replace(at, 1, "'\\''");
   return "'" + text + "'";
@@ -62,7 +63,7 @@ std::string bash() {
 }
 
 /// Text in an option's brackets of zsh's _arguments.
-std::string bracketed(const std::string& text) {
+std::string escape_brackets(const std::string& text) {
   std::string safe;
   for (const char c : text) {
     if (c == '[' || c == ']' || c == ':' || c == '\\') safe += '\\';
@@ -74,15 +75,15 @@ std::string bracketed(const std::string& text) {
 std::string zsh() {
   std::string commands, cases;
   for (const Command& command : all_commands()) {
-    commands += "    " + quoted(command.name + ":" + bracketed(command.summary)) + "\n";
+    commands += "    " + quote(command.name + ":" + escape_brackets(command.summary)) + "\n";
     std::string flags;
     for (const Flag& flag : flags_of(command)) {
-      std::string spec = fmt::format("--{}[{}]", flag.name, bracketed(flag.text));
+      std::string spec = fmt::format("--{}[{}]", flag.name, escape_brackets(flag.text));
       if (!flag.choices.empty())
-        spec += fmt::format(":{}:({})", bracketed(flag.value), fmt::join(flag.choices, " "));
+        spec += fmt::format(":{}:({})", escape_brackets(flag.value), fmt::join(flag.choices, " "));
       else if (!flag.value.empty())
-        spec += fmt::format(":{}:_files", bracketed(flag.value));
-      flags += " \\\n      " + quoted(spec);
+        spec += fmt::format(":{}:_files", escape_brackets(flag.value));
+      flags += " \\\n      " + quote(spec);
     }
     cases +=
         fmt::format("    {}) _arguments{} \\\n      '*:file:_files' ;;\n", command.name, flags);
@@ -98,17 +99,17 @@ std::string zsh() {
 
 std::string fish() {
   std::string text = "# fish completion of kvlab, made by `kvlab manual fish`\n";
-  const auto escaped = [](std::string words) {
+  const auto escape = [](std::string words) {
     for (std::size_t at = 0; (at = words.find_first_of("\\'", at)) != std::string::npos; at += 2)
       words.insert(at, 1, '\\');
     return "'" + words + "'";
   };
   for (const Command& command : all_commands()) {
     text += fmt::format("complete -c kvlab -n __fish_use_subcommand -a {} -d {}\n", command.name,
-                        escaped(command.summary));
+                        escape(command.summary));
     for (const Flag& flag : flags_of(command)) {
       text += fmt::format("complete -c kvlab -n '__fish_seen_subcommand_from {}' -l {} -d {}",
-                          command.name, flag.name, escaped(flag.text));
+                          command.name, flag.name, escape(flag.text));
       if (!flag.choices.empty())
         text += fmt::format(" -x -a '{}'", fmt::join(flag.choices, " "));
       else if (!flag.value.empty())
@@ -153,7 +154,7 @@ Command manual_command() {
           .usage = "bash|zsh|fish",
           .example = "kvlab manual bash",
           .positional = "what",
-          .prepare = prepared(add_options, check, run)};
+          .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

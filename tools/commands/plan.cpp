@@ -4,11 +4,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <optional>
 
 #include "engine/evaluation/eval.hpp"
+#include "policies/executor.hpp"
+#include "sim/plan/centre_file.hpp"
+#include "sim/plan/plan_traces.hpp"
 #include "sim/report/text.hpp"
 #include "tools/command.hpp"
+#include "tools/commands/plan_heads.hpp"
 #include "tools/eval_model.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
@@ -18,10 +23,15 @@
 namespace kvlab {
 namespace {
 
+enum class PlanBy { layer, head };
+
 struct Request {
+  PlanBy by = PlanBy::layer;
+  HeadsRequest heads;  // with --by head
   std::vector<std::string> traces;
   PlanRequest plan;
-  std::string centre, out;
+  std::string budget;
+  std::string centre, centre_out, out;
   bool confirm = false;
   std::string model;               // for --confirm, as are `texts` and `max_tokens`
   std::vector<std::string> texts;  // paths
@@ -34,13 +44,56 @@ bool is_of_kvlab(const FormatSet& set) {
   return set.name.empty() || set.name == "kvlab" || set.name == "cuda";
 }
 
+/// Throws unless the file is new or a centre file, because other safetensors files are weights or
+/// parts of a trace.
+void check_centre_out(const std::string& path) {
+  refuse_unwritable(path, "--centre-out");
+  if (!std::filesystem::exists(path)) return;
+  try {
+    read_centre_file(path);
+  } catch (const std::runtime_error&) {
+    throw std::invalid_argument(
+        fmt::format("--centre-out: {} exists and is not a centre file; name another file", path));
+  }
+}
+
+/// Whether only a centre file is requested, and no plan. Throws std::invalid_argument for options
+/// that such a file does not depend on.
+bool is_only_centre(const Request& request, const GivenOptions& given) {
+  if (request.centre_out.empty() || given.has("budget") || given.has("out")) return false;
+  given.refuse({"formats", "centre", "queries", "metric", "confirm", "model", "text", "max-tokens",
+                "device"},
+               "--centre-out alone makes no plan, which needs --budget and --out");
+  return true;
+}
+
+/// Checks what is requested with --by head.
+void check_heads(Request& request, const GivenOptions& given) {
+  given.refuse({"trace", "formats", "centre", "centre-out", "queries", "confirm", "model", "text",
+                "max-tokens", "device"},
+               "--by head plans budgets from the run, not formats");
+  given.require("run", "kvlab plan RUN --by head, a directory of `kvlab replay`");
+  given.require("budget", "--budget B, tokens or a share");
+  given.require("out", "--out budgets.json");
+  refuse_unwritable(request.out, "--out");
+  request.heads.allocation.budget = parse_mean_budget(request.budget);
+  request.heads.allocation.metric = request.plan.metric;
+  request.heads.out = request.out;
+  request.heads.json = request.common.json;
+}
+
 void check(Request& request, const GivenOptions& given) {
+  if (request.by == PlanBy::head) return check_heads(request, given);
+  given.refuse({"run", "policy"}, "it is for --by head, and formats by layer need --trace TRACE");
   given.require("trace", "--trace TRACE, a captured trace");
+  if (given.has("centre-out")) check_centre_out(request.centre_out);
+  if (is_only_centre(request, given)) return;
   given.require("budget", "--budget B, such as 4.5bits or 25%bytes");
   given.require("out", "--out plan.json");
   refuse_unwritable(request.out, "--out");
+  request.plan.bits = parse_plan_bits(request.budget);
   if (!given.has("formats")) request.plan.set = format_sets().front();
-  if (!request.centre.empty()) request.plan.centre = parse_key_centre(request.centre);
+  request.plan.centre = centre_of_option(request.centre);
   if (request.plan.centre != KeyCentre::none && !is_of_kvlab(request.plan.set))
     throw std::invalid_argument(
         fmt::format("--centre: {} does not centre keys; leave it out, or plan with --formats kvlab",
@@ -57,30 +110,53 @@ void check(Request& request, const GivenOptions& given) {
                     request.plan.set.name));
   if (request.common.device == Device::cuda && request.plan.set.name != "cuda")
     throw std::invalid_argument(
-        "--confirm: the CUDA decoder does not have all of these formats; plan with --formats cuda, "
-        "or use --device cpu");
+        cpu_only("--confirm", "CUDA devices do not support all of these formats") +
+        ", or plan with --formats cuda");
+  if (request.common.device == Device::cuda && request.plan.centre == KeyCentre::constants)
+    throw std::invalid_argument(
+        "--confirm: the CUDA decoder does not take a centre from a file; use --device cpu, or "
+        "--centre prompt");
+}
+
+PlanBy parse_by(const std::string& text) {
+  if (text == "layer") return PlanBy::layer;
+  if (text == "head") return PlanBy::head;
+  throw std::invalid_argument(fmt::format("--by: '{}' should be layer or head", text));
 }
 
 void add_options(OptionTable& table, Request& request) {
+  table.text("run", "RUN", request.heads.run, "a directory of `kvlab replay`");
+  table.parsed("by", "layer|head", request.by, parse_by,
+               "layer: formats for the keys and values of each layer, from traces; head: budgets "
+               "for each KV head, from the errors of RUN, which has at least three budgets",
+               "layer");
   table.texts("trace", "TRACE", Takes::several_words, request.traces,
               "captured traces of one model; may be given several times");
-  table.parsed("budget", "B", request.plan.bits, parse_plan_bits,
-               "mean number of bits for each element of keys and values, including scales and "
-               "minima: 4.5bits, or a share such as 25%bytes, where 100% is 16 bit");
+  table.text("budget", "B", request.budget,
+             "mean number of bits for each element of keys and values, including scales and "
+             "minima: 4.5bits, or a share such as 25%bytes, where 100% is 16 bit; with --by head, "
+             "mean budget of a head: tokens, or a share of the length");
   table.parsed(
       "formats", "SET", request.plan.set, parse_format_set,
       "formats to choose from: kvlab, cuda (those that kvlab also has on CUDA), vllm, "
       "llama.cpp, tensorrt-llm, transformers (what that engine can do), or a list such as 16,8,4",
       "kvlab");
-  table.text("centre", "none|prompt", request.centre,
+  table.text("centre", "none|prompt|@FILE", request.centre,
              "centre keys before they are quantized (default: none)");
+  table.text(
+      "centre-out", "FILE", request.centre_out,
+      "write the mean of the first 128 keys of each trace's prompt to this safetensors file, "
+      "for --centre @FILE; without --budget and --out, make no plan");
   table.parsed("queries", "decode|all", request.plan.queries, parse_queries,
                "queries to measure: those of decoded tokens, or all", "decode");
   table.text("metric", "METRIC", request.plan.metric,
              "loss to minimise: kl_estimate, which needs gradients, or residual_error (default: "
-             "kl_estimate if all traces have gradients)");
+             "kl_estimate if all traces, or the run, have it)");
+  table.text("policy", "P", request.heads.allocation.policy,
+             "with --by head: the policy whose errors are used; needed if RUN has several");
   table.text("out", "FILE", request.out,
-             "file of the plan, for --tiers @FILE; an existing file is replaced");
+             "file of the plan, for --tiers @FILE, or of the budgets, for --budget @FILE; an "
+             "existing file is replaced");
   table.flag("confirm", request.confirm,
              "evaluate the plan and the best single format end to end, and write the one with the "
              "lower KL (requires --model and --text)");
@@ -138,9 +214,9 @@ std::optional<Confirmation> load_confirmation(const Request& request, const Trac
                     "that was captured",
                     request.model, trace.header().model));
   const Tokenizer& tokenizer = loaded.model.tokenizer;
-  const std::size_t most = request.max_tokens + tokenizer.before().size();
+  const std::size_t max_tokens = request.max_tokens + tokenizer.before().size();
   for (const std::string& path : request.texts)
-    loaded.texts.push_back(ids_of_file(path, tokenizer, most));
+    loaded.texts.push_back(ids_of_file(path, tokenizer, max_tokens));
   return loaded;
 }
 
@@ -209,30 +285,56 @@ void print(const FormatPlan& plan, const Request& request) {
     if (choice.bits <= 9.05)
       fmt::print("{:>6.2f} {:>14}\n", choice.bits, number_text(choice.added));
   const bool centres = request.plan.centre != KeyCentre::none && plan.plan.tier_plan.is_quantized();
-  const std::string centre = centres ? " --centre prompt" : "";
+  const std::string centre = centres ? " --centre " + request.plan.centre.text() : "";
   if (confirmed) {
     print_confirmation(plan, request, centre);
     return;
   }
   fmt::print(
-      "\n{}: offline estimates; confirm them on another text:\n"
+      "\n{}: the losses are offline estimates; confirm them on another text:\n"
       "Next: kvlab eval --model DIR --text OTHER --policy full --tiers @{} --tiers {}{}\n",
       request.out, request.out, plan.uniform.tier_plan.text(), centre);
 }
 
+/// Writes the centre file of --centre-out.
+void write_centre(const Request& request, std::span<const TraceReader* const> traces) {
+  const OutputClaim claim(request.centre_out);
+  const CentreConstants centre = mean_centres(traces);
+  write_centre_file(request.centre_out, centre);
+  if (!request.out.empty()) return;  // the plan's own text follows
+  if (request.common.json)
+    print_json({{"centre_file", request.centre_out},
+                {"layers", centre.layers.size()},
+                {"kv_heads", centre.kv_heads},
+                {"head_size", centre.head_size}});
+  else
+    fmt::print(
+        "{}: centres of {} layers with {} KV heads of {} channels\n"
+        "Next: kvlab eval --model DIR --text OTHER --policy full --tiers 4 --centre @{}\n",
+        request.centre_out, centre.layers.size(), centre.kv_heads, centre.head_size,
+        request.centre_out);
+}
+
 int run(const Request& given) {
-  const OutputClaim claim(given.out);
-  PlanRequest request = given.plan;
-  request.progress = progress_bar("plan");
+  if (given.by == PlanBy::head) return plan_heads(given.heads);
+  std::optional<OutputClaim> claim;
+  if (!given.out.empty()) claim.emplace(given.out);
   std::vector<TraceReader> traces;
   for (const std::string& path : given.traces)
     traces.push_back(open_verified_trace(path, given.common.threads));
   std::vector<const TraceReader*> pointers;
   for (const TraceReader& trace : traces) pointers.push_back(&trace);
+  if (given.out.empty()) {
+    write_centre(given, pointers);
+    return 0;
+  }
+  PlanRequest request = given.plan;
+  request.progress = progress_bar("plan");
   const std::optional<Confirmation> with = load_confirmation(given, traces.front());
   FormatPlan plan = plan_formats(pointers, request);
   if (with) confirm(given, *with, plan);
-  const std::string text = plan_text(plan, request);
+  const std::string text = plan_text(plan, request, std::filesystem::path(given.out).parent_path());
+  if (!given.centre_out.empty()) write_centre(given, pointers);  // only if there is a plan
   write_file_atomically(given.out, text);
   if (given.common.json)
     fmt::print("{}", text);
@@ -245,10 +347,13 @@ int run(const Request& given) {
 
 Command plan_command() {
   return {.name = "plan",
-          .summary = "chooses a storage format for the keys and values of each layer",
-          .usage = "--trace TRACE... --budget B [--formats SET] --out plan.json",
+          .summary = "chooses formats for each layer, or a budget for each head",
+          .usage =
+              "--trace TRACE... --budget B [--formats SET] --out plan.json, or kvlab plan RUN "
+              "--by head --budget B [--policy P] --out budgets.json",
           .example = "kvlab plan --trace trace --budget 4bits --out plan.json",
-          .prepare = prepared(add_options, check, run)};
+          .positional = "run",
+          .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -28,7 +28,10 @@ constexpr OracleInfo kOracles[] = {
     {kOracleResidual,
      "evicts, one after another, the token whose loss changes the residual stream least over the "
      "next 32 queries; slow, so it runs only if it is named",
-     "nothing: it is greedy, and it sees those 32 queries but not the other heads"}};
+     "nothing: it is greedy, and it sees those 32 queries but not the other heads"},
+    {kBelady,
+     "with --refetch: evicts the token whose next selection is farthest in the future (Belady)",
+     "the number of tokens that are fetched"}};
 
 /// What a policy needs, for example "mass, the feature value_norm1".
 std::string needs_of(const PolicyInfo& info) {
@@ -48,8 +51,8 @@ std::string protected_tokens_of(const PolicyInfo& info) {
 }
 
 std::string describe(const ParamInfo& param) {
-  return fmt::format("{}={} ({:g} to {:g}): {}", param.name, param.standard, param.least,
-                     param.most, param.help);
+  return fmt::format("{}={} ({:g} to {:g}): {}", param.name, param.standard, param.min_value,
+                     param.max_value, param.help);
 }
 
 std::string or_none(const std::string& text) { return text.empty() ? "none" : text; }
@@ -193,7 +196,7 @@ Command policies_command() {
           .usage = "[NAME...] [--json | --markdown] [--policy-source FILE.hpp]...",
           .example = "kvlab policies h2o",
           .positional = "name",
-          .prepare = prepared(add_options, check, run)};
+          .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

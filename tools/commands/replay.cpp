@@ -78,14 +78,19 @@ void add_options(OptionTable& table, Request& request) {
   add_output_error_option(table, options.every_output_error,
                           "measure output errors at every eighth query (sample), or at all");
   table.text("model", "DIR", request.model,
-             "checkpoint of the traces; for features that are computed from its weights "
-             "(value_out_norm1)");
+             "checkpoint of the traces; only needed for features that are computed from its "
+             "weights (value_out_norm1)");
   table.text("layers", "LIST", request.layers, "only these layers: 0,1,5 (default: all)");
   table.list("show", "LIST", request.show,
              "also print these metrics, by their names in results.csv, or all (default: only the "
              "metric that `kvlab deploy` chooses by)");
+  table.parsed("refetch", "SELECTOR", options.refetch, parse_selector,
+               "evicted tokens return when a query selects them: top:K (the K most probable "
+               "tokens), page:P:K (K tokens in pages of P, after Quest) or logged (those that the "
+               "trace lists); measures how many are fetched (default: evicted for good)");
   table.flag("no-references", request.references,
-             "leave out full, oracle_attention and oracle_topk", false);
+             "leave out full, oracle_attention and oracle_topk (with --refetch: full and belady)",
+             false);
   table.flag("fresh", request.replay.fresh,
              "start from the beginning and delete the unfinished replay in RUN.part (default: "
              "continue it)");
@@ -187,7 +192,7 @@ std::string print_metrics(const RunTrace& trace, const std::vector<ResultRow>& r
       recommendations_of(metric_table, *find_metric(best), tokens, std::string(kReplayNote));
   fmt::print("{}", recommendations_text(made));
   for (const std::string& warning : recommendation_warnings(made))
-    fmt::print("{}", in_columns("Note: " + warning + "."));
+    fmt::print("{}", wrap_columns("Note: " + warning + "."));
   return made.empty() ? "" : made[decisive_budget(made)].scope.budget;
 }
 
@@ -220,6 +225,17 @@ std::string text_without_eviction(const Run& run) {
   return text + losses;
 }
 
+/// Prints which sizes of the device buffer keep the fetches of lru below some shares, for the
+/// traces of one model.
+void print_lru_curve(const Run& run, const std::map<std::string, std::string>& model_of,
+                     const std::string& model) {
+  std::vector<LruPoint> curve;
+  for (const LruPoint& point : run.lru_curve)
+    if (model_of.at(point.trace) == model) curve.push_back(point);
+  const std::string sizes = buffer_sizes_text(curve);
+  if (!sizes.empty()) fmt::print("{}", wrap_columns(sizes + " lru_curve.csv has all sizes."));
+}
+
 /// Prints each model separately, because metrics of several models are not averaged.
 void print_table(const Run& run, const std::string& out, const std::vector<std::string>& show) {
   std::map<std::string, std::string> model_of;
@@ -245,12 +261,14 @@ void print_table(const Run& run, const std::string& out, const std::vector<std::
     print_exempt(run, *trace);
     if (const std::string windows = trace->windows_text(); !windows.empty())
       fmt::print("{}\n", windows);
+    print_lru_curve(run, model_of, model);
   }
   const auto bounds = [](const ResultRow& row) { return row.policy == kOracleTopk; };
   if (evicts && !show.empty() && std::ranges::any_of(run.rows, bounds))
-    fmt::print("oracle_topk bounds recall and misses only, so it has no errors here.\n");
+    fmt::print("oracle_topk is a bound for recall and misses only, so its errors are not shown.\n");
   fmt::print("{}: {} values of all metrics (--show all prints them)\n", out, run.rows.size());
-  if (!budget.empty() && models.size() == 1)
+  // Engines that deploy a policy.json evict for good.
+  if (!budget.empty() && models.size() == 1 && run.info.refetch.empty())
     fmt::print("Next: kvlab deploy {} --budget {} --out policy.json\n", out, budget);
   fmt::print("Next: kvlab report {} --out report.html\n", out);
 }
@@ -300,7 +318,7 @@ void check_budgets(ReplayRequest& request) {
 }
 
 /// The checked request of a replay, with its policies compiled and its weights loaded.
-ReplayRequest loaded(const Request& given, const ProcessGroup& group) {
+ReplayRequest load_request(const Request& given, const ProcessGroup& group) {
   const bool on_device = given.common.device == Device::cuda;
   if (on_device && group.size() > 1)
     throw std::invalid_argument(
@@ -312,7 +330,7 @@ ReplayRequest loaded(const Request& given, const ProcessGroup& group) {
     refuse_existing(given.out, "--out");
     refuse_missing_parent(given.out, "--out");
     options.progress = progress_bar("replay");
-    request.notice = left_out_of("replay");
+    request.notice = report_omissions("replay");
   }
   const unsigned sharing = given.shares_cores ? static_cast<unsigned>(group.host_size()) : 1;
   options.threads = std::max(1u, given.common.threads / sharing);
@@ -320,10 +338,13 @@ ReplayRequest loaded(const Request& given, const ProcessGroup& group) {
   if (!given.model.empty())
     options.output =
         std::make_shared<const OutputProjections>(read_output_projections(given.model));
-  request.sweep = sweep_of(given.caches, compiled_policies(given.caches, given.common),
-                           request.notice, replay_oracles());
+  CacheOptions caches = given.caches;
+  caches.sweep = sweep_with(std::move(caches.sweep), options.refetch);
+  request.sweep =
+      sweep_of(caches, compiled_policies(caches, given.common), request.notice, replay_oracles());
   check_budgets(request);
-  if (given.references) request.sweep = with_references(std::move(request.sweep));
+  if (given.references)
+    request.sweep = add_references(std::move(request.sweep), options.refetch.has_value());
   if (on_device) request.device = cuda_replayer();
   options.elsewhere = request.device.get();
   return request;
@@ -333,7 +354,7 @@ int run(const Request& given) {
   const auto group = join_process_group();
   std::optional<ReplayRequest> request;
   std::optional<Run> result;
-  if (do_together(*group, [&] { request = loaded(given, *group); }))
+  if (do_together(*group, [&] { request = load_request(given, *group); }))
     result = replay_to(*request, given.out, *group);
   if (!result) return 0;  // only the first process prints
   if (given.common.json)
@@ -352,7 +373,7 @@ Command replay_command() {
           .example =
               "kvlab replay --trace trace --policy window,sink,lru,h2o:recent=25% "
               "--budget 64,128,20% --out run",
-          .prepare = prepared(add_options, check, run)};
+          .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <optional>
 #include <span>
+#include <utility>
 
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/evaluation/eval/score.hpp"
@@ -11,6 +12,7 @@
 #include "engine/evaluation/pages.hpp"
 #include "engine/evaluation/scores.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
+#include "sim/plan/plan_page.hpp"
 #include "sim/report/page.hpp"
 #include "sim/report/report.hpp"
 #include "tools/command.hpp"
@@ -20,6 +22,8 @@
 
 namespace kvlab {
 namespace {
+
+constexpr std::size_t kMaxFileBytes = std::size_t{64} << 20;
 
 struct Request {
   std::string run, out, budget, model, figures;
@@ -36,8 +40,8 @@ void check(Request& request, const GivenOptions& given) {
 
 void add_options(OptionTable& table, Request& request) {
   table.text("run", "RUN", request.run,
-             "directory of `kvlab replay`, `fidelity`, `eval --out` or `task --out`, or a policy "
-             "file of `tune`");
+             "directory of `kvlab replay`, `fidelity`, `eval --out` or `task --out`, or a file "
+             "of `tune` or `plan`");
   table.text("out", "FILE", request.out, "the page; an existing file is replaced");
   table.text("budget", "B", request.budget,
              "budget of the headline and of the heat maps; one of the run's budgets",
@@ -73,8 +77,9 @@ void say(const std::string& line) {
   if (!line.empty()) fmt::print(stderr, "kvlab report: {}\n", line);
 }
 
-/// Makes the page of a run. If figures were requested, writes them to `figures`, which is null
-/// otherwise. page_of() does the same.
+// Each function makes the page of one kind of results. If figures were requested, writes them to
+// `figures`, which is null otherwise.
+
 PageDocument page_of_run(const std::filesystem::path& folder, const Request& request,
                          const AtomicFolder* figures) {
   const Run run = load_run(folder);
@@ -84,8 +89,23 @@ PageDocument page_of_run(const std::filesystem::path& folder, const Request& req
                            .tokens = token_texts(run, request.model)});
 }
 
-/// Makes the page of a folder that `replay`, `eval`, `fidelity` or `task` wrote, or of a policy
-/// file of `tune`.
+PageDocument page_of_fidelity(const std::filesystem::path& folder, const AtomicFolder* figures) {
+  FidelityPage made = fidelity_page(folder);
+  if (figures) say(write_figures(vega_lites(made.figures), *figures));
+  return std::move(made.page);
+}
+
+PageDocument page_of_file(const std::string& path, const AtomicFolder* figures) {
+  if (figures)
+    throw std::invalid_argument(
+        "--figures: the figures of a file of `kvlab tune` or `plan` are only in the page; leave "
+        "--figures out, and save the figures from the page");
+  nlohmann::json top = parse_json(read_text_file(path, kMaxFileBytes), path);
+  return is_plan_file(top) ? plan_page(top, path) : tune_page(std::move(top), path);
+}
+
+/// The page of a folder that `replay`, `eval`, `fidelity` or `task` wrote, or of a file of `tune`
+/// or `plan`.
 PageDocument page_of(const std::filesystem::path& folder, const Request& request,
                      const AtomicFolder* figures) {
   if (std::error_code error; !std::filesystem::exists(folder, error))
@@ -98,24 +118,16 @@ PageDocument page_of(const std::filesystem::path& folder, const Request& request
                     request.budget.empty() ? "model" : "budget"));
   const bool eval = std::filesystem::exists(folder / kEvalJson);
   if (eval || std::filesystem::exists(folder / kTaskJson)) {
-    if (figures) say(write_figures(vega_lites(figures_of(load_scores(folder))), *figures));
-    return eval ? eval_page(folder) : task_page(folder);
+    const ScoreSet scores = load_scores(folder);
+    if (figures) say(write_figures(vega_lites(figures_of(scores)), *figures));
+    return eval ? eval_page(scores) : task_page(scores);
   }
-  if (std::filesystem::exists(folder / kFidelityJson)) {
-    if (figures) say(write_figures(vega_lites(fidelity_figures(folder)), *figures));
-    return fidelity_page(folder);
-  }
-  if (std::filesystem::is_regular_file(folder)) {
-    if (figures)
-      throw std::invalid_argument(
-          "--figures: the figure of a `kvlab tune` file is only in the page; leave --figures out, "
-          "and save the figure from the page");
-    return tune_page(folder);
-  }
+  if (std::filesystem::exists(folder / kFidelityJson)) return page_of_fidelity(folder, figures);
+  if (std::filesystem::is_regular_file(folder)) return page_of_file(folder.string(), figures);
   throw std::runtime_error(
       fmt::format("{}: holds no run.json, eval.json, fidelity.json or task.json; it should be a "
                   "directory made by `kvlab replay`, `eval --out`, `fidelity` or `task --out`, or "
-                  "a policy file of `kvlab tune`",
+                  "a file of `kvlab tune` or `kvlab plan`",
                   folder.string()));
 }
 
@@ -145,7 +157,7 @@ Command report_command() {
           .usage = "RUN --out report.html [--budget B] [--model DIR] [--figures DIR]",
           .example = "kvlab report run --model engine/models/tiny --out report.html",
           .positional = "run",
-          .prepare = prepared(add_options, check, run)};
+          .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

@@ -23,21 +23,23 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr std::int64_t kMaxWords = 1'000'000, kMaxSamples = 100'000, kMaxNeedles = 64;
+constexpr std::int64_t kMaxLength = 1 << 20, kMaxNumpySeed = 0xffffffff;
 constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches in a batch
 
 struct Request {
   TaskRequest task;
   CacheOptions caches;
   CommonOptions common;
-  std::string model, text, out, capture;  ///< paths; empty: not given
-  std::string kind = "";                  ///< for the task `needle`
+  std::string model, text, out, capture, word_lists;  ///< paths; empty: not given
+  std::vector<std::uint32_t> lengths{4096};           ///< for the task `ruler`
+  std::string kind = "";                              ///< for the task `needle`
   bool query_aware = false, query_agnostic = false;
   bool chat = true;
   bool fresh = false;
 };
 
 /// Parses the items of a list. Each is a number followed by `suffix`.
-std::vector<double> parse_numbers(const std::string& text, const char* name, double most,
+std::vector<double> parse_numbers(const std::string& text, const char* name, double max_value,
                                   std::string_view suffix, std::string_view example) {
   std::vector<double> numbers;
   for (const std::string& item : list_entries(text)) {
@@ -45,24 +47,50 @@ std::vector<double> parse_numbers(const std::string& text, const char* name, dou
     const char* const end = item.data() + item.size();
     const auto read = std::from_chars(item.data(), end, value, std::chars_format::fixed);
     const bool whole = read.ec == std::errc() && std::string_view(read.ptr, end) == suffix;
-    if (!whole || !(value >= 0 && value <= most))
+    if (!whole || !(value >= 0 && value <= max_value))
       throw std::invalid_argument(
           fmt::format("--{}: {} should be a list such as {}, each between 0{} and {}{}", name,
-                      json_quoted(item), example, suffix, most, suffix));
+                      json_quoted(item), example, suffix, max_value, suffix));
     if (std::ranges::find(numbers, value) == numbers.end()) numbers.push_back(value);
   }
   return numbers;
 }
 
-std::vector<std::uint32_t> parse_words(const std::string& text) {
-  std::vector<std::uint32_t> words;
-  for (const double count : parse_numbers(text, "words", kMaxWords, "", "250,500,1000")) {
-    if (count < 1 || count != std::floor(count))
+/// Parses a list of lengths: whole numbers from 1 to `max_value`.
+std::vector<std::uint32_t> parse_lengths(const std::string& text, const char* name,
+                                         double max_value, std::string_view example) {
+  std::vector<std::uint32_t> lengths;
+  for (const double length : parse_numbers(text, name, max_value, "", example)) {
+    if (length < 1 || length != std::floor(length))
       throw std::invalid_argument(
-          fmt::format("--words: {} should be a whole number, at least 1", count));
-    words.push_back(static_cast<std::uint32_t>(count));
+          fmt::format("--{}: {} should be a whole number, at least 1", name, length));
+    lengths.push_back(static_cast<std::uint32_t>(length));
   }
-  return words;
+  return lengths;
+}
+
+std::vector<std::uint32_t> parse_words(const std::string& text) {
+  return parse_lengths(text, "words", kMaxWords, "250,500,1000");
+}
+
+std::vector<std::uint32_t> parse_tokens(const std::string& text) {
+  return parse_lengths(text, "length", kMaxLength, "4096,8192");
+}
+
+std::vector<const RulerTask*> all_ruler_tasks() {
+  std::vector<const RulerTask*> tasks;
+  for (const RulerTask& task : ruler_tasks()) tasks.push_back(&task);
+  return tasks;
+}
+
+std::vector<const RulerTask*> parse_ruler_tasks(const std::string& text) {
+  if (text == "all") return all_ruler_tasks();
+  std::vector<const RulerTask*> tasks;
+  for (const std::string& name : list_entries(text)) {
+    const RulerTask* const task = &ruler_task(name);
+    if (std::ranges::find(tasks, task) == tasks.end()) tasks.push_back(task);
+  }
+  return tasks;
 }
 
 std::vector<double> parse_depths(const std::string& text) {
@@ -80,12 +108,20 @@ void refuse_foreign(TaskKind kind, const GivenOptions& given) {
   };
   for (const char* name : {"kind", "keys", "values"}) refuse(name, TaskKind::needle, "needle");
   refuse("reassigned", TaskKind::recall, "recall");
+  for (const char* name : {"tasks", "length", "word-lists"}) refuse(name, TaskKind::ruler, "ruler");
   if (kind == TaskKind::recall && given.has("text"))
     throw std::invalid_argument("--text: task recall does not use a text; leave it out");
+  if (kind != TaskKind::ruler) return;
+  if (given.has("words"))
+    throw std::invalid_argument("--words: task ruler takes a length in tokens; give --length");
+  for (const char* name : {"depth", "max-new-tokens"})
+    if (given.has(name))
+      throw std::invalid_argument(
+          fmt::format("--{}: RULER's tasks define it themselves; leave it out", name));
 }
 
 void check_kind(Request& request, const GivenOptions& given) {
-  given.require("task", "kvlab task passkey, needle or recall");
+  given.require("task", "kvlab task passkey, needle, recall or ruler");
   refuse_foreign(request.task.spec.kind, given);
   const std::string& kind = request.kind;
   if (given.has("kind") && kind != "single" && kind != "multi-key" && kind != "multi-value")
@@ -93,6 +129,20 @@ void check_kind(Request& request, const GivenOptions& given) {
         fmt::format("--kind: {} should be single, multi-key or multi-value", json_quoted(kind)));
   if (kind == "multi-key" && !given.has("keys")) request.task.spec.keys = 4;
   if (kind == "multi-value" && !given.has("values")) request.task.spec.values = 4;
+}
+
+void check_ruler(Request& request) {
+  TaskRequest& task = request.task;
+  if (task.spec.kind != TaskKind::ruler) return;
+  if (task.seed > kMaxNumpySeed)
+    throw std::invalid_argument(
+        fmt::format("--seed: {} is above {}, the largest seed of RULER's generator; give a smaller "
+                    "one",
+                    task.seed, kMaxNumpySeed));
+  task.words = request.lengths;
+  if (task.ruler.empty()) task.ruler = all_ruler_tasks();
+  task.word_lists =
+      request.word_lists.empty() ? bundled_word_lists() : read_word_lists(request.word_lists);
 }
 
 /// Refuses two outputs if one is inside the other, because they are committed separately.
@@ -113,6 +163,7 @@ void check(Request& request, const GivenOptions& given) {
   check_kind(request, given);
   TaskRequest& task = request.task;
   task.seed = request.caches.sweep.seed;
+  check_ruler(request);
   task.modes.clear();
   if (request.query_aware) task.modes.push_back(QueryMode::aware);
   if (request.query_agnostic || !request.query_aware) task.modes.push_back(QueryMode::agnostic);
@@ -125,26 +176,39 @@ void check(Request& request, const GivenOptions& given) {
 }
 
 void add_needle_options(OptionTable& table, Request& request) {
-  table.text("kind", "single|multi-key|multi-value", request.kind,
-             "needle: one number (single), 4 keys of which one is asked for (multi-key), or 4 "
-             "numbers of a key (multi-value) (default: single)");
+  table.text(
+      "kind", "single|multi-key|multi-value", request.kind,
+      "needle: the text hides one number (single), the numbers of 4 keys, of which the question "
+      "asks for one (multi-key), or 4 numbers of one key (multi-value) (default: single)");
   table.whole("keys", "N", {1, kMaxNeedles}, request.task.spec.keys,
               "needle: number of keys in the text; the question is for one of them", "");
   table.whole("values", "N", {1, kMaxNeedles}, request.task.spec.values,
               "needle: number of values of each key", "");
 }
 
+void add_ruler_options(OptionTable& table, Request& request) {
+  table.parsed("tasks", "LIST", request.task.ruler, parse_ruler_tasks,
+               "ruler: names of RULER's tasks: niah_single_1 to niah_single_3, niah_multikey_1 to "
+               "niah_multikey_3, niah_multivalue, niah_multiquery, vt, cwe, fwe",
+               "all");
+  table.parsed("length", "LIST", request.lengths, parse_tokens,
+               "ruler: maximum number of tokens of a prompt and its answer", "4096");
+  table.text("word-lists", "DIR", request.word_lists,
+             "ruler: directory with nounlist.txt, adjectivelist.txt and verblist.txt, as in the "
+             "Python package wonderwords (default: built-in words)");
+}
+
 void add_options(OptionTable& table, Request& request) {
   TaskRequest& task = request.task;
   const auto kind = [](const std::string& text) { return parse_task_kind(text, "task"); };
-  table.parsed("task", "passkey|needle|recall", task.spec.kind, kind,
+  table.parsed("task", "passkey|needle|recall|ruler", task.spec.kind, kind,
                "the task; the word `--task` may be left out");
   add_model_option(table, request.model);
   table.flag("query-aware", request.query_aware,
              "the question is in the prompt, so it is seen before anything is evicted");
   table.flag("query-agnostic", request.query_agnostic,
-             "the question comes after the context has been evicted to the budget (default; with "
-             "both switches, both are run)");
+             "the question comes after the context has been evicted to the budget (default). With "
+             "both switches, both modes run");
   table.parsed("words", "LIST", task.words, parse_words, "lengths of the context, in words",
                "250,500");
   table.parsed("depth", "LIST", task.depths, parse_depths, "depths of the answer in the context",
@@ -152,21 +216,25 @@ void add_options(OptionTable& table, Request& request) {
   table.whole("samples", "N", {1, kMaxSamples}, task.samples,
               "questions at each length and depth; the same for every policy and budget");
   add_needle_options(table, request);
+  add_ruler_options(table, request);
   table.flag("reassigned", task.spec.reassigned,
              "recall: a key may get a new value later, and the last value is the right answer");
-  table.text("text", "FILE", request.text,
-             "text that hides the answer (default: a built-in text; recall: none)");
+  table.text(
+      "text", "FILE", request.text,
+      "text in which the answer is hidden (default: a built-in text; the task recall has none)");
   table.flag("no-chat", request.chat, "do not use the model's chat template", false);
   table.whole("max-new-tokens", "N", {1, 1 << 20}, task.answers.max_new_tokens,
               "maximum number of tokens of an answer");
   table.flag("beyond-context", task.beyond_context,
              "allow prompts longer than the context that the model was trained on");
-  table.text("out", "RUN", request.out,
-             "new directory for the tables; if it was interrupted, the same command continues it");
+  table.text(
+      "out", "RUN", request.out,
+      "new directory for the results. If the command was interrupted, the same command continues");
   table.flag("fresh", request.fresh,
              "start from the beginning and delete the unfinished results of --out");
   table.text("capture", "DIR", request.capture,
-             "new directory for a trace of every question, followed by its right answer");
+             "new directory for one trace for each question. A trace has the question, followed by "
+             "its right answer");
   add_cache_options(table, request.caches);
   add_features_option(table, request.caches.features);
   add_common_options(table, request.common);
@@ -175,11 +243,11 @@ void add_options(OptionTable& table, Request& request) {
 // --- Output --------------------------------------------------------------------------------------
 
 const TaskMetric* find_task_metric(std::span<const TaskMetric> metrics, std::size_t config,
-                                   QueryMode mode, std::optional<std::uint32_t> words,
-                                   std::string_view metric) {
+                                   QueryMode mode, std::optional<std::string_view> task,
+                                   std::optional<std::uint32_t> words, std::string_view metric) {
   const auto found = std::ranges::find_if(metrics, [&](const TaskMetric& entry) {
-    return entry.config == config && entry.mode == mode && entry.words == words && !entry.depth &&
-           entry.metric == metric;
+    return entry.config == config && entry.mode == mode && entry.task == task &&
+           entry.words == words && !entry.depth && entry.metric == metric;
   });
   return found == metrics.end() ? nullptr : &*found;
 }
@@ -187,6 +255,7 @@ const TaskMetric* find_task_metric(std::span<const TaskMetric> metrics, std::siz
 std::string share_cell(const TaskMetric* entry) {
   if (!entry) return "-";
   const auto percent = [](double share) { return std::lround(100 * share); };
+  if (std::isnan(entry->interval.low)) return fmt::format("{}", percent(entry->value));
   return fmt::format("{} ({}-{})", percent(entry->value), percent(entry->interval.low),
                      percent(entry->interval.high));
 }
@@ -197,24 +266,74 @@ std::string mean_cell(const TaskMetric& entry) {
                           : fmt::format("{:.2f} ± {:.2f}", entry.value, half);
 }
 
-void print_mode(const TaskRun& run, std::span<const TaskMetric> metrics, QueryMode mode,
-                const std::vector<std::uint32_t>& words) {
-  fmt::print("{}, {}: right answers in %\n{:<36} {:>6}", run.task, name_of(mode), "policy",
-             "budget");
-  for (const std::uint32_t count : words) fmt::print(" {:>12}", fmt::format("{} words", count));
-  fmt::print(" {:>12} {:>16} {:>16}\n", "all", "log p", "change");
-  for (std::size_t c = 0; c < run.configs.size(); ++c) {
-    const CacheConfig& config = run.configs[c];
-    const auto find = [&](std::optional<std::uint32_t> count, std::string_view metric) {
-      return find_task_metric(metrics, c, mode, count, metric);
-    };
-    fmt::print("{:<36} {:>6}", config.policy.brief(), config.budget_text());
-    for (const std::uint32_t count : words)
-      fmt::print(" {:>12}", share_cell(find(count, "exact_match")));
-    fmt::print(" {:>12} {:>16} {:>16}\n", share_cell(find({}, "exact_match")),
-               mean_cell(*find({}, "log_likelihood")),
-               c == 0 ? "" : mean_cell(*find({}, "log_likelihood_change")));
+/// The tasks of a run that have separate rows: none, if there is only one task.
+std::vector<std::string_view> tasks_with_rows(const TaskRequest& request) {
+  std::vector<std::string_view> tasks;
+  if (request.ruler.size() > 1)
+    for (const RulerTask* task : request.ruler) tasks.push_back(task->name);
+  return tasks;
+}
+
+/// The metric that the table shows as right answers.
+std::string_view accuracy_metric(const TaskRequest& request) {
+  return request.spec.kind == TaskKind::ruler ? "string_match" : "exact_match";
+}
+
+class ModeTable {
+ public:
+  ModeTable(const TaskRun& run, std::span<const TaskMetric> metrics, const TaskRequest& request,
+            QueryMode mode)
+      : run_(run), metrics_(metrics), request_(request), mode_(mode) {}
+
+  void print() const {
+    const bool is_ruler = request_.spec.kind == TaskKind::ruler;
+    const std::vector<std::string_view> tasks = tasks_with_rows(request_);
+    fmt::print("{}, {}: {} in %\n", run_.task, name_of(mode_),
+               is_ruler ? "answers found" : "right answers");
+    const std::size_t width = tasks.empty() ? 0 : kTaskWidth;
+    print_first(width, "task");
+    fmt::print("{:<36} {:>6}", "policy", "budget");
+    for (const std::uint32_t length : request_.words)
+      fmt::print(" {:>12}", fmt::format("{} {}", length, is_ruler ? "tokens" : "words"));
+    fmt::print(" {:>12} {:>16} {:>16}\n", "all", "log p", "change");
+    for (const std::string_view task : tasks) print_rows(width, task, task);
+    print_rows(width, "all", std::nullopt);
   }
+
+ private:
+  static constexpr std::size_t kTaskWidth = 16;
+
+  static void print_first(std::size_t width, std::string_view text) {
+    if (width > 0) fmt::print("{:<{}} ", text, width);
+  }
+
+  void print_rows(std::size_t width, std::string_view title,
+                  std::optional<std::string_view> task) const {
+    const std::string_view accuracy = accuracy_metric(request_);
+    for (std::size_t c = 0; c < run_.configs.size(); ++c) {
+      const CacheConfig& config = run_.configs[c];
+      const auto find = [&](std::optional<std::uint32_t> words, std::string_view metric) {
+        return find_task_metric(metrics_, c, mode_, task, words, metric);
+      };
+      print_first(width, title);
+      fmt::print("{:<36} {:>6}", config.policy.brief(), config.budget_text());
+      for (const std::uint32_t words : request_.words)
+        fmt::print(" {:>12}", share_cell(find(words, accuracy)));
+      fmt::print(" {:>12} {:>16} {:>16}\n", share_cell(find({}, accuracy)),
+                 mean_cell(*find({}, "log_likelihood")),
+                 c == 0 ? "" : mean_cell(*find({}, "log_likelihood_change")));
+    }
+  }
+
+  const TaskRun& run_;
+  std::span<const TaskMetric> metrics_;
+  const TaskRequest& request_;
+  QueryMode mode_;
+};
+
+void print_mode(const TaskRun& run, std::span<const TaskMetric> metrics, QueryMode mode,
+                const TaskRequest& request) {
+  ModeTable(run, metrics, request, mode).print();
   const auto own = std::ranges::find(run.modes, mode) - run.modes.begin();
   const auto made = task_recommendations(run, static_cast<std::size_t>(own));
   if (!made.empty()) fmt::print("\n");
@@ -224,14 +343,17 @@ void print_mode(const TaskRun& run, std::span<const TaskMetric> metrics, QueryMo
 
 void print_table(const TaskRun& run, std::span<const TaskMetric> metrics,
                  const TaskRequest& request) {
-  for (const QueryMode mode : run.modes) print_mode(run, metrics, mode, request.words);
+  for (const QueryMode mode : run.modes) print_mode(run, metrics, mode, request);
+  const bool is_ruler = request.spec.kind == TaskKind::ruler;
   fmt::print(
-      "{} samples for each length and depth; (low-high): 95% interval, Clopper-Pearson;\n"
+      "{} samples for each {}; (low-high): 95% interval, Clopper-Pearson{};\n"
       "log p: log-probability of the right answer, in nats; change: difference from the\n"
       "first line over the same samples; ±: half of its 95% interval, if 8 or more samples\n",
-      request.samples);
+      request.samples, is_ruler ? "task and length" : "length and depth",
+      is_ruler ? "\nor, for questions with several answers and 8 or more samples, Student's" : "");
   const bool any = std::ranges::any_of(run.modes, [&](QueryMode mode) {
-    const TaskMetric* const full = find_task_metric(metrics, 0, mode, {}, "exact_match");
+    const TaskMetric* const full =
+        find_task_metric(metrics, 0, mode, {}, {}, accuracy_metric(request));
     return full && full->value > 0;
   });
   if (!any)
@@ -242,7 +364,8 @@ void print_table(const TaskRun& run, std::span<const TaskMetric> metrics,
 
 ordered_json to_json(const TaskRun& run, const TaskMetric& entry) {
   const CacheConfig& config = run.configs[entry.config];
-  return {{"policy", config.policy.name},
+  return {{"task", entry.task.value_or(run.task)},
+          {"policy", config.policy.name},
           {"params", config.policy.params_text()},
           {"budget", config.budget_text()},
           {"prefill", config.prefill.text()},
@@ -250,7 +373,7 @@ ordered_json to_json(const TaskRun& run, const TaskMetric& entry) {
           {"seed", config.seed},
           {"mode", name_of(entry.mode)},
           {"words", entry.words ? ordered_json(*entry.words) : ordered_json("all")},
-          {"depth", entry.depth ? ordered_json(depth_text(*entry.depth)) : ordered_json("all")},
+          {"depth", depth_text(entry.depth)},
           {"metric", entry.metric},
           {"value", entry.value},
           {"low", number_or_null(entry.interval.low)},
@@ -260,23 +383,33 @@ ordered_json to_json(const TaskRun& run, const TaskMetric& entry) {
 
 /// Describes the task and the model.
 ordered_json about(const TaskRequest& request, const Backend& backend) {
+  const bool is_ruler = request.spec.kind == TaskKind::ruler;
   ordered_json depths = ordered_json::array(), modes = ordered_json::array();
-  for (const double depth : request.depths) depths.push_back(depth_text(depth));
+  if (!is_ruler)
+    for (const double depth : request.depths) depths.push_back(depth_text(depth));
   for (const QueryMode mode : request.modes) modes.push_back(name_of(mode));
-  return {{"kvlab", KVLAB_RELEASE},
-          {"task", request.spec.text()},
-          {"model", backend.config().name},
-          {"weights_xxh3", backend.weights_xxh3()},
-          {"chat", request.chat ? "chatml" : "none"},
-          {"text_xxh3", xxh3_hex(std::as_bytes(std::span(request.text)))},
-          {"modes", std::move(modes)},
-          {"words", request.words},
-          {"depths", std::move(depths)},
-          {"samples", request.samples},
-          {"seed", request.seed},
-          {"max_new_tokens", request.answers.max_new_tokens},
-          {"interval",
-           "95%: shares by Clopper and Pearson, means of 8 samples or more by Student's factor"}};
+  ordered_json json{
+      {"kvlab", KVLAB_RELEASE},
+      {"task", request.name()},
+      {"model", backend.config().name},
+      {"weights_xxh3", backend.weights_xxh3()},
+      {"chat", request.chat ? "chatml" : "none"},
+      {"text_xxh3", xxh3_hex(std::as_bytes(std::span(request.text)))},
+      {"modes", std::move(modes)},
+      {"words", request.words},
+      {"depths", std::move(depths)},
+      {"samples", request.samples},
+      {"seed", request.seed},
+      {"max_new_tokens", request.answers.max_new_tokens},
+      {"interval",
+       "95%: shares by Clopper and Pearson, means of 8 samples or more by Student's factor"}};
+  if (!is_ruler) return json;
+  json.erase("max_new_tokens");
+  for (const RulerTask* task : request.ruler) json["tasks"].push_back(task->name);
+  json["word_lists_xxh3"] = xxh3_hex(nlohmann::json{
+      request.word_lists.nouns, request.word_lists.adjectives, request.word_lists.verbs}
+                                         .dump());
+  return json;
 }
 
 /// Everything on which the stored answers depend. An unfinished run may be continued only if this
@@ -315,13 +448,13 @@ void write_run(RunFolder& folder, const TaskRun& run, std::span<const TaskMetric
 }
 
 /// Runs the task. If there is a folder, answers are stored there as soon as they are known.
-TaskRun answered(Backend& backend, const Tokenizer& tokenizer, TaskRequest& request,
-                 const std::optional<RunFolder>& out) {
+TaskRun answer_tasks(Backend& backend, const Tokenizer& tokenizer, TaskRequest& request,
+                     const std::optional<RunFolder>& out) {
   if (out) request.answers.kept = &*out;
   try {
     return run_task(backend, tokenizer, request);
   } catch (const Cancelled& error) {
-    if (out) throw out->in_name_of_run(error);
+    if (out) throw out->add_run_name(error);
     throw;
   }
 }
@@ -340,7 +473,7 @@ void capture_run(Backend& backend, const Tokenizer& tokenizer, const Request& gi
 
 int run(const Request& given) {
   TaskRequest request = given.task;
-  request.leave_out = left_out_of("task");
+  request.leave_out = report_omissions("task");
   request.answers.progress = progress_bar("task");
   if (!given.caches.sweep.policies.empty() || !given.caches.sources.empty())
     request.configs =
@@ -358,10 +491,10 @@ int run(const Request& given) {
   const Tokenizer tokenizer = tokenizer_of(given.model, backend->config());
   say_of_model(backend->config(), tokenizer, "", request.chat.has_value());
 
-  request.configs = with_full_first(request.configs);
+  request.configs = put_full_first(request.configs);
   ordered_json json = about(request, *backend);
   std::optional<RunFolder> out = folder_of(given, job_of(request, json, device));
-  const TaskRun run = answered(*backend, tokenizer, request, out);
+  const TaskRun run = answer_tasks(*backend, tokenizer, request, out);
   std::vector<TaskMetric> metrics = task_metrics(run.answers, run.points, run.modes);
   const std::vector<TaskMetric> held = memory_metrics(run);
   metrics.insert(metrics.end(), held.begin(), held.end());
@@ -384,14 +517,15 @@ int run(const Request& given) {
 }  // namespace
 
 Command task_command() {
-  return {.name = "task",
-          .summary = "measures task accuracy: pass key, needle, recall of pairs",
-          .usage = "passkey|needle|recall --model DIR [--policy LIST --budget LIST] [options]",
-          .example =
-              "kvlab task passkey --model engine/models/tiny --policy sink,h2o --budget 64 "
-              "--words 100 --depth 50% --samples 2",
-          .positional = "task",
-          .prepare = prepared(add_options, check, run)};
+  return {
+      .name = "task",
+      .summary = "measures task accuracy: pass key, needle, recall of pairs, RULER",
+      .usage = "passkey|needle|recall|ruler --model DIR [--policy LIST --budget LIST] [options]",
+      .example =
+          "kvlab task passkey --model engine/models/tiny --policy sink,h2o --budget 64 "
+          "--words 100 --depth 50% --samples 2",
+      .positional = "task",
+      .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

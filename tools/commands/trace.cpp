@@ -46,6 +46,7 @@ std::uint64_t file_bytes(const TraceReader& trace) {
   for (const SafetensorsFile& file : trace.gradient_files()) bytes += file.bytes().size();
   for (const SafetensorsFile& file : trace.feature_files()) bytes += file.bytes().size();
   if (trace.sketch_file()) bytes += trace.sketch_file()->bytes().size();
+  if (trace.selected_file()) bytes += trace.selected_file()->bytes().size();
   return bytes;
 }
 
@@ -59,6 +60,9 @@ Json extras_json(const TraceReader& trace) {
                       {"seed", gradients->seed},
                       {"queries", name_of(gradients->queries)}};
   for (const auto& feature : trace.extras().features) extras["features"].push_back(feature.name);
+  if (const auto& selections = trace.extras().selections)
+    extras["selected"] = {{"tokens", trace.max_selected()},
+                          {"queries", name_of(selections->queries)}};
   return extras;
 }
 
@@ -70,6 +74,9 @@ std::string extras_text(const TraceReader& trace) {
     parts.push_back(fmt::format("gradients of {} gradient samples over {} queries",
                                 gradients->gradient_samples, name_of(gradients->queries)));
   for (const auto& feature : trace.extras().features) parts.push_back("feature " + feature.name);
+  if (const auto& selections = trace.extras().selections)
+    parts.push_back(fmt::format("selections of up to {} tokens at {} queries", trace.max_selected(),
+                                name_of(selections->queries)));
   return parts.empty() ? "none" : fmt::format("{}", fmt::join(parts, ", "));
 }
 
@@ -192,6 +199,7 @@ void print_check(const TraceReader& trace, const TraceCheck& check) {
         ", {} rows recomputed, largest error of an output {:.2g}, of a log-sum-exp {:.2g} "
         "(at most {:g})",
         check.rows, check.worst_out, check.worst_lse, check.tolerance);
+  if (check.selections > 0) fmt::print(", {} selections checked", check.selections);
   fmt::print("\n");
 }
 
@@ -203,6 +211,7 @@ int verify(const std::string& directory, const Request& request) {
                 {"ok", check.ok},
                 {"shards", trace.shards().size()},
                 {"rows", check.rows},
+                {"selections", check.selections},
                 {"worst_output_error", number_or_null(check.worst_out)},
                 {"worst_lse_error", number_or_null(check.worst_lse)},
                 {"tolerance", check.tolerance},
@@ -239,7 +248,7 @@ Command trace_command() {
           .usage = "info|verify|seal TRACE [--json] [--threads N]",
           .example = "kvlab trace verify trace",
           .positional = "action",
-          .prepare = prepared(add_options, check, run)};
+          .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

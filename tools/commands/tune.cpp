@@ -53,11 +53,11 @@ void add_options(OptionTable& table, Request& request) {
   add_eval_model_options(table, request.model);
   table.parsed("budget", "B", request.budget, read_budget,
                "cache size during decoding: tokens, or a share of the length: 256, 10%");
-  table.list(
-      "policy", "P,...", request.caches.sweep.policies,
-      "policies to try; a bare name stands for its variants (protected tokens and parameters), a "
-      "name with settings, such as h2o:recent=25%, only for itself (default: all except random "
-      "and those that need features or once)");
+  table.list("policy", "P,...", request.caches.sweep.policies,
+             "policies to try. A name without settings stands for several variants of the policy, "
+             "which differ in protected tokens and parameters. A name with settings, such as "
+             "h2o:recent=25%, stands only for itself (default: all policies except random and "
+             "those that need features or once)");
   add_source_option(table, request.caches.sources);
   add_features_option(table, request.caches.features);
   add_tiers_option(table, request.caches);
@@ -109,10 +109,11 @@ std::vector<CacheConfig> variants(const Request& request, std::uint32_t tokens,
 }
 
 /// The difference from the leader, with its interval if there is one.
-std::string behind_text(const Difference& behind) {
-  const std::string mean = fmt::format("+{:.4f}", behind.mean);
-  if (std::isnan(behind.interval.low)) return mean + ", no interval known";
-  return fmt::format("{} ({:.4f} to {:.4f})", mean, behind.interval.low, behind.interval.high);
+std::string from_lowest_text(const Difference& from_lowest) {
+  const std::string mean = fmt::format("+{:.4f}", from_lowest.mean);
+  if (std::isnan(from_lowest.interval.low)) return mean + ", no interval known";
+  return fmt::format("{} ({:.4f} to {:.4f})", mean, from_lowest.interval.low,
+                     from_lowest.interval.high);
 }
 
 void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t index) {
@@ -124,10 +125,10 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
   for (std::size_t i = 0; i < std::min(round.entries.size(), kMaxShown); ++i) {
     const HalvingEntry& entry = round.entries[i];
     const std::size_t config = tuning.order[entry.configuration];
-    const std::string note(entry.fate == HalvingFate::stays ? "" : name_of(entry.fate));
+    const std::string note(entry.status == HalvingStatus::stays ? "" : name_of(entry.status));
     fmt::print("  {:<28} KL {:.4f} {:>10}  {} {}\n", request.sweep[config].policy.brief(), entry.kl,
                bytes_text(tuning.memory[config].peak),
-               i == 0 ? std::string("leads") : behind_text(entry.behind), note);
+               i == 0 ? std::string("leads") : from_lowest_text(entry.from_lowest), note);
   }
   if (round.entries.size() > kMaxShown)
     fmt::print("  and {} more\n", round.entries.size() - kMaxShown);
@@ -136,8 +137,8 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
 /// Prints perplexity, KL with its deviation over the texts, and top-1 agreement of each
 /// configuration and of the full cache.
 void print_scores(const nlohmann::json& scores) {
-  fmt::print("\n{:<28} {:>10} {:>18} {:>7} {:>8}\n", "", "perplexity", "KL ± of texts", "top-1",
-             "tokens");
+  fmt::print("\n{:<28} {:>10} {:>18} {:>7} {:>8}\n", "", "perplexity", "KL ± SD over texts",
+             "top-1", "tokens");
   for (const auto& score : scores) {
     const auto& deviation = score.at("kl_deviation");
     const std::string spread =
@@ -178,10 +179,10 @@ void print_recommendation(const Tuning& tuning, const TuneRequest& request,
 /// plan.
 std::uint32_t budget_in_tokens(const Request& request, std::uint32_t length,
                                std::uint32_t head_size) {
-  std::uint64_t least = kv_bytes_per_token(head_size);
+  std::uint64_t min_token_bytes = kv_bytes_per_token(head_size);
   for (const TierPlan& tier_plan : request.caches.tier_plans)
-    least = std::min(least, tier_plan.min_token_bytes(head_size));
-  return request.budget.resolve(length, head_size, request.budget.is_even() ? least : 0);
+    min_token_bytes = std::min(min_token_bytes, tier_plan.min_token_bytes(head_size));
+  return request.budget.resolve(length, head_size, request.budget.is_even() ? min_token_bytes : 0);
 }
 
 /// The variants that fit every text.
@@ -189,7 +190,7 @@ std::vector<CacheConfig> fitting_sweep(const Request& request, const std::vector
                                        const CacheShape& heads, std::uint32_t head_size,
                                        const CompiledPolicies& compiled) {
   const auto length = static_cast<std::uint32_t>(texts.front().ids.size());
-  const LeaveOut leave_out = left_out_of("tune");
+  const LeaveOut leave_out = report_omissions("tune");
   return configs_that_fit(
       variants(request, budget_in_tokens(request, length, head_size), compiled, leave_out),
       [&](const CacheConfig& config) {
@@ -265,7 +266,7 @@ Command tune_command() {
           "kvlab tune --model engine/models/tiny --text tools/texts/carroll-alice.txt "
           "tools/texts/austen-emma.txt --prompt-tokens 128 --max-tokens 512 --budget 64 "
           "--out policy.json",
-      .prepare = prepared(add_options, check, run)};
+      .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

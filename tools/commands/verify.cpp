@@ -149,9 +149,10 @@ Dialogue make_dialogue(const Request& request, std::vector<CacheConfig> sweep,
     return resolve(cache.at_prompt(static_cast<std::uint32_t>(prompts.front().size())),
                    max_tokens(prompts, decode_tokens), 0, config.heads());
   };
-  Dialogue dialogue{.turns = {},
-                    .configs = configs_that_fit(std::move(sweep), resolved, left_out_of("verify")),
-                    .caches = {}};
+  Dialogue dialogue{
+      .turns = {},
+      .configs = configs_that_fit(std::move(sweep), resolved, report_omissions("verify")),
+      .caches = {}};
   std::string warning;
   for (const CacheConfig& cache : dialogue.configs) {
     dialogue.caches.push_back(resolved(cache));
@@ -168,8 +169,8 @@ int run(const Request& request) {
   const CompiledPolicies compiled = compiled_policies(request.caches, request.common);
   std::optional<PolicyFile> file;
   if (!request.policy_file.empty()) file = read_policy_file(request.policy_file, compiled);
-  auto sweep =
-      file ? std::vector{file->cache} : sweep_of(request.caches, compiled, left_out_of("verify"));
+  auto sweep = file ? std::vector{file->cache}
+                    : sweep_of(request.caches, compiled, report_omissions("verify"));
   // The model on the CPU. It decodes or, with another device, gives the logits to compare with.
   std::optional<Model> model;
   if (device == Device::cpu || request.checks_logits) model = Model::load(request.model, threads);
@@ -210,7 +211,7 @@ Command verify_command() {
       .example =
           "kvlab verify --model engine/models/tiny --prompt 'It was a dark night' --policy h2o,lru "
           "--budget 64 --max-new-tokens 200",
-      .prepare = prepared(add_options, check, run)};
+      .prepare = make_prepare(add_options, check, run)};
 }
 
 }  // namespace kvlab

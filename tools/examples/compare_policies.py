@@ -1,4 +1,4 @@
-"""Compares your own policy with published ones, on any trace: python3 tools/examples/compare_policies.py TRACE"""
+"""Compares your own policy with published policies on any trace: python3 tools/examples/compare_policies.py TRACE"""
 
 from __future__ import annotations
 

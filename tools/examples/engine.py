@@ -5,9 +5,10 @@ Requests join and finish at any step. Prompts are appended in chunks, between de
 graph. Some requests share a prefix, whose attention is computed once. If no block is free, a request is swapped out to
 the host and swapped in again later. The model has the shape of Llama 3 8B and random weights.
 
-Then each request is served alone, and its prefix is computed again. Exit status 1 means that its tokens differ from
-those of the batch. The batch determines how attention is divided among multiprocessors, and this affects its last bits.
-In float32 no token depends on them. In bfloat16 some tokens do, because random weights give near ties.
+Then each request is served alone, and its prefix is computed again. The script exits with 1 if a request then gets
+other tokens than in the batch. This happens in bfloat16: the batch determines how attention is divided among
+multiprocessors, which changes the last bits of the logits, and with random weights two tokens often have nearly the
+same logit. In float32 all tokens are equal.
 
     KVLAB_CUDA=1 pip install . torch && python3 tools/examples/engine.py
 """
@@ -36,13 +37,12 @@ class Request:
     row: int = -1
     swapped: dict | None = None
 
-    def chunk(self, most):
-        """The next tokens of its prompt to append together: first the whole prefix, then at most `most` tokens at a
-        time."""
+    def chunk(self, limit):
+        """The next part of its prompt to append: first the whole prefix, then at most `limit` tokens at a time."""
         if self.fed < len(self.prefix):
             return self.prefix
         begun = self.fed - len(self.prefix)
-        return self.prompt[begun : begun + most]
+        return self.prompt[begun : begun + limit]
 
     @property
     def is_read(self):
@@ -50,7 +50,7 @@ class Request:
 
 
 class Model:
-    """Random weights, and a layer's computations besides attention."""
+    """A model with random weights: the computations of its layers except attention."""
 
     def __init__(self, layers, dtype):
         torch.manual_seed(1)
@@ -88,32 +88,32 @@ class Engine:
         self.type = kvlab.TYPES[str(model.dtype).removeprefix("torch.")]
         self.model, self.rows, self.budget, self.chunk = model, rows, budget, chunk
         self.library, self.policy = kvlab.library(), kvlab.Policy(policy)
-        self.most = -(-(budget + chunk) // PAGE) * PAGE  # slots of a KV head: the kept tokens and a chunk
+        self.max_slots = -(-(budget + chunk) // PAGE) * PAGE  # slots of a KV head: the kept tokens and a chunk
         layers, all_rows = model.layers, rows + 1
 
         def zeros(*shape, dtype=torch.int32):
             return torch.zeros(*shape, dtype=dtype, device="cuda")
 
         self.keys, self.values = (zeros(layers, blocks, PAGE, KV_HEADS, DIM, dtype=model.dtype) for _ in range(2))
-        # The other arrays are indexed by slot: `most` for each row and KV head.
-        self.positions = zeros(layers, all_rows, KV_HEADS, self.most)
-        self.states = zeros(layers, all_rows, KV_HEADS, self.most, max(self.policy.slot_bytes, 1), dtype=torch.uint8)
-        self.seen = zeros(layers, all_rows, KV_HEADS, self.most, kvlab.OBSERVATION_BYTES, dtype=torch.uint8)
+        # The other arrays are indexed by slot: `max_slots` for each row and KV head.
+        self.positions = zeros(layers, all_rows, KV_HEADS, self.max_slots)
+        self.states = zeros(layers, all_rows, KV_HEADS, self.max_slots, max(self.policy.slot_bytes, 1), dtype=torch.uint8)
+        self.seen = zeros(layers, all_rows, KV_HEADS, self.max_slots, kvlab.OBSERVATION_BYTES, dtype=torch.uint8)
         self.lengths, self.next_slots = (zeros(layers, all_rows, KV_HEADS) for _ in range(2))
-        self.first_slot = (torch.arange(all_rows * KV_HEADS, device="cuda") * self.most).view(all_rows, KV_HEADS)
+        self.first_slot = (torch.arange(all_rows * KV_HEADS, device="cuda") * self.max_slots).view(all_rows, KV_HEADS)
         rule = torch.tensor([budget, 4, budget // 4, 0], dtype=torch.int32, device="cuda")  # 4 sinks, a quarter recent
         self.rules = rule.repeat(all_rows * KV_HEADS, 1)
         self.threshold16 = torch.full((all_rows,), 655, dtype=torch.int32, device="cuda")
         self.seeds, self.ids = zeros(all_rows, dtype=torch.int64), zeros(all_rows)
-        self.table = torch.zeros(all_rows, self.most // PAGE, dtype=torch.int32)
+        self.table = torch.zeros(all_rows, self.max_slots // PAGE, dtype=torch.int32)
         self.blocks = zeros(*self.table.shape)
         self.held = [[] for _ in range(all_rows)]
         self.free, self.unused_rows = list(range(blocks)), list(range(rows))
         self.prefix = None  # the prefix whose keys, values and observations the last row holds
         self.now, self.tokens = torch.full((rows,), IDLE, dtype=torch.int32, device="cuda"), zeros(rows, dtype=torch.int64)
-        self.of_chunk = zeros(2)  # position of a chunk's first token, and number of tokens
-        self.numbers = torch.arange(max(rows, self.most), dtype=torch.int32, device="cuda")
-        self.zeros = zeros(self.most)
+        self.chunk_range = zeros(2)  # position of a chunk's first token, and number of tokens
+        self.numbers = torch.arange(max(rows, self.max_slots), dtype=torch.int32, device="cuda")
+        self.zeros = zeros(self.max_slots)
         size = self.library.kvlab_evicting_attention_workspace(self.policy.handle, self.cache(0, 0, rows))
         self.workspace = zeros(size, dtype=torch.uint8)
         size = self.library.kvlab_compact_workspace(self.cache(0, 0, 1))
@@ -143,7 +143,7 @@ class Engine:
                             KV_HEADS * DIM, DIM)  # fmt: skip
         arrays = (self.first_slot[row], self.keys[layer], self.values[layer], self.positions[layer], self.lengths[layer, row],
                   self.next_slots[layer, row])  # fmt: skip
-        return kvlab.Cache(self.type, sequences, QUERY_HEADS, KV_HEADS, DIM, DIM**-0.5, self.most, *map(at, arrays), None, pages)
+        return kvlab.Cache(self.type, sequences, QUERY_HEADS, KV_HEADS, DIM, DIM**-0.5, self.max_slots, *map(at, arrays), None, pages)
 
     def state(self, layer, row):
         rules = self.rules[row * KV_HEADS :]
@@ -209,7 +209,7 @@ class Engine:
     def append(self, request, tokens, shared):
         """Appends a chunk: attention over the kept tokens and the chunk, observation, and compaction to the budget."""
         row, fed, count = (self.rows if shared else request.row), request.fed, len(tokens)
-        self.of_chunk.copy_(torch.tensor([fed, count], dtype=torch.int32))
+        self.chunk_range.copy_(torch.tensor([fed, count], dtype=torch.int32))
         if not (shared and self.prefix == tokens):
             self.seen[:, row] = 0
             logits = self.model.logits(torch.tensor(tokens, device="cuda"),
@@ -238,7 +238,7 @@ class Engine:
         """Compacts a row to the budget: in place (`to` is `row`), or into another row's blocks, so that a prefix stays
         unchanged for other requests."""
         args = kvlab.CompactArgs(self.cache(layer, row, 1), self.cache(layer, to, 1), self.state(layer, to),
-                                at(self.states[layer]), at(self.of_chunk), at(self.of_chunk[1:]),
+                                at(self.states[layer]), at(self.chunk_range), at(self.chunk_range[1:]),
                                 at(self.seen[layer]) if self.policy.needs else None, at(self.compact_workspace))  # fmt: skip
         self.call("kvlab_compact", self.policy.handle, args)
 
@@ -321,8 +321,8 @@ def at(tensor):
 def drawn(count):
     generator = torch.Generator().manual_seed(7)
 
-    def tokens(least, most):
-        length = int(torch.randint(least, most + 1, (1,), generator=generator))
+    def tokens(min_length, max_length):
+        length = int(torch.randint(min_length, max_length + 1, (1,), generator=generator))
         return torch.randint(VOCAB, (length,), generator=generator).tolist()
 
     prefix = tokens(300, 300)
@@ -335,7 +335,7 @@ def main():
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--rows", type=int, default=6, help="number of requests that decode together")
     parser.add_argument("--budget", type=int, default=256, help="budget of each KV head, in tokens")
-    parser.add_argument("--policy", default="h2o", help="a policy without parameters and token features")
+    parser.add_argument("--policy", default="h2o", help="a policy that has no parameters and reads no token features")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -82,8 +82,8 @@ static kvlab_kv_cache* make(const kvlab_policy* policy, const kvlab_tier* tier_p
 }
 
 /* Runs the decode loop. Returns whether all checks pass. `tier_plan`: the tiers of each KV head.
- * `most`: outputs must have a smaller error than this. */
-static int decode(const char* name, const kvlab_tier* tier_plan, int tiers, double most) {
+ * `max_error`: outputs must have a smaller error than this. */
+static int decode(const char* name, const kvlab_tier* tier_plan, int tiers, double max_error) {
   kvlab_kv_cache* const slots = make(kvlab_find_policy(name), tier_plan, tiers);
   float* const qkv = on_device(NULL, sizeof rows[0]);
   float* const device_out = on_device(NULL, QUERY_HEADS * DIM * sizeof(float));
@@ -117,7 +117,7 @@ static int decode(const char* name, const kvlab_tier* tier_plan, int tiers, doub
   }
   printf("largest error of an output: %.1e\n", worst);
   kvlab_kv_cache_destroy(slots);
-  return worst < most && wrong_victims == 0 && count[0] >= BUDGET && count[0] == count[1];
+  return worst < max_error && wrong_victims == 0 && count[0] >= BUDGET && count[0] == count[1];
 }
 
 int main(void) {

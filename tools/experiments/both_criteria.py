@@ -20,7 +20,7 @@ POINTS, NEAR, SEED = 0.10, 1.2, 1000
 
 
 def at_budget(experiment, budget):
-    """A row of the table, and whether the deployed policy is within the limit."""
+    """Returns a row of the table, and whether the deployed policy is within the limit."""
     texts = ["--text", *experiment.arguments.text, "--max-tokens", experiment.tokens]
     sweep = ["--policy", "a2sf,h2o,window,lru"] if experiment.arguments.quick else []
     model = ["--model", experiment.arguments.model]
@@ -29,7 +29,7 @@ def at_budget(experiment, budget):
         "--samples", experiment.quick(2, 8), *sweep,
     )  # fmt: skip
     run = json.loads(out.read_text())["run"]
-    evaluated = list(dict.fromkeys(entry["policy"] for entry in run["rounds"][0]["standings"]))
+    evaluated = list(dict.fromkeys(entry["policy"] for entry in run["rounds"][0]["ranking"]))
     kl = values(experiment.eval(evaluated, [budget]), "kl")
     words, samples = experiment.quick(30, 250), experiment.quick(2, 20)
     shares = experiment.pass_keys(evaluated, [budget], words, samples, "--seed", SEED)

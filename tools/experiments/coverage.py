@@ -70,7 +70,7 @@ def simulate(experiment):
     )
 
 
-def windows(experiment, folder, tokens, most):
+def windows(experiment, folder, tokens, max_windows):
     """Files with enough characters for `tokens` tokens, cut from the texts in turn."""
     length = 6 * tokens
     files = []
@@ -80,16 +80,16 @@ def windows(experiment, folder, tokens, most):
         for text in [pathlib.Path(path).read_text()]
         for start in range(0, len(text) - length + 1, length)
     ]
-    for name, text in cuts[:: max(1, len(cuts) // most)][:most]:
+    for name, text in cuts[:: max(1, len(cuts) // max_windows)][:max_windows]:
         files.append(folder / f"{name}-{len(files)}.txt")
         files[-1].write_text(text)
     if len(files) < 10:
-        raise Refused(f"--text: has {len(files)} windows of {length} characters, and 10 are needed; give longer texts")
+        raise Refused(f"--text: has {len(files)} windows of {length} characters, but 10 are needed; give longer texts")
     return files
 
 
 def blocks_by_text(experiment, files, policies, budget, seed, tokens):
-    """{policy: {text: [KL of each block of 64 tokens]}} of the end-to-end evaluation."""
+    """Runs the end-to-end evaluation. Returns {policy: {text: [KL of each block of 64 tokens]}}."""
     window = min(1024, experiment.context())
     rows = experiment.kvlab(
         ["eval"], "--model", experiment.model, "--text", *files, "--policy", ",".join(policies), "--budget", budget,
@@ -118,7 +118,8 @@ def description_of(a, b, places):
 
 
 def covered(found, mixture, resamples):
-    """(share of intervals that contain the mean difference over all other texts, cases)."""
+    """Returns the share of intervals that contain the mean difference over all other texts, and the number of
+    intervals."""
     held = cases = 0
     for first, second in itertools.combinations(found, 2):
         a, b = found[first], found[second]
@@ -159,12 +160,12 @@ def measure(experiment):
     found.pop("full", None)
     other = blocks_by_text(experiment, files, ["random"], budget, 1, tokens)["random"]
     one = found.pop("random")
-    most = min(map(len, one))
+    max_windows = min(map(len, one))
     resamples = experiment.quick(300, 3000)
     lines = []
     for mixture in MIXTURES:
         units = mixture if max(mixture) > 1 else (UNIT * 2,) * len(mixture)
-        if max(units) > most:
+        if max(units) > max_windows:
             lines.append([name_of(mixture), "texts are too short", "", ""])
             continue
         share, cases = covered(found, units, resamples)
@@ -173,7 +174,7 @@ def measure(experiment):
     ratio, skew = between_of(found)
     pairs = len(found) * (len(found) - 1) // 2
     experiment.section(
-        f"## On real texts\n\n{len(files)} texts of {most} blocks or more, budget {budget}, {resamples} samples for each of {pairs} "
+        f"## On real texts\n\n{len(files)} texts of {max_windows} blocks or more, budget {budget}, {resamples} samples for each of {pairs} "
         f"pairs of {', '.join(found)}. The truth is the mean difference over all texts that were not sampled. Median of the "
         f"pairs: the variance between texts is {ratio:.3f} times the variance of a block; the skewness of texts is {skew:.2f}.\n\n"
         + table(["lengths", "blocks", "intervals that contain the truth, %", "`random` under two seeds differs significantly, %"], lines)

@@ -41,9 +41,9 @@ def key_of(entry):
 
 
 def judge(recommendation, evaluation, budget):
-    """(name of the chosen policy, by which share its KL end to end is higher than the lowest one, agreeing pairs,
-    pairs). The share is 0 if the difference is not significant. Pairs: the choice and each policy that `deploy` finds
-    significantly worse."""
+    """Returns the name of the chosen policy, by which share its end-to-end KL exceeds the lowest KL (0 if the
+    difference is not significant), the number of agreeing pairs, and the number of pairs. Pairs: the choice and each
+    policy that `deploy` finds significantly worse."""
     ranking = [one for one in recommendation["evidence"]["ranking"] if not one["over_budget"]]
     made = next(one for one in evaluation["recommendations"] if one["budget"] == str(budget))
     order = list(zip(made["order"], made["configurations"]))
@@ -52,12 +52,12 @@ def judge(recommendation, evaluation, budget):
         for one in evaluation["configurations"]
         if one["budget"] == str(budget)
     }
-    behind = {key_of(evaluation["configurations"][c]): one["from_lowest"] for one, c in order}
+    from_lowest = {key_of(evaluation["configurations"][c]): one["from_lowest"] for one, c in order}
     best = key_of(evaluation["configurations"][order[0][1]])
     written = key_of(recommendation)
-    told = behind[written]["significant"]
+    told = from_lowest[written]["significant"]
     share = kl[written] / kl[best] - 1 if told else 0.0
-    apart = [one for one in ranking if one["behind"]["significantly_different"]]
+    apart = [one for one in ranking if one["from_lowest"]["significantly_different"]]
     agree = sum(kl[key_of(one)] > kl[key_of(ranking[0])] for one in apart)
     return written, share, agree, len(apart)
 
@@ -68,7 +68,10 @@ def deploy_recommendations():
     budgets = experiment.quick([32, 64, 128], [64, 128, 256, 512, 1024])
     texts = arguments.text
     if len(texts) < 4:
-        raise Refused("--text: give at least four files, because the replay leaves out half of them")
+        raise Refused(
+            "--text: give at least four files, because half of them are replayed and the other half "
+            "evaluated"
+        )
     seen, left_out = texts[: len(texts) // 2], texts[len(texts) // 2 :]
     policies = candidates(experiment)
     traces = [

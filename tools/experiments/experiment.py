@@ -21,7 +21,7 @@ TEXTS = sorted((ROOT / "tools/texts").glob("*.txt"))
 
 
 class Refused(Exception):
-    """The request cannot be done. The message is one line."""
+    """A request that cannot be carried out. The message is one line."""
 
 
 def parse_arguments(purpose, models, add_arguments):
@@ -34,8 +34,8 @@ def parse_arguments(purpose, models, add_arguments):
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a device")
     parser.add_argument("--quick", action="store_true", help="a smaller run, which takes minutes on a CPU")
     parser.add_argument("--out", required=True, help="the page to write")
-    parser.add_argument("--keep", metavar="DIR", help="keep the results of commands in DIR, and do not run a command whose result is there; "
-                        "use another DIR if kvlab, a model or a text changed")
+    parser.add_argument("--keep", metavar="DIR", help="keep the results of commands in DIR, and reuse the results "
+                        "that are there; use another DIR if kvlab, a model or a text has changed")
     if add_arguments:
         add_arguments(parser)
     return parser.parse_args()
@@ -84,17 +84,17 @@ class Experiment:
         if not out.exists():
             done = subprocess.run([self.arguments.kvlab, *words, "--out", out], stdout=subprocess.DEVNULL)
             if done.returncode:
-                raise Refused(f"kvlab {' '.join(command)} ended with {done.returncode}")
+                raise Refused(f"kvlab {' '.join(command)} failed with exit status {done.returncode}")
         return self.rows(out / table) if table else out
 
     def rows(self, path):
         with open(path, newline="") as file:
             return list(csv.DictReader(file))
 
-    def capture(self, tokens, prompt=None):
-        """Captures a trace of the first text."""
+    def capture(self, tokens, prompt=None, text=None):
+        """Captures a trace of `text`, by default of the first text."""
         return self.kvlab(
-            ["capture"], "--model", self.model, "--prompt-file", self.arguments.text[0], "--teacher-forced",
+            ["capture"], "--model", self.model, "--prompt-file", text or self.arguments.text[0], "--teacher-forced",
             "--prompt-tokens", prompt or tokens // 4, "--max-tokens", tokens,
         )  # fmt: skip
 
@@ -124,13 +124,17 @@ class Experiment:
     def eval(self, policies, budgets, *options, texts=None, tokens=None, prompt=None, device=None):
         """Runs the end-to-end evaluation over every text, or over `texts`. Returns the rows of eval.csv for all texts
         together."""
+        out = self.evaluation(policies, budgets, *options, texts=texts, tokens=tokens, prompt=prompt, device=device)
+        return [row for row in self.rows(out / "eval.csv") if row["text"] == "all"]
+
+    def evaluation(self, policies, budgets, *options, texts=None, tokens=None, prompt=None, device=None):
+        """The folder of the end-to-end evaluation over every text, or over `texts`."""
         tokens = tokens or self.tokens
-        rows = self.kvlab(
+        return self.kvlab(
             ["eval"], "--model", self.model, "--text", *(texts or self.arguments.text), "--window", tokens,
             "--max-tokens", tokens, "--prompt-tokens", prompt or tokens // 5, "--policy", ",".join(policies),
-            "--budget", ",".join(map(str, budgets)), *options, table="eval.csv", device=device,
+            "--budget", ",".join(map(str, budgets)), *options, device=device,
         )  # fmt: skip
-        return [row for row in rows if row["text"] == "all"]
 
     def pass_keys(self, policies, budgets, words, samples, *options, device=None):
         """The share of right answers of the pass-key task over all depths, in the form that values() returns. The
@@ -164,8 +168,7 @@ class Experiment:
 
     def section(self, text):
         """Adds text to the page. Paragraphs of one line are wrapped; headings, tables and lists stay."""
-        parts = text.strip().split("\n\n")
-        self.sections += [part if "\n" in part or part[0] in "#-" else textwrap.fill(part, 118) for part in parts]
+        self.sections += map(wrapped, text.strip().split("\n\n"))
 
     def write(self, title, question):
         models = ", ".join(map(name_of_model, self.models))
@@ -182,6 +185,17 @@ class Experiment:
         path.write_text("\n\n".join(page) + "\n")
 
 
+def wrapped(part):
+    """Wraps a paragraph of one line. Headings, tables and lists stay as they are."""
+    return part if "\n" in part or part[0] in "#-" else textwrap.fill(part, 118)
+
+
+def checkout_path(path):
+    """The path as it is written in a command that runs in the checkout."""
+    path = pathlib.Path(path).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
 def short_hash(text):
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -191,7 +205,7 @@ def name_of_model(directory):
 
 
 def values(rows, metric, by=("policy", "params", "budget")):
-    """{(policy, params, budget): (value, standard error)} of one metric."""
+    """Returns {(policy, params, budget): (value, standard error)} of one metric."""
     return {
         tuple(row[name] for name in by): (float(row["value"]), float(row["stderr"] or "nan"))
         for row in rows
@@ -200,7 +214,8 @@ def values(rows, metric, by=("policy", "params", "budget")):
 
 
 def tier_plan_of(params):
-    """`keep=0.99:…:tiers=16@16t+4@100%` -> (the parameters without the tier plan and the centre, the tier plan)."""
+    """Splits `keep=0.99:…:tiers=16@16t+4@100%` into the parameters without the tier plan and the centre, and the tier
+    plan."""
     parts = params.split(":")
     tier_plan = [part[6:] for part in parts if part.startswith("tiers=")]
     rest = ":".join(part for part in parts if not part.startswith(("tiers=", "centre=")))
@@ -220,6 +235,13 @@ def spearman(one, other):
     both = sum((a - mean) * (b - mean) for a, b in zip(one, other))
     alone = [sum((a - mean) ** 2 for a in own) for own in (one, other)]
     return both / (alone[0] * alone[1]) ** 0.5 if all(alone) else float("nan")
+
+
+def mean_and_error(numbers):
+    """The mean of the numbers, and its standard error."""
+    mean = sum(numbers) / len(numbers)
+    variance = sum((number - mean) ** 2 for number in numbers) / max(len(numbers) - 1, 1)
+    return mean, (variance / len(numbers)) ** 0.5
 
 
 def number_with_error(pair, digits=3):

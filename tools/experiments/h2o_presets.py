@@ -19,8 +19,8 @@ PLOTTED = 6  # maximum number of policies whose kept tokens a replay stores
 
 
 def overlaps(kept):
-    """{policy: overlap with h2o's kept tokens} from a run's kept.json. That file has [position, first query, last query]
-    for each span of queries at which a token was live."""
+    """Computes {policy: overlap with h2o's kept tokens} from a run's kept.json. That file has [position, first query,
+    last query] for each span of queries at which a token was live."""
     seen = {}
     for head in kept["heads"]:
         for series in head["series"]:

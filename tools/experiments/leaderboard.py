@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 
-from experiment import ROOT, Experiment, Refused, main, name_of_model, spearman, table, tier_plan_of
+from experiment import Experiment, Refused, checkout_path, main, name_of_model, spearman, table, tier_plan_of
 
 QUESTION = """
 This page ranks every registered policy, with its defaults, at equal memory and by two criteria. KL (in nats) says how
@@ -63,8 +63,8 @@ class Board:
     def __init__(self, experiment, directory):
         experiment.model, self.experiment = directory, experiment
         self.name = pathlib.Path(directory).name
-        self.model = in_checkout(directory)
-        self.texts = " ".join(map(in_checkout, experiment.arguments.text))
+        self.model = checkout_path(directory)
+        self.texts = " ".join(map(checkout_path, experiment.arguments.text))
         self.lines = []  # of the CSV, as dictionaries
         self.ties = {}  # {(memory, format): names of policies that do not differ significantly from the best}
         memory = experiment.quick(["12%", "50%"], ["6%", "12%", "25%", "50%"])
@@ -150,7 +150,7 @@ class Board:
             self.add(*key, "accuracy", right / count, *clopper_pearson(right, count), count, "pooled over the tasks")
 
     def values(self, metric, plan):
-        """{policy: {memory: line}}"""
+        """Returns {policy: {memory: line}}"""
         found = {}
         for line in self.lines:
             if line["metric"] == metric and line["format"] == plan:
@@ -192,17 +192,19 @@ class Board:
 
 def tiers_of(word):
     """A tier plan as text, also if it is given as @FILE of `kvlab plan`."""
-    return json.loads(pathlib.Path(word[1:]).read_text())["plan"]["tiers"] if word[0] == "@" else word
+    if not word.startswith("@"):
+        return word
+    try:
+        tiers = json.loads(pathlib.Path(word[1:]).read_text())["plan"]["tiers"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        tiers = None
+    if not isinstance(tiers, str):
+        raise Refused(f"--tiers: {word[1:]} is not a file of `kvlab plan`; give a tier plan or @FILE of `kvlab plan`")
+    return tiers
 
 
 def label(plan):
     return "16 bit" if plan == "16" else "plan" if "x" in plan else f"format `{plan}`"
-
-
-def in_checkout(path):
-    """A path as in a command that is run in the checkout."""
-    path = pathlib.Path(path).resolve()
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def number(value):
@@ -217,7 +219,7 @@ def cell_text(line, is_best, is_tied):
 
 
 def policies_of(experiment):
-    """Policies for KL, without those modifiers under which decoded tokens are never evicted; policies for tasks; and
+    """Returns the policies for KL, with settings under which they evict decoded tokens too; the policies for tasks; and
     {policy: why the engine refuses it}."""
     decode, answer, refused = [], [], {}
     for policy in experiment.policies():
@@ -282,7 +284,7 @@ def predictors(experiment):
 
 
 def add_arguments(parser):
-    parser.add_argument("--tiers", nargs="+", default=["16"], help="formats, each ranked on its own (default: 16)")
+    parser.add_argument("--tiers", nargs="+", default=["16"], help="formats; each is ranked separately (default: 16)")
     parser.add_argument("--jobs", type=int, default=1, help="commands that run at the same time (default: 1)")
 
 

@@ -39,7 +39,8 @@ class Nets(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.full((2, kv_heads, 1, RANK), 1e-4))
 
     def forward(self, query, key, group):
-        """[query_heads, query, dim], [kv_heads, token, dim] -> logits of the evicted tokens [query_heads, query, token]
+        """From queries [query_heads, query, dim] and keys [kv_heads, token, dim], computes logits of the evicted tokens
+        [query_heads, query, token].
         """
         gelu, drop = torch.nn.functional.gelu, torch.nn.functional.dropout
         first, second = self.query
@@ -77,24 +78,24 @@ class Sequence:
         self.live = torch.from_numpy(numpy.stack([own.live for own in kept])).to(DEVICE)  # [kv_head, query, token]
 
     def error(self, output, nets=None, some=None):
-        """[query]: squared error of the attention output after W_o, divided by the squared norm of the exact output.
-        `output`: W_o [query_heads, dim, hidden]. `nets`: the nets that stand for evicted tokens; None: no nets. `some`:
-        the queries to use; None: all."""
+        """Returns, for each query, the squared error of the attention output after W_o, divided by the squared norm of
+        the exact output. `output`: W_o [query_heads, dim, hidden]. `nets`: the nets that stand for evicted tokens;
+        None: no nets. `some`: the queries to use; None: all."""
         rows = torch.arange(len(self.queries), device=DEVICE) if some is None else some
         positions = self.queries[rows]
         query, scale = self.query[:, positions], self.key.shape[-1] ** -0.5
         by_query_head = lambda rows: rows.repeat_interleave(self.group, 0)  # noqa: E731
         seen = torch.arange(self.key.shape[1], device=DEVICE)[None] <= positions[:, None]
         live = by_query_head(self.live[:, rows])
-        least = torch.tensor(-torch.inf, device=DEVICE)
+        masked = torch.tensor(-torch.inf, device=DEVICE)
         logits = query @ by_query_head(self.key).transpose(1, 2) * scale
-        exact = torch.where(seen, logits, least).softmax(-1) @ by_query_head(self.value)
+        exact = torch.where(seen, logits, masked).softmax(-1) @ by_query_head(self.value)
         key, value = self.kept
         logits = query @ by_query_head(key).transpose(1, 2) * scale
-        rest = least if nets is None else nets(query, key, self.group)
-        own = torch.where(live, logits, torch.where(seen & ~live, rest, least)).softmax(-1) @ by_query_head(value)
-        behind = lambda rows: torch.einsum("hqd,hdo->qo", rows, output).square().sum(-1)  # noqa: E731
-        return behind(own - exact) / behind(exact)
+        rest = masked if nets is None else nets(query, key, self.group)
+        own = torch.where(live, logits, torch.where(seen & ~live, rest, masked)).softmax(-1) @ by_query_head(value)
+        squared_norm = lambda rows: torch.einsum("hqd,hdo->qo", rows, output).square().sum(-1)  # noqa: E731
+        return squared_norm(own - exact) / squared_norm(exact)
 
 
 def train(sequences, output, epochs):

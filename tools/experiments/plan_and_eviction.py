@@ -28,7 +28,7 @@ def plan_of(experiment, trace, bits):
 
 
 def measured(experiment, policies, memory, tier_plans):
-    """{(policy, tier plan, memory): (KL, standard error)} on the texts other than the first."""
+    """Returns {(policy, tier plan, memory): (KL, standard error)} on the texts other than the first."""
     tiers = [word for tier_plan in tier_plans for word in ("--tiers", tier_plan)]
     rows = experiment.eval(policies, memory, *tiers, "--positions", "original", texts=experiment.arguments.text[1:])
     return {(policy, tier_plan_of(params)[1], budget): value for (policy, params, budget), value in values(rows, "kl").items()}

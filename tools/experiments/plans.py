@@ -28,7 +28,7 @@ ROWS = {"16": 64, "fp8": 33, "8": 36, "4": 20, "3": 16, "2": 12}  # bytes of 32 
 
 
 def kl_of(experiment, tier_plans, centre, first=False):
-    """{tier plan: (KL, standard error)} on the texts other than the first, or on the first."""
+    """Returns {tier plan: (KL, standard error)} on the texts other than the first, or on the first."""
     given = [word for tier_plan in tier_plans for word in ("--tiers", tier_plan)]
     texts = experiment.arguments.text
     rows = experiment.eval(["full"], ["100%"], *given, "--centre", centre, texts=texts[:1] if first else texts[1:])
@@ -40,7 +40,7 @@ def shown(value, error=None):
     return text if error is None else f"{text} ± {error:.1g}"
 
 
-def of_set(experiment, trace, formats, centre, others=()):
+def load_set(experiment, trace, formats, centre, others=()):
     """The lines of the table, (predicted, measured) of every plan, and {tier plan: measured}, also of the others."""
     plans = {bits: experiment.plan(trace, f"{bits}bits", formats, "--centre", centre) for bits in experiment.quick(BITS[::2], BITS)}
     predicted = {}  # by the sum of losses, which all plans of the frontier have
@@ -63,7 +63,7 @@ def of_set(experiment, trace, formats, centre, others=()):
 
 
 def runs_of(formats):
-    """[(key, value)] of each layer as a tier plan: 16x3-4/16x1-16x26."""
+    """Writes the (key, value) formats of all layers as a tier plan, such as 16x3-4/16x1-16x26."""
     names = ["k4v2" if (key, value) == ("4", "2") else key if key == value else f"{key}/{value}" for key, value in formats]
     runs = []
     for name in names:
@@ -74,18 +74,19 @@ def runs_of(formats):
     return runs[0][0] if len(runs) == 1 else "-".join(f"{name}x{count}" for name, count in runs)
 
 
-def knapsack(losses, most):
-    """The format of each part with the least sum of losses in at most `most` bytes. `losses`: [part][format]."""
+def knapsack(losses, max_bytes):
+    """Chooses a format for each part, so that the sum of losses is the lowest possible in at most `max_bytes` bytes.
+    `losses`: [part][format]."""
     sizes = [ROWS[name] for name in ROWS]
-    best = numpy.zeros(most + 1)
+    best = numpy.zeros(max_bytes + 1)
     chosen = []
     for part in losses:
-        options = numpy.full((len(sizes), most + 1), numpy.inf)
+        options = numpy.full((len(sizes), max_bytes + 1), numpy.inf)
         for f, size in enumerate(sizes):
-            options[f, size:] = best[: most + 1 - size] + part[f]
+            options[f, size:] = best[: max_bytes + 1 - size] + part[f]
         chosen.append(options.argmin(axis=0))
         best = options.min(axis=0)
-    formats, left = [], most
+    formats, left = [], max_bytes
     for choice in reversed(chosen):
         formats.append(int(choice[left]))
         left -= sizes[formats[-1]]
@@ -93,7 +94,8 @@ def knapsack(losses, most):
 
 
 def by_brute_force(experiment, layers):
-    """{bits: tier plan}. Each evaluation quantizes the keys or the values of one layer; all others are in 16 bit."""
+    """Returns {bits: tier plan}. Each evaluation quantizes the keys or the values of one layer; all others are in 16
+    bit."""
     names = list(ROWS)
     alone = {}
     for layer in range(layers):
@@ -133,7 +135,7 @@ def plans():
         brute, passes = by_brute_force(experiment, layers)
         lines, correlations, first = [], [], None
         for formats, centre in SETS:
-            own, pairs, measured = of_set(experiment, trace, formats, centre, brute.values() if first is None else ())
+            own, pairs, measured = load_set(experiment, trace, formats, centre, brute.values() if first is None else ())
             first = first or (own, measured)
             lines += own
             correlations.append(f"{spearman(*zip(*pairs, strict=True)):.3f} over {len(pairs)} plans of `{formats}` with centre={centre}")

@@ -11,21 +11,22 @@ def hadamard(size):
 
 
 def quantize(rows, bits, block, turned):
-    """[token, dim] quantized to `bits` and dequantized, with an fp16 scale and minimum for each block of channels."""
+    """Quantizes rows [token, dim] to `bits` and dequantizes them. Each block of channels has an fp16 scale and
+    minimum."""
     if bits == 16:
         return rows
     own = rows.reshape(len(rows), -1, block)
     turn = hadamard(block) if turned else numpy.eye(block, dtype=numpy.float32)
     own = own @ turn
-    least = own.min(axis=2, keepdims=True).astype(numpy.float16).astype(numpy.float32)
-    scale = ((own.max(axis=2, keepdims=True) - least) / (2**bits - 1)).astype(numpy.float16).astype(numpy.float32)
+    lowest = own.min(axis=2, keepdims=True).astype(numpy.float16).astype(numpy.float32)
+    scale = ((own.max(axis=2, keepdims=True) - lowest) / (2**bits - 1)).astype(numpy.float16).astype(numpy.float32)
     scale = numpy.maximum(scale, numpy.float32(6e-8))
-    own = numpy.clip(numpy.rint((own - least) / scale), 0, 2**bits - 1) * scale + least
+    own = numpy.clip(numpy.rint((own - lowest) / scale), 0, 2**bits - 1) * scale + lowest
     return (own @ turn.T).reshape(rows.shape)
 
 
 def rotated(rows, inv_freq):
-    """[token, dim] rotated by RoPE."""
+    """Rotates rows [token, dim] by RoPE."""
     half = len(inv_freq)
     angle = numpy.arange(len(rows))[:, None] * inv_freq[None]
     low, high = rows[:, :half], rows[:, half : 2 * half]

@@ -29,18 +29,18 @@ PICTURE = ROOT / "docs/images/smollm2.svg"
 
 
 def fault_of(row):
-    """What is wrong with a row of the CSV; None if nothing is."""
+    """What is wrong with a row of the CSV, or None."""
     if None in row or None in row.values() or list(row) != COLUMNS:
         return f"the columns should be {','.join(COLUMNS)}"
     empty = [name for name in COLUMNS if name not in ("low", "high") and not row[name]]
     if empty:
         return f"{empty[0]} is empty"
     try:
-        low, value, high = (float(row[name] or "nan") for name in ("low", "value", "high"))
-        count = int(row["count"])
+        value, count = float(row["value"]), int(row["count"])
+        low, high = (float(row[name] or value) for name in ("low", "high"))
     except ValueError as error:
         return str(error)
-    if not math.isfinite(value) or low > value or high < value or count < 1:
+    if not (-math.inf < low <= value <= high < math.inf) or count < 1:
         return "value should be a number between low and high, and count above 0"
     if not row["command"].startswith(("kvlab ", "pooled over the tasks")):
         return "command should be the kvlab command that measured the value"
@@ -49,12 +49,16 @@ def fault_of(row):
 
 def rows_of(path):
     """The rows of the CSV. Exits with a message if a row is wrong or repeated."""
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        sys.exit(f"{path}: cannot be read: {error}")
     seen = set()
     for number, row in enumerate(rows, 2):
         key = tuple(row.get(name) for name in COLUMNS[:5])
-        fault = fault_of(row) or ("the same model, policy, memory, format and metric is above" if key in seen else None)
+        repeated = "repeats the model, policy, memory, format and metric of an earlier row" if key in seen else None
+        fault = fault_of(row) or repeated
         if fault:
             sys.exit(f"{path}:{number}: {fault}")
         seen.add(key)
@@ -62,7 +66,7 @@ def rows_of(path):
 
 
 def cells_of(path):
-    """{(metric, policy, memory): row} of the model in 16 bit."""
+    """Returns {(metric, policy, memory): row} for the model in 16 bit."""
     rows = [row for row in rows_of(path) if row["model"] == MODEL and row["format"] == "16"]
     return {(row["metric"], row["policy"].partition(":")[0], row["memory"]): row for row in rows}
 
@@ -133,12 +137,16 @@ def picture(cells):
 
 
 def main():
-    cells = cells_of(ROOT / "docs/results/leaderboard.csv")
+    path = ROOT / "docs/results/leaderboard.csv"
+    cells = cells_of(path)
     readme = ROOT / "README.md"
     old = readme.read_text()
     before, rest = old.split(BEGIN)
-    new = f"{before}{BEGIN}\n{table(cells)}\n{END}{rest.split(END)[1]}"
-    svg = picture(cells)
+    try:
+        new = f"{before}{BEGIN}\n{table(cells)}\n{END}{rest.split(END)[1]}"
+        svg = picture(cells)
+    except KeyError as error:
+        sys.exit(f"{path}: no row of {MODEL} in 16 bit for {error}, which README shows")
     if "--check" in sys.argv[1:]:
         same = new == old and svg == PICTURE.read_text()
         if not same:

@@ -8,13 +8,13 @@ import pathlib
 import sys
 
 import torch
-from experiment import Experiment, Refused, main, name_of_model, table, tier_plan_of, values
+from experiment import Experiment, Refused, main, mean_and_error, name_of_model, table, tier_plan_of, values
 from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache
 
 QUESTION = """
-kvlab rounds keys and values as other engines do, bit for bit, but it computes attention in its own way. Does a cache of
-another engine lose as much as kvlab says? This page compares three numbers for transformers' `QuantizedCache` with the
-backend optimum-quanto and groups of 64 channels (`int4_g64`, `int2_g64`):
+kvlab rounds keys and values as transformers does, bit for bit, but computes attention with its own code. Is the KL of
+transformers' quantized cache the KL that kvlab measures and predicts? This page compares three numbers for
+`QuantizedCache` with the backend optimum-quanto and groups of 64 channels (`int4_g64`, `int2_g64`):
 
 - **predicted**: `kvlab plan`, from a trace of the first text and samples of gradients;
 - **kvlab**: `kvlab eval --tiers FORMAT`, end to end on the other texts;
@@ -48,14 +48,8 @@ def kl_in_transformers(model, ids, prompt, bits):
     return total / count
 
 
-def mean_and_error(numbers):
-    mean = sum(numbers) / len(numbers)
-    variance = sum((number - mean) ** 2 for number in numbers) / max(len(numbers) - 1, 1)
-    return mean, (variance / len(numbers)) ** 0.5
-
-
 def predictions(experiment):
-    """{format: (loss, standard error)} of `kvlab plan`."""
+    """Runs `kvlab plan`. Returns {format: (loss, standard error)}."""
     trace = experiment.capture(experiment.quick(256, 1024))
     experiment.add_gradients(trace, SAMPLES)
     found = {}

@@ -57,7 +57,7 @@ def faults_of_libraries(files: list[str], folder: pathlib.Path, is_cuda: bool) -
         for library in needed:
             if library in own_names or SYSTEM.fullmatch(library) or (is_cuda and CUDA_SYSTEM.fullmatch(library)):
                 continue
-            faults.append(f"{name} needs {library}, which the wheel does not have")
+            faults.append(f"{name} needs {library}, which the wheel does not contain")
         faults += [f"{name} looks for libraries in {path}" for path in folders if not path.startswith("$ORIGIN")]
     return faults
 
@@ -69,9 +69,10 @@ def faults_of(wheel: pathlib.Path) -> list[str]:
         about = email.message_from_string(text["METADATA"])
         is_cuda = "+cu" in about["Version"]
         patterns = NEEDED + (MANYLINUX if "manylinux" in wheel.name else []) + (CUDA if is_cuda else [])
-        faults = [f"there is no {want}" for want in patterns if not any(re.fullmatch(want, name) for name in files)]
+        missing = [want for want in patterns if not any(re.fullmatch(want, name) for name in files)]
+        faults = [f"the wheel does not contain {want}" for want in missing]
         if "kvlab = kvlab._commands:main" not in text.get("entry_points.txt", ""):
-            faults.append("there is no command kvlab")
+            faults.append("the wheel does not install the command kvlab")
         required = sorted(
             re.split(r"[^A-Za-z0-9-]", line)[0]
             for line in about.get_all("Requires-Dist", [])

@@ -54,14 +54,14 @@ UNSUPPORTED = ("rope.scaling", "expert", "attention.scale", "attn_logit_softcapp
 
 
 class Refused(Exception):
-    """Bad input. The message is one line: what is wrong, where, and what is expected."""
+    """Bad input. The message is one line: what is wrong, where, and what would be right."""
 
 
-def one_line(error, most=300):
+def one_line(error, max_length=300):
     """The error as printable text on one line, because names in a file may contain anything."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = "".join(character if character.isprintable() else "\ufffd" for character in text)
-    return text if len(text) <= most else text[:most] + "..."
+    return text if len(text) <= max_length else text[:max_length] + "..."
 
 
 def reason_of(error):
@@ -79,12 +79,13 @@ def reason_of(error):
 
 
 class Reader(gguf.GGUFReader):
-    """A reader that refuses data beyond the end of the file. The package's reader takes it as empty."""
+    """A reader that refuses a file whose data would lie beyond its end. The gguf package's own reader takes such data
+    as empty."""
 
     def _get(self, offset, dtype, count=1, override_order=None):
         values = super()._get(offset, dtype, count, override_order)
         if len(values) != int(count):
-            raise ValueError(f"it ends at byte {len(self.data)}, before the end of the data that it announces")
+            raise ValueError(f"it is truncated: it ends at byte {len(self.data)}, but its header describes more data")
         return values
 
 
@@ -229,7 +230,7 @@ def read_config(meta, name):
     if heads % kv_heads or head_size % 2:
         raise Refused(
             f"{heads} heads ({name}.attention.head_count) of size {head_size} cannot share {kv_heads} KV heads"
-            " (head_count_kv); a multiple, and an even size, are expected"
+            " (head_count_kv); heads should be a multiple of KV heads, and their size even"
         )
     rotated = meta.size(f"{name}.rope.dimension_count", head_size)
     if rotated != head_size:
@@ -293,12 +294,15 @@ def merges_of_scores(tokens, kinds, scores):
 def sentencepiece(meta, tokens, kinds):
     """The parts of a SentencePiece tokenizer with byte fallback. The merges follow from the scores."""
     if meta.get("tokenizer.ggml.add_space_prefix", bool, True):
-        raise Refused("tokenizer.ggml.add_space_prefix is not false; a space put before texts is not supported")
+        raise Refused(
+            "tokenizer.ggml.add_space_prefix is not false; a tokenizer that puts a space before texts is "
+            "not supported"
+        )
     scores = meta.get("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens) or not all(isinstance(score, float) and score == score for score in scores):
         raise Refused("tokenizer.ggml.scores should be a number for each token")
     if max(map(len, tokens)) > MAX_CHARACTERS:
-        raise Refused(f"tokenizer.ggml.tokens has one of more than {MAX_CHARACTERS} characters")
+        raise Refused(f"tokenizer.ggml.tokens has a token of more than {MAX_CHARACTERS} characters")
     for number, kind in enumerate(kinds):
         if kind == USER_DEFINED:  # only these are written with spaces
             tokens[number] = tokens[number].replace(" ", SPACE)
@@ -348,7 +352,7 @@ def read_tokenizer(meta):
             raise Refused(f"{key} is {meta.token(key)}, a token that tokenizer.ggml.token_type marks as unused")
     parts = parts_of(meta, tokens, kinds)
     if len(set(tokens)) != len(tokens):
-        raise Refused("tokenizer.ggml.tokens has equal tokens; all should be different")
+        raise Refused("tokenizer.ggml.tokens has the same token twice; all should be different")
     bos = meta.get("tokenizer.ggml.add_bos_token", bool, False) and meta.token("tokenizer.ggml.bos_token_id")
     # Unused tokens only fill the rows of the embedding. Checkpoints leave them out of the vocabulary.
     used = [(i, text, kind) for i, (text, kind) in enumerate(zip(tokens, kinds)) if kind != UNUSED]
@@ -436,7 +440,8 @@ def read_weights(reader, config, name):
     config["tie_word_embeddings"] = "output.weight" not in tensors
     if config["num_hidden_layers"] > len(tensors):
         raise Refused(
-            f"{name}.block_count is {config['num_hidden_layers']}; there are {len(tensors)} tensors, of fewer layers"
+            f"{name}.block_count is {config['num_hidden_layers']}, but the file has only {len(tensors)} tensors, "
+            "those of fewer layers"
         )
     wanted = wanted_tensors(config, architecture)
     if missing := sorted(wanted.keys() - tensors.keys()):
@@ -472,7 +477,7 @@ def convert(source, folder):
     except FileNotFoundError:
         raise Refused("there is no such file")
     except Exception as error:  # the package defines no error for a broken file
-        raise Refused(f"{reason_of(error)}; a complete GGUF file is expected")
+        raise Refused(f"{reason_of(error)}; give a complete GGUF file")
     meta = Metadata(reader)
     architecture = read_architecture(meta)
     config, tokenizer = read_config(meta, architecture), read_tokenizer(meta)

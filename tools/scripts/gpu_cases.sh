@@ -57,11 +57,11 @@ list_gpu_cases() {
     # shellcheck disable=SC2015,SC2086  # a file without cases is no error; $files are several words
     wanted=$(cd "$source" && cat $files | grep '\[gpu\]' | grep -vcF '[.]' || true)
     [[ $wanted -gt 0 ]] || continue
-    [[ -x $build/$program ]] || { echo "$build/$program is not built, and has $wanted GPU tests" >&2; return 1; }
+    [[ -x $build/$program ]] || { echo "$build/$program is not built, but has $wanted GPU tests; build it first" >&2; return 1; }
     cases=$(gpu_cases_of "$build/$program") || return 1
     listed=$(grep -c . <<<"$cases" || true)
     [[ $listed -eq $wanted ]] ||
-      { echo "$program lists $listed GPU tests, and its sources have $wanted; build it again" >&2; return 1; }
+      { echo "$program lists $listed GPU tests, but its sources have $wanted; build it again" >&2; return 1; }
     sed "s|^|$build/$program\||" <<<"$cases"
   done <<<"$programs"
 }

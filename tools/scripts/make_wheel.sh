@@ -37,7 +37,7 @@ trap 'rm -rf "$work"' EXIT
 # cuda_major: prints the major version of the nvcc that builds.
 cuda_major() {
   local nvcc=${CUDACXX:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
-  [[ -x $nvcc ]] || die "--cuda needs nvcc, and $nvcc does not exist; name it in CUDACXX"
+  [[ -x $nvcc ]] || die "--cuda needs nvcc, but $nvcc does not exist; set CUDACXX to its path"
   "$nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p'
 }
 

@@ -37,7 +37,7 @@ This page lists the names of `kvlab.hf`, and `docs/guides/python.md` explains th
 
 
 def names_by_module(path: pathlib.Path) -> dict[str, list[str]]:
-    """Module of the package -> the names that this __init__.py imports from it."""
+    """Returns a dict from each module of the package to the names that this __init__.py imports from the module."""
     return {
         node.module.removeprefix("kvlab.").removeprefix("hf."): [alias.name for alias in node.names]
         for node in ast.walk(ast.parse(path.read_text()))
@@ -186,12 +186,12 @@ def joined(parts: list[str]) -> str:
 
 def pages() -> dict[str, str]:
     parts = [HEAD]
-    of_package = names_by_module(PACKAGE / "__init__.py")
-    of_package.pop("hf", None)  # kvlab.hf has a separate page
+    api_names = names_by_module(PACKAGE / "__init__.py")
+    api_names.pop("hf", None)  # kvlab.hf has a separate page
     for home, title in TITLES.items():
-        parts += [f"## {title}", *section(PACKAGE / f"{home}.py", of_package.pop(home), "kvlab")]
-    if of_package:
-        raise SystemExit(f"{PACKAGE}/__init__.py: {', '.join(of_package)}: has no title in tools/scripts/python_api.py")
+        parts += [f"## {title}", *section(PACKAGE / f"{home}.py", api_names.pop(home), "kvlab")]
+    if api_names:
+        raise SystemExit(f"{PACKAGE}/__init__.py: {', '.join(api_names)}: has no title in tools/scripts/python_api.py")
     hf = PACKAGE / "hf"
     hf_parts = [HF_HEAD, filled(doc(ast.parse((hf / "__init__.py").read_text())))]
     for home, names in names_by_module(hf / "__init__.py").items():

@@ -35,13 +35,14 @@ SMOLLM2 = {
 
 def arguments() -> Any:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a folder; without it random weights of SmolLM2-135M's shape")
-    parser.add_argument("--context", type=int, default=4096, help="tokens of the prompt")
+    parser.add_argument("--model", help="folder of a checkpoint (default: random weights in SmolLM2-135M's shape)")
+    parser.add_argument("--context", type=int, default=4096, help="number of tokens in the prompt")
     parser.add_argument("--budget", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--policy", nargs="+", default=["h2o", "sink", "knorm"])
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--static", action="store_true", help="transformers' static cache too, which compiles first")
+    parser.add_argument("--static", action="store_true", help="also time transformers' static cache, which compiles "
+                        "the model first")
     return parser.parse_args()
 
 

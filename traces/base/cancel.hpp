@@ -19,12 +19,12 @@ class Cancellable {
  public:
   using Flag = const std::atomic<bool>*;
 
-  explicit Cancellable(Flag flag) : before_(std::exchange(of_thread(), flag)) {}
-  ~Cancellable() { of_thread() = before_; }
+  explicit Cancellable(Flag flag) : before_(std::exchange(current(), flag)) {}
+  ~Cancellable() { current() = before_; }
   Cancellable(const Cancellable&) = delete;
   Cancellable& operator=(const Cancellable&) = delete;
 
-  static Flag& of_thread() {
+  static Flag& current() {
     static thread_local Flag flag = nullptr;
     return flag;
   }
@@ -35,7 +35,7 @@ class Cancellable {
 
 /// Throws Cancelled if this thread's work was cancelled.
 inline void throw_if_cancelled() {
-  if (const Cancellable::Flag flag = Cancellable::of_thread(); flag && flag->load())
+  if (const Cancellable::Flag flag = Cancellable::current(); flag && flag->load())
     throw Cancelled();
 }
 

@@ -27,8 +27,9 @@ std::runtime_error failure(const std::filesystem::path& path, std::string_view a
 void refuse_special(const std::filesystem::path& path) {
   struct stat status {};
   if (::lstat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode)) return;
-  throw std::runtime_error(fmt::format(
-      "{}: is not a regular file, and would be replaced; give another file", path.string()));
+  throw std::runtime_error(
+      fmt::format("{}: exists and is not a regular file, so it is not replaced; give another file",
+                  path.string()));
 }
 
 std::filesystem::path folder_of(const std::filesystem::path& path) {
@@ -124,7 +125,7 @@ OutputPlace::OutputPlace(const std::filesystem::path& path)
     if (lock.held_by_another())
       throw std::runtime_error(fmt::format(
           "{}: another command is writing it; wait for it, or give another path", path.string()));
-    if (lock.held()) rests.push_back(entry.path());
+    if (lock.is_held()) rests.push_back(entry.path());
   }
   // The .part files are removed only after the loop, because some of them may belong to a command
   // that is writing PATH. In that case the loop has thrown when it found that command's locked
@@ -189,7 +190,7 @@ MappedFile::MappedFile(const std::filesystem::path& path) {
   if (::fstat(descriptor.get(), &status) != 0) throw failure(path, "examine", errno);
   if (!S_ISREG(status.st_mode))
     throw std::runtime_error(
-        fmt::format("{}: not a file; a regular file is expected", path.string()));
+        fmt::format("{}: is not a regular file; give a regular file", path.string()));
   const auto size = static_cast<std::size_t>(status.st_size);
   if (size == 0) return;  // an empty file cannot be mapped
   void* address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor.get(), 0);
@@ -230,12 +231,12 @@ void write_file_atomically(const std::filesystem::path& path, std::string_view t
 std::string read_text_file(const std::filesystem::path& path, std::size_t max_bytes) {
   const MappedFile file(path);
   if (file.bytes().size() > max_bytes)
-    throw std::runtime_error(fmt::format("{}: {} bytes long; at most {} are expected",
+    throw std::runtime_error(fmt::format("{}: is {} bytes long, but at most {} are allowed",
                                          path.string(), file.bytes().size(), max_bytes));
   try {
     return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
   } catch (const std::bad_alloc&) {
-    throw std::runtime_error(fmt::format("{}: {} bytes long, which does not fit into memory",
+    throw std::runtime_error(fmt::format("{}: is {} bytes long, which does not fit into memory",
                                          path.string(), file.bytes().size()));
   }
 }

@@ -57,7 +57,7 @@ class FileLock {
   /// `flags`: passed to open().
   FileLock(std::filesystem::path path, int flags, Wait wait = Wait::no);
 
-  bool held() const { return error_ == 0; }
+  bool is_held() const { return error_ == 0; }
   bool held_by_another() const;
   /// Throws std::runtime_error if this object does not hold the lock. `taken` is the message if
   /// another process holds it.

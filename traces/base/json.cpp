@@ -51,7 +51,7 @@ class Builder : public nlohmann::json_sax<json> {
         throw std::runtime_error(fmt::format(
             "{}: {} at byte {} is not JSON (Python writes it); a finite number or null is expected",
             what_, name, position));
-    throw std::runtime_error(fmt::format("{}: not valid JSON from byte {} on", what_, position));
+    throw std::runtime_error(fmt::format("{}: is not valid JSON from byte {} on", what_, position));
   }
 
  private:
@@ -91,7 +91,8 @@ class Builder : public nlohmann::json_sax<json> {
 json parse_json(std::string_view text, std::string_view what) {
   // The parser treats a NUL as the end of the text.
   if (const std::size_t nul = text.find('\0'); nul != std::string_view::npos)
-    throw std::runtime_error(fmt::format("{}: not valid JSON, because byte {} is NUL", what, nul));
+    throw std::runtime_error(
+        fmt::format("{}: is not valid JSON, because byte {} is NUL", what, nul));
   Builder builder(text, what);
   json::sax_parse(text.begin(), text.end(), &builder);
   return builder.take();

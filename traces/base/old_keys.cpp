@@ -18,16 +18,20 @@ struct OldKey {
 };
 
 constexpr OldKey kOldKeys[] = {{"asked", "evaluated"},
+                               {"behind", "from_lowest"},
                                {"draws", "samples"},
+                               {"fate", "status"},
                                {"grid", "sweep"},
                                {"guards", "protected"},
                                {"holds_more", "over_budget"},  // old name
-                               {"ladder", "tiers"},            // old name
+                               {"kl_of_least", "kl_over_lowest"},
+                               {"ladder", "tiers"},  // old name
                                {"open_loop", "offline_replay"},
                                {"span", "queries"},
                                {"span_bytes_mean", "window_bytes_mean"},
                                {"span_bytes_peak", "window_bytes_peak"},
                                {"span_layers", "window_layers"},
+                               {"standings", "ranking"},
                                {"ties", "not_significantly_different"},
                                {"ties_with_first", "not_significantly_different"},
                                {"told_apart", "significantly_different"},  // old name

@@ -50,7 +50,7 @@ class Loop {
  private:
   const std::size_t count_;
   const std::function<void(std::size_t)>& body_;
-  const Cancellable::Flag caller_ = Cancellable::of_thread();
+  const Cancellable::Flag caller_ = Cancellable::current();
   std::atomic<std::size_t> next_{0};
   std::exception_ptr failure_;
   std::mutex failure_mutex_;

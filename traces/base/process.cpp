@@ -56,7 +56,7 @@ void remove_abandoned(const std::filesystem::path& parent) {
   for (const auto& entry : std::filesystem::directory_iterator(parent, ignored)) {
     if (!is_own_scratch(entry.path())) continue;
     const FileLock lock(entry.path(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
-    if (lock.held()) std::filesystem::remove_all(entry.path(), ignored);
+    if (lock.is_held()) std::filesystem::remove_all(entry.path(), ignored);
   }
 }
 
@@ -111,7 +111,7 @@ pid_t start(std::vector<std::string>& words, const std::filesystem::path& log) {
 }
 
 /// Waits at most 5 ms. Returns whether the process has ended; `status` is then its exit status.
-bool ended(pid_t process, int& status) {
+bool has_ended(pid_t process, int& status) {
   const pid_t found = ::waitpid(process, &status, WNOHANG);
   if (found < 0 && errno != EINTR) throw std::system_error(errno, std::generic_category());
   if (found <= 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -124,9 +124,9 @@ void end_group(pid_t process) {
   int status = 0;
   ::kill(-process, SIGTERM);
   for (int look = 0; look < kPatience; ++look)
-    if (ended(process, status)) return;
+    if (has_ended(process, status)) return;
   ::kill(-process, SIGKILL);
-  while (!ended(process, status)) continue;
+  while (!has_ended(process, status)) continue;
 }
 
 }  // namespace
@@ -157,7 +157,7 @@ int run_program(std::vector<std::string> words, const std::filesystem::path& log
   ::prlimit(process, RLIMIT_FSIZE, &limit, nullptr);
   int status = 0;
   try {
-    while (!ended(process, status)) throw_if_cancelled();
+    while (!has_ended(process, status)) throw_if_cancelled();
   } catch (const Cancelled&) {
     end_group(process);
     throw;

@@ -66,16 +66,17 @@ class HeaderParser {
   std::string_view header_text() {
     std::uint64_t length = 0;
     if (file_.size() < sizeof length)
-      throw error(fmt::format("{} bytes long; a safetensors file begins with an 8-byte length",
-                              file_.size()));
+      throw error(
+          fmt::format("is {} bytes long, but a safetensors file begins with a length of 8 bytes",
+                      file_.size()));
     std::memcpy(&length, file_.data(), sizeof length);  // little-endian, as all supported hosts are
     const std::uint64_t rest = file_.size() - sizeof length;
     if (length > kMaxHeaderBytes)
-      throw error(
-          fmt::format("header of {} bytes; at most {} are allowed (is this a safetensors file?)",
-                      length, kMaxHeaderBytes));
+      throw error(fmt::format(
+          "the header has {} bytes, but at most {} are allowed (is this a safetensors file?)",
+          length, kMaxHeaderBytes));
     if (length > rest)
-      throw error(fmt::format("header of {} bytes, but only {} follow; the file is truncated",
+      throw error(fmt::format("the header has {} bytes, but only {} follow; the file is truncated",
                               length, rest));
     const auto header = file_.subspan(sizeof length, length);
     data_ = file_.subspan(sizeof length + length);
@@ -152,7 +153,7 @@ class HeaderParser {
       covered = range.end;
     }
     if (covered != data_.size())
-      throw error(fmt::format("{} bytes follow the last tensor; none are expected",
+      throw error(fmt::format("{} bytes follow the last tensor; there should be none",
                               data_.size() - covered));
   }
 

@@ -44,7 +44,7 @@ enum class Runs { as_they_are, once };
 /// `text` with each control character replaced by `shown_as(character)`; bytes that are not UTF-8
 /// count as U+FFFD. With Runs::once, a run of equal replacements is written once.
 template <class ShownAs>
-std::string with_controls(std::string_view text, Runs runs, ShownAs&& shown_as) {
+std::string replace_controls(std::string_view text, Runs runs, ShownAs&& shown_as) {
   std::string shown, before, as;
   for (; !text.empty(); text.remove_prefix(Front(text).bytes)) {
     const Front front(text);
@@ -67,23 +67,23 @@ bool has_controls(std::string_view text) {
 }
 
 std::string without_controls(std::string_view text) {
-  return with_controls(text, Runs::as_they_are, [](char32_t) { return std::string(" "); });
+  return replace_controls(text, Runs::as_they_are, [](char32_t) { return std::string(" "); });
 }
 
 std::string printable(std::string_view text) {
-  return with_controls(text, Runs::once, [](char32_t c) {
+  return replace_controls(text, Runs::once, [](char32_t c) {
     return std::string(c == '\n' || c == '\t' || c == '\r' ? " " : "?");
   });
 }
 
 std::string printable_lines(std::string_view text) {
-  return with_controls(text, Runs::as_they_are, [](char32_t c) {
+  return replace_controls(text, Runs::as_they_are, [](char32_t c) {
     return std::string(1, c == '\n' || c == '\t' ? static_cast<char>(c) : '?');
   });
 }
 
 std::string printable_json(std::string_view json) {
-  return with_controls(json, Runs::as_they_are, [](char32_t c) {
+  return replace_controls(json, Runs::as_they_are, [](char32_t c) {
     return c == '\n' ? std::string("\n") : fmt::format("\\u{:04x}", static_cast<unsigned>(c));
   });
 }

@@ -20,7 +20,7 @@ double cpu_clock();
 
 /// Measures the time of `work`.
 template <class Work>
-WorkTime timed(Work&& work) {
+WorkTime measure_time(Work&& work) {
   const double wall = wall_clock(), cpu = cpu_clock();
   work();
   return {wall_clock() - wall, cpu_clock() - cpu};

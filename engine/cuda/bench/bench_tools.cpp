@@ -32,19 +32,19 @@ double read_bytes_per_second(std::uint64_t wanted, cuda::Caching caching) {
   const std::size_t bytes =
       std::max<std::size_t>(std::min<std::size_t>(wanted, cuda::memory_info().free / 2) / 4096, 1) *
       4096;
-  const auto in_a_row = std::clamp<std::uint64_t>(kReadInARow / bytes, 1, 64);
+  const auto repeats = std::clamp<std::uint64_t>(kReadInARow / bytes, 1, 64);
   const cuda::DeviceBuffer memory(bytes, measuring), sink(256, "a sum");
   const cuda::Stream stream;
   cuda::check(
       cuda::fill_normal(KVLAB_F32, memory.data(), bytes / sizeof(float), 1.0f, 1, stream.get()),
       measuring);
   const auto enqueue = [&] {
-    for (std::uint64_t i = 0; i < in_a_row; ++i)
+    for (std::uint64_t i = 0; i < repeats; ++i)
       cuda::check(
           cuda::read_all(memory.data(), bytes, caching, sink.as<std::uint32_t>(), stream.get()),
           measuring);
   };
-  return static_cast<double>(bytes * in_a_row) /
+  return static_cast<double>(bytes * repeats) /
          median_milliseconds(stream.get(), enqueue, kLimitRepeats) * 1e3;
 }
 

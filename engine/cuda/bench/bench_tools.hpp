@@ -56,16 +56,28 @@ double milliseconds_of(cudaStream_t stream, Enqueue enqueue) {
 }
 
 /// The median time of `repeats` runs after a warm-up run. If one run takes more than 1 s, the time
-/// of a single run.
-template <class Enqueue>
-double median_milliseconds(cudaStream_t stream, Enqueue enqueue, int repeats = 5) {
+/// of a single run. Calls `prepare` before each run; its work is not part of the time.
+template <class Prepare, class Enqueue>
+double median_milliseconds_after(cudaStream_t stream, Prepare prepare, Enqueue enqueue,
+                                 int repeats) {
   constexpr double is_long = 1000;
-  const bool once = milliseconds_of(stream, enqueue) > is_long;
+  const auto run = [&] {
+    prepare();
+    return milliseconds_of(stream, enqueue);
+  };
+  const bool once = run() > is_long;
   std::vector<double> times;
-  for (int i = 0; i < (once ? 1 : repeats); ++i) times.push_back(milliseconds_of(stream, enqueue));
+  for (int i = 0; i < (once ? 1 : repeats); ++i) times.push_back(run());
   const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
   std::ranges::nth_element(times, middle);
   return *middle;
+}
+
+/// The same without `prepare`.
+template <class Enqueue>
+double median_milliseconds(cudaStream_t stream, Enqueue enqueue, int repeats = 5) {
+  return median_milliseconds_after(
+      stream, [] {}, enqueue, repeats);
 }
 
 }  // namespace kvlab

@@ -44,7 +44,7 @@ class PagedLayers {
   std::uint64_t elements() const { return pairs() * slots() * shape_.head_size; }
   kvlab_cache_view cache(std::uint32_t layer) const;
   cuda::DeviceBuffer blocks(std::uint32_t page) const;
-  kvlab_pages paged(std::uint32_t page, bool by_head, const cuda::DeviceBuffer& blocks) const;
+  kvlab_pages make_pages(std::uint32_t page, bool by_head, const cuda::DeviceBuffer& blocks) const;
 
   PagedBenchShape shape_;
   kernels::EvictionKernels window_ = window_kernels();
@@ -104,8 +104,8 @@ cuda::DeviceBuffer PagedLayers::blocks(std::uint32_t page) const {
   return cuda::upload(numbers, kMeasuringBlocks);
 }
 
-kvlab_pages PagedLayers::paged(std::uint32_t page, bool by_head,
-                               const cuda::DeviceBuffer& blocks) const {
+kvlab_pages PagedLayers::make_pages(std::uint32_t page, bool by_head,
+                                    const cuda::DeviceBuffer& blocks) const {
   const std::uint32_t slot = shape_.kv_heads * shape_.head_size;
   return {.blocks = blocks.as<std::int32_t>(),
           .page = static_cast<int>(page),
@@ -123,7 +123,7 @@ double PagedLayers::microseconds(std::uint32_t page, bool by_head) const {
     for (std::uint32_t layer = 0; layer < layers_; ++layer) {
       kernels::EvictingAttentionArgs args{};
       args.cache = cache(layer);
-      if (page != 0) args.cache.pages = paged(page, by_head, numbers);
+      if (page != 0) args.cache.pages = make_pages(page, by_head, numbers);
       args.policy.rules = zeroes_.as<kvlab_rule>();
       args.policy.seeds = zeroes_.as<std::uint64_t>();
       args.policy.sequence_ids = zeroes_.as<std::uint32_t>();

@@ -127,7 +127,7 @@ void CacheWatch::show_append(std::uint32_t layer) {
 
 void CacheWatch::end() { observers_.at(sequence_)->end_append(); }
 
-void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
+void CacheWatch::report_step(std::span<const Fed> fed, const std::byte* outputs) {
   const std::size_t layer_bytes = shape_.offsets(sequences_).end;
   const auto data = to_host(outputs, config_.layers * layer_bytes, stream_);
   const kernels::SlotStorage& storage = cache_.slots().storage();

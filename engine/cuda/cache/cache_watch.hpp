@@ -27,7 +27,7 @@ class CacheWatch {
   void part(std::uint32_t layer, const PromptChunk& part, const LayerOutputs& outputs);
   void end();
 
-  /// A token that a step fed to a watched sequence. stepped() reports all of them. `outputs` is
+  /// A token that a step fed to a watched sequence. report_step() reports all of them. `outputs` is
   /// LayerOutputMemory::step_data().
   struct Fed {
     int sequence;
@@ -36,7 +36,7 @@ class CacheWatch {
     SegmentKind kind;
     bool new_segment;
   };
-  void stepped(std::span<const Fed> fed, const std::byte* outputs);
+  void report_step(std::span<const Fed> fed, const std::byte* outputs);
 
  private:
   /// One KV head's live tokens, oldest first.

@@ -19,7 +19,7 @@ std::vector<std::uint32_t> layer_indices(const ModelConfig& config) {
 }
 
 /// The kernels of a compiled policy; null for a registered one.
-std::unique_ptr<kernels::PolicyKernels> compiled(const CudaDecoderOptions& options) {
+std::unique_ptr<kernels::PolicyKernels> compile_policy(const CudaDecoderOptions& options) {
   if (!options.entry()->source) return nullptr;
   return std::make_unique<kernels::PolicyKernels>(options.entry());
 }
@@ -44,7 +44,7 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
       options_(std::move(options)),
       stream_(stream),
       layer_indices_(layer_indices(config_)),
-      compiled_(compiled(options_)),
+      compiled_(compile_policy(options_)),
       slots_(complete(model, options_, compiled_.get()), stream),
       rings_(model, batch, options_, stream) {}
 
@@ -97,7 +97,7 @@ void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
   check(cudaStreamSynchronize(stream_), "filling a cache with random values");
 }
 
-kernels::AttendedRows EvictingCache::attended(const LayerOutputs& to) const {
+kernels::AttendedRows EvictingCache::attended_rows(const LayerOutputs& to) const {
   const std::size_t head = config_.head_size, kv = config_.kv_heads * head;
   kernels::AttendedRows rows{.out = to.out, .lse = to.lse};
   if (config_.norms_each_head()) {
@@ -109,8 +109,8 @@ kernels::AttendedRows EvictingCache::attended(const LayerOutputs& to) const {
   return rows;
 }
 
-kernels::RopeWriteArgs EvictingCache::rotated(std::uint32_t layer,
-                                              kernels::RopeWriteArgs args) const {
+kernels::RopeWriteArgs EvictingCache::rope_args(std::uint32_t layer,
+                                                kernels::RopeWriteArgs args) const {
   args.q = slots_.q();
   args.plain_k = slots_.plain_keys();
   slots_.rotate(config_.rows[layer].table, args);
@@ -132,7 +132,7 @@ class EvictingCache::Prompt final : public DeviceAppend {
     const bool is_all = part.rows == static_cast<int>(tokens());
     if (layer == 0 || !is_all) cache_.slots_.fill_ropes(nullptr, fed_ + part.first, part.rows);
     if (cache_.rings_.has(layer))
-      return cache_.rotated(layer, cache_.rings_.write(layer, sequence_, fed_ + part.first));
+      return cache_.rope_args(layer, cache_.rings_.write(layer, sequence_, fed_ + part.first));
     return cache_.slots_.write(cache_.index_of(layer), part);
   }
 
@@ -140,7 +140,7 @@ class EvictingCache::Prompt final : public DeviceAppend {
     if (cache_.rings_.has(layer))
       cache_.rings_.attend(layer, sequence_, fed_ + part.first, part.rows, cache_.slots_.q(), to);
     else
-      cache_.slots_.attend(cache_.index_of(layer), part, cache_.attended(to));
+      cache_.slots_.attend(cache_.index_of(layer), part, cache_.attended_rows(to));
   }
 
   EvictingCache& cache_;
@@ -168,7 +168,7 @@ class EvictingCache::Step final : public CacheStep {
   }
 
   kernels::RopeWriteArgs write(std::uint32_t layer) const override {
-    if (cache_.rings_.has(layer)) return cache_.rotated(layer, cache_.rings_.write(layer));
+    if (cache_.rings_.has(layer)) return cache_.rope_args(layer, cache_.rings_.write(layer));
     return cache_.slots_.write(cache_.index_of(layer), rows_);
   }
 
@@ -180,7 +180,7 @@ class EvictingCache::Step final : public CacheStep {
     cache_.slots_.store_in_tiers(index, rows_);
     attention_.attend(index);
     // here, because the keys must still be in their slots
-    cache_.slots_.compute_features(index, rows_, cache_.attended(to));
+    cache_.slots_.compute_features(index, rows_, cache_.attended_rows(to));
   }
   void observe(std::uint32_t layer) const override {
     if (!cache_.rings_.has(layer)) attention_.observe(cache_.index_of(layer));
@@ -193,7 +193,8 @@ class EvictingCache::Step final : public CacheStep {
     for (std::uint32_t layer = 0; layer < cache_.config_.layers; ++layer) {
       if (cache_.rings_.has(layer)) continue;
       const auto index = static_cast<std::uint32_t>(layers.size());
-      layers.push_back(cache_.slots_.step(index, rows_, cache_.attended(outputs_.step(layer))));
+      layers.push_back(
+          cache_.slots_.step(index, rows_, cache_.attended_rows(outputs_.step(layer))));
       layers.back().workspace =
           cache_.slots_.workspace(static_cast<int>(index) % (2 * ObserverBranch::kHalf));
     }

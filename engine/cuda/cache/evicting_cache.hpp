@@ -52,9 +52,9 @@ class EvictingCache final : public DeviceCache {
  private:
   class Prompt;
   class Step;
-  kernels::AttendedRows attended(const LayerOutputs& to) const;
+  kernels::AttendedRows attended_rows(const LayerOutputs& to) const;
   /// Completes the arguments of a write to a ring with RoPE and queries.
-  kernels::RopeWriteArgs rotated(std::uint32_t layer, kernels::RopeWriteArgs args) const;
+  kernels::RopeWriteArgs rope_args(std::uint32_t layer, kernels::RopeWriteArgs args) const;
 
   const DeviceModel& model_;
   const ModelConfig& config_;

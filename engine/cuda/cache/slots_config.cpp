@@ -43,8 +43,8 @@ kernels::DevicePolicy device_policy(const CudaDecoderOptions& options) {
             .params_bytes = entry.params_bytes};
   for (const kernels::DevicePolicy& policy : kernels::device_policies())
     if (policy.name == entry.info.name) return policy;
-  throw std::invalid_argument(fmt::format(
-      "policy {}: is not compiled for CUDA devices; use --device cpu", entry.info.name));
+  throw std::invalid_argument(
+      cpu_only(fmt::format("policy {}", entry.info.name), "it is not compiled for CUDA devices"));
 }
 
 kernels::SlotSequence sequence_of(const ResolvedConfig& cache) {
@@ -54,7 +54,7 @@ kernels::SlotSequence sequence_of(const ResolvedConfig& cache) {
                                  .threshold16 = cache.threshold16(),
                                  .seed = cache.seed,
                                  .id = cache.sequence,
-                                 .centre = cache.policy.centre};
+                                 .centre = cache.policy.centre.kind};
   entry.write_params(cache.policy.params, sequence.params.data());
   if (cache.shares_slots())
     sequence.share = [mean = cache.budget_tokens](std::span<const std::vector<EvictionKey>> heads) {

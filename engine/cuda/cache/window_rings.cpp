@@ -27,8 +27,8 @@ std::vector<int> ring_slots(const ModelConfig& config, const CudaDecoderOptions&
 /// older tokens that the first of them sees.
 int prompt_slots(const ModelConfig& config, const CudaDecoderOptions& options) {
   const auto slots = ring_slots(config, options);
-  const int most = std::ranges::max(slots);
-  return most == 0 ? 0 : most + options.rows();
+  const int max_ring = std::ranges::max(slots);
+  return max_ring == 0 ? 0 : max_ring + options.rows();
 }
 
 std::size_t half_bytes(const DeviceModel& model, std::size_t slots) {
@@ -174,16 +174,16 @@ void WindowRings::copy(std::uint32_t layer, int sequence, std::uint32_t first, s
   while (count > 0) {
     const std::uint32_t slot = first % slots, part = std::min(count, slots - slot);
     for (const bool key : {true, false}) {
-      std::byte* const in_ring = (key ? storage_->keys : storage_->values) + ring + slot * row;
-      std::byte* const in_prompt = (key ? work_->keys : work_->values) + prompt_slot * row;
-      const std::size_t of_ring = slots * row,
-                        of_prompt = static_cast<std::size_t>(prompt_slots_) * row;
+      std::byte* const ring_rows = (key ? storage_->keys : storage_->values) + ring + slot * row;
+      std::byte* const prompt_rows = (key ? work_->keys : work_->values) + prompt_slot * row;
+      const std::size_t ring_pitch = slots * row,
+                        prompt_pitch = static_cast<std::size_t>(prompt_slots_) * row;
       if (to == To::ring)
-        cuda::copy_rows({in_ring, of_ring}, {in_prompt, of_prompt}, part * row, config_.kv_heads,
-                        stream_);
+        cuda::copy_rows({ring_rows, ring_pitch}, {prompt_rows, prompt_pitch}, part * row,
+                        config_.kv_heads, stream_);
       else
-        cuda::copy_rows({in_prompt, of_prompt}, {in_ring, of_ring}, part * row, config_.kv_heads,
-                        stream_);
+        cuda::copy_rows({prompt_rows, prompt_pitch}, {ring_rows, ring_pitch}, part * row,
+                        config_.kv_heads, stream_);
     }
     first += part;
     prompt_slot += part;

@@ -29,7 +29,7 @@ DeviceLayers::Work::Work(cuda::Arena& arena, const DeviceModel& model, int rows)
   normed = arena.take<std::byte>(row * model.config().hidden);
   gate_up = arena.take<std::byte>(row * 2 * width);
   inner = arena.take<std::byte>(row * width);
-  of_experts = arena.take<float>(pairs * model.config().hidden);
+  expert_outputs = arena.take<float>(pairs * model.config().hidden);
   logits = arena.take<float>(static_cast<std::size_t>(rows) * experts.count);
   routes.experts = static_cast<int>(experts.count);
   routes.chosen = static_cast<int>(experts.chosen);
@@ -37,9 +37,9 @@ DeviceLayers::Work::Work(cuda::Arena& arena, const DeviceModel& model, int rows)
   routes.expert = arena.take<std::int32_t>(pairs);
   routes.order = arena.take<std::int32_t>(pairs);
   routes.starts = arena.take<std::int32_t>(experts.count + 1);
-  behind = arena.take<float>(model.config().norms.behind_attention.empty()
-                                 ? 0
-                                 : static_cast<std::size_t>(rows) * model.config().hidden);
+  post_norm_input = arena.take<float>(model.config().norms.post_attention.empty()
+                                          ? 0
+                                          : static_cast<std::size_t>(rows) * model.config().hidden);
 }
 
 DeviceLayers::DeviceLayers(const DeviceModel& model, int rows, cudaStream_t stream)
@@ -80,7 +80,7 @@ void DeviceLayers::qkv(std::uint32_t layer, int rows, const float* x, const Laye
       return check(kernels::linear_rope_write(args, write, stream_), "queries, keys and values");
     check(kernels::linear(args, stream_), "queries, keys and values");
   } else {
-    matmul(w.qkv, normed(w.input_norm, x, rows), rows, Output::type, to.qkv);
+    matmul(w.qkv, normalize(w.input_norm, x, rows), rows, Output::type, to.qkv);
   }
   if (whole) norm_all_heads(w, rows, to.qkv);
   check(kernels::rope_write(write, stream_), "RoPE");
@@ -100,13 +100,13 @@ void DeviceLayers::norm_all_heads(const DeviceLayer& w, int rows, std::byte* qkv
 }
 
 void DeviceLayers::output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to) {
-  add(weights(layer).output, weights(layer).behind_attention, to.out, rows, x);
+  add(weights(layer).output, weights(layer).post_attention, to.out, rows, x);
   if (to.norm2)
     check(kernels::squared_norms(x, rows, static_cast<int>(config_.hidden), to.norm2, stream_),
           "norms of the residual stream");
 }
 
-void DeviceLayers::gated(std::uint32_t layer, int rows, const float* x) {
+void DeviceLayers::gate_up(std::uint32_t layer, int rows, const float* x) {
   const DeviceLayer& w = weights(layer);
   if (w.router.n > 0) return gated_experts(w, rows, x);
   const DeviceMatrix& matrix = w.gate_up;
@@ -135,7 +135,7 @@ void DeviceLayers::gated(std::uint32_t layer, int rows, const float* x) {
     args.y = work_->gate_up;
     check(kernels::linear(args, stream_), "a product");
   } else {
-    matmul(matrix, normed(w.mlp_norm, x, rows), rows, Output::type, work_->gate_up);
+    matmul(matrix, normalize(w.mlp_norm, x, rows), rows, Output::type, work_->gate_up);
   }
   check(kernels::gate(model_.type(), activation(), config_.clamp, work_->gate_up, rows, mlp,
                       work_->inner, stream_),
@@ -180,16 +180,16 @@ void DeviceLayers::gated_experts(const DeviceLayer& w, int rows, const float* x)
 void DeviceLayers::down_experts(const DeviceLayer& w, int rows, float* x) {
   kernels::ExpertProductArgs args = expert_product(w.down, rows);
   args.x = work_->inner;
-  args.y_float = work_->of_experts;
+  args.y_float = work_->expert_outputs;
   check(kernels::expert_product(args, stream_), "a product of experts");
-  check(kernels::add_shares(args.routes, work_->of_experts, static_cast<int>(config_.hidden), x,
+  check(kernels::add_shares(args.routes, work_->expert_outputs, static_cast<int>(config_.hidden), x,
                             stream_),
         "a sum of experts");
 }
 
 void DeviceLayers::down(std::uint32_t layer, int rows, float* x) {
   if (weights(layer).router.n > 0) return down_experts(weights(layer), rows, x);
-  add(weights(layer).down, weights(layer).behind_mlp, work_->inner, rows, x);
+  add(weights(layer).down, weights(layer).post_mlp, work_->inner, rows, x);
 }
 
 void DeviceLayers::head(const float* x, int rows, float* logits) {
@@ -199,18 +199,18 @@ void DeviceLayers::head(const float* x, int rows, float* logits) {
     args.y_float = logits;
     check(kernels::linear(args, stream_), "the head");
   } else {
-    matmul(w.head, normed(w.norm, x, rows), rows, Output::float32, logits);
+    matmul(w.head, normalize(w.norm, x, rows), rows, Output::float32, logits);
   }
 }
 
-void DeviceLayers::add(const DeviceMatrix& matrix, const void* norm_behind, const void* input,
+void DeviceLayers::add(const DeviceMatrix& matrix, const void* post_norm, const void* input,
                        int rows, float* x) {
   if (is_few(rows)) {
     kernels::LinearArgs args = few(matrix, input, rows);
-    (norm_behind ? args.y_float : args.residual) = norm_behind ? work_->behind : x;
+    (post_norm ? args.y_float : args.residual) = post_norm ? work_->post_norm_input : x;
     check(kernels::linear(args, stream_), "a product");
-  } else if (norm_behind) {
-    matmul(matrix, input, rows, Output::float32, work_->behind);
+  } else if (post_norm) {
+    matmul(matrix, input, rows, Output::float32, work_->post_norm_input);
   } else if (!matrix.bias) {
     matmul(matrix, input, rows, Output::add_float32, x);
   } else {
@@ -219,8 +219,8 @@ void DeviceLayers::add(const DeviceMatrix& matrix, const void* norm_behind, cons
                                 static_cast<std::size_t>(rows) * config_.hidden, x, stream_),
           "a sum");
   }
-  if (norm_behind)
-    check(kernels::add_normed(model_.type(), work_->behind, norm_of(norm_behind), rows,
+  if (post_norm)
+    check(kernels::add_normed(model_.type(), work_->post_norm_input, norm_of(post_norm), rows,
                               static_cast<int>(config_.hidden), x, stream_),
           "a norm after a block");
 }
@@ -242,7 +242,7 @@ kernels::LinearArgs DeviceLayers::few(const DeviceMatrix& matrix, const void* x,
 
 kernels::LinearArgs DeviceLayers::few_normed(const DeviceMatrix& matrix, const void* gamma,
                                              const float* x, int rows) {
-  if (!gamma) return few(matrix, normed(nullptr, x, rows), rows);
+  if (!gamma) return few(matrix, normalize(nullptr, x, rows), rows);
   kernels::LinearArgs args = few(matrix, x, rows);
   args.gamma = gamma;
   args.norm_epsilon = config_.norm_epsilon;
@@ -250,7 +250,7 @@ kernels::LinearArgs DeviceLayers::few_normed(const DeviceMatrix& matrix, const v
   return args;
 }
 
-const std::byte* DeviceLayers::normed(const void* gamma, const float* x, int rows) {
+const std::byte* DeviceLayers::normalize(const void* gamma, const float* x, int rows) {
   check(kernels::rms_norm(model_.type(), x, norm_of(gamma), rows, static_cast<int>(config_.hidden),
                           work_->normed, stream_),
         "a norm");

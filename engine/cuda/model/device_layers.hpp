@@ -34,7 +34,7 @@ class DeviceLayers {
   void output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to);
   /// The two halves of the MLP: inner = act(gate * norm(x)) * (up * norm(x)), then x += down *
   /// inner. If the model has a norm after the MLP, down * inner is normalized before it is added.
-  void gated(std::uint32_t layer, int rows, const float* x);
+  void gate_up(std::uint32_t layer, int rows, const float* x);
   void down(std::uint32_t layer, int rows, float* x);
   /// Logits [row, vocab] in float32 of x, after the final norm.
   void head(const float* x, int rows, float* logits);
@@ -46,13 +46,13 @@ class DeviceLayers {
  private:
   struct Work {
     Work(cuda::Arena& arena, const DeviceModel& model, int rows);
-    std::byte* normed;   // [row, hidden]
-    std::byte* gate_up;  // [row, 2 * mlp]
-    std::byte* inner;    // [row, mlp]
-    float* behind;       // [row, hidden]: input of a norm after a block; null if there is none
-    float* of_experts;  // [row, chosen, hidden]; with experts, the arrays above have a row for each
-                        // chosen expert
-    float* logits;      // [row, expert]: logits of the router
+    std::byte* normed;       // [row, hidden]
+    std::byte* gate_up;      // [row, 2 * mlp]
+    std::byte* inner;        // [row, mlp]
+    float* post_norm_input;  // [row, hidden]: input of a norm after a block; null if there is none
+    float* expert_outputs;   // [row, chosen, hidden]; with experts, the arrays above have a row for
+                             // each chosen expert
+    float* logits;           // [row, expert]: logits of the router
     kernels::Routes routes{};
   };
 
@@ -60,13 +60,13 @@ class DeviceLayers {
   /// cores would not help.
   bool is_few(int rows) const;
   const DeviceLayer& weights(std::uint32_t layer) const { return model_.weights().layers[layer]; }
-  /// gated() and down() for layers with experts.
+  /// gate_up() and down() for layers with experts.
   void gated_experts(const DeviceLayer& w, int rows, const float* x);
   void down_experts(const DeviceLayer& w, int rows, float* x);
   kernels::ExpertProductArgs expert_product(const DeviceMatrix& matrix, int rows) const;
   void norm_all_heads(const DeviceLayer& w, int rows, std::byte* qkv);
   /// x += matrix * input + bias, or x += the norm of matrix * input + bias. input [row, k].
-  void add(const DeviceMatrix& matrix, const void* norm_behind, const void* input, int rows,
+  void add(const DeviceMatrix& matrix, const void* post_norm, const void* input, int rows,
            float* x);
   /// Arguments for products of few rows.
   kernels::LinearArgs few(const DeviceMatrix& matrix, const void* x, int rows) const;
@@ -74,7 +74,7 @@ class DeviceLayers {
                                  int rows);
   /// The norm of x, in memory that the next call reuses. If there is no norm, returns x rounded to
   /// the model's dtype.
-  const std::byte* normed(const void* gamma, const float* x, int rows);
+  const std::byte* normalize(const void* gamma, const float* x, int rows);
   kernels::Norm norm_of(const void* gamma) const {
     return {gamma, config_.norm_epsilon, config_.norm_offset};
   }

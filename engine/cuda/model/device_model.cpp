@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "engine/checkpoint/checkpoint.hpp"
+#include "engine/checkpoint/weight_bytes.hpp"
 #include "engine/cuda/fill.hpp"
 #include "engine/cuda/model/weight_plan.hpp"
 #include "kernels/host/transfer.hpp"
@@ -76,16 +77,16 @@ class Upload {
   }
 
   void put(Dtype dtype, const std::byte* from, std::size_t count, std::byte* to) {
-    const auto copied = [](std::byte* at, const std::byte* data, std::size_t bytes) {
+    const auto copy_bytes = [](std::byte* at, const std::byte* data, std::size_t bytes) {
       cuda::check(cudaMemcpy(at, data, bytes, cudaMemcpyHostToDevice), "copying weights");
     };
-    if (dtype == dtype_) return copied(to, from, count * bytes_of(dtype));
+    if (dtype == dtype_) return copy_bytes(to, from, count * bytes_of(dtype));
     for (std::size_t first = 0; first < count; first += kConvertedAtOnce) {
       wide_.resize(std::min(kConvertedAtOnce, count - first));
       narrow_.resize(wide_.size() * bytes_of(dtype_));
       to_float(dtype, from + first * bytes_of(dtype), wide_.size(), wide_.data());
       from_float(dtype_, wide_.data(), wide_.size(), narrow_.data());
-      copied(to + first * bytes_of(dtype_), narrow_.data(), narrow_.size());
+      copy_bytes(to + first * bytes_of(dtype_), narrow_.data(), narrow_.size());
     }
   }
 
@@ -214,14 +215,7 @@ kernels::AttentionShape DeviceShape::attention_shape(int slots, std::uint32_t la
 }
 
 std::uint64_t DeviceModel::step_bytes() const {
-  const std::uint64_t embedding = std::uint64_t{config_.vocab} * config_.hidden * bytes_of(dtype_);
-  std::uint64_t unread = config_.tied_head ? 0 : embedding;
-  for (const DeviceLayer& layer : weights_.layers)
-    for (const DeviceMatrix& matrix : {layer.gate_up, layer.down})
-      if (matrix.experts > 0)
-        unread += (config_.experts.count - config_.experts.chosen) * bytes_of(dtype_) *
-                  static_cast<std::uint64_t>(matrix.n) * static_cast<std::uint64_t>(matrix.k);
-  return bytes() - unread;
+  return static_cast<std::uint64_t>(step_weight_bytes(config_, bytes_of(dtype_), 1));
 }
 
 std::shared_ptr<const OutputProjections> DeviceModel::output_projections() const {

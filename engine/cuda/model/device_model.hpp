@@ -26,8 +26,8 @@ struct DeviceMatrix {
 };
 
 struct DeviceLayer {
-  void *input_norm = nullptr, *mlp_norm = nullptr;          // [hidden], or null
-  void *behind_attention = nullptr, *behind_mlp = nullptr;  // [hidden]: norms, or null
+  void *input_norm = nullptr, *mlp_norm = nullptr;      // [hidden], or null
+  void *post_attention = nullptr, *post_mlp = nullptr;  // [hidden]: norms, or null
   void *q_norm = nullptr, *k_norm = nullptr;  // [head_size] or [heads * head_size], or null
   void* sinks = nullptr;                      // [query_head], or null
   DeviceMatrix qkv;                           ///< query heads, then key heads, then value heads
@@ -86,9 +86,7 @@ class DeviceModel : public DeviceShape {
   std::shared_ptr<const OutputProjections> output_projections() const;
   const DeviceWeights& weights() const { return weights_; }
   std::uint64_t bytes() const { return block_.bytes(); }
-  /// Bytes of weights that a decode step of one sequence reads. These are all weights except
-  /// experts that are not chosen, and except the embedding (of which one row is read) unless it is
-  /// also the head.
+  /// Bytes of weights that a decode step of one sequence reads; see step_weight_bytes().
   std::uint64_t step_bytes() const;
 
   /// XXH3-64 of the weight files (which are read again) and of tokenizer.json; empty for random

@@ -37,23 +37,24 @@ class Planner {
       return name.empty() ? nullptr
                           : norm(fmt::format("{}{}.weight", prefix, name), config_.hidden);
     };
-    layer.input_norm = block_norm(config_.norms.before_attention);
-    layer.behind_attention = block_norm(config_.norms.behind_attention);
-    layer.mlp_norm = block_norm(config_.norms.before_mlp);
-    layer.behind_mlp = block_norm(config_.norms.behind_mlp);
+    layer.input_norm = block_norm(config_.norms.pre_attention);
+    layer.post_attention = block_norm(config_.norms.post_attention);
+    layer.mlp_norm = block_norm(config_.norms.pre_mlp);
+    layer.post_mlp = block_norm(config_.norms.post_mlp);
     if (config_.qk_norm) {
       const bool whole = config_.whole_qk_norm;
       layer.q_norm = norm(attention + "q_norm.weight", whole ? q : config_.head_size);
       layer.k_norm = norm(attention + "k_norm.weight", whole ? kv : config_.head_size);
     }
-    layer.qkv = config_.fused ? fused({{attention + "qkv_proj", q + 2 * kv}}, config_.hidden, false)
-                              : fused({{attention + "q_proj", q},
-                                       {attention + "k_proj", kv},
-                                       {attention + "v_proj", kv}},
-                                      config_.hidden, config_.qkv_bias);
+    layer.qkv = config_.fused
+                    ? plan_fused({{attention + "qkv_proj", q + 2 * kv}}, config_.hidden, false)
+                    : plan_fused({{attention + "q_proj", q},
+                                  {attention + "k_proj", kv},
+                                  {attention + "v_proj", kv}},
+                                 config_.hidden, config_.qkv_bias);
     if (config_.fused) turn(plan_.parts.back(), q + kv);
     if (config_.sinks) layer.sinks = tensor(attention + "sinks", {config_.query_heads});
-    layer.output = fused({{attention + "o_proj", config_.hidden}}, q, config_.output_bias);
+    layer.output = plan_fused({{attention + "o_proj", config_.hidden}}, q, config_.output_bias);
     if (config_.has_experts(index))
       config_.experts.stacked ? stacked_experts(mlp, layer) : listed_experts(mlp, layer);
     else
@@ -64,10 +65,10 @@ class Planner {
   void dense_mlp(const std::string& mlp, DeviceLayer& layer) {
     const std::size_t width = config_.mlp;
     layer.gate_up = config_.fused
-                        ? fused({{mlp + "gate_up_proj", 2 * width}}, config_.hidden, false)
-                        : fused({{mlp + "gate_proj", width}, {mlp + "up_proj", width}},
-                                config_.hidden, config_.mlp_bias);
-    layer.down = fused({{mlp + "down_proj", config_.hidden}}, width, config_.mlp_bias);
+                        ? plan_fused({{mlp + "gate_up_proj", 2 * width}}, config_.hidden, false)
+                        : plan_fused({{mlp + "gate_proj", width}, {mlp + "up_proj", width}},
+                                     config_.hidden, config_.mlp_bias);
+    layer.down = plan_fused({{mlp + "down_proj", config_.hidden}}, width, config_.mlp_bias);
   }
 
   void listed_experts(const std::string& mlp, DeviceLayer& layer) {
@@ -79,11 +80,11 @@ class Planner {
       gate_up.push_back({prefix + "up_proj", all.mlp});
       down.push_back({prefix + "down_proj", config_.hidden});
     }
-    layer.router = fused({{mlp + "gate", all.count}}, config_.hidden, false);
-    layer.gate_up = of_experts(fused(gate_up, config_.hidden, false));
-    layer.down = of_experts(fused(down, all.mlp, false));
+    layer.router = plan_fused({{mlp + "gate", all.count}}, config_.hidden, false);
+    layer.gate_up = split_experts(plan_fused(gate_up, config_.hidden, false));
+    layer.down = split_experts(plan_fused(down, all.mlp, false));
   }
-  DeviceMatrix of_experts(DeviceMatrix matrix) const {
+  DeviceMatrix split_experts(DeviceMatrix matrix) const {
     matrix.experts = static_cast<int>(config_.experts.count);
     matrix.n /= matrix.experts;
     return matrix;
@@ -91,19 +92,21 @@ class Planner {
 
   void stacked_experts(const std::string& mlp, DeviceLayer& layer) {
     const std::size_t width = config_.experts.mlp, hidden = config_.hidden;
-    layer.router = fused({{mlp + "router", config_.experts.count}}, hidden, true);
-    layer.gate_up = stacked(mlp + "experts.gate_up_proj", hidden, 2 * width, true);
-    layer.down = stacked(mlp + "experts.down_proj", width, hidden, false);
+    layer.router = plan_fused({{mlp + "router", config_.experts.count}}, hidden, true);
+    layer.gate_up = plan_stacked(mlp + "experts.gate_up_proj", hidden, 2 * width, true);
+    layer.down = plan_stacked(mlp + "experts.down_proj", width, hidden, false);
   }
 
-  /// Plans a tensor [expert, input, output] and its biases. `in_turns`: the outputs of gate and up
-  /// alternate.
-  DeviceMatrix stacked(const std::string& name, std::size_t inputs, std::size_t outputs,
-                       bool in_turns) {
+  /// Plans a tensor [expert, input, output] and its biases. `interleaves`: the outputs of gate and
+  /// up alternate.
+  DeviceMatrix plan_stacked(const std::string& name, std::size_t inputs, std::size_t outputs,
+                            bool interleaves) {
     const std::size_t count = config_.experts.count;
-    const auto place = [=](std::size_t row, std::size_t of_expert) {
+    const auto place = [=](std::size_t row, std::size_t expert_stride) {
       const std::size_t o = row % outputs, half = outputs / 2;
-      return row / outputs * of_expert + (!in_turns ? o : o < half ? 2 * o : 2 * (o - half) + 1);
+      return row / outputs * expert_stride + (!interleaves ? o
+                                              : o < half   ? 2 * o
+                                                           : 2 * (o - half) + 1);
     };
     DeviceMatrix matrix{.n = static_cast<int>(count * outputs), .k = static_cast<int>(inputs)};
     matrix.weight = tensor(name, {count, inputs, outputs});
@@ -116,7 +119,7 @@ class Planner {
     plan_.parts.back().source = [=](std::size_t row) -> RowSource {
       return {place(row, outputs), 1};
     };
-    return of_experts(matrix);
+    return split_experts(matrix);
   }
 
   /// Reorders the first `rows` rows of a tensor of queries or keys for RoPE; see turned_row().
@@ -135,7 +138,7 @@ class Planner {
   };
 
   /// Makes one matrix from several matrices that have the same input, by stacking their rows.
-  DeviceMatrix fused(const std::vector<Rows>& parts, std::size_t inputs, bool bias) {
+  DeviceMatrix plan_fused(const std::vector<Rows>& parts, std::size_t inputs, bool bias) {
     DeviceMatrix matrix;
     matrix.k = static_cast<int>(inputs);
     align();

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "sim/plan/centre_file.hpp"
 #include "sim/report/recommendation.hpp"
 #include "sim/source/policy_source.hpp"
 #include "traces/base/json.hpp"
@@ -87,8 +88,8 @@ Ballot rank_for_deployment(const Run& run, const MetricTable& metric_table,
 }
 
 CacheConfig config_of(const Run& run, const Ballot& ballot, const MetricTable& metric_table,
-                      std::size_t standing, const CompiledPolicies& compiled) {
-  const Series& series = metric_table.series()[ballot.standings()[standing].series];
+                      std::size_t rank, const CompiledPolicies& compiled) {
+  const Series& series = metric_table.series()[ballot.ranked()[rank].series];
   const std::string text =
       series.params.empty() ? series.policy : series.policy + ":" + series.params;
   CompiledPolicies own;
@@ -97,7 +98,9 @@ CacheConfig config_of(const Run& run, const Ballot& ballot, const MetricTable& m
       if (source.policy == series.policy)
         own = require_source(compiled, source.policy, source.path, source.xxh3, "run.json");
     own.feature_source = compiled.feature_source;
-    return {.policy = parse_policy(text, {}, own),
+    PolicySpec policy = parse_policy(text, {}, own);
+    load_centre(policy.centre);
+    return {.policy = std::move(policy),
             .budget = budget_of(run.info, ballot.budget),
             .prefill = parse_prefill(series.prefill),
             .positions = parse_positions(series.positions),
@@ -112,10 +115,10 @@ PolicyFile policy_file_of(const Run& run, const MetricTable& metric_table, const
                           const CompiledPolicies& compiled) {
   CacheConfig config = config_of(run, ballot, metric_table, ballot.winner, compiled);
   json traces = json::array(), similar = json::array();
-  for (std::size_t i = 0; i < ballot.standings().size(); ++i) {
-    const Standing& standing = ballot.standings()[i];
-    if (standing.is_similar && i != ballot.winner)
-      similar.push_back(metric_table.series()[standing.series].label);
+  for (std::size_t i = 0; i < ballot.ranked().size(); ++i) {
+    const RankedPolicy& policy = ballot.ranked()[i];
+    if (policy.is_similar && i != ballot.winner)
+      similar.push_back(metric_table.series()[policy.series].label);
   }
   const auto& layers = run.info.traces.front().numbers;
   for (const RunTrace& trace : run.info.traces)
@@ -130,7 +133,7 @@ PolicyFile policy_file_of(const Run& run, const MetricTable& metric_table, const
                   {"queries", name_of(run.info.queries)},
                   {"traces", traces},
                   {"layers", layers.empty() ? json("all") : json(layers)},
-                  {"ranking", standings_json(ballot.ranking, metric_table)},
+                  {"ranking", ranking_json(ballot.ranking, metric_table)},
                   {"not_significantly_different", similar},
                   {"recommendation", recommendation_json(ballot.ranking.recommendation)},
                   {"references", baseline_scores(metric_table, ballot)},
@@ -156,18 +159,17 @@ nlohmann::ordered_json confirmed_json(const std::vector<Confirmed>& confirmed,
                                       const MetricTable& metric_table, const Ballot& ballot) {
   auto list = nlohmann::ordered_json::array();
   for (const Confirmed& entry : confirmed)
-    list.push_back(
-        {{"policy", metric_table.series()[ballot.standings()[entry.standing].series].label},
-         {"kl", number_or_null(entry.score.kl)},
-         {"kl_stderr", number_or_null(entry.score.kl_error)},
-         {"behind", difference_json(entry.behind)},
-         {"not_significantly_different", entry.is_similar()},
-         {"over_budget", entry.over_budget},
-         {"perplexity", number_or_null(entry.score.perplexity)},
-         {"perplexity_stderr", number_or_null(entry.score.perplexity_error)},
-         {"same_first", number_or_null(entry.score.same_first)},
-         {"kl_deviation", number_or_null(entry.score.kl_deviation)},
-         {"tokens", entry.score.tokens}});
+    list.push_back({{"policy", metric_table.series()[ballot.ranked()[entry.rank].series].label},
+                    {"kl", number_or_null(entry.score.kl)},
+                    {"kl_stderr", number_or_null(entry.score.kl_error)},
+                    {"from_choice", difference_json(entry.from_choice)},
+                    {"not_significantly_different", entry.is_similar()},
+                    {"over_budget", entry.over_budget},
+                    {"perplexity", number_or_null(entry.score.perplexity)},
+                    {"perplexity_stderr", number_or_null(entry.score.perplexity_error)},
+                    {"same_first", number_or_null(entry.score.same_first)},
+                    {"kl_deviation", number_or_null(entry.score.kl_deviation)},
+                    {"tokens", entry.score.tokens}});
   return list;
 }
 
@@ -227,8 +229,9 @@ class FinalistEvaluator {
 
   /// The longest length tried at which the full cache answers four of five questions; 0 if there is
   /// none.
-  std::uint32_t length_of(const TaskSpec& task, std::uint32_t most) {
-    for (std::uint32_t words = most; words >= std::min(kMinWords, most) && words > 0; words /= 2) {
+  std::uint32_t length_of(const TaskSpec& task, std::uint32_t max_words) {
+    for (std::uint32_t words = max_words; words >= std::min(kMinWords, max_words) && words > 0;
+         words /= 2) {
       std::vector<bool> full;
       for (const auto& row : answers(task, words, {}, 0, 1, 0)) full.push_back(row[0]);
       if (share_of(full) >= kEnough) return words;
@@ -281,9 +284,9 @@ class FinalistEvaluator {
     const TaskRun run = run_task(backend_, tokenizer_, request);
     done_ += weight;
     std::vector<std::vector<bool>> right;
-    for (const auto& of_prompt : run.answers) {
+    for (const auto& prompt_answers : run.answers) {
       auto& row = right.emplace_back();
-      for (const TaskAnswer& answer : of_prompt[0]) row.push_back(answer.right);
+      for (const TaskAnswer& answer : prompt_answers[0]) row.push_back(answer.right);
     }
     return right;
   }
@@ -326,10 +329,11 @@ std::vector<std::size_t> best_of(std::vector<std::size_t> which,
                                  std::span<const TaskAccuracy> evaluated) {
   for (const TaskAccuracy& task : evaluated) {
     if (task.words == 0) continue;
-    double most = 0;
-    for (const std::size_t f : which) most = std::max(most, share_of(task.right[f]));
-    std::erase_if(
-        which, [&](std::size_t f) { return share_of(task.right[f]) < most - kAlikeShare - 1e-9; });
+    double best_share = 0;
+    for (const std::size_t f : which) best_share = std::max(best_share, share_of(task.right[f]));
+    std::erase_if(which, [&](std::size_t f) {
+      return share_of(task.right[f]) < best_share - kAlikeShare - 1e-9;
+    });
   }
   return which;
 }
@@ -419,14 +423,14 @@ Choice choose_by_both_criteria(std::span<const Finalist> finalists,
                 .why = "lowest KL, and no policy within 20% of it answers more questions"};
   if (choice.deployed != 0)
     choice.why = fmt::format(
-        "it answers {}, and the policy with the lowest KL answers {}; the chosen policy has {}",
+        "the chosen policy answers {}, and the policy with the lowest KL answers {}; the chosen "
+        "policy has {}",
         shares_text(evaluated, choice.deployed), shares_text(evaluated, 0), price(choice.deployed));
   if (*choice.best_accuracy != choice.deployed)
-    choice.why +=
-        fmt::format("; {} answers {}, but with {}, and at most {:.0f}% more KL is accepted",
-                    finalists[*choice.best_accuracy].config.policy.text(),
-                    shares_text(evaluated, *choice.best_accuracy), price(*choice.best_accuracy),
-                    100 * (kNearKl - 1));
+    choice.why += fmt::format("; {} answers {}, but has {}, and more than {:.0f}% is not accepted",
+                              finalists[*choice.best_accuracy].config.policy.text(),
+                              shares_text(evaluated, *choice.best_accuracy),
+                              price(*choice.best_accuracy), 100 * (kNearKl - 1));
   return choice;
 }
 
@@ -441,7 +445,7 @@ json criteria_json(std::span<const Finalist> finalists, std::span<const TaskAccu
                      {"full", task.samples() ? json(share_of(task.full)) : json(nullptr)}});
   for (std::size_t f = 0; f < finalists.size(); ++f) {
     json entry{{"policy", finalists[f].config.policy.text()},
-               {"kl_of_least", finalists[f].kl / finalists.front().kl}};
+               {"kl_over_lowest", finalists[f].kl / finalists.front().kl}};
     for (const TaskAccuracy& task : evaluated) {
       if (!task.has(f)) continue;
       const auto& right = task.right[f];
@@ -483,7 +487,7 @@ std::string criteria_text(const json& criteria) {
   for (const json& policy : criteria.at("policies")) {
     if (!policy.contains("task_accuracy") || shown++ >= kMaxShown) continue;
     text += fmt::format("  {:<44} KL × {:.2f}", policy.at("policy").get<std::string>(),
-                        policy.at("kl_of_least").get<double>());
+                        policy.at("kl_over_lowest").get<double>());
     for (const json& answer : policy.at("task_accuracy"))
       text +=
           fmt::format("   {} {:.0f}% ({:.0f}-{:.0f})", answer.at("task").get<std::string>(),

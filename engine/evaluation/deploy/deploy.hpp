@@ -23,9 +23,9 @@ struct Ballot {
   BudgetColumn budget;
   const MetricInfo* metric;
   Ranking ranking;
-  std::size_t winner = 0;  ///< index in the ranking's standings
+  std::size_t winner = 0;  ///< index in the ranking's policies
 
-  const std::vector<Standing>& standings() const { return ranking.standings; }
+  const std::vector<RankedPolicy>& ranked() const { return ranking.ranked; }
 };
 
 /// Ranks the policies of a run at `budget` (as requested in the run, or in tokens) by `metric`,
@@ -35,34 +35,34 @@ struct Ballot {
 Ballot rank_for_deployment(const Run& run, const MetricTable& metric_table,
                            const std::string& budget, const std::string& metric);
 
-/// The configuration of a standing. `compiled`: the policies of --policy-source. Throws
+/// The configuration of a ranked policy. `compiled`: the policies of --policy-source. Throws
 /// std::runtime_error if this build lacks the policy, or if the policy was compiled from a
 /// different source.
 CacheConfig config_of(const Run& run, const Ballot& ballot, const MetricTable& metric_table,
-                      std::size_t standing, const CompiledPolicies& compiled = {});
+                      std::size_t rank, const CompiledPolicies& compiled = {});
 
 /// The policy file of the ballot's winner, with the evidence.
 PolicyFile policy_file_of(const Run& run, const MetricTable& metric_table, const Ballot& ballot,
                           const CompiledPolicies& compiled = {});
 
-// Confirms the first standings of a ballot by the end-to-end evaluation. The order of these
-// standings is then decided by the evaluation.
+// Confirms the first policies of a ballot by the end-to-end evaluation. The order of these
+// policies is then decided by the evaluation.
 
-/// The end-to-end evaluation of one standing.
+/// The end-to-end evaluation of one ranked policy.
 struct Confirmed {
-  std::size_t standing;  ///< index in the ballot's standings
+  std::size_t rank;  ///< index in the ballot's ranked policies
   EvalScore score;
-  Difference behind;  ///< its KL minus the choice's, paired over the same tokens
-  bool over_budget;   ///< whether it needs more memory than the budget
+  Difference from_choice;  ///< its KL minus the choice's, paired over the same tokens
+  bool over_budget;        ///< whether it needs more memory than the budget
 
-  bool is_similar() const { return !over_budget && !behind.significantly_different(); }
+  bool is_similar() const { return !over_budget && !from_choice.significantly_different(); }
 };
 
-/// Orders the ballot's first standings by an evaluation of these and of the full cache: lowest KL
+/// Orders the ballot's first policies by an evaluation of these and of the full cache: lowest KL
 /// first, and configurations over budget last. The first one becomes the ballot's winner.
 std::vector<Confirmed> confirm(const Evaluation& evaluation, Ballot& ballot);
 
-/// One JSON object for each entry, with the keys `behind` and `not_significantly_different`.
+/// One JSON object for each entry, with the keys `from_choice` and `not_significantly_different`.
 nlohmann::ordered_json confirmed_json(const std::vector<Confirmed>& confirmed,
                                       const MetricTable& metric_table, const Ballot& ballot);
 

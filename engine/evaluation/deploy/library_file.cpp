@@ -45,7 +45,9 @@ bool takes_feature(const PolicyInfo& info) {
 
 void convert_policy(const PolicyJson& json, kvlab_policy_file& file) {
   if (json.source)
-    json.fail("source: a policy of the library is expected; for others use kvlab_compile_policy");
+    json.fail(
+        "source: only policies of the library are supported here; for other policies use "
+        "kvlab_compile_policy");
   if (!json.tiers.empty())
     json.fail(
         "key \"tiers\" is not known to kvlab_read_policy_file; give the tiers in "
@@ -56,7 +58,7 @@ void convert_policy(const PolicyJson& json, kvlab_policy_file& file) {
   const PolicyInfo info = info_of(Registry{}, json.policy);
   if (file.policy == nullptr || !info.evicts)
     json.fail(
-        fmt::format("policy '{}': a policy of the library that evicts is expected", json.policy));
+        fmt::format("policy '{}' should be a policy of the library that evicts", json.policy));
   std::vector<std::string_view> names;
   while (const char* name = kvlab_policy_parameter(file.policy, static_cast<int>(names.size())))
     names.emplace_back(name);
@@ -71,7 +73,7 @@ void convert_policy(const PolicyJson& json, kvlab_policy_file& file) {
   json.feature.copy(file.feature, sizeof file.feature - 1);
   std::vector<std::byte> unused(kvlab_policy_params_bytes(file.policy));
   if (kvlab_policy_params(file.policy, file.params, file.param_count, unused.data()))
-    json.fail("params: numbers in the ranges of `kvlab policies` are expected");
+    json.fail("params: each number should be in its range, as `kvlab policies` lists it");
 }
 
 Modifiers modifiers_of(const PolicyJson& json) {
@@ -87,9 +89,9 @@ HeadBudgets budgets_of(const PolicyJson& json, const kvlab_policy_file& file) {
   const Budget& budget = json.budget;
   const CacheShape model{static_cast<std::uint32_t>(file.layers),
                          static_cast<std::uint32_t>(file.kv_heads)};
-  const bool in_tokens = !budget.in_bytes && !budget.extent.is_share && !budget.of_prompt;
+  const bool in_tokens = !budget.in_bytes && !budget.extent.is_share && !budget.is_prompt_share;
   if (!in_tokens || budget.split == Budget::Split::ada)
-    json.fail("budget: tokens, a list of them, or pyramid(TOKENS) are expected");
+    json.fail("budget: should be tokens, a list of tokens, or pyramid(TOKENS)");
   if (!budget.heads.empty()) {
     check_shape(budget.heads, model, "budget");
     return budget.heads;
@@ -108,7 +110,7 @@ kvlab_rule rule_of(const PolicyJson& json, std::uint32_t budget, bool group_max)
   if (budget == kNoBudget) return {budget, 0, 0, group_max};
   const kvlab_rule rule{budget, json.sinks.resolve(budget), json.recent.resolve(budget), group_max};
   if (rule.sinks >= budget || rule.recent > budget - rule.sinks)
-    json.fail(fmt::format("budget: at least {} tokens, for the protected tokens, are expected",
+    json.fail(fmt::format("budget: should be at least {} tokens, so that the protected tokens fit",
                           min_budget({.sinks = json.sinks, .recent = json.recent})));
   return rule;
 }
@@ -149,7 +151,7 @@ extern "C" cudaError_t kvlab_read_policy_file(const char* path, kvlab_policy_fil
   if (path == nullptr || file == nullptr) return refused("an argument is NULL");
   if (const std::string why = kernels::why_not_size(*file); !why.empty()) return refused(why);
   if (file->layers < 1 || file->kv_heads < 1 || file->tokens < 1 || file->rules == nullptr)
-    return refused("layers, kv_heads, tokens or rules is 0; those of the model are expected");
+    return refused("layers, kv_heads, tokens or rules is 0; give the numbers of the model");
   try {
     kvlab_policy_file found{.struct_size = sizeof found,
                             .layers = file->layers,

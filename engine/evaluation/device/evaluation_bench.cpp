@@ -1,4 +1,5 @@
-// Times the end-to-end evaluation on a device, and computes how long its products take at least.
+// Times the end-to-end evaluation on a device, and computes the shortest possible time of its
+// matrix products.
 #include <algorithm>
 #include <chrono>
 
@@ -14,9 +15,9 @@ constexpr int kRepeats = 3;  // the fastest of these runs counts
 /// tokens also through the head.
 double product_flops(const ModelConfig& config, double tokens, double scored) {
   const double heads = config.query_heads + 2.0 * config.kv_heads,
-               of_layer = config.hidden *
-                          ((heads + config.query_heads) * config.head_size + 3.0 * config.mlp);
-  return 2 * (tokens * config.layers * of_layer + scored * config.hidden * config.vocab);
+               layer_products = config.hidden * ((heads + config.query_heads) * config.head_size +
+                                                 3.0 * config.mlp);
+  return 2 * (tokens * config.layers * layer_products + scored * config.hidden * config.vocab);
 }
 
 }  // namespace

@@ -99,7 +99,7 @@ struct EvalRows {
   std::size_t shared, own, configs;
   std::size_t all() const { return shared + configs * own; }
   /// Number of rows of a configuration in attention.
-  std::size_t of_config() const { return shared + own; }
+  std::size_t config_rows() const { return shared + own; }
   /// The index of the row of a token that is not shared.
   std::size_t row(std::size_t config, std::size_t token) const { return config * own + token; }
 };
@@ -113,7 +113,7 @@ struct GroupMemory {
         tokens(arena.take<std::int32_t>(rows.all())),
         whole(rows.shared == 0
                   ? heads
-                  : arena.take<std::byte>(rows.configs * rows.of_config() * row_bytes(model))) {}
+                  : arena.take<std::byte>(rows.configs * rows.config_rows() * row_bytes(model))) {}
   GroupMemory() = default;
   static std::size_t row_bytes(const DeviceModel& model) {
     return model.config().query_heads * model.key_bytes();
@@ -164,9 +164,9 @@ class SequenceRun {
   }
 
   std::vector<TokenScores> run() {
-    const std::size_t at_once = configs_at_once();
-    for (std::size_t first = 0; first < pointers_.size(); first += at_once) {
-      const std::size_t count = std::min(at_once, pointers_.size() - first);
+    const std::size_t group_configs = configs_at_once();
+    for (std::size_t first = 0; first < pointers_.size(); first += group_configs) {
+      const std::size_t count = std::min(group_configs, pointers_.size() - first);
       const std::span group = std::span(pointers_).subspan(first, count);
       const EvalRows rows = rows_of(count);
       const cuda::Placed<GroupMemory> memory("hidden states", on_.model, rows);
@@ -185,23 +185,23 @@ class SequenceRun {
   EvalRows rows_of(std::size_t configs) const { return {shared_, rows_ - shared_, configs}; }
 
   std::size_t configs_at_once() const {
-    const std::size_t of_config = EvalAttention::bytes_of_config(plan_, pointers_) +
-                                  cuda::Placed<GroupMemory>::bytes(on_.model, rows_of(1));
+    const std::size_t config_bytes = EvalAttention::bytes_of_config(plan_, pointers_) +
+                                     cuda::Placed<GroupMemory>::bytes(on_.model, rows_of(1));
     const cuda::MemoryInfo memory = cuda::memory_info();
     const auto usable = static_cast<std::size_t>(kUsableMemory * static_cast<double>(memory.free));
-    const std::size_t fit = (usable - std::min(usable, kReserve)) / of_config;
+    const std::size_t fit = (usable - std::min(usable, kReserve)) / config_bytes;
     if (fit == 0)
-      throw std::runtime_error(
-          fmt::format("device memory: one configuration of {} tokens needs {}, {} of {} are free; "
-                      "use a smaller --window or --max-tokens, or --by-tokens",
-                      ids_.size(), cuda::bytes_text(of_config), cuda::bytes_text(memory.free),
-                      cuda::bytes_text(memory.total)));
+      throw std::runtime_error(fmt::format(
+          "device memory: one configuration of {} tokens needs {}; only {} of {} are free; "
+          "use a smaller --window or --max-tokens, or --by-tokens",
+          ids_.size(), cuda::bytes_text(config_bytes), cuda::bytes_text(memory.free),
+          cuda::bytes_text(memory.total)));
     return std::min(fit, pointers_.size());
   }
 
   /// Calls each(first row, rows) for tiles of all rows.
   template <class Each>
-  void in_tiles(std::size_t rows, Each each) const {
+  void for_each_tile(std::size_t rows, Each each) const {
     for (std::size_t first = 0; first < rows; first += kTileRows)
       each(first, static_cast<int>(std::min<std::size_t>(kTileRows, rows - first)));
   }
@@ -262,7 +262,7 @@ class SequenceRun {
   /// however the prompt is appended.
   void attend_windows(std::uint32_t layer, const EvalRows& rows, const GroupMemory& memory,
                       const EvalAttention& attention) {
-    const std::size_t of_keys = rows_ * config_.kv_heads * on_.model.key_bytes();
+    const std::size_t layer_key_bytes = rows_ * config_.kv_heads * on_.model.key_bytes();
     for (std::size_t c = 0; c < rows.configs; ++c) {
       std::byte* const heads = memory.whole + c * rows_ * GroupMemory::row_bytes(on_.model);
       cuda::check(
@@ -270,8 +270,8 @@ class SequenceRun {
               on_.model.attention_shape(static_cast<int>(rows_), layer),
               {.queries = static_cast<int>(tokens()),
                .q = heads,
-               .keys = attention.keys() + c * of_keys,
-               .values = attention.values() + c * of_keys,
+               .keys = attention.keys() + c * layer_key_bytes,
+               .values = attention.values() + c * layer_key_bytes,
                .out = heads},  // in place, because a block only reads the rows that it writes
               static_cast<int>(config_.rows[layer].window), stream()),
           "attention over windows");
@@ -282,8 +282,8 @@ class SequenceRun {
   /// them. They are not rotated yet, except in layers with a window.
   void project(std::uint32_t layer, const GroupMemory& memory, const EvalAttention& attention,
                std::size_t all_rows) {
-    const std::size_t of_head = rows_ * config_.head_size;
-    in_tiles(all_rows, [&](std::size_t first, int rows) {
+    const std::size_t head_stride = rows_ * config_.head_size;
+    for_each_tile(all_rows, [&](std::size_t first, int rows) {
       kernels::RopeWriteArgs write{};
       if (const RowSpec& row = config_.rows[layer]; row.window > 0) {
         write.rotated = static_cast<int>(row.rope.rotated_dims());
@@ -294,8 +294,8 @@ class SequenceRun {
       write.slots = memory.tokens + first;
       write.cache.keys = attention.keys();
       write.cache.values = attention.values();
-      write.sequence_stride = static_cast<std::int64_t>(of_head * config_.kv_heads);
-      write.head_stride = static_cast<std::int64_t>(of_head);
+      write.sequence_stride = static_cast<std::int64_t>(head_stride * config_.kv_heads);
+      write.head_stride = static_cast<std::int64_t>(head_stride);
       write.q = outputs(memory, first);
       on_.layers.qkv(layer, rows, memory.x + first * config_.hidden,
                      {.qkv = on_.projections.data()}, write);
@@ -303,10 +303,10 @@ class SequenceRun {
   }
 
   void finish(std::uint32_t layer, const GroupMemory& memory, std::size_t all_rows) {
-    in_tiles(all_rows, [&](std::size_t first, int rows) {
+    for_each_tile(all_rows, [&](std::size_t first, int rows) {
       float* const x = memory.x + first * config_.hidden;
       on_.layers.output(layer, rows, x, {.out = outputs(memory, first)});
-      on_.layers.gated(layer, rows, x);
+      on_.layers.gate_up(layer, rows, x);
       on_.layers.down(layer, rows, x);
     });
   }
@@ -319,29 +319,31 @@ class SequenceRun {
   /// written for the first configuration only.
   void share(const EvalRows& rows, const GroupMemory& memory, const EvalAttention& attention) {
     if (rows.shared == 0) return;
-    const std::size_t of_row = GroupMemory::row_bytes(on_.model), of_key = on_.model.key_bytes(),
-                      of_head = rows.of_config() * of_key, of_config = of_head * config_.kv_heads;
+    const std::size_t row_pitch = GroupMemory::row_bytes(on_.model),
+                      key_pitch = on_.model.key_bytes(),
+                      head_stride = rows.config_rows() * key_pitch,
+                      config_bytes = head_stride * config_.kv_heads;
     for (std::size_t c = 0; c < rows.configs; ++c) {
-      cuda::copy(memory.whole + c * rows.of_config() * of_row, memory.heads, rows.shared * of_row,
-                 stream());
+      cuda::copy(memory.whole + c * rows.config_rows() * row_pitch, memory.heads,
+                 rows.shared * row_pitch, stream());
       if (c == 0) continue;
       for (std::byte* const part : {attention.keys(), attention.values()})
-        cuda::copy_rows({part + c * of_config, of_head}, {part, of_head}, rows.shared * of_key,
-                        config_.kv_heads, stream());
+        cuda::copy_rows({part + c * config_bytes, head_stride}, {part, head_stride},
+                        rows.shared * key_pitch, config_.kv_heads, stream());
     }
-    cuda::copy_rows({memory.whole + rows.shared * of_row, rows.of_config() * of_row},
-                    {outputs(memory, rows.shared), rows.own * of_row}, rows.own * of_row,
+    cuda::copy_rows({memory.whole + rows.shared * row_pitch, rows.config_rows() * row_pitch},
+                    {outputs(memory, rows.shared), rows.own * row_pitch}, rows.own * row_pitch,
                     rows.configs, stream());
   }
 
   /// Copies attention outputs back to the rows from which the products read.
   void gather(const EvalRows& rows, const GroupMemory& memory) {
     if (rows.shared == 0) return;
-    const std::size_t of_row = GroupMemory::row_bytes(on_.model);
-    cuda::copy(memory.heads, memory.whole, rows.shared * of_row, stream());
-    cuda::copy_rows({outputs(memory, rows.shared), rows.own * of_row},
-                    {memory.whole + rows.shared * of_row, rows.of_config() * of_row},
-                    rows.own * of_row, rows.configs, stream());
+    const std::size_t row_pitch = GroupMemory::row_bytes(on_.model);
+    cuda::copy(memory.heads, memory.whole, rows.shared * row_pitch, stream());
+    cuda::copy_rows({outputs(memory, rows.shared), rows.own * row_pitch},
+                    {memory.whole + rows.shared * row_pitch, rows.config_rows() * row_pitch},
+                    rows.own * row_pitch, rows.configs, stream());
   }
 
   void score(const GroupMemory& memory, const EvalRows& of, std::size_t first_config) {
@@ -361,7 +363,7 @@ class SequenceRun {
       }
     }
   }
-  bool is_yardstick(std::size_t c) const { return c == 0 || !options_.against_first; }
+  bool is_yardstick(std::size_t c) const { return c == 0 || !options_.compares_to_first; }
 
   void note_scores(std::size_t c, std::size_t first, std::size_t count,
                    const cuda::DeviceBuffer& logits, const cuda::DeviceBuffer& baseline) {

@@ -6,17 +6,13 @@
 #include "engine/evaluation/scores.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/report/recommendation.hpp"
-#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
-#include "traces/base/old_keys.hpp"
 
 namespace kvlab {
 namespace {
 
 using nlohmann::json;
 using nlohmann::ordered_json;
-
-constexpr std::size_t kMaxEvalBytes = std::size_t{256} << 20;
 
 constexpr CopiedField kEvalFields[] = {{"model", FieldKind::text},
                                        {"tokens", FieldKind::whole},
@@ -33,6 +29,8 @@ constexpr CopiedField kEvalConfiguration[] = {{"policy", FieldKind::text},
                                               {"kl_p99", FieldKind::optional},
                                               {"kl_deviation", FieldKind::optional},
                                               {"top1_agreement", FieldKind::optional},
+                                              {"acceptance", FieldKind::optional},
+                                              {"tokens_per_verification", FieldKind::optional},
                                               {"kv_bytes_mean", FieldKind::optional},
                                               {"kv_bytes_peak", FieldKind::number}};
 
@@ -45,36 +43,38 @@ ordered_json texts_in(const json& list) {
 ordered_json configurations_in(const JsonFields& fields) {
   ordered_json list = ordered_json::array();
   for (const JsonFields& one : fields.objects("configurations")) {
-    list.push_back(copied(one, kEvalConfiguration));
+    list.push_back(copy_fields(one, kEvalConfiguration));
     const std::string params = one.text("params");
     list.back()["label"] = brief_policy(one.text("policy") + (params.empty() ? "" : ":") + params);
   }
   return list;
 }
 
-/// The next command, for the choice at the decisive budget.
-std::string next_after_eval(const std::vector<Recommendation>& made) {
+/// The next command, for the choice at the decisive budget. `draft`: how many tokens it drafts; 0:
+/// none.
+std::string next_after_eval(const std::vector<Recommendation>& made, std::uint32_t draft) {
   if (made.empty()) return "";
   const Recommendation& decisive = made[decisive_budget(made)];
-  return fmt::format("kvlab generate --model DIR --prompt TEXT --policy {} --budget {}",
-                     decisive.chosen_candidate().name, decisive.scope.budget);
+  const std::string &policy = decisive.chosen_candidate().name, &budget = decisive.scope.budget;
+  const std::string command = "kvlab generate --model DIR --prompt TEXT";
+  return draft > 0 ? fmt::format("{} --draft-policy {} --draft-budget {} --gamma {}", command,
+                                 policy, budget, draft)
+                   : fmt::format("{} --policy {} --budget {}", command, policy, budget);
 }
 
 }  // namespace
 
-PageDocument eval_page(const std::filesystem::path& folder) {
-  const std::string file = (folder / kEvalJson).string();
-  const json top = parse_result_json(read_text_file(file, kMaxEvalBytes), file);
-  const JsonFields fields(top, file);
-  fields.check_format(kEvalFormat);
-  const ScoreSet scores = load_scores(folder);
+PageDocument eval_page(const ScoreSet& scores) {
+  const JsonFields fields(*scores.file, scores.path);
   ordered_json data = explorer_data(scores);
   data["kind"] = "eval";
-  data["facts"] = copied(fields, kEvalFields);
+  data["facts"] = copy_fields(fields, kEvalFields);
+  const std::uint32_t draft = fields.has("draft") ? fields.whole32("draft") : 0;
+  if (draft > 0) data["facts"]["draft"] = draft;
   data["facts"].update({{"texts", texts_in(fields.list("texts"))},
                         {"configurations", configurations_in(fields)},
                         {"has_recommendations", fields.has("recommendations")},
-                        {"next", next_after_eval(scores.recommendations)}});
+                        {"next", next_after_eval(scores.recommendations, draft)}});
   if (fields.has("recommendations")) data["facts"]["warnings"] = texts_in(fields.list("warnings"));
   return {std::move(data), recommendations_text(scores.recommendations)};
 }

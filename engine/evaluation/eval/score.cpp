@@ -97,13 +97,13 @@ void add_percentiles(EvalScore& score, std::size_t c, const ScoredSequences& seq
 
 void add_texts(EvalScore& score, std::size_t c, const ScoredSequences& sequences) {
   for (std::size_t s = 0; s < sequences.text.size(); ++s) {
-    if (sequences.text[s] >= score.texts.size())
-      score.texts.resize(sequences.text[s] + 1, {.nll = 0, .kl = 0, .tokens = 0});
+    if (sequences.text[s] >= score.texts.size()) score.texts.resize(sequences.text[s] + 1, {});
     if (!sequences.counts(s)) continue;
     EvalTextScore& text = score.texts[sequences.text[s]];
     const TokenScores& one = sequences.scores[s][c];
     for (const double nll : one.nll) text.nll += nll;
     for (const double kl : one.kl) text.kl += kl;
+    for (const double acceptance : one.acceptance) text.acceptance += acceptance;
     text.tokens += one.nll.size();
   }
   std::vector<double> nll, kl;
@@ -111,6 +111,8 @@ void add_texts(EvalScore& score, std::size_t c, const ScoredSequences& sequences
     const bool counts = text.tokens > 0;
     text.nll = counts ? text.nll / static_cast<double>(text.tokens) : kNaN;
     text.kl = counts ? text.kl / static_cast<double>(text.tokens) : kNaN;
+    text.acceptance =
+        counts && score.draft ? text.acceptance / static_cast<double>(text.tokens) : kNaN;
     if (counts) nll.push_back(text.nll), kl.push_back(text.kl);
   }
   score.nll_deviation = spread_of(nll).deviation;
@@ -133,6 +135,44 @@ void add_errors(EvalScore& score, std::size_t c, const Evaluation& evaluation) {
   score.kl = kl.mean, score.kl_error = kl.standard_error;
   const Difference same = evaluation.same_first.average(c);
   score.same_first = same.mean, score.same_first_error = same.standard_error;
+}
+
+/// The acceptance of the tokens at one depth (from 0) of windows of `window` tokens.
+std::vector<double> acceptance_at(const TokenScores& scores, std::size_t depth,
+                                  std::size_t window) {
+  std::vector<double> values;
+  for (std::size_t i = depth; i < scores.acceptance.size(); i += window)
+    values.push_back(scores.acceptance[i]);
+  return values;
+}
+
+/// For each whole window: 1 + a1 + a1 a2 + a1 a2 a3 + …, where a1, a2, … is the acceptance of its
+/// tokens.
+std::vector<double> tokens_per_verification(const TokenScores& scores, std::size_t window) {
+  std::vector<double> values;
+  for (std::size_t first = 0; first + window <= scores.acceptance.size(); first += window) {
+    double all_accepted = 1, tokens = 1;
+    for (std::size_t i = first; i < first + window; ++i)
+      tokens += all_accepted *= scores.acceptance[i];
+    values.push_back(tokens);
+  }
+  return values;
+}
+
+DraftScore draft_score(std::size_t c, const ScoredSequences& sequences,
+                       const Evaluation& evaluation) {
+  const std::size_t window = evaluation.draft;
+  const auto mean_of = [&](const PairedScores& scores) {
+    const Difference mean = scores.average(c);
+    return MeanWithError{mean.mean, mean.standard_error};
+  };
+  DraftScore score{.acceptance = mean_of(evaluation.acceptance)};
+  for (std::size_t depth = 0; depth < window; ++depth)
+    score.by_depth.push_back(mean_of(paired_scores(
+        sequences, [&](const TokenScores& one) { return acceptance_at(one, depth, window); })));
+  score.tokens_per_verification = mean_of(paired_scores(
+      sequences, [&](const TokenScores& one) { return tokens_per_verification(one, window); }));
+  return score;
 }
 
 }  // namespace
@@ -161,11 +201,12 @@ EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::
                    std::size_t block_tokens) {
   refuse_not_finite(sequences, c);
   EvalScore score{.config = config, .budget_tokens = budget_tokens};
+  if (evaluation.draft) score.draft = draft_score(c, sequences, evaluation);
   add_means(score, c, sequences);
   add_errors(score, c, evaluation);
   add_percentiles(score, c, sequences);
   add_texts(score, c, sequences);
-  if (!evaluation.against_full) forget_full(score);
+  if (!evaluation.compares_to_full) forget_full(score);
   score.blocks = blocks_of(c, sequences, block_tokens);
   return score;
 }
@@ -192,16 +233,19 @@ Evaluation::Judgement Evaluation::judge(std::vector<std::size_t> which,
                                         const std::string& budget) const {
   Judgement judgement{.scores = std::move(which)};
   ComparisonScope scope{.budget = budget,
-                        .metric = against_full ? "KL" : "−ln p",
+                        .metric = deciding_name(),
+                        .higher_is_better = draft > 0,
                         .texts = deciding().texts(),
                         .tokens = scores.front().tokens,
                         .note = "Task accuracy was not measured."};
+  const auto error = [&](std::size_t s) {
+    return draft ? -deciding().mean(s) : deciding().mean(s);
+  };
   if (!scores.front().config.evicts()) scope.full_bytes = scores.front().memory.mean;
   std::vector<Candidate> candidates;
   for (const std::size_t s : judgement.scores) {
     const EvalScore& score = scores[s];
-    candidates.push_back(
-        {.name = score.label(), .error = deciding_mean(s), .memory = score.memory});
+    candidates.push_back({.name = score.label(), .error = error(s), .memory = score.memory});
     scope.budget_bytes = std::max(scope.budget_bytes, score.memory.budget);
     if (protected_tokens_fill(score.config.policy.name, score.config.policy.params_text(),
                               score.budget_tokens))
@@ -210,7 +254,8 @@ Evaluation::Judgement Evaluation::judge(std::vector<std::size_t> which,
   if (!candidates.empty())
     judgement.recommendation =
         recommend(std::move(candidates), std::move(scope), [&](std::size_t a, std::size_t b) {
-          return deciding().difference(judgement.scores[a], judgement.scores[b]);
+          const Difference own = deciding().difference(judgement.scores[a], judgement.scores[b]);
+          return draft ? own.reverse() : own;
         });
   return judgement;
 }
@@ -258,6 +303,21 @@ ordered_json config_json(const EvalScore& score) {
           {"seed", cache.seed}};
 }
 
+void add_draft(ordered_json& object, const DraftScore& draft) {
+  const auto add = [&](const std::string& name, const MeanWithError& own) {
+    object[name] = number_or_null(own.mean);
+    object[name + "_stderr"] = number_or_null(own.error);
+  };
+  add("acceptance", draft.acceptance);
+  auto &means = object["acceptance_by_depth"] = ordered_json::array(),
+       &errors = object["acceptance_by_depth_stderr"] = ordered_json::array();
+  for (const MeanWithError& own : draft.by_depth) {
+    means.push_back(number_or_null(own.mean));
+    errors.push_back(number_or_null(own.error));
+  }
+  add("tokens_per_verification", draft.tokens_per_verification);
+}
+
 ordered_json score_json(const EvalScore& score, const std::vector<std::string>& texts) {
   ordered_json object = config_json(score);
   object["perplexity"] = number_or_null(score.perplexity);
@@ -271,6 +331,7 @@ ordered_json score_json(const EvalScore& score, const std::vector<std::string>& 
   object["kl_p99"] = number_or_null(score.kl_p99);
   object["top1_agreement"] = number_or_null(score.same_first);
   object["top1_agreement_stderr"] = number_or_null(score.same_first_error);
+  if (score.draft) add_draft(object, *score.draft);
   object["tokens"] = score.tokens;
   object["kv_bytes_mean"] = score.memory.mean;
   object["kv_bytes_peak"] = score.memory.peak;
@@ -291,6 +352,8 @@ ordered_json score_json(const EvalScore& score, const std::vector<std::string>& 
                                    {"nll", number_or_null(score.texts[t].nll)},
                                    {"kl", number_or_null(score.texts[t].kl)},
                                    {"tokens", score.texts[t].tokens}});
+    for (std::size_t t = 0; score.draft && t < score.texts.size(); ++t)
+      object["by_text"][t]["acceptance"] = number_or_null(score.texts[t].acceptance);
   }
   if (score.blocks.empty()) return object;
   object["blocks"] = ordered_json::array();
@@ -309,8 +372,10 @@ ordered_json pair_json(const Evaluation& evaluation, std::size_t a, std::size_t 
                       {"a_budget", one.budget_text()},
                       {"b_policy", other.policy.text()},
                       {"b_budget", other.budget_text()}};
-  if (evaluation.against_full) object["kl"] = difference_json(evaluation.kl.difference(a, b));
+  if (evaluation.compares_to_full) object["kl"] = difference_json(evaluation.kl.difference(a, b));
   object["nll"] = difference_json(evaluation.nll.difference(a, b));
+  if (evaluation.draft)
+    object["acceptance"] = difference_json(evaluation.acceptance.difference(a, b));
   return object;
 }
 
@@ -359,6 +424,15 @@ std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string
     add("all", "kl_p90", score.kl_p90, kNaN, score.tokens);
     add("all", "kl_p99", score.kl_p99, kNaN, score.tokens);
     add("all", "top1_agreement", score.same_first, score.same_first_error, score.tokens);
+    if (score.draft) {
+      const auto add_mean = [&](const std::string& metric, const MeanWithError& own) {
+        add("all", metric, own.mean, own.error, score.tokens);
+      };
+      add_mean("acceptance", score.draft->acceptance);
+      for (std::size_t d = 0; d < score.draft->by_depth.size(); ++d)
+        add_mean(fmt::format("acceptance_depth_{}", d + 1), score.draft->by_depth[d]);
+      add_mean("tokens_per_verification", score.draft->tokens_per_verification);
+    }
     add("all", "kv_bytes_mean", score.memory.mean, kNaN, 1);
     add("all", "kv_bytes_peak", score.memory.peak, kNaN, 1);
     add("all", "state_bytes", score.memory.state, kNaN, 1);
@@ -366,6 +440,7 @@ std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string
     for (std::size_t t = 0; t < score.texts.size(); ++t) {
       add(texts[t], "nll", score.texts[t].nll, kNaN, score.texts[t].tokens);
       add(texts[t], "kl", score.texts[t].kl, kNaN, score.texts[t].tokens);
+      add(texts[t], "acceptance", score.texts[t].acceptance, kNaN, score.texts[t].tokens);
     }
   }
   return csv;
@@ -389,8 +464,9 @@ std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std:
                         .block_weights = text.block_weights});
       }
   };
-  if (evaluation.against_full) add(evaluation.kl, "kl");
+  if (evaluation.compares_to_full) add(evaluation.kl, "kl");
   add(evaluation.nll, "nll");
+  if (evaluation.draft) add(evaluation.acceptance, "acceptance");
   return blocks_csv(rows);
 }
 
@@ -431,6 +507,7 @@ ordered_json eval_json(const Evaluation& evaluation, const std::vector<std::stri
                       {"recommendations", eval_recommendations_json(evaluation)},
                       {"frontier", frontier_json(evaluation)},
                       {"warnings", eval_warnings(evaluation)}};
+  if (evaluation.draft) object["draft"] = evaluation.draft;
   for (const EvalScore& score : evaluation.scores)
     object["configurations"].push_back(score_json(score, texts));
   return object;

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -25,6 +27,21 @@ struct EvalBlock {
 struct EvalTextScore {
   double nll, kl;        ///< means in nats; NaN if no token counts
   std::uint64_t tokens;  ///< number of scored tokens
+  double acceptance;     ///< mean; NaN if nothing was drafted
+};
+
+/// A mean and its standard error; the error is NaN if it is unknown.
+struct MeanWithError {
+  double mean, error;
+};
+
+/// How often the tokens that a configuration drafts are accepted.
+struct DraftScore {
+  MeanWithError acceptance;             ///< share of drafted tokens, at all depths together
+  std::vector<MeanWithError> by_depth;  ///< [depth - 1]: the same for the depth-th drafted token
+  /// Expected tokens that a verification yields, from 1 to the number of drafted tokens + 1: the
+  /// accepted tokens and the one that the verification itself samples.
+  MeanWithError tokens_per_verification;
 };
 
 /// One configuration's metrics: means over texts of the means over their scored tokens. Percentiles
@@ -43,6 +60,7 @@ struct EvalScore {
   std::vector<EvalTextScore> texts;
   double nll_deviation, kl_deviation;  ///< standard deviation of the texts' means; NaN for one text
   std::vector<EvalBlock> blocks;       ///< empty unless requested
+  std::optional<DraftScore> draft;     ///< set if configurations draft
 
   /// The policy as text, with the budget if heads have different budgets. `whole`: also shows
   /// settings with their default values.
@@ -51,14 +69,19 @@ struct EvalScore {
 
 struct Evaluation {
   std::vector<EvalScore> scores;
-  bool against_full = true;
-  PairedScores kl{0}, nll{0}, same_first{0};  ///< text that occurs in several sequences counts once
-  std::vector<std::string> notes = {};        ///< notes about the sequences, for eval_warnings()
+  bool compares_to_full = true;
+  std::uint32_t draft = 0;  ///< SequenceOptions::draft
+  /// Text that occurs in several sequences counts once. `acceptance` is empty unless configurations
+  /// draft.
+  PairedScores kl{0}, nll{0}, same_first{0}, acceptance{0};
+  std::vector<std::string> notes = {};  ///< notes about the sequences, for eval_warnings()
 
-  /// The scores by which configurations are ranked: KL, or nll without the full cache.
-  const PairedScores& deciding() const { return against_full ? kl : nll; }
-  double deciding_mean(std::size_t score) const {
-    return against_full ? scores[score].kl : scores[score].nll;
+  /// The scores by which configurations are ranked: acceptance if they draft, otherwise KL, or nll
+  /// without the full cache.
+  const PairedScores& deciding() const { return draft ? acceptance : compares_to_full ? kl : nll; }
+  /// The name of deciding() in messages.
+  const char* deciding_name() const {
+    return draft ? "acceptance" : compares_to_full ? "KL" : "−ln p";
   }
   /// The budgets of configurations that evict, ordered by tokens. Of several budgets with the same
   /// number of tokens, only the first.
@@ -90,15 +113,17 @@ struct ScoredSequences {
 };
 
 /// Collects the values of a metric for each configuration and token, from the sequences that count.
-template <class Value>
-PairedScores paired_scores(const ScoredSequences& sequences,
-                           std::vector<Value> TokenScores::*values_of) {
+/// `values_of`: the member of TokenScores that has them, or a function of TokenScores.
+template <class Values>
+PairedScores paired_scores(const ScoredSequences& sequences, Values values_of) {
   PairedScores paired(sequences.scores.front().size());
   for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
     if (!sequences.counts(s)) continue;
     std::vector<std::vector<double>> values;
-    for (const TokenScores& one : sequences.scores[s])
-      values.emplace_back((one.*values_of).begin(), (one.*values_of).end());
+    for (const TokenScores& one : sequences.scores[s]) {
+      const auto& own = std::invoke(values_of, one);
+      values.emplace_back(own.begin(), own.end());
+    }
     const std::vector<std::span<const double>> spans(values.begin(), values.end());
     paired.add_tokens(std::to_string(sequences.text[s]), spans);
   }
@@ -129,8 +154,8 @@ inline constexpr int kEvalFormat = 1;
 /// is `all` for metrics over all texts. `texts`: their names.
 std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string>& texts);
 
-/// CSV of KL and −ln p of each text by block, in the format of blocks_csv(). Differences between
-/// configurations are computed in pairs over these blocks.
+/// CSV of KL, −ln p and, with drafts, acceptance of each text by block, in the format of
+/// blocks_csv(). Differences between configurations are computed in pairs over these blocks.
 std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std::string>& texts);
 
 /// A JSON object with `format`, `texts`, `tokens`, `configurations`, `pairs`, `recommendations` by

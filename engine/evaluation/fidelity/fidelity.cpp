@@ -52,7 +52,7 @@ Values mean_over(const std::vector<Values>& values, std::span<const std::size_t>
   return mean;
 }
 
-Values picked(const Values& values, std::span<const std::size_t> which) {
+Values pick(const Values& values, std::span<const std::size_t> which) {
   Values some;
   for (const std::size_t c : which) some.push_back(values[c]);
   return some;
@@ -63,11 +63,11 @@ struct Choice {
   double regret;
 };
 Choice choice_of(const Values& cost, const Values& kl, std::span<const std::size_t> which) {
-  const auto least = [&](const Values& values) {
+  const auto find_lowest = [&](const Values& values) {
     return *std::min_element(which.begin(), which.end(),
                              [&](std::size_t a, std::size_t b) { return values[a] < values[b]; });
   };
-  const std::size_t chosen = least(cost), best = least(kl);
+  const std::size_t chosen = find_lowest(cost), best = find_lowest(kl);
   return {chosen, best, kl[chosen] / kl[best]};
 }
 
@@ -141,10 +141,10 @@ class MetricAgainstKl {
         all_.size(), [&](std::span<const std::size_t> texts) { return rho(texts, which); });
     return result;
   }
-  double pooled(std::span<const std::size_t> which) const { return rho(all_, which); }
+  double pool_rho(std::span<const std::size_t> which) const { return rho(all_, which); }
 
   /// The pairs that differ significantly in KL and that the metric orders the other way.
-  std::vector<Misordered> misordered(const Apart& apart) const {
+  std::vector<Misordered> find_misordered(const Apart& apart) const {
     const Values cost = mean_over(cost_, all_), kl = mean_over(kl_, all_);
     std::vector<Misordered> wrong;
     for (const auto& [better, worse] : apart)
@@ -155,7 +155,7 @@ class MetricAgainstKl {
 
  private:
   double rho(std::span<const std::size_t> texts, std::span<const std::size_t> which) const {
-    return spearman(picked(mean_over(cost_, texts), which), picked(mean_over(kl_, texts), which));
+    return spearman(pick(mean_over(cost_, texts), which), pick(mean_over(kl_, texts), which));
   }
   std::vector<Values> kl_, cost_;  // [text][configuration]
   std::vector<std::size_t> all_;   // indices of all texts
@@ -220,11 +220,11 @@ Fidelity assess_fidelity(std::span<const CacheConfig> configs,
   Fidelity result;
   for (const std::string& metric : common_metrics(texts)) {
     const MetricAgainstKl comparison(texts, metric);
-    FidelityMetric own{metric, {}, comparison.pooled(everything)};
+    FidelityMetric own{metric, {}, comparison.pool_rho(everything)};
     for (std::size_t b = 0; b < budgets.size(); ++b) {
       own.within.push_back(comparison.within(budgets[b].budget, budgets[b].configs));
       own.within.back().significantly_different = apart[b].size();
-      own.within.back().misordered = comparison.misordered(apart[b]);
+      own.within.back().misordered = comparison.find_misordered(apart[b]);
     }
     result.metrics.push_back(std::move(own));
   }
@@ -236,7 +236,7 @@ Fidelity assess_fidelity(std::span<const CacheConfig> configs,
     for (std::size_t a = 0; a < texts.size(); ++a)
       for (std::size_t b = a + 1; b < texts.size(); ++b)
         pairs.push_back(
-            spearman(picked(texts[a].kl, group.configs), picked(texts[b].kl, group.configs)));
+            spearman(pick(texts[a].kl, group.configs), pick(texts[b].kl, group.configs)));
     result.ceiling.push_back(mean_of_finite(pairs));
   }
   return result;
@@ -269,13 +269,13 @@ EvalText text_of_trace(const std::filesystem::path& directory, const std::string
   const std::string where = directory.string();
   if (trace.header().weights_xxh3 != weights_xxh3)
     throw std::runtime_error(fmt::format(
-        "--trace {}: was captured from weights {}, and --model has {}; give a trace of this model",
+        "--trace {}: was captured from weights {}, but --model has {}; give a trace of this model",
         where, trace.header().weights_xxh3.empty() ? "unknown" : trace.header().weights_xxh3,
         weights_xxh3));
   const auto& segments = trace.segments();
   if (segments.size() != 2 || segments[0].kind != SegmentKind::prompt || segments[1].tokens < 2)
     throw std::runtime_error(
-        fmt::format("--trace {}: should hold one prompt, then at least two decoded tokens", where));
+        fmt::format("--trace {}: should have one prompt, then at least two decoded tokens", where));
   EvalText text{.name = last_name(where), .ids = trace.ids(), .prompt_tokens = segments[0].tokens};
   text.trace = std::move(trace);
   return text;
@@ -323,9 +323,9 @@ ReplayMetrics run_offline_replay(Backend& backend, const EvalText& text,
 std::vector<TokenScores> end_to_end_scores(const SweepRunner& run_sweep, const EvalText& text,
                                            std::span<const CacheConfig> configs, unsigned threads,
                                            std::function<void(double)> progress) {
-  std::vector<CacheConfig> with_full{CacheConfig{}};
-  with_full.insert(with_full.end(), configs.begin(), configs.end());
-  return std::move(run_sweep({text.ids}, with_full,
+  std::vector<CacheConfig> full_and_configs{CacheConfig{}};
+  full_and_configs.insert(full_and_configs.end(), configs.begin(), configs.end());
+  return std::move(run_sweep({text.ids}, full_and_configs,
                              {.prompt_tokens = text.prompt_tokens,
                               .threads = threads,
                               .progress = std::move(progress)})[0]);
@@ -341,7 +341,8 @@ double end_to_end_rate(const SweepRunner& run_sweep, const EvalText& text, unsig
   constexpr std::size_t kTokens = 192;
   EvalText beginning{.name = text.name, .ids = text.ids, .prompt_tokens = 1};
   beginning.ids.resize(std::min(kTokens, beginning.ids.size()));
-  const WorkTime took = timed([&] { end_to_end_scores(run_sweep, beginning, {}, threads, {}); });
+  const WorkTime took =
+      measure_time([&] { end_to_end_scores(run_sweep, beginning, {}, threads, {}); });
   return took.seconds / static_cast<double>(beginning.ids.size());
 }
 
@@ -472,23 +473,24 @@ nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::s
   fields.check_format(kFidelityFormat);
   if (fields.text("weights_xxh3") != weights_xxh3)
     throw std::runtime_error(fmt::format(
-        "{}: was measured on weights {} of {}, and the run has {}; run kvlab fidelity on the run's "
-        "model",
+        "{}: was measured on weights {} of {}, but the run's model has weights {}; run kvlab "
+        "fidelity on that model",
         file.string(), fields.text("weights_xxh3"), fields.text("model"), weights_xxh3));
   const JsonFields metrics = fields.object("metrics");
   if (!metrics.has(metric))
-    throw std::runtime_error(fmt::format(
-        "{}: did not measure {}, which decides here; give --metric with one that it measured",
-        file.string(), metric));
+    throw std::runtime_error(
+        fmt::format("{}: has no results for {}, the metric to choose by; give --metric with a "
+                    "metric that the file has",
+                    file.string(), metric));
   const JsonFields own = metrics.object(metric), within = own.object("within");
   const JsonFields tokens = fields.object("tokens");
   std::string nearest;
-  double least = std::numeric_limits<double>::infinity();
+  double min_apart = std::numeric_limits<double>::infinity();
   for (const auto& [budget, value] : within.json().items()) {
     const auto count = tokens_of(budget, tokens);
     const double apart =
-        count ? std::abs(std::log(*count / static_cast<double>(budget_tokens))) : least;
-    if (apart < least) least = apart, nearest = budget;
+        count ? std::abs(std::log(*count / static_cast<double>(budget_tokens))) : min_apart;
+    if (apart < min_apart) min_apart = apart, nearest = budget;
   }
   if (nearest.empty())
     throw std::runtime_error(own.where() + ": key 'within' has no budget in tokens or percent");

@@ -30,9 +30,9 @@ std::string rho_text(const JsonFields& fields, const std::string& budget) {
   return fields.has(budget) ? fmt::format("{:.2f}", fields.number(budget)) : "–";
 }
 
-class FidelityPage {
+class PageMaker {
  public:
-  FidelityPage(const json& top, const std::string& file, const std::vector<ResultRow>& rows)
+  PageMaker(const json& top, const std::string& file, const std::vector<ResultRow>& rows)
       : fields_(top, file), metric_table_(rows), styles_(styles_of(metric_table_.series())) {
     standard_ = fields_.text("default_metric");
     if (!fields_.object("metrics").has(standard_))
@@ -47,7 +47,7 @@ class FidelityPage {
   }
 
   PageDocument document() const {
-    ordered_json data{{"kind", "fidelity"}, {"facts", copied(fields_, kFidelityFields)}};
+    ordered_json data{{"kind", "fidelity"}, {"facts", copy_fields(fields_, kFidelityFields)}};
     ordered_json metrics = ordered_json::array(), ceiling = metrics, policies = metrics;
     for (const std::string& name : metrics_in_order()) metrics.push_back(metric_json(name));
     for (const std::string& budget : budgets_)
@@ -149,7 +149,8 @@ class FidelityPage {
   static ordered_json wrong_json(const JsonFields& own, const std::string& budget) {
     const JsonFields pairs = own.object("wrong");
     ordered_json wrong = ordered_json::array();
-    for (const JsonFields& pair : pairs.objects(budget)) wrong.push_back(copied(pair, kWrongPair));
+    for (const JsonFields& pair : pairs.objects(budget))
+      wrong.push_back(copy_fields(pair, kWrongPair));
     return {{"misordered", own.object("misordered").whole(budget)},
             {"significantly_different", own.object("significantly_different").whole(budget)},
             {"wrong", wrong}};
@@ -173,24 +174,16 @@ class FidelityPage {
   std::vector<std::string> budgets_;
 };
 
-template <class Use>
-auto with_page(const std::filesystem::path& folder, Use&& use) {
+}  // namespace
+
+FidelityPage fidelity_page(const std::filesystem::path& folder) {
   const std::string file = (folder / kFidelityJson).string(),
                     csv = (folder / kFidelityCsv).string();
   const json top = parse_result_json(read_text_file(file, kMaxFidelityBytes), file);
   JsonFields(top, file).check_format(kFidelityFormat);
   const std::vector<ResultRow> rows = parse_score_rows(read_text_file(csv, kMaxFidelityBytes), csv);
-  return use(FidelityPage(top, file, rows));
-}
-
-}  // namespace
-
-PageDocument fidelity_page(const std::filesystem::path& folder) {
-  return with_page(folder, [](const FidelityPage& page) { return page.document(); });
-}
-
-std::vector<Figure> fidelity_figures(const std::filesystem::path& folder) {
-  return with_page(folder, [](const FidelityPage& page) { return page.figures(); });
+  const PageMaker maker(top, file, rows);
+  return {maker.document(), maker.figures()};
 }
 
 }  // namespace kvlab

@@ -37,11 +37,16 @@ struct Path {
   bool open = true;  ///< whether the fed tokens are still those of the path
 };
 
+char ascii_lower(char letter) {
+  return letter >= 'A' && letter <= 'Z' ? static_cast<char>(letter - 'A' + 'a') : letter;
+}
+
 /// A checksum followed by the answers.
 std::string pack_answers(std::span<const TaskAnswer> answers) {
   nlohmann::json list = nlohmann::json::array();
   for (const TaskAnswer& answer : answers)
-    list.push_back({answer.right, answer.log_likelihood, answer.said});
+    list.push_back({answer.right, answer.log_likelihood, answer.said,
+                    answer.found ? nlohmann::json(*answer.found) : nlohmann::json()});
   const std::string text = list.dump();
   return xxh3_hex(text) + "\n" + text;
 }
@@ -54,7 +59,8 @@ std::vector<TaskAnswer> unpack_answers(const std::string& bytes) {
   std::vector<TaskAnswer> answers;
   for (const auto& entry : parse_json(text, "answers"))
     answers.push_back(
-        {entry.at(0).get<bool>(), entry.at(1).get<double>(), entry.at(2).get<std::string>()});
+        {entry.at(0).get<bool>(), entry.at(1).get<double>(), entry.at(2).get<std::string>(),
+         entry.at(3).is_null() ? std::nullopt : std::optional(entry.at(3).get<double>())});
   return answers;
 }
 
@@ -113,12 +119,12 @@ class TaskAnswerer {
 
   void answer(std::span<const Row> rows) {
     std::vector<Row> open;
-    in_groups(rows, [&](std::span<const Row> group, BatchDecoder& decoder) {
+    for_each_group(rows, [&](std::span<const Row> group, BatchDecoder& decoder) {
       const std::vector<Row> undecided = force(group, decoder);
       open.insert(open.end(), undecided.begin(), undecided.end());
     });
-    in_groups(open,
-              [&](std::span<const Row> group, BatchDecoder& decoder) { follow(group, decoder); });
+    for_each_group(
+        open, [&](std::span<const Row> group, BatchDecoder& decoder) { follow(group, decoder); });
   }
 
   /// Reads the stored answers of a unit. Returns false if there are none, or if they are damaged.
@@ -140,16 +146,16 @@ class TaskAnswerer {
 
   /// Calls `body` with as many rows as fit in memory, and with a decoder for them.
   template <class Body>
-  void in_groups(std::span<const Row> rows, Body body) {
-    std::size_t most = options_.max_rows;
+  void for_each_group(std::span<const Row> rows, Body body) {
+    std::size_t max_rows = options_.max_rows;
     while (!rows.empty()) {
-      const std::size_t count = std::min(most, rows.size());
+      const std::size_t count = std::min(max_rows, rows.size());
       const auto decoder = decoder_of(rows.first(count));
       if (decoder) {
         body(rows.first(count), *decoder);
         rows = rows.subspan(count);
       } else if (count > 1) {
-        most = count / 2;
+        max_rows = count / 2;
       } else {
         throw std::runtime_error("device memory: not even one question fits; use fewer --words");
       }
@@ -177,9 +183,15 @@ class TaskAnswerer {
   }
 
   std::uint32_t longest_answer(std::span<const Row> rows) const {
-    std::size_t longest = options_.max_new_tokens;
-    for (const Row& row : rows) longest = std::max(longest, prompt_of(row).answer.size());
+    std::size_t longest = 0;
+    for (const Row& row : rows)
+      longest = std::max({longest, max_new_tokens(row), prompt_of(row).answer.size()});
     return static_cast<std::uint32_t>(longest);
+  }
+
+  std::size_t max_new_tokens(const Row& row) const {
+    const std::uint32_t own = prompt_of(row).max_new_tokens;
+    return own > 0 ? own : options_.max_new_tokens;
   }
 
   /// Appends the prompts. Returns the logits of the last tokens [row, vocab].
@@ -217,11 +229,11 @@ class TaskAnswerer {
     std::size_t longest = 0;
     for (const Row& row : rows) longest = std::max(longest, prompt_of(row).answer.size());
     take_scores(rows, 0, 1, append(rows, decoder)->data(), paths);
-    const std::size_t most =
+    const std::size_t max_steps =
         std::clamp<std::size_t>(kLogitFloats / (rows.size() * vocab_), 1, longest);
-    const auto logits = backend_.logit_memory(most * rows.size() * vocab_);
-    for (std::size_t at = 0; at < longest; at += most) {
-      const std::size_t steps = std::min(most, longest - at);
+    const auto logits = backend_.logit_memory(max_steps * rows.size() * vocab_);
+    for (std::size_t at = 0; at < longest; at += max_steps) {
+      const std::size_t steps = std::min(max_steps, longest - at);
       Ids ids;
       for (std::size_t step = at; step < at + steps; ++step)
         for (const Row& row : rows) {
@@ -264,7 +276,7 @@ class TaskAnswerer {
   /// Returns whether the model's answer so far decides the row. Stores the answer.
   bool decide(const Row& row, Ids path) {
     const auto end = std::ranges::find_first_of(path, backend_.config().eos);
-    const bool ended = end != path.end() || path.size() >= options_.max_new_tokens;
+    const bool ended = end != path.end() || path.size() >= max_new_tokens(row);
     path.erase(end, path.end());
     TaskAnswer& answer = answer_of(row);
     // The answer may begin within a word, and a tokenizer decodes tokens correctly only after the
@@ -274,7 +286,13 @@ class TaskAnswerer {
     text.insert(text.end(), path.begin(), path.end());
     std::string said = tokenizer_.decode(text).substr(tokenizer_.decode(before).size());
     answer.said = take_utf8(said, true);
-    const Judgement judgement = judge(answer.said, prompt_of(row).expected, ended);
+    const std::vector<std::string>& expected = prompt_of(row).expected;
+    if (prompt_of(row).matching == Matching::strings) {
+      answer.found = found_share(answer.said, expected);
+      answer.right = answer.found == 1;
+      return answer.right || ended;
+    }
+    const Judgement judgement = judge(answer.said, expected, ended);
     answer.right = judgement == Judgement::right;
     return judgement != Judgement::open;
   }
@@ -344,6 +362,14 @@ Judgement judge(std::string_view said, std::span<const std::string> expected, bo
     at = end;
   }
   return Judgement::right;
+}
+
+double found_share(std::string_view said, std::span<const std::string> expected) {
+  const auto equal = [](char one, char other) { return ascii_lower(one) == ascii_lower(other); };
+  const auto found = std::ranges::count_if(expected, [&](const std::string& string) {
+    return !std::ranges::search(said, string, equal).empty();
+  });
+  return static_cast<double>(found) / static_cast<double>(expected.size());
 }
 
 std::vector<std::vector<std::vector<TaskAnswer>>> answer_tasks(BatchBackend& backend,

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -23,16 +24,22 @@ enum class Judgement { open, right, wrong };
 /// change the result. `ended`: no more text follows.
 Judgement judge(std::string_view said, std::span<const std::string> expected, bool ended);
 
+/// The share of the expected strings that `said` contains, in upper or lower case. This is RULER's
+/// string_match_all for one sample.
+double found_share(std::string_view said, std::span<const std::string> expected);
+
 struct TaskAnswer {
-  bool right = false;         ///< by judge(), with greedy decoding
+  /// With greedy decoding: by judge() or, for Matching::strings, whether all strings were found.
+  bool right = false;
   double log_likelihood = 0;  ///< log-likelihood of the right answer's tokens, in nats
   std::string said;  ///< the answer up to the point where it is decided; decoding stops there
+  std::optional<double> found = {};  ///< for Matching::strings: found_share()
 };
 
 struct AnswerOptions {
-  std::uint32_t max_new_tokens =
-      32;  ///< maximum number of tokens of an answer; an answer that is still open then is wrong
-  std::uint32_t max_rows = 64;           ///< caches in a batch
+  std::uint32_t max_new_tokens = 32;  ///< maximum number of tokens of an answer, unless the prompt
+                                      ///< has its own; an answer that is still open then is wrong
+  std::uint32_t max_rows = 64;        ///< caches in a batch
   std::function<void(double)> progress;  ///< gets the fraction done, 0 to 1; may be empty
   const RunFolder* kept =
       nullptr;  ///< folder of finished answers, from which an interrupted run resumes; may be null

@@ -4,16 +4,12 @@
 #include "engine/evaluation/pages.hpp"
 #include "engine/evaluation/scores.hpp"
 #include "sim/report/recommendation.hpp"
-#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
-#include "traces/base/old_keys.hpp"
 
 namespace kvlab {
 namespace {
 
 using nlohmann::ordered_json;
-
-constexpr std::size_t kMaxTaskBytes = std::size_t{256} << 20;
 
 constexpr CopiedField kTaskFields[] = {
     {"model", FieldKind::text}, {"task", FieldKind::text},         {"samples", FieldKind::whole},
@@ -28,15 +24,12 @@ std::string next_after_task(const std::vector<Recommendation>& made) {
 
 }  // namespace
 
-PageDocument task_page(const std::filesystem::path& folder) {
-  const ScoreSet set = load_scores(folder);
-  const std::string file = (folder / kTaskJson).string();
-  const nlohmann::json top = parse_result_json(read_text_file(file, kMaxTaskBytes), file);
-  const JsonFields fields(top, file);
-  const auto made = recommendations_for(set, set.metrics.front());
-  ordered_json data = explorer_data(set);
+PageDocument task_page(const ScoreSet& scores) {
+  const JsonFields fields(*scores.file, scores.path);
+  const auto made = recommendations_for(scores, scores.metrics.front());
+  ordered_json data = explorer_data(scores);
   data["kind"] = "task";
-  data["facts"] = copied(fields, kTaskFields);
+  data["facts"] = copy_fields(fields, kTaskFields);
   data["facts"].update({{"depths", fields.list("depths").size()},
                         {"lengths", fields.list("words").size()},
                         {"next", next_after_task(made)}});

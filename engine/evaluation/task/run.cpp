@@ -60,21 +60,33 @@ PairedScores paired_answers(const TaskRun& run, std::size_t mode, bool is_binary
   return scores;
 }
 
-/// Whether the first configuration, which is the full cache, answers any question right.
+/// The share of an answer that is right.
+double accuracy(const TaskAnswer& answer) { return answer.found.value_or(answer.right ? 1 : 0); }
+
+/// Whether the first configuration, which is the full cache, answers anything right.
 bool full_cache_answers(const TaskRun& run, std::size_t mode) {
-  return std::ranges::any_of(run.answers,
-                             [&](const auto& prompt) { return prompt[mode].front().right; });
+  return std::ranges::any_of(
+      run.answers, [&](const auto& prompt) { return accuracy(prompt[mode].front()) > 0; });
+}
+
+/// Whether accuracy() may be a part of an answer.
+bool has_shares(const TaskRun& run) {
+  return std::ranges::any_of(run.prompts, [](const TaskPrompt& prompt) {
+    return prompt.matching == Matching::strings && prompt.expected.size() > 1;
+  });
 }
 
 void check_context(const ModelConfig& config, const TaskRun& run) {
   for (std::size_t p = 0; p < run.prompts.size(); ++p) {
     const TaskPrompt& prompt = run.prompts[p];
-    const std::size_t tokens = prompt.tokens() + prompt.answer.size();
+    const std::size_t tokens =
+        prompt.tokens() + std::max<std::size_t>(prompt.answer.size(), prompt.max_new_tokens);
     if (tokens > config.trained_context)
-      throw std::invalid_argument(
-          fmt::format("--words {}: needs {} positions; {} was trained on {} tokens; give fewer "
-                      "words, or --beyond-context",
-                      run.points[p].words, tokens, config.name, config.trained_context));
+      throw std::invalid_argument(fmt::format(
+          "{} {}: needs {} positions, but {} was trained on only {} tokens; give {}, or "
+          "--beyond-context",
+          run.points[p].depth ? "--words" : "--length", run.points[p].words, tokens, config.name,
+          config.trained_context, run.points[p].depth ? "fewer words" : "a shorter --length"));
   }
 }
 
@@ -111,7 +123,7 @@ std::vector<TaskMetric> memory_metrics(const TaskRun& run) {
             std::pair("window_bytes_mean", memory.window_mean),
             std::pair("window_bytes_peak", memory.window_peak)})
         if (value > 0 || !std::string_view(metric).starts_with("window"))
-          metrics.push_back({c, run.modes[m], {}, {}, metric, value, {}, run.prompts.size()});
+          metrics.push_back({c, run.modes[m], {}, {}, {}, metric, value, {}, run.prompts.size()});
     }
   return metrics;
 }
@@ -119,8 +131,7 @@ std::vector<TaskMetric> memory_metrics(const TaskRun& run) {
 std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t mode) {
   const bool by_share = full_cache_answers(run, mode);
   const PairedScores scores =
-      by_share ? paired_answers(run, mode, true,
-                                [](const TaskAnswer& answer) { return answer.right ? 1.0 : 0.0; })
+      by_share ? paired_answers(run, mode, !has_shares(run), accuracy)
                : paired_answers(run, mode, false,
                                 [](const TaskAnswer& answer) { return answer.log_likelihood; });
   std::vector<std::string> budgets;
@@ -158,21 +169,54 @@ std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t
   return made;
 }
 
-TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest& request) {
-  TaskRun run{.task = request.spec.text(),
-              .configs = with_full_first(request.configs),
-              .modes = request.modes};
+std::string TaskRequest::name() const {
+  return ruler.size() == 1 ? std::string(ruler.front()->name) : spec.text();
+}
+
+namespace {
+
+using TakeSample =
+    std::function<void(const TaskPoint&, std::uint32_t number, const TaskSample& sample)>;
+
+void for_each_ruler_sample(const TaskRequest& request, const Tokenizer& tokenizer,
+                           const TakeSample& take) {
+  const RulerSources sources{tokenizer, request.chat, request.text, request.word_lists};
+  for (const std::uint32_t length : request.words)
+    for (const RulerTask* task : request.ruler) {
+      TaskPoint point{.words = length, .depth = {}};
+      if (request.ruler.size() > 1) point.task = task->name;
+      const auto sampler =
+          ruler_sampler(*task, sources, length, static_cast<std::uint32_t>(request.seed));
+      for (std::uint32_t number = 0; number < request.samples; ++number) {
+        const TaskSample sample = sampler->next();
+        if (number >= request.first_sample) take(point, number, sample);
+      }
+    }
+}
+
+void for_each_sample(const TaskRequest& request, const Tokenizer& tokenizer,
+                     const TakeSample& take) {
+  if (request.spec.kind == TaskKind::ruler) return for_each_ruler_sample(request, tokenizer, take);
   const Haystack haystack(request.text);
   for (const std::uint32_t words : request.words)
     for (const double depth : request.depths)
-      for (std::uint32_t sample = request.first_sample; sample < request.samples; ++sample) {
-        const TaskPoint point{words, depth};
-        run.points.push_back(point);
-        run.samples.push_back(sample);
-        run.prompts.push_back(
-            encode_task(tokenizer, request.chat,
-                        sample_task(request.spec, haystack, point, request.seed, sample)));
+      for (std::uint32_t number = request.first_sample; number < request.samples; ++number) {
+        const TaskPoint point{.words = words, .depth = depth};
+        take(point, number, sample_task(request.spec, haystack, point, request.seed, number));
       }
+}
+
+}  // namespace
+
+TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest& request) {
+  TaskRun run{
+      .task = request.name(), .configs = put_full_first(request.configs), .modes = request.modes};
+  for_each_sample(request, tokenizer,
+                  [&](const TaskPoint& point, std::uint32_t number, const TaskSample& sample) {
+                    run.points.push_back(point);
+                    run.samples.push_back(number);
+                    run.prompts.push_back(encode_task(tokenizer, request.chat, sample));
+                  });
   if (!request.beyond_context) check_context(backend.config(), run);
   run.configs = fitting(run, backend.config().heads(), request.leave_out);
   run.answers = answer_tasks(backend.batches(), tokenizer, run.prompts, run.modes, run.configs,
@@ -194,16 +238,18 @@ class TaskMetricList {
 
   void add_all(const Sample& sample) {
     std::uint64_t right = 0, kept = 0, gained = 0, first_right = 0;
-    std::vector<double> likelihood, change;
+    std::vector<double> found, likelihood, change;
     for (std::size_t i = 0; i < sample.own.size(); ++i) {
       const TaskAnswer &own = *sample.own[i], &first = *sample.first[i];
       right += own.right;
       first_right += first.right;
       kept += own.right && first.right;
       gained += own.right && !first.right;
+      if (own.found) found.push_back(*own.found);
       likelihood.push_back(own.log_likelihood);
       change.push_back(own.log_likelihood - first.log_likelihood);
     }
+    add_found(found);
     add_share("exact_match", right, sample.own.size());
     add_share("lost", first_right - kept, first_right);
     add_share("gained", gained, sample.own.size() - first_right);
@@ -224,6 +270,15 @@ class TaskMetricList {
     if (count == 0) return;
     add(metric, static_cast<double>(hits) / static_cast<double>(count), share_interval(hits, count),
         count);
+  }
+  /// Adds string_match. If each value is 0 or 1, it is a share of answers.
+  void add_found(const std::vector<double>& found) {
+    const auto is_whole = [](double share) { return share == 0 || share == 1; };
+    if (std::ranges::all_of(found, is_whole))
+      add_share("string_match", static_cast<std::uint64_t>(std::ranges::count(found, 1.0)),
+                found.size());
+    else
+      add_mean("string_match", found);
   }
   void add_mean(std::string_view metric, const std::vector<double>& values) {
     if (values.empty()) return;
@@ -250,13 +305,14 @@ std::vector<std::optional<T>> all_and_each(std::span<const TaskPoint> points, Me
   return values;
 }
 
-/// The columns that name the configuration.
-std::string config_fields(const TaskRun& run, std::size_t c, QueryMode mode) {
+/// The columns that name the task, the configuration and the mode.
+std::string config_fields(const TaskRun& run, std::optional<std::string_view> task, std::size_t c,
+                          QueryMode mode) {
   const CacheConfig& config = run.configs[c];
-  return fmt::format("{},{},{},{},{},{},{},{}", csv_field(run.task), csv_field(config.policy.name),
-                     csv_field(config.policy.params_text()), csv_field(config.budget_text()),
-                     csv_field(config.prefill.text()), name_of(config.positions), config.seed,
-                     name_of(mode));
+  return fmt::format("{},{},{},{},{},{},{},{}", csv_field(std::string(task.value_or(run.task))),
+                     csv_field(config.policy.name), csv_field(config.policy.params_text()),
+                     csv_field(config.budget_text()), csv_field(config.prefill.text()),
+                     name_of(config.positions), config.seed, name_of(mode));
 }
 
 std::string number_or_nothing(double value) {
@@ -268,40 +324,46 @@ std::string number_or_nothing(double value) {
 std::vector<TaskMetric> task_metrics(std::span<const std::vector<std::vector<TaskAnswer>>> answers,
                                      std::span<const TaskPoint> points,
                                      std::span<const QueryMode> modes) {
+  const auto all_tasks = all_and_each<std::string_view>(points, &TaskPoint::task);
   const auto all_words = all_and_each<std::uint32_t>(points, &TaskPoint::words);
   const auto all_depths = all_and_each<double>(points, &TaskPoint::depth);
   const std::size_t configs = answers.empty() ? 0 : answers[0][0].size();
   std::vector<TaskMetric> metrics;
   for (std::size_t config = 0; config < configs; ++config)
     for (std::size_t mode = 0; mode < modes.size(); ++mode)
-      for (const auto& words : all_words)
-        for (const auto& depth : all_depths) {
-          Sample sample;
-          for (std::size_t p = 0; p < points.size(); ++p) {
-            if (points[p].words != words.value_or(points[p].words) ||
-                points[p].depth != depth.value_or(points[p].depth))
-              continue;
-            sample.own.push_back(&answers[p][mode][config]);
-            sample.first.push_back(&answers[p][mode].front());
+      for (const auto& task : all_tasks)
+        for (const auto& words : all_words)
+          for (const auto& depth : all_depths) {
+            Sample sample;
+            for (std::size_t p = 0; p < points.size(); ++p) {
+              if ((task && points[p].task != task) || (words && points[p].words != *words) ||
+                  (depth && points[p].depth != depth))
+                continue;
+              sample.own.push_back(&answers[p][mode][config]);
+              sample.first.push_back(&answers[p][mode].front());
+            }
+            TaskMetricList place_metrics(
+                {config, modes[mode], task, words, depth, "", 0, {0, 0}, 0});
+            place_metrics.add_all(sample);
+            metrics.insert(metrics.end(), place_metrics.metrics.begin(),
+                           place_metrics.metrics.end());
           }
-          TaskMetricList of_place({config, modes[mode], words, depth, "", 0, {0, 0}, 0});
-          of_place.add_all(sample);
-          metrics.insert(metrics.end(), of_place.metrics.begin(), of_place.metrics.end());
-        }
   return metrics;
 }
 
-std::string depth_text(double depth) { return fmt::format("{:.6g}%", 100 * depth); }
+std::string depth_text(std::optional<double> depth) {
+  return depth ? fmt::format("{:.6g}%", 100 * *depth) : "all";
+}
 
 std::string task_metrics_csv(const TaskRun& run, std::span<const TaskMetric> metrics) {
   std::string text =
       "task,policy,params,budget,prefill,positions,seed,mode,words,depth,metric,value,low,high,"
       "count\n";
   for (const TaskMetric& entry : metrics)
-    text += fmt::format("{},{},{},{},{},{},{},{}\n", config_fields(run, entry.config, entry.mode),
-                        entry.words ? std::to_string(*entry.words) : "all",
-                        entry.depth ? depth_text(*entry.depth) : "all", entry.metric, entry.value,
-                        number_or_nothing(entry.interval.low),
+    text += fmt::format("{},{},{},{},{},{},{},{}\n",
+                        config_fields(run, entry.task, entry.config, entry.mode),
+                        entry.words ? std::to_string(*entry.words) : "all", depth_text(entry.depth),
+                        entry.metric, entry.value, number_or_nothing(entry.interval.low),
                         number_or_nothing(entry.interval.high), entry.count);
   return text;
 }
@@ -309,16 +371,16 @@ std::string task_metrics_csv(const TaskRun& run, std::span<const TaskMetric> met
 std::string task_answers_csv(const TaskRun& run) {
   std::string text =
       "task,policy,params,budget,prefill,positions,seed,mode,words,depth,sample,expected,said,"
-      "right,"
-      "log_likelihood\n";
+      "right,log_likelihood,found\n";
   for (std::size_t c = 0; c < run.configs.size(); ++c)
     for (std::size_t m = 0; m < run.modes.size(); ++m)
       for (std::size_t p = 0; p < run.prompts.size(); ++p) {
         const TaskAnswer& answer = run.answers[p][m][c];
-        text += fmt::format("{},{},{},{},{},{},{},{}\n", config_fields(run, c, run.modes[m]),
-                            run.points[p].words, depth_text(run.points[p].depth), run.samples[p],
-                            fmt::join(run.prompts[p].expected, " "), csv_field(answer.said),
-                            answer.right ? 1 : 0, answer.log_likelihood);
+        text += fmt::format(
+            "{},{},{},{},{},{},{},{},{}\n", config_fields(run, run.points[p].task, c, run.modes[m]),
+            run.points[p].words, depth_text(run.points[p].depth), run.samples[p],
+            fmt::join(run.prompts[p].expected, " "), csv_field(answer.said), answer.right ? 1 : 0,
+            answer.log_likelihood, answer.found ? fmt::format("{}", *answer.found) : "");
       }
   return text;
 }
@@ -354,8 +416,12 @@ std::vector<Passage> answer_passages(const Tokenizer& tokenizer, const TaskPromp
 }
 
 std::string task_trace_name(const TaskRun& run, std::size_t prompt, QueryMode mode) {
-  return fmt::format("{}-{}-{}-{}", run.points[prompt].words, depth_text(run.points[prompt].depth),
-                     run.samples[prompt], name_of(mode));
+  const TaskPoint& point = run.points[prompt];
+  if (!point.depth)
+    return fmt::format("{}-{}-{}-{}", point.task.value_or(run.task), point.words,
+                       run.samples[prompt], name_of(mode));
+  return fmt::format("{}-{}-{}-{}", point.words, depth_text(point.depth), run.samples[prompt],
+                     name_of(mode));
 }
 
 void capture_tasks(Backend& backend, const Tokenizer& tokenizer, const fs::path& model,
@@ -364,11 +430,12 @@ void capture_tasks(Backend& backend, const Tokenizer& tokenizer, const fs::path&
   const OutputSketch sketch = output_sketch(model, kSketchSeed, threads);
   for (std::size_t p = 0; p < run.prompts.size(); ++p) {
     for (const QueryMode mode : run.modes) {
-      TraceHeader header = backend.trace_header({{"task", run.task},
-                                                 {"mode", name_of(mode)},
-                                                 {"words", run.points[p].words},
-                                                 {"depth", run.points[p].depth},
-                                                 {"sample", run.samples[p]}});
+      nlohmann::json source{{"task", run.points[p].task.value_or(run.task)},
+                            {"mode", name_of(mode)},
+                            {"words", run.points[p].words},
+                            {"sample", run.samples[p]}};
+      if (run.points[p].depth) source["depth"] = *run.points[p].depth;
+      TraceHeader header = backend.trace_header(source);
       header.passages = answer_passages(tokenizer, run.prompts[p]);
       capture_one(backend, folder / task_trace_name(run, p, mode), std::move(header), sketch,
                   run.prompts[p], mode);

@@ -13,6 +13,7 @@
 #include "engine/backend.hpp"
 #include "engine/evaluation/statistics.hpp"
 #include "engine/evaluation/task/answers.hpp"
+#include "engine/evaluation/task/ruler.hpp"
 #include "engine/evaluation/task/sample.hpp"
 #include "sim/run/comparison.hpp"
 #include "traces/base/files.hpp"
@@ -22,6 +23,8 @@ namespace kvlab {
 // pairs with those of the first configuration.
 /// One metric of one configuration. `metric` is one of:
 ///
+///     string_match: share of the expected strings that an answer contains, mean over the samples
+///       (only for RULER's tasks, whose score it is)
 ///     exact_match: share of right answers
 ///     lost: share of wrong answers among those that the first configuration has right
 ///     gained: share of right answers among those that the first configuration has wrong
@@ -29,12 +32,14 @@ namespace kvlab {
 ///     log_likelihood: log-likelihood of the right answer, mean over the samples, in nats
 ///     log_likelihood_change: log_likelihood minus that of the first configuration, over the same
 ///       samples
-///       (intervals of both by PairedScores: NaN for fewer than eight samples)
+///       (intervals of these two by PairedScores: NaN for fewer than eight samples; those of
+///       string_match too, unless each value is 0 or 1)
 struct TaskMetric {
   std::size_t config;
   QueryMode mode;
-  std::optional<std::uint32_t> words;  ///< nullopt: over all lengths
-  std::optional<double> depth;         ///< nullopt: over all depths
+  std::optional<std::string_view> task;  ///< nullopt: the run's only task, or over all its tasks
+  std::optional<std::uint32_t> words;    ///< nullopt: over all lengths
+  std::optional<double> depth;           ///< nullopt: over all depths
   std::string_view metric;
   double value;
   Interval interval;
@@ -42,8 +47,8 @@ struct TaskMetric {
 };
 
 /// Computes all metrics of answers [prompt][mode][configuration] with `points` [prompt]: by
-/// configuration, mode, length and depth, and over all lengths or depths. A metric without answers
-/// to count is left out.
+/// configuration, mode, task, length and depth, and over all tasks, lengths or depths. A metric
+/// without answers to count is left out.
 std::vector<TaskMetric> task_metrics(std::span<const std::vector<std::vector<TaskAnswer>>> answers,
                                      std::span<const TaskPoint> points,
                                      std::span<const QueryMode> modes);
@@ -52,7 +57,7 @@ std::vector<TaskMetric> task_metrics(std::span<const std::vector<std::vector<Tas
 
 /// A task with its answers.
 struct TaskRun {
-  std::string task;  ///< TaskSpec::text()
+  std::string task;  ///< TaskRequest::name()
   std::vector<CacheConfig> configs;
   std::vector<QueryMode> modes;
   std::vector<TaskPoint> points;       ///< [prompt]
@@ -62,8 +67,8 @@ struct TaskRun {
   std::vector<std::vector<Memory>> memory;                    ///< [mode][configuration]
 };
 
-/// The depth as text: "25%", "33.3%".
-std::string depth_text(double depth);
+/// The depth as text: "25%", "33.3%". Without a depth "all".
+std::string depth_text(std::optional<double> depth);
 
 /// CSV with one metric in a row:
 /// task,policy,params,budget,prefill,positions,seed,mode,words,depth,metric,value,low,high,count.
@@ -71,7 +76,7 @@ std::string depth_text(double depth);
 std::string task_metrics_csv(const TaskRun& run, std::span<const TaskMetric> metrics);
 /// CSV with one answer in a row:
 /// task,policy,params,budget,prefill,positions,seed,mode,words,depth,sample,expected,said,right,
-/// log_likelihood.
+/// log_likelihood,found.
 std::string task_answers_csv(const TaskRun& run);
 
 // Recommendations by task accuracy, and the memory that configurations need.
@@ -90,7 +95,9 @@ std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t
 
 struct TaskRequest {
   TaskSpec spec;
-  std::vector<std::uint32_t> words{250, 500};
+  std::vector<const RulerTask*> ruler;         ///< for TaskKind::ruler
+  WordLists word_lists;                        ///< for TaskKind::ruler
+  std::vector<std::uint32_t> words{250, 500};  ///< TaskPoint::words
   std::vector<double> depths{0, 0.25, 0.5, 0.75, 1};
   /// Samples first_sample to samples - 1 are evaluated at each length and depth. Earlier samples
   /// were evaluated before.
@@ -105,10 +112,13 @@ struct TaskRequest {
   AnswerOptions answers;
   LeaveOut leave_out =
       nullptr;  ///< called for configurations whose budget is too small; null: they are an error
+
+  /// TaskSpec::text() or, for one task of RULER, its name.
+  std::string name() const;
 };
 
-/// Runs a task. Throws std::invalid_argument for a text without words, too many keys, and prompts
-/// longer than the model's trained context.
+/// Runs a task. Throws std::invalid_argument for a text without words, too many keys, prompts
+/// longer than the model's trained context, and as ruler_sampler() does.
 TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest& request);
 
 // Captures traces of questions in which the answer's tokens are passages.
@@ -117,7 +127,8 @@ TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest
 /// "answer 2", …
 std::vector<Passage> answer_passages(const Tokenizer& tokenizer, const TaskPrompt& prompt);
 
-/// The name of a trace, such as "250-50%-0-query-aware": words, depth, sample and mode.
+/// The name of a trace, such as "250-50%-0-query-aware": words, depth, sample and mode. For RULER's
+/// tasks: "vt-4096-0-query-aware".
 std::string task_trace_name(const TaskRun& run, std::size_t prompt, QueryMode mode);
 
 /// Captures every question of a run in every mode with the full cache, followed by the right answer

@@ -14,20 +14,11 @@
 
 #include "engine/evaluation/conversation.hpp"
 #include "policies/catalogue.hpp"
-#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
-#include "traces/base/json_fields.hpp"
 #include "traces/base/split_mix.hpp"
 
 namespace kvlab {
 namespace {
-
-/// Whether a word ends a sentence: it ends in a full stop, perhaps followed by quotes or brackets.
-bool ends_sentence(std::string_view word) {
-  while (!word.empty() && (word.back() == '"' || word.back() == '\'' || word.back() == ')'))
-    word.remove_suffix(1);
-  return !word.empty() && (word.back() == '.' || word.back() == '!' || word.back() == '?');
-}
 
 void append(std::string& text, std::string_view sentence) {
   if (!text.empty()) text += ' ';
@@ -95,15 +86,15 @@ std::vector<std::string> sample_numbers(std::size_t count, std::uint32_t digits,
   return numbers;
 }
 
-std::string with_introduction(std::string_view text) {
+std::string add_introduction(std::string_view text) {
   return fmt::format("Read the following text. A question about it comes later.\n\n{}\n", text);
 }
 
 TaskSample sample_passkey(const Haystack& haystack, TaskPoint point, Random& random) {
   const std::string key = random.number(5);
   const Hidden hidden{
-      point.depth, fmt::format("The pass key is {}. Remember it. {} is the pass key.", key, key)};
-  return {.context = with_introduction(
+      *point.depth, fmt::format("The pass key is {}. Remember it. {} is the pass key.", key, key)};
+  return {.context = add_introduction(
               haystack.with(point.words, random.below(haystack.sentences()), {&hidden, 1})),
           .question = "\nWhat is the pass key in the text?",
           .lead = "The pass key is the number",
@@ -122,7 +113,7 @@ TaskSample sample_needle(const TaskSpec& spec, const Haystack& haystack, TaskPoi
       sample_numbers(std::size_t{spec.keys} * spec.values, kDigits, random);
   std::vector<Hidden> hidden;
   for (std::size_t i = 0; i < numbers.size(); ++i)
-    hidden.push_back({i == 0 ? point.depth : random.share(),
+    hidden.push_back({i == 0 ? *point.depth : random.share(),
                       fmt::format("{} of the {} is {}.",
                                   single ? "The secret number" : "One of the secret numbers",
                                   keys[i / spec.values], numbers[i])});
@@ -131,7 +122,7 @@ TaskSample sample_needle(const TaskSpec& spec, const Haystack& haystack, TaskPoi
   std::ranges::stable_sort(requested, {}, [&](std::size_t i) { return hidden[i].depth; });
   TaskSample sample{
       .context =
-          with_introduction(haystack.with(point.words, random.below(haystack.sentences()), hidden)),
+          add_introduction(haystack.with(point.words, random.below(haystack.sentences()), hidden)),
       .question = fmt::format("\nWhat {} of the {}?",
                               single ? "is the secret number" : "are all secret numbers", keys[0]),
       .lead = fmt::format("The secret {} of the {} {}", single ? "number" : "numbers", keys[0],
@@ -147,11 +138,11 @@ TaskSample sample_needle(const TaskSpec& spec, const Haystack& haystack, TaskPoi
 /// new number to an earlier key; the requested key is among them.
 TaskSample sample_recall(const TaskSpec& spec, TaskPoint point, Random& random) {
   constexpr std::uint32_t kDigits = 4;
-  const std::uint32_t least = spec.reassigned ? 2 : 1;
-  const std::uint32_t lines = std::max(least, point.words / kWordsOfPair);
+  const std::uint32_t min_lines = spec.reassigned ? 2 : 1;
+  const std::uint32_t lines = std::max(min_lines, point.words / kWordsOfPair);
   const std::vector<std::string> keys = sample_keys(lines, random);
   const std::vector<std::string> numbers = sample_numbers(lines, kDigits, random);
-  auto requested = static_cast<std::uint32_t>(std::lround(point.depth * (lines - 1)));
+  auto requested = static_cast<std::uint32_t>(std::lround(*point.depth * (lines - 1)));
   if (spec.reassigned) requested = std::max(requested, 1u);
   std::vector<std::size_t> key_of(lines);
   for (std::uint32_t i = 0; i < lines; ++i) key_of[i] = i;
@@ -179,6 +170,12 @@ TaskSample sample_recall(const TaskSpec& spec, TaskPoint point, Random& random) 
 }
 
 }  // namespace
+
+bool ends_sentence(std::string_view word) {
+  while (!word.empty() && (word.back() == '"' || word.back() == '\'' || word.back() == ')'))
+    word.remove_suffix(1);
+  return !word.empty() && (word.back() == '.' || word.back() == '!' || word.back() == '?');
+}
 
 Haystack::Haystack(std::string_view text) {
   constexpr std::uint32_t kMaxWords =
@@ -225,10 +222,11 @@ TaskKind parse_task_kind(std::string_view name, std::string_view what) {
   if (name == "passkey") return TaskKind::passkey;
   if (name == "needle") return TaskKind::needle;
   if (name == "recall") return TaskKind::recall;
-  const std::vector<std::string> known{"passkey", "needle", "recall"};
+  if (name == "ruler") return TaskKind::ruler;
+  const std::vector<std::string> known{"passkey", "needle", "recall", "ruler"};
   const auto near = nearest_name(name, known);
-  throw std::invalid_argument(fmt::format("{}: {} should be passkey, needle or recall{}", what,
-                                          json_quoted(name),
+  throw std::invalid_argument(fmt::format("{}: {} should be passkey, needle, recall or ruler{}",
+                                          what, json_quoted(name),
                                           near ? fmt::format("; did you mean {}?", *near) : ""));
 }
 
@@ -240,16 +238,20 @@ std::string TaskSpec::text() const {
       return fmt::format("needle:keys={}:values={}", keys, values);
     case TaskKind::recall:
       return reassigned ? "recall:reassigned" : "recall";
+    case TaskKind::ruler:
+      return "ruler";
   }
   return "";
 }
 
-std::string TaskSample::answer() const { return fmt::format(" {}", fmt::join(expected, ", ")); }
+std::string TaskSample::answer() const {
+  return answer_text.empty() ? fmt::format(" {}", fmt::join(expected, ", ")) : answer_text;
+}
 
 TaskSample sample_task(const TaskSpec& spec, const Haystack& haystack, TaskPoint point,
                        std::uint64_t seed, std::uint32_t sample) {
   Random random{seed, static_cast<std::uint64_t>(spec.kind), point.words,
-                std::bit_cast<std::uint64_t>(point.depth), sample};
+                std::bit_cast<std::uint64_t>(point.depth.value()), sample};
   switch (spec.kind) {
     case TaskKind::passkey:
       return sample_passkey(haystack, point, random);
@@ -257,115 +259,10 @@ TaskSample sample_task(const TaskSpec& spec, const Haystack& haystack, TaskPoint
       return sample_needle(spec, haystack, point, random);
     case TaskKind::recall:
       return sample_recall(spec, point, random);
+    case TaskKind::ruler:
+      break;  // ruler_sampler() samples these
   }
   throw std::logic_error("task: no such kind");
-}
-
-namespace {
-
-constexpr std::size_t kMaxConfigBytes = std::size_t{64} << 20;
-constexpr std::string_view kStart = "<|im_start|>", kEnd = "<|im_end|>";
-
-bool contains(std::string_view text, std::string_view part) {
-  return text.find(part) != std::string_view::npos;
-}
-
-/// The name of a template's kind, for the message that refuses the template.
-std::string_view name_of_template(std::string_view chat_template) {
-  constexpr std::array<std::pair<std::string_view, std::string_view>, 4> kKnown{{
-      {"<|start_header_id|>", "Llama 3's headers"},
-      {"[INST]", "[INST], of Llama 2 and Mistral"},
-      {"<start_of_turn>", "Gemma's turns"},
-      {"<|user|>", "<|user|>, of Zephyr and Phi"},
-  }};
-  for (const auto& [mark, name] : kKnown)
-    if (contains(chat_template, mark)) return name;
-  return "of an unknown kind";
-}
-
-/// Replaces escaped line breaks, because in Jinja's quotes both forms mean the same.
-std::string unescaped(std::string_view text) {
-  std::string plain;
-  for (std::size_t i = 0; i < text.size(); ++i) {
-    const bool line_break = text.substr(i).starts_with("\\n");
-    plain += line_break ? '\n' : text[i];
-    if (line_break) ++i;
-  }
-  return plain;
-}
-
-/// The first complete system message in the template; "" if there is none.
-std::string default_system_message(std::string_view chat_template) {
-  const std::string plain = unescaped(chat_template);
-  const std::string opening = fmt::format("{}system\n", kStart);
-  for (std::size_t at = plain.find(opening); at != std::string::npos;
-       at = plain.find(opening, at + 1)) {
-    const std::size_t begin = at + opening.size(), end = plain.find(kEnd, begin);
-    if (end == std::string::npos) return "";
-    std::string message = plain.substr(begin, end - begin);
-    if (!message.empty() && message.find_first_of("'\"{}") == std::string::npos) return message;
-  }
-  return "";
-}
-
-/// The text of the BOS token, in the way a template writes it.
-std::string bos_of(const nlohmann::json& config) {
-  const nlohmann::json* entry = json_find(config, "bos_token");
-  if (entry && entry->is_object()) entry = json_find(*entry, "content");
-  return entry && entry->is_string() ? entry->get<std::string>() : "";
-}
-
-/// The template: a string, or the default template of several.
-std::string template_of(const nlohmann::json& config, const std::string& file) {
-  const nlohmann::json* const entry = json_find(config, "chat_template");
-  if (!entry) return "";
-  if (entry->is_string()) return entry->get<std::string>();
-  if (entry->is_array())
-    for (const nlohmann::json& one : *entry)
-      if (one.is_object() && JsonFields(one, file).raw("name") == "default")
-        return JsonFields(one, file).raw("template");
-  throw std::runtime_error(
-      fmt::format("{}: chat_template should be a string, or a list with one named default", file));
-}
-
-}  // namespace
-
-ChatFrame chat_frame(std::string_view chat_template, std::string_view file, std::string_view bos) {
-  const bool chat_ml = contains(chat_template, kStart) && contains(chat_template, kEnd);
-  if (!chat_ml)
-    throw std::invalid_argument(fmt::format(
-        "{}: its chat template is {}, and only ChatML is supported; --no-chat runs without it",
-        file, name_of_template(chat_template)));
-  if (contains(chat_template, "<think>"))
-    throw std::invalid_argument(
-        fmt::format("{}: its chat template starts answers with <think>, which is not supported; "
-                    "--no-chat runs without the template",
-                    file));
-  const std::string system = default_system_message(chat_template);
-  const std::string turn =
-      system.empty() ? "" : fmt::format("{}system\n{}{}\n", kStart, system, kEnd);
-  return {.before = fmt::format("{}{}{}user\n", contains(chat_template, "bos_token") ? bos : "",
-                                turn, kStart),
-          .after = fmt::format("{}\n{}assistant\n", kEnd, kStart)};
-}
-
-std::optional<ChatFrame> read_chat_frame(const std::filesystem::path& directory) {
-  const auto json_of = [&](const char* name) -> nlohmann::json {
-    const std::filesystem::path file = directory / name;
-    if (!std::filesystem::exists(file)) return {};
-    return parse_json(read_text_file(file, kMaxConfigBytes), file.string());
-  };
-  const nlohmann::json config = json_of("tokenizer_config.json");
-  const std::string bos = bos_of(config);
-  const std::filesystem::path jinja = directory / "chat_template.jinja";
-  if (std::filesystem::exists(jinja))
-    return chat_frame(read_text_file(jinja, kMaxConfigBytes), jinja.string(), bos);
-  for (const char* name : {"tokenizer_config.json", "chat_template.json"}) {
-    const std::string file = (directory / name).string();
-    const std::string text = template_of(json_of(name), file);
-    if (!text.empty()) return chat_frame(text, file, bos);
-  }
-  return {};
 }
 
 std::string_view name_of(QueryMode mode) {
@@ -386,7 +283,7 @@ TaskPrompt encode_task(const Tokenizer& tokenizer, const std::optional<ChatFrame
   prompt.context = chat ? tokenizer.encode(chat->before + sample.context, false)
                         : encode_prompt(tokenizer, sample.context);
   const std::string question =
-      sample.question + (chat ? chat->after : std::string("\n")) + sample.lead;
+      sample.question + (chat ? chat->after : sample.before_lead) + sample.lead;
   // The answer begins at the first id that changes when the answer's text is added.
   prompt.question = tokenizer.encode(question, false);
   const std::vector<std::int32_t> answered = tokenizer.encode(question + sample.answer(), false);
@@ -395,6 +292,8 @@ TaskPrompt encode_task(const Tokenizer& tokenizer, const std::optional<ChatFrame
   prompt.question.erase(border.in1, prompt.question.end());
   prompt.expected = sample.expected;
   prompt.evidence = sample.evidence;
+  prompt.matching = sample.matching;
+  prompt.max_new_tokens = sample.max_new_tokens;
   return prompt;
 }
 

@@ -18,6 +18,10 @@ namespace kvlab {
 /// A text without digits, written for kvlab.
 std::string_view bundled_haystack();
 
+/// Whether a word ends a sentence: it ends in a full stop, a question mark or an exclamation mark,
+/// perhaps followed by quotes or brackets.
+bool ends_sentence(std::string_view word);
+
 /// A sentence to be inserted into a text after the share `depth` of its words.
 struct Hidden {
   double depth;  ///< 0 to 1
@@ -43,7 +47,8 @@ class Haystack {
   std::vector<Sentence> sentences_;
 };
 
-enum class TaskKind { passkey, needle, recall };
+/// ruler: the tasks of engine/evaluation/task/ruler.hpp.
+enum class TaskKind { passkey, needle, recall, ruler };
 /// Parses a task name. `what`: the option or word to name in the message. Throws
 /// std::invalid_argument for an unknown name.
 TaskKind parse_task_kind(std::string_view name, std::string_view what = "--task");
@@ -60,25 +65,37 @@ struct TaskSpec {
   std::string text() const;
 };
 
-/// The length of the text, and the position of the answer in it.
+/// The length of a question, and the position of the answer in it.
 struct TaskPoint {
-  std::uint32_t words;
-  double depth;  ///< 0 to 1
+  std::uint32_t words;          ///< length of the context; RULER: tokens of prompt and answer
+  std::optional<double> depth;  ///< 0 to 1; RULER: nullopt, because it places answers at random
+  std::optional<std::string_view> task = {};  ///< its task, if a run has several
 };
+
+/// How an answer is compared with the expected values.
+///
+///     numbers: the first numbers in the answer must be the expected ones
+///     strings: the answer must contain the expected strings, in upper or lower case
+enum class Matching { numbers, strings };
 
 /// One question. A prompt consists of the context, the question, and the beginning of the answer,
 /// so that the model only has to say the answer itself.
 struct TaskSample {
   std::string context, question;
   std::string lead;                   ///< the beginning of the answer: "The pass key is"
-  std::vector<std::string> expected;  ///< expected numbers, in the order of the text
+  std::vector<std::string> expected;  ///< expected values, in the order of the text
   std::vector<std::string> evidence;  ///< the passages of the context that contain them, each
-                                      ///< unique
-  std::string answer() const;         ///< the text after the lead: " 4821, 1734"
+                                      ///< unique; empty if there are no such passages
+  std::string answer_text = "";       ///< the text after the lead; empty: " 4821, 1734"
+  std::string before_lead = "\n";     ///< what a prompt without a chat template has before the lead
+  Matching matching = Matching::numbers;
+  std::uint32_t max_new_tokens = 0;  ///< maximum number of tokens of an answer; 0: not limited here
+  std::string answer() const;
 };
 
-/// The `sample`-th question at a point. The same arguments give the same question on any machine.
-/// Throws std::invalid_argument if the question needs more different keys than exist.
+/// The `sample`-th question at a point, except for RULER's tasks. The point must have a depth. The
+/// same arguments give the same question on any machine. Throws std::invalid_argument if the
+/// question needs more different keys than exist.
 TaskSample sample_task(const TaskSpec& spec, const Haystack& haystack, TaskPoint point,
                        std::uint64_t seed, std::uint32_t sample);
 
@@ -91,10 +108,11 @@ struct ChatFrame {
   std::string before, after;
 };
 
-/// Recognizes ChatML in a Jinja template without interpreting the template. The frame contains the
+/// Recognizes a Jinja template without interpreting it: ChatML, and the templates of Llama 3,
+/// Gemma, Mistral, Phi and OLMo 2 by the expressions that print messages. The frame contains the
 /// template's own system message, if there is one, and begins with `bos` if the template contains
 /// bos_token. `file` is named in messages. Throws std::invalid_argument for any other template, and
-/// for a template whose answers begin with thoughts (<think>).
+/// for a template that writes today's date or whose answers begin with thoughts (<think>).
 ChatFrame chat_frame(std::string_view chat_template, std::string_view file,
                      std::string_view bos = "");
 
@@ -115,6 +133,8 @@ struct TaskPrompt {
   std::vector<std::int32_t> question;           ///< up to where the answer begins
   std::vector<std::int32_t> answer;             ///< the right answer
   std::vector<std::string> expected, evidence;  ///< as in TaskSample
+  Matching matching = Matching::numbers;
+  std::uint32_t max_new_tokens = 0;
 
   std::uint32_t tokens() const {  ///< tokens of context and question
     return static_cast<std::uint32_t>(context.size() + question.size());

@@ -29,13 +29,13 @@ class Runner {
 
   Halving run() {
     for (std::size_t round = 0; round < rounds_.size(); ++round) {
-      const std::size_t most = affordable(round);
-      if (left_.size() > most) left_.resize(most), mark_dropped(round);
+      const std::size_t max_configurations = affordable(round);
+      if (left_.size() > max_configurations) left_.resize(max_configurations), mark_dropped(round);
       add_texts(round);
-      halving_.rounds.push_back({rounds_[round], standings(round + 1 < rounds_.size())});
+      halving_.rounds.push_back({rounds_[round], rank_entries(round + 1 < rounds_.size())});
       left_.clear();
       for (const HalvingEntry& entry : halving_.rounds.back().entries)
-        if (entry.fate == HalvingFate::stays) left_.push_back(entry.configuration);
+        if (entry.status == HalvingStatus::stays) left_.push_back(entry.configuration);
       if (left_.size() == 1) halving_.end = HalvingEnd::ahead;
       if (left_.size() > 1 && round + 1 < rounds_.size() && stays_similar(round))
         halving_.end = HalvingEnd::alike;
@@ -73,8 +73,8 @@ class Runner {
     const double narrowing =
         texts < 2 ? std::sqrt(done / all) : half_width(field_.lengths.size()) / half_width(texts);
     return std::ranges::none_of(halving_.rounds.back().entries, [&](const HalvingEntry& entry) {
-      const double mean = entry.behind.mean, low = entry.behind.interval.low;
-      return entry.fate == HalvingFate::stays && !(kUnseen * mean <= narrowing * (mean - low));
+      const double mean = entry.from_lowest.mean, low = entry.from_lowest.interval.low;
+      return entry.status == HalvingStatus::stays && !(kUnseen * mean <= narrowing * (mean - low));
     });
   }
 
@@ -90,9 +90,9 @@ class Runner {
     halving_.limited = true;
     if (round == 0) return;
     for (HalvingEntry& entry : halving_.rounds.back().entries)
-      if (entry.fate == HalvingFate::stays &&
+      if (entry.status == HalvingStatus::stays &&
           std::ranges::find(left_, entry.configuration) == left_.end())
-        entry.fate = HalvingFate::dropped;
+        entry.status = HalvingStatus::dropped;
   }
 
   void add_texts(std::size_t round) {
@@ -105,10 +105,10 @@ class Runner {
     }
   }
 
-  /// The standings of the configurations that ran in this round, over all text so far. If more text
+  /// The ranking of the configurations that ran in this round, over all text so far. If more text
   /// follows, a small difference does not eliminate a configuration, because it may reverse on the
   /// next text.
-  std::vector<HalvingEntry> standings(bool more) {
+  std::vector<HalvingEntry> rank_entries(bool more) {
     halving_.last = left_;
     halving_.kl = PairedScores(left_.size());
     for (std::size_t place = 0; place < ran_.size(); ++place) {
@@ -123,11 +123,11 @@ class Runner {
     std::ranges::stable_sort(order, {}, [&](std::size_t i) { return kl.mean(i); });
     std::vector<HalvingEntry> entries;
     for (const std::size_t i : order) {
-      const Difference behind = kl.difference(i, order.front());
+      const Difference from_lowest = kl.difference(i, order.front());
       const double margin = more ? kMargin * kl.mean(order.front()) : 0;
       entries.push_back(
-          {left_[i], kl.mean(i), behind,
-           behind.interval.low > margin ? HalvingFate::eliminated : HalvingFate::stays});
+          {left_[i], kl.mean(i), from_lowest,
+           from_lowest.interval.low > margin ? HalvingStatus::eliminated : HalvingStatus::stays});
     }
     return entries;
   }
@@ -145,11 +145,11 @@ class Runner {
 
 }  // namespace
 
-std::string_view name_of(HalvingFate fate) {
-  switch (fate) {
-    case HalvingFate::eliminated:
+std::string_view name_of(HalvingStatus status) {
+  switch (status) {
+    case HalvingStatus::eliminated:
       return "significantly worse";
-    case HalvingFate::dropped:
+    case HalvingStatus::dropped:
       return "dropped: work limit (--work) reached";
     default:
       return "stays";

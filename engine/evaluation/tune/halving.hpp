@@ -13,14 +13,14 @@
 namespace kvlab {
 
 /// Whether a configuration takes part in the next round.
-enum class HalvingFate {
+enum class HalvingStatus {
   stays,
   eliminated,  ///< the leader is significantly better; before the last round, by more than 5% of
                ///< its KL
   dropped      ///< not shown to be worse, but left out to stay within the work limit
 };
 
-std::string_view name_of(HalvingFate fate);
+std::string_view name_of(HalvingStatus status);
 
 /// Why successive halving ended.
 enum class HalvingEnd {
@@ -34,9 +34,9 @@ std::string_view name_of(HalvingEnd end);
 
 struct HalvingEntry {
   std::size_t configuration;
-  double kl;          ///< mean over all text so far, in nats
-  Difference behind;  ///< its KL minus the leader's
-  HalvingFate fate;
+  double kl;               ///< mean over all text so far, in nats
+  Difference from_lowest;  ///< its KL minus the leader's
+  HalvingStatus status;
 };
 
 struct HalvingRound {

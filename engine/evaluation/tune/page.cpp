@@ -8,7 +8,6 @@
 #include "engine/evaluation/policy_file.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/report/recommendation.hpp"
-#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/old_keys.hpp"
 
@@ -18,7 +17,6 @@ namespace {
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-constexpr std::size_t kMaxTunedBytes = std::size_t{64} << 20;
 constexpr std::size_t kMaxDrawn = 8;  // so that the answer fits on one screen
 
 constexpr CopiedField kTuneText[] = {
@@ -28,7 +26,7 @@ constexpr CopiedField kTuneTask[] = {
 constexpr CopiedField kTuneAnswers[] = {
     {"right", FieldKind::optional}, {"low", FieldKind::optional}, {"high", FieldKind::optional}};
 constexpr CopiedField kTuneFinalist[] = {{"policy", FieldKind::policy},
-                                         {"kl_of_least", FieldKind::optional}};
+                                         {"kl_over_lowest", FieldKind::optional}};
 constexpr CopiedField kTuneScores[] = {
     {"policy", FieldKind::policy},       {"perplexity", FieldKind::optional},
     {"kl", FieldKind::optional},         {"kl_deviation", FieldKind::optional},
@@ -36,10 +34,10 @@ constexpr CopiedField kTuneScores[] = {
 constexpr CopiedField kTuneStep[] = {{"deployed", FieldKind::number}, {"full", FieldKind::number}};
 
 /// One policy in one round.
-struct RoundStanding {
-  std::string policy, fate;
+struct RoundEntry {
+  std::string policy, status;
   double kl;
-  Difference behind;  ///< from the round's leader, in nats
+  Difference from_lowest;  ///< from the round's leader, in nats
 };
 
 Difference difference_in(const JsonFields& fields) {
@@ -55,11 +53,11 @@ class TunePage {
           file + ": holds no successive halving; it should be a policy file made by `kvlab tune`");
     for (const JsonFields& fields : run_.objects("rounds")) {
       rounds_.emplace_back();
-      for (const JsonFields& one : fields.objects("standings"))
-        rounds_.back().push_back({one.text("policy"), one.text("fate"), one.number("kl"),
-                                  difference_in(one.object("behind"))});
+      for (const JsonFields& one : fields.objects("ranking"))
+        rounds_.back().push_back({one.text("policy"), one.text("status"), one.number("kl"),
+                                  difference_in(one.object("from_lowest"))});
       if (rounds_.back().empty())
-        throw std::runtime_error(fields.where() + ": standings: empty; it should hold policies");
+        throw std::runtime_error(fields.where() + ": ranking: empty; it should hold policies");
     }
     winner_ = winner(file);
   }
@@ -71,14 +69,15 @@ class TunePage {
          {{"model", file_.object("model").text("name")},
           {"budget", file_.whole("budget")},
           {"winner", {{"policy", brief_policy(winner_.policy)}, {"kl", winner_.kl}}},
-          {"texts", copied(run_.objects("texts"), kTuneText)},
+          {"texts", copy_fields(run_.objects("texts"), kTuneText)},
           {"rounds", rounds_json()},
           {"ended", run_.text("ended")},
           {"criteria", run_.has("criteria") ? criteria_json() : ordered_json(nullptr)},
-          {"scores", run_.has("scores") ? copied(run_.objects("scores"), kTuneScores)
+          {"scores", run_.has("scores") ? copy_fields(run_.objects("scores"), kTuneScores)
                                         : ordered_json(nullptr)},
-          {"step", run_.has("step") ? copied(run_.object("step").object("milliseconds"), kTuneStep)
-                                    : ordered_json(nullptr)},
+          {"step", run_.has("step")
+                       ? copy_fields(run_.object("step").object("milliseconds"), kTuneStep)
+                       : ordered_json(nullptr)},
           {"offline", offline_json()},
           {"next", "kvlab generate --model DIR --prompt TEXT --policy-file policy.json"}}}};
     data["recommendations"] = ordered_json::array();
@@ -90,13 +89,13 @@ class TunePage {
       text = recommendations_text({&made, 1});
     }
     data["figures"] = ordered_json::array();
-    add_figures(data, {behind_figure()});
+    add_figures(data, {difference_figure()});
     return {std::move(data), std::move(text)};
   }
 
  private:
-  /// The deployed policy's standing in the last round that it ran.
-  const RoundStanding& winner(const std::filesystem::path& file) const {
+  /// The deployed policy's entry in the last round that it ran.
+  const RoundEntry& winner(const std::filesystem::path& file) const {
     std::string text = file_.text("policy");
     try {
       text = read_policy_file(file).cache.policy.text();
@@ -105,8 +104,8 @@ class TunePage {
     }
     for (std::size_t round = rounds_.size();
          round-- > 0;)  // the deployed policy may have been eliminated early
-      for (const RoundStanding& standing : rounds_[round])
-        if ((standing.policy + ":").starts_with(text + ":")) return standing;
+      for (const RoundEntry& entry : rounds_[round])
+        if ((entry.policy + ":").starts_with(text + ":")) return entry;
     return rounds_.back().front();
   }
 
@@ -114,11 +113,11 @@ class TunePage {
     ordered_json rounds = ordered_json::array();
     for (const auto& round : rounds_) {
       rounds.push_back(ordered_json::array());
-      for (const RoundStanding& one : round)
+      for (const RoundEntry& one : round)
         rounds.back().push_back({{"policy", brief_policy(one.policy)},
-                                 {"fate", one.fate},
+                                 {"status", one.status},
                                  {"kl", one.kl},
-                                 {"behind", difference_json(one.behind)}});
+                                 {"from_lowest", difference_json(one.from_lowest)}});
     }
     return rounds;
   }
@@ -133,14 +132,14 @@ class TunePage {
     };
     ordered_json policies = ordered_json::array();
     for (const JsonFields& one : criteria.objects("policies")) {
-      policies.push_back(copied(one, kTuneFinalist));
+      policies.push_back(copy_fields(one, kTuneFinalist));
       if (one.has("task_accuracy"))
-        policies.back()["task_accuracy"] = copied(one.objects("task_accuracy"), kTuneAnswers);
+        policies.back()["task_accuracy"] = copy_fields(one.objects("task_accuracy"), kTuneAnswers);
     }
     return {{"distribution", name("distribution")},
             {"task_accuracy", name("task_accuracy")},
             {"why", criteria.text("why")},
-            {"evaluated", copied(criteria.objects("evaluated"), kTuneTask)},
+            {"evaluated", copy_fields(criteria.objects("evaluated"), kTuneTask)},
             {"policies", policies}};
   }
 
@@ -154,7 +153,7 @@ class TunePage {
     return {{"metric", metric}, {"ranking", ranking}};
   }
 
-  Figure behind_figure() const {
+  Figure difference_figure() const {
     Figure figure{.name = "behind",
                   .title = fmt::format("budget {} tokens", file_.whole("budget")),
                   .x = {.title = "KL minus the leader’s, nats"},
@@ -169,27 +168,26 @@ class TunePage {
       figure.series.push_back(
           {figure.y.names.back(),
            styles[i],
-           {{.x = last[i].behind.mean,
+           {{.x = last[i].from_lowest.mean,
              .y = static_cast<double>(i),
-             .x_low = last[i].behind.interval.low,
-             .x_high = last[i].behind.interval.high,
-             .note =
-                 last[i].behind.significantly_different() ? "significant" : "not significant"}}});
+             .x_low = last[i].from_lowest.interval.low,
+             .x_high = last[i].from_lowest.interval.high,
+             .note = last[i].from_lowest.significantly_different() ? "significant"
+                                                                   : "not significant"}}});
     }
     return figure;
   }
 
   JsonFields file_, run_;
-  std::vector<std::vector<RoundStanding>> rounds_;
-  RoundStanding winner_;
+  std::vector<std::vector<RoundEntry>> rounds_;
+  RoundEntry winner_;
 };
 
 }  // namespace
 
-PageDocument tune_page(const std::filesystem::path& policy_file) {
-  const std::string file = policy_file.string();
-  const json top = parse_result_json(read_text_file(file, kMaxTunedBytes), file);
-  return TunePage(top, file).document();
+PageDocument tune_page(json top, const std::string& path) {
+  rename_old_keys(top);
+  return TunePage(top, path).document();
 }
 
 }  // namespace kvlab

@@ -13,6 +13,7 @@
 
 #include "engine/evaluation/fidelity/fidelity.hpp"
 #include "sim/head_view.hpp"
+#include "sim/plan/centre_file.hpp"
 #include "sim/report/recommendation.hpp"
 #include "sim/run/results.hpp"
 #include "traces/base/json.hpp"
@@ -48,7 +49,7 @@ std::vector<std::vector<double>> parameters_of(const PolicySpec& spec) {
   std::vector<std::vector<double>> all{spec.params};
   for (std::size_t i = 0; i < spec.params.size(); ++i) {
     const auto& param = spec.entry->params[i];
-    for (const double value : parameter_values(param.standard, param.least, param.most)) {
+    for (const double value : parameter_values(param.standard, param.min_value, param.max_value)) {
       if (value == spec.params[i]) continue;
       all.push_back(spec.params);
       all.back()[i] = value;
@@ -83,8 +84,8 @@ std::uint32_t common_budget(const TuneRequest& request, std::uint32_t head_size)
   for (const EvalText& text : request.texts)
     if (tokens_in(text) != first)
       throw std::invalid_argument(fmt::format(
-          "--budget: {} is {} tokens of {} but {} of {}; give a number of tokens", budget.text(),
-          first, request.texts.front().name, tokens_in(text), text.name));
+          "--budget: {} is {} tokens for text {} but {} tokens for {}; give a number of tokens",
+          budget.text(), first, request.texts.front().name, tokens_in(text), text.name));
   return first;
 }
 
@@ -287,8 +288,8 @@ void judge(Tuning& tuning, const TuneRequest& request) {
 
 /// Removes configurations that are over budget, unless all are.
 void drop_over_budget(Tuning& tuning) {
-  const double most = kSameMemory * budget_bytes(tuning);
-  const auto more = [&](std::size_t c) { return tuning.memory[c].peak > most; };
+  const double max_bytes = kSameMemory * budget_bytes(tuning);
+  const auto more = [&](std::size_t c) { return tuning.memory[c].peak > max_bytes; };
   std::ranges::copy_if(tuning.order, std::back_inserter(tuning.over_budget), more);
   if (tuning.over_budget.size() == tuning.order.size()) return tuning.over_budget.clear();
   std::erase_if(tuning.order, more);
@@ -297,9 +298,9 @@ void drop_over_budget(Tuning& tuning) {
 std::vector<Finalist> as_finalists(const Tuning& tuning, const TuneRequest& request) {
   std::vector<Finalist> finalists;
   const std::size_t first = tuning.finalists.front();
-  const double least = mean_over(tuning.scores[first], &TuneScore::kl);
+  const double lowest_kl = mean_over(tuning.scores[first], &TuneScore::kl);
   for (const std::size_t c : tuning.finalists)
-    finalists.push_back({request.sweep[c], least * kl_over_winner(tuning, c, first)});
+    finalists.push_back({request.sweep[c], lowest_kl * kl_over_winner(tuning, c, first)});
   return finalists;
 }
 
@@ -362,9 +363,9 @@ json halving_json(const Tuning& tuning, const TuneRequest& request) {
     for (const HalvingEntry& entry : round.entries)
       entries.push_back({{"policy", request.sweep[tuning.order[entry.configuration]].policy.text()},
                          {"kl", entry.kl},
-                         {"behind", difference_json(entry.behind)},
-                         {"fate", name_of(entry.fate)}});
-    rounds.push_back({{"texts_added", texts}, {"standings", entries}});
+                         {"from_lowest", difference_json(entry.from_lowest)},
+                         {"status", name_of(entry.status)}});
+    rounds.push_back({{"texts_added", texts}, {"ranking", entries}});
   }
   return rounds;
 }
@@ -392,7 +393,7 @@ std::vector<std::string> tunable_policies(const CompiledPolicies& compiled) {
   const auto add = [&](const PolicyEntry& entry) {
     const PolicyInfo& info = entry.info;
     if (info.evicts && info.feature_count() == 0 && !info.modifiers.once &&
-        std::string_view(info.name) != "random")
+        !entry.has_order_hooks() && std::string_view(info.name) != "random")
       names.emplace_back(entry.info.name);
   };
   for (const PolicyEntry& entry : policy_catalogue()) add(entry);
@@ -400,16 +401,16 @@ std::vector<std::string> tunable_policies(const CompiledPolicies& compiled) {
   return names;
 }
 
-std::vector<double> parameter_values(double standard, double least, double most) {
+std::vector<double> parameter_values(double standard, double min_value, double max_value) {
   std::vector<double> values{standard};
   // A parameter near 1, such as a decay, is varied by its distance from 1.
-  const bool share = least >= 0 && most <= 1 && standard > 0.5 && standard < 1;
+  const bool share = min_value >= 0 && max_value <= 1 && standard > 0.5 && standard < 1;
   const bool whole = standard >= 2 && standard == std::floor(standard);
   for (const double factor : {0.25, 4.0}) {
     double value = share ? 1 - factor * (1 - standard) : factor * standard;
     if (whole) value = std::max(1.0, std::round(value));
     if (share) value = std::round(value * 1e9) / 1e9;  // 0.92, not 0.9199999999999999
-    values.push_back(std::clamp(value, least, most));
+    values.push_back(std::clamp(value, min_value, max_value));
   }
   std::ranges::sort(values);
   values.erase(std::unique(values.begin(), values.end()), values.end());
@@ -418,7 +419,8 @@ std::vector<double> parameter_values(double standard, double least, double most)
 
 std::vector<PolicySpec> policy_variants(const std::string& text, std::uint32_t budget_tokens,
                                         const CompiledPolicies& compiled) {
-  const PolicySpec requested = parse_policy(text, {}, compiled);
+  PolicySpec requested = parse_policy(text, {}, compiled);
+  load_centre(requested.centre);
   if (!requested.entry->info.evicts)
     throw std::invalid_argument(fmt::format(
         "--policy: {} never evicts, so there is nothing to tune; leave it out", requested.name));

@@ -33,7 +33,7 @@ std::vector<PolicySpec> policy_variants(const std::string& text, std::uint32_t b
                                         const CompiledPolicies& compiled);
 
 /// Values of a parameter around its default, ascending, within its range.
-std::vector<double> parameter_values(double standard, double least, double most);
+std::vector<double> parameter_values(double standard, double min_value, double max_value);
 
 struct TuneRequest {
   std::vector<EvalText> texts;

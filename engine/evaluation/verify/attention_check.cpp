@@ -66,8 +66,8 @@ void AttentionCheck::check(std::uint32_t layer, const Append& append,
 AttentionCheck::HeadCheck AttentionCheck::check_head(std::uint32_t layer, std::uint32_t kv_head,
                                                      const Append& append, const LiveSet& live,
                                                      std::span<const float> out) const {
-  const AttendedRows rows = tokens(layer, kv_head).attended(live, append, rounding_);
-  const AttendedRows plain = rounding_ ? rows.rounded(*rounding_) : AttendedRows{};
+  const AttendedRows rows = tokens(layer, kv_head).attend(live, append, rounding_);
+  const AttendedRows plain = rounding_ ? rows.round_values(*rounding_) : AttendedRows{};
   HeadCheck check;
   if (live.needs() != Needs::nothing) check.expected.resize(live.size());
   for (std::uint32_t n = 0; n < append.tokens; ++n) {

@@ -15,7 +15,7 @@ void round_all(Dtype dtype, std::span<double> values) {
   for (double& x : values) x = static_cast<double>(round_to(dtype, static_cast<float>(x)));
 }
 
-AttendedRows AttendedRows::rounded(Dtype dtype) const {
+AttendedRows AttendedRows::round_values(Dtype dtype) const {
   AttendedRows rows = *this;
   round_all(dtype, std::span(rows.keys));
   round_all(dtype, std::span(rows.values));
@@ -106,8 +106,8 @@ void HeadTokens::append(const Tensors& layer, std::uint32_t kv_head) {
   rope_.covering(static_cast<std::uint32_t>(before + layer.tokens));
 }
 
-AttendedRows HeadTokens::attended(const LiveSet& live, const Append& append,
-                                  std::optional<Dtype> rounding) const {
+AttendedRows HeadTokens::attend(const LiveSet& live, const Append& append,
+                                std::optional<Dtype> rounding) const {
   const std::size_t dim = attention_.head_size(), count = live.size();
   AttendedRows rows{.dim = dim,
                     .keys = std::vector<double>(count * dim),

@@ -24,7 +24,7 @@ struct AttendedRows {
   std::size_t dim = 0;
   std::vector<double> keys, values;  // [age, dim]
 
-  AttendedRows rounded(Dtype dtype) const;
+  AttendedRows round_values(Dtype dtype) const;
 };
 
 /// The attention of one query of one query head.
@@ -84,8 +84,8 @@ class HeadTokens {
   /// Keys and values as the head stores them while the queries of `append` attend. `rounding`: the
   /// dtype to which keys are rounded before they are quantized. Several threads may call it at
   /// once, after the layer's rope covers the append.
-  AttendedRows attended(const LiveSet& live, const Append& append,
-                        std::optional<Dtype> rounding) const;
+  AttendedRows attend(const LiveSet& live, const Append& append,
+                      std::optional<Dtype> rounding) const;
 
   std::vector<float> q, k, v;  // [token, group, dim], [token, dim]
 

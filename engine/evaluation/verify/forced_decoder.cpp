@@ -23,7 +23,7 @@ ForcedDecoder::ForcedDecoder(const Model& model, const ResolvedConfig& cache,
       heads_.emplace_back(attention_[layer], ropes_[layer], config_.query_heads / config_.kv_heads);
 }
 
-std::vector<float> ForcedDecoder::rounded(std::vector<float> x) const {
+std::vector<float> ForcedDecoder::round_values(std::vector<float> x) const {
   if (rounding_) round_all(*rounding_, std::span(x));
   return x;
 }
@@ -41,9 +41,9 @@ void ForcedDecoder::begin(std::span<const std::int32_t> ids, std::uint32_t first
 void ForcedDecoder::layer(std::uint32_t layer, const LiveSets& live, std::span<const float> k,
                           std::span<const float> v) {
   const std::size_t tokens = append_.tokens;
-  model_.attention_inputs(layer, rounded(x_).data(), tokens, q_.data(), k_.data(), v_.data(),
+  model_.attention_inputs(layer, round_values(x_).data(), tokens, q_.data(), k_.data(), v_.data(),
                           threads_);
-  for (std::vector<float>* values : {&q_, &k_, &v_}) *values = rounded(std::move(*values));
+  for (std::vector<float>* values : {&q_, &k_, &v_}) *values = round_values(std::move(*values));
   if (quantizes_) {
     own_kv_ = k_;
     own_kv_.insert(own_kv_.end(), v_.begin(), v_.end());
@@ -58,7 +58,7 @@ void ForcedDecoder::layer(std::uint32_t layer, const LiveSets& live, std::span<c
   });
   model_.attention_output(layer, out_.data(), tokens, x_.data(), threads_);
   // The residual stream itself is not rounded.
-  const std::vector<float> before = rounded(x_);
+  const std::vector<float> before = round_values(x_);
   std::vector<float> after = before;
   model_.mlp(layer, after.data(), tokens, threads_);
   for (std::size_t i = 0; i < x_.size(); ++i)
@@ -70,8 +70,8 @@ void ForcedDecoder::attend(std::uint32_t layer, std::uint32_t kv_head, const Liv
   const HeadTokens& head = heads_[std::size_t{layer} * config_.kv_heads + kv_head];
   const std::uint32_t group = config_.query_heads / config_.kv_heads;
   const float* const sinks = config_.rows[layer].sinks_of(kv_head, group);
-  AttendedRows rows = head.attended(live, append_, rounding_);
-  if (rounding_) rows = rows.rounded(*rounding_);
+  AttendedRows rows = head.attend(live, append_, rounding_);
+  if (rounding_) rows = rows.round_values(*rounding_);
   for (std::uint32_t n = 0; n < append_.tokens; ++n) {
     const std::uint32_t position = append_.first + n, end = live.size() - (append_.tokens - 1 - n);
     const std::size_t first = attention.first_visible(live, position);
@@ -88,7 +88,7 @@ void ForcedDecoder::attend(std::uint32_t layer, std::uint32_t kv_head, const Liv
 }
 
 std::vector<float> ForcedDecoder::logits() const {
-  const std::vector<float> x = rounded(x_);
+  const std::vector<float> x = round_values(x_);
   std::vector<float> logits(config_.vocab);
   model_.logits(x.data() + x.size() - config_.hidden, 1, logits.data(), threads_);
   return logits;

@@ -37,7 +37,7 @@ class ForcedDecoder {
  private:
   void attend(std::uint32_t layer, std::uint32_t kv_head, const LiveSet& live);
   /// x [token, hidden] rounded as the input of a matrix product.
-  std::vector<float> rounded(std::vector<float> x) const;
+  std::vector<float> round_values(std::vector<float> x) const;
 
   const Model& model_;
   const ModelConfig& config_;

@@ -38,10 +38,10 @@ void GatherScratch::resize(std::size_t tokens, std::uint32_t heads) {
     row.resize(size);
   }
   sum.resize(heads);
-  most.resize(heads);
+  max_exponential.resize(heads);
   shared.resize(heads);
   lost.assign(heads, false);
-  least.assign(heads, std::numeric_limits<float>::infinity());
+  request_threshold.assign(heads, std::numeric_limits<float>::infinity());
 }
 
 FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity,
@@ -147,7 +147,7 @@ void FeedbackRun::gather_kept(std::uint32_t query, const GroupRows& rows,
     row_loops().gather(rows.e(query, head_group), cache_.positions().data(), visible_,
                        scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
                        scratch.sum.data() + head_group * kHeadGroupSize,
-                       scratch.most.data() + head_group * kHeadGroupSize);
+                       scratch.max_exponential.data() + head_group * kHeadGroupSize);
   scratch.shared = scratch.sum;
 }
 
@@ -257,7 +257,7 @@ void FeedbackRun::take_quantized(std::uint32_t query, std::uint32_t head_group,
   }
   row_loops().gather(kept, scratch.ages.data(), visible_, kept,
                      scratch.sum.data() + head_group * kHeadGroupSize,
-                     scratch.most.data() + head_group * kHeadGroupSize);
+                     scratch.max_exponential.data() + head_group * kHeadGroupSize);
 }
 
 void FeedbackRun::take_own_quantized(std::uint32_t query, std::uint32_t head, const GroupRows& rows,
@@ -402,8 +402,8 @@ void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, GatherScratch
   for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group) {
     float scattered[kHeadGroupSize];
     std::uint32_t unused[kHeadGroupSize] = {};
-    row_loops().total(rows.e(query, head_group), live.data(), old, scratch.least.data(), scattered,
-                      unused);
+    row_loops().total(rows.e(query, head_group), live.data(), old, scratch.request_threshold.data(),
+                      scattered, unused);
     const auto following = rows.sums_from(query, head_group, live[old]);
     for (std::size_t h = 0; h < kHeadGroupSize; ++h)
       scratch.shared[head_group * kHeadGroupSize + h] =
@@ -446,7 +446,7 @@ void FeedbackRun::take_cache_positions(std::uint32_t query, GroupRows& unrounded
                      visible_ - old,
                      scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
                      scratch.sum.data() + head_group * kHeadGroupSize,
-                     scratch.most.data() + head_group * kHeadGroupSize);
+                     scratch.max_exponential.data() + head_group * kHeadGroupSize);
     for (std::uint32_t h = 0; h < kHeadGroupSize && products[h]; ++h)
       if (scratch.sum[head_group * kHeadGroupSize + h] < kSharedSumFloor)
         take_own_cache_positions(query, head_group * kHeadGroupSize + h, unrounded, scratch);
@@ -477,7 +477,8 @@ void FeedbackRun::take_own_row(std::uint32_t head, GatherScratch& scratch) const
   scratch.lost[head] = true;
   shared_exponentials(scratch.row.data(), visible_, scratch.row.data());
   scratch.sum[head] = lane_sum(scratch.row.data(), visible_);
-  scratch.most[head] = *std::max_element(scratch.row.begin(), scratch.row.begin() + visible_);
+  scratch.max_exponential[head] =
+      *std::max_element(scratch.row.begin(), scratch.row.begin() + visible_);
   for (std::size_t i = 0; i < visible_; ++i)
     scratch.kept[kept_index(i, head, scratch.mass.size())] = scratch.row[i];
 }
@@ -503,11 +504,12 @@ void FeedbackRun::take_masses(std::uint32_t query, GroupRows& rows, GatherScratc
 
 void FeedbackRun::take_requests(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
   for (std::uint32_t head = 0; head < rows.group(); ++head)
-    scratch.least[head] = min_requested(scratch.sum[head], scratch.most[head], rows.threshold16());
+    scratch.request_threshold[head] =
+        min_requested(scratch.sum[head], scratch.max_exponential[head], rows.threshold16());
   for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group)
     row_loops().mark(scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
-                     visible_, scratch.least.data() + head_group * kHeadGroupSize, head_group == 0,
-                     scratch.requested.data());
+                     visible_, scratch.request_threshold.data() + head_group * kHeadGroupSize,
+                     head_group == 0, scratch.requested.data());
   add_requests(query, scratch.requested.data());
 }
 

@@ -55,7 +55,7 @@ struct GatherScratch {
   std::vector<std::uint32_t> requested;  // [age]: whether a head requests the token
   // [heads]: the sum and the largest of the exponentials in `kept`, the smallest exponential that
   // is requested, and the full cache's sum over the live tokens (add_shared()).
-  std::vector<float> sum, most, least, shared;
+  std::vector<float> sum, max_exponential, request_threshold, shared;
   std::vector<bool> lost;  // [heads]: computed again from its own maximum
   std::vector<float> row;  // [age]: logits or exponentials of one head
   // At cache positions: products of queries and old keys, [4][age], and the rotated queries,

@@ -48,34 +48,34 @@ struct RowLoops {
   void (*extend)(HeadGroupRow& row, const float* const* logits, std::size_t count, float scale);
   /// Computes, for each head, the sum of a row (sum[4], as by lane_sum()) and its maximum
   /// (most[4]).
-  void (*finish)(const HeadGroupRow& row, float* sum, float* most);
+  void (*finish)(const HeadGroupRow& row, float* sum, float* max_exponential);
   /// Gathers the exponentials of tokens[i], i < count, into kept [count][4], padded with zeros to a
   /// whole block. sum[4]: the sum for each head (as by lane_sum(), in the order of i). most[4]: the
   /// largest for each head, at least 0.
   void (*gather)(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept,
-                 float* sum, float* most);
+                 float* sum, float* max_exponential);
   /// Sums the exponentials of tokens[i], i < count (`tokens` null: tokens 0, 1, 2, ...), in an
   /// order that differs from that of a decoder. hits[h] += the number of these tokens with e >=
   /// least[h].
-  void (*total)(const float* e, const std::uint32_t* tokens, std::size_t count, const float* least,
-                float* sum, std::uint32_t* hits);
+  void (*total)(const float* e, const std::uint32_t* tokens, std::size_t count,
+                const float* request_threshold, float* sum, std::uint32_t* hits);
   /// mass[i] += the sum over the head group of fixed_mass(1, kept / sum[h]), i < count. If `first`
   /// is true, assigns instead of adding. A head with sum 0 is padding. Works on whole blocks.
   void (*masses)(const float* kept, std::size_t count, const float* sum, bool first,
                  std::uint64_t* mass);
   /// requested[i] |= whether some head h of the head group has kept >= least[h]. If `first` is
   /// true, assigns instead.
-  void (*mark)(const float* kept, std::size_t count, const float* least, bool first,
+  void (*mark)(const float* kept, std::size_t count, const float* request_threshold, bool first,
                std::uint32_t* requested);
   /// Sets bit i of bits[h] (64-bit words, `words` apart) to whether e[i][h] >= least[h], i < count;
   /// later bits are 0.
-  void (*flag)(const float* e, std::size_t count, const float* least, std::uint64_t* bits,
-               std::size_t words);
+  void (*flag)(const float* e, std::size_t count, const float* request_threshold,
+               std::uint64_t* bits, std::size_t words);
   /// Writes the exponentials of a head group by head, as bit patterns bits[h][i] and as bins
   /// bins[h][i] (heads are `stride` apart). The bin of an exponential is (most[h] - its bits) >>
   /// shift[h] or, if that is not below last_bin, one of the kRestBins bins from last_bin on. Works
   /// on whole blocks.
-  void (*bin)(const float* e, std::size_t count, const std::uint32_t* most,
+  void (*bin)(const float* e, std::size_t count, const std::uint32_t* max_words,
               const std::uint32_t* shift, std::uint32_t last_bin, std::uint32_t* bits,
               std::uint16_t* bins, std::size_t stride);
   /// The number of bits that are set in both a and b.
@@ -114,7 +114,7 @@ struct RowLoops {
   /// with the same shifts. Writes all to kept [old + shared][4], with sums and maxima as in
   /// gather(). sum[h] = 0 if the logits are too large for that shift.
   void (*join)(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
-               const float* e, std::size_t shared, float* kept, float* sum, float* most);
+               const float* e, std::size_t shared, float* kept, float* sum, float* max_exponential);
 };
 
 /// The loops for the best instruction set of this machine.

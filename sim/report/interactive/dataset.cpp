@@ -210,7 +210,7 @@ class Dataset {
     if (const auto decided = options_.decided.find(budget); decided != options_.decided.end()) {
       RankedTable table = decided->second;
       if (metric.name != options_.headline)
-        for (RankedRow& row : table.rows) row.behind = {.mean = kNone};
+        for (RankedRow& row : table.rows) row.from_lowest = {.mean = kNone};
       return table;
     }
     RankedTable table{.choice = metric_table_.series().size()};
@@ -220,9 +220,9 @@ class Dataset {
     };
     if (metric.ranks) {
       const Ranking ranking = rank_policies(own, budget, metric, Frontier::skip);
-      for (const Standing& one : ranking.standings)
-        table.rows.push_back({all(one.series), one.behind, one.over_budget});
-      if (!ranking.empty()) table.choice = all(ranking.standings[ranking.winner].series);
+      for (const RankedPolicy& one : ranking.ranked)
+        table.rows.push_back({all(one.series), one.from_lowest, one.over_budget});
+      if (!ranking.empty()) table.choice = all(ranking.ranked[ranking.winner].series);
       return table;
     }
     // Without a ranking, the rows have the order of the run.
@@ -240,8 +240,9 @@ class Dataset {
                                   : ordered_json(nullptr);
     };
     for (const RankedRow& row : table.rows)
-      rows.push_back({row.series, number(row.behind.mean), number(row.behind.interval.low),
-                      number(row.behind.interval.high), row.over_budget ? 1 : 0});
+      rows.push_back({row.series, number(row.from_lowest.mean),
+                      number(row.from_lowest.interval.low), number(row.from_lowest.interval.high),
+                      row.over_budget ? 1 : 0});
     return {{"choice", table.choice}, {"rows", rows}};
   }
 

@@ -22,7 +22,7 @@ struct SequenceGroup {
 /// comparisons; they only draw these results.
 struct RankedRow {
   std::size_t series;
-  Difference behind = {};  ///< its error minus the error of the series with the lowest mean
+  Difference from_lowest = {};  ///< its error minus the error of the series with the lowest mean
   bool over_budget = false;
 };
 /// The table at a budget, with its rows in display order.

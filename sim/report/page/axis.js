@@ -9,17 +9,17 @@ function tickText(value) {
   return Number(value.toPrecision(6)).toLocaleString('en-US', {maximumFractionDigits: 12});
 }
 
-/** Multiples of 1, 2 or 5 times a power of ten, at most `most` of them. */
-function linearTicks(low, high, most) {
-  const rough = Math.max((high - low) / Math.max(1, most), Number.MIN_VALUE), power = 10 ** Math.floor(Math.log10(rough));
+/** Multiples of 1, 2 or 5 times a power of ten, at most `maxTicks` of them. */
+function linearTicks(low, high, maxTicks) {
+  const rough = Math.max((high - low) / Math.max(1, maxTicks), Number.MIN_VALUE), power = 10 ** Math.floor(Math.log10(rough));
   const step = power * ([1, 2, 5].find((s) => s * power >= rough) ?? 10);
   const ticks = [];
-  for (let i = Math.ceil(low / step); i * step <= high && ticks.length <= most + 1; ++i) ticks.push(i * step);
+  for (let i = Math.ceil(low / step); i * step <= high && ticks.length <= maxTicks + 1; ++i) ticks.push(i * step);
   return ticks;
 }
 
 /** Powers of `base`, or multiples of them; linear ticks if all values are within one power. */
-function logTicks(low, high, base, most) {
+function logTicks(low, high, base, maxTicks) {
   const first = Math.floor(Math.log(low) / Math.log(base)), last = Math.ceil(Math.log(high) / Math.log(base));
   const within = (steps, every) => {
     const ticks = [];
@@ -30,12 +30,12 @@ function logTicks(low, high, base, most) {
   const powers = within([1], 1), choices = powers.length > 3 ? [powers] : [];
   choices.push(...(base === 2 ? [within([1, 1.5], 1)] : [within([1, 2, 5], 1), within([1, 3], 1)]));
   for (const every of [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128]) choices.push(within([1], every));
-  const fit = choices.find((ticks) => ticks.length >= 2 && ticks.length <= most);
-  return fit ?? linearTicks(low, high, most);
+  const fit = choices.find((ticks) => ticks.length >= 2 && ticks.length <= maxTicks);
+  return fit ?? linearTicks(low, high, maxTicks);
 }
 
 /** The domain from low to high, with some space at both ends. */
-function padded(low, high, log) {
+function padRange(low, high, log) {
   if (log) {
     const room = low < high ? (high / low) ** kEdge : 1.25;
     return [low / room, high * room];
@@ -52,10 +52,10 @@ function scaleOf(name, range, axis, values, size) {
   if (axis.names?.length)
     return {type: 'names', at: (v) => v, spec: {name, type: 'point', domain: axis.names.map((_, i) => i),
       range: [0, {signal: 'height'}], padding: 0.5}};
-  const most = Math.max(2, Math.floor(size / kTickRoom[name])), known = values.filter(Number.isFinite);
+  const maxTicks = Math.max(2, Math.floor(size / kTickRoom[name])), known = values.filter(Number.isFinite);
   const positive = known.filter((v) => v > 0), log = axis.log && positive.length > 0;
   const all = log ? positive : [...known, ...(axis.domain ?? [])];
-  let [low, high] = all.length ? padded(Math.min(...all), Math.max(...all), log) : [0, 1];
+  let [low, high] = all.length ? padRange(Math.min(...all), Math.max(...all), log) : [0, 1];
   let at = (v) => v, zero = null;
   if (log) {
     // Values of 0 are drawn below the smallest positive one, at a tick that says 0.
@@ -66,7 +66,7 @@ function scaleOf(name, range, axis, values, size) {
   }
   const smallest = zero === null ? low : Math.min(...positive);
   const own = axis.ticks?.filter((tick) => tick >= low && tick <= high) ?? [];
-  const ticks = own.length ? own : log ? logTicks(smallest, high, axis.base ?? 10, most) : linearTicks(low, high, most);
+  const ticks = own.length ? own : log ? logTicks(smallest, high, axis.base ?? 10, maxTicks) : linearTicks(low, high, maxTicks);
   return {type: log ? 'log' : 'linear', at, ticks: zero === null ? ticks : [zero, ...ticks], zero,
     spec: {name, type: log ? 'log' : 'linear', ...(log ? {base: axis.base ?? 10} : {}), domain: [low, high], range, zero: false,
       nice: false, clamp: false}};

@@ -75,10 +75,10 @@ class Chart {
     if (!this.view || !this.near) return;
     const box = this.box.querySelector('svg').getBoundingClientRect(), origin = this.view.origin();
     const x = event.clientX - box.left - origin[0] , y = event.clientY - box.top - origin[1];
-    let best = -1, least = 40 * 40;
+    let best = -1, nearest = 40 * 40;
     this.points().forEach((point, i) => {
       const away = (point.px - x) ** 2 + (point.py - y) ** 2;
-      if (away < least) [best, least] = [i, away];
+      if (away < nearest) [best, nearest] = [i, away];
     });
     if (best !== this.index) this.select(best);
   }

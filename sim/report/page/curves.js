@@ -36,7 +36,7 @@ function dot(page, series, budget, x) {
   const spread = state.layer < 0 ? metricTable.spread(state.group, state.metric, series, budget) : null;
   const error = Number.isNaN(at.error) ? 0 : at.error;
   return {series, budget, x, y: at.value, low: at.value - error, high: at.value + error, error: at.error,
-    count: at.count, least: spread ? Math.min(...spread) : null, most: spread ? Math.max(...spread) : null,
+    count: at.count, min: spread ? Math.min(...spread) : null, max: spread ? Math.max(...spread) : null,
     label: data.series[series].label, requested: data.budgets[budget].text};
 }
 
@@ -94,9 +94,9 @@ function shownDots(page) {
 function curveSpec(page, forExport, width) {
   const sweep = currentSweep(page), dots = shownDots(page), metric = page.metric();
   const ticks = [...new Set(dots.map((d) => d.x))].sort((a, b) => a - b);
-  const top = dots.flatMap((d) => [d.high, d.most ?? d.high]), floor = dots.flatMap((d) => [d.low, d.least ?? d.low]);
+  const top = dots.flatMap((d) => [d.high, d.max ?? d.high]), floor = dots.flatMap((d) => [d.low, d.min ?? d.low]);
   const domain = metric.higher ? [Math.min(...floor, 1), Math.max(...top, 1)] : [Math.min(0, ...floor), Math.max(...top, 1e-12)];
-  return plotSpec({dots, spreads: dots.filter((d) => d.least !== null && page.state.spread), forExport, width,
+  return plotSpec({dots, spreads: dots.filter((d) => d.min !== null && page.state.spread), forExport, width,
     lines: linesOf(page, sweep), title: page.curveTitle(), joined: true,
     x: {title: sweep ? `${sweep.policy}: ${sweep.parameter}` : page.data.x_title ?? 'budget, tokens', log: !sweep && ticks.length > 1,
       base: sweep ? 10 : 2, ticks: sweep ? [] : ticks},

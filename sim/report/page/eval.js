@@ -7,6 +7,10 @@ const kEvalMeanings = [
   ['perplexity', 'exp of the mean negative log-likelihood of the tokens of the text'],
   ['top-1', 'share of tokens at which the most likely next token is the same as with the full cache'],
 ];
+const kDraftMeanings = [
+  ['acceptance', 'share of the tokens drafted with the policy’s cache that the full cache accepts, at temperature 1'],
+  ['tokens per verification', 'expected tokens that one verification yields, its own one included'],
+];
 
 /** Every configuration at one budget, in the order of the recommendation. */
 function candidatesTable(made) {
@@ -18,8 +22,14 @@ function candidatesTable(made) {
       : row(one, numberCell(mean), numberCell(low), numberCell(high), significance(one.from_choice));
   });
   const over = made.over_budget.map((one) => row(one, '', '', '', 'over budget'));
-  return dataTable(['policy', made.metric, 'minus the choice, nats', '95% CI from', 'to', '', 'mean KV', 'peak KV'],
+  return dataTable(['policy', made.metric, made.metric === 'acceptance' ? 'minus the choice' : 'minus the choice, nats', '95% CI from', 'to', '', 'mean KV', 'peak KV'],
     [...ranked, ...over], {caption: `budget ${made.budget}`, texts: ['policy', '']});
+}
+
+function draftMetrics(configurations) {
+  return dataTable(['policy', 'budget', 'acceptance', 'tokens per verification', 'top-1', 'mean KV'], configurations.map((one) => [
+    named(one.label), named(one.budget), ...['acceptance', 'tokens_per_verification', 'top1_agreement'].map((metric) =>
+      numberCell(one[metric])), bytesCell(one.kv_bytes_mean)]), {texts: ['policy']});
 }
 
 function evalMetrics(configurations) {
@@ -43,15 +53,18 @@ function evalPage(data) {
   const budgets = facts.has_recommendations ? data.recommendations[0].budgets : [];
   return {
     command: 'kvlab eval',
-    question: `What do evictions cost ${shown(facts.model, 100)}?`,
+    question: data.headline === 'acceptance' ? `How many drafted tokens does ${shown(facts.model, 100)} accept?`
+      : `What do evictions cost ${shown(facts.model, 100)}?`,
     context: `${counted(evicting, 'configuration')}${full ? ' and the full cache' : ''}, over ${facts.tokens} scored tokens of ` +
       `${texts}.`,
     front: evalFront(data),
-    sections: [frontierSection(data), exploreSection(data, 'Error against budget', data.description),
+    sections: [frontierSection(data), exploreSection(data, 'Metrics by budget', data.description),
       budgets.length ? section('All policies at each budget', 'Differences are paired over the same tokens. The metric is KL, or ' +
-        'the negative log-likelihood if the full cache was not evaluated.', ...budgets.map(candidatesTable)) : null,
+        'the negative log-likelihood if the full cache was not evaluated; with drafts, it is acceptance.', ...budgets.map(candidatesTable)) : null,
+      facts.draft ? section('Drafts', `Each cache drafts ${facts.draft} tokens before a verification.`,
+        draftMetrics(facts.configurations)) : null,
       section('All metrics', '', evalMetrics(facts.configurations)),
-      section('What the metrics mean', '', terms(kEvalMeanings, {class: 'prose'})),
+      section('What the metrics mean', '', terms([...facts.draft ? kDraftMeanings : [], ...kEvalMeanings], {class: 'prose'})),
       section('Where this comes from', '', terms([['weights', code(facts.weights_xxh3)], ['texts', texts],
         ['queries', named(facts.queries)], ['kvlab', named(facts.kvlab)]]))],
   };

@@ -14,7 +14,7 @@ function cells(page) {
 
 function headSpec(page, forExport) {
   const values = cells(page), {data, state} = page;
-  const most = Math.max(1e-12, ...values.map((cell) => Math.abs(cell.value)));
+  const bound = Math.max(1e-12, ...values.map((cell) => Math.abs(cell.value)));
   const amounts = ['#f4f1e6', '#a9d6c5', '#4fa3b8', '#2a6496', '#1d2f63'];
   const differences = ['#0b4f8a', '#6fb0dc', '#f2f2ef', '#f0a661', '#a84300'];
   const signed = state.base >= 0;
@@ -26,7 +26,7 @@ function headSpec(page, forExport) {
     scales: [
       {name: 'x', type: 'band', domain: [...Array(data.heads).keys()], range: 'width', paddingInner: 0.04},
       {name: 'y', type: 'band', domain: data.layers, range: 'height', paddingInner: 0.06},
-      {name: 'shade', type: 'linear', domain: signed ? [-most, most] : [0, most], range: signed ? differences : amounts},
+      {name: 'shade', type: 'linear', domain: signed ? [-bound, bound] : [0, bound], range: signed ? differences : amounts},
     ],
     axes: [{orient: 'bottom', scale: 'x', title: 'KV head', domain: false, ticks: false, labelOverlap: true},
       {orient: 'left', scale: 'y', title: 'layer', domain: false, ticks: false,

@@ -45,11 +45,24 @@ function figuresSection(heading, text, figures) {
     ...figures.map((figure) => element('div', {id: 'figure-' + figure.name}))));
 }
 
+/** The figures of a page's data that have one of the names. */
+function figuresOf({figures}, ...names) {
+  return (figures ?? []).filter((figure) => names.includes(figure.name));
+}
+
+/** Upper case for the first letter. */
+function upperFirst(text) {
+  return text[0].toUpperCase() + text.slice(1);
+}
+
+/** The deciding metric against the memory of keys and values. A page without a list of metrics decides by KL. */
 function frontierSection(data) {
-  return figuresSection('Error against memory', 'Lower and further left is better: a lower error with less memory. Compare ' +
-    'points at equal memory: a lower error that needs more memory does not show a better policy. A horizontal bar ends at the ' +
-    'peak memory.',
-  (data.figures ?? []).filter((figure) => figure.name === 'frontier'));
+  const figures = figuresOf(data, 'frontier'), metric = data.metrics?.find(({name}) => name === data.headline);
+  if (!figures.length) return null;
+  const better = metric?.higher ? 'higher' : 'lower';
+  return figuresSection(upperFirst(shown(figures[0].title, 100)), `${upperFirst(better)} and further left is better. Compare points at ` +
+    `equal memory: a ${better} value that needs more memory does not show a better policy. A horizontal bar ends at the peak ` +
+    'memory.', figures);
 }
 
 /** Terms and their meanings; a meaning is text or a node. */

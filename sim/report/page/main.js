@@ -70,7 +70,7 @@ class Page {
     return Number.isNaN(error) ? '' : ` ± ${this.valueText(error)}`;
   }
   dotText(dot) {
-    const spread = dot.least === null ? '' : `; single sequences ${this.valueText(dot.least)} to ${this.valueText(dot.most)}`;
+    const spread = dot.min === null ? '' : `; single sequences ${this.valueText(dot.min)} to ${this.valueText(dot.max)}`;
     return `${shown(dot.label)} at ${shown(dot.requested)}: ${this.valueText(dot.y)}${this.errorText(dot.error)}` +
       `, from ${dot.count.toLocaleString('en-US')} values${spread}`;
   }
@@ -175,7 +175,7 @@ class Page {
   }
 }
 
-const kPages = {replay: replayPage, eval: evalPage, task: taskPage, fidelity: fidelityPage, tune: tunePage, compare: comparePage};
+const kPages = {replay: replayPage, eval: evalPage, task: taskPage, fidelity: fidelityPage, tune: tunePage, plan: planPage, compare: comparePage};
 
 /** Builds the texts and tables of the page, then draws its figures. */
 async function openPage(data) {

@@ -19,7 +19,7 @@ function plotMarks(joined) {
   const line = {type: 'group', from: {facet: {name: 'own', data: 'dots', groupby: 'line'}}, marks: [{type: 'line',
     from: {data: 'own'}, encode: {enter: {x, y, stroke: colour, strokeDash: {scale: 'dash', field: 'line'},
       strokeWidth: {value: 1.8}}}}]};
-  return [rule('spreads', upright('least', 'most'), 0.22, 6), rule('dots', upright('low', 'high'), 1, 1.3),
+  return [rule('spreads', upright('min', 'max'), 0.22, 6), rule('dots', upright('low', 'high'), 1, 1.3),
     rule('dots', {y, x: {scale: 'x', field: 'at.x_low'}, x2: {scale: 'x', field: 'at.x_high'}}, 0.8, 1.3), ...(joined ? [line] : []),
     {type: 'symbol', from: {data: 'dots'}, encode: {enter: {x, y, ...kMarker}}},
     {type: 'symbol', from: {data: 'focus'}, encode: {enter: {x, y, size: {value: 180},
@@ -39,7 +39,7 @@ function legendMarks(joined) {
 /** Adds the position of a dot: its numbers, or the scale's floor where a number is below the floor. */
 function placed(dot, x, y) {
   const at = {x: x.at(dot.x), x_low: x.at(dot.x_low), x_high: x.at(dot.x_high)};
-  for (const name of ['y', 'low', 'high', 'least', 'most']) at[name] = y.at(dot[name]);
+  for (const name of ['y', 'low', 'high', 'min', 'max']) at[name] = y.at(dot[name]);
   return {...dot, at};
 }
 
@@ -51,7 +51,7 @@ function plotSpec({dots, spreads = [], lines, x, y, joined, title, forExport, wi
   const whole = dots.map((d) => ({...d, low: d.low ?? d.y, high: d.high ?? d.y, x_low: d.x_low ?? d.x, x_high: d.x_high ?? d.x}));
   const drawn = lines.filter((line) => whole.some((d) => d.line === line.line));
   const upright = [...whole.flatMap((d) => (y.log ? [d.y, d.high] : [d.low, d.y, d.high])),
-    ...spreads.flatMap((d) => [d.least, d.most])];
+    ...spreads.flatMap((d) => [d.min, d.max])];
   const xs = scaleOf('x', 'width', x, whole.flatMap((d) => [d.x_low, d.x, d.x_high]), width - 80);
   const ys = scaleOf('y', 'height', {...y, zeros: whole.some((d) => d.y === 0)}, upright, height - 60);
   const place = (d) => placed(d, xs, ys);

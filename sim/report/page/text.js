@@ -31,8 +31,8 @@ function averageText({mean, error, low, high}) {
   if (Number.isFinite(low) && Math.abs(low + high - 2 * mean) > 1e-6)  // the interval of a share is asymmetric
     return `${fixed(mean, 3)} (${fixed(low, 3)} to ${fixed(high, 3)})`;
   if (!Number.isFinite(error) || error === 0) return numberText(mean);
-  const size = Math.abs(mean), least = size >= 100 ? 0 : size >= 10 ? 1 : 3;
-  const decimals = Math.min(6, Math.max(least, decimalsOf(error, 3) - 2));
+  const size = Math.abs(mean), minDecimals = size >= 100 ? 0 : size >= 10 ? 1 : 3;
+  const decimals = Math.min(6, Math.max(minDecimals, decimalsOf(error, 3) - 2));
   return `${unsigned(fixed(mean, decimals))} ± ${fixed(error, decimals)}`;
 }
 
@@ -57,10 +57,10 @@ function spansDecades(values) {
 }
 
 /** Text as the page shows it: shortened, and without control characters and marks that change the direction of text. */
-function shown(text, most = 40) {
+function shown(text, maxLetters = 40) {
   const plain = String(text).replace(/[\u0000-\u001f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, '\ufffd');
-  const letters = [...plain.slice(0, 4 * most)];
-  return letters.length > most ? letters.slice(0, most - 1).join('') + '…' : plain;
+  const letters = [...plain.slice(0, 4 * maxLetters)];
+  return letters.length > maxLetters ? letters.slice(0, maxLetters - 1).join('') + '…' : plain;
 }
 
 /** A name in a table or a sentence. */

@@ -24,7 +24,7 @@ function accuracyTable(criteria) {
   return section('Task accuracy', 'Share of right answers. The question comes after the eviction. KL is given as a multiple of ' +
     'the lowest.', dataTable(['policy', 'KL / lowest KL', ...criteria.evaluated.flatMap((task) =>
     [`${task.task}, ${task.words} words, ${task.samples} samples`, '95% CI from', 'to'])], asked.map((one) => [named(one.policy),
-    numberCell(one.kl_of_least), ...one.task_accuracy.flatMap(({right, low, high}) => [right, low, high].map((value) =>
+    numberCell(one.kl_over_lowest), ...one.task_accuracy.flatMap(({right, low, high}) => [right, low, high].map((value) =>
       numberCell(value)))]), {texts: ['policy']}));
 }
 
@@ -41,10 +41,10 @@ function roundsTable({rounds, ended}) {
   const inRound = (round, policy) => rounds[round]?.find((one) => one.policy === policy);
   const rowsOf = (round, last) => round.filter((one) => !inRound(last + 1, one.policy)).map((one) => {
     const kl = rounds.map((_, r) => (inRound(r, one.policy) ? numberCell(inRound(r, one.policy).kl) : ''));
-    const behind = one === round[0] ? ['leads', '', '']
-      : [one.behind.mean, one.behind.low, one.behind.high].map((value) => numberCell(value));
-    const fate = last + 1 < rounds.length ? `eliminated after round ${last + 1}: ${one.fate}` : one.fate;
-    return [named(one.policy), ...kl, ...behind, named(fate)];
+    const difference = one === round[0] ? ['leads', '', '']
+      : [one.from_lowest.mean, one.from_lowest.low, one.from_lowest.high].map((value) => numberCell(value));
+    const status = last + 1 < rounds.length ? `eliminated after round ${last + 1}: ${one.status}` : one.status;
+    return [named(one.policy), ...kl, ...difference, named(status)];
   });
   return section('Rounds of successive halving', `${kHalvingNote} Ended: ${named(ended)}.`, dataTable(['policy',
     ...rounds.map((_, r) => `KL, round ${r + 1}`), 'minus the leader', '95% CI from', 'to', 'outcome'], rounds.map(rowsOf).reverse().flat(),

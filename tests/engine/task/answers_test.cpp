@@ -107,9 +107,9 @@ TEST_CASE("Every answer has the bits of a decoder that is fed alone") {
     const auto answers = answer_tasks(tiny().batches(), tokenizer(), prompts, kModes, configs,
                                       {.max_new_tokens = kMax, .max_rows = rows, .progress = {}});
     std::size_t i = 0;
-    for (const auto& of_prompt : answers)
-      for (const auto& of_mode : of_prompt)
-        for (const TaskAnswer& answer : of_mode) {
+    for (const auto& prompt_answers : answers)
+      for (const auto& mode_answers : prompt_answers)
+        for (const TaskAnswer& answer : mode_answers) {
           CAPTURE(rows, i, answer.said, wanted[i].said);
           CHECK(answer.log_likelihood == wanted[i].log_likelihood);
           CHECK(answer.right == wanted[i].right);
@@ -126,18 +126,18 @@ TEST_CASE("A budget for the whole sequence gives the same answers as the full ca
                                          config("window", 20)};
   const auto prompts = some_prompts({.kind = TaskKind::needle, .keys = 2, .values = 2});
   const auto answers = answer_tasks(tiny().batches(), tokenizer(), prompts, kModes, configs, {});
-  for (const auto& of_prompt : answers)
-    for (const auto& of_mode : of_prompt)
+  for (const auto& prompt_answers : answers)
+    for (const auto& mode_answers : prompt_answers)
       for (std::size_t c = 1; c < 4; ++c) {
-        if (c < 3) CHECK(of_mode[c].log_likelihood == of_mode[0].log_likelihood);
+        if (c < 3) CHECK(mode_answers[c].log_likelihood == mode_answers[0].log_likelihood);
         // sink uses cache positions, which are rounded differently.
-        CHECK(std::abs(of_mode[c].log_likelihood - of_mode[0].log_likelihood) < 1e-3);
-        CHECK(of_mode[c].said == of_mode[0].said);
-        CHECK(of_mode[4].log_likelihood != of_mode[0].log_likelihood);
+        CHECK(std::abs(mode_answers[c].log_likelihood - mode_answers[0].log_likelihood) < 1e-3);
+        CHECK(mode_answers[c].said == mode_answers[0].said);
+        CHECK(mode_answers[4].log_likelihood != mode_answers[0].log_likelihood);
       }
   // The ids are the same in both modes, so the full cache gives the same answers.
-  for (const auto& of_prompt : answers)
-    CHECK(of_prompt[0][0].log_likelihood == of_prompt[1][0].log_likelihood);
+  for (const auto& prompt_answers : answers)
+    CHECK(prompt_answers[0][0].log_likelihood == prompt_answers[1][0].log_likelihood);
 }
 
 TEST_CASE("Answers of a stopped task are reused; damaged ones are computed again") {
@@ -250,11 +250,11 @@ TEST_CASE("SmolLM2 finds a pass key, and fails once policy window has evicted it
   request.samples = 2;
   request.chat = read_chat_frame(directory);
   const TaskRun run = run_task(*backend, Tokenizer::load(directory / "tokenizer.json"), request);
-  for (const auto& of_prompt : run.answers)
-    for (const auto& of_mode : of_prompt) {
-      CHECK(of_mode[0].right);
-      CHECK(!of_mode[1].right);
-      CHECK(of_mode[0].log_likelihood > of_mode[1].log_likelihood + 5);
+  for (const auto& prompt_answers : run.answers)
+    for (const auto& mode_answers : prompt_answers) {
+      CHECK(mode_answers[0].right);
+      CHECK(!mode_answers[1].right);
+      CHECK(mode_answers[0].log_likelihood > mode_answers[1].log_likelihood + 5);
     }
 }
 

@@ -7,6 +7,8 @@
 #include "tests/error_of.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -41,16 +43,41 @@ TEST_CASE(
   CHECK(plain.before == "<|im_start|>user\n");
 }
 
+TEST_CASE("Templates of other families are recognised by what they print") {
+  // tests/python/test_chat_templates.py compares these frames with transformers.
+  const std::string file = KVLAB_SOURCE_DIR "/tests/data/chat_templates.json";
+  for (const auto& known : parse_json(read_text_file(file, 1 << 20), file)) {
+    INFO(known.at("name"));
+    const auto text = [&](const char* key) { return known.at(key).get<std::string>(); };
+    const ChatFrame frame = chat_frame(text("template"), "f", text("bos"));
+    CHECK(frame.before == text("before"));
+    CHECK(frame.after == text("after"));
+    // Text that is printed in addition makes it another template.
+    if (text("name") != "SmolLM2")
+      CHECK_THROWS_AS(chat_frame("Hello. " + text("template"), "f"), std::invalid_argument);
+  }
+}
+
 TEST_CASE("Other templates are refused by name") {
   const auto refusal = [](const char* text) {
     return error_of<std::invalid_argument>([&] { chat_frame(text, "dir/tokenizer_config.json"); });
   };
   CHECK(refusal("<|start_header_id|>") ==
-        "dir/tokenizer_config.json: its chat template is Llama 3's headers, and only ChatML is "
+        "dir/tokenizer_config.json: its chat template is Llama 3's headers, in a form that is not "
         "supported; --no-chat runs without it");
   CHECK(refusal("{{ '[INST] ' }}").find("Llama 2 and Mistral") != std::string::npos);
   CHECK(refusal("hello").find("of an unknown kind") != std::string::npos);
+  CHECK(refusal("{{ strftime_now('%d') }}").find("writes today's date") != std::string::npos);
+  CHECK(refusal("{{ '<|im_start|>user<|im_sep|><|im_end|>' }}").find("not supported") !=
+        std::string::npos);
+  CHECK(refusal("{{ '<|im_start|>").find("not supported") != std::string::npos);
   CHECK(refusal("<|im_start|> <|im_end|> <think>").find("<think>") != std::string::npos);
+  // A system message that is always printed is not part of Llama 3's frame.
+  CHECK(refusal("{{ '<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>' }}{{ "
+                "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + "
+                "message['content'] | trim + '<|eot_id|>' }}{{ "
+                "'<|start_header_id|>assistant<|end_header_id|>\n\n' }}")
+            .find("not supported") != std::string::npos);
 }
 
 TEST_CASE("The chat template is found in each file in which a model may have it") {

@@ -52,13 +52,13 @@ TEST_CASE(
   const Choice choice = field.choice();
   CHECK(choice.best_accuracy == 2);
   CHECK(choice.deployed == 1);
-  CHECK(choice.why.find(field.text(2) + " answers 100% of passkey, but with 35% more KL") !=
+  CHECK(choice.why.find(field.text(2) + " answers 100% of passkey, but has 35% more KL") !=
         std::string::npos);
   const auto json = criteria_json(field.finalists, field.evaluated, choice);
   CHECK(json["distribution"] == field.text(0));
   CHECK(json["task_accuracy"] == field.text(2));
   CHECK(json["deployed"] == field.text(1));
-  CHECK(json["policies"][2]["kl_of_least"] == Approx(1.35));
+  CHECK(json["policies"][2]["kl_over_lowest"] == Approx(1.35));
   CHECK(json["policies"][1]["task_accuracy"][0]["right"] == Approx(0.35));
   CHECK(json["policies"][1]["task_accuracy"][0]["low"] < 0.35);
   CHECK(criteria_text(json).find("best by task accuracy: " + field.text(2)) != std::string::npos);

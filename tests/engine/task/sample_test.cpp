@@ -81,12 +81,12 @@ TEST_CASE("Needles: every key has its numbers, and the question asks for all num
       sample.lead.substr(std::string("The secret numbers of the ").size(),
                          sample.lead.size() - std::string("The secret numbers of the  are").size());
   CHECK(count_of(sample.context, "of the " + key + " is ") == 2);
-  std::size_t behind = 0;  // the expected numbers must be in the order of the text
+  std::size_t previous = 0;  // the expected numbers must be in the order of the text
   for (const std::string& number : sample.expected) {
     const std::size_t at = sample.context.find("of the " + key + " is " + number + ".");
     REQUIRE(at != std::string::npos);
-    CHECK(at > behind);
-    behind = at;
+    CHECK(at > previous);
+    previous = at;
   }
   CHECK(spec.text() == "needle:keys=3:values=2");
   CHECK_THROWS_AS(sample_task({.kind = TaskKind::needle, .keys = 2000}, text, {9, 0}, 0, 0),

@@ -85,6 +85,6 @@ TEST_CASE("A trace of each family captured on the device verifies", "[gpu]") {
   each_family([](const Family&, BothSides& model) {
     const TemporaryFolder folder;
     const TraceReader trace = capture_on_device(model, folder.path());
-    CHECK(trace.extras().residual_norm2 == model.cpu().config().norms.behind_attention.empty());
+    CHECK(trace.extras().residual_norm2 == model.cpu().config().norms.post_attention.empty());
   });
 }

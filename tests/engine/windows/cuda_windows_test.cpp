@@ -37,8 +37,8 @@ TEST_CASE(
   if (no_device()) return;
   check_logits(windowed(), [](const CudaSequence& sequence, Dtype dtype) {
     const CacheShape heads = windowed().cpu().config().heads();
-    const std::uint64_t of_token = 2 * heads.kv_heads * heads.head_size * bytes_of(dtype);
-    CHECK(sequence.kv_bytes_peak() == (2 * kConversation + 3 * kWindow) * of_token);
+    const std::uint64_t token_bytes = 2 * heads.kv_heads * heads.head_size * bytes_of(dtype);
+    CHECK(sequence.kv_bytes_peak() == (2 * kConversation + 3 * kWindow) * token_bytes);
   });
 }
 

@@ -59,7 +59,7 @@ void check_equal(const LiveTokens& expected, const LiveTokens& found) {
 AppendingLayer::AppendingLayer(const LayerSize& size, const Paging& paging, int free_slots,
                                OwnHeads heads)
     : size_(size),
-      of_(heads.all == 0 ? OwnHeads{0, size.kv_heads} : heads),
+      own_heads_(heads.all == 0 ? OwnHeads{0, size.kv_heads} : heads),
       policy_(kvlab_find_policy(size.policy.c_str())),
       max_tokens_(sequences() * free_slots),
       position_(size.prompts.size()),
@@ -110,17 +110,19 @@ AppendingLayer::AppendingLayer(const LayerSize& size, const Paging& paging, int 
   const auto type = size.type;
   std::mt19937 random(1);
   const auto model = kernels::random_values(
-      type, static_cast<std::size_t>(kHiddenSize * of_.all * size.group * size.head_size), random);
+      type, static_cast<std::size_t>(kHiddenSize * own_heads_.all * size.group * size.head_size),
+      random);
   std::vector<float> own;
   const auto row = static_cast<std::ptrdiff_t>(size.group * size.head_size);
   for (int hidden = 0; hidden < kHiddenSize; ++hidden) {
-    const auto begin = model.begin() + (hidden * of_.all + of_.first) * row;
+    const auto begin = model.begin() + (hidden * own_heads_.all + own_heads_.first) * row;
     own.insert(own.end(), begin, begin + size.kv_heads * row);
   }
   output_.assign(kernels::encode(type, own));
   tokens_.assign(size.prompts.size(), free_slots);
-  const kvlab_prefill_args of_all = prefill();
-  if (size.in_parts) parts_ = std::make_unique<Array<std::byte>>(kvlab_prefill_workspace(&of_all));
+  const kvlab_prefill_args all_args = prefill();
+  if (size.in_parts)
+    parts_ = std::make_unique<Array<std::byte>>(kvlab_prefill_workspace(&all_args));
   const kvlab_cache_view cache = cache_.cache();
   workspace_ =
       std::make_unique<Array<std::byte>>(kvlab_evicting_attention_workspace(policy_, &cache));
@@ -136,7 +138,7 @@ std::vector<std::byte> AppendingLayer::sample(int sequence, std::uint32_t positi
   const auto type = size_.type;
   const auto dim = static_cast<std::size_t>(size_.head_size);
   std::vector<float> all = kernels::random_values(
-      type, static_cast<std::size_t>((size_.group + 2) * of_.all) * dim, random);
+      type, static_cast<std::size_t>((size_.group + 2) * own_heads_.all) * dim, random);
   // Makes some logits far larger than others.
   for (float& value : all) value *= position % 5 == 0 ? 2.0f : 1.0f;
   std::vector<float> own;
@@ -144,9 +146,9 @@ std::vector<std::byte> AppendingLayer::sample(int sequence, std::uint32_t positi
     const auto begin = all.begin() + static_cast<std::ptrdiff_t>(first) * size_.head_size;
     own.insert(own.end(), begin, begin + static_cast<std::ptrdiff_t>(count) * size_.head_size);
   };
-  take(of_.first * size_.group, size_.kv_heads * size_.group);
-  take(of_.all * size_.group + of_.first, size_.kv_heads);
-  take(of_.all * (size_.group + 1) + of_.first, size_.kv_heads);
+  take(own_heads_.first * size_.group, size_.kv_heads * size_.group);
+  take(own_heads_.all * size_.group + own_heads_.first, size_.kv_heads);
+  take(own_heads_.all * (size_.group + 1) + own_heads_.first, size_.kv_heads);
   return kernels::encode(type, own);
 }
 
@@ -209,7 +211,7 @@ kvlab_policy_state AppendingLayer::state() const {
           .seeds = seeds_.data(),
           .sequence_ids = ids_.data(),
           .layer = 2,
-          .first_head = static_cast<std::uint32_t>(of_.first),
+          .first_head = static_cast<std::uint32_t>(own_heads_.first),
           .features = features_.data()};
 }
 

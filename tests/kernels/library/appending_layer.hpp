@@ -83,7 +83,7 @@ class AppendingLayer {
   void keep_outputs();
 
   LayerSize size_;
-  OwnHeads of_;
+  OwnHeads own_heads_;
   const kvlab_policy* policy_;
   std::vector<kvlab_feature> computed_;  ///< empty if one of the policy's features is not computed
   std::size_t feature_count_ = 0;

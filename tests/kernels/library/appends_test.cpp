@@ -291,7 +291,7 @@ TEST_CASE("A prefix is refused by name if its state depends on the tokens after 
   args.to_seen = nullptr;
   CHECK(said("h2o", args) ==
         wrong +
-            "seen or to_seen is NULL, and h2o needs the numbers of queries that saw each token");
+            "seen or to_seen is NULL, but h2o needs the numbers of queries that saw each token");
   args = good;
   args.features = nullptr;
   CHECK(said("knorm", args) ==

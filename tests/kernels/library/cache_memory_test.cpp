@@ -21,8 +21,8 @@ class ShapeSampler {
  public:
   explicit ShapeSampler(std::uint64_t seed) : random_(seed) {}
 
-  int number(int least, int most) {
-    return std::uniform_int_distribution<int>(least, most)(random_);
+  int number(int min_value, int max_value) {
+    return std::uniform_int_distribution<int>(min_value, max_value)(random_);
   }
   template <class T>
   T one_of(std::initializer_list<T> all) {
@@ -51,7 +51,8 @@ std::string sampled_policy(ShapeSampler& sampler) {
     const PolicyEntry& entry =
         all[static_cast<std::size_t>(sampler.number(0, int(all.size()) - 1))];
     const PolicySpec policy = parse_policy(entry.info.name);
-    if (entry.info.evicts && std::ranges::all_of(policy.features, [](const std::string& feature) {
+    if (entry.info.evicts && !entry.has_order_hooks() &&
+        std::ranges::all_of(policy.features, [](const std::string& feature) {
           return built_in_feature(feature).has_value();
         }))
       return std::string(entry.info.name) + sampler.one_of({"", ":every=8:once=no", ":once"});
@@ -160,12 +161,12 @@ TEST_CASE("kvlab_cache_memory reports the bytes that the engine allocates") {
     const SampledCache some = sampled(sampler);
     const kernels::KvCacheConfig config = slots_config(some.model, some.options);
     const kernels::PairSlots pairs(config);
-    const std::size_t of_layer = pairs.pairs();
+    const std::size_t layer_pairs = pairs.pairs();
     std::vector<std::int64_t> slots;
-    for (std::size_t at = of_layer; at <= pairs.all(); at += of_layer) {
+    for (std::size_t at = layer_pairs; at <= pairs.all(); at += layer_pairs) {
       const bool last = at == pairs.all();
       slots.push_back((last ? pairs.total() : pairs.first_slots()[at]) -
-                      pairs.first_slots()[at - of_layer]);
+                      pairs.first_slots()[at - layer_pairs]);
     }
     CAPTURE(shape, some.options.policy().name, some.model.config().head_size, slots);
     CHECK(storage_of(some, config, pairs, slots) ==

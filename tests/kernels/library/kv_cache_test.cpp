@@ -218,10 +218,8 @@ class Host {
       v.insert(v.end(), values, values + kHeads * kSize);
     }
     LayerCache& cache = layers_[layer];
-    for (HostCache& head : cache.heads()) head.evict_to_budget(fed);
-    cache.attend({fed, tokens, q.data(), k.data(), v.data(), out.data(), lse.data()},
-                 rope_.covering(fed + tokens), 1);
-    for (HostCache& head : cache.heads()) head.observe();
+    cache.step({fed, tokens, q.data(), k.data(), v.data(), out.data(), lse.data()},
+               rope_.covering(fed + tokens), 1);
     if (ends) cache.end_prompt();
     return out;
   }
@@ -237,14 +235,14 @@ class Host {
 };
 
 double worst(const std::vector<float>& a, const std::vector<float>& b) {
-  double worst = 0, most = 0;
+  double worst = 0, largest = 0;
   REQUIRE(a.size() == b.size());
   for (std::size_t i = 0; i < a.size(); ++i) {
     worst = std::max(worst, std::fabs(double{a[i]} - double{b[i]}));
-    most = std::max(most, std::fabs(double{b[i]}));
+    largest = std::max(largest, std::fabs(double{b[i]}));
     if (!std::isfinite(a[i])) return INFINITY;
   }
-  return worst / most;
+  return worst / largest;
 }
 
 class SampledRows {
@@ -429,12 +427,12 @@ TEST_CASE("Requests leave and join a batch, and each gives the same results as a
               alone.append(0, layer, 0, true, rows));
       }
     };
-    const auto steps = [&](Slots& of_first, int count) {
+    const auto steps = [&](Slots& first_slots, int count) {
       for (int step = 0; step < count; ++step) {
-        for (Slots* slots : {&batch, &of_first, &second}) slots->begin_step();
+        for (Slots* slots : {&batch, &first_slots, &second}) slots->begin_step();
         for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
           const auto rows = sampled.rows(2);
-          auto out = of_first.step(layer, std::span(rows).first(kRow));
+          auto out = first_slots.step(layer, std::span(rows).first(kRow));
           const auto other = second.step(layer, std::span(rows).subspan(kRow));
           out.insert(out.end(), other.begin(), other.end());
           CHECK(worst(batch.step(layer, rows), out) < 1e-5);

@@ -50,6 +50,10 @@ TEST_CASE("The library gives the queries of a prompt the same weights as the hos
   for (const PolicyEntry& entry : policy_catalogue()) {
     CAPTURE(entry.info.name);
     const kvlab_policy* const held = kvlab_find_policy(std::string(entry.info.name).c_str());
+    if (entry.has_order_hooks()) {
+      CHECK(!held);
+      continue;
+    }
     REQUIRE(held);
     CHECK(kvlab_policy_weighted(held) == (entry.info.weighted ? 1 : 0));
     weighted += kvlab_policy_weighted(held);
@@ -71,6 +75,7 @@ TEST_CASE("The library gives the queries of a prompt the same weights as the hos
 TEST_CASE("The library accepts the same parameters as the command, in the same ranges") {
   int refused = 0;
   for (const PolicyEntry& entry : policy_catalogue()) {
+    if (entry.has_order_hooks()) continue;
     const std::string name(entry.info.name);
     const kvlab_policy* const held = kvlab_find_policy(name.c_str());
     std::vector<std::byte> params(kvlab_policy_params_bytes(held));
@@ -80,8 +85,8 @@ TEST_CASE("The library accepts the same parameters as the command, in the same r
     };
     for (std::size_t i = 0; i < entry.params.size(); ++i) {
       const ParamInfo& param = entry.params[i];
-      const double inside[]{param.least, param.standard, param.most};
-      const double outside[]{param.least - 1, param.most + 1, 1e300, std::nan("")};
+      const double inside[]{param.min_value, param.standard, param.max_value};
+      const double outside[]{param.min_value - 1, param.max_value + 1, 1e300, std::nan("")};
       std::vector<double> values = defaults_of(entry);
       CAPTURE(name, param.name);
       for (const double value : inside) CHECK((values[i] = value, taken(values)));
@@ -91,9 +96,9 @@ TEST_CASE("The library accepts the same parameters as the command, in the same r
         CHECK(params == before);
         ++refused;
       }
-      CHECK_THROWS_AS(
-          parse_policy(name + ":" + std::string(param.name) + "=" + std::to_string(param.most + 1)),
-          std::invalid_argument);
+      CHECK_THROWS_AS(parse_policy(name + ":" + std::string(param.name) + "=" +
+                                   std::to_string(param.max_value + 1)),
+                      std::invalid_argument);
     }
   }
   CHECK(refused > 20);
@@ -202,7 +207,7 @@ TEST_CASE("The library says in one line why a call was refused") {
       .struct_size = sizeof(kvlab_compact_args), .from = cache, .to = cache, .policy = step.policy};
   CHECK(kvlab_compact(h2o, &compact, nullptr) == cudaErrorInvalidValue);
   CHECK(kvlab_last_error() ==
-        std::string("kvlab_compact: to_states is NULL, and policy.states is not"));
+        std::string("kvlab_compact: to_states is NULL, but policy.states is not"));
   kvlab_prefill_args prompt{.struct_size = sizeof(kvlab_prefill_args),
                             .type = KVLAB_BF16,
                             .query_heads = 4,
@@ -212,8 +217,8 @@ TEST_CASE("The library says in one line why a call was refused") {
   CHECK(
       kvlab_last_error() ==
       std::string(
-          "kvlab_prefill_attention: first is 0, queries 0; they should be at least 0 and at least "
-          "1, and below 2^26"));
+          "kvlab_prefill_attention: first is 0, queries 0; first should be at least 0, queries at "
+          "least 1, and both below 2^26"));
 }
 
 TEST_CASE("Each refused call replaces the reason of the call before") {
@@ -340,7 +345,7 @@ TEST_CASE("The library compiles a header, and reports errors at the header's lin
   } else {
     CHECK(whole.error != cudaErrorInvalidSource);
     CHECK_FALSE(whole.there);
-    CHECK_THAT(whole.log, ContainsSubstring("my.hpp: compiles; CUDA driver"));
+    CHECK_THAT(whole.log, ContainsSubstring("my.hpp: compiles, but cannot be loaded: CUDA driver"));
   }
 
   const std::string good = "slot.mass += seen.mass;";

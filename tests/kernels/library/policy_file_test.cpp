@@ -82,7 +82,7 @@ TEST_CASE("The library reads a policy.json as the engine does") {
     CHECK((file.pool_max != 0) == (modifiers.pool == Modifiers::Pool::max));
     CHECK((file.by_layer != 0) == (modifiers.scope == Modifiers::Scope::layer));
     for (std::uint32_t at = 0; at < 6; ++at) {
-      const ResolvedConfig head = ours.of_head(at / 3, at % 3);
+      const ResolvedConfig head = ours.head_config(at / 3, at % 3);
       const kvlab_rule& rule = read.rules[at];
       CHECK(rule.budget == head.budget_tokens);
       CHECK(rule.sinks == head.protected_tokens.sinks);
@@ -96,12 +96,12 @@ TEST_CASE("The library says in one line which part of a policy.json it cannot re
   const auto said = [](const std::string& changes) { return ReadFile(policy_json(changes)).said; };
   CHECK_THAT(said(R"({"tiers": "8"})"), ContainsSubstring("key \"tiers\" is not known"));
   CHECK_THAT(said(R"j({"budget": "ada(64)"})j"),
-             ContainsSubstring("tokens, a list of them, or pyramid(TOKENS) are expected"));
+             ContainsSubstring("should be tokens, a list of tokens, or pyramid(TOKENS)"));
   CHECK_THAT(said(R"({"protected": {"prompt": true}})"), ContainsSubstring("prompt"));
   CHECK_THAT(said(R"({"source": {"path": "my.hpp", "xxh3": "0"}})"),
              ContainsSubstring("kvlab_compile_policy"));
   CHECK_THAT(said(R"({"policy": "full"})"), ContainsSubstring("a policy of the library"));
-  CHECK_THAT(said(R"({"params": {"keep": 2}})"), ContainsSubstring("ranges"));
+  CHECK_THAT(said(R"({"params": {"keep": 2}})"), ContainsSubstring("in its range"));
   CHECK_THAT(said(R"({"params": {"other": 2}})"),
              ContainsSubstring("exactly the 1 parameters of a2sf"));
   CHECK_THAT(said(R"({"budget": 4})"), ContainsSubstring("at least 5 tokens"));

@@ -110,8 +110,8 @@ class Trial {
   }
   /// The result with float32 sums in order. The normed x and the result are rounded.
   std::vector<double> naive() const {
-    return compute<float>([&](float x) { return rounded(p_.type, x); },
-                          [&](float x) { return rounded(out_type(), x); });
+    return compute<float>([&](float x) { return round_to(p_.type, x); },
+                          [&](float x) { return round_to(out_type(), x); });
   }
 
  private:
@@ -373,7 +373,7 @@ class Chain {
     std::mt19937 random(9);
     for (int i = 0; i < kLayers; ++i) {
       std::vector<float> down = random_values(KVLAB_BF16, kHidden * kInner, random);
-      for (float& value : down) value = rounded(KVLAB_BF16, value / 32);
+      for (float& value : down) value = round_to(KVLAB_BF16, value / 32);
       weights_.emplace_back(std::span<const std::byte>(
           encode(KVLAB_BF16, random_values(KVLAB_BF16, 2 * kHidden * kInner + kHidden, random))));
       downs_.emplace_back(std::span<const std::byte>(encode(KVLAB_BF16, down)));

@@ -35,8 +35,8 @@ std::vector<float> rows_of(Type type, int head_size) {
   std::fill_n(row(2), head_size, 0.0f);
   row(3)[5] = 100;
   for (int d = 0; d < head_size; ++d) {
-    row(4)[d] = rounded(type, row(4)[d] * 1e-7f);
-    row(5)[d] = rounded(type, row(5)[d] * 300);
+    row(4)[d] = round_to(type, row(4)[d] * 1e-7f);
+    row(5)[d] = round_to(type, row(5)[d] * 300);
   }
   return rows;
 }
@@ -202,7 +202,7 @@ void check_centres_of(Type type, int head_size) {
     for (std::size_t i = kLive + kFirst; i < kLive + kFirst + kTokens; ++i)
       for (std::size_t d = 0; d < dim; ++d) {
         float& key = keys[(head * kSlots + i) * dim + d];
-        key = rounded(type, key - expected[head * dim + d]);
+        key = round_to(type, key - expected[head * dim + d]);
       }
   CHECK(decode(type, bytes.to_host()) == keys);
 }

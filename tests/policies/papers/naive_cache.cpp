@@ -11,7 +11,7 @@
 namespace kvlab::papers {
 namespace {
 
-std::uint64_t in_units(double p) {
+std::uint64_t fixed_point(double p) {
   return static_cast<std::uint64_t>(std::nearbyint(p * 4294967296.0));
 }
 
@@ -21,9 +21,9 @@ void mark_requests(Query& query, double threshold) {
   const auto limit = static_cast<std::uint64_t>(std::lround(threshold * 65536));
   query.requested.assign(query.seen.size(), false);
   for (const auto& row : query.p) {
-    const std::uint64_t most = in_units(*std::max_element(row.begin(), row.end()));
+    const std::uint64_t row_max = fixed_point(*std::max_element(row.begin(), row.end()));
     for (std::size_t token = 0; token < row.size(); ++token)
-      if (query.seen[token] && in_units(row[token]) * 65536 >= limit * most)
+      if (query.seen[token] && fixed_point(row[token]) * 65536 >= limit * row_max)
         query.requested[token] = true;
   }
 }
@@ -144,7 +144,7 @@ class NaiveCache {
 std::uint64_t Query::mass(std::uint32_t token, float weight) const {
   std::uint64_t sum = 0;
   for (const auto& row : p)
-    sum += in_units(static_cast<double>(weight) * static_cast<double>(row[token]));
+    sum += fixed_point(static_cast<double>(weight) * static_cast<double>(row[token]));
   return sum;
 }
 

@@ -164,10 +164,10 @@ Tokens by_scores(Tokens order, const std::vector<double>& scores) {
 
 /// Whether scores ascend, except for rounding in float32 and to multiples of 2^-32.
 bool ascends(const Tokens& order, const std::vector<double>& scores) {
-  double most = std::numeric_limits<double>::lowest();
+  double max_score = std::numeric_limits<double>::lowest();
   return std::ranges::all_of(order, [&](std::uint32_t token) {
-    most = std::max(most, scores[token]);
-    return most - scores[token] <= 1e-5 * std::fabs(most) + 1e-8;
+    max_score = std::max(max_score, scores[token]);
+    return max_score - scores[token] <= 1e-5 * std::fabs(max_score) + 1e-8;
   });
 }
 

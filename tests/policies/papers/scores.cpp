@@ -51,7 +51,7 @@ std::uint64_t last_queries(const History& history, std::uint32_t token, std::uin
   return mass;
 }
 
-std::uint64_t scrambled(std::uint64_t x) {
+std::uint64_t scramble(std::uint64_t x) {
   x += 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -180,9 +180,9 @@ Formula snapkv(std::uint32_t window) {
 
 Formula nacl(std::uint32_t proxies, double random) {
   return [proxies, random](const History& history, std::uint32_t token, const Moment& at) -> Worth {
-    const std::uint64_t cache = scrambled(scrambled(at.seed) ^ at.sequence);
-    const std::uint64_t head = scrambled(cache ^ ((std::uint64_t{at.layer} << 32) + at.kv_head));
-    const std::uint64_t hash = scrambled(head ^ ((std::uint64_t{token} << 32) + at.now));
+    const std::uint64_t cache = scramble(scramble(at.seed) ^ at.sequence);
+    const std::uint64_t head = scramble(cache ^ ((std::uint64_t{at.layer} << 32) + at.kv_head));
+    const std::uint64_t hash = scramble(head ^ ((std::uint64_t{token} << 32) + at.now));
     // The policy keeps `budget` of the live tokens, and it chooses the share `random` of these at
     // random.
     const double share = random * std::min(at.budget, at.live) / at.live;

@@ -27,7 +27,7 @@ constexpr LiveTokenCount appended_twice() {
   return tokens;
 }
 static_assert(appended_twice().live == 4 && appended_twice().before == 3 &&
-              appended_twice().most == 5);
+              appended_twice().max_live == 5);
 
 }  // namespace
 
@@ -72,7 +72,7 @@ TEST_CASE("The number of live tokens before an append equals the number from sin
       tokens.append(1);
       CHECK(live_before_append(fed, budget) == tokens.before);
       CHECK(live_after_append(fed + 1, budget) == tokens.live);
-      CHECK(tokens.most == std::min(fed + 1, budget));
+      CHECK(tokens.max_live == std::min(fed + 1, budget));
     }
   }
 }

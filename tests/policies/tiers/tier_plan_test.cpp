@@ -247,7 +247,7 @@ TEST_CASE("tokens are demoted and evicted as the rule says") {
   const std::vector<std::vector<std::uint32_t>> tier_plans{
       {4, 3}, {1, 5}, {3, 0, 4}, {2, 2, 2, 2}, {5, 1, 9}};
   for (const auto& slots : tier_plans)
-    for (const std::uint32_t most : {1u, 9u})
+    for (const std::uint32_t max_append : {1u, 9u})
       for (std::uint32_t seed = 0; seed < 6; ++seed) {
         LiveSet live = live_set(slots, "sinks=2:recent=2");
         NaiveTierPlan naive(slots, 2, 2);
@@ -255,7 +255,7 @@ TEST_CASE("tokens are demoted and evicted as the rule says") {
         for (std::uint32_t now = 0; now < 150;) {
           live.evict_to_budget(now);
           naive.evict_to_budget(now);
-          const std::uint32_t count = random() % 3 == 0 ? 1 + random() % most : 1;
+          const std::uint32_t count = random() % 3 == 0 ? 1 + random() % max_append : 1;
           live.append(now, count);
           naive.append(now, count);
           now += count;

@@ -4,8 +4,10 @@
 #include <limits>
 #include <random>
 
+#include "sim/plan/centre_file.hpp"
 #include "sim/plan/engine_options.hpp"
 #include "sim/plan/format_plan.hpp"
+#include "sim/plan/plan_traces.hpp"
 #include "sim/replay.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
@@ -23,12 +25,12 @@ using test::TemporaryFolder;
 /// The least sum of losses over all choices of formats that take at most `bytes` bytes.
 double min_loss(std::span<const PlanPart> parts, std::uint32_t bytes) {
   if (parts.empty()) return 0;
-  double least = std::numeric_limits<double>::infinity();
+  double lowest = std::numeric_limits<double>::infinity();
   for (std::size_t f = 0; f < parts.front().losses.size(); ++f)
     if (parts.front().bytes[f] <= bytes)
-      least = std::min(least, parts.front().losses[f] +
-                                  min_loss(parts.subspan(1), bytes - parts.front().bytes[f]));
-  return least;
+      lowest = std::min(lowest, parts.front().losses[f] +
+                                    min_loss(parts.subspan(1), bytes - parts.front().bytes[f]));
+  return lowest;
 }
 
 TraceReader random_trace(const TemporaryFolder& folder, const char* name = "trace",
@@ -70,16 +72,16 @@ TEST_CASE("the knapsack finds the choice with the least loss, at every size") {
       }
     const FormatKnapsack knapsack(parts, 30);
     for (std::uint32_t bytes = 0; bytes <= 30; ++bytes) {
-      const double least = min_loss(parts, bytes);
-      REQUIRE(knapsack.fits(bytes) == std::isfinite(least));
-      if (!std::isfinite(least)) continue;
-      CHECK(knapsack.loss(bytes) == least);
+      const double lowest = min_loss(parts, bytes);
+      REQUIRE(knapsack.fits(bytes) == std::isfinite(lowest));
+      if (!std::isfinite(lowest)) continue;
+      CHECK(knapsack.loss(bytes) == lowest);
       double sum = 0;
       std::uint32_t used = 0;
       const std::vector<std::size_t> formats = knapsack.formats(bytes);
       for (std::size_t p = 0; p < parts.size(); ++p)
         sum += parts[p].losses[formats[p]], used += parts[p].bytes[formats[p]];
-      CHECK(sum == least);
+      CHECK(sum == lowest);
       CHECK(used <= bytes);
     }
   }
@@ -158,13 +160,13 @@ TEST_CASE("a plan for CUDA is the best of the formats that the kernels have") {
       };
       return plan.losses[layer][0][at(format.key)] + plan.losses[layer][1][at(format.value)];
     };
-    double least = std::numeric_limits<double>::infinity();
+    double lowest = std::numeric_limits<double>::infinity();
     for (std::size_t a = 0; a < kKernelFormats; ++a)
       for (std::size_t b = 0; b < kKernelFormats; ++b)
         if (kKvFormats[a].bits() + kKvFormats[b].bits() <= 2 * bits)
-          least = std::min(least, loss(0, kKvFormats[a]) + loss(1, kKvFormats[b]));
+          lowest = std::min(lowest, loss(0, kKvFormats[a]) + loss(1, kKvFormats[b]));
     INFO(bits << " bits: " << plan.plan.tier_plan.text());
-    CHECK(plan.plan.added == Approx(least));
+    CHECK(plan.plan.added == Approx(lowest));
     for (const KvFormat& format : plan.plan.tier_plan.formats()) CHECK(kernel_format(format));
     for (const KvFormat& format : plan.uniform.tier_plan.formats()) CHECK(kernel_format(format));
   }
@@ -196,12 +198,12 @@ TEST_CASE("a plan file contains the plan, and is read as a tier plan") {
   const PlanRequest request = request_of("4.5bits");
   const FormatPlan plan = plan_of(trace, request);
   const std::string path = (folder / "plan.json").string();
-  test::write_bytes(path, plan_text(plan, request));
+  test::write_bytes(path, plan_text(plan, request, folder.path()));
   const PlanFile file = read_plan_file(path);
   CHECK(file.tier_plan == plan.plan.tier_plan);
   CHECK(file.layers == std::vector<std::uint32_t>{0, 1});
   CHECK(!file.has_windows);
-  const nlohmann::json json = parse_json(plan_text(plan, request), "plan");
+  const nlohmann::json json = parse_json(plan_text(plan, request, folder.path()), "plan");
   CHECK(json.at("losses").size() == 2);
   CHECK(json.at("losses").at(1).at("keys").at("4") == plan.losses[1][0][3]);
   for (const auto& [text, why] : std::initializer_list<std::pair<const char*, const char*>>{
@@ -221,6 +223,49 @@ TEST_CASE("a plan file contains the plan, and is read as a tier plan") {
   }
 }
 
+TEST_CASE("a plan for a centre file names it relative to its own folder") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  const TraceReader* const traces[] = {&trace};
+  std::filesystem::create_directories(folder.path() / "plans");
+  const std::string centre = (folder.path() / "c.safetensors").string(),
+                    path = (folder.path() / "plans" / "plan.json").string();
+  write_centre_file(centre, mean_centres(traces));
+  PlanRequest request = request_of("4.5bits");
+  request.centre = parse_key_centre("@" + centre);
+  load_centre(request.centre);
+  const FormatPlan plan = plan_of(trace, request);
+  // The centre of this trace's own prompt is the same.
+  PlanRequest of_prompt = request_of("4.5bits");
+  of_prompt.centre = KeyCentre::prompt;
+  CHECK(plan.losses == plan_of(trace, of_prompt).losses);
+  CHECK(plan.losses != plan_of(trace, request_of("4.5bits")).losses);
+
+  const std::string text = plan_text(plan, request, folder.path() / "plans");
+  CHECK(parse_json(text, "plan").at("centre") == "@../c.safetensors");
+  test::write_bytes(path, text);
+  const CentreSetting read = read_plan_file(path).centre;
+  CHECK(read.kind == KeyCentre::constants);
+  CHECK(std::filesystem::equivalent(read.file, centre));
+  CHECK(!read.constants);
+}
+
+TEST_CASE("formats of llama.cpp are rotated if the head size is a multiple of 64") {
+  const auto names = [](const char* set, std::uint32_t head_size) {
+    std::vector<std::string> found;
+    for (const RowFormat* format : row_formats(parse_format_set(set), head_size))
+      found.emplace_back(format->name);
+    return found;
+  };
+  const std::vector<std::string> rotated{"16",       "q8_0_rot", "q5_1_rot",
+                                         "q5_0_rot", "q4_1_rot", "q4_0_rot"};
+  CHECK(names("llama.cpp", 64) == rotated);
+  CHECK(names("llama.cpp", 192) == rotated);
+  CHECK(names("llama.cpp", 96) ==
+        std::vector<std::string>{"16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"});
+  CHECK(names("q4_0,q8_0_rot", 64) == std::vector<std::string>{"q8_0_rot", "q4_0"});
+}
+
 TEST_CASE("a plan is written as the options of an engine") {
   const auto options = [](const char* tiers, const char* engine, bool has_windows = false) {
     return engine_options({parse_tier_plan(tiers), KeyCentre::none, {0, 1, 5, 7}, has_windows},
@@ -232,9 +277,12 @@ TEST_CASE("a plan is written as the options of an engine") {
         "--kv-cache-dtype fp8_e4m3 --kv-cache-dtype-skip-layers 0 7");
   CHECK(options("nvfp4", "vllm", true) ==
         "--kv-cache-dtype nvfp4 --kv-cache-dtype-skip-layers sliding_window");
-  CHECK(options("q8_0/q4_0", "llama.cpp") ==
+  CHECK(options("q8_0_rot/q4_0_rot", "llama.cpp") ==
         "--flash-attn on --cache-type-k q8_0 --cache-type-v q4_0");
+  CHECK(options("16/q4_1_rot", "llama.cpp") ==
+        "--flash-attn on --cache-type-k f16 --cache-type-v q4_1");
   CHECK(options("q5_1x4", "llama.cpp") ==
+        "# environment: LLAMA_ATTN_ROT_DISABLE=1\n"
         "--flash-attn on --cache-type-k q5_1 --cache-type-v q5_1");
   CHECK(options("fp8_e4m3", "tensorrt-llm") == "kv_cache_config:\n  dtype: fp8");
   CHECK(options("16", "transformers") == "DynamicCache(config=model.config)");
@@ -252,6 +300,7 @@ TEST_CASE("a plan that an engine cannot express is refused by name") {
            {"fp8_e4m3x2-nvfp4x2", "vllm", "one format besides 16 bit, not fp8_e4m3 and nvfp4"},
            {"q8_0x1-q4_0x3", "llama.cpp", "the same formats in all layers, not q8_0 and q4_0"},
            {"8", "llama.cpp", "llama.cpp does not have the format 8"},
+           {"q8_0_rot/q4_0", "llama.cpp", "rotates both keys and values, or neither"},
            {"16x1-fp8_e4m3x3", "tensorrt-llm", "the same formats in all layers"},
            {"q4_0", "tensorrt-llm", "does not have the format q4_0"},
            {"8", "transformers", "does not have the format 8"},

@@ -42,7 +42,7 @@ RandomTrace bent(std::uint32_t head_size) {
 }
 
 /// Four layers of a ten-layer model, two of them with a sliding window.
-RandomTrace with_windows() {
+RandomTrace windowed_trace() {
   const RowSpec plain{.table = 0, .scale = 0.25f, .rope = turning(1e4, 8)};
   RowSpec near{.window = 9, .table = 1, .scale = 0.25f, .rope = turning(100, 8)};
   near.sinks = {1, 0, 2, -1};
@@ -137,7 +137,7 @@ TEST_CASE("a sink logit takes mass from the live tokens, and its share does not 
 
 TEST_CASE("layers with a sliding window are left out, as if the trace did not contain them") {
   const TemporaryFolder folder;
-  const TraceReader trace = write_random_trace(folder / "trace", with_windows());
+  const TraceReader trace = write_random_trace(folder / "trace", windowed_trace());
   CHECK(trace.layers_with_window(true) == std::vector<std::uint32_t>{0, 2});
   const TraceReader without = copied(trace, folder / "without", {1, 3});
   std::vector<CacheConfig> sweep;
@@ -174,7 +174,7 @@ TEST_CASE("layers with a sliding window are left out, as if the trace did not co
 
 TEST_CASE("a trace with only sliding-window layers is refused in one line") {
   const TemporaryFolder folder;
-  RandomTrace wanted = with_windows();
+  RandomTrace wanted = windowed_trace();
   for (RowSpec& row : wanted.rows) row.window = 5;
   wanted.rows[1].table = wanted.rows[3].table = 0;
   const TraceReader trace = write_random_trace(folder / "trace", wanted);
@@ -189,7 +189,7 @@ TEST_CASE(
     "attention of a layer with a sliding window, and with sinks, agrees with the brute "
     "force") {
   const TemporaryFolder folder;
-  const TraceReader trace = write_random_trace(folder / "trace", with_windows());
+  const TraceReader trace = write_random_trace(folder / "trace", windowed_trace());
   const brute::Simulator exact(brute::load(trace));
   for (const std::uint32_t layer : {0u, 1u}) {
     FullAttention full(trace, layer, 1, 0.01);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <memory>
 #include <random>
 
 #include "policies/cache_config.hpp"
@@ -10,6 +11,7 @@
 #include "sim/live_counts.hpp"
 #include "sim/replay.hpp"
 #include "tests/catch.hpp"
+#include "tests/error_of.hpp"
 #include "tests/sim/random_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
@@ -49,21 +51,48 @@ HostCache cache_of(const std::string& policy, std::uint32_t budget,
   return {shape, config.live_set(0, 0)};
 }
 
+/// A cache whose centre is `centre`, constants of a file.
+HostCache cache_with(const std::vector<float>& centre, const std::string& policy,
+                     Prefill prefill = {}) {
+  CacheConfig config{.policy = parse_policy(policy + ":centre=@c.safetensors"),
+                     .budget = {.extent = tokens(8)},
+                     .prefill = prefill};
+  config.policy.centre.constants =
+      std::make_shared<CentreConstants>(CentreConstants{1, kDim, {{0, centre}}});
+  return {{.head_size = kDim, .group = 1, .softmax_scale = 0.2f},
+          resolve(config, kTokens, 0, {1, 1, kDim}).live_set(0, 0)};
+}
+
+/// The mean of the first `count` keys after RoPE.
+std::vector<float> mean_key(const Tensors& all, std::uint32_t count) {
+  const RopeTable rope = rope_table();
+  std::vector<CentreChannel> channels(kDim);
+  std::vector<float> key(kDim), mean;
+  for (std::uint32_t i = 0; i < count; ++i) {
+    rope.rotate(&all.k[i * kDim], kDim, i, key.data());
+    for (std::uint32_t d = 0; d < kDim; ++d) channels[d].add(key[d]);
+  }
+  for (const CentreChannel& channel : channels) mean.push_back(channel.mean());
+  return mean;
+}
+
+HeadAppend append_of(const Tensors& all, std::uint32_t first, std::uint32_t count, float* out) {
+  return {.first = first,
+          .tokens = count,
+          .q = &all.q[first * kDim],
+          .query_head_stride = kDim,
+          .query_stride = kDim,
+          .k = &all.k[first * kDim],
+          .v = &all.v[first * kDim],
+          .key_stride = kDim,
+          .out = out};
+}
+
 /// Appends tokens [first, first + count) and returns their attention outputs.
 std::vector<float> append(HostCache& cache, const Tensors& all, std::uint32_t first,
                           std::uint32_t count, bool ends_prompt = false) {
-  const RopeTable rope = rope_table();
   std::vector<float> out(count * kDim);
-  cache.step({.first = first,
-              .tokens = count,
-              .q = &all.q[first * kDim],
-              .query_head_stride = kDim,
-              .query_stride = kDim,
-              .k = &all.k[first * kDim],
-              .v = &all.v[first * kDim],
-              .key_stride = kDim,
-              .out = out.data()},
-             rope);
+  cache.step(append_of(all, first, count, out.data()), rope_table());
   if (ends_prompt) cache.end_prompt();
   return out;
 }
@@ -86,9 +115,10 @@ std::vector<float> run(HostCache& cache, const Tensors& all) {
 
 double max_difference(const std::vector<float>& a, const std::vector<float>& b) {
   REQUIRE(a.size() == b.size());
-  double most = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) most = std::max(most, std::abs(double{a[i]} - b[i]));
-  return most;
+  double largest = 0;
+  for (std::size_t i = 0; i < a.size(); ++i)
+    largest = std::max(largest, std::abs(double{a[i]} - b[i]));
+  return largest;
 }
 
 std::vector<std::uint32_t> kept(const HostCache& cache) {
@@ -153,6 +183,38 @@ TEST_CASE("The centre is the mean of the first 128 keys of the first append, and
   CHECK(first_token(all, 150) != first_token(later, 150));
 }
 
+TEST_CASE("Constants that equal the prompt's mean give the outputs of centre=prompt") {
+  const Tensors all = biased_tensors(20);
+  const std::vector<float> centre = mean_key(all, 128);
+  for (const char* policy : {"full:tiers=4", "h2o:tiers=16@4t+4@100%"}) {
+    INFO(policy);
+    HostCache of_prompt = cache_of(std::string(policy) + ":centre=prompt", 8),
+              of_file = cache_with(centre, policy);
+    // The first append attends to keys of different centres, so its outputs are equal to rounding.
+    CHECK(max_difference(append(of_prompt, all, 0, 150, true), append(of_file, all, 0, 150, true)) <
+          1e-4);
+    CHECK(append(of_prompt, all, 150, 20, true) == append(of_file, all, 150, 20, true));
+    for (std::uint32_t t = 170; t < kTokens; ++t)
+      CHECK(append(of_prompt, all, t, 1) == append(of_file, all, t, 1));
+    CHECK(of_prompt.live_bytes() == of_file.live_bytes());
+  }
+}
+
+TEST_CASE("Constants centre keys from the first decoded token on, and in every prefill") {
+  const Tensors all = biased_tensors(60);
+  HostCache exact = cache_of("full", 1), plain = cache_of("full:tiers=4", 1),
+            centred = cache_with(mean_key(all, 128), "full:tiers=4", {1});
+  double plain_error = 0, centred_error = 0;  // sums of the largest error of each token
+  for (std::uint32_t t = 0; t < 100; ++t) {
+    const auto expected = append(exact, all, t, 1);
+    plain_error += max_difference(append(plain, all, t, 1), expected);
+    centred_error += max_difference(append(centred, all, t, 1), expected);
+  }
+  INFO(plain_error << " " << centred_error);
+  CHECK(centred_error * 3 < plain_error);
+  CHECK(centred.live_bytes() == plain.live_bytes() + kDim * sizeof(float));
+}
+
 TEST_CASE("A copy of a cache has its centre") {
   const Tensors all = biased_tensors(20);
   for (const char* policy :
@@ -180,6 +242,32 @@ TEST_CASE("Without a prompt there is no centre") {
   CHECK(plain.live_bytes() == centred.live_bytes());
 }
 
+TEST_CASE("Draft tokens of a quantized cache stay in 16 bit, and leave no trace") {
+  const Tensors all = biased_tensors(20);
+  const RopeTable rope = rope_table();
+  const auto drafted = [&](HostCache& cache, std::uint32_t first) {
+    const std::vector<DraftPath> paths{{0}, {0, 1}, {0, 1, 2}};
+    std::vector<float> out(paths.size() * kDim);
+    cache.drop_drafts();
+    cache.attend_draft(append_of(all, first, 3, out.data()), paths, rope);
+    return out;
+  };
+  for (const char* policy : {"full:tiers=4", "full:tiers=kivi4", "full:tiers=4:centre=prompt",
+                             "h2o:tiers=16@4t+4@100%:centre=prompt", "window:tiers=8@50%+4@50%"}) {
+    INFO(policy);
+    HostCache exact = cache_of("full", 1), drafting = cache_of(policy, 40),
+              plain = cache_of(policy, 40);
+    CHECK(drafted(drafting, 0) == drafted(exact, 0));
+    CHECK(append(drafting, all, 0, 130, true) == append(plain, all, 0, 130, true));
+    for (std::uint32_t t = 130; t < 200; ++t) {
+      drafted(drafting, t);
+      CHECK(append(drafting, all, t, 1) == append(plain, all, t, 1));
+    }
+    CHECK(kept(drafting) == kept(plain));
+    CHECK(drafting.live_bytes() == plain.live_bytes());
+  }
+}
+
 TEST_CASE("The mean is summed in order in float32") {
   CentreChannel channel;
   for (const float key : {1e8f, 1.0f, -1e8f}) channel.add(key);
@@ -199,10 +287,17 @@ TEST_CASE("A centre is refused where softmax would not cancel it, or where it ha
                     "policy h2o: centre: keys are centred only in a tier plan; add tiers=4, or "
                     "leave centre out");
   CHECK_THROWS_WITH(parse_policy("full:tiers=4:centre=mean"),
-                    "centre: 'mean' should be none or prompt");
+                    "centre: 'mean' should be none, prompt or @FILE");
   CHECK(parse_policy("full:centre=none").text() == "full");
   CHECK(parse_policy("full:tiers=4:centre=prompt").text() == "full:tiers=4:centre=prompt");
   CHECK(parse_policy("h2o:centre=prompt:tiers=4").brief() == "h2o:tiers=4:centre=prompt");
+  CHECK(parse_policy("h2o:tiers=4:centre=@a/c=1.safetensors").brief() ==
+        "h2o:tiers=4:centre=@a/c=1.safetensors");
+  CHECK_THROWS_WITH(parse_policy("full:tiers=4:centre=@"),
+                    "centre: '@' should be none, prompt or @FILE");
+  CHECK_THROWS_WITH(parse_key_centre("@a:b"),
+                    "centre: '@a:b': the path cannot contain ':' or ','; rename the file or its "
+                    "folder");
   refused({.policy = parse_policy("full:tiers=kivi4:centre=prompt")},
           "policy full: tiers kivi4: centre: this format has a minimum for each channel already; "
           "use centre=none");
@@ -210,7 +305,7 @@ TEST_CASE("A centre is refused where softmax would not cancel it, or where it ha
            .budget = {.extent = tokens(32)},
            .positions = Positions::cache},
           "policy window: tiers 16:50%,16:50%: centre: cache positions change stored keys; "
-          "--positions original is expected");
+          "use --positions original");
   refused(
       {.policy = parse_policy("h2o:tiers=4:centre=prompt"),
        .budget = {.extent = tokens(32)},
@@ -225,6 +320,29 @@ TEST_CASE("A centre is refused where softmax would not cancel it, or where it ha
       cache_of("full:tiers=4:centre=prompt", 1, {.head_size = kDim, .group = 1, .sinks = {0.5f}}),
       "centre: the model has sink logits, so a centre would change attention; use "
       "centre=none");
+}
+
+TEST_CASE("A centre file of another model is refused, with its layer and the expected shape") {
+  CacheConfig config{.policy = parse_policy("full:tiers=4:centre=@c.safetensors")};
+  const auto refusal_of = [&](const CacheShape& model) {
+    return test::error_of<std::invalid_argument>([&] { resolve(config, kTokens, 0, model); });
+  };
+  CHECK(refusal_of({1, 1, kDim}) ==
+        "centre @c.safetensors: this command does not read centre files; use centre=prompt");
+  CentreConstants constants{.kv_heads = 2, .head_size = kDim};
+  for (const std::uint32_t layer : {0u, 3u}) constants.layers[layer].resize(2 * kDim);
+  config.policy.centre.constants = std::make_shared<CentreConstants>(constants);
+  CHECK(refusal_of({1, 1, kDim}) ==
+        "centre: c.safetensors: layer 0 of the model needs vectors of shape [1, 32], and the file "
+        "has [2, 32]; make one for this model: `kvlab plan --trace TRACE --centre-out FILE`");
+  CHECK(refusal_of({1, 2, 2 * kDim}).find("shape [2, 64], and the file has [2, 32]") !=
+        std::string::npos);
+  CHECK(refusal_of({2, 2, kDim})
+            .find("layer 1 of the model needs vectors of shape [2, 32], and "
+                  "the file has none") != std::string::npos);
+  // Layers are found by their numbers, and a layer with a window needs no centre.
+  resolve(config, kTokens, 0, {2, 2, kDim, {}, {0, 3}});
+  resolve(config, kTokens, 0, {4, 2, kDim, {0, 8, 8, 0}});
 }
 
 TEST_CASE("The centre's bytes count towards the budget") {

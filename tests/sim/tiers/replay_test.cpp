@@ -23,10 +23,10 @@ namespace {
 
 using test::TemporaryFolder;
 
-TraceReader random_trace(const TemporaryFolder& folder) {
+TraceReader random_trace(const TemporaryFolder& folder, std::uint32_t head_size = 32) {
   return write_random_trace(
       folder.path() / "trace",
-      {.query_heads = 4, .kv_heads = 2, .head_size = 32, .passages = {{"s", 3, 5}}});
+      {.query_heads = 4, .kv_heads = 2, .head_size = head_size, .passages = {{"s", 3, 5}}});
 }
 
 using MetricValues = std::map<std::tuple<std::int32_t, std::int32_t, std::string>, double>;
@@ -95,7 +95,8 @@ double naive_tier_plan_error(const TraceReader& trace, const std::vector<TierSlo
     std::vector<float> row(exact.begin(), exact.end());
     for (std::size_t r = 0; r <= tier; ++r)
       if (r == 0 || tier_plan[r].format != tier_plan[r - 1].format)
-        quantize_row(row, key ? *tier_plan[r].format.key : *tier_plan[r].format.value);
+        quantize_row(row, key ? *tier_plan[r].format.key : *tier_plan[r].format.value,
+                     key ? RowPart::key : RowPart::value);
     return brute::Vector(row.begin(), row.end());
   };
   return naive_error(trace, [&](const Rows& exact, const Rows& v) {
@@ -136,29 +137,8 @@ TEST_CASE("equal tiers are one tier, bit for bit") {
         }
 }
 
-TEST_CASE("attention over quantized values agrees with float64") {
-  const TemporaryFolder folder;
-  const TraceReader trace = random_trace(folder);
-  for (const char* tier_plan : {"16@50%+16@50%",
-                                "4",
-                                "fp8",
-                                "2",
-                                "k4v2",
-                                "16@5t+4@100%",
-                                "8@40%+4@30%+2@30%",
-                                "16@50%+fp8@50%",
-                                "3",
-                                "fp8_e4m3",
-                                "q8_0",
-                                "q5_1",
-                                "q5_0",
-                                "q4_1",
-                                "q4_0",
-                                "nvfp4",
-                                "16/4",
-                                "q8_0/q4_0",
-                                "8/nvfp4",
-                                "16@5t+q8_0/q5_1@50%+q4_0/2@50%"}) {
+void check_tier_plans(const TraceReader& trace, std::initializer_list<const char*> tier_plans) {
+  for (const char* tier_plan : tier_plans) {
     INFO(tier_plan);
     const CacheConfig config = config_of("window", tier_plan, 12);
     const ResolvedConfig resolved = resolve(config, trace.tokens());
@@ -168,14 +148,47 @@ TEST_CASE("attention over quantized values agrees with float64") {
   }
 }
 
+TEST_CASE("attention over quantized values agrees with float64") {
+  const TemporaryFolder folder;
+  check_tier_plans(random_trace(folder), {"16@50%+16@50%",
+                                          "4",
+                                          "fp8",
+                                          "2",
+                                          "k4v2",
+                                          "16@5t+4@100%",
+                                          "8@40%+4@30%+2@30%",
+                                          "16@50%+fp8@50%",
+                                          "3",
+                                          "fp8_e4m3",
+                                          "q8_0",
+                                          "q5_1",
+                                          "q5_0",
+                                          "q4_1",
+                                          "q4_0",
+                                          "nvfp4",
+                                          "16/4",
+                                          "q8_0/q4_0",
+                                          "8/nvfp4",
+                                          "16@5t+q8_0/q5_1@50%+q4_0/2@50%"});
+}
+
+TEST_CASE("formats that need heads of 64 channels agree with float64") {
+  const TemporaryFolder folder;
+  check_tier_plans(random_trace(folder, 64),
+                   {"int4_g64", "q5_0_rot", "q8_0_rot/q4_1_rot", "16@5t+q8_0_rot@50%+4@50%"});
+  const TemporaryFolder other;
+  CHECK_THROWS_WITH(metric_values(random_trace(other), config_of("window", "q8_0_rot", 12)),
+                    Catch::Matchers::ContainsSubstring("multiple of 64 channels, not 32"));
+}
+
 /// The error of KIVI with `bits` bits after a dense prompt.
 double naive_kivi_error(const TraceReader& trace, int bits) {
   const auto quantize = [&](std::vector<double*> group) {
-    double least = *group[0], most = least;
-    for (const double* x : group) least = std::min(least, *x), most = std::max(most, *x);
+    double lowest = *group[0], highest = lowest;
+    for (const double* x : group) lowest = std::min(lowest, *x), highest = std::max(highest, *x);
     const float levels = static_cast<float>((1 << bits) - 1),
-                mn = round_to(Dtype::f16, static_cast<float>(least)),
-                scale = round_to(Dtype::f16, static_cast<float>(most - least) / levels);
+                mn = round_to(Dtype::f16, static_cast<float>(lowest)),
+                scale = round_to(Dtype::f16, static_cast<float>(highest - lowest) / levels);
     for (double* x : group)
       *x = std::rint(std::clamp((static_cast<float>(*x) - mn) / scale, 0.0f, levels)) * scale + mn;
   };
@@ -411,7 +424,7 @@ TEST_CASE("a token's bytes are those of its tier's format") {
       INFO(policy << " " << tier_plan);
       ResolvedConfig config = resolve(config_of(policy, tier_plan, 11), trace.segments(), 0, {});
       LiveSet live = config.live_set(0, 0);
-      double held = 0, most = 0, count = 0;
+      double held = 0, peak = 0, count = 0;
       std::uint64_t floats = 0;
       for (const Append& append : config.appends) {
         live.evict_to_budget(append.first);
@@ -429,11 +442,11 @@ TEST_CASE("a token's bytes are those of its tier's format") {
         double own = 0;
         for (std::uint32_t age = 0; age < live.size(); ++age)
           own += live.format(age).block_bytes() / 128.0;
-        held += own, most = std::max(most, own), ++count;
+        held += own, peak = std::max(peak, own), ++count;
       }
       const LiveCounts counts = live_counts(config, 0, config.budget_tokens);
       CHECK(counts.held_mean == Approx(held / count));
-      CHECK(counts.held_peak == most);
+      CHECK(counts.held_peak == peak);
       CHECK(counts.bytes_peak == floats);
       CHECK(counts.evictions == live.evictions());
     }
@@ -468,7 +481,7 @@ TEST_CASE("options that tier plans do not support are refused") {
   refuse(config, "an even budget");
   refuse({.policy = parse_policy("full:tiers=16@50%+4@50%")}, "one format");
   refuse({.policy = parse_policy("full:tiers=8x1-4x2")},
-         "has 3 layers; 2 are expected, the model's layers without a window");
+         "has 3 layers, but the model has 2 layers without a window");
   config = config_of("h2o", "8x1-4x1", 16);
   config.budget = parse_budget("pyramid(16)");
   refuse(config, "one budget for all heads");

@@ -81,8 +81,15 @@ class Bases:
         common = ("--text", self.folder / "text", "--policy", "h2o", "--budget", "16", "--max-tokens", "60", "--prompt-tokens", "30")
         self._run("eval", "--model", self.windows, *common, "--out", self.folder / "eval")
         self._run("deploy", self.folder / "run", "--budget", "16", "--out", self.folder / "policy.json")
-        self._run("plan", "--trace", self.trace3, "--budget", "5bits", "--out", self.folder / "plan.json")
-        self._run("allocate", self.folder / "run", "--policy", "h2o", "--budget", "16", "--out", self.folder / "budgets.json")
+        for trace, formats in ((self.trace3, "kvlab"), (self.trace2, "transformers")):
+            self._run("plan", "--trace", trace, "--budget", "6bits", "--formats", formats, "--out", self.folder / f"{formats}.json")
+        self._run("plan", "--trace", self.trace2, "--centre-out", self.folder / "centre.safetensors")
+        self._run("plan", self.folder / "run", "--by", "head", "--policy", "h2o", "--budget", "16", "--out", self.folder / "budgets.json")
+        (self.folder / "link.json").write_text(json.dumps({
+            "bench": "link", "format": 1, "device": "a GPU", "read_bytes_per_second": 4.5e12, "copy_bytes_per_second": 55e9,
+            "launch_microseconds": 3.0, "fetches": [
+                {"row_bytes": size, "rows": rows, "microseconds": 3 + size * rows / 5e4} for size in (128, 512) for rows in (64, 4096)],
+        }))  # fmt: skip
 
     def _run(self, *words):
         done = subprocess.run([self.kvlab, *map(str, words)], capture_output=True, text=True)

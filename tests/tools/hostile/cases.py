@@ -18,7 +18,9 @@ class Case:
     writes_inputs: bool = False  # whether the command may change its inputs if it succeeds, as `trace seal` does
 
 
-FORMS = ["16", "fp8", "8", "4", "k4v2", "2", "kivi4", "kivi2", "5", "", "16:", "x"]
+FORMS = ["16", "fp8", "8", "4", "k4v2", "2", "kivi4", "kivi2", "3", "fp8_e4m3", "nvfp4", "q8_0", "q4_1", "int4_g64", "int2_g64", "16/int4_g64", "8/x", "/",
+         "5", "", "16:", "x"]  # fmt: skip
+ENGINES = ["vllm", "llama.cpp", "tensorrt-llm", "transformers", "x"]
 POLICIES = ["h2o", "lru", "window", "sink", "tova", "full", "random", "streaming_h2o", "h2o*lru", "snapkv", "x", "oracle", "ada(16)"]
 UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "%bytes", "%", "t", " KiB", "kib", ""]
 
@@ -205,15 +207,63 @@ def run_files(rng, bases):
     data = (bases.folder / "run" / name).read_bytes()
     (folder / name).write_bytes(m.json_text(rng, json.loads(data)) if name.endswith(".json") else m.raw(rng, data))
     return Case(m.pick(rng, ["report", "run", "--out", "out.html"], ["deploy", "run", "--budget", "16", "--out", "out.json"],
-                       ["compare", "run", str(bases.folder / "run")], ["allocate", "run", "--budget", "16", "--out", "out.json"]))  # fmt: skip
+                       ["compare", "run", str(bases.folder / "run")], ["plan", "run", "--by", "head", "--budget", "16", "--out", "out.json"]))  # fmt: skip
 
 
 def plan_file(rng, bases):
-    data = (bases.folder / "plan.json").read_bytes()
+    data = (bases.folder / m.pick(rng, "kvlab.json", "transformers.json")).read_bytes()
     Path("plan.json").write_bytes(m.json_text(rng, json.loads(data)) if rng.random() < 0.8 else m.raw(rng, data))
+    if rng.random() < 0.5:
+        return Case(["export", "plan.json", "--for", rng.choice(ENGINES)])
+    return Case(any_loop(rng, bases, "full", "100%", ["--tiers", m.pick(rng, "@plan.json", "@plan.json", "@plan.json", "@", "@none")]))
+
+
+def centre_file(rng, bases):
+    Path("c.safetensors").write_bytes(m.tensors(rng, (bases.folder / "centre.safetensors").read_bytes()))
+    centre = m.pick(rng, "@c.safetensors", "@c.safetensors", "@c.safetensors", "@.", "@none", m.text(rng, "@c.safetensors"))
+    policy, budget = m.pick(rng, ("full", "100%"), ("h2o", "16"))
+    more = ["--policy", policy, "--budget", budget, "--tiers", m.pick(rng, "4", "4", "16:4t,4:100%"), "--centre", centre]
+    if rng.random() < 0.6:
+        model, trace = m.pick(rng, (bases.tiny, bases.trace2), (bases.tiny, bases.trace2), (bases.windows, bases.trace3))
+        if rng.random() < 0.5:
+            return Case(["replay", "--trace", str(trace), *more, "--out", "out"])
+        return Case(["generate", "--model", str(model), "--prompt", PROMPT, "--max-new-tokens", "3", *more])
+    policy = json.loads((bases.folder / "policy.json").read_text()) | {"tiers": "4", "centre": centre}
+    Path("policy.json").write_text(json.dumps(policy))
+    return Case(["generate", "--model", str(bases.tiny), "--prompt", PROMPT, "--max-new-tokens", "3", "--policy-file", "policy.json"])
+
+
+def plan_request(rng, bases):
+    """A plan from a correct or a changed trace. Some are confirmed by an evaluation, and exported."""
+
+    def one(good, likely=0.8):
+        return good if rng.random() < likely else m.pick(rng, m.number(rng), m.text(rng, good))
+
+    model, captured = m.pick(rng, (bases.windows, bases.trace3), (bases.tiny, bases.trace2))
+    trace = captured
+    if rng.random() < 0.2:
+        trace = link(captured, "trace", ("manifest.json",))
+        (trace / "manifest.json").write_bytes(m.json_text(rng, json.loads((captured / "manifest.json").read_bytes())))
+    formats = m.pick(rng, "kvlab", "cuda", *ENGINES, ",".join(rng.choices(FORMS, k=rng.choice((1, 3, 300)))))
+    words = ["plan", "--trace", str(trace), "--budget", one(m.pick(rng, "5bits", "25%bytes", "16bits")), "--formats", one(formats), "--out", "plan.json"]
     if rng.random() < 0.3:
-        return Case(["export", "plan.json", "--for", m.pick(rng, "vllm", "llama.cpp", "tensorrt-llm", "transformers", "x")])
-    return Case(some_replay(rng, bases, bases.trace3, "full", "16", ["--tiers", m.pick(rng, "@plan.json", "@plan.json", "@", "@none")]))
+        words += ["--centre", one("prompt"), "--queries", one("all")]
+    if rng.random() < 0.2:
+        words += ["--centre-out", one("c.safetensors")]
+    if rng.random() < 0.6:
+        if rng.random() < 0.7:
+            Path("text").write_text(PROMPT * 3)
+        else:
+            Path("text").write_bytes(m.raw(rng, PROMPT.encode()))
+        words += ["--confirm", "--model", str(model), "--text", "text", "--max-tokens", one("64")]
+    return Case(words, ["export", "plan.json", "--for", rng.choice(ENGINES)])
+
+
+def link_file(rng, bases):
+    data = (bases.folder / "link.json").read_bytes()
+    Path("link.json").write_bytes(m.json_text(rng, json.loads(data)) if rng.random() < 0.8 else m.raw(rng, data))
+    return Case(["predict", "--link", "link.json", "--model", str(bases.windows), "--context", "600", "--selected", "64", "--fetch-rate", "5%",
+                 "--device-memory", "1GiB", *m.pick(rng, [], ["--json"])])  # fmt: skip
 
 
 def scores(rng, bases):
@@ -243,10 +293,11 @@ COMMANDS = {
     "verify": "model prompt policy budget max-new-tokens tiers",
     "allocate": "budget out metric",
     "export": "plan for json",
-    "plan": "trace budget formats centre queries metric confirm model text max-tokens out threads json",
+    "plan": "run by policy trace budget formats centre centre-out queries metric confirm model text max-tokens out threads json",
     "deploy": "budget out model metric",
     "compare": "metric out json",
     "bench": "threads json",
+    "predict": "link model batch context selected page fetch-rate buffer layer-us device-memory host-memory json",
     "x": "y",
 }
 
@@ -254,7 +305,9 @@ COMMANDS = {
 def command_lines(rng, bases):
     command = rng.choice(list(COMMANDS))
     good = {"model": str(bases.windows), "trace": str(bases.trace3), "text": str(bases.folder / "text"), "prompt": "hi there", "policy": "h2o",
-            "budget": "16", "max-new-tokens": "2", "prompt-tokens": "20", "max-tokens": "40", "out": "out", "samples": "1", "words": "20"}  # fmt: skip
+            "budget": "16", "max-new-tokens": "2", "prompt-tokens": "20", "max-tokens": "40", "out": "out", "samples": "1", "words": "20",
+            "link": str(bases.folder / "link.json"), "context": "600", "selected": "64", "fetch-rate": "5%", "device-memory": "1GiB",
+            "host-memory": "1GiB"}  # fmt: skip
     words = [m.text(rng, command) if rng.random() < 0.05 else command]
     if command == "task":
         words.append(m.pick(rng, "passkey", "needle", "recall", "x"))
@@ -272,7 +325,7 @@ def command_lines(rng, bases):
 
 
 KINDS = {tiers: 16, byte_budgets: 11, policies: 8, trace3: 14, seal: 8, policy_file: 12, budget_file: 7, model_config: 10, weights: 3,
-         tokenizer: 5, run_files: 5, plan_file: 3, scores: 3, texts: 2, command_lines: 9}  # fmt: skip
+         tokenizer: 5, run_files: 5, plan_file: 5, centre_file: 5, plan_request: 7, link_file: 3, scores: 3, texts: 2, command_lines: 9}  # fmt: skip
 
 
 def make(seed, number, bases):

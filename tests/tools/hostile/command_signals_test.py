@@ -13,6 +13,7 @@ folder remain, which the next command removes.
 """
 
 import argparse
+import json
 import os
 import pathlib
 import re
@@ -79,6 +80,12 @@ class Inputs:
         with open(self.long_json / "run.json", "w") as file:  # parsing is one step, which checks for no signal
             file.write('{"x":[' + "0.1234567890123456," * 13_000_000 + "1]}")
 
+        self.link = folder / "link.json"
+        self.link.write_text(json.dumps({
+            "bench": "link", "format": 1, "device": "a GPU", "read_bytes_per_second": 4.5e12, "copy_bytes_per_second": 55e9,
+            "launch_microseconds": 3, "fetches": [{"row_bytes": 512, "rows": 64, "microseconds": 8}],
+        }))  # fmt: skip
+
     def made(self, *words):
         done = subprocess.run([self.kvlab, *map(str, words)], capture_output=True, text=True)
         if done.returncode:
@@ -99,7 +106,8 @@ def commands(at):
         ("compare", (at.long_run, at.long_run, "--out", "out"), []),
         ("deploy", (at.long_run, "--budget", "16", "--out", "out"), []),
         ("deploy", (at.run, "--budget", "16", "--confirm", "2", *model, *text, "--out", "out"), []),
-        ("allocate", (at.long_run, "--budget", "16", "--policy", "h2o", "--out", "out"), []),
+        ("plan", (at.long_run, "--by", "head", "--budget", "16", "--policy", "h2o", "--out", "out"), []),
+        ("predict", (at.long_run, "--link", at.link, *model), []),
         ("plan", ("--trace", at.trace, "--budget", "4bits", "--threads", "1", "--out", "out"), []),
         ("generate", (*model, "--prompt", "It was", "--policy", "sink", "--budget", "64", "--max-new-tokens", "1000000", *long), []),
         ("generate", (*model, "--prompt-file", at.long_text, "--max-new-tokens", "2"), []),
@@ -125,14 +133,14 @@ class Checker:
         """The faults of one command, which runs in the current folder and gets the signal while it runs. If it ends
         before the signal, it runs again with an earlier signal."""
         delay = SOON if command == "trace" or self.at.long_json in words else DELAY
-        while (found := self.tried(command, words, may_be_left, name, delay)) == [OVER] and delay > SHORTEST:
+        while (found := self.try_signal(command, words, may_be_left, name, delay)) == [OVER] and delay > SHORTEST:
             delay /= 3
             shutil.rmtree("scratch")
             for left in os.listdir():
                 shutil.rmtree(left) if os.path.isdir(left) else os.remove(left)
         return found
 
-    def tried(self, command, words, may_be_left, name, delay):
+    def try_signal(self, command, words, may_be_left, name, delay):
         """The faults if the signal is sent `delay` seconds after the command has installed its handler."""
         os.mkdir("scratch")
         there = set(os.listdir())

@@ -43,7 +43,7 @@ def make() -> dict[str, list[list[str]]]:
     page = ["--out", "page"]
     return {
         "run": [["report", "run", *page], ["compare", "run", "run", *page], ["deploy", "run", "--budget", "32", *page],
-                ["allocate", "run", "--budget", "48", *page]],
+                ["plan", "run", "--by", "head", "--budget", "48", *page]],
         "eval": [["report", "eval", *page], ["compare", "eval", "eval", *page]],
         "task": [["report", "task", *page], ["compare", "task", "task", *page]],
         "fidelity": [["report", "fidelity", *page], ["deploy", "run", "--budget", "32", "--fidelity",

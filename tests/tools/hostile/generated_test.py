@@ -29,9 +29,10 @@ import cases
 from bases import Bases
 
 ADDRESS_SPACE = 6 << 30
-SECONDS = 240  # wall time until a run is killed; it is long because the machine may be busy
+SECONDS = 1800  # wall time until a run that waits is killed; it is long because the machine may be busy
 WORK = 20  # seconds of processor time; a longer run counts as a hang
 WORK_SWEPT = 0.01  # seconds more for each configuration of a sweep
+MAX_WORK = 150  # seconds of processor time until a run is killed
 LIBRARIES = re.compile(
     r"json\.exception|std::|nanobind|basic_string|vector::|terminate called|boost|regex_error|bad_alloc|bad_cast|\bstoi\b|\bstod\b"
     r"|filesystem error|Assertion|numpy|Traceback|what\(\)|map::at|_M_|pcre2?_|Segmentation|core dumped|logic_error|incompatible function"
@@ -53,6 +54,7 @@ def files_of(folder):
 def limited():
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_WORK, MAX_WORK))
 
 
 def run(words, env):
@@ -103,7 +105,7 @@ class Checker:
                     raise
                 break
             self.codes[code] += 1
-            found += self.of_run(step, code, out, err, work, peak, killed, size)
+            found += self.check_run(step, code, out, err, work, peak, killed, size)
             after, _ = files_of(".")
             changed = [name for name in before if after.get(name) != before[name]]
             if changed and (code != 0 or not writes):
@@ -130,7 +132,7 @@ class Checker:
         assert code == 0, err
         return peak
 
-    def of_run(self, words, code, out, err, work, peak, killed, size):
+    def check_run(self, words, code, out, err, work, peak, killed, size):
         found = []
         if killed or work > WORK + WORK_SWEPT * swept(words):
             found.append(("hang", f"{work:.1f} s of work"))
@@ -193,9 +195,8 @@ def main():
                 print(f"# {sum(counts.values())} runs, exit codes {dict(checker.codes)}", flush=True)
         if requested.python:
             script = pathlib.Path(__file__).with_name("python_cases.py")
-            done = subprocess.run(
-                [requested.python, script, str(requested.seed), str(requested.first), str(requested.runs), str(bases.trace3)], capture_output=True, text=True
-            )
+            words = [requested.seed, requested.first, requested.runs, bases.trace3, bases.windows, bases.folder / "text"]
+            done = subprocess.run([requested.python, script, *map(str, words)], capture_output=True, text=True)
             counts["python"] = requested.runs
             lines = done.stdout.splitlines()
             found = [f"python: {line}" for line in lines if not line.startswith("done")]

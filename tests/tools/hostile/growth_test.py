@@ -91,6 +91,7 @@ class Files:
         replay = ["replay", "--trace", "trace", "--policy", "h2o", "--budget", "16", "--out", "out"]
         policy = ["generate", "--model", str(bases.windows), "--prompt", PROMPT, "--policy-file", "here/policy.json"]
         budgets = ["replay", "--trace", str(bases.trace3), "--policy", "h2o", "--budget", "@here/budgets.json", "--out", "out"]
+        plan = ["replay", "--trace", str(bases.trace3), "--policy", "full", "--tiers", "@here/kvlab.json", "--out", "out"]
         self.all = [
             ("config.json", bases.windows, "model", generate),
             ("tokenizer.json", bases.windows, "model", generate),
@@ -100,6 +101,8 @@ class Files:
             ("shard-00000.safetensors", bases.trace3, "trace", replay),
             ("policy.json", root, "here", policy),
             ("budgets.json", root, "here", budgets),
+            ("kvlab.json", root, "here", plan),
+            ("transformers.json", root, "here", ["export", "here/transformers.json", "--for", "transformers"]),
             ("run.json", root / "run", "run", ["report", "run", "--out", "out.html"]),
             ("kept.json", root / "run", "run", ["report", "run", "--out", "out.html"]),
             ("eval.json", root / "eval", "eval", ["report", "eval", "--out", "out.html"]),

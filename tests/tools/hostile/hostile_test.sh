@@ -25,6 +25,30 @@ done
 for centre in model.safetensors /dev/zero prompt:4; do
   refused "centre" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers 4 --centre "$centre" --out other
 done
+# Invalid centre files: missing, a folder, endless, empty, of another kind, of another model, with NaN, and too large.
+centred() { "$kvlab" replay --trace story --policy full --tiers 4 --centre "@$1" --out other; }
+"$kvlab" plan --trace story --centre-out centre >/dev/null
+centred centre >/dev/null 2>&1 || fail "the centre file of a trace is refused"
+rm -r other
+refused "none: cannot open" centred none
+for place in . /dev/zero; do refused "is not a regular file" centred $place; done
+: >empty
+refused "empty: is 0 bytes long" centred empty
+refused "is not of a centre file" centred story/shard-00000.safetensors
+refused "cannot contain ':' or ','" centred a:b
+sed 's/\[2,64\]/[9,64]/' centre >shape
+refused "but F32 [9, 64] takes 2304" centred shape
+sed 's/layers.3/layers.7/' centre >layer
+refused "layer: layer 3 of the model needs vectors of shape [2, 64], and the file has none" centred layer
+{ head -c -4 centre; printf '\377\377\377\177'; } >nan
+refused "layers.3.centre has nan at [1, 63]; finite numbers are expected" centred nan
+cp centre large
+truncate -s 100G large
+refused "large: is larger than 64 MiB" centred large
+refused "exists and is not a centre file" "$kvlab" plan --trace story --centre-out story/tokens.safetensors
+refused "--centre-out: centre is also the input of --centre" "$kvlab" plan --trace story --budget 4bits --out plan.json \
+  --centre @centre --centre-out centre
+refused "--formats: --centre-out alone makes no plan" "$kvlab" plan --trace story --formats 8 --centre-out centre
 refused "no plan of --tiers quantizes keys" "$kvlab" replay --trace story --policy h2o --budget 32 --centre prompt --out other
 refused "use --prefill dense or chunk:128" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers 4 \
   --centre prompt --prefill stream --out other
@@ -36,6 +60,16 @@ refused "tiers must be in order of decreasing precision" "$kvlab" tune --model t
 refused "is less than one token" "$kvlab" replay --trace story --policy h2o --budget 79B --tiers 4 --out other
 refused "too few for one token on its first tier" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers 16:1%,4:99% --out other
 [ ! -e other ] && [ ! -e other.json ] || fail "a command with a refused tier plan left files"
+# Scripts refuse such a plan, too.
+if command -v python3 >/dev/null; then
+  board() { python3 "$source/tools/experiments/leaderboard.py" --kvlab "$kvlab" --model tiny --quick --out other "$@"; }
+  refused "is not a file of \`kvlab plan\`" board --tiers @nowhere
+  for text in '' '{' '[]' '{"plan": []}' '{"plan": {"tiers": 5}}' "$(head -c 100000 /dev/zero | tr '\0' '[')" "$(printf '\377')"; do
+    printf %s "$text" >plan.json
+    refused "is not a file of \`kvlab plan\`" board --tiers 16 @plan.json
+  done
+fi
+[ ! -e other ] || fail "a script with a refused plan left files"
 
 # Outputs have the path of an input.
 cp run/run.json whole.json
@@ -80,12 +114,12 @@ for json in '{' '{}' '{"model":{"type":"WordPiece"}}' '{"model":{"type":"BPE","v
 done
 # A tokenizer.json that is far too long is refused by its length, without reading it.
 truncate -s 100G broken/tokenizer.json
-refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$kvlab" generate --model broken --prompt hi
-refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$kvlab" capture --model broken --prompt hi --out trace
+refused "broken/tokenizer.json: is 107374182400 bytes long, but at most" timeout 60 "$kvlab" generate --model broken --prompt hi
+refused "broken/tokenizer.json: is 107374182400 bytes long, but at most" timeout 60 "$kvlab" capture --model broken --prompt hi --out trace
 # A model that has SentencePiece's tokenizer.model, but no tokenizer.json.
 rm broken/tokenizer.json
 : >broken/tokenizer.model
-refused 'broken: has "tokenizer.model", but no tokenizer.json' "$kvlab" generate --model broken --prompt hi
+refused 'broken: has "tokenizer.model", but kvlab needs tokenizer.json' "$kvlab" generate --model broken --prompt hi
 
 # A complete tokenizer.json of another model, with fewer tokens, and with ids that this model lacks.
 echo '{"pre_tokenizer":{"type":"ByteLevel"},"decoder":{"type":"ByteLevel"},"model":{"type":"BPE","vocab":{"a":0,"t":1},"merges":[]}}' >few.json

@@ -43,7 +43,7 @@ kvlab replay --trace hour/trace --policy "window, h2o" --budget "64, 128" --show
 kvlab replay --trace hour/trace --policy full --budget 64 --out full >full.out
 ! grep -q recall full.out || fail "replay --policy full prints empty tables"
 has "loses nothing" full.out
-has "bounds recall and misses only" spaces.out
+has "is a bound for recall and misses only" spaces.out
 refused "--budget 128" kvlab generate --model $tiny --policy h2o --prompt x
 refused "Hugging Face hub" kvlab generate --model Qwen/Qwen2-0.5B --prompt x
 refused "make it first" kvlab replay --trace hour/trace --policy window --budget 64 --out nowhere/x
@@ -81,7 +81,7 @@ has "h2o  " same.out
 ! grep -q "No policy has the same" same.out || fail "compare does not find the policies that two runs share"
 refused "of one kind" kvlab compare $run hour/eval
 refused "two or more" kvlab compare $run
-refused "is not in all of the runs" kvlab compare $run spaces --metric nonsense
+refused "not every run has" kvlab compare $run spaces --metric nonsense
 for shell in bash zsh fish; do
   kvlab manual $shell >completion
   for word in replay request-threshold compare; do has "$word" completion; done
@@ -113,7 +113,7 @@ refused "model: requires --confirm" kvlab deploy $run --budget 64 --model $tiny 
 refused "words: --task none evaluates no task" kvlab tune --model $tiny --text tools/demo/prompt.txt --budget 64 --task none --words 7 --out no.json
 refused "threads: is for" kvlab trace info hour/trace --threads 2
 refused "budget: the full cache has no budget" kvlab generate --model $tiny --prompt x --policy full --budget 64
-refused "prefill: the full cache does not use it" kvlab eval --model $tiny --text nine.txt --prefill stream
+refused "prefill: it has no effect on the full cache" kvlab eval --model $tiny --text nine.txt --prefill stream
 refused "window: --stream scores" kvlab eval --model $tiny --text nine.txt --stream --window 32
 refused "prefill: --policy-file already sets it" kvlab eval --model $tiny --text nine.txt --policy-file hour/policy.json --prefill stream
 kvlab replay --trace hour/trace --layers "0, 1" --policy "window, sink" --budget "32, 64" --out listed >listed.out

@@ -16,7 +16,7 @@ from kvlab._kvlab import version as __version__
 from kvlab._formats import quantize
 from kvlab._policy import Policy, PolicyInfo, Seen, Step, Token, policies, policy, policy_source
 from kvlab._rows import Rows
-from kvlab._run import Difference, Kept, Metric, Run, difference, load_run, metrics, replay
+from kvlab._run import Difference, Kept, LruPoint, Metric, Run, difference, load_run, metrics, replay
 from kvlab._trace import Trace
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ __all__ = [
     "Difference",
     "Kept",
     "KvlabPress",
+    "LruPoint",
     "Metric",
     "Policy",
     "PolicyInfo",

@@ -26,11 +26,11 @@ def accesses_of(
     queries: Literal["decode", "all"],
 ) -> numpy.typing.NDArray[Any]:
     """Computes what `Trace.accesses()` returns. That method documents the arguments."""
-    most = 2**31 - 1
+    max_value = 2**31 - 1
     _arguments.one_of("queries", queries, "decode", "all")
-    top_k = None if top_k is None else _arguments.whole("top_k", top_k, 1, most)
-    layer = None if layer is None else _arguments.whole("layer", layer, 0, most)
-    head = None if head is None else _arguments.whole("head", head, 0, most)
+    top_k = None if top_k is None else _arguments.whole("top_k", top_k, 1, max_value)
+    layer = None if layer is None else _arguments.whole("layer", layer, 0, max_value)
+    head = None if head is None else _arguments.whole("head", head, 0, max_value)
     out = None if out is None else _arguments.path("out", out)
     request_threshold = _arguments.real("request_threshold", request_threshold, 0, 1)
     asking = [

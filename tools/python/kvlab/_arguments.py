@@ -1,4 +1,5 @@
-"""Checks arguments: each function returns the converted value or raises ValueError with what is expected."""
+"""Checks arguments. Each function returns the converted value, or raises ValueError that says what the argument should
+be."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _MAX_SHOWN = 60  # characters of a value in a message
 
 
 def shown(value: Any) -> str:
-    """The value on one line, for a message. Works for any value."""
+    """The value as one line of a message. Works for any value."""
     try:
         text = ascii(value)
     except Exception:  # an integer of thousands of digits, or an object whose own repr fails
@@ -22,9 +23,9 @@ def shown(value: Any) -> str:
     return brief(" ".join(text.split()))
 
 
-def brief(text: str, most: int = _MAX_SHOWN) -> str:
-    """A text for a message, cut after `most` characters."""
-    return text if len(text) <= most else text[:most] + "..."
+def brief(text: str, max_length: int = _MAX_SHOWN) -> str:
+    """A text for a message, cut after `max_length` characters."""
+    return text if len(text) <= max_length else text[:max_length] + "..."
 
 
 def refuse(name: str, value: Any, right: str) -> ValueError:
@@ -33,7 +34,7 @@ def refuse(name: str, value: Any, right: str) -> ValueError:
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
     """An integer of Python or numpy. Refuses bool, which is usually a mistake."""
-    right = f"a whole number from {low} to {high}" if high < 2**63 - 1 else f"a whole number from {low} on"
+    right = f"a whole number from {low} to {high}" if high < 2**63 - 1 else f"a whole number of at least {low}"
     if isinstance(value, (bool, numpy.bool_)):
         raise refuse(name, value, right)
     try:
@@ -66,11 +67,11 @@ def flag(name: str, value: Any) -> bool:
 def text(name: str, value: Any) -> str:
     """A str that can be encoded in UTF-8. Refuses lone surrogates."""
     if not isinstance(value, str):
-        raise refuse(name, value, "a text")
+        raise refuse(name, value, "a string")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise refuse(name, value, "a text that can be encoded in UTF-8") from None
+        raise refuse(name, value, "a string that can be encoded in UTF-8") from None
     return value
 
 
@@ -80,12 +81,12 @@ def path(name: str, value: Any) -> str:
         raise refuse(name, value, "a path")
     found = os.fspath(value)
     if not isinstance(found, str) or "\0" in found:
-        raise refuse(name, value, "a path without a NUL")
+        raise refuse(name, value, "a path without a NUL character")
     return text(name, found)
 
 
 def paths(name: str, value: Any) -> list[str]:
-    """One path or several, as a list."""
+    """Returns one path or several paths as a list."""
     if isinstance(value, (str, os.PathLike)):
         return [path(name, value)]
     return [path(name, one) for one in items(name, value, "a path, or a list of paths")]
@@ -108,14 +109,14 @@ def items(name: str, value: Any, right: str) -> list[Any]:
 
 
 def texts(name: str, value: Any) -> list[str]:
-    """One text or several, as a list."""
+    """Returns one text or several texts as a list."""
     if isinstance(value, str):
         return [text(name, value)]
-    return [text(name, one) for one in items(name, value, "a text, or a list of texts")]
+    return [text(name, one) for one in items(name, value, "a string, or a list of strings")]
 
 
 def amount(name: str, value: Any) -> str:
-    """A budget as text, as the command line takes it. A whole number is a number of tokens."""
+    """A budget as text in the form of the command line. A whole number is a number of tokens."""
     if isinstance(value, str):
         return text(name, value)
     if isinstance(value, (float, numpy.floating)):
@@ -124,14 +125,14 @@ def amount(name: str, value: Any) -> str:
 
 
 def amounts(name: str, value: Any) -> list[str]:
-    """One budget or several, as a list of texts."""
+    """Returns one budget or several budgets as a list of texts."""
     one = isinstance(value, str) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0
-    several = [value] if one else items(name, value, "a budget, or a list of them")
+    several = [value] if one else items(name, value, "a budget, or a list of budgets")
     return [amount(name, budget) for budget in several]
 
 
 def words(name: str, value: Any) -> list[str]:
-    """Texts, paths or numbers, one or several, as a list of words of the command line."""
+    """Returns one or several texts, paths or numbers as a list of words of the command line."""
     one = isinstance(value, (str, os.PathLike)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0
     return [_word(name, part) for part in ([value] if one else items(name, value, "a list"))]
 
@@ -140,14 +141,14 @@ def _word(name: str, value: Any) -> str:
     if isinstance(value, (str, os.PathLike)):
         return path(name, value)
     if isinstance(value, (bool, numpy.bool_, bytes)):
-        raise refuse(name, value, "a text, a number or a path")
+        raise refuse(name, value, "a string, a number or a path")
     try:
         return str(operator.index(value))
     except (TypeError, ValueError):
         pass
     if isinstance(value, (float, numpy.floating)):
         return repr(real(name, value))
-    raise refuse(name, value, "a text, a number or a path")
+    raise refuse(name, value, "a string, a number or a path")
 
 
 def numbers(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,17 +36,13 @@ def write_arrays(
     arithmetic = (settings.inv_freq(head_size), settings.factors(), settings.scale(head_size))
     rows = settings.rows(layers)
     if len(rows) != layers:
-        raise ValueError(f"config: rows has {len(rows)} entries; one for each of {layers} layers is expected")
+        raise ValueError(
+            f"config: rows has {len(rows)} entries, but there are {layers} layers; give one entry for "
+            "each layer"
+        )
     sizes = {"layers": layers, "query_heads": query_heads, "kv_heads": k.shape[1], "head_size": head_size}
-    header = {
-        "model": _arguments.text("config: name", settings.get("name", "arrays")),
-        "config": sizes | {"dtype": _dtype(q), "rope": {"rope_type": "default"}},
-        "rounding": "none" if _dtype(q) == "float32" else "model_dtype",
-        "weights_xxh3": "",
-        "tokenizer_xxh3": "",
-        "capture": {"engine": "arrays", "version": _kvlab.version, "device": "cpu", "options": {}},
-        "spans": [],
-    }
+    name = _arguments.text("config: name", settings.get("name", "arrays"))
+    header = _header(name, sizes | {"dtype": _dtype(q)}, "arrays")
     starts = range(0, tokens, _kvlab.shard_tokens)
     ends = sorted({*kinds, *starts[1:]} - {0} | {tokens})
     checked = sorted({min(start + row, tokens - 1) for start in starts for row in _kvlab.check_grid()})
@@ -69,8 +66,88 @@ def write_arrays(
         writer.close()
 
 
+def write_selections(
+    folder: str,
+    selected: Any,
+    head_size: Any,
+    prompt_tokens: Any,
+    segments: Any,
+    queries: str,
+    ids: Any,
+    name: Any,
+    layer_numbers: Any,
+) -> None:
+    """Writes the trace of Trace.from_selections()."""
+    layers = selected_layers(selected)
+    kv_heads, rows = layers[0].shape[:2]
+    _arguments.whole("selected: number of KV heads", kv_heads, 1, _MAX_SIZE)
+    head_size = _arguments.whole("head_size", head_size, 1, _MAX_SIZE)
+    if prompt_tokens is not None:
+        prompt_tokens = _arguments.whole("prompt_tokens", prompt_tokens, 1, _MAX_TOKENS)
+        decoded = rows if queries == "decode" else rows - prompt_tokens
+        segments = [(prompt_tokens, "prompt")] + [(decoded, "decode")] * (decoded > 0)
+    listed = _listed(segments)
+    tokens = sum(count for count, _ in listed)
+    fed = _ids(_ids_of(layers, tokens) if ids is None else ids, tokens)
+    sizes = {"layers": len(layers), "query_heads": kv_heads, "kv_heads": kv_heads, "head_size": head_size}
+    header = _header(_arguments.text("name", name), sizes | {"dtype": "bfloat16"}, "selections")
+    numbers = _Config({} if layer_numbers is None else {"layer_numbers": layer_numbers}).numbers(len(layers))
+    _kvlab.write_selections(folder, json.dumps(header), numbers, fed, listed, queries, layers)
+
+
+def _ids_of(layers: list[numpy.typing.NDArray[numpy.int32]], tokens: int) -> numpy.typing.NDArray[numpy.int64]:
+    """Random token ids that depend on the selections, so that different traces do not count as one text."""
+    seed = 0
+    for layer in layers:
+        seed = zlib.crc32(layer.tobytes(), seed)
+    return numpy.random.default_rng(seed).integers(0, 2**31 - 1, tokens)
+
+
+def selected_layers(selected: Any) -> list[numpy.typing.NDArray[numpy.int32]]:
+    """The array [layers, kv_heads, queries, K] as int32, by layer."""
+    shape = "whole numbers, [kv_heads, queries, K] for each layer"
+    if hasattr(selected, "detach"):
+        selected = selected.detach().cpu().numpy()
+    layers = []
+    for given in _arguments.items("selected", selected, shape):
+        try:
+            layer = numpy.asarray(given.detach().cpu().numpy() if hasattr(given, "detach") else given)
+        except (TypeError, ValueError, OverflowError):
+            raise _arguments.refuse("selected", given, shape) from None
+        if layer.ndim != 3 or layer.dtype.kind not in "iu":
+            found = f"layer {len(layers)} has dtype {layer.dtype} and {layer.ndim} dimensions"
+            raise ValueError(f"selected: {found}; {shape} are expected")
+        if layer.size and not (-(2**31) <= layer.min() and layer.max() < 2**31):
+            raise ValueError(f"selected: layer {len(layers)} has a number outside int32; token positions are expected")
+        layers.append(numpy.ascontiguousarray(layer, numpy.int32))
+    if not layers:
+        raise ValueError(f"selected: has no layers; {shape} are expected")
+    return layers
+
+
+def _header(name: str, config: dict[str, Any], engine: str) -> dict[str, Any]:
+    """The manifest's keys that describe a trace whose model is known only by its shape."""
+    return {
+        "model": name,
+        "config": config | {"rope": {"rope_type": "default"}},
+        "rounding": "none" if config["dtype"] == "float32" else "model_dtype",
+        "weights_xxh3": "",
+        "tokenizer_xxh3": "",
+        "capture": {"engine": engine, "version": _kvlab.version, "device": "cpu", "options": {}},
+        "spans": [],
+    }
+
+
+def _listed(segments: Any) -> list[tuple[int, bool]]:
+    """Tokens of each segment, and whether it is a prompt."""
+    listed = _arguments.items("segments", segments if segments is not None else [], "a list of (tokens, kind)")
+    tokens = sum(one[0] for one in listed if isinstance(one, (list, tuple)) and one and isinstance(one[0], int))
+    kinds = _kinds(segments, min(max(tokens, 0), _MAX_TOKENS))
+    return [(end - start, kinds[start]) for start, end in zip(kinds, [*list(kinds)[1:], tokens])]
+
+
 def _kinds(segments: Any, tokens: int) -> dict[int, bool]:
-    """First token of each segment -> whether the segment is a prompt."""
+    """Returns a dict from the first token of each segment to whether the segment is a prompt."""
     if segments is None or not (listed := _arguments.items("segments", segments, "a list of (tokens, kind)")):
         raise ValueError("prompt_tokens and segments are missing; give one of them")
     kinds, begin = {}, 0
@@ -81,11 +158,14 @@ def _kinds(segments: Any, tokens: int) -> dict[int, bool]:
         count, kind = _arguments.whole("segments", pair[0], 0, tokens), pair[1]
         if kind not in ("prompt", "decode") or count < 1 or (begin == 0 and kind == "decode"):
             what = f"segments: {(count, kind)} at token {begin}"
-            raise ValueError(f"{what}; (tokens, 'prompt' or 'decode') is expected, and the first must be a prompt")
+            raise ValueError(f"{what} is not valid; give (tokens, 'prompt') or (tokens, 'decode'), a prompt first")
         kinds[begin] = kind == "prompt"
         begin += count
     if begin != tokens:
-        raise ValueError(f"segments: they add up to {begin} tokens; {tokens} are expected")
+        raise ValueError(
+            f"segments: have {begin} tokens in all, but the arrays have {tokens}; list the segments of "
+            "all tokens"
+        )
     return kinds
 
 
@@ -109,17 +189,17 @@ def writer_of(
 
 
 def _outputs(arrays: Mapping[str, Any], layer: int, arithmetic: Any, row: dict[str, Any], checked: list[int]) -> Any:
-    """[checked, query_heads, head_size]: attention outputs of the queries at positions `checked`."""
+    """Computes the attention outputs [checked, query_heads, head_size] of the queries at positions `checked`."""
     parts = {name: _floats(array[layer]) for name, array in arrays.items()}
     for name, values in parts.items():
         if not (finite := numpy.isfinite(values)).all():
-            raise ValueError(f"{name}: layer {layer} holds {values[~finite][0]}; finite numbers are expected")
+            raise ValueError(f"{name}: layer {layer} contains {values[~finite][0]}; all numbers must be finite")
     dtype = _dtype(arrays["q"])
     return _kvlab.attention_outputs(parts["q"], parts["k"], parts["v"], *arithmetic, dtype, checked, row)
 
 
 class _Config:
-    """The `config` argument of from_arrays, checked."""
+    """Holds the `config` argument of from_arrays after its checks."""
 
     _KNOWN = (
         "rope_theta", "inv_freq", "rope_factor", "softmax_scale", "name", "rows", "layer_numbers", "rope_scaling",
@@ -167,7 +247,7 @@ class _Config:
         if tables.dtype.kind not in "iuf":
             raise _arguments.refuse("config: inv_freq", given, right)
         if tables.ndim != 2 or tables.size == 0:
-            raise _arguments.refuse("config: inv_freq", given, right + ", not empty; a frequency of 0 does not rotate")
+            raise _arguments.refuse("config: inv_freq", given, right + ", and not empty; to rotate nothing, give [0.0]")
         return [[float(x) for x in table] for table in tables]
 
     def factors(self) -> list[float]:
@@ -181,7 +261,7 @@ class _Config:
         return 1 / math.sqrt(head_size) if given is None else _arguments.real("config: softmax_scale", given)
 
     def rows(self, layers: int) -> list[dict[str, Any]]:
-        """A dict for each layer, with Python numbers, as the extension takes them."""
+        """A dict with Python numbers for each layer, in the form that the extension takes."""
         given = self.get("rows")
         rows = [{}] * layers if given is None else _arguments.items("config: rows", given, "a list of mappings")
         return [_row(f"config: rows[{i}]", row) for i, row in enumerate(rows)]
@@ -214,9 +294,9 @@ def _row(name: str, row: Any) -> dict[str, Any]:
 def _check_sizes(**sizes: int) -> None:
     """Refuses sizes out of range before anything of those sizes is allocated."""
     for name, size in sizes.items():
-        most = _MAX_TOKENS if name == "tokens" else _MAX_SIZE
-        if not 1 <= size <= most:
-            raise ValueError(f"q, k, v: {name}: {size} should be between 1 and {most}")
+        max_value = _MAX_TOKENS if name == "tokens" else _MAX_SIZE
+        if not 1 <= size <= max_value:
+            raise ValueError(f"q, k, v: {name}: {size} should be between 1 and {max_value}")
 
 
 def _exported(array: Any, name: str) -> Any:
@@ -226,17 +306,20 @@ def _exported(array: Any, name: str) -> Any:
             array = numpy.asarray(array)
         except ValueError:
             shape = "[layers, heads, tokens, head_size]"
-            raise ValueError(f"{name}: its lists have different lengths; {shape} is expected") from None
+            raise ValueError(f"{name}: its lists have different lengths; give an array of shape {shape}") from None
     if hasattr(array, "detach"):
         array = array.detach().cpu()
     elif not isinstance(array, numpy.ndarray):
         if not hasattr(array, "__dlpack__"):
-            raise ValueError(f"{name}: has type {type(array).__name__}; an array of numpy or DLPack is expected")
+            raise ValueError(
+                f"{name}: has type {type(array).__name__}; give a numpy array, or an array that supports "
+                "DLPack"
+            )
         array = numpy.asarray(array) if hasattr(array, "__array__") else numpy.from_dlpack(array)
     if _dtype(array) not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"{name}: has dtype {_dtype(array)}; convert it to float32, float16 or bfloat16")
     if array.ndim != 4:
-        raise ValueError(f"{name}: has {array.ndim} dimensions; [layers, heads, tokens, head_size] is expected")
+        raise ValueError(f"{name}: has {array.ndim} dimensions; its shape must be [layers, heads, tokens, head_size]")
     return array
 
 
@@ -253,7 +336,7 @@ def _check_alike(name: str, array: Any, other: str, like: Any, heads_differ: boo
         return [_dtype(one), one.shape[0], *one.shape[1 + heads_differ :]]
 
     if alike(array) != alike(like):
-        same = f"one dtype, and the same layers, {'' if heads_differ else 'heads, '}tokens and head size are expected"
+        same = f"dtype, layers, {'' if heads_differ else 'heads, '}tokens and head size must be equal"
         raise ValueError(f"{name}: {list(array.shape)} does not match {other} {list(like.shape)}; {same}")
 
 
@@ -263,9 +346,9 @@ def _ids(ids: Any, tokens: int) -> list[int]:
     except (TypeError, ValueError):
         raise _arguments.refuse("ids", ids, "a list of whole numbers") from None
     if not numpy.issubdtype(array.dtype, numpy.integer):
-        raise ValueError(f"ids: has dtype {array.dtype}; whole numbers are expected")
+        raise ValueError(f"ids: has dtype {array.dtype}; give whole numbers")
     if len(array) and (array.min() < 0 or array.max() > 0x7FFFFFFF):
-        raise ValueError("ids: an id is negative or above 2**31 - 1")
+        raise ValueError("ids: an id is negative or above 2**31 - 1; give the ids of the model's vocabulary")
     if len(array) != tokens:
-        raise ValueError(f"ids: has {len(array)} ids for {tokens} tokens; one id for each token is expected")
+        raise ValueError(f"ids: has {len(array)} ids for {tokens} tokens; give one id for each token")
     return [int(i) for i in array]

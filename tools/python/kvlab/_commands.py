@@ -161,8 +161,8 @@ def _words(dashed: str, name: str, kind: str, value: Any) -> list[str]:
 
 
 def _joined(dashed: str, parts: Sequence[str]) -> list[str]:
-    """An option with its values joined by commas, or nothing if there is no value. A value that begins with a dash
-    becomes OPTION=VALUE, so that it is not read as an option."""
+    """Returns an option with its values joined by commas, or nothing if there is no value. A value that begins with a
+    dash becomes OPTION=VALUE, so that it is not read as an option."""
     value = ",".join(parts)
     if not parts:
         return []

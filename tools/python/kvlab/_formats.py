@@ -16,8 +16,9 @@ def quantize(rows: Any, format: str) -> numpy.typing.NDArray[numpy.float32]:
     >>> error = kvlab.quantize(keys, "q4_0") - keys
 
     `rows`: floats [..., head_size], converted to float32; keys after RoPE. `format`: a format of one row, such as "4" or
-    "q8_0" (docs/guides/precision-tiers.md lists them); each row is quantized by itself. Returns float32 of the same
-    shape.
+    "q8_0" (docs/guides/precision-tiers.md lists them); each row is quantized by itself. Formats of
+    llama.cpp with "_rot" rotate rows as keys, over the largest power of two that divides head_size; llama.cpp rotates
+    values over blocks of 64 channels. Returns float32 of the same shape.
 
     Raises ValueError if the format is not known, if head_size is not a multiple of 32, or if a number is NaN or too large
     for the format's scale.
@@ -27,7 +28,7 @@ def quantize(rows: Any, format: str) -> numpy.typing.NDArray[numpy.float32]:
     except (TypeError, ValueError):
         raise _arguments.refuse("rows", rows, "an array of floats [..., head_size]") from None
     if array.ndim == 0 or array.shape[-1] == 0:
-        raise ValueError(f"rows: has shape {list(array.shape)}; [..., head_size] is expected")
+        raise ValueError(f"rows: has shape {list(array.shape)}; its shape must be [..., head_size]")
     flat = numpy.ascontiguousarray(array.reshape(-1, array.shape[-1]))
     quantized: numpy.typing.NDArray[numpy.float32] = _kvlab.quantize(flat, _arguments.text("format", format))
     return quantized.reshape(array.shape)

@@ -119,8 +119,8 @@ def library() -> Any:
     path = pathlib.Path(os.environ.get("KVLAB_KERNELS") or pathlib.Path(__file__).with_name("libkvlab_kernels.so"))
     if not path.exists():
         raise RuntimeError(
-            f"{path}: there is no kernel library; install a wheel of make_wheel.sh --cuda, run "
-            "KVLAB_CUDA=1 pip install . in the checkout, or name a library in KVLAB_KERNELS"
+            f"{path}: there is no kernel library; install a wheel that `make_wheel.sh --cuda` made, run `KVLAB_CUDA=1 "
+            "pip install .` in the checkout, or set KVLAB_KERNELS to the path of a library"
         )
     try:
         loaded = ctypes.CDLL(str(path))
@@ -128,9 +128,12 @@ def library() -> Any:
             function = getattr(loaded, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise RuntimeError(f"{path}: is not the kernel library of this version: {error}") from None
+        raise RuntimeError(f"{path}: cannot be loaded as the kernel library of this version: {error}") from None
     if loaded.kvlab_version() != VERSION:
-        raise RuntimeError(f"{path}: version {loaded.kvlab_version()} of the kernel library; {VERSION} is expected")
+        raise RuntimeError(
+            f"{path}: is version {loaded.kvlab_version()} of the kernel library; this package needs "
+            f"{VERSION}"
+        )
     return loaded
 
 
@@ -141,7 +144,7 @@ def done(error: int) -> None:
 
 
 def policy(name: str) -> Any:
-    """The library's handle of a policy. Raises ValueError if the library does not contain it."""
+    """Returns the library's handle of a policy. Raises ValueError if the library does not contain the policy."""
     handle = library().kvlab_find_policy(name.encode())
     if not handle:
         known = ", ".join(policies())
@@ -150,11 +153,11 @@ def policy(name: str) -> Any:
 
 
 def params(handle: Any, values: list[float]) -> Any:
-    """The policy's parameters of one sequence, in the layout that the kernels read."""
+    """Returns the policy's parameters for one sequence, in the layout that the kernels read."""
     to = ctypes.create_string_buffer(library().kvlab_policy_params_bytes(handle))
     given = (ctypes.c_double * len(values))(*values)
     if library().kvlab_policy_params(handle, given, len(values), to):
-        right = f"{len(to) // 8} numbers within their ranges are expected"
+        right = f"it takes {len(to) // 8} numbers, each within its range"
         raise ValueError(f"{values} are not valid parameters of the policy; {right}")
     return to
 

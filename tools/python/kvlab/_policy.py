@@ -39,7 +39,8 @@ class PolicyInfo:
     features: list[str]
     """The token features that the policy reads."""
     order: str
-    """Either "nested" (a larger budget keeps every token that a smaller one keeps) or "feedback" (it may not)."""
+    """Either "nested" (a larger budget keeps every token that a smaller one keeps) or "feedback" (it may keep other
+    tokens)."""
     sinks: str
     """Default protection of the first positions, in tokens or as a share of the budget."""
     recent: str
@@ -62,7 +63,7 @@ class PolicyInfo:
 
 
 class Seen(NamedTuple):
-    """What each live token received from the queries of the last append.
+    """The attention that each live token received from the queries of the last append.
 
     Every array has shape [live], oldest token first. An array is None if the policy's `needs` does not request it. With
     `needs="nothing"` the function gets None in place of this object.
@@ -73,7 +74,8 @@ class Seen(NamedTuple):
     requests: numpy.typing.NDArray[numpy.uint32]
     """[live]: number of queries that requested the token."""
     last_request: numpy.typing.NDArray[numpy.uint32]
-    """[live]: position of the last query that requested the token. Valid only where `requests` > 0."""
+    """[live]: position of the last query that requested the token. Valid only for tokens whose `requests` is above
+    0."""
     queries: numpy.typing.NDArray[numpy.uint32]
     """[live]: number of queries that could see the token."""
     mass_by_head: Any = None
@@ -110,19 +112,19 @@ class Token:
 
     @property
     def ids(self) -> numpy.typing.NDArray[numpy.int32]:
-        """[live]: token ids. Known in replays only."""
+        """[live]: token ids. They are known in replays only."""
         if (ids := self.rows.ids) is None:
             raise LookupError("token.ids is available in replays only")
         return ids[self.position]
 
     @property
     def keys(self) -> numpy.typing.NDArray[numpy.float32]:
-        """[live, head_size]: keys before RoPE. Outside of replays only those of a prompt are known."""
+        """[live, head_size]: keys before RoPE. Outside of replays only the keys of a prompt are known."""
         return self._shown(self.rows.k)
 
     @property
     def values(self) -> numpy.typing.NDArray[numpy.float32]:
-        """[live, head_size]: values. Outside of replays only those of a prompt are known."""
+        """[live, head_size]: values. Outside of replays only the values of a prompt are known."""
         return self._shown(self.rows.v)
 
     def _shown(self, x: numpy.typing.NDArray[numpy.float32]) -> numpy.typing.NDArray[numpy.float32]:
@@ -136,7 +138,7 @@ class Token:
             return self._features[name]
         except KeyError:
             there = ", ".join(["position", *self._features])
-            raise AttributeError(f"token has no feature {name}; there are {there}") from None
+            raise AttributeError(f"token has no feature {name}; it has {there}") from None
 
     def __len__(self) -> int:
         return len(self.position)
@@ -148,17 +150,17 @@ class Step(NamedTuple):
     now: int
     """Position of the next token."""
     budget: int
-    """Tokens that a decoded query may see, itself included."""
+    """Number of tokens that a decoded query may see, its own token included."""
     live: int
     """Number of live tokens."""
     queries: int
-    """Tokens of the last append. 0 if the policy observes nothing."""
+    """Number of tokens in the last append. 0 if the policy observes nothing."""
     seed: int
     """The configuration's random seed."""
     sequence: int
     """Number of the sequence."""
     layer: int
-    """The model's number of the layer."""
+    """Number of the layer in the model."""
     kv_head: int
     """Number of the KV head in its layer."""
 
@@ -201,7 +203,8 @@ class Policy:
         return PolicyInfo._from_json(self.held.json)
 
     def __call__(self, state: Any, seen: Any, token: Token, step: Step) -> Any:
-        """Calls the Python function, for trying it out. Raises TypeError if the policy is a compiled header."""
+        """Calls the Python function, so that you can try it out. Raises TypeError if the policy is a compiled
+        header."""
         if self.function is None:
             raise TypeError(f"policy {self.name} comes from a C++ header, so it cannot be called as a function")
         return self.function(state, seen, token, step)
@@ -298,8 +301,8 @@ def policy(
         if not inspect.isfunction(function):
             raise _arguments.refuse("policy", function, "a function (state, seen, token, step)")
         own = _OwnFunction(function, name or function.__name__, tuple(features), dtype)
-        if not own.name.isidentifier() or len(own.name) > _MOST_NAME:
-            right = f"at most {_MOST_NAME} letters, digits and underscores, and should not begin with a digit"
+        if not own.name.isidentifier() or len(own.name) > _MAX_NAME:
+            right = f"at most {_MAX_NAME} letters, digits and underscores, and should not begin with a digit"
             raise ValueError(f"{own.place}: policy {_arguments.shown(own.name)} should be {right}")
         if _kvlab.is_taken(own.name):
             raise ValueError(f"{own.where}: {own.name} is already a policy of kvlab; give another name: name=…")
@@ -326,7 +329,7 @@ def policy(
     return make
 
 
-_MOST_NAME = 100  # characters of a policy's name
+_MAX_NAME = 100  # characters of a policy's name
 _MAX_STATE = 4096  # bytes of state for each token
 
 
@@ -349,12 +352,13 @@ def _state(state: Any) -> numpy.dtype[Any] | None:
     if dtype.hasobject:
         raise _arguments.refuse("state", state, right)
     if not 1 <= dtype.itemsize <= _MAX_STATE:
-        raise ValueError(f"state: {dtype.itemsize} bytes for each token; 1 to {_MAX_STATE} are expected")
+        raise ValueError(f"state: takes {dtype.itemsize} bytes for each token; it must take 1 to {_MAX_STATE}")
     return dtype
 
 
 class _OwnFunction:
-    """The extension's callback: converts its arrays to the function's arguments, and checks the ranks."""
+    """The function that the extension calls. It converts arrays to the arguments of the user's function, and checks the
+    ranks."""
 
     def __init__(
         self, function: Function, name: str, features: tuple[str, ...], dtype: numpy.dtype[Any] | None
@@ -373,7 +377,7 @@ class _OwnFunction:
         self.dtype = dtype
 
     def looking(self) -> _OwnFunction:
-        """A copy for one call, which records the rows that the extension shows."""
+        """Returns a copy for one call. The copy records the rows that the extension shows."""
         own = copy.copy(self)
         own.sight = Sight()
         return own
@@ -419,7 +423,7 @@ class _OwnFunction:
     def _ranks(self, answer: Any, token: Token, step: Step) -> Ranks:
         """Checks the answer and converts it to uint64 or float64 [live], as the extension expects."""
         count = len(token)
-        expected = f"one rank for each of {count} live tokens is expected ({self._cache(step)})"
+        expected = f"it must return an array of one rank for each of {count} live tokens ({self._cache(step)})"
         if not isinstance(answer, numpy.ndarray):
             raise ValueError(f"{self.where}: returned a {type(answer).__name__}; {expected}")
         if answer.shape != (count,):
@@ -432,7 +436,8 @@ class _OwnFunction:
             return numpy.ascontiguousarray(answer, numpy.uint64)
         if answer.dtype.kind != "f" or answer.dtype.itemsize > 8:
             raise ValueError(
-                f"{self.where}: returned an array of {answer.dtype}; numbers of at most 64 bits are expected"
+                f"{self.where}: returned an array of {answer.dtype}; ranks must be integers or floats of at most 64 "
+                "bits"
             )
         bad = numpy.isnan(answer)
         if bad.any():
@@ -450,7 +455,7 @@ def resolve(requested: Iterable[str | Policy]) -> tuple[list[str], list[_kvlab.P
     """The policies as texts, and the unregistered ones among them for the extension."""
     texts: list[str] = []
     own: dict[str, Policy] = {}
-    for one in _arguments.items("policies", requested, "a policy, or a list of them"):
+    for one in _arguments.items("policies", requested, "a policy, or a list of policies"):
         if not isinstance(one, (str, Policy)):
             raise ValueError(
                 f"policies: an entry has type {type(one).__name__}; give a text such as 'h2o:recent=25%' or a Policy"
@@ -460,5 +465,5 @@ def resolve(requested: Iterable[str | Policy]) -> tuple[list[str], list[_kvlab.P
         if found is None:
             continue
         if own.setdefault(found.name, found) is not found:
-            raise ValueError(f"policies: two are called {found.name}; give one of them another name")
+            raise ValueError(f"policies: two policies are called {found.name}; give one of them another name")
     return texts, [one.for_one_call() for one in own.values()]

@@ -21,7 +21,8 @@ _MAX_HELD = 256  # layers held at once, over all sequences
 
 
 class Rows:
-    """Queries, keys and values of one layer: of all tokens in a replay, elsewhere of the prompt's tokens.
+    """Queries, keys and values of one layer. A replay has those of all tokens; elsewhere only those of the prompt are
+    known.
 
     `q` [query_heads, tokens, head_size], `k` and `v` [kv_heads, tokens, head_size], float32, before RoPE. `inv_freq`
     [rotated / 2], `rope_factor` and `softmax_scale` describe the layer's attention. In a replay `ids` [tokens] are the
@@ -37,13 +38,14 @@ class Rows:
         self.memo: dict[Any, Any] = {}
 
     def turns(self, first: int, count: int) -> tuple[Floats, Floats]:
-        """cos and sin [count, rotated / 2] of the positions from `first` on, times `rope_factor`."""
+        """Returns cos and sin [count, rotated / 2] of `count` positions, the first of which is `first`, times
+        `rope_factor`."""
         angles = numpy.outer(numpy.arange(first, first + count), self.inv_freq.astype(float))
         cos, sin = self.rope_factor * numpy.cos(angles), self.rope_factor * numpy.sin(angles)
         return cos.astype(numpy.float32), sin.astype(numpy.float32)
 
     def turned(self, x: Floats) -> Floats:
-        """`x` [heads, tokens, head_size], which is q or k, after RoPE at positions from 0 on."""
+        """Returns `x` [heads, tokens, head_size], which is q or k, after RoPE at the positions 0, 1, 2, ..."""
         cos, sin = self.turns(0, x.shape[1])
         n, y = len(self.inv_freq), x.copy()
         y[..., :n] = x[..., :n] * cos - x[..., n : 2 * n] * sin

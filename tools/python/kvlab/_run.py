@@ -19,7 +19,7 @@ from kvlab._old_names import renamed
 from kvlab._policy import Policy, resolve
 from kvlab._progress import Progress, shown
 from kvlab._trace import MAX_THREADS, Trace
-from kvlab._words import LISTS, in_python, python_words
+from kvlab._words import LISTS, python_terms, python_words
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -49,6 +49,19 @@ class Metric(NamedTuple):
     """Whether the metric can rank policies. False for bookkeeping, such as bytes."""
 
 
+class LruPoint(NamedTuple):
+    """How much the policy `lru` fetches with one size of the device buffer, in a replay with refetch."""
+
+    trace: str
+    """Name of the trace."""
+    budget: int
+    """Size of the buffer, in tokens of a KV head."""
+    fetch_rate: float
+    """Fetched share of the selected tokens."""
+    fetch_bytes: float
+    """Bytes fetched for each query, over all replayed KV heads."""
+
+
 def metrics() -> dict[str, Metric]:
     """Describes every metric, by name. `passage_recall` stands for `passage_recall:NAME` of each passage."""
     return {entry[0]: Metric(*entry) for entry in _kvlab.metrics()}
@@ -75,7 +88,8 @@ class Difference(NamedTuple):
 
 
 def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
-    """Compares two configurations by their paired difference `a - b`, as the commands' recommendations do.
+    """Compares two configurations by their paired difference `a - b`, in the same way as the recommendations of the
+    commands.
 
     >>> kvlab.difference([[0.11, 0.12], [0.10, 0.09]], [[0.13, 0.13], [0.12, 0.10]]).significantly_different
 
@@ -83,14 +97,14 @@ def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
     block of the text. Every text has weight 1. The interval needs two texts, or one text of at least 8 blocks
     (docs/reference/recommendations.md). Raises ValueError if `a` and `b` differ in their texts or blocks.
     """
-    right = "a list, of a number or a list of numbers for each text"
+    right = "a list with one entry for each text: a number, or a list of numbers"
     sides = (("a", _arguments.items("a", a, right)), ("b", _arguments.items("b", b, right)))
     values = [[_metric_values(name, text) for text in side] for name, side in sides]
     return Difference(*_kvlab.difference(values))
 
 
 def _metric_values(name: str, text: Any) -> list[float]:
-    """One text's values, one for each block. A single number is one block."""
+    """The values of one text, one for each block. A single number stands for one block."""
     try:
         values = numpy.atleast_1d(numpy.asarray(text, dtype=float))
     except (TypeError, ValueError, OverflowError):
@@ -160,7 +174,7 @@ class Run:
         pyarrow.parquet.write_table(self.arrow(), os.fspath(path))
 
     def csv(self) -> str:
-        """Results as the text of results.csv."""
+        """Returns the results as text, in the format of results.csv."""
         return self._held.csv()
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -169,6 +183,16 @@ class Run:
         Raises RuntimeError if the folder cannot be made.
         """
         self._held.save(_arguments.path("directory", directory))
+
+    @property
+    def refetch(self) -> str | None:
+        """The selector of a replay with refetch, as requested; None without refetch."""
+        return self._held.refetch or None
+
+    @property
+    def lru_curve(self) -> list[LruPoint]:
+        """How much `lru` fetches with each size of the device buffer, for each trace. Empty without refetch."""
+        return [LruPoint(*point) for point in self._held.lru_curve]
 
     @property
     def sweep(self) -> list[dict[str, str]]:
@@ -181,16 +205,19 @@ class Run:
 
         >>> [one["policy"] for one in run.ranking(128)["standings"]]
 
-        Keys: `standings`, the eligible configurations from the best mean to the worst, then those that are over budget;
-        and `recommendation`, which `recommendation()` returns.
+        The result has two keys. `standings`: the eligible configurations from the best mean to the worst, then those
+        that are over budget. `recommendation`: what `recommendation()` returns.
 
         `budget`: written as in `replay()`. `metric`: by default the best predictor that the run has
         (docs/reference/metrics.md). Raises ValueError if the run has no such budget, or the metric cannot rank.
 
-        For one more release there is also an entry under the old name `verdict`, with the keys of older versions.
+        For one more release there is also an entry under the old name `verdict`, with the keys of older versions, and each
+        of `standings` has a copy of `from_lowest` under the old name `behind`.
         """
         budget, metric = _arguments.amount("budget", budget), _arguments.text("metric", metric)
         ranking: dict[str, Any] = json.loads(self._held.ranking(budget, metric))
+        for one in ranking["standings"]:
+            one["behind"] = one["from_lowest"]  # old name
         made = ranking["recommendation"]
         ranking["verdict"] = {  # old name
             "text": made["text"],
@@ -216,7 +243,8 @@ class Run:
 
     @property
     def notices(self) -> list[str]:
-        """Configurations that the replay left out or does not rank, and the warnings of every recommendation."""
+        """Says which configurations the replay left out or does not rank, and repeats the warnings of every
+        recommendation."""
         lines = list(self._held.notices)
         for budget in self._held.budgets:
             try:
@@ -292,7 +320,10 @@ class Run:
             there = ", ".join(sorted({f"{entry['policy']} at {entry['budget']}" for entry in self.sweep}))
             raise ValueError(f"kept: the run has no {requested}; it has {_arguments.brief(there, 1000)}")
         if len(found) > 1:
-            raise ValueError(f"kept: the run has {len(found)} configurations of {requested}; give more settings")
+            raise ValueError(
+                f"kept: {len(found)} configurations of the run match {requested}; give settings that "
+                "only one of them has"
+            )
         return found[0]
 
     def _sequence(self, trace: str | None) -> int:
@@ -309,7 +340,10 @@ class Run:
             self._traces = [Trace(path, verify=False) for _, path, _ in self._held.traces]
         trace = self._traces[sequence]
         if trace.hash != expected:
-            raise ValueError(f"{path}: is not the run's trace {name} (hash {trace.hash}, not {expected})")
+            raise ValueError(
+                f"{path}: is not the trace {name} that the run replayed (its hash is {trace.hash}, not "
+                f"{expected})"
+            )
         return trace._held
 
     def plot(self, metric: str, *, ax: matplotlib.axes.Axes | None = None) -> matplotlib.axes.Axes:
@@ -384,7 +418,7 @@ def _output_of(model: Model) -> _kvlab.OutputProjections | None:
     if isinstance(model, (str, os.PathLike)):
         return _kvlab.OutputProjections.read(_arguments.path("model", model))
     if not hasattr(model, "config"):
-        raise ValueError(f"model: has type {type(model).__name__}; a folder or a transformers model is expected")
+        raise ValueError(f"model: has type {type(model).__name__}; give a folder or a transformers model")
     from kvlab.hf.layers import output_projections
     from kvlab.hf.models import base_of
 
@@ -404,6 +438,7 @@ def replay(
     request_threshold: float = 0.01,
     output_error: Literal["sample", "all"] = "sample",
     layers: Iterable[int] = (),
+    refetch: str | None = None,
     references: bool = True,
     model: Model = None,
     plain: bool = False,
@@ -430,6 +465,10 @@ def replay(
 
     `request_threshold`: a query requests a token whose attention is at least this share of the query's largest.
 
+    `refetch`: evicted tokens return when a query selects them: "top:64" (the 64 most probable tokens), "page:16:64"
+    (64 tokens in pages of 16, after Quest) or "logged" (those that the trace lists). The run has the metrics `fetch_rate` and `fetch_bytes`
+    (docs/guides/refetch.md).
+
     `references`: also replay the full cache and the oracles. `plain`: use the plain replay, which is slow, easy to
     read, and keeps the same tokens.
 
@@ -444,7 +483,8 @@ def replay(
     leaves out.
     """
     one_trace = isinstance(trace, (Trace, str, os.PathLike))
-    several: list[Any] = [trace] if one_trace else _arguments.items("trace", trace, "a trace, a path, or a list of them")
+    several: list[Any] = [trace] if one_trace else _arguments.items("trace", trace, "a trace, a path, or a list of "
+        "these")
     traces = [one if isinstance(one, Trace) else Trace(one, threads=threads) for one in several]
     if not traces:
         raise ValueError("trace: give at least one")
@@ -464,13 +504,14 @@ def replay(
         "plain": _arguments.flag("plain", plain),
         "device": device,
         "layers": _layers(layers),
+        "refetch": None if refetch is None else _arguments.text("refetch", refetch),
         "threads": None if threads is None else _arguments.whole("threads", threads, 1, MAX_THREADS),
         "output": _output_of(model),
     }
     with shown(progress, "replay") as words["progress"], python_words(LISTS):
         held = _kvlab.replay([one._held for one in traces], own, words)
     for line in held.notices:
-        warnings.warn(in_python(line, LISTS), stacklevel=3)
+        warnings.warn(python_terms(line, LISTS), stacklevel=3)
     return Run(held, traces, own, words["output"])
 
 

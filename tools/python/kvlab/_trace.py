@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy
@@ -13,7 +13,7 @@ import numpy.typing
 
 from kvlab import _arguments, _kvlab
 from kvlab._accesses import accesses_of
-from kvlab._arrays import write_arrays
+from kvlab._arrays import selected_layers, write_arrays, write_selections
 from kvlab._old_names import renamed
 
 Floats = numpy.typing.NDArray[numpy.float32]
@@ -76,12 +76,57 @@ class Trace:
 
         Raises ValueError if arrays do not fit together or are not finite.
         """
+        return cls._written(out, lambda path: write_arrays(path, q, k, v, ids, config, prompt_tokens, segments))
+
+    @classmethod
+    def from_selections(
+        cls,
+        selected: Any,
+        *,
+        head_size: int,
+        prompt_tokens: int | None = None,
+        segments: Sequence[tuple[int, str]] | None = None,
+        queries: Literal["decode", "all"] = "decode",
+        ids: Any = None,
+        name: str = "selections",
+        layer_numbers: Sequence[int] | None = None,
+        out: str | os.PathLike[str] | None = None,
+    ) -> Trace:
+        """Makes a trace that has only selections: the tokens that an engine with sparse attention selected.
+
+        >>> trace = kvlab.Trace.from_selections(selected, head_size=128, prompt_tokens=4096)
+        >>> run = kvlab.replay(trace, ["lru", "sieve"], [4096, 8192], refetch="logged")
+
+        `selected` [layers, kv_heads, queries, K]: positions of the selected tokens in the text, in any order, from 0 up
+        to the position of the query; -1 fills unused entries. Whole numbers, from numpy or PyTorch. Only layers that
+        select, which must attend to all tokens. An engine with one latent cache for all heads (MLA) has one KV head.
+
+        `head_size`: elements of a key. A value has as many; `fetch_bytes` counts both in 16 bit.
+
+        `queries`: the queries that selected: those of decoded tokens, or all. `prompt_tokens` and `segments`: as in
+        from_arrays. `ids` [tokens]: token ids, by default random numbers that depend on `selected`, because traces with
+        the same ids count as one text. `name`: the model's name. `layer_numbers`: the model's numbers of the layers, 0, 1, 2, ... by default. `out`: as in
+        from_arrays.
+
+        Raises ValueError if the arrays do not fit together, or a row lists a token twice or after its query.
+        """
+        _arguments.one_of("queries", queries, "decode", "all")
+        return cls._written(
+            out,
+            lambda path: write_selections(
+                path, selected, head_size, prompt_tokens, segments, queries, ids, name, layer_numbers
+            ),
+        )
+
+    @classmethod
+    def _written(cls, out: str | os.PathLike[str] | None, write: Callable[[str], None]) -> Trace:
+        """Opens the trace that `write` writes to `out`, or else to a temporary folder."""
         folder = None
         if out is None:
             folder = tempfile.TemporaryDirectory(prefix="kvlab-")
             out = os.path.join(folder.name, "trace")
         out = _arguments.path("out", out)
-        write_arrays(out, q, k, v, ids, config, prompt_tokens, segments)
+        write(out)
         trace = cls(out)
         trace._folder = folder
         return trace
@@ -103,7 +148,7 @@ class Trace:
         return self._held.feature(_arguments.text("name", name), _index("layer", layer), _index("kv_head", kv_head))
 
     def add_feature(self, name: str, values: Any) -> None:
-        """Stores a token feature in the trace's folder, for policies that read it.
+        """Stores a token feature in the trace's folder, so that policies can read the feature.
 
         >>> trace.add_feature("my_score", scores)   # then: kvlab.replay(trace, "feature:name=my_score", 128)
 
@@ -121,10 +166,32 @@ class Trace:
             raise ValueError(f"{self.path}: feature {_arguments.brief(name)}: {error}") from None
         self._held = _kvlab.Trace.open(self.path, False, None)
 
+    def selected(self, layer: int, kv_head: int) -> numpy.typing.NDArray[numpy.int32]:
+        """Copies the selections of a KV head: int32 [queries, K], each row ascending and filled with -1.
+
+        Raises ValueError if the trace has no selections, or no such head.
+        """
+        return self._held.selected(_index("layer", layer), _index("kv_head", kv_head))
+
+    def add_selections(self, selected: Any, *, queries: Literal["decode", "all"] = "decode") -> None:
+        """Stores in the trace's folder which tokens an engine selected, for replays with `refetch="logged"`.
+
+        >>> trace.add_selections(selected)
+
+        `selected` [layers without a sliding window, kv_heads, queries, K], and `queries`: as in from_selections.
+        Replaces selections that the trace has. Raises ValueError if they do not fit.
+        """
+        _arguments.one_of("queries", queries, "decode", "all")
+        try:
+            _kvlab.add_selections(self._held, queries, selected_layers(selected))
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+        self._held = _kvlab.Trace.open(self.path, False, None)
+
     def attention(self, layer: int, head: int, first: int = 0, count: int | None = None) -> Floats:
         """Computes a query head's attention probabilities in the full cache: float32 [count, tokens].
 
-        Row i belongs to the query at position `first + i`. Without `count`, the rows go up to the last query. Raises
+        Row i belongs to the query at position `first + i`. If `count` is None, the rows reach to the last query. Raises
         ValueError if the trace has no such queries.
         """
         count = None if count is None else _arguments.whole("count", count, 1, MAX_TOKENS)
@@ -146,9 +213,10 @@ class Trace:
 
         >>> requests = trace.accesses("requests.bin", layer=1, head=1)
 
-        A query requests an earlier token if a query head of the KV head gives it at least `request_threshold` times
-        the query's largest attention; or, with `top_k`, if it is among the `top_k` most probable tokens of a head, the
-        query's own token included. Then the query's own token is written, which is that token's first access.
+        A query requests an earlier token if a query head of the KV head gives the token at least `request_threshold`
+        times the query's largest attention. With `top_k`, a query requests the `top_k` most probable tokens of each
+        query head instead, of which one may be its own token. After these requests the query's own token is written as
+        that token's first access.
 
         `out`: also write the records to this file. `layer`, `head` (a KV head): by default all, as if one shared cache
         held the tokens of all KV heads. With `queries="decode"`, tokens of the prompt are written but request nothing.
@@ -277,7 +345,7 @@ class Trace:
 def _reopened(path: str, expected: str) -> Trace:
     trace = Trace(path, verify=False)
     if trace.hash != expected:
-        raise ValueError(f"{path}: is another trace than the one that was pickled (hash {trace.hash}, not {expected})")
+        raise ValueError(f"{path}: is not the trace that was pickled (its hash is {trace.hash}, not {expected})")
     return trace
 
 

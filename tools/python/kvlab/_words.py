@@ -16,7 +16,7 @@ LISTS = {"policy": "policies", "budget": "budgets"}
 """Option -> keyword, for the options whose keyword has another name because it takes a list."""
 
 
-def in_python(message: str, names: Mapping[str, str] = {}) -> str:
+def python_terms(message: str, names: Mapping[str, str] = {}) -> str:
     """The message with `budget` for --budget and `budget="128,20%"` for --budget 128,20%. `names`: option -> keyword,
     where they differ."""
 
@@ -39,7 +39,7 @@ def python_words(names: Mapping[str, str] = {}) -> Iterator[None]:
     except (ValueError, RuntimeError) as error:
         if type(error) not in (ValueError, RuntimeError) or len(error.args) != 1:
             raise
-        message = in_python(str(error), names)
+        message = python_terms(str(error), names)
         if message == str(error):
             raise
         raise type(error)(message) from None

@@ -53,11 +53,11 @@ class KvCache:
         Raises ValueError for an unsupported dtype, policy or number of layers, and RuntimeError for errors of CUDA.
         """
         if dtype not in _NAMES:
-            raise ValueError(f"kvlab.ops.KvCache: the dtype is {dtype}; one of {', '.join(TYPES)} is expected")
+            raise ValueError(f"kvlab.ops.KvCache: dtype {dtype} is not supported; use {', '.join(TYPES)}")
         self.device, self.dtype, self._shape = torch.device(device), dtype, (query_heads, head_size)
         rules, tiers = (numpy.repeat(plan[name][:, None], sequences, 1) for name in ("rules", "tiers"))
         if len(rules) != len(layers):
-            raise ValueError(f"kvlab.ops.KvCache: {len(layers)} layers are given; the plan has {len(rules)}")
+            raise ValueError(f"kvlab.ops.KvCache: {len(layers)} layers are given, but the plan has {len(rules)}")
         self._sequences, self._given = sequences, (query_heads + 2 * rules.shape[2], head_size)
         known = _kvlab.built_in_features()
         features = numpy.array([known.index(name) for name in plan["features"]], numpy.int32)
@@ -149,7 +149,7 @@ class KvCache:
         `decodes`: which sequences decode a token in this step, by default all.
         """
         if decodes is not None and len(decodes) != self._sequences:
-            right = f"one for each of {self._sequences} sequences is expected"
+            right = f"give one for each of the {self._sequences} sequences"
             raise ValueError(f"kvlab.ops.KvCache: decodes has {len(decodes)} entries; {right}")
         chosen = None if decodes is None else bytes(decodes)
         self._done(lambda stream: library().kvlab_kv_cache_begin_step(self.handle, chosen, stream))
@@ -169,11 +169,11 @@ class KvCache:
         expected = (rows, *self._given)
         if qkv.dtype is not self.dtype or tuple(qkv.shape) != expected:
             given = f"{qkv.dtype} {list(qkv.shape)}"
-            raise ValueError(f"kvlab.ops.KvCache: qkv is {given}, and {self.dtype} {list(expected)} is expected")
+            raise ValueError(f"kvlab.ops.KvCache: qkv is {given}; it must be {self.dtype} {list(expected)}")
         return qkv.new_empty(rows, *self._shape)
 
     def info(self, sequence: int = 0) -> Any:
-        """`tokens`, `evictions`, `kv_bytes` and `allocated` (bytes) of a sequence, from counts on the host."""
+        """Returns `tokens`, `evictions`, `kv_bytes` and `allocated` (bytes) of a sequence, from counts on the host."""
         info = _library.SequenceInfo()
         done(library().kvlab_kv_cache_sequence_info(self.handle, sequence, info))
         return info
@@ -196,7 +196,7 @@ def _check(name: str, qkv: torch.Tensor, out: torch.Tensor) -> int:
         if tensor.dtype is not qkv.dtype or tensor.device != qkv.device or not tensor.is_contiguous():
             gaps = "" if tensor.is_contiguous() else ", not contiguous"
             what = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}{gaps}"
-            expected = f"{qkv.dtype} on {qkv.device}, contiguous, is expected"
+            expected = f"it must be contiguous, {qkv.dtype}, on {qkv.device}"
             raise ValueError(f"kvlab::{name}: {word} is {what}; {expected}")
     if qkv.get_device() != torch.cuda.current_device():
         what = f"the tensors are on {qkv.device}, which is not the current device"

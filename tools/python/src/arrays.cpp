@@ -32,8 +32,7 @@ ModelShape shape_of(const Heads& q, const Heads& k, const Heads& v, const std::s
     for (const std::size_t axis : {std::size_t{0}, std::size_t{1}, std::size_t{2}})
       if (one->shape(axis) == 0 || one->shape(axis) > kMaxTraceTokens)
         throw std::invalid_argument(
-            fmt::format("q, k, v: an axis has {} elements; 1 to {} are "
-                        "expected",
+            fmt::format("q, k, v: an axis has {} elements; it should have 1 to {}",
                         one->shape(axis), kMaxTraceTokens));
   const auto known = dtype_from_torch(dtype);
   if (!known) throw std::invalid_argument(fmt::format("dtype '{}' is not known", dtype));
@@ -121,7 +120,7 @@ FloatArray quantize(const FloatRows& rows, const std::string& format) {
   check_quantized_heads(static_cast<std::uint32_t>(std::min<std::size_t>(size, UINT32_MAX)));
   std::vector<float> quantized(rows.data(), rows.data() + count * size);
   for (std::size_t i = 0; i < count; ++i)
-    quantize_row(std::span(quantized).subspan(i * size, size), *known);
+    quantize_row(std::span(quantized).subspan(i * size, size), *known, RowPart::key);
   return array_of(std::move(quantized), {count, size});
 }
 

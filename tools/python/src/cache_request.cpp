@@ -86,8 +86,8 @@ std::vector<std::uint32_t> budget_range(const CacheRequest& requested) {
       if (const std::uint32_t budget = config.budget_of(layer, head); budget != kNoBudget)
         all.push_back(budget);
   if (all.empty()) return {};
-  const auto [least, most] = std::ranges::minmax(all);
-  return {least, most};
+  const auto [min_value, max_value] = std::ranges::minmax(all);
+  return {min_value, max_value};
 }
 
 using Plan = nb::typed<nb::dict, nb::str, nb::any>;
@@ -149,7 +149,7 @@ void bind_cache_request(nb::module_& module) {
                                   seed,
                                   threshold,
                                   length,
-                                  {layers, kv_heads, head_size},
+                                  {layers, kv_heads, head_size, {}, layer_numbers},
                                   std::move(layer_numbers)};
           },
           nb::arg("policy"), nb::arg("own"), nb::arg("budget"), nb::arg("prefill"),

@@ -98,7 +98,8 @@ class Caches {
       for (const HostCache& head : layer.heads())
         if (const std::string why = head.live().crop_obstacle(tokens); !why.empty())
           throw std::invalid_argument(
-              fmt::format("crop to {} of {} tokens: {}; copy the cache before those tokens instead",
+              fmt::format("the cache cannot be cropped to {} of its {} tokens: {}; copy the cache "
+                          "before you feed tokens that you may remove",
                           tokens, tokens_.front(), why));
     for (LayerCache& layer : layers_)
       for (HostCache& head : layer.heads()) head.crop(tokens);
@@ -137,10 +138,10 @@ class Caches {
   void feed(std::uint32_t layer, LayerRows rows, bool is_prompt, unsigned threads) {
     LayerCache& cache = layers_.at(layer);
     const std::size_t keys = std::size_t{kv_heads_} * head_size_, queries = keys * group_;
-    const std::uint32_t all = rows.tokens, most = !is_prompt ? 1 : chunk_ == 0 ? all : chunk_;
+    const std::uint32_t all = rows.tokens, max_rows = !is_prompt ? 1 : chunk_ == 0 ? all : chunk_;
     for (std::uint32_t done = 0; done < all; done += rows.tokens) {
       rows.first = tokens_[layer];
-      rows.tokens = std::min(most, all - done);
+      rows.tokens = std::min(max_rows, all - done);
       cache.step(rows, ropes_[tables_[layer]].covering(rows.first + rows.tokens), threads);
       tokens_[layer] += rows.tokens;
       rows.q += rows.tokens * queries;
@@ -157,9 +158,9 @@ class Caches {
 
   void check(const Rows& rows, std::string_view name, std::size_t tokens, std::size_t heads) const {
     if (rows.shape(0) != tokens || rows.shape(1) != heads || rows.shape(2) != head_size_)
-      throw std::invalid_argument(fmt::format("{}: [{}, {}, {}]; [{}, {}, {}] is expected", name,
-                                              rows.shape(0), rows.shape(1), rows.shape(2), tokens,
-                                              heads, head_size_));
+      throw std::invalid_argument(
+          fmt::format("{}: the shape is [{}, {}, {}]; it should be [{}, {}, {}]", name,
+                      rows.shape(0), rows.shape(1), rows.shape(2), tokens, heads, head_size_));
   }
 
   std::vector<Policy> own_;  // policies whose hooks the layers call

@@ -135,7 +135,7 @@ struct Call {
 };
 
 template <class T, class Fill>
-nb::object filled(std::size_t count, Fill fill) {
+nb::object fill_array(std::size_t count, Fill fill) {
   std::vector<T> values(count);
   for (std::size_t i = 0; i < count; ++i) values[i] = fill(i);
   return nb::cast(array_of(std::move(values), {count}));
@@ -143,7 +143,7 @@ nb::object filled(std::size_t count, Fill fill) {
 
 /// An array of `width` values of T for each token, copied from from(i).
 template <class T, class From>
-nb::object gathered(std::size_t count, std::size_t width, From from) {
+nb::object gather_array(std::size_t count, std::size_t width, From from) {
   if (width == 0) return nb::none();
   std::vector<T> values(count * width);
   for (std::size_t i = 0; i < count; ++i)
@@ -155,13 +155,14 @@ nb::object gathered(std::size_t count, std::size_t width, From from) {
 template <class SeenAt>
 void fill_seen(Call& call, const Host& host, std::size_t count, SeenAt seen) {
   if (needs_mass(host.needs))
-    call.mass = filled<std::uint64_t>(count, [&](std::size_t i) { return seen(i).mass; });
+    call.mass = fill_array<std::uint64_t>(count, [&](std::size_t i) { return seen(i).mass; });
   if (needs_requests(host.needs)) {
-    call.requests = filled<std::uint32_t>(count, [&](std::size_t i) { return seen(i).requests; });
+    call.requests =
+        fill_array<std::uint32_t>(count, [&](std::size_t i) { return seen(i).requests; });
     call.last_request =
-        filled<std::uint32_t>(count, [&](std::size_t i) { return seen(i).last_request; });
+        fill_array<std::uint32_t>(count, [&](std::size_t i) { return seen(i).last_request; });
   }
-  call.queries = filled<std::uint32_t>(count, [&](std::size_t i) { return seen(i).queries; });
+  call.queries = fill_array<std::uint32_t>(count, [&](std::size_t i) { return seen(i).queries; });
 }
 
 /// Calls the function after an append, and stores its states and ranks for the next position.
@@ -174,16 +175,16 @@ void observe_all(void* data, std::size_t count, const void* params, Step step, S
   step.now += step.queries;
   const nb::gil_scoped_acquire gil;
   Call call;
-  call.state = gathered<std::uint8_t>(count, host.own.state_bytes,
-                                      [&](std::size_t i) { return slots.state(i); });
+  call.state = gather_array<std::uint8_t>(count, host.own.state_bytes,
+                                          [&](std::size_t i) { return slots.state(i); });
   fill_seen(call, host, count, seen);
   if (!heads.empty())
     call.by_head = nb::cast(array_of(std::vector<std::uint64_t>(heads.begin(), heads.end()),
                                      {heads.size() / count, count}));
   call.positions =
-      filled<std::uint32_t>(count, [&](std::size_t i) { return slots.head(i).position; });
-  call.features = gathered<float>(count, host.own.features.size(),
-                                  [&](std::size_t i) { return slots.features(i); });
+      fill_array<std::uint32_t>(count, [&](std::size_t i) { return slots.head(i).position; });
+  call.features = gather_array<float>(count, host.own.features.size(),
+                                      [&](std::size_t i) { return slots.features(i); });
   const Ranks ranks = call.ranks(host, count, step);
   for (std::size_t i = 0; i < count; ++i)
     slots.put(i, {ranks.keys[i], slots.head(i).position, ranks.type});
@@ -241,10 +242,11 @@ Ranks all_ranks(const void* data, const Tokens& tokens, const void* params, cons
   }
   const nb::gil_scoped_acquire gil;
   Call call;
-  call.positions = filled<std::uint32_t>(count, [&](std::size_t i) { return tokens.positions[i]; });
+  call.positions =
+      fill_array<std::uint32_t>(count, [&](std::size_t i) { return tokens.positions[i]; });
   const std::size_t width = host.own.features.size();
   call.features =
-      gathered<float>(count, width, [&](std::size_t i) { return tokens.features + i * width; });
+      gather_array<float>(count, width, [&](std::size_t i) { return tokens.features + i * width; });
   return call.ranks(host, count, step);
 }
 
@@ -256,8 +258,8 @@ RankType rank(const void* data, Tokens tokens, std::size_t count, const void* pa
   return all.type;
 }
 
-std::size_t first_least(const void* data, Tokens tokens, std::size_t begin, std::size_t end,
-                        const void* params, const Step& step) {
+std::size_t find_min_rank(const void* data, Tokens tokens, std::size_t begin, std::size_t end,
+                          const void* params, const Step& step) {
   const auto all = all_ranks(data, tokens, params, step).keys;
   const auto first = all.begin() + static_cast<std::ptrdiff_t>(begin),
              last = all.begin() + static_cast<std::ptrdiff_t>(end);
@@ -356,7 +358,7 @@ Policy make_own_policy(OwnPolicy own) {
       .observe = observe,
       .observe_each = observe_each,
       .rank = rank,
-      .first_least = first_least,
+      .find_min_rank = find_min_rank,
       .weight = weight,
       .tail = tail,
       .clear_padding = [](void*) {},
@@ -375,7 +377,7 @@ Policy make_own_policy(OwnPolicy own) {
 
 std::string json_of(const PolicyEntry& entry) { return json_text(describe_policy(entry)); }
 
-std::vector<std::string> registered() {
+std::vector<std::string> list_registered() {
   std::vector<std::string> all;
   for (const PolicyEntry& entry : policy_catalogue()) all.push_back(json_of(entry));
   return all;
@@ -426,7 +428,7 @@ void bind_policies(nb::module_& module) {
       .def_prop_ro(
           "json", [](const Policy& p) { return json_of(*p.entry); },
           "The policy's entry in `kvlab policies --json`.");
-  module.def("registered_policies", registered,
+  module.def("registered_policies", list_registered,
              "The entry of each registered policy in `kvlab policies --json`.");
   module.def("is_taken", is_taken, nb::arg("name"), "Whether a policy or an oracle has the name.");
 }

@@ -31,8 +31,8 @@ std::shared_ptr<OutputProjections> projections_of(const std::vector<Weights>& la
     if (weights.shape(0) != inputs || weights.shape(1) != hidden ||
         inputs != std::size_t{all->group} * kv_heads * head_size)
       throw std::invalid_argument(fmt::format(
-          "output projections: layer {} is [{}, {}]; [{}, {}], whole query heads of {} "
-          "KV heads, is expected",
+          "output projections: layer {} has shape [{}, {}]; it should be [{}, {}], with whole "
+          "query heads of {} KV heads",
           all->layers.size(), weights.shape(0), weights.shape(1), inputs, hidden, kv_heads));
     all->layers.emplace_back(weights.data(), weights.data() + weights.size());
   }

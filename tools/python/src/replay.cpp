@@ -56,6 +56,8 @@ ReplayOptions options_from(const Words& words) {
   options.every_output_error = word<bool>(words, "every_output_error");
   options.plain = word<bool>(words, "plain");
   options.layers = word<std::vector<std::uint32_t>>(words, "layers");
+  const auto refetch = word<std::optional<std::string>>(words, "refetch");
+  if (refetch) options.refetch = parse_selector(*refetch);
   options.progress = progress_to(nb::object(words["progress"]));
   options.threads = word<std::optional<unsigned>>(words, "threads").value_or(default_threads());
   if (!nb::object(words["output"]).is_none())
@@ -75,8 +77,8 @@ PythonRun replay_traces(const std::vector<Trace>& traces, const std::vector<Poli
   ReplayRequest request{.sweep = {},
                         .options = options_from(words),
                         .notice = [&](const std::string& line) { result.notices.push_back(line); }};
-  request.sweep =
-      make_sweep(sweep_from(words), replay_oracles(), compiled_from(own), request.notice);
+  request.sweep = make_sweep(sweep_with(sweep_from(words), request.options.refetch),
+                             replay_oracles(), compiled_from(own), request.notice);
   if (word<std::string>(words, "device") == "cuda") request.device = cuda_replayer();
   request.options.elsewhere = request.device.get();
   std::vector<const TraceReader*> readers;
@@ -85,7 +87,8 @@ PythonRun replay_traces(const std::vector<Trace>& traces, const std::vector<Poli
     readers.push_back(trace.reader.get());
   }
   check_budgets(request, readers);
-  if (word<bool>(words, "references")) request.sweep = with_references(std::move(request.sweep));
+  if (word<bool>(words, "references"))
+    request.sweep = add_references(std::move(request.sweep), request.options.refetch.has_value());
   call_long([&] { result.run = replay_in_memory(request, readers); });
   return result;
 }
@@ -98,6 +101,15 @@ std::vector<SweepRow> sweep_of(const PythonRun& self) {
   for (const RunConfig& c : self.run.info.sweep)
     sweep.emplace_back(c.policy, c.params, c.budget, c.prefill, c.positions);
   return sweep;
+}
+
+/// trace, budget in tokens, fetch rate, fetched bytes of each point of the curve of lru.
+std::vector<std::tuple<std::string, std::uint32_t, double, double>> lru_curve_of(
+    const PythonRun& self) {
+  std::vector<std::tuple<std::string, std::uint32_t, double, double>> curve;
+  for (const LruPoint& point : self.run.lru_curve)
+    curve.emplace_back(point.trace, point.budget_tokens, point.fetch_rate, point.fetch_bytes);
+  return curve;
 }
 
 /// (name, path, hash) of each trace.
@@ -143,8 +155,9 @@ std::pair<Array<std::uint32_t>, Array<bool>> kept_of(const PythonRun& self, cons
   const TraceReader& reader = *trace.reader;
   std::vector<std::uint32_t> queries =
       MeasuredQueries(reader.segments(), self.run.info.queries, 1).sampled_queries();
-  const ReplayOptions options{
+  ReplayOptions options{
       .queries = self.run.info.queries, .plain = plain, .output = std::move(output)};
+  if (!self.run.info.refetch.empty()) options.refetch = parse_selector(self.run.info.refetch);
   const std::size_t tokens = reader.tokens();
   auto live = std::make_unique<bool[]>(queries.size() * tokens);
   call_long([&] {
@@ -183,7 +196,7 @@ std::string ranking(const PythonRun& self, const std::string& budget, const std:
         fmt::format("ranking: no policy has {} at budget {}", by->name, budget));
   found.recommendation.scope.tokens = scored_tokens(self.run.info, self.run.rows);
   found.recommendation.scope.note = std::string(kReplayNote);
-  return nlohmann::ordered_json{{"standings", standings_json(found, metric_table)},
+  return nlohmann::ordered_json{{"standings", ranking_json(found, metric_table)},
                                 {"recommendation", recommendation_json(found.recommendation)}}
       .dump();
 }
@@ -244,6 +257,11 @@ void bind_replay(nb::module_& module) {
            nb::arg("own"), nb::arg("layer"), nb::arg("kv_head"), nb::arg("plain"),
            nb::arg("output").none(),
            "Positions of the queries, and [query, token]: whether the token was live.")
+      .def_prop_ro(
+          "refetch", [](const PythonRun& self) { return self.run.info.refetch; },
+          "The selector of a replay with refetch; empty: without.")
+      .def_prop_ro("lru_curve", lru_curve_of,
+                   "(trace, budget, fetch rate, fetched bytes) of each point of the curve of lru.")
       .def_prop_ro("version", [](const PythonRun& self) { return self.run.info.version; })
       .def_prop_ro(
           "queries",

@@ -19,6 +19,7 @@
 #include "tools/python/src/long_call.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
+#include "traces/selections.hpp"
 
 namespace kvlab::python {
 namespace {
@@ -75,6 +76,28 @@ FloatArray read_feature(const Trace& trace, const std::string& name, std::uint32
   std::vector<float> values(reader.tokens());
   reader.feature(name, layer, kv_head, values.data());
   return array_of(std::move(values), {reader.tokens()});
+}
+
+/// [queries, K]: the selections of one KV head, each ascending and padded with -1.
+Array<std::int32_t> read_selections(const Trace& trace, std::uint32_t number,
+                                    std::uint32_t kv_head) {
+  const TraceReader& reader = *trace.reader;
+  const std::uint32_t layer = layer_at(reader, number, kv_head, reader.shape().kv_heads);
+  if (!reader.selected_file() || reader.row(layer).window > 0)
+    throw std::invalid_argument(
+        fmt::format("layer {}: the trace {} has no selections of this layer", number,
+                    reader.directory().string()));
+  const std::size_t width = reader.max_selected();
+  std::vector<std::int32_t> rows;
+  {
+    const nb::gil_scoped_release no_gil;
+    reader.selections(layer, kv_head, [&](std::uint32_t, std::span<const std::uint32_t> tokens) {
+      rows.insert(rows.end(), tokens.begin(), tokens.end());
+      rows.resize((rows.size() - tokens.size()) + width, kNoToken);
+    });
+  }
+  const std::size_t count = rows.size() / width;
+  return array_of(std::move(rows), {count, width});
 }
 
 /// [tokens]: a feature that decoders compute, with the given settings.
@@ -245,6 +268,8 @@ void bind_trace(nb::module_& module) {
            "[tokens, head_size] of one head of q, k or v before RoPE, widened to float32.")
       .def("feature", read_feature, nb::arg("name"), nb::arg("layer"), nb::arg("kv_head"),
            "[tokens]: a feature that is stored in the trace.")
+      .def("selected", read_selections, nb::arg("layer"), nb::arg("kv_head"),
+           "[queries, K]: the selections that are stored in the trace, int32.")
       .def("score", score, nb::arg("name"), nb::arg("layer"), nb::arg("kv_head"), nb::arg("sinks"),
            nb::arg("lag"), nb::arg("future"), "[tokens]: a feature that decoders compute.")
       .def("attention", attention, nb::arg("layer"), nb::arg("head"), nb::arg("first"),

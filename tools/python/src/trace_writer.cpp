@@ -24,6 +24,7 @@
 #include "traces/base/text.hpp"
 #include "traces/extras.hpp"
 #include "traces/manifest.hpp"
+#include "traces/selections.hpp"
 #include "traces/shard.hpp"
 
 namespace kvlab::python {
@@ -31,6 +32,7 @@ namespace {
 
 using Rows = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Selected = nb::ndarray<const std::int32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 std::span<const float> span(const Rows& rows) { return {rows.data(), rows.size()}; }
 
@@ -55,7 +57,7 @@ std::vector<Rope> ropes_of(const Tables& inv_freq, const Factors& factors) {
   const auto* const each = std::get_if<std::vector<float>>(&factors);
   if (ropes.empty() || (each && each->size() != ropes.size()))
     throw std::invalid_argument(
-        fmt::format("{} rope factors; one for each of {} tables is expected",
+        fmt::format("{} rope factors are given; give one for each of {} tables",
                     each ? each->size() : 1, ropes.size()));
   for (std::size_t i = 0; i < ropes.size(); ++i)
     ropes[i].factor = each ? (*each)[i] : std::get<float>(factors);
@@ -132,17 +134,68 @@ void add_feature(const Trace& trace, const std::string& name, const std::vector<
     const Rows& rows = layers[layer];
     const std::vector<std::size_t> found(rows.shape_ptr(), rows.shape_ptr() + rows.ndim());
     if (found != std::vector<std::size_t>{shape.kv_heads, tokens})
-      throw std::invalid_argument(fmt::format("layer {} is [{}]; [{}, {}] is expected", layer,
-                                              fmt::join(found, ", "), shape.kv_heads, tokens));
+      throw std::invalid_argument(fmt::format("layer {} has shape [{}]; it should be [{}, {}]",
+                                              layer, fmt::join(found, ", "), shape.kv_heads,
+                                              tokens));
   }
   if (layers.size() != shape.layers)
     throw std::invalid_argument(
-        fmt::format("{} layers are given; {} are expected", layers.size(), shape.layers));
+        fmt::format("{} layers are given, but the trace has {}", layers.size(), shape.layers));
   const nb::gil_scoped_release no_gil;
   write_feature(trace.reader->directory(), name,
                 [&](std::uint32_t layer, std::uint32_t head, std::uint32_t token) {
                   return layers[layer].data()[head * tokens + token];
                 });
+}
+
+/// The selections [kv_heads, queries, K] of each layer. Throws std::invalid_argument unless they
+/// have the shape that the trace needs; the writers check the rest.
+SelectionsToWrite selections_of(const std::string& queries, const std::vector<Selected>& layers,
+                                const ModelShape& shape, const std::vector<Segment>& segments) {
+  SelectionsToWrite selections{parse_queries(queries), 0, {}};
+  const std::size_t count = query_positions(segments, selections.queries).size();
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) {
+    const Selected& rows = layers[layer];
+    if (rows.shape(0) != shape.kv_heads || rows.shape(1) != count ||
+        rows.shape(2) != layers.front().shape(2))
+      throw std::invalid_argument(fmt::format(
+          "selected: layer {} is [{}, {}, {}]; [{} KV heads, {} {} queries, {}] is expected", layer,
+          rows.shape(0), rows.shape(1), rows.shape(2), shape.kv_heads, count, queries,
+          layers.front().shape(2)));
+    selections.layers.emplace_back(rows.data(), rows.size());
+  }
+  if (!layers.empty())
+    selections.tokens =
+        static_cast<std::uint32_t>(std::min<std::size_t>(layers.front().shape(2), UINT32_MAX));
+  return selections;
+}
+
+void add_selections(const Trace& trace, const std::string& queries,
+                    const std::vector<Selected>& layers) {
+  const SelectionsToWrite selections =
+      selections_of(queries, layers, trace.reader->shape(), trace.reader->segments());
+  const nb::gil_scoped_release no_gil;
+  write_selections(trace.reader->directory(), selections);
+}
+
+/// `segments`: tokens, and whether they are a prompt.
+void write_selected_trace(const std::string& directory, const std::string& header_json,
+                          const std::vector<std::uint32_t>& layer_numbers,
+                          const std::vector<std::int32_t>& ids,
+                          const std::vector<std::pair<std::uint32_t, bool>>& segments,
+                          const std::string& queries, const std::vector<Selected>& layers) {
+  TraceHeader header = parse_header(header_json);
+  header.softmax_scale = 1;  // nothing attends
+  header.shape.numbers = layer_numbers;
+  std::vector<Segment> all;
+  std::uint32_t start = 0;
+  for (const auto& [tokens, prompt] : segments) {
+    all.push_back({start, tokens, prompt ? SegmentKind::prompt : SegmentKind::decode});
+    start += tokens;
+  }
+  const SelectionsToWrite selections = selections_of(queries, layers, header.shape, all);
+  const nb::gil_scoped_release no_gil;
+  write_selections_trace(directory, std::move(header), ids, all, selections);
 }
 
 /// `all`: [layers, samples, tokens, query_heads, head_size].
@@ -226,6 +279,20 @@ void bind_trace_writer(nb::module_& module) {
                      "Sequence[float], gradients: object) -> None"),
              "Adds or replaces gradients: float32 [layers, draws, tokens, query_heads, head_size]. "
              "`scales`: for each file, the number by which its gradients are divided.");
+  module.def("add_selections", add_selections, nb::arg("trace"), nb::arg("queries"),
+             nb::arg("layers"),
+             nb::sig("def add_selections(trace: Trace, queries: str, layers: Sequence[object]) -> "
+                     "None"),
+             "Adds or replaces selections: int32 [kv_heads, queries, K] of each layer without a "
+             "sliding window.");
+  module.def("write_selections", write_selected_trace, nb::arg("directory"), nb::arg("header"),
+             nb::arg("layer_numbers"), nb::arg("ids"), nb::arg("segments"), nb::arg("queries"),
+             nb::arg("layers"),
+             nb::sig("def write_selections(directory: str, header: str, layer_numbers: "
+                     "Sequence[int], ids: Sequence[int], segments: Sequence[tuple[int, bool]], "
+                     "queries: str, layers: Sequence[object]) -> None"),
+             "Writes a trace that has only selections. `header` and `layer_numbers`: as in "
+             "TraceWriter. `segments`: tokens, and whether they are a prompt.");
   module.attr("shard_tokens") = kShardTokens;
   module.def("check_grid", [] { return std::vector(kCheckGrid.begin(), kCheckGrid.end()); });
   module.def("built_in_features", built_in_features);

@@ -28,23 +28,24 @@ template <int N>
 inline __attribute__((always_inline)) void exponentials_of(const Floats* s,
                                                            const std::int32_t* shift, Floats* e) {
   Floats rounded[N], r[N], poly[N];
-  for (int n = 0; n < N; ++n) rounded[n] = fused(s[n], Floats{} + kLog2E, Floats{} + kRounder);
+  for (int n = 0; n < N; ++n)
+    rounded[n] = multiply_add(s[n], Floats{} + kLog2E, Floats{} + kRounder);
   for (int n = 0; n < N; ++n) {
     const Floats whole = rounded[n] - kRounder;
-    r[n] = fused(whole, Floats{} - kLn2Low, fused(whole, Floats{} - kLn2High, s[n]));
+    r[n] = multiply_add(whole, Floats{} - kLn2Low, multiply_add(whole, Floats{} - kLn2High, s[n]));
   }
   // Cephes' expf polynomial on [-ln 2 / 2, ln 2 / 2].
   constexpr float kFactors[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
                                 1.6666665459e-1f, 5.0000001201e-1f};
   for (int n = 0; n < N; ++n) poly[n] = Floats{} + 1.9875691500e-4f;
   for (const float factor : kFactors)
-    for (int n = 0; n < N; ++n) poly[n] = fused(poly[n], r[n], Floats{} + factor);
-  for (int n = 0; n < N; ++n) poly[n] = fused(poly[n], r[n] * r[n], r[n]) + 1.0f;
+    for (int n = 0; n < N; ++n) poly[n] = multiply_add(poly[n], r[n], Floats{} + factor);
+  for (int n = 0; n < N; ++n) poly[n] = multiply_add(poly[n], r[n] * r[n], r[n]) + 1.0f;
   for (int n = 0; n < N; ++n) {
     Ints bits;
     std::memcpy(&bits, &rounded[n], sizeof bits);
-    const std::int32_t most = kRounderBits + shift[n] + 128;  // larger exponents give infinity
-    bits = bits < most ? bits : most;
+    const std::int32_t max_bits = kRounderBits + shift[n] + 128;  // larger exponents give infinity
+    bits = bits < max_bits ? bits : max_bits;
     // The lowest nine bits of kRounderBits are 0, and only these remain after the shift.
     const std::uint32_t bias = static_cast<std::uint32_t>(127 - shift[n]) << 23;
     const Words power = (reinterpret_cast<Words>(bits) << 23) + bias;  // wraps around

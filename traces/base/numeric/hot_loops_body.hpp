@@ -58,8 +58,8 @@ inline void few_rows(const float* x, std::size_t x_stride, const Element* w, std
                 y_stride);
 }
 
-inline const float* widened(const float* from, std::size_t, float*) { return from; }
-inline const float* widened(const std::uint16_t* from, std::size_t depth, float* scratch) {
+inline const float* widen(const float* from, std::size_t, float*) { return from; }
+inline const float* widen(const std::uint16_t* from, std::size_t depth, float* scratch) {
   for (std::size_t i = 0; i < depth * kLanes; i += kWidth) store(scratch + i, load(from + i));
   return scratch;
 }
@@ -73,7 +73,7 @@ inline void many_rows(const float* x, std::size_t m, std::size_t x_stride, const
   for (std::size_t k = 0; k == 0 || k < depth; k += kDepthBlock) {
     const std::size_t size = depth - k < kDepthBlock ? depth - k : kDepthBlock;
     for (std::size_t p = 0; p < panels; ++p) {
-      const float* part = widened(w + (p * depth + k) * kLanes, size, scratch);
+      const float* part = widen(w + (p * depth + k) * kLanes, size, scratch);
       for (std::size_t i = 0; i < m; i += kRows)
         block<kRows, 1>(x + i * x_stride + k, x_stride, part, 0, size, k > 0,
                         y + i * y_stride + p * kLanes, y_stride);
@@ -111,7 +111,7 @@ inline __attribute__((always_inline)) void fused_block(const float* x, std::size
       column[c] = load(w + (c / kParts) * depth * kLanes + k * kLanes + (c % kParts) * kWidth);
     for (int r = 0; r < R; ++r) {
       const Floats factor = x[r * x_stride + k] - Floats{};  // broadcasts; adding 0 would lose -0
-      for (int c = 0; c < kColumns; ++c) sum[r][c] = fused(factor, column[c], sum[r][c]);
+      for (int c = 0; c < kColumns; ++c) sum[r][c] = multiply_add(factor, column[c], sum[r][c]);
     }
   }
   for (int r = 0; r < R; ++r)
@@ -211,9 +211,9 @@ float largest(const float* s, std::size_t count) {
   for (; i + kLanes <= count; i += kLanes)
     for (std::size_t l = 0; l < kLanes; ++l) lanes[l] = s[i + l] > lanes[l] ? s[i + l] : lanes[l];
   for (std::size_t l = 0; i < count; ++i, ++l) lanes[l] = s[i] > lanes[l] ? s[i] : lanes[l];
-  float most = lanes[0];
-  for (std::size_t l = 1; l < kLanes; ++l) most = lanes[l] > most ? lanes[l] : most;
-  return most;
+  float maximum = lanes[0];
+  for (std::size_t l = 1; l < kLanes; ++l) maximum = lanes[l] > maximum ? lanes[l] : maximum;
+  return maximum;
 }
 
 template <class T>

@@ -27,14 +27,14 @@ float ggml_f16(float x) {
   return rounded;
 }
 
-void quantize_int(std::span<float> block, float least, float most, int bits) {
+void quantize_int(std::span<float> block, float lowest, float highest, int bits) {
   const auto levels = static_cast<float>((1 << bits) - 1);
-  const float minimum = round_to(Dtype::f16, least);
-  float scale = round_to(Dtype::f16, (most - least) / levels);
+  const float minimum = round_to(Dtype::f16, lowest);
+  float scale = round_to(Dtype::f16, (highest - lowest) / levels);
   if (scale == 0) scale = f16_to_float(1);
   if (!(std::abs(minimum) <= kLargestF16 && scale <= kLargestF16))
-    throw std::invalid_argument("a key or value has " + std::to_string(least) + " to " +
-                                std::to_string(most) +
+    throw std::invalid_argument("a key or value has " + std::to_string(lowest) + " to " +
+                                std::to_string(highest) +
                                 " after the Hadamard rotation, which is too large for its fp16 "
                                 "scale (at most 65504); use tier 16");
   for (float& y : block) {
@@ -71,10 +71,10 @@ void quantize_fp8(std::span<float> block, float largest) {
 }
 
 template <class Number>
-void rotate_blocks(std::span<Number> row) {
-  for (std::size_t base = 0; base < row.size(); base += kBlock)
-    for (std::size_t apart = 1; apart < kBlock; apart *= 2)
-      for (std::size_t i = base; i < base + kBlock; ++i)
+void rotate_blocks(std::span<Number> row, std::size_t block) {
+  for (std::size_t base = 0; base < row.size(); base += block)
+    for (std::size_t apart = 1; apart < block; apart *= 2)
+      for (std::size_t i = base; i < base + block; ++i)
         if ((i & apart) == 0) {
           const Number a = row[i], b = row[i + apart];
           row[i] = a + b;
@@ -84,18 +84,24 @@ void rotate_blocks(std::span<Number> row) {
 
 }  // namespace
 
-void hadamard_rotate(std::span<float> row) { rotate_blocks(row); }
-void hadamard_rotate(std::span<double> row) { rotate_blocks(row); }
+void hadamard_rotate(std::span<float> row) { rotate_blocks(row, kBlock); }
+void hadamard_rotate(std::span<double> row) { rotate_blocks(row, kBlock); }
+
+void hadamard_rotate_orthonormal(std::span<float> row, std::size_t block) {
+  rotate_blocks(row, block);
+  const float factor = 1 / std::sqrt(static_cast<float>(block));
+  for (float& x : row) x *= factor;
+}
 
 void quantize_row(std::span<float> row, int bits, bool floating) {
   refuse_nan(row);
   for (std::size_t base = 0; base < row.size(); base += kBlock) {
     const std::span<float> block = row.subspan(base, kBlock);
-    const auto [least, most] = std::ranges::minmax(block);
+    const auto [lowest, highest] = std::ranges::minmax(block);
     if (floating)
-      quantize_fp8(block, std::max(std::abs(least), std::abs(most)));
+      quantize_fp8(block, std::max(std::abs(lowest), std::abs(highest)));
     else
-      quantize_int(block, least, most, bits);
+      quantize_int(block, lowest, highest, bits);
   }
 }
 
@@ -134,16 +140,16 @@ void quantize_ggml_min(std::span<float> row, int bits) {
   const auto levels = static_cast<float>((1 << bits) - 1);
   for (std::size_t base = 0; base < row.size(); base += kBlock) {
     const std::span<float> block = row.subspan(base, kBlock);
-    const auto [least, most] = std::ranges::minmax(block);
-    const float scale = (most - least) / levels;
-    const float stored = ggml_f16(scale), minimum = ggml_f16(least);
+    const auto [lowest, highest] = std::ranges::minmax(block);
+    const float scale = (highest - lowest) / levels;
+    const float stored = ggml_f16(scale), minimum = ggml_f16(lowest);
     if (stored == 0) {
       std::ranges::fill(block, minimum);
       continue;
     }
     const float inverse = 1 / scale;
     for (float& x : block) {
-      const float offset = (x - least) * inverse;
+      const float offset = (x - lowest) * inverse;
       const float product = std::min(std::trunc(offset + 0.5f), levels) * stored;
       x = product + minimum;
     }
@@ -171,16 +177,17 @@ void quantize_quanto(std::span<float> row, int bits) {
   const auto levels = static_cast<float>((1 << bits) - 1);
   for (std::size_t base = 0; base < row.size(); base += kQuantoGroup) {
     const std::span<float> group = row.subspan(base, kQuantoGroup);
-    const auto [least, most] = std::ranges::minmax(group);
-    const float scale = (most - least) / levels;
+    const auto [lowest, highest] = std::ranges::minmax(group);
+    const float scale = (highest - lowest) / levels;
     if (!std::isfinite(scale))
-      throw std::invalid_argument("a key or value has " + std::to_string(least) + " to " +
-                                  std::to_string(most) +
+      throw std::invalid_argument("a key or value has " + std::to_string(lowest) + " to " +
+                                  std::to_string(highest) +
                                   ", which is too large for a float32 scale; use tier 16");
     for (float& x : group) {
-      const float level = scale == 0 ? 0 : std::clamp(std::rint((x - least) / scale), 0.0f, levels);
+      const float level =
+          scale == 0 ? 0 : std::clamp(std::rint((x - lowest) / scale), 0.0f, levels);
       const float product = level * scale;
-      x = product + least;
+      x = product + lowest;
     }
   }
 }

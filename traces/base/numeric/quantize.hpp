@@ -4,6 +4,7 @@
 // that the format's scale cannot hold.
 #pragma once
 
+#include <cstddef>
 #include <span>
 
 namespace kvlab {
@@ -13,12 +14,18 @@ namespace kvlab {
 void hadamard_rotate(std::span<float> row);
 void hadamard_rotate(std::span<double> row);
 
+/// Replaces each block x of `block` elements by H x / sqrt(block), where H is the Hadamard matrix
+/// of ±1. A second call undoes the first. llama.cpp rotates rows in this way before it quantizes
+/// them. `block` must be a power of two that divides the size of the row.
+void hadamard_rotate_orthonormal(std::span<float> row, std::size_t block);
+
 /// Quantizes a row, to which the Hadamard rotation has been applied, in one of kvlab's formats, in
-/// blocks of 32 elements. Without `floating`, elements become integers of `bits` bits: let least
-/// and most be the block's smallest and largest element, mn16 = fp16(least), and s16 = fp16((most -
-/// least) / (2^bits - 1)), or the smallest fp16 number above 0 if that is 0. Then an element y
-/// becomes clamp(rint((y - mn16) / s16), 0, 2^bits - 1) * s16 + mn16. With `floating`, elements
-/// become e4m3 numbers times the smallest power of two for which all elements of the block fit.
+/// blocks of 32 elements. Without `floating`, elements become integers of `bits` bits: let lowest
+/// and highest be the block's smallest and largest element, mn16 = fp16(lowest), and s16 =
+/// fp16((highest - lowest) / (2^bits - 1)), or the smallest fp16 number above 0 if that is 0. Then
+/// an element y becomes clamp(rint((y - mn16) / s16), 0, 2^bits - 1) * s16 + mn16. With `floating`,
+/// elements become e4m3 numbers times the smallest power of two for which all elements of the block
+/// fit.
 void quantize_row(std::span<float> row, int bits, bool floating);
 
 /// e4m3 with scale 1, rounded to nearest even; magnitudes above 448 become 448. vLLM and

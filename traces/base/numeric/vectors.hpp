@@ -45,13 +45,13 @@ inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 /// a * b + c, rounded once.
 #if defined(__AVX512F__)
 constexpr bool kHasFused = true;
-inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr bool kHasFused = true;
-inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 #elif defined(__aarch64__)
 constexpr bool kHasFused = true;
-inline Floats fused(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 #else
 constexpr bool kHasFused = false;
 #endif
@@ -75,7 +75,7 @@ inline float fused_float(float a, float b, float c) {
   }
   return static_cast<float>(sum);
 }
-inline Floats fused(Floats a, Floats b, Floats c) {
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
   Floats sum;
   for (int i = 0; i < kWidth; ++i) sum[i] = fused_float(a[i], b[i], c[i]);
   return sum;

@@ -53,7 +53,7 @@ inline __attribute__((always_inline)) void products_of(const float* keys, std::s
     for (int r = 0; r < R; ++r) {
       // Subtracts 0, because adding 0 would change -0 to 0.
       const Floats factor = queries[r][d] - Floats{};
-      for (int c = 0; c < P * C; ++c) sum[r][c] = fused(factor, column[c], sum[r][c]);
+      for (int c = 0; c < P * C; ++c) sum[r][c] = multiply_add(factor, column[c], sum[r][c]);
     }
   }
   for (int r = 0; r < R; ++r)

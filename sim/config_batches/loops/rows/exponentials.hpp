@@ -9,16 +9,16 @@ namespace {
 
 /// The shift of a row of scaled logits.
 inline std::int32_t shift_of(const float* logits, std::size_t count, float scale) {
-  float most = -__builtin_inff();
+  float max_logit = -__builtin_inff();
   std::size_t i = 0;
   if (count >= kWidth) {
     Floats best = load(logits) * scale;
     for (i = kWidth; i + kWidth <= count; i += kWidth)
       best = greater(load(logits + i) * scale, best);
-    most = largest_of(best);
+    max_logit = largest_of(best);
   }
-  for (; i < count; ++i) most = logits[i] * scale > most ? logits[i] * scale : most;
-  return shift_below(most);
+  for (; i < count; ++i) max_logit = logits[i] * scale > max_logit ? logits[i] * scale : max_logit;
+  return shift_below(max_logit);
 }
 
 /// Converts kWidth logits of the first H heads, from rows[h] + first on, to exponentials
@@ -30,7 +30,7 @@ inline __attribute__((always_inline)) void take_exponentials(const float* const*
   Floats logits[H], e[H];
   for (int h = 0; h < H; ++h) logits[h] = load(rows[h] + first) * scale;
   exponentials_of<H>(logits, shift, e);
-  for (int h = 0; h < kHeads; ++h) r[h] = h < H ? out_of_order(e[h]) : Floats{};
+  for (int h = 0; h < kHeads; ++h) r[h] = h < H ? deinterleave(e[h]) : Floats{};
   transpose(r);
 }
 
@@ -99,10 +99,9 @@ void lower(HeadGroupRow& row, int head, std::int32_t by) {
   const float factor = by > 126 ? 0.0f
                                 : 1.0f / static_cast<float>(std::uint64_t{1} << by / 2) /
                                       static_cast<float>(std::uint64_t{1} << (by - by / 2));
-  const auto lowered = [factor](float x) { return x * factor < 0x1p-126f ? 0.0f : x * factor; };
+  const auto lower = [factor](float x) { return x * factor < 0x1p-126f ? 0.0f : x * factor; };
   float* const e = row.e + head;
-  for (std::size_t i = 0; i < row.tokens; ++i)
-    e[i * kHeadGroupSize] = lowered(e[i * kHeadGroupSize]);
+  for (std::size_t i = 0; i < row.tokens; ++i) e[i * kHeadGroupSize] = lower(e[i * kHeadGroupSize]);
   for (std::size_t i = 0; i < kBlockTokens; ++i) {
     row.lanes[i * kHeadGroupSize + static_cast<std::size_t>(head)] *= factor;
     row.largest[i * kHeadGroupSize + static_cast<std::size_t>(head)] *= factor;
@@ -135,15 +134,15 @@ void extend(HeadGroupRow& row, const float* const* logits, std::size_t count, fl
   row.tokens += count;
 }
 
-void finish(const HeadGroupRow& row, float* sum, float* most) {
-  HeadGroupSums(row.lanes, row.largest).finish(sum, most);
+void finish(const HeadGroupRow& row, float* sum, float* max_exponential) {
+  HeadGroupSums(row.lanes, row.largest).finish(sum, max_exponential);
 }
 
 /// How far the logits of join() may be above the shift, in powers of two.
 constexpr std::int32_t kMaxAbove = 60;
 
 void join(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
-          const float* e, std::size_t shared, float* kept, float* sum, float* most) {
+          const float* e, std::size_t shared, float* kept, float* sum, float* max_exponential) {
   bool large[kHeadGroupSize] = {};
   for (int h = 0; h < kHeads; ++h)
     large[h] = rows[h] && old > 0 && shift_of(rows[h], old, scale) > shift[h] + kMaxAbove;
@@ -161,7 +160,7 @@ void join(const float* const* rows, std::size_t old, float scale, const std::int
     sums.add_block(kept + whole * kHeadGroupSize);
   }
   copy_blocks(e + done * kHeadGroupSize, shared - done, kept + (old + done) * kHeadGroupSize, sums);
-  sums.finish(sum, most);
+  sums.finish(sum, max_exponential);
   for (int h = 0; h < kHeads; ++h)
     if (large[h]) sum[h] = 0;
 }

@@ -10,36 +10,37 @@ namespace {
 struct HeadGroupSums {
   /// Number of registers of maxima.
   static constexpr int kNumMaxima = kBlockParts < 4 ? kBlockParts : 4;
-  Floats sum[kBlockParts], most[kNumMaxima];
+  Floats sum[kBlockParts], maxima[kNumMaxima];
 
   inline __attribute__((always_inline)) HeadGroupSums() {
     for (Floats& part : sum) part = Floats{};
-    for (Floats& part : most) part = Floats{};
+    for (Floats& part : maxima) part = Floats{};
   }
   /// Continues from stored sums and maxima, [16][4].
   inline __attribute__((always_inline)) HeadGroupSums(const float* lanes, const float* largest) {
     for (int i = 0; i < kBlockParts; ++i) sum[i] = load(lanes + i * kWidth);
-    for (int i = 0; i < kNumMaxima; ++i) most[i] = load(largest + i * kWidth);
+    for (int i = 0; i < kNumMaxima; ++i) maxima[i] = load(largest + i * kWidth);
   }
   inline __attribute__((always_inline)) void add(int part, Floats e) {
     sum[part] += e;
-    most[part % kNumMaxima] = greater(e, most[part % kNumMaxima]);
+    maxima[part % kNumMaxima] = greater(e, maxima[part % kNumMaxima]);
   }
   inline __attribute__((always_inline)) void add_block(const float* block) {
     for (int i = 0; i < kBlockParts; ++i) add(i, load(block + i * kWidth));
   }
   inline __attribute__((always_inline)) void store_to(float* lanes, float* largest) const {
     for (int i = 0; i < kBlockParts; ++i) store(lanes + i * kWidth, sum[i]);
-    for (int i = 0; i < kNumMaxima; ++i) store(largest + i * kWidth, most[i]);
+    for (int i = 0; i < kNumMaxima; ++i) store(largest + i * kWidth, maxima[i]);
   }
   bool any_at_least(float bound) const;
   /// Computes one sum and one maximum for each head.
-  void finish(float* to_sum, float* to_most) const {
+  void finish(float* to_sum, float* to_max) const {
     store_sums(sum, to_sum);
-    Floats mosts[kNumMaxima];
-    std::memcpy(mosts, most, sizeof mosts);
-    const Four largest = by_halves(mosts, kNumMaxima, [](auto a, auto b) { return a > b ? a : b; });
-    std::memcpy(to_most, &largest, sizeof largest);
+    Floats all_maxima[kNumMaxima];
+    std::memcpy(all_maxima, maxima, sizeof all_maxima);
+    const Four largest =
+        by_halves(all_maxima, kNumMaxima, [](auto a, auto b) { return a > b ? a : b; });
+    std::memcpy(to_max, &largest, sizeof largest);
   }
 };
 
@@ -88,7 +89,7 @@ inline void copy_rest(const float* e, const std::uint32_t* tokens, std::size_t c
 }
 
 void gather(const float* e, const std::uint32_t* tokens, std::size_t count, float* kept, float* sum,
-            float* most) {
+            float* max_exponential) {
   HeadGroupSums all;
   std::size_t i = 0;
   for (; i + kBlockTokens <= count; i += kBlockTokens) {
@@ -103,7 +104,7 @@ void gather(const float* e, const std::uint32_t* tokens, std::size_t count, floa
     copy_rest(e, tokens + i, count - i, kept + i * kHeadGroupSize);
     all.add_block(kept + i * kHeadGroupSize);
   }
-  all.finish(sum, most);
+  all.finish(sum, max_exponential);
 }
 
 }  // namespace

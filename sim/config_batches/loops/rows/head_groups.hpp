@@ -85,7 +85,7 @@ inline V unpack_pairs(V a, V b) {
 /// Moves element j of the k-th group of four to index kHeadGroups j + k. After transpose() of four
 /// registers [token][4], this puts the tokens in order.
 template <class V>
-inline V in_order(V v) {
+inline V interleave(V v) {
   if constexpr (kWidth == 16)
     return shuffle<0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15>(v, v);
   else if constexpr (kWidth == 8)
@@ -93,13 +93,13 @@ inline V in_order(V v) {
   else
     return v;
 }
-/// The inverse of in_order().
+/// The inverse of interleave().
 template <class V>
-inline V out_of_order(V v) {
+inline V deinterleave(V v) {
   if constexpr (kWidth == 8)
     return shuffle<0, 2, 4, 6, 1, 3, 5, 7>(v, v);
   else
-    return in_order(v);
+    return interleave(v);
 }
 
 /// Transposes within each group of four elements: exchanges element j of register i and element i
@@ -116,9 +116,9 @@ inline void transpose(Floats* r) {
 inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
 
 inline float largest_of(Floats v) {
-  float most = v[0];
-  for (int i = 1; i < kWidth; ++i) most = v[i] > most ? v[i] : most;
-  return most;
+  float maximum = v[0];
+  for (int i = 1; i < kWidth; ++i) maximum = v[i] > maximum ? v[i] : maximum;
+  return maximum;
 }
 
 /// The values of four heads for one token. It has 16 bytes with every instruction set.

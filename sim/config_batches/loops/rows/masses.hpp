@@ -29,8 +29,8 @@ struct Divisor {
   }
   inline __attribute__((always_inline)) Floats divide(Floats e) const {
     if constexpr (!kHasFused) return e / sum;
-    const Floats first = fused(e, high, e * low);
-    return fused(fused(-first, sum, e), high, first);
+    const Floats first = multiply_add(e, high, e * low);
+    return multiply_add(multiply_add(-first, sum, e), high, first);
   }
 };
 
@@ -64,8 +64,8 @@ inline bool any_at_least(Floats v, float bound) {
 }
 
 bool HeadGroupSums::any_at_least(float bound) const {
-  Floats all = most[0];
-  for (int i = 1; i < kNumMaxima; ++i) all = greater(most[i], all);
+  Floats all = maxima[0];
+  for (int i = 1; i < kNumMaxima; ++i) all = greater(maxima[i], all);
   return kvlab::any_at_least(all, bound);
 }
 
@@ -74,7 +74,7 @@ template <class V>
 inline V over_heads(const V* r) {
   const V ab = unpack<false>(r[0], r[1]) + unpack<true>(r[0], r[1]);
   const V cd = unpack<false>(r[2], r[3]) + unpack<true>(r[2], r[3]);
-  return in_order(unpack_pairs<false>(ab, cd) + unpack_pairs<true>(ab, cd));
+  return interleave(unpack_pairs<false>(ab, cd) + unpack_pairs<true>(ab, cd));
 }
 
 /// Adds a register of 32-bit counts to 64-bit masses.
@@ -117,9 +117,9 @@ void masses(const float* kept, std::size_t count, const float* sum, bool first,
   for (std::size_t i = 0; i < padded; i += kWidth, kept += kWidth * kHeadGroupSize) {
     Floats scaled[kHeads];
     for (int r = 0; r < kHeads; ++r) scaled[r] = divisor.divide(load(kept + r * kWidth));
-    const Floats most = greater(greater(scaled[0], scaled[1]), greater(scaled[2], scaled[3]));
+    const Floats maxima = greater(greater(scaled[0], scaled[1]), greater(scaled[2], scaled[3]));
     bool fresh = first;
-    if (__builtin_expect(any_at_least(most, kMaxCounted), 0)) {
+    if (__builtin_expect(any_at_least(maxima, kMaxCounted), 0)) {
       if (first) std::memset(mass + i, 0, kWidth * sizeof(std::uint64_t));
       fresh = false;
       // Only add_large() needs the values in memory. It gets a copy, so that `scaled` can stay in

@@ -37,7 +37,7 @@ inline void accumulate_columns(const float* weights, const std::uint32_t* tokens
     for (int h = 0; h < H; ++h) {
       // Subtracts 0, because adding 0 would change -0 to 0.
       const Floats factor = weights[i * kHeadGroupSize + static_cast<std::size_t>(h)] - Floats{};
-      for (int p = 0; p < P; ++p) sum[h][p] = fused(factor, column[p], sum[h][p]);
+      for (int p = 0; p < P; ++p) sum[h][p] = multiply_add(factor, column[p], sum[h][p]);
     }
   }
 #pragma GCC unroll 4

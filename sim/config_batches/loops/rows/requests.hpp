@@ -13,9 +13,9 @@ inline Ints load_ints(const std::uint32_t* from) {
   return v;
 }
 
-void mark(const float* kept, std::size_t count, const float* least, bool first,
+void mark(const float* kept, std::size_t count, const float* request_threshold, bool first,
           std::uint32_t* requested) {
-  const Floats bound = broadcast_four(least);
+  const Floats bound = broadcast_four(request_threshold);
   const std::size_t padded = whole_blocks(count);
   for (std::size_t i = 0; i < padded; i += kWidth, kept += kWidth * kHeadGroupSize) {
     Ints wants[kHeads];
@@ -44,7 +44,7 @@ inline std::uint64_t first_bits(std::size_t count) {
   return count < 64 ? (std::uint64_t{1} << count) - 1 : ~std::uint64_t{0};
 }
 
-void flag(const float* e, std::size_t count, const float* least, std::uint64_t* bits,
+void flag(const float* e, std::size_t count, const float* request_threshold, std::uint64_t* bits,
           std::size_t words) {
   for (std::size_t w = 0; w * 64 < count; ++w) {
     std::uint64_t all[kHeadGroupSize] = {};
@@ -52,15 +52,17 @@ void flag(const float* e, std::size_t count, const float* least, std::uint64_t* 
       Floats r[kHeads];
       for (int j = 0; j < kHeads; ++j) r[j] = load(e + (w * 64 + i) * kHeadGroupSize + j * kWidth);
       transpose(r);
-      for (int h = 0; h < kHeads; ++h) all[h] |= mask_of(in_order(r[h]), Floats{} + least[h]) << i;
+      for (int h = 0; h < kHeads; ++h)
+        all[h] |= mask_of(interleave(r[h]), Floats{} + request_threshold[h]) << i;
     }
     const std::uint64_t seen = first_bits(count - w * 64);
     for (std::size_t h = 0; h < kHeadGroupSize; ++h) bits[h * words + w] = all[h] & seen;
   }
 }
 
-void bin(const float* e, std::size_t count, const std::uint32_t* most, const std::uint32_t* shift,
-         std::uint32_t last_bin, std::uint32_t* bits, std::uint16_t* bins, std::size_t stride) {
+void bin(const float* e, std::size_t count, const std::uint32_t* max_words,
+         const std::uint32_t* shift, std::uint32_t last_bin, std::uint32_t* bits,
+         std::uint16_t* bins, std::size_t stride) {
   for (std::size_t i = 0; i < count; i += kWidth) {
     Floats r[kHeads];
     for (int j = 0; j < kHeads; ++j) r[j] = load(e + i * kHeadGroupSize + j * kWidth);
@@ -70,10 +72,10 @@ void bin(const float* e, std::size_t count, const std::uint32_t* most, const std
       rest[l] = last_bin + (static_cast<std::uint32_t>(i) + static_cast<std::uint32_t>(l)) %
                                static_cast<std::uint32_t>(kRestBins);
     for (int h = 0; h < kHeads; ++h) {
-      const Floats own = in_order(r[h]);
+      const Floats own = interleave(r[h]);
       Words word;
       std::memcpy(&word, &own, sizeof word);
-      const Words bin = (most[h] - word) >> shift[h];
+      const Words bin = (max_words[h] - word) >> shift[h];
       const Words binned = bin < last_bin ? bin : rest;
       const Halves narrow = __builtin_convertvector(binned, Halves);
       const std::size_t at = static_cast<std::size_t>(h) * stride + i;

@@ -17,9 +17,9 @@ inline FourInts over_tokens(Ints v) {
 /// Adds whole blocks to sums and hits. Consecutive tokens are loaded together. Returns the number
 /// of tokens in whole blocks.
 inline std::size_t total_blocks(const float* e, const std::uint32_t* tokens, std::size_t count,
-                                const float* least, Four& sum, FourInts& hits) {
+                                const float* request_threshold, Four& sum, FourInts& hits) {
   if (count < kBlockTokens) return 0;
-  const Floats bound = broadcast_four(least);
+  const Floats bound = broadcast_four(request_threshold);
   Floats sums[kBlockParts] = {};
   Ints requested[2] = {};
   std::size_t i = 0;
@@ -38,12 +38,12 @@ inline std::size_t total_blocks(const float* e, const std::uint32_t* tokens, std
   return i;
 }
 
-void total(const float* e, const std::uint32_t* tokens, std::size_t count, const float* least,
-           float* sum, std::uint32_t* hits) {
+void total(const float* e, const std::uint32_t* tokens, std::size_t count,
+           const float* request_threshold, float* sum, std::uint32_t* hits) {
   Four all = {};
   FourInts requested = {};
-  std::size_t i = total_blocks(e, tokens, count, least, all, requested);
-  const Four bound = load_four(least);
+  std::size_t i = total_blocks(e, tokens, count, request_threshold, all, requested);
+  const Four bound = load_four(request_threshold);
   for (; i < count; ++i) {
     const Four one = load_four(e + std::size_t{tokens ? tokens[i] : i} * kHeadGroupSize);
     all += one;

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0
     if name not in COMMANDS:
-        print(f"kvlab.hf: {name!r}: one of {', '.join(COMMANDS)} is expected", file=sys.stderr)
+        print(f"kvlab.hf: unknown command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
         code: int = importlib.import_module(f"kvlab.hf.{COMMANDS[name]}").main(argv[1:])

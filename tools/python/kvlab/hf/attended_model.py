@@ -1,4 +1,5 @@
-"""A model whose attention kvlab's caches compute: its layers, and the hooks in it while caches need them."""
+"""Keeps what kvlab knows about a model whose attention kvlab's caches compute, and the hooks in the model while caches
+need them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from kvlab import _kvlab
+from kvlab import _arguments, _kvlab
 from kvlab._policy import Policy, resolve
 from kvlab.hf.calls import few_logits
 from kvlab.hf.conversation import Conversation
@@ -29,17 +30,18 @@ from kvlab.hf.layers import (
 from kvlab.hf.models import ROPE_TYPES, Shape, base_of, context_of, refuse_no_decoder, rope_types, text_config
 from kvlab.hf.refused import Refused
 
+_MAX_LENGTH = 2**24  # tokens; the model makes masks and rotations for a text of this length when it is inspected
 _known: weakref.WeakKeyDictionary[Any, dict[int, AttendedModel]] = weakref.WeakKeyDictionary()
 
 
 def attended_model(model: Any, length: int | None) -> AttendedModel:
     """The AttendedModel of a loaded model, which is inspected once for each `length`."""
     if not hasattr(model, "config"):
-        raise Refused(f"kvlab.hf: the model has type {type(model).__name__}; a loaded transformers model is expected")
+        raise Refused(f"kvlab.hf: the model has type {type(model).__name__}; give a loaded transformers model")
     base = base_of(model)
     config = text_config(base.config)
     refuse_no_decoder(str(getattr(config, "_name_or_path", "")) or type(base).__name__, base.config)
-    tokens = int(length or context_of(base.config))
+    tokens = context_of(base.config) if length is None else _arguments.whole("length", length, 1, _MAX_LENGTH)
     refuse_within_block(base)
     found = _known.setdefault(base, {}).get(tokens)
     if found is None or not found.is_of(base):
@@ -50,7 +52,10 @@ def attended_model(model: Any, length: int | None) -> AttendedModel:
 def refuse_within_block(model: Any) -> None:
     for other in _known.get(base_of(model), {}).values():
         if other.block is not None:
-            raise Refused("kvlab.hf: the model is in a block of evicting(…) already; call it after that block")
+            raise Refused(
+                "kvlab.hf: a block of evicting(…) uses this model already; start another after that block "
+                "has ended"
+            )
 
 
 class Block:
@@ -78,13 +83,13 @@ class Block:
 
 
 class AttendedModel:
-    """What kvlab knows about a loaded model for texts of `length` tokens, and the hooks in it."""
+    """What kvlab knows about a loaded model, for texts of `length` tokens, and the hooks that kvlab put into it."""
 
     def __init__(self, model: Any, length: int) -> None:
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
             found = ", ".join(sorted(map(str, devices)))
-            raise Refused(f"kvlab.hf: the model is on {found}; the CPU or one CUDA device is expected")
+            raise Refused(f"kvlab.hf: the model is on {found}; move it to the CPU or to one CUDA device")
         self._model, self._modules = weakref.ref(model), _state_of(model)
         self.device, self.dtype, self.length = devices.pop(), model.dtype, length
         self.decoder = decoder_of(model)
@@ -97,7 +102,7 @@ class AttendedModel:
         self.windows = {layer.index: layer.window for layer in self.layers.values() if layer.index not in self.layer_indices}
         self.has_others = layer_count(self.decoder, [*self.layers.values()]) > len(self.layers)
         # The maximum number of tokens of which no window hides any; None: there is no window.
-        self.most = min(layer.window for layer in self.acted) or None
+        self.max_tokens = min(layer.window for layer in self.acted) or None
         self.rope_types = rope_types(self.decoder.config)
         self.has_fixed_rope = self.rope_types <= set(ROPE_TYPES)
         self.block: Block | None = None
@@ -125,16 +130,21 @@ class AttendedModel:
         centre: str | None = None,
         **words: Any,
     ) -> _kvlab.CacheRequest:
-        """A cache request. `words`: prefill, positions, seed, threshold and length, if not the defaults."""
+        """A cache request. `words`: further arguments of kvlab.hf.Cache, and `length`, where they differ from the
+        defaults."""
         (text,), own = resolve([policy])
-        setting = "" if tiers is None else ":tiers=" + tiers.replace(",", "+").replace(":", "@")
-        setting += "" if centre is None else ":centre=" + centre
-        usual: dict[str, Any] = {"prefill": "dense", "positions": "", "seed": 0, "threshold": 0.01, "length": self.length}
+        setting = "" if tiers is None else ":tiers=" + _arguments.text("tiers", tiers).replace(",", "+").replace(":", "@")
+        setting += "" if centre is None else ":centre=" + _arguments.text("centre", centre)
+        positions = words.get("positions")
         return _kvlab.CacheRequest(
             policy=text + setting,
             own=own,
-            budget="" if budget is None else str(budget),
-            **usual | words,
+            budget="" if budget is None else _arguments.amount("budget", budget),
+            prefill=_arguments.text("prefill", words.get("prefill", "dense")),
+            positions="" if positions is None else _arguments.text("positions", positions),
+            seed=_arguments.whole("seed", words.get("seed", 0), 0, 2**64 - 1),
+            threshold=_arguments.real("request_threshold", words.get("request_threshold", 0.01)),
+            length=words.get("length", self.length),
             **{size: getattr(self.shape, size) for size in ("layers", "kv_heads", "head_size")},
             layer_numbers=list(self.layer_indices),
         )
@@ -166,11 +176,14 @@ class AttendedModel:
             off = float((few_logits(model) - plain).norm() / plain.norm())
         tokens = block._conversation.tokens
         if not bool(plain.isfinite().all()):
-            raise Refused(f"kvlab.hf: logits of the plain {type(model).__name__} are not finite; finite weights are expected")
+            raise Refused(
+                f"kvlab.hf: logits of the plain {type(model).__name__} are not finite; check its weights "
+                "for NaN and infinity"
+            )
         floats = all(parameter.is_floating_point() for parameter in model.parameters())
         linear = floats and all(hasattr(layer.output, "weight") for layer in self.acted if layer.output)
-        most = 1e-3 if linear and self.dtype == torch.float32 else 0.1
-        if not off <= most or tokens != 9:
+        tolerance = 1e-3 if linear and self.dtype == torch.float32 else 0.1
+        if not off <= tolerance or tokens != 9:
             raise Refused(
                 f"kvlab.hf: {type(model).__name__} is not supported: with a cache that keeps all tokens, its logits"
                 f" differ by {off:.2g} from those without kvlab, and the cache counted {tokens} of 9 tokens; use a model that"

@@ -67,8 +67,8 @@ def attention(call: Call) -> torch.Tensor:
 
 
 def check_mask(call: Call, end: int) -> None:
-    """Raises Refused unless each of the last queries before position `end` sees what a causal query with the call's
-    window sees."""
+    """Raises Refused unless each query of the call, of which the last is at position `end` - 1, sees exactly the tokens
+    that a causal query with the call's window sees."""
     n, held = call.q.shape[1], call.k.shape[1]
     rows, keys = (torch.arange(end - count, end, device=call.q.device) for count in (n, held))
     ago = rows[:, None] - keys
@@ -76,19 +76,19 @@ def check_mask(call: Call, end: int) -> None:
     shown = torch.ones_like(seen)[None] if call.mask is None else call.mask == 0
     if call.mask is not None and not bool((shown | (call.mask <= HIDDEN)).all()):
         raise Refused(
-            f"--model: layer {call.layer}: its mask changes scores; a mask that only hides tokens is expected"
+            f"--model: layer {call.layer}: its mask changes scores, but kvlab supports only masks that hide tokens"
         )
-    least = min(end, call.window + n - 1) if call.window else end
+    min_end = min(end, call.window + n - 1) if call.window else end
     ahead = True
     if call.last is not None:
         ahead = torch.equal(
             call.last.nonzero()[:, 0], torch.arange(len(call.last), device=call.last.device)[-call.window :]
         )
-    if not ahead or not least <= held <= end or not bool((shown == seen).all()):
+    if not ahead or not min_end <= held <= end or not bool((shown == seen).all()):
         window = f"a window of {call.window} tokens" if call.window else "all tokens before it"
         raise Refused(
-            f"--model: layer {call.layer}: a query should see {window}, but its mask does not show exactly these;"
-            " a trace cannot describe padding, chunks, later tokens, or a window that only the mask has"
+            f"--model: layer {call.layer}: a query should see {window}, but its mask shows other tokens; padding, "
+            "chunked attention, attention to later tokens, and windows that only the mask defines are not supported"
         )
 
 
@@ -106,11 +106,11 @@ def _calls(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or layer < 0:
         raise Refused(
-            f"--model: layer_idx of {type(module).__name__} is {layer}; a layer number is expected"
+            f"--model: layer_idx of {type(module).__name__} is {layer}; it must be the layer's number"
         )
     if len(q) != len(k) or q.shape[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
-        shapes = f"queries {list(q.shape)} and keys {list(k.shape)}"
-        raise Refused(f"--model: layer {layer}: {shapes}; [sequences, heads, tokens, size] is expected")
+        shapes = f"queries have shape {list(q.shape)} and keys {list(k.shape)}"
+        raise Refused(f"--model: layer {layer}: {shapes}; kvlab needs [sequences, heads, tokens, size]")
     scale, window, softcap, sink = (words.pop(name, None) for name in ("scaling", "sliding_window", "softcap", "s_aux"))
     for name, value in words.items():
         if name not in _HARMLESS and value is not None and value is not False:
@@ -121,7 +121,7 @@ def _calls(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]
     if mask is not None:
         if mask.ndim != 4:
             raise Refused(
-                f"--model: layer {layer}: its mask is {list(mask.shape)}; [1, heads, tokens, tokens] is expected"
+                f"--model: layer {layer}: its mask has shape {list(mask.shape)}; it must be [1, heads, tokens, tokens]"
             )
         mask = mask[:, :, :, : k.shape[2]]
         mask = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
@@ -148,7 +148,10 @@ class AttentionSwitch:
         def function(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *_: Any, **words: Any) -> Any:
             calls = _calls(module, query, key, value, None if batches else attention_mask, words)
             if len(calls) != 1 and not batches:
-                raise Refused(f"--model: layer {calls[0].layer}: {len(calls)} sequences of queries; one is expected")
+                raise Refused(
+                    f"--model: layer {calls[0].layer}: got {len(calls)} sequences; call the model with one "
+                    "sequence"
+                )
             if attention_mask is not None and attention_mask.data_ptr() in rows:
                 calls[0].last = rows[attention_mask.data_ptr()][1]
             outs = [attend(call) for call in calls]

@@ -14,8 +14,9 @@ import numpy.typing
 import torch
 import transformers
 
-from kvlab import _kvlab
+from kvlab import _arguments, _kvlab
 from kvlab._policy import Policy
+from kvlab._trace import MAX_TOKENS
 from kvlab.hf.conversation import Conversation
 from kvlab.hf.refused import Refused
 
@@ -37,27 +38,28 @@ def refuse_filled(cache: Any) -> None:
     own = type(cache).__module__.startswith("transformers.models.")  # the cache class of a model family
     if not own and (type(cache) is not transformers.DynamicCache or getattr(cache, "offloading", False)):
         what = f"the call's cache is a {type(cache).__name__}"
-        raise Refused(f"kvlab.hf: {what}; a plain DynamicCache, or a kvlab.hf.Cache, is expected")
+        raise Refused(f"kvlab.hf: {what}; pass a plain DynamicCache or a kvlab.hf.Cache")
     if tokens := int(cache.get_seq_length()):
         what = f"the call's cache holds {tokens} tokens that were computed without kvlab"
-        raise Refused(f"kvlab.hf: {what}; an empty cache is expected")
+        raise Refused(f"kvlab.hf: {what}; pass an empty cache")
 
 
 def budget_text(budgets: list[int]) -> str:
     """Says the smallest and the largest number of tokens of a budget, over layers and KV heads."""
-    least, most = budgets
-    return f"{least} tokens" if least == most else f"{least} to {most} tokens"
+    lowest, highest = budgets
+    return f"{lowest} tokens" if lowest == highest else f"{lowest} to {highest} tokens"
 
 
 def warn_of_share(what: str, budget: str, budgets: list[int], attended: AttendedModel) -> None:
     """Warns if the budget is a share, because it is a share of the model's context length and not of the text's."""
     if "%" in budget:
-        share = f"a share of the model's context of {attended.length} tokens: {budget_text(budgets)}"
-        warnings.warn(f"kvlab.hf.{what}: {share}. To take the share of another length, give length=", stacklevel=3)
+        share = f"the budget is a share of the model's context of {attended.length} tokens"
+        advice = "If your texts are shorter, give their maximum length as length="
+        warnings.warn(f"kvlab.hf.{what}: {share}, so it is {budget_text(budgets)}. {advice}", stacklevel=3)
 
 
 class Facts:
-    """What users can read about a conversation, from a cache or from a block of evicting()."""
+    """Properties of a conversation that users can read, from a cache or from a block of evicting()."""
 
     _conversation: Conversation
 
@@ -65,13 +67,14 @@ class Facts:
         """Positions of the tokens that a KV head keeps now, ascending.
 
         `layer`: the model's number of the layer. `row` is the sequence in the batch. Raises IndexError if there is no
-        such head or row.
+        such layer, head or row.
         """
         return self._conversation.kept(layer, head, row)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the sequence so far, evicted ones included. In a batch: of the longest sequence."""
+        """Number of tokens of the sequence so far, including evicted tokens. In a batch, the number of the longest
+        sequence."""
         return self._conversation.tokens
 
     @property
@@ -122,8 +125,8 @@ class HeldCache(Facts):
         Raises Refused outside of a call of the cache's model.
         """
         if not self._installed.is_filling(self._conversation):
-            what = f"a {type(self).__name__} is filled outside of the model that it was made for"
-            raise Refused(f"kvlab.hf: {what}; a call of that model is expected")
+            what = f"a {type(self).__name__} was filled outside of a call of its model"
+            raise Refused(f"kvlab.hf: {what}; pass it as past_key_values to the model that it was made for")
         if layer_idx == self._first_layer:
             self.count(keys.shape[-2], *arguments, **words)
         return keys, values
@@ -139,7 +142,7 @@ class HeldCache(Facts):
         before, zeros = self._counted, torch.zeros(1, 1, tokens, 1, dtype=torch.int8)
         super().update(zeros, zeros, self._first_layer, *arguments, **words)  # type: ignore[misc]
         if self._counted != before + tokens:
-            what = f"a {type(self).__name__} of {before} tokens did not count {tokens} more tokens"
+            what = f"transformers did not count {tokens} new tokens in a {type(self).__name__} of {before} tokens"
             raise Refused(f"kvlab.hf: {what}")
 
     @property
@@ -149,13 +152,17 @@ class HeldCache(Facts):
     def crop(self, count: int) -> None:
         """Removes the last tokens, as transformers' own `crop` does.
 
-        From transformers 5.24 on, `count` is minus the number of tokens to remove; before, the number of tokens to
-        keep. Raises Refused if tokens were evicted or quantized after those to remove came in, or if the policy has
-        observed the attention of those tokens.
+        `count` is the negative number of tokens to remove; with transformers before 5.24 it is the number of tokens to
+        keep. Raises Refused if the cache cannot go back: tokens have been evicted or quantized since then, or the
+        policy has observed the attention of the tokens to remove.
         """
+        count = _arguments.whole("count", count, -MAX_TOKENS, MAX_TOKENS)
         by_number = "tokens_to_remove" in inspect.signature(transformers.DynamicCache.crop).parameters
         if by_number and count > 0:
-            raise Refused(f"kvlab.hf: crop({count}): give minus the number of tokens to remove, a negative number")
+            raise Refused(
+                f"kvlab.hf: crop({count}) is not valid; give the number of tokens to remove as a negative "
+                "number"
+            )
         stay = self._counted + count if by_number or count < 0 else min(count, self._counted)
         self._conversation.crop(max(stay, 0))
         self._uncount(max(stay, 0))
@@ -238,7 +245,8 @@ class Cache(HeldCache, transformers.DynamicCache):  # type: ignore[misc]
         sets budget, tiers, centre, prefill, positions, seed and threshold.
 
         `budget`: as in `kvlab.replay()`. `tiers`: a tier plan such as "16:16t,4:100%". `centre`: "prompt" subtracts from
-        each key, before it is quantized, the mean of the first prompt's first 128 keys (on the CPU).
+        each key, before it is quantized, the mean of the first prompt's first 128 keys, and "@FILE" the vectors of a
+        file of `kvlab plan --centre-out` (on the CPU).
 
         `length`: the maximum number of tokens of the conversation. A budget such as "20%" is a share of `length`.
         Default: the model's context.
@@ -250,7 +258,7 @@ class Cache(HeldCache, transformers.DynamicCache):  # type: ignore[misc]
         from kvlab.hf.attended_model import attended_model
 
         attended = attended_model(model, length)
-        words = {"prefill": prefill, "positions": positions or "", "seed": seed, "threshold": request_threshold}
+        words = {"prefill": prefill, "positions": positions, "seed": seed, "request_threshold": request_threshold}
 
         def request() -> _kvlab.CacheRequest:
             return attended.request(policy, budget, tiers, centre, **words)

@@ -1,4 +1,4 @@
-"""Inspects calls of a transformers model: the cache, and whether the sequences continue without gaps."""
+"""Inspects calls of a transformers model: finds the cache, and checks that the sequences continue without gaps."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class Calls:
                 known = f"they support {', '.join(sorted(_KNOWN))}"
                 raise Refused(f"kvlab.hf: the call has the argument {name}, which caches do not support; {known}")
         if past is None and not (config.use_cache if given.get("use_cache") is None else given["use_cache"]):
-            why = "use_cache is False in it or in the model's config"
-            raise Refused(f"kvlab.hf: the call has no cache, because {why}; use_cache=True is expected")
+            why = "use_cache is False in the call or in the model's config"
+            raise Refused(f"kvlab.hf: the call has no cache, because {why}; give use_cache=True")
         start, (batch, n) = 0 if past is None else int(past.get_seq_length()), rows.shape[:2]
         if start == 0 or not self.pads:
             self._seen, self.pads = torch.ones(batch, 0, dtype=torch.bool, device=rows.device), [0] * batch
         if len(self.pads) != batch:
             what = f"the call has a batch of {batch}, but the call before had {len(self.pads)}"
-            raise Refused(f"kvlab.hf: {what}; the same number of texts is expected")
+            raise Refused(f"kvlab.hf: {what}; give all calls of a conversation the same number of texts")
         later = n == 1 and rows.device.type != "cpu"  # reading the device would wait for it
         if not later:
             self.end()
@@ -85,8 +85,8 @@ class Calls:
             mask = outer_mask  # the outer model made its layers' masks from this one
         new = self._new(mask, batch, start, n, later)
         if start > 0 and min(new) < n and given.get("position_ids") is None:
-            what = "the call has padding after tokens, and the model would count it as tokens"
-            raise Refused(f"kvlab.hf: {what}; position_ids that count tokens only are expected")
+            what = "the call has padding after tokens, which the model would count as tokens"
+            raise Refused(f"kvlab.hf: {what}; give position_ids that count tokens only")
         self._look_at_positions(given, start, n, new, later, rows.device)
         return start, n, new
 
@@ -94,7 +94,7 @@ class Calls:
         wrong, self._wrong = self._wrong, None
         if wrong is not None and bool(wrong):
             what = "an attention_mask that leaves tokens out, or position_ids that do not increase by one"
-            raise Refused(f"kvlab.hf: a decoded token came with {what}; a sequence without gaps is expected")
+            raise Refused(f"kvlab.hf: a decoded token came with {what}; give a sequence without gaps")
 
     def _expect(self, name: str, fine: torch.Tensor, later: bool, wrong: str) -> None:
         if later:
@@ -104,12 +104,12 @@ class Calls:
 
     def _new(self, mask: Any, batch: int, start: int, n: int, later: bool) -> list[int]:
         """The number of tokens, without padding, that each row has in the n columns of the call."""
-        right = f"no mask, or one of shape [{batch}, {start + n}] with padding only in front, is expected"
+        right = f"give no mask, or one of shape [{batch}, {start + n}] with padding only before the text"
         if mask is None and not any(self.pads):
             return [n] * batch
         if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (batch, start + n):
-            found = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
-            raise Refused(f"kvlab.hf: attention_mask is {found}; {right}")
+            found = f"has shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"is a {type(mask).__name__}"
+            raise Refused(f"kvlab.hf: attention_mask {found}; {right}")
         shown, before = mask.bool(), self._seen.shape[1]
         part = shown[:, start:]
         fine = (shown[:, :before] == self._seen).all() & shown[:, before:start].all() & part[:, -1].all()
@@ -123,7 +123,7 @@ class Calls:
     def _look_at_positions(
         self, given: Mapping[str, Any], start: int, n: int, new: list[int], later: bool, device: Any
     ) -> None:
-        right = f"consecutive numbers from {start} to {start + n - 1} are expected"
+        right = f"give consecutive numbers from {start} to {start + n - 1}"
         columns = torch.arange(start, start + n, device=device)
         for name in ("position_ids", "cache_position"):
             value = given.get(name)
@@ -134,8 +134,9 @@ class Calls:
                 or value.shape[-1:] != (n,)
                 or value.shape[-2:-1] not in ((), (1,), (len(new),))
             ):
-                found = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-                raise Refused(f"kvlab.hf: {name} is {found}; {right}")
+                shape = isinstance(value, torch.Tensor)
+                found = f"has shape {list(value.shape)}" if shape else f"is a {type(value).__name__}"
+                raise Refused(f"kvlab.hf: {name} {found}; {right}")
             at, fine = value.to(device), value.to(device) == columns
             if any(self.pads) and name == "position_ids":  # positions of padding may have any value
                 pads, counts = (torch.tensor(numbers, device=device)[:, None] for numbers in (self.pads, new))

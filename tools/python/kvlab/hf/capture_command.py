@@ -51,7 +51,7 @@ def prompt_text(arguments: argparse.Namespace) -> str:
     except OSError as error:
         raise Refused(f"--prompt-file {arguments.prompt_file}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        wrong = f"byte {error.start} is not UTF-8; text is expected"
+        wrong = f"byte {error.start} is not UTF-8; give a text file in UTF-8"
         raise Refused(f"--prompt-file {arguments.prompt_file}: {wrong}") from None
 
 
@@ -75,7 +75,7 @@ def encode(model: str, config: Any, text: str) -> list[int]:
             auto = transformers.AutoTokenizer.from_pretrained(model)(text, return_special_tokens_mask=True)
             ids, added = auto["input_ids"], auto["special_tokens_mask"]
     except Exception as error:
-        raise Refused(f"--model {model}: no tokenizer: {one_line(error)}") from None
+        raise Refused(f"--model {model}: its tokenizer cannot be loaded: {one_line(error)}") from None
     first = (added + [0]).index(0)
     before, own = ids[:first], ids[first:]
     twice = [a == b for a, b in zip(before, own)] + [False]
@@ -84,7 +84,7 @@ def encode(model: str, config: Any, text: str) -> list[int]:
         raise Refused("--prompt: the text has no tokens; give some text")
     if max(ids) >= config.vocab_size:
         known = f"the model's vocabulary has {config.vocab_size} ids"
-        raise Refused(f"--model {model}: the tokenizer gives id {max(ids)}; {known}")
+        raise Refused(f"--model {model}: the tokenizer gives id {max(ids)}, but {known}")
     return ids
 
 
@@ -93,8 +93,8 @@ def refuse_passage(text: str, why: str) -> NoReturn:
 
 
 def passage_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
-    """The fewest tokens that cover `text`, which must occur once in the decoded text. A special token at the start is
-    ignored."""
+    """The shortest range of tokens that covers `text`. It must occur exactly once in the decoded text. A special token
+    at the start is ignored."""
     first = 1 if tokenizer.decode(ids[:1]) == "" else 0
 
     def decoded(count: int) -> str:
@@ -126,7 +126,7 @@ def passages_of(model: str, ids: list[int], texts: Sequence[str]) -> list[dict[s
         return []
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
-        raise Refused(f"--passage: --model {model} has no tokenizer.json, which is needed")
+        raise Refused(f"--passage: needs tokenizer.json, which --model {model} does not have")
     names = [_kvlab.without_controls(text) for text in texts]
     for name in names:
         if names.count(name) > 1:
@@ -157,11 +157,11 @@ def features_of(texts: Sequence[str]) -> dict[str, Feature]:
 def add_options(parser: Parser) -> None:
     add = parser.add_argument
 
-    def number(name: str, letter: str, least: int, text: str, default: int | None = None) -> None:
-        add(name, metavar=letter, type=whole_number(least), default=default, help=text)
+    def number(name: str, letter: str, min_value: int, text: str, default: int | None = None) -> None:
+        add(name, metavar=letter, type=whole_number(min_value), default=default, help=text)
 
     def repeated(name: str, metavar: str, text: str) -> None:
-        add(name, metavar=metavar, action="append", default=[], help=f"{text}; repeatable")
+        add(name, metavar=metavar, action="append", default=[], help=f"{text}; may be given several times")
 
     add("--model", metavar="DIR", required=True, help="checkpoint directory, or its name on the hub")
     add("--out", metavar="TRACE", required=True, help="directory of the trace; it must not exist yet")
@@ -176,7 +176,7 @@ def add_options(parser: Parser) -> None:
     add("--beyond-context", action="store_true", help=longer)
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="dtype to compute in; auto: the checkpoint's")
     add("--device", choices=["cuda", "cpu"], help="device to run on (default: cuda if there is a device)")
-    attention = "attn_implementation with which transformers loads the model; the capture is checked against it"
+    attention = "attn_implementation with which transformers loads the model; its results check the capture"
     add("--attention", choices=["sdpa", "eager", "flash_attention_2"], help=attention)
     chunk = "number of tokens of a given text to feed at once (default: 1024)"
     number("--chunk", "N", 1, chunk, default=_kvlab.shard_tokens)
@@ -194,7 +194,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         if arguments.prompt_tokens is None:
             parser.error("--prompt-tokens: missing; --teacher-forced needs --prompt-tokens P")
         if arguments.max_new_tokens is not None:
-            parser.error("--max-new-tokens: --teacher-forced does not generate; leave out one of them")
+            parser.error("--max-new-tokens: with --teacher-forced nothing is generated; leave out one of the two "
+                "options")
     for name in ("prompt_tokens", "max_tokens"):
         if not arguments.teacher_forced and getattr(arguments, name) is not None:
             parser.error(f"--{name.replace('_', '-')}: requires --teacher-forced")
@@ -225,11 +226,11 @@ def run(arguments: argparse.Namespace) -> None:
     features = features_of(arguments.feature)
     device = arguments.device or default_device()
     model = load_model(arguments.model, arguments.dtype, arguments.attention, device)
-    most = 100 if arguments.max_new_tokens is None else arguments.max_new_tokens
-    fed = Fed(ids, arguments.prompt_tokens, most, arguments.chunk)
+    max_new_tokens = 100 if arguments.max_new_tokens is None else arguments.max_new_tokens
+    fed = Fed(ids, arguments.prompt_tokens, max_new_tokens, arguments.chunk)
     name = pathlib.Path(arguments.model).resolve().name
     plan = plan_of(model, fed)
-    shape, tokens = plan.shape, len(ids) + (0 if arguments.teacher_forced else most)
+    shape, tokens = plan.shape, len(ids) + (0 if arguments.teacher_forced else max_new_tokens)
     rows = tokens * shape.layers * (shape.query_heads + 2 * shape.kv_heads) * shape.head_size
     announce_size(PROGRAM, f"trace into {arguments.out}", rows * torch.finfo(model.dtype).bits / 8)
     try:

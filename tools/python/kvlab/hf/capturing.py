@@ -18,11 +18,11 @@ import numpy.typing
 import torch
 import transformers
 
-from kvlab import _kvlab
+from kvlab import _arguments, _kvlab
 from kvlab._arrays import writer_of
 from kvlab._old_names import renamed
 from kvlab._progress import shown
-from kvlab._trace import Trace
+from kvlab._trace import MAX_TOKENS, Trace
 from kvlab.hf.attended_model import refuse_within_block
 from kvlab.hf.attention import Call, attending, attention, check_mask
 from kvlab.hf.calls import cache_among, cache_word
@@ -104,7 +104,7 @@ class Listener:
                 hook.remove()
 
     def rotation_of_fed(self, layer: Layer, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the tokens being fed, computed once for each device and table."""
+        """cos and sin of the tokens that are being fed, computed once for each device and table."""
         key = (device, layer.rope.key)
         if key not in self.rotations:
             positions = torch.arange(self.first, self.first + self.count, device=device)
@@ -114,10 +114,13 @@ class Listener:
     def attend(self, call: Call) -> torch.Tensor:
         layer = self.layers.get(call.layer)
         if layer is None or (layer.index, "out") in self.seen or call.q.shape[1] != self.count:
-            raise Refused(f"--model: layer {call.layer} should attend once to all fed tokens, as in the first call")
+            raise Refused(
+                f"--model: layer {call.layer} did not attend once to all fed tokens, as it did in the first "
+                "call"
+            )
         self.seen.add((layer.index, "out"))
         if not layer.fits(call):
-            what = "attention has another scale, window or shape than in the first call"
+            what = "the attention's scale, window or shape differs from the first call"
             raise Refused(f"--model: layer {layer.index}: {what}")
         mask = (0 if call.mask is None else call.mask.data_ptr(), call.k.shape[1], call.window)
         if mask not in self.checked:
@@ -152,7 +155,10 @@ class Listener:
         self.first, self.count = self.writer.tokens, len(ids)
         decoder = self.plan.decoder
         if self.first and self.cache is None:
-            raise Refused(f"--model: {type(decoder).__name__} returns no cache, which is needed between chunks")
+            raise Refused(
+                f"--model: {type(decoder).__name__} returns no cache, which kvlab needs to feed a text in "
+                "chunks"
+            )
         self.writer.begin(ids, kind == "prompt")
         self.seen.clear()
         self.checked.clear()
@@ -291,7 +297,7 @@ def add_features(out: str, features: Mapping[str, Feature]) -> None:
 
 
 def unfinished(out: str) -> str:
-    """The end of an error message. If a shard is complete, it says how to keep what was written."""
+    """The end of an error message. If at least one shard is complete, the text says how to keep what was written."""
     whole = os.path.exists(os.path.join(out, "shard-00000.safetensors"))
     how = f"`kvlab trace seal {out}` makes a trace of its complete shards"
     return f": --out {out} is unfinished; {how}" if whole else ""
@@ -368,6 +374,8 @@ def capture(
 
     Raises Refused for bad input, or if a trace cannot represent what the model computes.
     """
+    if not hasattr(model, "config"):
+        raise Refused(f"model: has type {type(model).__name__}; give a loaded transformers model")
     base = base_of(model)
     name = _kvlab.without_controls(
         pathlib.Path(str(getattr(base.config, "_name_or_path", "") or type(base).__name__)).name
@@ -375,18 +383,22 @@ def capture(
     refuse_no_decoder(name, base.config)
     refuse_within_block(base)
     ids = _one_sequence(input_ids, int(text_config(base.config).vocab_size))
-    if prompt_tokens is not None and not 1 <= prompt_tokens <= len(ids):
-        raise Refused(f"prompt_tokens: {prompt_tokens} should be between 1 and {len(ids)}")
+    if prompt_tokens is not None:
+        prompt_tokens = _arguments.whole("prompt_tokens", prompt_tokens, 1, len(ids))
+    max_new_tokens = _arguments.whole("max_new_tokens", max_new_tokens, 0, MAX_TOKENS)
+    chunk = _arguments.whole("chunk", chunk, 1, MAX_TOKENS)
+    checkpoint = None if checkpoint is None else _arguments.path("checkpoint", checkpoint)
+    passages, features = _passages(passages), _features(features)
     folder = tempfile.TemporaryDirectory(prefix="kvlab-") if out is None else None
-    path = os.path.join(folder.name, name) if folder else os.fspath(out or "")
+    path = os.path.join(folder.name, name) if folder else _arguments.path("out", out)
     fed = Fed(ids, prompt_tokens, max_new_tokens, chunk)
     training = base.training
     base.eval()
     try:
         with torch.inference_mode(), shown(progress is True, "capture") as bar:
-            most = len(ids) + (max_new_tokens if prompt_tokens is None else 0)
-            told = progress if callable(progress) else lambda tokens: bar(tokens / most) if bar else None
-            write_capture(plan_of(base, fed), fed, path, name, checkpoint, passages, features or {}, told)
+            total = len(ids) + (max_new_tokens if prompt_tokens is None else 0)
+            report = progress if callable(progress) else lambda tokens: bar(tokens / total) if bar else None
+            write_capture(plan_of(base, fed), fed, path, name, checkpoint, passages, features, report)
     finally:
         base.train(training)
     trace = Trace(path)
@@ -396,17 +408,37 @@ def capture(
     return trace
 
 
+def _passages(passages: Any) -> list[dict[str, Any]]:
+    right = 'a list of {"name": text, "start": position, "tokens": count}'
+    made = []
+    for one in _arguments.items("passages", passages, right):
+        if not isinstance(one, Mapping) or set(one) != {"name", "start", "tokens"}:
+            raise _arguments.refuse("passages", passages, right)
+        numbers = {key: _arguments.whole(f"passages: {key}", one[key], 0, MAX_TOKENS) for key in ("start", "tokens")}
+        made.append({"name": _arguments.text("passages: name", one["name"])} | numbers)
+    return made
+
+
+def _features(features: Any) -> dict[str, Feature]:
+    if features is None:
+        return {}
+    if not isinstance(features, Mapping) or not all(isinstance(k, str) and callable(f) for k, f in features.items()):
+        raise _arguments.refuse("features", features, "{name: function (q, k, v, layer)}")
+    return dict(features)
+
+
 def _one_sequence(input_ids: Any, vocabulary: int) -> list[int]:
     try:
         tensor = torch.as_tensor(input_ids)
     except Exception:  # a text, rows of several lengths, or a tokenizer's whole output
-        right = 'one sequence of whole numbers, such as tokenizer(text)["input_ids"], is expected'
+        right = 'give one sequence of whole numbers, such as tokenizer(text)["input_ids"]'
         raise Refused(f"input_ids: has type {type(input_ids).__name__}; {right}") from None
     if tensor.ndim == 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 1 or tensor.numel() == 0 or tensor.is_floating_point():
-        raise Refused(f"input_ids: has shape {list(tensor.shape)}; one sequence of whole numbers is expected")
+        raise Refused(f"input_ids: has shape {list(tensor.shape)}; give one sequence of whole numbers")
     ids = [int(i) for i in tensor]
     if min(ids) < 0 or max(ids) >= vocabulary:
-        raise Refused(f"input_ids: ids are from {min(ids)} to {max(ids)}; the model's vocabulary has {vocabulary} ids")
+        found = f"ids are from {min(ids)} to {max(ids)}"
+        raise Refused(f"input_ids: {found}, but the model's vocabulary has {vocabulary} ids")
     return ids

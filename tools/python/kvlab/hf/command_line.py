@@ -13,12 +13,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+def whole_number(min_value: int, max_value: int | None = None) -> Callable[[str], int]:
     def parse(text: str) -> int:
         number = int(text) if text.isascii() and text.isdigit() else -1
-        if number < least or (most and number > most):
-            to = f"to {most}" if most else "on"
-            raise argparse.ArgumentTypeError(f"{text!r} should be a whole number from {least} {to}")
+        if number < min_value or (max_value and number > max_value):
+            right = f"from {min_value} to {max_value}" if max_value else f"of at least {min_value}"
+            raise argparse.ArgumentTypeError(f"{text!r} should be a whole number {right}")
         return number
 
     return parse

@@ -1,4 +1,4 @@
-"""The sequences of one cache: the tokens that are stored of each, and a record of what was fed."""
+"""The sequences of one cache, with the tokens that the cache holds and, on request, a record of what was fed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy
 import numpy.typing
 import torch
 
+from kvlab import _arguments
+from kvlab._trace import MAX_THREADS, MAX_TOKENS
 from kvlab.hf.calls import Calls
 from kvlab.hf.layers import layer_arguments
 from kvlab.hf.refused import Refused, refusing
@@ -59,8 +61,8 @@ class Conversation:
 
     def __init__(self, attended: AttendedModel, make: Callable[[], Any], threads: int | None, record: bool) -> None:
         """`make` makes empty caches for one sequence."""
-        self.attended, self._make, self._record = attended, make, record
-        self._threads = threads or os.cpu_count() or 1
+        self.attended, self._make, self._record = attended, make, _arguments.flag("record", record)
+        self._threads = os.cpu_count() or 1 if threads is None else _arguments.whole("threads", threads, 1, MAX_THREADS)
         self.rows: list[Row] = []
         self.graph: Any = None  # CUDA graph of a decoded token
         self.begin()
@@ -98,13 +100,14 @@ class Conversation:
         self.refuse_fault()
         if tokens >= self.tokens:
             return
-        why = "the state of layers without attention cannot be restored" if self.attended.has_others else ""
+        why = "the state of layers without attention cannot go back" if self.attended.has_others else ""
         why = why or ("rows are padded" if any(self.calls.pads) else "")
         for row in self.rows:
             why = why or next((window.crop_obstacle() for window in row.windows.values()), "")
-            why = why or ("" if hasattr(row.caches, "crop") else "it is on CUDA")
+            if not hasattr(row.caches, "crop"):
+                raise Refused("kvlab.hf: a cache on CUDA cannot be cropped or copied; use model.to('cpu')")
         if why:
-            what = f"crop to {tokens} of {self.tokens} tokens: {why}"
+            what = f"the cache cannot be cropped to {tokens} of its {self.tokens} tokens, because {why}"
             raise Refused(f"kvlab.hf: {what}; copy.deepcopy() the cache before you feed tokens that you may remove")
         for row in self.rows:
             with refusing("kvlab.hf: "):
@@ -118,7 +121,8 @@ class Conversation:
     # --- Contents -------------------------------------------------------------------------------
 
     def row(self, row: int) -> Row:
-        if not 0 <= row < len(self.rows):
+        row = _arguments.whole("row", row, 0, MAX_TOKENS)
+        if row >= len(self.rows):
             raise IndexError(f"row {row} does not exist; the batch has {len(self.rows)} rows")
         return self.rows[row]
 
@@ -128,11 +132,17 @@ class Conversation:
 
     def kept(self, layer: int, head: int, row: int) -> numpy.typing.NDArray[numpy.uint32]:
         self.calls.end()
+        layer, head = (_arguments.whole(name, value, 0, MAX_TOKENS) for name, value in (("layer", layer), ("head", head)))
         held, layer_indices = self.row(row), self.attended.layer_indices
         if layer in held.windows:
             return held.windows[layer].kept()
         if layer not in layer_indices:
-            raise IndexError(f"kept: layer {layer} has no cache; these do: {', '.join(map(str, self.attended.layers))}")
+            raise IndexError(
+                f"kept: layer {layer} has no cache; the layers with a cache are "
+                f"{', '.join(map(str, self.attended.layers))}"
+            )
+        if head >= self.attended.shape.kv_heads:
+            raise IndexError(f"kept: head {head} does not exist; the layer has {self.attended.shape.kv_heads} KV heads")
         kept: numpy.typing.NDArray[numpy.uint32] = held.caches.kept(layer_indices[layer], head)
         return kept
 

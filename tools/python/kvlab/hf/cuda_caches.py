@@ -38,7 +38,7 @@ class CudaCaches:
     ) -> None:
         """`outputs` returns each layer's W_o [hidden, inputs], for policies with a feature that reads it."""
         if name_of(dtype) not in _library.TYPES:
-            raise Refused(f"evicting: dtype {name_of(dtype)}; on CUDA one of {', '.join(_library.TYPES)} is expected")
+            raise Refused(f"evicting: dtype {name_of(dtype)} is not supported on CUDA; use {', '.join(_library.TYPES)}")
         for layer in layers:
             if layer.softcap or layer.sink is not None:
                 what = "a soft cap" if layer.softcap else "sinks"
@@ -109,12 +109,12 @@ class CudaCaches:
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def before_token(self) -> None:
-        """Does the host's work of a decode step, before token() of all layers."""
+        """Does the host's work of a decode step. Called before token() of any layer."""
         with _refusing():
             self._cache.begin_step()
 
     def count_token(self) -> None:
-        """Counts a step of all layers that did not call attend(), such as the replay of a CUDA graph."""
+        """Counts a decode step in which no layer called attend(), because a CUDA graph was replayed."""
         self._fed = [fed + 1 for fed in self._fed]
 
     def token(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:

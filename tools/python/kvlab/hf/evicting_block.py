@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from typing import Any
 
-from kvlab import _kvlab
+from kvlab import _arguments, _kvlab
 from kvlab._policy import Policy
 from kvlab.hf.attended_model import Block, attended_model
 from kvlab.hf.cache import Facts, budget_text, warn_of_share
@@ -54,8 +54,9 @@ class evicting(Facts, Block):
         `graph`: on CUDA, run each decoded token as a CUDA graph. It needs `record=False`, a RoPE that does not change
         with the length, and a model without sliding windows.
         """
+        _arguments.flag("graph", graph)
         attended = attended_model(model, length)
-        words = {"prefill": prefill, "positions": positions or "", "seed": seed, "threshold": request_threshold}
+        words = {"prefill": prefill, "positions": positions, "seed": seed, "request_threshold": request_threshold}
         if ladder is not None:  # old name
             warnings.warn("evicting(ladder=) is called tiers now", FutureWarning, stacklevel=2)  # old name
         tiers = tiers or ladder  # old name
@@ -79,8 +80,8 @@ class evicting(Facts, Block):
                 raise Refused(f"evicting: graph=True: {what}, which a CUDA graph cannot follow; use graph=False")
             blocks, layers = layer_count(attended.decoder, [*attended.layers.values()]), attended.layers
             if odd := [n for n in range(blocks) if n not in attended.layer_indices or not layers[n].unrotated]:
-                what = "has a window, no KV cache, or a RoPE that is not given to it"
-                raise Refused(f"evicting: graph=True: layer {odd[0]} {what}; graph=False is expected")
+                what = "has a window, has no KV cache, or does not get its RoPE as an argument"
+                raise Refused(f"evicting: graph=True: layer {odd[0]} {what}; use graph=False")
             from kvlab.hf.step_graph import StepGraphs
 
             self._graph = StepGraphs(attended)

@@ -34,7 +34,7 @@ def refuse_other_weights(trace: Trace, name: str, checksum: str) -> None:
     """Raises Refused if the trace names weights other than those of --model."""
     if (wanted := trace.model["weights_xxh3"]) and wanted != checksum:
         found = checksum or "not in safetensors files"
-        raise Refused(f"{trace.path}: was captured from weights {wanted}; those of --model {name} are {found}")
+        raise Refused(f"{trace.path}: was captured from weights {wanted}, but those of --model {name} are {found}")
 
 
 def group(trace: Trace) -> int:
@@ -42,7 +42,8 @@ def group(trace: Trace) -> int:
 
 
 def append_ends(trace: Trace) -> Numbers:
-    """[tokens]: the end of each token's append. A prompt segment is one append, decoded tokens are one each."""
+    """[tokens]: the position at which each token's append ends. A prompt segment is one append, and so is each decoded
+    token."""
     ends: list[int] = []
     for start, tokens, kind in trace.segments:
         end = start + tokens
@@ -73,7 +74,7 @@ def rotated_keys(trace: Trace, layer: int) -> Numbers:
 
 
 def scored(name: str, trace: Trace, layer: int, arguments: Arguments) -> Numbers:
-    """lagkv, expected_attention or redundancy, as the decoders compute them."""
+    """Computes lagkv, expected_attention or redundancy in the same way as the decoders."""
     row = row_of(trace, layer)
     if name == "expected_attention" and (row["softcap"] > 0 or row["sink"] is not None):
         raise Refused(f"{trace.path}: layer {layer} has soft caps or sinks, which expected_attention does not support")
@@ -100,7 +101,7 @@ def output_projection(trace: Trace, folder: str, layer: int) -> Numbers:
         bits = found[0].astype(numpy.uint32) << 16 if isinstance(found, tuple) else None  # bfloat16
         weight: Numbers = found.astype(numpy.float32) if bits is None else bits.view(numpy.float32)
         if weight.shape[1] != inputs:
-            raise Refused(f"{file}: {name} takes {weight.shape[1]} inputs; the trace has {inputs}")
+            raise Refused(f"{file}: {name} takes {weight.shape[1]} inputs, but the trace has {inputs}")
         return weight
     raise Refused(f"{folder}: has no tensor {name}")
 
@@ -137,7 +138,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     add = parser.add_argument
     add("traces", metavar="TRACE", nargs="+", help="finished traces")
     several: Any = {"required": True, "action": "append", "choices": sorted(FEATURES)}
-    add("--feature", metavar="NAME", help=", ".join(sorted(FEATURES)) + "; repeatable", **several)
+    add("--feature", metavar="NAME", help=", ".join(sorted(FEATURES)) + "; may be given several times", **several)
     add("--model", metavar="DIR", help="for value_out_norm1: the traces' checkpoint")
     add("--sinks", metavar="N", type=whole_number(0), default=4, help="first N tokens are not scored (default: 4)")
     add("--lag", metavar="N", type=whole_number(2), default=128, help="lagkv: tokens in a partition (default: 128)")

@@ -96,7 +96,7 @@ class Hooks:
             self.look(named)
 
     def leave(self, depth: int) -> None:
-        """Called after a call at that depth has returned or failed."""
+        """Called after the call at this depth has returned or failed."""
         if not self._depths or self._thread is not threading.current_thread() and self._thread.is_alive():
             return
         while self._depths and self._depths[-1] >= depth:
@@ -130,11 +130,14 @@ class Hooks:
         cache, attended = cache_among(words.values()), self._attended
         conversation = conversation_of(cache)
         if conversation is not None and conversation.attended is not attended:
-            raise Refused("kvlab.hf: the call's cache was made for another model or length=; use its own cache")
+            raise Refused(
+                "kvlab.hf: the call's cache was made for another model or another length=; use a cache that "
+                "was made for these"
+            )
         self._refuse_gradients(words.get("inputs_embeds"))
         if conversation is None:
             if attended.block is None:
-                raise Refused("kvlab.hf: the model passed its decoder another cache than the one of the call")
+                raise Refused("kvlab.hf: the model passed its decoder a cache that is not the one of the call")
             refuse_filled(cache)
             conversation = attended.block.begin()
         conversation.refuse_fault()
@@ -151,9 +154,9 @@ class Hooks:
             if have := row.tokens(len(attended.acted)) - {held}:
                 what = f"the call's cache counts {held} tokens but holds {have.pop()}"
                 raise Refused(f"kvlab.hf: {what}; change a cache only by its own functions")
-            if attended.most is not None and held + own > attended.most:
-                what = f"the text has more than {attended.most} tokens, and the model's window hides some of them"
-                raise Refused(f"kvlab.hf: {what}; give another length=")
+            if attended.max_tokens is not None and held + own > attended.max_tokens:
+                what = f"the text has more than {attended.max_tokens} tokens, so the model's window hides some of them"
+                raise Refused(f"kvlab.hf: {what}; give length=, the maximum number of tokens of a text")
         self._open = opened
         if cache is not None:
             self._take(cache)
@@ -176,7 +179,7 @@ class Hooks:
         if cache is not None and cache is self._open.cache:
             return
         if cache is None:
-            raise Refused("kvlab.hf: a layer's attention is called without the model's cache, which is needed")
+            raise Refused("kvlab.hf: a layer's attention was called without the model's cache, which kvlab needs")
         if self._open.cache is not None or conversation_of(cache) is not None:
             raise Refused("kvlab.hf: a call has two caches; give one")
         self._take(cache)
@@ -188,8 +191,8 @@ class Hooks:
         if torch.is_grad_enabled() and (
             getattr(embeddings, "requires_grad", False) or any(p.requires_grad for p in self._attended.model.parameters())
         ):
-            what = "gradients would not flow through the caches' attention"
-            raise Refused(f"kvlab.hf: {what}; torch.no_grad() or torch.inference_mode() is needed around the call")
+            what = "kvlab's caches do not support gradients"
+            raise Refused(f"kvlab.hf: {what}; call the model in torch.no_grad() or torch.inference_mode()")
 
     # --- Attention ------------------------------------------------------------------------------
 
@@ -199,7 +202,7 @@ class Hooks:
         layer = attended.layers.get(call.layer)
         if layer is None or not layer.fits(call):
             what = f"layer {call.layer} attends differently from the first call"
-            raise Refused(f"kvlab.hf: {what}; the same scale, window and shape are expected")
+            raise Refused(f"kvlab.hf: {what}; its scale, window and shape must stay the same")
         if self.attend_token is not None:
             # Graphs are only used if every layer works without a rotation, so there is none to invert.
             qkv = (layer.stored(call.q, None), layer.stored(call.k, None), call.v.transpose(0, 1))
@@ -209,8 +212,8 @@ class Hooks:
         n, row = call.q.shape[1], call.row
         before, new = opened.before[row], opened.new[row]
         if call.k.shape[1] != n:
-            what = f"layer {call.layer}: {n} queries come with {call.k.shape[1]} keys"
-            raise Refused(f"kvlab.hf: {what}; keys of the same tokens are expected")
+            what = f"layer {call.layer}: got {n} queries and {call.k.shape[1]} keys"
+            raise Refused(f"kvlab.hf: {what}; both must be of the same tokens")
         if window := opened.conversation.rows[row].windows.get(call.layer):
             own = {name: getattr(call, name)[:, n - new :] for name in ("q", "k", "v")}
             out = window.attend(dataclasses.replace(call, **own))
@@ -243,7 +246,7 @@ class Hooks:
             raise Refused(
                 f"kvlab.hf: in a text of {before + new} tokens the model's RoPE"
                 f" ({', '.join(sorted(attended.rope_types))}) rotates layer {layer.index} by other frequencies than"
-                " before, but the cache's keys can have only one rotation; a shorter text is expected"
+                " before, but the cache's keys can have only one rotation; use a shorter text"
             )
 
 

@@ -48,7 +48,7 @@ class Layer:
     residual: Any  # the module whose input is the residual stream after attention; None: there is none
 
     def fits(self, call: Call) -> bool:
-        """Whether the call attends as the layer did when it was inspected."""
+        """Whether the call attends in the same way as when the layer was inspected."""
         shape = (*call.q.shape[::2], *call.v.shape[::2])
         same = shape == (self.query_heads, self.key_size, self.kv_heads, self.value_size)
         row = (call.scale, call.window, call.softcap, call.sink is None)
@@ -179,11 +179,11 @@ def decoder_of(model: Any) -> Any:
         if found is not None and found is not model and hasattr(found, "set_attn_implementation"):
             found = getattr(found, "language_model", found)
             return found if found.get_output_embeddings() is None else decoder_of(found)
-    raise Refused(f"--model: {type(model).__name__} has no decoder; a model such as LlamaForCausalLM is expected")
+    raise Refused(f"--model: {type(model).__name__} has no decoder; give a model such as LlamaForCausalLM")
 
 
 def _fed(decoder: Any, ids: Sequence[int], first: int) -> torch.Tensor:
-    """Hidden states [n, width] of ids at positions from `first` on."""
+    """Hidden states [n, width] of ids at consecutive positions, of which `first` is the first."""
     words: dict[str, Any] = {"input_ids": torch.tensor([list(ids)], device=decoder.device), "use_cache": False}
     if first:
         words["position_ids"] = first + torch.arange(len(ids), device=decoder.device)[None]
@@ -225,7 +225,7 @@ def _look(decoder: Any, ids: Sequence[int], first: int, tokens: int = 0) -> Run:
         _fed(decoder, ids, first)
     if not run.calls:
         what = f"attention of {type(decoder).__name__} does not go through transformers' AttentionInterface"
-        raise Refused(f"--model: {what}, which is needed")
+        raise Refused(f"--model: {what}, which kvlab needs")
     return run
 
 
@@ -249,11 +249,11 @@ def _read_back(rotation: Rotation) -> tuple[torch.Tensor, float]:
 
 
 def rotates_by_position(rotation: Rotation, rope: Rope, pairs: int, first: int) -> bool:
-    """Whether the rotation is by position · inv_freq at positions from `first` on."""
+    """Whether the rotation is by position · inv_freq, at positions that begin with `first`."""
     positions = first + torch.arange(len(rotation.cos), device=rotation.cos.device)
     ours = [x[:, :pairs] for x in rope.cos_sin(positions)]
-    most = 5e-3 + 2e-7 * (first + len(positions)) * max(1.0, float(rope.inv_freq.abs().max()))
-    return all(float((x - y).abs().max()) <= most for x, y in zip(ours, (rotation.cos, rotation.sin)))
+    tolerance = 5e-3 + 2e-7 * (first + len(positions)) * max(1.0, float(rope.inv_freq.abs().max()))
+    return all(float((x - y).abs().max()) <= tolerance for x, y in zip(ours, (rotation.cos, rotation.sin)))
 
 
 def _table_of(decoder: Any, rotation: Rotation, layer: int) -> tuple[torch.Tensor, float]:
@@ -263,7 +263,7 @@ def _table_of(decoder: Any, rotation: Rotation, layer: int) -> tuple[torch.Tenso
             return inv_freq, factor
     other = Rotation(rotation.sin, rotation.cos)
     if rotates_by_position(other, Rope(*_read_back(other), 1.0), pairs, 0):
-        what = "its RoPE argument has sines before cosines; cosines before sines are expected"
+        what = "its RoPE argument has sines before cosines; only cosines before sines are supported"
         raise Refused(f"--model: layer {layer}: {what}")
     raise Refused(f"--model: layer {layer}: its RoPE does not rotate by position · inv_freq, as kvlab needs it to")
 
@@ -306,13 +306,13 @@ def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tenso
     a rotation."""
     size = call.q.shape[-1]
     if size % 2:
-        raise Refused(f"--model: layer {call.layer}: keys of {size} dimensions; an even number is expected")
+        raise Refused(f"--model: layer {call.layer}: its keys have {size} dimensions; only an even number is supported")
     plain, rotated = (_keys_of_one_token(decoder, call, given, unrotated).float() for unrotated in (True, False))
-    most = 1e-4 if call.k.dtype == torch.float32 else 0.05
-    if not (off := difference(plain, plain[:, :1].expand_as(plain))) <= most:
+    tolerance = 1e-4 if call.k.dtype == torch.float32 else 0.05
+    if not (off := difference(plain, plain[:, :1].expand_as(plain))) <= tolerance:
         raise Refused(
             f"--model: layer {call.layer}: keys of one token differ by {off:.2g} between positions, but no argument of"
-            " the layer rotates them; a RoPE that the layer gets as an argument (position_embeddings) is expected"
+            " the layer rotates them; only a RoPE that the layer gets as an argument (position_embeddings) is supported"
         )
     rotation = rotation_among(given, plain.shape[1])
     found: list[Any] = [(Rope(torch.zeros(size // 2), 1.0, call.scale), None, 0)]
@@ -325,8 +325,8 @@ def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tenso
         back = rotated_back(rotated, order, rotation if pairs else None, rope.factor)
         return difference(reordered(plain, order, pairs, rope.factor), back)
 
-    least = min(found, key=lambda one: error_of(*one))
-    return *least, error_of(*least) <= most
+    best = min(found, key=lambda one: error_of(*one))
+    return *best, error_of(*best) <= tolerance
 
 
 # ---------------------------------------------------------------------------------------------
@@ -350,11 +350,11 @@ def _residual_of(modules: dict[str, Any], call: Call, output: str, run: Run) -> 
     if block not in run.inputs:
         return None
     before, added = run.inputs[block].float(), modules[output](run.inputs[output][None])[0].float()
-    most = 0.01 if run.inputs[block].dtype == torch.float32 else 0.05
+    tolerance = 0.01 if run.inputs[block].dtype == torch.float32 else 0.05
     for name, given in run.inputs.items():
         if name.startswith(block + ".") and given.shape == before.shape:
             off = (given.float() - before - added).norm(dim=-1) / added.norm(dim=-1).clamp_min(1e-30)
-            if float(off.median()) <= most:
+            if float(off.median()) <= tolerance:
                 return modules[name]
     return None
 
@@ -387,8 +387,8 @@ def running(decoder: Any) -> Iterator[None]:
 
 
 def _layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
-    most = getattr(decoder.config, "max_position_embeddings", None)
-    n = min(TOKENS, most) if isinstance(most, int) and most > 0 else TOKENS
+    max_tokens = getattr(decoder.config, "max_position_embeddings", None)
+    n = min(TOKENS, max_tokens) if isinstance(max_tokens, int) and max_tokens > 0 else TOKENS
     few = (list(ids) + [number * 7 % len(decoder.get_input_embeddings().weight) for number in range(1, n)])[:n]
     run = _look(decoder, few, 0, tokens)
     numbers, modules = [call.layer for call in run.calls], dict(decoder.named_modules())
@@ -396,13 +396,13 @@ def _layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
         for name, part in (("queries", call.q), ("keys", call.k), ("values", call.v)):
             if not bool(part.isfinite().all()):
                 what = f"layer {call.layer}: {name} of a few tokens are not finite"
-                raise Refused(f"--model: {what}; weights without NaN and infinity are expected")
+                raise Refused(f"--model: {what}; check the weights for NaN and infinity")
     if twice := {number for number in numbers if numbers.count(number) > 1}:
         raise Refused(f"--model: layer {min(twice)} attends more than once in a call; only once is supported")
     owners = {call.k.float().cpu().numpy().tobytes(): call.layer for call in reversed(run.calls)}
     for call in run.calls:
         if (owner := owners[call.k.float().cpu().numpy().tobytes()]) != call.layer:
-            raise Refused(f"--model: layer {call.layer} has the keys of layer {owner}; this is not supported")
+            raise Refused(f"--model: layer {call.layer} uses the keys of layer {owner}, which is not supported")
     layers = []
     for call, out in sorted(zip(run.calls, run.outs), key=lambda one: one[0].layer):
         layers.append(_layer_of(decoder, modules, call, out, run))
@@ -443,7 +443,7 @@ def rotation_of(layer: Layer, given: Given, n: int, first: int) -> Rotation | No
     if rotation is None or not rotates_by_position(rotation, layer.rope, layer.pairs, first):
         raise Refused(
             f"--model: layer {layer.index}: from position {first} on, its RoPE rotates by other frequencies than before;"
-            " the same frequencies at all positions are expected"
+            " only a RoPE with the same frequencies at all positions is supported"
         )
     return rotation
 
@@ -466,13 +466,13 @@ def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: i
 
     with attending(decoder, attend), recording_arguments(layers, given):
         hidden = _fed(decoder, ids, first)
-    most = 0.1 if own.calls[0].q.dtype != torch.float32 else FAR if first else 1e-3
+    tolerance = 0.1 if own.calls[0].q.dtype != torch.float32 else FAR if first else 1e-3
     for call, right, out in zip(own.calls, own.outs, outs, strict=True):
-        if not (off := difference(right, out)) <= most:
+        if not (off := difference(right, out)) <= tolerance:
             raise Refused(
                 f"--model: layer {call.layer}: the trace's outputs differ by {off:.2g} from the plain model's{where}"
             )
-    if not (off := difference(plain, hidden)) <= most:
+    if not (off := difference(plain, hidden)) <= tolerance:
         causal = getattr(layers[0].module, "is_causal", True)
         what = "computes more than softmax(scale · q kᵀ + mask) · v" if causal else "lets queries see later tokens"
         raise Refused(
@@ -486,7 +486,7 @@ def difference(theirs: torch.Tensor, ours: torch.Tensor) -> float:
 
 
 def layer_count(decoder: Any, layers: Sequence[Layer]) -> int:
-    """Number of layers in the model, those without attention included."""
+    """Number of layers in the model, including layers without attention."""
     path = _name_of(dict(decoder.named_modules()), layers[0].module).split(".")
     blocks = ".".join(path[: next((at for at, part in enumerate(path) if part.isdigit()), 0)])
     return len(decoder.get_submodule(blocks)) if blocks else layers[-1].index + 1
@@ -500,12 +500,15 @@ def policy_layers(layers: Sequence[Layer], tokens: int) -> list[Layer]:
         what = (
             f"every layer has a window, the smallest of {min(windows)} tokens, so policies have nothing to act on"
         )
-        raise Refused(f"--model: {what}; a layer that sees all tokens, or length={min(windows)} at most, is expected")
+        raise Refused(
+            f"--model: {what}; use a model with a layer that sees all tokens, or give length={min(windows)} "
+            "or less"
+        )
     return acted
 
 
 def layer_arguments(layers: Sequence[Layer]) -> tuple[list[list[float]], list[float], list[dict[str, Any]]]:
-    """RoPE tables, their factors, and each layer's row, as the extension takes them."""
+    """The RoPE tables, their factors, and the row of each layer, in the form that the extension takes."""
     tables = {layer.rope.key: layer.rope for layer in layers}
     names = list(tables)
     rows: list[dict[str, Any]] = [
@@ -525,14 +528,14 @@ def output_weights(model: Any, layers: Sequence[Layer]) -> Iterator[torch.Tensor
     """The output projection [hidden, inputs] of each layer."""
     for layer in layers:
         if layer.output is None:
-            what = "something lies between attention and its output projection, which a feature reads"
-            raise Refused(f"--model: layer {layer.index}: {what}; a separate projection is expected")
+            what = "a feature reads the output projection, but attention's output does not go to it directly"
+            raise Refused(f"--model: layer {layer.index}: {what}; use a policy without this feature")
         with torch.no_grad():
             yield output_projection(layer.output, model).detach()
 
 
 def output_projections(model: Any, layers: Sequence[Layer] = ()) -> _kvlab.OutputProjections:
-    """Output projections of the layers, or of all that policies act on, for features that read them."""
+    """Output projections of the layers, by default of all layers that policies act on, for features that read them."""
     layers = layers or policy_layers(layers_of(decoder_of(model), [], 0), 0)
     weights = [weight.float().T.contiguous().cpu().numpy() for weight in output_weights(model, layers)]
     return _kvlab.OutputProjections(weights, layers[0].kv_heads, layers[0].key_size)
@@ -543,7 +546,7 @@ def refuse_beyond_format(layers: Sequence[Layer], limit: str = "traces support o
     first = layers[0]
     for layer in layers:
         if layer.key_size != layer.value_size:
-            sizes = f"keys of {layer.key_size} and values of {layer.value_size} dimensions"
+            sizes = f"keys have {layer.key_size} and values {layer.value_size} dimensions"
             raise Refused(f"--model: layer {layer.index}: {sizes}; {limit} equal sizes")
         for name in ("query_heads", "kv_heads", "key_size"):
             if (own := getattr(layer, name)) != (others := getattr(first, name)):

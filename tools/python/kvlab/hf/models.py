@@ -44,7 +44,8 @@ class Rope:
         return numpy.append(self.inv_freq.numpy(), numpy.float32(self.factor)).tobytes()
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [n, head_size / 2] of positions [n], in float32 from the float64 angle, as kvlab computes them.
+        """Returns cos and sin [n, head_size / 2] of positions [n]: float32 values of float64 angles, as elsewhere in
+        kvlab.
         """
         angle = torch.outer(positions.double(), self.inv_freq.to(positions.device).double())
         return torch.cos(angle).float() * self.factor, torch.sin(angle).float() * self.factor
@@ -84,8 +85,8 @@ def load_config(name: str) -> Any:
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """RoPE parameters under their newer names: transformers 5 has rope_parameters, transformers 4 rope_theta and
-    rope_scaling."""
+    """RoPE parameters under their newer names: transformers 5 has rope_parameters, and transformers 4 has rope_theta
+    and rope_scaling."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parameters = {key: value for key, value in dict(found).items() if value is not None}
     older = parameters.pop("type", "default")
@@ -109,11 +110,11 @@ def text_config(config: Any) -> Any:
 
 def context_of(config: Any) -> int:
     """The model's context length in tokens."""
-    most = getattr(text_config(config), "max_position_embeddings", None)
-    if not (isinstance(most, int) and most > 0):
+    max_tokens = getattr(text_config(config), "max_position_embeddings", None)
+    if not (isinstance(max_tokens, int) and max_tokens > 0):
         what = f"{type(config).__name__} has no max_position_embeddings"
         raise Refused(f"kvlab.hf: {what}; give length=, the maximum number of tokens")
-    return most
+    return max_tokens
 
 
 def refuse_no_decoder(name: str, config: Any) -> None:
@@ -125,13 +126,13 @@ def refuse_no_decoder(name: str, config: Any) -> None:
 
     architectures = config.architectures or ["ForCausalLM"]
     if config.is_encoder_decoder:
-        refuse("has an encoder beside its decoder", "a decoder of text is expected")
+        refuse("it has an encoder and a decoder", "give a model that has only a decoder of text")
     if not any(word in architectures[0] for word in ("CausalLM", "LMHead", "ConditionalGeneration")):
-        refuse(f"architecture {architectures[0]} is not supported", "a decoder with a language-model head is expected")
+        refuse(f"architecture {architectures[0]} is not supported", "give a decoder with a language-model head")
     if not isinstance(getattr(text_config(config), "vocab_size", None), int):
-        refuse("its config has no vocab_size", "the config of a decoder such as Llama's is expected")
+        refuse("its config has no vocab_size", "give a text decoder such as Llama")
     if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
-        refuse(f"transformers {transformers.__version__} ignores rope_parameters", "transformers 5 is expected")
+        refuse(f"transformers {transformers.__version__} ignores rope_parameters", "install transformers 5")
 
 
 def refuse_unsupported(name: str, config: Any) -> None:
@@ -142,9 +143,9 @@ def refuse_unsupported(name: str, config: Any) -> None:
         raise Refused(f"--model {name}: {what}; {right}")
 
     if family not in FAMILIES:
-        refuse(f"model_type {family!r} is not supported", f"one of {', '.join(FAMILIES)} is expected")
+        refuse(f"model_type {family!r} is not supported", f"supported are {', '.join(FAMILIES)}")
     if FAMILIES[family] not in (config.architectures or [FAMILIES[family]]):
-        refuse(f"architecture {config.architectures[0]} is not supported", f"{FAMILIES[family]} is expected")
+        refuse(f"architecture {config.architectures[0]} is not supported", f"give a {FAMILIES[family]}")
 
     window = getattr(config, "sliding_window", None)
     right = "caches support full attention only, not sliding windows"
@@ -153,21 +154,21 @@ def refuse_unsupported(name: str, config: Any) -> None:
     if family == "mistral" and window is not None:
         refuse(f"sliding_window is {window}", right)
     if unknown := sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"}):
-        refuse(f"layer_types names {', '.join(unknown)}", "full_attention in every layer is expected")
+        refuse(f"layer_types names {', '.join(unknown)}", "only full_attention in every layer is supported")
 
     if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
-        refuse(f"transformers {transformers.__version__} ignores rope_parameters", "transformers 5 is expected")
+        refuse(f"transformers {transformers.__version__} ignores rope_parameters", "install transformers 5")
     parameters = rope_parameters(config)
     if parameters["rope_type"] not in ROPE_TYPES:
         refuse(
             f"rope_type {parameters['rope_type']!r} is not supported",
-            f"one of {', '.join(ROPE_TYPES)} is expected",
+            f"supported are {', '.join(ROPE_TYPES)}",
         )
     for partial in (parameters.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None)):
         if partial not in (None, 1):
             refuse(f"partial_rotary_factor is {partial}", "only heads that are rotated whole (1.0) are supported")
     if getattr(config, "pretraining_tp", 1) not in (None, 1):
-        refuse(f"pretraining_tp is {config.pretraining_tp}", "1 is expected")
+        refuse(f"pretraining_tp is {config.pretraining_tp}", "only 1 is supported")
 
 
 def default_device() -> str:
@@ -181,8 +182,8 @@ def load_model(name: str, dtype: str, attention: str | None, device: str) -> Any
     if attention is not None:
         options["attn_implementation"] = attention
     try:
-        of_text = type(transformers.AutoConfig.from_pretrained(name)) in MODEL_FOR_CAUSAL_LM_MAPPING
-        auto: Any = transformers.AutoModelForCausalLM if of_text else transformers.AutoModelForImageTextToText
+        is_text_model = type(transformers.AutoConfig.from_pretrained(name)) in MODEL_FOR_CAUSAL_LM_MAPPING
+        auto: Any = transformers.AutoModelForCausalLM if is_text_model else transformers.AutoModelForImageTextToText
         loaded: Any = auto.from_pretrained(name, **options)
         model, loading = loaded
         model = model.to(device).eval()
@@ -192,9 +193,9 @@ def load_model(name: str, dtype: str, attention: str | None, device: str) -> Any
     for problem in ("missing_keys", "mismatched_keys"):
         if loading.get(problem):
             tensor = sorted(map(str, loading[problem]))[0]
-            raise Refused(f"--model {name}: tensor {tensor} is missing or of another shape in the weights")
+            raise Refused(f"--model {name}: the weights have no tensor {tensor}, or one of another shape")
     if model.dtype not in DTYPES.values():
-        raise Refused(f"--model {name}: dtype {name_of(model.dtype)}; one of {', '.join(DTYPES)} is expected")
+        raise Refused(f"--model {name}: dtype {name_of(model.dtype)} is not supported; use {', '.join(DTYPES)}")
     return model
 
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 from kvpress.utils import compute_n_kept, get_prerope_key_states, get_prerope_query_states
 
-from kvlab import _kvlab
+from kvlab import _arguments, _kvlab
 from kvlab._policy import Policy, Step, Token, policy, resolve
 from kvlab._rows import Rows
 from kvlab.hf.features import output_projection
@@ -32,7 +32,7 @@ _one_at_a_time = threading.Lock()  # torch's random state is shared by all threa
 
 
 class Tie(tuple[int, int, int, int, int]):
-    """(sequence, layer, KV head, tokens of equal score, free slots for them)."""
+    """A case of equal scores: (sequence, layer, KV head, number of tokens with the same score, free slots for them)."""
 
 
 class PressPolicy(Policy):
@@ -43,8 +43,8 @@ class PressPolicy(Policy):
         self.budget = budget
         """The press's compression ratio as a budget: ratio(…), or ada(ratio(…))."""
         self.ties = ties
-        """The cases in which tokens had equal scores and only some of them fitted. Those that torch.topk selects were
-        kept."""
+        """The cases in which tokens had equal scores but only some of them fitted. The policy kept those that
+        torch.topk selects."""
 
 
 def from_press(press: Any, *, model: Any = None, name: str | None = None) -> PressPolicy:
@@ -98,7 +98,7 @@ def _names(press: Any) -> list[str]:
     kind, base = type(press), kvpress.ScorerPress
     name = kind.__name__
     if not isinstance(press, base):
-        right = "a ScorerPress, alone or in an AdaKVPress or KeyRerotationPress, is expected"
+        right = "give a ScorerPress, alone or in an AdaKVPress or KeyRerotationPress"
         raise Refused(f"{name}: is not a ScorerPress; {right}")
     if kind.compress is not base.compress:
         raise Refused(f"{name}: does not choose tokens by its scores alone")
@@ -127,7 +127,7 @@ class _Attention:
         heads, self.head_dim = len(rows.q), rows.q.shape[-1]
         if 2 * len(rows.inv_freq) != self.head_dim:
             what = f"RoPE rotates {2 * len(rows.inv_freq)} of {self.head_dim} dimensions"
-            raise Refused(f"from_press: {what}; a model that rotates all dimensions is expected")
+            raise Refused(f"from_press: {what}; use a trace of a model that rotates all of them")
         self.num_key_value_groups = heads // len(rows.k)
         self.config = types.SimpleNamespace(
             num_attention_heads=heads,
@@ -189,8 +189,8 @@ class _Probabilities:
 
 
 def _scores(press: Any, rows: Rows, step: Step, model: Any, ties: list[Tie]) -> Scores:
-    """The press's scores [kv_heads, tokens]. If only some tokens of equal score can be kept, those that torch.topk
-    selects get a slightly higher score, so that the policy evicts the others."""
+    """The press's scores [kv_heads, tokens]. If only some of several tokens with equal scores can be kept, the tokens
+    that torch.topk selects get a slightly higher score, so that the policy evicts the others."""
     kept, own = step.budget - 1, copy.deepcopy(press)
     own.compression_ratio = _ratio(step.now, kept)
     module = _Attention(rows, step, model)
@@ -250,11 +250,11 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
         requested = _kvlab.CacheRequest(
             policy=text,
             own=own,
-            budget="" if text == "full" else str(budget),
+            budget="" if text == "full" else _arguments.amount("budget", budget),
             length=tokens,
             prefill="dense",
             positions="original",
-            seed=self.seed,
+            seed=_arguments.whole("seed", self.seed, 0, 2**64 - 1),
             threshold=0.01,
             layers=len(self._acted),
             kv_heads=first.kv_heads,
@@ -271,7 +271,7 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
         """Called by kvpress after a layer's attention."""
         if "past_key_values" not in kwargs:
             what = f"transformers {transformers.__version__} calls attention without past_key_values, which kvpress reads"
-            raise Refused(f"KvlabPress: {what}; transformers older than 5.3 is expected")
+            raise Refused(f"KvlabPress: {what}; install transformers older than 5.3")
         return super().forward_hook(module, input, kwargs, output)
 
     def compress(

@@ -56,9 +56,9 @@ def queries_of(trace: Trace, queries: str) -> torch.Tensor:
 def refuse_another_shape(trace: Trace, name: str, model: Any, shape: Shape) -> None:
     for key, value in vars(shape).items():
         if getattr(trace, key) != value:
-            raise Refused(f"{trace.path}: {key} is {getattr(trace, key)}; --model {name} has {value}")
+            raise Refused(f"{trace.path}: {key} is {getattr(trace, key)}, but --model {name} has {value}")
     if trace.ids.max() >= model.config.vocab_size:
-        raise Refused(f"{trace.path}: has id {trace.ids.max()}; the vocabulary has {model.config.vocab_size} ids")
+        raise Refused(f"{trace.path}: has id {trace.ids.max()}, but the vocabulary has {model.config.vocab_size} ids")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def forward(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[Any
 
 def sampled_tokens(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The tokens [samples, n] at which the cumulative probabilities [n, vocabulary] exceed `uniforms` [samples, n]. In
-    this way a sample is the same on every device, except where rounding decides."""
+    this way all devices sample the same tokens, except if rounding errors decide."""
     cumulated = log_p.double().exp_().cumsum_(-1)
     marks = uniforms.T.to(cumulated.device) * cumulated[:, -1:]
     found: torch.Tensor = torch.searchsorted(cumulated, marks.contiguous(), right=True)
@@ -104,8 +104,9 @@ def sampled_tokens(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def gradients_behind(
     model: Any, hidden: torch.Tensor, queries: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the sums of log p(y) with respect to `hidden`, the last layer's output, [samples, 1, tokens, width];
-    and y. The logits are computed for a part of the queries at a time."""
+    """Samples tokens y. Returns the gradients [samples, 1, tokens, width] of the sums of log p(y) with respect to
+    `hidden` (the last layer's output), and the tokens y. The logits are computed for a part of the queries at a
+    time."""
     head = model.get_output_embeddings()
     gradients = hidden.new_zeros(len(uniforms), *hidden.shape)
     tokens = []
@@ -134,13 +135,13 @@ def through(layer: Any, call: Any, hidden: torch.Tensor, gradients: torch.Tensor
         result = layer(x, *rest, **named)
     hook.remove()
     result = result[0] if isinstance(result, tuple) else result
-    of_heads = []
+    head_outputs = []
     for sample, gradient in enumerate(gradients):
         again = sample + 1 < len(gradients)
         at_heads, at_input = torch.autograd.grad(result, (outputs[0], x), gradient, retain_graph=again)
         gradients[sample] = at_input
-        of_heads.append(at_heads[0])
-    return torch.stack(of_heads)
+        head_outputs.append(at_heads[0])
+    return torch.stack(head_outputs)
 
 
 def sensitivities(
@@ -156,8 +157,8 @@ def sensitivities(
     inputs, calls, last = forward(model, ids)
     gradients, tokens = gradients_behind(model, last, queries, uniforms)
     for index in reversed(range(shape.layers)):
-        of_heads = through(model.model.layers[index], calls.pop(), inputs.pop(), gradients)
-        put(index, of_heads.view(len(uniforms), len(ids), shape.query_heads, shape.head_size))
+        head_outputs = through(model.model.layers[index], calls.pop(), inputs.pop(), gradients)
+        put(index, head_outputs.view(len(uniforms), len(ids), shape.query_heads, shape.head_size))
         progress(shape.layers - index, shape.layers)
     return tokens
 
@@ -206,8 +207,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--model", metavar="DIR", required=True, help="the checkpoint that the traces were captured from")
     add("--samples", metavar="N", type=whole_number(1, 64), default=4, help="number of gradient samples (default: 4)")
     add("--seed", metavar="S", type=whole_number(0, (1 << 63) - 1), default=1, help="random seed (default: 1)")
-    of_queries = "queries whose predictions count; use the value that kvlab replay will use (default: decode)"
-    add("--queries", choices=["decode", "all"], default="decode", help=of_queries)
+    queries_help = "queries whose predictions are measured, as in --queries of kvlab replay (default: decode)"
+    add("--queries", choices=["decode", "all"], default="decode", help=queries_help)
     add("--replace", action="store_true", help="replace gradients that a trace already has")
     add("--device", choices=["cuda", "cpu"], help="device to run on (default: cuda if there is a device)")
     arguments = parser.parse_args(argv)
@@ -226,7 +227,10 @@ def run(arguments: argparse.Namespace) -> None:
     checksum = weights_xxh3(arguments.model)
     for trace in traces:
         if not trace.model["weights_xxh3"]:
-            raise Refused(f"{trace.path}: its manifest has no weights_xxh3; a trace that names its model is expected")
+            raise Refused(
+                f"{trace.path}: its manifest has no weights_xxh3, so its model is not known; capture it "
+                "again with this version"
+            )
         refuse_other_weights(trace, arguments.model, checksum)
     device = arguments.device or default_device()
     model = load_model(arguments.model, "float32", "sdpa", device).requires_grad_(False)
@@ -238,7 +242,8 @@ def run(arguments: argparse.Namespace) -> None:
     announce_size(PROGRAM, "gradients beside the traces", size)
     for trace in traces:
         add_to(trace, model, shape, arguments)
-        print(f"{trace.path}: {arguments.samples} samples over {len(queries_of(trace, arguments.queries))} queries")
+        queries = len(queries_of(trace, arguments.queries))
+        print(f"{trace.path}: {arguments.samples} gradient samples over {queries} queries")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from kvlab.hf.attention import Call, attention
 
 
 class Window:
-    """The last tokens of one layer and one sequence, as policy `window:W` keeps them."""
+    """The last tokens of one sequence in one layer, which are those that policy `window:W` keeps."""
 
     def __init__(self, size: int) -> None:
         self._size, self.tokens = size, 0

@@ -1,0 +1,22 @@
+// The traces from which `kvlab plan` makes a plan or a centre file.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "policies/tiers/centre_setting.hpp"
+#include "traces/trace.hpp"
+
+namespace kvlab {
+
+/// The numbers of the model's layers without a window. Throws std::invalid_argument unless the
+/// traces are of one model, which has such layers and heads that can be quantized.
+std::vector<std::uint32_t> planned_layers(std::span<const TraceReader* const> traces);
+
+/// The mean over the traces of the centres that `centre=prompt` has on each. Throws
+/// std::invalid_argument if a trace does not begin with a prompt of at least two tokens, and as
+/// planned_layers() does.
+CentreConstants mean_centres(std::span<const TraceReader* const> traces);
+
+}  // namespace kvlab
