@@ -61,12 +61,9 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
         "policy {}: tiers {}: the plan has {} tiers, but {} supports at most {}; {} supports {}",
         policy.name, policy.tier_plan.text(), tiers, executor.name, executor.max_tiers,
         executor.instead, kMaxTiers);
-  if (policy.centre != KeyCentre::none && executor.centres == Centres::none)
+  if (policy.centre != KeyCentre::none && !executor.centred_keys)
     return fmt::format("policy {}: centre: {} does not centre keys; {} does", policy.name,
                        executor.name, executor.instead);
-  if (policy.centre == KeyCentre::constants && executor.centres != Centres::any)
-    return fmt::format("policy {}: centre {}: {} does not take a centre from a file; {} does",
-                       policy.name, policy.centre.text(), executor.name, executor.instead);
   if (!policy.entry)
     return fmt::format("policy {} is an oracle, which only the replay supports; {} needs a policy",
                        policy.name, executor.name);

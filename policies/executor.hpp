@@ -23,10 +23,6 @@ enum class Features { none, built_in, supplied, any };
 /// all formats that quantize each key and each value separately. all: also KIVI's formats.
 enum class Formats { kernels, rows, all };
 
-/// Centres that an executor may support. prompt: only those of the prompt. any: also those from a
-/// file.
-enum class Centres { none, prompt, any };
-
 /// Maximum number of tiers on a CUDA device: kernels::kMaxDeviceTiers.
 inline constexpr std::size_t kMaxDeviceTiers = 8;
 
@@ -39,10 +35,10 @@ struct Executor {
   bool shared_slots = false;          ///< ada()
   std::size_t max_tiers = kMaxTiers;  ///< maximum number of tiers in one plan
   Formats formats = Formats::kernels;
-  bool formats_by_layer = false;    ///< a tier plan such as 8x2-4x28
-  Centres centres = Centres::none;  ///< centred keys of a tier plan
-  bool products = false;            ///< a policy's rank times a feature
-  bool order_hooks = false;         ///< the hooks of policies/order_hooks.hpp
+  bool formats_by_layer = false;  ///< a tier plan such as 8x2-4x28
+  bool centred_keys = false;      ///< centred keys of a tier plan
+  bool products = false;          ///< a policy's rank times a feature
+  bool order_hooks = false;       ///< the hooks of policies/order_hooks.hpp
   Features features = Features::none;
 };
 
@@ -53,7 +49,7 @@ inline constexpr Executor kDecoder{.name = "a decoder",
                                    .shared_slots = true,
                                    .formats = Formats::rows,
                                    .formats_by_layer = true,
-                                   .centres = Centres::any,
+                                   .centred_keys = true,
                                    .products = true,
                                    .order_hooks = true,
                                    .features = Features::supplied};
@@ -74,7 +70,7 @@ inline constexpr Executor kCudaDecoder = [] {
   Executor decoder = device_executor("the CUDA decoder", "--device cpu");
   decoder.shared_slots = true;
   decoder.formats_by_layer = true;
-  decoder.centres = Centres::prompt;
+  decoder.centred_keys = true;
   return decoder;
 }();
 /// The kernel library, when kvlab.hf.evicting uses it.

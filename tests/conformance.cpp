@@ -149,4 +149,12 @@ std::string text_of(const CacheConfig& config) {
                      config.budget.text(), config.prefill.text(), name_of(config.positions));
 }
 
+std::shared_ptr<const CentreConstants> some_centres(const CacheShape& model) {
+  CentreConstants centres{model.kv_heads, model.head_size};
+  for (std::uint32_t layer = 0; layer < model.layers; ++layer)
+    for (std::uint32_t i = 0; i < model.kv_heads * model.head_size; ++i)
+      centres.layers[layer].push_back(0.01f * static_cast<float>(i % 37) - 0.1f);
+  return std::make_shared<const CentreConstants>(std::move(centres));
+}
+
 }  // namespace kvlab::test

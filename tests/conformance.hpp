@@ -3,6 +3,7 @@
 // together at least once.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -50,5 +51,8 @@ std::vector<CacheConfig> covering(const Choices& choices, const Executor* execut
 
 /// The configuration as text, for messages.
 std::string text_of(const CacheConfig& config);
+
+/// Centres of all heads that differ in every channel.
+std::shared_ptr<const CentreConstants> some_centres(const CacheShape& model);
 
 }  // namespace kvlab::test

@@ -152,7 +152,9 @@ void KvCache::begin_layer(std::uint32_t layer) {
 
 void KvCache::attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to) {
   const AppendMemory& memory = append_memory(layer);
-  if (append_.fed > 0)  // the keys of the live tokens are centred
+  // The queries of a softmax see keys of one centre. The prompt's centre is not known before its
+  // last key, so the queries of the first append see keys without centring.
+  if (append_.fed > 0 || of(append_.sequence).centre == KeyCentre::constants)
     centre(layer, part.first, static_cast<std::uint32_t>(part.rows));
   if (append_.uses_cache_positions) {
     const CachePositionArgs shape = cache_position_args(layer, part);
@@ -231,12 +233,12 @@ void KvCache::centre(std::uint32_t layer, std::uint32_t first, std::uint32_t tok
           "centred keys");
 }
 
-/// Finds the centre of the keys after the append at position 0, and subtracts it from the keys. The
-/// queries of that append have seen the keys without centring.
+/// Finds the centre of the prompt's keys after the append at position 0, and subtracts it from
+/// them.
 void KvCache::find_centre(std::uint32_t layer) {
   float* const centres = centres_of(layer);
   const std::uint32_t keys = centre_keys(append_.tokens);
-  if (!centres || keys == 0) return;
+  if (!centres || keys == 0 || of(append_.sequence).centre != KeyCentre::prompt) return;
   check(find_centres(append_memory(layer).cache, keys, centres, stream_), "centred keys");
   centre(layer, 0, append_.tokens);
 }

@@ -56,6 +56,9 @@ struct SlotPair {
   std::uint32_t budget = kUnlimited;  ///< kUnlimited: nothing is evicted
   ProtectedTokens protected_tokens = {};
   std::vector<TierSlots> tiers = {};  ///< empty: the whole budget in 16 bits
+  /// The centre of the keys [dim], for KeyCentre::constants. Empty: the keys are not centred, or
+  /// the prompt gives the centre.
+  std::vector<float> centre = {};
   std::uint32_t max_budget =
       0;  ///< if budgets are shared, the largest budget that the pair can get
 
@@ -121,6 +124,11 @@ struct KvCacheConfig {
     return is_quantized() && std::ranges::any_of(sequences, [](const SlotSequence& one) {
              return one.centre != KeyCentre::none;
            });
+  }
+  /// Whether keys of some sequence are centred by constants.
+  bool has_constant_centres() const {
+    return centres_keys() &&
+           std::ranges::any_of(pairs, [](const SlotPair& pair) { return !pair.centre.empty(); });
   }
   /// Whether some sequence has modifiers, or shares the budgets of a layer among its heads.
   bool has_modifiers() const {

@@ -62,9 +62,9 @@ TierStorage::TierStorage(cuda::Arena& arena, const KvCacheConfig& config, const 
   newest_keys = arena.take<std::byte>(pairs_ * key_bytes_);
   newest_values = arena.take<std::byte>(pairs_ * key_bytes_);
   extents = arena.take<std::int32_t>(plan.tier_plans.size());
-  if (config.centres_keys())
-    centres =
-        arena.take<float>(plan.tier_plans.size() * static_cast<std::size_t>(config.head_size));
+  const std::size_t channels = plan.tier_plans.size() * static_cast<std::size_t>(config.head_size);
+  if (config.centres_keys()) centres = arena.take<float>(channels);
+  if (config.has_constant_centres()) constant_centres = arena.take<float>(channels);
   max_rows_ = plan.max_rows, max_row_bytes_ = plan.max_row_bytes;
   max_tiers_ = plan.max_tiers;
   nothing = arena.take<std::int32_t>(pairs_);
@@ -81,6 +81,13 @@ void TierStorage::initialize(const KvCacheConfig& config, const PairSlots& slots
   std::vector<std::int64_t> places_of_newest(pairs_);
   std::iota(places_of_newest.begin(), places_of_newest.end(), 0);
   cuda::enqueue_write(newest, places_of_newest, stream, kWhat);
+  if (!constant_centres) return;
+  const auto dim = static_cast<std::size_t>(head_size_);
+  std::vector<float> constants(config.pairs.size() * dim);
+  for (std::size_t at = 0; at < config.pairs.size(); ++at)
+    std::ranges::copy(config.pairs[at].centre,
+                      constants.begin() + static_cast<std::ptrdiff_t>(at * dim));
+  cuda::enqueue_write(constant_centres, constants, stream, kWhat);
 }
 
 void TierStorage::start(std::size_t first, std::size_t count, cudaStream_t stream) const {
@@ -88,7 +95,10 @@ void TierStorage::start(std::size_t first, std::size_t count, cudaStream_t strea
   cuda::enqueue_zeros(next_rows + first, count, stream, kWhat);
   cuda::enqueue_zeros(extents + first, count, stream, kWhat);
   const auto dim = static_cast<std::size_t>(head_size_);
-  if (centres) cuda::enqueue_zeros(centres + first * dim, count * dim, stream, kWhat);
+  if (constant_centres)
+    cuda::copy(centres + first * dim, constant_centres + first * dim, count * dim, stream);
+  else if (centres)
+    cuda::enqueue_zeros(centres + first * dim, count * dim, stream, kWhat);
 }
 
 void TierStorage::copy(std::size_t from, std::size_t to, std::size_t count,

@@ -51,6 +51,8 @@ struct TierStorage {
   std::byte *newest_keys = nullptr, *newest_values = nullptr;  // [pair, dim]
   /// [layer, pair, dim]; zeros for a pair without a centre. Null: no keys are centred.
   float* centres = nullptr;
+  /// The centres of a sequence without tokens, [layer, pair, dim]; null: zeros.
+  float* constant_centres = nullptr;
   std::int32_t* nothing = nullptr;  // [pair]: zeros
   std::int64_t* newest = nullptr;   // [pair]: 0, 1, 2, …
 

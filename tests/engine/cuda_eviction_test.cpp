@@ -18,8 +18,10 @@ using namespace kvlab;
 
 namespace {
 
-ResolvedConfig cache(const PolicySpec& policy, std::uint32_t budget, Prefill prefill,
+ResolvedConfig cache(PolicySpec policy, std::uint32_t budget, Prefill prefill,
                      Positions positions) {
+  if (policy.centre == KeyCentre::constants)
+    policy.centre.constants = test::some_centres(cpu_tiny().config().heads());
   return resolve({.policy = policy,
                   .budget = {.extent = tokens(budget)},
                   .prefill = prefill,
@@ -101,7 +103,7 @@ TEST_CASE("In float32, logits with centred keys equal the CPU decoder's", "[gpu]
     for (const Prefill& prefill : {Prefill{}, Prefill{128}}) {
       INFO(policy << ", " << prefill.text());
       const auto run = [&](const std::string& text, auto check) {
-        const ResolvedConfig options = cache(parse_policy(text), 48, prefill, Positions::original);
+        const ResolvedConfig options = cache(text, 48, prefill, Positions::original);
         CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
         Decoder cpu(cpu_tiny(), options, 2);
         check(conversation(cuda), conversation(cpu), cuda.evictions() == cpu.evictions());
@@ -109,13 +111,41 @@ TEST_CASE("In float32, logits with centred keys equal the CPU decoder's", "[gpu]
       std::vector<float> plain;
       run(policy,
           [&](const std::vector<float>& cuda, const std::vector<float>&, bool) { plain = cuda; });
-      run(std::string(policy) + ":centre=prompt",
-          [&](const std::vector<float>& cuda, const std::vector<float>& cpu, bool same) {
-            CHECK(relative_error(cuda, cpu) < 1e-2);
-            CHECK(same);
-            CHECK(cuda != plain);
-          });
+      for (const char* centre : {"prompt", "@c.safetensors"})
+        run(std::string(policy) + ":centre=" + centre,
+            [&](const std::vector<float>& cuda, const std::vector<float>& cpu, bool same) {
+              CHECK(relative_error(cuda, cpu) < 1e-2);
+              CHECK(same);
+              CHECK(cuda != plain);
+            });
     }
+}
+
+TEST_CASE("With a centre from a file, keys are centred from the first token on", "[gpu]") {
+  if (no_device()) return;
+  // The mean of a prompt's keys is no centre for a prompt of one token; a file's centre is.
+  for (const Prefill& prefill : {Prefill{}, Prefill{1}}) {
+    const auto logits = [&](auto&& decoder) {
+      std::vector<float> all, some;
+      for (const std::int32_t id : some_ids(40)) {
+        decoder.feed({&id, 1}, all.empty() ? SegmentKind::prompt : SegmentKind::decode, &some);
+        all.insert(all.end(), some.begin(), some.end());
+      }
+      return all;
+    };
+    const auto run = [&](const std::string& policy) {
+      const ResolvedConfig options = cache(policy, 24, prefill, Positions::original);
+      const std::vector<float> cuda =
+          logits(CudaSequence(tiny(Dtype::f32), {.tokens = 40, .cache = options}));
+      CHECK(relative_error(cuda, logits(Decoder(cpu_tiny(), options, 2))) < 1e-2);
+      return cuda;
+    };
+    INFO(prefill.text());
+    const std::vector<float> plain = run("full:tiers=4");
+    if (prefill.chunk == 0) CHECK(run("full:tiers=4:centre=prompt") == plain);
+    CHECK(run("full:tiers=4:centre=@c.safetensors") != plain);
+    run("h2o:tiers=4:centre=@c.safetensors");
+  }
 }
 
 TEST_CASE("Tiers take the bytes of their tier plan, padded to whole tiles", "[gpu]") {

@@ -84,15 +84,6 @@ TEST_CASE("The end-to-end evaluation counts the bytes of budgets by layer and KV
   CHECK(scores[1].kv_bytes_peak == (20 + 25 + 30 + 35 + 40 + 45 + 50 + 55) * 2 * 64 * 4);
 }
 
-/// Centres of all heads that differ in every channel.
-std::shared_ptr<const CentreConstants> some_centres(const CacheShape& model) {
-  CentreConstants centres{model.kv_heads, model.head_size};
-  for (std::uint32_t layer = 0; layer < model.layers; ++layer)
-    for (std::uint32_t i = 0; i < model.kv_heads * model.head_size; ++i)
-      centres.layers[layer].push_back(0.01f * static_cast<float>(i % 37) - 0.1f);
-  return std::make_shared<const CentreConstants>(std::move(centres));
-}
-
 TEST_CASE("On tiers, the end-to-end evaluation gives the decoder's log-likelihood and bytes") {
   const Model model = Model::load(kModel, 2);
   const std::vector<std::int32_t> ids = some_tokens(120);
@@ -108,7 +99,7 @@ TEST_CASE("On tiers, the end-to-end evaluation gives the decoder's log-likelihoo
     configs.push_back({.policy = parse_policy("h2o:tiers=4:centre=@c.safetensors"),
                        .budget = {.extent = tokens(16)},
                        .prefill = prefill});
-    configs.back().policy.centre.constants = some_centres(model.config().heads());
+    configs.back().policy.centre.constants = test::some_centres(model.config().heads());
   }
   const auto scores = evaluate_by_layers(model, ids, configs, {.prompt_tokens = 50, .threads = 1});
   const auto backend = cpu_backend(model, 1);

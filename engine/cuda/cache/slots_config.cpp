@@ -67,6 +67,11 @@ kernels::SlotPair pair_of(const ResolvedConfig& cache, std::uint32_t layer, std:
                           std::uint32_t heads) {
   kernels::SlotPair pair{.budget = cache.budget_of(layer, head)};
   if (const auto* const planned = cache.planned_tiers(layer, pair.budget)) pair.tiers = *planned;
+  const bool is_quantized = !pair.tiers.empty() && !pair.tiers.back().format.exact();
+  if (is_quantized && cache.policy.centre == KeyCentre::constants) {
+    const std::span<const float> centre = cache.policy.centre.constants->of(layer, head);
+    pair.centre.assign(centre.begin(), centre.end());
+  }
   if (pair.budget == kNoBudget) return pair;
   pair.protected_tokens = resolve_protected_tokens(cache.policy, pair.budget);
   if (cache.shares_slots()) pair.max_budget = max_of_ada(pair.budget, heads);
