@@ -19,7 +19,7 @@ namespace {
 /// Collects requirements, and keeps the message of the first requirement that is not met.
 class Wants {
  public:
-  explicit Wants(std::string of = "") : prefix_(std::move(of)) {}
+  explicit Wants(std::string prefix = "") : prefix_(std::move(prefix)) {}
 
   /// `said` follows the struct's name in the message: what the value is, and what is expected.
   template <class... Parts>
@@ -63,8 +63,8 @@ void want_page(Wants& wants, int page) {
 constexpr std::int64_t kMaxRows = std::int64_t{1} << 31;
 
 std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, std::int64_t slots,
-                    const std::string& of) {
-  Wants wants(of + "pages.");
+                    const std::string& prefix) {
+  Wants wants(prefix + "pages.");
   if (pages.blocks == nullptr)
     return wants
         .that(pages.page == 0, "blocks is NULL, but page is {}; give both or neither", pages.page)
@@ -143,8 +143,8 @@ std::string why_not_size(std::size_t given, std::size_t wanted) {
 bool is_type(kvlab_type type) { return type >= KVLAB_BF16 && type <= KVLAB_F32; }
 
 std::string why_not_shape(const kvlab_cache_view& cache, const char* name) {
-  const std::string of = std::string(name) + ".";
-  Wants wants(of);
+  const std::string prefix = std::string(name) + ".";
+  Wants wants(prefix);
   want_type(wants, cache.type);
   return wants
       .that(cache.sequences > 0 && cache.kv_heads > 0 && cache.max_slots > 0,
@@ -156,7 +156,7 @@ std::string why_not_shape(const kvlab_cache_view& cache, const char* name) {
             "sequences times kv_heads is {}; it should be at most 65535",
             std::int64_t{cache.sequences} * cache.kv_heads)
       .also(is_type(cache.type)
-                ? why_not(cache.pages, cache.head_size, cache.type, cache.max_slots, of)
+                ? why_not(cache.pages, cache.head_size, cache.type, cache.max_slots, prefix)
                 : "")
       .missing();
 }

@@ -123,7 +123,7 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
     if (!layer_budgets_)
       throw std::logic_error(
           "ada(): a KV head cannot evict to its budget without the other heads of its layer");
-    budget_ = layer_budgets_->of(*this, now);
+    budget_ = layer_budgets_->budget(*this, now);
   }
   const std::uint32_t num_evicted = surplus();
   victims_.clear();

@@ -79,7 +79,7 @@ class AgedSet {
   KeyCentre centre() const { return centre_; }
   /// The centre of this head [dim], if centre() is KeyCentre::constants.
   std::span<const float> centre_constants() const {
-    return centre_constants_->of(identity_.layer, identity_.kv_head);
+    return centre_constants_->centre(identity_.layer, identity_.kv_head);
   }
   /// The format of the token at an age, once its append has ended.
   const KvFormat& format(std::size_t age) const { return tier_plan_[tier(age)].format; }

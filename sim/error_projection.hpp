@@ -70,7 +70,7 @@ class GradientBlock {
     rows_.clear();
   }
   /// Gradients of a query of the block: [gradient sample, group, dim].
-  const float* of(std::uint32_t query) {
+  const float* row(std::uint32_t query) {
     if (rows_.empty()) rows_ = projection_->gradients(first_, count_);
     return rows_.data() + (query - first_) * (rows_.size() / count_);
   }

@@ -85,9 +85,9 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t layer, std::u
   counts.held_budget = budget == kNoBudget ? counts.held_end : on.capacity();
   if (decoded == 0) counts.held_peak = counts.held_end;
   counts.held_mean = decoded == 0 ? counts.held_end : held / static_cast<double>(decoded);
-  for (double* const of :
+  for (double* const counter :
        {&counts.held_mean, &counts.held_peak, &counts.held_end, &counts.held_budget})
-    *of += centre;
+    *counter += centre;
   counts.bytes_peak += std::uint64_t{centre} * KvFormat{}.block_bytes();
   return counts;
 }

@@ -89,8 +89,8 @@ class RowMeasure {
   std::vector<HeadStats> take();
 
  private:
-  double& sum(std::size_t set, Sum of, std::uint32_t head) {
-    return stats_[set].sums[shape_.at(of, head, block_)];
+  double& sum(std::size_t set, Sum kind, std::uint32_t head) {
+    return stats_[set].sums[shape_.at(kind, head, block_)];
   }
   void flush();
 

@@ -43,7 +43,7 @@ class SharedRows : public FullRows {
   std::span<const float> output(std::uint32_t query, std::uint32_t head);
 
   /// The gradients of a query, [gradient sample, group, dim]; there are gradient_samples() of them.
-  const float* gradients(std::uint32_t query) { return gradients_.of(query); }
+  const float* gradients(std::uint32_t query) { return gradients_.row(query); }
   std::uint32_t gradient_samples() const { return gradients_.gradient_samples(); }
 
   /// The probabilities over the live tokens, computed from the exponentials of the full row. If the

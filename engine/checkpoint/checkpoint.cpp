@@ -151,14 +151,14 @@ const TensorView& TensorReader::take(const std::string& name, std::span<const st
   return checkpoint_.at(name, shape);
 }
 
-void TensorReader::take_copy(const std::string& name, const std::string& of,
+void TensorReader::take_copy(const std::string& name, const std::string& original_name,
                              std::span<const std::size_t> shape) {
   if (!checkpoint_.contains(name)) return;
-  const TensorView &copy = take(name, shape), &original = take(of, shape);
+  const TensorView &copy = take(name, shape), &original = take(original_name, shape);
   if (copy.dtype != original.dtype || !std::ranges::equal(copy.data, original.data))
     throw std::runtime_error(fmt::format(
         "{}: tensor {} differs from {}, though config.json ties the two (tie_word_embeddings)",
-        checkpoint_.file_of(name).string(), name, of));
+        checkpoint_.file_of(name).string(), name, original_name));
 }
 
 void TensorReader::refuse_not_finite(const std::string& name, std::string_view in) const {

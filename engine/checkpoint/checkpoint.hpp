@@ -61,7 +61,7 @@ class TensorReader {
   const TensorView& take(const std::string& name, std::span<const std::size_t> shape);
   /// Reads the output head if the file contains it, although it is tied to the tensor `of`. Throws
   /// std::runtime_error if the two differ.
-  void take_copy(const std::string& name, const std::string& of,
+  void take_copy(const std::string& name, const std::string& original_name,
                  std::span<const std::size_t> shape);
   /// Throws std::runtime_error that names the file and the tensor with a value that is not finite.
   [[noreturn]] void refuse_not_finite(const std::string& name, std::string_view in = "") const;

@@ -83,7 +83,7 @@ void KvCache::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool 
   // If steps do not evict, tokens may be over budget now. Evict before the append, because
   // otherwise queries of the append would see tokens in the format of a tier from which they are
   // about to be demoted.
-  if (is_quantized() && !of(sequence).modifiers.steps_evict())
+  if (is_quantized() && !settings(sequence).modifiers.steps_evict())
     evict_to_budget(sequence, fed, false, {});
   // With rotated keys the first append does not have to use cache positions, because no token has
   // been evicted yet.
@@ -107,7 +107,7 @@ std::uint32_t KvCache::appended_slots() const {
 
 void KvCache::copy_weights() {
   std::vector<float> weights(append_.tokens);
-  append_.tail = config_.weigh(of(append_.sequence).params, weights);
+  append_.tail = config_.weigh(settings(append_.sequence).params, weights);
   copy_to_device(scratch_->weights, weights.data(), weights.size());
 }
 
@@ -144,7 +144,8 @@ void KvCache::begin_layer(std::uint32_t layer) {
     clear(cache.next_slots, static_cast<std::size_t>(cache.kv_heads));
     return;
   }
-  take_live(memory, append_.sequence, layer, append_.fed, of(append_.sequence).modifiers.once);
+  take_live(memory, append_.sequence, layer, append_.fed,
+            settings(append_.sequence).modifiers.once);
   if (append_.uses_cache_positions)
     rotate_keys_to_cache_positions(layer, cache_position_args(layer, {.first = 0, .rows = 0}),
                                    true);
@@ -154,7 +155,7 @@ void KvCache::attend(std::uint32_t layer, const AppendChunk& part, const Attende
   const AppendMemory& memory = append_memory(layer);
   // The queries of a softmax see keys of one centre. The prompt's centre is not known before its
   // last key, so the queries of the first append see keys without centring.
-  if (append_.fed > 0 || of(append_.sequence).centre == KeyCentre::constants)
+  if (append_.fed > 0 || settings(append_.sequence).centre == KeyCentre::constants)
     centre(layer, part.first, static_cast<std::uint32_t>(part.rows));
   if (append_.uses_cache_positions) {
     const CachePositionArgs shape = cache_position_args(layer, part);
@@ -201,7 +202,7 @@ void KvCache::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
                          .threshold16 = storage_->thresholds + sequence,
                          .seen = append_memory(layer).seen,
                          .workspace = scratch_->observe_workspace,
-                         .group_max = of(sequence).modifiers.group == Modifiers::Group::max,
+                         .group_max = settings(sequence).modifiers.group == Modifiers::Group::max,
                          .weights = scratch_->weights,
                          .tail = append_.tail,
                          .younger = static_cast<int>(append_.tokens - end)},
@@ -213,14 +214,14 @@ void KvCache::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
 void KvCache::keep(std::uint32_t layer) {
   const int sequence = append_.sequence;
   const AppendMemory& memory = append_memory(layer);
-  const bool ends_prompt = append_.ends_prompt, once = of(sequence).modifiers.once;
+  const bool ends_prompt = append_.ends_prompt, once = settings(sequence).modifiers.once;
   if (memory.features) make_features_of_new(layer);
   if (append_.fed == 0) find_centre(layer);
   if (counts(sequence)) count_append(sequence, layer, append_.tokens);
   kvlab_compact_args args =
       to_slots(memory, sequence, layer, work_->appended, once && !ends_prompt);
   args.seen = memory.seen;
-  if (ends_prompt && of(sequence).share) return keep_by_shares(layer, args);
+  if (ends_prompt && settings(sequence).share) return keep_by_shares(layer, args);
   compact(memory, args, sequence, layer, ends_prompt);
   number(args.to);
   if (counts(sequence)) count_evictions(sequence, layer, ends_prompt);
@@ -238,7 +239,7 @@ void KvCache::centre(std::uint32_t layer, std::uint32_t first, std::uint32_t tok
 void KvCache::find_centre(std::uint32_t layer) {
   float* const centres = centres_of(layer);
   const std::uint32_t keys = centre_keys(append_.tokens);
-  if (!centres || keys == 0 || of(append_.sequence).centre != KeyCentre::prompt) return;
+  if (!centres || keys == 0 || settings(append_.sequence).centre != KeyCentre::prompt) return;
   check(find_centres(append_memory(layer).cache, keys, centres, stream_), "centred keys");
   centre(layer, 0, append_.tokens);
 }

@@ -22,7 +22,7 @@ std::uint32_t KvCache::older(int sequence, std::uint32_t layer, std::size_t pair
 }
 
 void KvCache::modify(kvlab_compact_args& args, int sequence, bool after_prompt) const {
-  const Modifiers& own = of(sequence).modifiers;
+  const Modifiers& own = settings(sequence).modifiers;
   args.by_layer = own.scope == Modifiers::Scope::layer;
   args.smooth = own.smooths(after_prompt) ? own.smooth : 0;
   args.pool_max = own.pool == Modifiers::Pool::max;
@@ -113,7 +113,7 @@ void KvCache::compact(const AppendMemory& memory, kvlab_compact_args args, int s
 }
 
 bool KvCache::centres_keys(std::uint32_t layer, int sequence) const {
-  if (!is_quantized() || of(sequence).centre == KeyCentre::none) return false;
+  if (!is_quantized() || settings(sequence).centre == KeyCentre::none) return false;
   const auto pair = static_cast<std::size_t>(sequence) * config_.kv_heads;
   return !slots_.tiers(layer, pair).back().format.exact();
 }
@@ -173,9 +173,9 @@ void KvCache::append_to_tiers(std::uint32_t layer, std::size_t pair, std::uint32
 }
 
 void KvCache::end_prompt(int sequence, std::uint32_t fed, LayerRange layers) {
-  if (of(sequence).share) {
+  if (settings(sequence).share) {
     if (shared_when_[static_cast<std::size_t>(sequence)] != fed) share_slots_of_live(sequence, fed);
-  } else if (of(sequence).modifiers != Modifiers{}) {
+  } else if (settings(sequence).modifiers != Modifiers{}) {
     evict_to_budget(sequence, fed, true, layers);
   }
 }
@@ -208,7 +208,7 @@ std::vector<std::int32_t> KvCache::share_slots(const AppendMemory& memory, int s
       keys[head].push_back(
           {protected_tokens.protection(positions[i], fed), ranks[i], positions[i]});
   }
-  slots_.share(layer, static_cast<std::size_t>(sequence), of(sequence).share(keys));
+  slots_.share(layer, static_cast<std::size_t>(sequence), settings(sequence).share(keys));
   storage_->write_pairs(slots_, layer * slots_.pairs() + first, heads, stream_);
   check(kernels::compact(config_.kernels, args, stream_), kWhat);
   number(args.to);

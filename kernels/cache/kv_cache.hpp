@@ -276,11 +276,12 @@ class KvCache {
     return quantized_[layer * config_.sequences.size() + static_cast<std::size_t>(rows.first)];
   }
 
-  const SlotSequence& of(int sequence) const {
+  const SlotSequence& settings(int sequence) const {
     return sequences_[static_cast<std::size_t>(sequence)];
   }
   bool counts(int sequence) const {
-    return of(sequence).modifiers != Modifiers{} || of(sequence).share || is_quantized();
+    return settings(sequence).modifiers != Modifiers{} || settings(sequence).share ||
+           is_quantized();
   }
   Counts& counts_of(std::uint32_t layer, std::size_t pair) {
     return counts_[layer * slots_.pairs() + pair];

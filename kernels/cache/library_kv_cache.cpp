@@ -59,9 +59,10 @@ struct kvlab_kv_cache {
   }
 
   struct Now {
-    Now(cuda::Arena& arena, std::size_t sequences) : of(arena.take<std::uint32_t>(sequences)) {}
+    Now(cuda::Arena& arena, std::size_t sequences)
+        : positions(arena.take<std::uint32_t>(sequences)) {}
     Now() = default;
-    std::uint32_t* of = nullptr;  // [sequence]
+    std::uint32_t* positions = nullptr;  // [sequence]
   };
   /// The append that KvCache::begin() was called for.
   struct CurrentAppend {
@@ -75,7 +76,8 @@ struct kvlab_kv_cache {
   /// stream.
   void set_idle(std::size_t sequence, std::size_t count) const {
     static_assert(kIdle == ~std::uint32_t{0});
-    cuda::check(cudaMemsetAsync(now->of + sequence, 0xff, count * sizeof *now->of, cache.stream()),
+    cuda::check(cudaMemsetAsync(now->positions + sequence, 0xff, count * sizeof *now->positions,
+                                cache.stream()),
                 "positions");
   }
   std::uint32_t& fed_of(std::size_t layer, std::size_t sequence) {
@@ -293,11 +295,12 @@ void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
   rope_rows = 0;
   cache.reserve();  // because appends of several tokens do so too
   cache.before_token(chunk.sequence, chunk.fed, own);
-  cuda::check(cudaMemcpyAsync(now->of + chunk.sequence, &chunk.fed, sizeof chunk.fed,
+  cuda::check(cudaMemcpyAsync(now->positions + chunk.sequence, &chunk.fed, sizeof chunk.fed,
                               cudaMemcpyHostToDevice, cache.stream()),
               "positions");
   fill_ropes(chunk.fed, 1);
-  attend(layer, {1, now->of + chunk.sequence, chunk.sequence}, chunk.qkv, chunk.out, chunk.lse);
+  attend(layer, {1, now->positions + chunk.sequence, chunk.sequence}, chunk.qkv, chunk.out,
+         chunk.lse);
   set_idle(static_cast<std::size_t>(chunk.sequence), 1);
   if (chunk.ends_prompt) cache.end_prompt(chunk.sequence, chunk.fed + 1, own);
   fed_of(layer, static_cast<std::size_t>(chunk.sequence)) += 1;
@@ -334,8 +337,8 @@ void kvlab_kv_cache::begin_step(const unsigned char* decodes) {
   }
   rope_rows = 0;
   next_step_layer = 0;
-  cuda::check(cudaMemcpyAsync(now->of, at.data(), at.size() * sizeof at[0], cudaMemcpyHostToDevice,
-                              cache.stream()),
+  cuda::check(cudaMemcpyAsync(now->positions, at.data(), at.size() * sizeof at[0],
+                              cudaMemcpyHostToDevice, cache.stream()),
               "positions");
 }
 
@@ -343,8 +346,9 @@ void kvlab_kv_cache::step(int layer, const void* qkv, void* out, float* lse) {
   want(layer == next_step_layer || layer == 0,
        "layer is {}; a step goes through the layers in order, and {} is next", layer,
        next_step_layer);
-  const StepRows rows{static_cast<int>(sequences), now->of};
-  if (layer == 0) cache.fill_ropes(reinterpret_cast<const std::int32_t*>(now->of), 0, rows.count);
+  const StepRows rows{static_cast<int>(sequences), now->positions};
+  if (layer == 0)
+    cache.fill_ropes(reinterpret_cast<const std::int32_t*>(now->positions), 0, rows.count);
   attend(static_cast<std::uint32_t>(layer), rows, qkv, out, lse);
   const bool is_last = static_cast<std::size_t>(layer) + 1 == layers;
   if (is_last) set_idle(0, sequences);

@@ -16,7 +16,7 @@ void KvCache::reserve_for_steps() {
 
 void KvCache::before_token(int sequence, std::uint32_t fed, LayerRange layers) {
   if (!counts(sequence)) return;
-  if (!of(sequence).modifiers.steps_evict()) evict_to_budget(sequence, fed, false, layers);
+  if (!settings(sequence).modifiers.steps_evict()) evict_to_budget(sequence, fed, false, layers);
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
     Counts& own = counts_of(layer, pair);
     own.live -= surplus(layer, pair, false);  // the step itself evicts these

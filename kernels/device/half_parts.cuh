@@ -10,10 +10,10 @@ namespace kvlab::kernels {
 struct Bf16Parts {
   std::uint32_t kept, left;
 
-  __device__ static Bf16Parts of(float low, float high) {
+  __device__ static Bf16Parts split(float low, float high) {
     const std::uint32_t kept = pack<__nv_bfloat16>(low, high);
-    const float2 of = unpack<__nv_bfloat16>(kept);
-    return {kept, pack<__nv_bfloat16>(low - of.x, high - of.y)};
+    const float2 rounded = unpack<__nv_bfloat16>(kept);
+    return {kept, pack<__nv_bfloat16>(low - rounded.x, high - rounded.y)};
   }
 };
 
@@ -23,7 +23,7 @@ struct HalfParts {
 
   /// Supports elements up to 65,504. The float16 part is truncated instead of rounded, so that a
   /// bit mask can extract it.
-  __device__ static HalfParts of(float low, float high) {
+  __device__ static HalfParts split(float low, float high) {
     const float kept_low = cut(low), kept_high = cut(high);
     return {pack<__half>(kept_low, kept_high), pack<__half>(low - kept_low, high - kept_high)};
   }

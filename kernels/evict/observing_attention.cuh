@@ -149,7 +149,7 @@ __device__ void load_softmax(const PairBlock<P>& block, ObserveShared& shared) {
 /// The group's logits of a slot, kWidth heads at a time.
 template <int kWidth>
 struct alignas(kWidth * sizeof(float)) Logits {
-  float of[kWidth];
+  float logits[kWidth];
 };
 template <int kWidth>
 __device__ Logits<kWidth> load_logits(const float* from) {
@@ -217,7 +217,7 @@ __device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlot
     Logits<kWidth> some[kSlots];
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
-      for (float& logit : some[i].of) logit = -INFINITY;  // adds nothing to the sums
+      for (float& logit : some[i].logits) logit = -INFINITY;  // adds nothing to the sums
       if (own[i].live) some[i] = load_logits<kWidth>(logits + own[i].slot * stride + head);
     }
 #pragma unroll
@@ -227,7 +227,7 @@ __device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlot
       const float floor = shared.floors[head + h];
 #pragma unroll
       for (int i = 0; i < kSlots; ++i)
-        received[i].add(exp2_fast(some[i].of[h] - softmax.x) * softmax.y, floor, block);
+        received[i].add(exp2_fast(some[i].logits[h] - softmax.x) * softmax.y, floor, block);
     }
   }
 }

@@ -98,7 +98,7 @@ struct QuantFormat {
 /// Consecutive elements that are loaded together.
 template <class Element, int kCount>
 struct alignas(std::gcd(static_cast<int>(sizeof(Element)) * kCount, 16)) Packed {
-  Element of[kCount];
+  Element elements[kCount];
 };
 
 /// Loads a lane's words of the quantized values of a tile. See quantized_bit().
@@ -110,7 +110,7 @@ __device__ inline void load_lane_words(const unsigned char* data, std::uint32_t 
   for (int i = 0; i < kWords; i += kAtOnce) {
     const auto some = from[i / kAtOnce * kWarpSize + lane_id()];
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) to[i + j] = some.of[j];
+    for (int j = 0; j < kAtOnce; ++j) to[i + j] = some.elements[j];
   }
 }
 
@@ -128,15 +128,15 @@ struct RowMetadata {
   __device__ float scale(int b) const {
     constexpr int kOfWord = sizeof(Word);  // blocks per word
     if constexpr (kFloating)
-      return __uint_as_float((own.of[b / kOfWord] >> b % kOfWord * 8 & 0xffu) << 23);
+      return __uint_as_float((own.elements[b / kOfWord] >> b % kOfWord * 8 & 0xffu) << 23);
     else
-      return __low2float(reinterpret_cast<const __half2&>(own.of[b]));
+      return __low2float(reinterpret_cast<const __half2&>(own.elements[b]));
   }
   __device__ float minimum(int b) const {
     if constexpr (kFloating)
       return 0;
     else
-      return __high2float(reinterpret_cast<const __half2&>(own.of[b]));
+      return __high2float(reinterpret_cast<const __half2&>(own.elements[b]));
   }
 };
 
@@ -182,10 +182,10 @@ __device__ inline void unpack_keys(const std::uint32_t (&words)[kWords], int b,
     } else {
       const bool odd = (b | 1) >= kBlocks;
       const std::uint32_t word = words[odd ? b : half * (kBlocks / 2) + b / 2];
-      const auto of = [word](int i) { return word >> 2 * i & 0x03030303u; };
+      const auto fields = [word](int i) { return word >> 2 * i & 0x03030303u; };
       const unsigned own_bytes = (odd ? half : b % 2) == 0 ? 0x5140 : 0x7362;
-      to[half] = __byte_perm(of(0), of(2), own_bytes);
-      to[2 + half] = __byte_perm(of(1), of(3), own_bytes);
+      to[half] = __byte_perm(fields(0), fields(2), own_bytes);
+      to[2 + half] = __byte_perm(fields(1), fields(3), own_bytes);
     }
   }
 }

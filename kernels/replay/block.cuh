@@ -86,12 +86,12 @@ struct CacheThread {
   std::int64_t first_slot;  ///< among the slots of all caches
   std::uint32_t thread, threads, lane, warp, warps;
 
-  __device__ explicit CacheThread(const ReplayWalkArgs& of)
-      : args(of),
-        config(of.members[blockIdx.x]),
-        task(of.sweep.task_of(config, static_cast<int>(blockIdx.y))),
-        rule(of.sweep.rules[cache()]),
-        first_slot(task * of.slots.task_stride + rule.first_slot),
+  __device__ explicit CacheThread(const ReplayWalkArgs& walk_args)
+      : args(walk_args),
+        config(walk_args.members[blockIdx.x]),
+        task(walk_args.sweep.task_of(config, static_cast<int>(blockIdx.y))),
+        rule(walk_args.sweep.rules[cache()]),
+        first_slot(task * walk_args.slots.task_stride + rule.first_slot),
         thread(threadIdx.x),
         threads(blockDim.x),
         lane(thread % kWarpSize),

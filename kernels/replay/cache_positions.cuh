@@ -137,7 +137,7 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
         const std::uint32_t slot = first + k * kWarpSize;
         if (masks[k] >> at_.lane & 1)
           listed_[before + __popc(masks[k] & ((1u << at_.lane) - 1))] =
-              OldItem::of(slot, query - positions_in_cache_[slot], first_of_query_group, end);
+              OldItem::make(slot, query - positions_in_cache_[slot], first_of_query_group, end);
         before += __popc(masks[k]);
       }
     }

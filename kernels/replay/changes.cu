@@ -120,12 +120,12 @@ class Changes {
                       : args_.sets.quantized + (kept_[n] * args_.copies.count + copy - 1) * words;
     }
     if (copy > 0) rows_[0] += 4 * args_.copies.rows;
-    if (copy > 0) terms_ = terms_.of(args_.copies, 1);
+    if (copy > 0) terms_ = terms_.of_copy(args_.copies, 1);
     return __any_sync(~0u, words_[0] || words_[1]);
   }
   __device__ int config_of(int row) const {
     const int at = tile_ * kTile + row;
-    return at < args_.configs.tiles * kReplayTile ? args_.configs.of[at] : -1;
+    return at < args_.configs.tiles * kReplayTile ? args_.configs.indices[at] : -1;
   }
 
   /// Adds 16 tokens for the configurations that read rows of kind `kind`. For kind 0 also adds them
@@ -172,22 +172,22 @@ class Changes {
                       [(std::int64_t{head / 4} * args_.shape.tokens + token + n) * 4 + head % 4] *
                  terms_.at(static_cast<std::uint32_t>(token + n),
                            first_gradient_sample_ * group + column);
-    return Bf16Parts::of(z[0], z[1]);
+    return Bf16Parts::split(z[0], z[1]);
   }
 
   __device__ float change_of(const Sums (&sums)[kWarps], int row, int column, int config) const {
     const std::int64_t kept = args_.sets.kept_of(args_.sweep.cache_of(task_, config), index_);
-    const ReplayKept& of = args_.sets.kept[kept];
-    if (of.whole) return 0;
+    const ReplayKept& set = args_.sets.kept[kept];
+    if (set.whole) return 0;
     float own = 0, full = 0;
     for (int warp = 0; warp < kWarps; ++warp)
       own += sums[warp].config_sums[row][column], full += sums[warp].full[column];
     const int group = args_.shape.group, head = column % group;
-    if (of.direct)
+    if (set.direct)
       own += args_.sets.changes[kept * terms_.columns + first_gradient_sample_ * group + column];
     const std::int64_t head_groups = args_.rows.row(task_, i_) * args_.shape.head_groups();
     const float sum = reinterpret_cast<const float*>(args_.rows.sums + head_groups)[head];
-    return (own / of.sums[head] - full / sum) *
+    return (own / set.sums[head] - full / sum) *
            args_.term_scales[std::int64_t{task_} * args_.measured.size + index_];
   }
 

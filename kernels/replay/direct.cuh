@@ -162,13 +162,13 @@ struct QueryTerms {
                         int index)
       : columns(terms.gradient_samples * shape.group) {
     stride = std::int64_t{kMaxReplayQueries} * columns;
-    first = terms.of + task * shape.tokens * stride + std::int64_t{index - terms.first} * columns;
+    first = terms.data + task * shape.tokens * stride + std::int64_t{index - terms.first} * columns;
   }
   __device__ float at(std::uint32_t token, int column) const {
     return first[token * stride + column];
   }
   /// The same query's terms for the values of a copy.
-  __device__ QueryTerms of(const ReplayCopies& copies, int copy) const {
+  __device__ QueryTerms of_copy(const ReplayCopies& copies, int copy) const {
     QueryTerms terms = *this;
     terms.first += copy * copies.terms;
     return terms;
@@ -187,24 +187,24 @@ struct DirectValues {
 /// Multiplies exponentials by terms, and writes the sums to `to` [gradient sample, group]. Called
 /// by the whole thread block.
 template <class Copies>
-__device__ __noinline__ inline void sum_direct_terms(const ReplayWalkArgs& args, DirectValues of,
-                                                     QueryTerms terms, const Copies copies,
-                                                     float* to) {
+__device__ __noinline__ inline void sum_direct_terms(const ReplayWalkArgs& args,
+                                                     DirectValues values, QueryTerms terms,
+                                                     const Copies copies, float* to) {
   const std::uint32_t lane = threadIdx.x % kWarpSize;
   for (int column = static_cast<int>(threadIdx.x / kWarpSize); column < terms.columns;
        column += static_cast<int>(blockDim.x / kWarpSize)) {
     const int head = column % args.shape.group;
-    const float4* const direct = of.direct + head / 4 * args.slots.task_stride;
+    const float4* const direct = values.direct + head / 4 * args.slots.task_stride;
     const auto term = [&](std::uint32_t slot, std::uint32_t position) {
       if constexpr (Copies::kQuantized)
-        return terms.of(copies.all, copies(slot)).at(position, column);
+        return terms.of_copy(copies.all, copies(slot)).at(position, column);
       else
         return terms.at(position, column);
     };
     float sum = 0;
-    for (std::uint32_t slot = lane; slot < of.count; slot += kWarpSize) {
-      const std::uint32_t position = of.positions[slot];
-      if (position < of.end)
+    for (std::uint32_t slot = lane; slot < values.count; slot += kWarpSize) {
+      const std::uint32_t position = values.positions[slot];
+      if (position < values.end)
         sum = fmaf(component(direct[slot], head % 4), term(slot, position), sum);
     }
     sum = warp_sum(sum);
@@ -227,7 +227,7 @@ struct DirectTokens {
 /// to `to` [group, dim]. Called by the whole thread block. Not inlined, because it would use
 /// registers that its caller needs. `Bits` is the type that holds four elements of a value.
 template <int kHeadGroups, class Bits>
-__device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, DirectValues of,
+__device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, DirectValues values,
                                                float (*scratch)[kReplayDims], float* to) {
   constexpr int kHeads = 4 * kHeadGroups, kAtOnce = 8 / kHeadGroups,
                 kSums = kReplayScratch / kHeads;
@@ -235,7 +235,7 @@ __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, Direc
   const std::uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize,
                       warps = blockDim.x / kWarpSize;
   const Bits* const values =
-      static_cast<const Bits*>(args.tensors.values) + shape.vector(of.task, 0) / 4;
+      static_cast<const Bits*>(args.tensors.values) + shape.vector(values.task, 0) / 4;
   using Tokens = DirectTokens<Bits, kAtOnce, kHeadGroups>;
   for (int first = 0; first < shape.head_size; first += kReplayDims) {
     const int d = first + 4 * static_cast<int>(lane);
@@ -245,19 +245,19 @@ __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, Direc
 #pragma unroll
       for (std::uint32_t n = 0; n < kAtOnce; ++n) {
         const std::uint32_t slot = base + n,
-                            position = slot < of.count ? of.positions[slot] : of.end;
-        const bool is = position < of.end;
+                            position = slot < values.count ? values.positions[slot] : values.end;
+        const bool is = position < values.end;
         const std::int64_t at = (std::int64_t{position} * shape.head_size + d) / 4;
         tokens.value[n] = is && d < shape.head_size ? __ldg(values + at) : Bits{};
 #pragma unroll
         for (int head_group = 0; head_group < kHeadGroups; ++head_group)
           tokens.e[n][head_group] =
-              is ? of.direct[head_group * args.slots.task_stride + slot] : float4{};
+              is ? values.direct[head_group * args.slots.task_stride + slot] : float4{};
       }
       return tokens;
     };
     Tokens ahead = fetch(warp * kAtOnce);
-    for (std::uint32_t base = warp * kAtOnce; base < of.count; base += warps * kAtOnce) {
+    for (std::uint32_t base = warp * kAtOnce; base < values.count; base += warps * kAtOnce) {
       const Tokens tokens = ahead;
       ahead = fetch(base + warps * kAtOnce);
 #pragma unroll

@@ -67,17 +67,18 @@ __global__ void __launch_bounds__(kThreads)
     if (args.residual)
       args.residual[to * kReplayResiduals + head] =
           args.block_residual[sample * kReplayResiduals + head];
-    double2 of{};
+    double2 squares{};
     if (head < group) {
-      of = args.block_errors[sample * kMaxReplayGroup + head];
+      squares = args.block_errors[sample * kMaxReplayGroup + head];
       const int block = block_of_query(args.measured, index);
-      if (of.y > 0) metric_sum(args, cache, Sum::error, head, block) += sqrt(of.x / of.y);
-      metric_sum(args, cache, of.y > 0 ? Sum::errors : Sum::zeros, head, block) += 1;
+      if (squares.y > 0)
+        metric_sum(args, cache, Sum::error, head, block) += sqrt(squares.x / squares.y);
+      metric_sum(args, cache, squares.y > 0 ? Sum::errors : Sum::zeros, head, block) += 1;
     }
     double error = 0, size = 0;
     for (int h = 0; h < group; ++h) {
-      error += __shfl_sync(~0u, of.x, h);
-      size += __shfl_sync(~0u, of.y, h);
+      error += __shfl_sync(~0u, squares.x, h);
+      size += __shfl_sync(~0u, squares.y, h);
     }
     if (head == 0) args.errors[2 * to] = error, args.errors[2 * to + 1] = size;
   }

@@ -25,8 +25,8 @@ struct OldItem {
   /// indices in the query group.
   std::uint32_t packed;
 
-  __device__ static OldItem of(std::uint32_t slot, std::uint32_t distance, std::uint32_t first,
-                               std::uint32_t end) {
+  __device__ static OldItem make(std::uint32_t slot, std::uint32_t distance, std::uint32_t first,
+                                 std::uint32_t end) {
     return {slot, distance << 8 | first << 4 | end};
   }
   __device__ std::uint32_t distance() const { return packed >> 8; }
@@ -126,11 +126,11 @@ struct FourPairs<float> {
   __device__ explicit FourPairs(const uint4* at)
       : lows(__ldg(reinterpret_cast<const float4*>(at))),
         highs(__ldg(reinterpret_cast<const float4*>(at + 1))) {}
-  __device__ float2 low(int couple) const { return of(lows, couple); }
-  __device__ float2 high(int couple) const { return of(highs, couple); }
+  __device__ float2 low(int couple) const { return two_of(lows, couple); }
+  __device__ float2 high(int couple) const { return two_of(highs, couple); }
 
  private:
-  __device__ static float2 of(const float4& four, int couple) {
+  __device__ static float2 two_of(const float4& four, int couple) {
     return couple == 0 ? float2{four.x, four.y} : float2{four.z, four.w};
   }
 };
@@ -197,7 +197,7 @@ class OldKeys {
 
  private:
   struct Sums {
-    float of[kTiles][4];
+    float tiles[kTiles][4];
   };
   /// The two keys of lane l: keys l / 4 and l / 4 + 8 of a batch of 16 listed keys.
   struct Two {
@@ -265,23 +265,26 @@ class OldKeys {
       const uint4* const queries = at.queries + couple * kTiles * kWarpSize;
 #pragma unroll
       for (int first = 0; first < kTiles; first += kAtOnce)
-        multiply(&own.of[first], rotated, queries + first * kWarpSize);
+        multiply(&own.tiles[first], rotated, queries + first * kWarpSize);
     }
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums.of[n][i] += own.of[n][i];
+      for (int i = 0; i < 4; ++i) sums.tiles[n][i] += own.tiles[n][i];
   }
   __device__ static void multiply(float (*sums)[4], const Rotated& keys, const uint4* queries) {
-    uint4 of[kAtOnce];
+    uint4 loaded[kAtOnce];
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) of[n] = queries[n * kWarpSize];
+    for (int n = 0; n < kAtOnce; ++n) loaded[n] = queries[n * kWarpSize];
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.left, of[n].x, of[n].y);
+    for (int n = 0; n < kAtOnce; ++n)
+      multiply_add<__half>(sums[n], keys.left, loaded[n].x, loaded[n].y);
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.kept, of[n].z, of[n].w);
+    for (int n = 0; n < kAtOnce; ++n)
+      multiply_add<__half>(sums[n], keys.kept, loaded[n].z, loaded[n].w);
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.kept, of[n].x, of[n].y);
+    for (int n = 0; n < kAtOnce; ++n)
+      multiply_add<__half>(sums[n], keys.kept, loaded[n].x, loaded[n].y);
   }
 
   /// Rotates two of the pairs back by the sum of two angles, which is the angle of the distance.
@@ -291,10 +294,10 @@ class OldKeys {
     const float cosines[2] = {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.z, b.z, -(a.w * b.w))},
                 sines[2] = {fmaf(a.x, b.y, a.y * b.x), fmaf(a.z, b.w, a.w * b.z)};
     const float2 x = raw.low(couple), y = raw.high(couple);
-    const HalfParts low = HalfParts::of(fmaf(x.x, cosines[0], y.x * sines[0]),
-                                        fmaf(x.y, cosines[1], y.y * sines[1])),
-                    high = HalfParts::of(fmaf(y.x, cosines[0], -(x.x * sines[0])),
-                                         fmaf(y.y, cosines[1], -(x.y * sines[1])));
+    const HalfParts low = HalfParts::split(fmaf(x.x, cosines[0], y.x * sines[0]),
+                                           fmaf(x.y, cosines[1], y.y * sines[1])),
+                    high = HalfParts::split(fmaf(y.x, cosines[0], -(x.x * sines[0])),
+                                            fmaf(y.y, cosines[1], -(x.y * sines[1])));
     rotated.kept[key] = low.kept, rotated.left[key] = low.left;
     rotated.kept[key + 2] = high.kept, rotated.left[key + 2] = high.left;
   }
@@ -312,8 +315,8 @@ class OldKeys {
       for (int n = 0; n < 2; ++n)
         if (keys.item[n].first() <= query && query < keys.item[n].end())
           to[2 * std::size_t{keys.item[n].slot}] = {
-              exponential(sums.of[tile][2 * n] * keys.scale[n], column.x, column.y),
-              exponential(sums.of[tile][2 * n + 1] * keys.scale[n], column.z, column.w)};
+              exponential(sums.tiles[tile][2 * n] * keys.scale[n], column.x, column.y),
+              exponential(sums.tiles[tile][2 * n + 1] * keys.scale[n], column.z, column.w)};
     }
   }
   /// Returns e^(x scale - most). The error is within 2^-22 of the result plus 2^-24 of |x scale -

@@ -74,7 +74,7 @@ __device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int di
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const float2 x = load2(at.args.values, shape.type, from + 2 * c);
-          two[c] = Couple::of(x.x, x.y);
+          two[c] = Couple::split(x.x, x.y);
         }
       stage.values[0][to] = {two[0].kept, two[1].kept, two[2].kept, two[3].kept};
       stage.values[1][to] = {two[0].left, two[1].left, two[2].left, two[3].left};
@@ -104,10 +104,12 @@ __device__ Weights fetch_weights(Stage<kPlanes>& stage, const Sampled& at, int f
   weights.to = stage.weights[kind][head_group][couple];
   return weights;
 }
-__device__ inline void store_weights(const Weights& of) {
-  if (!of.to) return;
-  of.to[0] = Couple::of(of.first.x, of.second.x), of.to[1] = Couple::of(of.first.y, of.second.y);
-  of.to[2] = Couple::of(of.first.z, of.second.z), of.to[3] = Couple::of(of.first.w, of.second.w);
+__device__ inline void store_weights(const Weights& weights) {
+  if (!weights.to) return;
+  weights.to[0] = Couple::split(weights.first.x, weights.second.x),
+  weights.to[1] = Couple::split(weights.first.y, weights.second.y);
+  weights.to[2] = Couple::split(weights.first.z, weights.second.z),
+  weights.to[3] = Couple::split(weights.first.w, weights.second.w);
 }
 
 /// Converts two bits to masks of two bf16 numbers.
@@ -117,7 +119,7 @@ __device__ inline std::uint32_t mask_of(std::uint32_t bits) {
 
 /// The bits of the tokens of a stage that two configurations keep, in words of 32 tokens.
 struct StageBits {
-  std::uint32_t of[2][kTokens / 32];
+  std::uint32_t words[2][kTokens / 32];
 };
 /// A warp's sums of squares for each row: of the error and of the output.
 using TileErrors = double2[16];
@@ -142,7 +144,7 @@ class Tile {
     head_group_ = tile % head_groups;
     const std::int32_t alone[kReplayTile] = {tasks ? at.task / tasks : -1, -1, -1, -1};
     const std::int32_t* const four =
-        tasks ? alone : at.args.configs.of + tile / head_groups * kReplayTile;
+        tasks ? alone : at.args.configs.indices + tile / head_groups * kReplayTile;
     cache_positions_ = sweep.rules[sweep.cache_of(at.task, four[0])].cache_positions ? 1 : 0;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -166,7 +168,8 @@ class Tile {
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int i = 0; i < kTokens / 32; ++i)
-        bits.of[n][i] = words_[n] && first + 32 * i <= at_.query() ? words_[n][first / 32 + i] : 0;
+        bits.words[n][i] =
+            words_[n] && first + 32 * i <= at_.query() ? words_[n][first / 32 + i] : 0;
     return bits;
   }
 
@@ -176,7 +179,7 @@ class Tile {
     const int t = lane_ % 4, head = lane_ / 4 % 4;
 #pragma unroll
     for (int part = 0; part < kTokens / 32; ++part) {
-      if (!__any_sync(~0u, bits.of[0][part] | bits.of[1][part])) continue;
+      if (!__any_sync(~0u, bits.words[0][part] | bits.words[1][part])) continue;
 #pragma unroll
       for (int step = 2 * part; step < 2 * part + 2; ++step) {
         const Couple low = stage.weights[cache_positions_][head_group_][8 * step + t][head],
@@ -184,7 +187,7 @@ class Tile {
         std::uint32_t kept[4], left[4];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const std::uint32_t own = bits.of[n][part] >> (step % 2 * 16 + 2 * t);
+          const std::uint32_t own = bits.words[n][part] >> (step % 2 * 16 + 2 * t);
           const std::uint32_t mask_low = mask_of(own), mask_high = mask_of(own >> 8);
           kept[n] = low.kept & mask_low, kept[n + 2] = high.kept & mask_high;
           left[n] = low.left & mask_low, left[n + 2] = high.left & mask_high;
@@ -208,14 +211,14 @@ class Tile {
   /// Adds the errors in the dimensions of the pass to the rows' errors.
   __device__ void compare(int dim) {
     const ReplayShape& shape = at_.args.shape;
-    for_outputs(dim, [&](int n, int head, int d, float* to, const ReplayKept& of,
+    for_outputs(dim, [&](int n, int head, int d, float* to, const ReplayKept& set,
                          const float2& out) {
       const float* const full = at_.args.full + (at_.row * shape.group + head) * shape.head_size;
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const double wanted = full[d + c], got = c == 0 ? out.x : out.y;
         size_[n] += wanted * wanted;
-        const double off = of.whole ? 0.0 : wanted - got;
+        const double off = set.whole ? 0.0 : wanted - got;
         error_[n] += off * off;
         if (at_.args.stores_errors) to[c] = static_cast<float>(off);
       }
@@ -258,17 +261,17 @@ class Tile {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       if (config_[n] < 0) continue;
-      const ReplayKept& of = at_.args.sets.kept[at_.kept_row(config_[n])];
+      const ReplayKept& set = at_.args.sets.kept[at_.kept_row(config_[n])];
       float* const direct =
           at_.args.sets.values + (at_.sample(config_[n]) * shape.group + head) * shape.head_size;
-      const float over = 1 / of.sums[head];
+      const float over = 1 / set.sums[head];
 #pragma unroll
       for (int column = 0; column < kOwnColumns; ++column) {
         const int d = dim + 8 * (first_column_ + column) + 2 * (lane_ % 4);
         if (d >= shape.head_size) continue;
         float2 sum{sums_[column][2 * n], sums_[column][2 * n + 1]};
-        if (of.direct) sum.x += direct[d], sum.y += direct[d + 1];
-        each(n, head, d, direct + d, of, float2{sum.x * over, sum.y * over});
+        if (set.direct) sum.x += direct[d], sum.y += direct[d + 1];
+        each(n, head, d, direct + d, set, float2{sum.x * over, sum.y * over});
       }
     }
   }

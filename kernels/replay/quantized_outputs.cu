@@ -92,41 +92,41 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float4 parts[kThreads][kMaxReplayGroup];
   const int i = static_cast<int>(blockIdx.x), task = static_cast<int>(blockIdx.z),
             index = args.measured.index[args.rows.first + i], tasks = args.sweep.config_tasks,
-            config = tasks ? task / tasks : args.configs.of[blockIdx.y];
+            config = tasks ? task / tasks : args.configs.indices[blockIdx.y];
   if (!args.measured.samples(index) || config < 0 || !args.sweep.is_quantized(task, config)) return;
   const std::int64_t cache = args.sweep.cache_of(task, config),
                      sample = args.sets.sample_of(args.measured, cache, index);
   const ReplayShape& shape = args.shape;
-  QuantizedOutputs of{args, task, args.rows.first + i, args.rows.row(task, i),
-                      args.sets.kept_of(cache, index)};
+  QuantizedOutputs outputs{args, task, args.rows.first + i, args.rows.row(task, i),
+                           args.sets.kept_of(cache, index)};
   for (int copy = 0; copy <= args.copies.count; ++copy) {
     if (!(args.sweep.rules[cache].copies >> copy & 1)) continue;
-    for (int first = 0; first <= of.query; first += kListed) {
-      of.add(copy, tokens, list_tokens(of.words(copy), first, of.query, tokens));
+    for (int first = 0; first <= outputs.query; first += kListed) {
+      outputs.add(copy, tokens, list_tokens(outputs.words(copy), first, outputs.query, tokens));
       __syncthreads();
     }
   }
-  of.merge(parts);
+  outputs.merge(parts);
   for (int head = 0; head < shape.group; ++head) {
-    const std::int64_t d = std::int64_t{head} * shape.head_size + 4 * of.lane,
+    const std::int64_t d = std::int64_t{head} * shape.head_size + 4 * outputs.lane,
                        width = std::int64_t{shape.group} * shape.head_size;
     float4& direct = *reinterpret_cast<float4*>(args.sets.values + sample * width + d);
-    const ReplayKept& kept = args.sets.kept[of.kept];
+    const ReplayKept& kept = args.sets.kept[outputs.kept];
     float4 out = parts[threadIdx.x][head];
-    if (of.group == 0 && kept.direct) add(out, direct);
+    if (outputs.group == 0 && kept.direct) add(out, direct);
     const float over = 1 / kept.sums[head];
     out = {out.x * over, out.y * over, out.z * over, out.w * over};
     if (args.outputs) {
       const std::int64_t to =
-          (std::int64_t{config} * shape.tokens + of.query) * tasks + task % tasks;
-      if (of.group != 0) continue;
+          (std::int64_t{config} * shape.tokens + outputs.query) * tasks + task % tasks;
+      if (outputs.group != 0) continue;
       store2(args.outputs, shape.type, to * width + d, {out.x, out.y});
       store2(args.outputs, shape.type, to * width + d + 2, {out.z, out.w});
       continue;
     }
     double error = 0, size = 0;
-    if (of.group == 0) {
-      const float4 full = *reinterpret_cast<const float4*>(args.full + of.row * width + d);
+    if (outputs.group == 0) {
+      const float4 full = *reinterpret_cast<const float4*>(args.full + outputs.row * width + d);
       const auto take = [&](float wanted, float got) {
         const double left = double{wanted} - got;
         error += left * left, size += double{wanted} * wanted;

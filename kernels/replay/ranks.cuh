@@ -54,19 +54,19 @@ __device__ inline std::uint32_t age_of(std::uint32_t position, const std::uint32
 
 /// Smooths the ranks: replaces each by the mean or the maximum (modifiers.pool) of the ranks of the
 /// live tokens that are at most modifiers.smooth away by age. Called by the whole thread block.
-__device__ __noinline__ void smooth_ranks(const RanksToSmooth of, const Modifiers modifiers,
+__device__ __noinline__ void smooth_ranks(const RanksToSmooth tokens, const Modifiers modifiers,
                                           RankType type) {
-  for (std::uint32_t i = threadIdx.x; i < of.live; i += blockDim.x) {
-    of.ages[i] = age_of(of.positions[i], of.live_words);
-    of.by_age[of.ages[i]].mass = of.ranks[i];
+  for (std::uint32_t i = threadIdx.x; i < tokens.live; i += blockDim.x) {
+    tokens.ages[i] = age_of(tokens.positions[i], tokens.live_words);
+    tokens.by_age[tokens.ages[i]].mass = tokens.ranks[i];
   }
   __syncthreads();
-  const std::uint32_t reach = min(modifiers.smooth, of.live);
-  for (std::uint32_t i = threadIdx.x; i < of.live; i += blockDim.x) {
-    const std::uint32_t age = of.ages[i], end = min(age + reach + 1, of.live);
+  const std::uint32_t reach = min(modifiers.smooth, tokens.live);
+  for (std::uint32_t i = threadIdx.x; i < tokens.live; i += blockDim.x) {
+    const std::uint32_t age = tokens.ages[i], end = min(age + reach + 1, tokens.live);
     PooledRank pooled(modifiers.pool, type);
-    for (std::uint32_t a = age - min(age, reach); a < end; ++a) pooled.take(of.by_age[a].mass);
-    of.ranks[i] = pooled.value();
+    for (std::uint32_t a = age - min(age, reach); a < end; ++a) pooled.take(tokens.by_age[a].mass);
+    tokens.ranks[i] = pooled.value();
   }
   __syncthreads();
 }

@@ -272,19 +272,19 @@ struct ReplayBlock {
 struct ReplayTerms {
   int gradient_samples;  ///< 0: none
   int first;             ///< index of the block's first measured query
-  float* of;  // [head task, token, query, gradient sample, group]; tokens are kMaxReplayQueries
-              // queries apart. The terms of the copies follow.
+  float* data;  // [head task, token, query, gradient sample, group]; tokens are kMaxReplayQueries
+                // queries apart. The terms of the copies follow.
 };
 
 /// Indices of configurations, in tiles of kReplayTile configurations that have the same kind of
 /// positions. The unused indices of a tile are -1. Tiles without quantization come first.
 struct ReplaySets {
-  const std::int32_t* of;
+  const std::int32_t* indices;
   int tiles, quantized_tiles;
 
   /// The tiles whose configurations are quantized.
   constexpr ReplaySets quantized_only() const {
-    return {of + tiles * kReplayTile, quantized_tiles, 0};
+    return {indices + tiles * kReplayTile, quantized_tiles, 0};
   }
 };
 

@@ -273,8 +273,8 @@ __global__ void __launch_bounds__(kThreads)
     QueryColumn query(args, query_group, column, task);
     query.scale = scales[column];
     const auto two = [&](bool high) {
-      return HalfParts::of(query.at(dimension_of(shape, pair, high)),
-                           query.at(dimension_of(shape, pair + 1, high)));
+      return HalfParts::split(query.at(dimension_of(shape, pair, high)),
+                              query.at(dimension_of(shape, pair + 1, high)));
     };
     const HalfParts low = two(false), high = two(true);
     to[at] = {low.kept, high.kept, low.left, high.left};

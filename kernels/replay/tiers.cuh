@@ -47,18 +47,18 @@ struct SlotCopies {
 /// Multiplies direct exponentials by values (exact ones or those of copies), and writes the sums to
 /// `to` [group, dim].
 template <class Copies>
-__device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, DirectValues of,
+__device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, DirectValues values,
                                                   const Copies copies, float* to) {
   const ReplayShape& shape = args.shape;
   for (int n = static_cast<int>(threadIdx.x); n < shape.group * shape.head_size;
        n += static_cast<int>(blockDim.x)) {
     const int head = n / shape.head_size, d = n % shape.head_size;
-    const float4* const direct = of.direct + head / 4 * args.slots.task_stride;
+    const float4* const direct = values.direct + head / 4 * args.slots.task_stride;
     float sum = 0;
-    for (std::uint32_t slot = 0; slot < of.count; ++slot) {
+    for (std::uint32_t slot = 0; slot < values.count; ++slot) {
       const int copy = copies(slot);
-      const std::int64_t at = shape.vector(of.task, of.positions[slot]) + d;
-      if (of.positions[slot] < of.end)
+      const std::int64_t at = shape.vector(values.task, values.positions[slot]) + d;
+      if (values.positions[slot] < values.end)
         sum = fmaf(component(direct[slot], head % 4),
                    copy == 0 ? load1(args.tensors.values, shape.type, at)
                              : load_copy(args.copies, args.copies.values, shape.type, copy, at),
@@ -174,8 +174,8 @@ class TieredTokens : public ExactTokens<kShared, T> {
   /// Multiplies exponentials of quantized tokens by values. Each thread computes some elements of
   /// `to`. This is rarely needed.
   template <int kHeadGroups, class Copies>
-  __device__ void sum_values(const DirectValues& of, const Copies& copies, float* to) const {
-    sum_quantized_values(args_, of, copies, to);
+  __device__ void sum_values(const DirectValues& values, const Copies& copies, float* to) const {
+    sum_quantized_values(args_, values, copies, to);
   }
 
   /// Word `w` of the bits of a copy's live tokens. Tokens from position `exact_from` on all belong

@@ -69,8 +69,8 @@ class ExactTokens {
 
   /// Multiplies direct exponentials by values, and writes the sums to `to` [group, dim].
   template <int kHeadGroups, class Copies>
-  __device__ void sum_values(const DirectValues& of, const Copies&, float* to) const {
-    sum_direct_values<kHeadGroups, FourBits<T>>(at_.args, of, shared_.scratch, to);
+  __device__ void sum_values(const DirectValues& values, const Copies&, float* to) const {
+    sum_direct_values<kHeadGroups, FourBits<T>>(at_.args, values, shared_.scratch, to);
   }
 
  protected:

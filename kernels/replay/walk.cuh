@@ -356,15 +356,15 @@ class ReplayWalk {
                                const Copies& copies) {
     const ReplayWalkArgs& args = at_.args;
     const ReplayKeptSets& sets = args.sets;
-    const DirectValues of{cache_.positions(), visible_, end, at_.task, at_.direct(i)};
+    const DirectValues values{cache_.positions(), visible_, end, at_.task, at_.direct(i)};
     if (args.terms.gradient_samples) {
       const QueryTerms terms(args.shape, args.terms, at_.task, index);
-      sum_direct_terms(args, of, terms, copies,
+      sum_direct_terms(args, values, terms, copies,
                        sets.changes + sets.kept_of(cache, index) * terms.columns);
     }
     if (!args.measured.samples(index)) return;
     cache_.tokens().template sum_values<kHeadGroups>(
-        of, copies,
+        values, copies,
         sets.values +
             sets.sample_of(args.measured, cache, index) * args.shape.group * args.shape.head_size);
   }

@@ -51,7 +51,7 @@ std::vector<std::uint32_t> ada_budgets(std::span<const std::vector<EvictionKey>>
   return budgets;
 }
 
-std::uint32_t LayerBudgets::of(const AgedSet& head, std::uint32_t now) {
+std::uint32_t LayerBudgets::budget(const AgedSet& head, std::uint32_t now) {
   if (now_ != now) {
     now_ = now;
     std::vector<std::vector<EvictionKey>> keys;

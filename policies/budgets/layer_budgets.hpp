@@ -39,7 +39,7 @@ class LayerBudgets {
   /// The budget of one cache before position `now` is appended. The first call for a value of `now`
   /// computes the budgets of all caches, so it must come before any of them evicts. Later calls
   /// with the same value return these budgets.
-  std::uint32_t of(const AgedSet& head, std::uint32_t now);
+  std::uint32_t budget(const AgedSet& head, std::uint32_t now);
 
  private:
   std::vector<const AgedSet*> heads_;

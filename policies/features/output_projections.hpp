@@ -33,7 +33,7 @@ struct OutputProjections {
     }
   }
 
-  OutputWeights of(std::uint32_t layer, std::uint32_t kv_head) const {
+  OutputWeights weights(std::uint32_t layer, std::uint32_t kv_head) const {
     const std::size_t first = std::size_t{kv_head} * group * head_size * hidden;
     return {layers.at(layer).data() + first, group, hidden};
   }
@@ -42,7 +42,7 @@ struct OutputProjections {
 /// W_o of a KV head, if known; `output` may be null.
 inline OutputWeights weights_of(const OutputProjections* output, std::uint32_t layer,
                                 std::uint32_t kv_head) {
-  return output ? output->of(layer, kv_head) : OutputWeights{};
+  return output ? output->weights(layer, kv_head) : OutputWeights{};
 }
 
 }  // namespace kvlab

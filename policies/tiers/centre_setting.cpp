@@ -6,7 +6,7 @@
 
 namespace kvlab {
 
-std::span<const float> CentreConstants::of(std::uint32_t layer, std::uint32_t kv_head) const {
+std::span<const float> CentreConstants::centre(std::uint32_t layer, std::uint32_t kv_head) const {
   const auto found = layers.find(layer);
   if (found == layers.end() || kv_head >= kv_heads)
     throw std::logic_error(

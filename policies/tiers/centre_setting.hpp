@@ -19,9 +19,10 @@ struct CentreConstants {
   std::uint32_t kv_heads = 0, head_size = 0;
   /// By the model's layer number: [kv_head, dim], for keys after RoPE.
   std::map<std::uint32_t, std::vector<float>> layers = {};
+  std::string xxh3 = {};  ///< hash of the file's bytes, 16 hex digits; empty: not from a file
 
   /// The centre of a KV head. Throws std::logic_error if there is none.
-  std::span<const float> of(std::uint32_t layer, std::uint32_t kv_head) const;
+  std::span<const float> centre(std::uint32_t layer, std::uint32_t kv_head) const;
 };
 
 /// The setting `centre`: `none`, `prompt` or `@FILE`.

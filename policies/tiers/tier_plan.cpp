@@ -125,14 +125,14 @@ void check_quantized_heads(std::uint32_t head_size) {
         head_size, kQuantBlock));
 }
 
-std::string TierPlan::text(char between, char of) const {
+std::string TierPlan::text(char between, char share_separator) const {
   if (is_by_layer()) return text_of_layers(layers);
   if (tiers.size() == 1) return tiers.front().format.name();
   std::string text;
   for (const Tier& tier : tiers)
     text +=
         fmt::format("{}{}{}{}{}", text.empty() ? "" : std::string(1, between), tier.format.name(),
-                    of, text_of(tier.share), tier.share.is_share ? "" : "t");
+                    share_separator, text_of(tier.share), tier.share.is_share ? "" : "t");
   return text;
 }
 

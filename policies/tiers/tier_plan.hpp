@@ -66,7 +66,7 @@ struct TierPlan {
   double mean_bits() const;
   /// The text form that parse_tier_plan() reads. A single tier is written as its format's name, and
   /// formats by layer as runs of equal layers, such as `8x2-4x28`.
-  std::string text(char between = ',', char of = ':') const;
+  std::string text(char between = ',', char share_separator = ':') const;
   /// The setting of a policy: `tiers=16@16t+4@100%`.
   std::string setting() const { return "tiers=" + text('+', '@'); }
   /// The slots of each tier, for a KV head with `bytes` bytes and `blocks` blocks of channels.

@@ -318,7 +318,7 @@ const double* GroupRows::norms2(std::uint32_t query) {
 void GroupRows::add_changes(std::uint32_t query, const float* kept, const float* factors,
                             float* changes) {
   row_loops().add_changes(outputs(query), kept, view_.group, factors, view_.head_size,
-                          gradients_.of(query), gradients_.gradient_samples(), changes);
+                          gradients_.row(query), gradients_.gradient_samples(), changes);
 }
 
 void GroupRows::logits(std::uint32_t query, std::uint32_t head,

@@ -73,13 +73,13 @@ void Batch::send_features(std::size_t first, std::size_t count, const float* lan
                         .feature_values = &feature_values,
                         .rope = &row.rope,
                         .softmax_scale = row.scale};
-    for (const DeviceSweep::Features& of : sweep_.features) {
-      const auto& names = of.like->policy.features;
+    for (const DeviceSweep::Features& features : sweep_.features) {
+      const auto& names = features.like->policy.features;
       add_trace_features(plan_.trace, task.layer, task.kv_head, names, plan_.output,
                          feature_values);
-      const TokenFeatures own(names, view, of.like->appends);
+      const TokenFeatures own(names, view, features.like->appends);
       std::copy_n(own.from(0), view.tokens * names.size(),
-                  all.data() + i * task_values + of.first * sizes_.tokens);
+                  all.data() + i * task_values + features.first * sizes_.tokens);
     }
   });
   cuda::write(parts_.features + first * task_values, all, "sending a trace");
@@ -239,7 +239,7 @@ HeadOutcome Batch::outcome(std::size_t cache, const BatchSums& batch_sums) const
 
 double Batch::attend() {
   const HeadTaskSizes& s = sizes_;
-  const kernels::ReplayBlock& of = parts_.block;
+  const kernels::ReplayBlock& buffers = parts_.block;
   const std::size_t rows = s.block * s.group;
   const auto block = static_cast<std::uint32_t>(s.block);
   double flops = 0;
@@ -248,19 +248,19 @@ double Batch::attend() {
                         width = first + count;
     on_device_.multiply_rows(first, count, parts_.rounded_keys);
     check(kernels::replay_softmax(
-              {of.shape, static_cast<int>(first), static_cast<int>(count), static_cast<int>(block),
-               parts_.products, of.shape.type, of.rows.e},
+              {buffers.shape, static_cast<int>(first), static_cast<int>(count),
+               static_cast<int>(block), parts_.products, buffers.shape.type, buffers.rows.e},
               on_device_.stream()),
           "softmax");
-    on_device_.multiply({.type = of.shape.type,
+    on_device_.multiply({.type = buffers.shape.type,
                          .rows = count * s.group,
                          .n = s.dim,
                          .k = width,
-                         .x = {of.rows.e, s.tokens, rows * s.tokens},
+                         .x = {buffers.rows.e, s.tokens, rows * s.tokens},
                          .w = {parts_.values, s.dim, s.tokens * s.dim},
                          .y = {parts_.outputs, s.dim, rows * s.dim},
                          .w_by_k = true});
-    flops += 4.0 * of.shape.tasks * static_cast<double>(count * s.group * width * s.dim);
+    flops += 4.0 * buffers.shape.tasks * static_cast<double>(count * s.group * width * s.dim);
   }
   check(cudaStreamSynchronize(on_device_.stream()), "attention");
   return flops;

@@ -103,7 +103,7 @@ void lay_out_metrics(Arena& arena, const HeadTaskSizes& s, std::size_t tasks, Ba
     const std::size_t terms = tasks * s.tokens * kernels::kMaxReplayQueries * s.terms();
     parts.copies.terms = static_cast<std::int64_t>(terms);
     parts.terms.gradient_samples = static_cast<int>(s.columns.gradient_samples);
-    parts.terms.of = arena.take<float>((1 + s.copies) * terms);
+    parts.terms.data = arena.take<float>((1 + s.copies) * terms);
     parts.term_scales = arena.take<float>(tasks * s.queries);
     parts.changes = take_span<float>(arena, caches * s.queries * s.columns.gradient_samples);
   }

@@ -222,26 +222,26 @@ void HeadTasks::make_copies() {
   make(false, parts_.block.shape.type, parts_.values);
 }
 
-void HeadTasks::multiply(const HeadTaskProduct& of) {
+void HeadTasks::multiply(const HeadTaskProduct& product) {
   const auto stride = [](std::size_t n) { return static_cast<std::int64_t>(n); };
-  product_({.type = of.type,
+  product_({.type = product.type,
             .batches = static_cast<int>(count_),
-            .rows = static_cast<int>(of.rows),
-            .n = static_cast<int>(of.n),
-            .k = static_cast<int>(of.k),
-            .x = of.x.data,
-            .x_row = stride(of.x.row),
-            .x_batch = stride(of.x.task),
-            .w = of.w.data,
-            .w_row = stride(of.w.row),
-            .w_batch = stride(of.w.task),
-            .w_by_k = of.w_by_k,
-            .y = of.y.data,
-            .y_row = stride(of.y.row),
-            .y_batch = stride(of.y.task),
-            .output = of.output,
-            .tf32 = of.tf32,
-            .alignment = of.alignment},
+            .rows = static_cast<int>(product.rows),
+            .n = static_cast<int>(product.n),
+            .k = static_cast<int>(product.k),
+            .x = product.x.data,
+            .x_row = stride(product.x.row),
+            .x_batch = stride(product.x.task),
+            .w = product.w.data,
+            .w_row = stride(product.w.row),
+            .w_batch = stride(product.w.task),
+            .w_by_k = product.w_by_k,
+            .y = product.y.data,
+            .y_row = stride(product.y.row),
+            .y_batch = stride(product.y.task),
+            .output = product.output,
+            .tf32 = product.tf32,
+            .alignment = product.alignment},
            stream());
 }
 
@@ -354,7 +354,7 @@ void HeadTasks::multiply_terms(std::uint32_t begin, std::uint32_t end, std::byte
        .x = {values, s.dim, s.tokens * s.dim},
        .w = {parts_.gradients + before * s.gradient() * s.element_bytes, s.dim,
              s.queries * s.gradient()},
-       .y = {parts_.terms.of + copy * parts_.copies.terms, token_terms, s.tokens * token_terms},
+       .y = {parts_.terms.data + copy * parts_.copies.terms, token_terms, s.tokens * token_terms},
        .output = output});
 }
 

@@ -131,7 +131,7 @@ class HeadTasks {
   /// rows.
   void multiply_rows(std::uint32_t first, std::uint32_t count, std::byte* keys,
                      cuda::ProductArgs::Output output = cuda::ProductArgs::Output::float32);
-  void multiply(const HeadTaskProduct& of);
+  void multiply(const HeadTaskProduct& product);
   /// Number of waves of thread blocks per query, summed over the policies.
   int waves(const Walks& walks) const;
 

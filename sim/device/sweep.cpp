@@ -41,13 +41,14 @@ Type type_of(const std::optional<Dtype>& rounding) {
   return *rounding == Dtype::bf16 ? KVLAB_BF16 : KVLAB_F16;
 }
 
-DeviceSweep::DeviceSweep(std::span<const ResolvedConfig* const> of, std::uint32_t tokens,
-                         bool walks_all, bool wants_fp16_copies, int config_tasks)
-    : configs(of.size()),
-      fp16_copy(of.size(), -1),
+DeviceSweep::DeviceSweep(std::span<const ResolvedConfig* const> configurations,
+                         std::uint32_t tokens, bool walks_all, bool wants_fp16_copies,
+                         int config_tasks)
+    : configs(configurations.size()),
+      fp16_copy(configurations.size(), -1),
       tiers(config_tasks > 0),
       config_tasks_(config_tasks) {
-  for (const ResolvedConfig* resolved : of) {
+  for (const ResolvedConfig* resolved : configurations) {
     const ResolvedConfig& config = *resolved;
     const bool is_walked = walks_all || !is_window(config.policy);
     const auto index = static_cast<std::int32_t>(rules_.size());
@@ -62,10 +63,10 @@ DeviceSweep::DeviceSweep(std::span<const ResolvedConfig* const> of, std::uint32_
   }
   std::stable_sort(members.begin(), members.end(),
                    [](const Members& a, const Members& b) { return a.max_slots > b.max_slots; });
-  send(of, tokens);
+  send(configurations, tokens);
   if (wants_fp16_copies) add_fp16_copies();
   send_sets();
-  add_heads(of);
+  add_heads(configurations);
   tiers.send();
 }
 
@@ -92,11 +93,12 @@ ReplayRule DeviceSweep::add_rule(const ResolvedConfig& config, bool is_walked) {
 
 /// Sends the data to which the rules point (appends and parameters) and the indices of
 /// configurations.
-void DeviceSweep::send(std::span<const ResolvedConfig* const> of, std::uint32_t tokens) {
+void DeviceSweep::send(std::span<const ResolvedConfig* const> configurations,
+                       std::uint32_t tokens) {
   std::vector<kernels::ReplayAppend> appends;
   std::vector<std::byte> params;
   std::vector<std::size_t> first_appends, first_params;
-  for (const ResolvedConfig* config : of) {
+  for (const ResolvedConfig* config : configurations) {
     const PolicyEntry& policy = *config->policy.entry;
     first_appends.push_back(appends.size());
     for (const Append& append : config->appends)
@@ -110,7 +112,7 @@ void DeviceSweep::send(std::span<const ResolvedConfig* const> of, std::uint32_t 
   params.resize(params.size() + 16);  // so that params_ is never empty
   appends_ = cuda::upload(appends, "the replay's sweep");
   params_ = cuda::upload(params, "the replay's sweep");
-  for (std::size_t c = 0; c < of.size(); ++c) {
+  for (std::size_t c = 0; c < configurations.size(); ++c) {
     rules_[c].appends = appends_.as<kernels::ReplayAppend>() + first_appends[c];
     rules_[c].params = params_.data() + first_params[c];
   }
@@ -131,10 +133,10 @@ void DeviceSweep::add_fp16_copies() {
 
 /// If budgets differ by head, makes separate rules for each KV head of each layer, with the budget
 /// of this head.
-void DeviceSweep::add_heads(std::span<const ResolvedConfig* const> of) {
+void DeviceSweep::add_heads(std::span<const ResolvedConfig* const> configurations) {
   const auto uneven = std::ranges::find_if(
-      of, [](const ResolvedConfig* config) { return !config->head_budgets.empty(); });
-  if (uneven == of.end()) return;
+      configurations, [](const ResolvedConfig* config) { return !config->head_budgets.empty(); });
+  if (uneven == configurations.end()) return;
   const HeadBudgets& shape = (*uneven)->head_budgets;
   by_head_ = shape.front().size();
   const std::vector<ReplayRule> even = std::exchange(rules_, {});
@@ -142,8 +144,10 @@ void DeviceSweep::add_heads(std::span<const ResolvedConfig* const> of) {
     for (std::uint32_t head = 0; head < by_head_; ++head)
       for (std::size_t c = 0; c < even.size(); ++c) {
         ReplayRule& own = rules_.emplace_back(even[c]);
-        if (c >= of.size() || of[c]->head_budgets.empty() || !of[c]->evicts()) continue;
-        const ResolvedConfig& config = *of[c];
+        if (c >= configurations.size() || configurations[c]->head_budgets.empty() ||
+            !configurations[c]->evicts())
+          continue;
+        const ResolvedConfig& config = *configurations[c];
         const std::uint32_t budget = config.budget_of(layer, head);
         const ProtectedTokens protected_tokens = resolve_protected_tokens(config.policy, budget);
         own.rule = {budget, protected_tokens.sinks, protected_tokens.recent};

@@ -89,7 +89,7 @@ class Losses {
   }
 
   /// The loss of a tier plan in one layer or, if `layer` is -1, in all layers together.
-  PlanLoss of(std::size_t tier_plan, std::string_view metric, std::int32_t layer = -1) const {
+  PlanLoss loss(std::size_t tier_plan, std::string_view metric, std::int32_t layer = -1) const {
     std::vector<PlanLoss> losses;
     for (std::size_t t = 0; t < traces_.size(); ++t) {
       PlanLoss loss{std::nan(""), std::nan("")};
@@ -209,7 +209,7 @@ void measure_losses(std::span<const TraceReader* const> traces, const PlanReques
         own[part].push_back(
             plan.formats[f]->exact()
                 ? 0
-                : losses.of(2 * f + part, plan.metric, static_cast<std::int32_t>(layer)).value);
+                : losses.loss(2 * f + part, plan.metric, static_cast<std::int32_t>(layer)).value);
   }
 }
 
@@ -392,8 +392,8 @@ FormatPlan plan_formats(std::span<const TraceReader* const> traces, const PlanRe
   const TierPlan whole[] = {plan.plan.tier_plan, plan.uniform.tier_plan};
   const std::string joint = plan.metric == kLossMetrics[0] ? "kl_estimate_joint" : plan.metric;
   const Losses losses(traces, request, whole, 0.85, 1);
-  plan.plan.joint = losses.of(0, joint);
-  plan.uniform.joint = losses.of(1, joint);
+  plan.plan.joint = losses.loss(0, joint);
+  plan.uniform.joint = losses.loss(1, joint);
   return plan;
 }
 

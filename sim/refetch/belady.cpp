@@ -6,7 +6,8 @@ namespace kvlab {
 
 BeladyOracle::BeladyOracle(const Selection& selection) : uses_(selection.tokens()) {
   for (std::uint32_t query = 0; query < selection.tokens(); ++query)
-    for (const std::uint32_t position : selection.of(query)) uses_[position].push_back(query);
+    for (const std::uint32_t position : selection.positions(query))
+      uses_[position].push_back(query);
 }
 
 void BeladyOracle::rank(const std::uint32_t* positions, std::size_t count, const Step& step,

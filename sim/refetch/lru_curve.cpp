@@ -66,10 +66,11 @@ std::vector<std::uint64_t> lru_fetches(const Selection& selection,
   std::vector<std::uint64_t> at_distance(tokens + std::size_t{1});
   std::uint64_t selected = 0;
   for (std::uint32_t query = first; query < tokens; ++query) {
-    selected += selection.of(query).size();
+    selected += selection.positions(query).size();
     if (query > first)
-      for (const std::uint32_t token : selection.of(query)) ++at_distance[order.distance(token)];
-    for (const std::uint32_t token : selection.of(query)) order.use(token);
+      for (const std::uint32_t token : selection.positions(query))
+        ++at_distance[order.distance(token)];
+    for (const std::uint32_t token : selection.positions(query)) order.use(token);
     order.use(query);
   }
   // A token at distance d is fetched with budgets 0 to d.

@@ -59,10 +59,10 @@ bool RefetchRun::wants_row(std::uint32_t query) const {
 
 void RefetchRun::run(std::uint32_t query, SharedRows* rows) {
   if (!selecting_.contains(query)) return run_without_selection(query, rows);
-  for (const std::uint32_t position : selection_.of(query)) selected_[position] = true;
+  for (const std::uint32_t position : selection_.positions(query)) selected_[position] = true;
   fetch(query);
   attend(query, rows);
-  for (const std::uint32_t position : selection_.of(query)) selected_[position] = false;
+  for (const std::uint32_t position : selection_.positions(query)) selected_[position] = false;
   if (watcher_) watcher_(query, set_.positions());
   ++next_;
 }
@@ -70,7 +70,8 @@ void RefetchRun::run(std::uint32_t query, SharedRows* rows) {
 /// Steps 1 to 3.
 void RefetchRun::fetch(std::uint32_t query) {
   missing_.clear();
-  std::ranges::set_difference(selection_.of(query), set_.positions(), std::back_inserter(missing_));
+  std::ranges::set_difference(selection_.positions(query), set_.positions(),
+                              std::back_inserter(missing_));
   // After a prompt, more than budget - 1 tokens may be live.
   const auto make_room = [&](std::uint64_t incoming) {
     const std::uint64_t all = set_.size() + incoming, budget = set_.budget();
@@ -129,10 +130,10 @@ void RefetchRun::add_rows(std::uint32_t query, SharedRows& rows, Tally& tally) {
 void RefetchRun::add_selection(std::uint32_t query) {
   if (!measure_.measures(query)) return;
   for (std::uint32_t head = 0; head < view_.group; ++head)
-    measure_.add_selection(head,
-                           {.fetched = static_cast<std::uint32_t>(missing_.size()),
-                            .selected = static_cast<std::uint32_t>(selection_.of(query).size()),
-                            .agreed = selection_.agreed(query)});
+    measure_.add_selection(
+        head, {.fetched = static_cast<std::uint32_t>(missing_.size()),
+               .selected = static_cast<std::uint32_t>(selection_.positions(query).size()),
+               .agreed = selection_.agreed(query)});
 }
 
 void RefetchRun::observe(std::uint32_t query, const Tally& tally) {

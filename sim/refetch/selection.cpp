@@ -166,7 +166,7 @@ Selection logged_selections(const TraceReader& trace, std::uint32_t layer, std::
   if (!rows) return selection;
   for_each_row(measured, trace.tokens(), trace.shape().group(), *rows,
                [&](std::uint32_t query, const std::vector<float>& p) {
-                 const auto own = selection.of(query);
+                 const auto own = selection.positions(query);
                  selection.set_agreed(query, count_common(own, largest(p, own.size())));
                });
   return selection;

@@ -25,7 +25,7 @@ class Selection {
            std::optional<std::uint32_t> agreed = {});
   void set_agreed(std::uint32_t query, std::uint32_t agreed) { queries_[query].agreed = agreed; }
   /// The tokens that `query` selects, ascending.
-  std::span<const std::uint32_t> of(std::uint32_t query) const {
+  std::span<const std::uint32_t> positions(std::uint32_t query) const {
     return std::span(positions_).subspan(queries_[query].begin, queries_[query].count);
   }
   std::optional<std::uint32_t> agreed(std::uint32_t query) const { return queries_[query].agreed; }

@@ -472,7 +472,7 @@ std::size_t place_of(std::string_view name) {
 /// Assigns colours to the policies of a page.
 class Colours {
  public:
-  std::string_view of(std::string_view policy) {
+  std::string_view colour(std::string_view policy) {
     if (const auto known = shelf().find(policy); known != shelf().end()) return known->second;
     const auto [own, added] = own_.try_emplace(policy);
     for (std::size_t i = place_of(policy); own->second.empty(); ++i)
@@ -516,7 +516,7 @@ std::vector<SeriesStyle> styles_of(std::span<const Series> series) {
     SeriesStyle style;
     for (std::size_t nth = 0; nth < kLooks; ++nth) {
       style = entry.is_oracle() ? oracle_look(entry.policy, nth)
-                                : look(colours.of(entry.policy), place_of(entry.policy), nth);
+                                : look(colours.colour(entry.policy), place_of(entry.policy), nth);
       if (std::ranges::find(styles, style) == styles.end()) break;
     }
     styles.push_back(std::move(style));

@@ -32,12 +32,12 @@ bool has_all(const LayerOutcome& layer, std::size_t c, std::vector<float> HeadSt
                               [&](const auto& head) { return (head[c].stats.*what).empty(); });
 }
 
-/// `of` returns `count` numbers for each head. Adds their squares, divided by `by`, to the head,
-/// and the squares of their sums over heads, divided by `by`, to the layer; also by column if there
-/// are columns. A negative `by` subtracts squares that an earlier call added.
-template <class Of>
+/// `numbers_of` returns `count` numbers for each head. Adds their squares, divided by `by`, to the
+/// head, and the squares of their sums over heads, divided by `by`, to the layer; also by column if
+/// there are columns. A negative `by` subtracts squares that an earlier call added.
+template <class Numbers>
 void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std::uint32_t block,
-                 std::uint32_t count, double by, Of of) {
+                 std::uint32_t count, double by, Numbers numbers_of) {
   LayerRatios& to = layer.errors[error];
   std::vector<double> sum(count);
   const auto add = [&](BlockedRatio& ratio, const auto* numbers) {
@@ -50,7 +50,7 @@ void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std
     ratio.add(block, squares / by, by > 0);
   };
   for (std::size_t h = 0; h < layer.heads.size(); ++h) {
-    const float* const own = of(layer.heads[h][c].stats);
+    const float* const own = numbers_of(layer.heads[h][c].stats);
     for (std::uint32_t i = 0; i < count; ++i) sum[i] += own[i];
     add(to.heads[h][c], own);
   }
@@ -97,8 +97,10 @@ using Ratios = std::vector<BlockedRatio>;
 /// a part is a KV head, a layer, or the whole model.
 class Tabulator {
  public:
-  explicit Tabulator(const ReplayOutcome& of)
-      : outcome_(of), measured_(of.measured), sums_(of.measured.sums(of.shape.group())) {}
+  explicit Tabulator(const ReplayOutcome& outcome)
+      : outcome_(outcome),
+        measured_(outcome.measured),
+        sums_(outcome.measured.sums(outcome.shape.group())) {}
 
   std::vector<Measurement> rows() {
     const std::size_t layers = outcome_.layers.size();
@@ -154,17 +156,17 @@ class Tabulator {
           each(outcome_.layers[l].heads[h][c], outcome_.layer_indices[l],
                static_cast<std::uint32_t>(h));
   }
-  std::span<const double> blocks(const HeadOutcome& of, Sum sum, std::size_t head) const {
-    return std::span(of.stats.sums).subspan(sums_.at(sum, head, 0), kMaxQueryBlocks);
+  std::span<const double> blocks(const HeadOutcome& outcome, Sum sum, std::size_t head) const {
+    return std::span(outcome.stats.sums).subspan(sums_.at(sum, head, 0), kMaxQueryBlocks);
   }
   /// Ratios of two sums, one for each query head.
   Ratios ratios(std::size_t c, Sum above, Sum below) const {
     Ratios all;
-    for_heads(c, [&](const HeadOutcome& of, std::uint32_t, std::uint32_t) {
+    for_heads(c, [&](const HeadOutcome& outcome, std::uint32_t, std::uint32_t) {
       for (std::size_t head = 0; head < outcome_.shape.group(); ++head) {
         BlockedRatio& own = all.emplace_back(BlockedRatio{.blocks = measured_.blocks()});
-        std::ranges::copy(blocks(of, above, head), own.above.begin());
-        std::ranges::copy(blocks(of, below, head), own.below.begin());
+        std::ranges::copy(blocks(outcome, above, head), own.above.begin());
+        std::ranges::copy(blocks(outcome, below, head), own.below.begin());
       }
     });
     return all;
@@ -172,8 +174,8 @@ class Tabulator {
   Ratios ratios(std::size_t c, LayerError::Kind error) const {
     Ratios all;
     for (std::size_t l = first_; l < last_; ++l) {
-      const LayerRatios& of = outcome_.layers[l].errors[error];
-      all.push_back(head_ < 0 ? of.layer[c] : of.heads[static_cast<std::size_t>(head_)][c]);
+      const LayerRatios& ratios = outcome_.layers[l].errors[error];
+      all.push_back(head_ < 0 ? ratios.layer[c] : ratios.heads[static_cast<std::size_t>(head_)][c]);
     }
     return all;
   }
@@ -218,8 +220,8 @@ class Tabulator {
   void recall_quantile() {
     if (!outcome_.has_attention) return;
     std::vector<Quantile> all;
-    for_heads(c_, [&](const HeadOutcome& of, std::uint32_t, std::uint32_t) {
-      all.insert(all.end(), of.stats.quantiles.begin(), of.stats.quantiles.end());
+    for_heads(c_, [&](const HeadOutcome& outcome, std::uint32_t, std::uint32_t) {
+      all.insert(all.end(), outcome.stats.quantiles.begin(), outcome.stats.quantiles.end());
     });
     const double count = static_cast<double>(all.size()) * measured_.size();
     add(mean_of(all, measured_.blocks(), count), 1, count);
@@ -282,12 +284,12 @@ class Tabulator {
   void count() {
     evictions_ = live_max_ = zeros_ = mean_held_ = peak_held_ = end_held_ = budget_ = 0;
     heads_ = state_ = 0;
-    for_heads(c_, [&](const HeadOutcome& of, std::uint32_t layer, std::uint32_t head) {
+    for_heads(c_, [&](const HeadOutcome& outcome, std::uint32_t layer, std::uint32_t head) {
       ++heads_;
-      evictions_ += static_cast<double>(of.evictions);
-      live_max_ = std::max(live_max_, static_cast<double>(of.live_max));
+      evictions_ += static_cast<double>(outcome.evictions);
+      live_max_ = std::max(live_max_, static_cast<double>(outcome.live_max));
       for (std::size_t h = 0; h < outcome_.shape.group(); ++h)
-        for (const double zeros : blocks(of, Sum::zeros, h)) zeros_ += zeros;
+        for (const double zeros : blocks(outcome, Sum::zeros, h)) zeros_ += zeros;
       const std::uint32_t budget = config().budget_of(layer, head);
       const std::pair key{config().layer_key(layer), budget};
       auto known = known_counts_.find(key);
@@ -297,11 +299,11 @@ class Tabulator {
       // If the heads of a layer share slots: the difference between the number of tokens of this
       // head and the mean over the heads.
       const double share =
-          config().shares_slots() ? static_cast<double>(of.live_end) - counts.end : 0;
+          config().shares_slots() ? static_cast<double>(outcome.live_end) - counts.end : 0;
       mean_held_ += counts.held_mean + share;
       peak_held_ += counts.held_peak + share;
       end_held_ += counts.held_end + share;
-      state_ += static_cast<double>(of.live_end) *
+      state_ += static_cast<double>(outcome.live_end) *
                 static_cast<double>(config().exempts(layer) ? state_bytes_per_token({})
                                                             : state_bytes_per_token(config()));
       budget_ += counts.held_budget;

@@ -251,7 +251,7 @@ TEST_CASE("wrong or unsupported settings are named") {
     return R"({"id": )" + std::to_string(id) + R"(, "content": )" + content +
            R"(, "special": false, "normalized": false})";
   };
-  const std::string merge = "/model/merges/", vocab = "/model/vocab/", of = "/added_tokens/-";
+  const std::string merge = "/model/merges/", vocab = "/model/vocab/", added = "/added_tokens/-";
   const std::vector<Bad> all{
       {"/model", "", R"("model" is missing)"},
       {"/model", "3", "model: this is 3; a JSON object is expected"},
@@ -319,12 +319,12 @@ TEST_CASE("wrong or unsupported settings are named") {
        "decoder.start must be 0 or more"},
       {"/added_tokens", "1", R"("added_tokens" is 1; an array)"},
       {"/added_tokens/1/id", "", R"(added_tokens[1]: key "id" is missing)"},
-      {of, token(500, R"("")"), "content is empty"},
-      {of, token(500, huge), "added_tokens[3].content has more than 1024 bytes"},
-      {of, token(1, R"("<t>")"), R"(added_tokens[3]: id 1 is already that of "<s>")"},
-      {of, token(500, R"("<s>")"), R"(added_tokens[3]: "<s>" already has id 1)"},
-      {of, token(260, R"("<t>")"), R"(id 260 of "<t>" is already that of "a")"},
-      {of, token(500, R"("abc")"), R"("abc" has id 500, but 264 in model.vocab)"}};
+      {added, token(500, R"("")"), "content is empty"},
+      {added, token(500, huge), "added_tokens[3].content has more than 1024 bytes"},
+      {added, token(1, R"("<t>")"), R"(added_tokens[3]: id 1 is already that of "<s>")"},
+      {added, token(500, R"("<s>")"), R"(added_tokens[3]: "<s>" already has id 1)"},
+      {added, token(260, R"("<t>")"), R"(id 260 of "<t>" is already that of "a")"},
+      {added, token(500, R"("abc")"), R"("abc" has id 500, but 264 in model.vocab)"}};
   const auto check = [](const json& file, const std::string& says) {
     const std::string error = test::error_of([&] { load_json(file); });
     CHECK(contains(error, says));

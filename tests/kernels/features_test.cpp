@@ -38,7 +38,7 @@ class Features {
     });
     for (int pair = 0; pair < kPairs; ++pair) {
       makers_.emplace_back(names_, size,
-                           projections_.of(0, static_cast<std::uint32_t>(pair % kKvHeads)));
+                           projections_.weights(0, static_cast<std::uint32_t>(pair % kKvHeads)));
       first_slots_.push_back(pair * kSlots + 1);
     }
     values_.resize((kPairs * kSlots + 1) * dim_);

@@ -69,16 +69,16 @@ class Wrong {
 /// the shared memory that is needed and the limit, and the first must exceed the second.
 template <class... Parts>
 void check_plan(Wrong& wrong, const Gpu& gpu, const LaunchPlan& plan, const std::string& why,
-                const Parts&... of) {
+                const Parts&... parts) {
   const auto limit = static_cast<std::size_t>(gpu.limits.shared_bytes);
   if (plan.fits()) {
-    wrong.note(plan.shared_bytes <= limit, gpu.name, of..., "requests", plan.shared_bytes);
-    wrong.note(why.empty(), gpu.name, of..., "is refused though it fits:", why);
+    wrong.note(plan.shared_bytes <= limit, gpu.name, parts..., "requests", plan.shared_bytes);
+    wrong.note(why.empty(), gpu.name, parts..., "is refused though it fits:", why);
     return;
   }
   const bool names = why.find(std::to_string(plan.shared_bytes)) != std::string::npos &&
                      why.find(std::to_string(limit)) != std::string::npos;
-  wrong.note(names && plan.shared_bytes > limit, gpu.name, of...,
+  wrong.note(names && plan.shared_bytes > limit, gpu.name, parts...,
              "has no plan, and no reason:", why);
 }
 

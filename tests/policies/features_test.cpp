@@ -106,7 +106,7 @@ TEST_CASE(
   });
   const std::vector<std::string> names{"value_out_norm1"};
   for (const std::uint32_t kv_head : {0u, 1u}) {
-    FeatureMaker maker(names, kSize, output.of(0, kv_head));
+    FeatureMaker maker(names, kSize, output.weights(0, kv_head));
     const float* const features = maker.append(rows.from(0, kTokens), nullptr, 0);
     for (std::uint32_t t = 0; t < kTokens; ++t) {
       double expected = 0;

@@ -316,9 +316,9 @@ TEST_CASE("lazy_eviction: equal importances give equal ranks") {
   std::vector<State> states;
   for (std::uint32_t i = 1; i <= 40; ++i)
     for (std::uint32_t s = 0; s <= 60; ++s) states.push_back({i, s});
-  const auto rank = [](const State& of) {
-    const LazyEviction::Slot slot{.last_request = 100 - static_cast<std::uint32_t>(of.silent),
-                                  .interval = static_cast<std::uint32_t>(of.interval)};
+  const auto rank = [](const State& state) {
+    const LazyEviction::Slot slot{.last_request = 100 - static_cast<std::uint32_t>(state.silent),
+                                  .interval = static_cast<std::uint32_t>(state.interval)};
     return LazyEviction::rank(slot, {}, {}, {.now = 101});
   };
   std::size_t equal = 0;

@@ -64,7 +64,7 @@ class RandomSelections {
   }
   TraceReader open() const { return open_verified_trace(folder_ / "trace", 1); }
   /// What a query selects, without its own token.
-  Tokens of(std::uint32_t layer, std::uint32_t head, std::uint32_t query) const {
+  Tokens tokens(std::uint32_t layer, std::uint32_t head, std::uint32_t query) const {
     const std::uint32_t first = queries_ == Queries::all ? 0 : kPrompt;
     Tokens selected;
     for (std::uint32_t i = 0; i < kMost; ++i) {
@@ -206,7 +206,7 @@ TEST_CASE("fetches of random logged selections equal those of a plain simulation
             const std::uint32_t budget = sweep[c].budget.extent.tokens;
             std::vector<Tokens> selected(kTokens);
             for (std::uint32_t query = first; query < kTokens; ++query)
-              selected[query] = selections.of(layer, head, query);
+              selected[query] = selections.tokens(layer, head, query);
             const Counts wanted = policy == "clock"
                                       ? simulate_clock(selected, first, budget)
                                       : simulate(selected, first, budget, ranks.at(policy));
@@ -237,7 +237,7 @@ void log_selections(const TraceReader& trace, const std::string& text, Queries q
       const Selection selection =
           select_tokens(selector, tensors.view, ropes[layer], arithmetic, measured, rows);
       for (const std::uint32_t query : measured.queries()) {
-        const auto own = selection.of(query);
+        const auto own = selection.positions(query);
         std::vector<std::int32_t> row(own.rbegin(), own.rend());
         row.resize(selector.tokens, kNoToken);
         layers[layer].insert(layers[layer].end(), row.begin(), row.end());

@@ -187,8 +187,8 @@ TEST_CASE("estimates of KL use every query, errors of outputs every eighth") {
 
 TEST_CASE("gradients of queries that the replay does not measure are left out") {
   const std::vector<Case> cases{make_case("h2o", 16, 0, false)};
-  const auto has_estimates = [&](RandomTrace wanted, Queries of, Queries queries) {
-    wanted.gradients_of = of;
+  const auto has_estimates = [&](RandomTrace wanted, Queries gradient_queries, Queries queries) {
+    wanted.gradients_of = gradient_queries;
     std::size_t estimates = 0, residual = 0;
     for (const Measurement& m : replay_all(Traced(wanted).trace, cases, queries).measurements) {
       estimates += m.metric.starts_with("kl_estimate");

@@ -261,7 +261,9 @@ TEST_CASE("Means are over texts of any length, and a short text is named") {
   // The short text does not narrow the interval of the long text.
   const Evaluation alone = evaluate(ModelConfig{.trained_context = 1000}, invented(kWaves),
                                     {texts[0]}, three_at_two_budgets(), {});
-  const auto width = [](const Difference& of) { return of.interval.high - of.interval.low; };
+  const auto width = [](const Difference& difference) {
+    return difference.interval.high - difference.interval.low;
+  };
   CHECK(width(evaluation.kl.difference(1, 2)) >= width(alone.kl.difference(1, 2)));
 }
 

@@ -163,7 +163,7 @@ TEST_CASE("a centre file is named relative to the policy file, so that both can 
   std::filesystem::rename(before, after);
   const CentreSetting read = read_policy_file(after / "policy.json").cache.policy.centre;
   REQUIRE(read.constants);
-  CHECK(read.constants->of(1, 1)[0] == 7);
+  CHECK(read.constants->centre(1, 1)[0] == 7);
   CHECK(read.file == (after / "centres/c.safetensors").string());
 
   const auto refusal_of = [&](const char* centre) {

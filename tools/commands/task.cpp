@@ -101,8 +101,8 @@ std::vector<double> parse_depths(const std::string& text) {
 
 /// Throws std::invalid_argument if options of another task were given.
 void refuse_foreign(TaskKind kind, const GivenOptions& given) {
-  const auto refuse = [&](const char* name, TaskKind of, const char* task) {
-    if (given.has(name) && kind != of)
+  const auto refuse = [&](const char* name, TaskKind own_kind, const char* task) {
+    if (given.has(name) && kind != own_kind)
       throw std::invalid_argument(
           fmt::format("--{}: is for kvlab task {}; leave it out", name, task));
   };

@@ -54,7 +54,7 @@ ReadLimits::ReadLimits()
     : l2_bytes_(l2_bytes()),
       memory_(read_bytes_per_second(std::uint64_t{4} << 30, cuda::Caching::stream)) {}
 
-double ReadLimits::of(std::uint64_t bytes) {
+double ReadLimits::limit(std::uint64_t bytes) {
   if (bytes >= kManyCaches * l2_bytes_) return memory_;
   const auto [at, is_new] = measured_.try_emplace(bytes, memory_);
   if (is_new)
@@ -64,7 +64,7 @@ double ReadLimits::of(std::uint64_t bytes) {
 }
 
 double ReadLimits::share(const std::string& what, std::uint64_t bytes, double milliseconds) {
-  return share_of_limit(what, static_cast<double>(bytes) / (milliseconds * 1e-3), of(bytes),
+  return share_of_limit(what, static_cast<double>(bytes) / (milliseconds * 1e-3), limit(bytes),
                         "bytes/s");
 }
 

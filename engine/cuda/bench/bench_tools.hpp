@@ -31,7 +31,7 @@ class ReadLimits {
   /// The rate for memory that is much larger than the L2 cache.
   double memory() const { return memory_; }
   /// The rate of reading `bytes` repeatedly; at least memory(). It is measured on the first call.
-  double of(std::uint64_t bytes);
+  double limit(std::uint64_t bytes);
   /// The rate of moving `bytes` in `milliseconds`, as a share of the rate of(bytes); see
   /// share_of_limit().
   double share(const std::string& what, std::uint64_t bytes, double milliseconds);

@@ -118,7 +118,7 @@ ordered_json bench_decode(const DecodeBenchOptions& options) {
                   {"step_bytes", step_bytes},
                   {"step_bytes_per_second", rate(step_bytes, step)},
                   {"read_bytes_per_second", limits.memory()},
-                  {"limit_bytes_per_second", limits.of(step_bytes)},
+                  {"limit_bytes_per_second", limits.limit(step_bytes)},
                   {"share_of_read", limits.share("decode, a step", step_bytes, step)},
                   {"parts", time_parts(decoder, options.batch, limits)},
                   {"logits_xxh3", logits}});

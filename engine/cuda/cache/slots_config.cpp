@@ -69,7 +69,7 @@ kernels::SlotPair pair_of(const ResolvedConfig& cache, std::uint32_t layer, std:
   if (const auto* const planned = cache.planned_tiers(layer, pair.budget)) pair.tiers = *planned;
   const bool is_quantized = !pair.tiers.empty() && !pair.tiers.back().format.exact();
   if (is_quantized && cache.policy.centre == KeyCentre::constants) {
-    const std::span<const float> centre = cache.policy.centre.constants->of(layer, head);
+    const std::span<const float> centre = cache.policy.centre.constants->centre(layer, head);
     pair.centre.assign(centre.begin(), centre.end());
   }
   if (pair.budget == kNoBudget) return pair;

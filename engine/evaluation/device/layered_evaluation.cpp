@@ -28,8 +28,8 @@ constexpr std::size_t kReserve = 1u << 29;  // bytes that CUDA needs later
 
 /// State that a sweep keeps from sequence to sequence.
 struct DeviceEvaluation {
-  explicit DeviceEvaluation(const DeviceModel& of)
-      : model(of),
+  explicit DeviceEvaluation(const DeviceModel& device_model)
+      : model(device_model),
         layers(model, kTileRows, streams.first()),
         projections(kTileRows * (model.config().query_heads + 2 * model.config().kv_heads) *
                         model.key_bytes(),
@@ -346,16 +346,16 @@ class SequenceRun {
                     rows.own * row_pitch, rows.configs, stream());
   }
 
-  void score(const GroupMemory& memory, const EvalRows& of, std::size_t first_config) {
+  void score(const GroupMemory& memory, const EvalRows& rows, std::size_t first_config) {
     for (std::size_t first = 0; first < scored(); first += scored_at_once()) {
       const std::size_t count = std::min(scored_at_once(), scored() - first),
                         token = range_.first_scored + first;
       on_.layers.head(full_x_.as<float>() + token * config_.hidden, static_cast<int>(count),
                       full_logits_.as<float>());
-      for (std::size_t c = 0; c < of.configs; ++c) {
+      for (std::size_t c = 0; c < rows.configs; ++c) {
         const bool itself = is_yardstick(first_config + c);
         if (first_config + c > 0)
-          on_.layers.head(memory.x + of.row(c, token) * config_.hidden, static_cast<int>(count),
+          on_.layers.head(memory.x + rows.row(c, token) * config_.hidden, static_cast<int>(count),
                           logits_.as<float>());
         on_.streams.synchronize();
         const cuda::DeviceBuffer& logits = first_config + c == 0 ? full_logits_ : logits_;

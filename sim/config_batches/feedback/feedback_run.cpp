@@ -58,7 +58,7 @@ FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identit
   if (const auto own = config.tiers.find(config.budget_tokens); own != config.tiers.end())
     cache_.keep_at(own->second);
   if (!cache_.is_quantized()) return;
-  tiers_ = quantized->of(cache_.tier_plan());
+  tiers_ = quantized->rows(cache_.tier_plan());
   if (measured) measure_.separate_quantization();
 }
 
@@ -232,16 +232,17 @@ void FeedbackRun::take_quantized(std::uint32_t query, std::uint32_t head_group,
   for (const TierRow* const tier : tiers_)
     for (std::size_t h = 0; tier && h < kHeadGroupSize; ++h)
       shift[h] = std::max(shift[h], tier->rows.shifts(query)[head_group * kHeadGroupSize + h]);
-  const auto factors = [&](const GroupRows& of) {
+  const auto factors = [&](const GroupRows& source) {
     std::array<float, kHeadGroupSize> factor;
     for (std::size_t h = 0; h < kHeadGroupSize; ++h)
-      factor[h] = std::ldexp(1.0f, of.shifts(query)[head_group * kHeadGroupSize + h] - shift[h]);
+      factor[h] =
+          std::ldexp(1.0f, source.shifts(query)[head_group * kHeadGroupSize + h] - shift[h]);
     return factor;
   };
   scratch.sources.clear();
   for (const TierRow* const tier : tiers_) {
-    const GroupRows& of = tier ? tier->rows : rows;
-    scratch.sources.push_back({of.e(query, head_group), factors(of)});
+    const GroupRows& source = tier ? tier->rows : rows;
+    scratch.sources.push_back({source.e(query, head_group), factors(source)});
   }
   // The last source is the full cache's row, for tokens that are not quantized.
   scratch.sources.push_back({rows.e(query, head_group), factors(rows)});
@@ -555,7 +556,7 @@ TierRows::TierRows(const HeadView& view, const RopeTable& rope, const HeadArithm
   view_.projection = nullptr;  // changes of log-likelihood are computed from the full cache's rows
 }
 
-std::vector<TierRow*> TierRows::of(std::span<const TierSlots> tier_plan) {
+std::vector<TierRow*> TierRows::rows(std::span<const TierSlots> tier_plan) {
   std::vector<TierRow*> by_tier;
   for (std::size_t tier = 0; tier < tier_plan.size(); ++tier) {
     const auto path = demotion_path(tier_plan, -1, static_cast<int>(tier));

@@ -33,7 +33,7 @@ class TierRows {
   TierRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
   /// The TierRow of each tier of a tier plan; null for a tier that is not quantized.
-  std::vector<TierRow*> of(std::span<const TierSlots> tier_plan);
+  std::vector<TierRow*> rows(std::span<const TierSlots> tier_plan);
   /// Computes the rows of queries [first, first + count), for all tiers that of() has returned so
   /// far.
   void compute(std::uint32_t first, std::uint32_t count);

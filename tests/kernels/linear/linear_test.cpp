@@ -311,9 +311,9 @@ TEST_CASE("a row has the same bits alone and in a batch", "[gpu]") {
       const int n = 3072, k = 2056;
       std::mt19937 random(3);
       const Type x_type = norm ? KVLAB_F32 : type;
-      const auto upload = [&](Type of, std::size_t count) {
-        return DeviceArray<std::byte>(
-            std::span<const std::byte>(encode(of, random_values(of, count, random))));
+      const auto upload = [&](Type stored_type, std::size_t count) {
+        return DeviceArray<std::byte>(std::span<const std::byte>(
+            encode(stored_type, random_values(stored_type, count, random))));
       };
       const auto weight = upload(type, std::size_t(n) * k), gamma = upload(type, k);
       const auto x = upload(x_type, std::size_t(8) * k);

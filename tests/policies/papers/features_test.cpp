@@ -65,10 +65,10 @@ Values cosines(const Head& head) {
   return values;
 }
 
-template <class Of>
-Values each(const Vectors& vectors, Of of) {
+template <class Value>
+Values each(const Vectors& vectors, Value value) {
   Values values;
-  for (const auto& x : vectors) values.push_back(of(x));
+  for (const auto& x : vectors) values.push_back(value(x));
   return values;
 }
 

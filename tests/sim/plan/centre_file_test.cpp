@@ -38,8 +38,8 @@ TEST_CASE("a centre file has the same values after it was written and read") {
   CHECK(read.kv_heads == 2);
   CHECK(read.head_size == 3);
   CHECK(read.layers == written.layers);
-  CHECK(read.of(11, 1)[2] == -1e30f);
-  CHECK_THROWS_AS(read.of(1, 0), std::logic_error);
+  CHECK(read.centre(11, 1)[2] == -1e30f);
+  CHECK_THROWS_AS(read.centre(1, 0), std::logic_error);
 
   CentreSetting setting = parse_key_centre("@" + path);
   load_centre(setting);
@@ -57,8 +57,8 @@ TEST_CASE("the centre of several traces is the mean of their prompts' means") {
   };
   const TraceReader a = trace_of(folder, "a", 1, long_prompt(200)),
                     b = trace_of(folder, "b", 2, long_prompt(40));
-  const auto of = [](std::vector<const TraceReader*> traces) { return mean_centres(traces); };
-  const CentreConstants first = of({&a}), second = of({&b}), both = of({&a, &b});
+  const auto mean_of = [](std::vector<const TraceReader*> traces) { return mean_centres(traces); };
+  const CentreConstants first = mean_of({&a}), second = mean_of({&b}), both = mean_of({&a, &b});
   REQUIRE(both.layers.size() == 2);
   for (const std::uint32_t layer : {3u, 7u})
     for (std::size_t i = 0; i < 64; ++i)
@@ -74,7 +74,7 @@ TEST_CASE("the centre of several traces is the mean of their prompts' means") {
       rope.rotate(key.data(), 32, i, rotated.data());
       for (std::size_t d = 0; d < 32; ++d) sum[d] += rotated[d];
     }
-    const auto centre = (trace == &a ? first : second).of(7, 1);
+    const auto centre = (trace == &a ? first : second).centre(7, 1);
     for (std::size_t d = 0; d < 32; ++d)
       CHECK(centre[d] == Approx(sum[d] / keys).epsilon(1e-4).margin(1e-5));
   }
@@ -82,7 +82,7 @@ TEST_CASE("the centre of several traces is the mean of their prompts' means") {
                     one = trace_of(folder, "o", 3, long_prompt(1));
   for (const TraceReader* trace : {&decoded, &one})
     CHECK(error_of<std::invalid_argument>([&] {
-            of({trace});
+            mean_of({trace});
           }).find("does not begin with a prompt of at least two tokens") != std::string::npos);
 }
 

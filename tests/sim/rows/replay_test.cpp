@@ -65,12 +65,13 @@ TraceReader copied(const TraceReader& trace, const std::filesystem::path& to,
     header.rows.push_back(trace.row(l));
   }
   const std::size_t size = trace.shape().head_size, tokens = trace.tokens();
-  const auto read = [&](Part part, std::uint32_t layer, std::uint32_t heads, const Segment& of) {
-    std::vector<float> head(tokens * size), all(std::size_t{of.tokens} * heads * size);
+  const auto read = [&](Part part, std::uint32_t layer, std::uint32_t heads,
+                        const Segment& segment) {
+    std::vector<float> head(tokens * size), all(std::size_t{segment.tokens} * heads * size);
     for (std::uint32_t h = 0; h < heads; ++h) {
       trace.read(part, layer, h, 0, trace.tokens(), head.data());
-      for (std::size_t t = 0; t < of.tokens; ++t)
-        std::copy_n(&head[(of.start + t) * size], size, &all[(t * heads + h) * size]);
+      for (std::size_t t = 0; t < segment.tokens; ++t)
+        std::copy_n(&head[(segment.start + t) * size], size, &all[(t * heads + h) * size]);
     }
     return all;
   };

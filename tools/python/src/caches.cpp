@@ -112,11 +112,11 @@ class Caches {
     return array_of(std::vector<std::uint32_t>(positions.begin(), positions.end()),
                     {positions.size()});
   }
-  template <class Of>
-  std::uint64_t sum(Of of) const {
+  template <class Amount>
+  std::uint64_t sum(Amount amount) const {
     std::uint64_t all = 0;
     for (const LayerCache& layer : layers_)
-      for (const HostCache& head : layer.heads()) all += of(head);
+      for (const HostCache& head : layer.heads()) all += amount(head);
     return all;
   }
   std::uint64_t evictions() const {

@@ -220,10 +220,10 @@ std::tuple<double, double, double, double, std::size_t> difference(
       throw std::invalid_argument(fmt::format(
           "difference: text {}: a and b should have the same number of blocks, at least 1", t));
     PairedText text{.text = std::to_string(t), .tokens = static_cast<double>(values[0][t].size())};
-    for (const auto& of : values) {
-      text.means.push_back(std::accumulate(of[t].begin(), of[t].end(), 0.0) /
-                           static_cast<double>(of[t].size()));
-      text.blocks.push_back(of[t]);
+    for (const auto& blocks : values) {
+      text.means.push_back(std::accumulate(blocks[t].begin(), blocks[t].end(), 0.0) /
+                           static_cast<double>(blocks[t].size()));
+      text.blocks.push_back(blocks[t]);
     }
     scores.add(std::move(text));
   }
