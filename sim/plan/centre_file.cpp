@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "policies/tiers/tier_plan.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/safetensors.hpp"
 #include "traces/manifest.hpp"
@@ -92,6 +93,7 @@ CentreConstants read_centre_file(const std::filesystem::path& path) {
     check_tensor(tensor, where, centre);
     centre.layers[layer] = values_of(tensor, where, centre.head_size);
   }
+  centre.xxh3 = xxh3_hex(tensors.bytes());
   return centre;
 }
 

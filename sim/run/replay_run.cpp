@@ -245,6 +245,12 @@ RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* cons
       if (std::ranges::find(info.sources, source) == info.sources.end())
         info.sources.push_back(source);
     }
+  for (const CacheConfig& config : request.sweep)
+    if (const auto& constants = config.policy.centre.constants) {
+      const RunCentreFile file{config.policy.centre.file, constants->xxh3};
+      if (std::ranges::find(info.centre_files, file) == info.centre_files.end())
+        info.centre_files.push_back(file);
+    }
   std::ranges::for_each(info.traces, refuse_unwritable);
   refuse_same_names(info.traces);
   find_overlaps(info, traces);

@@ -149,6 +149,8 @@ json to_json(const RunInfo& info) {
     for (const RunSource& source : info.sources) sources.push_back(to_json(source));
     top["policy_source"] = std::move(sources);
   }
+  for (const RunCentreFile& file : info.centre_files)
+    top["centre_files"].push_back({{"path", file.path}, {"xxh3", file.xxh3}});
   return top;
 }
 
@@ -202,6 +204,10 @@ RunInfo info_from(const JsonFields& fields) {
     info.sources = list_of(fields, "policy_source", source_from);
   else if (fields.has("policy_source"))
     info.sources = {source_from(fields.object("policy_source"))};
+  if (fields.has("centre_files"))
+    info.centre_files = list_of(fields, "centre_files", [](const JsonFields& file) {
+      return RunCentreFile{.path = file.text("path"), .xxh3 = file.text("xxh3")};
+    });
   if (info.traces.empty()) throw std::runtime_error(fields.where() + ": key 'traces' is empty");
   return info;
 }

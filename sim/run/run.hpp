@@ -65,6 +65,14 @@ struct RunSource {
   bool operator==(const RunSource&) const = default;
 };
 
+/// A centre file that configurations of the sweep name.
+struct RunCentreFile {
+  std::string path;
+  std::string xxh3;  ///< hash of the file's bytes
+
+  bool operator==(const RunCentreFile&) const = default;
+};
+
 struct RunInfo {
   std::string version;
   std::vector<RunTrace> traces;
@@ -74,7 +82,8 @@ struct RunInfo {
   bool every_output_error = false;
   std::vector<std::uint32_t> layers;  ///< empty: all
   std::vector<RunSource> sources;     ///< of --policy-source
-  std::string refetch;                ///< the selector of --refetch as typed; empty: not given
+  std::vector<RunCentreFile> centre_files;
+  std::string refetch;  ///< the selector of --refetch as typed; empty: not given
   /// With --refetch logged: maximum number of tokens that a query selects in the traces.
   std::uint32_t selected_tokens = 0;
   std::string projections_xxh3;  ///< hash of the weights of --model; empty: not given

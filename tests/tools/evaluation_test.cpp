@@ -149,6 +149,21 @@ TEST_CASE("a run is deployed and generates, and the end-to-end evaluation can co
   CHECK_THAT(refusal(deploy + "16 --confirm 2"), ContainsSubstring("--model: missing"));
 }
 
+TEST_CASE("a run records the hash of the centre file that its sweep names") {
+  const TemporaryFolder folder;
+  capture(folder / "trace");
+  const auto path = [&](const char* name) { return (folder / name).string(); };
+  REQUIRE(call("plan --trace " + path("trace") + " --centre-out " + path("c")) == 0);
+  const std::string replay = "replay --trace " + path("trace") + " --policy full --tiers 4 --out ";
+  REQUIRE(call(replay + path("with") + " --centre @" + path("c")) == 0);
+  REQUIRE(call(replay + path("without")) == 0);
+  const auto files = load_run(folder / "with").info.centre_files;
+  REQUIRE(files.size() == 1);
+  CHECK(files[0].path == path("c"));
+  CHECK(files[0].xxh3 == xxh3_hex(read_bytes(path("c"))));
+  CHECK(load_run(folder / "without").info.centre_files.empty());
+}
+
 TEST_CASE("a plan of formats is confirmed end to end, and its file has the better choice") {
   const TemporaryFolder folder;
   capture(folder / "trace");
@@ -156,6 +171,9 @@ TEST_CASE("a plan of formats is confirmed end to end, and its file has the bette
   const std::string text = KVLAB_SOURCE_DIR "/tools/texts/carroll-alice.txt";
   const std::string plan = "plan --trace " + path("trace") + " --budget 5bits --out " + path("p");
   const std::string confirm = plan + " --confirm --text " + text + " --max-tokens 128";
+  REQUIRE(call(confirm + " --formats llama.cpp --model " + kTiny) == 0);
+  CHECK(nlohmann::json::parse(read_bytes(path("p")))["plan"]["measured_kl"] > 0);
+
   REQUIRE(call(confirm + " --model " + kTiny) == 0);
   const auto json = nlohmann::json::parse(read_bytes(path("p")));
   const double own = json["plan"]["measured_kl"], uniform = json["uniform"]["measured_kl"];
@@ -172,8 +190,6 @@ TEST_CASE("a plan of formats is confirmed end to end, and its file has the bette
   CHECK_THAT(refusal(plan + " --model " + kTiny), ContainsSubstring("requires --confirm"));
   CHECK_THAT(refusal(plan + " --confirm --model " + kTiny), ContainsSubstring("--text: missing"));
   CHECK_THAT(refusal(confirm), ContainsSubstring("--model: missing"));
-  CHECK_THAT(refusal(confirm + " --formats vllm --model " + kTiny),
-             ContainsSubstring("does not run the formats of vllm"));
   std::filesystem::copy(kTiny, folder / "other");
   std::string weights = read_bytes(folder / "other" / "model.safetensors");
   weights.back() ^= 1;

@@ -103,19 +103,10 @@ void check(Request& request, const GivenOptions& given) {
   if (!request.confirm) return;
   require_model(given, request.model, "--model DIR, the model that --confirm runs");
   given.require("text", "--text FILE..., the texts that --confirm scores");
-  if (!is_of_kvlab(request.plan.set))
-    throw std::invalid_argument(
-        fmt::format("--confirm: kvlab's engine does not run the formats of {}; leave --confirm "
-                    "out, or plan with --formats kvlab",
-                    request.plan.set.name));
   if (request.common.device == Device::cuda && request.plan.set.name != "cuda")
     throw std::invalid_argument(
         cpu_only("--confirm", "CUDA devices do not support all of these formats") +
         ", or plan with --formats cuda");
-  if (request.common.device == Device::cuda && request.plan.centre == KeyCentre::constants)
-    throw std::invalid_argument(
-        "--confirm: the CUDA decoder does not take a centre from a file; use --device cpu, or "
-        "--centre prompt");
 }
 
 PlanBy parse_by(const std::string& text) {
