@@ -168,7 +168,9 @@ std::vector<EvictionCandidate> AgedSet::firsts(std::uint32_t now) const {
     if (ranks.keys[age] < own.key.rank || own.slot < 0)
       own = {{0, ranks.keys[age], positions_[age]}, static_cast<int>(age)};
   }
-  bool held = false;  // whether some tier holds only protected tokens
+  // If a tier has only protected tokens, its first victim is one of them. Then all tokens compete
+  // by their whole keys.
+  bool held = false;
   for (std::size_t tier = 0; tier < firsts.size(); ++tier)
     held |= firsts[tier].slot < 0 && tier_loads_[tier].tokens > 0;
   for (std::uint32_t age = 0; held && age < size_; ++age) {
@@ -218,7 +220,7 @@ void AgedSet::assign_tiers(bool evicts) {
   std::ranges::sort(victims_);
 }
 
-/// The last of the victims in the eviction order.
+/// Describes the victim that comes last in the eviction order.
 Eviction AgedSet::last_of(std::span<const std::uint32_t> victims) const {
   const std::uint32_t now = appended_first_ + appended_count_;
   const std::vector<EvictionKey> keys = eviction_keys(now);
@@ -227,7 +229,8 @@ Eviction AgedSet::last_of(std::span<const std::uint32_t> victims) const {
   return {.rank = ranks(now).keys[last], .was_newest = positions_[last] == newest_};
 }
 
-/// Tells tokens that were appended that they take the place of an evicted token, if there is one.
+/// If a token has been evicted since the last append, calls the hook evicted() for the `count`
+/// tokens from `age` on, which are appended in its place.
 void AgedSet::take_place(std::size_t age, std::size_t count) {
   if (!eviction_) return;
   eviction_->is_new = true;
@@ -235,7 +238,8 @@ void AgedSet::take_place(std::size_t age, std::size_t count) {
   eviction_.reset();
 }
 
-/// Tells every token its place in the order of the policy's ranks.
+/// Calls the hook reorder() for every token, with the number of tokens that come before it in the
+/// order of the policy's ranks.
 void AgedSet::reorder(const Step& step) {
   const Ranks now = ranks(step.now);
   std::vector<std::uint32_t> ages(size_), order(size_);

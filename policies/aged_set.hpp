@@ -208,15 +208,17 @@ class AgedSet {
   std::shared_ptr<const CentreConstants> centre_constants_;  // null for other kinds of centres
   // tiers_ marks an evicted token by one more than the index of the last tier.
   static_assert(kMaxTiers < 0xff);
-  std::vector<std::uint8_t> tiers_;   // [age]; has spare capacity; empty if there is one tier
-  std::vector<TierLoad> tier_loads_;  // [tier], and then one load that counts the evicted tokens
+  std::vector<std::uint8_t> tiers_;  // [age]; has spare capacity; empty if there is one tier
+  // [tier]. One more entry, after the last tier, counts the tokens that demote() evicts.
+  std::vector<TierLoad> tier_loads_;
   std::vector<std::uint32_t> victims_;
   std::vector<EvictionKey> keys_;
   std::uint32_t size_ = 0, live_max_ = 0, appended_first_ = 0, appended_count_ = 0;
   bool after_prompt_ = false, shares_slots_ = false;
   std::uint64_t evictions_ = 0;
-  std::uint32_t newest_ = 0;          // position of the token that was appended last
-  std::optional<Eviction> eviction_;  // since the last append, for a policy with evicted()
+  std::uint32_t newest_ = 0;  // position of the token that was appended last
+  // The eviction since the last append; only for a policy that has the hook evicted().
+  std::optional<Eviction> eviction_;
   std::uint32_t evicted_at_ = 0;  // number of tokens that had been appended at the last eviction
 };
 

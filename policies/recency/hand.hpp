@@ -28,11 +28,11 @@ struct Hand {
     constexpr std::uint64_t kMax = (std::uint64_t{1} << kBits) - 1;
     return position < kMax ? position : kMax;
   }
-  /// A place after those of all tokens that were appended before.
+  /// A new token. Its place comes after those of all tokens that were appended before.
   static constexpr Hand newest(Token token, const Step& step) {
     return {cap(step.now) << kBits | cap(token.position), step.now, 0, 0};
   }
-  /// The append that brings a token does not mark it.
+  /// Marks a requested token, unless the request is in the append that brought the token.
   constexpr void observe(const Observation& seen, const Step& step) {
     if (seen.requests > 0 && appended_at != step.now) is_marked = 1;
   }
@@ -45,9 +45,10 @@ struct Hand {
   constexpr void move_to(std::uint64_t victim) {
     const std::uint64_t order = victim >> 2 * kBits;
     const bool before = place < place_of(victim), was_passed = is_passed == 1;
-    const bool new_lap = order == 1 || order == 3;  // to a token that it had passed
+    const bool new_lap = order == 1 || order == 3;  // the hand had already passed the victim
     const bool over = new_lap ? !was_passed || before : !was_passed && before;
-    if (order >= 2 || over) is_marked = 0;  // from 2 on, it went over every token
+    // To evict a marked token (order 2 or 3), the hand goes over every token and clears all marks.
+    if (order >= 2 || over) is_marked = 0;
     is_passed = new_lap ? was_passed && before : was_passed || before;
   }
   static constexpr std::uint64_t place_of(std::uint64_t rank) {
@@ -55,7 +56,8 @@ struct Hand {
   }
 };
 
-/// The hooks that CLOCK and SIEVE share. They differ in evicted(): in the place of a new token.
+/// The hooks that CLOCK and SIEVE share. Their hooks evicted() differ, because they put a new token
+/// at different places.
 struct HandPolicy {
   struct Params {};
   using Slot = Hand;

@@ -33,7 +33,7 @@ struct Scissorhands {
   static constexpr Param<Params> kParams[] = {
       {"window", "number of last queries that count", &Params::window, 400, 4, 32768}};
   struct Slot {
-    std::uint64_t counts;  // four 16-bit counts, one per quarter; the newest is lowest
+    std::uint64_t counts;  // four 16-bit counts, one per quarter; the lowest bits are the newest
   };
 
   static constexpr void append(Slot& slot, Token, const Params&, const Step&) { slot.counts = 0; }

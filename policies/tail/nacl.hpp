@@ -2,10 +2,10 @@
 // proxies) attend least. A share of the budget is filled with random tokens instead.
 //
 // Chen et al. 2024, "NACL: A General and Effective KV Cache Eviction Framework for LLMs at
-// Inference Time", section 4 (proxy-tokens eviction, random eviction). Shares are those of the
-// authors' code at 20%: 7 of 20 random, 1 of 20 protected. Tokens are chosen once, after the
-// prompt, through the default modifier `once` (`nacl:once=no` also evicts while decoding).
-// Deliberate differences from it:
+// Inference Time", section 4 (proxy-tokens eviction, random eviction). The shares of the budget are
+// those of the authors' code at a budget of 20%: 7/20 for random tokens, 1/20 for protected ones.
+// Tokens are chosen once, after the prompt, through the default modifier `once` (`nacl:once=no`
+// also evicts while decoding). Deliberate differences from it:
 //   - the proxies are a fixed number of queries, not 1% of the prompt, because weight() does not
 //     receive the prompt's length;
 //   - the random tokens are sampled uniformly, each by its hash, so their number varies a little.
