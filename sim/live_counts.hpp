@@ -47,11 +47,11 @@ struct Memory {
 
   double total() const { return mean + state; }
 };
-/// "15 layers with a sliding window also keep 1.20 MiB of keys and values on average, and 1.30 MiB
-/// at most", or "".
+/// Describes the memory of `layers` layers with a sliding window: "15 layers with a sliding window
+/// also keep 1.20 MiB of keys and values on average, and 1.30 MiB at most". Empty for 0 layers.
 std::string windows_text(std::size_t layers, double mean_bytes, double peak_bytes);
-/// "at most 1.30 MiB of keys and values in the layers where the policy acts, 2.60 in exempt layers,
-/// 3.90 in total"
+/// Splits a peak between the layers: "at most 1.30 MiB of keys and values in the layers where the
+/// policy acts, 2.60 in exempt layers, 3.90 in total".
 std::string exempt_text(double peak_bytes, double exempt_peak_bytes);
 /// `config` must have its appends; `model` is the shape of the model.
 Memory memory_of(const ResolvedConfig& config, const CacheShape& model);

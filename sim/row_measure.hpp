@@ -62,7 +62,8 @@ class RowMeasure {
   /// Numbers of tokens in a query's selection.
   struct SelectionCounts {
     std::uint32_t fetched, selected;
-    /// Tokens that are among as many most probable ones. Null if the selection consists of these.
+    /// Selected tokens that are also among the `selected` most probable ones. Null if the selection
+    /// consists of these by definition.
     std::optional<std::uint32_t> agreed;
   };
   /// Adds what a query selects. Only for a single set.

@@ -58,11 +58,11 @@ struct ReplayCost {
 /// The standard sweeps are `sweep` ({lru, window, h2o, sink, streaming_h2o} x 8 budgets),
 /// `original_positions` (those of its policies that use original positions), each policy of `sweep`
 /// alone, `feedback` (h2o and lru x 20 budgets), and some policies and oracles x 64 budgets
-/// (`window_64` and others). `names` selects sweeps; if it is empty, all standard sweeps are
+/// (their names end in `_64`). `names` selects sweeps; if it is empty, all standard sweeps are
 /// returned. Two kinds of sweeps run only if `names` has them: `shelf` (every registered policy x 8
 /// budgets), and the name of any policy (that policy x 8 budgets).
 std::vector<BenchSweep> bench_sweeps(const std::vector<std::string>& names);
-/// The names of all sweeps.
+/// The names of the standard sweeps.
 std::vector<std::string> bench_sweep_names();
 
 /// Runs the exact pass and every sweep `repeats` times, in turns, and keeps the minimum time of

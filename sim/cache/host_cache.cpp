@@ -387,7 +387,7 @@ bool HostCache::all_exact(std::size_t count) const {
                               [&](std::uint32_t row) { return is_quantized(row); });
 }
 
-/// The queries of to.size() tokens of an append, from `begin` on, rotated by RoPE to the places
+/// The queries of to.size() tokens of an append, from `begin` on, rotated by RoPE to the positions
 /// `to`: [token, head, dim].
 std::vector<float> HostCache::rotate_queries(const HeadAppend& append, std::uint32_t begin,
                                              std::span<const std::uint32_t> to,
@@ -445,8 +445,8 @@ void HostCache::find_probabilities(const Products& products, std::size_t query,
   if (lse) *lse = static_cast<float>(log_sum_exp(all.shift, static_cast<double>(all.sum)));
 }
 
-/// Collects the attention that the tokens of a cache, and those of its followers, receive from some
-/// queries of an append.
+/// Collects the attention that the tokens of a cache, and those of its followers (see Attention),
+/// receive from some queries of an append.
 class HostCache::Received {
  public:
   /// `all`: whether these are all queries of the append. Then no other thread adds to the tallies
@@ -579,7 +579,7 @@ void HostCache::accumulate(std::span<const float> p, std::span<const std::uint32
   const auto quantized = [&](std::uint32_t row) { return is_quantized(row); };
   if (!rotates_ || std::ranges::none_of(rows, quantized))
     return accumulate_rows(p, rows, values_.data(), dim, dim, out);
-  std::vector<std::uint32_t> rows_of[2];  // exact rows, quantized rows
+  std::vector<std::uint32_t> rows_of[2];  // [0: exact rows, 1: quantized rows]
   std::vector<float> p_of[2], sum(dim);
   for (std::size_t age = 0; age < rows.size(); ++age) {
     rows_of[quantized(rows[age])].push_back(rows[age]);

@@ -240,13 +240,15 @@ class HostCache {
   }
 
  private:
-  /// Where the queries of some tokens are: positions in the text, and numbers in the cache.
+  /// The positions of some queries: `positions` are original positions, `numbers` are cache
+  /// positions.
   struct QueryPlaces {
     std::vector<std::uint32_t> positions, numbers;  // [token]
   };
-  /// The products of queries with the keys of all rows, [query, head, row]: of queries rotated to
-  /// their positions, of queries rotated to their numbers, and of queries rotated to their
-  /// positions and then by the Hadamard rotation. Empty if no key needs that rotation.
+  /// The products of queries with the keys of all rows, [query, head, row]. The queries are rotated
+  /// by RoPE to their original positions (at_position), to their cache positions (at_number), or to
+  /// their original positions and then by the Hadamard rotation (hadamard_rotated). An array is
+  /// empty if no key needs it.
   struct Products {
     std::vector<float> at_position, at_number, hadamard_rotated;
     std::size_t stride = 0;

@@ -16,8 +16,8 @@ struct HeadTaskSizes {
   std::size_t tokens, group, dim, pairs, head_groups, block, slots, configs, queries, samples,
       block_samples, named, token_features;
   std::size_t state_stride, product_bytes, element_bytes;
-  /// Number of dequantized copies of the tokens that tier plans need, and of the parts of which a
-  /// copied key and value consist.
+  /// copies: number of dequantized copies of all tokens that tier plans need. key_parts,
+  /// value_parts: number of parts whose sum is a copied key or value, see kernels::ReplayCopies.
   std::size_t copies, key_parts, value_parts;
   bool cache_positions, rounds, uses_tiers;
   ProjectionColumns columns = {};
@@ -28,8 +28,8 @@ struct HeadTaskSizes {
   /// Number of queries of a block whose sets of kept tokens are stored: all queries if there are
   /// gradients, otherwise the sampled ones.
   std::size_t block_kept() const { return columns.gradient_samples ? block : block_samples; }
-  /// Number of gradient elements of a query. terms() is the number of products of one token's value
-  /// with these gradients.
+  /// Number of gradient elements of a query. terms(): number of products (dot products of `dim`
+  /// elements) of one token's value with these gradients.
   std::size_t gradient() const { return columns.gradient_samples * group * dim; }
   std::size_t terms() const { return columns.gradient_samples * group; }
   /// Bytes of a head task's queries, keys and values, which are sent to the device in float32.

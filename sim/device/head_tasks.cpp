@@ -339,7 +339,8 @@ void HeadTasks::multiply_terms(std::uint32_t first, std::uint32_t count) {
       multiply_terms(begin, end, values, copy, p == 0 ? Output::float32 : Output::add_float32);
 }
 
-/// Multiplies the gradients of queries [begin, end) by one part of the values of a copy.
+/// Multiplies the gradients of queries [begin, end) by one part of the values of a copy of the
+/// tokens (see kernels::ReplayCopies). Copy 0 is the exact tokens.
 void HeadTasks::multiply_terms(std::uint32_t begin, std::uint32_t end, std::byte* values, int copy,
                                Output output) {
   const HeadTaskSizes& s = sizes_;

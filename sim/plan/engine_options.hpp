@@ -8,12 +8,11 @@
 
 namespace kvlab {
 
-/// The options with which `engine` (vllm, llama.cpp, tensorrt-llm or transformers) stores its KV
-/// cache in the formats of `plan`. They are part of a command line; for TensorRT-LLM, lines of the
-/// file for
-/// --extra_llm_api_options; for transformers, a Python expression for `past_key_values`. Throws
-/// std::invalid_argument for another engine, and for a plan that the engine does not support. The
-/// message says what the engine does not support, and what to do instead.
+/// The options with which `engine` stores its KV cache in the formats of `plan`. For vllm and
+/// llama.cpp they are part of a command line; for tensorrt-llm, lines of the file that
+/// `--extra_llm_api_options` names; for transformers, a Python expression for `past_key_values`.
+/// Throws std::invalid_argument for another engine, and for a plan that the engine does not
+/// support. The message says what the engine does not support, and what to do instead.
 std::string engine_options(const PlanFile& plan, std::string_view engine);
 
 }  // namespace kvlab

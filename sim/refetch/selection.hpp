@@ -19,8 +19,9 @@ class Selection {
   /// No query selects tokens yet. `tokens`: length of the sequence.
   explicit Selection(std::uint32_t tokens) : queries_(tokens) {}
 
-  /// Sets the tokens that `query` selects: ascending positions before the query. `agreed`: how many
-  /// of them are among as many most probable tokens; null if the selection consists of these.
+  /// Sets the tokens that `query` selects: n ascending positions before the query. `agreed`: how
+  /// many of them are among the n most probable tokens; null if they are these n tokens by
+  /// definition.
   void set(std::uint32_t query, std::span<const std::uint32_t> positions,
            std::optional<std::uint32_t> agreed = {});
   void set_agreed(std::uint32_t query, std::uint32_t agreed) { queries_[query].agreed = agreed; }

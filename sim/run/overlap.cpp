@@ -14,8 +14,8 @@ constexpr std::size_t kRun = 16;  // number of tokens in a run (of consecutive t
 
 using Ids = std::span<const std::int32_t>;
 
-/// A hash of the run that ends at index `place`: the last kRun tokens, or all tokens from the
-/// beginning if they are fewer.
+/// A hash of the run that ends at index `place`: this token and the kRun - 1 tokens before it, or
+/// all tokens from the beginning if they are fewer.
 std::uint64_t run_at(Ids ids, std::size_t place) {
   const std::size_t first = place + 1 < kRun ? 0 : place + 1 - kRun;
   std::uint64_t hash = place + 1 - first;
@@ -34,8 +34,8 @@ class Runs {
       text_of_.try_emplace(run_at(piece.ids, i), piece.text);
   }
 
-  /// For each text added so far, the number of scored tokens of `piece` at whose end the text has
-  /// the same run.
+  /// Counts the scored tokens of `piece` whose run occurs in an added text, by the text in which
+  /// the run occurs first.
   std::map<std::size_t, std::size_t> count_shared(const TextPiece& piece) const {
     std::map<std::size_t, std::size_t> tokens;
     for (std::size_t i = piece.first_scored; i < piece.ids.size(); ++i)

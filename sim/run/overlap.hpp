@@ -29,10 +29,10 @@ struct Overlaps {
   std::vector<Pair> pairs;  ///< by text
 };
 
-/// A piece repeats another text if more than half of its scored tokens also occur in that text,
-/// each as the last of the same 16 consecutive tokens. For a token near the beginning of a piece, a
-/// piece of the other text must begin with the same tokens. `pieces`: the pieces of a text must be
-/// contiguous.
+/// A piece repeats other texts if more than half of its scored tokens also occur in these texts. A
+/// token occurs in a text if the text contains the token together with the 15 tokens before it. For
+/// one of the first 15 tokens of a piece, a piece of the text must begin with the same tokens.
+/// `pieces`: the pieces of a text must be contiguous.
 Overlaps overlaps_of(std::span<const TextPiece> pieces);
 
 /// One line for each pair: "a.txt and b.txt have text in common; a text counts only once, so 669

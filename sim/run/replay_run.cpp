@@ -36,8 +36,9 @@ constexpr std::size_t kMaxSeries = 6;
 constexpr std::size_t kShownHeads = 2;
 
 /// The configurations to show: those at `budget` that have the prefill mode of the first of them,
-/// each policy with its parameters once. The choice comes first, then window and the closest
-/// runner-up, then the others by rank. The oracle comes last.
+/// each policy with its parameters once. The policy with the lowest mean comes first, then `window`
+/// and the policy with the second lowest mean, then the others by their mean. oracle_attention
+/// comes last.
 std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
                                              const MetricTable& metric_table,
                                              std::string_view budget, const MetricInfo& metric) {
@@ -105,7 +106,7 @@ std::vector<Scope> most_different_heads(std::span<const ResultRow> rows, std::st
 /// The tokens whose attention is large enough to be drawn. A level is 255 times the square root of
 /// the probability, so that small probabilities are visible.
 std::vector<Glance> glances_of(const std::vector<float>& attention) {
-  constexpr std::uint32_t kFaintest = 10;  // level of a probability of 0.0015
+  constexpr std::uint32_t kFaintest = 10;  // the level of probabilities from 0.0014 on
   std::vector<Glance> glances;
   for (std::uint32_t j = 0; j < attention.size(); ++j) {
     const auto level = static_cast<std::uint32_t>(std::lround(255 * std::sqrt(attention[j])));

@@ -1,10 +1,11 @@
 // A run: the results of one `kvlab replay`, from which pages are made and policies are deployed.
 // Its files:
-//     results.csv   the metrics
-// blocks.csv the metrics by block of queries, for paired comparisons (absent in older runs)
-//     run.json      the request, the traces, the version
-// lru_curve.csv  what lru fetches at every budget (only with refetch)
-// kept.json the tokens that some heads kept over time (absent if there is nothing to show)
+//
+//     results.csv    the metrics
+//     blocks.csv     the metrics by block of queries, for paired comparisons; absent in older runs
+//     run.json       the request, the traces, the version
+//     lru_curve.csv  what lru fetches at every budget; only with refetch
+//     kept.json      the tokens that some heads kept over time; absent if there are none to show
 #pragma once
 
 #include <cstdint>

@@ -305,8 +305,9 @@ void FeedbackRun::take_quantized_outputs(const GroupRows& rows, GatherScratch& s
   for (std::size_t d = 0; d < size; ++d) scratch.outputs[d] += quantized[d] / kQuantBlock;
 }
 
-/// Computes the outputs of those heads whose rows were computed again, relative to their own
-/// maximum (scratch.lost), from the gathered exponentials.
+/// Computes the outputs of the heads in scratch.lost from their gathered exponentials. The
+/// exponentials of these heads are relative to their own maximum, so the sums of values that
+/// configurations share have another scale.
 void FeedbackRun::take_own_outputs(GatherScratch& scratch) const {
   for (std::uint32_t head = 0; head < view_.group; ++head) {
     if (!scratch.lost[head]) continue;

@@ -138,7 +138,8 @@ void finish(const HeadGroupRow& row, float* sum, float* max_exponential) {
   HeadGroupSums(row.lanes, row.largest).finish(sum, max_exponential);
 }
 
-/// How far the logits of join() may be above the shift, in powers of two.
+/// Maximum shift that join() accepts beyond that of the shared row. A row that needs a larger one
+/// has exponentials above 2^60 on the shared scale, so join() sets its sum to 0.
 constexpr std::int32_t kMaxAbove = 60;
 
 void join(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
@@ -149,7 +150,7 @@ void join(const float* const* rows, std::size_t old, float scale, const std::int
   HeadGroupSums sums;
   const std::size_t whole = old / kBlockTokens * kBlockTokens, mixed = old - whole;
   write_exponentials(rows, whole, scale, shift, kept, sums);
-  std::size_t done = 0;  // shared tokens that are copied
+  std::size_t done = 0;  // shared tokens that are already copied
   if (mixed > 0) {
     const float* rest[kHeadGroupSize] = {};
     for (int h = 0; h < kHeads; ++h) rest[h] = rows[h] ? rows[h] + whole : nullptr;
