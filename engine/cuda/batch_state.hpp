@@ -17,9 +17,10 @@ class BatchState {
  public:
   static constexpr int kRing = 16;
 
-  /// A row is a sequence. This and all calls below enqueue on `stream`.
+  /// Makes the state of `sequences` rows, one for each sequence. The constructor and all calls
+  /// below enqueue on `stream`.
   BatchState(int sequences, std::uint32_t vocab, cudaStream_t stream);
-  /// Bytes of device memory that it needs.
+  /// Bytes of device memory that the state needs.
   static std::size_t bytes(int sequences, std::uint32_t vocab) {
     return cuda::Placed<Parts>::bytes(sequences, vocab);
   }
@@ -47,7 +48,7 @@ class BatchState {
   std::span<const std::int32_t> ids(std::uint64_t index) const;
 
   const cuda::StepState& state() const { return memory_->state; }
-  const std::int32_t* rows() const { return memory_->rows; }  ///< [row]: the row's own number
+  const std::int32_t* rows() const { return memory_->rows; }  ///< the numbers 0, 1, 2, …
 
  private:
   struct Parts {

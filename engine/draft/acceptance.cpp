@@ -14,8 +14,8 @@ bool normalize(std::vector<double>& p) {
   return true;
 }
 
-/// The child's distribution, given the children before it: `q`, or the child alone if `q` has
-/// nothing left, because the choice of the child was not random.
+/// Makes `q` the distribution from which the child `id` was sampled. If `q` has no mass left,
+/// sample_children() did not choose the child at random, so the child gets probability 1.
 void certain_if_exhausted(std::vector<double>& q, std::size_t id, bool has_mass) {
   if (!has_mass) q[id] = 1;
 }
@@ -56,7 +56,8 @@ NextToken next_token(std::vector<double> p, std::vector<double> q,
       return {children[child], static_cast<std::int32_t>(child)};
     std::vector<double> rest(p.size());
     for (std::size_t i = 0; i < p.size(); ++i) rest[i] = std::max(0.0, p[i] - q[i]);
-    // Nothing is left only if p equals q, and then rounding alone can reject a child.
+    // If p equals q, the rest is empty. Then a child is rejected only because of rounding, and p
+    // stays as it is.
     if (normalize(rest)) p = std::move(rest);
     q[id] = 0;
     has_mass = has_mass && normalize(q);

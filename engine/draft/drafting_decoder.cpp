@@ -10,8 +10,10 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kFullSteps = 4;  // steps without drafts, whose time is measured
-constexpr std::uint32_t kProbes = 64;    // verifications of fans, before a tree is planned
+// Number of steps without drafts at the start, whose time is measured.
+constexpr std::uint32_t kFullSteps = 4;
+// Number of verifications of fans (see fan()) that are measured before a tree is planned.
+constexpr std::uint32_t kProbes = 64;
 
 class RandomChance final : public Chance {
  public:
@@ -45,7 +47,7 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-/// The children of each node, which follow each other.
+/// The children of each node, in the order in which they are sampled.
 std::vector<std::vector<std::uint32_t>> children_of(const TreeShape& shape) {
   std::vector<std::vector<std::uint32_t>> children(shape.nodes());
   for (std::uint32_t node = 1; node < shape.nodes(); ++node)
@@ -136,13 +138,14 @@ void DraftingDecoder::extend(Sampler& sampler, std::uint32_t count,
   }
 }
 
-/// The shape of the next tree: none for the first steps, so that their time is known.
+/// The shape of the next tree. The first steps draft nothing, so that the time of such a step is
+/// measured.
 TreeShape DraftingDecoder::next_shape(std::uint32_t max_depth) {
   if (full_steps_.size() < kFullSteps) return {};
   if (options_.planned_nodes == 0) return options_.shape.cut(max_depth);
   if (probes_ == kProbes) plan();
   if (probes_ >= kProbes) return options_.shape.cut(max_depth);
-  // Fans of all, a half, a quarter, … of the nodes, in turn.
+  // Takes turns with fans of N, N / 2, N / 4, … nodes, where N is planned_nodes.
   std::vector<TreeShape> fans;
   for (std::uint32_t nodes = options_.planned_nodes; nodes > 1; nodes /= 2)
     fans.push_back(fan(nodes - 1));
@@ -153,7 +156,9 @@ void DraftingDecoder::plan() {
   ++probes_;
   const DraftStats measured = stats();
   std::vector<double> acceptance;
-  double prior = 1;  // as if one more verification had accepted the i-th child with share 2^-i
+  // For the i-th child, adds one test that counts as 2^-i of an acceptance, because few tests alone
+  // give no reliable share.
+  double prior = 1;
   for (const DraftStats::Count& count : measured.by_child) {
     prior /= 2;
     acceptance.push_back((static_cast<double>(count.accepted) + prior) /
@@ -171,7 +176,7 @@ DraftTree DraftingDecoder::draft(std::int32_t last, const TreeShape& shape, Samp
   DraftTree tree{.nodes = std::vector<DraftTree::Node>(shape.nodes())};
   tree.nodes.front().id = last;
   DraftRows rows;
-  std::vector<std::uint32_t> row_of(shape.nodes());  // row of a node that has children
+  std::vector<std::uint32_t> row_of(shape.nodes());  // index in `rows` of a node with children
   for (std::uint32_t level = 0; level < depths.back(); ++level) {
     std::vector<std::uint32_t> nodes, parents;
     std::vector<std::int32_t> ids;

@@ -40,16 +40,19 @@ struct DraftStats {
     }
   };
 
-  std::uint64_t verifications = 0;  ///< of at least one draft token
-  std::uint64_t accepted = 0;       ///< draft tokens
-  std::vector<Count> by_depth;  ///< [depth]: whether a child of the node at this depth is accepted
-  std::vector<Count> by_child;  ///< [i]: whether the i-th child of a node is the accepted one
-  double draft_step = 0;        ///< median seconds of one level in the drafter; 0: not measured
-  double full_step = 0;         ///< median seconds of a step without drafts; 0: not measured
+  std::uint64_t verifications = 0;  ///< verifications of at least one draft token
+  std::uint64_t accepted = 0;       ///< accepted draft tokens
+  /// [depth]: how often the accepted path reached a node at this depth that has children, and how
+  /// often one of its children was accepted.
+  std::vector<Count> by_depth;
+  /// [i]: how often such a node had an i-th child, and how often this child was accepted.
+  std::vector<Count> by_child;
+  double draft_step = 0;  ///< median seconds of one level in the drafter; 0: not measured
+  double full_step = 0;   ///< median seconds of a step without drafts; 0: not measured
   /// Median seconds of a verification, by its number of nodes.
   std::vector<std::pair<std::uint32_t, double>> verification;
-  double drafting_seconds = 0;  ///< of all drafts and verifications
-  TreeShape shape;              ///< the last tree
+  double drafting_seconds = 0;  ///< time of all drafts and verifications together
+  TreeShape shape;              ///< shape of the last tree
 
   double tokens_per_verification() const;
   /// The share of verified levels of trees in which a draft token was accepted. For chains, the
@@ -74,11 +77,12 @@ class DraftingDecoder final : public SequenceDecoder {
               const std::function<bool(std::int32_t id)>& on_id) override;
 
   std::uint32_t tokens() const override { return target_.tokens(); }
-  /// Of the full cache and the drafter's cache together.
+  /// Peak bytes of the full cache plus those of the drafter's cache.
   std::uint64_t kv_bytes_peak() const override {
     return target_.kv_bytes_peak() + drafter_.kv_bytes_peak();
   }
-  std::uint64_t evictions() const override { return drafter_.evictions(); }  ///< the drafter's
+  /// Evictions of the drafter's cache; the full cache evicts nothing.
+  std::uint64_t evictions() const override { return drafter_.evictions(); }
   std::vector<std::vector<std::uint32_t>> kept() const override { return drafter_.kept(); }
   const Decoder& drafter() const { return drafter_; }
   DraftStats stats() const;
@@ -108,7 +112,7 @@ class DraftingDecoder final : public SequenceDecoder {
   Decoder target_, drafter_;
   std::uint32_t vocab_;
   DraftOptions options_;
-  std::vector<float> logits_;  // those from which the last token was sampled
+  std::vector<float> logits_;  // [vocab]: those of the last fed token
   // Results of the latest verification.
   std::span<const float> verified_logits_;  // [node, vocab], in target_
   DraftRows rows_;

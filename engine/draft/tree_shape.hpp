@@ -12,21 +12,21 @@ namespace kvlab {
 /// Nodes in the order of their depth. Node 0 is the last token of the text, and the others are
 /// draft tokens. Siblings follow each other in the order in which they are sampled.
 struct TreeShape {
-  std::vector<std::uint32_t> parents = {0};  ///< [node], ascending; the first is ignored
+  std::vector<std::uint32_t> parents = {0};  ///< [node], ascending; that of node 0 is ignored
 
   std::size_t nodes() const { return parents.size(); }
   /// The depth of each node; node 0 has depth 0.
   std::vector<std::uint32_t> depths() const;
   std::uint32_t depth() const { return depths().back(); }
-  /// The nodes of at most this depth.
+  /// The tree without the nodes that are deeper than `depth`.
   TreeShape cut(std::uint32_t depth) const;
 
   bool operator==(const TreeShape&) const = default;
 };
 
-/// A node with one child, which has one child, and so on: `tokens` draft tokens.
+/// `tokens` draft tokens in a row: node 0 has one child, which has one child, and so on.
 TreeShape chain(std::uint32_t tokens);
-/// A node with `children` children.
+/// Candidates for one position: node 0 has `children` children, which have none.
 TreeShape fan(std::uint32_t children);
 
 /// The expected number of tokens per verification, which is the number of accepted draft tokens

@@ -231,9 +231,10 @@ class LayerEvaluation {
   }
 
   bool drafts() const { return options_.draft > 0; }
-  /// Whether a configuration has the hidden states of the full cache for the prompt. If it does not
-  /// draft, it has to append the prompt at once. Then a prompt of one token does not count, because
-  /// it may be quantized immediately, like a decoded token.
+  /// Whether a configuration has the hidden states of the full cache for the prompt. It always has
+  /// them if configurations draft. Otherwise it has them if it appends the prompt at once, and if
+  /// the prompt has at least two tokens, because a single token may be quantized before its own
+  /// query attends, like a decoded token.
   bool shares_prompt(std::size_t c) const {
     return drafts() || (range_.prompt > 1 && appends_prompt_at_once(configs_[c], range_));
   }

@@ -22,7 +22,8 @@ struct TokenScores {
   std::vector<double> kl;   ///< KL from the full cache's distribution, in nats
   std::vector<std::uint8_t>
       same_first;  ///< whether the most probable token is that of the full cache
-  /// acceptance_of() the prediction; empty unless configurations draft
+  /// How likely the prediction is accepted as a draft, see acceptance_of(). Empty unless
+  /// configurations draft.
   std::vector<double> acceptance;
   std::vector<float> seconds;  ///< time to feed the token; empty if not measured for each token
   std::uint64_t kv_bytes_peak =

@@ -51,12 +51,13 @@ class FreeRun {
     keys_ = live.eviction_keys(now);
   }
 
-  /// Compares the tokens that were evicted since compare() with the engine's victims. Under a tier
-  /// plan, the tokens evicted are not always those of the lowest rank.
+  /// Compares the tokens that the replay has evicted since compare() with the engine's victims.
+  /// Looks at the tokens that are gone, not at those of the lowest rank, because a tier plan may
+  /// evict others.
   void settle(const LiveSet& live) {
     std::sort(keys_.begin(), keys_.end());
-    const EvictionKey* spared = nullptr;  // the token that the engine should have evicted,
-    const EvictionKey* taken = nullptr;   // and the one that it evicted instead
+    const EvictionKey* spared = nullptr;  // evicted by the replay, kept by the engine
+    const EvictionKey* taken = nullptr;   // evicted by the engine, kept by the replay
     for (const EvictionKey& key : keys_) {
       const bool by_engine = std::ranges::binary_search(head_.victims.at(now_), key.position),
                  left = !std::ranges::binary_search(live.positions(), key.position);

@@ -19,9 +19,11 @@ std::size_t layers_at_once(const kvlab_cache_view& cache) {
   return layers;
 }
 
-/// Whether observation runs at the same time as the next layer's attention. (It cannot run beside
-/// products of many rows, because these occupy all multiprocessors, but attention does not.) This
-/// pays off only if there are few logits, because by then they have left the L2 cache.
+/// Whether observation runs at the same time as the next layer's attention. Otherwise it runs
+/// beside the matrix products that follow attention. With many sequences it cannot do so, because
+/// these products occupy all multiprocessors, which attention does not. Waiting for the next
+/// layer's attention pays off only with few logits for each key, because by then the logits have
+/// left the L2 cache and are read from memory.
 bool goes_beside_attention(const kvlab_cache_view& cache) {
   return cache.sequences > kernels::kMaxLinearRows && cache.query_heads <= 2 * cache.kv_heads;
 }

@@ -17,7 +17,7 @@ class DeviceLayers {
  public:
   /// `model` must outlive this object. `rows`: maximum number of rows of a call.
   DeviceLayers(const DeviceModel& model, int rows, cudaStream_t stream);
-  /// Bytes of device memory that it needs.
+  /// Bytes of device memory that an object needs.
   static std::size_t bytes(const DeviceModel& model, int rows) {
     return cuda::Placed<Work>::bytes(model, rows);
   }

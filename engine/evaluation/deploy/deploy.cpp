@@ -179,12 +179,12 @@ using nlohmann::json;
 
 const std::vector<double> kDepths{0, 0.25, 0.5, 0.75, 1};
 constexpr std::uint32_t kMinWords = 30;
-constexpr double kEnough = 0.8;  // share of the questions that the full cache must answer
-constexpr std::size_t kMaxEvaluated = 12,
-                      kMaxEvaluatedNear = 9;  // maximum number of finalists that answer all
-                                              // questions; kMaxEvaluatedNear of them are near in KL
-// Estimated work relative to that of appending the prompt: kCacheWork for answering with one cache,
-// kAgainWork for appending prompts again for answers that are not decided at first.
+constexpr double kEnough = 0.8;  // share of the questions that the full cache must answer right
+// Maximum number of finalists that answer all questions. The first kMaxEvaluatedNear of these
+// places are for finalists near the lowest KL.
+constexpr std::size_t kMaxEvaluated = 12, kMaxEvaluatedNear = 9;
+// Estimated work, relative to that of appending the prompt once. kCacheWork: answering with one
+// cache. kAgainWork: appending prompts again for answers that are not decided in the first pass.
 constexpr double kCacheWork = 0.15, kAgainWork = 0.3;
 constexpr double kTokensOfWord = 1.4;
 
@@ -240,8 +240,9 @@ class FinalistEvaluator {
   }
 
  private:
-  /// The finalists that answer the remaining questions: the one with the lowest KL, and those with
-  /// the best task accuracy. Most of them have to be near the lowest KL.
+  /// The finalists that answer the remaining questions: the one with the lowest KL, then those near
+  /// it with the best task accuracy, up to kMaxEvaluatedNear, then the others with the best task
+  /// accuracy, up to kMaxEvaluated.
   std::vector<std::size_t> finalists_that_continue(
       const std::vector<TaskAccuracy>& evaluated) const {
     std::vector<std::size_t> others(finalists_.size() - 1), chosen{0};

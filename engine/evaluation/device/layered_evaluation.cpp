@@ -43,8 +43,9 @@ struct DeviceEvaluation {
   cuda::DeviceBuffer projections;  // [row of a tile, query heads, key heads, value heads, dim]
 };
 
-/// The first configuration that evicts. Its threshold applies to all, because caches that never
-/// evict need no threshold.
+/// The first configuration that evicts, or else the first one. Its request threshold is that of the
+/// whole run: refuse() refuses evicting configurations with another threshold, and caches that
+/// never evict need none.
 const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
   const auto found = std::ranges::find_if(configs, &CacheConfig::evicts);
   return found == configs.end() ? configs.front() : *found;

@@ -91,8 +91,8 @@ struct BufferRecommendation {
   std::size_t choice = 0;                ///< index of the buffer
   std::optional<std::size_t> runner_up;  ///< the best buffer of another size
   bool pays = false;                     ///< whether refetch is faster than the full cache
-  /// Whether that stays true if the prediction is wrong by kPredictionError and the fetch rate is
-  /// at the unfavourable end of its interval.
+  /// Whether `pays` would be the same if the prediction were wrong by kPredictionError and the
+  /// fetch rate were at the unfavourable end of its interval.
   bool is_sure = false;
   /// Sentences: the choice, how sure it is, and what was not measured.
   std::string text;

@@ -327,7 +327,7 @@ class NeedleWriter : public Writer {
         lines.emplace_back(kNoise);
         continue;
       }
-      const std::string key = sample(task_.key);  // before its value, as in RULER
+      const std::string key = sample(task_.key);  // RULER samples the key before the value
       lines.push_back(needle(key, sample(task_.value)));
     }
     auto places = random_.sample(size, static_cast<std::uint32_t>(needles.size()));
@@ -394,7 +394,7 @@ class NeedleWriter : public Writer {
   std::uint32_t seed_;
   PythonRandom random_;
   std::optional<NeedleWords> words_;
-  std::vector<std::string> text_;  // its words
+  std::vector<std::string> text_;  // words of the haystack text
 };
 
 // --- Variable tracking ---------------------------------------------------------------------------
