@@ -342,7 +342,7 @@ typedef struct {
   void* out;             /**< out: [sequence, query_head, head_size] */
   float* lse;            /**< out: [sequence, query_head], the natural logarithm of the sum of
                               exponentials; or NULL */
-  void* workspace; /**< kvlab_evicting_attention_workspace bytes. Zero it before its first use;
+  void* workspace; /**< kvlab_evicting_attention_workspace() bytes. Zero it before its first use;
                         calls that run at the same time must not share it */
   int settled; /**< 1: kernels that may still be running write nothing that this call reads, except
                     q and each pair's newest token. The cache is then fetched while they run. 0 is
@@ -409,7 +409,7 @@ typedef struct {
   int all_queries;           /**< number of rows of q; at least first_query[sequences] */
   const int32_t* first_query; /**< [sequences + 1]: sequence s has the queries first_query[s] to
                                    first_query[s + 1] - 1; it may have none */
-  /** kvlab_prefill_workspace bytes, or NULL. With a workspace the keys are split among thread
+  /** kvlab_prefill_workspace() bytes, or NULL. With a workspace the keys are split among thread
    * blocks, so that few queries, such as a draft, use the whole device. The bits of the output
    * then differ from those without a workspace. Calls that run at the same time must not share it.
    */
@@ -433,7 +433,7 @@ typedef struct {
   const uint32_t* threshold16; /**< tau * 65536, for requests; of a batch [sequence] */
   kvlab_observation* seen;     /**< in and out, indexed like keys: the call adds to it. Zero it
                                     before the first part of a prompt */
-  void* workspace;             /**< kvlab_observe_workspace bytes */
+  void* workspace;             /**< kvlab_observe_workspace() bytes */
   int group_max;               /**< as in kvlab_rule */
   const float* weights;        /**< [age]: kvlab_policy_weights, if the policy weighs queries; NULL:
                                     every query counts once */
@@ -488,7 +488,7 @@ typedef struct {
   const uint32_t* appended;  /**< [sequence]: number of new tokens, possibly 0 */
   kvlab_observation* seen;   /**< [slot of from], from kvlab_observe; NULL if the policy reads no
                                   attention statistics */
-  void* workspace;           /**< kvlab_compact_workspace bytes */
+  void* workspace;           /**< kvlab_compact_workspace() bytes */
   float* to_features;        /**< [slot of to, feature] */
   /** Modifiers of ranks (docs/reference/configurations.md). by_layer: a token's rank is the sum of
    * its ranks over the sequence's KV heads, which hold the same tokens. smooth: after that, each

@@ -55,7 +55,7 @@ inline constexpr int kMaxReplayCopies = 31;           ///< copies of quantized t
 inline constexpr int kMaxReplayParts =
     3;  ///< maximum number of parts into which a value read from quantized values is split
 
-/// The number of numbers of a type whose sum represents a float32.
+/// How many elements of a type are needed so that their sum represents a float32.
 constexpr int replay_parts(Type type) {
   return type == KVLAB_F32 ? 1 : type == KVLAB_F16 ? 2 : kMaxReplayParts;
 }
@@ -232,7 +232,8 @@ struct ReplaySweep {
 struct ReplayKept {
   float sums[kMaxReplayGroup];  ///< sums of the kept exponentials
   std::uint32_t whole;          ///< nonzero if all tokens are kept, which causes no error
-  std::uint32_t direct;         ///< nonzero if direct values and changes must be added
+  std::uint32_t direct;         ///< nonzero if some kept exponentials are direct, so that the sums
+                                ///< in ReplayKeptSets::values and changes must be added
 };
 
 /// The output of the walks, [cache, …]. Kept sets are stored for every `every`-th measured query,
