@@ -385,8 +385,8 @@ class Replay {
     return lru_fetches(selection, run.front()->set().eviction_order(first));
   }
 
-  /// Does the same without configuration batches, for the KV heads of `views`. `first`: the head
-  /// task of views[0].
+  /// Does what run_layer_together() does, without configuration batches, for the KV heads of
+  /// `views`. `first`: the head task of views[0].
   std::vector<std::vector<HeadOutcome>> run_plainly(std::span<const std::size_t> which,
                                                     HeadTask first, std::span<const HeadView> views,
                                                     const MeasuredQueries* measured,

@@ -72,7 +72,7 @@ void RefetchRun::fetch(std::uint32_t query) {
   missing_.clear();
   std::ranges::set_difference(selection_.positions(query), set_.positions(),
                               std::back_inserter(missing_));
-  // After a prompt, more than budget - 1 tokens may be live.
+  // Evicts until `incoming` more tokens fit. After a prompt, this may need several evictions.
   const auto make_room = [&](std::uint64_t incoming) {
     const std::uint64_t all = set_.size() + incoming, budget = set_.budget();
     if (all > budget) set_.evict_except(selected_, static_cast<std::uint32_t>(all - budget), query);

@@ -387,7 +387,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
-// Follows the bytes of the object in the file. The checksum comes after it.
+// In a cached file, this mark follows the bytes of the object, and their checksum follows the mark.
 constexpr std::string_view kMark = "kvlab-object ";
 
 std::string trailer_of(std::string_view object) { return std::string(kMark) + xxh3_hex(object); }
