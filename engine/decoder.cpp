@@ -16,10 +16,11 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kFullAppend =
-    512;  // in tokens; limits memory where chunk sizes make no difference
-constexpr double kThreadedProducts =
-    1e6;  // minimum number of multiplications for which threads are worth their cost
+// Maximum number of tokens of an append, where the size of appends does not change the results. It
+// limits the memory.
+constexpr std::uint32_t kFullAppend = 512;
+// Minimum number of multiplications for which threads are worth their cost.
+constexpr double kThreadedProducts = 1e6;
 
 }  // namespace
 

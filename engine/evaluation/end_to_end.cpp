@@ -34,7 +34,8 @@ struct Projections {
         v(k.size()) {}
 };
 
-constexpr std::uint32_t kFreeAppend = 512;  // in tokens; used where chunks make no difference
+// Number of tokens of an append, where the size of appends does not change the results.
+constexpr std::uint32_t kFreeAppend = 512;
 
 /// One layer's attention over a text whose queries, keys and values are known.
 class LayerAttention {

@@ -28,8 +28,8 @@ constexpr std::uint32_t kRowBytes[] = {128, 256, 512, 1024, 2048, 4096, 8192};
 constexpr std::uint32_t kRows[] = {64, 256, 1024, 4096, 16384, 65536};
 constexpr std::uint32_t kMaxBatchedRows = 16384;
 constexpr std::uint32_t kEmptyLaunches = 64;
-// Rows that one launch of a graph fetches, so that each of its fetches starts where another ends,
-// as in a captured step.
+// Number of rows that a graph fetches, by several launches. There are several, so that a launch
+// begins where another one ends, as in a captured step.
 constexpr std::uint32_t kRowsOfGraph = 1 << 18;
 constexpr std::uint64_t kReadBytes = std::uint64_t{4} << 30;  // device memory that steps read
 

@@ -238,7 +238,7 @@ class TaskAnswerer {
       for (std::size_t step = at; step < at + steps; ++step)
         for (const Row& row : rows) {
           const Ids& answer = prompt_of(row).answer;
-          // These tokens come after the end of the answer. They are ignored.
+          // A shorter answer repeats its last token. Logits after the answer's end are not scored.
           ids.push_back(answer[std::min(step, answer.size() - 1)]);
         }
       decoder.decode(static_cast<int>(rows.size()), ids, logits->data());

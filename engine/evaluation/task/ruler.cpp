@@ -149,7 +149,8 @@ class Writer {
     return static_cast<std::uint32_t>(sources_.tokenizer.encode(text, false).size());
   }
   std::uint32_t tokens(const TaskSample& sample) const { return tokens(text(sample)); }
-  /// The size of a haystack of `length` tokens, if tokens per unit are as in a draft of `size`.
+  /// Estimates the size of a haystack of `length` tokens from the tokens per unit of size that a
+  /// draft of size `size` has.
   double units(std::uint32_t length, std::uint32_t size) {
     return length / (static_cast<double>(tokens(draft(size))) / size);
   }
@@ -171,8 +172,8 @@ std::uint32_t largest_tried(Writer& writer, std::uint32_t length, std::uint32_t 
   return std::max(static_cast<std::uint32_t>(3 * writer.units(length, step)), 2 * step);
 }
 
-/// The largest size whose question fits, by bisection. A question that is drawn later may be
-/// longer.
+/// The largest size whose question fits, by bisection. A question of this size that is sampled
+/// later may be too long.
 std::uint32_t largest_size(Writer& writer, const SizeSearch& search, std::uint32_t extra) {
   std::uint32_t low = search.step, high = search.max_size, best = low;
   while (low <= high) {

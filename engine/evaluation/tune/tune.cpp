@@ -227,8 +227,9 @@ double kl_over_winner(const Tuning& tuning, std::size_t config, std::size_t winn
          mean_over(std::span(first).first(own.size()), &TuneScore::kl);
 }
 
-/// The finalists: the configuration with the lowest KL, the next ones by KL up to the limit, and
-/// the best configuration of every other policy, so that each policy's task accuracy is known.
+/// The finalists: first `winner`, the choice by KL, then the others by ascending KL. They are the
+/// next ones up to the limit, and the best configuration of every other policy, so that each
+/// policy's task accuracy is known.
 std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& request,
                                       std::size_t winner) {
   std::vector<std::size_t> evaluated;
@@ -248,7 +249,8 @@ std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& r
   return finalists;
 }
 
-/// The budget in bytes. A tier plan leaves some of them unused because of rounding.
+/// The budget in bytes: the largest of all configurations, because a tier plan leaves some bytes
+/// unused when its numbers of slots are rounded down.
 double budget_bytes(const Tuning& tuning) {
   return std::ranges::max(tuning.memory, {}, &Memory::budget).budget;
 }

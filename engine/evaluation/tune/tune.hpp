@@ -65,7 +65,8 @@ struct Tuning {
   std::vector<std::size_t> over_budget;        ///< configurations over budget
   Halving halving;                             ///< its configurations are indices in `order`
   std::vector<std::vector<TuneScore>> scores;  ///< [configuration]; the last one is the full cache
-  std::vector<std::size_t> finalists;          ///< indices in the sweep, lowest KL first
+  /// Indices in the sweep: the choice by KL, then the others by ascending KL.
+  std::vector<std::size_t> finalists;
   std::vector<TaskAccuracy> evaluated;
   Choice choice;             ///< choice among the finalists
   std::size_t winner = 0;    ///< index in the sweep of the configuration that is deployed
