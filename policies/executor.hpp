@@ -31,7 +31,7 @@ inline constexpr std::size_t kMaxDeviceTiers = 8;
 struct Executor {
   const char* name;                   ///< name in messages: "the CUDA decoder"
   const char* instead;                ///< the alternative that messages recommend: "--device cpu"
-  bool exempt_layers = false;         ///< `null` in a budget file
+  bool exempt_layers = false;         ///< layers that a budget file exempts (`null`)
   bool shared_slots = false;          ///< ada()
   std::size_t max_tiers = kMaxTiers;  ///< maximum number of tiers in one plan
   Formats formats = Formats::kernels;

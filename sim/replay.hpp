@@ -75,7 +75,7 @@ struct Measurement {
   std::string metric;
   double value;
   double standard_error;  ///< NaN if unknown
-  std::uint64_t count;    ///< queries x query heads
+  std::uint64_t count;    ///< number of values that it is computed from (docs/reference/metrics.md)
   /// Estimate::blocks for aggregates of the whole model; otherwise empty.
   std::vector<double> blocks = {};
 };

@@ -67,7 +67,7 @@ struct HeadShape {
   std::uint32_t head_size, group;  ///< `group`: query heads that share a KV head
   Positions positions = Positions::original;
   float softmax_scale = 1.0f;
-  std::uint32_t threshold16 = 0;  ///< threshold of requests
+  std::uint32_t threshold16 = 0;  ///< request threshold, times 2^16
   std::uint32_t window = 0;       ///< number of tokens that a query sees, including itself; 0: all
   float softcap = 0;              ///< soft cap of scores; 0: none
   std::vector<float> sinks = {};  // [query head]: sink logits; empty: none

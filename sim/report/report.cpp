@@ -75,7 +75,6 @@ ordered_json kept_dataset(const Kept& kept, const std::vector<std::string>& toke
           {"queries", kept.queries}, {"tokens", texts},       {"heads", heads}};
 }
 
-/// Builds the page's data.
 class Page {
  public:
   Page(const Run& run, const ReportOptions& options)

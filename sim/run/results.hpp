@@ -50,7 +50,7 @@ struct ResultRow {
   std::string metric;
   double value = 0;
   double standard_error = 0;  ///< NaN if unknown
-  std::uint64_t count = 0;    ///< queries x query heads
+  std::uint64_t count = 0;    ///< number of values that `value` is computed from
   std::string tier_plan = "16";
   double budget_bytes = std::numeric_limits<double>::quiet_NaN();  ///< of all layers; NaN: unknown
   /// Values by which configurations are compared in pairs: the metric by block of queries or
