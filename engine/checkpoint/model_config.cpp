@@ -36,7 +36,7 @@ struct Architecture {
   std::string_view own_keys =
       {};  ///< keys that are read for this architecture; for others they are ignored or refused
   Windows windows = Windows::none;
-  std::uint32_t pattern = 6;  ///< between: every pattern-th layer sees all tokens
+  std::uint32_t pattern = 6;  ///< Windows::between: every pattern-th layer sees all tokens
   RopeKeys rope = {};
   std::optional<RopeKeys> rope_of_windows = {};  ///< RoPE of layers with a window, if it differs
   BlockNorms norms = {};

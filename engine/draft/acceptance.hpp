@@ -48,7 +48,6 @@ struct NextToken {
 NextToken next_token(std::vector<double> p, std::vector<double> q,
                      std::span<const std::int32_t> children, Chance& chance);
 
-/// The result of a verification.
 struct Verified {
   std::vector<std::uint32_t> path;  ///< node 0, and then the accepted nodes
   std::int32_t next;                ///< the token that follows the last of them

@@ -27,7 +27,7 @@ struct Comparison {
   std::vector<std::string> names;  ///< names of the runs, all different
   std::string metric;
   std::vector<ComparedRow> rows;  ///< configurations that at least two runs have
-  std::string warning;            ///< says so if the runs are of different texts; otherwise empty
+  std::string warning;  ///< a sentence if the runs are of different texts; otherwise empty
   std::vector<std::vector<Recommendation>> recommendations = {};  ///< [run][budget]
 };
 

@@ -27,7 +27,7 @@ struct TokenScores {
   std::vector<double> acceptance;
   std::vector<float> seconds;  ///< time to feed the token; empty if not measured for each token
   std::uint64_t kv_bytes_peak =
-      0;  ///< Peak bytes of keys and values in the evaluation's dtype, over all layers and heads.
+      0;  ///< peak bytes of keys and values in the evaluation's dtype, over all layers and heads
 };
 
 struct SequenceOptions {

@@ -26,7 +26,6 @@
 namespace kvlab {
 namespace {
 
-/// The state of one watched KV head.
 struct WatchedHead {
   std::unique_ptr<LiveSet> shadow;      // the simulator's set, fed with the engine's observations
   std::unique_ptr<FeatureMaker> maker;  // computes features as the simulator does; null if there

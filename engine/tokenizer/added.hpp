@@ -29,7 +29,7 @@ std::vector<AddedToken> read_added_tokens(const Node& file);
 
 /// A part of a text: an added token, or the text between two added tokens.
 struct Segment {
-  std::size_t begin, end;  ///< bytes
+  std::size_t begin, end;  ///< range in bytes
   std::optional<std::int32_t> id;
 };
 

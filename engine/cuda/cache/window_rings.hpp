@@ -18,8 +18,8 @@ class WindowRings {
   static CacheBytes bytes(const DeviceModel& model, const CudaDecoderOptions& options);
 
   bool has(std::uint32_t layer) const { return config_.rows[layer].window > 0; }
-  /// kept(): number of the `fed` tokens that a layer keeps. bytes(): bytes of a sequence's tokens
-  /// in all layers with a ring.
+  /// kept(): number of the `fed` tokens that a layer keeps. live_bytes(): bytes of the keys and
+  /// values that a sequence of `fed` tokens has in all layers with a ring.
   std::uint32_t kept(std::uint32_t layer, std::uint32_t fed) const {
     return std::min(fed, config_.rows[layer].window);
   }

@@ -97,7 +97,7 @@ struct FidelityBudget {
   double regret;  ///< KL of the metric's first choice divided by the lowest KL, both as means over
                   ///< texts
   double worst_regret;                  ///< the largest regret of a single text
-  std::size_t chosen, best;             ///< configurations best by the metric and by KL
+  std::size_t chosen, best;             ///< the best configuration by the metric, and by KL
   std::size_t significantly_different;  ///< number of pairs that differ significantly in KL,
                                         ///< according to a paired block bootstrap
   std::vector<Misordered>

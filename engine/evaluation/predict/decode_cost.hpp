@@ -21,13 +21,14 @@ struct RefetchSetup {
 
 /// The parts of a refetch step's time.
 struct RefetchTime {
-  double read_seconds;   ///< device memory: weights, index, selected tokens
-  double fetch_seconds;  ///< link: missing tokens, with a launch in each layer
+  double read_seconds;   ///< to read weights, index and selected tokens from device memory
+  double fetch_seconds;  ///< to fetch missing tokens over the link, with a launch in each layer
   double layer_seconds;  ///< further time of the layers
 
-  /// Fetching and reading take turns.
+  /// The time if fetching and reading take turns.
   double serial() const { return read_seconds + fetch_seconds + layer_seconds; }
-  /// The bound: fetching is hidden behind reading, or the other way.
+  /// A lower bound: the time if the shorter one of fetching and reading is hidden by the longer
+  /// one.
   double overlapped() const {
     return (read_seconds > fetch_seconds ? read_seconds : fetch_seconds) + layer_seconds;
   }
