@@ -87,6 +87,19 @@ class Experiment:
                 raise Refused(f"kvlab {' '.join(command)} failed with exit status {done.returncode}")
         return self.rows(out / table) if table else out
 
+    def bench(self, *words):
+        """Runs `kvlab bench`. Returns what it prints as JSON and None, or None and the reason why it failed."""
+        words = ["bench", *map(str, words), "--json"]
+        out = self.results / f"bench-{short_hash(chr(0).join(words))}.json"
+        print(" ".join(["kvlab", *words]), file=sys.stderr)
+        if not out.exists():
+            done = subprocess.run([self.arguments.kvlab, *words], capture_output=True, text=True)
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+                return None, reason.removeprefix("kvlab bench: ")
+            write_whole(out, done.stdout)
+        return json.loads(out.read_text()), None
+
     def rows(self, path):
         with open(path, newline="") as file:
             return list(csv.DictReader(file))
@@ -159,12 +172,14 @@ class Experiment:
         few = ["--max-tokens", "192", "--window", "192", "--prompt-tokens", "96", "--budget", "100"]
         device = device or self.arguments.device
         device = ["--device", device] if device else []
-        done = subprocess.run(
-            [self.arguments.kvlab, "eval", "--model", self.model, "--text", self.arguments.text[0],
-             "--policy", policy, *few, *device],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        return done.stderr.strip().splitlines()[-1] if done.returncode else None
+        words = ["eval", "--model", self.model, "--text", self.arguments.text[0], "--policy", policy, *few, *device]
+        out = self.results / f"refusal-{short_hash(chr(0).join(words))}.json"
+        if not out.exists():
+            done = subprocess.run([self.arguments.kvlab, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            if done.returncode < 0:
+                raise Refused(f"kvlab eval was ended by signal {-done.returncode}")
+            write_whole(out, json.dumps(done.stderr.strip().splitlines()[-1] if done.returncode else None))
+        return json.loads(out.read_text())
 
     def section(self, text):
         """Adds text to the page. Paragraphs of one line are wrapped; headings, tables and lists stay."""
@@ -183,6 +198,13 @@ class Experiment:
         path = pathlib.Path(self.arguments.out)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n\n".join(page) + "\n")
+
+
+def write_whole(path, text):
+    """Writes a file that exists only if it is complete, so that an interrupted run does not keep a part of it."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.rename(path)
 
 
 def wrapped(part):

@@ -11,30 +11,44 @@ import math
 import os
 import pathlib
 
-from experiment import Experiment, Refused, checkout_path, main, name_of_model, spearman, table, tier_plan_of
+from experiment import Experiment, Refused, checkout_path, main, spearman, table, tier_plan_of
 
 QUESTION = """
 This page ranks every registered policy, with its defaults, at equal memory and by two criteria. KL (in nats) says how
 far predictions move from those of the full cache; lower is better. Task accuracy is the share of right answers to
-questions that come after the eviction, pooled over tasks and lengths; higher is better.
+questions that come after the eviction, pooled over tasks and lengths; higher is better. The tasks are those of `kvlab
+task`: a pass key, needles, and RULER's. An answer to a question with several expected strings is right if it contains
+all of them.
 
 Memory is a share of the bytes of the full cache in 16 bit. In 16 bit, a budget is that share of the tokens. Quantized,
 the same bytes hold more tokens. Policies with cache positions are ranked in 16 bit alone, because quantized keys cannot
-get new positions. `snapkv` and `nacl` would keep all decoded tokens; for KL they evict as other policies do
-(`once=no`). Budgets apply to the layers without a sliding window; a layer with a window keeps its window under every
-policy.
+get new positions. `snapkv` and `nacl` would keep all decoded tokens; for KL and decode speed they evict as other
+policies do (`once=no`). Budgets apply to the layers without a sliding window; a layer with a window keeps its window
+under every policy.
 
 **Bold** is the best of a column. `=` marks a policy whose KL does not differ significantly from it, by the paired 95%
 interval of `kvlab eval` over all texts. Brackets are 95% intervals: of KL, the interval of `kvlab eval`; of accuracy,
 Clopper and Pearson's. Every number is in `leaderboard.csv`, with the command that measured it.
 """
 COLUMNS = ["model", "policy", "memory", "format", "metric", "value", "low", "high", "count", "command"]
-# Name on the page, and words of the command. A task that the full cache answers in fewer than 80% is left out.
+# RULER's tasks of `kvlab task ruler`.
+RULER = [
+    *(f"niah_{kind}" for kind in ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3")),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
+]
+# Name on the page, and words of the command. A task of which the full cache answers fewer than ENOUGH is left out.
 TASKS = {
     "pass key": ["passkey"],
     "needle": ["needle", "--kind", "single"],
     "one needle of four": ["needle", "--kind", "multi-key"],
+    **{name: ["ruler", "--tasks", name] for name in RULER},
 }
+ENOUGH = 0.8
+CHECKED = 24  # questions of each task by which this is decided
+DEPTHS = ["10%", "50%", "90%"]  # of the answer in a text of words
+SPEED = "tokens_per_s: batch "  # the metric of a decode speed, before the number of sequences
+MAX_SPEED_TOKENS = 8192  # of a sequence whose decode speed is measured
+QUICK_TASKS = ["pass key", "niah_single_1", "fwe"]  # these fit into few tokens
 # The policies of the table that shows which metric predicts KL.
 FEW = "window,sink,lru,h2o,streaming_h2o,tova,snapkv:once=no:smooth=0,a2sf,h2o_mean,roco"
 
@@ -57,6 +71,35 @@ def clopper_pearson(right, count):
     return low, high
 
 
+class Evaluation:
+    """What one `kvlab eval` found. Its policies are compared in pairs."""
+
+    def __init__(self, found):
+        self.tokens, self.dtype = found["tokens"], found["engine_dtype"]
+        self.lines = {}  # {policy: (tier plan, its KL, peak bytes)}
+        names = {}
+        for pair in found["pairs"]:
+            if pair["b_policy"] == "full":
+                name, tiers = tier_plan_of(pair["a_policy"])
+                names[pair["a"]] = name
+                self.lines[name] = tiers, pair["kl"], found["configurations"][pair["a"]]["kv_bytes_peak"]
+        self.different = {
+            frozenset((names[pair["a"]], names[pair["b"]]))
+            for pair in found["pairs"]
+            if pair["kl"]["significantly_different"] and pair["a"] in names and pair["b"] in names
+        }
+
+    def kl(self, name):
+        return self.lines[name][1]["mean"]
+
+    def lowest(self):
+        return min(self.lines, key=self.kl)
+
+    def similar(self, name):
+        """The policies whose KL does not differ significantly from that of `name`."""
+        return {other for other in self.lines if other != name and frozenset((name, other)) not in self.different}
+
+
 class Board:
     """All results of one model."""
 
@@ -67,118 +110,212 @@ class Board:
         self.texts = " ".join(map(checkout_path, experiment.arguments.text))
         self.lines = []  # of the CSV, as dictionaries
         self.ties = {}  # {(memory, format): names of policies that do not differ significantly from the best}
-        memory = experiment.quick(["12%", "50%"], ["6%", "12%", "25%", "50%"])
-        self.memory, self.plans = memory, [tiers_of(word) for word in experiment.arguments.tiers]
-        self.decode, self.answer, self.refused = policies_of(experiment)
-        with concurrent.futures.ThreadPoolExecutor(experiment.arguments.jobs) as pool:
-            losses = [pool.submit(self.kl, share, plan) for plan in self.plans for share in memory]
-            self.tasks = [task for task, share in zip(TASKS, pool.map(self.full_accuracy, TASKS.values())) if share >= 0.8]
-            answers = [pool.submit(self.accuracy, task, share, plan) for task in self.tasks for share in memory for plan in self.plans]
-            for job in losses + answers:
-                job.result()
+        self.dtypes = {}  # {device of an evaluation: the dtype of its arithmetic}
+        self.memory = experiment.quick(["12%", "50%"], ["6%", "12%", "25%", "50%"])
+        self.words = experiment.quick(["40"], ["250", "500"])
+        self.plans = [tiers_of(word) for word in experiment.arguments.tiers]
+        # Commands on the CPU use all cores, so only one of them runs at a time.
+        with (
+            concurrent.futures.ThreadPoolExecutor(experiment.arguments.jobs) as pool,
+            concurrent.futures.ThreadPoolExecutor(1) as cpu_pool,
+        ):
+            self.policies = Policies(experiment, pool)
+            shares = pool.submit(self.full_shares)
+            predicted = pool.submit(self.predictors)
+            losses = self.submit_losses(pool, cpu_pool)
+            self.shares = shares.result()  # {task: line of the full cache}
+            # The bundled model of a quick run answers hardly any question.
+            self.tasks = [task for task, line in self.shares.items() if experiment.arguments.quick or line["value"] >= ENOUGH]
+            answers = self.submit_answers(pool, cpu_pool)
+            self.predicted = predicted.result()
+            for (share, plan), jobs in losses.items():
+                self.add_losses(share, plan, [job.result() for job in jobs])
+            for job in answers:
+                self.lines += job.result()
+        self.lines += [line for task, line in self.shares.items() if task not in self.tasks]
         self.pool_tasks()
+        self.speed = DecodeSpeed(self)  # alone, because other commands would slow it down
+        self.lines += self.speed.lines
 
     def runnable(self, policies, plan):
         """The policies that run in a format. Quantized keys cannot get new positions, so they need original positions."""
-        moves = {policy["name"] for policy in self.experiment.policies() if policy["positions"] == "cache"}
-        return [name for name in policies if plan == "16" or name.partition(":")[0] not in moves]
+        return [name for name in policies if plan == "16" or name.partition(":")[0] not in self.policies.moving]
 
-    def add(self, policy, memory, tiers, metric, value, low, high, count, command):
-        row = [self.name, policy, memory, tiers, metric, value, low, high, count, command]
-        self.lines.append(dict(zip(COLUMNS, row)))
+    def line(self, policy, memory, tiers, metric, value, low, high, count, command):
+        return dict(zip(COLUMNS, [self.name, policy, memory, tiers, metric, value, low, high, count, command]))
 
-    def kl(self, share, plan):
+    def submit_losses(self, pool, cpu_pool):
+        """Returns {(memory, format): the evaluation of the policies, and that of those that need the CPU}."""
+        jobs = {}
+        for plan in self.plans:
+            for share in self.memory:
+                jobs[share, plan] = [pool.submit(self.evaluate, share, plan, self.runnable(self.policies.decode, plan))]
+        for (share, plan), own in jobs.items():
+            policies = self.runnable(self.policies.cpu_decode, plan)
+            if policies:
+                own.append(cpu_pool.submit(self.evaluate_on_cpu, share, plan, policies, own[0]))
+        return jobs
+
+    def evaluate(self, share, plan, policies, device=None):
         """One evaluation of all policies, so that their differences are paired."""
         tokens = self.experiment.tokens
         out = self.experiment.kvlab(
             ["eval"], "--model", self.experiment.model, "--text", *self.experiment.arguments.text, "--window", tokens,
-            "--max-tokens", 2 * tokens, "--prompt-tokens", tokens // 5, "--policy", ",".join(self.runnable(self.decode, plan)), "--budget", share,
-            "--tiers", plan,
+            "--max-tokens", 2 * tokens, "--prompt-tokens", tokens // 5, "--policy", ",".join(policies), "--budget", share,
+            "--tiers", plan, device=device,
         )  # fmt: skip
-        found = json.loads((out / "eval.json").read_text())
+        return Evaluation(json.loads((out / "eval.json").read_text()))
+
+    def evaluate_on_cpu(self, share, plan, policies, others):
+        """Evaluates policies together with the best of the others, so that these differences are paired too."""
+        return self.evaluate(share, plan, [*policies, others.result().lowest()], device="cpu")
+
+    def add_losses(self, share, plan, evaluations):
+        tokens = self.experiment.tokens
         command = f"kvlab eval --model {self.model} --text {self.texts} --window {tokens} --max-tokens {2 * tokens} --prompt-tokens {tokens // 5}"
-        names = {}
-        for pair in found["pairs"]:
-            if pair["b_policy"] != "full":
-                continue
-            name, tiers = tier_plan_of(pair["a_policy"])
-            names[pair["a"]] = name
-            own = f"{command} --policy {name} --budget {share} --tiers {tiers}"
-            kl = pair["kl"]
-            self.add(name, share, tiers, "kl", kl["mean"], kl["low"], kl["high"], found["tokens"], own)
-            peak = found["configurations"][pair["a"]]["kv_bytes_peak"]
-            self.add(name, share, tiers, "kv_bytes_peak", peak, None, None, 1, own)
-        lowest = min(names, key=lambda index: found["configurations"][index]["kl"])
-        differs = {pair[end] for pair in found["pairs"] if pair["kl"]["significantly_different"]
-                   for here, end in (("a", "b"), ("b", "a")) if pair[here] == lowest}  # fmt: skip
-        self.ties[share, plan] = {name for index, name in names.items() if index != lowest and index not in differs}
+        seen = {}
+        for evaluation, device in zip(evaluations, (None, "cpu")):
+            self.dtypes[device] = evaluation.dtype
+            for name, (tiers, kl, peak) in evaluation.lines.items():
+                if name in seen:
+                    continue
+                seen[name] = kl["mean"]
+                own = f"{command} --policy {name} --budget {share} --tiers {tiers}{device_option(device)}"
+                self.lines.append(self.line(name, share, tiers, "kl", kl["mean"], kl["low"], kl["high"], evaluation.tokens, own))
+                self.lines.append(self.line(name, share, tiers, "kv_bytes_peak", peak, None, None, 1, own))
+        best = min(seen, key=seen.get)
+        self.ties[share, plan] = set().union(*(own.similar(best) for own in evaluations if best in own.lines))
 
-    def task(self, words, policies, budget, plan):
-        samples = self.experiment.quick(2, 12)
-        requested = ["--words", self.experiment.quick("40", "250,500"), "--depth", "10%,50%,90%", "--samples", samples]
+    def questions(self, task, count):
+        """The options for at least `count` questions of a task."""
+        if task in RULER:
+            return ["--length", self.length, "--samples", self.experiment.quick(2, count)]
+        points = len(self.words) * len(DEPTHS)
+        samples = self.experiment.quick(2, math.ceil(count / points))
+        return ["--words", ",".join(self.words), "--depth", ",".join(DEPTHS), "--samples", samples]
+
+    @property
+    def length(self):
+        room = 16  # for tokens that a tokenizer puts before a text, which RULER's length does not count
+        return self.experiment.arguments.length or min(self.experiment.quick(384, 1024), self.experiment.context() - room)
+
+    def answer(self, words, questions, policies, budgets, plan, device=None):
+        """The rows of `kvlab task` with the shares of right answers over all lengths and depths."""
         rows = self.experiment.kvlab(
-            ["task", *words], "--model", self.experiment.model, *requested, "--policy", ",".join(policies), "--budget",
-            budget, "--tiers", plan, "--query-agnostic", table="task.csv",
+            ["task", *words], "--model", self.experiment.model, *questions, "--policy", ",".join(policies), "--budget",
+            ",".join(budgets), "--tiers", plan, "--query-agnostic", table="task.csv", device=device,
         )  # fmt: skip
-        command = " ".join(map(str, ["kvlab task", *words, f"--model {self.model}", *requested, "--query-agnostic"]))
-        return [row for row in rows if row["metric"] == "exact_match" and row["words"] == row["depth"] == "all"], command
+        return [row for row in rows if row["metric"] == "exact_match" and row["words"] == row["depth"] == "all"]
 
-    def full_accuracy(self, words):
-        rows, _ = self.task(words, ["full"], "100%", "16")
-        return float(rows[0]["value"]) if not self.experiment.arguments.quick else 1
+    def answer_line(self, task, count, row, device=None):
+        """The line of a row of `kvlab task`."""
+        params, tiers = tier_plan_of(row["params"])
+        name = f"{row['policy']}:{params}" if params else row["policy"]
+        share = row["budget"] if name != "full" else "100%"
+        words = ["kvlab task", *TASKS[task], f"--model {self.model}", *self.questions(task, count), "--query-agnostic"]
+        command = " ".join(map(str, [*words, f"--policy {name} --budget {share} --tiers {tiers}"])) + device_option(device)
+        values = (float(row[key]) for key in ("value", "low", "high"))
+        return self.line(name, share, tiers, f"accuracy: {task}", *values, int(row["count"]), command)
 
-    def accuracy(self, task, share, plan):
-        rows, command = self.task(TASKS[task], self.runnable(self.answer, plan), share, plan)
-        for row in rows:
-            if row["policy"] == "full":
-                continue
-            params, tiers = tier_plan_of(row["params"])
-            name = f"{row['policy']}:{params}" if params else row["policy"]
-            own = f"{command} --policy {name} --budget {share} --tiers {tiers}"
-            count = int(row["count"])
-            self.add(name, share, tiers, f"accuracy: {task}", float(row["value"]), float(row["low"]), float(row["high"]), count, own)
+    def full_shares(self):
+        """Returns {task: line with the share that the full cache answers}"""
+        tasks = QUICK_TASKS if self.experiment.arguments.quick else [*TASKS]
+        ruler = [task for task in tasks if task in RULER]
+        # One command has all of RULER's tasks, so that the model is loaded once.
+        rows = self.answer(["ruler", "--tasks", ",".join(ruler)], self.questions(ruler[0], CHECKED), ["full"], ["100%"], "16")
+        found = {row["task"]: row for row in rows}
+        for task in tasks:
+            if task not in ruler:
+                found[task] = self.answer(TASKS[task], self.questions(task, CHECKED), ["full"], ["100%"], "16")[0]
+        return {task: self.answer_line(task, CHECKED, found[task]) for task in tasks}
+
+    def submit_answers(self, pool, cpu_pool):
+        if not self.tasks:
+            return []
+        count = math.ceil(self.experiment.arguments.answers / len(self.tasks))
+        jobs = []
+        for task in self.tasks:
+            for plan in self.plans:
+                jobs.append(pool.submit(self.accuracy, task, count, plan, self.runnable(self.policies.answer, plan)))
+                on_cpu = self.runnable(self.policies.cpu_answer, plan)
+                if on_cpu:
+                    jobs.append(cpu_pool.submit(self.accuracy, task, count, plan, on_cpu, device="cpu"))
+        return jobs
+
+    def accuracy(self, task, count, plan, policies, device=None):
+        """Lines of the policies, and one of the full cache."""
+        rows = self.answer(TASKS[task], self.questions(task, count), policies, self.memory, plan, device)
+        is_first = plan == self.plans[0] and not device  # other commands have the full cache's answers again
+        return [self.answer_line(task, count, row, device) for row in rows if row["policy"] != "full" or is_first]
 
     def pool_tasks(self):
-        """Adds the accuracy over all tasks."""
+        """Adds the accuracy over all tasks of each configuration that has all of them."""
         pooled = {}
         for line in self.lines:
-            if line["metric"].startswith("accuracy: "):
+            if line["metric"].removeprefix("accuracy: ") in self.tasks:
                 pooled.setdefault((line["policy"], line["memory"], line["format"]), []).append(line)
         for key, own in pooled.items():
+            if len(own) < len(self.tasks):
+                continue
             count = sum(line["count"] for line in own)
             right = round(sum(line["value"] * line["count"] for line in own))
-            self.add(*key, "accuracy", right / count, *clopper_pearson(right, count), count, "pooled over the tasks")
+            self.lines.append(self.line(*key, "accuracy", right / count, *clopper_pearson(right, count), count, "pooled over the tasks"))
 
     def values(self, metric, plan):
-        """Returns {policy: {memory: line}}"""
+        """Returns {policy: {memory: line}} without the full cache."""
         found = {}
         for line in self.lines:
-            if line["metric"] == metric and line["format"] == plan:
+            if line["metric"] == metric and line["format"] == plan and line["policy"] != "full":
                 found.setdefault(line["policy"], {})[line["memory"]] = line
         return found
 
+    def by_kl(self, plan):
+        """The policies, the one with the lowest KL first."""
+        found = self.values("kl", plan)
+        return sorted(found, key=lambda name: sum(math.log(max(line["value"], 1e-9)) for line in found[name].values()))
+
     def section(self):
         text = [f"## `{self.name}`"]
-        if self.refused:
-            text.append("Not ranked: " + "; ".join(f"`{name}` ({reason})" for name, reason in self.refused.items()) + ".")
+        refused = self.policies.refused
+        if refused:
+            text.append("Not ranked: " + "; ".join(f"`{name}` ({reason})" for name, reason in refused.items()) + ".")
+        if self.policies.on_cpu:
+            text.append(self.cpu_sentence())
         for plan in self.plans:
-            kls = self.values("kl", plan)
-            order = sorted(kls, key=lambda name: sum(math.log(max(line["value"], 1e-9)) for line in kls[name].values()))
             text.append(f"### KL, {label(plan)}")
             if label(plan) == "plan":
                 text.append(f"The plan of `kvlab plan`, in runs of layers: `{plan}`.")
-            text.append(self.ranked(kls, order, min, self.ties))
+            text.append(self.ranked(self.values("kl", plan), self.by_kl(plan), min, self.ties))
+        left_out = {task: line for task, line in self.shares.items() if task not in self.tasks}
         for plan in self.plans:
             answers = self.values("accuracy", plan)
             if answers:
                 order = sorted(answers, key=lambda name: -sum(line["value"] for line in answers[name].values()))
-                count = next(iter(answers[order[0]].values()))["count"]
-                text += [
-                    f"### Accuracy, {label(plan)}",
-                    f"Share of right answers to {count} questions of {', '.join(self.tasks)}.",
-                    self.ranked(answers, order, max, {}),
-                ]
-        return "\n\n".join(text)
+                text += [f"### Accuracy, {label(plan)}", self.accuracy_sentence(answers)]
+                text.append(self.ranked(answers, order, max, {}))
+        if left_out:
+            text += ["### Accuracy"] * (not self.tasks)
+            shares = ", ".join(f"{task_names([task])} ({line['value']:.0%})" for task, line in left_out.items())
+            text.append(f"Left out, because the full cache answers fewer than {ENOUGH:.0%} of {CHECKED} questions: {shares}.")
+        return "\n\n".join([*text, *self.speed.section()])
+
+    def cpu_sentence(self):
+        names = ", ".join(f"`{name}`" for name in self.policies.on_cpu)
+        accuracy = "" if self.policies.cpu_answer else " Their task accuracy was not measured."
+        return (
+            f"Measured on the CPU in {self.dtypes['cpu']}, because the CUDA decoder, which computes in {self.dtypes[None]}, does not support "
+            f"them: {names}.{accuracy} For `=`, the best of the other policies was evaluated on the CPU too."
+        )
+
+    def accuracy_sentence(self, answers):
+        count = next(line["count"] for own in answers.values() for line in own.values())
+        full = next(line["value"] for line in self.lines if line["policy"] == "full" and line["metric"] == "accuracy")
+        sentence = f"Share of right answers to {count} questions of {task_names(self.tasks)}. The full cache answers {full:.0%} of them."
+        if any(task in RULER for task in self.tasks):
+            sentence += f" RULER's questions have at most {self.length:,} tokens with their answers, the others {' or '.join(self.words)} words."
+        if any(len(own) < len(self.memory) for own in answers.values()):
+            sentence += ' "-": protected tokens exceed the budget of some questions.'
+        return sentence
 
     def ranked(self, found, order, best, ties):
         lines = [[f"`{name.partition(':')[0]}`"] for name in order]
@@ -188,6 +325,118 @@ class Board:
                 cell = found[name].get(share)
                 line.append(cell_text(cell, cell["value"] == first, name in ties.get((share, cell["format"]), ())) if cell else "-")
         return table(["policy", *(f"{share} of the memory" for share in self.memory)], lines)
+
+    def predictors(self):
+        """Returns {(model, budget): {metric of a replay: its rank correlation with KL}}"""
+        tokens, columns = self.experiment.tokens, {}
+        out = self.experiment.kvlab(
+            ["fidelity"], "--model", self.experiment.model, "--text", *self.experiment.arguments.text, "--max-tokens", tokens,
+            "--prompt-tokens", tokens // 5, "--policy", FEW, "--budget", "12%,25%",
+        )  # fmt: skip
+        for name, own in json.loads((out / "fidelity.json").read_text())["metrics"].items():
+            for budget, value in own["within"].items():
+                columns.setdefault((self.name, budget), {})[name] = value
+        return columns
+
+
+class Policies:
+    """The policies that evict, by what they can be measured with. Those for KL have settings under which they evict decoded
+    tokens too."""
+
+    def __init__(self, experiment, pool):
+        self.decode, self.answer = [], []
+        self.on_cpu = []  # for --cpu-policies: names of those that the device refuses, but the CPU does not
+        self.cpu_decode, self.cpu_answer = [], []
+        self.refused = {}  # {policy: why it is not measured}
+        evicting = [policy for policy in experiment.policies() if policy["evicts"] and policy["decodes"]]
+        self.moving = {policy["name"] for policy in evicting if policy["positions"] == "cache"}
+        reasons = list(pool.map(experiment.refusal, [policy["name"] for policy in evicting]))
+        for policy, reason in zip(evicting, reasons):
+            name = policy["name"]
+            once = "once" in policy["modifiers"]
+            smooth = any("smooth" in modifier for modifier in policy["modifiers"])
+            decode = ":".join([name] + ["once=no"] * once + ["smooth=0"] * smooth)
+            if reason is None:
+                self.answer.append(name)
+                self.decode.append(decode)
+            elif experiment.arguments.cpu_policies and experiment.refusal(name, device="cpu") is None:
+                self.on_cpu.append(name)
+                self.cpu_decode.append(decode)
+                self.cpu_answer += [name] * (experiment.arguments.cpu_policies == "all")
+            else:
+                self.refused[name] = reason.removeprefix("kvlab eval: ")
+
+
+class DecodeSpeed:
+    """Decoded tokens per second on one GPU, in 16 bit, for a board's policies. `kvlab bench evict` measures each together
+    with the full cache, for one sequence and for as many as fit in memory."""
+
+    def __init__(self, board):
+        self.board, self.shares = board, board.experiment.arguments.speed
+        self.half = min(board.experiment.context(), MAX_SPEED_TOKENS) // 2  # tokens of the prompt, and as many decoded ones
+        self.lines, self.gpu = [], ""
+        self.failed = {}  # {(policy, memory): why}
+        self.reason = self.why_not(board.experiment.arguments)  # why nothing was measured
+        if self.reason:
+            return
+        for share in self.shares:
+            for name in board.by_kl("16"):
+                if name.partition(":")[0] not in board.policies.on_cpu:
+                    self.measure(name, share)
+        if not self.lines:
+            self.reason = next(iter(self.failed.values()), None)
+
+    def why_not(self, arguments):
+        if arguments.device == "cpu":
+            return "this run was on the CPU"
+        if arguments.quick:
+            return "this run was a quick one"
+        return None if "16" in self.board.plans else "this run was not in 16 bit"
+
+    def measure(self, name, share):
+        words = ["evict", "--policy", name, "--budget", share, "--prompt-tokens", self.half, "--max-new-tokens", self.half, "--batch", 1]
+        found, failure = self.board.experiment.bench(*words, "--model", self.board.experiment.model)
+        if failure:
+            self.failed[name, share] = failure
+            return
+        command = " ".join(map(str, ["kvlab bench", *words, "--model", self.board.model]))
+        if not self.lines:
+            self.gpu = f"{found['device']} in {found['dtype']}"
+            self.add("full", "100%", (found["full"], found["largest_full"]), command)
+        self.add(name, share, (found["evicting"], found["largest_evicting"]), command)
+
+    def add(self, name, memory, runs, command):
+        for run in {run["batch"]: run for run in runs}.values():
+            metric = f"{SPEED}{run['batch']}"
+            self.lines.append(self.board.line(name, memory, "16", metric, run["tokens_per_second"], None, None, 1, command))
+
+    def section(self):
+        if not self.shares:
+            return []
+        title = "### Decode speed, 16 bit"
+        if self.reason:
+            return [title, f"Not measured: {self.reason}."]
+        explanation = (
+            f"Decoded tokens per second of all sequences together, on one {self.gpu}. Each sequence decodes {self.half:,} tokens after a "
+            f"prompt of {self.half:,}, with random keys and values. In parentheses: the number of sequences, which is 1 or the largest "
+            "number that fits in memory, at most 2,047. `kvlab bench evict` times steps at some lengths and integrates."
+        )
+        header = ["policy", *(f"{share} of the memory, {what}" for share in self.shares for what in ("one sequence", "largest batch"))]
+        rows = []
+        for name in dict.fromkeys(line["policy"] for line in self.lines):
+            rows.append([f"`{name.partition(':')[0]}`"])
+            for share in self.shares:
+                cells = self.cells(name, "100%" if name == "full" else share)
+                rows[-1] += [cells[0], cells[-1]]
+        text = [title, explanation, table(header, rows)]
+        if self.failed:
+            reasons = "; ".join(f"`{name.partition(':')[0]}` at {share} ({why})" for (name, share), why in self.failed.items())
+            text.append(f"Not measured: {reasons}.")
+        return text
+
+    def cells(self, name, memory):
+        own = [line for line in self.lines if line["policy"] == name and line["memory"] == memory]
+        return [f"{line['value']:,.0f} ({int(line['metric'].removeprefix(SPEED)):,})" for line in own] or ["-"]
 
 
 def tiers_of(word):
@@ -218,22 +467,12 @@ def cell_text(line, is_best, is_tied):
     return text + " =" * (is_tied and not is_best)
 
 
-def policies_of(experiment):
-    """Returns the policies for KL, with settings under which they evict decoded tokens too; the policies for tasks; and
-    {policy: why the engine refuses it}."""
-    decode, answer, refused = [], [], {}
-    for policy in experiment.policies():
-        if not policy["evicts"] or not policy["decodes"]:
-            continue
-        reason = experiment.refusal(policy["name"])
-        if reason is not None:
-            refused[policy["name"]] = reason.removeprefix("kvlab eval: ")
-            continue
-        answer.append(policy["name"])
-        once = "once" in policy["modifiers"]
-        smooth = any("smooth" in modifier for modifier in policy["modifiers"])
-        decode.append(":".join([policy["name"]] + ["once=no"] * once + ["smooth=0"] * smooth))
-    return decode, answer, refused
+def task_names(tasks):
+    return ", ".join(f"`{task}`" if task in RULER else task for task in tasks)
+
+
+def device_option(device):
+    return f" --device {device}" if device else ""
 
 
 def agreement(boards):
@@ -260,32 +499,31 @@ def agreement(boards):
 
 def correlation(one, other):
     names = [name for name in one if name in other]
-    return f"{spearman([one[name] for name in names], [other[name] for name in names]):.2f}" if len(names) > 2 else "-"
+    value = spearman([one[name] for name in names], [other[name] for name in names]) if len(names) > 2 else math.nan
+    return "-" if math.isnan(value) else f"{value:.2f}"
 
 
-def predictors(experiment):
+def predictors(boards):
     """A table of the metrics of a replay: the rank correlation of each with KL."""
-    tokens, columns = experiment.tokens, {}
-    for directory in experiment.models:
-        out = experiment.kvlab(
-            ["fidelity"], "--model", directory, "--text", *experiment.arguments.text, "--max-tokens", tokens, "--prompt-tokens",
-            tokens // 5, "--policy", FEW, "--budget", "12%,25%",
-        )  # fmt: skip
-        for name, own in json.loads((out / "fidelity.json").read_text())["metrics"].items():
-            for budget, value in own["within"].items():
-                columns.setdefault((name_of_model(directory), budget), {})[name] = value
+    columns = {key: own for board in boards for key, own in board.predicted.items()}
     names = list(dict.fromkeys(name for own in columns.values() for name in own))
-    header = ["metric", *(f"{model} {budget}" for model, budget in columns)]
     rows = []
     for name in names:
         values = [own.get(name) for own in columns.values()]
         rows.append([f"`{name}`", *("-" if value is None else f"{value:.2f}" for value in values)])
-    return table(header, rows)
+    return table(["metric", *(f"`{model}` {budget}" for model, budget in columns)], rows)
 
 
 def add_arguments(parser):
     parser.add_argument("--tiers", nargs="+", default=["16"], help="formats; each is ranked separately (default: 16)")
     parser.add_argument("--jobs", type=int, default=1, help="commands that run at the same time (default: 1)")
+    parser.add_argument("--answers", type=int, default=200, help="minimum number of questions in each cell, over all tasks (default: 200)")
+    parser.add_argument("--length", type=int, help="maximum number of tokens of RULER's questions with their answers (default: 1024, or "
+                        "half of the model's context if that is less)")
+    parser.add_argument("--speed", nargs="*", default=["25%"], metavar="SHARE", help="memory at which the decode speed of each "
+                        "policy is measured on a GPU; without a share: none (default: 25%%)")
+    parser.add_argument("--cpu-policies", choices=["kl", "all"], help="also measure the policies that CUDA does not support, on the CPU: "
+                        "KL alone, or task accuracy too, which is slow (default: they are left out)")
 
 
 def leaderboard():
@@ -298,7 +536,7 @@ def leaderboard():
     experiment.section("## Do the criteria, and the models, agree?\n\nRank correlations (Spearman) over all policies.\n\n" + agreement(boards))
     experiment.section(
         "## Which metric of a replay predicts KL\n\nSpearman's ρ between a metric and the KL of the end-to-end evaluation, over ten "
-        'policies at each budget. "-": the model has no such metric.\n\n' + predictors(experiment)
+        'policies at each budget. "-": the model has no such metric.\n\n' + predictors(boards)
     )
     experiment.write("Leaderboard", QUESTION)
     with open(pathlib.Path(experiment.arguments.out).with_suffix(".csv"), "w", newline="") as file:
@@ -307,4 +545,5 @@ def leaderboard():
         lines.writerows(line for board in boards for line in board.lines)
 
 
-main(leaderboard)
+if __name__ == "__main__":
+    main(leaderboard)

@@ -156,4 +156,5 @@ def main():
     PICTURE.write_text(svg)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Tests tools/experiments/leaderboard.py with a program that stands for kvlab on a machine with a GPU: it refuses the
+policy lagkv unless it is on the CPU, and its numbers are fixed. summary.py checks
+the CSV."""
+
+import contextlib
+import importlib
+import io
+import json
+import pathlib
+import stat
+import sys
+import tempfile
+import unittest
+import unittest.mock
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools/experiments"))
+leaderboard, summary = map(importlib.import_module, ("leaderboard", "summary"))
+
+PROGRAM = f"#!{sys.executable}" + r'''
+import json, pathlib, sys
+
+words = sys.argv[1:]
+option = lambda name, default="": words[words.index(name) + 1] if name in words else default
+policies, budgets = option("--policy").split(","), option("--budget").split(",")
+on_cpu = option("--device") == "cpu"
+open(pathlib.Path(__file__).with_suffix(".log"), "a").write(" ".join(words) + "\n")
+if words[0] == "--version":
+    print("kvlab of a test")
+    sys.exit()
+if words[0] == "policies":
+    shared = {"evicts": True, "decodes": True, "positions": "original", "modifiers": []}
+    print(json.dumps({"policies": [shared | {"name": name} for name in ("h2o", "sink", "lagkv", "window", "r_kv")]}))
+    sys.exit()
+if "r_kv" in policies or ("lagkv" in policies and not on_cpu):
+    sys.exit("kvlab eval: policy " + policies[0] + ": the CUDA decoder does not support it")
+if words[0] == "bench":
+    if policies[0] == "window":
+        sys.exit("kvlab bench: device memory: too little")
+    run = lambda batch, rate: {"batch": batch, "tokens_per_second": rate}
+    print(json.dumps({"device": "GPU", "dtype": "bfloat16", "full": run(1, 100.5), "evicting": run(1, 200.5),
+                      "largest_full": run(10, 1000.5), "largest_evicting": run(40, 4000.5)}))
+    sys.exit()
+if "--out" not in words:
+    sys.exit()
+out = pathlib.Path(option("--out"))
+out.mkdir()
+if words[0] == "eval":
+    # lagkv is the best, but does not differ significantly from h2o.
+    kl = {"h2o": 0.2, "sink": 0.3, "lagkv": 0.1, "window": 0.4}
+    significant = lambda a, b: {a, b} != {"h2o", "lagkv"}
+    pair = lambda a, b, first, second, mean: {
+        "a": a, "b": b, "a_policy": first, "b_policy": second,
+        "kl": {"mean": mean, "low": mean - 0.01, "high": mean + 0.01, "significantly_different": significant(first, second)}}
+    pairs = [pair(i + 1, 0, name, "full", kl[name]) for i, name in enumerate(policies)]
+    pairs += [pair(i + 1, j + 1, one, other, 0.1) for i, one in enumerate(policies) for j, other in enumerate(policies[:i])]
+    (out / "eval.json").write_text(json.dumps({
+        "tokens": 100, "engine_dtype": "float32" if on_cpu else "bfloat16", "pairs": pairs,
+        "configurations": [{"kv_bytes_peak": 1000}] * (len(policies) + 1)}))
+if words[0] == "fidelity":
+    (out / "fidelity.json").write_text(json.dumps({"metrics": {"recall": {"within": {"12%": 0.5}}}}))
+if words[0] == "task":
+    tasks = option("--tasks", words[1]).split(",")
+    samples = int(option("--samples")) * (6 if "--words" in words else 1)
+    easy = {"passkey", "niah_single_1", "niah_single_2"}
+    rows = ["task,policy,params,budget,words,depth,metric,value,low,high,count"]
+    for task in tasks:
+        for name in dict.fromkeys(["full", *policies]):
+            for budget in ["all"] if name == "full" else budgets:
+                if (name, budget, words[1]) == ("window", "6%", "passkey"):
+                    continue  # as if protected tokens exceeded the budget
+                share = 0.25 if name != "full" else 1 if task in easy else 0.5
+                rows.append(f"{task},{name},,{budget},all,all,exact_match,{share},{share},{share},{samples}")
+    (out / "task.csv").write_text("\n".join(rows) + "\n")
+'''
+
+
+class Leaderboard(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.kvlab = self.folder / "kvlab"
+        self.kvlab.write_text(PROGRAM)
+        self.kvlab.chmod(stat.S_IRWXU)
+        self.model = self.folder / "planted"
+        self.model.mkdir()
+        (self.model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+
+    def run_it(self, *words):
+        """Returns the page with its paragraphs in one line each, and the rows of the CSV as {(policy, memory, metric): row}."""
+        page = self.folder / "page.md"
+        command = ["leaderboard.py", "--kvlab", self.kvlab, "--model", self.model, "--out", page, "--keep", self.folder / "keep", *words]
+        with unittest.mock.patch("sys.argv", list(map(str, command))), contextlib.redirect_stderr(io.StringIO()):
+            leaderboard.leaderboard()
+        rows = summary.rows_of(page.with_suffix(".csv"))
+        parts = [part if part.startswith("|") else part.replace("\n", " ") for part in page.read_text().split("\n\n")]
+        return "\n\n".join(parts), {(row["policy"], row["memory"], row["metric"]): row for row in rows}
+
+    def commands(self, first):
+        return [line for line in self.kvlab.with_suffix(".log").read_text().splitlines() if line.startswith(first)]
+
+    def test_tasks_that_the_full_cache_answers_are_pooled(self):
+        page, rows = self.run_it("--jobs", 3)
+        # Three tasks for 200 questions: 67 of each, and 72 with six lengths and depths.
+        self.assertEqual([rows["h2o", "6%", f"accuracy: {task}"]["count"] for task in ("pass key", "niah_single_1")], ["72", "67"])
+        pooled = rows["h2o", "6%", "accuracy"]
+        self.assertEqual(pooled["count"], "206")
+        self.assertAlmostEqual(float(pooled["value"]), 52 / 206)  # 0.25 of 206, in whole answers
+        self.assertIn("206 questions of pass key, `niah_single_1`, `niah_single_2`. The full cache answers 100% of them.", page)
+        self.assertIn("of 24 questions: needle (50%), one needle of four", page)
+        self.assertEqual(rows["full", "100%", "accuracy: vt"]["value"], "0.5")
+        self.assertNotIn(("h2o", "6%", "accuracy: vt"), rows)
+        # Without one of the tasks, the accuracy of `window` could not be compared with that of the others.
+        self.assertIn(("window", "6%", "accuracy: niah_single_1"), rows)
+        self.assertNotIn(("window", "6%", "accuracy"), rows)
+        self.assertIn("| `window` | - | **0.252**", page)
+        self.assertIn('words. "-": protected tokens exceed the budget of some questions.', page)
+        command = rows["h2o", "50%", "accuracy: niah_single_2"]["command"]
+        self.assertEqual(
+            command,
+            "kvlab task ruler --tasks niah_single_2 --model planted --length 1024 --samples 67 --query-agnostic "
+            "--policy h2o --budget 50% --tiers 16",
+        )
+
+    def test_a_model_that_answers_too_little_has_kl_alone(self):
+        self.kvlab.write_text(PROGRAM.replace("1 if task in easy else 0.5", "0.5"))
+        page, rows = self.run_it()
+        self.assertIn("### Accuracy\n\nLeft out, because the full cache answers fewer than 80% of 24 questions: pass key (50%)", page)
+        self.assertFalse([key for key in rows if key[0] != "full" and key[2].startswith("accuracy")])
+
+    def test_a_task_command_has_all_budgets(self):
+        self.run_it("--answers", 30, "--length", 512)
+        found = self.commands("task ruler --tasks niah_single_1 ")
+        self.assertEqual(len(found), 1)
+        self.assertIn("--length 512 --samples 10 --policy h2o,sink,window --budget 6%,12%,25%,50% ", found[0])
+
+    def test_without_the_option_refused_policies_are_named(self):
+        page, rows = self.run_it()
+        self.assertIn("Not ranked: `lagkv` (policy lagkv: the CUDA decoder does not support it)", page)
+        self.assertFalse([key for key in rows if key[0] == "lagkv"])
+        self.assertIn("| `h2o` | **0.2** (0.19 to 0.21) |", page)
+
+    def test_policies_that_cuda_refuses_are_measured_on_the_cpu(self):
+        page, rows = self.run_it("--cpu-policies", "all", "--device", "cuda")
+        self.assertTrue(rows["lagkv", "6%", "kl"]["command"].endswith("--policy lagkv --budget 6% --tiers 16 --device cpu"))
+        self.assertTrue(rows["lagkv", "6%", "accuracy: pass key"]["command"].endswith("--device cpu"))
+        self.assertNotIn("--device", rows["h2o", "6%", "kl"]["command"])
+        self.assertIn("Not ranked: `r_kv`", page)
+        self.assertIn("Measured on the CPU in float32", page)
+        self.assertIn("computes in bfloat16", page)
+        # h2o, the best on CUDA, was evaluated beside it, so that they are compared in pairs.
+        self.assertEqual(len([line for line in self.commands("eval") if "--policy lagkv,h2o " in line]), 4)
+        self.assertIn("| `lagkv` | **0.1** (0.09 to 0.11) |", page)
+        self.assertIn("| `h2o` | 0.2 (0.19 to 0.21) = |", page)
+        self.assertIn("| `sink` | 0.3 (0.29 to 0.31) |", page)
+        self.assertNotIn(("lagkv", "25%", "tokens_per_s: batch 1"), rows)
+        page, rows = self.run_it("--cpu-policies", "kl", "--device", "cuda")
+        self.assertIn("`lagkv`. Their task accuracy was not measured.", page)
+        self.assertIn(("lagkv", "6%", "kl"), rows)
+        self.assertNotIn(("lagkv", "6%", "accuracy"), rows)
+
+    def test_decode_speed(self):
+        page, rows = self.run_it("--speed", "6%", "25%")
+        self.assertEqual(rows["sink", "6%", "tokens_per_s: batch 40"]["value"], "4000.5")
+        self.assertEqual(
+            rows["sink", "25%", "tokens_per_s: batch 1"]["command"],
+            "kvlab bench evict --policy sink --budget 25% --prompt-tokens 1024 --max-new-tokens 1024 --batch 1 --model planted",
+        )
+        self.assertEqual(rows["full", "100%", "tokens_per_s: batch 10"]["value"], "1000.5")
+        self.assertIn("| `full` | 100 (1) | 1,000 (10) | 100 (1) | 1,000 (10) |", page)
+        self.assertIn("| `h2o` | 200 (1) | 4,000 (40) | 200 (1) | 4,000 (40) |", page)
+        self.assertIn("Not measured: `window` at 6% (device memory: too little)", page)
+
+    def test_decode_speed_needs_a_gpu(self):
+        page, rows = self.run_it("--device", "cpu")
+        self.assertIn("Not measured: this run was on the CPU.", page)
+        self.assertNotIn("### Decode speed", self.run_it("--device", "cpu", "--speed")[0])
+        self.kvlab.write_text(PROGRAM.replace('if policies[0] == "window":', "if True:"))
+        page, rows = self.run_it()
+        self.assertIn("### Decode speed, 16 bit\n\nNot measured: device memory: too little.", page)
+        self.assertFalse([key for key in rows if key[2].startswith("tokens_per_s")])
+
+    def test_kept_results_are_reused(self):
+        first = self.run_it()
+        measured = len(self.commands("bench") + self.commands("task") + self.commands("fidelity"))
+        self.assertEqual(self.run_it(), first)
+        again = len(self.commands("bench") + self.commands("task") + self.commands("fidelity"))
+        self.assertEqual(again, measured + 1)  # the failed measurement of `window` is tried again
+
+
+if __name__ == "__main__":
+    unittest.main()
