@@ -1,6 +1,5 @@
 """Tests tools/experiments/leaderboard.py with a program that stands for kvlab on a machine with a GPU: it refuses the
-policy lagkv unless it is on the CPU, and its numbers are fixed. summary.py checks
-the CSV."""
+policy lagkv unless it is on the CPU, and its numbers are fixed. Also tests summary.py on the CSV."""
 
 import contextlib
 import importlib
@@ -187,6 +186,27 @@ class Leaderboard(unittest.TestCase):
         self.assertEqual(self.run_it(), first)
         again = len(self.commands("bench") + self.commands("task") + self.commands("fidelity"))
         self.assertEqual(again, measured + 1)  # the failed measurement of `window` is tried again
+
+
+class Summary(unittest.TestCase):
+    def test_readme_names_the_questions(self):
+        def row(model, policy, metric, value, count="144"):
+            return dict.fromkeys(summary.COLUMNS, "") | {
+                "model": model, "policy": policy, "memory": "25%" if policy != "full" else "100%", "format": "16",
+                "metric": metric, "value": str(value), "low": str(value - 0.06), "high": str(value + 0.09), "count": count,
+            }  # fmt: skip
+
+        rows = [row("smollm2", "h2o:sinks=0", f"accuracy: {task}", 0.5) for task in ("pass key", "vt")]
+        rows += [row("smollm2", policy, "accuracy", 0.5) for policy in summary.POLICIES]
+        text = summary.sentences(rows)
+        self.assertIn("144 questions (pass key, `vt`)", text)
+        self.assertIn("6 to 9 points", text)
+        self.assertIn("at least 80% of each task", text)
+        self.assertNotIn("also ranks", text)
+        rows += [row("smollm2", "full", "accuracy", 0.97), row("other", "h2o:sinks=0", "accuracy: needle", 0.5)]
+        text = " ".join(summary.sentences(rows).split())
+        self.assertIn("The full cache answers 97% of them.", text)
+        self.assertIn("The leaderboard also ranks the policies on `other`.", text)
 
 
 if __name__ == "__main__":

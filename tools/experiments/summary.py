@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks docs/results/leaderboard.csv, and writes README's table and picture from it.
+"""Checks docs/results/leaderboard.csv, and writes README's table, the sentences below it and the picture from it.
 
     python3 tools/experiments/summary.py           # rewrites README.md and docs/images/smollm2.svg
     python3 tools/experiments/summary.py --check   # exits with 1 if they differ from the CSV
@@ -9,6 +9,9 @@ import csv
 import math
 import pathlib
 import sys
+import textwrap
+
+from leaderboard import task_names
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = "smollm2"
@@ -65,10 +68,30 @@ def rows_of(path):
     return rows
 
 
-def cells_of(path):
+def cells_of(rows):
     """Returns {(metric, policy, memory): row} for the model in 16 bit."""
-    rows = [row for row in rows_of(path) if row["model"] == MODEL and row["format"] == "16"]
-    return {(row["metric"], row["policy"].partition(":")[0], row["memory"]): row for row in rows}
+    own = [row for row in rows if row["model"] == MODEL and row["format"] == "16"]
+    return {(row["metric"], row["policy"].partition(":")[0], row["memory"]): row for row in own}
+
+
+def sentences(rows):
+    """What the table's right answers are, and which other models the leaderboard has."""
+    shown = [row for (metric, policy, memory), row in cells_of(rows).items()
+             if metric == "accuracy" and policy in POLICIES and memory in ACCURACY_AT]  # fmt: skip
+    tasks = [row["metric"].removeprefix("accuracy: ") for row in rows
+             if row["model"] == MODEL and row["policy"] != "full" and row["metric"].startswith("accuracy: ")]  # fmt: skip
+    counts = sorted({int(row["count"]) for row in shown})
+    sides = [100 * abs(float(row["value"]) - float(row[end])) for row in shown for end in ("low", "high")]
+    full = [row["value"] for row in rows if row["model"] == MODEL and row["policy"] == "full" and row["metric"] == "accuracy"]
+    text = (
+        f"Right answers are the share of {' or '.join(map(str, counts))} questions ({task_names(dict.fromkeys(tasks))}), which are "
+        f"asked after the eviction; their 95% intervals reach {min(sides):.0f} to {max(sides):.0f} points to either side. "
+        f"The full cache answers {f'{float(full[0]):.0%} of them' if full else 'at least 80% of each task'}."
+    )
+    others = [f"`{name}`" for name in dict.fromkeys(row["model"] for row in rows) if name != MODEL]
+    if others:
+        text += f" The leaderboard also ranks the policies on {', '.join(others)}."
+    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def table(cells):
@@ -138,12 +161,13 @@ def picture(cells):
 
 def main():
     path = ROOT / "docs/results/leaderboard.csv"
-    cells = cells_of(path)
+    rows = rows_of(path)
+    cells = cells_of(rows)
     readme = ROOT / "README.md"
     old = readme.read_text()
     before, rest = old.split(BEGIN)
     try:
-        new = f"{before}{BEGIN}\n{table(cells)}\n{END}{rest.split(END)[1]}"
+        new = f"{before}{BEGIN}\n{table(cells)}\n\n{sentences(rows)}\n{END}{rest.split(END)[1]}"
         svg = picture(cells)
     except KeyError as error:
         sys.exit(f"{path}: no row of {MODEL} in 16 bit for {error}, which README shows")
