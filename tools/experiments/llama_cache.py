@@ -37,21 +37,20 @@ KL is the mean over the decoded tokens, against the 16-bit cache of the same eng
 computed from the probabilities of the 1,000 most probable tokens and from the sum of all other probabilities. Errors
 are standard errors over the texts.
 
-llama.cpp's attention differs from kvlab's in four ways. To see how much each of them matters, the model is evaluated in
-PyTorch with an attention that has them one after another:
+llama.cpp's attention differs from kvlab's in three ways. To see how much each of them matters, the model is evaluated
+in PyTorch with an attention that has them one after another:
 
-- **as kvlab**: none of them. This column should be that of kvlab in the first table;
+- **as kvlab**: none of them. A decoded token is quantized before its own query attends, as in both engines. This column
+  should be that of kvlab in the first table;
 - **channels**: a GGUF file of a Llama model stores the two channels of a RoPE pair beside each other, so a block of 32
   holds other channels than in the checkpoint;
 - **prompt**: the prompt's queries attend to quantized keys and values, while kvlab quantizes the prompt when it ends;
-- **self**: a token also attends to itself in quantized form, while kvlab quantizes a token after its own query;
 - **query**: queries are rounded to 8 bits (`q8_0`) before they are multiplied by quantized keys. This column has all
-  four, so it should be that of llama.cpp.
+  three, so it should be that of llama.cpp.
 """
 FORMATS = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "q8_0/q4_0"]
-# The four differences, in the order in which they are added.
-STEPS = {"as kvlab": [], "channels": ["channels"], "prompt": ["channels", "prompt"], "self": ["channels", "prompt", "self"],
-         "query": ["channels", "prompt", "self", "query"]}  # fmt: skip
+# The three differences, in the order in which they are added.
+STEPS = {"as kvlab": [], "channels": ["channels"], "prompt": ["channels", "prompt"], "query": ["channels", "prompt", "query"]}
 KEPT = 1000  # most probable tokens of the 16-bit cache
 ASKED = 4000  # most probable tokens of the quantized cache, among which those are looked up
 SAMPLES = 4  # of the gradients
@@ -205,7 +204,7 @@ class Emulation:
         keys, values = self.formats
         group, tokens = query.shape[1] // key.shape[1], torch.arange(query.shape[2])
         by, of = tokens[:, None], tokens[None, :]
-        quantized = (by >= (0 if "prompt" in self.steps else self.prompt)) & ((of < by) | ((of == by) & ("self" in self.steps)))
+        quantized = (by >= (0 if "prompt" in self.steps else self.prompt)) & (of <= by)
         rounds = "query" in self.steps and keys != "f16"
         scores = [
             q @ k.repeat_interleave(group, 1).transpose(-1, -2)

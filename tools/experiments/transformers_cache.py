@@ -20,7 +20,7 @@ transformers' quantized cache the KL that kvlab measures and predicts? This page
 - **kvlab**: `kvlab eval --tiers FORMAT`, end to end on the other texts;
 - **transformers**: the model in transformers on the same tokens of the same texts, in float32. The cache gets the
   prompt in one call and then one token per call, with `residual_length=1`, so that each token is quantized right after
-  its own query, as in kvlab.
+  its own query. kvlab quantizes it right before, so its KL should be a little higher.
 
 KL is the mean over the decoded tokens, against the full cache of the same engine, in nats. Errors are standard errors
 over the texts.
