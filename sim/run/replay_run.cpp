@@ -36,9 +36,8 @@ constexpr std::size_t kMaxSeries = 6;
 constexpr std::size_t kShownHeads = 2;
 
 /// The configurations to show: those at `budget` that have the prefill mode of the first of them,
-/// each policy with its parameters once. The policy with the lowest mean comes first, then `window`
-/// and the policy with the second lowest mean, then the others by their mean. oracle_attention
-/// comes last.
+/// each policy with its parameters once. The choice comes first, then `window` and the policy with
+/// the lowest mean of the others, then the rest by their mean. oracle_attention comes last.
 std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
                                              const MetricTable& metric_table,
                                              std::string_view budget, const MetricInfo& metric) {
@@ -57,7 +56,11 @@ std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
     else if (!known)
       configs.push_back(&config);
   }
-  const auto ranked = rank_policies(metric_table, budget, metric).ranked;
+  const Ranking ranking = rank_policies(metric_table, budget, metric);
+  auto ranked = ranking.ranked;
+  if (!ranked.empty())  // the choice first, which may have been preferred for its memory
+    std::rotate(ranked.begin(), ranked.begin() + static_cast<std::ptrdiff_t>(ranking.winner),
+                ranked.begin() + static_cast<std::ptrdiff_t>(ranking.winner) + 1);
   const auto place = [&](const CacheConfig* config) {
     for (std::size_t i = 0; i < ranked.size(); ++i) {
       const Series& series = metric_table.series()[ranked[i].series];

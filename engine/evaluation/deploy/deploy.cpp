@@ -188,8 +188,11 @@ constexpr std::size_t kMaxEvaluated = 12, kMaxEvaluatedNear = 9;
 constexpr double kCacheWork = 0.15, kAgainWork = 0.3;
 constexpr double kTokensOfWord = 1.4;
 
+double lowest_kl(std::span<const Finalist> finalists) {
+  return std::ranges::min(finalists, {}, &Finalist::kl).kl;
+}
 bool is_near(std::span<const Finalist> finalists, std::size_t finalist) {
-  return finalists[finalist].kl <= kNearKl * finalists.front().kl;
+  return finalists[finalist].kl <= kNearKl * lowest_kl(finalists);
 }
 
 class FinalistEvaluator {
@@ -240,8 +243,8 @@ class FinalistEvaluator {
   }
 
  private:
-  /// The finalists that answer the remaining questions: the one with the lowest KL, then those near
-  /// it with the best task accuracy, up to kMaxEvaluatedNear, then the others with the best task
+  /// The finalists that answer the remaining questions: the first one, then those near the lowest
+  /// KL with the best task accuracy, up to kMaxEvaluatedNear, then the others with the best task
   /// accuracy, up to kMaxEvaluated.
   std::vector<std::size_t> finalists_that_continue(
       const std::vector<TaskAccuracy>& evaluated) const {
@@ -413,19 +416,23 @@ Choice choose_by_both_criteria(std::span<const Finalist> finalists,
         .deployed = 0,
         .why =
             "chosen by KL alone, because the model itself (full cache) answers too few questions"};
-  const auto min_kl = [&](const std::vector<std::size_t>& which) {
+  // The first finalist is the choice by KL. It may have been preferred for its memory to one whose
+  // KL is a little lower, so a tie does not change the choice.
+  const auto best_by_kl = [&](const std::vector<std::size_t>& which) {
+    if (std::ranges::find(which, std::size_t{0}) != which.end()) return std::size_t{0};
     return *std::ranges::min_element(which, {}, [&](std::size_t f) { return finalists[f].kl; });
   };
-  const auto price = [&](std::size_t f) {
-    return fmt::format("{:.0f}% more KL", 100 * (finalists[f].kl / finalists.front().kl - 1));
+  const auto price = [&, lowest = lowest_kl(finalists)](std::size_t f) {
+    return fmt::format("{:.0f}% more KL", 100 * (finalists[f].kl / lowest - 1));
   };
-  Choice choice{.best_accuracy = min_kl(best_of(all, evaluated)),
-                .deployed = min_kl(best_of(near, evaluated)),
-                .why = "lowest KL, and no policy within 20% of it answers more questions"};
+  Choice choice{
+      .best_accuracy = best_by_kl(best_of(all, evaluated)),
+      .deployed = near.empty() ? 0 : best_by_kl(best_of(near, evaluated)),
+      .why = "best by KL, and no policy within 20% of the lowest KL answers more questions"};
   if (choice.deployed != 0)
     choice.why = fmt::format(
-        "the chosen policy answers {}, and the policy with the lowest KL answers {}; the chosen "
-        "policy has {}",
+        "the chosen policy answers {}, and the best policy by KL answers {}; the chosen policy has "
+        "{} than the lowest",
         shares_text(evaluated, choice.deployed), shares_text(evaluated, 0), price(choice.deployed));
   if (*choice.best_accuracy != choice.deployed)
     choice.why += fmt::format("; {} answers {}, but has {}, and more than {:.0f}% is not accepted",
@@ -446,7 +453,7 @@ json criteria_json(std::span<const Finalist> finalists, std::span<const TaskAccu
                      {"full", task.samples() ? json(share_of(task.full)) : json(nullptr)}});
   for (std::size_t f = 0; f < finalists.size(); ++f) {
     json entry{{"policy", finalists[f].config.policy.text()},
-               {"kl_over_lowest", finalists[f].kl / finalists.front().kl}};
+               {"kl_over_lowest", finalists[f].kl / lowest_kl(finalists)}};
     for (const TaskAccuracy& task : evaluated) {
       if (!task.has(f)) continue;
       const auto& right = task.right[f];

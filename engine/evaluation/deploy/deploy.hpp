@@ -117,8 +117,8 @@ struct TaskAccuracy {
 double share_of(const std::vector<bool>& right);
 
 /// Evaluates the finalists. If there are many, all of them answer a quarter of the questions, and
-/// only the best ones answer the rest. `finalists` have ascending KL; the first one always answers
-/// all questions. `progress` is called with the fraction done.
+/// only the best ones answer the rest. `finalists`: the choice by KL, which always answers all
+/// questions, and then the others with ascending KL. `progress` is called with the fraction done.
 std::vector<TaskAccuracy> evaluate_finalists(Backend& backend, const Tokenizer& tokenizer,
                                              std::span<const Finalist> finalists,
                                              const TaskAccuracyPlan& plan,
@@ -127,15 +127,17 @@ std::vector<TaskAccuracy> evaluate_finalists(Backend& backend, const Tokenizer& 
 /// a share of the prompt's tokens.
 double task_accuracy_work(std::size_t finalists, const TaskAccuracyPlan& plan);
 
-/// Which finalist is best by which criterion. The first finalist has the lowest KL.
+/// Which finalist is best by which criterion. The first finalist is the choice by KL. It need not
+/// have the lowest KL: if the difference is not significant, less memory may decide.
 struct Choice {
   std::optional<std::size_t> best_accuracy;  ///< nullopt if every task was skipped
   std::size_t deployed = 0;
   std::string why;
 };
 /// best_accuracy: the finalist with the most right answers, by the first task, then by the next.
-/// Among those within kAlikeShare of the most, it is the one with the lowest KL. deployed: among
-/// the finalists within kNearKl of the lowest KL, the one with the best task accuracy.
+/// Among those within kAlikeShare of the most, it is the first finalist or, if that is not one of
+/// them, the one with the lowest KL. deployed: by the same rule, among the finalists within kNearKl
+/// of the lowest KL.
 Choice choose_by_both_criteria(std::span<const Finalist> finalists,
                                std::span<const TaskAccuracy> evaluated);
 

@@ -37,9 +37,9 @@ TEST_CASE("A configuration with more right answers is deployed if its KL is at m
   const Choice choice = field.choice();
   CHECK(choice.deployed == 2);
   CHECK(choice.best_accuracy == 2);
-  CHECK(choice.why.find("70% of passkey, and the policy with the lowest KL answers 25%") !=
+  CHECK(choice.why.find("70% of passkey, and the best policy by KL answers 25%") !=
         std::string::npos);
-  CHECK(choice.why.find("the chosen policy has 15% more KL") != std::string::npos);
+  CHECK(choice.why.find("the chosen policy has 15% more KL than the lowest") != std::string::npos);
 }
 
 TEST_CASE(
@@ -70,6 +70,24 @@ TEST_CASE("A small gain in task accuracy does not justify higher KL") {
   field.add("h2o", 1.01, 40);
   CHECK(field.choice().deployed == 0);
   CHECK(field.choice().best_accuracy == 0);
+}
+
+TEST_CASE("A choice for its memory stays the choice, and differences of KL are from the lowest") {
+  Field field;
+  field.add("a2sf", 1.10, 20);
+  field.add("lru", 1.00, 20);
+  field.add("h2o", 1.25, 40);
+  Choice choice = field.choice();
+  CHECK(choice.deployed == 0);
+  CHECK(choice.why.find(field.text(2) + " answers 100% of passkey, but has 25% more KL") !=
+        std::string::npos);
+  const auto json = criteria_json(field.finalists, field.evaluated, choice);
+  CHECK(json["policies"][0]["kl_over_lowest"] == Approx(1.1));
+  CHECK(json["policies"][1]["kl_over_lowest"] == 1);
+  field.evaluated[0].right[1] = samples(40);
+  choice = field.choice();
+  CHECK(choice.deployed == 1);
+  CHECK(choice.why.find("the chosen policy has 0% more KL than the lowest") != std::string::npos);
 }
 
 TEST_CASE("The first task decides first, and the next task among the rest") {
