@@ -12,7 +12,7 @@ EXPERIMENTS = pathlib.Path(__file__).parents[2] / "tools/experiments"
 sys.path.insert(0, str(EXPERIMENTS))
 import offloading  # noqa: E402
 
-SHAPE = offloading.Shape.of(offloading.MODEL)
+SHAPE = offloading.Shape.from_config(offloading.MODEL)
 LINK, MEMORY = 50e9, 4e12
 
 

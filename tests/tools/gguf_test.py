@@ -348,7 +348,7 @@ class GgufTest(unittest.TestCase):
         kind = gguf.GGUFValueType
         keys, weights = gemma3()
         scores, tokens = "tokenizer.ggml.scores", "tokenizer.ggml.tokens"
-        for words, key, value, of in (
+        for words, key, value, kind in (
             ("rope.scaling.type is not supported; a gemma3 ", "gemma3.rope.scaling.type", "linear", kind.STRING),
             ("softcapping is not supported", "gemma3.final_logit_softcapping", 30.0, kind.FLOAT32),
             ("sliding_window is 0", "gemma3.attention.sliding_window", 0, kind.UINT32),
@@ -359,7 +359,7 @@ class GgufTest(unittest.TestCase):
             ("a token of more than 1024", tokens, ["a" * 1025, *keys[tokens][0][1:]], kind.ARRAY),
             ("unknown_token_id is 4000", "tokenizer.ggml.unknown_token_id", 4000, kind.UINT32),
         ):
-            write_gguf(self.source, keys | {key: (value, of)}, weights, "gemma3")
+            write_gguf(self.source, keys | {key: (value, kind)}, weights, "gemma3")
             self.check_refused(words)
 
     def test_a_truncated_file_is_refused(self):
@@ -453,7 +453,7 @@ class GgufTest(unittest.TestCase):
         kind = gguf.GGUFValueType
         epsilon, base = "llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base"
         tokens, merges, types = (f"tokenizer.ggml.{key}" for key in ("tokens", "merges", "token_type"))
-        for words, key, value, of in (
+        for words, key, value, kind in (
             ("has no llama.block_count", "llama.block_count", None, None),
             ("block_count is 0", "llama.block_count", 0, kind.UINT32),
             ("block_count is 16000000", "llama.block_count", 16000000, kind.UINT32),
@@ -482,7 +482,7 @@ class GgufTest(unittest.TestCase):
             ("eos_token_id is -1", "tokenizer.ggml.eos_token_id", -1, kind.INT32),
             ("its type should be str", "general.name", 5, kind.UINT32),
         ):
-            self.check_field(words, key, value, of)
+            self.check_field(words, key, value, kind)
 
     def test_names_with_control_characters_are_escaped(self):
         write_gguf(self.source, fields(), tensors() | {"\x1b[2Jboo\nexit 0": np.zeros(32, np.float32)})

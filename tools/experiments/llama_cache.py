@@ -203,14 +203,14 @@ class Emulation:
         """query [text, head, token, dim], key and value [text, kv_head, token, dim]."""
         keys, values = self.formats
         group, tokens = query.shape[1] // key.shape[1], torch.arange(query.shape[2])
-        by, of = tokens[:, None], tokens[None, :]
-        quantized = (by >= (0 if "prompt" in self.steps else self.prompt)) & (of <= by)
+        reader, read = tokens[:, None], tokens[None, :]
+        quantized = (reader >= (0 if "prompt" in self.steps else self.prompt)) & (read <= reader)
         rounds = "query" in self.steps and keys != "f16"
         scores = [
             q @ k.repeat_interleave(group, 1).transpose(-1, -2)
             for q, k in ((self.rounded_key(query, "q8_0") if rounds else query, self.rounded_key(key, keys)), (query, key))
         ]
-        p = (torch.where(quantized, *scores) * scaling).masked_fill(of > by, float("-inf")).softmax(-1)
+        p = (torch.where(quantized, *scores) * scaling).masked_fill(read > reader, float("-inf")).softmax(-1)
         own, exact = (v.repeat_interleave(group, 1) for v in (self.rounded(value, values), value))
         return ((p * quantized) @ own + (p * ~quantized) @ exact).transpose(1, 2).contiguous(), None
 

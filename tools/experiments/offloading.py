@@ -67,7 +67,7 @@ class Shape:
     token: float
 
     @classmethod
-    def of(cls, path):
+    def from_config(cls, path):
         config = json.loads(pathlib.Path(path).read_text())
         hidden, layers = config["hidden_size"], config["num_hidden_layers"]
         kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
@@ -431,7 +431,7 @@ def offloading():
     arguments = parse_arguments()
     if not arguments.page_only:
         Measurement(arguments).all()
-    text = page(Results(csv_of(arguments), Shape.of(arguments.shape)))
+    text = page(Results(csv_of(arguments), Shape.from_config(arguments.shape)))
     pathlib.Path(arguments.out).write_text(text)
 
 

@@ -2,7 +2,7 @@
 
 /** The scales that give each line its colour, dash and marker. */
 function lookScales(lines) {
-  const ordinal = (name, of) => ({name, type: 'ordinal', domain: lines.map((l) => l.line), range: lines.map(of)});
+  const ordinal = (name, style) => ({name, type: 'ordinal', domain: lines.map((l) => l.line), range: lines.map(style)});
   return [ordinal('colour', (l) => pageColour(l.colour)), ordinal('dash', (l) => l.dash),
     ordinal('shape', (l) => l.shape || 'circle'), ordinal('size', (l) => (l.shape ? 46 : 0)),
     ordinal('fill', (l) => pageColour(l.filled ? l.colour : 'page'))];

@@ -190,7 +190,7 @@ AXES = r"""
 const at = (node) => /translate\(([-\d.e]+),([-\d.e]+)\)/.exec(node.getAttribute('transform')).slice(1).map(Number);
 const dotsOf = (c) => { try { return c.view.data('dots'); } catch { return null; } };
 return kvlabPage.charts.filter((c) => c.view && c.box.offsetParent && dotsOf(c)).map((c) => {
-  const all = (selector, of = c.box) => [...of.querySelectorAll(selector)];
+  const all = (selector, box = c.box) => [...box.querySelectorAll(selector)];
   const axes = all('.role-axis').filter((a) => all('.role-axis-label text', a).length);
   return {title: c.box.ariaLabel, axes: ['x', 'y'].map((name, along) => {
     const scale = c.view.scale(name), [start, end] = along ? ['top', 'bottom'] : ['left', 'right'];
@@ -693,14 +693,14 @@ def check_sweep(browser: Browser, call: Any, source: Path, folder: Path) -> None
     check_orders(browser)
     browser.choose("metric", "recall")
     rows = [row for row in rows_of(folder / "sweep") if (row["metric"], row["layer"]) == ("recall", "all")]
-    of = {}
+    found = {}
     for row in rows:
-        of.setdefault((row["policy"], row["params"], row["budget"]), []).append(float(row["value"]))
+        found.setdefault((row["policy"], row["params"], row["budget"]), []).append(float(row["value"]))
     series = browser.js("return kvlabPage.page.data.series.map((s) => [s.policy, s.params])")
 
     def check(dots: list[dict[str, Any]]) -> None:
         for dot in dots:
-            values = of[(*series[dot["series"]], dot["requested"])]
+            values = found[(*series[dot["series"]], dot["requested"])]
             assert len(values) == 2 and same(dot["y"], sum(values) / 2), (dot, values)
             assert same(dot["min"], min(values)) and same(dot["max"], max(values)), (dot, values)
 

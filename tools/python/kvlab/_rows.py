@@ -84,7 +84,7 @@ class Sight:
             while len(self._shown) > _MAX_HELD:
                 self._shown.popitem(last=False)
 
-    def of(self, sequence: int, layer: int) -> Rows:
+    def rows(self, sequence: int, layer: int) -> Rows:
         with self._lock:
             shown = self._shown.get((sequence, layer))
             return shown if shown is not None else self._read(sequence, layer)

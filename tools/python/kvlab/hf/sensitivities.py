@@ -167,10 +167,10 @@ def sensitivities(
 # The command
 
 
-def progress(done: int, of: int) -> None:
+def progress(done: int, layers: int) -> None:
     if sys.stderr.isatty():
-        end = "\n" if done == of else ""
-        print(f"\rsensitivities: {done} of {of} layers ", end=end, file=sys.stderr, flush=True)
+        end = "\n" if done == layers else ""
+        print(f"\rsensitivities: {done} of {layers} layers ", end=end, file=sys.stderr, flush=True)
 
 
 def scale_of(largest: float, dtype: str) -> float:
