@@ -151,10 +151,10 @@ KvCacheConfig config_of(const kvlab_kv_cache_config& c) {
        kMaxTierGroup);
   config.kernels = kernels_for(config, policy.kernels,
                                policy.header ? PlainKernels::absent : PlainKernels::present);
-  config.weigh = [&policy](std::span<const std::byte> params, std::span<float> to) {
+  config.weigh = [&policy](std::span<const std::byte> policy_params, std::span<float> to) {
     std::uint32_t tail = kNoTail;
     const auto queries = static_cast<std::uint32_t>(to.size());
-    cuda::check(kvlab_policy_weights(&policy, params.data(), queries, to.data(), &tail),
+    cuda::check(kvlab_policy_weights(&policy, policy_params.data(), queries, to.data(), &tail),
                 "weights of queries");
     return tail;
   };

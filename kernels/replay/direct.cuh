@@ -227,7 +227,8 @@ struct DirectTokens {
 /// to `to` [group, dim]. Called by the whole thread block. Not inlined, because it would use
 /// registers that its caller needs. `Bits` is the type that holds four elements of a value.
 template <int kHeadGroups, class Bits>
-__device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, DirectValues values,
+__device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args,
+                                               DirectValues direct_values,
                                                float (*scratch)[kReplayDims], float* to) {
   constexpr int kHeads = 4 * kHeadGroups, kAtOnce = 8 / kHeadGroups,
                 kSums = kReplayScratch / kHeads;
@@ -235,7 +236,7 @@ __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, Direc
   const std::uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize,
                       warps = blockDim.x / kWarpSize;
   const Bits* const values =
-      static_cast<const Bits*>(args.tensors.values) + shape.vector(values.task, 0) / 4;
+      static_cast<const Bits*>(args.tensors.values) + shape.vector(direct_values.task, 0) / 4;
   using Tokens = DirectTokens<Bits, kAtOnce, kHeadGroups>;
   for (int first = 0; first < shape.head_size; first += kReplayDims) {
     const int d = first + 4 * static_cast<int>(lane);
@@ -244,20 +245,21 @@ __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, Direc
       Tokens tokens;
 #pragma unroll
       for (std::uint32_t n = 0; n < kAtOnce; ++n) {
-        const std::uint32_t slot = base + n,
-                            position = slot < values.count ? values.positions[slot] : values.end;
-        const bool is = position < values.end;
+        const std::uint32_t slot = base + n, position = slot < direct_values.count
+                                                            ? direct_values.positions[slot]
+                                                            : direct_values.end;
+        const bool is = position < direct_values.end;
         const std::int64_t at = (std::int64_t{position} * shape.head_size + d) / 4;
         tokens.value[n] = is && d < shape.head_size ? __ldg(values + at) : Bits{};
 #pragma unroll
         for (int head_group = 0; head_group < kHeadGroups; ++head_group)
           tokens.e[n][head_group] =
-              is ? values.direct[head_group * args.slots.task_stride + slot] : float4{};
+              is ? direct_values.direct[head_group * args.slots.task_stride + slot] : float4{};
       }
       return tokens;
     };
     Tokens ahead = fetch(warp * kAtOnce);
-    for (std::uint32_t base = warp * kAtOnce; base < values.count; base += warps * kAtOnce) {
+    for (std::uint32_t base = warp * kAtOnce; base < direct_values.count; base += warps * kAtOnce) {
       const Tokens tokens = ahead;
       ahead = fetch(base + warps * kAtOnce);
 #pragma unroll

@@ -126,11 +126,11 @@ struct FourPairs<float> {
   __device__ explicit FourPairs(const uint4* at)
       : lows(__ldg(reinterpret_cast<const float4*>(at))),
         highs(__ldg(reinterpret_cast<const float4*>(at + 1))) {}
-  __device__ float2 low(int couple) const { return two_of(lows, couple); }
-  __device__ float2 high(int couple) const { return two_of(highs, couple); }
+  __device__ float2 low(int couple) const { return pair_of(lows, couple); }
+  __device__ float2 high(int couple) const { return pair_of(highs, couple); }
 
  private:
-  __device__ static float2 two_of(const float4& four, int couple) {
+  __device__ static float2 pair_of(const float4& four, int couple) {
     return couple == 0 ? float2{four.x, four.y} : float2{four.z, four.w};
   }
 };
