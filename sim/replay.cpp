@@ -697,14 +697,16 @@ void check_refetch(const std::optional<Selector>& refetch, const CacheConfig& co
   const ResolvedConfig resolved = resolve(config, own.segments(), 0, heads_of(own));
   for (std::uint32_t layer = 0; layer < own.shape().layers; ++layer)
     for (std::uint32_t head = 0; head < own.shape().kv_heads && !resolved.exempts(layer); ++head) {
-      const ResolvedConfig own = resolved.head_config(layer, head);
+      const ResolvedConfig head_config = resolved.head_config(layer, head);
       const std::uint64_t min_budget = std::uint64_t{max_selected(*refetch, trace)} +
-                                       own.protected_tokens.sinks + own.protected_tokens.recent + 1;
-      if (own.budget_tokens < min_budget)
+                                       head_config.protected_tokens.sinks +
+                                       head_config.protected_tokens.recent + 1;
+      if (head_config.budget_tokens < min_budget)
         throw BudgetTooSmall(
             fmt::format("{}budget {} is {} tokens, but --refetch {} needs at least {}, for the "
                         "selected tokens, the protected tokens and the query's own token",
-                        policy, config.budget.text(), own.budget_tokens, refetch->text, min_budget),
+                        policy, config.budget.text(), head_config.budget_tokens, refetch->text,
+                        min_budget),
             fmt::format("a budget of {} would fit", min_budget));
     }
 }

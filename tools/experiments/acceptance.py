@@ -48,7 +48,7 @@ class Results:
         self.experiment.add_gradients(trace, SAMPLES)
         rows = self.experiment.kvlab(
             ["replay"], "--trace", trace, "--policy", ",".join(self.policies), "--budget", ",".join(self.budgets),
-            *self.options, table="results.csv",
+            *self.options, "--model", self.experiment.model, table="results.csv",
         )  # fmt: skip
         return [row for row in rows if row["layer"] == row["head"] == "all"]
 
