@@ -173,6 +173,7 @@ class Engine:
             self.tokens.copy_(logits.float().argmax(-1))
 
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # which may still be filling the buffers
         with torch.cuda.stream(stream):
             step()  # all rows are idle; this initialises libraries before the capture
         stream.synchronize()
