@@ -242,8 +242,8 @@ TEST_CASE("A cache that evicts nothing drafts what the full cache predicts") {
                                        config_of("h2o", 30, Prefill{0}, Positions::original)});
   const auto scores =
       evaluate_by_layers(tiny(), ids, configs, {.prompt_tokens = 50, .draft = 4, .threads = 2});
-  const auto all_one = [](const TokenScores& scores) {
-    return std::ranges::all_of(scores.acceptance, [](double x) { return x == 1; });
+  const auto all_one = [](const TokenScores& own) {
+    return std::ranges::all_of(own.acceptance, [](double x) { return x == 1; });
   };
   for (const std::size_t c : {0u, 1u, 2u}) CHECK(all_one(scores[c]));
   CHECK_FALSE(all_one(scores[3]));
