@@ -127,8 +127,9 @@ void write_feature(const std::filesystem::path& directory, const std::string& na
       for (std::uint32_t t = 0; t < manifest.tokens; ++t)
         layers[layer].push_back(value(layer, head, t));
     if (!std::ranges::all_of(layers[layer], [](float x) { return std::isfinite(x); }))
-      throw std::runtime_error(
-          fmt::format("layer {}: a value is not finite, so nothing was stored", layer));
+      throw std::invalid_argument(
+          fmt::format("feature {}: layer {} has a value that is not finite, so nothing was stored",
+                      name, layer));
     tensors.push_back({feature_tensor(shape.number(layer), name),
                        Dtype::f32,
                        {shape.kv_heads, manifest.tokens},

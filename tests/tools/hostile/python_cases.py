@@ -284,9 +284,11 @@ def fault_of(call, rng):
         if match := LIBRARIES.search(said):
             return f"{match.group()!r} in {said[:300]!a}"
     except RuntimeError as error:  # allowed for missing or unreadable files, for which commands exit with 2
-        if not any(word in str(error) for word in ("/", "folder", "directory", "file", "File name", "trace")) or LIBRARIES.search(str(error)):
+        if not any(word in str(error) for word in ("/", "folder", "directory", "file", "File name", "trace", "config.json", "path that does not exist")) or LIBRARIES.search(str(error)):
             return f"RuntimeError: {str(error)[:300]!a}"
     except Exception as error:
+        if "<lambda>() takes" in str(error):  # the caller's own function, called with kvlab's arguments
+            return None
         return f"{type(error).__name__}: {str(error)[:300]!a}"
     return None
 

@@ -25,7 +25,7 @@ def quantize(rows: Any, format: str) -> numpy.typing.NDArray[numpy.float32]:
     """
     try:
         array = numpy.asarray(rows, dtype=numpy.float32)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last one for integers beyond the range of a float
         raise _arguments.refuse("rows", rows, "an array of floats [..., head_size]") from None
     if array.ndim == 0 or array.shape[-1] == 0:
         raise ValueError(f"rows: has shape {list(array.shape)}; its shape must be [..., head_size]")

@@ -18,12 +18,12 @@ OPTIONS = {"columns": "features", "draws": "samples", "ladder": "tiers", "span":
 
 def rename(given: dict[str, Any], names: dict[str, str], function: str, stacklevel: int = 4) -> None:
     """Replaces old names of the keywords in `given` by the current ones, in place. `names`: old -> current name. Raises
-    TypeError if both names are given. `stacklevel`: which caller the warning names, as in `warnings.warn()`."""
+    ValueError if both names are given. `stacklevel`: which caller the warning names, as in `warnings.warn()`."""
     for before, now in names.items():
         if before not in given:
             continue
         if now in given:
-            raise TypeError(f"{function}() got both {now} and {before}, its old name; give {now}")
+            raise ValueError(f"{function}() got both {now} and {before}, its old name; give {now}")
         warnings.warn(f"{function}({before}=) is called {now} now", FutureWarning, stacklevel=stacklevel)
         given[now] = given.pop(before)
 
