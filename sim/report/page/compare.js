@@ -5,10 +5,10 @@ function sharedAnswer({runs, shared, warning}) {
   const {configurations, better, worse, similar} = shared;
   if (!configurations)
     return answer('No policy has the same settings and budget in two of the runs, so there is no difference to show.');
-  const shared = counted(configurations, 'configuration is', 'configurations are');
+  const count = counted(configurations, 'configuration is', 'configurations are');
   if (better + worse + similar === 0)
-    return answer(`${shared} in two of the runs, but the runs share no text, so differences cannot be paired and are not shown.`);
-  return answer(`${shared} in both and measured on the same texts. `, strong(runs.at(-1).name), ' is significantly better than ',
+    return answer(`${count} in two of the runs, but the runs share no text, so differences cannot be paired and are not shown.`);
+  return answer(`${count} in both and measured on the same texts. `, strong(runs.at(-1).name), ' is significantly better than ',
     strong(runs[0].name), ` in ${better}, significantly worse in ${worse}, and not significantly different in ${similar}.` +
     (warning ? ' Differences use only texts that are in both runs.' : ''));
 }
