@@ -121,11 +121,20 @@ Recommendation recommend(std::vector<Candidate> candidates, ComparisonScope scop
 }
 
 std::size_t decisive_budget(std::span<const Recommendation> recommendations) {
-  for (std::size_t b = 0; b < recommendations.size(); ++b)
-    if (const auto& one = recommendations[b];
-        one.runner_up && one.difference(*one.runner_up).is_worse())
-      return b;
-  return 0;
+  constexpr double kTypicalShare = 0.1;  // of the full cache's memory
+  const auto distance = [](const Recommendation& one) {
+    const double own = one.chosen_candidate().memory.mean, full = one.scope.full_bytes;
+    return own > 0 && full > 0 ? std::fabs(std::log(own / (kTypicalShare * full))) : 0.0;
+  };
+  const auto decides = [](const Recommendation& one) {
+    return one.runner_up && one.difference(*one.runner_up).is_worse();
+  };
+  std::size_t found = 0;
+  for (std::size_t b = 1; b < recommendations.size(); ++b) {
+    const Recommendation &one = recommendations[b], &best = recommendations[found];
+    if (decides(one) != decides(best) ? decides(one) : distance(one) < distance(best)) found = b;
+  }
+  return found;
 }
 
 bool protected_tokens_fill(std::string_view policy, std::string_view params,

@@ -94,8 +94,10 @@ enum class Frontier { compute, skip };
 Recommendation recommend(std::vector<Candidate> candidates, ComparisonScope scope,
                          const DifferenceOf& difference, Frontier frontier = Frontier::compute);
 
-/// Index of the first budget at which the choice is significantly better than the runner-up; 0 if
-/// there is none. `recommendations` must be ordered by tokens and must not be empty.
+/// Index of the budget for which summaries are written: of the budgets at which the choice is
+/// significantly better than the runner-up (of all budgets, if there is none), the one whose memory
+/// is nearest to a tenth of the full cache's. If memory is unknown, the first of them.
+/// `recommendations` must be ordered by tokens and must not be empty.
 std::size_t decisive_budget(std::span<const Recommendation> recommendations);
 
 /// Whether protected tokens (sinks and recent) fill the budget. Then any policy behaves like

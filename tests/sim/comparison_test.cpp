@@ -149,12 +149,19 @@ TEST_CASE("the terminal table has at most 80 columns") {
   CHECK(lines >= 5);
 }
 
-TEST_CASE("the decisive budget is the smallest one with a significantly better choice") {
+TEST_CASE(
+    "the decisive budget has a significantly better choice, and about a tenth of the memory") {
   const std::vector<Candidate> two{candidate("a", 0.1), candidate("b", 0.2)};
-  const std::vector<Recommendation> all{recommended(two, false), recommended(two, true),
-                                        recommended(two, true)};
+  std::vector<Recommendation> all{recommended(two, false), recommended(two, true),
+                                  recommended(two, true), recommended(two, true)};
+  for (Recommendation& one : all) one.scope.full_bytes = 0;  // unknown
   CHECK(decisive_budget(all) == 1);
   CHECK(decisive_budget(std::vector{all[0]}) == 0);
+  const double shares[]{0.1, 0.02, 0.15, 0.5};
+  for (std::size_t b = 0; b < all.size(); ++b)
+    all[b].scope.full_bytes = all[b].chosen_candidate().memory.mean / shares[b];
+  CHECK(decisive_budget(all) == 2);
+  CHECK(decisive_budget(std::vector{all[0], all[0]}) == 0);
 }
 
 TEST_CASE("protected tokens that fill the budget are named") {

@@ -40,11 +40,12 @@ function evalMetrics(configurations) {
     bytesCell(one.kv_bytes_peak)]), {texts: ['policy', 'positions']});
 }
 
-function evalFront({facts, recommendations}) {
+function evalFront(data) {
+  const {facts, recommendations} = data;
   if (!facts.has_recommendations)
     return [answer('This evaluation was made by an older kvlab and has no recommendations. Run kvlab eval again.')];
   const [made] = recommendations, warnings = [...new Set([...made.warnings, ...facts.warnings])];
-  return [...recommended({...made, warnings}, facts.next), quiet(kEvalNote)];
+  return [...recommended({...made, warnings}, facts.next, '', data), quiet(kEvalNote)];
 }
 
 function evalPage(data) {

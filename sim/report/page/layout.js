@@ -135,12 +135,29 @@ function recommendedRow(made) {
     value: difference.mean}, similarTo(made)];
 }
 
-/** The recommendations of one model or run, with a row for each budget, the next command, and notes. */
-function recommended({budgets, notes, warnings}, next = '', caption = '') {
+/** The recommendation at one budget as a sentence. */
+function recommendedAnswer({budget, metric, choice, mean, runner_up: second, difference, kv_bytes_mean: memory, full_bytes: full}) {
+  const share = memory > 0 && full > 0 ? `, ${fixed((100 * memory) / full, 1)}% of the full cache` : '';
+  const unit = /^\d+$/.test(budget) ? ' tokens' : '', size = memory > 0 ? ` (${bytesText(memory)}${share})` : '';
+  const first = [`At ${named(budget)}${unit}${size}: `, strong(choice), `, with a ${metric} of ${numberText(mean)}.`];
+  if (second === null) return answer(...first);
+  const known = difference.low !== null, decides = known && difference.low > 0;
+  const interval = known ? ` (95% CI ${differenceText(difference.mean, difference.low, difference.high).replace(/^\S+ \(/, '')}` : '';
+  return answer(...first, ` ${named(second)}, the runner-up, is worse by ${differenceText(difference.mean, null, null)}${interval}` +
+    (decides ? '.' : ', which is not significant.'));
+}
+
+/**
+ * The recommendations of one model or run: a sentence for the budget at which a page opens, the next command, a row for
+ * each budget, and notes. `opened`: the data of the page, or none for a page of several runs.
+ */
+function recommended({budgets, notes, warnings}, next = '', caption = '', opened = null) {
   if (!budgets.length) return [element('p', {}, 'No configuration evicts, so there is nothing to compare.')];
-  return [dataTable(['budget', 'memory', 'choice', budgets[0].metric, 'runner-up', 'difference, 95% CI',
-    'not significantly different'], budgets.map(recommendedRow), {caption, kind: 'recommendations'}),
-  ...(next ? [nextCommand(next)] : []), element('p', {class: 'quiet prose'}, shown(notes.join(' '), 5000)),
+  const shownBudget = opened?.budgets?.[opened.budget]?.text;
+  const summary = budgets.length === 1 ? budgets[0] : budgets.find(({budget}) => budget === shownBudget);
+  return [...(summary ? [recommendedAnswer(summary)] : []), ...(next ? [nextCommand(next)] : []),
+    dataTable(['budget', 'memory', 'choice', budgets[0].metric, 'runner-up', 'difference, 95% CI',
+      'not significantly different'], budgets.map(recommendedRow), {caption, kind: 'recommendations'}), element('p', {class: 'quiet prose'}, shown(notes.join(' '), 5000)),
   ...warnings.map((warning) => element('p', {class: 'quiet prose'}, `Note: ${shown(warning, 2000)}.`))];
 }
 

@@ -122,7 +122,7 @@ function replayPage(data) {
     question: replayQuestion(data),
     context: `${policiesText(data)} at ${counted(data.budgets.length, 'budget')}, replayed over ` +
       `${counted(facts.traces.length, 'captured text')} (${numberText(tokens)} tokens).`,
-    front: [...data.recommendations.flatMap((made) => recommended(made, facts.next, one ? '' : made.name)),
+    front: [...data.recommendations.flatMap((made) => recommended(made, facts.next, one ? '' : made.name, data)),
       quiet(evidenceOf(data))],
     sections: [frontierSection(data),
       figuresSection('Which size of the buffer?', `${facts.buffer_sizes} ${kBuffers}`, figuresOf(data, 'buffers')),

@@ -17,7 +17,7 @@ function taskPage(data) {
     question: `Does ${shown(facts.model, 100)} still answer under evictions?`,
     context: `${named(facts.task)}; samples at each depth and length: ${facts.samples}, depths: ${facts.depths}, ` +
       `lengths: ${facts.lengths}. Choose below which of them to show.`,
-    front: [...recommended(data.recommendations[0], facts.next), quiet(kTaskNote)],
+    front: [...recommended(data.recommendations[0], facts.next, '', data), quiet(kTaskNote)],
     sections: [frontierSection(data), exploreSection(data, 'Answers against budget', data.description),
       section('What the metrics mean', '', terms(kTaskMeanings, {class: 'prose'})),
       section('Where this comes from', '', terms([['weights', code(facts.weights_xxh3)], ['seed', String(facts.seed)],

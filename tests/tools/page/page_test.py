@@ -672,7 +672,7 @@ def check_first_screen(browser: Browser) -> None:
     for width, height in ((1280, 800), (390, 844)):
         browser.resize(width, height)
         browser.until("return kvlabPage.drawnAt === innerWidth")
-        ends = browser.js("return ['table.recommendations tbody tr:last-child', '.next'].map("
+        ends = browser.js("return ['.answer', '.next', 'table.recommendations tbody tr'].map("
                           "(s) => document.querySelector(s).getBoundingClientRect().bottom + scrollY)")
         assert all(end <= height for end in ends), (width, ends)
         assert browser.js("return document.documentElement.scrollWidth") <= width
