@@ -134,6 +134,7 @@ CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
         (lambda m: m(ids_of(6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]])), "position_ids has other numbers; give consecutive numbers from 0 to 5"),
         (lambda m: steps(m, 6, 1, position_ids=torch.arange(6)[None]), r"position_ids has shape \[1, 6\]; give consecutive numbers from 6 to 6"),
         (lambda m: m(ids_of(6), cache_position=torch.arange(6) * 2), "cache_position"),
+        (lambda m: m(ids_of(1)[:, :0], **{cache_word(m): m(ids_of(6)).past_key_values}), "no new tokens, because the cache has 6 and the text"),
         (lambda m: m(inputs_embeds=torch.ones(1, 6, 32), position_ids=torch.ones(1, 6).long()), "position_ids has other numbers"),
         (lambda m: m(ids_of(6), output_attentions=True), "the call has the argument output_attentions"),
         (lambda m: m(ids_of(1), **{cache_word(m): m(ids_of(6).view(2, 3)).past_key_values}), "a batch of 1, but .* had 2"),

@@ -72,6 +72,9 @@ class Calls:
             why = "use_cache is False in the call or in the model's config"
             raise Refused(f"kvlab.hf: the call has no cache, because {why}; give use_cache=True")
         start, (batch, n) = 0 if past is None else int(past.get_seq_length()), rows.shape[:2]
+        if n == 0:
+            what = f"the call has no new tokens, because the cache has {start} and the text is not longer"
+            raise Refused(f"kvlab.hf: {what}; pass the whole text so far and the new tokens, or call reset() for another text")
         if start == 0 or not self.pads:
             self._seen, self.pads = torch.ones(batch, 0, dtype=torch.bool, device=rows.device), [0] * batch
         if len(self.pads) != batch:
