@@ -16,7 +16,7 @@ def test_keywords_are_taken_with_a_warning():
         old = kvlab.replay(trace, ["h2o"], [16], span="decode", layers=[0])
     new = kvlab.replay(trace, ["h2o"], [16], queries="decode", layers=[0])
     assert old.frame().equals(new.frame())
-    with pytest.raises(TypeError, match="both queries and span"):
+    with pytest.raises(ValueError, match="both queries and span"):
         kvlab.replay(trace, ["h2o"], [16], span="decode", queries="decode")
     with pytest.warns(FutureWarning, match="columns=.*features"):
 

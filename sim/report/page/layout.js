@@ -135,16 +135,19 @@ function recommendedRow(made) {
     value: difference.mean}, similarTo(made)];
 }
 
-/** The recommendation at one budget as a sentence. */
-function recommendedAnswer({budget, metric, choice, mean, runner_up: second, difference, kv_bytes_mean: memory, full_bytes: full}) {
+/** The recommendation at one budget in sentences. */
+function recommendedAnswer(made) {
+  const {budget, metric, choice, mean, runner_up: second, difference, kv_bytes_mean: memory, full_bytes: full} = made;
   const share = memory > 0 && full > 0 ? `, ${fixed((100 * memory) / full, 1)}% of the full cache` : '';
   const unit = /^\d+$/.test(budget) ? ' tokens' : '', size = memory > 0 ? ` (${bytesText(memory)}${share})` : '';
   const first = [`At ${named(budget)}${unit}${size}: `, strong(choice), `, with a ${metric} of ${numberText(mean)}.`];
   if (second === null) return answer(...first);
   const known = difference.low !== null, decides = known && difference.low > 0;
   const interval = known ? ` (95% CI ${differenceText(difference.mean, difference.low, difference.high).replace(/^\S+ \(/, '')}` : '';
-  return answer(...first, ` ${named(second)}, the runner-up, is worse by ${differenceText(difference.mean, null, null)}${interval}` +
-    (decides ? '.' : ', which is not significant.'));
+  const percent = made.better === 'lower' && mean > 0 ? `, which is ${fixed((100 * difference.mean) / mean, 0)}%` : '';
+  return answer(...first, ` ${named(second)}, the runner-up, is worse by ${differenceText(difference.mean, null, null)}${percent}` +
+    `${interval}${decides ? '.' : '; this is not significant.'}` +
+    (made.tokens > 0 ? ` ${numberText(made.tokens)} tokens were scored.` : ''));
 }
 
 /**
@@ -157,8 +160,9 @@ function recommended({budgets, notes, warnings}, next = '', caption = '', opened
   const summary = budgets.length === 1 ? budgets[0] : budgets.find(({budget}) => budget === shownBudget);
   return [...(summary ? [recommendedAnswer(summary)] : []), ...(next ? [nextCommand(next)] : []),
     dataTable(['budget', 'memory', 'choice', budgets[0].metric, 'runner-up', 'difference, 95% CI',
-      'not significantly different'], budgets.map(recommendedRow), {caption, kind: 'recommendations'}), element('p', {class: 'quiet prose'}, shown(notes.join(' '), 5000)),
-  ...warnings.map((warning) => element('p', {class: 'quiet prose'}, `Note: ${shown(warning, 2000)}.`))];
+      'not significantly different'], budgets.map(recommendedRow), {caption, kind: 'recommendations'}),
+    element('p', {class: 'quiet prose'}, shown(notes.join(' '), 5000)),
+    ...warnings.map((warning) => element('p', {class: 'quiet prose'}, `Note: ${shown(warning, 2000)}.`))];
 }
 
 function nextCommand(command) {

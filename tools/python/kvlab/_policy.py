@@ -405,7 +405,7 @@ class _OwnFunction:
         if self.dtype is not None:
             state = state.reshape(-1).view(self.dtype)
         where = Step(*step)
-        look = None if self.sight is None else functools.partial(self.sight.rows, where.sequence, where.layer)
+        look = None if self.sight is None else functools.partial(self.sight.read, where.sequence, where.layer)
         token = Token(position, {name: features[:, i] for i, name in enumerate(self.features)}, look, where.kv_head)
         seen = None if queries is None else Seen(mass, requests, last, queries, by_head)
         try:

@@ -55,7 +55,7 @@ class Rows:
 
 class Sight:
     """The rows that one replay or evaluation shows to a policy. The extension stores them by calling `rows()` and
-    `trace()`; `of()` returns them to the policy's function."""
+    `trace()`; `read()` returns them to the policy's function."""
 
     def __init__(self) -> None:
         self._traces: dict[int, _kvlab.Trace] = {}
@@ -84,7 +84,7 @@ class Sight:
             while len(self._shown) > _MAX_HELD:
                 self._shown.popitem(last=False)
 
-    def rows(self, sequence: int, layer: int) -> Rows:
+    def read(self, sequence: int, layer: int) -> Rows:
         with self._lock:
             shown = self._shown.get((sequence, layer))
             return shown if shown is not None else self._read(sequence, layer)
