@@ -136,6 +136,25 @@ TEST_CASE("A page writes a mean and its error as the terminal does") {
   }
 }
 
+TEST_CASE("A page says how the runner-up compares with the choice") {
+  if (!has_node()) return skip("there is no Node.js");
+  const std::string call =
+      "runnerUpText({choice: 'a', runner_up: 'b', mean: 0.1, better: 'lower', "
+      "reason: x[3] ? 'less memory' : 'lowest mean', "
+      "difference: {mean: x[0], low: Number.isNaN(x[1]) ? null : x[1], high: x[2]}})";
+  const std::string b = "b, the runner-up, is ";
+  CHECK(on_a_page(call, {{0.05, 0.01, 0.09, 0},
+                         {0.05, -0.01, 0.11, 0},
+                         {-0.02, -0.05, 0.01, 1},
+                         {0.05, NAN, NAN, 0}}) ==
+        std::vector<std::string>{
+            b + "worse by 0.050, which is 50% (95% CI 0.010 to 0.090).",
+            b + "worse by 0.050, which is 50% (95% CI -0.010 to 0.110); this is not significant.",
+            b + "better by 0.020, which is 20% (95% CI -0.010 to 0.050), but a needs less memory; "
+                "this is not significant.",
+            b + "worse by 0.050, which is 50%; no interval is known."});
+}
+
 TEST_CASE("No two scripts of pages define the same name") {
   static const std::regex kDefinition(
       R"(^(?:async )?(?:function\*?|const|let|var|class) +([A-Za-z_$][\w$]*))");

@@ -41,7 +41,8 @@ class Results:
         self.prompt = self.tokens * 3 // 4
         first, *others = experiment.arguments.text
         self.predicted = self.by_cell(self.replay(), "acceptance")
-        self.measured = {"the same text": self.measure([first]), ("one other text" if len(others) == 1 else f"{len(others)} other texts"): self.measure(others)}
+        unseen = "one other text" if len(others) == 1 else f"{len(others)} other texts"
+        self.measured = {"the same text": self.measure([first]), unseen: self.measure(others)}
 
     def replay(self):
         trace = self.experiment.capture(self.tokens, prompt=self.prompt)

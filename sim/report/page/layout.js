@@ -137,16 +137,12 @@ function recommendedRow(made) {
 
 /** The recommendation at one budget in sentences. */
 function recommendedAnswer(made) {
-  const {budget, metric, choice, mean, runner_up: second, difference, kv_bytes_mean: memory, full_bytes: full} = made;
+  const {budget, metric, choice, mean, kv_bytes_mean: memory, full_bytes: full} = made;
   const share = memory > 0 && full > 0 ? `, ${fixed((100 * memory) / full, 1)}% of the full cache` : '';
   const unit = /^\d+$/.test(budget) ? ' tokens' : '', size = memory > 0 ? ` (${bytesText(memory)}${share})` : '';
   const first = [`At ${named(budget)}${unit}${size}: `, strong(choice), `, with a ${metric} of ${numberText(mean)}.`];
-  if (second === null) return answer(...first);
-  const known = difference.low !== null, decides = known && difference.low > 0;
-  const interval = known ? ` (95% CI ${differenceText(difference.mean, difference.low, difference.high).replace(/^\S+ \(/, '')}` : '';
-  const percent = made.better === 'lower' && mean > 0 ? `, which is ${fixed((100 * difference.mean) / mean, 0)}%` : '';
-  return answer(...first, ` ${named(second)}, the runner-up, is worse by ${differenceText(difference.mean, null, null)}${percent}` +
-    `${interval}${decides ? '.' : '; this is not significant.'}` +
+  if (made.runner_up === null) return answer(...first);
+  return answer(...first, ` ${runnerUpText(made)}` +
     (made.tokens > 0 ? ` ${numberText(made.tokens)} tokens were scored.` : ''));
 }
 
