@@ -14,7 +14,7 @@ import unittest.mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools/experiments"))
-leaderboard, summary = map(importlib.import_module, ("leaderboard", "summary"))
+leaderboard, leaderboard_page, summary = map(importlib.import_module, ("leaderboard", "leaderboard_page", "summary"))
 
 PROGRAM = f"#!{sys.executable}" + r'''
 import json, pathlib, sys
@@ -42,6 +42,7 @@ if words[0] == "bench":
     sys.exit()
 if "--out" not in words:
     sys.exit()
+policies = [name.partition(":")[0] for name in policies]
 out = pathlib.Path(option("--out"))
 out.mkdir()
 if words[0] == "eval":
@@ -89,10 +90,13 @@ class Leaderboard(unittest.TestCase):
     def run_it(self, *words):
         """Returns the page with its paragraphs in one line each, and the rows of the CSV as {(policy, memory, metric): row}."""
         page = self.folder / "page.md"
-        command = ["leaderboard.py", "--kvlab", self.kvlab, "--model", self.model, "--out", page, "--keep", self.folder / "keep", *words]
-        with unittest.mock.patch("sys.argv", list(map(str, command))), contextlib.redirect_stderr(io.StringIO()):
+        command = ["leaderboard.py", "--kvlab", self.kvlab, "--model", self.model, "--text", "a.txt", "b.txt", "--out", page]
+        command += ["--keep", self.folder / "keep", *words]
+        with unittest.mock.patch("sys.argv", list(map(str, command))), contextlib.redirect_stderr(io.StringIO()) as said:
             leaderboard.leaderboard()
-        rows = summary.rows_of(page.with_suffix(".csv"))
+        self.said = said.getvalue()
+        self.lines = leaderboard_page.read_rows(page.with_suffix(".csv"))
+        rows = [row for row in self.lines if row["model"] == self.model.name]
         parts = [part if part.startswith("|") else part.replace("\n", " ") for part in page.read_text().split("\n\n")]
         return "\n\n".join(parts), {(row["policy"], row["memory"], row["metric"]): row for row in rows}
 
@@ -134,50 +138,87 @@ class Leaderboard(unittest.TestCase):
         self.assertEqual(len(found), 1)
         self.assertIn("--length 512 --samples 10 --policy h2o,sink,window --budget 6%,12%,25%,50% ", found[0])
 
-    def test_without_the_option_refused_policies_are_named(self):
+    def test_policies_that_the_device_refuses_are_left_out(self):
         page, rows = self.run_it()
-        self.assertIn("Not ranked: `lagkv` (policy lagkv: the CUDA decoder does not support it)", page)
+        self.assertIn("lagkv is left out: policy lagkv: the CUDA decoder does not support it", self.said)
         self.assertFalse([key for key in rows if key[0] == "lagkv"])
         self.assertIn("| `h2o` | **0.2** (0.19 to 0.21) |", page)
+        self.assertIn("KL: a, b; at most 4,096 tokens of each, in windows of 2,048 tokens.", page)
 
-    def test_policies_that_cuda_refuses_are_measured_on_the_cpu(self):
-        page, rows = self.run_it("--cpu-policies", "all", "--device", "cuda")
+    def test_a_policy_is_added(self):
+        first, before = self.run_it()
+        page, rows = self.run_it("--device", "cpu", "--policy", "lagkv", "--answers", 0)
+        self.assertEqual({key: row for key, row in rows.items() if key in before}, before)
         self.assertTrue(rows["lagkv", "6%", "kl"]["command"].endswith("--policy lagkv --budget 6% --tiers 16 --device cpu"))
-        self.assertTrue(rows["lagkv", "6%", "accuracy: pass key"]["command"].endswith("--device cpu"))
-        self.assertNotIn("--device", rows["h2o", "6%", "kl"]["command"])
-        self.assertIn("Not ranked: `r_kv`", page)
-        self.assertIn("Measured on the CPU in float32", page)
-        self.assertIn("computes in bfloat16", page)
-        # h2o, the best on CUDA, was evaluated beside it, so that they are compared in pairs.
+        self.assertIn("measured on the CPU in float32: `lagkv`.", page)
+        # h2o, the best of the first run, was evaluated beside it, so that they are compared in pairs.
         self.assertEqual(len([line for line in self.commands("eval") if "--policy lagkv,h2o " in line]), 4)
         self.assertIn("| `lagkv` | **0.1** (0.09 to 0.11) |", page)
         self.assertIn("| `h2o` | 0.2 (0.19 to 0.21) = |", page)
         self.assertIn("| `sink` | 0.3 (0.29 to 0.31) |", page)
-        self.assertNotIn(("lagkv", "25%", "tokens_per_s: batch 1"), rows)
-        page, rows = self.run_it("--cpu-policies", "kl", "--device", "cuda")
-        self.assertIn("`lagkv`. Their task accuracy was not measured.", page)
         self.assertIn(("lagkv", "6%", "kl"), rows)
         self.assertNotIn(("lagkv", "6%", "accuracy"), rows)
+        self.assertNotIn(("lagkv", "25%", "tokens_per_s: batch 1 on GPU in bfloat16"), rows)
+        # A complete run replaces everything that is known of a model.
+        self.assertEqual(self.run_it(), (first, before))
+
+    def test_another_model_keeps_the_rows_of_the_first(self):
+        first = self.run_it()[1]
+        self.model = self.model.with_name("second")
+        self.model.mkdir()
+        (self.model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+        page = self.run_it("--device", "cpu", "--policy", "lagkv", "--answers", 0)[0]
+        self.assertEqual(len([row for row in self.lines if row["model"] == "planted"]), len(first))
+        self.assertIn("Not measured on this model: `lagkv`.", page.partition("## `second`")[0])
+        self.assertIn("Not measured on this model: `h2o`, `sink`, `window`.", page.partition("## `second`")[2])
+
+    def test_unknown_policies_are_refused(self):
+        for name, reason in (("nowhere", "nowhere is not a registered policy"), ("r_kv", "the CUDA decoder does not support it")):
+            with self.assertRaises(leaderboard.Refused) as refused:
+                self.run_it("--policy", name)
+            self.assertIn(reason, str(refused.exception))
+        self.assertFalse((self.folder / "page.csv").exists())
+
+    def test_wrong_rows_are_refused(self):
+        rows = self.run_it()[1]
+        row = rows["h2o", "6%", "kl"]
+        self.assertIsNone(leaderboard_page.fault_of(row))
+        for change, words in (
+            ({"value": "5"}, "between low and high"),
+            ({"count": "many"}, "many"),
+            ({"memory": "all"}, "all"),
+            ({"policy": ""}, "policy is empty"),
+            ({"command": "echo"}, "should be the kvlab command"),
+            ({"command": row["command"].replace("--text", "--txt")}, "should have --text"),
+            ({"command": row["command"].replace("--max-tokens 4096", "--max-tokens")}, "should have --max-tokens"),
+        ):
+            self.assertIn(words, leaderboard_page.fault_of(row | change))
+        path = self.folder / "page.csv"
+        text = path.read_text()
+        path.write_text(text + text.splitlines()[1] + "\n")
+        with self.assertRaises(leaderboard.Refused) as refused:
+            self.run_it()
+        self.assertIn("repeats the model, policy", str(refused.exception))
 
     def test_decode_speed(self):
         page, rows = self.run_it("--speed", "6%", "25%")
-        self.assertEqual(rows["sink", "6%", "tokens_per_s: batch 40"]["value"], "4000.5")
+        self.assertEqual(rows["sink", "6%", "tokens_per_s: batch 40 on GPU in bfloat16"]["value"], "4000.5")
         self.assertEqual(
-            rows["sink", "25%", "tokens_per_s: batch 1"]["command"],
+            rows["sink", "25%", "tokens_per_s: batch 1 on GPU in bfloat16"]["command"],
             "kvlab bench evict --policy sink --budget 25% --prompt-tokens 1024 --max-new-tokens 1024 --batch 1 --model planted",
         )
-        self.assertEqual(rows["full", "100%", "tokens_per_s: batch 10"]["value"], "1000.5")
+        self.assertEqual(rows["full", "100%", "tokens_per_s: batch 10 on GPU in bfloat16"]["value"], "1000.5")
         self.assertIn("| `full` | 100 (1) | 1,000 (10) | 100 (1) | 1,000 (10) |", page)
         self.assertIn("| `h2o` | 200 (1) | 4,000 (40) | 200 (1) | 4,000 (40) |", page)
-        self.assertIn("Not measured: `window` at 6% (device memory: too little)", page)
+        self.assertIn("the decode speed of window at 6% was not measured: device memory: too little", self.said)
 
     def test_decode_speed_needs_a_gpu(self):
         page, rows = self.run_it("--device", "cpu")
-        self.assertIn("Not measured: this run was on the CPU.", page)
-        self.assertNotIn("### Decode speed", self.run_it("--device", "cpu", "--speed")[0])
+        self.assertNotIn("### Decode speed", page)
         self.kvlab.write_text(PROGRAM.replace('if policies[0] == "window":', "if True:"))
         page, rows = self.run_it()
-        self.assertIn("### Decode speed, 16 bit\n\nNot measured: device memory: too little.", page)
+        self.assertNotIn("### Decode speed", page)
+        self.assertIn("the decode speed of h2o at 25% was not measured: device memory: too little", self.said)
         self.assertFalse([key for key in rows if key[2].startswith("tokens_per_s")])
 
     def test_kept_results_are_reused(self):
@@ -191,7 +232,7 @@ class Leaderboard(unittest.TestCase):
 class Summary(unittest.TestCase):
     def test_readme_names_the_questions(self):
         def row(model, policy, metric, value, count="144"):
-            return dict.fromkeys(summary.COLUMNS, "") | {
+            return dict.fromkeys(leaderboard_page.COLUMNS, "") | {
                 "model": model, "policy": policy, "memory": "25%" if policy != "full" else "100%", "format": "16",
                 "metric": metric, "value": str(value), "low": str(value - 0.06), "high": str(value + 0.09), "count": count,
             }  # fmt: skip

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The leaderboard: every registered policy at equal memory, by KL and by task accuracy (docs/results/leaderboard.md).
 
-Also writes leaderboard.csv beside the page, from which every number of the page comes.
+Writes a CSV beside the page, from which every number of the page comes. If the CSV is there, it is updated.
 """
 
 import concurrent.futures
@@ -10,32 +10,11 @@ import json
 import math
 import os
 import pathlib
+import sys
 
-from experiment import Experiment, Refused, checkout_path, main, spearman, table, tier_plan_of
+from experiment import Experiment, Refused, checkout_path, main, tier_plan_of
+from leaderboard_page import ACCURACY, COLUMNS, DIFFERS, PREDICTS, RULER, SPEED, key_of, page, read_rows
 
-QUESTION = """
-This page ranks every registered policy, with its defaults, at equal memory and by two criteria. KL (in nats) says how
-far predictions move from those of the full cache; lower is better. Task accuracy is the share of right answers to
-questions that come after the eviction, pooled over tasks and lengths; higher is better. The tasks are those of `kvlab
-task`: a pass key, needles, and RULER's. An answer to a question with several expected strings is right if it contains
-all of them.
-
-Memory is a share of the bytes of the full cache in 16 bit. In 16 bit, a budget is that share of the tokens. Quantized,
-the same bytes hold more tokens. Policies with cache positions are ranked in 16 bit alone, because quantized keys cannot
-get new positions. `snapkv` and `nacl` would keep all decoded tokens; for KL and decode speed they evict as other
-policies do (`once=no`). Budgets apply to the layers without a sliding window; a layer with a window keeps its window
-under every policy.
-
-**Bold** is the best of a column. `=` marks a policy whose KL does not differ significantly from it, by the paired 95%
-interval of `kvlab eval` over all texts. Brackets are 95% intervals: of KL, the interval of `kvlab eval`; of accuracy,
-Clopper and Pearson's. Every number is in `leaderboard.csv`, with the command that measured it.
-"""
-COLUMNS = ["model", "policy", "memory", "format", "metric", "value", "low", "high", "count", "command"]
-# RULER's tasks of `kvlab task ruler`.
-RULER = [
-    *(f"niah_{kind}" for kind in ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3")),
-    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
-]
 # Name on the page, and words of the command. A task of which the full cache answers fewer than ENOUGH is left out.
 TASKS = {
     "pass key": ["passkey"],
@@ -46,7 +25,6 @@ TASKS = {
 ENOUGH = 0.8
 CHECKED = 24  # questions of each task by which this is decided
 DEPTHS = ["10%", "50%", "90%"]  # of the answer in a text of words
-SPEED = "tokens_per_s: batch "  # the metric of a decode speed, before the number of sequences
 MAX_SPEED_TOKENS = 8192  # of a sequence whose decode speed is measured
 QUICK_TASKS = ["pass key", "niah_single_1", "fwe"]  # these fit into few tokens
 # The policies of the table that shows which metric predicts KL.
@@ -75,7 +53,7 @@ class Evaluation:
     """What one `kvlab eval` found. Its policies are compared in pairs."""
 
     def __init__(self, found):
-        self.tokens, self.dtype = found["tokens"], found["engine_dtype"]
+        self.tokens = found["tokens"]
         self.lines = {}  # {policy: (tier plan, its KL, peak bytes)}
         names = {}
         for pair in found["pairs"]:
@@ -103,39 +81,36 @@ class Evaluation:
 class Board:
     """All results of one model."""
 
-    def __init__(self, experiment, directory):
+    def __init__(self, experiment, directory, known):
+        """`known`: rows that will stay. New policies are compared with the policy that has the lowest KL in them."""
         experiment.model, self.experiment = directory, experiment
         self.name = pathlib.Path(directory).name
         self.model = checkout_path(directory)
         self.texts = " ".join(map(checkout_path, experiment.arguments.text))
+        self.known = [row for row in known if row["model"] == self.name]
         self.lines = []  # of the CSV, as dictionaries
-        self.ties = {}  # {(memory, format): names of policies that do not differ significantly from the best}
-        self.dtypes = {}  # {device of an evaluation: the dtype of its arithmetic}
         self.memory = experiment.quick(["12%", "50%"], ["6%", "12%", "25%", "50%"])
         self.words = experiment.quick(["40"], ["250", "500"])
         self.plans = [tiers_of(word) for word in experiment.arguments.tiers]
         # Commands on the CPU use all cores, so only one of them runs at a time.
-        with (
-            concurrent.futures.ThreadPoolExecutor(experiment.arguments.jobs) as pool,
-            concurrent.futures.ThreadPoolExecutor(1) as cpu_pool,
-        ):
+        jobs = 1 if experiment.arguments.device == "cpu" else experiment.arguments.jobs
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             self.policies = Policies(experiment, pool)
             shares = pool.submit(self.full_shares)
             predicted = pool.submit(self.predictors)
-            losses = self.submit_losses(pool, cpu_pool)
+            losses = {(share, plan): pool.submit(self.evaluate, share, plan) for plan in self.plans for share in self.memory}
             self.shares = shares.result()  # {task: line of the full cache}
             # The bundled model of a quick run answers hardly any question.
             self.tasks = [task for task, line in self.shares.items() if experiment.arguments.quick or line["value"] >= ENOUGH]
-            answers = self.submit_answers(pool, cpu_pool)
-            self.predicted = predicted.result()
-            for (share, plan), jobs in losses.items():
-                self.add_losses(share, plan, [job.result() for job in jobs])
+            answers = self.submit_answers(pool)
+            for (share, plan), job in losses.items():
+                self.add_losses(share, plan, job.result())
             for job in answers:
                 self.lines += job.result()
-        self.lines += [line for task, line in self.shares.items() if task not in self.tasks]
-        self.pool_tasks()
-        self.speed = DecodeSpeed(self)  # alone, because other commands would slow it down
-        self.lines += self.speed.lines
+            self.lines += [line for task, line in self.shares.items() if task not in self.tasks]
+            self.pool_tasks()
+            self.lines += predicted.result()
+        self.lines += DecodeSpeed(self).lines  # alone, because other commands would slow it down
 
     def runnable(self, policies, plan):
         """The policies that run in a format. Quantized keys cannot get new positions, so they need original positions."""
@@ -144,47 +119,46 @@ class Board:
     def line(self, policy, memory, tiers, metric, value, low, high, count, command):
         return dict(zip(COLUMNS, [self.name, policy, memory, tiers, metric, value, low, high, count, command]))
 
-    def submit_losses(self, pool, cpu_pool):
-        """Returns {(memory, format): the evaluation of the policies, and that of those that need the CPU}."""
-        jobs = {}
-        for plan in self.plans:
-            for share in self.memory:
-                jobs[share, plan] = [pool.submit(self.evaluate, share, plan, self.runnable(self.policies.decode, plan))]
-        for (share, plan), own in jobs.items():
-            policies = self.runnable(self.policies.cpu_decode, plan)
-            if policies:
-                own.append(cpu_pool.submit(self.evaluate_on_cpu, share, plan, policies, own[0]))
-        return jobs
-
-    def evaluate(self, share, plan, policies, device=None):
-        """One evaluation of all policies, so that their differences are paired."""
-        tokens = self.experiment.tokens
+    def evaluate(self, share, plan):
+        """One evaluation of all policies, and of the best one of an earlier run, so that their differences are paired."""
+        tokens, policies = self.experiment.tokens, self.runnable(self.policies.decode, plan)
+        best = self.best_known(share, plan)
+        # An earlier run wrote the name with all parameters.
+        if best and best.partition(":")[0] not in {name.partition(":")[0] for name in policies}:
+            policies = [*policies, best]
         out = self.experiment.kvlab(
             ["eval"], "--model", self.experiment.model, "--text", *self.experiment.arguments.text, "--window", tokens,
             "--max-tokens", 2 * tokens, "--prompt-tokens", tokens // 5, "--policy", ",".join(policies), "--budget", share,
-            "--tiers", plan, device=device,
+            "--tiers", plan,
         )  # fmt: skip
         return Evaluation(json.loads((out / "eval.json").read_text()))
 
-    def evaluate_on_cpu(self, share, plan, policies, others):
-        """Evaluates policies together with the best of the others, so that these differences are paired too."""
-        return self.evaluate(share, plan, [*policies, others.result().lowest()], device="cpu")
+    def best_known(self, share, plan):
+        """The policy with the lowest KL in the rows of an earlier run, of those that this device supports."""
+        losses = {row["policy"]: float(row["value"]) for row in self.known
+                  if (row["metric"], row["memory"], row["format"]) == ("kl", share, plan)
+                  and (self.device_option() or "--device cpu" not in row["command"])}  # fmt: skip
+        return min(losses, key=losses.get, default=None)
 
-    def add_losses(self, share, plan, evaluations):
-        tokens = self.experiment.tokens
+    def add_losses(self, share, plan, evaluation):
+        tokens, best = self.experiment.tokens, evaluation.lowest()
         command = f"kvlab eval --model {self.model} --text {self.texts} --window {tokens} --max-tokens {2 * tokens} --prompt-tokens {tokens // 5}"
-        seen = {}
-        for evaluation, device in zip(evaluations, (None, "cpu")):
-            self.dtypes[device] = evaluation.dtype
-            for name, (tiers, kl, peak) in evaluation.lines.items():
-                if name in seen:
-                    continue
-                seen[name] = kl["mean"]
-                own = f"{command} --policy {name} --budget {share} --tiers {tiers}{device_option(device)}"
+        ours = {name.partition(":")[0] for name in self.policies.decode}
+        known = {name for name in evaluation.lines if name.partition(":")[0] not in ours}
+        for name, (tiers, kl, peak) in evaluation.lines.items():
+            options = f" --budget {share} --tiers {tiers}{self.device_option()}"
+            if name not in known:
+                own = f"{command} --policy {name}{options}"
                 self.lines.append(self.line(name, share, tiers, "kl", kl["mean"], kl["low"], kl["high"], evaluation.tokens, own))
                 self.lines.append(self.line(name, share, tiers, "kv_bytes_peak", peak, None, None, 1, own))
-        best = min(seen, key=seen.get)
-        self.ties[share, plan] = set().union(*(own.similar(best) for own in evaluations if best in own.lines))
+            if name != best:
+                differs = int(name not in evaluation.similar(best))
+                both = f"{command} --policy {name},{best}{options}"
+                self.lines.append(self.line(name, share, tiers, DIFFERS + best, differs, None, None, evaluation.tokens, both))
+
+    def device_option(self):
+        """The device of a command. The default is CUDA, which other machines may lack."""
+        return " --device cpu" if self.experiment.arguments.device == "cpu" else ""
 
     def questions(self, task, count):
         """The options for at least `count` questions of a task."""
@@ -199,26 +173,28 @@ class Board:
         room = 16  # for tokens that a tokenizer puts before a text, which RULER's length does not count
         return self.experiment.arguments.length or min(self.experiment.quick(384, 1024), self.experiment.context() - room)
 
-    def answer(self, words, questions, policies, budgets, plan, device=None):
+    def answer(self, words, questions, policies, budgets, plan):
         """The rows of `kvlab task` with the shares of right answers over all lengths and depths."""
         rows = self.experiment.kvlab(
             ["task", *words], "--model", self.experiment.model, *questions, "--policy", ",".join(policies), "--budget",
-            ",".join(budgets), "--tiers", plan, "--query-agnostic", table="task.csv", device=device,
+            ",".join(budgets), "--tiers", plan, "--query-agnostic", table="task.csv",
         )  # fmt: skip
         return [row for row in rows if row["metric"] == "exact_match" and row["words"] == row["depth"] == "all"]
 
-    def answer_line(self, task, count, row, device=None):
+    def answer_line(self, task, count, row):
         """The line of a row of `kvlab task`."""
         params, tiers = tier_plan_of(row["params"])
         name = f"{row['policy']}:{params}" if params else row["policy"]
         share = row["budget"] if name != "full" else "100%"
         words = ["kvlab task", *TASKS[task], f"--model {self.model}", *self.questions(task, count), "--query-agnostic"]
-        command = " ".join(map(str, [*words, f"--policy {name} --budget {share} --tiers {tiers}"])) + device_option(device)
+        command = " ".join(map(str, [*words, f"--policy {name} --budget {share} --tiers {tiers}"])) + self.device_option()
         values = (float(row[key]) for key in ("value", "low", "high"))
-        return self.line(name, share, tiers, f"accuracy: {task}", *values, int(row["count"]), command)
+        return self.line(name, share, tiers, ACCURACY + task, *values, int(row["count"]), command)
 
     def full_shares(self):
         """Returns {task: line with the share that the full cache answers}"""
+        if not self.experiment.arguments.answers:
+            return {}
         tasks = QUICK_TASKS if self.experiment.arguments.quick else [*TASKS]
         ruler = [task for task in tasks if task in RULER]
         # One command has all of RULER's tasks, so that the model is loaded once.
@@ -229,30 +205,24 @@ class Board:
                 found[task] = self.answer(TASKS[task], self.questions(task, CHECKED), ["full"], ["100%"], "16")[0]
         return {task: self.answer_line(task, CHECKED, found[task]) for task in tasks}
 
-    def submit_answers(self, pool, cpu_pool):
+    def submit_answers(self, pool):
         if not self.tasks:
             return []
         count = math.ceil(self.experiment.arguments.answers / len(self.tasks))
-        jobs = []
-        for task in self.tasks:
-            for plan in self.plans:
-                jobs.append(pool.submit(self.accuracy, task, count, plan, self.runnable(self.policies.answer, plan)))
-                on_cpu = self.runnable(self.policies.cpu_answer, plan)
-                if on_cpu:
-                    jobs.append(cpu_pool.submit(self.accuracy, task, count, plan, on_cpu, device="cpu"))
-        return jobs
+        return [pool.submit(self.accuracy, task, count, plan) for task in self.tasks for plan in self.plans]
 
-    def accuracy(self, task, count, plan, policies, device=None):
+    def accuracy(self, task, count, plan):
         """Lines of the policies, and one of the full cache."""
-        rows = self.answer(TASKS[task], self.questions(task, count), policies, self.memory, plan, device)
-        is_first = plan == self.plans[0] and not device  # other commands have the full cache's answers again
-        return [self.answer_line(task, count, row, device) for row in rows if row["policy"] != "full" or is_first]
+        policies = self.runnable(self.policies.answer, plan)
+        rows = self.answer(TASKS[task], self.questions(task, count), policies, self.memory, plan)
+        is_first = plan == self.plans[0]  # other commands have the full cache's answers again
+        return [self.answer_line(task, count, row) for row in rows if row["policy"] != "full" or is_first]
 
     def pool_tasks(self):
         """Adds the accuracy over all tasks of each configuration that has all of them."""
         pooled = {}
         for line in self.lines:
-            if line["metric"].removeprefix("accuracy: ") in self.tasks:
+            if line["metric"].removeprefix(ACCURACY) in self.tasks:
                 pooled.setdefault((line["policy"], line["memory"], line["format"]), []).append(line)
         for key, own in pooled.items():
             if len(own) < len(self.tasks):
@@ -261,110 +231,45 @@ class Board:
             right = round(sum(line["value"] * line["count"] for line in own))
             self.lines.append(self.line(*key, "accuracy", right / count, *clopper_pearson(right, count), count, "pooled over the tasks"))
 
-    def values(self, metric, plan):
-        """Returns {policy: {memory: line}} without the full cache."""
-        found = {}
-        for line in self.lines:
-            if line["metric"] == metric and line["format"] == plan and line["policy"] != "full":
-                found.setdefault(line["policy"], {})[line["memory"]] = line
-        return found
-
-    def by_kl(self, plan):
-        """The policies, the one with the lowest KL first."""
-        found = self.values("kl", plan)
-        return sorted(found, key=lambda name: sum(math.log(max(line["value"], 1e-9)) for line in found[name].values()))
-
-    def section(self):
-        text = [f"## `{self.name}`"]
-        refused = self.policies.refused
-        if refused:
-            text.append("Not ranked: " + "; ".join(f"`{name}` ({reason})" for name, reason in refused.items()) + ".")
-        if self.policies.on_cpu:
-            text.append(self.cpu_sentence())
-        for plan in self.plans:
-            text.append(f"### KL, {label(plan)}")
-            if label(plan) == "plan":
-                text.append(f"The plan of `kvlab plan`, in runs of layers: `{plan}`.")
-            text.append(self.ranked(self.values("kl", plan), self.by_kl(plan), min, self.ties))
-        left_out = {task: line for task, line in self.shares.items() if task not in self.tasks}
-        for plan in self.plans:
-            answers = self.values("accuracy", plan)
-            if answers:
-                order = sorted(answers, key=lambda name: -sum(line["value"] for line in answers[name].values()))
-                text += [f"### Accuracy, {label(plan)}", self.accuracy_sentence(answers)]
-                text.append(self.ranked(answers, order, max, {}))
-        if left_out:
-            text += ["### Accuracy"] * (not self.tasks)
-            shares = ", ".join(f"{task_names([task])} ({line['value']:.0%})" for task, line in left_out.items())
-            text.append(f"Left out, because the full cache answers fewer than {ENOUGH:.0%} of {CHECKED} questions: {shares}.")
-        return "\n\n".join([*text, *self.speed.section()])
-
-    def cpu_sentence(self):
-        names = ", ".join(f"`{name}`" for name in self.policies.on_cpu)
-        accuracy = "" if self.policies.cpu_answer else " Their task accuracy was not measured."
-        return (
-            f"Measured on the CPU in {self.dtypes['cpu']}, because the CUDA decoder, which computes in {self.dtypes[None]}, does not support "
-            f"them: {names}.{accuracy} For `=`, the best of the other policies was evaluated on the CPU too."
-        )
-
-    def accuracy_sentence(self, answers):
-        count = next(line["count"] for own in answers.values() for line in own.values())
-        full = next(line["value"] for line in self.lines if line["policy"] == "full" and line["metric"] == "accuracy")
-        sentence = f"Share of right answers to {count} questions of {task_names(self.tasks)}. The full cache answers {full:.0%} of them."
-        if any(task in RULER for task in self.tasks):
-            sentence += f" RULER's questions have at most {self.length:,} tokens with their answers, the others {' or '.join(self.words)} words."
-        if any(len(own) < len(self.memory) for own in answers.values()):
-            sentence += ' "-": protected tokens exceed the budget of some questions.'
-        return sentence
-
-    def ranked(self, found, order, best, ties):
-        lines = [[f"`{name.partition(':')[0]}`"] for name in order]
-        for share in self.memory:
-            first = best(own[share]["value"] for own in found.values() if share in own)
-            for line, name in zip(lines, order):
-                cell = found[name].get(share)
-                line.append(cell_text(cell, cell["value"] == first, name in ties.get((share, cell["format"]), ())) if cell else "-")
-        return table(["policy", *(f"{share} of the memory" for share in self.memory)], lines)
-
     def predictors(self):
-        """Returns {(model, budget): {metric of a replay: its rank correlation with KL}}"""
-        tokens, columns = self.experiment.tokens, {}
+        """Lines with the rank correlation of each metric of a replay with KL. Not in a run for some policies."""
+        if self.experiment.arguments.policy:
+            return []
+        tokens, lines = self.experiment.tokens, []
+        options = f"--max-tokens {tokens} --prompt-tokens {tokens // 5} --policy {FEW} --budget 12%,25%"
         out = self.experiment.kvlab(
-            ["fidelity"], "--model", self.experiment.model, "--text", *self.experiment.arguments.text, "--max-tokens", tokens,
-            "--prompt-tokens", tokens // 5, "--policy", FEW, "--budget", "12%,25%",
+            ["fidelity"], "--model", self.experiment.model, "--text", *self.experiment.arguments.text, *options.split()
         )  # fmt: skip
+        command = f"kvlab fidelity --model {self.model} --text {self.texts} {options}{self.device_option()}"
         for name, own in json.loads((out / "fidelity.json").read_text())["metrics"].items():
             for budget, value in own["within"].items():
-                columns.setdefault((self.name, budget), {})[name] = value
-        return columns
+                lines.append(self.line(FEW, budget, "16", PREDICTS + name, value, None, None, len(FEW.split(",")), command))
+        return lines
 
 
 class Policies:
-    """The policies that evict, by what they can be measured with. Those for KL have settings under which they evict decoded
-    tokens too."""
+    """The policies that evict. Those for KL have settings under which they evict decoded tokens too."""
 
     def __init__(self, experiment, pool):
         self.decode, self.answer = [], []
-        self.on_cpu = []  # for --cpu-policies: names of those that the device refuses, but the CPU does not
-        self.cpu_decode, self.cpu_answer = [], []
-        self.refused = {}  # {policy: why it is not measured}
         evicting = [policy for policy in experiment.policies() if policy["evicts"] and policy["decodes"]]
         self.moving = {policy["name"] for policy in evicting if policy["positions"] == "cache"}
-        reasons = list(pool.map(experiment.refusal, [policy["name"] for policy in evicting]))
-        for policy, reason in zip(evicting, reasons):
+        wanted = experiment.arguments.policy
+        unknown = [name for name in wanted or [] if name not in {policy["name"] for policy in evicting}]
+        if unknown:
+            raise Refused(f"--policy: {unknown[0]} is not a registered policy that evicts")
+        evicting = [policy for policy in evicting if not wanted or policy["name"] in wanted]
+        for policy, reason in zip(evicting, pool.map(experiment.refusal, [policy["name"] for policy in evicting])):
             name = policy["name"]
+            if reason is not None:
+                if wanted:
+                    raise Refused(f"--policy: {reason.removeprefix('kvlab eval: ')}")
+                print(f"leaderboard.py: {name} is left out: {reason.removeprefix('kvlab eval: ')}", file=sys.stderr)
+                continue
             once = "once" in policy["modifiers"]
             smooth = any("smooth" in modifier for modifier in policy["modifiers"])
-            decode = ":".join([name] + ["once=no"] * once + ["smooth=0"] * smooth)
-            if reason is None:
-                self.answer.append(name)
-                self.decode.append(decode)
-            elif experiment.arguments.cpu_policies and experiment.refusal(name, device="cpu") is None:
-                self.on_cpu.append(name)
-                self.cpu_decode.append(decode)
-                self.cpu_answer += [name] * (experiment.arguments.cpu_policies == "all")
-            else:
-                self.refused[name] = reason.removeprefix("kvlab eval: ")
+            self.answer.append(name)
+            self.decode.append(":".join([name] + ["once=no"] * once + ["smooth=0"] * smooth))
 
 
 class DecodeSpeed:
@@ -372,71 +277,30 @@ class DecodeSpeed:
     with the full cache, for one sequence and for as many as fit in memory."""
 
     def __init__(self, board):
-        self.board, self.shares = board, board.experiment.arguments.speed
+        self.board, self.arguments = board, board.experiment.arguments
         self.half = min(board.experiment.context(), MAX_SPEED_TOKENS) // 2  # tokens of the prompt, and as many decoded ones
-        self.lines, self.gpu = [], ""
-        self.failed = {}  # {(policy, memory): why}
-        self.reason = self.why_not(board.experiment.arguments)  # why nothing was measured
-        if self.reason:
+        self.lines = []
+        if self.arguments.device == "cpu" or self.arguments.quick or "16" not in board.plans:
             return
-        for share in self.shares:
-            for name in board.by_kl("16"):
-                if name.partition(":")[0] not in board.policies.on_cpu:
-                    self.measure(name, share)
-        if not self.lines:
-            self.reason = next(iter(self.failed.values()), None)
-
-    def why_not(self, arguments):
-        if arguments.device == "cpu":
-            return "this run was on the CPU"
-        if arguments.quick:
-            return "this run was a quick one"
-        return None if "16" in self.board.plans else "this run was not in 16 bit"
+        for share in self.arguments.speed:
+            for name in board.policies.decode:
+                self.measure(name, share)
 
     def measure(self, name, share):
         words = ["evict", "--policy", name, "--budget", share, "--prompt-tokens", self.half, "--max-new-tokens", self.half, "--batch", 1]
         found, failure = self.board.experiment.bench(*words, "--model", self.board.experiment.model)
         if failure:
-            self.failed[name, share] = failure
+            print(f"leaderboard.py: the decode speed of {name} at {share} was not measured: {failure}", file=sys.stderr)
             return
         command = " ".join(map(str, ["kvlab bench", *words, "--model", self.board.model]))
         if not self.lines:
-            self.gpu = f"{found['device']} in {found['dtype']}"
-            self.add("full", "100%", (found["full"], found["largest_full"]), command)
-        self.add(name, share, (found["evicting"], found["largest_evicting"]), command)
+            self.add("full", "100%", found, (found["full"], found["largest_full"]), command)
+        self.add(name, share, found, (found["evicting"], found["largest_evicting"]), command)
 
-    def add(self, name, memory, runs, command):
+    def add(self, name, memory, found, runs, command):
         for run in {run["batch"]: run for run in runs}.values():
-            metric = f"{SPEED}{run['batch']}"
+            metric = f"{SPEED}{run['batch']} on {found['device']} in {found['dtype']}"
             self.lines.append(self.board.line(name, memory, "16", metric, run["tokens_per_second"], None, None, 1, command))
-
-    def section(self):
-        if not self.shares:
-            return []
-        title = "### Decode speed, 16 bit"
-        if self.reason:
-            return [title, f"Not measured: {self.reason}."]
-        explanation = (
-            f"Decoded tokens per second of all sequences together, on one {self.gpu}. Each sequence decodes {self.half:,} tokens after a "
-            f"prompt of {self.half:,}, with random keys and values. In parentheses: the number of sequences, which is 1 or the largest "
-            "number that fits in memory, at most 2,047. `kvlab bench evict` times steps at some lengths and integrates."
-        )
-        header = ["policy", *(f"{share} of the memory, {what}" for share in self.shares for what in ("one sequence", "largest batch"))]
-        rows = []
-        for name in dict.fromkeys(line["policy"] for line in self.lines):
-            rows.append([f"`{name.partition(':')[0]}`"])
-            for share in self.shares:
-                cells = self.cells(name, "100%" if name == "full" else share)
-                rows[-1] += [cells[0], cells[-1]]
-        text = [title, explanation, table(header, rows)]
-        if self.failed:
-            reasons = "; ".join(f"`{name.partition(':')[0]}` at {share} ({why})" for (name, share), why in self.failed.items())
-            text.append(f"Not measured: {reasons}.")
-        return text
-
-    def cells(self, name, memory):
-        own = [line for line in self.lines if line["policy"] == name and line["memory"] == memory]
-        return [f"{line['value']:,.0f} ({int(line['metric'].removeprefix(SPEED)):,})" for line in own] or ["-"]
 
 
 def tiers_of(word):
@@ -452,97 +316,44 @@ def tiers_of(word):
     return tiers
 
 
-def label(plan):
-    return "16 bit" if plan == "16" else "plan" if "x" in plan else f"format `{plan}`"
-
-
-def number(value):
-    return f"{value:.3g}" if value >= 1e-3 else f"{value:.1g}"
-
-
-def cell_text(line, is_best, is_tied):
-    text = f"**{number(line['value'])}**" if is_best else number(line["value"])
-    if line["low"] is not None:
-        text += f" ({number(max(line['low'], 0))} to {number(line['high'])})"
-    return text + " =" * (is_tied and not is_best)
-
-
-def task_names(tasks):
-    return ", ".join(f"`{task}`" if task in RULER else task for task in tasks)
-
-
-def device_option(device):
-    return f" --device {device}" if device else ""
-
-
-def agreement(boards):
-    """Rank correlations between the criteria on each model, and between models."""
-    rows = []
-    for plan in boards[0].plans:
-        for share in boards[0].memory:
-            orders = {}
-            for board in boards:
-                for metric, sign in (("kl", 1), ("accuracy", -1)):
-                    orders[board.name, metric] = {
-                        name.partition(":")[0]: sign * own[share]["value"] for name, own in board.values(metric, plan).items() if share in own
-                    }
-            row = [label(plan), share]
-            for board in boards:
-                row.append(correlation(orders[board.name, "kl"], orders[board.name, "accuracy"]))
-            for board in boards[1:]:
-                row.append(correlation(orders[boards[0].name, "kl"], orders[board.name, "kl"]))
-            rows.append(row)
-    header = ["format", "memory", *(f"KL and accuracy on `{board.name}`" for board in boards),
-              *(f"KL on `{boards[0].name}` and on `{board.name}`" for board in boards[1:])]  # fmt: skip
-    return table(header, rows)
-
-
-def correlation(one, other):
-    names = [name for name in one if name in other]
-    value = spearman([one[name] for name in names], [other[name] for name in names]) if len(names) > 2 else math.nan
-    return "-" if math.isnan(value) else f"{value:.2f}"
-
-
-def predictors(boards):
-    """A table of the metrics of a replay: the rank correlation of each with KL."""
-    columns = {key: own for board in boards for key, own in board.predicted.items()}
-    names = list(dict.fromkeys(name for own in columns.values() for name in own))
-    rows = []
-    for name in names:
-        values = [own.get(name) for own in columns.values()]
-        rows.append([f"`{name}`", *("-" if value is None else f"{value:.2f}" for value in values)])
-    return table(["metric", *(f"`{model}` {budget}" for model, budget in columns)], rows)
-
-
 def add_arguments(parser):
+    parser.add_argument("--policy", nargs="+", metavar="NAME", help="measure these policies alone, and keep the rows of the others "
+                        "(default: all that the device supports; all rows of the model are replaced)")
     parser.add_argument("--tiers", nargs="+", default=["16"], help="formats; each is ranked separately (default: 16)")
-    parser.add_argument("--jobs", type=int, default=1, help="commands that run at the same time (default: 1)")
-    parser.add_argument("--answers", type=int, default=200, help="minimum number of questions in each cell, over all tasks (default: 200)")
+    parser.add_argument("--jobs", type=int, default=1, help="commands that run at the same time on a GPU (default: 1)")
+    parser.add_argument("--answers", type=int, default=200, help="minimum number of questions in each cell, over all tasks; 0: no tasks "
+                        "(default: 200)")
     parser.add_argument("--length", type=int, help="maximum number of tokens of RULER's questions with their answers (default: 1024, or "
                         "half of the model's context if that is less)")
     parser.add_argument("--speed", nargs="*", default=["25%"], metavar="SHARE", help="memory at which the decode speed of each "
                         "policy is measured on a GPU; without a share: none (default: 25%%)")
-    parser.add_argument("--cpu-policies", choices=["kl", "all"], help="also measure the policies that CUDA does not support, on the CPU: "
-                        "KL alone, or task accuracy too, which is slow (default: they are left out)")
+
+
+def updated(known, measured, is_complete):
+    """The rows of an earlier run with the measured ones. A complete run replaces all rows of its models, and a run for some
+    policies only the rows that it measured again."""
+    models, keys = {row["model"] for row in measured}, {key_of(row) for row in measured}
+    return [row for row in known if (row["model"] not in models if is_complete else key_of(row) not in keys)] + measured
 
 
 def leaderboard():
     experiment = Experiment(__doc__, models=True, arguments=add_arguments)
-    if len(experiment.arguments.text) < 2 and not experiment.arguments.quick:
+    arguments = experiment.arguments
+    if len(arguments.text) < 2 and not arguments.quick:
         raise Refused("--text: give at least two, because intervals need several texts")
-    boards = [Board(experiment, directory) for directory in experiment.models]
-    for board in boards:
-        experiment.section(board.section())
-    experiment.section("## Do the criteria, and the models, agree?\n\nRank correlations (Spearman) over all policies.\n\n" + agreement(boards))
-    experiment.section(
-        "## Which metric of a replay predicts KL\n\nSpearman's ρ between a metric and the KL of the end-to-end evaluation, over ten "
-        'policies at each budget. "-": the model has no such metric.\n\n' + predictors(boards)
-    )
-    experiment.write("Leaderboard", QUESTION)
-    with open(pathlib.Path(experiment.arguments.out).with_suffix(".csv"), "w", newline="") as file:
+    path = pathlib.Path(arguments.out)
+    rows = path.with_suffix(".csv")
+    known = read_rows(rows) if rows.exists() else []
+    staying = known if arguments.policy else []
+    measured = [line for directory in experiment.models for line in Board(experiment, directory, staying).lines]
+    everything = updated(known, measured, not arguments.policy)
+    text = page(everything)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(rows, "w", newline="") as file:
         lines = csv.DictWriter(file, COLUMNS, lineterminator=os.linesep)
         lines.writeheader()
-        lines.writerows(line for board in boards for line in board.lines)
+        lines.writerows(everything)
+    path.write_text(text)
 
 
 if __name__ == "__main__":

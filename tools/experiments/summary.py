@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Checks docs/results/leaderboard.csv, and writes README's table, the sentences below it and the picture from it.
+"""Checks docs/results/leaderboard.csv, and writes what is made from it: the leaderboard's page, README's table with the
+sentences below it, and README's picture.
 
-    python3 tools/experiments/summary.py           # rewrites README.md and docs/images/smollm2.svg
+    python3 tools/experiments/summary.py           # rewrites docs/results/leaderboard.md, README.md and docs/images/smollm2.svg
     python3 tools/experiments/summary.py --check   # exits with 1 if they differ from the CSV
 """
 
-import csv
 import math
 import pathlib
 import sys
 import textwrap
 
-from leaderboard import task_names
+from experiment import Refused
+from leaderboard_page import page, read_rows, task_names
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = "smollm2"
-COLUMNS = ["model", "policy", "memory", "format", "metric", "value", "low", "high", "count", "command"]
 POLICIES = {  # name: colour in the picture; those without are in the table alone
     "h2o_mean": "#0072b2",
     "a2sf": "#56b4e9",
@@ -29,43 +29,6 @@ NAMES = {"sink": "`sink` (StreamingLLM)"}
 KL_AT, ACCURACY_AT = ["12%", "25%", "50%"], ["25%", "50%"]
 BEGIN, END = "<!-- table of tools/experiments/summary.py -->", "<!-- end of the table -->"
 PICTURE = ROOT / "docs/images/smollm2.svg"
-
-
-def fault_of(row):
-    """What is wrong with a row of the CSV, or None."""
-    if None in row or None in row.values() or list(row) != COLUMNS:
-        return f"the columns should be {','.join(COLUMNS)}"
-    empty = [name for name in COLUMNS if name not in ("low", "high") and not row[name]]
-    if empty:
-        return f"{empty[0]} is empty"
-    try:
-        value, count = float(row["value"]), int(row["count"])
-        low, high = (float(row[name] or value) for name in ("low", "high"))
-    except ValueError as error:
-        return str(error)
-    if not (-math.inf < low <= value <= high < math.inf) or count < 1:
-        return "value should be a number between low and high, and count above 0"
-    if not row["command"].startswith(("kvlab ", "pooled over the tasks")):
-        return "command should be the kvlab command that measured the value"
-    return None
-
-
-def rows_of(path):
-    """The rows of the CSV. Exits with a message if a row is wrong or repeated."""
-    try:
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        sys.exit(f"{path}: cannot be read: {error}")
-    seen = set()
-    for number, row in enumerate(rows, 2):
-        key = tuple(row.get(name) for name in COLUMNS[:5])
-        repeated = "repeats the model, policy, memory, format and metric of an earlier row" if key in seen else None
-        fault = fault_of(row) or repeated
-        if fault:
-            sys.exit(f"{path}:{number}: {fault}")
-        seen.add(key)
-    return rows
 
 
 def cells_of(rows):
@@ -161,23 +124,28 @@ def picture(cells):
 
 def main():
     path = ROOT / "docs/results/leaderboard.csv"
-    rows = rows_of(path)
+    try:
+        rows = read_rows(path)
+    except Refused as error:
+        sys.exit(str(error))
     cells = cells_of(rows)
     readme = ROOT / "README.md"
-    old = readme.read_text()
-    before, rest = old.split(BEGIN)
+    before, rest = readme.read_text().split(BEGIN)
     try:
-        new = f"{before}{BEGIN}\n{table(cells)}\n\n{sentences(rows)}\n{END}{rest.split(END)[1]}"
-        svg = picture(cells)
+        made = {
+            path.with_suffix(".md"): page(rows),
+            readme: f"{before}{BEGIN}\n{table(cells)}\n\n{sentences(rows)}\n{END}{rest.split(END)[1]}",
+            PICTURE: picture(cells),
+        }
     except KeyError as error:
         sys.exit(f"{path}: no row of {MODEL} in 16 bit for {error}, which README shows")
     if "--check" in sys.argv[1:]:
-        same = new == old and svg == PICTURE.read_text()
-        if not same:
-            print("README.md or docs/images/smollm2.svg differs from docs/results/leaderboard.csv: run tools/experiments/summary.py")
-        sys.exit(0 if same else 1)
-    readme.write_text(new)
-    PICTURE.write_text(svg)
+        differ = [str(file.relative_to(ROOT)) for file, text in made.items() if text != file.read_text()]
+        if differ:
+            print(f"{', '.join(differ)}: not as docs/results/leaderboard.csv says; run tools/experiments/summary.py")
+        sys.exit(1 if differ else 0)
+    for file, text in made.items():
+        file.write_text(text)
 
 
 if __name__ == "__main__":
