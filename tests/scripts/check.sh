@@ -7,6 +7,9 @@ enter_scratch() {
   cd "$folder"
 }
 fail() { echo "FAILED: $*" | cut -b1-4000; exit 1; }
+# in_time COMMAND...: runs COMMAND, and stops it after 60 seconds of CPU time, which unlike the time of day does not depend
+# on what else runs. Commands that once needed minutes have this limit.
+in_time() { (ulimit -t 60 && exec "$@"); }
 # refused WORDS COMMAND...: checks that COMMAND exits with 2 and prints WORDS in a one-line message (see `said`).
 refused() {
   words=$1 code=0

@@ -64,8 +64,8 @@ done
 # The time for renaming is proportional to the length of a file. The files are 12 MB with one setting many times, and a
 # header line of 40 MB.
 { printf '{"format": 1, "x": "'; yes ':ladder=4' | head -n 1200000 | tr -d '\n'; printf '"}'; } >long.json
-refused 'unknown key' timeout 20 "$kvlab" generate --model "$source/engine/models/tiny" --prompt x --policy-file long.json
+refused 'unknown key' in_time "$kvlab" generate --model "$source/engine/models/tiny" --prompt x --policy-file long.json
 mkdir long
 cp run/run.json long
 yes , | head -n 40000000 | tr -d '\n' >long/results.csv
-refused 'results.csv' timeout 20 "$kvlab" report long --out long.html
+refused 'results.csv' in_time "$kvlab" report long --out long.html

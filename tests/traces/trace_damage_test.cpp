@@ -5,7 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <chrono>
+#include <ctime>
 #include <set>
 
 #include "tests/catch.hpp"
@@ -371,19 +371,19 @@ TEST_CASE("A seal that is refused has written nothing") {
 
 TEST_CASE("A manifest of very many passages is parsed in linear time") {
   const BrokenTrace trace;
-  const auto seconds = [&](std::size_t count) {
-    const auto began = std::chrono::steady_clock::now();
+  const auto cpu_seconds = [&](std::size_t count) {
+    const std::clock_t began = std::clock();
     CHECK(trace
               .error_with_manifest([&](json& m) {
                 for (std::size_t i = 0; i < count; ++i)
                   m["spans"].push_back({{"name", std::to_string(i)}, {"start", 0}, {"tokens", 1}});
               })
               .empty());
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+    return static_cast<double>(std::clock() - began) / CLOCKS_PER_SEC;
   };
   // If each name were compared with all others, four times the passages would take sixteen times as
   // long.
-  CHECK(seconds(120'000) < 10 * seconds(30'000) + 0.5);
+  CHECK(cpu_seconds(120'000) < 10 * cpu_seconds(30'000) + 0.5);
   CHECK_THAT(trace.error_with_manifest([](json& m) {
     for (int i = 0; i < 2; ++i)
       m["spans"].push_back({{"name", "twice"}, {"start", 0}, {"tokens", 1}});

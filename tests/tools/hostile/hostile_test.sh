@@ -114,8 +114,8 @@ for json in '{' '{}' '{"model":{"type":"WordPiece"}}' '{"model":{"type":"BPE","v
 done
 # A tokenizer.json that is far too long is refused by its length, without reading it.
 truncate -s 100G broken/tokenizer.json
-refused "broken/tokenizer.json: is 107374182400 bytes long, but at most" timeout 60 "$kvlab" generate --model broken --prompt hi
-refused "broken/tokenizer.json: is 107374182400 bytes long, but at most" timeout 60 "$kvlab" capture --model broken --prompt hi --out trace
+refused "broken/tokenizer.json: is 107374182400 bytes long, but at most" in_time "$kvlab" generate --model broken --prompt hi
+refused "broken/tokenizer.json: is 107374182400 bytes long, but at most" in_time "$kvlab" capture --model broken --prompt hi --out trace
 # A model that has SentencePiece's tokenizer.model, but no tokenizer.json.
 rm broken/tokenizer.json
 : >broken/tokenizer.model
@@ -170,13 +170,13 @@ tune env "TMPDIR=$PWD/scratch" >/dev/null 2>&1 || fail "tune fails after another
 rm tuned.json
 # The product of lists does not fit in memory, or a plan has more tiers than a cache supports.
 many=$(seq -s, 2 20000)
-refused "up to 19999 configurations are requested" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget "$many" --out lists
-refused "--trace: 10001 values are given; at most 10000" timeout 10 "$kvlab" replay --policy h2o --budget 16 --out lists \
+refused "up to 19999 configurations are requested" in_time "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget "$many" --out lists
+refused "--trace: 10001 values are given; at most 10000" in_time "$kvlab" replay --policy h2o --budget 16 --out lists \
   --trace $(seq 10001)
 # Many texts have equal names. Each name may be compared only once.
-refused "1: cannot open" timeout 10 "$kvlab" eval --model tiny --policy h2o --budget 16 --text $(seq 10000)
+refused "1: cannot open" in_time "$kvlab" eval --model tiny --policy h2o --budget 16 --text $(seq 10000)
 tiers=$(head -c 1275 /dev/zero | sed 's/\x0/16:1t,/g')4:100%
-refused "a plan of 1276 tiers; at most 16" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget 16 --tiers "$tiers" --out lists
+refused "a plan of 1276 tiers; at most 16" in_time "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget 16 --tiers "$tiers" --out lists
 
 # TMPDIR, paths and names are longer than the system allows. Every message has to contain the reason.
 name=$(head -c 250 /dev/zero | tr '\0' n)
