@@ -148,11 +148,11 @@ TEST_CASE("A page says how the runner-up compares with the choice") {
                          {-0.02, -0.05, 0.01, 1},
                          {0.05, NAN, NAN, 0}}) ==
         std::vector<std::string>{
-            b + "worse by 0.050, which is 50% (95% CI 0.010 to 0.090).",
-            b + "worse by 0.050, which is 50% (95% CI -0.010 to 0.110); this is not significant.",
-            b + "better by 0.020, which is 20% (95% CI -0.010 to 0.050), but a needs less memory; "
+            b + "worse by 0.050 (95% CI 0.010 to 0.090), or 50%.",
+            b + "worse by 0.050 (95% CI -0.010 to 0.110), or 50%; this is not significant.",
+            b + "better by 0.020 (95% CI -0.010 to 0.050), or 20%, but a needs less memory; "
                 "this is not significant.",
-            b + "worse by 0.050, which is 50%; no interval is known."});
+            b + "worse by 0.050, or 50%; no interval is known."});
 }
 
 TEST_CASE("No two scripts of pages define the same name") {

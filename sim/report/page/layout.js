@@ -93,10 +93,11 @@ function averageCell(average) {
 }
 
 function tableCell(cell, kind) {
-  const {content, value, error, kind: own} = cell?.content === undefined ? {content: cell} : cell, properties = {};
+  const {content, value, error, label, kind: own} = cell?.content === undefined ? {content: cell} : cell, properties = {};
   if (own ?? kind) properties.class = own ?? kind;
   if (Number.isFinite(value)) properties['data-value'] = String(value);
   if (Number.isFinite(error)) properties['data-error'] = String(error);
+  if (label) properties['data-label'] = label;
   return element('td', properties, ...[content].flat());
 }
 
@@ -128,8 +129,9 @@ function recommendedRow(made) {
   const {kv_bytes_mean: memory, full_bytes: full, difference} = made, absent = {content: '–', kind: 'none'};
   const share = memory > 0 && full > 0 ? ` (${fixed((100 * memory) / full, 1)}% of full)` : '';
   const forMemory = made.order[0].policy !== made.choice ? [' (needs less memory)'] : [];
+  const mean = {content: Number.isFinite(made.mean) ? numberText(made.mean) : '–', value: made.mean, label: named(made.metric)};
   const row = [named(made.budget), {content: (memory > 0 ? bytesText(memory) : '–') + share, value: memory},
-    {content: [...colourDot(made.colour), strong(made.choice), ...forMemory]}, numberCell(made.mean)];
+    {content: [...colourDot(made.colour), strong(made.choice), ...forMemory]}, mean];
   if (made.runner_up === null) return [...row, absent, absent, absent];
   return [...row, named(made.runner_up), {content: differenceText(difference.mean, difference.low, difference.high),
     value: difference.mean}, similarTo(made)];
@@ -140,7 +142,7 @@ function recommendedAnswer(made) {
   const {budget, metric, choice, mean, kv_bytes_mean: memory, full_bytes: full} = made;
   const share = memory > 0 && full > 0 ? `, ${fixed((100 * memory) / full, 1)}% of the full cache` : '';
   const unit = /^\d+$/.test(budget) ? ' tokens' : '', size = memory > 0 ? ` (${bytesText(memory)}${share})` : '';
-  const first = [`At ${named(budget)}${unit}${size}: `, strong(choice), `, with a ${metric} of ${numberText(mean)}.`];
+  const first = [`At ${named(budget)}${unit}${size}, use `, strong(choice), `. Its ${named(metric)} is ${numberText(mean)}.`];
   if (made.runner_up === null) return answer(...first);
   return answer(...first, ` ${runnerUpText(made)}` +
     (made.tokens > 0 ? ` ${numberText(made.tokens)} tokens were scored.` : ''));
