@@ -1,6 +1,7 @@
-// Optional hooks of policies whose order is not a function of what each token observed: those that
-// move a hand over the tokens (CLOCK, SIEVE), or that keep the order of earlier steps (HiSparse).
-// A policy has any of these members beside those of policies/policy.hpp:
+// Optional hooks of policies whose eviction order does not follow from the observations of each
+// token alone. Such policies move a hand over the tokens (CLOCK, SIEVE) or keep the order of
+// earlier steps (HiSparse). A policy may have any of these members in addition to those of
+// policies/policy.hpp:
 //
 //   // Called after each eviction for every remaining token, and after append() for a token that is
 //   // appended in the place of an evicted one.

@@ -41,8 +41,8 @@ struct A2sf {
   static constexpr float weight(std::uint32_t age, const Params& params) {
     return age < tail(params) ? static_cast<float>(power(params.keep, age)) : 0.0f;
   }
-  /// From here on keep^age is below exp(-24), so any probability contributes less than half a unit
-  /// of 2^-32.
+  /// From this age on, keep^age is below exp(-24), so any probability contributes less than half a
+  /// unit of 2^-32.
   static constexpr std::uint32_t tail(const Params& params) {
     const double forgets = 1 - params.keep;
     return forgets > 1e-8 ? static_cast<std::uint32_t>(24 / forgets) + 1 : kNoTail;

@@ -29,7 +29,8 @@ struct Tokens {
   }
 };
 
-/// The attention statistics of tokens in one append, by age, as arrays for vector loops.
+/// The attention statistics of the live tokens from the queries of one append. Each is an array by
+/// age, for vector loops.
 struct Seen {
   const std::uint64_t* mass = nullptr;          ///< set if the policy needs mass
   const std::uint32_t* requests = nullptr;      ///< set if it needs requests

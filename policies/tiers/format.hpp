@@ -33,7 +33,7 @@ enum class Rotation : std::uint8_t {
            ///< two that divides the head size, a value over blocks of kLlamaRotation channels
 };
 
-/// Heads of a multiple of this many channels are rotated by llama.cpp.
+/// llama.cpp rotates keys and values only if the head size is a multiple of this.
 inline constexpr std::uint32_t kLlamaRotation = 64;
 
 /// A storage format of one row of elements, a token's key or its value.
@@ -130,7 +130,7 @@ inline constexpr KvFormat kKvFormats[] = {
 };
 inline constexpr std::size_t kKernelFormats = 6;
 
-/// The index of a format in kKvFormats if the kernels have it.
+/// The index of a format in kKvFormats, if the kernels support it.
 constexpr std::optional<std::uint32_t> kernel_format(const KvFormat& format) {
   for (std::uint32_t i = 0; i < kKernelFormats; ++i)
     if (kKvFormats[i] == format) return i;
