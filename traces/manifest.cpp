@@ -280,8 +280,9 @@ TraceExtras parse_extras(const JsonFields& fields, std::uint32_t tokens) {
   return extras;
 }
 
-/// Whether the trace has selections and neither queries nor keys nor values. The other extras
-/// describe those, so they are refused then.
+/// Whether the trace has selections and neither queries nor keys nor values. In such a trace, only
+/// features and selections are allowed as extras, because the other extras describe queries, keys
+/// or values.
 bool has_selections_only(const JsonFields& fields) {
   if (!fields.objects("shards").empty() || !fields.object("extras").has("selected")) return false;
   fields.object("extras").allow_only({"columns", "selected"});

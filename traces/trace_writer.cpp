@@ -45,8 +45,8 @@ struct CheckSource {
   std::uint32_t slot, row;
 };
 
-/// Returns the sources of the check rows of a shard of `tokens` rows: the rows of kCheckGrid that
-/// the shard has. In a short shard, its last row replaces the grid rows that it lacks.
+/// Returns the sources of the check rows of a shard of `tokens` rows: the rows of kCheckGrid. If
+/// the shard is too short to have a row of the grid, its last row replaces that row.
 std::array<CheckSource, kCheckRows> check_sources(std::uint32_t tokens) {
   std::array<CheckSource, kCheckRows> sources{};
   for (std::uint32_t i = 0; i < kCheckRows; ++i)
@@ -282,7 +282,8 @@ class TraceWriter::Impl {
 
   ~Impl() {
     std::error_code ignored;
-    // Keep the ids if the folder contains a shard. After an error, shards_ may lack the last shard.
+    // Keeps the ids if the folder contains a shard. Also looks for the first shard's file, because
+    // after an error shards_ may lack a shard that has been written.
     if (!shards_.empty() || fs::exists(directory_ / shard_name(0), ignored)) return;
     fs::remove(directory_ / kTokensFile, ignored);
     fs::remove(directory_ / kSketchFile, ignored);
