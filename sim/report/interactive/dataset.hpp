@@ -30,7 +30,7 @@ struct RankedTable {
   std::vector<RankedRow> rows;
   std::size_t choice = 0;  ///< index of a series
 };
-/// By budget: a table that an end-to-end evaluation has computed from its scores by token.
+/// Tables by budget. An end-to-end evaluation computes them from its scores of each token.
 using RankedTables = std::map<std::string, RankedTable>;
 
 struct DatasetOptions {
