@@ -1,6 +1,10 @@
 // The live tokens of one cache, ordered by age, and the eviction rule. Positions and states are
 // stored contiguously, so that loops over a policy's hooks can be vectorized.
 //
+// An append has four steps (docs/internals/architecture.md): 1. tokens are evicted to the budget;
+// 2. the new tokens are added; 3. their queries attend to the live tokens; 4. the policy observes
+// the attention. This file implements steps 1, 2 and 4. Step 3 is the caller's.
+//
 // AgedSet is the base class of two caches that store more. LiveSet also stores a slot for each
 // token. AgedCache (sim/config_batches) also stores one bit for each position, which says whether
 // the token is live.
@@ -84,7 +88,7 @@ class AgedSet {
   std::span<const float> centre_constants() const {
     return centre_constants_->centre(identity_.layer, identity_.kv_head);
   }
-  /// The format of the token at an age, once its append has ended.
+  /// The format of the token at an age. It is valid once the token's append has ended.
   const KvFormat& format(std::size_t age) const { return tier_plan_[tier(age)].format; }
   std::size_t tier(std::size_t age) const { return tiers_.empty() ? 0 : tiers_[age]; }
   /// Tiers by age; empty if there is one tier.
@@ -168,7 +172,7 @@ class AgedSet {
   /// that is appended next. `feature_values` [features()]; null if there are no features. Only for
   /// a cache with one tier.
   void bring_back(std::uint32_t position, std::uint32_t now, const float* feature_values = nullptr);
-  /// Drops the youngest tokens, as if they had never been appended. Requires an empty
+  /// Drops the `count` youngest tokens, as if they had never been appended. Requires an empty
   /// crop_obstacle().
   void drop_youngest(std::uint32_t count);
   /// Releases the memory of evicted tokens.

@@ -1,7 +1,7 @@
 // Which executor of the rule (a decoder, an evaluation or a replay) can run which caches. Below
 // there is one constant per executor, which lists what it supports. The replay on the CPU supports
-// everything, so it has no constant. Every executor supports the features that Executor does not
-// mention.
+// everything, so it has no constant. Every executor supports everything that the struct Executor
+// does not mention.
 #pragma once
 
 #include <cstddef>
@@ -101,7 +101,7 @@ std::string refusal(const Executor& executor, const CacheConfig& config);
 
 /// Throws std::invalid_argument with the text of refusal(), if it is not empty.
 void check_held(const Executor& executor, const CacheConfig& config);
-/// Also throws if budgets by head do not match the model's shape.
+/// Also throws std::invalid_argument if budgets by head do not match the model's shape.
 void check_held(const Executor& executor, const ResolvedConfig& config, const CacheShape& model);
 
 /// Whether a device can run both configurations at the same time, because they have the same

@@ -76,9 +76,10 @@ struct Budget {
   /// Converts `ratio(r)`, for a prompt of `prompt` tokens, to a number of tokens: the number that
   /// kvpress keeps, plus the next token. Any other budget is returned unchanged.
   Budget at_prompt(std::uint32_t prompt) const;
-  /// The bytes of one head, for a budget in bytes.
+  /// For a budget in bytes: the bytes of one head in a sequence of `length` tokens.
   std::uint64_t bytes_of(std::uint32_t length, std::uint32_t head_size) const;
-  /// Converts a share, or bytes, to a fixed budget for `length` tokens. Its `extent` is in tokens.
+  /// Converts a share, or bytes, to a fixed budget for `length` tokens. The `extent` of the result
+  /// is in tokens.
   Budget at_length(std::uint32_t length, std::uint32_t head_size,
                    std::uint64_t token_bytes = 0) const;
   /// Whether all heads have the budget that resolve() returns.

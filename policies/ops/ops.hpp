@@ -57,8 +57,9 @@ struct PolicyOps {
 
   void (*append)(void* slots, Tokens tokens, std::size_t count, const void* params,
                  const Step& step);
-  /// Both call the hook observe() for all tokens, with statistics from arrays or from one
-  /// observation per token. They do nothing for a policy that needs no observations.
+  /// observe() and observe_each() call the policy's hook observe() for all tokens. The first reads
+  /// the statistics from arrays, the second from one observation per token. Both do nothing for a
+  /// policy that needs no observations.
   void (*observe)(void* slots, const Seen& seen, std::size_t count, const void* params,
                   const Step& step);
   void (*observe_each)(void* slots, const Observation* seen, std::size_t count, const void* params,

@@ -48,7 +48,8 @@ constexpr std::uint32_t tokens_to_demote(std::uint32_t tokens, std::uint32_t cap
   return tokens > capacity ? tokens - capacity : 0;
 }
 
-/// Assigns counts of tokens to tiers. Returns the number of evicted tokens.
+/// Updates the number of tokens of each tier to what the assignment gives. Returns the number of
+/// evicted tokens.
 constexpr std::uint32_t assign_counts(TierLoad* tiers, int count, std::uint32_t waiting) {
   std::uint32_t demoted = 0;
   for (int tier = 0; tier < count; ++tier) {
