@@ -120,7 +120,7 @@ class HeadVerifier {
     }
   }
 
-  /// Includes the norms of `tokens` rows in `largest`; the first row is at position `first`.
+  /// Updates `largest` with the norms of `tokens` rows. The first row is at position `first`.
   void include_norms(Largest& largest, const float* rows, std::uint32_t first,
                      std::uint32_t tokens) const {
     for (std::uint32_t i = 0; i < tokens; ++i, rows += size_) {

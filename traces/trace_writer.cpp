@@ -55,9 +55,8 @@ std::array<CheckSource, kCheckRows> check_sources(std::uint32_t tokens) {
   return sources;
 }
 
-/// Refuses values that are not finite, because attention needs finite values, and a model whose
-/// weights overflow is useless. `tensor` is [heads, tokens, dim], and its first token is at
-/// position `first`.
+/// Refuses values that are not finite, because attention cannot be computed from them. `tensor` is
+/// [heads, tokens, dim], and its first token is at position `first`.
 void refuse_not_finite(const std::filesystem::path& path, const TensorToWrite& tensor,
                        std::uint32_t first) {
   const std::size_t at = first_not_finite(tensor.dtype, tensor.data);
@@ -206,8 +205,8 @@ class ShardBuffer {
       if (!rows.lse.empty()) layer.lse[h * kSlots + slot] = rows.lse[index * heads + h];
     }
   }
-  /// Moves the heads of a short shard together: [heads, 1024, head_size] to [heads, tokens,
-  /// head_size].
+  /// Removes the unused rows between the heads of a short shard: [heads, 1024, head_size] to
+  /// [heads, tokens, head_size].
   std::span<const std::byte> compact(Bytes& bytes, std::uint32_t heads,
                                      std::uint32_t tokens) const {
     const std::size_t row_bytes = shape_.head_size * bytes_of(shape_.dtype);

@@ -11,7 +11,7 @@
 namespace kvlab {
 
 /// A matrix [rows, depth], stored as panels of 16 rows: [rows / 16, depth, 16]. The last panel is
-/// padded with zeros. Elements are float32 or bf16 (f16 widens to float32).
+/// padded with zeros. Elements are float32 or bf16; f16 is stored as float32.
 class Panels {
  public:
   Panels() = default;
