@@ -216,7 +216,7 @@ class AgedSet {
   std::vector<float> feature_values_;  // [age, features_]; has spare capacity
   std::vector<TierSlots> tier_plan_ = {TierSlots{}};
   KeyCentre centre_ = KeyCentre::none;
-  std::shared_ptr<const CentreConstants> centre_constants_;  // null for other kinds of centres
+  std::shared_ptr<const CentreConstants> centre_constants_;  // null unless centre_ is constants
   // In tiers_, the number of tiers marks an evicted token, so this number has to fit into a byte.
   static_assert(kMaxTiers < 0xff);
   std::vector<std::uint8_t> tiers_;  // [age]; has spare capacity; empty if there is one tier

@@ -23,9 +23,10 @@ namespace kvlab {
 /// The argument of evicted(). If several tokens were evicted, it describes the last one in the
 /// eviction order.
 struct Eviction {
-  std::uint64_t rank;       ///< of the evicted token
+  std::uint64_t rank;       ///< rank of the evicted token
   bool was_newest = false;  ///< whether the evicted token was the one appended last
-  bool is_new = false;      ///< whether this token is appended in the place of the evicted one
+  /// Whether the hook is called for a token that is appended in the place of the evicted one.
+  bool is_new = false;
 };
 
 namespace hooks {

@@ -44,7 +44,7 @@ class Tally {
   std::uint32_t threshold16_ = 0;
   std::vector<Observation> seen_;
   std::vector<std::uint64_t> largest_;   // with group=max: largest mass of this query's heads
-  std::vector<std::uint8_t> requested_;  // requested by some head of this query
+  std::vector<std::uint8_t> requested_;  // [age]: requested by some head of this query
   std::vector<std::uint64_t> heads_;     // [head, age], if the policy observes each head
   std::size_t head_ = 0;                 // index of the query's next head
 };

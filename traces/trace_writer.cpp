@@ -456,7 +456,7 @@ namespace fs = std::filesystem;
 struct Rescued {
   std::vector<ShardInfo> shards;
   ShardMetadata last;
-  bool has_residuals = false;  ///< decided by the first shard
+  bool has_residuals = false;  ///< whether the first shard has residual norms
 
   std::uint32_t tokens() const { return last.first + last.tokens; }
 };

@@ -86,7 +86,7 @@ void ScoredFeatures::count_queries(const KeyValueRows& rows, std::uint32_t first
     own.sum.resize(dim_), own.products.resize(std::size_t{dim_} * dim_);
     counted = counted_;
     for (std::uint32_t at = std::max(first, past); at < tokens(); ++at, ++counted) {
-      if (at <= settings_.sinks) {  // there have been no other queries so far
+      if (at <= settings_.sinks) {  // so far there have only been queries that are left out
         std::ranges::fill(own.sum, 0), std::ranges::fill(own.products, 0);
         counted = 0;
       }

@@ -47,7 +47,7 @@ struct PolicyOps {
   std::span<const ParamInfo> params;
   std::size_t slot_bytes;                ///< bytes of one state; 0: none
   std::size_t params_bytes;              ///< bytes of Params; 0: none
-  RankType rank_type = RankType::whole;  ///< type of the ranks of a policy struct
+  RankType rank_type = RankType::whole;  ///< return type of the policy struct's rank()
 
   /// Bytes of a live token beside its key and value: state and features.
   std::size_t token_bytes() const { return slot_bytes + info.feature_count() * sizeof(float); }
