@@ -94,8 +94,8 @@ std::pair<std::size_t, std::size_t> AgedSet::unprotected_range(std::uint32_t now
   };
   std::size_t first = std::min(protected_tokens_.sinks, size_);
   while (first > 0 && protection_at(first - 1) != 2) --first;  // some sinks may have been evicted
-  // All recent tokens are live, except for tokens that are still to be appended and for recent
-  // tokens that had to be evicted.
+  // The search for the recent tokens starts here. Fewer than `recent` of them may be live, because
+  // some are still to be appended and others may have been evicted.
   std::size_t last =
       std::max<std::size_t>(first, size_ - std::min(protected_tokens_.recent, size_));
   while (last < size_ && protection_at(last) == 0) ++last;
@@ -168,8 +168,8 @@ std::vector<EvictionCandidate> AgedSet::firsts(std::uint32_t now) const {
     if (ranks.keys[age] < own.key.rank || own.slot < 0)
       own = {{0, ranks.keys[age], positions_[age]}, static_cast<int>(age)};
   }
-  // If a tier has only protected tokens, its first victim is one of them. Then all tokens compete
-  // by their whole keys.
+  // If a tier has only protected tokens, its first victim is one of them. Then the loop below
+  // compares all tokens by their complete keys, which include protection.
   bool held = false;
   for (std::size_t tier = 0; tier < firsts.size(); ++tier)
     held |= firsts[tier].slot < 0 && tier_loads_[tier].tokens > 0;
@@ -199,8 +199,8 @@ bool AgedSet::assign_one(std::uint32_t now) {
   return true;
 }
 
-/// Assigns the tokens of victims_ to tiers, from the last one in the eviction order to the first.
-/// The tokens that get no slot remain in victims_.
+/// Assigns the tokens of victims_ to tiers, starting with the token that would be evicted last. The
+/// tokens that get no slot remain in victims_.
 void AgedSet::assign_tiers(bool evicts) {
   const std::uint32_t waiting = waiting_tokens(size_, budget_, evicts);
   std::vector<std::uint32_t> free_slots(static_cast<std::size_t>(tier_count()));
@@ -230,7 +230,7 @@ Eviction AgedSet::last_of(std::span<const std::uint32_t> victims) const {
 }
 
 /// If a token has been evicted since the last append, calls the hook evicted() for the `count`
-/// tokens from `age` on, which are appended in its place.
+/// tokens from `age` on. These tokens were appended in the place of the evicted token.
 void AgedSet::take_place(std::size_t age, std::size_t count) {
   if (!eviction_) return;
   eviction_->is_new = true;

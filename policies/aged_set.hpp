@@ -1,8 +1,13 @@
-// The live tokens of one cache, ordered by age, and the rule of eviction. Positions and states are
+// The live tokens of one cache, ordered by age, and the eviction rule. Positions and states are
 // stored contiguously, so that loops over a policy's hooks can be vectorized.
 //
-// AgedSet is the base class of caches that store more per token: LiveSet stores a slot for each
-// token, AgedCache (of the replay) the bits that configuration batches read.
+// An append has four steps (docs/internals/architecture.md): 1. tokens are evicted to the budget;
+// 2. the new tokens are added; 3. their queries attend to the live tokens; 4. the policy observes
+// the attention. This file implements steps 1, 2 and 4. Step 3 is the caller's.
+//
+// AgedSet is the base class of two caches that store more. LiveSet also stores a slot for each
+// token. AgedCache (sim/config_batches) also stores one bit for each position, which says whether
+// the token is live.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +49,8 @@ class AgedSet {
   bool sees_heads() const { return ops_.observe_heads != nullptr; }
   /// The weight of a query, where `age` is the number of younger queries in its append.
   float weight(std::uint32_t age) const { return ops_.weight(age, params_.data()); }
-  /// The age from which on weights are 0; kNoTail if there is no such age.
+  /// The lowest age at which a query has weight 0; all older queries have weight 0, too. kNoTail if
+  /// there is no such age.
   std::uint32_t tail() const { return ops_.tail(params_.data()); }
 
   /// Names of the features that each token gets when it is appended, in order.
@@ -71,7 +77,8 @@ class AgedSet {
     for (const TierSlots& tier : tier_plan_) tier_loads_.push_back({0, tier.slots});
     tier_loads_.push_back({0, 0});
   }
-  /// Sets how the owner of the keys centres them. Call it before the first token is appended.
+  /// Sets how keys are centred. This class only stores the setting: the owner of the key tensors
+  /// subtracts the centre. Call it before the first token is appended.
   void centre_keys_at(const CentreSetting& centre) {
     centre_ = centre.kind;
     centre_constants_ = centre.constants;
@@ -81,7 +88,7 @@ class AgedSet {
   std::span<const float> centre_constants() const {
     return centre_constants_->centre(identity_.layer, identity_.kv_head);
   }
-  /// The format of the token at an age, once its append has ended.
+  /// The format of the token at an age. It is valid once the token's append has ended.
   const KvFormat& format(std::size_t age) const { return tier_plan_[tier(age)].format; }
   std::size_t tier(std::size_t age) const { return tiers_.empty() ? 0 : tiers_[age]; }
   /// Tiers by age; empty if there is one tier.
@@ -121,10 +128,13 @@ class AgedSet {
   void share(std::shared_ptr<LayerRanks> layer) { layer_ = std::move(layer); }
   /// With ada(): sets the state that the caches of a layer share.
   void share(std::shared_ptr<LayerBudgets> layer) { layer_budgets_ = std::move(layer); }
-  /// With ada(): from the end of a prompt on, the budget is a mean over the layer's KV heads.
+  /// With ada(): makes the KV heads of the layer share their slots. Each head starts with the same
+  /// budget, which is the mean. After a prompt, the shared state computes a separate budget for
+  /// each head.
   void share_slots() { shares_slots_ = true; }
   bool shares_slots() const { return shares_slots_; }
-  /// Budget in tokens. With ada() it is the mean until a prompt has ended. kNoBudget: never evicts.
+  /// Budget in tokens. With ada() it is the mean until a prompt has ended, and then this head's own
+  /// budget. kNoBudget: never evicts.
   std::uint32_t budget() const { return budget_; }
   /// The state that share() set; null if the cache does not share slots.
   const LayerBudgets* layer_budgets() const { return layer_budgets_.get(); }
@@ -144,12 +154,13 @@ class AgedSet {
     if (shares_slots_ || tier_plan_.size() > 1) return find_victims(now);
     return surplus() == 1 && evicts_by_own_rank() ? find_victim(now) : find_victims(now);
   }
-  /// The rule in its general form: takes the first tokens in the order of eviction_keys(). With a
-  /// tier plan, returns the tokens for which no tier has a slot, and demotes the others.
+  /// The general form of the rule: chooses the tokens that come first in the order of
+  /// eviction_keys(). With a tier plan, chooses the tokens for which no tier has a slot, and also
+  /// demotes tokens that have to move to a lower tier.
   std::span<const std::uint32_t> find_victims(std::uint32_t now);
-  /// A fast form, with the same result as find_victims(), for the case that exactly one token is
-  /// evicted and that its rank depends on this KV head alone. Runs one vector loop over the
-  /// unprotected tokens.
+  /// A faster form with the same result as find_victims(). It requires that exactly one token is
+  /// evicted and that ranks depend on this KV head alone. Runs one vector loop over the unprotected
+  /// tokens.
   std::span<const std::uint32_t> find_victim(std::uint32_t now);
   /// Removes the tokens of these ages, ascending.
   void evict(std::span<const std::uint32_t> ages);
@@ -161,7 +172,7 @@ class AgedSet {
   /// that is appended next. `feature_values` [features()]; null if there are no features. Only for
   /// a cache with one tier.
   void bring_back(std::uint32_t position, std::uint32_t now, const float* feature_values = nullptr);
-  /// Drops the youngest tokens, as if they had never been appended. Requires an empty
+  /// Drops the `count` youngest tokens, as if they had never been appended. Requires an empty
   /// crop_obstacle().
   void drop_youngest(std::uint32_t count);
   /// Releases the memory of evicted tokens.
@@ -205,8 +216,8 @@ class AgedSet {
   std::vector<float> feature_values_;  // [age, features_]; has spare capacity
   std::vector<TierSlots> tier_plan_ = {TierSlots{}};
   KeyCentre centre_ = KeyCentre::none;
-  std::shared_ptr<const CentreConstants> centre_constants_;  // null for other kinds of centres
-  // tiers_ marks an evicted token by one more than the index of the last tier.
+  std::shared_ptr<const CentreConstants> centre_constants_;  // null unless centre_ is constants
+  // In tiers_, the number of tiers marks an evicted token, so this number has to fit into a byte.
   static_assert(kMaxTiers < 0xff);
   std::vector<std::uint8_t> tiers_;  // [age]; has spare capacity; empty if there is one tier
   // [tier]. One more entry, after the last tier, counts the tokens that demote() evicts.
@@ -222,13 +233,12 @@ class AgedSet {
   std::uint32_t evicted_at_ = 0;  // number of tokens that had been appended at the last eviction
 };
 
-// The live tokens of one cache, with a slot number for each. LiveSet stores no keys and values: the
-// owner of the tensors stores a token's key and value at its slot.
-
 /// Number of live tokens that are older than some evicted token; these tokens come before the last
 /// gap in the positions. `positions`: ascending.
 std::uint32_t tokens_before_gaps(std::span<const std::uint32_t> positions);
 
+/// The live tokens of one cache, with a slot number for each. LiveSet stores no keys and values:
+/// the owner of the tensors stores a token's key and value at its slot.
 class LiveSet : public AgedSet {
  public:
   /// `budget` is in tokens. Throws std::invalid_argument if the protected tokens do not fit the

@@ -9,7 +9,8 @@
 namespace kvlab {
 namespace {
 
-/// The budgets by head; empty if all heads have the same budget.
+/// The budgets by head of a pyramid or of a budget file. Empty if all heads start with the same
+/// budget, which is also so with ada().
 HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length,
                             const CacheShape& model) {
   const Budget& budget = config.budget;
@@ -42,8 +43,8 @@ void check_protected_tokens(const ResolvedConfig& config) {
       }
 }
 
-/// Checks that all heads of a layer have equal budgets with scope=layer, because they keep the same
-/// set of tokens.
+/// For scope=layer: throws if heads of one layer have different budgets, because these heads keep
+/// the same set of tokens.
 void check_layers_even(const ResolvedConfig& config) {
   if (config.shares_slots())
     throw std::invalid_argument(
@@ -59,7 +60,8 @@ void check_layers_even(const ResolvedConfig& config) {
             config.policy.name, layer, config.head_budgets[layer].front(), budget));
 }
 
-/// Inserts the windows of layers with a sliding window into the budgets by head.
+/// Inserts the layers with a sliding window into the budgets by head. The budget of all their heads
+/// is the window.
 void insert_windows(ResolvedConfig& config, const CacheShape& model) {
   HeadBudgets& heads = config.head_budgets;
   for (std::size_t layer = 0; !heads.empty() && layer < model.windows.size(); ++layer)
@@ -135,7 +137,7 @@ void check_prompt(const CacheConfig& config) {
 }
 
 /// Gives each layer without a window the slots of its format. All these layers hold the same number
-/// of tokens: as many as fit in the bytes of the budget of all of them together.
+/// of tokens, which is the largest number that fits into the bytes of all their budgets together.
 void apply_formats_by_layer(ResolvedConfig& config, std::uint32_t length, const CacheShape& model) {
   const std::vector<KvFormat>& layers = config.policy.tier_plan.layers;
   const auto refuse = [&](const std::string& why) {
@@ -171,7 +173,8 @@ void apply_formats_by_layer(ResolvedConfig& config, std::uint32_t length, const 
     config.layer_tiers.push_back({{config.window_of(layer) > 0 ? KvFormat{} : *format++, slots}});
 }
 
-/// Throws std::invalid_argument if a row of the model does not consist of whole groups of a format.
+/// Throws std::invalid_argument if the head size is not a multiple of the group size of a quanto
+/// format in the plan.
 void check_groups(const TierPlan& tier_plan, std::uint32_t head_size) {
   constexpr std::uint32_t kQuantoGroup = 64;
   for (const KvFormat& format : tier_plan.formats())

@@ -47,8 +47,9 @@ struct CacheConfig {
     return budget.is_even() ? policy.tier_plan.min_token_bytes(head_size)
                             : kv_bytes_per_token(head_size);
   }
-  /// The memory of a KV head's centre, in 16-bit tokens, which is part of the budget. It is 1,
-  /// because the centre is one vector in float32, and a token is two vectors in 16 bit.
+  /// The memory of a KV head's centre, in 16-bit tokens. It counts towards the budget. A centre
+  /// takes as much memory as one token, because it is one vector in float32, and a token's key and
+  /// value are two vectors in 16 bit.
   std::uint32_t centre_tokens() const { return policy.centre == KeyCentre::none ? 0 : 1; }
   /// Whether victims are chosen for all KV heads of a layer together, because the heads keep the
   /// same set of tokens or share their slots.
@@ -93,8 +94,8 @@ struct ResolvedConfig : CacheConfig {
   std::vector<std::uint32_t> layer_numbers = {};  ///< layer numbers of the model; empty: 0, 1, 2, …
   /// Tier slots by budget. Empty: one 16-bit tier.
   std::map<std::uint32_t, std::vector<TierSlots>> tiers = {};
-  /// [layer], for a plan by layer: the single tier of the layer. A layer with a window has 16 bit.
-  /// Empty: `tiers` applies to all layers.
+  /// [layer], for a plan by layer: the single tier of the layer. A layer with a window stores 16
+  /// bit. Empty: `tiers` applies to all layers.
   std::vector<std::vector<TierSlots>> layer_tiers = {};
   std::vector<Append> appends = {};        ///< known in advance only in a replay
   std::vector<bool> in_dense_prompt = {};  ///< [token]; known in advance only in a replay
@@ -136,14 +137,16 @@ struct ResolvedConfig : CacheConfig {
   LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {
     return {seed, sequence, layer_numbers.empty() ? layer : layer_numbers[layer], kv_head};
   }
-  /// Adds those features of the prompt that kvlab does not compute to `to`, for one KV head. Later
-  /// tokens get zeros, which has no effect, because they are never evicted.
+  /// For one KV head: adds to `to` those features of the prompt that kvlab does not compute.
+  /// Decoded tokens get zeros instead. This has no effect, because find_features() refuses policies
+  /// that may evict decoded tokens.
   void add_supplied_features(std::uint32_t layer, std::uint32_t kv_head, FeaturesByName& to) const {
     if (feature_reader && window_of(layer) == 0)
       feature_reader(identity(layer, kv_head).layer, kv_head, to);
   }
-  /// The number of a layer whose heads have the same tier slots as the heads of `layer` if their
-  /// budgets are equal.
+  /// A key for tables of tier slots. Two heads have the same tier slots if their budgets are equal
+  /// and the keys of their layers are equal. With a plan by layer, each layer has its own key;
+  /// otherwise all layers have the key 0.
   std::uint32_t layer_key(std::uint32_t layer) const { return layer_tiers.empty() ? 0 : layer; }
   /// Whether heads differ in their budgets or formats. If so, use head_config() for each head.
   bool differs_by_head() const { return !head_budgets.empty() || !layer_tiers.empty(); }

@@ -22,8 +22,8 @@ const std::vector<PolicyEntry>& policy_catalogue();
 
 /// The command-line form: `4` or `50%`.
 std::string text_of(Extent extent);
-/// Parses the command-line form. Throws std::invalid_argument unless the number is in [least, 2^31)
-/// tokens or in [0, 100] percent. 0% is valid only if `min_value` is 0.
+/// Parses the command-line form. Throws std::invalid_argument unless `text` is a number of tokens
+/// in [min_value, 2^31) or a share in [0, 100] percent. 0% is valid only if `min_value` is 0.
 Extent parse_extent(std::string_view text, std::string_view what, double min_value);
 
 /// A policy from the command line, `name:param=value:sinks=N:recent=N`, with defaults filled in.

@@ -49,8 +49,9 @@ struct SeenRows {
 /// to the same data, which lives as long as the process.
 struct PolicyEntry : PolicyOps {
   std::shared_ptr<const PolicySource> source = nullptr;  ///< null: compiled with kvlab
-  /// Set if the hooks call functions outside kvlab (Python). Then `params` points to this object.
-  /// Null if the hooks are functions of the policy itself.
+  /// Set if the hooks call functions outside kvlab (Python). The argument `params` of the hooks
+  /// then contains a pointer to this object instead of parameters. Null if the hooks are functions
+  /// of the policy itself.
   std::shared_ptr<const void> host = nullptr;
   /// Set by product_of(): the policy whose rank this policy multiplies by its last feature. Null if
   /// this is not a product.
@@ -64,8 +65,8 @@ struct PolicyEntry : PolicyOps {
 };
 
 /// Policies in addition to those of the registry: the policies of --policy-source, in command-line
-/// order, with unique names. Also holds the source of the features that no decoder computes, which
-/// the policies of the registry use too.
+/// order, with unique names. Also holds the source of the features that no decoder computes.
+/// Policies of the registry use this source, too.
 struct CompiledPolicies {
   CompiledPolicies() = default;
   CompiledPolicies(std::nullptr_t) {}

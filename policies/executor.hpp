@@ -1,7 +1,7 @@
 // Which executor of the rule (a decoder, an evaluation or a replay) can run which caches. Below
 // there is one constant per executor, which lists what it supports. The replay on the CPU supports
-// everything, so it has no constant. Every executor supports the features that Executor does not
-// mention.
+// everything, so it has no constant. Every executor supports everything that the struct Executor
+// does not mention.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,9 @@ enum class Formats { kernels, rows, all };
 /// Maximum number of tiers on a CUDA device: kernels::kMaxDeviceTiers.
 inline constexpr std::size_t kMaxDeviceTiers = 8;
 
-/// The capabilities of an executor in which executors differ. To enable a capability, set it to
-/// true in the executor's constant below. Nothing else checks these capabilities.
+/// What one executor supports, limited to the capabilities in which executors differ. To enable a
+/// capability, change it in the executor's constant below. refusal() reads only these constants, so
+/// no check has to be changed.
 struct Executor {
   const char* name;                   ///< name in messages: "the CUDA decoder"
   const char* instead;                ///< the alternative that messages recommend: "--device cpu"
@@ -87,7 +88,7 @@ inline constexpr Executor kCudaReplay = [] {
   return replay;
 }();
 
-/// The refusal of something that CUDA devices do not support at all: "WHAT: runs on the CPU only,
+/// The error message for something that no CUDA executor supports: "WHAT: runs on the CPU only,
 /// because WHY; use INSTEAD". `why` may be empty.
 std::string cpu_only(std::string_view what, std::string_view why = "",
                      std::string_view instead = "--device cpu");
@@ -100,14 +101,15 @@ std::string refusal(const Executor& executor, const CacheConfig& config);
 
 /// Throws std::invalid_argument with the text of refusal(), if it is not empty.
 void check_held(const Executor& executor, const CacheConfig& config);
-/// Also throws if budgets by head do not match the model's shape.
+/// Also throws std::invalid_argument if budgets by head do not match the model's shape.
 void check_held(const Executor& executor, const ResolvedConfig& config, const CacheShape& model);
 
 /// Whether a device can run both configurations at the same time, because they have the same
 /// policy, selection of features and kind of positions.
 bool side_by_side(const CacheConfig& one, const CacheConfig& other);
-/// Groups configurations for which `alike` is true. Returns their indices, at most `max_size` per
-/// group.
+/// Divides configurations into groups of at most `max_size` and returns the indices of each group's
+/// members. A configuration may join a group if `alike` is true for the group's first member and
+/// this configuration.
 std::vector<std::vector<std::size_t>> batches_of(
     std::span<const CacheConfig> configs, std::size_t max_size,
     const std::function<bool(const CacheConfig&, const CacheConfig&)>& alike);

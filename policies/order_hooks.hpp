@@ -1,6 +1,7 @@
-// Optional hooks of policies whose order is not a function of what each token observed: those that
-// move a hand over the tokens (CLOCK, SIEVE), or that keep the order of earlier steps (HiSparse).
-// A policy has any of these members beside those of policies/policy.hpp:
+// Optional hooks of policies whose eviction order does not follow from the observations of each
+// token alone. Such policies move a hand over the tokens (CLOCK, SIEVE) or keep the order of
+// earlier steps (HiSparse). A policy may have any of these members in addition to those of
+// policies/policy.hpp:
 //
 //   // Called after each eviction for every remaining token, and after append() for a token that is
 //   // appended in the place of an evicted one.
@@ -22,9 +23,10 @@ namespace kvlab {
 /// The argument of evicted(). If several tokens were evicted, it describes the last one in the
 /// eviction order.
 struct Eviction {
-  std::uint64_t rank;       ///< of the evicted token
+  std::uint64_t rank;       ///< rank of the evicted token
   bool was_newest = false;  ///< whether the evicted token was the one appended last
-  bool is_new = false;      ///< whether this token is appended in the place of the evicted one
+  /// Whether the hook is called for a token that is appended in the place of the evicted one.
+  bool is_new = false;
 };
 
 namespace hooks {

@@ -56,10 +56,11 @@ enum class Order { nested, feedback };
 /// the cache").
 enum class Positions { original, cache };
 
-/// A number of tokens, or a share of the budget in parts per million, rounded down.
+/// A number of tokens, or a share of a total, which is a budget or a length. Shares are rounded
+/// down to whole tokens.
 struct Extent {
   std::uint32_t tokens = 0;
-  std::uint32_t share_ppm = 0;  ///< parts per million of the budget; used if is_share
+  std::uint32_t share_ppm = 0;  ///< parts per million of the total; used if is_share
   bool is_share = false;
 
   constexpr std::uint32_t resolve(std::uint32_t budget) const {

@@ -1,4 +1,4 @@
-// Ranks as 64-bit keys. A policy's rank() returns whole numbers or doubles. The rule of eviction
+// Ranks as 64-bit keys. A policy's rank() returns whole numbers or doubles. The eviction rule
 // stores both as 64-bit keys that have the same order as the numbers. Sums and means are computed
 // from the numbers, never from the keys.
 //

@@ -17,7 +17,8 @@
 namespace kvlab {
 namespace {
 
-/// Throws unless the number is in [least, 2^31). `unit`: what the number counts, for the message.
+/// Throws unless the number is in [min_value, 2^31). `unit`: what the number counts, for the
+/// message.
 Extent parse_tokens(std::string_view text, std::string_view what, double min_value,
                     std::string_view alternative = "", std::string_view unit = "tokens") {
   const std::string should = fmt::format("a whole number of {}, at least {} and below 2^31{}", unit,

@@ -19,9 +19,9 @@ class Tally {
   /// Makes a tally of the `tokens` oldest live tokens. `live` must outlive the tally.
   Tally(const AgedSet& live, std::uint32_t threshold16, std::uint32_t tokens);
 
-  /// Adds the row of probabilities of the current query's next query head, by age of the tokens.
-  /// The row may not be longer than the tally. `age` is the number of younger queries in the
-  /// append.
+  /// Adds a row of probabilities, by age of the tokens. Call it once for each query head, in order,
+  /// and then end_query(). The row may not be longer than the tally. `age` is the number of younger
+  /// queries in the append.
   void add_row(std::span<const float> p, std::uint32_t age);
   /// Call after all heads of the query at `position` have been added.
   void end_query(std::uint32_t position);
@@ -44,7 +44,7 @@ class Tally {
   std::uint32_t threshold16_ = 0;
   std::vector<Observation> seen_;
   std::vector<std::uint64_t> largest_;   // with group=max: largest mass of this query's heads
-  std::vector<std::uint8_t> requested_;  // requested by some head of this query
+  std::vector<std::uint8_t> requested_;  // [age]: requested by some head of this query
   std::vector<std::uint64_t> heads_;     // [head, age], if the policy observes each head
   std::size_t head_ = 0;                 // index of the query's next head
 };

@@ -137,7 +137,8 @@ void write_feature(const std::filesystem::path& directory, const std::string& na
   }
   auto& features = manifest.extras.features;
   if (std::erase_if(features, [&](const TraceExtras::Feature& c) { return c.name == name; }) > 0)
-    replace_manifest(directory, manifest);  // must not name a file that is being replaced
+    // The manifest must not name a file that is being replaced.
+    replace_manifest(directory, manifest);
   features.push_back({name, write_safetensors(directory / feature_file(name), tensors, {})});
   replace_manifest(directory, manifest);
 }
@@ -147,7 +148,8 @@ void write_gradients(const std::filesystem::path& directory, TraceExtras::Gradie
   Manifest manifest = manifest_of(directory);
   const ModelShape& shape = manifest.header.shape;
   if (std::exchange(manifest.extras.gradients, std::nullopt))
-    replace_manifest(directory, manifest);  // must not name files that are being replaced
+    // The manifest must not name files that are being replaced.
+    replace_manifest(directory, manifest);
   try {
     for (const ShardInfo& shard : manifest.shards) {
       const std::size_t index = gradients.files.size();

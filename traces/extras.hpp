@@ -65,18 +65,20 @@ struct TraceExtras {
   struct Gradients {
     std::uint32_t gradient_samples;
     std::uint64_t seed;
-    Queries queries;               ///< queries whose next tokens' log-likelihoods were summed
+    /// The queries at which the log-likelihood of a sampled next token was part of the sum.
+    Queries queries;
     std::vector<ShardInfo> files;  ///< files beside the shards
   };
   std::optional<Gradients> gradients;
-  /// Numbers that a program has computed for each token, for policies that read them.
+  /// A token feature: one number per token, layer and KV head, which a program has computed and
+  /// which policies may read.
   struct Feature {
     std::string name, xxh3;
   };
   std::vector<Feature> features;  ///< each is stored in feature_file(name)
   /// The tokens that an engine with sparse attention selected (traces/selections.hpp).
   struct Selections {
-    Queries queries;  ///< the queries that selected
+    Queries queries;  ///< the queries for which tokens were selected
     std::string xxh3;
   };
   std::optional<Selections> selections;

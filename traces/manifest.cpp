@@ -76,8 +76,8 @@ void check_rope(const JsonFields& rope) {
     rope.refuse("rope_type", "default, linear, llama3 or yarn is expected");
 }
 
-/// Throws unless a layer has the same heads as all others, because no reader of traces supports
-/// other shapes.
+/// Throws unless a layer has the number of heads and the head size of the whole model, because no
+/// reader of traces supports layers of different shapes.
 void check_head_shape(const JsonFields& item, const ModelShape& shape) {
   const std::pair<std::string_view, std::uint32_t> sizes[] = {{"query_heads", shape.query_heads},
                                                               {"kv_heads", shape.kv_heads},
@@ -280,8 +280,9 @@ TraceExtras parse_extras(const JsonFields& fields, std::uint32_t tokens) {
   return extras;
 }
 
-/// Whether the trace has selections and neither queries nor keys nor values. The other extras
-/// describe those, so they are refused then.
+/// Whether the trace has selections and neither queries nor keys nor values. In such a trace, only
+/// features and selections are allowed as extras, because the other extras describe queries, keys
+/// or values.
 bool has_selections_only(const JsonFields& fields) {
   if (!fields.objects("shards").empty() || !fields.object("extras").has("selected")) return false;
   fields.object("extras").allow_only({"columns", "selected"});
@@ -423,7 +424,8 @@ ShardMetadata parse_shard_metadata(const SafetensorsFile& file) {
   metadata.first = fields.whole32("first", kMaxTraceTokens - metadata.tokens);
   metadata.segments = parse_segments(fields, metadata.first + metadata.tokens);
   if (format > 1) {
-    // In a shard, passages may lie beyond its tokens, because they are those of the whole trace.
+    // Passages may lie beyond the shard's tokens, because each shard stores the passages of the
+    // whole trace.
     parse("spans");
     metadata.header.passages = parse_passages(fields, kMaxTraceTokens);
   }

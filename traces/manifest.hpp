@@ -39,8 +39,8 @@ std::map<std::string, std::string> shard_metadata(const ShardMetadata& metadata)
 /// Throws std::runtime_error that names the file if a key is missing or wrong.
 ShardMetadata parse_shard_metadata(const SafetensorsFile& file);
 
-/// Whether two descriptions fit one trace: same model, config, rounding and provenance. Passages
-/// may differ, because a shortened trace has fewer.
+/// Whether two descriptions can belong to one trace: they have the same model, config, rounding and
+/// provenance. Passages may differ, because a shortened trace has fewer.
 bool same_description(const TraceHeader& a, const TraceHeader& b);
 
 /// Throws std::invalid_argument unless a reader would accept this header.

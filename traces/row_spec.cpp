@@ -10,7 +10,8 @@ namespace kvlab {
 void make_scores(float* products, std::size_t count, float scale, float softcap) {
   kvlab::scale(products, count, scale);
   if (softcap == 0) return;
-  const double cap = softcap;  // in float64, because every libm then gives the same float32
+  // Computed in float64 and then rounded to float32, so that every libm gives the same result.
+  const double cap = softcap;
   for (float& score : std::span(products, count))
     score = static_cast<float>(cap * std::tanh(score / cap));
 }

@@ -41,9 +41,9 @@ struct RowSum {
   std::int32_t shift = 0;
 };
 
-/// Computes the exponentials e of scores and of a sink logit. If `sink` is null, there is no sink.
-/// In place (e == scores) is allowed. The sink is added last, so that the other terms keep their
-/// order of summation.
+/// Writes the exponentials of the scores to `e`, and returns their sum, including the exponential
+/// of the sink logit `*sink`. If `sink` is null, there is no sink. In place (e == scores) is
+/// allowed. The sink is added last, so that the other terms keep their order of summation.
 RowSum row_exponentials(const float* scores, std::size_t count, const float* sink, float* e);
 
 }  // namespace kvlab

@@ -29,7 +29,7 @@ std::string tensor_of(const TraceHeader& header, std::uint32_t layer) {
   return layer_tensor(header.shape.number(layer), kSelectedTensor);
 }
 
-/// Throws std::invalid_argument unless every row is a selection of its query.
+/// Throws std::invalid_argument unless every row is a valid selection for its query.
 void check_rows(const TraceHeader& header, std::span<const std::uint32_t> queries,
                 const SelectionsToWrite& selections, std::uint32_t layer,
                 std::span<const std::int32_t> rows) {
@@ -76,7 +76,7 @@ std::vector<TensorToWrite> tensors_of(const TraceHeader& header,
   return tensors;
 }
 
-/// A new folder, which is removed again unless it is kept.
+/// A new folder. The destructor removes it, unless keep() was called.
 class NewFolder {
  public:
   explicit NewFolder(const fs::path& directory) : directory_(directory) {
@@ -151,8 +151,8 @@ void write_selections(const fs::path& directory, const SelectionsToWrite& select
   Manifest manifest = parse_manifest(read_text_file(path, kMaxManifestBytes), path);
   const auto tensors = tensors_of(manifest.header, manifest.segments, selections);
   const auto replace = [&] { write_file_atomically(path, manifest_text(manifest)); };
-  // The manifest must not name a file that is being replaced. A trace that has nothing else is
-  // invalid without it, so its manifest stays.
+  // The manifest must not name a file that is being replaced. But a trace that contains only
+  // selections would be invalid without them, so its manifest stays until the new file is written.
   const bool has_more = !manifest.shards.empty();
   if (std::exchange(manifest.extras.selections, std::nullopt) && has_more) replace();
   manifest.extras.selections = {selections.queries,

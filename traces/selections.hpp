@@ -1,5 +1,5 @@
-// Selections: the tokens that a sparse-attention engine selected at each query. A trace has them as
-// an extra, or has nothing else. See docs/reference/trace-format.md.
+// Selections: the tokens that a sparse-attention engine selected at each query. A trace has
+// selections as an extra, or it contains nothing else. See docs/reference/trace-format.md.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ inline constexpr std::uint32_t kMaxSelected = 1u << 20;
 
 /// Selections to write.
 struct SelectionsToWrite {
-  Queries queries;       ///< the queries that selected
+  Queries queries;       ///< the queries for which tokens were selected
   std::uint32_t tokens;  ///< entries of a row (K)
   /// For each layer without a sliding window: token positions [kv_heads, queries, tokens], padded
   /// with kNoToken.
@@ -33,7 +33,7 @@ struct SelectionsToWrite {
 std::vector<std::uint32_t> query_positions(const std::vector<Segment>& segments, Queries queries);
 
 /// Reads the row of the query at position `query` into `positions`, ascending. Returns the reason
-/// why the row is not a selection of this query; empty if it is one.
+/// why the row is not a valid selection for this query; empty if it is one.
 std::string read_selection(std::span<const std::int32_t> row, std::uint32_t query,
                            std::vector<std::uint32_t>& positions);
 
@@ -43,7 +43,7 @@ std::uint32_t check_selected_tensors(const SafetensorsFile& file, const TraceHea
                                      std::size_t queries);
 
 /// Adds selections to a finished trace, or replaces those that it has. Throws std::invalid_argument
-/// that names the layer, KV head and query if a row is not a selection.
+/// that names the layer, KV head and query if a row is not a valid selection.
 void write_selections(const std::filesystem::path& directory, const SelectionsToWrite& selections);
 
 /// Writes a trace that has only selections. The directory must not exist. Throws as

@@ -84,7 +84,8 @@ void read_rows(const SafetensorsFile& file, TensorChecker& checker, TraceHeader&
   }
 }
 
-/// The largest scale that keeps every finite gradient finite.
+/// The largest scale of a gradient file with which every finite stored gradient stays finite in
+/// float32.
 float largest_gradient_scale(Dtype dtype) {
   if (dtype != Dtype::f16) return 1;
   // The quotient may be rounded up, so take the next smaller float.

@@ -27,8 +27,8 @@ inline constexpr std::array<std::uint32_t, kCheckRows> kCheckGrid = [] {
 /// Replaces DIRECTORY/tokens.safetensors. Returns its XXH3-64.
 std::string write_tokens(const std::filesystem::path& directory, std::span<const std::int32_t> ids,
                          const TraceHeader& header);
-/// Returns the ids and stores the file's other data in the manifest's `header`. Throws
-/// std::runtime_error for missing, unknown or misshapen tensors.
+/// Returns the ids, and stores the other data of the file in `header`. Throws std::runtime_error
+/// for missing, unknown or misshapen tensors.
 std::vector<std::int32_t> read_tokens(const SafetensorsFile& file, TraceHeader& header);
 
 inline constexpr std::string_view kResidualTensor = "residual_norm2", kGradientTensor = "grad",

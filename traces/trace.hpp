@@ -144,9 +144,10 @@ class TraceReader {
     return extras().gradients ? extras().gradients->gradient_samples : 0;
   }
   /// Number of gradient samples that a replay over `queries` may use. It is 0 if the trace's
-  /// gradients belong to other queries: from the first query of `queries` on, both sets of queries
-  /// have to be equal. (The gradient at a query does not depend on earlier queries, so gradients of
-  /// all queries are also valid for the decoded queries after a single prompt.)
+  /// gradients belong to a different set of queries. The two sets may differ only before the first
+  /// query of `queries`, because the gradient at a query does not depend on earlier queries. For
+  /// example, gradients of all queries are also valid for the decoded queries after a single
+  /// prompt.
   std::uint32_t gradient_samples(Queries queries) const;
   /// Reads one gradient sample: the gradient with respect to a query head's output before the
   /// output projection, at each of `positions`. Each gradient has [head_size] floats, and they are
@@ -164,7 +165,8 @@ class TraceReader {
   std::uint32_t max_selected() const { return max_selected_; }
   /// Calls each(position of the query, selected tokens) for each row of a KV head's selections, in
   /// order. The tokens ascend up to the query's position. Throws std::runtime_error that names the
-  /// file, tensor and row if a row is not a selection, and std::logic_error if the trace has none.
+  /// file, tensor and row if a row is not a valid selection, and std::logic_error if the trace has
+  /// no selections.
   void selections(
       std::uint32_t layer, std::uint32_t kv_head,
       const std::function<void(std::uint32_t, std::span<const std::uint32_t>)>& each) const;
@@ -230,14 +232,14 @@ TraceCheck verify_trace(const TraceReader& trace, unsigned threads);
 /// Opens a trace and verifies it. Throws std::runtime_error with the first problem.
 TraceReader open_verified_trace(const std::filesystem::path& directory, unsigned threads);
 
-/// Makes an interrupted capture a shorter, valid trace: keeps the complete shards from the first
-/// on, removes .part files and writes the manifest. Returns the number of tokens kept. The capture
-/// must have ended. Throws std::runtime_error if there is no complete shard, if one is damaged, or
-/// if the trace is already finished.
+/// Converts an interrupted capture to a valid, shorter trace: keeps the complete shards from the
+/// first on, removes .part files and writes the manifest. Returns the number of tokens kept. The
+/// capture must have ended. Throws std::runtime_error if there is no complete shard, if one is
+/// damaged, or if the trace is already finished.
 std::uint32_t seal_trace(const std::filesystem::path& directory);
 
-/// Writes a trace while a decoder computes it. Each shard is sealed when its last layer has
-/// arrived.
+/// Writes a trace while a decoder computes it. A full shard is sealed when all layers of its tokens
+/// have arrived. finish() seals the last shard.
 class TraceWriter {
  public:
   /// Creates the directory. Throws std::runtime_error if it exists or cannot be created, and

@@ -49,7 +49,7 @@ SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header, cons
 
 std::string_view name_of(Part part) { return part == Part::q ? "q" : part == Part::k ? "k" : "v"; }
 
-/// Whether the query sets `queries` and `other` are equal from the first query of `queries` on.
+/// Whether `queries` and `other` select the same queries from the first query of `queries` on.
 bool agree_from_first(const std::vector<Segment>& segments, Queries queries, Queries other) {
   const auto in = [](Queries which) {
     return [=](const Segment& s) { return which == Queries::all || s.kind == SegmentKind::decode; };

@@ -99,7 +99,8 @@ class HeadVerifier {
   }
 
   /// Checks every value, not only those of sampled rows: they must be finite, and so small that no
-  /// score of a query with a key exceeds the range of the exponentials (by Cauchy and Schwarz).
+  /// score of a query with a key exceeds the range of the exponentials (by the Cauchy-Schwarz
+  /// inequality).
   void check_values() {
     Largest value;
     include_norms(value, values_.data(), 0, trace_.tokens());
@@ -119,7 +120,7 @@ class HeadVerifier {
     }
   }
 
-  /// Includes the norms of `tokens` rows in `largest`; the first row is at position `first`.
+  /// Updates `largest` with the norms of `tokens` rows. The first row is at position `first`.
   void include_norms(Largest& largest, const float* rows, std::uint32_t first,
                      std::uint32_t tokens) const {
     for (std::uint32_t i = 0; i < tokens; ++i, rows += size_) {
@@ -332,8 +333,8 @@ std::vector<std::string> wrong_gradients(const TraceReader& trace, unsigned thre
   return problems;
 }
 
-/// Finds selections that are not those of their queries. Reports the first one of each KV head.
-/// Adds the number of checked selections to `count`.
+/// Finds rows that are not a valid selection for their query. Reports the first one of each KV
+/// head. Adds the number of checked selections to `count`.
 std::vector<std::string> wrong_selections(const TraceReader& trace, unsigned threads,
                                           std::uint64_t& count) {
   if (!trace.selected_file()) return {};

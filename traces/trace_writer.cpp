@@ -45,8 +45,8 @@ struct CheckSource {
   std::uint32_t slot, row;
 };
 
-/// Returns the sources of the check rows of a shard of `tokens` rows: the rows of kCheckGrid that
-/// the shard has. In a short shard, its last row replaces the grid rows that it lacks.
+/// Returns the sources of the check rows of a shard of `tokens` rows: the rows of kCheckGrid. If
+/// the shard is too short to have a row of the grid, its last row replaces that row.
 std::array<CheckSource, kCheckRows> check_sources(std::uint32_t tokens) {
   std::array<CheckSource, kCheckRows> sources{};
   for (std::uint32_t i = 0; i < kCheckRows; ++i)
@@ -55,9 +55,8 @@ std::array<CheckSource, kCheckRows> check_sources(std::uint32_t tokens) {
   return sources;
 }
 
-/// Refuses values that are not finite, because attention needs finite values, and a model whose
-/// weights overflow is useless. `tensor` is [heads, tokens, dim], and its first token is at
-/// position `first`.
+/// Refuses values that are not finite, because attention cannot be computed from them. `tensor` is
+/// [heads, tokens, dim], and its first token is at position `first`.
 void refuse_not_finite(const std::filesystem::path& path, const TensorToWrite& tensor,
                        std::uint32_t first) {
   const std::size_t at = first_not_finite(tensor.dtype, tensor.data);
@@ -206,8 +205,8 @@ class ShardBuffer {
       if (!rows.lse.empty()) layer.lse[h * kSlots + slot] = rows.lse[index * heads + h];
     }
   }
-  /// Moves the heads of a short shard together: [heads, 1024, head_size] to [heads, tokens,
-  /// head_size].
+  /// Removes the unused rows between the heads of a short shard: [heads, 1024, head_size] to
+  /// [heads, tokens, head_size].
   std::span<const std::byte> compact(Bytes& bytes, std::uint32_t heads,
                                      std::uint32_t tokens) const {
     const std::size_t row_bytes = shape_.head_size * bytes_of(shape_.dtype);
@@ -282,7 +281,8 @@ class TraceWriter::Impl {
 
   ~Impl() {
     std::error_code ignored;
-    // Keep the ids if the folder contains a shard. After an error, shards_ may lack the last shard.
+    // Keeps the ids if the folder contains a shard. Also looks for the first shard's file, because
+    // after an error shards_ may lack a shard that has been written.
     if (!shards_.empty() || fs::exists(directory_ / shard_name(0), ignored)) return;
     fs::remove(directory_ / kTokensFile, ignored);
     fs::remove(directory_ / kSketchFile, ignored);
@@ -456,7 +456,7 @@ namespace fs = std::filesystem;
 struct Rescued {
   std::vector<ShardInfo> shards;
   ShardMetadata last;
-  bool has_residuals = false;  ///< decided by the first shard
+  bool has_residuals = false;  ///< whether the first shard has residual norms
 
   std::uint32_t tokens() const { return last.first + last.tokens; }
 };

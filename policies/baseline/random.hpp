@@ -3,7 +3,8 @@
 //
 // The sample is a counter-based hash of (seed, sequence, layer, KV head, position, now), so it
 // needs no state and is the same on host and device. A fixed order (a hash of the position alone)
-// would be weaker than random: it would evict recent tokens at once.
+// would be worse than random. After some evictions, only tokens with a high hash would be left, so
+// most new tokens would be evicted right after they were appended.
 #pragma once
 
 #include "policies/policy.hpp"

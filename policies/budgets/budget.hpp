@@ -21,7 +21,7 @@ struct CacheShape {
   std::uint32_t layers = 0, kv_heads = 0, head_size = 0;
   /// Sliding window by layer, in tokens; 0: none. Empty: no layer has a window.
   std::vector<std::uint32_t> windows = {};
-  /// The model's numbers of the layers; empty: 0, 1, 2, …
+  /// The layers' numbers in the model; empty: 0, 1, 2, …
   std::vector<std::uint32_t> numbers = {};
 
   /// The shape of the layers without a sliding window. Policies act only on these.
@@ -55,15 +55,16 @@ struct Budget {
 
   Extent extent = {};       ///< budget of each head; if heads differ, the rounded mean
   std::uint64_t bytes = 0;  ///< bytes of each head, instead of `extent`; 0: not given
-  /// Whether the budget is `bytes`, or a share of the bytes of all tokens in 16 bit.
+  /// Whether the budget is in bytes. It is then `bytes`, or if that is 0, the share `extent` of the
+  /// bytes that all tokens take in 16 bit.
   bool in_bytes = false;
   bool all = false;
-  bool is_prompt_share =
-      false;  ///< whether `extent` is the share of the prompt that is evicted, as in kvpress
+  /// Whether `extent` is the share of the prompt that is evicted, as in kvpress.
+  bool is_prompt_share = false;
   Split split = Split::even;
-  HeadBudgets heads = {};  ///< from a file; a layer for which the file has one number has that
-                           ///< number for all its heads
-  std::string file = {};   ///< path of that file, as the user typed it
+  /// From a file. If a layer has only one number, all its heads have this budget.
+  HeadBudgets heads = {};
+  std::string file = {};  ///< path of that file, as the user typed it
 
   std::string text() const;
   /// The budget in 16-bit tokens; if heads differ, their mean. A share is a share of `length`,
@@ -75,9 +76,10 @@ struct Budget {
   /// Converts `ratio(r)`, for a prompt of `prompt` tokens, to a number of tokens: the number that
   /// kvpress keeps, plus the next token. Any other budget is returned unchanged.
   Budget at_prompt(std::uint32_t prompt) const;
-  /// The bytes of one head, for a budget in bytes.
+  /// For a budget in bytes: the bytes of one head in a sequence of `length` tokens.
   std::uint64_t bytes_of(std::uint32_t length, std::uint32_t head_size) const;
-  /// Converts a share, or bytes, to a fixed budget for `length` tokens. Its `extent` is in tokens.
+  /// Converts a share, or bytes, to a fixed budget for `length` tokens. The `extent` of the result
+  /// is in tokens.
   Budget at_length(std::uint32_t length, std::uint32_t head_size,
                    std::uint64_t token_bytes = 0) const;
   /// Whether all heads have the budget that resolve() returns.
@@ -99,10 +101,10 @@ Budget budget_of_heads(HeadBudgets heads, std::string file = {});
 void check_shape(const HeadBudgets& heads, const CacheShape& model, const std::string& what);
 
 /// The budgets of layers in PyramidKV (Cai et al. 2024, section 4.2, with the authors' beta = 20):
-/// they fall in equal steps from 2 · mean − last in the first layer to `last`, a twentieth of the
-/// mean. If the first layer would get more than `length`, it gets `length`, and the last layer gets
-/// the excess. The sum is exactly `layers` times the mean. `min_budget`: the minimum of the last
-/// layer.
+/// they fall in equal steps from 2 · mean − last in the first layer to `last` in the last layer,
+/// where `last` is a twentieth of the mean, but at least `min_budget`. If the first layer would get
+/// more than `length`, it gets `length`, and `last` becomes 2 · mean − length. The sum is exactly
+/// `layers` times the mean.
 std::vector<std::uint32_t> pyramid_budgets(std::uint32_t mean, std::uint32_t length,
                                            std::uint32_t min_budget, std::uint32_t layers);
 

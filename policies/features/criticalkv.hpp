@@ -13,8 +13,8 @@
 //     paper's alpha = 0);
 //   - the paper adds 10^-4 to each mean attention, so that a large value counts even at zero
 //     attention. Here `epsilon` is added for each query that the token has seen;
-//   - the differences of h2o (policies/mass/h2o.hpp): exact sums, and one set of tokens for each KV
-//     head.
+//   - the same differences as for h2o (policies/mass/h2o.hpp), such as exact sums and one set of
+//     tokens for each KV head.
 #pragma once
 
 #include "policies/policy.hpp"

@@ -5,8 +5,9 @@
 // Devoto et al. 2025, "Expected Attention: KV Cache Compression by Estimating Attention from Future
 // Queries Distribution", section 3. The feature `expected_attention` is the paper's score
 // (scored.hpp). Deliberate differences:
-//   - a decoded token's score uses the mean and covariance of the queries at the end of the
-//     preceding prompt, or of its last chunk of several tokens; the paper compresses a prompt once;
+//   - a token's score uses the mean and covariance of the queries up to the end of the last append
+//     that had several tokens. For a decoded token this is usually the end of the preceding prompt.
+//     The paper compresses a prompt once;
 //   - soft caps and sink logits are ignored;
 //   - the heads of a group are averaged, as in the authors' code.
 #pragma once

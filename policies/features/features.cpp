@@ -101,7 +101,8 @@ const float* FeatureMaker::find_feature(const std::string& name,
   throw std::logic_error(fmt::format("feature {}: is neither computed nor given", name));
 }
 
-/// The cosine does not depend on the length of the mean, so the sum of the unit keys is enough.
+/// Adds the unit keys of `rows` to their sum. key_cosine needs only the sum and not the mean,
+/// because a cosine does not depend on the length of the vectors.
 void FeatureMaker::add_unit_keys(const KeyValueRows& rows) {
   for (std::size_t i = 0; i < rows.tokens; ++i) {
     const float* const key = rows.k + i * rows.stride;
@@ -147,7 +148,8 @@ namespace {
 
 constexpr std::size_t kPointer = sizeof(void*);
 
-/// The layout of `params`: a pointer to the base's hooks, then the base's parameters.
+/// The layout of a product's `params`: a pointer to the base policy's hooks, then the base policy's
+/// parameters.
 struct Base {
   const PolicyOps* ops = nullptr;
   const std::byte* params;

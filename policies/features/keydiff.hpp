@@ -6,8 +6,8 @@
 //   - the mean is over all keys up to the end of the token's append, including those of evicted
 //     tokens, and is not updated later; the paper recomputes it over the live keys;
 //   - keys are compared before RoPE. The paper, and kvpress's KeyDiffPress, compare them after
-//     RoPE, which gives another order. `keydiff:name=key_cosine_rope` does so; `kvlab.hf features`
-//     adds this feature to a trace, and no decoder computes it.
+//     RoPE, which gives another order. `keydiff:name=key_cosine_rope` compares them after RoPE,
+//     too. `kvlab.hf features` adds this feature to a trace; no decoder computes it.
 #pragma once
 
 #include "policies/features/by_feature.hpp"

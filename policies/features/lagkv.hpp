@@ -5,12 +5,13 @@
 // Important", equations 1 to 6. The feature `lagkv` is the paper's score (scored.hpp). Deliberate
 // differences:
 //   - the paper keeps the same number of tokens in each partition, so it compares scores only
-//     within a partition. Here a token's position in the order of its partition is compared over
-//     all partitions;
-//   - a score looks ahead to the end of the next partition, up to 2 L - 1 tokens. A token whose
-//     append ends before that is not scored and is evicted last. If `kvlab.hf features` made the
-//     feature, the score of a decoded token looks ahead too: with `recent` of 2 L - 1 tokens, no
-//     rank is used before its look-ahead has been appended;
+//     within a partition. Here a token's score is its position in its partition when the partition
+//     is ordered by the paper's score. So tokens of different partitions can be compared;
+//   - a score depends on all tokens up to the end of the next partition, which are up to 2 L - 1
+//     later tokens (L: tokens per partition, 128). A token whose append ends before that is not
+//     scored and is evicted last. If `kvlab.hf features` computed the feature, the score of a
+//     decoded token also depends on later tokens. With `recent` of 2 L - 1 tokens, these have been
+//     appended before its rank is used;
 //   - the paper keeps the first 16 tokens; here 4 are protected.
 #pragma once
 

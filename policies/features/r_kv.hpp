@@ -5,8 +5,8 @@
 // The feature `redundancy` is the softmax, over tokens, of a key's mean cosine with the others.
 // Deliberate differences:
 //   - the paper averages the attention of the last 8 queries and takes the maximum of 7 neighbours;
-//     here each query weighs 7/8 of the next one, so the weights sum to 8, and neighbours are
-//     ignored;
+//     here each query has 7/8 of the weight of the next query, so the weights sum to 8, and
+//     neighbours are ignored;
 //   - redundancy is over every key up to the end of the token's append, including evicted ones,
 //     and is not updated later; the paper recomputes it over the live keys, and exempts the latest
 //     tenth of similar keys;

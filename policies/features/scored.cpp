@@ -86,7 +86,7 @@ void ScoredFeatures::count_queries(const KeyValueRows& rows, std::uint32_t first
     own.sum.resize(dim_), own.products.resize(std::size_t{dim_} * dim_);
     counted = counted_;
     for (std::uint32_t at = std::max(first, past); at < tokens(); ++at, ++counted) {
-      if (at <= settings_.sinks) {  // there have been no other queries so far
+      if (at <= settings_.sinks) {  // so far there have only been queries that are left out
         std::ranges::fill(own.sum, 0), std::ranges::fill(own.products, 0);
         counted = 0;
       }
@@ -136,8 +136,9 @@ std::vector<double> ScoredFeatures::rotate_key(const KeyValueRows& rows,
   return turned;
 }
 
-/// The logarithm of the mean of e^(scale * q · k) over normally distributed q: scale * mean · k +
-/// scale² / 2 * kᵀ spread k.
+/// The logarithm of the mean of e^(scale * q · k) over queries q that are normally distributed with
+/// the expected mean and covariance (`spread`). It equals scale * mean · k + scale² / 2 * kᵀ spread
+/// k.
 double ScoredFeatures::logit(const Expected& expected, const std::vector<double>& key,
                              double scale) const {
   double product = 0, square = 0;
@@ -159,7 +160,9 @@ void ScoredFeatures::write(ScoredFeature feature, const KeyValueRows& rows, floa
   if (feature == ScoredFeature::redundancy) write_redundancy(first, to, stride);
 }
 
-/// The position of each row of a partition relative to the range of the next partition.
+/// The paper's scores of one partition's tokens, from their keys or from their values: scales each
+/// channel by its range in the next partition, takes the standard deviation over channels, and
+/// applies softmax over the tokens.
 std::vector<double> ScoredFeatures::lag_scores(const KeyValueRows& rows, bool uses_keys,
                                                std::uint32_t first) const {
   const std::uint32_t lag = settings_.lag;
@@ -219,8 +222,8 @@ void ScoredFeatures::write_expected(const KeyValueRows& rows, std::uint32_t firs
   }
 }
 
-/// The sum of the cosines with the other keys is the product with the sum of all unit keys, minus
-/// the unit key's product with itself.
+/// For each key: the sum of its cosines with the other keys is the dot product of its unit key with
+/// the sum of all unit keys, minus the dot product of its unit key with itself.
 void ScoredFeatures::write_redundancy(std::uint32_t first, float* to, std::size_t stride) const {
   std::vector<double> shares(tokens());
   for (std::uint32_t at = 0; at < tokens(); ++at) {

@@ -12,8 +12,8 @@
 namespace kvlab {
 
 enum class ScoredFeature {
-  /// LagKV: a token's position in the order of its partition, which depends on the range of the
-  /// next partition.
+  /// LagKV: a token's position in its partition, ordered by a score that depends on the range of
+  /// keys and values in the next partition; from 0 (lowest score) to below 1.
   lagkv,
   expected_attention,  ///< expected attention to the key from queries that are distributed like
                        ///< those so far, times the value's norm
@@ -28,7 +28,7 @@ struct KeyValueRows {
   const float *k, *v;
   std::size_t stride;
   std::uint32_t tokens;
-  // Used for scored features; otherwise q is null:
+  // The next members are for scored features. If no scored feature is computed, q is null.
   const float* q = nullptr;  ///< [group, token], before RoPE
   std::size_t q_head_stride = 0, q_stride = 0;
   std::uint32_t group = 0;
@@ -39,9 +39,10 @@ struct KeyValueRows {
 
 /// The defaults are those of the papers' authors and of `kvlab.hf features`.
 struct ScoreSettings {
-  std::uint32_t sinks = 4;     ///< number of first tokens that are not scored
-  std::uint32_t lag = 128;     ///< tokens per partition
-  std::uint32_t future = 512;  ///< number of future positions over which queries are averaged
+  std::uint32_t sinks = 4;  ///< number of tokens at the start that are not scored
+  std::uint32_t lag = 128;  ///< tokens per partition
+  /// Number of future positions over which the rotation of queries is averaged.
+  std::uint32_t future = 512;
 };
 
 /// Computes the scored features of one KV head in float64. Sums run in a fixed order, so that equal
@@ -62,10 +63,11 @@ class ScoredFeatures {
   /// The expected future queries of one query head.
   struct Expected {
     std::vector<double> sum, products;  // [dim], [dim, dim]: sums over the queries so far
-    std::vector<double> mean,
-        spread;  // mean and spread of the queries, rotated to future positions; [dim], [dim, dim]
-    double largest = 0, total = 0;  // largest and sum of the exponentials of the logits that these
-                                    // queries give the keys so far
+    // Mean [dim] and covariance [dim, dim] of the queries, rotated to future positions.
+    std::vector<double> mean, spread;
+    // `largest`: the largest logit that these queries give one of the keys so far. `total`: the sum
+    // over these keys of exp(logit - largest).
+    double largest = 0, total = 0;
   };
 
   std::uint32_t tokens() const { return static_cast<std::uint32_t>(inverse_norms_.size()); }

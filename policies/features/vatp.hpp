@@ -6,8 +6,8 @@
 // Reduction: Value Also Matters", equation 3, on H2O's score. Deliberate differences:
 //   - the first tokens have small values, so the paper keeps its first 20 tokens. Here `sinks`
 //     protects them (`vatp:sinks=20`);
-//   - the differences of h2o (policies/mass/h2o.hpp): exact sums, and one set of tokens for each KV
-//     head.
+//   - the same differences as for h2o (policies/mass/h2o.hpp), such as exact sums and one set of
+//     tokens for each KV head.
 #pragma once
 
 #include "policies/mass/h2o.hpp"

@@ -1,11 +1,11 @@
-// a2sf: H2O with forgetting. Evicts the token with the lowest accumulated attention. Accumulated
-// attention is multiplied by `keep` with every query.
+// a2sf: H2O with forgetting. Evicts the token with the lowest accumulated attention. Each query
+// first multiplies the accumulated attention by `keep`.
 //
 // Jo and Shin 2024, "A2SF: Accumulative Attention Scoring with Forgetting Factor", section 3: the
 // mass of token k after query n is the sum over q of keep^(n - q) * p(q, k). Deliberate differences
 // from the paper and its code:
-//   - the authors search their alpha for each model; `keep` defaults to 0.98, from measurements
-//     (docs/reference/policies.md);
+//   - the authors choose their forgetting factor alpha for each model; `keep` defaults to 0.98,
+//     from measurements (docs/reference/policies.md);
 //   - half of the budget is for recent tokens, and one token is evicted per step;
 //   - each KV head keeps one set of tokens, by the sum of the masses of its query heads;
 //   - an append of n queries multiplies the earlier mass by keep^n at once. The factor is rounded
@@ -41,8 +41,8 @@ struct A2sf {
   static constexpr float weight(std::uint32_t age, const Params& params) {
     return age < tail(params) ? static_cast<float>(power(params.keep, age)) : 0.0f;
   }
-  /// From here on keep^age is below exp(-24), so any probability contributes less than half a unit
-  /// of 2^-32.
+  /// From this age on, keep^age is below exp(-24), so any probability contributes less than half a
+  /// unit of 2^-32.
   static constexpr std::uint32_t tail(const Params& params) {
     const double forgets = 1 - params.keep;
     return forgets > 1e-8 ? static_cast<std::uint32_t>(24 / forgets) + 1 : kNoTail;

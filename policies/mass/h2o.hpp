@@ -4,9 +4,10 @@
 // Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", algorithm 1 and section 4.1. Deliberate
 // differences from the paper and from the authors' five released versions:
 //   - probabilities are summed exactly (Q32.32); theirs are summed in fp16, and the sums saturate;
-//   - each KV head keeps one set of tokens, by the sum of the masses of its query heads;
+//   - each KV head keeps one set of tokens, chosen by the sum of the masses of its query heads;
 //   - the appended token counts as recent, so it is never evicted first (algorithm 1 allows that);
-//   - an evicted token does not return (their mask simulation lets it return after one step);
+//   - an evicted token does not return (in the authors' simulation, which masks tokens, it returns
+//     after one step);
 //   - at equal mass, the older token is evicted.
 #pragma once
 

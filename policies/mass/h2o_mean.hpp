@@ -4,8 +4,8 @@
 // Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", appendix B.2, which tries this and finds it worse
 // than the sum. Several public codebases named "H2O" use it, because a sum favours old tokens.
 // Deliberate differences:
-//   - the differences of h2o: exact sums, one set of tokens for each KV head, one eviction per
-//     step;
+//   - the same differences as for h2o: exact sums, one set of tokens for each KV head, one eviction
+//     per step;
 //   - the mean is rounded down to units of 2^-48; at equal mean, the older token is evicted.
 #pragma once
 

@@ -1,10 +1,10 @@
 // Presets of h2o (`h2o:preset=NAME`): the policies that other projects call H2O, expressed as
 // settings of kvlab's rule.
 //
-// Eleven public codes and five versions of the authors' code are named "H2O" and keep different
-// tokens. A preset is the closest configuration that the rule supports, with a text about the
-// remaining differences. The list also contains codes that the rule cannot represent. They are
-// refused with the reason.
+// Eleven public implementations and five versions of the authors' code are named "H2O", and they
+// keep different tokens. A preset is the closest configuration that the rule supports, with a text
+// about the remaining differences. The list also contains implementations that the rule cannot
+// represent. Selecting one of these is an error, whose message says why.
 #pragma once
 
 #include <span>
@@ -14,9 +14,9 @@ namespace kvlab {
 
 struct Preset {
   std::string_view name;
-  std::string_view policy;  ///< as on the command line; empty: the rule cannot represent the code
-  std::string_view code;    ///< name of the project
-  /// How the code differs from the preset, or why there is no preset.
+  std::string_view policy;  ///< as on the command line; empty: the rule cannot represent it
+  std::string_view code;    ///< name of the project that contains it
+  /// How the implementation differs from the preset, or why there is no preset.
   std::string_view deviates;
 };
 

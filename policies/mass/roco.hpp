@@ -12,8 +12,8 @@
 //   - an append of many queries only provides the sum of the attention, so all its queries are
 //     assumed to give the same attention;
 //   - masses of the query heads of a group are summed; the 10 youngest tokens are protected, as in
-//     their code; each KV head keeps one set of tokens; one token is evicted per step; at equal
-//     rank, the older token is evicted.
+//     the authors' code; each KV head keeps one set of tokens; one token is evicted per step; at
+//     equal rank, the older token is evicted.
 #pragma once
 
 #include "policies/policy.hpp"

@@ -1,10 +1,10 @@
 // streaming_h2o: heavy hitters with cache positions, so that a stream may be longer than the
 // trained context.
 //
-// Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", section 5.3 (streaming). There is no single public
-// code that defines it. Deliberate differences: those of h2o; no fixed sinks, because their
-// accumulated attention keeps them in the cache; in a chunked prompt, live tokens are numbered
-// before each chunk; keys are never rotated in place.
+// Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", section 5.3 (streaming). No single public
+// implementation defines it. Deliberate differences: the same as for h2o; no fixed sinks, because
+// the accumulated attention of the first tokens keeps them in the cache; in a chunked prompt, live
+// tokens are numbered before each chunk; keys are never rotated in place.
 #pragma once
 
 #include "policies/mass/h2o.hpp"

@@ -1,4 +1,4 @@
-// Modifiers of the rule of eviction: when tokens are evicted, how the query heads of a group are
+// Modifiers of the eviction rule: when tokens are evicted, how the query heads of a group are
 // combined, and how ranks are processed before tokens are ordered. They apply to any policy.
 //
 // CUDA code includes this file, so it may not allocate, throw or call host-only library functions.
@@ -41,15 +41,16 @@ struct Modifiers {
                                   bool after_prompt) const {
     return once && !after_prompt ? 0 : tokens_to_evict(live, budget, evict_at(budget));
   }
-  /// Whether each decoding step evicts; otherwise a compaction before the step does.
+  /// Whether each decoding step evicts its own victim. If not, a compaction before the step evicts
+  /// tokens.
   constexpr bool steps_evict() const { return every == 1 && !once && scope == Scope::head; }
   /// Number of live tokens at which eviction starts. 2^32 - 1: it never starts.
   constexpr std::uint32_t evict_at(std::uint32_t budget) const {
     const std::uint64_t live = std::uint64_t{budget} - 1 + every;
     return live < ~std::uint32_t{0} ? static_cast<std::uint32_t>(live) : ~std::uint32_t{0};
   }
-  /// Whether ranks are smoothed if tokens are evicted now. This is so in a burst and after a prompt
-  /// segment.
+  /// Whether ranks are smoothed if tokens are evicted now. This is so if many tokens are evicted at
+  /// once (`every` above 1, or `once`) and after a prompt segment.
   constexpr bool smooths(bool after_prompt) const {
     return smooth > 0 && (every > 1 || once || after_prompt);
   }

@@ -1,7 +1,7 @@
 // Computes one smoothed rank from the ranks of neighbours, which are added one by one. Devices need
-// this form because they have no 128-bit integers, and because the result depends on the order in
-// which doubles are added. On the host, smooth_ranks() (policies/modifiers/ranks.hpp) smooths all
-// ranks at once.
+// this form because they have no 128-bit integers. Sums of doubles depend on the order of the
+// additions, so the host uses this form for means of doubles, too. In the other cases,
+// smooth_ranks() (policies/modifiers/ranks.hpp) smooths all ranks at once on the host.
 //
 // CUDA code includes this file, so it may not allocate, throw or call host-only library functions.
 #pragma once

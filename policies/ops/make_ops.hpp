@@ -1,6 +1,7 @@
 // Builds a policy's function table from its type. One source file per instruction set includes this
-// header. All its functions are local to that file, and `flatten` inlines the hooks. Otherwise the
-// linker could replace a hook by a copy that was compiled for another instruction set.
+// header. All functions of the header are local to the including file, and `flatten` inlines the
+// hooks. Otherwise the linker could replace a hook by a copy that was compiled for another
+// instruction set.
 #pragma once
 
 #include "policies/bytes.hpp"

@@ -29,7 +29,8 @@ struct Tokens {
   }
 };
 
-/// The attention statistics of tokens in one append, by age, as arrays for vector loops.
+/// The attention statistics of the live tokens from the queries of one append. Each is an array by
+/// age, for vector loops.
 struct Seen {
   const std::uint64_t* mass = nullptr;          ///< set if the policy needs mass
   const std::uint32_t* requests = nullptr;      ///< set if it needs requests
@@ -46,7 +47,7 @@ struct PolicyOps {
   std::span<const ParamInfo> params;
   std::size_t slot_bytes;                ///< bytes of one state; 0: none
   std::size_t params_bytes;              ///< bytes of Params; 0: none
-  RankType rank_type = RankType::whole;  ///< type of the ranks of a policy struct
+  RankType rank_type = RankType::whole;  ///< return type of the policy struct's rank()
 
   /// Bytes of a live token beside its key and value: state and features.
   std::size_t token_bytes() const { return slot_bytes + info.feature_count() * sizeof(float); }
@@ -56,8 +57,9 @@ struct PolicyOps {
 
   void (*append)(void* slots, Tokens tokens, std::size_t count, const void* params,
                  const Step& step);
-  /// Both call the hook observe() for all tokens, with statistics from arrays or from one
-  /// observation per token. They do nothing for a policy that needs no observations.
+  /// observe() and observe_each() call the policy's hook observe() for all tokens. The first reads
+  /// the statistics from arrays, the second from one observation per token. Both do nothing for a
+  /// policy that needs no observations.
   void (*observe)(void* slots, const Seen& seen, std::size_t count, const void* params,
                   const Step& step);
   void (*observe_each)(void* slots, const Observation* seen, std::size_t count, const void* params,

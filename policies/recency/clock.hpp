@@ -3,7 +3,8 @@
 // new token takes the place of the evicted one, just behind the hand.
 //
 // Corbato 1968, "A Paging Experiment with the Multics System". It approximates LRU without moving a
-// token when it is requested. SGLang's HiSparse uses it in its kernel for several steps.
+// token when it is requested. SGLang's HiSparse uses CLOCK in its kernel for several decoding
+// steps.
 #pragma once
 
 #include "policies/recency/hand.hpp"

@@ -21,8 +21,9 @@ struct Hand {
   std::uint32_t appended_at;  // Step::now of the append
   std::uint8_t is_marked, is_passed;
 
-  /// Bits of a position in a place, so that the ranks of 256 KV heads can be added. Positions from
-  /// 2^27 on count as equal.
+  /// Number of bits of each of the two positions in `place`. A rank then has 2 + 2 * 27 bits, so
+  /// the ranks of 256 KV heads can be added without overflow (scope=layer). Positions from 2^27 - 1
+  /// on count as equal.
   static constexpr int kBits = 27;
   static constexpr std::uint64_t cap(std::uint32_t position) {
     constexpr std::uint64_t kMax = (std::uint64_t{1} << kBits) - 1;
@@ -32,7 +33,7 @@ struct Hand {
   static constexpr Hand newest(Token token, const Step& step) {
     return {cap(step.now) << kBits | cap(token.position), step.now, 0, 0};
   }
-  /// Marks a requested token, unless the request is in the append that brought the token.
+  /// Marks a requested token, unless the request comes from the append to which the token belongs.
   constexpr void observe(const Observation& seen, const Step& step) {
     if (seen.requests > 0 && appended_at != step.now) is_marked = 1;
   }
@@ -40,14 +41,14 @@ struct Hand {
     const std::uint64_t order = 2u * is_marked + is_passed;
     return order << 2 * kBits | place;
   }
-  /// Moves the hand to the place of a victim with this rank. It may have passed tokens without a
-  /// mark that were not allowed to be evicted.
+  /// Updates this token when the hand moves to the place of a victim with this rank. On its way the
+  /// hand may pass unmarked tokens, because protected tokens are not evicted.
   constexpr void move_to(std::uint64_t victim) {
     const std::uint64_t order = victim >> 2 * kBits;
     const bool before = place < place_of(victim), was_passed = is_passed == 1;
     const bool new_lap = order == 1 || order == 3;  // the hand had already passed the victim
     const bool over = new_lap ? !was_passed || before : !was_passed && before;
-    // To evict a marked token (order 2 or 3), the hand goes over every token and clears all marks.
+    // To reach a marked victim (order 2 or 3), the hand passes every token and clears all marks.
     if (order >= 2 || over) is_marked = 0;
     is_passed = new_lap ? was_passed && before : was_passed || before;
   }

@@ -1,10 +1,11 @@
 // hisparse: the LRU order of HiSparse (SGLang, vLLM), also `lru:preset=hisparse`. After each step,
 // the order from the first victim to the last is: tokens that the step did not request, tokens that
-// it fetched, tokens that it requested and found. Tokens that were found keep their order among
-// themselves, so this is not the LRU of textbooks.
+// it fetched, tokens that it requested and found in the buffer. Tokens that were found keep their
+// order among themselves, which differs from textbook LRU.
 //
 // Written from the description of SGLang's hisparse.cuh. Deliberate difference: the query's own
-// token counts as fetched. HiSparse gives it a slot outside the order, which the next token takes.
+// token counts as fetched. HiSparse gives this token a slot outside the order, and the next token
+// takes over this slot.
 #pragma once
 
 #include "policies/recency/hand.hpp"
@@ -20,7 +21,7 @@ struct HiSparse {
                                     .needs = Needs::requests};
   struct Params {};
   struct Slot {
-    std::uint64_t key;  // of the last request: step, then found or fetched, then order
+    std::uint64_t key;  // last request, from high to low bits: its step, found or fetched, order
     std::uint32_t order, appended_at;
   };
 

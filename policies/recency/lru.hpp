@@ -4,9 +4,9 @@
 //
 // The idea is from Scissorhands ("inspired by ... least recent usage", Liu et al. 2023, algorithm
 // 2). Deliberate differences from it:
-//   - Scissorhands counts requests (probability over 1/t) in a window of 400 queries and drops half
-//     of the budget at once; lru keeps the position of the last request and evicts one token per
-//     step;
+//   - Scissorhands counts requests (a probability above 1/t, where t is the number of tokens so
+//     far) in a window of 400 queries and drops half of the budget at once; lru keeps the position
+//     of the last request and evicts one token per step;
 //   - Scissorhands protects the last 10 tokens; lru protects tokens only with settings such as
 //     lru:sinks=4:recent=50%;
 //   - each KV head keeps one set of tokens; every layer has the same budget.

@@ -1,6 +1,6 @@
 // sieve: SIEVE. A hand moves from the oldest to the newest token and evicts the first one that was
-// not requested since the hand passed it last. New tokens are the newest, wherever the hand is. So
-// tokens that are never requested again are evicted early.
+// not requested since the hand passed it last. New tokens are added at the newest end, wherever the
+// hand is. So the hand soon reaches tokens that are never requested again, and evicts them early.
 //
 // Zhang et al. 2024, "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction Algorithm for Web
 // Caches" (NSDI), algorithm 1.

@@ -1,7 +1,8 @@
 // window: keeps the most recent tokens ("Local" in H2O, "window attention" in StreamingLLM).
 //
-// The score is the same as in these papers. Deliberate difference: keys stay at their original
-// positions. StreamingLLM's baseline also exists with cache positions (--positions cache).
+// The tokens that are kept are the same as in these papers. Deliberate difference: keys stay at
+// their original positions. StreamingLLM's baseline also exists with cache positions (--positions
+// cache).
 #pragma once
 
 #include "policies/policy.hpp"

@@ -6,10 +6,10 @@
 // recurrence interval MRI, and the importance of token i after query t, 2 sigmoid(-(t - TS) / MRI)
 // + 2 sigmoid(-(MRI - 1)). A token of MRI 0 has the lowest importance. Deliberate differences from
 // it:
-//   - 2 sigmoid(-x) is replaced by 1 / (1 + x), which is also 1 at 0 and decreasing, and is the
-//     same on host and device. The importance becomes MRI / (MRI + t - TS) + 1 / MRI. The versions
-//     of the paper that we could read differ in the form of the second term, but agree that a
-//     smaller MRI counts more. The sum is computed as one fraction, rounded once, so equal
+//   - 2 sigmoid(-x) is replaced by 1 / (1 + x), which is also 1 at x = 0 and decreases, and has the
+//     same value on host and device. The importance becomes MRI / (MRI + t - TS) + 1 / MRI. The
+//     versions of the paper that we could read differ in the form of the second term, but agree
+//     that a smaller MRI counts more. The sum is computed as one fraction, rounded once, so equal
 //     importances give equal ranks;
 //   - one token is evicted per step. The authors' code evicts W tokens at a time and protects the W
 //     most recent ones, where W is set for each task. Here a quarter of the budget is for recent

@@ -7,8 +7,8 @@
 // in place of the sum. Deliberate differences from a cache of blocks:
 //   - a query requests many tokens at once: those to which it gives at least tau times the row's
 //     largest probability (docs/reference/policies.md);
-//   - counts are never aged, and requests of recent tokens count; at equal count, the older token
-//     is evicted.
+//   - counts never decay, and requests count even while a token is protected as recent; at equal
+//     count, the older token is evicted.
 #pragma once
 
 #include "policies/policy.hpp"

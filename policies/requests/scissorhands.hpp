@@ -9,8 +9,8 @@
 //     one query would need 400 bits per token;
 //   - the requests of an append of many queries count as requests of its last query. If the append
 //     has more queries than the window, they are scaled by window / queries, rounded down;
-//   - a request is a probability of at least tau times the row's largest, not of more than 1/t, and
-//     a query counts once for a group of query heads;
+//   - a request is a probability of at least tau times the row's largest, not of more than 1/t,
+//     where t is the number of tokens so far; a query counts once for a group of query heads;
 //   - one token is evicted per step, not half of the budget at once;
 //   - every layer has the same budget; each KV head keeps one set of tokens; at equal count, the
 //     older token is evicted.

@@ -25,7 +25,7 @@ struct EvictionKey {
   }
 };
 
-/// Numbers of protected tokens, resolved for a budget. The rule of eviction applies them to every
+/// Numbers of protected tokens, resolved for a budget. The eviction rule applies them to every
 /// policy.
 struct ProtectedTokens {
   std::uint32_t sinks = 0;   ///< positions below this are evicted last

@@ -16,8 +16,8 @@ constexpr std::uint32_t tokens_to_evict(std::uint32_t live, std::uint32_t budget
   return live < evict_at || live < budget ? 0 : live - (budget - 1);
 }
 
-/// Number of live tokens right before a token is appended, after `fed` tokens were appended one at
-/// a time, each with an eviction to the budget.
+/// Number of live tokens right before a token is appended and after the eviction for it. `fed`
+/// tokens were appended before, one at a time, each after an eviction to the budget.
 constexpr std::uint32_t live_before_append(std::uint32_t fed, std::uint32_t budget) {
   return fed - tokens_to_evict(fed, budget, budget);
 }

@@ -38,7 +38,7 @@ constexpr std::uint32_t waiting_tokens(std::uint32_t live, std::uint32_t budget,
   return evicts ? 0 : tokens_to_evict(live, budget, budget);
 }
 
-/// Number of tokens that may stay on a tier.
+/// Number of tokens that may stay on a tier. The first tier keeps one slot free for the next token.
 constexpr std::uint32_t tier_capacity(int tier, std::uint32_t slots, std::uint32_t waiting) {
   return tier == 0 ? slots + waiting - 1 : slots;
 }
@@ -48,7 +48,8 @@ constexpr std::uint32_t tokens_to_demote(std::uint32_t tokens, std::uint32_t cap
   return tokens > capacity ? tokens - capacity : 0;
 }
 
-/// Assigns counts of tokens to tiers. Returns the number of evicted tokens.
+/// Updates the number of tokens of each tier to what the assignment gives. Returns the number of
+/// evicted tokens.
 constexpr std::uint32_t assign_counts(TierLoad* tiers, int count, std::uint32_t waiting) {
   std::uint32_t demoted = 0;
   for (int tier = 0; tier < count; ++tier) {
@@ -59,12 +60,12 @@ constexpr std::uint32_t assign_counts(TierLoad* tiers, int count, std::uint32_t 
   return demoted;
 }
 
-// --- One token too many on the first tier --------------------------------------------------------
+// --- At most one token of each tier is demoted ---------------------------------------------------
 
 constexpr bool has_free_slot(const TierLoad& tier) { return tier.tokens < tier.slots; }
 
-/// Whether the first tier has one token too many and no other tier has more tokens than slots. Then
-/// each tier demotes at most its first victim.
+/// Whether the first tier is exactly full, so that the next token needs one of its slots, and no
+/// other tier has more tokens than slots. Then each tier demotes at most its first victim.
 constexpr bool demotes_at_most_one(const TierLoad* tiers, int count) {
   bool one = tiers[0].tokens == tiers[0].slots;
   for (int tier = 1; tier < count; ++tier) one &= tiers[tier].tokens <= tiers[tier].slots;
@@ -78,10 +79,11 @@ struct Demotion {
 };
 
 /// Finds which tokens are demoted, if demotes_at_most_one(). Each tier demotes its first victim to
-/// the next tier. A full tier that receives a token demotes its own first victim in turn, unless
-/// the received token is the one to be evicted first. Writes the demotions, from the first tier
-/// down, and returns their number, at most `count`. `firsts`: the first victim of each tier, or
-/// none for an empty tier; it is read only down to the first tier that has a free slot.
+/// the next tier. A full tier that receives a token then demotes one token: its own first victim,
+/// or the received token if that one comes earlier in the eviction order. Writes the demotions,
+/// from the first tier down, and returns their number, at most `count`. `firsts`: the first victim
+/// of each tier, or none for an empty tier; it is read only down to the first tier that has a free
+/// slot.
 constexpr int demotion_chain(const TierLoad* tiers, const EvictionCandidate* firsts, int count,
                              Demotion* chain) {
   int moves = 0, from = 0;

@@ -11,8 +11,8 @@
 //   - the random tokens are sampled uniformly, each by its hash, so their number varies a little.
 //     The authors sample from a softmax over the scores of the tokens that the proxies did not
 //     choose, which is nearly uniform, because scores are small;
-//   - if decoding evicts too, tokens are sampled again at each step. If they were sampled only
-//     once, only these random tokens would remain in the end;
+//   - if decoding evicts too, tokens are sampled again at each step. With a fixed sample, the
+//     sampled tokens would be evicted last at every step, so in the end only they would be left;
 //   - chunked prompts and decoding work as in last_queries.hpp; each KV head keeps one set of
 //     tokens;
 //   - at equal rank, the older token is evicted.

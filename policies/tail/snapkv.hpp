@@ -8,8 +8,9 @@
 // decoding, so memory is bounded. Deliberate differences from it:
 //   - each KV head keeps one set of tokens, by the sum over its group's query heads; the authors'
 //     code keeps one set for each query head;
-//   - a prompt in chunks of fewer queries, and decoding that evicts, forget in proportion to new
-//     queries (last_queries.hpp); the paper has only a prompt in one piece;
+//   - in a prompt with chunks of fewer than 32 queries, and if decoding evicts, new queries scale
+//     down the attention of older ones (last_queries.hpp); the paper only has a prompt in one
+//     piece;
 //   - the budget includes the query's token; at equal rank, the older token is evicted.
 #pragma once
 

@@ -28,18 +28,19 @@ enum class Encoding : std::uint8_t {
 /// (traces/base/numeric/quantize.hpp).
 enum class Rotation : std::uint8_t {
   none,
-  blocks,  ///< kvlab's, over blocks of 32 channels; the cache computes with rotated rows
-  llama,   ///< llama.cpp's (llama_kv_cache::build_input_k_rot()): a key over the largest power of
-           ///< two that divides the head size, a value over blocks of kLlamaRotation channels
+  blocks,  ///< kvlab's rotation, over blocks of 32 channels; the cache computes with rotated rows
+  llama,   ///< llama.cpp's rotation (llama_kv_cache::build_input_k_rot()): a key over the largest
+           ///< power of two that divides the head size, a value over blocks of kLlamaRotation
+           ///< channels
 };
 
-/// Heads of a multiple of this many channels are rotated by llama.cpp.
+/// llama.cpp rotates keys and values only if the head size is a multiple of this.
 inline constexpr std::uint32_t kLlamaRotation = 64;
 
 /// A storage format of one row of elements, a token's key or its value.
 struct RowFormat {
   std::string_view name;
-  int bits;                      ///< of an element, without metadata
+  int bits;                      ///< bits of an element, without metadata
   std::uint32_t metadata_bytes;  ///< scales and minima of kQuantBlock elements
   Encoding encoding;
   Rotation rotation = Rotation::none;
@@ -95,7 +96,8 @@ constexpr const RowFormat* find_row_format(std::string_view name) {
 struct KvFormat {
   const RowFormat* key = &kRowFormats[0];
   const RowFormat* value = &kRowFormats[0];
-  bool kivi = false;  ///< quantized by KIVI's method, without Hadamard rotation; cannot evict
+  /// Quantized by KIVI's method, without Hadamard rotation. A cache in this format cannot evict.
+  bool kivi = false;
 
   constexpr bool exact() const { return key->exact() && value->exact(); }
   /// Bytes of kQuantBlock channels of a key and of a value together.
@@ -130,7 +132,7 @@ inline constexpr KvFormat kKvFormats[] = {
 };
 inline constexpr std::size_t kKernelFormats = 6;
 
-/// The index of a format in kKvFormats if the kernels have it.
+/// The index of a format in kKvFormats, if the kernels support it.
 constexpr std::optional<std::uint32_t> kernel_format(const KvFormat& format) {
   for (std::uint32_t i = 0; i < kKernelFormats; ++i)
     if (kKvFormats[i] == format) return i;

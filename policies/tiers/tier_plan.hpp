@@ -78,8 +78,8 @@ struct TierPlan {
   std::vector<TierSlots> slots_of_tokens(std::uint32_t tokens) const {
     return slots(std::uint64_t{tokens} * KvFormat{}.block_bytes(), 1);
   }
-  /// With formats by layer: the number of tokens that every layer holds if the layers have `bytes`
-  /// bytes on average for one block of channels. It is below 2^31.
+  /// With formats by layer: the number of tokens that every layer holds. `bytes` is the mean number
+  /// of bytes that a layer has for one block of channels of all its tokens. It is below 2^31.
   std::uint32_t tokens_by_layer(std::uint64_t bytes) const;
   /// Bytes of a token on the smallest tier.
   std::uint64_t min_token_bytes(std::uint32_t head_size) const;

@@ -128,7 +128,7 @@ void add_markers(ordered_json& encoding, const std::vector<FigureSeries>& series
     return style.shape.empty() ? std::string_view("circle") : style.shape;
   });
 }
-/// A layer with the markers of those rows that have one.
+/// A Vega-Lite layer that draws the markers of those rows that have one.
 ordered_json marker_layer(ordered_json encoding, const std::vector<FigureSeries>& series) {
   add_markers(encoding, series);
   return {{"transform", {{{"filter", "datum.marked"}}}},
@@ -446,7 +446,8 @@ constexpr std::array<std::string_view, 8> kShapes{"circle",        "square",    
                                                   "diamond",       "triangle-down", "cross",
                                                   "triangle-left", "triangle-right"};
 
-/// The nth style of a colour. `base` is the first marker, which differs between policies.
+/// The nth style of a colour. `base` is the index of its first marker, which differs between
+/// policies.
 SeriesStyle look(std::string_view colour, std::size_t base, std::size_t nth) {
   return {colour, kDashes[nth % kDashes.size()], kShapes[(base + nth) % kShapes.size()],
           nth / kShapes.size() % 2 == 0};

@@ -82,10 +82,10 @@ struct HeadGrid {
 /// is empty if no series has the metric.
 Figure curve_figure(const MetricTable& metric_table, const std::vector<std::size_t>& drawn,
                     const MetricInfo& metric);
-/// `metric` against the bytes of keys and values, log-log, with one line for each policy over its
-/// budgets. A point is drawn at the mean bytes over decoded queries, with a bar to the peak, if the
-/// table has these; otherwise at the bytes after the last token. The figure is empty if no series
-/// has both metrics.
+/// `metric` against the bytes of keys and values, with one line for each policy over its budgets. A
+/// point is drawn at the mean bytes over decoded queries, or if the table lacks these, at the bytes
+/// after the last token. If the peak is known, a bar extends to it. The figure is empty if no
+/// series has both `metric` and bytes.
 Figure frontier_figure(const MetricTable& metric_table, const std::vector<std::size_t>& drawn,
                        const MetricInfo& metric);
 

@@ -43,8 +43,8 @@ std::filesystem::path vega_folder() {
   return installed_file("javascript/vega").value_or(kDebian);
 }
 
-/// The text of a module, without the line that names its source map, as a call of vegaModule()
-/// (modules.js).
+/// Wraps the text of a module in a call of vegaModule() (modules.js), and removes the line that
+/// names its source map.
 std::string module_script(const std::filesystem::path& file, std::string_view name) {
   std::string text = read_text_file(file.string(), kMaxBytes);
   text.resize(std::min(text.find("//# sourceMappingURL="), text.size()));

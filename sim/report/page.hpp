@@ -21,7 +21,7 @@ struct PageDocument {
 /// no figures, and a note about that.
 std::string page_html(const PageDocument& document);
 
-// Vega is the library that draws figures. kvlab finds it where Debian's libjs-vega installs it.
+// Vega is the library that draws figures.
 
 /// The message if vega_script() finds nothing.
 inline constexpr std::string_view kNoVega =

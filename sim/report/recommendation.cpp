@@ -199,7 +199,7 @@ std::string table_text(const std::vector<Row>& rows, const std::string& metric) 
                     full_share = width(&Row::full_share, 7), means = width(&Row::mean, mean.size()),
                     difference = width(&Row::difference, 19);
   const std::size_t used = budget + memory + full_share + means + difference + 9;
-  // Columns that are left for the names of choice and runner-up.
+  // The characters of a line that are left for the names of choice and runner-up.
   const std::size_t left = std::max<std::size_t>(kColumns, used + 18) - used;
   const std::size_t choices = width(&Row::choice, 6), runners = width(&Row::runner_up, 9);
   const std::size_t choice = std::min(choices, std::max(left / 2, left - std::min(left, runners))),

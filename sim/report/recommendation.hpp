@@ -47,7 +47,8 @@ Recommendation recommendation_in(const JsonFields& fields, std::string_view key)
 nlohmann::ordered_json ranking_json(const Ranking& ranking, const MetricTable& metric_table);
 nlohmann::ordered_json difference_json(const Difference& difference);
 
-/// "0.0046 (0.0012 to 0.0080)", with two digits of the interval; without an interval only the mean.
+/// "0.0046 (0.0012 to 0.0080)", rounded to two significant digits of half the interval's width;
+/// without an interval only the mean.
 std::string difference_text(const Difference& difference, std::string_view to = " to ");
 
 /// The series of `policy` (for example window or oracle_attention) that is comparable with

@@ -36,7 +36,8 @@ std::string escape(std::string_view text) {
 }
 
 std::string number_text(double value) {
-  if (value == 0) return "0";  // 0 and -0 look the same, and NaN of either sign below, as on pages
+  // As on pages, -0 is shown as 0, and NaN without a sign.
+  if (value == 0) return "0";
   if (std::isnan(value)) return "nan";
   return add_separators(fmt::format("{:.{}f}", value, decimals_of(value)));
 }

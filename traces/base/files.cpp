@@ -127,9 +127,9 @@ OutputPlace::OutputPlace(const std::filesystem::path& path)
           "{}: another command is writing it; wait for it, or give another path", path.string()));
     if (lock.is_held()) rests.push_back(entry.path());
   }
-  // The .part files are removed only after the loop, because some of them may belong to a command
-  // that is writing PATH. In that case the loop has thrown when it found that command's locked
-  // file.
+  // Removes the unlocked .part files only after the loop. If another command is writing PATH, it
+  // may own some of them. It also owns a locked file, so the loop has thrown in this case, and
+  // nothing is removed.
   for (const auto& rest : rests) std::filesystem::remove_all(rest, ignored);
 }
 

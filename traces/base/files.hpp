@@ -69,10 +69,11 @@ class FileLock {
   int error_;  // errno; 0: locked
 };
 
-/// Exclusive access to PATH, so that a .part file can be created and locked there. Throws
-/// std::runtime_error if another process is writing PATH, that is, if a locked PATH.XXXXXXXX.part
-/// exists. Removes unlocked .part files, which killed processes left behind. On a file system
-/// without locks, the last of two writers of PATH wins, and such files are not removed.
+/// Exclusive access to the names of PATH and its .part files, so that a command can create and lock
+/// a .part file. Throws std::runtime_error if another process is writing PATH, that is, if a locked
+/// PATH.XXXXXXXX.part exists. Removes unlocked .part files, which killed processes left behind. On
+/// a file system without locks, the last of two writers of PATH wins, and .part files that killed
+/// processes left behind are not removed.
 class OutputPlace {
  public:
   explicit OutputPlace(const std::filesystem::path& path);

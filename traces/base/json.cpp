@@ -14,8 +14,8 @@ using nlohmann::json;
 
 constexpr std::size_t kLongestQuote = 80;
 
-/// Builds a value from the parser's events. The library's builder accepts duplicate keys (the last
-/// one wins) and unbounded nesting.
+/// Builds a value from the parser's events. Refuses duplicate keys and too deep nesting. The
+/// library's own builder accepts both; of duplicate keys, it uses the last one.
 class Builder : public nlohmann::json_sax<json> {
  public:
   Builder(std::string_view text, std::string_view what) : text_(text), what_(what) {}

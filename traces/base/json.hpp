@@ -5,8 +5,9 @@
 #include <string>
 #include <string_view>
 
-// Declares long members that are called often, so that only json_value.cpp compiles them.
-// (Compiling the whole class, with its binary formats, takes five times as long.) NOLINTBEGIN
+// Declares large member functions that are called often, so that only json_value.cpp compiles them.
+// (If it compiled the whole class, with its binary formats, this would take five times as long.)
+// NOLINTBEGIN
 namespace nlohmann {
 extern template basic_json<>::basic_json(initializer_list_t, bool, value_t);
 extern template basic_json<>::basic_json(const basic_json&);

@@ -93,7 +93,7 @@ class Pool {
       wanted_.notify_all();
   }
 
-  /// Returns when no thread works on the loop any more.
+  /// Lets no more helpers join the loop, and returns when none works on it any more.
   void withdraw(Loop& loop) {
     std::unique_lock lock(mutex_);
     loop.helpers_wanted = 0;

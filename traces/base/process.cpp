@@ -29,8 +29,7 @@ namespace {
 
 constexpr std::string_view kScratch = "kvlab-scratch-", kTemplate = "XXXXXX";
 
-/// The folder in which scratch folders are created: TMPDIR. An empty TMPDIR counts as unset, as in
-/// most programs.
+/// The folder in which scratch folders are created: TMPDIR, or /tmp if TMPDIR is unset or empty.
 std::filesystem::path folder_of_scratch() {
   const char* const requested = ::getenv("TMPDIR");
   if (!requested || !*requested) return "/tmp";
@@ -97,7 +96,9 @@ pid_t start(std::vector<std::string>& words, const std::filesystem::path& log) {
   posix_spawnattr_t attributes;
   posix_spawnattr_init(&attributes);
   posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGDEF);
-  sigset_t ignored_here;  // reset to their default action: they must end the program
+  // This process ignores these signals. In the program they get their default action, which ends
+  // it.
+  sigset_t ignored_here;
   sigemptyset(&ignored_here);
   for (const int signal : {SIGXFSZ, SIGPIPE}) sigaddset(&ignored_here, signal);
   posix_spawnattr_setsigdefault(&attributes, &ignored_here);

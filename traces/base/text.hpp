@@ -9,7 +9,7 @@ namespace kvlab {
 
 /// The parts between separators; one empty part if `text` is empty.
 std::vector<std::string> split_list(std::string_view text, char separator = ',');
-/// `text` with every `from` replaced, left to right. `from` must not be empty.
+/// `text` with every `from` replaced by `to`, from left to right. `from` must not be empty.
 std::string replace_all(std::string_view text, std::string_view from, std::string_view to);
 
 /// Whether `text` has characters that a terminal interprets or hides instead of showing: control

@@ -7,7 +7,8 @@
 namespace kvlab {
 namespace {
 
-constexpr double kTelling = 0.1;  // a phase's measured rate is used once this share is finished
+// The measured rate of a phase is used once this share of the phase is finished.
+constexpr double kTelling = 0.1;
 
 }  // namespace
 

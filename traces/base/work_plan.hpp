@@ -42,8 +42,8 @@ class WorkPlan {
   WorkPlan(std::function<void(double)> progress, std::vector<WorkPhase> phases,
            std::vector<double> expected, std::function<double()> clock = wall_clock);
 
-  /// Returns a function that reports the finished share of a phase, from any thread. Its first call
-  /// marks all earlier phases as finished. The plan must outlive it.
+  /// Returns a function with which any thread can report the finished share of a phase. The first
+  /// call of the function marks all earlier phases as finished. The plan must outlive the function.
   std::function<void(double)> phase(std::size_t phase);
   /// Corrects the amount of work of a phase.
   void set_work(std::size_t phase, double work);

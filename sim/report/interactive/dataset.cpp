@@ -52,7 +52,7 @@ ordered_json pack(const std::vector<double>& values, unsigned width) {
   return {{"bytes", width}, {"base64", base64(bytes)}};
 }
 
-/// How precisely the page contains the metrics by layer and by head: bytes per number, and what is
+/// How precisely the page stores the metrics by layer and by head: bytes per number, and what is
 /// left out.
 struct Detail {
   unsigned layer_width = 4, head_width = 4;
@@ -185,7 +185,8 @@ class Dataset {
     return list;
   }
 
-  /// The oracles for which is_informative() is true for a metric. Others are not drawn with it.
+  /// The oracles for which is_informative() is true with this metric. Figures of the metric do not
+  /// show other oracles.
   std::vector<std::string> oracles_of(const MetricInfo& metric) const {
     std::vector<std::string> names;
     for (const Series& one : metric_table_.series())

@@ -30,7 +30,7 @@ struct RankedTable {
   std::vector<RankedRow> rows;
   std::size_t choice = 0;  ///< index of a series
 };
-/// By budget: a table that an end-to-end evaluation has computed from its scores by token.
+/// Tables by budget. An end-to-end evaluation computes them from its scores of each token.
 using RankedTables = std::map<std::string, RankedTable>;
 
 struct DatasetOptions {
@@ -44,8 +44,8 @@ struct DatasetOptions {
   /// run.
   std::vector<bool> drawn;  ///< by series; empty: all
   /// Maximum number of bytes for the numbers of the page. If there are more, the page leaves out,
-  /// step by step: bookkeeping metrics by head, then digits and the standard errors of all values
-  /// by head, then all values by head.
+  /// step by step: bookkeeping metrics by head and the last digits of values by head; then the last
+  /// digits of values by layer and the standard errors of values by head; then all values by head.
   std::size_t byte_limit = 2'300'000;
 };
 

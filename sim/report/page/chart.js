@@ -32,8 +32,9 @@ function viewOf(spec, width, options = {}) {
 const kExportWidth = 720;
 
 /**
- * Chart draws the specification that `specOf(forExport, width)` returns, now and whenever the page changes. `near` has
- * the points whose values can be read: points(view), and text(datum) for the readout; null: none.
+ * Chart draws the specification that `specOf(forExport, width)` returns, now and whenever the page changes. `near`
+ * provides the values that can be read by pointing: points(view) returns the points, and text(datum) the readout of one
+ * point. null: no values can be read.
  */
 class Chart {
   constructor(holder, title, specOf, near = null) {

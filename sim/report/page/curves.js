@@ -28,7 +28,7 @@ function sweepsOf(series) {
     .map((sweep) => ({...sweep, series: sweep.series.sort((a, b) => a[1] - b[1])}));
 }
 
-/** A point of the figure, or null if the series has no value there. Tests also read it. */
+/** A point of the figure, or null if the series has no value there. Tests also call this function. */
 function dot(page, series, budget, x) {
   const {state, metricTable, data} = page;
   const at = metricTable.at(state.group, state.metric, series, budget, state.layer, state.head);

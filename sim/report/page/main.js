@@ -35,7 +35,7 @@ class Page {
   metric() {
     return this.data.metrics.find((metric) => metric.name === this.state.metric);
   }
-  /** The current metric, or the most similar one that exists by head. */
+  /** The current metric or, if it has no values by head, the metric that the page's data names for heads. */
   headMetric() {
     const own = this.metricTable.has(this.state.group, this.state.metric, 'head');
     return own ? this.metric() : this.data.metrics.find((metric) => metric.name === this.data.by_head) ?? this.metric();

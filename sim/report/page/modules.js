@@ -6,7 +6,7 @@ function vegaModule(name, body) {
   vegaModules[name] = module.exports;
 }
 function joinedVega() {
-  // (Debian's vega-functions requests vega-selection by the name "vega-selections".)
+  // Registers the transforms of the other modules with vega-dataflow, because vega-dataflow runs only those.
   Object.assign(vegaModules['vega-dataflow'].transforms, vegaModules['vega-encode'],
     vegaModules['vega-transforms'], vegaModules['vega-view-transforms']);
   return {

@@ -96,7 +96,7 @@ class BroughtFigure {
     return this.chart.draw();
   }
 
-  /** The policies that the page shows, if the reader can switch policies off. */
+  /** The series of the figure without those that the reader has hidden. */
   series() {
     const hidden = [...(this.page?.state.hidden ?? [])].map((s) => this.page.data.series[s].label);
     return this.figure.series.filter((one) => !hidden.includes(one.label));

@@ -65,7 +65,7 @@ function metricTerms(data) {
     ...oraclesOf(data).map((name) => [name, kOracles[name]])];
 }
 
-/** Whether evicted tokens return decides what the page asks. */
+/** The question of the page. It depends on whether evicted tokens return (refetch). */
 function replayQuestion({facts, groups}) {
   const models = joinNames(groups.map((group) => shown(group.name, 100)));
   return facts.refetch ? `Which tokens should ${models} hold in a buffer on the GPU?` : `Which tokens should the cache of ${models} keep?`;

@@ -1,5 +1,5 @@
-// Tables, which sort by a click on a column and can be downloaded. No ranking is computed here: rows come in the
-// order of the page's data.
+// Tables that the reader can sort, by a click on a column's heading, and download as CSV. No ranking is computed here:
+// rows come in the order of the page's data.
 function sortKey(cell) {
   const text = (cell.dataset.value ?? cell.textContent).trim();
   const number = Number(text.replaceAll(',', '').replace('−', '-').split(' ')[0].replace(/%$/, ''));

@@ -10,7 +10,7 @@ function fixed(value, decimals) {
   return '02468'.includes(below.at(-1)) ? below : text;
 }
 
-/** The same without the sign of a zero: -0.00 is 0.00. */
+/** `text` without the sign of a zero: -0.00 becomes 0.00. */
 function unsigned(text) {
   return text.replace(/^-([0.]+)$/, '$1');
 }
@@ -36,7 +36,10 @@ function averageText({mean, error, low, high}) {
   return `${unsigned(fixed(mean, decimals))} ± ${fixed(error, decimals)}`;
 }
 
-/** A difference and its 95% interval, to two digits of the interval: 0.0046 (0.0012 to 0.0080). */
+/**
+ * A difference and its 95% interval, rounded to two significant digits of half the interval's width:
+ * 0.0046 (0.0012 to 0.0080).
+ */
 function differenceText(mean, low, high) {
   const known = Number.isFinite(low), size = known && high > low ? (high - low) / 2 : Math.abs(mean);
   const text = (value) => unsigned(fixed(value, decimalsOf(size, 2)));
@@ -44,8 +47,8 @@ function differenceText(mean, low, high) {
 }
 
 /**
- * How the runner-up compares with the choice. The choice may have been preferred for its memory to a runner-up that is a
- * little better.
+ * How the runner-up compares with the choice. The runner-up may have a slightly better mean. Then the choice was
+ * preferred because it needs less memory.
  */
 function runnerUpText({choice, mean, better, reason, runner_up: second, difference}) {
   const wins = difference.mean < 0, known = difference.low !== null, gap = Math.abs(difference.mean);

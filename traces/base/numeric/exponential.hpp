@@ -10,7 +10,8 @@ namespace {
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kRounder = 12582912.0f;            // 1.5 * 2^23: adding it rounds to an integer
 constexpr std::int32_t kRounderBits = 0x4b400000;  // the bits of kRounder
-// ln 2 in two parts; the first has so few bits that its product with |i| < 2^13 is exact.
+// ln 2 in two parts. The first has so few bits that its product with any integer of magnitude below
+// 2^13 is exact.
 constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
 
 /// The shift of a row whose largest logit is `largest`: round(largest / ln 2). The clamp keeps the
@@ -46,7 +47,8 @@ inline __attribute__((always_inline)) void exponentials_of(const Floats* s,
     std::memcpy(&bits, &rounded[n], sizeof bits);
     const std::int32_t max_bits = kRounderBits + shift[n] + 128;  // larger exponents give infinity
     bits = bits < max_bits ? bits : max_bits;
-    // The lowest nine bits of kRounderBits are 0, and only these remain after the shift.
+    // kRounderBits need not be subtracted from `bits`: the shift keeps only the lowest nine bits,
+    // and those of kRounderBits are 0.
     const std::uint32_t bias = static_cast<std::uint32_t>(127 - shift[n]) << 23;
     const Words power = (reinterpret_cast<Words>(bits) << 23) + bias;  // wraps around
     Floats two;

@@ -4,7 +4,8 @@
 // sum has a documented order, and fused sums are fused everywhere (in software on machines without
 // the instruction). A result depends neither on the number of rows that are computed together nor
 // on the number of threads. So a replay, the end-to-end evaluation by layers and the token-by-token
-// decoder give equal bits; a BLAS does not guarantee this between one row and many rows.
+// decoder give equal bits. A BLAS library does not guarantee this, because it may sum one row in
+// another order than many rows.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +13,7 @@
 
 namespace kvlab {
 
-inline constexpr std::size_t kLanes = 16;  ///< rows in a panel; running sums in lane_sum()
+inline constexpr std::size_t kLanes = 16;  ///< rows of a panel, and running sums of lane_sum()
 
 struct HotLoops {
   const char* name;  ///< name of the instruction set
@@ -33,7 +34,8 @@ struct HotLoops {
   /// become 0.
   void (*exponentials)(const float* s, std::size_t count, std::int32_t shift, float* e);
   float (*largest)(const float* s, std::size_t count);
-  /// Sums x in sixteen running sums, by index modulo 16, and then adds these pairwise by halves.
+  /// Adds x[i] to running sum i modulo 16. Then adds the upper half of the sums to the lower half,
+  /// until one sum is left.
   float (*lane_sum)(const float* x, std::size_t count);
   double (*lane_sum_of_squares)(const float* x, std::size_t count);
 

@@ -64,8 +64,9 @@ inline const float* widen(const std::uint16_t* from, std::size_t depth, float* s
   return scratch;
 }
 
-/// Multiplies a multiple of kRows rows. Each block of a panel is converted to float32 once and used
-/// for all rows. All panels of a block read the same columns of x.
+/// Multiplies m rows of x by all panels; m is a multiple of kRows. The outer loop runs over blocks
+/// of kDepthBlock columns of x, so all panels read the same columns in turn. Each block of a panel
+/// is converted to float32 once and used for all rows.
 template <class Element>
 inline void many_rows(const float* x, std::size_t m, std::size_t x_stride, const Element* w,
                       std::size_t depth, std::size_t panels, float* y, std::size_t y_stride) {

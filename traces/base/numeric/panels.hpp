@@ -11,7 +11,7 @@
 namespace kvlab {
 
 /// A matrix [rows, depth], stored as panels of 16 rows: [rows / 16, depth, 16]. The last panel is
-/// padded with zeros. Elements are float32 or bf16 (f16 widens to float32).
+/// padded with zeros. Elements are float32 or bf16; f16 is stored as float32.
 class Panels {
  public:
   Panels() = default;
@@ -36,7 +36,8 @@ class Panels {
   /// Grows to `rows` rows and keeps the contents. Each new allocation is at least 1.5 times the
   /// previous capacity.
   void grow(std::size_t rows);
-  /// Allocates capacity for `rows` rows, without extra.
+  /// If the capacity is below `rows` rows, makes it exactly `rows` rows, rounded up to whole
+  /// panels.
   void reserve(std::size_t rows);
   /// Number of allocated bytes.
   std::size_t bytes() const { return capacity_ * depth_ * 16 * bytes_of(dtype_); }
@@ -62,7 +63,7 @@ void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels&
 void multiply_fused(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
                     std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
-/// The same chain of fused multiply-adds for two vectors.
+/// The dot product of two vectors, by the same chain of fused multiply-adds.
 float dot_fused(const float* a, const float* b, std::size_t depth);
 
 /// y[d] += sum over i of p[i] * v[rows[i] * stride + d], in the order of i: the product of

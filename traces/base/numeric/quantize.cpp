@@ -63,8 +63,8 @@ float round_to_e2m1(float y) {
 void quantize_fp8(std::span<float> block, float largest) {
   if (largest == 0) return;
   int exponent;
-  // If `largest` is an exact power of two times kLargestE4m3, that power is the scale. frexp()
-  // returns an exponent that is 1 too high for it.
+  // If `largest` is an exact power of two times kLargestE4m3, that power is the scale. In this case
+  // frexp() returns an exponent that is 1 too high.
   if (std::frexp(largest / kLargestE4m3, &exponent) == 0.5f) --exponent;
   const float scale = std::ldexp(1.0f, std::clamp(exponent, -127, 127));
   for (float& y : block) y = round_to_e4m3(y / scale) * scale;

@@ -9,8 +9,9 @@
 
 namespace kvlab {
 
-/// Replaces each block x of 32 elements by H x, where H is the Hadamard matrix of ±1, in five
-/// rounds of sums and differences that begin with neighbours. H H x = 32 x.
+/// Replaces each block x of 32 elements by H x, where H is the Hadamard matrix of ±1, so H H x = 32
+/// x. Computes five rounds of sums and differences: first of neighbours, then of elements that are
+/// 2, 4, 8 and 16 apart.
 void hadamard_rotate(std::span<float> row);
 void hadamard_rotate(std::span<double> row);
 
@@ -19,13 +20,16 @@ void hadamard_rotate(std::span<double> row);
 /// them. `block` must be a power of two that divides the size of the row.
 void hadamard_rotate_orthonormal(std::span<float> row, std::size_t block);
 
-/// Quantizes a row, to which the Hadamard rotation has been applied, in one of kvlab's formats, in
-/// blocks of 32 elements. Without `floating`, elements become integers of `bits` bits: let lowest
-/// and highest be the block's smallest and largest element, mn16 = fp16(lowest), and s16 =
-/// fp16((highest - lowest) / (2^bits - 1)), or the smallest fp16 number above 0 if that is 0. Then
-/// an element y becomes clamp(rint((y - mn16) / s16), 0, 2^bits - 1) * s16 + mn16. With `floating`,
-/// elements become e4m3 numbers times the smallest power of two for which all elements of the block
-/// fit.
+/// Quantizes a row in one of kvlab's formats, in blocks of 32 elements. The Hadamard rotation must
+/// have been applied to the row.
+///
+/// Without `floating`, elements become integers of `bits` bits with a scale s16 and a minimum mn16.
+/// Let lowest and highest be the block's smallest and largest element. Then mn16 = fp16(lowest),
+/// and s16 = fp16((highest - lowest) / (2^bits - 1)); if this is 0, s16 is the smallest fp16 number
+/// above 0. An element y becomes clamp(rint((y - mn16) / s16), 0, 2^bits - 1) * s16 + mn16.
+///
+/// With `floating`, elements become e4m3 numbers with one scale: the smallest power of two with
+/// which all elements of the block fit e4m3.
 void quantize_row(std::span<float> row, int bits, bool floating);
 
 /// e4m3 with scale 1, rounded to nearest even; magnitudes above 448 become 448. vLLM and
