@@ -56,8 +56,8 @@ inline int pairs_of(const ModelShape& shape) {
 /// Alignment of the operands of products, in bytes.
 inline constexpr std::uint32_t kProductAlignment = 16;
 
-/// Number of tokens of a head task, padded to a multiple of 16, so that the rows of products begin
-/// aligned.
+/// Number of tokens of a head task, padded to a multiple of 16, so that each row of a product
+/// begins at an aligned address.
 constexpr std::size_t padded_tokens(std::size_t tokens) { return (tokens + 15) / 16 * 16; }
 
 /// Tables that all head tasks read.

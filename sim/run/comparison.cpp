@@ -54,9 +54,9 @@ void sort_by_error(std::vector<std::size_t>& which, const std::vector<Candidate>
   });
 }
 
-/// The candidate to choose. Among the candidates that do not differ significantly from the one with
-/// the lowest mean, it is the one that needs the least memory, if it needs at least 2% less than
-/// the one with the lowest mean. Otherwise it is the one with the lowest mean.
+/// Returns the candidate to choose. By default, it is the candidate with the lowest mean. If some
+/// candidates do not differ significantly from it and need at least 2% less memory, it is the one
+/// of them that needs the least memory.
 std::size_t choice_of(const Recommendation& from) {
   const std::size_t lowest = from.order.front();
   const auto memory = [&](std::size_t c) { return from.candidates[c].memory.mean; };

@@ -12,12 +12,14 @@
 
 namespace kvlab {
 
-// The keys of a cache with cache positions, for those live tokens that are older than some evicted
-// token. Each key is rotated to its cache position. When an older token is evicted, that position
-// changes, and the key is rotated again from the unrotated one (HostCache does the same).
+// Cache positions change the logits of a token only if a token younger than it has been evicted,
+// because RoPE logits depend only on the distance between query and key. AgedKeys stores the keys
+// of these tokens: the live tokens that are older than some evicted token. Each key is rotated to
+// its cache position. When a token older than the key is evicted, the key's cache position changes,
+// so the unrotated key is rotated again (HostCache does the same).
 //
-// Tokens that are younger than every evicted token keep their original positions. Their logits come
-// from rows that all configurations share.
+// Tokens that are younger than every evicted token keep their distance to the query. Their logits
+// come from rows that all configurations share.
 
 /// cos and sin at the cache positions, in panels of 32 positions: [position / 32][half][32].
 class CachePositionTable {
