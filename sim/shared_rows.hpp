@@ -31,8 +31,8 @@ class SharedRows : public FullRows {
   };
   Row row(std::uint32_t query, std::uint32_t head) const;
 
-  /// The earlier tokens that a query head requests in the full cache (N_t, which does not contain
-  /// the query's own token).
+  /// The earlier tokens that a query head requests in the full cache. The query's own token is left
+  /// out (as in the set N_t of docs/reference/metrics.md).
   struct Requests {
     std::span<const std::uint8_t> flags;  // [query]
     std::uint32_t count;
@@ -46,8 +46,8 @@ class SharedRows : public FullRows {
   const float* gradients(std::uint32_t query) { return gradients_.row(query); }
   std::uint32_t gradient_samples() const { return gradients_.gradient_samples(); }
 
-  /// The probabilities over the live tokens, computed from the exponentials of the full row. If the
-  /// exponentials of the live tokens have lost precision, they are computed again from the logits.
+  /// The probabilities over the live tokens, computed from the exponentials of the full row. If
+  /// these exponentials have lost precision, they are computed again from the logits.
   void probabilities(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> live,
                      float* p) override;
 
