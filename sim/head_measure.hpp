@@ -1,5 +1,5 @@
-// Measures one KV head: takes, for each query head, the set of tokens to which a query attends, one
-// row of probabilities at a time. The plain replay and the replay with refetch use it.
+// Computes the metrics of one KV head from the sets of tokens to which its queries attend. Takes
+// one query head of one query at a time. The plain replay and the replay with refetch use it.
 #pragma once
 
 #include <cstdint>

@@ -56,7 +56,7 @@ std::string exempt_text(double peak_bytes, double exempt_peak_bytes);
 /// `config` must have its appends; `model` is the shape of the model.
 Memory memory_of(const ResolvedConfig& config, const CacheShape& model);
 
-/// Bytes of a token's policy state and features, its position and, with cache positions, its rank.
+/// Bytes of a token's policy state and features, its position and, with cache positions, its age.
 std::uint64_t state_bytes_per_token(const CacheConfig& config);
 
 }  // namespace kvlab

@@ -84,7 +84,7 @@ class PlainRun {
   HeadMeasure measure_;
   std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher_;
   std::function<void(std::uint32_t, const LiveSet&)> append_watcher_;
-  std::vector<float> exact_p_, exact_out_;  // probabilities by age; [dim]
+  std::vector<float> exact_p_, exact_out_;  // exact_p_: probabilities by age; exact_out_: [dim]
 };
 
 /// The runs of one configuration on some KV heads of a layer.

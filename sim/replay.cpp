@@ -132,8 +132,8 @@ std::string needs_beyond_selections(const PolicySpec& policy, const TraceReader&
   return "";
 }
 
-/// Throws unless every measured query is appended alone, because a query fetches its tokens before
-/// it attends.
+/// Throws unless every measured query is appended alone. With refetch, this is necessary because
+/// each query fetches its tokens before it attends.
 void check_appends(const ResolvedConfig& config, const MeasuredQueries& selecting) {
   for (const Append& append : config.appends)
     for (std::uint32_t i = 0; append.tokens > 1 && i < append.tokens; ++i)
@@ -473,7 +473,7 @@ class Replay {
 
  private:
   /// The first head task of a layer that is run computes the outcomes of the whole layer. The other
-  /// head tasks of the layer take theirs from its results.
+  /// head tasks of the layer take their outcomes from these results.
   void take_from_layer(std::span<const std::size_t> which, HeadTask task,
                        std::vector<HeadOutcome>& outcomes) const {
     LayerOutcomes& layer = by_layer_[task.layer][runs_plainly(configs_[which.front()], task.layer)];

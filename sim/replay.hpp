@@ -92,7 +92,7 @@ struct ReplayResult {
   std::vector<std::uint32_t> budget_tokens;  ///< by configuration
   std::vector<Measurement> measurements;     ///< ordered by configuration, layer, head, metric
   /// With refetch: lru_fetches(), summed over the KV heads. Empty if a prompt follows decoded
-  /// tokens: then the tokens that LRU has seen used depend on the budget.
+  /// tokens, because the order in which LRU has seen tokens used then depends on the budget.
   std::vector<std::uint64_t> lru_fetches = {};
 };
 

@@ -104,7 +104,7 @@ class RowMeasure {
   // Sums over the last pending_ queries, which have not been added to stats_ yet. The last of these
   // queries is query_.
   std::vector<double> recall_, product_;        // [set, group]: sums
-  std::vector<std::uint32_t> missed_, wanted_;  // [set, group]: sums; [group]
+  std::vector<std::uint32_t> missed_, wanted_;  // sums; missed_: [set, group], wanted_: [group]
   // Recalls are stored in tiles. A tile has the width of a CPU cache line or, if that is less, the
   // width of all recalls of one query.
   std::size_t width_ = 0, tiles_ = 0;

@@ -72,7 +72,7 @@ class SharedRows : public FullRows {
   std::vector<float> sums_, sinks_;          // [block, group]
   std::vector<std::uint8_t> flags_;          // [block, group, token]
   std::vector<std::int64_t> request_count_;  // [block, group]; -1: not computed
-  std::vector<float> outputs_, p_;           // [block, group, dim]
+  std::vector<float> outputs_, p_;           // [block, group, dim]; p_: probabilities of one row
   std::vector<bool> has_output_;
   GradientBlock gradients_;
 };

@@ -22,7 +22,7 @@ constexpr float kNevers[kHeadGroupSize] = {kNever, kNever, kNever, kNever};
 constexpr std::size_t kTilePanels = 6;
 constexpr std::size_t kTileTokens = kTilePanels * 16;
 constexpr std::size_t kTailTokens =
-    64;  // tokens per range; sums from the beginning of each range are stored
+    64;  // tokens per range; the sums from each range to the end are stored
 
 std::uint32_t block_for(std::size_t row_floats) {
   return static_cast<std::uint32_t>(
@@ -204,8 +204,8 @@ const std::uint32_t* GroupRows::request_flags(std::uint32_t query) {
   return parts.any.data();
 }
 
-/// Computes, for each range of tokens, the sum of the exponentials from its beginning to the end of
-/// the row. Starts with the last range.
+/// Computes, for each range of tokens, the sum of the exponentials from the beginning of the range
+/// to the end of the row. Starts with the last range.
 void GroupRows::sum_tails(std::uint32_t query, Lazy& parts) {
   const std::size_t ranges = query / kTailTokens + 1;
   parts.tail.assign(head_groups_ * (ranges + 1), {});

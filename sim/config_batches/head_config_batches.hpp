@@ -44,8 +44,8 @@ class HeadConfigBatches {
   HeadView view_;
   GroupRows rows_;
   std::vector<std::unique_ptr<ConfigBatch>> config_batches_;
-  std::vector<std::vector<std::size_t>>
-      indices_;  // [configuration batch]: indices of its configurations
+  // [configuration batch]: indices of its configurations
+  std::vector<std::vector<std::size_t>> indices_;
 };
 
 // Runs the KV heads of one layer, query by query, through the configurations whose caches evict

@@ -6,9 +6,9 @@
 namespace kvlab {
 namespace {
 
-/// The chain restarts from the empty set if the sum of all magnitudes that were added and
-/// subtracted exceeds this multiple of the current sum. The rounding error grows with the sum of
-/// these magnitudes.
+/// The chain restarts from the empty set if the magnitudes that were added and subtracted since the
+/// last restart sum to more than this multiple of the current sum. The rounding error grows with
+/// the sum of these magnitudes.
 constexpr float kMaxGross = 4;
 
 }  // namespace

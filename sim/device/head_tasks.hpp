@@ -104,8 +104,8 @@ class HeadTasks {
   /// Copies the keys or the values of a head task to the buffers that the kernels read, one row per
   /// token.
   void copy(const kernels::ReplayVectors& from, std::size_t task, Part part);
-  /// Fills the buffers of data that is computed from a head task's keys. take_queries() fills those
-  /// of data that is computed from the queries of query head `head` of the group.
+  /// Fills the buffers whose data is computed from a head task's keys. take_queries() fills the
+  /// buffers whose data is computed from the queries of query head `head` of the group.
   void take_keys(const kernels::ReplayVectors& from, std::size_t task);
   void take_queries(const kernels::ReplayVectors& from, std::size_t task, std::uint32_t head);
   /// Makes the dequantized copies of all keys and values that tier plans need.

@@ -6,7 +6,7 @@
 //   1. The tokens that the query selects and that are not resident are misses.
 //   2. For each miss, the policy's next victim is evicted if the cache is full, and the token is
 //      fetched. Selected tokens are never victims.
-//   3. The query's own token is appended in the same way.
+//   3. The query's own token is appended. If the cache is full, a victim is evicted first.
 //   4. The query attends to the selected tokens, the protected tokens and its own token. The policy
 //      observes this attention; a token counts as requested if it is selected.
 //

@@ -148,7 +148,7 @@ bool protected_tokens_fill(std::string_view policy, std::string_view params,
     --budget_tokens;  // the centre takes the memory of one token
   for (const std::string& setting : settings)
     if (setting.starts_with("tiers=")) {
-      // With a tier plan, the bytes of the budget hold another number of tokens.
+      // With a tier plan, the bytes of the budget hold a different number of tokens.
       const TierPlan tier_plan = parse_tier_plan(setting.substr(6));
       budget_tokens =
           tier_plan.is_by_layer()

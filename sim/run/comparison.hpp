@@ -87,11 +87,11 @@ struct Recommendation {
 enum class Frontier { compute, skip };
 
 /// Recommends one of the eligible candidates: those whose peak memory is at most 1.02 times
-/// `scope.budget_bytes`. By default, it chooses the one with the lowest mean. Exception: if some
-/// eligible candidates need at least 2% less memory on average, and their difference from the
-/// lowest mean is known and not significant, it chooses the one of them that needs the least
-/// memory. Equal candidates are ordered by name. Throws std::invalid_argument if there are no
-/// candidates.
+/// `scope.budget_bytes`. By default, this is the candidate with the lowest mean. Exception: some
+/// eligible candidates may need at least 2% less memory (mean over queries) than that candidate,
+/// while their difference from it is known and not significant. Then it recommends the one of them
+/// that needs the least memory. Equal candidates are ordered by name. Throws std::invalid_argument
+/// if there are no candidates.
 Recommendation recommend(std::vector<Candidate> candidates, ComparisonScope scope,
                          const DifferenceOf& difference, Frontier frontier = Frontier::compute);
 

@@ -34,7 +34,6 @@ struct Overlaps {
 /// first 15 tokens of a piece have fewer tokens before them, so they occur in a text only if a
 /// piece of that text begins with the same tokens. `pieces`: the pieces of a text must be
 /// contiguous.
-/// `pieces`: the pieces of a text must be contiguous.
 Overlaps overlaps_of(std::span<const TextPiece> pieces);
 
 /// One line for each pair: "a.txt and b.txt have text in common; a text counts only once, so 669

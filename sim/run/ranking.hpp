@@ -65,7 +65,7 @@ class MetricTable {
   /// Finds a budget by its text as requested, or by its number of tokens if it has that number on
   /// every trace. Null if there is none.
   const BudgetColumn* find_budget(std::string_view text) const;
-  /// The row of each trace that has one. For `full`, the budget is ignored.
+  /// One row for each trace that has such a row. For `full`, the budget is ignored.
   std::vector<const ResultRow*> rows(std::size_t series, std::string_view budget,
                                      std::string_view metric, Scope scope = {}) const;
   std::optional<Average> average(std::size_t series, std::string_view budget,
@@ -95,7 +95,7 @@ class MetricTable {
   std::vector<Series> series_;
   std::vector<BudgetColumn> budgets_;
   std::vector<std::string> traces_;
-  std::map<Key, std::vector<const ResultRow*>> index_;  // [trace that has it]
+  std::map<Key, std::vector<const ResultRow*>> index_;  // one row for each trace that has one
 };
 
 /// One policy's position at a budget.

@@ -36,9 +36,9 @@ constexpr std::size_t kMaxSeries = 6;
 constexpr std::size_t kShownHeads = 2;
 
 /// Returns the configurations to show. These are configurations at `budget` with the prefill mode
-/// of the first of them. A policy with the same parameters is shown once. The choice comes first.
-/// It is followed by `window` and by the policy with the lowest mean of the others, and then by the
-/// other policies in the order of their means. oracle_attention comes last.
+/// of the first of them. Each policy with its parameters is shown only once. The choice comes
+/// first. `window` and the best other policy (by mean) come next, and then the remaining policies,
+/// ordered by mean. oracle_attention comes last.
 std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
                                              const MetricTable& metric_table,
                                              std::string_view budget, const MetricInfo& metric) {

@@ -23,9 +23,8 @@ constexpr std::string_view kHeader =
     "layer,head,metric,value,stderr,count,tiers,budget_bytes";
 /// The header that older versions, without tier plans, wrote. It lacks the last two columns.
 constexpr std::string_view kOlderHeader = kHeader.substr(0, kHeader.find(",tiers"));
-/// Columns of kHeader that had other names in older files.
-constexpr OldName kOldColumns[] = {{"ladder", "tiers"},
-                                   {"span", "queries"}};  // {old name, current name}
+/// Columns of kHeader that had other names in older files: {old name, current name}.
+constexpr OldName kOldColumns[] = {{"ladder", "tiers"}, {"span", "queries"}};
 constexpr std::string_view kBlockHeader =
     "trace,policy,params,budget,prefill,positions,seed,metric,block,value,weight";
 

@@ -465,8 +465,8 @@ void save_run(Run& run, const std::filesystem::path& directory) {
 }
 
 std::vector<LruPoint> mean_lru_curve(std::span<const LruPoint> curve) {
-  std::map<std::uint32_t, std::pair<LruPoint, std::size_t>>
-      sums;  // by budget: sum and number of points
+  // Key: the budget. Value: the sum of its points, and their number.
+  std::map<std::uint32_t, std::pair<LruPoint, std::size_t>> sums;
   std::size_t traces = 0;
   for (const LruPoint& point : curve) {
     auto& [sum, count] = sums[point.budget_tokens];

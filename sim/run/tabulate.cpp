@@ -197,8 +197,8 @@ class Tabulator {
 
   // The following functions are the reductions in metrics.def.
 
-  /// The unweighted mean over query heads. The count of the row is the number of samples for
-  /// errors. Otherwise it is `queries` for each head.
+  /// The unweighted mean over query heads. For errors, the count of the row is the number of
+  /// samples. For other metrics, it is `queries` for each query head that has a value.
   void mean(Sum above, Sum below, std::optional<std::uint32_t> queries = {}) {
     const Ratios all = ratios(c_, above, below);
     const auto filled =
@@ -213,7 +213,7 @@ class Tabulator {
     if (outcome_.has_attention) mean(above, Sum::queries);
   }
   /// The bytes fetched for a query, summed over the KV heads. All query heads of a KV head have the
-  /// same counts.
+  /// same counts, so the mean over query heads is also the mean over KV heads.
   void fetched_bytes() {
     if (!(mean_of(ratios(c_, Sum::fetched, Sum::selected)).weight > 0)) return;
     const Estimate fetched = mean_of(ratios(c_, Sum::fetched, Sum::queries));
@@ -393,7 +393,8 @@ JointEstimates JointChanges::estimates(const MeasuredQueries& measured,
 }
 
 double unbiased_root_factor(std::uint32_t gradient_samples) {
-  // Computes the ratio Γ(d/2) / Γ((d+1)/2) from the ratio for d − 1 samples, step by step.
+  // Computes the ratio Γ(d/2) / Γ((d+1)/2), starting with d = 1. The ratio for each d follows from
+  // the ratio for d − 1.
   double ratio = std::sqrt(std::numbers::pi);
   for (std::uint32_t d = 1; d < gradient_samples; ++d) ratio = 2.0 / (d * ratio);
   return std::sqrt(gradient_samples / 2.0) * ratio;

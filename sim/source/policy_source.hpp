@@ -46,9 +46,9 @@ struct DoesNotCompile : std::invalid_argument {
 
 /// Selects messages from the compiler's log. If the policy calls functions that a policy cannot
 /// use, returns an error with their names. Otherwise returns the errors in the policy's text. If
-/// there are none either, returns the messages of check_policy(). A message has the line of the
-/// hook or, if no hook is known, `line`, where the struct begins. Removes the path of `folder`, in
-/// which the text was compiled, from the messages.
+/// there are none, returns the messages of check_policy(), each with the line of the hook or, if no
+/// hook is known, with `line`, where the struct begins. If there are none of these either, returns
+/// the whole log. Removes the path of `folder`, in which the text was compiled, from the messages.
 std::string complaint(std::string log, const std::filesystem::path& folder,
                       const PolicySource& source, unsigned line);
 

@@ -60,7 +60,7 @@ class AgedKeys {
   void rotate(const CachePositionTable& positions_in_cache);
 
   const HeadView* view_;
-  // Number of keys, and how many of them are rotated to their positions.
+  // Number of keys. The oldest rotated_ of them are rotated to their current cache positions.
   std::size_t size_ = 0, rotated_ = 0;
   // [age / 32][dim][32]: the unrotated keys, and the keys rotated to cache positions.
   AlignedVector<float> panels_, rotated_panels_;

@@ -118,8 +118,8 @@ void FeedbackRun::evict_to_budget(std::uint32_t now) {
 void FeedbackRun::begin_observing() {
   seen_ = {.query = cursor_.current().first + cursor_.current().tokens - 1,
            .queries = cursor_.current().tokens};
-  if (seen_.queries == 1 && cache_.tail() > 0)
-    return;  // add_masses() and add_requests() set the pointers of seen_
+  // For a single query, add_masses() and add_requests() set the pointers of seen_.
+  if (seen_.queries == 1 && cache_.tail() > 0) return;
   mass_.assign(needs_mass(cache_.needs()) ? cache_.size() : 0, 0);
   requests_.assign(needs_requests(cache_.needs()) ? cache_.size() : 0, 0);
   last_request_.assign(requests_.size(), 0);

@@ -57,7 +57,9 @@ struct GatherScratch {
   // which a token counts as requested, and the sum of the full cache's exponentials over the live
   // tokens (add_shared()).
   std::vector<float> sum, max_exponential, request_threshold, shared;
-  std::vector<bool> lost;  // [heads]: recomputed relative to the live maximum
+  // [heads]: whether the exponentials of the head were computed again, relative to the maximum over
+  // the live tokens
+  std::vector<bool> lost;
   std::vector<float> row;  // [age]: logits or exponentials of one head
   // At cache positions: products of queries and old keys, [4][age], and the rotated queries,
   // [4][dim].
@@ -71,7 +73,8 @@ struct GatherScratch {
   /// row of exponentials and, for each head, the factor that converts them to the common shift.
   std::vector<std::pair<const float*, std::array<float, kHeadGroupSize>>> sources;
   std::vector<float> outputs;  // [heads][dim]: sums of values times exponentials
-  std::vector<float> factors;  // [group]: multiplied by `outputs`: attention outputs
+  // [group]: `outputs` times these factors are the attention outputs
+  std::vector<float> factors;
   OutputChain chain;
 
   void resize(std::size_t tokens, std::uint32_t heads);
@@ -173,8 +176,9 @@ class FeedbackRun {
   const HeadView& view_;
   RowMeasure measure_;
   std::uint32_t visible_ = 0;
-  Seen seen_;                        // observations of the append in progress
-  std::vector<std::uint64_t> mass_;  // [age], for an append of several queries: their sum
+  Seen seen_;  // observations of the append in progress
+  // [age], for an append of several queries: masses summed over its queries
+  std::vector<std::uint64_t> mass_;
   std::vector<std::uint32_t> requests_, last_request_;
 };
 

@@ -1,9 +1,10 @@
 // The loops over rows of exponentials, compiled once for each instruction set and chosen at run
 // time. All instruction sets give bit-identical results.
 //
-// Four query heads of a group form a head group, padded with zeros. A row's exponentials are stored
-// as [token][4], so that the four values of a token, wherever it is in the row, are read with one
-// load of 16 bytes. Every row is padded with zeros to whole blocks of sixteen tokens.
+// Four query heads of a group form a head group. If the group has too few heads, zeros fill the
+// head group. A row's exponentials are stored as [token][4], so that the four values of any token
+// are read with one load of 16 bytes. Every row is padded with zeros to whole blocks of sixteen
+// tokens.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +32,7 @@ struct HeadGroupRow {
   float* e;                                         ///< [token][4]
   std::size_t tokens = 0;                           ///< tokens so far
   float lanes[kBlockTokens * kHeadGroupSize] = {};  ///< [token % 16][4]: running sums
-  /// Running maxima; each covers some of the tokens.
+  /// Running maxima. Each element covers some of the tokens.
   float largest[kBlockTokens * kHeadGroupSize] = {};
   std::int32_t shift[kHeadGroupSize] = {};
 };

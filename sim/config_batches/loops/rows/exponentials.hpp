@@ -139,8 +139,8 @@ void finish(const HeadGroupRow& row, float* sum, float* max_exponential) {
 }
 
 /// The shift that the logits of `old` need may exceed the shift of the shared row by at most this
-/// number. Otherwise they have exponentials above 2^60 on the shared scale, and join() sets the sum
-/// to 0.
+/// number. Otherwise these logits give exponentials above 2^60 on the shared scale, and join() sets
+/// the sum to 0.
 constexpr std::int32_t kMaxAbove = 60;
 
 void join(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
