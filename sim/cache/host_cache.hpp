@@ -28,7 +28,7 @@
 //               2. Append the tokens. All tokens of a step are appended at once, even if they
 //                  exceed the budget, so none of them is evicted before its own query attends.
 //   attend      3. The query of each new token attends to the live tokens up to itself.
-//   end_step    4. Observe. The policy learns how much attention each live token received in part 3.
+//   end_step    4. Observe. The policy learns how much attention each live token got in part 3.
 //
 // Eviction comes first, not last, because the eviction order depends on the position that is
 // appended next: this position decides which tokens are recent, and a policy may use it to rank

@@ -43,7 +43,8 @@ LayerCache::LayerCache(const LayerCache& other)
   share_ranks_of_heads();
 }
 
-/// With scope=layer, the ranks are computed for the layer, and all heads evict by the same ranks.
+/// Connects the heads: with scope=layer they evict by ranks that are computed for the whole layer,
+/// and with ada() they share slots. Otherwise this has no effect.
 void LayerCache::share_ranks_of_heads() {
   std::vector<AgedSet*> together;
   for (HostCache& head : heads_) together.push_back(&head.aged_set());
