@@ -39,8 +39,8 @@ std::span<const float> HeadMeasure::add_row(std::uint32_t query, std::uint32_t h
   return out_;
 }
 
-/// Adds, for each gradient sample, the change of log-likelihood that the error of the head's output
-/// causes.
+/// Adds, for each gradient sample, how much the error of the head's output changes the
+/// log-likelihood.
 void HeadMeasure::add_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,
                               SharedRows& rows) {
   for (std::uint32_t gradient_sample = 0; gradient_sample < rows.gradient_samples();

@@ -1,5 +1,5 @@
-// Measures the tokens to which one KV head's queries attend, one row of probabilities at a time.
-// The plain replay and the replay with refetch use it.
+// Computes the metrics of one KV head from the sets of tokens to which its queries attend. Takes
+// one query head of one query at a time. The plain replay and the replay with refetch use it.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +19,12 @@ class HeadMeasure : public RowMeasure {
   HeadMeasure(const MeasuredQueries* measured, const HeadView& view)
       : RowMeasure(measured, 1, view, 1), view_(view) {}
 
-  /// Adds to `out` [dim] the output over the tokens.
+  /// A function that adds the attention output over a set of tokens to `out` [dim].
   using Accumulate = std::function<void(float* out)>;
-  /// Measures one query head of a measured query that attends to `tokens` (ascending positions).
-  /// The query heads must be given in order. Returns the output over the tokens, or an empty span
-  /// if outputs are not measured at this query. The span is valid until the next call.
+  /// Measures one query head of a measured query. The query attends to `tokens` (ascending
+  /// positions). The query heads must be given in order. Returns the attention output over
+  /// `tokens`, or an empty span if outputs are not measured at this query. The span is valid until
+  /// the next call.
   std::span<const float> add_row(std::uint32_t query, std::uint32_t head,
                                  std::span<const std::uint32_t> tokens, SharedRows& rows,
                                  const Accumulate& accumulate);
@@ -33,7 +34,7 @@ class HeadMeasure : public RowMeasure {
                    SharedRows& rows);
 
   HeadView view_;
-  std::vector<float> kept_, out_;  // exponentials by age; [dim]
+  std::vector<float> kept_, out_;  // kept_: exponentials by age; out_: [dim]
 };
 
 }  // namespace kvlab

@@ -28,8 +28,8 @@ struct ReplayPlan {
 class HeadReplayer {
  public:
   virtual ~HeadReplayer() = default;
-  /// Whether the device supports the configuration. The CPU runs configurations that it does not
-  /// support. The result holds for all layers of the trace.
+  /// Whether the device supports the configuration. If it does not, the CPU runs the configuration.
+  /// The result holds for all layers of the trace.
   virtual bool takes(const TraceReader& trace, const CacheConfig& config) const = 0;
   /// Returns outcomes by head task, then by configuration of the plan. Throws std::runtime_error if
   /// the device fails or its memory is too small for one head task.

@@ -18,8 +18,8 @@
 
 namespace kvlab {
 
-/// Queries, keys and values before RoPE, in float32, with strides in floats. The layouts [head,
-/// token, dim] and [token, head, dim] both fit.
+/// Queries, keys and values before RoPE, in float32, with strides in floats. The strides allow both
+/// layouts, [head, token, dim] and [token, head, dim].
 struct HeadView {
   std::uint32_t tokens = 0, group = 0, head_size = 0;
   const float* q = nullptr;  // [group, token, dim]
@@ -61,7 +61,7 @@ class TokenFeatures {
 
   /// Features per token.
   std::size_t width() const { return width_; }
-  /// Features [token from `first` on, width()]; null if the policy has none.
+  /// The features of the tokens from `first` on, [token, width()]; null if the policy reads none.
   const float* from(std::size_t first) const {
     return width_ == 0 ? nullptr : values_.data() + first * width_;
   }
@@ -71,9 +71,9 @@ class TokenFeatures {
   std::vector<float> values_;  // [token, width_]
 };
 
-/// Adds to `feature_values` those features in `names` that are not computed, if the trace has them.
-/// `knows_projections`: whether the output projections are known, so that features that need them
-/// are computed.
+/// Adds to `feature_values` the features in `names` that kvlab cannot compute and that the trace
+/// has. `knows_projections`: whether the output projections are known, so that features that depend
+/// on them can be computed.
 void add_trace_features(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
                         const std::vector<std::string>& names, bool knows_projections,
                         FeaturesByName& feature_values);
@@ -115,13 +115,14 @@ struct HeadArithmetic {
 /// threshold is between 0 and 1.
 HeadArithmetic arithmetic_of(const TraceReader& trace, std::uint32_t layer, double threshold);
 
-/// y = x [dim], rotated to `position` by RoPE, and rounded to the type to which the model rounds.
+/// Rotates x [dim] to `position` by RoPE, rounds it to the type to which the model rounds, and
+/// writes it to y.
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,
                      std::uint32_t head_size, std::uint32_t position, float* y);
 
 /// Resolves `config` for a sequence of these segments. Also plans its appends: those of a prompt
-/// depend on the prefill mode, and decoded tokens are appended one by one. Throws as the resolve()
-/// that takes a length does.
+/// depend on the prefill mode, and decoded tokens are appended one by one. Throws as the overload
+/// of resolve() that takes a length does.
 ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& segments,
                        std::uint32_t sequence, const CacheShape& model = {});
 /// Sets the appends of a resolved configuration for these segments.

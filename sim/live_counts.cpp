@@ -11,12 +11,12 @@
 namespace kvlab {
 namespace {
 
-/// The memory of the tokens of a cache, from the number of tokens on each tier.
+/// Computes the memory of a cache's tokens from the number of tokens on each tier.
 class TierBytes : public TierCounts {
  public:
   using TierCounts::TierCounts;
 
-  /// The memory while the last `attending` tokens attend, expressed in 16-bit tokens.
+  /// The memory while the last `attending` tokens attend, expressed as a number of 16-bit tokens.
   double held_tokens(std::uint32_t attending) const {
     if (tier_plan()[0].format.kivi)
       return static_cast<double>(kivi_bytes(attending, 2)) / KvFormat{}.block_bytes();

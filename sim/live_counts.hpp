@@ -13,11 +13,11 @@ namespace kvlab {
 /// The counts of one KV head.
 struct LiveCounts {
   std::uint64_t evictions = 0;
-  /// Maximum number of live tokens, including prompts, and the number after the last token.
+  /// Maximum number of live tokens, including during prompts, and the number after the last token.
   std::uint32_t max_live = 0, end = 0;
   // Memory of the held tokens, expressed as the number of 16-bit tokens that need the same bytes.
   double held_mean = 0;  ///< mean over decoded queries, including the query's token
-  /// Peak over decoded queries. Like the mean, it is held_end if no query is decoded.
+  /// Peak over decoded queries. If no query is decoded, mean and peak are equal to held_end.
   double held_peak = 0;
   double held_end = 0;     ///< after the last token
   double held_budget = 0;  ///< capacity of the tiers; held_end if nothing is evicted
@@ -56,7 +56,7 @@ std::string exempt_text(double peak_bytes, double exempt_peak_bytes);
 /// `config` must have its appends; `model` is the shape of the model.
 Memory memory_of(const ResolvedConfig& config, const CacheShape& model);
 
-/// Bytes of a token's policy state and features, its position and, with cache positions, its rank.
+/// Bytes of a token's policy state and features, its position and, with cache positions, its age.
 std::uint64_t state_bytes_per_token(const CacheConfig& config);
 
 }  // namespace kvlab

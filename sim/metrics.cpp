@@ -165,8 +165,8 @@ Estimate difference_of(std::span<const BlockedRatio> ratios, std::span<const Blo
 
 Quantile quantile_of(const MeasuredQueries& measured, const float* values) {
   const auto rank = [](std::size_t count) { return (count - 1) / 10; };
-  // If any one block is left out, the quantile of the remaining values has a rank in [first, last)
-  // among all values.
+  // The quantile of the values without one block has a rank among all values. Whichever block is
+  // left out, this rank is in [first, last).
   const std::size_t size = measured.size(), block_size = size / measured.blocks() + 1,
                     first = size > block_size ? rank(size - block_size) : 0,
                     last = std::min(size, rank(size) + block_size + 1);
@@ -191,8 +191,8 @@ Quantile quantile_of(const MeasuredQueries& measured, const float* values) {
       skipped += before[block];
     }
   }
-  // Where the i-th smallest value is. Only the values up to `sorted` are sorted, because later
-  // values are rarely needed.
+  // Returns the address of the i-th smallest value. Only the values from `first` to `sorted` are
+  // sorted, because later values are rarely needed.
   const auto at = [&](std::size_t i) { return order.get() + (i - skipped); };
   std::nth_element(at(skipped), at(first), at(skipped + count));
   for (std::size_t i = skipped; i < first; ++i) ++before[*at(i) % kMaxQueryBlocks];

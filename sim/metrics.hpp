@@ -89,15 +89,15 @@ struct BlockedRatio {
   double weight() const;
 };
 
-/// The unweighted mean of ratios (over query heads or layers), with a jackknife standard error over
-/// blocks of queries and, if there is a sketch, over the columns of the sketch. A ratio whose
-/// denominator is 0 has no weight and is left out.
+/// The unweighted mean of ratios, which are those of query heads or layers. Its standard error is
+/// computed by a jackknife over blocks of queries and, if there is a sketch, over the columns of
+/// the sketch. A ratio whose denominator is 0 has no weight and is left out.
 struct Estimate {
-  /// NaN if no ratio has weight. The error is also NaN with fewer than 8 blocks.
+  /// NaN if no ratio has weight. The error is also NaN if there are fewer than 8 blocks.
   double value, standard_error;
   double weight;  ///< total weight of the ratios
-  /// The pseudo-values of the jackknife, [block], from which mean and error are computed; NaN for a
-  /// block without weight. They are used to compare two configurations in pairs.
+  /// [block]: the pseudo-values of the jackknife, from which value and error are computed; NaN for
+  /// a block without weight. They are used to compare two configurations in pairs.
   std::vector<double> blocks;
 };
 Estimate mean_of(std::span<const BlockedRatio> ratios);
@@ -115,7 +115,7 @@ Quantile quantile_of(const MeasuredQueries& measured, const float* values);
 /// The unweighted mean of quantiles. `weight`: their total weight.
 Estimate mean_of(std::span<const Quantile> quantiles, std::size_t blocks, double weight);
 
-/// Lower bound of the recall whose logarithm nll_recall takes.
+/// nll_recall takes the logarithm of the recall or, if the recall is smaller, of this bound.
 inline constexpr double kRecallFloor = 1e-9;
 
 /// One configuration's metrics on one KV head.

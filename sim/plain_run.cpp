@@ -52,8 +52,8 @@ bool PlainRun::wants(std::uint32_t query) const {
 }
 
 bool PlainRun::wants_row(std::uint32_t query) const {
-  // Which queries of a later append the policy observes is not known yet. So this is true for all
-  // queries; a row that is not needed is harmless.
+  // It is not known yet which queries of a later append the policy will observe. So this returns
+  // true for all queries; a row that is not needed does no harm.
   return measure_.measures(query) || (masks_rows_ && live().needs() != Needs::nothing);
 }
 
@@ -101,8 +101,8 @@ void PlainRun::measure_head(std::uint32_t query, std::uint32_t head, std::span<c
     measure_quantization(query, head, tokens, out, rows);
 }
 
-/// Computes the output over the same tokens in 16 bit, and measures the difference of `out` from
-/// it.
+/// Computes the output that the same tokens give in 16 bit, and measures the difference between
+/// `out` and this output.
 void PlainRun::measure_quantization(std::uint32_t query, std::uint32_t head,
                                     std::span<const std::uint32_t> live, std::span<const float> out,
                                     SharedRows& rows) {

@@ -53,7 +53,7 @@ class PlainRun {
   void attend(QueryRange queries, SharedRows& rows);
 
   const LiveSet& live() const { return cache_.live(); }
-  /// For share_ranks().
+  /// The live tokens as an AgedSet, which share_ranks() needs.
   AgedSet& aged_set() { return cache_.aged_set(); }
   HeadOutcome outcome() {
     return {measure_.take().front(), live().evictions(), live().live_max(), live().size()};
@@ -76,22 +76,23 @@ class PlainRun {
   std::size_t next_ = 0;
   HeadView view_;
   const RopeTable& rope_;
-  bool masks_rows_;  // whether the cache takes its probabilities from the shared rows, by masking
-                     // tokens that are not live
+  // Whether the cache takes its probabilities from the shared rows and masks the tokens that are
+  // not live.
+  bool masks_rows_;
   HostCache cache_;
   std::shared_ptr<const void> kept_alive_;
   HeadMeasure measure_;
   std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher_;
   std::function<void(std::uint32_t, const LiveSet&)> append_watcher_;
-  std::vector<float> exact_p_, exact_out_;  // probabilities by age; [dim]
+  std::vector<float> exact_p_, exact_out_;  // exact_p_: probabilities by age; exact_out_: [dim]
 };
 
 /// The runs of one configuration on some KV heads of a layer.
 using LayerRun = std::vector<std::unique_ptr<PlainRun>>;
 
 /// Takes all KV heads of a layer through every run, one append after another, so that the caches of
-/// a layer can evict together. Shared rows are computed only if wants_row() is true for one of the
-/// runs. `rows` is by KV head.
+/// a layer can evict together. Computes shared rows only if wants_row() is true for one of the
+/// runs. `rows` has one element for each KV head.
 void run_layer(QueryRange queries, std::span<SharedRows> rows, std::span<const LayerRun> runs);
 
 }  // namespace kvlab

@@ -25,8 +25,8 @@ namespace {
 constexpr std::uint32_t kSampleEvery = 8;
 
 /// The outcomes of a layer whose KV heads evict together, by KV head, then by configuration. The
-/// entry of a head is empty before the layer has run, and again after its outcomes have been moved
-/// out.
+/// entry of a head is empty before the layer has run. It is empty again after the outcomes of the
+/// head have been moved out.
 struct LayerOutcomes {
   std::mutex mutex;
   std::vector<std::vector<HeadOutcome>> heads;
@@ -64,7 +64,7 @@ void check_projections(const OutputProjections& output, const TraceReader& trace
 }
 
 /// The trace with only its layers without a sliding window. Policies act only on these layers,
-/// because the others keep few tokens anyway.
+/// because layers with a window keep few tokens anyway.
 TraceReader policy_layers(const TraceReader& trace) {
   if (trace.layers_with_window(true).empty()) return trace;
   const std::vector<std::uint32_t> layers = trace.layers_with_window(false);
@@ -94,8 +94,7 @@ double threshold_of(std::span<const CacheConfig> configs) {
   return threshold;
 }
 
-/// The reason why the configuration cannot be replayed with refetch, whatever its budget; empty if
-/// it can.
+/// Says why the configuration cannot be replayed with refetch at any budget; empty if it can.
 std::string refetch_obstacle(const CacheConfig& config) {
   const PolicySpec& policy = config.policy;
   const Modifiers& modifiers = policy.modifiers;
@@ -113,8 +112,7 @@ std::string refetch_obstacle(const CacheConfig& config) {
   return "";
 }
 
-/// The reason why the policy cannot be replayed on a trace that has only selections; empty if it
-/// can.
+/// Says why the policy cannot be replayed on a trace that has only selections; empty if it can.
 std::string needs_beyond_selections(const PolicySpec& policy, const TraceReader& trace) {
   constexpr std::string_view kInstead =
       "such as lru, clock or sieve, or a trace with queries, keys and values";
@@ -134,8 +132,8 @@ std::string needs_beyond_selections(const PolicySpec& policy, const TraceReader&
   return "";
 }
 
-/// Throws unless every measured query is appended alone, because a query fetches its tokens before
-/// it attends.
+/// Throws unless every measured query is appended alone. With refetch, this is necessary because
+/// each query fetches its tokens before it attends.
 void check_appends(const ResolvedConfig& config, const MeasuredQueries& selecting) {
   for (const Append& append : config.appends)
     for (std::uint32_t i = 0; append.tokens > 1 && i < append.tokens; ++i)
@@ -475,7 +473,7 @@ class Replay {
 
  private:
   /// The first head task of a layer that is run computes the outcomes of the whole layer. The other
-  /// head tasks of the layer take theirs from its results.
+  /// head tasks of the layer take their outcomes from these results.
   void take_from_layer(std::span<const std::size_t> which, HeadTask task,
                        std::vector<HeadOutcome>& outcomes) const {
     LayerOutcomes& layer = by_layer_[task.layer][runs_plainly(configs_[which.front()], task.layer)];

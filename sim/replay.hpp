@@ -35,14 +35,15 @@ std::uint32_t tokens_within(const CacheConfig& config, const TraceReader& trace)
 /// The maximum number of tokens that a query of this trace selects.
 std::uint32_t max_selected(const Selector& refetch, const TraceReader& trace);
 
-/// Throws std::invalid_argument unless the trace has what a replay with (`refetch`) or without
-/// (null) refetch reads: selections of all `queries`, or queries, keys and values.
+/// Throws std::invalid_argument if the trace lacks what the replay reads. A replay with `--refetch
+/// logged` reads the selections of all `queries`. Any other replay reads queries, keys and values.
+/// `refetch` is null for a replay without refetch.
 void check_selections(const std::optional<Selector>& refetch, Queries queries,
                       const TraceReader& trace);
 
-/// Throws unless the configuration can be replayed on this trace with (`refetch`) or without (null)
-/// refetch: BudgetTooSmall if the budget does not hold a selection beside the protected tokens, and
-/// std::invalid_argument otherwise.
+/// Throws unless the configuration can be replayed on this trace. `refetch` is null for a replay
+/// without refetch. Throws BudgetTooSmall if the selected tokens, the protected tokens and the
+/// query's own token do not fit into the budget, and std::invalid_argument for any other reason.
 void check_refetch(const std::optional<Selector>& refetch, const CacheConfig& config,
                    const TraceReader& trace);
 
@@ -91,7 +92,7 @@ struct ReplayResult {
   std::vector<std::uint32_t> budget_tokens;  ///< by configuration
   std::vector<Measurement> measurements;     ///< ordered by configuration, layer, head, metric
   /// With refetch: lru_fetches(), summed over the KV heads. Empty if a prompt follows decoded
-  /// tokens, because then what LRU has seen depends on the budget.
+  /// tokens, because the order in which LRU has seen tokens used then depends on the budget.
   std::vector<std::uint64_t> lru_fetches = {};
 };
 
@@ -152,7 +153,7 @@ class ReplayGathering {
   std::vector<std::size_t> left_;  // head tasks still missing, by layer
   std::size_t joined_ = 0;         // number of layers whose changes have been added to joint_
   std::unique_ptr<JointChanges> joint_;
-  std::vector<std::uint64_t> lru_fetches_;  // ReplayResult::lru_fetches of the tasks so far
+  std::vector<std::uint64_t> lru_fetches_;  // the sum of lru_fetches() over the head tasks so far
 };
 
 /// Runs every head task of a ReplayJob in memory. Results do not depend on the number of threads.

@@ -62,15 +62,15 @@ class RowMeasure {
   /// Numbers of tokens in a query's selection.
   struct SelectionCounts {
     std::uint32_t fetched, selected;
-    /// Selected tokens that are also among the `selected` most probable ones. Null if the selection
-    /// consists of these by definition.
+    /// How many selected tokens are among the `selected` most probable tokens. Null if the
+    /// selection consists of these tokens by definition.
     std::optional<std::uint32_t> agreed;
   };
   /// Adds what a query selects. Only for a single set.
   void add_selection(std::uint32_t head, const SelectionCounts& counts);
   /// Adds `error`, the squared norm of an output's error, and `size`, the squared norm of the full
   /// cache's output. `full` is the full cache's output [dim], and factor * kept is the output of
-  /// the set. Both are null if the outputs are equal.
+  /// the set. If these outputs are equal, `full` and `kept` are null.
   void add_output(std::size_t set, std::uint32_t head, double error, double size, const float* full,
                   const float* kept, float factor);
   /// Adds the error from quantization alone: factor * exact and factor * quantized are the outputs
@@ -101,14 +101,14 @@ class RowMeasure {
   std::size_t group_ = 0;
   std::uint32_t together_ = 0, query_ = 0, block_ = 0, pending_ = 0;
   std::vector<HeadStats> stats_;  // [set]
-  // Sums over the last pending_ queries, which have not been added to stats_ yet. query_ is the
-  // last of them.
+  // Sums over the last pending_ queries, which have not been added to stats_ yet. The last of these
+  // queries is query_.
   std::vector<double> recall_, product_;        // [set, group]: sums
-  std::vector<std::uint32_t> missed_, wanted_;  // [set, group]: sums; [group]
-  // Recalls are stored in tiles. A tile is as wide as a CPU cache line, or as all recalls of a
-  // query if they are fewer.
+  std::vector<std::uint32_t> missed_, wanted_;  // sums; missed_: [set, group], wanted_: [group]
+  // Recalls are stored in tiles. A tile has the width of a CPU cache line or, if that is less, the
+  // width of all recalls of one query.
   std::size_t width_ = 0, tiles_ = 0;
-  std::vector<float> rows_;           // [query, tile, width]: [set, group]
+  std::vector<float> rows_;           // [query, tile, width]: recalls [set, group]
   float* newest_ = nullptr;           // the last query's row
   std::unique_ptr<float[]> recalls_;  // [tile, measured query, width]
 };

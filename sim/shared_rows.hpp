@@ -31,8 +31,8 @@ class SharedRows : public FullRows {
   };
   Row row(std::uint32_t query, std::uint32_t head) const;
 
-  /// The earlier tokens that a query head requests in the full cache (N_t, which does not contain
-  /// the query's own token).
+  /// The earlier tokens that a query head requests in the full cache. The query's own token is left
+  /// out (as in the set N_t of docs/reference/metrics.md).
   struct Requests {
     std::span<const std::uint8_t> flags;  // [query]
     std::uint32_t count;
@@ -46,8 +46,8 @@ class SharedRows : public FullRows {
   const float* gradients(std::uint32_t query) { return gradients_.row(query); }
   std::uint32_t gradient_samples() const { return gradients_.gradient_samples(); }
 
-  /// The probabilities over the live tokens, computed from the exponentials of the full row. If the
-  /// exponentials of the live tokens have lost precision, they are computed again from the logits.
+  /// The probabilities over the live tokens, computed from the exponentials of the full row. If
+  /// these exponentials have lost precision, they are computed again from the logits.
   void probabilities(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> live,
                      float* p) override;
 
@@ -72,7 +72,7 @@ class SharedRows : public FullRows {
   std::vector<float> sums_, sinks_;          // [block, group]
   std::vector<std::uint8_t> flags_;          // [block, group, token]
   std::vector<std::int64_t> request_count_;  // [block, group]; -1: not computed
-  std::vector<float> outputs_, p_;           // [block, group, dim]
+  std::vector<float> outputs_, p_;           // [block, group, dim]; p_: probabilities of one row
   std::vector<bool> has_output_;
   GradientBlock gradients_;
 };

@@ -16,11 +16,11 @@ namespace kvlab {
 namespace {
 
 constexpr std::uint32_t kAssessedTokens = 32;  // number of tokens whose keys are examined
-// Up to this standard deviation of the errors of scores, in nats, 4-bit keys count as safe.
+// 4-bit keys count as safe up to this standard deviation of the errors of scores, in nats.
 constexpr double kMaxMoved = 1;
 
-/// Quantizes `keys` [token, dim], which are after RoPE, to 4 bits. Returns the variance, over the
-/// keys, of the change that this causes in their products with `query`.
+/// Quantizes `keys` [token, dim], which are after RoPE, to 4 bits. This changes the products of the
+/// keys and `query`. Returns the variance of these changes over the keys.
 double quantization_variance(std::span<const float> keys, std::span<const float> query) {
   const std::size_t dim = query.size(), count = keys.size() / dim;
   double sum = 0, squares = 0;

@@ -9,9 +9,9 @@
 namespace kvlab {
 
 /// Quantizes the keys of the last tokens to 4 bits. Returns, for each layer, the standard deviation
-/// (in nats) of the errors that this causes in the scores of the last query. An offset that all
-/// scores have in common does not count, because softmax cancels it. Empty if the head size is not
-/// a multiple of the block size.
+/// (in nats) of the resulting errors in the scores of the last query. An offset that all scores
+/// have in common does not count, because softmax cancels it. The result is empty if the head size
+/// is not a multiple of the block size.
 std::vector<double> key_quantization_errors(const TraceReader& trace);
 
 /// One line that names the layers in which 4-bit keys are unsafe; empty if there are none. The

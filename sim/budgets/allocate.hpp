@@ -1,4 +1,4 @@
-// Allocates budgets to heads. Uses, for each head, the curve of its error against its budget.
+// Allocates budgets to heads, from each head's curve of error against budget.
 #pragma once
 
 #include <cstdint>

@@ -72,8 +72,9 @@ struct Axes {
   double threshold;
 };
 
-/// Parses a policy as parse_policy() does. For an oracle that cannot run here, the error says so,
-/// where parse_policy() would say that the name is unknown. Reads the policy's centre file.
+/// Parses a policy as parse_policy() does, and reads the policy's centre file. If the policy is an
+/// oracle that cannot run here, the error says so. parse_policy() would only say that the name is
+/// unknown.
 PolicySpec policy_from(const std::string& text, std::span<const std::string_view> oracles,
                        const CompiledPolicies& compiled) {
   if (oracles.empty() && is_oracle(text))
@@ -123,8 +124,8 @@ std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) 
   return configs;
 }
 
-/// Refuses too large sweeps. It runs before any list is parsed, because parsed entries need memory,
-/// and making all combinations takes time.
+/// Refuses sweeps that are too large. It runs before any list is parsed, because parsed entries
+/// need memory and making all combinations takes time.
 void refuse_many(const SweepRequest& request) {
   std::size_t configs = std::max<std::size_t>(request.policies.size(), 1);
   const auto check = [&](std::size_t count) {

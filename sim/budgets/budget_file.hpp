@@ -19,9 +19,8 @@ namespace kvlab {
 Budget budget_from_json(const nlohmann::json& value, const std::string& where,
                         std::string file = {});
 
-/// Parses what parse_budget() accepts, and also `@FILE`, the name of a file with budgets. Throws
-/// std::runtime_error for a file that cannot be read, and std::invalid_argument as parse_budget()
-/// does.
+/// Parses what parse_budget() accepts, and also `@FILE`, where FILE is a file with budgets. Throws
+/// std::runtime_error if the file cannot be read, and std::invalid_argument as parse_budget() does.
 Budget read_budget(std::string_view text);
 
 /// Converts budgets to JSON: a list with an entry for each layer. An entry is a list with one
@@ -48,10 +47,10 @@ struct SweepRequest {
 
 /// Makes every combination of policy, budget, prefill mode and positions once. `full` gives a
 /// single configuration with budget `all`, and an oracle is combined only with original positions.
-/// Throws std::invalid_argument if the product exceeds kMaxConfigs, a name is unknown, an evicting
-/// policy has no budget, or protected tokens do not fit a budget in tokens. Also throws as
-/// read_budget() does. With `leave_out`, budgets that are too small for the protected tokens are
-/// left out instead, unless all are too small.
+/// Throws std::invalid_argument if there are more than kMaxConfigs combinations, a name is unknown,
+/// an evicting policy has no budget, or protected tokens do not fit a budget in tokens. Also throws
+/// as read_budget() does. With `leave_out`, budgets that are too small for the protected tokens do
+/// not throw but are left out, unless all budgets are too small.
 std::vector<CacheConfig> make_sweep(const SweepRequest& request,
                                     std::span<const std::string_view> oracles,
                                     const CompiledPolicies& compiled,

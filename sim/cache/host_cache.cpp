@@ -16,7 +16,7 @@ namespace {
 constexpr std::uint32_t kFewRows =
     64;  // caches with at most this many rows are not compacted before the end of a prompt
 
-/// Whether elements are rounded in the rotated state.
+/// Whether elements are rounded in RowState::rotated.
 bool is_rotated(const RowFormat& format) { return format.rotation == Rotation::blocks; }
 
 /// Converts a row from one RowState to the other.
@@ -58,7 +58,8 @@ void round_unrotated(std::span<float> row, const RowFormat& format) {
   }
 }
 
-/// Rounds the elements of a row, which is rotated if the format's rotation is that by blocks.
+/// Rounds the elements of a row. If the format has Rotation::blocks, the row must already be
+/// rotated.
 void round_elements(std::span<float> row, const RowFormat& format, RowPart part) {
   if (format.rotation != Rotation::llama) return round_unrotated(row, format);
   const std::size_t block = llama_block(row.size(), part);
@@ -67,8 +68,8 @@ void round_elements(std::span<float> row, const RowFormat& format, RowPart part)
   hadamard_rotate_orthonormal(row, block);
 }
 
-/// Quantizes a row, which is in the given state, to the formats of `path`, one after another.
-/// Afterwards the row is rotated.
+/// Quantizes a row to the formats of `path`, one after another. `state` is the state of the row
+/// before the call. After the call, the row is rotated.
 void quantize_part(std::span<const KvFormat> path, RowPart part, std::span<float> row,
                    RowState state) {
   for (const KvFormat& format : path) {
@@ -80,7 +81,7 @@ void quantize_part(std::span<const KvFormat> path, RowPart part, std::span<float
   if (state == RowState::plain) switch_state(row, state);
 }
 
-/// Multiplies queries by the keys in the first `panels` panels: [query, row].
+/// Returns the products of queries with the keys in the first `panels` panels: [query, row].
 std::vector<float> products_with(std::span<const float> queries, const Panels& keys,
                                  std::size_t panels) {
   const std::size_t dim = keys.depth(), count = queries.size() / dim, stride = panels * 16;
@@ -284,7 +285,8 @@ void HostCache::store(const HeadAppend& append, std::span<const std::uint32_t> r
   }
 }
 
-/// Computes the centre from the first keys of the append at position 0, or takes it from constants.
+/// Computes the centre from the first keys of the append at position 0, or copies it from the
+/// constants of a centre file.
 void HostCache::find_centre(const HeadAppend& append, const RopeTable& rope) {
   centre_.clear();
   centred_ = live_.centre() == KeyCentre::constants;
@@ -307,7 +309,8 @@ void HostCache::find_centre(const HeadAppend& append, const RopeTable& rope) {
   }
 }
 
-/// Subtracts the centre from the stored keys, after the append at position 0 has ended.
+/// Subtracts the centre from the stored keys. It is called when the append at position 0 has ended.
+/// Later keys are centred when they are stored.
 void HostCache::centre_live_keys() {
   if (centre_.empty() || centred_) return;
   centred_ = true;
@@ -328,9 +331,10 @@ void HostCache::subtract_centre(std::span<float> key) const {
 }
 
 /// Scores depend only on differences of positions. So tokens that are younger than every evicted
-/// token can keep their original positions. The keys of older tokens are rotated to cache
-/// positions. When a token older than them is evicted, they are rotated again, from their unrotated
-/// keys. `next`: the position that follows the live tokens.
+/// token can keep their original positions, and only the keys of the other tokens are rotated to
+/// cache positions. When a token is evicted, the cache positions of all younger tokens change.
+/// Their keys are then rotated again, from the unrotated keys. `next`: the position that follows
+/// the live tokens.
 void HostCache::rotate_to_cache_positions(const RopeTable& rope, std::uint32_t next) {
   const std::size_t dim = shape_.head_size;
   const auto live = live_.positions();
@@ -387,8 +391,8 @@ bool HostCache::all_exact(std::size_t count) const {
                               [&](std::uint32_t row) { return is_quantized(row); });
 }
 
-/// The queries of to.size() tokens of an append, from `begin` on, rotated by RoPE to the positions
-/// `to`: [token, head, dim].
+/// Rotates queries of an append by RoPE: those of to.size() tokens, from token `begin` on, to the
+/// positions `to`. Returns [token, head, dim].
 std::vector<float> HostCache::rotate_queries(const HeadAppend& append, std::uint32_t begin,
                                              std::span<const std::uint32_t> to,
                                              const RopeTable& rope) const {
@@ -402,7 +406,8 @@ std::vector<float> HostCache::rotate_queries(const HeadAppend& append, std::uint
   return rotated;
 }
 
-/// Multiplies the queries of the tokens from `begin` on by the keys in the first `rows` rows.
+/// Multiplies the queries of the tokens from `begin` on by the keys in the first `rows` rows. `at`:
+/// the positions of these tokens.
 HostCache::Products HostCache::multiply(const HeadAppend& append, std::uint32_t begin,
                                         const QueryPlaces& at, std::size_t rows,
                                         const RopeTable& rope) const {
@@ -564,7 +569,7 @@ void HostCache::attend_draft(const HeadAppend& tokens, std::span<const DraftPath
   }
 }
 
-/// Writes the output of a query head, unless outputs are not computed.
+/// Writes the output of a query head if outputs are computed.
 void HostCache::write_output(const HeadAppend& append, std::uint32_t token, std::uint32_t head,
                              std::span<const float> p, std::span<const std::uint32_t> rows) const {
   if (!append.out) return;

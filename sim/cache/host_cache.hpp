@@ -2,22 +2,24 @@
 // attention over them. The plain replay, the end-to-end evaluation, the CPU decoder and the Python
 // package all use it, so their results are bit-identical.
 //
-// A token's row is its slot in the LiveSet. Its key is stored after RoPE:
+// A token's row is its slot in the LiveSet. Its key is stored after RoPE. The states of a row are:
 //
 //   append ──► 16 bit ──► demoted by the tier plan ──► evicted, and the row is used again
-//              (in an append of several tokens, until the append has ended)
+//               (a token of an append of several tokens stays in 16 bit until the append ends)
 //
-// With centred keys, the keys of the append at position 0 are stored as they are until it has
-// ended. Then the centre is subtracted from them, and from later keys when they are stored. So all
-// keys of a softmax have the same centre, or none. A centre from a file is known before the first
-// key, so it is subtracted from all keys when they are stored.
+// With centred keys, the centre is computed from keys of the append at position 0. So the keys of
+// this append are stored without centring until it has ended. Then the centre is subtracted from
+// them, and from each later key when it is stored. So all keys of a softmax have the same centre,
+// or none. A centre from a file is known before the first key, so it is subtracted from every key
+// when the key is stored.
 //
 // How a row's probabilities are computed: `multiply_fused` computes the logits. They are gathered
 // in the order of the tokens' age (oldest first) and scaled. Their exponentials are divided by the
 // sum of the exponentials. Then the values are added in the order of age.
 //
 // A step takes the next tokens of the text into the cache: one decoded token, a prompt, or a chunk
-// of it. HostCache::step() is the one place that states its order, and every caller follows it:
+// of a prompt. A step has four parts. HostCache::step() runs them in this order, and every other
+// caller keeps to it:
 //
 //   begin_step  1. Evict to the budget. At most budget - 1 tokens stay live, so the budget has a
 //                  slot for a decoded token. The order of eviction is by protection, then by rank,
@@ -26,24 +28,25 @@
 //               2. Append the tokens. All tokens of a step are appended at once, even if they
 //                  exceed the budget, so none of them is evicted before its own query attends.
 //   attend      3. The query of each new token attends to the live tokens up to itself.
-//   end_step    4. Observe. The policy learns how much attention each live token received in 3.
+//   end_step    4. Observe. The policy learns how much attention each live token got in part 3.
 //
-// Eviction comes first, not last, because the order depends on the position that is appended next:
-// it decides which tokens are recent, and a policy may rank by it. A caller may evict earlier,
-// between two steps. The result is the same, because a cache evicts once for each position that is
-// appended. For example, callers evict at once after a prompt to release memory.
+// Eviction comes first, not last, because the eviction order depends on the position that is
+// appended next: this position decides which tokens are recent, and a policy may use it to rank
+// tokens. A caller may evict earlier, between two steps, for example right after a prompt to
+// release memory. The result is the same, because a cache evicts only once for each position that
+// is appended.
 //
-// With scope=layer and ada(), the caches of a layer evict together: the first of them computes the
-// order or the budgets from the states of all. So all of them have to end a step before one of them
-// begins the next.
+// With scope=layer and ada(), the caches of a layer evict together: the first cache that evicts
+// computes the order or the budgets from the states of all caches. So all caches have to end a step
+// before one of them begins the next.
 //
-// A draft token may turn out not to belong to the text. So it is not appended. It is stored in a
-// spare row behind those of the live tokens, and the next step drops it:
+// A draft token may turn out not to belong to the text, so it is not appended. It is stored in a
+// spare row behind the rows of the live tokens, and the next step drops it:
 //
 //   rows   [ 0 … slot_count - 1: live tokens and free rows ][ draft nodes 0, 1, 2, … ]
 //
-// Nothing is evicted, observed or quantized because of a draft token. So the cache depends on the
-// text alone, and it need not be copied before drafts.
+// Draft tokens cause no eviction, observation or quantization. So the cache depends on the text
+// alone, and it need not be copied before drafts.
 #pragma once
 
 #include <cstdint>
@@ -105,15 +108,15 @@ class FullRows {
                              std::span<const std::uint32_t> live, float* p) = 0;
 };
 
-/// Rotates x [size] to a position by RoPE. Rounds the result to `rounding`, if there is one,
-/// because a model of that type does so.
+/// Rotates x [size] to a position by RoPE. If there is a type `rounding`, rounds the result to it,
+/// because a model of that type also rounds there.
 void rotate_rounded(const RopeTable& rope, const float* x, std::size_t size, std::uint32_t position,
                     std::optional<Dtype> rounding, float* y);
-/// Whether a row has gone through the Hadamard rotation. Quantized rows are stored after it, in
-/// every format, so that one rotation of a query serves all of them.
+/// Whether a row has gone through the Hadamard rotation. In every format, quantized rows are stored
+/// after the rotation, so that a query is rotated only once for all formats.
 enum class RowState : std::uint8_t { plain, rotated };
 
-/// Which of a token's two rows. It matters for Rotation::llama.
+/// Says whether a row is the key or the value of a token. Rotation::llama treats them differently.
 enum class RowPart : std::uint8_t { key, value };
 
 /// Replaces a plain row by its quantized and dequantized values. Throws std::invalid_argument for
@@ -163,13 +166,13 @@ class HostCache {
     /// null, the cache computes probabilities from its stored keys.
     FullRows* shared = nullptr;
     /// Caches with the same live tokens as this one, and the same keys and values in 16 bit.
-    /// attend() also adds its observations to their tokens, so attend() need not be called for
-    /// them.
+    /// attend() also adds the observations to the tokens of these followers, so attend() need not
+    /// be called for the followers.
     std::span<HostCache* const> followers = {};
     RowVisitor visit = {};  ///< may be empty
   };
-  /// Part 3 for tokens [begin, end) of the append. Several threads may attend at once. Need not be
-  /// called for queries of which neither outputs nor observations are needed.
+  /// Part 3 for tokens [begin, end) of the append. Several threads may attend at once. It need not
+  /// be called for queries for which neither outputs nor observations are needed.
   void attend(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
               const RopeTable& rope, const Attention& how);
   void attend(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
@@ -188,15 +191,17 @@ class HostCache {
   /// What each live token received in the last step, by age; empty if the policy needs nothing.
   std::span<const Observation> observations() const { return seen_.observations(); }
 
-  /// Evicts to the budget, then attends for draft tokens, which become the next nodes. Token i sees
-  /// the live tokens and the nodes `paths[i]`, of which it is the last. `tokens.first` is the
-  /// position that follows the text: that of the first node of every path. If no tier is quantized,
-  /// the outputs have the bits that appending the path would give, without evicting again.
+  /// Evicts to the budget. Then stores draft tokens as the next nodes and computes their attention.
+  /// Token i sees the live tokens and the nodes of `paths[i]`, whose last node is token i itself.
+  /// `tokens.first` is the position that follows the text, which is the position of the first node
+  /// of every path. If no tier is quantized, the outputs are bit-identical to those that one would
+  /// get by appending the tokens of the path without further evictions.
   void attend_draft(const HeadAppend& tokens, std::span<const DraftPath> paths,
                     const RopeTable& rope);
   void drop_drafts() { drafts_ = 0; }
 
-  /// Adds p times the values of the oldest p.size() live tokens to out [dim].
+  /// Multiplies the values of the oldest p.size() live tokens by p and adds the products to out
+  /// [dim].
   void accumulate(std::span<const float> p, float* out) const {
     accumulate(p, live_.slots().first(p.size()), out);
   }
@@ -213,7 +218,7 @@ class HostCache {
     live_.end_prompt();
     evicted_for_.reset();
   }
-  /// The cache's tokens, as share_ranks() needs them.
+  /// The live tokens as an AgedSet, which share_ranks() needs.
   AgedSet& aged_set() { return live_; }
 
   const LiveSet& live() const { return live_; }
@@ -221,8 +226,8 @@ class HostCache {
   /// Before the end of the prompt it is at most twice the number of live tokens, or a small
   /// constant if that is larger.
   std::uint32_t row_count() const { return live_.slot_count(); }
-  /// Bytes of the live tokens' keys and values: those of the quantized rows, and 4 bytes for each
-  /// element of the other rows. Includes the centre, in float32.
+  /// Bytes of the keys and values of the live tokens. A quantized row has the size of its format.
+  /// Any other row has 4 bytes for each element. Includes the centre, in float32.
   std::uint64_t live_bytes() const {
     std::uint64_t bytes = centre_.size() * sizeof(float);
     if (!rotates_)
@@ -301,7 +306,7 @@ class HostCache {
   FeatureMaker features_;
   FeaturesByName feature_values_;
   std::vector<std::uint32_t> victims_;
-  std::optional<std::uint32_t> evicted_for_;  // the position for which it has evicted
+  std::optional<std::uint32_t> evicted_for_;  // the position for which it has already evicted
   // A token's row is its slot.
   Panels keys_;                // [row, dim], rotated
   std::vector<float> values_;  // [row, dim]

@@ -43,15 +43,16 @@ LayerCache::LayerCache(const LayerCache& other)
   share_ranks_of_heads();
 }
 
-/// With scope=layer, all heads evict in the order of the same ranks.
+/// Connects the heads: with scope=layer they evict by ranks that are computed for the whole layer,
+/// and with ada() they share slots. Otherwise this has no effect.
 void LayerCache::share_ranks_of_heads() {
   std::vector<AgedSet*> together;
   for (HostCache& head : heads_) together.push_back(&head.aged_set());
   share_ranks(together);
 }
 
-/// If the heads evict together, evicts from all of them before one of them appends. A policy that
-/// reads rows evicts before it sees those of the next append.
+/// If the heads evict together, evicts from all heads before any head appends. If the policy reads
+/// rows (looker_), evicts from all heads before the policy sees the rows of the next append.
 void LayerCache::evict_together(std::uint32_t now) {
   if (!evicts_together_ && !looker_) return;
   for (HostCache& head : heads_) head.evict_to_budget(now);
@@ -96,8 +97,9 @@ void LayerCache::show(const LayerRows& rows, const Rope& rope) const {
 
 void LayerCache::end_prompt() {
   for (HostCache& head : heads_) head.end_prompt();
-  // A policy that reads rows evicts now, not before the next append, so that it need not store
-  // these rows. The result is the same, because it does not depend on the tokens that follow.
+  // If the policy reads rows, evicts now and not before the next append, so that the policy need
+  // not store these rows. The result is the same, because eviction does not depend on the tokens
+  // that follow.
   for (HostCache& head : heads_)
     if (looker_) head.evict_to_budget(tokens_);
 }

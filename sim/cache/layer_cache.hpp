@@ -20,8 +20,8 @@ struct LayerRows {
   float* lse = nullptr;
 };
 
-/// Whether the split of a prompt into chunks has no effect on the cache, because nothing is
-/// evicted, observed or quantized.
+/// Whether a prompt may be split into any chunks without an effect on the cache. This is so if
+/// nothing is evicted, observed or quantized.
 bool any_chunk(const ResolvedConfig& config);
 
 class LayerCache {

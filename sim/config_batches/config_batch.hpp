@@ -16,8 +16,8 @@ namespace kvlab {
 /// The configurations of a configuration batch. They must outlive it.
 using BatchedConfigs = std::vector<const ResolvedConfig*>;
 
-/// Called with the index of a configuration in the batch, a query, and the live positions to which
-/// it attended, ascending.
+/// A function that gets the index of a configuration in the batch, a query, and the live positions
+/// to which the query attended under that configuration, in ascending order.
 using ConfigBatchWatcher =
     std::function<void(std::size_t, std::uint32_t, std::span<const std::uint32_t>)>;
 
@@ -27,16 +27,17 @@ class ConfigBatch {
   /// Whether attend() may read the attention row of `query`.
   virtual bool wants_row(std::uint32_t query) const = 0;
   /// Runs a block of queries, [first, first + count), through every configuration. Call it once for
-  /// each block, in order. `rows` must hold the rows of the block if wants_row() is true for one of
-  /// its queries.
+  /// each block, in order. If wants_row() is true for any query of the block, `rows` must hold the
+  /// rows of the block.
   virtual void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) = 0;
-  /// Returns the outcomes by configuration. Moves the metrics out, so call it once.
+  /// Returns one outcome for each configuration of the batch. Moves the metrics out, so call it
+  /// once.
   virtual std::vector<HeadOutcome> outcomes() = 0;
   /// `watcher` may be null.
   virtual void watch(ConfigBatchWatcher watcher) = 0;
 };
 
-/// The position of a cache within a sequence of appends.
+/// Remembers which append of a sequence of appends a cache processes now.
 class AppendCursor {
  public:
   explicit AppendCursor(const std::vector<Append>& appends) : appends_(&appends) {}
@@ -45,7 +46,7 @@ class AppendCursor {
   bool ends_at(std::uint32_t query) const {
     return query + 1 == current().first + current().tokens;
   }
-  /// Number of later queries in the current append.
+  /// Number of queries of the current append that come after `query`.
   std::uint32_t age_of(std::uint32_t query) const {
     return current().first + current().tokens - 1 - query;
   }

@@ -14,7 +14,7 @@
 namespace kvlab {
 namespace {
 
-// Bytes of exponentials of a block, so that they fit into a CPU cache of 1 MB.
+// Target size in bytes of the exponentials of a block. They fit into a CPU cache of 1 MB.
 constexpr std::size_t kRowBytes = std::size_t{1} << 19;
 constexpr float kNever = std::numeric_limits<float>::infinity();
 constexpr float kNevers[kHeadGroupSize] = {kNever, kNever, kNever, kNever};
@@ -22,7 +22,7 @@ constexpr float kNevers[kHeadGroupSize] = {kNever, kNever, kNever, kNever};
 constexpr std::size_t kTilePanels = 6;
 constexpr std::size_t kTileTokens = kTilePanels * 16;
 constexpr std::size_t kTailTokens =
-    64;  // tokens per range; sums from the beginning of each range are stored
+    64;  // tokens per range; the sums from each range to the end are stored
 
 std::uint32_t block_for(std::size_t row_floats) {
   return static_cast<std::uint32_t>(
@@ -41,13 +41,13 @@ float min_requested(float sum, float max_exponential, std::uint32_t threshold16)
     return is_requested(fixed_mass(1.0f, e / sum), row_max, threshold16);
   };
   if (asks(0.0f)) return 0.0f;
-  // Computes the smallest mass that counts as a request, then an estimate of the smallest
+  // Computes the smallest mass that counts as a request, and then an estimate of the smallest
   // exponential that rounds to this mass. The estimate is wrong by at most two units in the last
-  // place; the loops below correct it.
+  // place. The loops below correct it.
   const double mass =
       std::ceil(static_cast<double>(threshold16) * static_cast<double>(row_max) / 65536.0);
   auto e = static_cast<float>((mass - 0.5) * 0x1p-32 * static_cast<double>(sum));
-  // For floats that are not negative, the bits as integers have the same order as the floats.
+  // If floats are not negative, their bits, read as integers, have the same order as the floats.
   const auto next_to = [](float x, int steps) {
     return std::bit_cast<float>(std::bit_cast<std::int32_t>(x) + steps);
   };
@@ -122,8 +122,8 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count, std::uint32_t 
         parts.outputs = parts.divided = false;
 }
 
-/// Converts a tile's logits, of tokens [begin, end), to exponentials. Each query gets only the
-/// tokens that it sees.
+/// Converts the logits of a tile, which holds tokens [begin, end), to exponentials, and appends
+/// them to the rows. The row of a query gets only the tokens that the query sees.
 void GroupRows::extend(std::uint32_t count, std::uint32_t begin, std::uint32_t end) {
   const std::size_t group = view_.group;
   for (std::uint32_t i = begin > first_ ? begin - first_ : 0; i < count; ++i)
@@ -204,8 +204,8 @@ const std::uint32_t* GroupRows::request_flags(std::uint32_t query) {
   return parts.any.data();
 }
 
-/// Computes, for each range of tokens, the sum of the exponentials from its beginning to the end of
-/// the row. Starts with the last range.
+/// Computes, for each range of tokens, the sum of the exponentials from the beginning of the range
+/// to the end of the row. Starts with the last range.
 void GroupRows::sum_tails(std::uint32_t query, Lazy& parts) {
   const std::size_t ranges = query / kTailTokens + 1;
   parts.tail.assign(head_groups_ * (ranges + 1), {});
@@ -276,9 +276,9 @@ const float* GroupRows::values_from(std::uint32_t query, std::uint32_t first) {
   return values_.data();
 }
 
-/// Computes the outputs of a query. If all queries have gradients, all outputs are needed. Then it
-/// also computes those of the later queries of the block, so that the values stay in the CPU cache
-/// for all rows.
+/// Computes the outputs of a query. If all queries have gradients, the outputs of all queries are
+/// needed. In this case, it also computes the outputs of the later queries of the block, so that
+/// the values stay in the CPU cache for all rows.
 void GroupRows::sum_outputs(std::uint32_t query) {
   constexpr std::size_t kNear = 128;  // tokens
   std::uint32_t end = query;

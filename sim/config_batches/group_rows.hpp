@@ -15,8 +15,8 @@
 
 namespace kvlab {
 
-/// The smallest exponential that makes a token requested; 0 if all tokens are requested. Because a
-/// larger exponential never makes a requested token unrequested, requests can be found without
+/// The smallest exponential with which a token counts as requested; 0 if all tokens are requested.
+/// A token is requested if its exponential is at least this value, so requests are found without
 /// computing probabilities. `sum` and `max_exponential`: the sum and the largest of the row's
 /// exponentials.
 float min_requested(float sum, float max_exponential, std::uint32_t threshold16);
@@ -28,8 +28,8 @@ class GroupRows {
   GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,
             std::span<const float> quantized = {});
 
-  /// Number of queries in a block: enough to reuse keys, and few enough that their rows stay in the
-  /// CPU cache.
+  /// Number of queries in a block. It is large enough to reuse keys, and small enough that the rows
+  /// of the block stay in the CPU cache.
   std::uint32_t block_queries() const { return block_; }
   /// Computes the rows of queries [first, first + count), count <= block_queries(). `from`: the
   /// first token whose exponentials will be read. Those of earlier tokens need not be computed.
@@ -48,7 +48,7 @@ class GroupRows {
            (std::size_t{query - first_} * head_groups_ + head_group) * stride_ * kHeadGroupSize;
   }
   float softmax_scale() const { return arithmetic_.softmax_scale; }
-  /// The sums of the rows (as by lane_sum()), [heads()]; 0 for padding.
+  /// The sum of each row, [heads()], added in the order of lane_sum(); 0 for padding.
   const float* sums(std::uint32_t query) const { return sums_.data() + row(query); }
 
   /// The largest exponential of each row, [heads()].
@@ -57,7 +57,8 @@ class GroupRows {
   /// [heads()].
   const std::int32_t* shifts(std::uint32_t query) const { return shifts_.data() + row(query); }
 
-  /// Which earlier tokens the query heads request (N_t, which excludes the query's own token).
+  /// The requests of the query heads for earlier tokens. The query's own token is left out (as in
+  /// the set N_t of docs/reference/metrics.md).
   struct Requests {
     const float* request_threshold;  ///< [heads()]: smallest exponential that is requested
     const std::uint32_t* count;      ///< [heads()]
@@ -66,8 +67,8 @@ class GroupRows {
   /// The requested tokens as bits, [heads()][words()].
   const std::uint64_t* request_bits(std::uint32_t query);
   std::size_t words() const { return words_; }
-  /// The mass that every token receives from the query: [query + 1], summed over the group,
-  /// unweighted; Q32.32.
+  /// [query + 1]: the mass that each token receives from the query, summed over the group, before
+  /// any weight is applied; Q32.32.
   const std::uint64_t* masses(std::uint32_t query);
   /// Adds masses() to mass [query + 1], which is padded to a whole block.
   void add_masses(std::uint32_t query, std::uint64_t* mass) const;
@@ -87,12 +88,13 @@ class GroupRows {
 
   /// Number of gradient samples of each measured query; 0 if there are no gradients.
   std::uint32_t gradient_samples() const { return gradients_.gradient_samples(); }
-  /// Adds to changes [gradient sample] the change of log-likelihood that results if head h has the
-  /// output factors[h] * kept[h], not that of the full cache. kept is [group][dim].
+  /// Computes, for each gradient sample, the change of log-likelihood if each head h has the output
+  /// factors[h] * kept[h] instead of the full cache's output. Adds it to changes [gradient sample].
+  /// kept is [group][dim].
   void add_changes(std::uint32_t query, const float* kept, const float* factors, float* changes);
 
-  /// Recomputes the logits of some tokens. It is used when the exponentials of a live set are so
-  /// much smaller than the row's largest that they have lost precision.
+  /// Recomputes the logits of some tokens. It is used when the exponentials of a live set are much
+  /// smaller than the largest exponential of the row, so that they have lost precision.
   void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
               float* out) const;
 

@@ -27,9 +27,9 @@ class HeadConfigBatches {
                     const RopeTable& rope, const HeadArithmetic& arithmetic,
                     const MeasuredQueries* measured);
 
-  /// Sets the function that is called with each configuration's live positions, identified by its
-  /// index in `configs`. It is not called for oracle_topk, which has no set of tokens for a KV
-  /// head.
+  /// Sets the function that gets the live positions of each configuration. The function gets the
+  /// index of the configuration in `configs`. It is not called for oracle_topk, which keeps a set
+  /// of tokens for each query head and not for a KV head.
   void watch(ConfigBatchWatcher watcher);
   void run();
   /// The outcomes by configuration. Call once, after run().
@@ -44,7 +44,8 @@ class HeadConfigBatches {
   HeadView view_;
   GroupRows rows_;
   std::vector<std::unique_ptr<ConfigBatch>> config_batches_;
-  std::vector<std::vector<std::size_t>> indices_;  // [configuration batch]: its configurations
+  // [configuration batch]: indices of its configurations
+  std::vector<std::vector<std::size_t>> indices_;
 };
 
 // Runs the KV heads of one layer, query by query, through the configurations whose caches evict
@@ -58,15 +59,16 @@ class LayerConfigBatches {
                      std::span<const HeadView> views, const RopeTable& rope,
                      const HeadArithmetic& arithmetic, const MeasuredQueries* measured);
 
-  /// Sets the function that is called with the live positions of KV head `kv_head`: the index of a
-  /// configuration, a query, and the positions.
+  /// Sets the function that gets the live positions of KV head `kv_head`, with the index of the
+  /// configuration and the query.
   void watch(std::uint32_t kv_head, const ConfigBatchWatcher& watcher);
   void run();
   /// The outcomes by KV head, then by configuration. Call once, after run().
   std::vector<std::vector<HeadOutcome>> outcomes();
 
  private:
-  /// The configurations with one kind of positions, in one configuration batch for each KV head.
+  /// The configurations that have the same kind of positions (original or cache). Each KV head has
+  /// one configuration batch for them.
   struct Kind {
     std::vector<std::size_t> indices;
     std::vector<std::unique_ptr<FeedbackConfigBatch>> heads;

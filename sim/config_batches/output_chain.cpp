@@ -6,8 +6,9 @@
 namespace kvlab {
 namespace {
 
-/// The chain restarts from the empty set if the magnitudes that were added and subtracted exceed
-/// this multiple of the current sum, because rounding errors grow with these magnitudes.
+/// The chain restarts from the empty set if the magnitudes that were added and subtracted since the
+/// last restart sum to more than this multiple of the current sum. The rounding error grows with
+/// the sum of these magnitudes.
 constexpr float kMaxGross = 4;
 
 }  // namespace
@@ -47,8 +48,9 @@ const float* OutputChain::move_to(std::uint32_t query, const GroupRows& rows,
   return sums_.data();
 }
 
-/// Lists the tokens that are in only one of the previous and the next set, with their exponentials,
-/// negative for tokens to remove. If `fresh` is true, the previous set is taken to be empty.
+/// Lists the tokens that are in only one of two sets, the previous and the next, and their
+/// exponentials. The exponentials of tokens to remove are negative. If `fresh` is true, the
+/// previous set is treated as empty.
 void OutputChain::list(const GroupRows& rows, bool fresh) {
   tokens_.clear();
   for (std::size_t w = 0; w < next_.size(); ++w)

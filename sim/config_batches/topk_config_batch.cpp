@@ -9,7 +9,8 @@ namespace {
 
 constexpr std::uint32_t kMaxBins = 2048;
 
-/// The smallest shift with which `range`, and another eighth of it, fits into `bins` bins.
+/// The smallest right shift by which 9/8 of `range` becomes less than `bins`, a power of two. The
+/// additional eighth is a margin.
 std::uint32_t shift_for(std::uint32_t range, std::uint32_t bins) {
   const auto wanted = static_cast<std::uint32_t>(std::bit_width(range + range / 8));
   const auto width = static_cast<std::uint32_t>(std::bit_width(bins - 1));
@@ -63,8 +64,9 @@ void TopSums::begin_row(std::uint32_t query, const GroupRows& rows) {
                     bin_.data() + head_group * kHeadGroupSize * stride_, stride_);
 }
 
-/// Estimates the difference, in bits, of the largest exponential and the smallest one that a budget
-/// includes. Reads only a sample of the tokens, so it adds a margin.
+/// Estimates the difference between the bit patterns, as integers, of the largest exponential and
+/// of the smallest one that a budget includes. Reads only a sample of the tokens, so it adds a
+/// margin.
 std::uint32_t TopSums::range_of(const float* e, std::uint32_t max_word) const {
   constexpr std::size_t kSample = 32;
   constexpr double kMargin = 0.16, kMax = 0.98;  // shares of the tokens
@@ -148,8 +150,9 @@ void TopkConfigBatch::attend_query(std::uint32_t query, GroupRows& rows) {
   }
 }
 
-/// A token is requested if its exponential is at least a bound, so requested tokens come first in
-/// the sorted row. The query's own token is among them if its exponential is at least the bound.
+/// A token is requested if its exponential is at least a threshold, so requested tokens come first
+/// in the sorted row. The query's own token does not count as requested, but if its exponential is
+/// at least the threshold, it is among these first tokens.
 void TopkConfigBatch::measure(std::uint32_t query, std::uint32_t head, GroupRows& rows) {
   const float own =
       rows.e(query, head / kHeadGroupSize)[query * kHeadGroupSize + head % kHeadGroupSize];

@@ -40,12 +40,14 @@ class TopSums {
   std::uint32_t sort_bin_of(std::uint32_t head, std::uint32_t index);
 
   std::vector<std::uint32_t> budgets_;
-  std::vector<Level> levels_;                   // [budget]
-  std::vector<std::uint32_t> largest_, shift_;  // [head]: largest bits; shift from bits to bins
-  std::uint32_t tokens_ = 0, bins_ = 0;         // bins_: not counting the kRestBins
+  std::vector<Level> levels_;  // [budget]
+  // [head]: the bits of the largest exponential, and the shift that turns a difference of bits into
+  // a bin
+  std::vector<std::uint32_t> largest_, shift_;
+  std::uint32_t tokens_ = 0, bins_ = 0;  // bins_: number of bins without the kRestBins
   std::size_t stride_ = 0;
   std::vector<std::uint32_t> bits_;   // [head][token]
-  std::vector<std::uint16_t> bin_;    // [head][token]: 0 for the largest
+  std::vector<std::uint16_t> bin_;    // [head][token]: bin; 0 has the largest values
   std::vector<std::uint32_t> ends_;   // [bin]: where the bin ends in order_
   std::vector<std::uint32_t> order_;  // bits, sorted by bin
 };
@@ -68,7 +70,7 @@ class TopkConfigBatch final : public ConfigBatch {
   }
 
   BatchedConfigs configs_;
-  std::vector<std::size_t> level_;  // [config]: its budget's index in sums_
+  std::vector<std::size_t> level_;  // [config]: index of its budget in sums_.budgets()
   RowMeasure measure_;
   TopSums sums_;
 };

@@ -28,8 +28,8 @@ struct HeadTaskSizes {
   /// Number of queries of a block whose sets of kept tokens are stored: all queries if there are
   /// gradients, otherwise the sampled ones.
   std::size_t block_kept() const { return columns.gradient_samples ? block : block_samples; }
-  /// Number of gradient elements of a query. terms(): number of products (dot products of `dim`
-  /// elements) of one token's value with these gradients.
+  /// Number of gradient elements of a query. terms() is the number of dot products of `dim`
+  /// elements that are computed between one token's value and these gradients.
   std::size_t gradient() const { return columns.gradient_samples * group * dim; }
   std::size_t terms() const { return columns.gradient_samples * group; }
   /// Bytes of a head task's queries, keys and values, which are sent to the device in float32.
@@ -59,7 +59,8 @@ struct BatchParts {
   double2* block_errors;
   std::uint32_t* positions_in_cache;
   std::uint8_t* slot_tiers;
-  float* features;  // [head task, token_features of each token]; those of one policy are contiguous
+  // [head task, token_features of each token]; the features that one policy reads are contiguous
+  float* features;
   float* sketches;  // [head task, group, dim, kReplayResiduals]
   // [head task, measured query, gradient sample, group, dim], in the trace's dtype
   std::byte* gradients;

@@ -22,8 +22,8 @@ class CudaReplayer : public HeadReplayer {
   /// Computes one exact attention pass over the trace with cuBLASLt. For each block of queries: Q
   /// K^T, causal softmax, P V. The time is measured on the device and excludes reading the trace.
   virtual ExactPass exact_pass(const TraceReader& trace, unsigned threads) = 0;
-  /// Number of waves of thread blocks that a query of the last run needs, summed over the policies,
-  /// if each policy runs alone on the device.
+  /// Number of waves of thread blocks per query in the last run, if each policy runs alone on the
+  /// device; summed over the policies.
   virtual int waves() const = 0;
 };
 

@@ -260,8 +260,8 @@ void HeadTasks::multiply_rows(std::uint32_t first, std::uint32_t count, std::byt
             .output = output});
 }
 
-/// Multiplies queries by keys that were not rounded. The result has float32 precision; it is the
-/// sum of three TF32 products.
+/// Multiplies queries by keys that were not rounded. The result is the sum of three TF32 products
+/// and has float32 precision.
 void HeadTasks::multiply_parts(std::uint32_t first, std::uint32_t count) {
   check(kernels::replay_query_parts(parts_.block.shape, static_cast<int>(first),
                                     static_cast<int>(count), parts_.block.rows.block,
@@ -339,8 +339,8 @@ void HeadTasks::multiply_terms(std::uint32_t first, std::uint32_t count) {
       multiply_terms(begin, end, values, copy, p == 0 ? Output::float32 : Output::add_float32);
 }
 
-/// Multiplies the gradients of queries [begin, end) by one part of the values of a copy of the
-/// tokens (see kernels::ReplayCopies). Copy 0 is the exact tokens.
+/// Multiplies the gradients of queries [begin, end) by one part of the values of copy `copy` of the
+/// tokens (see kernels::ReplayCopies). Copy 0 holds the exact tokens.
 void HeadTasks::multiply_terms(std::uint32_t begin, std::uint32_t end, std::byte* values, int copy,
                                Output output) {
   const HeadTaskSizes& s = sizes_;

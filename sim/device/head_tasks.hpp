@@ -56,8 +56,8 @@ inline int pairs_of(const ModelShape& shape) {
 /// Alignment of the operands of products, in bytes.
 inline constexpr std::uint32_t kProductAlignment = 16;
 
-/// Number of tokens of a head task, padded to a multiple of 16, so that the rows of products begin
-/// aligned.
+/// Number of tokens of a head task, padded to a multiple of 16, so that each row of a product
+/// begins at an aligned address.
 constexpr std::size_t padded_tokens(std::size_t tokens) { return (tokens + 15) / 16 * 16; }
 
 /// Tables that all head tasks read.
@@ -104,8 +104,8 @@ class HeadTasks {
   /// Copies the keys or the values of a head task to the buffers that the kernels read, one row per
   /// token.
   void copy(const kernels::ReplayVectors& from, std::size_t task, Part part);
-  /// Fills the buffers of data that is computed from a head task's keys. take_queries() fills those
-  /// of data that is computed from the queries of query head `head` of the group.
+  /// Fills the buffers whose data is computed from a head task's keys. take_queries() fills the
+  /// buffers whose data is computed from the queries of query head `head` of the group.
   void take_keys(const kernels::ReplayVectors& from, std::size_t task);
   void take_queries(const kernels::ReplayVectors& from, std::size_t task, std::uint32_t head);
   /// Makes the dequantized copies of all keys and values that tier plans need.

@@ -29,7 +29,7 @@ struct Members {
   struct Kind {
     std::shared_ptr<const PolicyEntry> policy;
     kernels::ReplayTokens tokens;
-    bool largest;   ///< whether a token's mass is that of the head that gives it most (group=max)
+    bool largest;   ///< group=max: a token's mass is the largest that a head gives it
     bool by_layer;  ///< scope=layer: each configuration keeps one set of tokens per layer
     int size_class;
     bool operator==(const Kind&) const = default;
@@ -71,12 +71,12 @@ class DeviceSweep {
   std::vector<std::int32_t> windows;  ///< configurations without a walk: see is_window()
   cuda::DeviceBuffer windows_on_device;
   std::map<std::int32_t, const ResolvedConfig*> window_configs;
-  /// Number of slots of all configurations or, if each configuration has separate head tasks, of
-  /// the one with the most slots.
+  /// Number of slots of all configurations together. If each configuration has separate head tasks:
+  /// the largest number of slots of one configuration.
   std::int64_t task_slots = 0;
   std::vector<Features> features;  ///< the features of a head task
-  /// Number of features per token for all configurations or, if each configuration has separate
-  /// head tasks, for one.
+  /// Number of features per token of all configurations together. If each configuration has
+  /// separate head tasks: the number of one configuration.
   std::uint32_t feature_count = 0;
   std::size_t configs;  ///< number of configurations, with the fp16 copies, which come last
   std::vector<std::int32_t> fp16_copy;  ///< [configuration]: index of its fp16 copy; -1: none

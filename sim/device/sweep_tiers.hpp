@@ -16,7 +16,7 @@ class SweepTiers {
   /// copies of the tokens.
   explicit SweepTiers(bool own) : own_(own) {}
 
-  /// If `config` has a tier plan, adds the tiers that its cache has at `budget` to its rule. Throws
+  /// If `config` has a tier plan, adds the tiers of its cache at `budget` to `rule`. Throws
   /// std::invalid_argument if there are more tiers than a walk supports.
   void add(const ResolvedConfig& config, std::uint32_t index, std::uint32_t budget,
            kernels::ReplayRule& rule);

@@ -41,7 +41,8 @@ void for_rows(SharedRows& rows, std::uint32_t group, std::uint32_t first, std::u
 }
 
 constexpr std::uint32_t kColumns = ResidualOracle::kColumns;
-constexpr float kMinSum = 1e-20f;  // lower bound of the probability that remains after an eviction
+// Lower bound of the probability of the tokens that remain after an eviction.
+constexpr float kMinSum = 1e-20f;
 
 }  // namespace
 

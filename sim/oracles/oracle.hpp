@@ -50,12 +50,13 @@ HeadStats topk_stats(const MeasuredQueries& measured, const HeadView& view, Shar
 
 // `oracle_residual`, a greedy oracle for the metric `residual_error`:
 
-/// Chooses one victim after another, with knowledge of one KV head's future. Each victim is the
-/// token whose eviction would change the head's contribution to the residual stream, relative to
-/// the stream, least over the next kAhead queries, assuming that no further token is evicted. The
-/// oracle knows those queries, which a policy cannot know, but neither later queries nor other
-/// heads. It supports only original positions and no protected tokens. It needs memory for the
-/// causal half of a [token, group, token] array of floats.
+/// Chooses victims one after another, with knowledge of one KV head's future. For each live token,
+/// it computes how much the head's contribution to the residual stream would change over the next
+/// kAhead queries, relative to the residual stream, if this token were evicted and no token after
+/// it. The victim is the token with the smallest change. The oracle knows those queries, which a
+/// policy cannot know. It knows neither later queries nor other heads. It supports only original
+/// positions and no protected tokens. It needs memory for the causal half of a [token, group,
+/// token] array of floats.
 class ResidualOracle final : public Oracle {
  public:
   static constexpr std::uint32_t kAhead = 32;    ///< number of future queries

@@ -39,8 +39,8 @@ std::uint32_t layer_of(const std::string& name, const std::string& file) {
   return layer;
 }
 
-/// Sets the shape of the constants to that of the first tensor. Throws unless all tensors have one
-/// shape [kv_head, dim].
+/// Sets the shape of the constants to that of the first tensor. Throws unless all tensors have the
+/// same shape [kv_head, dim].
 void check_tensor(const TensorView& tensor, const std::string& where, CentreConstants& centre) {
   const auto& shape = tensor.shape;
   if (tensor.dtype != Dtype::f32 || shape.size() != 2 || shape[0] == 0 || shape[0] > kMaxHeads ||

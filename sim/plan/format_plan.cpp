@@ -64,7 +64,7 @@ PlanLoss mean_of(std::span<const PlanLoss> traces) {
   return mean;
 }
 
-/// The losses of several tier plans, from replays of the full cache with each of them.
+/// The losses of several tier plans. They come from replays of the full cache under each tier plan.
 class Losses {
  public:
   Losses(std::span<const TraceReader* const> traces, const PlanRequest& request,
@@ -96,8 +96,8 @@ class Losses {
       for (const Measurement& own : results_[t].measurements)
         if (own.config == tier_plan && own.layer == layer && own.head < 0 && own.metric == metric)
           loss = {own.value, own.standard_error};
-      // A layer has no residual_error if all its residual norms are 0, and very large numbers
-      // overflow.
+      // The loss of a layer may be missing or infinite: a layer has no residual_error if all its
+      // residual norms are 0, and very large numbers overflow.
       if (!std::isfinite(loss.value))
         throw std::invalid_argument(fmt::format(
             "{}: {} has no finite {}; leave out the trace", traces_[t]->directory().string(),
@@ -192,8 +192,8 @@ class Planner {
   std::vector<PlanPart> parts_;
 };
 
-/// Measures the losses when only the keys, or only the values, of all layers have each of the
-/// formats.
+/// Measures two losses of each layer for each format: the loss if only the keys of all layers have
+/// the format, and the loss if only the values have it.
 void measure_losses(std::span<const TraceReader* const> traces, const PlanRequest& request,
                     FormatPlan& plan) {
   std::vector<TierPlan> alone;

@@ -39,17 +39,17 @@ struct FormatSet {
   std::vector<std::string_view> formats;  ///< names of row formats
   PlanFreedom freedom;
   bool quantizes_windows = false;  ///< whether layers with a sliding window are quantized, too
-  /// Whether the engine rotates rows as llama.cpp does, so that the formats whose name ends in
-  /// `_rot` are meant if the head size allows it.
+  /// Whether the engine rotates rows as llama.cpp does. If the head size allows it, formats of the
+  /// set then mean the variants whose name ends in `_rot`.
   bool rotates = false;
 };
 /// The sets kvlab, cuda (kvlab's CUDA decoder, kvlab.hf and C library), vllm, llama.cpp,
 /// tensorrt-llm and transformers, with the formats that each engine supports today.
 std::span<const FormatSet> format_sets();
 
-/// Parses the name of a set, or a list of row formats such as `16,8,4`. A list may be used with any
-/// pairs of formats, and different ones in each layer. Throws std::invalid_argument for any other
-/// text.
+/// Parses the name of a set, or a list of row formats such as `16,8,4`. With a list, keys and
+/// values may have any pair of its formats, and each layer may have a different pair. Throws
+/// std::invalid_argument for any other text.
 FormatSet parse_format_set(const std::string& text);
 
 /// The row formats of a set for heads of this size, in order of decreasing precision. If the engine
@@ -82,7 +82,7 @@ struct PlanLoss {
 struct FormatChoice {
   TierPlan tier_plan;
   double bits = 0;   ///< mean bits per element, including scales and minima
-  double added = 0;  ///< sum of the losses of its parts
+  double added = 0;  ///< sum of the losses of the parts
   PlanLoss joint;    ///< loss of the whole plan together: kl_estimate_joint or residual_error
   /// KL in an end-to-end evaluation (`kvlab plan --confirm`). NaN if there was none.
   PlanLoss measured = {std::numeric_limits<double>::quiet_NaN(),
@@ -90,12 +90,12 @@ struct FormatChoice {
 };
 
 struct FormatPlan {
-  std::string metric;  ///< of the losses
+  std::string metric;  ///< the metric of the losses
   std::string model, weights_xxh3;
   bool has_windows = false;           ///< whether the model has layers with a sliding window, too
   std::vector<std::uint32_t> layers;  ///< numbers of the planned layers
   std::vector<const RowFormat*> formats = {};  ///< in order of decreasing precision
-  /// Mean over traces: [planned layer][0: keys, 1: values][format].
+  /// Losses, means over the traces: [planned layer][0: keys, 1: values][format].
   std::vector<std::array<std::vector<double>, 2>> losses = {};
   FormatChoice plan = {};
   /// The best plan whose formats are the same in all layers, with at most the requested bits.
@@ -134,8 +134,8 @@ class FormatKnapsack {
  private:
   std::vector<PlanPart> parts_;
   std::size_t width_;
-  std::vector<double> loss_;          // [bytes + 1], of all parts
-  std::vector<std::uint8_t> chosen_;  // [part, bytes + 1]
+  std::vector<double> loss_;          // [bytes + 1]: minimal loss of all parts
+  std::vector<std::uint8_t> chosen_;  // [part, bytes + 1]: index of the format
 };
 
 /// Measures the losses on the traces and chooses the formats. Throws std::invalid_argument if the

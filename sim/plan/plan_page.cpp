@@ -31,7 +31,7 @@ SeriesStyle style_of(std::size_t format) {
           format < std::size(kFormatColours)};
 }
 
-/// A choice of formats as the file has it.
+/// A choice of formats as the plan file stores it.
 struct Choice {
   std::string tiers;
   double bits, sum, joint, error, measured, measured_error;  ///< NaN if unknown
@@ -89,7 +89,7 @@ class PlanPage {
             own.number_or_nan("measured_kl_stderr")};
   }
 
-  /// Whether the file deploys the plan by layer, and not the single format.
+  /// Whether the choice in the file is the plan by layer, and not the one format for all layers.
   bool is_plan() const { return file_.text("tiers") == plan_.tiers; }
 
   std::vector<KvFormat> formats_of(const std::string& tiers) const {
@@ -117,7 +117,8 @@ class PlanPage {
     return losses_[layer].object(part == 0 ? "keys" : "values").number(format.name, 0);
   }
 
-  /// A row for each run of layers with equal formats, with their share of the sum of losses.
+  /// Returns a row for each group of consecutive layers with the same format, with the group's
+  /// share of the sum of losses.
   ordered_json layer_rows() const {
     ordered_json rows = ordered_json::array();
     for (std::size_t begin = 0, end; begin < layers_.size(); begin = end) {
@@ -210,7 +211,7 @@ class PlanPage {
   std::vector<std::uint32_t> layers_;
   CentreSetting centre_;
   std::vector<const RowFormat*> formats_;
-  std::vector<KvFormat> by_layer_;  // of the plan
+  std::vector<KvFormat> by_layer_;  // [layer]: formats of the plan
 };
 
 }  // namespace

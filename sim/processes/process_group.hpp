@@ -51,16 +51,17 @@ std::unique_ptr<ProcessGroup> join_process_group();
 bool leads_command_line();
 
 /// All processes call this function, each with its `action`. It returns when all actions have
-/// ended, with true if none has thrown. Otherwise it throws in the leader (the error of the process
-/// with the lowest rank, or the exception itself if there is one process), and returns false in the
-/// other processes.
+/// ended. If no action has thrown, it returns true in every process. Otherwise it returns false in
+/// all processes but the leader, and throws in the leader: the error of the process with the lowest
+/// rank or, if there is only one process, the exception itself.
 bool do_together(ProcessGroup& group, const std::function<void()>& action);
 
 /// Distributes `items` over the processes of the group, with `threads` threads in each process. All
-/// processes call this function; only the `items` of the leader are used. `compute` is called once
-/// for each item, in any process and on any thread. `finished` is called with its result in the
-/// leader, on any thread. The call returns in the leader when all items are finished. It rethrows
-/// the first exception in the process where it occurred.
+/// processes call this function, but only the leader's `items` are used. `compute` is called once
+/// for each item, in any process and on any thread. `finished` is then called in the leader with
+/// the item and the result of `compute`, on any thread. The call returns in the leader when all
+/// items are finished. If an exception is thrown, the process in which the first one occurred
+/// rethrows it.
 void share_work(ProcessGroup& group, const std::vector<std::size_t>& items, unsigned threads,
                 const std::function<std::string(std::size_t)>& compute,
                 const std::function<void(std::size_t, const std::string&)>& finished);

@@ -30,8 +30,8 @@ class MpiGroup final : public ProcessGroup {
     MPI_Comm_size(host, &host_size_);
     MPI_Comm_free(&host);
   }
-  /// After abort(), MPI_Finalize is not called: mpirun ends the other processes if one ends without
-  /// it.
+  /// Does not call MPI_Finalize after abort(), because mpirun ends the other processes when one
+  /// process ends without MPI_Finalize.
   ~MpiGroup() override {
     if (!aborted_) MPI_Finalize();
   }

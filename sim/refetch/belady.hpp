@@ -10,7 +10,7 @@
 
 namespace kvlab {
 
-/// Several caches may share it, because ranking changes no state.
+/// Several caches may share one BeladyOracle, because rank() changes no state.
 class BeladyOracle final : public Oracle {
  public:
   explicit BeladyOracle(const Selection& selection);

@@ -6,7 +6,8 @@
 namespace kvlab {
 namespace {
 
-/// The tokens in the order of their last use, with the number of tokens after a token in O(log n).
+/// Keeps the tokens in the order of their last use. Finds in O(log n) how many tokens were used
+/// after a given token.
 class UseOrder {
  public:
   explicit UseOrder(std::uint32_t tokens) : place_(tokens, kNever), sums_(2 * tokens + 2) {}
@@ -27,7 +28,7 @@ class UseOrder {
  private:
   static constexpr std::uint32_t kNever = ~0u;
 
-  /// Gives the tokens the places 0, 1, 2, … in their order.
+  /// Gives the tokens new places 0, 1, 2, …, without changing their order.
   void renumber() {
     std::vector<std::uint32_t> order;
     for (std::uint32_t token = 0; token < place_.size(); ++token)
@@ -50,8 +51,8 @@ class UseOrder {
     return static_cast<std::uint32_t>(sum);
   }
 
-  std::vector<std::uint32_t> place_;  // [token]
-  std::vector<std::int32_t> sums_;    // [place + 1]
+  std::vector<std::uint32_t> place_;  // [token]: its place in the order
+  std::vector<std::int32_t> sums_;    // [place + 1]: Fenwick tree
   std::uint32_t next_ = 0, count_ = 0;
 };
 
@@ -73,7 +74,7 @@ std::vector<std::uint64_t> lru_fetches(const Selection& selection,
     for (const std::uint32_t token : selection.positions(query)) order.use(token);
     order.use(query);
   }
-  // A token at distance d is fetched with budgets 0 to d.
+  // A token at distance d is fetched with every budget from 0 to d.
   std::vector<std::uint64_t> fetches(at_distance.size());
   std::partial_sum(at_distance.rbegin(), at_distance.rend(), fetches.rbegin());
   fetches[0] = selected;

@@ -9,7 +9,7 @@
 namespace kvlab {
 namespace {
 
-/// Queries between two checks whether the replay was cancelled.
+/// Number of queries between two checks of whether the replay was cancelled.
 constexpr std::uint32_t kBlockWithoutRows = 64;
 
 }  // namespace
@@ -67,7 +67,7 @@ void RefetchRun::run(std::uint32_t query, SharedRows* rows) {
   ++next_;
 }
 
-/// Steps 1 to 3.
+/// Steps 1 to 3 of refetch_run.hpp.
 void RefetchRun::fetch(std::uint32_t query) {
   missing_.clear();
   std::ranges::set_difference(selection_.positions(query), set_.positions(),
@@ -85,7 +85,7 @@ void RefetchRun::fetch(std::uint32_t query) {
   set_.append(query, 1, features_.from(query));
 }
 
-/// Step 4.
+/// Step 4 of refetch_run.hpp.
 void RefetchRun::attend(std::uint32_t query, SharedRows* rows) {
   Tally tally(set_, threshold16_, set_.size());
   if (rows) {

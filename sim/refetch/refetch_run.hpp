@@ -1,19 +1,19 @@
-// One configuration on one KV head, whose evicted tokens return when a query selects them
+// One configuration on one KV head with refetch: an evicted token returns when a query selects it
 // (docs/guides/refetch.md).
 //
-// Before a measured query attends, four steps take place:
+// A measured query takes these steps:
 //
 //   1. The tokens that the query selects and that are not resident are misses.
 //   2. For each miss, the policy's next victim is evicted if the cache is full, and the token is
 //      fetched. Selected tokens are never victims.
-//   3. The query's own token is appended in the same way.
+//   3. The query's own token is appended. If the cache is full, a victim is evicted first.
 //   4. The query attends to the selected tokens, the protected tokens and its own token. The policy
 //      observes this attention; a token counts as requested if it is selected.
 //
-// Other queries, those of a prompt, follow the rule without refetch.
+// Other queries, those of a prompt, are handled as in a replay without refetch.
 //
-// A trace that has only selections has no rows of attention. Then a policy observes the requests of
-// the selections, and those of a prompt are unknown.
+// A trace that has only selections has no rows of attention. Then a policy observes only requests:
+// a query requests the tokens that it selects. The requests of a prompt are unknown.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ class ResidentSet : public AgedSet {
   /// Evicts until at most budget - 1 tokens are live.
   void evict_to_budget(std::uint32_t now) { evict(choose_victims(now)); }
   /// Evicts the first `count` tokens in the eviction order that are not in `kept`, which has a flag
-  /// for each position. There must be as many.
+  /// for each position. At least `count` such tokens must exist.
   void evict_except(const std::vector<bool>& kept, std::uint32_t count, std::uint32_t now);
   /// The positions of the live tokens in the eviction order, if position `now` is appended next.
   std::vector<std::uint32_t> eviction_order(std::uint32_t now) const;
@@ -57,19 +57,19 @@ class ResidentSet : public AgedSet {
 
 class RefetchRun {
  public:
-  /// `config` is that of the KV head (ResolvedConfig::head_config()). All arguments but `set` must
-  /// outlive the run. If `measured` is null, nothing is measured.
+  /// `config` is the configuration of this KV head (ResolvedConfig::head_config()). All arguments
+  /// but `set` must outlive the run. If `measured` is null, nothing is measured.
   RefetchRun(ResidentSet set, const ResolvedConfig& config, const Selection& selection,
              const HeadView& view, std::uint32_t threshold16, const MeasuredQueries& selecting,
              const MeasuredQueries* measured);
 
-  /// Runs the next query. `rows` must have its row if wants_row() is true; null: the trace has only
-  /// selections.
+  /// Runs the next query. If wants_row() is true, `rows` must have the row of the query. `rows` is
+  /// null if the trace has only selections.
   void run(std::uint32_t query, SharedRows* rows);
   bool wants_row(std::uint32_t query) const;
 
-  /// Sets a function that is called after each query with the tokens that were resident when it
-  /// attended, ascending.
+  /// Sets a function that is called after each query with the positions (ascending) of the tokens
+  /// that were resident when the query attended.
   void watch(std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher) {
     watcher_ = std::move(watcher);
   }
@@ -100,9 +100,10 @@ class RefetchRun {
   HeadMeasure measure_;
   std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher_;
   std::size_t next_ = 0;        // index of the append in progress
-  Tally tally_;                 // of a prompt's append
+  Tally tally_;                 // the attention received in a prompt's append
   std::vector<bool> selected_;  // [token]: whether the query in progress selects it
-  std::vector<std::uint32_t> missing_, attended_, ages_;  // attended tokens: positions, ages
+  // The tokens to fetch, and the tokens to which the query attends: positions, ages.
+  std::vector<std::uint32_t> missing_, attended_, ages_;
   std::vector<float> p_, by_age_;
 };
 

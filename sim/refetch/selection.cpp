@@ -13,7 +13,8 @@
 namespace kvlab {
 namespace {
 
-/// The positions of the `count` largest values, ascending. Of equal values, the older ones.
+/// The positions of the `count` largest values, ascending. Among equal values, the lower positions
+/// come first.
 std::vector<std::uint32_t> largest(std::span<const float> values, std::size_t count) {
   std::vector<std::uint32_t> order(values.size());
   std::iota(order.begin(), order.end(), 0u);
@@ -42,7 +43,7 @@ std::vector<float> largest_probabilities(std::uint32_t query, std::uint32_t grou
 }
 
 // `page:P:K`, after Quest: a page is represented by the smallest and the largest value of its keys
-// in each dimension. From them follows an upper bound of a query's score for every key of the page.
+// in each dimension. These values give an upper bound of a query's score for every key of the page.
 
 class Pages {
  public:
@@ -63,8 +64,8 @@ class Pages {
     }
   }
 
-  /// Selects the page of the query's token and, of the pages before it, those with the largest
-  /// bounds, in all at most `tokens` tokens.
+  /// Selects the page of the query's token and the earlier pages with the largest bounds. In all,
+  /// it selects at most `tokens` tokens.
   std::vector<std::uint32_t> select(std::uint32_t query, std::uint32_t tokens) const {
     const std::uint32_t newest = query / page_;
     std::vector<std::uint32_t> selected;
@@ -75,8 +76,8 @@ class Pages {
   }
 
  private:
-  /// The bounds of pages [0, count). Bounds of different query heads are made comparable by a
-  /// softmax over the pages. Then the largest of the query heads counts.
+  /// The bounds of pages [0, count). A softmax over the pages makes the bounds of different query
+  /// heads comparable. The bound of a page is then the largest over the query heads.
   std::vector<float> bounds(std::uint32_t query, std::uint32_t count) const {
     std::vector<float> q(view_.head_size), all(count), own(count);
     for (std::uint32_t head = 0; head < view_.group && count > 0; ++head) {

@@ -49,8 +49,8 @@ Selection select_tokens(const Selector& selector, const HeadView& view, const Ro
                         const HeadArithmetic& arithmetic, const MeasuredQueries& measured,
                         SharedRows& rows);
 
-/// The selections of the measured queries that the trace lists for a KV head, without the queries'
-/// own tokens. Compares them with the most probable tokens if `rows` is not null.
+/// The selections that the trace lists for the measured queries of a KV head, without the queries'
+/// own tokens. If `rows` is not null, compares them with the most probable tokens.
 Selection logged_selections(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
                             const MeasuredQueries& measured, SharedRows* rows);
 

@@ -7,14 +7,15 @@
 
 namespace kvlab {
 
-/// How the tokens are selected to which a query attends.
+/// How to select the tokens to which a query attends.
 struct Selector {
   /// top: the most probable tokens of the full cache. page: the tokens of the pages with the
   /// largest bounds. logged: the tokens that the trace lists.
   enum class Kind { top, page, logged };
 
   Kind kind = Kind::top;
-  /// Maximum number of tokens that a query selects (K); 0 for `logged`, because the trace has it.
+  /// Maximum number of tokens that a query selects (K); 0 for `logged`, because the trace
+  /// determines it.
   std::uint32_t tokens = 1;
   std::uint32_t page = 1;  ///< tokens per page (P)
   std::string text;        ///< as requested

@@ -54,9 +54,9 @@ void sort_by_error(std::vector<std::size_t>& which, const std::vector<Candidate>
   });
 }
 
-/// The candidate to choose. Among the candidates that do not differ significantly from the one with
-/// the lowest mean, it is the one that needs the least memory, if it needs at least 2% less than
-/// the one with the lowest mean. Otherwise it is the one with the lowest mean.
+/// Returns the candidate to choose. By default, it is the candidate with the lowest mean. If some
+/// candidates do not differ significantly from it and need at least 2% less memory, it is the one
+/// of them that needs the least memory.
 std::size_t choice_of(const Recommendation& from) {
   const std::size_t lowest = from.order.front();
   const auto memory = [&](std::size_t c) { return from.candidates[c].memory.mean; };
@@ -148,7 +148,7 @@ bool protected_tokens_fill(std::string_view policy, std::string_view params,
     --budget_tokens;  // the centre takes the memory of one token
   for (const std::string& setting : settings)
     if (setting.starts_with("tiers=")) {
-      // With a tier plan, the bytes of the budget hold another number of tokens.
+      // With a tier plan, the bytes of the budget hold a different number of tokens.
       const TierPlan tier_plan = parse_tier_plan(setting.substr(6));
       budget_tokens =
           tier_plan.is_by_layer()

@@ -58,9 +58,9 @@ struct Recommendation {
   /// The eligible candidates, whose peak memory is within the budget, ordered by mean (lowest
   /// first), then by name. If no candidate is eligible, all candidates.
   std::vector<std::size_t> order;
-  /// [order]: its error minus that of the candidate with the lowest mean.
+  /// [order]: the error of the candidate minus that of the candidate with the lowest mean.
   std::vector<Difference> from_lowest;
-  std::vector<Difference> from_choice;  ///< [order]: its error minus that of the choice
+  std::vector<Difference> from_choice;  ///< [order]: its error minus the choice's
   /// Candidates that are not eligible, lowest mean first; never chosen.
   std::vector<std::size_t> over_budget;
   /// Candidates that no other candidate dominates, ordered by bytes.
@@ -86,18 +86,20 @@ struct Recommendation {
 /// Whether to compute Recommendation::frontier, for which all pairs of candidates are compared.
 enum class Frontier { compute, skip };
 
-/// A candidate is eligible if its peak is at most 1.02 times `scope.budget_bytes`. Chooses the
-/// eligible candidate with the lowest mean, with one exception: among the candidates whose mean
-/// memory is at least 2% less, and whose difference from the lowest mean is known and not
-/// significant, it chooses the one that needs the least memory. Equal candidates are ordered by
-/// name. Throws std::invalid_argument if there are no candidates.
+/// Recommends one of the eligible candidates: those whose peak memory is at most 1.02 times
+/// `scope.budget_bytes`. By default, this is the candidate with the lowest mean. Exception: some
+/// eligible candidates may need at least 2% less memory (mean over queries) than that candidate,
+/// while their difference from it is known and not significant. Then it recommends the one of them
+/// that needs the least memory. Equal candidates are ordered by name. Throws std::invalid_argument
+/// if there are no candidates.
 Recommendation recommend(std::vector<Candidate> candidates, ComparisonScope scope,
                          const DifferenceOf& difference, Frontier frontier = Frontier::compute);
 
-/// Index of the budget for which summaries are written: of the budgets at which the choice is
-/// significantly better than the runner-up (of all budgets, if there is none), the one whose memory
-/// is nearest to a tenth of the full cache's. If memory is unknown, the first of them.
-/// `recommendations` must be ordered by tokens and must not be empty.
+/// Index of the budget for which summaries are written. It is one of the budgets at which the
+/// choice is significantly better than the runner-up; if there is no such budget, it is any of the
+/// budgets. Among these budgets, it is the one whose memory is nearest to a tenth of the full
+/// cache's memory or, if memory is unknown, the first one. `recommendations` must be ordered by
+/// tokens and must not be empty.
 std::size_t decisive_budget(std::span<const Recommendation> recommendations);
 
 /// Whether protected tokens (sinks and recent) fill the budget. Then any policy behaves like

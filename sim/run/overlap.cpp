@@ -34,8 +34,8 @@ class Runs {
       text_of_.try_emplace(run_at(piece.ids, i), piece.text);
   }
 
-  /// Counts the scored tokens of `piece` whose run occurs in an added text, by the text in which
-  /// the run occurs first.
+  /// Counts the scored tokens of `piece` whose run occurs in an added text. Returns the counts by
+  /// text. A token counts for the text in which its run occurs first.
   std::map<std::size_t, std::size_t> count_shared(const TextPiece& piece) const {
     std::map<std::size_t, std::size_t> tokens;
     for (std::size_t i = piece.first_scored; i < piece.ids.size(); ++i)

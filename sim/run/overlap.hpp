@@ -30,9 +30,10 @@ struct Overlaps {
 };
 
 /// A piece repeats other texts if more than half of its scored tokens also occur in these texts. A
-/// token occurs in a text if the text contains the token together with the 15 tokens before it. For
-/// one of the first 15 tokens of a piece, a piece of the text must begin with the same tokens.
-/// `pieces`: the pieces of a text must be contiguous.
+/// token occurs in a text if the text contains the token together with the 15 tokens before it. The
+/// first 15 tokens of a piece have fewer tokens before them, so they occur in a text only if a
+/// piece of that text begins with the same tokens. `pieces`: the pieces of a text must be
+/// contiguous.
 Overlaps overlaps_of(std::span<const TextPiece> pieces);
 
 /// One line for each pair: "a.txt and b.txt have text in common; a text counts only once, so 669

@@ -89,8 +89,8 @@ double sum_of(std::span<const Term> terms, const auto& value) {
   return sum;
 }
 
-/// For right and wrong answers: the share of right answers of one configuration, or the difference
-/// of the shares of two.
+/// For right and wrong answers: returns the share of right answers of one configuration, or the
+/// difference between the shares of two configurations.
 Difference accuracy_difference(const PairedText& text, std::span<const Term> terms) {
   const Values& own = text.blocks[terms.front().configuration];
   const Values& other = text.blocks[terms.back().configuration];

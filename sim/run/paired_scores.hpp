@@ -62,7 +62,7 @@ class PairedScores {
   static constexpr std::size_t kMinBlocks = 8;
   /// Tokens per block, because the scores of neighbouring tokens are correlated.
   static constexpr std::size_t kBlockTokens = 64;
-  /// A text is short compared with one that has more than this many times its tokens.
+  /// A text is short if a longer text has more than kShortText times as many tokens.
   static constexpr double kShortText = 16;
 
   explicit PairedScores(std::size_t configurations) : configurations_(configurations) {}
@@ -90,15 +90,16 @@ class PairedScores {
 };
 
 /// The share of right answers of a first configuration minus that of a second, over the same
-/// `count` samples. In `gained` of them only the first is right, in `lost` only the second. The
-/// interval is exact; it is computed from the samples in which the two differ.
+/// `count` samples. In `gained` samples only the first configuration is right, and in `lost`
+/// samples only the second. The interval is exact. It is computed from the samples in which the two
+/// configurations differ.
 Difference share_difference(std::uint64_t gained, std::uint64_t lost, std::uint64_t count);
 /// The 95% confidence interval (Clopper and Pearson) of a share that was observed as `hits` of
 /// `count` samples.
 Interval share_interval(std::uint64_t hits, std::uint64_t count);
 
 /// Half width of a 95% interval of the mean of `texts` texts, in units of the standard deviation of
-/// one text; NaN for fewer than two.
+/// one text; NaN for fewer than two texts.
 double half_width(std::size_t texts);
 
 }  // namespace kvlab

@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::string_view kAll = "all";
 
-/// The settings of `series` that are not defaults and that not all series of its policy have in
-/// common.
+/// Returns the settings of `series` that are not defaults and that at least one other series of its
+/// policy lacks.
 std::string distinct_params(const Series& series, const std::vector<const Series*>& siblings) {
   std::string text;
   const auto own = split_list(brief_policy(series.policy + ":" + series.params), ':');
@@ -162,8 +162,8 @@ MetricTable::CommonScores MetricTable::average_common(std::span<const std::size_
   CommonScores found;
   for (std::size_t i = 0; i < series.size(); ++i) {
     const auto own = average(series[i], budget, metric);
-    // If the series all have the same traces, uses the average over them. For a single trace, its
-    // standard error is that of the row.
+    // If all series have the same traces, uses the average over the traces of this series. For a
+    // single trace, the standard error of that average is the one in the row of results.
     const bool all = common.texts() == 0 || common.texts() == own->texts;
     found.averages.push_back(all ? *own : common.average(i));
   }
@@ -181,7 +181,7 @@ Memory MetricTable::memory(std::size_t series, std::string_view budget) const {
 
 namespace {
 
-/// Computes the ranking from the recommendation of `ranking`.
+/// Fills the other members of `ranking` from its recommendation.
 void place(Ranking& ranking, const MetricTable& metric_table, std::string_view budget,
            const MetricInfo& metric) {
   const Recommendation& made = ranking.recommendation;

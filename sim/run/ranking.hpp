@@ -41,7 +41,7 @@ struct BudgetColumn {
 inline constexpr std::string_view kNoBudgetInRun =
     "the run has no budget at which a policy evicts; replay it with some: --budget 128,20%";
 
-/// A mean over traces. For a single trace, its standard error is that of the row.
+/// A mean over traces. For a single trace, the standard error is the one in its row of results.
 using Average = Difference;
 
 /// A part of the model: all of it, a layer, or one KV head.
@@ -65,7 +65,7 @@ class MetricTable {
   /// Finds a budget by its text as requested, or by its number of tokens if it has that number on
   /// every trace. Null if there is none.
   const BudgetColumn* find_budget(std::string_view text) const;
-  /// The row of each trace that has one. For `full`, the budget is ignored.
+  /// One row for each trace that has such a row. For `full`, the budget is ignored.
   std::vector<const ResultRow*> rows(std::size_t series, std::string_view budget,
                                      std::string_view metric, Scope scope = {}) const;
   std::optional<Average> average(std::size_t series, std::string_view budget,
@@ -74,7 +74,7 @@ class MetricTable {
   std::optional<Difference> difference(std::size_t a, std::size_t b, std::string_view budget,
                                        std::string_view metric) const;
   /// Averages of several series over the traces that all of them have. If there are no such traces,
-  /// each average is over the traces of its series.
+  /// the average of a series is over all traces that the series has.
   struct CommonScores {
     std::vector<Average> averages;  ///< [series]
     /// The last series minus the first; nullopt if they have no trace in common.
@@ -95,7 +95,7 @@ class MetricTable {
   std::vector<Series> series_;
   std::vector<BudgetColumn> budgets_;
   std::vector<std::string> traces_;
-  std::map<Key, std::vector<const ResultRow*>> index_;  // [trace that has it]
+  std::map<Key, std::vector<const ResultRow*>> index_;  // one row for each trace that has one
 };
 
 /// One policy's position at a budget.

@@ -35,9 +35,10 @@ constexpr std::size_t kMaxQueries = 512;
 constexpr std::size_t kMaxSeries = 6;
 constexpr std::size_t kShownHeads = 2;
 
-/// The configurations to show: those at `budget` that have the prefill mode of the first of them,
-/// each policy with its parameters once. The choice comes first, then `window` and the policy with
-/// the lowest mean of the others, then the rest by their mean. oracle_attention comes last.
+/// Returns the configurations to show. These are configurations at `budget` with the prefill mode
+/// of the first of them. Each policy with its parameters is shown only once. The choice comes
+/// first. `window` and the best other policy (by mean) come next, and then the remaining policies,
+/// ordered by mean. oracle_attention comes last.
 std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
                                              const MetricTable& metric_table,
                                              std::string_view budget, const MetricInfo& metric) {
@@ -58,7 +59,7 @@ std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
   }
   const Ranking ranking = rank_policies(metric_table, budget, metric);
   auto ranked = ranking.ranked;
-  if (!ranked.empty())  // the choice first, which may have been preferred for its memory
+  if (!ranked.empty())  // puts the choice first, even if its mean is not the lowest
     std::rotate(ranked.begin(), ranked.begin() + static_cast<std::ptrdiff_t>(ranking.winner),
                 ranked.begin() + static_cast<std::ptrdiff_t>(ranking.winner) + 1);
   const auto place = [&](const CacheConfig* config) {
@@ -75,8 +76,8 @@ std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
   return configs;
 }
 
-/// The heads on which the recall at `budget` differs most between policies, the largest difference
-/// first. Heads of different layers are preferred.
+/// Returns the heads on which the recall at `budget` differs most between policies, with the
+/// largest difference first. Heads of different layers are preferred.
 std::vector<Scope> most_different_heads(std::span<const ResultRow> rows, std::string_view budget) {
   struct Spread {
     double lowest = std::numeric_limits<double>::infinity(), highest = -lowest;
@@ -106,8 +107,8 @@ std::vector<Scope> most_different_heads(std::span<const ResultRow> rows, std::st
   return heads;
 }
 
-/// The tokens whose attention is large enough to be drawn. A level is 255 times the square root of
-/// the probability, so that small probabilities are visible.
+/// Returns the tokens whose attention is large enough to be drawn. A level is 255 times the square
+/// root of the probability, so that small probabilities are visible.
 std::vector<Glance> glances_of(const std::vector<float>& attention) {
   constexpr std::uint32_t kFaintest = 10;  // the level of probabilities from 0.0014 on
   std::vector<Glance> glances;
@@ -128,10 +129,10 @@ std::vector<std::uint32_t> shown_queries(const TraceReader& trace, Queries which
   return queries;
 }
 
-/// The tokens that the policies of `sweep` kept on two heads of `trace`, at the measured queries,
-/// and the full cache's attention on these heads. The budget is the middle one of the run. The
-/// heads are those on which recall differs most between policies, according to `rows`, the rows of
-/// the trace. Returns nullopt if there is no budget or no policy.
+/// Returns which tokens the policies of `sweep` kept on two heads of `trace` at the measured
+/// queries, and the full cache's attention on these heads. Shows the middle budget of the run, and
+/// the heads on which recall differs most between policies. `rows`: the rows of the trace in
+/// results.csv. Returns nullopt if there is no budget or no policy.
 std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t sequence,
                                    std::string_view trace_name, std::span<const CacheConfig> sweep,
                                    const ReplayOptions& options, std::span<const ResultRow> rows) {
@@ -197,8 +198,8 @@ void refuse_same_names(const std::vector<RunTrace>& traces) {
                       trace.name));
 }
 
-/// The budgets by head of a budget; empty if it has none. If a file has one number for all heads,
-/// the result has this number as its only entry.
+/// Returns the budget of each head; empty if `budget` has none. If a budget file has one number for
+/// all heads, the result has this number as its only entry.
 HeadBudgets budgets_of(const Budget& budget) {
   if (!budget.heads.empty() || budget.file.empty()) return budget.heads;
   return {{budget.extent.tokens}};
@@ -289,8 +290,8 @@ std::vector<const TraceReader*> pointers_to(const std::vector<TraceReader>& trac
   return pointers;
 }
 
-/// Adds what lru fetches at every budget that holds a selection. `fetches`:
-/// ReplayResult::lru_fetches.
+/// Adds what `lru` fetches at every budget that is large enough for the tokens that one query
+/// selects. `fetches`: ReplayResult::lru_fetches.
 void add_lru_curve(Run& run, const ReplayRequest& request, const std::string& name,
                    const TraceReader& trace, std::span<const std::uint64_t> fetches) {
   if (!request.options.refetch) return;
@@ -351,8 +352,8 @@ class ReplaySweepJob {
     return pack_head_task(id, job(id.trace)->run(id.task));
   }
 
-  /// Runs some head tasks, all those of one trace together. Calls each(head task, bytes) for every
-  /// head task.
+  /// Runs some head tasks. The head tasks of one trace run together. Calls each(head task, bytes)
+  /// for every head task.
   void compute_together(const std::vector<std::size_t>& tasks,
                         const std::function<void(std::size_t, const std::string&)>& each) {
     for (auto first = tasks.begin(); first != tasks.end();) {
@@ -490,7 +491,7 @@ void note_other_gradients(const ReplayRequest& request,
         names, name_of(request.options.queries)));
 }
 
-/// Reports the traces that have only selections, because results lack metrics of attention.
+/// Reports the traces that have only selections, because their results lack metrics of attention.
 void note_missing_attention(const ReplayRequest& request,
                             std::span<const TraceReader* const> traces) {
   std::string names;

@@ -30,29 +30,31 @@ struct ReplayRequest {
 /// a notice for each. Also gives a notice for each budget at which nothing is evicted on any trace.
 void check_budgets(ReplayRequest& request, std::span<const TraceReader* const> traces);
 
-/// The request of a sweep, with original positions if it has refetch and names no positions:
-/// tokens that return keep their positions in the text, also under a policy with cache positions.
+/// Returns `request`, with original positions if there is refetch and `request` names no positions.
+/// With refetch, tokens that return keep their positions in the text, even if the policy would use
+/// cache positions by default.
 SweepRequest sweep_with(SweepRequest request, const std::optional<Selector>& refetch);
 
 /// Adds the reference configurations to `sweep`: `full`, and oracle_attention and oracle_topk at
-/// every budget and prefill mode of the sweep. With refetch, belady takes the place of both
+/// every budget and prefill mode of the sweep. With refetch, adds belady instead of these two
 /// oracles.
 std::vector<CacheConfig> add_references(std::vector<CacheConfig> sweep, bool refetch = false);
 
-/// Verifies every trace, then replays them all into `out`, which must not exist and appears only
-/// when it is complete. Results of finished head tasks are stored in the directory `out`.part. If
-/// the replay is interrupted, the same command continues from there. The bytes of the run do not
-/// depend on interruptions or on the numbers of threads and processes. With `options.elsewhere`,
-/// all head tasks of a trace finish at the same time, and only one process is allowed. Every
-/// process of `group` calls this function. Only the leader writes files, calls the callbacks and
-/// returns the run. Throws std::runtime_error if a trace does not verify and if RunFolder throws,
-/// and std::invalid_argument if two traces have the same name and if ReplayJob throws. After the
-/// first head task has begun, an error in one of several processes ends all of them.
+/// Verifies every trace, then replays all traces and writes the run to `out`. The directory `out`
+/// must not exist; it appears only when the run is complete. Until then, the directory `out`.part
+/// holds the results of finished head tasks. If the replay is interrupted, the same command
+/// continues from there. The bytes of the run depend neither on interruptions nor on the numbers of
+/// threads and processes. With `options.elsewhere`, all head tasks of a trace finish at the same
+/// time, and only one process is allowed. Every process of `group` calls this function. Only the
+/// leader writes files, calls the callbacks and returns the run. Throws std::runtime_error if a
+/// trace fails verification or if RunFolder throws, and std::invalid_argument if two traces have
+/// the same name or if ReplayJob throws. After the first head task has begun, an error in one of
+/// several processes ends all of them.
 std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem::path& out,
                              ProcessGroup& group);
 
-/// Replays in memory, without writing files. `traces` are already verified and in the order of
-/// request.traces, which are their names in the run.
+/// Replays in memory, without writing files. `traces` must already be verified. They have the order
+/// of request.traces, whose elements are the names of the traces in the run.
 Run replay_in_memory(const ReplayRequest& request, std::span<const TraceReader* const> traces);
 
 }  // namespace kvlab

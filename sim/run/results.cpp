@@ -23,8 +23,8 @@ constexpr std::string_view kHeader =
     "layer,head,metric,value,stderr,count,tiers,budget_bytes";
 /// The header that older versions, without tier plans, wrote. It lacks the last two columns.
 constexpr std::string_view kOlderHeader = kHeader.substr(0, kHeader.find(",tiers"));
-/// Columns of kHeader that had other names in older files.
-constexpr OldName kOldColumns[] = {{"ladder", "tiers"}, {"span", "queries"}};  // old name
+/// Columns of kHeader that had other names in older files: {old name, current name}.
+constexpr OldName kOldColumns[] = {{"ladder", "tiers"}, {"span", "queries"}};
 constexpr std::string_view kBlockHeader =
     "trace,policy,params,budget,prefill,positions,seed,metric,block,value,weight";
 
@@ -49,8 +49,7 @@ void append_row(std::string& text, const ResultRow& row) {
                       number_field(row.budget_bytes));
 }
 
-/// The first line of a table, with the names of columns that have changed converted to the current
-/// ones.
+/// The first line of a table, in which old names of columns are replaced by the current names.
 std::string header_of(std::string_view text) {
   constexpr std::size_t kMaxHeader = 4096;  // bytes; no table of kvlab has a longer header
   std::string header(text.substr(0, std::min(text.find_first_of("\r\n"), kMaxHeader)));
@@ -114,8 +113,8 @@ class RowParser {
   }
 
  private:
-  /// Throws if a value is out of range. It may be negative only if the metric is a difference or if
-  /// it is tiny, so that it is due to rounding.
+  /// Throws if a value is out of range. A value may be negative if the metric is a difference, or
+  /// if the value is so small that rounding explains it.
   static void check_value(const ResultRow& row) {
     constexpr double kMax = 1e100, kRounding = 1e-6;
     const bool difference = row.metric.starts_with("regret_") || row.metric == "quantization_error";
@@ -249,7 +248,8 @@ std::string_view best_metric(std::span<const ResultRow> rows) {
 }
 
 std::string_view best_metric(const std::function<bool(const std::string&)>& is_in_every_trace) {
-  // With refetch, policies attend to the same tokens and differ in how many they fetch.
+  // With refetch, all policies attend to the same tokens. They differ only in how many tokens they
+  // fetch, so fetch_rate comes first.
   for (const char* metric :
        {"fetch_rate", "kl_estimate_joint", "kl_estimate", "residual_error", "layer_error"})
     if (is_in_every_trace(metric)) return metric;
@@ -400,8 +400,8 @@ namespace {
 
 using Rename = std::string (*)(std::string_view);
 
-/// The function that converts old names in the fields of `column` to current ones; null if the
-/// column has no names that have changed.
+/// The function that converts old names in the fields of `column` to current names; null if the
+/// names in this column have never changed.
 Rename renamed_fields(std::string_view column) {
   if (column == "policy") return current_policy;
   if (column == "params") return current_params;

@@ -349,7 +349,7 @@ std::vector<LruPoint> parse_lru_curve(std::string_view text, std::string_view fi
   return curve;
 }
 
-/// Reads a file. Throws unless its checksum is the one that run.json has under `key`.
+/// Reads a file. Throws if its checksum differs from the one that run.json has under `key`.
 std::string read_checked(const std::filesystem::path& path, const JsonFields& info,
                          std::string_view key) {
   std::string text = read_text_file(path, kMaxCsvBytes);
@@ -431,8 +431,8 @@ void name_texts(std::span<ResultRow> rows, const RunInfo& info) {
 std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows) {
   std::map<std::string_view, std::uint64_t> queries;  // number of measured queries of each text
   for (const ResultRow& row : rows) {
-    // A trace that has only selections has no recall. `fetch_rate` leaves out the query heads that
-    // select nothing, so the largest count is that of all heads.
+    // A trace that has only selections has no recall, so `fetch_rate` is counted, too. The count of
+    // `fetch_rate` lacks query heads that select nothing, so the largest count is used.
     if (row.layer >= 0 || (row.metric != "recall" && row.metric != "fetch_rate")) continue;
     const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
     if (trace == info.traces.end() || !trace->same_text_as.empty()) continue;
@@ -465,7 +465,8 @@ void save_run(Run& run, const std::filesystem::path& directory) {
 }
 
 std::vector<LruPoint> mean_lru_curve(std::span<const LruPoint> curve) {
-  std::map<std::uint32_t, std::pair<LruPoint, std::size_t>> sums;  // by budget, with their number
+  // Key: the budget. Value: the sum of its points, and their number.
+  std::map<std::uint32_t, std::pair<LruPoint, std::size_t>> sums;
   std::size_t traces = 0;
   for (const LruPoint& point : curve) {
     auto& [sum, count] = sums[point.budget_tokens];

@@ -31,7 +31,7 @@ struct RunTrace {
   std::uint32_t layers = 0, query_heads = 0, kv_heads = 0, head_size = 0;
   std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
   JsonValue capture;                         ///< engine, version, device, options
-  /// Name of the trace that is used for this text; empty: this one.
+  /// Name of another trace that has the same text and is used instead; empty if this trace is used.
   std::string same_text_as = {};
   std::vector<std::uint32_t> numbers = {};  ///< layer numbers; empty: 0, 1, 2, …
   /// Number of layers with a sliding window, in addition to `layers`, and the 16-bit bytes of their
@@ -92,7 +92,7 @@ struct RunInfo {
   bool operator==(const RunInfo&) const = default;
 };
 
-/// A period in which a token was kept, from the first to the last of the shown queries in that
+/// A period in which a token was kept. It is given by the first and the last shown query in that
 /// period.
 struct Lifetime {
   std::uint32_t position, first_query, last_query;
@@ -134,7 +134,8 @@ struct Kept {
 /// Converts sets of kept tokens, ordered by query, to the periods in which each token was kept.
 std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets);
 
-/// What `lru` fetches on a trace with one size of the device buffer, over all replayed KV heads.
+/// How much `lru` fetches on a trace with one size of the device buffer, over all replayed KV
+/// heads.
 struct LruPoint {
   std::string trace;
   std::uint32_t budget_tokens = 0;
@@ -158,8 +159,8 @@ struct Run {
   std::string hash;
 };
 
-/// Sets `text` and `counts` of each row. `text` is the hash of the row's trace, so a trace that was
-/// given twice is used once.
+/// Sets `text` and `counts` of each row. `text` is the hash of the row's trace. So if a trace was
+/// given twice, it is used once.
 void name_texts(std::span<ResultRow> rows, const RunInfo& info);
 
 /// A note for recommendations about what a replay does not measure.

@@ -56,8 +56,8 @@ class Unpacker {
     values.resize(count(sizeof(T)));
     take(values.data(), values.size() * sizeof(T));
   }
-  /// Reads the length of a list. Checks that enough bytes remain for it if an entry has `min_bytes`
-  /// bytes.
+  /// Reads the length of a list whose entries have at least `min_bytes` bytes each. Throws if the
+  /// remaining bytes cannot hold the list.
   std::size_t count(std::size_t min_bytes) {
     std::uint64_t value = 0;
     (*this)(value);
@@ -186,7 +186,7 @@ RunFolder::~RunFolder() {
 }
 
 void RunFolder::start(const json& job) {
-  clear();  // without job.json it is unknown to which run results belong
+  clear();  // without job.json, results cannot be assigned to a run
   try {
     write_file_atomically(staging_ / kJobFile, job.dump(1) + "\n");
   } catch (const std::runtime_error& error) {
@@ -255,8 +255,8 @@ void RunFolder::commit(const std::function<void(const fs::path&)>& save) {
   fs::remove_all(staging_, ignored);
 }
 
-/// Replaces the name of the staging folder by that of the run, because users have not named the
-/// staging folder.
+/// Replaces the name of the staging folder in the message by that of the run, because users know
+/// only the name of the run.
 std::runtime_error RunFolder::add_run_name(const std::exception& error) const {
   std::string text = error.what();
   for (const fs::path& inner : {staging_ / kRunSubfolder, staging_})

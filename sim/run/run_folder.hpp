@@ -1,6 +1,6 @@
-// RUN.part, the folder next to RUN in which a run is built. Until the run is complete, it holds the
-// results of finished units of work, so that a command that was killed can be continued. RUN
-// appears only when it is complete.
+// RUN.part, the folder in which a run is built, next to the folder RUN of the complete run. Until
+// the run is complete, RUN.part holds the results of finished units of work, so that a command that
+// was killed can be continued. RUN appears only when the run is complete.
 #pragma once
 
 #include <cstddef>

@@ -26,15 +26,17 @@ void add_layer_error(LayerOutcome& layer, const MeasuredQueries& measured, std::
                                                    std::sqrt(error / output), 1);
 }
 
-/// Whether each head has the data `what`. For an oracle that computes no outputs, it is missing.
+/// Whether every head has the data `what`. An oracle that computes no outputs lacks some of them.
 bool has_all(const LayerOutcome& layer, std::size_t c, std::vector<float> HeadStats::*what) {
   return std::ranges::none_of(layer.heads,
                               [&](const auto& head) { return (head[c].stats.*what).empty(); });
 }
 
-/// `numbers_of` returns `count` numbers for each head. Adds their squares, divided by `by`, to the
-/// head, and the squares of their sums over heads, divided by `by`, to the layer; also by column if
-/// there are columns. A negative `by` subtracts squares that an earlier call added.
+/// `numbers_of` returns `count` numbers for each head. For each head, adds the squares of its
+/// numbers, divided by `by`, to the head's ratio. Also sums each number over the heads, and adds
+/// the squares of these sums, divided by `by`, to the layer's ratio. If a ratio has columns, each
+/// square is also added to its column. A negative `by` subtracts squares that an earlier call
+/// added.
 template <class Numbers>
 void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std::uint32_t block,
                  std::uint32_t count, double by, Numbers numbers_of) {
@@ -57,8 +59,8 @@ void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std
   add(to.layer[c], sum.data());
 }
 
-/// Adds the squared errors of a sample after W_o, and the amount by which they exceed those without
-/// quantization.
+/// Adds the squared errors of a sample after W_o. Also adds, as the error of quantization, the
+/// difference between them and the squared errors without quantization.
 void add_residual(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t c,
                   std::uint32_t sample, std::uint32_t columns, double norm2) {
   const std::uint32_t block = measured.block_of_sample(sample);
@@ -93,8 +95,8 @@ void add_changes(LayerOutcome& layer, const MeasuredQueries& measured, std::size
 
 using Ratios = std::vector<BlockedRatio>;
 
-/// Converts outcomes to rows of metrics. It makes the rows of one part of the model after another;
-/// a part is a KV head, a layer, or the whole model.
+/// Converts outcomes to rows of metrics, one part of the model after another. A part is a KV head,
+/// a layer, or the whole model.
 class Tabulator {
  public:
   explicit Tabulator(const ReplayOutcome& outcome)
@@ -183,8 +185,8 @@ class Tabulator {
   void add(double value, double standard_error, std::uint64_t count) {
     rows_.push_back({c_, layer_, head_, metric_, value, standard_error, count});
   }
-  /// Adds a row with `factor` times an estimate, if it has weight. `count` is the number of values
-  /// from which the estimate was computed.
+  /// Adds a row with `factor` times an estimate, if the weight of the estimate is above 0. `count`
+  /// is the number of values from which the estimate was computed.
   void add(const Estimate& estimate, double factor, double count) {
     if (!(estimate.weight > 0)) return;
     add(factor * estimate.value, factor * estimate.standard_error,
@@ -195,8 +197,8 @@ class Tabulator {
 
   // The following functions are the reductions in metrics.def.
 
-  /// The unweighted mean over query heads. The count of the row is `queries` per head or, for
-  /// errors, the number of samples.
+  /// The unweighted mean over query heads. For errors, the count of the row is the number of
+  /// samples. For other metrics, it is `queries` for each query head that has a value.
   void mean(Sum above, Sum below, std::optional<std::uint32_t> queries = {}) {
     const Ratios all = ratios(c_, above, below);
     const auto filled =
@@ -206,12 +208,12 @@ class Tabulator {
         below == Sum::errors ? estimate.weight
                              : static_cast<double>(filled) * queries.value_or(measured_.size()));
   }
-  /// The mean over query heads and queries of a quantity of their attention.
+  /// The mean of a quantity of attention, over query heads and queries.
   void mean_over_queries(Sum above) {
     if (outcome_.has_attention) mean(above, Sum::queries);
   }
   /// The bytes fetched for a query, summed over the KV heads. All query heads of a KV head have the
-  /// same counts.
+  /// same counts, so the mean over query heads is also the mean over KV heads.
   void fetched_bytes() {
     if (!(mean_of(ratios(c_, Sum::fetched, Sum::selected)).weight > 0)) return;
     const Estimate fetched = mean_of(ratios(c_, Sum::fetched, Sum::queries));
@@ -226,7 +228,7 @@ class Tabulator {
     const double count = static_cast<double>(all.size()) * measured_.size();
     add(mean_of(all, measured_.blocks(), count), 1, count);
   }
-  /// The amount by which the loss exceeds that of `oracle_attention`.
+  /// The amount by which the loss of the configuration exceeds that of `oracle_attention`.
   void regret(Sum above, Sum below) {
     if (!by_attention_) return;
     Estimate regret = difference_of(ratios(c_, above, below), ratios(*by_attention_, above, below));
@@ -278,9 +280,9 @@ class Tabulator {
     if (value > 0) total(value);
   }
 
-  /// Sums over the KV heads of the part: numbers of tokens, the memory over decoded queries (the
-  /// mean, and the peak of each head, because that much has to be allocated), and the memory of the
-  /// budget.
+  /// Computes sums over the KV heads of the part: numbers of tokens, the memory of the budget, and
+  /// the memory that decoded queries use. The latter is computed as a mean and as a peak. The peaks
+  /// of the heads are added, because each head needs an allocation of the size of its peak.
   void count() {
     evictions_ = live_max_ = zeros_ = mean_held_ = peak_held_ = end_held_ = budget_ = 0;
     heads_ = state_ = 0;
@@ -296,8 +298,8 @@ class Tabulator {
       if (known == known_counts_.end())
         known = known_counts_.emplace(key, live_counts(config(), layer, budget)).first;
       const LiveCounts& counts = known->second;
-      // If the heads of a layer share slots: the difference between the number of tokens of this
-      // head and the mean over the heads.
+      // The heads of a layer may share slots. Then `share` is the number of tokens of this head
+      // minus the mean over the heads.
       const double share =
           config().shares_slots() ? static_cast<double>(outcome.live_end) - counts.end : 0;
       mean_held_ += counts.held_mean + share;
@@ -312,8 +314,8 @@ class Tabulator {
   double held_bytes() const {
     return static_cast<double>(kv_bytes_per_token(outcome_.shape.head_size));
   }
-  /// The bytes with 16-bit elements, independent of the trace's dtype, as for all other byte
-  /// counts.
+  /// Bytes of the tokens at the end, with 16-bit elements. As in all other byte counts, the trace's
+  /// dtype does not matter.
   double end_bytes() const { return end_held_ * held_bytes(); }
 
   const ReplayOutcome& outcome_;
@@ -391,7 +393,8 @@ JointEstimates JointChanges::estimates(const MeasuredQueries& measured,
 }
 
 double unbiased_root_factor(std::uint32_t gradient_samples) {
-  // The ratio Γ(d/2) / Γ((d+1)/2), from that for d − 1 samples.
+  // Computes the ratio Γ(d/2) / Γ((d+1)/2), starting with d = 1. The ratio for each d follows from
+  // the ratio for d − 1.
   double ratio = std::sqrt(std::numbers::pi);
   for (std::uint32_t d = 1; d < gradient_samples; ++d) ratio = 2.0 / (d * ratio);
   return std::sqrt(gradient_samples / 2.0) * ratio;

@@ -23,8 +23,8 @@ struct LayerError {
   enum Kind : std::size_t { outputs, residual, quantization, kl, count };
 };
 
-/// One kind of error, for all heads together and, except for outputs, for each KV head. A ratio
-/// that is unknown has weight 0.
+/// One kind of error, for all heads together and for each KV head (`outputs` exists only for all
+/// heads together). A ratio that is unknown has weight 0.
 struct LayerRatios {
   std::vector<BlockedRatio> layer;               // [configuration]
   std::vector<std::vector<BlockedRatio>> heads;  // [kv_head][configuration]
@@ -45,7 +45,8 @@ struct LayerFacts {
   std::vector<float> norm2;  // squared norms of the residual stream, [sample]; may be empty
 };
 
-/// Sums a layer's errors over its heads, in the order of the heads. Then frees the data by query.
+/// Sums a layer's errors over its heads, in the order of the heads. Then frees the data of single
+/// queries.
 void reduce_layer(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t configs,
                   const LayerFacts& facts, unsigned threads);
 

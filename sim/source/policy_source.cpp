@@ -81,7 +81,7 @@ std::string_view options_of(InstructionSet set) {
 /// machine.
 class HostCompiler {
  public:
-  // -ffp-contract=off, so that the results equal those of a built-in policy with every instruction
+  // -ffp-contract=off makes the results equal to those of a built-in policy with every instruction
   // set. The mathematical library is not linked, because the last bits of its results differ
   // between machines.
   HostCompiler()
@@ -171,7 +171,8 @@ std::string key_of(const PolicySource& source, const HostCompiler& compiler) {
 }
 
 /// Whether the compiler read only files in `folder`, according to its dependency file. If it read
-/// others, the object must not be cached, because changes in them would not be noticed.
+/// other files, the object must not be cached, because a later change in these files would not be
+/// noticed.
 bool reads_nothing_else(const fs::path& folder) {
   const std::string rule = read_text_file(folder / "reads", kMaxLogBytes);
   const std::string prefix = folder.string() + "/";
@@ -311,8 +312,8 @@ bool is_ours(std::string_view line) {
   return line.starts_with("policies/");
 }
 
-/// If a line of the log reports a failed static_assert of check_policy(): its text. Otherwise
-/// empty.
+/// Returns the text of the static_assert of check_policy() whose failure a line of the log reports;
+/// empty if the line reports none.
 std::string_view check_in(std::string_view line) {
   if (!line.starts_with("policies/") || line.find("error: static") == std::string_view::npos)
     return {};
@@ -365,7 +366,7 @@ std::string complaint(std::string log, const std::filesystem::path& folder,
         "integers and + - * / on doubles, which give the same bits on every machine and device",
         source.path, line, missing);
   std::string own, checks;
-  // Whether a line about kvlab's headers has appeared. It and all later lines are not about the
+  // Whether a line about kvlab's headers has appeared. From that line on, no line is about the
   // policy's text.
   bool ours = false;
   for (const std::string& text : split_list(plain, '\n')) {

@@ -27,9 +27,10 @@ bool is_taken(std::string_view name);
 /// Compiles several headers. Also throws if two policies have the same name.
 CompiledPolicies compile_policy_sources(std::span<const std::string> paths);
 
-/// The policy `name` of `compiled`. Throws std::invalid_argument, with a message that begins with
-/// `where`, unless it exists and its text has the hash `xxh3`. `path` is the path that the header
-/// had when the results were made; it appears only in the message.
+/// Returns the policy `name` of `compiled`. Throws std::invalid_argument, with a message that
+/// begins with `where`, if the policy does not exist or the hash of its text differs from `xxh3`.
+/// `path` is the path that the header had when the results were made; it appears only in the
+/// message.
 std::shared_ptr<const PolicyEntry> require_source(const CompiledPolicies& compiled,
                                                   const std::string& name, const std::string& path,
                                                   const std::string& xxh3,
@@ -43,18 +44,19 @@ struct DoesNotCompile : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-/// Selects messages from the compiler's log. If functions are called that a policy cannot use,
-/// these are named. Otherwise, returns the errors in the policy's text or, if there are none, the
-/// messages of check_policy(), with the line of the hook or with `line`, where the struct begins.
-/// Removes `folder`, in which the text was compiled, from paths.
+/// Selects messages from the compiler's log. If the policy calls functions that a policy cannot
+/// use, returns an error with their names. Otherwise returns the errors in the policy's text. If
+/// there are none, returns the messages of check_policy(), each with the line of the hook or, if no
+/// hook is known, with `line`, where the struct begins. If there are none of these either, returns
+/// the whole log. Removes the path of `folder`, in which the text was compiled, from the messages.
 std::string complaint(std::string log, const std::filesystem::path& folder,
                       const PolicySource& source, unsigned line);
 
 // The cache of compiled policies, which later runs reuse.
 
 /// A folder of shared objects. The key of an object covers everything from which it was built. If
-/// the folder is unusable, find() finds nothing and keep() does nothing. No error is reported,
-/// because the caller then compiles.
+/// the folder is unusable, find() finds nothing and keep() does nothing. This is not reported as an
+/// error, because the caller then compiles the policy.
 ///
 /// kvlab runs the code that it finds in this folder. So the folder is created with access for this
 /// user only, and is not used if the folder or its parent belongs to another user or is writable by

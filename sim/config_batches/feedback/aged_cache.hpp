@@ -12,12 +12,14 @@
 
 namespace kvlab {
 
-// The keys of a cache with cache positions, for those live tokens that are older than some evicted
-// token. Each key is rotated to its cache position. When an older token is evicted, that position
-// changes, and the key is rotated again from the unrotated one (HostCache does the same).
+// Cache positions change the logits of a token only if a token younger than it has been evicted,
+// because RoPE logits depend only on the distance between query and key. AgedKeys stores the keys
+// of these tokens: the live tokens that are older than some evicted token. Each key is rotated to
+// its cache position. When a token older than the key is evicted, the key's cache position changes,
+// so the unrotated key is rotated again (HostCache does the same).
 //
-// Tokens that are younger than every evicted token keep their original positions. Their logits come
-// from rows that all configurations share.
+// Tokens that are younger than every evicted token keep their distance to the query. Their logits
+// come from rows that all configurations share.
 
 /// cos and sin at the cache positions, in panels of 32 positions: [position / 32][half][32].
 class CachePositionTable {
@@ -58,7 +60,7 @@ class AgedKeys {
   void rotate(const CachePositionTable& positions_in_cache);
 
   const HeadView* view_;
-  // Number of keys, and how many of them are rotated to their positions.
+  // Number of keys. The oldest rotated_ of them are rotated to their current cache positions.
   std::size_t size_ = 0, rotated_ = 0;
   // [age / 32][dim][32]: the unrotated keys, and the keys rotated to cache positions.
   AlignedVector<float> panels_, rotated_panels_;

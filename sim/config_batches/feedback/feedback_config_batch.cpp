@@ -29,13 +29,13 @@ bool FeedbackConfigBatch::wants_row(std::uint32_t query) const {
   return observes_ || (measured_ && measured_->contains(query));
 }
 
-/// Computes the rows that only this batch needs (of unrounded logits, and of quantized tiers) for
-/// the next queries.
+/// Computes, for the next queries, the rows that only this batch needs: rows of unrounded logits,
+/// and rows of quantized tiers.
 void FeedbackConfigBatch::prepare(std::uint32_t first, std::uint32_t count) {
   bool wanted = observes_;
   for (std::uint32_t query = first; query < first + count; ++query) wanted |= wants_row(query);
   if (unrounded_ && wanted) {
-    std::uint32_t from = first;  // the first token that a run reads
+    std::uint32_t from = first;  // the first token whose exponential a run reads
     for (const auto& run : runs_) from = std::min(from, run->first_shared());
     unrounded_->compute(first, count, from);
   }
@@ -50,10 +50,10 @@ void FeedbackConfigBatch::step(std::size_t config, std::uint32_t query, GroupRow
 
 void FeedbackConfigBatch::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) {
   prepare(first, count);
-  // With cache positions, each configuration has rotated keys, which are larger than a row. So
-  // configurations are the outer loop, and the keys stay in the CPU cache for all queries.
-  // Otherwise queries are the outer loop, and a row stays in the CPU cache while all configurations
-  // read it.
+  // With cache positions, each configuration has its own rotated keys, which are larger than a row.
+  // So the outer loop goes over configurations, and the keys of one configuration stay in the CPU
+  // cache for all queries. Otherwise the outer loop goes over queries, and a row stays in the CPU
+  // cache while all configurations read it.
   if (positions_in_cache_) {
     for (std::size_t c = 0; c < runs_.size(); ++c)
       for (std::uint32_t query = first; query < first + count; ++query) step(c, query, rows);

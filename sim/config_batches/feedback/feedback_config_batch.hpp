@@ -12,13 +12,14 @@ namespace kvlab {
 
 class FeedbackConfigBatch final : public ConfigBatch {
  public:
-  /// `configs`: any policies, all at original positions or all at cache positions. Configurations
-  /// next to each other should keep similar sets of tokens, because their sums of values are
-  /// computed from each other. If `measured` is null, nothing is measured. `positions_in_cache`:
-  /// null at original positions. `unrounded`: the rows of unrounded logits that cache positions
-  /// need; the configuration batch computes them. It is null if the full cache's rows are not
-  /// rounded, because then those rows are used. `quantized`: the rows of quantized tiers, for
-  /// configurations with tier plans; may be null. `oracle`: for `oracle_attention`; may be null.
+  /// `configs`: any policies, all at original positions or all at cache positions. Neighbours in
+  /// `configs` should keep similar sets of tokens, because the sums of values of one configuration
+  /// are computed from those of the configuration before it. If `measured` is null, nothing is
+  /// measured. `positions_in_cache`: null at original positions. `unrounded`: rows of unrounded
+  /// logits, for cache positions; the configuration batch computes these rows itself. `unrounded`
+  /// is null if the logits of the full cache's rows are not rounded: then cache positions use the
+  /// full cache's rows. `quantized`: the rows of quantized tiers, for configurations with tier
+  /// plans; may be null. `oracle`: for `oracle_attention`; may be null.
   FeedbackConfigBatch(BatchedConfigs configs, LiveSet::Identity identity, const HeadView& view,
                       const MeasuredQueries* measured,
                       std::unique_ptr<CachePositionTable> positions_in_cache = nullptr,
@@ -32,12 +33,12 @@ class FeedbackConfigBatch final : public ConfigBatch {
   std::vector<HeadOutcome> outcomes() override;
   void watch(ConfigBatchWatcher watcher) override { watcher_ = std::move(watcher); }
 
-  /// Does what attend() does, for the configuration batches of all KV heads of a layer. It takes
-  /// one query after another through all heads, so that their caches may evict together. `rows` by
-  /// KV head.
+  /// Does what attend() does, for the configuration batches of all KV heads of a layer. Every head
+  /// processes a query before any head processes the next query, so that the caches of the heads
+  /// can evict together. `rows` has one element for each KV head.
   static void attend_together(std::span<const std::unique_ptr<FeedbackConfigBatch>> heads,
                               std::uint32_t first, std::uint32_t count, std::span<GroupRows> rows);
-  /// A configuration's cache: for share_ranks().
+  /// The cache of a configuration, which share_ranks() needs.
   AgedSet& aged_set(std::size_t config) { return runs_[config]->aged_set(); }
 
  private:

@@ -13,7 +13,7 @@
 namespace kvlab {
 namespace {
 
-/// The index in GatherScratch::kept of the exponential that `head` gives the i-th gathered token.
+/// The index in GatherScratch::kept of the exponential of query head `head` and gathered token `i`.
 std::size_t kept_index(std::size_t i, std::size_t head, std::size_t scratch_tokens) {
   return head / kHeadGroupSize * scratch_tokens * kHeadGroupSize + i * kHeadGroupSize +
          head % kHeadGroupSize;
@@ -67,8 +67,9 @@ bool FeedbackRun::observes(std::uint32_t query) const {
   return needs_requests(cache_.needs()) || cursor_.age_of(query) < cache_.tail();
 }
 
-/// Whether the observations of this query are the same in all caches that have evicted nothing yet,
-/// so that they can be shared.
+/// Whether this run can use the observations that are shared by all caches that have evicted
+/// nothing yet. This requires that its own cache has evicted nothing. If the policy needs masses,
+/// they also must be unweighted sums over the heads.
 bool FeedbackRun::has_whole_row(std::uint32_t query) const {
   return visible_ == query + 1 &&
          (!needs_mass(cache_.needs()) || (weight_of(query) == 1.0f && !by_largest()));
@@ -98,7 +99,8 @@ void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unroun
   cursor_.advance();
 }
 
-/// Adds the tokens that are older than a victim to old_keys_.
+/// Evicts to the budget. At cache positions, it then adds the keys of live tokens that are older
+/// than a victim to old_keys_.
 void FeedbackRun::evict_to_budget(std::uint32_t now) {
   const std::size_t before = old_keys_.size();
   const auto victims = cache_.evict_to_budget(now);
@@ -116,7 +118,8 @@ void FeedbackRun::evict_to_budget(std::uint32_t now) {
 void FeedbackRun::begin_observing() {
   seen_ = {.query = cursor_.current().first + cursor_.current().tokens - 1,
            .queries = cursor_.current().tokens};
-  if (seen_.queries == 1 && cache_.tail() > 0) return;  // the query sets the pointers of seen_
+  // For a single query, add_masses() and add_requests() set the pointers of seen_.
+  if (seen_.queries == 1 && cache_.tail() > 0) return;
   mass_.assign(needs_mass(cache_.needs()) ? cache_.size() : 0, 0);
   requests_.assign(needs_requests(cache_.needs()) ? cache_.size() : 0, 0);
   last_request_.assign(requests_.size(), 0);
@@ -138,8 +141,7 @@ void FeedbackRun::see_all(std::uint32_t query, GroupRows& rows) {
   measure_outputs(query, rows, nullptr);
 }
 
-/// Gathers the exponentials of the live tokens and computes their sums, from which recall is
-/// computed.
+/// Gathers the exponentials of the live tokens and sums them. Recall is computed from these sums.
 void FeedbackRun::gather_kept(std::uint32_t query, const GroupRows& rows,
                               GatherScratch& scratch) const {
   scratch.resize(visible_, rows.heads());
@@ -176,8 +178,8 @@ void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherScratch& 
   measure_outputs(query, rows, &scratch);
 }
 
-/// Writes the source of each token to scratch.source. Returns whether any token is quantized. If an
-/// append has several tokens, they are not quantized before it ends.
+/// Writes the source of each token to scratch.source. Returns whether any token is quantized.
+/// Tokens of an append of several tokens stay in 16 bit until the append has ended.
 bool FeedbackRun::find_quantized(GatherScratch& scratch) const {
   if (tiers_.empty()) return false;
   const auto tiers = cache_.tiers();
@@ -209,7 +211,8 @@ void FeedbackRun::see_quantized(std::uint32_t query, GroupRows& rows, GatherScra
   if (measure_.wants_quantization(query)) measure_quantization(query, rows, scratch);
 }
 
-/// Measures the difference of scratch.outputs from the outputs over the same tokens in 16 bit.
+/// Measures the error of quantization: the difference between scratch.outputs and the outputs that
+/// the same tokens give in 16 bit.
 void FeedbackRun::measure_quantization(std::uint32_t query, GroupRows& rows,
                                        GatherScratch& scratch) {
   const std::vector<float> quantized = scratch.outputs, sums = scratch.sum;
@@ -223,8 +226,10 @@ void FeedbackRun::measure_quantization(std::uint32_t query, GroupRows& rows,
   }
 }
 
-/// Replaces the gathered exponentials of quantized tokens by those of their tiers. All exponentials
-/// are converted to the largest shift of the rows. This multiplies them by an exact power of two.
+/// Replaces the gathered exponentials of quantized tokens by exponentials from the rows of their
+/// tiers. The rows of the tiers and of the full cache may have different shifts, so all
+/// exponentials are converted to the largest of these shifts. The conversion multiplies by a power
+/// of two, so it is exact.
 void FeedbackRun::take_quantized(std::uint32_t query, std::uint32_t head_group,
                                  const GroupRows& rows, GatherScratch& scratch) const {
   std::int32_t shift[kHeadGroupSize];
@@ -244,7 +249,7 @@ void FeedbackRun::take_quantized(std::uint32_t query, std::uint32_t head_group,
     const GroupRows& source = tier ? tier->rows : rows;
     scratch.sources.push_back({source.e(query, head_group), factors(source)});
   }
-  // The last source is the full cache's row, for tokens that are not quantized.
+  // The last source is the full cache's row, for tokens of the append in progress.
   scratch.sources.push_back({rows.e(query, head_group), factors(rows)});
 
   float* const kept = scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize;
@@ -270,8 +275,8 @@ void FeedbackRun::take_own_quantized(std::uint32_t query, std::uint32_t head, co
   take_own_row(head, scratch);
 }
 
-/// Adds the values of the tokens whose TierRow is `from`, times their exponentials, to out
-/// [heads][dim].
+/// Multiplies the values of the tokens whose TierRow is `from` by their exponentials, and adds the
+/// products to out [heads][dim].
 void FeedbackRun::add_values_of(const TierRow* from, GatherScratch& scratch, float* out) const {
   const std::size_t dim = view_.head_size,
                     head_groups = (view_.group + kHeadGroupSize - 1) / kHeadGroupSize;
@@ -305,9 +310,9 @@ void FeedbackRun::take_quantized_outputs(const GroupRows& rows, GatherScratch& s
   for (std::size_t d = 0; d < size; ++d) scratch.outputs[d] += quantized[d] / kQuantBlock;
 }
 
-/// Computes the outputs of the heads in scratch.lost from their gathered exponentials. The
-/// exponentials of these heads are relative to their own maximum, so the sums of values that
-/// configurations share have another scale.
+/// Computes the outputs of the heads that are marked in scratch.lost, from their gathered
+/// exponentials. The exponentials of such a head are relative to the maximum over the live tokens.
+/// The shared sums of values have another scale, so they cannot be used.
 void FeedbackRun::take_own_outputs(GatherScratch& scratch) const {
   for (std::uint32_t head = 0; head < view_.group; ++head) {
     if (!scratch.lost[head]) continue;
@@ -320,9 +325,9 @@ void FeedbackRun::take_own_outputs(GatherScratch& scratch) const {
   }
 }
 
-/// Measures a query's changes of log-likelihood and, if the query is sampled, its errors, from
-/// scratch.outputs and scratch.sum. If `scratch` is null, the outputs equal those of the full
-/// cache.
+/// Measures how the outputs change the query's log-likelihoods and, if the query is sampled, the
+/// errors of the outputs. The outputs are those in scratch.outputs and scratch.sum. If `scratch` is
+/// null, the outputs equal those of the full cache.
 void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, GatherScratch* scratch) {
   const std::size_t dim = view_.head_size;
   if (scratch && rows.gradient_samples() > 0) {
@@ -379,8 +384,9 @@ void FeedbackRun::take_whole(std::uint32_t query, const GroupRows& unrounded,
   scratch.sum.assign(unrounded.sums(query), unrounded.sums(query) + unrounded.heads());
 }
 
-/// Adds the values of the oldest tokens, weighted by this run's exponentials, and those of the
-/// youngest tokens, which are consecutive, weighted by the shared exponentials.
+/// Adds up the values of the live tokens. The values of the oldest tokens (those of old_keys_) are
+/// weighted by this run's exponentials. The values of the other tokens, which are consecutive, are
+/// weighted by the shared exponentials.
 void FeedbackRun::take_cache_position_outputs(std::uint32_t query, GroupRows& unrounded,
                                               GatherScratch& scratch) const {
   const std::size_t dim = view_.head_size, old = old_keys_.size();
@@ -395,9 +401,9 @@ void FeedbackRun::take_cache_position_outputs(std::uint32_t query, GroupRows& un
   take_own_outputs(scratch);
 }
 
-/// Sums the full cache's exponentials over the live set, for each head. The live tokens after those
-/// of old_keys_ are consecutive. A sum is limited to that of the whole row, which it could exceed
-/// by rounding.
+/// Sums the full cache's exponentials over the live set, for each head. The live tokens that are
+/// not in old_keys_ are consecutive, so their sum comes from sums_from(). Rounding could make the
+/// total exceed the sum of the whole row, so the total is limited to that sum.
 void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) const {
   const auto live = visible();
   const std::size_t old = old_keys_.size();
@@ -429,8 +435,9 @@ void FeedbackRun::rotate_queries(std::uint32_t query, std::uint32_t head_group,
   }
 }
 
-/// Gathers the exponentials of logits at cache positions. Those of tokens that are older than an
-/// evicted token are computed here; the others come from the row of the full cache.
+/// Gathers the exponentials of logits at cache positions. The exponentials of tokens that are older
+/// than an evicted token are computed here. Those of the other tokens come from the shared row of
+/// unrounded logits.
 void FeedbackRun::take_cache_positions(std::uint32_t query, GroupRows& unrounded,
                                        const CachePositionTable& positions_in_cache,
                                        GatherScratch& scratch) {
@@ -455,8 +462,8 @@ void FeedbackRun::take_cache_positions(std::uint32_t query, GroupRows& unrounded
   }
 }
 
-/// Computes one head's exponentials relative to its own maximum. scratch.products must hold the
-/// products with the old keys.
+/// Computes one head's exponentials relative to the maximum over the live tokens. scratch.products
+/// must hold the products with the old keys.
 void FeedbackRun::take_own_cache_positions(std::uint32_t query, std::uint32_t head,
                                            const GroupRows& unrounded, GatherScratch& scratch) {
   const std::size_t old = old_keys_.size(), stride = scratch.mass.size() + kPanelTokens;
@@ -466,8 +473,9 @@ void FeedbackRun::take_own_cache_positions(std::uint32_t query, std::uint32_t he
   take_own_row(head, scratch);
 }
 
-/// Computes the row of a head again, relative to its own maximum, because its shared exponentials
-/// have lost precision.
+/// Computes one head's exponentials again, relative to the maximum over the live tokens. This is
+/// needed if the shared exponentials, which are relative to the maximum of the whole row, have lost
+/// precision.
 void FeedbackRun::take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows,
                                    GatherScratch& scratch) {
   rows.logits(query, head, visible(), scratch.row.data());

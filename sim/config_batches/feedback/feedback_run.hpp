@@ -19,8 +19,8 @@
 namespace kvlab {
 
 /// A KV head's tokens as one tier stores them, and the attention rows over them. What a tier stores
-/// for a token depends only on its key and value and on the formats of the tiers through which it
-/// was demoted, so all configurations with the same demotion path share a TierRow.
+/// for a token depends only on the token's key and value, and on the formats of the tiers through
+/// which the token was demoted. So all configurations with the same demotion path share a TierRow.
 struct TierRow {
   GroupRows rows;             ///< rows of quantized keys
   std::vector<float> values;  ///< [token, dim], after the Hadamard rotation
@@ -28,13 +28,13 @@ struct TierRow {
 
 class TierRows {
  public:
-  /// `view`'s data and `rope` must outlive this. Throws std::invalid_argument if a head is not a
-  /// whole number of blocks of channels.
+  /// The data of `view`, and `rope`, must outlive this. Throws std::invalid_argument if the head
+  /// size is not a multiple of the block size of quantized formats.
   TierRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
   /// The TierRow of each tier of a tier plan; null for a tier that is not quantized.
   std::vector<TierRow*> rows(std::span<const TierSlots> tier_plan);
-  /// Computes the rows of queries [first, first + count), for all tiers that of() has returned so
+  /// Computes the rows of queries [first, first + count), for all tiers that rows() has returned so
   /// far.
   void compute(std::uint32_t first, std::uint32_t count);
 
@@ -53,10 +53,13 @@ struct GatherScratch {
   AlignedVector<float> kept;             // [head group][age][4]: exponentials of the live tokens
   AlignedVector<std::uint64_t> mass;     // [age]: mass that the query gives each token
   std::vector<std::uint32_t> requested;  // [age]: whether a head requests the token
-  // [heads]: the sum and the largest of the exponentials in `kept`, the smallest exponential that
-  // is requested, and the full cache's sum over the live tokens (add_shared()).
+  // [heads]: the sum and the largest of the exponentials in `kept`, the smallest exponential with
+  // which a token counts as requested, and the sum of the full cache's exponentials over the live
+  // tokens (add_shared()).
   std::vector<float> sum, max_exponential, request_threshold, shared;
-  std::vector<bool> lost;  // [heads]: computed again from its own maximum
+  // [heads]: whether the exponentials of the head were computed again, relative to the maximum over
+  // the live tokens
+  std::vector<bool> lost;
   std::vector<float> row;  // [age]: logits or exponentials of one head
   // At cache positions: products of queries and old keys, [4][age], and the rotated queries,
   // [4][dim].
@@ -65,12 +68,13 @@ struct GatherScratch {
   std::vector<std::uint8_t> source;   // [age]: the token's index in `sources`
   std::vector<std::uint32_t> picked;  // positions of the tokens of one source
   AlignedVector<float> weights;       // [picked][4]: their exponentials
-  /// Where a token's exponential is read from: one source for each tier, then one for the tokens of
-  /// the append in progress, which are not quantized yet. A source is a row of exponentials, and
-  /// for each head the factor that converts them to the common shift.
+  /// Where the exponentials of tokens are read from. There is one source for each tier. The last
+  /// source is for the tokens of the append in progress, which are not quantized yet. A source is a
+  /// row of exponentials and, for each head, the factor that converts them to the common shift.
   std::vector<std::pair<const float*, std::array<float, kHeadGroupSize>>> sources;
   std::vector<float> outputs;  // [heads][dim]: sums of values times exponentials
-  std::vector<float> factors;  // [group]: factors from `outputs` to attention outputs
+  // [group]: `outputs` times these factors are the attention outputs
+  std::vector<float> factors;
   OutputChain chain;
 
   void resize(std::size_t tokens, std::uint32_t heads);
@@ -98,8 +102,8 @@ class FeedbackRun {
   /// The live tokens that the last query could attend to.
   std::span<const std::uint32_t> visible() const { return cache_.positions().first(visible_); }
 
-  /// The first token whose exponentials at cache positions are shared. Each earlier token is either
-  /// not live, or this run computes its exponentials.
+  /// The first token whose exponentials at cache positions are shared. An earlier token is not
+  /// live, or this run computes its exponentials.
   std::uint32_t first_shared() const {
     return old_keys_.size() < cache_.size() ? cache_.positions()[old_keys_.size()] : 0;
   }
@@ -162,17 +166,19 @@ class FeedbackRun {
   float weight_of(std::uint32_t query) const { return cache_.weight(cursor_.age_of(query)); }
 
   AgedCache cache_;
-  std::vector<TierRow*> tiers_;  // by tier; null: exact; empty: all tiers are exact
+  std::vector<TierRow*> tiers_;  // [tier]; null: not quantized; empty: no tier is quantized
   TokenFeatures features_;
   bool cache_positions_;
-  // Of the live tokens that are older than an evicted one. The other live tokens are consecutive.
+  // The keys of the live tokens that are older than an evicted token. The other live tokens are
+  // consecutive.
   AgedKeys old_keys_;
   AppendCursor cursor_;
   const HeadView& view_;
   RowMeasure measure_;
   std::uint32_t visible_ = 0;
-  Seen seen_;                        // observations of the append in progress
-  std::vector<std::uint64_t> mass_;  // [age], over an append of several queries
+  Seen seen_;  // observations of the append in progress
+  // [age], for an append of several queries: masses summed over its queries
+  std::vector<std::uint64_t> mass_;
   std::vector<std::uint32_t> requests_, last_request_;
 };
 

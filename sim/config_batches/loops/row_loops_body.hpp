@@ -1,5 +1,5 @@
 // The row loops of one instruction set. Each instruction set has a source file that includes this
-// header, under the rules of traces/base/numeric/vectors.hpp.
+// header and follows the rules of traces/base/numeric/vectors.hpp.
 #pragma once
 
 #include "sim/config_batches/loops/rows/cache_positions.hpp"

@@ -40,7 +40,7 @@ void rotate_panel(const float* panel, const float* cos, const float* sin, std::s
     std::memcpy(rotated + d * kPanelTokens, panel + d * kPanelTokens, kPanelTokens * sizeof(float));
 }
 
-/// Multiplies R queries by P panels of C registers each.
+/// Multiplies R queries by the keys of P panels. One dimension of a panel takes C registers.
 template <int R, int P, int C>
 inline __attribute__((always_inline)) void products_of(const float* keys, std::size_t dim,
                                                        const float* const* queries,
@@ -51,7 +51,7 @@ inline __attribute__((always_inline)) void products_of(const float* keys, std::s
     for (int c = 0; c < P * C; ++c)
       column[c] = load(keys + ((c / C) * dim + d) * kPanelTokens + (c % C) * kWidth);
     for (int r = 0; r < R; ++r) {
-      // Subtracts 0, because adding 0 would change -0 to 0.
+      // Subtracting zero copies the scalar to all elements. Adding zero would change -0 to 0.
       const Floats factor = queries[r][d] - Floats{};
       for (int c = 0; c < P * C; ++c) sum[r][c] = multiply_add(factor, column[c], sum[r][c]);
     }

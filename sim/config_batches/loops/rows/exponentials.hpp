@@ -138,8 +138,9 @@ void finish(const HeadGroupRow& row, float* sum, float* max_exponential) {
   HeadGroupSums(row.lanes, row.largest).finish(sum, max_exponential);
 }
 
-/// Maximum shift that join() accepts beyond that of the shared row. A row that needs a larger one
-/// has exponentials above 2^60 on the shared scale, so join() sets its sum to 0.
+/// The shift that the logits of `old` need may exceed the shift of the shared row by at most this
+/// number. Otherwise these logits give exponentials above 2^60 on the shared scale, and join() sets
+/// the sum to 0.
 constexpr std::int32_t kMaxAbove = 60;
 
 void join(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,

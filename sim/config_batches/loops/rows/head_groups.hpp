@@ -46,10 +46,10 @@ inline Floats broadcast_four(const float* four) {
   return v;
 }
 
-/// Selects elements of a and b by the indices I. Those of b are numbered after those of a.
+/// Selects elements of a and b by the indices I. The elements of b are numbered after those of a.
 template <int... I, class V>
 inline V shuffle(V a, V b) {
-#if !defined(__clang__) && __GNUC__ < 12  // has no __builtin_shufflevector
+#if !defined(__clang__) && __GNUC__ < 12  // GCC before 12 has no __builtin_shufflevector
   return __builtin_shuffle(a, b, decltype(a < b){I...});
 #else
   return __builtin_shufflevector(a, b, I...);
@@ -131,8 +131,8 @@ inline Four load_four(const float* from) {
   return v;
 }
 
-/// Reduces registers [token][4] over their tokens. Joins the first half of the registers with the
-/// second half, and repeats this until one value per head is left.
+/// Reduces registers [token][4] over their tokens. Combines the first half of the registers with
+/// the second half by `join`, and repeats this until one value per head is left.
 template <class Join>
 inline __attribute__((always_inline)) Four by_halves(Floats* parts, int count, Join join) {
   for (int width = count / 2; width > 0; width /= 2)
@@ -144,7 +144,7 @@ inline __attribute__((always_inline)) Four by_halves(Floats* parts, int count, J
   return head_groups[0];
 }
 
-/// Adds up a block's registers: a sum for each head.
+/// Adds up the registers of a block and stores one sum for each head.
 inline void store_sums(const Floats* lanes, float* sum) {
   Floats parts[kBlockParts];
   std::memcpy(parts, lanes, sizeof parts);

@@ -7,11 +7,11 @@
 namespace kvlab {
 namespace {
 
-/// Divides a head group's exponentials by one sum for each head, correctly rounded. With fused
-/// multiply-adds no element needs a division: the reciprocal, stored as a high and a low part,
-/// gives a first quotient with an error below one unit in the last place, and one exact remainder
-/// corrects it (Markstein 1990, theorem 8.2). Sums are scaled by 2^-32, so the quotients are
-/// probabilities times 2^32.
+/// Divides a head group's exponentials by one sum for each head. The results are correctly rounded.
+/// With fused multiply-adds, no element needs a division: the reciprocal of the sum, stored as a
+/// high and a low part, gives a first quotient with an error below one unit in the last place. One
+/// exact remainder corrects this quotient (Markstein 1990, theorem 8.2). Sums are scaled by 2^-32,
+/// so the quotients are probabilities times 2^32.
 struct Divisor {
   Floats sum, high, low;
 
@@ -69,7 +69,7 @@ bool HeadGroupSums::any_at_least(float bound) const {
   return kvlab::any_at_least(all, bound);
 }
 
-/// The sums over the heads of four registers [token][4], by token.
+/// Returns, for each token of four registers [token][4], the sum over its four heads.
 template <class V>
 inline V over_heads(const V* r) {
   const V ab = unpack<false>(r[0], r[1]) + unpack<true>(r[0], r[1]);
@@ -95,7 +95,7 @@ inline __attribute__((always_inline)) void add_counts(Words counts, bool first,
 #endif
 }
 
-constexpr float kMaxCounted = 0x1p30f;  // the sum of four values below this fits into 32 bits
+constexpr float kMaxCounted = 0x1p30f;  // four values below this have a sum that fits into 32 bits
 
 /// Adds the values that are too large for 32-bit counts directly to the masses, and sets them to 0
 /// in the registers [token][4]. Floats of this size are whole numbers, so they need no rounding.

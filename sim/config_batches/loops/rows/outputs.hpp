@@ -19,7 +19,8 @@ void list_weights(const float* e, const std::uint32_t* tokens, std::size_t count
   std::memcpy(size, &all, sizeof all);
 }
 
-/// Adds the values of tokens [begin, end) to P registers of each of H heads' sums.
+/// Adds the weighted values of tokens [begin, end) to the sums of H heads. Handles P registers of
+/// each sum.
 template <int H, int P>
 inline void accumulate_columns(const float* weights, const std::uint32_t* tokens, std::size_t begin,
                                std::size_t end, const float* v, std::size_t stride,
@@ -35,7 +36,7 @@ inline void accumulate_columns(const float* weights, const std::uint32_t* tokens
     for (int p = 0; p < P; ++p) column[p] = load(row + p * kWidth);
 #pragma GCC unroll 4
     for (int h = 0; h < H; ++h) {
-      // Subtracts 0, because adding 0 would change -0 to 0.
+      // Subtracting zero copies the scalar to all elements. Adding zero would change -0 to 0.
       const Floats factor = weights[i * kHeadGroupSize + static_cast<std::size_t>(h)] - Floats{};
       for (int p = 0; p < P; ++p) sum[h][p] = multiply_add(factor, column[p], sum[h][p]);
     }
@@ -46,8 +47,8 @@ inline void accumulate_columns(const float* weights, const std::uint32_t* tokens
     for (int p = 0; p < P; ++p) store(y + h * depth + p * kWidth, sum[h][p]);
 }
 
-/// Accumulates the values of tokens [begin, end). They are few, so their values stay in the CPU
-/// cache for all columns.
+/// Adds the weighted values of tokens [begin, end). The range is short, so its values stay in the
+/// CPU cache for all columns.
 template <int H>
 void accumulate_some(const float* weights, const std::uint32_t* tokens, std::size_t begin,
                      std::size_t end, const float* v, std::size_t stride, std::size_t depth,
