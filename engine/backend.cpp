@@ -91,7 +91,7 @@ class CpuBatches final : public BatchBackend {
   unsigned threads_;
 };
 
-/// A decoder with its observer.
+/// A decoder that contains the observer that writes its trace.
 class CapturedDecoder final : public Decoder {
  public:
   CapturedDecoder(const Model& model, const ResolvedConfig& cache, unsigned threads,

@@ -37,7 +37,8 @@ class SequenceDecoder {
   /// std::invalid_argument if nothing was fed before.
   virtual void extend(Sampler& sampler, std::uint32_t count,
                       const std::function<bool(std::int32_t id)>& on_id) = 0;
-  /// Waits until the observer has received everything. Throws the errors that occurred there.
+  /// Waits until the observer has received everything. Rethrows errors that the observer has
+  /// thrown.
   virtual void flush() {}
 
   virtual std::uint32_t tokens() const = 0;  ///< fed so far

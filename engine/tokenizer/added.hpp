@@ -33,7 +33,7 @@ struct Segment {
   std::optional<std::int32_t> id;
 };
 
-/// Finds added tokens from left to right, the longest match first.
+/// Finds added tokens from left to right. At each position the longest match counts.
 class AddedTokenMatcher {
  public:
   /// Adds a token. `spelling`: how it is written in the text. If several tokens have the same
