@@ -57,8 +57,8 @@ struct DraftStats {
   TreeShape shape;              ///< shape of the last tree
 
   double tokens_per_verification() const;
-  /// Considers the nodes with children on accepted paths: the share of them of which a child was
-  /// accepted. For chains, this is the share of tested draft tokens that were accepted.
+  /// Among the nodes on accepted paths that have children: the share with an accepted child. For
+  /// chains, this is the share of tested draft tokens that were accepted.
   double acceptance() const;
   /// The time of a step without drafts, divided by the time per token with drafts. 0: not measured.
   double speedup() const;

@@ -227,9 +227,9 @@ double kl_over_winner(const Tuning& tuning, std::size_t config, std::size_t winn
          mean_over(std::span(first).first(own.size()), &TuneScore::kl);
 }
 
-/// The finalists: first `winner`, the choice by KL, then the others by ascending KL. They are the
-/// next ones up to the limit, and the best configuration of every other policy, so that each
-/// policy's task accuracy is known.
+/// The finalists: first `winner`, the choice by KL, then the others by ascending KL. The others are
+/// the best configuration of every other policy, so that each policy's task accuracy is known, and
+/// up to kMaxFinalists more with the lowest KL.
 std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& request,
                                       std::size_t winner) {
   std::vector<std::size_t> evaluated;
