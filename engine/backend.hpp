@@ -77,7 +77,7 @@ std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path& director
 
 // The CPU backend of a model that is already loaded.
 
-/// Makes the backend, which shares the model's weights.
+/// Makes a CPU backend that shares the weights of `model`.
 std::unique_ptr<Backend> cpu_backend(const Model& model, unsigned threads);
 
 }  // namespace kvlab

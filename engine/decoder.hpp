@@ -85,8 +85,9 @@ class Decoder : public SequenceDecoder {
   void extend(Sampler& sampler, std::uint32_t count,
               const std::function<bool(std::int32_t id)>& on_id) override;
 
-  /// Feeds several decoders of one model that have no observers, and reads the weights once for all
-  /// of them. The results are equal, bit for bit, to those of feed() for each decoder.
+  /// Feeds several decoders of the same model together, and reads the weights only once. The
+  /// decoders must have no observers. The results are equal, bit for bit, to those of feed() for
+  /// each decoder.
   ///
   /// step() feeds each decoder one decoded token, `ids` [decoder]. prompt() feeds the same prompt
   /// to all of them. Decoders that are still empty and append the prompt as a whole share one

@@ -50,7 +50,7 @@ NextToken next_token(std::vector<double> p, std::vector<double> q,
 
 struct Verified {
   std::vector<std::uint32_t> path;  ///< node 0, and then the accepted nodes
-  std::int32_t next;                ///< the token that follows the last of them
+  std::int32_t next;                ///< the token that follows the last node of `path`
 };
 /// Follows the tree from node 0 as long as children are accepted. `p` returns the target's
 /// probabilities of the token that follows a node.

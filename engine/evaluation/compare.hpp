@@ -18,7 +18,7 @@ struct ComparedRow {
       difference;  ///< last minus first of the runs that have the configuration
 };
 
-/// "0.010 (-0.002, 0.022), not significant".
+/// The difference as text, such as "0.010 (-0.002, 0.022), not significant".
 std::string compared_text(const std::optional<Difference>& difference);
 
 /// A comparison of several runs. Results of different models are not averaged.

@@ -91,8 +91,7 @@ std::string cache_positions_advice(const ModelConfig& config);
 void refuse_beyond_context(const ModelConfig& config, std::uint32_t positions,
                            const std::string& advice = "");
 
-/// A warning before decoding over this many positions; empty if they are within the trained
-/// context.
+/// A warning for decoding over `positions` positions; empty if they are within the trained context.
 std::string context_warning(const ModelConfig& config, std::uint32_t positions,
                             const std::string& advice = "");
 

@@ -40,7 +40,7 @@ struct SequenceOptions {
   std::uint32_t sequence = 0;
   unsigned threads = 1;
   /// If true, the first configuration is `full`, the baseline of kl and same_first. If false, each
-  /// configuration is its own baseline, and these scores have no meaning.
+  /// configuration is its own baseline, and kl and same_first have no meaning.
   bool compares_to_first = true;
   std::function<void(double)> progress;  ///< called with the fraction done, 0 to 1; may be empty
 };

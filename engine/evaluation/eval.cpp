@@ -78,8 +78,8 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
       const std::size_t end = std::min(length, start + step);
       ids.insert(ids.end(), text.begin() + static_cast<std::ptrdiff_t>(start),
                  text.begin() + static_cast<std::ptrdiff_t>(end));
-      // A remainder shorter than half a window would evict hardly anything, and a remainder that
-      // consists of prompt would not be scored. So both are left out.
+      // A remainder shorter than half a window would evict hardly any tokens, and a remainder that
+      // is only a prompt would have no scored tokens. Both are left out.
       const bool long_enough =
           ids.size() * 2 >= window &&
           (options.queries == Queries::all || ids.size() > std::size_t{options.prompt_tokens} + 1);

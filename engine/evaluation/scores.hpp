@@ -23,7 +23,7 @@ struct ScoreSet {
   std::vector<SequenceGroup> groups;
   std::vector<MetricInfo> metrics;
   std::string headline;   ///< the metric by which policies are ranked
-  std::string sequences;  ///< what it was measured on, for people to read
+  std::string sequences;  ///< what the metrics were measured on, for people to read
   std::string note;       ///< for example "offline replay"
   /// eval.json or task.json and its path; null for a replay.
   std::shared_ptr<const nlohmann::json> file = {};

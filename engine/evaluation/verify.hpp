@@ -56,8 +56,8 @@ struct VerifyReport {
   // Check (b): are the observations right, compared with float64 over the same live tokens?
   std::uint64_t observations = 0;
   double worst_mass = 0;             ///< largest error of a mass per query and query head
-  std::uint64_t wrong_requests = 0;  ///< tokens with a number of requests that float64 does not
-                                     ///< allow
+  std::uint64_t wrong_requests = 0;  ///< tokens whose number of requests is impossible by the
+                                     ///< float64 probabilities
   /// The tolerance of worst_mass: the error of float32 sums or, if q and k are rounded, twice the
   /// worst error of a plain attention in that dtype on the same rows.
   double tolerance = 1e-5;

@@ -83,8 +83,8 @@ struct Evaluation {
   const char* deciding_name() const {
     return draft ? "acceptance" : compares_to_full ? "KL" : "−ln p";
   }
-  /// The budgets of configurations that evict, ordered by tokens. Of several budgets with the same
-  /// number of tokens, only the first.
+  /// The budgets of configurations that evict, ordered by tokens. If several budgets have the same
+  /// number of tokens, contains only the first of them.
   std::vector<std::string> budgets() const;
   /// A comparison of the configurations that evict at a budget.
   struct Judgement {

@@ -53,7 +53,8 @@ class DecodeCost {
   double full_sequence_bytes(std::uint32_t context) const;
   /// Device memory of one sequence with a buffer of `buffer` tokens, the index included.
   double refetch_sequence_bytes(const RefetchSetup& setup, std::uint32_t buffer) const;
-  /// The largest batch whose sequences of `sequence_bytes` fit beside the weights; 0: none fits.
+  /// The largest batch of sequences of `sequence_bytes` that fits into device memory with the
+  /// weights; 0: not even one sequence fits.
   std::uint32_t largest_batch(double device_bytes, double sequence_bytes) const;
 
   /// The time of a step with the full cache.

@@ -24,7 +24,7 @@ enum class Judgement { open, right, wrong };
 /// change the result. `ended`: no more text follows.
 Judgement judge(std::string_view said, std::span<const std::string> expected, bool ended);
 
-/// The share of the expected strings that `said` contains, ignoring upper and lower case. This is
+/// The share of the expected strings that `said` contains, ignoring case. This is
 /// RULER's string_match_all for one sample.
 double found_share(std::string_view said, std::span<const std::string> expected);
 

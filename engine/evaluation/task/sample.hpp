@@ -75,7 +75,7 @@ struct TaskPoint {
 /// How an answer is compared with the expected values.
 ///
 ///     numbers: the first numbers in the answer must be the expected ones
-///     strings: the answer must contain the expected strings, in upper or lower case
+///     strings: the answer must contain the expected strings, ignoring case
 enum class Matching { numbers, strings };
 
 /// One question. A prompt consists of the context, the question, and the beginning of the answer,

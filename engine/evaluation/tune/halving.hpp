@@ -55,7 +55,7 @@ struct Halving {
   std::uint64_t exhaustive = 0;  ///< configuration-tokens of the whole sweep over all texts
   bool limited = false;  ///< whether configurations were left out to stay within the work limit
   std::vector<std::size_t> last;  ///< configurations of the last round
-  PairedScores kl{0};             ///< their scores, in that order, over all text that was run
+  PairedScores kl{0};             ///< scores of `last`, in its order, over all text that was run
 };
 
 struct HalvingInput {
@@ -71,8 +71,8 @@ struct HalvingInput {
 using HalvingRunner = std::function<std::vector<std::vector<double>>(
     std::size_t text, std::span<const std::size_t> configurations)>;
 
-/// The texts of each round. The first and the second round each have a quarter of the texts, and
-/// the third has the rest.
+/// The texts of each round. The first and the second round each have a quarter of the texts (at
+/// least one), and the third has the rest.
 std::vector<std::vector<std::size_t>> halving_texts(std::size_t texts);
 
 /// The work in configuration-tokens for `text` and all later texts. Assumes that `configurations`

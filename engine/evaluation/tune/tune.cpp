@@ -219,8 +219,8 @@ double mean_over(std::span<const TuneScore> scores, Value value) {
   return sum / static_cast<double>(scores.size());
 }
 
-/// KL of a configuration divided by the winner's KL, over the texts that both ran. A configuration
-/// that was eliminated ran only the first of the winner's texts.
+/// KL of a configuration divided by the winner's KL, over the texts that both ran. The winner ran
+/// all texts of a configuration that was eliminated, and further texts after these.
 double kl_over_winner(const Tuning& tuning, std::size_t config, std::size_t winner) {
   const std::vector<TuneScore>&own = tuning.scores[config], &first = tuning.scores[winner];
   return mean_over(own, &TuneScore::kl) /

@@ -16,8 +16,8 @@ namespace kvlab {
 
 class ForcedDecoder {
  public:
-  /// `model` must outlive it. `rounding`: the dtype to which inputs of matrix products, queries,
-  /// keys, values and attention are rounded, as in a plain engine of that dtype.
+  /// `model` must outlive this object. `rounding`: the dtype to which inputs of matrix products,
+  /// queries, keys, values and attention are rounded, as in a plain engine of that dtype.
   ForcedDecoder(const Model& model, const ResolvedConfig& cache, std::optional<Dtype> rounding,
                 unsigned threads);
 
