@@ -91,7 +91,7 @@ class CpuBatches final : public BatchBackend {
   unsigned threads_;
 };
 
-/// A decoder with its observer.
+/// A decoder that owns its observer, which writes the trace.
 class CapturedDecoder final : public Decoder {
  public:
   CapturedDecoder(const Model& model, const ResolvedConfig& cache, unsigned threads,

@@ -32,15 +32,17 @@ class Backend {
   /// throughout.
   virtual std::optional<Dtype> rounding() const = 0;
   /// Makes a decoder for a sequence of at most `tokens` tokens. Throws std::invalid_argument if
-  /// this device does not support the cache, and std::runtime_error if its memory is too small.
+  /// this device does not support the cache, and std::runtime_error if the device has too little
+  /// memory.
   virtual std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache,
                                                    std::uint32_t tokens) = 0;
-  /// Makes a decoder that drafts with the cache `drafter` and verifies with the full cache. Throws
-  /// std::invalid_argument if this device cannot do so (the default), or does not support the
-  /// cache.
+  /// Makes a decoder that drafts tokens with the cache `drafter` and verifies them with the full
+  /// cache. Throws std::invalid_argument if this device cannot draft or does not support the cache.
+  /// The default implementation always throws.
   virtual std::unique_ptr<DraftingDecoder> drafting_decoder(const ResolvedConfig& drafter,
                                                             DraftOptions options);
-  /// A slow decoder that reports everything it does to `observer`, which must outlive it.
+  /// Makes a slow decoder that reports everything it does to `observer`, which must outlive the
+  /// decoder.
   virtual std::unique_ptr<SequenceDecoder> watched_decoder(const ResolvedConfig& cache,
                                                            std::uint32_t tokens,
                                                            DecoderObserver& observer) = 0;
@@ -52,9 +54,9 @@ class Backend {
 
   /// Makes the header of a trace of this model. `options` records how the model is run.
   virtual TraceHeader trace_header(nlohmann::json options) const = 0;
-  /// Makes a decoder with the full cache that writes a trace. `writer` must outlive it, and has
-  /// received all data after flush(). `progress` is called with the number of tokens written so
-  /// far, possibly from another thread.
+  /// Makes a decoder with the full cache that writes a trace. `writer` must outlive the decoder,
+  /// and has received all data when the decoder's flush() returns. `progress` is called with the
+  /// number of tokens written so far, possibly from another thread.
   virtual std::unique_ptr<SequenceDecoder> capturing_decoder(
       const ResolvedConfig& cache, std::uint32_t tokens, TraceWriter& writer,
       std::function<void(std::uint32_t)> progress) = 0;
@@ -67,7 +69,7 @@ std::unique_ptr<Backend> load_backend(Device device, const std::filesystem::path
 /// Whether this build contains the CUDA backend, and whether this machine has a device for it.
 bool cuda_in_build();
 bool has_cuda_device();
-/// Describes this build's CUDA code, the driver and each GPU. All of these may be missing.
+/// Describes this build's CUDA code, the driver and each GPU, and says which of these are missing.
 std::string cuda_description();
 /// Same as load_backend(Device::cuda, …). Throws std::invalid_argument in a build without CUDA, and
 /// std::runtime_error if there is no device.
@@ -75,7 +77,7 @@ std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path& director
 
 // The CPU backend of a model that is already loaded.
 
-/// Makes the backend, which shares the model's weights.
+/// Makes a CPU backend that shares the weights of `model`.
 std::unique_ptr<Backend> cpu_backend(const Model& model, unsigned threads);
 
 }  // namespace kvlab

@@ -13,7 +13,7 @@
 
 namespace kvlab {
 
-/// A backend's memory for rows of logits, where it computes and scores them.
+/// Memory in which a backend computes rows of logits and scores them.
 class LogitMemory {
  public:
   virtual ~LogitMemory() = default;
@@ -25,9 +25,9 @@ class BatchDecoder {
  public:
   virtual ~BatchDecoder() = default;
 
-  /// Appends the same prompt of at least one token to `count` sequences from `first` on. `logits`:
-  /// where to write the logits of the last token [sequence, vocab], in the backend's LogitMemory;
-  /// may be null. Throws std::out_of_range for an id outside the vocabulary.
+  /// Appends the same prompt of at least one token to `count` sequences, beginning with sequence
+  /// `first`. `logits`: where to write the logits of the last token [sequence, vocab], in the
+  /// backend's LogitMemory; may be null. Throws std::out_of_range for an id outside the vocabulary.
   virtual void prompt(int first, int count, std::span<const std::int32_t> ids, float* logits) = 0;
   /// Feeds decoded tokens `ids` [step, row] to the first `rows` sequences. `logits`: where to write
   /// the logits of every step and row [step, row, vocab], in the backend's LogitMemory; may be

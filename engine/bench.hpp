@@ -1,6 +1,6 @@
 // Benchmarks of the CUDA decoder. The same run also measures limits of the GPU, with which the
-// results are compared. Metrics are times by the device's clock, bytes that have to be moved,
-// rates, and shares of a limit. Their names contain the units.
+// results are compared. Metrics are times (by the device's clock), bytes that have to be moved,
+// rates, and rates as a share of a limit. The names of metrics contain the units.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,8 @@ struct DecodeBenchOptions {
   int batch = 1;
   std::uint32_t context = 1024;  ///< tokens of each sequence at the start
   std::uint32_t steps = 64;
-  /// If not empty, also times sampling of one sequence, with and without capture to this new trace.
+  /// Path of a new trace. If not empty, the benchmark also times sampling of one sequence, once
+  /// without capture and once with capture to this trace.
   std::filesystem::path capture;
 };
 /// All benchmarks throw std::runtime_error and std::invalid_argument as load_cuda_backend() does.
@@ -41,9 +42,9 @@ struct PrefillBenchOptions {
 };
 nlohmann::ordered_json bench_prefill(const PrefillBenchOptions& options);
 
-/// Times a stream of tokens through a cache of fixed size, and compares it with a sliding window
-/// that is recomputed for every token (a prompt of `budget` tokens). StreamingLLM (Xiao et al.
-/// 2023, section 4.5) uses this baseline.
+/// Times a stream of tokens through a cache of fixed size. The baseline is a sliding window that is
+/// recomputed for every token, as a prompt of `budget` tokens. StreamingLLM (Xiao et al. 2023,
+/// section 4.5) uses the same baseline.
 struct StreamBenchOptions {
   BenchModel model;
   CacheConfig cache;  ///< its budget is ignored
@@ -71,23 +72,23 @@ struct AttentionBenchOptions {
   std::vector<std::uint32_t> batches = {1, 4, 16};  ///< sequences
   std::uint32_t slots = 4096;  ///< live tokens of each sequence, and its budget
 };
-/// Each time is the mean of consecutive launches over the caches of many layers, as in a captured
-/// step, so that no launch finds its keys in the L2 cache. The result is the median of several such
-/// series of launches. Observation runs on a parallel branch and ends within the series. In
-/// addition, attention alone is timed with keys and values in blocks of slots, as the C library
-/// accepts them, and without blocks.
+/// Each time is per layer, measured over consecutive launches for the caches of many layers. No
+/// launch finds its keys in the L2 cache, as in a captured decode step. The result is the median
+/// over several such series of launches. Observation runs on a parallel branch of the captured
+/// graph, and a series ends when its observation has ended. In addition, attention alone is timed
+/// with keys and values in blocks of slots, as the C library accepts them, and without blocks.
 nlohmann::ordered_json bench_attention(const AttentionBenchOptions& options);
 
-/// A decode step that fetches keys and values from host memory: each layer fetches scattered rows
-/// by a list, and then reads device memory.
+/// A decode step that fetches keys and values from host memory. Each layer fetches scattered rows,
+/// whose indices are in a list, and then reads device memory.
 struct LinkStep {
   std::uint32_t layers = 1;
   std::uint32_t rows = 0;        ///< rows that a layer fetches
   std::uint32_t row_bytes = 0;   ///< bytes of a row, which is a key and a value
   std::uint64_t read_bytes = 0;  ///< bytes of device memory that a layer reads
 };
-/// Times the link between the host's pinned memory and the device: contiguous copies, rows that a
-/// kernel fetches by a list, batches of copies of such rows, and `steps`.
+/// Times the link between the host's pinned memory and the device: contiguous copies, kernels that
+/// fetch the rows of a list, the same rows as batches of copies, and `steps`.
 struct LinkBenchOptions {
   std::uint64_t pool_bytes = std::uint64_t{4} << 30;  ///< host memory over which rows are scattered
   std::vector<LinkStep> steps;

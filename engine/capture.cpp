@@ -61,7 +61,8 @@ void Capture::end_append() {
 
 namespace {
 
-/// Adds the outer product of a column of W_o^T [inputs] and a row of R [64] to sketch [inputs, 64].
+/// Adds the outer product of a row of W_o (`weights` [inputs]) and that row's 64 random numbers `r`
+/// to sketch [inputs, 64].
 void add_row(std::span<const float> weights, const float* r, float* sketch) {
   for (std::size_t input = 0; input < weights.size(); ++input)
     for (std::size_t c = 0; c < kSketchColumns; ++c)

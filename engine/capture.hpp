@@ -1,4 +1,4 @@
-// Capture: writes to a trace what a decoder computes, while it computes it.
+// Capture: writes what a decoder computes to a trace, during decoding.
 #pragma once
 
 #include <cstddef>
@@ -43,24 +43,24 @@ class Capture final : public DecoderObserver {
   std::function<void(std::uint32_t)> progress_;
 };
 
-// What a replay reads from a checkpoint: its output projections, either whole or as a sketch in 64
-// random directions. A replay uses them to compute how an error of attention's outputs changes the
+// Reads output projections from a checkpoint for a replay, either whole or as a sketch in 64 random
+// directions. A replay uses them to compute how an error of the attention outputs changes the
 // residual stream.
 
 inline constexpr std::uint64_t kSketchSeed = 1;  ///< the seed that captures use
 
-/// Computes the sketch of a checkpoint's output projections from its files. Throws what ModelConfig
-/// and Checkpoint throw.
+/// Computes the sketch of a checkpoint's output projections from its files. Throws as
+/// load_model_config() and Checkpoint::open() do.
 OutputSketch output_sketch(const std::filesystem::path& directory, std::uint64_t seed,
                            unsigned threads);
 
-/// Adds one layer of a sketch to `sketch` [inputs, 64], which starts as zeros. `read_row(output,
-/// row)` writes row `output` of W_o [inputs] to `row`.
+/// Adds one layer to `sketch` [inputs, 64], which the caller has filled with zeros.
+/// `read_row(output, row)` must write row `output` of W_o [inputs] to `row`.
 void add_layer_sketch(std::uint64_t seed, std::size_t layer, std::size_t hidden,
                       const std::function<void(std::size_t, float*)>& read_row,
                       std::span<float> sketch);
 
-/// Reads the whole output projections. Throws what ModelConfig and Checkpoint throw.
+/// Reads the whole output projections. Throws as load_model_config() and Checkpoint::open() do.
 OutputProjections read_output_projections(const std::filesystem::path& directory);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// Stands in for the CUDA backend in a build without it.
+// The functions of the CUDA backend for a build without CUDA. They report that CUDA is missing.
 #include <stdexcept>
 
 #include "engine/backend.hpp"

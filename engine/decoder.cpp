@@ -16,10 +16,10 @@
 namespace kvlab {
 namespace {
 
-// Maximum number of tokens of an append, where the size of appends does not change the results. It
-// limits the memory.
+// Maximum number of tokens of an append in configurations whose results do not depend on the size
+// of appends. The maximum limits the memory.
 constexpr std::uint32_t kFullAppend = 512;
-// Minimum number of multiplications for which threads are worth their cost.
+// Minimum number of multiplications at which several threads are faster than one.
 constexpr double kThreadedProducts = 1e6;
 
 }  // namespace
@@ -275,8 +275,8 @@ class Decoder::Impl {
       logits = std::copy(one->logits_.begin(), one->logits_.end(), logits);
   }
 
-  /// Runs one append of each decoder through all layers, using the Work of the first decoder.
-  /// Leaves the last hidden states there [row, hidden].
+  /// Runs one append of each decoder through all layers, using the Work of the first decoder. The
+  /// hidden states after the last layer [row, hidden] remain in that Work.
   static void run_layers(std::span<Impl* const> decoders, std::span<const std::int32_t> ids,
                          Rows rows) {
     Impl& first = *decoders.front();
@@ -320,7 +320,7 @@ class Decoder::Impl {
     }
   }
 
-  /// Takes a step with the caches of a layer.
+  /// Passes this decoder's rows through the caches of a layer, which evict, attend and observe.
   void attend(std::uint32_t layer, const Part& part, unsigned max_threads) {
     GrowingRope& rope = ropes_.at(config_.rows[layer].table);
     layers_[layer].step(rows(part), rope.covering(tokens_ + part.tokens),

@@ -34,12 +34,12 @@ class DecoderObserver {
   /// Called before the layers of an append. `new_segment`: the append begins a new prompt.
   virtual void begin_append(std::span<const std::int32_t> /*ids*/, std::uint32_t /*first*/,
                             SegmentKind /*kind*/, bool /*new_segment*/) {}
-  /// Called when a KV head has evicted to the budget, even if nothing was evicted. Positions
+  /// Called after a KV head has evicted to the budget, even if it evicted no token. Positions
   /// ascend.
   virtual void evicted(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/, std::uint32_t /*now*/,
                        std::span<const std::uint32_t> /*victim_positions*/) {}
-  /// Called when a KV head has observed. `seen`: the observation of each live token, oldest first;
-  /// empty if the policy needs none.
+  /// Called after a KV head has observed an append. `seen`: the observation of each live token,
+  /// oldest first; empty if the policy needs no observations.
   virtual void observed(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/,
                         const LiveTokens& /*live*/, std::span<const Observation> /*seen*/) {}
   /// Called with a layer's queries, keys and values before RoPE, and its attention outputs. Shapes
@@ -48,14 +48,14 @@ class DecoderObserver {
                      std::span<const float> /*k*/, std::span<const float> /*v*/,
                      std::span<const float> /*out*/, std::span<const float> /*lse*/) {}
   /// Called with the residual stream x [n, hidden] after the layer's attention output was added.
-  /// Not called for models with a norm after attention, because an error of the output is
-  /// normalized before it reaches the stream.
+  /// Not called for models that normalize the attention output before they add it, because the norm
+  /// changes an error of the output before the error reaches the residual stream.
   virtual void residual(std::uint32_t /*layer*/, std::span<const float> /*x*/) {}
   virtual void end_append() {}  ///< after the last layer
 };
 
-/// Draft tokens that follow the text of a decoder, and what its layers computed for them. They form
-/// a tree: each attends to the text, to its ancestors and to itself.
+/// Draft tokens that follow the text of a decoder, and what its layers computed for them. The draft
+/// tokens form a tree: each attends to the text, to its ancestors in the tree and to itself.
 struct DraftRows {
   struct Layer {
     std::vector<float> q, k, v;  // [node, heads, dim], before RoPE
@@ -85,8 +85,9 @@ class Decoder : public SequenceDecoder {
   void extend(Sampler& sampler, std::uint32_t count,
               const std::function<bool(std::int32_t id)>& on_id) override;
 
-  /// Feeds several decoders of one model that have no observers, and reads the weights once for all
-  /// of them. The results are equal, bit for bit, to those of feed() for each decoder.
+  /// Feeds several decoders of the same model together, and reads the weights only once. The
+  /// decoders must have no observers. The results are equal, bit for bit, to those of feed() for
+  /// each decoder.
   ///
   /// step() feeds each decoder one decoded token, `ids` [decoder]. prompt() feeds the same prompt
   /// to all of them. Decoders that are still empty and append the prompt as a whole share one
@@ -100,19 +101,21 @@ class Decoder : public SequenceDecoder {
   // Drafts. A drafter and its target are two decoders of one model without observers, with the same
   // text. The target has the full cache, and computes all keys and values that the drafter keeps.
 
-  /// Feeds tokens to this decoder, and its queries, keys and values to `drafter`, in the appends
-  /// that the drafter's configuration requests. Returns the logits of the last token.
+  /// Feeds tokens to this decoder (the target), and passes the queries, keys and values that it
+  /// computes to `drafter`. The appends have the sizes that the drafter's configuration requests.
+  /// Returns the logits of the last token.
   std::span<const float> feed_with(Decoder& drafter, std::span<const std::int32_t> ids,
                                    SegmentKind kind);
-  /// Runs draft tokens through the layers, and adds them to `drafts`. If `drafts` is empty, drops
-  /// the draft tokens in the cache; otherwise it is that of the last call. Token i is the child of
-  /// node `parents[i]` of `drafts`; the parent of the first token is ignored. Evicts to the budget,
-  /// but appends and observes nothing. Returns the logits [n, vocab], valid until the next call.
+  /// Runs draft tokens through the layers, and adds them to `drafts`. An empty `drafts` begins a
+  /// new tree, so the draft tokens that are still in the cache are dropped first. Otherwise
+  /// `drafts` must be that of the last call. Token i becomes a child of node `parents[i]` of
+  /// `drafts`; the parent of the first node of a tree is ignored. Evicts to the budget, but appends
+  /// and observes nothing. Returns the logits [n, vocab], valid until the next call.
   std::span<const float> draft(DraftRows& drafts, std::span<const std::int32_t> ids,
                                std::span<const std::uint32_t> parents);
-  /// Drops the draft tokens in the cache. Then appends nodes of `drafts`, which this decoder or its
-  /// target computed, as decoded tokens one by one. `path` is the path of some node. Leaves the
-  /// logits of feed() unchanged.
+  /// Drops the draft tokens in the cache. Then appends the nodes `path` of `drafts` as decoded
+  /// tokens, one by one. `path` leads from node 0 to some node. `drafts` was computed by this
+  /// decoder or by its target. Does not change the logits that feed() returned.
   void accept(const DraftRows& drafts, std::span<const std::uint32_t> path);
 
   std::uint32_t tokens() const override;

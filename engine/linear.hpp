@@ -1,4 +1,4 @@
-// A linear layer with weights in panels and an optional bias. Several threads compute it in tiles.
+// A linear layer: weights in panels and an optional bias. Several threads compute it tile by tile.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,8 @@ inline constexpr std::size_t kTileColumns = kTilePanels * 16;
 void for_tiles(std::size_t n, const Panels& weight, unsigned threads,
                const std::function<void(const Tile&)>& body);
 
-/// Computes a tile of the product plus bias: x [n, inputs] to y [rows, kTileColumns].
+/// Computes one tile of x W^T + bias, where x is [n, inputs]. Writes it to y [tile.rows,
+/// kTileColumns].
 void tile_product(const Linear& layer, const float* x, const Tile& tile, float* y);
 
 /// apply() computes y = x W^T + bias, and apply_and_add() computes y += x W^T + bias. x is [n,
@@ -38,8 +39,8 @@ void tile_product(const Linear& layer, const float* x, const Tile& tile, float* 
 void apply(const Linear& layer, const float* x, std::size_t n, float* y, unsigned threads);
 void apply_and_add(const Linear& layer, const float* x, std::size_t n, float* y, unsigned threads);
 
-/// Calls body(first, count) for blocks of n rows on several threads. `work` is the approximate
-/// number of multiplications for one row.
+/// Divides n rows into blocks and calls body(first row, number of rows) for each, on several
+/// threads. `work` is the approximate number of multiplications for one row.
 void for_rows(std::size_t n, std::size_t work, unsigned threads,
               const std::function<void(std::size_t first, std::size_t count)>& body);
 

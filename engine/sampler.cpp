@@ -26,8 +26,8 @@ std::int32_t most_likely(std::span<const float> logits) {
   return static_cast<std::int32_t>(best - logits.begin());
 }
 
-/// The ids to sample from: the `top_k` most probable, in descending order; all ids if neither top-k
-/// nor top-p needs an order.
+/// The ids to sample from: the `top_k` most probable ones, or all. They are in descending order of
+/// probability if top-k or top-p leaves out ids; otherwise in ascending order of id.
 std::vector<std::int32_t> candidates(std::span<const float> logits,
                                      const SamplingOptions& options) {
   std::vector<std::int32_t> ids(logits.size());
@@ -59,7 +59,7 @@ Weighted weigh(std::span<const float> logits, double largest, const SamplingOpti
                  options.temperature));
   all.total = std::accumulate(all.weights.begin(), all.weights.end(), 0.0);
   if (options.top_p == 1) return all;
-  // Top-p: the smallest set of the most probable tokens that reaches the share.
+  // Top-p: the smallest set of the most probable tokens whose probabilities sum to at least top_p.
   double sum = 0;
   std::size_t kept = 0;
   while (kept < all.weights.size() && sum < options.top_p * all.total) sum += all.weights[kept++];
@@ -92,7 +92,7 @@ std::int32_t Sampler::pick(std::span<const float> logits) {
     sum += all.weights[i];
     if (target < sum) return all.ids[i];
   }
-  return best;  // reached if, by rounding, the target is not below the sum of all weights
+  return best;  // only reached if rounding makes the target as large as the sum of all weights
 }
 
 std::vector<double> Sampler::probabilities(std::span<const float> logits) const {

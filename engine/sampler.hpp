@@ -44,8 +44,8 @@ class Sampler {
 struct RowScore {
   double nll = 0;           ///< -ln p of the token that followed, in nats
   double kl = 0;            ///< KL(baseline || row), in nats
-  bool same_first = false;  ///< whether the most probable token is the baseline's
-  std::int32_t first = 0;   ///< the most probable token; if several are, the one with the lowest id
+  bool same_first = false;  ///< whether the row and the baseline have the same most probable token
+  std::int32_t first = 0;   ///< the most probable token; of equally probable ones, the lowest id
 };
 RowScore score_row(std::span<const float> baseline, std::span<const float> logits,
                    std::int32_t next);

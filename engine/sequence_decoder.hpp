@@ -15,9 +15,9 @@ namespace kvlab {
 
 // Maximum length of a sequence, so that no counter overflows.
 
-/// `group`: number of query heads that share a KV head. In each decode step, a token's mass grows
-/// by at most `group` (a probability of 1 is 2^32 in the 64-bit mass), and its 32-bit request count
-/// by at most `group`. Positions have 31 bits.
+/// `group`: number of query heads that share a KV head. In each decode step, a token's request
+/// count (32 bits) grows by at most `group`, and its mass (64 bits, in units of 2^-32) by at most
+/// `group` * 2^32. Positions have 31 bits.
 constexpr std::uint32_t longest_sequence(std::uint32_t group) {
   return std::min((1u << 31) - 1, std::numeric_limits<std::uint32_t>::max() / group);
 }
@@ -37,7 +37,8 @@ class SequenceDecoder {
   /// std::invalid_argument if nothing was fed before.
   virtual void extend(Sampler& sampler, std::uint32_t count,
                       const std::function<bool(std::int32_t id)>& on_id) = 0;
-  /// Waits until the observer has received everything. Throws the errors that occurred there.
+  /// Waits until the observer has received everything. Rethrows errors that the observer has
+  /// thrown.
   virtual void flush() {}
 
   virtual std::uint32_t tokens() const = 0;  ///< fed so far

@@ -16,8 +16,8 @@ namespace kvlab {
 /// File name endings of weights, in the formats of kvlab and of other programs.
 inline constexpr std::string_view kOtherWeights[] = {
     ".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"};
-/// Explains what to do if a folder lacks the file `wanted`: if it has a file with one of `endings`,
-/// throws std::runtime_error that names this file and says how to convert it.
+/// Call this if a folder lacks the file `wanted`. If the folder has a file with one of `endings`
+/// instead, throws std::runtime_error that names this other file and says how to convert it.
 void refuse_other_files(const std::filesystem::path& directory, std::string_view wanted,
                         std::span<const std::string_view> endings);
 
@@ -30,8 +30,8 @@ class Checkpoint {
   static Checkpoint open(const std::filesystem::path& directory);
 
   bool contains(std::string_view name) const;
-  /// Returns a floating-point tensor. Throws std::runtime_error that names file and tensor if there
-  /// is no such tensor, or it has another shape.
+  /// Returns a floating-point tensor. Throws std::runtime_error that names file and tensor if the
+  /// checkpoint has no such tensor, or if the tensor has another shape.
   const TensorView& at(std::string_view name, std::span<const std::size_t> shape) const;
   /// The file that contains a tensor.
   const std::filesystem::path& file_of(std::string_view name) const;
@@ -59,14 +59,16 @@ class TensorReader {
 
   /// See Checkpoint::at().
   const TensorView& take(const std::string& name, std::span<const std::size_t> shape);
-  /// Reads the output head if the file contains it, although it is tied to the tensor `of`. Throws
-  /// std::runtime_error if the two differ.
+  /// Reads tensor `name`, if the checkpoint contains it, and marks it as read. Use this for an
+  /// output head that config.json ties to the tensor `original_name`. Throws std::runtime_error if
+  /// the two tensors differ.
   void take_copy(const std::string& name, const std::string& original_name,
                  std::span<const std::size_t> shape);
   /// Throws std::runtime_error that names the file and the tensor with a value that is not finite.
+  /// `in` is appended to the message.
   [[noreturn]] void refuse_not_finite(const std::string& name, std::string_view in = "") const;
-  /// Throws std::runtime_error that names a tensor that was not read, if there is one. Ignores RoPE
-  /// tensors of older files.
+  /// Throws std::runtime_error if the checkpoint contains a tensor that was not read, and names
+  /// this tensor. Ignores the tensors of RoPE frequencies that older checkpoints contain.
   void refuse_rest() const;
 
  private:

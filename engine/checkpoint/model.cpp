@@ -358,8 +358,8 @@ class Model::Impl {
     return shares;
   }
 
-  /// x += the weighted outputs of the chosen experts for y, in the order of experts. An expert
-  /// processes together all rows for which it was chosen.
+  /// x += the weighted outputs that the chosen experts compute from y, added in the order of
+  /// experts. Each expert processes all rows for which it was chosen at once.
   void add_experts(const Layer& layer, const std::vector<float>& y, std::size_t n, float* x,
                    unsigned threads) const {
     const std::size_t hidden = config_.hidden, count = config_.experts.count;

@@ -29,8 +29,8 @@ struct Experts {
   std::uint32_t count = 0, chosen = 0;  ///< experts of a layer, and how many a token uses; 0: none
   std::uint32_t mlp = 0;                ///< MLP width of each expert
   bool among_chosen = false;  ///< the router's softmax is over the chosen experts, not over all
-  bool stacked = false;       ///< one tensor [expert, input, output] with interleaved gate and up
-                              ///< outputs, and with biases
+  bool stacked = false;       ///< the experts of a layer share one tensor [expert, input, output],
+                              ///< in which gate and up outputs alternate; experts have biases
   std::vector<bool> layers = {};  ///< [layer]: whether the layer has experts
 };
 
@@ -90,9 +90,10 @@ ModelConfig load_model_config(const std::filesystem::path& directory);
 /// Reads a config.json at any path. `name` is the model's name. Throws as load_model_config() does.
 ModelConfig read_model_config(const std::filesystem::path& path, std::string name);
 
-/// Returns the index of the checkpoint's row of q or k that becomes row `row` in kvlab's layout. In
-/// that layout the two dimensions of a rotated pair are half a head apart. Dimensions that RoPE
-/// does not rotate (the last ones of a checkpoint's head) follow the rotated ones in each half.
+/// Returns which row of the checkpoint's q or k becomes row `row` in kvlab's layout. In that layout
+/// the two dimensions that RoPE rotates as a pair are half a head apart. In each half of a head,
+/// dimensions that RoPE does not rotate (the last ones of a head in the checkpoint) follow the
+/// rotated ones.
 std::size_t turned_row(std::size_t row, std::size_t head_size, std::size_t rotated);
 
 class Model {

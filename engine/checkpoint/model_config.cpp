@@ -149,9 +149,9 @@ const std::array<Architecture, 10> kArchitectures{{
      .qk_norm = true},
 }};
 
-/// Keys of related models that change the result unless they are off: null, false, 0 or empty.
-/// Transformers ignores them for the architectures above, so a file that sets one describes another
-/// model.
+/// Keys of related models that change the result unless they are off, that is null, false, 0 or
+/// empty. Transformers ignores these keys for the architectures above. A file that sets one of them
+/// therefore describes another model, and is refused.
 constexpr std::string_view kForeignKeys =
     "quantization_config compression_config sparsity_config attn_logit_softcapping "
     "final_logit_softcapping query_pre_attn_scalar attention_multiplier scale_depth dim_model_base "
@@ -161,7 +161,7 @@ constexpr std::string_view kForeignKeys =
     "kv_lora_rank num_kv_shared_layers num_experts num_local_experts n_routed_experts "
     "moe_intermediate_size pruned_heads alibi use_alibi parallel_attn use_parallel_residual bias "
     "use_bias lm_head_bias use_bidirectional_attention";
-/// Factors that have no effect if they are 1.
+/// The same for keys that are factors. A factor has no effect if it is 1.
 constexpr std::string_view kForeignFactors =
     "logit_scale logits_scaling embedding_multiplier residual_multiplier scale_emb rotary_pct";
 

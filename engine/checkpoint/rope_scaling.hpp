@@ -29,10 +29,11 @@ struct RopeKeys {
       false;  ///< whether partial_rotary_factor may say that only a part of a head is rotated
 };
 
-/// Reads the types default, linear, llama3 and yarn with the formulas of transformers, from the
-/// keys `rope_theta` and `rope_scaling` or from `rope_parameters`. Computes in float64 and rounds
-/// once. Throws std::runtime_error that names the file and the key for another type, for a missing,
-/// superfluous or contradictory parameter, and for a number out of range.
+/// Reads a RoPE of type default, linear, llama3 or yarn from the keys `rope_theta` and
+/// `rope_scaling` or from `rope_parameters`. Uses the formulas of transformers, computes in float64
+/// and rounds once at the end. Throws std::runtime_error that names the file and the key for
+/// another type, for a missing, superfluous or contradictory parameter, and for a number out of
+/// range.
 ScaledRope read_rope(const JsonFields& config, std::uint32_t head_size, const RopeKeys& keys = {});
 
 }  // namespace kvlab

@@ -6,7 +6,7 @@
 namespace kvlab {
 namespace {
 
-/// Elements of a layer's attention: products, biases, norms of q and k, sink logits.
+/// Number of weights in a layer's attention: projections, biases, norms of q and k, sink logits.
 double attention_elements(const ModelConfig& config) {
   const double head = config.head_size, q = config.query_heads * head, kv = config.kv_heads * head,
                hidden = config.hidden;
@@ -18,7 +18,7 @@ double attention_elements(const ModelConfig& config) {
   return elements;
 }
 
-/// Elements of the matrices of one expert.
+/// Number of weights in the matrices of one expert.
 double expert_elements(const ModelConfig& config) {
   return 3.0 * config.experts.mlp * config.hidden;
 }
@@ -43,7 +43,7 @@ double norm_elements(const ModelConfig& config) {
   return norms * config.hidden;
 }
 
-/// Mean number of experts of a layer that no sequence uses.
+/// Expected number of experts of a layer that no sequence uses.
 double unused_experts(const Experts& experts, std::uint32_t batch) {
   const double unused = 1 - static_cast<double>(experts.chosen) / experts.count;
   return experts.count * std::pow(unused, batch);

@@ -56,7 +56,7 @@ NextToken next_token(std::vector<double> p, std::vector<double> q,
       return {children[child], static_cast<std::int32_t>(child)};
     std::vector<double> rest(p.size());
     for (std::size_t i = 0; i < p.size(); ++i) rest[i] = std::max(0.0, p[i] - q[i]);
-    // If p equals q, the rest is empty. Then a child is rejected only because of rounding, and p
+    // If p equals q, `rest` is 0 everywhere. Then only rounding can have rejected the child, and p
     // stays as it is.
     if (normalize(rest)) p = std::move(rest);
     q[id] = 0;

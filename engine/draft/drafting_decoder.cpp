@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-// Number of steps without drafts at the start, whose time is measured.
+// Number of steps at the start that draft nothing, so that their time is measured.
 constexpr std::uint32_t kFullSteps = 4;
 // Number of verifications of fans (see fan()) that are measured before a tree is planned.
 constexpr std::uint32_t kProbes = 64;
@@ -138,14 +138,14 @@ void DraftingDecoder::extend(Sampler& sampler, std::uint32_t count,
   }
 }
 
-/// The shape of the next tree. The first steps draft nothing, so that the time of such a step is
-/// measured.
+/// The shape of the next tree. The first kFullSteps trees have no draft tokens, so that the time of
+/// a step without drafts is measured.
 TreeShape DraftingDecoder::next_shape(std::uint32_t max_depth) {
   if (full_steps_.size() < kFullSteps) return {};
   if (options_.planned_nodes == 0) return options_.shape.cut(max_depth);
   if (probes_ == kProbes) plan();
   if (probes_ >= kProbes) return options_.shape.cut(max_depth);
-  // Takes turns with fans of N, N / 2, N / 4, … nodes, where N is planned_nodes.
+  // Cycles through fans of N, N / 2, N / 4, … nodes, where N is planned_nodes.
   std::vector<TreeShape> fans;
   for (std::uint32_t nodes = options_.planned_nodes; nodes > 1; nodes /= 2)
     fans.push_back(fan(nodes - 1));
@@ -156,8 +156,8 @@ void DraftingDecoder::plan() {
   ++probes_;
   const DraftStats measured = stats();
   std::vector<double> acceptance;
-  // For the i-th child, adds one test that counts as 2^-i of an acceptance, because few tests alone
-  // give no reliable share.
+  // Smooths the measured shares, because few tests alone give no reliable share: for the i-th
+  // child, adds one test with 2^-i acceptances.
   double prior = 1;
   for (const DraftStats::Count& count : measured.by_child) {
     prior /= 2;

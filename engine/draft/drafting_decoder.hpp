@@ -6,8 +6,9 @@
 //   target:  one pass over all nodes, each of which attends to the text and its ancestors
 //   both:    append the accepted tokens with the target's queries, keys and values, and observe
 //
-// While it drafts, the drafter evicts and observes nothing. Afterwards it observes what a replay of
-// the text observes, so its kept tokens depend on the text alone.
+// The drafter evicts to the budget before it drafts. While it drafts, it evicts no further tokens
+// and observes nothing. When tokens are accepted, it observes what a replay of the text observes,
+// so its kept tokens depend only on the text.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +27,8 @@ namespace kvlab {
 /// Which trees are drafted.
 struct DraftOptions {
   TreeShape shape = chain(4);
-  /// If not 0: measures acceptance and times with fans of up to this many nodes, and then drafts
-  /// the fastest tree. `shape` is ignored.
+  /// If not 0: first drafts fans (see fan()) of up to this many nodes to measure acceptance and
+  /// times. Then drafts the tree that is fastest by these measurements, and ignores `shape`.
   std::uint32_t planned_nodes = 0;
 };
 
@@ -42,10 +43,11 @@ struct DraftStats {
 
   std::uint64_t verifications = 0;  ///< verifications of at least one draft token
   std::uint64_t accepted = 0;       ///< accepted draft tokens
-  /// [depth]: how often the accepted path reached a node at this depth that has children, and how
-  /// often one of its children was accepted.
+  /// [depth]: how often the accepted path reached a node with children at this depth, and how often
+  /// one of these children was accepted.
   std::vector<Count> by_depth;
-  /// [i]: how often such a node had an i-th child, and how often this child was accepted.
+  /// [i]: how often a node on the accepted path had an i-th child, and how often this child was
+  /// accepted.
   std::vector<Count> by_child;
   double draft_step = 0;  ///< median seconds of one level in the drafter; 0: not measured
   double full_step = 0;   ///< median seconds of a step without drafts; 0: not measured
@@ -55,8 +57,8 @@ struct DraftStats {
   TreeShape shape;              ///< shape of the last tree
 
   double tokens_per_verification() const;
-  /// The share of verified levels of trees in which a draft token was accepted. For chains, the
-  /// share of tested draft tokens.
+  /// Among the nodes on accepted paths that have children: the share with an accepted child. For
+  /// chains, this is the share of tested draft tokens that were accepted.
   double acceptance() const;
   /// The time of a step without drafts, divided by the time per token with drafts. 0: not measured.
   double speedup() const;
@@ -65,8 +67,8 @@ struct DraftStats {
 class DraftingDecoder final : public SequenceDecoder {
  public:
   /// `model` must outlive the decoder. `drafter`: the drafter's cache. Throws std::invalid_argument
-  /// if the decoder does not support it, or if a tree has more nodes than kMaxTreeNodes or more
-  /// children than the vocabulary has ids.
+  /// if the decoder does not support this cache, or if a tree has more nodes than kMaxTreeNodes or
+  /// more children than the vocabulary has ids.
   DraftingDecoder(const Model& model, const ResolvedConfig& drafter, DraftOptions options,
                   unsigned threads);
 

@@ -17,8 +17,8 @@ constexpr double kNone = -std::numeric_limits<double>::infinity();
 ///   F(1, l, 0) = 1
 ///   F(m, l, b) = max over y of F(m - y, l, b - 1) + p_b * best(y, l - 1), if l > 0
 ///
-/// p_b is the probability that the b-th child is accepted, y is the number of nodes of the tree
-/// below and including the last child, and best(y, l) is the maximum of F(y, l, b) over b.
+/// p_b is the probability that the b-th child is accepted, y is the number of nodes of the subtree
+/// whose root is the last child, and best(y, l) is the maximum of F(y, l, b) over b.
 class Programme {
  public:
   Programme(std::span<const double> acceptance, std::uint32_t nodes, std::uint32_t depth)
@@ -48,7 +48,7 @@ class Programme {
       for (const Subtree& each : level) {
         const auto node = static_cast<std::uint32_t>(tree.parents.size());
         tree.parents.push_back(each.parent);
-        std::vector<std::size_t> sizes;  // nodes of each child's tree, the last child first
+        std::vector<std::size_t> sizes;  // nodes of each child's subtree, last child first
         std::size_t left = each.nodes;
         for (std::size_t b = best(left, each.depth).choice; b > 0; --b) {
           sizes.push_back(cell(left, each.depth, b).choice);
@@ -65,7 +65,8 @@ class Programme {
  private:
   struct Value {
     double expected = kNone;
-    // The choice that gives it: in cells_ the number of nodes y, in best_ the number of children b.
+    // The choice that gives `expected`: in cells_ the number of nodes y, in best_ the number of
+    // children b.
     std::size_t choice = 0;
 
     void improve(double value, std::size_t by) {

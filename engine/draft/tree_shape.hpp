@@ -1,4 +1,4 @@
-// The shape of a tree of draft tokens, and Sequoia's dynamic programme that finds the best one
+// The shape of a tree of draft tokens, and Sequoia's dynamic program, which finds the best shape
 // (Chen et al. 2024, "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding").
 #pragma once
 
@@ -26,12 +26,12 @@ struct TreeShape {
 
 /// `tokens` draft tokens in a row: node 0 has one child, which has one child, and so on.
 TreeShape chain(std::uint32_t tokens);
-/// Candidates for one position: node 0 has `children` children, which have none.
+/// Candidates for one position: node 0 has `children` children, which have no children themselves.
 TreeShape fan(std::uint32_t children);
 
-/// The expected number of tokens per verification, which is the number of accepted draft tokens
-/// plus 1. `acceptance` [i]: the probability that the i-th child of a node is accepted; children
-/// beyond its end are never accepted.
+/// The expected number of tokens per verification, which is the expected number of accepted draft
+/// tokens plus 1. `acceptance` [i]: the probability that the i-th child of a node is accepted.
+/// Children beyond the end of `acceptance` are never accepted.
 double expected_tokens(const TreeShape& tree, std::span<const double> acceptance);
 
 /// The tree of exactly `nodes` nodes and at most `depth` levels of draft tokens with the largest

@@ -15,10 +15,10 @@ struct ComparedRow {
   std::string group, policy, budget;
   std::vector<std::optional<Average>> scores;  ///< [run]
   std::optional<Difference>
-      difference;  ///< the last run that has it minus the first run that has it
+      difference;  ///< last minus first of the runs that have the configuration
 };
 
-/// "0.010 (-0.002, 0.022), not significant".
+/// The difference as text, such as "0.010 (-0.002, 0.022), not significant".
 std::string compared_text(const std::optional<Difference>& difference);
 
 /// A comparison of several runs. Results of different models are not averaged.
@@ -27,13 +27,14 @@ struct Comparison {
   std::vector<std::string> names;  ///< names of the runs, all different
   std::string metric;
   std::vector<ComparedRow> rows;  ///< configurations that at least two runs have
-  std::string warning;  ///< a sentence if the runs are of different texts; otherwise empty
+  std::string warning;            ///< a sentence if the runs used different texts; otherwise empty
   std::vector<std::vector<Recommendation>> recommendations = {};  ///< [run][budget]
 };
 
-/// If `metric` is empty, uses the deciding metric of the first set whose deciding metric all sets
-/// have, or else the first metric that all have. Throws std::invalid_argument if there are fewer
-/// than two sets, if they are of different kinds, or if not all have the metric.
+/// Compares the sets by `metric`. If `metric` is empty, takes the deciding metric of the first set
+/// if all sets have that metric, else the deciding metric of the second set, and so on. If no
+/// deciding metric is in all sets, takes the first metric that is. Throws std::invalid_argument if
+/// there are fewer than two sets, if they are of different kinds, or if a set lacks the metric.
 Comparison compare(std::vector<ScoreSet> sets, const std::string& metric);
 
 /// What `kvlab compare --json` prints.

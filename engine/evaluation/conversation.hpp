@@ -24,7 +24,7 @@ std::vector<std::int32_t> encode_prompt(
     const Tokenizer& tokenizer, std::string_view text,
     std::size_t max_ids = std::numeric_limits<std::size_t>::max());
 
-/// Number of ids at the start of `before` with which the text already begins.
+/// The number of leading ids that `text` and `before` have in common.
 std::size_t common_prefix_length(std::span<const std::int32_t> text,
                                  std::span<const std::int32_t> before);
 
@@ -91,21 +91,21 @@ std::string cache_positions_advice(const ModelConfig& config);
 void refuse_beyond_context(const ModelConfig& config, std::uint32_t positions,
                            const std::string& advice = "");
 
-/// A warning before decoding over this many positions; empty if they are within the trained
-/// context.
+/// A warning for decoding over `positions` positions; empty if they are within the trained context.
 std::string context_warning(const ModelConfig& config, std::uint32_t positions,
                             const std::string& advice = "");
 
 // Streams text while its tokens arrive, in whole UTF-8 characters.
 
-/// Removes everything that is complete from the front of `bytes`, and returns it as valid UTF-8.
-/// Bytes that cannot be part of a character become U+FFFD. An incomplete last character stays in
-/// `bytes`, unless `last`.
+/// Removes all complete characters from the front of `bytes`, and returns them as valid UTF-8.
+/// Bytes that cannot be part of a character become U+FFFD. If the last character is incomplete, its
+/// bytes stay in `bytes`, unless `last` is true.
 std::string take_utf8(std::string& bytes, bool last);
 
 class TextStream {
  public:
-  /// `context`: the ids before the first id, which may decide whether the text starts with a space.
+  /// `context`: the ids that precede the first added id. They may decide whether the text starts
+  /// with a space.
   TextStream(const Tokenizer& tokenizer, std::span<const std::int32_t> context);
 
   /// Adds an id and returns the text that it completes. Special tokens have no text.

@@ -24,7 +24,7 @@ namespace {
 
 constexpr std::size_t kLogitRows = 48;  // rows of logits in memory at once
 
-/// A layer's projections for all tokens, before RoPE.
+/// Queries, keys and values of all tokens in a layer, before RoPE.
 struct Projections {
   std::vector<float> q, k, v;  // [token, query_heads, dim], [token, kv_heads, dim] twice
 
@@ -34,20 +34,21 @@ struct Projections {
         v(k.size()) {}
 };
 
-// Number of tokens of an append, where the size of appends does not change the results.
+// Number of tokens of an append if the size of appends does not change the results.
 constexpr std::uint32_t kFreeAppend = 512;
 
 /// One layer's attention over a text whose queries, keys and values are known.
 class LayerAttention {
  public:
-  /// `p` and `rope` must outlive it. `p` may change between two calls.
+  /// `p` and `rope` must outlive this object. `p` may change between two calls.
   LayerAttention(const ModelConfig& model, std::uint32_t layer, const Projections& p,
                  const RopeTable& rope, unsigned threads)
       : model_(model), layer_(layer), p_(p), rope_(rope), threads_(threads) {}
 
-  /// Appends a prompt of more than one token to all caches. No cache quantizes any of its tokens
-  /// before all its queries have attended, so all caches see the same tokens, and the first one
-  /// attends for all of them. Writes the outputs to `out` [token, query_heads, dim].
+  /// Appends a prompt of more than one token to all caches. No cache quantizes a token of the
+  /// prompt before all queries of the prompt have attended. So all caches see the same tokens, and
+  /// the first cache attends for all of them. Writes the outputs to `out` [token, query_heads,
+  /// dim].
   void append_prompt(std::deque<LayerCache>& caches, std::uint32_t tokens, float* out) const {
     parallel_for(model_.kv_heads, threads_, [&](std::size_t h) {
       const HeadAppend append = caches.front().head_append(rows(0, tokens, out), h);
@@ -91,9 +92,10 @@ class LayerAttention {
     });
   }
 
-  /// Decodes the tokens [first, end) in windows of `window` tokens: the cache drafts them with the
-  /// rows of `drafts`, drops the drafts, and appends the tokens with its own rows. Writes the
-  /// outputs of the drafts.
+  /// Decodes the tokens [first, end) in windows of `window` tokens. For each window, the cache
+  /// drafts the tokens with the projections of `drafts`, drops the draft tokens, and appends the
+  /// tokens with the projections of this object. Writes the attention outputs of the draft tokens
+  /// to `out`.
   void run_drafts(LayerCache& cache, const LayerAttention& drafts, std::uint32_t first,
                   std::uint32_t end, std::uint32_t window, float* out) const {
     const std::vector<DraftPath> paths = chain_paths(window);
@@ -168,9 +170,9 @@ class LayerAttention {
   unsigned threads_;
 };
 
-/// Configurations that append the prompt at once have exactly the same hidden states for the prompt
-/// in every layer. The first of them, the base, has rows of all tokens; the others have rows of
-/// decoded tokens only.
+/// Runs all configurations layer by layer. Configurations that append the prompt at once have
+/// exactly the same hidden states for the prompt in every layer. So only the first of them stores
+/// the hidden states of all tokens, and the others store those of decoded tokens.
 class LayerEvaluation {
  public:
   LayerEvaluation(const Model& model, std::span<const std::int32_t> ids,
@@ -294,8 +296,9 @@ class LayerEvaluation {
     }
   }
 
-  /// Runs the next layer of the configurations alike_. They share the rows of the prompt in p_. For
-  /// each configuration in turn, its rows of decoded tokens follow there.
+  /// Runs the next layer of the configurations alike_, which share the prompt's rows in p_. The
+  /// configurations run one after another, and each writes its rows of decoded tokens to p_ behind
+  /// the prompt's rows.
   void next_layer_alike(std::uint32_t layer) {
     project(layer, alike_[0], p_);
     std::vector<float> output(output_floats());
@@ -415,8 +418,9 @@ class LayerEvaluation {
   double done_ = 0;  // in layers
 };
 
-constexpr std::uint32_t kBlock = 256;      // tokens whose logits are in memory at once
-constexpr std::uint32_t kMaxBlock = 8192;  // limit, if a prompt's chunks need more
+constexpr std::uint32_t kBlock = 256;  // tokens whose logits are in memory at once
+// Maximum size of blocks that have to be larger, because they consist of whole chunks of a prompt.
+constexpr std::uint32_t kMaxBlock = 8192;
 
 /// How many tokens of a prompt to feed at once, so that every configuration appends them as if the
 /// prompt were fed as a whole; 0: all.

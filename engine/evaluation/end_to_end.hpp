@@ -22,8 +22,8 @@ struct TokenScores {
   std::vector<double> kl;   ///< KL from the full cache's distribution, in nats
   std::vector<std::uint8_t>
       same_first;  ///< whether the most probable token is that of the full cache
-  /// How likely the prediction is accepted as a draft, see acceptance_of(). Empty unless
-  /// configurations draft.
+  /// [scored token]: the probability that the prediction is accepted as a draft token, see
+  /// acceptance_of(). Empty unless configurations draft.
   std::vector<double> acceptance;
   std::vector<float> seconds;  ///< time to feed the token; empty if not measured for each token
   std::uint64_t kv_bytes_peak =
@@ -40,7 +40,7 @@ struct SequenceOptions {
   std::uint32_t sequence = 0;
   unsigned threads = 1;
   /// If true, the first configuration is `full`, the baseline of kl and same_first. If false, each
-  /// configuration is its own baseline, and these scores have no meaning.
+  /// configuration is its own baseline, and kl and same_first have no meaning.
   bool compares_to_first = true;
   std::function<void(double)> progress;  ///< called with the fraction done, 0 to 1; may be empty
 };
@@ -66,16 +66,18 @@ std::vector<Segment> segments_of(std::uint32_t tokens, std::uint32_t prompt);
 /// from the logits `full`: Σ min(p, q), which is 1 minus the total variation distance.
 double acceptance_of(std::span<const float> full, std::span<const float> draft);
 
-/// Runs `ids` under every configuration; layer 0's queries, keys and values are computed once for
-/// all. Throws std::invalid_argument if no token is scored, or if protected tokens do not fit a
+/// Runs `ids` under every configuration. Computes the queries, keys and values of layer 0 only
+/// once. Throws std::invalid_argument if no token is scored, or if protected tokens do not fit a
 /// budget.
 ///
-/// With SequenceOptions::draft, every configuration but the first drafts: the decoded tokens are
-/// cut into windows of `draft` tokens. At the start of a window its cache is that of a replay: it
-/// holds exact keys and values, and has observed the exact queries. Then the tokens of the window
-/// are decoded with this cache, each with its own keys and values, without observing or evicting.
-/// Afterwards they are dropped, and their exact keys and values are appended and observed one by
-/// one, as in a replay. So the kept sets depend on the text alone.
+/// With SequenceOptions::draft, every configuration except the first drafts. The decoded tokens are
+/// cut into windows of `draft` tokens. "Exact" means as computed with the full cache. At the start
+/// of a window, the configuration's cache is the one of a replay: it contains exact keys and
+/// values, and has observed exact queries. Then the tokens of the window are decoded with this
+/// cache. They have the keys and values that this decoding computes, and the cache observes and
+/// evicts nothing. At the end of the window these keys and values are dropped. The exact keys and
+/// values of the window's tokens are appended and observed one by one instead, as in a replay. So
+/// the kept sets depend only on the text.
 std::vector<TokenScores> evaluate_by_layers(const Model& model, std::span<const std::int32_t> ids,
                                             std::span<const CacheConfig> configs,
                                             const SequenceOptions& options);

@@ -19,10 +19,10 @@ namespace {
 
 using Ids = std::vector<std::int32_t>;
 
-/// Texts as sequences, and the text of each sequence.
+/// The sequences of all texts.
 struct Sequences {
   std::vector<Ids> ids;
-  std::vector<std::size_t> text;
+  std::vector<std::size_t> text;  ///< [sequence]: index of its text
 };
 
 SequenceOptions sequence_options(const EvalOptions& options, std::size_t sequence,
@@ -36,8 +36,8 @@ SequenceOptions sequence_options(const EvalOptions& options, std::size_t sequenc
           .compares_to_first = options.compares_to_full};
 }
 
-/// Throws std::invalid_argument that names the text if none of the sequence's tokens would be
-/// scored, or fewer than are drafted at once.
+/// Throws std::invalid_argument that names the text if no token of the sequence would be scored, or
+/// if fewer tokens would be scored than a configuration drafts at once.
 void check_scored(const Ids& ids, std::size_t text, const EvalOptions& options) {
   const std::string name =
       text < options.names.size() ? options.names[text] : fmt::format("{}", text + 1);
@@ -78,8 +78,8 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
       const std::size_t end = std::min(length, start + step);
       ids.insert(ids.end(), text.begin() + static_cast<std::ptrdiff_t>(start),
                  text.begin() + static_cast<std::ptrdiff_t>(end));
-      // A remainder shorter than half a window would evict hardly anything, and a remainder that
-      // consists of prompt would not be scored. So both are left out.
+      // A remainder shorter than half a window would evict hardly any tokens, and a remainder that
+      // is only a prompt would have no scored tokens. Both are left out.
       const bool long_enough =
           ids.size() * 2 >= window &&
           (options.queries == Queries::all || ids.size() > std::size_t{options.prompt_tokens} + 1);
@@ -94,7 +94,8 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
   return sequences;
 }
 
-/// The budget in tokens, as the mean over heads.
+/// The budget in tokens, as the mean over heads. Includes prompt tokens that the policy protects in
+/// addition to the budget.
 std::uint32_t budget_tokens_of(const CacheConfig& config, std::uint32_t length,
                                std::uint32_t head_size) {
   return config.budget_in_tokens(length, head_size) + config.policy.protected_prompt_tokens();

@@ -1,6 +1,6 @@
-// The data of the pages about results of `kvlab eval`, `fidelity`, `task` and `tune`, for `kvlab
-// report`. If a file is not a result of that command, the functions throw std::runtime_error that
-// names the file.
+// The data of the pages that `kvlab report` makes of results of `kvlab eval`, `fidelity`, `task`
+// and `tune`. Each function throws std::runtime_error that names the file if the file is not a
+// result of the expected command.
 #pragma once
 
 #include <filesystem>

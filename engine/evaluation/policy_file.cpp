@@ -51,7 +51,7 @@ CompiledPolicies source_of(const PolicyJson& file, const CompiledPolicies& compi
   return own;
 }
 
-/// Throws std::invalid_argument unless the budgets in tokens hold the protected tokens.
+/// Throws std::invalid_argument if the protected tokens do not fit a budget in tokens.
 void check_protected(const PolicySpec& policy, const Budget& budget) {
   if (budget.is_even() && !budget.in_bytes) resolve_protected_tokens(policy, budget.extent.tokens);
   for (const auto& layer : budget.heads)

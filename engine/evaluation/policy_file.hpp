@@ -17,9 +17,9 @@ struct PolicyFile {
 };
 
 /// Reads a policy file. `compiled`: the policies of --policy-source. Throws std::runtime_error that
-/// names the file and the key if the file is not valid, has a later format, an unknown key or
-/// policy, protected tokens that do not fit a budget, or a reserved word, if its policy is an
-/// oracle or `full`, or if the policy was compiled from a different source.
+/// names the file and the key in these cases: the file is not valid or has a later format; it has
+/// an unknown key, an unknown policy or a reserved word; its protected tokens do not fit a budget;
+/// its policy is an oracle or `full`; its policy was compiled from a different source.
 PolicyFile read_policy_file(const std::filesystem::path& path,
                             const CompiledPolicies& compiled = {});
 

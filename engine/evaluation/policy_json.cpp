@@ -46,7 +46,7 @@ void refuse_reserved_and_unknown(const JsonFields& fields) {
   }
 }
 
-/// The value of a protection or modifier as command-line text: 4, "50%", yes.
+/// The value of `sinks`, `recent` or a modifier as command-line text: 4, "50%", yes.
 std::string setting_text(const JsonFields& fields, const std::string& key) {
   const json& value = fields.any(key);
   if (value.is_number_unsigned()) return fmt::format("{}", value.get<std::uint64_t>());

@@ -1,6 +1,6 @@
 // The only reader of policy.json, for the command line and for the C library. It has no list of
-// policies: its users check whether the policy exists, whether its parameters are in range, and
-// whether the budget suffices.
+// policies. So its callers check whether the policy exists, whether its parameters are in range,
+// and whether the budget suffices.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -45,8 +45,8 @@ struct PolicyJson {
   nlohmann::json run;  ///< null if not given
 
   /// Returns the values of the policy's parameters, in the order of `names`. Throws
-  /// std::runtime_error unless the file has exactly these parameters, and a feature's name if the
-  /// policy takes one.
+  /// std::runtime_error unless the file has exactly these parameters. The file must name a feature
+  /// if, and only if, `takes_feature` is true.
   std::vector<double> params_of(std::span<const std::string_view> names, bool takes_feature) const;
   /// Throws std::runtime_error with the message `FILE: WHAT`.
   [[noreturn]] void fail(std::string_view what) const;

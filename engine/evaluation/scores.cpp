@@ -163,9 +163,9 @@ std::string task_key(const CsvRecord& record, const std::string& task, const std
   return key;
 }
 
-/// The score of each sample's answer, [task_key()], for every task, length and depth and over all
-/// of them. `run_task`: the name of the whole run. Metrics are compared in pairs by these scores.
-/// All configurations have the samples in the same order.
+/// Maps task_key() to the scores of the samples' answers. There are entries for each task, length
+/// and depth, and for all of them together. Metrics are compared in pairs by these scores, because
+/// all configurations have the samples in the same order. `run_task`: the name of the whole run.
 std::map<std::string, std::vector<double>> answers_in(const std::filesystem::path& folder,
                                                       const std::string& run_task) {
   std::map<std::string, std::vector<double>> answers;
@@ -185,8 +185,8 @@ std::map<std::string, std::vector<double>> answers_in(const std::filesystem::pat
   return answers;
 }
 
-/// Whether the full cache has a value above 0. If it answers nothing right, only log p compares
-/// policies.
+/// Whether the full cache has a value above 0 for the metric. If it answers no question right,
+/// policies can only be compared by log p.
 bool full_cache_scores(const std::vector<ResultRow>& rows, const std::string& metric) {
   return std::ranges::any_of(rows, [&](const ResultRow& row) {
     return row.policy == "full" && row.metric == metric && row.value > 0;

@@ -11,7 +11,8 @@
 
 namespace kvlab {
 
-/// Spearman's rank correlation. Equal values share their mean rank. NaN if one side is constant.
+/// Spearman's rank correlation. Equal values share their mean rank. NaN if all values of one side
+/// are equal.
 double spearman(std::span<const double> a, std::span<const double> b);
 
 /// The quantile at `share` (0 to 1), interpolated linearly between neighbours. NaN for no values.

@@ -27,7 +27,7 @@ namespace kvlab {
 namespace {
 
 struct WatchedHead {
-  std::unique_ptr<LiveSet> shadow;      // the simulator's set, fed with the engine's observations
+  std::unique_ptr<LiveSet> shadow;      // the simulator's live set; gets the engine's observations
   std::unique_ptr<FeatureMaker> maker;  // computes features as the simulator does; null if there
                                         // are none
   std::vector<float> features;          // the engine's features of the current append
@@ -35,7 +35,8 @@ struct WatchedHead {
   std::map<std::uint32_t, std::vector<std::uint32_t>> victims;  // [now]: positions of the victims
 };
 
-/// Finds the first eviction in which a free-running replay of one head differs from the engine.
+/// Compares a free-running replay of one head, which gets only q and k, with the engine. Finds the
+/// first eviction in which the two differ.
 class FreeRun {
  public:
   FreeRun(const WatchedHead& head, std::uint32_t layer, std::uint32_t kv_head)
@@ -50,9 +51,9 @@ class FreeRun {
     keys_ = live.eviction_keys(now);
   }
 
-  /// Compares the tokens that the replay has evicted since compare() with the engine's victims.
-  /// Looks at the tokens that are gone, not at those of the lowest rank, because a tier plan may
-  /// evict others.
+  /// Compares the tokens that the replay has evicted since compare() with the engine's victims. A
+  /// token counts as evicted if it is gone. Its rank does not show this, because with a tier plan
+  /// the lowest rank may not be the one that is evicted.
   void settle(const LiveSet& live) {
     std::sort(keys_.begin(), keys_.end());
     const EvictionKey* spared = nullptr;  // evicted by the replay, kept by the engine
@@ -282,8 +283,8 @@ class Verifier::Watch final : public DecoderObserver {
   bool in_prompt_ = false;  // whether the last append was of a prompt
 };
 
-/// Runs KV heads first to first + count - 1 of a layer freely, over all queries. Returns for each
-/// head where it differs from the engine first.
+/// Replays KV heads `first` to first + count - 1 of a layer from q and k alone, over all queries.
+/// Returns for each head the first eviction that differs from the engine's.
 std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& rope,
                                                               std::uint32_t layer,
                                                               std::uint32_t first,
@@ -375,7 +376,8 @@ VerifyReport verify_decoder(Backend& backend, const ResolvedConfig& cache,
   for (const VerifyTurn& turn : turns)
     tokens += static_cast<std::uint32_t>(turn.prompt.size()) + turn.decode_tokens;
   const auto decoder = backend.watched_decoder(cache, tokens, verifier.observer());
-  // A decoder without an observer, because it may use other kernels than a watched decoder.
+  // Also feeds a decoder without an observer, because it may use other kernels than the watched
+  // one.
   const auto alone = options.reference ? backend.decoder(cache, tokens) : nullptr;
   const auto feed = [&](std::span<const std::int32_t> ids, SegmentKind kind) {
     const std::span<const float> logits = decoder->feed(ids, kind);

@@ -14,7 +14,8 @@
 
 namespace kvlab {
 
-/// The first eviction of a head in which the free-running simulator and the engine differ.
+/// The first eviction of a KV head in which the engine differs from a free-running simulator, which
+/// gets only q and k (check (c)).
 struct Parting {
   std::uint32_t layer, kv_head, now;
   std::uint32_t engine_victim, simulator_victim;  ///< positions
@@ -29,8 +30,8 @@ struct OutputCheck {
   std::uint64_t rows = 0;
   /// The following numbers are those of the layer whose error is the largest share of its
   /// tolerance. worst_error: the largest error of an element, divided by the largest sum of p
-  /// |value| in its row. tolerance: twice the error of a plain attention in the decoder's dtype on
-  /// the same rows, but at least one rounding.
+  /// |value| in its row, where p is a token's probability. tolerance: twice the error of a plain
+  /// attention in the decoder's dtype on the same rows, but at least one rounding.
   std::uint32_t layer = 0;
   double worst_error = 0, tolerance = 1e-5;
   bool right() const { return worst_error <= tolerance; }
@@ -39,7 +40,7 @@ struct OutputCheck {
 /// Check (e): logits against a forward pass on the CPU over the same tokens and the same live sets.
 struct LogitCheck {
   std::uint64_t rows = 0;  ///< rows compared, of the watched decoder and of one without an observer
-  /// error: relative error over all rows, of the decoder whose error is larger. tolerance: three
+  /// error: the relative error over all rows, the larger one of the two decoders. tolerance: three
   /// times the error of a forward pass that rounds to the decoder's dtype, but at least one
   /// rounding.
   double error = 0, tolerance = 1e-5;
@@ -55,8 +56,8 @@ struct VerifyReport {
   // Check (b): are the observations right, compared with float64 over the same live tokens?
   std::uint64_t observations = 0;
   double worst_mass = 0;             ///< largest error of a mass per query and query head
-  std::uint64_t wrong_requests = 0;  ///< tokens with a number of requests that float64 does not
-                                     ///< allow
+  std::uint64_t wrong_requests = 0;  ///< tokens whose number of requests is impossible by the
+                                     ///< float64 probabilities
   /// The tolerance of worst_mass: the error of float32 sums or, if q and k are rounded, twice the
   /// worst error of a plain attention in that dtype on the same rows.
   double tolerance = 1e-5;

@@ -28,7 +28,7 @@ AddedToken read_added_token(const Node& node) {
   return token;
 }
 
-// The start of the character that ends at `end` > 0.
+// Returns where the character that ends before byte `end` starts. `end` is above 0.
 std::size_t last_char(std::string_view text, std::size_t end) {
   do --end;
   while ((static_cast<unsigned char>(text[end]) & 0xC0) == 0x80);

@@ -20,7 +20,7 @@ struct AddedToken {
   bool single_word;  ///< does not match within a word
   bool lstrip;       ///< also takes the white space before it
   bool rstrip;       ///< also takes the white space after it
-  bool normalized;   ///< matched in the normalized text, with its own content also normalized
+  bool normalized;   ///< matched in the normalized text; its content is normalized too
 };
 
 /// Reads the file's `added_tokens`, in order. Throws std::runtime_error if one of them is broken,
@@ -33,11 +33,11 @@ struct Segment {
   std::optional<std::int32_t> id;
 };
 
-/// Finds added tokens from left to right, the longest match first.
+/// Finds added tokens from left to right. At each position the longest match counts.
 class AddedTokenMatcher {
  public:
-  /// Adds a token. `spelling`: how it is written in the text. If several tokens have the same
-  /// spelling, the first one counts.
+  /// Adds a token. `spelling`: how the token is written in the text. If several tokens have the
+  /// same spelling, the first one counts.
   void add(std::string_view spelling, const AddedToken& token);
   /// Passes the parts of `text` (valid UTF-8) to `sink`, in order. If `sink` returns false, returns
   /// false immediately.

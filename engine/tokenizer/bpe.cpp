@@ -232,9 +232,9 @@ const Bpe::Merge* Bpe::find_merge(std::int32_t left, std::int32_t right) const {
   return it == merges_.end() ? nullptr : &it->second;
 }
 
-// Whether only a merge that is in junctions_ can join the character to its neighbours. This is not
-// certain for a character without an id: it may be fused with unknown neighbours, or a merge may
-// join the byte tokens that replace it to those of its neighbours.
+// Whether junctions_ lists every merge that can join the character to a neighbour. This is certain
+// for a character with an id. A character without an id may be fused with unknown neighbours, or it
+// may be replaced by byte tokens, which a merge may join to the byte tokens of a neighbour.
 bool Bpe::is_isolated(std::string_view character) const {
   return id_of(character).has_value() || bytes_are_isolated_;
 }

@@ -10,8 +10,8 @@
 
 namespace kvlab::tokenizer {
 
-/// The file's `decoder`. It works like that of the tokenizers library, except that bytes that are
-/// not UTF-8 are returned unchanged and not replaced by U+FFFD.
+/// The file's `decoder`. Works like the decoder of the tokenizers library, except that it returns
+/// invalid UTF-8 bytes unchanged instead of replacing them by U+FFFD.
 class Detokenizer {
  public:
   /// Reads the decoder. Throws std::runtime_error if it is missing or is not ByteLevel, Metaspace,

@@ -14,8 +14,8 @@ namespace kvlab::tokenizer {
 
 using Json = nlohmann::json;
 
-/// Maximum size of an added token and of a replacement text. Longer ones are refused, because with
-/// them a hostile file could make encoding take quadratic time.
+/// Maximum size of an added token and of a replacement text. Longer ones are refused, because a
+/// hostile file could use them to make encoding take quadratic time.
 constexpr std::size_t kMaxContentBytes = 1024;
 
 /// Reads the file's JSON. Throws std::runtime_error that names the file.

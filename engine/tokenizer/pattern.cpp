@@ -14,7 +14,8 @@ namespace {
 
 constexpr std::size_t kMaxPatternBytes = 16 * 1024;
 constexpr std::uint32_t kMaxSteps = 10'000'000;  // maximum steps of one attempt to match
-// Number of start positions that the first call tries, and the maximum for later calls.
+// Number of start positions that the first call of pcre2_match() tries, and maximum for later
+// calls.
 constexpr std::size_t kPlaces = 16, kMaxPlaces = 4096;
 constexpr double kSeconds = 1, kSecondsPerByte = 1e-5;
 constexpr std::size_t kJitStackStart = 32 * 1024;      // bytes

@@ -54,7 +54,7 @@ class Pattern {
 
   /// Splits valid UTF-8 at both ends of every match, and passes the matches and the text between
   /// them to `sink`, in order. If `sink` returns false, returns false immediately. Throws
-  /// std::runtime_error if the pattern needs too many steps on this text, or if `time` is over.
+  /// std::runtime_error if the pattern needs too many steps on this text, or if `time` has run out.
   bool cut(std::string_view text, const MatchTime& time,
            const std::function<bool(ByteRange range, bool is_match)>& sink) const;
 

@@ -69,8 +69,8 @@ class PreTokenizer {
 
  private:
   /// What happens to a match. kIsolated: it becomes a piece. kMergedWithPrevious: it becomes the
-  /// end of the piece before it. kKept: only matches become pieces (this is Removed with invert);
-  /// no text is lost if the pattern matches every character.
+  /// end of the piece before it. kKept: it becomes a piece, and the text between matches is dropped
+  /// (in the file: Removed with invert). No text is dropped if the pattern matches every character.
   enum class Behavior { kIsolated, kMergedWithPrevious, kKept };
   struct Split {
     Pattern pattern;

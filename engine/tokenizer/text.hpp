@@ -34,8 +34,9 @@ void append_utf8(std::string& text, char32_t code_point);
 
 /// Length in bytes of the text's longest prefix that is valid UTF-8.
 std::size_t valid_bytes(std::string_view bytes);
-/// Replaces every maximal part that cannot be the beginning of a character by one U+FFFD, as
-/// Unicode recommends and Python's errors="replace" does.
+/// Replaces each maximal invalid part by one U+FFFD, as Unicode recommends and Python's
+/// errors="replace" does. An invalid part is an incomplete character or a byte that cannot begin
+/// one.
 std::string replace_invalid_utf8(std::string_view bytes);
 
 /// Whether a character has Unicode's property White_Space.

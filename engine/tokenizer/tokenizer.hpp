@@ -20,8 +20,8 @@ class Tokenizer {
   /// supported.
   static Tokenizer load(const std::filesystem::path& tokenizer_json);
   /// Reads the tokenizer of a model that has `model_ids` token ids. Also throws std::runtime_error
-  /// if the file has less than half of these ids. A model may be padded with unused ids, but never
-  /// with that many, so such a file belongs to another model.
+  /// if the file has fewer than half of these ids, because such a file belongs to another model. A
+  /// model may be padded with unused ids, but never with more of them than it uses.
   static Tokenizer load(const std::filesystem::path& tokenizer_json, std::size_t model_ids);
 
   /// Encodes UTF-8 text and returns the first `max_ids` ids. With `add_special`, adds what the

@@ -44,7 +44,7 @@ void refuse_several_models(const RunInfo& info) {
                       info.traces.front().name, trace.name));
 }
 
-/// Scores of the baseline policies at the same budget.
+/// Scores of the oracles and of `full` at the same budget.
 json baseline_scores(const MetricTable& metric_table, const Ballot& ballot) {
   json scores = json::object();
   for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
@@ -243,9 +243,9 @@ class FinalistEvaluator {
   }
 
  private:
-  /// The finalists that answer the remaining questions: the first one, then those near the lowest
-  /// KL with the best task accuracy, up to kMaxEvaluatedNear, then the others with the best task
-  /// accuracy, up to kMaxEvaluated.
+  /// The finalists that answer the remaining questions. Takes the first finalist, then the
+  /// finalists near the lowest KL with the best task accuracy until there are kMaxEvaluatedNear,
+  /// then the others with the best task accuracy until there are kMaxEvaluated.
   std::vector<std::size_t> finalists_that_continue(
       const std::vector<TaskAccuracy>& evaluated) const {
     std::vector<std::size_t> others(finalists_.size() - 1), chosen{0};
@@ -326,9 +326,8 @@ class FinalistEvaluator {
   double done_ = 0;
 };
 
-/// Keeps the finalists of `which` whose share of right answers is within kAlikeShare of the
-/// highest: first for the first task, then, of the remaining finalists, for the next task, and so
-/// on.
+/// Filters the finalists `which` by one task after another. Each task keeps those whose share of
+/// right answers is within kAlikeShare of the highest share among the finalists that are left.
 std::vector<std::size_t> best_of(std::vector<std::size_t> which,
                                  std::span<const TaskAccuracy> evaluated) {
   for (const TaskAccuracy& task : evaluated) {
@@ -416,8 +415,8 @@ Choice choose_by_both_criteria(std::span<const Finalist> finalists,
         .deployed = 0,
         .why =
             "chosen by KL alone, because the model itself (full cache) answers too few questions"};
-  // The first finalist is the choice by KL. It may have been preferred for its memory to one whose
-  // KL is a little lower, so a tie does not change the choice.
+  // The first finalist is the choice by KL. Another finalist may have a slightly lower KL but need
+  // more memory. So the first finalist wins whenever it is among `which`.
   const auto best_by_kl = [&](const std::vector<std::size_t>& which) {
     if (std::ranges::find(which, std::size_t{0}) != which.end()) return std::size_t{0};
     return *std::ranges::min_element(which, {}, [&](std::size_t f) { return finalists[f].kl; });

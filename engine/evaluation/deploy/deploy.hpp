@@ -58,8 +58,9 @@ struct Confirmed {
   bool is_similar() const { return !over_budget && !from_choice.significantly_different(); }
 };
 
-/// Orders the ballot's first policies by an evaluation of these and of the full cache: lowest KL
-/// first, and configurations over budget last. The first one becomes the ballot's winner.
+/// Orders the first policies of the ballot by `evaluation`, in which they and the full cache were
+/// run: lowest KL first, and configurations over budget last. The first policy in this order
+/// becomes the ballot's winner.
 std::vector<Confirmed> confirm(const Evaluation& evaluation, Ballot& ballot);
 
 /// One JSON object for each entry, with the keys `from_choice` and `not_significantly_different`.
@@ -69,8 +70,8 @@ nlohmann::ordered_json confirmed_json(const std::vector<Confirmed>& confirmed,
 // Policies are compared by two criteria, KL and task accuracy. Task accuracy is measured for the
 // policies whose KL is near the lowest. Both criteria together decide which policy is deployed.
 
-/// How much KL may be given up for better task accuracy: the deployed policy's KL divided by the
-/// lowest.
+/// A policy may be deployed for its task accuracy if its KL is at most this multiple of the lowest
+/// KL.
 inline constexpr double kNearKl = 1.2;
 /// Shares of right answers that differ by at most this much count as equal.
 inline constexpr double kAlikeShare = 0.05;
@@ -92,15 +93,15 @@ struct TaskAccuracyPlan {
   double rate = 0;              ///< measured seconds per unit of task_accuracy_work()
 };
 
-/// Halves the length of each task until the full cache answers four of five questions. If no length
-/// is short enough, sets it to 0. Also measures the rate.
+/// Halves the length of each task until the full cache answers four of five questions. If the full
+/// cache fails at every length tried, sets the length to 0. Also measures the rate.
 void find_lengths(Backend& backend, const Tokenizer& tokenizer, TaskAccuracyPlan& plan);
 
 /// A configuration that may be deployed.
 struct Finalist {
   CacheConfig config;
-  double kl;  ///< in nats, over the texts that all finalists ran, or scaled to the texts of the
-              ///< first finalist
+  double kl;  ///< mean KL in nats over the texts of the first finalist; estimated from the texts
+              ///< that both ran if this finalist ran fewer
 };
 
 /// The answers to one task, [finalist][sample]. A finalist that was not given all questions has no
@@ -127,17 +128,19 @@ std::vector<TaskAccuracy> evaluate_finalists(Backend& backend, const Tokenizer& 
 /// a share of the prompt's tokens.
 double task_accuracy_work(std::size_t finalists, const TaskAccuracyPlan& plan);
 
-/// Which finalist is best by which criterion. The first finalist is the choice by KL. It need not
-/// have the lowest KL: if the difference is not significant, less memory may decide.
+/// The best finalist by task accuracy, and the finalist to deploy. The first finalist is the choice
+/// by KL. It need not have the lowest KL: among policies whose KL does not differ significantly,
+/// less memory may decide.
 struct Choice {
   std::optional<std::size_t> best_accuracy;  ///< nullopt if every task was skipped
   std::size_t deployed = 0;
   std::string why;
 };
-/// best_accuracy: the finalist with the most right answers, by the first task, then by the next.
-/// Among those within kAlikeShare of the most, it is the first finalist or, if that is not one of
-/// them, the one with the lowest KL. deployed: by the same rule, among the finalists within kNearKl
-/// of the lowest KL.
+/// best_accuracy: keeps the finalists whose share of right answers in the first task is within
+/// kAlikeShare of the highest, then filters these by the next task, and so on. Of those that
+/// remain, takes the first finalist or, if it does not remain, the one with the lowest KL.
+/// deployed: by the same rule, but only among the finalists whose KL is within kNearKl of the
+/// lowest.
 Choice choose_by_both_criteria(std::span<const Finalist> finalists,
                                std::span<const TaskAccuracy> evaluated);
 

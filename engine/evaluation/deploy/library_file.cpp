@@ -20,7 +20,7 @@ namespace {
 std::string text_of_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file.is_open()) throw std::runtime_error(path + ": cannot be read");
-  // Reads no more than this, even if the file has no end (a device, for example).
+  // Limits the read, because the path may be a device whose data never ends.
   std::string text(kMaxPolicyBytes + 1, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   text.resize(static_cast<std::size_t>(file.gcount()));

@@ -43,9 +43,9 @@ struct DeviceEvaluation {
   cuda::DeviceBuffer projections;  // [row of a tile, query heads, key heads, value heads, dim]
 };
 
-/// The first configuration that evicts, or else the first one. Its request threshold is that of the
-/// whole run: refuse() refuses evicting configurations with another threshold, and caches that
-/// never evict need none.
+/// The first configuration that evicts, or else the first one. The whole run uses the request
+/// threshold of this configuration. refuse() makes sure that all evicting configurations have the
+/// same threshold, and caches that never evict need none.
 const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
   const auto found = std::ranges::find_if(configs, &CacheConfig::evicts);
   return found == configs.end() ? configs.front() : *found;
@@ -273,7 +273,7 @@ class SequenceRun {
                .q = heads,
                .keys = attention.keys() + c * layer_key_bytes,
                .values = attention.values() + c * layer_key_bytes,
-               .out = heads},  // in place, because a block only reads the rows that it writes
+               .out = heads},  // in place: each thread block reads only the rows that it writes
               static_cast<int>(config_.rows[layer].window), stream()),
           "attention over windows");
     }

@@ -1,4 +1,4 @@
-// Stands in for the end-to-end evaluation on a device in a build without CUDA.
+// The functions of the end-to-end evaluation on a device, for a build without CUDA.
 #include <stdexcept>
 
 #include "engine/evaluation/device/layered_evaluation.hpp"

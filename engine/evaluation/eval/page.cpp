@@ -50,8 +50,8 @@ ordered_json configurations_in(const JsonFields& fields) {
   return list;
 }
 
-/// The next command, for the choice at the decisive budget. `draft`: how many tokens it drafts; 0:
-/// none.
+/// The command to run next, for the choice at the decisive budget. `draft`: number of tokens that
+/// the choice drafts; 0: it does not draft.
 std::string next_after_eval(const std::vector<Recommendation>& made, std::uint32_t draft) {
   if (made.empty()) return "";
   const Recommendation& decisive = made[decisive_budget(made)];

@@ -61,7 +61,8 @@ void refuse_not_finite(const ScoredSequences& sequences, std::size_t c) {
   }
 }
 
-/// Adds the number of scored tokens, and the memory of the sequences.
+/// Sets the number of scored tokens (a sum) and the memory (means and maxima), over the sequences
+/// that count.
 void add_means(EvalScore& score, std::size_t c, const ScoredSequences& sequences) {
   double counted = 0;
   for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
@@ -472,7 +473,8 @@ std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std:
 
 std::vector<std::string> eval_warnings(const Evaluation& evaluation) {
   std::vector<std::string> lines = evaluation.notes;
-  // If only the full cache was evaluated, there is a perplexity but no recommendation.
+  // Adds this warning even if only the full cache was evaluated. Then there is a perplexity, but no
+  // recommendation that would contain the warning.
   if (const std::string few = few_tokens_warning(evaluation.scores.front().tokens); !few.empty())
     lines.push_back(few);
   for (std::string& line : recommendation_warnings(evaluation.recommendations()))

@@ -39,8 +39,8 @@ struct MeanWithError {
 struct DraftScore {
   MeanWithError acceptance;             ///< share of drafted tokens, at all depths together
   std::vector<MeanWithError> by_depth;  ///< [depth - 1]: the same for the depth-th drafted token
-  /// Expected tokens that a verification yields, from 1 to the number of drafted tokens + 1: the
-  /// accepted tokens and the one that the verification itself samples.
+  /// Expected number of tokens that a verification yields: the accepted tokens, plus one token that
+  /// the verification itself samples. Between 1 and the number of drafted tokens + 1.
   MeanWithError tokens_per_verification;
 };
 
@@ -83,8 +83,8 @@ struct Evaluation {
   const char* deciding_name() const {
     return draft ? "acceptance" : compares_to_full ? "KL" : "−ln p";
   }
-  /// The budgets of configurations that evict, ordered by tokens. Of several budgets with the same
-  /// number of tokens, only the first.
+  /// The budgets of configurations that evict, ordered by tokens. If several budgets have the same
+  /// number of tokens, contains only the first of them.
   std::vector<std::string> budgets() const;
   /// A comparison of the configurations that evict at a budget.
   struct Judgement {
@@ -105,8 +105,8 @@ struct Evaluation {
 struct ScoredSequences {
   std::vector<std::vector<TokenScores>> scores;
   std::vector<std::size_t> text;
-  std::vector<bool> repeats;  ///< [sequence]: whether a longer text contains it and counts instead;
-                              ///< empty: none
+  std::vector<bool> repeats;  ///< [sequence]: whether a longer text contains it, so that only the
+                              ///< longer text counts; empty: none
   std::vector<std::vector<Memory>> memory;  ///< [configuration][sequence]
 
   bool counts(std::size_t sequence) const { return repeats.empty() || !repeats[sequence]; }

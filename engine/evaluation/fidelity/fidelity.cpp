@@ -143,7 +143,7 @@ class MetricAgainstKl {
   }
   double pool_rho(std::span<const std::size_t> which) const { return rho(all_, which); }
 
-  /// The pairs that differ significantly in KL and that the metric orders the other way.
+  /// The pairs that differ significantly in KL and that the metric puts in the wrong order.
   std::vector<Misordered> find_misordered(const Apart& apart) const {
     const Values cost = mean_over(cost_, all_), kl = mean_over(kl_, all_);
     std::vector<Misordered> wrong;
@@ -350,7 +350,8 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr std::size_t kMaxMisordered = 10;  // most shown for each metric and budget
+// Maximum number of pairs that are listed for each metric and budget.
+constexpr std::size_t kMaxMisordered = 10;
 constexpr std::size_t kMaxTableBytes = std::size_t{64} << 20;
 
 ordered_json wrong_json(const FidelityBudget& budget, std::span<const CacheConfig> configs) {
@@ -393,8 +394,9 @@ ordered_json metric_json(const FidelityMetric& metric, std::span<const CacheConf
   return object;
 }
 
-/// The tokens of a budget (the mean if heads differ) in texts with these lengths; none for bytes
-/// and for budgets in a file. Throws std::runtime_error for a share of texts that differ in length.
+/// The tokens of a budget (the mean if heads differ) in texts with these lengths; nullopt for a
+/// budget in bytes or in a file. Throws std::runtime_error for a share of texts that differ in
+/// length.
 std::optional<double> tokens_of(const std::string& budget, const JsonFields& tokens) {
   if (budget.starts_with('@')) return std::nullopt;
   Budget requested;

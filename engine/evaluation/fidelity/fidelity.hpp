@@ -18,8 +18,8 @@
 
 namespace kvlab {
 
-/// A text for the offline replay and the end-to-end evaluation. If there is a trace that was
-/// captured before, `ids` are its ids.
+/// A text for the offline replay and the end-to-end evaluation. If the text was captured before,
+/// `trace` is this trace and `ids` are the ids in it.
 struct EvalText {
   std::string name;
   std::vector<std::int32_t> ids;
@@ -42,7 +42,7 @@ DistinctTexts distinct_texts(std::vector<EvalText> texts);
 
 struct OfflineReplayOptions {
   const OutputSketch& sketch;     ///< sketch of the model's output projections, for captures
-  std::filesystem::path capture;  ///< new folder for a trace of the text, if it has none
+  std::filesystem::path capture;  ///< if the text has no trace: new folder for its trace
   bool every_output_error = false;
   unsigned threads = 1;
   HeadReplayer* device = nullptr;
@@ -101,7 +101,7 @@ struct FidelityBudget {
   std::size_t significantly_different;  ///< number of pairs that differ significantly in KL,
                                         ///< according to a paired block bootstrap
   std::vector<Misordered>
-      misordered;  ///< those of these pairs that the metric orders wrongly, the worst first
+      misordered;  ///< significantly different pairs that the metric orders wrongly, worst first
 };
 
 struct FidelityMetric {
@@ -113,16 +113,16 @@ struct FidelityMetric {
 struct Fidelity {
   std::vector<FidelityMetric> metrics;  ///< metrics that every text has
   std::string standard;                 ///< the metric that `deploy` uses
-  /// Rank correlation of KL on one text with KL on another text, by budget: mean over all pairs of
-  /// texts; NaN for one text. A metric that is computed from one text cannot be expected to do
-  /// better.
+  /// [budget]: rank correlation of KL on one text with KL on another text, as the mean over all
+  /// pairs of texts; NaN for one text. A metric that is computed from one text cannot be expected
+  /// to do better.
   std::vector<double> ceiling;
 
   const FidelityMetric* find(const std::string& metric) const;
 };
 
-/// Throws std::invalid_argument if a budget has fewer than three configurations, or one that never
-/// evicts.
+/// Throws std::invalid_argument if a budget has fewer than three configurations, or if a
+/// configuration never evicts.
 void check_fidelity_sweep(std::span<const CacheConfig> configs);
 /// Assesses every metric. check_fidelity_sweep() must accept the sweep.
 Fidelity assess_fidelity(std::span<const CacheConfig> configs, std::span<const FidelityText> texts);
@@ -139,8 +139,8 @@ inline constexpr const char* kFidelityCsv = "fidelity.csv";
 inline constexpr const char* kFidelityJson = "fidelity.json";
 
 /// CSV with one metric in a row:
-/// text,policy,params,budget,budget_tokens,prefill,positions,seed,metric,value. `kl` is what the
-/// others should predict.
+/// text,policy,params,budget,budget_tokens,prefill,positions,seed,metric,value. The metric `kl` is
+/// the one that the other metrics should predict.
 std::string fidelity_csv(std::span<const CacheConfig> configs, std::span<const FidelityText> texts,
                          std::uint32_t head_size);
 

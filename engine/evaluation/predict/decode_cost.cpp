@@ -89,7 +89,8 @@ std::optional<double> DecodeCost::break_even(std::uint32_t batch, const RefetchS
   const auto is_slower = [&](double rate) { return refetch(batch, setup, rate).serial() > full; };
   if (is_slower(0)) return std::nullopt;
   if (!is_slower(1)) return 1;
-  // Fetching takes longer the more rows there are, so the two times are equal at one rate.
+  // A higher fetch rate never makes the refetch step faster, so bisection finds the rate at which
+  // both steps take the same time.
   double low = 0, high = 1;
   constexpr int kHalvings = 50;
   for (int i = 0; i < kHalvings; ++i) {

@@ -16,19 +16,18 @@ struct RefetchSetup {
   std::uint32_t context = 0;   ///< tokens of a sequence
   std::uint32_t selected = 0;  ///< tokens that a query selects and attends to; below `context`
   std::uint32_t page = 16;     ///< tokens for each entry of the index by which queries select
-  double layer_seconds = 0;    ///< further time of a layer, for selecting and looking up
+  double layer_seconds = 0;    ///< additional time of a layer, to select tokens and look them up
 };
 
 /// The parts of a refetch step's time.
 struct RefetchTime {
   double read_seconds;   ///< to read weights, index and selected tokens from device memory
   double fetch_seconds;  ///< to fetch missing tokens over the link, with a launch in each layer
-  double layer_seconds;  ///< further time of the layers
+  double layer_seconds;  ///< additional time of the layers
 
-  /// The time if fetching and reading take turns.
+  /// The time if fetching and reading do not overlap.
   double serial() const { return read_seconds + fetch_seconds + layer_seconds; }
-  /// A lower bound: the time if the shorter one of fetching and reading is hidden by the longer
-  /// one.
+  /// A lower bound: the time if fetching and reading overlap completely.
   double overlapped() const {
     return (read_seconds > fetch_seconds ? read_seconds : fetch_seconds) + layer_seconds;
   }
@@ -54,7 +53,8 @@ class DecodeCost {
   double full_sequence_bytes(std::uint32_t context) const;
   /// Device memory of one sequence with a buffer of `buffer` tokens, the index included.
   double refetch_sequence_bytes(const RefetchSetup& setup, std::uint32_t buffer) const;
-  /// The largest batch whose sequences of `sequence_bytes` fit beside the weights; 0: none fits.
+  /// The largest batch of sequences of `sequence_bytes` that fits into device memory with the
+  /// weights; 0: not even one sequence fits.
   std::uint32_t largest_batch(double device_bytes, double sequence_bytes) const;
 
   /// The time of a step with the full cache.
@@ -65,8 +65,9 @@ class DecodeCost {
   /// the share of the selected tokens that are fetched.
   double fetched_rows(std::uint32_t batch, const RefetchSetup& setup, double fetch_rate) const;
   RefetchTime refetch(std::uint32_t batch, const RefetchSetup& setup, double fetch_rate) const;
-  /// The fetch rate at which a serial refetch step takes as long as the full cache's, at the same
-  /// batch. 1 if refetch is faster at any rate; nullopt if it is slower even without misses.
+  /// The fetch rate at which a serial refetch step takes as long as a step with the full cache, at
+  /// the same batch. 1 if refetch is faster at any rate; nullopt if it is slower even without
+  /// misses.
   std::optional<double> break_even(std::uint32_t batch, const RefetchSetup& setup) const;
 
  private:

@@ -25,8 +25,8 @@ double seconds_at(const FetchCurve& curve, double rows) {
          (end->seconds - begin->seconds) * (rows - begin->rows) / (end->rows - begin->rows);
 }
 
-/// Times vary by a few percent, so a larger number of rows may have been measured faster. Each
-/// point gets at least the time of the points before it.
+/// Makes the times ascend: each point gets at least the time of the points before it. Measured
+/// times vary by a few percent, so a larger number of rows may have been measured as faster.
 FetchCurve curve_of(double row_bytes, double launch_seconds,
                     const std::map<double, double>& times) {
   FetchCurve curve{row_bytes, {{0, launch_seconds}}};

@@ -28,9 +28,10 @@ struct LinkRates {
   std::vector<FetchCurve> curves;    ///< ascending row_bytes; at least one
 
   /// The time of one launch that fetches `rows` scattered rows of `row_bytes` bytes. Interpolates
-  /// linearly between the measured numbers of rows and row sizes. Beyond the largest number of rows
-  /// the rate stays that of the last interval. Row sizes beyond the measured ones take the time for
-  /// the nearest one, scaled by the bytes if they are larger.
+  /// linearly between the measured numbers of rows and row sizes. Above the largest number of rows,
+  /// continues at the rate of the last interval. Smaller rows than measured take as long as rows of
+  /// the smallest measured size. Larger rows than measured take as long as the same bytes in rows
+  /// of the largest measured size.
   double fetch_seconds(double rows, double row_bytes) const;
 };
 

@@ -85,8 +85,8 @@ struct Prediction {
 /// than the context, or not smaller than a buffer), or if not even one sequence fits.
 Prediction predict(const DecodeCost& cost, const PredictRequest& request);
 
-/// Which buffer to use, compared at the largest batch that fits or, without a device memory, at the
-/// largest batch of the request.
+/// Which buffer to use. Buffers are compared at the largest batch that fits the device memory or,
+/// if no device memory is given, at the largest batch of the request.
 struct BufferRecommendation {
   std::size_t choice = 0;                ///< index of the buffer
   std::optional<std::size_t> runner_up;  ///< the best buffer of another size

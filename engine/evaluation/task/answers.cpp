@@ -30,8 +30,8 @@ struct Unit {
   std::vector<Row> rows;
 };
 
-/// The model's own greedy answer: the most probable token after each fed token, as long as the fed
-/// tokens are those of the model's own answer.
+/// The model's own greedy answer. A decoder is fed tokens, and the path takes the most probable
+/// token after each, as long as the fed tokens are those of the path.
 struct Path {
   Ids ids;
   bool open = true;  ///< whether the fed tokens are still those of the path
@@ -257,8 +257,8 @@ class TaskAnswerer {
     for (std::size_t step = at; step < at + steps; ++step)
       for (const Row& row : rows) {
         const Ids& answer = prompt_of(row).answer;
-        // After the last token, the most probable token is still needed, because the number may
-        // continue.
+        // The row after the last token of the answer is also scored (id 0 is arbitrary). Its most
+        // probable token is needed, because it may continue the answer's number.
         next.push_back(step < answer.size() ? answer[step] : step == answer.size() ? 0 : -1);
       }
     const std::vector<RowScore> scores = score(logits, next);
@@ -279,8 +279,8 @@ class TaskAnswerer {
     const bool ended = end != path.end() || path.size() >= max_new_tokens(row);
     path.erase(end, path.end());
     TaskAnswer& answer = answer_of(row);
-    // The answer may begin within a word, and a tokenizer decodes tokens correctly only after the
-    // tokens that precede them.
+    // Decodes the answer together with the question. The answer may begin within a word, and a
+    // tokenizer decodes tokens correctly only if it knows the tokens before them.
     const Ids& before = prompt_of(row).question;
     Ids text = before;
     text.insert(text.end(), path.begin(), path.end());

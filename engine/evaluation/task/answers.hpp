@@ -24,8 +24,8 @@ enum class Judgement { open, right, wrong };
 /// change the result. `ended`: no more text follows.
 Judgement judge(std::string_view said, std::span<const std::string> expected, bool ended);
 
-/// The share of the expected strings that `said` contains, in upper or lower case. This is RULER's
-/// string_match_all for one sample.
+/// The share of the expected strings that `said` contains, ignoring case. This is
+/// RULER's string_match_all for one sample.
 double found_share(std::string_view said, std::span<const std::string> expected);
 
 struct TaskAnswer {
@@ -38,7 +38,8 @@ struct TaskAnswer {
 
 struct AnswerOptions {
   std::uint32_t max_new_tokens = 32;  ///< maximum number of tokens of an answer, unless the prompt
-                                      ///< has its own; an answer that is still open then is wrong
+                                      ///< has its own maximum; an answer that is undecided at the
+                                      ///< maximum is wrong
   std::uint32_t max_rows = 64;        ///< caches in a batch
   std::function<void(double)> progress;  ///< gets the fraction done, 0 to 1; may be empty
   const RunFolder* kept =

@@ -35,7 +35,7 @@ std::string_view name_of_template(std::string_view chat_template) {
   return "of an unknown kind";
 }
 
-/// Replaces escaped line breaks, because in Jinja's quotes both forms mean the same.
+/// Replaces the escape sequence \n by a line break, because both mean the same in Jinja's quotes.
 std::string unescape(std::string_view text) {
   std::string plain;
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -149,8 +149,8 @@ std::string_view printed_space(std::string_view space, std::string_view left,
   return space;
 }
 
-/// A tag without white space outside of literals and without hyphens, with literals in single
-/// quotes. Adjacent literals become one.
+/// Normalizes a tag: removes hyphens and white space outside of literals, puts literals in single
+/// quotes, and joins adjacent literals.
 std::string normalised_tag(std::string_view tag) {
   std::string plain;
   char quote = 0;
@@ -209,8 +209,8 @@ std::optional<std::string> normalize_template(std::string_view chat_template) {
   return plain;
 }
 
-/// The known template whose expressions are the only ones of its family in this template; nullptr
-/// if there is none.
+/// The known template that matches: all its printed expressions are in this template, and without
+/// its expressions the mark of its family does not occur. nullptr if there is none.
 const KnownTemplate* find_known(std::string_view chat_template) {
   const auto plain = normalize_template(chat_template);
   if (!plain || contains(*plain, "[SYSTEM_PROMPT]")) return nullptr;
@@ -226,7 +226,7 @@ const KnownTemplate* find_known(std::string_view chat_template) {
   return nullptr;
 }
 
-/// The text of the BOS token, in the way a template writes it.
+/// The BOS token as text, as a template writes it.
 std::string bos_of(const nlohmann::json& config) {
   const nlohmann::json* entry = json_find(config, "bos_token");
   if (entry && entry->is_object()) entry = json_find(*entry, "content");

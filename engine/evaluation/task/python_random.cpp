@@ -8,8 +8,9 @@
 namespace kvlab {
 namespace {
 
-/// Fills the state of the Mersenne Twister as its authors' init_by_array() does. It has the form of
-/// a seed sequence, whose numbers std::mt19937 takes as its state without changing them.
+/// A seed sequence for std::mt19937, which copies the numbers of a seed sequence into its state.
+/// The numbers are those that init_by_array(), the function of the Mersenne Twister's authors,
+/// writes.
 class ArraySeed {
  public:
   using result_type = std::uint32_t;
@@ -76,7 +77,7 @@ double PythonRandom::share() {
 }
 
 std::vector<std::uint32_t> PythonRandom::sample(std::uint32_t count, std::uint32_t size) {
-  // Python takes samples out of a list if the list needs no more memory than a set of the samples.
+  // As in Python: samples from a list if the list needs no more memory than a set of the samples.
   std::uint64_t set_size = 21;
   if (size > 5) {
     std::uint64_t power = 1;

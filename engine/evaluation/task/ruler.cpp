@@ -120,7 +120,7 @@ std::string random_letters(PythonRandom& random, std::size_t size, char first) {
   return letters;
 }
 
-/// At least `count` names; more if some of the first ones are equal.
+/// Samples names until `count` of them are different, and returns all sampled names.
 std::vector<std::string> random_names(PythonRandom& random, std::size_t count, std::size_t letters,
                                       char first) {
   std::vector<std::string> names;
@@ -149,8 +149,8 @@ class Writer {
     return static_cast<std::uint32_t>(sources_.tokenizer.encode(text, false).size());
   }
   std::uint32_t tokens(const TaskSample& sample) const { return tokens(text(sample)); }
-  /// Estimates the size of a haystack of `length` tokens from the tokens per unit of size that a
-  /// draft of size `size` has.
+  /// Estimates the size of a haystack of `length` tokens. Uses the number of tokens per unit of
+  /// size in a draft of size `size`.
   double units(std::uint32_t length, std::uint32_t size) {
     return length / (static_cast<double>(tokens(draft(size))) / size);
   }
@@ -161,8 +161,8 @@ class Writer {
 
 /// How RULER looks for the largest haystack.
 struct SizeSearch {
-  std::uint32_t length;  ///< maximum number of tokens, after those of the answer are subtracted
-  std::uint32_t step;  ///< smallest size, and by how much a question that is too long is shortened
+  std::uint32_t length;    ///< maximum number of tokens, after those of the answer are subtracted
+  std::uint32_t step;      ///< the smallest size, and the decrement if a question is too long
   std::uint32_t max_size;  ///< largest size that is tried
 };
 
@@ -205,8 +205,8 @@ std::optional<TaskSample> fitting(Writer& writer, const SizeSearch& search, std:
 // --- Needles -------------------------------------------------------------------------------------
 
 /// Keys made of an adjective and a noun, sorted: "able-acorn". Lists as large as those of
-/// wonderwords give millions of keys, so only those that do not follow the order of the adjectives
-/// are stored.
+/// wonderwords give millions of keys, so a key is computed from its index. Only keys whose order
+/// differs from that of their adjectives are stored.
 class NeedleWords {
  public:
   explicit NeedleWords(const WordLists& words) : nouns_(distinct({&words.nouns})) {
@@ -214,7 +214,7 @@ class NeedleWords {
     for (const std::string& adjective : words.adjectives) beginnings.push_back(adjective + '-');
     beginnings = distinct({&beginnings});
     for (std::size_t first = 0, end = 0; first < beginnings.size(); first = end) {
-      // Keys are out of order only if one beginning begins another: "well-", "well-known-".
+      // That happens only if one beginning is a prefix of another: "well-", "well-known-".
       while (end < beginnings.size() && beginnings[end].starts_with(beginnings[first])) ++end;
       Block block{.begin = count_, .beginning = beginnings[first], .keys = {}};
       for (std::size_t i = first; end - first > 1 && i < end; ++i)
@@ -234,9 +234,9 @@ class NeedleWords {
   }
 
  private:
-  /// Consecutive keys: those of one adjective, or stored ones.
+  /// Consecutive keys: all keys of one adjective, or stored keys of several adjectives.
   struct Block {
-    std::uint32_t begin;  ///< number of keys before it
+    std::uint32_t begin;  ///< number of keys before this block
     std::string beginning;
     std::vector<std::string> keys;  ///< empty if there is one adjective
   };
@@ -374,7 +374,7 @@ class NeedleWriter : public Writer {
     return join(parts, " ");
   }
 
-  /// RULER's words around the needles. They differ between one value and several.
+  /// RULER's text around the needles. The wording depends on whether there is one value or several.
   TaskSample question(const std::string& hidden) const {
     const bool one = task_.queries * task_.values == 1;
     std::string_view values = values_name();
@@ -454,7 +454,8 @@ class VariableWriter : public Writer {
 
   std::uint32_t random_value() { return numbers_.whole(10000, 99999); }
 
-  /// Samples the question with its answer that precedes each question, in at most 500 tokens.
+  /// Samples the example, which precedes each question: a question with its answer, in at most 500
+  /// tokens.
   void find_example() {
     constexpr std::uint32_t kLength = 500, kStep = 5;
     const SizeSearch search{
@@ -510,7 +511,8 @@ class CommonWordsWriter : public Writer {
     return sources_.chat ? std::string_view(sources_.chat->before) : std::string_view();
   }
 
-  /// A list of `size` different words, of which ten come `often` times and the others `rarely`.
+  /// A list of `size` different words. Ten of them occur `often` times each, and the others
+  /// `rarely` times each.
   TaskSample list(std::uint32_t size, std::uint32_t often, std::uint32_t rarely) {
     std::vector<std::string> common, others, all;
     for (const std::uint32_t i : random_.sample(num_words(), std::min(size, num_words())))

@@ -28,7 +28,7 @@ struct RulerTask {
   /// RulerKind::needles: what hides the needles, and what keys and values look like.
   RulerHaystack haystack = RulerHaystack::noise;
   NeedleForm key = NeedleForm::word, value = NeedleForm::number;
-  std::uint32_t keys = 1;     ///< keys in the text; raised to `queries`
+  std::uint32_t keys = 1;     ///< keys in the text; at least `queries` are used
   std::uint32_t values = 1;   ///< values of each key
   std::uint32_t queries = 1;  ///< keys that are asked for
 };

@@ -69,7 +69,7 @@ bool full_cache_answers(const TaskRun& run, std::size_t mode) {
       run.answers, [&](const auto& prompt) { return accuracy(prompt[mode].front()) > 0; });
 }
 
-/// Whether accuracy() may be a part of an answer.
+/// Whether accuracy() may be a value between 0 and 1.
 bool has_shares(const TaskRun& run) {
   return std::ranges::any_of(run.prompts, [](const TaskPrompt& prompt) {
     return prompt.matching == Matching::strings && prompt.expected.size() > 1;

@@ -19,8 +19,8 @@
 #include "traces/base/files.hpp"
 
 namespace kvlab {
-// Metrics of the answers by length and depth, with intervals. Some metrics compare the answers in
-// pairs with those of the first configuration.
+// Metrics of the answers by length and depth, with intervals. Some metrics compare each answer with
+// the first configuration's answer to the same question.
 /// One metric of one configuration. `metric` is one of:
 ///
 ///     string_match: share of the expected strings that an answer contains, mean over the samples
@@ -28,12 +28,13 @@ namespace kvlab {
 ///     exact_match: share of right answers
 ///     lost: share of wrong answers among those that the first configuration has right
 ///     gained: share of right answers among those that the first configuration has wrong
-///       (intervals of all three by share_interval())
 ///     log_likelihood: log-likelihood of the right answer, mean over the samples, in nats
 ///     log_likelihood_change: log_likelihood minus that of the first configuration, over the same
 ///       samples
-///       (intervals of these two by PairedScores: NaN for fewer than eight samples; those of
-///       string_match too, unless each value is 0 or 1)
+///
+/// Intervals are by share_interval() for exact_match, lost and gained, and for string_match if each
+/// value is 0 or 1. All other intervals are by PairedScores; they are NaN for fewer than eight
+/// samples.
 struct TaskMetric {
   std::size_t config;
   QueryMode mode;
@@ -121,7 +122,8 @@ struct TaskRequest {
 /// longer than the model's trained context, and as ruler_sampler() does.
 TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest& request);
 
-// Captures traces of questions in which the answer's tokens are passages.
+// Captures traces of questions. In a trace, the parts of the context that contain the answer are
+// passages.
 
 /// The passages of the context that contain the expected values, named "answer" or "answer 1",
 /// "answer 2", …
@@ -132,8 +134,8 @@ std::vector<Passage> answer_passages(const Tokenizer& tokenizer, const TaskPromp
 std::string task_trace_name(const TaskRun& run, std::size_t prompt, QueryMode mode);
 
 /// Captures every question of a run in every mode with the full cache, followed by the right answer
-/// as decoded tokens, to folders in `folder`. The caller commits these. `model`: the checkpoint's
-/// directory, for the sketch of its output projections.
+/// as decoded tokens. Writes each trace to its own folder in `folder`, which the caller commits.
+/// `model`: the checkpoint's directory, for the sketch of its output projections.
 void capture_tasks(Backend& backend, const Tokenizer& tokenizer, const std::filesystem::path& model,
                    const TaskRun& run, const AtomicFolder& folder, unsigned threads,
                    const std::function<void(double)>& progress);

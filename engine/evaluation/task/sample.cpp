@@ -135,7 +135,7 @@ TaskSample sample_needle(const TaskSpec& spec, const Haystack& haystack, TaskPoi
 }
 
 /// A recall question: lines with a key and a number. With `reassigned`, every fourth line assigns a
-/// new number to an earlier key; the requested key is among them.
+/// new number to an earlier key, and the question asks for one of these keys.
 TaskSample sample_recall(const TaskSpec& spec, TaskPoint point, Random& random) {
   constexpr std::uint32_t kDigits = 4;
   const std::uint32_t min_lines = spec.reassigned ? 2 : 1;

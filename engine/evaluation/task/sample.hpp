@@ -75,7 +75,7 @@ struct TaskPoint {
 /// How an answer is compared with the expected values.
 ///
 ///     numbers: the first numbers in the answer must be the expected ones
-///     strings: the answer must contain the expected strings, in upper or lower case
+///     strings: the answer must contain the expected strings, ignoring case
 enum class Matching { numbers, strings };
 
 /// One question. A prompt consists of the context, the question, and the beginning of the answer,
@@ -84,10 +84,11 @@ struct TaskSample {
   std::string context, question;
   std::string lead;                   ///< the beginning of the answer: "The pass key is"
   std::vector<std::string> expected;  ///< expected values, in the order of the text
-  std::vector<std::string> evidence;  ///< the passages of the context that contain them, each
-                                      ///< unique; empty if there are no such passages
-  std::string answer_text = "";       ///< the text after the lead; empty: " 4821, 1734"
-  std::string before_lead = "\n";     ///< what a prompt without a chat template has before the lead
+  std::vector<std::string> evidence;  ///< the passages of the context that contain the expected
+                                      ///< values, each unique; empty if there are none
+  std::string answer_text =
+      "";  ///< right answer after the lead; empty: `expected`, as " 4821, 1734"
+  std::string before_lead = "\n";  ///< what a prompt without a chat template has before the lead
   Matching matching = Matching::numbers;
   std::uint32_t max_new_tokens = 0;  ///< maximum number of tokens of an answer; 0: not limited here
   std::string answer() const;
@@ -108,11 +109,12 @@ struct ChatFrame {
   std::string before, after;
 };
 
-/// Recognizes a Jinja template without interpreting it: ChatML, and the templates of Llama 3,
-/// Gemma, Mistral, Phi and OLMo 2 by the expressions that print messages. The frame contains the
-/// template's own system message, if there is one, and begins with `bos` if the template contains
-/// bos_token. `file` is named in messages. Throws std::invalid_argument for any other template, and
-/// for a template that writes today's date or whose answers begin with thoughts (<think>).
+/// Makes the frame of a Jinja template without interpreting the template. Recognizes ChatML and the
+/// templates of Llama 3, Gemma, Mistral, Phi and OLMo 2 by the expressions that print messages. The
+/// frame contains the template's own system message, if there is one, and begins with `bos` if the
+/// template contains bos_token. `file` is named in messages. Throws std::invalid_argument for any
+/// other template, and for a template that writes today's date or whose answers begin with thoughts
+/// (<think>).
 ChatFrame chat_frame(std::string_view chat_template, std::string_view file,
                      std::string_view bos = "");
 

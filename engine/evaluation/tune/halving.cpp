@@ -58,10 +58,10 @@ class Runner {
     return std::max<std::size_t>(2, static_cast<std::size_t>(std::max(free_work / each, 0.0)));
   }
 
-  /// Whether no configuration would differ significantly from the leader even if, over all text,
-  /// every difference were twice as large as over the text so far. The interval over texts narrows
-  /// with the number of texts. The interval over the blocks of one text is assumed to narrow with
-  /// the square root of the text's length.
+  /// Whether differences would stay insignificant over all text. Assumes the worst case that every
+  /// difference becomes twice as large as over the text so far, while the intervals get narrower.
+  /// The interval over texts narrows with the number of texts. The interval over the blocks of one
+  /// text is assumed to narrow with the square root of the text's length.
   bool stays_similar(std::size_t round) const {
     constexpr double kUnseen = 2;
     double done = 0, all = 0;
@@ -105,8 +105,8 @@ class Runner {
     }
   }
 
-  /// The ranking of the configurations that ran in this round, over all text so far. If more text
-  /// follows, a small difference does not eliminate a configuration, because it may reverse on the
+  /// Ranks the configurations that ran in this round, over all text so far. If more text follows
+  /// (`more`), a small difference does not eliminate a configuration, because it may reverse on the
   /// next text.
   std::vector<HalvingEntry> rank_entries(bool more) {
     halving_.last = left_;

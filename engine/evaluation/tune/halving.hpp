@@ -15,8 +15,8 @@ namespace kvlab {
 /// Whether a configuration takes part in the next round.
 enum class HalvingStatus {
   stays,
-  eliminated,  ///< the leader is significantly better; before the last round, by more than 5% of
-               ///< its KL
+  eliminated,  ///< the leader is significantly better; before the last round: by significantly
+               ///< more than 5% of the leader's KL
   dropped      ///< not shown to be worse, but left out to stay within the work limit
 };
 
@@ -25,8 +25,8 @@ std::string_view name_of(HalvingStatus status);
 /// Why successive halving ended.
 enum class HalvingEnd {
   ahead,  ///< one configuration is left
-  alike,  ///< the remaining configurations do not differ significantly, and would not if the rest
-          ///< of the text were like the text so far
+  alike,  ///< the remaining configurations do not differ significantly, and probably would not
+          ///< over all text either (see stays_similar() in halving.cpp)
   text    ///< all text was run, and several configurations are left
 };
 
@@ -55,7 +55,7 @@ struct Halving {
   std::uint64_t exhaustive = 0;  ///< configuration-tokens of the whole sweep over all texts
   bool limited = false;  ///< whether configurations were left out to stay within the work limit
   std::vector<std::size_t> last;  ///< configurations of the last round
-  PairedScores kl{0};             ///< their scores, in that order, over all text that was run
+  PairedScores kl{0};             ///< scores of `last`, in its order, over all text that was run
 };
 
 struct HalvingInput {
@@ -71,19 +71,22 @@ struct HalvingInput {
 using HalvingRunner = std::function<std::vector<std::vector<double>>(
     std::size_t text, std::span<const std::size_t> configurations)>;
 
-/// The texts of each round: a quarter of them, then as many again, then the rest.
+/// The texts of each round. The first and the second round each have a quarter of the texts (at
+/// least one), and the third has the rest.
 std::vector<std::vector<std::size_t>> halving_texts(std::size_t texts);
 
-/// The configuration-tokens of `text` and all later texts, if `configurations` run on it and each
-/// later round has half as many configurations as the round before it.
+/// The work in configuration-tokens for `text` and all later texts. Assumes that `configurations`
+/// configurations run in the round of `text`, and in each later round half as many as in the round
+/// before.
 double work_from(const HalvingInput& field, std::size_t text, std::size_t configurations);
 /// How many configurations the work limit allows in the first round.
 std::size_t first_round_size(const HalvingInput& field);
 
 /// Runs successive halving. Each round runs the remaining configurations over more text and
-/// eliminates those that are significantly worse than the leader. If the remaining rounds, each
-/// with half of the configurations, would exceed the work limit, it also drops the configurations
-/// with the highest KL. Ends for one of the reasons in HalvingEnd.
+/// eliminates those that are significantly worse than the leader. A round also drops the
+/// configurations with the highest KL if the work limit requires it. For this, it assumes that each
+/// later round has half as many configurations as the round before. Ends for one of the reasons in
+/// HalvingEnd.
 Halving successive_halving(const HalvingInput& field, const HalvingRunner& run);
 
 }  // namespace kvlab

@@ -219,17 +219,17 @@ double mean_over(std::span<const TuneScore> scores, Value value) {
   return sum / static_cast<double>(scores.size());
 }
 
-/// KL of a configuration divided by the winner's KL, over the texts that both ran. A configuration
-/// that was eliminated ran only the first of the winner's texts.
+/// KL of a configuration divided by the winner's KL, over the texts that both ran. The winner ran
+/// all texts of a configuration that was eliminated, and further texts after these.
 double kl_over_winner(const Tuning& tuning, std::size_t config, std::size_t winner) {
   const std::vector<TuneScore>&own = tuning.scores[config], &first = tuning.scores[winner];
   return mean_over(own, &TuneScore::kl) /
          mean_over(std::span(first).first(own.size()), &TuneScore::kl);
 }
 
-/// The finalists: first `winner`, the choice by KL, then the others by ascending KL. They are the
-/// next ones up to the limit, and the best configuration of every other policy, so that each
-/// policy's task accuracy is known.
+/// The finalists: first `winner`, the choice by KL, then the others by ascending KL. The others are
+/// the best configuration of every other policy, so that each policy's task accuracy is known, and
+/// up to kMaxFinalists more with the lowest KL.
 std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& request,
                                       std::size_t winner) {
   std::vector<std::size_t> evaluated;

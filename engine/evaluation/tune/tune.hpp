@@ -1,7 +1,7 @@
-// `kvlab tune`: makes a policy file from texts. The offline replay orders a sweep, successive
-// halving in the end-to-end evaluation finds the configuration with the lowest KL, and the
-// configurations with nearly that KL answer questions. KL and task accuracy together decide which
-// one is deployed.
+// `kvlab tune`: makes a policy file from texts. The offline replay orders the configurations of a
+// sweep, successive halving in the end-to-end evaluation finds the lowest KL, and configurations
+// with nearly the lowest KL answer questions. KL and task accuracy together decide which
+// configuration is deployed.
 #pragma once
 
 #include <functional>
@@ -18,17 +18,18 @@ namespace kvlab {
 
 // The sweep that `kvlab tune` searches: policies with varied protected tokens and parameters.
 
-/// The policies that take part if none is named: all that evict, except `random`, policies with
-/// features (which not every device supports), and policies that keep all decoded tokens (`once`).
+/// The policies that take part if the user names none. These are all policies that evict, except
+/// `random`, policies with features (which not every device supports), and policies that keep all
+/// decoded tokens (`once`).
 std::vector<std::string> tunable_policies(const CompiledPolicies& compiled);
 
-/// The variants of a policy. If `text` has settings ("h2o:recent=25%"), it is the only variant. For
-/// a policy's name alone, the variants combine sinks (0, 4 and the policy's default) with recent
-/// tokens (25, 50, 75 and 90%, and the policy's default), unless the policy evicts the oldest token
-/// first, so that recent tokens make no difference. Each of these is also tried with one parameter
-/// changed to values near its default. Modifiers keep their defaults. Variants whose protected
-/// tokens do not fit the budget are left out. Throws std::invalid_argument as parse_policy() does,
-/// and for a policy that never evicts.
+/// The variants of a policy. If `text` has settings ("h2o:recent=25%"), it is the only variant. If
+/// `text` is just a policy's name, the variants combine sinks (0, 4 and the policy's default) with
+/// recent tokens (25, 50, 75 and 90%, and the policy's default). A policy that evicts the oldest
+/// token first gets only its default recent tokens, because others make no difference. Each
+/// combination is also tried with one parameter changed to values near its default. Modifiers keep
+/// their defaults. Variants whose protected tokens do not fit the budget are left out. Throws
+/// std::invalid_argument as parse_policy() does, and for a policy that never evicts.
 std::vector<PolicySpec> policy_variants(const std::string& text, std::uint32_t budget_tokens,
                                         const CompiledPolicies& compiled);
 
@@ -60,8 +61,8 @@ struct Tuning {
   std::vector<double> cost;        ///< [configuration], mean over texts, lower is better
   std::vector<Memory> memory;      ///< [configuration]
   Memory full_memory;              ///< memory of the full cache
-  std::vector<std::size_t> order;  ///< the best variant and the defaults of each policy, then the
-                                   ///< others, both by that metric; without those over budget
+  std::vector<std::size_t> order;  ///< configurations within the budget: the best variant and the
+                                   ///< defaults of each policy, then the others, both by `metric`
   std::vector<std::size_t> over_budget;        ///< configurations over budget
   Halving halving;                             ///< its configurations are indices in `order`
   std::vector<std::vector<TuneScore>> scores;  ///< [configuration]; the last one is the full cache

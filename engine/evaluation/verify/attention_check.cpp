@@ -10,7 +10,7 @@ namespace kvlab {
 namespace {
 
 constexpr double kFloatError = 1e-5;   // error of a float32 probability or output
-constexpr double kOfPlain = 2;         // accepted error, relative to a plain attention's
+constexpr double kOfPlain = 2;         // accepted error, as a multiple of a plain attention's error
 constexpr double kManyProducts = 1e6;  // below this number of multiplications threads cost more
                                        // than they save
 

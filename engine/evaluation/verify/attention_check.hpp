@@ -14,8 +14,8 @@
 
 namespace kvlab {
 
-/// The largest relative error of one rounding to the dtype. For float32 it is the error of a sum,
-/// because sums are computed in float32.
+/// The largest relative error of one rounding to `dtype`. For float32 (nullopt), the largest error
+/// of a sum, because sums are computed in float32.
 double unit_error(std::optional<Dtype> dtype);
 
 /// One KV head of an append: its live tokens, and what the decoder observed of each, oldest first.
@@ -52,8 +52,8 @@ class AttentionCheck {
   /// What should have been observed for one token, computed in float64.
   struct Expected {
     double mass = 0, plain_mass = 0;  // plain: as in OutputErrors
-    // Number of queries that surely requested the token, and of queries whose probability is too
-    // near the threshold to decide.
+    // Number of queries that certainly requested the token, and number of queries whose probability
+    // is too near the threshold to decide.
     std::uint32_t requests = 0, unclear = 0;
     std::uint32_t last_request = 0, queries = 0;
   };

@@ -31,7 +31,8 @@ struct AttendedRows {
 struct AttentionRow {
   std::vector<double> p;    // [visible token]
   std::vector<double> out;  // [dim]
-  /// The largest sum of p |value| over all channels. Errors of `out` are relative to it.
+  /// The sum of p |value| over the tokens, for the channel in which it is largest. Errors of `out`
+  /// are relative to it.
   double scale = 0;
 };
 
@@ -66,7 +67,7 @@ class Float64Attention {
 /// All queries, keys and values of one KV head, before RoPE.
 class HeadTokens {
  public:
-  /// `attention` and `rope` belong to the layer, and must outlive it.
+  /// `attention` and `rope` belong to the layer, and must outlive this object.
   HeadTokens(const Float64Attention& attention, GrowingRope& rope, std::uint32_t group)
       : attention_(attention), rope_(rope), group_(group) {}
 
@@ -82,8 +83,8 @@ class HeadTokens {
     return q.data() + (position * group_ + head) * attention_.head_size();
   }
   /// Keys and values as the head stores them while the queries of `append` attend. `rounding`: the
-  /// dtype to which keys are rounded before they are quantized. Several threads may call it at
-  /// once, after the layer's rope covers the append.
+  /// dtype to which keys are rounded before they are quantized. Several threads may call this at
+  /// the same time once the layer's rope covers the append.
   AttendedRows attend(const LiveSet& live, const Append& append,
                       std::optional<Dtype> rounding) const;
 

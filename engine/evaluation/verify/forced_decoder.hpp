@@ -1,7 +1,7 @@
 // A forward pass of the model on the CPU over the tokens and live sets of another decoder. `kvlab
 // verify` compares that decoder's logits with it. If tiers quantize, the forward pass attends over
-// the other decoder's keys and values, because a difference in the last bit may move a quantized
-// element by a whole step, which changes everything after it.
+// the other decoder's keys and values. Otherwise a difference in the last bit could move a
+// quantized element by a whole step, which would change everything after it.
 #pragma once
 
 #include <deque>
@@ -16,8 +16,8 @@ namespace kvlab {
 
 class ForcedDecoder {
  public:
-  /// `model` must outlive it. `rounding`: the dtype to which inputs of matrix products, queries,
-  /// keys, values and attention are rounded, as in a plain engine of that dtype.
+  /// `model` must outlive this object. `rounding`: the dtype to which inputs of matrix products,
+  /// queries, keys, values and attention are rounded, as in a plain engine of that dtype.
   ForcedDecoder(const Model& model, const ResolvedConfig& cache, std::optional<Dtype> rounding,
                 unsigned threads);
 
@@ -28,8 +28,8 @@ class ForcedDecoder {
   /// other decoder's keys and values of this layer.
   void layer(std::uint32_t layer, const LiveSets& live, std::span<const float> k,
              std::span<const float> v);
-  /// This model's own keys and values of the last layer, one after the other, if it attends over
-  /// the other decoder's; else empty.
+  /// If this decoder attends over the other decoder's keys and values: the keys and then the values
+  /// that it computes itself in the latest layer. Otherwise empty.
   const std::vector<float>& own_keys_and_values() const { return own_kv_; }
   /// The logits [vocab] of the last token, after all layers.
   std::vector<float> logits() const;

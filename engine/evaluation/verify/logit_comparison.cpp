@@ -9,7 +9,7 @@
 namespace kvlab {
 namespace {
 
-constexpr double kOfPlainPass = 3;  // accepted error, relative to a plain forward pass's
+constexpr double kOfPlainPass = 3;  // accepted error, as a multiple of a plain forward pass's error
 
 double squares(std::span<const float> values) {
   double sum = 0;

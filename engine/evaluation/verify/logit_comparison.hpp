@@ -12,8 +12,8 @@ namespace kvlab {
 
 class LogitComparison {
  public:
-  /// `reference`: the decoder's model, which must outlive it. `rounding`: the dtype that the
-  /// decoder rounds to.
+  /// `reference`: the decoder's model, which must outlive this object. `rounding`: the dtype that
+  /// the decoder rounds to.
   LogitComparison(const Model& reference, const ResolvedConfig& cache,
                   std::optional<Dtype> rounding, unsigned threads);
 
