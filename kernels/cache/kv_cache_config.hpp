@@ -87,7 +87,8 @@ struct KvCacheConfig {
   int query_heads = 0, kv_heads = 0, head_size = 0;
   std::vector<SlotLayer> layers = {};
   std::vector<SlotRope> ropes = {};
-  /// Whether the caller also reads the rows of the RoPE tables, for any `numbering`.
+  /// Whether the caller also reads the rows of the RoPE tables. They are then filled for every
+  /// `numbering`.
   bool other_ropes = false;
   std::vector<SlotSequence> sequences = {};
   std::vector<SlotPair> pairs = {};  ///< [layer, sequence, kv_head]

@@ -12,8 +12,8 @@
 
 namespace kvlab::kernels {
 
-/// Maximum number of tokens of a sequence, because RoPE tables are indexed by signed 32-bit
-/// positions.
+/// Maximum number of tokens of a sequence. The limit exists because RoPE tables are indexed by
+/// signed 32-bit positions.
 inline constexpr std::uint32_t kMaxTokens = 0x7fff'ffff;
 
 /// Throws std::invalid_argument with this message if `holds` is false.

@@ -32,8 +32,9 @@ class SlotStorage {
   /// The cache of one layer, for one sequence.
   kvlab_cache_view cache_of(std::uint32_t layer, int sequence) const;
   kvlab_policy_state policy_of(std::uint32_t layer, int sequence) const;
-  /// The policy state for a compaction. With modifiers that leave eviction to compactions, the
-  /// compaction evicts to the budget, unless `stays` is set.
+  /// The policy state for a compaction of one sequence in one layer. If some sequence has
+  /// modifiers, the compaction evicts at compact_evict_at live tokens or, if `stays` is set, never.
+  /// Without modifiers it evicts to the budget.
   kvlab_policy_state policy_of_compact(std::uint32_t layer, int sequence, bool stays) const;
   /// The unit keys of one layer, for this sequence and all later ones; null if no feature needs
   /// them.

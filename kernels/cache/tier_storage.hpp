@@ -7,7 +7,7 @@
 
 namespace kvlab::kernels {
 
-/// Where the rows of a pair begin.
+/// The rows of a pair, and the bytes that they take: where they begin, and how many there are.
 struct TierRegion {
   std::int64_t first_row, rows, first_byte, bytes;
 };
@@ -32,7 +32,7 @@ struct TierStorage {
   void initialize(const KvCacheConfig& config, const PairSlots& slots, cudaStream_t stream) const;
   /// Removes the tokens of `count` pairs, [layer, pair], starting at `first`.
   void start(std::size_t first, std::size_t count, cudaStream_t stream) const;
-  /// Copies the tokens of `count` pairs, but not row_of_slot, to pairs with the same tiers.
+  /// Copies the tokens of `count` pairs to pairs with the same tiers. Does not copy row_of_slot.
   void copy(std::size_t from, std::size_t to, std::size_t count, cudaStream_t stream) const;
   /// For benchmarks: marks `live` tokens of a pair as stored. Their quantized values are arbitrary.
   void pretend(const PairSlots& slots, std::size_t at, std::size_t pair, std::uint32_t live) const;
