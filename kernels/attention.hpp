@@ -62,7 +62,7 @@ std::size_t prefill_workspace(const kvlab_prefill_args& args);
 /// `args` may split keys into parts only if the layer has neither a sliding window nor sinks.
 cudaError_t prefill_attention(const kvlab_prefill_args& args, const PrefillLayer& layer,
                               cudaStream_t stream);
-/// Like the first function, for slots with the layout of `shape`. All other arguments are in
+/// Like the overload above, for slots with the layout of `shape`. All other arguments are in
 /// `args`.
 cudaError_t prefill_attention(const AttentionShape& shape, kvlab_prefill_args args, int window,
                               cudaStream_t stream);

@@ -47,9 +47,9 @@ LaunchPlan linear_plan(Type type, Form form, int rows, int n, int k, const Devic
 /// Plans a product of experts, for 2-byte types. `n`: number of outputs of an expert.
 LaunchPlan expert_product_plan(const Routes& routes, int n, const DeviceLimits& limits);
 
-/// Whether the bits that a walk keeps for live tokens fit the shared memory of a thread block. They
-/// are shape.tokens bits for the cache and for each of its tiers, and the memory that cache
-/// positions need.
+/// Whether the bits that a walk keeps for live tokens fit in the shared memory of a thread block. A
+/// walk keeps shape.tokens bits for the cache, as many for each of its tiers, and the memory that
+/// cache positions need.
 bool walk_fits(const ReplayShape& shape, ReplayTokens tokens, int tiers,
                const DeviceLimits& limits);
 /// See plan_walk() in kernels/replay/replay.hpp.

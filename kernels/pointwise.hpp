@@ -54,17 +54,17 @@ cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream);
 bool valid(const RopeWriteArgs& args);
 
 /// Samples one id per row. Temperature 0 is greedy; among equal logits it takes the lowest id.
-/// Otherwise the id is drawn by inverse transform from the top-k/top-p tempered distribution, with
-/// a counter-based random number from (seed[row], counter[row]). The samples are those of
-/// engine/sampler.hpp, except that probabilities are float32. The id is -1 if the row's largest
-/// logit is not finite. A vocab has less than 2^18 ids.
+/// Otherwise logits are divided by the temperature, top-k and top-p limit the ids, and one of these
+/// ids is drawn by inverse transform. The random number is a function of seed[row] and
+/// counter[row]. The samples are those of engine/sampler.hpp, except that probabilities are
+/// float32. The id is -1 if the row's largest logit is not finite. A vocab has at most 2^18 ids.
 struct SampleArgs {
   int rows, vocab;
   const float* logits;               // [row, vocab]
   const float *temperature, *top_p;  // [row], device
   const std::int32_t* top_k;         // [row], device; 0: no limit
   const std::uint64_t* seed;         // [row], device
-  std::uint64_t* counter;            // [row], device; is advanced
+  std::uint64_t* counter;            // [row], device; the call adds 1
   std::int32_t* ids;                 // [row]
   void* workspace;                   // sample_workspace() bytes
 };

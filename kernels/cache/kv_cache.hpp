@@ -116,8 +116,9 @@ class KvCache {
   /// settings. Other sequences are not affected. Throws std::invalid_argument, and changes nothing,
   /// if a pair has too few slots for its new budget.
   void start(int sequence, const SequenceSettings& settings = {});
-  /// Makes `to` a copy of `from`: tokens, states and settings. Throws std::invalid_argument unless
-  /// both were configured with the same budgets, tiers and modifiers.
+  /// Makes sequence `to` a copy of sequence `from`: tokens, states and settings. Throws
+  /// std::invalid_argument unless both sequences were configured with the same budgets, tiers and
+  /// modifiers.
   void copy_sequence(int from, int to);
   /// Allocates memory for appends with `slots` live and new tokens. The memory always has at least
   /// as many slots as the largest pair, because a compaction looks at every slot of the cache that

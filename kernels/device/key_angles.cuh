@@ -65,8 +65,10 @@ struct KeyAngles {
   }
 };
 
-/// Rotates two elements each of dimensions i and i + head_size / 2 of one key, in float32. Their
-/// rounding errors are written to `low_rest` and `high_rest`.
+/// Rotates four elements of one key in float32: `low` has dimensions i and i + 1, and `high` has
+/// dimensions i + head_size / 2 and i + 1 + head_size / 2. `first` and `second` are the cosine and
+/// sine for dimension i and for dimension i + 1. The rounding errors of the results are written to
+/// `low_rest` and `high_rest`.
 template <class T>
 __device__ inline void rotate(float2 first, float2 second, std::uint32_t& low, std::uint32_t& high,
                               std::uint32_t& low_rest, std::uint32_t& high_rest) {

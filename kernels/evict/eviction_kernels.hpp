@@ -46,7 +46,7 @@ inline bool complete(const EvictionKernels& policy, const EvictingAttentionArgs&
 }
 
 /// The fast kernels: an attention, and a launch after it that observes. Cache positions require
-/// kvlab_cache_view::ages and fully rotated heads.
+/// kvlab_cache_view::ages, and heads of which RoPE rotates all dimensions.
 EvictionKernels observing_kernels(const DevicePolicy& policy);
 
 /// Three simple launches that run on any device. Logits and probabilities of all live slots are

@@ -311,8 +311,8 @@ __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[k
   if (lane == 0) to[warp] = first;
 }
 
-/// blockIdx: part of a pair, pair, layer. The block of a pair that finishes last chooses the slot
-/// of the pair's next token.
+/// blockIdx.x is the part of a pair, blockIdx.y the pair, and blockIdx.z the layer. The block of a
+/// pair that finishes last chooses the slot of the pair's next token.
 template <Policy P>
 __global__ void __launch_bounds__(kObserveThreads, kObserves<P> ? 4 : 6)
     observe_pairs(const __grid_constant__ ObservePlans plans) {

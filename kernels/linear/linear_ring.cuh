@@ -4,9 +4,9 @@
 // A stage of the ring is a tile of eight weight rows by 1,024 elements along k. Each of the eight
 // warps reads 128 of these elements of each row. kInFlight stages are in flight at any time, which
 // keeps the memory busy. With more stages in flight, the other loads of the block would wait
-// longer, in particular the load of x, which all products need. Therefore even fewer stages
-// (kFirstInFlight) are in flight at the beginning, when x has not arrived yet: until the whole ring
-// has been requested once. Data that has arrived may stay in the ring until it is read.
+// longer, in particular the load of x, which all products need. At the beginning x has not arrived
+// yet, so even fewer stages (kFirstInFlight) are in flight until every stage of the ring has been
+// requested once. Data that has arrived may stay in the ring until it is read.
 #pragma once
 
 #include <cstddef>
