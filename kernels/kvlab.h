@@ -14,7 +14,7 @@
  *   Memory    Pointers in structs point to device memory, unless the comment says host.
  *   Streams   Calls that take a stream only enqueue work on it. They neither synchronize nor
  *             allocate, and a CUDA graph can hold them. Exceptions say so.
- *   Values    Values that change from step to step, such as lengths and positions, are read from
+ *   Values    Lengths, positions and other values that change from step to step are read from
  *             device memory when the kernels run. So a captured graph stays valid while sequences
  *             grow.
  *   Results   are deterministic: equal inputs give equal bits.
@@ -71,9 +71,9 @@ const char* kvlab_policy_name(int index);
  * the user's cache folder. Synchronizes.
  *
  * `log`: host memory of log_bytes for the compiler's messages, with the header's line numbers;
- * empty on success. NULL if log_bytes is 0.
- * Errors: cudaErrorFileNotFound: the file cannot be read. cudaErrorInvalidSource: it is not a
- * policy, or it does not compile. cudaErrorNotSupported: NVRTC cannot be loaded, or the device
+ * empty on success. It may be NULL if log_bytes is 0.
+ * Errors: cudaErrorFileNotFound: the file cannot be read. cudaErrorInvalidSource: the file is not
+ * a policy, or does not compile. cudaErrorNotSupported: NVRTC cannot be loaded, or the device
  * cannot run the code. If there is no device, the call still compiles the header, and then returns
  * CUDA's error. */
 cudaError_t kvlab_compile_policy(const char* path, const kvlab_policy** policy, char* log,
@@ -124,7 +124,7 @@ const char* kvlab_policy_feature(const kvlab_policy* policy, int index);
 typedef struct {
   const int32_t* blocks; /**< [row, max_blocks]; NULL: no blocks */
   int page;              /**< slots of a block: a power of two from 16 to 2^20 */
-  int max_blocks;        /**< blocks of a row of the table; enough for the cache's max_slots */
+  int max_blocks;        /**< number of blocks in a row of the table; enough for max_slots */
   int by_pair;           /**< 1: the table has a row for each pair instead of each sequence */
   /** In elements; each stride is a multiple of 16 bytes. slot_stride must be at least head_size,
    * and head_stride too, unless by_pair is set. */
@@ -132,9 +132,9 @@ typedef struct {
 } kvlab_pages;
 
 /** A view of one layer's cache in the caller's memory. The slots of a pair begin at
- * first_slot[pair]. Its first lengths[pair] slots hold live tokens, in any order. Pairs may have
- * different budgets, and so different numbers of slots; a pair that decodes needs `budget` slots.
- */
+ * first_slot[pair]. The pair's first lengths[pair] slots hold live tokens, in any order. Pairs may
+ * have different budgets, and so different numbers of slots; a pair that decodes needs `budget`
+ * slots. */
 typedef struct {
   kvlab_type type;
   int sequences, query_heads, kv_heads, head_size;
@@ -184,7 +184,8 @@ typedef struct {
 /** Computes the memory of one layer's cache under a policy. It reads the shape of `cache` and no
  * pointers. `slots`: number of slots of all pairs together; a prompt's cache has one for each KV
  * head and token. Arrays [sequence] and workspaces can serve all layers, one after another.
- * cudaErrorNotSupported if a thread block would need more shared memory than the device has. */
+ * Returns cudaErrorNotSupported if a thread block would need more shared memory than the device
+ * has. */
 cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache_view* cache,
                                int64_t slots, kvlab_numbering numbering, kvlab_memory* bytes);
 
@@ -201,13 +202,13 @@ typedef struct {
                          group's query heads; 1: it is the largest of them */
 } kvlab_rule;
 
-/** What one token received from the queries of one step or prompt. */
+/** The attention that one token received from the queries of one step or prompt. */
 typedef struct {
   uint64_t mass;         /**< sum of probabilities, in units of 2^-32 */
-  uint32_t requests;     /**< number of queries that gave it at least tau times their largest
-                              probability */
+  uint32_t requests;     /**< number of queries that gave the token at least tau times their largest
+                            probability */
   uint32_t last_request; /**< position of the last such query; valid if requests > 0 */
-  uint32_t queries;      /**< number of queries that could see it */
+  uint32_t queries;      /**< number of queries that could see the token */
 } kvlab_observation;
 
 /** What a policy reads and writes, in addition to the cache. rules, seeds and sequence_ids are
@@ -216,14 +217,14 @@ typedef struct {
   void* states;                 /**< [slot, slot_bytes] */
   const kvlab_rule* rules;      /**< [pair] */
   const void* params;           /**< [sequence, params_bytes] */
-  const uint32_t* threshold16;  /**< [sequence]: tau * 65536; kvlab uses 655 (1%) */
+  const uint32_t* threshold16;  /**< [sequence]: tau * 65536, for requests; kvlab uses 655 (1%) */
   const uint64_t* seeds;        /**< [sequence]: random seed */
   const uint32_t* sequence_ids; /**< [sequence]: an id that selects the sequence's random numbers; a
                                    replay uses the index of the trace */
   uint32_t layer;               /**< the model's index of the layer; selects random numbers too */
   uint32_t first_head;     /**< the model's index of the first KV head on this device; above 0 under
                                 tensor parallelism */
-  kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
+  kvlab_observation* seen; /**< [slot], out: the attention that each token received; or NULL */
   const float* features;   /**< [slot, feature]: token features, in the order of
                                 kvlab_policy_feature. The features of new tokens must be set before
                                 the call, like their keys */
@@ -241,7 +242,8 @@ typedef struct {
 typedef struct {
   /* Set by the caller: */
   size_t struct_size;   /**< sizeof(kvlab_policy_file) */
-  int layers, kv_heads; /**< number of layers whose queries see all tokens, and KV heads of each */
+  int layers, kv_heads; /**< number of layers whose queries see all tokens, and number of KV heads
+                           of each layer */
   uint32_t tokens; /**< maximum length of a sequence; `pyramid(N)` gives no head a larger budget */
   kvlab_rule* rules; /**< out, host: [layer, kv_head], in tokens */
   /* Set from the file: */
@@ -275,13 +277,13 @@ typedef struct {
   kvlab_cache_view cache; /**< its positions are written too if `now` is given */
   int tokens;
   const void* qkv; /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
-  int rotated; /**< number of dimensions that RoPE rotates; it pairs dimension d with d + rotated
-                  / 2. 0: no rotation, as for KVLAB_CACHE_POSITIONS */
+  int rotated;     /**< number of dimensions that RoPE rotates, in pairs (d, d + rotated / 2). 0: no
+                      rotation, as for KVLAB_CACHE_POSITIONS */
   const float*
       rope; /**< [row, rotated / 2, 2]: each row has the cosines and sines of one position */
-  const int32_t* rope_rows; /**< [token]: its row of `rope`; not read for idle sequences */
-  const int32_t* sequences; /**< [token]: its sequence */
-  const int32_t* slots;     /**< [token]: its slot, counted from next_slots; NULL: all 0 */
+  const int32_t* rope_rows; /**< [token]: the token's row of `rope`; not read for idle sequences */
+  const int32_t* sequences; /**< [token]: the token's sequence */
+  const int32_t* slots;     /**< [token]: the token's slot, counted from next_slots; NULL: all 0 */
   const uint32_t* now; /**< [sequence]: position of the sequence's one new token. For a KVLAB_IDLE
                             sequence nothing is written, not even q. NULL: positions are not written
                             */
@@ -299,7 +301,7 @@ typedef enum {
   KVLAB_VALUE_OUT_NORM1 = 4
 } kvlab_feature;
 /** Finds a feature by the name that kvlab_policy_feature returns, and writes it to `*feature`.
- * cudaErrorInvalidValue if this library does not compute it. */
+ * Returns cudaErrorInvalidValue if this library does not compute the feature. */
 cudaError_t kvlab_find_feature(const char* name, kvlab_feature* feature);
 
 /** Computes features of new tokens, whose values must already be in the cache. */
@@ -356,9 +358,9 @@ typedef struct {
  * SIZE_MAX: the shape is supported, but the size is not known, because there is no device. */
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy,
                                           const kvlab_cache_view* cache);
-/** Attends over the live tokens, updates the policy's states with what each token received, and
- * sets lengths and next_slots. next_slots is the first free slot until the budget is reached, and
- * then the slot of the victim: the token that is evicted next. */
+/** Attends over the live tokens, updates the policy's states with the attention that each token
+ * received, and sets lengths and next_slots. next_slots is the first free slot until the budget is
+ * reached, and then the slot of the victim: the token that is evicted next. */
 cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream);
@@ -367,8 +369,8 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
  * stream, the engine's next kernels do not have to wait for it. */
 cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
                          cudaStream_t stream);
-/** The second half, for up to 8 layers at once: states, lengths and next_slots. `layers`: the
- * arguments of kvlab_attend, each with its own workspace; they differ only in arrays and
+/** The second half, for up to 8 layers at once: updates states, lengths and next_slots. `layers`:
+ * the arguments of kvlab_attend, each with its own workspace; they differ only in arrays and
  * policy.layer. If this call runs on another stream than the attention, it must wait for the
  * attention of all these layers. Later work that writes to these layers, attends over them or
  * reuses one of their workspaces must wait for this call's work. */
@@ -407,8 +409,8 @@ typedef struct {
   void* out;               /**< out: [query, query_head, head_size] */
   float* lse;              /**< out: [query, query_head], natural logarithm; or NULL */
   kvlab_row_softmax* rows; /**< out: [query, query_head], for kvlab_observe; or NULL */
-  kvlab_pages pages;       /**< of keys and values: [1, max_blocks], or by_pair [kv_head,
-                                max_blocks] */
+  kvlab_pages pages;       /**< the blocks of keys and values; the table is [1, max_blocks] or, with
+                              by_pair, [kv_head, max_blocks] */
   int sequences;           /**< number of sequences of a batch, at most 65,535. 0: not a batch but
                                 one sequence; the next two members are then 0 and NULL */
   int all_queries;         /**< number of rows of q; at least first_query[sequences] */
@@ -589,7 +591,7 @@ typedef struct {
                            tier holds all tokens. tier_count 0: all tokens stay in `type` */
   const void* params; /**< as kvlab_policy_params writes them, for all sequences */
   const uint64_t* seeds;         /**< [sequence]; NULL: all 0 */
-  const kvlab_feature* features; /**< those that the policy reads, in its order */
+  const kvlab_feature* features; /**< the features that the policy reads, in the policy's order */
   int hidden;                    /**< number of rows of kvlab_layer.output */
   kvlab_numbering numbering;     /**< KVLAB_ORIGINAL_POSITIONS or KVLAB_CACHE_POSITIONS */
   uint32_t threshold16;
@@ -641,9 +643,9 @@ typedef struct {
  * can join. Stream-ordered: captured CUDA graphs stay valid. */
 cudaError_t kvlab_kv_cache_start(kvlab_kv_cache* cache, int sequence,
                                  const kvlab_sequence_settings* settings, cudaStream_t stream);
-/** Makes sequence `to` a copy of sequence `from`: tokens, states and settings. Both must have been
- * created with the same budgets and tiers. Use it to prefill a common prefix once, or to move a
- * sequence to another index. Stream-ordered. */
+/** Makes sequence `to` a copy of sequence `from`: tokens, states and settings. Both sequences must
+ * have been created with the same budgets and tiers. Use it to prefill a common prefix once, or to
+ * move a sequence to another index. Stream-ordered. */
 cudaError_t kvlab_kv_cache_copy(kvlab_kv_cache* cache, int from, int to, cudaStream_t stream);
 
 /** Some tokens of one append, for one layer. An append adds `tokens` tokens to one sequence after
@@ -676,9 +678,9 @@ cudaError_t kvlab_kv_cache_append(kvlab_kv_cache* cache, const kvlab_append_chun
  * before any other call for these sequences. Ends an append that is not complete in all layers. */
 cudaError_t kvlab_kv_cache_begin_step(kvlab_kv_cache* cache, const unsigned char* decodes,
                                       cudaStream_t stream);
-/** One layer of the step, in order from the first to the last. It only launches kernels. `qkv`:
- * [sequence, query_heads + 2 * kv_heads, head_size], before RoPE. For a sequence that does not
- * decode, `out` and `lse` are not written. */
+/** Runs one layer of the step. Call it for all layers in order, from the first to the last. It only
+ * launches kernels. `qkv`: [sequence, query_heads + 2 * kv_heads, head_size], before RoPE. For a
+ * sequence that does not decode, `out` and `lse` are not written. */
 cudaError_t kvlab_kv_cache_step(kvlab_kv_cache* cache, int layer, const void* qkv, void* out,
                                 float* lse, cudaStream_t stream);
 

@@ -38,7 +38,8 @@ PairLaunch pair_attention_plan(const PairAttention& args, const DeviceLimits& li
 /// bytes.
 LaunchPlan tier_attention_plan(const PairAttention& args, int max_row_bytes,
                                const DeviceLimits& limits);
-/// Plans prefill attention and its second pass. The plan depends on the type and the head size.
+/// Plan prefill attention, and the second pass that observes it. The plans depend on the type and
+/// the head size.
 LaunchPlan prefill_plan(Type type, int head_size, const DeviceLimits& limits);
 LaunchPlan observe_plan(Type type, int head_size, const DeviceLimits& limits);
 /// Plans a product of a decode step. Its shared memory grows with k; one launch handles plan.rows

@@ -63,8 +63,8 @@ __device__ inline u64 scale_weight(u64 total, u64 bits) {
   return __umul64hi(total, bits) << 11 | total * bits >> 53;
 }
 
-/// Unnormalized probabilities at a temperature: kMaxWeight for the largest, 0 for probabilities
-/// below 3e-13 of that.
+/// Unnormalized probabilities at a temperature: kMaxWeight for the largest probability, 0 for
+/// probabilities below about 1e-13 of the largest.
 struct Weights {
   float largest, temperature;
   __device__ u64 operator()(float logit) const {

@@ -46,8 +46,8 @@ struct SlotSequence {
   std::uint32_t id = 0;
   KeyCentre centre = KeyCentre::none;  ///< has an effect only on tiers
   /// Called after a prompt, for each layer, with the eviction keys of each KV head's live tokens.
-  /// Returns the new budgets of the layer's heads, whose sum must not change. Null: budgets do not
-  /// change.
+  /// Returns the new budgets of the layer's heads. The sum of these budgets must not change. Null:
+  /// budgets do not change.
   std::function<std::vector<std::uint32_t>(std::span<const std::vector<EvictionKey>>)> share = {};
 };
 

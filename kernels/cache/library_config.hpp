@@ -23,8 +23,8 @@ void want(bool holds, fmt::format_string<const Parts&...> message, const Parts&.
 }
 
 /// Throws std::invalid_argument if kvlab does not support the configuration. The result refers to
-/// the policy and to the device memory (output weights and sink logits) of the struct, so they must
-/// outlive it.
+/// the policy and to the device memory (output weights and sink logits) of `config`, so the policy
+/// and this memory must outlive the result.
 KvCacheConfig config_of(const kvlab_kv_cache_config& config);
 /// Converts the settings for a cache that was created with `config`.
 SequenceSettings settings_of(const kvlab_sequence_settings& settings, const KvCacheConfig& config);

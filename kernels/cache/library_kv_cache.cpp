@@ -147,7 +147,7 @@ struct kvlab_kv_cache {
   std::vector<bool> appended;  // [sequence]: whether the last append or step was an append
   CurrentAppend current;
   std::vector<std::uint32_t>
-      chunk_tokens;  // [layer]: tokens of the append's chunks that the layer has got
+      chunk_tokens;  // [layer]: number of the append's tokens that the layer has had so far
   int next_step_layer = 0;
   std::uint32_t rope_first = 0;  ///< position of the first of the `rope_rows` filled rows
   int rope_rows = 0;

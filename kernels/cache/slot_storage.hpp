@@ -12,7 +12,7 @@ namespace kvlab::kernels {
 class SlotStorage {
  public:
   SlotStorage(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots);
-  /// Clears the memory that must be cleared once after allocation.
+  /// Writes the memory that must be written once after allocation.
   void initialize(const KvCacheConfig& config, const PairSlots& slots, cudaStream_t stream) const;
   /// Drops the tokens of some sequences, and writes their tables from `slots` and `settings`. This
   /// and the next functions enqueue their work on the stream.

@@ -7,7 +7,7 @@
 
 namespace kvlab::kernels {
 
-/// The rows of a pair, and the bytes that they take: where they begin, and how many there are.
+/// Where the rows of a pair begin and how many there are, and the same for the bytes of these rows.
 struct TierRegion {
   std::int64_t first_row, rows, first_byte, bytes;
 };

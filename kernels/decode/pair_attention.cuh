@@ -88,7 +88,7 @@ struct PairParts {
 };
 
 /// Computes the weight of each part and the sum over all parts, in a fixed order. Uses one warp for
-/// each query head; it also stores the head's softmax for the observer.
+/// each query head. The warp also stores the head's softmax for the observer.
 template <int kDim>
 __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
                             const Exchange<kDim>& exchange, int pair) {

@@ -1,5 +1,5 @@
-// Splits two float32 into their values in a 2-byte type and the remainders in the same type, for
-// products on tensor cores.
+// Splits each of two float32 numbers into its value in a 2-byte type and the remainder in the same
+// type, for products on tensor cores.
 #pragma once
 
 #include "kernels/device/tensor_core.cuh"

@@ -1,5 +1,5 @@
-// RoPE at read time, for a key that is rotated by its distance to the query, and for a query whose
-// original position is above its cache position.
+// Angles of RoPE for the rotations in attention kernels: of a key by its distance to the query, and
+// of a query from its original position back to its cache position.
 //
 // An angle is a fraction of a full circle in fixed point. The product of a position and a 64-bit
 // frequency, modulo one circle, is therefore exact at any position.
@@ -13,7 +13,8 @@
 
 namespace kvlab::kernels {
 
-/// Full circles per position, as a fraction of 2^64: the high word and the low word.
+/// The angle for a distance of one position, in units of 2^-64 circles: the high word and the low
+/// word.
 using Frequency = uint2;
 
 __device__ inline Frequency frequency_of(float inv_freq) {
@@ -23,7 +24,7 @@ __device__ inline Frequency frequency_of(float inv_freq) {
   return make_uint2(static_cast<std::uint32_t>(fixed >> 32), static_cast<std::uint32_t>(fixed));
 }
 
-/// The angle of `positions` positions, as a fraction of 2^32.
+/// The angle for a distance of `positions` positions, in units of 2^-32 circles.
 __device__ inline std::uint32_t angle_of(Frequency frequency, std::uint32_t positions) {
   return frequency.x * positions + __umulhi(frequency.y, positions);
 }

@@ -4,7 +4,7 @@
 // after those of the older tokens. Then call:
 // - prefill_attention(…, rows), which attends and stores the softmax of each row (attention.hpp);
 // - observe_queries(), only if the policy needs attention statistics of the keys;
-// - compact(), which appends the tokens to the policy and keeps the budget's tokens.
+// - compact(), which appends the tokens to the policy and evicts to the budget.
 //
 // A long append may go through the first two steps in parts.
 #pragma once

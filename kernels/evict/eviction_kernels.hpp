@@ -13,7 +13,7 @@ namespace kvlab::kernels {
 /// One policy and one way to launch its kernels. All functions follow the rules in
 /// kernels/types.hpp.
 struct EvictionKernels : DevicePolicy {
-  /// Bytes of workspace for a cache, whose tokens may be on tiers.
+  /// Bytes of workspace for a cache. `quantized_cache`: whether its tokens are on tiers.
   std::size_t (*attention_workspace)(const kvlab_cache_view& cache, bool quantized_cache);
   /// Attends, and stores in the workspace the data that `observe` needs.
   cudaError_t (*attend)(const EvictionKernels& policy, const EvictingAttentionArgs& args,

@@ -132,7 +132,8 @@ __global__ void __launch_bounds__(kThreads)
   if (args.now != nullptr && args.now[pair.sequence] == kIdle) return;
   const NewTokens<T, kOne> own(args, pair, shared);
   const int count = args.count;
-  // The features of a single token are computed in parallel, by one warp each.
+  // The features of a single token are computed in parallel. The first lane of a warp computes each
+  // of them.
   constexpr int kEach = kOne ? kWarpSize : 1;
   for (int i = static_cast<int>(threadIdx.x); i < own.count() * count * kEach; i += kThreads)
     if (const int at = i / kEach;

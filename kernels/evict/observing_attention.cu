@@ -168,7 +168,7 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   return pair_attention(pairs, args.cache.pages, stream);
 }
 
-/// Whether one launch can serve both layers. Both must need the same number of thread blocks.
+/// Whether one launch can observe both layers. Both must need the same number of thread blocks.
 bool go_together(const ObservePlan& one, const ObservePlan& other) {
   return one.table.pairs == other.table.pairs && one.chunks == other.chunks;
 }

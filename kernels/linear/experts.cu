@@ -162,7 +162,7 @@ __device__ PairTile tile_at(const Routes& routes, int tile) {
   return {0, 0, 0};
 }
 
-/// Writes one output of a pair. The second overload writes two neighbouring outputs.
+/// Writes one output of a pair.
 template <class T>
 __device__ void write_output(const ExpertProductArgs& args, int expert, int pair, int column,
                              float value) {

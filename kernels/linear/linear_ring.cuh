@@ -18,8 +18,8 @@ namespace kvlab::kernels {
 
 inline constexpr int kTileRows = 8;  // weight rows of a tile; also the maximum number of rows of x
 inline constexpr int kTiles = 2;     // tiles per strip
-inline constexpr int kLoadK = 32;  // elements along k of a 16-byte load by the four lanes of a row
-inline constexpr int kLoads = 4;   // loads per warp and stage
+inline constexpr int kLoadK = 32;    // elements along k that a row's four lanes load, 16 bytes each
+inline constexpr int kLoads = 4;     // loads per warp and stage
 inline constexpr int kWarpK = kLoads * kLoadK;
 inline constexpr int kStageK = kLinearWarps * kWarpK;  // elements along k of a stage
 inline constexpr int kLoadBytes = kWarpSize * 16;
