@@ -20,9 +20,9 @@ struct AttentionShape {
   const float* sinks = nullptr;
 };
 
-/// One query per sequence, over the sequence's first lengths[s] slots. The last of them is the
-/// query's own token. If a length exceeds `slots`, the slots are a ring with the newest tokens,
-/// where token t is at t % slots.
+/// Each sequence s has one query, which attends to the sequence's first lengths[s] slots. The last
+/// of these slots holds the query's own token. If a length exceeds `slots`, the slots are a ring
+/// with the newest tokens, where token t is at t % slots.
 ///
 /// The slots of each KV head are split into parts among thread blocks, so that the GPU is busy at
 /// any batch size. The parts are merged in a fixed order, so equal inputs give equal bits. (The

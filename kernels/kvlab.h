@@ -445,13 +445,14 @@ typedef struct {
   int group_max;               /**< as in kvlab_rule */
   const float* weights;        /**< [age]: kvlab_policy_weights, if the policy weighs queries; NULL:
                                     every query counts once */
-  uint32_t tail;               /**< weights from this age on are 0; 0: there is no such age */
-  int younger;                 /**< number of the prompt's queries that come after these queries */
-  const uint32_t* positions;   /**< for a batch, [sequence]; NULL: `position` for all */
-  const int32_t* youngers;     /**< for a batch, [sequence]; NULL: `younger` for all */
-  const uint32_t* appended;    /**< for a batch, [sequence]: only this many of the sequence's first
-                                    queries count, for example those of the accepted tokens of a
-                                    draft; NULL: all */
+  uint32_t tail; /**< queries of this age or older have weight 0; if tail is 0, there are no such
+                    queries */
+  int younger;   /**< number of the prompt's queries that come after these queries */
+  const uint32_t* positions; /**< for a batch, [sequence]; NULL: `position` for all */
+  const int32_t* youngers;   /**< for a batch, [sequence]; NULL: `younger` for all */
+  const uint32_t* appended;  /**< for a batch, [sequence]: only this many of the sequence's first
+                                  queries count, for example those of the accepted tokens of a
+                                  draft; NULL: all */
 } kvlab_observe_args;
 size_t kvlab_observe_workspace(const kvlab_observe_args* args);
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
@@ -520,9 +521,8 @@ cudaError_t kvlab_compact(const kvlab_policy* policy, const kvlab_compact_args* 
 cudaError_t kvlab_compute_ranks(const kvlab_policy* policy, const kvlab_compact_args* args,
                                 uint64_t* ranks, /* out: [pair, max_slots of from], by age */
                                 cudaStream_t stream);
-/** The second half adds the ranks of all devices, chooses the tokens and moves them. `args` are the
- * same, with the workspace as the first half left it. `ranks`: [device, pair, max_slots of from].
- */
+/** The second half adds the ranks of all devices, chooses the tokens and moves them. `args`: those
+ * of the first half, with an unchanged workspace. `ranks`: [device, pair, max_slots of from]. */
 cudaError_t kvlab_compact_ranked(const kvlab_policy* policy, const kvlab_compact_args* args,
                                  const uint64_t* ranks, int devices, cudaStream_t stream);
 
@@ -536,9 +536,9 @@ cudaError_t kvlab_compact_ranked(const kvlab_policy* policy, const kvlab_compact
  * kvlab_kv_cache_step for each layer. Steps only launch kernels, so a CUDA graph can hold them;
  * all other calls keep counts on the host and are refused while their stream is being captured.
  *
- * Use a cache from one thread at a time, on one stream or on streams that wait for each other. It
- * allocates memory when it is created, and in the calls that the comment at `longest` names. If an
- * allocation fails, the call returns cudaErrorMemoryAllocation and has changed nothing. */
+ * Use a cache from one thread at a time, on one stream or on streams that wait for each other. A
+ * cache allocates memory when it is created, and in the calls that the comment at `longest` names.
+ * If an allocation fails, the call returns cudaErrorMemoryAllocation and has changed nothing. */
 typedef struct kvlab_kv_cache kvlab_kv_cache;
 
 /** The format of a token's key and value: the cache's type, or quantized
@@ -551,7 +551,8 @@ typedef enum {
   KVLAB_FORMAT_K4V2 = 4,
   KVLAB_FORMAT_2 = 5
 } kvlab_kv_format;
-/** One tier of a pair's tier plan. When it is full, a token is demoted to the next tier. */
+/** One tier of a pair's tier plan. When the tier is full, one of its tokens is demoted to the next
+ * tier. */
 typedef struct {
   kvlab_kv_format format;
   uint32_t slots;
@@ -586,10 +587,10 @@ typedef struct {
   const kvlab_policy* policy;
   const kvlab_rule* rules; /**< [layer, sequence, kv_head]; group_max must be the same in all */
   const kvlab_tier*
-      tiers;          /**< [layer, sequence, kv_head, tier], in order of decreasing precision. The
-                           slots of a pair's tiers add up to its budget; without a budget the first
-                           tier holds all tokens. tier_count 0: all tokens stay in `type` */
-  const void* params; /**< as kvlab_policy_params writes them, for all sequences */
+      tiers; /**< [layer, sequence, kv_head, tier], in order of decreasing precision. The slots of a
+                pair's tiers add up to the pair's budget; without a budget the first tier holds all
+                tokens. tier_count 0: all tokens stay in `type` */
+  const void* params;            /**< one set for all sequences, as kvlab_policy_params writes it */
   const uint64_t* seeds;         /**< [sequence]; NULL: all 0 */
   const kvlab_feature* features; /**< the features that the policy reads, in the policy's order */
   int hidden;                    /**< number of rows of kvlab_layer.output */
@@ -626,7 +627,7 @@ void kvlab_kv_cache_destroy(kvlab_kv_cache* cache);
  * captured CUDA graphs stay valid. Synchronizes. */
 cudaError_t kvlab_kv_cache_clear(kvlab_kv_cache* cache, cudaStream_t stream);
 
-/** The settings of one sequence. Members that are NULL keep their value. */
+/** The settings of one sequence. If a member is NULL, that setting does not change. */
 typedef struct {
   size_t struct_size;      /**< sizeof(kvlab_sequence_settings) */
   const kvlab_rule* rules; /**< host: [layer, kv_head]. A budget must be at most the pair's budget

@@ -137,7 +137,7 @@ class KvCache {
   /// Begins an append. `ends_prompt`: the append is the last of a prompt segment.
   void begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt);
   /// Returns where to write a part's q, k and v, and how to rotate them. Requires that fill_ropes()
-  /// has filled the part's rows of RoPE. The caller sets the other arguments.
+  /// has filled the part's rows of the RoPE tables. The caller sets the other arguments.
   RopeWriteArgs write(std::uint32_t layer, const AppendChunk& part);
   void attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to);
   /// Ends a prompt segment after `fed` tokens, if its last append did not have `ends_prompt`.

@@ -22,7 +22,7 @@ class SlotStorage {
   /// first.
   void copy(const PairSlots& slots, std::size_t from, std::size_t to, const SlotSequence& settings,
             cudaStream_t stream) const;
-  /// Writes the tables of `count` pairs, [layer, pair], starting at `first`.
+  /// Writes the tables of `count` pairs. `first`: index of the first pair in [layer, pair].
   void write_pairs(const PairSlots& slots, std::size_t first, std::size_t count,
                    cudaStream_t stream) const;
 

@@ -30,7 +30,7 @@ struct TierStorage {
   /// Writes the tables that stay the same as long as the memory exists. This and the next two
   /// functions enqueue their work on the stream.
   void initialize(const KvCacheConfig& config, const PairSlots& slots, cudaStream_t stream) const;
-  /// Removes the tokens of `count` pairs, [layer, pair], starting at `first`.
+  /// Removes the tokens of `count` pairs. `first`: index of the first pair in [layer, pair].
   void start(std::size_t first, std::size_t count, cudaStream_t stream) const;
   /// Copies the tokens of `count` pairs to pairs with the same tiers. Does not copy row_of_slot.
   void copy(std::size_t from, std::size_t to, std::size_t count, cudaStream_t stream) const;

@@ -285,7 +285,8 @@ __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlot
 }
 
 /// For each tier, finds the first token of the eviction order among the block's slots, and writes
-/// it to `to` [tier]. One warp works on each tier.
+/// it to `to` [tier]. First each warp finds the token among its slots. Then one warp for each tier
+/// finds the first of these tokens.
 template <Policy P, int kSlots>
 __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
                             ObserveShared& shared, EvictionCandidate* to) {

@@ -87,8 +87,8 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
   }
 }
 
-/// logits_kernel() for tiers: products of quantized keys and queries, both after the Hadamard
-/// rotation.
+/// Like logits_kernel(), for tokens on tiers. Quantized keys are multiplied with the queries after
+/// the Hadamard rotation of both.
 template <class T>
 __global__ void quantized_logits_kernel(const EvictingAttentionArgs args,
                                         const QuantizedCache quantized_cache, PlainRows rows) {
@@ -129,7 +129,7 @@ __global__ void quantized_logits_kernel(const EvictingAttentionArgs args,
   }
 }
 
-/// weighted_values() for tiers.
+/// Like weighted_values(), for tokens on tiers.
 template <class T>
 __device__ void weighted_quantized(const float* p, const QuantizedCache& quantized_cache,
                                    const DeviceTierPlan& tier_plan,
@@ -160,8 +160,8 @@ __device__ void weighted_quantized(const float* p, const QuantizedCache& quantiz
   if (part == 0) out[d] = from_float<T>(sums[0] + hadamard_rotate_block(sums[1]) / kWarpSize);
 }
 
-/// The sum of the values, weighted with the probabilities `p` of a row, [dim]. Groups of `dim`
-/// threads share the slots.
+/// Computes `out` [dim], the sum of the values weighted with the probabilities `p` of a row. Thread
+/// d of each group of `dim` threads sums dimension d over the group's share of the slots.
 template <class T>
 __device__ void weighted_values(const float* p, const T* values, int live, int dim, float* shared,
                                 T* out) {

@@ -38,7 +38,7 @@ __device__ void choose(const RouteArgs& args, int token) {
   const Routes& to = args.routes;
   const float* const logits = args.logits + std::int64_t{token} * to.experts;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  std::uint32_t taken = 0;  // experts of this lane that are already chosen
+  std::uint32_t taken = 0;  // bit i: expert lane + 32 * i is already chosen
   float own = -INFINITY;    // logit of the expert that this lane writes
   for (int c = 0; c < to.chosen; ++c) {
     unsigned long long best = 0;

@@ -53,7 +53,7 @@ __host__ __device__ constexpr std::size_t plain_row_bytes(int k) {
 /// Offsets in dynamic shared memory. The ring comes first; the offsets are relative to its end.
 struct Layout {
   int stages;              ///< stages of the ring
-  int gamma, x;            // after barriers and partial sums
+  int gamma, x;            // offsets of gamma and x, which follow the barriers and the partial sums
   bool plain_x_is_shared;  ///< x is copied to shared memory; otherwise it is read in place
   std::size_t bytes;       ///< total, the ring included
 };
