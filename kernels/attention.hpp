@@ -20,15 +20,15 @@ struct AttentionShape {
   const float* sinks = nullptr;
 };
 
-/// One query per sequence, over the sequence's first lengths[s] slots. The last of them is the
-/// query's own token. If a length exceeds `slots`, the slots are a ring with the newest tokens,
-/// where token t is at t % slots.
+/// Each sequence s has one query, which attends to the sequence's first lengths[s] slots. The last
+/// of these slots holds the query's own token. If a length exceeds `slots`, the slots are a ring
+/// with the newest tokens, where token t is at t % slots.
 ///
-/// Each KV head is split into parts among thread blocks, so that the GPU is busy at any batch size.
-/// The parts are merged in a fixed order, so equal inputs give equal bits. (The boundaries of the
-/// parts depend on the lengths of all sequences and on the device, so a sequence's bits may differ
-/// in another batch.) All pointers except lengths and lse, and all strides, must be 16-byte
-/// aligned. At most 32,768 sequences x KV heads.
+/// The slots of each KV head are split into parts among thread blocks, so that the GPU is busy at
+/// any batch size. The parts are merged in a fixed order, so equal inputs give equal bits. (The
+/// boundaries of the parts depend on the lengths of all sequences and on the device, so a
+/// sequence's bits may differ in another batch.) All pointers except lengths and lse, and all
+/// strides, must be 16-byte aligned. At most 32,768 sequences x KV heads.
 struct DecodeAttentionArgs {
   AttentionShape shape;
   int sequences, slots;         ///< slots: capacity of each sequence
@@ -39,9 +39,10 @@ struct DecodeAttentionArgs {
   float* lse;                   // [sequence, query_head], natural logarithm, or null
   void* workspace;  // decode_attention_workspace() bytes. The first kSignalBytes must be zero
                     // before the first use. Calls that run at the same time must not share it.
-  /// Set it if kernels that may run at the same time do not write the lengths or the keys and
-  /// values, except those of each sequence's last token. This holds in a graph whose step appends
-  /// one token. The kernel then loads keys and values while the preceding kernels still run.
+  /// Set it only if kernels that may run at the same time write neither lengths nor keys and
+  /// values, except the key and value of each sequence's last token. This holds in a graph whose
+  /// step appends one token. The kernel then loads keys and values while the preceding kernels
+  /// still run.
   bool settled = false;
 };
 /// Bytes of workspace for the current device; 0 if the shape is not supported.
@@ -62,7 +63,7 @@ std::size_t prefill_workspace(const kvlab_prefill_args& args);
 /// `args` may split keys into parts only if the layer has neither a sliding window nor sinks.
 cudaError_t prefill_attention(const kvlab_prefill_args& args, const PrefillLayer& layer,
                               cudaStream_t stream);
-/// Like the first function, for slots with the layout of `shape`. All other arguments are in
+/// Like the overload above, for slots with the layout of `shape`. All other arguments are in
 /// `args`.
 cudaError_t prefill_attention(const AttentionShape& shape, kvlab_prefill_args args, int window,
                               cudaStream_t stream);

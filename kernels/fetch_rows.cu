@@ -1,10 +1,10 @@
 // Fetches rows of host memory through the mapping into the device's address space.
 //
-// Memory traffic: 2 * half_bytes for a row, read over the link and written to device memory once,
-// and 8 bytes of the list. The lower bound is the bytes of the rows at the link's rate, plus one
-// round trip of the link and a launch: 4,096 rows of 512 bytes are 2.1 MB, 38 us at 55 GB/s. The
-// link needs about 100 KB in flight (55 GB/s times 2 us), so each thread requests several pieces of
-// 16 bytes before it stores the first.
+// Memory traffic: 2 * half_bytes for a row, which are read once over the link to host memory and
+// written once to device memory, and 8 bytes of the list. The lower bound is the bytes of the rows
+// at the link's rate, plus one round trip of the link and a launch: 4,096 rows of 512 bytes are 2.1
+// MB, 38 us at 55 GB/s. The link needs about 100 KB in flight (55 GB/s times 2 us), so each thread
+// requests several pieces of 16 bytes before it stores the first.
 #include <limits>
 
 #include "kernels/fetch_rows.hpp"

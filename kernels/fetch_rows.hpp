@@ -15,7 +15,7 @@ struct FetchedRow {
 /// are device memory.
 struct FetchRowsArgs {
   const void* pool = nullptr;            // [row, 2, half_bytes]: keys and values
-  const FetchedRow* list = nullptr;      // [max_count], with different slots
+  const FetchedRow* list = nullptr;      // [max_count]; all slots must differ
   const std::uint32_t* count = nullptr;  ///< number of rows in the list; at most max_count
   std::uint32_t max_count = 0;
   std::uint32_t half_bytes = 0;             ///< bytes of a key, or of a value; a multiple of 16

@@ -115,14 +115,15 @@ cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::s
   return cudaErrorNotSupported;
 }
 
-/// Parses name=NAME. The name may be omitted if it is the default.
+/// The name in an entry of a policy's `features`: NAME, or name=NAME, where NAME is the default of
+/// the setting `name`.
 const char* feature_name(const char* name) {
   const char* const given = std::strchr(name, '=');
   return given == nullptr ? name : given + 1;
 }
 
-/// Fills in the sizes for a shape, which must be supported. Does not check the block table or the
-/// order of blocks.
+/// Fills in the sizes for a shape, which must be supported. Reads neither the block table nor the
+/// strides of blocks.
 void measure(const EvictionKernels& policy, const kvlab_cache_view& c, std::size_t slots,
              kvlab_numbering numbering, kvlab_memory& to) {
   const std::size_t sequences = static_cast<std::size_t>(c.sequences),

@@ -9,13 +9,14 @@
  *
  * Conventions
  *
- *   Shapes    stand in brackets, the last dimension contiguous: [token, query_head, head_size].
+ *   Shapes    are in brackets: [token, query_head, head_size]. The last dimension is contiguous.
  *             A pair is one KV head of one sequence: pair = sequence * kv_heads + kv_head.
  *   Memory    Pointers in structs point to device memory, unless the comment says host.
  *   Streams   Calls that take a stream only enqueue work on it. They neither synchronize nor
  *             allocate, and a CUDA graph can hold them. Exceptions say so.
- *   Values    that change from step to step are read from device memory when the kernels run, so a
- *             captured graph serves growing sequences.
+ *   Values    Lengths, positions and other values that change from step to step are read from
+ *             device memory when the kernels run. So a captured graph stays valid while sequences
+ *             grow.
  *   Results   are deterministic: equal inputs give equal bits.
  *   Errors    A call with invalid arguments returns cudaErrorInvalidValue before it enqueues
  *             anything, and cudaErrorNotSupported where the device cannot run it.
@@ -38,8 +39,8 @@
 extern "C" {
 #endif
 
-/** Returns the version of the library. A program and a library work together if it equals the
- * KVLAB_VERSION that the program was compiled with. */
+/** Returns the version of the library. It must equal the KVLAB_VERSION that the program was
+ * compiled with. */
 int kvlab_version(void);
 
 /** Explains in one line why this thread's last call failed: what is wrong, where, and what is
@@ -66,15 +67,15 @@ const kvlab_policy* kvlab_find_policy(const char* name);
 const char* kvlab_policy_name(int index);
 
 /** Compiles a policy header such as those in policies/ (docs/guides/write-a-policy.md) for the
- * current device. It loads NVRTC, and reuses the code of an equal text from the user's cache
- * folder. Synchronizes.
+ * current device. It loads NVRTC. If an equal text was compiled before, it reuses that code from
+ * the user's cache folder. Synchronizes.
  *
  * `log`: host memory of log_bytes for the compiler's messages, with the header's line numbers;
- * empty on success. NULL if log_bytes is 0.
- * Errors: cudaErrorFileNotFound: the file cannot be read. cudaErrorInvalidSource: it is not a
- * policy, or it does not compile. cudaErrorNotSupported: NVRTC cannot be loaded, or the device
- * cannot run the code. Without a device the header is compiled, and then CUDA's error is returned.
- */
+ * empty on success. It may be NULL if log_bytes is 0.
+ * Errors: cudaErrorFileNotFound: the file cannot be read. cudaErrorInvalidSource: the file is not
+ * a policy, or does not compile. cudaErrorNotSupported: NVRTC cannot be loaded, or the device
+ * cannot run the code. If there is no device, the call still compiles the header, and then returns
+ * CUDA's error. */
 cudaError_t kvlab_compile_policy(const char* path, const kvlab_policy** policy, char* log,
                                  size_t log_bytes);
 
@@ -86,22 +87,22 @@ size_t kvlab_policy_slot_bytes(const kvlab_policy* policy);
 size_t kvlab_policy_params_bytes(const kvlab_policy* policy);
 /** Writes a sequence's parameters to `to`, host memory of kvlab_policy_params_bytes; the caller
  * copies them to the device. `values`: one number for each parameter, in the order of
- * kvlab_policy_parameter. cudaErrorInvalidValue if `count` is not their number or a value is out
- * of range (docs/reference/policies.md). */
+ * kvlab_policy_parameter. Returns cudaErrorInvalidValue if `count` is not the number of
+ * parameters, or if a value is out of range (docs/reference/policies.md). */
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
                                 void* to);
 /** Returns the name of the parameter at `index`, from 0 on; NULL after the last one. A policy from
  * a header has no parameter names. */
 const char* kvlab_policy_parameter(const kvlab_policy* policy, int index);
 
-/** Returns 1 if the policy weighs a prompt's queries by how many of the prompt's queries come after
- * them, as SnapKV does; else 0. */
+/** Returns 1 if the policy gives each query of a prompt a weight that depends on the number of
+ * later queries of the prompt, as SnapKV does; else 0. */
 int kvlab_policy_weighted(const kvlab_policy* policy);
-/** Writes these weights to `to`, host memory of `queries` numbers: to[age] is the weight of a query
- * that is followed by `age` later queries of the prompt. The weights from `*tail` on are 0. If a
- * chunk is a separate append, `queries` is the number of the chunk's queries. `params`: as
- * kvlab_policy_params wrote them. For a policy from a header the device computes them, and the call
- * synchronizes. */
+/** Writes the weights of a prompt's queries to `to`, host memory for `queries` numbers: to[age] is
+ * the weight of a query that is followed by `age` later queries of the prompt. The weights from
+ * `*tail` on are 0. If a chunk is a separate append, `queries` is the number of the chunk's
+ * queries. `params`: as kvlab_policy_params wrote them. For a policy from a header the device
+ * computes them, and the call synchronizes. */
 cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params, uint32_t queries,
                                  float* to, uint32_t* tail);
 
@@ -117,31 +118,31 @@ const char* kvlab_policy_feature(const kvlab_policy* policy, int index);
  *
  *    blocks[row][s / page] * block_stride + s % page * slot_stride + kv_head * head_stride
  *
- * where row is the sequence, or the pair with by_pair. Only keys and values are in blocks; other
- * arrays [slot] are still indexed by first_slot[pair] + s. When the kernels
- * run, they read the block table only up to the block of the last live token. */
+ * where `row` is the index of the sequence or, if by_pair is set, of the pair. Only keys and
+ * values are in blocks; other arrays [slot] are still indexed by first_slot[pair] + s. When the
+ * kernels run, they read the block table only up to the block of the last live token. */
 typedef struct {
   const int32_t* blocks; /**< [row, max_blocks]; NULL: no blocks */
   int page;              /**< slots of a block: a power of two from 16 to 2^20 */
-  int max_blocks;        /**< at least enough for the cache's max_slots */
+  int max_blocks;        /**< number of blocks in a row of the table; enough for max_slots */
   int by_pair;           /**< 1: the table has a row for each pair instead of each sequence */
-  /** In elements; multiples of 16 bytes. slot_stride is at least head_size, and so is head_stride
-   * unless by_pair is set. */
+  /** In elements; each stride is a multiple of 16 bytes. slot_stride must be at least head_size,
+   * and head_stride too, unless by_pair is set. */
   int64_t block_stride, slot_stride, head_stride;
 } kvlab_pages;
 
 /** A view of one layer's cache in the caller's memory. The slots of a pair begin at
- * first_slot[pair]. Its first lengths[pair] slots hold live tokens, in any order. Pairs may have
- * different budgets, and so different numbers of slots; a pair that decodes needs `budget` slots.
- */
+ * first_slot[pair]. The pair's first lengths[pair] slots hold live tokens, in any order. Pairs may
+ * have different budgets, and so different numbers of slots; a pair that decodes needs `budget`
+ * slots. */
 typedef struct {
   kvlab_type type;
   int sequences, query_heads, kv_heads, head_size;
   float softmax_scale;
   int max_slots;             /**< the largest number of slots of a pair */
   const int64_t* first_slot; /**< [pair] */
-  void* keys;                /**< [slot, head_size], rotated (RoPE) at their positions; before RoPE
-                                  with KVLAB_CACHE_POSITIONS */
+  void* keys;                /**< [slot, head_size]: rotated by RoPE at their positions or, with
+                                KVLAB_CACHE_POSITIONS, not rotated */
   void* values;              /**< [slot, head_size] */
   uint32_t* positions;       /**< [slot]: the position of the slot's token */
   int32_t* lengths;          /**< [pair]: number of live tokens */
@@ -156,10 +157,10 @@ typedef struct {
  * ORIGINAL_POSITIONS: a token's position in the text.
  * CACHE_POSITIONS: live tokens are numbered 0, 1, 2, ... from the oldest (StreamingLLM). Keys and
  *    queries are given before RoPE, and the kernels rotate them.
- * CACHE_POSITIONS_ROTATED: the same positions, computed from keys and queries that are already
- *    rotated at their original positions, at no extra cost. Only for `window` and `sink`, whose
- *    live tokens are the sinks and the newest tokens without a gap. The token at position
- *    i < sinks must be in slot i. */
+ * CACHE_POSITIONS_ROTATED: the same positions, at no extra cost, for keys and queries that are
+ *    given rotated at their original positions. Only for `window` and `sink`, whose live tokens are
+ *    the sinks and the newest tokens without a gap. The token at position i < sinks must be in
+ *    slot i. */
 typedef enum {
   KVLAB_ORIGINAL_POSITIONS = 0,
   KVLAB_CACHE_POSITIONS = 1,
@@ -175,15 +176,16 @@ typedef struct {
   size_t first_slot, lengths, next_slots, rules, evict_at; /**< [pair] */
   size_t unit_keys; /**< [pair, head_size]; for the feature key_cosine */
   size_t params, threshold16, seeds, sequence_ids; /**< [sequence] */
-  size_t blocks; /**< the block table, if pages.page > 0. `keys` and `values` then count whole
-                      blocks for max_slots */
+  size_t blocks; /**< the block table, if pages.page > 0. `keys` and `values` are then the bytes of
+                    whole blocks, enough for max_slots of each pair */
   size_t attention_workspace; /**< SIZE_MAX: not known, because there is no device */
   size_t compact_workspace;
 } kvlab_memory;
 /** Computes the memory of one layer's cache under a policy. It reads the shape of `cache` and no
  * pointers. `slots`: number of slots of all pairs together; a prompt's cache has one for each KV
  * head and token. Arrays [sequence] and workspaces can serve all layers, one after another.
- * cudaErrorNotSupported if a thread block would need more shared memory than the device has. */
+ * Returns cudaErrorNotSupported if a thread block would need more shared memory than the device
+ * has. */
 cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache_view* cache,
                                int64_t slots, kvlab_numbering numbering, kvlab_memory* bytes);
 
@@ -192,42 +194,43 @@ cudaError_t kvlab_compute_ages(const kvlab_cache_view* cache, cudaStream_t strea
 
 /** The budget and protected tokens of one pair. sinks + recent <= budget, and sinks < budget. */
 typedef struct {
-  uint32_t budget;    /**< tokens that a query may see, itself included; UINT32_MAX: no eviction */
+  uint32_t budget;    /**< tokens that a query may see, its own included; UINT32_MAX: no eviction */
   uint32_t sinks;     /**< number of first positions of the text, which are evicted last */
   uint32_t recent;    /**< number of newest positions, which are evicted after all other tokens and
                          before the sinks */
-  uint32_t group_max; /**< 1: for each query, the largest probability among the group's query heads
-                         counts, not their sum */
+  uint32_t group_max; /**< 0: a token's mass from a query is the sum of the probabilities over the
+                         group's query heads; 1: it is the largest of them */
 } kvlab_rule;
 
-/** What one token received from the queries of one step or prompt. */
+/** The attention that one token received from the queries of one step or prompt. */
 typedef struct {
   uint64_t mass;         /**< sum of probabilities, in units of 2^-32 */
-  uint32_t requests;     /**< number of queries that gave it at least tau times their largest
-                              probability */
+  uint32_t requests;     /**< number of queries that gave the token at least tau times their largest
+                            probability */
   uint32_t last_request; /**< position of the last such query; valid if requests > 0 */
-  uint32_t queries;      /**< number of queries that could see it */
+  uint32_t queries;      /**< number of queries that could see the token */
 } kvlab_observation;
 
-/** What a policy reads and writes, beside the cache. rules, seeds and sequence_ids are required;
- * the others may be NULL if the policy does not need them. */
+/** What a policy reads and writes, in addition to the cache. rules, seeds and sequence_ids are
+ * required; the others may be NULL if the policy does not need them. */
 typedef struct {
   void* states;                 /**< [slot, slot_bytes] */
   const kvlab_rule* rules;      /**< [pair] */
   const void* params;           /**< [sequence, params_bytes] */
-  const uint32_t* threshold16;  /**< [sequence]: tau * 65536; kvlab uses 655 (1%) */
+  const uint32_t* threshold16;  /**< [sequence]: tau * 65536, for requests; kvlab uses 655 (1%) */
   const uint64_t* seeds;        /**< [sequence]: random seed */
-  const uint32_t* sequence_ids; /**< [sequence]: selects the random numbers of a sequence; a replay
-                                     uses the index of the trace */
+  const uint32_t* sequence_ids; /**< [sequence]: an id that selects the sequence's random numbers; a
+                                   replay uses the index of the trace */
   uint32_t layer;               /**< the model's index of the layer; selects random numbers too */
   uint32_t first_head;     /**< the model's index of the first KV head on this device; above 0 under
                                 tensor parallelism */
-  kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
+  kvlab_observation* seen; /**< [slot], out: the attention that each token received; or NULL */
   const float* features;   /**< [slot, feature]: token features, in the order of
                                 kvlab_policy_feature. The features of new tokens must be set before
                                 the call, like their keys */
-  /** [pair]: steps and compactions evict only when this many tokens are live; UINT32_MAX: never.
-   * NULL: at the budget. With `every=W`: UINT32_MAX in steps, budget - 1 + W in kvlab_compact. */
+  /** [pair]: steps and compactions evict only if at least this many tokens are live; UINT32_MAX:
+   * they never evict. NULL: the budget is used. For the modifier `every=W`, give UINT32_MAX in
+   * steps, and budget - 1 + W in kvlab_compact. */
   const uint32_t* evict_at;
 } kvlab_policy_state;
 
@@ -239,7 +242,8 @@ typedef struct {
 typedef struct {
   /* Set by the caller: */
   size_t struct_size;   /**< sizeof(kvlab_policy_file) */
-  int layers, kv_heads; /**< number of layers whose queries see all tokens, and KV heads of each */
+  int layers, kv_heads; /**< number of layers whose queries see all tokens, and number of KV heads
+                           of each layer */
   uint32_t tokens; /**< maximum length of a sequence; `pyramid(N)` gives no head a larger budget */
   kvlab_rule* rules; /**< out, host: [layer, kv_head], in tokens */
   /* Set from the file: */
@@ -247,8 +251,8 @@ typedef struct {
   double params[KVLAB_MAX_PARAMS]; /**< for kvlab_policy_params */
   int param_count;
   char feature[64];          /**< the feature that the policy reads as `feature`; else empty */
-  kvlab_numbering numbering; /**< instead of KVLAB_CACHE_POSITIONS, KVLAB_CACHE_POSITIONS_ROTATED
-                                  may be used where it is supported */
+  kvlab_numbering numbering; /**< if it is KVLAB_CACHE_POSITIONS, KVLAB_CACHE_POSITIONS_ROTATED may
+                                be used instead where it is supported */
   uint32_t prefill_chunk;    /**< tokens of a prompt to append at a time; 0: all */
   uint32_t threshold16;
   uint64_t seed;
@@ -258,9 +262,10 @@ typedef struct {
   uint32_t smooth;
   int pool_max;
 } kvlab_policy_file;
-/** Reads a policy.json. cudaErrorInvalidValue if it is not one, or if it requires what these calls
- * do not support: tiers, `ada()`, budgets in bytes, the protection `prompt`, or a policy from a
- * header (use kvlab_compile_policy). After an error only `rules` may have changed. */
+/** Reads a policy.json. Returns cudaErrorInvalidValue if the file is not a policy.json, or if it
+ * requires something that these calls do not support: tiers, `ada()`, budgets in bytes, the
+ * protection `prompt`, or a policy from a header (use kvlab_compile_policy). After an error only
+ * `rules` may have changed. */
 cudaError_t kvlab_read_policy_file(const char* path, kvlab_policy_file* file);
 
 /* --- New tokens ----------------------------------------------------------------------------- */
@@ -272,13 +277,13 @@ typedef struct {
   kvlab_cache_view cache; /**< its positions are written too if `now` is given */
   int tokens;
   const void* qkv; /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
-  int rotated;     /**< number of dimensions that RoPE rotates: d together with d + rotated / 2. 0:
-                        none, as for KVLAB_CACHE_POSITIONS */
+  int rotated;     /**< number of dimensions that RoPE rotates, in pairs (d, d + rotated / 2). 0: no
+                      rotation, as for KVLAB_CACHE_POSITIONS */
   const float*
-      rope; /**< [row, rotated / 2, 2]: the cosines and sines of one position in each row */
-  const int32_t* rope_rows; /**< [token]: its row of `rope`; not read for idle sequences */
-  const int32_t* sequences; /**< [token]: its sequence */
-  const int32_t* slots;     /**< [token]: its slot, counted from next_slots; NULL: all 0 */
+      rope; /**< [row, rotated / 2, 2]: each row has the cosines and sines of one position */
+  const int32_t* rope_rows; /**< [token]: the token's row of `rope`; not read for idle sequences */
+  const int32_t* sequences; /**< [token]: the token's sequence */
+  const int32_t* slots;     /**< [token]: the token's slot, counted from next_slots; NULL: all 0 */
   const uint32_t* now; /**< [sequence]: position of the sequence's one new token. For a KVLAB_IDLE
                             sequence nothing is written, not even q. NULL: positions are not written
                             */
@@ -296,7 +301,7 @@ typedef enum {
   KVLAB_VALUE_OUT_NORM1 = 4
 } kvlab_feature;
 /** Finds a feature by the name that kvlab_policy_feature returns, and writes it to `*feature`.
- * cudaErrorInvalidValue if this library does not compute it. */
+ * Returns cudaErrorInvalidValue if this library does not compute the feature. */
 cudaError_t kvlab_find_feature(const char* name, kvlab_feature* feature);
 
 /** Computes features of new tokens, whose values must already be in the cache. */
@@ -308,8 +313,8 @@ typedef struct {
   const int32_t* slots; /**< [pair], counted from first_slot: the slot of the first new token; the
                              others follow it */
   int tokens;           /**< new tokens of each sequence */
-  const uint32_t* now;  /**< [sequence]: a sequence whose value is KVLAB_IDLE is skipped, other
-                             values have no effect; or NULL */
+  const uint32_t* now;  /**< [sequence]: a sequence with KVLAB_IDLE is skipped; other values have no
+                           effect. NULL: no sequence is skipped */
   const void* keys;     /**< [sequence, token]: rows of [kv_head, head_size], before RoPE */
   int64_t key_row;      /**< elements from one token's row to the next */
   float* unit_keys;   /**< [pair, head_size], for KVLAB_KEY_COSINE: the sum of normalized keys. Zero
@@ -344,39 +349,40 @@ typedef struct {
                               exponentials; or NULL */
   void* workspace; /**< kvlab_evicting_attention_workspace() bytes. Zero it before its first use;
                         calls that run at the same time must not share it */
-  int settled; /**< 1: kernels that may still be running write nothing that this call reads, except
-                    q and each pair's newest token. The cache is then fetched while they run. 0 is
-                    always correct */
+  int settled; /**< 1: of the data that this call reads, kernels that still run may write only q and
+                  each pair's newest token. The call then loads the rest of the cache while they
+                  run. 0 is always correct */
 } kvlab_evicting_attention_args;
 
 /** Returns the bytes of the workspace. 0: the shape is not supported on the current device.
  * SIZE_MAX: the shape is supported, but the size is not known, because there is no device. */
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy,
                                           const kvlab_cache_view* cache);
-/** Attends over the live tokens, updates the policy's states with what each token received, and
- * sets lengths and next_slots. next_slots is the first free slot until the budget is reached, and
- * then the slot of the victim: the token that is evicted next. */
+/** Attends over the live tokens, updates the policy's states with the attention that each token
+ * received, and sets lengths and next_slots. next_slots is the first free slot until the budget is
+ * reached, and then the slot of the victim: the token that is evicted next. */
 cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream);
 
-/** The first half of kvlab_evicting_attention: attention alone. With the second half on another
- * stream, an engine's next kernels need not wait for it. */
+/** The first half of kvlab_evicting_attention: attention only. If the second half runs on another
+ * stream, the engine's next kernels do not have to wait for it. */
 cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
                          cudaStream_t stream);
-/** The second half, for up to 8 layers at once: states, lengths and next_slots. `layers`: the
- * arguments of kvlab_attend, each with its own workspace; they differ only in arrays and
- * policy.layer. On another stream it must wait for the layers' attention. Later work that writes to
- * these layers, attends over them or reuses a workspace must wait for it. */
+/** The second half, for up to 8 layers at once: updates states, lengths and next_slots. `layers`:
+ * the arguments of kvlab_attend, each with its own workspace; they differ only in arrays and
+ * policy.layer. If this call runs on another stream than the attention, it must wait for the
+ * attention of all these layers. Later work that writes to these layers, attends over them or
+ * reuses one of their workspaces must wait for this call's work. */
 cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
                                  const kvlab_evicting_attention_args* layers, int count,
                                  cudaStream_t stream);
 
 /* --- Prompts -------------------------------------------------------------------------------- */
 
-/** The softmax of one query: its largest q · k before scaling, and the base-2 logarithm of its sum
- * of exponentials of scaled products. An engine with its own attention fills `lse2` with its
- * log-sum-exp times log2(e); `max_product` is only read where requests are counted. */
+/** The softmax of one query: its largest q · k before scaling, and the base-2 logarithm of the sum
+ * of e^(softmax_scale * q · k) over its keys. An engine with its own attention sets `lse2` to its
+ * log-sum-exp times log2(e); `max_product` is read only if requests are counted. */
 typedef struct {
   float max_product, lse2;
 } kvlab_row_softmax;
@@ -384,9 +390,10 @@ typedef struct {
 /** Causal attention of a prompt's queries. Query i is at slot first + older[kv_head] + i of its
  * head, and sees that slot and all slots before it.
  *
- * A batch of sequences: q, out, lse and rows hold the sequences one after another, `queries` is
- * the largest number of queries of a sequence, arrays [kv_head] are [pair], and the block table has
- * a row for each sequence or pair. Outputs are bit-identical to one call for each sequence. */
+ * The call can also process a batch of sequences. Then q, out, lse and rows contain the queries of
+ * all sequences, one sequence after another, and `queries` is the largest number of queries of any
+ * sequence. Arrays that are [kv_head] for one sequence are [pair], and the block table has a row
+ * for each sequence or pair. Outputs are bit-identical to one call for each sequence. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_prefill_args) */
   kvlab_type type;
@@ -397,16 +404,16 @@ typedef struct {
   const void* keys;          /**< [slot, head_size], rotated */
   const void* values;        /**< [slot, head_size] */
   const int64_t* first_slot; /**< [kv_head]: the first slot of each head */
-  const int32_t* older;      /**< [kv_head]: number of tokens before the first query that this head
-                                  has in addition to the `first` that all heads have; NULL: all 0 */
-  void* out;                 /**< out: [query, query_head, head_size] */
-  float* lse;                /**< out: [query, query_head], natural logarithm; or NULL */
-  kvlab_row_softmax* rows;   /**< out: [query, query_head], for kvlab_observe; or NULL */
-  kvlab_pages pages;         /**< of keys and values: [1, max_blocks], or by_pair [kv_head,
-                                  max_blocks] */
-  int sequences;             /**< number of sequences of a batch, at most 65,535. 0: not a batch but
-                                  one sequence; the next two members are then 0 and NULL */
-  int all_queries;           /**< number of rows of q; at least first_query[sequences] */
+  const int32_t* older;    /**< [kv_head]: number of tokens before the first query, not counting the
+                              `first` tokens, which all heads have; NULL: all 0 */
+  void* out;               /**< out: [query, query_head, head_size] */
+  float* lse;              /**< out: [query, query_head], natural logarithm; or NULL */
+  kvlab_row_softmax* rows; /**< out: [query, query_head], for kvlab_observe; or NULL */
+  kvlab_pages pages;       /**< the blocks of keys and values; the table is [1, max_blocks] or, with
+                              by_pair, [kv_head, max_blocks] */
+  int sequences;           /**< number of sequences of a batch, at most 65,535. 0: not a batch but
+                                one sequence; the next two members are then 0 and NULL */
+  int all_queries;         /**< number of rows of q; at least first_query[sequences] */
   const int32_t* first_query; /**< [sequences + 1]: sequence s has the queries first_query[s] to
                                    first_query[s + 1] - 1; it may have none */
   /** kvlab_prefill_workspace() bytes, or NULL. With a workspace the keys are split among thread
@@ -421,8 +428,9 @@ typedef struct {
 size_t kvlab_prefill_workspace(const kvlab_prefill_args* args);
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream);
 
-/** Computes what each key received from the queries of a kvlab_prefill_attention, or of any other
- * attention whose `prefill.rows` are set. Needed if kvlab_policy_needs is not KVLAB_NOTHING. */
+/** Computes the attention that each key received from the queries of kvlab_prefill_attention, or of
+ * another attention that sets `prefill.rows`. Required if kvlab_policy_needs is not KVLAB_NOTHING.
+ */
 typedef struct {
   size_t struct_size;          /**< sizeof(kvlab_observe_args) */
   kvlab_prefill_args prefill;  /**< as for the attention, except that `rows` is read, and `values`,
@@ -430,28 +438,30 @@ typedef struct {
   kvlab_needs needs;           /**< KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH */
   int keys_end;                /**< no query of any sequence sees this slot or a later one */
   uint32_t position;           /**< position of the first query */
-  const uint32_t* threshold16; /**< tau * 65536, for requests; of a batch [sequence] */
+  const uint32_t* threshold16; /**< tau * 65536, for requests: one number; for a batch [sequence] */
   kvlab_observation* seen;     /**< in and out, indexed like keys: the call adds to it. Zero it
                                     before the first part of a prompt */
   void* workspace;             /**< kvlab_observe_workspace() bytes */
   int group_max;               /**< as in kvlab_rule */
   const float* weights;        /**< [age]: kvlab_policy_weights, if the policy weighs queries; NULL:
                                     every query counts once */
-  uint32_t tail;               /**< weights from this age on are 0; 0: there is no such age */
-  int younger;                 /**< number of the prompt's queries after these */
-  const uint32_t* positions;   /**< of a batch [sequence]; NULL: `position` for all */
-  const int32_t* youngers;     /**< of a batch [sequence]; NULL: `younger` for all */
-  const uint32_t* appended;    /**< of a batch [sequence]: how many of its first queries count, for
-                                    example the accepted tokens of a draft; NULL: all */
+  uint32_t tail; /**< queries of this age or older have weight 0; if tail is 0, there are no such
+                    queries */
+  int younger;   /**< number of the prompt's queries that come after these queries */
+  const uint32_t* positions; /**< for a batch, [sequence]; NULL: `position` for all */
+  const int32_t* youngers;   /**< for a batch, [sequence]; NULL: `younger` for all */
+  const uint32_t* appended;  /**< for a batch, [sequence]: only this many of the sequence's first
+                                  queries count, for example those of the accepted tokens of a
+                                  draft; NULL: all */
 } kvlab_observe_args;
 size_t kvlab_observe_workspace(const kvlab_observe_args* args);
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
 
-/** Shares the observations and features of a prefix among several prompts. The prefix's keys and
- * values were written, attended and observed once, and the prompts' block tables begin with its
- * blocks. This call copies the attention that the prefix's tokens received from each other, and
- * their features, to each prompt. The prompts then continue with `first` set to the slot after the
- * prefix. */
+/** Shares the observations and features of a prefix among several prompts. Before this call, the
+ * prefix's keys and values must have been written, attended and observed once, and each prompt's
+ * block table must begin with the prefix's blocks. The call copies the observations that the
+ * prefix's tokens received from each other, and their features, to each prompt. The prompts then
+ * continue with `first` set to the slot after the prefix. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_prefix_args) */
   int sequences, kv_heads;
@@ -463,22 +473,23 @@ typedef struct {
   const float* features; /**< [slot, feature]; NULL if the policy reads none */
   float* to_features;
 } kvlab_prefix_args;
-/** cudaErrorNotSupported if what the prefix's tokens received, or their features, depend on what
- * follows them: the policy weighs queries, or reads key_cosine. */
+/** Returns cudaErrorNotSupported if the observations or features of the prefix's tokens depend on
+ * later tokens: if the policy weighs queries, or reads key_cosine. */
 cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_args* args,
                               cudaStream_t stream);
 
-/** Ends a prompt, or one append of it: passes the new tokens and the attention they received to
- * the policy, and keeps the budget - 1 tokens that the policy would evict last.
+/** Ends a prompt, or one append of it: passes the new tokens and the attention they received to the
+ * policy, and keeps the budget - 1 tokens that the policy would evict last.
  *
- * Each pair of `from` holds lengths[pair] older tokens, and after them appended[sequence] new
- * ones, whose keys and values are written and whose positions are not. The tokens that are kept go
- * to `to`, which is `from` itself or does not overlap it (in blocks: the same blocks or disjoint
- * ones). States and positions of `from` are overwritten, and so is seen[].queries; call it once for
- * each append. With nothing appended and `seen` NULL it evicts to the budget between decode steps;
- * `now` is then the next token's position.
+ * Each pair of `from` has lengths[pair] older tokens, followed by appended[sequence] new tokens.
+ * The caller has written the keys and values of the new tokens, but not their positions. The kept
+ * tokens move to `to`, which must be `from` itself or must not overlap it (in blocks: the same
+ * blocks or disjoint ones). The call overwrites the states and positions of `from`, and
+ * seen[].queries, so call it only once for each append. If no token is appended and `seen` is
+ * NULL, it evicts to the budget between decode steps; `now` is then the position of the next
+ * token.
  *
- * cudaErrorNotSupported if the policy weighs queries and `weighted` is 0. */
+ * Returns cudaErrorNotSupported if the policy weighs queries and `weighted` is 0. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_compact_args) */
   kvlab_cache_view from, to;
@@ -503,15 +514,15 @@ size_t kvlab_compact_workspace(const kvlab_cache_view* from);
 cudaError_t kvlab_compact(const kvlab_policy* policy, const kvlab_compact_args* args,
                           cudaStream_t stream);
 
-/** kvlab_compact in two halves, for by_layer where several devices hold the same number of KV heads
- * of a sequence (tensor parallelism). The first half does everything except choosing and moving
- * the tokens. The caller then gathers `ranks` of all devices, in the order of their heads. */
+/** The first of two halves of kvlab_compact. Use the halves for by_layer under tensor parallelism,
+ * where each of several devices has the same number of a sequence's KV heads. The first half does
+ * everything except choosing and moving the tokens. The caller then gathers the `ranks` of all
+ * devices, in the order of their heads. */
 cudaError_t kvlab_compute_ranks(const kvlab_policy* policy, const kvlab_compact_args* args,
                                 uint64_t* ranks, /* out: [pair, max_slots of from], by age */
                                 cudaStream_t stream);
-/** The second half adds the ranks of all devices, chooses the tokens and moves them. `args` are the
- * same, with the workspace as the first half left it. `ranks`: [device, pair, max_slots of from].
- */
+/** The second half adds the ranks of all devices, chooses the tokens and moves them. `args`: those
+ * of the first half, with an unchanged workspace. `ranks`: [device, pair, max_slots of from]. */
 cudaError_t kvlab_compact_ranked(const kvlab_policy* policy, const kvlab_compact_args* args,
                                  const uint64_t* ranks, int devices, cudaStream_t stream);
 
@@ -525,9 +536,9 @@ cudaError_t kvlab_compact_ranked(const kvlab_policy* policy, const kvlab_compact
  * kvlab_kv_cache_step for each layer. Steps only launch kernels, so a CUDA graph can hold them;
  * all other calls keep counts on the host and are refused while their stream is being captured.
  *
- * Use a cache from one thread at a time, on one stream or on streams that wait for each other. It
- * allocates memory when it is created, and in the calls that the comment at `longest` names. If an
- * allocation fails, the call returns cudaErrorMemoryAllocation and has changed nothing. */
+ * Use a cache from one thread at a time, on one stream or on streams that wait for each other. A
+ * cache allocates memory when it is created, and in the calls that the comment at `longest` names.
+ * If an allocation fails, the call returns cudaErrorMemoryAllocation and has changed nothing. */
 typedef struct kvlab_kv_cache kvlab_kv_cache;
 
 /** The format of a token's key and value: the cache's type, or quantized
@@ -540,7 +551,8 @@ typedef enum {
   KVLAB_FORMAT_K4V2 = 4,
   KVLAB_FORMAT_2 = 5
 } kvlab_kv_format;
-/** One tier of a pair's tier plan. When it is full, a token is demoted to the next tier. */
+/** One tier of a pair's tier plan. When the tier is full, one of its tokens is demoted to the next
+ * tier. */
 typedef struct {
   kvlab_kv_format format;
   uint32_t slots;
@@ -550,7 +562,7 @@ typedef struct {
 typedef struct {
   const float* inv_freq; /**< host: [rotated / 2] */
   int rotated;           /**< number of dimensions that RoPE rotates */
-  float factor;          /**< on cosine and sine; 1 except for YaRN */
+  float factor;          /**< a factor on cosine and sine; 1 except for YaRN */
 } kvlab_rope;
 
 typedef struct {
@@ -575,12 +587,12 @@ typedef struct {
   const kvlab_policy* policy;
   const kvlab_rule* rules; /**< [layer, sequence, kv_head]; group_max must be the same in all */
   const kvlab_tier*
-      tiers;          /**< [layer, sequence, kv_head, tier], in order of decreasing precision. The
-                           slots of a pair's tiers add up to its budget; without a budget the first
-                           tier holds all tokens. tier_count 0: all tokens stay in `type` */
-  const void* params; /**< as kvlab_policy_params writes them, for all sequences */
+      tiers; /**< [layer, sequence, kv_head, tier], in order of decreasing precision. The slots of a
+                pair's tiers add up to the pair's budget; without a budget the first tier holds all
+                tokens. tier_count 0: all tokens stay in `type` */
+  const void* params;            /**< one set for all sequences, as kvlab_policy_params writes it */
   const uint64_t* seeds;         /**< [sequence]; NULL: all 0 */
-  const kvlab_feature* features; /**< those that the policy reads, in its order */
+  const kvlab_feature* features; /**< the features that the policy reads, in the policy's order */
   int hidden;                    /**< number of rows of kvlab_layer.output */
   kvlab_numbering numbering;     /**< KVLAB_ORIGINAL_POSITIONS or KVLAB_CACHE_POSITIONS */
   uint32_t threshold16;
@@ -602,8 +614,8 @@ typedef struct {
                                 tensor parallelism. by_layer sums over this device's heads only */
 } kvlab_kv_cache_config;
 
-/** Computes the device memory that a cache takes, in bytes. A shape that no kernel of this device
- * can serve is refused here and by kvlab_kv_cache_create. Without a device, the attention workspace
+/** Computes the device memory that a cache takes, in bytes. This call and kvlab_kv_cache_create
+ * refuse a shape that no kernel supports on this device. Without a device, the attention workspace
  * is not counted. */
 cudaError_t kvlab_kv_cache_memory(const kvlab_kv_cache_config* config, size_t* bytes);
 /** Creates a cache without tokens. Allocates and synchronizes. */
@@ -615,11 +627,12 @@ void kvlab_kv_cache_destroy(kvlab_kv_cache* cache);
  * captured CUDA graphs stay valid. Synchronizes. */
 cudaError_t kvlab_kv_cache_clear(kvlab_kv_cache* cache, cudaStream_t stream);
 
-/** The settings of one sequence. Members that are NULL keep their value. */
+/** The settings of one sequence. If a member is NULL, that setting does not change. */
 typedef struct {
   size_t struct_size;      /**< sizeof(kvlab_sequence_settings) */
-  const kvlab_rule* rules; /**< host: [layer, kv_head]. A budget is at most that of the config, and
-                                equal to it for a pair with tiers or without a budget */
+  const kvlab_rule* rules; /**< host: [layer, kv_head]. A budget must be at most the pair's budget
+                              in the config. For a pair with tiers, or without a budget in the
+                              config, it must be equal to that */
   const void* params;      /**< host: as kvlab_policy_params writes them */
   const uint64_t* seed;    /**< host */
   const uint32_t* sequence_id; /**< host: selects random numbers; at first the sequence's index */
@@ -631,20 +644,21 @@ typedef struct {
  * can join. Stream-ordered: captured CUDA graphs stay valid. */
 cudaError_t kvlab_kv_cache_start(kvlab_kv_cache* cache, int sequence,
                                  const kvlab_sequence_settings* settings, cudaStream_t stream);
-/** Makes sequence `to` a copy of sequence `from`: tokens, states and settings. Both must have been
- * created with the same budgets and tiers. Use it to prefill a common prefix once, or to move a
- * sequence to another index. Stream-ordered. */
+/** Makes sequence `to` a copy of sequence `from`: tokens, states and settings. Both sequences must
+ * have been created with the same budgets and tiers. Use it to prefill a common prefix once, or to
+ * move a sequence to another index. Stream-ordered. */
 cudaError_t kvlab_kv_cache_copy(kvlab_kv_cache* cache, int from, int to, cudaStream_t stream);
 
 /** Some tokens of one append, for one layer. An append adds `tokens` tokens to one sequence after
- * the `fed` tokens that each layer has had before. Tokens are evicted once, at the end of the
+ * the `fed` tokens that each layer was fed before. Tokens are evicted once, at the end of the
  * append. Only one append may be active: it has to be complete in all layers before the next one
  * begins.
  *
- * Without interleaves_appends, all chunks of an append go through a layer before the first of
- * them goes through the next layer. An engine that runs each chunk through all layers sets
- * interleaves_appends, or makes each chunk an append (fed 0, tokens 512; fed 512, tokens 512; ...).
- * The latter evicts after each chunk, like the prefill mode `chunk:512` of kvlab's simulator. */
+ * Without interleaves_appends, all chunks of an append go through a layer before the first of them
+ * goes through the next layer. An engine that runs each chunk through all layers sets
+ * interleaves_appends, or makes each chunk an append (fed 0, tokens 512; fed 512, tokens 512;
+ * ...). In the second case, tokens are evicted after each chunk, as in the prefill mode
+ * `chunk:512` of kvlab's simulator. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_append_chunk) */
   int sequence, layer;
@@ -660,15 +674,14 @@ typedef struct {
 cudaError_t kvlab_kv_cache_append(kvlab_kv_cache* cache, const kvlab_append_chunk* chunk,
                                   cudaStream_t stream);
 
-/** Begins a decode step, and does the work of the step that is done on the host. `decodes`: host
- * [sequence], 1 if the sequence decodes a token in this step; NULL: all do. The step must then run
- * through all layers before any other call for these sequences. Ends an append that is not complete
- * in all layers. */
+/** Begins a decode step, and does the step's work on the host. `decodes`: host [sequence], 1 if the
+ * sequence decodes a token in this step; NULL: all do. The step must then run through all layers
+ * before any other call for these sequences. Ends an append that is not complete in all layers. */
 cudaError_t kvlab_kv_cache_begin_step(kvlab_kv_cache* cache, const unsigned char* decodes,
                                       cudaStream_t stream);
-/** One layer of the step, in order from the first to the last. It only launches kernels. `qkv`:
- * [sequence, query_heads + 2 * kv_heads, head_size], before RoPE. For a sequence that does not
- * decode, `out` and `lse` are not written. */
+/** Runs one layer of the step. Call it for all layers in order, from the first to the last. It only
+ * launches kernels. `qkv`: [sequence, query_heads + 2 * kv_heads, head_size], before RoPE. For a
+ * sequence that does not decode, `out` and `lse` are not written. */
 cudaError_t kvlab_kv_cache_step(kvlab_kv_cache* cache, int layer, const void* qkv, void* out,
                                 float* lse, cudaStream_t stream);
 
@@ -676,15 +689,16 @@ cudaError_t kvlab_kv_cache_step(kvlab_kv_cache* cache, int layer, const void* qk
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_sequence_info) */
   uint32_t tokens;    /**< number of tokens that the sequence was fed */
-  uint64_t evictions; /**< tokens evicted in all layers and KV heads, up to the last append */
+  uint64_t evictions; /**< tokens evicted in all layers and KV heads before the tokens of the last
+                         append or step were added */
   uint64_t kv_bytes;  /**< bytes of live keys and values */
   uint64_t
       allocated; /**< bytes allocated for keys and values of all sequences, free slots included */
 } kvlab_sequence_info;
 cudaError_t kvlab_kv_cache_sequence_info(const kvlab_kv_cache* cache, int sequence,
                                          kvlab_sequence_info* info);
-/** Writes the positions that a pair keeps, ascending, to host memory for `capacity` numbers, and
- * their number to `*count`. Synchronizes. */
+/** Writes the positions of a pair's live tokens, ascending, to `positions`, host memory for
+ * `capacity` numbers. Writes their number to `*count`. Synchronizes. */
 cudaError_t kvlab_kv_cache_positions(kvlab_kv_cache* cache, int sequence, int layer, int kv_head,
                                      uint32_t* positions, uint32_t capacity, uint32_t* count,
                                      cudaStream_t stream);

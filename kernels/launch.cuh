@@ -19,9 +19,9 @@ struct Launch {
   unsigned cluster = 0;  ///< thread blocks per cluster (sm_90); 0: no clusters
 };
 
-/// Lets a kernel use all dynamic shared memory of the device. Also requests the largest share of
-/// shared memory as the configuration of the multiprocessors, because two kernels run on one
-/// multiprocessor at the same time only if both request the same configuration.
+/// Lets a kernel use all dynamic shared memory of the device. Also requests that multiprocessors
+/// use as much of their L1 memory as possible as shared memory. Two kernels run on one
+/// multiprocessor at the same time only if both request the same split.
 template <class... Params>
 cudaError_t allow_shared_memory(void (*kernel)(Params...), const DeviceLimits& limits) {
   const cudaError_t error = cudaFuncSetAttribute(

@@ -38,7 +38,8 @@ PairLaunch pair_attention_plan(const PairAttention& args, const DeviceLimits& li
 /// bytes.
 LaunchPlan tier_attention_plan(const PairAttention& args, int max_row_bytes,
                                const DeviceLimits& limits);
-/// Plans prefill attention and its second pass. The plan depends on the type and the head size.
+/// Plan prefill attention, and the second pass that observes it. The plans depend on the type and
+/// the head size.
 LaunchPlan prefill_plan(Type type, int head_size, const DeviceLimits& limits);
 LaunchPlan observe_plan(Type type, int head_size, const DeviceLimits& limits);
 /// Plans a product of a decode step. Its shared memory grows with k; one launch handles plan.rows
@@ -47,9 +48,9 @@ LaunchPlan linear_plan(Type type, Form form, int rows, int n, int k, const Devic
 /// Plans a product of experts, for 2-byte types. `n`: number of outputs of an expert.
 LaunchPlan expert_product_plan(const Routes& routes, int n, const DeviceLimits& limits);
 
-/// Whether the bits that a walk keeps for live tokens fit the shared memory of a thread block. They
-/// are shape.tokens bits for the cache and for each of its tiers, and the memory that cache
-/// positions need.
+/// Whether the bits that a walk keeps for live tokens fit in the shared memory of a thread block. A
+/// walk keeps shape.tokens bits for the cache, as many for each of its tiers, and the memory that
+/// cache positions need.
 bool walk_fits(const ReplayShape& shape, ReplayTokens tokens, int tiers,
                const DeviceLimits& limits);
 /// See plan_walk() in kernels/replay/replay.hpp.

@@ -19,8 +19,8 @@ __device__ inline std::size_t global_thread() {
   return std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
 }
 
-/// A two-dimensional grid: a row of thread blocks for each token, and a thread for eight of its
-/// elements.
+/// A two-dimensional grid: blockIdx.x is the token, and each thread of the blocks (blockIdx.x, y)
+/// handles eight elements of it.
 Launch by_eight(int tokens, int width, cudaStream_t stream) {
   const int chunks = width / 8;
   return {.grid = dim3(static_cast<unsigned>(tokens),
@@ -152,7 +152,7 @@ __global__ void gate_kernel(Activation activation, float clamp, const T* gate_up
 }
 
 /// Loads a head, from `row`, into the warp's shared memory, and normalizes it if there is a gamma.
-/// The value that is rotated is rounded to T, like the one that `plain` captures.
+/// Normalized values are rounded to T, so that RoPE rotates the same values that `plain` captures.
 template <class T>
 __device__ void load_head(const T* row, const T* gamma, const RopeWriteArgs& args, float* head,
                           T* plain) {

@@ -38,33 +38,34 @@ cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
 cudaError_t gate(Type type, Activation activation, float clamp, const void* gate_up, int tokens,
                  int width, void* y, cudaStream_t stream);
 
-/// Splits a projection into q, k and v. Normalizes q and k per head if gammas are given; the result
-/// is rounded to the type, because the rounded value is what a trace captures. Rotates q and k in
-/// float32 by the cos/sin of the token's position, rounds them, and writes k and v to the cache: to
-/// the slots of pairs or, without first_slot, to [sequence, kv_head, slot, dim].
+/// Splits a projection into q, k and v. If gammas are given, normalizes q and k per head and rounds
+/// the result to the type, because a trace captures the rounded values. Rotates q and k in float32
+/// by the cos/sin of the token's position, and rounds them. Writes q to `q`, and k and v to the
+/// cache: to the slots of pairs or, without first_slot, to [sequence, kv_head, slot, dim].
 struct RopeWriteArgs : kvlab_write_args {
   std::int64_t sequence_stride = 0, head_stride = 0;  ///< in elements, without first_slot
   int ring = 0;  ///< without first_slot: slots are taken modulo `ring`; 0: slots are used unchanged
   const void *q_gamma = nullptr, *k_gamma = nullptr;  // [head_size] of type, or null
   float norm_epsilon = 0, norm_offset = 0;            ///< see Norm
-  /// For capture: receive q and k after the norms and before RoPE, of `type`. May be null.
+  /// For capture in a trace: q and k after the norms and before RoPE, of `type`, are also written
+  /// here. May be null.
   void *plain_q = nullptr, *plain_k = nullptr;  // [token, query_head, dim], [token, kv_head, dim]
 };
 cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream);
 bool valid(const RopeWriteArgs& args);
 
 /// Samples one id per row. Temperature 0 is greedy; among equal logits it takes the lowest id.
-/// Otherwise the id is drawn by inverse transform from the top-k/top-p tempered distribution, with
-/// a counter-based random number from (seed[row], counter[row]). The samples are those of
-/// engine/sampler.hpp, except that probabilities are float32. The id is -1 if the row's largest
-/// logit is not finite. A vocab has less than 2^18 ids.
+/// Otherwise logits are divided by the temperature, top-k and top-p limit the ids, and one of these
+/// ids is drawn by inverse transform. The random number is a function of seed[row] and
+/// counter[row]. The samples are those of engine/sampler.hpp, except that probabilities are
+/// float32. The id is -1 if the row's largest logit is not finite. A vocab has at most 2^18 ids.
 struct SampleArgs {
   int rows, vocab;
   const float* logits;               // [row, vocab]
   const float *temperature, *top_p;  // [row], device
   const std::int32_t* top_k;         // [row], device; 0: no limit
   const std::uint64_t* seed;         // [row], device
-  std::uint64_t* counter;            // [row], device; is advanced
+  std::uint64_t* counter;            // [row], device; the call adds 1
   std::int32_t* ids;                 // [row]
   void* workspace;                   // sample_workspace() bytes
 };

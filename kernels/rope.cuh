@@ -7,8 +7,8 @@
 
 namespace kvlab::kernels {
 
-/// Rotates a point by the angle with this cosine and sine. The bits equal those of
-/// RopeTable::rotate(), because values are quantized after the rotation.
+/// Rotates a point by the angle with this cosine and sine. The result must equal that of
+/// RopeTable::rotate() bit for bit, because it is quantized later.
 __device__ inline float2 rotate(float2 point, float2 cos_sin) {
   return {point.x * cos_sin.x - point.y * cos_sin.y, point.y * cos_sin.x + point.x * cos_sin.y};
 }
@@ -33,8 +33,8 @@ class TokenSlot {
         is_idle_(args.now && args.now[sequence_] == kIdle) {
     if (args.ring > 0) slot_ %= args.ring;
   }
-  /// Whether the sequence is idle. All slots of an idle sequence stay unchanged, also the slot of
-  /// its next token.
+  /// Whether the sequence is idle. All slots of an idle sequence stay unchanged, including the slot
+  /// of its next token.
   __device__ bool is_idle() const { return is_idle_; }
   /// The slot of a KV head, in elements from the start of the cache.
   __device__ std::int64_t head_offset(const RopeWriteArgs& args, int kv_head) const {

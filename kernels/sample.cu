@@ -1,7 +1,8 @@
 // Sampling on the device. It gives the same samples as engine/sampler.hpp on the host. The logits
-// are not sorted. Places in the order "most probable first, then lowest id" are found with
-// histograms over the bits of the distance from the largest logit, 11 bits per pass. Weights are
-// integers, so sums are exact and do not depend on the order of threads.
+// are not sorted. To find the id at some place in the order "most probable first, then lowest id",
+// the kernel makes histograms of the logits' distances from the largest logit, over 11 bits of the
+// distance per pass. Weights are integers, so sums are exact and do not depend on the order of
+// threads.
 //
 // Memory traffic: greedy sampling reads the logits once, 4 * vocab bytes per row. Otherwise one
 // multiprocessor reads a row 3 to 12 times, from the L2 cache.
@@ -62,8 +63,8 @@ __device__ inline u64 scale_weight(u64 total, u64 bits) {
   return __umul64hi(total, bits) << 11 | total * bits >> 53;
 }
 
-/// Unnormalized probabilities at a temperature: kMaxWeight for the largest, 0 for probabilities
-/// below 3e-13 of that.
+/// Unnormalized probabilities at a temperature: kMaxWeight for the largest probability, 0 for
+/// probabilities below about 1e-13 of the largest.
 struct Weights {
   float largest, temperature;
   __device__ u64 operator()(float logit) const {
@@ -82,8 +83,8 @@ __device__ inline u64 in(Measure measure, Sum sum) {
   return measure == Measure::count ? sum.count : sum.weight;
 }
 
-/// A key (its distance from the largest logit), and the totals of everything before it in the
-/// order.
+/// A place in the order: a distance from the largest logit, and the count and weight of all ids
+/// with a smaller distance.
 struct Cutoff {
   u32 distance;
   Sum before;

@@ -52,7 +52,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args);
 /// can.
 std::string why_not_shared(const DevicePolicy& policy);
 std::string why_not(const DevicePolicy& policy, const kvlab_compact_args& args);
-/// For the halves of a compaction.
+/// Checks the additional arguments of the two halves of a compaction.
 std::string why_not_ranks(const kvlab_compact_args& args, const std::uint64_t* ranks, int devices);
 
 }  // namespace kvlab::kernels

@@ -80,9 +80,9 @@ void KvCache::reserve(std::uint32_t slots) {
 }
 
 void KvCache::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt) {
-  // If steps do not evict, tokens may be over budget now. Evict before the append, because
-  // otherwise queries of the append would see tokens in the format of a tier from which they are
-  // about to be demoted.
+  // If steps do not evict, the cache may be over budget now, and is then evicted to the budget
+  // before the append. Otherwise the append's queries would see some tokens in the format of the
+  // tier from which these tokens are demoted right after the append.
   if (is_quantized() && !settings(sequence).modifiers.steps_evict())
     evict_to_budget(sequence, fed, false, {});
   // With rotated keys the first append does not have to use cache positions, because no token has
@@ -129,8 +129,8 @@ RopeWriteArgs KvCache::write(std::uint32_t layer, const AppendChunk& part) {
   return args;
 }
 
-/// Copies the live tokens to the append memory. If the next victim had already been chosen, the
-/// copy chooses it again.
+/// Copies the live tokens to the append memory. If the last step has already chosen the next
+/// victim, the copy chooses the victim again.
 void KvCache::begin_layer(std::uint32_t layer) {
   const AppendMemory& memory = append_memory(layer);
   const kvlab_cache_view& cache = memory.cache;
@@ -153,8 +153,9 @@ void KvCache::begin_layer(std::uint32_t layer) {
 
 void KvCache::attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to) {
   const AppendMemory& memory = append_memory(layer);
-  // The queries of a softmax see keys of one centre. The prompt's centre is not known before its
-  // last key, so the queries of the first append see keys without centring.
+  // All keys that a query sees must have the same centre subtracted, or none. The prompt's centre
+  // is known only after its last key, so the queries of the first append see keys from which no
+  // centre was subtracted.
   if (append_.fed > 0 || settings(append_.sequence).centre == KeyCentre::constants)
     centre(layer, part.first, static_cast<std::uint32_t>(part.rows));
   if (append_.uses_cache_positions) {
@@ -234,8 +235,8 @@ void KvCache::centre(std::uint32_t layer, std::uint32_t first, std::uint32_t tok
           "centred keys");
 }
 
-/// Finds the centre of the prompt's keys after the append at position 0, and subtracts it from
-/// them.
+/// Called after the append at position 0. Finds the centre of the append's keys, and subtracts it
+/// from these keys.
 void KvCache::find_centre(std::uint32_t layer) {
   float* const centres = centres_of(layer);
   const std::uint32_t keys = centre_keys(append_.tokens);
@@ -262,7 +263,8 @@ void KvCache::keep_by_shares(std::uint32_t layer, kvlab_compact_args args) {
   compact(memory, args, sequence, layer, false);
   auto older = share_slots(memory, sequence, layer, append_.fed + append_.tokens);
   for (std::int32_t& live : older) live -= static_cast<std::int32_t>(append_.tokens);
-  // Observing needs the number of live tokens without the new ones.
+  // Restores the lengths to the number of live tokens without the new ones, because code that reads
+  // the observations needs that number.
   copy_to_device(memory.cache.lengths, older.data(), older.size());
 }
 

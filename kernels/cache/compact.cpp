@@ -71,7 +71,7 @@ kvlab_compact_args KvCache::to_slots(const AppendMemory& memory, int sequence, s
   return args;
 }
 
-/// Compacts a layer's slots in place. Tokens on tiers are first read into memory.
+/// Compacts a layer's slots in place. Tokens on tiers are first copied to the append memory.
 void KvCache::compact_in_place(int sequence, std::uint32_t layer, std::uint32_t fed,
                                bool after_prompt) const {
   const AppendMemory& memory = compaction_memory();
@@ -88,7 +88,7 @@ void KvCache::compact_in_place(int sequence, std::uint32_t layer, std::uint32_t 
 
 void KvCache::take_live(const AppendMemory& memory, int sequence, std::uint32_t layer,
                         std::uint32_t fed, bool stays) const {
-  copy_nothing(fed);  // steps between the parts of an append may have overwritten it
+  copy_nothing(fed);  // steps between the parts of an append may have overwritten work_->nothing
   compact(memory,
           {.from = storage_->cache_of(layer, sequence),
            .to = memory.cache,

@@ -88,7 +88,7 @@ struct AppendScratch {
   /// `slots`: see AppendMemory.
   AppendScratch(cuda::Arena& arena, const KvCacheConfig& config, std::uint32_t slots);
 
-  RowSoftmax* rows = nullptr;  // [part token, query_head]; null if nothing is observed
+  RowSoftmax* rows = nullptr;  // [token of the part, query_head]; null if nothing is observed
   float* weights = nullptr;    // [age of a query]; null: all weights are 1
   std::byte *observe_workspace = nullptr, *compact_workspace = nullptr;
 };
@@ -116,12 +116,13 @@ class KvCache {
   /// settings. Other sequences are not affected. Throws std::invalid_argument, and changes nothing,
   /// if a pair has too few slots for its new budget.
   void start(int sequence, const SequenceSettings& settings = {});
-  /// Makes `to` a copy of `from`: tokens, states and settings. Throws std::invalid_argument unless
-  /// both were configured with the same budgets, tiers and modifiers.
+  /// Makes sequence `to` a copy of sequence `from`: tokens, states and settings. Throws
+  /// std::invalid_argument unless both sequences were configured with the same budgets, tiers and
+  /// modifiers.
   void copy_sequence(int from, int to);
   /// Allocates memory for appends with `slots` live and new tokens. The memory always has at least
-  /// as many slots as a pair, because a compaction looks at every slot of the cache that it reads.
-  /// Synchronizes if the memory has to grow.
+  /// as many slots as the largest pair, because a compaction looks at every slot of the cache that
+  /// it reads. Synchronizes if the memory has to grow.
   void reserve(std::uint32_t slots = 0);
   /// Reserves the memory that before_token() may need. Without this, an allocation in
   /// before_token() could fail for one sequence after another sequence has already changed.
@@ -136,7 +137,7 @@ class KvCache {
   /// Begins an append. `ends_prompt`: the append is the last of a prompt segment.
   void begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt);
   /// Returns where to write a part's q, k and v, and how to rotate them. Requires that fill_ropes()
-  /// has filled the part's rows of RoPE. The caller sets the other arguments.
+  /// has filled the part's rows of the RoPE tables. The caller sets the other arguments.
   RopeWriteArgs write(std::uint32_t layer, const AppendChunk& part);
   void attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to);
   /// Ends a prompt segment after `fed` tokens, if its last append did not have `ends_prompt`.
@@ -172,8 +173,8 @@ class KvCache {
 
   // Counts of a sequence that was fed `fed` tokens.
 
-  /// Bytes of keys and values: live_bytes() returns the sum of each KV head's peak, held_bytes()
-  /// the current number.
+  /// Bytes of keys and values. live_bytes() adds up the peak bytes of each KV head, and
+  /// held_bytes() adds up the current bytes.
   std::uint64_t live_bytes(int sequence, std::uint32_t fed) const;
   std::uint64_t held_bytes(int sequence, std::uint32_t fed, bool after_append) const;
   /// Live tokens of a KV head.
@@ -182,8 +183,8 @@ class KvCache {
   /// Live positions, ascending. Synchronizes.
   std::vector<std::uint32_t> kept_positions(int sequence, std::uint32_t layer,
                                             std::uint32_t head) const;
-  /// Number of evicted tokens over all layers and KV heads. `before`: number of tokens before the
-  /// last append.
+  /// Number of tokens, over all layers and KV heads, that were evicted before the last append or
+  /// step added its tokens. `before`: number of tokens that the sequence had been fed by then.
   std::uint64_t evictions(int sequence, std::uint32_t before) const;
   /// For benchmarks: behaves as if `tokens` tokens had been fed. The contents of their keys and
   /// values are undefined. Synchronizes.
@@ -307,8 +308,8 @@ class KvCache {
   /// The arguments of a compaction from append memory to a sequence's slots in a layer.
   kvlab_compact_args to_slots(const AppendMemory& memory, int sequence, std::uint32_t layer,
                               const Appended* appended, bool stays) const;
-  /// Compacts tokens between a sequence's slots in a layer, which may have tiers, and the append
-  /// memory, in either direction.
+  /// Compacts a sequence's tokens in a layer: from the slots to the append memory, from the append
+  /// memory to the slots, or within the slots. The slots may have tiers.
   void compact(const AppendMemory& memory, kvlab_compact_args args, int sequence,
                std::uint32_t layer, bool after_prompt) const;
   /// Copies the live tokens of a layer to the append memory, and evicts to the budget unless

@@ -46,8 +46,8 @@ struct SlotSequence {
   std::uint32_t id = 0;
   KeyCentre centre = KeyCentre::none;  ///< has an effect only on tiers
   /// Called after a prompt, for each layer, with the eviction keys of each KV head's live tokens.
-  /// Returns the new budgets of the layer's heads, whose sum must not change. Null: budgets do not
-  /// change.
+  /// Returns the new budgets of the layer's heads. The sum of these budgets must not change. Null:
+  /// budgets do not change.
   std::function<std::vector<std::uint32_t>(std::span<const std::vector<EvictionKey>>)> share = {};
 };
 
@@ -87,7 +87,8 @@ struct KvCacheConfig {
   int query_heads = 0, kv_heads = 0, head_size = 0;
   std::vector<SlotLayer> layers = {};
   std::vector<SlotRope> ropes = {};
-  /// Whether the caller also reads the rows of the RoPE tables, for any `numbering`.
+  /// Whether the caller also reads the rows of the RoPE tables. They are then filled for every
+  /// `numbering`.
   bool other_ropes = false;
   std::vector<SlotSequence> sequences = {};
   std::vector<SlotPair> pairs = {};  ///< [layer, sequence, kv_head]

@@ -12,8 +12,8 @@
 
 namespace kvlab::kernels {
 
-/// Maximum number of tokens of a sequence, because RoPE tables are indexed by signed 32-bit
-/// positions.
+/// Maximum number of tokens of a sequence. The limit exists because RoPE tables are indexed by
+/// signed 32-bit positions.
 inline constexpr std::uint32_t kMaxTokens = 0x7fff'ffff;
 
 /// Throws std::invalid_argument with this message if `holds` is false.
@@ -23,8 +23,8 @@ void want(bool holds, fmt::format_string<const Parts&...> message, const Parts&.
 }
 
 /// Throws std::invalid_argument if kvlab does not support the configuration. The result refers to
-/// the policy and to the device memory (output weights and sink logits) of the struct, so they must
-/// outlive it.
+/// the policy and to the device memory (output weights and sink logits) of `config`, so the policy
+/// and this memory must outlive the result.
 KvCacheConfig config_of(const kvlab_kv_cache_config& config);
 /// Converts the settings for a cache that was created with `config`.
 SequenceSettings settings_of(const kvlab_sequence_settings& settings, const KvCacheConfig& config);

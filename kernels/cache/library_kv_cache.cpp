@@ -144,10 +144,10 @@ struct kvlab_kv_cache {
   cuda::Placed<Now> now;
   std::vector<std::uint32_t> fed;         // [layer, sequence]
   std::vector<std::uint32_t> fed_before;  // [sequence]: before the last append or step
-  std::vector<bool> appended;             // [sequence]: whether that was an append
+  std::vector<bool> appended;  // [sequence]: whether the last append or step was an append
   CurrentAppend current;
   std::vector<std::uint32_t>
-      chunk_tokens;  // [layer]: tokens of the append's chunks that the layer has got
+      chunk_tokens;  // [layer]: number of the append's tokens that the layer has had so far
   int next_step_layer = 0;
   std::uint32_t rope_first = 0;  ///< position of the first of the `rope_rows` filled rows
   int rope_rows = 0;
@@ -271,8 +271,8 @@ void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAp
          "instead, call kvlab_kv_cache_start",
          other, current.sequence, chunk_tokens[other], current.tokens);
   // With interleaves_appends, an append must be complete in all layers before another one begins.
-  // Without it, another append may come between two layers, because each layer fills the append
-  // memory anew.
+  // Without interleaves_appends, another append may run after an append is complete in one layer
+  // and before it begins in the next, because each layer fills the append memory anew.
   want(!interleaves || requested == current || !between_layers(),
        "sequence {} is in the middle of an append; complete it in all layers, or drop it by "
        "kvlab_kv_cache_start",
@@ -282,7 +282,8 @@ void kvlab_kv_cache::want_order(const kvlab_append_chunk& chunk, const CurrentAp
        chunk.first, layer, chunk_tokens[layer]);
 }
 
-/// Appends a single token like a decode step, which quantizes the token before its query attends.
+/// Appends a single token as a decode step does, so the token is quantized before its query
+/// attends.
 void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
   const bool interleaves = cache.config().interleaves_appends;
   want(!is_chunked() || (interleaves && current.sequence != chunk.sequence),

@@ -12,7 +12,7 @@ namespace kvlab::kernels {
 class SlotStorage {
  public:
   SlotStorage(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots);
-  /// Clears the memory that must be cleared once after allocation.
+  /// Writes the memory that must be written once after allocation.
   void initialize(const KvCacheConfig& config, const PairSlots& slots, cudaStream_t stream) const;
   /// Drops the tokens of some sequences, and writes their tables from `slots` and `settings`. This
   /// and the next functions enqueue their work on the stream.
@@ -22,7 +22,7 @@ class SlotStorage {
   /// first.
   void copy(const PairSlots& slots, std::size_t from, std::size_t to, const SlotSequence& settings,
             cudaStream_t stream) const;
-  /// Writes the tables of `count` pairs, [layer, pair], starting at `first`.
+  /// Writes the tables of `count` pairs. `first`: index of the first pair in [layer, pair].
   void write_pairs(const PairSlots& slots, std::size_t first, std::size_t count,
                    cudaStream_t stream) const;
 
@@ -32,8 +32,9 @@ class SlotStorage {
   /// The cache of one layer, for one sequence.
   kvlab_cache_view cache_of(std::uint32_t layer, int sequence) const;
   kvlab_policy_state policy_of(std::uint32_t layer, int sequence) const;
-  /// The policy state for a compaction. With modifiers that leave eviction to compactions, the
-  /// compaction evicts to the budget, unless `stays` is set.
+  /// The policy state for a compaction of one sequence in one layer. If some sequence has
+  /// modifiers, the compaction evicts at compact_evict_at live tokens or, if `stays` is set, never.
+  /// Without modifiers it evicts to the budget.
   kvlab_policy_state policy_of_compact(std::uint32_t layer, int sequence, bool stays) const;
   /// The unit keys of one layer, for this sequence and all later ones; null if no feature needs
   /// them.

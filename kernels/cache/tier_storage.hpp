@@ -7,7 +7,7 @@
 
 namespace kvlab::kernels {
 
-/// Where the rows of a pair begin.
+/// Where the rows of a pair begin and how many there are, and the same for the bytes of these rows.
 struct TierRegion {
   std::int64_t first_row, rows, first_byte, bytes;
 };
@@ -30,9 +30,9 @@ struct TierStorage {
   /// Writes the tables that stay the same as long as the memory exists. This and the next two
   /// functions enqueue their work on the stream.
   void initialize(const KvCacheConfig& config, const PairSlots& slots, cudaStream_t stream) const;
-  /// Removes the tokens of `count` pairs, [layer, pair], starting at `first`.
+  /// Removes the tokens of `count` pairs. `first`: index of the first pair in [layer, pair].
   void start(std::size_t first, std::size_t count, cudaStream_t stream) const;
-  /// Copies the tokens of `count` pairs, but not row_of_slot, to pairs with the same tiers.
+  /// Copies the tokens of `count` pairs to pairs with the same tiers. Does not copy row_of_slot.
   void copy(std::size_t from, std::size_t to, std::size_t count, cudaStream_t stream) const;
   /// For benchmarks: marks `live` tokens of a pair as stored. Their quantized values are arbitrary.
   void pretend(const PairSlots& slots, std::size_t at, std::size_t pair, std::uint32_t live) const;

@@ -1,6 +1,6 @@
 // Decode attention for few pairs that have few slots. A cluster of CTAs handles each pair, and
 // requests all keys and values of the pair while the preceding kernel still runs. So the kernel
-// takes only the time from the arrival of the query to the output. Parts are merged through the
+// adds only the time from the arrival of the query to the output. Parts are merged through the
 // shared memory of the cluster, which takes half as long as through global memory.
 //
 // The CTAs of a cluster share a pair's tiles evenly. Each warp computes a part from its tiles. Each
@@ -18,7 +18,8 @@ namespace kvlab::kernels {
 
 inline constexpr int kColumnThreads = 8;  ///< threads that merge one column together
 
-/// The columns of all parts that a CTA has to merge, in shared memory after the Exchange.
+/// The data that a CTA merges, in shared memory after the Exchange: of every part, the CTA's
+/// columns, and the softmax state of each head.
 template <int kDim>
 struct ClusterParts {
   int group;
@@ -32,8 +33,8 @@ struct ClusterParts {
     return reinterpret_cast<float2*>(column(kClusterParts, 0)) + part * group + head;
   }
 
-  /// Sends a warp's part to the CTAs of the cluster: to each CTA the columns that it merges. Called
-  /// by the whole warp.
+  /// Sends a warp's part to the CTAs of the cluster. Each CTA gets the columns that it merges.
+  /// Called by the whole warp.
   __device__ void push(const WarpPart& found, int part) const {
     const int lane = threadIdx.x % 32, each = columns(group);
     for (int i = lane; i < group * kDim / 4; i += 32)
@@ -95,9 +96,9 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
   }
 }
 
-/// Prefetches the tile of the newest token into the L2 cache. The copy of this tile has to wait
-/// until the preceding kernel has written the newest token, whose key and value are then in the L2
-/// cache too.
+/// Prefetches the tile of the newest token into the L2 cache. The copy of this tile to shared
+/// memory has to wait until the preceding kernel has written the newest token. By then the whole
+/// tile is in the L2 cache.
 template <class Warp, bool kPaged>
 __device__ void prefetch_newest(const PairPlan& plan, const SlotsOfPair& slots, int first,
                                 int count) {
@@ -157,8 +158,8 @@ __global__ void __launch_bounds__(kThreads)
                   std::int64_t{slots.pair} * args.group * kDim,
               args.group);
   if (args.sinks != nullptr && rank == 0 &&
-      warp == 0)  // only one warp adds the sink logits; in this kernel no observer reads the
-                  // largest logit
+      warp == 0)  // only one warp adds the sink logits. The warp's maximum may then be a sink
+                  // logit, but no observer reads it in this kernel
     state.count_sinks(args.sinks + slots.pair % args.table.kv_heads * args.group);
   TileUse use{};
   for (int i = 0; i < count; ++i) {

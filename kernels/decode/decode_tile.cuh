@@ -1,5 +1,5 @@
 // How one warp processes a tile of cached keys and values for the query heads of one KV head: on
-// tensor cores (2-byte types) or in float32. Both keep the running softmax in registers.
+// tensor cores (2-byte types) or in float32. Both variants keep the running softmax in registers.
 //
 // A tile is kKeys consecutive slots of one KV head, with keys and values [slot, dim], in shared
 // memory. If keys have to be rotated to cache positions, the tile holds them before the rotation,
@@ -95,16 +95,18 @@ struct alignas(16) CacheTile : TileAges<kKeys, kRotated> {
   }
 };
 
-/// On tensor cores, by mma.m16n8k16. Sixteen keys are the rows of the first product, and sixteen
-/// dimensions of the values are the rows of the second. The query heads are the eight columns of
-/// both. So K and V are operand A in the layout that they have in memory. Keys and values take 4 *
-/// kDim bytes per slot. Loading them takes about twenty times as long as the products. The weights
-/// from the first product are transposed between the lanes to become operand B of the second.
+/// Computes on tensor cores with mma.m16n8k16. The first product computes logits: its 16 rows are
+/// keys, and its 8 columns are query heads. The second product computes the weighted sum of the
+/// values: its 16 rows are dimensions of the values, and its 8 columns are the same query heads. So
+/// keys and values are operand A, in the layout that they have in memory. The weights that result
+/// from the first product become operand B of the second. For this, the lanes of the warp transpose
+/// them. Keys and values take 4 * kDim bytes per slot, and loading them takes about twenty times as
+/// long as the products.
 ///
-/// An element of a key that is rotated here becomes two elements, its rounded value and the
-/// rounding error, so that products use 16 bits of precision (22 bits in fp16). The query is then
-/// not rotated at all, because only the distance between key and query matters. An element of a
-/// rotated query also becomes two elements.
+/// With Rotated::keys, each element of a rotated key becomes two elements, its rounded value and
+/// the rounding error, so that products have 16 bits of precision in bf16 and 22 bits in fp16. The
+/// query is then not rotated, because a logit depends only on the distance between key and query.
+/// With Rotated::query, each element of the rotated query becomes two elements in the same way.
 ///
 /// With more than eight heads, each group of eight has separate products, but a tile in shared
 /// memory is read only once for both groups.
@@ -114,11 +116,11 @@ class TensorCoreWarp {
   using Element = T;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim, kHeads = kHeads_;
-  /// Number of stages, for 16 KiB of tiles per warp. At head size 256 that would be only one stage.
-  /// Two stages are used there, with one CTA per multiprocessor, so that as many bytes are in
-  /// flight as with two CTAs at head size 128.
+  /// Number of stages: tiles of a warp in shared memory. They take 16 KiB per warp. At head size
+  /// 256, 16 KiB would be only one stage. There are two stages in that case, with one CTA per
+  /// multiprocessor, so as many bytes are in flight as with two CTAs at head size 128.
   static constexpr int kStages = kDim > 128 ? 2 : 256 / kDim;
-  /// Number of stages for 24 KiB of tiles per warp, used in launches that are long or very short.
+  /// Number of stages that take 24 KiB per warp. Used in launches that are long or very short.
   static constexpr int kMaxStages = kDim > 128 ? 2 : 384 / kDim;
   static constexpr Rotated kRotated = kRotated_;
   using Tile = CacheTile<T, kDim, kKeys, kRotated>;
@@ -208,12 +210,13 @@ class TensorCoreWarp {
 
  protected:
   static constexpr int kEights = kHeads / 8;  ///< groups of eight heads
-  // Of a product's result, a lane holds the numbers of keys (or dimensions) row() and row() + 8 for
-  // heads column() and column() + 1.
+  // Of a product's result, a lane holds four numbers: those of rows (keys or dimensions) row() and
+  // row() + 8, for heads column() and column() + 1.
   __device__ static int row() { return threadIdx.x % 32 / 4; }
   __device__ static int column() { return threadIdx.x % 4 * 2; }
 
-  /// There are two sums, so that consecutive products do not wait for each other.
+  /// There are two sums for each group of eight heads, so that consecutive products do not wait for
+  /// each other.
   using Sums = float[kEights][2][4];
   __device__ static void add_up(const Sums& sums, float (&logit)[kEights][4]) {
 #pragma unroll
@@ -268,8 +271,9 @@ class TensorCoreWarp {
         if (i / 2 * 8 + row() < use.sinks) logit[e][i] = sink_logits[e][i];
   }
 
-  /// Computes logits of keys that are rotated after they are read from shared memory. A lane holds
-  /// dimensions i and i + kDim / 2 of a key.
+  /// Computes logits of keys that are rotated after they are read from shared memory. A lane reads
+  /// dimension i and dimension i + kDim / 2 of the same key, because the rotation combines these
+  /// two.
   __device__ void score_rotated(const Tile& tile, const KeyAngles& angles,
                                 float (&logit)[kEights][4]) const {
     const int lane = threadIdx.x % 32;
@@ -284,7 +288,7 @@ class TensorCoreWarp {
       load_matrices(high, keys + Tile::Layout::offset(lane % 16, 2 * k + kDim / 16 + lane / 16));
 #pragma unroll
       for (int i = 0; i < 4;
-           ++i) {  // key i % 2 * 8 + row(); dimensions start at i / 2 * 8 + column()
+           ++i) {  // word i: key i % 2 * 8 + row(), two dimensions from i / 2 * 8 + column() on
         const auto cos_sin = [&](int next) {
           return angles.cos_sin(k * 16 + i / 2 * 8 + column() + next, distance[i % 2]);
         };
@@ -315,8 +319,9 @@ class TensorCoreWarp {
     }
   }
 
-  /// `largest` is the largest logit of this lane's keys. Raises the maximum of head group `e` to
-  /// the maximum over all keys so far, if some lane has a larger logit.
+  /// Raises the maxima of head group `e` to those over all keys so far, and rescales the sums and
+  /// outputs. Does nothing if no lane has a larger logit. `largest`: the largest logits of this
+  /// lane's keys, for its two heads.
   __device__ void raise_max(int e, float2 largest) {
     float2 &max = max_[e], &sum = sum_[e];
     if (!__any_sync(~0u, largest.x > max.x || largest.y > max.y)) return;
@@ -362,8 +367,8 @@ class TensorCoreWarp {
   int group_;
 };
 
-/// Computes in float32. For the logits, lane l handles key l % 16 and heads l / 16 * 4 to l / 16 *
-/// 4 + 3. For the values, it handles dimensions l, l + 32, … of all heads.
+/// Computes in float32. For the logits, lane l handles key l % 16 and, of every eight heads, heads
+/// l / 16 * 4 to l / 16 * 4 + 3. For the values, it handles dimensions l, l + 32, … of all heads.
 template <int kDim, Rotated kRotated_, int kHeads_>
 class PlainWarp {
  public:
@@ -462,8 +467,8 @@ class PlainWarp {
     return dot;
   }
 
-  /// `mine`: this lane's logit. In one half of the warp it belongs to head h, in the other half to
-  /// another head.
+  /// Adds the tile to the softmax and the output of head h. `mine`: this lane's logit. In one half
+  /// of the warp it belongs to head h, in the other half to another head.
   __device__ void add_head(const Tile& tile, float mine, int h) {
     if (h >= group_) return;
     const int lane = threadIdx.x % 32;

@@ -1,11 +1,11 @@
 // Decode attention for pairs whose slots are consecutive: see pair_attention.cuh.
 //
 // Instantiated for 3 types x 4 head sizes x 3 position numberings, with tiles requested one by one
-// (36 kernels). If keys are already rotated, there are two more variants on sm_90: all tiles
-// requested at once, and clusters (12 + 12). Type and head size are template parameters because
-// they determine the registers, and the numbering because it determines the inner loop. The group,
-// the number of stages of the ring, and whether the output for the observer is written are chosen
-// at run time.
+// (36 kernels). If neither keys nor the query are rotated here, there are two more variants: all
+// tiles requested at once (12 kernels), and clusters, which need sm_90 (12 kernels). Type and head
+// size are template parameters because they determine the registers, and the numbering because it
+// determines the inner loop. The group, the number of stages of the ring, and whether the output
+// for the observer is written are chosen at run time.
 #include "kernels/decode/pair_attention.cuh"
 
 namespace kvlab::kernels {

@@ -2,12 +2,12 @@
 // head_size elements per live slot. The lower bound of the time is this traffic divided by the read
 // bandwidth. The output for the observer, 4 bytes per slot and query head, stays in the L2 cache.
 //
-// The tiles of all pairs form one row, which the CTAs share evenly whatever the lengths are. The
-// end of a share may cut a pair in two. A CTA that has all tiles of a pair writes the pair's
-// output. If a pair is cut, each of its CTAs stores a part in the workspace, and the last CTA to
-// arrive merges the parts in order. So the grid depends only on the capacity and the device, and
-// the kernel reads the lengths when it runs. A few pairs with few slots use a separate kernel
-// (clustered_attention.cuh).
+// The tiles of all pairs form one row, which the CTAs share evenly for any lengths of the pairs.
+// The boundary between two shares may cut a pair in two. A CTA that has all tiles of a pair writes
+// the pair's output. If a pair is cut, each of its CTAs stores a part in the workspace, and the
+// last CTA to arrive merges the parts in order. So the grid depends only on the capacity and the
+// device, and the kernel reads the lengths when it runs. A few pairs with few slots use a separate
+// kernel (clustered_attention.cuh).
 //
 // Internal to the library: pair_attention.cu instantiates the kernels for contiguous slots,
 // paged_attention.cu for pages.
@@ -88,7 +88,7 @@ struct PairParts {
 };
 
 /// Computes the weight of each part and the sum over all parts, in a fixed order. Uses one warp for
-/// each query head; it also stores the head's softmax for the observer.
+/// each query head. The warp also stores the head's softmax for the observer.
 template <int kDim>
 __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
                             const Exchange<kDim>& exchange, int pair) {
@@ -233,9 +233,9 @@ __device__ std::uint32_t gone_age(const PairAttention& args, const SlotsOfPair& 
   return PairRows::kNone;
 }
 
-/// Rotates the query for a pair's sinks. The query is rotated to the newest token's original
-/// position. At cache positions its distance to the sinks is smaller, because only live tokens
-/// count.
+/// Rotates the query for a pair's sinks. The given query is rotated to the newest token's original
+/// position. At cache positions the query's distance to the sinks is smaller, because evicted
+/// tokens do not count. So the query is rotated back by the number of evicted tokens.
 template <class Warp>
 class SinkRotation {
   using T = typename Warp::Element;

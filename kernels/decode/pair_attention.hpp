@@ -7,7 +7,8 @@
 namespace kvlab::kernels {
 
 inline constexpr int kMaxGroup = 16;  ///< maximum number of query heads per KV head
-/// The same limit for paged keys and values and in kvlab.h. Larger groups use other kernels.
+/// The maximum for paged keys and values, and for the calls of kvlab.h on one layer. Larger groups
+/// use other kernels.
 inline constexpr int kMaxPagedGroup = 8;
 inline constexpr int kSlotsPerTile = 64;  ///< slots that a CTA handles at a time
 inline constexpr int kMaxCtas = 288;      ///< maximum number of CTAs in a grid
@@ -63,8 +64,8 @@ struct PairAttention {
   const void *keys, *values;  // [slot, dim], contiguous or in pages
   // [slot]: keys are rotated when they are read, by these ages; null: keys are already rotated
   const std::uint32_t* ages;
-  const kvlab_rule* rules;  // [pair]: if keys are already rotated, the query is rotated for the
-                            // pair's sinks; may be null
+  const kvlab_rule* rules;  // [pair]: if not null, keys are already rotated, and the query is
+                            // rotated for each pair's sinks
   const float* inv_freq;    // [head_size / 2], needed with ages or rules
   void* out;                // [pair, head of the group, dim]
   float* lse;               // [pair, head of the group], or null

@@ -16,8 +16,8 @@ namespace kvlab::kernels {
 inline constexpr int kClusterCtas = 8;  ///< cluster size that every sm_90 device supports
 inline constexpr int kClusterParts = kClusterCtas * kWarps;
 
-/// Whether there is a second kernel besides the one that is compiled for Warp::kStages stages. Its
-/// number of stages is chosen at run time.
+/// Whether there is a kernel whose number of stages is chosen at run time, in addition to the
+/// kernel that is compiled for Warp::kStages stages.
 template <class Warp>
 inline constexpr bool kVariesStages = Warp::kRotated == Rotated::none&& Warp::kHeads == 8;
 
@@ -63,10 +63,10 @@ struct PairGrid {
   bool all_ahead;  ///< all stages are requested at once
 };
 
-/// Rounds the number of CTAs down to a multiple of the pairs. Then pairs of equal length do not
-/// share a CTA. A CTA with parts of two pairs would have to wait, write and merge twice. The number
-/// is not rounded if that would drop more than an eighth of the CTAs, or if each pair has at least
-/// kFew CTAs, because then few of them have parts of two pairs.
+/// Rounds the number of CTAs down to a multiple of the number of pairs, so that pairs of equal
+/// length do not share a CTA. A CTA with parts of two pairs would have to wait, write and merge
+/// twice. The number is not rounded if that would drop more than an eighth of the CTAs, or if each
+/// pair has at least kFew CTAs, because then few of them have parts of two pairs.
 inline int for_whole_pairs(int ctas, int pairs) {
   constexpr int kFew = 16;  // at most one in kFew CTAs may have parts of two pairs
   const int out = ctas % pairs;
@@ -82,9 +82,9 @@ PairGrid grid_for(const DeviceLimits& limits, const PairAttention& args) {
       .ctas = max_ctas<Warp>(limits, args), .stages = usual, .all_ahead = usual != Warp::kStages};
   if (!kVariesStages<Warp> || usual == 0) return grid;
   if (max_tiles(args) <= kShort * limits.multiprocessors) {
-    // One CTA per multiprocessor leaves shared memory for one CTA of the next kernel, which loads
-    // its data meanwhile. When the query arrives, all tiles of a share, or most of them, have been
-    // requested.
+    // One CTA per multiprocessor leaves shared memory for one CTA of the next kernel, so the next
+    // kernel can already load its data. When the query arrives, all tiles of a share, or most of
+    // them, have been requested.
     grid.ctas = std::min(grid.ctas, limits.multiprocessors);
     grid.stages = max_tiles(args) <= 2 * limits.multiprocessors ? usual : fitting(Warp::kMaxStages);
     grid.all_ahead = true;
@@ -105,7 +105,8 @@ std::size_t shared_for_two(const DeviceLimits& limits, const PairAttention& args
                   static_cast<std::size_t>(a_third / 16 * 16 + 16));
 }
 
-/// Rows of the workspace for the parts of pairs that are cut.
+/// Rows of the workspace for parts of cut pairs, which are pairs whose tiles are in several CTAs.
+/// Each CTA has at most two such parts.
 inline std::size_t part_rows(const PairAttention& args, int ctas) {
   return 2 * static_cast<std::size_t>(ctas) * static_cast<std::size_t>(args.group);
 }
@@ -131,9 +132,9 @@ std::size_t clustered_bytes(const PairAttention& args, int stages) {
          cluster_parts_bytes<Warp::kHeadSize>(args.group);
 }
 
-/// If each pair uses a cluster: the maximum number of tiles of a warp, all of which it keeps in
-/// shared memory. 0 if clusters are not used. Clusters require a multiprocessor for each CTA, and
-/// that no logits are stored for an observer.
+/// If each pair uses a cluster: the maximum number of tiles of a warp. The warp keeps all of them
+/// in shared memory. 0 if clusters are not used. Clusters require a multiprocessor for each CTA,
+/// and that no logits are stored for an observer.
 template <class Warp>
 int clustered_stages(const DeviceLimits& limits, const PairAttention& args) {
   const std::int64_t tiles = row_slots(args.table.max_slots) / kSlotsPerTile;

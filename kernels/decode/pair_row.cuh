@@ -50,7 +50,8 @@ struct TileCursor {
   }
 };
 
-/// The row of all tiles. Each lane of a warp keeps the lengths of some consecutive pairs.
+/// The row of all tiles. Each lane of a warp keeps the total number of tiles of some consecutive
+/// pairs.
 class TileRow {
  public:
   __device__ explicit TileRow(const PairTable& table)

@@ -92,7 +92,7 @@ struct Exchange {
 };
 
 /// The elements at which a warp's next 32 tiles begin, one tile in each lane. So the warp looks up
-/// the block table only once for 32 tiles, and each lane divides only once.
+/// the block table only once for 32 tiles, and each lane divides only once for these tiles.
 template <bool kPaged>
 struct RowsAhead {};
 template <>
@@ -117,8 +117,7 @@ class TileSource {
     if constexpr (kPaged) look_up();
   }
 
-  /// Starts copying the next tile, if there is one. Commits a group of copies even if there is
-  /// none.
+  /// Starts copying the next tile, if there is one. Commits a group of copies in either case.
   __device__ void start_next(typename Warp::Tile& tile) {
     if (left_ > 0) {
       if (cursor_.tile == cursor_.slots.tiles()) {

@@ -10,7 +10,7 @@ __device__ inline float to_float(float value) { return value; }
 __device__ inline float to_float(__half value) { return __half2float(value); }
 __device__ inline float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
 
-/// Rounded to nearest even.
+/// Rounds to the nearest element; ties go to the even one.
 template <class T>
 __device__ inline T from_float(float value);
 template <>

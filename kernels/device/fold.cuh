@@ -5,8 +5,8 @@
 
 namespace kvlab::kernels {
 
-/// Folds the four components over the warp, in a fixed order. Lane l gets the result of component l
-/// % 4. Uses six shuffles.
+/// Reduces each of the four components over the warp with `fold`, in a fixed order. Lane l gets the
+/// result of component l % 4. Uses six shuffles.
 template <class Fold>
 __device__ inline float warp_fold4(const float4& value, Fold fold) {
   const unsigned lane = threadIdx.x % kWarpSize;

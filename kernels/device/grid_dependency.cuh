@@ -7,9 +7,9 @@ namespace kvlab::kernels {
 
 /// Before this call, the kernel may only read data that no kernel of the same step writes, namely
 /// weights and tables. After it, all earlier work of the stream is complete and visible. Every
-/// kernel that `launch` starts must call it in every thread block, even if it needs no results of
-/// earlier kernels, because the next kernel relies on the call to know that all earlier work is
-/// complete.
+/// kernel that `launch` starts must call this function in every thread block, even if the kernel
+/// needs no results of earlier kernels. Otherwise this kernel could end before an earlier kernel,
+/// and the next kernel, which waits only for this one, could read results that are not complete.
 __device__ inline void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,12 +1,12 @@
-// Splits two float32 into their values in a 2-byte type and the remainders in the same type, for
-// products on tensor cores.
+// Splits each of two float32 numbers into its value in a 2-byte type and the remainder in the same
+// type, for products on tensor cores.
 #pragma once
 
 #include "kernels/device/tensor_core.cuh"
 
 namespace kvlab::kernels {
 
-/// A number as two bf16 parts, which together have 16 bits of precision.
+/// Two numbers, each as two bf16 parts, which together have 16 bits of precision.
 struct Bf16Parts {
   std::uint32_t kept, left;
 
@@ -17,12 +17,12 @@ struct Bf16Parts {
   }
 };
 
-/// A number as two float16 parts, which together have 22 bits of precision.
+/// Two numbers, each as two float16 parts, which together have 22 bits of precision.
 struct HalfParts {
   std::uint32_t kept, left;  ///< two elements each; `low` comes first in memory
 
-  /// Supports elements up to 65,504. The float16 part is truncated instead of rounded, so that a
-  /// bit mask can extract it.
+  /// Supports numbers up to 65,504. The kept part is truncated instead of rounded, so that a bit
+  /// mask can extract it.
   __device__ static HalfParts split(float low, float high) {
     const float kept_low = cut(low), kept_high = cut(high);
     return {pack<__half>(kept_low, kept_high), pack<__half>(low - kept_low, high - kept_high)};

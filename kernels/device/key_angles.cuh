@@ -1,5 +1,5 @@
-// RoPE at read time, for a key that is rotated by its distance to the query, and for a query whose
-// original position is above its cache position.
+// Angles of RoPE for the rotations in attention kernels: of a key by its distance to the query, and
+// of a query from its original position back to its cache position.
 //
 // An angle is a fraction of a full circle in fixed point. The product of a position and a 64-bit
 // frequency, modulo one circle, is therefore exact at any position.
@@ -13,7 +13,8 @@
 
 namespace kvlab::kernels {
 
-/// Full circles per position, as a fraction of 2^64: the high word and the low word.
+/// The angle for a distance of one position, in units of 2^-64 circles: the high word and the low
+/// word.
 using Frequency = uint2;
 
 __device__ inline Frequency frequency_of(float inv_freq) {
@@ -23,7 +24,7 @@ __device__ inline Frequency frequency_of(float inv_freq) {
   return make_uint2(static_cast<std::uint32_t>(fixed >> 32), static_cast<std::uint32_t>(fixed));
 }
 
-/// The angle of `positions` positions, as a fraction of 2^32.
+/// The angle for a distance of `positions` positions, in units of 2^-32 circles.
 __device__ inline std::uint32_t angle_of(Frequency frequency, std::uint32_t positions) {
   return frequency.x * positions + __umulhi(frequency.y, positions);
 }
@@ -65,8 +66,10 @@ struct KeyAngles {
   }
 };
 
-/// Rotates two elements each of dimensions i and i + head_size / 2 of one key, in float32. Their
-/// rounding errors are written to `low_rest` and `high_rest`.
+/// Rotates four elements of one key in float32: `low` has dimensions i and i + 1, and `high` has
+/// dimensions i + head_size / 2 and i + 1 + head_size / 2. `first` and `second` are the cosine and
+/// sine for dimension i and for dimension i + 1. The rounding errors of the results are written to
+/// `low_rest` and `high_rest`.
 template <class T>
 __device__ inline void rotate(float2 first, float2 second, std::uint32_t& low, std::uint32_t& high,
                               std::uint32_t& low_rest, std::uint32_t& high_rest) {

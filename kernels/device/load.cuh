@@ -34,7 +34,8 @@ __device__ inline float4 load4(const void* data, Type type, std::int64_t at) {
   return {low.x, low.y, high.x, high.y};
 }
 
-/// Elements 2n and 2n + 1 of four elements of a 2-byte or 4-byte type, in their storage format.
+/// Elements 2n and 2n + 1 of the four elements in `bits`, which have a 2-byte type. In the next
+/// overload they are float32.
 __device__ inline float2 two_of(const uint2& bits, Type type, int n) {
   const std::uint32_t two = n == 0 ? bits.x : bits.y;
   if (type == KVLAB_BF16) return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};

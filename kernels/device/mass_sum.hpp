@@ -12,10 +12,11 @@ namespace kvlab::kernels {
 /// The sum of fixed_mass(1, p) over at most 2^14 probabilities with 0 <= p <= 1.5 (rounding may
 /// give a p above 1).
 ///
-/// Adding 64 to p rounds p to a multiple of 2^-17. The difference to p is exact. Adding 1.5 * 2^-9
-/// to it rounds it to a multiple of 2^-32. Ties are rounded to even, with the same result as for p,
-/// because the first part is an even multiple of 2^-32. So the low bits of the two floats are the
-/// two parts as integers.
+/// add() splits p into two parts. Adding 64 to p rounds p to a multiple of 2^-17, the first part.
+/// The remainder, p minus the first part, is exact. Adding 1.5 * 2^-9 to the remainder rounds it to
+/// a multiple of 2^-32, the second part. A tie is rounded to even, as it would be for p itself,
+/// because the first part is an even multiple of 2^-32. The low bits of the two float sums are the
+/// two parts as integers, so adding these bits adds the parts.
 class MassSum {
  public:
   constexpr void add(float p) {

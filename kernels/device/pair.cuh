@@ -23,7 +23,8 @@ __device__ inline int live_slots(const kvlab_cache_view& cache, const Pair& pair
   return max(cache.lengths[pair.index], cache.next_slots[pair.index] + 1);
 }
 
-/// The element at which the key of a pair's slot begins; its value begins at the same element.
+/// The element of `keys` at which a slot's key begins. The slot's value begins at the same element
+/// of `values`.
 __device__ inline std::int64_t row_of(const kvlab_cache_view& cache, int pair, std::int64_t slot) {
   if (cache.pages.blocks != nullptr)
     return paged_row(cache.pages, pair, cache.kv_heads, static_cast<int>(slot));

@@ -48,8 +48,8 @@ __device__ inline EvictionKey unselected_key() {
   return {kEvictionBins - 1, ~std::uint64_t{0}, ~0u};
 }
 
-/// A threshold in the eviction order. Exactly the tokens before it are evicted, if only the first
-/// `digits` digits of each key are compared.
+/// A threshold in the eviction order. A token is evicted if its key comes before `key`, where only
+/// the first `digits` digits of both are compared.
 struct EvictionThreshold {
   EvictionKey key;
   int digits;
@@ -58,14 +58,13 @@ struct EvictionThreshold {
 
 struct SelectionShared {
   std::uint32_t histogram[kEvictionHistograms][kEvictionBins];
-  /// The bin of the token that is searched for, and the number of tokens with the same prefix that
-  /// are in lower bins.
+  /// Results of find_bin(): the bin, and the number of tokens with the same prefix in lower bins.
   std::uint32_t bin, before;
   std::uint32_t warps[kMaxEvictionWarps];
 };
 
-/// Finds the bin of the token that `before_it` tokens with the same prefix precede. Called by the
-/// whole thread block.
+/// Considers the tokens with the current prefix in the order of their bins, and finds the bin of
+/// the token that comes after `before_it` others. Called by the whole thread block.
 __device__ inline void find_bin(SelectionShared& shared, std::uint32_t before_it) {
   constexpr int kGroups = kEvictionBins / kWarpSize;
   __shared__ std::uint32_t sums[kGroups];
@@ -94,7 +93,7 @@ __device__ inline void find_bin(SelectionShared& shared, std::uint32_t before_it
   __syncthreads();
 }
 
-/// Radix selection: returns the threshold that exactly `num_evicted` of the `live` tokens precede.
+/// Radix selection: returns the threshold that evicts exactly `num_evicted` of the `live` tokens.
 /// Requires 0 < num_evicted < live. Called by the whole thread block. `Keys` is EvictionKeys or a
 /// type with the same interface.
 template <class Keys>
@@ -129,9 +128,9 @@ __device__ EvictionThreshold select_victims(SelectionShared& shared, const Keys&
   return found;
 }
 
-/// Calls each(slot, is_kept, number of kept slots before it) for the slots [0, live), where is_kept
-/// is stays(slot). Called by the whole thread block. Calls `stays` twice per slot. Each warp
-/// handles a range of consecutive slots.
+/// Calls each(slot, is_kept, before) for the slots [0, live), where is_kept is stays(slot), and
+/// `before` is the number of kept slots below `slot`. Called by the whole thread block. Calls
+/// `stays` twice per slot. Each warp handles a range of consecutive slots.
 template <class Stays, class Each>
 __device__ void number_kept_slots(SelectionShared& shared, std::uint32_t live, Stays stays,
                                   Each each) {

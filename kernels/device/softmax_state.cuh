@@ -46,7 +46,7 @@ __device__ inline SoftmaxState<kWidth> merge(const SoftmaxState<kWidth>& a,
   return both;
 }
 
-/// ln of the sum of e^logit.
+/// The natural logarithm of the sum of e^logit, from a state's `max` and `sum`.
 __device__ inline float log_sum_exp(float max, float sum) { return (max + log2f(sum)) * kLn2; }
 
 }  // namespace kvlab::kernels

@@ -37,10 +37,12 @@ __device__ inline float2 unpack<__half>(std::uint32_t packed) {
   return __half22float2(reinterpret_cast<const __half2&>(packed));
 }
 
-/// c[16 x 8] += a[16 x 16] * b[16 x 8]. With g = l / 4 and t = l % 4, lane l holds: of a, rows g, g
-/// + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8, each with the next column; of b, rows 2t and 2t
-/// + 8, each with the next row, at column g; of c, rows g, g, g + 8, g + 8 at columns 2t, 2t + 1,
-/// 2t, 2t + 1.
+/// c[16 x 8] += a[16 x 16] * b[16 x 8]. With g = l / 4 and t = l % 4, lane l holds:
+/// - in a[0] to a[3], rows g, g + 8, g, g + 8, at columns 2t, 2t, 2t + 8, 2t + 8. Each of these
+///   registers has two elements: that column and the next one.
+/// - in b0 and b1, column g, at rows 2t and 2t + 8. Each of these registers has two elements: that
+///   row and the next one.
+/// - in c[0] to c[3], rows g, g, g + 8, g + 8, at columns 2t, 2t + 1, 2t, 2t + 1.
 template <class T>
 __device__ inline void multiply_add(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                     std::uint32_t b1);

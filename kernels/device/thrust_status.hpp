@@ -10,7 +10,8 @@
 namespace kvlab::kernels {
 
 /// Calls `algorithms(policy)`, which enqueues Thrust algorithms on the stream. Only algorithms that
-/// return a value wait for it. Thrust throws on errors; this returns the CUDA error instead.
+/// return a value wait for the stream. Thrust throws on errors; this returns the CUDA error
+/// instead.
 template <class Algorithms>
 cudaError_t thrust_status(cudaStream_t stream, Algorithms algorithms) {
   try {

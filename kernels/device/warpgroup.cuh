@@ -1,4 +1,4 @@
-// Asynchronous matrix products of a warpgroup (sm_90a), fed from shared memory.
+// Asynchronous matrix products of a warpgroup (sm_90a), whose second operand is in shared memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,9 +28,9 @@ struct Panel {
 };
 
 /// c[64 x 64] (+)= a[64 x 16] * b[64 x 16]^T, by four warps. a is in registers. For the 16 rows of
-/// each warp and each eight columns, a and c have the layout of multiply_add(). b is a described
-/// panel. Do not access a or c between the call of fence_products() before the product and the wait
-/// after it.
+/// each warp and each eight columns, a and c have the layout of multiply_add(). b is the descriptor
+/// of a panel. `add`: whether the product is added to c; otherwise it replaces c. Do not access a
+/// or c between the call of fence_products() before the product and the wait after it.
 template <class T>
 __device__ inline void multiply_add_64(float (&c)[32], const std::uint32_t (&a)[4], std::uint64_t b,
                                        bool add);

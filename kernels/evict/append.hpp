@@ -4,7 +4,7 @@
 // after those of the older tokens. Then call:
 // - prefill_attention(…, rows), which attends and stores the softmax of each row (attention.hpp);
 // - observe_queries(), only if the policy needs attention statistics of the keys;
-// - compact(), which appends the tokens to the policy and keeps the budget's tokens.
+// - compact(), which appends the tokens to the policy and evicts to the budget.
 //
 // A long append may go through the first two steps in parts.
 #pragma once
@@ -21,8 +21,8 @@ namespace kvlab::kernels {
 std::size_t observe_workspace(const kvlab_prefill_args& args);
 /// Adds integers, so the result is equal bit for bit for any split of the append into parts. Work:
 /// 2 * head_size operations for each (query, query head, visible key), which is half the work of
-/// the attention. Masses and requests together take twice as many. Refuses a policy with
-/// Needs::nothing.
+/// the attention. A policy that needs both masses and requests takes twice as many operations.
+/// Refuses a policy with Needs::nothing.
 cudaError_t observe_queries(const kvlab_observe_args& args, cudaStream_t stream);
 
 std::size_t compact_workspace(const kvlab_cache_view& from);
@@ -30,8 +30,8 @@ std::size_t compact_workspace(const kvlab_cache_view& from);
 /// append. For every pair, it appends the new tokens to the policy's states and passes the
 /// attention that each live token has received to the policy. Then it keeps the last budget - 1
 /// tokens in the eviction order, or all tokens if fewer than evict_at are live. Kept tokens go to
-/// `to` in the order of their slots. If `to` is `from`, the pair's kept tokens end up in its first
-/// slots: kept tokens in later slots move to the slots there that evicted tokens leave, and
+/// `to` in the order of their slots. If `to` is `from`, the kept tokens end up in the pair's first
+/// slots: a kept token in a later slot moves to one of the first slots whose token is evicted, and
 /// all other kept tokens stay where they are. `rows`: whether keys and values are moved too.
 cudaError_t compact(const DevicePolicy& policy, const kvlab_compact_args& args, cudaStream_t stream,
                     bool rows = true);
@@ -42,8 +42,8 @@ cudaError_t rank_tokens(const DevicePolicy& policy, const kvlab_compact_args& ar
                         cudaStream_t stream);
 const std::uint64_t* ranks_of(const kvlab_compact_args& args);
 
-/// The two halves of a compaction with by_layer, if several devices hold a layer's KV heads, the
-/// same number each. The first half writes ranks by age, [pair, max_slots of from].
+/// The first of two halves of a compaction with by_layer, for the case that each of several devices
+/// has the same number of a layer's KV heads. It writes ranks by age, [pair, max_slots of from].
 cudaError_t rank_by_age(const DevicePolicy& policy, const kvlab_compact_args& args,
                         std::uint64_t* by_age, cudaStream_t stream);
 /// The second half chooses the tokens to keep. `by_age`: the ranks of all devices in the order of

@@ -24,9 +24,10 @@ cudaError_t rotate_queries_to_cache_positions(const CachePositionArgs& args, con
 
 /// Keys [kv_head, slot, dim], with `slots` slots for each head.
 ///
-/// If keys are already rotated and queries stay at their positions, new keys are only copied, and
-/// each older key is rotated forward by as many positions as tokens after it were evicted. As a
-/// result, differences between rotated positions equal differences between cache positions.
+/// If keys are already rotated and queries stay at their original positions, new keys are only
+/// copied, and each older key is rotated forward by the number of evicted tokens that came after
+/// it. As a result, differences between rotated positions equal differences between cache
+/// positions.
 struct CachePositionKeysArgs {
   CachePositionArgs shape;
   int slots;

@@ -24,8 +24,9 @@ constexpr int kThreads = 1024;
 constexpr std::uint32_t kSortItems = 8,  // positions that a thread sorts
     kSortTile = kCompactThreads * kSortItems;
 
-/// Sorts the positions of a pair's older tokens (y) tile by tile, into workspace.holes, which no
-/// other kernel needs before tokens are chosen. Uses one thread block for each tile.
+/// Sorts the positions of a pair's older tokens (blockIdx.y) within each tile, and writes them to
+/// workspace.holes, which no other kernel needs before tokens are chosen. Uses one thread block for
+/// each tile.
 __global__ void __launch_bounds__(kCompactThreads)
     sort_positions(const __grid_constant__ kvlab_compact_args args) {
   using Sort = cub::BlockRadixSort<std::uint32_t, kCompactThreads, static_cast<int>(kSortItems)>;
@@ -63,7 +64,8 @@ __device__ std::uint32_t count_before(const std::int32_t* sorted, std::uint32_t 
 }
 
 /// Writes ranks by age, [pair, max_slots], and each slot's age (to workspace.sources). Uses one
-/// thread for each slot of a pair (y). New tokens follow the older ones in order.
+/// thread for each slot of a pair (blockIdx.y). New tokens follow the older ones in order, so the
+/// age of a new token is its slot.
 __global__ void __launch_bounds__(kCompactThreads)
     number_ranks(const __grid_constant__ kvlab_compact_args args, std::uint64_t* by_age) {
   const CompactPair pair(args, static_cast<int>(blockIdx.y));
@@ -151,9 +153,9 @@ __global__ void __launch_bounds__(kThreads)
           holes[i - before] = slot;
       }
     };
-    // As many kept tokens are in slots from `kept` on as evicted tokens are in the slots before.
-    // The first of these kept tokens moves to the last hole, the second to the last but one, and so
-    // on.
+    // The number of kept tokens in slots from `kept` on equals the number of holes, which are slots
+    // below `kept` whose tokens are evicted. The first of these kept tokens moves to the last hole,
+    // the second to the last but one, and so on.
     const auto fill_hole = [&](std::uint32_t i, bool stays_here, std::uint32_t before) {
       if (!stays_here || i < kept) return;
 

@@ -24,8 +24,8 @@ struct DevicePolicy {
       features;              ///< names of the features that it reads: kvlab_policy_state::features
   std::size_t slot_bytes;    ///< bytes of a state, kvlab_policy_state::states; 0: none
   std::size_t params_bytes;  ///< bytes of kvlab_policy_state::params of one sequence; 0: none
-  /// Writes params_bytes from one value per parameter, in the catalogue's order. Returns false if a
-  /// value is out of range.
+  /// Writes a sequence's parameters, params_bytes, from one value for each parameter, in the order
+  /// of the catalogue (docs/reference/policies.md). Returns false if a value is out of range.
   bool (*params)(std::span<const double> values, std::byte* to);
   /// Names of the parameters in that order; null after the last.
   const char* (*param_name)(std::size_t index);

@@ -16,7 +16,7 @@ struct QuantizedCache;  // kernels/quantized/quantized_cache.hpp
 /// Compares each token with every other token of its pair.
 cudaError_t fill_ages(const kvlab_cache_view& cache, cudaStream_t stream);
 
-inline constexpr std::uint32_t kUnlimited = 0xffff'ffffu;  ///< kvlab_rule::budget
+inline constexpr std::uint32_t kUnlimited = 0xffff'ffffu;  ///< as a budget: nothing is evicted
 
 /// At cache positions with rotated keys, no key is rotated again. The newest tokens follow each
 /// other without a gap, so their distances to the query are the same in cache positions as in

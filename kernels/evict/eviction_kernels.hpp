@@ -13,7 +13,7 @@ namespace kvlab::kernels {
 /// One policy and one way to launch its kernels. All functions follow the rules in
 /// kernels/types.hpp.
 struct EvictionKernels : DevicePolicy {
-  /// Bytes of workspace for a cache, whose tokens may be on tiers.
+  /// Bytes of workspace for a cache. `quantized_cache`: whether its tokens are on tiers.
   std::size_t (*attention_workspace)(const kvlab_cache_view& cache, bool quantized_cache);
   /// Attends, and stores in the workspace the data that `observe` needs.
   cudaError_t (*attend)(const EvictionKernels& policy, const EvictingAttentionArgs& args,
@@ -46,7 +46,7 @@ inline bool complete(const EvictionKernels& policy, const EvictingAttentionArgs&
 }
 
 /// The fast kernels: an attention, and a launch after it that observes. Cache positions require
-/// kvlab_cache_view::ages and fully rotated heads.
+/// kvlab_cache_view::ages, and heads of which RoPE rotates all dimensions.
 EvictionKernels observing_kernels(const DevicePolicy& policy);
 
 /// Three simple launches that run on any device. Logits and probabilities of all live slots are

@@ -132,7 +132,8 @@ __global__ void __launch_bounds__(kThreads)
   if (args.now != nullptr && args.now[pair.sequence] == kIdle) return;
   const NewTokens<T, kOne> own(args, pair, shared);
   const int count = args.count;
-  // The features of a single token are computed in parallel, by one warp each.
+  // The features of a single token are computed in parallel. The first lane of a warp computes each
+  // of them.
   constexpr int kEach = kOne ? kWarpSize : 1;
   for (int i = static_cast<int>(threadIdx.x); i < own.count() * count * kEach; i += kThreads)
     if (const int at = i / kEach;
@@ -155,9 +156,10 @@ constexpr std::size_t bytes_of_magnitudes(int group, int tokens) {
   return static_cast<std::size_t>(group * tokens) * (kOutputs + 1) * sizeof(float);
 }
 
-/// Computes value_out_norm1, feature `c`, for up to kTokens tokens of a pair. One thread sums each
-/// output in index order. The outputs of each query head and token, and then the query heads, are
-/// also summed in order. Shared memory: values [kTokens, dim], then absolute values.
+/// Computes value_out_norm1, feature `c`, for up to kTokens tokens of a pair. One thread computes
+/// each output, a sum over the value's elements in index order. Then one thread for each query head
+/// and token sums the absolute outputs in order. At the end, one thread for each token sums the
+/// query heads in order. Shared memory: values [kTokens, dim], then absolute values.
 template <class T, int kTokens>
 __global__ void __launch_bounds__(kThreads)
     output_norms_kernel(const __grid_constant__ FeatureArgs args, int c) {
@@ -182,7 +184,8 @@ __global__ void __launch_bounds__(kThreads)
   const T* const weights =
       static_cast<const T*>(args.output) + std::int64_t{pair.kv_head} * group * size;
   const std::int64_t row = std::int64_t{cache.query_heads} * size;
-  const int chain = static_cast<int>(threadIdx.x);  // one query head and token
+  // The index of the query head and token whose outputs this thread sums.
+  const int chain = static_cast<int>(threadIdx.x);
   float sum = 0;
   for (int begin = 0; begin < args.hidden; begin += kOutputs) {
     const int outputs = min(kOutputs, args.hidden - begin);

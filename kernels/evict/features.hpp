@@ -18,10 +18,11 @@ inline bool has(const kvlab_feature_args& args, kvlab_feature feature) {
   return std::find(args.features, args.features + args.count, feature) !=
          args.features + args.count;
 }
-/// Uses one thread block for each pair, which reads a key and a value once per feature. Each norm
-/// of a token is summed by one thread over its elements, in order; key_cosine adds the tokens one
-/// after another. value_out_norm1 is a separate launch with one thread block for up to eight tokens
-/// of a pair, which reads the group's rows of W_o. It supports up to 16 query heads per KV head.
+/// Uses one thread block for each pair. For each feature, the block reads each new token's key or
+/// value once. One thread computes each norm of a token, a sum over the elements in index order;
+/// key_cosine adds the tokens' unit keys one after another. value_out_norm1 is a separate launch.
+/// Each of its thread blocks handles up to eight tokens of a pair, and reads the group's part of
+/// W_o. It supports up to 16 query heads per KV head.
 cudaError_t make_features(const FeatureArgs& args, cudaStream_t stream);
 
 }  // namespace kvlab::kernels

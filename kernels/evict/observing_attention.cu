@@ -17,8 +17,8 @@ int group_of(const kvlab_cache_view& cache) {
   return cache.query_heads / cache.kv_heads;
 }
 
-/// Fills in all arguments of the attention except the workspace. pair_attention() refuses a null
-/// workspace.
+/// Fills in the arguments of the attention that the cache determines. Callers add the others before
+/// a launch; pair_attention() refuses null pointers.
 PairAttention pairs_of(const kvlab_cache_view& cache) {
   const bool counts = cache.sequences > 0 && cache.sequences <= kMaxPairs && cache.kv_heads > 0 &&
                       cache.kv_heads <= kMaxPairs / cache.sequences;
@@ -86,14 +86,15 @@ bool complete(const EvictingAttentionArgs& args) {
           args.inv_freq != nullptr && args.rotated == cache.head_size);
 }
 
-/// The logits begin at a line of the L2 cache, so that their lines hold nothing else and can be
+/// The logits begin at a line of the L2 cache, so that these lines contain only logits and can be
 /// discarded.
 float* logits_from(std::byte* begin) {
   const auto at = reinterpret_cast<std::uintptr_t>(begin);
   return reinterpret_cast<float*>(begin + (kL2Line - at % kL2Line) % kL2Line);
 }
 
-/// The pointers to the data of both kernels, and the sizes of what the attention must store.
+/// The plan of the observing launch: the arrays in which the attention stores its results, and the
+/// arrays of the launch itself.
 ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
   const bool observes = policy.needs != Needs::nothing,
              cache_positions = args.numbering == KVLAB_CACHE_POSITIONS;
@@ -167,7 +168,7 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   return pair_attention(pairs, args.cache.pages, stream);
 }
 
-/// Whether one launch can serve both layers. Both must need the same number of thread blocks.
+/// Whether one launch can observe both layers. Both must need the same number of thread blocks.
 bool go_together(const ObservePlan& one, const ObservePlan& other) {
   return one.table.pairs == other.table.pairs && one.chunks == other.chunks;
 }

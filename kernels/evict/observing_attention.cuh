@@ -1,8 +1,8 @@
 // Attention that also observes: the part that depends on the policy. pair_attention stores its
-// logits, largest logits and sums. After it, one launch for one or more layers computes each
-// token's attention statistics and passes them to the policy. Keys and values are not read again.
-// Only the next step of the same layer has to wait for this launch, so the launch may run at the
-// same time as the rest of the step.
+// logits and, for each query head, the largest logit and its probability. After it, one launch for
+// one or more layers computes each token's attention statistics and passes them to the policy. Keys
+// and values are not read again. Only the next step of the same layer has to wait for this launch,
+// so the launch may run at the same time as the rest of the step.
 //
 // Memory traffic per slot, in addition to keys and values: the state is read and written, the
 // position is read and, if keys are rotated to cache positions, the age is read and written. For
@@ -115,7 +115,7 @@ struct PairBlock {
   }
   __device__ int tiers() const { return plan.choice.tiers(pair.index); }
 
-  /// Writes the slot of the next token.
+  /// Writes the number of live tokens and the slot of the next token.
   __device__ void finish(int victim) const {
     args.cache.lengths[pair.index] = live;
     args.cache.next_slots[pair.index] = is_full() ? victim : live;
@@ -285,7 +285,8 @@ __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlot
 }
 
 /// For each tier, finds the first token of the eviction order among the block's slots, and writes
-/// it to `to` [tier]. One warp works on each tier.
+/// it to `to` [tier]. First each warp finds the token among its slots. Then one warp for each tier
+/// finds the first of these tokens.
 template <Policy P, int kSlots>
 __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
                             ObserveShared& shared, EvictionCandidate* to) {
@@ -311,8 +312,8 @@ __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[k
   if (lane == 0) to[warp] = first;
 }
 
-/// blockIdx: part of a pair, pair, layer. The block of a pair that finishes last chooses the slot
-/// of the pair's next token.
+/// blockIdx.x is the part of a pair, blockIdx.y the pair, and blockIdx.z the layer. The block of a
+/// pair that finishes last chooses the slot of the pair's next token.
 template <Policy P>
 __global__ void __launch_bounds__(kObserveThreads, kObserves<P> ? 4 : 6)
     observe_pairs(const __grid_constant__ ObservePlans plans) {

@@ -27,8 +27,8 @@ __device__ int tokens_before(const std::uint32_t* positions, int live, std::uint
   return __reduce_add_sync(~0u, count);
 }
 
-/// q . k for one pair of dimensions, with k rotated back by an angle. Rotating only k is enough,
-/// because only differences of positions matter.
+/// q . k for one pair of dimensions, with k rotated by `angle`. Rotating only k is enough, because
+/// only the distance between q and k matters.
 __device__ float rotated_part(float q_low, float q_high, float k_low, float k_high, double angle) {
   double sine, cosine;
   sincos(angle, &sine, &cosine);
@@ -59,8 +59,8 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
     if (slot >= live) return;
     const T* const key = static_cast<const T*>(cache.keys) + (first + slot) * dim;
     // The query is at the youngest cache position. If keys and query are already rotated to their
-    // original positions, the key only has to be rotated by as many positions as tokens between the
-    // two were evicted.
+    // original positions, the key only has to be rotated by the number of evicted tokens between
+    // the two.
     int distance =
         cache_positions ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
     if (args.numbering == KVLAB_CACHE_POSITIONS_ROTATED)
@@ -87,8 +87,8 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
   }
 }
 
-/// logits_kernel() for tiers: products of quantized keys and queries, both after the Hadamard
-/// rotation.
+/// Like logits_kernel(), for tokens on tiers. Quantized keys are multiplied with the queries after
+/// the Hadamard rotation of both.
 template <class T>
 __global__ void quantized_logits_kernel(const EvictingAttentionArgs args,
                                         const QuantizedCache quantized_cache, PlainRows rows) {
@@ -129,7 +129,7 @@ __global__ void quantized_logits_kernel(const EvictingAttentionArgs args,
   }
 }
 
-/// weighted_values() for tiers.
+/// Like weighted_values(), for tokens on tiers.
 template <class T>
 __device__ void weighted_quantized(const float* p, const QuantizedCache& quantized_cache,
                                    const DeviceTierPlan& tier_plan,
@@ -160,8 +160,8 @@ __device__ void weighted_quantized(const float* p, const QuantizedCache& quantiz
   if (part == 0) out[d] = from_float<T>(sums[0] + hadamard_rotate_block(sums[1]) / kWarpSize);
 }
 
-/// The sum of the values, weighted with the probabilities `p` of a row, [dim]. Groups of `dim`
-/// threads share the slots.
+/// Computes `out` [dim], the sum of the values weighted with the probabilities `p` of a row. Thread
+/// d of each group of `dim` threads sums dimension d over the group's share of the slots.
 template <class T>
 __device__ void weighted_values(const float* p, const T* values, int live, int dim, float* shared,
                                 T* out) {

@@ -19,8 +19,8 @@ struct PolicyDescription {
   RankType rank_type;
   std::uint32_t slot_bytes, feature_count;
   char features[kMaxFeatures][kMaxNameBytes];
-  std::uint32_t param_count;                              ///< number of doubles in Params
-  std::uint32_t param_of[kMaxParams];                     ///< index in kParams for each of them
+  std::uint32_t param_count;           ///< number of doubles in Params
+  std::uint32_t param_of[kMaxParams];  ///< for each double of Params: its index in kParams
   double min_values[kMaxParams], max_values[kMaxParams];  ///< by index in kParams
 
   constexpr bool operator==(const PolicyDescription&) const = default;

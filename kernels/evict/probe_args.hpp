@@ -23,7 +23,8 @@ struct ProbeArgs {
   std::uint64_t* ranks;              ///< out, [step, token]
   std::uint32_t* eviction_order;  ///< out, [step, token]: number of tokens evicted before this one
   std::byte* slots;               ///< out, [token, slot_bytes]: the states after the last step
-  /// out, [token]: weight of the query of that age; 1 if the policy does not weigh queries
+  /// out, [token]: the weight of a query whose age is the token's index; 1 if the policy does not
+  /// weigh queries
   float* weights;
 };
 

@@ -1,6 +1,6 @@
-// When the first tier of a pair is full, its first victim is demoted. If the next tier is also
-// full, so is that tier's first victim, and so on. A policy's kernels find the first victim of each
-// tier, and demote_pairs() moves them.
+// When the first tier of a pair is full, the first victim of that tier is demoted to the next tier.
+// If the next tier is also full, its first victim is demoted too, and so on. A policy's kernels
+// find the first victim of each tier, and demote_pairs() moves these tokens.
 #pragma once
 
 #include "kernels/device/eviction_order.cuh"

@@ -8,8 +8,8 @@
 
 namespace kvlab::kernels {
 
-/// Writes the policy's tail to to[0]: queries of this age or older have weight 0. Writes the bits
-/// of the weight of a query of each age to to[1 + age].
+/// Writes the policy's tail to to[0]: queries of this age or older have weight 0. For each age,
+/// writes the bits of a query's weight to to[1 + age].
 template <Policy P>
 __global__ void weigh_queries(typename P::Params params, std::uint32_t queries, std::uint32_t* to) {
   const std::uint32_t age = blockIdx.x * blockDim.x + threadIdx.x;

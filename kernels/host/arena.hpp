@@ -62,7 +62,7 @@ template <class Parts>
 class Placed {
  public:
   Placed() = default;
-  /// Throws the same Error as DeviceBuffer. `what` names the memory in it.
+  /// Throws the same Error as DeviceBuffer. `what` names the memory in the message.
   template <class... Args>
   explicit Placed(std::string_view what, const Args&... args)
       : memory_(bytes(args...), what), parts_(at(memory_.data(), args...)) {}

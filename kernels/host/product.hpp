@@ -12,8 +12,8 @@
 
 namespace kvlab::cuda {
 
-/// y[b, r, n] = sum over k of x[b, r, k] * w[b, n, k], or of x[b, r, k] * w[b, k, n], plus bias[n]
-/// if there is one. Strides are in elements.
+/// y[b, r, n] = the sum over k of x[b, r, k] * w[b, n, k], plus bias[n] if there is one. With
+/// w_by_k, the second factor is w[b, k, n]. Strides are in elements.
 struct ProductArgs {
   enum class Output { type, float32, add_float32 };
 

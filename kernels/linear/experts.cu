@@ -18,8 +18,8 @@ namespace kvlab::kernels {
 namespace {
 
 constexpr int kRouteThreads = 256, kRouteWarps = kRouteThreads / kWarpSize;
-/// Maximum number of tokens for which the thread block that groups pairs by expert also chooses the
-/// experts.
+/// Maximum number of tokens for which one thread block both chooses the experts and groups the
+/// pairs by expert.
 constexpr int kFewTokens = kMaxExperts / kWarpSize;
 constexpr int kMaxHidden = 8192;
 
@@ -38,7 +38,7 @@ __device__ void choose(const RouteArgs& args, int token) {
   const Routes& to = args.routes;
   const float* const logits = args.logits + std::int64_t{token} * to.experts;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  std::uint32_t taken = 0;  // experts of this lane that are already chosen
+  std::uint32_t taken = 0;  // bit i: expert lane + 32 * i is already chosen
   float own = -INFINITY;    // logit of the expert that this lane writes
   for (int c = 0; c < to.chosen; ++c) {
     unsigned long long best = 0;
@@ -61,8 +61,8 @@ __device__ void choose(const RouteArgs& args, int token) {
   if (lane < to.chosen) to.shares[token * to.chosen + lane] = expf(own - largest) / sum;
 }
 
-/// blockIdx: token, part of its logits. The thread block first computes the normed token in shared
-/// memory. Then each warp computes some logits.
+/// blockIdx.x is the token, and blockIdx.y the part of its logits. The thread block first computes
+/// the normed token in shared memory. Then each warp computes some logits.
 template <class T>
 __global__ void __launch_bounds__(kRouteThreads) logits_kernel(const RouteArgs args) {
   extern __shared__ __align__(16) float row[];
@@ -140,7 +140,8 @@ struct PairTile {
   int expert, first, count;
 };
 
-/// Finds a tile in the list of the tiles of all experts. Called by every warp.
+/// Finds tile number `tile` among the tiles of all experts, which are counted in the order of the
+/// experts. Called by every warp.
 template <int kPairs>
 __device__ PairTile tile_at(const Routes& routes, int tile) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -161,7 +162,7 @@ __device__ PairTile tile_at(const Routes& routes, int tile) {
   return {0, 0, 0};
 }
 
-/// Writes one output of a pair. The second overload writes two neighbouring outputs.
+/// Writes one output of a pair.
 template <class T>
 __device__ void write_output(const ExpertProductArgs& args, int expert, int pair, int column,
                              float value) {
@@ -255,7 +256,7 @@ __device__ void multiply(const Stage<T, kPairs>& stage, float (&sums)[kPairs / 1
   }
 }
 
-/// blockIdx: 64 outputs, tile.
+/// blockIdx.x selects 64 outputs, and blockIdx.y a tile of pairs.
 template <class T, int kPairs>
 __global__ void __launch_bounds__(kThreads)
     expert_tiles(const __grid_constant__ ExpertProductArgs args) {

@@ -1,5 +1,5 @@
-// Multiplies a few rows by a weight matrix that is read once. The kernel is memory-bound, so its
-// design keeps the reading of weights going.
+// Multiplies a few rows by a weight matrix that is read once. The kernel is memory-bound, so it is
+// designed to read weights without pauses.
 //
 // Memory traffic: n * k weights (twice as many if gated). x, gamma and y add at most a few percent.
 // One thread block per multiprocessor processes strips of kTiles * 8 weight rows. One warp requests
@@ -53,14 +53,15 @@ __host__ __device__ constexpr std::size_t plain_row_bytes(int k) {
 /// Offsets in dynamic shared memory. The ring comes first; the offsets are relative to its end.
 struct Layout {
   int stages;              ///< stages of the ring
-  int gamma, x;            // after barriers and partial sums
+  int gamma, x;            // offsets of gamma and x, which follow the barriers and the partial sums
   bool plain_x_is_shared;  ///< x is copied to shared memory; otherwise it is read in place
   std::size_t bytes;       ///< total, the ring included
 };
 
-/// Splits eight floats into the left operands of two products: two rounded floats and their
-/// rounding errors, then the same for the next two floats. The operands of the other four floats
-/// are stored 16 bytes further.
+/// Splits eight floats into the left operands of two products, of 16 bytes each. The first operand
+/// consists of the rounded floats 0 and 1, their rounding errors, the rounded floats 2 and 3, and
+/// their rounding errors. The second operand has the same layout for floats 4 to 7, and follows the
+/// first.
 template <class T>
 struct SplitEight {
   __device__ void operator()(const float (&value)[8], float* to) const {
@@ -129,8 +130,9 @@ __device__ void copy_rows(const LinearProduct<T>& product, std::byte* to) {
   barrier_of_first<kLinearThreads>();
 }
 
-/// The outputs of strips that one thread computes: in each strip one output of one row or, in the
-/// forms gated and rotated, two outputs of one row that are computed together.
+/// The outputs that one thread computes: in each strip, one output of one row. In the form gated,
+/// the output combines two sums, one of the gate and one of up. In the form rotated, the thread
+/// computes two outputs of the row, which RoPE rotates together.
 template <class T, Form kForm>
 class Finisher {
  public:
@@ -267,8 +269,8 @@ __device__ void multiply(const LinearProduct<T>& product, const RopeWriteArgs& r
       }
     }
 
-    // A lane holds two outputs for row lane / 4 of the tiles. Each is the sum of the products with
-    // the rounded part and with the rounding errors.
+    // Of each tile, a lane holds two outputs of row lane / 4 of x. Each output is the sum of two
+    // results: the product with the rounded x, and the product with its rounding errors.
     float* const partial = partials + half * kLinearWarps * kTiles * kPartial;
     if (lane / 4 < product.rows) {
 #pragma unroll
@@ -350,9 +352,9 @@ struct LinearLaunch {
 LinearLaunch plan_product(Form form, int rows, int n, int k, const DeviceLimits& limits) {
   const int strips = strips_of(form, n), blocks = std::min(strips, limits.multiprocessors);
   const int max_stages = (strips + blocks - 1) / blocks * kTiles * ((k + kStageK - 1) / kStageK);
-  // Each block takes at least two fifths of the shared memory. While a CTA of the attention runs, a
-  // multiprocessor then has memory for one block, which can load weights meanwhile, but not for
-  // two. If two blocks fitted, some multiprocessors would get two of them and others none.
+  // Each block takes at least two fifths of the shared memory. So while a CTA of the attention runs
+  // on a multiprocessor, there is memory for one block, which can already load weights, but not for
+  // two blocks. If two blocks fitted, some multiprocessors would get two of them and others none.
   const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) * 2 / 5;
   for (const int min_stages : {kPreferredStages, kMinStages}) {
     const RingLength ring{min_stages, max_stages};

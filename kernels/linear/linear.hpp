@@ -20,8 +20,8 @@ enum class Form {
 };
 /// y[r, n] = epilogue(sum over k of W[n, k] * norm(x)[r, k]). norm(x) is not rounded to `type`; it
 /// has a precision of at least 16 bits. A row's result does not depend on the other rows. On sm_90
-/// a launch starts before the preceding kernel of the stream has ended, and reads weight, gamma and
-/// bias immediately. So the preceding kernel must not write them.
+/// a launch starts before the preceding kernel of the stream has ended, and may read weight, gamma
+/// and bias immediately. So the preceding kernel must not write these three.
 struct LinearArgs {
   Type type;           ///< of x, weight, gamma, bias, y; residual streams are float32
   int rows, n, k;      ///< rows <= kMaxLinearRows; k a multiple of 8
@@ -54,8 +54,9 @@ cudaError_t gated_linear(const GatedLinearArgs& args, cudaStream_t stream);
 
 /// `linear` with a norm, then `rope_write` of its y. Requires args.y == rope.qkv and args.rows ==
 /// rope.tokens. Runs as one launch if the type has 2 bytes, heads are not normed, head_size ==
-/// rotated, and head_size is a multiple of 16; otherwise as two launches. Both give the same bits.
-/// The preceding kernel may write all memory that `rope` points to.
+/// rotated, head_size is a multiple of 16, plain_q and plain_k are null, and the cache is not in
+/// pages. Otherwise it runs as two launches, which give the same bits. The preceding kernel may
+/// write all memory that `rope` points to.
 cudaError_t linear_rope_write(const LinearArgs& args, const RopeWriteArgs& rope,
                               cudaStream_t stream);
 

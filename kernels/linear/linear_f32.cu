@@ -1,5 +1,5 @@
-// Products with float32 weights. They serve for checks and are not optimized for speed, but weights
-// are still read only once, 16 bytes per lane.
+// Products with float32 weights. They are used in checks and are not optimized for speed. Still, a
+// launch reads each weight only once, in loads of 16 bytes per lane.
 #include "kernels/linear/linear_f32.cuh"
 
 #include <algorithm>
@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kLinearThreads)
 
 }  // namespace
 
-/// Plans a launch for as many rows as fit in shared memory, which also holds the norm.
+/// Plans a launch for as many rows as fit in shared memory. With a norm, shared memory holds gamma
+/// and the normed rows.
 LaunchPlan plan_linear_f32(bool normed, int rows, int n, int k, const DeviceLimits& limits) {
   const auto bytes_for = [&](int count) {
     return kSumsBytes +

@@ -46,7 +46,7 @@ __device__ inline float residual_of(const LinearProduct<T>& product, int row, in
                           : 0.0f;
 }
 /// Writes one output, with bias, to the destination that is set. Returns the output rounded to T,
-/// whichever destination is set.
+/// for every destination.
 template <class T>
 __device__ inline T write_output(const LinearProduct<T>& product, int row, int column, float value,
                                  float residual) {
@@ -60,9 +60,10 @@ __device__ inline T write_output(const LinearProduct<T>& product, int row, int c
   return rounded;
 }
 
-/// The part of the norm that a warp computes. For any number of rows, chunk c of a row (eight
-/// elements) belongs to slice (c / 32) % 8 and lane c % 32. So sums of squares do not depend on the
-/// number of rows. A warp handles `count` slices of one row.
+/// The part of the norm that a warp computes. A row consists of chunks of eight elements. Chunk c
+/// belongs to slice (c / 32) % 8 and to lane c % 32, for any number of rows. So the order in which
+/// squares are summed does not depend on the number of rows. A warp handles `count` slices of one
+/// row.
 struct NormShare {
   int row, first, stride, shift, count;
   __device__ explicit NormShare(int rows) {

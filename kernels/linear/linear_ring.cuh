@@ -4,9 +4,9 @@
 // A stage of the ring is a tile of eight weight rows by 1,024 elements along k. Each of the eight
 // warps reads 128 of these elements of each row. kInFlight stages are in flight at any time, which
 // keeps the memory busy. With more stages in flight, the other loads of the block would wait
-// longer, in particular the load of x, which all products need. Therefore even fewer stages
-// (kFirstInFlight) are in flight at the beginning, when x has not arrived yet: until the whole ring
-// has been requested once. Data that has arrived may stay in the ring until it is read.
+// longer, in particular the load of x, which all products need. At the beginning x has not arrived
+// yet, so even fewer stages (kFirstInFlight) are in flight until every stage of the ring has been
+// requested once. Data that has arrived may stay in the ring until it is read.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,8 @@ namespace kvlab::kernels {
 
 inline constexpr int kTileRows = 8;  // weight rows of a tile; also the maximum number of rows of x
 inline constexpr int kTiles = 2;     // tiles per strip
-inline constexpr int kLoadK = 32;  // elements along k of a 16-byte load by the four lanes of a row
-inline constexpr int kLoads = 4;   // loads per warp and stage
+inline constexpr int kLoadK = 32;    // elements along k that a row's four lanes load, 16 bytes each
+inline constexpr int kLoads = 4;     // loads per warp and stage
 inline constexpr int kWarpK = kLoads * kLoadK;
 inline constexpr int kStageK = kLinearWarps * kWarpK;  // elements along k of a stage
 inline constexpr int kLoadBytes = kWarpSize * 16;
