@@ -28,7 +28,8 @@ struct HeadGroups {
   float4 head_group[kHeadGroups];
 };
 
-/// Returns in every lane a vector. Its component l is the value of lane first + l.
+/// Head h of the result is the `value` that lane first + h passes. Every lane gets the heads of all
+/// head groups.
 template <int kHeadGroups>
 __device__ inline HeadGroups<kHeadGroups> head_groups_of_lanes(float value, int first = 0) {
   HeadGroups<kHeadGroups> all;

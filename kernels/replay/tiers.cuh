@@ -15,7 +15,8 @@ struct TierShared {
   EvictionCandidate firsts[kMaxReplayTiers], victim;
 };
 
-/// Eviction keys of the tokens of one tier. Tokens of other tiers get keys that come last.
+/// Eviction keys of the tokens of one tier. Tokens of other tiers get keys that sort last, so they
+/// are not selected.
 struct OneTierKeys {
   EvictionKeys all;
   const std::uint8_t* tiers;
@@ -44,8 +45,8 @@ struct SlotCopies {
   __device__ std::int64_t row_of(std::uint32_t slot) const { return (*this)(slot)*all.rows; }
 };
 
-/// Multiplies direct exponentials by values (exact ones or those of copies), and writes the sums to
-/// `to` [group, dim].
+/// Multiplies direct exponentials by the values of the tokens' copies, and writes the sums over the
+/// tokens to `to` [group, dim]. Each thread computes some elements of `to`.
 template <class Copies>
 __device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, DirectValues values,
                                                   const Copies copies, float* to) {
@@ -171,8 +172,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
     return shared_.victim;
   }
 
-  /// Multiplies exponentials of quantized tokens by values. Each thread computes some elements of
-  /// `to`. This is rarely needed.
+  /// See sum_quantized_values(). This is rarely needed.
   template <int kHeadGroups, class Copies>
   __device__ void sum_values(const DirectValues& values, const Copies& copies, float* to) const {
     sum_quantized_values(args_, values, copies, to);
@@ -198,8 +198,8 @@ class TieredTokens : public ExactTokens<kShared, T> {
     __shared__ TierShared shared;
     return shared;
   }
-  /// Whether the tier demotes a token when the first tier demotes one. Call it before any token is
-  /// moved.
+  /// Whether the tier also demotes a token when the first tier does. Call it for tiers 0, 1, … in
+  /// order until it returns false, and before any token is moved.
   __device__ bool passes_on(int tier) const {
     return tier == 0 || (tier < count_ && !has_free_slot(shared_.loads[tier]));
   }
