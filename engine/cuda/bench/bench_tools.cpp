@@ -25,8 +25,8 @@ std::uint64_t l2_bytes() {
   return static_cast<std::uint64_t>(bytes);
 }
 
-/// The rate, in bytes per second, of reading `wanted` bytes repeatedly, or half of the free memory
-/// if that is less.
+/// The rate, in bytes per second, of reading the same memory repeatedly. The memory has `wanted`
+/// bytes or, if that is less, half as many as are free.
 double read_bytes_per_second(std::uint64_t wanted, cuda::Caching caching) {
   constexpr const char* measuring = "measuring the read bandwidth";
   const std::size_t bytes =
