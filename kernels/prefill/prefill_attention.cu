@@ -1,6 +1,6 @@
 // Causal attention of many queries, in the style of FlashAttention. A row is one query of one query
-// head. A CTA keeps a tile of rows in shared memory and reads the keys that these rows see once,
-// tile by tile.
+// head. A CTA keeps a tile of rows in shared memory. It reads the keys that these rows see once, in
+// tiles of kKeys keys.
 //
 // Work: 4 * head_size operations for each (query, query head, visible key). The 2-byte types use
 // tensor cores; float32 uses ordinary arithmetic.
@@ -35,7 +35,7 @@ struct Tiling {
   static constexpr int kKeys = kDim > 128 ? 32 : 64;    ///< keys per tile
   static constexpr int kRowsOfWarp = 16 * kMatrices, kRows = kWarps * kRowsOfWarp;
   static constexpr int kPlainRows =
-      kDim > 128 ? 8 : 16;  ///< rows per CTA in float32; fits 48 KiB together with the keys
+      kDim > 128 ? 8 : 16;  ///< rows per CTA in float32; rows and keys together fit in 48 KiB
 };
 
 /// The tile of rows of a CTA. The last rows see the most keys, so they are processed first, for all

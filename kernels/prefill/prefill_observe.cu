@@ -39,8 +39,8 @@ constexpr int kStages = 2;
 
 __host__ __device__ int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
-/// Computes the row terms of all queries from the first tile with a counted query on. One thread
-/// handles one (query, query head).
+/// Computes the row terms of a sequence's queries, beginning with the first tile that contains a
+/// counted query. One thread handles one (query, query head).
 __global__ void __launch_bounds__(kThreads)
     make_row_terms(const __grid_constant__ Plan plan, Count count) {
   const auto& args = plan.args;

@@ -1,5 +1,5 @@
-// Code that the kernels in prefill_observe.cu, which explains this second pass, and in
-// prefill_observe_hopper.cu have in common.
+// Code for the kernels of prefill_observe.cu and prefill_observe_hopper.cu. The former file
+// explains what they compute.
 #pragma once
 
 #include "kernels/device/mass_sum.hpp"
@@ -28,14 +28,15 @@ struct Plan {
   kvlab_observe_args args;
   std::uint32_t tail;
   int group;
-  int counted;        ///< maximum number of queries of a sequence that are counted
-  int padded;         ///< sum over sequences of their queries, each rounded up to kQueries
+  int counted;        ///< upper limit of the number of counted queries of any sequence
+  int padded;         ///< terms per query head; the queries of each sequence are rounded up to
+                      ///< kQueries
   float base2_scale;  ///< softmax scale, for base-2 logits
   RowTerm* terms;     // [query_head, padded]
 };
 
-/// The probability of a key that the query does not see. It adds nothing, even if every probability
-/// counts as a request.
+/// The probability of a key that the query does not see. It is 0 in sums. For requests it is
+/// -infinity, because 0 can be a request.
 template <Count kCount>
 inline constexpr float kUnseen = kCount == Count::requests ? -INFINITY : 0;
 

@@ -18,8 +18,9 @@
 namespace kvlab::kernels::observe {
 namespace {
 
-/// Number of warpgroups in a CTA that count the attention that keys receive. One more warp loads
-/// tiles. At head size 256 the number is lower, because a warp's keys need twice as many registers.
+/// Number of warpgroups of a CTA that sum the statistics of keys (counting threads). One more warp
+/// loads tiles. At head size 256 the number is lower, because a warp's keys need twice as many
+/// registers.
 template <int kDim>
 constexpr int kWarpgroups = kDim > 128 ? 2 : 3;
 constexpr int kKeysOfWarpgroup = 64;  ///< 16 per warp

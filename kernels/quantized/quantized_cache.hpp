@@ -149,7 +149,7 @@ struct QuantizedCache {
 /// writes it. compact_to_tiers() stores tokens from it, so that a token that stays on its tier
 /// keeps its bits.
 struct StagedTiers {
-  std::int8_t* tiers;       // [kv_head, slot]; -1: not quantized
+  std::int8_t* tiers;       // [kv_head, slot]; -1: a new token, which is on no tier yet
   std::uint8_t* data;       // [kv_head, slot, key or value, dim]: by channel
   std::uint32_t* metadata;  // [kv_head, slot, key or value, dim / kQuantBlock]
 };

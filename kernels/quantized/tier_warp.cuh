@@ -236,7 +236,7 @@ __device__ inline void unpack_values(const std::uint32_t (&words)[kWords], int b
 /// c[16 x 8] += a[16 x 32] * b[32 x 8] in integers, where a is unsigned. With g = l / 4 and t = l %
 /// 4, lane l holds: of a, rows g, g + 8, g, g + 8 at columns 4t, 4t, 16 + 4t, 16 + 4t, each with
 /// the next three columns; of b, rows 4t and 16 + 4t, each with the next three rows, at column g;
-/// of c, the same as multiply_add().
+/// of c, the same elements as in multiply_add().
 __device__ inline void multiply_add_bytes(int (&c)[4], const std::uint32_t (&a)[4],
                                           std::uint32_t b0, std::uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
