@@ -96,8 +96,8 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
   __device__ const float4* row(int i) const {
     return args_.cache_positions.e + at_.row(i) * kHeadGroups * args_.shape.tokens;
   }
-  /// Computes those exponentials of old tokens for query i that have not been computed yet. With
-  /// `ahead`, it also computes them for the later queries of the query group.
+  /// Computes the exponentials of old tokens for query i, except those that an earlier call has
+  /// already computed. With `ahead`, computes them also for the later queries of the query group.
   template <int kHeadGroups>
   __device__ void attend(int i, std::uint32_t live, bool ahead) {
     PositionRange range = ahead && i % kReplayAhead != 0 ? moved_ : PositionRange::all();

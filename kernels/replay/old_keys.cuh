@@ -141,9 +141,10 @@ template <int kHeadGroups, class T>
 class OldKeys {
   static constexpr int kHeads = 4 * kHeadGroups;
   static constexpr int kTiles =
-      kReplayAhead * kHeads / 8;                 ///< of a query group's columns: query, head
+      kReplayAhead * kHeads / 8;                 ///< tiles of 8 columns in a query group; a column
+                                                 ///< is a query and one of its heads
   static constexpr int kAtOnce = 4;              ///< tiles whose products are interleaved
-  static constexpr int kOfLane = sizeof(T) / 2;  ///< number of uint4 for four pairs
+  static constexpr int kOfLane = sizeof(T) / 2;  ///< number of uint4 that hold four pairs
 
  public:
   __device__ OldKeys(const ReplayCachePositionArgs& args, int task, std::int64_t first_slot,

@@ -24,11 +24,11 @@ constexpr int kTilesAtOnce = 10;     // per thread block
 constexpr int kHalves = 2;           // warps per tile, which share the dimensions of a pass
 constexpr int kColumns = kDims / 8;  // products of 8 dimensions
 constexpr int kOwnColumns = kColumns / kHalves;
-/// Stages in shared memory: as many as fit between these limits.
+/// Limits of the number of stages in shared memory. The highest number that fits is used.
 constexpr int kMaxStages = 3, kMinStages = 2;
 constexpr int kThreads = kTilesAtOnce * kHalves * kWarpSize;
-constexpr int kMinWarps =
-    4;  // needed to load weights: 2 kinds of rows, 2 head groups, 32 couples of tokens
+constexpr int kMinWarps = 4;  // so that each thread loads one couple of tokens: 2 kinds of rows x 2
+                              // head groups x 32 couples
 using Swizzle = Swizzled<kDims * 2>;
 
 using Couple = Bf16Parts;  // one head's exponentials of two tokens

@@ -31,7 +31,8 @@ __device__ int list_tokens(const std::uint32_t* words, int first, int query,
   return count;
 }
 
-/// Four dimensions of a copy's value, added up from two parts. `at` is a multiple of 4.
+/// Four dimensions of a copy's value: the sum of its two largest parts (float32: of its only part).
+/// `at` is a multiple of 4.
 __device__ inline float4 value_of(const ReplayOutputsArgs& args, int copy, std::int64_t at) {
   const Type type = args.shape.type;
   if (copy == 0) return load4(args.values, type, at);

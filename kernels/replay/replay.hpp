@@ -142,7 +142,7 @@ struct ReplayCachePositionRows {
   /// elements of the two pairs (x), their second elements (y), and the float16 rounding errors of x
   /// and of y (z, w). A query is multiplied by a power of two, as keys are in replay_pair_keys().
   uint4* fragments;
-  /// [head group]: softmax_scale, and the factor that undoes the scaling of the query.
+  /// [head group]: softmax_scale divided by the power of two by which the query was multiplied.
   float4* scales;
 };
 
@@ -494,8 +494,8 @@ cudaError_t replay_walk(const void* kernel, const ReplayWalkPlan& plan, const Re
 cudaError_t replay_waves(const void* kernel, const ReplayWalkPlan& plan, int& waves);
 
 /// Computes the results of the walks for all members at once, for policies that evict the oldest
-/// token first. With them a query attends to the sinks and to a window, so the kept tokens follow
-/// from the position alone, and no slots are needed.
+/// token first. Under such a policy, a query attends to the sinks and to a window. So the kept
+/// tokens follow from the query's position alone, and no slots are needed.
 struct ReplayWindowsArgs : ReplayKeepArgs {
   ReplayCachePositionRows cache_positions;
   const std::int32_t* members;

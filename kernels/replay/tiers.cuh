@@ -41,7 +41,7 @@ struct SlotCopies {
     return positions[slot] >= exact_from ? 0
                                          : static_cast<int>(tier_copies >> 8 * tiers[slot] & 255);
   }
-  /// The offset of the token's row in its copy from its row in the exact copy, in float4.
+  /// The distance in memory, in float4, from a row of copy 0 to the same row of the token's copy.
   __device__ std::int64_t row_of(std::uint32_t slot) const { return (*this)(slot)*all.rows; }
 };
 
@@ -69,8 +69,8 @@ __device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, Di
   }
 }
 
-/// Only this class writes TierShared. All threads of the thread block call each method. Its results
-/// are visible to them after the next barrier.
+/// Only this class writes TierShared. All threads of the thread block call each method, except
+/// enter(). Results in shared memory are visible to all threads after the next barrier.
 template <bool kShared, class T>
 class TieredTokens : public ExactTokens<kShared, T> {
   using Base = ExactTokens<kShared, T>;

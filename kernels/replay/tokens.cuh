@@ -8,7 +8,7 @@
 namespace kvlab::kernels {
 
 /// kShared: slots are in shared memory. T: type of keys and values. All threads of the thread block
-/// call each method.
+/// call each method, except enter().
 template <bool kShared, class T>
 class ExactTokens {
  public:
@@ -66,7 +66,7 @@ class ExactTokens {
   /// tokens.
   __device__ std::uint32_t evicted_end() const { return 0; }
   __device__ const std::uint32_t* positions_in_cache() const { return nullptr; }
-  /// Returns a map from slots to copies, for tokens before `exact_from`.
+  /// Returns a map from slots to copies. Tokens from position `exact_from` on belong to copy 0.
   __device__ ExactCopies copies(std::uint32_t) const { return {}; }
 
   /// Multiplies direct exponentials by values, and writes the sums to `to` [group, dim].

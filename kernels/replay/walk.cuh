@@ -218,7 +218,7 @@ class ReplayWalk {
   // Observing and ranking.
 
   /// Applies the observation of one query. If the append has only this query, updates the states
-  /// directly and ranks the tokens.
+  /// and ranks the tokens. Otherwise adds the observation to those of the append's earlier queries.
   __device__ void observe(float folded, std::uint32_t query, std::uint32_t age) {
     if constexpr (kObserves) {
       const float max_exponential = __shfl_sync(~0u, folded, kMaxPart * kHeads + at_.lane % kHeads);
