@@ -28,9 +28,9 @@ class AsyncCapture {
   /// Drops what has not been written, so call flush() first.
   ~AsyncCapture();
 
-  /// Enqueues a copy of one layer of a prompt's chunk. `stream` does not wait for this copy. It
-  /// waits for the copy of the previous layer, because the work that follows reuses that layer's
-  /// memory.
+  /// Enqueues a copy of one layer of a prompt's chunk. `stream` does not wait for this copy. But it
+  /// waits for the copy of the previous layer, because the work that follows on `stream` reuses the
+  /// memory of that layer.
   void chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cudaStream_t stream);
 
   /// Enqueues a copy of a decode step's outputs (of all layers) to a buffer, and returns the

@@ -14,7 +14,8 @@ namespace {
 constexpr int kLimitRepeats = 9;
 // Reads of this multiple of the L2 cache's size find almost none of the data in the L2 cache.
 constexpr std::uint64_t kManyCaches = 16;
-// Bytes that one launch reads; many, so that few launches are needed.
+// Bytes that one timed run reads. If the memory is smaller, the run reads it several times, up to
+// 64.
 constexpr std::uint64_t kReadInARow = std::uint64_t{256} << 20;
 
 std::uint64_t l2_bytes() {

@@ -55,8 +55,9 @@ double milliseconds_of(cudaStream_t stream, Enqueue enqueue) {
   return static_cast<double>(end.since(start));
 }
 
-/// The median time of `repeats` runs after a warm-up run. If one run takes more than 1 s, the time
-/// of a single run. Calls `prepare` before each run; its work is not part of the time.
+/// The median time of `repeats` runs after a warm-up run. If the warm-up run takes more than 1 s,
+/// it is followed by one run only. Calls `prepare` before each run; its work is not part of the
+/// time.
 template <class Prepare, class Enqueue>
 double median_milliseconds_after(cudaStream_t stream, Prepare prepare, Enqueue enqueue,
                                  int repeats) {

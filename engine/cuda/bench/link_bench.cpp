@@ -43,8 +43,8 @@ double bytes_per_second(std::uint64_t bytes, double milliseconds) {
   return static_cast<double>(bytes) / (milliseconds * 1e-3);
 }
 
-/// `count` different rows, one from each of `count` equal parts of the pool, in random order. Row i
-/// of the list goes to slot i.
+/// Appends a list of `count` different rows to `lists`: one row of each of `count` equal parts of
+/// the pool, in random order. The i-th row of the list goes to slot i.
 void append_list(std::vector<FetchedRow>& lists, std::uint32_t count, std::uint64_t pool_rows,
                  std::mt19937_64& random) {
   std::vector<std::uint32_t> rows(count);
@@ -110,7 +110,7 @@ ordered_json time_copies(const Link& link) {
   return copies;
 }
 
-/// The largest rate of a copy from the host, which fetches are compared with.
+/// The highest rate of the copies from the host. Fetches are compared with it.
 double copy_limit(const ordered_json& copies) {
   double limit = 0;
   for (const ordered_json& copy : copies)
