@@ -21,16 +21,16 @@
 //   shared      used by all caches of a head task, as rows are (also CUDA's shared memory)
 //   direct      exponentials that one cache computes itself because no row has them, [head group,
 //               slot]
-//   old         with cache positions: a token that is older than an evicted token, so its distance to
-//               the query is not that of the row, and its exponentials are direct
+//   old         with cache positions: a token that is older than an evicted token, so its distance
+//               to the query is not that of the row, and its exponentials are direct
 //   measured    the queries that metrics cover; index: a query's number among them
 //   sample      every sample_every-th measured query, whose outputs are measured
 //   kept set    the tokens that a cache attends to at a query, as bits
 //   copy        all tokens as they are after one demotion path, dequantized; copy 0 holds the exact
 //               tokens
 //   terms       a query's gradients times a token's value
-//   fp16 copy   of a quantized configuration: a second one that keeps the same tokens in 16 bits. It
-//               has metrics, but no slots
+//   fp16 copy   of a quantized configuration: a second one that keeps the same tokens in 16 bits.
+//               It has metrics, but no slots
 //
 // Rows, sums and outputs are float32. Array shapes follow a field, with the fastest index last.
 #pragma once
