@@ -6,8 +6,8 @@ namespace kvlab {
 namespace {
 
 constexpr int kChunkBuffers = 8;
-// Bytes of the buffers for steps that wait while a shard is written. There are as many such buffers
-// as fit into these bytes, but at least kMinSteps and at most kMaxSteps.
+// Steps wait in buffers while the thread writes a shard. There are as many buffers for steps as fit
+// in kStepBytes, but at least kMinSteps and at most kMaxSteps.
 constexpr std::size_t kStepBytes = 192u << 20;
 constexpr std::size_t kMinSteps = 16, kMaxSteps = 512;
 

@@ -28,13 +28,14 @@ class AsyncCapture {
   /// Drops what has not been written, so call flush() first.
   ~AsyncCapture();
 
-  /// Enqueues a copy of one layer of a prompt's chunk. `stream` does not wait for this copy. It
-  /// waits for the copy of the previous layer, because the work that follows reuses that layer's
-  /// memory.
+  /// Enqueues a copy of one layer of a prompt's chunk. `stream` does not wait for this copy. But it
+  /// waits for the copy of the previous layer, because the work that follows on `stream` reuses the
+  /// memory of that layer.
   void chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cudaStream_t stream);
 
-  /// Enqueues a copy of a step's block on the stream, and returns the buffer. keep() adds the
-  /// step's token to the trace, and drop() discards it.
+  /// Enqueues a copy of a decode step's outputs (of all layers) to a buffer, and returns the
+  /// buffer's number for keep() or drop(). keep() adds the step's token to the trace. drop() frees
+  /// the buffer without writing it.
   int copy_step(const std::byte* device, cudaStream_t stream);
   void keep(int buffer, std::int32_t id);
   void drop(int buffer);

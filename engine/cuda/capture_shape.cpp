@@ -83,8 +83,8 @@ LayerOutputMemory::LayerOutputMemory(const CaptureShape& shape, Rows rows, bool 
       rows_(rows),
       keep_(keep),
       memory_("queries, keys and values", shape, rows, keep) {
-  // Attention writes no output for idle rows, but the launches after it compute with these rows
-  // too.
+  // Attention writes no output for idle rows, but later launches read these rows, so they must be
+  // initialized.
   const cuda::DeviceBuffer& all = memory_.memory();
   cuda::check(cudaMemsetAsync(all.data(), 0, all.bytes(), stream), "attention outputs");
 }

@@ -11,13 +11,14 @@
 
 namespace kvlab {
 
-/// The layout of a captured append in device memory: one block per layer, one after another. Each
-/// block has space for `tokens` tokens.
+/// The layout of a captured append in device memory: one block for each layer, one after another.
+/// The size of a block depends on the number of tokens; see offsets().
 struct CaptureShape {
   Dtype dtype;
   std::uint32_t layers, query_heads, kv_heads, head_size;
   bool plain;      ///< q and k are stored separately, because each head has norms
-  bool residuals;  ///< whether there is no norm between attention and the residual stream
+  bool residuals;  ///< whether norm2 is stored: only if attention is added to the residual stream
+                   ///< without a norm
 
   // Offsets in bytes from the start of the layer's block. Every part starts at a multiple of 256.
   struct Offsets {

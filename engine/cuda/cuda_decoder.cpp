@@ -240,7 +240,8 @@ void CudaDecoder::append(const Piece& piece, float* logits, const OnChunk& on_ch
     layers_.head(states + (count - 1) * config_.hidden, 1, logits_row(piece.sequence));
 }
 
-/// The buffer for the hidden states of an append: that of the steps, or a larger one.
+/// The buffer for the hidden states of an append. If the buffer of the steps is too small, a larger
+/// one.
 float* CudaDecoder::append_states(std::size_t count) {
   if (count <= static_cast<std::size_t>(options_.rows())) return work_->x;
   if (count * config_.hidden * sizeof(float) > append_.memory().bytes()) {

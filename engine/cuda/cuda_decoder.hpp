@@ -36,9 +36,9 @@ class CudaDecoder {
   /// Whether a decoder with these options fits the memory that is free now.
   static bool fits(const DeviceModel& model, const CudaDecoderOptions& options);
 
-  /// Called for every layer of a prompt's chunk after the layer was enqueued. `data`: the layer's
-  /// outputs in device memory (CaptureShape). This memory is reused two layers later, after the
-  /// work that the callback has enqueued on the stream.
+  /// The argument of OnChunk, which is called for every layer of a prompt's chunk after the layer
+  /// was enqueued. `data`: the layer's outputs in device memory (CaptureShape). This memory is
+  /// overwritten two calls later, after the work that the callback has enqueued on the stream.
   struct Chunk {
     std::span<const std::int32_t> ids;
     bool first, last;  ///< whether it is the chunk's first or last layer
@@ -62,7 +62,7 @@ class CudaDecoder {
   void step_plain(int rows);
   /// Samples the next token of each of the first `rows` sequences from its logits.
   void choose(int rows);
-  /// Feeds as step() does, but does not sample. For tests.
+  /// Like step(), but does not sample the token after it. For tests.
   void feed_next(int rows) { run_graph(rows, Next::given); }
 
   /// Feeds ids [step, row] to the first `rows` sequences, instead of the sampled ids. `logits`:

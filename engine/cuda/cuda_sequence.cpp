@@ -76,7 +76,7 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
   // If tokens are evicted, no step may run ahead, because a fed token cannot be removed.
   const std::uint32_t ahead = decoder_.can_forget() ? kAhead : 0;
   std::deque<int> copies;        // capture buffers of enqueued steps that are not kept yet
-  std::deque<std::int32_t> fed;  // ids that the host has read, which the first of these steps feed
+  std::deque<std::int32_t> fed;  // ids that the host has read; the step of copies[i] feeds the i-th
   std::uint32_t chosen = 1, seen = 0;
   for (bool more = true; more && seen < count;) {
     throw_if_cancelled();

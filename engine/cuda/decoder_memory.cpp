@@ -11,8 +11,8 @@
 namespace kvlab {
 namespace {
 
-/// Bytes that are left free because buffer sizes are rounded up, for a prompt's ids, and for what
-/// CUDA loads and records later.
+/// Bytes that are left free: for the rounding of buffer sizes, for a prompt's ids, and for the code
+/// and the graphs that CUDA loads later.
 constexpr std::uint64_t kReserve = 256u << 20;
 
 void check_options(const CudaDecoderOptions& options) {
@@ -40,7 +40,8 @@ CacheBytes memory_for(const DeviceModel& model, const CudaDecoderOptions& option
                 LayerOutputMemory::bytes(capture_shape(config, model.dtype()), output_rows(options),
                                          options.keeps_outputs()) +
                 DeviceLayers::bytes(model, rows);
-  // A prompt with more tokens than fit into one call needs a buffer for all its hidden states.
+  // A prompt that is longer than the work buffers needs its own buffer for the hidden states of all
+  // its tokens.
   if (options.longest_prompt > static_cast<unsigned>(rows))
     bytes.work +=
         cuda::Placed<DecoderWork>::bytes(config, static_cast<int>(options.longest_prompt), 0);
@@ -48,7 +49,7 @@ CacheBytes memory_for(const DeviceModel& model, const CudaDecoderOptions& option
 }
 
 /// Checks that the device can launch the model's kernels. Attention keeps a head's vectors in
-/// shared memory.
+/// shared memory, of which a device may have too little.
 void check_launches(const DeviceModel& model, const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
   kernels::DeviceLimits limits;

@@ -20,14 +20,14 @@ __device__ std::uint64_t hash(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// A normal number from two uniform numbers in (0, 1], by Box and Muller.
+/// A normal number from two uniform numbers, u in (0, 1] and v in [0, 1), by the Box–Muller method.
 __device__ float normal(std::uint64_t bits) {
   const float u = (static_cast<float>(static_cast<std::uint32_t>(bits) >> 8) + 1.0f) * 0x1p-24f;
   const float v = static_cast<float>(bits >> 40) * 0x1p-24f;
   return sqrtf(-2.0f * logf(u)) * cospif(2.0f * v);
 }
 
-/// Element i of random numbers.
+/// Element i of an array of random numbers. It depends only on `seed` and i.
 template <class T>
 struct NormalElement {
   float deviation;

@@ -16,9 +16,9 @@ class PromptIds {
  public:
   explicit PromptIds(cudaStream_t stream) : stream_(stream) {}
 
-  /// Enqueues a copy on the stream; the caller may free `ids` when upload() returns. Waits only for
-  /// the previous copy, and if the buffers have to grow. Returns the ids in device memory, valid
-  /// until the next call.
+  /// Enqueues a copy on the stream; the caller may free `ids` when upload() returns. Waits for the
+  /// previous copy. If the buffers have to grow, also waits for the stream. Returns the ids in
+  /// device memory, valid until the next call.
   const std::int32_t* upload(std::span<const std::int32_t> ids);
 
  private:

@@ -1,12 +1,13 @@
-// Causal attention of many queries, in the style of FlashAttention: a CTA keeps a tile of rows and
-// passes over the keys once.
+// Causal attention of many queries, in the style of FlashAttention. A row is one query of one query
+// head. A CTA keeps a tile of rows in shared memory. It reads the keys that these rows see once, in
+// tiles of kKeys keys.
 //
 // Work: 4 * head_size operations for each (query, query head, visible key). The 2-byte types use
 // tensor cores; float32 uses ordinary arithmetic.
 //
 // Instantiated for 4 head sizes: on tensor cores for 2 types (8 kernels), and in float32 (4
-// kernels). All of them also exist for keys and values in pages, and for keys that are split into
-// parts.
+// kernels). Each kernel has four variants: keys and values are contiguous or in pages, and the keys
+// are split into parts (prefill_parts.cuh) or not.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"
@@ -24,20 +25,22 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kStages = 2;
 
-/// Each warp has two blocks of 16 rows, because both then use one read of a key. At head size 256
-/// the outputs of two such blocks would need all registers, and with tiles of 64 keys a second CTA
-/// would not fit in shared memory.
+/// Each warp handles two blocks of 16 rows, so that a key is read from shared memory once for both
+/// blocks. Head size 256 is different: a warp handles one block, because the outputs of two blocks
+/// would need all registers, and a tile has only 32 keys, because with 64 keys a second CTA would
+/// not fit in the shared memory of an SM.
 template <int kDim>
 struct Tiling {
   static constexpr int kMatrices = kDim > 128 ? 1 : 2;  ///< blocks of 16 rows per warp
   static constexpr int kKeys = kDim > 128 ? 32 : 64;    ///< keys per tile
   static constexpr int kRowsOfWarp = 16 * kMatrices, kRows = kWarps * kRowsOfWarp;
   static constexpr int kPlainRows =
-      kDim > 128 ? 8 : 16;  ///< rows per CTA in float32; fits 48 KiB together with the keys
+      kDim > 128 ? 8 : 16;  ///< rows per CTA in float32; rows and keys together fit in 48 KiB
 };
 
 /// The tile of rows of a CTA. The last rows see the most keys, so they are processed first, for all
-/// KV heads. The short tiles then come last and keep the GPU busy to the end.
+/// KV heads. The tiles with few visible keys then run last, so all SMs have work until shortly
+/// before the end.
 __device__ int tile_of_block(const Plan& plan) {
   return static_cast<int>((gridDim.x - 1 - blockIdx.x) / plan.args.kv_heads);
 }
@@ -62,9 +65,10 @@ template <int kDim>
 constexpr int kSlices = Tiling<kDim>::kKeys / kSlotsOfSlice;
 static_assert(kSlotsOfSlice <= kMinSlotsOfBlock);
 
-/// Starts copying one of kSlices parts of a tile's rows [slot, dim]. Rows from `valid` on are
-/// filled with zeros. Called by the whole CTA. `from` points to the tile's rows or, if kPaged, to
-/// the slice's rows. Rows are `stride` elements apart.
+/// Starts to copy slice number `slice` (kSlotsOfSlice rows) of a tile [slot, dim] to shared memory.
+/// Rows of the tile from number `valid` on are filled with zeros. All threads of the CTA call it.
+/// `from` points to the first row of the tile or, if kPaged, of the slice. In pages, rows are
+/// `stride` elements apart; otherwise they are contiguous.
 template <class T, int kDim, bool kPaged>
 __device__ void load_slice(T* to, const T* from, int stride, int valid, int slice) {
   using Layout = Swizzled<kDim * sizeof(T)>;
@@ -80,7 +84,8 @@ __device__ void load_slice(T* to, const T* from, int stride, int valid, int slic
   }
 }
 
-/// The element at which a tile's slice begins in its page; 0 if the slice has no valid row.
+/// The index of the first element of a tile's slice in paged memory; 0 if the slice has no valid
+/// row. `begin`: slot of the tile's first row.
 __device__ inline std::int64_t slice_begin(const kvlab_prefill_args& args, int pair, int begin,
                                            int slice, int valid) {
   const int row = slice * kSlotsOfSlice;
@@ -91,15 +96,17 @@ __device__ inline std::int64_t slice_begin(const kvlab_prefill_args& args, int p
 /// so that a row that sees no key of a tile gives weight 0 to all keys of the tile.
 constexpr float kNoLogit = -3e38f;
 
-/// The initial state of a row: the sink logit of its query head, in base 2.
+/// Sets the initial maximum and sum of a row. If the layer has sink logits, the maximum is the sink
+/// logit of the row's query head, in base 2, and the sum is 1.
 __device__ inline void begin_row(const PrefillRows& rows, int row, float& max, float& sum) {
   const float* const sinks = rows.layer.sinks;
   max = sinks == nullptr ? kNoLogit : sinks[rows.kv_head * rows.group + row % rows.group] * kLog2E;
   sum = sinks == nullptr ? 0 : 1;
 }
 
-/// A warp's rows, in blocks of 16. Of block m, lane l holds rows m * 16 + l / 4 and m * 16 + l / 4
-/// + 8.
+/// A warp's rows, in kMatrices blocks of 16 rows. In block m, lane l holds row m * 16 + l / 4 (half
+/// 0) and row m * 16 + l / 4 + 8 (half 1). Four lanes hold the same row, and each of them has a
+/// quarter of its columns.
 template <class T, int kDim>
 class WarpRows {
  public:
@@ -122,10 +129,11 @@ class WarpRows {
     }
   }
 
-  /// Adds a tile of keys. A row sees the keys from hidden(m, half) on (0 or less: from the first
-  /// key) and before visible(m, half) (kKeys or more: to the last key). Between products, calls
-  /// fetch(slice) for each slice of the next tile. If all copies were issued together, they would
-  /// delay the operands of the first products.
+  /// Adds a tile of keys. A row sees the tile's keys from number hidden(m, half) on (0 or less:
+  /// from the first key) and before number visible(m, half) (kKeys or more: to the last key). The
+  /// copies of the next tile are issued between the products, by one call of fetch(slice) for each
+  /// slice. If all copies were issued together, they would delay the operands of the first
+  /// products.
   template <bool kMasked, class Hidden, class Visible, class Fetch>
   __device__ void add(const T* query, const T* keys, const T* values, float base2_scale,
                       Hidden hidden, Visible visible, Fetch fetch) {
@@ -145,9 +153,10 @@ class WarpRows {
     }
   }
 
-  /// Calls write(m, half, n, value, next, inverse) for columns n * 8 + l % 4 * 2 of each row; the
-  /// caller multiplies by `inverse` to divide by the sum. Calls row(m, half, largest product, max,
-  /// sum) once for each row, in one lane.
+  /// Calls write(m, half, n, value, next, inverse) for each row and each n. `value` is column n * 8
+  /// + l % 4 * 2 of the output and `next` is the column after it, both not yet divided by the row's
+  /// sum; `inverse` is 1 / sum. Then calls row(m, half, largest product, max, sum) once for each
+  /// row, in one of the row's four lanes.
   template <class Write, class Row>
   __device__ void finish(Write write, Row row) {
 #pragma unroll
@@ -167,8 +176,8 @@ class WarpRows {
 
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
-  /// All four lanes of a row have the row's data. Returns whether this lane is the one that stores
-  /// it.
+  /// All four lanes of a row know the row's maximum and sum. Returns whether this lane is the one
+  /// that stores them.
   __device__ static bool keeps(int m, int half) { return lane() % 4 == m * 2 + half; }
 
   template <class Fetch>
@@ -213,10 +222,11 @@ class WarpRows {
       }
   }
 
-  /// Raises max_ to at least the tile's logits minus kSlack. Weights up to 2^kSlack do not harm
-  /// accuracy, and because of this slack most tiles need no rescaling. A row's maximum depends only
-  /// on the logits of that row. So a row's bits depend neither on the other rows nor on the number
-  /// of queries.
+  /// If the largest logit of the tile exceeds a row's max_ by more than kSlack, sets max_ to this
+  /// logit and rescales the row's sum and outputs. A smaller excess is tolerated: weights up to
+  /// 2^kSlack do not harm accuracy, and most tiles then need no rescaling. A row's max_ depends
+  /// only on the logits of that row. So the bits of a row's result depend neither on the other rows
+  /// nor on the number of queries.
   __device__ void raise_max(const float (&logit)[kMatrices][kKeys / 8][4], float base2_scale) {
     float max[kMatrices][2];
     bool raise = false;
@@ -252,7 +262,7 @@ class WarpRows {
       }
   }
 
-  /// Returns the weights of two neighbouring keys for a row, and adds them to the row's sum.
+  /// Returns a row's weights of two neighbouring keys, and adds them to the row's sum.
   __device__ std::uint32_t weigh(const float (&logit)[4], int m, int half, float base2_scale) {
     const float low = exp2_fast(fmaf(logit[half * 2], base2_scale, -max_[m][half]));
     const float high = exp2_fast(fmaf(logit[half * 2 + 1], base2_scale, -max_[m][half]));
@@ -280,7 +290,8 @@ class WarpRows {
   float out_[kMatrices][kDim / 8][4];
   // sum_ covers only this lane's keys until finish()
   float max_[kMatrices][2], sum_[kMatrices][2];
-  /// Largest product of the row whose data this lane stores; exact, unlike max_.
+  /// Largest product of query and key in the row that this lane stores. It is exact, whereas max_
+  /// may be lower than the largest logit by up to kSlack.
   float max_product_ = -INFINITY;
 };
 
@@ -297,7 +308,8 @@ __device__ void load_queries(T* to, const PrefillRows& rows, int first_row, int 
   }
 }
 
-/// Writes a warp's rows. row_of(m, half) maps a lane's row to its index.
+/// Writes a warp's rows. row_of(m, half) is the row number, within the KV head, of row (m, half) of
+/// this lane.
 template <bool kParts, class T, int kDim, class RowOf>
 __device__ void write_rows(const Plan& plan, const PrefillRows& rows, WarpRows<T, kDim>& warp,
                            RowOf row_of, int last_row) {
@@ -334,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const int tiles = (keys_end + kKeys - 1) / kKeys;
   const int first_tile = plan.first_key<kParts>(rows.first_seen(first_row)) / kKeys;
   if (first_tile >= tiles) return;  // no row sees this part of the keys
-  // All rows see all keys of the tiles from first_whole to `unmasked`.
+  // Tiles first_whole to unmasked - 1 need no mask, because all rows of the CTA see all their keys.
   const int first_whole = (rows.first_seen(last_row) + kKeys - 1) / kKeys;
   const int unmasked = (rows.slot(first_row) + 1) / kKeys;
 
@@ -408,12 +420,13 @@ __device__ void load_plain_queries(float (&to)[kRows][kDim], const PrefillRows& 
   }
 }
 
-/// The float32 kernel. A warp handles two or four rows, and processes 32 keys at a time, one per
-/// lane.
+/// The float32 kernel. A warp handles two or four rows. It computes the logits of 32 keys at a
+/// time, one key per lane. For the values, each lane instead holds every 32nd channel of the
+/// output.
 template <int kDim, bool kPaged, bool kParts>
 __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant__ Plan plan) {
   constexpr int kPlainRows = Tiling<kDim>::kPlainRows;
-  // padded, because lanes read down a column
+  // keys are padded, so that 32 lanes that read the same column of 32 keys use 32 banks
   __shared__ float query[kPlainRows][kDim], keys[kPlainKeys][kDim + 1];
   const auto& args = plan.args;
   const PrefillRows rows = rows_of_block(plan);

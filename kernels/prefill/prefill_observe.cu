@@ -1,15 +1,18 @@
 // Attention statistics of an append: how much attention its queries give to each key. This is a
-// second pass, which computes the products of queries and keys again. The softmax of each row
-// (largest product, log-sum-exp), which the attention has stored, converts the products directly to
-// final probabilities.
+// second pass, which computes the products of queries and keys again. For each row (one query of
+// one query head), the attention has stored the log-sum-exp and the largest product. The
+// log-sum-exp converts a product to its final probability at once. The largest product gives the
+// lowest probability that is a request.
 //
-// A CTA keeps a block of keys and passes over the queries that see it, one query head after
-// another. So a key's sums stay in the registers of one lane. Sums are integers, so CTAs with the
-// same keys and different queries may add their sums in any order.
+// A CTA keeps a block of keys in registers (float32: in shared memory) and passes over the queries
+// that see these keys, one tile of queries after another and, within a tile, one query head after
+// another. So the sums of a key stay in the registers of the same lanes. Sums are integers, so CTAs
+// with the same keys and different queries may add their sums in any order.
 //
 // Work: 2 * head_size operations for each (query, query head, visible key), half as many as in the
 // attention, plus an exponential and, for masses, six more instructions. Memory traffic is small:
-// queries once, keys once per kRange queries, 8 bytes per row and 24 bytes per key.
+// queries once, keys once per kRange queries, 8 bytes per row (RowTerm) and 24 bytes per key (its
+// kvlab_observation).
 //
 // Instantiated for 4 head sizes x 4 kinds of count: on tensor cores for 2 types (32 kernels), and
 // without tensor cores for float32 (16 kernels). The kind of count is a template parameter because
@@ -36,8 +39,8 @@ constexpr int kStages = 2;
 
 __host__ __device__ int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
-/// Computes the row terms of all queries that are counted. Uses one thread for each (query, query
-/// head).
+/// Computes the row terms of a sequence's queries, beginning with the first tile that contains a
+/// counted query. One thread handles one (query, query head).
 __global__ void __launch_bounds__(kThreads)
     make_row_terms(const __grid_constant__ Plan plan, Count count) {
   const auto& args = plan.args;
@@ -73,8 +76,8 @@ struct alignas(16) Shared {
   RowTerm terms[kStages][kQueries];
 };
 
-/// Starts copying rows [row, dim]. A row begins at element begin(row). Rows from `valid` on are
-/// filled with zeros.
+/// Starts to copy kRows rows [row, dim] to shared memory. Row `row` begins at element begin(row) of
+/// `from`. Rows from `valid` on are filled with zeros.
 template <class T, int kDim, int kRows, class Begin>
 __device__ void load_rows(T* to, const T* from, Begin begin, int valid) {
   using Layout = Swizzled<kDim * sizeof(T)>;
@@ -89,9 +92,9 @@ __device__ void load_rows(T* to, const T* from, Begin begin, int valid) {
   }
 }
 
-/// A warp's 32 keys, as operands in registers, and their counts. Of keys m * 16 to m * 16 + 15,
-/// lane l holds keys m * 16 + l / 4 and m * 16 + l / 4 + 8, and columns l % 4 * 2 and l % 4 * 2 + 1
-/// of each eight queries.
+/// A warp's 32 keys, as operands in registers, and their counts. In block m, lane l counts key m *
+/// 16 + l / 4 (half 0) and key m * 16 + l / 4 + 8 (half 1), each for queries l % 4 * 2 and l % 4 *
+/// 2 + 1 of every eight queries.
 template <class T, int kDim, Count kCount>
 class WarpKeys {
  public:
@@ -156,7 +159,7 @@ class WarpKeys {
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
 
-  /// Number of groups of eight queries whose products are in registers at a time.
+  /// Number of groups of eight queries whose products are in registers at the same time.
   static constexpr int kEights = 4;
 
   __device__ void multiply(const T* queries, int eight, float (&product)[2][kEights][4]) const {
@@ -247,7 +250,8 @@ constexpr int kPlainKeys = 32;
 /// equal those of prefill_plain bit for bit.
 template <int kDim, Count kCount>
 __global__ void __launch_bounds__(kThreads) observe_plain(const __grid_constant__ Plan plan) {
-  __shared__ float keys[kPlainKeys][kDim + 1];  // padded, because lanes read down a column
+  __shared__ float keys[kPlainKeys][kDim + 1];  // padded, so that the same column of 32 keys is in
+                                                // 32 banks
   const auto& args = plan.args;
   const Part part(plan, kPlainKeys);
   if (part.begin >= part.end) return;
@@ -402,8 +406,8 @@ cudaError_t observe_queries(const kvlab_observe_args& args, cudaStream_t stream)
     if (error != cudaSuccess || !needs_mass(needs)) return error;
   }
   plan.tail = tail;
-  // Only queries of age < tail have a weight above 0. Queries are processed in whole tiles, so the
-  // other queries of the first tile are processed too.
+  // Only the last `tail` queries of the prompt have a weight above 0. Because queries are processed
+  // in whole tiles, the first tile may also contain up to kQueries - 1 older queries.
   const std::int64_t weighing = std::int64_t{tail} - (args.youngers ? 0 : args.younger);
   if (weighing <= 0) return cudaSuccess;
   plan.counted = static_cast<int>(std::min<std::int64_t>(prefill.queries, weighing + kQueries - 1));

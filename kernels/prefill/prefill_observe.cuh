@@ -1,4 +1,5 @@
-// Common code of the kernels of the second pass (see prefill_observe.cu).
+// Code for the kernels of prefill_observe.cu and prefill_observe_hopper.cu. The former file
+// explains what they compute.
 #pragma once
 
 #include "kernels/device/mass_sum.hpp"
@@ -8,40 +9,43 @@
 namespace kvlab::kernels::observe {
 
 inline constexpr int kQueries = 64;  ///< queries per tile, all of one query head
-inline constexpr int kRange = 1024;  ///< number of queries that a CTA passes over
+inline constexpr int kRange = 1024;  ///< maximum number of queries per CTA
 
-/// The statistics that a kernel computes. mass: sums of probabilities. weighted: the same, with
-/// weights of queries. largest: for each query, only the largest probability of the group's heads,
-/// weighted. requests: numbers of requests.
+/// What a kernel sums for each key. mass: the probabilities. weighted: the probabilities times the
+/// weight of the query. largest: for each query, only the largest probability among the heads of
+/// the group, times the weight of the query. requests: the number of queries that request the key,
+/// and the last of these queries.
 enum class Count { mass, weighted, largest, requests };
 
-/// The data of a row that a kernel needs in addition to its products.
+/// What a kernel needs to know about a row (one query of one query head) besides the products.
 struct alignas(8) RowTerm {
-  float minus_lse2;  ///< -infinity: the row is not counted
-  float bound;  ///< for requests, the lowest requested probability; otherwise the weight, if any
+  float minus_lse2;  ///< minus the row's log-sum-exp in base 2; -infinity: the row is not counted
+  float bound;  ///< for requests: the lowest probability that is a request; otherwise: the query's
+                ///< weight
 };
 
 struct Plan {
   kvlab_observe_args args;
   std::uint32_t tail;
   int group;
-  int counted;        ///< maximum number of queries of a sequence that are counted
-  int padded;         ///< sum over sequences of their queries, each rounded up to kQueries
+  int counted;        ///< upper limit of the number of counted queries of any sequence
+  int padded;         ///< terms per query head; the queries of each sequence are rounded up to
+                      ///< kQueries
   float base2_scale;  ///< softmax scale, for base-2 logits
   RowTerm* terms;     // [query_head, padded]
 };
 
-/// The probability of a key that the query does not see. It adds nothing, even if every probability
-/// counts as a request.
+/// The probability of a key that the query does not see. It is 0 in sums. For requests it is
+/// -infinity, because 0 can be a request.
 template <Count kCount>
 inline constexpr float kUnseen = kCount == Count::requests ? -INFINITY : 0;
 
-/// The statistics of one key in one lane.
+/// The statistics of one key, over the queries that one lane handles.
 template <Count kCount>
 class KeyCount {
  public:
-  /// Adds a query of the current tile. `bit` numbers the lane's queries of a tile, from the oldest
-  /// on.
+  /// Adds probability `p` of a query of the current tile. `bit` is the query's number among those
+  /// that this lane handles in a tile, from the oldest on.
   __device__ void add(float p, const RowTerm& term, int bit) {
     if constexpr (kCount == Count::mass) {
       sum_.add(p);
@@ -53,8 +57,9 @@ class KeyCount {
       if (p >= term.bound) requested_ |= 1u << bit;
     }
   }
-  /// Call it after the queries of a tile have been added for all query heads. query_of(bit) is the
-  /// tile's query for that bit. `terms` may be those of any head.
+  /// Call it when a tile's queries have been added for all query heads of the group. query_of(bit)
+  /// converts the lane's query number to the query number within the tile. `terms` may be those of
+  /// any head, because only weights are read, and these are equal for all heads.
   template <class QueryOf>
   __device__ void end_queries(int first_query, const RowTerm* terms, QueryOf query_of) {
     if constexpr (kCount == Count::largest) {
@@ -71,8 +76,9 @@ class KeyCount {
       requested_ = 0;
     }
   }
-  /// Reduces over the lanes that differ in the bits of `lanes` (a power of two minus one). Each of
-  /// them gets the result. `added`: the number of calls of add() in each lane.
+  /// Combines the statistics of the lanes whose numbers differ only in the bits of `lanes` (a power
+  /// of two minus one). Each of these lanes gets the result. `added`: the number of calls of add()
+  /// in each lane.
   __device__ void reduce(std::uint32_t added, int lanes) {
     if constexpr (kCount == Count::mass) mass_ = sum_.total(added);
     for (int step = 1; step <= lanes; step *= 2) {
@@ -96,13 +102,15 @@ class KeyCount {
   MassSum sum_;
   unsigned long long mass_ = 0;
   static constexpr int kQueriesOfLane = kQueries / 4;
-  /// The largest mass so far, for each query.
+  /// For each of the lane's queries of the current tile: the largest probability among the heads so
+  /// far.
   float largest_[kCount == Count::largest ? kQueriesOfLane : 1] = {};
   std::uint32_t requested_ = 0, requests_ = 0;
   int last_ = 0;  ///< the last query that requested the key
 };
 
-/// The query of a tile for a bit (of 32) of a lane, if tensor cores compute the products.
+/// The number, within a tile, of the query that this lane counts as bit `bit` (0 to 15). This is
+/// the layout of tensor-core products.
 __device__ inline int query_of_bit(int bit) {
   return bit / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + bit % 2;
 }
@@ -110,7 +118,8 @@ __device__ inline int query_of_bit(int bit) {
 /// The sequence that a CTA handles.
 struct Sequence : OwnQueries {
   int younger;  ///< number of the prompt's queries after those of this call
-  int silent;   ///< number of queries at the beginning that are not counted; a multiple of kQueries
+  int silent;   ///< number of queries at the beginning that are skipped, because they are not
+                ///< counted; rounded down to a multiple of kQueries
   int term;     ///< index of the sequence's first term among a head's terms
 
   __device__ Sequence(const kvlab_observe_args& args, std::uint32_t tail)
@@ -121,7 +130,7 @@ struct Sequence : OwnQueries {
         term((begin / kQueries + sequence) * kQueries) {}
 
  private:
-  /// The queries of the tokens that are really appended.
+  /// The sequence's queries. If args.appended is given, only its first appended[sequence] queries.
   __device__ static OwnQueries counted_queries(const kvlab_observe_args& args) {
     OwnQueries own(args.prefill);
     if (args.appended != nullptr)
@@ -131,7 +140,7 @@ struct Sequence : OwnQueries {
 };
 
 /// The keys and queries of a CTA. Consecutive CTAs have consecutive blocks of keys and the same
-/// queries. So CTAs that run at the same time read these queries from the L2 cache.
+/// queries. CTAs that run at the same time therefore find these queries in the L2 cache.
 struct Part {
   Sequence own;
   int kv_head, pair;
@@ -157,7 +166,7 @@ struct Part {
     begin = max(begin, (first_key - first) / kQueries * kQueries);
     if (keys <= 0) end = begin;
   }
-  /// The element at which the CTA's key `i` begins.
+  /// The index of the first element of the CTA's key `i`.
   __device__ std::int64_t key_row(const kvlab_observe_args& args, int i) const {
     return args.prefill.pages.blocks ? paged_row(args.prefill, pair, first_key + i)
                                      : (key_index(args) + i) * args.prefill.head_size;

@@ -1,7 +1,7 @@
 // The second pass with warpgroup products (sm_90a). It works as in prefill_observe.cu, with two
 // differences. First, the tensor cores multiply the next tile of queries while the current tile is
-// counted. Second, the copy engine loads tiles, because without it copying took a third of the
-// instructions of the counting threads.
+// counted. Second, the copy engine loads the tiles. Without the copy engine, a third of the
+// instructions of the counting threads were copies.
 //
 // Instantiated for 2 types x 4 head sizes x 4 kinds of count (32 kernels), for sm_90a only.
 #include <cuda.h>
@@ -18,8 +18,9 @@
 namespace kvlab::kernels::observe {
 namespace {
 
-/// Number of warpgroups in a CTA that count the attention that keys receive. One more warp loads
-/// tiles. At head size 256 the number is lower, because a warp's keys need twice as many registers.
+/// Number of warpgroups of a CTA that sum the statistics of keys (counting threads). One more warp
+/// loads tiles. At head size 256 the number is lower, because a warp's keys need twice as many
+/// registers.
 template <int kDim>
 constexpr int kWarpgroups = kDim > 128 ? 2 : 3;
 constexpr int kKeysOfWarpgroup = 64;  ///< 16 per warp
@@ -43,8 +44,8 @@ struct Shared {
 };
 constexpr std::size_t kAlignment = 1024;  ///< alignment of panels, in bytes
 
-/// One warp's 16 keys, as operands in registers, and their counts. Lane l holds keys l / 4 and l /
-/// 4 + 8, and columns l % 4 * 2 and l % 4 * 2 + 1 of each eight queries.
+/// One warp's 16 keys, as operands in registers, and their counts. Lane l counts key l / 4 (half 0)
+/// and key l / 4 + 8 (half 1), each for queries l % 4 * 2 and l % 4 * 2 + 1 of every eight queries.
 template <class T, int kDim, Count kCount>
 class WarpKeys {
  public:
@@ -118,8 +119,9 @@ class WarpKeys {
   std::uint32_t tiles_ = 0;
 };
 
-/// A tile of queries: its first query, its query head in the group, and its stage. The next tile is
-/// that of the next head and, after the last head, that of the next queries.
+/// A tile of queries: its first query, the number of its query head in the group, and the stage
+/// (buffer in shared memory) that holds it. The tiles of the same queries under all heads of the
+/// group come one after another, and then those of the next kQueries queries.
 struct Tile {
   int query, head = 0, stage = 0;
   std::uint32_t round = 0;  ///< number of times that all stages have been used, modulo 2
@@ -135,7 +137,8 @@ struct Tile {
 };
 
 /// The work of the loading thread. It loads each tile. Then it marks two more tiles as loaded
-/// without loading them, because the counting warps start products beyond the last tile.
+/// without loading them, because the counting warps start the products of up to two tiles beyond
+/// the last one and would wait for these tiles.
 template <class T, int kDim>
 __device__ void fetch_tiles(Shared<T, kDim>& shared, const Plan& plan, const Part& part,
                             const CUtensorMap& queries) {
@@ -144,7 +147,8 @@ __device__ void fetch_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
   for (; tile.query < part.end; tile.next(plan.group)) {
     PhaseBarrier& full = shared.full[tile.stage];
     shared.free[tile.stage].wait(tile.round ^ 1);
-    publish_to_products();  // barriers alone do not order copies after other reads
+    publish_to_products();  // a barrier alone does not order the copy engine's writes after earlier
+                            // reads of the stage
     full.arrive_and_expect(sizeof shared.queries[0] + kTermBytes);
     const int head = part.kv_head * plan.group + tile.head;
 #pragma unroll
@@ -195,8 +199,7 @@ __device__ void count_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
   start(even);
   finish(even);
   while (counted.query < part.end) {
-    start(odd);  // beyond the last tile this multiplies arbitrary memory, and the result is not
-                 // counted
+    start(odd);  // beyond the last tile this multiplies arbitrary memory; the result is not counted
     count(even);
     finish(odd);
     start(even);
@@ -248,8 +251,8 @@ __global__ void __launch_bounds__(kThreads<kDim>, 1)
   });
 }
 
-/// Makes a tensor map of q for copies of kQueries rows of one head, one panel at a time. Elements
-/// beyond the edges of q are copied as zeros.
+/// Makes a tensor map of q [query, query_head, dim]. A copy with it brings 64 channels (a panel) of
+/// kQueries queries of one head. Elements beyond the edges of q arrive as zeros.
 cudaError_t describe_queries(const kvlab_observe_args& args, CUtensorMap& map) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};

@@ -1,9 +1,10 @@
 // Splits the keys of prompt attention into parts, for calls with so few queries that most of the
-// GPU would be idle. A CTA handles kPartKeys of a row's keys, and the results of the parts are
-// merged in order. The slots at which parts begin are fixed, so a row's bits depend only on the
-// slots that it sees.
+// GPU would be idle. A part is kPartKeys consecutive slots. A CTA handles one part of the keys of
+// its rows, and a second kernel merges the parts of each row in the order of the slots. Parts begin
+// at multiples of kPartKeys, so the bits of a row's result depend only on the slots that the row
+// sees.
 //
-// Memory traffic: 4 * (head_size + 4) bytes, written and read per row and part.
+// Memory traffic: for each row and part, 4 * (head_size + 4) bytes are written and later read.
 #pragma once
 
 #include "kernels/device/element.cuh"
@@ -21,14 +22,14 @@ inline std::int64_t rows_of(const kvlab_prefill_args& args) {
   return std::int64_t{queries_of(args)} * args.query_heads;
 }
 
-/// The result of one part of the keys for a row. The output [dim], which is not divided by the sum,
-/// is stored in a separate array.
+/// The softmax state of a row after one part of the keys. The part's output [dim], not yet divided
+/// by `sum`, is in a separate array.
 struct RowPart {
   float max_product, max, sum, unused;
 };
 
-/// Writes the requested results of a row. `max`: the largest product times the scale. `sum`:
-/// relative to `max`.
+/// Writes those softmax results of a row that the caller asked for. `max`: the row's reference
+/// logit, in base 2. `sum`: the sum of 2^(logit - max).
 __device__ inline void write_row(const kvlab_prefill_args& args, std::int64_t row,
                                  float max_product, float max, float sum) {
   if (args.lse != nullptr) args.lse[row] = log_sum_exp(max, sum);
@@ -56,8 +57,8 @@ struct Plan {
         reinterpret_cast<float*>(static_cast<RowPart*>(args.workspace) + gridDim.z * rows);
     return outs + (blockIdx.z * rows + row) * dim;
   }
-  /// Writes the softmax of a row. `max`: the largest product times the scale. `sum`: relative to
-  /// `max`.
+  /// Writes the softmax state of a row: to the workspace if the keys are split into parts,
+  /// otherwise with write_row().
   template <bool kParts>
   __device__ void write(std::int64_t row, float max_product, float max, float sum) const {
     if constexpr (kParts)
@@ -69,7 +70,8 @@ struct Plan {
 
 inline constexpr int kMergeWarps = 4;
 
-/// Merges the parts that each row sees. Uses one warp for each row.
+/// Merges the parts of the keys that each row sees. One warp handles one row, and each lane every
+/// 32nd channel of the row's output.
 template <class T, int kDim>
 __global__ void __launch_bounds__(kMergeWarps * 32)
     merge_kernel(const __grid_constant__ Plan plan, int parts) {
@@ -105,8 +107,8 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   if (lane == 0) write_row(args, row, all.max_product, all.max, all.sum);
 }
 
-/// Merges the parts, if there are any, after the CTAs of the attention. If the launch of the
-/// attention failed, returns its error.
+/// Launches the kernel that merges the parts, if the keys are split. If the preceding launch of the
+/// attention failed, returns that error.
 template <class T, int kDim>
 cudaError_t merge_parts(const Plan& plan, cudaStream_t stream) {
   const cudaError_t error = cudaGetLastError();

@@ -1,4 +1,5 @@
-// The rows of prefill attention: the queries of all query heads of one KV head.
+// The rows of prefill attention. A row is one query of one query head; a tile's rows belong to the
+// query heads of one KV head. A pair is a KV head of a sequence.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +21,8 @@ inline bool can_prefill(const kvlab_prefill_args& args) {
     return false;
   constexpr int kMaxGroup = 16;
   if (args.query_heads / args.kv_heads > kMaxGroup || !is_head_size(args.head_size)) return false;
-  constexpr int kMaxPosition = 1 << 26;  // a sixteenth of the number that would overflow 32 bits,
-                                         // so that sixteen times as many rows do not overflow
+  constexpr int kMaxPosition = 1 << 26;  // with kMaxGroup = 16 rows per position, row numbers stay
+                                         // below 2^30 and do not overflow
   if (args.first < 0 || args.first >= kMaxPosition) return false;
   if (args.queries < 1 || args.queries >= kMaxPosition) return false;
   constexpr int kMaxSequences = 65535;  // limit of the grid's second dimension
@@ -47,7 +48,7 @@ struct OwnQueries {
   }
 };
 
-/// The element at which a slot of a pair begins in paged memory.
+/// The index of the first element of a pair's slot in paged memory.
 __device__ inline std::int64_t paged_row(const kvlab_prefill_args& args, int pair, int slot) {
   return paged_row(args.pages, pair, args.kv_heads, slot);
 }
@@ -57,8 +58,9 @@ __device__ inline int first_query_slot(const kvlab_prefill_args& args, int pair)
   return args.first + (args.older == nullptr ? 0 : args.older[pair]);
 }
 
-/// Row r is query r / group of query head r % group of the KV head. So the rows of a tile use the
-/// same keys, and a tile covers only a few query positions, for any group size.
+/// Row r is query r / group of query head r % group of the KV head. So all rows of a tile use the
+/// same keys, and neighbouring rows belong to the same query or to neighbouring queries, which see
+/// almost the same keys.
 struct PrefillRows {
   const kvlab_prefill_args& args;
   const PrefillLayer& layer;
@@ -74,7 +76,7 @@ struct PrefillRows {
   __device__ int first_seen(int row) const {
     return layer.window == 0 ? 0 : max(slot(row) + 1 - layer.window, 0);
   }
-  /// The element at which the pair's keys (and values) begin.
+  /// The index of the first element of the pair's keys (and values).
   __device__ std::int64_t begin() const {
     return args.first_slot == nullptr ? pair * layer.head_stride
                                       : args.first_slot[pair] * args.head_size;

@@ -8,7 +8,7 @@ namespace kvlab::kernels {
 namespace {
 
 /// Uses one thread block for each KV head and one thread for each channel. Each thread adds the
-/// keys in the order in which the host adds them.
+/// keys in the same order as the CPU code, so that both get the same bits.
 template <class T>
 __global__ void find_centres_kernel(const kvlab_cache_view cache, std::uint32_t keys,
                                     float* centres) {

@@ -1,5 +1,6 @@
 // Quantization of a key or value on the device, equal bit for bit to
-// traces/base/numeric/quantize.cpp. A warp handles a row; lane l has channels l, kQuantBlock + l, …
+// traces/base/numeric/quantize.cpp. A row is one key or one value. A warp handles a row; lane l has
+// channels l, kQuantBlock + l, 2 * kQuantBlock + l, …
 #pragma once
 
 #include <cuda_fp8.h>
@@ -15,8 +16,8 @@ static_assert(kQuantBlock == kWarpSize);
 
 /// A row in the registers of a warp.
 struct QuantizedRow {
-  float y[kMaxBlocks];  ///< the numbers as they are read back: after the Hadamard rotation or, if
-                        ///< the row is not quantized, before it
+  float y[kMaxBlocks];  ///< this lane's channel of each block. If the row is quantized, these are
+                        ///< the dequantized numbers, still rotated; otherwise the original numbers
   std::uint32_t quantized[kMaxBlocks], metadata[kMaxBlocks];
 };
 
@@ -54,7 +55,7 @@ __device__ inline float dequantize(bool floating, std::uint32_t quantized, std::
   return floating ? dequantize_fp8(quantized, metadata) : dequantize_int(quantized, metadata);
 }
 
-/// Gives the results of round_to_e4m3() in quantize.cpp. Requires |y| <= 448.
+/// Returns the same bits as round_to_e4m3() in quantize.cpp. Requires |y| <= 448.
 __device__ inline float round_to_e4m3(float y) {
   int exponent;
   frexpf(y, &exponent);
@@ -86,7 +87,7 @@ __device__ inline void quantize_int(float y, int bits, std::uint32_t& quantized,
                                                           << 16;
 }
 
-/// Gives the results of quantize_row() in quantize.cpp.
+/// Quantizes row.y, and replaces it by the dequantized numbers, as quantize_row() in quantize.cpp.
 __device__ inline void quantize_row(QuantizedRow& row, int bits, bool floating, int blocks) {
 #pragma unroll
   for (int b = 0; b < kMaxBlocks; ++b) {
@@ -130,7 +131,7 @@ __device__ inline void store_quantized(std::uint32_t quantized, std::uint32_t me
   const int bits = format.bits(key),
             bit = quantized_bit(key, bits, to.row, b * kWarpSize + lane_id(), blocks);
   std::uint32_t byte =
-      quantized << bit % 8;  // combined with the values of the lanes that share the byte
+      quantized << bit % 8;  // the loop adds the numbers of the other lanes that share the byte
   for (int apart = 1; apart < 8 / bits; apart *= 2) byte |= __shfl_xor_sync(~0u, byte, apart);
   if (bit % 8 == 0) reinterpret_cast<std::uint8_t*>(to.data)[bit / 8] = byte;
   if (lane_id() != 0) return;
@@ -159,7 +160,8 @@ __device__ void store_exact(const QuantizedRow& row, T* to, int blocks) {
     if (b < blocks) to[b * kWarpSize + lane_id()] = from_float<T>(row.y[b]);
 }
 
-/// Demotes a row from tier `from` (-1: not quantized yet) to tier `to`, as in demotion_path().
+/// Demotes a row from tier `from` (-1: on no tier yet) to tier `to`. As in demotion_path(), the row
+/// is quantized to the format of every tier on the way, one after another.
 __device__ inline void demote(QuantizedRow& row, const DeviceTierPlan& tier_plan, int from, int to,
                               bool key, int blocks) {
   bool is_quantized = from >= 0 && !tier_plan.tier[from].format.exact();

@@ -1,5 +1,6 @@
-// Tokens on the tiers of a tier plan, on the device. A token's data is indexed by slot
-// (kvlab_cache_view) except for its key and value, which are in a row of its tier.
+// Tokens on the tiers of a tier plan, on the device. A pair is a KV head of a sequence. A token's
+// data is indexed by its slot (kvlab_cache_view), except for its key and value: these are in a row
+// of the token's tier.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,7 +17,7 @@ inline constexpr int kMaxDeviceTiers = 8;
 /// Maximum number of query heads per KV head for the tensor core kernels.
 inline constexpr int kMaxTierGroup = 8;
 inline constexpr std::uint32_t kRowsOfTile =
-    16;  ///< the number of a tier's rows is a multiple of it
+    16;  ///< rows per tile; the number of rows of a tier is a multiple of it
 
 /// The properties of a format that kernels need.
 struct DeviceFormat {
@@ -28,9 +29,9 @@ struct DeviceFormat {
   bool operator==(const DeviceFormat&) const = default;
 };
 
-/// A tier of a pair. Each tile of its rows stores the quantized values of the keys (in the order of
-/// quantized_bit()), the metadata of the keys, the quantized values of the values, and their
-/// metadata. Tiles follow one another.
+/// A tier of a pair. Its rows are stored in tiles of kRowsOfTile rows, one tile after another. A
+/// tile contains four parts, in this order: the keys' quantized numbers (arranged by
+/// quantized_bit()), the keys' metadata, the values' quantized numbers, the values' metadata.
 struct DeviceTier {
   DeviceFormat format;
   /// Number of tokens that the tier may hold. Further rows are for tokens that are waiting for
@@ -55,8 +56,9 @@ __host__ __device__ inline int tier_of(const DeviceTierPlan& tier_plan, std::uin
   return tier;
 }
 
-/// Bytes of the quantized values of a key or value, and (next function) bytes of its metadata.
-/// `element`: bytes of a 16-bit element.
+/// data_bytes(): bytes of a key or value without metadata. metadata_bytes(): bytes of its metadata.
+/// row_bytes(): bytes of a token's key and value with their metadata. `element`: bytes of an
+/// element that is not quantized.
 __host__ __device__ inline std::int64_t data_bytes(const DeviceFormat& format, bool key,
                                                    int head_size, int element) {
   return format.exact() ? std::int64_t{head_size} * element
@@ -94,15 +96,16 @@ __host__ __device__ inline RowPart part_of(std::byte* bytes, const DeviceTier& t
 }
 
 /// lane_words(): number of 32-bit words of a tile's quantized values that one lane of a warp
-/// processes. words_at_once(): number of them that it loads at once.
+/// processes. words_at_once(): number of these words that a lane loads with one instruction.
 __host__ __device__ constexpr int lane_words(int bits, int blocks) { return blocks * bits / 2; }
 __host__ __device__ constexpr int words_at_once(int words) {
   return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1;
 }
-/// The bit in a tile at which the quantized value of a channel begins. Values that a lane
-/// multiplies together are stored together. For keys, these are eight channels of a block of rows r
-/// and r + 8, whose bytes are operands of the product. For values, these are four channels of rows
-/// 2r, 2r + 1, 2r + 8 and 2r + 9, two to a word. No two rows share a byte.
+/// The bit in a tile at which the quantized number of a channel begins. Numbers that a lane
+/// multiplies together are stored together, so that the lane loads whole words. In each block of 32
+/// channels, lane l has these numbers. Of keys: eight channels of rows r and r + 8 with r = l / 4.
+/// Of values: four channels of rows 2r, 2r + 1, 2r + 8 and 2r + 9 with r = l % 4; a word contains
+/// numbers of two neighbouring rows. A byte contains numbers of one row only.
 __host__ __device__ inline int quantized_bit(bool key, int bits, int row, int channel, int blocks) {
   constexpr int kBlock = static_cast<int>(kQuantBlock);
   const int b = channel / kBlock, in = channel % kBlock, half = row / 8;
@@ -114,8 +117,8 @@ __host__ __device__ inline int quantized_bit(bool key, int bits, int row, int ch
     bit += (key ? own / 2 : own % 2) * 8;
   } else if (bits == 4) {
     bit += own * 4;
-  } else {  // A word holds two blocks. If the number of blocks is odd, both halves of a word of the
-            // last block belong to that block.
+  } else {  // A word holds numbers of two blocks. If the number of blocks is odd, the last block
+            // has no partner, and its word holds both of its halves (rows 0 to 7 and 8 to 15).
     const bool odd = (b | 1) >= blocks;
     word = odd ? b : half * (blocks / 2) + b / 2;
     bit += (odd ? half : b % 2) * (key ? 16 : 8) + own * 2;
@@ -138,14 +141,15 @@ struct QuantizedCache {
   std::int32_t* extents;  // [pair]: number of rows up to and including the last one in use
   int max_rows;           ///< maximum over the pairs
   int max_row_bytes;      ///< maximum over the rows
-  int max_tiers;  ///< maximum over the pairs; if a pair has one tier, a token's row is its slot
+  int max_tiers;          ///< maximum over the pairs; if it is 1, a token's row is its slot
   const float* centres = nullptr;  // [pair, dim]: subtracted from stored keys; null: none
 };
 
-/// The quantized data of older tokens while many tokens are appended. Their keys and values were
-/// read from this data, and compact_to_tiers() uses it again.
+/// A copy of the older tokens' quantized data during an append of many tokens. read_from_tiers()
+/// writes it. compact_to_tiers() stores tokens from it, so that a token that stays on its tier
+/// keeps its bits.
 struct StagedTiers {
-  std::int8_t* tiers;       // [kv_head, slot]; -1: not quantized
+  std::int8_t* tiers;       // [kv_head, slot]; -1: a new token, which is on no tier yet
   std::uint8_t* data;       // [kv_head, slot, key or value, dim]: by channel
   std::uint32_t* metadata;  // [kv_head, slot, key or value, dim / kQuantBlock]
 };

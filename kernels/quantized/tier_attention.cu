@@ -1,7 +1,8 @@
-// Decode attention over tiers. It works like pair_attention. The row of tiles that the CTAs share
-// contains the tiers of each pair one after another. The quantized values of a tile are stored
-// together, in the order in which its warp copies them. Lower bound of the time: the bytes of the
-// rows divided by the read bandwidth.
+// Decode attention over tiers. It works like pair_attention: the tiles of all pairs form one row of
+// tiles, which is divided evenly among the CTAs. In this row, the tiers of a pair come one after
+// another. A warp processes kRowsOfTile rows of a tier at a time; their bytes are contiguous, so
+// the warp copies them as one piece. Lower bound of the time: the bytes of the rows in use, divided
+// by the memory's read bandwidth.
 //
 // Instantiated for 2 types x 4 head sizes x 2 group sizes (up to four query heads, and up to
 // eight). Formats are chosen at run time.
@@ -15,7 +16,7 @@
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kMaxStages = 6, kMinStages = 2;  // in case two stages do not fit, one is used
+constexpr int kMaxStages = 6, kMinStages = 2;  // if two stages do not fit, one is used
 
 struct TierAttentionPlan {
   PairPlan pairs;
@@ -25,10 +26,11 @@ struct TierAttentionPlan {
 };
 constexpr int kSlotIndexBytes = static_cast<int>(kRowsOfTile * sizeof(std::uint32_t));
 
-/// The tiles of one tier that a warp handles, among the tiles of its CTA's share of a pair.
+/// The tiles that a warp handles of one tier, within the tiles of a pair that are its CTA's share.
 struct TierRun {
   DeviceFormat format;
-  int tiles;          ///< number of tiles; each begins kSlotsPerTile rows after the previous one
+  int tiles;          ///< number of tiles; each begins kSlotsPerTile rows after the previous one,
+                      ///< because the rows between them belong to the CTA's other warps
   int rows;           ///< number of rows in use, from the first row of the first tile on
   std::uint32_t row;  ///< first row of the first tile, among the pair's rows
   const std::byte* from;
@@ -36,7 +38,7 @@ struct TierRun {
   const std::uint32_t* slot_of_row;  // slots of the rows, from the first tile on
 };
 
-/// The tiers of a pair, limited to the tiles of the pair that a CTA handles.
+/// The tiers of a pair, limited to those tiles of the pair that the CTA handles.
 class PairTiers {
  public:
   __device__ PairTiers(const TierAttentionPlan& plan, const SlotsOfPair& slots, int tile, int end)
@@ -75,8 +77,9 @@ class PairTiers {
   int tile_, end_;
 };
 
-/// A warp's tiles, loaded ahead into a ring of pairs.stages stages. The copy engine copies
-/// quantized values.
+/// Loads a warp's tiles in advance, into a ring of pairs.stages stages in shared memory. The copy
+/// engine copies quantized tiles if the device has one (sm_90 and later); the warp's lanes copy all
+/// others.
 template <class Warp>
 class TierTiles {
  public:
@@ -99,7 +102,8 @@ class TierTiles {
     __syncwarp();
     for (int i = 0; i < plan.pairs.stages - 1; ++i) fetch();
   }
-  /// Waits for the next tile and returns it. The previous tile is overwritten.
+  /// Waits for the next tile and returns it. The tile that the previous call returned is
+  /// overwritten.
   __device__ const unsigned char* next() {
     __syncwarp();
     fetch();
@@ -176,8 +180,8 @@ class TierTiles {
       copy_async(shared_address(to) + static_cast<std::uint32_t>(i) * 16,
                  static_cast<const std::byte*>(from) + i * 16, true, policy_);
   }
-  /// Only one lane arrives at the barrier for its warp, because the arrival of all 32 lanes took
-  /// longer than the products of a tile.
+  /// Waits until the copies of all lanes are registered; then one lane arrives at the barrier for
+  /// the warp. When all 32 lanes arrived, this took longer than the products of a tile.
   __device__ static void arrive_when_copied(PhaseBarrier& arrives) {
     arrives.expect_copied();
     __syncwarp();
@@ -188,12 +192,13 @@ class TierTiles {
   unsigned char* ring_;
   PhaseBarrier* arrived_;
   TileCursor cursor_;
-  int left_;  ///< tiles of the share after this pair's tiles
+  int left_;  ///< tiles of the CTA's share that belong to later pairs
   CachePolicy policy_;
   int tier_;  ///< the next tier
   PairTiers tiers_;
   TierRun run_{};
-  int newest_ = 0;  ///< value of run_.tiles for the tile that has the newest token
+  int newest_ = 0;  ///< value of run_.tiles (tiles left) when the tile with the newest token is
+                    ///< next; 0: not in this run
   int read_ = 0, write_ = 0;
   unsigned parity_ = 0;
 };
@@ -216,7 +221,8 @@ __device__ void add_quantized(TierTiles<Warp>& tiles, const TierRun& run, State&
   });
 }
 
-/// Processes a warp's tiles of a pair and writes its part.
+/// Processes the tiles of a pair that one warp handles, and writes the warp's partial result to
+/// `part`.
 template <class Warp, int kHeadGroups>
 __device__ void add_pair(TierTiles<Warp>& tiles, const PairTiers& tiers,
                          const HadamardQuery& rotated, const typename Warp::Element* query,
@@ -273,7 +279,8 @@ __global__ void __launch_bounds__(kThreads)
   const TileRow row(args.table);
   const EvenShare share(row.total(), plan.pairs.ctas);
   int left = share.begin(blockIdx.x + 1) - share.begin(blockIdx.x);
-  // All threads have read the share; later kernels of the stream may change lengths
+  // The next kernel may change the lengths, so it may start only when all threads have computed the
+  // share
   __syncthreads();
   let_successor_start();
   if (left == 0) {
@@ -351,7 +358,7 @@ int exchange_bytes(int group, int head_size) {
       return exchange_size.template operator()<256>();
   }
 }
-/// Bytes of shared memory that a CTA needs besides its ring.
+/// Bytes of shared memory that a CTA needs in addition to its rings.
 int bytes_beside(int group, int head_size) {
   return exchange_bytes(group, head_size) +
          static_cast<int>((HadamardQuery::bytes(group, head_size) + 7) / 8 * 8 +

@@ -1,16 +1,23 @@
 // How one warp processes tiles of a tier's rows: ExactWarp for exact rows, QuantizedWarp for
-// quantized values. Quantized keys are multiplied as bytes, with queries that are quantized to two
-// digits of 8 bits. Quantized values are multiplied with weights in fp16. Scales are applied in
-// float32, for keys after the product and for values before it.
+// quantized values. Keys of integer formats are multiplied as bytes, with queries that are
+// quantized to two digits of 8 bits; fp8 keys are multiplied in fp16. Values are multiplied with
+// weights in fp16. The scales of keys are applied in float32, after the products. The scales of
+// values are applied to the weights, before the products.
 //
-// Queries have gone through the Hadamard rotation. Tiers are processed from the most to the least
-// precise. When the first quantized tier begins, the output so far is rotated as well, and the
-// final output is rotated back. In the rotated domain, a block's minimum adds the same number to
-// all 32 channels of the block.
+// Quantized keys and values are stored after the Hadamard rotation, so the queries are rotated too.
+// Tiers are processed from the most to the least precise. Before the first quantized tier, the
+// output so far is rotated as well, and the final output is rotated back.
 //
-// Each of four query heads uses two of a product's eight columns. For keys, these are the two
-// digits of the query. For values, they are the weights times the scales of two blocks, and the
-// channels of a block use the column of that block.
+// A number of an integer format is the stored integer times the block's scale plus the block's
+// minimum. So the minimum adds the same amount to all 32 channels of the block. In a product with a
+// query, this is the minimum times the sum of the block's query channels. After the rotation and
+// the division by kQuantBlock, that sum equals the first channel of the block before the rotation
+// (HadamardQuery::firsts).
+//
+// A tensor-core product has eight columns: two for each of four query heads. In products with keys,
+// the two columns of a head are the two digits of the query. In products with values, they are the
+// weights times the scales of two neighbouring blocks, and the output of each block is read from
+// the column of that block.
 #pragma once
 
 #include <numeric>
@@ -21,7 +28,7 @@
 
 namespace kvlab::kernels {
 
-/// Where a warp stores its logits, and the factor that it applies to them.
+/// Where a warp stores its logits, and the factor that turns products into base-2 logits.
 struct TierUse {
   float* logits;  ///< logits of the pair, [slot, logits_stride]; may be null
   int logits_stride;
@@ -76,7 +83,8 @@ struct HadamardQuery {
     return static_cast<std::size_t>(group * (dim + dim / static_cast<int>(kQuantBlock) * 2)) *
            sizeof(float);
   }
-  /// Called by all lanes of each warp.
+  /// Sets element `at` of `values`. All lanes of a warp call it together, for the 32 channels of a
+  /// block.
   template <class T>
   __device__ void set(int at, T query) const {
     const float own = to_float(query), rotated = hadamard_rotate_block(own) / kQuantBlock,
@@ -148,9 +156,9 @@ __device__ inline std::uint32_t merge_bits(std::uint32_t word, std::uint32_t mas
   return result;
 }
 /// Converts two integers of kBits bits, which begin at bits kAt and 16 + kAt of a word, to fp16.
-/// The bits stay at their place in the word and become fraction bits of an fp16 number between
-/// 2^(10 - kAt) and twice that. In this range, bit kAt of the fraction has the value 1, so the
-/// number minus 2^(10 - kAt) is the integer.
+/// The bits are not moved: they become fraction bits of an fp16 number between 2^(10 - kAt) and
+/// twice that. In this range, bit kAt of the fraction has the value 1, so the number minus 2^(10 -
+/// kAt) is the integer.
 template <int kBits, int kAt>
 __device__ inline std::uint32_t halves_at(std::uint32_t word) {
   constexpr std::uint32_t kMask = ((1u << kBits) - 1) << kAt, kOne = 0x3c00 + ((10 - kAt) << 10);
@@ -167,8 +175,8 @@ __device__ inline std::uint32_t halves_of_e4m3(std::uint32_t two) {
   return std::uint32_t{halves.x} | std::uint32_t{halves.y} << 16;
 }
 
-/// Unpacks a lane's keys of rows r and r + 8 to bytes: the quantized values of block `b`, first the
-/// even channels of both rows, then the odd ones.
+/// Unpacks the quantized numbers of keys that a lane holds of block `b` to bytes. to[0] and to[1]
+/// get the even channels of rows r and r + 8 (r = l / 4), to[2] and to[3] the odd channels.
 template <int kBits, int kBlocks, int kWords>
 __device__ inline void unpack_keys(const std::uint32_t (&words)[kWords], int b,
                                    std::uint32_t (&to)[4]) {
@@ -189,8 +197,9 @@ __device__ inline void unpack_keys(const std::uint32_t (&words)[kWords], int b,
     }
   }
 }
-/// Unpacks a lane's quantized values of block `b` to fp16: four channels of rows 2r, 2r + 1, 2r + 8
-/// and 2r + 9. A word holds one channel of two rows.
+/// Unpacks the quantized numbers of values that a lane holds of block `b` to fp16. to[0][i] gets
+/// the lane's i-th channel of rows 2r and 2r + 1 (r = l % 4), to[1][i] that of rows 2r + 8 and 2r +
+/// 9.
 template <class Format, int kBlocks, int kWords>
 __device__ inline void unpack_values(const std::uint32_t (&words)[kWords], int b,
                                      std::uint32_t (&to)[2][4]) {
@@ -227,7 +236,7 @@ __device__ inline void unpack_values(const std::uint32_t (&words)[kWords], int b
 /// c[16 x 8] += a[16 x 32] * b[32 x 8] in integers, where a is unsigned. With g = l / 4 and t = l %
 /// 4, lane l holds: of a, rows g, g + 8, g, g + 8 at columns 4t, 4t, 16 + 4t, 16 + 4t, each with
 /// the next three columns; of b, rows 4t and 16 + 4t, each with the next three rows, at column g;
-/// of c, the same as multiply_add().
+/// of c, the same elements as in multiply_add().
 __device__ inline void multiply_add_bytes(int (&c)[4], const std::uint32_t (&a)[4],
                                           std::uint32_t b0, std::uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
@@ -236,16 +245,17 @@ __device__ inline void multiply_add_bytes(int (&c)[4], const std::uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// A warp that processes tiles of quantized values for kHeadGroups times four query heads. Weights
-/// are relative to a `reference` of each head, which is chosen so that the largest product of a
-/// weight and a scale so far is between 2^13 and 2^15. These products are within the range of fp16,
-/// which has 11 bits of precision for products down to 2^-27 of the largest one.
+/// A warp that processes tiles of quantized values for kHeadGroups times four query heads. The
+/// weight of a row is 2^(logit - reference), where `reference` is a number of each head. It is
+/// chosen so that the largest product of a weight and a scale so far is between 2^13 and 2^15. Such
+/// products fit in fp16, and products down to 2^-27 of the largest one keep all 11 bits of
+/// precision of fp16.
 template <int kDim, int kHeadGroups>
 class QuantizedWarp {
   static constexpr int kBlocks = kDim / kWarpSize, kRows = static_cast<int>(kRowsOfTile);
 
  public:
-  /// `part`: the result of the exact tiles. `any`: whether there were exact tiles.
+  /// `part`: the result of the exact tiles, if there were any (`any`). The warp continues from it.
   __device__ QuantizedWarp(const HadamardQuery& query, int group, float base2_scale,
                            const WarpPart& part, bool any)
       : query_(query), group_(group), base2_scale_(base2_scale) {
@@ -270,7 +280,8 @@ class QuantizedWarp {
     }
   }
 
-  /// Call it before the tiles of each format.
+  /// Converts the queries to the operands that a format needs. Call it before the tiles of that
+  /// format.
   template <class Format>
   __device__ void begin() {
     constexpr float kMax = 127 * 256;
@@ -397,18 +408,18 @@ class QuantizedWarp {
   __device__ static int channel(int n, int half) {
     return n / 2 * kWarpSize + row() * 4 + n % 2 * 2 + half;
   }
-  /// Of a head's two columns, the one that holds the scale of the block that step n processes.
+  /// Which of a head's two columns holds the weights times the scale of the block of step n.
   __device__ static constexpr int column_of(int n) { return n / 2 % 2; }
 
-  /// Channels `from` and from + 2 of a query, for this lane's column. One column of a head gets the
-  /// numbers rounded to fp16, the other one their rounding errors.
+  /// Channels `from` and from + 2 of a query, for this lane's column. The first column of a head
+  /// gets the numbers rounded to fp16, the second column their rounding errors.
   __device__ static std::uint32_t halves_of(const float* from) {
     const std::uint32_t both = pack<__half>(from[0], from[2]);
     const float2 kept = unpack<__half>(both);
     return row() % 2 == 0 ? both : pack<__half>(from[0] - kept.x, from[2] - kept.y);
   }
-  /// Channels `from`, from + 2, from + 4 and from + 6 of a query, for this lane's column. One
-  /// column of a head gets the upper digits, the other one the lower digits.
+  /// Channels `from`, from + 2, from + 4 and from + 6 of a query, for this lane's column. The first
+  /// column of a head gets the upper digits, the second column the lower digits.
   __device__ static std::uint32_t digits_of(const float* from, float per_unit) {
     std::uint32_t digits = 0;
 #pragma unroll
@@ -474,9 +485,9 @@ class QuantizedWarp {
     products[1] = sums[2] + sums[3];
   }
 
-  /// Computes the weights `p` of rows, and their products with the scales of two blocks in fp16.
-  /// Returns false if a product is 2^15 or more, or if no reference was set yet. Then call
-  /// raise() first.
+  /// Computes the weights `p` of the lane's rows, and `weights`: the products of p with the scales
+  /// of the blocks, in fp16, two blocks to a word. Returns false if a product is 2^15 or more, or
+  /// if no reference was set yet. The caller then calls raise() and tries again.
   template <class Metadata>
   __device__ bool weigh(const float (&logit)[kHeadGroups][2], const Metadata& upper,
                         const Metadata& lower, float (&p)[kHeadGroups][2],
@@ -504,8 +515,8 @@ class QuantizedWarp {
         ((bits & kTooLarge * 0x10001u) + 0x08000800u & 0x80008000u) != 0 || fresh_;
     return !__any_sync(~0u, too_large);
   }
-  /// Raises the references so that the products of this tile fit fp16, and rescales the sums. The
-  /// first tile sets the references.
+  /// Raises the references so that the products of this tile fit in fp16, and rescales the sums and
+  /// outputs. The first tile sets the references.
   template <class Metadata>
   __device__ void raise(const float (&logit)[kHeadGroups][2], const Metadata& upper,
                         const Metadata& lower) {
@@ -542,7 +553,7 @@ class QuantizedWarp {
   int group_;
   float base2_scale_;
   bool fresh_ = true;
-  // the two digits of the queries, for this lane's column
+  // for this lane's column, from begin(): digits of the queries or, for fp8, halves_of() them
   std::uint32_t query_of_[kHeadGroups][kBlocks][4];
   float scale_[kHeadGroups], firsts_[kHeadGroups][kBlocks];
   float out_[kHeadGroups][kDim / 16][4];

@@ -1,6 +1,6 @@
-// Applies the eviction rule on tiers. Memory traffic: a step moves one row per tier and pair, and
-// reads 16 bytes per slot to choose the tokens to demote. An append reads its keys and values and
-// writes their quantized values.
+// Stores, demotes and evicts tokens on tiers. Memory traffic: a decode step moves at most one row
+// out of each tier of a pair, and reads 16 bytes per slot to choose the tokens to demote. An append
+// reads its keys and values and writes them in quantized form.
 #include "kernels/quantized/tiers.hpp"
 
 #include "kernels/device/eviction_order.cuh"
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kStepThreads = 2 * kWarpSize * (kMaxDeviceTiers - 1), kAssignThreads = 1024,
               kMoveThreads = 256;
-// Each token has one warp for its key and one for its value.
+// Two warps move a token: one its key, the other its value.
 constexpr int kTokensOfBlock = kMoveThreads / kWarpSize / 2;
 
 /// The sizes of a layer's rows.
@@ -35,7 +35,7 @@ __device__ RowPart part_at(const QuantizedCache& quantized_cache, const DeviceTi
                  shape.element);
 }
 
-// --- A step
+// --- A decode step
 
 /// The number of rows of a pair up to the last one in use. `tokens` returns the number of tokens of
 /// a tier.
@@ -47,7 +47,8 @@ __device__ std::int32_t extent_of(const DeviceTierPlan& tier_plan, Tokens tokens
   return extent;
 }
 
-/// Stores the newest key and value of each pair. Uses one warp for each block.
+/// Stores the newest key and value of each pair. A CTA handles a pair; each of its warps handles
+/// one quantization block (32 channels) of the key or of the value.
 template <class T>
 __global__ void store_newest_kernel(kvlab_cache_view cache, QuantizedCache quantized_cache,
                                     const std::uint32_t* now) {
@@ -105,7 +106,7 @@ struct StepTiers {
 };
 
 /// If tier 0 has one token too many, finds the tokens to demote and their new rows, and updates the
-/// counts. Moves to lower tiers come last. Returns the number of moves.
+/// counts. Moves are listed from tier 0 on. Returns the number of moves.
 __device__ int find_moves(const DeviceTierPlan& tier_plan, StepTiers& tiers, Move* moves) {
   Demotion chain[kMaxDeviceTiers];
   const int demotions = demotion_chain(tiers.loads, tiers.firsts, tier_plan.tiers, chain);
@@ -113,8 +114,8 @@ __device__ int find_moves(const DeviceTierPlan& tier_plan, StepTiers& tiers, Mov
   for (int i = 0; i < demotions; ++i) {
     const int from = chain[i].from, to = chain[i].to;
     if (to == tier_plan.tiers) break;  // the token is evicted, and the next token takes its slot
-    // If the next tier is full, its first victim is demoted too, and the token that arrives takes
-    // the victim's row.
+    // If the token's new tier is full, the first victim of that tier is demoted too, and the token
+    // takes the victim's row.
     const std::uint32_t row = has_free_slot(tiers.loads[to])
                                   ? tier_plan.tier[to].first_row + tiers.loads[to].tokens++
                                   : tiers.rows[to];
@@ -124,7 +125,8 @@ __device__ int find_moves(const DeviceTierPlan& tier_plan, StepTiers& tiers, Mov
 }
 
 /// Uses two warps for each move, one for the key and one for the value. All rows are read before
-/// one is written, because a demoted token takes the row of the token that is demoted next.
+/// any is written, because a demoted token may take the row of the token that the next move
+/// demotes.
 template <class T>
 __global__ void __launch_bounds__(kStepThreads)
     demote_kernel(const EvictingAttentionArgs args, const QuantizedCache quantized_cache,
@@ -188,7 +190,7 @@ __global__ void __launch_bounds__(kStepThreads)
 // --- An append
 
 /// The eviction keys of the kept tokens, for a selection within one tier. Tokens of other tiers get
-/// a key that comes last.
+/// a key that sorts last, so they are not selected.
 struct TierKeys {
   EvictionKeys all;
   const std::int32_t *sources, *levels;
@@ -209,8 +211,8 @@ __device__ std::uint32_t count_level(const std::int32_t* levels, std::uint32_t t
   return count;
 }
 
-/// Demotes the first victims of a tier, so that at most `capacity` tokens remain on it. Called by
-/// the whole thread block.
+/// Demotes the first victims of a tier to the next tier, so that at most `capacity` tokens remain.
+/// Called by the whole thread block.
 __device__ void demote_surplus(SelectionShared& shared, const TierKeys& keys, std::int32_t* levels,
                                std::uint32_t tokens, std::uint32_t capacity) {
   const std::uint32_t demoted = tokens_to_demote(count_level(levels, tokens, keys.tier), capacity);
@@ -300,8 +302,8 @@ __device__ T* row_in(const kvlab_cache_view& cache, std::int64_t slot, bool key)
   return static_cast<T*>(key ? cache.keys : cache.values) + slot * cache.head_size;
 }
 
-/// The index at which the metadata of a block of a staged token is stored. Times 32, plus the lane,
-/// it is the index of the quantized value of a lane.
+/// The index of a block of a staged token in StagedTiers::metadata. The quantized number of a lane
+/// is at 32 times this index plus the lane, in StagedTiers::data.
 __device__ std::int64_t staged_at(std::int64_t slot, bool key, int block, const RowShape& shape) {
   return (slot * 2 + (key ? 0 : 1)) * shape.blocks + block;
 }

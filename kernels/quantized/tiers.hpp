@@ -8,21 +8,20 @@
 
 namespace kvlab::kernels {
 
-/// Stores a step's tokens from newest_keys and newest_values before their queries attend. Each
-/// token gets a row of the first tier, and the slot cache.next_slots. `now` [sequence]: their
-/// positions.
+/// Stores the tokens of a decode step, which are in newest_keys and newest_values. Call it before
+/// their queries attend. Each token gets a row of the first tier, and the slot cache.next_slots.
+/// `now` [sequence]: their positions.
 cudaError_t store_newest(const kvlab_cache_view& cache, const QuantizedCache& quantized_cache,
                          const std::uint32_t* now, cudaStream_t stream);
 
-/// Call after attention and observation of such a step: demotes the first victim of each full tier,
-/// which `firsts` (TierChoice::firsts) contains. The token that is evicted from the last tier is in
-/// slot cache.next_slots.
+/// Demotes the first victim of each full tier; `firsts` (TierChoice::firsts) contains these
+/// victims. Call it after the attention and the observations of a decode step. The token that is
+/// evicted from the last tier is in slot cache.next_slots.
 cudaError_t demote_pairs(const EvictingAttentionArgs& args, const EvictionCandidate* firsts,
                          cudaStream_t stream);
 
-/// compact() for a `from` whose tokens are on tiers (`quantized_cache`). Writes to `to` the keys
-/// and values as they are read from the tiers, and to `staged` the quantized data from which they
-/// were read.
+/// compact() for a `from` whose tokens are on tiers (`quantized_cache`). Writes the dequantized
+/// keys and values to `to`, and the quantized data that they come from to `staged`.
 cudaError_t read_from_tiers(const DevicePolicy& policy, const kvlab_compact_args& args,
                             const QuantizedCache& quantized_cache, const StagedTiers& staged,
                             cudaStream_t stream);

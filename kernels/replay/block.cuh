@@ -28,7 +28,8 @@ struct HeadGroups {
   float4 head_group[kHeadGroups];
 };
 
-/// Returns in every lane a vector. Its component l is the value of lane first + l.
+/// Head h of the result is the `value` that lane first + h passes. Every lane gets the heads of all
+/// head groups.
 template <int kHeadGroups>
 __device__ inline HeadGroups<kHeadGroups> head_groups_of_lanes(float value, int first = 0) {
   HeadGroups<kHeadGroups> all;
@@ -49,7 +50,7 @@ struct ReplayShared {
   float folded[2][kReplayWarps][24];  // two buffers, used alternately
   EvictionCandidate
       first[2][kReplayWarps];  // two buffers, used alternately: the first victim of each warp
-  std::uint32_t moves;         ///< tokens moved to slots of evicted tokens
+  std::uint32_t moves;         ///< number of tokens that move to slots of evicted tokens
   std::uint32_t gone;          ///< one past the position of the youngest evicted token
   std::uint32_t listed;        ///< number of slots in the list of old keys
   /// Sums of kept exponentials; negative if all tokens are kept.

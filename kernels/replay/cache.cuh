@@ -51,7 +51,7 @@ class ReplayCache {
   __device__ const std::uint32_t* positions() const { return positions_; }
   __device__ std::uint32_t position(std::uint32_t i) const { return positions_[i]; }
   /// Whether the slot holds a token at a position up to `query`. `visible` is the number of such
-  /// tokens, which are in the first slots. In shared memory, the position of an empty slot is
+  /// tokens, which are in slots [0, visible). In shared memory, the position of an empty slot is
   /// larger than that of every query.
   __device__ bool holds(std::uint32_t i, std::uint32_t query, std::uint32_t visible) const {
     return kInShared ? positions_[i] <= query : i < visible;
@@ -114,8 +114,8 @@ class ReplayCache {
     if (next_.tokens > 0) next_ = append_at(progress_.append + 1);
   }
 
-  /// Whether the next append is of one token and evicts exactly one token, which is chosen by its
-  /// rank.
+  /// Whether the next append has one token and evicts exactly one token, so that this victim can be
+  /// chosen now, by rank alone.
   __device__ bool ranks_next() const {
     const std::uint32_t next = progress_.append + 1;
     const bool evicts = next_.tokens == 1 && surplus(next) == 1;
@@ -348,7 +348,7 @@ class ReplayCache {
         if (goes(i)) tokens_.slot_tiers()[i] = static_cast<std::uint8_t>(r + 1);
       __syncthreads();
     }
-    __syncthreads();  // find() clears counts that other threads may still be comparing
+    __syncthreads();  // other threads may still read counts that find() clears
     tokens_.find(live);
   }
 
@@ -365,8 +365,9 @@ class ReplayCache {
                       [&](std::uint32_t i, bool here, std::uint32_t before) {
                         if (i < kept && !here) holes[i - before] = i;
                       });
-    // As many kept tokens are in slots from `kept` on as evicted tokens are in the slots before. So
-    // each of these kept tokens moves to the slot of an evicted one.
+    // All kept tokens have to be in slots [0, kept). The number of kept tokens in later slots
+    // equals the number of evicted tokens in slots [0, kept), so each of the former moves to the
+    // slot of one of the latter.
     number_kept_slots(shared_.selection, live, stays,
                       [&](std::uint32_t i, bool here, std::uint32_t before) {
                         if (i < kept || !here) return;
@@ -384,7 +385,8 @@ class ReplayCache {
     mark_live();
   }
 
-  /// Uses the observations as scratch memory; they are not needed between two appends.
+  /// Smooths the ranks. Uses the observations as scratch memory, because they are not needed
+  /// between two appends.
   __device__ void smooth(std::uint64_t* ranks) const {
     const ReplaySlots& slots = at_.args.slots;
     smooth_ranks({ranks, positions_, live_words_, progress_.live, slots.seen + at_.first_slot,

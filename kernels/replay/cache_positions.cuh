@@ -63,10 +63,12 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
     positions_in_cache_[i] = position;
   }
 
-  /// Updates positions after an eviction. The cache positions of tokens older than the victim grow
-  /// by one, so their distance to the next query stays the same. The distance to old tokens that
-  /// are younger than the victim changes. If the victim was not old, all tokens up to it become
-  /// old.
+  /// Updates cache positions when the token at position `victim` is evicted before one token is
+  /// appended. The cache positions of tokens older than the victim grow by one, as that of the
+  /// query does, so their distance to the next query stays the same. Old tokens that are younger
+  /// than the victim keep their cache positions, so their distance to the next query grows, and
+  /// their exponentials have to be computed again. If the victim was not old, all tokens before it
+  /// become old.
   __device__ void lose(std::uint32_t victim, std::uint32_t live) {
     at_.template for_slots<kStrip>(
         live, [&](std::uint32_t i) { positions_in_cache_[i] += positions_[i] < victim ? 1 : 0; });
@@ -79,7 +81,8 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
       if (!stays(i)) atomicMax(&shared_.gone, positions_[i] + 1);
   }
   __device__ void renumber(std::uint32_t live, std::uint32_t now) {
-    __syncthreads();  // the code below reads four positions at a time, also past the last live one
+    __syncthreads();  // the inner loop below is compiled to reads of four positions, also past the
+                      // last live one
     gone_ = max(gone_, shared_.gone);
     for (std::uint32_t i = at_.thread; i < live; i += at_.threads) {
       std::uint32_t younger = 0;
@@ -93,8 +96,8 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
   __device__ const float4* row(int i) const {
     return args_.cache_positions.e + at_.row(i) * kHeadGroups * args_.shape.tokens;
   }
-  /// Computes those exponentials of old tokens for query i that have not been computed yet. With
-  /// `ahead`, it also computes them for the later queries of the query group.
+  /// Computes the exponentials of old tokens for query i, except those that an earlier call has
+  /// already computed. With `ahead`, computes them also for the later queries of the query group.
   template <int kHeadGroups>
   __device__ void attend(int i, std::uint32_t live, bool ahead) {
     PositionRange range = ahead && i % kReplayAhead != 0 ? moved_ : PositionRange::all();
@@ -116,8 +119,8 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
   __device__ const std::uint32_t* positions_in_cache() const { return positions_in_cache_; }
 
  private:
-  /// Lists the slots of the live tokens in a range with their distance to a query, for queries
-  /// [first, end) of the query group. The order is arbitrary.
+  /// Lists the live tokens with positions in `range`, in any order: the slot of each and its
+  /// distance to `query`. The items are for queries [first_of_query_group, end) of the query group.
   __device__ void list(const PositionRange& range, std::uint32_t live, std::uint32_t query,
                        std::uint32_t first_of_query_group, std::uint32_t end) {
     for (std::uint32_t first = at_.template first_slot_of_thread<kStrip>(); first - at_.lane < live;

@@ -1,10 +1,12 @@
-// Computes how a kept set changes the log-likelihood of the gradient samples, at every query. The
-// change is the product of terms and of exponentials that are masked by the cache's kept set. It is
-// computed on tensor cores.
+// Computes, for every measured query and cache, how much the log-likelihood of the gradient samples
+// changes if the query attends only to the kept set. A weighted term is the exponential of a token
+// times its term. The change is the sum of the weighted terms of the kept tokens divided by the sum
+// of their exponentials, minus the same quotient over all tokens. Tensor cores compute the sums of
+// weighted terms as a product of bits (1: the cache keeps the token) and weighted terms.
 //
 // One product has 16 configurations and 16 columns (a column is a gradient sample and a query head
-// of the group). Except for the mask, the weighted terms of a column are the same for all
-// configurations. They are split into two bf16 parts (16 bits).
+// of the group). The weighted terms of a column are the same for all configurations. They are split
+// into two bf16 parts (16 bits of precision).
 #include "kernels/device/half_parts.cuh"
 #include "kernels/replay/direct.cuh"
 
@@ -59,7 +61,7 @@ class Changes {
         args.cache_positions ? reinterpret_cast<const float*>(args.cache_positions + row) : nullptr;
   }
 
-  /// Adds the warp's part of the sums to `to`. Called by a warp.
+  /// Computes the sums over the tokens of this warp, and writes them to `to`. Called by a warp.
   __device__ void sum(Sums& to) {
     const int query = args_.rows.first + i_;
     if constexpr (kQuantized)
@@ -88,7 +90,7 @@ class Changes {
     }
   }
 
-  /// Computes the metrics from the sums of all warps. Called by the whole thread block; each thread
+  /// Computes the changes from the sums of all warps. Called by the whole thread block; each thread
   /// handles one configuration and column.
   __device__ void put(Sums (&sums)[kWarps]) const {
     const int row = static_cast<int>(threadIdx.x) / kColumns,
@@ -128,8 +130,8 @@ class Changes {
     return at < args_.configs.tiles * kReplayTile ? args_.configs.indices[at] : -1;
   }
 
-  /// Adds 16 tokens for the configurations that read rows of kind `kind`. For kind 0 also adds them
-  /// for the full row.
+  /// Adds 16 tokens to the sums of the configurations that read rows of kind `kind` (0: original
+  /// positions, 1: cache positions). Kind 0 of copy 0 also adds them to the sum over all tokens.
   __device__ void step(int first, int query, int kind, bool multiplies) {
     const int t = lane_ % 4;
     std::uint32_t a[4];

@@ -1,5 +1,5 @@
-// Makes copies of all tokens in the formats of tier plans: quantizes keys and values and reads them
-// back. Also computes the rows of the quantized keys.
+// Makes copies of all tokens in the formats of tier plans: quantizes and dequantizes keys and
+// values. Also computes the rows of the quantized keys.
 #include "kernels/device/load.cuh"
 #include "kernels/device/type_dispatch.cuh"
 #include "kernels/quantized/quantize.cuh"

@@ -19,9 +19,9 @@ struct DirectRow {
   float4* direct;  // [head group, slot], slots.task_stride apart
 };
 
-/// Limits of a head's sum. Below kLostSum, exponentials that were taken with the maximum of a
-/// larger row have lost precision. Above kVastSum, exponentials that were taken with the maximum of
-/// a smaller row have lost precision.
+/// Limits of the sum of a head's exponentials e^(logit - m), where m is the maximum of the full
+/// row. If all kept logits are far below m, the sum is below kLostSum. If a kept logit is far above
+/// m, the sum is above kVastSum. In both cases, the exponentials have lost precision.
 inline constexpr float kLostSum = 0x1p-60f, kVastSum = 0x1p60f;
 
 /// Whether the sum of some head has lost precision. Lane l has the sum of head l. Called by a whole
@@ -184,8 +184,9 @@ struct DirectValues {
   const float4* direct;  // [head group, slot], slots.task_stride apart
 };
 
-/// Multiplies exponentials by terms, and writes the sums to `to` [gradient sample, group]. Called
-/// by the whole thread block.
+/// Multiplies exponentials by terms, and writes the sums over the tokens to `to` [gradient sample,
+/// group]. Called by the whole thread block; each warp computes the sums of every n-th column,
+/// where n is the number of warps.
 template <class Copies>
 __device__ __noinline__ inline void sum_direct_terms(const ReplayWalkArgs& args,
                                                      DirectValues values, QueryTerms terms,
@@ -223,9 +224,11 @@ struct DirectTokens {
   float4 e[kTokens][kHeadGroups];
 };
 
-/// Multiplies exponentials by values, and writes the sums, not divided by the sum of exponentials,
-/// to `to` [group, dim]. Called by the whole thread block. Not inlined, because it would use
-/// registers that its caller needs. `Bits` is the type that holds four elements of a value.
+/// Multiplies exponentials by values, and writes the sums over the tokens to `to` [group, dim].
+/// They are not divided by the sum of exponentials. Called by the whole thread block: the warps
+/// share the tokens, and each lane computes four dimensions of all heads. Not inlined, because it
+/// would use registers that its caller needs. `Bits` is the type that holds four elements of a
+/// value.
 template <int kHeadGroups, class Bits>
 __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args,
                                                DirectValues direct_values,
@@ -272,8 +275,9 @@ __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args,
                       {low.x, low.y, high.x, high.y});
       }
     }
-    // Several groups of threads add up different sums in parallel. Each sum adds the results of the
-    // warps in order.
+    // `scratch` holds kSums partial sums. In each round, kSums warps add their results to one
+    // partial sum each. Then the partial sums are added. The order is fixed, so the result is the
+    // same every time.
     for (std::uint32_t round = 0; round * kSums < warps; ++round) {
       if (warp / kSums == round)
 #pragma unroll

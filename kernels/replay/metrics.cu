@@ -11,8 +11,8 @@ constexpr int kWarps = kThreads / kWarpSize;
 static_assert(Sum::recall == Sum{0} && Sum::nll == Sum{1} && Sum::missed == Sum{2} &&
               Sum::wanted == Sum{3});  // metrics_of() relies on this order
 
-/// Returns recall, its logarithm, misses and requested tokens of one query and head, in the order
-/// of Sum.
+/// Returns four metrics of one query and head, in the order of Sum: recall, its negative logarithm,
+/// and the numbers of missed and of requested tokens.
 __device__ inline float4 metrics_of(float kept, float row_sum, std::uint32_t hits,
                                     std::uint32_t wanted) {
   const bool whole = kept < 0;
@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-/// Uses one warp for each cache.
+/// Adds up the errors of outputs, and copies their residuals. Uses one warp for each cache; lane l
+/// handles head l and direction l of the residual stream.
 __global__ void __launch_bounds__(kThreads)
     errors_kernel(const __grid_constant__ ReplayMetricsArgs args) {
   const int cache = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / kWarpSize),

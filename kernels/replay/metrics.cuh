@@ -19,9 +19,10 @@ __device__ double& metric_sum(const Args& args, std::int64_t cache, Sum sum, int
                    shape.at(sum, static_cast<std::size_t>(head), static_cast<std::size_t>(block))];
 }
 
-/// For query i of the block, adds, for each passage before the query, the passage's probability in
-/// the cache and in the full row. Each warp handles one passage at a time. `live`: bits of the live
-/// positions. Called by the whole thread block. Not inlined, to save its caller's registers.
+/// For query i of the block and each passage before the query, adds two probabilities of the full
+/// row to the metrics: that of the passage's kept tokens, and that of all its tokens. Each warp
+/// handles one passage at a time. `live`: bits of the live positions. Called by the whole thread
+/// block. Not inlined, to save its caller's registers.
 template <int kHeadGroups>
 __device__ __noinline__ void add_named_sums(const ReplayWalkArgs& args, int task,
                                             std::int64_t cache, const std::uint32_t* live, int i) {

@@ -16,8 +16,10 @@ __device__ inline float min_requested(float sum, float max_exponential, std::uin
 /// The sum over four heads of e * over in Q32.32 (64-bit fixed point), where each product is
 /// rounded once. Requires 0 <= e * over <= 1.5.
 ///
-/// It differs from MassSum in that a product is not first rounded to float32. Adding 64 leaves a
-/// multiple of 2^-17 in the low bits; the remainder is then rounded to a multiple of 2^-32.
+/// It differs from MassSum in that a product is not first rounded to float32. An fma that adds 64
+/// rounds the product to a multiple of 2^-17, which is then in the low bits of the float. A second
+/// fma rounds the remainder to a multiple of 2^-32 in the same way. Both parts are added as
+/// integers.
 __device__ inline std::uint64_t head_group_mass(const float4& e, const float4& over) {
   constexpr float kHigh = 64.0f, kLow = 1.5f / 512;
   const auto high = [](float a, float b) { return fmaf(a, b, kHigh); };
@@ -35,8 +37,8 @@ __device__ inline std::uint64_t head_group_mass(const float4& e, const float4& o
 }
 
 /// How many tokens each head of the full row requests, among the tokens that one thread counts.
-/// Empty slots are passed as exponentials of zero, so a row that requests every token is handled
-/// separately.
+/// Empty slots are passed as exponentials of zero. A threshold of 0 would count them too, so
+/// store_counts() handles rows that request every token separately.
 template <int kHeadGroups>
 class ReplayHits {
  public:

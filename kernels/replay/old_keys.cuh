@@ -42,9 +42,10 @@ struct OldList {
   const std::uint32_t* positions;  ///< by slot
 };
 
-/// The layout in shared memory of the data by which a cache's old keys are multiplied: [pairs / 8,
-/// tile, lane] of ReplayCachePositionRows::fragments for a query group, a float2 for each of the
-/// group's columns, and the rope table of positions 0 to 63.
+/// The layout of the data in shared memory that the product with old keys needs. In this order: the
+/// fragments [pairs / 8, tile, lane] of one query group (see ReplayCachePositionRows), a float2 for
+/// each column of the query group (its scale and its largest logit), and the rope table of
+/// positions 0 to 63.
 struct OldKeyLayout {
   int fragments, columns, rope, rope_stride;  ///< in units of 16 bytes
 
@@ -68,9 +69,9 @@ class OldKeyStage {
     const OldKeyLayout parts(args.shape);
     const auto* const from = reinterpret_cast<const uint4*>(args.tensors.fine);
     uint4* const to = stage_ + parts.fragments + parts.columns;
-    // A uint4 holds two pairs. Each of four lanes reads two uint4 of a granule. In global memory
-    // the two uint4 of a lane are neighbours. In this stage, the first uint4 of all four lanes come
-    // before the second ones.
+    // A uint4 holds two pairs. Each of four lanes reads two uint4 of a granule (16 pairs). In
+    // global memory the two uint4 of a lane are neighbours. In this stage, the first uint4 of all
+    // four lanes come before the second ones.
     for (int n = static_cast<int>(threadIdx.x); n < 64 * head_groups;
          n += static_cast<int>(blockDim.x)) {
       const int position_in_cache = n / head_groups, at = n % head_groups;
@@ -140,9 +141,10 @@ template <int kHeadGroups, class T>
 class OldKeys {
   static constexpr int kHeads = 4 * kHeadGroups;
   static constexpr int kTiles =
-      kReplayAhead * kHeads / 8;                 ///< of a query group's columns: query, head
+      kReplayAhead * kHeads / 8;                 ///< tiles of 8 columns in a query group; a column
+                                                 ///< is a query and one of its heads
   static constexpr int kAtOnce = 4;              ///< tiles whose products are interleaved
-  static constexpr int kOfLane = sizeof(T) / 2;  ///< number of uint4 for four pairs
+  static constexpr int kOfLane = sizeof(T) / 2;  ///< number of uint4 that hold four pairs
 
  public:
   __device__ OldKeys(const ReplayCachePositionArgs& args, int task, std::int64_t first_slot,
@@ -205,8 +207,8 @@ class OldKeys {
     const uint4* key[2];
     float scale[2];
   };
-  /// The addresses of a granule of the two keys' angles and of the queries, and of the next granule
-  /// of the keys.
+  /// The addresses of the data of one granule (16 pairs): the queries and the two keys' angles.
+  /// `key` points to the next granule of the two keys, because keys are loaded one granule ahead.
   struct Granule {
     const uint4 *key[2], *queries;
     const float4 *coarse[2], *fine[2];
@@ -217,7 +219,9 @@ class OldKeys {
       queries += 2 * kTiles * kWarpSize;
     }
   };
-  /// Two rotated keys: the first elements of two pairs, then their second elements.
+  /// Two pairs of two rotated keys, as operands of a product: `kept` are the numbers rounded to
+  /// float16, `left` the rounding errors. Elements 0 and 1 are the first elements of the pairs (of
+  /// key 0 and of key 1), elements 2 and 3 their second elements.
   struct Rotated {
     std::uint32_t kept[4], left[4];
   };
@@ -319,8 +323,8 @@ class OldKeys {
               exponential(sums.tiles[tile][2 * n + 1] * keys.scale[n], column.z, column.w)};
     }
   }
-  /// Returns e^(x scale - most). The error is within 2^-22 of the result plus 2^-24 of |x scale -
-  /// most|.
+  /// Returns e^(x * scale - max_logit). The relative error is about 2^-22 + 2^-24 * |x * scale -
+  /// max_logit|.
   __device__ static float exponential(float x, float scale, float max_logit) {
     float e;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(x, scale, -max_logit) * 1.44269504f));
@@ -341,10 +345,10 @@ class OldKeys {
 };
 
 /// Computes the exponentials of the listed items for the query group whose data `stage` holds.
-/// Called by the whole thread block, between barriers. For each item, only exponentials of that
-/// item's queries are written, so the queries of one slot may be divided among several items. It is
-/// fastest if items of similar distance follow one another. Not inlined, because it would use
-/// registers that its caller needs. T: type of keys.
+/// Called by the whole thread block, between barriers. An item writes only the exponentials of its
+/// own queries, so several items may have the same slot and different queries. It is fastest if
+/// items of similar distance follow one another. Not inlined, because it would use registers that
+/// its caller needs. T: type of keys.
 template <int kHeadGroups, class T>
 __device__ __noinline__ void take_old_keys(const ReplayCachePositionArgs& args, int task,
                                            std::int64_t first_slot, const uint4* stage,

@@ -1,10 +1,11 @@
 // Computes the outputs of sampled queries in all caches of a head task, and their errors relative
-// to the full cache's outputs. An output is the product of exponentials, masked by the cache's kept
-// set, and values. It is computed on tensor cores.
+// to the full cache's outputs. An output is the sum of values times exponentials over the tokens
+// that the cache keeps. Tensor cores compute it; the exponentials of all other tokens are masked to
+// zero.
 //
 // A tile has four query heads and four configurations, which are the 16 rows of one product. Except
 // for the mask, the exponentials are the same for all four configurations. They are split into two
-// bf16 parts (16 bits). Values of 2 bytes that have more bits than bf16 are also split.
+// bf16 parts (16 bits of precision). Values that are not bf16 are also split into two bf16 parts.
 #include <algorithm>
 
 #include "kernels/device/fold.cuh"
@@ -17,17 +18,17 @@
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kTokens = 64;       // per stage
-constexpr int kDims = 128;        // per pass
-constexpr int kTilesAtOnce = 10;  // per thread block
-constexpr int kHalves = 2;  // a pass's dimensions are split over this number of warps per tile
+constexpr int kTokens = 64;          // per stage
+constexpr int kDims = 128;           // per pass
+constexpr int kTilesAtOnce = 10;     // per thread block
+constexpr int kHalves = 2;           // warps per tile, which share the dimensions of a pass
 constexpr int kColumns = kDims / 8;  // products of 8 dimensions
 constexpr int kOwnColumns = kColumns / kHalves;
-/// Stages in shared memory: as many as fit between these limits.
+/// Limits of the number of stages in shared memory. The highest number that fits is used.
 constexpr int kMaxStages = 3, kMinStages = 2;
 constexpr int kThreads = kTilesAtOnce * kHalves * kWarpSize;
-constexpr int kMinWarps =
-    4;  // needed to load weights: 2 kinds of rows, 2 head groups, 32 couples of tokens
+constexpr int kMinWarps = 4;  // so that each thread loads one couple of tokens: 2 kinds of rows x 2
+                              // head groups x 32 couples
 using Swizzle = Swizzled<kDims * 2>;
 
 using Couple = Bf16Parts;  // one head's exponentials of two tokens
@@ -124,8 +125,8 @@ struct StageBits {
 /// A warp's sums of squares for each row: of the error and of the output.
 using TileErrors = double2[16];
 
-/// A warp that computes 16 rows for half of the dimensions. Lane l holds rows g = l / 4 and g + 8,
-/// which are head g % 4 of two configurations.
+/// A warp that computes the 16 rows of a tile for half of the dimensions of a pass. Lane l holds
+/// rows g = l / 4 and g + 8. Both are head g % 4, of two configurations.
 template <int kPlanes>
 class Tile {
  public:
@@ -225,8 +226,8 @@ class Tile {
     });
   }
 
-  /// Adds the sums of a tile's warps by row, and writes the results. Called by the whole thread
-  /// block.
+  /// Adds the errors that a tile's two warps have computed for each row, and writes the results.
+  /// Called by the whole thread block.
   __device__ void write(TileErrors& shared) {
 #pragma unroll
     for (int n = 0; n < 2; ++n)

@@ -31,7 +31,8 @@ __device__ int list_tokens(const std::uint32_t* words, int first, int query,
   return count;
 }
 
-/// Four dimensions of a copy's value, added up from two parts. `at` is a multiple of 4.
+/// Four dimensions of a copy's value: the sum of its two largest parts (float32: of its only part).
+/// `at` is a multiple of 4.
 __device__ inline float4 value_of(const ReplayOutputsArgs& args, int copy, std::int64_t at) {
   const Type type = args.shape.type;
   if (copy == 0) return load4(args.values, type, at);
@@ -41,8 +42,8 @@ __device__ inline float4 value_of(const ReplayOutputsArgs& args, int copy, std::
   return sum;
 }
 
-/// A cache's outputs for one query. Each thread computes four dimensions. Groups of threads divide
-/// the tokens among themselves.
+/// A cache's outputs for one query. head_size / 4 threads form a group; each of them computes four
+/// dimensions of all heads. Each group handles a part of the tokens.
 struct QuantizedOutputs {
   const ReplayOutputsArgs& args;
   const int task, query;
@@ -83,7 +84,8 @@ struct QuantizedOutputs {
   }
 };
 
-/// Uses one thread block for each query (x), quantized configuration (y) and head task (z).
+/// Uses one thread block for each query (x), quantized configuration (y) and head task (z). With
+/// separate head tasks (config_tasks), y is 0 and the head task determines the configuration.
 __global__ void __launch_bounds__(kThreads)
     quantized_outputs_kernel(const __grid_constant__ ReplayOutputsArgs args) {
   using Sum = cub::BlockReduce<double, kThreads>;

@@ -1,32 +1,36 @@
-// Replay on the device: many caches (each one KV head under one configuration) over the same
-// queries and keys. Queries come in blocks, in order. replay_rows() computes the full cache's
-// exponentials for the queries of a block. The walk of a policy then processes these queries in
-// order in every cache, and stores which tokens the cache kept. replay_outputs(), replay_changes()
-// and replay_metrics() then measure all caches together.
+// Replay on the device. It processes many caches over the same queries and keys; a cache is one KV
+// head under one configuration. Queries come in blocks, in order. replay_rows() computes the full
+// cache's exponentials for the queries of a block. The walk of a policy then processes these
+// queries in order in every cache, and stores which tokens the cache kept. replay_outputs(),
+// replay_changes() and replay_metrics() then measure all caches together.
 //
 // Words, each with one meaning here and in sim/device:
 //
 //   head task   one KV head with its group of query heads
-//   head group  four query heads side by side, the last one padded: a float4
+//   head group  four query heads in the components of a float4; padded if the group has fewer
 //   block       queries that are processed together, at most kMaxReplayQueries (CUDA's blocks are
 //               called thread blocks)
-//   query group kReplayAhead queries of a block
+//   query group kReplayAhead consecutive queries of a block
 //   cache       a head task under a configuration; numbered [head task, configuration]
 //   member      a configuration that one launch of a walk handles
-//   slot        memory of a cache for a live token, in no order
+//   slot        memory of a cache for one live token; tokens are in any order
 //   position    a token's index in the sequence
 //   cache position   with cache positions: the newest token's position minus the number of younger
 //               live tokens
 //   row         a query's exponentials of all tokens, [head group, token]; each head's largest is 1
 //   shared      used by all caches of a head task, as rows are (also CUDA's shared memory)
-//   direct      of one cache: exponentials that it computes itself, [head group, slot]
-//   old         at cache positions, a token older than an evicted one; its exponentials are direct
+//   direct      exponentials that one cache computes itself because no row has them, [head group,
+//               slot]
+//   old         with cache positions: a token that is older than an evicted token, so its distance
+//               to the query is not that of the row, and its exponentials are direct
 //   measured    the queries that metrics cover; index: a query's number among them
 //   sample      every sample_every-th measured query, whose outputs are measured
 //   kept set    the tokens that a cache attends to at a query, as bits
-//   copy        all tokens as the tiers of a plan keep them; copy 0 holds the exact ones
+//   copy        all tokens as they are after one demotion path, dequantized; copy 0 holds the exact
+//               tokens
 //   terms       a query's gradients times a token's value
-//   fp16 copy   a configuration with the same kept sets in 16 bits, which has only metrics
+//   fp16 copy   of a quantized configuration: a second one that keeps the same tokens in 16 bits.
+//               It has metrics, but no slots
 //
 // Rows, sums and outputs are float32. Array shapes follow a field, with the fastest index last.
 #pragma once
@@ -53,9 +57,9 @@ inline constexpr int kMaxReplayGradientSamples = 64;  ///< gradient samples
 inline constexpr int kMaxReplayTiers = 8;             ///< tiers of a tier plan
 inline constexpr int kMaxReplayCopies = 31;           ///< copies of quantized tokens
 inline constexpr int kMaxReplayParts =
-    3;  ///< maximum number of parts into which a value read from quantized values is split
+    3;  ///< maximum number of elements whose sum represents a dequantized number
 
-/// How many elements of a type are needed so that their sum represents a float32.
+/// The number of elements of a type whose sum can represent a float32.
 constexpr int replay_parts(Type type) {
   return type == KVLAB_F32 ? 1 : type == KVLAB_F16 ? 2 : kMaxReplayParts;
 }
@@ -79,13 +83,13 @@ struct ReplayShape {
   /// 32-bit words of a kept set.
   constexpr int words() const { return (tokens + 31) / 32; }
   /// Number of pairs of dimensions, with padding. Pair p < rotated / 2 consists of dimensions p and
-  /// p + rotated / 2, which rotate together. Later pairs are neighbours among the dimensions that
-  /// do not rotate.
+  /// p + rotated / 2, which rotate together. Later pairs consist of two neighbouring dimensions
+  /// that RoPE does not rotate.
   constexpr int pairs() const {
     return (head_size / 2 + kReplayGranule - 1) / kReplayGranule * kReplayGranule;
   }
-  /// Whether a CUDA grid can have this number of head tasks, and the group is not too large for a
-  /// row.
+  /// Whether the kernels support the shape: the number of head tasks must fit in a CUDA grid, and
+  /// group and head size have limits.
   constexpr bool is_launchable() const {
     return tasks > 0 && tasks <= 65535 && group > 0 && group <= kMaxReplayGroup &&
            head_size <= kMaxReplayHeadSize && head_size % 4 == 0;
@@ -115,8 +119,8 @@ struct ReplayRows {
   float4* e;  // [head group, token]: exponentials, scaled so that a row's largest is 1. The rows of
               // the copies follow.
   float4* sums;               // [head group]
-  float4* request_threshold;  // [head group]: the lowest exponential of a token that counts as
-                              // requested by the full row; infinite for padding
+  float4* request_threshold;  // [head group]: the lowest exponential at which the full row requests
+                              // a token; infinite for padding
   uint4* wanted;  // [head group]: number of tokens before the query that it requests, if the query
                   // is measured
 
@@ -132,13 +136,13 @@ struct ReplayCachePositionRows {
   float4* e;
   float4* max_logits;  // [head group]: the row's largest logit
   /// [query group, pairs / 8, tile, lane of a warp]: queries before RoPE as operands of float16
-  /// products. A tile is 8 columns of the query group; a column is a query and one of its heads. In
-  /// step 2 i + s, lane l has column l / 4 and two pairs, 16 i + 4 (l % 4) + 2 s and the next one:
-  /// the first elements of the pairs (x), their second elements (y), and the float16 rounding
-  /// errors of these (z, w). A query is multiplied by a power of two, as keys are in
-  /// replay_pair_keys().
+  /// products. A tile is 8 columns of the query group; a column is a query and one of its heads.
+  /// The second index is the step of the product. In step 2 i + s (s: 0 or 1), lane l has column l
+  /// / 4 and two pairs: pair 16 i + 4 (l % 4) + 2 s and the next one. Its uint4 contains the first
+  /// elements of the two pairs (x), their second elements (y), and the float16 rounding errors of x
+  /// and of y (z, w). A query is multiplied by a power of two, as keys are in replay_pair_keys().
   uint4* fragments;
-  /// [head group]: softmax_scale, and the factor that undoes the scaling of the query.
+  /// [head group]: softmax_scale divided by the power of two by which the query was multiplied.
   float4* scales;
 };
 
@@ -150,12 +154,12 @@ struct ReplayTensors {
   const void* values;    // [head task, token, dim]
   const float2* rope;    // [position, rotated / 2]
   const float2* coarse;  // [position / 64, pairs]: rope table of positions that are multiples of 64
-  const float2* fine;    // [64, pairs]: rope table of positions 0 to 63, without RoPE's factor
+  const float2* fine;    // [64, pairs]: rope table of positions 0 to 63, without RoPE's scaling
+                         // factor, which `coarse` contains
 };
 
-/// Tokens as they are read back from their quantized values (with the Hadamard rotation undone).
-/// There is one copy of all tokens for each demotion path. Copy 0, the exact tokens, is not stored
-/// here.
+/// Dequantized tokens, after the inverse Hadamard rotation. There is one copy of all tokens for
+/// each demotion path. Copy 0, the exact tokens, is not stored here.
 struct ReplayCopies {
   int count;  ///< 0: no configuration is quantized
   // [copy, part, head task, token, dim]: keys of shape.rounding, values of shape.type
@@ -209,10 +213,10 @@ struct ReplayRule {
 struct ReplaySweep {
   const ReplayRule* rules;  // [head task, configuration]
   int configs;              ///< configurations per head task
-  /// In the end-to-end evaluation each configuration has separate head tasks, and each head task is
-  /// one cache. This is then the number of KV heads of a configuration: head task u is KV head u %
-  /// config_tasks of configuration u / config_tasks. 0: every head task has one cache for each
-  /// configuration.
+  /// In an offline replay, 0: every head task has one cache for each configuration. In the
+  /// end-to-end evaluation, each configuration has separate head tasks, and each head task is one
+  /// cache. Then this is the number of head tasks of a configuration: head task u is KV head u %
+  /// config_tasks of configuration u / config_tasks.
   int config_tasks;
 
   /// The n-th head task of a configuration.
@@ -296,7 +300,8 @@ struct ReplayCounts {
       hits;  ///< requested tokens before the query that are kept; not set if all tokens are kept
 };
 
-// The next functions rotate, rearrange and quantize vectors, from which the blocks are computed.
+// The next functions prepare the vectors that the kernels of a block read: they rotate, rearrange
+// and quantize them.
 
 /// Vectors [row, dim] before RoPE, `stride` elements apart.
 struct ReplayVectors {
@@ -373,8 +378,9 @@ struct ReplayRowsArgs {
 /// per head group and token.
 cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream);
 
-/// Computes the rows of one copy's keys from their products. Exponentials are scaled by the maxima
-/// of the exact rows.
+/// Computes the rows of one copy from args.products, the products of the queries and the copy's
+/// keys. The exponents subtract the maxima of the exact rows, so exponentials of all copies have
+/// the same scale.
 cudaError_t replay_quantized_rows(const ReplayRowsArgs& args, const ReplayCopies& copies, int copy,
                                   cudaStream_t stream);
 
@@ -410,7 +416,8 @@ struct ReplaySlots {
   std::uint64_t* ranks;
   Observation* seen;
   float4* direct;  // [head task, plane, head group, slot]
-  int planes;      ///< kReplayAhead if a cache uses cache positions, otherwise 1
+  int planes;      ///< number of queries whose direct exponentials are stored at the same time:
+                   ///< kReplayAhead if a cache uses cache positions, otherwise 1
 };
 
 /// Arguments of a kernel that stores kept sets.
@@ -425,9 +432,9 @@ struct ReplayWalkArgs : ReplayKeepArgs {
   ReplaySlots slots;
   ReplayProgress* progress;     // [cache]
   const std::int32_t* members;  ///< configurations that have the same policy
-  /// With scope=layer (all heads of a layer keep the same tokens): the number of KV heads of a
-  /// layer, at most kMaxLayerHeads. It requires sm_90, and the head tasks of a member must be whole
-  /// layers, one after another. Without scope=layer: 0.
+  /// The number of KV heads of a layer, at most kMaxLayerHeads, if the members have scope=layer
+  /// (all heads of a layer keep the same tokens); otherwise 0. scope=layer requires sm_90, and a
+  /// member's head tasks must be whole layers, one after another.
   int layer_heads;
   std::uint32_t max_slots;  ///< maximum over the members
   double* sums;             // [cache, SumsShape]: sums for passages; null if there are no metrics
@@ -487,8 +494,8 @@ cudaError_t replay_walk(const void* kernel, const ReplayWalkPlan& plan, const Re
 cudaError_t replay_waves(const void* kernel, const ReplayWalkPlan& plan, int& waves);
 
 /// Computes the results of the walks for all members at once, for policies that evict the oldest
-/// token first. With them a query attends to the sinks and to a window, so the kept tokens follow
-/// from the position alone, and no slots are needed.
+/// token first. Under such a policy, a query attends to the sinks and to a window. So the kept
+/// tokens follow from the query's position alone, and no slots are needed.
 struct ReplayWindowsArgs : ReplayKeepArgs {
   ReplayCachePositionRows cache_positions;
   const std::int32_t* members;

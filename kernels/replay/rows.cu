@@ -91,8 +91,8 @@ struct HeadGroupRow {
   }
 };
 
-/// For each head, the lowest exponential of a token that counts as requested by the row. It is
-/// infinite for padding heads.
+/// For each head, the lowest exponential at which the row requests a token. It is infinite for
+/// padding heads.
 __device__ float4 min_requested_of(const float4& sum, int heads, std::uint32_t threshold16) {
   const auto request_threshold = [&](float row_sum, int head) {
     if (head >= heads) return __int_as_float(0x7f800000);
@@ -218,8 +218,8 @@ __device__ inline float scale_to_half(float largest) {
   return __uint_as_float(static_cast<std::uint32_t>(min(max(264 - exponent, 1), 253)) << 23);
 }
 
-/// One column of a query group's products, which is one query and head, in the layout of
-/// cache_positions.fragments.
+/// One column of a query group's products: the query and head that a column of
+/// cache_positions.fragments stands for.
 struct QueryColumn {
   const ReplayShape& shape;
   const float* from;  ///< null if there is no such query
@@ -305,8 +305,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// The full cache's outputs of sampled queries. Uses one thread block for each query (x), head
-/// group (y) and head task (z); each thread of a warp computes four dimensions.
+/// Computes the full cache's outputs of sampled queries. Uses one thread block for each query (x),
+/// head group (y) and head task (z). The warps share the tokens; each lane computes four dimensions
+/// of four heads.
 __global__ void __launch_bounds__(kThreads)
     outputs_kernel(const __grid_constant__ ReplayRowsArgs args) {
   __shared__ float4 partial[kWarps][4][kWarpSize];

@@ -15,7 +15,8 @@ struct TierShared {
   EvictionCandidate firsts[kMaxReplayTiers], victim;
 };
 
-/// Eviction keys of the tokens of one tier. Tokens of other tiers get keys that come last.
+/// Eviction keys of the tokens of one tier. Tokens of other tiers get keys that sort last, so they
+/// are not selected.
 struct OneTierKeys {
   EvictionKeys all;
   const std::uint8_t* tiers;
@@ -40,12 +41,12 @@ struct SlotCopies {
     return positions[slot] >= exact_from ? 0
                                          : static_cast<int>(tier_copies >> 8 * tiers[slot] & 255);
   }
-  /// The offset of the token's row in its copy from its row in the exact copy, in float4.
+  /// The distance in memory, in float4, from a row of copy 0 to the same row of the token's copy.
   __device__ std::int64_t row_of(std::uint32_t slot) const { return (*this)(slot)*all.rows; }
 };
 
-/// Multiplies direct exponentials by values (exact ones or those of copies), and writes the sums to
-/// `to` [group, dim].
+/// Multiplies direct exponentials by the values of the tokens' copies, and writes the sums over the
+/// tokens to `to` [group, dim]. Each thread computes some elements of `to`.
 template <class Copies>
 __device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, DirectValues values,
                                                   const Copies copies, float* to) {
@@ -68,8 +69,8 @@ __device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, Di
   }
 }
 
-/// Only this class writes TierShared. All threads of the thread block call each method. Its results
-/// are visible to them after the next barrier.
+/// Only this class writes TierShared. All threads of the thread block call each method, except
+/// enter(). Results in shared memory are visible to all threads after the next barrier.
 template <bool kShared, class T>
 class TieredTokens : public ExactTokens<kShared, T> {
   using Base = ExactTokens<kShared, T>;
@@ -171,8 +172,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
     return shared_.victim;
   }
 
-  /// Multiplies exponentials of quantized tokens by values. Each thread computes some elements of
-  /// `to`. This is rarely needed.
+  /// See sum_quantized_values(). This is rarely needed.
   template <int kHeadGroups, class Copies>
   __device__ void sum_values(const DirectValues& values, const Copies& copies, float* to) const {
     sum_quantized_values(args_, values, copies, to);
@@ -198,8 +198,8 @@ class TieredTokens : public ExactTokens<kShared, T> {
     __shared__ TierShared shared;
     return shared;
   }
-  /// Whether the tier demotes a token when the first tier demotes one. Call it before any token is
-  /// moved.
+  /// Whether the tier also demotes a token when the first tier does. Call it for tiers 0, 1, … in
+  /// order until it returns false, and before any token is moved.
   __device__ bool passes_on(int tier) const {
     return tier == 0 || (tier < count_ && !has_free_slot(shared_.loads[tier]));
   }

@@ -8,7 +8,7 @@
 namespace kvlab::kernels {
 
 /// kShared: slots are in shared memory. T: type of keys and values. All threads of the thread block
-/// call each method.
+/// call each method, except enter().
 template <bool kShared, class T>
 class ExactTokens {
  public:
@@ -19,8 +19,9 @@ class ExactTokens {
   /// Bytes of shared memory that this class needs between the bits of the live positions and the
   /// slots.
   __device__ static std::size_t bytes_before_slots(const Args&) { return 0; }
-  /// The parameters after `shared`: the memory of bytes_before_slots(); memory for all slots that
-  /// follows the states and positions if these are in shared memory; and the positions, by slot.
+  /// The parameters after `shared`: the memory of bytes_before_slots(); memory for data of all
+  /// slots, if slots are in shared memory (it follows the states and positions); the positions, by
+  /// slot; and the number of slots.
   __device__ ExactTokens(const CacheThread& at, ReplayShared& shared, std::byte*, std::byte*,
                          const std::uint32_t*, std::uint32_t)
       : at_(at), shared_(shared) {}
@@ -61,10 +62,11 @@ class ExactTokens {
   __device__ void attend(int, std::uint32_t, bool) {}
   /// Whether the exponentials of the token in a slot are direct.
   __device__ bool is_direct(std::uint32_t) const { return false; }
-  /// Position from which on the row contains the exponentials of all tokens.
+  /// The first position from which on no exponential is direct: the row contains those of all live
+  /// tokens.
   __device__ std::uint32_t evicted_end() const { return 0; }
   __device__ const std::uint32_t* positions_in_cache() const { return nullptr; }
-  /// Returns a map from slots to copies, for tokens before `exact_from`.
+  /// Returns a map from slots to copies. Tokens from position `exact_from` on belong to copy 0.
   __device__ ExactCopies copies(std::uint32_t) const { return {}; }
 
   /// Multiplies direct exponentials by values, and writes the sums to `to` [group, dim].

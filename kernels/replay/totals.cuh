@@ -5,9 +5,10 @@
 
 namespace kvlab::kernels {
 
-/// The sums of a step, in separate parts for each head: the sum of the cache's exponentials and, if
-/// they differ (kOther), the sum of those of the full row. If the policy observes requests, there
-/// is also the largest exponential.
+/// The sums over a cache's live tokens at one query, for each head: the sum of the cache's
+/// exponentials and, if those of the full row differ (kOther), the sum of the full row's
+/// exponentials of the same tokens. If the policy observes requests, there is also the largest
+/// exponential of the cache.
 template <int kHeadGroups, bool kOther, bool kNeedsRequests>
 struct ReplayTotals {
   static constexpr int kHeads = 4 * kHeadGroups;
@@ -24,8 +25,8 @@ struct ReplayTotals {
       if (kNeedsRequests) raise(part[kMaxPart].head_group[head_group], e.head_group[head_group]);
     }
   }
-  /// Folds the parts over the thread block. Lane l of every warp gets component l of all parts.
-  /// `warp_totals` may be reused after the next barrier.
+  /// Combines the parts of all threads of the thread block. Lane l of every warp gets component l
+  /// of all parts. `warp_totals` may be reused after the next barrier.
   __device__ float fold(float (*warp_totals)[24], const CacheThread& at) const {
     float* const to = warp_totals[at.warp];
 #pragma unroll

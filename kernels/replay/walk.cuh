@@ -1,9 +1,9 @@
 // Processes a block of queries in the caches of one policy. A thread block handles one cache (one
 // head task under one configuration) and processes the queries in order.
 //
-// Memory traffic: 16 bytes of exponentials per head group for each live token and query, which are
-// read from the L2 cache, because all caches of a head task read the same rows. If the states fit,
-// they stay in shared memory during the block.
+// Memory traffic: 16 bytes of exponentials per head group for each live token and query. They come
+// from the L2 cache, because all caches of a head task read the same rows. If the slots fit, they
+// stay in shared memory during the block.
 #pragma once
 
 #include "kernels/replay/cache.cuh"
@@ -119,9 +119,9 @@ class ReplayWalk {
       if (stores && at_.rule.fp16_copy >= 0) store_fp16_copy(totals, i, index, query, folded);
   }
 
-  /// Loads a strip, beginning with this thread's slot `first`. Slots that hold no token at a
-  /// position up to `query` get zeros. `kFull`: loads from the full row, in case it differs from
-  /// the cache's row.
+  /// Loads the exponentials of a strip that begins with this thread's slot `first`. Slots that hold
+  /// no token at a position up to `query` get zeros. `kFull`: loads those of the full row, even if
+  /// the cache's differ.
   template <bool kFull>
   __device__ void take(Strip& strip, std::uint32_t first, std::uint32_t query) const {
     const std::int64_t tokens = at_.args.shape.tokens;
@@ -176,7 +176,8 @@ class ReplayWalk {
     });
     if (i >= 0) hits.add_to(shared_.hits[i], at_.lane);
   }
-  /// Computes the sum and hits of the full row, in case the cache's row differs from it.
+  /// Computes the sum and hits of the live tokens in the full row, if the cache's exponentials
+  /// differ from those.
   __device__ void total_full(Totals& totals, int i, std::uint32_t query) {
     ReplayHits<kHeadGroups> hits(at_.args.rows.request_threshold + at_.row(i) * kHeadGroups);
     for_strips<true>(query, [&](const Strip& strip, std::uint32_t) {
@@ -217,7 +218,7 @@ class ReplayWalk {
   // Observing and ranking.
 
   /// Applies the observation of one query. If the append has only this query, updates the states
-  /// directly and ranks the tokens.
+  /// and ranks the tokens. Otherwise adds the observation to those of the append's earlier queries.
   __device__ void observe(float folded, std::uint32_t query, std::uint32_t age) {
     if constexpr (kObserves) {
       const float max_exponential = __shfl_sync(~0u, folded, kMaxPart * kHeads + at_.lane % kHeads);
@@ -242,6 +243,7 @@ class ReplayWalk {
       }
     });
   }
+  /// Applies the observation of a query that is alone in its append, and chooses the next victim.
   /// Also writes to empty slots. This is harmless, because append() sets the whole state, and an
   /// empty slot is never chosen, because its position is protected.
   __device__ void observe_alone(const Look& seen_by, std::uint32_t query) {
@@ -331,7 +333,7 @@ class ReplayWalk {
         cache_.copy_live(to, tokens, direct);
     }
   }
-  /// Stores the kept set and the sums of the fp16 copy: those of the same tokens in 16 bits.
+  /// Stores the kept set and the sums of the fp16 copy. It keeps the same tokens, in 16 bits.
   __device__ void store_fp16_copy(Totals& totals, int i, int index, std::uint32_t query,
                                   float folded) {
     const ReplayKeptSets& sets = at_.args.sets;
@@ -350,7 +352,8 @@ class ReplayWalk {
     __syncthreads();
   }
 
-  /// Stores what the tokens before position `end` contribute to a query's outputs and changes.
+  /// Stores the sums of direct exponentials times values, and times terms, over the tokens before
+  /// position `end`.
   template <class Copies>
   __device__ void store_direct(std::int64_t cache, int i, int index, std::uint32_t end,
                                const Copies& copies) {

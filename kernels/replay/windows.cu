@@ -23,8 +23,8 @@ struct RowSums {
   float4 full[kHeadGroups], cache_positions[kHeadGroups];
   uint4 hits[kHeadGroups];
 };
-/// Sums by chunk. At first the entry of a chunk holds the sums of this chunk alone. Then it is
-/// replaced by the sums over this chunk and all later ones.
+/// Sums by chunk. At first, the entry of a chunk holds the sums of this chunk alone. Later, it
+/// holds the sums over this chunk and all later chunks.
 template <int kHeadGroups>
 using ChunkSums = RowSums<kHeadGroups>[kChunks + 1];
 
@@ -164,8 +164,8 @@ class WindowQuery {
         sum_from<std::uint32_t>(word);
     __syncthreads();
   }
-  /// Replaces one 32-bit word of all chunks' sums by its suffix sums. A lane handles kRanges
-  /// chunks.
+  /// Replaces one 32-bit word of each chunk's sums by the sum of this word over that chunk and all
+  /// later ones. A lane handles kRanges consecutive chunks.
   template <class T>
   __device__ void sum_from(std::uint32_t word) {
     const auto at = [&](std::uint32_t c) -> T& { return reinterpret_cast<T*>(&chunks_[c])[word]; };
@@ -265,8 +265,8 @@ class WindowQuery {
     }
     return sum;
   }
-  /// Adds one head's exponentials of the first `count` attended tokens to `direct`. Returns their
-  /// sum.
+  /// Computes one head's exponentials of the first `count` attended tokens. Writes the sums of
+  /// exponentials times values, and times terms, to `direct`. Returns the sum of the exponentials.
   __device__ float take_values(const Window& window, std::uint32_t count, bool cache_positions,
                                int head, float max_logit, const Direct& direct) const {
     const ReplayShape& shape = args_.shape;

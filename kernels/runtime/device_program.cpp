@@ -136,7 +136,7 @@ class Program {
   nvrtcProgram program_ = nullptr;
 };
 
-/// The hooks are constexpr functions; these flags make them device functions.
+/// The last flag turns the policies' hooks, which are constexpr functions, into device functions.
 constexpr std::array kFlags{"--std=c++20", "--fmad=false", "--device-as-default-execution-space"};
 
 /// A hash of several texts. It also depends on where one text ends and the next begins.

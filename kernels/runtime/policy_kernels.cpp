@@ -12,8 +12,8 @@
 #include "policies/policy_struct.hpp"
 
 namespace kvlab {
-/// The headers of the kernels below, and those in kernels/runtime/std, which replace the standard
-/// headers that NVRTC does not have.
+/// The texts of the headers that the kernels below include, and of the headers in
+/// kernels/runtime/std, which replace standard headers that NVRTC does not have.
 std::span<const EmbeddedText> device_headers();
 }  // namespace kvlab
 

@@ -42,8 +42,8 @@ class PolicyKernels {
 DeviceCode code_of_header(const std::string& path, const std::string& text, int architecture);
 
 /// A policy from a header that only the device compiler has read. The compiled code contains a
-/// description of the policy for the host. In policy(), hooks for the host and kernels that kvlab.h
-/// does not launch are null.
+/// description of the policy, which the host reads. policy() has null pointers for the policy's
+/// host functions and for kernels that kvlab.h does not launch.
 class HeaderPolicy {
  public:
   /// `code`: from code_of_header(), for the current device. Throws the exceptions of LoadedCode.

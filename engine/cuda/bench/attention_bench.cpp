@@ -75,8 +75,8 @@ std::uint64_t bytes_held(const Shape& shape, const ResolvedConfig& cache) {
   return bytes * (shape.head_size / kQuantBlock) * shape.batch * kKvHeads;
 }
 
-/// The rate at which the layers are read one after another, `bytes` each, as a share of the read
-/// limit.
+/// The rate of reading all layers, which have `bytes` of keys and values each, as a share of the
+/// read limit. `microseconds`: time of one layer.
 double share_of_read(ReadLimits& limits, const DeviceModel& model, const Shape& shape,
                      const std::string& policy, std::uint64_t bytes, double microseconds) {
   const std::uint32_t layers = model.config().layers;

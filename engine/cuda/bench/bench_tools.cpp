@@ -14,7 +14,8 @@ namespace {
 constexpr int kLimitRepeats = 9;
 // Reads of this multiple of the L2 cache's size find almost none of the data in the L2 cache.
 constexpr std::uint64_t kManyCaches = 16;
-// Bytes that one launch reads; many, so that few launches are needed.
+// Bytes that one timed run reads. If the memory is smaller, the run reads it several times, up to
+// 64.
 constexpr std::uint64_t kReadInARow = std::uint64_t{256} << 20;
 
 std::uint64_t l2_bytes() {
@@ -25,8 +26,8 @@ std::uint64_t l2_bytes() {
   return static_cast<std::uint64_t>(bytes);
 }
 
-/// The rate, in bytes per second, of reading `wanted` bytes repeatedly, or half of the free memory
-/// if that is less.
+/// The rate, in bytes per second, of reading the same memory repeatedly. The memory has `wanted`
+/// bytes or, if that is less, half as many as are free.
 double read_bytes_per_second(std::uint64_t wanted, cuda::Caching caching) {
   constexpr const char* measuring = "measuring the read bandwidth";
   const std::size_t bytes =

@@ -22,8 +22,8 @@ nlohmann::ordered_json bench_of(const char* name, const DeviceModel& model);
 std::vector<std::int32_t> bench_ids(std::size_t count, std::uint32_t vocab);
 
 /// How fast the device reads memory, in bytes per second. A launch that moves the same bytes
-/// repeatedly is compared with a kernel that reads that many bytes repeatedly. This is fair,
-/// because a part of the bytes stays in the L2 cache if they fit into it or nearly do.
+/// repeatedly is compared with a kernel that reads that many bytes repeatedly. This is fair: if the
+/// bytes fit in the L2 cache, or nearly do, a part of them stays there in both cases.
 class ReadLimits {
  public:
   ReadLimits();
@@ -32,7 +32,7 @@ class ReadLimits {
   double memory() const { return memory_; }
   /// The rate of reading `bytes` repeatedly; at least memory(). It is measured on the first call.
   double limit(std::uint64_t bytes);
-  /// The rate of moving `bytes` in `milliseconds`, as a share of the rate of(bytes); see
+  /// The rate of moving `bytes` in `milliseconds`, as a share of limit(bytes); see
   /// share_of_limit().
   double share(const std::string& what, std::uint64_t bytes, double milliseconds);
 
@@ -55,8 +55,9 @@ double milliseconds_of(cudaStream_t stream, Enqueue enqueue) {
   return static_cast<double>(end.since(start));
 }
 
-/// The median time of `repeats` runs after a warm-up run. If one run takes more than 1 s, the time
-/// of a single run. Calls `prepare` before each run; its work is not part of the time.
+/// The median time of `repeats` runs after a warm-up run. If the warm-up run takes more than 1 s,
+/// it is followed by one run only. Calls `prepare` before each run; its work is not part of the
+/// time.
 template <class Prepare, class Enqueue>
 double median_milliseconds_after(cudaStream_t stream, Prepare prepare, Enqueue enqueue,
                                  int repeats) {
@@ -73,7 +74,7 @@ double median_milliseconds_after(cudaStream_t stream, Prepare prepare, Enqueue e
   return *middle;
 }
 
-/// The same without `prepare`.
+/// Like median_milliseconds_after(), but without `prepare`.
 template <class Enqueue>
 double median_milliseconds(cudaStream_t stream, Enqueue enqueue, int repeats = 5) {
   return median_milliseconds_after(

@@ -74,7 +74,8 @@ ordered_json time_capture(const DeviceModel& model, const DecodeBenchOptions& op
   return {{"tokens_per_second_without", plain}, {"tokens_per_second_with", captured}};
 }
 
-/// Operations of attention: two products of each query head with each token that it sees.
+/// Floating-point operations of attention. For each query head and each token that it sees, there
+/// are two products of head_size multiplications and additions: with the key and with the value.
 double attention_flops(const ModelConfig& config, const PrefillBenchOptions& options) {
   const bool evicts = options.cache.evicts();
   double pairs = 0;
@@ -146,8 +147,8 @@ ordered_json bench_prefill(const PrefillBenchOptions& options) {
     decoder.prefill(next++ % sequences, ids);
   };
   const double milliseconds = median_milliseconds(decoder.stream(), prefill, repeats);
-  double weights =
-      0;  // number of elements of one layer's matrices; of experts, only the chosen ones count
+  double weights = 0;  // number of elements of one layer's matrices; in layers with experts, only
+                       // the chosen experts count
   const DeviceLayer& layer = model.weights().layers.front();
   for (const DeviceMatrix* m : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
     weights += static_cast<double>(m->n) * m->k * (m->experts > 0 ? config.experts.chosen : 1);

@@ -28,8 +28,8 @@ constexpr std::uint32_t kRowBytes[] = {128, 256, 512, 1024, 2048, 4096, 8192};
 constexpr std::uint32_t kRows[] = {64, 256, 1024, 4096, 16384, 65536};
 constexpr std::uint32_t kMaxBatchedRows = 16384;
 constexpr std::uint32_t kEmptyLaunches = 64;
-// Number of rows that a graph fetches, by several launches. There are several, so that a launch
-// begins where another one ends, as in a captured step.
+// Number of rows that a graph fetches, if 4 to 32 launches suffice for it. A graph has several
+// launches, so that one follows another directly, as in a captured decode step.
 constexpr std::uint32_t kRowsOfGraph = 1 << 18;
 constexpr std::uint64_t kReadBytes = std::uint64_t{4} << 30;  // device memory that steps read
 
@@ -43,8 +43,8 @@ double bytes_per_second(std::uint64_t bytes, double milliseconds) {
   return static_cast<double>(bytes) / (milliseconds * 1e-3);
 }
 
-/// `count` different rows, one from each of `count` equal parts of the pool, in random order. Row i
-/// of the list goes to slot i.
+/// Appends a list of `count` different rows to `lists`: one row of each of `count` equal parts of
+/// the pool, in random order. The i-th row of the list goes to slot i.
 void append_list(std::vector<FetchedRow>& lists, std::uint32_t count, std::uint64_t pool_rows,
                  std::mt19937_64& random) {
   std::vector<std::uint32_t> rows(count);
@@ -110,7 +110,7 @@ ordered_json time_copies(const Link& link) {
   return copies;
 }
 
-/// The largest rate of a copy from the host, which fetches are compared with.
+/// The highest rate of the copies from the host. Fetches are compared with it.
 double copy_limit(const ordered_json& copies) {
   double limit = 0;
   for (const ordered_json& copy : copies)
@@ -118,8 +118,8 @@ double copy_limit(const ordered_json& copies) {
   return limit;
 }
 
-/// Consecutive fetches of `rows` rows each, as one graph. Each run fetches other rows, because a
-/// cache could hold those of the run before.
+/// Consecutive fetches of `rows` rows each, as one graph. Each run fetches other rows than the
+/// previous run, because those might still be in a cache.
 class FetchSeries {
  public:
   FetchSeries(const Link& link, std::uint32_t rows, std::uint32_t row_bytes, std::uint32_t launches)
@@ -196,8 +196,8 @@ double empty_launch(const Link& link) {
   return median_milliseconds(stream.get(), launch, kLinkRepeats) * 1e3 / kEmptyLaunches;
 }
 
-/// Microseconds to copy rows one by one with cudaMemcpyBatchAsync(), as engines do without a
-/// kernel. Keys and values go to the same place, so there is one copy for each row.
+/// Times copying rows one by one with cudaMemcpyBatchAsync(), as engines do that have no kernel for
+/// it. A row's key and value are copied together to one place, so there is one copy for each row.
 class BatchedCopies {
  public:
   BatchedCopies(const Link& link, std::uint32_t rows, std::uint32_t row_bytes)

@@ -31,8 +31,8 @@ kernels::EvictionKernels window_kernels() {
 class PagedLayers {
  public:
   explicit PagedLayers(const PagedBenchShape& shape);
-  /// Microseconds of one layer. `by_head`: blocks are [kv_head, slot, dim] instead of [slot,
-  /// kv_head, dim].
+  /// Microseconds of one layer's attention. `page`: slots per block; 0: contiguous slots.
+  /// `by_head`: blocks are [kv_head, slot, dim] instead of [slot, kv_head, dim].
   double microseconds(std::uint32_t page, bool by_head) const;
 
  private:

@@ -27,8 +27,8 @@ class CacheWatch {
   void part(std::uint32_t layer, const PromptChunk& part, const LayerOutputs& outputs);
   void end();
 
-  /// A token that a step fed to a watched sequence. report_step() reports all of them. `outputs` is
-  /// LayerOutputMemory::step_data().
+  /// A token that a step fed to a watched sequence. report_step() reports all such tokens of a
+  /// step; `outputs` is LayerOutputMemory::step_data().
   struct Fed {
     int sequence;
     std::int32_t id;

@@ -11,7 +11,8 @@ using cuda::Placed;
 
 namespace {
 
-/// Slots of a sequence: one more than its maximum number of tokens. No token uses the last slot.
+/// Slots of a sequence: one more than its maximum number of tokens. The last slot belongs to no
+/// token; steps in which the sequence is idle write to it.
 std::uint32_t capacity(const CudaDecoderOptions& options) { return options.slots + 1; }
 
 /// Number of float2 elements from one RoPE table to the next.
@@ -91,8 +92,8 @@ BatchState::Row FullCache::row(std::uint32_t fed) const {
           .length = static_cast<std::int32_t>(idle ? 0 : fed + 1)};
 }
 
-/// Number of tokens of a chunk: as many as fit into the buffers, because without eviction chunks
-/// make no difference.
+/// Number of tokens of a chunk: the number that fits in the buffers. Without eviction, the chunk
+/// size does not change which tokens a query sees.
 std::uint32_t FullCache::prefill_chunk(int /*sequence*/) const {
   return static_cast<std::uint32_t>(options_.rows());
 }

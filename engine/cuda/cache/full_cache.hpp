@@ -40,7 +40,8 @@ class FullCache final : public DeviceCache {
     std::byte* workspace;
   };
   kernels::RopeWriteArgs write(std::uint32_t layer, int sequence) const;
-  /// Sets the arguments of write(), except the destination of keys and values.
+  /// Sets the arguments for RoPE and the destination of queries in `args`. (write() sets the
+  /// destination of keys and values.)
   void rotate(std::uint32_t layer, kernels::RopeWriteArgs& args) const;
   kernels::AttentionShape shape(std::uint32_t layer) const;
   std::size_t offset(std::uint32_t layer, int sequence) const;

@@ -19,11 +19,11 @@ std::size_t layers_at_once(const kvlab_cache_view& cache) {
   return layers;
 }
 
-/// Whether observation runs at the same time as the next layer's attention. Otherwise it runs
-/// beside the matrix products that follow attention. With many sequences it cannot do so, because
-/// these products occupy all multiprocessors, which attention does not. Waiting for the next
-/// layer's attention pays off only with few logits for each key, because by then the logits have
-/// left the L2 cache and are read from memory.
+/// Whether observation runs at the same time as the next layer's attention. Otherwise it runs at
+/// the same time as the matrix products that follow attention. With many sequences, these products
+/// occupy all multiprocessors, but attention does not. However, when the next layer's attention
+/// runs, the logits have left the L2 cache and are read from memory. So running beside attention
+/// pays off only if each key has few logits, that is, if a KV head has few query heads.
 bool goes_beside_attention(const kvlab_cache_view& cache) {
   return cache.sequences > kernels::kMaxLinearRows && cache.query_heads <= 2 * cache.kv_heads;
 }

@@ -13,9 +13,10 @@ namespace kvlab {
 
 /// State that the steps of a cache share. Only one step uses it at a time.
 struct ObserverBranch {
-  /// Layers alternate between two halves of the workspaces, kHalf layers at a time. Before a half
-  /// is reused, the stream waits until all observations of its last use are made. Such waits are
-  /// rare, because each takes about 1 µs.
+  /// The workspaces have two halves of kHalf workspaces. kHalf layers use the first half, the next
+  /// kHalf layers the second half, and so on. Before a half is reused, the stream waits until the
+  /// layers that used it last have been observed. So it waits only once for kHalf layers; a wait
+  /// takes about 1 µs.
   static constexpr int kHalf = 4;
   static int workspaces(std::size_t layers) {
     return static_cast<int>(std::min<std::size_t>(layers, 2 * kHalf));

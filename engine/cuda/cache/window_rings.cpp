@@ -14,7 +14,8 @@ using cuda::Placed;
 
 namespace {
 
-/// Slots of each layer's ring: as many as the window, but not more than the tokens of a sequence.
+/// The number of slots of each layer's ring: the size of the window or, if that is less, the
+/// maximum length of a sequence.
 std::vector<int> ring_slots(const ModelConfig& config, const CudaDecoderOptions& options) {
   std::vector<int> slots;
   for (const RowSpec& row : config.rows)

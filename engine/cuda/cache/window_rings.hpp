@@ -30,7 +30,7 @@ class WindowRings {
   kernels::RopeWriteArgs write(std::uint32_t layer) const;
   void attend(std::uint32_t layer, int rows, const std::byte* q, const LayerOutputs& to) const;
 
-  /// The same for `rows` tokens of a prompt, from position `position` on.
+  /// Like the functions above, for `rows` tokens of a prompt, from position `position` on.
   kernels::RopeWriteArgs write(std::uint32_t layer, int sequence, std::uint32_t position) const;
   void attend(std::uint32_t layer, int sequence, std::uint32_t position, int rows,
               const std::byte* q, const LayerOutputs& to) const;

@@ -23,9 +23,9 @@ class DeviceLayers {
   }
 
   void embed(const std::int32_t* ids, int rows, float* x);
-  /// Computes queries, keys and values of norm(x), rotates them, and writes them to the cache. The
-  /// cache makes `write`, which says where to write; its other arguments are set here. `to`: where
-  /// to store what a capture needs.
+  /// Computes queries, keys and values of norm(x), rotates queries and keys, and writes all three
+  /// to where `write` says. The cache makes `write`; this function sets its other arguments. `to`:
+  /// where to store what a capture needs.
   void qkv(std::uint32_t layer, int rows, const float* x, const LayerOutputs& to,
            kernels::RopeWriteArgs write);
   /// x += output projection of the attention outputs. If the model has a norm after attention, the
@@ -50,8 +50,8 @@ class DeviceLayers {
     std::byte* gate_up;      // [row, 2 * mlp]
     std::byte* inner;        // [row, mlp]
     float* post_norm_input;  // [row, hidden]: input of a norm after a block; null if there is none
-    float* expert_outputs;   // [row, chosen, hidden]; with experts, the arrays above have a row for
-                             // each chosen expert
+    float* expert_outputs;   // [row, chosen, hidden]; with experts, gate_up and inner also have a
+                             // row for each chosen expert
     float* logits;           // [row, expert]: logits of the router
     kernels::Routes routes{};
   };

@@ -16,7 +16,7 @@ namespace kvlab {
 
 kernels::Type kernel_type(Dtype dtype);
 
-/// The weight of a product, and its bias if it has one.
+/// The weight matrix of a product, and its bias if it has one.
 struct DeviceMatrix {
   int n = 0, k = 0;
   void* weight = nullptr;  // [n, k]

@@ -23,8 +23,8 @@ struct WeightPart {
   std::vector<std::size_t> shape;
   Initial initial;
   std::size_t offset;  ///< in bytes
-  /// Where each row is in the checkpoint, if its rows have another order or layout; null: row after
-  /// row, as in the plan.
+  /// Where each row of the plan is in the checkpoint's tensor, if that tensor has another order or
+  /// layout. Null: the rows follow one another as in the plan.
   std::function<RowSource(std::size_t row)> source = {};
   std::size_t columns = 0;  ///< columns of such a row
 
