@@ -36,8 +36,8 @@ of all heads of the layer. Heads are chosen in three ways:
 - **oracle**: for each token, the heads with the largest outputs;
 - **static**: the same heads for all tokens, namely those with the largest outputs on other texts;
 - **predicted**: for each token, by a ridge regression on the queries of the layer before (before RoPE), which predicts
-  the logarithm of each output's norm. It learns from the same other texts. Like Deja Vu's predictor, it is linear. The
-  first layer has no layer before it, so its heads are chosen as in "static".
+  the logarithm of each output's norm. The regression is fitted on the same texts as "static". Like Deja Vu's predictor,
+  it is linear. The first layer has no layer before it, so its heads are chosen as in "static".
 
 *Recall* is the share of the oracle's heads that a method also chooses, over all layers but the first. The measured
 tokens are those after the prompt, in texts that were not used for learning. Values are means over texts, with 95%

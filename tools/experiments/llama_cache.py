@@ -41,8 +41,8 @@ are standard errors over the texts.
 llama.cpp's attention differs from kvlab's in three ways. To see how much each of them matters, the model is evaluated
 in PyTorch with an attention to which these differences are added one after another:
 
-- **as kvlab**: none of them. A decoded token is quantized before its own query attends, as in both engines. This column
-  should equal the column "kvlab" of the first table;
+- **as kvlab**: none of the three differences. A decoded token is quantized before its own query attends, as in both
+  engines. This column should equal the column "kvlab" of the first table;
 - **channels**: a GGUF file of a Llama model stores the two channels of a RoPE pair beside each other, so a block of 32
   holds other channels than in the checkpoint;
 - **prompt**: the prompt's queries attend to quantized keys and values, while kvlab quantizes the prompt only when the

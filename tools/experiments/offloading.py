@@ -338,7 +338,7 @@ def findings(results):
     if shares:
         lowest, cell = min(shares, key=lambda pair: pair[0])
         text.append(bullet(
-            f"**kvlab**: the target is at least {WANTED_SHARE:.0%} of its limit with both caches. The lowest share is {lowest:.0%} "
+            f"**kvlab**: the target is at least {WANTED_SHARE:.0%} of the limit with each of the two caches. The lowest share is {lowest:.0%} "
             f"({LABELS[cell.system].removeprefix('kvlab, ')}, {cell.new} new tokens){'' if lowest >= WANTED_SHARE else ': **not reached**'}."
         ))  # fmt: skip
     return "\n".join(text)

@@ -9,7 +9,7 @@ can hold a quarter of the tokens in 16 bit, four fifths of them in 4 bits with s
 bits. The ways are:
 
 - **eviction**: a policy evicts tokens; the others stay in 16 bit;
-- **tiers by rank**: a policy evicts fewer tokens, and stores those that it ranks lower in fewer bits;
+- **tiers by rank**: a policy evicts fewer tokens, and stores the kept tokens of lower rank in fewer bits;
 - **formats by layer**: no token is evicted; `kvlab plan` chooses a format for the keys and the values of each layer;
 - **both**: formats by layer, and a policy evicts the tokens that do not fit in these formats.
 

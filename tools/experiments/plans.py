@@ -17,9 +17,9 @@ end-to-end evaluation?
 The plans are made from a trace of the first text. KL is measured on the other texts, relative to the model's own full
 cache in 16 bit, in nats, with its standard error. Bits are means over all elements, including scales and minima. The
 column "calibrated" is "measured / predicted" of a plan, divided by "measured / predicted" of the plan of 4.5 bits. On
-some texts, all losses are larger than predicted by about one factor. A single end-to-end run measures this factor, and
-"calibrated" shows how good the predictions are after they are multiplied by it. `kvlab` stands for all of kvlab's own
-formats, and `cuda` for the ones among them that work on CUDA.
+some texts, all losses exceed the predictions by about the same factor. A single end-to-end run measures this factor,
+and "calibrated" shows how good the predictions are after they are multiplied by it. `kvlab` stands for all of kvlab's
+own formats, and `cuda` for the ones among them that work on CUDA.
 """
 BITS = [3.5, 4, 4.5, 5, 6, 9]
 CALIBRATED = 4.5  # the bits of the one plan whose measured KL calibrates the others
