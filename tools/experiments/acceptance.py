@@ -4,11 +4,11 @@
 from experiment import Experiment, Refused, main, name_of_policy, number_with_error, spearman, table, tier_plan_of, values
 
 QUESTION = """
-In self-speculative decoding, a policy's small cache drafts some tokens, and the model verifies them with its full
-cache. *Acceptance* is the share of drafted tokens that the verification accepts. This page asks whether a replay of one
-trace predicts acceptance. It compares the metric [`acceptance`](../reference/metrics.md), which is computed from a
-trace with gradients, with the acceptance that [`kvlab eval --draft`](../guides/evaluate.md#drafts) measures at the
-first drafted token.
+This page asks whether a replay of one trace predicts the acceptance of drafts. In self-speculative decoding, a policy's
+small cache drafts some tokens, and the model verifies them with its full cache. *Acceptance* is the share of drafted
+tokens that the verification accepts. The page compares the metric [`acceptance`](../reference/metrics.md), which is
+computed from a trace with gradients, with the acceptance that [`kvlab eval --draft`](../guides/evaluate.md#drafts)
+measures at the first drafted token.
 
 The prediction comes from a trace of the first text. It is compared with measurements on the same text, and on the other
 texts, which the prediction has not seen. No parameter is fitted to the measurements. A budget is a share of the tokens
