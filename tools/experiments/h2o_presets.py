@@ -7,8 +7,9 @@ from experiment import Experiment, number_with_error, main, table, values
 
 QUESTION = """
 This page compares what public codebases mean by "H2O". The authors of H2O released five versions, and eleven other
-public codebases use the name too. They keep different tokens. `h2o:preset=NAME` is the configuration of kvlab that
-comes nearest to the version NAME. If none comes near, kvlab refuses the preset and gives the reason.
+public codebases use the name too. These implementations differ in the tokens that they keep. `h2o:preset=NAME` is the
+configuration of kvlab that comes nearest to the version NAME. If none comes near, kvlab refuses the preset and gives
+the reason.
 
 *Overlap* compares the kept tokens with those of kvlab's `h2o`: the number of pairs (query, kept token) that both
 policies have, divided by the number of pairs that at least one of the two has. Overlap is measured on the two heads on

@@ -152,7 +152,7 @@ def plans():
         )
         experiment.section(
             "Brute force measures each loss by an end-to-end evaluation on the first text, with one layer's keys or values in one "
-            f"format and all others in 16 bit. This takes {passes} evaluations of a whole text. It then chooses formats by these "
+            f"format and all others in 16 bit. This takes {passes} evaluations of a whole text. Brute force then chooses formats by these "
             f"losses in the same way as `kvlab plan`, which needs only one capture and {SAMPLES} samples of gradients:\n\n"
             + compared(brute, *first)
         )
