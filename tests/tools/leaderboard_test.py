@@ -246,8 +246,8 @@ class Summary(unittest.TestCase):
         self.assertNotIn("also ranks", text)
         rows += [row("smollm2", "full", "accuracy", 0.97), row("other", "h2o:sinks=0", "accuracy: needle", 0.5)]
         text = " ".join(summary.sentences(rows).split())
-        self.assertIn("The full cache answers 97% of them.", text)
-        self.assertIn("The leaderboard also ranks the policies on `other`.", text)
+        self.assertIn("The full cache answers 97% of the questions.", text)
+        self.assertIn("The leaderboard also ranks the policies on another model, `other`.", text)
 
 
 if __name__ == "__main__":

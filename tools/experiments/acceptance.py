@@ -4,17 +4,20 @@
 from experiment import Experiment, Refused, main, name_of_policy, number_with_error, spearman, table, tier_plan_of, values
 
 QUESTION = """
-In self-speculative decoding, a policy's small cache drafts some tokens, and the model verifies them with its full
-cache. *Acceptance* is the share of drafted tokens that the verification accepts. This page asks whether a replay of one
-trace predicts it: the metric [`acceptance`](../reference/metrics.md) of a trace with gradients, against the acceptance
-that [`kvlab eval --draft`](../guides/evaluate.md#drafts) measures at the first drafted token.
+This page asks whether a replay of one trace predicts the acceptance of drafts. In self-speculative decoding, a policy's
+small cache drafts some tokens, and the model verifies them with its full cache. *Acceptance* is the share of drafted
+tokens that the verification accepts. The page compares the metric [`acceptance`](../reference/metrics.md), which is
+computed from a trace with gradients, with the acceptance that [`kvlab eval --draft`](../guides/evaluate.md#drafts)
+measures at the first drafted token.
 
 The prediction comes from a trace of the first text. It is compared with measurements on the same text, and on the other
-texts, which the prediction has not seen. Nothing is fitted. A budget is a share of the tokens of the full cache in 16
-bit; quantized, the same bytes hold more tokens. All policies keep original positions.
+texts, which the prediction has not seen. No parameter is fitted to the measurements. A budget is a share of the tokens
+of the full cache. Its bytes are those of this share in 16 bit, so with a tier plan of fewer bits they hold more tokens.
+All policies keep original positions.
 
-The bars: a prediction should be within 0.03 of the measured acceptance where that is at least 0.8, and within 0.06
-below. The rank correlation (Spearman) over the policies should be at least 0.9 at each budget.
+There are two targets, which this page calls *bars*. A prediction should be within 0.03 of the measured acceptance if
+this acceptance is at least 0.8, and within 0.06 if it is lower. The rank correlation (Spearman) over the policies
+should be at least 0.9 at each budget.
 """
 POLICIES = [
     "a2sf", "h2o_mean", "h2o", "window", "sink", "lru", "tova", "roco", "lfu", "scissorhands", "lazy_eviction", "random",
@@ -124,9 +127,10 @@ def summary(results, texts):
     for high, bar in BARS.items():
         own = [error for error, value in errors if (value >= HIGH) == high]
         within = sum(error <= bar for error in own)
-        parts.append(f"{within} of {len(own)} predictions {'from 0.8 on' if high else 'below 0.8'} are within {bar}")
+        where = f"where the measured acceptance is {'at least' if high else 'below'} {HIGH}"
+        parts.append(f"{within} of {len(own)} predictions are within {bar} {where}")
     return (
-        f"On {texts}: {' and '.join(parts)}. The bar of the error is met in {sum(errors for errors, _ in met)}, and that of "
+        f"On {texts}: {', and '.join(parts)}. The bar of the error is met in {sum(errors for errors, _ in met)}, and that of "
         f"the rank correlation in {sum(ranks for _, ranks in met)} of {len(met)} combinations of tier plan and budget."
     )
 
@@ -140,8 +144,8 @@ def acceptance():
     for texts in results.measured:
         experiment.section(summary(results, texts))
     experiment.section(
-        f"There are {len(results.policies)} policies. The prompt is the first {results.prompt} tokens of a text; the others "
-        f"are decoded in windows of {DRAFT} drafted tokens. *Error* is the difference of predicted and measured acceptance."
+        f"There are {len(results.policies)} policies. The prompt is the first {results.prompt} tokens of a text; the other tokens "
+        f"are decoded in windows of {DRAFT} drafted tokens. *Error* is the absolute difference of predicted and measured acceptance."
     )
     for texts in results.measured:
         experiment.section(f"### On {texts}")

@@ -7,11 +7,13 @@ from experiment import Experiment, number_with_error, main, table, values
 
 QUESTION = """
 This page compares what public codebases mean by "H2O". The authors of H2O released five versions, and eleven other
-public codebases use the name too. They keep different tokens. `h2o:preset=NAME` is the configuration of kvlab that
-comes nearest to the version NAME. If none comes near, kvlab refuses the preset and gives the reason.
+public codebases use the name too. These implementations differ in the tokens that they keep. `h2o:preset=NAME` is the
+configuration of kvlab that comes nearest to the version NAME. If none comes near, kvlab refuses the preset and gives
+the reason.
 
-*Overlap* compares the kept tokens with those of kvlab's `h2o`: the number of pairs (query, kept token) that both have,
-divided by the number of pairs that at least one has. It is measured on the two heads on which the policies differ most.
+*Overlap* compares the kept tokens with those of kvlab's `h2o`: the number of pairs (query, kept token) that both
+policies have, divided by the number of pairs that at least one of the two has. Overlap is measured on the two heads on
+which the policies differ most.
 """
 
 
@@ -63,8 +65,8 @@ def h2o_presets():
         lines.append([", ".join(presets_of), f"`{requested}`", *numbers])
     header = ["preset", "policy", "overlap", "`residual_error`", "KL, nats", "pass key"]
     experiment.section(
-        f"## Side by side\n\nKL, error and overlap at budget {budget}. Pass key: the share of right answers at budget "
-        f"{budget // 2}. The question comes after\nthe eviction.\n\n" + table(header, lines)
+        f"## Side by side\n\nKL, error and overlap are measured at budget {budget}. The column "
+        f'"pass key" has the share of right answers at budget {budget // 2} to questions that come after the eviction.\n\n' + table(header, lines)
     )
     codes = [[f"`{one['name']}`", one["code"], f"`{one['policy']}`" if one["policy"] else "refused",
               refused.get(one["name"]) or one["deviates"]] for one in presets]  # fmt: skip

@@ -23,25 +23,25 @@ import kvlab
 
 QUESTION = """
 For each token, [Deja Vu](https://arxiv.org/abs/2310.17157) computes only some heads of each layer, and predicts from
-the layer before which heads these are. This page asks whether that would save reads of the KV cache. Which share of
-attention's output do the heads with the largest outputs have? Can these heads be predicted? How much do the model's
-predictions change if the other heads are left out? For comparison, the page also shows `h2o`, which keeps all heads and
-evicts tokens, with a budget at which it reads as many bytes.
+the layer before which heads these are. This page asks whether leaving out heads in this way would save reads of the KV
+cache. Which share of attention's output do the heads with the largest outputs have? Can these heads be predicted? How
+much do the model's predictions change if the other heads are left out? For comparison, the page also shows `h2o`, which
+keeps all heads and evicts tokens, with a budget at which it reads as many bytes.
 
 A head's output is what it adds to the residual stream: W_o^h o_h, from the checkpoint's W_o. The output of a KV head is
-the sum over its query heads. Only a KV head that is left out saves bytes, because a KV head is read if one of its query
-heads is kept. A *share* is the sum of squared norms of the outputs of the kept heads, divided by that of all heads of
-the layer. Heads are chosen in three ways:
+the sum over its query heads. Bytes are saved only if a whole KV head is left out, because a KV head is read as soon as
+one of its query heads is kept. A *share* is the sum of squared norms of the outputs of the kept heads, divided by that
+of all heads of the layer. Heads are chosen in three ways:
 
 - **oracle**: for each token, the heads with the largest outputs;
-- **static**: the same heads for all tokens, those with the largest outputs on other texts;
+- **static**: the same heads for all tokens, namely those with the largest outputs on other texts;
 - **predicted**: for each token, by a ridge regression on the queries of the layer before (before RoPE), which predicts
-  the logarithm of each output's norm. It learns from the same other texts. Like Deja Vu's predictor, it is linear. The
-  first layer has no layer before it, so its heads are chosen as in "static".
+  the logarithm of each output's norm. The regression is fitted on the same texts as "static". Like Deja Vu's predictor,
+  it is linear. The first layer has no layer before it, so its heads are chosen as in "static".
 
-*Recall* is the share of the oracle's heads that are also chosen, over all layers but the first. The measured tokens are
-those after the prompt, in texts that were not used for learning. Values are means over texts, with 95% intervals
-([how](../reference/recommendations.md#means-and-intervals)).
+*Recall* is the share of the oracle's heads that a method also chooses, over all layers but the first. The measured
+tokens are those after the prompt, in texts that were not used for learning. Values are means over texts, with 95%
+intervals ([how](../reference/recommendations.md#means-and-intervals)).
 """
 DENSITIES = [0.25, 0.5, 0.75]
 METHODS = ["oracle", "static", "predicted"]
@@ -487,8 +487,8 @@ def add_sections(study):
         f"## {name_of_model(experiment.model)}\n\n"
         f"{len(study.layers)} layers of {study.traces[0].query_heads} query heads and {study.traces[0].kv_heads} KV heads. Learnt from "
         f"{study.learnt_tokens} tokens of {learning}. Measured on {queries} tokens after a prompt of {study.prompt} in each of "
-        f"{len(study.texts)} texts: {', '.join(pathlib.Path(text).stem for text in study.texts)}. The model's queries have no norm "
-        "before RoPE; in a model with one, they are not a linear image of the layer's input."
+        f"{len(study.texts)} texts: {', '.join(pathlib.Path(text).stem for text in study.texts)}. The model has no norm between "
+        "the query projection and RoPE, so its queries are a linear image of the layer's input."
         "\n\n### Which share the best heads keep\n\n"
         "Each layer keeps the same share of its heads, in the columns 25%, 50% or 75%. If that is not a whole number, such as 2.25 heads, "
         "two heads are kept at three of four tokens, and three heads at the fourth. Count: "
@@ -512,8 +512,8 @@ def add_sections(study):
         "[`residual_error`](../reference/metrics.md#definitions) is computed offline, from the traces. KL, in nats, is measured end to "
         "end: heads are left out in transformers (float32) at every token after the prompt, so later layers and tokens see the effect, "
         "and predictions use the queries of the changed model. The keys and values of all heads are computed, so that a head that is left "
-        "out at one token can be kept at the next. `h2o` runs in `kvlab eval`, with a budget of tokens with which it reads "
-        f"as many bytes, as a mean over the tokens. Count: {queries * len(study.texts)} tokens, of which {scored * len(study.texts)} are scored."
+        "out at one token can be kept at the next. `h2o` runs in `kvlab eval`, with the budget at which it reads as many "
+        f"bytes, averaged over the tokens. Count: {queries * len(study.texts)} tokens, of which {scored * len(study.texts)} are scored."
     )
     header = ["heads", "chosen by", "kept", "KV read", "recall", "`residual_error`", "KL"]
     experiment.section(
@@ -531,8 +531,9 @@ def kernel_section():
     header = ["shape, sequences × tokens", "step, ms", "attention", *(f"{density:.0%} of the KV heads" for density in DENSITIES)]
     return (
         "## What a kernel could gain at most\n\n"
-        "The parts of a decode step are those of [measurements](../internals/measurements/decode.md#a-decode-step), on an H200. If "
-        "attention takes time in proportion to the KV heads that it reads, and prediction takes none, a step is this many times faster:"
+        "The parts of a decode step are those of [measurements](../internals/measurements/decode.md#a-decode-step), on an H200. Assume "
+        "that attention takes time in proportion to the KV heads that it reads, and that prediction takes no time. A step is then this many "
+        "times faster:"
         "\n\n" + table(header, lines)
     )
 

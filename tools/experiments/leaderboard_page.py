@@ -26,15 +26,16 @@ questions that come after the eviction, pooled over tasks and lengths; higher is
 task`: a pass key, needles, and RULER's. An answer to a question with several expected strings is right if it contains
 all of them.
 
-Memory is a share of the bytes of the full cache in 16 bit. In 16 bit, a budget is that share of the tokens. Quantized,
-the same bytes hold more tokens. Policies with cache positions are ranked in 16 bit alone, because quantized keys cannot
-get new positions. `snapkv` and `nacl` would keep all decoded tokens; for KL and decode speed they evict as other
-policies do (`once=no`). Budgets apply to the layers without a sliding window; a layer with a window keeps its window
-under every policy.
+Memory is a share of the bytes of the full cache in 16 bit. In 16 bit, the budget is the same share of the tokens. If
+tokens are quantized, the same bytes hold more of them. Policies with cache positions are ranked in 16 bit alone,
+because quantized keys cannot get new positions. By default, `snapkv` and `nacl` keep all decoded tokens. To measure KL
+and decode speed, they evict decoded tokens as other policies do (`once=no`). Budgets apply to the layers without a
+sliding window; a layer with a window keeps its window under every policy.
 
-**Bold** is the best of a column. `=` marks a policy whose KL does not differ significantly from it, by the paired 95%
-interval of `kvlab eval` over all texts. Brackets are 95% intervals: of KL, the interval of `kvlab eval`; of accuracy,
-Clopper and Pearson's. Every number is in `leaderboard.csv`, with the command that measured it.
+**Bold** marks the best value of a column. `=` marks a policy whose KL does not differ significantly from the best KL,
+by the paired 95% interval of `kvlab eval` over all texts. Numbers in parentheses are 95% intervals: for KL, the
+interval of `kvlab eval`; for accuracy, Clopper and Pearson's. Every number is in `leaderboard.csv`, with the command
+that measured it.
 """
 MADE = "Made from `leaderboard.csv`, which `tools/experiments/leaderboard.py` writes; no number is typed by hand."
 

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 QUESTION = """
-kvlab rounds keys and values as llama.cpp does, but computes attention with its own code. Is the KL of llama.cpp's
-quantized cache the KL that kvlab measures and predicts? This page compares these numbers for caches of one format
-(`-ctk`, `-ctv`):
+This page asks whether llama.cpp's quantized cache has the KL that kvlab measures and predicts. kvlab rounds keys and
+values as llama.cpp does, but computes attention with its own code. The page compares three numbers for caches of one
+format (`-ctk`, `-ctv`):
 
 - **predicted**: `kvlab plan`, from traces of the same texts and samples of gradients;
 - **kvlab**: `kvlab eval --tiers FORMAT`, end to end on these texts;
@@ -31,22 +31,24 @@ quantized cache the KL that kvlab measures and predicts? This page compares thes
   one token per call.
 
 By default, llama.cpp rotates queries, keys and values by a Hadamard matrix before it quantizes them. kvlab's formats
-with `_rot` do the same. Those without are measured in llama.cpp with the environment variable LLAMA_ATTN_ROT_DISABLE.
+with `_rot` do the same. The formats without `_rot` are compared with llama.cpp without rotation, which the environment
+variable LLAMA_ATTN_ROT_DISABLE turns off.
 
-KL is the mean over the decoded tokens, against the 16-bit cache of the same engine, in nats. For llama.cpp it is
+KL is the mean over the decoded tokens, relative to the 16-bit cache of the same engine, in nats. For llama.cpp it is
 computed from the probabilities of the 1,000 most probable tokens and from the sum of all other probabilities. Errors
 are standard errors over the texts.
 
 llama.cpp's attention differs from kvlab's in three ways. To see how much each of them matters, the model is evaluated
-in PyTorch with an attention that has them one after another:
+in PyTorch with an attention to which these differences are added one after another:
 
-- **as kvlab**: none of them. A decoded token is quantized before its own query attends, as in both engines. This column
-  should be that of kvlab in the first table;
+- **as kvlab**: none of the three differences. A decoded token is quantized before its own query attends, as in both
+  engines. This column should equal the column "kvlab" of the first table;
 - **channels**: a GGUF file of a Llama model stores the two channels of a RoPE pair beside each other, so a block of 32
   holds other channels than in the checkpoint;
-- **prompt**: the prompt's queries attend to quantized keys and values, while kvlab quantizes the prompt when it ends;
+- **prompt**: the prompt's queries attend to quantized keys and values, while kvlab quantizes the prompt only when the
+  prompt ends;
 - **query**: queries are rounded to 8 bits (`q8_0`) before they are multiplied by quantized keys. This column has all
-  three, so it should be that of llama.cpp.
+  three differences, so it should equal the column "llama.cpp".
 """
 FORMATS = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "q8_0/q4_0"]
 # The three differences, in the order in which they are added.

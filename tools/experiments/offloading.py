@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from experiment import ROOT, Refused, main, table, wrapped
 
 QUESTION = """
-H2O's authors report up to 29 times the throughput of DeepSpeed and Accelerate and 3 times that of FlexGen, on a GPU
-with 16 GB (arXiv:2306.14048, section 5.3). Their baselines keep weights or the cache in host memory, or run smaller
-batches. How much of such a ratio is due to the policy, how much to what crosses the link between host and GPU, and how
-much to the engine?
+This page compares kvlab's throughput with that of engines that offload to host memory, on a GPU with capped memory. It
+splits each ratio into factors for the policy, the placement and the engine. H2O's authors report up to 29 times the
+throughput of DeepSpeed and Accelerate and 3 times that of FlexGen, on a GPU with 16 GB (arXiv:2306.14048, section 5.3).
+Their baselines keep weights or the cache in host memory, or run smaller batches. How much of such a ratio is due to the
+policy, how much to what crosses the link between host and GPU, and how much to the engine?
 """
 COLUMNS = ["system", "where", "batch", "prompt", "new", "metric", "repeat", "value", "note"]
 PEER = pathlib.Path(__file__).with_name("offloading_peer.py")
@@ -337,7 +338,7 @@ def findings(results):
     if shares:
         lowest, cell = min(shares, key=lambda pair: pair[0])
         text.append(bullet(
-            f"**kvlab**: the target is at least {WANTED_SHARE:.0%} of its limit with both caches. The lowest share is {lowest:.0%} "
+            f"**kvlab**: the target is at least {WANTED_SHARE:.0%} of the limit with each of the two caches. The lowest share is {lowest:.0%} "
             f"({LABELS[cell.system].removeprefix('kvlab, ')}, {cell.new} new tokens){'' if lowest >= WANTED_SHARE else ': **not reached**'}."
         ))  # fmt: skip
     return "\n".join(text)
@@ -391,16 +392,16 @@ def page(results):
         f"The same run measured these rates. The link moves {measured['link_to_gpu']:.1f} GB/s to the GPU and "
         f"{measured.get('link_to_host', 0):.1f} GB/s back with pinned host memory, and {measured.get('pageable_to_gpu', 0):.1f} GB/s to the GPU "
         f"from pageable memory. GPU memory is read at {results.rates.memory / 1e9:,.0f} GB/s "
-        f"({results.rates.memory / results.rates.link:.0f} times the rate of the link). The *limit* of a system, in tokens/s, is its rate if a "
-        "step took only the time to move its bytes at these rates: weights and live tokens from GPU memory and, at the same time, "
-        "the bytes that are kept in host memory over the link. The name in parentheses is the slower of the two.",
+        f"({results.rates.memory / results.rates.link:.0f} times the rate of the link). The *limit* of a system, in tokens/s, is the "
+        "rate that it would reach if a step took only the time to move its bytes at these rates: weights and live tokens from GPU "
+        "memory and, at the same time, the bytes that are kept in host memory over the link. The name in parentheses is the slower of the two.",
         throughput(results),
         "## The ratio, split",
         "The table has the ratio of the tokens/s of `h2o` in kvlab to those of each other system. Without prompts, it is the product of "
         "three factors. *Policy*: the limit with `h2o` divided by the limit with the full "
-        "cache in kvlab, each at its largest batch. *Placement*: that limit divided by the peer's limit, which is lower if weights or "
-        "cache cross the link or if its batch is smaller. *Engine*: the share of its limit that kvlab reaches with `h2o`, divided by the "
-        "share that the peer reaches.",
+        "cache in kvlab, each at its largest batch. *Placement*: the limit with the full cache in kvlab divided by the peer's limit. The "
+        "peer's limit is lower if weights or cache cross the link or if its batch is smaller. *Engine*: the share of its limit that "
+        "kvlab reaches with `h2o`, divided by the share that the peer reaches.",
         ratios(results),
         findings(results),
     ]  # fmt: skip

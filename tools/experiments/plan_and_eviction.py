@@ -4,17 +4,19 @@
 from experiment import Experiment, Refused, main, name_of_model, number_with_error, table, tier_plan_of, values
 
 QUESTION = """
-A cache of a quarter of the bytes can hold a quarter of the tokens in 16 bit, four fifths of them in 4 bits with scales,
-or fewer than half of them in 8 bits. This page compares these ways of saving memory at equal bytes:
+This page compares ways of saving cache memory at equal bytes. With a quarter of the bytes of the full cache, a cache
+can hold a quarter of the tokens in 16 bit, four fifths of them in 4 bits with scales, or fewer than half of them in 8
+bits. The ways are:
 
 - **eviction**: a policy evicts tokens; the others stay in 16 bit;
-- **tiers by rank**: a policy evicts fewer tokens, and stores those that it ranks lower in fewer bits;
+- **tiers by rank**: a policy evicts fewer tokens, and stores the kept tokens of lower rank in fewer bits;
 - **formats by layer**: no token is evicted; `kvlab plan` chooses a format for the keys and the values of each layer;
-- **both**: formats by layer, and a policy evicts the tokens that then do not fit.
+- **both**: formats by layer, and a policy evicts the tokens that do not fit in these formats.
 
 Memory is a share of the bytes of the full cache in 16 bit at the end of the text. Formats by layer alone need at least
-3 bits an element, 19% of the memory. Tiers by rank cannot be combined with formats by layer. Plans come from a trace of
-the first text, by residual error. KL is measured on the other texts, against the full cache in 16 bit, in nats, with its standard error.
+3 bits for each element, which is 19% of the memory. Tiers by rank cannot be combined with formats by layer. Plans are
+computed from a trace of the first text, with residual error as the metric. KL is measured on the other texts, relative
+to the full cache in 16 bit, in nats, with its standard error.
 """
 MEMORY = ["6%", "12%", "25%", "50%"]
 POLICIES = ["a2sf", "h2o_mean"]

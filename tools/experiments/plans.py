@@ -11,14 +11,15 @@ QUESTION = """
 `kvlab plan` chooses a storage format for the keys and the values of each layer from one trace
 ([guide](../guides/precision-tiers.md#formats-by-layer-from-a-trace)). This page answers three questions. Does the plan
 lose less than the best single format (one for the keys and one for the values of all layers) in at most as many bits?
-Is the measured loss the loss that the plan predicts? Do the predictions put plans in the same order as the end-to-end
-evaluation?
+Is the measured loss equal to the loss that the plan predicts? Do the predictions put plans in the same order as the
+end-to-end evaluation?
 
 The plans are made from a trace of the first text. KL is measured on the other texts, relative to the model's own full
-cache in 16 bit, in nats, with its standard error. Bits are means over all elements, including scales and minima.
-"calibrated" is the value of "measured / predicted", divided by the same value of the plan of 4.5 bits. It shows how
-good predictions are after one end-to-end run has corrected them for a text on which all losses are larger. The formats
-`kvlab` are all of kvlab's own formats, and the formats `cuda` are those of them that work on CUDA.
+cache in 16 bit, in nats, with its standard error. Bits are means over all elements, including scales and minima. The
+column "calibrated" is "measured / predicted" of a plan, divided by "measured / predicted" of the plan of 4.5 bits. On
+some texts, all losses exceed the predictions by about the same factor. A single end-to-end run measures this factor,
+and "calibrated" shows how good the predictions are after they are multiplied by it. `kvlab` stands for all of kvlab's
+own formats, and `cuda` for the ones among them that work on CUDA.
 """
 BITS = [3.5, 4, 4.5, 5, 6, 9]
 CALIBRATED = 4.5  # the bits of the one plan whose measured KL calibrates the others
@@ -151,7 +152,7 @@ def plans():
         )
         experiment.section(
             "Brute force measures each loss by an end-to-end evaluation on the first text, with one layer's keys or values in one "
-            f"format and all others in 16 bit. This takes {passes} evaluations of a whole text. It then chooses formats by these "
+            f"format and all others in 16 bit. This takes {passes} evaluations of a whole text. Brute force then chooses formats by these "
             f"losses in the same way as `kvlab plan`, which needs only one capture and {SAMPLES} samples of gradients:\n\n"
             + compared(brute, *first)
         )

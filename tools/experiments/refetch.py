@@ -10,15 +10,15 @@ import pathlib
 from experiment import Experiment, main, name_of_model, number_with_error, table
 
 QUESTION = """
-A selector chooses a few tokens to which a query attends. Host memory holds the keys and values of all tokens, and a
-buffer on the device holds some of them. A selected token that is not in the buffer is fetched. This page measures which
-share of the selected tokens is fetched under each policy (*fetch rate*), and how much of the gap between LRU and
-Belady's optimum a policy closes. [Let evicted tokens return](../guides/refetch.md) has the definitions.
+This page measures which share of the selected tokens is fetched under each policy (*fetch rate*), and how much of the
+gap between LRU and Belady's optimum a policy closes. A selector chooses a few tokens to which a query attends. Host
+memory holds the keys and values of all tokens, and a buffer on the device holds some of them. A selected token that is
+not in the buffer is fetched. [Let evicted tokens return](../guides/refetch.md) has the definitions.
 
 The fetch rate is a mean over the KV heads of the replayed layers and over the texts, with its standard error. `belady`
 knows the future, so it is a bound and not a policy. The gap closed is (LRU - policy) / (LRU - `belady`), in fetch
-rates: 100% is the optimum, and a negative number is worse than LRU. Policies protect no tokens, unless the name in the
-table has a setting for it (`sinks=4`). The columns are buffer sizes in tokens of a KV head.
+rates: 100% is the optimum, and a negative number is worse than LRU. A policy protects no tokens, unless its name in the
+table has a setting for it (`sinks=4`). The head of a column gives the buffer size in tokens for each KV head.
 """
 POLICIES = [
     "lru", "lru:preset=hisparse", "clock", "sieve", "lfu", "h2o", "a2sf", "a2sf:keep=0.9", "tova", "lru:sinks=4", "window",
@@ -136,7 +136,7 @@ def measure(experiment, directory, sizes):
         rates = fetch_rates(rows, names_of(rows))
         recall = 100 * recall_of(rows)
         experiment.section(
-            f"### `{selector}`\n\nThe selected tokens and the query's own receive {recall:.1f}% of the full cache's attention.\n\n"
+            f"### `{selector}`\n\nThe selected tokens and the query's own token receive {recall:.1f}% of the full cache's attention.\n\n"
             + comparison(rates, budgets)
         )
         sizes.append([name_of_model(directory), f"`{selector}`", *buffers(run)])
@@ -153,8 +153,9 @@ def refetch():
         measure(experiment, directory, sizes)
     header = ["model", "selector", *(f"{100 * rate:.0f}%" for rate in RATES)]
     experiment.section(
-        "## Which buffer size?\n\nThe table shows the smallest buffer, in tokens of a KV head, with which `lru` fetches at most this share "
-        "of the selected tokens. One pass over the traces computes it from stack distances.\n\n" + table(header, sizes)
+        "## Which buffer size?\n\nThe table shows the smallest buffer, in tokens for each KV head, with which `lru` fetches at most "
+        "the share of the selected tokens that the head of the column gives. One pass over the traces computes it from stack distances."
+        "\n\n" + table(header, sizes)
     )
     experiment.write("Fetch rates of policies when tokens return", QUESTION)
 

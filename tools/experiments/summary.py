@@ -47,13 +47,13 @@ def sentences(rows):
     sides = [100 * abs(float(row["value"]) - float(row[end])) for row in shown for end in ("low", "high")]
     full = [row["value"] for row in rows if row["model"] == MODEL and row["policy"] == "full" and row["metric"] == "accuracy"]
     text = (
-        f"Right answers are the share of {' or '.join(map(str, counts))} questions ({task_names(dict.fromkeys(tasks))}), which are "
-        f"asked after the eviction; their 95% intervals reach {min(sides):.0f} to {max(sides):.0f} points to either side. "
-        f"The full cache answers {f'{float(full[0]):.0%} of them' if full else 'at least 80% of each task'}."
+        f"Right answers: the share of {' or '.join(map(str, counts))} questions ({task_names(dict.fromkeys(tasks))}) that the model answers "
+        f"right. Each question comes after the eviction. The 95% intervals of these shares reach {min(sides):.0f} to {max(sides):.0f} points to "
+        f"either side. The full cache answers {f'{float(full[0]):.0%} of the questions' if full else 'at least 80% of each task'}."
     )
     others = [f"`{name}`" for name in dict.fromkeys(row["model"] for row in rows) if name != MODEL]
     if others:
-        text += f" The leaderboard also ranks the policies on {', '.join(others)}."
+        text += f" The leaderboard also ranks the policies on {'another model' if len(others) == 1 else 'other models'}, {', '.join(others)}."
     return textwrap.fill(text, 120, break_on_hyphens=False)
 
 

@@ -125,12 +125,12 @@ def tier_plans():
         for tier_plan in tier_plans
     ]
     experiment.section(
-        f"## Which tier plan\n\nKL under `{policies[0]}`, in each cell for {', '.join(names)}:\n\n"
+        f"## Which tier plan\n\nEach cell has the KL under `{policies[0]}` for {', '.join(names)}, in this order:\n\n"
         + table(["tier plan", *map(str, budgets)], rows)
     )
     others = ", ".join(f"`{own}`" for own in policies[:-1]) + f" and `{policies[-1]}`"
     experiment.section(
-        f"## Tier plan and policy\n\nThe lowest KL among {others}: first in 16 bit, then with any tier plan.\n\n"
+        f"## Tier plan and policy\n\nEach cell has the lowest KL among {others}: first in 16 bit, then with any tier plan.\n\n"
         + table(["budget", *names], best_of(experiment, found))
     )
     rows = [
@@ -147,9 +147,9 @@ def tier_plans():
         [*(f"{part}" for part in way), *(f"{own[way]:.4f}" for own in errors)] for way in errors[0]
     ]
     experiment.section(
-        "## Quantization alone\n\nThe error of attention's output, relative to its size, if no token is evicted and every token is "
-        "quantized. Tokens are quantized to 4 bits unless the row says otherwise. The error is measured on 512 tokens of the "
-        "first text, in up to six layers without a sliding window. Blocks of 64 channels take a tenth fewer bytes.\n\n"
+        "## Quantization alone\n\nThe table has the error of attention's output, relative to the size of this output, if no token is "
+        "evicted and every token is quantized. Tokens are quantized to 4 bits unless the row says otherwise. The error is measured on "
+        "512 tokens of the first text, in up to six layers without a sliding window. Blocks of 64 channels take a tenth fewer bytes.\n\n"
         + table(["quantized", "block", "Hadamard rotation", *names], rows)
     )
     experiment.write("Tier plans at equal bytes", QUESTION)

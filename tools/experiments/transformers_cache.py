@@ -12,18 +12,19 @@ from experiment import Experiment, Refused, main, mean_and_error, name_of_model,
 from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache
 
 QUESTION = """
-kvlab rounds keys and values as transformers does, bit for bit, but computes attention with its own code. Is the KL of
-transformers' quantized cache the KL that kvlab measures and predicts? This page compares three numbers for
+This page asks whether transformers' quantized cache has the KL that kvlab measures and predicts. kvlab rounds keys and
+values as transformers does, bit for bit, but computes attention with its own code. The page compares three numbers for
 `QuantizedCache` with the backend optimum-quanto and groups of 64 channels (`int4_g64`, `int2_g64`):
 
 - **predicted**: `kvlab plan`, from a trace of the first text and samples of gradients;
 - **kvlab**: `kvlab eval --tiers FORMAT`, end to end on the other texts;
 - **transformers**: the model in transformers on the same tokens of the same texts, in float32. The cache gets the
   prompt in one call and then one token per call, with `residual_length=1`, so that each token is quantized right after
-  its own query. kvlab quantizes it right before, so its KL should be a little higher.
+  its own query has attended. kvlab quantizes a token right before its own query attends, so kvlab's KL should be a
+  little higher.
 
-KL is the mean over the decoded tokens, against the full cache of the same engine, in nats. Errors are standard errors
-over the texts.
+KL is the mean over the decoded tokens, relative to the full cache of the same engine, in nats. Errors are standard
+errors over the texts.
 """
 BITS = {"int4_g64": 4, "int2_g64": 2}
 SAMPLES = 4  # of the gradients
