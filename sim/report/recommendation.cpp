@@ -290,7 +290,8 @@ std::vector<std::string> notes_of(Recommendations made, bool similar) {
                       times_budget(one, one.choice)));
   }
   add(over_budget_note(made));
-  add((scope.full_bytes > 0 ? "Full cache: " + bytes_text(scope.full_bytes) + ". " : "") +
+  add((scope.full_bytes > 0 ? "Full cache: " + bytes_text(scope.full_bytes) + " on average. "
+                            : "") +
       describe_scope(scope));
   return notes;
 }

@@ -148,11 +148,11 @@ TEST_CASE("A page says how the runner-up compares with the choice") {
                          {-0.02, -0.05, 0.01, 1},
                          {0.05, NAN, NAN, 0}}) ==
         std::vector<std::string>{
-            b + "worse by 0.050 (95% CI 0.010 to 0.090), or 50%.",
-            b + "worse by 0.050 (95% CI -0.010 to 0.110), or 50%; this is not significant.",
-            b + "better by 0.020 (95% CI -0.010 to 0.050), or 20%, but a needs less memory; "
-                "this is not significant.",
-            b + "worse by 0.050, or 50%; no interval is known."});
+            b + "significantly worse: by 0.050 (95% CI 0.010 to 0.090), or 50%.",
+            b + "not significantly worse: by 0.050 (95% CI -0.010 to 0.110), or 50%.",
+            b + "not significantly better: by 0.020 (95% CI -0.010 to 0.050), or 20%, and a needs "
+                "less memory.",
+            b + "worse: by 0.050, or 50%. No confidence interval is known."});
 }
 
 TEST_CASE("No two scripts of pages define the same name") {

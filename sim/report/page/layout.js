@@ -138,14 +138,15 @@ function recommendedRow(made) {
 }
 
 /** The recommendation at one budget in sentences. */
-function recommendedAnswer(made) {
+function recommendedAnswer(made, warning) {
   const {budget, metric, choice, mean, kv_bytes_mean: memory, full_bytes: full} = made;
   const share = memory > 0 && full > 0 ? `, ${fixed((100 * memory) / full, 1)}% of the full cache` : '';
   const unit = /^\d+$/.test(budget) ? ' tokens' : '', size = memory > 0 ? ` (${bytesText(memory)}${share})` : '';
-  const first = [`At ${named(budget)}${unit}${size}, use `, strong(choice), `. Its ${named(metric)} is ${numberText(mean)}.`];
-  if (made.runner_up === null) return answer(...first);
-  return answer(...first, ` ${runnerUpText(made)}` +
-    (made.tokens > 0 ? ` ${numberText(made.tokens)} tokens were scored.` : ''));
+  const first = [`At ${named(budget)}${unit}${size}, use `, strong(choice), `. Its ${named(metric)} is ${numberText(mean)}` +
+    `${made.better === 'lower' ? ' (0: like the full cache)' : ''}.`];
+  const scored = made.tokens > 0 ? `${numberText(made.tokens)} tokens were scored.` : '';
+  const ending = warning ? `${sentence(shown(warning, 2000))}.` : scored;
+  return answer(...first, ...(made.runner_up === null ? [] : [` ${runnerUpText(made)}`]), ending && ` ${ending}`);
 }
 
 /**
@@ -156,11 +157,11 @@ function recommended({budgets, notes, warnings}, next = '', caption = '', opened
   if (!budgets.length) return [element('p', {}, 'No configuration evicts, so there is nothing to compare.')];
   const shownBudget = opened?.budgets?.[opened.budget]?.text;
   const summary = budgets.length === 1 ? budgets[0] : budgets.find(({budget}) => budget === shownBudget);
-  return [...(summary ? [recommendedAnswer(summary)] : []), ...(next ? [nextCommand(next)] : []),
-    dataTable(['budget', 'memory', 'choice', budgets[0].metric, 'runner-up', 'difference, 95% CI',
-      'not significantly different'], budgets.map(recommendedRow), {caption, kind: 'recommendations'}),
+  return [...(summary ? [recommendedAnswer(summary, warnings[0])] : []), ...(next ? [nextCommand(next)] : []),
+    dataTable(['budget', 'memory', 'choice', budgets[0].metric, 'runner-up', 'runner-up worse by, 95% CI',
+      'not significantly different from the choice'], budgets.map(recommendedRow), {caption, kind: 'recommendations'}),
     element('p', {class: 'quiet prose'}, shown(notes.join(' '), 5000)),
-    ...warnings.map((warning) => element('p', {class: 'quiet prose'}, `Note: ${shown(warning, 2000)}.`))];
+    ...(summary ? warnings.slice(1) : warnings).map((warning) => element('p', {class: 'quiet prose'}, `Note: ${shown(warning, 2000)}.`))];
 }
 
 function nextCommand(command) {

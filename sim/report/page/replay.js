@@ -68,7 +68,7 @@ function metricTerms(data) {
 /** The question of the page. It depends on whether evicted tokens return (refetch). */
 function replayQuestion({facts, groups}) {
   const models = joinNames(groups.map((group) => shown(group.name, 100)));
-  return facts.refetch ? `Which tokens should ${models} hold in a buffer on the GPU?` : `Which tokens should the cache of ${models} keep?`;
+  return facts.refetch ? `Which tokens should ${models} hold in a buffer on the GPU?` : `Which eviction policy should the KV cache of ${models} use?`;
 }
 
 /** 6 policies; 2 policies in 5 variants. */

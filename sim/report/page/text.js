@@ -53,11 +53,18 @@ function differenceText(mean, low, high) {
 function runnerUpText({choice, mean, better, reason, runner_up: second, difference}) {
   const wins = difference.mean < 0, known = difference.low !== null, gap = Math.abs(difference.mean);
   const ends = wins ? [-difference.high, -difference.low] : [difference.low, difference.high];
-  const percent = better === 'lower' && mean > 0 ? `, or ${fixed((100 * gap) / mean, 0)}%` : '';
+  const significant = known && !wins && difference.low > 0;
   const interval = known ? ` (95% CI ${differenceText(gap, ...ends).replace(/^\S+ \(/, '')}` : '';
-  const forMemory = reason === 'less memory' ? `, but ${named(choice)} needs less memory` : '';
-  const ending = !known ? '; no interval is known.' : !wins && difference.low > 0 ? '.' : '; this is not significant.';
-  return `${named(second)}, the runner-up, is ${wins ? 'better' : 'worse'} by ${differenceText(gap)}${interval}${percent}${forMemory}${ending}`;
+  const percent = better === 'lower' && mean > 0 ? `, or ${fixed((100 * gap) / mean, 0)}%` : '';
+  const how = `${known ? (significant ? 'significantly ' : 'not significantly ') : ''}${wins ? 'better' : 'worse'}`;
+  const forMemory = reason === 'less memory' ? `, and ${named(choice)} needs less memory` : '';
+  return `${named(second)}, the runner-up, is ${how}: by ${differenceText(gap)}${interval}${percent}${forMemory}.` +
+    (known ? '' : ' No confidence interval is known.');
+}
+
+/** A text with a capital letter first. */
+function sentence(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
 /** 12.3 KiB. */
