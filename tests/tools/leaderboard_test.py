@@ -239,7 +239,7 @@ class Summary(unittest.TestCase):
 
         rows = [row("smollm2", "h2o:sinks=0", f"accuracy: {task}", 0.5) for task in ("pass key", "vt")]
         rows += [row("smollm2", policy, "accuracy", 0.5) for policy in summary.POLICIES]
-        text = summary.sentences(rows)
+        text = " ".join(summary.sentences(rows).split())
         self.assertIn("144 questions (pass key, `vt`)", text)
         self.assertIn("6 to 9 points", text)
         self.assertIn("at least 80% of each task", text)
