@@ -28,7 +28,8 @@ sanitize() {
   for library in libasan.so libubsan.so libstdc++.so; do
     preload+="$(g++ -print-file-name=$library) "
   done
-  # Python itself leaks by design. Code compiled at run time, PyTorch and the command are not part of the extension.
+  # Leaks are not reported, because Python itself leaks by design. The tests that are left out use PyTorch, the command,
+  # or code that is compiled at run time, which are not part of the extension.
   local left_out=(commands.py experiments.py pages.py notebooks.py words.py cache.py hf.py families.py calls.py capture.py sensitivities.py evicting.py evicting_cuda.py ops.py exports.py)
   ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 LD_PRELOAD=$preload PYTHONPATH=$package \
     "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python "${left_out[@]/#/--ignore=tests/python/test_}" \

@@ -151,8 +151,8 @@ class Caches {
     }
     if (!is_prompt) return;
     cache.end_prompt();
-    // Evicts now, so that only one layer at a time holds a whole prompt. The result is the same,
-    // because it does not depend on the tokens that follow.
+    // Evicts now and not at the next append, so that only one layer at a time holds a whole prompt.
+    // The kept tokens are the same, because they do not depend on the tokens that follow.
     for (HostCache& head : cache.heads()) head.evict_to_budget(tokens_[layer]);
   }
 
