@@ -36,7 +36,8 @@ RULER = [
     *(f"niah_{kind}" for kind in ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3")),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
 ]
-# Name on the page, and words of the command. A task of which the full cache answers fewer than ENOUGH is left out.
+# Name on the page, and words of the command. A task is left out if the full cache answers less than the share ENOUGH of
+# its questions.
 TASKS = {
     "pass key": ["passkey"],
     "needle": ["needle", "--kind", "single"],
@@ -44,10 +45,10 @@ TASKS = {
     **{name: ["ruler", "--tasks", name] for name in RULER},
 }
 ENOUGH = 0.8
-CHECKED = 24  # questions of each task by which this is decided
-DEPTHS = ["10%", "50%", "90%"]  # of the answer in a text of words
+CHECKED = 24  # number of questions of each task by which this is decided
+DEPTHS = ["10%", "50%", "90%"]  # where the answer is in the text
 SPEED = "tokens_per_s: batch "  # the metric of a decode speed, before the number of sequences
-MAX_SPEED_TOKENS = 8192  # of a sequence whose decode speed is measured
+MAX_SPEED_TOKENS = 8192  # length of the sequences whose decode speed is measured
 QUICK_TASKS = ["pass key", "niah_single_1", "fwe"]  # these fit into few tokens
 # The policies of the table that shows which metric predicts KL.
 FEW = "window,sink,lru,h2o,streaming_h2o,tova,snapkv:once=no:smooth=0,a2sf,h2o_mean,roco"
@@ -59,7 +60,7 @@ def clopper_pearson(right, count):
     def at_most(k, p):  # probability of k or fewer right answers
         return sum(math.comb(count, i) * p**i * (1 - p) ** (count - i) for i in range(k + 1))
 
-    def where(holds):  # the end of [0, p] in which `holds`, by bisection
+    def where(holds):  # the largest p up to which `holds` is true, by bisection
         low, high = 0.0, 1.0
         for _ in range(50):
             middle = (low + high) / 2
@@ -124,7 +125,7 @@ class Board:
             predicted = pool.submit(self.predictors)
             losses = self.submit_losses(pool, cpu_pool)
             self.shares = shares.result()  # {task: line of the full cache}
-            # The bundled model of a quick run answers hardly any question.
+            # A quick run keeps all tasks, because its bundled model answers hardly any question.
             self.tasks = [task for task, line in self.shares.items() if experiment.arguments.quick or line["value"] >= ENOUGH]
             answers = self.submit_answers(pool, cpu_pool)
             self.predicted = predicted.result()
@@ -157,7 +158,7 @@ class Board:
         return jobs
 
     def evaluate(self, share, plan, policies, device=None):
-        """One evaluation of all policies, so that their differences are paired."""
+        """Evaluates all policies with one command, so that their differences are paired."""
         tokens = self.experiment.tokens
         out = self.experiment.kvlab(
             ["eval"], "--model", self.experiment.model, "--text", *self.experiment.arguments.text, "--window", tokens,
@@ -208,7 +209,7 @@ class Board:
         return [row for row in rows if row["metric"] == "exact_match" and row["words"] == row["depth"] == "all"]
 
     def answer_line(self, task, count, row, device=None):
-        """The line of a row of `kvlab task`."""
+        """Converts a row of `kvlab task` to a line of the CSV."""
         params, tiers = tier_plan_of(row["params"])
         name = f"{row['policy']}:{params}" if params else row["policy"]
         share = row["budget"] if name != "full" else "100%"
@@ -221,7 +222,7 @@ class Board:
         """Returns {task: line with the share that the full cache answers}"""
         tasks = QUICK_TASKS if self.experiment.arguments.quick else [*TASKS]
         ruler = [task for task in tasks if task in RULER]
-        # One command has all of RULER's tasks, so that the model is loaded once.
+        # One command answers all of RULER's tasks, so that the model is loaded once.
         rows = self.answer(["ruler", "--tasks", ",".join(ruler)], self.questions(ruler[0], CHECKED), ["full"], ["100%"], "16")
         found = {row["task"]: row for row in rows}
         for task in tasks:
@@ -245,11 +246,11 @@ class Board:
     def accuracy(self, task, count, plan, policies, device=None):
         """Lines of the policies, and one of the full cache."""
         rows = self.answer(TASKS[task], self.questions(task, count), policies, self.memory, plan, device)
-        is_first = plan == self.plans[0] and not device  # other commands have the full cache's answers again
+        is_first = plan == self.plans[0] and not device  # other commands repeat the full cache's answers
         return [self.answer_line(task, count, row, device) for row in rows if row["policy"] != "full" or is_first]
 
     def pool_tasks(self):
-        """Adds the accuracy over all tasks of each configuration that has all of them."""
+        """For each configuration that answered all tasks, adds the accuracy over all of them."""
         pooled = {}
         for line in self.lines:
             if line["metric"].removeprefix("accuracy: ") in self.tasks:
@@ -340,8 +341,8 @@ class Board:
 
 
 class Policies:
-    """The policies that evict, by what they can be measured with. Those for KL have settings under which they evict decoded
-    tokens too."""
+    """The policies that evict, in one list for each kind of measurement that they support. For KL, policies get
+    settings under which they also evict decoded tokens."""
 
     def __init__(self, experiment, pool):
         self.decode, self.answer = [], []
@@ -440,7 +441,7 @@ class DecodeSpeed:
 
 
 def tiers_of(word):
-    """A tier plan as text, also if it is given as @FILE of `kvlab plan`."""
+    """Returns a tier plan as text. `word`: the plan, or @FILE with a file of `kvlab plan`."""
     if not word.startswith("@"):
         return word
     try:

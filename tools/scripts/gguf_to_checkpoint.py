@@ -79,7 +79,7 @@ def reason_of(error):
 
 
 class Reader(gguf.GGUFReader):
-    """A reader that refuses a file whose data would lie beyond its end. The gguf package's own reader takes such data
+    """A reader that refuses a file whose data would lie beyond its end. The gguf package's own reader treats such data
     as empty."""
 
     def _get(self, offset, dtype, count=1, override_order=None):
@@ -112,7 +112,7 @@ class Metadata:
         return value
 
     def positive(self, key, default=None):
-        """A float32 in its shortest notation."""
+        """Returns a positive float32 as the float with the shortest notation: 0.1 and not 0.10000000149."""
         value = self.get(key, float, default)
         if not 0 < value < float("inf"):
             raise Refused(f"{key} is {value}; it should be positive and finite")
@@ -304,7 +304,7 @@ def sentencepiece(meta, tokens, kinds):
     if max(map(len, tokens)) > MAX_CHARACTERS:
         raise Refused(f"tokenizer.ggml.tokens has a token of more than {MAX_CHARACTERS} characters")
     for number, kind in enumerate(kinds):
-        if kind == USER_DEFINED:  # only these are written with spaces
+        if kind == USER_DEFINED:  # only user-defined tokens are written with spaces
             tokens[number] = tokens[number].replace(" ", SPACE)
     space, mark = {"String": " "}, {"String": SPACE}
     steps = [{"type": "Replace", "pattern": mark, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
