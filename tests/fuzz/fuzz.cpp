@@ -30,7 +30,7 @@ struct ProcessFolder {
   std::filesystem::path path;
 };
 
-/// Whether a name is that of a file directly in the folder.
+/// Whether a name can be the name of a file directly in the folder.
 bool is_file_name(std::string_view name) {
   constexpr std::string_view kLetters =
       "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.";

@@ -50,8 +50,8 @@ TEST_CASE("a ratio is relative to the prompt, and counts as kvpress does") {
   };
   CHECK(tokens("ratio(0.5)", 1536) == 769);
   CHECK(tokens("ratio(0.9)", 1536) == 154);
-  // kvpress keeps int(100 * (1 - 0.9)) tokens, which is 9 in floating point; kvlab's budget also
-  // counts the next token.
+  // kvpress keeps int(100 * (1 - 0.9)) tokens. In floating point this is 9. kvlab's budget is 10,
+  // because it also counts the next token.
   CHECK(tokens("ratio(0.9)", 100) == 10);
   CHECK(tokens("ratio(0.99)", 10) == 2);
   CHECK(tokens("20%", 10) == 200'000);
