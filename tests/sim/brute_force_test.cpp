@@ -1,4 +1,4 @@
-// The brute force compared with examples worked out by hand.
+// Compares the brute force with examples that were computed by hand.
 #include "tests/sim/brute_force.hpp"
 
 #include <cmath>
@@ -77,7 +77,7 @@ TEST_CASE(
 TEST_CASE("protected tokens by hand: recent tokens and sinks are evicted last") {
   const Simulator sim(weighted(kWeights, 1));
   Config config = streamed("h2o", 3);
-  config.recent = 2;  // the token to be appended and the one before it
+  config.recent = 2;  // the token that is appended next, and the token before it
   REQUIRE(sim.run(config).caches[0][0].kept == Kept{{0}, {0, 1}, {0, 1, 2}, {0, 2, 3}, {0, 3, 4}});
   config.recent = 3;  // the whole budget: a window
   REQUIRE(sim.run(config).caches[0][0].kept[3] == std::vector<std::uint32_t>{1, 2, 3});

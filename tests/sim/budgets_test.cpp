@@ -29,7 +29,7 @@ std::string refusal(const std::string& text) {
   return error_of<std::runtime_error>([&] { read(text); });
 }
 
-/// The least error of all ways to share `total` tokens over the hulls.
+/// The lowest error of all ways to share `total` tokens among the hulls.
 double min_error(std::span<const Curve> hulls, std::uint64_t total) {
   const std::function<double(std::size_t, std::uint64_t)> best = [&](std::size_t c,
                                                                      std::uint64_t left) {

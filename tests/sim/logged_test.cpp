@@ -1,5 +1,5 @@
-// Replays of logged selections: the fetches equal those of a plain simulation, and those of the
-// selector that made the selections.
+// Tests replays of logged selections. The fetches must equal those of a plain simulation, and those
+// of the selector that made the selections.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -86,7 +86,7 @@ class RandomSelections {
 struct State {
   std::uint32_t appended, used, next_use;
 };
-/// The first victim has the smallest number. Ties: the older token.
+/// The token with the smallest number is the first victim; at equal numbers, the older token.
 using Rank = std::function<std::int64_t(std::uint32_t token, const State&)>;
 
 struct Counts {
@@ -141,7 +141,8 @@ Counts simulate(const std::vector<Tokens>& selected, std::uint32_t first, std::s
   return counts;
 }
 
-/// CLOCK as a list: a marked or a selected token gets a second chance.
+/// CLOCK as a list of tokens. A token that is marked or selected is not evicted at once, but moved
+/// behind the others.
 Counts simulate_clock(const std::vector<Tokens>& selected, std::uint32_t first,
                       std::size_t budget) {
   std::list<std::pair<std::uint32_t, bool>> list;  // token, whether it is marked

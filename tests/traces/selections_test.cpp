@@ -1,5 +1,6 @@
-// Tests of the selections of a trace: they read back, alone or beside queries, keys and values, and
-// rows that are not selections are refused by name.
+// Tests of the selections of a trace, alone or beside queries, keys and values. They must be read
+// back as written, and rows that are not selections must be refused with a message that names the
+// row.
 #include "traces/selections.hpp"
 
 #include <fmt/format.h>

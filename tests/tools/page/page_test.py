@@ -2,8 +2,8 @@
 """Tests the interactive report in a browser: page_test.py KVLAB SOURCE. With page_test.py KVLAB SOURCE --images
 hour/report.html, it takes the pictures of docs/images from that report instead.
 
-The tests: Every control changes what it should change, figures show the numbers of results.csv, and a page makes no
-network request and logs nothing. Needs Chromium, its driver and Selenium (Debian: chromium chromium-driver
+It tests that every control changes what it should change, that figures show the numbers of results.csv, and that a page
+makes no network request and logs nothing. Needs Chromium, its driver and Selenium (Debian: chromium chromium-driver
 python3-selenium).
 """
 
@@ -170,8 +170,8 @@ def check_tables(browser: Browser) -> None:
 
 
 def check_axis(browser: Browser) -> None:
-    """Checks that errors over several decades get a logarithmic axis, that shares do not, and that the user can change
-    that."""
+    """Checks that a metric whose values span several powers of ten gets a logarithmic axis, that shares do not, and
+    that the user can change the axis."""
     kind = "return kvlabPage.charts[0].view.scale('y').type"
     for metric, wide in (("nll_recall", False), ("recall", False)):
         browser.choose("metric", metric)
@@ -208,7 +208,7 @@ return kvlabPage.charts.filter((c) => c.view && c.box.offsetParent && dotsOf(c))
 
 
 def place_on(axis: dict[str, Any], value: float) -> float:
-    """The position of a number on an axis, computed only from the type, the domain and the range of the axis."""
+    """Returns the position of a number on an axis. It is computed only from the axis's type, domain and range."""
     if axis["type"] == "point":
         step = (max(axis["range"]) - min(axis["range"])) / len(axis["domain"])
         return min(axis["range"]) + step * (value + 0.5)
@@ -355,7 +355,7 @@ def check_looks(browser: Browser) -> None:
 
 
 def taint(value: Any) -> Any:
-    """A copy of a JSON value with untrusted text in each string."""
+    """Returns a copy of a JSON value with hostile text added to each string."""
     if isinstance(value, dict):
         return {key: taint(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -364,7 +364,7 @@ def taint(value: Any) -> Any:
 
 
 def hostile(page: str) -> str:
-    """The report with untrusted names in its data, escaped as in JSON."""
+    """Returns the report with hostile names in its data, escaped as in JSON."""
     opened = page.index('id="data">') + len('id="data">')
     closed = page.index("</script>", opened)
     data = json.loads(page[opened:closed])
