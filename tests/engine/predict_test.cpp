@@ -141,9 +141,10 @@ TEST_CASE("a wrong link file is refused with its name and key") {
 }
 
 TEST_CASE("rates of Llama 3.1 8B on a GPU of 4.5 TB/s are those computed by hand") {
-  // The numbers follow from t = (W + b (k + n/16) kappa) / 4.5 TB/s + b m k kappa / 55 GB/s. W =
-  // 15.0 GB are the weights, b is the batch, n the context, and m the share that is fetched. kappa
-  // = 131,072 bytes is the size of a token, and k = 2,048 is the number of selected tokens.
+  // The numbers follow from t = (W + b (k + n/16) kappa) / 4.5 TB/s + b m k kappa / 55 GB/s.
+  // The weights have W = 15.0 GB, a token has kappa = 131,072 bytes, and k = 2,048 tokens are
+  // selected. b is the batch, n the context length, and m the share of the selected tokens that is
+  // fetched.
   struct Row {
     std::uint32_t context, batch;
     double full;

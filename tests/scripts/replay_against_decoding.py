@@ -5,8 +5,8 @@ engine decodes these configurations token by token.
 `kvlab bench` runs both, one after the other on the same device, with the shape of Llama-3.1-8B. The replay is timed
 completely, except for reading its trace. For decoding, the step of each configuration is timed while its cache is full
 (64 steps by default) and multiplied by the number of decoded tokens of the trace. The prompt (an eighth of the trace)
-and loading the model are not counted. Early steps, when the cache is not full yet, may be faster. Therefore the script
-prints a second ratio, which takes the time of the fastest of all 40 steps for every step.
+and loading the model are not counted. Early steps, when the cache is not full yet, may be faster. A second ratio
+therefore gives every step the time of the fastest of all 40.
 """
 
 import argparse

@@ -2,10 +2,11 @@
 # faults_test.sh KVLAB SOURCE FAULTS [STEPS [COMMAND...]]: runs capture and replay (with KVLAB_EVERY also eval and
 # tune), each with one fault at a time. Faults: the command is killed before a call that changes files, the call fails
 # or writes less, or an allocation fails. Sealed files must be complete, the same command must continue or say why it
-# does not, and no other file may change. STEPS: the number of moments of each kind of fault (default: 1, with
-# KVLAB_EVERY 6), or `all` (400 of a hundred thousand allocations). Environment: KINDS: only these kinds of faults.
-# KILLS: how often capture and replay are also killed at random moments, in larger jobs with one to four threads
-# (default: 2, with KVLAB_EVERY 12). SEED: the random seed of these moments.
+# does not, and no other file may change.
+# STEPS: the number of moments of each kind of fault (default: 1, with KVLAB_EVERY 6), or `all` (for allocations, 400 of
+# about a hundred thousand).
+# Environment: KINDS: only these kinds of faults. KILLS: how often capture and replay are also killed at random moments,
+# in larger jobs with one to four threads (default: 2, with KVLAB_EVERY 12). SEED: the random seed of these moments.
 set -eu
 kvlab=$1 source=$2 faults=$3 steps=${4:-$((${KVLAB_EVERY:+5} + 1))}
 shift 3
