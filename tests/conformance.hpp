@@ -36,8 +36,9 @@ struct Choices {
   std::vector<Positions> positions = {Positions::original, Positions::cache};
 };
 
-/// Budgets of about `tokens` tokens. For 24: "24", "pyramid(24)", "ada(24)", budgets by head,
-/// budgets by layer and, if the model has several layers, budgets by layer with one exempt layer.
+/// Budgets of about `tokens` tokens. For 24 they are "24", "pyramid(24)", "ada(24)", budgets by
+/// head, and budgets by layer. If the model has several layers, there are also budgets by layer
+/// with one exempt layer.
 std::vector<Budget> budgets_about(std::uint32_t tokens, const CacheShape& model);
 
 /// Returns a sample of configurations for sequences of at most `length` tokens. Every two choices

@@ -49,8 +49,8 @@ std::vector<std::int32_t> first_ids(const std::string& name, std::string_view te
 /// like first_ids().
 std::vector<std::int32_t> ids_of_file(const std::string& path, const Tokenizer& tokenizer,
                                       std::size_t max_ids = kAllTokens);
-/// For JSON: the id of a sequence's first token and whether the tokenizer added it or the text
-/// contains it; null if the tokenizer has no first token.
+/// For JSON: the id of a sequence's first token, and whether the tokenizer added this token or the
+/// text contains it. null if the tokenizer has no first token.
 nlohmann::json first_token(const Tokenizer& tokenizer, std::string_view text = "");
 
 /// The user's turns in a conversation, and how the answers are sampled.

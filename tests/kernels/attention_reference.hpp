@@ -1,6 +1,6 @@
-// Computes the attention of one query on the host in two ways: exactly (in float64), and with the
-// precision of our kernels, as a plain kernel would. The errors of our kernels are compared with
-// the error of the plain computation.
+// Computes the attention of one query on the host in two ways: exactly (in float64), and as a plain
+// kernel with the precision of our kernels would compute it. The errors of our kernels are compared
+// with the error of the plain computation.
 #pragma once
 
 #include <cstddef>

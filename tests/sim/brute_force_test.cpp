@@ -63,7 +63,8 @@ TEST_CASE(
   REQUIRE(value(metric_values, "miss_rate") == Approx((0 + 0 + 1 + 2) / 10.0));
   // Only the first of the four queries is sampled for errors, and it misses no token.
   REQUIRE(value(metric_values, "output_error") == Approx(0).margin(1e-12));
-  // At token 3, o = (4 + 2 + 6 + 4) / 8 and ô = (4 + 2 + 4) / 6; at 4, o = 56 / 16, ô = 46 / 13.
+  // o is the exact output, and ô the output over the kept tokens. At token 3, o = (4 + 2 + 6 + 4) /
+  // 8 and ô = (4 + 2 + 4) / 6. At token 4, o = 56 / 16 and ô = 46 / 13.
   const MetricValues each = sim.measure(outcome, Queries::decode, 1);
   const double third = std::abs(2.0 - 10.0 / 6) / 2.0, fourth = std::abs(3.5 - 46.0 / 13) / 3.5;
   REQUIRE(value(each, "output_error") == Approx((third + fourth) / 4));

@@ -57,8 +57,9 @@ std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases);
 void check_measured(const ReplayResult& got, const ReplayResult& wanted, double tolerance,
                     const std::function<std::string(std::size_t)>& name);
 
-/// Fails, naming the case, unless all metrics agree to `tolerance` (relative for values above 1;
-/// counts, bytes and tokens exactly) and the kept sets are identical at every query.
+/// Checks all cases: metrics must agree to `tolerance` (relative for values above 1; counts, bytes
+/// and tokens exactly), and the kept sets must be identical at every query. A failure names the
+/// case.
 void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
                      ReplayOptions options, double tolerance);
 

@@ -1,5 +1,5 @@
-// Compares the measured acceptance of drafts with that of a plain model in float64, in which every
-// draft token attends to the tokens that a replay keeps.
+// Compares the measured acceptance of drafts with the acceptance in a plain model. There, attention
+// is in float64, and every draft token attends to the tokens that a replay keeps.
 #include <algorithm>
 #include <cmath>
 #include <map>

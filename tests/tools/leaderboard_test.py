@@ -111,7 +111,8 @@ class Leaderboard(unittest.TestCase):
         self.assertIn("of 24 questions: needle (50%), one needle of four", page)
         self.assertEqual(rows["full", "100%", "accuracy: vt"]["value"], "0.5")
         self.assertNotIn(("h2o", "6%", "accuracy: vt"), rows)
-        # Without one of the tasks, the accuracy of `window` could not be compared with that of the others.
+        # `window` lacks the answers of one task, so its accuracy over all tasks cannot be compared with that of other
+        # policies.
         self.assertIn(("window", "6%", "accuracy: niah_single_1"), rows)
         self.assertNotIn(("window", "6%", "accuracy"), rows)
         self.assertIn("| `window` | - | **0.252**", page)

@@ -6,9 +6,9 @@ graph. Some requests share a prefix, whose attention is computed once. If no blo
 the host and swapped in again later. The model has the shape of Llama 3 8B and random weights.
 
 Then each request is served alone, and its prefix is computed again. The script exits with 1 if a request then gets
-other tokens than in the batch. This happens in bfloat16: the batch determines how attention is divided among
-multiprocessors, which changes the last bits of the logits, and with random weights two tokens often have nearly the
-same logit. In float32 all tokens are equal.
+other tokens than in the batch. This happens in bfloat16. The batch determines how attention is divided among
+multiprocessors, which changes the last bits of the logits. With random weights, two tokens often have nearly the same
+logit, so these bits decide. In float32 all tokens are equal.
 
     KVLAB_CUDA=1 pip install . torch && python3 tools/examples/engine.py
 """

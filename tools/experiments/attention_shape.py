@@ -23,8 +23,8 @@ Eviction can work because attention is uneven. This page measures how uneven it 
 
 
 def measures(attention):
-    """Computes the measures of the page from one head's probabilities [query, key]: sparsity, the shares of the mass
-    that the 5% and the 20% of tokens with the most mass have, slope, and persistence."""
+    """Computes the measures of the page from one head's probabilities [query, key]. Returns sparsity, the share of the
+    mass that the top 5% of tokens have, the share that the top 20% have, slope, and persistence."""
     tokens = len(attention)
     rows = numpy.arange(1, tokens + 1)
     seen = numpy.tri(tokens, dtype=bool)

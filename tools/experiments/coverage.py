@@ -104,8 +104,8 @@ def blocks_by_text(experiment, files, policies, budget, seed, tokens):
 
 
 def samples_of(texts, mixture, resamples):
-    """Yields samples. A sample is a list of (text, first block, number of blocks): different random texts, with the
-    lengths of `mixture`, each from a random block on."""
+    """Yields samples. A sample is a list of (text, first block, number of blocks). The texts are random and different,
+    the first blocks are random, and the lengths are those of `mixture`."""
     chosen = random.Random(1)
     for _ in range(resamples):
         places = []

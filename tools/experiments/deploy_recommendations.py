@@ -41,9 +41,9 @@ def key_of(entry):
 
 
 def judge(recommendation, evaluation, budget):
-    """Returns the name of the chosen policy, by which share its end-to-end KL exceeds the lowest KL (0 if the
-    difference is not significant), the number of agreeing pairs, and the number of pairs. Pairs: the choice and each
-    policy that `deploy` finds significantly worse."""
+    """Returns four values: the name of the chosen policy; by which share its end-to-end KL exceeds the lowest KL (0 if
+    the difference is not significant); the number of pairs on which `deploy` and the evaluation agree; and the number
+    of pairs. A pair is the choice and a policy that `deploy` finds significantly worse."""
     ranking = [one for one in recommendation["evidence"]["ranking"] if not one["over_budget"]]
     made = next(one for one in evaluation["recommendations"] if one["budget"] == str(budget))
     order = list(zip(made["order"], made["configurations"]))

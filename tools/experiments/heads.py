@@ -277,8 +277,8 @@ def shown(found):
 
 
 def tokens_of_equal_bytes(tokens, prompt, density):
-    """Returns the budget with which an evicting cache reads the share `density` of what the full cache reads, on
-    average over the tokens after the prompt."""
+    """Returns a budget. With it, an evicting cache reads the share `density` of what the full cache reads, averaged
+    over the tokens after the prompt."""
     full = numpy.arange(prompt, tokens) + 1
     return min(range(1, tokens + 1), key=lambda budget: abs(numpy.minimum(full, budget).sum() - density * full.sum()))
 

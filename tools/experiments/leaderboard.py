@@ -168,7 +168,8 @@ class Board:
         return Evaluation(json.loads((out / "eval.json").read_text()))
 
     def evaluate_on_cpu(self, share, plan, policies, others):
-        """Evaluates policies together with the best of the others, so that these differences are paired too."""
+        """Evaluates `policies` on the CPU together with the policy that has the lowest KL of `others`, so that the
+        differences from it are paired."""
         return self.evaluate(share, plan, [*policies, others.result().lowest()], device="cpu")
 
     def add_losses(self, share, plan, evaluations):

@@ -60,8 +60,8 @@ def append_row(path, system, metric, value="", note="", **cell):
 
 @dataclass
 class Shape:
-    """Bytes in 16 bit that a decode step reads: those of the layers, of the output matrix, and of the keys and values
-    of each live token."""
+    """Bytes that a decode step reads, in 16 bit: of all layers, of the output matrix, and of the keys and values of one
+    live token."""
 
     layers: float
     head: float
@@ -114,8 +114,8 @@ class Cell:
         return self.batch / self.step
 
     def limit(self, shape, rates):
-        """The shortest possible time of a step in seconds, if the link and the GPU's memory move all its bytes at the
-        measured rates at the same time; and which of the two takes that long."""
+        """Returns the shortest possible time of a step in seconds, and what limits it: "link" or "GPU memory". This
+        time assumes that the link and the GPU's memory work at the same time, at their measured rates."""
         cache = self.batch * self.live * shape.token
         crossing = {"gpu": 0, "weights": shape.layers, "cache": cache}[self.where]
         times = {"link": crossing / rates.link, "GPU memory": (shape.layers + shape.head + cache) / rates.memory}
@@ -287,8 +287,8 @@ class Results:
         return ours.decoded_per_second / cell.decoded_per_second, best / full_share, full_share / limit, share / reached
 
     def peers(self, new):
-        """Returns the cells of the peers. Empty unless both cells of kvlab were measured, to which the peers are
-        compared."""
+        """Returns the cells of the peers. Empty unless both of kvlab's cells were measured, because peers are compared
+        with them."""
         if not all((system, new) in self.cells for system in ("kvlab h2o", "kvlab full")):
             return []
         return [cell for (system, other), cell in self.cells.items() if other == new and system in PEERS]

@@ -65,8 +65,8 @@ def one_line(error, max_length=300):
 
 
 def reason_of(error):
-    """Why a file cannot be read. Uses the error's message if the gguf package found the fault, but not if numpy did,
-    because numpy's message is about arrays and not about the file."""
+    """Says why a file cannot be read. If the gguf package found the fault, this is the error's message. If numpy found
+    it, it is another text, because numpy's message is about arrays and not about the file."""
     where = error.__traceback__
     while where.tb_next:
         where = where.tb_next

@@ -4,8 +4,8 @@
 #       tools/scripts/sanitize.sh BUILD TOOL [AT_ONCE] [SECONDS] [PROGRAMS]
 #
 # BUILD contains tests/. TOOL is memcheck, racecheck, initcheck or synccheck. At most AT_ONCE (4) programs run at the
-# same time, because the tool keeps a copy of a program's device memory, and more of them would fill a GPU. A case that
-# takes longer than SECONDS (300) is stopped. Cases that only repeat others ("200 times") are left out. PROGRAMS: a
+# same time, because the tool keeps a copy of each program's device memory, and more copies would fill the GPU. A case
+# that takes longer than SECONDS (300) is stopped. Cases that only repeat others ("200 times") are left out. PROGRAMS: a
 # pattern of program names.
 #
 # It prints a line for each case that is not clean, then the number of clean cases. Logs stay in BUILD/sanitize/TOOL. It

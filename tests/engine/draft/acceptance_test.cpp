@@ -15,9 +15,9 @@ namespace {
 
 constexpr std::size_t kVocab = 8;
 
-/// Goes through every possible sequence of decisions, one sequence in each run. A run repeats the
-/// first decisions of the run before it, and then always takes the first possible decision.
-/// weight() is the probability of the run's decisions.
+/// Goes through every possible sequence of decisions, one sequence in each run. A run repeats some
+/// first decisions of the previous run, takes the next possible decision after them, and from then
+/// on always the first possible one. weight() is the probability of the run's decisions.
 class EveryChance final : public Chance {
  public:
   bool happens(double probability) override { return decide({1 - probability, probability}) == 1; }

@@ -88,11 +88,11 @@ TEST_CASE("Random numbers are those of Python and NumPy") {
   CHECK(whole == std::vector<std::uint32_t>{25795, 10860, 86820, 64886});
 }
 
-// The hashes are those of prompts and answers that RULER's scripts (scripts/data/synthetic/, commit
-// c3f5e3b) wrote under Python 3.11 and NumPy 2.4 for the bundled model's tokenizer, the template
-// "base", the word lists of many_words(), and the bundled text in the place of the essays. The
-// hashed text has a line break after each prompt (`input` followed by `answer_prefix`) and after
-// each answer.
+// The hashes are those of prompts and answers that RULER's own scripts wrote
+// (scripts/data/synthetic/, commit c3f5e3b, Python 3.11, NumPy 2.4). The scripts used the bundled
+// model's tokenizer, the template "base", the word lists of many_words(), and the bundled text in
+// place of the essays. The hashed text has a line break after each prompt (`input` followed by
+// `answer_prefix`) and after each answer.
 struct KnownPrompts {
   std::uint32_t length, seed;
   std::size_t samples;

@@ -1,5 +1,5 @@
-// Compares the kept sets of each policy in the plain replay, at every query, with those of its
-// paper's formula, which is computed from the whole history.
+// Compares each policy in the plain replay with its paper's formula, which is computed from the
+// whole history. The kept sets must be equal at every query.
 #include <cmath>
 
 #include "policies/ops/make_ops.hpp"

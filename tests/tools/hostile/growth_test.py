@@ -5,8 +5,8 @@ growth_test.py KVLAB SOURCE [--only WORD] [--report FILE]
 
 A list gets many copies of its first element: in one test equal copies, in another one different ones. An object gets
 many unknown keys, and a text gets many characters. Tests every sixteenth place, or all of them with --only or if
-KVLAB_EVERY is set in the environment. It is a fault if the longer file takes more than SHARE times the processor time
-of the shorter one and more than MIN seconds, or if a refusal is not one line with exit code 2.
+KVLAB_EVERY is set in the environment. There are two kinds of faults. The longer file takes more than MIN seconds of
+processor time and more than SHARE times as long as the shorter one. Or a refusal is not one line with exit code 2.
 """
 
 import argparse

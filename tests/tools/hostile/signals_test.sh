@@ -14,8 +14,8 @@ chmod +x slow
 mkdir scratch
 export TMPDIR=$PWD/scratch
 
-# ended SIGNAL WHAT WORDS COMMAND...: runs COMMAND, sends it the signal $delay seconds after a file WHAT (a name or a
-# pattern) exists, and checks that it ends with a message that contains WORDS.
+# ended SIGNAL WHAT WORDS COMMAND...: runs COMMAND and sends it SIGNAL, $delay seconds after a file WHAT (a name or a
+# pattern) exists. Checks that COMMAND ends with a message that contains WORDS.
 delay=0.1
 ended() {
   signal=$1 what=$2 words=$3 code=0

@@ -592,8 +592,8 @@ MANY = ("window,sink,lru,h2o,streaming_h2o,random,a2sf,tova,lfu,h2o_mean,roco,sc
 
 
 def check_axes(browser: Browser, call: Any, source: Path, folder: Path) -> None:
-    """Checks that labels are at their values for every metric, in a run with many policies and budgets and a value of
-    exactly 0, and in a run with one policy and one budget."""
+    """Checks for every metric that labels are at their values. One run has many policies and budgets and a value of
+    exactly 0. Another run has one policy and one budget."""
     tiny, texts = source / "engine/models/tiny", source / "tools/texts"
     trace = source / "traces/samples/tiny-story"
     call("replay", "--trace", trace, "--policy", MANY, "--budget", "5%,10%,20%,30%,40%,60%,90%", "--out", folder / "many")
@@ -682,8 +682,8 @@ def check_first_screen(browser: Browser) -> None:
 
 
 def check_sweep(browser: Browser, call: Any, source: Path, folder: Path) -> None:
-    """Checks a run of two texts: labels and orders, that several values of one parameter form the x axis, and that the
-    spread over texts is drawn."""
+    """Checks the page of a run of two texts: its labels and orders are right, several values of one parameter form the
+    x axis, and the spread over texts is drawn."""
     call("replay", "--trace", source / "traces/samples/tiny-story", folder / "second", "--policy",
          "h2o,a2sf:keep=0.9,a2sf:keep=0.95,a2sf:keep=0.99", "--budget", "32,64", "--out", folder / "sweep")
     call("report", folder / "sweep", "--out", folder / "sweep.html")

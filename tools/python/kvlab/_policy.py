@@ -262,9 +262,9 @@ def policy(
     ...     state["mass"] += seen.mass
     ...     return state["mass"]
 
-    The function gets all live tokens of one cache, oldest first, and returns their ranks, an array [live] of floats or
-    of integers of at least 0. The token with the lowest rank is evicted first. Among tokens of equal rank, the oldest
-    is evicted first.
+    The function gets all live tokens of one cache, oldest first. It returns their ranks: an array [live] of floats, or
+    of integers that are not negative. The token with the lowest rank is evicted first. Among tokens of equal rank, the
+    oldest is evicted first.
 
     `needs`: what `seen` contains: attention ("mass"), requests ("requests"), "both", or "nothing". The function is
     called after each append. With `needs="nothing"` it is called when tokens have to be evicted instead, perhaps more
@@ -281,9 +281,9 @@ def policy(
     this if it reads `seen.mass_by_head`. A replay of such a policy is slower, because it runs one configuration at a
     time.
 
-    `weights`: numbers from 0 to 1 by which the attention of a prompt's queries is multiplied: the first number for the
-    last query, the second for the query before it, and so on. Queries without a number are not observed. By default all
-    queries have weight 1.
+    `weights`: numbers from 0 to 1 by which the attention of a prompt's queries is multiplied. The first number is for
+    the last query, the second for the query before it, and so on. Queries without a number are not observed. By default
+    all queries have weight 1.
 
     `name`, `summary`: by default the function's name and the first line of its docstring.
 

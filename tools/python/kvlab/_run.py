@@ -93,9 +93,10 @@ def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
 
     >>> kvlab.difference([[0.11, 0.12], [0.10, 0.09]], [[0.13, 0.13], [0.12, 0.10]]).significantly_different
 
-    `a` and `b` have an entry for each text, in the same order: the value of the metric, or a list of its values in each
-    block of the text. Every text has weight 1. The interval needs at least two texts, or one text of at least 8 blocks
-    (docs/reference/recommendations.md). Raises ValueError if `a` and `b` differ in their texts or blocks.
+    `a` and `b` have one entry for each text, in the same order. An entry is the value of the metric, or a list of its
+    values in the blocks of the text. Every text has weight 1. The interval needs at least two texts, or one text of at
+    least 8 blocks (docs/reference/recommendations.md). Raises ValueError if `a` and `b` differ in their texts or
+    blocks.
     """
     right = "a list with one entry for each text: a number, or a list of numbers"
     sides = (("a", _arguments.items("a", a, right)), ("b", _arguments.items("b", b, right)))
@@ -212,8 +213,8 @@ class Run:
         (docs/reference/metrics.md). Raises ValueError if the run has no such budget, or if configurations cannot be
         ranked by the metric.
 
-        For one more release the old names also work: the entry `verdict` has the recommendation with the keys of older
-        versions, and each entry of `standings` has a copy of `from_lowest` under the name `behind`.
+        For one more release, old names also work. The entry `verdict` is the recommendation with the keys of older
+        versions. In `standings`, `behind` is a copy of `from_lowest`.
         """
         budget, metric = _arguments.amount("budget", budget), _arguments.text("metric", metric)
         ranking: dict[str, Any] = json.loads(self._held.ranking(budget, metric))

@@ -58,8 +58,9 @@ class Trace:
 
         >>> trace = kvlab.Trace.from_arrays(q, k, v, config={"rope_theta": 10000.0}, prompt_tokens=100)
 
-        `q` [layers, query_heads, tokens, head_size], `k` and `v` [layers, kv_heads, tokens, head_size], before RoPE:
-        float32, float16 or bfloat16, from numpy, PyTorch or anything that supports DLPack, with any strides.
+        `q` [layers, query_heads, tokens, head_size], `k` and `v` [layers, kv_heads, tokens, head_size], before RoPE.
+        Their type is float32, float16 or bfloat16. They come from numpy, PyTorch or anything that supports DLPack, with
+        any strides.
 
         `ids` [tokens]: token ids, zeros by default.
 

@@ -150,7 +150,7 @@ void add_feature(const Trace& trace, const std::string& name, const std::vector<
 }
 
 /// The selections [kv_heads, queries, K] of each layer. Throws std::invalid_argument unless they
-/// have the shape that the trace needs; the writers check the rest.
+/// have the shape that the trace needs. The writers check the values.
 SelectionsToWrite selections_of(const std::string& queries, const std::vector<Selected>& layers,
                                 const ModelShape& shape, const std::vector<Segment>& segments) {
   SelectionsToWrite selections{parse_queries(queries), 0, {}};

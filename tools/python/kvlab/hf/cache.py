@@ -156,8 +156,8 @@ class HeldCache(Facts):
         """Removes the last tokens, as transformers' own `crop` does.
 
         `count` is the negative number of tokens to remove; with transformers before 5.24 it is the number of tokens to
-        keep. Raises Refused if the cache cannot go back: tokens have been evicted or quantized since then, or the
-        policy has observed the attention of the tokens to remove.
+        keep. Raises Refused if the earlier state cannot be restored, because tokens have been evicted or quantized
+        since then, or because the policy has observed the attention of the tokens to remove.
         """
         count = _arguments.whole("count", count, -MAX_TOKENS, MAX_TOKENS)
         by_number = "tokens_to_remove" in inspect.signature(transformers.DynamicCache.crop).parameters

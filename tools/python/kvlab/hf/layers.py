@@ -130,8 +130,8 @@ def rotation_among(given: Given, n: int, row: int = 0, pairs: int = 0) -> Rotati
 def recording_arguments(
     layers: Sequence[Layer], given: dict[int, Given], active: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """In the `with` block, the arguments of each layer's module are recorded in `given`, and the rotation of each layer
-    whose `unrotated` is set is replaced by the identity. Both happen only while `active()` returns True."""
+    """In the `with` block, the arguments of each layer's module are recorded in `given`. If a layer's `unrotated` is
+    set, the layer gets the identity as its rotation. Both happen only while `active()` returns True."""
 
     last: list[Any] = [None, None]  # the last rotation and its replacement; most layers get the same one
 
@@ -336,8 +336,8 @@ def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tenso
 
 
 def _output_of(modules: dict[str, Any], call: Call, out: torch.Tensor, run: Run) -> str:
-    """Returns the name of the module inside attention whose input is the attention output; empty if there is none,
-    because something else is in between."""
+    """Returns the name of the module inside attention whose input is the attention output. Empty if no module gets this
+    output unchanged."""
     within, wanted = _name_of(modules, call.module) + ".", out.reshape(len(out), -1)
     for name, given in run.inputs.items():
         if name.startswith(within) and torch.equal(given, wanted.to(given.dtype)):
@@ -453,8 +453,8 @@ def rotation_of(layer: Layer, given: Given, n: int, first: int) -> Rotation | No
 
 
 def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: int, own: Run) -> None:
-    """Compares attention computed from the values that a trace stores with the model's own attention (`own`), and the
-    hidden states with those of the plain model."""
+    """Computes attention from the values that a trace stores. Compares it with the model's own attention (`own`), and
+    the resulting hidden states with those of the plain model."""
     where, at = f" at positions from {first} on" if first else "", {layer.index: layer for layer in layers}
     plain = _fed(decoder, ids, first)
     given: dict[int, Given] = {}

@@ -105,9 +105,9 @@ def sampled_tokens(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def gradients_behind(
     model: Any, hidden: torch.Tensor, queries: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples a token y for each query and sample. Returns the gradients [samples, 1, tokens, width] with respect to
-    `hidden` (the last layer's output) of each sample's sum of log p(y) over the queries, and the tokens y. Computes the
-    logits of a part of the queries at a time."""
+    """Samples a token y for each query and sample. Returns gradients [samples, 1, tokens, width] and the tokens y. A
+    sample's gradient is that of the sum of log p(y) over the queries, with respect to `hidden` (the last layer's
+    output). Computes the logits of a part of the queries at a time."""
     head = model.get_output_embeddings()
     gradients = hidden.new_zeros(len(uniforms), *hidden.shape)
     tokens = []
