@@ -1,5 +1,5 @@
-// Loads the model for commands that run the end-to-end evaluation, and the texts for those of them
-// that also run the offline replay.
+// Loads the model for the commands that run the end-to-end evaluation. Some of them also run the
+// offline replay; for these, also loads the texts.
 #pragma once
 
 #include <memory>

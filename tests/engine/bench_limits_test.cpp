@@ -1,4 +1,5 @@
-// Tests that a benchmark result above the limit that was measured with it is refused.
+// Tests that a benchmark's result is refused if it is above the limit that was measured together
+// with it.
 #include "engine/bench_limits.hpp"
 
 #include <limits>

@@ -75,7 +75,8 @@ TEST_CASE("an allocator's mean is checked like any other budget") {
 
 TEST_CASE("PyramidKV's budgets fall linearly, and their mean is the given budget") {
   CHECK(pyramid_budgets(100, 10'000, 1, 5) == std::vector<std::uint32_t>{195, 148, 100, 52, 5});
-  // The first layer gets at most all tokens, the last one at least what its protected tokens need.
+  // The first layer gets at most as many tokens as there are, and the last layer at least as many
+  // as its protected tokens need.
   CHECK(pyramid_budgets(100, 160, 1, 3) == std::vector<std::uint32_t>{160, 100, 40});
   CHECK(pyramid_budgets(100, 10'000, 20, 3) == std::vector<std::uint32_t>{180, 100, 20});
   CHECK(pyramid_budgets(100, 50, 1, 3) == std::vector<std::uint32_t>{100, 100, 100});

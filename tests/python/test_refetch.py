@@ -96,7 +96,8 @@ def test_belady_misses_equal_those_of_libcachesim(sample: kvlab.Trace, tmp_path:
     """Belady's misses are the fewest that are possible, so they do not depend on how ties are broken."""
     libcachesim = pytest.importorskip("libcachesim", reason="libcachesim is not installed: pip install libcachesim")
     wanted = selections(sample)
-    # A selected token is used before and after the query's own token, so that it is not evicted for that token.
+    # Each selected token is accessed twice, before and after the query's own token. So Belady does not evict it to make
+    # room for the query's token.
     accesses = [(query, token) for query, own in enumerate(wanted) for token in [*own, query, *own, query]]
     records = numpy.zeros(len(accesses), [("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
     following: dict[int, int] = {}

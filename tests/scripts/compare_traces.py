@@ -99,7 +99,8 @@ def recall_of(arguments, trace, policies):
 
 
 def replays_alone(policy, model):
-    """Whether the policy reads no feature that a trace must contain or that is computed from a model's weights."""
+    """Whether the policy can be replayed with what is there: the trace and, if `model` is given, the model's
+    weights."""
     return policy["decodes"] and (model or "value_out_norm1" not in policy["features"])
 
 

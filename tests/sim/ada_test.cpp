@@ -1,4 +1,5 @@
-// Ada-KV's budgets of a layer's heads, compared with removing tokens one by one.
+// Compares Ada-KV's budgets of a layer's heads with an implementation that removes tokens one by
+// one.
 #include <numeric>
 #include <random>
 

@@ -1,4 +1,4 @@
-// Budgets by head: from files, and from a run's curves.
+// Tests of budgets by head, which come from files or from the curves of a run.
 #include <algorithm>
 #include <functional>
 #include <random>

@@ -63,7 +63,7 @@ class RandomSelections {
         {queries, kMost, {rows_[0], rows_[1]}});
   }
   TraceReader open() const { return open_verified_trace(folder_ / "trace", 1); }
-  /// What a query selects, without its own token.
+  /// The tokens that a query selects, without the query's own token.
   Tokens tokens(std::uint32_t layer, std::uint32_t head, std::uint32_t query) const {
     const std::uint32_t first = queries_ == Queries::all ? 0 : kPrompt;
     Tokens selected;
@@ -269,7 +269,8 @@ TEST_CASE("logged selections of a selector are replayed like the selector") {
       std::size_t i = 0;
       for (const Measurement& row : own.measurements) {
         INFO(selector << ", " << row.metric);
-        // `top` selects the most probable tokens by definition, so it does not measure this.
+        // A replay with `top` does not measure selection_recall, but reports 1: it selects the most
+        // probable tokens by definition.
         if (selector == "top:7" && row.metric == "selection_recall") {
           CHECK(row.value == 1);
           continue;

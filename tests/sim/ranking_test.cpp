@@ -1,4 +1,5 @@
-// Tests of the order of policies, and of which ones do not differ significantly.
+// Tests of the order of policies, and of which policies do not differ significantly from the
+// winner.
 #include "sim/run/ranking.hpp"
 
 #include "tests/catch.hpp"

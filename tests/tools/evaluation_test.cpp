@@ -1,5 +1,5 @@
-// Tests of the commands as a user runs them one after another: capture, replay, report, deploy and
-// generate, and the demo, which runs them all.
+// Runs the commands one after another as a user does: capture, replay, report, deploy and generate.
+// Also tests the demo, which runs all of them.
 #include <algorithm>
 #include <array>
 #include <cstdio>

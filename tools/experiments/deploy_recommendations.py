@@ -30,7 +30,7 @@ def run_json(experiment, command, *options):
 
 
 def candidates(experiment):
-    """The policies that the engine runs and that need no feature of a text, and variants with `once` and `every`."""
+    """Returns the policies that the engine runs without stored token features, and variants with `once` and `every`."""
     names = [one["name"] for one in experiment.policies() if one["name"] not in ("full", "feature")]
     names = [name for name in names if experiment.refusal(name) is None]
     return [*names, "h2o:once", "lru:once", "h2o:every=16", "window:every=64", "lru:every=2"]

@@ -173,7 +173,8 @@ def joined(traces, layer, projection, first):
 
 
 class Choice:
-    """How heads are chosen at one granularity. `layers`: LayerOutputs of each layer, from which it learns."""
+    """Chooses heads, at one granularity. `layers`: the LayerOutputs of each layer, from which it learns which heads
+    have large outputs."""
 
     def __init__(self, layers, kv_heads):
         self.kv_heads = kv_heads  # 0: heads are query heads

@@ -146,7 +146,8 @@ class Board:
         return dict(zip(COLUMNS, [self.name, policy, memory, tiers, metric, value, low, high, count, command]))
 
     def submit_losses(self, pool, cpu_pool):
-        """Returns {(memory, format): the evaluation of the policies, and that of those that need the CPU}."""
+        """Returns {(memory, format): (the evaluation of most policies, the evaluation of the policies that need the
+        CPU)}."""
         jobs = {}
         for plan in self.plans:
             for share in self.memory:

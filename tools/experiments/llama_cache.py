@@ -216,7 +216,7 @@ class Emulation:
 
 
 def kept(experiment, what, name, measure):
-    """Returns the result of `measure`, or the one that an earlier run kept under this name."""
+    """Returns the result of `measure`, or the result that an earlier run stored under this name."""
     path = experiment.results / f"{what}-{name.replace('/', '-')}.json"
     if not path.exists():
         path.write_text(json.dumps(measure()))

@@ -188,8 +188,9 @@ class DeepSpeed(Transformers):
 
 
 class FlexGen(Peer):
-    """FlexGen 0.1.8 through the classes that its own flex_opt.py uses; it runs OPT only, and its command needs a tokenizer
-    from the network. Options are those of H2O's suite for OPT-6.7B: everything on the GPU, no overlap."""
+    """Runs FlexGen 0.1.8 through the classes that its own flex_opt.py uses, because its command needs a tokenizer from
+    the network. FlexGen runs OPT only. The options are those of H2O's suite for OPT-6.7B: everything on the GPU, no
+    overlap."""
 
     package = "flexgen"
     model_name = "facebook/opt-6.7b"

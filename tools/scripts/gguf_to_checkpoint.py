@@ -44,7 +44,7 @@ PRE_TOKENIZERS = {
     "llama-bpe": split(LLAMA3_SPLIT),
     "qwen2": split(QWEN2_SPLIT),
 }
-# GGUF does not state normalizers. Hugging Face's tokenizer of each Qwen2 has this one.
+# A GGUF file does not contain the tokenizer's normalizer. Hugging Face's tokenizers of all Qwen2 models have this one.
 NORMALIZERS = {"qwen2": {"type": "NFC"}}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens
 MAX_CHARACTERS = 1024  # of a SentencePiece token; limited because every split of a token into two is tried

@@ -5,9 +5,9 @@
 #       tools/scripts/test_python.sh [PYTHON]
 #       tools/scripts/test_python.sh --sanitize
 #
-# KVLAB_COMMAND names a kvlab whose results are compared. KVLAB_BUILD names a release build whose objects are reused, so
-# that only the extension is compiled. --sanitize, after a first run, repeats the tests with the extension under ASan
-# and UBSan.
+# KVLAB_COMMAND: the path of a kvlab command, whose results are compared with the package's. KVLAB_BUILD: the folder of
+# a release build, whose objects are reused, so that only the extension is compiled. --sanitize repeats the tests with
+# the extension under ASan and UBSan. It needs a run without --sanitize first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 folder=$PWD/build-python/venv

@@ -194,8 +194,8 @@ std::vector<Pair> pairs() {
       {"knorm", "knorm:once"},
       // The press was given keys before RoPE, because kvlab compares those.
       {"keydiff", "keydiff:once"},
-      // The press ran on sums over queries instead of means, and without its first stage and its
-      // epsilon.
+      // For the recorded scores, the press used sums over queries instead of means, and its first
+      // stage and its epsilon were turned off.
       {"criticalkv", "criticalkv:once:recent=0:epsilon=0"},
       {"lagkv", "lagkv:once:sinks=4:recent=0"},
       {"expected_attention", "expected_attention:once:sinks=4"},

@@ -63,7 +63,8 @@ has "confidence intervals are wide" err
 kvlab eval --model $tiny --text tools/demo/prompt.txt --max-tokens 200 --policy sink --budget 24 >dense.out
 has "over decoded queries" dense.out
 
-# A user's policy, the header of docs/guides/write-a-policy.md, runs with the next command that each command prints.
+# Replays a user's policy (the header in docs/guides/write-a-policy.md) and then runs the next command that each command
+# prints.
 awk '/^```cpp$/ {on = 1; next} on && /^```$/ {exit} on' "$source/docs/guides/write-a-policy.md" >peak.hpp
 kvlab replay --trace hour/trace --policy-source peak.hpp --budget 64 --out mine >/dev/null
 kvlab deploy mine --budget 64 --policy-source peak.hpp --out mine.json >deploy.out

@@ -283,8 +283,8 @@ def check_frozen(browser: Browser) -> None:
 
 
 def check_halving(browser: Browser, policy_file: Path) -> None:
-    """Checks that the first screen shows the winner, the budget, the difference and the texts, and that rounds
-    follow."""
+    """Checks the page of successive halving: its first screen shows the winner, the budget, the difference and the
+    texts, and the rounds follow below."""
     answer = browser.js("return document.querySelector('.answer').innerText")
     check_front(browser, [json.loads(policy_file.read_text())["run"]["recommendation"]])
     for part in ("budget of 32 tokens", "KL 0.", "96 decoded tokens of carroll-alice"):

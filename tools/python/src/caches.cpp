@@ -59,8 +59,8 @@ class Caches {
   Caches& operator=(const Caches&) = delete;
 
   /// Copies the caches, for a sequence that will continue in another way. Throws
-  /// std::invalid_argument if a policy reads rows, because it remembers the rows of only one
-  /// sequence.
+  /// std::invalid_argument if a policy reads rows, because such a policy remembers the rows of only
+  /// one sequence.
   std::unique_ptr<Caches> copy() const {
     for (const Policy& policy : own_)
       if (policy.entry->see_rows)

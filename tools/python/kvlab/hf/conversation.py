@@ -1,4 +1,5 @@
-"""The sequences of one cache, with the tokens that the cache holds and, on request, a record of what was fed."""
+"""The sequences of one cache: the caches of each sequence and, on request, a record of the queries, keys and values
+that were fed."""
 
 from __future__ import annotations
 

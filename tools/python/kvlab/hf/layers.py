@@ -539,7 +539,8 @@ def output_weights(model: Any, layers: Sequence[Layer]) -> Iterator[torch.Tensor
 
 
 def output_projections(model: Any, layers: Sequence[Layer] = ()) -> _kvlab.OutputProjections:
-    """Output projections of the layers, by default of all layers that policies act on, for features that read them."""
+    """Returns the output projections of the layers, for the features that read them. `layers`: by default all layers
+    that policies act on."""
     layers = layers or policy_layers(layers_of(decoder_of(model), [], 0), 0)
     weights = [weight.float().T.contiguous().cpu().numpy() for weight in output_weights(model, layers)]
     return _kvlab.OutputProjections(weights, layers[0].kv_heads, layers[0].key_size)

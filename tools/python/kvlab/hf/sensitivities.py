@@ -1,9 +1,9 @@
 """python -m kvlab.hf sensitivities: adds to a finished trace how much the model's predictions depend on each head's
 output. See docs/guides/gradients.md.
 
-For each sample it samples a next token for every measured query, from the model's distribution under the full cache. It
-stores the gradient of the sum of their log-likelihoods with respect to each head's output (before the output
-projection), at every position.
+For each sample, it chooses a random next token for every measured query, from the model's distribution under the full
+cache. It stores the gradient of the sum of these tokens' log-likelihoods with respect to each head's output (before the
+output projection), at every position.
 """
 
 from __future__ import annotations
