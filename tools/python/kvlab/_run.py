@@ -462,8 +462,7 @@ def replay(
     (docs/reference/configurations.md).
 
     `prefill`: "dense", "chunk:N" or "stream". `positions`: "original" or "cache". Each may be a list; the sweep then
-    has configurations for each entry. By default, each policy is replayed with
-    its own default positions.
+    has configurations for each entry. By default, each policy is replayed with its own default positions.
 
     `queries`: the queries over which metrics are taken: those of decoded tokens, or all. `output_error`: measure the
     errors of attention outputs at a sample of these queries, or at all of them. `layers`: numbers of the layers to
