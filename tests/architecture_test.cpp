@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// For each folder, by its path without the last slash: the folders that it may include.
+/// Maps a folder, as a path without the last slash, to the folders that it may include.
 using Table = std::map<std::string, std::set<std::string>>;
 
 constexpr const char* kAll = "all";
@@ -71,7 +71,8 @@ Table read_table(std::istream& page) {
   return table;
 }
 
-/// The folder whose row applies to a path: the innermost one that has a row, "" if none has.
+/// Returns the folder whose row applies to a path: the innermost folder that has a row, or "" if
+/// none has one.
 std::string row_of(const Table& table, const std::string& path) {
   for (fs::path folder = fs::path(path).parent_path(); !folder.empty();
        folder = folder.parent_path())
@@ -114,7 +115,7 @@ TEST_CASE("No include breaks the table of docs/internals/architecture.md") {
   const std::set<std::string> kinds = {".h", ".hpp", ".cpp", ".cuh", ".cu"};
   int files = 0;
   for (const auto& row : table) {
-    if (row.first.find('/') != std::string::npos) continue;  // below another row's folder
+    if (row.first.find('/') != std::string::npos) continue;  // its parent's row covers it
     for (const auto& entry : fs::recursive_directory_iterator(root / row.first)) {
       if (!kinds.contains(entry.path().extension().string())) continue;
       std::ifstream text(entry.path());

@@ -46,7 +46,8 @@ std::array<std::size_t, kFactors> sizes(const Choices& from) {
           from.budgets.size(),  from.prefills.size(),  from.positions.size()};
 }
 
-/// Throws if an entry of a list is in no valid row. Rows that the executor refuses count as valid.
+/// Throws if some entry of a list occurs in no valid row. A row that only the executor refuses is
+/// valid.
 void check_each_is_met(const Choices& from,
                        const std::array<std::set<std::uint16_t>, kFactors>& met) {
   constexpr std::array kLists{"policies", "modifiers", "tier_plans",
@@ -74,8 +75,7 @@ std::vector<Row> sample(const std::vector<Row>& rows) {
     for (const std::size_t pair : pairs_of(row)) left[pair] = true;
   std::vector<Row> chosen;
   for (std::ptrdiff_t missing = kFactors * (kFactors - 1) / 2; missing > 0; --missing)
-    for (const Row& row :
-         rows) {  // first rows that add `missing` new pairs, then rows that add fewer
+    for (const Row& row : rows) {  // takes the rows that add `missing` new pairs
       const auto pairs = pairs_of(row);
       if (std::ranges::count_if(pairs, [&](std::size_t pair) { return left[pair]; }) < missing)
         continue;
@@ -135,7 +135,8 @@ std::vector<CacheConfig> covering(const Choices& choices, const Executor* execut
   std::ranges::shuffle(rows, std::mt19937(1));
   if (!std::getenv("KVLAB_EVERY")) rows = sample(rows);
   std::vector<CacheConfig> chosen;
-  // "own" and "" give equal configurations if a policy has no registered modifiers.
+  // If a policy has no default modifiers, "own" and "" give the same configuration, which is kept
+  // once.
   std::set<std::string> texts;
   for (const Row& row : rows) {
     const CacheConfig config = *config_of(from, row, length, model);

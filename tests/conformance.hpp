@@ -36,16 +36,17 @@ struct Choices {
   std::vector<Positions> positions = {Positions::original, Positions::cache};
 };
 
-/// Budgets of about `tokens` tokens. For 24: "24", "pyramid(24)", "ada(24)", budgets by head,
-/// budgets by layer and, if the model has several layers, budgets by layer with one exempt layer.
+/// Budgets of about `tokens` tokens. For 24 they are "24", "pyramid(24)", "ada(24)", budgets by
+/// head, and budgets by layer. If the model has several layers, there are also budgets by layer
+/// with one exempt layer.
 std::vector<Budget> budgets_about(std::uint32_t tokens, const CacheShape& model);
 
 /// Returns a sample of configurations for sequences of at most `length` tokens. Every two choices
 /// that can be combined occur together in one of them. A greedy search in a fixed order finds the
 /// sample. If the environment variable KVLAB_EVERY is set, all combinations are returned.
-/// `executor`: leaves out what it refuses. Null stands for the plain replay, which refuses nothing.
-/// Throws std::logic_error if a choice is in no valid combination, so that no choice is left out
-/// silently.
+/// Configurations that `executor` refuses are left out. A null `executor` means the plain replay,
+/// which refuses nothing. Throws std::logic_error if a choice is in no valid combination, so that
+/// no choice is left out silently.
 std::vector<CacheConfig> covering(const Choices& choices, const Executor* executor,
                                   std::uint32_t length, const CacheShape& model);
 

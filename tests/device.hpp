@@ -52,8 +52,9 @@ class DeviceArray {
   thrust::device_vector<T> values_;
 };
 
-/// A stream that waits for the fills and copies enqueued earlier on the default stream. Tests need
-/// that because cudaMemset, and cudaMemcpy from pageable memory, return before they are done.
+/// A stream that waits for the fills and copies enqueued earlier on the default stream. Without the
+/// wait, a test could read too early, because cudaMemset, and cudaMemcpy from pageable memory,
+/// return before they are done.
 class Stream {
  public:
   Stream() { check_cuda(cudaStreamCreate(&stream_)); }

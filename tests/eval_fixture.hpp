@@ -11,8 +11,8 @@
 
 namespace kvlab {
 
-/// The first `count` tokens of the demo's text, by the bundled model's tokenizer. The first one is
-/// the model's begin-of-text token.
+/// Returns the first `count` tokens of the demo's text, encoded with the bundled model's tokenizer.
+/// The first one is the begin-of-text token.
 inline std::vector<std::int32_t> some_tokens(std::size_t count) {
   static const Tokenizer tokenizer =
       Tokenizer::load(KVLAB_SOURCE_DIR "/engine/models/tiny/tokenizer.json");

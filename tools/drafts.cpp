@@ -37,7 +37,8 @@ nlohmann::json field(const nlohmann::json& object, const char* key) {
   return object.is_object() ? object.value(key, nlohmann::json()) : nlohmann::json();
 }
 
-/// The fastest tree for the acceptance and the times in the output of an earlier command.
+/// Returns the tree that is predicted to be fastest. The prediction uses the acceptance and the
+/// times in the file `path`, which is the JSON output of an earlier command.
 TreeShape tree_from(const std::string& path) {
   const nlohmann::json file = parse_json(read_text_file(path, kMaxFileBytes), path);
   const nlohmann::json draft = field(file, "draft");

@@ -22,14 +22,15 @@ void add_draft_options(OptionTable& table, DraftRequest& request);
 /// drafter's cache. Throws std::invalid_argument for options that do not go together.
 void take_drafter(const DraftRequest& request, const GivenOptions& given, CacheOptions& caches);
 /// The requested trees. Reads the file of --tree. Throws std::invalid_argument or
-/// std::runtime_error if it does not contain what a tree is planned from.
+/// std::runtime_error if the file lacks the acceptance and the times from which a tree is planned.
 DraftOptions draft_options(const DraftRequest& request);
 
 /// What was drafted, for --json.
 nlohmann::ordered_json drafts_json(const DraftStats& stats);
 /// For example "2.91 tokens per verification; 0.64 of the draft tokens were accepted".
 std::string acceptance_text(const DraftStats& stats);
-/// Whether the drafts make decoding faster, with the measured times. "" if too little was measured.
+/// A sentence that says whether the drafts make decoding faster, with the measured times. "" if too
+/// little was measured.
 std::string speedup_text(const DraftStats& stats);
 
 }  // namespace kvlab

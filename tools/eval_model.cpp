@@ -156,7 +156,8 @@ void add_task_accuracy_options(OptionTable& table, TaskAccuracyOptions& options,
   table.whole("samples", "N", {1, 100'000}, options.plan.samples,
               "--task: questions at each of five depths");
   table.check([&options, &features](const GivenOptions& given) {
-    // Features belong to the texts, so questions are skipped unless they are requested.
+    // --features gives features of the texts. The questions of a task have no such features, so no
+    // task is evaluated unless --task requests one.
     if (!features.empty() && !given.has("task")) options.tasks = {"none"};
     if (options.tasks == std::vector<std::string>{"none"})
       return given.refuse({"words", "samples"}, "--task none evaluates no task");

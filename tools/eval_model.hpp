@@ -1,5 +1,5 @@
-// Loads the model for commands that run the end-to-end evaluation, and the texts for those of them
-// that also run the offline replay.
+// Loads the model for the commands that run the end-to-end evaluation. Some of them also run the
+// offline replay; for these, also loads the texts.
 #pragma once
 
 #include <memory>
@@ -45,8 +45,8 @@ struct EvalModelOptions {
   bool every_output_error = false;
 };
 /// `--model`, `--text`, `--trace`, `--prompt-tokens`, `--max-tokens`, `--output-error`. Throws
-/// std::invalid_argument if there is neither a text nor a trace, if two have the same name, or if
-/// numbers are out of range.
+/// std::invalid_argument if there is neither a text nor a trace, if two of them have the same name,
+/// or if numbers are out of range.
 void add_eval_model_options(OptionTable& table, EvalModelOptions& options);
 /// The first `--max-tokens` ids of each text, including the tokenizer's special tokens, then the
 /// traces. Throws if a text is shorter, and as text_of_trace() does.

@@ -28,8 +28,8 @@ namespace {
 
 constexpr std::int64_t kMaxThreads = 1024;
 constexpr std::int64_t kMaxSelected = 1 << 27;
-// Work that will take longer than kLongSeconds is announced after kAnnounceSeconds, because its
-// rate is known by then.
+// If work will take longer than kLongSeconds seconds, one line announces it. The line is printed
+// kAnnounceSeconds seconds after the start, because the speed of the work is known by then.
 constexpr double kAnnounceSeconds = 3, kLongSeconds = 15;
 
 }  // namespace

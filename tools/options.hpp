@@ -147,8 +147,8 @@ std::string read_text(const std::string& path);
 /// example) become U+FFFD.
 void print_json(const nlohmann::ordered_json& json);
 
-/// Throws std::runtime_error, before the work begins, if no file can be written at `path` because
-/// it is a folder or its parent folder does not exist.
+/// Throws std::runtime_error if no file can be written at `path`, because it is a folder or its
+/// parent folder does not exist. Called before the work begins.
 void refuse_unwritable(const std::string& path, std::string_view option);
 /// Throws std::invalid_argument if `model` looks like a name on the Hugging Face hub and is not a
 /// folder.

@@ -41,7 +41,8 @@ void print_welcome() {
     fmt::print("  {:<10} {}\n", command.name, command.summary);
 }
 
-/// `words` with the current name of a command that has an old one. Warns about the old name.
+/// If the command in `words` has an old name, replaces it by the current name and warns about the
+/// old one. Returns `words`.
 std::vector<std::string> with_current_command(std::vector<std::string> words) {
   const std::string before = words[0];
   const std::string now(current_name(kOldCommands, before));
@@ -84,7 +85,7 @@ int run(const std::vector<std::string>& given) {
   return run_command(*command, {words.begin() + 1, words.end()});
 }
 
-/// Prints the error, a line for each of `lines`, instead of the waiting messages.
+/// Prints `lines`, the text of an error. Messages that still wait to be printed are dropped.
 void complain(Terminal& terminal, const std::vector<std::string>& words,
               const std::vector<std::string>& lines) {
   terminal.drop_lines();

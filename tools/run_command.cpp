@@ -27,8 +27,8 @@ constexpr unsigned kColumns = 80;
 
 using Warn = std::function<void(const std::string&)>;
 
-/// A Boost value of type T with the option's value name and default. Boost only shows the default,
-/// so its text is enough.
+/// A Boost value of type T with the option's value name and default. Boost uses the default only
+/// for the help, so Boost gets it as text.
 template <class T>
 po::typed_value<T>* semantic_as(const OptionTable::Option& option) {
   auto* const value = po::value<T>()->value_name(option.value_name);
@@ -189,7 +189,8 @@ po::variables_map parse(const Command& command, const po::options_description& o
   po::positional_options_description positional;
   if (!command.positional.empty()) positional.add(command.positional.c_str(), -1);
   po::variables_map values;
-  // No abbreviated options, so that a typing error is reported instead of completed.
+  // Forbids abbreviated options, so that a mistyped option is reported and not taken for a longer
+  // one.
   const int style = po::command_line_style::default_style & ~po::command_line_style::allow_guessing;
   po::command_line_parser loose(words);  // accepts any number of words
   loose.options(options).style(style);
@@ -292,8 +293,8 @@ std::function<int()> prepared_run(const Command& command, const std::vector<std:
 }  // namespace
 
 int run_command(const Command& command, const std::vector<std::string>& words) {
-  // A program that embeds commands gets the error in each of its processes. Of the processes of one
-  // command line, only the first reports it.
+  // A program that embeds commands gets an error in each of its processes. If one command line
+  // started several processes (mpirun), only the first of them reports the error.
   const bool reports = Embedding::current() || leads_command_line();
   const Warn warn = [&](const std::string& what) {
     if (reports) fmt::print(stderr, "kvlab: {}\n", what);

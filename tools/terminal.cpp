@@ -30,7 +30,7 @@ std::string line_of(std::string_view text) {
 std::FILE* through(cookie_write_function_t* write) {
   std::FILE* const stream = ::fopencookie(nullptr, "w", {nullptr, write, nullptr, nullptr});
   if (!stream) throw std::bad_alloc();
-  std::setvbuf(stream, nullptr, _IONBF, 0);  // so that each print arrives as a whole
+  std::setvbuf(stream, nullptr, _IONBF, 0);  // unbuffered: each print call is one write
   return stream;
 }
 

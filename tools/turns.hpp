@@ -34,10 +34,10 @@ void add_prompt_options(OptionTable& table, PromptOptions& prompt);
 /// Loads the tokenizer of the model in `directory`. Throws std::runtime_error as Tokenizer::load()
 /// does; if the folder has another kind of tokenizer, the message names it.
 Tokenizer tokenizer_of(const std::string& directory, const ModelConfig& config);
-/// Prints notes to stderr: keys of config.json that kvlab does not know; that the prompt already
-/// begins with the tokenizer's first token; or (unless a chat template writes this token) that the
-/// tokenizer has no first token although config.json names one. Call it after the last check that
-/// may fail.
+/// Prints notes to stderr. It names keys of config.json that kvlab does not know. It says if the
+/// prompt already begins with the tokenizer's first token. It says if config.json names a first
+/// token that the tokenizer does not add, unless a chat template writes this token. Call it after
+/// the last check that may fail.
 void say_of_model(const ModelConfig& config, const Tokenizer& tokenizer,
                   std::string_view prompt = "", bool has_chat_template = false);
 constexpr std::size_t kAllTokens = std::numeric_limits<std::size_t>::max();
@@ -49,8 +49,8 @@ std::vector<std::int32_t> first_ids(const std::string& name, std::string_view te
 /// like first_ids().
 std::vector<std::int32_t> ids_of_file(const std::string& path, const Tokenizer& tokenizer,
                                       std::size_t max_ids = kAllTokens);
-/// For JSON: the id of a sequence's first token and whether the tokenizer added it or the text
-/// contains it; null if the tokenizer has none.
+/// For JSON: the id of a sequence's first token, and whether the tokenizer added this token or the
+/// text contains it. null if the tokenizer has no first token.
 nlohmann::json first_token(const Tokenizer& tokenizer, std::string_view text = "");
 
 /// The user's turns in a conversation, and how the answers are sampled.

@@ -1,4 +1,5 @@
-// Tests that a benchmark result above the limit that was measured with it is refused.
+// Tests that a benchmark's result is refused if it is above the limit that was measured together
+// with it.
 #include "engine/bench_limits.hpp"
 
 #include <limits>
@@ -14,7 +15,8 @@ TEST_CASE("an impossible share of a limit is refused") {
   CHECK_THROWS_WITH(share_of_limit("attention: window, batch 1", 5.4e12, 4.5e12, "bytes/s"),
                     ContainsSubstring("attention: window, batch 1: 5.4e+12 bytes/s is 120% of the "
                                       "limit of 4.5e+12 bytes/s that this run measured"));
-  // A launch that does nothing takes no time, and NaN is not a share.
+  // The rate of a launch that does nothing is infinite, and the share of a rate of NaN is NaN. Both
+  // are refused.
   for (const double rate :
        {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()})
     CHECK_THROWS_AS(share_of_limit("prefill", rate, 9e14, "FLOP/s"), LimitExceeded);

@@ -170,8 +170,7 @@ TEST_CASE("Decoding token by token gives the logits of a prompt", "[gpu]") {
       worst = std::max(worst, relative_error(decoder.logits(0), row(expected, i, 8192)));
     }
     CAPTURE(torch_name(dtype));
-    CHECK(worst <
-          2 * tolerance);  // this is the error of the worst token, not of all tokens together
+    CHECK(worst < 2 * tolerance);  // twice, because `worst` is the error of a single token
     CHECK(decoder.tokens(0) == 140);
   }
 }
@@ -326,7 +325,7 @@ TEST_CASE("A trace captured on the device verifies, and equals the CPU's", "[gpu
       Sampler sampler({});
       decoder->extend(sampler, 41, [&](std::int32_t id) {
         ids.push_back(id);
-        return ids.size() < 31;  // stops early, when more tokens have been decoded ahead
+        return ids.size() < 31;  // stops while later tokens have already been decoded
       });
       decoder->feed({&ids.back(), 1}, SegmentKind::decode);
     } else {
@@ -374,7 +373,8 @@ TEST_CASE("The next chunk does not overwrite data that a capture copies", "[gpu]
   if (no_device()) return;
   LayerOutputMemory memory(capture_shape(tiny(Dtype::bf16).config(), Dtype::bf16),
                            {.chunk = 4, .step = 1}, true, nullptr);
-  // These are the layers of two chunks of a model with three layers, which is an odd number.
+  // These are the six layers of two chunks, for a model with three layers. The number of layers is
+  // odd, so that alternating buffers would collide if each chunk began with the same one.
   std::vector<const void*> places;
   for (int chunk = 0; chunk < 6; ++chunk) places.push_back(memory.next_chunk(4).qkv);
   for (std::size_t i = 1; i < places.size(); ++i) CHECK(places[i] != places[i - 1]);

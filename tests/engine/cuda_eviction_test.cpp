@@ -82,9 +82,9 @@ TEST_CASE("In float32, logits equal the CPU decoder's for every cache configurat
     CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
     Decoder cpu(cpu_tiny(), options, 2);
     INFO(test::text_of(config));
-    // After a near tie the two may evict different tokens, and then later rows differ by the effect
-    // of one token of 48. Also, a key that differs in its last bit may have another quantized
-    // value.
+    // If two tokens have nearly equal ranks, CPU and GPU may evict different ones. Later rows then
+    // differ by the effect of one token of 48. Also, a key that differs in its last bit may have
+    // another quantized value.
     CHECK(relative_error(conversation(cuda), conversation(cpu)) <
           (options.policy.tier_plan.is_quantized() ? 1e-2 : 1e-3));
     CHECK(cuda.evictions() == cpu.evictions());
@@ -123,7 +123,8 @@ TEST_CASE("In float32, logits with centred keys equal the CPU decoder's", "[gpu]
 
 TEST_CASE("With a centre from a file, keys are centred from the first token on", "[gpu]") {
   if (no_device()) return;
-  // The mean of a prompt's keys is no centre for a prompt of one token; a file's centre is.
+  // For a prompt of one token, the mean of the prompt's keys cannot be used as a centre. The centre
+  // of a file can.
   for (const Prefill& prefill : {Prefill{}, Prefill{1}}) {
     const auto logits = [&](auto&& decoder) {
       std::vector<float> all, some;
@@ -337,7 +338,8 @@ TEST_CASE("Sequences that are fed side by side have the same logits as alone", "
       }
       alone->feed(own, SegmentKind::decode, &expected);
       CAPTURE(policy, s);
-      // The products of a single sequence use other kernels, in bf16.
+      // The comparison has a tolerance, because the matrix products of a single sequence use other
+      // kernels, in bf16.
       CHECK(relative_error(rows, expected) < 0.03);
       CHECK(batch->kv_bytes_peak(s) == alone->kv_bytes_peak());
     }
@@ -407,7 +409,7 @@ void check_batches(const BatchPart& part) {
         (config.policy.name < "l") != part.early_names)
       continue;
     CAPTURE(config.policy.text(), config.budget.text(), plain, name_of(config.positions), bf16);
-    // A tier plan may have room for all tokens of a short prompt.
+    // With a tier plan, all tokens of a short prompt may fit. With `once`, nothing is then evicted.
     const bool evicts = !(config.policy.tier_plan.is_quantized() && config.policy.modifiers.once);
     check_parity(parity(tiny(part.dtype), config.policy, plain, config.positions,
                         {.shares_slots = config.shares_slots()}),

@@ -33,7 +33,7 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
 
   const std::size_t half = model.config().head_size / 2;
   REQUIRE(wanted.inv_freq.size() % half == 0);
-  // inv_freq is that of the first layer, or of all layers.
+  // inv_freq has the frequencies of the first layer only, or those of all layers one after another.
   for (std::size_t i = 0; i < wanted.inv_freq.size(); ++i)
     CHECK(model.config().rows[i / half].rope.inv_freq[i % half] ==
           Approx(wanted.inv_freq[i]).epsilon(5e-7).margin(0));
@@ -105,7 +105,7 @@ struct Rows {
   std::vector<float> x, q, k, v, logits;
 };
 
-/// Runs all blocks of layer 0 on n rows. The queries stand for the output of the attention.
+/// Runs all blocks of layer 0 on n rows. The queries are used in place of the attention output.
 Rows run_blocks(const Model& model, std::span<const std::int32_t> ids, unsigned threads) {
   const ModelConfig& c = model.config();
   const std::size_t n = ids.size(), q_size = std::size_t{c.query_heads} * c.head_size,

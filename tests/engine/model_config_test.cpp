@@ -28,7 +28,7 @@ json llama() {
           {"torch_dtype", "float16"}};
 }
 
-/// Llama's config with the changes of another family.
+/// Returns Llama's config with the changes that make it a config of another family.
 json family(const std::string& name, const std::string& type, const json& more = json::object()) {
   json config = llama();
   config.update({{"architectures", {name + "ForCausalLM"}}, {"model_type", type}});

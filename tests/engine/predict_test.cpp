@@ -1,5 +1,5 @@
-// Tests the prediction of decode steps that fetch keys and values from host memory, against closed
-// forms and against numbers that were computed by hand.
+// Tests the predicted times of decode steps that fetch keys and values from host memory. They are
+// compared with closed formulas and with numbers that were computed by hand.
 #include "engine/evaluation/predict/predict.hpp"
 
 #include <algorithm>
@@ -96,7 +96,7 @@ TEST_CASE("times of fetches are interpolated between the measured ones") {
   CHECK(link.fetch_seconds(544, 512) == Approx(13e-6));
   CHECK(link.fetch_seconds(1024, 256) == Approx(12e-6));
   CHECK(link.fetch_seconds(1024, 384) == Approx(15e-6));
-  // Beyond the measured numbers of rows and row sizes.
+  // These numbers of rows and row sizes are outside of the measured ranges.
   CHECK(link.fetch_seconds(8192, 512) == Approx(88e-6));
   CHECK(link.fetch_seconds(64, 128) == Approx(6e-6));
   CHECK(link.fetch_seconds(512, 1024) == Approx(18e-6));
@@ -104,7 +104,7 @@ TEST_CASE("times of fetches are interpolated between the measured ones") {
 
 TEST_CASE("a larger number of rows never takes less time") {
   json link = link_json();
-  link["fetches"][3]["microseconds"] = 7.0;  // 1,024 rows, below the time of 64
+  link["fetches"][3]["microseconds"] = 7.0;  // 1,024 rows now take less time than 64 rows
   CHECK(read(link).fetch_seconds(1024, 512) == Approx(8e-6));
   link["launch_microseconds"] = 10.0;
   CHECK(read(link).fetch_seconds(64, 512) == Approx(10e-6));
@@ -141,8 +141,10 @@ TEST_CASE("a wrong link file is refused with its name and key") {
 }
 
 TEST_CASE("rates of Llama 3.1 8B on a GPU of 4.5 TB/s are those computed by hand") {
-  // From t = (W + b (k + n/16) kappa) / 4.5 TB/s + b m k kappa / 55 GB/s with W = 15.0 GB,
-  // kappa = 131,072 bytes and k = 2,048.
+  // The numbers follow from t = (W + b (k + n/16) kappa) / 4.5 TB/s + b m k kappa / 55 GB/s.
+  // The weights have W = 15.0 GB, a token has kappa = 131,072 bytes, and k = 2,048 tokens are
+  // selected. b is the batch, n the context length, and m the share of the selected tokens that is
+  // fetched.
   struct Row {
     std::uint32_t context, batch;
     double full;
@@ -191,7 +193,8 @@ TEST_CASE("at the break-even rate the two curves cross, with a fixed cost too") 
     CHECK(cost.refetch(batch, setup, at - 0.001).serial() < full);
     CHECK(cost.refetch(batch, setup, at + 0.001).serial() > full);
   }
-  // A fixed cost of 30 us in each of 32 layers is more than one sequence of 32k can save.
+  // A fixed cost of 30 us in each of 32 layers is more than refetch can save for one sequence of
+  // 32k tokens.
   setup.layer_seconds = 30e-6;
   CHECK_FALSE(cost.break_even(1, setup).has_value());
   CHECK(cost.break_even(8, setup).has_value());
@@ -233,7 +236,8 @@ TEST_CASE("the largest batch is the number of sequences that fit beside the weig
   PredictRequest request = request_of({buffer_of(4096, 0.05)});
   request.device_bytes = 40 * kGiB;
   const Prediction prediction = predict(cost, request);
-  // 14.96 GiB of weights; 4 GiB for a whole sequence, and (4096 + 2048) x 128 KiB with a buffer.
+  // The weights take 14.96 GiB. A sequence takes 4 GiB with the full cache, and (4096 + 2048) x 128
+  // KiB with a buffer.
   REQUIRE(prediction.largest_full.has_value());
   CHECK(prediction.largest_full->batch == 6);
   REQUIRE(prediction.buffers[0].largest.has_value());
@@ -330,7 +334,7 @@ TEST_CASE("a recommendation says whether refetch pays, and how sure that is") {
   CHECK(close.pays);
   CHECK_FALSE(close.is_sure);
   CHECK_THAT(close.text, ContainsSubstring("measure it"));
-  // So is a low mean with a wide interval.
+  // A low mean fetch rate with a wide interval is not sure either.
   CHECK_FALSE(recommended(buffer_of(4096, 0.1, 0.1)).is_sure);
 }
 

@@ -45,8 +45,8 @@ std::string repeated(const std::string& unit, std::size_t bytes) {
   return text;
 }
 
-/// The peak memory, in bytes, that encoding the first `max_ids` ids of a text takes, without the
-/// ids.
+/// The peak memory in bytes that is needed to encode the first `max_ids` ids of a text, without the
+/// memory of the ids themselves.
 std::size_t cost(const Tokenizer& tokenizer, const std::string& text, std::size_t max_ids) {
   const std::size_t before = live;
   peak = before;

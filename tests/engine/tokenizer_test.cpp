@@ -80,8 +80,8 @@ TEST_CASE("ids and decoded text equal the library's for every text and tokenizer
       INFO(name << ", text " << i << ": " << nlohmann::json(texts[i]).dump());
       const Ids ids = tokenizer.encode(texts[i]);
       REQUIRE(ids == expected.at("ids").at(i).get<Ids>());
-      // The decoded text is in the list if it differs from the text, which special tokens, NFC and
-      // unknown characters may cause.
+      // The list has the decoded text only if it differs from the original text. The causes are
+      // special tokens, NFC and unknown characters.
       const auto listed = decoded.find(std::to_string(i));
       const std::string back = listed == decoded.end() ? texts[i] : listed->get<std::string>();
       REQUIRE(tokenizer.decode(ids) == back);

@@ -1,5 +1,6 @@
-// corpus_main FOLDER...: runs a fuzz target on the files of its corpus, within the limits of
-// fuzzing: five seconds per input, and no allocation larger than four times the input plus 64 MiB.
+// corpus_main FOLDER...: runs a fuzz target on the files of its corpus. The limits are those of
+// fuzzing: an input may take five seconds, and an allocation may not be larger than four times the
+// input plus 64 MiB.
 #include <unistd.h>
 
 #include <algorithm>

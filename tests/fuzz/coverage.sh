@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# coverage.sh [CORPORA]: counts how many lines of the files that read input the fuzz targets reach. The targets run
-# their corpora in tests/data/fuzz and those in CORPORA (a folder per target, as `./dev fuzz` leaves them in
-# build-fuzz/found/corpora). Builds in build-coverage. With KVLAB_SHOW=FILE in the environment, it prints the lines of
-# FILE that are not reached.
+# coverage.sh [CORPORA]: for each source file that reads input, counts how many of its lines the fuzz targets reach. A
+# target runs its corpus in tests/data/fuzz and its folder in CORPORA, such as build-fuzz/found/corpora, which `./dev
+# fuzz` makes. Builds in build-coverage. With KVLAB_SHOW=FILE in the environment, it prints the lines of FILE that are
+# not reached.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 build=${KVLAB_COVERAGE_BUILD:-build-coverage} corpora=${1:-}

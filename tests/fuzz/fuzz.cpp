@@ -30,7 +30,7 @@ struct ProcessFolder {
   std::filesystem::path path;
 };
 
-/// Whether a name is that of a file directly in the folder.
+/// Whether a name can be the name of a file directly in the folder.
 bool is_file_name(std::string_view name) {
   constexpr std::string_view kLetters =
       "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.";
@@ -100,7 +100,7 @@ Folder::Folder(std::string_view input) : parts_(parts_of(input)) {
     write(name, bytes);
     hashes["@" + name] = xxh3_hex(bytes);
   };
-  // The JSON files come last, because they may contain checksums of the others.
+  // The JSON files are written last, because they may contain checksums of the other files.
   for (const std::string_view kind : {".safetensors", ".csv", ".jinja", ".json"})
     for (auto& [name, part] : parts_) {
       if (!is_file_name(name) || !name.ends_with(kind)) continue;

@@ -35,7 +35,7 @@ for target in "$@"; do
   for ((number = 0; number < cores; ++number)); do worker "$target" "$number" & done
   wait
   took=$((SECONDS - began > 0 ? SECONDS - began : 1))
-  # A process that crashed printed no number of executions, so the number in its last line of progress counts.
+  # A process that crashed did not print its number of executions, so the number in its last line of progress is used.
   count=$(for log in "$out/logs/$target".*; do
     grep -hoP '(?<=number_of_executed_units: )\d+' "$log" || grep -hoP '^#\K\d+' "$log" | tail -1
   done | awk '{ sum += $1 } END { printf "%d", sum }')

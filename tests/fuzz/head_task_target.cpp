@@ -1,5 +1,5 @@
-// Input: the file of a finished head task, as a killed replay leaves it. The checksum is added.
-// Accepted input is packed to the same bytes.
+// Input: the file of a finished head task, as a killed replay leaves it. The target adds the
+// checksum. An accepted input must be packed to the same bytes again.
 #include "sim/run/run_folder.hpp"
 #include "tests/fuzz/fuzz.hpp"
 #include "traces/base/files.hpp"

@@ -1,5 +1,5 @@
-// Input: a model's folder. The target reads config.json and the chat template, opens the tensor
-// files with their index, and loads the model, which looks up all tensors that it requires.
+// Input: a model's folder. The target reads config.json and the chat template, and opens the tensor
+// files with their index. Then it loads the model, which looks up every tensor that it needs.
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/checkpoint/model.hpp"
 #include "engine/evaluation/task/sample.hpp"

@@ -1,5 +1,5 @@
-// Input: an arbitrary tokenizer.json. It is loaded, encodes a text and decodes the ids. The same is
-// done with it as the tokenizer of a model that has fewer ids.
+// Input: an arbitrary tokenizer.json. It is loaded, encodes a text and decodes the ids. Then it is
+// loaded again as the tokenizer of a model with fewer ids.
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/fuzz/fuzz.hpp"
 

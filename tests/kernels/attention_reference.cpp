@@ -159,8 +159,9 @@ void AttentionErrors::add(std::span<const float> out, float lse, const Attention
 }
 
 bool AttentionErrors::good() const {
-  // If logits have an error of at most e, weights have a relative error of at most e, up or down,
-  // so an output has an error of at most 2 e times the largest value.
+  // If each logit has an error of at most e, the numerator and the denominator of each softmax
+  // weight have a relative error of at most e. The weight then has a relative error of at most 2 e,
+  // so the output has an error of at most 2 e times the largest value.
   return finite_ && out_ <= 2 * naive_out_ + (epsilon(type_) + 2 * logit_error_) * largest_out_ &&
          lse_ <= 2 * naive_lse_ + epsilon(KVLAB_F32) * largest_lse_ + logit_error_;
 }

@@ -1,6 +1,6 @@
-// Attention of one query on the host: exact (in float64), and as a plain kernel with the precision
-// of our kernels would compute it. The errors of our kernels are compared with the error of the
-// plain one.
+// Computes the attention of one query on the host in two ways: exactly (in float64), and as a plain
+// kernel with the precision of our kernels would compute it. The errors of our kernels are compared
+// with the error of the plain computation.
 #pragma once
 
 #include <cstddef>
@@ -47,7 +47,7 @@ class AttentionErrors {
            const AttentionRow& naive);
   /// Tolerates an additional error of each logit, beyond that of a plain kernel.
   void allow(double logit_error) { logit_error_ = logit_error; }
-  /// Whether all results are finite, and every error is at most twice the largest naive error plus
+  /// Whether all results are finite, and no error is larger than twice the largest naive error plus
   /// one rounding of the result.
   bool good() const;
   double out() const { return out_; }

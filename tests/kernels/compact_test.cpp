@@ -177,9 +177,9 @@ class Cache {
 /// Runs several sequences under one policy on the host and on the device.
 class Run {
  public:
-  /// At most `max_kept` tokens are appended at a time. If `in_place`, they follow the kept tokens
-  /// in the same cache. Otherwise they are written to a separate cache with `max_kept` slots per
-  /// pair, from which the compaction moves the kept tokens.
+  /// If `in_place`, appended tokens are written after the kept tokens in the same cache. Otherwise
+  /// they are written to a separate cache with `max_kept` slots per pair, and the compaction moves
+  /// the kept tokens from there. At most `max_kept` tokens are appended at a time.
   Run(const DevicePolicy& policy, std::vector<Pair> pairs, std::uint32_t max_kept, bool in_place,
       ObservationOf observation_of = sample_observation, std::string modifiers = "")
       : policy_(policy),
@@ -440,8 +440,9 @@ class Run {
   std::unique_ptr<DeviceArray<Observation>> seen_;
 };
 
-/// Pairs with budgets of 1 and 2, with only sinks, with only recent tokens, with protected tokens
-/// that fill the budget, without a budget, and with a budget above any length.
+/// Pairs of all kinds: with budgets of 1 and 2, with only sinks, with only recent tokens, with
+/// protected tokens that fill the budget, without a budget, and with a budget larger than any
+/// length.
 std::vector<Pair> all_kinds() {
   return {{1, 0, 0},   {2, 1, 0},    {2, 0, 2},    {40, 39, 0},       {40, 0, 40},    {64, 4, 32},
           {100, 0, 0}, {130, 5, 60}, {5000, 4, 9}, {kNoBudget, 0, 0}, {1500, 4, 750}, {700, 0, 1}};

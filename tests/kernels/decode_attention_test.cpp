@@ -73,8 +73,8 @@ class Batch {
             .workspace = workspace_->data()};
   }
 
-  /// Poisons the newest tokens in the device's cache, which is a ring buffer. In
-  /// write_and_attend(), the launch before the attention writes them again.
+  /// Poisons the newest tokens in the device's cache, which is a ring buffer. write_and_attend()
+  /// then has to write them again before the attention.
   void take_out_newest() {
     std::vector<float> newest;
     std::vector<std::int32_t> slots, sequences;
@@ -138,8 +138,8 @@ class Batch {
     const auto [bytes, lse] = bits();
     const std::vector<float> out = kernels::decode(size_.type, bytes);
     AttentionErrors errors(size_.type);
-    // The kernel converts sinks to base 2 separately from the products, which adds two roundings of
-    // a logit of 80.
+    // The kernel converts sinks to base 2 separately from the products q · k. This adds two
+    // roundings of a logit of about 80.
     if (size_.sinks) errors.allow(0x1p-17);
     std::size_t touched = 0;
     for (std::size_t row = 0; row < heads() + kGuardRows; ++row) {
@@ -324,8 +324,8 @@ TEST_CASE("decode attention agrees with float64 in 64 KB of shared memory, float
   check_smaller_gpu(65'536, KVLAB_F32, 6);
 }
 
-/// The pairs have as many slots as the shared memory of a cluster holds. The lengths are around the
-/// share of one CTA.
+/// The pairs have as many slots as fit in the shared memory of a cluster. The lengths are close to
+/// the number of slots that one CTA gets.
 TEST_CASE("decode attention agrees with float64 if few pairs have a cluster each", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
@@ -375,7 +375,7 @@ TEST_CASE("decode attention is correct for logits of +80 and -80, and for equal 
                 .slots = 300};
       INFO(name(size));
       run_and_check(size, kRagged, true);
-      // The largest of several hundred logits are beyond 80.
+      // With this scale, the largest of several hundred logits exceed 80.
       size.scale = 30 / std::sqrt(static_cast<float>(head_size));
       run_and_check(size, kRagged);
     }

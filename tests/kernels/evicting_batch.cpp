@@ -86,7 +86,8 @@ EvictingBatch::EvictingBatch(const EvictionKernels& kernels, const EvictingSize&
   for (Pair& pair : all_) {
     std::vector<std::uint32_t> slots(pair.live->size());
     std::iota(slots.begin(), slots.end(), 0u);
-    // Rotated sinks have to stay in the slots of their positions.
+    // If keys are stored rotated, sinks have to be in the slots of their positions, so they are not
+    // shuffled.
     const std::uint32_t sinks = keeps_rotated_keys() ? pair.sinks : 0;
     std::shuffle(slots.begin() + std::min<std::ptrdiff_t>(sinks, std::ssize(slots)), slots.end(),
                  random_);
@@ -318,7 +319,8 @@ void EvictingBatch::check_observations(const Pair& pair, int index, AttentionErr
     }
   const std::vector<float> out = decode(size_.type, bytes_out_);
   std::vector<double> mass(count);
-  // Whether a token is certainly requested, and whether it may be under some roundings.
+  // `sure`: how the token is requested under any rounding. `possible`: how it may be requested, if
+  // rounding decides so.
   std::vector<int> sure(count), possible(count);
   const double tau = request_threshold16(size_.tau) / 65536.0;
   for (std::size_t head = 0; head < group(); ++head) {

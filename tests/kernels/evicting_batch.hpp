@@ -43,8 +43,9 @@ class EvictingBatch {
   cudaError_t enqueue(cudaStream_t stream) const;
   /// Enqueues with rotated keys, even if the policy does not allow it.
   cudaError_t enqueue_with_rotated_keys() const;
-  /// Compares outputs and observations with float64, and states, victims and lengths with the rule
-  /// on the host, which gets the device's observations. Advances the host to the next step.
+  /// Compares outputs and observations with float64. Gives the device's observations to the
+  /// eviction rule on the host, and compares states, victims and lengths with that rule. Advances
+  /// the host to the next step.
   void check();
   /// The device's outputs, states, observations, lengths and next slots.
   std::vector<std::byte> bits() const;
@@ -76,7 +77,7 @@ class EvictingBatch {
   void check_observations(const Pair& pair, int index, class AttentionErrors& errors);
   std::vector<float> gather(const std::vector<float>& from, const Pair& pair) const;
 
-  /// The data that a step changes on the device, before the step.
+  /// A copy, made before a step, of the device data that the step changes.
   struct Before {
     std::vector<std::int32_t> lengths, next_slots;
     std::vector<std::byte> states;

@@ -50,7 +50,8 @@ class Features {
 
   /// Appends `tokens` tokens to each sequence that is not idle.
   void append(int tokens, const std::vector<bool>& idle = {}) {
-    const std::size_t row = kKvHeads * dim_ + 16;  // with a gap, as if a row also had queries
+    const std::size_t row =
+        kKvHeads * dim_ + 16;  // with 16 more elements, as if a row also had queries
     std::vector<float> keys =
         random_values(type_, static_cast<std::size_t>(kSequences * tokens) * row, random_);
     std::fill_n(keys.begin(), dim_, 0.0f);  // a key of norm 0

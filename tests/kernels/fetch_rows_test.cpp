@@ -88,11 +88,11 @@ TEST_CASE("fetch_rows copies exactly the rows of the list, plain and captured", 
     std::ranges::copy(pool, pinned.data());
     for (const std::uint32_t count : {0u, 1u, 2u, 31u, 33u, 1000u, kSlots}) {
       const std::vector<FetchedRow> list = random_list(count, random);
-      std::vector<FetchedRow> padded = list;  // entries after the count must not be read
+      std::vector<FetchedRow> padded = list;  // entries beyond the count, which must not be read
       padded.resize(kSlots + 1, {0xffff'ffffu, 0xffff'ffffu});
       const DeviceArray<FetchedRow> device_list{std::span<const FetchedRow>(padded)};
       const DeviceArray<std::uint32_t> device_count(std::vector<std::uint32_t>{count});
-      // A slot more than the list can name, which must not change.
+      // One more slot than the list can name. It must not change.
       const DeviceArray<std::byte> keys((kSlots + 1) * half_bytes),
           values((kSlots + 1) * half_bytes);
       const auto poison = [&] {

@@ -65,8 +65,8 @@ class Wrong {
   std::string text_;
 };
 
-/// Checks that a plan does not exceed the GPU's limits. If there is no plan, the refusal must name
-/// the shared memory that is needed and the limit, and the first must exceed the second.
+/// Checks that a plan does not exceed the GPU's limits. If there is no plan, the refusal must state
+/// the shared memory that is needed and the limit, and the needed amount must exceed the limit.
 template <class... Parts>
 void check_plan(Wrong& wrong, const Gpu& gpu, const LaunchPlan& plan, const std::string& why,
                 const Parts&... parts) {
@@ -132,7 +132,8 @@ TEST_CASE(
             args.table.max_slots = slots;
             const PairLaunch launch = pair_attention_plan(args, gpu.limits);
             const LaunchPlan& plan = launch.plan;
-            // A refusal does not depend on the sizes, so it is checked once.
+            // Whether a shape is refused does not depend on these sizes, so the reason is checked
+            // once.
             const bool first = slots == kSlots[0] && batch == 1 && kv_heads == 1;
             const auto why = first || !plan.fits() ? why_not_pair_attention(args, gpu.limits) : "";
             check_plan(wrong, gpu, plan, why, "type", args.type, "head size", args.head_size,
@@ -396,7 +397,7 @@ std::vector<std::string> planned_tiers(const Recorded& row) {
 
 }  // namespace
 
-/// The file was recorded when plans did not yet depend on a GPU's shared memory. A product that had
+/// plans/h100.csv was recorded before plans depended on a GPU's shared memory. A product that had
 /// no plan then (0 blocks) may have one now.
 TEST_CASE("an H100's plans are unchanged since its measurements") {
   std::ifstream file(KVLAB_SOURCE_DIR "/tests/kernels/plans/h100.csv");
@@ -422,8 +423,8 @@ TEST_CASE("a GPU that is too old, or without code in this build, is refused with
                                      Catch::Matchers::ContainsSubstring("GPU"));
 }
 
-/// The driver loads the code of the newest architecture in the build that is not newer than the
-/// device. Features of sm_90 may be used only if that code is for sm_90 or newer.
+/// A build has code for several architectures. The driver loads the newest code that the device can
+/// run. Features of sm_90 may be used only if this code is for sm_90 or newer.
 TEST_CASE("a device uses sm_90 features if the build has sm_90 code for it", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   int major = 0, minor = 0;

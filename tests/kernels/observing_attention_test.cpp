@@ -117,7 +117,7 @@ TEST_CASE(
   run_with_rotated_keys({.policy = "sink:sinks=64", .budgets = {65, 129}, .prompt = 200}, 5);
   run_with_rotated_keys({.policy = "sink:sinks=100:recent=7", .budgets = {200}, .prompt = 90}, 130);
   run_with_rotated_keys({.policy = "sink", .budgets = {400}, .prompt = 30},
-                        3);  // longer than the sequence
+                        3);  // a budget above the length
   run_with_rotated_keys({.policy = "window", .budgets = {33}, .prompt = 60}, 5);
   run_with_rotated_keys({.policy = "sink", .budgets = {100}, .prompt = 120, .scale = 30.0f / 8}, 5);
   run_with_rotated_keys({.policy = "sink", .kv_heads = 1, .budgets = {70}, .prompt = 4'000'000}, 3);
@@ -156,7 +156,7 @@ TEST_CASE("observing attention is correct at extreme budgets and protected token
   run({.policy = "h2o:sinks=7:recent=1", .budgets = {8}}, 30);  // sinks, and the newest token
   run({.policy = "h2o:sinks=0:recent=8", .budgets = {8}}, 30);  // only recent tokens
   run({.policy = "lru:sinks=4:recent=50%", .budgets = {20}}, 60);
-  run({.policy = "h2o", .budgets = {400}, .prompt = 30}, 12);          // longer than the sequence
+  run({.policy = "h2o", .budgets = {400}, .prompt = 30}, 12);          // a budget above the length
   run({.policy = "streaming_h2o", .budgets = {0}, .prompt = 30}, 12);  // no budget
 }
 

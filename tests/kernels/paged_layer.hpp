@@ -43,9 +43,9 @@ struct LayerSize {
   std::string name() const;
 };
 
-/// The arrays of one cache. At first all bits of its pool are ones, which is NaN in every type, so
-/// that stray writes are found. Its blocks are shuffled, and entries of the block table without a
-/// slot have no valid block number.
+/// The arrays of one cache. At first all bits of its pool are ones (NaN in every type), so that
+/// writes outside of the slots are found. Its blocks are shuffled, and entries of the block table
+/// without a slot have no valid block number.
 class PagedCache {
  public:
   PagedCache(const LayerSize& size, const Paging& paging, const std::vector<int>& slots);
@@ -94,8 +94,8 @@ struct LayerLeft {
   bool operator==(const LayerLeft&) const = default;
 };
 
-/// Runs prompts in a cache with the pages `prompt`, a compaction to a cache with the pages
-/// `resident`, and then `steps` decoded tokens of each sequence.
+/// Runs prompts in a cache with the pages `prompt`. Then compacts them to a cache with the pages
+/// `resident`, and decodes `steps` tokens of each sequence there.
 LayerLeft run_layer(const LayerSize& size, const Paging& prompt, const Paging& resident, int steps);
 
 }  // namespace kvlab

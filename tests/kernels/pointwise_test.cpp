@@ -46,7 +46,8 @@ class Poisoned {
   DeviceArray<std::byte> device_;
 };
 
-/// Checks that the error of each value is at most one rounding of `type` and a few of float32.
+/// Checks that the error of each value is at most one rounding to `type` plus a few roundings to
+/// float32.
 void check_close(Type type, std::span<const float> values, std::span<const double> exact) {
   REQUIRE(values.size() == exact.size());
   const double rounding = type == KVLAB_BF16 ? 0x1p-8 : type == KVLAB_F16 ? 0x1p-11 : 0x1p-24;

@@ -154,7 +154,7 @@ TEST_CASE("prefill attention is correct for logits of +80 and -80, and for equal
                          .window = window};
         run_and_check(size);
         size.equal_keys = false;
-        // The largest of several hundred logits are beyond 80.
+        // With this scale, the largest of several hundred logits exceed 80.
         size.scale = 30 / std::sqrt(static_cast<float>(head_size));
         run_and_check(size);
       }

@@ -335,7 +335,7 @@ TEST_CASE("Batches of prompts that the kernels do not support are refused") {
   CHECK(refused([](kvlab_prefill_args& args) { args.all_queries = 99; }));
   CHECK(refused([](kvlab_prefill_args& args) { args.all_queries = 1 << 27; }));
   CHECK(refused([](kvlab_prefill_args& args) { args.sequences = 0, args.first_query = nullptr; }));
-  // Terms take 8 bytes per query; each sequence's terms begin at a multiple of 64.
+  // Terms take 8 bytes per query. The terms of each sequence begin at a multiple of 64 queries.
   kvlab_observe_args args = args_of_nothing();
   CHECK(kvlab_observe_workspace(&args) == std::size_t{8} * 8 * (128 + 3 * 64));
   if (has_device()) return;  // with a device these calls would launch

@@ -138,8 +138,8 @@ struct Row {
 /// The expected statistics of a key.
 struct Expected {
   double mass = 0, plain_mass = 0;
-  /// The number of queries that certainly request the key, and of those that request it under some
-  /// roundings.
+  /// `surely`: the number of queries that request the key under any rounding. `perhaps`: the number
+  /// of those that may request it, depending on rounding.
   std::uint32_t surely = 0, perhaps = 0;
   std::uint32_t last_surely = 0, last_perhaps = 0;
 };
@@ -194,7 +194,7 @@ void check_mass(const PrefillChunk& chunk, const std::vector<Observation>& seen,
     }
   INFO("error " << error << ", error of plain attention " << plain_error << ", largest mass "
                 << largest);
-  // 2^-17 is the error of float32 logits up to 100 in any float32 attention.
+  // 2^-17 is the error that any float32 attention has if logits are up to 100.
   CHECK(error <= 2 * plain_error + std::ldexp(largest, -17));
 }
 

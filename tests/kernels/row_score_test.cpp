@@ -38,8 +38,8 @@ ScoredRow reference(std::span<const float> baseline, std::span<const float> logi
           .first = static_cast<std::int32_t>(first(logits))};
 }
 
-/// Rows of logits that are compared with baseline rows, of which there are fewer. The scores are
-/// poisoned at first.
+/// Rows of logits and the baseline rows with which they are compared. There are fewer baseline
+/// rows, so several rows share one. The scores are poisoned at first.
 class Scores {
  public:
   Scores(std::size_t rows, std::size_t yardsticks, std::size_t vocab, float spread, bool ties)

@@ -50,8 +50,8 @@ TEST_CASE("a ratio is relative to the prompt, and counts as kvpress does") {
   };
   CHECK(tokens("ratio(0.5)", 1536) == 769);
   CHECK(tokens("ratio(0.9)", 1536) == 154);
-  // kvpress keeps int(100 * (1 - 0.9)) tokens, which is 9 in floating point; kvlab's budget also
-  // counts the next token.
+  // kvpress keeps int(100 * (1 - 0.9)) tokens. In floating point this is 9. kvlab's budget is 10,
+  // because it also counts the next token.
   CHECK(tokens("ratio(0.9)", 100) == 10);
   CHECK(tokens("ratio(0.99)", 10) == 2);
   CHECK(tokens("20%", 10) == 200'000);
@@ -75,7 +75,8 @@ TEST_CASE("an allocator's mean is checked like any other budget") {
 
 TEST_CASE("PyramidKV's budgets fall linearly, and their mean is the given budget") {
   CHECK(pyramid_budgets(100, 10'000, 1, 5) == std::vector<std::uint32_t>{195, 148, 100, 52, 5});
-  // The first layer gets at most all tokens, the last one at least what its protected tokens need.
+  // The first layer gets at most as many tokens as there are, and the last layer at least as many
+  // as its protected tokens need.
   CHECK(pyramid_budgets(100, 160, 1, 3) == std::vector<std::uint32_t>{160, 100, 40});
   CHECK(pyramid_budgets(100, 10'000, 20, 3) == std::vector<std::uint32_t>{180, 100, 20});
   CHECK(pyramid_budgets(100, 50, 1, 3) == std::vector<std::uint32_t>{100, 100, 100});

@@ -1,4 +1,4 @@
-// The settings that each executor of the eviction rule refuses, and the messages.
+// Tests which settings each executor of the eviction rule refuses, and with which messages.
 #include "policies/executor.hpp"
 
 #include <fmt/format.h>

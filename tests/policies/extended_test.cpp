@@ -46,11 +46,12 @@ TEST_CASE("the documentation's peak evicts tokens that never had high attention"
   live.evict_to_budget(5);  // 10 and 20 are evicted
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 2, 3}));
   live.append(5, 1);
-  live.observe(masses({5, 20, 60, 39}));  // the peaks are 50, 40, 60 and 39: earlier ones count
+  live.observe(
+      masses({5, 20, 60, 39}));  // the peaks are 50, 40, 60 and 39, which includes earlier appends
   live.evict_to_budget(6);
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 2, 3}));
   live.append(6, 1);
-  live.observe(masses({7, 7, 9, 40}));  // of tokens with equal peaks, the older one is evicted
+  live.observe(masses({7, 7, 9, 40}));  // if two tokens have equal peaks, the older one is evicted
   live.evict_to_budget(7);
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 3, 6}));
 }

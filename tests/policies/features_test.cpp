@@ -1,4 +1,5 @@
-// Tests of token features: computed ones are compared with their definitions in float64.
+// Tests of token features. The features that kvlab computes are compared with their definitions in
+// float64.
 #include "policies/features/features.hpp"
 
 #include <cmath>

@@ -17,7 +17,7 @@ using Catch::Matchers::ContainsSubstring;
 
 namespace {
 
-/// Its kParams lists the parameters in another order than the members of Params.
+/// A policy whose kParams lists the parameters in another order than the members of Params.
 struct Turned : Leaky {
   static constexpr Param<Params> kParams[] = {{"span", "", &Params::span, 64, 1, 1e6},
                                               {"keep", "", &Params::keep, 0.9, 0, 1},

@@ -242,9 +242,9 @@ TEST_CASE("random differs by seed, sequence, layer and head, and is sampled agai
   CHECK(kept({}, 1) != kept({.layer = 1}, 1));
   CHECK(kept({}, 1) != kept({.kv_head = 1}, 1));
   CHECK(kept({.layer = 1}, 1) != kept({.kv_head = 1}, 1));
-  // If each position had one fixed random number, a token with a low number would always be evicted
-  // at once. Because the numbers are new at each step, more than half of the live tokens are among
-  // the newest 64.
+  // The random numbers are new at each step, so old tokens are evicted sooner or later, and more
+  // than half of the live tokens are among the newest 64. If each position kept one number, tokens
+  // with low numbers would be evicted at once, and those with high numbers would stay forever.
   const auto late = kept({}, 200);
   CHECK(std::ranges::count_if(late, [](std::uint32_t p) { return p >= 200; }) > 16);
 }

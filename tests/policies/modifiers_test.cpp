@@ -167,7 +167,8 @@ TEST_CASE("with scope=layer, a layer's ranks are summed and its caches keep one 
   AgedSet* const both[] = {&heads[0], &heads[1]};
   share_ranks(both);
   for (LiveSet& head : heads) head.append(0, 4);
-  // Separately, the first head would keep 0 and 1, the second 2 and 3.
+  // If each head evicted by its own ranks, the first head would keep tokens 0 and 1, and the second
+  // head tokens 2 and 3.
   heads[0].observe(std::vector<Observation>{{.mass = 9}, {.mass = 8}, {.mass = 1}, {.mass = 2}});
   heads[1].observe(std::vector<Observation>{{.mass = 1}, {.mass = 0}, {.mass = 5}, {.mass = 9}});
   for (LiveSet& head : heads) {

@@ -1,5 +1,5 @@
 // Runs the policies' source on the device, without attention or cache. It shows that a policy
-// compiles for the device and gives the host's bits there.
+// compiles for the device and computes the same bits there as on the host.
 #pragma once
 
 #include <cuda_runtime_api.h>

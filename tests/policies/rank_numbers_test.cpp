@@ -70,7 +70,7 @@ Step step_of(std::uint32_t head, std::uint32_t now, std::uint32_t live, std::uin
           .kv_head = head};
 }
 
-/// The caches of one layer, which call P's hooks for one token at a time.
+/// A simple implementation of one layer's caches, which calls P's hooks for one token at a time.
 template <class P>
 class NaiveLayer {
  public:
@@ -197,7 +197,7 @@ class NaiveLayer {
   std::array<std::optional<Eviction>, kHeads> evictions_ = {};  // since the last append
 };
 
-/// The same appends with live sets. Calls each(heads, first, count) before every append.
+/// Runs the same appends with live sets. Calls each(heads, first, count) before every append.
 template <class Each>
 void run_sets(const PolicySpec& spec, Each each) {
   std::vector<LiveSet> heads;
@@ -278,7 +278,7 @@ TEST_CASE("rank keys have the order of their numbers, and convert back to them")
     if (i > 0) CHECK(rank_key(ascending[i - 1]) < rank_key(ascending[i]));
   }
   CHECK(rank_key(-0.0) == rank_key(0.0));
-  // A NaN's sign differs between machines; NaN is evicted last for any sign.
+  // The sign of a NaN differs between machines. A NaN of either sign is evicted last.
   CHECK(rank_key(inf - inf) == rank_key(-(inf - inf)));
   CHECK(rank_key(inf) < rank_key(inf - inf));
   CHECK(rank_sum(RankType::real, rank_key(inf), rank_key(-inf)) == rank_key(inf - inf));
@@ -293,7 +293,8 @@ TEST_CASE("sums of double ranks equal the sums of numbers; integer sums saturate
 }
 
 TEST_CASE("no policy's integer ranks overflow over 256 KV heads") {
-  // Every token has received the largest possible observation of 64 queries of 32 query heads.
+  // Every token receives the largest observation that is possible with 64 queries of 32 query
+  // heads.
   for (const PolicyEntry& entry : policy_catalogue()) {
     LiveSet live(parse_policy(entry.info.name), kNoBudget, {});
     live.append(0, 64, features_for(0, 0, 64, live.features().size()).data());
@@ -309,7 +310,7 @@ TEST_CASE("no policy's integer ranks overflow over 256 KV heads") {
 
 TEST_CASE("lazy_eviction: equal importances give equal ranks") {
   // The importance of a token whose longest interval is i, and whose last request was s tokens ago,
-  // is (i * i + i + s) / (i * (i + s)). The test compares these fractions in integers.
+  // is (i * i + i + s) / (i * (i + s)). The test compares these fractions exactly, in integers.
   struct State {
     std::uint64_t interval, silent;
   };

@@ -1,4 +1,4 @@
-// The arguments and the order of the calls to a policy's hooks.
+// Tests the order and the arguments of the calls to a policy's hooks.
 #include <fmt/format.h>
 
 #include <algorithm>

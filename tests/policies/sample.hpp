@@ -1,5 +1,5 @@
-// Observations computed by a hash, so that the observation of a token does not depend on which
-// other tokens are live.
+// Observations that are computed by a hash of the token's position. So the observation of a token
+// does not depend on which other tokens are live.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,8 @@ constexpr Observation sample_observation(std::uint32_t position, std::uint32_t f
   return seen;
 }
 
-/// Feature `which` of the token at `position`: positive or negative, and often equal.
+/// Feature `which` of the token at `position`. Values are positive or negative, and many tokens
+/// have equal values.
 constexpr float sample_feature(std::uint32_t position, std::uint32_t which) {
   const std::uint64_t bits = split_mix(std::uint64_t{position} << 8 | which);
   return static_cast<float>(static_cast<std::int64_t>(bits % 4 ? bits % 2000 : bits % 7) - 1000) /

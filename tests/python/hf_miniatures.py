@@ -1,5 +1,5 @@
-"""Miniatures of transformers' families, with random weights. They keep all keys of the config that define the structure
-of the model."""
+"""Miniatures of transformers' families, with random weights. Their configs keep all keys of the original configs that
+define the structure of the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VISION = {
 
 
 def covering(kinds: list[str]) -> list[str]:
-    """The kinds of the layers of a miniature. They include every kind of layer of the model."""
+    """Returns the kinds of the layers of a miniature. Every kind of layer that the model has occurs among them."""
     distinct = list(dict.fromkeys(kinds))
     return (distinct + kinds)[:LAYERS] if len(distinct) > 1 else kinds[:LAYERS]
 
@@ -104,7 +104,7 @@ def miniatures(counts: collections.Counter[str], run: Callable[[Any], object] = 
             try:
                 model = model_of(family)
                 run(model)
-            except Exception as error:  # the config of this family requires other numbers
+            except Exception as error:  # the config of this family may require other numbers
                 counts["no miniature"] += 1
                 print(f"{family}: no miniature: {' '.join(str(error).split())[:100]}")
                 continue

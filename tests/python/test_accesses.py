@@ -1,5 +1,5 @@
-"""Tests of accesses in libCacheSim's format: the bytes of the file, their meaning, and libCacheSim's results on
-them."""
+"""Tests of Trace.accesses(), which writes libCacheSim's format: the bytes of the file, their meaning, and what
+libCacheSim computes from the file."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_lru_misses_equal_the_pages_table(sample: kvlab.Trace, budget: int) -> N
 
 
 def test_the_pages_libcachesim_example_runs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """libCacheSim's LRU has to miss as often as the LRU of six lines in this test."""
+    """libCacheSim's LRU has to miss as often as the six-line LRU of this test."""
     pytest.importorskip("libcachesim")
     blocks = re.findall(
         r"^```py\n(.*?)^```$", (ROOT / "docs" / "guides" / "cache-simulators.md").read_text(), re.DOTALL | re.MULTILINE

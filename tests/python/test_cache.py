@@ -1,5 +1,5 @@
-"""Tests of kvlab.hf.Cache: each conversation continues from its own keys and values, whatever other calls the model
-gets."""
+"""Tests of kvlab.hf.Cache: each conversation continues from its own keys and values, even if the model gets other calls
+in between."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_block_keeps_conversations_apart() -> None:
 @ALL
 @pytest.mark.parametrize("policy", ["full", "window", "sink"])
 def test_a_crop_restores_the_earlier_state(policy: str, family: str, words: dict[str, Any]) -> None:
-    if "sliding_window" in words:  # the sliding window is so long that it has dropped no token before the crop
+    if "sliding_window" in words:  # a sliding window so long that no token is dropped before the crop
         words = words | {"sliding_window": words["sliding_window"] and 64}
     model = made(family, words)
     budget = None if policy == "full" else 64

@@ -92,8 +92,8 @@ class CaptureTest(ModelTest):
         self.assertEqual(a["sketch"]["seed"], b["sketch"]["seed"])
 
     def test_features_of_a_function(self):
-        """Checks that a function that sums in the same order as kvlab's key_norm evicts the same tokens, and that
-        errors say what is wrong."""
+        """Uses a function that computes the same feature as kvlab's key_norm, with sums in the same order. Checks that
+        the same tokens are evicted, and that errors say what is wrong."""
         (self.at / "own_features.py").write_text(
             "def norm(q, k, v, layer):\n"
             "    assert q.shape[1:] == k.shape[1:] == v.shape[1:]\n"
@@ -251,7 +251,8 @@ class CaptureTest(ModelTest):
         self.assertLess(float((x - y).norm() / y.norm()), 1e-4)
 
     def make_older(self, model):
-        """Rewrites config.json in the layout of transformers 4, which would ignore the newer key."""
+        """Rewrites config.json in the layout of transformers 4. transformers 4 would ignore the newer key,
+        rope_parameters."""
         config = json.loads((model / "config.json").read_text())
         if "rope_parameters" in config:
             self.check_refused("rope_parameters", "refused", "--model", model, "--prompt", "w3")

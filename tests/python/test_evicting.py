@@ -78,7 +78,7 @@ def test_tier_plans_keep_what_the_replay_keeps_in_the_bytes_of_the_budget(tiers:
     with kvlab.hf.evicting(model, policy, 24) as caches:
         decode(model, ids_of(90), 1, caches)
     if tiers == "4":
-        tokens = 24 * 128 // 40  # per layer and KV head, a token takes 40 bytes in 4 bits, and 128 in 16 bits
+        tokens = 24 * 128 // 40  # a token takes 40 bytes in 4 bits and 128 bytes in 16 bits, per layer and KV head
         assert caches.kv_bytes == 4 * 40 * tokens
 
 

@@ -117,8 +117,8 @@ def test_modes_keep_what_the_replay_keeps(policy: str, budget: int | str, words:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_families_keep_what_the_replay_keeps(family: str, dtype: Any) -> None:
-    """Runs also in 2-byte types, over 500 tokens. Sets may differ only at near ties, which the order in which
-    probabilities are added decides."""
+    """Runs over 500 tokens, also in 2-byte types. Sets may differ only if two tokens have nearly equal ranks. Then the
+    order in which probabilities are added decides which token is evicted."""
     first, differ, sets = compare(model_of(family, dtype), ids_of(100), 400, "h2o", 64)
     print(f"{differ} of {sets} sets differ")  # pytest -rP shows this line
     assert differ <= sets // 100, f"{differ} of {sets} sets differ, from query {first} on"
@@ -231,8 +231,8 @@ def test_a_text_ends_when_the_slots_are_full(graph: bool) -> None:
 
 
 def test_a_batch_is_its_rows_one_by_one() -> None:
-    """Uses a policy without attention statistics. Those of a batch differ in their last bits, which would decide near
-    ties differently."""
+    """Uses a policy without attention statistics. In a batch, the last bits of the statistics differ from those of
+    single sequences, so near ties could be decided differently."""
     model, lengths = model_of(), (40, 31)
     ids = ids_of(80).view(2, 40)
     mask = torch.stack([(torch.arange(40) >= 40 - length).long() for length in lengths]).cuda()
@@ -246,7 +246,8 @@ def test_a_batch_is_its_rows_one_by_one() -> None:
 
 @pytest.mark.parametrize("policy", ["knorm", "sink", "window:once", "knorm:tiers=16@8t+4@100%"])
 def test_turns_keep_what_the_cpu_keeps(policy: str) -> None:
-    """Runs a prompt, an answer and another prompt, under policies that do not depend on near ties in the attention."""
+    """Runs a prompt, an answer and another prompt, under policies for which near ties in the attention do not
+    matter."""
     model, kept = model_of(), []
     for device in ("cpu", "cuda"):
         past = {cache_word(model): transformers.DynamicCache(), "use_cache": True}
@@ -259,8 +260,8 @@ def test_turns_keep_what_the_cpu_keeps(policy: str) -> None:
 
 
 def test_memory_is_what_the_budget_says() -> None:
-    """The memory is that of the keys and values of all slots and of the policy's states and positions. All layers share
-    one workspace for attention."""
+    """Checks that the memory is that of the keys, values, policy states and positions of all slots, and no more. All
+    layers share one workspace for attention."""
     layers, budget = 12, 1024
     model = model_of(dtype=torch.bfloat16, layers=layers)
     with torch.no_grad():

@@ -73,7 +73,8 @@ def check_full(model: Any) -> None:
 
 
 def check_kept(model: Any) -> None:
-    """Compares all layers with the replay of their inputs, and the first layer with the replay of a capture."""
+    """Compares the kept tokens of all layers with a replay of the recorded queries and keys. For the first layer, also
+    compares them with a replay of a trace that kvlab.hf.capture makes."""
     past: dict[str, Any] = {}
     with kvlab.hf.evicting(model, "h2o", BUDGET, record=True, length=TOKENS) as caches, torch.no_grad():
         kept: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
@@ -88,7 +89,7 @@ def check_kept(model: Any) -> None:
             numpy.testing.assert_array_equal(caches.kept(layer, 0), numpy.arange(max(0, TOKENS - window), TOKENS))
     assert caches.evictions == len(kept) * (TOKENS - BUDGET)
     replayed = [(caches.trace(), acted)]
-    with contextlib.suppress(kvlab.hf.Refused):  # a trace cannot describe layers with sliding windows and other heads
+    with contextlib.suppress(kvlab.hf.Refused):  # traces cannot have layers with different heads
         replayed.append((kvlab.hf.capture(model, IDS[:, :TOKENS], prompt_tokens=PROMPT, progress=False), acted[:1]))
     assert len(replayed) == 2 or caches.window_bytes > 0
     for trace, layers in replayed:

@@ -30,7 +30,7 @@ def test_plans_write_their_page(tmp_path: pathlib.Path) -> None:
     assert len(rows) == 9
     for row in rows:
         cells = [cell.strip() for cell in row.strip("| ").split(" | ")]
-        assert 0.5 < float(cells[5]) < 2  # the ratio of the measured KL and the predicted one
+        assert 0.5 < float(cells[5]) < 2  # measured KL divided by predicted KL
         assert float(cells[9]) < 1.1  # the plan's KL relative to that of the best single format
 
 
@@ -104,7 +104,7 @@ def test_shares_of_heads_equal_brute_force(
                 rest = [part for part in range(len(parts)) if part not in best]
                 error = heads.left_out(gram, norms, count)[row].item()
                 assert error == pytest.approx((parts[rest].sum(0) ** 2).sum() / residual[query], rel=1e-3, abs=1e-9)
-                # A worse choice: the heads in the order of their numbers.
+                # A worse choice of heads: in the order of their numbers.
                 order = -torch.arange(len(parts)).expand_as(norms)
                 own = list(range(count))
                 assert heads.kept_share(norms, order, count)[row].item() == pytest.approx(squares[own].sum() / squares.sum(), rel=1e-4)
@@ -112,9 +112,10 @@ def test_shares_of_heads_equal_brute_force(
 
 
 def plant_trace(tokens: int, seed: int) -> kvlab.Trace:
-    """Two layers of 4 query and 2 KV heads. Each query attends to its own token. In layer 1, the values of one KV head are
-    100 times as large as those of the other: of KV head 0 if the first element of the first query of layer 0 is 1, of KV
-    head 1 if it is -1."""
+    """Makes a trace of two layers with 4 query heads and 2 KV heads, in which each query attends to its own token. In
+    layer 1, one KV head has values that are 100 times as large as those of the other one. Which head this is can be
+    predicted from the first element of the first query head in layer 0: KV head 0 if it is 1, and KV head 1 if it is
+    -1."""
     random = numpy.random.default_rng(seed)
     q, v = random.standard_normal((2, 4, tokens, 16)), random.standard_normal((2, 2, tokens, 16))
     k = random.standard_normal((2, 2, tokens, 16))
@@ -136,7 +137,7 @@ def test_planted_heads_are_found(heads: types.ModuleType, monkeypatch: pytest.Mo
     share = {method: heads.kept_share(norms, scores, 1).mean().item() for method, scores in found.items()}
     assert share["oracle"] > 0.999
     assert share["predicted"] > 0.99
-    assert 0.6 < share["static"] < 0.9  # KV head 0 is the large one at three quarters of the tokens
+    assert 0.6 < share["static"] < 0.9  # KV head 0 has the large values at three quarters of the tokens
     assert heads.recall(norms, found["predicted"], 1).mean().item() > 0.99
     query_heads = heads.Choice(learnt, kv_heads=0)
     own = query_heads.norms(seen.gram)
@@ -181,7 +182,7 @@ def test_leaving_out_heads_equals_zeros_in_the_projection(heads: types.ModuleTyp
 
 def test_equal_bytes(heads: types.ModuleType) -> None:
     assert heads.tokens_of_equal_bytes(8, 0, 1) == 8
-    assert heads.tokens_of_equal_bytes(8, 4, 0.5) == 3  # 12 or 13 of the 26 tokens that the full cache reads
+    assert heads.tokens_of_equal_bytes(8, 4, 0.5) == 3  # reads 12 tokens, close to half of the full cache's 26
     assert heads.tokens_of_equal_bytes(1024, 1023, 0.25) == 256
 
 

@@ -1,8 +1,8 @@
-"""Gives the options that `kvlab export` prints to the engines' own parsers.
+"""Passes the options that `kvlab export` prints to the engines' own parsers.
 
-llama.cpp's argument parser is in the extension of the package xllamacpp, which has no Python interface for it: a child
-process calls the C++ function. transformers constructs the cache. vLLM and TensorRT-LLM cannot be installed without a
-GPU's packages, so their options are compared with the published names and values.
+The package xllamacpp contains llama.cpp's argument parser, but no Python interface for it, so a child process calls the
+C++ function. For transformers, the test constructs the cache. vLLM and TensorRT-LLM cannot be installed without a GPU's
+packages, so their options are compared with the published names and values.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def export(command: Any, tmp_path: pathlib.Path) -> Export:
     return options
 
 
-# Reads lines of JSON, each a list of arguments, and writes what llama.cpp parses them to. The function
-# common_params_parse fills the C++ object inside a CommonParams, which begins after Python's header of the object: its
-# first numbers are n_predict, n_ctx and n_batch. LLAMA_EXAMPLE_SERVER is found by an option that only the server has.
+# A program that reads lines of JSON, each a list of arguments, and writes what llama.cpp parses from each list. The
+# function common_params_parse fills the C++ object inside a Python object CommonParams. The C++ object begins after
+# Python's object header; its first numbers are n_predict, n_ctx and n_batch. The value of LLAMA_EXAMPLE_SERVER is found
+# by trying an option that only the server has.
 LLAMA_PARSER = """
 import ctypes, json, sys, xllamacpp
 
@@ -84,12 +85,12 @@ def test_llama_cpp_parses_every_pair_of_formats(export: Export) -> None:
         pairs = list(itertools.product(["16", *(kind + end for kind in kinds)], repeat=2))
         texts = [export("/".join(pair) if pair[0] != pair[1] else pair[0], "llama.cpp") for pair in pairs]
         lines = [text.splitlines() for text in texts]
-        # llama.cpp rotates what it quantizes, unless the environment tells it not to.
+        # llama.cpp rotates quantized keys and values unless this environment variable forbids it.
         environment = ["# environment: LLAMA_ATTN_ROT_DISABLE=1"]
         assert [one[:-1] for one in lines] == [[] if end or pair == ("16", "16") else environment for pair in pairs]
         parsed = parsed_by_llama([one[-1].split() for one in lines])
         assert parsed == [[types_of[key], types_of[value], "LLAMA_FLASH_ATTN_TYPE_ENABLED"] for key, value in pairs]
-    # The parser does refuse what it does not know.
+    # The parser refuses types and options that it does not know.
     wrong = [texts[0].replace("f16", "q9_0"), texts[0].replace("cache-type-k", "cache-type-q")]
     assert parsed_by_llama([text.split() for text in wrong]) == [None, None]
 

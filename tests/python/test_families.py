@@ -96,8 +96,8 @@ def check_says(trace: kvlab.Trace, model: Any) -> None:
         assert float((said - plain[layer]).norm() / plain[layer].norm()) <= 1e-5, layer
 
 
-# Families that have the attention interface, have a cache, and give equal results in chunks and at once only since
-# transformers 5.
+# Families that are supported only since transformers 5. Before, they lack the attention interface or a cache, or a text
+# in chunks gives other results than the whole text at once.
 NEW = ("gpt2", "deepseek_v2", "bert", "moshi", "llama4", "llama4_text", "gptj", "paligemma")
 
 
@@ -194,8 +194,8 @@ def test_every_family_is_captured_or_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_a_first_token_of_zeros_does_not_hide_the_rotation(family: str, tmp_path: pathlib.Path) -> None:
-    """The embedding of a padding token is zero, and a text may begin with one. Its keys are zero, so they are the same
-    at all positions and do not show how the model rotates."""
+    """A text may begin with a padding token, whose embedding is zero. Then the token's keys are also zero. They are the
+    same at all positions, so they do not show how the model rotates."""
     model = made(family, {"sliding_window": 64})
     ids = IDS.clone()
     ids[0, 0] = 0

@@ -150,7 +150,7 @@ class FeaturesTest(CommandTest):
         heads = group(trace)
         wanted = numpy.zeros(trace.tokens)
         for g in range(heads):
-            # This mean rotation is linear, so it applies to the queries before their moments are computed.
+            # This mean rotation is linear, so the queries can be rotated before their moments are computed.
             turned = as_real(as_complex(q[HEAD * heads + g, sinks:PROMPT]) * turn)
             mean = turned.mean(axis=0)
             spread = [float((((turned - mean) @ key) ** 2).mean()) for key in keys]

@@ -45,7 +45,8 @@ def test_rotated_formats_of_llama_cpp(name: str, size: int) -> None:
     while size % (2 * len(matrix)) == 0:
         matrix = numpy.block([[matrix, matrix], [matrix, -matrix]])
     matrix /= len(matrix) ** 0.5
-    # Rows of few numbers have exact sums, so that both sides quantize the same numbers where 1 / sqrt(n) is exact.
+    # Sums of these small integers are exact. Where 1 / sqrt(n) is also exact, both implementations therefore quantize
+    # the same numbers.
     rows = numpy.random.default_rng(7).integers(-60, 60, (50, size)).astype("f4")
     turned = (rows.reshape(-1, len(matrix)) @ matrix).reshape(rows.shape).astype("f4")
     rounded = gguf.quants.dequantize(gguf.quants.quantize(turned, kind), kind)

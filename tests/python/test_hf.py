@@ -53,7 +53,7 @@ def test_capturing_a_loaded_model_does_not_change_it(family: str) -> None:
     assert trace.dtype == "float32" and trace.layers == 2 and trace.kv_heads == 2
     numpy.testing.assert_array_equal(trace.ids, ids[0].numpy())
     run = kvlab.replay(trace, ["h2o", "window"], [16])
-    assert "residual_error" in run.csv()  # which needs the sketch of W_o
+    assert "residual_error" in run.csv()  # this metric needs the sketch of W_o
 
 
 def test_a_warning_names_keys_that_4_bits_would_damage(tmp_path: pathlib.Path) -> None:

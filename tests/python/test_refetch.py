@@ -19,14 +19,15 @@ TOP = 8
 
 
 def run_of(trace: kvlab.Trace, policies: Any, budgets: Any, **words: Any) -> kvlab.Run:
-    """A run in which every query selects, from the first token on, so that the cache begins empty."""
+    """A run in which every query selects tokens, from the first one on, so that the cache is empty at the beginning."""
     return kvlab.replay(
         trace, policies, budgets, refetch=f"top:{TOP}", queries="all", prefill="stream", references=False, **words
     )
 
 
 def selections(trace: kvlab.Trace) -> list[list[int]]:
-    """For each query, the earlier tokens with the largest probabilities, of the head's two query heads the larger."""
+    """For each query, the earlier tokens with the largest probabilities. A token counts with the larger of its
+    probabilities under the two query heads."""
     group = trace.query_heads // trace.kv_heads
     p = numpy.max([trace.attention(HEAD["layer"], HEAD["head"] * group + i) for i in range(group)], axis=0)
     return [sorted(numpy.argsort(-row[:query], kind="stable")[:TOP].tolist()) for query, row in enumerate(p)]
@@ -43,7 +44,8 @@ def replayed_misses(trace: kvlab.Trace, policy: str, budget: int) -> list[list[i
 
 
 class Simulated:
-    """A cache of libCacheSim that is driven step by step. Within a step, the tokens that are found come first."""
+    """A cache of libCacheSim that a test calls step by step. Within a step, the tokens that are in the cache are
+    accessed first."""
 
     def __init__(self, name: str, budget: int) -> None:
         self.module = pytest.importorskip("libcachesim", reason="libcachesim is not installed: pip install libcachesim")
@@ -61,7 +63,8 @@ class Simulated:
         self.cache.get(self.request(token))
 
     def step(self, query: int, wanted: list[int], moves: bool) -> list[int]:
-        """Returns the misses. `moves`: whether a use moves a token, as in LRU, so that the order within a step counts."""
+        """Accesses the tokens of a step. Returns the misses. `moves`: whether a use moves a token within the cache, as
+        in LRU. If so, the order of accesses within a step matters."""
         found = [token for token in wanted if self.holds(token)]
         missed = [token for token in wanted if token not in found]
         for token in [*found, *missed, query]:
@@ -71,8 +74,9 @@ class Simulated:
         return missed
 
 
-# libCacheSim's CLOCK and SIEVE may evict a token that the same step has fetched, which refetch does not. At these budgets
-# they do so in at most two steps. tests/sim/refetch_test.cpp compares smaller budgets with lists that do not.
+# libCacheSim's CLOCK and SIEVE may evict a token that the same step has fetched, which refetch does not. At these
+# budgets this happens in at most two steps. tests/sim/refetch_test.cpp compares smaller budgets with implementations
+# that never evict such a token.
 CASES = [
     *(("lru", "LRU", budget) for budget in (16, 24, 40, 80, 200)),
     *(("clock", "Clock", budget) for budget in (24, 40, 80, 200)),
@@ -92,7 +96,8 @@ def test_belady_misses_equal_those_of_libcachesim(sample: kvlab.Trace, tmp_path:
     """Belady's misses are the fewest that are possible, so they do not depend on how ties are broken."""
     libcachesim = pytest.importorskip("libcachesim", reason="libcachesim is not installed: pip install libcachesim")
     wanted = selections(sample)
-    # A selected token is used before and after the query's own token, so that it is not evicted for that token.
+    # Each selected token is accessed twice, before and after the query's own token. So Belady does not evict it to make
+    # room for the query's token.
     accesses = [(query, token) for query, own in enumerate(wanted) for token in [*own, query, *own, query]]
     records = numpy.zeros(len(accesses), [("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
     following: dict[int, int] = {}

@@ -294,7 +294,7 @@ def test_differences_are_paired() -> None:
     apart = kvlab.difference([text + 0.1 for text in texts], texts)
     assert apart.significantly_different and apart.texts == 4
     assert apart.mean == pytest.approx(0.1)
-    # One text of seven blocks is too short for an interval.
+    # One text of seven blocks is too short for an interval: eight are needed.
     assert not kvlab.difference([[1.0] * 7], [[0.0] * 7]).significantly_different
     same = kvlab.difference(texts, texts)
     assert (same.mean, same.standard_error) == (0, 0) and not same.significantly_different

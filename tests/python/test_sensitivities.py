@@ -71,7 +71,8 @@ class SensitivitiesTest(ModelTest):
         self.assertEqual(contents(trace), before)
 
     def likelihood(self, ids, tokens, queries, layer, push):
-        """For each sample, the sum of log p(tokens) in float64, with `push` added to the input of a layer's o_proj."""
+        """Returns, for each sample, the sum of log p(tokens) in float64. `push` is added to the input of the layer's
+        o_proj."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.tiny32, attn_implementation="eager").double()
         o_proj = model.model.layers[layer].self_attn.o_proj
         o_proj.register_forward_pre_hook(lambda _, given: (given[0] + push,))
@@ -82,7 +83,7 @@ class SensitivitiesTest(ModelTest):
                     * x
                     * x.square().mean(-1, True).add(norm.variance_epsilon).rsqrt()
                 )
-        # transformers computes norms and softmax in float32 for every dtype of the model.
+        # transformers computes norms and softmax in float32 even if the model is in float64, so both are replaced.
         softmax = unittest.mock.patch.object(torch.nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim))
         with torch.no_grad(), softmax:
             hidden = model.model(input_ids=ids[None]).last_hidden_state[0, queries]
@@ -104,8 +105,8 @@ class SensitivitiesTest(ModelTest):
             rng = torch.Generator().manual_seed(5)
             for layer in range(4):
                 gradient = gradient_of(trace, layer).double()  # [samples, heads, n, D]
-                # The first direction moves all heads at all positions. Each of the others moves one head at one
-                # position: one in the prompt, and two among the decoded tokens.
+                # The first direction changes all heads at all positions. Each of the others changes one head at one
+                # position: one position is in the prompt, and two are decoded tokens.
                 for head, position in ((None, None), (1, 3), (2, 55), (3, 69)):
                     direction = torch.zeros(4, 70, 64, dtype=torch.float64)
                     at = direction[head, position] if head is not None else direction

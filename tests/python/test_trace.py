@@ -154,7 +154,8 @@ def test_pickling(sample: kvlab.Trace, small: kvlab.Trace) -> None:
 
 
 def test_opening_copies_nothing(tmp_path: pathlib.Path) -> None:
-    """The trace has 32 MB on disk. Anonymous memory may grow by less than a tenth of that."""
+    """The trace has 32 MB on disk. Opening it may increase the process's anonymous memory by less than a tenth of
+    that."""
 
     def own_memory() -> int:
         lines = pathlib.Path("/proc/self/status").read_text().splitlines()

@@ -22,7 +22,7 @@ refused() {
 # U+202E).
 control_free() { ! grep -q -e "$(printf '[\001-\011\013-\037\177]')" -e "$(printf '\342\200[\252-\256]')" "$1"; }
 # said WORDS COMMAND: checks that err.txt is one line of less than 1,100 bytes that contains WORDS and no control
-# character. COMMAND is named if it fails.
+# character. If the check fails, its message names COMMAND.
 said() {
   grep -qF -- "$1" err.txt || fail "message should contain '$1', but is: $(cat err.txt): command: $2"
   [ "$(wc -l <err.txt)" -eq 1 ] || fail "message should be one line: command: $2: $(cat err.txt)"

@@ -3,11 +3,11 @@
 
     python3 tests/scripts/compare_traces.py OURS THEIRS [--reference TRACE] [--replay build/kvlab --model MODEL] [--json]
 
-Differences are relative (norm of the difference divided by the norm of THEIRS), and in units of the last place, in the
-traces' dtype, of the largest element of a head's vector. --reference: a trace of the same ids in float32; prints each
-trace's error against it, and OURS may have at most twice the error of THEIRS. --replay: replays both traces with every
-policy and oracle of kvlab; recall may differ by less than 0.002. Exits with 1 if one of these limits is exceeded, and
-with 2 if the traces cannot be compared.
+Differences are printed in two ways: relative (norm of the difference divided by the norm of THEIRS), and in units of
+the last place of the largest element of a head's vector, in the traces' dtype. --reference: a trace of the same ids in
+float32. The error of each trace against it is printed, and the error of OURS must be at most twice that of THEIRS.
+--replay: replays both traces with every policy and oracle of kvlab. The difference of recall must be less than 0.002.
+Exits with 1 if one of these limits is exceeded, and with 2 if the traces cannot be compared.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
 MAX_OF_THEIR_ERROR = 2
 MAX_RECALL_DIFFERENCE = 0.002
-# These evict by the order of earlier evictions. One request that rounding changes alters all later ones, so their
-# difference is shown and not limited.
+# The evictions of these policies depend on the order of earlier evictions. If rounding changes one request, all later
+# evictions may change. Therefore their difference is printed and not limited.
 UNLIMITED = ("clock", "sieve", "hisparse")
 
 
@@ -99,7 +99,8 @@ def recall_of(arguments, trace, policies):
 
 
 def replays_alone(policy, model):
-    """Whether the policy reads no feature that a trace must contain or that is computed from a model's weights."""
+    """Whether the policy can be replayed with what is there: the trace and, if `model` is given, the model's
+    weights."""
     return policy["decodes"] and (model or "value_out_norm1" not in policy["features"])
 
 

@@ -4,13 +4,14 @@
     python3 tests/scripts/compare_transformers.py text --model DIR --prompt-file FILE [--prompt TEXT …] [--json]
     python3 tests/scripts/compare_transformers.py speed --model DIR | --config CONFIG.json [--json]
 
-text: compares the texts that both generate greedily, in the checkpoint's dtype and in float32. Where the two texts
-differ first, transformers computes the logits of that row again in a wider dtype. From these follow the margin between
-the two ids, and the largest error of transformers' logits in the row. Logits with such an error can choose another id
-only if the margin is at most twice the error, which is a near tie. Exits with 1 if two texts differ without a near tie.
+text: compares the texts that kvlab and transformers generate greedily, in the checkpoint's dtype and in float32. At the
+first difference of two texts, transformers computes the logits again in a wider dtype. They give the margin between the
+two ids, and the largest error of transformers' own logits. Logits with this error can choose another id only if the
+margin is at most twice the error. This is called a near tie. Exits with 1 if two texts differ without a near tie.
 
 speed: compares the tokens/s of transformers' generate (SDPA, batch 1, without the time of the prompt) with those of
-kvlab. --config builds a model of that shape with random weights, which both load. Needs kvlab[hf] (pip install).
+kvlab. --config makes a model of that shape with random weights, which transformers and kvlab load. Needs kvlab[hf] (pip
+install).
 """
 
 import argparse
@@ -77,7 +78,8 @@ def last_logits(model, ids):
 
 
 def parting(model, wider, ids, theirs, ours):
-    """The margin between the two ids chosen after `ids`, the error of the logits, and whether this is a near tie."""
+    """Returns the margin between the ids `theirs` and `ours` that follow `ids`, the error of the logits, and whether
+    this is a near tie."""
     own, exact = last_logits(model, ids), last_logits(wider, ids)
     margin = float((exact[theirs] - exact[ours]).abs())
     error = float((own - exact).abs().max())

@@ -1,5 +1,5 @@
-// The estimate of acceptance from KL: its correction for few gradient samples, and its formula for
-// small errors of the logits.
+// Tests the estimate of acceptance from KL: its correction if there are few gradient samples, and
+// its formula for small errors of the logits.
 #include <algorithm>
 #include <cmath>
 #include <numbers>

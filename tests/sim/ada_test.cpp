@@ -1,4 +1,5 @@
-// Ada-KV's budgets of a layer's heads, compared with removing tokens one by one.
+// Compares Ada-KV's budgets of a layer's heads with an implementation that removes tokens one by
+// one.
 #include <numeric>
 #include <random>
 
@@ -13,8 +14,9 @@ namespace {
 
 using Heads = std::vector<std::vector<EvictionKey>>;
 
-/// Removes tokens one by one until the layer has no more tokens than allowed. Each is the first
-/// victim among the heads that keep at least a fifth of the mean budget without it.
+/// Removes tokens one by one until the layer has no more tokens than allowed. Each removed token is
+/// the first victim among the heads that may lose a token, because they keep at least a fifth of
+/// the mean budget afterwards.
 std::vector<std::uint32_t> one_by_one(Heads heads, std::uint32_t mean) {
   const auto live = [&] {
     std::size_t sum = 0;
@@ -100,7 +102,7 @@ TEST_CASE("a replay under ada() keeps what each head keeps alone with its budget
   }
   CHECK(differ);
 
-  // The whole layer has the bytes of the mean budget.
+  // All heads of a layer together have as many bytes as with the mean budget.
   const std::vector<CacheConfig> sweep{
       config, {.policy = config.policy, .budget = {.extent = tokens(kMean)}}};
   const ReplayResult result = replay(trace, 0, sweep, {.threads = 2});

@@ -151,7 +151,7 @@ Simulator::Simulator(Sequence sequence, double threshold)
     for (std::uint32_t h = 0; h < s_.query_heads; ++h)
       full_[layer].push_back(attend_in_full(layer, h));
     for (std::uint32_t g = 0; g < s_.kv_heads; ++g) {
-      // The row after the last query is zero, because no query follows.
+      // The row after the last query stays zero, because no query follows it.
       std::vector<std::vector<std::uint64_t>> sums(s_.tokens + 1,
                                                    std::vector<std::uint64_t>(s_.tokens));
       for (std::uint32_t now = s_.tokens; now-- > 0;)
@@ -297,8 +297,8 @@ class Simulator::HeadRun {
       return;
     const double gap =
         static_cast<double>(first_in.rank - last_out.rank) / static_cast<double>(first_in.rank);
-    // Equal ranks are not a close decision. They are equal because they are small integers, or
-    // because of a symmetry, and in both cases float32 gives equal ranks, too.
+    // A gap of 0 is not a close decision. Ranks are equal only if they are small integers or
+    // because of a symmetry. In both cases the replay's float32 ranks are also equal.
     if (gap > 0) narrowest_ = std::min(narrowest_, gap);
   }
 
@@ -386,7 +386,7 @@ class Simulator::HeadRun {
   std::vector<std::uint32_t> last_request_;
 };
 
-/// Evicts to the budget; a layer's KV heads may evict together.
+/// Evicts to the budget. The KV heads of a layer may be ranked together.
 void Simulator::evict_to_budget(const Config& config, std::vector<HeadRun>& heads,
                                 std::uint32_t now, bool after_prompt) {
   if (config.policy == "full" || (config.once && !after_prompt)) return;

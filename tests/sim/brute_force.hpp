@@ -1,5 +1,5 @@
-// A second simulator, for tests only: float64, explicit matrices, every formula as in
-// docs/reference/metrics.md, and no code shared with the replay. Slow and short.
+// A second simulator, for tests only. It uses float64, explicit matrices and every formula as
+// docs/reference/metrics.md writes it, and shares no code with the replay. It is slow and short.
 #pragma once
 
 #include <cmath>
@@ -29,7 +29,8 @@ struct Sequence {
   std::vector<Passage> passages;
   std::vector<std::vector<Matrix>> q;     ///< [layer][query head][token, dim], before RoPE
   std::vector<std::vector<Matrix>> k, v;  ///< [layer][KV head][token, dim]
-  // For format 2, or empty: squared norms of the residual stream, and 32 directions of W_o.
+  // Squared norms of the residual stream, and 32 directions of W_o. Empty if the trace has format
+  // 1.
   Matrix norm2;                             ///< [layer, token]
   std::vector<std::vector<Matrix>> sketch;  ///< [layer][query head][dim, direction]
   std::vector<std::vector<std::vector<Matrix>>>
@@ -123,7 +124,7 @@ struct MetricValue {
   double value = 0, standard_error = 0;
   std::uint64_t count = 0;
 };
-/// By (layer, KV head, metric); -1 stands for aggregates.
+/// By (layer, KV head, metric). A layer or head of -1 is the aggregate over layers or heads.
 using MetricValues = std::map<std::tuple<int, int, std::string>, MetricValue>;
 
 enum class Queries { decode, all };

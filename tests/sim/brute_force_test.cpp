@@ -1,4 +1,4 @@
-// The brute force compared with examples worked out by hand.
+// Compares the brute force with examples that were computed by hand.
 #include "tests/sim/brute_force.hpp"
 
 #include <cmath>
@@ -63,7 +63,8 @@ TEST_CASE(
   REQUIRE(value(metric_values, "miss_rate") == Approx((0 + 0 + 1 + 2) / 10.0));
   // Only the first of the four queries is sampled for errors, and it misses no token.
   REQUIRE(value(metric_values, "output_error") == Approx(0).margin(1e-12));
-  // At token 3, o = (4 + 2 + 6 + 4) / 8 and ô = (4 + 2 + 4) / 6; at 4, o = 56 / 16, ô = 46 / 13.
+  // o is the exact output, and ô the output over the kept tokens. At token 3, o = (4 + 2 + 6 + 4) /
+  // 8 and ô = (4 + 2 + 4) / 6. At token 4, o = 56 / 16 and ô = 46 / 13.
   const MetricValues each = sim.measure(outcome, Queries::decode, 1);
   const double third = std::abs(2.0 - 10.0 / 6) / 2.0, fourth = std::abs(3.5 - 46.0 / 13) / 3.5;
   REQUIRE(value(each, "output_error") == Approx((third + fourth) / 4));
@@ -77,7 +78,7 @@ TEST_CASE(
 TEST_CASE("protected tokens by hand: recent tokens and sinks are evicted last") {
   const Simulator sim(weighted(kWeights, 1));
   Config config = streamed("h2o", 3);
-  config.recent = 2;  // the token to be appended and the one before it
+  config.recent = 2;  // the token that is appended next, and the token before it
   REQUIRE(sim.run(config).caches[0][0].kept == Kept{{0}, {0, 1}, {0, 1, 2}, {0, 2, 3}, {0, 3, 4}});
   config.recent = 3;  // the whole budget: a window
   REQUIRE(sim.run(config).caches[0][0].kept[3] == std::vector<std::uint32_t>{1, 2, 3});

@@ -115,8 +115,8 @@ class Measures {
         counted == Counted::queries ? used * queries_.size() : terms};
   }
 
-  /// The mean over heads of the 10% quantile of recall, which is the least value that at least a
-  /// tenth of the queries do not exceed.
+  /// The mean over heads of the 10% quantile of recall, which is the lowest value such that at
+  /// least a tenth of the queries have at most this recall.
   void add_recall_p10(int layer, int head, const std::vector<Head>& heads) {
     const auto p10 = [&](std::size_t block, double sum = 0) {
       for (Head h : heads) {
@@ -216,7 +216,8 @@ class Measures {
     return kDirections * sum * sum / s_.norm2[layer][t];
   }
 
-  /// The mean over directions. Because these are random, the standard error includes theirs.
+  /// The mean over directions. The directions are random, so the standard error includes the
+  /// variance over them.
   void residual_errors() {
     std::vector<MetricValues> by_direction;
     for (std::size_t direction = 0; direction < kDirections; ++direction) {
@@ -289,7 +290,8 @@ class Measures {
     put_mean("acceptance", acceptance_at);
   }
 
-  /// Whether each block contains one of the measured queries, of which every `stride`-th counts.
+  /// For each block, whether it contains one of the queries that count: every `stride`-th measured
+  /// query.
   std::vector<bool> filled_blocks(std::uint32_t stride) const {
     std::vector<bool> there(blocks());
     for (std::size_t i = 0; i < queries_.size(); i += stride) there[block_of(i)] = true;

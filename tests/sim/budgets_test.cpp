@@ -1,4 +1,4 @@
-// Budgets by head: from files, and from a run's curves.
+// Tests of budgets by head, which come from files or from the curves of a run.
 #include <algorithm>
 #include <functional>
 #include <random>
@@ -29,7 +29,7 @@ std::string refusal(const std::string& text) {
   return error_of<std::runtime_error>([&] { read(text); });
 }
 
-/// The least error of all ways to share `total` tokens over the hulls.
+/// The lowest error of all ways to share `total` tokens among the hulls.
 double min_error(std::span<const Curve> hulls, std::uint64_t total) {
   const std::function<double(std::size_t, std::uint64_t)> best = [&](std::size_t c,
                                                                      std::uint64_t left) {

@@ -94,8 +94,8 @@ TEST_CASE("at least 2% less memory is preferred if the difference is not signifi
   CHECK_THAT(recommendation_text(made), ContainsSubstring(reason));
   CHECK_THAT(recommendations_text({&made, 1}), ContainsSubstring("a has the lowest mean (0.100)"));
   CHECK(recommendation_json(made)["reason"] == "less memory");
-  // Without an interval it is unknown whether the difference is significant, so memory does not
-  // decide.
+  // Without an interval it is unknown whether the difference is significant, so lower memory is no
+  // reason to choose b.
   const auto unknown = [](std::size_t, std::size_t) { return Difference{.mean = 0.1}; };
   CHECK(
       recommend({candidate("a", 0.1, 100), candidate("b", 0.2, 90)}, {.budget_bytes = 100}, unknown)

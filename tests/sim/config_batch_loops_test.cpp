@@ -1,4 +1,4 @@
-// The loops of configuration batches compared with their definitions, on every available
+// Compares the loops of configuration batches with their definitions, on every available
 // instruction set.
 #include <algorithm>
 #include <bit>
@@ -138,7 +138,7 @@ TEST_CASE(
   std::normal_distribution<float> normal(0, 30);
   for (const std::size_t count : {1u, 3u, 16u, 31u, 100u, 1025u})
     for (const int heads : {1, 3, 4}) {
-      const float growth = heads == 3 ? 1.5f : 0;  // the largest come last
+      const float growth = heads == 3 ? 1.5f : 0;  // if not 0, the largest values come last
       const std::size_t stride = (count + 15) / 16 * 16;
       std::vector<float> logits(kHeadGroupSize * stride);
       for (std::size_t i = 0; i < logits.size(); ++i)

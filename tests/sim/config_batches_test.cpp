@@ -1,4 +1,4 @@
-// Configuration batches compared with the plain replay, which runs one configuration at a time.
+// Compares configuration batches with the plain replay, which runs one configuration at a time.
 #include <random>
 
 #include "policies/observation.hpp"
@@ -104,8 +104,8 @@ TEST_CASE(
 
 // --- claims --------------------------------------------------------------------------------------
 
-/// Whether the live sets of all budgets are nested at every step, under random observations that
-/// differ between budgets, as those of real caches do.
+/// Whether the live sets of all budgets are nested at every step. The random observations differ
+/// between budgets, as they do in real caches.
 bool stays_nested(const PolicyOps& ops, std::span<const double> params) {
   std::vector<std::byte> packed(ops.params_bytes);
   ops.write_params(params, packed.data());
@@ -134,7 +134,7 @@ bool stays_nested(const PolicyOps& ops, std::span<const double> params) {
   return true;
 }
 
-/// Claims to be nested, but its ranks depend on the budget.
+/// A policy that claims to be nested, although its ranks depend on the budget.
 struct FalseClaim {
   static constexpr PolicyInfo kInfo{
       .name = "false_claim", .summary = "", .citation = "", .order = Order::nested};

@@ -24,14 +24,14 @@ struct Case {
   HeadBudgets heads = {};
 };
 
-/// A case with the documented default protected tokens of `policy`, unless `sinks` and `recent`
-/// give them as numbers of tokens.
+/// A case of `policy`. `sinks`, `recent`: numbers of protected tokens, by default the documented
+/// ones of `policy`.
 Case make_case(const std::string& policy, std::uint32_t budget, std::uint32_t chunk,
                bool cache_positions, std::optional<std::uint32_t> sinks = {},
                std::optional<std::uint32_t> recent = {});
 
-/// Every policy and oracle, prefill mode, position mode and valid budget: the least, 2, a small one
-/// and one above `tokens`.
+/// A case for each combination of a policy or oracle, a prefill mode, a kind of positions, and a
+/// budget: the smallest valid one, 2, a small one, and one above `tokens`.
 std::vector<Case> whole_sweep(std::uint32_t tokens);
 
 /// A case with budgets by head. The default protected tokens are resolved at each head's budget.
@@ -42,8 +42,8 @@ Case make_case_by_head(const std::string& policy, const HeadBudgets& heads, std:
 /// position mode.
 std::vector<Case> by_head_sweep(const ModelShape& shape, std::uint32_t tokens);
 
-/// Writes a trace with random values of every feature that a registered policy reads and no decoder
-/// computes, and of one feature named "drawn".
+/// Writes a trace with random features: every feature that a registered policy reads and that no
+/// decoder computes, and one feature named "drawn".
 TraceReader write_with_features(const std::filesystem::path& directory, const RandomTrace& wanted);
 
 /// The configurations of test::covering() for the trace, with budgets around `budget` tokens.
@@ -57,8 +57,9 @@ std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases);
 void check_measured(const ReplayResult& got, const ReplayResult& wanted, double tolerance,
                     const std::function<std::string(std::size_t)>& name);
 
-/// Fails, naming the case, unless all metrics agree to `tolerance` (relative for values above 1;
-/// counts, bytes and tokens exactly) and the kept sets are identical at every query.
+/// Checks all cases: metrics must agree to `tolerance` (relative for values above 1; counts, bytes
+/// and tokens exactly), and the kept sets must be identical at every query. A failure names the
+/// case.
 void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
                      ReplayOptions options, double tolerance);
 

@@ -1,4 +1,5 @@
-// Compares a head's cache with attention in float64, which computes cache positions by itself.
+// Compares a head's cache with attention in float64. That attention computes cache positions in its
+// own way.
 #include "sim/cache/host_cache.hpp"
 
 #include <cmath>
@@ -146,8 +147,8 @@ class Runner {
 
   void end_prompt() { cache_.end_prompt(); }
 
-  /// Drafts the next tokens in two calls, and compares their outputs with those of attention over
-  /// the live tokens and the draft tokens up to each.
+  /// Drafts the next tokens in two calls. Compares the output of each draft token with attention
+  /// over the live tokens and the draft tokens up to this one.
   void check_draft(std::uint32_t count) {
     const std::vector<DraftPath> paths = [&] {
       std::vector<DraftPath> chain(count);
@@ -313,7 +314,7 @@ TEST_CASE("Draft tokens attend to the live tokens and the drafts before them, an
   Runner drafting(all, policy, 24, positions), plain(all, policy, 24, positions);
   for (const std::uint32_t count : {20u, 1u, 40u, 1u, 1u, 1u, 7u, 1u, 50u, 1u, 1u, 1u}) {
     drafting.check_draft(3);
-    if (count > 1) drafting.check_draft(18);  // instead of the three, and more than one panel
+    if (count > 1) drafting.check_draft(18);  // replaces the three, and fills more than one panel
     drafting.append(count);
     plain.append(count);
     if (count > 30) drafting.end_prompt(), plain.end_prompt();

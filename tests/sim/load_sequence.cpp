@@ -20,7 +20,8 @@ int significant_bits(const TraceHeader& header) {
   return header.shape.dtype == Dtype::bf16 ? 8 : 11;
 }
 
-/// Reads the first 32 of the file's 64 directions, times √2 because they are half as many.
+/// Reads the first 32 of the file's 64 directions. They are multiplied by √2, because there are
+/// half as many.
 void read_residuals(const TraceReader& trace, std::uint32_t layer, Sequence& s) {
   std::vector<float> norms(s.tokens);
   trace.residual_norm2(layer, norms.data());

@@ -1,5 +1,5 @@
-// Replays of logged selections: the fetches equal those of a plain simulation, and those of the
-// selector that made the selections.
+// Tests replays of logged selections. The fetches must equal those of a plain simulation, and those
+// of the selector that made the selections.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -63,7 +63,7 @@ class RandomSelections {
         {queries, kMost, {rows_[0], rows_[1]}});
   }
   TraceReader open() const { return open_verified_trace(folder_ / "trace", 1); }
-  /// What a query selects, without its own token.
+  /// The tokens that a query selects, without the query's own token.
   Tokens tokens(std::uint32_t layer, std::uint32_t head, std::uint32_t query) const {
     const std::uint32_t first = queries_ == Queries::all ? 0 : kPrompt;
     Tokens selected;
@@ -86,7 +86,7 @@ class RandomSelections {
 struct State {
   std::uint32_t appended, used, next_use;
 };
-/// The first victim has the smallest number. Ties: the older token.
+/// The token with the smallest number is the first victim; at equal numbers, the older token.
 using Rank = std::function<std::int64_t(std::uint32_t token, const State&)>;
 
 struct Counts {
@@ -141,7 +141,8 @@ Counts simulate(const std::vector<Tokens>& selected, std::uint32_t first, std::s
   return counts;
 }
 
-/// CLOCK as a list: a marked or a selected token gets a second chance.
+/// CLOCK as a list of tokens. A token that is marked or selected is not evicted at once, but moved
+/// behind the others.
 Counts simulate_clock(const std::vector<Tokens>& selected, std::uint32_t first,
                       std::size_t budget) {
   std::list<std::pair<std::uint32_t, bool>> list;  // token, whether it is marked
@@ -268,7 +269,8 @@ TEST_CASE("logged selections of a selector are replayed like the selector") {
       std::size_t i = 0;
       for (const Measurement& row : own.measurements) {
         INFO(selector << ", " << row.metric);
-        // `top` selects the most probable tokens by definition, so it does not measure this.
+        // A replay with `top` does not measure selection_recall, but reports 1: it selects the most
+        // probable tokens by definition.
         if (selector == "top:7" && row.metric == "selection_recall") {
           CHECK(row.value == 1);
           continue;

@@ -14,7 +14,7 @@ namespace {
 constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
 constexpr std::uint32_t kFirst = 30;  // tokens in the first prompt
 
-/// A case for `two_turns()`. `keeps_prompt`: the first segment's prompt is kept in addition to the
+/// A case for `two_turns()`. `keeps_prompt`: whether the first prompt is kept in addition to the
 /// budget.
 Case case_of(brute::Config requested, bool keeps_prompt) {
   const std::string text = fmt::format(

@@ -1,4 +1,4 @@
-// Tests that tokens that several texts have in common count once.
+// Tests that tokens which several texts have in common are counted only once.
 #include "sim/run/overlap.hpp"
 
 #include <random>
@@ -39,7 +39,7 @@ TEST_CASE("An equal text, a text with a few more words and an excerpt count once
   longer.insert(longer.end(), {1, 2, 3});
   CHECK(repeats({text, other}) == std::vector<bool>{false, false});
   CHECK(repeats({text, other, text}) == std::vector<bool>{false, false, true});
-  CHECK(repeats({text, longer}) == std::vector<bool>{true, false});  // the longer text counts
+  CHECK(repeats({text, longer}) == std::vector<bool>{true, false});  // the longer text is counted
   CHECK(repeats({longer, text}) == std::vector<bool>{false, true});
   CHECK(repeats({part(text, 37, 120), text}) == std::vector<bool>{true, false});
   CHECK(repeats({{5, 6, 7}, {5, 6, 7}, {5, 6, 8}}) == std::vector<bool>{false, true, false});

@@ -1,5 +1,5 @@
-// Tests of the JavaScript of pages: it writes numbers as the terminal does, and the scripts, which
-// share one scope, define no name twice.
+// Tests of the JavaScript of pages. It must write numbers as the terminal does. The scripts share
+// one scope, so no name may be defined twice.
 #include <bit>
 #include <cmath>
 #include <cstdlib>

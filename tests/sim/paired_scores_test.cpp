@@ -105,8 +105,8 @@ TEST_CASE("A small difference is significant in pairs, even if tokens share larg
 }
 
 TEST_CASE("Intervals are over texts before blocks, and a repeated text counts once") {
-  // On each text the second configuration is clearly worse; over texts the difference is not
-  // significant.
+  // The differences within each text are clear, but they vary so much between texts that the
+  // difference over texts is not significant.
   const PairedScores paired = texts({{1, 2}, {1, 4}, {1, 0.5}});
   CHECK(paired.difference(1, 0).mean == Approx(7 / 6.0));
   CHECK(paired.difference(1, 0).interval.high ==
@@ -157,7 +157,7 @@ TEST_CASE("Shares of right answers are compared by the samples that differ") {
 
 TEST_CASE("Intervals of one text cover its mean in 95% of cases") {
   int covered = 0;
-  for (unsigned trial = 0; trial < 400; ++trial)  // the noise changes with every block
+  for (unsigned trial = 0; trial < 400; ++trial)  // the noise is new in every block
     covered += !one_text({scores(640, 64, 100 + trial), Values(640, 0.0)})
                     .difference(0, 1)
                     .significantly_different();
@@ -173,7 +173,8 @@ TEST_CASE("Intervals over texts cover 90 to 97% for any mixture of lengths") {
       {20, 4, 8, 12}, {80, 4, 4, 4, 4, 4}};
   constexpr int kTrials = 2000;
   for (const bool skewed : {false, true})
-    for (const double between : {0.05, 0.25})  // relative to the variance of one block
+    for (const double between :
+         {0.05, 0.25})  // variance between texts, divided by that within a block
       for (const auto& blocks : mixtures) {
         Texts texts(between, skewed, 1);
         int covered = 0;

@@ -186,8 +186,8 @@ std::vector<RandomTrace> group_shapes() {
        .segments = {{0, 48, kPrompt}, {48, 16, kDecode}},
        .silent_first = true,
        .seed = 6},
-      // The heavy tokens' logits are so much larger that the exponentials of all other tokens are
-      // 0.
+      // The heavy tokens have so much larger logits that the exponentials of all other tokens
+      // become 0.
       {.layers = 1,
        .query_heads = 4,
        .kv_heads = 1,

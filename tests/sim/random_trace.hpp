@@ -44,8 +44,8 @@ struct Traced {
   TraceReader trace;
 };
 
-/// Traces with query groups of 1, 3, 7 and 4 heads (a head group has 4), with lengths around that
-/// of a block of queries, with two turns, and with every rounding.
+/// Traces with 1, 3, 7 and 4 query heads per KV head (a head group has 4). Their lengths are close
+/// to that of a block of queries. They have two turns, and together they cover every rounding.
 std::vector<RandomTrace> group_shapes();
 
 using Sets = std::vector<std::vector<std::uint32_t>>;  ///< [query] positions

@@ -1,4 +1,5 @@
-// Tests of the order of policies, and of which ones do not differ significantly.
+// Tests of the order of policies, and of which policies do not differ significantly from the
+// winner.
 #include "sim/run/ranking.hpp"
 
 #include "tests/catch.hpp"
@@ -35,8 +36,8 @@ TEST_CASE("policies are ranked; oracles and full are not") {
 }
 
 TEST_CASE("a difference whose interval over blocks of queries includes zero is not significant") {
-  // The difference of two policies has a standard error of 0.01 * sqrt(2). Times 2.131, Student's t
-  // for 16 blocks, it is 0.0301.
+  // The difference of two policies has a standard error of 0.01 * sqrt(2). Multiplied by 2.131, the
+  // value of Student's t for 16 blocks, this gives an interval of +-0.0301.
   const Run run =
       made_up_run({{"h2o", "", 0.3, 0.01}, {"sink", "", 0.330, 0.01}, {"lru", "", 0.331, 0.01}});
   const MetricTable metric_table(run.rows);
@@ -50,7 +51,7 @@ TEST_CASE("without intervals nothing is significantly different") {
   const MetricTable metric_table(run.rows);
   const Ranking ranking = rank_policies(metric_table, "64", nll());
   CHECK(order(metric_table, ranking) == "h2o= sink= lru= ");
-  CHECK(ranking.winner == 0);  // the lowest mean; of equal means, the first name
+  CHECK(ranking.winner == 0);  // the lowest mean; at equal means, the first name
 }
 
 TEST_CASE("over several traces, standard errors come from each trace's mean or paired difference") {
@@ -90,7 +91,7 @@ TEST_CASE(
     "for one trace, the standard error is that of its row, and the interval follows from it") {
   Run run = made_up_run({{"h2o", "", 0.3, 0.01}});
   const Average plain = *MetricTable(run.rows).average(0, "64", "nll_recall");
-  // As if the errors of the rows included the variance of a sketch.
+  // The rows get larger errors, as if these included the variance of a sketch.
   for (ResultRow& row : run.rows) row.standard_error *= 2;
   const Average average = *MetricTable(run.rows).average(0, "64", "nll_recall");
   CHECK(average.standard_error == Approx(2 * plain.standard_error));

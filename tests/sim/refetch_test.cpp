@@ -1,5 +1,5 @@
-// Replays with refetch, compared with a second simulator that is written from
-// docs/guides/refetch.md in float64.
+// Compares replays with refetch with a second simulator. It is written from docs/guides/refetch.md
+// and computes in float64.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -40,7 +40,8 @@ Rows rows_of(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_hea
   return rows;
 }
 
-/// The `count` tokens before `query` to which some query head gives the largest probabilities.
+/// The `count` tokens before `query` with the largest probabilities. A token counts with its
+/// largest probability under any query head.
 Tokens top(const Rows& rows, std::uint32_t query, std::size_t count) {
   std::vector<std::pair<double, std::uint32_t>> order;
   for (std::uint32_t token = 0; token < query; ++token) {
@@ -59,7 +60,7 @@ struct State {
   std::uint32_t position = 0, used = 0;
   double mass = 0;
 };
-/// The policies of this test, by the number that the first victim has least of.
+/// A policy of this test: the token with the smallest number is the first victim.
 using Rank = std::function<double(const State&, std::uint32_t now)>;
 
 struct Counts {
@@ -238,7 +239,7 @@ class ListSieve final : public ListCache {
   void insert(std::uint32_t token) override { list_.push_back({token}); }
   void end_step(const Tokens& found, const Tokens&) override { mark(found); }
 
-  std::list<Entry>::iterator hand_ = list_.end();  // end: it goes on from the oldest token
+  std::list<Entry>::iterator hand_ = list_.end();  // end() means the oldest token
 };
 
 class ListHiSparse final : public ListCache {

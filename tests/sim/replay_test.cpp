@@ -1,4 +1,4 @@
-// The replay compared with a brute force that shares no code with it, and general invariants.
+// Compares the replay with a brute force that shares no code with it, and tests general invariants.
 #include "sim/replay.hpp"
 
 #include <algorithm>
@@ -127,7 +127,8 @@ TEST_CASE("replay agrees with the brute force for logits up to 80") {
   RandomTrace wanted = single_heads();
   wanted.spread = 30;
   wanted.pull = 0;
-  // With this seed no decision is close. One-hot rows often differ by only a few units of 2^-32.
+  // With other seeds, rows with nearly all probability on one token often differ by only a few
+  // units of 2^-32, so that rounding decides. With this seed no decision is close.
   wanted.seed = 17;
   const Traced traced(wanted);
   const brute::Simulator exact(brute::load(traced.trace));
@@ -202,7 +203,8 @@ TEST_CASE("gradients of queries that the replay does not measure are left out") 
     CHECK(has_estimates(wanted, Queries::all, Queries::all));
     CHECK_FALSE(has_estimates(wanted, Queries::decode, Queries::all));
   }
-  // Gradients of all queries are valid for decoded queries only if no prompt follows these.
+  // Gradients of all queries can be used for decoded queries only if no prompt follows the decoded
+  // tokens.
   CHECK(has_estimates(single_heads(), Queries::all, Queries::decode));
   CHECK_FALSE(has_estimates(two_turns_in_bf16(), Queries::all, Queries::decode));
 }
@@ -293,8 +295,8 @@ TEST_CASE("a configuration's metrics do not depend on the others of the sweep") 
 }
 
 TEST_CASE("under uniform attention h2o keeps the first tokens, as sink does with as many sinks") {
-  // Token j scores Σ 1/(t + 1) over the queries t ≥ j, about ln(n / j), so older tokens score
-  // higher.
+  // Token j receives the attention Σ 1/(t + 1) over the queries t ≥ j. This is about ln(n / j), so
+  // older tokens receive more.
   RandomTrace wanted = two_turns_in_bf16();
   wanted.spread = 0;
   wanted.pull = 0;

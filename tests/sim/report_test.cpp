@@ -212,7 +212,7 @@ TEST_CASE("a value of 0 is drawn at the bottom of a logarithmic axis of errors")
     lowest = std::min(lowest, row["y"].get<double>());
     if (row.contains("y_low")) CHECK(row["y_low"].get<double>() > 0);
   }
-  CHECK(lowest == Approx(0.0125));  // half of the least value that is not 0
+  CHECK(lowest == Approx(0.0125));  // half of the smallest value above 0
   CHECK_THAT(spec["hconcat"][0]["layer"][2]["encoding"]["y"]["title"].get<std::string>(),
              ContainsSubstring("0 is drawn at the bottom"));
 }

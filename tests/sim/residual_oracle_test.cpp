@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::uint32_t kAhead = 32, kDirections = 16;
 
-/// The greedy choice for one KV head: the victim is the token whose eviction adds least to the
-/// error.
+/// The greedy choice for one KV head: the victim is the token whose eviction increases the error
+/// the least.
 class GreedyByHand {
  public:
   GreedyByHand(const brute::Simulator& sim, std::uint32_t layer, std::uint32_t kv_head)

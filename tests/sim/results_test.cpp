@@ -176,8 +176,8 @@ TEST_CASE("every truncation of a results file is read or refused, without other 
   for (std::size_t length = 0; length < text.size(); ++length) {
     const std::string cut = text.substr(0, length);
     const bool read = refusal(cut).empty();
-    // A truncated file can still be read only if it ends with the header (also the older one), or
-    // in or before the last number.
+    // A truncated file can be read only in these cases: it ends after the header; it ends where the
+    // header of older versions ended; or it ends directly before or in the last number.
     CHECK(read == (length == kHeader.find(",tiers") || length + 1 == kHeader.size() ||
                    length == kHeader.size() || text.rfind(',') < length));
   }

@@ -44,8 +44,8 @@ inline std::vector<double> made_up_blocks(double value, double error, unsigned r
   return blocks;
 }
 
-/// A run with every policy at 64 tokens and, with half the loss, at 128. Each of the `traces`
-/// traces has a loss that is 0.1 higher than that of the trace before.
+/// A run of every policy at budgets of 64 and 128 tokens. At 128 tokens the loss is half of that at
+/// 64. From trace to trace the loss grows by 0.1.
 inline Run made_up_run(const std::vector<MadeUp>& policies, int traces = 1) {
   Run run{.info = {.version = "0.1.0"}};
   for (int t = 0; t < traces; ++t) {

@@ -1,7 +1,7 @@
 #!/bin/sh
-# comparisons_test.sh KVLAB SOURCE: tests that every command that compares configurations over several texts counts
-# tokens that two texts have in common only once, names both texts, and warns if texts are longer than the model's
-# trained context. Configurations are compared by log p if the full cache fails a task.
+# comparisons_test.sh KVLAB SOURCE: tests the commands that compare configurations over several texts. If two texts have
+# tokens in common, a command must count these only once and name both texts. It must warn if texts are longer than the
+# model's trained context. If the full cache fails a task, configurations must be compared by log p.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"

@@ -23,8 +23,8 @@ namespace {
 constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
 constexpr double kTolerance = 1e-4;
 
-/// Options that use all cores, because most of the time is spent compiling the kernels that walk
-/// through a replay, which takes two to three seconds each.
+/// Options that use all cores. Most of the time is needed to compile the kernels that walk through
+/// a replay, two to three seconds for each kernel.
 ReplayOptions options_for(Queries queries) {
   return {.queries = queries, .plain = true, .threads = default_threads()};
 }
@@ -54,8 +54,8 @@ auto keeping(KeptSets& kept, const TraceReader& trace) {
       });
 }
 
-/// Compares metrics and kept sets on a device with the plain replay's, for both kinds of measured
-/// queries.
+/// Compares the metrics and kept sets of a device with those of the plain replay, for both kinds of
+/// measured queries.
 void check_measures(const RandomTrace& wanted) {
   for (const Queries queries : {Queries::decode, Queries::all}) {
     const test::TemporaryFolder folder;
@@ -160,10 +160,10 @@ void check_same(const TraceReader& trace, const std::vector<CacheConfig>& sweep)
     }
 }
 
-/// Compares all policies. Policies that stand for a kind, by what they observe and by their
-/// modifiers, are compared on all shapes. The others are compared on one shape each, because the
-/// code of a policy's hooks is the same for all shapes. With KVLAB_EVERY in the environment, all
-/// policies run on all shapes.
+/// Compares all policies. One policy of each kind (by what it observes and by its modifiers) is
+/// compared on all shapes. The others are compared on one shape each, because the code of a
+/// policy's hooks is the same for all shapes. With KVLAB_EVERY in the environment, all policies run
+/// on all shapes.
 void check_policies(const RandomTrace& wanted, std::size_t shape) {
   constexpr std::size_t shapes = 3;
   std::vector<std::string> policies{"feature:name=drawn",
@@ -204,8 +204,9 @@ TEST_CASE("a device keeps the plain replay's sets for every configuration: two t
                  2);
 }
 
-/// Traces with heads of whole blocks of channels. They have query groups of 1, 3, 7 and 4 heads,
-/// every rounding, two turns, and heavy tokens without which all exponentials of a row are 0.
+/// Traces whose head sizes are multiples of a block of channels. They have query groups of 1, 3, 7
+/// and 4 heads, every rounding, and two turns. In one, all exponentials of a row are 0 if the heavy
+/// tokens are evicted.
 std::vector<RandomTrace> quantized_shapes() {
   return {
       {.query_heads = 2,
@@ -276,8 +277,8 @@ TEST_CASE("a device keeps tokens on tiers as the plain replay does: heavy tokens
 
 TEST_CASE("on a device, equal tiers give the results of one tier", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
-  {  // Fills the device's memory with -1.5. Such numbers once made sorting run for ever, because it
-     // read the recalls of an fp16 copy, which are never written.
+  {  // Fills the device's memory with -1.5. With such numbers, sorting once never ended, because it
+     // read recalls of an fp16 copy that are never written.
     const cuda::DeviceBuffer garbage(std::size_t{1} << 30, "the test");
     cuda::check(cudaMemset(garbage.data(), 0xbf, garbage.bytes()), "the test");
   }
@@ -352,7 +353,7 @@ TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
   check_measured(replay(trace, 0, sweep, options), here, kTolerance, text);
 }
 
-/// The trace is in float32, because then the kernel that computes the outputs has a ring of only
+/// The trace is in float32, because the kernel that computes the outputs then has a ring of only
 /// two stages.
 TEST_CASE("a device with 99 KB of shared memory replays as the CPU does", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");

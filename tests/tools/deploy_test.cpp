@@ -103,8 +103,8 @@ TEST_CASE("a policy with 2% less memory is deployed if the difference is not sig
 }
 
 TEST_CASE("a paired difference over the same queries is significant despite their scatter") {
-  // The standard error of each policy is as large as the difference of the two. The difference is
-  // about the same in every block.
+  // The standard error of each policy is as large as the difference of the two policies. But the
+  // difference is about the same in every block, so it is significant.
   Run run =
       made_up_run({{"h2o", "sinks=0:recent=50%", 0.3, 0.1}, {"lru", "sinks=0:recent=0", 0.4, 0.1}});
   for (ResultRow& row : run.rows)

@@ -1,5 +1,5 @@
-// Measured acceptance of drafts: compared with a model in which every draft attends, in float64,
-// over the tokens that a replay keeps.
+// Compares the measured acceptance of drafts with the acceptance in a plain model. There, attention
+// is in float64, and every draft token attends to the tokens that a replay keeps.
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -33,7 +33,8 @@ std::vector<double> softmax(std::span<const float> logits) {
   return p;
 }
 
-/// The probability that speculative sampling accepts a token: of token y with q(y) min(1, p/q).
+/// The probability that speculative sampling accepts a token: the sum over tokens y of q(y) min(1,
+/// p(y) / q(y)).
 double accepted(std::span<const float> full, std::span<const float> draft) {
   const std::vector<double> p = softmax(full), q = softmax(draft);
   double sum = 0;
@@ -225,7 +226,7 @@ TEST_CASE("The kept sets of drafts depend on the text alone") {
       evaluate_by_layers(tiny(), ids, configs, {.prompt_tokens = kPrompt, .threads = 2});
   for (std::size_t c = 0; c < configs.size(); ++c) {
     INFO(test::text_of(configs[c]));
-    // The first token of a window sees the same tokens however long the windows are.
+    // The first draft token of a window sees the same tokens for any length of the windows.
     for (std::size_t i = 0; i < one[c].acceptance.size(); i += 5)
       CHECK(five[c].acceptance[i] == one[c].acceptance[i]);
     // After a prompt that is appended at once, the cache is that of the plain evaluation. Unlike a

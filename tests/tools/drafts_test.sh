@@ -10,7 +10,7 @@ generate() { "$kvlab" generate --model "$tiny" --prompt-file story.txt --device 
 # field EXPRESSION FILE: prints a value of a JSON file.
 field() { python3 -c 'import json, sys; print(eval(sys.argv[1], {"j": json.load(open(sys.argv[2])), "len": len}))' "$1" "$2"; }
 
-# Greedy text with drafts is the full cache's. The messages name what was measured.
+# With drafts, the greedy text equals that of the full cache. The messages say what was measured.
 generate --max-new-tokens 40 >full.txt
 generate --max-new-tokens 40 --draft-policy h2o --draft-budget 48 --gamma 3 >drafts.txt 2>drafts.err
 cmp full.txt drafts.txt || fail "drafts change the greedy text"
@@ -58,6 +58,6 @@ generate --max-new-tokens 40 --draft-policy h2o --draft-budget 48 --gamma 3 --js
   "('h2o', 48, [0, 0, 1, 2])" ] || fail "the drafter is not described"
 [ "$(field 'len(j["draft"]["acceptance_by_depth"]), len(j["draft"]["acceptance_by_child"])' drafts.json)" = "(3, 1)" ] ||
   fail "acceptance by depth and by child"
-# The output is what a tree is planned from.
+# --tree plans a tree from the output of an earlier command.
 generate --max-new-tokens 40 --draft-policy h2o --draft-budget 48 --tree drafts.json --json >planned.json
 [ "$(field 'j["ids"]' full.json)" = "$(field 'j["ids"]' planned.json)" ] || fail "a planned tree changes the greedy ids"

@@ -70,7 +70,7 @@ TEST_CASE("The end-to-end evaluation runs KIVI, and counts its bytes") {
   const auto worst = [&](std::size_t c) { return std::ranges::max(scores[c].kl); };
   CHECK(worst(1) > 0);
   CHECK(worst(1) < worst(2));
-  // The peak is the prompt, whose tokens are not quantized yet.
+  // The peak is at the end of the prompt, whose tokens are not quantized yet.
   CHECK(scores[2].kv_bytes_peak == 8 * 140 * 2 * 64 * 4);
 }
 

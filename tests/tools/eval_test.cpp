@@ -77,7 +77,7 @@ TEST_CASE("A stream is split into blocks, and without the full cache nothing is 
     sum += block.nll * static_cast<double>(std::min<std::uint64_t>(64, 300 - block.first));
   CHECK(std::fabs(sum / 300 - by_layers[0].nll) < 1e-9);
 
-  // The result is the same token by token, with a prompt that is fed in parts.
+  // Decoding token by token, with a prompt that is fed in parts, gives the same result.
   const auto backend = load_backend(Device::cpu, KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   const auto by_tokens =
       evaluate(model.config(), token_sweep_runner(*backend), {ids}, {window}, options).scores;

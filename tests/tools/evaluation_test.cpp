@@ -1,5 +1,5 @@
-// Tests of the commands as a user runs them one after another: capture, replay, report, deploy and
-// generate, and the demo, which runs them all.
+// Runs the commands one after another as a user does: capture, replay, report, deploy and generate.
+// Also tests the demo, which runs all of them.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -136,7 +136,7 @@ TEST_CASE("a run is deployed and generates, and the end-to-end evaluation can co
       confirmed, [&](const auto& entry) { return entry["policy"] == closed.cache.policy.name; });
   REQUIRE(deployed != confirmed.end());
   CHECK((*deployed)["not_significantly_different"] == true);
-  // The file has both criteria, or it says that only one was evaluated.
+  // The policy file has both criteria, or it says that only one was evaluated.
   CHECK(open.run["criteria"]["why"] ==
         "Task accuracy was not evaluated; add --confirm K to evaluate the best K");
   CHECK(closed.run["criteria"]["deployed"] == closed.cache.policy.text());
@@ -180,7 +180,7 @@ TEST_CASE("a plan of formats is confirmed end to end, and its file has the bette
   CHECK(own > 0);
   CHECK(uniform > 0);
   CHECK(json["tiers"] == json[own <= uniform ? "plan" : "uniform"]["tiers"]);
-  // The measurement is that of `kvlab eval`.
+  // --confirm measures the same KL as `kvlab eval`.
   REQUIRE(call("eval --model " + kTiny + " --text " + text +
                " --window 128 --max-tokens 128 --device cpu --policy full --tiers " +
                json["plan"]["tiers"].get<std::string>() + " --out " + path("e")) == 0);

@@ -1,6 +1,6 @@
 #!/bin/sh
-# examples_test.sh KVLAB SOURCE: runs the example in each command's --help unchanged, in the order in which a user would
-# run the commands, in a folder that looks like a checkout.
+# examples_test.sh KVLAB SOURCE: runs the example in each command's --help unchanged. The commands run in the order in
+# which a user would run them, in a folder that looks like a checkout.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"

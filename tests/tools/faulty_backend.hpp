@@ -45,8 +45,8 @@ class FaultyObserver final : public DecoderObserver {
   Fault fault_;
 };
 
-/// A backend that claims to run the model of `named`. Its observed decoders are those of `watched`,
-/// with a fault in their outputs. Its other decoders are those of `alone`.
+/// A backend that claims to run the model of `named`. If a decoder has an observer, the backend
+/// takes it from `watched` and adds a fault to its outputs. It takes other decoders from `alone`.
 class FaultyBackend final : public Backend {
  public:
   FaultyBackend(Backend& named, Backend& watched, Backend& alone, Fault fault = {})

@@ -24,7 +24,7 @@ std::vector<CacheConfig> sweep(const std::vector<std::string>& policies,
   return configs;
 }
 
-/// A text whose tokens all have the mean KL of the configuration, with metrics of a replay.
+/// A text with metrics of a replay, in which each token has the KL `kl` of the configuration.
 FidelityText text_of(const std::string& name, const std::vector<double>& kl,
                      ReplayMetrics replay_metrics) {
   FidelityText text{.name = name,
@@ -61,8 +61,9 @@ TEST_CASE("A metric is judged by its rank correlation and its regret, within eac
   CHECK(found.metrics[1].within[1].rho == Approx(1));  // for recall, higher is better
   CHECK(found.ceiling[0] == Approx(0.5));
   CHECK(found.ceiling[1] == Approx(1));
-  // At budget 8 the two texts differ too much in every pair for a significant difference. At 16
-  // every pair differs significantly, and all three are misordered.
+  // At budget 8, the differences of all pairs vary so much between the two texts that none is
+  // significant. At budget 16 all three pairs differ significantly, and the metric orders all three
+  // wrongly.
   CHECK(nll.within[0].significantly_different == 0);
   CHECK(nll.within[0].misordered.empty());
   CHECK(nll.within[1].significantly_different == 3);
@@ -186,7 +187,8 @@ TEST_CASE("A text is captured, replayed and evaluated over the same ids") {
     CHECK(measured.kl[c] > 0);
     CHECK(residual[c + 3] == 0);  // this budget keeps every token
   }
-  CHECK(measured.kl[3] == 0);  // sink uses cache positions, whose rounding may give a KL above 0
+  CHECK(measured.kl[3] ==
+        0);  // window; sink may have a KL above 0, because cache positions are rounded differently
 
   // The trace can be used in place of the text.
   const EvalText again = text_of_trace(folder / "prompt", backend->weights_xxh3(), 2);

@@ -174,7 +174,7 @@ def qwen2():
 
 
 def random_blocks(kind, rows, blocks, seed):
-    """Rows of quantized blocks with random bytes, and with finite scales in the bytes where the type has scales."""
+    """Rows of quantized blocks with random bytes. The bytes of scales are set so that scales are finite."""
     size = gguf.GGML_QUANT_SIZES[kind][1]
     scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind.name, (0,))  # offsets in bytes
     draw = np.random.default_rng(seed)
@@ -318,7 +318,7 @@ class GgufTest(unittest.TestCase):
             self.check_refused(words)
 
     def test_quantized_tensors_equal_those_of_the_gguf_package(self):
-        """For each type that occurs in files of the kind Q4_K_M. Values are rounded to bf16."""
+        """Tests each type that occurs in files of the kind Q4_K_M. The script rounds values to bf16."""
         width = 256  # the K types have blocks of 256
         sizes = {"embedding_length": width, "feed_forward_length": width, "attention.head_count_kv": HEADS}
         keys = fields() | {f"llama.{key}": (value, gguf.GGUFValueType.UINT32) for key, value in sizes.items()}
@@ -377,7 +377,7 @@ class GgufTest(unittest.TestCase):
         huge = struct.pack("<Q", 1 << 60)
         kinds = struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32, len(TOKENS))
         array_offset = whole.index(kinds) + 8
-        # The counts of tensors and of keys, the length of the first key, and the length of an array.
+        # Offsets of the counts of tensors and of keys, of the length of the first key, and of the length of an array.
         for at in (8, 16, 24, array_offset):
             self.source.write_bytes(whole[:at] + huge + whole[at + 8 :])
             self.check_refused("give a complete GGUF file")

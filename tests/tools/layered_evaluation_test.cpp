@@ -12,7 +12,8 @@
 namespace kvlab {
 namespace {
 
-/// The full cache, and configurations that cover all pairs of choices, also with protected tokens.
+/// The full cache, and configurations that cover all pairs of choices. Some have other protected
+/// tokens.
 std::vector<CacheConfig> sweep() {
   const CacheShape heads = cpu_tiny().config().heads();
   auto configs = put_full_first(
@@ -57,9 +58,9 @@ void check_quantized(const TokenScores& ours, const TokenScores& wanted) {
   CHECK(std::fabs(mean(ours.kl) - mean(wanted.kl)) <= 1e-3 + mean(wanted.kl) / 6);
 }
 
-/// The tolerance in bf16, where near ties are common: a sixteenth of the mean KL, plus the error of
-/// bf16. On a GPU, `keydiff` differed by a twentieth, because the features of a cache's keys are
-/// nearly equal.
+/// The tolerance in bf16, where ranks are often nearly equal: a sixteenth of the mean KL, plus the
+/// error of bf16. On a GPU, the mean KL of `keydiff` differed by a twentieth, because its feature
+/// is nearly equal for all keys of a cache.
 double tolerance_in_bf16(const TokenScores& scores) { return 3e-3 + mean(scores.kl) / 16; }
 
 TEST_CASE("In float32, the evaluation on a device gives every token the CPU's log-likelihood",

@@ -1,5 +1,5 @@
-"""Tests tools/experiments/leaderboard.py with a program that stands for kvlab on a machine with a GPU: it refuses the
-policy lagkv unless it is on the CPU, and its numbers are fixed. Also tests summary.py on the CSV."""
+"""Tests tools/experiments/leaderboard.py with a program that imitates kvlab on a machine with a GPU. The program
+refuses the policy lagkv except on the CPU, and prints fixed numbers. Also tests summary.py on the CSV."""
 
 import contextlib
 import importlib
@@ -105,16 +105,18 @@ class Leaderboard(unittest.TestCase):
 
     def test_tasks_that_the_full_cache_answers_are_pooled(self):
         page, rows = self.run_it("--jobs", 3)
-        # Three tasks for 200 questions: 67 of each, and 72 with six lengths and depths.
+        # 200 questions are spread over three tasks. This gives 67 for a task, or 72 for a task with six combinations of
+        # length and depth.
         self.assertEqual([rows["h2o", "6%", f"accuracy: {task}"]["count"] for task in ("pass key", "niah_single_1")], ["72", "67"])
         pooled = rows["h2o", "6%", "accuracy"]
         self.assertEqual(pooled["count"], "206")
-        self.assertAlmostEqual(float(pooled["value"]), 52 / 206)  # 0.25 of 206, in whole answers
+        self.assertAlmostEqual(float(pooled["value"]), 52 / 206)  # 25% of 206 answers, rounded to whole answers
         self.assertIn("206 questions of pass key, `niah_single_1`, `niah_single_2`. The full cache answers 100% of them.", page)
         self.assertIn("of 24 questions: needle (50%), one needle of four", page)
         self.assertEqual(rows["full", "100%", "accuracy: vt"]["value"], "0.5")
         self.assertNotIn(("h2o", "6%", "accuracy: vt"), rows)
-        # Without one of the tasks, the accuracy of `window` could not be compared with that of the others.
+        # `window` lacks the answers of one task, so its accuracy over all tasks cannot be compared with that of other
+        # policies.
         self.assertIn(("window", "6%", "accuracy: niah_single_1"), rows)
         self.assertNotIn(("window", "6%", "accuracy"), rows)
         self.assertIn("| `window` | - | **0.252**", page)

@@ -8,7 +8,7 @@ enter_scratch
 cp -r "$source/tests/data/old_names/." .
 ln -s "$source/traces/samples/tiny-story" story
 
-# Old names in options, policies and headers of a user are accepted. For each, one line gives the new name.
+# Old names in options, in policies and in a user's headers are accepted. For each of them, one line gives the new name.
 "$kvlab" replay --trace story --span decode --budget 16 --layers 0 --policy-source old_peak.hpp \
   --policy 'h2o:ladder=4,column:name=key_norm,old_peak' --out again >said 2>warned || fail "old options: $(cat warned)"
 for line in '--span is called --queries now' 'policy h2o:ladder=4 is written h2o:tiers=4 now' \
@@ -61,8 +61,8 @@ done
 "$kvlab" generate --model "$source/engine/models/tiny" --prompt "Once upon a time" --max-new-tokens 40 \
   --policy-file tuned.json --device cpu >said 2>&1 || fail "an old policy file: $(cat said)"
 
-# The time for renaming is proportional to the length of a file. The files are 12 MB with one setting many times, and a
-# header line of 40 MB.
+# The time for renaming must be proportional to the length of a file. Tested are a file of 12 MB that repeats one
+# setting, and a header with a line of 40 MB.
 { printf '{"format": 1, "x": "'; yes ':ladder=4' | head -n 1200000 | tr -d '\n'; printf '"}'; } >long.json
 refused 'unknown key' in_time "$kvlab" generate --model "$source/engine/models/tiny" --prompt x --policy-file long.json
 mkdir long

@@ -192,8 +192,8 @@ TEST_CASE("Long work is announced once its rate is known; short work is not anno
   CHECK(announcement(0, 0, 12).empty());
 }
 
-/// Simulates work in phases, with its own clock. `worst` is the largest factor by which the
-/// estimate of the remaining time is wrong after a tenth of the time.
+/// Simulates work in phases, with its own clock. `worst`: the largest factor by which the estimate
+/// of the remaining time is wrong, once a tenth of the time has passed.
 struct Simulated {
   double now = 0, fraction = 0, worst = 1;
 
@@ -214,8 +214,8 @@ struct Simulated {
 
 TEST_CASE("The remaining time of different phases is right within a factor of two after a tenth") {
   Simulated work;
-  // The phases are a capture, a replay of four configurations and successive halving, which take
-  // 0.1 s, 1 ms and 0.2 s per unit of work.
+  // The phases are a capture, a replay of four configurations, and successive halving. A unit of
+  // work takes 0.1 s in a capture, 1 ms in a replay and 0.2 s in successive halving.
   WorkPlan plan([&](double fraction) { work.fraction = fraction; },
                 {{0, 100}, {1, 400}, {0, 100}, {1, 400}, {2, 1000}}, {0, 0, 0.15},
                 [&] { return work.now; });

@@ -1,5 +1,5 @@
-// Tests of policies compiled at run time: a policy is found in its header and checked, and it
-// behaves like a built-in one.
+// Tests of policies that are compiled at run time. A policy must be found in its header and
+// checked, and it must behave like a built-in one.
 #include "sim/source/policy_source.hpp"
 
 #include <algorithm>

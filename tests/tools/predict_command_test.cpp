@@ -21,7 +21,7 @@ constexpr const char* kLink = R"({"bench": "link", "format": 1, "device": "NVIDI
 
 const std::string kModel = KVLAB_SOURCE_DIR "/engine/models/configs/llama-3.1-8b.json";
 
-/// A command line that works, with `more` options.
+/// A valid command line, to which tests add options.
 class Line {
  public:
   Line() { test::write_bytes(folder_ / "link.json", kLink); }

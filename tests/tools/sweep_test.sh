@@ -1,6 +1,6 @@
 #!/bin/sh
-# sweep_test.sh KVLAB SOURCE kill|refuse|mpi: tests that sweeps that are killed and resumed, or spread over processes,
-# write the same bytes as one undisturbed process.
+# sweep_test.sh KVLAB SOURCE kill|refuse|mpi: tests sweeps that are killed and resumed, or spread over several
+# processes. They must write the same bytes as one process that runs to its end.
 set -eu
 kvlab=$1 source=$2 part=$3
 . "$source/tests/scripts/check.sh"
@@ -120,7 +120,7 @@ several_processes() {
       fail "more than one process printed"
     same run$processes
   done
-  # If one process dies, all end. Then a single process finishes their work.
+  # If one of the processes is killed, all of them end. Then a single process finishes the work.
   start_spread 4 dead --threads 1 >/dev/null 2>&1 &
   mpirun=$!
   until has_units dead 2; do :; done

@@ -33,8 +33,8 @@ TEST_CASE("A bare name stands for its variants; a name with settings stands for 
   const auto names = tunable_policies({});
   CHECK(std::ranges::find(names, "random") == names.end());
   CHECK(std::ranges::find(names, "h2o") != names.end());
-  // Variants include the policy's default protected tokens, and those that are tried for all
-  // policies.
+  // The variants have the policy's default protected tokens, and the protected tokens that are
+  // tried for all policies.
   texts.clear();
   for (const PolicySpec& spec : policy_variants("nacl", 200, {})) texts.push_back(spec.text());
   CHECK(std::ranges::find(texts, parse_policy("nacl").text()) != texts.end());
@@ -117,7 +117,8 @@ TEST_CASE("Successive halving stops if more text would not make the rest signifi
 }
 
 TEST_CASE("Successive halving continues if more text may make the rest significantly different") {
-  // After two texts the lead is not significant. After all texts, the same lead would be.
+  // The lead of the first configuration is not significant after two texts. The same lead would be
+  // significant after all texts.
   const std::vector<double> means{1, 1.03, 3, 3, 3, 3, 3, 3};
   const HalvingRunner run = [&](std::size_t text, std::span<const std::size_t> configurations) {
     std::vector<std::vector<double>> scores;
@@ -133,8 +134,8 @@ TEST_CASE("Successive halving continues if more text may make the rest significa
   CHECK(halving.rounds.size() > 1);
   CHECK(halving.end != HalvingEnd::alike);
 
-  // Too few tokens of one text give no interval. Two texts with equal scores suggest that the
-  // scores of other texts may be equal, too.
+  // One text with too few tokens gives no interval. If all configurations have equal scores on two
+  // texts, successive halving ends, because scores on other texts may be equal, too.
   const Halving brief =
       successive_halving({.configurations = 3, .lengths = {2, 2, 2}},
                          [](std::size_t, std::span<const std::size_t> configurations) {
@@ -148,8 +149,8 @@ TEST_CASE("A small lead on the first text decides nothing") {
   const HalvingRunner run = [](std::size_t text, std::span<const std::size_t> configurations) {
     std::vector<std::vector<double>> scores;
     for (const std::size_t configuration : configurations) {
-      // The first is 2% better on two texts and 10% worse on the others; all other configurations
-      // are far worse.
+      // Compared with the second configuration, the first is 2% better on two texts and 10% worse
+      // on the others. All other configurations are far worse.
       const double mean = configuration > 1 ? 3 : configuration == 1 ? 1.02 : text < 2 ? 1.0 : 1.12;
       scores.emplace_back(1024, mean);
     }
@@ -255,7 +256,7 @@ TEST_CASE("Tuning the bundled model gives a policy file with its evidence") {
   CHECK(evidence["over_budget"].size() == 2);
   CHECK(evidence["recommendation"]["note"] == "Task accuracy was not measured.");
   CHECK(evidence["criteria"]["why"] == "task accuracy was not measured");
-  // If all configurations are over budget, they take part.
+  // If all configurations are over budget, all of them take part.
   alike.sweep.resize(2);
   CHECK(tune(*backend, layer_sweep_runner(model), sketch, tokenizer, alike).over_budget.empty());
 

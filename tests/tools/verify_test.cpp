@@ -65,8 +65,9 @@ void check(Backend& backend, const ResolvedConfig& options, const std::vector<Ve
   CHECK(report.first_difference == "");
   CHECK(report.worst_mass <= 1e-5);
   CHECK(report.wrong_requests == 0);
-  // Victims may differ only after a near tie. Heads that share slots may also differ after a near
-  // tie in another head, because it changes their budgets.
+  // Victims may differ only if two tokens had nearly equal ranks before. If heads share slots, a
+  // near tie in one head may also change the victims of another head, because it changes that
+  // head's budget.
   for (const Parting& parting : report.partings)
     CHECK((parting.margin <= 1e-5 || options.shares_slots()));
   CHECK(report.heads == 8);
@@ -84,7 +85,8 @@ TEST_CASE("The engine and the simulator evict the same tokens for every configur
       .tier_plans = {"", "16@12t+8@30%+4@70%", "4", "fp8@50%+k4v2@50%", "8@25%+4@50%+2@25%"},
       .budgets = test::budgets_about(36, heads)};
   choices.budgets.push_back(parse_budget("10%bytes"));
-  // 20 decoded tokens are enough for a burst of evictions with every=16 after the prompt.
+  // With every=16, 20 decoded tokens are enough for one eviction of several tokens after the
+  // prompt.
   const auto turns = two_turns(std::getenv("KVLAB_EVERY") ? 60 : 20);
   check(*backend, resolve({}, 300), turns);
   for (const CacheConfig& config : test::covering(choices, &kDecoder, 300, heads))
@@ -199,7 +201,7 @@ void check_model_faults(
     CHECK(normed.outputs.right());
     CHECK(!normed.logits.right());
 
-    // Here only the decoder without an observer differs.
+    // In this case only the decoder without an observer runs another model.
     test::FaultyBackend alone(backend, backend, *rope);
     const VerifyReport other = report_of(alone, config, turns);
     CHECK(!other.ok());

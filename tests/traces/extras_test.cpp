@@ -1,5 +1,5 @@
-// Tests of the extras of format 2: they read back, damage is reported, and a killed capture keeps
-// them.
+// Tests of the extras of format 2. They must be read back as written, damage must be reported, and
+// a killed capture must keep them.
 #include "traces/extras.hpp"
 
 #include <cmath>

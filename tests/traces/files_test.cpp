@@ -84,7 +84,7 @@ TEST_CASE("One process at a time claims a file; the claim of a killed process is
   std::vector<std::string> names = test::names_in(folder.path());
   std::erase_if(names, [](const std::string& name) { return name.ends_with(".part"); });
   CHECK(names == std::vector<std::string>{"out"});
-  // These are out, out.part, the link, which is not kvlab's, and the claim.
+  // These four are out, out.part, the link (which does not belong to kvlab), and the claim.
   CHECK(test::names_in(folder.path()).size() == 4);
 }
 

@@ -112,8 +112,8 @@ TEST_CASE(
 }
 
 TEST_CASE("a fused sum is rounded once on every instruction set") {
-  // These give ties of the rounding, sums that are exact in float64 and sums that are not, and
-  // extremes.
+  // Products and sums of these values include ties in rounding, sums that are exact in float64,
+  // sums that are not, and extreme values.
   const std::vector<float> values{1.0f,      -1.0f,     1 + 0x1p-23f, 1 - 0x1p-24f, 0x1p-24f,
                                   -0x1p-24f, 0x1p-49f,  -0x1p-49f,    0x1p-75f,     3e38f,
                                   -3e38f,    0x1p-126f, 0x1p-149f,    -0x1p-140f,   0.1f,

@@ -105,7 +105,8 @@ TEST_CASE(
 }
 
 TEST_CASE("GGML's formats round as llama.cpp does, in an example") {
-  // The largest magnitude is -8, so the scale of q4_0 is 1, and 7.4 gets the highest level.
+  // The number with the largest magnitude is -8, so the scale of q4_0 is 1, and 7.4 gets the
+  // highest level.
   std::vector<float> row(32);
   row[0] = -8, row[1] = 7.4f, row[2] = 2.5f, row[3] = -2.5f, row[4] = 0.49f;
   std::vector<float> with_minimum = row;

@@ -244,7 +244,7 @@ TEST_CASE("An abandoned folder also removes the parents that were made for it") 
     out.commit();
   }
   CHECK(std::filesystem::is_directory(deep));
-  // A file has the place of a parent that should be created.
+  // A file exists where a parent folder should be created.
   CHECK_THROWS_AS(AtomicFolder(folder / "there/a/theirs/c/out"), std::runtime_error);
   CHECK(std::filesystem::is_regular_file(folder / "there/a/theirs"));
 }

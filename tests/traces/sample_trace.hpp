@@ -1,5 +1,5 @@
-// A small random sequence whose attention is computed in float64 by plain loops that share no code
-// with kvlab, and mistakes that a decoder might make.
+// A small random sequence, and mistakes that a decoder might make. Its attention is computed in
+// float64 by plain loops that share no code with kvlab.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// Tests of the selections of a trace: they read back, alone or beside queries, keys and values, and
-// rows that are not selections are refused by name.
+// Tests of the selections of a trace, alone or beside queries, keys and values. They must be read
+// back as written, and rows that are not selections must be refused with a message that names the
+// row.
 #include "traces/selections.hpp"
 
 #include <fmt/format.h>
@@ -31,8 +32,8 @@ constexpr std::uint32_t kLayers = 2, kHeads = 2;  // of make_sample()
 
 using Rows = std::vector<std::int32_t>;
 
-/// Selections of two layers: query t of layer l and KV head h selects tokens t - 1, h and l + 2, or
-/// only the first one in every third row, whose other entries are -1.
+/// Selections of two layers. Query t of layer l and KV head h selects the tokens t - 1, h and l +
+/// 2. In every third row it selects only token t - 1, and the other entries are -1.
 struct Drawn {
   explicit Drawn(Queries which) : queries(which) {
     for (std::int32_t layer = 0; layer < 2; ++layer)

@@ -80,7 +80,7 @@ TEST_CASE("A trace with a decoder's mistake does not verify, for every dtype") {
 }
 
 TEST_CASE("A trace with other rounding than its manifest says does not verify in float32") {
-  // Keys are rounded to bf16 after RoPE, in a trace that claims that nothing was rounded.
+  // The keys are rounded to bf16 after RoPE, but the trace claims that nothing was rounded.
   const TemporaryFolder folder;
   auto sample = make_sample(300, Dtype::bf16, Rounding::model_dtype);
   sample.header.shape.dtype = Dtype::f32;

@@ -5,8 +5,8 @@ endif()
 set(KVLAB_AVX2_OPTIONS -mavx2 -mfma -mpopcnt -mbmi2)
 set(KVLAB_AVX512_OPTIONS -mavx512f -mavx512dq -mfma -mpopcnt -mbmi2)
 
-# kvlab_instruction_sets(<target> <avx2 source> <avx512 source>): adds the sources to <target> if the target is x86-64,
-# which is the processor family that may have these sets.
+# kvlab_instruction_sets(<target> <avx2 source> <avx512 source>): adds the sources to <target> in builds for x86-64,
+# because only x86-64 processors may have these instruction sets.
 function(kvlab_instruction_sets target avx2 avx512)
   if(NOT KVLAB_X86)
     return()

@@ -2,7 +2,7 @@
 set(entries "")
 foreach(file IN LISTS FILES)
   file(READ ${ROOT}/${file} text)
-  # Compilers need not support literals of more than 64 KiB.
+  # The C++ standard does not require compilers to support string literals of more than 64 KiB.
   string(LENGTH "${text}" length)
   if(length GREATER 65000)
     message(FATAL_ERROR "${file}: ${length} bytes are too many to embed; at most 65000")

@@ -26,8 +26,8 @@ namespace {
 using nlohmann::ordered_json;
 using Cells = std::vector<std::string>;
 
-/// A number with about four digits and, if it is large, a suffix k, M, G or T. Other values as they
-/// are.
+/// Returns a number as text with about four digits. A large number gets a suffix k, M, G or T.
+/// Other values are returned unchanged.
 std::string shorten(const ordered_json& value) {
   if (!value.is_number()) return value.is_string() ? value.get<std::string>() : json_text(value);
   double number = value.get<double>();
@@ -41,7 +41,8 @@ std::string shorten(const ordered_json& value) {
   return fmt::format("{:.4g}{}", number, unit);
 }
 
-/// A table. Its first line has the names of the columns. `first` is the text before a row.
+/// A table. Its first line has the names of the columns. `first` is printed before the cells of a
+/// row.
 class Table {
  public:
   void add(const ordered_json& row, const std::string& first = "") {
@@ -77,9 +78,10 @@ class Table {
   std::vector<Cells> lines_{Cells{}};
 };
 
-/// Prints a JSON object as lines. A list of objects becomes a table, and so do consecutive objects
-/// that have the same members. In a list within a table's row, each object becomes a column, which
-/// is named by its first member and shows the value of its last member.
+/// Prints a JSON object as lines. A list of objects becomes a table. All members that are objects
+/// themselves share one table, with a row for each object. If a row contains a list of objects,
+/// each object of that list becomes a column: the first member of the object names the column, and
+/// the last member is the value.
 void print_metrics(const ordered_json& metrics) {
   Table rows;
   for (const auto& [name, value] : metrics.items()) {
@@ -99,7 +101,8 @@ void print_metrics(const ordered_json& metrics) {
   rows.print();
 }
 
-// `kvlab bench replay`: times replays, and for comparison exact attention over the whole trace.
+// `kvlab bench replay`: times replays. For comparison, also times exact attention over the whole
+// trace.
 
 using nlohmann::ordered_json;
 
@@ -329,7 +332,8 @@ ordered_json attention(const Request& request) {
   return bench_attention(how);
 }
 
-/// The step of `bench link`: the model's bytes, and what its queries select.
+/// The decode step that `bench link` times: its context length, and how many tokens a query
+/// selects, in pages of how many tokens.
 RefetchSetup refetch_setup(const Request& request) {
   return {.context = request.context,
           .selected = request.selection.selected,

@@ -35,8 +35,8 @@ struct Request {
   CommonOptions common;
 };
 
-/// The end of an error message about a trace that an error left incomplete. "" if `out` has no
-/// shard or is a complete trace.
+/// If an error left an incomplete trace in `out`, returns the text that is appended to the error
+/// message. Returns "" if `out` has no shard or is a complete trace.
 std::string describe_unfinished(const std::string& out) {
   const std::filesystem::path folder = out;
   if (!std::filesystem::exists(folder / shard_name(0)) ||

@@ -52,7 +52,7 @@ void print_table(const Comparison& comparison) {
                                 : "");
     }
     fmt::print("{:<{}} {:>7}", brief_policy(row.policy), width, row.budget);
-    // "±" has two bytes, but takes one column.
+    // "±" has two bytes in UTF-8, but takes one column on the terminal.
     for (const auto& score : row.scores) {
       const std::string text = score ? average_text(*score) : "-";
       const std::size_t wide = text.find("±") == std::string::npos ? 0 : 1;

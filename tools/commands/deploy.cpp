@@ -212,7 +212,7 @@ int run(const Request& request) {
                            : fmt::format("How well {} predicts this model's end-to-end KL is not "
                                          "known; kvlab fidelity measures it.",
                                          ballot.metric->name));
-  std::string sources;  // needed to read the file again
+  std::string sources;  // generate needs them to read the policy file
   for (const std::string& source : request.caches.sources) sources += " --policy-source " + source;
   fmt::print(
       "\n{}: {} at {} tokens\nNext: kvlab generate --model DIR --prompt TEXT --policy-file {}{}\n",

@@ -119,13 +119,14 @@ CacheConfig read_deployed(const std::string& path, const CompiledPolicies& compi
   return file.cache;
 }
 
-/// The budget in tokens. The full cache has none.
+/// The budget in tokens. The full cache evicts nothing, so its cell shows the budget's text
+/// instead.
 std::string budget_cell(const EvalScore& score) {
   return score.config.evicts() ? std::to_string(score.budget_tokens) : score.config.budget_text();
 }
 
-/// The label of a configuration. The label of a plan by layer may be long, so it is cut, and the
-/// mean bits of the plan are added. eval.csv has the whole label.
+/// The label of a configuration. If the tier plan differs by layer and the label is long, the label
+/// is cut, and the mean bits of the plan are appended. eval.csv has the whole label.
 std::string short_label(const EvalScore& score) {
   constexpr std::size_t kLongest = 40;
   const std::string label = score.label();
@@ -148,7 +149,8 @@ std::vector<std::string> row_names(const std::vector<EvalScore>& scores) {
   return names;
 }
 
-/// The width of the column of names: that of its heading or of the longest name.
+/// The width of the column of names: the length of its heading or of the longest name, whichever is
+/// larger.
 std::size_t width_of(const std::vector<std::string>& names) {
   std::size_t width = std::string_view("policy").size();
   for (const std::string& name : names) width = std::max(width, name.size());
@@ -267,7 +269,7 @@ int run(const Request& request) {
     configs.push_back(read_deployed(request.policy_file, compiled, config, weights_xxh3));
 
   how.before = model.tokenizer.before();
-  // Special tokens at the beginning of a text do not count.
+  // --max-tokens does not count the special tokens that the tokenizer puts before a text.
   const std::size_t max_tokens = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
   std::vector<std::vector<std::int32_t>> texts;
   for (const std::string& path : request.texts)

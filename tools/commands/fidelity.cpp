@@ -71,7 +71,8 @@ void print_table(const Fidelity& fidelity) {
   }
 }
 
-/// The configurations whose budget fits every text. Throws if too few of them are left at a budget.
+/// Returns the configurations that can run on every text (protected tokens, for example, have to
+/// fit the budget). Throws if too few configurations are left at a budget.
 std::vector<CacheConfig> fitting(std::vector<CacheConfig> configs,
                                  const std::vector<EvalText>& texts, const CacheShape& model,
                                  const LeaveOut& leave_out) {

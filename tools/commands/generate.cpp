@@ -214,7 +214,8 @@ int run(const Request& request) {
       resolve(requested.cache.at_prompt(static_cast<std::uint32_t>(turns.front().size())), length,
               0, config.heads());
   find_features(cache, turns.front(), config.heads());
-  // With drafts, the text is the full cache's, and `cache` is the drafter's.
+  // With drafts, the model generates the text with the full cache, and `cache` is the cache of the
+  // drafter.
   const ResolvedConfig text_cache =
       request.has_drafts() ? resolve({}, length, 0, config.heads()) : cache;
   const std::string too_long =
@@ -241,7 +242,8 @@ int run(const Request& request) {
     }));
     if (!json) fmt::print("\n");
   }
-  std::fflush(stdout);  // so that messages about the text come after it if both go to one file
+  std::fflush(
+      stdout);  // so that the text precedes the messages about it if both streams go to one file
   if (json) {
     ordered_json result = to_json(answers, text_cache, *decoder, conversation,
                                   backend->rounding().value_or(Dtype::f32));

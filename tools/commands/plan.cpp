@@ -33,7 +33,7 @@ struct Request {
   std::string budget;
   std::string centre, centre_out, out;
   bool confirm = false;
-  std::string model;               // for --confirm, as are `texts` and `max_tokens`
+  std::string model;               // this member and the next two are for --confirm
   std::vector<std::string> texts;  // paths
   std::uint32_t max_tokens = 1024;
   CommonOptions common;
@@ -57,8 +57,8 @@ void check_centre_out(const std::string& path) {
   }
 }
 
-/// Whether only a centre file is requested, and no plan. Throws std::invalid_argument for options
-/// that such a file does not depend on.
+/// Whether the user requests only a centre file, and no plan. If so, throws std::invalid_argument
+/// for options that have no effect on a centre file.
 bool is_only_centre(const Request& request, const GivenOptions& given) {
   if (request.centre_out.empty() || given.has("budget") || given.has("out")) return false;
   given.refuse({"formats", "centre", "queries", "metric", "confirm", "model", "text", "max-tokens",
@@ -164,7 +164,7 @@ std::string loss_text(const PlanLoss& loss) {
   return fmt::format("{} ± {}", number_text(loss.value), number_text(loss.standard_error));
 }
 
-/// One line for each run of layers with equal formats.
+/// Prints one line for each group of consecutive layers that have the same formats.
 void print_layers(const FormatPlan& plan) {
   const TierPlan& tier_plan = plan.plan.tier_plan;
   const auto format_of = [&](std::size_t layer) {
@@ -182,7 +182,8 @@ void print_layers(const FormatPlan& plan) {
   }
 }
 
-/// The text on the right of `columns` columns. "±" has two bytes, but takes one column.
+/// Pads the text with spaces on the left to a width of `columns` columns. "±" has two bytes in
+/// UTF-8, but takes one column.
 std::string right_aligned(const std::string& text, std::size_t columns) {
   const bool has_sign = text.find("±") != std::string::npos;
   return fmt::format("{:>{}}", text, columns + has_sign);
@@ -194,8 +195,8 @@ struct Confirmation {
   std::vector<std::vector<std::int32_t>> texts;
 };
 
-/// Loads them before the plan is made, so that a wrong model or text is refused at once. Null
-/// without --confirm.
+/// Loads the model and the texts of --confirm. This happens before the plan is made, so that a
+/// wrong model or text is refused at once. Returns nullopt without --confirm.
 std::optional<Confirmation> load_confirmation(const Request& request, const TraceReader& trace) {
   if (!request.confirm) return std::nullopt;
   Confirmation loaded{load_eval_model(request.model, request.common), {}};
@@ -219,7 +220,7 @@ void confirm(const Request& request, const Confirmation& with, FormatPlan& plan)
   how.threads = request.common.threads;
   how.progress = progress_bar("confirm");
   const auto measure = [&](FormatChoice& choice) {
-    if (!choice.tier_plan.is_quantized()) {  // the full cache itself
+    if (!choice.tier_plan.is_quantized()) {  // this choice is the full cache
       choice.measured = {0, 0};
       return;
     }
@@ -292,7 +293,7 @@ void write_centre(const Request& request, std::span<const TraceReader* const> tr
   const OutputClaim claim(request.centre_out);
   const CentreConstants centre = mean_centres(traces);
   write_centre_file(request.centre_out, centre);
-  if (!request.out.empty()) return;  // the plan's own text follows
+  if (!request.out.empty()) return;  // then the text about the plan follows
   if (request.common.json)
     print_json({{"centre_file", request.centre_out},
                 {"layers", centre.layers.size()},

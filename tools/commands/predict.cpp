@@ -49,7 +49,7 @@ double parse_size(const std::string& name, const std::string& text) {
     if (const Budget budget = parse_budget(text); budget.bytes > 0)
       return static_cast<double>(budget.bytes);
   } catch (const std::invalid_argument&) {
-    // The message below says what is right here.
+    // The error below says what is accepted here: a size, and not any budget.
   }
   throw std::invalid_argument(
       fmt::format("--{}: '{}' should be a size, such as 40GiB or 24000MiB", name, text));
@@ -104,7 +104,7 @@ void add_options(OptionTable& table, Request& request) {
   add_json_option(table, request.json);
 }
 
-/// The buffers of --fetch-rate.
+/// One buffer for each value of --fetch-rate.
 std::vector<BufferChoice> given_buffers(const Request& request) {
   const std::uint32_t twice = 2 * request.selection.selected;
   std::vector<BufferChoice> buffers;
@@ -115,8 +115,9 @@ std::vector<BufferChoice> given_buffers(const Request& request) {
   return buffers;
 }
 
-/// Adds the buffers of a run and, unless the options give another, its selection. A buffer has the
-/// same ratio to the selection as in the run.
+/// Adds the buffers of the run of --run. Uses the run's selection (how many tokens a query selects,
+/// and the page size) unless the options give another one. If they do, each buffer is scaled, so
+/// that its ratio to the selection stays that of the run.
 void add_run(PredictRequest& made, const Request& request) {
   const Run run = load_run(request.run);
   if (run.info.refetch.empty())
@@ -158,7 +159,7 @@ PredictRequest predict_request(const Request& request) {
 
 std::string percent_text(double share) { return fmt::format("{:.3g}%", 100 * share); }
 
-/// "977 (1.34x)": a rate, and its ratio to the full cache's.
+/// "977 (1.34x)": a rate, and its ratio to the rate of the full cache.
 std::string rate_cell(double rate, const FullPrediction* full) {
   if (!full) return number_text(rate);
   return fmt::format("{} ({:.2f}x)", number_text(rate), rate / full->rate);

@@ -54,8 +54,8 @@ void check(Request& request, const GivenOptions& given) {
   request.given = given;
 }
 
-/// Checks options when the processes of a replay already work together, so that only one of them
-/// reports an error.
+/// Checks options after the processes of a replay (under mpirun) have connected to each other, so
+/// that only one process reports an error.
 void check_together(const Request& request) {
   const GivenOptions& given = *request.given;
   given.require("out", "--out RUN, a new directory");
@@ -164,8 +164,8 @@ std::string full_losses_text(const MetricTable& metric_table, const MetricInfo& 
 }
 
 /// Prints results of one model, to which `trace` belongs: the deciding metric, the metrics of
-/// --show, then the recommendations. Returns the decisive budget. `tokens`: number of scored
-/// tokens.
+/// --show, then the recommendations. Returns the budget that the next command should use (see
+/// decisive_budget()), or "" if there is no recommendation. `tokens`: number of scored tokens.
 std::string print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows,
                           const std::vector<std::string>& show, std::uint64_t tokens) {
   const MetricTable metric_table(rows);
@@ -225,8 +225,8 @@ std::string text_without_eviction(const Run& run) {
   return text + losses;
 }
 
-/// Prints which sizes of the device buffer keep the fetches of lru below some shares, for the
-/// traces of one model.
+/// For the traces of one model, prints how large the device buffer has to be for some fetch rates
+/// of lru.
 void print_lru_curve(const Run& run, const std::map<std::string, std::string>& model_of,
                      const std::string& model) {
   std::vector<LruPoint> curve;
@@ -267,7 +267,7 @@ void print_table(const Run& run, const std::string& out, const std::vector<std::
   if (evicts && !show.empty() && std::ranges::any_of(run.rows, bounds))
     fmt::print("oracle_topk is a bound for recall and misses only, so its errors are not shown.\n");
   fmt::print("{}: {} values of all metrics (--show all prints them)\n", out, run.rows.size());
-  // Engines that deploy a policy.json evict for good.
+  // Not for runs with refetch, because an engine that reads a policy.json evicts for good.
   if (!budget.empty() && models.size() == 1 && run.info.refetch.empty())
     fmt::print("Next: kvlab deploy {} --budget {} --out policy.json\n", out, budget);
   fmt::print("Next: kvlab report {} --out report.html\n", out);

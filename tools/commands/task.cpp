@@ -274,7 +274,7 @@ std::vector<std::string_view> tasks_with_rows(const TaskRequest& request) {
   return tasks;
 }
 
-/// The metric that the table shows as right answers.
+/// The metric from which the table takes its share of right answers.
 std::string_view accuracy_metric(const TaskRequest& request) {
   return request.spec.kind == TaskKind::ruler ? "string_match" : "exact_match";
 }

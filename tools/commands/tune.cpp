@@ -185,7 +185,7 @@ std::uint32_t budget_in_tokens(const Request& request, std::uint32_t length,
   return request.budget.resolve(length, head_size, request.budget.is_even() ? min_token_bytes : 0);
 }
 
-/// The variants that fit every text.
+/// The variants that can run on every text.
 std::vector<CacheConfig> fitting_sweep(const Request& request, const std::vector<EvalText>& texts,
                                        const CacheShape& heads, std::uint32_t head_size,
                                        const CompiledPolicies& compiled) {

@@ -171,7 +171,8 @@ int run(const Request& request) {
   if (!request.policy_file.empty()) file = read_policy_file(request.policy_file, compiled);
   auto sweep = file ? std::vector{file->cache}
                     : sweep_of(request.caches, compiled, report_omissions("verify"));
-  // The model on the CPU. It decodes or, with another device, gives the logits to compare with.
+  // The model on the CPU. With --device cpu it decodes. With another device it only computes the
+  // logits to which that device's logits are compared.
   std::optional<Model> model;
   if (device == Device::cpu || request.checks_logits) model = Model::load(request.model, threads);
   const auto backend = device == Device::cpu ? cpu_backend(*model, threads)

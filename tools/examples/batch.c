@@ -2,8 +2,8 @@
  * appended in chunks between decode steps; a decode step is one CUDA graph. One request is aborted
  * in the middle of its prompt, one is preempted and continued later, and two share a prefix. The
  * model has two layers of attention with random weights: a table has q, k and v of each token, and
- * the index of the largest output is the next token. Every request is then served alone. Exit
- * status 1 means that its text differs. */
+ * the index of the largest output is the next token. Then every request is served alone. The
+ * program exits with 1 if a request gets another text than in the batch. */
 #include <kvlab.h>
 #include <math.h>
 #include <string.h>

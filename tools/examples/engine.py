@@ -6,9 +6,9 @@ graph. Some requests share a prefix, whose attention is computed once. If no blo
 the host and swapped in again later. The model has the shape of Llama 3 8B and random weights.
 
 Then each request is served alone, and its prefix is computed again. The script exits with 1 if a request then gets
-other tokens than in the batch. This happens in bfloat16: the batch determines how attention is divided among
-multiprocessors, which changes the last bits of the logits, and with random weights two tokens often have nearly the
-same logit. In float32 all tokens are equal.
+other tokens than in the batch. This happens in bfloat16. The batch determines how attention is divided among
+multiprocessors, which changes the last bits of the logits. With random weights, two tokens often have nearly the same
+logit, so these bits decide. In float32 all tokens are equal.
 
     KVLAB_CUDA=1 pip install . torch && python3 tools/examples/engine.py
 """
@@ -38,7 +38,8 @@ class Request:
     swapped: dict | None = None
 
     def chunk(self, limit):
-        """The next part of its prompt to append: first the whole prefix, then at most `limit` tokens at a time."""
+        """Returns the next part of the prompt to append: first the whole prefix, then at most `limit` tokens at a
+        time."""
         if self.fed < len(self.prefix):
             return self.prefix
         begun = self.fed - len(self.prefix)
@@ -81,8 +82,8 @@ class Model:
 
 
 class Engine:
-    """Decodes up to `rows` requests together, one in each row of the cache. One more row holds a shared prefix. The
-    slots of a row are in blocks of the pool."""
+    """Decodes up to `rows` requests together. Each request has one row of the cache, and one more row holds a shared
+    prefix. The slots of a row are in blocks of the pool."""
 
     def __init__(self, model, policy, rows, budget, chunk, blocks):
         self.type = kvlab.TYPES[str(model.dtype).removeprefix("torch.")]
@@ -173,7 +174,7 @@ class Engine:
             self.tokens.copy_(logits.float().argmax(-1))
 
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())  # which may still be filling the buffers
+        stream.wait_stream(torch.cuda.current_stream())  # that stream may still be filling the buffers
         with torch.cuda.stream(stream):
             step()  # all rows are idle; this initialises libraries before the capture
         stream.synchronize()
@@ -256,11 +257,11 @@ class Engine:
         request.row = -1
 
     def read(self, request, share):
-        """Appends one chunk of its prompt. Returns False if too few blocks are free."""
+        """Appends the next chunk of a request's prompt. Returns False if too few blocks are free."""
         tokens = request.chunk(self.chunk)
         shared = share and request.fed == 0 and bool(request.prefix)
         stays = min(request.fed, self.budget - 1)
-        if shared:  # the prefix's row starts empty, and compaction leaves it unchanged
+        if shared:  # empties the prefix's row; compaction writes to the request's row instead
             self.lengths[:, self.rows] = 0
             self.next_slots[:, self.rows] = 0
         if shared and self.prefix != tokens:

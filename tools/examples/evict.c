@@ -51,9 +51,9 @@ static uint32_t longest_of(const uint32_t* kept, uint32_t count, uint32_t next, 
   return longest;
 }
 
-/* Makes the caches: of BUDGET tokens or, if `tiers` is not 0, with the tiers of `tier_plan`. */
+/* Makes the caches. Each has BUDGET slots or, if `tiers` is not 0, the tiers of `tier_plan`. */
 static kvlab_kv_cache* make(const kvlab_policy* policy, const kvlab_tier* tier_plan, int tiers) {
-  static const float still[DIM / 2]; /* RoPE without rotation */
+  static const float still[DIM / 2]; /* frequencies of 0, so RoPE rotates nothing */
   const kvlab_rope rope = {still, DIM, 1};
   const kvlab_layer layer = {0, 0.125f, 0, NULL, NULL};
   const uint32_t tokens = tiers ? tier_plan[0].slots + tier_plan[1].slots : BUDGET;

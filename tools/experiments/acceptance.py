@@ -27,7 +27,7 @@ BUDGETS = ["5%", "10%", "20%", "35%", "50%"]
 TIER_PLANS = ["16", "16:16t,4:100%"]
 SAMPLES = 4
 DRAFT = 4
-BARS = {True: 0.03, False: 0.06}  # whether the measured acceptance is at least 0.8: the largest error
+BARS = {True: 0.03, False: 0.06}  # largest error, if the measured acceptance is at least HIGH (True) or lower (False)
 HIGH, CORRELATION = 0.8, 0.9
 
 
@@ -81,8 +81,8 @@ def errors_of(predicted, measured):
 
 
 def is_met(predicted, measured):
-    """Two booleans for one cell: whether it meets the bar of the error, and whether it meets the bar of the
-    correlation."""
+    """Two booleans for one tier plan and budget: whether all errors are at most BARS, and whether the correlation is at
+    least CORRELATION."""
     errors = all(error <= BARS[value >= HIGH] for error, value in errors_of(predicted, measured))
     return errors, correlation(predicted, measured) >= CORRELATION
 
@@ -92,7 +92,8 @@ def correlation(predicted, measured):
 
 
 def by_budget(results, texts):
-    """A row for each tier plan and budget: how far the predictions are from acceptance on `texts`, at the first token."""
+    """Returns a row for each tier plan and budget. It compares the predicted and the measured acceptance of the first
+    drafted token on `texts`."""
     measured, lines = results.measured[texts]["acceptance_depth_1"], []
     for (tier_plan, budget), own in measured.items():
         predicted = results.predicted[tier_plan, budget]

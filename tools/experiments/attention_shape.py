@@ -23,7 +23,8 @@ Eviction can work because attention is uneven. This page measures how uneven it 
 
 
 def measures(attention):
-    """Sparsity, share of the first 5% and 20%, slope and persistence of one head's [query, key] probabilities."""
+    """Computes the measures of the page from one head's probabilities [query, key]. Returns sparsity, the share of the
+    mass that the top 5% of tokens have, the share that the top 20% have, slope, and persistence."""
     tokens = len(attention)
     rows = numpy.arange(1, tokens + 1)
     seen = numpy.tri(tokens, dtype=bool)
@@ -34,8 +35,8 @@ def measures(attention):
     slope = numpy.polyfit(numpy.log(rows[:fifth]), numpy.log(mass[:fifth] + 1e-12), 1)[0]
     half = tokens // 2
     early, late = attention[:half, :half].sum(axis=0), attention[half:, :half].sum(axis=0)
-    # Divides both sums by the number of queries that could see the token, because more queries of the first half saw an
-    # old token.
+    # Divides each token's sum over the first half by the number of queries that could see the token, because an older
+    # token was seen by more of these queries. All queries of the second half could see these tokens.
     early /= half - numpy.arange(half)
     important, was = late > late.mean(), early > early.mean()
     lasting = (important & was).sum() / max(1, important.sum())

@@ -71,7 +71,8 @@ def simulate(experiment):
 
 
 def windows(experiment, folder, tokens, max_windows):
-    """Files with enough characters for `tokens` tokens, cut from the texts in turn."""
+    """Cuts the texts into windows with enough characters for `tokens` tokens, and writes at most `max_windows` of them
+    to files. Returns the paths."""
     length = 6 * tokens
     files = []
     cuts = [
@@ -103,7 +104,8 @@ def blocks_by_text(experiment, files, policies, budget, seed, tokens):
 
 
 def samples_of(texts, mixture, resamples):
-    """Yields samples: lists of (text, first block, blocks) of different texts, with random first blocks."""
+    """Yields samples. A sample is a list of (text, first block, number of blocks). The texts are random and different,
+    the first blocks are random, and the lengths are those of `mixture`."""
     chosen = random.Random(1)
     for _ in range(resamples):
         places = []
@@ -139,7 +141,8 @@ def significant(a, b, mixture, resamples):
 
 
 def between_of(found):
-    """Medians over pairs: the variance between texts over that within a block, and the skewness of texts."""
+    """Medians over pairs of policies: the variance between texts divided by the variance within a block, and the
+    skewness of the texts' means."""
     ratios, skews = [], []
     for first, second in itertools.combinations(found, 2):
         texts = [numpy.subtract(x, y) for x, y in zip(found[first], found[second])]

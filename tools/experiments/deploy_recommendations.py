@@ -30,7 +30,7 @@ def run_json(experiment, command, *options):
 
 
 def candidates(experiment):
-    """The policies that the engine runs and that need no feature of a text, and variants with `once` and `every`."""
+    """Returns the policies that the engine runs without stored token features, and variants with `once` and `every`."""
     names = [one["name"] for one in experiment.policies() if one["name"] not in ("full", "feature")]
     names = [name for name in names if experiment.refusal(name) is None]
     return [*names, "h2o:once", "lru:once", "h2o:every=16", "window:every=64", "lru:every=2"]
@@ -41,9 +41,9 @@ def key_of(entry):
 
 
 def judge(recommendation, evaluation, budget):
-    """Returns the name of the chosen policy, by which share its end-to-end KL exceeds the lowest KL (0 if the
-    difference is not significant), the number of agreeing pairs, and the number of pairs. Pairs: the choice and each
-    policy that `deploy` finds significantly worse."""
+    """Returns four values: the name of the chosen policy; by which share its end-to-end KL exceeds the lowest KL (0 if
+    the difference is not significant); the number of pairs on which `deploy` and the evaluation agree; and the number
+    of pairs. A pair is the choice and a policy that `deploy` finds significantly worse."""
     ranking = [one for one in recommendation["evidence"]["ranking"] if not one["over_budget"]]
     made = next(one for one in evaluation["recommendations"] if one["budget"] == str(budget))
     order = list(zip(made["order"], made["configurations"]))

@@ -72,8 +72,8 @@ class Experiment:
     def kvlab(self, command, *options, table=None, device=None):
         """Runs `kvlab command`. Returns the rows of the table that it wrote, as dictionaries, or the output's path.
 
-        `device`: the value of --device. None: the value that the script got; "": none, for commands without the option.
-        The output is named after a hash of the words, so a repeated command finds its result.
+        `device`: the value of --device. None: the value of the script's own --device. "": no option, for commands that
+        do not have it. The output is named after a hash of the words, so a repeated command finds its result.
         """
         options = [*map(str, options)]
         if device or (device is None and self.arguments.device):
@@ -116,7 +116,7 @@ class Experiment:
         self.python(f"feature {name}", "features", trace, "--feature", name, "--model", self.model)
 
     def add_gradients(self, trace, samples):
-        """Adds samples of gradients to a finished trace with the Python package, unless it has them from a kept result."""
+        """Adds samples of gradients to a finished trace with the Python package, unless an earlier run added them."""
         added = trace.with_name(trace.name + ".gradients")
         if not added.exists():
             self.python("gradients", "sensitivities", trace, "--model", self.model, "--samples", samples)

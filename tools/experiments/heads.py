@@ -47,9 +47,9 @@ DENSITIES = [0.25, 0.5, 0.75]
 METHODS = ["oracle", "static", "predicted"]
 GRANULARITIES = ["query heads", "KV heads"]
 BLOCK = 64  # tokens of a block of an interval
-FIRST_LEARNT = 64  # position of the first query of a passage that is learnt from
+FIRST_LEARNT = 64  # the predictors learn from the queries of a passage from this position on
 PENALTIES = [1e-3, 1e-2, 1e-1, 1, 10]  # of the ridge regression, relative to the inputs' mean variance
-RECALL_WANTED = 0.95  # of predicted KV heads at half of the heads, for a kernel
+RECALL_WANTED = 0.95  # a kernel is worthwhile if the prediction of half of the KV heads has this recall
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -64,7 +64,8 @@ def gram_of(outputs, projection):
 
 
 def by_kv_head(gram, kv_heads):
-    """The inner products of the sums over the query heads of each KV head."""
+    """Sums the outputs of the query heads of each KV head. Returns the inner products [query, kv_head, kv_head] of
+    these sums."""
     queries, heads, _ = gram.shape
     return gram.reshape(queries, kv_heads, heads // kv_heads, kv_heads, -1).sum((2, 4))
 
@@ -80,8 +81,8 @@ def ranks_of(scores):
 
 def kept_share(norms, scores, count):
     """Returns, for each query, the share of the norms that the `count` heads with the highest scores have. A count of
-    2.25 gives the third head the weight 0.25. On average this is two heads at three of four queries, and three at the
-    fourth."""
+    2.25 gives the third head the weight 0.25. On average this equals keeping two heads at three of four queries, and
+    three heads at the fourth."""
     weights = (count - ranks_of(scores)).clamp(0, 1)
     return (weights * norms).sum(-1) / norms.sum(-1)
 
@@ -106,14 +107,14 @@ def left_out(gram, scores, count):
 def counts_by_layer(norms, density):
     """How many heads each layer keeps if the share `density` of all heads is kept. These are the counts with which the
     best heads of each query keep the largest part of `norms` [layer, query, head]."""
-    gains = norms.sort(-1, descending=True).values.mean(1)  # [layer, head], of one head more
+    gains = norms.sort(-1, descending=True).values.mean(1)  # [layer, head]: what one more head adds
     kept = gains.flatten().topk(round(density * gains.numel())).indices
     return torch.bincount(kept // gains.shape[1], minlength=len(gains)).tolist()
 
 
 class Ridge:
-    """A ridge regression of `targets` [query, head] on `inputs` [query, dim]. The penalty is the one with the least error
-    on the last fifth, if the regression is fitted to the rest."""
+    """A ridge regression of `targets` [query, head] on `inputs` [query, dim]. The penalty is chosen by fitting to the
+    first four fifths of the queries: it is the one with the lowest error on the last fifth."""
 
     def __init__(self, inputs, targets):
         inputs, targets = inputs.double(), targets.double()
@@ -123,7 +124,7 @@ class Ridge:
         self.solve(inputs, targets, [PENALTIES[errors.argmin()]])
 
     def solve(self, inputs, targets, penalties):
-        """One regression for each penalty."""
+        """Fits one regression for each penalty."""
         self.centre, self.mean = inputs.mean(0), targets.mean(0)
         rows = inputs - self.centre
         products = rows.T @ rows
@@ -131,7 +132,7 @@ class Ridge:
         self.weights = torch.stack([torch.linalg.solve(products + penalty * size, rows.T @ (targets - self.mean)) for penalty in penalties])
 
     def __call__(self, inputs):
-        """[penalty, query, head]"""
+        """Returns predictions [penalty, query, head]."""
         return (inputs.double() - self.centre) @ self.weights + self.mean
 
 
@@ -140,10 +141,10 @@ class Ridge:
 
 @dataclasses.dataclass
 class LayerOutputs:
-    """One layer at some queries of traces."""
+    """What is known of one layer at some queries of traces."""
 
     previous: torch.Tensor  # [query, query_heads * dim]: the queries of the layer before, before RoPE; none in the first
-    gram: torch.Tensor  # of its query heads, divided by the squared norm of the residual stream
+    gram: torch.Tensor  # of the query heads' outputs, divided by the squared norm of the residual stream
 
 
 def outputs_of(trace, layer, projection, first):
@@ -172,7 +173,8 @@ def joined(traces, layer, projection, first):
 
 
 class Choice:
-    """How heads are chosen at one granularity. `layers`: LayerOutputs of each layer, from which it learns."""
+    """Chooses heads, at one granularity. `layers`: the LayerOutputs of each layer, from which it learns which heads
+    have large outputs."""
 
     def __init__(self, layers, kv_heads):
         self.kv_heads = kv_heads  # 0: heads are query heads
@@ -233,7 +235,7 @@ def projections_of(model):
 
 
 class Continuation:
-    """The tokens of a text after a prompt, through a transformers model."""
+    """Runs a transformers model over the tokens of a text that follow a prompt."""
 
     def __init__(self, model, ids, prompt):
         self.model, self.ids = model, torch.tensor(ids.tolist(), device=DEVICE)[None]
@@ -249,7 +251,7 @@ class Continuation:
         return torch.log_softmax(logits.double(), dim=-1)
 
     def kl(self, keep):
-        """Returns the KL to the model with all heads for each token."""
+        """Returns, for each token, the KL to the model with all heads."""
         with leaving_out(self.model, keep):
             own = self.log_probabilities()
         return (self.full.exp() * (self.full - own)).sum(-1)
@@ -264,7 +266,7 @@ def blocks(values):
 
 
 def mean_over(texts):
-    """The mean over texts of the blocks' values with its interval, as kvlab.Difference."""
+    """Returns the mean of the blocks' values over the texts, with its interval, as a kvlab.Difference."""
     return kvlab.difference(texts, [[0.0] * len(numpy.atleast_1d(text)) for text in texts])
 
 
@@ -276,14 +278,15 @@ def shown(found):
 
 
 def tokens_of_equal_bytes(tokens, prompt, density):
-    """The budget with which an evicting cache reads, on average over the tokens after the prompt, the share `density`
-    of what the full cache reads."""
+    """Returns a budget. With it, an evicting cache reads the share `density` of what the full cache reads, averaged
+    over the tokens after the prompt."""
     full = numpy.arange(prompt, tokens) + 1
     return min(range(1, tokens + 1), key=lambda budget: abs(numpy.minimum(full, budget).sum() - density * full.sum()))
 
 
 def step_of_8b():
-    """Reads {column: (attention, all parts)}, in ms of a decode step, from the table of parts in the measurements."""
+    """Returns {column: (time of attention, time of all parts)} of a decode step, in ms, from the table of parts in the
+    measurements."""
     page = ROOT / "docs/internals/measurements/decode.md"
     lines = page.read_text().split("\n## A decode step\n")[-1].split("\n## ")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
@@ -334,7 +337,8 @@ class Study:
         return found
 
     def measured(self, name, method, measure, layers):
-        """Returns measure(gram, scores, layer) [query] for each [text][layer]."""
+        """Calls measure(gram, scores, layer), which returns a value for each query. Returns the values
+        [text][layer][query]."""
         choice = self.choices[name]
         found = []
         for seen in self.seen:
@@ -347,12 +351,12 @@ class Study:
         return found
 
     def shares(self, name, method, density):
-        """Returns values [text][layer][query], with the same share of heads in every layer."""
+        """Returns the kept shares [text][layer][query], if every layer keeps the same share of heads."""
         count = density * self.choices[name].static.shape[1]
         return self.measured(name, method, lambda gram, scores, _: kept_share(norms_of(gram), scores, count), self.layers)
 
     def recalls(self, name, method, counts):
-        """Returns values [text][layer][query] of the layers that have a choice, except the first layer."""
+        """Returns the recalls [text][layer][query] of the layers that leave out some heads, except the first layer."""
         heads = self.choices[name].static.shape[1]
         layers = [layer for layer in self.layers[1:] if 0 < counts[layer] < heads]
         return self.measured(name, method, lambda gram, scores, layer: recall(norms_of(gram), scores, counts[layer]), layers)
@@ -361,7 +365,7 @@ class Study:
         return self.measured(name, method, lambda gram, scores, layer: left_out(gram, scores, counts[layer]), self.layers)
 
     def kl(self, name, method, counts):
-        """[text][token]"""
+        """Returns the KL [text][token]."""
         choice = self.choices[name]
         group = self.traces[0].query_heads // self.traces[0].kv_heads
 
@@ -373,7 +377,7 @@ class Study:
         return [text.kl(keep) for text in self.continuations]
 
     def bytes_read(self, name, method, counts):
-        """The share of the KV heads that are read."""
+        """Returns the share of the KV heads that are read."""
         kv_heads = self.traces[0].kv_heads
 
         def read(gram, scores, layer):
@@ -424,7 +428,7 @@ def layer_table(study, name):
 
 
 def left_out_rows(study, name):
-    """{(method, density): (line of the table, recall, residual error)}"""
+    """Returns {(method, density): (line of the table, recall, residual error)}."""
     found = {}
     for density in DENSITIES:
         for method in METHODS:
@@ -466,7 +470,8 @@ def h2o_rows(study):
 
 
 def conclusion(heads, tokens):
-    """Whether a kernel that leaves out KV heads would pay. `heads`, `tokens`: rows of the table at half of the heads."""
+    """Says whether a kernel that leaves out KV heads is worthwhile. `heads`, `tokens`: the rows of the table at half of
+    the heads."""
     (_, right, error), (_, other) = heads, tokens
     is_predictable, is_better = right.mean >= RECALL_WANTED, error.mean < other.mean
     return (

@@ -15,7 +15,8 @@ import sys
 from experiment import Experiment, Refused, checkout_path, main, tier_plan_of
 from leaderboard_page import ACCURACY, COLUMNS, DIFFERS, PREDICTS, RULER, SPEED, key_of, page, read_rows
 
-# Name on the page, and words of the command. A task of which the full cache answers fewer than ENOUGH is left out.
+# Name on the page, and words of the command. A task is left out if the full cache answers less than the share ENOUGH of
+# its questions.
 TASKS = {
     "pass key": ["passkey"],
     "needle": ["needle", "--kind", "single"],
@@ -23,9 +24,9 @@ TASKS = {
     **{name: ["ruler", "--tasks", name] for name in RULER},
 }
 ENOUGH = 0.8
-CHECKED = 24  # questions of each task by which this is decided
-DEPTHS = ["10%", "50%", "90%"]  # of the answer in a text of words
-MAX_SPEED_TOKENS = 8192  # of a sequence whose decode speed is measured
+CHECKED = 24  # number of questions of each task by which this is decided
+DEPTHS = ["10%", "50%", "90%"]  # where the answer is in the text
+MAX_SPEED_TOKENS = 8192  # length of the sequences whose decode speed is measured
 QUICK_TASKS = ["pass key", "niah_single_1", "fwe"]  # these fit into few tokens
 # The policies of the table that shows which metric predicts KL.
 FEW = "window,sink,lru,h2o,streaming_h2o,tova,snapkv:once=no:smooth=0,a2sf,h2o_mean,roco"
@@ -37,7 +38,7 @@ def clopper_pearson(right, count):
     def at_most(k, p):  # probability of k or fewer right answers
         return sum(math.comb(count, i) * p**i * (1 - p) ** (count - i) for i in range(k + 1))
 
-    def where(holds):  # the end of [0, p] in which `holds`, by bisection
+    def where(holds):  # the largest p up to which `holds` is true, by bisection
         low, high = 0.0, 1.0
         for _ in range(50):
             middle = (low + high) / 2
@@ -100,7 +101,7 @@ class Board:
             predicted = pool.submit(self.predictors)
             losses = {(share, plan): pool.submit(self.evaluate, share, plan) for plan in self.plans for share in self.memory}
             self.shares = shares.result()  # {task: line of the full cache}
-            # The bundled model of a quick run answers hardly any question.
+            # A quick run keeps all tasks, because its bundled model answers hardly any question.
             self.tasks = [task for task, line in self.shares.items() if experiment.arguments.quick or line["value"] >= ENOUGH]
             answers = self.submit_answers(pool)
             for (share, plan), job in losses.items():
@@ -197,7 +198,7 @@ class Board:
             return {}
         tasks = QUICK_TASKS if self.experiment.arguments.quick else [*TASKS]
         ruler = [task for task in tasks if task in RULER]
-        # One command has all of RULER's tasks, so that the model is loaded once.
+        # One command answers all of RULER's tasks, so that the model is loaded once.
         rows = self.answer(["ruler", "--tasks", ",".join(ruler)], self.questions(ruler[0], CHECKED), ["full"], ["100%"], "16")
         found = {row["task"]: row for row in rows}
         for task in tasks:
@@ -219,7 +220,7 @@ class Board:
         return [self.answer_line(task, count, row) for row in rows if row["policy"] != "full" or is_first]
 
     def pool_tasks(self):
-        """Adds the accuracy over all tasks of each configuration that has all of them."""
+        """For each configuration that answered all tasks, adds the accuracy over all of them."""
         pooled = {}
         for line in self.lines:
             if line["metric"].removeprefix(ACCURACY) in self.tasks:
@@ -304,7 +305,7 @@ class DecodeSpeed:
 
 
 def tiers_of(word):
-    """A tier plan as text, also if it is given as @FILE of `kvlab plan`."""
+    """Returns a tier plan as text. `word`: the plan, or @FILE with a file of `kvlab plan`."""
     if not word.startswith("@"):
         return word
     try:

@@ -79,8 +79,8 @@ class Sequence:
 
     def error(self, output, nets=None, some=None):
         """Returns, for each query, the squared error of the attention output after W_o, divided by the squared norm of
-        the exact output. `output`: W_o [query_heads, dim, hidden]. `nets`: the nets that stand for evicted tokens;
-        None: no nets. `some`: the queries to use; None: all."""
+        the exact output. `output`: W_o [query_heads, dim, hidden]. `nets`: the nets that replace evicted tokens; None:
+        no nets. `some`: the queries to use; None: all."""
         rows = torch.arange(len(self.queries), device=DEVICE) if some is None else some
         positions = self.queries[rows]
         query, scale = self.query[:, positions], self.key.shape[-1] ** -0.5
@@ -129,7 +129,7 @@ class Study:
         self.layers = sorted({count // 8, count // 2, count - 2})
 
     def traces(self, texts, count):
-        """Up to `count` traces, each of a part of a text. The parts are taken from the texts in turn."""
+        """Captures up to `count` traces, each of a part of a text. The parts are taken from the texts in turn."""
         found, length = [], 6 * self.tokens
         whole = [pathlib.Path(text).read_text(errors="ignore") for text in texts]
         starts = range(3000, max(map(len, whole)), length)
@@ -143,7 +143,7 @@ class Study:
         return found
 
     def output(self, layer, trace):
-        """W_o [query_heads, dim, hidden] of a checkpoint in one file."""
+        """Reads W_o [query_heads, dim, hidden] of a layer from a checkpoint that consists of one file."""
         file = numpy.memmap(f"{self.experiment.model}/model.safetensors", mode="r")
         start = 8 + int.from_bytes(file[:8].tobytes(), "little")
         entry = json.loads(file[8:start].tobytes())[f"model.layers.{layer}.self_attn.o_proj.weight"]

@@ -51,10 +51,10 @@ in PyTorch with an attention to which these differences are added one after anot
   three differences, so it should equal the column "llama.cpp".
 """
 FORMATS = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "q8_0/q4_0"]
-# The three differences, in the order in which they are added.
+# The columns of the second table: each has one more of the three differences.
 STEPS = {"as kvlab": [], "channels": ["channels"], "prompt": ["channels", "prompt"], "query": ["channels", "prompt", "query"]}
 KEPT = 1000  # most probable tokens of the 16-bit cache
-ASKED = 4000  # most probable tokens of the quantized cache, among which those are looked up
+ASKED = 4000  # most probable tokens of the quantized cache; those of the 16-bit cache are looked up in them
 SAMPLES = 4  # of the gradients
 ROTATION = "LLAMA_ATTN_ROT_DISABLE"
 
@@ -98,7 +98,7 @@ class Llama:
     def top(self, ids, count):
         """Returns {token: log-probability} for the `count` most probable tokens after `ids`."""
         request = {"prompt": ids, "n_predict": 1, "logprobs": count, "cache_prompt": True, "temperature": 1.0, "samplers": []}
-        for seed in range(100):  # without probabilities if the sampled token ends the text
+        for seed in range(100):  # a seed whose sampled token ends the text gives no probabilities
             answer = self.server.handle_completions(request | {"seed": seed})
             answer = json.loads(answer) if isinstance(answer, str) else answer
             if answer["timings"]["cache_n"] + answer["timings"]["prompt_n"] != len(ids):
@@ -120,7 +120,7 @@ def rotation(enabled):
 
 def divergence(full, own):
     """KL of two distributions over the tokens of `full`, with all other tokens taken together."""
-    lowest = min(own.values())  # of a token that is not among the asked ones
+    lowest = min(own.values())  # for tokens that are not in `own`
     found = [own.get(token, lowest) for token in full]
     p, q = (np.exp(np.array(list(logs), np.float64)) for logs in (full.values(), found))
     total = float(np.sum(p * np.log(p / q)))
@@ -129,7 +129,7 @@ def divergence(full, own):
 
 
 def distributions(path, formats, texts, prompt, count):
-    """The most probable tokens of every scored token of every text."""
+    """Returns the most probable tokens, with their log-probabilities, at every scored token of every text."""
     keys, _, values = formats.partition("/")
     llama = Llama(path, keys, values or keys, max(map(len, texts)) + 64)
     found = []
@@ -218,7 +218,7 @@ class Emulation:
 
 
 def kept(experiment, what, name, measure):
-    """Returns the result of `measure`, or the one that an earlier run kept under this name."""
+    """Returns the result of `measure`, or the result that an earlier run stored under this name."""
     path = experiment.results / f"{what}-{name.replace('/', '-')}.json"
     if not path.exists():
         path.write_text(json.dumps(measure()))

@@ -34,8 +34,9 @@ COLUMNS = ["system", "where", "batch", "prompt", "new", "metric", "repeat", "val
 PEER = pathlib.Path(__file__).with_name("offloading_peer.py")
 PROMPT, NEW, SHARE = 512, (32, 512, 1024), "20%"
 MODEL = ROOT / "engine/models/configs/llama-2-7b.json"
-# Cells of each peer: [new tokens, batch, where]. `where`: everything on the GPU, or the weights of the layers or the cache
-# in host memory. Those of the first three are in the benchmarks of H2O's authors (h2o_flexgen/benchmark).
+# Cells of each peer: [new tokens, batch, where]. "gpu": everything is on the GPU. "weights" or "cache": the weights of
+# the layers, or the cache, are in host memory. The cells of the first three peers are taken from the benchmarks of
+# H2O's authors (h2o_flexgen/benchmark).
 PEERS = {
     "flexgen": [[32, 2, "gpu"], [512, 1, "gpu"], [1024, 1, "gpu"]],
     "accelerate": [[32, 2, "gpu"], [512, 1, "gpu"], [1024, 16, "weights"]],
@@ -60,8 +61,8 @@ def append_row(path, system, metric, value="", note="", **cell):
 
 @dataclass
 class Shape:
-    """Bytes in 16 bit that a decode step reads: those of the layers, of the output matrix, and of the keys and values
-    of each live token."""
+    """Bytes that a decode step reads, in 16 bit: of all layers, of the output matrix, and of the keys and values of one
+    live token."""
 
     layers: float
     head: float
@@ -81,7 +82,8 @@ OPT_6_7B = Shape(layers=2 * 32 * 12 * 4096**2, head=2 * 50272 * 4096, token=4 * 
 
 @dataclass
 class Rates:
-    """Measured, in bytes per second: from pinned host memory to the GPU, and of reading the GPU's memory."""
+    """Measured rates in bytes per second: of copies from pinned host memory to the GPU, and of reads of the GPU's
+    memory."""
 
     link: float
     memory: float
@@ -113,8 +115,8 @@ class Cell:
         return self.batch / self.step
 
     def limit(self, shape, rates):
-        """The shortest possible time of a step in seconds, if the link and the GPU's memory move all its bytes at the
-        measured rates at the same time; and which of the two takes that long."""
+        """Returns the shortest possible time of a step in seconds, and what limits it: "link" or "GPU memory". This
+        time assumes that the link and the GPU's memory work at the same time, at their measured rates."""
         cache = self.batch * self.live * shape.token
         crossing = {"gpu": 0, "weights": shape.layers, "cache": cache}[self.where]
         times = {"link": crossing / rates.link, "GPU memory": (shape.layers + shape.head + cache) / rates.memory}
@@ -177,7 +179,8 @@ class Measurement:
                 self.peer(system, self.arguments.peer_seconds, "--cells", json.dumps(cells))
 
     def prompts(self):
-        """Prompts of kvlab, one sequence after another, before the cap: the benchmark needs the caches of six sequences."""
+        """Measures the prompts of kvlab, one sequence after another. This happens before the memory is capped, because
+        the benchmark needs the caches of six sequences."""
         for system, new in [("kvlab full", NEW[-1]), *(("kvlab h2o", new) for new in NEW)]:
             budget = (PROMPT + new) * int(SHARE[:-1]) // 100
             policy = [] if system == "kvlab full" else ["--policy", "h2o", "--budget", budget]
@@ -186,7 +189,8 @@ class Measurement:
                 append_row(self.csv, system, "prompt_seconds", found["milliseconds"] / 1e3, prompt=PROMPT, new=new, batch=1)
 
     def decoding(self):
-        """Steps of kvlab with both caches, each at the largest batch that fits, and the rate of its read kernel."""
+        """Measures the decode steps of kvlab with the full cache and with h2o, each at the largest batch that fits, and
+        the rate of kvlab's read kernel."""
         found = self.bench("decode", "--context", PROMPT, "--steps", 16)
         if found:
             append_row(self.csv, "limits", "memory_kvlab_read_bytes_per_second", found["read_bytes_per_second"])
@@ -284,7 +288,8 @@ class Results:
         return ours.decoded_per_second / cell.decoded_per_second, best / full_share, full_share / limit, share / reached
 
     def peers(self, new):
-        """Cells of peers, if both of kvlab's are there to compare with."""
+        """Returns the cells of the peers. Empty unless both of kvlab's cells were measured, because peers are compared
+        with them."""
         if not all((system, new) in self.cells for system in ("kvlab h2o", "kvlab full")):
             return []
         return [cell for (system, other), cell in self.cells.items() if other == new and system in PEERS]

@@ -21,7 +21,7 @@ import time
 import torch
 from offloading import append_row
 
-STEPS = {"gpu": 8, "weights": 3, "cache": 3}  # timed at once, by placement
+STEPS = {"gpu": 8, "weights": 3, "cache": 3}  # number of steps that are timed together, by placement
 GIB = 1 << 30
 
 
@@ -39,11 +39,12 @@ class Peer:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def prepare(self, where, batch):
-        """Makes a model with random weights whose parts are where the placement says, for a batch."""
+        """Makes a model with random weights for a batch, with its parts in the memories that `where` names."""
         raise NotImplementedError
 
     def generate(self, batch, length, steps):
-        """Seconds of the prompt (which gives the first token), and of each of `steps` more tokens."""
+        """Returns the seconds of the prompt (which gives the first token), and the seconds of each of `steps` more
+        tokens."""
         raise NotImplementedError
 
     def close(self):
@@ -187,8 +188,9 @@ class DeepSpeed(Transformers):
 
 
 class FlexGen(Peer):
-    """FlexGen 0.1.8 through the classes that its own flex_opt.py uses; it runs OPT only, and its command needs a tokenizer
-    from the network. Options are those of H2O's suite for OPT-6.7B: everything on the GPU, no overlap."""
+    """Runs FlexGen 0.1.8 through the classes that its own flex_opt.py uses, because its command needs a tokenizer from
+    the network. FlexGen runs OPT only. The options are those of H2O's suite for OPT-6.7B: everything on the GPU, no
+    overlap."""
 
     package = "flexgen"
     model_name = "facebook/opt-6.7b"

@@ -37,7 +37,7 @@ def measured(experiment, policies, memory, tier_plans):
 
 
 def lowest(found, memory, tier_plans):
-    """The text of the lowest KL at `memory`: its value, its policy and its tier plan."""
+    """Returns the lowest KL at `memory` as text, with its policy and its tier plan."""
     own = {key: value for key, value in found.items() if key[2] == memory and key[1] in tier_plans}
     if not own:
         return "-", None

@@ -42,9 +42,10 @@ def shown(value, error=None):
 
 
 def load_set(experiment, trace, formats, centre, others=()):
-    """The lines of the table, (predicted, measured) of every plan, and {tier plan: measured}, also of the others."""
+    """Returns the lines of the table, (predicted, measured) of every plan, and {tier plan: measured} of every plan and
+    of `others`."""
     plans = {bits: experiment.plan(trace, f"{bits}bits", formats, "--centre", centre) for bits in experiment.quick(BITS[::2], BITS)}
-    predicted = {}  # by the sum of losses, which all plans of the frontier have
+    predicted = {}  # {tier plan: sum of losses}, which every plan of the frontier has
     for plan in plans.values():
         for choice in (plan["plan"], plan["uniform"]):
             predicted[choice["tiers"]] = choice["sum_of_losses"]

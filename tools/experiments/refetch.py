@@ -80,7 +80,8 @@ def percent(value, digits=3):
 
 
 def comparison(rates, budgets):
-    """A table with a row for each policy; the first row is the policy that closes most of the gap."""
+    """Returns a table with a row for each policy. Belady comes first, then the policies by how much of the gap they
+    close, the largest share first."""
     budgets = [str(budget) for budget in budgets]
 
     def mean_gap(name):

@@ -38,7 +38,8 @@ def cells_of(rows):
 
 
 def sentences(rows):
-    """What the table's right answers are, and which other models the leaderboard has."""
+    """Returns the sentences below the table. They say which tasks its right answers are from, and which other models
+    the leaderboard has."""
     shown = [row for (metric, policy, memory), row in cells_of(rows).items()
              if metric == "accuracy" and policy in POLICIES and memory in ACCURACY_AT]  # fmt: skip
     tasks = [row["metric"].removeprefix("accuracy: ") for row in rows

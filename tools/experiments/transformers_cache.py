@@ -41,7 +41,8 @@ def kl_in_transformers(model, ids, prompt, bits):
     cache = QuantizedCache("quanto", model.config, nbits=bits, axis_key=0, axis_value=0, q_group_size=64, residual_length=1)
     model(ids[None, :prompt], past_key_values=cache)
     total, count = 0.0, 0
-    # The last token has no next token, so it is not scored; nor is the prompt's last query, which attends in full.
+    # The last token is not scored, because it has no next token. The prompt's last query is not scored either, because
+    # it attends to keys and values that are not quantized.
     for position in range(prompt, len(ids) - 1):
         own = log_probabilities(model(ids[None, position : position + 1], past_key_values=cache).logits[0, -1])
         total += float((full[position].exp() * (full[position] - own)).sum())

@@ -44,7 +44,7 @@ PRE_TOKENIZERS = {
     "llama-bpe": split(LLAMA3_SPLIT),
     "qwen2": split(QWEN2_SPLIT),
 }
-# GGUF does not state normalizers. Hugging Face's tokenizer of each Qwen2 has this one.
+# A GGUF file does not contain the tokenizer's normalizer. Hugging Face's tokenizers of all Qwen2 models have this one.
 NORMALIZERS = {"qwen2": {"type": "NFC"}}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens
 MAX_CHARACTERS = 1024  # of a SentencePiece token; limited because every split of a token into two is tried
@@ -65,8 +65,8 @@ def one_line(error, max_length=300):
 
 
 def reason_of(error):
-    """Why a file cannot be read. Uses the error's message if the gguf package found the fault, but not if numpy did,
-    because numpy's message is about arrays and not about the file."""
+    """Says why a file cannot be read. If the gguf package found the fault, this is the error's message. If numpy found
+    it, it is another text, because numpy's message is about arrays and not about the file."""
     where = error.__traceback__
     while where.tb_next:
         where = where.tb_next
@@ -79,7 +79,7 @@ def reason_of(error):
 
 
 class Reader(gguf.GGUFReader):
-    """A reader that refuses a file whose data would lie beyond its end. The gguf package's own reader takes such data
+    """A reader that refuses a file whose data would lie beyond its end. The gguf package's own reader treats such data
     as empty."""
 
     def _get(self, offset, dtype, count=1, override_order=None):
@@ -112,7 +112,7 @@ class Metadata:
         return value
 
     def positive(self, key, default=None):
-        """A float32 in its shortest notation."""
+        """Returns a positive float32 as the float with the shortest notation: 0.1 and not 0.10000000149."""
         value = self.get(key, float, default)
         if not 0 < value < float("inf"):
             raise Refused(f"{key} is {value}; it should be positive and finite")
@@ -304,7 +304,7 @@ def sentencepiece(meta, tokens, kinds):
     if max(map(len, tokens)) > MAX_CHARACTERS:
         raise Refused(f"tokenizer.ggml.tokens has a token of more than {MAX_CHARACTERS} characters")
     for number, kind in enumerate(kinds):
-        if kind == USER_DEFINED:  # only these are written with spaces
+        if kind == USER_DEFINED:  # only user-defined tokens are written with spaces
             tokens[number] = tokens[number].replace(" ", SPACE)
     space, mark = {"String": " "}, {"String": SPACE}
     steps = [{"type": "Replace", "pattern": mark, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]

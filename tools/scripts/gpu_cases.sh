@@ -48,8 +48,8 @@ run_gpu_case() {
   fi
 }
 
-# list_gpu_cases BUILD SOURCE: prints a line "PROGRAM|NAME" for each case. Fails unless every program whose sources have
-# the tag exists and lists as many cases as they have.
+# list_gpu_cases BUILD SOURCE: prints a line "PROGRAM|NAME" for each case. Fails if the sources of a program have the
+# tag, but the program does not exist or lists fewer or more cases than its sources have.
 list_gpu_cases() {
   local build=$1 source=$2 programs program files cases listed wanted
   programs=$(program_files "$build") || return 1

@@ -3,7 +3,7 @@
 #
 #       tools/scripts/gpu_tests.sh BUILD [AT_ONCE] [PATTERN]
 #
-# BUILD was made with the preset cuda, and ctest's "a separate engine builds against the installed package" must have
+# BUILD is a build with the preset cuda. ctest's test "a separate engine builds against the installed package" must have
 # run there, because it makes the package and the examples.
 #
 # It runs every test case with the tag [gpu], the examples in C, the example in Python and the Python tests with
@@ -11,8 +11,8 @@
 # device after the others, because they need it alone. PATTERN: run only tests whose names match.
 #
 # It prints a line with the time of each, slowest first. Logs stay in BUILD/gpu-tests. It exits with 1 if anything
-# failed, if no test with the tag passed, or if a program whose sources have the tag is missing or lists fewer cases
-# than they have. It works with Catch2 2 and 3.
+# failed, if no test with the tag passed, or if a program whose sources have the tag is missing or does not list all of
+# their cases. It works with Catch2 2 and 3.
 set -euo pipefail
 
 build=$(cd "${1:?BUILD}" && pwd) at_once=${2:-10} pattern=${3:-.}

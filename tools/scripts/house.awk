@@ -14,7 +14,7 @@ function report(file, line, lines, head) {
   printf "%s:%d: %d lines: %s\n", file, line, lines, substr(head, 1, 60)
 }
 
-# --- Python: a def ends before the next line that is not indented more than it ------------------------
+# --- Python: a def ends before the next line that is not indented more than the def ------------------------
 
 function scan_python(line,    indent) {
   if (line ~ /^[ \t]*($|#|\))/) return

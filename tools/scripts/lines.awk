@@ -1,6 +1,6 @@
 # Counts lines of code and of comments, without blank lines: awk -f lines.awk FILE... prints "CODE COMMENT". In C, C++,
-# CUDA, JavaScript and CSS a comment is a line that begins with // or is inside /* */; in Python # and docstrings;
-# elsewhere #.
+# CUDA, JavaScript and CSS a comment is a line that begins with // or is inside /* */. In Python it is a line that
+# begins with # or is inside a docstring. In other languages it is a line that begins with #.
 FNR == 1 { inside = 0; language = FILENAME ~ /\.pyi?$/ ? "python" : FILENAME ~ /\.(sh|awk|cmake)$/ ? "shell" : "c" }
 /^[ \t\r]*$/ { next }
 { sub(/^[ \t]+/, "") }

@@ -20,7 +20,7 @@ from typing import Any
 
 TEXT = pathlib.Path(__file__).resolve().parents[1] / "texts" / "carroll-alice.txt"
 TOWNS = ["Lisbon", "Vienna", "Oslo", "Cairo", "Lima", "Dublin", "Havana", "Kyoto", "Quito", "Geneva", "Tunis", "Riga"]
-TASKS = {"niah_single": (1, 1), "niah_multikey": (8, 1), "niah_multivalue": (1, 4)}  # towns, numbers of each
+TASKS = {"niah_single": (1, 1), "niah_multikey": (8, 1), "niah_multivalue": (1, 4)}  # towns, numbers per town
 
 
 def items(contexts: int, words: int, seed: int = 0) -> list[dict[str, Any]]:

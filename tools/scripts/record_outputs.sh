@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# record_outputs.sh KVLAB OUT [cpu|cuda]: runs a fixed list of captures, replays, end-to-end evaluations, generations
-# and verifications, and stores their output in OUT without times and versions. To show that a change has no effect,
-# record before it and after it, then `diff -r BEFORE AFTER`.
+# record_outputs.sh KVLAB OUT [cpu|cuda]: runs a fixed list of commands (captures, replays, end-to-end evaluations,
+# generations and verifications), and stores their output in OUT, without times and versions. To show that a change has
+# no effect on results, run the script before and after the change, then `diff -r BEFORE AFTER`.
 set -euo pipefail
 kvlab=$(realpath "$1") out=$2 device=${3:-cpu}
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -4,21 +4,23 @@
 #       tools/scripts/sanitize.sh BUILD TOOL [AT_ONCE] [SECONDS] [PROGRAMS]
 #
 # BUILD contains tests/. TOOL is memcheck, racecheck, initcheck or synccheck. At most AT_ONCE (4) programs run at the
-# same time, because the tool keeps a copy of a program's device memory, and more of them would fill a GPU. A case that
-# takes longer than SECONDS (300) is stopped. Cases that only repeat others ("200 times") are left out. PROGRAMS: a
+# same time, because the tool keeps a copy of each program's device memory, and more copies would fill the GPU. A case
+# that takes longer than SECONDS (300) is stopped. Cases that only repeat others ("200 times") are left out. PROGRAMS: a
 # pattern of program names.
 #
 # It prints a line for each case that is not clean, then the number of clean cases. Logs stay in BUILD/sanitize/TOOL. It
 # exits with 1 unless all cases are clean.
 #
-# COMPUTE_SANITIZER names a version other than the toolkit's, such as that of PyPI's nvidia-cuda-sanitizer-api: before
-# 2025.4 initcheck does not follow copies by the copy engine. See docs/internals/measurements/README.md.
+# The environment variable COMPUTE_SANITIZER names another compute-sanitizer than the toolkit's, such as the one in
+# PyPI's package nvidia-cuda-sanitizer-api. A newer one is needed for initcheck: before 2025.4 it does not follow copies
+# by the copy engine. See docs/internals/measurements/README.md.
 set -euo pipefail
 
 build=${1:?BUILD} tool=${2:?TOOL} at_once=${3:-4} seconds=${4:-300} programs=${5:-.}
 build=$(cd "$build" && pwd)
 sanitizer=${COMPUTE_SANITIZER:-compute-sanitizer}
-# Excludes kernels of other libraries. The compiler does not count barriers that are not cuda::barrier.
+# Excludes kernels of other libraries. States the number of barriers, because the compiler counts only those of type
+# cuda::barrier.
 options="--tool $tool --error-exitcode 77"
 [[ $tool == memcheck ]] || options+=" --kernel-name kns=kvlab --num-cuda-barriers 32"
 logs=$build/sanitize/$tool

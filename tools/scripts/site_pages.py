@@ -1,8 +1,8 @@
 """Adds pages to the site that are generated while it is built: a hook of MkDocs, named in .mkdocs.yml.
 
 reference/python-api.md and python-hf-api.md: from the docstrings (python_api.py), without a build.
-reference/commands.md: what `kvlab help COMMAND` prints, by build/kvlab or the kvlab of PATH. Without either the page
-says how to get the texts.
+reference/commands.md: what `kvlab help COMMAND` prints, by build/kvlab or the kvlab of PATH. If neither exists, the
+page says how to get the texts.
 """
 
 from __future__ import annotations

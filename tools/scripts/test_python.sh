@@ -5,9 +5,9 @@
 #       tools/scripts/test_python.sh [PYTHON]
 #       tools/scripts/test_python.sh --sanitize
 #
-# KVLAB_COMMAND names a kvlab whose results are compared. KVLAB_BUILD names a release build whose objects are reused, so
-# that only the extension is compiled. --sanitize, after a first run, repeats the tests with the extension under ASan
-# and UBSan.
+# KVLAB_COMMAND: the path of a kvlab command, whose results are compared with the package's. KVLAB_BUILD: the folder of
+# a release build, whose objects are reused, so that only the extension is compiled. --sanitize repeats the tests with
+# the extension under ASan and UBSan. It needs a run without --sanitize first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 folder=$PWD/build-python/venv
@@ -28,7 +28,8 @@ sanitize() {
   for library in libasan.so libubsan.so libstdc++.so; do
     preload+="$(g++ -print-file-name=$library) "
   done
-  # Python itself leaks by design. Code compiled at run time, PyTorch and the command are not part of the extension.
+  # Leaks are not reported, because Python itself leaks by design. The tests that are left out use PyTorch, the command,
+  # or code that is compiled at run time, which are not part of the extension.
   local left_out=(commands.py experiments.py pages.py notebooks.py words.py cache.py hf.py families.py calls.py capture.py sensitivities.py evicting.py evicting_cuda.py ops.py exports.py)
   ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 LD_PRELOAD=$preload PYTHONPATH=$package \
     "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python "${left_out[@]/#/--ignore=tests/python/test_}" \

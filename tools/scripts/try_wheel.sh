@@ -3,9 +3,9 @@
 #
 #       tools/scripts/try_wheel.sh WHEEL README
 #
-# It installs WHEEL to a new virtual environment in the current folder, which may take at most 60 s; runs the commands
-# and the Python code of README that follow a comment "try_wheel.sh"; then runs `kvlab demo` and checks that its page
-# has figures.
+# It installs WHEEL to a new virtual environment in the current folder, which may take at most 60 s. Then it runs the
+# commands and the Python code of README that follow a comment "try_wheel.sh". Finally it runs `kvlab demo` and checks
+# that its page has figures.
 #
 # To make such a system on Debian, as root:
 #

@@ -15,8 +15,9 @@ namespace {
 
 constexpr std::size_t kVocab = 8;
 
-/// Takes every sequence of decisions once. In each run it repeats the decisions of a prefix, and
-/// then takes the first possible one. weight() is the probability of a run's decisions.
+/// Goes through every possible sequence of decisions, one sequence in each run. A run repeats some
+/// first decisions of the previous run, takes the next possible decision after them, and from then
+/// on always the first possible one. weight() is the probability of the run's decisions.
 class EveryChance final : public Chance {
  public:
   bool happens(double probability) override { return decide({1 - probability, probability}) == 1; }
@@ -92,8 +93,9 @@ std::vector<double> greedy(std::vector<double> p) {
 
 using Predictor = std::function<std::vector<double>(const Text&)>;
 
-/// Drafts a tree with `drafter`, verifies it with `target`, and adds to the probabilities of the
-/// texts that result, cut or continued by the target to two tokens.
+/// Drafts a tree with `drafter` and verifies it with `target`, for every possible sequence of
+/// decisions. Returns the probability of each resulting text. Texts are cut to two tokens, or
+/// continued by the target to two tokens.
 std::map<Text, double> texts(const TreeShape& shape, const Predictor& drafter,
                              const Predictor& target) {
   std::map<Text, double> probabilities;

@@ -78,13 +78,14 @@ TEST_CASE("A tree is cut below a depth") {
 
 TEST_CASE("The fastest tree weighs measured times against expected tokens") {
   const std::vector<double> acceptance{0.8, 0.1};
-  // Free drafts, and verifications of equal time: the best tree of the largest measured size.
+  // Drafts take no time, and all verifications take the same time. The fastest tree is then the
+  // best one of the largest measured size.
   CHECK(fastest_tree(acceptance, {.draft_step = 0, .verification = {{4, 1.0}, {8, 1.0}}}) ==
         best_tree(acceptance, 8, 7));
-  // Drafts as slow as a verification of one node: nothing pays.
+  // A draft step takes as long as a verification of one node, so no tree is faster than decoding.
   CHECK(fastest_tree(acceptance, {.draft_step = 1, .verification = {{1, 1.0}, {2, 1.0}}}) ==
         TreeShape{});
-  // Slow drafts make the tree flat.
+  // The slower the drafts, the flatter is the fastest tree.
   CHECK(fastest_tree(acceptance, {.draft_step = 1, .verification = {{3, 4.0}}}).depth() == 2);
   CHECK(fastest_tree(acceptance, {.draft_step = 9, .verification = {{3, 4.0}}}).depth() == 1);
   CHECK_THROWS_AS(fastest_tree(acceptance, {}), std::invalid_argument);

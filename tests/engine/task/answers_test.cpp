@@ -130,7 +130,8 @@ TEST_CASE("A budget for the whole sequence gives the same answers as the full ca
     for (const auto& mode_answers : prompt_answers)
       for (std::size_t c = 1; c < 4; ++c) {
         if (c < 3) CHECK(mode_answers[c].log_likelihood == mode_answers[0].log_likelihood);
-        // sink uses cache positions, which are rounded differently.
+        // The log-likelihoods may differ slightly, because sink uses cache positions, whose
+        // rotations are rounded differently.
         CHECK(std::abs(mode_answers[c].log_likelihood - mode_answers[0].log_likelihood) < 1e-3);
         CHECK(mode_answers[c].said == mode_answers[0].said);
         CHECK(mode_answers[4].log_likelihood != mode_answers[0].log_likelihood);
@@ -160,7 +161,7 @@ TEST_CASE("Answers of a stopped task are reused; damaged ones are computed again
   REQUIRE(unit);
   CHECK_FALSE(kept.read_unit(0, 1));
 
-  // A run that reuses the file takes its answers unchanged, also this wrong one.
+  // A run that reuses the file takes the answers from it unchanged, even this wrong one.
   options.progress = {};
   auto told = parse_json(unit->substr(unit->find('\n') + 1), "answers");
   told[0][2] = "kept";

@@ -52,7 +52,7 @@ TEST_CASE("Templates of other families are recognised by what they print") {
     const ChatFrame frame = chat_frame(text("template"), "f", text("bos"));
     CHECK(frame.before == text("before"));
     CHECK(frame.after == text("after"));
-    // Text that is printed in addition makes it another template.
+    // If a template prints more text, it is another template, which kvlab refuses.
     if (text("name") != "SmolLM2")
       CHECK_THROWS_AS(chat_frame("Hello. " + text("template"), "f"), std::invalid_argument);
   }
@@ -72,7 +72,7 @@ TEST_CASE("Other templates are refused by name") {
         std::string::npos);
   CHECK(refusal("{{ '<|im_start|>").find("not supported") != std::string::npos);
   CHECK(refusal("<|im_start|> <|im_end|> <think>").find("<think>") != std::string::npos);
-  // A system message that is always printed is not part of Llama 3's frame.
+  // Llama 3's frame has no fixed system message, so a template that always prints one is refused.
   CHECK(refusal("{{ '<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>' }}{{ "
                 "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + "
                 "message['content'] | trim + '<|eot_id|>' }}{{ "

@@ -15,7 +15,7 @@ std::vector<bool> samples(int right, int all = 40) {
   return answers;
 }
 
-/// Finalists with their KL and the number of the 40 samples that each answers right.
+/// Finalists, each with its KL and with how many of 40 samples it answers right.
 struct Field {
   std::vector<Finalist> finalists;
   std::vector<TaskAccuracy> evaluated{
@@ -132,7 +132,7 @@ TEST_CASE("Finalists answer the same samples, and of many finalists only the bes
   CHECK(last == Approx(1));
   REQUIRE(evaluated.size() == 1);
   CHECK(evaluated[0].samples() == 15);
-  CHECK(evaluated[0].right[0].size() == 15);  // the one with the lowest KL, whatever it answers
+  CHECK(evaluated[0].right[0].size() == 15);  // the finalist with the lowest KL is always evaluated
   CHECK(std::ranges::count_if(evaluated[0].right,
                               [](const auto& own) { return own.size() == 15; }) == 12);
   CHECK(std::ranges::count_if(evaluated[0].right, &std::vector<bool>::empty) == 2);

@@ -64,7 +64,8 @@ TEST_CASE("A judgement before the end of an answer is final") {
 TEST_CASE("Metrics count each depth and all depths, against the first configuration") {
   const std::vector<TaskPoint> points{{10, 0}, {10, 0}, {10, 1}, {20, 1}};
   const std::vector<QueryMode> modes{QueryMode::agnostic};
-  // The first configuration: right, wrong, right, wrong. The second: wrong, wrong, right, right.
+  // The first configuration answers right, wrong, right, wrong. The second answers wrong, wrong,
+  // right, right.
   const std::vector<std::vector<std::vector<TaskAnswer>>> answers{
       {{{true, -1, ""}, {false, -5, ""}}},
       {{{false, -2, ""}, {false, -8, ""}}},

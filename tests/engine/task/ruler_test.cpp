@@ -31,8 +31,9 @@ const Tokenizer& ruler_tokenizer() {
   return tokenizer;
 }
 
-/// Lists with more than 4,096 words, which RULER's generator of cwe needs. One adjective begins
-/// another, and two pairs of an adjective and a noun give the same key.
+/// Lists with more than 4,096 words, which RULER's generator of the task cwe needs. They have two
+/// special cases: one adjective is the beginning of another one, and two pairs of an adjective and
+/// a noun give the same key.
 WordLists many_words() {
   WordLists lists;
   for (int i = 0; i < 4500; ++i) lists.nouns.push_back(fmt::format("noun{:04}", i));
@@ -87,10 +88,11 @@ TEST_CASE("Random numbers are those of Python and NumPy") {
   CHECK(whole == std::vector<std::uint32_t>{25795, 10860, 86820, 64886});
 }
 
-// The hashes are those of prompts and answers that RULER's scripts (scripts/data/synthetic/, commit
-// c3f5e3b) wrote under Python 3.11 and NumPy 2.4 for the bundled model's tokenizer, the template
-// "base", the word lists of many_words(), and the bundled text in the place of the essays. Each
-// prompt, which is `input` and `answer_prefix`, and each answer is followed by a line break.
+// The hashes are those of prompts and answers that RULER's own scripts wrote
+// (scripts/data/synthetic/, commit c3f5e3b, Python 3.11, NumPy 2.4). The scripts used the bundled
+// model's tokenizer, the template "base", the word lists of many_words(), and the bundled text in
+// place of the essays. The hashed text has a line break after each prompt (`input` followed by
+// `answer_prefix`) and after each answer.
 struct KnownPrompts {
   std::uint32_t length, seed;
   std::size_t samples;

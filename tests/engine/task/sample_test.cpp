@@ -54,7 +54,7 @@ TEST_CASE("A pass key is in the text at its depth, and not in the question") {
       CHECK(sample.answer() == " " + key);
       const auto before = words_in(sample.context.substr(0, sample.context.find("The pass key")));
       CHECK(std::abs(static_cast<double>(before) - depth * words) <
-            45);  // up to a sentence more, and the introduction
+            45);  // words of one sentence and of the introduction
     }
 }
 

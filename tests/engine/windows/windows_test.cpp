@@ -115,8 +115,8 @@ TEST_CASE("A capture records each layer's kind of attention, and verifies") {
     const RowSpec &row = trace.row(layer), &own = gemma().config().rows[layer];
     CHECK((row.window == own.window && row.scale == own.scale && row.rope == own.rope));
   }
-  // Gemma 3 has a norm after attention, so an error of the attention output is not one of the
-  // residual stream.
+  // Gemma 3 applies a norm after attention, so an error of the attention output is not simply added
+  // to the residual stream. Its traces therefore have no residuals.
   CHECK_FALSE(trace.has_residuals());
   const TraceCheck check = verify_trace(trace, 1);
   CHECK(check.ok);

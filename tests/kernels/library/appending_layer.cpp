@@ -129,8 +129,8 @@ AppendingLayer::AppendingLayer(const LayerSize& size, const Paging& paging, int 
   compact_workspace_ = std::make_unique<Array<std::byte>>(kvlab_compact_workspace(&cache));
 }
 
-/// Samples a token's queries, then its keys and its values, for all KV heads of the model. Returns
-/// those of the layer's KV heads.
+/// Samples a token's queries, keys and values for all KV heads of the model. Returns those of the
+/// KV heads that this layer has.
 std::vector<std::byte> AppendingLayer::sample(int sequence, std::uint32_t position,
                                               bool right) const {
   if (position < alike_) sequence = 0;

@@ -36,22 +36,22 @@ class AppendingLayer {
   AppendingLayer(const LayerSize& size, const Paging& paging, int free_slots, OwnHeads heads = {});
 
   /// Sets the input of the next calls: `tokens` tokens of each sequence. Only the first `right` of
-  /// them are the sequence's next tokens. The others stand for drafts that will be rejected.
+  /// them are the sequence's next tokens. The others represent draft tokens that will be rejected.
   void put(const Counts& tokens, const Counts& right);
   /// Writes the tokens and attends. observe() then applies the observations and features of the
   /// `right` tokens only.
   void attend(cudaStream_t stream = nullptr);
   void observe(cudaStream_t stream = nullptr);
-  /// Arguments of the compaction that ends an append of all tokens since the last append, to
-  /// another layer or in place.
+  /// Arguments of the compaction that ends an append. The append has all tokens since the last
+  /// append. The compaction is in place if `to` is this layer.
   kvlab_compact_args end_args(const AppendingLayer& to) const;
   /// Updates the host's state after a captured graph has ended the append.
   void ended(AppendingLayer& to);
 
   /// From now on, tokens at positions below `tokens` are the same in all sequences.
   void begin_alike(int tokens) { alike_ = static_cast<std::uint32_t>(tokens); }
-  /// Gives the tokens of the first sequence to the others. They share its pages of `page` slots,
-  /// and kvlab_copy_prefix copies the rest.
+  /// Gives the tokens of the first sequence to the other sequences. These share its full pages of
+  /// `page` slots, and kvlab_copy_prefix copies the tokens after the last full page.
   cudaError_t share_prefix(int page);
 
   /// Runs a whole append, in place.

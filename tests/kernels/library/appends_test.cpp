@@ -1,5 +1,5 @@
-// Checks that other appends than prompts through kvlab.h give the same bits as plain appends:
-// drafts, shared prefixes, and KV heads split over devices.
+// Checks special appends through kvlab.h: drafts, shared prefixes, and KV heads that are split over
+// devices. Their results must have the same bits as those of plain appends.
 #include <algorithm>
 #include <memory>
 #include <random>
@@ -31,8 +31,8 @@ void check_layers(const AppendingLayer& expected, const AppendingLayer& found) {
   CHECK(first_difference(expected.outputs(), found.outputs()) == -1);
 }
 
-/// For each sequence: 1 plus the number of accepted drafts, or 0 if the sequence is idle. The 1 is
-/// the token after the accepted drafts.
+/// Samples, for each sequence, the number of right tokens: the accepted drafts and the token after
+/// them, or 0 if the sequence is idle.
 AppendingLayer::Counts sample_right(int sequences, std::mt19937& random) {
   AppendingLayer::Counts right;
   for (int s = 0; s < sequences; ++s)
@@ -100,7 +100,8 @@ void check_prefix(const LayerSize& size, const Paging& paging) {
   }
 }
 
-/// Four KV heads on one device, and the same split over two devices that exchange ranks of tokens.
+/// Runs four KV heads on one device, and the same four heads split over two devices that exchange
+/// the ranks of tokens.
 class TwoDevices {
  public:
   TwoDevices(const LayerSize& size, bool by_layer, std::uint32_t smooth)

@@ -122,8 +122,8 @@ std::size_t storage_of(const SampledCache& sampled, const kernels::KvCacheConfig
     all.params = one.params, all.threshold16 = one.threshold16;
     all.seeds = one.seeds, all.sequence_ids = one.sequence_ids;
   }
-  // The engine has three tables of the lengths at which eviction starts: for steps, for
-  // compactions, and one with which nothing is evicted.
+  // The engine has three tables of the lengths at which eviction starts: one for steps, one for
+  // compactions, and one with lengths so large that nothing is evicted.
   const std::size_t evict_at = config.has_modifiers() ? all.evict_at : 0;
   return sum({all.keys, all.values, all.positions, all.ages, all.states, all.features,
               all.unit_keys, sampled.options.watched ? all.seen : 0, all.first_slot, all.lengths,

@@ -32,7 +32,7 @@ cudaError_t give_back(void* memory) {
   return cudaSuccess;
 }
 
-/// Makes a handle, which only has to differ from null.
+/// Makes a handle. Its value does not matter, as long as it is not null.
 template <class Handle>
 cudaError_t make(Handle* handle) {
   static int something = 0;
@@ -169,7 +169,7 @@ cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t
   return cudaMemset(to, value, bytes);
 }
 
-// Streams, events and graphs. Calls take effect at once.
+// Streams, events and graphs. All work is done during the call that enqueues it.
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return make(stream); }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return make(stream); }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }

@@ -1,6 +1,6 @@
-// A stand-in for the CUDA runtime, so that code on the host can be tested without a device. Device
-// memory is host memory, copies work, and kernels do nothing. A test links fake_cuda.cpp instead of
-// the runtime.
+// A fake CUDA runtime, so that code on the host can be tested without a device. Device memory is
+// host memory, copies work, and kernels do nothing. A test links fake_cuda.cpp instead of the
+// runtime.
 #pragma once
 
 #include <cuda_runtime_api.h>

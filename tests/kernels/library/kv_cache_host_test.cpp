@@ -1,6 +1,6 @@
 // Tests of the code of kvlab_kv_cache that runs on the host: counts, the order of calls, and
-// sequences that start or are copied. They need no device, because they link a stand-in for the
-// CUDA runtime whose kernels do nothing.
+// sequences that start or are copied. They need no device, because they link a fake CUDA runtime
+// (fake_cuda.hpp), whose kernels do nothing.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -173,7 +173,7 @@ TEST_CASE("An append or a step can be aborted") {
   // Aborts an append after the first of two layers.
   CHECK(cache.append(cache.chunk(1, 0, 0, 12)) == "");
   CHECK_THAT(cache.step(), ContainsSubstring("sequence 1 is in the middle of an append"));
-  CHECK(cache.step({1, 0, 0}) == "");  // others can go on between layers
+  CHECK(cache.step({1, 0, 0}) == "");  // other sequences may decode in the meantime
   CHECK_THAT(cache.copy(1, 2), ContainsSubstring("in the middle of an append"));
   CHECK(cache.start(1) == "");
   CHECK(cache.append(1, 0, 12) == "");
@@ -189,7 +189,7 @@ TEST_CASE("An append or a step can be aborted") {
   CHECK(cache.start(2) == "");
   CHECK(cache.append(0, 11, 3) == "");
 
-  // Aborts a step of which only the first layer has run.
+  // Aborts a step after its first layer has run.
   CHECK(cache.begin_step() == "");
   CHECK(cache.layer_of_step(0) == "");
   for (int sequence = 0; sequence < kSequences; ++sequence) CHECK(cache.start(sequence) == "");
@@ -226,7 +226,7 @@ TEST_CASE("Chunks go through all layers in a scheduler's order, with steps betwe
       CHECK(cache.info(sequence).kv_bytes == plain.info(sequence).kv_bytes);
       CHECK(cache.info(sequence).evictions == plain.info(sequence).evictions);
     }
-    // Between two layers of an append, no other sequence can be appended to.
+    // While an append is between two layers, an append to another sequence is refused.
     CHECK(cache.append(cache.chunk(0, 1, cache.info(0).tokens, 8)) == "");
     CHECK_THAT(cache.append(1, cache.info(1).tokens, 5), ContainsSubstring("in the middle"));
     CHECK(cache.start(0) == "");

@@ -271,7 +271,8 @@ double conversation(const ResolvedConfig& config) {
     const std::uint32_t chunk = config.prefill.chunk == 0 ? prompt : config.prefill.chunk;
     std::vector<std::vector<float>> rows;
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) rows.push_back(sampled.rows(prompt));
-    // transformers appends all chunks of a prompt in a layer before the next layer.
+    // Appends all chunks of a prompt in one layer before the next layer begins, as kvlab.hf does in
+    // transformers.
     for (std::uint32_t layer = 0; layer < kLayers; ++layer)
       for (std::uint32_t first = 0; first < prompt; first += chunk) {
         const std::uint32_t tokens = std::min(chunk, prompt - first);
@@ -337,8 +338,8 @@ TEST_CASE("A captured graph of a cache's steps stays valid, also after clear()",
   if (!has_device()) return skip("no CUDA device");
   const Layout layout(resolved("h2o:tiers=16@8t+4@100%", 32), 1, KVLAB_BF16);
   CHECK(layout.config.tier_count == 2);
-  // The rows contain only zeros and ones, because the halves of arbitrary floats may be NaN if they
-  // are read as 2-byte numbers.
+  // The rows are floats that are read as 2-byte numbers. They are only zeros and ones, because one
+  // half of an arbitrary float may be NaN as a 2-byte number.
   constexpr std::size_t kBytes = kRow * 2;
   Stream stream;
   kvlab_kv_cache* slots = nullptr;
@@ -539,7 +540,7 @@ TEST_CASE("Steps and appends of different sequences of a cache do not affect eac
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
       same(sequence, layer, 0, prompt, first[layer]);
       if (sequence > 0 || layer > 0) continue;
-      // An append of far too many tokens is refused between two layers of another append.
+      // Between two layers of an append, another append of far too many tokens is refused.
       const kvlab_append_chunk part{.struct_size = sizeof part,
                                     .sequence = 1,
                                     .tokens = 1u << 30,

@@ -109,7 +109,8 @@ class ExpertLayer {
     return all;
   }
 
-  /// Compares the choice with float64. Of two experts with nearly equal logits, either is correct.
+  /// Compares the chosen experts with those that float64 logits choose. If two experts have nearly
+  /// equal logits, either is accepted.
   void check_routes(const std::vector<std::int32_t>& expert) const {
     const auto shares = decode(KVLAB_F32, shares_->to_host());
     int wrong = 0;

@@ -1,5 +1,5 @@
-// Compares the product that also applies RoPE and writes to the cache with the two kernels that it
-// replaces. Other tests compare each of these with float64.
+// Tests the kernel that computes a product, applies RoPE and writes to the cache. It is compared
+// with the two kernels that it replaces, which other tests compare with float64.
 #include <algorithm>
 #include <cmath>
 #include <random>

@@ -49,8 +49,8 @@ double activated(Activation activation, double x) {
   return x / 2 * (1 + std::tanh(kRoot2OverPi * (x + 0.044715 * x * x * x)));
 }
 
-/// The inputs of a problem on the host and on the device, and its results: of the kernel, exact and
-/// naive.
+/// A problem: its inputs on the host and on the device, and three results, namely the kernel's, the
+/// exact one and the naive one.
 class Trial {
  public:
   explicit Trial(const Problem& problem) : p_(problem), out_(out_bytes() + kRedzone) {}
@@ -108,7 +108,8 @@ class Trial {
   std::vector<double> exact() const {
     return compute<double>([](double x) { return x; }, [](double x) { return x; });
   }
-  /// The result with float32 sums in order. The normed x and the result are rounded.
+  /// The naive result: sums are computed in float32, in the order of the elements; the normed x and
+  /// the result are rounded.
   std::vector<double> naive() const {
     return compute<float>([&](float x) { return round_to(p_.type, x); },
                           [&](float x) { return round_to(out_type(), x); });
@@ -262,7 +263,8 @@ TEST_CASE("gated linear is as exact as float32 sums of the type's values", "[gpu
 TEST_CASE("linear is correct if blocks process many units, and for long rows", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const bool norm : {false, true}) {
-    for (const int n : {1061, 2048, 3072, 4096, 20001})  // units of 8, 16 and 32 weight rows
+    for (const int n :
+         {1061, 2048, 3072, 4096, 20001})  // one unit of work has 8, 16 or 32 weight rows
       check_accuracy({.rows = 3, .n = n, .k = 264, .norm = norm, .output = Output::logits});
     check_accuracy({.rows = 8, .n = 40, .k = 8192, .norm = norm});  // with a norm, in two passes
     check_accuracy({.rows = 8, .n = 70, .k = 14336, .norm = norm, .output = Output::residual});
@@ -274,7 +276,7 @@ TEST_CASE("linear is correct with the plans of a GPU with less shared memory", "
   if (!has_device()) return skip("no CUDA device");
   for (const int shared_bytes : {101'376, 65'536}) {
     const SmallerGpu small(shared_bytes);
-    // With a norm, the longest row has a ring of two stages.
+    // With a norm, the plan for the longest row that fits has a ring of two stages.
     const int longest = shared_bytes > 100'000 ? 8192 : 3072;
     for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
       for (const int rows : {1, 3, 8}) {

@@ -24,8 +24,8 @@ namespace {
 
 constexpr int kPairs = 7;
 
-/// Random rows and rows that are constant, zero, with one outlier, too small for an fp16 scale, and
-/// large.
+/// Random rows, and special ones: constant rows, zeros, rows with one outlier, rows that are too
+/// small for an fp16 scale, and rows of large numbers.
 std::vector<float> rows_of(Type type, int head_size) {
   std::mt19937 random(static_cast<unsigned>(head_size));
   std::vector<float> rows =
@@ -163,8 +163,8 @@ TEST_CASE("A token in a tier has the same quantized values as on the host, bit f
 
 namespace {
 
-/// Compares the centres of three heads' keys, and the centred keys, with the host's. The first two
-/// tokens of each head are live, and the others are new.
+/// Computes the centres of three heads' keys and the centred keys on the device, and compares both
+/// with the host's. The first two tokens of each head are live, and the others are new.
 void check_centres_of(Type type, int head_size) {
   constexpr int kHeads = 3, kSlots = 150, kLive = 2, kFirst = 3, kTokens = 100;
   std::mt19937 random(3);
@@ -472,8 +472,9 @@ TEST_CASE("Attention over tiers by tensor cores equals the plain attention", "[g
     }
 }
 
-/// These plans have a ring of one stage for head size 256: with eight query heads per KV head on an
-/// A100, and with four on GPUs with 99 KB of shared memory.
+/// With head size 256, these plans have a ring of one stage. One is for an A100 with eight query
+/// heads per KV head, the other for GPUs with 99 KB of shared memory and four query heads per KV
+/// head.
 TEST_CASE("Attention over tiers equals the plain attention with a smaller GPU's plans", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const auto& [shared_bytes, group] : {std::pair{166'912, 8}, {101'376, 4}}) {
@@ -502,9 +503,9 @@ std::vector<float> demoted(std::vector<float> row, const DeviceTierPlan& tier_pl
   return row;
 }
 
-/// Compares a step's demotions with the rule. All tiers are full, except those below the first tier
-/// of pair 2. Tier 1 of pair 3 has only protected tokens. In pair 5, the tokens of tier 2 and the
-/// tiers below it come last in the eviction order.
+/// Compares the demotions of a step with the rule. All tiers are full, with these exceptions: in
+/// pair 2 only the first tier is full; tier 1 of pair 3 has only protected tokens; in pair 5, the
+/// tokens of tier 2 and of lower tiers come last in the eviction order.
 void check_steps(Type type, int head_size, const std::vector<KvFormat>& formats) {
   const RandomTiers tiers(type, head_size, 1, formats);
   const auto before = tiers.state();

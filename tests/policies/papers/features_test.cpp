@@ -1,5 +1,5 @@
-// The policies that read features, in the plain replay and in configuration batches, compared with
-// their papers' formulas on features that are computed here.
+// Tests the policies that read features, in the plain replay and in configuration batches. They are
+// compared with the formulas of their papers, on features that are computed here.
 #include <cmath>
 #include <map>
 #include <random>
@@ -72,8 +72,8 @@ Values each(const Vectors& vectors, Value value) {
   return values;
 }
 
-/// All features of one KV head that the policies read, by name. The trace contains those that are
-/// not computed.
+/// All features of one KV head that the policies read, by name. Features that are not computed here
+/// are read from the trace.
 std::map<std::string, Values> features_of(const TraceReader& trace, std::uint32_t layer,
                                           std::uint32_t kv_head, std::uint32_t chunk) {
   const Head head = head_of(trace, layer, kv_head, chunk);
@@ -101,7 +101,7 @@ Formula by(const Values& feature, double sign) {
   };
 }
 
-/// (Attention so far, plus `epsilon` for each query) times the feature.
+/// The feature times (the attention so far plus `epsilon` for each query that saw the token).
 Formula weighed(const Values& feature, double epsilon) {
   return [&feature, epsilon](const History& history, std::uint32_t token, const Moment&) {
     const auto queries = static_cast<double>(history.queries.size() - token);
@@ -170,7 +170,7 @@ void add_trace_features(const std::filesystem::path& trace) {
   std::uniform_real_distribution<float> uniform(0, 1);
   for (const char* name : {"value_out_norm1", "lagkv", "expected_attention"})
     test::write_feature(trace, name, [&](auto, auto, auto) { return uniform(rng); });
-  // These are about as large as the attention with which r_kv combines them.
+  // The values are about as large as the attention with which r_kv combines them.
   test::write_feature(trace, "redundancy", [&](auto, auto, auto) { return uniform(rng) / 40; });
 }
 

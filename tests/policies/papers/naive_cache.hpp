@@ -1,5 +1,5 @@
-// A cache that remembers each token's probability under each query for which it was live. Policies'
-// formulas are computed from it as their papers write them.
+// A cache that remembers the probability of each token under each query for which the token was
+// live. From these probabilities, the formulas of policies are computed as their papers write them.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ inline constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::deco
 struct Query {
   std::vector<std::vector<float>> p;  ///< [query head][token]; 0 where a token was not seen
   std::vector<bool> seen, requested;  ///< [token]
-  /// Σ over query heads of weight · p in units of 2^-32, each rounded.
+  /// The sum over query heads of weight · p. Each term is rounded to units of 2^-32.
   std::uint64_t mass(std::uint32_t token, float weight = 1) const;
 };
 
@@ -41,13 +41,13 @@ struct Moment {
   std::uint32_t sequence, layer, kv_head;
 };
 
-/// A token's worth. The token with the smallest worth is evicted first. Worths are compared by the
-/// first number, and if these are equal, by the second.
+/// A token's worth. The token with the smallest worth is evicted first. Worths are compared by
+/// their first numbers and, if these are equal, by their second numbers.
 using Worth = std::pair<double, double>;
 using Formula = std::function<Worth(const History&, std::uint32_t token, const Moment&)>;
 
-/// The kept sets at each query of one KV head if the eviction rule ranks tokens by `formula`. Of
-/// `config`'s policy, only the protected tokens are used.
+/// The kept set at each query of one KV head, if the eviction rule ranks tokens by `formula`. Of
+/// the policy in `config`, only the protected tokens are used, not the ranks.
 std::vector<std::vector<std::uint32_t>> kept_by(const Formula& formula, const TraceReader& trace,
                                                 std::uint32_t sequence, const CacheConfig& config,
                                                 std::uint32_t layer, std::uint32_t kv_head);

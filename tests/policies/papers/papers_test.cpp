@@ -1,5 +1,5 @@
-// Each policy's kept sets in the plain replay, at every query, compared with its paper's formula
-// over the whole history.
+// Compares each policy in the plain replay with its paper's formula, which is computed from the
+// whole history. The kept sets must be equal at every query.
 #include <cmath>
 
 #include "policies/ops/make_ops.hpp"
@@ -18,8 +18,9 @@ struct Paper {
   CompiledPolicies compiled = nullptr;
 };
 
-/// Variants of the test policy that needs mass and requests. Each parameter differs from its
-/// default in one of them. Requests outweigh mass in some and not in others.
+/// Variants of the test policy `leaky`, which needs mass and requests. Each parameter differs from
+/// its default in one variant. In some variants requests have more weight than mass, in others
+/// less.
 std::vector<Paper> that_need_both() {
   const CompiledPolicies compiled{
       std::make_shared<const PolicyEntry>(PolicyEntry{make_ops<Leaky>()})};
@@ -128,7 +129,7 @@ TEST_CASE("a2sf's integers equal the paper's sum except for rounding") {
   const CacheConfig config{.policy = parse_policy("a2sf"), .budget = {.extent = tokens(48)}};
   kept_by(both, trace, 0, config, 1, 0);
   CHECK(worst > 0);
-  CHECK(worst < 1e-6);  // a unit is 2.3e-10; half units of 50 queries, and float32 weights
+  CHECK(worst < 1e-6);  // one unit is 2.3e-10: 50 queries are rounded, and weights are float32
 }
 
 }  // namespace

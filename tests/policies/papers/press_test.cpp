@@ -1,7 +1,7 @@
-// Policies compared with other projects' code on the same queries, keys and values: kvpress's
-// presses rank a prompt's tokens in the same order, and the caches of H2O's and StreamingLLM's
-// authors keep the same sets at every query. tests/fixtures/make_press_fixtures.py ran that code
-// and recorded its results.
+// Compares policies with other projects' code on the same queries, keys and values. kvpress's
+// presses must rank a prompt's tokens in the same order. The caches of H2O's and StreamingLLM's
+// authors must keep the same sets at every query. tests/fixtures/make_press_fixtures.py ran that
+// code and recorded its results.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -130,9 +130,9 @@ void add_trace_features(const std::filesystem::path& directory, const nlohmann::
   }
 }
 
-/// The order in which the policy evicts the prompt's tokens, first victim first. The budget is
-/// lowered by one token at a time, down to the protected tokens, and the token that the first
-/// decoded query no longer sees is the next victim.
+/// The order in which the policy evicts the prompt's tokens, first victim first. To find it, the
+/// budget is lowered by one token at a time, down to the protected tokens. At each budget, the
+/// token that the first decoded query no longer sees is the next victim.
 Tokens eviction_order(const TraceReader& trace, const std::string& policy, std::uint32_t kv_head) {
   const PolicySpec spec = parse_policy(policy);
   const std::uint32_t prompt = trace.prompt_tokens(), query[] = {prompt};
@@ -162,7 +162,8 @@ Tokens by_scores(Tokens order, const std::vector<double>& scores) {
   return order;
 }
 
-/// Whether scores ascend, except for rounding in float32 and to multiples of 2^-32.
+/// Whether scores ascend in this order. Small descents are allowed, because scores are rounded to
+/// float32 and to multiples of 2^-32.
 bool ascends(const Tokens& order, const std::vector<double>& scores) {
   double max_score = std::numeric_limits<double>::lowest();
   return std::ranges::all_of(order, [&](std::uint32_t token) {
@@ -173,12 +174,13 @@ bool ascends(const Tokens& order, const std::vector<double>& scores) {
 
 struct Pair {
   std::string press, policy;
-  /// The two tokens at each end of the pooled range rank differently; see pairs().
+  /// Whether the two tokens at each end of the pooled range may have other ranks than in the press;
+  /// see pairs().
   bool pooled = false;
 };
 
-/// The pairs documented here and in docs/reference/policies.md. All have `once`, because a press
-/// scores a prompt once.
+/// The pairs of a press and a policy. Their differences are explained here and in
+/// docs/reference/policies.md. All have `once`, because a press scores a prompt once.
 std::vector<Pair> pairs() {
   return {
       // kvpress never evicts the prompt's last token; here it is protected.
@@ -192,8 +194,8 @@ std::vector<Pair> pairs() {
       {"knorm", "knorm:once"},
       // The press was given keys before RoPE, because kvlab compares those.
       {"keydiff", "keydiff:once"},
-      // The press ran on sums over queries instead of means, and without its first stage and its
-      // epsilon.
+      // For the recorded scores, the press used sums over queries instead of means, and its first
+      // stage and its epsilon were turned off.
       {"criticalkv", "criticalkv:once:recent=0:epsilon=0"},
       {"lagkv", "lagkv:once:sinks=4:recent=0"},
       {"expected_attention", "expected_attention:once:sinks=4"},
@@ -299,8 +301,9 @@ TEST_CASE("Appending more tokens does not change the scores of earlier ones") {
       CHECK(std::equal(some.begin(), some.end(), whole.begin()));
     }
   }
-  // LagKV's partitions have 8 tokens, from token 4 on. A score below 1 needs the whole next
-  // partition at the end of the token's append. Only tokens 9 to 11 of the first partition have it.
+  // LagKV's partitions have 8 tokens each, from token 4 on. A token has a score below 1 only if the
+  // whole next partition is in the cache when the token's append ends. In the first partition this
+  // is so only for tokens 9 to 11.
   const auto places = scored(s, "lagkv", 0, parts);
   CHECK(std::ranges::count_if(places, [](float place) { return place < 1; }) == 3);
   // The redundancy is the softmax over each token's mean cosine with the other tokens.
@@ -343,7 +346,8 @@ TEST_CASE("kvpress lets the heads of a layer compete as ada() does") {
   }
 }
 
-/// `budget`: the number of tokens that a query sees under the policy.
+/// A cache of another project as a policy. `budget`: the number of tokens that a query sees under
+/// the policy.
 struct Cache {
   std::string policy;
   std::uint32_t budget;

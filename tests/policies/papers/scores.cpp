@@ -37,9 +37,10 @@ std::uint64_t share_of(std::uint64_t mass, double share) {
   return static_cast<std::uint64_t>(Wide{mass} * units >> 32);
 }
 
-/// An estimate of the mass that a token got from the last `window` queries. Only the last `window`
-/// queries of an append count. If an append is shorter than the window, the sum from before it is
-/// multiplied by the share of the window that the append leaves free.
+/// An estimate of the mass that a token received from the last `window` queries. It is updated
+/// after each append, of which only the last `window` queries count. If an append has fewer queries
+/// than the window, the estimate before it is kept in part: it is multiplied by the share of the
+/// window that the append does not fill.
 std::uint64_t last_queries(const History& history, std::uint32_t token, std::uint32_t window) {
   std::uint64_t mass = 0;
   for (const Done& done : appends_of(history, token)) {
@@ -127,7 +128,8 @@ Formula h2o_mean() {
 
 Formula roco(double spread) {
   return [spread](const History& history, std::uint32_t token, const Moment&) -> Worth {
-    // [query]: the token's attention. The queries of one append count with their mean.
+    // [query]: the token's attention. Each query of an append has the mean over the queries of that
+    // append.
     std::vector<double> given;
     for (const Done& done : appends_of(history, token)) {
       const auto own = queries_of(done, token);
@@ -183,8 +185,8 @@ Formula nacl(std::uint32_t proxies, double random) {
     const std::uint64_t cache = scramble(scramble(at.seed) ^ at.sequence);
     const std::uint64_t head = scramble(cache ^ ((std::uint64_t{at.layer} << 32) + at.kv_head));
     const std::uint64_t hash = scramble(head ^ ((std::uint64_t{token} << 32) + at.now));
-    // The policy keeps `budget` of the live tokens, and it chooses the share `random` of these at
-    // random.
+    // The policy keeps `budget` of the live tokens. It chooses a part of these at random; the share
+    // of this part is `random`.
     const double share = random * std::min(at.budget, at.live) / at.live;
     const bool spared = static_cast<double>(hash >> 32) < std::floor(share * 4294967296.0 + 0.5);
     return {spared ? 1 : 0, static_cast<double>(last_queries(history, token, proxies))};

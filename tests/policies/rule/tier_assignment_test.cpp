@@ -36,9 +36,9 @@ struct SmallCache {
   }
 };
 
-/// The definition: from the last victim to the first, a token gets a slot of the highest tier that
-/// has a free one and is not above its own tier. `waiting`: extra slots of the first tier, which
-/// keeps one slot for the next token.
+/// The definition: the tokens are assigned from the last victim to the first. Each gets a slot of
+/// the highest tier that has a free slot and is not higher than the token's present tier.
+/// `waiting`: extra slots of the first tier, which keeps one slot for the next token.
 std::vector<int> assigned(const SmallCache& cache, std::uint32_t waiting) {
   std::vector<std::uint32_t> free = cache.slots;
   free[0] += waiting;

@@ -135,7 +135,7 @@ TEST_CASE("formats of keys and values have names, bytes and an order") {
   CHECK(find_kv_format("kivi4") != find_kv_format("4"));
   for (const char* wrong : {"", "/", "4/", "/4", "4/4/4", "kivi4/4", "k4v2/4", "Q4_0"})
     CHECK_FALSE(find_kv_format(wrong));
-  // Bytes of a token with heads of 64 in llama.cpp: 64 elements of 4.5, 5, 5.5, 6 and 8.5 bits.
+  // Bytes of a key or value of size 64 in llama.cpp: 64 elements of 4.5, 5, 5.5, 6 and 8.5 bits.
   const auto bytes = [](const char* name) { return find_kv_format(name)->block_bytes(); };
   CHECK(bytes("q4_0") == 36);
   CHECK(bytes("q4_1") == 40);

@@ -1,4 +1,4 @@
-// Tests of centre files: their values, and hostile files.
+// Tests of centre files: their values, and how malicious files are refused.
 #include "sim/plan/centre_file.hpp"
 
 #include <cmath>
@@ -64,7 +64,7 @@ TEST_CASE("the centre of several traces is the mean of their prompts' means") {
     for (std::size_t i = 0; i < 64; ++i)
       CHECK(both.layers.at(layer)[i] ==
             (first.layers.at(layer)[i] + second.layers.at(layer)[i]) / 2);
-  // Against a sum in float64: only the first 128 of 200 keys count.
+  // Compares the centres with a sum in float64. Of a trace's 200 keys, only the first 128 count.
   for (const auto& [trace, keys] : {std::pair(&a, 128u), std::pair(&b, 40u)}) {
     const RopeTable rope(trace->row(1).rope, keys);
     std::vector<float> key(32), rotated(32);

@@ -22,7 +22,7 @@ using Catch::Matchers::ContainsSubstring;
 using test::error_of;
 using test::TemporaryFolder;
 
-/// The least sum of losses over all choices of formats that take at most `bytes` bytes.
+/// The lowest sum of losses of all choices of formats that take at most `bytes` bytes.
 double min_loss(std::span<const PlanPart> parts, std::uint32_t bytes) {
   if (parts.empty()) return 0;
   double lowest = std::numeric_limits<double>::infinity();
@@ -235,7 +235,7 @@ TEST_CASE("a plan for a centre file names it relative to its own folder") {
   request.centre = parse_key_centre("@" + centre);
   load_centre(request.centre);
   const FormatPlan plan = plan_of(trace, request);
-  // The centre of this trace's own prompt is the same.
+  // The centre of this trace's own prompt equals that of the file, so the losses are the same.
   PlanRequest of_prompt = request_of("4.5bits");
   of_prompt.centre = KeyCentre::prompt;
   CHECK(plan.losses == plan_of(trace, of_prompt).losses);

@@ -1,5 +1,5 @@
-// Tests of centred keys: attention in 16 bit does not change, biased keys lose far less to
-// quantization, and the centre of the first prompt stays the same.
+// Tests of centred keys. Attention in 16 bit must not change, biased keys must lose far less by
+// quantization, and the centre of the first prompt must stay the same.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -51,7 +51,7 @@ HostCache cache_of(const std::string& policy, std::uint32_t budget,
   return {shape, config.live_set(0, 0)};
 }
 
-/// A cache whose centre is `centre`, constants of a file.
+/// A cache whose centre is `centre`, as if it had been read from a file.
 HostCache cache_with(const std::vector<float>& centre, const std::string& policy,
                      Prefill prefill = {}) {
   CacheConfig config{.policy = parse_policy(policy + ":centre=@c.safetensors"),
@@ -190,7 +190,8 @@ TEST_CASE("Constants that equal the prompt's mean give the outputs of centre=pro
     INFO(policy);
     HostCache of_prompt = cache_of(std::string(policy) + ":centre=prompt", 8),
               of_file = cache_with(centre, policy);
-    // The first append attends to keys of different centres, so its outputs are equal to rounding.
+    // In the first append, the keys of the two caches have different centres, so the outputs are
+    // equal up to rounding.
     CHECK(max_difference(append(of_prompt, all, 0, 150, true), append(of_file, all, 0, 150, true)) <
           1e-4);
     CHECK(append(of_prompt, all, 150, 20, true) == append(of_file, all, 150, 20, true));
@@ -221,7 +222,7 @@ TEST_CASE("A copy of a cache has its centre") {
        {"full:tiers=4:centre=prompt", "h2o:tiers=16@4t+4@100%:centre=prompt"}) {
     HostCache cache = cache_of(policy, 40);
     append(cache, all, 0, 100, true);
-    HostCache staged(cache);  // a copy from before the centre is subtracted
+    HostCache staged(cache);  // copied before the centre is subtracted
     append(cache, all, 100, 1);
     append(staged, all, 100, 1);
     HostCache copy(cache);

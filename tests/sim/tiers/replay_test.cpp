@@ -1,5 +1,5 @@
-// Tests of tier plans in the replay: equal tiers give the results of one tier, and attention over
-// quantized values agrees with a reference.
+// Tests of tier plans in the replay. Several equal tiers must give the results of one tier, and
+// attention over quantized values must agree with a reference.
 #include <cmath>
 #include <map>
 #include <numeric>
@@ -193,8 +193,8 @@ double naive_kivi_error(const TraceReader& trace, int bits) {
       *x = std::rint(std::clamp((static_cast<float>(*x) - mn) / scale, 0.0f, levels)) * scale + mn;
   };
   return naive_error(trace, [&](Rows keys, Rows values) {
-    // The cache before query t. Keys are quantized when 128 more are complete, in groups of 32, and
-    // values when 128 newer ones follow.
+    // The cache before query t. Whenever there are 128 more keys, they are quantized in groups of
+    // 32. A value is quantized when 128 newer values follow it.
     return [quantize, keys, values, quantized_keys = 0u,
             quantized_values = 0u](std::uint32_t t) mutable {
       for (std::uint32_t full = t - t % 128; quantized_keys < full; quantized_keys += 32)
@@ -256,8 +256,8 @@ TEST_CASE("KIVI's quantized values equal the authors' and transformers' quantize
     std::vector<float> values = keys;
     quantize_by_channel(keys, kDim, bits);
     quantize_row(values, bits, false);
-    // The authors' code rounds to fp16 at other points of the computation. The tolerance is below
-    // one quantization step.
+    // The authors' code rounds to fp16 at other points of the computation, so values may differ
+    // slightly. The tolerance is less than one quantization step.
     for (const std::string whose : {"", "authors_"})
       for (std::size_t i = 0; i < 8; ++i)
         for (std::size_t j = 0; j < kDim; ++j) {

@@ -1,5 +1,5 @@
-"""The files from which cases are made: the bundled model, a miniature with sliding windows, their traces, and runs.
-They are made once."""
+"""The files from which hostile cases are made: the bundled model, a miniature with sliding windows, their traces, and
+runs. These files are made once."""
 
 import json
 import pathlib

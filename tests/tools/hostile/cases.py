@@ -40,7 +40,7 @@ def some_replay(rng, bases, trace, policy, budget, more=()):
 
 
 def any_loop(rng, bases, policy, budget, more=()):
-    """A random command of those that have a policy and a budget."""
+    """Returns a random command that takes a policy and a budget."""
     common = ["--policy", policy, "--budget", budget, *more]
     kind = rng.randrange(6)
     if kind == 0:
@@ -114,8 +114,8 @@ def trace3(rng, bases):
 
 
 def seal(rng, bases):
-    """Changed files of a trace without a manifest. `trace seal` computes their checksums, so that commands read
-    them."""
+    """Changes files of a trace without a manifest. `trace seal` computes checksums of the changed files, so that
+    commands read them."""
     source = m.pick(rng, bases.trace3, bases.trace2)
     folder = Path("trace")
     shutil.copytree(source, folder)

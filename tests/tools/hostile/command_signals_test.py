@@ -3,13 +3,13 @@ leaves no incomplete file.
 
 command_signals_test.py KVLAB SOURCE [--only COMMAND]
 
-"Within a second" holds for a process that gets processor time. On a busy machine, a process that gets little of it has
-five seconds.
+The limit of a second is for a process that gets enough processor time. On a busy machine, a process that gets little
+processor time has five seconds.
 
 The exit code is 128 plus the signal's number, and the last line says that the command was stopped. No output may exist
 under its final name, except documented ones: RUN.part of a replay or a task, and a trace that `trace seal` saves. If a
-step takes longer than a second, the process ends in the middle of the step. Only then may a .part file and a scratch
-folder remain, which the next command removes.
+step takes longer than a second, the process ends in the middle of the step. Only in this case may a .part file and a
+scratch folder remain. The next command removes them.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 
-QUICK = 1.25  # seconds until the end: those of docs/reference/security.md, plus 0.25 until this test notices it
+QUICK = 1.25  # seconds until the end: 1 as in docs/reference/security.md, plus 0.25 until this test notices
 BUSY, LITTLE = 5.75, 0.5  # seconds until the end of a process that gets at most LITTLE seconds of processor time
 DELAY, SOON = 0.4, 0.1  # seconds from the installation of the signal handler to the signal
 LONG_STEP = "in the middle of a long step"
@@ -40,7 +40,8 @@ def limited():
 
 
 def listens(pid, name):
-    """Whether the process has installed a handler for the signal. On a busy machine, that takes time."""
+    """Whether the process has installed a handler for the signal. The test waits for this, because it takes time on a
+    busy machine."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", pathlib.Path(f"/proc/{pid}/status").read_text(), re.M)
     return caught is not None and int(caught.group(1), 16) >> (getattr(signal, name) - 1) & 1 == 1
 
@@ -93,7 +94,7 @@ class Inputs:
 
 
 def commands(at):
-    """The calls, each of which runs for seconds: (command, arguments, files that it may leave)."""
+    """Returns calls that run for seconds, as (command, arguments, files that the call may leave)."""
     model, text = ("--model", at.tiny), ("--text", at.text)
     many = ("--policy", "h2o,lru,tova,sink", "--budget", "16,32,64,128")
     long = ("--beyond-context",)
@@ -122,7 +123,7 @@ def commands(at):
 
 OVER = "it was over before the signal"
 SHORTEST = 0.002  # seconds
-CHECKSUM = "was changed after run.json was written"  # the error after the long run is read to its end
+CHECKSUM = "was changed after run.json was written"  # the error of a command that has read the long run to its end
 
 
 class Checker:
@@ -130,8 +131,8 @@ class Checker:
         self.kvlab, self.at, self.longest, self.long_steps = kvlab, at, 0.0, 0
 
     def faults(self, command, words, may_be_left, name):
-        """The faults of one command, which runs in the current folder and gets the signal while it runs. If it ends
-        before the signal, it runs again with an earlier signal."""
+        """Runs a command in the current folder, sends it the signal, and returns its faults. If the command ends before
+        the signal, it runs again with an earlier signal."""
         delay = SOON if command == "trace" or self.at.long_json in words else DELAY
         while (found := self.try_signal(command, words, may_be_left, name, delay)) == [OVER] and delay > SHORTEST:
             delay /= 3
@@ -141,11 +142,11 @@ class Checker:
         return found
 
     def try_signal(self, command, words, may_be_left, name, delay):
-        """The faults if the signal is sent `delay` seconds after the command has installed its handler."""
+        """Returns the faults of a command that gets the signal `delay` seconds after it has installed its handler."""
         os.mkdir("scratch")
         there = set(os.listdir())
         env = dict(os.environ, TMPDIR=os.path.abspath("scratch"), XDG_CACHE_HOME=os.path.abspath("scratch/cache"))
-        with open("../said", "wb") as said:  # env restores SIGINT, which background jobs of a shell ignore
+        with open("../said", "wb") as said:  # env restores SIGINT, which a shell's background jobs ignore
             process = subprocess.Popen(["env", "--default-signal=INT,TERM", self.kvlab, command, *map(str, words)],
                                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, env=env, preexec_fn=limited)  # fmt: skip
         while process.poll() is None and not listens(process.pid, name):
@@ -159,7 +160,8 @@ class Checker:
         took, work = time.monotonic() - began, used.ru_utime + used.ru_stime - before
         process.returncode = os.waitstatus_to_exitcode(status)
         said = pathlib.Path("../said").read_text(errors="backslashreplace")
-        # The command ended before it got the signal: it is complete, or it refuses a file that it has read to the end.
+        # The command ended before it got the signal, because it was complete, or because it refused a file that it had
+        # read to the end.
         if CHECKSUM in said or (process.returncode == 0 and not said):
             return [OVER]
         self.longest = max(self.longest, took)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 KVLAB, SOURCE = sys.argv[1], pathlib.Path(sys.argv[2])
-MAX_OF_A_LIST = 2  # how many entries of a list are tried; the others are alike
+MAX_OF_A_LIST = 2  # how many entries of a list are tried; the others are similar
 STRIDE = 1 if os.environ.get("KVLAB_EVERY") else 16
 
 

@@ -64,8 +64,8 @@ Function next(const char* name) {
   return reinterpret_cast<Function>(dlsym(RTLD_NEXT, name));
 }
 
-/// Counts a call and returns whether it is the chosen one. With FAULT=kill, the chosen call kills
-/// the process.
+/// Counts a call and returns whether it is the call that has to fail. With FAULT=kill, this call
+/// kills the process.
 bool is_the_one() {
   Plan& p = plan();
   if (p.kind == Kind::memory || ++p.seen != p.at) return false;
@@ -73,7 +73,7 @@ bool is_the_one() {
   return true;
 }
 
-/// Counts a call that can return an error. Returns whether it has to fail, and sets errno then.
+/// Counts a call that can return an error. Returns whether the call has to fail; if so, sets errno.
 bool fails() {
   if (!is_the_one() || plan().kind != Kind::error) return false;
   errno = plan().error;

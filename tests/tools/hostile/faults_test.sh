@@ -1,12 +1,12 @@
 #!/bin/sh
-# faults_test.sh KVLAB SOURCE FAULTS [STEPS [COMMAND...]]: runs capture and replay (with KVLAB_EVERY also eval and tune), each
-# with one fault at a time. Faults: the command is killed before a call that changes files, the call fails or writes
-# less, or an allocation fails. Sealed files must be complete, the same command must continue or say why it does not,
-# and no other file may change.
-# STEPS: the number of moments of each kind of fault (default: 1, with KVLAB_EVERY 6), or `all` (400 of a hundred
-# thousand allocations).
-# Environment: KINDS: only these kinds of faults. KILLS: how often capture and replay are also killed at random, as
-# larger jobs with one to four threads (default: 2, with KVLAB_EVERY 12). SEED: chooses other moments.
+# faults_test.sh KVLAB SOURCE FAULTS [STEPS [COMMAND...]]: runs capture and replay (with KVLAB_EVERY also eval and
+# tune), each with one fault at a time. Faults: the command is killed before a call that changes files, the call fails
+# or writes less, or an allocation fails. Sealed files must be complete, the same command must continue or say why it
+# does not, and no other file may change.
+# STEPS: the number of moments of each kind of fault (default: 1, with KVLAB_EVERY 6), or `all` (for allocations, 400 of
+# about a hundred thousand).
+# Environment: KINDS: only these kinds of faults. KILLS: how often capture and replay are also killed at random moments,
+# in larger jobs with one to four threads (default: 2, with KVLAB_EVERY 12). SEED: the random seed of these moments.
 set -eu
 kvlab=$1 source=$2 faults=$3 steps=${4:-$((${KVLAB_EVERY:+5} + 1))}
 shift 3
@@ -41,8 +41,8 @@ tune() {
 # others PATTERN: the files that exist in addition to those before the command, except those that match PATTERN.
 others() { ls -A | grep -vxE "whole|(out|err|count).txt|$ours" | grep -vxE "$1" || true; }
 
-# ended_at_once FAULT: whether the command could not clean up, because it was killed, or because there was no memory in
-# a destructor (that of JSON allocates).
+# ended_at_once FAULT: whether the command had no chance to clean up: it was killed, or memory ran out in a destructor
+# (the destructor of JSON allocates).
 ended_at_once() {
   case $1 in
     kill*) ;;
@@ -89,7 +89,7 @@ check_tune() {
   ! ended_at_once "$1" || left='tuned|tuned.[0-9a-f]{8}.part'
   [ -z "$(others "$left")" ] || fail "tune, $1: leaves $(others "$left")"
   case $1:${code:-} in
-    ENOSPC*:0 | EIO*:0) ;; # the call that failed was the one that removes the file
+    ENOSPC*:0 | EIO*:0) ;; # the failed call was the one that should remove the file
     *) ended_at_once "$1" || [ -z "$(ls scratch)" ] || fail "tune, $1: leaves in TMPDIR: $(ls scratch)" ;;
   esac
   rm -rf scratch/*
@@ -107,7 +107,7 @@ one() {
   grep -vE 'the text may degrade|intervals are wide|no 95% interval' err.txt >line.txt || true # warnings
   mv line.txt err.txt
   case $2:$code in
-    kill:137 | ENOSPC:0 | EIO:0 | EINTR:0 | short:0 | memory:0) ;; # 0: for a file that is removed anyway
+    kill:137 | ENOSPC:0 | EIO:0 | EINTR:0 | short:0 | memory:0) ;; # 0: the file is removed anyway
     ENOSPC:2 | EIO:2) [ "$(wc -l <err.txt)" -eq 1 ] || fail "$1, $2 $3: more than one line: $(cat err.txt)" ;;
     memory:2) said "out of memory" "$1, $2 $3" ;;
     *) fail "$1, $2 $3: exit code $code: $(cat err.txt)" ;;

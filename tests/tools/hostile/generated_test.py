@@ -1,13 +1,13 @@
-"""Tests generated hostile inputs. With each of them, kvlab neither crashes nor hangs, prints one line if it refuses the
-input, and leaves no file then.
+"""Tests kvlab with generated hostile inputs. It must neither crash nor hang. If it refuses an input, it must print one
+line and leave no file.
 
 generated_test.py KVLAB SOURCE [--runs N] [--seed S] [--first N] [--python PYTHON] [--report FILE]
 
-Each case depends only on the seed and its number, so `--first N --runs 1` repeats one. With --python, the path of a
-Python that has numpy and kvlab, as many further cases call the functions of the package (python_cases.py). Checks of
-each run: It ends without a signal, and within a time and a memory limit (docs/reference/security.md). Its exit code is
-0 or 2, or for `verify` also 1. A refusal is one line without messages of libraries and without control characters.
-Refused output is not written. No .part file and no scratch folder is left.
+Each case depends only on the seed and its number, so `--first N --runs 1` repeats case N. --python gives the path of a
+Python that has numpy and kvlab; then as many further cases call the functions of the package (python_cases.py). Each
+run is checked: It ends without a signal, and within the limits of time and memory in docs/reference/security.md. Its
+exit code is 0 or 2, or for `verify` also 1. A refusal is one line without messages of libraries and without control
+characters. A refused command writes no output. No .part file and no scratch folder is left.
 """
 
 import argparse
@@ -29,17 +29,17 @@ import cases
 from bases import Bases
 
 ADDRESS_SPACE = 6 << 30
-SECONDS = 1800  # wall time until a run that waits is killed; it is long because the machine may be busy
+SECONDS = 1800  # wall time until a run that only waits is killed; long, because the machine may be busy
 WORK = 20  # seconds of processor time; a longer run counts as a hang
-WORK_SWEPT = 0.01  # seconds more for each configuration of a sweep
+WORK_SWEPT = 0.01  # additional seconds for each configuration of a sweep
 MAX_WORK = 150  # seconds of processor time until a run is killed
 LIBRARIES = re.compile(
     r"json\.exception|std::|nanobind|basic_string|vector::|terminate called|boost|regex_error|bad_alloc|bad_cast|\bstoi\b|\bstod\b"
     r"|filesystem error|Assertion|numpy|Traceback|what\(\)|map::at|_M_|pcre2?_|Segmentation|core dumped|logic_error|incompatible function"
 )
-# Bytes allowed per configuration of a sweep, for the 8 KV heads of the bundled model and for all threads.
+# Bytes allowed for each configuration of a sweep. They include the 8 KV heads of the bundled model and all threads.
 SWEPT = 800_000 + 40_000 * len(os.sched_getaffinity(0))
-BASE = 110_000_000  # bytes allowed for the program; more if its libraries are larger, as CUDA's are
+BASE = 110_000_000  # bytes allowed for the program itself; more with larger libraries, such as CUDA's
 
 
 def files_of(folder):

@@ -1,12 +1,12 @@
-"""Tests that the time for reading a file grows in proportion to its size. Each list, object and text of each JSON file
-is made long, and then ten times as long.
+"""Tests that the time for reading a file grows in proportion to its size. In each JSON file, each list, object and text
+in turn is made long, and then ten times as long.
 
 growth_test.py KVLAB SOURCE [--only WORD] [--report FILE]
 
-A list gets many copies of its first element, once equal ones and once different ones. An object gets many unknown keys,
-and a text gets many characters. Tests every sixteenth place, or all of them with --only or if KVLAB_EVERY is set in the
-environment. It is a fault if the longer file takes more than SHARE times the processor time of the shorter one and more
-than MIN seconds, or if a refusal is not one line with exit code 2.
+A list gets many copies of its first element: in one test equal copies, in another one different ones. An object gets
+many unknown keys, and a text gets many characters. Tests every sixteenth place, or all of them with --only or if
+KVLAB_EVERY is set in the environment. There are two kinds of faults. The longer file takes more than MIN seconds of
+processor time and more than SHARE times as long as the shorter one. Or a refusal is not one line with exit code 2.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def places(node, path=()):
     if isinstance(node, (dict, list)):
         keys = list(node) if isinstance(node, dict) else range(min(len(node), 2))
         if isinstance(node, dict) and (len(keys) > 30 or any(isinstance(v, dict) and "dtype" in v for v in node.values())):
-            keys = keys[:4]  # the entries of such a table are alike
+            keys = keys[:4]  # the entries of such a table are similar
         for key in keys:
             yield from places(node[key], (*path, key))
 

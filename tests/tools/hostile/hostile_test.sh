@@ -60,7 +60,7 @@ refused "tiers must be in order of decreasing precision" "$kvlab" tune --model t
 refused "is less than one token" "$kvlab" replay --trace story --policy h2o --budget 79B --tiers 4 --out other
 refused "too few for one token on its first tier" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers 16:1%,4:99% --out other
 [ ! -e other ] && [ ! -e other.json ] || fail "a command with a refused tier plan left files"
-# Scripts refuse such a plan, too.
+# The scripts of tools/ also refuse such a plan.
 if command -v python3 >/dev/null; then
   board() { python3 "$source/tools/experiments/leaderboard.py" --kvlab "$kvlab" --model tiny --quick --out other "$@"; }
   refused "is not a file of \`kvlab plan\`" board --tiers @nowhere
@@ -77,7 +77,8 @@ refused "--out: run/run.json is part of a trace" "$kvlab" deploy run --budget 32
 refused "--out: run is also the input of --run" "$kvlab" report run --out run
 cmp -s run/run.json whole.json || fail "run.json was replaced"
 
-# A NUL follows a complete policy file, its names have control characters, or a folder has terminal control characters.
+# A policy file is followed by a NUL, or has control characters in a name. The name of a folder has terminal control
+# characters.
 { cat policy.json; printf '\0 rubbish'; } >nul.json
 refused "is NUL" "$kvlab" generate --model tiny --prompt hi --policy-file nul.json
 sed 's/"name": "tiny"/"name": "tiny\\u001b[2J"/' policy.json >obeyed.json
@@ -153,7 +154,7 @@ tune() { "$@" "$kvlab" tune --model tiny --text text --max-tokens 500 --prompt-t
 refused "TMPDIR: " tune env TMPDIR=/nowhere
 tune env TMPDIR= >/dev/null 2>&1 || fail "an empty TMPDIR should be the same as an unset one"
 rm tuned.json
-# Running the same command again removes what a killed command left there.
+# If a command was killed, running it again removes the files that it left in the scratch folder.
 mkdir scratch
 TMPDIR=$PWD/scratch "$kvlab" tune --model tiny --text text --max-tokens 500 --prompt-tokens 100 --budget 64 --policy h2o,lru \
   --out tuned.json >/dev/null 2>&1 &
@@ -168,12 +169,12 @@ wait $pid 2>/dev/null || true
 tune env "TMPDIR=$PWD/scratch" >/dev/null 2>&1 || fail "tune fails after another one was killed"
 [ -z "$(ls scratch)" ] || fail "files remain in TMPDIR: $(ls scratch)"
 rm tuned.json
-# The product of lists does not fit in memory, or a plan has more tiers than a cache supports.
+# The combinations of several lists would not fit in memory, or a plan has more tiers than a cache supports.
 many=$(seq -s, 2 20000)
 refused "up to 19999 configurations are requested" in_time "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget "$many" --out lists
 refused "--trace: 10001 values are given; at most 10000" in_time "$kvlab" replay --policy h2o --budget 16 --out lists \
   --trace $(seq 10001)
-# Many texts have equal names. Each name may be compared only once.
+# Many texts have equal names. Comparing each name with all others would take too long.
 refused "1: cannot open" in_time "$kvlab" eval --model tiny --policy h2o --budget 16 --text $(seq 10000)
 tiers=$(head -c 1275 /dev/zero | sed 's/\x0/16:1t,/g')4:100%
 refused "a plan of 1276 tiers; at most 16" in_time "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget 16 --tiers "$tiers" --out lists

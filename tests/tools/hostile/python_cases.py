@@ -1,9 +1,9 @@
 """Calls the package's functions with generated arguments: python_cases.py SEED FIRST RUNS TRACE MODEL TEXT, with a Python
 that has numpy and kvlab. Calls kvlab.hf too if that Python has torch and transformers.
 
-Each call has to work or raise ValueError with a one-line message of the package. Prints a line for each call that does
-neither. The last line says that all cases ran. If a crash ends this process, the last "at" on stderr gives the number
-of the case.
+Each call has to work, or to raise ValueError with a one-line message of the package. The script prints a line for each
+call that does neither. Its last line says that all cases ran. If this process crashes, the last "at" on stderr gives
+the number of the case.
 """
 
 import pathlib
@@ -56,7 +56,8 @@ class Hostile:
 
 
 def any_of(rng, good, others):
-    """A value of `good` or, less often, of `others`. Most arguments are valid, so that a single bad one is reached."""
+    """Returns a value of `good` or, less often, of `others`. Most arguments are valid, so that a call often has a
+    single bad argument and does not fail at an earlier one."""
     return rng.choice(good) if rng.random() < 0.6 else rng.choice(others)
 
 
@@ -287,7 +288,7 @@ def fault_of(call, rng):
         if not any(word in str(error) for word in ("/", "folder", "directory", "file", "File name", "trace", "config.json", "path that does not exist")) or LIBRARIES.search(str(error)):
             return f"RuntimeError: {str(error)[:300]!a}"
     except Exception as error:
-        if "<lambda>() takes" in str(error):  # the caller's own function, called with kvlab's arguments
+        if "<lambda>() takes" in str(error):  # kvlab called the user's function, which takes other arguments
             return None
         return f"{type(error).__name__}: {str(error)[:300]!a}"
     return None

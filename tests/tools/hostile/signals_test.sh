@@ -1,6 +1,7 @@
 #!/bin/sh
-# signals_test.sh KVLAB SOURCE: tests that SIGINT, SIGTERM and SIGHUP end a command with the exit codes 130, 143 and 129
-# and with one line that says how to continue, and that only files from which the next command continues are left.
+# signals_test.sh KVLAB SOURCE: tests that SIGINT, SIGTERM and SIGHUP end a command with the exit codes 130, 143 and
+# 129, and with one line that says how to continue. The command may leave only files from which the next command
+# continues.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -13,8 +14,8 @@ chmod +x slow
 mkdir scratch
 export TMPDIR=$PWD/scratch
 
-# ended SIGNAL WHAT WORDS COMMAND...: runs COMMAND, sends it the signal $delay seconds after a file WHAT (a name or a
-# pattern) exists, and checks that it ends with a message that contains WORDS.
+# ended SIGNAL WHAT WORDS COMMAND...: runs COMMAND and sends it SIGNAL, $delay seconds after a file WHAT (a name or a
+# pattern) exists. Checks that COMMAND ends with a message that contains WORDS.
 delay=0.1
 ended() {
   signal=$1 what=$2 words=$3 code=0
@@ -31,7 +32,7 @@ ended() {
   wait $pid || code=$?
   case $signal in INT) expected=130 ;; TERM) expected=143 ;; HUP) expected=129 ;; esac
   [ $code -eq $expected ] || fail "exit code is $code and should be $expected: command: $*: $(cat err.txt)"
-  grep -v 'the text may degrade' err.txt >line.txt || true # this warning comes before
+  grep -v 'the text may degrade' err.txt >line.txt || true # a warning that may come before
   mv line.txt err.txt
   said "$words" "$*"
   said "stopped by SIG$signal" "$*"
@@ -58,7 +59,7 @@ for signal in INT TERM HUP; do
   "$kvlab" trace verify trace >/dev/null
   rm -r trace
 
-  # The signal comes at the first unit, and at the last one, when the run is put together.
+  # The signal comes when the first unit is finished, and when the last unit is finished and the results are combined.
   delay=0
   for unit in 0 7; do
     ended $signal "run.part/trace0-unit$unit.unit" \

@@ -1,7 +1,7 @@
 #!/bin/sh
-# terminal_test.sh KVLAB SOURCE: tests the output of commands whose streams are closed, full or without a reader, names
-# and tokens with terminal control characters, and limits of the system. No command may abort or lose results, and one
-# line gives the reason of each failure.
+# terminal_test.sh KVLAB SOURCE: tests commands under difficult conditions: their output streams are closed, full or
+# without a reader; names and tokens have terminal control characters; or the system limits memory, stacks and files. No
+# command may abort or lose results, and each failure must be explained in one line.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"

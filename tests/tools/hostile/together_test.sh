@@ -1,7 +1,7 @@
 #!/bin/sh
-# together_test.sh KVLAB SOURCE: tests commands that write the same output at the same time. One writes it completely,
-# and the others are refused. Reports and policy files may replace older ones, so another command may succeed after the
-# first one has ended.
+# together_test.sh KVLAB SOURCE: tests commands that write the same output at the same time. One command must write it
+# completely, and the others must be refused. Reports and policy files may replace older files, so a second command may
+# also succeed if it starts writing after the first one has ended.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -51,7 +51,8 @@ for command in capture replay evaluate report deploy; do
   done
 done
 
-# First another command is writing the file. Then that command is killed, and the file that it left does not matter.
+# While another command is writing the output, commands are refused. After that command is killed, the .part file that
+# it left does not matter.
 touch out.0123abcd.part
 for command in report deploy; do
   flock --no-fork out.0123abcd.part sleep 60 &

@@ -1,6 +1,6 @@
 #!/bin/sh
-# first_hour_test.sh KVLAB SOURCE: runs the commands of docs/start/first-hour.md unchanged, twice, in a folder that looks
-# like a checkout. Then it runs the quickstart of the README, and cases that once stopped new users.
+# first_hour_test.sh KVLAB SOURCE: runs the commands of docs/start/first-hour.md unchanged, twice, in a folder that
+# looks like a checkout. Then it runs the quickstart of the README, and commands at which new users once failed.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -63,7 +63,8 @@ has "confidence intervals are wide" err
 kvlab eval --model $tiny --text tools/demo/prompt.txt --max-tokens 200 --policy sink --budget 24 >dense.out
 has "over decoded queries" dense.out
 
-# A user's policy, the header of docs/guides/write-a-policy.md, runs with the next command that each command prints.
+# Replays a user's policy (the header in docs/guides/write-a-policy.md) and then runs the next command that each command
+# prints.
 awk '/^```cpp$/ {on = 1; next} on && /^```$/ {exit} on' "$source/docs/guides/write-a-policy.md" >peak.hpp
 kvlab replay --trace hour/trace --policy-source peak.hpp --budget 64 --out mine >/dev/null
 kvlab deploy mine --budget 64 --policy-source peak.hpp --out mine.json >deploy.out
@@ -99,7 +100,7 @@ refused "exists" kvlab report $run --figures hour/figures --out again.html
   grep -oE '(^|[ `])kvlab [a-z]+ [^`#|┤─]*' | sed 's/^[ `]*kvlab //' | sort -u >named.txt
 [ "$(wc -l <named.txt)" -gt 50 ] || fail "no commands were found in docs"
 while read -r command words; do
-  kvlab help "$command" >help.out 2>&1 || continue # a word of the text; the next loop reports unknown commands
+  kvlab help "$command" >help.out 2>&1 || continue # a word of the text; the next loop finds unknown commands
   for option in $(echo "$words" | grep -oE -e '--[a-z][a-z-]*'); do
     grep -qE -e "(^|[^a-z-])$option([^a-z-]|\$)" help.out || fail "docs: kvlab $command has no $option"
   done

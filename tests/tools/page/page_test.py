@@ -2,8 +2,8 @@
 """Tests the interactive report in a browser: page_test.py KVLAB SOURCE. With page_test.py KVLAB SOURCE --images
 hour/report.html, it takes the pictures of docs/images from that report instead.
 
-The tests: Every control changes what it should change, figures show the numbers of results.csv, and a page makes no
-network request and logs nothing. Needs Chromium, its driver and Selenium (Debian: chromium chromium-driver
+It tests that every control changes what it should change, that figures show the numbers of results.csv, and that a page
+makes no network request and logs nothing. Needs Chromium, its driver and Selenium (Debian: chromium chromium-driver
 python3-selenium).
 """
 
@@ -170,8 +170,8 @@ def check_tables(browser: Browser) -> None:
 
 
 def check_axis(browser: Browser) -> None:
-    """Checks that errors over several decades get a logarithmic axis, that shares do not, and that the user can change
-    that."""
+    """Checks that a metric whose values span several powers of ten gets a logarithmic axis, that shares do not, and
+    that the user can change the axis."""
     kind = "return kvlabPage.charts[0].view.scale('y').type"
     for metric, wide in (("nll_recall", False), ("recall", False)):
         browser.choose("metric", metric)
@@ -208,7 +208,7 @@ return kvlabPage.charts.filter((c) => c.view && c.box.offsetParent && dotsOf(c))
 
 
 def place_on(axis: dict[str, Any], value: float) -> float:
-    """The position of a number on an axis, computed only from the type, the domain and the range of the axis."""
+    """Returns the position of a number on an axis. It is computed only from the axis's type, domain and range."""
     if axis["type"] == "point":
         step = (max(axis["range"]) - min(axis["range"])) / len(axis["domain"])
         return min(axis["range"]) + step * (value + 0.5)
@@ -283,8 +283,8 @@ def check_frozen(browser: Browser) -> None:
 
 
 def check_halving(browser: Browser, policy_file: Path) -> None:
-    """Checks that the first screen shows the winner, the budget, the difference and the texts, and that rounds
-    follow."""
+    """Checks the page of successive halving: its first screen shows the winner, the budget, the difference and the
+    texts, and the rounds follow below."""
     answer = browser.js("return document.querySelector('.answer').innerText")
     check_front(browser, [json.loads(policy_file.read_text())["run"]["recommendation"]])
     for part in ("budget of 32 tokens", "KL 0.", "96 decoded tokens of carroll-alice"):
@@ -355,7 +355,7 @@ def check_looks(browser: Browser) -> None:
 
 
 def taint(value: Any) -> Any:
-    """A copy of a JSON value with untrusted text in each string."""
+    """Returns a copy of a JSON value with hostile text added to each string."""
     if isinstance(value, dict):
         return {key: taint(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -364,7 +364,7 @@ def taint(value: Any) -> Any:
 
 
 def hostile(page: str) -> str:
-    """The report with untrusted names in its data, escaped as in JSON."""
+    """Returns the report with hostile names in its data, escaped as in JSON."""
     opened = page.index('id="data">') + len('id="data">')
     closed = page.index("</script>", opened)
     data = json.loads(page[opened:closed])
@@ -592,8 +592,8 @@ MANY = ("window,sink,lru,h2o,streaming_h2o,random,a2sf,tova,lfu,h2o_mean,roco,sc
 
 
 def check_axes(browser: Browser, call: Any, source: Path, folder: Path) -> None:
-    """Checks that labels are at their values for every metric, in a run with many policies and budgets and a value of
-    exactly 0, and in a run with one policy and one budget."""
+    """Checks for every metric that labels are at their values. One run has many policies and budgets and a value of
+    exactly 0. Another run has one policy and one budget."""
     tiny, texts = source / "engine/models/tiny", source / "tools/texts"
     trace = source / "traces/samples/tiny-story"
     call("replay", "--trace", trace, "--policy", MANY, "--budget", "5%,10%,20%,30%,40%,60%,90%", "--out", folder / "many")
@@ -682,8 +682,8 @@ def check_first_screen(browser: Browser) -> None:
 
 
 def check_sweep(browser: Browser, call: Any, source: Path, folder: Path) -> None:
-    """Checks a run of two texts: labels and orders, that several values of one parameter form the x axis, and that the
-    spread over texts is drawn."""
+    """Checks the page of a run of two texts: its labels and orders are right, several values of one parameter form the
+    x axis, and the spread over texts is drawn."""
     call("replay", "--trace", source / "traces/samples/tiny-story", folder / "second", "--policy",
          "h2o,a2sf:keep=0.9,a2sf:keep=0.95,a2sf:keep=0.99", "--budget", "32,64", "--out", folder / "sweep")
     call("report", folder / "sweep", "--out", folder / "sweep.html")

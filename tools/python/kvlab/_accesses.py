@@ -63,7 +63,8 @@ def accesses_of(
 
 
 def _in_order(times: numpy.typing.NDArray[Any], objects: numpy.typing.NDArray[Any]) -> numpy.typing.NDArray[Any]:
-    """Records sorted by time, then object. `next` numbers accesses from 1 on; -1 means that there is none."""
+    """Records sorted by time, then object. `next` is the number of the next access to the same object. Accesses are
+    numbered from 1 on; -1 means that there is no next access."""
     order = numpy.lexsort((objects, times))
     records = numpy.zeros(len(order), RECORD)
     records["time"], records["object"], records["size"] = times[order], objects[order], 1

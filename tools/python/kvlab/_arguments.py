@@ -15,7 +15,7 @@ _MAX_SHOWN = 60  # characters of a value in a message
 
 
 def shown(value: Any) -> str:
-    """The value as one line of a message. Works for any value."""
+    """Returns any value as text on one line, for a message."""
     try:
         text = ascii(value)
     except Exception:  # an integer of thousands of digits, or an object whose own repr fails
@@ -33,7 +33,8 @@ def refuse(name: str, value: Any, right: str) -> ValueError:
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
-    """An integer of Python or numpy. Refuses bool, which is usually a mistake."""
+    """Checks that the value is an integer of Python or numpy, from `low` to `high`. Refuses bool, which is usually a
+    mistake."""
     right = f"a whole number from {low} to {high}" if high < 2**63 - 1 else f"a whole number of at least {low}"
     if isinstance(value, (bool, numpy.bool_)):
         raise refuse(name, value, right)
@@ -47,7 +48,7 @@ def whole(name: str, value: Any, low: int, high: int) -> int:
 
 
 def real(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    """A finite number of Python or numpy."""
+    """Checks that the value is a finite number of Python or numpy, from `low` to `high`."""
     right = "a finite number" if math.isinf(high) else f"a number from {low:g} to {high:g}"
     try:
         number = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
@@ -65,7 +66,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def text(name: str, value: Any) -> str:
-    """A str that can be encoded in UTF-8. Refuses lone surrogates."""
+    """Checks that the value is a str that can be encoded in UTF-8. Lone surrogates cannot."""
     if not isinstance(value, str):
         raise refuse(name, value, "a string")
     try:
@@ -76,7 +77,7 @@ def text(name: str, value: Any) -> str:
 
 
 def path(name: str, value: Any) -> str:
-    """A path as text. Refuses names that are not UTF-8, because the extension takes text only."""
+    """Returns a path as text. Refuses paths that are not UTF-8, because the extension takes text only."""
     if not isinstance(value, (str, os.PathLike)):
         raise refuse(name, value, "a path")
     found = os.fspath(value)
@@ -99,7 +100,7 @@ def one_of(name: str, value: Any, *known: str) -> str:
 
 
 def items(name: str, value: Any, right: str) -> list[Any]:
-    """The elements of an iterable. Refuses a single text."""
+    """Returns the elements of an iterable as a list. Refuses a single text, which is an iterable of characters."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise refuse(name, value, right)
     try:
@@ -116,7 +117,7 @@ def texts(name: str, value: Any) -> list[str]:
 
 
 def amount(name: str, value: Any) -> str:
-    """A budget as text in the form of the command line. A whole number is a number of tokens."""
+    """Returns a budget as text, written as on the command line. A whole number is a number of tokens."""
     if isinstance(value, str):
         return text(name, value)
     if isinstance(value, (float, numpy.floating)):

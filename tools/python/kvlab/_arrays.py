@@ -19,8 +19,8 @@ _MAX_SIZE, _MAX_TOKENS = 65_536, 2**31 - 1  # the limits of traces/manifest.hpp
 def write_arrays(
     folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, prompt_tokens: Any, segments: Any
 ) -> None:
-    """Writes the trace of Trace.from_arrays(). Computes attention outputs only for the queries that the verification of
-    a trace recomputes."""
+    """Writes the trace of Trace.from_arrays(). A trace is verified by recomputing the attention outputs of some
+    queries, so only the outputs of these queries are computed here."""
     arrays = {name: _exported(array, name) for name, array in (("q", q), ("k", k), ("v", v))}
     q, k, v = arrays.values()
     _check_alike("k", k, "q", q, True)
@@ -104,7 +104,8 @@ def _ids_of(layers: list[numpy.typing.NDArray[numpy.int32]], tokens: int) -> num
 
 
 def selected_layers(selected: Any) -> list[numpy.typing.NDArray[numpy.int32]]:
-    """The array [layers, kv_heads, queries, K] as int32, by layer."""
+    """Converts the array [layers, kv_heads, queries, K] to a list with an int32 array [kv_heads, queries, K] for each
+    layer."""
     shape = "whole numbers, [kv_heads, queries, K] for each layer"
     if hasattr(selected, "detach"):
         selected = selected.detach().cpu().numpy()
@@ -126,7 +127,7 @@ def selected_layers(selected: Any) -> list[numpy.typing.NDArray[numpy.int32]]:
 
 
 def _header(name: str, config: dict[str, Any], engine: str) -> dict[str, Any]:
-    """The manifest's keys that describe a trace whose model is known only by its shape."""
+    """Returns the keys of the manifest that describe the model, if only the model's shape is known."""
     return {
         "model": name,
         "config": config | {"rope": {"rope_type": "default"}},
@@ -179,8 +180,8 @@ def writer_of(
     numbers: list[int],
     layers: int,
 ) -> _kvlab.TraceWriter:
-    """A writer for a model of `layers` layers. If all layers are in the trace and attend in the same way, without
-    window, softcap or sinks, it writes the older format, which older versions of kvlab can read."""
+    """A writer for a model of `layers` layers. The writer uses the older format, which older versions of kvlab can
+    read, if the trace has all layers and these attend in the same way, without a window, a softcap or sinks."""
     if all(row == rows[0] and not any(map(row.get, ("span", "softcap", "sink"))) for row in rows) and numbers == list(
         range(layers)
     ):
@@ -199,7 +200,7 @@ def _outputs(arrays: Mapping[str, Any], layer: int, arithmetic: Any, row: dict[s
 
 
 class _Config:
-    """Holds the `config` argument of from_arrays after its checks."""
+    """The checked `config` argument of from_arrays."""
 
     _KNOWN = (
         "rope_theta", "inv_freq", "rope_factor", "softmax_scale", "name", "rows", "layer_numbers", "rope_scaling",
@@ -292,7 +293,7 @@ def _row(name: str, row: Any) -> dict[str, Any]:
 
 
 def _check_sizes(**sizes: int) -> None:
-    """Refuses sizes out of range before anything of those sizes is allocated."""
+    """Refuses sizes that are out of range. Called before arrays of these sizes are allocated."""
     for name, size in sizes.items():
         max_value = _MAX_TOKENS if name == "tokens" else _MAX_SIZE
         if not 1 <= size <= max_value:

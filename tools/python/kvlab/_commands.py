@@ -37,10 +37,11 @@ def evaluate(
     >>> kvlab.evaluate("model", "text.txt", ["h2o", "sink"], [64, 128], window=256)["configurations"]
 
     `model`: a checkpoint's folder. `text`: one text file or a list. `policies`, `budgets`, `progress`: as in
-    `replay()`. `options`: the command's other options, with "_" for "-".
+    `replay()`. `options`: any other option of the command as a keyword, with "_" for "-": `max_tokens=512` for
+    --max-tokens 512.
 
-    Returns what the command prints with --json. Raises ValueError for a bad argument, TypeError for an unknown option,
-    RuntimeError if a file cannot be read.
+    Returns what the command prints with --json, as a dict. KL is in nats. Raises ValueError for a bad argument,
+    TypeError for an unknown option, and RuntimeError if a file cannot be read.
     """
     return _run("evaluate", "eval", options, _files(model, text), policies, budgets, progress)
 
@@ -55,12 +56,12 @@ def fidelity(
     progress: Progress = True,
     **options: Option,
 ) -> Any:
-    """Measures which metric of the offline replay best predicts the end-to-end evaluation, as `kvlab fidelity` does.
+    """Measures how well each metric of the offline replay predicts the end-to-end evaluation, as `kvlab fidelity` does.
 
     >>> kvlab.fidelity("model", ["a.txt", "b.txt"], ["window", "sink", "h2o"], [64, 128], out="fidelity")
 
-    `out`: a new folder for the results. A budget needs at least three policies. Other arguments, the result and the
-    errors are those of `evaluate()`.
+    `out`: a new folder for the results. Give at least three policies, because each budget needs three for a comparison.
+    Other arguments, the result and the errors are those of `evaluate()`.
     """
     return _run("fidelity", "fidelity", options, _files(model, text, out), policies, budgets, progress)
 
@@ -79,11 +80,11 @@ def tune(
 
     >>> kvlab.tune("model", ["a.txt", "b.txt"], budget=256, out="policy.json")
 
-    The offline replay orders a sweep of configurations. Successive halving in the end-to-end evaluation selects among
-    the first of them.
+    The offline replay ranks all configurations. The best ones are then evaluated end to end, and successive halving
+    selects one of them.
 
-    `out`: the policy file. `policies`: by default those that `kvlab tune` tries. Other arguments, the result and the
-    errors are those of `evaluate()`.
+    `out`: the policy file. `policies`: the policies to try, by default those of `kvlab tune`. Other arguments, the
+    result and the errors are those of `evaluate()`.
     """
     return _run("tune", "tune", options, _files(model, text, out), policies, budget, progress)
 

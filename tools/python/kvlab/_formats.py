@@ -15,13 +15,14 @@ def quantize(rows: Any, format: str) -> numpy.typing.NDArray[numpy.float32]:
 
     >>> error = kvlab.quantize(keys, "q4_0") - keys
 
-    `rows`: floats [..., head_size], converted to float32; keys after RoPE. `format`: a format of one row, such as "4" or
-    "q8_0" (docs/guides/precision-tiers.md lists them); each row is quantized by itself. Formats of
-    llama.cpp with "_rot" rotate rows as keys, over the largest power of two that divides head_size; llama.cpp rotates
-    values over blocks of 64 channels. Returns float32 of the same shape.
+    `rows`: floats [..., head_size], converted to float32; keys after RoPE. `format`: a format of one row, such as "4"
+    or "q8_0" (docs/guides/precision-tiers.md lists them); each row is quantized by itself. Formats of llama.cpp whose
+    name ends in "_rot" first rotate each row, in blocks whose length is the largest power of two that divides
+    head_size. This is how llama.cpp rotates keys; it rotates values in blocks of 64 channels. Returns an array of
+    float32 of the same shape as `rows`.
 
-    Raises ValueError if the format is not known, if head_size is not a multiple of 32, or if a number is NaN or too large
-    for the format's scale.
+    Raises ValueError if the format is not known, if head_size is not a multiple of 32, or if a number is NaN or too
+    large for the format's scale.
     """
     try:
         array = numpy.asarray(rows, dtype=numpy.float32)

@@ -63,7 +63,7 @@ class PolicyInfo:
 
 
 class Seen(NamedTuple):
-    """The attention that each live token received from the queries of the last append.
+    """The attention statistics of the last append: what each live token received from the queries of that append.
 
     Every array has shape [live], oldest token first. An array is None if the policy's `needs` does not request it. With
     `needs="nothing"` the function gets None in place of this object.
@@ -185,7 +185,7 @@ class Policy:
         self.held = held
         self.function = function
         self.source = source
-        self._look = look  # makes the extension's policy for one call; None unless the policy reads rows
+        self._look = look  # makes the extension's policy for one call; None if the policy reads no rows
         _own[self.name] = self
 
     @property
@@ -262,11 +262,13 @@ def policy(
     ...     state["mass"] += seen.mass
     ...     return state["mass"]
 
-    The function gets all live tokens of one cache, oldest first, and returns their ranks, an array [live] of floats or
-    of integers of at least 0. The token with the lowest rank is evicted first; of equal ranks, the older token.
+    The function gets all live tokens of one cache, oldest first. It returns their ranks: an array [live] of floats, or
+    of integers that are not negative. The token with the lowest rank is evicted first. Among tokens of equal rank, the
+    oldest is evicted first.
 
-    `needs`: what `seen` holds: attention ("mass"), requests, both, or nothing. The function is called after each
-    append. With `needs="nothing"` it is called when tokens are evicted, perhaps more than once, and keeps no state.
+    `needs`: what `seen` contains: attention ("mass"), requests ("requests"), "both", or "nothing". The function is
+    called after each append. With `needs="nothing"` it is called when tokens have to be evicted instead, perhaps more
+    than once, and cannot have a state.
 
     `features`: token features that the function reads, as attributes of `token`.
 
@@ -275,11 +277,13 @@ def policy(
 
     `sinks`, `recent`, `modifiers`, `positions`: defaults, written as on the command line.
 
-    `rows`: the function reads `token.rows`, `ids`, `keys` or `values`. `by_head`: it reads `seen.mass_by_head`;
-    a replay is then slower, because it runs one configuration at a time.
+    `rows`: set this if the function reads `token.rows`, `token.ids`, `token.keys` or `token.values`. `by_head`: set
+    this if it reads `seen.mass_by_head`. A replay of such a policy is slower, because it runs one configuration at a
+    time.
 
-    `weights`, from 0 to 1: factors for the attention of a prompt's queries, the last query first. Queries that have no
-    weight are not observed.
+    `weights`: numbers from 0 to 1 by which the attention of a prompt's queries is multiplied. The first number is for
+    the last query, the second for the query before it, and so on. Queries without a number are not observed. By default
+    all queries have weight 1.
 
     `name`, `summary`: by default the function's name and the first line of its docstring.
 
@@ -447,12 +451,12 @@ class _OwnFunction:
 
 
 def known_as(text: str) -> Policy | None:
-    """The unregistered policy that a text names, or None."""
+    """Returns the Python or compiled policy that a text names, or None."""
     return _own.get(text.split(":", 1)[0])
 
 
 def resolve(requested: Iterable[str | Policy]) -> tuple[list[str], list[_kvlab.Policy]]:
-    """The policies as texts, and the unregistered ones among them for the extension."""
+    """Returns the policies as texts, and the extension's objects of those that are not registered in kvlab."""
     texts: list[str] = []
     own: dict[str, Policy] = {}
     for one in _arguments.items("policies", requested, "a policy, or a list of policies"):

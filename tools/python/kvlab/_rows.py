@@ -21,13 +21,14 @@ _MAX_HELD = 256  # layers held at once, over all sequences
 
 
 class Rows:
-    """Queries, keys and values of one layer. A replay has those of all tokens; elsewhere only those of the prompt are
-    known.
+    """Queries, keys and values of one layer. In a replay they are those of all tokens. Outside of replays they are
+    those of the prompt only.
 
     `q` [query_heads, tokens, head_size], `k` and `v` [kv_heads, tokens, head_size], float32, before RoPE. `inv_freq`
     [rotated / 2], `rope_factor` and `softmax_scale` describe the layer's attention. In a replay `ids` [tokens] are the
     token ids, and `output` [query_heads, head_size, directions] is the trace's sketch of the output projection W_o, if
-    the trace has one; elsewhere both are None. `memo` is a dict in which a policy may store what it computes once.
+    the trace has one. Outside of replays both are None. `memo` is a dict in which a policy may store what it computes
+    once.
     """
 
     def __init__(self, q: Floats, k: Floats, v: Floats, inv_freq: Floats, rope_factor: float, scale: float) -> None:
@@ -38,14 +39,15 @@ class Rows:
         self.memo: dict[Any, Any] = {}
 
     def turns(self, first: int, count: int) -> tuple[Floats, Floats]:
-        """Returns cos and sin [count, rotated / 2] of `count` positions, the first of which is `first`, times
-        `rope_factor`."""
+        """Returns the cos and sin of RoPE, each [count, rotated / 2] and multiplied by `rope_factor`, for the `count`
+        positions from `first` on."""
         angles = numpy.outer(numpy.arange(first, first + count), self.inv_freq.astype(float))
         cos, sin = self.rope_factor * numpy.cos(angles), self.rope_factor * numpy.sin(angles)
         return cos.astype(numpy.float32), sin.astype(numpy.float32)
 
     def turned(self, x: Floats) -> Floats:
-        """Returns `x` [heads, tokens, head_size], which is q or k, after RoPE at the positions 0, 1, 2, ..."""
+        """Applies RoPE at the positions 0, 1, 2, ... to `x` [heads, tokens, head_size], which is q or k, and returns
+        the result."""
         cos, sin = self.turns(0, x.shape[1])
         n, y = len(self.inv_freq), x.copy()
         y[..., :n] = x[..., :n] * cos - x[..., n : 2 * n] * sin

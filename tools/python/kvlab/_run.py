@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 Texts = str | Iterable[str]
-Model = Any  # a checkpoint's folder, a transformers model, or output projections read from one
+Model = Any  # a checkpoint's folder, a transformers model, or output projections that were read from one of these
 Budgets = str | int | Iterable[str | int]
 
 
@@ -93,9 +93,10 @@ def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
 
     >>> kvlab.difference([[0.11, 0.12], [0.10, 0.09]], [[0.13, 0.13], [0.12, 0.10]]).significantly_different
 
-    `a` and `b` have an entry for each text, in the same order: the value of the metric, or a list of its values in each
-    block of the text. Every text has weight 1. The interval needs two texts, or one text of at least 8 blocks
-    (docs/reference/recommendations.md). Raises ValueError if `a` and `b` differ in their texts or blocks.
+    `a` and `b` have one entry for each text, in the same order. An entry is the value of the metric, or a list of its
+    values in the blocks of the text. Every text has weight 1. The interval needs at least two texts, or one text of at
+    least 8 blocks (docs/reference/recommendations.md). Raises ValueError if `a` and `b` differ in their texts or
+    blocks.
     """
     right = "a list with one entry for each text: a number, or a list of numbers"
     sides = (("a", _arguments.items("a", a, right)), ("b", _arguments.items("b", b, right)))
@@ -104,7 +105,7 @@ def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
 
 
 def _metric_values(name: str, text: Any) -> list[float]:
-    """The values of one text, one for each block. A single number stands for one block."""
+    """The values of one text, one for each block. A single number is a text with one block."""
     try:
         values = numpy.atleast_1d(numpy.asarray(text, dtype=float))
     except (TypeError, ValueError, OverflowError):
@@ -205,14 +206,15 @@ class Run:
 
         >>> [one["policy"] for one in run.ranking(128)["standings"]]
 
-        The result has two keys. `standings`: the eligible configurations from the best mean to the worst, then those
-        that are over budget. `recommendation`: what `recommendation()` returns.
+        The result has two keys. `standings`: a list of the eligible configurations, the best mean first, followed by
+        those that are over budget. `recommendation`: what `recommendation()` returns.
 
         `budget`: written as in `replay()`. `metric`: by default the best predictor that the run has
-        (docs/reference/metrics.md). Raises ValueError if the run has no such budget, or the metric cannot rank.
+        (docs/reference/metrics.md). Raises ValueError if the run has no such budget, or if configurations cannot be
+        ranked by the metric.
 
-        For one more release there is also an entry under the old name `verdict`, with the keys of older versions, and each
-        of `standings` has a copy of `from_lowest` under the old name `behind`.
+        For one more release, old names also work. The entry `verdict` is the recommendation with the keys of older
+        versions. In `standings`, `behind` is a copy of `from_lowest`.
         """
         budget, metric = _arguments.amount("budget", budget), _arguments.text("metric", metric)
         ranking: dict[str, Any] = json.loads(self._held.ranking(budget, metric))
@@ -243,13 +245,13 @@ class Run:
 
     @property
     def notices(self) -> list[str]:
-        """Says which configurations the replay left out or does not rank, and repeats the warnings of every
+        """A line for each configuration that the replay left out or does not rank, and for each warning of a
         recommendation."""
         lines = list(self._held.notices)
         for budget in self._held.budgets:
             try:
                 made = self.recommendation(budget)
-            except ValueError:  # this budget has oracles only
+            except ValueError:  # at this budget the run has only oracles
                 continue
             lines += [f"{one['policy']} is over the budget of {budget} and not ranked" for one in made["over_budget"]]
             lines += made["warnings"]
@@ -272,11 +274,12 @@ class Run:
         >>> run.kept(layer=3, head=1, policy="h2o", budget=128).live.sum(axis=1)
 
         `layer`: the model's number of the layer. `head`: a KV head of the layer. `policy`, `budget`, `prefill` and
-        `positions` select one configuration of the run. The name of a policy without settings selects its configuration
-        without modifiers, if there is one. `trace`: name of the trace, if the run has several. `plain`: use the plain
-        replay, which is slow and easy to read.
+        `positions` select one configuration of the run. If `policy` is only a name and several configurations match,
+        the one without modifiers is used, if the run has it. `trace`: name of the trace, if the run has several.
+        `plain`: use the plain replay, a simple and slow implementation with the same result.
 
-        Raises ValueError if not exactly one configuration matches, or if the trace on disk is not the one of the run.
+        Raises ValueError unless exactly one configuration matches, and if the trace on disk is not the one that was
+        replayed.
         """
         layer = _arguments.whole("layer", layer, 0, 2**31 - 1)
         head = _arguments.whole("head", head, 0, 2**31 - 1)
@@ -307,12 +310,13 @@ class Run:
                 and (positions is None or entry["positions"] == positions)
             )
 
-        settings = {  # of the configurations that fit, by index in the sweep
+        settings = {  # index in the sweep -> settings, of the configurations that fit
             index: {entry["budget"], entry["prefill"], entry["positions"], *entry["params"].split(":")}
             for index, entry in enumerate(self.sweep)
             if fits(entry)
         }
-        # If all other configurations have the settings of one configuration too, that one has no modifiers.
+        # If the settings of one configuration are a subset of those of every other one, that configuration has no
+        # modifiers.
         plain = [index for index, own in settings.items() if all(own <= other for other in settings.values())]
         found = plain or list(settings)
         requested = _arguments.brief(policy) + ("" if budget is None else f" at budget {_arguments.brief(budget)}")
@@ -349,9 +353,9 @@ class Run:
     def plot(self, metric: str, *, ax: matplotlib.axes.Axes | None = None) -> matplotlib.axes.Axes:
         """Plots a metric against the budget in tokens, one line for each policy, and returns the axes.
 
-        A point is the mean over traces of the mean over layers and heads. The legend is beside the axes. If lower is
-        better and the values span a factor of 10, their axis is logarithmic. Needs matplotlib and pandas. Raises
-        ValueError if the run has no such metric.
+        A point is the mean over traces of the mean over layers and heads. The legend is beside the axes. The axis of
+        the values is logarithmic if lower values are better and the values span more than a factor of 10. Needs
+        matplotlib and pandas. Raises ValueError if the run has no such metric.
         """
         import matplotlib.pyplot
 
@@ -370,7 +374,7 @@ class Run:
             if policy == "full":
                 continue
             means = line.groupby("budget_tokens")["value"].mean()
-            common = set.intersection(*settings[str(policy)])  # settings of all variants, which a label leaves out
+            common = set.intersection(*settings[str(policy)])  # settings of all variants; labels leave them out
             label = ":".join([str(policy), *(part for part in str(params).split(":") if part not in common)])
             style, marker = ("--", "") if str(policy).startswith("oracle") else ("-", "os^Dv<>P*X"[lines // 10 % 10])
             ax.plot(means.index, means.to_numpy(), style, marker=marker, markersize=4, label=label)
@@ -457,25 +461,29 @@ def replay(
     `budgets`: tokens (128), shares of the length ("20%"), "pyramid(20%)", "ada(20%)", "@FILE" and so on
     (docs/reference/configurations.md).
 
-    `prefill`: "dense", "chunk:N" or "stream". `positions`: "original" or "cache". If one is a list, the sweep has
-    configurations for each of its entries.
+    `prefill`: "dense", "chunk:N" or "stream". `positions`: "original" or "cache". Each may be a list; the sweep then
+    has configurations for each entry. By default, each policy is replayed with its own default positions.
 
-    `queries`: which queries are measured, those of decoded tokens or all. `output_error`: at which of these queries the
-    errors of outputs are measured, a sample or all. `layers`: numbers of the layers to replay, by default all.
+    `queries`: the queries over which metrics are taken: those of decoded tokens, or all. `output_error`: measure the
+    errors of attention outputs at a sample of these queries, or at all of them. `layers`: numbers of the layers to
+    replay, by default all.
 
     `request_threshold`: a query requests a token whose attention is at least this share of the query's largest.
 
-    `refetch`: evicted tokens return when a query selects them: "top:64" (the 64 most probable tokens), "page:16:64"
-    (64 tokens in pages of 16, after Quest) or "logged" (those that the trace lists). The run has the metrics `fetch_rate` and `fetch_bytes`
+    `refetch`: the selector of a replay in which an evicted token returns when a query selects it. "top:64": a query
+    selects the 64 most probable tokens. "page:16:64": it selects 64 tokens in pages of 16, as Quest does. "logged": it
+    selects the tokens that the trace lists. The run has the metrics `fetch_rate` and `fetch_bytes`
     (docs/guides/refetch.md).
 
-    `references`: also replay the full cache and the oracles. `plain`: use the plain replay, which is slow, easy to
-    read, and keeps the same tokens.
+    `references`: also replay the full cache and the oracles. `plain`: use the plain replay, a simple and slow
+    implementation that keeps the same tokens.
 
     `model`: the model of the traces, as a checkpoint's folder or a loaded transformers model. Only policies that read
     output projections, such as `criticalkv`, need it.
 
-    `device="cuda"` uses the GPU for the policies that it supports. It needs a package built with KVLAB_CUDA=1.
+    `device="cuda"` uses the GPU for the policies that it supports. It needs a package that was built with KVLAB_CUDA=1.
+    `threads`: number of CPU threads, by default one for each core. `seed`: random seed of the policies that use random
+    numbers.
 
     `progress`: True shows a bar of tqdm in notebooks and on terminals; a function gets the fraction done, from 0 to 1.
 

@@ -32,9 +32,9 @@ class Trace:
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, threads: int | None = None) -> None:
         """Opens the trace in the folder `path` and verifies it.
 
-        `verify=False` skips the check of the checksums and of sampled attention outputs. `threads`: number of CPU
-        threads for the check, by default one for each core. Raises RuntimeError if the folder is not a finished trace,
-        or fails the check.
+        Verification compares the checksums of all files, and recomputes a sample of the attention outputs.
+        `verify=False` skips it. `threads`: number of CPU threads for it, by default one for each core. Raises
+        RuntimeError if the folder is not a finished trace, or if the verification fails.
         """
         verify = _arguments.flag("verify", verify)
         threads = None if threads is None else _arguments.whole("threads", threads, 1, MAX_THREADS)
@@ -58,18 +58,20 @@ class Trace:
 
         >>> trace = kvlab.Trace.from_arrays(q, k, v, config={"rope_theta": 10000.0}, prompt_tokens=100)
 
-        `q` [layers, query_heads, tokens, head_size], `k` and `v` [layers, kv_heads, tokens, head_size], before RoPE:
-        float32, float16 or bfloat16, from numpy, PyTorch or anything that supports DLPack, with any strides.
+        `q` [layers, query_heads, tokens, head_size], `k` and `v` [layers, kv_heads, tokens, head_size], before RoPE.
+        Their type is float32, float16 or bfloat16. They come from numpy, PyTorch or anything that supports DLPack, with
+        any strides.
 
         `ids` [tokens]: token ids, zeros by default.
 
         `config`: a mapping or an object with some of these entries: `rope_theta` (default 10000), or `inv_freq` and
-        `rope_factor` for another RoPE; `softmax_scale` (default head_size ** -0.5); `name`. If layers differ, it also
-        has `rows`, as in `Trace.rows`, with a table of `inv_freq` and a `rope_factor` for each value of `rope`; and
-        `layer_numbers`. A config of transformers works if its RoPE is the default one.
+        `rope_factor` for another RoPE; `softmax_scale` (default head_size ** -0.5); `name`. If layers attend in
+        different ways, also `rows`, a list in the form of `Trace.rows`; `inv_freq` and `rope_factor` then have an entry
+        for each value of `rope`. If only some layers of the model are given, also `layer_numbers`. A config of
+        transformers works if its RoPE is the default one.
 
-        `prompt_tokens`: length of the prompt; the other tokens are decoded one by one. Instead of it, `segments` may
-        list (tokens, "prompt" or "decode") in order, a prompt first.
+        `prompt_tokens`: length of the prompt in tokens; the other tokens are decoded one by one. For several turns give
+        `segments` instead: a list of (number of tokens, "prompt" or "decode") in order, a prompt first.
 
         `out`: a new folder for the trace. Without it the trace is in a temporary folder, which is removed together with
         the returned object.
@@ -97,18 +99,20 @@ class Trace:
         >>> trace = kvlab.Trace.from_selections(selected, head_size=128, prompt_tokens=4096)
         >>> run = kvlab.replay(trace, ["lru", "sieve"], [4096, 8192], refetch="logged")
 
-        `selected` [layers, kv_heads, queries, K]: positions of the selected tokens in the text, in any order, from 0 up
-        to the position of the query; -1 fills unused entries. Whole numbers, from numpy or PyTorch. Only layers that
-        select, which must attend to all tokens. An engine with one latent cache for all heads (MLA) has one KV head.
+        `selected` [layers, kv_heads, queries, K]: the positions in the text of the tokens that each query selected, K
+        at most. They may be in any order, from 0 up to the position of the query itself; -1 fills unused entries. The
+        array has integers and comes from numpy or PyTorch. It has only the layers in which the engine selects; layers
+        with a sliding window cannot be given. An engine with one latent cache for all heads (MLA) has one KV head.
 
-        `head_size`: elements of a key. A value has as many; `fetch_bytes` counts both in 16 bit.
+        `head_size`: elements of a key, and of a value. The metric `fetch_bytes` counts both in 16 bit.
 
-        `queries`: the queries that selected: those of decoded tokens, or all. `prompt_tokens` and `segments`: as in
-        from_arrays. `ids` [tokens]: token ids, by default random numbers that depend on `selected`, because traces with
-        the same ids count as one text. `name`: the model's name. `layer_numbers`: the model's numbers of the layers, 0, 1, 2, ... by default. `out`: as in
-        from_arrays.
+        `queries`: the queries for which `selected` has entries: those of decoded tokens, or all. `prompt_tokens` and
+        `segments`: as in from_arrays. `ids` [tokens]: token ids, by default random numbers that depend on `selected`,
+        because traces with the same ids count as one text. `name`: the model's name. `layer_numbers`: the model's
+        numbers of the layers, 0, 1, 2, ... by default. `out`: as in from_arrays.
 
-        Raises ValueError if the arrays do not fit together, or a row lists a token twice or after its query.
+        Raises ValueError if the arrays do not fit together, or if a query selects a token twice or a token after
+        itself.
         """
         _arguments.one_of("queries", queries, "decode", "all")
         return cls._written(
@@ -174,12 +178,12 @@ class Trace:
         return self._held.selected(_index("layer", layer), _index("kv_head", kv_head))
 
     def add_selections(self, selected: Any, *, queries: Literal["decode", "all"] = "decode") -> None:
-        """Stores in the trace's folder which tokens an engine selected, for replays with `refetch="logged"`.
+        """Stores the tokens that an engine selected in the trace's folder, for replays with `refetch="logged"`.
 
         >>> trace.add_selections(selected)
 
         `selected` [layers without a sliding window, kv_heads, queries, K], and `queries`: as in from_selections.
-        Replaces selections that the trace has. Raises ValueError if they do not fit.
+        Replaces the selections that the trace already has. Raises ValueError if `selected` does not fit the trace.
         """
         _arguments.one_of("queries", queries, "decode", "all")
         try:
@@ -191,8 +195,8 @@ class Trace:
     def attention(self, layer: int, head: int, first: int = 0, count: int | None = None) -> Floats:
         """Computes a query head's attention probabilities in the full cache: float32 [count, tokens].
 
-        Row i belongs to the query at position `first + i`. If `count` is None, the rows reach to the last query. Raises
-        ValueError if the trace has no such queries.
+        Row i has the probabilities of the query at position `first + i`. If `count` is None, the last row is that of
+        the last query. Raises ValueError if the trace has no such queries.
         """
         count = None if count is None else _arguments.whole("count", count, 1, MAX_TOKENS)
         first = _arguments.whole("first", first, 0, MAX_TOKENS)
@@ -215,11 +219,13 @@ class Trace:
 
         A query requests an earlier token if a query head of the KV head gives the token at least `request_threshold`
         times the query's largest attention. With `top_k`, a query requests the `top_k` most probable tokens of each
-        query head instead, of which one may be its own token. After these requests the query's own token is written as
-        that token's first access.
+        query head instead, of which one may be its own token. The record after a query's requests is the first access
+        to the query's own token, which is written to the cache then.
 
-        `out`: also write the records to this file. `layer`, `head` (a KV head): by default all, as if one shared cache
-        held the tokens of all KV heads. With `queries="decode"`, tokens of the prompt are written but request nothing.
+        `out`: also write the records to this file. `layer`, `head` (a KV head): list only the requests of this layer or
+        head. By default the records have those of all, as if one cache held the tokens of all KV heads. With
+        `queries="decode"`, the prompt's tokens are accessed only when they are written, because their queries request
+        nothing.
 
         Returns a structured array, sorted by `time`, then `object`. `time`: position of the query. `object`: (layer *
         kv_heads + head) * 2**32 + position of the token. `size`: 1, so that cache sizes are in tokens. `next`: number,

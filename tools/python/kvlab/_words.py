@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping
 _OPTION = re.compile(
     r"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?: (\d[\w.%]*(?:,[\w.%]+)*|[A-Z]+(?:\.\.\.)?(?![\w.])))?"
 )
-_OTHERS = ("huggingface-cli", "python -m", "pip install")  # after these, options belong to a shell command and stay
+_OTHERS = ("huggingface-cli", "python -m", "pip install")  # a shell command: its options stay
 
 LISTS = {"policy": "policies", "budget": "budgets"}
 """Option -> keyword, for the options whose keyword has another name because it takes a list."""
 
 
 def python_terms(message: str, names: Mapping[str, str] = {}) -> str:
-    """The message with `budget` for --budget and `budget="128,20%"` for --budget 128,20%. `names`: option -> keyword,
-    where they differ."""
+    """Returns the message with options rewritten: --budget becomes `budget`, and --budget 128,20% becomes
+    `budget="128,20%"`. `names`: option -> keyword, for options whose keyword has another name."""
 
     def keyword(found: re.Match[str]) -> str:
         if any(other in message[: found.start()].split("; ")[-1] for other in _OTHERS):

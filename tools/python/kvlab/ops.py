@@ -1,7 +1,8 @@
 """The kernel library's caches for PyTorch: `KvCache`, and the operators `torch.ops.kvlab.append` and `step`.
 
-A `KvCache` wraps a kvlab_kv_cache object (docs/reference/c-api.md) and runs on the current CUDA stream. A step only launches
-kernels, so torch.cuda.CUDAGraph can capture it and torch.compile can trace it. The first `KvCache` loads the library.
+A `KvCache` wraps a kvlab_kv_cache object (docs/reference/c-api.md) and runs on the current CUDA stream. A step only
+launches kernels, so torch.cuda.CUDAGraph can capture it and torch.compile can trace it. The first `KvCache` loads the
+library.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class KvCache:
         device: torch.device,
         sequences: int = 1,
     ) -> None:
-        """`plan`: a dict that _kvlab.slot_plan() returns. Its numbers by layer and KV head apply to every sequence.
+        """`plan`: a dict that _kvlab.slot_plan() returns. All sequences get the same numbers for each layer and KV
+        head.
 
         Raises ValueError for an unsupported dtype, policy or number of layers, and RuntimeError for errors of CUDA.
         """
@@ -117,7 +119,7 @@ class KvCache:
         self._done(lambda stream: library().kvlab_kv_cache_clear(self.handle, stream))
 
     def start(self, sequence: int, seed: int | None = None) -> None:
-        """Drops the tokens of one sequence, so that another text can take its place. Other sequences go on.
+        """Drops the tokens of one sequence, so that another text can use its slots. Other sequences are not changed.
 
         `seed`: a new random seed. Raises ValueError for a sequence that does not exist.
         """
@@ -173,13 +175,14 @@ class KvCache:
         return qkv.new_empty(rows, *self._shape)
 
     def info(self, sequence: int = 0) -> Any:
-        """Returns `tokens`, `evictions`, `kv_bytes` and `allocated` (bytes) of a sequence, from counts on the host."""
+        """Returns `tokens`, `evictions`, `kv_bytes` and `allocated` (bytes) of a sequence, from counts that the host
+        keeps, so it does not wait for the GPU."""
         info = _library.SequenceInfo()
         done(library().kvlab_kv_cache_sequence_info(self.handle, sequence, info))
         return info
 
     def positions(self, layer: int, head: int, sequence: int = 0) -> numpy.typing.NDArray[numpy.uint32]:
-        """Positions of the tokens that a KV head keeps, ascending. Synchronizes with the GPU."""
+        """Positions of the tokens that a KV head keeps, ascending. Waits for the GPU."""
         positions, count = numpy.empty(self.info(sequence).tokens + 1, numpy.uint32), ctypes.c_uint32()
         requested = (self.handle, sequence, layer, head, positions.ctypes.data, len(positions), ctypes.addressof(count))
         self._done(lambda stream: library().kvlab_kv_cache_positions(*requested, stream))

@@ -50,8 +50,8 @@ ModelShape shape_of(const Heads& q, const Heads& k, const Heads& v, const std::s
           .dtype = *known};
 }
 
-/// Checks the lengths in a row specification against the shape, because the computation below
-/// relies on them.
+/// Converts `said`, the description of how a layer attends, and checks that its lengths fit the
+/// shape. The computation below relies on these lengths and does not check them.
 RowSpec checked_row(const nb::dict& said, const std::vector<Rope>& ropes, float softmax_scale,
                     const ModelShape& shape) {
   RowSpec row = row_of(said, ropes, softmax_scale);
@@ -110,7 +110,7 @@ FloatArray attention_outputs(const Heads& q, const Heads& k, const Heads& v, con
   return array_of(std::move(outputs), {positions.size(), heads, size});
 }
 
-/// The rows, quantized in the format of that name and dequantized again.
+/// Quantizes the rows in the format called `format`, dequantizes them again, and returns them.
 FloatArray quantize(const FloatRows& rows, const std::string& format) {
   const RowFormat* const known = find_row_format(format);
   if (!known)

@@ -1,5 +1,5 @@
-// The parts of the extension _kvlab, which is for the package itself (tools/python/kvlab). They
-// only convert arguments and results. The functions that they call do the work.
+// The parts of the extension module _kvlab. Only the Python package (tools/python/kvlab) uses it.
+// The parts convert arguments and results, and call the C++ functions that do the work.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -59,8 +59,8 @@ class Caches {
   Caches& operator=(const Caches&) = delete;
 
   /// Copies the caches, for a sequence that will continue in another way. Throws
-  /// std::invalid_argument if a policy reads rows, because it remembers the rows of only one
-  /// sequence.
+  /// std::invalid_argument if a policy reads rows, because such a policy remembers the rows of only
+  /// one sequence.
   std::unique_ptr<Caches> copy() const {
     for (const Policy& policy : own_)
       if (policy.entry->see_rows)
@@ -151,8 +151,8 @@ class Caches {
     }
     if (!is_prompt) return;
     cache.end_prompt();
-    // Evicts now, so that only one layer at a time holds a whole prompt. The result is the same,
-    // because it does not depend on the tokens that follow.
+    // Evicts now and not at the next append, so that only one layer at a time holds a whole prompt.
+    // The kept tokens are the same, because they do not depend on the tokens that follow.
     for (HostCache& head : cache.heads()) head.evict_to_budget(tokens_[layer]);
   }
 

@@ -14,7 +14,8 @@ namespace {
 constexpr auto kBetweenSignals = std::chrono::milliseconds(50);
 constexpr auto kBetweenCalls = std::chrono::milliseconds(100);
 
-/// If a signal has raised an exception, sets `off` and waits for the work.
+/// If a signal has raised a Python exception, sets `off`, which cancels the work, and waits until
+/// the work has ended.
 void call_off_on_signal(std::atomic<bool>& off, std::future<void>& work) {
   const nb::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return;

@@ -53,14 +53,15 @@ struct OwnPolicy {
   nb::object sight;
 };
 
-/// The header of a slot. The features and the function's state of the token follow it.
+/// The first part of a slot. The token's features follow, then the state that the Python function
+/// keeps for the token.
 struct SlotHead {
   std::uint64_t rank;  // the rank that the function returned last, as a sortable key
   std::uint32_t position;
   RankType type;  // type of the rank
 };
 
-/// What the pointer `params` points to.
+/// The object to which the argument `params` of the policy's hooks points.
 struct Host {
   OwnPolicy own;
   Needs needs;
@@ -165,8 +166,9 @@ void fill_seen(Call& call, const Host& host, std::size_t count, SeenAt seen) {
   call.queries = fill_array<std::uint32_t>(count, [&](std::size_t i) { return seen(i).queries; });
 }
 
-/// Calls the function after an append, and stores its states and ranks for the next position.
-/// `heads`: empty unless the function reads the mass of each head.
+/// Calls the Python function after an append, and stores the states and ranks that it returns. The
+/// ranks are those for the next position. `heads`: empty unless the function reads the mass of each
+/// head.
 template <class SeenAt>
 void observe_all(void* data, std::size_t count, const void* params, Step step, SeenAt seen,
                  std::span<const std::uint64_t> heads = {}) {

@@ -120,7 +120,8 @@ std::vector<std::tuple<std::string, std::string, std::string>> traces_of(const P
   return traces;
 }
 
-/// Makes a configuration of the run again from its texts.
+/// Makes a configuration of the run again. run.json stores it as texts, in the form of the command
+/// line.
 CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<Policy>& own) {
   const RunConfig& requested = info.sweep.at(index);
   const std::string text =
@@ -134,7 +135,8 @@ CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<
   if (requested.budget == "all") request.budgets.clear();
   if (!requested.budget.starts_with('@'))
     return make_sweep(request, replay_oracles(), compiled_from(own)).front();
-  // The run contains the budgets of the budget file, so the file is not read again.
+  // The budget comes from a budget file. The run contains the budgets of that file, so the file is
+  // not read again: the configuration is made with any budget, which is then replaced.
   constexpr std::uint32_t kAny = 1'000'000'000;
   request.budgets = {std::to_string(kAny)};
   CacheConfig config = make_sweep(request, replay_oracles(), compiled_from(own)).front();

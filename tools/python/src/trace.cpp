@@ -39,7 +39,7 @@ Part part_of(const std::string& name) {
   throw std::invalid_argument(fmt::format("part '{}': should be q, k or v", name));
 }
 
-/// The trace's index of the layer that the model numbers `number`.
+/// The index in the trace of the layer that has the number `number` in the model.
 std::uint32_t layer_at(const TraceReader& trace, std::uint32_t number, std::uint32_t head,
                        std::uint32_t heads) {
   const std::uint32_t layer = trace.shape().layer_of(number);
@@ -137,8 +137,8 @@ FloatArray attention(const Trace& trace, std::uint32_t number, std::uint32_t hea
   return array_of(std::move(p), {count, tokens});
 }
 
-/// Positions of queries, and of the earlier tokens that they request: one entry of both arrays for
-/// each request.
+/// Returns two arrays with an entry for each request: the position of the query, and the position
+/// of the earlier token that it requests.
 std::pair<Array<std::uint32_t>, Array<std::uint32_t>> accesses(
     const Trace& trace, std::uint32_t number, std::uint32_t kv_head,
     std::optional<std::uint32_t> top_k, double threshold,

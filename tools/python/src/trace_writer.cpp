@@ -36,7 +36,8 @@ using Selected = nb::ndarray<const std::int32_t, nb::ndim<3>, nb::c_contig, nb::
 
 std::span<const float> span(const Rows& rows) { return {rows.data(), rows.size()}; }
 
-/// A writer for Python. close() ends it, because Python frames may keep the object alive longer.
+/// A trace writer for Python. close() destroys the C++ writer in it, because a Python stack frame
+/// may keep this object alive for longer.
 struct Writer {
   std::optional<TraceWriter> held;
 
@@ -149,7 +150,7 @@ void add_feature(const Trace& trace, const std::string& name, const std::vector<
 }
 
 /// The selections [kv_heads, queries, K] of each layer. Throws std::invalid_argument unless they
-/// have the shape that the trace needs; the writers check the rest.
+/// have the shape that the trace needs. The writers check the values.
 SelectionsToWrite selections_of(const std::string& queries, const std::vector<Selected>& layers,
                                 const ModelShape& shape, const std::vector<Segment>& segments) {
   SelectionsToWrite selections{parse_queries(queries), 0, {}};
@@ -185,7 +186,7 @@ void write_selected_trace(const std::string& directory, const std::string& heade
                           const std::vector<std::pair<std::uint32_t, bool>>& segments,
                           const std::string& queries, const std::vector<Selected>& layers) {
   TraceHeader header = parse_header(header_json);
-  header.softmax_scale = 1;  // nothing attends
+  header.softmax_scale = 1;  // any value, because nothing attends
   header.shape.numbers = layer_numbers;
   std::vector<Segment> all;
   std::uint32_t start = 0;

@@ -1,5 +1,5 @@
-"""Keeps what kvlab knows about a model whose attention kvlab's caches compute, and the hooks in the model while caches
-need them."""
+"""`AttendedModel`: what kvlab knows about a model for which kvlab's caches compute attention. It also installs hooks in
+the model, which stay while caches need them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class Block:
         self._owner: weakref.ref[Any] | None = None  # the cache of that conversation
 
     def begin(self) -> Conversation:
-        """Starts a conversation for a new cache. Reuses the last conversation if the cache of that one was deleted."""
+        """Starts a conversation for a new cache. If the cache of the last conversation was deleted, reuses that
+        conversation."""
         if self._owner is None or self._owner() is None:
             self._conversation.begin()
         else:
@@ -83,7 +84,8 @@ class Block:
 
 
 class AttendedModel:
-    """What kvlab knows about a loaded model, for texts of `length` tokens, and the hooks that kvlab put into it."""
+    """What kvlab knows about a loaded model, for texts of at most `length` tokens, and the hooks that kvlab installed
+    in it."""
 
     def __init__(self, model: Any, length: int) -> None:
         devices = {parameter.device for parameter in model.parameters()}
@@ -101,7 +103,8 @@ class AttendedModel:
         self.layer_indices = {layer.index: index for index, layer in enumerate(self.acted)}
         self.windows = {layer.index: layer.window for layer in self.layers.values() if layer.index not in self.layer_indices}
         self.has_others = layer_count(self.decoder, [*self.layers.values()]) > len(self.layers)
-        # The maximum number of tokens of which no window hides any; None: there is no window.
+        # The longest text, in tokens, of which no sliding window hides a token; None: any length, because there is no
+        # window.
         self.max_tokens = min(layer.window for layer in self.acted) or None
         self.rope_types = rope_types(self.decoder.config)
         self.has_fixed_rope = self.rope_types <= set(ROPE_TYPES)
@@ -130,7 +133,7 @@ class AttendedModel:
         centre: str | None = None,
         **words: Any,
     ) -> _kvlab.CacheRequest:
-        """A cache request. `words`: further arguments of kvlab.hf.Cache, and `length`, where they differ from the
+        """Makes a cache request. `words`: those other arguments of kvlab.hf.Cache, `length` included, that are not the
         defaults."""
         (text,), own = resolve([policy])
         setting = "" if tiers is None else ":tiers=" + _arguments.text("tiers", tiers).replace(",", "+").replace(":", "@")
@@ -150,8 +153,8 @@ class AttendedModel:
         )
 
     def caches(self, request: Callable[[], _kvlab.CacheRequest]) -> Callable[[], Any]:
-        """A function that makes the caches of one sequence. Each needs a new request, because policies remember the
-        rows that they are shown."""
+        """Returns a function that makes the caches of one sequence. Each sequence needs a new request, because a policy
+        keeps the rows that were shown to it."""
         if self.device.type == "cuda":
             from kvlab.hf.cuda_caches import CudaCaches
 
@@ -165,7 +168,8 @@ class AttendedModel:
         return lambda: _kvlab.Caches(request(), *heads, inv_freq, factors, rows, outputs)
 
     def check(self) -> None:
-        """Checks once that a cache that keeps all tokens gives the plain model's logits. Raises Refused if not."""
+        """Raises Refused unless the model computes the same logits, up to rounding, with a cache of kvlab that keeps
+        all tokens as without kvlab. Only the first call runs the model."""
         if self._checked:
             return
         model = self.model
@@ -215,7 +219,7 @@ class AttendedModel:
 
 
 def _state_of(model: Any) -> list[tuple[Any, Any]]:
-    """The modules, and the replacements of their forward methods."""
+    """Returns references to the model's modules, and to the functions by which other code replaced their `forward`."""
     forwards = (vars(module).get("forward") for module in model.modules())
     return [
         (weakref.ref(module), None if own is None else weakref.ref(own)) for module, own in zip(model.modules(), forwards)

@@ -16,7 +16,7 @@ from kvlab.hf.refused import Refused
 SCORES = 1 << 26  # maximum number of attention scores that are computed at once, in float32
 HIDDEN = -1e4  # a mask value of at most this hides a token
 
-# Keywords that do not change the result. All others must be None or False.
+# Keywords of an attention call that do not change the result. All other keywords must be None or False.
 _HARMLESS = frozenset(
     ("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states")
     + ("return_dict", "output_router_logits", "logits_to_keep", "position_embeddings", "training", "layer_idx")
@@ -39,13 +39,13 @@ class Call:
     softcap: float  # 0: none
     sink: torch.Tensor | None  # [query_heads]
     last: torch.Tensor | None = (
-        None  # [tokens]: what the mask shows to the last query of the whole text; None if that is unknown
+        None  # [tokens]: the mask's row of the last query of the whole text; None if it is unknown
     )
 
 
 def attention(call: Call) -> torch.Tensor:
-    """Attention outputs [n, query_heads, value_size] in float32: softmax(softcap(scale · q kᵀ) + mask) · v. A sink adds
-    a column to the softmax, which has no value."""
+    """Attention outputs [n, query_heads, value_size] in float32: softmax(softcap(scale · q kᵀ) + mask) · v. A sink
+    logit adds a column to the softmax that has no value vector."""
     query_heads, n, _ = call.q.shape
     kv_heads, held, value_size = call.v.shape
     group, step = query_heads // kv_heads, max(1, SCORES // (held * (query_heads // kv_heads)))
@@ -67,8 +67,8 @@ def attention(call: Call) -> torch.Tensor:
 
 
 def check_mask(call: Call, end: int) -> None:
-    """Raises Refused unless each query of the call, of which the last is at position `end` - 1, sees exactly the tokens
-    that a causal query with the call's window sees."""
+    """Raises Refused unless the mask shows to each query exactly the tokens that causal attention with the call's
+    window shows. The last query of the call is at position `end` - 1."""
     n, held = call.q.shape[1], call.k.shape[1]
     rows, keys = (torch.arange(end - count, end, device=call.q.device) for count in (n, held))
     ago = rows[:, None] - keys
@@ -97,12 +97,12 @@ def _last_row(mask_function: Any, tokens: int, device: Any) -> torch.Tensor | No
     try:
         row: torch.Tensor = mask_function(zero, zero, zero + tokens - 1, keys).expand(tokens)
         return row
-    except Exception:  # the function may support existing tokens only
+    except Exception:  # the mask's function may not support positions beyond the current text
         return None
 
 
 def _calls(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]) -> list[Call]:
-    """The calls of each sequence in the batch."""
+    """Splits the arguments of a batch into one Call for each sequence."""
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or layer < 0:
         raise Refused(
@@ -143,7 +143,7 @@ class AttentionSwitch:
         configs = {id(module.config): module.config for module in decoder.modules() if hasattr(module, "config")}
         self._settings = [vars(one) for one in configs.values() if "_attn_implementation_internal" in vars(one)]
         self._before: list[Any] | None = None  # settings to restore; None while it is off
-        rows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # mask and its last row, by the mask's address
+        rows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # (mask, its last row), by the mask's address
 
         def function(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *_: Any, **words: Any) -> Any:
             calls = _calls(module, query, key, value, None if batches else attention_mask, words)

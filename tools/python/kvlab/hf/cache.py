@@ -32,7 +32,8 @@ def conversation_of(cache: Any) -> Conversation | None:
 
 
 def refuse_filled(cache: Any) -> None:
-    """Refuses a cache that cannot become one of kvlab's: one that already has tokens, or of another class."""
+    """Raises Refused if a cache cannot become one of kvlab's, because it already has tokens or because its class is not
+    supported."""
     if cache is None:
         return
     own = type(cache).__module__.startswith("transformers.models.")  # the cache class of a model family
@@ -51,7 +52,8 @@ def budget_text(budgets: list[int]) -> str:
 
 
 def warn_of_share(what: str, budget: str, budgets: list[int], attended: AttendedModel) -> None:
-    """Warns if the budget is a share, because it is a share of the model's context length and not of the text's."""
+    """Warns if the budget is a share, because it is a share of the model's context length and not of the text's
+    length."""
     if "%" in budget:
         share = f"the budget is a share of the model's context of {attended.length} tokens"
         advice = "If your texts are shorter, give their maximum length as length="
@@ -120,7 +122,8 @@ class HeldCache(Facts):
     _installed: Any  # the model's hooks, which must live as long as the cache
 
     def update(self, keys: Any, values: Any, layer_idx: int, *arguments: Any, **words: Any) -> tuple[Any, Any]:
-        """Called by transformers. Returns its arguments, because the model's hooks compute attention over the cache.
+        """Called by transformers. Returns the new keys and values unchanged, because the model's hooks compute
+        attention over the cache.
 
         Raises Refused outside of a call of the cache's model.
         """
@@ -137,8 +140,8 @@ class HeldCache(Facts):
         return next(iter(self._conversation.attended.layers))
 
     def count(self, tokens: int, *arguments: Any, **words: Any) -> None:
-        """Adds `tokens` to the count of transformers. Transformers counts the tokens that it stores, so this stores
-        zeros for them."""
+        """Adds `tokens` to the number of tokens that the transformers class counts. It counts the tokens that it
+        stores, so this stores one zero for each token."""
         before, zeros = self._counted, torch.zeros(1, 1, tokens, 1, dtype=torch.int8)
         super().update(zeros, zeros, self._first_layer, *arguments, **words)  # type: ignore[misc]
         if self._counted != before + tokens:
@@ -153,8 +156,8 @@ class HeldCache(Facts):
         """Removes the last tokens, as transformers' own `crop` does.
 
         `count` is the negative number of tokens to remove; with transformers before 5.24 it is the number of tokens to
-        keep. Raises Refused if the cache cannot go back: tokens have been evicted or quantized since then, or the
-        policy has observed the attention of the tokens to remove.
+        keep. Raises Refused if the earlier state cannot be restored, because tokens have been evicted or quantized
+        since then, or because the policy has observed the attention of the tokens to remove.
         """
         count = _arguments.whole("count", count, -MAX_TOKENS, MAX_TOKENS)
         by_number = "tokens_to_remove" in inspect.signature(transformers.DynamicCache.crop).parameters
@@ -207,22 +210,22 @@ def adopt(cache: Any, conversation: Conversation) -> None:
 
 
 class Cache(HeldCache, transformers.DynamicCache):  # type: ignore[misc]
-    """A transformers cache that keeps the tokens that a policy keeps.
+    """A transformers cache from which a policy evicts tokens.
 
     >>> cache = kvlab.hf.Cache(model, "h2o:sinks=4", budget=256)
     >>> model.generate(ids, past_key_values=cache, max_new_tokens=200)
 
-    Pass it where you pass a DynamicCache. Attention then covers only the tokens that the policy keeps. One object is
-    one conversation, over any number of calls and turns. `copy.deepcopy` makes an independent conversation (on the CPU
-    only), so that you can compute a prefix once and ask many questions about it. Each row of a batch is evicted
-    separately.
+    Pass it where you pass a DynamicCache. Queries then attend only to the tokens that the policy keeps. One object
+    belongs to one conversation, which may have any number of calls and turns. `copy.deepcopy` makes an independent
+    conversation (on the CPU only), so that you can compute a prefix once and ask many questions about it. In a batch,
+    each sequence has its own caches.
 
-    `kept(layer, head, row=0)` returns the positions that a KV head keeps, and `trace()` what `record=True` stored.
-    `tokens`, `evictions`, `kv_bytes`, `allocated_bytes` and `window_bytes` are numbers about the conversation.
-    `crop()` and `reset()` work as in any transformers cache.
+    `kept(layer, head, row=0)` returns the positions of the tokens that a KV head keeps. With `record=True`, `trace()`
+    makes a trace of the conversation. `tokens`, `evictions`, `kv_bytes`, `allocated_bytes` and `window_bytes` are
+    numbers about the conversation. `crop()` and `reset()` work as in any transformers cache.
 
-    The first cache of a model checks that kvlab computes what the plain model computes, which takes about as long as
-    eight forward passes of 64 tokens.
+    The first cache of a model checks that the model computes the same logits with kvlab as without it. The check takes
+    about as long as eight forward passes of 64 tokens.
     """
 
     def __init__(
@@ -244,14 +247,16 @@ class Cache(HeldCache, transformers.DynamicCache):  # type: ignore[misc]
         """`policy`: a name with settings, a Python policy, a compiled header, or the path of a policy.json, which also
         sets budget, tiers, centre, prefill, positions, seed and threshold.
 
-        `budget`: as in `kvlab.replay()`. `tiers`: a tier plan such as "16:16t,4:100%". `centre`: "prompt" subtracts from
-        each key, before it is quantized, the mean of the first prompt's first 128 keys, and "@FILE" the vectors of a
-        file of `kvlab plan --centre-out` (on the CPU).
+        `budget`, `prefill`, `positions`, `seed`, `request_threshold`: as in `kvlab.replay()`. `tiers`: a tier plan such
+        as "16:16t,4:100%". `centre`: the vectors that are subtracted from keys before these are quantized: "prompt",
+        the mean of the first 128 keys of the first prompt, or "@FILE", the vectors in a file of `kvlab plan
+        --centre-out`. Both run on the CPU only.
 
         `length`: the maximum number of tokens of the conversation. A budget such as "20%" is a share of `length`.
         Default: the model's context.
 
-        `threads`: number of CPU threads. `record`: store queries, keys and values for `trace()`.
+        `threads`: number of CPU threads, by default one for each core. `record`: store queries, keys and values for
+        `trace()`.
 
         Raises Refused for a model, policy or setting that is not supported.
         """

@@ -11,7 +11,8 @@ import torch
 from kvlab.hf.models import text_config
 from kvlab.hf.refused import Refused
 
-# Arguments that a decoder may get. All others must be None or False. The cache is recognised by its methods.
+# Arguments that a decoder may get. All others must be None or False, except the cache, which is recognised by its
+# methods.
 _KNOWN = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "token_type_ids")
     + ("use_cache", "output_hidden_states", "return_dict", "output_router_logits", "logits_to_keep", "per_layer_inputs")
@@ -29,7 +30,8 @@ def cache_among(values: Iterable[Any]) -> Any:
 
 
 def few_logits(model: Any) -> torch.Tensor:
-    """Logits [4, vocabulary] in float32: of a prompt's last token and of three decoded ones."""
+    """Runs the model on a few tokens. Returns logits [4, vocabulary] in float32: those of a prompt's last token and of
+    three decoded tokens."""
     ids = torch.arange(1, 10, device=model.device)[None] * 7 % text_config(model.config).vocab_size
     past: dict[str, Any] = {}
     logits = []
@@ -42,8 +44,8 @@ def few_logits(model: Any) -> torch.Tensor:
 
 
 class Calls:
-    """Checks the calls of a decoder. The mask and positions of a decoded token on a device are checked later, by end(),
-    because reading them waits for the device."""
+    """Checks the calls of a decoder. On a GPU, the mask and positions of a decoded token are checked later, by end(),
+    because reading them would wait for the GPU."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
@@ -85,7 +87,7 @@ class Calls:
             self.end()
         mask = given.get("attention_mask")
         if isinstance(mask, dict) and all(value is None for value in mask.values()):
-            mask = outer_mask  # the outer model made its layers' masks from this one
+            mask = outer_mask  # the outer model made the masks of the layers from this mask
         new = self._new(mask, batch, start, n, later)
         if start > 0 and min(new) < n and given.get("position_ids") is None:
             what = "the call has padding after tokens, which the model would count as tokens"

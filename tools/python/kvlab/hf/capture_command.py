@@ -56,7 +56,7 @@ def prompt_text(arguments: argparse.Namespace) -> str:
 
 
 def tokenizer_of(model: str) -> Any:
-    """The tokenizer of tokenizer.json, or None."""
+    """Loads the tokenizer from the checkpoint's tokenizer.json. None if there is no such file."""
     file = file_of(model, "tokenizer.json")
     if not file:
         return None
@@ -93,8 +93,8 @@ def refuse_passage(text: str, why: str) -> NoReturn:
 
 
 def passage_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
-    """The shortest range of tokens that covers `text`. It must occur exactly once in the decoded text. A special token
-    at the start is ignored."""
+    """Returns the shortest range of tokens that covers `text`, which must occur exactly once in the decoded text. A
+    special token at the start is ignored."""
     first = 1 if tokenizer.decode(ids[:1]) == "" else 0
 
     def decoded(count: int) -> str:
@@ -110,13 +110,13 @@ def passage_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
         refuse_passage(text, "appears in the prompt more than once; give a text that appears in it once")
 
     def fewest(length: int) -> int:
-        """The fewest tokens that decode to the first `length` characters. If the tokens end within the bytes of a
-        character, another character is decoded in its place."""
+        """The smallest number of tokens that decode to the first `length` characters. If tokens end in the middle of a
+        character's bytes, the tokenizer decodes a replacement character, so more tokens are needed."""
         counts = range(len(ids) - first + 1)
         return bisect.bisect_left(counts, True, key=lambda count: decoded(count)[:length] == whole[:length])
 
     start, stop = fewest(begin), fewest(begin + len(text))
-    if len(decoded(start)) > begin:  # the token before it overlaps the text
+    if len(decoded(start)) > begin:  # the token before `start` contains the beginning of the text
         start -= 1
     return {"name": _kvlab.without_controls(text), "start": first + start, "tokens": stop - start}
 
@@ -135,7 +135,7 @@ def passages_of(model: str, ids: list[int], texts: Sequence[str]) -> list[dict[s
 
 
 def features_of(texts: Sequence[str]) -> dict[str, Feature]:
-    """Name -> function, from texts NAME=module:function. Modules may be in the working directory."""
+    """Returns {name: function} for texts of the form NAME=module:function. Modules may be in the working directory."""
     features: dict[str, Feature] = {}
     for text in texts:
         parts = re.fullmatch(r"([A-Za-z0-9_.-]{1,64})=([A-Za-z0-9_.]+):(\w+)", text)

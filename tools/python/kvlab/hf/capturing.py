@@ -69,9 +69,10 @@ def floats(values: torch.Tensor) -> numpy.typing.NDArray[numpy.float32]:
 class Listener:
     """Feeds a decoder and writes the queries, keys and values of its attention to a trace writer.
 
-    It computes the attention itself, from what the trace stores: q and k before RoPE, rotated in float32 and rounded
-    once, as readers of the trace do. The model's own rotation is less exact: it computes angles in float32 (off by
-    0.004 at position 100,000) and rounds cos, sin and both products to its dtype.
+    It computes the attention itself, in the same way as readers of the trace: it takes q and k before RoPE, as the
+    trace stores them, rotates them in float32, and rounds the result once. The model's own rotation is less exact: it
+    computes angles in float32 (with an error of 0.004 at position 100,000) and rounds cos, sin and both products to its
+    dtype.
     """
 
     def __init__(self, plan: Plan, writer: _kvlab.TraceWriter) -> None:
@@ -79,11 +80,11 @@ class Listener:
         self.layers = {layer.index: layer for layer in plan.layers}
         self.cache: Any = None  # the model's cache
         self.first, self.count = 0, 0  # position of the first token being fed, and number of tokens being fed
-        self.keys: dict[int, torch.Tensor] = {}  # by layer, [kv_heads, tokens, key_size], rotated
+        self.keys: dict[int, torch.Tensor] = {}  # by layer: [kv_heads, tokens, key_size], after RoPE
         self.given: dict[int, Given] = {}  # by layer: the arguments of its module
         self.seen: set[tuple[int, str]] = set()  # (layer, part) pairs that were recorded for the tokens being fed
-        # For the tokens being fed: masks that were checked, by address, length and window; cos and sin, by device and
-        # RoPE table.
+        # Both dicts are for the tokens being fed. `checked`: masks that were checked, by address, length and window.
+        # `rotations`: cos and sin, by device and RoPE table.
         self.checked: dict[tuple[int, int, int], Any] = {}
         self.rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -181,8 +182,8 @@ class Listener:
 
 @dataclasses.dataclass(frozen=True)
 class Fed:
-    """The tokens that the model is fed. If `prompt_tokens` is None, all ids are the prompt, and the model generates up
-    to `max_new_tokens` most likely tokens."""
+    """The tokens that the model is fed. If `prompt_tokens` is None, all ids are the prompt, and the model then
+    generates up to `max_new_tokens` tokens, always the most likely one."""
 
     ids: list[int]
     prompt_tokens: int | None
@@ -207,7 +208,7 @@ class Plan:
 
     @functools.cached_property
     def layer_indices(self) -> dict[int, int]:
-        """The model's number of a layer -> its index in the trace."""
+        """Returns {the model's number of a layer: its index in the trace}."""
         return {layer.index: index for index, layer in enumerate(self.layers)}
 
     def writer(self, out: str, header: str) -> _kvlab.TraceWriter:
@@ -297,7 +298,8 @@ def add_features(out: str, features: Mapping[str, Feature]) -> None:
 
 
 def unfinished(out: str) -> str:
-    """The end of an error message. If at least one shard is complete, the text says how to keep what was written."""
+    """Returns text for the end of an error message. If at least one shard is complete, the text says how to keep what
+    was written; otherwise it is empty."""
     whole = os.path.exists(os.path.join(out, "shard-00000.safetensors"))
     how = f"`kvlab trace seal {out}` makes a trace of its complete shards"
     return f": --out {out} is unfinished; {how}" if whole else ""
@@ -358,15 +360,16 @@ def capture(
 
     `model`: a transformers model, or a PEFT model, which is captured with its adapters. The call does not change it.
 
-    `input_ids`: the token ids of one sequence. With `prompt_tokens` the tokens after the prompt are decoded as given
-    (teacher-forced). Without it the whole sequence is the prompt, and the model generates up to `max_new_tokens` most
-    likely tokens.
+    `input_ids`: the token ids of one sequence. With `prompt_tokens`, the tokens after the prompt are decoded as they
+    are given (teacher-forced). Without it, the whole sequence is the prompt, and the model then generates up to
+    `max_new_tokens` tokens, always the most likely one.
 
     `out`: a new folder for the trace. Without it the trace is in a temporary folder, which is removed together with the
     returned object.
 
-    `passages`: named parts of the sequence, each {"name": text, "start": position, "tokens": count}. `features`: name
-    -> function (q, k, v, layer) that returns [kv_heads, tokens]; q, k and v are [heads, tokens, head_size] before RoPE.
+    `passages`: named parts of the sequence, each {"name": text, "start": position, "tokens": count}. `features`: {name:
+    function} of token features to add to the trace. A function (q, k, v, layer) gets tensors [heads, tokens, head_size]
+    before RoPE and returns [kv_heads, tokens].
 
     `chunk`: tokens that are fed at once. `checkpoint`: the folder of the weights; the trace then stores their hash.
 

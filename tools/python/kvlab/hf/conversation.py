@@ -1,4 +1,5 @@
-"""The sequences of one cache, with the tokens that the cache holds and, on request, a record of what was fed."""
+"""The sequences of one cache: the caches of each sequence and, on request, a record of the queries, keys and values
+that were fed."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Row:
         self.segments.append((tokens, is_prompt))
 
     def tokens(self, layers: int) -> set[int]:
-        """The token counts of the layers. All are equal, except after a call that did not end."""
+        """The set of the layers' token counts. It has one element, except after a call that failed."""
         return {self.caches.tokens(index) for index in range(layers)} | {w.tokens for w in self.windows.values()}
 
     def copy(self) -> Row:
@@ -60,7 +61,7 @@ class Conversation:
     """The sequences of one cache: a `Row` for each row of the batch."""
 
     def __init__(self, attended: AttendedModel, make: Callable[[], Any], threads: int | None, record: bool) -> None:
-        """`make` makes empty caches for one sequence."""
+        """`make`: a function that makes empty caches for one sequence."""
         self.attended, self._make, self._record = attended, make, _arguments.flag("record", record)
         self._threads = os.cpu_count() or 1 if threads is None else _arguments.whole("threads", threads, 1, MAX_THREADS)
         self.rows: list[Row] = []

@@ -36,7 +36,8 @@ class CudaCaches:
         device: torch.device,
         outputs: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
-        """`outputs` returns each layer's W_o [hidden, inputs], for policies with a feature that reads it."""
+        """`outputs`: a function that returns each layer's W_o [hidden, inputs]. It is called only for policies with a
+        feature that reads W_o."""
         if name_of(dtype) not in _library.TYPES:
             raise Refused(f"evicting: dtype {name_of(dtype)} is not supported on CUDA; use {', '.join(_library.TYPES)}")
         for layer in layers:

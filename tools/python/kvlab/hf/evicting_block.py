@@ -16,15 +16,15 @@ from kvlab.hf.refused import Refused
 
 
 class evicting(Facts, Block):
-    """A block in which a model's caches keep the tokens that a policy keeps.
+    """A `with` block in which a policy evicts tokens from a model's caches.
 
     >>> with kvlab.hf.evicting(model, "h2o:sinks=4", budget=256) as caches:
     ...     model.generate(ids, max_new_tokens=500)
     >>> caches.kept(layer=0, head=0)
 
-    The short form of `kvlab.hf.Cache`: each empty cache that is passed to a call in the block, or that the model makes
-    there, becomes one of kvlab's and stays one after the block. Layers with a sliding window keep their window. The
-    first block of a model checks that policy `full` gives the plain model's logits.
+    A short form of `kvlab.hf.Cache`. Each empty cache that is passed to the model in the block, or that the model makes
+    there, becomes a cache of kvlab. It stays one after the block. Layers with a sliding window keep their window. The
+    first block of a model checks that the model computes the same logits with kvlab's policy `full` as without kvlab.
 
     The object describes the conversation that began last. It has `kept()`, `tokens`, `evictions`, `kv_bytes`,
     `allocated_bytes`, `window_bytes` and `trace()`, as `kvlab.hf.Cache` has. A replay of the trace keeps the same
@@ -51,8 +51,8 @@ class evicting(Facts, Block):
     ) -> None:
         """Arguments and errors are those of `kvlab.hf.Cache`. `ladder` is the old name of `tiers`.
 
-        `graph`: on CUDA, run each decoded token as a CUDA graph. It needs `record=False`, a RoPE that does not change
-        with the length, and a model without sliding windows.
+        `graph`: on CUDA, run the decode step of each token as a CUDA graph. This requires `record=False`, a RoPE that
+        does not change with the length of the text, and a model without sliding windows.
         """
         _arguments.flag("graph", graph)
         attended = attended_model(model, length)

@@ -31,7 +31,7 @@ def part(trace: Trace, layer: int, name: Any) -> Numbers:
 
 
 def refuse_other_weights(trace: Trace, name: str, checksum: str) -> None:
-    """Raises Refused if the trace names weights other than those of --model."""
+    """Raises Refused if the trace was captured from other weights than those of --model."""
     if (wanted := trace.model["weights_xxh3"]) and wanted != checksum:
         found = checksum or "not in safetensors files"
         raise Refused(f"{trace.path}: was captured from weights {wanted}, but those of --model {name} are {found}")
@@ -42,8 +42,8 @@ def group(trace: Trace) -> int:
 
 
 def append_ends(trace: Trace) -> Numbers:
-    """[tokens]: the position at which each token's append ends. A prompt segment is one append, and so is each decoded
-    token."""
+    """Returns [tokens]: the position after the last token of each token's append. A prompt segment is one append, and
+    so is each decoded token."""
     ends: list[int] = []
     for start, tokens, kind in trace.segments:
         end = start + tokens
@@ -83,7 +83,8 @@ def scored(name: str, trace: Trace, layer: int, arguments: Arguments) -> Numbers
 
 
 def key_cosine_rope(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
-    """KeyDiff: cosine of the key after RoPE with the mean of the unit keys up to the end of its append."""
+    """The feature of KeyDiff: the cosine between a key after RoPE and the mean of the normalized keys, from the first
+    token to the end of the key's append."""
     k, ends = rotated_keys(trace, layer), append_ends(trace)
     unit = k / numpy.maximum(numpy.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
     mean = unit.cumsum(axis=1)[:, ends - 1]

@@ -39,18 +39,18 @@ class _Open:
     cache: Any  # None until the model has made one
     new: list[int]  # new tokens of each row
     before: list[int]  # tokens of each row before the call
-    first: list[int]  # the model's position of each row's first new token; without position_ids, padding counts, too
-    # Rotations that were checked, with table and row.
+    first: list[int]  # the model's position of each row's first new token; without position_ids it includes padding
+    # (rotation, RoPE table, row) of each rotation that was checked.
     compared: list[tuple[Any, bytes, int]] = dataclasses.field(default_factory=list)
 
 
 class Hooks:
-    """The hooks of one model. Outside of a block of evicting() they do nothing in calls without one of kvlab's caches.
+    """The hooks of one model. Outside of a block of evicting() they act only in calls that use one of kvlab's caches.
     They are removed when the last cache that holds this object is deleted."""
 
     def __init__(self, attended: AttendedModel) -> None:
         self._attended = attended
-        self._depths: list[int] = []  # depths of the modules being called: the model is 0, the decoder the last
+        self._depths: list[int] = []  # depths of the modules being called: 0 for the model, the highest for the decoder
         self._thread = threading.current_thread()  # the calling thread
         self._open: _Open | None = None
         self._given: dict[int, Given] = {}
@@ -204,7 +204,8 @@ class Hooks:
             what = f"layer {call.layer} attends differently from the first call"
             raise Refused(f"kvlab.hf: {what}; its scale, window and shape must stay the same")
         if self.attend_token is not None:
-            # Graphs are only used if every layer works without a rotation, so there is none to invert.
+            # Graphs are used only if every layer's module works without a rotation, so no rotation has to be inverted
+            # here.
             qkv = (layer.stored(call.q, None), layer.stored(call.k, None), call.v.transpose(0, 1))
             return self.attend_token(attended.layer_indices[call.layer], torch.cat(qkv, 1))
         if opened is None:
@@ -230,7 +231,8 @@ class Hooks:
         return out if new == n else torch.cat((out.new_zeros(n - new, *out.shape[1:]), out))
 
     def _compare_rotation(self, opened: _Open, layer: Layer, n: int, row: int) -> None:
-        """Raises Refused if the rotation differs from the first one, as with a RoPE that changes with the length."""
+        """Raises Refused if the rotation differs from the layer's first one. This happens with a RoPE that changes with
+        the length of the text."""
         attended = self._attended
         if not layer.pairs or (n == 1 and attended.device.type == "cuda" and attended.has_fixed_rope):
             return  # reading the rotation would wait for the GPU

@@ -1,5 +1,5 @@
-"""Finds how each layer attends, by running the model on a few tokens, and checks that attention computed in this way
-reproduces the model."""
+"""Finds out how each layer attends by running the model on a few tokens. Then checks that attention computed in this
+way gives the model's own results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvlab.hf.refused import Refused, one_line
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module
 
 TOKENS = 64  # tokens that are fed to inspect a model
-FAR = 5e-3  # tolerance for large angles in float32 (1e-3 at position 1,000,000)
+FAR = 5e-3  # tolerance for large angles, which models compute in float32 (error 1e-3 at position 1,000,000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Layer:
     softcap: float  # 0: none
     sink: torch.Tensor | None  # [query_heads]
     rope: Rope  # [key_size / 2], zeros for dimensions that are not rotated; with the softmax scale
-    # [key_size]: the model's dimensions in the order in which they are stored, where the two dimensions of a RoPE pair
-    # are key_size / 2 apart. None: the order does not change.
+    # [key_size]: the order in which the model's dimensions are stored. In this order, the two dimensions of a RoPE pair
+    # are key_size / 2 apart. None: the model has this order already.
     order: torch.Tensor | None
     pairs: int  # number of rotated pairs, which are stored before the others
-    # Whether the module gives q and k before RoPE if it is called with cos 1 and sin 0. If not, its rotation has to be
-    # inverted.
+    # Whether the module computes q and k before RoPE if it is called with cos 1 and sin 0. If not, q and k have to be
+    # rotated back.
     unrotated: bool
-    output: Any  # the output projection; None: something is between attention and it
+    output: Any  # the output projection; None: it does not directly follow attention
     residual: Any  # the module whose input is the residual stream after attention; None: there is none
 
     def fits(self, call: Call) -> bool:
@@ -55,7 +55,8 @@ class Layer:
         return same and row == (self.rope.softmax_scale, self.window, self.softcap, self.sink is None)
 
     def stored(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        """q or k [n, heads, key_size] before RoPE, from [heads, n, key_size] of a module in `recording_arguments`."""
+        """Returns q or k [n, heads, key_size] before RoPE. `x` [heads, n, key_size]: q or k as a module computes it in
+        a block of `recording_arguments`."""
         if not self.unrotated:
             return rotated_back(x, self.order, rotation, self.rope.factor)
         return reordered(x, self.order, self.pairs, self.rope.factor)
@@ -75,8 +76,8 @@ def _ordered(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor | None, pairs: int, factor: float) -> torch.Tensor:
-    """Reorders x. Dimensions that RoPE does not rotate are divided by its factor, because readers of the trace multiply
-    all dimensions by it."""
+    """Reorders the dimensions of x. Divides the dimensions that RoPE does not rotate by RoPE's factor, because readers
+    of the trace multiply all dimensions by this factor."""
     x, size = _ordered(x, order), x.shape[-1]
     if factor == 1:
         return x
@@ -108,9 +109,9 @@ def _identity_rotation(value: Any) -> Any:
 
 
 def rotation_among(given: Given, n: int, row: int = 0, pairs: int = 0) -> Rotation | None:
-    """The first rotation among a module's arguments, reduced to one value for each pair, because the model may have one
-    for each dimension. `pairs`: the number of pairs, if known. It cannot be found at position 0, where all values are
-    equal."""
+    """Returns the first rotation among a module's arguments, with one value for each pair of dimensions. A model may
+    pass one value for each dimension, which is then reduced. `pairs`: the number of pairs, or 0 if it is unknown. It
+    cannot be found from position 0 alone, where all values are equal."""
     for value in filter(is_rotation, (*given[0], *given[1].values())):
         cos, sin = (value.real, value.imag) if isinstance(value, torch.Tensor) else value
         cos, sin = (x.reshape(-1, n, x.shape[-1]) for x in (cos, sin))
@@ -129,10 +130,10 @@ def rotation_among(given: Given, n: int, row: int = 0, pairs: int = 0) -> Rotati
 def recording_arguments(
     layers: Sequence[Layer], given: dict[int, Given], active: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """In the block, `given` records the arguments of each layer's module. If a layer works without a rotation, its
-    rotation is replaced by the identity. Both happen only while `active()` returns True."""
+    """In the `with` block, the arguments of each layer's module are recorded in `given`. If a layer's `unrotated` is
+    set, the layer gets the identity as its rotation. Both happen only while `active()` returns True."""
 
-    last: list[Any] = [None, None]  # the last rotation and its replacement, because most layers share one
+    last: list[Any] = [None, None]  # the last rotation and its replacement; most layers get the same one
 
     def without_rotation(value: Any) -> Any:
         if not is_rotation(value):
@@ -183,7 +184,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def _fed(decoder: Any, ids: Sequence[int], first: int) -> torch.Tensor:
-    """Hidden states [n, width] of ids at consecutive positions, of which `first` is the first."""
+    """Returns the hidden states [n, width] of ids at the positions from `first` on."""
     words: dict[str, Any] = {"input_ids": torch.tensor([list(ids)], device=decoder.device), "use_cache": False}
     if first:
         words["position_ids"] = first + torch.arange(len(ids), device=decoder.device)[None]
@@ -249,7 +250,7 @@ def _read_back(rotation: Rotation) -> tuple[torch.Tensor, float]:
 
 
 def rotates_by_position(rotation: Rotation, rope: Rope, pairs: int, first: int) -> bool:
-    """Whether the rotation is by position · inv_freq, at positions that begin with `first`."""
+    """Whether the rotation's angles are position · inv_freq, for the positions from `first` on."""
     positions = first + torch.arange(len(rotation.cos), device=rotation.cos.device)
     ours = [x[:, :pairs] for x in rope.cos_sin(positions)]
     tolerance = 5e-3 + 2e-7 * (first + len(positions)) * max(1.0, float(rope.inv_freq.abs().max()))
@@ -269,7 +270,8 @@ def _table_of(decoder: Any, rotation: Rotation, layer: int) -> tuple[torch.Tenso
 
 
 def _orders(size: int, pairs: int) -> Iterator[torch.Tensor]:
-    """Possible orders of a key's dimensions: pairs at the start or the end, far apart or adjacent."""
+    """Yields the possible orders of a key's dimensions. The rotated pairs are at the start or at the end, and the two
+    dimensions of a pair are far apart or adjacent."""
     for start in sorted({0, size - 2 * pairs}):
         numbers = torch.arange(pairs)
         rest = torch.tensor([i for i in range(size) if not start <= i < start + 2 * pairs], dtype=torch.int64)
@@ -279,13 +281,13 @@ def _orders(size: int, pairs: int) -> Iterator[torch.Tensor]:
 
 
 def _keys_of_one_token(decoder: Any, call: Call, given: Given, unrotated: bool) -> torch.Tensor:
-    """Keys [kv_heads, n, key_size] that the layer's module computes if the same token is at all positions.
-    `unrotated`: replace the rotation by the identity."""
+    """Returns the keys [kv_heads, n, key_size] that the layer's module computes if the same token is at all positions.
+    They differ only by their rotation. `unrotated`: replace the rotation by the identity."""
     n, keys = call.q.shape[1], []
 
     def alike(x: Any) -> Any:
         is_hidden = isinstance(x, torch.Tensor) and x.shape[:2] == (1, n) and x.ndim == 3 and x.is_floating_point()
-        if is_hidden:  # uses the first token that is not zero (as padding is), because zeros do not show a rotation
+        if is_hidden:  # uses the first token that is not zero, because zeros (of padding) do not show a rotation
             token = int((x[0].abs().amax(dim=-1) > 0).to(torch.int8).argmax())
             x = x[:, token : token + 1].expand(-1, n, -1).contiguous()
         elif cache_among([x]) is not None:
@@ -334,7 +336,8 @@ def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tenso
 
 
 def _output_of(modules: dict[str, Any], call: Call, out: torch.Tensor, run: Run) -> str:
-    """The name of the module inside attention that gets attention's output as input; empty if something is between."""
+    """Returns the name of the module inside attention whose input is the attention output. Empty if no module gets this
+    output unchanged."""
     within, wanted = _name_of(modules, call.module) + ".", out.reshape(len(out), -1)
     for name, given in run.inputs.items():
         if name.startswith(within) and torch.equal(given, wanted.to(given.dtype)):
@@ -345,7 +348,8 @@ def _output_of(modules: dict[str, Any], call: Call, out: torch.Tensor, run: Run)
 
 
 def _residual_of(modules: dict[str, Any], call: Call, output: str, run: Run) -> Any:
-    """The module of the block whose input is the block's input plus the projected attention output."""
+    """Returns the module in the transformer block whose input is the block's input plus the projected attention output,
+    or None."""
     block = _name_of(modules, call.module).rpartition(".")[0]
     if block not in run.inputs:
         return None
@@ -368,15 +372,15 @@ def _name_of(modules: dict[str, Any], wanted: Any) -> str:
 
 
 def layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
-    """The layers that attend, in order. Raises Refused if a trace of `tokens` tokens cannot represent what the plain
-    model computes, at the first or the last positions."""
+    """Returns the layers that attend, in order. Raises Refused if a trace of `tokens` tokens cannot represent what the
+    plain model computes. The first and the last positions are tried."""
     with torch.no_grad(), running(decoder):
         return _layers_of(decoder, ids, tokens)
 
 
 @contextlib.contextmanager
 def running(decoder: Any) -> Iterator[None]:
-    """Turns unknown errors of a decoder into Refused."""
+    """In the `with` block, turns unexpected errors of the decoder into Refused."""
     try:
         yield
     except (Refused, OSError, torch.cuda.OutOfMemoryError):
@@ -449,8 +453,8 @@ def rotation_of(layer: Layer, given: Given, n: int, first: int) -> Rotation | No
 
 
 def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: int, own: Run) -> None:
-    """Compares attention computed from the stored values with the model's own (`own`), and the hidden states with the
-    plain model's."""
+    """Computes attention from the values that a trace stores. Compares it with the model's own attention (`own`), and
+    the resulting hidden states with those of the plain model."""
     where, at = f" at positions from {first} on" if first else "", {layer.index: layer for layer in layers}
     plain = _fed(decoder, ids, first)
     given: dict[int, Given] = {}
@@ -535,7 +539,8 @@ def output_weights(model: Any, layers: Sequence[Layer]) -> Iterator[torch.Tensor
 
 
 def output_projections(model: Any, layers: Sequence[Layer] = ()) -> _kvlab.OutputProjections:
-    """Output projections of the layers, by default of all layers that policies act on, for features that read them."""
+    """Returns the output projections of the layers, for the features that read them. `layers`: by default all layers
+    that policies act on."""
     layers = layers or policy_layers(layers_of(decoder_of(model), [], 0), 0)
     weights = [weight.float().T.contiguous().cpu().numpy() for weight in output_weights(model, layers)]
     return _kvlab.OutputProjections(weights, layers[0].kv_heads, layers[0].key_size)

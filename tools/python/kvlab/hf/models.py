@@ -40,19 +40,20 @@ class Rope:
 
     @functools.cached_property
     def key(self) -> bytes:
-        """A key that is equal for two equal rotations."""
+        """A dictionary key: two equal rotations have equal keys."""
         return numpy.append(self.inv_freq.numpy(), numpy.float32(self.factor)).tobytes()
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cos and sin [n, head_size / 2] of positions [n]: float32 values of float64 angles, as elsewhere in
-        kvlab.
+        """Returns cos and sin [n, head_size / 2] of positions [n]: angles are computed in float64, and cos and sin are
+        rounded to float32, as elsewhere in kvlab.
         """
         angle = torch.outer(positions.double(), self.inv_freq.to(positions.device).double())
         return torch.cos(angle).float() * self.factor, torch.sin(angle).float() * self.factor
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates x [n, heads, head_size] by cos and sin [n, head_size / 2] in float32, rounded once."""
+    """Rotates x [n, heads, head_size] by cos and sin [n, head_size / 2]. Computes in float32 and rounds the result
+    once, to x's dtype."""
     a, b = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -67,8 +68,8 @@ class Shape:
 
 
 def load_config(name: str) -> Any:
-    """The config of a folder or of a name on the hub. For commands: it silences the messages of transformers and the
-    hub."""
+    """Loads the config of a folder or of a name on the hub. Only for commands, because it also silences the messages of
+    transformers and of the hub."""
     words: Any = transformers.utils.logging
     words.set_verbosity_error()
     words.disable_progress_bar()
@@ -85,8 +86,8 @@ def load_config(name: str) -> Any:
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """RoPE parameters under their newer names: transformers 5 has rope_parameters, and transformers 4 has rope_theta
-    and rope_scaling."""
+    """Returns the RoPE parameters under the names of transformers 5. There they are in rope_parameters; in transformers
+    4 they are in rope_theta and rope_scaling."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parameters = {key: value for key, value in dict(found).items() if value is not None}
     older = parameters.pop("type", "default")
@@ -189,7 +190,7 @@ def load_model(name: str, dtype: str, attention: str | None, device: str) -> Any
         model = model.to(device).eval()
     except Exception as error:
         raise Refused(f"--model {name}: {one_line(error)}") from None
-    # transformers would fill these with random numbers.
+    # transformers would fill such tensors with random numbers.
     for problem in ("missing_keys", "mismatched_keys"):
         if loading.get(problem):
             tensor = sorted(map(str, loading[problem]))[0]
@@ -212,8 +213,8 @@ def base_of(model: Any) -> Any:
 
 
 def output_projection(module: Any, model: Any) -> torch.Tensor:
-    """The weight [hidden, inputs] of an output projection. For adapters and quantized weights it is computed from the
-    unit vectors."""
+    """The weight [hidden, inputs] of an output projection. If the module has adapters or quantized weights, the weight
+    is computed by applying the module to the unit vectors."""
     weight = getattr(module, "weight", None)
     if type(module) is torch.nn.Linear and type(weight) is torch.nn.Parameter and weight.is_floating_point():
         return weight
@@ -245,8 +246,8 @@ def file_of(model: str, name: str) -> pathlib.Path | None:
 
 
 def weights_xxh3(model: str) -> str:
-    """XXH3-64 of the weights file. For several files, the checksum of their checksums in the order of names. Empty if
-    there is none."""
+    """XXH3-64 of the weights file. If there are several files: the checksum of the files' checksums, in the order of
+    the file names. Empty if there is no weights file."""
     file = file_of(model, "model.safetensors") or file_of(model, "model.safetensors.index.json")
     with refusing(f"--model {model}: "):
         return _kvlab.weights_xxh3(str(file.parent)) if file else ""

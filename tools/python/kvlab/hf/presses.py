@@ -32,7 +32,8 @@ _one_at_a_time = threading.Lock()  # torch's random state is shared by all threa
 
 
 class Tie(tuple[int, int, int, int, int]):
-    """A case of equal scores: (sequence, layer, KV head, number of tokens with the same score, free slots for them)."""
+    """A case in which tokens with equal scores do not all fit: (sequence, layer, KV head, number of tokens with the
+    same score, free slots for them)."""
 
 
 class PressPolicy(Policy):
@@ -56,11 +57,12 @@ def from_press(press: Any, *, model: Any = None, name: str | None = None) -> Pre
     `press`: a ScorerPress, or an AdaKVPress or KeyRerotationPress around one. AdaKVPress needs a budget such as
     "ada(ratio(0.5))"; KeyRerotationPress gives the policy positions="cache".
 
-    The press itself computes the scores from a layer's queries, keys and values, again for each budget. A budget B is
-    the ratio that keeps B - 1 tokens of the prompt; "ratio(0.5)" is kvpress's ratio.
+    The press itself computes the scores from a layer's queries, keys and values, separately for each budget. At budget B the
+    press gets the compression ratio with which it keeps B - 1 tokens of the prompt. The budget "ratio(0.5)" is
+    kvpress's compression ratio 0.5.
 
     `model`: a checkpoint's folder or a loaded model, for presses that read the output projection. `name`: the policy's
-    name, by default made of the press's class.
+    name, by default made from the name of the press's class.
 
     Raises Refused for a press that needs more than scores from queries, keys and values.
     """
@@ -118,8 +120,8 @@ def _ratio(tokens: int, kept: int) -> float:
 
 
 class _Attention:
-    """Stands in for a layer's attention module. The hidden state of a token is its position, and the projections look
-    up its query, key or value."""
+    """Replaces a layer's attention module when a press computes scores. The hidden state of a token is its position,
+    and the projections look up the token's query, key or value by this position."""
 
     def __init__(self, rows: Rows, step: Step, model: Any) -> None:
         self._rows, self._model, self.layer_idx = rows, model, step.layer
@@ -169,7 +171,7 @@ class _Attention:
 
 
 class _Probabilities:
-    """Attention probabilities [1, query_heads, tokens, tokens], computed when a press reads them."""
+    """Attention probabilities [1, query_heads, tokens, tokens], which are computed only if a press reads them."""
 
     def __init__(self, rows: Rows, tokens: int) -> None:
         self._rows, self._tokens = rows, tokens
@@ -189,8 +191,8 @@ class _Probabilities:
 
 
 def _scores(press: Any, rows: Rows, step: Step, model: Any, ties: list[Tie]) -> Scores:
-    """The press's scores [kv_heads, tokens]. If only some of several tokens with equal scores can be kept, the tokens
-    that torch.topk selects get a slightly higher score, so that the policy evicts the others."""
+    """Returns the press's scores [kv_heads, tokens]. If only some of the tokens with an equal score can be kept, those
+    that torch.topk selects get a slightly higher score, so that the policy evicts the same tokens as the press."""
     kept, own = step.budget - 1, copy.deepcopy(press)
     own.compression_ratio = _ratio(step.now, kept)
     module = _Attention(rows, step, model)
@@ -223,9 +225,10 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
 
     >>> pipeline(context, question=question, press=kvlab.KvlabPress("snapkv", compression_ratio=0.5))
 
-    It keeps the same tokens of a prompt as a replay does. `budget`: tokens, the next one included, as everywhere in
-    kvlab; without it, `compression_ratio` decides as in any press. Keys stay at their original positions. Raises
-    Refused with transformers 5.3 or newer, which kvpress does not support.
+    It keeps the same tokens of a prompt as a replay does. `budget`: as everywhere in kvlab, the number of tokens that a
+    decoded query may see, its own token included. Without it, `compression_ratio` says how many tokens are evicted, as
+    in any press. Keys stay at their original positions. Raises Refused with transformers 5.3 or newer, which kvpress
+    does not support.
     """
 
     def __init__(

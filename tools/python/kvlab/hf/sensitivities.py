@@ -1,9 +1,9 @@
 """python -m kvlab.hf sensitivities: adds to a finished trace how much the model's predictions depend on each head's
 output. See docs/guides/gradients.md.
 
-For each sample it samples a next token for every measured query, from the model's distribution under the full cache. It
-stores the gradient of the sum of their log-likelihoods with respect to each head's output (before the output
-projection), at every position.
+For each sample, it chooses a random next token for every measured query, from the model's distribution under the full
+cache. It stores the gradient of the sum of these tokens' log-likelihoods with respect to each head's output (before the
+output projection), at every position.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from kvlab.hf.models import (
 from kvlab.hf.refused import Refused, one_line, refusing
 
 PROGRAM = "kvlab.hf sensitivities"
-# The maximum number of logits that are computed at once: 128 MiB in float32, and four times that for what is computed
-# from them.
+# The maximum number of logits that are computed at once: 128 MiB in float32. What is computed from them takes another
+# 512 MiB.
 LOGITS = 1 << 25
 FLOAT16_EXPONENT = 15  # the largest stored gradient is less than 2 to this power
 
@@ -93,8 +93,9 @@ def forward(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[Any
 
 
 def sampled_tokens(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The tokens [samples, n] at which the cumulative probabilities [n, vocabulary] exceed `uniforms` [samples, n]. In
-    this way all devices sample the same tokens, except if rounding errors decide."""
+    """Samples tokens [samples, n] from `log_p` [n, vocabulary]: the first token at which the cumulative probability
+    exceeds a number of `uniforms` [samples, n]. All devices sample the same tokens, except where rounding errors
+    decide."""
     cumulated = log_p.double().exp_().cumsum_(-1)
     marks = uniforms.T.to(cumulated.device) * cumulated[:, -1:]
     found: torch.Tensor = torch.searchsorted(cumulated, marks.contiguous(), right=True)
@@ -104,9 +105,9 @@ def sampled_tokens(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def gradients_behind(
     model: Any, hidden: torch.Tensor, queries: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples tokens y. Returns the gradients [samples, 1, tokens, width] of the sums of log p(y) with respect to
-    `hidden` (the last layer's output), and the tokens y. The logits are computed for a part of the queries at a
-    time."""
+    """Samples a token y for each query and sample. Returns gradients [samples, 1, tokens, width] and the tokens y. A
+    sample's gradient is that of the sum of log p(y) over the queries, with respect to `hidden` (the last layer's
+    output). Computes the logits of a part of the queries at a time."""
     head = model.get_output_embeddings()
     gradients = hidden.new_zeros(len(uniforms), *hidden.shape)
     tokens = []
@@ -125,8 +126,8 @@ def gradients_behind(
 
 
 def through(layer: Any, call: Any, hidden: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
-    """Runs a layer again and propagates the gradients through it, in place: from its output to its input. Returns the
-    gradients of its o_proj's input, [samples, tokens, heads * head_size]."""
+    """Runs a layer again and propagates `gradients` in place from the layer's output to its input. Returns the
+    gradients with respect to the input of o_proj, [samples, tokens, heads * head_size]."""
     rest, named = call
     outputs: list[torch.Tensor] = []
     hook = layer.self_attn.o_proj.register_forward_pre_hook(lambda _, given: outputs.append(given[0]))
@@ -174,7 +175,8 @@ def progress(done: int, layers: int) -> None:
 
 
 def scale_of(largest: float, dtype: str) -> float:
-    """The power of two by which a file's gradients are divided to fit float16. Other dtypes have float32's range."""
+    """The power of two by which a file's gradients are divided so that they fit float16. It is 1 for other dtypes,
+    which have the range of float32."""
     return 2.0 ** (math.frexp(largest)[1] - FLOAT16_EXPONENT) if dtype == "float16" and largest else 1.0
 
 

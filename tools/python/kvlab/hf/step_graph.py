@@ -22,18 +22,19 @@ _KNOWN = _OF_THE_HEAD.union(
 
 
 class StepGraph:
-    """A CUDA graph of the forward pass of one token with the caches of a conversation. It is captured at the second
-    step. The first step runs normally, because it may load kernels and libraries, which a capture cannot do."""
+    """A CUDA graph of the forward pass of one token with the caches of a conversation. The graph is captured at the
+    second step. The first step runs without a graph, because it may load kernels and libraries, which is not possible
+    during a capture."""
 
     def __init__(self, model: Any) -> None:
         self._ids, self._position = (torch.zeros(1, 1, dtype=torch.int64, device=model.device) for _ in range(2))
-        # Four dimensions, so that transformers uses it unchanged.
+        # Four dimensions, because transformers uses such a mask unchanged.
         self._mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
         self._graph: Any = None
         self.ran = False
 
     def capture(self, original: Any, conversation: Conversation) -> None:
-        """Captures the graph. Called before the token is counted, because the capture may fail."""
+        """Captures the graph. Call this before the token is counted, because the capture may fail."""
         if self._graph is not None:
             return
         graph, hooks = torch.cuda.CUDAGraph(), conversation.attended.installed()

@@ -1,4 +1,4 @@
-"""Caches of layers with a sliding window, which keep what the model itself would keep."""
+"""Caches of layers with a sliding window. They keep the same tokens as the model's own caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlab.hf.attention import Call, attention
 
 
 class Window:
-    """The last tokens of one sequence in one layer, which are those that policy `window:W` keeps."""
+    """The last tokens of one sequence in one layer. They are the tokens that policy `window` would keep."""
 
     def __init__(self, size: int) -> None:
         self._size, self.tokens = size, 0
