@@ -336,6 +336,8 @@ void AgedSet::append(std::uint32_t first, std::uint32_t count, const float* feat
 }
 
 void AgedSet::bring_back(std::uint32_t position, std::uint32_t now, const float* feature_values) {
+  if (!features_.empty() && !feature_values)
+    throw std::logic_error("a cache: a token was fetched without the features of the policy");
   reserve(std::size_t{size_} + 1);
   const std::size_t width = features_.size(), bytes = ops_.slot_bytes;
   const auto age = static_cast<std::size_t>(std::ranges::lower_bound(positions(), position) -

@@ -136,9 +136,12 @@ class Dataset {
   std::string note() const {
     if (!detail_.heads)
       return "Metrics by head are in results.csv only, because the page would be too large.";
+    const std::string full = "so that the page stays small; results.csv has them in full.";
+    const std::string places =
+        detail_.layer_width < 4 ? "Values by layer and by head" : "Values by head";
     if (!detail_.head_errors)
-      return "Values by head have four digits and no standard errors, so that the page stays "
-             "small; results.csv has them in full.";
+      return places + " have four digits, and those by head no standard errors, " + full;
+    if (detail_.head_width < 4) return places + " have four digits, " + full;
     return "";
   }
 
