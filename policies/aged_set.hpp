@@ -169,8 +169,8 @@ class AgedSet {
   /// policy has features.
   void append(std::uint32_t first, std::uint32_t count, const float* feature_values = nullptr);
   /// Brings back one token that was evicted, with the state of a new token. `now` is the position
-  /// that is appended next. `feature_values` [features()]; null if there are no features. Only for
-  /// a cache with one tier.
+  /// that is appended next. `feature_values` [features()]; null if there are no features. Throws
+  /// std::logic_error if it is null and the policy has features. Only for a cache with one tier.
   void bring_back(std::uint32_t position, std::uint32_t now, const float* feature_values = nullptr);
   /// Drops the `count` youngest tokens, as if they had never been appended. Requires an empty
   /// crop_obstacle().

@@ -147,6 +147,10 @@ TEST_CASE("a cache refuses tokens without the features of its policy") {
         std::vector<std::uint32_t>{0, 2});
   CHECK(std::vector<float>(live.feature_values().begin(), live.feature_values().end()) ==
         std::vector<float>{2, 4});
+  CHECK_THROWS_AS(live.bring_back(1, 3), std::logic_error);
+  live.bring_back(1, 3, &norms[1]);
+  CHECK(std::vector<float>(live.feature_values().begin(), live.feature_values().end()) ==
+        std::vector<float>{2, 9, 4});
 }
 
 TEST_CASE("a policy names the features that it reads") {
