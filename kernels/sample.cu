@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kPartThreads) best_of_parts(const SampleArgs a
   if (threadIdx.x == 0) static_cast<u64*>(args.workspace)[blockIdx.y * kParts + blockIdx.x] = best;
 }
 
-/// SplitMix64's finaliser applied to the counter-th state after `seed`; 53 bits.
+/// SplitMix64's finalizer applied to the counter-th state after `seed`; 53 bits.
 __device__ inline u64 uniform_at(u64 seed, u64 counter) {
   u64 x = seed + (counter + 1) * 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;

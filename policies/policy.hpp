@@ -77,7 +77,7 @@ constexpr Extent percent(std::uint32_t share) {
 /// Maximum number of features of a policy.
 inline constexpr std::uint32_t kMaxFeatures = 4;
 
-/// Describes a policy. Write it with designated initialisers in this order, so that a misspelt
+/// Describes a policy. Write it with designated initializers in this order, so that a misspelt
 /// field does not compile.
 struct PolicyInfo {
   const char* name;      ///< name on the command line

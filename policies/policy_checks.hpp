@@ -79,7 +79,7 @@ constexpr typename P::Params standard_params() {
 
 namespace hooks {
 /// Runs every hook once. Slots are reused, so append() has to set every member that the other hooks
-/// read. Running the hooks on an uninitialised slot in a constant expression shows whether it does.
+/// read. Running the hooks on an uninitialized slot in a constant expression shows whether it does.
 template <class P>
 constexpr bool run_once(typename P::Slot& slot) {
   const typename P::Params params = standard_params<P>();

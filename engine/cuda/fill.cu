@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// The finaliser of SplitMix64.
+/// The finalizer of SplitMix64.
 __device__ std::uint64_t hash(std::uint64_t x) {
   x += 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;

@@ -19,9 +19,9 @@ constexpr double kNone = -std::numeric_limits<double>::infinity();
 ///
 /// p_b is the probability that the b-th child is accepted, y is the number of nodes of the subtree
 /// whose root is the last child, and best(y, l) is the maximum of F(y, l, b) over b.
-class Programme {
+class DynamicProgram {
  public:
-  Programme(std::span<const double> acceptance, std::uint32_t nodes, std::uint32_t depth)
+  DynamicProgram(std::span<const double> acceptance, std::uint32_t nodes, std::uint32_t depth)
       : acceptance_(acceptance),
         depths_(depth + 1),
         widths_(acceptance.size() + 1),
@@ -134,13 +134,13 @@ double expected_tokens(const TreeShape& tree, std::span<const double> acceptance
 }
 
 TreeShape best_tree(std::span<const double> acceptance, std::uint32_t nodes, std::uint32_t depth) {
-  const Programme programme(acceptance, nodes, depth);
-  if (nodes == 0 || !programme.has(nodes, depth))
+  const DynamicProgram program(acceptance, nodes, depth);
+  if (nodes == 0 || !program.has(nodes, depth))
     throw std::invalid_argument(
         fmt::format("draft tree: no tree has {} nodes, {} levels and {} children per node; ask for "
                     "fewer nodes",
                     nodes, depth, acceptance.size()));
-  return programme.tree(nodes, depth);
+  return program.tree(nodes, depth);
 }
 
 TreeShape fastest_tree(std::span<const double> acceptance, const DraftTimes& times) {
@@ -150,13 +150,13 @@ TreeShape fastest_tree(std::span<const double> acceptance, const DraftTimes& tim
   const auto largest = std::ranges::max_element(times.verification)->first;
   const std::uint32_t max_depth = std::min(largest, kMaxTreeDepth);
   acceptance = acceptance.first(std::min<std::size_t>(acceptance.size(), kMaxTreeChildren));
-  const Programme programme(acceptance, largest, max_depth);
+  const DynamicProgram program(acceptance, largest, max_depth);
   TreeShape fastest;
   double shortest = std::numeric_limits<double>::infinity();
   for (const auto& [nodes, seconds] : times.verification)
     for (std::uint32_t depth = 0; depth <= max_depth; ++depth) {
-      if (nodes == 0 || !programme.has(nodes, depth)) continue;
-      const TreeShape tree = programme.tree(nodes, depth);
+      if (nodes == 0 || !program.has(nodes, depth)) continue;
+      const TreeShape tree = program.tree(nodes, depth);
       const double time = (depth * times.draft_step + seconds) / expected_tokens(tree, acceptance);
       if (time < shortest) shortest = time, fastest = tree;
     }

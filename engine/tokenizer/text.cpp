@@ -135,7 +135,7 @@ void append_nfc(std::string_view text, std::string& out) {
   const auto options = static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE);
   const auto count =
       utf8proc_normalize_utf32(points.data(), static_cast<utf8proc_ssize_t>(chars.size()), options);
-  if (count < 0) throw std::runtime_error("the text cannot be normalised");
+  if (count < 0) throw std::runtime_error("the text cannot be normalized");
   for (utf8proc_ssize_t i = 0; i < count; ++i) append_utf8(out, static_cast<char32_t>(points[i]));
 }
 

@@ -45,7 +45,7 @@ bool is_white_space(char32_t code_point);
 /// connector.
 bool is_word(char32_t code_point);
 
-/// Unicode normalisation form C of valid UTF-8. Takes O(n log n) at worst.
+/// Unicode normalization form C of valid UTF-8. Takes O(n log n) at worst.
 std::string nfc(std::string_view text);
 
 }  // namespace kvlab::tokenizer

@@ -18,7 +18,7 @@ class Arena {
   /// Places parts in memory that begins at `memory`.
   explicit Arena(std::byte* memory) : memory_(memory) {}
 
-  /// `count` elements of T, uninitialised; null if `count` is 0.
+  /// `count` elements of T, uninitialized; null if `count` is 0.
   template <class T>
   T* take(std::size_t count) {
     T* const part = memory_ && count > 0 ? reinterpret_cast<T*>(memory_ + bytes_) : nullptr;

@@ -44,7 +44,7 @@ class OwnedBytes {
   std::size_t bytes_ = 0;
 };
 
-/// Uninitialised device memory, aligned to 256 bytes.
+/// Uninitialized device memory, aligned to 256 bytes.
 class DeviceBuffer : public OwnedBytes<cudaFree> {
  public:
   DeviceBuffer() = default;

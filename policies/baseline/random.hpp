@@ -16,7 +16,7 @@ struct Random {
       .name = "random",
       .summary = "evicts a random token at each step",
       .citation =
-          "SplitMix64 finaliser: Steele et al. 2014, section 4 (doi:10.1145/2660193.2660195)",
+          "SplitMix64 finalizer: Steele et al. 2014, section 4 (doi:10.1145/2660193.2660195)",
       .order = Order::nested};
   struct Params {};
   struct Slot {};

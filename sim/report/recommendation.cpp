@@ -538,7 +538,7 @@ std::string oracle_sentence(const MetricTable& metric_table, const MetricInfo& m
   return fmt::format(
       "At {} the choice is better than oracle_attention. oracle_attention is a heuristic that "
       "evicts the "
-      "token with the least future attention; it does not optimise {}, so it is not a bound.",
+      "token with the least future attention; it does not optimize {}, so it is not a bound.",
       join_names(budgets), metric.label);
 }
 

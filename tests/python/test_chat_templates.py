@@ -1,6 +1,6 @@
 """Compares the prompts that `kvlab task` makes for chat models with those of transformers.
 
-tests/data/chat_templates.json holds a template of each family that kvlab recognises, and the text
+tests/data/chat_templates.json holds a template of each family that kvlab recognizes, and the text
 before and after a user's message. The C++ tests check that kvlab finds this text.
 """
 

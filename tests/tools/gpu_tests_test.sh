@@ -30,7 +30,7 @@ case "$major $*" in
     echo "No test cases matched '$3'"
     exit 2
     ;;
-  *) echo "unrecognised: $*" >&2; exit 1 ;;
+  *) echo "unrecognized: $*" >&2; exit 1 ;;
 esac
 TEXT
   chmod +x "$folder/build/tests/$name"

@@ -141,7 +141,7 @@ void add_options(OptionTable& table, Request& request) {
   table.parsed("queries", "decode|all", request.plan.queries, parse_queries,
                "queries to measure: those of decoded tokens, or all", "decode");
   table.text("metric", "METRIC", request.plan.metric,
-             "loss to minimise: kl_estimate, which needs gradients, or residual_error (default: "
+             "loss to minimize: kl_estimate, which needs gradients, or residual_error (default: "
              "kl_estimate if all traces, or the run, have it)");
   table.text("policy", "P", request.heads.allocation.policy,
              "with --by head: the policy whose errors are used; needed if RUN has several");

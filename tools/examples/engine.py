@@ -176,7 +176,7 @@ class Engine:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())  # that stream may still be filling the buffers
         with torch.cuda.stream(stream):
-            step()  # all rows are idle; this initialises libraries before the capture
+            step()  # all rows are idle; this initializes libraries before the capture
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):

@@ -87,7 +87,7 @@ function add_text(more) {
   if (text == "") text_line = FNR
   text = text more
 }
-# `before`: the character before the brace. A brace directly after a name initialises a member.
+# `before`: the character before the brace. A brace directly after a name initializes a member.
 function open_brace(before) {
   ++depth
   if (inside) return

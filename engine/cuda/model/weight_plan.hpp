@@ -10,7 +10,7 @@
 
 namespace kvlab {
 
-enum class Initial { normal, ones, zeros };  ///< how random weights are initialised
+enum class Initial { normal, ones, zeros };  ///< how random weights are initialized
 
 /// Where a row's elements are in a checkpoint's tensor: the index of the first element, and the
 /// distance between elements.

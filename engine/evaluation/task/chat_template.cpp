@@ -1,4 +1,4 @@
-// Recognises chat templates by the expressions that print a message, without interpreting Jinja.
+// Recognizes chat templates by the expressions that print a message, without interpreting Jinja.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -151,7 +151,7 @@ std::string_view printed_space(std::string_view space, std::string_view left,
 
 /// Normalizes a tag: removes hyphens and white space outside of literals, puts literals in single
 /// quotes, and joins adjacent literals.
-std::string normalised_tag(std::string_view tag) {
+std::string normalize_tag(std::string_view tag) {
   std::string plain;
   char quote = 0;
   const std::string unescaped_tag = unescape(tag);
@@ -184,7 +184,7 @@ std::size_t tag_end(std::string_view text, std::size_t open) {
   return std::string_view::npos;
 }
 
-/// The tags of a template, normalised; nullopt if text between them is printed, or if a tag is not
+/// The tags of a template, normalized; nullopt if text between them is printed, or if a tag is not
 /// closed.
 std::optional<std::string> normalize_template(std::string_view chat_template) {
   std::string plain, last;
@@ -202,7 +202,7 @@ std::optional<std::string> normalize_template(std::string_view chat_template) {
     if (between.find_first_not_of(" \t\r\n") != std::string_view::npos ||
         !printed_space(between, last, tag).empty())
       return std::nullopt;
-    if (!tag.starts_with("{#")) plain += normalised_tag(tag);
+    if (!tag.starts_with("{#")) plain += normalize_tag(tag);
     last = tag;
     at = open + std::max<std::size_t>(tag.size(), 1);
   }

@@ -26,7 +26,7 @@ void every_tree(std::uint32_t nodes, const Each& each, TreeShape tree = {}) {
 
 }  // namespace
 
-TEST_CASE("The tree of the dynamic programme is the best of all trees of up to ten nodes") {
+TEST_CASE("The tree of the dynamic program is the best of all trees of up to ten nodes") {
   const std::vector<double> acceptance = GENERATE(
       std::vector<double>{0.8, 0.1, 0.05}, std::vector<double>{0.4, 0.25, 0.15, 0.1, 0.05},
       std::vector<double>{0.1, 0.6}, std::vector<double>{0.5}, std::vector<double>{0.3, 0.0, 0.3});

@@ -22,7 +22,7 @@ constexpr const char* kSmolLm =
     "message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\n' }}{% endif %}";
 
-TEST_CASE("ChatML is recognised, with its default system message") {
+TEST_CASE("ChatML is recognized, with its default system message") {
   const ChatFrame frame = chat_frame(kSmolLm, "f");
   CHECK(frame.before ==
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
@@ -43,7 +43,7 @@ TEST_CASE(
   CHECK(plain.before == "<|im_start|>user\n");
 }
 
-TEST_CASE("Templates of other families are recognised by what they print") {
+TEST_CASE("Templates of other families are recognized by what they print") {
   // tests/python/test_chat_templates.py compares these frames with transformers.
   const std::string file = KVLAB_SOURCE_DIR "/tests/data/chat_templates.json";
   for (const auto& known : parse_json(read_text_file(file, 1 << 20), file)) {

@@ -11,7 +11,7 @@ import torch
 from kvlab.hf.models import text_config
 from kvlab.hf.refused import Refused
 
-# Arguments that a decoder may get. All others must be None or False, except the cache, which is recognised by its
+# Arguments that a decoder may get. All others must be None or False, except the cache, which is recognized by its
 # methods.
 _KNOWN = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "token_type_ids")
