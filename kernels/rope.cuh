@@ -45,8 +45,7 @@ class TokenSlot {
     const int pair = sequence_ * cache.kv_heads + kv_head;
     return (cache.first_slot[pair] + cache.next_slots[pair] + slot_) * cache.head_size;
   }
-  /// Like head_offset(), for keys and values in pages. head_offset() computes the element as if
-  /// they were not paged.
+  /// Like head_offset(), for keys and values in pages. head_offset() ignores the table of pages.
   __device__ std::int64_t paged_offset(const RopeWriteArgs& args, int kv_head) const {
     const kvlab_cache_view& cache = args.cache;
     const int pair = sequence_ * cache.kv_heads + kv_head;

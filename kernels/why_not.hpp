@@ -52,7 +52,8 @@ std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args);
 /// can.
 std::string why_not_shared(const DevicePolicy& policy);
 std::string why_not(const DevicePolicy& policy, const kvlab_compact_args& args);
-/// Checks the additional arguments of the two halves of a compaction.
+/// Checks what kvlab_compute_ranks and kvlab_compact_ranked need in addition to kvlab_compact:
+/// `by_layer`, `ranks` and the number of devices.
 std::string why_not_ranks(const kvlab_compact_args& args, const std::uint64_t* ranks, int devices);
 
 }  // namespace kvlab::kernels

@@ -131,7 +131,7 @@ void check_prompt(const CacheConfig& config) {
     throw std::invalid_argument(fmt::format("policy {}: prompt: {}", policy.name, why));
   };
   if (config.shares_slots())
-    refuse("ada() does not support the modifier, because every head keeps the prompt");
+    refuse("ada() does not support it, because every head keeps the prompt");
   if (!policy.tier_plan.is_plain()) refuse("the prompt is kept in 16 bit; leave out the tier plan");
   if (!policy.prompt_tokens) refuse("the prompt's length is not known here; use sinks=N");
 }

@@ -21,7 +21,8 @@ struct LiveCounts {
   double held_peak = 0;
   double held_end = 0;     ///< after the last token
   double held_budget = 0;  ///< capacity of the tiers; held_end if nothing is evicted
-  /// Peak number of bytes, including prompts, of one block of kQuantBlock channels of all tokens.
+  /// Bytes that one block of kQuantBlock channels takes in the keys and values of all live tokens
+  /// together: the maximum over all appends, prompts included.
   std::uint64_t bytes_peak = 0;
 };
 
@@ -42,7 +43,8 @@ struct Memory {
   /// Memory of the layers with a sliding window, which `mean` and `peak` do not include. These
   /// layers keep exactly their window.
   double window_mean = 0, window_peak = 0;
-  /// Keys and values after the last token, in 16 bit, without the layers with a window.
+  /// Bytes in 16 bit of the keys and values that are live at the end of the text, without the
+  /// layers with a window.
   double end = 0;
 
   double total() const { return mean + state; }

@@ -58,9 +58,10 @@ class LayerOutputMemory {
     return cuda::Placed<Parts>::bytes(shape, rows, keep);
   }
 
-  /// The memory for the next layer of a chunk. If outputs are kept, those of the previous layer
-  /// stay unchanged. The two parts alternate from call to call and do not depend on the layer's
-  /// number, because the first layer of a chunk follows the last layer of the previous chunk.
+  /// The memory for the next layer of a chunk. If outputs are kept, calls alternate between two
+  /// parts of the memory, so that the outputs of the previous layer stay unchanged. Alternating by
+  /// the layer's number would not do, because after the last layer of a chunk comes the first layer
+  /// of the next chunk.
   LayerOutputs next_chunk(std::size_t tokens);
   LayerOutputs step(std::uint32_t layer) const;
   /// All layers of the last step, laid out by a CaptureShape with one token for each row.

@@ -105,17 +105,17 @@ std::string cache_positions_advice(const ModelConfig& config) {
 void refuse_beyond_context(const ModelConfig& config, std::uint32_t positions,
                            const std::string& advice) {
   if (positions <= config.trained_context) return;
-  throw std::invalid_argument(
-      fmt::format("--prompt: needs {} positions, but {} was trained on only {} tokens; give a "
-                  "prompt of at most that length, or --beyond-context{}",
-                  positions, config.name, config.trained_context, advice));
+  throw std::invalid_argument(fmt::format(
+      "--prompt: needs {} positions, but {} was trained with a context of only {} tokens; "
+      "give a prompt of at most that length, or --beyond-context{}",
+      positions, config.name, config.trained_context, advice));
 }
 
 std::string context_warning(const ModelConfig& config, std::uint32_t positions,
                             const std::string& advice) {
   if (positions <= config.trained_context) return "";
   return fmt::format(
-      "the text may degrade, because it needs up to {} positions and the model was trained on only "
+      "the text may degrade, because it needs up to {} positions and the model was trained with only "
       "{}{}",
       positions, config.trained_context, advice);
 }

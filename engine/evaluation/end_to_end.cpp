@@ -34,7 +34,7 @@ struct Projections {
         v(k.size()) {}
 };
 
-// Number of tokens of an append if the size of appends does not change the results.
+// Number of tokens of each append in texts whose results are the same for every size of appends.
 constexpr std::uint32_t kFreeAppend = 512;
 
 /// One layer's attention over a text whose queries, keys and values are known.

@@ -23,7 +23,7 @@ class PairSlots {
   std::uint32_t budget(std::uint32_t layer, std::size_t pair) const {
     return own_[layer * pairs() + pair].budget;
   }
-  /// The protected tokens of a pair. Their number is limited by the budget before any share().
+  /// The protected tokens of a pair. They fit the pair's budget as it was before any share().
   ProtectedTokens protected_tokens(std::uint32_t layer, std::size_t pair) const {
     return own_[layer * pairs() + pair].protected_tokens;
   }

@@ -37,7 +37,7 @@ cudaError_t compact(const DevicePolicy& policy, const kvlab_compact_args& args, 
                     bool rows = true);
 
 /// The first half of compact(): computes the ranks of tokens, and evicts nothing. ranks_of()
-/// returns the ranks that order the tokens, [pair, max_slots of from], by slot.
+/// returns the ranks that order the tokens, by slot: [pair, args.from.max_slots].
 cudaError_t rank_tokens(const DevicePolicy& policy, const kvlab_compact_args& args,
                         cudaStream_t stream);
 const std::uint64_t* ranks_of(const kvlab_compact_args& args);

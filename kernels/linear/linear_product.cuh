@@ -46,7 +46,7 @@ __device__ inline float residual_of(const LinearProduct<T>& product, int row, in
                           : 0.0f;
 }
 /// Writes one output, with bias, to the destination that is set. Returns the output rounded to T,
-/// for every destination.
+/// whichever destination is set.
 template <class T>
 __device__ inline T write_output(const LinearProduct<T>& product, int row, int column, float value,
                                  float residual) {

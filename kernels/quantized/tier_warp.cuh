@@ -197,9 +197,9 @@ __device__ inline void unpack_keys(const std::uint32_t (&words)[kWords], int b,
     }
   }
 }
-/// Unpacks the quantized numbers of values that a lane holds of block `b` to fp16. to[0][i] gets
-/// the lane's i-th channel of rows 2r and 2r + 1 (r = l % 4), to[1][i] that of rows 2r + 8 and 2r +
-/// 9.
+/// Converts to fp16 the quantized elements of block `b` of values that the lane holds. to[0][i]
+/// gets the lane's i-th channel of rows 2r and 2r + 1 (r = l % 4), to[1][i] that of rows 2r + 8 and
+/// 2r + 9.
 template <class Format, int kBlocks, int kWords>
 __device__ inline void unpack_values(const std::uint32_t (&words)[kWords], int b,
                                      std::uint32_t (&to)[2][4]) {

@@ -133,8 +133,8 @@ class ReplayCache {
   }
   /// Makes the token in slot `i` an eviction candidate if it is unprotected, that is, if its
   /// position is one of the first `unprotected` positions after the sinks. A full cache has at
-  /// least one such token, because sinks and recent tokens fit its budget, and the recent ones
-  /// include the token that is appended next.
+  /// least one such token: its budget has room for the sinks and the recent tokens, and one of
+  /// these recent tokens is not in the cache yet, because it is appended next.
   __device__ void rank(EvictionCandidate& first, std::uint32_t i, const Slot& own,
                        const Step& ranking, std::uint32_t unprotected) const {
     const std::uint32_t position = positions_[i];

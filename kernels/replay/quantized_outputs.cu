@@ -1,5 +1,6 @@
-// Computes the outputs of sampled queries in quantized caches. Each copy holds only a few of the
-// kept tokens, so the kernel first lists the kept tokens of a copy.
+// Computes the outputs of sampled queries in quantized caches. From each copy (see replay.hpp), a
+// cache reads only the kept tokens that belong to it. These are few, so the kernel first lists
+// them.
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 

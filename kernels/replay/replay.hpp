@@ -121,8 +121,8 @@ struct ReplayRows {
   float4* sums;               // [head group]
   float4* request_threshold;  // [head group]: the lowest exponential at which the full row requests
                               // a token; infinite for padding
-  uint4* wanted;  // [head group]: number of tokens before the query that it requests, if the query
-                  // is measured
+  uint4* wanted;  // [head group]: number of earlier tokens that the query requests; only for
+                  // measured queries
 
   constexpr bool is_launchable() const { return count > 0 && count <= block; }
   /// The index of query i of the block among all head tasks.
@@ -131,8 +131,8 @@ struct ReplayRows {
 
 /// Rows of queries and keys that were not rounded, for caches with cache positions.
 struct ReplayCachePositionRows {
-  // [head group, token]: like ReplayRows::e, but from vectors that were not rounded. It is the same
-  // array if nothing is rounded, and may be null.
+  // [head group, token]: like ReplayRows::e, but from vectors that were not rounded. If nothing is
+  // rounded, it is ReplayRows::e itself. Null if no cache uses cache positions.
   float4* e;
   float4* max_logits;  // [head group]: the row's largest logit
   /// [query group, pairs / 8, tile, lane of a warp]: queries before RoPE as operands of float16

@@ -132,7 +132,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
   __device__ bool is_full(const Modifiers& modifiers, bool after_prompt) const {
     return is_first_tier_full(shared_.loads[0], modifiers, after_prompt);
   }
-  /// Whether at most one token is demoted from any tier.
+  /// Whether each tier demotes at most one token.
   __device__ bool demotes_one() const { return demotes_at_most_one(shared_.loads, count_); }
 
   __device__ void find(std::uint32_t live) {

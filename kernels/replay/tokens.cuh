@@ -62,8 +62,8 @@ class ExactTokens {
   __device__ void attend(int, std::uint32_t, bool) {}
   /// Whether the exponentials of the token in a slot are direct.
   __device__ bool is_direct(std::uint32_t) const { return false; }
-  /// The first position from which on no exponential is direct: the row contains those of all live
-  /// tokens.
+  /// No token at this position or a later one has a direct exponential: the row contains the
+  /// exponentials of these tokens.
   __device__ std::uint32_t evicted_end() const { return 0; }
   __device__ const std::uint32_t* positions_in_cache() const { return nullptr; }
   /// Returns a map from slots to copies. Tokens from position `exact_from` on belong to copy 0.

@@ -58,8 +58,9 @@ DeviceProgram program_of(const PolicyEntry& entry, std::span<const char* const> 
   const PolicySource* const source = entry.source.get();
   const DevicePolicy* const known = source ? nullptr : find_registered(entry);
   if (!source && !known)
-    throw std::invalid_argument(
-        fmt::format("policy {}: has no source for the device", entry.info.name));
+    throw std::invalid_argument(fmt::format(
+        "policy {}: cannot run on CUDA, because it has no C++ header that can be compiled for it",
+        entry.info.name));
   std::string text;
   for (const char* header : own) text += fmt::format("#include \"{}\"\n", header);
   text += source ? fmt::format("#include \"{}\"\n", kSource)

@@ -15,8 +15,8 @@ class AgedSet;
 /// Computes the budgets of a layer's KV heads (Feng et al. 2024, Ada-KV, algorithm 1, with its
 /// safeguard of 20%). `heads` are the eviction keys of each head's live tokens. The layer keeps the
 /// same number of tokens as if each head had the budget `mean`. It keeps the tokens that come last
-/// in the eviction order of all heads together, except that each head keeps at least a fifth of
-/// `mean`. Returns `mean` for all heads if no token has to be evicted.
+/// in the eviction order of all heads together, except that each head's budget is at least a
+/// fifth of `mean`. Returns `mean` for all heads if no token has to be evicted.
 std::vector<std::uint32_t> ada_budgets(std::span<const std::vector<EvictionKey>> heads,
                                        std::uint32_t mean);
 

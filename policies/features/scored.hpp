@@ -65,8 +65,8 @@ class ScoredFeatures {
     std::vector<double> sum, products;  // [dim], [dim, dim]: sums over the queries so far
     // Mean [dim] and covariance [dim, dim] of the queries, rotated to future positions.
     std::vector<double> mean, spread;
-    // `largest`: the largest logit that these queries give one of the keys so far. `total`: the sum
-    // over these keys of exp(logit - largest).
+    // `largest`: the largest logit of any key so far, under these queries. `total`: the sum of
+    // exp(logit - largest) over these keys.
     double largest = 0, total = 0;
   };
 

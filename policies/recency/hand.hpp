@@ -41,8 +41,8 @@ struct Hand {
     const std::uint64_t order = 2u * is_marked + is_passed;
     return order << 2 * kBits | place;
   }
-  /// Updates this token when the hand moves to the place of a victim with this rank. On its way the
-  /// hand may pass unmarked tokens, because protected tokens are not evicted.
+  /// Updates this token when the hand moves on to the victim, whose rank is `victim`. On its way
+  /// the hand may pass unmarked tokens: those that are protected, and so not evicted.
   constexpr void move_to(std::uint64_t victim) {
     const std::uint64_t order = victim >> 2 * kBits;
     const bool before = place < place_of(victim), was_passed = is_passed == 1;

@@ -29,9 +29,9 @@ enum class Encoding : std::uint8_t {
 enum class Rotation : std::uint8_t {
   none,
   blocks,  ///< kvlab's rotation, over blocks of 32 channels; the cache computes with rotated rows
-  llama,   ///< llama.cpp's rotation (llama_kv_cache::build_input_k_rot()): a key over the largest
-           ///< power of two that divides the head size, a value over blocks of kLlamaRotation
-           ///< channels
+  llama,   ///< llama.cpp's rotation (llama_kv_cache::build_input_k_rot()). A key is rotated in
+           ///< blocks whose size is the largest power of two that divides the head size, and a
+           ///< value in blocks of kLlamaRotation channels
 };
 
 /// llama.cpp rotates keys and values only if the head size is a multiple of this.

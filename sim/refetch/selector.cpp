@@ -15,11 +15,10 @@ namespace {
 constexpr std::uint32_t kMaxSelected = 1u << 20;
 
 [[noreturn]] void refuse(const std::string& text, std::string_view why) {
-  throw std::invalid_argument(
-      fmt::format("--refetch: '{}' {}; give top:K (the K most probable tokens) or page:P:K (K "
-                  "tokens in pages of P), such as top:64 or page:16:64, or logged (the trace's "
-                  "selections)",
-                  text, why));
+  throw std::invalid_argument(fmt::format(
+      "--refetch: '{}' {}; give top:K (the K most probable tokens), page:P:K (K tokens in "
+      "pages of P) or logged (the trace's selections), such as top:64 or page:16:64",
+      text, why));
 }
 
 std::uint32_t count_in(const std::string& text, const std::string& word) {

@@ -12,8 +12,7 @@ namespace kvlab {
 
 struct ReportOptions {
   /// Budget of the heat maps and of the table below the curves, as requested in the replay or in
-  /// tokens. If empty, the smallest budget at which the choice is significantly better than the
-  /// runner-up.
+  /// tokens. If empty, the budget that decisive_budget() chooses.
   std::string budget;
   std::string folder = "RUN";  ///< folder of the run, for the command that the page suggests next
   /// Text of each token of the trace whose kept tokens are shown; empty: unknown.

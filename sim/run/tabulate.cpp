@@ -197,8 +197,8 @@ class Tabulator {
 
   // The following functions are the reductions in metrics.def.
 
-  /// The unweighted mean over query heads. For errors, the count of the row is the number of
-  /// samples. For other metrics, it is `queries` for each query head that has a value.
+  /// The unweighted mean over query heads. For errors, the result's `count` is the number of
+  /// samples. For other metrics, it is `queries` times the number of query heads that have a value.
   void mean(Sum above, Sum below, std::optional<std::uint32_t> queries = {}) {
     const Ratios all = ratios(c_, above, below);
     const auto filled =

@@ -312,8 +312,8 @@ bool is_ours(std::string_view line) {
   return line.starts_with("policies/");
 }
 
-/// Returns the text of the static_assert of check_policy() whose failure a line of the log reports;
-/// empty if the line reports none.
+/// If a line of the log reports that a static_assert of check_policy() failed, returns the text of
+/// that static_assert; otherwise empty.
 std::string_view check_in(std::string_view line) {
   if (!line.starts_with("policies/") || line.find("error: static") == std::string_view::npos)
     return {};

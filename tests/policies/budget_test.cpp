@@ -125,7 +125,7 @@ TEST_CASE("the setting prompt keeps the first prompt in addition to every budget
     });
   };
   CHECK(refused("h2o:prompt", "ada(20)") ==
-        "policy h2o: prompt: ada() does not support the modifier, because every head keeps the "
+        "policy h2o: prompt: ada() does not support it, because every head keeps the "
         "prompt");
   CHECK(refused("h2o:prompt:tiers=4", "20") ==
         "policy h2o: prompt: the prompt is kept in 16 bit; leave out the tier plan");

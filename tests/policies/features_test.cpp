@@ -137,7 +137,10 @@ TEST_CASE("a feature that is not computed is read from the given values of the a
 }
 
 TEST_CASE("a cache refuses tokens without the features of its policy") {
-  LiveSet live(parse_policy("knorm"), 3, {});
+  struct FetchingSet : LiveSet {
+    using LiveSet::bring_back;
+    using LiveSet::LiveSet;
+  } live(parse_policy("knorm"), 3, {});
   CHECK(live.features() == std::vector<std::string>{"key_norm"});
   CHECK_THROWS_AS(live.append(0, 1), std::logic_error);
   const float norms[] = {2, 9, 4};

@@ -110,7 +110,7 @@ PageDocument page_of(const std::filesystem::path& folder, const Request& request
                      const AtomicFolder* figures) {
   if (std::error_code error; !std::filesystem::exists(folder, error))
     throw std::runtime_error(fmt::format(
-        "{}: there is no such directory; give a run of `kvlab replay`", folder.string()));
+        "{}: there is no such directory; give the output of a kvlab command", folder.string()));
   if (std::filesystem::exists(folder / "run.json")) return page_of_run(folder, request, figures);
   if (!request.budget.empty() || !request.model.empty())
     throw std::invalid_argument(

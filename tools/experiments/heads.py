@@ -291,7 +291,7 @@ def step_of_8b():
     lines = page.read_text().split("\n## A decode step\n")[-1].split("\n## ")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     if not rows or rows[0][0] != "part" or "attention" not in [row[0] for row in rows]:
-        raise Refused(f"{page}: has no table of the parts of a decode step that has a row `attention`")
+        raise Refused(f"{page}: the section `A decode step` needs a table of parts with a row `attention`")
     found = {}
     for column in range(1, len(rows[0])):
         times = {row[0]: float(re.match(r"[\d.]+", row[column])[0]) for row in rows[2:]}

@@ -88,7 +88,8 @@ class Model:
         if on_cpu:
             parts.append(wrapped(
                 f"The KL of these policies was measured on the CPU in float32: {listed(on_cpu)}. CUDA does not support them, and "
-                "computes the others in bfloat16. The policy with the lowest KL was evaluated on the CPU too, for `=`."
+                "computes the others in bfloat16. To decide which of them get an `=`, the policy with the lowest KL was evaluated on the CPU "
+                "too."
             ))  # fmt: skip
         for plan in self.formats:
             found = self.values("kl", plan)

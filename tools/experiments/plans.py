@@ -10,7 +10,8 @@ from kvlab import Trace
 QUESTION = """
 `kvlab plan` chooses a storage format for the keys and the values of each layer from one trace
 ([guide](../guides/precision-tiers.md#formats-by-layer-from-a-trace)). This page answers three questions. Does the plan
-lose less than the best single format (one for the keys and one for the values of all layers) in at most as many bits?
+lose less than the best choice of one format for the keys of all layers and one for the values of all layers, in at most
+as many bits as the plan?
 Is the measured loss equal to the loss that the plan predicts? Do the predictions put plans in the same order as the
 end-to-end evaluation?
 

@@ -13,8 +13,9 @@ struct PagedBenchShape {
   std::uint64_t pool;  ///< maximum bytes of keys and values over all layers
 };
 
-/// Microseconds of one layer's attention by page size: 0 (no blocks), 16 and 64 slots, for blocks
-/// [slot, kv_head, dim] (NHD) and [kv_head, slot, dim] (HND).
+/// Microseconds of one layer's attention, by the number of slots in a page (16 or 64; 0: contiguous
+/// slots without pages) and by the layout of a page: [slot, kv_head, dim] (NHD) or [kv_head, slot,
+/// dim] (HND).
 nlohmann::ordered_json bench_pages(const PagedBenchShape& shape);
 
 }  // namespace kvlab

@@ -83,7 +83,8 @@ void check_context(const ModelConfig& config, const TaskRun& run) {
         prompt.tokens() + std::max<std::size_t>(prompt.answer.size(), prompt.max_new_tokens);
     if (tokens > config.trained_context)
       throw std::invalid_argument(fmt::format(
-          "{} {}: needs {} positions, but {} was trained on only {} tokens; give {}, or "
+          "{} {}: needs {} positions, but {} was trained with a context of only {} tokens; give "
+          "{}, or "
           "--beyond-context",
           run.points[p].depth ? "--words" : "--length", run.points[p].words, tokens, config.name,
           config.trained_context, run.points[p].depth ? "fewer words" : "a shorter --length"));

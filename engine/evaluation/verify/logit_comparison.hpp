@@ -27,9 +27,10 @@ class LogitComparison {
   LogitCheck result() const;
 
  private:
-  /// Sums of squares: of the expected values, and of differences from them.
   struct Squares {
-    double size = 0, found = 0, plain = 0;  // plain: of a forward pass in the decoder's dtype
+    double size = 0;   ///< sum of the squares of the expected logits
+    double found = 0;  ///< sum of the squared errors of the decoder
+    double plain = 0;  ///< sum of the squared errors of a forward pass in the decoder's dtype
     double relative(double squares) const;
     LogitCheck check(std::uint64_t rows, std::optional<Dtype> rounding) const;
   };

@@ -159,7 +159,7 @@ def _kinds(segments: Any, tokens: int) -> dict[int, bool]:
         count, kind = _arguments.whole("segments", pair[0], 0, tokens), pair[1]
         if kind not in ("prompt", "decode") or count < 1 or (begin == 0 and kind == "decode"):
             what = f"segments: {(count, kind)} at token {begin}"
-            raise ValueError(f"{what} is not valid; give (tokens, 'prompt') or (tokens, 'decode'), a prompt first")
+            raise ValueError(f"{what} is not valid; give (tokens, 'prompt') or (tokens, 'decode') with 1 token or more; the first segment must be a prompt")
         kinds[begin] = kind == "prompt"
         begin += count
     if begin != tokens:
