@@ -115,7 +115,8 @@ std::string context_warning(const ModelConfig& config, std::uint32_t positions,
                             const std::string& advice) {
   if (positions <= config.trained_context) return "";
   return fmt::format(
-      "the text may degrade, because it needs up to {} positions and the model was trained with only "
+      "the text may degrade, because it needs up to {} positions and the model was trained with "
+      "only "
       "{}{}",
       positions, config.trained_context, advice);
 }

@@ -265,8 +265,9 @@ TEST_CASE(
                     capture = "capture" + given + " --out " + (folder / "trace").string(),
                     forced = capture + " --teacher-forced --prompt-tokens 1025";
   for (const std::string& line : {generate + "5", capture + " --max-new-tokens 5", forced})
-    CHECK_THAT(refusal(line), ContainsSubstring("positions, but tiny was trained with a context of only 1024") &&
-                                  ContainsSubstring("--beyond-context"));
+    CHECK_THAT(refusal(line),
+               ContainsSubstring("positions, but tiny was trained with a context of only 1024") &&
+                   ContainsSubstring("--beyond-context"));
   CHECK_FALSE(std::filesystem::exists(folder / "trace"));
 
   CHECK(call(forced + " --max-tokens 1030 --beyond-context") == 0);
