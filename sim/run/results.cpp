@@ -24,7 +24,7 @@ constexpr std::string_view kHeader =
 /// The header that older versions, without tier plans, wrote. It lacks the last two columns.
 constexpr std::string_view kOlderHeader = kHeader.substr(0, kHeader.find(",tiers"));
 /// Columns of kHeader that had other names in older files: {old name, current name}.
-constexpr OldName kOldColumns[] = {{"ladder", "tiers"}, {"span", "queries"}};
+constexpr OldName kOldColumns[] = {{"ladder", "tiers"}, {"span", "queries"}};  // old name
 constexpr std::string_view kBlockHeader =
     "trace,policy,params,budget,prefill,positions,seed,metric,block,value,weight";
 
