@@ -68,6 +68,15 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
     return fmt::format("policy {} is an oracle, which only the replay supports; {} needs a policy",
                        policy.name, executor.name);
   if (!config.evicts()) return "";
+  // A prompt's last token may be fed by a step. That step demotes a token to the row of the victim,
+  // which is chosen before ranks are smoothed. After smoothing, another token may be the victim.
+  if (const Modifiers& own = policy.modifiers; !executor.smooth_on_tiers && own.smooth > 0 &&
+                                               own.steps_evict() &&
+                                               policy.tier_plan.tiers.size() > 1)
+    return fmt::format(
+        "policy {}: smooth={}: {} does not support it on several tiers, unless every is above 1 or "
+        "once is set; {} does",
+        policy.name, own.smooth, executor.name, executor.instead);
   if (policy.entry->see_rows && config.prefill.chunk != 0)
     return fmt::format("policy {}: needs the whole prompt at once; use --prefill dense",
                        policy.name);

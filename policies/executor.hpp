@@ -40,6 +40,7 @@ struct Executor {
   bool centred_keys = false;      ///< centred keys of a tier plan
   bool products = false;          ///< a policy's rank times a feature
   bool order_hooks = false;       ///< the hooks of policies/order_hooks.hpp
+  bool smooth_on_tiers = true;    ///< `smooth` on several tiers, if each step evicts
   Features features = Features::none;
 };
 
@@ -65,6 +66,7 @@ constexpr Executor device_executor(const char* name, const char* instead) {
   return {.name = name,
           .instead = instead,
           .max_tiers = kMaxDeviceTiers,
+          .smooth_on_tiers = false,
           .features = Features::built_in};
 }
 inline constexpr Executor kCudaDecoder = [] {
@@ -84,6 +86,7 @@ inline constexpr Executor kCudaEvaluation =
     device_executor("the end-to-end evaluation on CUDA", "--device cpu");
 inline constexpr Executor kCudaReplay = [] {
   Executor replay = device_executor("the CUDA replay", "--device cpu");
+  replay.smooth_on_tiers = true;
   replay.features = Features::any;
   return replay;
 }();

@@ -7,19 +7,27 @@
 //   append   write()     the projection's q, k, v ──RoPE──► append memory, after the live tokens
 //            attend()    queries see the append memory; the observer sums what each token receives
 //            last chunk  the policy gets the new tokens; those that stay ──compact──► slots of the
-//                        pair, or rows of its tiers; all others are evicted
+//                        pair, or rows of its tiers (quantized); all others are evicted
 //   step     write()     q, k, v ──RoPE──► slot `next_slots`: the first free slot, or the victim's,
 //                        whose key it overwrites
-//                        With tiers: ──► `newest_keys`; store_in_tiers() quantizes it to a row of the
-//                        first tier, and demotes one token of each tier that is full to the next
-//            observe     the policy's states change, and the next victim gets into `next_slots`
-//   bursts   every=W     steps only append; before_token() compacts in place when all slots are full
-//   turn     begin()     the next append first copies the live tokens from slots to append memory
+//                        With tiers: ──► `newest_keys`; store_in_tiers() stores it in row
+//                        `next_rows` of the first tier
+//            observe     the policy's states change, and the next victim gets into `next_slots`. With
+//                        tiers, each full tier then demotes one token (demote_pairs()). The row of
+//                        the victim may be overwritten by a demoted token at once, although its slot
+//                        counts as live until the next step or append
+//   bursts   every=W     steps only append; when all slots, or all rows of the first tier, are full,
+//                        before_token() compacts: in place or, with tiers, through append memory
+//   turn     write()     in each layer, the first write() of the next append copies the live tokens
+//                        from slots to append memory
 //   sequence start(), copy_sequence()   slots are forgotten, or copied to another sequence's slots
 //
 // A token is identified by its slot, which also indexes positions, states and features. On tiers,
 // its key and value are in a *row* of the pair; TierStorage::row_of_slot and slot_of_row convert
 // between the two.
+//
+// This class has no blocks, no drafts and no shared memory: copy_sequence() copies all bytes. The
+// calls of kvlab.h that take a kvlab_cache_view have them (docs/guides/deploy-in-an-engine.md).
 #pragma once
 
 #include <memory>
@@ -313,7 +321,8 @@ class KvCache {
   void compact(const AppendMemory& memory, kvlab_compact_args args, int sequence,
                std::uint32_t layer, bool after_prompt) const;
   /// Copies the live tokens of a layer to the append memory, and evicts to the budget unless
-  /// `stays` is set. `fed`: number of tokens that the sequence was fed.
+  /// `stays` is set and the sequence has modifiers. `fed`: number of tokens that the sequence was
+  /// fed.
   void take_live(const AppendMemory& memory, int sequence, std::uint32_t layer, std::uint32_t fed,
                  bool stays) const;
   void compact_in_place(int sequence, std::uint32_t layer, std::uint32_t fed,

@@ -55,6 +55,11 @@ void want_config(const kvlab_kv_cache_config& c) {
        "every is {}, numbering {}; every should be below 2^31, and numbering "
        "KVLAB_ORIGINAL_POSITIONS or KVLAB_CACHE_POSITIONS",
        c.every, static_cast<int>(c.numbering));
+  // See refusal() in policies/executor.cpp.
+  want(c.smooth == 0 || c.tier_count < 2 || c.every > 1 || c.once || c.by_layer,
+       "smooth is {} and tier_count {}; on several tiers, smooth needs every above 1, once or "
+       "by_layer",
+       c.smooth, c.tier_count);
   want(std::max({c.part, c.longest, c.tokens}) <= kMaxTokens,
        "tokens is {}, part {}, longest {}; each should be at most {}", c.tokens, c.part, c.longest,
        kMaxTokens);

@@ -40,8 +40,10 @@ class SlotStorage {
   /// them.
   float* unit_keys_of(std::uint32_t layer, int sequence) const;
 
-  TierStorage tiers;  ///< used if some cache is quantized; otherwise keys and values are used
-  std::byte *keys, *values;         // [slot, dim]
+  TierStorage tiers;  ///< keys and values if some cache is quantized
+  // [slot, dim]. If some cache is quantized, TierStorage has the tokens, and these point to the
+  // newest keys and values, [pair, dim].
+  std::byte *keys, *values;
   std::uint32_t *positions, *ages;  // [slot]; ages only with cache positions, otherwise null
   std::byte* states;                // [slot, slot_bytes]
   float* features;                  // [slot, feature]: token features

@@ -17,7 +17,8 @@ struct CompactWorkspace {
   std::int32_t* sources;  // [pair, max_slots]: for each slot of `to`, the slot of `from` whose
                           // token moves there
   std::int32_t* holes;    // [pair, max_slots]: for a compaction in place that keeps n tokens: those
-                          // of the pair's first n slots whose tokens are evicted
+                          // of the pair's first n slots whose tokens are evicted. For tokens on
+                          // tiers: the tier of each token
   std::uint64_t* by_age;  // [pair, max_slots]: ranks, if modifiers change them
 };
 inline __host__ __device__ CompactWorkspace compact_parts(const kvlab_compact_args& args) {

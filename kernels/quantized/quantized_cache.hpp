@@ -133,8 +133,9 @@ struct QuantizedCache {
   std::byte* bytes;                  ///< all rows
   std::uint32_t* row_of_slot;        // [slot]: index of the token's row among the pair's rows
   std::uint32_t* slot_of_row;        // [row]: slot of the token
-  std::int32_t*
-      counts;  // [pair, kMaxDeviceTiers]: number of rows in use, from the first row of the tier on
+  // [pair, kMaxDeviceTiers]: number of rows in use, from the first row of the tier on. If tier 0 is
+  // full, its number includes the row `next_rows`, which the next token overwrites.
+  std::int32_t* counts;
   std::uint32_t* next_rows;  // [pair]: row of tier 0 for the next token
   void *newest_keys,
       *newest_values;     // [pair, dim]: not quantized; all layers use this memory in turn

@@ -15,8 +15,8 @@ cudaError_t store_newest(const kvlab_cache_view& cache, const QuantizedCache& qu
                          const std::uint32_t* now, cudaStream_t stream);
 
 /// Demotes the first victim of each full tier; `firsts` (TierChoice::firsts) contains these
-/// victims. Call it after the attention and the observations of a decode step. The token that is
-/// evicted from the last tier is in slot cache.next_slots.
+/// victims. Call it after the attention and the observations of a decode step. The token that
+/// is evicted, from any tier, is in slot cache.next_slots.
 cudaError_t demote_pairs(const EvictingAttentionArgs& args, const EvictionCandidate* firsts,
                          cudaStream_t stream);
 

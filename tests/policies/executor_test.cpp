@@ -90,6 +90,20 @@ TEST_CASE("Decoders support formats by layer; other executors on a device refuse
   CHECK(refusal(kCudaReplay, config) != "");
 }
 
+TEST_CASE("Decoders on a device refuse smooth on several tiers if each step evicts") {
+  const std::string plan = ":tiers=16@4t+4@100%:smooth=2";
+  CHECK(refusal(kCudaDecoder, requested("h2o" + plan)) ==
+        "policy h2o: smooth=2: the CUDA decoder does not support it on several tiers, unless every "
+        "is above 1 or once is set; --device cpu does");
+  for (const Executor& executor : {kKernelLibrary, kCudaEvaluation})
+    CHECK(refusal(executor, requested("h2o" + plan)) != "");
+  for (const Executor& executor : {kDecoder, kEvaluation, kCudaReplay})
+    CHECK(refusal(executor, requested("h2o" + plan)) == "");
+  for (const char* other : {":every=2", ":once", ":scope=layer"})
+    CHECK(refusal(kCudaDecoder, requested("h2o" + plan + other)) == "");
+  CHECK(refusal(kCudaDecoder, requested("h2o:tiers=4:smooth=2")) == "");
+}
+
 TEST_CASE("KIVI runs only in the replay and the end-to-end evaluation on the CPU") {
   CHECK(refusal(kEvaluation, requested("full:tiers=kivi2")) == "");
   CHECK(refusal(kDecoder, requested("full:tiers=kivi2")) ==

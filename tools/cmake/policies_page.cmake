@@ -1,11 +1,10 @@
-# Compares the tables of PAGE (docs/reference/policies.md) with the output of KVLAB (the program), row by row. A policy
-# that is missing on the page is not an error. With -DWRITE=ON the script corrects the rows of the page instead.
+# Compares the tables of PAGE (docs/reference/policies.md) with the output of KVLAB (the program). With -DWRITE=ON the
+# script replaces the tables of the page instead.
 set(refresh [[
-NR == FNR { row[$2] = $0; next }
-/^<!-- kvlab policies --markdown -->/ { made = seen = 1 }
+NR == FNR { fresh = fresh $0 "\n"; next }
 /^<!-- end -->/ { made = 0 }
-made && /^\| / && $2 != "---" { if (!($2 in row)) next; $0 = row[$2] }
-{ print }
+!made { print }
+/^<!-- kvlab policies --markdown -->/ { made = seen = 1; printf "%s", fresh }
 END { exit !seen || made }]])
 file(READ ${PAGE} page)
 execute_process(COMMAND ${KVLAB} policies --markdown COMMAND awk "${refresh}" - ${PAGE} OUTPUT_VARIABLE fresh
