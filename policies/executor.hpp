@@ -27,8 +27,8 @@ enum class Formats { kernels, rows, all };
 inline constexpr std::size_t kMaxDeviceTiers = 8;
 
 /// What one executor supports, limited to the capabilities in which executors differ. To enable a
-/// capability, change it in the executor's constant below. refusal() reads only these constants, so
-/// no check has to be changed.
+/// capability that another executor has, change it in the executor's constant below. refusal()
+/// reads only these constants, so no check has to be changed.
 struct Executor {
   const char* name;                   ///< name in messages: "the CUDA decoder"
   const char* instead;                ///< the alternative that messages recommend: "--device cpu"

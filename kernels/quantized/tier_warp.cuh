@@ -408,7 +408,9 @@ class QuantizedWarp {
   __device__ static int channel(int n, int half) {
     return n / 2 * kWarpSize + row() * 4 + n % 2 * 2 + half;
   }
-  /// Which of a head's two columns holds the weights times the scale of the block of step n.
+  /// Which of a head's two columns holds the weights times the scale of the block of step n, which
+  /// is block n / 2. Blocks are weighed in pairs: the even block of a pair in the first column, the
+  /// odd block in the second.
   __device__ static constexpr int column_of(int n) { return n / 2 % 2; }
 
   /// Channels `from` and from + 2 of a query, for this lane's column. The first column of a head
@@ -510,6 +512,9 @@ class QuantizedWarp {
           max_value = __hmax2(max_value, reinterpret_cast<const __half2&>(both));
         }
     }
+    // Two fp16 numbers, neither of them negative. 0x7800 masks the upper four bits of an exponent.
+    // Adding 0x0800 carries into the sign bit if all four are set, so for 2^15 and more, infinity
+    // and NaN.
     const auto bits = reinterpret_cast<const std::uint32_t&>(max_value);
     const bool too_large =
         ((bits & kTooLarge * 0x10001u) + 0x08000800u & 0x80008000u) != 0 || fresh_;

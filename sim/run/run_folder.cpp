@@ -16,6 +16,8 @@
 namespace kvlab {
 namespace {
 
+/// The start of each file. Raise its number if the fields of an outcome or the definition of a
+/// metric change, so that an unfinished run does not mix two definitions.
 constexpr std::string_view kMagic = "kvunit 7";
 constexpr std::size_t kHashDigits = 16;
 
