@@ -221,7 +221,7 @@ TEST_CASE("A run puts the full cache first, and refuses lengths beyond the train
   const std::string error =
       test::error_of<std::invalid_argument>([&] { run_task(tiny(), tokenizer(), request); });
   CHECK(error.starts_with("--words 3000: needs "));
-  CHECK(error.find("was trained on") != std::string::npos);
+  CHECK(error.find("was trained with a context of") != std::string::npos);
 }
 
 TEST_CASE("the memory of layers with a sliding window is a separate metric") {
