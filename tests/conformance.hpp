@@ -24,6 +24,7 @@ struct Choices {
   std::vector<std::string> modifiers = {"own",
                                         "",
                                         ":every=7",
+                                        ":smooth=2",
                                         ":once:smooth=2",
                                         ":every=16:smooth=3:pool=max",
                                         ":scope=layer",
