@@ -409,15 +409,15 @@ std::vector<float> HostCache::rotate_queries(const HeadAppend& append, std::uint
 /// Multiplies the queries of the tokens from `begin` on by the keys in the first `rows` rows. `at`:
 /// the positions of these tokens.
 HostCache::Products HostCache::multiply(const HeadAppend& append, std::uint32_t begin,
-                                        const QueryPlaces& at, std::size_t rows,
+                                        const QueryPositions& at, std::size_t rows,
                                         const RopeTable& rope) const {
   const std::size_t panels = (rows + 15) / 16;
   Products products{.stride = panels * 16};
   std::vector<float> queries = rotate_queries(append, begin, at.positions, rope);
   products.at_position = products_with(queries, keys_, panels);
   if (old_ > 0)
-    products.at_number =
-        products_with(rotate_queries(append, begin, at.numbers, rope), keys_, panels);
+    products.at_cache_position =
+        products_with(rotate_queries(append, begin, at.cache_positions, rope), keys_, panels);
   if (rotates_) {
     hadamard_rotate(queries);
     products.hadamard_rotated = products_with(queries, keys_, panels);
@@ -432,8 +432,8 @@ void HostCache::gather_scores(const Products& products, std::size_t query, const
   const std::span rows = seen.rows;
   const std::size_t base = query * products.stride;
   for (std::size_t i = 0; i < scores.size(); ++i)
-    scores[i] =
-        (seen.first_age + i < old_ ? products.at_number : products.at_position)[base + rows[i]];
+    scores[i] = (seen.first_age + i < old_ ? products.at_cache_position
+                                           : products.at_position)[base + rows[i]];
   for (std::size_t i = 0; rotates_ && i < scores.size(); ++i)
     if (is_quantized(rows[i])) scores[i] = products.hadamard_rotated[base + rows[i]] / kQuantBlock;
   make_scores(scores.data(), scores.size(), shape_.softmax_scale, shape_.softcap);
@@ -498,10 +498,10 @@ void HostCache::attend(const HeadAppend& append, std::uint32_t begin, std::uint3
   const std::uint32_t max_visible = visible(append, end - 1);
   const bool computes =
       !how.shared || shape_.positions == Positions::cache || !all_exact(max_visible);
-  QueryPlaces at;
+  QueryPositions at;
   for (std::uint32_t token = begin; computes && token < end; ++token) {
     at.positions.push_back(append.first + token);
-    at.numbers.push_back(visible(append, token) - 1);
+    at.cache_positions.push_back(visible(append, token) - 1);
   }
   Products products;
   if (computes)
@@ -538,13 +538,13 @@ void HostCache::attend_draft(const HeadAppend& tokens, std::span<const DraftPath
   evict_to_budget(tokens.first);
   if (shape_.positions == Positions::cache) rotate_to_cache_positions(rope, tokens.first);
   const std::uint32_t spare = live_.slot_count();  // the first spare row
-  QueryPlaces at;
+  QueryPositions at;
   std::vector<std::uint32_t> rows;
   for (const DraftPath& path : paths) {
     const auto depth = static_cast<std::uint32_t>(path.size()) - 1;
     // Draft tokens are younger than every evicted token, so they keep their original positions.
     at.positions.push_back(tokens.first + depth);
-    at.numbers.push_back(live_.size() + depth);
+    at.cache_positions.push_back(live_.size() + depth);
     if (path.back() != drafts_)
       throw std::logic_error("a cache: draft tokens attend in another order than their numbers");
     rows.push_back(spare + drafts_++);

@@ -245,17 +245,17 @@ class HostCache {
   }
 
  private:
-  /// The positions of some queries: `positions` are original positions, `numbers` are cache
+  /// The positions of some queries: `positions` are original positions, `cache_positions` are cache
   /// positions.
-  struct QueryPlaces {
-    std::vector<std::uint32_t> positions, numbers;  // [token]
+  struct QueryPositions {
+    std::vector<std::uint32_t> positions, cache_positions;  // [token]
   };
   /// The products of queries with the keys of all rows, [query, head, row]. The queries are rotated
-  /// by RoPE to their original positions (at_position), to their cache positions (at_number), or to
-  /// their original positions and then by the Hadamard rotation (hadamard_rotated). An array is
-  /// empty if no key needs it.
+  /// by RoPE to their original positions (at_position), to their cache positions
+  /// (at_cache_position), or to their original positions and then by the Hadamard rotation
+  /// (hadamard_rotated). An array is empty if no key needs it.
   struct Products {
-    std::vector<float> at_position, at_number, hadamard_rotated;
+    std::vector<float> at_position, at_cache_position, hadamard_rotated;
     std::size_t stride = 0;
   };
   /// The rows of the tokens that a query sees, the oldest first. The first of them has the age
@@ -290,7 +290,7 @@ class HostCache {
   }
   std::vector<float> rotate_queries(const HeadAppend& append, std::uint32_t begin,
                                     std::span<const std::uint32_t> to, const RopeTable& rope) const;
-  Products multiply(const HeadAppend& append, std::uint32_t begin, const QueryPlaces& at,
+  Products multiply(const HeadAppend& append, std::uint32_t begin, const QueryPositions& at,
                     std::size_t rows, const RopeTable& rope) const;
   void gather_scores(const Products& products, std::size_t query, const SeenRows& seen,
                      std::span<float> scores) const;

@@ -300,9 +300,9 @@ void drop_over_budget(Tuning& tuning) {
 std::vector<Finalist> as_finalists(const Tuning& tuning, const TuneRequest& request) {
   std::vector<Finalist> finalists;
   const std::size_t first = tuning.finalists.front();
-  const double lowest_kl = mean_over(tuning.scores[first], &TuneScore::kl);
+  const double kl_of_choice = mean_over(tuning.scores[first], &TuneScore::kl);
   for (const std::size_t c : tuning.finalists)
-    finalists.push_back({request.sweep[c], lowest_kl * kl_over_winner(tuning, c, first)});
+    finalists.push_back({request.sweep[c], kl_of_choice * kl_over_winner(tuning, c, first)});
   return finalists;
 }
 
