@@ -148,11 +148,12 @@ TEST_CASE("A page says how the runner-up compares with the choice") {
                          {-0.02, -0.05, 0.01, 1},
                          {0.05, NAN, NAN, 0}}) ==
         std::vector<std::string>{
-            b + "significantly worse: by 0.050 (95% CI 0.010 to 0.090), or 50%.",
-            b + "not significantly worse: by 0.050 (95% CI -0.010 to 0.110), or 50%.",
-            b + "not significantly better: by 0.020 (95% CI -0.010 to 0.050), or 20%, and a needs "
+            b + "significantly worse: by 0.050 (95% CI 0.010 to 0.090), which is 50% of a's.",
+            b + "not significantly worse: by 0.050 (95% CI -0.010 to 0.110), which is 50% of a's.",
+            b + "not significantly better: by 0.020 (95% CI -0.010 to 0.050), which is 20% of a's, "
+                "and a needs "
                 "less memory.",
-            b + "worse: by 0.050, or 50%. No confidence interval is known."});
+            b + "worse: by 0.050, which is 50% of a's. No confidence interval is known."});
 }
 
 TEST_CASE("No two scripts of pages define the same name") {

@@ -165,7 +165,8 @@ function recommended({budgets, notes, warnings}, next = '', caption = '', opened
 }
 
 function nextCommand(command) {
-  return element('p', {class: 'next'}, element('strong', {}, 'Next:'), ' ', element('code', {}, named(command)));
+  const words = named(command).split(' ').flatMap((word, i) => [i ? ' ' : '', element('span', {}, word)]);
+  return element('p', {class: 'next'}, element('strong', {}, 'Next:'), ' ', element('code', {}, ...words));
 }
 
 /** Says whether a difference from the choice is significant. */

@@ -55,7 +55,7 @@ function runnerUpText({choice, mean, better, reason, runner_up: second, differen
   const ends = wins ? [-difference.high, -difference.low] : [difference.low, difference.high];
   const significant = known && !wins && difference.low > 0;
   const interval = known ? ` (95% CI ${differenceText(gap, ...ends).replace(/^\S+ \(/, '')}` : '';
-  const percent = better === 'lower' && mean > 0 ? `, or ${fixed((100 * gap) / mean, 0)}%` : '';
+  const percent = better === 'lower' && mean > 0 ? `, which is ${fixed((100 * gap) / mean, 0)}% of ${named(choice)}'s` : '';
   const how = `${known ? (significant ? 'significantly ' : 'not significantly ') : ''}${wins ? 'better' : 'worse'}`;
   const forMemory = reason === 'less memory' ? `, and ${named(choice)} needs less memory` : '';
   return `${named(second)}, the runner-up, is ${how}: by ${differenceText(gap)}${interval}${percent}${forMemory}.` +
