@@ -240,7 +240,7 @@ ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchSweep
   if (device) {
     // Compiles the walks first, because their compilation does not belong to a replay's time.
     ReplayOptions one_layer = options;
-    one_layer.layers = {0};
+    one_layer.layers.assign(1, 0);
     for (const BenchSweep& sweep : sweeps) replay(trace, 0, sweep.configs, one_layer);
   }
   for (unsigned repeat = 0; repeat < repeats; ++repeat)

@@ -50,7 +50,8 @@ class PlanPage {
     centre_ = plan.centre;
     if (losses_.size() != layers_.size())
       file_.refuse("losses", "the losses of each layer of the plan are expected");
-    for (const auto& [name, loss] : losses_.front().object("keys").json().items()) {
+    const JsonFields keys = losses_.front().object("keys");
+    for (const auto& [name, loss] : keys.json().items()) {
       const RowFormat* const format = find_row_format(name);
       if (!format) losses_.front().refuse("keys", "names of storage formats are expected");
       formats_.push_back(format);
