@@ -14,7 +14,8 @@ import unittest.mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools/experiments"))
-leaderboard, leaderboard_page, summary = map(importlib.import_module, ("leaderboard", "leaderboard_page", "summary"))
+NAMES = ("leaderboard", "leaderboard_page", "rerun_cells", "summary")
+leaderboard, leaderboard_page, rerun_cells, summary = map(importlib.import_module, NAMES)
 
 PROGRAM = f"#!{sys.executable}" + r'''
 import json, pathlib, sys
@@ -222,6 +223,30 @@ class Leaderboard(unittest.TestCase):
         self.assertNotIn("### Decode speed", page)
         self.assertIn("the decode speed of h2o at 25% was not measured: device memory: too little", self.said)
         self.assertFalse([key for key in rows if key[2].startswith("tokens_per_s")])
+
+    def rerun(self, *words):
+        """Runs rerun_cells.py on the CSV. Returns its exit status and its table."""
+        command = ["rerun_cells.py", "--kvlab", self.kvlab, "--csv", self.folder / "page.csv", *words]
+        with unittest.mock.patch("sys.argv", list(map(str, command))), contextlib.redirect_stderr(io.StringIO()):
+            with contextlib.redirect_stdout(io.StringIO()) as out, self.assertRaises(SystemExit) as ended:
+                rerun_cells.rerun()
+        return ended.exception.code, out.getvalue()
+
+    def test_cells_drawn_by_lot_are_run_again(self):
+        self.run_it("--answers", 30)
+        status, text = self.rerun("--count", 12, "--device", "cpu")
+        self.assertEqual((status, text.count("| yes |")), (0, 12))
+        self.assertEqual(len([line for line in self.commands("") if line.endswith("--device cpu") or "--device cpu --out" in line]), 12)
+        self.assertEqual(self.rerun("--count", 12, "--device", "cpu"), (status, text))
+        self.assertNotEqual(self.rerun("--count", 12, "--seed", 2)[1], text)
+        # kvlab's values are no longer those of the CSV.
+        self.kvlab.write_text(PROGRAM.replace('"h2o": 0.2', '"h2o": 0.25').replace('"sink": 0.3', '"sink": 0.25').replace("0.25 if", "0.5 if"))
+        status, text = self.rerun("--count", 12)
+        self.assertEqual(status, 1)
+        self.assertIn("| no |", text)
+        with self.assertRaises(leaderboard.Refused):
+            with unittest.mock.patch("sys.argv", ["rerun_cells.py", "--csv", str(self.folder / "page.csv"), "--count", "100000"]):
+                rerun_cells.rerun()
 
     def test_kept_results_are_reused(self):
         first = self.run_it()
