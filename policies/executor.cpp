@@ -74,8 +74,8 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
                                                own.steps_evict() &&
                                                policy.tier_plan.tiers.size() > 1)
     return fmt::format(
-        "policy {}: smooth={}: {} does not support it on several tiers, unless every is above 1 or "
-        "once is set; {} does",
+        "policy {}: smooth={}: {} does not support it on several tiers without every above 1, once "
+        "or scope=layer; {} does",
         policy.name, own.smooth, executor.name, executor.instead);
   if (policy.entry->see_rows && config.prefill.chunk != 0)
     return fmt::format("policy {}: needs the whole prompt at once; use --prefill dense",

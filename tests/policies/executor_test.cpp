@@ -93,8 +93,8 @@ TEST_CASE("Decoders support formats by layer; other executors on a device refuse
 TEST_CASE("Decoders on a device refuse smooth on several tiers if each step evicts") {
   const std::string plan = ":tiers=16@4t+4@100%:smooth=2";
   CHECK(refusal(kCudaDecoder, requested("h2o" + plan)) ==
-        "policy h2o: smooth=2: the CUDA decoder does not support it on several tiers, unless every "
-        "is above 1 or once is set; --device cpu does");
+        "policy h2o: smooth=2: the CUDA decoder does not support it on several tiers without every "
+        "above 1, once or scope=layer; --device cpu does");
   for (const Executor& executor : {kKernelLibrary, kCudaEvaluation})
     CHECK(refusal(executor, requested("h2o" + plan)) != "");
   for (const Executor& executor : {kDecoder, kEvaluation, kCudaReplay})

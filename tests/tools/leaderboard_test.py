@@ -149,7 +149,7 @@ class Leaderboard(unittest.TestCase):
         self.assertIn("KL: a, b; at most 4,096 tokens of each, in windows of 2,048 tokens.", page)
 
     def test_a_policy_is_added(self):
-        first, before = self.run_it()
+        before = self.run_it()[1]
         page, rows = self.run_it("--device", "cpu", "--policy", "lagkv", "--answers", 0)
         self.assertEqual({key: row for key, row in rows.items() if key in before}, before)
         self.assertTrue(rows["lagkv", "6%", "kl"]["command"].endswith("--policy lagkv --budget 6% --tiers 16 --device cpu"))
@@ -162,8 +162,31 @@ class Leaderboard(unittest.TestCase):
         self.assertIn(("lagkv", "6%", "kl"), rows)
         self.assertNotIn(("lagkv", "6%", "accuracy"), rows)
         self.assertNotIn(("lagkv", "25%", "tokens_per_s: batch 1 on GPU in bfloat16"), rows)
-        # A complete run replaces everything that is known of a model.
-        self.assertEqual(self.run_it(), (first, before))
+        # A complete run removes the old rows of what it measured, and keeps those of other policies and formats.
+        old = rows["sink", "6%", "kl"]
+        path = self.folder / "page.csv"
+        with open(path, "a", newline="") as file:
+            lines = leaderboard.csv.DictWriter(file, leaderboard_page.COLUMNS)
+            lines.writerows([old | {"metric": "old"}, old | {"format": "4"}])
+        page, again = self.run_it()
+        self.assertNotIn(("sink", "6%", "old"), again)
+        self.assertEqual(len([row for row in self.lines if row["format"] == "4"]), 1)
+        self.assertEqual({key: row for key, row in again.items() if row["format"] == "16"}, rows)
+        self.assertIn("| `lagkv` | **0.1** (0.09 to 0.11) |", page)
+        self.assertIn("| `h2o` | 0.2 (0.19 to 0.21) = |", page)
+
+    def test_rows_that_make_no_page_are_refused(self):
+        row = self.run_it()[1]["h2o", "6%", "kl"]
+        for rows, words in (([], "has no rows"), ([row | {"metric": "accuracy"}], "no row has the metric kl")):
+            with open(self.folder / "page.csv", "w", newline="") as file:
+                lines = leaderboard.csv.DictWriter(file, leaderboard_page.COLUMNS)
+                lines.writeheader()
+                lines.writerows(rows)
+            with self.assertRaises(leaderboard.Refused) as refused:
+                leaderboard_page.page(leaderboard_page.read_rows(self.folder / "page.csv"))
+            self.assertIn(words, str(refused.exception))
+        row["command"] = row["command"].replace("--text a.txt b.txt", "") + " --text a.txt b.txt"
+        self.assertIn("KL: a, b;", leaderboard_page.page([row]))
 
     def test_another_model_keeps_the_rows_of_the_first(self):
         first = self.run_it()[1]

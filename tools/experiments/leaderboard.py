@@ -319,7 +319,7 @@ def tiers_of(word):
 
 def add_arguments(parser):
     parser.add_argument("--policy", nargs="+", metavar="NAME", help="measure these policies alone, and keep the rows of the others "
-                        "(default: all that the device supports; all rows of the model are replaced)")
+                        "(default: all that the device supports)")
     parser.add_argument("--tiers", nargs="+", default=["16"], help="formats; each is ranked separately (default: 16)")
     parser.add_argument("--jobs", type=int, default=1, help="commands that run at the same time on a GPU (default: 1)")
     parser.add_argument("--answers", type=int, default=200, help="minimum number of questions in each cell, over all tasks; 0: no tasks "
@@ -331,10 +331,19 @@ def add_arguments(parser):
 
 
 def updated(known, measured, is_complete):
-    """The rows of an earlier run with the measured ones. A complete run replaces all rows of its models, and a run for some
-    policies only the rows that it measured again."""
-    models, keys = {row["model"] for row in measured}, {key_of(row) for row in measured}
-    return [row for row in known if (row["model"] not in models if is_complete else key_of(row) not in keys)] + measured
+    """The rows of an earlier run with the measured ones, which replace rows for the same cell. A complete run also removes
+    the other old rows of the models, formats and policies that it measured."""
+    keys = {key_of(row) for row in measured}
+    losses = {(row["model"], row["format"], row["policy"]) for row in measured if row["metric"] == "kl"}
+    losses |= {(model, plan, "full") for model, plan, _ in losses}
+
+    def is_old(row):
+        policies = {row["policy"]}
+        if row["metric"].startswith(DIFFERS):
+            policies.add(row["metric"].removeprefix(DIFFERS))
+        return is_complete and all((row["model"], row["format"], policy) in losses for policy in policies)
+
+    return [row for row in known if key_of(row) not in keys and not is_old(row)] + measured
 
 
 def leaderboard():

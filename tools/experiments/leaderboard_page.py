@@ -67,6 +67,8 @@ class Model:
     def __init__(self, name, rows):
         self.name, self.rows = name, [row for row in rows if row["model"] == name]
         losses = [row for row in self.rows if row["metric"] == "kl"]
+        if not losses:
+            raise Refused(f"{name}: no row has the metric kl, by which the page orders policies")
         self.formats = list(dict.fromkeys(row["format"] for row in losses))
         self.memory = sorted({row["memory"] for row in losses}, key=percent)
 
@@ -106,7 +108,7 @@ class Model:
         """Which texts KL was measured on, from the command of a row."""
         words = next(row["command"] for row in self.rows if row["metric"] == "kl").split()
         first = words.index("--text") + 1
-        last = next(i for i in range(first, len(words)) if words[i].startswith("--"))
+        last = next((i for i in range(first, len(words)) if words[i].startswith("--")), len(words))
         names = [word.rpartition("/")[2].partition(".")[0] for word in words[first:last]]
         windows = f"windows of {int(option(words, '--window')):,} tokens" if "--window" in words else "whole texts"
         return f"KL: {', '.join(names)}; at most {int(option(words, '--max-tokens')):,} tokens of each, in {windows}."
@@ -301,6 +303,8 @@ def read_rows(path):
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise Refused(f"{path}: cannot be read: {error}") from error
+    if not rows:
+        raise Refused(f"{path}: has no rows")
     seen = set()
     for line, row in enumerate(rows, 2):
         fault = fault_of(row)

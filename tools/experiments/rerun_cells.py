@@ -50,7 +50,7 @@ def rerun():
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: the device of the command")
     arguments = parser.parse_args()
     rows = [row for row in read_rows(arguments.csv) if row["metric"] == "kl" or row["metric"].startswith(ACCURACY)]
-    rows = [row for row in rows if arguments.model in (None, row["model"])]
+    rows = [row for row in rows if arguments.model in (None, row["model"]) and row["low"] and row["high"]]
     if not 0 < arguments.count <= len(rows):
         raise Refused(f"--count: {arguments.count} cells cannot be drawn from {len(rows)}")
     lines, outside = [], 0

@@ -127,6 +127,7 @@ def main():
     path = ROOT / "docs/results/leaderboard.csv"
     try:
         rows = read_rows(path)
+        text = page(rows)
     except Refused as error:
         sys.exit(str(error))
     cells = cells_of(rows)
@@ -134,7 +135,7 @@ def main():
     before, rest = readme.read_text().split(BEGIN)
     try:
         made = {
-            path.with_suffix(".md"): page(rows),
+            path.with_suffix(".md"): text,
             readme: f"{before}{BEGIN}\n{table(cells)}\n\n{sentences(rows)}\n{END}{rest.split(END)[1]}",
             PICTURE: picture(cells),
         }

@@ -143,7 +143,7 @@ function recommendedAnswer(made, warning) {
   const share = memory > 0 && full > 0 ? `, ${fixed((100 * memory) / full, 1)}% of the full cache` : '';
   const unit = /^\d+$/.test(budget) ? ' tokens' : '', size = memory > 0 ? ` (${bytesText(memory)}${share})` : '';
   const first = [`At ${named(budget)}${unit}${size}, use `, strong(choice), `. Its ${named(metric)} is ${numberText(mean)}` +
-    `${made.better === 'lower' ? ' (0: like the full cache)' : ''}.`];
+    ` (${made.better} is better).`];
   const scored = made.tokens > 0 ? `${numberText(made.tokens)} tokens were scored.` : '';
   const ending = warning ? `${sentence(shown(warning, 2000))}.` : scored;
   return answer(...first, ...(made.runner_up === null ? [] : [` ${runnerUpText(made)}`]), ending && ` ${ending}`);
@@ -167,11 +167,6 @@ function recommended({budgets, notes, warnings}, next = '', caption = '', opened
 function nextCommand(command) {
   const words = named(command).split(' ').flatMap((word, i) => [i ? ' ' : '', element('span', {}, word)]);
   return element('p', {class: 'next'}, element('strong', {}, 'Next:'), ' ', element('code', {}, ...words));
-}
-
-/** Says whether a difference from the choice is significant. */
-function significance({low, high}) {
-  return low === null ? 'no interval known' : low > 0 || high < 0 ? 'significant' : 'not significant';
 }
 
 /**

@@ -46,6 +46,11 @@ function differenceText(mean, low, high) {
   return known ? `${text(mean)} (${text(low)} to ${text(high)})` : text(mean);
 }
 
+/** Says whether a difference from the choice is significant. */
+function significance({low, high}) {
+  return low === null ? 'no interval known' : low > 0 || high < 0 ? 'significant' : 'not significant';
+}
+
 /**
  * How the runner-up compares with the choice. The runner-up may have a slightly better mean. Then the choice was
  * preferred because it needs less memory.
@@ -53,10 +58,9 @@ function differenceText(mean, low, high) {
 function runnerUpText({choice, mean, better, reason, runner_up: second, difference}) {
   const wins = difference.mean < 0, known = difference.low !== null, gap = Math.abs(difference.mean);
   const ends = wins ? [-difference.high, -difference.low] : [difference.low, difference.high];
-  const significant = known && !wins && difference.low > 0;
   const interval = known ? ` (95% CI ${differenceText(gap, ...ends).replace(/^\S+ \(/, '')}` : '';
   const percent = better === 'lower' && mean > 0 ? `, which is ${fixed((100 * gap) / mean, 0)}% of ${named(choice)}'s` : '';
-  const how = `${known ? (significant ? 'significantly ' : 'not significantly ') : ''}${wins ? 'better' : 'worse'}`;
+  const how = `${known ? `${significance(difference)}ly ` : ''}${wins ? 'better' : 'worse'}`;
   const forMemory = reason === 'less memory' ? `, and ${named(choice)} needs less memory` : '';
   return `${named(second)}, the runner-up, is ${how}: by ${differenceText(gap)}${interval}${percent}${forMemory}.` +
     (known ? '' : ' No confidence interval is known.');
