@@ -528,9 +528,9 @@ cudaError_t kvlab_compact_ranked(const kvlab_policy* policy, const kvlab_compact
 
 /* --- All layers as one object --------------------------------------------------------------- */
 
-/** The caches of some sequences in all layers that a policy acts on. It owns their memory, keeps
- * count of their tokens on the host, and makes the calls above in the right order. It also
- * supports tiers.
+/** The caches of some sequences in all layers that a policy acts on. It owns their memory, except
+ * for keys and values in the caller's blocks, keeps count of their tokens on the host, and makes the
+ * calls above in the right order. It also supports tiers.
  *
  * A prompt is one or more appends. A decode step is kvlab_kv_cache_begin_step and then
  * kvlab_kv_cache_step for each layer. Steps only launch kernels, so a CUDA graph can hold them;
@@ -573,7 +573,17 @@ typedef struct {
                            append and step, so it must outlive the cache; else NULL */
   const float* sinks; /**< [query_head]: sink logits, one more term of each softmax's denominator
                            (gpt-oss); device memory that must outlive the cache; NULL: none */
+  void *keys, *values; /**< with kvlab_kv_cache_config.pages: the layer's pools of blocks; else
+                            NULL */
 } kvlab_layer;
+
+/** An all-gather, for by_layer under tensor parallelism: enqueues on the stream that the `count`
+ * numbers at `own` of every device are written to `all`, [device, count] in device memory, in the
+ * order of the devices' heads. Every device calls it for the same layers in the same order. Another
+ * result than cudaSuccess ends the call of the cache with this error; the cache must then be
+ * cleared. */
+typedef cudaError_t (*kvlab_gather)(void* context, const uint64_t* own, uint64_t* all, size_t count,
+                                    cudaStream_t stream);
 
 /** Pointers are to host memory, and are read during the call only, except where kvlab_layer says
  * otherwise. */
@@ -611,13 +621,30 @@ typedef struct {
                                 steps of other sequences between them, as schedulers do. This takes
                                 append memory for every layer. 0: see kvlab_append_chunk */
   uint32_t first_head;     /**< the model's index of the first KV head on this device; above 0 under
-                                tensor parallelism. by_layer sums over this device's heads only */
+                                tensor parallelism */
+  int devices;             /**< with `gather`: number of devices, which have the same config except
+                                for first_head; else 0 */
+  kvlab_gather gather;     /**< gathers the ranks of all devices. NULL: by_layer sums over this
+                                device's heads only */
+  void* gather_context;    /**< passed to `gather` */
+  kvlab_pages pages;       /**< the caller's blocks for keys and values, each with enough blocks for
+                                all slots of its pairs (kvlab_kv_cache_slots); kvlab_layer has the
+                                pools. All layers use the same table. Not with quantized tiers.
+                                Zeroed: the cache allocates keys and values */
+  uint32_t draft_tokens;   /**< maximum number of tokens of a sequence in a verification of drafts:
+                                the last token of the text, then the drafts. Each pair gets
+                                draft_tokens - 1 more slots. Only with original positions and
+                                without quantized tiers. 0: no drafts */
 } kvlab_kv_cache_config;
 
 /** Computes the device memory that a cache takes, in bytes. This call and kvlab_kv_cache_create
  * refuse a shape that no kernel supports on this device. Without a device, the attention workspace
  * is not counted. */
 cudaError_t kvlab_kv_cache_memory(const kvlab_kv_cache_config* config, size_t* bytes);
+/** Computes how many slots the largest pair has, which is what a caller's block table must hold: at
+ * least that many slots for each sequence or, with by_pair, for each pair. Of `pages` it reads
+ * nothing. */
+cudaError_t kvlab_kv_cache_slots(const kvlab_kv_cache_config* config, int* slots);
 /** Creates a cache without tokens. Allocates and synchronizes. */
 cudaError_t kvlab_kv_cache_create(const kvlab_kv_cache_config* config, cudaStream_t stream,
                                   kvlab_kv_cache** cache);
@@ -646,7 +673,9 @@ cudaError_t kvlab_kv_cache_start(kvlab_kv_cache* cache, int sequence,
                                  const kvlab_sequence_settings* settings, cudaStream_t stream);
 /** Makes sequence `to` a copy of sequence `from`: tokens, states and settings. Both sequences must
  * have been created with the same budgets and tiers. Use it to prefill a common prefix once, or to
- * move a sequence to another index. Stream-ordered. */
+ * move a sequence to another index. Keys and values in the caller's blocks are not copied: the
+ * caller copies the blocks, or swaps the rows of the block table if `from` is no longer needed.
+ * Stream-ordered. */
 cudaError_t kvlab_kv_cache_copy(kvlab_kv_cache* cache, int from, int to, cudaStream_t stream);
 
 /** Some tokens of one append, for one layer. An append adds `tokens` tokens to one sequence after
@@ -685,6 +714,24 @@ cudaError_t kvlab_kv_cache_begin_step(kvlab_kv_cache* cache, const unsigned char
 cudaError_t kvlab_kv_cache_step(kvlab_kv_cache* cache, int layer, const void* qkv, void* out,
                                 float* lse, cudaStream_t stream);
 
+/** Begins the verification of drafts: for each sequence, the last token of its text and its draft
+ * tokens. `tokens`: host [sequence], their number, at most draft_tokens; 0: the sequence takes no
+ * part. Call kvlab_kv_cache_verify_drafts for each layer, and then kvlab_kv_cache_accept_drafts.
+ * Until then, other calls that append are refused. kvlab_kv_cache_start takes a sequence out of the
+ * verification. These calls are refused while their stream is being captured. */
+cudaError_t kvlab_kv_cache_begin_drafts(kvlab_kv_cache* cache, const uint32_t* tokens,
+                                        cudaStream_t stream);
+/** Writes the tokens in one layer, and attends: each query sees its sequence's live tokens and the
+ * tokens up to its own. Call it for all layers in order. `qkv`, `out`, `lse`: a row for each token,
+ * the tokens of the first sequence first, as in kvlab_kv_cache_step. */
+cudaError_t kvlab_kv_cache_verify_drafts(kvlab_kv_cache* cache, int layer, const void* qkv,
+                                         void* out, float* lse, cudaStream_t stream);
+/** Ends the verification. `accepted`: host [sequence], how many of the sequence's tokens are right,
+ * the last token of the text included. These are appended as one append; the others are dropped, as
+ * if they had never been there. */
+cudaError_t kvlab_kv_cache_accept_drafts(kvlab_kv_cache* cache, const uint32_t* accepted,
+                                         cudaStream_t stream);
+
 /** What a cache holds for one sequence, according to counters on the host. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_sequence_info) */
@@ -693,7 +740,8 @@ typedef struct {
                          append or step were added */
   uint64_t kv_bytes;  /**< bytes of live keys and values */
   uint64_t
-      allocated; /**< bytes allocated for keys and values of all sequences, free slots included */
+      allocated; /**< bytes allocated for keys and values of all sequences, free slots included; 0
+                    if they are in the caller's blocks */
 } kvlab_sequence_info;
 cudaError_t kvlab_kv_cache_sequence_info(const kvlab_kv_cache* cache, int sequence,
                                          kvlab_sequence_info* info);

@@ -43,8 +43,9 @@ AppendScratch::AppendScratch(cuda::Arena& arena, const KvCacheConfig& config, st
     observe_workspace = arena.take<std::byte>(kernels::observe_workspace(
         {.query_heads = config.query_heads, .queries = static_cast<int>(config.part)}));
   }
-  compact_workspace = arena.take<std::byte>(
-      kernels::compact_workspace(config.slot_cache(1, static_cast<int>(slots))));
+  const kvlab_cache_view cache = config.slot_cache(1, static_cast<int>(slots));
+  compact_workspace = arena.take<std::byte>(kernels::compact_workspace(cache));
+  ranks = arena.take<std::uint64_t>(config.gathered_ranks(cache));
 }
 
 std::uint64_t KvCache::append_bytes(const KvCacheConfig& config, std::uint32_t slots,
@@ -214,6 +215,7 @@ void KvCache::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
 /// Moves the kept tokens to their slots.
 void KvCache::keep(std::uint32_t layer) {
   const int sequence = append_.sequence;
+  stepped_[static_cast<std::size_t>(sequence)] = false;
   const AppendMemory& memory = append_memory(layer);
   const bool ends_prompt = append_.ends_prompt, once = settings(sequence).modifiers.once;
   if (memory.features) make_features_of_new(layer);

@@ -104,12 +104,24 @@ void KvCache::take_live(const AppendMemory& memory, int sequence, std::uint32_t 
 void KvCache::compact(const AppendMemory& memory, kvlab_compact_args args, int sequence,
                       std::uint32_t layer, bool after_prompt) const {
   modify(args, sequence, after_prompt);
-  if (!is_quantized())
-    return check(kernels::compact(config_.kernels, args, stream_), "a compaction");
+  if (!is_quantized()) return compact_rows(args, scratch_->ranks);
   const QuantizedCache quantized_cache = storage_->tiers.quantized_cache(layer, sequence);
   const auto move = args.to.keys == memory.cache.keys ? read_from_tiers : compact_to_tiers;
   check(move(config_.kernels, args, quantized_cache, memory.staged, stream_),
         "tokens and their tiers");
+}
+
+void KvCache::compact_rows(const kvlab_compact_args& args, std::uint64_t* ranks) const {
+  constexpr const char* kWhat = "a compaction";
+  if (!config_.ranks.gather || args.by_layer == 0)
+    return check(kernels::compact(config_.kernels, args, stream_), kWhat);
+  const std::size_t count = static_cast<std::size_t>(args.from.sequences) *
+                            static_cast<std::size_t>(args.from.kv_heads) *
+                            static_cast<std::size_t>(args.from.max_slots);
+  std::uint64_t* const all = ranks + count;
+  check(rank_by_age(config_.kernels, args, ranks, stream_), kWhat);
+  config_.ranks.gather(ranks, all, count, stream_);
+  check(keep_by_ranks(config_.kernels, args, all, config_.ranks.devices, stream_), kWhat);
 }
 
 bool KvCache::centres_keys(std::uint32_t layer, int sequence) const {

@@ -12,9 +12,9 @@ using cuda::check;
 using cuda::Placed;
 
 std::size_t aligned_workspace(const KvCacheConfig& config, int max_slots) {
-  return cuda::Arena::align_up(config.kernels.attention_workspace(
-      config.slot_cache(static_cast<int>(config.sequences.size()), max_slots),
-      config.is_quantized()));
+  kvlab_cache_view cache = config.slot_cache(static_cast<int>(config.sequences.size()), max_slots);
+  cache.pages = config.pages;
+  return cuda::Arena::align_up(config.kernels.attention_workspace(cache, config.is_quantized()));
 }
 
 }  // namespace
@@ -45,7 +45,9 @@ KvCache::KvCache(KvCacheConfig config, cudaStream_t stream)
       slots_(config_),
       storage_("the cache's slots", config_, slots_),
       work_("attention", config_, slots_),
+      stepped_(config_.sequences.size()),
       sequences_(config_.sequences) {
+  if (config_.draft_tokens > 0) draft_memory_ = Placed<DraftMemory>("drafts", config_, slots_);
   storage_->initialize(config_, slots_, stream_);
   counts_.resize(slots_.all());
   for (std::size_t at = 0; config_.is_quantized() && at < slots_.all(); ++at)
@@ -67,7 +69,8 @@ KvCache::KvCache(KvCacheConfig config, cudaStream_t stream)
 
 KvCache::Bytes KvCache::bytes(const KvCacheConfig& config, std::uint32_t longest_append) {
   const PairSlots slots(config);
-  Bytes bytes{Placed<SlotStorage>::bytes(config, slots), Placed<Work>::bytes(config, slots)};
+  Bytes bytes{Placed<SlotStorage>::bytes(config, slots),
+              Placed<Work>::bytes(config, slots) + Placed<DraftMemory>::bytes(config, slots)};
   const auto max_slots = static_cast<std::uint32_t>(slots.max_slots());
   if (longest_append > 0)
     bytes.work += append_bytes(config, std::max(longest_append, max_slots), max_slots);
@@ -101,6 +104,8 @@ void KvCache::drop(std::size_t first, std::size_t count) {
       if (is_quantized()) tiers_of(layer, pair) = TierCounts(slots_.tiers(layer, pair));
     });
     shared_when_[sequence] = 0;
+    stepped_[sequence] = false;
+    if (!drafts_.dropped.empty()) drafts_.dropped[sequence] = true;
   }
   storage_->start(slots_, first, std::span(sequences_).subspan(first, count), stream_);
 }
@@ -118,6 +123,7 @@ void KvCache::copy_sequence(int from, int to) {
     if (is_quantized()) tiers_of(layer, other) = tiers_of(layer, pair);
   });
   shared_when_[target] = shared_when_[source];
+  stepped_[target] = stepped_[source];
 }
 
 std::byte* KvCache::workspace(int index) const {
@@ -178,6 +184,7 @@ std::uint64_t KvCache::held_bytes(int sequence, std::uint32_t fed, bool after_ap
 }
 
 std::uint64_t KvCache::allocated_bytes() const {
+  if (config_.pages.blocks) return 0;
   if (is_quantized()) return static_cast<std::uint64_t>(TierLayout(config_, slots_).bytes);
   return static_cast<std::uint64_t>(slots_.total()) * 2 * config_.key_bytes();
 }

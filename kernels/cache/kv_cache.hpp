@@ -20,17 +20,20 @@
 //                        before_token() compacts: in place or, with tiers, through append memory
 //   turn     write()     in each layer, the first write() of the next append copies the live tokens
 //                        from slots to append memory
+//   drafts   write_drafts()   q, k, v ──RoPE──► the slots after the live tokens
+//            accept_drafts()  the policy gets the accepted tokens; compacts in place
 //   sequence start(), copy_sequence()   slots are forgotten, or copied to another sequence's slots
 //
 // A token is identified by its slot, which also indexes positions, states and features. On tiers,
 // its key and value are in a *row* of the pair; TierStorage::row_of_slot and slot_of_row convert
 // between the two.
 //
-// This class has no blocks, no drafts and no shared memory: copy_sequence() copies all bytes. The
-// calls of kvlab.h that take a kvlab_cache_view have them (docs/guides/deploy-in-an-engine.md).
+// Keys and values may be in the caller's blocks (KvCacheConfig::pages). Tiers have neither blocks
+// nor drafts.
 #pragma once
 
 #include <memory>
+#include <numeric>
 
 #include "kernels/cache/slot_storage.hpp"
 #include "kernels/evict/cache_positions.hpp"
@@ -99,6 +102,28 @@ struct AppendScratch {
   RowSoftmax* rows = nullptr;  // [token of the part, query_head]; null if nothing is observed
   float* weights = nullptr;    // [age of a query]; null: all weights are 1
   std::byte *observe_workspace = nullptr, *compact_workspace = nullptr;
+  std::uint64_t* ranks = nullptr;  ///< see compact_rows()
+};
+
+/// Memory for the drafts of all sequences. Their rows, one for each token, are in the order of the
+/// sequences.
+struct DraftMemory {
+  DraftMemory() = default;
+  DraftMemory(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots);
+  /// Whether the attention over drafts splits keys among thread blocks.
+  static bool splits_keys(const KvCacheConfig& config);
+
+  std::byte* q = nullptr;           // [layer, row, query_head, dim], rotated
+  std::byte* plain_keys = nullptr;  // [layer, sequence, token, kv_head, dim], before RoPE; or null
+  RowSoftmax* softmax = nullptr;    // [layer, row, query_head]; null if nothing is observed
+  std::int32_t *row_sequences = nullptr, *row_slots = nullptr, *row_positions = nullptr;  // [row]
+  std::int32_t* first_rows = nullptr;                 // [sequence + 1]
+  std::uint32_t *now = nullptr, *appended = nullptr;  // [sequence]
+  kvlab_observation* seen = nullptr;                  // [slot of one layer]
+  float* weights = nullptr;                           // [age of a query]; null: all weights are 1
+  std::uint64_t* ranks = nullptr;                     ///< see compact_rows()
+  std::byte *attention_workspace = nullptr, *observe_workspace = nullptr,
+            *compact_workspace = nullptr;
 };
 
 class KvCache {
@@ -166,6 +191,23 @@ class KvCache {
                              const AttendedRows& to) const;
   /// Computes the features of the new tokens. Only the kernel that updates the policy reads them.
   void compute_features(std::uint32_t layer, const StepRows& rows, const AttendedRows& to) const;
+
+  // Drafts: several tokens of some sequences are verified together, in the slots after the live
+  // tokens. Only with config().draft_tokens. For each layer call write_drafts() and then
+  // attend_drafts(). Only start() and clear() may come between begin_drafts() and accept_drafts().
+
+  /// Begins a verification. `fed` [sequence]: number of tokens that the sequence was fed. `tokens`
+  /// [sequence]: number of tokens to verify, the last token of the text included; 0: the sequence
+  /// takes no part. At least one sequence must take part. Fills the rows of the RoPE tables. Throws
+  /// std::invalid_argument, and changes nothing, if the policy weighs queries and the parameters of
+  /// the sequences differ.
+  void begin_drafts(std::span<const std::uint32_t> fed, std::span<const std::uint32_t> tokens);
+  /// The drafts' rows are in the order of sequences. The caller sets qkv.
+  RopeWriteArgs write_drafts(std::uint32_t layer) const;
+  void attend_drafts(std::uint32_t layer, const AttendedRows& to) const;
+  /// Ends the verification: appends the first accepted[sequence] tokens of each sequence, and drops
+  /// all others.
+  void accept_drafts(std::span<const std::uint32_t> accepted);
 
   // RoPE, queries and workspaces.
 
@@ -241,6 +283,16 @@ class KvCache {
     bool ends_prompt = false;
     bool uses_cache_positions = false;  ///< keys are rotated to cache positions when they are read
     std::uint32_t tail = kNoTail;
+  };
+
+  /// The verification in progress.
+  struct Drafts {
+    std::vector<std::uint32_t> fed, tokens;                        // [sequence]
+    std::vector<bool> dropped = std::vector<bool>(tokens.size());  // [sequence]: by start()
+    bool has(std::size_t sequence) const { return tokens[sequence] > 0 && !dropped[sequence]; }
+    int rows() const {
+      return static_cast<int>(std::accumulate(tokens.begin(), tokens.end(), std::uint32_t{0}));
+    }
   };
 
   std::size_t halves() const { return static_cast<std::size_t>(config_.head_size) / 2; }
@@ -320,6 +372,9 @@ class KvCache {
   /// memory to the slots, or within the slots. The slots may have tiers.
   void compact(const AppendMemory& memory, kvlab_compact_args args, int sequence,
                std::uint32_t layer, bool after_prompt) const;
+  /// compact() for tokens that are not quantized. `ranks`: memory for KvCacheConfig::ranks, see
+  /// KvCacheConfig::gathered_ranks().
+  void compact_rows(const kvlab_compact_args& args, std::uint64_t* ranks) const;
   /// Copies the live tokens of a layer to the append memory, and evicts to the budget unless
   /// `stays` is set and the sequence has modifiers. `fed`: number of tokens that the sequence was
   /// fed.
@@ -359,6 +414,19 @@ class KvCache {
   std::uint32_t appended_slots() const;
   void copy_weights();
 
+  // For the drafts in progress.
+  void want_same_params(std::span<const std::uint32_t> tokens) const;
+  const SlotSequence& first_with_drafts() const;
+  void evict_before_drafts();
+  void write_appended(const std::vector<std::uint32_t>& tokens) const;
+  std::byte* draft_queries(std::uint32_t layer) const;
+  std::byte* plain_keys_of_drafts(std::uint32_t layer) const;
+  kvlab_prefill_args draft_attention(std::uint32_t layer) const;
+  void keep_plain_keys_of_drafts(std::uint32_t layer, const AttendedRows& keys) const;
+  kvlab_observation* observe_drafts(std::uint32_t layer, std::uint32_t tail) const;
+  void make_features_of_drafts(std::uint32_t layer) const;
+  void compact_drafts(std::uint32_t layer, kvlab_observation* seen) const;
+
   KvCacheConfig config_;
   cudaStream_t stream_;
   PairSlots slots_;
@@ -370,6 +438,9 @@ class KvCache {
   /// and one more for compactions.
   std::vector<cuda::Placed<AppendMemory>> memories_;
   Append append_;
+  cuda::Placed<DraftMemory> draft_memory_;
+  Drafts drafts_;
+  std::vector<bool> stepped_;  // [sequence]: whether its last token was appended by a step
   std::vector<SlotSequence> sequences_;  // [sequence]: the current settings
   std::vector<Counts> counts_;           // [layer, pair]
   std::vector<TierCounts> tier_counts_;  // [layer, pair]; empty if no pair is quantized

@@ -22,7 +22,8 @@ int max_row_bytes(const KvCacheConfig& config) {
 
 /// The reason why the fast attention cannot run on a device; empty if it can.
 std::string why_not_fast(const KvCacheConfig& config, const DeviceLimits& limits) {
-  const kvlab_cache_view cache = config.slot_cache(1, 1);
+  kvlab_cache_view cache = config.slot_cache(1, 1);
+  cache.pages = config.pages;
   if (!config.is_quantized()) return why_not_attention(cache, config.numbering, limits);
   PairAttention pairs{};
   pairs.type = config.type;
@@ -58,7 +59,9 @@ EvictionKernels kernels_for(const KvCacheConfig& config, const DevicePolicy& pol
   if (why.empty()) return observing_kernels(policy);
   if (plain == PlainKernels::absent)
     throw std::invalid_argument(
-        why + "; use a policy of the registry, whose kernels need less shared memory");
+        why +
+        "; the kernels that need less shared memory support neither a policy from a header nor "
+        "the caller's blocks");
   return plain_kernels(policy);
 }
 

@@ -35,6 +35,20 @@ struct SlotLayer {
   std::uint32_t table = 0;       ///< index of the RoPE table
   const float* sinks = nullptr;  // [query_head], device: see AttentionShape
   const void* output = nullptr;  // W_o, see FeatureArgs
+  /// With KvCacheConfig::pages: the layer's pools of blocks, which the caller owns.
+  void *keys = nullptr, *values = nullptr;
+};
+
+/// Tensor parallelism under `scope=layer`: each of several devices has the same number of a layer's
+/// KV heads, and tokens are evicted by the sum of their ranks over the heads of all devices.
+struct RankGather {
+  int devices = 1;
+  /// Enqueues an all-gather on the stream: writes the `count` numbers at `own` of every device, in
+  /// the order of the devices' heads, to `all` [device, count]. Throws if it fails. Null: ranks are
+  /// summed over this device's heads only.
+  std::function<void(const std::uint64_t* own, std::uint64_t* all, std::size_t count,
+                     cudaStream_t stream)>
+      gather = {};
 };
 
 /// Settings that all caches of a sequence share.
@@ -108,12 +122,21 @@ struct KvCacheConfig {
   int workspaces = 1;    ///< number of workspaces for the attention of steps
   bool watched = false;  ///< keeps the observations of the last step
   std::uint32_t first_head = 0;  ///< as in kvlab_policy_state
+  RankGather ranks = {};
+  /// The caller's blocks of slots, with the block table of all sequences. Zeroed: the cache
+  /// allocates keys and values itself.
+  kvlab_pages pages{};
+  /// Maximum number of tokens of a sequence that are verified together (the last token of the text,
+  /// then its drafts). Every pair has slots for them beside its live tokens. 0: no drafts.
+  std::uint32_t draft_tokens = 0;
   /// Whether the parts of an append may go through the layers in any order, with steps of other
   /// sequences in between. This needs append memory for every layer.
   bool interleaves_appends = false;
 
   /// Maximum number of rows that go through a layer together.
-  int rows() const { return std::max(static_cast<int>(part), static_cast<int>(sequences.size())); }
+  int rows() const { return std::max(static_cast<int>(part), draft_rows()); }
+  /// Maximum number of rows of a decode step or of a verification.
+  int draft_rows() const { return static_cast<int>(sequences.size() * std::max(draft_tokens, 1u)); }
   bool observes() const { return kernels.needs != Needs::nothing; }
   bool is_quantized() const {
     return std::ranges::any_of(pairs, [](const SlotPair& pair) {
@@ -145,6 +168,12 @@ struct KvCacheConfig {
                        });
     return whole &&
            (!is_quantized() || (type != KVLAB_F32 && query_heads <= kMaxTierGroup * kv_heads));
+  }
+  /// The number of ranks that a compaction of `from` exchanges: this device's, then all devices'.
+  std::size_t gathered_ranks(const kvlab_cache_view& from) const {
+    if (!ranks.gather) return 0;
+    return static_cast<std::size_t>(ranks.devices + 1) * static_cast<std::size_t>(from.sequences) *
+           static_cast<std::size_t>(from.kv_heads) * static_cast<std::size_t>(from.max_slots);
   }
   /// Bytes of one token's key in one head. A value has the same size.
   std::size_t key_bytes() const { return static_cast<std::size_t>(head_size) * bytes_of(type); }

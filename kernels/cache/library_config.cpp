@@ -1,7 +1,9 @@
 #include "kernels/cache/library_config.hpp"
 
 #include <algorithm>
+#include <utility>
 
+#include "kernels/cache/pair_slots.hpp"
 #include "kernels/decode/pair_attention.hpp"
 #include "kernels/host/check.hpp"
 #include "kernels/library_policy.hpp"
@@ -10,6 +12,16 @@
 namespace kvlab::kernels {
 namespace {
 
+void want_gather(const kvlab_kv_cache_config& c) {
+  if (c.gather == nullptr)
+    return want(c.devices == 0, "devices is {}, but gather is NULL; give both or neither",
+                c.devices);
+  want(c.devices >= 1 && std::int64_t{c.devices} * c.kv_heads <= 65535,
+       "devices is {}, with {} KV heads each; give 1 or more devices, and at most 65535 heads",
+       c.devices, c.kv_heads);
+  want(c.by_layer != 0, "by_layer is 0, but gather is given, which is for by_layer only");
+}
+
 void want_config(const kvlab_kv_cache_config& c) {
   const kvlab_cache_view shape{.type = c.type,
                                .sequences = c.sequences,
@@ -17,8 +29,10 @@ void want_config(const kvlab_kv_cache_config& c) {
                                .kv_heads = c.kv_heads,
                                .head_size = c.head_size,
                                .softmax_scale = 1,
-                               .max_slots = 1};
-  if (const std::string why = why_not_shape(shape, "config", kMaxGroup); !why.empty())
+                               .max_slots = 1,
+                               .pages = c.pages};
+  const int max_group = c.pages.blocks ? kMaxPagedGroup : kMaxGroup;
+  if (const std::string why = why_not_shape(shape, "config", max_group); !why.empty())
     throw std::invalid_argument(why);
   want(c.policy && c.layers && c.rules && c.ropes, "policy, layers, ropes or rules is NULL");
   want(c.layer_count > 0 && c.rope_count > 0,
@@ -60,9 +74,44 @@ void want_config(const kvlab_kv_cache_config& c) {
        "smooth is {} and tier_count {}; on several tiers, smooth needs every above 1, once or "
        "by_layer",
        c.smooth, c.tier_count);
+  want_gather(c);
   want(std::max({c.part, c.longest, c.tokens}) <= kMaxTokens,
        "tokens is {}, part {}, longest {}; each should be at most {}", c.tokens, c.part, c.longest,
        kMaxTokens);
+}
+
+/// Checks that blocks and drafts go with the rest of the configuration.
+void want_rows(const KvCacheConfig& config) {
+  const bool has_blocks = config.pages.blocks != nullptr;
+  want(
+      !has_blocks || std::ranges::all_of(config.layers,
+                                         [](const SlotLayer& layer) {
+                                           return layer.keys && layer.values &&
+                                                  aligned16(layer.keys) && aligned16(layer.values);
+                                         }),
+      "pages is given, but keys or values of a layer is NULL or does not begin at a multiple of 16 "
+      "bytes");
+  want(has_blocks ||
+           std::ranges::none_of(config.layers,
+                                [](const SlotLayer& layer) { return layer.keys || layer.values; }),
+       "a layer has keys or values, but pages is zeroed; give both or neither");
+  for (const auto& [given, name] : {std::pair{has_blocks, "pages"},
+                                    {config.draft_tokens > 0, "draft_tokens"},
+                                    {config.ranks.gather != nullptr, "gather"}})
+    want(!given || !config.is_quantized(),
+         "tiers are quantized, but {} is given; use tiers in 16 bit, or none", name);
+  want(config.draft_tokens == 0 || config.numbering == KVLAB_ORIGINAL_POSITIONS,
+       "draft_tokens is {}, but numbering is KVLAB_CACHE_POSITIONS; drafts need "
+       "KVLAB_ORIGINAL_POSITIONS",
+       config.draft_tokens);
+  want(std::uint64_t{config.draft_tokens} * config.sequences.size() <= 1u << 20,
+       "draft_tokens is {}, with {} sequences; together they should be at most 2^20 tokens",
+       config.draft_tokens, config.sequences.size());
+  if (!has_blocks) return;
+  const int slots = PairSlots(config).max_slots();
+  want(std::int64_t{config.pages.page} * config.pages.max_blocks >= slots,
+       "pages.max_blocks is {}, of {} slots each; {} slots are needed (kvlab_kv_cache_slots)",
+       config.pages.max_blocks, config.pages.page, slots);
 }
 
 void want_rule(const kvlab_rule& rule, std::size_t at, std::uint32_t group_max) {
@@ -114,13 +163,17 @@ KvCacheConfig config_of(const kvlab_kv_cache_config& c) {
                        .max_tokens = c.tokens,
                        .kernels = policy.kernels,
                        .first_head = c.first_head,
+                       .pages = c.pages,
+                       .draft_tokens = c.draft_tokens,
                        .interleaves_appends = c.interleaves_appends != 0};
   for (int layer = 0; layer < c.layer_count; ++layer)
     config.layers.push_back({.number = c.layers[layer].number,
                              .softmax_scale = c.layers[layer].softmax_scale,
                              .table = static_cast<std::uint32_t>(c.layers[layer].rope),
                              .sinks = c.layers[layer].sinks,
-                             .output = c.layers[layer].output});
+                             .output = c.layers[layer].output,
+                             .keys = c.layers[layer].keys,
+                             .values = c.layers[layer].values});
   for (int rope = 0; rope < c.rope_count; ++rope)
     config.ropes.push_back(
         {{c.ropes[rope].inv_freq, c.ropes[rope].inv_freq + c.ropes[rope].rotated / 2},
@@ -149,13 +202,25 @@ KvCacheConfig config_of(const kvlab_kv_cache_config& c) {
   config.features = {.count = c.feature_count, .hidden = c.hidden};
   std::copy_n(c.features, c.feature_count, config.features.features);
   if (c.part > 0) config.part = c.part;
+  if (c.gather)
+    config.ranks = {c.devices, [call = c.gather, context = c.gather_context](
+                                   const std::uint64_t* own, std::uint64_t* all, std::size_t count,
+                                   cudaStream_t stream) {
+                      cuda::check(call(context, own, all, count, stream), "gathering ranks");
+                    }};
+  want_rows(config);
   want(config.is_fast() || !policy.header,
        "a policy from a header supports neither quantized tiers with float32 or with more than {} "
        "query heads per KV head, nor KVLAB_CACHE_POSITIONS with RoPE of a part of the head; use a "
        "policy of the registry",
        kMaxTierGroup);
-  config.kernels = kernels_for(config, policy.kernels,
-                               policy.header ? PlainKernels::absent : PlainKernels::present);
+  want(
+      config.is_fast() || !config.pages.blocks,
+      "KVLAB_CACHE_POSITIONS with RoPE of a part of the head does not support the caller's blocks; "
+      "zero pages");
+  const bool has_plain = !policy.header && !config.pages.blocks;
+  config.kernels =
+      kernels_for(config, policy.kernels, has_plain ? PlainKernels::present : PlainKernels::absent);
   config.weigh = [&policy](std::span<const std::byte> policy_params, std::span<float> to) {
     std::uint32_t tail = kNoTail;
     const auto queries = static_cast<std::uint32_t>(to.size());

@@ -120,6 +120,12 @@ struct kvlab_kv_cache {
          "the sequence would have {} tokens, but the cache has slots for at most {}", tokens,
          max_tokens);
   }
+  /// Throws if drafts are being verified.
+  void want_no_drafts() const {
+    want(drafted.empty(),
+         "drafts are being verified; call kvlab_kv_cache_verify_drafts for all layers and then "
+         "kvlab_kv_cache_accept_drafts, or kvlab_kv_cache_clear");
+  }
   void forget_append() {
     current = {};
     std::ranges::fill(chunk_tokens, 0u);
@@ -133,6 +139,9 @@ struct kvlab_kv_cache {
   void append_one_token(const kvlab_append_chunk& chunk);
   void begin_step(const unsigned char* decodes);
   void step(int layer, const void* qkv, void* out, float* lse);
+  void begin_drafts(const std::uint32_t* tokens);
+  void verify_drafts(int layer, const void* qkv, void* out, float* lse);
+  void accept_drafts(const std::uint32_t* accepted);
   void attend(std::uint32_t layer, const StepRows& rows, const void* qkv, void* out,
               float* lse) const;
   void fill_ropes(std::uint32_t first, int rows);
@@ -149,6 +158,9 @@ struct kvlab_kv_cache {
   std::vector<std::uint32_t>
       chunk_tokens;  // [layer]: number of the append's tokens that the layer has had so far
   int next_step_layer = 0;
+  // [sequence]: number of tokens that are being verified; empty if there is no verification
+  std::vector<std::uint32_t> drafted;
+  int next_draft_layer = 0;
   std::uint32_t rope_first = 0;  ///< position of the first of the `rope_rows` filled rows
   int rope_rows = 0;
 };
@@ -183,6 +195,7 @@ void kvlab_kv_cache::clear() {
   std::ranges::fill(fed_before, 0u);
   forget_append();
   next_step_layer = 0;
+  drafted.clear();
 }
 
 void kvlab_kv_cache::start(int sequence, const SequenceSettings& settings) {
@@ -192,10 +205,12 @@ void kvlab_kv_cache::start(int sequence, const SequenceSettings& settings) {
   for (std::size_t layer = 0; layer < layers; ++layer) fed_of(layer, at) = 0;
   fed_before[at] = 0;
   if (current.sequence == sequence) forget_append();
+  if (!drafted.empty()) drafted[at] = 0;
 }
 
 void kvlab_kv_cache::copy_sequence(int from, int to) {
   const auto source = static_cast<std::size_t>(from), target = static_cast<std::size_t>(to);
+  want_no_drafts();
   want_whole(source);
   want(!is_chunked() || current.sequence != from,
        "sequence {} is in the middle of an append; complete the append first", from);
@@ -212,6 +227,7 @@ void kvlab_kv_cache::copy_sequence(int from, int to) {
 // --- Appends -------------------------------------------------------------------------------------
 
 void kvlab_kv_cache::append(const kvlab_append_chunk& chunk) {
+  want_no_drafts();
   want_sequence(chunk.sequence);
   want_layer(chunk.layer);
   want(chunk.qkv && chunk.out && aligned16(chunk.qkv) && aligned16(chunk.out),
@@ -311,6 +327,7 @@ void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
 // --- Steps ---------------------------------------------------------------------------------------
 
 void kvlab_kv_cache::begin_step(const unsigned char* decodes) {
+  want_no_drafts();
   const bool interleaves = cache.config().interleaves_appends;
   want(interleaves || !is_chunked(),
        "sequence {} is in the middle of an append, and the step needs its memory; complete the "
@@ -372,6 +389,67 @@ void kvlab_kv_cache::attend(std::uint32_t layer, const StepRows& rows, const voi
               "observing attention");
 }
 
+// --- Drafts --------------------------------------------------------------------------------------
+
+void kvlab_kv_cache::begin_drafts(const std::uint32_t* tokens) {
+  const std::uint32_t most = cache.config().draft_tokens;
+  want(most > 0,
+       "the cache was created with draft_tokens 0; set it to the largest number of tokens");
+  want_no_drafts();
+  std::vector<std::uint32_t> at(sequences);
+  for (std::size_t s = 0; s < sequences; ++s) {
+    if (tokens[s] == 0) continue;
+    want(tokens[s] <= most, "tokens[{}] is {}; it should be at most draft_tokens, {}", s, tokens[s],
+         most);
+    want(!is_chunked() || static_cast<std::size_t>(current.sequence) != s,
+         "sequence {} has drafts, but is in the middle of an append; complete the append first", s);
+    at[s] = want_whole(s);
+    check_capacity(std::uint64_t{at[s]} + tokens[s]);
+  }
+  const std::vector<std::uint32_t> counts(tokens, tokens + sequences);
+  want(std::ranges::any_of(counts, [](std::uint32_t count) { return count > 0; }),
+       "tokens is 0 for every sequence; give at least one sequence a token");
+  rope_rows = 0;
+  cache.begin_drafts(at, counts);
+  drafted = counts;
+  next_draft_layer = 0;
+}
+
+void kvlab_kv_cache::verify_drafts(int layer, const void* qkv, void* out, float* lse) {
+  want(!drafted.empty(), "no drafts are being verified; call kvlab_kv_cache_begin_drafts first");
+  want(layer == next_draft_layer,
+       "layer is {}; drafts go through the layers in order, and {} is next", layer,
+       next_draft_layer);
+  const auto own = static_cast<std::uint32_t>(layer);
+  const RopeWriteArgs args = cache.write_drafts(own);
+  write(args, qkv, args.tokens);
+  cache.attend_drafts(own, attended_rows(qkv, out, lse));
+  ++next_draft_layer;
+}
+
+void kvlab_kv_cache::accept_drafts(const std::uint32_t* accepted) {
+  want(!drafted.empty(), "no drafts are being verified; call kvlab_kv_cache_begin_drafts first");
+  want(static_cast<std::size_t>(next_draft_layer) == layers,
+       "layer {} has not verified the drafts; call kvlab_kv_cache_verify_drafts for it first",
+       next_draft_layer);
+  std::vector<std::uint32_t> counts(sequences);
+  for (std::size_t s = 0; s < sequences; ++s) {
+    if (drafted[s] == 0) continue;
+    want(accepted[s] <= drafted[s],
+         "accepted[{}] is {}; it should be at most {}, which is verified", s, accepted[s],
+         drafted[s]);
+    counts[s] = accepted[s];
+  }
+  cache.accept_drafts(counts);
+  for (std::size_t s = 0; s < sequences; ++s) {
+    if (drafted[s] == 0) continue;
+    fed_before[s] = fed_of(0, s);
+    appended[s] = true;
+    for (std::size_t layer = 0; layer < layers; ++layer) fed_of(layer, s) += counts[s];
+  }
+  drafted.clear();
+}
+
 // --- The calls -----------------------------------------------------------------------------------
 
 extern "C" {
@@ -383,6 +461,21 @@ cudaError_t kvlab_kv_cache_memory(const kvlab_kv_cache_config* config, size_t* b
     const KvCache::Bytes taken = KvCache::bytes(config_of(*config), config->longest);
     *bytes = taken.storage + taken.work +
              cuda::Placed<kvlab_kv_cache::Now>::bytes(static_cast<std::size_t>(config->sequences));
+  });
+}
+
+cudaError_t kvlab_kv_cache_slots(const kvlab_kv_cache_config* config, int* slots) {
+  return record_call(__func__, [&] {
+    want_args(config);
+    want(slots != nullptr, "slots is NULL");
+    kvlab_kv_cache_config plain = *config;
+    plain.pages = {};
+    std::vector<kvlab_layer> layers;
+    if (config->layers && config->layer_count > 0)
+      layers.assign(config->layers, config->layers + config->layer_count);
+    for (kvlab_layer& layer : layers) layer.keys = layer.values = nullptr;
+    if (!layers.empty()) plain.layers = layers.data();
+    *slots = PairSlots(config_of(plain)).max_slots();
   });
 }
 
@@ -462,6 +555,38 @@ cudaError_t kvlab_kv_cache_step(kvlab_kv_cache* cache, int layer, const void* qk
     cache->want_layer(layer);
     cache->cache.enqueue_on(stream);
     cache->step(layer, qkv, out, lse);
+  });
+}
+
+cudaError_t kvlab_kv_cache_begin_drafts(kvlab_kv_cache* cache, const uint32_t* tokens,
+                                        cudaStream_t stream) {
+  return record_call(__func__, [&] {
+    want(cache && tokens, "cache or tokens is NULL");
+    want_no_capture(stream);
+    cache->cache.enqueue_on(stream);
+    cache->begin_drafts(tokens);
+  });
+}
+
+cudaError_t kvlab_kv_cache_verify_drafts(kvlab_kv_cache* cache, int layer, const void* qkv,
+                                         void* out, float* lse, cudaStream_t stream) {
+  return record_call(__func__, [&] {
+    want(cache && aligned16(qkv) && aligned16(out) && qkv && out,
+         "cache, qkv or out is NULL, or qkv or out does not begin at a multiple of 16 bytes");
+    cache->want_layer(layer);
+    want_no_capture(stream);
+    cache->cache.enqueue_on(stream);
+    cache->verify_drafts(layer, qkv, out, lse);
+  });
+}
+
+cudaError_t kvlab_kv_cache_accept_drafts(kvlab_kv_cache* cache, const uint32_t* accepted,
+                                         cudaStream_t stream) {
+  return record_call(__func__, [&] {
+    want(cache && accepted, "cache or accepted is NULL");
+    want_no_capture(stream);
+    cache->cache.enqueue_on(stream);
+    cache->accept_drafts(accepted);
   });
 }
 

@@ -15,6 +15,7 @@ PairSlots::PairSlots(const KvCacheConfig& config)
       own_(config.pairs),
       configured_(config.pairs),
       requested_(config.pairs),
+      appended_(std::max(config.draft_tokens, 1u)),
       max_tokens_(config.max_tokens > 0 ? config.max_tokens : kUnlimited) {
   for (const SlotSequence& sequence : config.sequences) modifiers_.push_back(sequence.modifiers);
   for (std::size_t at = 0; at < own_.size(); ++at) {
@@ -86,10 +87,18 @@ PairSlots::Range PairSlots::range(std::uint32_t layer, std::size_t sequence) con
   return {first, (end < configured_first_.size() ? configured_first_[end] : total_) - first};
 }
 
+std::int64_t PairSlots::max_slots_of_layer() const {
+  std::int64_t largest = 0;
+  for (std::uint32_t layer = 0; layer * pairs() < own_.size(); ++layer)
+    largest = std::max(largest, end_of_layer(layer) - range(layer, 0).first);
+  return largest;
+}
+
 std::uint32_t PairSlots::slots_of(std::size_t pair, std::uint32_t budget) const {
   const Modifiers& own = modifiers(pair);
   if (budget == kUnlimited || own.once) return max_tokens_;
-  return static_cast<std::uint32_t>(std::min<std::uint64_t>(own.capacity(budget, 1), max_tokens_));
+  return static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(own.capacity(budget, appended_), max_tokens_));
 }
 
 std::vector<TierSlots> PairSlots::tiers(std::uint32_t layer, std::size_t pair) const {
@@ -120,7 +129,7 @@ std::uint32_t PairSlots::max_tokens() const {
   for (std::size_t at = 0; at < own_.size(); ++at) {
     const Modifiers& own = modifiers(at % pairs());
     const std::uint32_t budget = own_[at].budget;
-    if (budget == kUnlimited || own.once || own.capacity(budget, 1) > max_tokens_)
+    if (budget == kUnlimited || own.once || own.capacity(budget, appended_) > max_tokens_)
       return max_tokens_;
   }
   return kUnlimited;

@@ -40,6 +40,13 @@ class PairSlots {
     std::int64_t first, count;
   };
   Range range(std::uint32_t layer, std::size_t sequence) const;
+  /// Index of the slot after the last slot of a layer.
+  std::int64_t end_of_layer(std::uint32_t layer) const {
+    const Range last = range(layer, modifiers_.size() - 1);
+    return last.first + last.count;
+  }
+  /// Maximum number of slots of a layer.
+  std::int64_t max_slots_of_layer() const;
   /// Sets the budgets of a sequence's KV heads in a layer, and divides the slots of the layer among
   /// the heads accordingly.
   void share(std::uint32_t layer, std::size_t sequence, std::span<const std::uint32_t> budgets);
@@ -71,6 +78,7 @@ class PairSlots {
   std::vector<SlotPair> own_;         // [layer, pair]: current values
   std::vector<SlotPair> configured_;  // [layer, pair]: values for which the memory was allocated
   std::vector<SlotPair> requested_;   // [layer, pair]: values that reset() restores
+  std::uint32_t appended_;            // most tokens that are in the slots beside the live ones
   std::uint32_t max_tokens_;
   std::vector<std::int64_t> first_slots_, configured_first_;
   std::int64_t total_ = 0;

@@ -12,6 +12,7 @@ constexpr const char* kTables = "the cache's tables";
 SlotStorage::SlotStorage(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots)
     : shape_(config.slot_cache(static_cast<int>(config.sequences.size()), slots.max_slots())),
       layers_(config.layers.data()),
+      pages_(config.pages),
       first_head_(config.first_head),
       pairs_(slots.pairs()),
       key_bytes_(config.key_bytes()),
@@ -21,9 +22,9 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const KvCacheConfig& config, const 
   const auto total = static_cast<std::size_t>(slots.total());
   const std::size_t sequences = config.sequences.size(), pairs = slots.all();
   tiers = TierStorage(arena, config, slots);
-  const bool quantized = config.is_quantized();
-  keys = arena.take<std::byte>(quantized ? 0 : total * config.key_bytes());
-  values = arena.take<std::byte>(quantized ? 0 : total * config.key_bytes());
+  const bool quantized = config.is_quantized(), owns_rows = !quantized && pages_.blocks == nullptr;
+  keys = arena.take<std::byte>(owns_rows ? total * config.key_bytes() : 0);
+  values = arena.take<std::byte>(owns_rows ? total * config.key_bytes() : 0);
   if (quantized) keys = tiers.newest_keys, values = tiers.newest_values;
   positions = arena.take<std::uint32_t>(total);
   ages = arena.take<std::uint32_t>(config.numbering == KVLAB_CACHE_POSITIONS ? total : 0);
@@ -138,7 +139,7 @@ void SlotStorage::copy(const PairSlots& slots, std::size_t from, std::size_t to,
     if (tiers.in_use()) {
       tiers.copy(first, to_first, heads, stream);
       copy_slots(tiers.row_of_slot, 1);
-    } else {
+    } else {  // in the caller's blocks, keys and values are null here
       copy_slots(keys, key_bytes_);
       copy_slots(values, key_bytes_);
     }
@@ -160,8 +161,9 @@ kvlab_cache_view SlotStorage::cache(std::uint32_t layer, int sequences) const {
   cache.sequences = sequences;
   cache.softmax_scale = layers_[layer].softmax_scale;
   cache.first_slot = first_slots + at;
-  cache.keys = keys;
-  cache.values = values;
+  cache.keys = pages_.blocks ? layers_[layer].keys : keys;
+  cache.values = pages_.blocks ? layers_[layer].values : values;
+  cache.pages = pages_;
   cache.positions = positions;
   cache.lengths = lengths + at;
   cache.next_slots = next_slots + at;
@@ -189,6 +191,8 @@ kvlab_cache_view SlotStorage::cache_of(std::uint32_t layer, int sequence) const 
   one.first_slot += pair;
   one.lengths += pair;
   one.next_slots += pair;
+  if (one.pages.blocks)
+    one.pages.blocks += (one.pages.by_pair != 0 ? pair : sequence) * one.pages.max_blocks;
   return one;
 }
 

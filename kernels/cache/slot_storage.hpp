@@ -19,7 +19,7 @@ class SlotStorage {
   void start(const PairSlots& slots, std::size_t first_sequence,
              std::span<const SlotSequence> settings, cudaStream_t stream) const;
   /// Copies tokens and states between sequences that have the same slots. Call PairSlots::copy()
-  /// first.
+  /// first. Keys and values in the caller's blocks are not copied.
   void copy(const PairSlots& slots, std::size_t from, std::size_t to, const SlotSequence& settings,
             cudaStream_t stream) const;
   /// Writes the tables of `count` pairs. `first`: index of the first pair in [layer, pair].
@@ -42,7 +42,7 @@ class SlotStorage {
 
   TierStorage tiers;  ///< keys and values if some cache is quantized
   // [slot, dim]. If some cache is quantized, TierStorage has the tokens, and these point to the
-  // newest keys and values, [pair, dim].
+  // newest keys and values, [pair, dim]. Null if keys and values are in the caller's blocks.
   std::byte *keys, *values;
   std::uint32_t *positions, *ages;  // [slot]; ages only with cache positions, otherwise null
   std::byte* states;                // [slot, slot_bytes]
@@ -67,6 +67,7 @@ class SlotStorage {
 
   kvlab_cache_view shape_;   ///< one layer's cache, without pointers
   const SlotLayer* layers_;  ///< points into the config
+  kvlab_pages pages_;        ///< the caller's blocks, if there are any
   std::uint32_t first_head_;
   std::size_t pairs_;                                   ///< per layer
   std::size_t key_bytes_, slot_bytes_, feature_count_;  ///< per slot

@@ -15,6 +15,7 @@ void KvCache::reserve_for_steps() {
 }
 
 void KvCache::before_token(int sequence, std::uint32_t fed, LayerRange layers) {
+  stepped_[static_cast<std::size_t>(sequence)] = true;
   if (!counts(sequence)) return;
   if (!settings(sequence).modifiers.steps_evict()) evict_to_budget(sequence, fed, false, layers);
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {

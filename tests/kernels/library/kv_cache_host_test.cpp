@@ -28,6 +28,7 @@ struct Setup {
   std::vector<kvlab_tier> tiers = {};  ///< of each pair
   std::uint32_t every = 1;
   bool interleaves = false;
+  std::uint32_t draft_tokens = 0;
 };
 
 /// A cache with three sequences under h2o.
@@ -58,7 +59,8 @@ class Cache {
                                        .threshold16 = 655,
                                        .tokens = 1000,
                                        .every = setup.every,
-                                       .interleaves_appends = setup.interleaves};
+                                       .interleaves_appends = setup.interleaves,
+                                       .draft_tokens = setup.draft_tokens};
     REQUIRE(kvlab_kv_cache_create(&config, nullptr, &cache_) == cudaSuccess);
   }
   ~Cache() { kvlab_kv_cache_destroy(cache_); }
@@ -98,6 +100,24 @@ class Cache {
     for (int layer = 0; layer < kLayers; ++layer)
       if (std::string said = layer_of_step(layer); !said.empty()) return said;
     return "";
+  }
+  std::string begin_drafts(const std::vector<std::uint32_t>& tokens) {
+    return why(kvlab_kv_cache_begin_drafts(cache_, tokens.data(), nullptr));
+  }
+  std::string verify(int layer) {
+    return why(
+        kvlab_kv_cache_verify_drafts(cache_, layer, rows_.data(), rows_.data(), nullptr, nullptr));
+  }
+  std::string accept(const std::vector<std::uint32_t>& tokens) {
+    return why(kvlab_kv_cache_accept_drafts(cache_, tokens.data(), nullptr));
+  }
+  /// A whole verification.
+  std::string drafts(const std::vector<std::uint32_t>& tokens,
+                     const std::vector<std::uint32_t>& accepted) {
+    if (std::string said = begin_drafts(tokens); !said.empty()) return said;
+    for (int layer = 0; layer < kLayers; ++layer)
+      if (std::string said = verify(layer); !said.empty()) return said;
+    return accept(accepted);
   }
   std::string start(int sequence, const kvlab_sequence_settings* settings = nullptr) {
     return why(kvlab_kv_cache_start(cache_, sequence, settings, nullptr));
@@ -254,6 +274,73 @@ TEST_CASE("Calls in a wrong order are refused, and change nothing") {
   CHECK_THAT(cache.copy(0, 3), ContainsSubstring("to is 3; it should be at least 0 and below 3"));
   CHECK(fake_cuda::launches() == launches);
   CHECK(cache.tokens() == Counts{10, 0, 0});
+}
+
+TEST_CASE("Accepted drafts are counted as an append") {
+  for (const std::uint32_t every : {1u, 4u}) {
+    Cache cache({.every = every, .draft_tokens = 6}), plain({.every = every});
+    for (Cache* one : {&cache, &plain}) {
+      CHECK(one->append(0, 0, 40) == "");
+      CHECK(one->append(1, 0, 10) == "");
+      CHECK(one->step({1, 1, 0}) == "");
+    }
+    CHECK(cache.drafts({5, 6, 0}, {3, 0, 0}) == "");
+    CHECK(cache.drafts({1, 6, 0}, {1, 5, 0}) == "");
+    CHECK(plain.append(0, 41, 3) == "");
+    CHECK(plain.append(0, 44, 1) == "");
+    CHECK(plain.append(1, 11, 5) == "");
+    CHECK(cache.tokens() == Counts{45, 16, 0});
+    for (int sequence = 0; sequence < kSequences; ++sequence) {
+      CHECK(cache.info(sequence).kv_bytes == plain.info(sequence).kv_bytes);
+      CHECK(cache.info(sequence).evictions == plain.info(sequence).evictions);
+    }
+    for (Cache* one : {&cache, &plain}) CHECK(one->step({1, 1, 0}) == "");
+    CHECK(cache.info(0).kv_bytes == plain.info(0).kv_bytes);
+  }
+}
+
+TEST_CASE("Calls for drafts in a wrong order are refused, and change nothing") {
+  Cache none;
+  CHECK_THAT(none.begin_drafts({1, 0, 0}),
+             ContainsSubstring("the cache was created with draft_tokens 0"));
+  Cache cache({.draft_tokens = 4});
+  CHECK(cache.append(0, 0, 10) == "");
+  CHECK_THAT(cache.verify(0), ContainsSubstring("call kvlab_kv_cache_begin_drafts first"));
+  CHECK_THAT(cache.accept({0, 0, 0}), ContainsSubstring("call kvlab_kv_cache_begin_drafts first"));
+  CHECK_THAT(cache.begin_drafts({5, 0, 0}),
+             ContainsSubstring("tokens[0] is 5; it should be at most draft_tokens, 4"));
+  CHECK_THAT(cache.begin_drafts({0, 0, 0}), ContainsSubstring("tokens is 0 for every sequence"));
+  CHECK(cache.append(cache.chunk(1, 0, 0, 12)) == "");
+  CHECK_THAT(cache.begin_drafts({0, 2, 0}), ContainsSubstring("in the middle of an append"));
+  CHECK(cache.start(1) == "");
+
+  CHECK(cache.begin_drafts({3, 0, 2}) == "");
+  CHECK_THAT(cache.begin_drafts({3, 0, 2}), ContainsSubstring("drafts are being verified"));
+  CHECK_THAT(cache.append(1, 0, 4), ContainsSubstring("drafts are being verified"));
+  CHECK_THAT(cache.step({1, 0, 0}), ContainsSubstring("drafts are being verified"));
+  CHECK_THAT(cache.copy(0, 1), ContainsSubstring("drafts are being verified"));
+  CHECK_THAT(cache.verify(1), ContainsSubstring("drafts go through the layers in order"));
+  CHECK(cache.verify(0) == "");
+  CHECK_THAT(cache.accept({3, 0, 2}), ContainsSubstring("layer 1 has not verified the drafts"));
+  CHECK(cache.start(2) == "");
+  CHECK(cache.verify(1) == "");
+  CHECK_THAT(cache.accept({4, 0, 0}),
+             ContainsSubstring("accepted[0] is 4; it should be at most 3, which is verified"));
+  CHECK(cache.accept({3, 0, 2}) == "");  // sequence 2 has left the verification
+  CHECK(cache.tokens() == Counts{13, 0, 0});
+
+  CHECK(cache.begin_drafts({1, 1, 1}) == "");
+  CHECK(cache.clear() == "");
+  CHECK(cache.append(0, 0, 4) == "");
+
+  fake_cuda::set_capturing(true);
+  for (const std::string& said : {cache.begin_drafts({1, 0, 0}), cache.accept({1, 0, 0})})
+    CHECK_THAT(said, ContainsSubstring("the stream is being captured"));
+  fake_cuda::set_capturing(false);
+  CHECK(cache.drafts({1, 0, 0}, {1, 0, 0}) == "");
+  // The last tokens of a sequence must have slots too.
+  CHECK(cache.append(0, 5, 990) == "");
+  CHECK(cache.drafts({4, 0, 0}, {4, 0, 0}) == "");
 }
 
 TEST_CASE("Only layers of a step are captured") {

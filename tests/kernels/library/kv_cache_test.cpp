@@ -1,262 +1,15 @@
 // Compares kvlab_kv_cache with the CPU's caches, which get the same queries, keys and values. The
 // tests of its refusals need no device.
-#include <cmath>
 #include <memory>
 #include <random>
 
-#include "kernels/kvlab.h"
-#include "sim/cache/growing_rope.hpp"
-#include "sim/cache/layer_cache.hpp"
-#include "tests/catch.hpp"
 #include "tests/conformance.hpp"
-#include "tests/device.hpp"
+#include "tests/kernels/library/kv_cache_fixture.hpp"
 #include "tests/skip.hpp"
 
 using namespace kvlab;
 
 namespace {
-
-constexpr std::uint32_t kLayers = 2, kHeads = 2, kGroup = 2, kSize = 64, kTokens = 150;
-constexpr std::size_t kQueries = kHeads * kGroup * kSize, kRow = kQueries + 2 * kHeads * kSize;
-constexpr float kScale = 0.125f;
-const CacheShape kModel{kLayers, kHeads, kSize};
-
-Rope rope() {
-  Rope rope;
-  for (std::uint32_t i = 0; i < kSize / 2; ++i)
-    rope.inv_freq.push_back(std::pow(10000.0f, -2.0f * static_cast<float>(i) / kSize));
-  return rope;
-}
-
-void done(cudaError_t error) {
-  INFO(kvlab_last_error());
-  REQUIRE(error == cudaSuccess);
-}
-
-/// A resolved configuration as the structs and arrays that a caller in C would fill in.
-struct Layout {
-  explicit Layout(const ResolvedConfig& cache, int sequences = 1, kvlab_type type = KVLAB_F32) {
-    const PolicySpec& policy = cache.policy;
-    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
-      layers.push_back({.number = layer, .softmax_scale = kScale});
-      for (int pair = 0; pair < sequences * static_cast<int>(kHeads); ++pair) {
-        const std::uint32_t budget =
-            cache.budget_of(layer, static_cast<std::uint32_t>(pair) % kHeads);
-        const ProtectedTokens protected_tokens =
-            budget == kNoBudget ? ProtectedTokens{} : resolve_protected_tokens(policy, budget);
-        rules.push_back({budget, protected_tokens.sinks, protected_tokens.recent,
-                         policy.modifiers.group == Modifiers::Group::max});
-        if (policy.tier_plan.is_plain()) continue;
-        for (const TierSlots& tier : *cache.planned_tiers(layer, budget))
-          tiers.push_back({static_cast<kvlab_kv_format>(*kernel_format(tier.format)), tier.slots});
-      }
-    }
-    for (const std::string& feature : policy.features)
-      features.push_back(static_cast<kvlab_feature>(built_in_feature(feature).value()));
-    config = {.struct_size = sizeof config,
-              .type = type,
-              .query_heads = kHeads * kGroup,
-              .kv_heads = kHeads,
-              .head_size = kSize,
-              .sequences = sequences,
-              .layer_count = kLayers,
-              .rope_count = 1,
-              .tier_count = static_cast<int>(tiers.size() / rules.size()),
-              .feature_count = static_cast<int>(features.size()),
-              .layers = layers.data(),
-              .ropes = &table,
-              .policy = kvlab_find_policy(std::string(policy.entry->info.name).c_str()),
-              .rules = rules.data(),
-              .tiers = tiers.data(),
-              .seeds = seeds.data(),
-              .features = features.data(),
-              .numbering = cache.positions == Positions::cache ? KVLAB_CACHE_POSITIONS
-                                                               : KVLAB_ORIGINAL_POSITIONS,
-              .threshold16 = cache.threshold16(),
-              .tokens = kTokens,
-              .part = 32,
-              .every = policy.modifiers.every,
-              .smooth = policy.modifiers.smooth,
-              .once = policy.modifiers.once,
-              .by_layer = policy.modifiers.scope == Modifiers::Scope::layer,
-              .pool_max = policy.modifiers.pool == Modifiers::Pool::max};
-    params.resize(kvlab_policy_params_bytes(config.policy));
-    REQUIRE(kvlab_policy_params(config.policy, policy.params.data(),
-                                static_cast<int>(policy.params.size()),
-                                params.data()) == cudaSuccess);
-    config.params = params.data();
-    seeds.assign(static_cast<std::size_t>(sequences), cache.seed);
-    config.seeds = seeds.data();
-  }
-  Layout(const Layout&) = delete;
-
-  Rope angles = rope();
-  kvlab_rope table{angles.inv_freq.data(), kSize, 1};
-  std::vector<kvlab_layer> layers;
-  std::vector<kvlab_rule> rules;
-  std::vector<kvlab_tier> tiers;
-  std::vector<kvlab_feature> features;
-  std::vector<std::byte> params;
-  std::vector<std::uint64_t> seeds;
-  kvlab_kv_cache_config config{};
-};
-
-/// A kvlab_kv_cache with memory for the rows of its calls.
-class Slots {
- public:
-  explicit Slots(const Layout& layout)
-      : sequences_(static_cast<std::size_t>(layout.config.sequences)) {
-    done(kvlab_kv_cache_create(&layout.config, stream_.get(), &slots_));
-  }
-  ~Slots() { kvlab_kv_cache_destroy(slots_); }
-  Slots(const Slots&) = delete;
-
-  /// Appends a prompt in a layer, as two chunks.
-  std::vector<float> append(int sequence, std::uint32_t layer, std::uint32_t fed, bool ends,
-                            std::span<const float> qkv) {
-    qkv_.assign(qkv);
-    const auto tokens = static_cast<std::uint32_t>(qkv.size() / kRow);
-    kvlab_append_chunk part{.struct_size = sizeof part,
-                            .sequence = sequence,
-                            .layer = static_cast<int>(layer),
-                            .fed = fed,
-                            .tokens = tokens,
-                            .ends_prompt = ends};
-    for (const std::uint32_t count : {tokens / 2, tokens - tokens / 2}) {
-      if (count == 0) continue;
-      part.count = count;
-      part.qkv = qkv_.data() + part.first * kRow;
-      part.out = out_.data() + part.first * kQueries;
-      done(kvlab_kv_cache_append(slots_, &part, stream_.get()));
-      part.first += count;
-    }
-    return outputs(tokens);
-  }
-  /// Appends, in a layer, the chunk of a prompt of `tokens` tokens that begins at token `first`.
-  std::vector<float> append_chunk(int sequence, std::uint32_t layer, std::uint32_t first,
-                                  std::uint32_t tokens, std::span<const float> qkv) {
-    qkv_.assign(qkv);
-    const auto count = static_cast<std::uint32_t>(qkv.size() / kRow);
-    const kvlab_append_chunk chunk{.struct_size = sizeof chunk,
-                                   .sequence = sequence,
-                                   .layer = static_cast<int>(layer),
-                                   .tokens = tokens,
-                                   .ends_prompt = 1,
-                                   .first = first,
-                                   .count = count,
-                                   .qkv = qkv_.data(),
-                                   .out = out_.data()};
-    done(kvlab_kv_cache_append(slots_, &chunk, stream_.get()));
-    return outputs(count);
-  }
-  void begin_step(const std::vector<unsigned char>& decodes = {}) {
-    done(kvlab_kv_cache_begin_step(slots_, decodes.empty() ? nullptr : decodes.data(),
-                                   stream_.get()));
-  }
-  void launch(std::uint32_t layer) {
-    done(kvlab_kv_cache_step(slots_, static_cast<int>(layer), qkv_.data(), out_.data(), nullptr,
-                             stream_.get()));
-  }
-  std::vector<float> step(std::uint32_t layer, std::span<const float> qkv) {
-    qkv_.assign(qkv);
-    launch(layer);
-    return outputs(static_cast<std::uint32_t>(sequences_));
-  }
-  std::vector<std::uint32_t> kept(int sequence, std::uint32_t layer, std::uint32_t head) {
-    std::vector<std::uint32_t> positions(2 * kTokens);
-    std::uint32_t count = 0;
-    done(kvlab_kv_cache_positions(slots_, sequence, static_cast<int>(layer), static_cast<int>(head),
-                                  positions.data(), 2 * kTokens, &count, stream_.get()));
-    positions.resize(count);
-    return positions;
-  }
-  void start(int sequence) { done(kvlab_kv_cache_start(slots_, sequence, nullptr, stream_.get())); }
-  void copy(int from, int to) { done(kvlab_kv_cache_copy(slots_, from, to, stream_.get())); }
-  kvlab_sequence_info held(int sequence = 0) {
-    kvlab_sequence_info held{.struct_size = sizeof held};
-    done(kvlab_kv_cache_sequence_info(slots_, sequence, &held));
-    return held;
-  }
-  kvlab_kv_cache* get() const { return slots_; }
-  void* rows() const { return qkv_.data(); }
-
- private:
-  std::vector<float> outputs(std::uint32_t tokens) {
-    check_cuda(cudaStreamSynchronize(stream_.get()));
-    auto out = out_.to_host();
-    out.resize(tokens * kQueries);
-    return out;
-  }
-
-  Stream stream_;
-  std::size_t sequences_;
-  DeviceArray<float> qkv_{kTokens * kRow}, out_{kTokens * kQueries};
-  kvlab_kv_cache* slots_ = nullptr;
-};
-
-/// The CPU's caches, with the same appends.
-class Host {
- public:
-  explicit Host(const ResolvedConfig& config) {
-    const HeadShape shape{.head_size = kSize,
-                          .group = kGroup,
-                          .positions = config.positions,
-                          .softmax_scale = kScale,
-                          .threshold16 = config.threshold16()};
-    for (std::uint32_t layer = 0; layer < kLayers; ++layer)
-      layers_.emplace_back(config, shape, kHeads, layer);
-  }
-  std::vector<float> attend(std::uint32_t layer, std::uint32_t fed, bool ends,
-                            std::span<const float> qkv) {
-    const auto tokens = static_cast<std::uint32_t>(qkv.size() / kRow);
-    std::vector<float> q, k, v, out(tokens * kQueries), lse(tokens * kHeads * kGroup);
-    for (std::size_t t = 0; t < tokens; ++t) {
-      const auto row = qkv.begin() + static_cast<std::ptrdiff_t>(t * kRow);
-      const auto keys = row + kQueries, values = keys + kHeads * kSize;
-      q.insert(q.end(), row, keys);
-      k.insert(k.end(), keys, values);
-      v.insert(v.end(), values, values + kHeads * kSize);
-    }
-    LayerCache& cache = layers_[layer];
-    cache.step({fed, tokens, q.data(), k.data(), v.data(), out.data(), lse.data()},
-               rope_.covering(fed + tokens), 1);
-    if (ends) cache.end_prompt();
-    return out;
-  }
-  /// The positions of the tokens that a KV head keeps.
-  std::vector<std::uint32_t> kept(std::uint32_t layer, std::uint32_t head) const {
-    const auto positions = layers_[layer].heads()[head].live().positions();
-    return {positions.begin(), positions.end()};
-  }
-
- private:
-  GrowingRope rope_{rope()};
-  std::deque<LayerCache> layers_;
-};
-
-double worst(const std::vector<float>& a, const std::vector<float>& b) {
-  double worst = 0, largest = 0;
-  REQUIRE(a.size() == b.size());
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    worst = std::max(worst, std::fabs(double{a[i]} - double{b[i]}));
-    largest = std::max(largest, std::fabs(double{b[i]}));
-    if (!std::isfinite(a[i])) return INFINITY;
-  }
-  return worst / largest;
-}
-
-class SampledRows {
- public:
-  std::vector<float> rows(std::uint32_t tokens) {
-    std::vector<float> values(tokens * kRow);
-    for (float& value : values) value = normal_(random_);
-    return values;
-  }
-
- private:
-  std::mt19937 random_{7};
-  std::normal_distribution<float> normal_;
-};
 
 /// Runs a prompt, decoded tokens and a second turn on the device and on the CPU, and compares the
 /// kept tokens. Returns the largest difference of an output, relative to the largest output.
@@ -302,11 +55,6 @@ double conversation(const ResolvedConfig& config) {
   CHECK(slots.held().evictions == left);
   CHECK(slots.held().kv_bytes <= slots.held().allocated);
   return off;
-}
-
-ResolvedConfig resolved(const char* policy, std::uint32_t budget) {
-  return resolve({.policy = parse_policy(policy), .budget = {.extent = tokens(budget)}}, kTokens, 0,
-                 kModel);
 }
 
 }  // namespace
@@ -601,12 +349,82 @@ TEST_CASE("A cache is measured without a device, and refusals give a reason") {
   CHECK(why([](Layout& l) {
           l.config.numbering = KVLAB_CACHE_POSITIONS;
         }).starts_with(call + "quantized tiers under KVLAB_CACHE_POSITIONS"));
+  CHECK(why([](Layout& l) {
+          l.config.smooth = 2;
+        }).starts_with(call + "smooth is 2 and tier_count 2; on several tiers, smooth needs"));
+  CHECK(why([](Layout& l) { l.config.draft_tokens = 4; }) ==
+        call + "tiers are quantized, but draft_tokens is given; use tiers in 16 bit, or none");
+  CHECK(why([](Layout& l) { l.config.devices = 2; }) ==
+        call + "devices is 2, but gather is NULL; give both or neither");
+  CHECK(why([](Layout& l) { l.layers[0].keys = &l; }) ==
+        call + "a layer has keys or values, but pages is zeroed; give both or neither");
   CHECK(kvlab_kv_cache_append(nullptr, nullptr, nullptr) == cudaErrorInvalidValue);
 
   Layout outputs(resolved("criticalkv", 32));
   std::size_t bytes = 0;
   CHECK(kvlab_kv_cache_memory(&outputs.config, &bytes) == cudaErrorInvalidValue);
   CHECK(std::string(kvlab_last_error()).starts_with(call + "layers[0].output is NULL"));
+}
+
+TEST_CASE("Blocks, drafts and gathered ranks that do not fit the configuration are refused") {
+  const auto why = [](const char* policy, const auto& change) {
+    Layout layout(resolved(policy, 32), 2);
+    change(layout);
+    std::size_t bytes = 0;
+    const cudaError_t error = kvlab_kv_cache_memory(&layout.config, &bytes);
+    return error == cudaSuccess ? "" : std::string(kvlab_last_error());
+  };
+  alignas(16) static std::byte pool[16];
+  static const std::int32_t table = 0;
+  const auto paged = [](Layout& layout, int max_blocks) {
+    for (kvlab_layer& layer : layout.layers) layer.keys = layer.values = pool;
+    layout.config.pages = {.blocks = &table,
+                           .page = 16,
+                           .max_blocks = max_blocks,
+                           .block_stride = 16 * 2 * kSize,
+                           .slot_stride = 2 * kSize,
+                           .head_stride = kSize};
+  };
+  const std::string call = "kvlab_kv_cache_memory: ";
+  CHECK(why("h2o", [&](Layout& l) { paged(l, 2); }).empty());
+  CHECK(why("h2o",
+            [&](Layout& l) {
+              paged(l, 2);
+              l.config.draft_tokens = 5;
+            }) == call +
+                      "pages.max_blocks is 2, of 16 slots each; 36 slots are needed "
+                      "(kvlab_kv_cache_slots)");
+  CHECK(why("h2o", [&](Layout& l) {
+          paged(l, 2);
+          l.layers[1].values = nullptr;
+        }).starts_with(call + "pages is given, but keys or values of a layer is NULL"));
+  CHECK(why("h2o", [&](Layout& l) {
+          paged(l, 2);
+          l.config.pages.page = 10;
+        }).starts_with(call + "config.pages.page is 10; it should be a power of two"));
+  CHECK(why("h2o:tiers=4", [&](Layout& l) { paged(l, 2); }) ==
+        call + "tiers are quantized, but pages is given; use tiers in 16 bit, or none");
+  CHECK(why("streaming_h2o", [](Layout& l) {
+          l.config.draft_tokens = 2;
+        }).starts_with(call + "draft_tokens is 2, but numbering is KVLAB_CACHE_POSITIONS"));
+  CHECK(why("h2o", [](Layout& l) {
+          l.config.draft_tokens = 1u << 30;
+        }).starts_with(call + "draft_tokens is 1073741824, with 2 sequences"));
+  CHECK(why("h2o", [](Layout& l) {
+          l.config.devices = 2;
+          l.config.gather = [](void*, const std::uint64_t*, std::uint64_t*, std::size_t,
+                               cudaStream_t) { return cudaSuccess; };
+        }) == call + "by_layer is 0, but gather is given, which is for by_layer only");
+
+  Layout layout(resolved("h2o:every=4", 32), 2);
+  int slots = 0;
+  done(kvlab_kv_cache_slots(&layout.config, &slots));
+  CHECK(slots == 32 + 3);
+  layout.config.draft_tokens = 5;
+  done(kvlab_kv_cache_slots(&layout.config, &slots));
+  CHECK(slots == 32 + 3 + 4);
+  layout.config.layers = nullptr;
+  CHECK(kvlab_kv_cache_slots(&layout.config, &slots) == cudaErrorInvalidValue);
 }
 
 TEST_CASE("A cache that keeps all tokens keeps them in its first tier") {
