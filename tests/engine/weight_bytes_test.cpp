@@ -17,6 +17,9 @@ TEST_CASE("models have the published numbers of parameters") {
   CHECK(weight_bytes(config_of("qwen3-8b"), 1) == 8'190'735'360.0);
   CHECK(weight_bytes(config_of("gemma-3-1b"), 1) == 999'885'952.0);
   CHECK(weight_bytes(config_of("gpt-oss-20b"), 1) == 20'914'757'184.0);
+  CHECK(weight_bytes(config_of("smollm2"), 1) == 134'515'008.0);
+  // The GGUF file has the output matrix a second time, apart from the embedding.
+  CHECK(weight_bytes(config_of("qwen2.5"), 1) == 494'032'768.0 + 151936 * 896);
 }
 
 TEST_CASE("a step reads no embedding unless it is the head") {

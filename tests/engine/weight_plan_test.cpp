@@ -8,8 +8,8 @@ namespace kvlab {
 namespace {
 
 TEST_CASE("weights are planned with the bytes that the config gives") {
-  for (const std::string name :
-       {"gemma-3-1b", "gpt-oss-20b", "llama-2-7b", "llama-3.2-1b", "qwen3-8b"}) {
+  for (const std::string name : {"gemma-3-1b", "gpt-oss-20b", "llama-2-7b", "llama-3.2-1b",
+                                 "qwen2.5", "qwen3-8b", "smollm2"}) {
     CAPTURE(name);
     const ModelConfig config =
         read_model_config(KVLAB_SOURCE_DIR "/engine/models/configs/" + name + ".json", name);
