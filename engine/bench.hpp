@@ -53,14 +53,16 @@ struct StreamBenchOptions {
 };
 nlohmann::ordered_json bench_stream(const StreamBenchOptions& options);
 
-/// Times decoding after a prompt with a cache that evicts, and compares it with the full cache, at
+/// Times decoding after a prompt with caches that evict, and compares each with the full cache, at
 /// one batch size and at the largest batch size that fits (Zhang et al. 2023, H2O, section 5.3).
 struct EvictBenchOptions {
   BenchModel model;
-  ResolvedConfig cache;  ///< with a budget in tokens
+  std::vector<CacheConfig> configs;  ///< all of them evict
   int batch = 24;
   std::uint32_t prompt = 2048, decoded = 2048;  ///< tokens of each sequence
 };
+/// The full cache is measured once. For a configuration that cannot run, the result has the reason.
+/// If none can run, throws the error of the first.
 nlohmann::ordered_json bench_evict(const EvictBenchOptions& options);
 
 /// Times decode attention with and without observation and eviction, for every combination of the

@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "engine/backend.hpp"
+#include "engine/bench.hpp"
 #include "engine/cuda/cache/evicting_cache.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/decoder.hpp"
@@ -172,6 +173,37 @@ TEST_CASE("The CUDA decoder refuses a feature that it cannot compute", "[gpu]") 
       CudaSequence(tiny(Dtype::f32),
                    {.tokens = 220, .cache = cache("lagkv", 48, {}, Positions::original)}),
       "policy lagkv: the CUDA decoder does not support its feature lagkv; --device cpu does");
+}
+
+TEST_CASE("A benchmark measures the configurations that run, and names the others", "[gpu]") {
+  if (no_device()) return;
+  const auto config = [](const std::string& policy) {
+    return CacheConfig{.policy = parse_policy(policy), .budget = {.extent = tokens(48)}};
+  };
+  EvictBenchOptions how{.model = {.directory = kTiny, .random_weights = {}},
+                        .configs = {config("lagkv"), config("h2o"), config("sink:sinks=64")},
+                        .batch = 2,
+                        .prompt = 96,
+                        .decoded = 32};
+  const auto found = bench_evict(how);
+  CHECK(found["full"]["batch"] == 2);
+  CHECK(found["largest_full"]["batch"] > 2);
+  REQUIRE(found["configurations"].size() == 3);
+  const auto &lagkv = found["configurations"][0], &h2o = found["configurations"][1];
+  CHECK(lagkv["policy"] == how.configs[0].policy.text());
+  CHECK(lagkv["budget_tokens"] == 48);
+  CHECK(lagkv["refused"] ==
+        "policy lagkv: the CUDA decoder does not support its feature lagkv; --device cpu does");
+  CHECK(h2o["policy"] == how.configs[1].policy.text());
+  CHECK(h2o["budget_tokens"] == 48);
+  CHECK(h2o["evicting"]["batch"] == 2);
+  CHECK(h2o["largest_evicting"]["tokens_per_second"] > 0);
+  CHECK(h2o["time_ratio"] > 0);
+  CHECK(h2o["throughput_ratio"] > 0);
+  CHECK_FALSE(h2o.contains("refused"));
+  CHECK(found["configurations"][2].contains("refused"));  // more protected tokens than the budget
+  how.configs.erase(how.configs.begin() + 1);
+  CHECK_THROWS_WITH(bench_evict(how), lagkv["refused"].get<std::string>());
 }
 
 TEST_CASE("Cache positions lose no precision with rotated keys", "[gpu]") {

@@ -1,5 +1,6 @@
 """Tests the offloading experiment: its page from a CSV, and its peers on the CPU with tiny models."""
 
+import argparse
 import csv
 import json
 import pathlib
@@ -73,6 +74,27 @@ def test_shares_and_factors(measured: pathlib.Path) -> None:
         assert ratio == pytest.approx(policy * placement * engine)
         assert engine == pytest.approx(0.8 / wanted[system][0])
     assert results.split(results.cells["kvlab full", 1024])[2] == pytest.approx(1)
+
+
+def test_rows_of_kvlab(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = argparse.Namespace(out=tmp_path / "page.md", seconds=60, repeats=1)
+    measurement = offloading.Measurement(arguments)
+    found = {
+        "decode": {"read_bytes_per_second": MEMORY},
+        "evict": {
+            "largest_full": {"batch": 2, "decode_seconds": 64.0},
+            "configurations": [{"budget_tokens": 108, "largest_evicting": {"batch": 8, "decode_seconds": 32.0}}],
+        },
+    }
+    monkeypatch.setattr(measurement, "bench", lambda what, *options: found[what])
+    measurement.decoding()
+    with open(measurement.csv, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["new"] == "32"]
+    assert [(row["system"], row["metric"], float(row["value"]), row["batch"]) for row in rows] == [
+        ("kvlab full", "step_seconds", 2, "2"),
+        ("kvlab h2o", "step_seconds", 1, "8"),
+        ("kvlab h2o", "budget_tokens", 108, ""),
+    ]
 
 
 def test_page_from_csv(measured: pathlib.Path, tmp_path: pathlib.Path) -> None:

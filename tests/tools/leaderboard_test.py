@@ -1,7 +1,8 @@
-"""Tests tools/experiments/leaderboard.py with a program that imitates kvlab on a machine with a GPU. The program
-refuses the policy lagkv except on the CPU, and prints fixed numbers. Also tests summary.py on the CSV."""
+"""Tests tools/experiments/leaderboard.py and decode_speed.py with a program that imitates kvlab on a machine with a GPU.
+The program refuses the policy lagkv except on the CPU, and prints fixed numbers. Also tests summary.py on the CSV."""
 
 import contextlib
+import csv
 import importlib
 import io
 import json
@@ -14,8 +15,8 @@ import unittest.mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools/experiments"))
-NAMES = ("leaderboard", "leaderboard_page", "rerun_cells", "summary")
-leaderboard, leaderboard_page, rerun_cells, summary = map(importlib.import_module, NAMES)
+NAMES = ("decode_speed", "leaderboard", "leaderboard_page", "rerun_cells", "summary")
+decode_speed, leaderboard, leaderboard_page, rerun_cells, summary = map(importlib.import_module, NAMES)
 
 PROGRAM = f"#!{sys.executable}" + r'''
 import json, pathlib, sys
@@ -35,11 +36,14 @@ if words[0] == "policies":
 if "r_kv" in policies or ("lagkv" in policies and not on_cpu):
     sys.exit("kvlab eval: policy " + policies[0] + ": the CUDA decoder does not support it")
 if words[0] == "bench":
-    if policies[0] == "window":
-        sys.exit("kvlab bench: device memory: too little")
     run = lambda batch, rate: {"batch": batch, "tokens_per_second": rate}
-    print(json.dumps({"device": "GPU", "dtype": "bfloat16", "full": run(1, 100.5), "evicting": run(1, 200.5),
-                      "largest_full": run(10, 1000.5), "largest_evicting": run(40, 4000.5)}))
+    def result(name):
+        if name == "window":
+            return {"policy": name, "budget_tokens": 512, "refused": "device memory: too little"}
+        rate = {"h2o": 200.5, "sink": 251}[name]
+        return {"policy": name, "budget_tokens": 512, "evicting": run(1, rate), "largest_evicting": run(40, 20 * rate)}
+    print(json.dumps({"device": "GPU", "dtype": "bfloat16", "full": run(1, 100.5), "largest_full": run(10, 1000.5),
+                      "configurations": [result(name) for name in policies]}))
     sys.exit()
 if "--out" not in words:
     sys.exit()
@@ -161,12 +165,11 @@ class Leaderboard(unittest.TestCase):
         self.assertIn("| `sink` | 0.3 (0.29 to 0.31) |", page)
         self.assertIn(("lagkv", "6%", "kl"), rows)
         self.assertNotIn(("lagkv", "6%", "accuracy"), rows)
-        self.assertNotIn(("lagkv", "25%", "tokens_per_s: batch 1 on GPU in bfloat16"), rows)
         # A complete run removes the old rows of what it measured, and keeps those of other policies and formats.
         old = rows["sink", "6%", "kl"]
         path = self.folder / "page.csv"
         with open(path, "a", newline="") as file:
-            lines = leaderboard.csv.DictWriter(file, leaderboard_page.COLUMNS)
+            lines = csv.DictWriter(file, leaderboard_page.COLUMNS)
             lines.writerows([old | {"metric": "old"}, old | {"format": "4"}])
         page, again = self.run_it()
         self.assertNotIn(("sink", "6%", "old"), again)
@@ -177,9 +180,16 @@ class Leaderboard(unittest.TestCase):
 
     def test_rows_that_make_no_page_are_refused(self):
         row = self.run_it()[1]["h2o", "6%", "kl"]
-        for rows, words in (([], "has no rows"), ([row | {"metric": "accuracy"}], "no row has the metric kl")):
+        speed = row | {"metric": "tokens_per_s: batch 1 on GPU", "low": "", "high": "",
+                       "command": "kvlab bench evict --random-weights a.json --prompt-tokens 1 --max-new-tokens 1"}  # fmt: skip
+        for rows, words in (
+            ([], "has no rows"),
+            ([row | {"metric": "accuracy"}], "no row has the metric kl"),
+            ([speed], "no row has the metric kl"),
+            ([row, speed | {"model": "other"}, row | {"model": "other", "metric": "accuracy"}], "other: no row has the metric kl"),
+        ):
             with open(self.folder / "page.csv", "w", newline="") as file:
-                lines = leaderboard.csv.DictWriter(file, leaderboard_page.COLUMNS)
+                lines = csv.DictWriter(file, leaderboard_page.COLUMNS)
                 lines.writeheader()
                 lines.writerows(rows)
             with self.assertRaises(leaderboard.Refused) as refused:
@@ -226,26 +236,102 @@ class Leaderboard(unittest.TestCase):
             self.run_it()
         self.assertIn("repeats the model, policy", str(refused.exception))
 
-    def test_decode_speed(self):
-        page, rows = self.run_it("--speed", "6%", "25%")
-        self.assertEqual(rows["sink", "6%", "tokens_per_s: batch 40 on GPU in bfloat16"]["value"], "4000.5")
-        self.assertEqual(
-            rows["sink", "25%", "tokens_per_s: batch 1 on GPU in bfloat16"]["command"],
-            "kvlab bench evict --policy sink --budget 25% --prompt-tokens 1024 --max-new-tokens 1024 --batch 1 --model planted",
-        )
-        self.assertEqual(rows["full", "100%", "tokens_per_s: batch 10 on GPU in bfloat16"]["value"], "1000.5")
-        self.assertIn("| `full` | 100 (1) | 1,000 (10) | 100 (1) | 1,000 (10) |", page)
-        self.assertIn("| `h2o` | 200 (1) | 4,000 (40) | 200 (1) | 4,000 (40) |", page)
-        self.assertIn("the decode speed of window at 6% was not measured: device memory: too little", self.said)
+    def measure_speed(self, *words, context=2048, name="planted"):
+        """Runs decode_speed.py. Returns the page and the rows of the model's decode speeds."""
+        config = self.folder / f"{name}.json"
+        config.write_text(json.dumps({"max_position_embeddings": context}))
+        page = self.folder / "page.md"
+        command = ["decode_speed.py", "--kvlab", self.kvlab, "--config", config, "--out", page, "--keep", self.folder / "keep", *words]
+        with unittest.mock.patch("sys.argv", list(map(str, command))), contextlib.redirect_stderr(io.StringIO()) as said:
+            decode_speed.decode_speed()
+        self.said = said.getvalue()
+        self.lines = leaderboard_page.read_rows(page.with_suffix(".csv"))
+        rows = [row for row in self.lines if row["model"] == name and row["metric"].startswith("tokens_per_s")]
+        return page.read_text(), {(row["policy"], row["memory"], row["metric"]): row for row in rows}
 
-    def test_decode_speed_needs_a_gpu(self):
-        page, rows = self.run_it("--device", "cpu")
-        self.assertNotIn("### Decode speed", page)
-        self.kvlab.write_text(PROGRAM.replace('if policies[0] == "window":', "if True:"))
-        page, rows = self.run_it()
-        self.assertNotIn("### Decode speed", page)
-        self.assertIn("the decode speed of h2o at 25% was not measured: device memory: too little", self.said)
-        self.assertFalse([key for key in rows if key[2].startswith("tokens_per_s")])
+    def test_decode_speed(self):
+        before = self.run_it()[1]
+        self.run_it("--device", "cpu", "--policy", "lagkv", "--answers", 0)
+        page, rows = self.measure_speed("--memory", "6%", "25%", context=1 << 17)
+        # One command for each share. Its policies are those whose KL was measured on the GPU.
+        half = "--prompt-tokens 4096 --max-new-tokens 4096 --batch 1"
+        config = self.folder / "planted.json"
+        self.assertEqual(self.commands("bench"), [
+            f"bench evict --random-weights {config} --policy h2o,sink,window --budget {share} {half} --json" for share in ("6%", "25%")
+        ])  # fmt: skip
+        single, largest = (f"tokens_per_s: batch {batch} on GPU in bfloat16" for batch in (1, 40))
+        self.assertEqual(rows["sink", "6%", largest]["value"], "5020")
+        self.assertEqual(
+            rows["sink", "25%", single]["command"], f"kvlab bench evict --random-weights planted.json --policy sink --budget 25% {half}"
+        )
+        self.assertEqual(rows["full", "100%", largest.replace("40", "10")]["value"], "1000.5")
+        self.assertEqual(len(rows), 2 + 2 * 2 * 2)  # of the full cache, and of two policies at two shares
+        # The full cache is first, then the fastest policy.
+        table = page.partition("### Decode speed")[2].partition("|")[2].partition("\n\n")[0].splitlines()[2:]
+        full, sink, h2o = "| 100 (1) | 1,000 (10) ", "| 251 (1), 2.50x | 5,020 (40), 5.02x ", "| 200 (1), 2.00x | 4,010 (40), 4.01x "
+        self.assertEqual(table, [f"| `full` {2 * full}|", f"| `sink` {2 * sink}|", f"| `h2o` {2 * h2o}|"])
+        self.assertIn("window at 6% was not measured: device memory: too little", self.said)
+        # Rows of the other metrics stay, and a complete run of the leaderboard keeps the speeds.
+        self.assertEqual([row for row in self.lines if row in before.values()], [*before.values()])
+        self.assertEqual({key: row for key, row in self.run_it()[1].items() if key in rows}, rows)
+
+    def test_old_decode_speeds_are_replaced(self):
+        self.run_it()
+        rows = self.measure_speed("--memory", "6%", "25%")[1]
+        path = self.folder / "page.csv"
+        old = rows["sink", "6%", "tokens_per_s: batch 40 on GPU in bfloat16"]
+        others = [old | change for change in (
+            {"metric": "tokens_per_s: batch 41 on GPU in bfloat16"},  # an earlier largest batch
+            {"policy": "window"},  # refused now
+            {"metric": "tokens_per_s: batch 40 on other GPU in bfloat16"},
+        )]  # fmt: skip
+        with open(path, "a", newline="") as file:
+            csv.DictWriter(file, leaderboard_page.COLUMNS).writerows(others)
+        page, again = self.measure_speed()
+        self.assertEqual(len(again), len(rows) + 3)  # nothing of another share
+        page, again = self.measure_speed("--memory", "6%")
+        kept = others[2]
+        self.assertEqual(again, rows | {(kept["policy"], kept["memory"], kept["metric"]): kept})
+        self.assertIn("on one other GPU in bfloat16,", page.replace("\n", " "))
+
+    def test_a_model_with_only_decode_speeds(self):
+        self.run_it()
+        # Its policies are those of all models.
+        page, rows = self.measure_speed(name="llama-3.1-8b", context=4096)
+        self.assertEqual(rows["h2o", "25%", "tokens_per_s: batch 1 on GPU in bfloat16"]["value"], "200.5")
+        self.assertIn("--policy h2o,sink,window --budget 25% --prompt-tokens 2048 --max-new-tokens 2048 ", self.commands("bench")[0])
+        section = page.partition("## `llama-3.1-8b` (random weights: only the shape counts)\n\n")[2].partition("\n## ")[0]
+        self.assertTrue(section.startswith("Decoded tokens per second of all sequences together on one GPU in bfloat16,"))
+        self.assertIn("| `h2o` | 200 (1), 2.00x | 4,010 (40), 4.01x |", section)
+        for words in ("KL", "Accuracy", "Not measured"):
+            self.assertNotIn(words, section)
+        self.assertNotIn("llama", page.partition("## Do the criteria")[2])
+        self.assertIn("Models: `planted`. Of `llama-3.1-8b`, only the decode speed was measured.", page.replace("\n", " "))
+        self.assertEqual(self.lines[-1]["model"], "llama-3.1-8b")
+        self.assertEqual({row["model"] for row in self.measure_speed("--name", "shape", name="llama")[1].values()}, set())
+        self.assertEqual(self.lines[-1]["model"], "shape")
+
+    def test_failed_decode_speeds_write_nothing(self):
+        self.run_it()
+        files = [self.folder / f"page.{ending}" for ending in ("csv", "md")]
+        before = [file.read_text() for file in files]
+        self.kvlab.write_text(PROGRAM.replace('if words[0] == "bench":', 'if words[0] == "bench" and "25%" in words:\n    '
+                                              'sys.exit("kvlab bench: device memory: none")\nif words[0] == "bench":'))  # fmt: skip
+        for words, reason in (
+            (["--memory", "6%", "25%"], "kvlab bench evict at 25%: device memory: none"),
+            (["--memory", "512"], "--memory: 512 is not a share"),
+            (["--out", self.folder / "none.md"], "none.csv: cannot be read"),
+        ):
+            with self.assertRaises(leaderboard.Refused) as refused:
+                self.measure_speed(*words)
+            self.assertIn(reason, str(refused.exception))
+        self.assertEqual([file.read_text() for file in files], before)
+        # Without a policy on the GPU there is nothing to measure.
+        files[0].unlink()
+        self.run_it("--device", "cpu", "--policy", "lagkv", "--answers", 0)
+        with self.assertRaises(leaderboard.Refused) as refused:
+            self.measure_speed()
+        self.assertIn("no policy whose KL was measured on a GPU", str(refused.exception))
 
     def rerun(self, *words):
         """Runs rerun_cells.py on the CSV. Returns its exit status and its table."""
@@ -273,10 +359,12 @@ class Leaderboard(unittest.TestCase):
 
     def test_kept_results_are_reused(self):
         first = self.run_it()
-        measured = len(self.commands("bench") + self.commands("task") + self.commands("fidelity"))
+        measured = self.commands("task") + self.commands("fidelity") + self.commands("eval")
         self.assertEqual(self.run_it(), first)
-        again = len(self.commands("bench") + self.commands("task") + self.commands("fidelity"))
-        self.assertEqual(again, measured + 1)  # the failed measurement of `window` is tried again
+        self.assertEqual(self.commands("task") + self.commands("fidelity") + self.commands("eval"), measured)
+        page = self.measure_speed()
+        self.assertEqual(self.measure_speed(), page)
+        self.assertEqual(len(self.commands("bench")), 1)
 
 
 class Summary(unittest.TestCase):
@@ -298,6 +386,8 @@ class Summary(unittest.TestCase):
         text = " ".join(summary.sentences(rows).split())
         self.assertIn("The full cache answers 97% of the questions.", text)
         self.assertIn("The leaderboard also ranks the policies on another model, `other`.", text)
+        speed = row("shape", "h2o:sinks=0", "tokens_per_s: batch 1 on GPU", 0.5)
+        self.assertEqual(" ".join(summary.sentences([*rows, speed]).split()), text)
 
 
 if __name__ == "__main__":

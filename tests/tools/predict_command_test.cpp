@@ -1,4 +1,4 @@
-// Tests the command `kvlab predict`, and what `kvlab bench link` refuses.
+// Tests the command `kvlab predict`, and what `kvlab bench` refuses.
 #include <string>
 
 #include "tests/catch.hpp"
@@ -146,6 +146,17 @@ TEST_CASE("bench link refuses half of a step, and its options are refused elsewh
              StartsWith("--selected: 2048 should be less than --context 1024"));
   CHECK_THAT(refusal("bench decode --selected 5 --random-weights " + kModel),
              StartsWith("--selected: only bench link has it"));
+}
+
+TEST_CASE("bench evict and bench stream refuse the full cache, and bench stream several policies") {
+  const std::string model = " --random-weights " + kModel;
+  for (const char* const what : {"bench evict", "bench stream"}) {
+    CHECK_THAT(refusal(what + model), StartsWith("--policy: bench stream and bench evict need"));
+    CHECK_THAT(refusal(what + model + " --policy h2o,full --budget 64"),
+               StartsWith("--policy: bench stream and bench evict need"));
+  }
+  CHECK_THAT(refusal("bench stream --policy h2o,lru --budget 64" + model),
+             StartsWith("--policy: bench stream measures one policy"));
 }
 
 }  // namespace

@@ -101,6 +101,30 @@ void print_metrics(const ordered_json& metrics) {
   rows.print();
 }
 
+/// The result of `bench evict` in the form that print_metrics() prints: a row for each
+/// configuration, and then a row for each one that cannot run, with the reason.
+ordered_json evict_tables(ordered_json metrics) {
+  ordered_json rows = ordered_json::array(), refused = ordered_json::array();
+  for (const ordered_json& own : metrics["configurations"]) {
+    if (own.contains("refused")) {
+      refused.push_back(own);
+      continue;
+    }
+    const ordered_json &evicting = own["evicting"], &largest = own["largest_evicting"];
+    rows.push_back({{"policy", own["policy"]},
+                    {"budget_tokens", own["budget_tokens"]},
+                    {"batch", evicting["batch"]},
+                    {"tokens_per_second", evicting["tokens_per_second"]},
+                    {"time_ratio", own["time_ratio"]},
+                    {"largest_batch", largest["batch"]},
+                    {"largest_tokens_per_second", largest["tokens_per_second"]},
+                    {"throughput_ratio", own["throughput_ratio"]}});
+  }
+  metrics["configurations"] = std::move(rows);
+  if (!refused.empty()) metrics["refused"] = std::move(refused);
+  return metrics;
+}
+
 // `kvlab bench replay`: times replays. For comparison, also times exact attention over the whole
 // trace.
 
@@ -276,14 +300,13 @@ std::vector<CacheConfig> requested_sweep(const Request& request) {
   return sweep_of(request.caches, compiled_policies(request.caches));
 }
 
-/// `--policy` and `--budget`: one policy that evicts, at one or more budgets.
+/// `--policy` and `--budget`: policies that evict, each at every budget.
 std::vector<CacheConfig> evicting_sweep(const Request& request) {
   std::vector<CacheConfig> sweep = requested_sweep(request);
-  for (const CacheConfig& config : sweep)
-    if (!config.evicts() || config.policy.text() != sweep.front().policy.text())
-      throw std::invalid_argument(
-          "--policy: bench stream and bench evict need exactly one policy that evicts; give "
-          "--policy P and its --budget B");
+  if (!std::ranges::all_of(sweep, &CacheConfig::evicts))
+    throw std::invalid_argument(
+        "--policy: bench stream and bench evict need policies that evict; give --policy P and its "
+        "--budget B");
   return sweep;
 }
 
@@ -292,6 +315,8 @@ ordered_json stream(const Request& request) {
   StreamBenchOptions how{
       .model = model_of(request), .cache = sweep.front(), .budgets = {}, .steps = request.steps};
   for (const CacheConfig& config : sweep) {
+    if (config.policy.text() != sweep.front().policy.text())
+      throw std::invalid_argument("--policy: bench stream measures one policy; give one");
     if (config.budget.extent.is_share || config.budget.in_bytes || !config.budget.is_even() ||
         config.budget.all)
       throw std::invalid_argument(
@@ -312,17 +337,11 @@ ordered_json eval(const Request& request) {
 }
 
 ordered_json evict(const Request& request) {
-  const std::vector<CacheConfig> sweep = evicting_sweep(request);
-  if (sweep.size() != 1)
-    throw std::invalid_argument(
-        "--policy and --budget: bench evict runs one configuration; give one policy and one "
-        "budget");
-  EvictBenchOptions how{.model = model_of(request),
-                        .batch = request.batch,
-                        .prompt = prompt_tokens_of(request, kMaxTokens),
-                        .decoded = request.max_new_tokens};
-  how.cache = resolve(sweep.front(), how.prompt + how.decoded);
-  return bench_evict(how);
+  return bench_evict({.model = model_of(request),
+                      .configs = evicting_sweep(request),
+                      .batch = request.batch,
+                      .prompt = prompt_tokens_of(request, kMaxTokens),
+                      .decoded = request.max_new_tokens});
 }
 
 ordered_json attention(const Request& request) {
@@ -458,7 +477,7 @@ int run(const Request& request) {
   if (request.common.json)
     print_json(metrics);
   else
-    print_metrics(metrics);
+    print_metrics(request.words[0] == "evict" ? evict_tables(std::move(metrics)) : metrics);
   return 0;
 }
 

@@ -1,6 +1,7 @@
 """Helpers of the experiments: they run kvlab, read its tables, and write a Markdown page that is not edited by hand.
 
-Each script in this folder writes one page, with the results of one run (docs/results/README.md). All take
+Each script in this folder writes one page, with the results of one run (docs/results/README.md). All that evaluate a
+model take
 
     --kvlab build/kvlab --model DIR --out PAGE.md [--text FILE...] [--tokens N] [--device cpu|cuda] [--quick]
 """
@@ -27,12 +28,13 @@ class Refused(Exception):
 def parse_arguments(purpose, models, add_arguments):
     parser = argparse.ArgumentParser(description=purpose)
     parser.add_argument("--kvlab", default=str(ROOT / "build/kvlab"), help="the command (default: build/kvlab)")
-    several = {"nargs": "+"} if models else {}
-    parser.add_argument("--model", required=True, help="checkpoint, such as engine/models/smollm2", **several)
-    parser.add_argument("--text", nargs="+", default=[str(text) for text in TEXTS], help="default: tools/texts/*.txt")
-    parser.add_argument("--tokens", type=int, help="number of tokens of each text")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a device")
-    parser.add_argument("--quick", action="store_true", help="a smaller run, which takes minutes on a CPU")
+    if models is not None:
+        several = {"nargs": "+"} if models else {}
+        parser.add_argument("--model", required=True, help="checkpoint, such as engine/models/smollm2", **several)
+        parser.add_argument("--text", nargs="+", default=[str(text) for text in TEXTS], help="default: tools/texts/*.txt")
+        parser.add_argument("--tokens", type=int, help="number of tokens of each text")
+        parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a device")
+        parser.add_argument("--quick", action="store_true", help="a smaller run, which takes minutes on a CPU")
     parser.add_argument("--out", required=True, help="the page to write")
     parser.add_argument("--keep", metavar="DIR", help="keep the results of commands in DIR, and reuse the results "
                         "that are there; use another DIR if kvlab, a model or a text has changed")
@@ -45,13 +47,15 @@ class Experiment:
     """A page: its runs and their tables."""
 
     def __init__(self, purpose, models=False, arguments=None):
-        """`models`: whether `--model` takes several models. `self.models` lists them; runs use `self.model`.
+        """`models`: whether `--model` takes several models. `self.models` lists them; runs use `self.model`. None: the
+        script evaluates no model, so it has no `--model` and none of the options beside it.
 
         `arguments`: a function that adds the script's own arguments to the parser.
         """
         self.arguments = parse_arguments(purpose, models, arguments)
-        self.models = self.arguments.model if models else [self.arguments.model]
-        self.model = self.models[0]
+        if models is not None:
+            self.models = self.arguments.model if models else [self.arguments.model]
+            self.model = self.models[0]
         self.sections = []
         self.scratch = None if self.arguments.keep else tempfile.TemporaryDirectory()
         self.results = pathlib.Path(self.arguments.keep or self.scratch.name)

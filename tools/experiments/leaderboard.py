@@ -5,15 +5,13 @@ Writes a CSV beside the page, from which every number of the page comes. If the 
 """
 
 import concurrent.futures
-import csv
 import json
 import math
-import os
 import pathlib
 import sys
 
 from experiment import Experiment, Refused, checkout_path, main, tier_plan_of
-from leaderboard_page import ACCURACY, COLUMNS, DIFFERS, PREDICTS, RULER, SPEED, key_of, page, read_rows
+from leaderboard_page import ACCURACY, COLUMNS, DIFFERS, PREDICTS, RULER, SPEED, key_of, read_rows, write_page
 
 # Name on the page, and words of the command. A task is left out if the full cache answers less than the share ENOUGH of
 # its questions.
@@ -26,7 +24,6 @@ TASKS = {
 ENOUGH = 0.8
 CHECKED = 24  # number of questions of each task by which this is decided
 DEPTHS = ["10%", "50%", "90%"]  # where the answer is in the text
-MAX_SPEED_TOKENS = 8192  # length of the sequences whose decode speed is measured
 QUICK_TASKS = ["pass key", "niah_single_1", "fwe"]  # these fit into few tokens
 # The policies of the table that shows which metric predicts KL.
 FEW = "window,sink,lru,h2o,streaming_h2o,tova,snapkv:once=no:smooth=0,a2sf,h2o_mean,roco"
@@ -111,7 +108,6 @@ class Board:
             self.lines += [line for task, line in self.shares.items() if task not in self.tasks]
             self.pool_tasks()
             self.lines += predicted.result()
-        self.lines += DecodeSpeed(self).lines  # alone, because other commands would slow it down
 
     def runnable(self, policies, plan):
         """The policies that run in a format. Quantized keys cannot get new positions, so they need original positions."""
@@ -273,37 +269,6 @@ class Policies:
             self.decode.append(":".join([name] + ["once=no"] * once + ["smooth=0"] * smooth))
 
 
-class DecodeSpeed:
-    """Decoded tokens per second on one GPU, in 16 bit, for a board's policies. `kvlab bench evict` measures each together
-    with the full cache, for one sequence and for as many as fit in memory."""
-
-    def __init__(self, board):
-        self.board, self.arguments = board, board.experiment.arguments
-        self.half = min(board.experiment.context(), MAX_SPEED_TOKENS) // 2  # tokens of the prompt, and as many decoded ones
-        self.lines = []
-        if self.arguments.device == "cpu" or self.arguments.quick or "16" not in board.plans:
-            return
-        for share in self.arguments.speed:
-            for name in board.policies.decode:
-                self.measure(name, share)
-
-    def measure(self, name, share):
-        words = ["evict", "--policy", name, "--budget", share, "--prompt-tokens", self.half, "--max-new-tokens", self.half, "--batch", 1]
-        found, failure = self.board.experiment.bench(*words, "--model", self.board.experiment.model)
-        if failure:
-            print(f"leaderboard.py: the decode speed of {name} at {share} was not measured: {failure}", file=sys.stderr)
-            return
-        command = " ".join(map(str, ["kvlab bench", *words, "--model", self.board.model]))
-        if not self.lines:
-            self.add("full", "100%", found, (found["full"], found["largest_full"]), command)
-        self.add(name, share, found, (found["evicting"], found["largest_evicting"]), command)
-
-    def add(self, name, memory, found, runs, command):
-        for run in {run["batch"]: run for run in runs}.values():
-            metric = f"{SPEED}{run['batch']} on {found['device']} in {found['dtype']}"
-            self.lines.append(self.board.line(name, memory, "16", metric, run["tokens_per_second"], None, None, 1, command))
-
-
 def tiers_of(word):
     """Returns a tier plan as text. `word`: the plan, or @FILE with a file of `kvlab plan`."""
     if not word.startswith("@"):
@@ -326,13 +291,12 @@ def add_arguments(parser):
                         "(default: 200)")
     parser.add_argument("--length", type=int, help="maximum number of tokens of RULER's questions with their answers (default: 1024, or "
                         "half of the model's context if that is less)")
-    parser.add_argument("--speed", nargs="*", default=["25%"], metavar="SHARE", help="memory at which the decode speed of each "
-                        "policy is measured on a GPU; without a share: none (default: 25%%)")
 
 
 def updated(known, measured, is_complete):
     """The rows of an earlier run with the measured ones, which replace rows for the same cell. A complete run also removes
-    the other old rows of the models, formats and policies that it measured."""
+    the other old rows of the models, formats and policies that it measured, except decode speeds, which decode_speed.py
+    measures."""
     keys = {key_of(row) for row in measured}
     losses = {(row["model"], row["format"], row["policy"]) for row in measured if row["metric"] == "kl"}
     losses |= {(model, plan, "full") for model, plan, _ in losses}
@@ -341,7 +305,7 @@ def updated(known, measured, is_complete):
         policies = {row["policy"]}
         if row["metric"].startswith(DIFFERS):
             policies.add(row["metric"].removeprefix(DIFFERS))
-        return is_complete and all((row["model"], row["format"], policy) in losses for policy in policies)
+        return is_complete and not row["metric"].startswith(SPEED) and all((row["model"], row["format"], policy) in losses for policy in policies)
 
     return [row for row in known if key_of(row) not in keys and not is_old(row)] + measured
 
@@ -356,14 +320,7 @@ def leaderboard():
     known = read_rows(rows) if rows.exists() else []
     staying = known if arguments.policy else []
     measured = [line for directory in experiment.models for line in Board(experiment, directory, staying).lines]
-    everything = updated(known, measured, not arguments.policy)
-    text = page(everything)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(rows, "w", newline="") as file:
-        lines = csv.DictWriter(file, COLUMNS, lineterminator=os.linesep)
-        lines.writeheader()
-        lines.writerows(everything)
-    path.write_text(text)
+    write_page(path, updated(known, measured, not arguments.policy))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ describes the columns and metrics). Rows that several people measured make one p
 
 import csv
 import math
+import os
 import re
 
 from experiment import Refused, spearman, table, wrapped
@@ -18,7 +19,7 @@ DIFFERS = "kl_differs_from: "  # whether KL differs significantly (1 or 0), befo
 PREDICTS = "rank_correlation_with_kl: "  # before the name of a metric of a replay
 SPEED = "tokens_per_s: batch "  # the metric of a decode speed, before "N on GPU"
 # Options that the command of a metric has, because the page names their values.
-NEEDED = {"kl": ["--text", "--max-tokens"], SPEED.split()[0]: ["--prompt-tokens", "--max-new-tokens"]}
+NEEDED = {"kl": ["--text", "--max-tokens"], SPEED.split()[0]: ["--random-weights", "--prompt-tokens", "--max-new-tokens"]}
 QUESTION = """
 This page ranks every registered policy, with its defaults, at equal memory and by two criteria. KL (in nats) says how
 far predictions move from those of the full cache; lower is better. Task accuracy is the share of right answers to
@@ -37,16 +38,27 @@ by the paired 95% interval of `kvlab eval` over all texts. Numbers in parenthese
 interval of `kvlab eval`; for accuracy, Clopper and Pearson's. Every number is in `leaderboard.csv`, with the command
 that measured it.
 """
-MADE = "Made from `leaderboard.csv`, which `tools/experiments/leaderboard.py` writes; no number is typed by hand."
+MADE = (
+    "Made from `leaderboard.csv`, which `leaderboard.py` and `decode_speed.py` of `tools/experiments` write; no number is typed by hand."
+)
+NO_KL = "no row has the metric kl, by which the page orders policies"
 
 
 def page(rows):
     """The text of the page for rows of the CSV, which are dictionaries of texts or numbers."""
-    models = [Model(name, rows) for name in dict.fromkeys(row["model"] for row in rows)]
-    parts = ["# Leaderboard", QUESTION.strip(), wrapped(f"{MADE} Models: {', '.join(f'`{model.name}`' for model in models)}.")]
+    every = [Model(name, rows) for name in dict.fromkeys(row["model"] for row in rows)]
+    models, shapes = [model for model in every if model.memory], [model for model in every if not model.memory]
+    if not models:
+        raise Refused(NO_KL)
+    made = f"{MADE} Models: {listed(model.name for model in models)}."
+    if shapes:
+        made += f" Of {listed(model.name for model in shapes)}, only the decode speed was measured."
+    parts = ["# Leaderboard", QUESTION.strip(), wrapped(made)]
     everything = dict.fromkeys(short(row["policy"]) for row in rows if row["metric"] == "kl")
     for model in models:
         parts += model.section(everything)
+    for model in shapes:
+        parts += [f"## `{model.name}` (random weights: only the shape counts)", *model.speed()]
     parts += [
         "## Do the criteria, and the models, agree?",
         "Rank correlations (Spearman) over all policies.",
@@ -62,13 +74,13 @@ def page(rows):
 
 
 class Model:
-    """The rows of one model."""
+    """The rows of one model. If only its decode speed was measured, `formats` and `memory` are empty."""
 
     def __init__(self, name, rows):
         self.name, self.rows = name, [row for row in rows if row["model"] == name]
         losses = [row for row in self.rows if row["metric"] == "kl"]
-        if not losses:
-            raise Refused(f"{name}: no row has the metric kl, by which the page orders policies")
+        if not losses and any(not row["metric"].startswith(SPEED) for row in self.rows):
+            raise Refused(f"{name}: {NO_KL}")
         self.formats = list(dict.fromkeys(row["format"] for row in losses))
         self.memory = sorted({row["memory"] for row in losses}, key=percent)
 
@@ -102,7 +114,8 @@ class Model:
             parts.append(self.ranked(found, order, min, lambda share, best, plan=plan: self.ties(share, plan, best)))
         for plan in self.formats:
             parts += self.accuracy(plan)
-        return parts + self.speed()
+        speed = self.speed()
+        return parts + ["### Decode speed, 16 bit"] * bool(speed) + speed
 
     def texts(self):
         """Which texts KL was measured on, from the command of a row."""
@@ -168,28 +181,46 @@ class Model:
         return table(["policy", *(f"{share} of the memory" for share in self.memory)], lines)
 
     def speed(self):
-        """The table of decode speeds, or nothing if none was measured."""
-        rows = [row for row in self.rows if row["metric"].startswith(SPEED)]
-        if not rows:
-            return []
-        gpus = dict.fromkeys(row["metric"].partition(" on ")[2] for row in rows)
-        words = rows[0]["command"].split()
-        explanation = (
-            f"Decoded tokens per second of all sequences together, on one {' or '.join(gpus)}. Each sequence decodes "
-            f"{int(option(words, '--max-new-tokens')):,} tokens after a prompt of {int(option(words, '--prompt-tokens')):,}, with random keys "
-            "and values. In parentheses: the number of sequences, which is 1 or the largest number that fits in memory, at most 2,047. "
-            "`kvlab bench evict` times steps at some lengths and integrates."
-        )
-        shares = sorted({row["memory"] for row in rows if row["policy"] != "full"}, key=percent)
-        header = ["policy", *(f"{share} of the memory, {what}" for share in shares for what in ("one sequence", "largest batch"))]
-        lines = []
-        for name in dict.fromkeys(row["policy"] for row in rows):
-            lines.append([f"`{short(name)}`"])
-            for share in shares:
-                own = [row for row in rows if row["policy"] == name and row["memory"] == ("100%" if name == "full" else share)]
-                cells = [f"{value_of(row):,.0f} ({int(batch_of(row)):,})" for row in sorted(own, key=batch_of)] or ["-"]
-                lines[-1] += [cells[0], cells[-1]]
-        return ["### Decode speed, 16 bit", wrapped(explanation), table(header, lines)]
+        """For each GPU, what its decode speeds are, and their table."""
+        found, parts = {}, []
+        for row in self.rows:
+            if row["metric"].startswith(SPEED):
+                found.setdefault(gpu_of(row), []).append(row)
+        for gpu, rows in found.items():
+            words = rows[0]["command"].split()
+            parts += [wrapped(
+                f"Decoded tokens per second of all sequences together on one {gpu}, then the number of sequences (1, or the largest number that "
+                "fits in memory, at most 2,047), and the speed relative to the full cache in the same column. Each sequence decodes "
+                f"{int(option(words, '--max-new-tokens')):,} tokens after a prompt of {int(option(words, '--prompt-tokens')):,}. The weights, "
+                "keys and values are random, because the speed depends only on the model's shape. `kvlab bench evict` times steps at some "
+                "lengths and integrates."
+            ), speed_table(rows)]  # fmt: skip
+        return parts
+
+
+def speed_table(rows):
+    """A row for each policy, two columns for each memory. The fastest policy at the largest batch is first, after the full
+    cache."""
+    runs = {}
+    for row in rows:
+        runs.setdefault((row["policy"], row["memory"]), []).append(row)
+    for own in runs.values():
+        own.sort(key=batch_of)
+    full = runs.pop(("full", "100%"), None)
+    shares = sorted({share for _, share in runs}, key=percent)
+    names = dict.fromkeys(name for name, _ in runs)
+    order = sorted(names, key=lambda name: -sum(value_of(runs[name, share][-1]) for share in shares if (name, share) in runs))
+    lines = []
+    for name in ["full"] * bool(full) + order:
+        lines.append([f"`{short(name)}`"])
+        for share in shares:
+            own = full if name == "full" else runs.get((name, share))
+            for end in (0, -1):  # one sequence, the largest batch
+                text = f"{value_of(own[end]):,.0f} ({batch_of(own[end]):,})" if own else "-"
+                if own and full and name != "full":
+                    text += f", {value_of(own[end]) / value_of(full[end]):.2f}x"
+                lines[-1].append(text)
+    return table(["policy", *(f"{share} of the memory, {what}" for share in shares for what in ("one sequence", "largest batch"))], lines)
 
 
 def agreement(models):
@@ -274,6 +305,11 @@ def task_names(metrics):
     return ", ".join(f"`{name}`" if name in RULER else name for name in names)
 
 
+def gpu_of(row):
+    """The GPU and the data type of a decode speed."""
+    return row["metric"].partition(" on ")[2]
+
+
 def fault_of(row):
     """What is wrong with a row of the CSV, or None."""
     if None in row or None in row.values() or list(row) != COLUMNS:
@@ -292,7 +328,7 @@ def fault_of(row):
     if not row["command"].startswith(("kvlab ", "pooled over the tasks")):
         return "command should be the kvlab command that measured the value"
     needed = NEEDED.get(row["metric"].partition(" ")[0], ())
-    missing = [name for name in needed if not re.search(f" {name} " + ("[^-]" if name == "--text" else r"\d"), row["command"])]
+    missing = [name for name in needed if not re.search(f" {name} " + ("[^-]" if name in ("--text", "--random-weights") else r"\d"), row["command"])]
     return f"command should have {missing[0]} and its value" if missing else None
 
 
@@ -314,6 +350,17 @@ def read_rows(path):
             raise Refused(f"{path}:{line}: {fault}")
         seen.add(key_of(row))
     return rows
+
+
+def write_page(path, rows):
+    """Writes the page, and its rows to the CSV beside it. Rows that make no page are refused before anything is written."""
+    text = page(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".csv"), "w", newline="") as file:
+        lines = csv.DictWriter(file, COLUMNS, lineterminator=os.linesep)
+        lines.writeheader()
+        lines.writerows(rows)
+    path.write_text(text)
 
 
 def key_of(row):

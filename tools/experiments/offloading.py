@@ -201,9 +201,10 @@ class Measurement:
                 if found is None:
                     continue
                 cell = {"where": "gpu", "prompt": PROMPT, "new": new, "repeat": repeat}
-                for system, own in (("kvlab full", found["largest_full"]), ("kvlab h2o", found["largest_evicting"])):
+                evicting = found["configurations"][0]
+                for system, own in (("kvlab full", found["largest_full"]), ("kvlab h2o", evicting["largest_evicting"])):
                     append_row(self.csv, system, "step_seconds", own["decode_seconds"] / new, batch=own["batch"], **cell)
-                append_row(self.csv, "kvlab h2o", "budget_tokens", found["budget_tokens"], **cell)
+                append_row(self.csv, "kvlab h2o", "budget_tokens", evicting["budget_tokens"], **cell)
 
     @contextlib.contextmanager
     def limit_memory(self):

@@ -12,7 +12,7 @@ import sys
 import textwrap
 
 from experiment import Refused
-from leaderboard_page import page, read_rows, task_names
+from leaderboard_page import SPEED, page, read_rows, task_names
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = "smollm2"
@@ -52,7 +52,7 @@ def sentences(rows):
         f"right. Each question comes after the eviction. The 95% intervals of these shares reach {min(sides):.0f} to {max(sides):.0f} points to "
         f"either side. The full cache answers {f'{float(full[0]):.0%} of the questions' if full else 'at least 80% of each task'}."
     )
-    others = [f"`{name}`" for name in dict.fromkeys(row["model"] for row in rows) if name != MODEL]
+    others = [f"`{name}`" for name in dict.fromkeys(row["model"] for row in rows if not row["metric"].startswith(SPEED)) if name != MODEL]
     if others:
         text += f" The leaderboard also ranks the policies on {'another model' if len(others) == 1 else 'other models'}, {', '.join(others)}."
     return textwrap.fill(text, 120, break_on_hyphens=False)

@@ -1,3 +1,4 @@
+#include <exception>
 #include <stdexcept>
 
 #include "engine/cuda/bench/bench_tools.hpp"
@@ -33,11 +34,13 @@ std::uint64_t device_bytes(const cuda::MemoryInfo& before) {
   return before.free - cuda::memory_info().free;
 }
 
-CudaDecoderOptions decoder_options(const EvictBenchOptions& options, int batch, bool evicts) {
+/// `cache`: the configuration of each sequence; null: the full cache.
+CudaDecoderOptions decoder_options(const EvictBenchOptions& options, int batch,
+                                   const ResolvedConfig* cache) {
   const std::uint32_t tokens = options.prompt + options.decoded + kWarmUpSteps + kSampledSteps;
-  CudaDecoderOptions how{.sequences = batch, .slots = evicts ? 0 : tokens, .prefill_tokens = 256};
-  if (!evicts) return how;
-  how.caches.assign(static_cast<std::size_t>(batch), options.cache);
+  CudaDecoderOptions how{.sequences = batch, .slots = cache ? 0 : tokens, .prefill_tokens = 256};
+  if (!cache) return how;
+  how.caches.assign(static_cast<std::size_t>(batch), *cache);
   for (int row = 0; row < batch; ++row)
     how.caches[static_cast<std::size_t>(row)].sequence = static_cast<std::uint32_t>(row);
   return how;
@@ -47,10 +50,10 @@ CudaDecoderOptions decoder_options(const EvictBenchOptions& options, int batch, 
 /// and the times are integrated by the trapezoid rule. A cache that evicts does not grow, so its
 /// steps are timed only at the first and the last length.
 ordered_json run(const DeviceModel& model, const EvictBenchOptions& options, int batch,
-                 bool evicts) {
+                 const ResolvedConfig* cache) {
   const cuda::MemoryInfo before = cuda::memory_info();
-  CudaDecoder decoder(model, decoder_options(options, batch, evicts));
-  const std::uint32_t points = evicts ? 2 : kLengths;
+  CudaDecoder decoder(model, decoder_options(options, batch, cache));
+  const std::uint32_t points = cache ? 2 : kLengths;
   double sum = 0;
   for (std::uint32_t i = 0; i < points; ++i) {
     const std::uint32_t length = options.prompt + options.decoded * i / (points - 1);
@@ -64,17 +67,43 @@ ordered_json run(const DeviceModel& model, const EvictBenchOptions& options, int
           {"device_bytes", device_bytes(before)}};
 }
 
-int largest_batch(const DeviceModel& model, const EvictBenchOptions& options, bool evicts) {
+int largest_batch(const DeviceModel& model, const EvictBenchOptions& options,
+                  const ResolvedConfig* cache) {
   int fits = 0;
   for (int too_many = 2048; too_many - fits > 1;) {
     const int batch = fits + (too_many - fits) / 2;
-    (CudaDecoder::fits(model, decoder_options(options, batch, evicts)) ? fits : too_many) = batch;
+    (CudaDecoder::fits(model, decoder_options(options, batch, cache)) ? fits : too_many) = batch;
   }
   if (fits == 0)
     throw std::runtime_error(
         "not even one sequence fits into the device's memory; use fewer --prompt-tokens or "
         "--max-new-tokens");
   return fits;
+}
+
+/// The runs of a cache at the requested and at the largest batch size.
+struct Runs {
+  Runs(const DeviceModel& model, const EvictBenchOptions& options, const ResolvedConfig* cache)
+      : requested(run(model, options, options.batch, cache)),
+        largest(run(model, options, largest_batch(model, options, cache), cache)) {}
+
+  ordered_json requested, largest;
+};
+
+double ratio(const ordered_json& a, const ordered_json& b, const char* metric) {
+  return a[metric].get<double>() / b[metric].get<double>();
+}
+
+/// Adds the runs of a configuration to its result.
+void measure(ordered_json& result, const DeviceModel& model, const EvictBenchOptions& options,
+             const CacheConfig& config, const Runs& full) {
+  const ResolvedConfig cache = resolve(config, options.prompt + options.decoded);
+  const Runs evicting(model, options, &cache);
+  result.update({{"budget_tokens", cache.budget_tokens},
+                 {"evicting", evicting.requested},
+                 {"time_ratio", ratio(full.requested, evicting.requested, "decode_seconds")},
+                 {"largest_evicting", evicting.largest},
+                 {"throughput_ratio", ratio(evicting.largest, full.largest, "tokens_per_second")}});
 }
 
 }  // namespace
@@ -118,28 +147,33 @@ ordered_json bench_stream(const StreamBenchOptions& options) {
 }
 
 ordered_json bench_evict(const EvictBenchOptions& options) {
+  ordered_json results = ordered_json::array();
+  // Before the model is loaded, because a budget may need more than a length.
+  for (const CacheConfig& config : options.configs)
+    results.push_back(
+        {{"policy", config.policy.text()},
+         {"budget_tokens", config.budget_in_tokens(options.prompt + options.decoded, 0)}});
   const DeviceModel model = bench_model(options.model);
-  const ordered_json full = run(model, options, options.batch, false);
-  const ordered_json evicting = run(model, options, options.batch, true);
-  const ordered_json largest_full =
-      run(model, options, largest_batch(model, options, false), false);
-  const ordered_json largest_evicting =
-      run(model, options, largest_batch(model, options, true), true);
-  const auto ratio = [](const ordered_json& a, const ordered_json& b, const char* metric) {
-    return a[metric].get<double>() / b[metric].get<double>();
-  };
+  const Runs full(model, options, nullptr);
+  std::exception_ptr first;
+  bool any = false;
+  for (std::size_t i = 0; i < options.configs.size(); ++i) {
+    try {
+      measure(results[i], model, options, options.configs[i], full);
+      any = true;
+    } catch (const std::exception& error) {
+      cuda::memory_info();  // throws if the device was lost, because then no other one can run
+      if (!first) first = std::current_exception();
+      results[i]["refused"] = error.what();
+    }
+  }
+  if (first && !any) std::rethrow_exception(first);
   ordered_json metrics = bench_of("evict", model);
-  metrics.update(
-      {{"policy", options.cache.policy.text()},
-       {"budget_tokens", options.cache.budget_tokens},
-       {"prompt_tokens", options.prompt},
-       {"decoded_tokens", options.decoded},
-       {"full", full},
-       {"evicting", evicting},
-       {"time_ratio", ratio(full, evicting, "decode_seconds")},
-       {"largest_full", largest_full},
-       {"largest_evicting", largest_evicting},
-       {"throughput_ratio", ratio(largest_evicting, largest_full, "tokens_per_second")}});
+  metrics.update({{"prompt_tokens", options.prompt},
+                  {"decoded_tokens", options.decoded},
+                  {"full", full.requested},
+                  {"largest_full", full.largest},
+                  {"configurations", std::move(results)}});
   return metrics;
 }
 
