@@ -404,8 +404,9 @@ TEST_CASE("Blocks, drafts and gathered ranks that do not fit the configuration a
         }).starts_with(call + "config.pages.page is 10; it should be a power of two"));
   CHECK(why("h2o:tiers=4", [&](Layout& l) { paged(l, 2); }) ==
         call + "tiers are quantized, but pages is given; use tiers in 16 bit, or none");
-  CHECK(why("streaming_h2o", [](Layout& l) {
+  CHECK(why("h2o", [](Layout& l) {
           l.config.draft_tokens = 2;
+          l.config.numbering = KVLAB_CACHE_POSITIONS;
         }).starts_with(call + "draft_tokens is 2, but numbering is KVLAB_CACHE_POSITIONS"));
   CHECK(why("h2o", [](Layout& l) {
           l.config.draft_tokens = 1u << 30;
