@@ -114,11 +114,13 @@ void CudaDecoder::rewind(int sequence, std::uint32_t tokens) {
   set_row(sequence);
 }
 
-void CudaDecoder::pretend(int sequence, std::uint32_t tokens) {
+void CudaDecoder::pretend(std::uint32_t tokens) {
   check_capacity(tokens);
-  cache_->pretend(sequence, tokens);
-  fed_.at(static_cast<std::size_t>(sequence)) = tokens;
-  set_row(sequence);
+  cache_->pretend(tokens);
+  for (int sequence = 0; sequence < static_cast<int>(fed_.size()); ++sequence) {
+    fed_[static_cast<std::size_t>(sequence)] = tokens;
+    set_row(sequence);
+  }
 }
 
 std::vector<float> CudaDecoder::logits(int sequence) const {

@@ -87,9 +87,9 @@ class CudaDecoder {
   /// Removes all but the first `tokens` tokens. Throws std::logic_error if that is impossible.
   /// Without eviction, removing all tokens is always possible.
   void rewind(int sequence, std::uint32_t tokens);
-  /// For benchmarks: fills a sequence with random keys and values instead of a prompt of `tokens`
+  /// For benchmarks: fills all sequences with random keys and values instead of prompts of `tokens`
   /// tokens.
-  void pretend(int sequence, std::uint32_t tokens);
+  void pretend(std::uint32_t tokens);
 
   /// Number of times that choose() or step() has sampled.
   std::uint64_t published() const { return batch_.published(); }

@@ -12,9 +12,9 @@ using cuda::check;
 using cuda::Placed;
 
 std::size_t aligned_workspace(const KvCacheConfig& config, int max_slots) {
-  kvlab_cache_view cache = config.slot_cache(static_cast<int>(config.sequences.size()), max_slots);
-  cache.pages = config.pages;
-  return cuda::Arena::align_up(config.kernels.attention_workspace(cache, config.is_quantized()));
+  return cuda::Arena::align_up(config.kernels.attention_workspace(
+      config.slot_cache(static_cast<int>(config.sequences.size()), max_slots),
+      config.is_quantized()));
 }
 
 }  // namespace
@@ -219,27 +219,37 @@ std::uint64_t KvCache::evictions(int sequence, std::uint32_t before) const {
   return left;
 }
 
-void KvCache::pretend(int sequence, std::uint32_t tokens) {
-  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
-    const std::size_t at = layer * slots_.pairs() + pair;
-    const auto first = static_cast<std::size_t>(slots_.first_slots()[at]);
-    const std::uint32_t live = slots_.older(layer, pair, tokens);
-    counts_of(layer, pair) = {{.live = live, .before = live, .max_live = live}};
-    if (is_quantized()) storage_->tiers.pretend(slots_, at, pair, live);
-    // Keeps the sinks and the youngest tokens. Their states and features become zero.
-    const std::uint32_t sinks = slots_.protected_tokens(layer, pair).sinks;
-    std::vector<std::uint32_t> positions(live);
-    for (std::uint32_t i = 0; i < live; ++i) positions[i] = i < sinks ? i : tokens - live + i;
-    copy_to_device(storage_->positions + first, positions.data(), positions.size());
-    if (const std::size_t bytes = config_.kernels.slot_bytes; bytes > 0)
-      clear(storage_->states + first * bytes, live * bytes);
-    if (const auto count = static_cast<std::size_t>(config_.features.count); count > 0)
-      clear(storage_->features + first * count, live * count);
-    copy_to_device(storage_->lengths + at, reinterpret_cast<const std::int32_t*>(&live), 1);
-    copy_to_device(storage_->next_slots + at, reinterpret_cast<const std::int32_t*>(&live), 1);
-  });
-  for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer)
-    number(storage_->cache_of(layer, sequence));
+void KvCache::pretend(std::uint32_t tokens) {
+  for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer) {
+    const std::int64_t begin = slots_.range(layer, 0).first,
+                       count = slots_.end_of_layer(layer) - begin;
+    const std::size_t first_pair = layer * slots_.pairs();
+    std::vector<std::uint32_t> positions(static_cast<std::size_t>(count));
+    std::vector<std::int32_t> lengths;
+    for (std::size_t pair = 0; pair < slots_.pairs(); ++pair) {
+      const std::size_t at = first_pair + pair;
+      const std::uint32_t live = slots_.older(layer, pair, tokens);
+      counts_of(layer, pair) = {{.live = live, .before = live, .max_live = live}};
+      if (is_quantized()) storage_->tiers.pretend(slots_, at, pair, live);
+      lengths.push_back(static_cast<std::int32_t>(live));
+      // Keeps the sinks and the youngest tokens.
+      const std::uint32_t sinks = std::min(live, slots_.protected_tokens(layer, pair).sinks);
+      const auto own = positions.begin() + (slots_.first_slots()[at] - begin);
+      std::iota(own, own + sinks, 0u);
+      std::iota(own + sinks, own + live, tokens - live + sinks);
+    }
+    copy_to_device(storage_->positions + begin, positions.data(), positions.size());
+    copy_to_device(storage_->lengths + first_pair, lengths.data(), lengths.size());
+    copy_to_device(storage_->next_slots + first_pair, lengths.data(), lengths.size());
+    const auto clear_slots = [&](auto* array, std::size_t width) {
+      if (width > 0)
+        clear(array + static_cast<std::size_t>(begin) * width,
+              static_cast<std::size_t>(count) * width);
+    };
+    clear_slots(storage_->states, config_.kernels.slot_bytes);
+    clear_slots(storage_->features, static_cast<std::size_t>(config_.features.count));
+    number(storage_->cache(layer, static_cast<int>(sequences_.size())));
+  }
   check(cudaStreamSynchronize(stream_), "filling a cache with random values");
 }
 

@@ -236,9 +236,9 @@ class KvCache {
   /// Number of tokens, over all layers and KV heads, that were evicted before the last append or
   /// step added its tokens. `before`: number of tokens that the sequence had been fed by then.
   std::uint64_t evictions(int sequence, std::uint32_t before) const;
-  /// For benchmarks: behaves as if `tokens` tokens had been fed. The contents of their keys and
-  /// values are undefined. Synchronizes.
-  void pretend(int sequence, std::uint32_t tokens);
+  /// For benchmarks: behaves as if `tokens` tokens had been fed to every sequence. The contents of
+  /// their keys and values are undefined; states and features are zero. Synchronizes.
+  void pretend(std::uint32_t tokens);
 
   /// Bytes allocated for the keys and values of all sequences, free slots included.
   std::uint64_t allocated_bytes() const;

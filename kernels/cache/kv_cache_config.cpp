@@ -22,8 +22,7 @@ int max_row_bytes(const KvCacheConfig& config) {
 
 /// The reason why the fast attention cannot run on a device; empty if it can.
 std::string why_not_fast(const KvCacheConfig& config, const DeviceLimits& limits) {
-  kvlab_cache_view cache = config.slot_cache(1, 1);
-  cache.pages = config.pages;
+  const kvlab_cache_view cache = config.slot_cache(1, 1);
   if (!config.is_quantized()) return why_not_attention(cache, config.numbering, limits);
   PairAttention pairs{};
   pairs.type = config.type;

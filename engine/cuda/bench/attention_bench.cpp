@@ -55,7 +55,7 @@ double microseconds(const DeviceModel& model, const Shape& shape,
                               .prefill_tokens = 1,
                               .caches = std::move(caches)});
   const auto batch = static_cast<int>(shape.batch);
-  for (int row = 0; row < batch; ++row) decoder.pretend(row, evicts ? 2 * held : held - 2);
+  decoder.pretend(evicts ? 2 * held : held - 2);
   decoder.step(batch);  // computes queries for the launches below
   const DecodeStep step = decoder.decode_step(batch);
   const auto parts = step.parts(0);

@@ -97,10 +97,9 @@ ordered_json bench_decode(const DecodeBenchOptions& options) {
                               .slots = options.context + options.steps + kWarmUp + 1,
                               .prefill_tokens = 128});
   const auto ids = bench_ids(static_cast<std::size_t>(options.batch), model.config().vocab);
-  for (int row = 0; row < options.batch; ++row) {
-    decoder.pretend(row, options.context);
+  decoder.pretend(options.context);
+  for (int row = 0; row < options.batch; ++row)
     decoder.set_next(row, ids[static_cast<std::size_t>(row)]);
-  }
   for (int i = 0; i < kWarmUp; ++i) decoder.step(options.batch);
   const std::uint64_t first = decoder.tokens(0) + 1, last = first + options.steps - 1;
   const auto steps = [&] {

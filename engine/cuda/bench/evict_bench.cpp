@@ -18,10 +18,8 @@ constexpr std::uint32_t kLengths = 5;        // lengths at which the full cache'
 double step_milliseconds(CudaDecoder& decoder, int batch, std::uint32_t length,
                          std::uint32_t steps) {
   const auto ids = bench_ids(static_cast<std::size_t>(batch), decoder.model().config().vocab);
-  for (int row = 0; row < batch; ++row) {
-    decoder.pretend(row, length);
-    decoder.set_next(row, ids[static_cast<std::size_t>(row)]);
-  }
+  decoder.pretend(length);
+  for (int row = 0; row < batch; ++row) decoder.set_next(row, ids[static_cast<std::size_t>(row)]);
   for (std::uint32_t i = 0; i < kWarmUpSteps; ++i) decoder.step(batch);
   return milliseconds_of(decoder.stream(),
                          [&] {

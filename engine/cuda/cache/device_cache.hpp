@@ -91,9 +91,9 @@ class DeviceCache {
   /// Number of evicted tokens over all layers and KV heads. `before`: number of tokens that the
   /// sequence had before the last append.
   virtual std::uint64_t evictions(int /*sequence*/, std::uint32_t /*before*/) const { return 0; }
-  /// For benchmarks: fills a sequence with random keys and values instead of a prompt of `tokens`
+  /// For benchmarks: fills all sequences with random keys and values instead of prompts of `tokens`
   /// tokens.
-  virtual void pretend(int sequence, std::uint32_t tokens) = 0;
+  virtual void pretend(std::uint32_t tokens) = 0;
 };
 
 /// Bytes of device memory: for tokens and their state, and for work buffers.

@@ -75,25 +75,16 @@ std::vector<std::vector<std::uint32_t>> EvictingCache::kept(int sequence, std::u
   return kept;
 }
 
-void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
-  rings_.pretend(sequence);
-  slots_.pretend(sequence, tokens);
+void EvictingCache::pretend(std::uint32_t tokens) {
+  rings_.pretend();
+  slots_.pretend(tokens);
   if (options_.is_quantized()) return;
   const kernels::SlotStorage& storage = slots_.storage();
-  const kernels::PairSlots& pairs = slots_.slots();
-  const std::size_t first_pair = static_cast<std::size_t>(sequence) * config_.kv_heads;
-  for (std::uint32_t layer = 0; layer < slots_.config().layers.size(); ++layer)
-    for (std::uint32_t head = 0; head < config_.kv_heads; ++head) {
-      const std::size_t pair = first_pair + head;
-      const auto first =
-          static_cast<std::size_t>(pairs.first_slots()[layer * pairs.pairs() + pair]);
-      for (const bool key : {true, false})
-        check(cuda::fill_normal(model_.type(),
-                                (key ? storage.keys : storage.values) + first * model_.key_bytes(),
-                                std::size_t{pairs.older(layer, pair, tokens)} * config_.head_size,
-                                1.0f, first * 2 + (key ? 1 : 0), stream_),
-              "filling a cache with random values");
-    }
+  const auto total = static_cast<std::size_t>(slots_.slots().total());
+  for (const bool key : {true, false})
+    check(cuda::fill_normal(model_.type(), key ? storage.keys : storage.values,
+                            total * config_.head_size, 1.0f, key ? 1 : 0, stream_),
+          "filling a cache with random values");
   check(cudaStreamSynchronize(stream_), "filling a cache with random values");
 }
 

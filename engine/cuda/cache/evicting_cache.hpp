@@ -41,7 +41,7 @@ class EvictingCache final : public DeviceCache {
   std::uint64_t evictions(int sequence, std::uint32_t before) const override {
     return slots_.evictions(sequence, before);
   }
-  void pretend(int sequence, std::uint32_t tokens) override;
+  void pretend(std::uint32_t tokens) override;
 
   // For CacheWatch.
   const WindowRings& rings() const { return rings_; }

@@ -220,21 +220,18 @@ std::unique_ptr<const CacheStep> FullCache::step(int rows, const LayerOutputMemo
   return std::make_unique<const Step>(*this, rows, outputs);
 }
 
-void FullCache::pretend(int sequence, std::uint32_t tokens) {
-  rings_.pretend(sequence);
-  for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
-    if (rings_.has(layer)) continue;
-    for (std::uint32_t head = 0; head < config_.kv_heads; ++head)
-      for (const bool key : {true, false}) {
-        const std::size_t at =
-            offset(layer, sequence) +
-            head * static_cast<std::size_t>(shape(layer).head_stride) * bytes_of(model_.dtype());
-        check(cuda::fill_normal(model_.type(), (key ? storage_->keys : storage_->values) + at,
-                                std::size_t{tokens} * config_.head_size, 1.0f, at + (key ? 1 : 0),
-                                stream_),
-              "filling a cache with random values");
-      }
-  }
+void FullCache::pretend(std::uint32_t) {
+  rings_.pretend();
+  for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
+    for (const bool key : {true, false}) {
+      if (rings_.has(layer)) continue;
+      const std::size_t at = offset(layer, 0);
+      check(cuda::fill_normal(model_.type(), (key ? storage_->keys : storage_->values) + at,
+                              static_cast<std::size_t>(shape(layer).sequence_stride) *
+                                  static_cast<std::size_t>(options_.sequences),
+                              1.0f, at + (key ? 1 : 0), stream_),
+            "filling a cache with random values");
+    }
 }
 
 }  // namespace kvlab

@@ -21,7 +21,7 @@ class FullCache final : public DeviceCache {
                                        bool ends_prompt) override;
   std::unique_ptr<const CacheStep> step(int rows, const LayerOutputMemory& outputs) const override;
   std::uint64_t live_bytes(int sequence, std::uint32_t fed) const override;
-  void pretend(int sequence, std::uint32_t tokens) override;
+  void pretend(std::uint32_t tokens) override;
 
  private:
   class Prompt;

@@ -192,15 +192,15 @@ void WindowRings::copy(std::uint32_t layer, int sequence, std::uint32_t first, s
   }
 }
 
-void WindowRings::pretend(int sequence) const {
+void WindowRings::pretend() const {
   for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
     for (const bool key : {true, false}) {
       if (!has(layer)) continue;
-      const std::size_t at = offset(layer, sequence);
-      check(cuda::fill_normal(
-                model_.type(), (key ? storage_->keys : storage_->values) + at,
-                static_cast<std::size_t>(slots_[layer]) * config_.kv_heads * config_.head_size,
-                1.0f, at + (key ? 1 : 0), stream_),
+      const std::size_t at = offset(layer, 0);
+      check(cuda::fill_normal(model_.type(), (key ? storage_->keys : storage_->values) + at,
+                              static_cast<std::size_t>(slots_[layer]) * config_.kv_heads *
+                                  config_.head_size * static_cast<std::size_t>(sequences_),
+                              1.0f, at + (key ? 1 : 0), stream_),
             "filling a cache with random values");
     }
 }

@@ -36,7 +36,7 @@ class WindowRings {
               const std::byte* q, const LayerOutputs& to) const;
 
   /// For benchmarks: fills the rings with random keys and values.
-  void pretend(int sequence) const;
+  void pretend() const;
 
  private:
   struct Storage {

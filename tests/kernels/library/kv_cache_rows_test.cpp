@@ -39,7 +39,8 @@ class SampledRounds {
   std::mt19937 random_{11};
 };
 
-/// Runs prompts, rounds of drafts, steps and a second turn on two sequences of a device's cache.
+/// Runs prompts, rounds of drafts, steps and a second turn on two sequences of a device's cache. It
+/// ends with steps, before which the CPU's caches evict like those of the device.
 /// Calls each(sequence, layer, position of the first token, rows of tokens that stay, outputs).
 /// Returns the number of tokens of each sequence.
 template <class Each>
@@ -58,7 +59,7 @@ Counts converse(Slots& slots, Each each) {
   };
   append(0, 40);
   append(1, 31);
-  for (int step = 0; step < 14; ++step) {
+  for (int step = 0; step < 15; ++step) {
     const Round round = rounds.next();
     slots.begin_drafts(round.tokens);
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
