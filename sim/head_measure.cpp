@@ -20,8 +20,12 @@ std::span<const float> HeadMeasure::add_row(std::uint32_t query, std::uint32_t h
   std::uint32_t hits = 0;
   for (const std::uint32_t position : tokens)
     if (position < query) hits += wanted.flags[position];
-  add_wanted(head, wanted.count);
-  add(0, head, recall, wanted.count - hits);
+  add(0, head,
+      {.recall = recall,
+       .position = query,
+       .live = static_cast<std::uint32_t>(tokens.size()),
+       .wanted = wanted.count,
+       .missed = wanted.count - hits});
   add_passages(head, full.e.data(), 1, full.sum, tokens);
   if (!samples(query) && rows.gradient_samples() == 0) return {};
   out_.assign(view_.head_size, 0.0f);

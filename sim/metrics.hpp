@@ -115,9 +115,6 @@ Quantile quantile_of(const MeasuredQueries& measured, const float* values);
 /// The unweighted mean of quantiles. `weight`: their total weight.
 Estimate mean_of(std::span<const Quantile> quantiles, std::size_t blocks, double weight);
 
-/// nll_recall takes the logarithm of the recall or, if the recall is smaller, of this bound.
-inline constexpr double kRecallFloor = 1e-9;
-
 /// One configuration's metrics on one KV head.
 struct HeadStats {
   std::vector<double> sums;         ///< layout: SumsShape

@@ -5,6 +5,16 @@
 #include <utility>
 
 namespace kvlab {
+namespace {
+
+/// The sums and products of no queries.
+constexpr SumTerms no_terms() {
+  SumTerms terms{};
+  for (std::size_t i = 0; i < kQuerySums; ++i) terms.of[i] = is_log_sum(i) ? 1 : 0;
+  return terms;
+}
+
+}  // namespace
 
 RowMeasure::RowMeasure(const MeasuredQueries* measured, std::size_t sets, const HeadView& view,
                        std::uint32_t together)
@@ -16,12 +26,9 @@ RowMeasure::RowMeasure(const MeasuredQueries* measured, std::size_t sets, const 
   if (!measured) return;
   shape_ = measured->sums(view.group);
   for (HeadStats& stats : stats_) stats.resize(*measured, view.group, view.projection_columns());
-  recall_.resize(sets * group_);
-  product_.resize(recall_.size(), 1.0);
-  missed_.resize(recall_.size());
-  wanted_.resize(group_);
-  width_ = std::min<std::size_t>(16, recall_.size());
-  tiles_ = (recall_.size() + width_ - 1) / width_;
+  sums_.resize(sets * group_, no_terms());
+  width_ = std::min<std::size_t>(16, sums_.size());
+  tiles_ = (sums_.size() + width_ - 1) / width_;
   rows_.resize(together * tiles_ * width_);
   recalls_.reset(new float[tiles_ * measured->size() * width_]);
 }
@@ -72,20 +79,17 @@ void RowMeasure::add_output(std::size_t set, std::uint32_t head, double error, d
 
 /// Adds the data of the pending queries to the sums of their block.
 void RowMeasure::flush() {
-  for (std::size_t at = 0; pending_ > 0 && at < recall_.size(); ++at) {
-    const std::size_t set = at / group_;
-    const auto head = static_cast<std::uint32_t>(at % group_);
-    sum(set, Sum::recall, head) += std::exchange(recall_[at], 0);
-    sum(set, Sum::nll, head) -= std::log(std::exchange(product_[at], 1));
-    sum(set, Sum::missed, head) += std::exchange(missed_[at], 0);
-    sum(set, Sum::wanted, head) += wanted_[head];
+  for (std::size_t at = 0; pending_ > 0 && at < sums_.size(); ++at) {
+    const SumTerms terms = std::exchange(sums_[at], no_terms());
+    for (std::size_t i = 0; i < kQuerySums; ++i)
+      sum(at / group_, Sum{i}, static_cast<std::uint32_t>(at % group_)) +=
+          is_log_sum(i) ? -std::log(terms.of[i]) : terms.of[i];
   }
   const std::size_t first = pending_ > 0 ? measured_->index(query_) + 1 - pending_ : 0;
   for (std::size_t tile = 0; tile < tiles_; ++tile)
     for (std::size_t i = 0; i < pending_; ++i)
       std::copy_n(rows_.data() + (i * tiles_ + tile) * width_, width_,
                   recalls_.get() + (tile * measured_->size() + first + i) * width_);
-  std::ranges::fill(wanted_, 0);
   pending_ = 0;
 }
 
@@ -94,11 +98,11 @@ std::vector<HeadStats> RowMeasure::take() {
   flush();
   const std::size_t size = measured_->size(), stride = size + width_;
   std::vector<float> turned(width_ * stride);
-  for (std::size_t first = 0; first < recall_.size(); first += width_) {
+  for (std::size_t first = 0; first < sums_.size(); first += width_) {
     const float* const tile = recalls_.get() + first * size;
     for (std::size_t i = 0; i < size; ++i)
       for (std::size_t c = 0; c < width_; ++c) turned[c * stride + i] = tile[i * width_ + c];
-    for (std::size_t at = first; at < std::min(first + width_, recall_.size()); ++at)
+    for (std::size_t at = first; at < std::min(first + width_, sums_.size()); ++at)
       stats_[at / group_].quantiles[at % group_] =
           quantile_of(*measured_, turned.data() + (at - first) * stride);
   }

@@ -2,7 +2,6 @@
 // configuration batches both use it.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -16,8 +15,8 @@ namespace kvlab {
 
 class RowMeasure {
  public:
-  /// Maximum number of queries whose recalls are multiplied, so that the sum of their logarithms
-  /// needs only one logarithm. The product of that many recalls stays above 1e-288.
+  /// Maximum number of queries whose factors are multiplied, so that the sum of their logarithms
+  /// needs only one logarithm. The product of that many factors is at least kMinFactor^32 = 1e-288.
   static constexpr std::uint32_t kTogether = 32;
 
   RowMeasure() = default;
@@ -43,16 +42,17 @@ class RowMeasure {
   // The following functions refer to the query of the last begin_query().
 
   void begin_query(std::uint32_t query);
-  /// Adds the number of tokens that a query head requests. Call once for all sets.
-  void add_wanted(std::uint32_t head, std::uint32_t wanted) { wanted_[head] += wanted; }
-  /// Adds the recall of one set for a query head. `missed` is the number of requested tokens that
-  /// are not in the set.
-  void add(std::size_t set, std::uint32_t head, double recall, std::uint32_t missed) {
+  /// Adds what a query head sees of one set.
+  void add(std::size_t set, std::uint32_t head, const QueryResult& result) {
     const std::size_t at = set * group_ + head;
-    recall_[at] += recall;
-    product_[at] *= std::max(recall, kRecallFloor);
-    missed_[at] += missed;
-    newest_[at] = static_cast<float>(recall);
+    const SumTerms terms = terms_of(result);
+    SumTerms& pending = sums_[at];
+    for (std::size_t i = 0; i < kQuerySums; ++i)
+      if (is_log_sum(i))
+        pending.of[i] *= terms.of[i];
+      else
+        pending.of[i] += terms.of[i];
+    newest_[at] = static_cast<float>(result.recall);
   }
   /// Adds how much of the attention to each passage the set holds. Only for a single set. `e` are
   /// the row's exponentials, `stride` floats apart, and `sum` is their sum. `tokens`: the positions
@@ -101,10 +101,9 @@ class RowMeasure {
   std::size_t group_ = 0;
   std::uint32_t together_ = 0, query_ = 0, block_ = 0, pending_ = 0;
   std::vector<HeadStats> stats_;  // [set]
-  // Sums over the last pending_ queries, which have not been added to stats_ yet. The last of these
-  // queries is query_.
-  std::vector<double> recall_, product_;        // [set, group]: sums
-  std::vector<std::uint32_t> missed_, wanted_;  // sums; missed_: [set, group], wanted_: [group]
+  // [set, group]: sums of terms and products of factors over the last pending_ queries, which have
+  // not been added to stats_ yet. The last of these queries is query_.
+  std::vector<SumTerms> sums_;
   // Recalls are stored in tiles. A tile has the width of a CPU cache line or, if that is less, the
   // width of all recalls of one query.
   std::size_t width_ = 0, tiles_ = 0;

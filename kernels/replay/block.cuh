@@ -53,7 +53,7 @@ struct ReplayShared {
   std::uint32_t moves;         ///< number of tokens that move to slots of evicted tokens
   std::uint32_t gone;          ///< one past the position of the youngest evicted token
   std::uint32_t listed;        ///< number of slots in the list of old keys
-  /// Sums of kept exponentials; negative if all tokens are kept.
+  /// Sums of kept exponentials.
   float kept[kMaxReplayQueries][kMaxReplayGroup];
   std::uint32_t hits[kMaxReplayQueries][kMaxReplayGroup];
   std::uint32_t visible[kMaxReplayQueries];

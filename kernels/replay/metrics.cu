@@ -8,48 +8,57 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
-static_assert(Sum::recall == Sum{0} && Sum::nll == Sum{1} && Sum::missed == Sum{2} &&
-              Sum::wanted == Sum{3});  // metrics_of() relies on this order
 
-/// Returns four metrics of one query and head, in the order of Sum: recall, its negative logarithm,
-/// and the numbers of missed and of requested tokens.
-__device__ inline float4 metrics_of(float kept, float row_sum, std::uint32_t hits,
-                                    std::uint32_t wanted) {
-  const bool whole = kept < 0;
-  const float recall = whole ? 1.0f : kept / row_sum;
-  return {recall, static_cast<float>(-log(fmax(double{recall}, 1e-9))),
-          static_cast<float>(whole ? 0 : wanted - hits), static_cast<float>(wanted)};
+/// What one head of query i of the block sees in a cache.
+__device__ inline QueryResult result_of(const ReplayMetricsArgs& args, std::int64_t task,
+                                        std::int64_t cache, int i, int head) {
+  const ReplayRows& rows = args.rows;
+  const int heads = 4 * args.shape.head_groups();
+  const std::int64_t row = rows.row(task, i) * heads + head, query = cache * rows.block + i,
+                     count = query * heads + head;
+  const auto position = static_cast<std::uint32_t>(rows.first + i);
+  const std::uint32_t wanted = reinterpret_cast<const std::uint32_t*>(rows.wanted)[row],
+                      live = args.counts.live[query];
+  const bool whole = live > position;
+  const float recall =
+      whole ? 1.0f : args.counts.kept[count] / reinterpret_cast<const float*>(rows.sums)[row];
+  return {.recall = double{recall},
+          .position = position,
+          .live = live,
+          .wanted = wanted,
+          .missed = whole ? 0 : wanted - args.counts.hits[count]};
 }
 
 /// Computes recalls and sums of metrics. Uses one thread block for each configuration (x) and head
 /// task (y). fp16 copies come after the other configurations and have no thread block. In the first
-/// loop, a thread computes the metrics of one query and head. In the second loop, it adds up one
-/// metric of one head over the queries.
+/// loop, a thread computes the terms of one query and head. In the second loop, it adds up one sum
+/// of one head over the queries.
 __global__ void __launch_bounds__(kThreads)
     counts_kernel(const __grid_constant__ ReplayMetricsArgs args) {
-  __shared__ float4 metrics[kMaxReplayQueries][kMaxReplayGroup];
+  __shared__ float terms[kMaxReplayQueries][kMaxReplayGroup][kQuerySums];
+  static_assert(sizeof(terms) <= 48 * 1024, "2 KiB per query sum, and a kernel has 48 KiB");
   const ReplayRows& rows = args.rows;
-  const int group = args.shape.group, heads = 4 * args.shape.head_groups(),
-            thread = static_cast<int>(threadIdx.x);
+  const int group = args.shape.group, thread = static_cast<int>(threadIdx.x);
   const std::int64_t task = blockIdx.y,
                      cache = args.sweep.cache_of(task, static_cast<int>(blockIdx.x));
   for (int n = thread; n < rows.count * group; n += kThreads) {
     const int i = n / group, head = n % group, index = args.measured.index[rows.first + i];
     if (index < 0) continue;
-    const std::int64_t row = rows.row(task, i) * heads + head,
-                       count = (cache * rows.block + i) * heads + head;
-    metrics[i][head] = metrics_of(
-        args.counts.kept[count], reinterpret_cast<const float*>(rows.sums)[row],
-        args.counts.hits[count], reinterpret_cast<const std::uint32_t*>(rows.wanted)[row]);
-    args.recalls[(cache * group + head) * args.measured.size + index] = metrics[i][head].x;
+    const QueryResult result = result_of(args, task, cache, i, head);
+    const SumTerms own = terms_of(result);
+#pragma unroll
+    for (std::size_t s = 0; s < kQuerySums; ++s)
+      terms[i][head][s] = static_cast<float>(is_log_sum(s) ? -log(own.of[s]) : own.of[s]);
+    args.recalls[(cache * group + head) * args.measured.size + index] =
+        static_cast<float>(result.recall);
   }
   __syncthreads();
-  for (int n = thread; n < 4 * group; n += kThreads)
+  for (int n = thread; n < static_cast<int>(kQuerySums) * group; n += kThreads)
     for (int i = 0; i < rows.count; ++i) {
       const int which = n / group, head = n % group, index = args.measured.index[rows.first + i];
       if (index >= 0)
         metric_sum(args, cache, static_cast<Sum>(which), head,
-                   block_of_query(args.measured, index)) += component(metrics[i][head], which);
+                   block_of_query(args.measured, index)) += terms[i][head][which];
     }
 }
 

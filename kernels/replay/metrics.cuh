@@ -56,8 +56,8 @@ __device__ __noinline__ void add_named_sums(const ReplayWalkArgs& args, int task
   __syncthreads();
 }
 
-/// Stores the sums and hits of the cache at each query of the block in args.counts. Called by the
-/// whole thread block.
+/// Stores the sums, hits and live tokens of the cache at each query of the block in args.counts.
+/// Called by the whole thread block.
 __device__ inline void store_counts(const CacheThread& at, const ReplayShared& shared) {
   const ReplayWalkArgs& args = at.args;
   const ReplayRows& rows = args.rows;
@@ -72,6 +72,7 @@ __device__ inline void store_counts(const CacheThread& at, const ReplayShared& s
     const float request_threshold =
         reinterpret_cast<const float*>(rows.request_threshold + row)[head];
     const float4 own = rows.e[(row + head / 4) * args.shape.tokens + query];
+    if (head == 0) args.counts.live[at.cache() * rows.block + i] = shared.visible[i];
     args.counts.kept[to] = shared.kept[i][head];
     args.counts.hits[to] =
         request_threshold <= 0

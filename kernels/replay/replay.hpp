@@ -295,9 +295,9 @@ struct ReplaySets {
 
 /// The share of a full row that a cache keeps, [cache, query of the block, head of head groups].
 struct ReplayCounts {
-  float* kept;  ///< sums of kept exponentials; negative if all tokens are kept
-  std::uint32_t*
-      hits;  ///< requested tokens before the query that are kept; not set if all tokens are kept
+  float* kept;          // sums of kept exponentials
+  std::uint32_t* hits;  // requested tokens before the query that are kept; not set if all are live
+  std::uint32_t* live;  // [cache, query of the block]: number of live tokens; query + 1: all
 };
 
 // The next functions prepare the vectors that the kernels of a block read: they rotate, rearrange

@@ -200,7 +200,7 @@ class ReplayWalk {
   __device__ void measure(int i, std::uint32_t query, float folded) {
     const float kept = __shfl_sync(~0u, folded, kFullPart * kHeads + at_.lane % kHeads);
     if (at_.thread == 0) shared_.visible[i] = visible_;
-    if (at_.thread < kHeads) shared_.kept[i][at_.thread] = visible_ == query + 1 ? -1.0f : kept;
+    if (at_.thread < kHeads) shared_.kept[i][at_.thread] = kept;
   }
 
   template <class Copies>

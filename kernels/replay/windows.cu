@@ -195,8 +195,9 @@ class WindowQuery {
       const uint4& hits = kept.hits[lane_ / 4];
       const std::uint32_t found[4] = {hits.x, hits.y, hits.z, hits.w};
       const std::int64_t at = (cache * args_.rows.block + i_) * kHeads + lane_;
-      args_.counts.kept[at] = window.is_whole() ? -1.0f : head_of(kept.full);
+      args_.counts.kept[at] = head_of(kept.full);
       args_.counts.hits[at] = found[lane_ % 4];
+      if (lane_ == 0) args_.counts.live[cache * args_.rows.block + i_] = window.live(query_);
     }
     if (index_ % args_.sets.every != 0) return;
 

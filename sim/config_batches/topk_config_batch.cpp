@@ -158,20 +158,22 @@ void TopkConfigBatch::measure(std::uint32_t query, std::uint32_t head, GroupRows
       rows.e(query, head / kHeadGroupSize)[query * kHeadGroupSize + head % kHeadGroupSize];
   const auto full = static_cast<double>(rows.sums(query)[head]);
   const GroupRows::Requests wanted = rows.requests(query);
-  measure_.add_wanted(head, wanted.count[head]);
   const bool own_asks = own >= wanted.request_threshold[head];
   const std::uint32_t leading = wanted.count[head] + (own_asks ? 1 : 0);
   for (std::size_t c = 0; c < configs_.size(); ++c) {
-    double recall = 1;
-    std::uint32_t missed = 0;
+    QueryResult result{.recall = 1,
+                       .position = query,
+                       .live = query + 1,
+                       .wanted = wanted.count[head],
+                       .missed = 0};
     if (!keeps_all(c, query)) {
       const TopSums::Level& level = sums_.level(level_[c]);
-      recall = std::min(1.0, level.sum / full);
+      result.recall = std::min(1.0, level.sum / full);
+      result.live = configs_[c]->budget_tokens;
       const bool keeps_own = own_asks && own >= level.min_exponential;
-      missed = wanted.count[head] -
-               (std::min(leading, configs_[c]->budget_tokens) - (keeps_own ? 1 : 0));
+      result.missed = result.wanted - (std::min(leading, result.live) - (keeps_own ? 1 : 0));
     }
-    measure_.add(c, head, recall, missed);
+    measure_.add(c, head, result);
   }
 }
 

@@ -91,7 +91,8 @@ void lay_out_sets(Arena& arena, const HeadTaskSizes& s, std::size_t caches, Batc
 void lay_out_metrics(Arena& arena, const HeadTaskSizes& s, std::size_t tasks, BatchParts& parts) {
   const std::size_t caches = tasks * s.configs, sampled = caches * s.block_samples;
   const auto counts = caches * s.block * s.head_groups * 4;
-  parts.counts = {arena.take<float>(counts), arena.take<std::uint32_t>(counts)};
+  parts.counts = {arena.take<float>(counts), arena.take<std::uint32_t>(counts),
+                  arena.take<std::uint32_t>(caches * s.block)};
   parts.block_errors = arena.take<double2>(sampled * kernels::kMaxReplayGroup);
   if (s.columns.residual) {
     parts.sketches = arena.take<float>(tasks * s.group * s.dim * kernels::kReplayResiduals);

@@ -22,6 +22,47 @@ constexpr Sum all_of(std::size_t named) {
   return static_cast<Sum>(static_cast<std::size_t>(kept_of(named)) + 1);
 }
 
+/// What one query of a query head sees in a cache.
+struct QueryResult {
+  double recall;           ///< share of the full cache's attention that the live tokens have
+  std::uint32_t position;  ///< of the query
+  std::uint32_t live;      ///< number of tokens that the query attends to; position + 1: all
+  std::uint32_t wanted;    ///< number of earlier tokens that the query requests
+  std::uint32_t missed;    ///< number of requested tokens that are not live
+};
+
+/// The number of query sums, which are the first ones of Sum.
+inline constexpr std::size_t kQuerySums = 0
+#define QUERY_SUM(name, term) +1
+#include "sim/metrics/metrics.def"
+    ;
+#define QUERY_SUM(name, term) \
+  static_assert(Sum::name < Sum{kQuerySums}, "metrics.def must list query sums first");
+#include "sim/metrics/metrics.def"
+
+/// The smallest factor of a QUERY_LOG_SUM. nll_recall takes the logarithm of the recall or, if the
+/// recall is smaller, of this bound.
+inline constexpr double kMinFactor = 1e-9;
+
+/// By query sum: a query's term or, if is_log_sum(), a factor whose negative logarithm is the term.
+struct SumTerms {
+  double of[kQuerySums];
+};
+constexpr SumTerms terms_of(const QueryResult& at) {
+  return {{
+#define QUERY_SUM(name, term) static_cast<double>(term),
+#include "sim/metrics/metrics.def"
+  }};
+}
+constexpr bool is_log_sum(std::size_t query_sum) {
+  constexpr bool kIsLogSum[] = {
+#define QUERY_SUM(name, term) false,
+#define QUERY_LOG_SUM(name, factor) true,
+#include "sim/metrics/metrics.def"
+  };
+  return kIsLogSum[query_sum];
+}
+
 /// Layout: [Sum][query head, padded to whole head groups][block].
 struct SumsShape {
   std::size_t head_groups, named;

@@ -95,8 +95,9 @@ HeadStats topk_stats(const MeasuredQueries& measured, const HeadView& view, Shar
     if (head == 0) measure.begin_query(query);
     const SharedRows::Row row = rows.row(query, head);
     const SharedRows::Requests wanted = rows.requests(query, head);
-    measure.add_wanted(head, wanted.count);
-    if (budget > query || uncut[query]) return measure.add(0, head, 1, 0);
+    QueryResult result{
+        .recall = 1, .position = query, .live = query + 1, .wanted = wanted.count, .missed = 0};
+    if (budget > query || uncut[query]) return measure.add(0, head, result);
     std::vector<std::uint32_t> order(query + 1);
     std::iota(order.begin(), order.end(), 0u);
     std::partial_sort(order.begin(), order.begin() + budget, order.end(),
@@ -108,7 +109,10 @@ HeadStats topk_stats(const MeasuredQueries& measured, const HeadView& view, Shar
       kept += static_cast<double>(row.e[token]);
       hits += token < query ? wanted.flags[token] : 0;
     }
-    measure.add(0, head, std::min(1.0, kept / static_cast<double>(row.sum)), wanted.count - hits);
+    result.recall = std::min(1.0, kept / static_cast<double>(row.sum));
+    result.live = budget;
+    result.missed = wanted.count - hits;
+    measure.add(0, head, result);
   });
   return std::move(measure.take().front());
 }

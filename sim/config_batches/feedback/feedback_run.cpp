@@ -552,8 +552,12 @@ void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* sha
     const std::uint64_t hits =
         all ? wanted.count[head]
             : row_loops().common(bits + head * rows.words(), cache_.live_bits(), query / 64 + 1);
-    measure_.add_wanted(head, wanted.count[head]);
-    measure_.add(0, head, recall, wanted.count[head] - static_cast<std::uint32_t>(hits));
+    measure_.add(0, head,
+                 {.recall = recall,
+                  .position = query,
+                  .live = static_cast<std::uint32_t>(visible_),
+                  .wanted = wanted.count[head],
+                  .missed = wanted.count[head] - static_cast<std::uint32_t>(hits)});
     measure_.add_passages(head, rows.e(query, head / kHeadGroupSize) + head % kHeadGroupSize,
                           kHeadGroupSize, sum, visible());
   }
