@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
@@ -60,6 +61,8 @@ struct EvictBenchOptions {
   std::vector<CacheConfig> configs;  ///< all of them evict
   int batch = 24;
   std::uint32_t prompt = 2048, decoded = 2048;  ///< tokens of each sequence
+  /// Called after each configuration, with its element of `configurations`; may be null.
+  std::function<void(const nlohmann::ordered_json&)> progress = {};
 };
 /// The full cache is measured once. For a configuration that cannot run, the result has the reason.
 /// If none can run, throws the error of the first.

@@ -336,12 +336,25 @@ ordered_json eval(const Request& request) {
   return bench_eval(how);
 }
 
+/// Prints one line after each configuration of `bench evict`, because it takes seconds.
+void say_progress(const ordered_json& done) {
+  const auto policy = done["policy"].get<std::string>();
+  if (done.contains("refused")) return fmt::print(stderr, "{}: not measured\n", policy);
+  const auto speed = [&](const char* runs) {
+    const ordered_json& run = done[runs];
+    return fmt::format("{} tokens/s with {} sequence(s)", shorten(run["tokens_per_second"]),
+                       run["batch"].get<int>());
+  };
+  fmt::print(stderr, "{}: {}, {}\n", policy, speed("evicting"), speed("largest_evicting"));
+}
+
 ordered_json evict(const Request& request) {
   return bench_evict({.model = model_of(request),
                       .configs = evicting_sweep(request),
                       .batch = request.batch,
                       .prompt = prompt_tokens_of(request, kMaxTokens),
-                      .decoded = request.max_new_tokens});
+                      .decoded = request.max_new_tokens,
+                      .progress = say_progress});
 }
 
 ordered_json attention(const Request& request) {

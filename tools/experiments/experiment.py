@@ -97,11 +97,16 @@ class Experiment:
         out = self.results / f"bench-{short_hash(chr(0).join(words))}.json"
         print(" ".join(["kvlab", *words]), file=sys.stderr)
         if not out.exists():
-            done = subprocess.run([self.arguments.kvlab, *words], capture_output=True, text=True)
-            if done.returncode:
-                reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-                return None, reason.removeprefix("kvlab bench: ")
-            write_whole(out, done.stdout)
+            with tempfile.TemporaryFile("w+") as found:
+                bench = subprocess.Popen([self.arguments.kvlab, *words], stdout=found, stderr=subprocess.PIPE, text=True)
+                said = ""
+                for line in bench.stderr:
+                    said = line.strip() or said
+                    print(said, file=sys.stderr)  # progress, or the reason of a failure
+                if bench.wait():
+                    return None, (said or f"exit status {bench.returncode}").removeprefix("kvlab bench: ")
+                found.seek(0)
+                write_whole(out, found.read())
         return json.loads(out.read_text()), None
 
     def rows(self, path):

@@ -164,6 +164,7 @@ ordered_json bench_evict(const EvictBenchOptions& options) {
       if (!first) first = std::current_exception();
       results[i]["refused"] = error.what();
     }
+    if (options.progress) options.progress(results[i]);
   }
   if (first && !any) std::rethrow_exception(first);
   ordered_json metrics = bench_of("evict", model);
