@@ -55,7 +55,7 @@ static uint32_t longest_of(const uint32_t* kept, uint32_t count, uint32_t next, 
 static kvlab_kv_cache* make(const kvlab_policy* policy, const kvlab_tier* tier_plan, int tiers) {
   static const float still[DIM / 2]; /* frequencies of 0, so RoPE rotates nothing */
   const kvlab_rope rope = {still, DIM, 1};
-  const kvlab_layer layer = {0, 0.125f, 0, NULL, NULL};
+  const kvlab_layer layer = {.number = 0, .softmax_scale = 0.125f};
   const uint32_t tokens = tiers ? tier_plan[0].slots + tier_plan[1].slots : BUDGET;
   const kvlab_rule rules[KV_HEADS] = {{tokens, 0, RECENT, 0}, {tokens, 0, RECENT, 0}};
   const kvlab_feature norm = KVLAB_KEY_NORM;
