@@ -3,9 +3,10 @@
  * library evicts exactly the tokens that the simulator evicts.
  *
  * There are two ways to use it. kvlab_kv_cache owns the caches of all layers and makes all calls in
- * the right order. The single calls (kvlab_write, kvlab_evicting_attention, ...) work on one layer
- * of memory that the caller owns, for example on the blocks of a paged engine.
- * docs/reference/c-api.md explains both; docs/guides/deploy-in-an-engine.md is a tutorial.
+ * the right order; keys and values may be in the blocks of a paged engine. The single calls
+ * (kvlab_write, kvlab_evicting_attention, ...) work on one layer of memory that the caller owns,
+ * for example if prompts share the blocks of a prefix. docs/reference/c-api.md explains both;
+ * docs/guides/deploy-in-an-engine.md is a tutorial.
  *
  * Conventions
  *
@@ -21,7 +22,7 @@
  *   Errors    A call with invalid arguments returns cudaErrorInvalidValue before it enqueues
  *             anything, and cudaErrorNotSupported where the device cannot run it.
  *             kvlab_last_error() explains both. Head sizes are 64, 96, 128 or 256, with at most 8
- *             query heads for each KV head (16 in kvlab_kv_cache).
+ *             query heads for each KV head (16 in kvlab_kv_cache without the caller's blocks).
  *   Structs   Zero a struct before you fill it in, and set struct_size to its sizeof. */
 #ifndef KVLAB_H
 #define KVLAB_H
@@ -529,8 +530,8 @@ cudaError_t kvlab_compact_ranked(const kvlab_policy* policy, const kvlab_compact
 /* --- All layers as one object --------------------------------------------------------------- */
 
 /** The caches of some sequences in all layers that a policy acts on. It owns their memory, except
- * for keys and values in the caller's blocks, keeps count of their tokens on the host, and makes the
- * calls above in the right order. It also supports tiers.
+ * for keys and values in the caller's blocks, keeps count of their tokens on the host, and makes
+ * the calls above in the right order. It also supports tiers.
  *
  * A prompt is one or more appends. A decode step is kvlab_kv_cache_begin_step and then
  * kvlab_kv_cache_step for each layer. Steps only launch kernels, so a CUDA graph can hold them;
@@ -585,8 +586,8 @@ typedef struct {
 typedef cudaError_t (*kvlab_gather)(void* context, const uint64_t* own, uint64_t* all, size_t count,
                                     cudaStream_t stream);
 
-/** Pointers are to host memory, and are read during the call only, except where kvlab_layer says
- * otherwise. */
+/** Pointers are to host memory, and are read during the call only, except where kvlab_layer or a
+ * comment says otherwise. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_kv_cache_config) */
   kvlab_type type;
@@ -626,10 +627,11 @@ typedef struct {
                                 for first_head; else 0 */
   kvlab_gather gather;     /**< gathers the ranks of all devices. NULL: by_layer sums over this
                                 device's heads only */
-  void* gather_context;    /**< passed to `gather` */
+  void* gather_context;    /**< passed to `gather`; must outlive the cache */
   kvlab_pages pages;       /**< the caller's blocks for keys and values, each with enough blocks for
                                 all slots of its pairs (kvlab_kv_cache_slots); kvlab_layer has the
-                                pools. All layers use the same table. Not with quantized tiers.
+                                pools. All layers use the same table. Table and pools are device
+                                memory that must outlive the cache. Not with quantized tiers.
                                 Zeroed: the cache allocates keys and values */
   uint32_t draft_tokens;   /**< maximum number of tokens of a sequence in a verification of drafts:
                                 the last token of the text, then the drafts. Each pair gets
@@ -728,7 +730,8 @@ cudaError_t kvlab_kv_cache_verify_drafts(kvlab_kv_cache* cache, int layer, const
                                          void* out, float* lse, cudaStream_t stream);
 /** Ends the verification. `accepted`: host [sequence], how many of the sequence's tokens are right,
  * the last token of the text included. These are appended as one append; the others are dropped, as
- * if they had never been there. */
+ * if they had never been there. An append evicts only at its end, so drafts may see tokens that
+ * decode steps would have evicted before. */
 cudaError_t kvlab_kv_cache_accept_drafts(kvlab_kv_cache* cache, const uint32_t* accepted,
                                          cudaStream_t stream);
 
@@ -739,9 +742,8 @@ typedef struct {
   uint64_t evictions; /**< tokens evicted in all layers and KV heads before the tokens of the last
                          append or step were added */
   uint64_t kv_bytes;  /**< bytes of live keys and values */
-  uint64_t
-      allocated; /**< bytes allocated for keys and values of all sequences, free slots included; 0
-                    if they are in the caller's blocks */
+  uint64_t allocated; /**< bytes allocated for keys and values of all sequences, free slots
+                         included; 0 if they are in the caller's blocks */
 } kvlab_sequence_info;
 cudaError_t kvlab_kv_cache_sequence_info(const kvlab_kv_cache* cache, int sequence,
                                          kvlab_sequence_info* info);

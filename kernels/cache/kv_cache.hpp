@@ -28,8 +28,8 @@
 // its key and value are in a *row* of the pair; TierStorage::row_of_slot and slot_of_row convert
 // between the two.
 //
-// Keys and values may be in the caller's blocks (KvCacheConfig::pages). Tiers have neither blocks
-// nor drafts.
+// Keys and values may be in the caller's blocks (KvCacheConfig::pages). Quantized tiers have no
+// blocks, drafts or gathered ranks (KvCacheConfig::ranks).
 #pragma once
 
 #include <memory>

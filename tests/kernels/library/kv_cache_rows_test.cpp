@@ -1,5 +1,5 @@
-// Tests of kvlab_kv_cache with rows that are not appended one by one to memory of its own: drafts,
-// the caller's blocks, and KV heads that are split over devices.
+// Tests of kvlab_kv_cache with drafts, with the caller's blocks, and with KV heads that are split
+// over devices.
 #include <atomic>
 #include <barrier>
 #include <exception>
