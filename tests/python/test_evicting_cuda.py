@@ -339,13 +339,27 @@ def test_the_replay_runs_on_cuda(small: kvlab.Trace) -> None:
     numpy.testing.assert_allclose(here.value.to_numpy(), there.value.to_numpy(), rtol=2e-3, atol=1e-5)
 
 
-def cache_of() -> Any:
+def cache_of(draft_tokens: int = 0) -> Any:
     import kvlab.ops
     from kvlab import _kvlab
 
     requested = _kvlab.CacheRequest("h2o", [], "8", "dense", "", 0, 0.01, 100, 1, 2, 64)
     layers = [kvlab.ops.CacheLayer(0, 0.125, torch.zeros(32))]
-    return kvlab.ops.KvCache(_kvlab.slot_plan(requested), layers, 4, 64, torch.float32, torch.device("cuda", 0))
+    return kvlab.ops.KvCache(_kvlab.slot_plan(requested), layers, 4, 64, torch.float32, torch.device("cuda", 0), draft_tokens=draft_tokens)
+
+
+def test_accepted_drafts_are_an_append() -> None:
+    drafting, plain = cache_of(draft_tokens=4), cache_of()
+    qkv = torch.randn(9, 8, 64, device="cuda")
+    for cache in (drafting, plain):
+        cache.append(0, qkv[:5], 0)
+    drafting.begin_drafts([4])
+    out = drafting.verify_drafts(0, qkv[5:])
+    drafting.accept_drafts([3])
+    torch.testing.assert_close(out[:3], plain.append(0, qkv[5:8], 5, ends_prompt=False), rtol=1e-5, atol=1e-5)
+    assert drafting.info().tokens == 8
+    for head in range(2):
+        assert drafting.positions(0, head).tolist() == plain.positions(0, head).tolist()
 
 
 def test_an_operators_error_names_the_cause() -> None:

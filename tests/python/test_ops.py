@@ -34,6 +34,7 @@ TYPES: dict[str, Any] = {
     "size_t": ctypes.c_size_t,
     "cudaError_t": ctypes.c_int,
     "cudaStream_t": ctypes.c_void_p,
+    "kvlab_gather": ctypes.c_void_p,
     "void": None,
     **{name: ctypes.c_int for name in re.findall(r"typedef enum[^}]*} (\w+);", HEADER)},
     **STRUCTS,
@@ -188,3 +189,6 @@ def test_a_cache_takes_rows_of_its_shape() -> None:
             cache.step(0, qkv)
     with pytest.raises(ValueError, match="decodes has 1 entries; give one for each of the 2"):
         cache.begin_step([True])
+    for call in (cache.begin_drafts, cache.accept_drafts):
+        with pytest.raises(ValueError, match="has 1 entries; give one for each of the 2"):
+            call([3])

@@ -7,21 +7,9 @@ import functools
 from typing import Any
 
 from kvlab import _library
-from kvlab._library import F32, I32, I64, SIZE, TYPES, U32, Args, P  # noqa: F401, TYPES for importers of this file
+from kvlab._library import F32, I32, I64, SIZE, TYPES, U32, Args, P, Pages  # noqa: F401, TYPES for importers of this file
 
 OBSERVATION_BYTES = 24
-
-
-class Pages(ctypes.Structure):  # kvlab_pages
-    _fields_ = [
-        ("blocks", P),
-        ("page", I32),
-        ("max_blocks", I32),
-        ("by_pair", I32),
-        ("block_stride", I64),
-        ("slot_stride", I64),
-        ("head_stride", I64),
-    ]
 
 
 class Cache(ctypes.Structure):  # kvlab_cache_view

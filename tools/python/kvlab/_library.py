@@ -20,8 +20,20 @@ class Rope(ctypes.Structure):  # kvlab_rope
     _fields_ = [("inv_freq", P), ("rotated", I32), ("factor", F32)]
 
 
+class Pages(ctypes.Structure):  # kvlab_pages
+    _fields_ = [
+        ("blocks", P),
+        ("page", I32),
+        ("max_blocks", I32),
+        ("by_pair", I32),
+        ("block_stride", I64),
+        ("slot_stride", I64),
+        ("head_stride", I64),
+    ]
+
+
 class Layer(ctypes.Structure):  # kvlab_layer
-    _fields_ = [("number", U32), ("softmax_scale", F32), ("rope", I32), ("output", P), ("sinks", P)]
+    _fields_ = [("number", U32), ("softmax_scale", F32), ("rope", I32), *((name, P) for name in ("output", "sinks", "keys", "values"))]
 
 
 class Args(ctypes.Structure):
@@ -43,6 +55,11 @@ class KvCacheConfig(Args):  # kvlab_kv_cache_config
         *((name, U32) for name in ("threshold16", "tokens", "part", "longest", "every", "smooth")),
         *((name, I32) for name in ("once", "by_layer", "pool_max", "interleaves_appends")),
         ("first_head", U32),
+        ("devices", I32),
+        ("gather", P),
+        ("gather_context", P),
+        ("pages", Pages),
+        ("draft_tokens", U32),
     ]
 
 
@@ -74,6 +91,7 @@ class SequenceInfo(Args):  # kvlab_sequence_info
 
 
 STRUCTS = {
+    "kvlab_pages": Pages,
     "kvlab_rope": Rope,
     "kvlab_layer": Layer,
     "kvlab_kv_cache_config": KvCacheConfig,
@@ -104,6 +122,9 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_kv_cache_append": (I32, [P, _pointer(AppendChunk), P]),
     "kvlab_kv_cache_begin_step": (I32, [P, P, P]),
     "kvlab_kv_cache_step": (I32, [P, I32, P, P, P, P]),
+    "kvlab_kv_cache_begin_drafts": (I32, [P, P, P]),
+    "kvlab_kv_cache_verify_drafts": (I32, [P, I32, P, P, P, P]),
+    "kvlab_kv_cache_accept_drafts": (I32, [P, P, P]),
     "kvlab_kv_cache_sequence_info": (I32, [P, I32, _pointer(SequenceInfo)]),
     "kvlab_kv_cache_positions": (I32, [P, I32, I32, I32, P, U32, P, P]),
 }

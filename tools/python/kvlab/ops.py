@@ -48,9 +48,10 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
         sequences: int = 1,
+        draft_tokens: int = 0,
     ) -> None:
         """`plan`: a dict that _kvlab.slot_plan() returns. All sequences get the same numbers for each layer and KV
-        head.
+        head. `draft_tokens`: the largest number of tokens of a sequence in a verification (`begin_drafts()`).
 
         Raises ValueError for an unsupported dtype, policy or number of layers, and RuntimeError for errors of CUDA.
         """
@@ -60,6 +61,7 @@ class KvCache:
         rules, tiers = (numpy.repeat(plan[name][:, None], sequences, 1) for name in ("rules", "tiers"))
         if len(rules) != len(layers):
             raise ValueError(f"kvlab.ops.KvCache: {len(layers)} layers are given, but the plan has {len(rules)}")
+        self._drafted = 0  # number of tokens that are being verified
         self._sequences, self._given = sequences, (query_heads + 2 * rules.shape[2], head_size)
         known = _kvlab.built_in_features()
         features = numpy.array([known.index(name) for name in plan["features"]], numpy.int32)
@@ -102,6 +104,7 @@ class KvCache:
             features=features.ctypes.data,
             hidden=next((len(output) for output in self._outputs if output is not None), 0),
             numbering=int(plan["cache_positions"]),
+            draft_tokens=draft_tokens,
         )
         made = ctypes.c_void_p()
         torch.cuda.empty_cache()  # returns torch's unused memory, so that the library can allocate it
@@ -165,6 +168,38 @@ class KvCache:
         out = self._out(qkv, self._sequences)
         torch.ops.kvlab.step.default(self.handle, layer, qkv, out)
         return out
+
+    def begin_drafts(self, tokens: Sequence[int]) -> None:
+        """Begins the verification of drafts. Call `verify_drafts()` for all layers, and then `accept_drafts()`.
+
+        `tokens`: for each sequence, the number of tokens to verify: the last token of its text and its drafts; 0: the
+        sequence takes no part.
+        """
+        counts = self._counts("tokens", tokens)
+        self._drafted = int(counts.sum())
+        self._done(lambda stream: library().kvlab_kv_cache_begin_drafts(self.handle, counts.ctypes.data, stream))
+
+    def verify_drafts(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Computes the attention of the tokens that are verified, in one layer.
+
+        `qkv` [tokens, query_heads + 2 * kv_heads, head_size], before RoPE, the tokens of the first sequence first.
+        Returns [tokens, query_heads, head_size].
+        """
+        out = self._out(qkv, self._drafted)
+        stream = _check("verify_drafts", qkv, out)
+        done(library().kvlab_kv_cache_verify_drafts(self.handle, layer, qkv.data_ptr(), out.data_ptr(), None, stream))
+        return out
+
+    def accept_drafts(self, accepted: Sequence[int]) -> None:
+        """Ends the verification: appends the first `accepted` tokens of each sequence, and drops the others."""
+        counts = self._counts("accepted", accepted)
+        self._done(lambda stream: library().kvlab_kv_cache_accept_drafts(self.handle, counts.ctypes.data, stream))
+
+    def _counts(self, name: str, given: Sequence[int]) -> numpy.typing.NDArray[numpy.uint32]:
+        if len(given) != self._sequences:
+            right = f"give one for each of the {self._sequences} sequences"
+            raise ValueError(f"kvlab.ops.KvCache: {name} has {len(given)} entries; {right}")
+        return numpy.array(given, numpy.uint32)
 
     def _out(self, qkv: torch.Tensor, rows: int) -> torch.Tensor:
         """Allocates the output of `rows` tokens. Checks `qkv`, because the library cannot see its shape."""
