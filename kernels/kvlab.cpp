@@ -48,7 +48,7 @@ static_assert(
                kvlab_layer, kvlab_kv_cache_config, kvlab_sequence_settings, kvlab_append_chunk,
                kvlab_sequence_info> ==
             std::array<std::size_t, 22>{48,  136, 16, 24,  80, 168, 280, 216, 248, 296, 8,
-                                        184, 280, 72, 424, 8,  16,  48,  240, 48,  64,  40},
+                                        184, 280, 72, 424, 8,  16,  48,  240, 48,  64,  48},
     "kvlab.h: a struct has another size: raise KVLAB_VERSION_MINOR, then write it here");
 
 const std::vector<kvlab_policy>& policies() {

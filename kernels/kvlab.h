@@ -744,6 +744,9 @@ typedef struct {
   uint64_t kv_bytes;  /**< bytes of live keys and values */
   uint64_t allocated; /**< bytes allocated for keys and values of all sequences, free slots
                          included; 0 if they are in the caller's blocks */
+  uint32_t until_eviction; /**< tokens that a verification of drafts can append before a pair evicts
+                                a token. With that many or fewer, drafts see the same tokens as in
+                                decode steps. UINT32_MAX: the sequence never evicts */
 } kvlab_sequence_info;
 cudaError_t kvlab_kv_cache_sequence_info(const kvlab_kv_cache* cache, int sequence,
                                          kvlab_sequence_info* info);

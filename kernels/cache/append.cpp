@@ -126,7 +126,8 @@ RopeWriteArgs KvCache::write(std::uint32_t layer, const AppendChunk& part) {
   args.cache.next_slots = args.cache.lengths;  // new tokens follow the live ones
   args.q = work_->q;
   args.plain_k = work_->plain_k;
-  if (config_.numbering != KVLAB_CACHE_POSITIONS) rotate(config_.layers[layer].table, args);
+  if (config_.numbering != KVLAB_CACHE_POSITIONS)
+    rotate(RopeRows::append, config_.layers[layer].table, args);
   return args;
 }
 

@@ -80,7 +80,7 @@ void KvCache::begin_drafts(std::span<const std::uint32_t> fed,
   cuda::enqueue_write(draft_memory_->row_slots, row_slots, stream_, kWhat);
   cuda::enqueue_write(draft_memory_->row_positions, row_positions, stream_, kWhat);
   cuda::enqueue_write(draft_memory_->first_rows, first_rows, stream_, kWhat);
-  fill_ropes(draft_memory_->row_positions, 0, drafts_.rows());
+  fill_ropes(RopeRows::drafts, draft_memory_->row_positions, 0, drafts_.rows());
   evict_before_drafts();
 }
 
@@ -102,30 +102,42 @@ void KvCache::want_same_params(std::span<const std::uint32_t> tokens) const {
 void KvCache::evict_before_drafts() {
   bool any = false;
   for (std::size_t s = 0; s < stepped_.size(); ++s) any |= stepped_[s] && drafts_.has(s);
-  if (!any) return;
-  write_appended(std::vector<std::uint32_t>(sequences_.size()));
-  for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer)
+  write_appended(std::vector<std::uint32_t>(sequences_.size()), false);
+  for (std::uint32_t layer = 0; any && layer < config_.layers.size(); ++layer)
     compact_drafts(layer, nullptr);
+  for (std::size_t s = 0; s < stepped_.size(); ++s) {
+    if (!drafts_.has(s) || !stepped_[s]) continue;
+    stepped_[s] = false;
+    const auto sequence = static_cast<int>(s);
+    if (!counts(sequence)) continue;
+    each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+      count_evictions_of(layer, pair, false);
+    });
+  }
 }
 
-/// Writes the position of each sequence's next token, and how many tokens it appends.
-void KvCache::write_appended(const std::vector<std::uint32_t>& tokens) const {
+/// Writes the position of each sequence's next token, and how many tokens it appends. Kernels skip
+/// the sequences that have no drafts or, with `only_appends`, that append nothing.
+void KvCache::write_appended(std::span<const std::uint32_t> tokens, bool only_appends) const {
   std::vector<std::uint32_t> now;
   for (std::size_t s = 0; s < tokens.size(); ++s)
-    now.push_back(drafts_.has(s) ? drafts_.fed[s] : kIdle);
+    now.push_back(drafts_.has(s) && (tokens[s] > 0 || !only_appends) ? drafts_.fed[s] : kIdle);
   cuda::enqueue_write(draft_memory_->now, now, stream_, kWhat);
-  cuda::enqueue_write(draft_memory_->appended, tokens, stream_, kWhat);
+  cuda::enqueue_write(draft_memory_->appended, std::vector(tokens.begin(), tokens.end()), stream_,
+                      kWhat);
 }
 
 RopeWriteArgs KvCache::write_drafts(std::uint32_t layer) const {
   RopeWriteArgs args{};
   args.cache = storage_->cache(layer, static_cast<int>(sequences_.size()));
+  args.cache.positions = nullptr;  // accept_drafts() sets them
   args.tokens = drafts_.rows();
   args.sequences = draft_memory_->row_sequences;
+  args.now = draft_memory_->now;  // so that nothing is written for a sequence that was dropped
   args.slots = draft_memory_->row_slots;
   args.q = draft_queries(layer);
   args.plain_k = work_->plain_k;
-  rotate(config_.layers[layer].table, args);
+  rotate(RopeRows::drafts, config_.layers[layer].table, args);
   return args;
 }
 
@@ -143,6 +155,8 @@ kvlab_prefill_args KvCache::draft_attention(std::uint32_t layer) const {
         keys_end = std::max(
             keys_end, older(static_cast<int>(s), layer, pair, drafts_.fed[s]) + drafts_.tokens[s]);
       });
+  if (keys_end > static_cast<std::uint32_t>(slots_.max_slots()))
+    throw std::logic_error("drafts: a KV head has too few slots for its live tokens and drafts");
   kvlab_prefill_args args{.type = config_.type,
                           .query_heads = config_.query_heads,
                           .kv_heads = config_.kv_heads,
@@ -166,6 +180,7 @@ kvlab_prefill_args KvCache::draft_attention(std::uint32_t layer) const {
 }
 
 void KvCache::attend_drafts(std::uint32_t layer, const AttendedRows& to) const {
+  if (!drafts_.any()) return;
   kvlab_prefill_args args = draft_attention(layer);
   args.out = to.out;
   args.lse = to.lse;
@@ -194,7 +209,14 @@ void KvCache::keep_plain_keys_of_drafts(std::uint32_t layer, const AttendedRows&
 }
 
 void KvCache::accept_drafts(std::span<const std::uint32_t> accepted) {
-  write_appended({accepted.begin(), accepted.end()});
+  bool any = false;
+  for (std::size_t s = 0; s < accepted.size(); ++s) any |= drafts_.has(s) && accepted[s] > 0;
+  if (any) append_drafts(accepted);
+  drafts_ = {};
+}
+
+void KvCache::append_drafts(std::span<const std::uint32_t> accepted) {
+  write_appended(accepted, true);
   std::uint32_t tail = kNoTail;
   if (config_.kernels.weighted) {
     std::vector<float> weights(config_.draft_tokens);
@@ -206,15 +228,13 @@ void KvCache::accept_drafts(std::span<const std::uint32_t> accepted) {
     compact_drafts(layer, config_.observes() ? observe_drafts(layer, tail) : nullptr);
   }
   for (std::size_t s = 0; s < accepted.size(); ++s) {
-    if (!drafts_.has(s)) continue;
-    stepped_[s] = false;
+    if (!drafts_.has(s) || accepted[s] == 0) continue;
     const auto sequence = static_cast<int>(s);
     for (std::uint32_t layer = 0; counts(sequence) && layer < config_.layers.size(); ++layer) {
       count_append(sequence, layer, accepted[s]);
       count_evictions(sequence, layer, false);
     }
   }
-  drafts_ = {};
 }
 
 const SlotSequence& KvCache::first_with_drafts() const {

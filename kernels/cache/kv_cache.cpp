@@ -25,7 +25,7 @@ KvCache::Work::Work(cuda::Arena& arena, const KvCacheConfig& config, const PairS
   q = arena.take<std::byte>(row_count * static_cast<std::size_t>(config.query_heads) *
                             config.key_bytes());
   inv_freq = arena.take<float>(halves);
-  rope = arena.take<float2>(row_count * halves);
+  rope = arena.take<float2>(static_cast<std::size_t>(config.rope_rows()) * halves);
   plain_k = arena.take<std::byte>(config.norms_keys && config.features.count > 0
                                       ? row_count * static_cast<std::size_t>(config.kv_heads) *
                                             config.key_bytes()
@@ -107,6 +107,9 @@ void KvCache::drop(std::size_t first, std::size_t count) {
     stepped_[sequence] = false;
     if (!drafts_.dropped.empty()) drafts_.dropped[sequence] = true;
   }
+  if (draft_memory_->now)  // kernels skip the dropped sequences
+    check(cudaMemsetAsync(draft_memory_->now + first, 0xff, count * sizeof(std::uint32_t), stream_),
+          "drafts");
   storage_->start(slots_, first, std::span(sequences_).subspan(first, count), stream_);
 }
 
@@ -131,21 +134,30 @@ std::byte* KvCache::workspace(int index) const {
          aligned_workspace(config_, slots_.max_slots()) * static_cast<std::size_t>(index);
 }
 
-void KvCache::fill_ropes(const std::int32_t* positions, std::uint32_t first, int rows) const {
+void KvCache::fill_ropes(RopeRows user, const std::int32_t* positions, std::uint32_t first,
+                         int rows) const {
   if (config_.numbering == KVLAB_CACHE_POSITIONS && !config_.other_ropes) return;
   for (std::uint32_t table = 0; table < config_.ropes.size(); ++table) {
     const SlotRope& rope = config_.ropes[table];
-    check(fill_rope_rows(
-              inv_freq(table), rope.rotated_dims() / 2, positions, first, rows, rope.factor,
-              work_->rope + table * static_cast<std::size_t>(config_.rows()) * halves(), stream_),
+    check(fill_rope_rows(inv_freq(table), rope.rotated_dims() / 2, positions, first, rows,
+                         rope.factor, rope_rows(user, table), stream_),
           "RoPE");
   }
 }
 
-void KvCache::rotate(std::uint32_t table, RopeWriteArgs& args) const {
+/// The first of a user's rows in a RoPE table.
+float2* KvCache::rope_rows(RopeRows user, std::uint32_t table) const {
+  const std::size_t step = config_.part, drafts = step + config_.sequences.size(),
+                    first = user == RopeRows::append ? 0
+                            : user == RopeRows::step ? step
+                                                     : drafts;
+  return work_->rope + (table * static_cast<std::size_t>(config_.rope_rows()) + first) * halves();
+}
+
+void KvCache::rotate(RopeRows user, std::uint32_t table, RopeWriteArgs& args) const {
   args.rotated = config_.ropes[table].rotated_dims();
-  args.rope = &work_->rope[table * static_cast<std::size_t>(config_.rows()) * halves()].x;
-  args.rope_rows = work_->iota;  // token i of a part uses row i of the RoPE table
+  args.rope = &rope_rows(user, table)->x;
+  args.rope_rows = work_->iota;  // token i uses row i
 }
 
 AttendedRows KvCache::attach_keys(AttendedRows rows) const {
@@ -195,6 +207,19 @@ std::uint32_t KvCache::live(int sequence, std::uint32_t layer, std::uint32_t hea
       static_cast<std::size_t>(sequence) * static_cast<std::size_t>(config_.kv_heads) + head;
   if (counts(sequence)) return counts_of(layer, pair).live;
   return live_after_append(fed, slots_.budget(layer, pair));
+}
+
+std::uint32_t KvCache::until_eviction(int sequence, std::uint32_t fed) const {
+  const Modifiers& own = settings(sequence).modifiers;
+  std::uint32_t tokens = kUnlimited;
+  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+    const std::uint32_t budget = slots_.budget(layer, pair);
+    if (budget == kUnlimited || own.once) return;
+    std::uint32_t live = older(sequence, layer, pair, fed);
+    if (counts(sequence)) live -= surplus(layer, pair, false);
+    tokens = std::min(tokens, own.evict_at(budget) - live);
+  });
+  return tokens;
 }
 
 std::vector<std::uint32_t> KvCache::kept_positions(int sequence, std::uint32_t layer,

@@ -61,12 +61,17 @@ struct AttendedRows {
   std::size_t key_row = 0;
 };
 
+/// Who uses a part of the RoPE tables. Each user fills its rows before its first layer and reads
+/// them in all layers; other users may come in between.
+enum class RopeRows { append, step, drafts };
+
 /// The sequences of a step. Each has one token.
 struct StepRows {
   int count;
   const std::uint32_t* now;  // [row], device: position of the row's token; kIdle: the sequence does
                              // not take part in this step
   int first = 0;             ///< sequence of the first row
+  RopeRows ropes = RopeRows::step;
 };
 
 /// A range of layers; all layers by default.
@@ -206,16 +211,17 @@ class KvCache {
   RopeWriteArgs write_drafts(std::uint32_t layer) const;
   void attend_drafts(std::uint32_t layer, const AttendedRows& to) const;
   /// Ends the verification: appends the first accepted[sequence] tokens of each sequence, and drops
-  /// all others.
+  /// all others. Sequences that start() has dropped are skipped.
   void accept_drafts(std::span<const std::uint32_t> accepted);
 
   // RoPE, queries and workspaces.
 
-  /// Fills `rows` rows of each RoPE table, for `positions` or, if that is null, for the positions
-  /// from `first` on. No-op if all keys are cached before RoPE.
-  void fill_ropes(const std::int32_t* positions, std::uint32_t first, int rows) const;
-  /// Sets the RoPE arguments to the rows that fill_ropes() has filled.
-  void rotate(std::uint32_t table, RopeWriteArgs& args) const;
+  /// Fills `rows` rows of each RoPE table for `user`: for `positions` or, if that is null, for the
+  /// positions from `first` on. No-op if all keys are cached before RoPE.
+  void fill_ropes(RopeRows user, const std::int32_t* positions, std::uint32_t first,
+                  int rows) const;
+  /// Sets the RoPE arguments to the rows that fill_ropes() has filled for `user`.
+  void rotate(RopeRows user, std::uint32_t table, RopeWriteArgs& args) const;
   std::byte* q() const { return work_->q; }
   std::byte* plain_keys() const { return work_->plain_k; }
   const std::int32_t* iota() const { return work_->iota; }
@@ -233,6 +239,9 @@ class KvCache {
   /// Live positions, ascending. Synchronizes.
   std::vector<std::uint32_t> kept_positions(int sequence, std::uint32_t layer,
                                             std::uint32_t head) const;
+  /// The largest number of tokens that a verification of drafts can append before a KV head evicts
+  /// a token; kUnlimited: any number.
+  std::uint32_t until_eviction(int sequence, std::uint32_t fed) const;
   /// Number of tokens, over all layers and KV heads, that were evicted before the last append or
   /// step added its tokens. `before`: number of tokens that the sequence had been fed by then.
   std::uint64_t evictions(int sequence, std::uint32_t before) const;
@@ -267,7 +276,7 @@ class KvCache {
     Work(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots);
     std::byte* q;        // [row, query_head, dim]
     float* inv_freq;     // [table, dim / 2]
-    float2* rope;        // [table, row, dim / 2]
+    float2* rope;        // [table, row of append, step or drafts, dim / 2]
     std::byte* plain_k;  // [row, kv_head, dim], before RoPE, for features if keys are normed;
                          // otherwise null
     std::int32_t *iota, *zeros;    // [row]
@@ -290,6 +299,11 @@ class KvCache {
     std::vector<std::uint32_t> fed, tokens;                        // [sequence]
     std::vector<bool> dropped = std::vector<bool>(tokens.size());  // [sequence]: by start()
     bool has(std::size_t sequence) const { return tokens[sequence] > 0 && !dropped[sequence]; }
+    bool any() const {
+      for (std::size_t s = 0; s < tokens.size(); ++s)
+        if (has(s)) return true;
+      return false;
+    }
     int rows() const {
       return static_cast<int>(std::accumulate(tokens.begin(), tokens.end(), std::uint32_t{0}));
     }
@@ -354,6 +368,7 @@ class KvCache {
     return tier_counts_[layer * slots_.pairs() + pair];
   }
   void drop(std::size_t first, std::size_t count);
+  float2* rope_rows(RopeRows user, std::uint32_t table) const;
   std::uint32_t surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const;
   std::uint32_t older(int sequence, std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
   void evict_to_budget(int sequence, std::uint32_t fed, bool after_prompt, LayerRange layers);
@@ -418,7 +433,8 @@ class KvCache {
   void want_same_params(std::span<const std::uint32_t> tokens) const;
   const SlotSequence& first_with_drafts() const;
   void evict_before_drafts();
-  void write_appended(const std::vector<std::uint32_t>& tokens) const;
+  void append_drafts(std::span<const std::uint32_t> accepted);
+  void write_appended(std::span<const std::uint32_t> tokens, bool only_appends) const;
   std::byte* draft_queries(std::uint32_t layer) const;
   std::byte* plain_keys_of_drafts(std::uint32_t layer) const;
   kvlab_prefill_args draft_attention(std::uint32_t layer) const;

@@ -135,6 +135,10 @@ struct KvCacheConfig {
 
   /// Maximum number of rows that go through a layer together.
   int rows() const { return std::max(static_cast<int>(part), draft_rows()); }
+  /// Number of rows of a RoPE table: those of an append's part, of a step and of drafts.
+  int rope_rows() const {
+    return static_cast<int>(part + sequences.size()) + (draft_tokens > 0 ? draft_rows() : 0);
+  }
   /// Maximum number of rows of a decode step or of a verification.
   int draft_rows() const { return static_cast<int>(sequences.size() * std::max(draft_tokens, 1u)); }
   bool observes() const { return kernels.needs != Needs::nothing; }

@@ -125,6 +125,18 @@ void want_rule(const kvlab_rule& rule, std::size_t at, std::uint32_t group_max) 
        at, rule.group_max, group_max);
 }
 
+/// Under by_layer the heads of a layer keep the same tokens, so their rules have to be equal.
+/// `heads`: number of heads of a layer.
+void want_even(std::span<const kvlab_rule> rules, std::size_t heads) {
+  for (std::size_t at = 0; at < rules.size(); ++at) {
+    const kvlab_rule &first = rules[at / heads * heads], &own = rules[at];
+    want(own.budget == first.budget && own.sinks == first.sinks && own.recent == first.recent,
+         "by_layer is 1, but rules[{}] differs from rules[{}]; the KV heads of a layer should have "
+         "equal rules",
+         at, at / heads * heads);
+  }
+}
+
 SlotPair pair_of(const kvlab_kv_cache_config& c, std::size_t at) {
   const kvlab_rule& rule = c.rules[at];
   want_rule(rule, at, c.rules[0].group_max);
@@ -193,6 +205,7 @@ KvCacheConfig config_of(const kvlab_kv_cache_config& c) {
   const std::size_t pairs = static_cast<std::size_t>(c.layer_count) *
                             static_cast<std::size_t>(c.sequences) *
                             static_cast<std::size_t>(c.kv_heads);
+  if (c.by_layer != 0) want_even({c.rules, pairs}, static_cast<std::size_t>(c.kv_heads));
   for (std::size_t at = 0; at < pairs; ++at) config.pairs.push_back(pair_of(c, at));
   want(c.numbering == KVLAB_ORIGINAL_POSITIONS || !config.is_quantized(),
        "quantized tiers under KVLAB_CACHE_POSITIONS; they need keys at original positions");
@@ -238,6 +251,8 @@ SequenceSettings settings_of(const kvlab_sequence_settings& c, const KvCacheConf
       static_cast<std::size_t>(config.kv_heads);  // KV heads of one sequence, all layers
   const auto group_max =
       static_cast<std::uint32_t>(config.sequences.front().modifiers.group == Modifiers::Group::max);
+  if (c.rules && config.sequences.front().modifiers.scope == Modifiers::Scope::layer)
+    want_even({c.rules, pairs}, static_cast<std::size_t>(config.kv_heads));
   for (std::size_t at = 0; c.rules && at < pairs; ++at) {
     want_rule(c.rules[at], at, group_max);
     settings.rules.push_back({c.rules[at].budget, {c.rules[at].sinks, c.rules[at].recent}});

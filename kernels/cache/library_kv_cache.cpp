@@ -182,7 +182,7 @@ AttendedRows kvlab_kv_cache::attended_rows(const void* qkv, void* out, float* ls
 
 void kvlab_kv_cache::fill_ropes(std::uint32_t first, int rows) {
   if (first == rope_first && rows <= rope_rows) return;
-  cache.fill_ropes(nullptr, first, rows);
+  cache.fill_ropes(RopeRows::append, nullptr, first, rows);
   rope_first = first, rope_rows = rows;
 }
 
@@ -247,7 +247,6 @@ void kvlab_kv_cache::append(const kvlab_append_chunk& chunk) {
   want_order(chunk, requested);
   if (requested != current) {
     forget_append();  // if begin() throws for lack of memory, no append is active
-    rope_rows = 0;    // a step may have overwritten the rows
     cache.begin(chunk.sequence, chunk.fed, chunk.tokens, requested.ends_prompt);
     current = requested;
   }
@@ -309,15 +308,14 @@ void kvlab_kv_cache::append_one_token(const kvlab_append_chunk& chunk) {
   const auto layer = static_cast<std::uint32_t>(chunk.layer);
   const LayerRange own{layer, layer + 1};
   if (!interleaves) forget_append();
-  rope_rows = 0;
   cache.reserve();  // because appends of several tokens do so too
   cache.before_token(chunk.sequence, chunk.fed, own);
   cuda::check(cudaMemcpyAsync(now->positions + chunk.sequence, &chunk.fed, sizeof chunk.fed,
                               cudaMemcpyHostToDevice, cache.stream()),
               "positions");
   fill_ropes(chunk.fed, 1);
-  attend(layer, {1, now->positions + chunk.sequence, chunk.sequence}, chunk.qkv, chunk.out,
-         chunk.lse);
+  attend(layer, {1, now->positions + chunk.sequence, chunk.sequence, RopeRows::append}, chunk.qkv,
+         chunk.out, chunk.lse);
   set_idle(static_cast<std::size_t>(chunk.sequence), 1);
   if (chunk.ends_prompt) cache.end_prompt(chunk.sequence, chunk.fed + 1, own);
   fed_of(layer, static_cast<std::size_t>(chunk.sequence)) += 1;
@@ -353,7 +351,6 @@ void kvlab_kv_cache::begin_step(const unsigned char* decodes) {
     appended[s] = false;
     for (std::size_t layer = 0; layer < layers; ++layer) ++fed_of(layer, s);
   }
-  rope_rows = 0;
   next_step_layer = 0;
   cuda::check(cudaMemcpyAsync(now->positions, at.data(), at.size() * sizeof at[0],
                               cudaMemcpyHostToDevice, cache.stream()),
@@ -366,7 +363,8 @@ void kvlab_kv_cache::step(int layer, const void* qkv, void* out, float* lse) {
        next_step_layer);
   const StepRows rows{static_cast<int>(sequences), now->positions};
   if (layer == 0)
-    cache.fill_ropes(reinterpret_cast<const std::int32_t*>(now->positions), 0, rows.count);
+    cache.fill_ropes(RopeRows::step, reinterpret_cast<const std::int32_t*>(now->positions), 0,
+                     rows.count);
   attend(static_cast<std::uint32_t>(layer), rows, qkv, out, lse);
   const bool is_last = static_cast<std::size_t>(layer) + 1 == layers;
   if (is_last) set_idle(0, sequences);
@@ -409,7 +407,6 @@ void kvlab_kv_cache::begin_drafts(const std::uint32_t* tokens) {
   const std::vector<std::uint32_t> counts(tokens, tokens + sequences);
   want(std::ranges::any_of(counts, [](std::uint32_t count) { return count > 0; }),
        "tokens is 0 for every sequence; give at least one sequence a token");
-  rope_rows = 0;
   cache.begin_drafts(at, counts);
   drafted = counts;
   next_draft_layer = 0;
@@ -600,6 +597,7 @@ cudaError_t kvlab_kv_cache_sequence_info(const kvlab_kv_cache* cache, int sequen
     info->tokens = cache->fed[s];
     info->evictions = cache->cache.evictions(sequence, cache->fed_before[s]);
     info->kv_bytes = cache->cache.held_bytes(sequence, info->tokens, cache->appended[s]);
+    info->until_eviction = cache->cache.until_eviction(sequence, info->tokens);
     info->allocated = cache->cache.allocated_bytes();
   });
 }

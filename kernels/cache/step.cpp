@@ -40,7 +40,8 @@ RopeWriteArgs KvCache::write(std::uint32_t layer, const StepRows& rows) const {
   }
   args.q = work_->q;
   args.plain_k = work_->plain_k;
-  if (config_.numbering != KVLAB_CACHE_POSITIONS) rotate(config_.layers[layer].table, args);
+  if (config_.numbering != KVLAB_CACHE_POSITIONS)
+    rotate(rows.ropes, config_.layers[layer].table, args);
   return args;
 }
 

@@ -100,11 +100,11 @@ kernels::AttendedRows EvictingCache::attended_rows(const LayerOutputs& to) const
   return rows;
 }
 
-kernels::RopeWriteArgs EvictingCache::rope_args(std::uint32_t layer,
+kernels::RopeWriteArgs EvictingCache::rope_args(kernels::RopeRows user, std::uint32_t layer,
                                                 kernels::RopeWriteArgs args) const {
   args.q = slots_.q();
   args.plain_k = slots_.plain_keys();
-  slots_.rotate(config_.rows[layer].table, args);
+  slots_.rotate(user, config_.rows[layer].table, args);
   return args;
 }
 
@@ -121,9 +121,11 @@ class EvictingCache::Prompt final : public DeviceAppend {
  private:
   kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptChunk& part) override {
     const bool is_all = part.rows == static_cast<int>(tokens());
-    if (layer == 0 || !is_all) cache_.slots_.fill_ropes(nullptr, fed_ + part.first, part.rows);
+    if (layer == 0 || !is_all)
+      cache_.slots_.fill_ropes(kernels::RopeRows::append, nullptr, fed_ + part.first, part.rows);
     if (cache_.rings_.has(layer))
-      return cache_.rope_args(layer, cache_.rings_.write(layer, sequence_, fed_ + part.first));
+      return cache_.rope_args(kernels::RopeRows::append, layer,
+                              cache_.rings_.write(layer, sequence_, fed_ + part.first));
     return cache_.slots_.write(cache_.index_of(layer), part);
   }
 
@@ -155,11 +157,13 @@ class EvictingCache::Step final : public CacheStep {
         attention_(cache.slots_.config().kernels, layers(), cache.branch_, cache.stream_) {}
 
   void begin() const override {
-    cache_.slots_.fill_ropes(cache_.batch_.state().positions, 0, rows_.count);
+    cache_.slots_.fill_ropes(kernels::RopeRows::step, cache_.batch_.state().positions, 0,
+                             rows_.count);
   }
 
   kernels::RopeWriteArgs write(std::uint32_t layer) const override {
-    if (cache_.rings_.has(layer)) return cache_.rope_args(layer, cache_.rings_.write(layer));
+    if (cache_.rings_.has(layer))
+      return cache_.rope_args(kernels::RopeRows::step, layer, cache_.rings_.write(layer));
     return cache_.slots_.write(cache_.index_of(layer), rows_);
   }
 

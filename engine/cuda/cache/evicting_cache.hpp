@@ -54,7 +54,8 @@ class EvictingCache final : public DeviceCache {
   class Step;
   kernels::AttendedRows attended_rows(const LayerOutputs& to) const;
   /// Completes the arguments of a write to a ring with RoPE and queries.
-  kernels::RopeWriteArgs rope_args(std::uint32_t layer, kernels::RopeWriteArgs args) const;
+  kernels::RopeWriteArgs rope_args(kernels::RopeRows user, std::uint32_t layer,
+                                   kernels::RopeWriteArgs args) const;
 
   const DeviceModel& model_;
   const ModelConfig& config_;

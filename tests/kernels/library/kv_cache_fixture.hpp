@@ -17,6 +17,7 @@ namespace kvlab {
 inline constexpr std::uint32_t kLayers = 2, kHeads = 2, kGroup = 2, kSize = 64, kTokens = 150;
 inline constexpr std::size_t kQueries = kHeads * kGroup * kSize,
                              kRow = kQueries + 2 * kHeads * kSize;
+inline constexpr std::size_t kMostRows = 300;  ///< rows of a call
 inline constexpr float kScale = 0.125f;
 inline const CacheShape kModel{kLayers, kHeads, kSize};
 
@@ -182,10 +183,10 @@ class Slots {
     done(kvlab_kv_cache_accept_drafts(slots_, tokens.data(), stream_.get()));
   }
   std::vector<std::uint32_t> kept(int sequence, std::uint32_t layer, std::uint32_t head) {
-    std::vector<std::uint32_t> positions(2 * kTokens);
+    std::vector<std::uint32_t> positions(kMostRows);
     std::uint32_t count = 0;
     done(kvlab_kv_cache_positions(slots_, sequence, static_cast<int>(layer), static_cast<int>(head),
-                                  positions.data(), 2 * kTokens, &count, stream_.get()));
+                                  positions.data(), kMostRows, &count, stream_.get()));
     positions.resize(count);
     return positions;
   }
@@ -227,7 +228,7 @@ class Slots {
   Stream stream_;
   std::size_t sequences_;
   OwnHeads heads_;
-  DeviceArray<float> qkv_{kTokens * kRow}, out_{kTokens * kQueries};
+  DeviceArray<float> qkv_{kMostRows * kRow}, out_{kMostRows * kQueries};
   kvlab_kv_cache* slots_ = nullptr;
 };
 

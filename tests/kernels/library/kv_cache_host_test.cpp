@@ -299,6 +299,41 @@ TEST_CASE("Accepted drafts are counted as an append") {
   }
 }
 
+TEST_CASE("Drafts fit into the slots after any number of steps") {
+  for (const std::uint32_t every : {1u, 4u}) {
+    Cache cache({.every = every, .draft_tokens = 6});
+    CHECK(cache.append(0, 0, 40) == "");
+    for (int step = 0; step < 9; ++step) {
+      CHECK(cache.step({1, 0, 0}) == "");
+      CHECK(cache.drafts({6, 0, 0}, {0, 0, 0}) == "");
+    }
+    CHECK(cache.tokens() == Counts{49, 0, 0});
+  }
+}
+
+TEST_CASE("A sequence says how many tokens it can append before it evicts") {
+  Cache cache({.every = 4, .draft_tokens = 6});
+  CHECK(cache.info(0).until_eviction == 24 + 3);
+  CHECK(cache.append(0, 0, 40) == "");
+  CHECK(cache.info(0).until_eviction == 4);  // 23 tokens are live, and 27 evict
+  CHECK(cache.step({1, 0, 0}) == "");
+  CHECK(cache.info(0).until_eviction == 3);
+  CHECK(cache.drafts({3, 0, 0}, {3, 0, 0}) == "");
+  CHECK(cache.info(0).until_eviction == 4);
+  for (int step = 0; step < 4; ++step) CHECK(cache.step({1, 0, 0}) == "");
+  CHECK(cache.info(0).until_eviction == 4);  // the next append evicts first
+  CHECK(cache.info(1).until_eviction == 24 + 3);
+
+  Cache each({.draft_tokens = 6});
+  CHECK(each.append(0, 0, 20) == "");
+  CHECK(each.info(0).until_eviction == 4);
+  CHECK(each.append(0, 20, 20) == "");
+  CHECK(each.info(0).until_eviction == 1);
+  CHECK(each.step({1, 0, 0}) == "");
+  CHECK(each.info(0).until_eviction == 1);
+  CHECK(Cache({.budget = UINT32_MAX}).info(0).until_eviction == UINT32_MAX);
+}
+
 TEST_CASE("Calls for drafts in a wrong order are refused, and change nothing") {
   Cache none;
   CHECK_THAT(none.begin_drafts({1, 0, 0}),
@@ -328,6 +363,14 @@ TEST_CASE("Calls for drafts in a wrong order are refused, and change nothing") {
              ContainsSubstring("accepted[0] is 4; it should be at most 3, which is verified"));
   CHECK(cache.accept({3, 0, 2}) == "");  // sequence 2 has left the verification
   CHECK(cache.tokens() == Counts{13, 0, 0});
+
+  // If all sequences have left a verification, it still runs to its end.
+  CHECK(cache.begin_drafts({2, 0, 0}) == "");
+  CHECK(cache.verify(0) == "");
+  CHECK(cache.start(0) == "");
+  CHECK(cache.verify(1) == "");
+  CHECK(cache.accept({2, 0, 0}) == "");
+  CHECK(cache.tokens() == Counts{0, 0, 0});
 
   CHECK(cache.begin_drafts({1, 1, 1}) == "");
   CHECK(cache.clear() == "");

@@ -260,6 +260,94 @@ TEST_CASE("A sequence that starts during a verification leaves it", "[gpu]") {
     }
 }
 
+TEST_CASE("Drafts use all slots of a cache whose keys are split in parts", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  // 248 - 2 + 4 + 6 = 256 slots, which is a multiple of the slots of a part.
+  const ResolvedConfig config = resolve(
+      {.policy = parse_policy("h2o:every=4"), .budget = {.extent = tokens(248)}}, 400, 0, kModel);
+  Layout drafting(config), plain(config);
+  for (Layout* layout : {&drafting, &plain}) layout->config.tokens = 400;
+  drafting.config.draft_tokens = kDrafts;
+  int max_slots = 0;
+  done(kvlab_kv_cache_slots(&drafting.config, &max_slots));
+  CHECK(max_slots == 256);
+  Slots slots(drafting), alone(plain);
+  SampledRows sampled;
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+    const auto rows = sampled.rows(280);
+    for (Slots* one : {&slots, &alone}) one->append(0, layer, 0, true, rows);
+  }
+  std::uint32_t fed = 280;
+  for (int round = 0; round < 6; ++round) {
+    for (int step = 0; step < round; ++step, ++fed) {
+      for (Slots* one : {&slots, &alone}) one->begin_step();
+      for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+        const auto row = sampled.rows(1);
+        CHECK(worst(slots.step(layer, row), alone.step(layer, row)) < 1e-5);
+      }
+    }
+    slots.begin_drafts({kDrafts});
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+      const auto rows = sampled.rows(kDrafts);
+      CHECK(worst(slots.verify(layer, rows), alone.append(0, layer, fed, false, rows)) < 1e-5);
+    }
+    slots.accept({kDrafts});
+    fed += kDrafts;
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer)
+      for (std::uint32_t head = 0; head < kHeads; ++head)
+        CHECK(slots.kept(0, layer, head) == alone.kept(0, layer, head));
+  }
+}
+
+TEST_CASE("Calls for different sequences may take turns in every layer", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  const ResolvedConfig config = resolved("h2o", 24);
+  Layout three(config, 3);
+  const Layout one(config);
+  three.config.interleaves_appends = 1;
+  three.config.draft_tokens = kDrafts;
+  Slots slots(three), first(one), second(one), third(one);
+  SampledRows sampled;
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+    const auto rows = sampled.rows(40);
+    slots.append(0, layer, 0, true, rows), first.append(0, layer, 0, true, rows);
+    slots.append(2, layer, 0, true, rows), third.append(0, layer, 0, true, rows);
+  }
+  const auto step = [&](std::uint32_t layer) {
+    auto rows = sampled.rows(3);
+    auto out = slots.step(layer, rows);
+    rows.resize(kRow), out.resize(kQueries);
+    CHECK(worst(out, first.step(layer, rows)) < 1e-5);
+  };
+  slots.begin_step({1, 0, 0}), first.begin_step();
+  std::vector<std::vector<float>> prompt;
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+    step(layer);  // the RoPE of the chunk must not reach the step's next layer
+    prompt.push_back(sampled.rows(25));
+    slots.append_chunk(1, layer, 0, 25, std::span(prompt[layer]).first(10 * kRow));
+  }
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+    slots.append_chunk(1, layer, 10, 25, std::span(prompt[layer]).subspan(10 * kRow));
+    second.append(0, layer, 0, true, prompt[layer]);
+  }
+  slots.begin_step({1, 0, 0}), first.begin_step();
+  slots.begin_drafts({0, 0, 5});
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+    step(layer);
+    const auto rows = sampled.rows(5);
+    auto out = slots.verify(layer, rows);
+    out.resize(3 * kQueries);
+    CHECK(worst(out, third.append(0, layer, 40, false, std::span(rows).first(3 * kRow))) < 1e-5);
+  }
+  slots.accept({0, 0, 3});
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer)
+    for (std::uint32_t head = 0; head < kHeads; ++head) {
+      CHECK(slots.kept(0, layer, head) == first.kept(0, layer, head));
+      CHECK(slots.kept(1, layer, head) == second.kept(0, layer, head));
+      CHECK(slots.kept(2, layer, head) == third.kept(0, layer, head));
+    }
+}
+
 TEST_CASE("A cache over the caller's blocks gives the same bits as one with its own memory",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");

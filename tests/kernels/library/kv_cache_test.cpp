@@ -358,6 +358,13 @@ TEST_CASE("A cache is measured without a device, and refusals give a reason") {
         call + "devices is 2, but gather is NULL; give both or neither");
   CHECK(why([](Layout& l) { l.layers[0].keys = &l; }) ==
         call + "a layer has keys or values, but pages is zeroed; give both or neither");
+  CHECK(why([](Layout& l) {
+          l.config.by_layer = 1;
+          l.rules[3].recent = 1;
+        }) ==
+        call +
+            "by_layer is 1, but rules[3] differs from rules[2]; the KV heads of a layer should "
+            "have equal rules");
   CHECK(kvlab_kv_cache_append(nullptr, nullptr, nullptr) == cudaErrorInvalidValue);
 
   Layout outputs(resolved("criticalkv", 32));

@@ -87,7 +87,7 @@ class SequenceSettings(Args):  # kvlab_sequence_settings
 
 
 class SequenceInfo(Args):  # kvlab_sequence_info
-    _fields_ = [("struct_size", SIZE), ("tokens", U32), *((name, U64) for name in ("evictions", "kv_bytes", "allocated"))]
+    _fields_ = [("struct_size", SIZE), ("tokens", U32), *((name, U64) for name in ("evictions", "kv_bytes", "allocated")), ("until_eviction", U32)]
 
 
 STRUCTS = {

@@ -176,8 +176,8 @@ class KvCache:
         sequence takes no part.
         """
         counts = self._counts("tokens", tokens)
-        self._drafted = int(counts.sum())
         self._done(lambda stream: library().kvlab_kv_cache_begin_drafts(self.handle, counts.ctypes.data, stream))
+        self._drafted = int(counts.sum())
 
     def verify_drafts(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Computes the attention of the tokens that are verified, in one layer.
@@ -210,7 +210,7 @@ class KvCache:
         return qkv.new_empty(rows, *self._shape)
 
     def info(self, sequence: int = 0) -> Any:
-        """Returns `tokens`, `evictions`, `kv_bytes` and `allocated` (bytes) of a sequence, from counts that the host
+        """Returns `tokens`, `evictions`, `kv_bytes`, `allocated` (bytes) and `until_eviction` of a sequence, from counts that the host
         keeps, so it does not wait for the GPU."""
         info = _library.SequenceInfo()
         done(library().kvlab_kv_cache_sequence_info(self.handle, sequence, info))
