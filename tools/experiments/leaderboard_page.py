@@ -98,24 +98,31 @@ class Model:
         missing = [name for name in everything if name not in {short(row["policy"]) for row in self.rows if row["metric"] == "kl"}]
         if missing:
             parts.append(wrapped(f"Not measured on this model: {listed(missing)}."))
-        on_cpu = dict.fromkeys(short(row["policy"]) for row in self.rows if row["metric"] == "kl" and "--device cpu" in row["command"])
-        if on_cpu:
-            parts.append(wrapped(
-                f"The KL of these policies was measured on the CPU in float32: {listed(on_cpu)}. CUDA does not support them, and "
-                "computes the others in bfloat16. To decide which of them get an `=`, the policy with the lowest KL was evaluated on the CPU "
-                "too."
-            ))  # fmt: skip
         for plan in self.formats:
             found = self.values("kl", plan)
             order = sorted(found, key=lambda name: sum(math.log(max(value_of(row), 1e-9)) for row in found[name].values()) / len(found[name]))
             parts.append(f"### KL, {label(plan)}")
             if label(plan) == "plan":
                 parts.append(wrapped(f"The plan of `kvlab plan`, in runs of layers: `{plan}`."))
+            parts += self.on_cpu(plan)
             parts.append(self.ranked(found, order, min, lambda share, best, plan=plan: self.ties(share, plan, best)))
         for plan in self.formats:
             parts += self.accuracy(plan)
         speed = self.speed()
         return parts + ["### Decode speed, 16 bit"] * bool(speed) + speed
+
+    def on_cpu(self, plan):
+        """Says which KL of a format was measured on the CPU, if any was."""
+        rows = [row for row in self.rows if row["metric"] == "kl" and row["format"] == plan]
+        names = dict.fromkeys(short(row["policy"]) for row in rows if "--device cpu" in row["command"])
+        if not names:
+            return []
+        if all("--device cpu" in row["command"] for row in rows):
+            return ["Measured on the CPU in float32."]
+        return [wrapped(
+            f"The KL of these policies was measured on the CPU in float32: {listed(names)}. CUDA does not support them, and computes the "
+            "others in bfloat16. To decide which of them get an `=`, the policy with the lowest KL was evaluated on the CPU too."
+        )]  # fmt: skip
 
     def texts(self):
         """Which texts KL was measured on, from the command of a row."""
@@ -237,7 +244,8 @@ def agreement(models):
             first = orders[models[0].name, "kl"]
             line = [correlation(orders[model.name, "kl"], orders[model.name, "accuracy"]) for model in models]
             line += [correlation(first, orders[model.name, "kl"]) for model in models[1:]]
-            lines.append([label(plan), share, *line])
+            if any(value != "-" for value in line):
+                lines.append([label(plan), share, *line])
     header = ["format", "memory", *(f"KL and accuracy on `{model.name}`" for model in models),
               *(f"KL on `{models[0].name}` and on `{model.name}`" for model in models[1:])]  # fmt: skip
     return table(header, lines)
