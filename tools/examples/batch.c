@@ -130,8 +130,9 @@ static void steps(request** requests, int count, int times) {
  * the text is complete. A verification is one append, which evicts nothing before its end. If it
  * also ends where steps would evict, its queries see the tokens that they see in steps. */
 static int draft(request* r) {
-  int count = EVERY - (r->fed - PROMPT) % EVERY;
-  if (count > VERIFIED) count = VERIFIED;
+  kvlab_sequence_info info = {.struct_size = sizeof info};
+  done(kvlab_kv_cache_sequence_info(cache, r->sequence, &info));
+  int count = info.until_eviction < VERIFIED ? (int)info.until_eviction : VERIFIED;
   if (count > LENGTH - r->tokens) count = LENGTH - r->tokens;
   for (int t = r->tokens; t < r->fed + count; ++t) /* every third draft is wrong */
     r->text[t] = (r->guess[t] + (t % 3 == 0)) % VOCAB;
