@@ -5,8 +5,8 @@
  * There are two ways to use it. kvlab_kv_cache owns the caches of all layers and makes all calls in
  * the right order; keys and values may be in the blocks of a paged engine. The single calls
  * (kvlab_write, kvlab_evicting_attention, ...) work on one layer of memory that the caller owns,
- * for example if prompts share the blocks of a prefix. docs/reference/c-api.md explains both;
- * docs/guides/deploy-in-an-engine.md is a tutorial.
+ * for example if prompts share the blocks of a prefix. docs/reference/c-api.md explains both, with
+ * an example; docs/guides/deploy-in-an-engine.md has tables of memory, calls, states and costs.
  *
  * Conventions
  *
@@ -121,7 +121,8 @@ const char* kvlab_policy_feature(const kvlab_policy* policy, int index);
  *
  * where `row` is the index of the sequence or, if by_pair is set, of the pair. Only keys and
  * values are in blocks; other arrays [slot] are still indexed by first_slot[pair] + s. When the
- * kernels run, they read the block table only up to the block of the last live token. */
+ * kernels run, they read the block table only up to the block of the last live token or, while
+ * drafts are verified, of the last draft. */
 typedef struct {
   const int32_t* blocks; /**< [row, max_blocks]; NULL: no blocks */
   int page;              /**< slots of a block: a power of two from 16 to 2^20 */
@@ -559,10 +560,11 @@ typedef struct {
   uint32_t slots;
 } kvlab_tier;
 
-/** Frequencies of RoPE. */
+/** Frequencies of RoPE. For layers without RoPE, set all frequencies to 0, and `factor` to 1: a
+ * rotation by 0 changes nothing. */
 typedef struct {
   const float* inv_freq; /**< host: [rotated / 2] */
-  int rotated;           /**< number of dimensions that RoPE rotates */
+  int rotated;           /**< number of dimensions that RoPE rotates: even and at least 2 */
   float factor;          /**< a factor on cosine and sine; 1 except for YaRN */
 } kvlab_rope;
 
@@ -587,12 +589,12 @@ typedef cudaError_t (*kvlab_gather)(void* context, const uint64_t* own, uint64_t
                                     cudaStream_t stream);
 
 /** Pointers are to host memory, and are read during the call only, except where kvlab_layer or a
- * comment says otherwise. */
+ * comment says otherwise. docs/reference/c-api.md has a filled example. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_kv_cache_config) */
   kvlab_type type;
   int query_heads, kv_heads, head_size;
-  int sequences, layer_count, rope_count, tier_count, feature_count;
+  int sequences, layer_count, rope_count, tier_count, feature_count; /**< the last two may be 0 */
   const kvlab_layer* layers;
   const kvlab_rope* ropes;
   const kvlab_policy* policy;
@@ -601,26 +603,29 @@ typedef struct {
       tiers; /**< [layer, sequence, kv_head, tier], in order of decreasing precision. The slots of a
                 pair's tiers add up to the pair's budget; without a budget the first tier holds all
                 tokens. tier_count 0: all tokens stay in `type` */
-  const void* params;            /**< one set for all sequences, as kvlab_policy_params writes it */
+  const void* params;            /**< one set for all sequences, as kvlab_policy_params writes it;
+                                      NULL if kvlab_policy_params_bytes is 0 */
   const uint64_t* seeds;         /**< [sequence]; NULL: all 0 */
   const kvlab_feature* features; /**< the features that the policy reads, in the policy's order */
   int hidden;                    /**< number of rows of kvlab_layer.output */
   kvlab_numbering numbering;     /**< KVLAB_ORIGINAL_POSITIONS or KVLAB_CACHE_POSITIONS */
-  uint32_t threshold16;
-  uint32_t tokens;  /**< maximum length of a sequence; 0: no limit, if all rules have budgets */
-  uint32_t part;    /**< maximum number of an append's tokens that go through a layer at a time; 0:
-                         2,048 */
+  uint32_t threshold16; /**< as in kvlab_policy_state; ignored if the policy reads no requests */
+  uint32_t tokens;  /**< maximum length of a sequence; 0: no limit, if all rules have budgets and
+                         `once` is 0 */
+  uint32_t part;    /**< the cache splits chunks into parts of at most this many tokens, which go
+                         through a layer at a time; 0: 2,048 */
   uint32_t longest; /**< maximum number of tokens of an append plus the tokens that are live before
                          it. Memory for them is allocated when the cache is created. 0: memory is
                          allocated when an append needs it, or before the first step that has to
                          compact */
-  uint32_t
-      every; /**< modifiers, as in kvlab_policy_file; 0 and 1: tokens are evicted in each step */
+  uint32_t every;   /**< modifiers, as in kvlab_policy_file. every: up to budget - 1 + every tokens
+                         are live; 0 and 1: tokens are evicted in each step */
   uint32_t smooth;
   int once, by_layer, pool_max;
   int interleaves_appends; /**< 1: an append's chunks may go through the layers in any order, with
-                                steps of other sequences between them, as schedulers do. This takes
-                                append memory for every layer. 0: see kvlab_append_chunk */
+                                steps and drafts of other sequences between them, as schedulers
+                                do. This takes append memory for every layer. 0: see
+                                kvlab_append_chunk */
   uint32_t first_head;     /**< the model's index of the first KV head on this device; above 0 under
                                 tensor parallelism */
   int devices;             /**< with `gather`: number of devices, which have the same config except
@@ -675,70 +680,88 @@ cudaError_t kvlab_kv_cache_start(kvlab_kv_cache* cache, int sequence,
                                  const kvlab_sequence_settings* settings, cudaStream_t stream);
 /** Makes sequence `to` a copy of sequence `from`: tokens, states and settings. Both sequences must
  * have been created with the same budgets and tiers. Use it to prefill a common prefix once, or to
- * move a sequence to another index. Keys and values in the caller's blocks are not copied: the
- * caller copies the blocks, or swaps the rows of the block table if `from` is no longer needed.
- * Stream-ordered. */
+ * move a sequence to another index. The old tokens of `to` are dropped, even in the middle of an
+ * append; `from` does not change. The settings include seed and sequence_id, so both sequences get
+ * equal random choices. Refused while `from` is in the middle of an append, and while drafts are
+ * verified. Keys and values in the caller's blocks are not copied: the caller copies the blocks, or
+ * swaps the rows of the block table if `from` is no longer needed. Stream-ordered. */
 cudaError_t kvlab_kv_cache_copy(kvlab_kv_cache* cache, int from, int to, cudaStream_t stream);
 
 /** Some tokens of one append, for one layer. An append adds `tokens` tokens to one sequence after
  * the `fed` tokens that each layer was fed before. Tokens are evicted once, at the end of the
- * append. Only one append may be active: it has to be complete in all layers before the next one
- * begins.
+ * append.
  *
  * Without interleaves_appends, all chunks of an append go through a layer before the first of them
- * goes through the next layer. An engine that runs each chunk through all layers sets
- * interleaves_appends, or makes each chunk an append (fed 0, tokens 512; fed 512, tokens 512;
- * ...). In the second case, tokens are evicted after each chunk, as in the prefill mode
- * `chunk:512` of kvlab's simulator. */
+ * goes through the next layer. Between two layers, other sequences may append and decode. With
+ * interleaves_appends, the chunks may go through the layers in any order, but an append must be
+ * complete in all layers before the next one begins, also for another sequence.
+ * docs/reference/c-api.md lists all calls that may come between chunks.
+ *
+ * An engine that runs each chunk through all layers sets interleaves_appends, or makes each chunk
+ * an append (fed 0, tokens 512; fed 512, tokens 512; ...). In the second case, tokens are evicted
+ * after each chunk, as in the prefill mode `chunk:512` of kvlab's simulator. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_append_chunk) */
   int sequence, layer;
   uint32_t fed, tokens;
-  int ends_prompt;       /**< 1: a prompt ends with this append */
+  int ends_prompt;       /**< 1: a prompt ends with this append. It has an effect only with `once`,
+                              which evicts only then, and with `smooth` */
   uint32_t first, count; /**< this chunk's tokens within the append; chunks must come in order */
-  const void* qkv;       /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
-  void* out;             /**< out: [token, query_head, head_size] */
-  float* lse;            /**< out: [token, query_head], natural logarithm; or NULL */
+  const void* qkv; /**< device: [count, query_heads + 2 * kv_heads, head_size], before RoPE. This
+                      and the next two arrays have rows for the chunk's tokens only */
+  void* out;       /**< out, device: [count, query_head, head_size] */
+  float* lse;      /**< out, device: [count, query_head], natural logarithm; or NULL */
 } kvlab_append_chunk;
 /** Writes the chunk's tokens and attends with their queries. The append's last chunk of a layer
- * compacts the layer's cache. May allocate and then synchronize, unless `longest` was given. */
+ * compacts the layer's cache. May allocate and then synchronize, unless `longest` was given. May
+ * also synchronize for a policy from a header that weighs queries (kvlab_policy_weights). */
 cudaError_t kvlab_kv_cache_append(kvlab_kv_cache* cache, const kvlab_append_chunk* chunk,
                                   cudaStream_t stream);
 
 /** Begins a decode step, and does the step's work on the host. `decodes`: host [sequence], 1 if the
- * sequence decodes a token in this step; NULL: all do. The step must then run through all layers
- * before any other call for these sequences. Ends an append that is not complete in all layers. */
+ * sequence decodes a token in this step, which may be its first token; NULL: all do. If all entries
+ * are 0, no sequence gets a token. The step must then run through all layers before any other call
+ * for these sequences, except kvlab_kv_cache_start, and before the next kvlab_kv_cache_begin_step.
+ *
+ * An append that is not complete in all layers goes on after this call. Refused if the sequence of
+ * this append decodes; without interleaves_appends also while a layer has had some of the append's
+ * chunks and not all. */
 cudaError_t kvlab_kv_cache_begin_step(kvlab_kv_cache* cache, const unsigned char* decodes,
                                       cudaStream_t stream);
 /** Runs one layer of the step. Call it for all layers in order, from the first to the last. It only
- * launches kernels. `qkv`: [sequence, query_heads + 2 * kv_heads, head_size], before RoPE. For a
- * sequence that does not decode, `out` and `lse` are not written. */
+ * launches kernels. `qkv`: device [sequence, query_heads + 2 * kv_heads, head_size], before RoPE.
+ * `out`: device [sequence, query_head, head_size]. `lse`: device [sequence, query_head], or NULL.
+ * Of a sequence that does not decode, `qkv` is not read, and `out` and `lse` are not written. A
+ * graph of all layers can be captured before the first step. It serves any `decodes`, and stays
+ * valid after all other calls. */
 cudaError_t kvlab_kv_cache_step(kvlab_kv_cache* cache, int layer, const void* qkv, void* out,
                                 float* lse, cudaStream_t stream);
 
 /** Begins the verification of drafts: for each sequence, the last token of its text and its draft
  * tokens. `tokens`: host [sequence], their number, at most draft_tokens; 0: the sequence takes no
  * part. Call kvlab_kv_cache_verify_drafts for each layer, and then kvlab_kv_cache_accept_drafts.
- * Until then, other calls that append are refused. kvlab_kv_cache_start takes a sequence out of the
- * verification. These calls are refused while their stream is being captured. */
+ * Until then, appends, copies and kvlab_kv_cache_begin_step are refused, but a step of other
+ * sequences that was begun before may still run its layers. kvlab_kv_cache_start takes a sequence
+ * out of the verification. These calls are refused while their stream is being captured. */
 cudaError_t kvlab_kv_cache_begin_drafts(kvlab_kv_cache* cache, const uint32_t* tokens,
                                         cudaStream_t stream);
 /** Writes the tokens in one layer, and attends: each query sees its sequence's live tokens and the
- * tokens up to its own. Call it for all layers in order. `qkv`, `out`, `lse`: a row for each token,
- * the tokens of the first sequence first, as in kvlab_kv_cache_step. */
+ * tokens up to its own. Call it for all layers in order. `qkv`, `out`, `lse`: as in
+ * kvlab_kv_cache_step, with a row for each token, the tokens of the first sequence first. */
 cudaError_t kvlab_kv_cache_verify_drafts(kvlab_kv_cache* cache, int layer, const void* qkv,
                                          void* out, float* lse, cudaStream_t stream);
 /** Ends the verification. `accepted`: host [sequence], how many of the sequence's tokens are right,
  * the last token of the text included. These are appended as one append; the others are dropped, as
  * if they had never been there. An append evicts only at its end, so drafts may see tokens that
- * decode steps would have evicted before. */
+ * decode steps would have evicted before (kvlab_sequence_info.until_eviction). May
+ * synchronize for a policy from a header that weighs queries (kvlab_policy_weights). */
 cudaError_t kvlab_kv_cache_accept_drafts(kvlab_kv_cache* cache, const uint32_t* accepted,
                                          cudaStream_t stream);
 
 /** What a cache holds for one sequence, according to counters on the host. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_sequence_info) */
-  uint32_t tokens;    /**< number of tokens that the sequence was fed */
+  uint32_t tokens;    /**< number of tokens that the sequence was fed, evicted ones included */
   uint64_t evictions; /**< tokens evicted in all layers and KV heads before the tokens of the last
                          append or step were added */
   uint64_t kv_bytes;  /**< bytes of live keys and values */
@@ -751,7 +774,9 @@ typedef struct {
 cudaError_t kvlab_kv_cache_sequence_info(const kvlab_kv_cache* cache, int sequence,
                                          kvlab_sequence_info* info);
 /** Writes the positions of a pair's live tokens, ascending, to `positions`, host memory for
- * `capacity` numbers. Writes their number to `*count`. Synchronizes. */
+ * `capacity` numbers. Writes their number to `*count`. A capacity of kvlab_kv_cache_slots always
+ * suffices; if it is too small, the call returns cudaErrorInvalidValue and writes nothing.
+ * Synchronizes. */
 cudaError_t kvlab_kv_cache_positions(kvlab_kv_cache* cache, int sequence, int layer, int kv_head,
                                      uint32_t* positions, uint32_t capacity, uint32_t* count,
                                      cudaStream_t stream);
