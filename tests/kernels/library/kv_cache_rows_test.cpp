@@ -308,11 +308,14 @@ TEST_CASE("Calls for different sequences may take turns in every layer", "[gpu]"
   three.config.draft_tokens = kDrafts;
   Slots slots(three), first(one), second(one), third(one);
   SampledRows sampled;
-  for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
-    const auto rows = sampled.rows(40);
-    slots.append(0, layer, 0, true, rows), first.append(0, layer, 0, true, rows);
-    slots.append(2, layer, 0, true, rows), third.append(0, layer, 0, true, rows);
-  }
+  const auto append = [&](int sequence, Slots& alone) {
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+      const auto rows = sampled.rows(40);
+      slots.append(sequence, layer, 0, true, rows), alone.append(0, layer, 0, true, rows);
+    }
+  };
+  append(0, first);
+  append(2, third);
   const auto step = [&](std::uint32_t layer) {
     auto rows = sampled.rows(3);
     auto out = slots.step(layer, rows);
