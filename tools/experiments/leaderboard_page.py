@@ -112,7 +112,7 @@ class Model:
         return parts + ["### Decode speed, 16 bit"] * bool(speed) + speed
 
     def on_cpu(self, plan):
-        """Says which KL of a format was measured on the CPU, if any was."""
+        """Returns a paragraph that says which KL of a format was measured on the CPU, or nothing if none was."""
         rows = [row for row in self.rows if row["metric"] == "kl" and row["format"] == plan]
         names = dict.fromkeys(short(row["policy"]) for row in rows if "--device cpu" in row["command"])
         if not names:
@@ -188,7 +188,7 @@ class Model:
         return table(["policy", *(f"{share} of the memory" for share in self.memory)], lines)
 
     def speed(self):
-        """For each GPU, what its decode speeds are, and their table."""
+        """Returns, for each GPU, a paragraph about its decode speeds and their table."""
         found, parts = {}, []
         for row in self.rows:
             if row["metric"].startswith(SPEED):
@@ -196,11 +196,11 @@ class Model:
         for gpu, rows in found.items():
             words = rows[0]["command"].split()
             parts += [wrapped(
-                f"Decoded tokens per second of all sequences together on one {gpu}, then the number of sequences (1, or the largest number that "
-                "fits in memory, at most 2,047), and the speed relative to the full cache in the same column. Each sequence decodes "
+                f"Decoded tokens per second of all sequences together on one {gpu}, with the number of sequences in parentheses (1, or the largest "
+                "number that fits in memory, at most 2,047), and the speed relative to the full cache in the same column. Each sequence decodes "
                 f"{int(option(words, '--max-new-tokens')):,} tokens after a prompt of {int(option(words, '--prompt-tokens')):,}. The weights, "
-                "keys and values are random, because the speed depends only on the model's shape. `kvlab bench evict` times steps at some "
-                "lengths and integrates."
+                "keys and values are random, because the speed depends only on the model's shape. `kvlab bench evict` times single steps "
+                "at several lengths, and integrates over the length."
             ), speed_table(rows)]  # fmt: skip
         return parts
 
@@ -361,7 +361,7 @@ def read_rows(path):
 
 
 def write_page(path, rows):
-    """Writes the page, and its rows to the CSV beside it. Rows that make no page are refused before anything is written."""
+    """Writes the page, and its rows to the CSV beside it. If the rows make no page, raises Refused and writes nothing."""
     text = page(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".csv"), "w", newline="") as file:
