@@ -61,11 +61,11 @@ struct EvictBenchOptions {
   std::vector<CacheConfig> configs;  ///< all of them evict
   int batch = 24;
   std::uint32_t prompt = 2048, decoded = 2048;  ///< tokens of each sequence
-  /// Called after each configuration, with its element of `configurations`; may be null.
+  /// Called after each configuration, with its entry in the result's `configurations`; may be null.
   std::function<void(const nlohmann::ordered_json&)> progress = {};
 };
-/// The full cache is measured once. For a configuration that cannot run, the result has the reason.
-/// If none can run, throws the error of the first.
+/// Measures the full cache once. If a configuration cannot run, its entry in the result has the
+/// reason. If none can run, throws the error of the first.
 nlohmann::ordered_json bench_evict(const EvictBenchOptions& options);
 
 /// Times decode attention with and without observation and eviction, for every combination of the

@@ -3,10 +3,11 @@
  * library evicts exactly the tokens that the simulator evicts.
  *
  * There are two ways to use it. kvlab_kv_cache owns the caches of all layers and makes all calls in
- * the right order; keys and values may be in the blocks of a paged engine. The single calls
- * (kvlab_write, kvlab_evicting_attention, ...) work on one layer of memory that the caller owns,
- * for example if prompts share the blocks of a prefix. docs/reference/c-api.md explains both, with
- * an example; docs/guides/deploy-in-an-engine.md has tables of memory, calls, states and costs.
+ * the right order. Its keys and values may be in the blocks of a paged engine. The single calls
+ * (kvlab_write, kvlab_evicting_attention, ...) work on one layer, in memory that the caller owns.
+ * They are needed, for example, if prompts share the blocks of a prefix. docs/reference/c-api.md
+ * explains both, with an example; docs/guides/deploy-in-an-engine.md has tables of memory, calls,
+ * states and costs.
  *
  * Conventions
  *
@@ -531,8 +532,8 @@ cudaError_t kvlab_compact_ranked(const kvlab_policy* policy, const kvlab_compact
 /* --- All layers as one object --------------------------------------------------------------- */
 
 /** The caches of some sequences in all layers that a policy acts on. It owns their memory, except
- * for keys and values in the caller's blocks, keeps count of their tokens on the host, and makes
- * the calls above in the right order. It also supports tiers.
+ * for keys and values in the caller's blocks. It counts their tokens on the host, and makes the
+ * calls above in the right order. It also supports tiers.
  *
  * A prompt is one or more appends. A decode step is kvlab_kv_cache_begin_step and then
  * kvlab_kv_cache_step for each layer. Steps only launch kernels, so a CUDA graph can hold them;
@@ -560,8 +561,8 @@ typedef struct {
   uint32_t slots;
 } kvlab_tier;
 
-/** Frequencies of RoPE. For layers without RoPE, set all frequencies to 0, and `factor` to 1: a
- * rotation by 0 changes nothing. */
+/** Frequencies of RoPE. For layers without RoPE, set all frequencies to 0 and `factor` to 1,
+ * because a rotation by 0 changes nothing. */
 typedef struct {
   const float* inv_freq; /**< host: [rotated / 2] */
   int rotated;           /**< number of dimensions that RoPE rotates: even and at least 2 */
@@ -580,11 +581,10 @@ typedef struct {
                             NULL */
 } kvlab_layer;
 
-/** An all-gather, for by_layer under tensor parallelism: enqueues on the stream that the `count`
- * numbers at `own` of every device are written to `all`, [device, count] in device memory, in the
- * order of the devices' heads. Every device calls it for the same layers in the same order. Another
- * result than cudaSuccess ends the call of the cache with this error; the cache must then be
- * cleared. */
+/** An all-gather, for by_layer under tensor parallelism. It enqueues on the stream: write the
+ * `count` numbers at `own` of every device to `all`, device [device, count], in the order of the
+ * devices' heads. Every device calls it for the same layers in the same order. If it returns an
+ * error, the call of the cache returns this error, and the cache must be cleared. */
 typedef cudaError_t (*kvlab_gather)(void* context, const uint64_t* own, uint64_t* all, size_t count,
                                     cudaStream_t stream);
 
@@ -612,8 +612,8 @@ typedef struct {
   uint32_t threshold16; /**< as in kvlab_policy_state; ignored if the policy reads no requests */
   uint32_t tokens;  /**< maximum length of a sequence; 0: no limit, if all rules have budgets and
                          `once` is 0 */
-  uint32_t part;    /**< the cache splits chunks into parts of at most this many tokens, which go
-                         through a layer at a time; 0: 2,048 */
+  uint32_t part;    /**< maximum number of a chunk's tokens that go through a layer at a time; the
+                         cache splits larger chunks; 0: 2,048 */
   uint32_t longest; /**< maximum number of tokens of an append plus the tokens that are live before
                          it. Memory for them is allocated when the cache is created. 0: memory is
                          allocated when an append needs it, or before the first step that has to
@@ -628,29 +628,30 @@ typedef struct {
                                 kvlab_append_chunk */
   uint32_t first_head;     /**< the model's index of the first KV head on this device; above 0 under
                                 tensor parallelism */
-  int devices;             /**< with `gather`: number of devices, which have the same config except
-                                for first_head; else 0 */
+  int devices;             /**< with `gather`: number of devices. Their configs must be equal except
+                                for first_head, gather_context and device pointers. Without
+                                `gather`: 0 */
   kvlab_gather gather;     /**< gathers the ranks of all devices. NULL: by_layer sums over this
                                 device's heads only */
   void* gather_context;    /**< passed to `gather`; must outlive the cache */
-  kvlab_pages pages;       /**< the caller's blocks for keys and values, each with enough blocks for
-                                all slots of its pairs (kvlab_kv_cache_slots); kvlab_layer has the
-                                pools. All layers use the same table. Table and pools are device
-                                memory that must outlive the cache. Not with quantized tiers.
-                                Zeroed: the cache allocates keys and values */
-  uint32_t draft_tokens;   /**< maximum number of tokens of a sequence in a verification of drafts:
-                                the last token of the text, then the drafts. Each pair gets
-                                draft_tokens - 1 more slots. Only with original positions and
-                                without quantized tiers. 0: no drafts */
+  kvlab_pages pages;     /**< the caller's blocks for keys and values: page * max_blocks must be at
+                              least kvlab_kv_cache_slots. The pools are in kvlab_layer. All layers
+                              use the same block table. Table and pools are device memory that
+                              must outlive the cache. Not with quantized tiers. Zeroed: the cache
+                              allocates keys and values */
+  uint32_t draft_tokens; /**< maximum number of tokens of a sequence in a verification of drafts:
+                              the last token of the text, then the drafts. Each pair gets
+                              draft_tokens - 1 more slots. Only with original positions and
+                              without quantized tiers. 0: no drafts */
 } kvlab_kv_cache_config;
 
 /** Computes the device memory that a cache takes, in bytes. This call and kvlab_kv_cache_create
  * refuse a shape that no kernel supports on this device. Without a device, the attention workspace
  * is not counted. */
 cudaError_t kvlab_kv_cache_memory(const kvlab_kv_cache_config* config, size_t* bytes);
-/** Computes how many slots the largest pair has, which is what a caller's block table must hold: at
- * least that many slots for each sequence or, with by_pair, for each pair. Of `pages` it reads
- * nothing. */
+/** Computes the number of slots of the largest pair. Each row of the caller's block table (a
+ * sequence or, with by_pair, a pair) must have room for blocks of that many slots. Does not read
+ * `pages`. */
 cudaError_t kvlab_kv_cache_slots(const kvlab_kv_cache_config* config, int* slots);
 /** Creates a cache without tokens. Allocates and synchronizes. */
 cudaError_t kvlab_kv_cache_create(const kvlab_kv_cache_config* config, cudaStream_t stream,
@@ -681,10 +682,10 @@ cudaError_t kvlab_kv_cache_start(kvlab_kv_cache* cache, int sequence,
 /** Makes sequence `to` a copy of sequence `from`: tokens, states and settings. Both sequences must
  * have been created with the same budgets and tiers. Use it to prefill a common prefix once, or to
  * move a sequence to another index. The old tokens of `to` are dropped, even in the middle of an
- * append; `from` does not change. The settings include seed and sequence_id, so both sequences get
+ * append; `from` does not change. The settings include seed and sequence_id, so both sequences make
  * equal random choices. Refused while `from` is in the middle of an append, and while drafts are
- * verified. Keys and values in the caller's blocks are not copied: the caller copies the blocks, or
- * swaps the rows of the block table if `from` is no longer needed. Stream-ordered. */
+ * verified. Does not copy keys and values in the caller's blocks: copy the blocks yourself or, if
+ * `from` is no longer needed, swap the rows of the block table. Stream-ordered. */
 cudaError_t kvlab_kv_cache_copy(kvlab_kv_cache* cache, int from, int to, cudaStream_t stream);
 
 /** Some tokens of one append, for one layer. An append adds `tokens` tokens to one sequence after
@@ -704,8 +705,8 @@ typedef struct {
   size_t struct_size; /**< sizeof(kvlab_append_chunk) */
   int sequence, layer;
   uint32_t fed, tokens;
-  int ends_prompt;       /**< 1: a prompt ends with this append. It has an effect only with `once`,
-                              which evicts only then, and with `smooth` */
+  int ends_prompt;       /**< 1: a prompt ends with this append. Matters only with `once`, under
+                              which only such an append evicts, and with `smooth` */
   uint32_t first, count; /**< this chunk's tokens within the append; chunks must come in order */
   const void* qkv; /**< device: [count, query_heads + 2 * kv_heads, head_size], before RoPE. This
                       and the next two arrays have rows for the chunk's tokens only */
@@ -723,26 +724,27 @@ cudaError_t kvlab_kv_cache_append(kvlab_kv_cache* cache, const kvlab_append_chun
  * are 0, no sequence gets a token. The step must then run through all layers before any other call
  * for these sequences, except kvlab_kv_cache_start, and before the next kvlab_kv_cache_begin_step.
  *
- * An append that is not complete in all layers goes on after this call. Refused if the sequence of
- * this append decodes; without interleaves_appends also while a layer has had some of the append's
- * chunks and not all. */
+ * An append that is not complete in all layers can go on after this call. Refused if the sequence
+ * of this append decodes. Without interleaves_appends, also refused while a layer has had some of
+ * the append's chunks but not all. */
 cudaError_t kvlab_kv_cache_begin_step(kvlab_kv_cache* cache, const unsigned char* decodes,
                                       cudaStream_t stream);
 /** Runs one layer of the step. Call it for all layers in order, from the first to the last. It only
  * launches kernels. `qkv`: device [sequence, query_heads + 2 * kv_heads, head_size], before RoPE.
  * `out`: device [sequence, query_head, head_size]. `lse`: device [sequence, query_head], or NULL.
- * Of a sequence that does not decode, `qkv` is not read, and `out` and `lse` are not written. A
- * graph of all layers can be captured before the first step. It serves any `decodes`, and stays
- * valid after all other calls. */
+ * The rows of a sequence that does not decode are neither read nor written. A graph of all layers
+ * can be captured before the first step. It serves any `decodes`, and stays valid after all other
+ * calls except kvlab_kv_cache_destroy. */
 cudaError_t kvlab_kv_cache_step(kvlab_kv_cache* cache, int layer, const void* qkv, void* out,
                                 float* lse, cudaStream_t stream);
 
-/** Begins the verification of drafts: for each sequence, the last token of its text and its draft
- * tokens. `tokens`: host [sequence], their number, at most draft_tokens; 0: the sequence takes no
- * part. Call kvlab_kv_cache_verify_drafts for each layer, and then kvlab_kv_cache_accept_drafts.
+/** Begins the verification of drafts. The tokens of a sequence in it are the last token of its text
+ * and its draft tokens. `tokens`: host [sequence], their number, at most draft_tokens; 0: the
+ * sequence takes no part. Then call kvlab_kv_cache_verify_drafts for each layer, and
+ * kvlab_kv_cache_accept_drafts.
  * Until then, appends, copies and kvlab_kv_cache_begin_step are refused, but a step of other
  * sequences that was begun before may still run its layers. kvlab_kv_cache_start takes a sequence
- * out of the verification. These calls are refused while their stream is being captured. */
+ * out of the verification. The three calls are refused while their stream is being captured. */
 cudaError_t kvlab_kv_cache_begin_drafts(kvlab_kv_cache* cache, const uint32_t* tokens,
                                         cudaStream_t stream);
 /** Writes the tokens in one layer, and attends: each query sees its sequence's live tokens and the
@@ -750,11 +752,11 @@ cudaError_t kvlab_kv_cache_begin_drafts(kvlab_kv_cache* cache, const uint32_t* t
  * kvlab_kv_cache_step, with a row for each token, the tokens of the first sequence first. */
 cudaError_t kvlab_kv_cache_verify_drafts(kvlab_kv_cache* cache, int layer, const void* qkv,
                                          void* out, float* lse, cudaStream_t stream);
-/** Ends the verification. `accepted`: host [sequence], how many of the sequence's tokens are right,
- * the last token of the text included. These are appended as one append; the others are dropped, as
+/** Ends the verification. `accepted`: host [sequence], how many of the sequence's tokens are
+ * accepted, the last token of the text included. They become one append. The others are dropped, as
  * if they had never been there. An append evicts only at its end, so drafts may see tokens that
- * decode steps would have evicted before (kvlab_sequence_info.until_eviction). May
- * synchronize for a policy from a header that weighs queries (kvlab_policy_weights). */
+ * decode steps would have evicted before (kvlab_sequence_info.until_eviction). May synchronize for
+ * a policy from a header that weighs queries (kvlab_policy_weights). */
 cudaError_t kvlab_kv_cache_accept_drafts(kvlab_kv_cache* cache, const uint32_t* accepted,
                                          cudaStream_t stream);
 
@@ -767,9 +769,9 @@ typedef struct {
   uint64_t kv_bytes;  /**< bytes of live keys and values */
   uint64_t allocated; /**< bytes allocated for keys and values of all sequences, free slots
                          included; 0 if they are in the caller's blocks */
-  uint32_t until_eviction; /**< tokens that a verification of drafts can append before a pair evicts
-                                a token. With that many or fewer, drafts see the same tokens as in
-                                decode steps. UINT32_MAX: the sequence never evicts */
+  uint32_t until_eviction; /**< number of tokens that a verification can append before a pair evicts
+                                a token. With that many or fewer, drafts see the same tokens as
+                                decode steps would. UINT32_MAX: no limit */
 } kvlab_sequence_info;
 cudaError_t kvlab_kv_cache_sequence_info(const kvlab_kv_cache* cache, int sequence,
                                          kvlab_sequence_info* info);

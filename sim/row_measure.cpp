@@ -7,7 +7,7 @@
 namespace kvlab {
 namespace {
 
-/// The sums and products of no queries.
+/// The initial values: 0 for sums, 1 for products.
 constexpr SumTerms no_terms() {
   SumTerms terms{};
   for (std::size_t i = 0; i < kQuerySums; ++i) terms.of[i] = is_log_sum(i) ? 1 : 0;

@@ -1,10 +1,10 @@
-// Verifies draft tokens in a KvCache. The last token of a text and its drafts are written to the
-// slots after the live tokens, all sequences together, and their queries attend there. Once the
-// caller knows which drafts are right, the accepted tokens become an append of their sequence, in
-// place; the slots of all others are free again.
+// Verifies draft tokens in a KvCache. For all sequences together, the last token of a text and its
+// drafts are written to the slots after the live tokens, and their queries attend to these and to
+// the live tokens. Then the caller says how many tokens are accepted. The accepted tokens of a
+// sequence become an append, in place. The slots of the others are free again.
 //
-// Until then the policy has seen nothing of them, so each layer's queries, softmax statistics and
-// plain keys are kept.
+// The policy gets only the accepted tokens. So until they are known, each layer's queries, softmax
+// statistics and keys before RoPE are kept.
 #include <algorithm>
 #include <stdexcept>
 
@@ -84,7 +84,8 @@ void KvCache::begin_drafts(std::span<const std::uint32_t> fed,
   evict_before_drafts();
 }
 
-/// One array holds the weights of the queries of all sequences.
+/// Throws if sequences with drafts have different parameters, because one array holds the weights
+/// of the queries of all sequences.
 void KvCache::want_same_params(std::span<const std::uint32_t> tokens) const {
   const SlotSequence* first = nullptr;
   for (std::size_t s = 0; s < tokens.size(); ++s) {
@@ -196,7 +197,8 @@ std::byte* KvCache::plain_keys_of_drafts(std::uint32_t layer) const {
                                          config_.key_bytes();
 }
 
-/// Features are computed from a row for each (sequence, token), also for tokens that are not there.
+/// make_features() expects the same number of rows for every sequence. A sequence with fewer tokens
+/// than the longest leaves its last rows unset.
 void KvCache::keep_plain_keys_of_drafts(std::uint32_t layer, const AttendedRows& keys) const {
   const std::size_t width = static_cast<std::size_t>(config_.kv_heads) * config_.key_bytes(),
                     row = keys.key_row * bytes_of(config_.type),
@@ -243,8 +245,8 @@ const SlotSequence& KvCache::first_with_drafts() const {
   return sequences_[s];
 }
 
-/// Returns the attention that each token of the layer received from the accepted tokens' queries,
-/// indexed like the slots of all layers.
+/// Returns the attention that each token of the layer received from the queries of accepted tokens,
+/// indexed by slots of all layers.
 kvlab_observation* KvCache::observe_drafts(std::uint32_t layer, std::uint32_t tail) const {
   const std::int64_t first = slots_.range(layer, 0).first, end = slots_.end_of_layer(layer);
   clear(draft_memory_->seen, static_cast<std::size_t>(end - first));

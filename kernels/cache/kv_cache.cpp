@@ -145,7 +145,7 @@ void KvCache::fill_ropes(RopeRows user, const std::int32_t* positions, std::uint
   }
 }
 
-/// The first of a user's rows in a RoPE table.
+/// Returns the first row of a RoPE table that belongs to `user`.
 float2* KvCache::rope_rows(RopeRows user, std::uint32_t table) const {
   const std::size_t step = config_.part, drafts = step + config_.sequences.size(),
                     first = user == RopeRows::append ? 0

@@ -61,8 +61,8 @@ struct AttendedRows {
   std::size_t key_row = 0;
 };
 
-/// Who uses a part of the RoPE tables. Each user fills its rows before its first layer and reads
-/// them in all layers; other users may come in between.
+/// The parts of a RoPE table. An append, a step and drafts each fill their own rows before the
+/// first layer and read them in all layers, so they may take turns.
 enum class RopeRows { append, step, drafts };
 
 /// The sequences of a step. Each has one token.
@@ -115,7 +115,7 @@ struct AppendScratch {
 struct DraftMemory {
   DraftMemory() = default;
   DraftMemory(cuda::Arena& arena, const KvCacheConfig& config, const PairSlots& slots);
-  /// Whether the attention over drafts splits keys among thread blocks.
+  /// Whether attention over drafts splits the keys of a pair among thread blocks.
   static bool splits_keys(const KvCacheConfig& config);
 
   std::byte* q = nullptr;           // [layer, row, query_head, dim], rotated
@@ -211,7 +211,7 @@ class KvCache {
   RopeWriteArgs write_drafts(std::uint32_t layer) const;
   void attend_drafts(std::uint32_t layer, const AttendedRows& to) const;
   /// Ends the verification: appends the first accepted[sequence] tokens of each sequence, and drops
-  /// all others. Sequences that start() has dropped are skipped.
+  /// its other tokens. Skips sequences that start() has dropped.
   void accept_drafts(std::span<const std::uint32_t> accepted);
 
   // RoPE, queries and workspaces.
@@ -239,8 +239,8 @@ class KvCache {
   /// Live positions, ascending. Synchronizes.
   std::vector<std::uint32_t> kept_positions(int sequence, std::uint32_t layer,
                                             std::uint32_t head) const;
-  /// The largest number of tokens that a verification of drafts can append before a KV head evicts
-  /// a token; kUnlimited: any number.
+  /// Maximum number of tokens that a verification can append before a KV head evicts a token;
+  /// kUnlimited: no limit.
   std::uint32_t until_eviction(int sequence, std::uint32_t fed) const;
   /// Number of tokens, over all layers and KV heads, that were evicted before the last append or
   /// step added its tokens. `before`: number of tokens that the sequence had been fed by then.
@@ -387,8 +387,8 @@ class KvCache {
   /// memory to the slots, or within the slots. The slots may have tiers.
   void compact(const AppendMemory& memory, kvlab_compact_args args, int sequence,
                std::uint32_t layer, bool after_prompt) const;
-  /// compact() for tokens that are not quantized. `ranks`: memory for KvCacheConfig::ranks, see
-  /// KvCacheConfig::gathered_ranks().
+  /// compact() for tokens that are not quantized. `ranks`: memory for
+  /// KvCacheConfig::gathered_ranks() ranks.
   void compact_rows(const kvlab_compact_args& args, std::uint64_t* ranks) const;
   /// Copies the live tokens of a layer to the append memory, and evicts to the budget unless
   /// `stays` is set and the sequence has modifiers. `fed`: number of tokens that the sequence was

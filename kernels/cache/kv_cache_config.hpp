@@ -127,7 +127,7 @@ struct KvCacheConfig {
   /// allocates keys and values itself.
   kvlab_pages pages{};
   /// Maximum number of tokens of a sequence that are verified together (the last token of the text,
-  /// then its drafts). Every pair has slots for them beside its live tokens. 0: no drafts.
+  /// then its drafts). Every pair has slots for them after its live tokens. 0: no drafts.
   std::uint32_t draft_tokens = 0;
   /// Whether the parts of an append may go through the layers in any order, with steps of other
   /// sequences in between. This needs append memory for every layer.
@@ -135,7 +135,7 @@ struct KvCacheConfig {
 
   /// Maximum number of rows that go through a layer together.
   int rows() const { return std::max(static_cast<int>(part), draft_rows()); }
-  /// Number of rows of a RoPE table: those of an append's part, of a step and of drafts.
+  /// Number of rows of a RoPE table, which has rows for an append's part, a step and drafts.
   int rope_rows() const {
     return static_cast<int>(part + sequences.size()) + (draft_tokens > 0 ? draft_rows() : 0);
   }
@@ -173,7 +173,7 @@ struct KvCacheConfig {
     return whole &&
            (!is_quantized() || (type != KVLAB_F32 && query_heads <= kMaxTierGroup * kv_heads));
   }
-  /// The number of ranks that a compaction of `from` exchanges: this device's, then all devices'.
+  /// Number of ranks in memory for a compaction of `from`: this device's, then all devices'.
   std::size_t gathered_ranks(const kvlab_cache_view& from) const {
     if (!ranks.gather) return 0;
     return static_cast<std::size_t>(ranks.devices + 1) * static_cast<std::size_t>(from.sequences) *

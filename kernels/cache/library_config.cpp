@@ -80,7 +80,7 @@ void want_config(const kvlab_kv_cache_config& c) {
        kMaxTokens);
 }
 
-/// Checks that blocks and drafts go with the rest of the configuration.
+/// Throws if blocks, drafts or gathered ranks are incompatible with the rest of the configuration.
 void want_rows(const KvCacheConfig& config) {
   const bool has_blocks = config.pages.blocks != nullptr;
   want(
@@ -125,8 +125,8 @@ void want_rule(const kvlab_rule& rule, std::size_t at, std::uint32_t group_max) 
        at, rule.group_max, group_max);
 }
 
-/// Under by_layer the heads of a layer keep the same tokens, so their rules have to be equal.
-/// `heads`: number of heads of a layer.
+/// Throws unless the KV heads of a layer have equal rules. Under by_layer they keep the same
+/// tokens. `heads`: number of KV heads of a layer.
 void want_even(std::span<const kvlab_rule> rules, std::size_t heads) {
   for (std::size_t at = 0; at < rules.size(); ++at) {
     const kvlab_rule &first = rules[at / heads * heads], &own = rules[at];

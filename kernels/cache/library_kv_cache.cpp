@@ -392,7 +392,8 @@ void kvlab_kv_cache::attend(std::uint32_t layer, const StepRows& rows, const voi
 void kvlab_kv_cache::begin_drafts(const std::uint32_t* tokens) {
   const std::uint32_t most = cache.config().draft_tokens;
   want(most > 0,
-       "the cache was created with draft_tokens 0; set it to the largest number of tokens");
+       "the cache was created with draft_tokens 0; set it to the maximum number of tokens of a "
+       "sequence in a verification");
   want_no_drafts();
   std::vector<std::uint32_t> at(sequences);
   for (std::size_t s = 0; s < sequences; ++s) {

@@ -78,7 +78,7 @@ class PairSlots {
   std::vector<SlotPair> own_;         // [layer, pair]: current values
   std::vector<SlotPair> configured_;  // [layer, pair]: values for which the memory was allocated
   std::vector<SlotPair> requested_;   // [layer, pair]: values that reset() restores
-  std::uint32_t appended_;            // most tokens that are in the slots beside the live ones
+  std::uint32_t appended_;  // maximum number of new tokens in the slots after the live ones
   std::uint32_t max_tokens_;
   std::vector<std::int64_t> first_slots_, configured_first_;
   std::int64_t total_ = 0;

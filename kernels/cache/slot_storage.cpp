@@ -139,7 +139,7 @@ void SlotStorage::copy(const PairSlots& slots, std::size_t from, std::size_t to,
     if (tiers.in_use()) {
       tiers.copy(first, to_first, heads, stream);
       copy_slots(tiers.row_of_slot, 1);
-    } else {  // in the caller's blocks, keys and values are null here
+    } else {  // keys and values are null, and not copied, if they are in the caller's blocks
       copy_slots(keys, key_bytes_);
       copy_slots(values, key_bytes_);
     }

@@ -9,7 +9,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-/// What one head of query i of the block sees in a cache.
+/// Returns what one head of query i of the block sees in a cache.
 __device__ inline QueryResult result_of(const ReplayMetricsArgs& args, std::int64_t task,
                                         std::int64_t cache, int i, int head) {
   const ReplayRows& rows = args.rows;

@@ -25,7 +25,7 @@ constexpr Sum all_of(std::size_t named) {
 /// What one query of a query head sees in a cache.
 struct QueryResult {
   double recall;           ///< share of the full cache's attention that the live tokens have
-  std::uint32_t position;  ///< of the query
+  std::uint32_t position;  ///< position of the query
   std::uint32_t live;      ///< number of tokens that the query attends to; position + 1: all
   std::uint32_t wanted;    ///< number of earlier tokens that the query requests
   std::uint32_t missed;    ///< number of requested tokens that are not live
@@ -44,7 +44,8 @@ inline constexpr std::size_t kQuerySums = 0
 /// recall is smaller, of this bound.
 inline constexpr double kMinFactor = 1e-9;
 
-/// By query sum: a query's term or, if is_log_sum(), a factor whose negative logarithm is the term.
+/// What one query adds to each query sum: the term or, if is_log_sum(), the factor whose negative
+/// logarithm is the term.
 struct SumTerms {
   double of[kQuerySums];
 };

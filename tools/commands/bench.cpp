@@ -336,7 +336,7 @@ ordered_json eval(const Request& request) {
   return bench_eval(how);
 }
 
-/// Prints one line after each configuration of `bench evict`, because it takes seconds.
+/// Prints one line after each configuration of `bench evict`, because each takes seconds.
 void say_progress(const ordered_json& done) {
   const auto policy = done["policy"].get<std::string>();
   if (done.contains("refused")) return fmt::print(stderr, "{}: not measured\n", policy);

@@ -1,11 +1,11 @@
 /* A continuous batch in plain C. Requests join and leave at any step, and their prompts are
  * appended in chunks between decode steps; a decode step is one CUDA graph. One request is aborted
  * in the middle of its prompt, one is preempted and continued later, and two share a prefix. While
- * two requests run, drafts of their next tokens are verified instead of decoding token by token.
- * The model has two layers of attention with random weights: a table has q, k and v of each token,
- * and the index of the largest output is the next token. Every request is first served alone,
- * without drafts. The program exits with 1 if a request gets another text in the batch, or unless
- * some drafts are accepted and some are rejected. */
+ * two requests run, their next tokens are drafted and verified (speculative decoding). The model
+ * has two layers of attention with random weights: a table has q, k and v of each token, and the
+ * index of the largest output is the next token. Every request is first served alone, without
+ * drafts. The program exits with 1 if a request gets another text in the batch, or if no draft is
+ * accepted, or none rejected. */
 #include <kvlab.h>
 #include <math.h>
 #include <string.h>
@@ -16,8 +16,9 @@ enum { LAYERS = 2, QUERY_HEADS = 4, KV_HEADS = 2, DIM = 64, VOCAB = 97, BUDGET =
 enum { ROW = (QUERY_HEADS + 2 * KV_HEADS) * DIM, OUT = QUERY_HEADS * DIM };
 enum { SEQUENCES = 4, SPARE = SEQUENCES - 1, PREFIX = 32, PROMPT = 80, GENERATED = 30 };
 enum { LENGTH = PROMPT + GENERATED };
-/* Tokens are evicted each time EVERY more than the budget allows are live. A verification has at
- * most VERIFIED tokens of a request: the last token of its text, then drafts. */
+/* Steps evict only when BUDGET - 1 + EVERY tokens are live, so there is room for drafts. A
+ * verification has at most VERIFIED tokens of a request: the last token of its text, then drafts.
+ */
 enum { EVERY = 8, VERIFIED = 4 };
 
 typedef struct {
@@ -127,8 +128,8 @@ static void steps(request** requests, int count, int times) {
 }
 
 /* Writes drafts after the text's last token. Returns the number of tokens to verify, which is 0 if
- * the text is complete. A verification is one append, which evicts nothing before its end. If it
- * also ends where steps would evict, its queries see the tokens that they see in steps. */
+ * the text is complete. A verification evicts only at its end. So with at most until_eviction
+ * tokens, its queries see the same tokens as in decode steps. */
 static int draft(request* r) {
   kvlab_sequence_info info = {.struct_size = sizeof info};
   done(kvlab_kv_cache_sequence_info(cache, r->sequence, &info));

@@ -55,7 +55,7 @@ def measure(experiment, config, policies, share):
 
 
 def rows_of(model, found, share, command, has_full):
-    """The rows of one measurement, and those of the full cache if `has_full`."""
+    """Returns the rows of one measurement. `has_full`: with those of the full cache."""
     rows = []
 
     def add(policy, memory, runs, own):
@@ -75,8 +75,7 @@ def rows_of(model, found, share, command, has_full):
 
 
 def updated(known, measured):
-    """The rows of the CSV with the measured ones. Those replace all speeds of the model on this GPU at the measured memory.
-    """
+    """Returns the rows of the CSV with the measured ones, which replace all speeds of the model on this GPU at the measured memory."""
     cells = {(row["model"], row["memory"], gpu_of(row)) for row in measured}
     return [row for row in known if not (row["metric"].startswith(SPEED) and (row["model"], row["memory"], gpu_of(row)) in cells)] + measured
 

@@ -1,7 +1,7 @@
 """Helpers of the experiments: they run kvlab, read its tables, and write a Markdown page that is not edited by hand.
 
-Each script in this folder writes one page, with the results of one run (docs/results/README.md). All that evaluate a
-model take
+Each script in this folder writes one page, with the results of one run (docs/results/README.md). All scripts
+that evaluate a model take
 
     --kvlab build/kvlab --model DIR --out PAGE.md [--text FILE...] [--tokens N] [--device cpu|cuda] [--quick]
 """

@@ -146,7 +146,7 @@ ordered_json bench_stream(const StreamBenchOptions& options) {
 
 ordered_json bench_evict(const EvictBenchOptions& options) {
   ordered_json results = ordered_json::array();
-  // Before the model is loaded, because a budget may need more than a length.
+  // Before the model is loaded, because budgets that need more than a length are refused here.
   for (const CacheConfig& config : options.configs)
     results.push_back(
         {{"policy", config.policy.text()},
@@ -160,7 +160,7 @@ ordered_json bench_evict(const EvictBenchOptions& options) {
       measure(results[i], model, options, options.configs[i], full);
       any = true;
     } catch (const std::exception& error) {
-      cuda::memory_info();  // throws if the device was lost, because then no other one can run
+      cuda::memory_info();  // throws if the device was lost, because no configuration can run then
       if (!first) first = std::current_exception();
       results[i]["refused"] = error.what();
     }

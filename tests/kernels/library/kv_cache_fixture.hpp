@@ -107,8 +107,8 @@ struct Layout {
   kvlab_kv_cache_config config{};
 };
 
-/// A kvlab_kv_cache with memory for the rows of its calls. It takes rows with all heads, and uses
-/// its own of them.
+/// A kvlab_kv_cache with memory for the rows of its calls. Its functions take rows with all heads,
+/// and use those of the heads that the cache has.
 class Slots {
  public:
   explicit Slots(const Layout& layout)
@@ -198,13 +198,13 @@ class Slots {
     return held;
   }
   kvlab_kv_cache* get() const { return slots_; }
-  /// Elements of a token's outputs.
+  /// Number of elements of a token's outputs.
   std::size_t queries() const { return heads_.count * kGroup * kSize; }
   void* rows() const { return qkv_.data(); }
 
  private:
   std::size_t row() const { return queries() + 2 * heads_.count * kSize; }
-  /// The own heads' part of each row.
+  /// Returns the part of each row that belongs to the cache's heads.
   std::vector<float> own_rows(std::span<const float> qkv) const {
     std::vector<float> own;
     for (; !qkv.empty(); qkv = qkv.subspan(kRow)) {

@@ -364,7 +364,7 @@ TEST_CASE("Calls for drafts in a wrong order are refused, and change nothing") {
   CHECK(cache.accept({3, 0, 2}) == "");  // sequence 2 has left the verification
   CHECK(cache.tokens() == Counts{13, 0, 0});
 
-  // If all sequences have left a verification, it still runs to its end.
+  // A verification that all sequences have left can still be completed.
   CHECK(cache.begin_drafts({2, 0, 0}) == "");
   CHECK(cache.verify(0) == "");
   CHECK(cache.start(0) == "");

@@ -40,8 +40,8 @@ class SampledRounds {
 };
 
 /// Runs prompts, rounds of drafts, steps and a second turn on two sequences of a device's cache. It
-/// ends with steps, before which the CPU's caches evict like those of the device.
-/// Calls each(sequence, layer, position of the first token, rows of tokens that stay, outputs).
+/// ends with steps, because the caches of the CPU and of the device both evict before a step.
+/// Calls each(sequence, layer, position of the first token, rows of accepted tokens, outputs).
 /// Returns the number of tokens of each sequence.
 template <class Each>
 Counts converse(Slots& slots, Each each) {
@@ -94,7 +94,7 @@ Counts converse(Slots& slots, Each each) {
   return fed;
 }
 
-/// Blocks of the caller for a cache of two sequences, in an arbitrary order.
+/// The caller's blocks for a cache of two sequences. The block table is in random order.
 class Blocks {
  public:
   Blocks(Layout& layout, int page, bool by_pair) {
@@ -129,7 +129,7 @@ class Blocks {
   std::vector<std::unique_ptr<DeviceArray<float>>> pools_;
 };
 
-/// Everything that a conversation gave: outputs, kept tokens, and counters.
+/// The results of converse(): outputs, kept tokens and counters.
 struct Outcome {
   std::vector<float> outputs;
   std::vector<Counts> kept;
@@ -180,7 +180,7 @@ class Exchange {
     ++exchange.gathered;
     return error;
   }
-  /// A device that has failed leaves, so that the other one does not wait for it.
+  /// Called by a device that has failed, so that the other one does not wait for it.
   void leave() { barrier_.arrive_and_drop(); }
   std::atomic<int> gathered = 0;
 
@@ -191,7 +191,7 @@ class Exchange {
 
 }  // namespace
 
-TEST_CASE("Accepted drafts are appended as if they had come alone", "[gpu]") {
+TEST_CASE("Accepted drafts are appended as if no draft had been rejected", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const char* policy : {"full", "window", "sink", "lru", "h2o", "tova",
                              "snapkv:recent=8:once=no", "a2sf", "keydiff", "random", "h2o:every=4",

@@ -51,7 +51,7 @@ class KvCache:
         draft_tokens: int = 0,
     ) -> None:
         """`plan`: a dict that _kvlab.slot_plan() returns. All sequences get the same numbers for each layer and KV
-        head. `draft_tokens`: the largest number of tokens of a sequence in a verification (`begin_drafts()`).
+        head. `draft_tokens`: the maximum number of tokens of a sequence in a verification (`begin_drafts()`).
 
         Raises ValueError for an unsupported dtype, policy or number of layers, and RuntimeError for errors of CUDA.
         """
@@ -172,8 +172,8 @@ class KvCache:
     def begin_drafts(self, tokens: Sequence[int]) -> None:
         """Begins the verification of drafts. Call `verify_drafts()` for all layers, and then `accept_drafts()`.
 
-        `tokens`: for each sequence, the number of tokens to verify: the last token of its text and its drafts; 0: the
-        sequence takes no part.
+        `tokens`: the number of tokens to verify of each sequence, which are the last token of its text and its drafts.
+        0: the sequence takes no part.
         """
         counts = self._counts("tokens", tokens)
         self._done(lambda stream: library().kvlab_kv_cache_begin_drafts(self.handle, counts.ctypes.data, stream))
@@ -210,8 +210,8 @@ class KvCache:
         return qkv.new_empty(rows, *self._shape)
 
     def info(self, sequence: int = 0) -> Any:
-        """Returns `tokens`, `evictions`, `kv_bytes`, `allocated` (bytes) and `until_eviction` of a sequence, from counts that the host
-        keeps, so it does not wait for the GPU."""
+        """Returns `tokens`, `evictions`, `kv_bytes`, `allocated` (bytes) and `until_eviction` of a sequence. Does not wait
+        for the GPU, because the host keeps these counts."""
         info = _library.SequenceInfo()
         done(library().kvlab_kv_cache_sequence_info(self.handle, sequence, info))
         return info
