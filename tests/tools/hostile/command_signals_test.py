@@ -58,7 +58,9 @@ class Inputs:
     def __init__(self, kvlab, source, folder):
         self.kvlab, self.folder = kvlab, folder
         self.tiny, self.story = source / "engine/models/tiny", source / "traces/samples/tiny-story"
-        self.header = source / "policies/recency/lru.hpp"
+        # Another text than in policies/, so that no other test has put its compiled code into the cache.
+        self.header = folder / "stopped.hpp"
+        self.header.write_text((source / "policies/recency/lru.hpp").read_text().replace('"lru"', '"stopped"'))
         text = (source / "tools/texts/austen-emma.txt").read_bytes()
         self.text, self.long_text = folder / "text", folder / "long-text"
         self.text.write_bytes(text * 3)
@@ -205,7 +207,8 @@ def main():
                 (root / "here").mkdir()
                 os.chdir(root / "here")
                 found = checker.faults(command, words, may_be_left, name)
-                if found == [OVER] and (at.long_run in words or command == "trace"):
+                # On a busy machine, a short command can end before it gets the signal.
+                if found == [OVER] and (at.long_run in words or command in ("trace", "policies")):
                     quick += 1
                     found = []
                 faults += [f"{command} {name}: {fault}: {' '.join(map(str, words))}" for fault in found]
