@@ -34,7 +34,8 @@ and decode speed, they evict decoded tokens as other policies do (`once=no`). Bu
 sliding window; a layer with a window keeps its window under every policy.
 
 **Bold** marks the best value of a column. `=` marks a policy whose KL does not differ significantly from the best KL,
-by the paired 95% interval of `kvlab eval` over all texts. Numbers in parentheses are 95% intervals: for KL, the
+by the paired 95% interval of `kvlab eval` over all texts. `?` marks a policy that was not evaluated together with the
+best one, so whether they differ significantly is not known. Numbers in parentheses are 95% intervals: for KL, the
 interval of `kvlab eval`; for accuracy, Clopper and Pearson's. Every number is in `leaderboard.csv`, with the command
 that measured it.
 """
@@ -105,7 +106,7 @@ class Model:
             if label(plan) == "plan":
                 parts.append(wrapped(f"The plan of `kvlab plan`, in runs of layers: `{plan}`."))
             parts += self.on_cpu(plan)
-            parts.append(self.ranked(found, order, min, lambda share, best, plan=plan: self.ties(share, plan, best)))
+            parts.append(self.ranked(found, order, min, lambda share, best, plan=plan: self.marks(share, plan, best)))
         for plan in self.formats:
             parts += self.accuracy(plan)
         speed = self.speed()
@@ -133,14 +134,15 @@ class Model:
         windows = f"windows of {int(option(words, '--window')):,} tokens" if "--window" in words else "whole texts"
         return f"KL: {', '.join(names)}; at most {int(option(words, '--max-tokens')):,} tokens of each, in {windows}."
 
-    def ties(self, share, plan, best):
-        """The policies whose KL does not differ significantly from that of `best`."""
-        same = set()
+    def marks(self, share, plan, best):
+        """The mark of each policy that was evaluated together with `best`: "=" if its KL does not differ significantly."""
+        found = {}
         for row in self.rows:
-            if row["metric"].startswith(DIFFERS) and (row["memory"], row["format"]) == (share, plan) and not float(row["value"]):
+            if row["metric"].startswith(DIFFERS) and (row["memory"], row["format"]) == (share, plan):
                 pair = {row["policy"], row["metric"].removeprefix(DIFFERS)}
-                same |= pair if best in pair else set()
-        return same
+                if best in pair:
+                    found |= dict.fromkeys(pair - {best}, "" if float(row["value"]) else "=")
+        return found
 
     def accuracy(self, plan):
         """The table of right answers in a format, and the tasks that are left out."""
@@ -153,7 +155,7 @@ class Model:
         parts = ["### Accuracy" + f", {label(plan)}" * bool(found)]
         if found:
             order = sorted(found, key=lambda name: -sum(value_of(row) for row in found[name].values()))
-            parts += [wrapped(self.questions(found, tasks, full.get("accuracy"))), self.ranked(found, order, max, lambda share, best: ())]
+            parts += [wrapped(self.questions(found, tasks, full.get("accuracy"))), self.ranked(found, order, max)]
         if left_out and plan == self.formats[0]:
             shares = ", ".join(f"{task_names([name])} ({value_of(row):.0%})" for name, row in left_out.items())
             checked = int(next(iter(left_out.values()))["count"])
@@ -175,16 +177,20 @@ class Model:
             text += ' "-": protected tokens exceed the budget of some questions.'
         return text
 
-    def ranked(self, found, order, best, ties):
-        """A row for each policy, a column for each memory. ties(memory, best policy): the policies that `=` marks."""
+    def ranked(self, found, order, best, marks=None):
+        """A row for each policy, a column for each memory. marks(memory, best policy): the marks of policies. "?" marks those
+        that it does not have. None: no marks."""
         lines = [[f"`{short(name)}`"] for name in order]
         for share in self.memory:
             own = {name: cells[share] for name, cells in found.items() if share in cells}
             first = best(map(value_of, own.values()), default=None)
             winners = [name for name, row in own.items() if value_of(row) == first]
-            same = set().union(*(ties(share, name) for name in winners))
+            known = {}
+            for winner in winners if marks else ():
+                known |= {name: mark for name, mark in marks(share, winner).items() if mark or name not in known}
             for line, name in zip(lines, order):
-                line.append(cell(own[name], name in winners, name in same) if name in own else "-")
+                mark = "" if name in winners or not marks else known.get(name, "?")
+                line.append(cell(own[name], name in winners, mark) if name in own else "-")
         return table(["policy", *(f"{share} of the memory" for share in self.memory)], lines)
 
     def speed(self):
@@ -268,11 +274,11 @@ def predictors(rows):
     return table(["metric", *(f"`{model}` {budget}" for model, budget in columns)], lines)
 
 
-def cell(row, is_best, is_tied):
+def cell(row, is_best, mark):
     text = f"**{number(value_of(row))}**" if is_best else number(value_of(row))
     if row["low"] not in ("", None):
         text += f" ({number(max(float(row['low']), 0))} to {number(float(row['high']))})"
-    return text + " =" * (is_tied and not is_best)
+    return f"{text} {mark}".rstrip()
 
 
 def number(value):
