@@ -167,21 +167,18 @@ void KvCache::attend(std::uint32_t layer, const AppendChunk& part, const Attende
             "positions of a prompt");
     rotate_keys_to_cache_positions(layer, shape, false);
   }
-  const kvlab_prefill_args queries{.type = config_.type,
-                                   .query_heads = config_.query_heads,
-                                   .kv_heads = config_.kv_heads,
-                                   .head_size = config_.head_size,
-                                   .softmax_scale = config_.layers[layer].softmax_scale,
-                                   .first = static_cast<int>(part.first),
-                                   .queries = part.rows,
-                                   .q = work_->q,
-                                   .keys = attended_keys(memory),
-                                   .values = memory.cache.values,
-                                   .first_slot = memory.first_slots,
-                                   .older = memory.cache.lengths,
-                                   .out = to.out,
-                                   .lse = to.lse,
-                                   .rows = scratch_->rows};
+  kvlab_prefill_args queries = config_.prefill_shape();
+  queries.softmax_scale = config_.layers[layer].softmax_scale;
+  queries.first = static_cast<int>(part.first);
+  queries.queries = part.rows;
+  queries.q = work_->q;
+  queries.keys = attended_keys(memory);
+  queries.values = memory.cache.values;
+  queries.first_slot = memory.first_slots;
+  queries.older = memory.cache.lengths;
+  queries.out = to.out;
+  queries.lse = to.lse;
+  queries.rows = scratch_->rows;
   check(prefill_attention(queries, {.sinks = config_.layers[layer].sinks}, stream_),
         "prefill attention");
   if (config_.observes()) observe(layer, queries);

@@ -30,14 +30,11 @@ DraftMemory::DraftMemory(cuda::Arena& arena, const KvCacheConfig& config, const 
                     query_heads = static_cast<std::size_t>(config.query_heads),
                     kv_heads = static_cast<std::size_t>(config.kv_heads);
   const kvlab_cache_view cache = config.slot_cache(static_cast<int>(sequences), slots.max_slots());
-  kvlab_prefill_args queries{.type = config.type,
-                             .query_heads = config.query_heads,
-                             .kv_heads = config.kv_heads,
-                             .head_size = config.head_size,
-                             .queries = static_cast<int>(config.draft_tokens),
-                             .sequences = static_cast<int>(sequences),
-                             .all_queries = static_cast<int>(rows),
-                             .keys_end = slots.max_slots()};
+  kvlab_prefill_args queries = config.prefill_shape();
+  queries.queries = static_cast<int>(config.draft_tokens);
+  queries.sequences = static_cast<int>(sequences);
+  queries.all_queries = static_cast<int>(rows);
+  queries.keys_end = slots.max_slots();
   q = arena.take<std::byte>(layers * rows * query_heads * config.key_bytes());
   if (config.features.count > 0)
     plain_keys = arena.take<std::byte>(layers * rows * kv_heads * config.key_bytes());
@@ -61,6 +58,16 @@ DraftMemory::DraftMemory(cuda::Arena& arena, const KvCacheConfig& config, const 
 bool DraftMemory::splits_keys(const KvCacheConfig& config) {
   return static_cast<int>(config.sequences.size()) * config.kv_heads < kFewPairs &&
          std::ranges::none_of(config.layers, [](const SlotLayer& layer) { return layer.sinks; });
+}
+
+void want_one_way_to_evict(const KvCacheConfig& config) {
+  const SlotSequence& first = config.sequences.front();
+  if (std::ranges::any_of(config.sequences, [&](const SlotSequence& one) {
+        return one.modifiers != first.modifiers || one.share;
+      }))
+    throw std::invalid_argument(
+        "drafts of all sequences are appended together, so all need the same modifiers, and none "
+        "may share slots among its KV heads");
 }
 
 void KvCache::begin_drafts(std::span<const std::uint32_t> fed,
@@ -158,22 +165,19 @@ kvlab_prefill_args KvCache::draft_attention(std::uint32_t layer) const {
       });
   if (keys_end > static_cast<std::uint32_t>(slots_.max_slots()))
     throw std::logic_error("drafts: a KV head has too few slots for its live tokens and drafts");
-  kvlab_prefill_args args{.type = config_.type,
-                          .query_heads = config_.query_heads,
-                          .kv_heads = config_.kv_heads,
-                          .head_size = config_.head_size,
-                          .softmax_scale = cache.softmax_scale,
-                          .queries = static_cast<int>(std::ranges::max(drafts_.tokens)),
-                          .q = draft_queries(layer),
-                          .keys = cache.keys,
-                          .values = cache.values,
-                          .first_slot = cache.first_slot,
-                          .older = cache.lengths,
-                          .pages = cache.pages,
-                          .sequences = cache.sequences,
-                          .all_queries = drafts_.rows(),
-                          .first_query = draft_memory_->first_rows,
-                          .keys_end = static_cast<int>(keys_end)};
+  kvlab_prefill_args args = config_.prefill_shape();
+  args.softmax_scale = cache.softmax_scale;
+  args.queries = static_cast<int>(std::ranges::max(drafts_.tokens));
+  args.q = draft_queries(layer);
+  args.keys = cache.keys;
+  args.values = cache.values;
+  args.first_slot = cache.first_slot;
+  args.older = cache.lengths;
+  args.pages = cache.pages;
+  args.sequences = cache.sequences;
+  args.all_queries = drafts_.rows();
+  args.first_query = draft_memory_->first_rows;
+  args.keys_end = static_cast<int>(keys_end);
   if (draft_memory_->softmax)
     args.rows = draft_memory_->softmax + layer * static_cast<std::size_t>(config_.draft_rows()) *
                                              static_cast<std::size_t>(config_.query_heads);

@@ -47,7 +47,10 @@ KvCache::KvCache(KvCacheConfig config, cudaStream_t stream)
       work_("attention", config_, slots_),
       stepped_(config_.sequences.size()),
       sequences_(config_.sequences) {
-  if (config_.draft_tokens > 0) draft_memory_ = Placed<DraftMemory>("drafts", config_, slots_);
+  if (config_.draft_tokens > 0) {
+    want_one_way_to_evict(config_);
+    draft_memory_ = Placed<DraftMemory>("drafts", config_, slots_);
+  }
   storage_->initialize(config_, slots_, stream_);
   counts_.resize(slots_.all());
   for (std::size_t at = 0; config_.is_quantized() && at < slots_.all(); ++at)

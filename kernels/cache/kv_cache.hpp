@@ -131,10 +131,14 @@ struct DraftMemory {
             *compact_workspace = nullptr;
 };
 
+/// Throws std::invalid_argument unless all sequences evict in a way that drafts support.
+void want_one_way_to_evict(const KvCacheConfig& config);
+
 class KvCache {
  public:
-  /// Throws std::invalid_argument if nothing bounds the number of tokens of a cache, and
-  /// std::runtime_error if the device's memory is too small.
+  /// Throws std::invalid_argument if nothing bounds the number of tokens of a cache, or if there
+  /// are drafts and the sequences differ in modifiers or share slots. Throws std::runtime_error if
+  /// the device's memory is too small.
   KvCache(KvCacheConfig config, cudaStream_t stream);
   KvCache(const KvCache&) = delete;
   /// Device memory in bytes. If `longest_append` is above 0, `work` includes the memory for an

@@ -181,6 +181,10 @@ struct KvCacheConfig {
   }
   /// Bytes of one token's key in one head. A value has the same size.
   std::size_t key_bytes() const { return static_cast<std::size_t>(head_size) * bytes_of(type); }
+  /// The shape of attention over many queries, without scale, queries and pointers.
+  kvlab_prefill_args prefill_shape() const {
+    return {.type = type, .query_heads = query_heads, .kv_heads = kv_heads, .head_size = head_size};
+  }
   /// One layer's cache, without pointers.
   kvlab_cache_view slot_cache(int num_sequences, int max_slots) const {
     return {.type = type,

@@ -33,6 +33,11 @@ void want_args(const Args* args) {
   if (const std::string why = why_not_size(*args); !why.empty()) throw std::invalid_argument(why);
 }
 
+void want_rows(const kvlab_kv_cache* cache, const void* qkv, const void* out) {
+  want(cache && aligned16(qkv) && aligned16(out) && qkv && out,
+       "cache, qkv or out is NULL, or qkv or out does not begin at a multiple of 16 bytes");
+}
+
 /// Refuses a call if its stream is being captured. Such calls count tokens on the host, and
 /// replaying the graph would not repeat the count.
 void want_no_capture(cudaStream_t stream) {
@@ -548,8 +553,7 @@ cudaError_t kvlab_kv_cache_begin_step(kvlab_kv_cache* cache, const unsigned char
 cudaError_t kvlab_kv_cache_step(kvlab_kv_cache* cache, int layer, const void* qkv, void* out,
                                 float* lse, cudaStream_t stream) {
   return record_call(__func__, [&] {
-    want(cache && aligned16(qkv) && aligned16(out) && qkv && out,
-         "cache, qkv or out is NULL, or qkv or out does not begin at a multiple of 16 bytes");
+    want_rows(cache, qkv, out);
     cache->want_layer(layer);
     cache->cache.enqueue_on(stream);
     cache->step(layer, qkv, out, lse);
@@ -569,8 +573,7 @@ cudaError_t kvlab_kv_cache_begin_drafts(kvlab_kv_cache* cache, const uint32_t* t
 cudaError_t kvlab_kv_cache_verify_drafts(kvlab_kv_cache* cache, int layer, const void* qkv,
                                          void* out, float* lse, cudaStream_t stream) {
   return record_call(__func__, [&] {
-    want(cache && aligned16(qkv) && aligned16(out) && qkv && out,
-         "cache, qkv or out is NULL, or qkv or out does not begin at a multiple of 16 bytes");
+    want_rows(cache, qkv, out);
     cache->want_layer(layer);
     want_no_capture(stream);
     cache->cache.enqueue_on(stream);

@@ -98,12 +98,12 @@ class Experiment:
         print(" ".join(["kvlab", *words]), file=sys.stderr)
         if not out.exists():
             with tempfile.TemporaryFile("w+") as found:
-                bench = subprocess.Popen([self.arguments.kvlab, *words], stdout=found, stderr=subprocess.PIPE, text=True)
                 said = ""
-                for line in bench.stderr:
-                    said = line.strip() or said
-                    print(said, file=sys.stderr)  # progress, or the reason of a failure
-                if bench.wait():
+                with subprocess.Popen([self.arguments.kvlab, *words], stdout=found, stderr=subprocess.PIPE, text=True) as bench:
+                    for line in bench.stderr:
+                        said = line.strip() or said
+                        print(said, file=sys.stderr)  # progress, or the reason of a failure
+                if bench.returncode:
                     return None, (said or f"exit status {bench.returncode}").removeprefix("kvlab bench: ")
                 found.seek(0)
                 write_whole(out, found.read())

@@ -469,6 +469,14 @@ std::vector<T> part(const T* array, std::int64_t first, std::int64_t count) {
 
 }  // namespace
 
+TEST_CASE("Drafts need sequences that evict in the same way") {
+  kernels::KvCacheConfig config = config_of(false);
+  config.draft_tokens = 4;
+  CHECK_NOTHROW(kernels::KvCache(config, nullptr));
+  config.sequences[1].modifiers.every = 4;
+  CHECK_THROWS_WITH(kernels::KvCache(config, nullptr), ContainsSubstring("the same modifiers"));
+}
+
 TEST_CASE("Copying a sequence copies all its arrays") {
   const bool quantized = GENERATE(false, true);
   CAPTURE(quantized);
