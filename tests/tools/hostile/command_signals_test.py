@@ -157,7 +157,8 @@ class Checker:
         if process.poll() is not None:
             return [OVER]
         before, began = work_of(process.pid), time.monotonic()
-        process.send_signal(getattr(signal, name))
+        # Not process.send_signal(): it takes the status of a process that has just ended, and wait4() finds none.
+        os.kill(process.pid, getattr(signal, name))
         _, status, used = os.wait4(process.pid, 0)
         took, work = time.monotonic() - began, used.ru_utime + used.ru_stime - before
         process.returncode = os.waitstatus_to_exitcode(status)
