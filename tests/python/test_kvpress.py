@@ -3,12 +3,16 @@ of kvpress."""
 
 from __future__ import annotations
 
+import os
+import pathlib
+import subprocess
+import sys
 import types
 from typing import Any
 
 import numpy
 import pytest
-from conftest import SAMPLE, TINY
+from conftest import ROOT, SAMPLE, TINY
 
 import kvlab
 
@@ -128,3 +132,16 @@ def test_the_pipeline_gives_the_same_text_with_a_policy_and_its_press(told: Any,
 def test_an_unsupported_transformers_version_is_named() -> None:
     with pytest.raises(kvlab.hf.Refused, match="calls attention without past_key_values, which kvpress reads"):
         kvlab.KvlabPress("h2o", 24).forward_hook(None, None, {}, None)
+
+
+@pytest.mark.skipif(not os.environ.get("KVLAB_COMMAND"), reason="KVLAB_COMMAND is not set")
+def test_presses_decode_what_the_policies_decode(tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "presses.md"
+    command = [sys.executable, ROOT / "tools/experiments/presses.py", "--kvlab", os.environ["KVLAB_COMMAND"], "--model", TINY]
+    command += ["--device", "cpu", "--quick", "--answers", 6, "--out", page]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) == 2 * 8
+    same = [int(cell.removesuffix("%")) for row in rows for cell in (row[4], row[7]) if row[0] != "`KeyDiffPress`" and cell != "-"]
+    assert len(same) >= 2 * 7 and numpy.mean(same) > 95, page.read_text()

@@ -178,6 +178,24 @@ class Leaderboard(unittest.TestCase):
         self.assertIn("| `lagkv` | **0.1** (0.09 to 0.11) |", page)
         self.assertIn("| `h2o` | 0.2 (0.19 to 0.21) = |", page)
 
+    def test_long_windows_stay_beside_short_ones(self):
+        before = self.run_it()[1]
+        page, rows = self.run_it("--long", "--tokens", 4096, "--device", "cpu")
+        self.assertEqual({key: row for key, row in rows.items() if " at 4096 tokens" not in key[2]}, before)
+        self.assertEqual(rows["lagkv", "6%", "kl at 4096 tokens"]["value"], "0.1")
+        command = "--window 4096 --max-tokens 4096 --prompt-tokens 819 --policy lagkv --budget 6% --tiers 16 --device cpu"
+        self.assertTrue(rows["lagkv", "6%", "kl at 4096 tokens"]["command"].endswith(command))
+        section = page.partition("### KL at 4,096 tokens, 16 bit")[2].partition("\n### ")[0]
+        self.assertIn("KL: a, b; at most 4,096 tokens of each, in windows of 4,096 tokens.", section)
+        self.assertIn("| `lagkv` | **0.1** (0.09 to 0.11) |", section)
+        self.assertIn("| `h2o` | 0.2 (0.19 to 0.21) = |", section)
+        # lagkv has no KL in short windows, so the table of these has no row of it.
+        self.assertNotIn("| `lagkv` |", page.partition("### KL, 16 bit")[2].partition("\n### ")[0])
+        self.assertIn("KL on `planted` and at 4,096 tokens", page)
+        # A complete run of either length replaces its own rows alone.
+        self.assertEqual(self.run_it()[1], rows)
+        self.assertEqual(self.run_it("--long", "--tokens", 4096, "--device", "cpu")[1], rows)
+
     def test_rows_that_make_no_page_are_refused(self):
         row = self.run_it()[1]["h2o", "6%", "kl"]
         speed = row | {"metric": "tokens_per_s: batch 1 on GPU", "low": "", "high": "",

@@ -1,5 +1,6 @@
 // Tests of `kvlab task`: its tables, and its one-line errors.
 #include <filesystem>
+#include <sstream>
 #include <stdexcept>
 
 #include "sim/run/results.hpp"
@@ -42,6 +43,22 @@ TEST_CASE("A run writes a row per metric, a row per answer, and the questions") 
   const std::string metrics = read_text_file(out + "/task.csv", 1 << 20);
   CHECK(metrics.find("window,sinks=0:recent=0,24,dense,original,0,query-agnostic,20,100%,"
                      "exact_match,") != std::string::npos);
+  // A line for each sample at each length and depth.
+  std::istringstream questions(read_text_file(out + "/questions.jsonl", 1 << 20));
+  std::size_t count = 0;
+  for (std::string line; std::getline(questions, line); ++count) {
+    const auto question = parse_json(line, "questions.jsonl");
+    CHECK(question["task"] == "needle:keys=4:values=1");
+    CHECK(question["depth"] == (count / 2 % 2 == 0 ? 0.0 : 1.0));
+    CHECK(question["sample"] == count % 2);
+    CHECK(question["context"].size() > question["words"].get<std::size_t>());
+    CHECK(!question["question"].empty());
+    CHECK(!question["answer"].empty());
+    CHECK(question["expected"].size() == 1);
+    CHECK(question["matching"] == "numbers");
+    CHECK(question["max_new_tokens"] == 4);
+  }
+  CHECK(count == 2 * 2 * 2);
   const auto about = parse_json(read_text_file(out + "/task.json", 1 << 20), "task.json");
   CHECK(about.at("samples") == 2);
   CHECK(about.at("chat") == "none");

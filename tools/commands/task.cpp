@@ -439,9 +439,10 @@ std::optional<RunFolder> folder_of(const Request& request, const ordered_json& j
 }
 
 void write_run(RunFolder& folder, const TaskRun& run, std::span<const TaskMetric> metrics,
-               const ordered_json& about) {
+               const AnswerOptions& options, const ordered_json& about) {
   folder.commit([&](const std::filesystem::path& made) {
     write_file_atomically(made / "answers.csv", task_answers_csv(run));
+    write_file_atomically(made / "questions.jsonl", task_questions_jsonl(run, options));
     write_file_atomically(made / "task.csv", task_metrics_csv(run, metrics));
     write_file_atomically(made / "task.json", json_text(about) + "\n");
   });
@@ -501,7 +502,7 @@ int run(const Request& given) {
   for (std::size_t m = 0; m < run.modes.size(); ++m)
     json["recommendations"][std::string(name_of(run.modes[m]))] =
         recommendations_json(task_recommendations(run, m));
-  if (out) write_run(*out, run, metrics, json);
+  if (out) write_run(*out, run, metrics, request.answers, json);
   if (capture) capture_run(*backend, tokenizer, given, run, *capture);
   if (!given.common.json) {
     print_table(run, metrics, request);

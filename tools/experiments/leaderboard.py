@@ -11,7 +11,7 @@ import pathlib
 import sys
 
 from experiment import Experiment, Refused, checkout_path, main, tier_plan_of
-from leaderboard_page import ACCURACY, COLUMNS, DIFFERS, PREDICTS, RULER, SPEED, key_of, read_rows, write_page
+from leaderboard_page import ACCURACY, COLUMNS, DIFFERS, PREDICTS, RULER, SPEED, at, key_of, length_of, read_rows, write_page
 
 # Name on the page, and words of the command. A task is left out if the full cache answers less than the share ENOUGH of
 # its questions.
@@ -86,6 +86,7 @@ class Board:
         self.model = checkout_path(directory)
         self.texts = " ".join(map(checkout_path, experiment.arguments.text))
         self.known = [row for row in known if row["model"] == self.name]
+        self.long = experiment.tokens if experiment.arguments.long else None  # the length that the metrics name
         self.lines = []  # of the CSV, as dictionaries
         self.memory = experiment.quick(["12%", "50%"], ["6%", "12%", "25%", "50%"])
         self.words = experiment.quick(["40"], ["250", "500"])
@@ -118,40 +119,46 @@ class Board:
 
     def evaluate(self, share, plan):
         """One evaluation of all policies, and of the best one of an earlier run, so that their differences are paired."""
-        tokens, policies = self.experiment.tokens, self.runnable(self.policies.decode, plan)
+        policies = self.runnable(self.policies.decode, plan)
         best = self.best_known(share, plan)
         # An earlier run wrote the name with all parameters.
         if best and best.partition(":")[0] not in {name.partition(":")[0] for name in policies}:
             policies = [*policies, best]
         out = self.experiment.kvlab(
-            ["eval"], "--model", self.experiment.model, "--text", *self.experiment.arguments.text, "--window", tokens,
-            "--max-tokens", 2 * tokens, "--prompt-tokens", tokens // 5, "--policy", ",".join(policies), "--budget", share,
-            "--tiers", plan,
+            ["eval"], "--model", self.experiment.model, "--text", *self.experiment.arguments.text, *self.windows(),
+            "--policy", ",".join(policies), "--budget", share, "--tiers", plan,
         )  # fmt: skip
         return Evaluation(json.loads((out / "eval.json").read_text()))
+
+    def windows(self):
+        """The options for two windows of each text, or for one if it is long."""
+        tokens = self.experiment.tokens
+        return ["--window", tokens, "--max-tokens", tokens if self.long else 2 * tokens, "--prompt-tokens", tokens // 5]
 
     def best_known(self, share, plan):
         """The policy with the lowest KL in the rows of an earlier run, of those that this device supports."""
         losses = {row["policy"]: float(row["value"]) for row in self.known
-                  if (row["metric"], row["memory"], row["format"]) == ("kl", share, plan)
+                  if (row["metric"], row["memory"], row["format"]) == (at("kl", self.long), share, plan)
                   and (self.device_option() or "--device cpu" not in row["command"])}  # fmt: skip
         return min(losses, key=losses.get, default=None)
 
     def add_losses(self, share, plan, evaluation):
-        tokens, best = self.experiment.tokens, evaluation.lowest()
-        command = f"kvlab eval --model {self.model} --text {self.texts} --window {tokens} --max-tokens {2 * tokens} --prompt-tokens {tokens // 5}"
+        best = evaluation.lowest()
+        command = f"kvlab eval --model {self.model} --text {self.texts} " + " ".join(map(str, self.windows()))
         ours = {name.partition(":")[0] for name in self.policies.decode}
         known = {name for name in evaluation.lines if name.partition(":")[0] not in ours}
         for name, (tiers, kl, peak) in evaluation.lines.items():
             options = f" --budget {share} --tiers {tiers}{self.device_option()}"
             if name not in known:
                 own = f"{command} --policy {name}{options}"
-                self.lines.append(self.line(name, share, tiers, "kl", kl["mean"], kl["low"], kl["high"], evaluation.tokens, own))
-                self.lines.append(self.line(name, share, tiers, "kv_bytes_peak", peak, None, None, 1, own))
+                metrics = at("kl", self.long), at("kv_bytes_peak", self.long)
+                self.lines.append(self.line(name, share, tiers, metrics[0], kl["mean"], kl["low"], kl["high"], evaluation.tokens, own))
+                self.lines.append(self.line(name, share, tiers, metrics[1], peak, None, None, 1, own))
             if name != best:
                 differs = int(name not in evaluation.similar(best))
                 both = f"{command} --policy {name},{best}{options}"
-                self.lines.append(self.line(name, share, tiers, DIFFERS + best, differs, None, None, evaluation.tokens, both))
+                metric = f"{at(DIFFERS, self.long)}: {best}"
+                self.lines.append(self.line(name, share, tiers, metric, differs, None, None, evaluation.tokens, both))
 
     def device_option(self):
         """The device of a command. The default is CUDA, which other machines may lack."""
@@ -190,7 +197,7 @@ class Board:
 
     def full_shares(self):
         """Returns {task: line with the share that the full cache answers}"""
-        if not self.experiment.arguments.answers:
+        if self.long or not self.experiment.arguments.answers:
             return {}
         tasks = QUICK_TASKS if self.experiment.arguments.quick else [*TASKS]
         ruler = [task for task in tasks if task in RULER]
@@ -229,8 +236,9 @@ class Board:
             self.lines.append(self.line(*key, "accuracy", right / count, *clopper_pearson(right, count), count, "pooled over the tasks"))
 
     def predictors(self):
-        """Lines with the rank correlation of each metric of a replay with KL. Not in a run for some policies."""
-        if self.experiment.arguments.policy:
+        """Lines with the rank correlation of each metric of a replay with KL. Not in a run for some policies, or for long
+        windows."""
+        if self.long or self.experiment.arguments.policy:
             return []
         tokens, lines = self.experiment.tokens, []
         options = f"--max-tokens {tokens} --prompt-tokens {tokens // 5} --policy {FEW} --budget 12%,25%"
@@ -289,23 +297,26 @@ def add_arguments(parser):
     parser.add_argument("--jobs", type=int, default=1, help="commands that run at the same time on a GPU (default: 1)")
     parser.add_argument("--answers", type=int, default=200, help="minimum number of questions in each cell, over all tasks; 0: no tasks "
                         "(default: 200)")
+    parser.add_argument("--long", action="store_true", help="measure KL alone, in one window of --tokens tokens of each text, and name the "
+                        "length in the metric, so that the rows stay beside those of shorter windows")
     parser.add_argument("--length", type=int, help="maximum number of tokens of RULER's questions with their answers (default: 1024, or "
                         "half of the model's context if that is less)")
 
 
 def updated(known, measured, is_complete):
     """The rows of an earlier run with the measured ones, which replace rows for the same cell. A complete run also removes
-    the other old rows of the models, formats and policies that it measured, except decode speeds, which decode_speed.py
-    measures."""
+    the other old rows of the models, formats, policies and lengths that it measured, except decode speeds, which
+    decode_speed.py measures."""
     keys = {key_of(row) for row in measured}
-    losses = {(row["model"], row["format"], row["policy"]) for row in measured if row["metric"] == "kl"}
-    losses |= {(model, plan, "full") for model, plan, _ in losses}
+    losses = {(row["model"], row["format"], row["policy"], length_of(row)) for row in measured if row["metric"].partition(" ")[0] == "kl"}
+    losses |= {(model, plan, "full", length) for model, plan, _, length in losses}
 
     def is_old(row):
         policies = {row["policy"]}
         if row["metric"].startswith(DIFFERS):
-            policies.add(row["metric"].removeprefix(DIFFERS))
-        return is_complete and not row["metric"].startswith(SPEED) and all((row["model"], row["format"], policy) in losses for policy in policies)
+            policies.add(row["metric"].partition(": ")[2])
+        replaced = all((row["model"], row["format"], policy, length_of(row)) in losses for policy in policies)
+        return is_complete and not row["metric"].startswith(SPEED) and replaced
 
     return [row for row in known if key_of(row) not in keys and not is_old(row)] + measured
 

@@ -15,7 +15,7 @@ RULER = [
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
 ]
 ACCURACY = "accuracy: "  # the metric of one task, before its name
-DIFFERS = "kl_differs_from: "  # whether KL differs significantly (1 or 0), before the name of the policy with the lowest KL
+DIFFERS = "kl_differs_from"  # whether KL differs significantly (1 or 0), before the name of the policy with the lowest KL
 PREDICTS = "rank_correlation_with_kl: "  # before the name of a metric of a replay
 SPEED = "tokens_per_s: batch "  # the metric of a decode speed, before "N on GPU"
 # Options that the command of a metric has, because the page names their values.
@@ -42,6 +42,7 @@ that measured it.
 MADE = (
     "Made from `leaderboard.csv`, which `leaderboard.py` and `decode_speed.py` of `tools/experiments` write; no number is typed by hand."
 )
+LONG = re.compile(" at ([0-9]+) tokens")  # in metrics of windows that are longer than those of `kl`
 NO_KL = "no row has the metric kl, by which the page orders policies"
 
 
@@ -74,6 +75,17 @@ def page(rows):
     return "\n\n".join(parts) + "\n"
 
 
+def at(metric, length):
+    """The name of a metric that was measured in windows of `length` tokens. None: in those of `kl`."""
+    return f"{metric} at {length} tokens" if length else metric
+
+
+def length_of(row):
+    """The length of the windows that a metric names, or None."""
+    found = LONG.search(row["metric"])
+    return int(found[1]) if found else None
+
+
 class Model:
     """The rows of one model. If only its decode speed was measured, `formats` and `memory` are empty."""
 
@@ -84,6 +96,7 @@ class Model:
             raise Refused(f"{name}: {NO_KL}")
         self.formats = list(dict.fromkeys(row["format"] for row in losses))
         self.memory = sorted({row["memory"] for row in losses}, key=percent)
+        self.lengths = sorted({length_of(row) for row in self.rows} - {None})
 
     def values(self, metric, plan):
         """Returns {policy: {memory: row}} without the full cache."""
@@ -100,21 +113,32 @@ class Model:
         if missing:
             parts.append(wrapped(f"Not measured on this model: {listed(missing)}."))
         for plan in self.formats:
-            found = self.values("kl", plan)
-            order = sorted(found, key=lambda name: sum(math.log(max(value_of(row), 1e-9)) for row in found[name].values()) / len(found[name]))
-            parts.append(f"### KL, {label(plan)}")
-            if label(plan) == "plan":
-                parts.append(wrapped(f"The plan of `kvlab plan`, in runs of layers: `{plan}`."))
-            parts += self.on_cpu(plan)
-            parts.append(self.ranked(found, order, min, lambda share, best, plan=plan: self.marks(share, plan, best)))
+            parts += self.losses(plan)
+        for length in self.lengths:
+            for plan in self.formats:
+                parts += self.losses(plan, length)
         for plan in self.formats:
             parts += self.accuracy(plan)
         speed = self.speed()
         return parts + ["### Decode speed, 16 bit"] * bool(speed) + speed
 
-    def on_cpu(self, plan):
+    def losses(self, plan, length=None):
+        """The table of KL in a format. `length`: of windows that are longer than those of the metric `kl`."""
+        found = self.values(at("kl", length), plan)
+        if not found:
+            return []
+        order = sorted(found, key=lambda name: sum(math.log(max(value_of(row), 1e-9)) for row in found[name].values()) / len(found[name]))
+        parts = [f"### KL{f' at {length:,} tokens' if length else ''}, {label(plan)}"]
+        if label(plan) == "plan":
+            parts.append(wrapped(f"The plan of `kvlab plan`, in runs of layers: `{plan}`."))
+        if length:
+            parts.append(wrapped(self.texts(length)))
+        parts += self.on_cpu(plan, length)
+        return parts + [self.ranked(found, order, min, lambda share, best: self.marks(share, plan, best, length))]
+
+    def on_cpu(self, plan, length):
         """Returns a paragraph that says which KL of a format was measured on the CPU, or nothing if none was."""
-        rows = [row for row in self.rows if row["metric"] == "kl" and row["format"] == plan]
+        rows = [row for row in self.rows if row["metric"] == at("kl", length) and row["format"] == plan]
         names = dict.fromkeys(short(row["policy"]) for row in rows if "--device cpu" in row["command"])
         if not names:
             return []
@@ -125,21 +149,21 @@ class Model:
             "others in bfloat16. To decide which of them get an `=`, the policy with the lowest KL was evaluated on the CPU too."
         )]  # fmt: skip
 
-    def texts(self):
+    def texts(self, length=None):
         """Which texts KL was measured on, from the command of a row."""
-        words = next(row["command"] for row in self.rows if row["metric"] == "kl").split()
+        words = next(row["command"] for row in self.rows if row["metric"] == at("kl", length)).split()
         first = words.index("--text") + 1
         last = next((i for i in range(first, len(words)) if words[i].startswith("--")), len(words))
         names = [word.rpartition("/")[2].partition(".")[0] for word in words[first:last]]
         windows = f"windows of {int(option(words, '--window')):,} tokens" if "--window" in words else "whole texts"
         return f"KL: {', '.join(names)}; at most {int(option(words, '--max-tokens')):,} tokens of each, in {windows}."
 
-    def marks(self, share, plan, best):
+    def marks(self, share, plan, best, length):
         """The mark of each policy that was evaluated together with `best`: "=" if its KL does not differ significantly."""
-        found = {}
+        found, before = {}, at(DIFFERS, length) + ": "
         for row in self.rows:
-            if row["metric"].startswith(DIFFERS) and (row["memory"], row["format"]) == (share, plan):
-                pair = {row["policy"], row["metric"].removeprefix(DIFFERS)}
+            if row["metric"].startswith(before) and (row["memory"], row["format"]) == (share, plan):
+                pair = {row["policy"], row["metric"].removeprefix(before)}
                 if best in pair:
                     found |= dict.fromkeys(pair - {best}, "" if float(row["value"]) else "=")
         return found
@@ -241,19 +265,20 @@ def agreement(models):
     lines = []
     for plan in models[0].formats:
         for share in models[0].memory:
-            orders = {}
-            for model in models:
-                for metric, sign in (("kl", 1), ("accuracy", -1)):
-                    orders[model.name, metric] = {
-                        short(name): sign * value_of(own[share]) for name, own in model.values(metric, plan).items() if share in own
-                    }
-            first = orders[models[0].name, "kl"]
-            line = [correlation(orders[model.name, "kl"], orders[model.name, "accuracy"]) for model in models]
-            line += [correlation(first, orders[model.name, "kl"]) for model in models[1:]]
+
+            def order(model, metric, sign=1, plan=plan, share=share):
+                return {short(name): sign * value_of(own[share]) for name, own in model.values(metric, plan).items() if share in own}
+
+            losses = {model.name: order(model, "kl") for model in models}
+            first = losses[models[0].name]
+            line = [correlation(losses[model.name], order(model, "accuracy", -1)) for model in models]
+            line += [correlation(first, losses[model.name]) for model in models[1:]]
+            line += [correlation(losses[model.name], order(model, at("kl", length))) for model in models for length in model.lengths]
             if any(value != "-" for value in line):
                 lines.append([label(plan), share, *line])
     header = ["format", "memory", *(f"KL and accuracy on `{model.name}`" for model in models),
-              *(f"KL on `{models[0].name}` and on `{model.name}`" for model in models[1:])]  # fmt: skip
+              *(f"KL on `{models[0].name}` and on `{model.name}`" for model in models[1:]),
+              *(f"KL on `{model.name}` and at {length:,} tokens" for model in models for length in model.lengths)]  # fmt: skip
     return table(header, lines)
 
 

@@ -20,6 +20,10 @@ from leaderboard import Evaluation
 from leaderboard_page import ACCURACY, number, read_rows, value_of
 
 
+def is_loss(row):
+    return row["metric"].partition(" ")[0] == "kl"
+
+
 def measured(row, kvlab, device):
     """Runs the command of a row in the checkout, and returns the new value."""
     words = shlex.split(row["command"])
@@ -31,7 +35,7 @@ def measured(row, kvlab, device):
         done = subprocess.run([kvlab, *words[1:], "--out", out], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise Refused(f"{' '.join(words)}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
-        if row["metric"] == "kl":
+        if is_loss(row):
             return Evaluation(json.loads((out / "eval.json").read_text())).kl(row["policy"])
         with open(out / "task.csv", newline="") as file:
             return next(
@@ -49,7 +53,7 @@ def rerun():
     parser.add_argument("--model", help="draw cells of this model alone (default: all models)")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: the device of the command")
     arguments = parser.parse_args()
-    rows = [row for row in read_rows(arguments.csv) if row["metric"] == "kl" or row["metric"].startswith(ACCURACY)]
+    rows = [row for row in read_rows(arguments.csv) if is_loss(row) or row["metric"].startswith(ACCURACY)]
     rows = [row for row in rows if arguments.model in (None, row["model"]) and row["low"] and row["high"]]
     if not 0 < arguments.count <= len(rows):
         raise Refused(f"--count: {arguments.count} cells cannot be drawn from {len(rows)}")

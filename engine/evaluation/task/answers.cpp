@@ -189,10 +189,7 @@ class TaskAnswerer {
     return static_cast<std::uint32_t>(longest);
   }
 
-  std::size_t max_new_tokens(const Row& row) const {
-    const std::uint32_t own = prompt_of(row).max_new_tokens;
-    return own > 0 ? own : options_.max_new_tokens;
-  }
+  std::size_t max_new_tokens(const Row& row) const { return options_.limit(prompt_of(row)); }
 
   /// Appends the prompts. Returns the logits of the last tokens [row, vocab].
   std::unique_ptr<LogitMemory> append(std::span<const Row> rows, BatchDecoder& decoder) {

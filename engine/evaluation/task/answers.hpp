@@ -44,6 +44,11 @@ struct AnswerOptions {
   std::function<void(double)> progress;  ///< gets the fraction done, 0 to 1; may be empty
   const RunFolder* kept =
       nullptr;  ///< folder of finished answers, from which an interrupted run resumes; may be null
+
+  /// The maximum number of tokens of the answer to a prompt.
+  std::uint32_t limit(const TaskPrompt& prompt) const {
+    return prompt.max_new_tokens > 0 ? prompt.max_new_tokens : max_new_tokens;
+  }
 };
 
 /// Returns answers [prompt][mode][configuration]. A configuration's budget is resolved for the

@@ -386,6 +386,27 @@ std::string task_answers_csv(const TaskRun& run) {
   return text;
 }
 
+std::string task_questions_jsonl(const TaskRun& run, const AnswerOptions& options) {
+  std::string text;
+  for (std::size_t p = 0; p < run.prompts.size(); ++p) {
+    const TaskPrompt& prompt = run.prompts[p];
+    const auto& depth = run.points[p].depth;
+    const nlohmann::ordered_json line{
+        {"task", run.points[p].task.value_or(run.task)},
+        {"words", run.points[p].words},
+        {"depth", depth ? nlohmann::ordered_json(*depth) : nlohmann::ordered_json()},
+        {"sample", run.samples[p]},
+        {"context", prompt.context},
+        {"question", prompt.question},
+        {"answer", prompt.answer},
+        {"expected", prompt.expected},
+        {"matching", prompt.matching == Matching::numbers ? "numbers" : "strings"},
+        {"max_new_tokens", options.limit(prompt)}};
+    text += line.dump() + "\n";
+  }
+  return text;
+}
+
 namespace {
 
 namespace fs = std::filesystem;

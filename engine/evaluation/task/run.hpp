@@ -79,6 +79,11 @@ std::string task_metrics_csv(const TaskRun& run, std::span<const TaskMetric> met
 /// task,policy,params,budget,prefill,positions,seed,mode,words,depth,sample,expected,said,right,
 /// log_likelihood,found.
 std::string task_answers_csv(const TaskRun& run);
+/// The questions, one JSON object in a line, so that another program can answer them: task, words,
+/// depth (null for RULER's tasks) and sample as in task_answers_csv(); context, question and answer
+/// as token ids, in the order in which they are appended; the expected strings; how an answer is
+/// compared with them ("numbers", "strings"); and the maximum number of tokens of an answer.
+std::string task_questions_jsonl(const TaskRun& run, const AnswerOptions& options);
 
 // Recommendations by task accuracy, and the memory that configurations need.
 
