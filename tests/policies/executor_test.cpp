@@ -3,6 +3,10 @@
 
 #include <fmt/format.h>
 
+#include <set>
+#include <string>
+#include <string_view>
+
 #include "tests/catch.hpp"
 
 using namespace kvlab;
@@ -74,8 +78,18 @@ TEST_CASE("Executors on a device refuse formats that the kernels do not have, by
         "policy h2o: tiers q8_0/q4_0: runs on the CPU only, because CUDA devices do not support "
         "format q8_0/q4_0; use --device cpu");
   for (const Executor& executor : {kCudaReplay, kCudaEvaluation, kKernelLibrary})
-    for (const char* format : {"q4_0", "fp8_e4m3", "nvfp4", "3", "8/4", "16@50%+q4_1@50%"})
+    for (const char* format : {"8/4", "16@50%+q4_1@50%"})
       CHECK(refusal(executor, requested(std::string("h2o:tiers=") + format)) != "");
+  const std::set<std::string_view> on_device = {"16", "fp8", "8", "4", "2"};
+  for (const Executor& executor : {kCudaReplay, kCudaEvaluation, kCudaDecoder, kKernelLibrary})
+    for (const RowFormat& format : kRowFormats) {
+      const std::string refused =
+          refusal(executor, requested(fmt::format("h2o:tiers={}", format.name)));
+      INFO(executor.name << ": " << format.name << ": " << refused);
+      CHECK(refused.empty() == on_device.contains(format.name));
+      CHECK((refused.empty() ||
+             refused.find(fmt::format("do not support format {};", format.name)) != refused.npos));
+    }
   for (const char* format : {"4/2", "16", "2", "fp8@50%+k4v2@50%"})
     CHECK(refusal(kCudaDecoder, requested(std::string("h2o:tiers=") + format)) == "");
 }
