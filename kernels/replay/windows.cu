@@ -5,6 +5,8 @@
 //
 // With cache positions, the exponentials of the window's tokens are those of the row, because no
 // younger token was evicted. The exponentials of the sinks are direct.
+#include <cstddef>
+
 #include "kernels/device/load.cuh"
 #include "kernels/replay/direct.cuh"
 
@@ -158,7 +160,7 @@ class WindowQuery {
     __syncthreads();
     constexpr std::uint32_t kWords = sizeof(Sums) / 4;
     for (std::uint32_t word = warp_; word < kWords; word += kWarps)
-      if (word < 8 * kHeadGroups)
+      if (word < offsetof(Sums, hits) / 4)  // the members before `hits` are floats
         sum_from<float>(word);
       else
         sum_from<std::uint32_t>(word);
