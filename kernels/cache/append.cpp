@@ -210,7 +210,8 @@ void KvCache::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
         "what a prompt's queries give");
 }
 
-/// Moves the kept tokens to their slots.
+/// Ends the append in this layer: the policy gets the new tokens and the observations, and the
+/// tokens that stay are moved to their slots.
 void KvCache::keep(std::uint32_t layer) {
   const int sequence = append_.sequence;
   stepped_[static_cast<std::size_t>(sequence)] = false;
@@ -263,8 +264,9 @@ void KvCache::keep_by_shares(std::uint32_t layer, kvlab_compact_args args) {
   compact(memory, args, sequence, layer, false);
   auto older = share_slots(memory, sequence, layer, append_.fed + append_.tokens);
   for (std::int32_t& live : older) live -= static_cast<std::int32_t>(append_.tokens);
-  // Restores the lengths to the number of live tokens without the new ones, because code that reads
-  // the observations needs that number.
+  // Restores the lengths to the number of live tokens without the new ones. attend() leaves that
+  // number in every other append, and the caller may read it with the observations
+  // (append_memory()).
   copy_to_device(memory.cache.lengths, older.data(), older.size());
 }
 

@@ -1,32 +1,54 @@
 // The KV caches of a batch of sequences. In each layer, each KV head of a sequence (a *pair*) has
-// as many *slots* as its budget, and a policy decides which token is evicted. Live tokens are
-// counted on the host, so steps only launch kernels. Everything is enqueued on one stream.
+// about as many *slots* as its budget (PairSlots says exactly how many), and a policy decides which
+// token is evicted. Live tokens are counted on the host, so steps only launch kernels. Everything
+// is enqueued on one stream.
 //
-// Where the key of a token is at each moment (its value is always in the corresponding place):
+// Where the key of a token is at each moment (its value is always in the corresponding place). The
+// queries go to q(), or to DraftMemory::q for drafts:
 //
-//   append   write()     the projection's q, k, v ──RoPE──► append memory, after the live tokens
-//            attend()    queries see the append memory; the observer sums what each token receives
-//            last chunk  the policy gets the new tokens; those that stay ──compact──► slots of the
-//                        pair, or rows of its tiers (quantized); all others are evicted
-//   step     write()     q, k, v ──RoPE──► slot `next_slots`: the first free slot, or the victim's,
-//                        whose key it overwrites
+//   append   write()     the projection's k ──RoPE──► AppendMemory::cache, after the live tokens.
+//                        For cache positions, a rotated copy is in `cache_position_keys`
+//            attend()    queries see the append memory. observe_queries() adds up the attention
+//                        that each token received. The call for the layer's last part also gives
+//                        the policy the new tokens (keep()). The tokens that stay are moved
+//                        ──compact──► slots of the pair, or rows of its tiers. All others are
+//                        evicted
+//   step     write()     k ──RoPE──► slot `next_slots`: the first free slot, or the victim's, whose
+//                        key it overwrites
 //                        With tiers: ──► `newest_keys`; store_in_tiers() stores it in row
 //                        `next_rows` of the first tier
-//            observe     the policy's states change, and the next victim gets into `next_slots`. With
-//                        tiers, each full tier then demotes one token (demote_pairs()). The row of
-//                        the victim may be overwritten by a demoted token at once, although its slot
-//                        counts as live until the next step or append
-//   bursts   every=W     steps only append; when all slots, or all rows of the first tier, are full,
-//                        before_token() compacts: in place or, with tiers, through append memory
+//            observe     (EvictionKernels) The policy's states change, and the next victim gets
+//                        into `next_slots`. With tiers, if the first tier is full, it then demotes
+//                        one token, and so does each full tier below it, down to the first tier
+//                        that has a free row (demote_pairs()). The row of the victim may be
+//                        overwritten by a demoted token at once, although its slot counts as live
+//                        until the next step or append
+//   no step evicts       with every=W or scope=layer, before_token() compacts when a pair has
+//                        compact_evict_at live tokens, or when its first tier is full: in place or,
+//                        with tiers, through append memory. With `once`, only the end of a prompt
+//                        evicts. See Modifiers::steps_evict()
 //   turn     write()     in each layer, the first write() of the next append copies the live tokens
-//                        from slots to append memory
-//   drafts   write_drafts()   q, k, v ──RoPE──► the slots after the live tokens
+//                        from slots to append memory and, except with `once`, evicts to the budget.
+//                        With tiers they are dequantized; StagedTiers keeps their quantized data
+//   drafts   begin_drafts()   evicts the victim that the last step chose, in place
+//            write_drafts()   k ──RoPE──► the slots after the live tokens
 //            accept_drafts()  the policy gets the accepted tokens; compacts in place
-//   sequence start(), copy_sequence()   slots are forgotten, or copied to another sequence's slots
+//   sequence start()          the tokens are dropped: `lengths` become 0
+//            copy_sequence()  slots and rows are copied to the same slots of the other sequence
 //
-// A token is identified by its slot, which also indexes positions, states and features. On tiers,
-// its key and value are in a *row* of the pair; TierStorage::row_of_slot and slot_of_row convert
-// between the two.
+// A token is identified by its slot, which also indexes positions, states and features. Only a
+// compaction moves a token to another slot. On tiers, its key and value are in a *row* of the pair;
+// TierStorage::row_of_slot and slot_of_row convert between the two. If no pair has a second tier, a
+// token's row has the same index as its slot.
+//
+// Slots and rows are counted in two ways. Within a pair, they are counted from 0: `next_slots`,
+// `next_rows`, the contents of row_of_slot and slot_of_row, and the slots of a compaction. Arrays
+// [slot] and [row] have the slots or rows of all pairs of all layers: a pair's slots begin at
+// `first_slots`, and its rows at DeviceTierPlan::first_row.
+//
+// What the host counts: nothing that grows, if a sequence has neither modifiers, shared slots nor
+// tiers. The numbers of its live tokens follow from the number of tokens that it was fed
+// (PairSlots::older()). For other sequences, see counts(), Counts and TierCounts.
 //
 // Keys and values may be in the caller's blocks (KvCacheConfig::pages). Quantized tiers have no
 // blocks, drafts or gathered ranks (KvCacheConfig::ranks).
@@ -358,6 +380,8 @@ class KvCache {
   const SlotSequence& settings(int sequence) const {
     return sequences_[static_cast<std::size_t>(sequence)];
   }
+  /// Whether counts_ and tier_counts_ are kept up to date for this sequence. If not, the number of
+  /// live tokens is computed from the number of tokens that it was fed.
   bool counts(int sequence) const {
     return settings(sequence).modifiers != Modifiers{} || settings(sequence).share ||
            is_quantized();
@@ -373,6 +397,7 @@ class KvCache {
   }
   void drop(std::size_t first, std::size_t count);
   float2* rope_rows(RopeRows user, std::uint32_t table) const;
+  /// Number of tokens that a pair evicts before its next append or step.
   std::uint32_t surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const;
   std::uint32_t older(int sequence, std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
   void evict_to_budget(int sequence, std::uint32_t fed, bool after_prompt, LayerRange layers);
@@ -395,8 +420,8 @@ class KvCache {
   /// KvCacheConfig::gathered_ranks() ranks.
   void compact_rows(const kvlab_compact_args& args, std::uint64_t* ranks) const;
   /// Copies the live tokens of a layer to the append memory, and evicts to the budget unless
-  /// `stays` is set and the sequence has modifiers. `fed`: number of tokens that the sequence was
-  /// fed.
+  /// `stays` is set. Only a sequence with modifiers or shared slots may set `stays`. `fed`: number
+  /// of tokens that the sequence was fed.
   void take_live(const AppendMemory& memory, int sequence, std::uint32_t layer, std::uint32_t fed,
                  bool stays) const;
   void compact_in_place(int sequence, std::uint32_t layer, std::uint32_t fed,

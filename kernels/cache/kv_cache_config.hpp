@@ -199,11 +199,12 @@ struct KvCacheConfig {
 
 DeviceFormat device_format(const KvFormat& format);
 
-/// Chooses the kernels of a policy for the current device: the fast ones, or the plain ones if the
+/// Whether a policy has plain kernels. One that the library compiled from a header has none.
+enum class PlainKernels { present, absent };
+/// Chooses the kernels of a policy for a device: the fast ones, or the plain ones if the
 /// fast ones do not support the configuration or need more shared memory than the device has.
 /// `config` must be complete except for its kernels. Throws std::invalid_argument if neither can be
-/// launched. A policy that the library compiled from a header has no plain kernels.
-enum class PlainKernels { present, absent };
+/// launched. `limits`: those of the device; by default, of the current device.
 EvictionKernels kernels_for(const KvCacheConfig& config, const DevicePolicy& policy,
                             PlainKernels plain);
 EvictionKernels kernels_for(const KvCacheConfig& config, const DevicePolicy& policy,

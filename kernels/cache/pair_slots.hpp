@@ -10,7 +10,10 @@
 
 namespace kvlab::kernels {
 
-/// A pair is one KV head of one sequence; every layer has all pairs.
+/// A pair is one KV head of one sequence; every layer has all pairs. A pair has a slot for each
+/// token that can be live at once (Modifiers::capacity()): as many as its budget, and more with
+/// `every` or drafts. With `once`, or without a budget, it has a slot for each token of the longest
+/// sequence.
 class PairSlots {
  public:
   /// Throws std::invalid_argument if nothing bounds the number of slots of a cache.
@@ -64,6 +67,7 @@ class PairSlots {
   std::uint32_t older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
 
  private:
+  /// Number of slots that a pair needs for this budget.
   std::uint32_t slots_of(std::size_t pair, std::uint32_t budget) const;
   /// Calls each(index) for the pairs of a sequence in all layers, with their index in [layer,
   /// pair].

@@ -1,5 +1,5 @@
-// Device memory of caches that evict. In each layer, each KV head of each sequence has as many
-// slots as its budget.
+// Device memory of caches that evict: the slots of all KV heads of all sequences in all layers.
+// PairSlots says how many slots each of them has, and where they begin.
 #pragma once
 
 #include "kernels/cache/tier_storage.hpp"
@@ -49,9 +49,11 @@ class SlotStorage {
   float* features;                  // [slot, feature]: token features
   float* unit_keys;                 // [layer, pair, dim]: see FeatureArgs; null if not needed
   kvlab_observation* seen;    // [slot]: observation of the last step; null unless config.watched
-  std::int64_t* first_slots;  // [layer, pair]
-  std::int32_t *lengths, *next_slots;  // [layer, pair]
-  kvlab_rule* rules;                   // [layer, pair]
+  std::int64_t* first_slots;  // [layer, pair]: index of the pair's first slot in arrays [slot]
+  // [layer, pair]. `lengths`: number of live tokens, which includes the victim that a step has
+  // chosen. `next_slots`: the slot of the next token, counted from the pair's first slot
+  std::int32_t *lengths, *next_slots;
+  kvlab_rule* rules;  // [layer, pair]
   /// [layer, pair], null without modifiers: number of live tokens at which a step or a compaction
   /// evicts to the budget.
   std::uint32_t *step_evict_at, *compact_evict_at;

@@ -78,9 +78,9 @@ void TierStorage::initialize(const KvCacheConfig& config, const PairSlots& slots
   // Unused rows must hold finite numbers, because kernels read whole tiles.
   cuda::enqueue_zeros(bytes, static_cast<std::size_t>(plan.bytes), stream, kWhat);
   cuda::enqueue_zeros(nothing, pairs_, stream, kWhat);
-  std::vector<std::int64_t> places_of_newest(pairs_);
-  std::iota(places_of_newest.begin(), places_of_newest.end(), 0);
-  cuda::enqueue_write(newest, places_of_newest, stream, kWhat);
+  std::vector<std::int64_t> newest_slots(pairs_);
+  std::iota(newest_slots.begin(), newest_slots.end(), 0);
+  cuda::enqueue_write(newest, newest_slots, stream, kWhat);
   if (!constant_centres) return;
   const auto dim = static_cast<std::size_t>(head_size_);
   std::vector<float> constants(config.pairs.size() * dim);

@@ -45,16 +45,19 @@ struct TierStorage {
 
   DeviceTierPlan* tier_plans = nullptr;  // [layer, pair], like counts, next_rows and extents
   std::byte* bytes = nullptr;
-  std::uint32_t *row_of_slot = nullptr, *slot_of_row = nullptr;  // [slot], [row]
+  std::uint32_t *row_of_slot = nullptr, *slot_of_row = nullptr;  // see QuantizedCache
   std::int32_t *counts = nullptr, *extents = nullptr;
   std::uint32_t* next_rows = nullptr;
-  std::byte *newest_keys = nullptr, *newest_values = nullptr;  // [pair, dim]
+  // [pair, dim]: a step's new tokens, until store_newest() stores them in rows
+  std::byte *newest_keys = nullptr, *newest_values = nullptr;
   /// [layer, pair, dim]; zeros for a pair without a centre. Null: no keys are centred.
   float* centres = nullptr;
   /// The centres of a sequence without tokens, [layer, pair, dim]; null: zeros.
   float* constant_centres = nullptr;
-  std::int32_t* nothing = nullptr;  // [pair]: zeros
-  std::int64_t* newest = nullptr;   // [pair]: 0, 1, 2, …
+  // With these two, newest_keys and newest_values are a cache view with one slot for each pair:
+  // `nothing` are its next_slots, all 0, and `newest` its first_slot: 0, 1, 2, …
+  std::int32_t* nothing = nullptr;  // [pair]
+  std::int64_t* newest = nullptr;   // [pair]
 
  private:
   std::vector<TierRegion> regions_ = {};  // [layer, pair]

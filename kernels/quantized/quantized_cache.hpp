@@ -131,8 +131,10 @@ __host__ __device__ inline int quantized_bit(bool key, int bits, int row, int ch
 struct QuantizedCache {
   const DeviceTierPlan* tier_plans;  // [pair]
   std::byte* bytes;                  ///< all rows
-  std::uint32_t* row_of_slot;        // [slot]: index of the token's row among the pair's rows
-  std::uint32_t* slot_of_row;        // [row]: slot of the token
+  // Both arrays cover all pairs of all layers. Their contents are counted from the pair's first row
+  // or slot, so they stay correct if a pair is copied to another sequence.
+  std::uint32_t* row_of_slot;  // [slot]: row of the token
+  std::uint32_t* slot_of_row;  // [row]: slot of the token; undefined for a row that is not in use
   // [pair, kMaxDeviceTiers]: number of rows in use, from the first row of the tier on. If tier 0 is
   // full, its number includes the row `next_rows`, which the next token overwrites.
   std::int32_t* counts;

@@ -14,8 +14,9 @@ namespace kvlab::kernels {
 cudaError_t store_newest(const kvlab_cache_view& cache, const QuantizedCache& quantized_cache,
                          const std::uint32_t* now, cudaStream_t stream);
 
-/// Demotes the first victim of each full tier; `firsts` (TierChoice::firsts) contains these
-/// victims. Call it after the attention and the observations of a decode step. The token that
+/// If the first tier is full, demotes its first victim. A full tier that receives a token demotes
+/// one too, and so on (demotion_chain()). `firsts` (TierChoice::firsts) contains the first victim
+/// of each tier. Call it after the attention and the observations of a decode step. The token that
 /// is evicted, from any tier, is in slot cache.next_slots.
 cudaError_t demote_pairs(const EvictingAttentionArgs& args, const EvictionCandidate* firsts,
                          cudaStream_t stream);
