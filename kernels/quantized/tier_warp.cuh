@@ -1,12 +1,16 @@
 // How one warp processes tiles of a tier's rows: ExactWarp for exact rows, QuantizedWarp for
-// quantized values. Keys of integer formats are multiplied as bytes, with queries that are
-// quantized to two digits of 8 bits; fp8 keys are multiplied in fp16. Values are multiplied with
-// weights in fp16. The scales of keys are applied in float32, after the products. The scales of
-// values are applied to the weights, before the products.
+// quantized ones. A row is the key and value of one token, a tile is kRowsOfTile rows, and the
+// layout of a tile is described at DeviceTier. tier_attention.cu calls QuantizedWarp::begin() for
+// each tier, and add() for each tile. Keys of integer formats are multiplied as bytes, with queries
+// that are quantized to two digits of 8 bits; fp8 keys are multiplied in fp16. Values are
+// multiplied with weights in fp16. The scales of keys are applied in float32, after the products.
+// The scales of values are applied to the weights, before the products.
 //
 // Quantized keys and values are stored after the Hadamard rotation, so the queries are rotated too.
-// Tiers are processed from the most to the least precise. Before the first quantized tier, the
-// output so far is rotated as well, and the final output is rotated back.
+// hadamard_rotate_block() does not normalize: rotating twice multiplies by kQuantBlock, so each way
+// back ends with a division by it. Tiers are processed from the most to the least precise. Before
+// the first quantized tier, the output so far is rotated as well, and the final output is rotated
+// back.
 //
 // A number of an integer format is the stored integer times the block's scale plus the block's
 // minimum. So the minimum adds the same amount to all 32 channels of the block. In a product with a
@@ -18,6 +22,8 @@
 // the two columns of a head are the two digits of the query. In products with values, they are the
 // weights times the scales of two neighbouring blocks, and the output of each block is read from
 // the column of that block.
+//
+// In this file, l is the index of a lane in its warp.
 #pragma once
 
 #include <numeric>
@@ -39,16 +45,18 @@ struct TierUse {
   }
 };
 
-/// A warp that processes tiles of exact rows.
+/// A warp that processes tiles of exact rows. Of a product's result, a lane holds the elements i =
+/// 0 to 3: row i / 2 * 8 + row() of the tile, for head column() + i % 2 (TensorCoreWarp).
 template <class T, int kDim>
 class ExactWarp : public TensorCoreWarp<T, kDim, Rotated::none, 8> {
   using Base = TensorCoreWarp<T, kDim, Rotated::none, 8>;
 
  public:
-  /// `slot_of_row`: the slots of the tile's rows, which are needed if `use` stores logits.
+  /// Attends to the first `valid` rows of a tile. `slot_of_row`: the slots of the tile's rows,
+  /// which are needed if `use` stores logits.
   __device__ void add(const typename Base::Tile& tile, int valid, const std::uint32_t* slot_of_row,
                       const TierUse& use) {
-    float weights[1][4];
+    float weights[1][4];  // logits until the maximum is known, then weights
     auto& weight = weights[0];
     Base::score(tile, weights);
 #pragma unroll
@@ -96,7 +104,7 @@ struct HadamardQuery {
   }
 };
 
-/// A format that is known at compile time.
+/// A format that is known at compile time. kFloating: fp8 (e4m3), otherwise integers.
 template <int kKeyBits_, int kValueBits_, bool kFloating_ = false>
 struct QuantFormat {
   static constexpr int kKeyBits = kKeyBits_, kValueBits = kValueBits_;
@@ -122,7 +130,10 @@ __device__ inline void load_lane_words(const unsigned char* data, std::uint32_t 
   }
 }
 
-/// The scales and minima of a row.
+/// The scales and minima of a row's key or value. The metadata of a block is, for integer formats,
+/// an fp16 scale and an fp16 minimum; for fp8, the biased exponent of a scale that is a power of
+/// two. A lane loads the metadata of all blocks together, in words that are as large as alignment
+/// allows.
 template <int kBlocks, bool kFloating>
 struct RowMetadata {
   using Word =
@@ -177,6 +188,7 @@ __device__ inline std::uint32_t halves_of_e4m3(std::uint32_t two) {
 
 /// Unpacks the quantized numbers of keys that a lane holds of block `b` to bytes. to[0] and to[1]
 /// get the even channels of rows r and r + 8 (r = l / 4), to[2] and to[3] the odd channels.
+/// `words`: from load_lane_words(); quantized_bit() says where each number is.
 template <int kBits, int kBlocks, int kWords>
 __device__ inline void unpack_keys(const std::uint32_t (&words)[kWords], int b,
                                    std::uint32_t (&to)[4]) {
@@ -190,6 +202,8 @@ __device__ inline void unpack_keys(const std::uint32_t (&words)[kWords], int b,
     } else {
       const bool odd = (b | 1) >= kBlocks;
       const std::uint32_t word = words[odd ? b : half * (kBlocks / 2) + b / 2];
+      // Byte j of fields(i) is channel 4 * (j % 2) + i of the word's first (j < 2) or second half.
+      // own_bytes alternates between two fields, so that channels are in ascending order.
       const auto fields = [word](int i) { return word >> 2 * i & 0x03030303u; };
       const unsigned own_bytes = (odd ? half : b % 2) == 0 ? 0x5140 : 0x7362;
       to[half] = __byte_perm(fields(0), fields(2), own_bytes);
@@ -255,17 +269,18 @@ class QuantizedWarp {
   static constexpr int kBlocks = kDim / kWarpSize, kRows = static_cast<int>(kRowsOfTile);
 
  public:
-  /// `part`: the result of the exact tiles, if there were any (`any`). The warp continues from it.
+  /// `part`: the result of the exact tiers, if there were any (`has_exact`). The warp continues
+  /// from it, and finish() replaces it.
   __device__ QuantizedWarp(const HadamardQuery& query, int group, float base2_scale,
-                           const WarpPart& part, bool any)
+                           const WarpPart& part, bool has_exact)
       : query_(query), group_(group), base2_scale_(base2_scale) {
     __syncwarp();
-    for (int at = lane_id(); any && at < group * kDim; at += kWarpSize)
+    for (int at = lane_id(); has_exact && at < group * kDim; at += kWarpSize)
       part.out[at] = hadamard_rotate_block(part.out[at]);
     __syncwarp();
 #pragma unroll
     for (int e = 0; e < kHeadGroups; ++e) {
-      const bool known = any && head(e) < group;
+      const bool known = has_exact && head(e) < group;
       const float2 state = known ? part.state[head(e)] : make_float2(-INFINITY, 0);
       reference_[e] = top_[e] = state.x;
       sum_[e] = row() == 0 ? state.y : 0;
@@ -284,7 +299,7 @@ class QuantizedWarp {
   /// format.
   template <class Format>
   __device__ void begin() {
-    constexpr float kMax = 127 * 256;
+    constexpr float kMax = 127 * 256;  // the upper digit has 8 bits with a sign
     const auto largest = [&](int head) {
       float max_value = 0;
 #pragma unroll
@@ -300,7 +315,9 @@ class QuantizedWarp {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
         firsts_[e][b] = own ? query_.firsts[head(e) * kBlocks + b] * base2_scale_ : 0;
-      const int column_head = 4 * e + row() / 2;  // the head that this column belongs to
+      // As operand B, the lane has column row(). So these are not the queries of head(e), of which
+      // the lane holds results.
+      const int column_head = 4 * e + row() / 2;
       const bool there = column_head < group_;
       const float* const values = query_.values + column_head * kDim + lane_id() % 4 * 8;
       const float max_value = there ? largest(column_head) : 0,
@@ -323,7 +340,7 @@ class QuantizedWarp {
     constexpr int kMetadata = kRows * RowMetadata<kBlocks, Format::kFloating>::kBytes,
                   kKeys = kRows * kDim * Format::kKeyBits / 8,
                   kValues = kRows * kDim * Format::kValueBits / 8;
-    float logit[kHeadGroups][2];
+    float logit[kHeadGroups][2];  // [head group]: of rows row() and row() + 8
     score<Format>(tile, logit);
 #pragma unroll
     for (int i = 0; i < 2 * kHeadGroups; ++i)
@@ -353,7 +370,7 @@ class QuantizedWarp {
 #pragma unroll
       for (auto& two : weights[e])
 #pragma unroll
-        for (std::uint32_t& one : two) one = transpose_matrix(one);
+        for (std::uint32_t& one : two) one = transpose_matrix(one);  // from result to operand B
     }
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -433,6 +450,7 @@ class QuantizedWarp {
     return digits;
   }
 
+  /// Computes the base-2 logits of rows row() and row() + 8.
   template <class Format>
   __device__ void score(const unsigned char* keys, float (&logit)[kHeadGroups][2]) const {
     constexpr int kBits = Format::kKeyBits;
@@ -466,6 +484,8 @@ class QuantizedWarp {
 #pragma unroll
       for (int i = 0; i < 2; ++i) logit[e][i] = fmaf(logit[e][i], scale_[e], minima[e][i]);
   }
+  /// multiply_digits() and multiply_halves(): the products of one block of the keys with the query
+  /// of head(e), for rows row() and row() + 8. Both add up a head's two columns.
   __device__ static void multiply_digits(const std::uint32_t (&a)[4], const std::uint32_t (&q)[4],
                                          float (&products)[2]) {
     int sums[4] = {};
@@ -525,12 +545,12 @@ class QuantizedWarp {
   template <class Metadata>
   __device__ void raise(const float (&logit)[kHeadGroups][2], const Metadata& upper,
                         const Metadata& lower) {
-    constexpr float kHeadroom = 13, kMinScale = -40;
+    constexpr float kHeadroom = 13, kMinExponent = -40;
     const auto exponent = [](const Metadata& row) {
       float max_value = 0;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) max_value = fmaxf(max_value, row.scale(b));
-      return fmaxf(log2f(max_value), kMinScale);
+      return fmaxf(log2f(max_value), kMinExponent);
     };
     const float upper_exponent = exponent(upper), lower_exponent = exponent(lower);
 #pragma unroll
@@ -557,12 +577,16 @@ class QuantizedWarp {
   const HadamardQuery& query_;
   int group_;
   float base2_scale_;
-  bool fresh_ = true;
+  bool fresh_ = true;  ///< no quantized tile has set the references yet
   // for this lane's column, from begin(): digits of the queries or, for fp8, halves_of() them
   std::uint32_t query_of_[kHeadGroups][kBlocks][4];
+  // for head(e), from begin(). scale_: factor from products to base-2 logits. firsts_:
+  // HadamardQuery::firsts times base2_scale_
   float scale_[kHeadGroups], firsts_[kHeadGroups][kBlocks];
+  // sums of weights times values, after the Hadamard rotation and without the values' minima
   float out_[kHeadGroups][kDim / 16][4];
-  // sum_, top_ and minima_ cover only this lane's rows until finish().
+  // for head(e). sum_: sum of weights. top_: largest logit. minima_: sums of weights times the
+  // values' minima. These three cover only this lane's rows until finish()
   float reference_[kHeadGroups], sum_[kHeadGroups], top_[kHeadGroups],
       minima_[kHeadGroups][kBlocks];
 };
