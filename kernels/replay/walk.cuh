@@ -1,5 +1,19 @@
 // Processes a block of queries in the caches of one policy. A thread block handles one cache (one
-// head task under one configuration) and processes the queries in order.
+// head task under one configuration) and processes the queries in order. replay.hpp defines the
+// terms: row, direct, kept set, copy, fp16 copy, member. ReplayCache (cache.cuh) has the slots, and
+// evicts and ranks; this file computes what they and the metrics need at each query:
+//
+//   step(i)  first query of an append    cache_.begin(): evict to the budget, append
+//            query is needed             look(): totals of the exponentials of the visible tokens
+//               measured                    measure(): what recall and misses are computed from
+//               observed                    observe(): states or, in a long append, `seen`
+//               output or gradient          store_kept(): for replay_outputs(), replay_changes()
+//            last query of an append     observe_all(), rank_all(): the next append's victims
+//
+// The exponentials of a token at a query come from one of three places: from the full row, from the
+// row of the token's copy (tiers) or of unrounded vectors (cache positions), or from the direct
+// exponentials, which the cache computes itself. look() switches all tokens to direct exponentials
+// if the sum over the others has lost precision (is_lost()).
 //
 // Memory traffic: 16 bytes of exponentials per head group for each live token and query. They come
 // from the L2 cache, because all caches of a head task read the same rows. If the slots fit, they
@@ -13,7 +27,7 @@
 
 namespace kvlab::kernels {
 
-/// For kLargest see QueryLook, and for Tokens see ReplayCache.
+/// P is the policy. For kLargest see QueryLook, and for Tokens see ReplayCache.
 template <class P, int kHeadGroups, bool kLargest, class Tokens>
 class ReplayWalk {
   using Cache = ReplayCache<P, Tokens>;
@@ -25,10 +39,12 @@ class ReplayWalk {
   static constexpr int kHeads = 4 * kHeadGroups;
   static constexpr int kStrip = Cache::kStrip;
 
-  /// Whether a cache's exponentials differ from those of the full row.
+  /// Whether a cache's exponentials may differ from those of the full row. If so, recall is
+  /// computed from separate totals of the full row (total_full()).
   static constexpr bool kOther = Tokens::kCachePositions || kTiered;
   using Totals = ReplayTotals<kHeadGroups, kOther, kNeedsRequests>;
   static constexpr int kFullPart = Totals::kFullPart, kMaxPart = Totals::kMaxPart;
+  /// The exponentials of the slots that a thread processes together (CacheThread::for_slots()).
   struct Strip {
     Exponentials e[kStrip];
   };
@@ -54,6 +70,7 @@ class ReplayWalk {
     const std::uint32_t query = args.rows.first + i;
     const ReplayAppend now = cache_.now();
     if (query == now.first) cache_.begin();
+    // Younger queries of the append. Their tokens are live already, but not visible to this query.
     const std::uint32_t age = now.first + now.tokens - 1 - query;
     visible_ = cache_.live() - age;
     const int index = args.measured.index[query];
@@ -62,10 +79,12 @@ class ReplayWalk {
     if (args.kept_bits) note_kept(query);
     if (age > 0) return;
     if (now.tokens > 1) observe_all(now);
+    // In the other cases, observe_alone() has ranked the tokens.
     if (kTiered || !kObserves || now.tokens > 1 || !observes) rank_all(query + 1);
     cache_.end();
   }
 
+  /// Stores the kept set of every query, for callers that ask for it.
   __device__ void note_kept(std::uint32_t query) const {
     const ReplayShape& shape = at_.args.shape;
     __syncthreads();
@@ -74,6 +93,7 @@ class ReplayWalk {
     __syncthreads();
   }
 
+  /// Queries of this age or older have weight 0 (kvlab_observe_args::tail).
   __device__ std::uint32_t tail() const {
     if constexpr (P::kInfo.weighted) return P::tail(cache_.params());
     return kNoTail;
@@ -85,6 +105,9 @@ class ReplayWalk {
 
   // Attending.
 
+  /// Attends with query i of the block. `index`: the query's number among the measured queries, or
+  /// -1. `folded` is a component of the totals: lane l of each warp has component l, which is head
+  /// l % kHeads of part l / kHeads (ReplayTotals::fold()).
   __device__ void look(int i, std::uint32_t query, std::uint32_t age, int index, bool observes) {
     const ReplayWalkArgs& args = at_.args;
     const bool measures = index >= 0 && args.sums,
@@ -95,7 +118,7 @@ class ReplayWalk {
     row_ = args.rows.e + at_.row(i) * kHeadGroups * args.shape.tokens;
     Totals totals{};
     if constexpr (kOther)
-      if (measures) total_full(totals, i, query);
+      if (measures) total_full(totals, i, query);  // row_ is the full row until here
     row_ = cache_.tokens().template row<kHeadGroups>(i);
     if (Tokens::kCachePositions && attends) {
       direct_ = at_.direct(i);
@@ -192,17 +215,20 @@ class ReplayWalk {
     hits.add_to(shared_.hits[i], at_.lane);
   }
 
+  /// Alternates between two buffers, so that one barrier for each call is enough.
   __device__ float fold(const Totals& totals) {
     parity_ ^= 1;
     return totals.fold(shared_.folded[parity_], at_);
   }
 
+  /// Keeps the numbers from which store_counts() computes recall and misses after the block.
   __device__ void measure(int i, std::uint32_t query, float folded) {
     const float kept = __shfl_sync(~0u, folded, kFullPart * kHeads + at_.lane % kHeads);
     if (at_.thread == 0) shared_.visible[i] = visible_;
     if (at_.thread < kHeads) shared_.kept[i][at_.thread] = kept;
   }
 
+  /// Computes the direct exponentials of all visible tokens, and totals them instead of the rows'.
   template <class Copies>
   __device__ void take_direct(Totals& totals, int i, std::uint32_t query, const Copies& copies) {
     __syncthreads();
@@ -229,6 +255,7 @@ class ReplayWalk {
         observe_alone(seen_by, query);
     }
   }
+  /// Adds the query's observation to `seen`, which observe_all() passes to the policy.
   __device__ void note_seen(const Look& seen_by, std::uint32_t query) {
     for_strips(query, [&](const Strip& strip, std::uint32_t first) {
 #pragma unroll
@@ -280,6 +307,8 @@ class ReplayWalk {
     }
   }
 
+  /// Chooses the victim of the next append, or the tokens to demote, if ranks_next(). Otherwise the
+  /// next append chooses its victims itself (cache_.begin()).
   __device__ void rank_all(std::uint32_t now) {
     if (!cache_.ranks_next()) return;
     if constexpr (kTiered) {
@@ -297,40 +326,44 @@ class ReplayWalk {
 
   // Functions that store the inputs of replay_outputs() and replay_changes().
 
+  /// Stores the bits of the kept tokens whose exponentials are in a row. The tokens before position
+  /// `direct_end` have direct exponentials, so their products with values and terms are stored.
   __device__ void store_kept(int i, int index, std::uint32_t query, float folded, bool lost) {
     const ReplayKeptSets& sets = at_.args.sets;
     const std::int64_t kept = sets.kept_of(at_.cache(), index);
-    const std::uint32_t direct = lost ? query + 1 : cache_.tokens().evicted_end();
+    const std::uint32_t direct_end = lost ? query + 1 : cache_.tokens().evicted_end();
     __syncthreads();
-    if (!kTiered || direct > 0)
-      cache_.copy_live(sets.shared + kept * at_.args.shape.words(), query + 1, direct);
-    if constexpr (kTiered) store_quantized_tokens(kept, query + 1, direct);
+    if (!kTiered || direct_end > 0)
+      cache_.copy_live(sets.shared + kept * at_.args.shape.words(), query + 1, direct_end);
+    if constexpr (kTiered) store_quantized_tokens(kept, query + 1, direct_end);
     const bool whole =
         visible_ == query + 1 && !Tokens::kCachePositions && (!kTiered || at_.rule.copies <= 1);
-    store_kept_sums(kept, folded, whole, direct > 0);
-    if (direct > 0) store_direct(at_.cache(), i, index, direct, cache_.copies());
+    store_kept_sums(kept, folded, whole, direct_end > 0);
+    if (direct_end > 0) store_direct(at_.cache(), i, index, direct_end, cache_.copies());
     __syncthreads();
   }
+  /// `whole`: all tokens are kept, exact, and at original positions, so outputs have no error.
   __device__ void store_kept_sums(std::int64_t kept, float folded, bool whole, bool direct) const {
     ReplayKept& to = at_.args.sets.kept[kept];
     if (at_.thread < kHeads) to.sums[at_.thread] = folded;
     if (at_.thread == 0) to.whole = whole, to.direct = direct;
   }
 
-  /// Stores the bits of each copy's tokens. If all exponentials are direct, stores zeros.
+  /// Stores the bits of each copy's tokens. Tokens on tiers have direct exponentials either all or
+  /// not at all; if all, stores zeros.
   __device__ void store_quantized_tokens(std::int64_t kept, std::uint32_t tokens,
-                                         std::uint32_t direct) const {
+                                         std::uint32_t direct_end) const {
     const ReplayTierArgs& args = static_cast<const ReplayTierArgs&>(at_.args);
     const ReplayKeptSets& sets = args.sets;
     const int words = args.shape.words();
-    if (direct == 0) cache_.copy_words(0, sets.shared + kept * words, tokens);
+    if (direct_end == 0) cache_.copy_words(0, sets.shared + kept * words, tokens);
     for (int copy = 1; copy <= args.copies.count; ++copy) {
       if (!(at_.rule.copies >> copy & 1)) continue;
       std::uint32_t* const to = sets.quantized + (kept * args.copies.count + copy - 1) * words;
-      if (direct == 0)
+      if (direct_end == 0)
         cache_.copy_words(copy, to, tokens);
       else
-        cache_.copy_live(to, tokens, direct);
+        cache_.copy_live(to, tokens, direct_end);
     }
   }
   /// Stores the kept set and the sums of the fp16 copy. It keeps the same tokens, in 16 bits.
@@ -345,10 +378,10 @@ class ReplayWalk {
       take_direct(totals, i, query, ExactCopies{});
       exact = fold(totals);
     }
-    const std::uint32_t direct = lost ? query + 1 : 0;
-    cache_.copy_live(sets.shared + kept * at_.args.shape.words(), query + 1, direct);
+    const std::uint32_t direct_end = lost ? query + 1 : 0;
+    cache_.copy_live(sets.shared + kept * at_.args.shape.words(), query + 1, direct_end);
     store_kept_sums(kept, exact, visible_ == query + 1, lost);
-    if (lost) store_direct(cache, i, index, direct, ExactCopies{});
+    if (lost) store_direct(cache, i, index, direct_end, ExactCopies{});
     __syncthreads();
   }
 
@@ -375,12 +408,13 @@ class ReplayWalk {
   const CacheThread& at_;
   ReplayShared& shared_;
   Cache cache_;
-  int parity_ = 0;
-  std::uint32_t visible_ = 0;
-  const float4* row_ = nullptr;  // [head group, token]: the query's row
+  int parity_ = 0;  ///< the buffer that fold() used last
+  // The next members belong to the current query.
+  std::uint32_t visible_ = 0;  ///< number of live tokens that it sees, which are in the first slots
+  const float4* row_ = nullptr;  // [head group, token]: its row
   /// [head group, slot]: used for tokens whose exponentials are not in the row.
   const float4* direct_ = nullptr;
-  bool all_direct_ = false;
+  bool all_direct_ = false;  ///< whether these are all visible tokens
 };
 
 /// Uses one thread block for each member (x) and each of its head tasks (y).
