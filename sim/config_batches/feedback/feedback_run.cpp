@@ -1,3 +1,25 @@
+// A run processes its KV head query by query. attend() evicts and appends when an append begins.
+// Then it attends with the query, if the policy observes it or a metric measures it. When the
+// append ends, it passes the observations to the policy.
+//
+// The exponentials of a query were computed once for all runs, as rows of the full cache
+// (GroupRows). They are relative to the maximum of the whole row. A run reads those of its live
+// tokens, and sums them. Which rows it reads depends on the tokens:
+//
+//   see_all()               no token was evicted or quantized: sums and observations of the whole
+//                           row, which all runs share
+//   see_kept()              exact tokens at original positions: the row of the full cache
+//   see_quantized()         some tokens are on quantized tiers: the row of each token's tier
+//   see_cache_positions()   old keys (old_keys_): computed here. Other tokens: the row of unrounded
+//                           logits
+//
+// Each of these functions fills the scratch memory, observes, and then measures: first recall and
+// misses, which always come from the row of the full cache (scratch.shared), then the outputs.
+//
+// If the sum of a head's exponentials is below kSharedSumFloor, they have lost precision. Then the
+// functions take_own_...() compute the head's exponentials again, relative to the maximum over the
+// live tokens, and mark the head in scratch.lost. A head group is four query heads
+// (kHeadGroupSize). An index `i` among the live tokens is an age: 0 is the oldest token.
 #include "sim/config_batches/feedback/feedback_run.hpp"
 
 #include <algorithm>
@@ -13,14 +35,9 @@
 namespace kvlab {
 namespace {
 
-/// The index in GatherScratch::kept of the exponential of query head `head` and gathered token `i`.
-std::size_t kept_index(std::size_t i, std::size_t head, std::size_t scratch_tokens) {
-  return head / kHeadGroupSize * scratch_tokens * kHeadGroupSize + i * kHeadGroupSize +
-         head % kHeadGroupSize;
-}
-
-AgedCache cache_of(const ResolvedConfig& config, LiveSet::Identity identity, std::uint32_t tokens,
-                   Oracle* oracle) {
+/// The configuration's empty cache. A configuration without a policy evicts by the oracle.
+AgedCache make_cache(const ResolvedConfig& config, LiveSet::Identity identity, std::uint32_t tokens,
+                     Oracle* oracle) {
   if (!config.policy.entry) return {*oracle, config.budget_tokens, identity, tokens};
   return {config.policy, config.budget_tokens, config.protected_tokens, identity, tokens};
 }
@@ -47,7 +64,7 @@ void GatherScratch::resize(std::size_t tokens, std::uint32_t heads) {
 FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity,
                          const HeadView& view, const MeasuredQueries* measured, TierRows* quantized,
                          Oracle* oracle)
-    : cache_(cache_of(config, identity, view.tokens, oracle)),
+    : cache_(make_cache(config, identity, view.tokens, oracle)),
       features_(cache_.features(), view, config.appends),
       cache_positions_(config.positions == Positions::cache),
       old_keys_(view),
@@ -62,6 +79,7 @@ FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identit
   if (measured) measure_.separate_quantization();
 }
 
+/// Whether the policy needs the observations of a query. Queries older than its tail have weight 0.
 bool FeedbackRun::observes(std::uint32_t query) const {
   if (cache_.needs() == Needs::nothing) return false;
   return needs_requests(cache_.needs()) || cursor_.age_of(query) < cache_.tail();
@@ -75,6 +93,8 @@ bool FeedbackRun::has_whole_row(std::uint32_t query) const {
          (!needs_mass(cache_.needs()) || (weight_of(query) == 1.0f && !by_largest()));
 }
 
+/// visible_ is the number of live tokens that the query sees. The tokens of later queries of the
+/// same append are live already, and are the youngest.
 void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unrounded,
                          const CachePositionTable* positions_in_cache, GatherScratch& scratch) {
   if (cursor_.begins_at(query)) {
@@ -110,6 +130,7 @@ void FeedbackRun::evict_to_budget(std::uint32_t now) {
   std::size_t old = victims[0];
   if (victims.size() > 1) {
     old_keys_.clear();
+    // The tokens that are younger than every victim are the consecutive ones before `now`.
     for (old = live.size(); old > 0 && live[old - 1] + 1 == now - (live.size() - old);) --old;
   }
   for (std::size_t i = old_keys_.size(); i < old; ++i) old_keys_.append(live[i]);
@@ -128,6 +149,7 @@ void FeedbackRun::begin_observing() {
   seen_.last_request = last_request_.data();
 }
 
+/// Observes the whole row, if has_whole_row().
 void FeedbackRun::observe_all(std::uint32_t query, GroupRows& rows) {
   if (!observes(query)) return;
   if (needs_requests(cache_.needs())) add_requests(query, rows.request_flags(query));
@@ -147,18 +169,21 @@ void FeedbackRun::gather_kept(std::uint32_t query, const GroupRows& rows,
   scratch.resize(visible_, rows.heads());
   for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group)
     row_loops().gather(rows.e(query, head_group), cache_.positions().data(), visible_,
-                       scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
+                       scratch.kept_of(head_group),
                        scratch.sum.data() + head_group * kHeadGroupSize,
                        scratch.max_exponential.data() + head_group * kHeadGroupSize);
   scratch.shared = scratch.sum;
 }
 
+/// Gathers the exponentials of the live tokens. Heads that lost precision are computed again.
 void FeedbackRun::take_kept(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
   gather_kept(query, rows, scratch);
   for (std::uint32_t head = 0; head < rows.group(); ++head)
     if (scratch.sum[head] < kSharedSumFloor) take_own_maximum(query, head, rows, scratch);
 }
 
+/// Adds up the values of the live tokens. The sums start from those of the run that used the
+/// scratch memory before, which mostly kept the same tokens (OutputChain).
 void FeedbackRun::take_kept_outputs(std::uint32_t query, const GroupRows& rows,
                                     GatherScratch& scratch) const {
   const float* const values =
@@ -187,9 +212,10 @@ bool FeedbackRun::find_quantized(GatherScratch& scratch) const {
   std::ranges::copy(tiers.first(std::min<std::size_t>(tiers.size(), visible_)),
                     scratch.source.begin());
   const Append& append = cursor_.current();
-  for (std::uint32_t age = visible_; append.tokens > 1 && age > 0; --age) {
-    if (cache_.positions()[age - 1] < append.first) break;
-    scratch.source[age - 1] = static_cast<std::uint8_t>(tiers_.size());
+  const auto exact = static_cast<std::uint8_t>(tiers_.size());  // see GatherScratch::sources
+  for (std::uint32_t end = visible_; append.tokens > 1 && end > 0; --end) {
+    if (cache_.positions()[end - 1] < append.first) break;
+    scratch.source[end - 1] = exact;
   }
   return std::ranges::any_of(scratch.source, [&](std::uint8_t source) { return row_of(source); });
 }
@@ -212,7 +238,7 @@ void FeedbackRun::see_quantized(std::uint32_t query, GroupRows& rows, GatherScra
 }
 
 /// Measures the error of quantization: the difference between scratch.outputs and the outputs that
-/// the same tokens give in 16 bit.
+/// the same tokens give in 16 bit. Overwrites the scratch memory.
 void FeedbackRun::measure_quantization(std::uint32_t query, GroupRows& rows,
                                        GatherScratch& scratch) {
   const std::vector<float> quantized = scratch.outputs, sums = scratch.sum;
@@ -252,7 +278,7 @@ void FeedbackRun::take_quantized(std::uint32_t query, std::uint32_t head_group,
   // The last source is the full cache's row, for tokens of the append in progress.
   scratch.sources.push_back({rows.e(query, head_group), factors(rows)});
 
-  float* const kept = scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize;
+  float* const kept = scratch.kept_of(head_group);
   const std::uint32_t* const positions = cache_.positions().data();
   for (std::size_t i = 0; i < visible_; ++i) {
     const auto& [e, factor] = scratch.sources[scratch.source[i]];
@@ -266,6 +292,7 @@ void FeedbackRun::take_quantized(std::uint32_t query, std::uint32_t head_group,
                      scratch.max_exponential.data() + head_group * kHeadGroupSize);
 }
 
+/// Computes one head's exponentials again, relative to the maximum over the live tokens.
 void FeedbackRun::take_own_quantized(std::uint32_t query, std::uint32_t head, const GroupRows& rows,
                                      GatherScratch& scratch) const {
   for (std::size_t i = 0; i < visible_; ++i) {
@@ -281,8 +308,7 @@ void FeedbackRun::add_values_of(const TierRow* from, GatherScratch& scratch, flo
   const std::size_t dim = view_.head_size,
                     head_groups = (view_.group + kHeadGroupSize - 1) / kHeadGroupSize;
   for (std::uint32_t head_group = 0; head_group < head_groups; ++head_group) {
-    const float* const kept =
-        scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize;
+    const float* const kept = scratch.kept_of(head_group);
     scratch.picked.clear();
     scratch.weights.resize(scratch.mass.size() * kHeadGroupSize);
     for (std::size_t i = 0; i < visible_; ++i) {
@@ -298,11 +324,15 @@ void FeedbackRun::add_values_of(const TierRow* from, GatherScratch& scratch, flo
   }
 }
 
+/// Adds up the values of the live tokens. Quantized values are stored after the Hadamard rotation,
+/// so their sum is rotated back; rotating twice multiplies by kQuantBlock. All sums use
+/// scratch.kept, so a head that lost precision needs no other treatment.
 void FeedbackRun::take_quantized_outputs(const GroupRows& rows, GatherScratch& scratch) const {
   const std::size_t dim = view_.head_size, size = rows.heads() * dim;
   std::vector<float> quantized(size);
   scratch.outputs.assign(size, 0.0f);
   add_values_of(nullptr, scratch, scratch.outputs.data());
+  // Tiers of one format that follow each other share a TierRow, whose tokens are added once.
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier)
     if (tiers_[tier] && (tier == 0 || tiers_[tier] != tiers_[tier - 1]))
       add_values_of(tiers_[tier], scratch, quantized.data());
@@ -316,8 +346,7 @@ void FeedbackRun::take_quantized_outputs(const GroupRows& rows, GatherScratch& s
 void FeedbackRun::take_own_outputs(GatherScratch& scratch) const {
   for (std::uint32_t head = 0; head < view_.group; ++head) {
     if (!scratch.lost[head]) continue;
-    for (std::size_t i = 0; i < visible_; ++i)
-      scratch.row[i] = scratch.kept[kept_index(i, head, scratch.mass.size())];
+    for (std::size_t i = 0; i < visible_; ++i) scratch.row[i] = scratch.kept_at(i, head);
     float* const out = scratch.outputs.data() + head * std::size_t{view_.head_size};
     std::fill(out, out + view_.head_size, 0.0f);
     accumulate_rows(std::span(scratch.row).first(visible_), visible(), view_.v,
@@ -392,9 +421,8 @@ void FeedbackRun::take_cache_position_outputs(std::uint32_t query, GroupRows& un
   const std::size_t dim = view_.head_size, old = old_keys_.size();
   scratch.outputs.assign(unrounded.heads() * dim, 0.0f);
   for (std::uint32_t head_group = 0; head_group < unrounded.head_groups(); ++head_group)
-    row_loops().accumulate(scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
-                           cache_.positions().data(), old, view_.heads_in(head_group), view_.v,
-                           view_.kv_token_stride, dim,
+    row_loops().accumulate(scratch.kept_of(head_group), cache_.positions().data(), old,
+                           view_.heads_in(head_group), view_.v, view_.kv_token_stride, dim,
                            scratch.outputs.data() + head_group * kHeadGroupSize * dim);
   const float* const young = unrounded.values_from(query, cache_.positions()[old]);
   for (std::size_t d = 0; d < scratch.outputs.size(); ++d) scratch.outputs[d] += young[d];
@@ -409,7 +437,7 @@ void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, GatherScratch
   const std::size_t old = old_keys_.size();
   for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group) {
     float scattered[kHeadGroupSize];
-    std::uint32_t unused[kHeadGroupSize] = {};
+    std::uint32_t unused[kHeadGroupSize] = {};  // counts of requests
     row_loops().total(rows.e(query, head_group), live.data(), old, scratch.request_threshold.data(),
                       scattered, unused);
     const auto following = rows.sums_from(query, head_group, live[old]);
@@ -452,8 +480,7 @@ void FeedbackRun::take_cache_positions(std::uint32_t query, GroupRows& unrounded
     row_loops().join(products, old, unrounded.softmax_scale(),
                      unrounded.shifts(query) + head_group * kHeadGroupSize,
                      unrounded.e(query, head_group) + cache_.positions()[old] * kHeadGroupSize,
-                     visible_ - old,
-                     scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
+                     visible_ - old, scratch.kept_of(head_group),
                      scratch.sum.data() + head_group * kHeadGroupSize,
                      scratch.max_exponential.data() + head_group * kHeadGroupSize);
     for (std::uint32_t h = 0; h < kHeadGroupSize && products[h]; ++h)
@@ -489,40 +516,42 @@ void FeedbackRun::take_own_row(std::uint32_t head, GatherScratch& scratch) const
   scratch.sum[head] = lane_sum(scratch.row.data(), visible_);
   scratch.max_exponential[head] =
       *std::max_element(scratch.row.begin(), scratch.row.begin() + visible_);
-  for (std::size_t i = 0; i < visible_; ++i)
-    scratch.kept[kept_index(i, head, scratch.mass.size())] = scratch.row[i];
+  for (std::size_t i = 0; i < visible_; ++i) scratch.kept_at(i, head) = scratch.row[i];
 }
 
+/// Computes the mass that the query gives each live token, and adds it to the observations.
 void FeedbackRun::take_masses(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
   const float weight = weight_of(query);
   if (weight != 1.0f || by_largest()) {
     std::fill(scratch.mass.begin(), scratch.mass.begin() + visible_, std::uint64_t{0});
     for (std::uint32_t head = 0; head < rows.group(); ++head)
       for (std::size_t i = 0; i < visible_; ++i) {
-        const std::uint64_t mass = fixed_mass(
-            weight, scratch.kept[kept_index(i, head, scratch.mass.size())] / scratch.sum[head]);
+        const std::uint64_t mass = fixed_mass(weight, scratch.kept_at(i, head) / scratch.sum[head]);
         scratch.mass[i] = by_largest() ? std::max(scratch.mass[i], mass) : scratch.mass[i] + mass;
       }
   } else {
     for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group)
-      row_loops().masses(scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
-                         visible_, scratch.sum.data() + head_group * kHeadGroupSize,
-                         head_group == 0, scratch.mass.data());
+      row_loops().masses(scratch.kept_of(head_group), visible_,
+                         scratch.sum.data() + head_group * kHeadGroupSize, head_group == 0,
+                         scratch.mass.data());
   }
   add_masses(scratch.mass.data());
 }
 
+/// Finds the live tokens that the query requests, and adds them to the observations.
 void FeedbackRun::take_requests(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
   for (std::uint32_t head = 0; head < rows.group(); ++head)
     scratch.request_threshold[head] =
         min_requested(scratch.sum[head], scratch.max_exponential[head], rows.threshold16());
   for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group)
-    row_loops().mark(scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
-                     visible_, scratch.request_threshold.data() + head_group * kHeadGroupSize,
+    row_loops().mark(scratch.kept_of(head_group), visible_,
+                     scratch.request_threshold.data() + head_group * kHeadGroupSize,
                      head_group == 0, scratch.requested.data());
   add_requests(query, scratch.requested.data());
 }
 
+/// add_masses() and add_requests(): add the observations of one query to those of the append. If
+/// the append has one query, seen_ only points to them, so they must stay until cache_.observe().
 void FeedbackRun::add_masses(const std::uint64_t* mass) {
   if (seen_.queries == 1) {
     seen_.mass = mass;
@@ -542,6 +571,8 @@ void FeedbackRun::add_requests(std::uint32_t query, const std::uint32_t* request
   }
 }
 
+/// Measures recall and misses. `shared` [head]: sum of the full cache's exponentials over the live
+/// tokens.
 void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* shared) {
   const GroupRows::Requests wanted = rows.requests(query);
   measure_.begin_query(query);
@@ -570,9 +601,10 @@ TierRows::TierRows(const HeadView& view, const RopeTable& rope, const HeadArithm
 }
 
 std::vector<TierRow*> TierRows::rows(std::span<const TierSlots> tier_plan) {
+  constexpr int kNoTier = -1;  // the token is not quantized yet
   std::vector<TierRow*> by_tier;
   for (std::size_t tier = 0; tier < tier_plan.size(); ++tier) {
-    const auto path = demotion_path(tier_plan, -1, static_cast<int>(tier));
+    const auto path = demotion_path(tier_plan, kNoTier, static_cast<int>(tier));
     auto& row = rows_[path];
     if (!row && !path.empty()) row = quantize(path);
     by_tier.push_back(row.get());
@@ -580,6 +612,7 @@ std::vector<TierRow*> TierRows::rows(std::span<const TierSlots> tier_plan) {
   return by_tier;
 }
 
+/// Quantizes all tokens to the formats of a demotion path, one after another.
 std::unique_ptr<TierRow> TierRows::quantize(const std::vector<KvFormat>& path) const {
   const std::size_t dim = view_.head_size;
   std::vector<float> keys(view_.tokens * dim), values(keys.size());

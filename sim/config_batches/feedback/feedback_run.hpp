@@ -1,4 +1,5 @@
-// One configuration of the feedback configuration batch.
+// One configuration of the feedback configuration batch. feedback_run.cpp explains how a query is
+// processed.
 #pragma once
 
 #include <array>
@@ -50,7 +51,8 @@ class TierRows {
 /// Buffers that the configurations of a batch use one after another. In the comments, heads is the
 /// number of query heads, padded to whole head groups.
 struct GatherScratch {
-  AlignedVector<float> kept;             // [head group][age][4]: exponentials of the live tokens
+  // [head group][age][4]: exponentials of the live tokens; see kept_of()
+  AlignedVector<float> kept;
   AlignedVector<std::uint64_t> mass;     // [age]: mass that the query gives each token
   std::vector<std::uint32_t> requested;  // [age]: whether a head requests the token
   // [heads]: the sum and the largest of the exponentials in `kept`, the smallest exponential with
@@ -78,6 +80,14 @@ struct GatherScratch {
   OutputChain chain;
 
   void resize(std::size_t tokens, std::uint32_t heads);
+  /// The part of `kept` that belongs to a head group, [age][4].
+  float* kept_of(std::size_t head_group) {
+    return kept.data() + head_group * mass.size() * kHeadGroupSize;
+  }
+  /// The element of `kept` that belongs to the token of age `i` and to a query head.
+  float& kept_at(std::size_t i, std::size_t head) {
+    return kept_of(head / kHeadGroupSize)[i * kHeadGroupSize + head % kHeadGroupSize];
+  }
 };
 
 class FeedbackRun {
