@@ -1,5 +1,17 @@
 """Finds out how each layer attends by running the model on a few tokens. Then checks that attention computed in this
-way gives the model's own results."""
+way gives the model's own results.
+
+layers_of() does both. It reads what transformers' attention interface passes (a Call: q and k after RoPE, v, mask and
+settings), what modules get as arguments, and the decoder's tables of frequencies. It finds, for each layer:
+
+- RoPE. The rotation that the layer gets as an argument gives the frequencies (_table_of()). To find the order of the
+  key's dimensions, the same token is put at all positions, once with the model's rotation and once with the identity.
+  The order is the one in which the rotation turns the second keys into the first (_rotation()).
+- The output projection, the module that gets attention's output, and the module that gets the residual stream after it
+  (_output_of(), _residual_of()).
+
+A trace stores q and k before RoPE. So _compare() computes attention from q and k without rotation, at the first and at
+the last positions, and compares the results with the model's."""
 
 from __future__ import annotations
 
@@ -17,10 +29,11 @@ from kvlab.hf.calls import cache_among
 from kvlab.hf.models import Rope, output_projection, rotate
 from kvlab.hf.refused import Refused, one_line
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module: positional, and by keyword
 
-TOKENS = 64  # tokens that are fed to inspect a model
-FAR = 5e-3  # tolerance for large angles, which models compute in float32 (error 1e-3 at position 1,000,000)
+PROBE_TOKENS = 64  # tokens that are fed to inspect a model
+# Tolerance of float32 outputs at large positions: models compute angles in float32 (error 1e-3 at position 1,000,000).
+FAR_TOLERANCE = 5e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +63,9 @@ class Layer:
     def fits(self, call: Call) -> bool:
         """Whether the call attends in the same way as when the layer was inspected."""
         shape = (*call.q.shape[::2], *call.v.shape[::2])
-        same = shape == (self.query_heads, self.key_size, self.kv_heads, self.value_size)
-        row = (call.scale, call.window, call.softcap, call.sink is None)
-        return same and row == (self.rope.softmax_scale, self.window, self.softcap, self.sink is None)
+        same_shape = shape == (self.query_heads, self.key_size, self.kv_heads, self.value_size)
+        settings = (call.scale, call.window, call.softcap, call.sink is None)
+        return same_shape and settings == (self.rope.softmax_scale, self.window, self.softcap, self.sink is None)
 
     def stored(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
         """Returns q or k [n, heads, key_size] before RoPE. `x` [heads, n, key_size]: q or k as a module computes it in
@@ -71,6 +84,7 @@ class Rotation:
 
 
 def _ordered(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """Returns x [heads, n, size] as [n, heads, size], with its dimensions in the order of Layer.order."""
     x = x.transpose(0, 1)
     return x if order is None else x[..., order.to(x.device)]
 
@@ -85,6 +99,8 @@ def reordered(x: torch.Tensor, order: torch.Tensor | None, pairs: int, factor: f
 
 
 def rotated_back(x: torch.Tensor, order: torch.Tensor | None, rotation: Rotation | None, factor: float) -> torch.Tensor:
+    """Returns x [heads, n, size] before RoPE, as [n, heads, size], with its dimensions in the order of Layer.order.
+    Dimensions that RoPE does not rotate (all, if `rotation` is None) are divided by `factor`, as in reordered()."""
     a, b = _ordered(x, order).float().chunk(2, dim=-1)
     cos, sin = (torch.full((len(a), 1, a.shape[-1]), value, device=a.device) for value in (factor, 0.0))
     if rotation is not None:
@@ -109,9 +125,10 @@ def _identity_rotation(value: Any) -> Any:
 
 
 def rotation_among(given: Given, n: int, row: int = 0, pairs: int = 0) -> Rotation | None:
-    """Returns the first rotation among a module's arguments, with one value for each pair of dimensions. A model may
-    pass one value for each dimension, which is then reduced. `pairs`: the number of pairs, or 0 if it is unknown. It
-    cannot be found from position 0 alone, where all values are equal."""
+    """Returns the first rotation of n tokens among a module's arguments, with one value for each pair of dimensions. A
+    model may pass one value for each dimension, which is then reduced. `row`: index of the sequence in the batch.
+    `pairs`: the number of pairs, or 0 if it is unknown. It cannot be found from position 0 alone, where all values are
+    equal."""
     for value in filter(is_rotation, (*given[0], *given[1].values())):
         cos, sin = (value.real, value.imag) if isinstance(value, torch.Tensor) else value
         cos, sin = (x.reshape(-1, n, x.shape[-1]) for x in (cos, sin))
@@ -119,6 +136,7 @@ def rotation_among(given: Given, n: int, row: int = 0, pairs: int = 0) -> Rotati
         if cos.shape[-1] == pairs:
             return Rotation(cos, sin)
         half = cos.shape[-1] // 2
+        # One value for each dimension: the two dimensions of a pair are half a row apart, or adjacent.
         for part, again in ((slice(half), slice(half, None)), (slice(0, None, 2), slice(1, None, 2))):
             if cos.shape[-1] % 2 == 0 and all(torch.equal(x[:, part], x[:, again]) for x in (cos, sin)):
                 return Rotation(cos[:, part], sin[:, part])
@@ -183,7 +201,7 @@ def decoder_of(model: Any) -> Any:
     raise Refused(f"--model: {type(model).__name__} has no decoder; give a model such as LlamaForCausalLM")
 
 
-def _fed(decoder: Any, ids: Sequence[int], first: int) -> torch.Tensor:
+def _hidden_states(decoder: Any, ids: Sequence[int], first: int) -> torch.Tensor:
     """Returns the hidden states [n, width] of ids at the positions from `first` on."""
     words: dict[str, Any] = {"input_ids": torch.tensor([list(ids)], device=decoder.device), "use_cache": False}
     if first:
@@ -193,7 +211,9 @@ def _fed(decoder: Any, ids: Sequence[int], first: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _hooked(decoder: Any, run: Run) -> Iterator[None]:
+def _recording_inputs(decoder: Any, run: Run) -> Iterator[None]:
+    """In the `with` block, records the arguments and inputs of the decoder's modules in run.given and run.inputs."""
+
     def hook_of(name: str) -> Any:
         def keep(module: Any, arguments: Any, words: Any) -> None:
             if hasattr(module, "layer_idx"):
@@ -213,7 +233,8 @@ def _hooked(decoder: Any, run: Run) -> Iterator[None]:
             hook.remove()
 
 
-def _look(decoder: Any, ids: Sequence[int], first: int, tokens: int = 0) -> Run:
+def _inspect(decoder: Any, ids: Sequence[int], first: int, tokens: int = 0) -> Run:
+    """Runs the decoder on ids at the positions from `first` on. `tokens`: see attending()."""
     run = Run()
 
     def attend(call: Call) -> torch.Tensor:
@@ -222,8 +243,8 @@ def _look(decoder: Any, ids: Sequence[int], first: int, tokens: int = 0) -> Run:
         run.outs.append(attention(call))
         return run.outs[-1]
 
-    with attending(decoder, attend, tokens), _hooked(decoder, run):
-        _fed(decoder, ids, first)
+    with attending(decoder, attend, tokens), _recording_inputs(decoder, run):
+        _hidden_states(decoder, ids, first)
     if not run.calls:
         what = f"attention of {type(decoder).__name__} does not go through transformers' AttentionInterface"
         raise Refused(f"--model: {what}, which kvlab needs")
@@ -258,6 +279,8 @@ def rotates_by_position(rotation: Rotation, rope: Rope, pairs: int, first: int) 
 
 
 def _table_of(decoder: Any, rotation: Rotation, layer: int) -> tuple[torch.Tensor, float]:
+    """inv_freq and factor of a rotation at the positions from 0 on. The model's own tables come first, because reading
+    them back from rounded cosines is less exact. Raises Refused if no table gives the rotation."""
     pairs = rotation.cos.shape[1]
     for inv_freq, factor in (*_tables(decoder), _read_back(rotation)):
         if len(inv_freq) == pairs and rotates_by_position(rotation, Rope(inv_freq, factor, 1.0), pairs, 0):
@@ -304,8 +327,9 @@ def _keys_of_one_token(decoder: Any, call: Call, given: Given, unrotated: bool) 
 
 
 def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tensor | None, int, bool]:
-    """The layer's RoPE, the order of its dimensions, the number of rotated pairs, and whether the module works without
-    a rotation."""
+    """The layer's RoPE, the order of its dimensions, the number of rotated pairs, and whether the module computes the
+    keys before RoPE if its rotation is the identity (Layer.unrotated). Chooses the RoPE and the order that come nearest
+    to turning the unrotated keys of a token into its rotated keys."""
     size = call.q.shape[-1]
     if size % 2:
         raise Refused(f"--model: layer {call.layer}: its keys have {size} dimensions; only an even number is supported")
@@ -317,7 +341,7 @@ def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tenso
             " the layer rotates them; only a RoPE that the layer gets as an argument (position_embeddings) is supported"
         )
     rotation = rotation_among(given, plain.shape[1])
-    found: list[Any] = [(Rope(torch.zeros(size // 2), 1.0, call.scale), None, 0)]
+    found: list[Any] = [(Rope(torch.zeros(size // 2), 1.0, call.scale), None, 0)]  # no RoPE
     if rotation is not None and 2 * rotation.cos.shape[1] <= size:
         inv_freq, factor = _table_of(decoder, rotation, call.layer)
         rope = Rope(torch.cat((inv_freq, torch.zeros(size // 2 - len(inv_freq)))), factor, call.scale)
@@ -392,9 +416,9 @@ def running(decoder: Any) -> Iterator[None]:
 
 def _layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
     max_tokens = getattr(decoder.config, "max_position_embeddings", None)
-    n = min(TOKENS, max_tokens) if isinstance(max_tokens, int) and max_tokens > 0 else TOKENS
-    few = (list(ids) + [number * 7 % len(decoder.get_input_embeddings().weight) for number in range(1, n)])[:n]
-    run = _look(decoder, few, 0, tokens)
+    n = min(PROBE_TOKENS, max_tokens) if isinstance(max_tokens, int) and max_tokens > 0 else PROBE_TOKENS
+    probe = (list(ids) + [number * 7 % len(decoder.get_input_embeddings().weight) for number in range(1, n)])[:n]
+    run = _inspect(decoder, probe, 0, tokens)
     numbers, modules = [call.layer for call in run.calls], dict(decoder.named_modules())
     for call in run.calls:
         for name, part in (("queries", call.q), ("keys", call.k), ("values", call.v)):
@@ -403,16 +427,18 @@ def _layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
                 raise Refused(f"--model: {what}; check the weights for NaN and infinity")
     if twice := {number for number in numbers if numbers.count(number) > 1}:
         raise Refused(f"--model: layer {min(twice)} attends more than once in a call; only once is supported")
-    owners = {call.k.float().cpu().numpy().tobytes(): call.layer for call in reversed(run.calls)}
+    owners = {  # the first layer with these keys; reversed, because later items replace earlier ones
+        call.k.float().cpu().numpy().tobytes(): call.layer for call in reversed(run.calls)
+    }
     for call in run.calls:
         if (owner := owners[call.k.float().cpu().numpy().tobytes()]) != call.layer:
             raise Refused(f"--model: layer {call.layer} uses the keys of layer {owner}, which is not supported")
     layers = []
     for call, out in sorted(zip(run.calls, run.outs), key=lambda one: one[0].layer):
         layers.append(_layer_of(decoder, modules, call, out, run))
-    _compare(decoder, layers, few, 0, run)
+    _compare(decoder, layers, probe, 0, run)
     if tokens > n and "position_ids" in inspect.signature(decoder.forward).parameters:
-        _compare(decoder, layers, few, tokens - n, _look(decoder, few, tokens - n))
+        _compare(decoder, layers, probe, tokens - n, _inspect(decoder, probe, tokens - n))
     return layers
 
 
@@ -423,19 +449,22 @@ def _layer_of(decoder: Any, modules: dict[str, Any], call: Call, out: torch.Tens
     (query_heads, _, key_size), (kv_heads, _, value_size) = call.q.shape, call.v.shape
     output = _output_of(modules, call, out, run)
     residual = _residual_of(modules, call, output, run) if output else None
-    shape = (query_heads, kv_heads, key_size, value_size)
-    row = (call.window, call.softcap, None if call.sink is None else call.sink.float().cpu())
     return Layer(
-        call.layer,
-        call.module,
-        *shape,
-        *row,
-        rope,
-        order,
-        pairs,
-        unrotated,
-        modules[output] if output else None,
-        residual,
+        index=call.layer,
+        module=call.module,
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        key_size=key_size,
+        value_size=value_size,
+        window=call.window,
+        softcap=call.softcap,
+        sink=None if call.sink is None else call.sink.float().cpu(),
+        rope=rope,
+        order=order,
+        pairs=pairs,
+        unrotated=unrotated,
+        output=modules[output] if output else None,
+        residual=residual,
     )
 
 
@@ -456,7 +485,7 @@ def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: i
     """Computes attention from the values that a trace stores. Compares it with the model's own attention (`own`), and
     the resulting hidden states with those of the plain model."""
     where, at = f" at positions from {first} on" if first else "", {layer.index: layer for layer in layers}
-    plain = _fed(decoder, ids, first)
+    plain = _hidden_states(decoder, ids, first)
     given: dict[int, Given] = {}
     outs: list[torch.Tensor] = []
 
@@ -469,8 +498,8 @@ def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: i
         return outs[-1]
 
     with attending(decoder, attend), recording_arguments(layers, given):
-        hidden = _fed(decoder, ids, first)
-    tolerance = 0.1 if own.calls[0].q.dtype != torch.float32 else FAR if first else 1e-3
+        hidden = _hidden_states(decoder, ids, first)
+    tolerance = 0.1 if own.calls[0].q.dtype != torch.float32 else FAR_TOLERANCE if first else 1e-3
     for call, right, out in zip(own.calls, own.outs, outs, strict=True):
         if not (off := difference(right, out)) <= tolerance:
             raise Refused(
@@ -486,11 +515,13 @@ def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: i
 
 
 def difference(theirs: torch.Tensor, ours: torch.Tensor) -> float:
+    """The norm of the difference, relative to the norm of `theirs`; infinity if there is a NaN."""
     return float(((theirs - ours).norm() / theirs.norm().clamp_min(1e-30)).nan_to_num(torch.inf))
 
 
 def layer_count(decoder: Any, layers: Sequence[Layer]) -> int:
-    """Number of layers in the model, including layers without attention."""
+    """Number of layers in the model, including layers without attention. The layers are the modules that
+    have numbers as names, such as layers.3 of layers.3.self_attn."""
     path = _name_of(dict(decoder.named_modules()), layers[0].module).split(".")
     blocks = ".".join(path[: next((at for at, part in enumerate(path) if part.isdigit()), 0)])
     return len(decoder.get_submodule(blocks)) if blocks else layers[-1].index + 1
