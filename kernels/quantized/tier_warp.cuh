@@ -541,11 +541,14 @@ class QuantizedWarp {
     return !__any_sync(~0u, too_large);
   }
   /// Raises the references so that the products of this tile fit in fp16, and rescales the sums and
-  /// outputs. The first tile sets the references.
+  /// outputs. The first tile sets the references, which may be lower than those of the exact tiers,
+  /// so that its products are not too small for fp16. But they are not lower by more than kMaxGap,
+  /// because the exact tiers' sums would overflow. Products that this makes too small are less than
+  /// 2^-85 of the exact tiers' weights.
   template <class Metadata>
   __device__ void raise(const float (&logit)[kHeadGroups][2], const Metadata& upper,
                         const Metadata& lower) {
-    constexpr float kHeadroom = 13, kMinExponent = -40;
+    constexpr float kHeadroom = 13, kMinExponent = -40, kMaxGap = 100;
     const auto exponent = [](const Metadata& row) {
       float max_value = 0;
 #pragma unroll
@@ -560,7 +563,7 @@ class QuantizedWarp {
       for (int lanes = 4; lanes < kWarpSize; lanes *= 2)
         next = fmaxf(next, __shfl_xor_sync(~0u, next, lanes));
       next -= kHeadroom;
-      if (!fresh_) next = fmaxf(next, reference_[e]);
+      next = fmaxf(next, fresh_ ? reference_[e] - kMaxGap : reference_[e]);
       const float factor = rescale(reference_[e], next);
       reference_[e] = next;
       sum_[e] *= factor;

@@ -226,8 +226,9 @@ struct First {
 /// The rows of a layer with random quantized values, to which the plain and the fast kernel attend.
 class RandomTiers {
  public:
-  RandomTiers(Type type, int head_size, int group, const std::vector<KvFormat>& tier_plan)
-      : type_(type), head_size_(head_size), group_(group) {
+  RandomTiers(Type type, int head_size, int group, const std::vector<KvFormat>& tier_plan,
+              float exact_keys = 1)
+      : type_(type), head_size_(head_size), group_(group), exact_keys_(exact_keys) {
     for (int pair = 0; pair < kPairs; ++pair) add_pair(pair, tier_plan);
     for (const std::uint32_t live : lives_) total_ += live;
     q_ = random_values(type, static_cast<std::size_t>(kPairs * group * head_size), random_);
@@ -387,9 +388,9 @@ class RandomTiers {
       const RowPart part = part_of(bytes_.data(), tier, row, key, head_size_, element);
       const auto wide = static_cast<std::size_t>(data_bytes(tier.format, key, head_size_, element));
       if (tier.format.exact()) {
-        std::ranges::copy(
-            encode(type_, random_values(type_, static_cast<std::size_t>(head_size_), random_)),
-            part.data);
+        auto values = random_values(type_, static_cast<std::size_t>(head_size_), random_);
+        for (float& value : values) value *= key ? exact_keys_ : 1;
+        std::ranges::copy(encode(type_, values), part.data);
         continue;
       }
       for (std::size_t i = 0; part.row == 0 && i < wide * kRowsOfTile; ++i) {
@@ -421,6 +422,7 @@ class RandomTiers {
 
   Type type_;
   int head_size_, group_;
+  float exact_keys_;
   std::mt19937 random_{5};
   std::vector<DeviceTierPlan> tier_plans_;
   std::vector<std::byte> bytes_;
@@ -432,8 +434,10 @@ class RandomTiers {
   int max_rows_ = 0, max_row_bytes_ = 0;
 };
 
-void check_attention(Type type, int head_size, int group, const std::vector<KvFormat>& tier_plan) {
-  const RandomTiers tiers(type, head_size, group, tier_plan);
+/// `exact_keys`: factor of the keys in exact tiers.
+void check_attention(Type type, int head_size, int group, const std::vector<KvFormat>& tier_plan,
+                     float exact_keys = 1) {
+  const RandomTiers tiers(type, head_size, group, tier_plan, exact_keys);
   const auto plain = tiers.attend(true), fast = tiers.attend(false);
   std::string formats;
   for (const KvFormat& format : tier_plan) formats += format.name() + " ";
@@ -470,6 +474,17 @@ TEST_CASE("Attention over tiers by tensor cores equals the plain attention", "[g
             type, head_size, group,
             {kKvFormats[0], kKvFormats[1], kKvFormats[2], kKvFormats[4], kKvFormats[5]});
     }
+}
+
+/// A warp continues from the exact tiers' sums when it comes to the quantized ones.
+TEST_CASE("Attention over tiers is correct if exact tokens have much larger logits", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {KVLAB_BF16, KVLAB_F16})
+    for (const float exact_keys : {16.0f, 64.0f, 256.0f})
+      for (const int group : {1, 4, 8})
+        check_attention(type, 64, group,
+                        {kKvFormats[0], kKvFormats[1], kKvFormats[2], kKvFormats[4], kKvFormats[5]},
+                        exact_keys);
 }
 
 /// With head size 256, these plans have a ring of one stage. One is for an A100 with eight query
