@@ -258,7 +258,11 @@ void KvCache::pretend(std::uint32_t tokens) {
       const std::size_t at = first_pair + pair;
       const std::uint32_t live = slots_.older(layer, pair, tokens);
       counts_of(layer, pair) = {{.live = live, .before = live, .max_live = live}};
-      if (is_quantized()) storage_->tiers.pretend(slots_, at, pair, live);
+      if (is_quantized()) {
+        TierCounts& tiers = tiers_of(layer, pair) = TierCounts(slots_.tiers(layer, pair));
+        tiers.fill(live);
+        storage_->tiers.pretend(slots_, at, tiers);
+      }
       lengths.push_back(static_cast<std::int32_t>(live));
       // Keeps the sinks and the youngest tokens.
       const std::uint32_t sinks = std::min(live, slots_.protected_tokens(layer, pair).sinks);

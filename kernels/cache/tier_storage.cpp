@@ -118,17 +118,13 @@ void TierStorage::copy(std::size_t from, std::size_t to, std::size_t count,
   if (centres) cuda::copy(centres + to * dim, centres + from * dim, count * dim, stream);
 }
 
-void TierStorage::pretend(const PairSlots& slots, std::size_t at, std::size_t pair,
-                          std::uint32_t live) const {
-  const auto layer = static_cast<std::uint32_t>(at / pairs_);
-  const std::vector<TierSlots> tiers = slots.tiers(layer, pair);
+void TierStorage::pretend(const PairSlots& slots, std::size_t at, const TierCounts& live) const {
   const auto tier_plan = cuda::read(tier_plans + at, 1, nullptr, kWhat)[0];
   std::vector<std::uint32_t> rows, slot_of;
   std::vector<std::int32_t> on(kMaxDeviceTiers);
-  for (std::size_t r = 0; r < tiers.size(); ++r) {
+  for (std::size_t r = 0; r < live.tier_plan().size(); ++r) {
     const DeviceTier& tier = tier_plan.tier[r];
-    const auto left = live - static_cast<std::uint32_t>(rows.size());
-    on[r] = static_cast<std::int32_t>(std::min(left, tier.slots - (r == 0 ? 1 : 0)));
+    on[r] = static_cast<std::int32_t>(live.on(r));
     slot_of.resize(tier.first_row + tier.rows);
     for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(on[r]); ++i) {
       slot_of[tier.first_row + i] = static_cast<std::uint32_t>(rows.size());

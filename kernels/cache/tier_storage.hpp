@@ -4,6 +4,7 @@
 #include "kernels/cache/pair_slots.hpp"
 #include "kernels/host/arena.hpp"
 #include "kernels/quantized/quantized_cache.hpp"
+#include "policies/tiers/tier_counts.hpp"
 
 namespace kvlab::kernels {
 
@@ -35,7 +36,7 @@ struct TierStorage {
   /// Copies the tokens of `count` pairs to pairs with the same tiers. Does not copy row_of_slot.
   void copy(std::size_t from, std::size_t to, std::size_t count, cudaStream_t stream) const;
   /// For benchmarks: marks `live` tokens of a pair as stored. Their quantized values are arbitrary.
-  void pretend(const PairSlots& slots, std::size_t at, std::size_t pair, std::uint32_t live) const;
+  void pretend(const PairSlots& slots, std::size_t at, const TierCounts& live) const;
 
   /// The centres of one sequence in one layer; null if no keys are centred.
   float* centres_of(std::uint32_t layer, int sequence) const;

@@ -33,6 +33,11 @@ class TierCounts {
                          waiting_tokens(tokens(), budget, evicts));
   }
   void append(std::uint32_t tokens) { tiers_[0].tokens += tokens; }
+  /// For benchmarks: appends tokens and demotes at once, whatever the modifiers.
+  void fill(std::uint32_t tokens) {
+    append(tokens);
+    assign_counts(tiers_.data(), static_cast<int>(tiers_.size()), 0);
+  }
 
   const std::vector<TierSlots>& tier_plan() const { return tier_plan_; }
   std::uint32_t on(std::size_t tier) const { return tiers_[tier].tokens; }
