@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares presses of kvpress, run by transformers, with kvlab's policies on the same questions (docs/results/presses.md).
 
-Needs PyTorch and kvpress, which needs an older transformers than kvlab: use a Python environment of its own.
+Needs PyTorch and kvpress, in a separate Python environment, because kvpress needs an older transformers.
 """
 
 import json
@@ -58,8 +58,8 @@ def tasks(experiment):
 
 
 class Compressed:
-    """Runs the presses in one forward pass over a context: a press does not change what the attention of its own pass
-    computes, so all of them can compress the same keys and values."""
+    """Runs the presses in one forward pass over a prompt. A press compresses keys and values after the layer's attention
+    over them, so all presses can compress those of one pass."""
 
     def __init__(self, model, presses):
         self.model, self.presses = model, presses
