@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -269,6 +270,12 @@ size_t kvlab_policy_params_bytes(const kvlab_policy* policy) {
 const char* kvlab_policy_parameter(const kvlab_policy* policy, int index) {
   if (policy == nullptr || policy->kernels.param_name == nullptr || index < 0) return nullptr;
   return policy->kernels.param_name(static_cast<std::size_t>(index));
+}
+
+double kvlab_policy_default(const kvlab_policy* policy, int index) {
+  if (policy == nullptr || policy->kernels.param_default == nullptr || index < 0)
+    return std::numeric_limits<double>::quiet_NaN();
+  return policy->kernels.param_default(static_cast<std::size_t>(index));
 }
 
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,

@@ -96,6 +96,9 @@ cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values
 /** Returns the name of the parameter at `index`, from 0 on; NULL after the last one. A policy from
  * a header has no parameter names. */
 const char* kvlab_policy_parameter(const kvlab_policy* policy, int index);
+/** Returns the default of the parameter at `index`. Returns NaN after the last one, and for a
+ * policy from a header. */
+double kvlab_policy_default(const kvlab_policy* policy, int index);
 
 /** Returns 1 if the policy gives each query of a prompt a weight that depends on the number of
  * later queries of the prompt, as SnapKV does; else 0. */

@@ -2,6 +2,9 @@
 // is compiled at run time, when it is needed.)
 #pragma once
 
+#include <iterator>
+#include <limits>
+
 #include "kernels/evict/compact.cuh"
 #include "kernels/evict/device_policy.hpp"
 #include "kernels/evict/observing_attention.cuh"
@@ -36,6 +39,14 @@ std::uint32_t tail_of(const void* params) {
     return kNoTail;
 }
 
+/// Default of the parameter `index`; NaN if there is no such parameter.
+template <Policy P>
+double param_default(std::size_t index) {
+  if constexpr (kParamsBytes < P >> 0)
+    if (index < std::size(P::kParams)) return P::kParams[index].standard;
+  return std::numeric_limits<double>::quiet_NaN();
+}
+
 template <Policy P>
 DevicePolicy device_policy_of(std::string_view header, std::string_view type) {
   return {.name = P::kInfo.name,
@@ -48,6 +59,7 @@ DevicePolicy device_policy_of(std::string_view header, std::string_view type) {
           .params_bytes = kParamsBytes<P>,
           .params = write_params<P>,
           .param_name = param_name<P>,
+          .param_default = param_default<P>,
           .weight = weight_of<P>,
           .tail = tail_of<P>,
           .header = header,

@@ -29,6 +29,7 @@ struct DevicePolicy {
   bool (*params)(std::span<const double> values, std::byte* to);
   /// Names of the parameters in that order; null after the last.
   const char* (*param_name)(std::size_t index);
+  double (*param_default)(std::size_t index);  ///< their defaults; NaN after the last
   /// As in PolicyOps. `weight` gives a query's weight by the number of younger queries. `tail` is
   /// the age from which on queries have weight 0.
   float (*weight)(std::uint32_t age, const void* params);

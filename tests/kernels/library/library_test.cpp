@@ -89,6 +89,7 @@ TEST_CASE("The library accepts the same parameters as the command, in the same r
       const double outside[]{param.min_value - 1, param.max_value + 1, 1e300, std::nan("")};
       std::vector<double> values = defaults_of(entry);
       CAPTURE(name, param.name);
+      CHECK(kvlab_policy_default(held, static_cast<int>(i)) == param.standard);
       for (const double value : inside) CHECK((values[i] = value, taken(values)));
       const auto before = params;
       for (const double value : outside) {
@@ -100,6 +101,8 @@ TEST_CASE("The library accepts the same parameters as the command, in the same r
                                    std::to_string(param.max_value + 1)),
                       std::invalid_argument);
     }
+    for (const int index : {-1, static_cast<int>(entry.params.size())})
+      CHECK(std::isnan(kvlab_policy_default(held, index)));
   }
   CHECK(refused > 20);
 }
