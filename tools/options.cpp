@@ -201,9 +201,9 @@ CentreSetting centre_of_option(const std::string& text) {
 void add_tiers_option(OptionTable& table, CacheOptions& caches) {
   table.texts("tiers", "FORMAT:SHARE,...", Takes::one_word, caches.tiers,
               "precision of keys and values, in the memory that the budget takes in 16 bit: one "
-              "format (16, fp8, 8, 4, k4v2, 2), a tier plan such as 16:16t,4:100%, formats by "
-              "layer such as 8x2-4x28, or @FILE of `kvlab plan`. auto: runs several plans. May be "
-              "given several times (default: 16)");
+              "format such as 16, fp8, 8, 4, k4v2 or q4_0, a tier plan such as 16:16t,4:100%, "
+              "formats by layer such as 8x2-4x28, or @FILE of `kvlab plan`. auto: runs several "
+              "plans. May be given several times (default: 16)");
   table.text(
       "centre", "none|prompt|@FILE", caches.centre_text,
       "prompt: subtract the mean of the prompt's first 128 keys from each key before it is "
