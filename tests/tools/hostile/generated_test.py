@@ -68,7 +68,7 @@ def run(words, env):
             if pid:
                 break
             if time.monotonic() - began > SECONDS:
-                process.send_signal(signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)  # process.send_signal() could take the status that wait4() waits for
                 killed = True
             time.sleep(0.002 if time.monotonic() - began < 0.2 else 0.02)
         process.returncode = os.waitstatus_to_exitcode(status)
