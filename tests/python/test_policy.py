@@ -316,6 +316,20 @@ def test_a_function_may_read_keys_and_values(small: kvlab.Trace, tmp_path: pathl
         kvlab.replay(small, blind, 20)
 
 
+def test_rows_have_the_rope_of_their_layer() -> None:
+    config = {"inv_freq": [[1.0, 0.1], [0.5, 0.2]], "rope_factor": [1.0, 1.5], "rows": [{"rope": 1}, {"rope": 0}]}
+    trace = kvlab.Trace.from_arrays(**random_arrays(), prompt_tokens=32, config=config)
+    found = {}
+
+    @kvlab.policy(rows=True)
+    def turning(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        found[step.layer] = (token.rows.rope_factor, list(token.rows.inv_freq))
+        return token.position
+
+    kvlab.replay(trace, turning, 20, references=False)
+    assert found == {0: (1.5, [numpy.float32(0.5), numpy.float32(0.2)]), 1: (1.0, [1.0, numpy.float32(0.1)])}
+
+
 def test_a_function_may_read_the_output_projection(command: Any, tmp_path: pathlib.Path) -> None:
     words = ("--prompt", "Once upon a time", "--max-new-tokens", 9, "--out", tmp_path / "trace")
     assert command("capture", "--model", ROOT / "engine/models/tiny", *words).returncode == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import json
 import os
 import threading
 from typing import Any
@@ -13,7 +12,7 @@ import numpy
 import numpy.typing
 
 from kvlab import _kvlab
-from kvlab._trace import mapped_tensors
+from kvlab._trace import mapped_tensors, rope_factor
 
 Floats = numpy.typing.NDArray[numpy.float32]
 
@@ -99,8 +98,7 @@ class Sight:
             numpy.stack([trace.read(part, layer, head) for head in range(heads)])
             for part, heads in (("q", trace.query_heads), ("k", trace.kv_heads), ("v", trace.kv_heads))
         )
-        factor = float(json.loads(trace.model_json)["rope_factor"])
-        rows = Rows(q, k, v, trace.inv_freq[table], factor, row["scale"])
+        rows = Rows(q, k, v, trace.inv_freq[table], rope_factor(trace.path, row["rope"]), row["scale"])
         rows.ids = trace.ids
         if os.path.exists(sketch := os.path.join(trace.path, "output.safetensors")):
             (bits,) = mapped_tensors(sketch)[f"layers.{layer}.sketch"]  # bfloat16

@@ -373,6 +373,11 @@ def mapped_tensors(path: str) -> dict[str, Any]:
     return tensors
 
 
+def rope_factor(path: str, table: int) -> float:
+    """The factor on cos and sin of a trace's RoPE table."""
+    return float(mapped_tensors(os.path.join(path, "tokens.safetensors"))["rope_factor"][table])
+
+
 def _as_torch(array: Any) -> Any:
     import torch
 

@@ -13,7 +13,7 @@ import numpy
 import numpy.typing
 
 from kvlab import _kvlab
-from kvlab._trace import Trace, mapped_tensors
+from kvlab._trace import Trace, mapped_tensors, rope_factor
 from kvlab.hf.command_line import Parser, whole_number
 from kvlab.hf.refused import Refused, refusing
 
@@ -60,7 +60,7 @@ def rotated_keys(trace: Trace, layer: int) -> Numbers:
     """Keys [kv_heads, tokens, head_size] after the layer's RoPE at their positions, float64."""
     x, table = part(trace, layer, "k"), row_of(trace, layer)["rope"]
     frequencies = numpy.atleast_2d(trace.inv_freq)[table].astype(numpy.float64)
-    factor = float(mapped_tensors(str(pathlib.Path(trace.path) / "tokens.safetensors"))["rope_factor"][table])
+    factor = rope_factor(trace.path, table)
     angles = numpy.outer(numpy.arange(trace.tokens), frequencies)
     cos, sin = factor * numpy.cos(angles), factor * numpy.sin(angles)
     n, y = cos.shape[1], x.astype(numpy.float64)
