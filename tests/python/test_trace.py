@@ -236,6 +236,15 @@ def test_rows_are_written_verified_and_read(tmp_path: pathlib.Path) -> None:
         trace.read("k", 0, 0)
 
 
+def test_layers_that_share_a_later_rope_table_are_written_with_it() -> None:
+    tables, rows = [[1.0, 0.1], [0.5, 0.2]], [{"rope": 1}, {"rope": 1}]
+    shared = {"inv_freq": tables, "rope_factor": [1.0, 1.5], "rows": rows}
+    for config in (shared, {"inv_freq": tables[1], "rope_factor": 1.5}):
+        trace = kvlab.Trace.from_arrays(**random_arrays(), prompt_tokens=32, config=config)
+        numpy.testing.assert_array_equal(trace.inv_freq, numpy.float32(tables[1]))
+        assert trace.model["rope_factor"] == 1.5
+
+
 @pytest.mark.parametrize(
     "changed, why",
     [

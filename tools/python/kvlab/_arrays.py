@@ -185,7 +185,8 @@ def writer_of(
     if all(row == rows[0] and not any(map(row.get, ("span", "softcap", "sink"))) for row in rows) and numbers == list(
         range(layers)
     ):
-        return _kvlab.TraceWriter(folder, header, inv_freq[0], factors[0], rows[0].get("scale", scale))
+        table = rows[0].get("rope", 0)  # its format has one RoPE table, so tables that no layer uses are left out
+        return _kvlab.TraceWriter(folder, header, inv_freq[table], factors[table], rows[0].get("scale", scale))
     return _kvlab.TraceWriter(folder, header, inv_freq, factors, scale, rows, numbers)
 
 
