@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy
 import pytest
-from conftest import ROOT, SAMPLE, TINY
+from conftest import ROOT, SAMPLE, TINY, random_arrays
 
 import kvlab
 
@@ -103,6 +103,17 @@ def test_wrappers_map_or_are_refused_by_name(told: Any) -> None:
             kvlab.from_press(press)
     with pytest.raises(ValueError, match="reads the output projection; give model="):
         kvlab.replay(told.trace, kvlab.from_press(press_of("CriticalKV", 0.5), name="unknown_output"), 64)
+
+
+def test_a_press_scores_one_prompt_and_keeps_a_token() -> None:
+    policy = kvlab.from_press(press_of("Knorm", 0.5), name="one_prompt")
+    segments = [(40, "prompt"), (8, "decode"), (24, "prompt"), (8, "decode")]
+    turns = kvlab.Trace.from_arrays(**random_arrays(), segments=segments)
+    with pytest.raises(ValueError, match="from_press: Knorm scores one prompt, but a second one ends at token 72"):
+        kvlab.replay(turns, policy, 20)
+    assert kvlab.replay(turns, policy, 48, references=False).kept(0, 0, policy).live[8].sum() == 48
+    with pytest.raises(ValueError, match="a budget of 1 token keeps no token of the prompt"):
+        kvlab.replay(kvlab.Trace.from_arrays(**random_arrays(), prompt_tokens=32), policy, 1)
 
 
 @pytest.mark.parametrize("policy", ["h2o:once", "snapkv", "sink:once", "random"])

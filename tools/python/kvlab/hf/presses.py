@@ -64,7 +64,8 @@ def from_press(press: Any, *, model: Any = None, name: str | None = None) -> Pre
     `model`: a checkpoint's folder or a loaded model, for presses that read the output projection. `name`: the policy's
     name, by default made from the name of the press's class.
 
-    Raises Refused for a press that needs more than scores from queries, keys and values.
+    Raises Refused for a press that needs more than scores from queries, keys and values. A replay raises it for a text
+    with several prompts that are evicted from, because a press scores one prompt.
     """
     inner, budget = press, "ratio({:g})"
     positions: Literal["original", "cache"] = "original"
@@ -80,6 +81,9 @@ def from_press(press: Any, *, model: Any = None, name: str | None = None) -> Pre
     def ranks(state: Any, seen: Any, token: Token, step: Step) -> Scores:
         rows = token.rows
         with _one_at_a_time:
+            if rows.memo.setdefault("prompt", step.now) != step.now:
+                what = f"scores one prompt, but a second one ends at token {step.now}"
+                raise Refused(f"from_press: {'('.join(names)}{')' * (len(names) - 1)} {what}; use texts with one prompt")
             if step.budget not in rows.memo:
                 rows.memo[step.budget] = _scores(inner, rows, step, model, ties)
         scores: Scores = rows.memo[step.budget][step.kv_head, token.position]
@@ -194,6 +198,8 @@ def _scores(press: Any, rows: Rows, step: Step, model: Any, ties: list[Tie]) -> 
     """Returns the press's scores [kv_heads, tokens]. If only some of the tokens with an equal score can be kept, those
     that torch.topk selects get a slightly higher score, so that the policy evicts the same tokens as the press."""
     kept, own = step.budget - 1, copy.deepcopy(press)
+    if kept == 0:
+        raise Refused("from_press: a budget of 1 token keeps no token of the prompt; use a budget of 2 tokens or more")
     own.compression_ratio = _ratio(step.now, kept)
     module = _Attention(rows, step, model)
     hidden = torch.arange(step.now).float()[None, :, None]
