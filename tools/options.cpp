@@ -94,7 +94,7 @@ void require_model(const GivenOptions& given, const std::string& model, std::str
 }
 
 void refuse_beside_policy_file(const GivenOptions& given) {
-  given.refuse({"policy", "budget", "positions", "prefill", "request-threshold"},
+  given.refuse({"policy", "budget", "tiers", "centre", "positions", "prefill", "request-threshold"},
                "--policy-file already sets it");
 }
 
@@ -102,6 +102,11 @@ void refuse_lone_budget(const CacheOptions& caches) {
   if (!caches.sweep.budgets.empty())
     throw std::invalid_argument(
         "--budget: the full cache has no budget; give a policy that evicts: --policy h2o");
+}
+
+void refuse_lone_modes(const GivenOptions& given) {
+  given.refuse({"prefill", "positions"},
+               "it has no effect on the full cache, and no policy is given");
 }
 
 namespace {

@@ -91,6 +91,8 @@ void require_model(const GivenOptions& given, const std::string& model,
 void refuse_beside_policy_file(const GivenOptions& given);
 /// Throws std::invalid_argument for a `--budget` without a policy, because `full` has no budget.
 void refuse_lone_budget(const CacheOptions& caches);
+/// Throws std::invalid_argument for `--prefill` and `--positions` without a policy.
+void refuse_lone_modes(const GivenOptions& given);
 
 /// Whether `--policy-source`, or the program that runs the command, gives policies.
 bool has_policy_sources(const CacheOptions& caches);

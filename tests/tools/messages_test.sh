@@ -19,6 +19,33 @@ prints "full:tiers=4 evicts nothing; its quantization costs layer error 0." both
 "$kvlab" replay --trace "$trace" --policy full --out full >full.out
 prints "Only the full cache was replayed; it loses nothing." full.out
 
+# An evaluation of the full cache with quantized tiers needs no --policy.
+"$kvlab" eval --model "$tiny" --text "$text" --window 200 --tiers 4 --device cpu >full4.out 2>/dev/null
+prints "full:tiers=4" full4.out
+"$kvlab" task passkey --model "$tiny" --tiers 4 --words 60 --depth 50% --samples 1 --device cpu >full4.out
+prints "full:tiers=4" full4.out
+for mode in "--prefill stream" "--positions cache"; do
+  refused "it has no effect on the full cache" "$kvlab" eval --model "$tiny" --text "$text" $mode
+  refused "it has no effect on the full cache" "$kvlab" task passkey --model "$tiny" $mode
+done
+for command in "eval --text $text" "generate --prompt hi" "verify --prompt hi"; do
+  for option in "--tiers 4" "--tiers 4 --centre prompt" "--budget 32"; do
+    refused "--policy-file already sets it" "$kvlab" $command --model "$tiny" --policy-file policy.json $option
+  done
+done
+
+for bench in decode link replay; do
+  refused "--policy: bench $bench does not use it; leave it out" "$kvlab" bench $bench --policy h2o
+done
+
+# The bytes of exempt layers are those of one configuration, also if there are several kinds of prefill.
+echo '[32, null, 32, 32]' >exempt.json
+for modes in dense dense,stream; do
+  "$kvlab" replay --trace "$trace" --policy sink --budget @exempt.json --prefill $modes --no-references --out exempt-$modes \
+    >exempt.out 2>/dev/null
+  prints "sink, @exempt.json, prefill dense, positions cache: at most 0.05 MiB" exempt.out
+done
+
 # These budgets keep every token.
 "$kvlab" replay --trace "$trace" --policy h2o,tova --budget all --out all >all.out
 prints "budget all keeps every token, so no policy evicted anything" all.out

@@ -428,6 +428,9 @@ void check(Request& request, const GivenOptions& given) {
         "link, replay");
   if (words[0] != "replay" && given.has("device") && request.common.device == Device::cpu)
     throw std::invalid_argument("--device: bench measures the CUDA decoder; leave it out");
+  if (words[0] == "decode" || words[0] == "link" || words[0] == "replay")
+    given.refuse({"policy", "policy-source", "budget", "tiers", "centre", "prefill", "positions"},
+                 fmt::format("bench {} does not use it", words[0]));
   if (words[0] != "link")
     given.refuse({"pool-gib", "selected", "page", "fetch-rate"}, "only bench link has it");
   else if (request.random_weights.empty() != request.selection.fetch_rates.empty())

@@ -59,12 +59,12 @@ void check(Request& request, const GivenOptions& given) {
     request.by_tokens = true;
   }
   const bool has_file = given.has("policy-file");
-  request.sweeps = given.has("policy") || (has_policy_sources(request.caches) && !has_file);
+  request.sweeps = given.has("policy") || (has_policy_sources(request.caches) && !has_file) ||
+                   (given.has("tiers") && !has_file);  // then the policy is `full`
   if (!request.sweeps && has_file) refuse_beside_policy_file(given);
   if (!request.sweeps && !has_file) {
     refuse_lone_budget(request.caches);
-    given.refuse({"prefill", "positions"},
-                 "it has no effect on the full cache, and no policy is given");
+    refuse_lone_modes(given);
   }
   check_draft(request, given);
   if (!request.out.empty()) refuse_existing(request.out, "--out");

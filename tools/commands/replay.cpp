@@ -205,12 +205,14 @@ void print_exempt(const Run& run, const RunTrace& trace) {
       for (const ResultRow& row : run.rows)
         if (row.trace == trace.name && row.layer == static_cast<int>(trace.number(layer)) &&
             row.head < 0 && row.metric == "kv_bytes_peak" && row.policy == config.policy &&
-            row.params == config.params && row.budget == config.budget) {
+            row.params == config.params && row.budget == config.budget &&
+            row.prefill == config.prefill && row.positions == config.positions) {
           peak += row.value;
           if (config.budgets[layer].front() == kNoBudget) exempt += row.value;
         }
     if (peak > 0)
-      fmt::print("{}, {}: {}\n", config.policy, config.budget, exempt_text(peak, exempt));
+      fmt::print("{}, {}, prefill {}, positions {}: {}\n", config.policy, config.budget,
+                 config.prefill, config.positions, exempt_text(peak, exempt));
   }
 }
 

@@ -168,7 +168,10 @@ void check(Request& request, const GivenOptions& given) {
   if (request.query_aware) task.modes.push_back(QueryMode::aware);
   if (request.query_agnostic || !request.query_aware) task.modes.push_back(QueryMode::agnostic);
   task.answers.max_rows = request.common.device == Device::cuda ? kCudaRows : kCpuRows;
-  if (!given.has("policy") && !given.has("policy-source")) refuse_lone_budget(request.caches);
+  if (!given.has("policy") && !given.has("policy-source")) {
+    refuse_lone_budget(request.caches);
+    if (!given.has("tiers")) refuse_lone_modes(given);
+  }
   require_model(given, request.model);
   if (given.has("out") && given.has("capture")) refuse_nested(request.out, request.capture);
   if (given.has("out")) refuse_existing(request.out, "--out");
@@ -476,9 +479,9 @@ int run(const Request& given) {
   TaskRequest request = given.task;
   request.leave_out = report_omissions("task");
   request.answers.progress = progress_bar("task");
-  if (!given.caches.sweep.policies.empty() || !given.caches.sources.empty())
-    request.configs =
-        sweep_of(given.caches, compiled_policies(given.caches, given.common), request.leave_out);
+  const CacheOptions& caches = given.caches;
+  if (!caches.sweep.policies.empty() || !caches.sources.empty() || !caches.tiers.empty())
+    request.configs = sweep_of(caches, compiled_policies(caches, given.common), request.leave_out);
   std::optional<AtomicFolder> capture;
   if (!given.capture.empty()) capture.emplace(given.capture);
   std::string text;
