@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -211,16 +212,19 @@ std::size_t first_measured(const TraceReader& trace, Queries queries) {
   return queries == Queries::all || first == trace.segments().end() ? 0 : first->start;
 }
 
-/// Finds traces whose text also occurs in a longer trace of the same weights, and sets
-/// RunTrace::same_text_as.
+/// Finds traces whose text also occurs in a longer trace of the same model, and sets
+/// RunTrace::same_text_as. The text of a trace is not known if all its ids are equal, as they are
+/// if Trace.from_arrays() gets none.
 void find_overlaps(RunInfo& info, std::span<const TraceReader* const> traces) {
-  std::map<std::string, std::vector<TextPiece>> pieces;  // key: hash of the weights
-  for (std::size_t t = 0; t < traces.size(); ++t)
-    pieces[info.traces[t].weights_xxh3].push_back(
-        {.text = t,
-         .ids = traces[t]->ids(),
-         .first_scored = first_measured(*traces[t], info.queries)});
-  for (const auto& [weights, own] : pieces)
+  std::map<std::string, std::vector<TextPiece>> pieces;  // key: hash of the weights, or the model
+  for (std::size_t t = 0; t < traces.size(); ++t) {
+    const RunTrace& trace = info.traces[t];
+    const std::vector<std::int32_t>& ids = traces[t]->ids();
+    if (std::ranges::adjacent_find(ids, std::ranges::not_equal_to{}) == ids.end()) continue;
+    pieces[trace.weights_xxh3.empty() ? "model " + trace.model : trace.weights_xxh3].push_back(
+        {.text = t, .ids = ids, .first_scored = first_measured(*traces[t], info.queries)});
+  }
+  for (const auto& [model, own] : pieces)
     for (const Overlaps::Pair& pair : overlaps_of(own).pairs)
       info.traces[pair.text].same_text_as = info.traces[pair.other].name;
 }

@@ -158,8 +158,7 @@ json to_json(const RunInfo& info) {
 /// models.
 nlohmann::ordered_json recommendations_json(const RunInfo& info, std::span<const ResultRow> rows) {
   for (const RunTrace& trace : info.traces)
-    if (trace.weights_xxh3 != info.traces.front().weights_xxh3)
-      return nlohmann::ordered_json::array();
+    if (!trace.is_of_model(info.traces.front())) return nlohmann::ordered_json::array();
   return kvlab::recommendations_json(
       recommendations_of(MetricTable(rows), *find_metric(best_metric(rows)),
                          scored_tokens(info, rows), std::string(kReplayNote)));

@@ -42,6 +42,11 @@ struct RunTrace {
   std::uint32_t number(std::uint32_t layer) const {
     return numbers.empty() ? layer : numbers[layer];
   }
+  /// Whether both traces come from one model. Traces without a checksum of the weights, such as
+  /// those of Trace.from_arrays(), are compared by the model's name.
+  bool is_of_model(const RunTrace& other) const {
+    return weights_xxh3 == other.weights_xxh3 && (!weights_xxh3.empty() || model == other.model);
+  }
   /// The text of kvlab::windows_text() for this trace.
   std::string windows_text() const;
   bool operator==(const RunTrace&) const = default;

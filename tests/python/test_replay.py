@@ -10,11 +10,12 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Callable
 
 import numpy
 import pytest
-from conftest import SAMPLE, TINY
+from conftest import SAMPLE, TINY, random_arrays
 
 import kvlab
 
@@ -164,6 +165,24 @@ def test_the_replay_on_cuda_agrees(run: kvlab.Run, sample: kvlab.Trace) -> None:
         *place, value, _, count, tier_plan, held = mine.split(",")
         assert theirs.split(",")[: len(place)] == place and theirs.split(",")[-3:] == [count, tier_plan, held]
         assert float(theirs.split(",")[-5]) == pytest.approx(float(value), rel=1e-3, abs=1e-5)
+
+
+def test_traces_without_ids_count_as_several_texts(tmp_path: pathlib.Path) -> None:
+    arrays = [random_arrays(seed=seed) for seed in (1, 2)]
+    counts = {}
+    for name in ("ids", "none"):
+        traces = [
+            kvlab.Trace.from_arrays(
+                **(one | {"ids": arrays[0]["ids"] if name == "ids" else None}), prompt_tokens=32, out=tmp_path / f"{name}{i}"
+            )
+            for i, one in enumerate(arrays)
+        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run = kvlab.replay(traces, ["h2o", "sink"], 20)
+        counts[name] = (run.recommendation(20)["text"], any("the same text" in line for line in run.notices))
+    assert "1 text, 48 scored tokens" in counts["ids"][0] and counts["ids"][1]
+    assert "2 texts, 96 scored tokens" in counts["none"][0] and not counts["none"][1]
 
 
 def test_a_policy_that_is_not_text_is_refused(sample: kvlab.Trace) -> None:

@@ -177,5 +177,9 @@ TEST_CASE("configurations that cannot be deployed are refused by name") {
   CHECK_THROWS_WITH(deployed(run, "64"), ContainsSubstring("64 to 70 tokens"));
   run = made_up_run({window}, 2);
   run.info.traces[1].weights_xxh3 = "1111111111111111";
-  CHECK_THROWS_WITH(deployed(run), ContainsSubstring("different weights"));
+  CHECK_THROWS_WITH(deployed(run), ContainsSubstring("different models"));
+  for (RunTrace& trace : run.info.traces) trace.weights_xxh3 = "";
+  CHECK_NOTHROW(deployed(run));
+  run.info.traces[1].model = "other";
+  CHECK_THROWS_WITH(deployed(run), ContainsSubstring("different models"));
 }

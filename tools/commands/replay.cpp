@@ -298,7 +298,7 @@ void print_json(const Run& run, const std::string& out) {
     if (row.layer < 0) results.push_back(to_json(row));
   ordered_json recommendations = ordered_json::array();
   const auto one_model = [&](const RunTrace& trace) {
-    return trace.weights_xxh3 == run.info.traces.front().weights_xxh3;
+    return trace.is_of_model(run.info.traces.front());
   };
   if (std::ranges::all_of(run.info.traces, one_model))
     recommendations = recommendations_json(

@@ -37,9 +37,9 @@ BudgetColumn budget_of_run(const MetricTable& metric_table, const std::string& t
 
 void refuse_several_models(const RunInfo& info) {
   for (const RunTrace& trace : info.traces)
-    if (trace.weights_xxh3 != info.traces.front().weights_xxh3)
+    if (!trace.is_of_model(info.traces.front()))
       throw std::invalid_argument(
-          fmt::format("the run's traces {} and {} come from different weights; deploy from a run "
+          fmt::format("the run's traces {} and {} come from different models; deploy from a run "
                       "of a single model",
                       info.traces.front().name, trace.name));
 }
