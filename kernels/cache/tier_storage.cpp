@@ -75,8 +75,6 @@ void TierStorage::initialize(const KvCacheConfig& config, const PairSlots& slots
                              cudaStream_t stream) const {
   const TierLayout plan(config, slots);
   cuda::enqueue_write(tier_plans, plan.tier_plans, stream, kWhat);
-  // Unused rows must hold finite numbers, because kernels read whole tiles.
-  cuda::enqueue_zeros(bytes, static_cast<std::size_t>(plan.bytes), stream, kWhat);
   cuda::enqueue_zeros(nothing, pairs_, stream, kWhat);
   std::vector<std::int64_t> newest_slots(pairs_);
   std::iota(newest_slots.begin(), newest_slots.end(), 0);
@@ -91,6 +89,13 @@ void TierStorage::initialize(const KvCacheConfig& config, const PairSlots& slots
 }
 
 void TierStorage::start(std::size_t first, std::size_t count, cudaStream_t stream) const {
+  if (count == 0) return;
+  // Unused rows must hold finite numbers, because kernels read whole tiles. The sequence that had
+  // the rows before may have left infinities or NaN in them.
+  const TierRegion &begin = regions_[first], &last = regions_[first + count - 1];
+  cuda::enqueue_zeros(bytes + begin.first_byte,
+                      static_cast<std::size_t>(last.first_byte + last.bytes - begin.first_byte),
+                      stream, kWhat);
   cuda::enqueue_zeros(counts + first * kMaxDeviceTiers, count * kMaxDeviceTiers, stream, kWhat);
   cuda::enqueue_zeros(next_rows + first, count, stream, kWhat);
   cuda::enqueue_zeros(extents + first, count, stream, kWhat);

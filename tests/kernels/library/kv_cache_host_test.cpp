@@ -554,3 +554,22 @@ TEST_CASE("Copying a sequence copies all its arrays") {
   CHECK(storage.seeds[2] == 2);
   CHECK(third_before == part(storage.positions, slots.range(1, 2).first, slots.range(1, 2).count));
 }
+
+/// Kernels read whole tiles of rows. A row with NaN that no token uses would make outputs NaN.
+TEST_CASE("A sequence that starts has no rows of the sequence before it") {
+  kernels::KvCache cache(config_of(true), nullptr);
+  const kernels::TierLayout layout(cache.config(), cache.slots());
+  std::byte* const bytes = cache.storage().tiers.bytes;
+  const auto rows_are = [&](std::size_t pair, int byte) {
+    const kernels::TierRegion& region = layout.regions[pair];
+    return std::all_of(bytes + region.first_byte, bytes + region.first_byte + region.bytes,
+                       [byte](std::byte b) { return b == static_cast<std::byte>(byte); });
+  };
+  for (std::size_t pair = 0; pair < kPairs; ++pair) CHECK(rows_are(pair, 0));
+  std::fill_n(bytes, layout.bytes, std::byte{0xff});
+  cache.start(1, {});
+  for (std::size_t pair = 0; pair < kPairs; ++pair) {
+    CAPTURE(pair);
+    CHECK(rows_are(pair, pair / kHeads % kSequences == 1 ? 0 : 0xff));
+  }
+}
