@@ -10,8 +10,8 @@ namespace {
 /// An empty kernel, compiled with the same options and architectures as all kernels of the library.
 __global__ void compiled_as_all() {}
 
-/// The limit that SmallerGpu sets, in bytes. 0: no limit.
-thread_local int max_shared_bytes = 0;
+/// The limits that SmallerGpu sets. 0: no limit.
+thread_local int max_shared_bytes = 0, max_multiprocessors = 0;
 
 cudaError_t ask(int device, DeviceLimits& limits) {
   cudaError_t error = cudaSuccess;
@@ -46,11 +46,17 @@ cudaError_t device_limits(DeviceLimits& limits) {
     known = requested, known_device = device;
   }
   limits = known;
-  if (max_shared_bytes > 0) limits.shared_bytes = std::min(known.shared_bytes, max_shared_bytes);
+  const auto lower = [](int& limit, int max) {
+    if (max > 0) limit = std::min(limit, max);
+  };
+  lower(limits.shared_bytes, max_shared_bytes);
+  lower(limits.multiprocessors, max_multiprocessors);
   return cudaSuccess;
 }
 
-SmallerGpu::SmallerGpu(int shared_bytes) { max_shared_bytes = shared_bytes; }
-SmallerGpu::~SmallerGpu() { max_shared_bytes = 0; }
+SmallerGpu::SmallerGpu(int shared_bytes, int multiprocessors) {
+  max_shared_bytes = shared_bytes, max_multiprocessors = multiprocessors;
+}
+SmallerGpu::~SmallerGpu() { max_shared_bytes = max_multiprocessors = 0; }
 
 }  // namespace kvlab::kernels

@@ -357,7 +357,10 @@ class QuantizedWarp {
     load_lane_words(values, words);
     float p[kHeadGroups][2];
     std::uint32_t weights[kHeadGroups][(kBlocks + 1) / 2][2];
-    while (!weigh(logit, upper, lower, p, weights)) raise(logit, upper, lower);
+    // Once is enough, unless logits are so large that float32 cannot hold their differences. A loop
+    // until all products fit would then never end.
+    for (bool raised = false; !weigh(logit, upper, lower, p, weights) && !raised; raised = true)
+      raise(logit, upper, lower);
 #pragma unroll
     for (int e = 0; e < kHeadGroups; ++e) {
       sum_[e] += p[e][0] + p[e][1];
@@ -508,18 +511,27 @@ class QuantizedWarp {
   }
 
   /// Computes the weights `p` of the lane's rows, and `weights`: the products of p with the scales
-  /// of the blocks, in fp16, two blocks to a word. Returns false if a product is 2^15 or more, or
-  /// if no reference was set yet. The caller then calls raise() and tries again.
-  template <class Metadata>
-  __device__ bool weigh(const float (&logit)[kHeadGroups][2], const Metadata& upper,
-                        const Metadata& lower, float (&p)[kHeadGroups][2],
+  /// of the blocks, in fp16, two blocks to a word. Returns false if a product is 2^15 or more, if a
+  /// weight is too large for the sum of weights, or if no reference was set yet. The caller then
+  /// calls raise() and tries again.
+  template <bool kFloating>
+  __device__ bool weigh(const float (&logit)[kHeadGroups][2],
+                        const RowMetadata<kBlocks, kFloating>& upper,
+                        const RowMetadata<kBlocks, kFloating>& lower, float (&p)[kHeadGroups][2],
                         std::uint32_t (&weights)[kHeadGroups][(kBlocks + 1) / 2][2]) const {
     constexpr std::uint32_t kTooLarge = 0x7800;  // 2^15
+    // If all values of a row are zero, so are its scales in fp8 (but not in integer formats). Its
+    // products are then 0 for a weight of any size. After raise(), weights are at most 2^53.
+    constexpr float kLargestWeight = 0x1p60f;
     __half2 max_value = __float2half2_rn(0);
+    float max_weight = 0;
 #pragma unroll
     for (int e = 0; e < kHeadGroups; ++e) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) p[e][i] = exp2_fast(logit[e][i] - reference_[e]);
+      for (int i = 0; i < 2; ++i) {
+        p[e][i] = exp2_fast(logit[e][i] - reference_[e]);
+        if constexpr (kFloating) max_weight = fmaxf(max_weight, p[e][i]);
+      }
 #pragma unroll
       for (int b = 0; b < kBlocks; b += 2)
 #pragma unroll
@@ -536,8 +548,8 @@ class QuantizedWarp {
     // Adding 0x0800 carries into the sign bit if all four are set, so for 2^15 and more, infinity
     // and NaN.
     const auto bits = reinterpret_cast<const std::uint32_t&>(max_value);
-    const bool too_large =
-        ((bits & kTooLarge * 0x10001u) + 0x08000800u & 0x80008000u) != 0 || fresh_;
+    const bool too_large = ((bits & kTooLarge * 0x10001u) + 0x08000800u & 0x80008000u) != 0 ||
+                           max_weight > kLargestWeight || fresh_;
     return !__any_sync(~0u, too_large);
   }
   /// Raises the references so that the products of this tile fit in fp16, and rescales the sums and

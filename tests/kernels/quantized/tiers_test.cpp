@@ -226,9 +226,14 @@ struct First {
 /// The rows of a layer with random quantized values, to which the plain and the fast kernel attend.
 class RandomTiers {
  public:
+  /// `exact_keys`: factor of the keys in exact tiers.
   RandomTiers(Type type, int head_size, int group, const std::vector<KvFormat>& tier_plan,
               float exact_keys = 1)
-      : type_(type), head_size_(head_size), group_(group), exact_keys_(exact_keys) {
+      : type_(type),
+        head_size_(head_size),
+        group_(group),
+        formats_(tier_plan),
+        exact_keys_(exact_keys) {
     for (int pair = 0; pair < kPairs; ++pair) add_pair(pair, tier_plan);
     for (const std::uint32_t live : lives_) total_ += live;
     q_ = random_values(type, static_cast<std::size_t>(kPairs * group * head_size), random_);
@@ -289,6 +294,30 @@ class RandomTiers {
     return {decode(type_, out.to_host()), lse.to_host()};
   }
   std::size_t tokens() const { return total_; }
+  int head_size() const { return head_size_; }
+  std::string name() const {
+    std::string formats;
+    for (const KvFormat& format : formats_) formats += format.name() + " ";
+    return formats + "type " + std::to_string(static_cast<int>(type_)) + " head size " +
+           std::to_string(head_size_) + " group " + std::to_string(group_);
+  }
+  /// In fp8: gives the last token of each pair a value of 0, and logits of plus or minus several
+  /// hundred.
+  void add_empty_values() {
+    constexpr unsigned kExponent = 12;  // keys are this many powers of two larger
+    for (std::size_t pair = 0; pair < tier_plans_.size(); ++pair) {
+      const DeviceTier& tier = tier_plans_[pair].tier[0];
+      const auto last = static_cast<std::uint32_t>(counts_[pair * kMaxDeviceTiers]) - 1;
+      const int element = static_cast<int>(bytes_of(type_));
+      for (const bool key : {true, false}) {
+        const RowPart part = part_of(bytes_.data(), tier, last, key, head_size_, element);
+        for (int b = 0; b < head_size_ / 32; ++b) {
+          auto& exponent = reinterpret_cast<std::uint8_t&>(part.metadata[b]);
+          exponent = static_cast<std::uint8_t>(key ? exponent + kExponent : 0);
+        }
+      }
+    }
+  }
 
   /// The rows of all tokens, and their contents.
   struct State {
@@ -422,6 +451,7 @@ class RandomTiers {
 
   Type type_;
   int head_size_, group_;
+  std::vector<KvFormat> formats_;
   float exact_keys_;
   std::mt19937 random_{5};
   std::vector<DeviceTierPlan> tier_plans_;
@@ -434,14 +464,10 @@ class RandomTiers {
   int max_rows_ = 0, max_row_bytes_ = 0;
 };
 
-/// `exact_keys`: factor of the keys in exact tiers.
-void check_attention(Type type, int head_size, int group, const std::vector<KvFormat>& tier_plan,
-                     float exact_keys = 1) {
-  const RandomTiers tiers(type, head_size, group, tier_plan, exact_keys);
+void check_attention(const RandomTiers& tiers) {
   const auto plain = tiers.attend(true), fast = tiers.attend(false);
-  std::string formats;
-  for (const KvFormat& format : tier_plan) formats += format.name() + " ";
-  CAPTURE(formats, static_cast<int>(type), head_size, group, tiers.tokens());
+  const int head_size = tiers.head_size();
+  CAPTURE(tiers.name(), tiers.tokens());
   double worst = 0, scale = 0;
   std::size_t at = 0, wrong = 0;
   for (std::size_t i = 0; i < plain.out.size(); ++i) {
@@ -460,6 +486,9 @@ void check_attention(Type type, int head_size, int group, const std::vector<KvFo
   CAPTURE(worst_lse, at, plain.lse[at], fast.lse[at]);
   CHECK(worst_lse < 2e-3);
 }
+void check_attention(Type type, int head_size, int group, const std::vector<KvFormat>& tier_plan) {
+  check_attention(RandomTiers(type, head_size, group, tier_plan));
+}
 
 }  // namespace
 
@@ -476,15 +505,51 @@ TEST_CASE("Attention over tiers by tensor cores equals the plain attention", "[g
     }
 }
 
-/// A warp continues from the exact tiers' sums when it comes to the quantized ones.
+/// With two multiprocessors, a warp handles many tiles of a pair. So it continues from the exact
+/// tiers' sums when it comes to the quantized ones, and from the sums of the tiles before.
+TEST_CASE("Attention over tiers is correct if a warp handles many tiles", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  const SmallerGpu small(0, 2);
+  for (const Type type : {KVLAB_BF16, KVLAB_F16})
+    for (const int head_size : {64, 96, 128, 256})
+      for (const int group : {1, 4, 8}) {
+        check_attention(type, head_size, group, {kKvFormats[0]});
+        check_attention(
+            type, head_size, group,
+            {kKvFormats[0], kKvFormats[1], kKvFormats[2], kKvFormats[4], kKvFormats[5]});
+      }
+}
+
 TEST_CASE("Attention over tiers is correct if exact tokens have much larger logits", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {KVLAB_BF16, KVLAB_F16})
-    for (const float exact_keys : {16.0f, 64.0f, 256.0f})
-      for (const int group : {1, 4, 8})
-        check_attention(type, 64, group,
-                        {kKvFormats[0], kKvFormats[1], kKvFormats[2], kKvFormats[4], kKvFormats[5]},
-                        exact_keys);
+  for (const int multiprocessors : {0, 2}) {
+    const SmallerGpu small(0, multiprocessors);
+    for (const Type type : {KVLAB_BF16, KVLAB_F16})
+      for (const float exact_keys : {16.0f, 64.0f, 256.0f})
+        for (const int group : {1, 4, 8})
+          check_attention(
+              {type,
+               64,
+               group,
+               {kKvFormats[0], kKvFormats[1], kKvFormats[2], kKvFormats[4], kKvFormats[5]},
+               exact_keys});
+  }
+}
+
+/// In fp8 the scale of a block of zeros is 0. So the product of such a token's weight and scale is
+/// 0, however large the weight is.
+TEST_CASE("Attention over tiers is correct if tokens with large logits have values of 0", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const int multiprocessors : {0, 2}) {
+    const SmallerGpu small(0, multiprocessors);
+    for (const KvFormat& format : kKvFormats)
+      for (const int group : {1, 4, 8}) {
+        if (!is_floating(format) || format.kivi) continue;
+        RandomTiers tiers(KVLAB_BF16, 64, group, {format});
+        tiers.add_empty_values();
+        check_attention(tiers);
+      }
+  }
 }
 
 /// With head size 256, these plans have a ring of one stage. One is for an A100 with eight query
