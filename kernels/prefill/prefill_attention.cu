@@ -97,10 +97,13 @@ __device__ inline std::int64_t slice_begin(const kvlab_prefill_args& args, int p
 constexpr float kNoLogit = -3e38f;
 
 /// Sets the initial maximum and sum of a row. If the layer has sink logits, the maximum is the sink
-/// logit of the row's query head, in base 2, and the sum is 1.
+/// logit of the row's query head, in base 2, and the sum is 1. A sink logit of -infinity, as of a
+/// head without a sink, becomes kNoLogit; the first key that the row sees reduces its sum to 0.
 __device__ inline void begin_row(const PrefillRows& rows, int row, float& max, float& sum) {
   const float* const sinks = rows.layer.sinks;
-  max = sinks == nullptr ? kNoLogit : sinks[rows.kv_head * rows.group + row % rows.group] * kLog2E;
+  const float sink =
+      sinks == nullptr ? -INFINITY : sinks[rows.kv_head * rows.group + row % rows.group] * kLog2E;
+  max = sink == -INFINITY ? kNoLogit : sink;
   sum = sinks == nullptr ? 0 : 1;
 }
 

@@ -35,8 +35,8 @@ AttentionRow exact_row(std::span<const float> query, std::span<const float> keys
 AttentionRow naive_row(Type type, std::span<const float> query, std::span<const float> keys,
                        std::span<const float> values, float scale, float sink = kNoSink);
 
-/// Sink logits of `heads` query heads, some far above all other logits and some far below. If
-/// `some` is false, no head has a sink.
+/// Sink logits of `heads` query heads, some far above all other logits, some far below, and some
+/// -infinity. If `some` is false, no head has a sink.
 std::vector<float> sample_sinks(std::size_t heads, bool some);
 
 /// Compares the rows of a kernel with the exact and the naive ones.
