@@ -58,7 +58,7 @@ void check_modes(const Request& request, const GivenOptions& given) {
   if (!given.has("prompt-tokens"))
     throw std::invalid_argument(
         "--prompt-tokens: missing; --teacher-forced needs --prompt-tokens P");
-  for (const char* name : {"max-new-tokens", "turn", "temperature", "top-k", "top-p"})
+  for (const char* name : {"max-new-tokens", "turn", "temperature", "top-k", "top-p", "seed"})
     refuse(name, "is for sampling, and --teacher-forced does not sample; leave out one of them");
 }
 
