@@ -200,7 +200,8 @@ cudaError_t kvlab_compute_ages(const kvlab_cache_view* cache, cudaStream_t strea
 
 /** The budget and protected tokens of one pair. sinks + recent <= budget, and sinks < budget. */
 typedef struct {
-  uint32_t budget;    /**< tokens that a query may see, its own included; UINT32_MAX: no eviction */
+  uint32_t budget;    /**< tokens that a query may see, its own included; UINT32_MAX: no eviction.
+                         The policy `full` never evicts, so it needs UINT32_MAX */
   uint32_t sinks;     /**< number of first positions of the text, which are evicted last */
   uint32_t recent;    /**< number of newest positions, which are evicted after all other tokens and
                          before the sinks */

@@ -141,6 +141,11 @@ SlotPair pair_of(const kvlab_kv_cache_config& c, std::size_t at) {
   const kvlab_rule& rule = c.rules[at];
   want_rule(rule, at, c.rules[0].group_max);
   const bool stays = rule.budget == kUnlimited;
+  // Steps would write to the slots of the next pair, because they never choose a victim.
+  want(stays || c.policy->kernels.evicts,
+       "rules[{}].budget is {}, but the policy never evicts; set the budget to UINT32_MAX, and "
+       "tokens to the maximum length of a sequence",
+       at, rule.budget);
   SlotPair pair{.budget = rule.budget, .protected_tokens = {rule.sinks, rule.recent}};
   std::uint64_t slots = 0;
   for (int r = 0; r < c.tier_count; ++r) {

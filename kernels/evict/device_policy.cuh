@@ -51,6 +51,7 @@ template <Policy P>
 DevicePolicy device_policy_of(std::string_view header, std::string_view type) {
   return {.name = P::kInfo.name,
           .needs = P::kInfo.needs,
+          .evicts = P::kInfo.evicts,
           .oldest_first = P::kInfo.oldest_first,
           .weighted = P::kInfo.weighted,
           .rank_type = kRankType<P>,

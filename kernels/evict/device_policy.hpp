@@ -17,6 +17,7 @@ namespace kvlab::kernels {
 struct DevicePolicy {
   std::string_view name;
   Needs needs;
+  bool evicts;         ///< if not, steps need a slot for every token, so no pair may have a budget
   bool oldest_first;   ///< supports cache positions with rotated keys
   bool weighted;       ///< whether observe_queries() must be given the policy's weights and tail
   RankType rank_type;  ///< type in which a compaction adds and averages ranks

@@ -15,7 +15,7 @@ struct PolicyDescription {
   static constexpr std::uint32_t kMaxParams = 32, kMaxNameBytes = 64;
 
   Needs needs;
-  bool oldest_first, weighted;
+  bool evicts, oldest_first, weighted;
   RankType rank_type;
   std::uint32_t slot_bytes, feature_count;
   char features[kMaxFeatures][kMaxNameBytes];
@@ -29,6 +29,7 @@ struct PolicyDescription {
 template <Policy P>
 constexpr PolicyDescription describe() {
   PolicyDescription about{.needs = P::kInfo.needs,
+                          .evicts = P::kInfo.evicts,
                           .oldest_first = P::kInfo.oldest_first,
                           .weighted = P::kInfo.weighted,
                           .rank_type = kRankType<P>,

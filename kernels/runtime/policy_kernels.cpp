@@ -110,6 +110,7 @@ PolicyKernels::PolicyKernels(std::shared_ptr<const PolicyEntry> entry)
       code_(code_of(eviction_program(*entry_, current_architecture()), *entry_)),
       policy_{.name = entry_->info.name,
               .needs = entry_->info.needs,
+              .evicts = entry_->info.evicts,
               .oldest_first = entry_->info.oldest_first,
               .weighted = entry_->info.weighted,
               .rank_type = entry_->rank_type,
@@ -155,6 +156,7 @@ HeaderPolicy::HeaderPolicy(const DeviceCode& code) : code_(code), weigh_(code_.k
   code_.read(kDescription, &about_, sizeof about_);
   std::ranges::transform(about_.features, features_.begin(), [](const auto& name) { return name; });
   policy_ = {.needs = about_.needs,
+             .evicts = about_.evicts,
              .oldest_first = about_.oldest_first,
              .weighted = about_.weighted,
              .rank_type = about_.rank_type,

@@ -84,6 +84,7 @@ TEST_CASE("NVRTC and the host give equal descriptions of every registered header
         ++other.param_count;
         CHECK_FALSE(holds(code, other));
         CHECK(about.needs == known.needs);
+        CHECK(about.evicts == known.evicts);
         CHECK(about.oldest_first == known.oldest_first);
         CHECK(about.weighted == known.weighted);
         CHECK(about.slot_bytes == known.slot_bytes);
@@ -111,6 +112,7 @@ TEST_CASE("On the device, a policy from a header equals the registry's policy", 
             code_of("policies/" + std::string(known.header), current_architecture()));
         const DevicePolicy& own = held.policy();
         CHECK(own.needs == known.needs);
+        CHECK(own.evicts == known.evicts);
         CHECK(own.oldest_first == known.oldest_first);
         CHECK(own.weighted == known.weighted);
         CHECK(own.rank_type == known.rank_type);

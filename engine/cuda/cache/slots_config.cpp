@@ -38,6 +38,7 @@ kernels::DevicePolicy device_policy(const CudaDecoderOptions& options) {
   const PolicyEntry& entry = *options.entry();
   if (entry.source)
     return {.needs = entry.info.needs,
+            .evicts = entry.info.evicts,
             .weighted = entry.info.weighted,
             .slot_bytes = entry.slot_bytes,
             .params_bytes = entry.params_bytes};
