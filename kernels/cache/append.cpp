@@ -97,10 +97,12 @@ void KvCache::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool 
   if (config_.kernels.weighted) copy_weights();
 }
 
-/// Number of slots that the live and the new tokens need together.
+/// Number of slots that the live and the new tokens need together. If another append came between
+/// two layers, some layers already have the new tokens, and need no slots.
 std::uint32_t KvCache::appended_slots() const {
   std::uint32_t live = 0;
   each_head(append_.sequence, [&](std::uint32_t layer, std::size_t pair) {
+    if (counts(append_.sequence) && counts_of(layer, pair).fed > append_.fed) return;
     live = std::max(live, older(append_.sequence, layer, pair, append_.fed));
   });
   return live + append_.tokens;

@@ -157,6 +157,7 @@ void KvCache::count_append(int sequence, std::uint32_t layer, std::uint32_t toke
     Counts& own = counts_of(layer, pair);
     own.live -= surplus(layer, pair, false);
     own.append(tokens);
+    own.fed += tokens;
     append_to_tiers(layer, pair, tokens);
   });
 }

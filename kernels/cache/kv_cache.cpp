@@ -257,7 +257,7 @@ void KvCache::pretend(std::uint32_t tokens) {
     for (std::size_t pair = 0; pair < slots_.pairs(); ++pair) {
       const std::size_t at = first_pair + pair;
       const std::uint32_t live = slots_.older(layer, pair, tokens);
-      counts_of(layer, pair) = {{.live = live, .before = live, .max_live = live}};
+      counts_of(layer, pair) = {{.live = live, .before = live, .max_live = live}, 0, tokens};
       if (is_quantized()) {
         TierCounts& tiers = tiers_of(layer, pair) = TierCounts(slots_.tiers(layer, pair));
         tiers.fill(live);

@@ -292,6 +292,7 @@ class KvCache {
   /// Token counts of a pair that has modifiers, shared slots or a tier plan.
   struct Counts : LiveTokenCount {
     std::uint64_t max_bytes = 0;  ///< peak bytes on tiers
+    std::uint32_t fed = 0;        ///< number of tokens that were appended
   };
   /// The position of the first new token and the number of new tokens, which a compaction reads
   /// from device memory.

@@ -22,6 +22,7 @@ void KvCache::before_token(int sequence, std::uint32_t fed, LayerRange layers) {
     Counts& own = counts_of(layer, pair);
     own.live -= surplus(layer, pair, false);  // the step itself evicts these
     own.append(1);
+    own.fed = fed + 1;
     append_to_tiers(layer, pair, 1);
     count_bytes(layer, pair);
   });
