@@ -119,8 +119,8 @@ struct kvlab_kv_cache {
            sequence, layer, fed_of(layer, sequence), first);
     return first;
   }
-  void check_capacity(std::uint64_t tokens) const {
-    const std::uint32_t max_tokens = std::min(cache.slots().max_tokens(), kMaxTokens);
+  void check_capacity(std::size_t sequence, std::uint64_t tokens) const {
+    const std::uint32_t max_tokens = std::min(cache.slots().max_tokens(sequence), kMaxTokens);
     want(tokens <= max_tokens,
          "the sequence would have {} tokens, but the cache has slots for at most {}", tokens,
          max_tokens);
@@ -245,7 +245,7 @@ void kvlab_kv_cache::append(const kvlab_append_chunk& chunk) {
   want(chunk.count > 0 && chunk.count <= chunk.tokens && chunk.first <= chunk.tokens - chunk.count,
        "first is {}, count {}; count should be above 0, and first + count at most tokens, {}",
        chunk.first, chunk.count, chunk.tokens);
-  check_capacity(std::uint64_t{chunk.fed} + chunk.tokens);
+  check_capacity(sequence, std::uint64_t{chunk.fed} + chunk.tokens);
   if (chunk.tokens == 1 && cache.is_quantized()) return append_one_token(chunk);
 
   const CurrentAppend requested{chunk.sequence, chunk.fed, chunk.tokens, chunk.ends_prompt != 0};
@@ -345,7 +345,7 @@ void kvlab_kv_cache::begin_step(const unsigned char* decodes) {
          "append first",
          s);
     at[s] = want_whole(s);
-    check_capacity(std::uint64_t{at[s]} + 1);
+    check_capacity(s, std::uint64_t{at[s]} + 1);
   }
   if (!interleaves) forget_append();  // the step may overwrite the append's memory
   cache.reserve_for_steps();
@@ -408,7 +408,7 @@ void kvlab_kv_cache::begin_drafts(const std::uint32_t* tokens) {
     want(!is_chunked() || static_cast<std::size_t>(current.sequence) != s,
          "sequence {} has drafts, but is in the middle of an append; complete the append first", s);
     at[s] = want_whole(s);
-    check_capacity(std::uint64_t{at[s]} + tokens[s]);
+    check_capacity(s, std::uint64_t{at[s]} + tokens[s]);
   }
   const std::vector<std::uint32_t> counts(tokens, tokens + sequences);
   want(std::ranges::any_of(counts, [](std::uint32_t count) { return count > 0; }),
@@ -446,8 +446,9 @@ void kvlab_kv_cache::accept_drafts(const std::uint32_t* accepted) {
   cache.accept_drafts(counts);
   for (std::size_t s = 0; s < sequences; ++s) {
     if (drafted[s] == 0) continue;
+    appended[s] = true;  // even if no token is accepted, because begin_drafts() has evicted
+    if (counts[s] == 0) continue;
     fed_before[s] = fed_of(0, s);
-    appended[s] = true;
     for (std::size_t layer = 0; layer < layers; ++layer) fed_of(layer, s) += counts[s];
   }
   drafted.clear();

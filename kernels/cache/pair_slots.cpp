@@ -125,14 +125,15 @@ void PairSlots::share(std::uint32_t layer, std::size_t sequence,
   }
 }
 
-std::uint32_t PairSlots::max_tokens() const {
-  for (std::size_t at = 0; at < own_.size(); ++at) {
-    const Modifiers& own = modifiers(at % pairs());
+std::uint32_t PairSlots::max_tokens(std::size_t sequence) const {
+  const Modifiers& own = modifiers_[sequence];
+  std::uint32_t tokens = kUnlimited;
+  each_pair(sequence, [&](std::size_t at) {
     const std::uint32_t budget = own_[at].budget;
     if (budget == kUnlimited || own.once || own.capacity(budget, appended_) > max_tokens_)
-      return max_tokens_;
-  }
-  return kUnlimited;
+      tokens = max_tokens_;
+  });
+  return tokens;
 }
 
 std::uint32_t PairSlots::older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const {

@@ -59,9 +59,9 @@ class PairSlots {
   const Modifiers& modifiers(std::size_t pair) const { return modifiers_[pair / kv_heads_]; }
   /// [layer, pair]: offset in slots from the start of the cache.
   const std::vector<std::int64_t>& first_slots() const { return first_slots_; }
-  /// Maximum number of tokens of a sequence; unlimited if every pair has enough slots for the
-  /// tokens that its budget keeps.
-  std::uint32_t max_tokens() const;
+  /// Maximum number of tokens of the sequence; unlimited if each of its pairs has enough slots for
+  /// the tokens that the pair's budget keeps.
+  std::uint32_t max_tokens(std::size_t sequence) const;
   /// Number of tokens that are still live when new ones are appended after `fed` tokens, if the
   /// sequence has no modifiers.
   std::uint32_t older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;

@@ -24,21 +24,23 @@ constexpr int kLayers = 2, kHeads = 2, kQueryHeads = 4, kSize = 64, kSequences =
 constexpr std::size_t kPairs = kLayers * kSequences * kHeads;
 
 struct Setup {
-  std::uint32_t budget = 24;
+  const char* policy = "h2o";
+  std::uint32_t budget = 24, sinks = 2, recent = 8;
   std::vector<kvlab_tier> tiers = {};  ///< of each pair
   std::uint32_t every = 1;
   bool interleaves = false;
   std::uint32_t draft_tokens = 0;
+  std::uint32_t longest = 0;
 };
 
-/// A cache with three sequences under h2o.
+/// A cache with three sequences.
 class Cache {
  public:
   explicit Cache(const Setup& setup = {}) {
     const std::vector<float> inv_freq(kSize / 2, 1.0f);
     const kvlab_rope rope{inv_freq.data(), kSize, 1};
     const std::vector<kvlab_layer> layers(kLayers, {.number = 0, .softmax_scale = 0.125f});
-    const std::vector<kvlab_rule> rules(kPairs, {setup.budget, 2, 8, 0});
+    const std::vector<kvlab_rule> rules(kPairs, {setup.budget, setup.sinks, setup.recent, 0});
     std::vector<kvlab_tier> tiers;
     for (std::size_t pair = 0; pair < kPairs; ++pair)
       tiers.insert(tiers.end(), setup.tiers.begin(), setup.tiers.end());
@@ -53,19 +55,22 @@ class Cache {
                                        .tier_count = static_cast<int>(setup.tiers.size()),
                                        .layers = layers.data(),
                                        .ropes = &rope,
-                                       .policy = kvlab_find_policy("h2o"),
+                                       .policy = kvlab_find_policy(setup.policy),
                                        .rules = rules.data(),
                                        .tiers = tiers.data(),
                                        .threshold16 = 655,
                                        .tokens = 1000,
+                                       .longest = setup.longest,
                                        .every = setup.every,
                                        .interleaves_appends = setup.interleaves,
                                        .draft_tokens = setup.draft_tokens};
-    REQUIRE(kvlab_kv_cache_create(&config, nullptr, &cache_) == cudaSuccess);
+    refusal_ = why(kvlab_kv_cache_create(&config, nullptr, &cache_));
   }
   ~Cache() { kvlab_kv_cache_destroy(cache_); }
   Cache(const Cache&) = delete;
 
+  /// The reason if the cache could not be created, and otherwise "".
+  const std::string& refusal() const { return refusal_; }
   kvlab_append_chunk chunk(int sequence, int layer, std::uint32_t fed, std::uint32_t tokens) {
     return {.struct_size = sizeof(kvlab_append_chunk),
             .sequence = sequence,
@@ -142,6 +147,7 @@ class Cache {
 
   std::vector<float> rows_ = std::vector<float>(std::size_t{4096} * 1024);
   kvlab_kv_cache* cache_ = nullptr;
+  std::string refusal_;
 };
 
 using Counts = std::vector<std::uint32_t>;
@@ -311,6 +317,21 @@ TEST_CASE("Drafts fit into the slots after any number of steps") {
   }
 }
 
+TEST_CASE("Drafts that are all rejected do not count as evictions") {
+  for (const std::uint32_t every : {1u, 4u}) {
+    Cache cache({.every = every, .draft_tokens = 6});
+    CHECK(cache.append(0, 0, 10) == "");
+    CHECK(cache.drafts({3, 0, 0}, {0, 0, 0}) == "");
+    CHECK(cache.info(0).evictions == 0);
+    CHECK(cache.append(0, 10, 30) == "");
+    CHECK(cache.step({1, 0, 0}) == "");
+    const std::uint64_t before = cache.info(0).evictions;
+    CHECK(before == kLayers * kHeads * 17);
+    CHECK(cache.drafts({3, 0, 0}, {0, 0, 0}) == "");
+    CHECK(cache.info(0).evictions == before);
+  }
+}
+
 TEST_CASE("A sequence says how many tokens it can append before it evicts") {
   Cache cache({.every = 4, .draft_tokens = 6});
   CHECK(cache.info(0).until_eviction == 24 + 3);
@@ -438,6 +459,40 @@ TEST_CASE("An append for which there is not enough memory changes nothing") {
   fake_cuda::set_memory(std::numeric_limits<std::size_t>::max());
   CHECK(cache.tokens() == Counts{10, 0, 0});
   CHECK(cache.append(1, 0, 900) == "");
+}
+
+TEST_CASE("With `longest`, appends whose layers take turns do not allocate") {
+  // 422 tokens may be live in a layer that has the append, so both layers together would need 723.
+  constexpr std::uint32_t kTokens = 300;
+  Cache cache({.every = 400, .longest = 423});
+  const std::size_t before = fake_cuda::allocated();
+  for (int layer = 0; layer < kLayers; ++layer)
+    for (int sequence = 0; sequence < kSequences; ++sequence)
+      CHECK(cache.append(cache.chunk(sequence, layer, 0, kTokens)) == "");
+  CHECK(cache.tokens() == Counts{kTokens, kTokens, kTokens});
+  CHECK(fake_cuda::allocated() == before);
+}
+
+TEST_CASE("The maximum length of a sequence depends on its own budgets only") {
+  // With 20 draft tokens, a budget of 995 tokens would need more than the 1,000 slots that `tokens`
+  // gives a pair.
+  Cache cache({.budget = 995, .draft_tokens = 20});
+  const std::vector<kvlab_rule> rules(kLayers * kHeads, {12, 2, 4, 0});
+  const kvlab_sequence_settings settings{.struct_size = sizeof settings, .rules = rules.data()};
+  CHECK(cache.start(1, &settings) == "");
+  CHECK(cache.append(1, 0, 900) == "");
+  CHECK(cache.append(1, 900, 900) == "");
+  CHECK(cache.append(0, 0, 900) == "");
+  CHECK_THAT(cache.append(0, 900, 101), ContainsSubstring("has slots for at most 1000"));
+}
+
+TEST_CASE("A policy that never evicts is refused with a budget") {
+  CHECK_THAT(Cache({.policy = "full"}).refusal(),
+             ContainsSubstring("rules[0].budget is 24, but the policy never evicts"));
+  Cache cache({.policy = "full", .budget = UINT32_MAX, .sinks = 0, .recent = 0});
+  CHECK(cache.refusal() == "");
+  CHECK(cache.append(0, 0, 40) == "");
+  CHECK(cache.info(0).evictions == 0);
 }
 
 namespace {
