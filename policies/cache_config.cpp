@@ -300,11 +300,11 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
   const std::uint32_t prompt = config.policy.protected_prompt_tokens();
   resolved.budget_tokens = config.budget_in_tokens(length, model.head_size) + prompt;
   resolved.head_budgets = budgets_by_head(config, length, policy_layers);
+  resolved.requested_tokens = resolved.head_budgets.empty() ? resolved.budget_tokens - prompt
+                                                            : mean_budget(resolved.head_budgets);
   for (auto& layer : resolved.head_budgets)
     for (std::uint32_t& own : layer)
       if (own != kNoBudget) own += prompt;
-  resolved.requested_tokens =
-      resolved.head_budgets.empty() ? resolved.budget_tokens : mean_budget(resolved.head_budgets);
   for (const auto& layer : resolved.head_budgets)
     if (layer.front() != kNoBudget)
       resolved.budget_tokens = std::max(resolved.budget_tokens, std::ranges::max(layer));

@@ -89,7 +89,8 @@ struct ResolvedConfig : CacheConfig {
       kNoBudget;  ///< the largest budget of all heads; kNoBudget: no eviction
   ProtectedTokens protected_tokens = {};  ///< resolved for budget_tokens
   HeadBudgets head_budgets = {};          ///< empty: all heads have budget_tokens
-  /// The requested budget as the mean over heads, in 16-bit tokens. kNoBudget: no eviction.
+  /// The requested budget as the mean over heads, in 16-bit tokens. With `prompt`, it counts only
+  /// the tokens after the prompt. kNoBudget: no eviction.
   std::uint32_t requested_tokens = kNoBudget;
   std::vector<std::uint32_t> layer_numbers = {};  ///< layer numbers of the model; empty: 0, 1, 2, …
   /// Tier slots by budget. Empty: one 16-bit tier.

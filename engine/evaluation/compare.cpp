@@ -212,6 +212,12 @@ Comparison compare(std::vector<ScoreSet> sets, const std::string& metric) {
           "that all of its runs have",
           sets.front().name, sets.front().sequences, set.name, set.sequences);
   }
+  for (const ScoreSet& set : sets)
+    if (set.scored != sets.front().scored && comparison.warning.empty())
+      comparison.warning = fmt::format(
+          "the runs did not score the same: {} scored {}, and {} scored {}; rows are compared only "
+          "if they were scored on the same",
+          sets.front().name, sets.front().scored, set.name, set.scored);
   comparison.together = {.kind = sets.front().kind,
                          .name = fmt::format("{}", fmt::join(comparison.names, ", ")),
                          .note = sets.front().note};

@@ -94,13 +94,6 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
   return sequences;
 }
 
-/// The budget in tokens, as the mean over heads. Includes prompt tokens that the policy protects in
-/// addition to the budget.
-std::uint32_t budget_tokens_of(const CacheConfig& config, std::uint32_t length,
-                               std::uint32_t head_size) {
-  return config.budget_in_tokens(length, head_size) + config.policy.protected_prompt_tokens();
-}
-
 /// Which sequences are also contained in a longer text.
 Overlaps overlaps_of(const Sequences& sequences, const EvalOptions& options) {
   std::vector<TextPiece> pieces;
@@ -282,12 +275,11 @@ Evaluation evaluate(const ModelConfig& model, const SweepRunner& run_sweep,
   for (std::string& line : short_text_warnings(scored, names))
     result.notes.push_back(std::move(line));
   for (std::size_t c = 0; c < configs.size(); ++c)
-    result.scores.push_back(
-        score_of(configs[c],
-                 configs[c].evicts()
-                     ? budget_tokens_of(configs[c].at_prompt(prompt), length, model.head_size)
-                     : length,
-                 c, scored, result, options.block_tokens));
+    result.scores.push_back(score_of(
+        configs[c],
+        configs[c].evicts() ? configs[c].at_prompt(prompt).budget_in_tokens(length, model.head_size)
+                            : length,
+        c, scored, result, options.block_tokens));
   return result;
 }
 

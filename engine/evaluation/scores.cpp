@@ -62,10 +62,19 @@ std::string text_of(const json& value) {
   return value.is_string() ? value.get<std::string>() : "?";
 }
 
+/// Which queries and layers a replay measured.
+std::string scored_by(const RunInfo& info) {
+  const std::string_view queries =
+      info.queries == Queries::decode ? "queries of decoded tokens" : "all queries";
+  if (info.layers.empty()) return fmt::format("{}, all layers", queries);
+  return fmt::format("{}, layers {}", queries, fmt::join(info.layers, ","));
+}
+
 ScoreSet scores_of_run(const std::filesystem::path& folder) {
   const Run run = load_run(folder);
   ScoreSet set{.kind = "replay",
                .headline = std::string(best_metric(run.rows)),
+               .scored = scored_by(run.info),
                .note = "Offline replay: queries and keys come from the full-cache run."};
   std::map<std::string, const RunTrace*> traces;
   for (const RunTrace& trace : run.info.traces) {
@@ -78,7 +87,9 @@ ScoreSet scores_of_run(const std::filesystem::path& folder) {
     const auto [place, added] =
         places.try_emplace(trace.weights_xxh3 + trace.model, set.groups.size());
     if (added) set.groups.push_back({trace.model, {}});
-    row.trace += " " + trace.hash;  // rows of one sequence are paired by the hash
+    row.trace += " " + trace.hash;
+    // Rows are paired by this text: those of one sequence, over the same queries and layers.
+    row.text = fmt::format("{}, {}", trace.hash, set.scored);
     set.groups[place->second].rows.push_back(std::move(row));
   }
   set.metrics = present(all_metrics(), run.rows);
@@ -124,6 +135,8 @@ ScoreSet scores_of_eval(const std::filesystem::path& folder) {
                    "layers see.",
                .file = top,
                .path = file};
+  set.scored = fmt::format("{} tokens", fields.whole("tokens"));
+  if (fields.has("queries")) set.scored += fmt::format(", queries {}", fields.text("queries"));
   for (const json& text : fields.list("texts"))
     set.sequences += (set.sequences.empty() ? "" : ", ") + printable(text_of(text));
   auto rows = parse_score_rows(read_text_file(csv, kMaxScoresBytes), csv);
@@ -137,6 +150,10 @@ ScoreSet scores_of_eval(const std::filesystem::path& folder) {
   for (ResultRow& row : rows) {
     if (row.trace == kAllTexts && by_text.contains(row.metric)) continue;
     if (row.trace == kAllTexts) row.trace = set.sequences;
+    // Rows are paired by this text. Evaluations that scored different numbers of tokens of a text
+    // scored different tokens.
+    row.text = fmt::format("{}, {} tokens", row.trace, row.count);
+    if (fields.has("queries")) row.text += ", " + fields.text("queries");
     set.groups.front().rows.push_back(std::move(row));
   }
   if (fields.has("recommendations")) add_recommendations(set, fields);
@@ -193,6 +210,11 @@ bool full_cache_scores(const std::vector<ResultRow>& rows, const std::string& me
   });
 }
 
+/// The value of a key of task.json on which the samples depend, as text.
+std::string samples_key(const json& top, const char* key) {
+  return top.contains(key) ? " " + top[key].dump() : "";
+}
+
 ScoreSet scores_of_task(const std::filesystem::path& folder) {
   const std::string file = (folder / kTaskJson).string(), csv = (folder / "task.csv").string();
   const auto top =
@@ -205,6 +227,8 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
                .file = top,
                .path = file};
   const std::string run_task = fields.text("task");
+  set.scored =
+      fmt::format("seed{}, samples{}", samples_key(*top, "seed"), samples_key(*top, "samples"));
   const std::string unit = top->contains("tasks") ? " tokens" : " words";  // RULER counts tokens
   const auto answers = answers_in(folder, run_task);
   std::map<std::string, std::size_t> places;
@@ -216,6 +240,11 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
     if (const auto found = answers.find(task_key(own, task, words, depth, row.metric));
         found != answers.end())
       row.blocks = found->second;
+    // Rows are paired by this text: those of the same samples.
+    row.text = set.scored + samples_key(*top, "text_xxh3") + samples_key(*top, "word_lists_xxh3");
+    if (task == run_task) row.text += samples_key(*top, "tasks");
+    if (words == "all") row.text += samples_key(*top, "words");
+    if (depth == "all") row.text += samples_key(*top, "depths");
     const std::string name = fmt::format(
         "{}, {}, {}, {}{}", model, own.text("mode"), words == "all" ? "all lengths" : words + unit,
         depth == "all" ? "all depths" : "depth " + depth, task == run_task ? "" : ", " + task);
@@ -319,9 +348,13 @@ std::vector<Recommendation> recommendations_for(const ScoreSet& set, const Metri
   const MetricTable metric_table(set.groups.front().rows);
   auto made = recommendations_of(metric_table, metric, 0, set.note);
   if (set.kind == "task")
-    for (Recommendation& one : made)
+    for (Recommendation& one : made) {
       for (const ResultRow& row : set.groups.front().rows)
         if (row.metric == metric.name) one.scope.samples = row.count;
+      // A row of a task has no number of tokens for a share of the prompt or for bytes.
+      if (one.scope.budget.find_first_not_of("0123456789") != std::string::npos)
+        one.scope.filled.clear();
+    }
   return made;
 }
 

@@ -24,7 +24,10 @@ struct ScoreSet {
   std::vector<MetricInfo> metrics;
   std::string headline;   ///< the metric by which policies are ranked
   std::string sequences;  ///< what the metrics were measured on, for people to read
-  std::string note;       ///< for example "offline replay"
+  /// Which of the sequences' queries, tokens or samples were scored, for people to read. Rows of
+  /// two sets are paired only if both scored the same ones.
+  std::string scored = {};
+  std::string note;  ///< for example "offline replay"
   /// eval.json or task.json and its path; null for a replay.
   std::shared_ptr<const nlohmann::json> file = {};
   std::string path = {};

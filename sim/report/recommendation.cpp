@@ -476,15 +476,21 @@ Recommendation recommendation_from(const JsonFields& fields) {
   const double sign = made.scope.higher_is_better ? -1 : 1;
   const std::string choice = fields.text("choice"),
                     runner_up = fields.has("runner_up") ? fields.text("runner_up") : "";
+  std::optional<std::size_t> chosen;
   for (const JsonFields& one : fields.objects("order")) {
     const std::size_t c = made.candidates.size();
     made.candidates.push_back(candidate_from(one, sign));
     made.order.push_back(c);
     made.from_lowest.push_back(difference_from(one.object("from_lowest")));
     made.from_choice.push_back(difference_from(one.object("from_choice")));
-    if (made.candidates[c].name == choice) made.choice = c;
-    if (fields.has("runner_up") && made.candidates[c].name == runner_up) made.runner_up = c;
+    // In files of older versions, several candidates may have the same name.
+    const std::string& name = made.candidates[c].name;
+    if (name == choice && !chosen)
+      chosen = c;
+    else if (fields.has("runner_up") && name == runner_up && !made.runner_up)
+      made.runner_up = c;
   }
+  made.choice = chosen.value_or(0);
   if (made.order.empty()) fields.refuse("order", "it should hold candidates");
   for (const JsonFields& one : fields.objects("over_budget")) {
     made.over_budget.push_back(made.candidates.size());

@@ -1,8 +1,13 @@
 #include "sim/run/comparison.hpp"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
+#include <map>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -92,6 +97,30 @@ std::vector<std::size_t> frontier_of(const std::vector<Candidate>& candidates,
 
 }  // namespace
 
+void make_names_different(std::vector<Candidate>& candidates,
+                          std::span<const CacheConfig* const> configs) {
+  std::map<std::string, std::vector<std::size_t>> same_name;
+  for (std::size_t c = 0; c < candidates.size(); ++c) same_name[candidates[c].name].push_back(c);
+  const auto texts_of = [&](std::size_t c) {
+    const CacheConfig& config = *configs[c];
+    return std::array{"at " + config.budget_text(), config.prefill.text(),
+                      fmt::format("{} positions", name_of(config.positions)),
+                      fmt::format("seed {}", config.seed)};
+  };
+  for (const auto& [name, same] : same_name) {
+    if (same.size() < 2) continue;
+    const auto first = texts_of(same.front());
+    for (const std::size_t c : same) {
+      const auto own = texts_of(c);
+      std::vector<std::string> parts;
+      for (std::size_t i = 0; i < own.size(); ++i)
+        if (std::ranges::any_of(same, [&](std::size_t s) { return texts_of(s)[i] != first[i]; }))
+          parts.push_back(own[i]);
+      if (!parts.empty()) candidates[c].name += fmt::format(" ({})", fmt::join(parts, ", "));
+    }
+  }
+}
+
 Recommendation recommend(std::vector<Candidate> candidates, ComparisonScope scope,
                          const DifferenceOf& difference, Frontier frontier) {
   if (candidates.empty())
@@ -135,6 +164,11 @@ std::size_t decisive_budget(std::span<const Recommendation> recommendations) {
     if (decides(one) != decides(best) ? decides(one) : distance(one) < distance(best)) found = b;
   }
   return found;
+}
+
+bool keeps_prompt(std::string_view params) {
+  const std::vector<std::string> settings = split_list(params, ':');
+  return std::ranges::find(settings, "prompt") != settings.end();
 }
 
 bool protected_tokens_fill(std::string_view policy, std::string_view params,

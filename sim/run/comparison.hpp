@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "policies/cache_config.hpp"
 #include "sim/live_counts.hpp"
 #include "sim/run/paired_scores.hpp"
 
@@ -28,6 +29,25 @@ struct Candidate {
   double error = 0;
   Memory memory = {};
 };
+
+/// The memory of a budget at which several candidates are compared: the largest memory of their
+/// budgets, because a tier plan leaves some bytes unused. A policy with `prompt` keeps the prompt
+/// in addition to its budget, so the others may not use that memory. It counts only if all
+/// candidates have `prompt`.
+class BudgetBytes {
+ public:
+  void add(double bytes, bool keeps_prompt) {
+    double& own = keeps_prompt ? with_prompt_ : without_prompt_;
+    own = own > bytes ? own : bytes;
+  }
+  double bytes() const { return without_prompt_ > 0 ? without_prompt_ : with_prompt_; }
+
+ private:
+  double with_prompt_ = 0, without_prompt_ = 0;
+};
+/// Whether a policy with these settings keeps the whole prompt. `params` has the form of the column
+/// `params` of results.csv.
+bool keeps_prompt(std::string_view params);
 
 /// The error of candidate `a` minus that of candidate `b`.
 using DifferenceOf = std::function<Difference(std::size_t a, std::size_t b)>;
@@ -85,6 +105,13 @@ struct Recommendation {
 
 /// Whether to compute Recommendation::frontier, for which all pairs of candidates are compared.
 enum class Frontier { compute, skip };
+
+/// Makes the names of candidates different, because a stored recommendation identifies candidates
+/// by their names. `configs` are the candidates' configurations. Appends to equal names the budget,
+/// the prefill mode, the positions and the seed, each only if the configurations of the name differ
+/// in it, as in "h2o (stream)".
+void make_names_different(std::vector<Candidate>& candidates,
+                          std::span<const CacheConfig* const> configs);
 
 /// Recommends one of the eligible candidates: those whose peak memory is at most 1.02 times
 /// `scope.budget_bytes`. By default, this is the candidate with the lowest mean. Exception: some

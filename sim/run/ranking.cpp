@@ -197,11 +197,14 @@ void place(Ranking& ranking, const MetricTable& metric_table, std::string_view b
     add(c, {.mean = std::numeric_limits<double>::quiet_NaN()}, false, true);
 }
 
-/// Memory of the full cache over decoded queries; 0 if unknown.
+/// Memory of the full cache over decoded queries; 0 if unknown. A run may also have full caches
+/// with quantized tokens. The largest one is that in 16 bit.
 double full_bytes(const MetricTable& metric_table, std::string_view budget) {
+  double bytes = 0;
   for (std::size_t s = 0; s < metric_table.series().size(); ++s)
-    if (metric_table.series()[s].is_full()) return metric_table.memory(s, budget).mean;
-  return 0;
+    if (metric_table.series()[s].is_full())
+      bytes = std::max(bytes, metric_table.memory(s, budget).mean);
+  return bytes;
 }
 
 }  // namespace
@@ -211,6 +214,7 @@ Ranking rank_policies(const MetricTable& metric_table, std::string_view budget,
   Ranking ranking;
   const double sign = metric.higher_is_better ? -1 : 1;
   std::vector<Candidate> candidates;
+  BudgetBytes budget_bytes;
   ComparisonScope scope{.budget = std::string(budget),
                         .full_bytes = full_bytes(metric_table, budget),
                         .metric = std::string(metric.label),
@@ -221,7 +225,7 @@ Ranking rank_policies(const MetricTable& metric_table, std::string_view budget,
     const auto score = metric_table.average(s, budget, metric.name);
     if (!score) continue;
     if (const auto bytes = metric_table.average(s, budget, "budget_bytes"))
-      scope.budget_bytes = std::max(scope.budget_bytes, bytes->mean);
+      budget_bytes.add(bytes->mean, keeps_prompt(series.params));
     ranking.series.push_back(s);
     candidates.push_back({.name = series.label,
                           .error = sign * score->mean,
@@ -232,6 +236,7 @@ Ranking rank_policies(const MetricTable& metric_table, std::string_view budget,
     scope.texts = std::max(scope.texts, score->texts);
   }
   if (candidates.empty()) return ranking;
+  scope.budget_bytes = budget_bytes.bytes();
   const auto difference = [&](std::size_t a, std::size_t b) {
     const auto found =
         metric_table.difference(ranking.series[a], ranking.series[b], budget, metric.name);

@@ -596,8 +596,7 @@ std::vector<CacheConfig> add_references(std::vector<CacheConfig> sweep, bool ref
       if (!config.budget.all &&
           known.insert({std::string(name), config.budget.text(), config.prefill.chunk}).second)
         add(config, name, config.budget);
-  const auto is_full = [](const CacheConfig& config) { return config.policy.name == "full"; };
-  if (std::ranges::none_of(requested, is_full))
+  if (std::ranges::none_of(requested, &CacheConfig::is_full))
     add(requested.empty() ? CacheConfig{} : requested.front(), "full", {.extent = {}, .all = true});
   return sweep;
 }

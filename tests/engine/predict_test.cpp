@@ -295,6 +295,17 @@ TEST_CASE("the buffers of a run are its policies and budgets, without the full c
   CHECK_THROWS_WITH(buffers_of(std::vector{rows[0]}), ContainsSubstring("--refetch"));
 }
 
+TEST_CASE("a share of the length is a buffer of the longest trace's tokens") {
+  std::vector<ResultRow> rows{rate_row("short", "lru", "64", 0.04),
+                              rate_row("long", "lru", "64", 0.01)};
+  rows[0].budget = rows[1].budget = "20%";
+  rows[0].budget_tokens = 40, rows[1].budget_tokens = 160;
+  const std::vector<BufferChoice> buffers = buffers_of(rows);
+  REQUIRE(buffers.size() == 1);
+  CHECK(buffers[0].buffer == 160);
+  CHECK(buffers[0].fetch_rate == Approx(0.025));
+}
+
 TEST_CASE("the recommended buffer is the fastest one that fits and can be deployed") {
   const DecodeCost cost(config_of("llama-3.1-8b"), straight_link(6e-6));
   BufferChoice oracle = buffer_of(4096, 0.01);

@@ -102,7 +102,7 @@ TEST_CASE("the setting prompt keeps the first prompt in addition to every budget
   const auto protected_tokens = [&](const std::string& policy) {
     const ResolvedConfig config = resolve(requested(policy, "20").at_prompt(30), 1000);
     CHECK(config.budget_tokens == 50);
-    CHECK(config.requested_tokens == 50);
+    CHECK(config.requested_tokens == 20);  // without the prompt
     return std::pair(config.protected_tokens.sinks, config.protected_tokens.recent);
   };
   CHECK(protected_tokens("h2o:prompt") == std::pair(30u, 10u));
@@ -111,6 +111,7 @@ TEST_CASE("the setting prompt keeps the first prompt in addition to every budget
   const ResolvedConfig own =
       resolve(requested("lru:prompt", "pyramid(20)").at_prompt(30), 99, 0, {3, 2});
   CHECK(own.head_budgets == HeadBudgets{{69, 69}, {50, 50}, {31, 31}});
+  CHECK(own.requested_tokens == 20);
   CHECK(own.head_config(2, 0).protected_tokens.sinks == 30);
   CacheConfig exempt = requested("lru:prompt", "20");
   exempt.budget = budget_of_heads({{kNoBudget, kNoBudget}, {20, 9}});

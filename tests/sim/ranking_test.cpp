@@ -68,6 +68,24 @@ TEST_CASE("over several traces, standard errors come from each trace's mean or p
   CHECK(order(metric_table, rank_policies(metric_table, "64", nll())) == "h2o= sink ");
 }
 
+TEST_CASE("the memory of the full cache is that in 16 bit, for every order of the sweep") {
+  const MadeUp quantized{"full", "tiers=4", 0, 0}, exact{"full", "", 0, 0},
+      h2o{"h2o", "", 0.3, 0.1};
+  for (const auto& policies :
+       {std::vector{quantized, exact, h2o}, std::vector{h2o, exact, quantized}}) {
+    Run run = made_up_run(policies);
+    for (const MadeUp& policy : policies) {
+      const bool full = policy.policy == "full";
+      run.rows.push_back(made_up_row(policy, "trace0", full ? "all" : "64", "kv_bytes_mean",
+                                     !full                   ? 64e3
+                                     : policy.params.empty() ? 1e6
+                                                             : 28e4));
+    }
+    const Ranking ranking = rank_policies(MetricTable(run.rows), "64", nll());
+    CHECK(ranking.recommendation.scope.full_bytes == 1e6);
+  }
+}
+
 TEST_CASE("a trace that appears under two names counts once") {
   Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 2);
   for (ResultRow& row : run.rows) row.text = "the same";

@@ -58,6 +58,43 @@ for command in fidelity tune; do
   silent_of "trained on" ${command}1024.err
 done
 
+# With `prompt` the budget counts the tokens after the prompt, so the deployed budget is the requested one.
+"$kvlab" replay --trace of60 --policy h2o:prompt,window:prompt --budget 32 --out keeps >/dev/null 2>&1
+"$kvlab" deploy keeps --budget 32 --out keeps.json >/dev/null 2>&1
+grep -q '"budget": 32,' keeps.json || fail "a deployed budget includes the prompt: $(cat keeps.json)"
+
+# A share of the bytes is deployed in bytes, which a tier plan uses entirely.
+"$kvlab" replay --trace of60 --policy h2o,window --tiers 4 --budget 10%bytes --out bytes >/dev/null 2>&1
+"$kvlab" deploy bytes --budget 10%bytes --out bytes.json >/dev/null 2>&1
+grep -qE '"budget": "[0-9]+(B|KiB)",' bytes.json || fail "a budget in bytes is deployed in tokens: $(cat bytes.json)"
+
+# Only the full cache in 16 bit is the full cache with which memory is compared.
+"$kvlab" replay --trace of60 --policy h2o --budget 32 --out plain >plain.out 2>/dev/null
+"$kvlab" replay --trace of60 --policy full,h2o --tiers 4 --budget 32 --out four >four.out 2>/dev/null
+[ "$(grep '^Full cache' plain.out)" = "$(grep '^Full cache' four.out)" ] || fail "a 4-bit cache is called the full cache"
+
+# Runs that scored other queries, tokens or samples are not paired.
+"$kvlab" replay --trace of60 --policy h2o --budget 32 --queries all --out all >/dev/null 2>&1
+"$kvlab" replay --trace of60 --policy h2o --budget 32 --layers 1 --out layer >/dev/null 2>&1
+for other in all layer; do
+  "$kvlab" compare plain $other >pairs.out 2>pairs.err
+  prints "the runs did not score the same: plain scored queries of decoded tokens, all layers" pairs.err
+  prints "differences cannot be paired" pairs.out
+done
+for tokens in 150 200; do
+  "$kvlab" eval --model "$tiny" --text a.txt --policy h2o --budget 32 --max-tokens $tokens --device cpu --out eval$tokens \
+    >/dev/null 2>&1
+done
+"$kvlab" compare eval150 eval200 >pairs.out 2>pairs.err
+prints "differences cannot be paired" pairs.out
+for samples in 2 3; do
+  "$kvlab" task recall --model "$tiny" --policy window --budget 16 --words 12 --samples $samples --device cpu \
+    --out recall$samples >/dev/null 2>&1
+done
+"$kvlab" compare recall2 recall3 >pairs.out 2>pairs.err
+prints "differences cannot be paired" pairs.out
+silent_of "not significant" pairs.out
+
 # The full cache answers no question right, so the share of right answers is 0 for every configuration. Therefore log p
 # decides, also on the page.
 "$kvlab" task passkey --model "$tiny" --policy h2o,sink --budget 32 --words 60 --depth 50% --samples 8 --device cpu --out task \

@@ -8,11 +8,13 @@
 #include "engine/evaluation/eval/score.hpp"
 #include "engine/evaluation/pages.hpp"
 #include "engine/evaluation/scores.hpp"
+#include "sim/report/recommendation.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
 
 namespace kvlab {
 namespace {
@@ -289,6 +291,44 @@ TEST_CASE("Peak memory over decoded queries decides which configurations are eli
   CHECK(std::ranges::any_of(warnings, [](const std::string& line) {
     return line.starts_with("h2o:sinks=4:recent=4 at 8 tokens: the protected tokens fill");
   }));
+}
+
+TEST_CASE("Candidates that differ only in prefill or positions have different names") {
+  const CacheConfig dense{.policy = parse_policy("h2o"), .budget = parse_budget("8")};
+  CacheConfig stream = dense, cache = dense;
+  stream.prefill = parse_prefill("stream"), cache.positions = Positions::cache;
+  const Evaluation evaluation = invented_evaluation(1, {dense, stream, cache});
+  const Recommendation made = evaluation.judge_budget("8").recommendation;
+  std::vector<std::string> names;
+  for (const Candidate& one : made.candidates) names.push_back(one.name);
+  CHECK(names == std::vector<std::string>{"h2o (dense, original positions)",
+                                          "h2o (stream, original positions)",
+                                          "h2o (dense, cache positions)"});
+  nlohmann::json json;
+  json["list"] = nlohmann::json::array({nlohmann::json(recommendation_json(made))});
+  const Recommendation read = recommendations_from(JsonFields(json, "test"), "list").front();
+  CHECK(read.candidates[read.choice].name == made.chosen_candidate().name);
+  CHECK(read.mean(read.choice) == made.mean(made.choice));
+}
+
+TEST_CASE("A policy that keeps the prompt has the same budget as others, and is over it") {
+  std::vector<CacheConfig> configs;
+  for (const char* policy : {"h2o:prompt", "h2o", "window:prompt"})
+    configs.push_back({.policy = parse_policy(policy), .budget = parse_budget("8")});
+  const Evaluation evaluation = invented_evaluation(1, configs);
+  CHECK(evaluation.budgets() == std::vector<std::string>{"8"});
+  for (std::size_t c = 1; c < 4; ++c) CHECK(evaluation.scores[c].budget_tokens == 8);
+  const Evaluation::Judgement judgement = evaluation.judge_budget("8");
+  const Recommendation& made = judgement.recommendation;
+  REQUIRE(made.order.size() == 1);
+  CHECK(made.chosen_candidate().name == "h2o");
+  CHECK(made.over_budget.size() == 2);
+
+  // If all policies keep the prompt, their budgets include its memory.
+  configs.erase(configs.begin() + 1);
+  const auto alone = invented_evaluation(1, configs).judge_budget("8");
+  CHECK(alone.recommendation.order.size() == 2);
+  CHECK_FALSE(alone.recommendation.none_eligible);
 }
 
 TEST_CASE("Percentiles are over single tokens, and the standard deviation is over texts") {

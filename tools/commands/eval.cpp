@@ -1,4 +1,5 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -135,17 +136,24 @@ std::string short_label(const EvalScore& score) {
   return fmt::format("{}... ({:.2f} bits)", label.substr(0, kLongest - 14), tier_plan.mean_bits());
 }
 
-/// The names in the first column: the policy and, if the table has both kinds of positions, its
-/// positions.
+/// The names in the first column: the policy and, if the table has several, its positions and its
+/// prefill mode.
 std::vector<std::string> row_names(const std::vector<EvalScore>& scores) {
   const bool has_both = std::ranges::any_of(scores, [&](const EvalScore& score) {
     return score.config.positions != scores.front().config.positions;
   });
+  const bool has_prefills = std::ranges::any_of(scores, [&](const EvalScore& score) {
+    return score.config.evicts() &&
+           score.config.prefill.chunk != scores.back().config.prefill.chunk;
+  });
   std::vector<std::string> names;
-  for (const EvalScore& score : scores)
-    names.push_back(
-        has_both ? fmt::format("{} ({})", short_label(score), name_of(score.config.positions))
-                 : short_label(score));
+  for (const EvalScore& score : scores) {
+    std::vector<std::string> parts;
+    if (has_prefills && score.config.evicts()) parts.push_back(score.config.prefill.text());
+    if (has_both) parts.emplace_back(name_of(score.config.positions));
+    names.push_back(short_label(score));
+    if (!parts.empty()) names.back() += fmt::format(" ({})", fmt::join(parts, ", "));
+  }
   return names;
 }
 
@@ -241,14 +249,21 @@ void print_recommendations(const Evaluation& evaluation, const std::string& out)
   const std::vector<Recommendation> made = evaluation.recommendations();
   if (made.empty()) return;
   fmt::print("\n{}", recommendations_text(made));
-  const Recommendation& decisive = made[decisive_budget(made)];
-  const std::string &policy = decisive.chosen_candidate().name, &budget = decisive.scope.budget;
+  const auto [scores, decisive] = evaluation.judge_budget(made[decisive_budget(made)].scope.budget);
+  const CacheConfig& config = evaluation.scores[scores[decisive.choice]].config;
+  const std::string policy = config.policy.brief(), budget = config.budget.text();
   fmt::print("Next: kvlab generate --model DIR --prompt TEXT ");
-  if (evaluation.draft > 0)
+  if (evaluation.draft > 0) {
     fmt::print("--draft-policy {} --draft-budget {} --gamma {}\n", policy, budget,
                evaluation.draft);
-  else
-    fmt::print("--policy {} --budget {}\n", policy, budget);
+  } else {
+    const std::string_view quote = budget.find('(') != std::string::npos ? "'" : "";  // for a shell
+    fmt::print("--policy {} --budget {}{}{}", policy, quote, budget, quote);
+    if (config.prefill.chunk != 0) fmt::print(" --prefill {}", config.prefill.text());
+    if (config.positions != config.policy.entry->info.positions)
+      fmt::print(" --positions {}", name_of(config.positions));
+    fmt::print("\n");
+  }
   if (!out.empty()) fmt::print("Next: kvlab report {} --out eval.html\n", out);
 }
 

@@ -9,6 +9,7 @@
 #include "engine/evaluation/task/answers.hpp"
 #include "engine/evaluation/task/run.hpp"
 #include "policies/catalogue.hpp"
+#include "sim/budgets/budget_file.hpp"
 #include "sim/report/recommendation.hpp"
 #include "tools/command.hpp"
 #include "tools/options.hpp"
@@ -421,9 +422,14 @@ ordered_json job_of(const TaskRequest& request, const ordered_json& about, Devic
   ordered_json job = about, configs = ordered_json::array();
   for (const CacheConfig& config : request.configs) {
     const auto& source = config.policy.entry->source;
+    const auto& centre = config.policy.centre.constants;
     configs.push_back({config.policy.text(), source ? source->xxh3 : "", config.budget_text(),
                        config.prefill.text(), name_of(config.positions), config.seed,
                        config.threshold});
+    // The texts of a policy and of a budget only name their files, which may change.
+    if (centre) configs.back().push_back(centre->xxh3);
+    if (!config.budget.file.empty())
+      configs.back().push_back({config.budget.extent.tokens, budgets_json(config.budget.heads)});
   }
   job["policies"] = std::move(configs);
   if (const auto& features = request.configs.back().policy.feature_source)

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <set>
+#include <string>
 
 #include "engine/evaluation/tune/tune.hpp"
 #include "policies/catalogue.hpp"
@@ -95,13 +97,14 @@ std::vector<CacheConfig> variants(const Request& request, std::uint32_t tokens,
     }
   };
   std::exception_ptr first;
+  std::set<std::string> lines;  // a policy is named once, even if there are several tier plans
   for (const TierPlan& tier_plan : request.caches.tier_plans)
     for (const std::string& name : names) try {
         add_variants(name, tier_plan);
       } catch (const BudgetTooSmall& error) {
-        if (!first && leave_out)
-          leave_out(fmt::format("left out at budget {}: {}; {}", request.budget.text(),
-                                error.what(), error.remedy()));
+        const std::string line = fmt::format("left out at budget {}: {}; {}", request.budget.text(),
+                                             error.what(), error.remedy());
+        if (lines.insert(line).second && leave_out) leave_out(line);
         if (!first) first = std::current_exception();
       }
   if (sweep.empty() && first) std::rethrow_exception(first);

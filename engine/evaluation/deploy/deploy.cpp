@@ -64,8 +64,11 @@ Budget budget_of(const RunInfo& info, const BudgetColumn& column) {
   Budget budget{.extent = tokens(column.min_tokens)};
   if (column.text.starts_with('@')) return budget;
   const Budget requested = parse_budget(column.text);
-  budget.split = requested.split, budget.bytes = requested.bytes,
-  budget.in_bytes = requested.bytes > 0;
+  budget.split = requested.split, budget.in_bytes = requested.in_bytes;
+  if (requested.in_bytes) {
+    const auto& shortest = std::ranges::min(info.traces, {}, &RunTrace::tokens);
+    budget.bytes = requested.bytes_of(shortest.tokens, shortest.head_size);
+  }
   return budget;
 }
 

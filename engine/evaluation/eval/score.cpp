@@ -18,6 +18,8 @@
 namespace kvlab {
 namespace {
 
+constexpr std::string_view kAnyBudget = "any budget";
+
 /// One configuration's scores by blocks of `tokens` tokens. A block contains the tokens at the same
 /// indices of all sequences, except sequences that a longer text contains.
 std::vector<EvalBlock> blocks_of(std::size_t c, const ScoredSequences& sequences,
@@ -244,14 +246,23 @@ Evaluation::Judgement Evaluation::judge(std::vector<std::size_t> which,
   };
   if (!scores.front().config.evicts()) scope.full_bytes = scores.front().memory.mean;
   std::vector<Candidate> candidates;
+  BudgetBytes budget_bytes;
+  const bool is_any_budget = budget == kAnyBudget;
   for (const std::size_t s : judgement.scores) {
     const EvalScore& score = scores[s];
-    candidates.push_back({.name = score.label(), .error = error(s), .memory = score.memory});
-    scope.budget_bytes = std::max(scope.budget_bytes, score.memory.budget);
+    const std::string name = is_any_budget ? fmt::format("{} at {}", score.config.policy.brief(),
+                                                         score.config.budget_text())
+                                           : score.label();
+    candidates.push_back({.name = name, .error = error(s), .memory = score.memory});
+    budget_bytes.add(score.memory.budget, score.config.policy.prompt);
     if (protected_tokens_fill(score.config.policy.name, score.config.policy.params_text(),
                               score.budget_tokens))
       scope.filled.push_back(score.label());
   }
+  scope.budget_bytes = budget_bytes.bytes();
+  std::vector<const CacheConfig*> configs;
+  for (const std::size_t s : judgement.scores) configs.push_back(&scores[s].config);
+  make_names_different(candidates, configs);
   if (!candidates.empty())
     judgement.recommendation =
         recommend(std::move(candidates), std::move(scope), [&](std::size_t a, std::size_t b) {
@@ -276,11 +287,7 @@ Evaluation::Judgement Evaluation::judge_all() const {
   std::vector<std::size_t> which;
   for (std::size_t s = 0; s < scores.size(); ++s)
     if (scores[s].config.evicts()) which.push_back(s);
-  Judgement judgement = judge(std::move(which), "any budget");
-  for (std::size_t c = 0; c < judgement.scores.size(); ++c)
-    judgement.recommendation.candidates[c].name +=
-        " at " + scores[judgement.scores[c]].config.budget_text();
-  return judgement;
+  return judge(std::move(which), std::string(kAnyBudget));
 }
 
 std::vector<Recommendation> Evaluation::recommendations() const {

@@ -251,9 +251,11 @@ std::vector<BufferChoice> buffers_of(std::span<const ResultRow> rows) {
   for (std::size_t s = 0; s < table.series().size(); ++s) {
     if (table.series()[s].is_full()) continue;  // it holds all tokens, whatever the budget
     for (const BudgetColumn& budget : table.budgets())
+      // A share of the length stands for other numbers of tokens in other traces. The largest
+      // number is used, because a smaller buffer would fetch more than the mean over the traces.
       if (const auto average = table.average(s, budget.text, metric))
         buffers.push_back({.policy = table.series()[s].label,
-                           .buffer = budget.min_tokens,
+                           .buffer = budget.max_tokens,
                            .fetch_rate = average->mean,
                            .low = std::max(average->interval.low, 0.0),
                            .high = std::min(average->interval.high, 1.0),

@@ -34,8 +34,9 @@ struct BufferChoice {
 };
 
 /// The fetch rates of a replay: one for each policy and budget, averaged over the traces, without
-/// the full cache. `rows` must be those of `kvlab replay --refetch`. Throws std::invalid_argument
-/// if there are none.
+/// the full cache. A budget that is a share of the length has the tokens of the longest trace.
+/// `rows` must be those of `kvlab replay --refetch`. Throws std::invalid_argument if there are
+/// none.
 std::vector<BufferChoice> buffers_of(std::span<const ResultRow> rows);
 
 /// What a replay measured its fetch rates on; all 0 if there was none.

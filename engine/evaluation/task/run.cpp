@@ -148,6 +148,7 @@ std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t
   for (const std::string& budget : budgets) {
     std::vector<std::size_t> configs;
     std::vector<Candidate> candidates;
+    BudgetBytes budget_bytes;
     ComparisonScope scope{.budget = budget,
                           .full_bytes = full_bytes,
                           .metric = by_share ? "right answers" : "log p of the right answer",
@@ -159,8 +160,12 @@ std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t
       configs.push_back(c);
       candidates.push_back(
           {.name = run.configs[c].policy.brief(), .error = -scores.mean(c), .memory = memory});
-      scope.budget_bytes = std::max(scope.budget_bytes, memory.budget);
+      budget_bytes.add(memory.budget, run.configs[c].policy.prompt);
     }
+    scope.budget_bytes = budget_bytes.bytes();
+    std::vector<const CacheConfig*> own;
+    for (const std::size_t c : configs) own.push_back(&run.configs[c]);
+    make_names_different(candidates, own);
     made.push_back(
         recommend(std::move(candidates), std::move(scope), [&](std::size_t a, std::size_t b) {
           return scores.difference(configs[b],

@@ -251,8 +251,11 @@ std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& r
 
 /// The budget in bytes: the largest of all configurations, because a tier plan leaves some bytes
 /// unused when its numbers of slots are rounded down.
-double budget_bytes(const Tuning& tuning) {
-  return std::ranges::max(tuning.memory, {}, &Memory::budget).budget;
+double budget_bytes(const Tuning& tuning, const TuneRequest& request) {
+  BudgetBytes budget;
+  for (std::size_t c = 0; c < request.sweep.size(); ++c)
+    budget.add(tuning.memory[c].budget, request.sweep[c].policy.prompt);
+  return budget.bytes();
 }
 
 /// Compares the configurations of the last round.
@@ -264,7 +267,7 @@ void judge(Tuning& tuning, const TuneRequest& request) {
   std::vector<Candidate> candidates;
   ComparisonScope scope{
       .budget = std::to_string(tuning.budget_tokens),
-      .budget_bytes = budget_bytes(tuning),
+      .budget_bytes = budget_bytes(tuning, request),
       .full_bytes = tuning.full_memory.mean,
       .metric = "KL",
       .texts = tuning.halving.kl.texts(),
@@ -289,8 +292,8 @@ void judge(Tuning& tuning, const TuneRequest& request) {
 }
 
 /// Removes configurations that are over budget, unless all are.
-void drop_over_budget(Tuning& tuning) {
-  const double max_bytes = kSameMemory * budget_bytes(tuning);
+void drop_over_budget(Tuning& tuning, const TuneRequest& request) {
+  const double max_bytes = kSameMemory * budget_bytes(tuning, request);
   const auto more = [&](std::size_t c) { return tuning.memory[c].peak > max_bytes; };
   std::ranges::copy_if(tuning.order, std::back_inserter(tuning.over_budget), more);
   if (tuning.over_budget.size() == tuning.order.size()) return tuning.over_budget.clear();
@@ -465,7 +468,7 @@ Tuning tune(Backend& backend, const SweepRunner& run_sweep, const OutputSketch& 
   tuning.metric = request.metric.empty() ? default_metric(replay_metrics) : request.metric;
   tuning.cost = cost_of(replay_metrics, tuning.metric, request.sweep.size());
   tuning.order = order_of(request, tuning.cost);
-  drop_over_budget(tuning);
+  drop_over_budget(tuning, request);
   field.configurations = tuning.order.size();
   tuning.halving = halving(run_sweep, request, field, plan, tuning);
   judge(tuning, request);
