@@ -718,8 +718,9 @@ typedef struct {
   float* lse;      /**< out, device: [count, query_head], natural logarithm; or NULL */
 } kvlab_append_chunk;
 /** Writes the chunk's tokens and attends with their queries. The append's last chunk of a layer
- * compacts the layer's cache. May allocate and then synchronize, unless `longest` was given. May
- * also synchronize for a policy from a header that weighs queries (kvlab_policy_weights). */
+ * compacts the layer's cache. May allocate and then synchronize, unless the append is within
+ * `longest`. May also synchronize for a policy from a header that weighs queries
+ * (kvlab_policy_weights). */
 cudaError_t kvlab_kv_cache_append(kvlab_kv_cache* cache, const kvlab_append_chunk* chunk,
                                   cudaStream_t stream);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <limits>
+#include <new>
 
 #include "kernels/cache/kv_cache.hpp"
 #include "kernels/cache/library_config.hpp"
@@ -23,6 +24,8 @@ cudaError_t record_call(const char* name, Call call) try {
   return record_error(name, cudaErrorInvalidValue, error.what());
 } catch (const cuda::Error& error) {
   return record_error(name, error.code, error.what());
+} catch (const std::bad_alloc&) {
+  return record_error(name, cudaErrorMemoryAllocation, "the host has too little memory");
 } catch (const std::exception& error) {
   return record_error(name, cudaErrorUnknown, error.what());
 }
