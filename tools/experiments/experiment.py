@@ -194,16 +194,18 @@ class Experiment:
         """Adds text to the page. Paragraphs of one line are wrapped; headings, tables and lists stay."""
         self.sections += map(wrapped, text.strip().split("\n\n"))
 
-    def write(self, title, question):
+    def write(self, title, question, reads_texts=True):
+        """Writes the page. `reads_texts`: whether the results depend on --text and --tokens."""
         models = ", ".join(map(name_of_model, self.models))
         version = subprocess.check_output([self.arguments.kvlab, "--version"], text=True).splitlines()[0]
         texts = ", ".join(pathlib.Path(text).stem for text in self.arguments.text)
         limits = f"{self.tokens} tokens of each at most{', with `--quick`' * self.arguments.quick}"
         made = [
             f"Made by `tools/experiments/{pathlib.Path(sys.argv[0]).name}`; no number is typed by hand. Model: {models}.",
-            f"Texts: {texts}, {limits}.\n{version}, on {self.arguments.device or 'the default device'}.",
+            f"Texts: {texts}, {limits}." if reads_texts else "",
+            f"{version}, on {self.arguments.device or 'the default device'}.",
         ]
-        page = [f"# {title}", question.strip(), "\n".join(made), *self.sections]
+        page = [f"# {title}", question.strip(), "\n".join(filter(None, made)), *self.sections]
         path = pathlib.Path(self.arguments.out)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n\n".join(page) + "\n")

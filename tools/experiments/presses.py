@@ -18,17 +18,21 @@ from leaderboard import clopper_pearson
 from leaderboard_page import number
 
 QUESTION = """
-This page asks whether kvpress, run as its users run it, answers as many questions as kvlab's policies do. The question is
-a part of the prompt (`--query-aware`). Both evict once, at the end of the prompt, keep all tokens of the answer, and use
-positions in the text. The budget of kvlab's policies is `ratio(R)`, where R is kvpress's compression ratio.
+This page asks whether kvpress, run as its users run it, answers as many questions as kvlab's policies do. The
+question is a part of the prompt (`--query-aware`). Both evict once, at the end of the prompt, keep all tokens of the
+answer, and use positions in the text. The budget of kvlab's policies is `ratio(R)`, where R is kvpress's compression
+ratio.
 
-- **kvpress**: the press's own `compress`, in the model of transformers in float32, for the token ids that `kvlab task`
-  wrote to `questions.jsonl`.
+- **kvpress**: the press's own `compress`, in the model of transformers in float32, for the token ids that `kvlab
+  task` wrote to `questions.jsonl`.
 - **kvlab**: `kvlab task` with the policy that [ranks tokens in the same
   way](../reference/policies.md#compared-with-other-implementations).
 
-Answers are decoded greedily and judged by the same rule. Numbers in parentheses are 95% intervals (Clopper and Pearson).
-"Same answer" is the share of questions for which both decode the same text.
+Answers are decoded greedily and judged by the same rule. Numbers in parentheses are 95% intervals (Clopper and
+Pearson). "Same answer" is the share of questions for which both decode the same text.
+
+Two pairs differ on purpose. `KeyDiffPress` compares keys after RoPE, and `keydiff` before it. `LagKVPress` gives many
+tokens equal scores and does not say which of them it evicts; `lagkv` evicts the oldest.
 """
 # The press, its settings, and kvlab's policy with the same order of tokens. No two policies have the same name.
 PAIRS = [
@@ -46,15 +50,16 @@ DEPTHS = ["10%", "50%", "90%"]
 
 
 def tasks(experiment):
-    """{name: words of the command}, with about --answers questions each."""
+    """{name: words of the command}, with about --answers questions each, or the one that --task names."""
     count = experiment.arguments.answers
     words = experiment.quick(["40"], ["250", "500"])
     points = len(words) * len(DEPTHS)
     ruler = experiment.quick("niah_single_1", "niah_single_2")  # the first one fits into few tokens
-    return {
-        "pass key": ["passkey", "--words", ",".join(words), "--depth", ",".join(DEPTHS), "--samples", -(-count // points)],
+    found = {
+        "passkey": ["passkey", "--words", ",".join(words), "--depth", ",".join(DEPTHS), "--samples", -(-count // points)],
         ruler: ["ruler", "--tasks", ruler, "--length", experiment.quick(384, 1024), "--samples", count],
     }
+    return {name: words for name, words in found.items() if experiment.arguments.task in (None, words[0])}
 
 
 class Compressed:
@@ -200,6 +205,7 @@ def compare(experiment, directory, words):
 
 
 def arguments(parser):
+    parser.add_argument("--task", choices=["passkey", "ruler"], help="default: both")
     parser.add_argument("--answers", type=int, default=100, help="minimum number of questions of each task (default: 100)")
 
 
@@ -209,8 +215,8 @@ def presses():
         raise Refused("--answers: give at least 1")
     for directory in experiment.models:
         for name, words in tasks(experiment).items():
-            experiment.section(f"## {name}, {name_of_model(directory)}\n\n" + compare(experiment, directory, words))
-    experiment.write("Presses of kvpress", QUESTION)
+            experiment.section(f"## `{name}` on {name_of_model(directory)}\n\n" + compare(experiment, directory, words))
+    experiment.write("Presses of kvpress", QUESTION, reads_texts=False)
 
 
 main(presses)
