@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 
 #include "sim/run/ranking.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
@@ -68,6 +70,44 @@ std::string metric_of(const MetricTable& metric_table, std::size_t series,
                                   : "residual norms and a sketch (`kvlab capture` writes both)"));
 }
 
+/// The setting of `params` that begins with `name`, such as tiers=4 for "tiers="; empty: none.
+std::string setting_of(const std::string& params, std::string_view name) {
+  for (const std::string& setting : split_list(params, ':'))
+    if (setting.starts_with(name)) return setting;
+  return "";
+}
+
+/// The series whose error a policy has if a head keeps all tokens: `full` with the same tiers.
+/// nullopt for a policy without tiers, whose error is then 0. Throws if the run lacks that `full`.
+std::optional<std::size_t> full_of(const MetricTable& metric_table, std::size_t series,
+                                   const std::string& metric) {
+  const Series& own = metric_table.series()[series];
+  const std::string tiers = setting_of(own.params, "tiers="),
+                    centre = setting_of(own.params, "centre=");
+  if (tiers.empty()) return std::nullopt;
+  for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
+    const Series& other = metric_table.series()[s];
+    if (other.is_full() && setting_of(other.params, "tiers=") == tiers &&
+        setting_of(other.params, "centre=") == centre && metric_table.average(s, "all", metric))
+      return s;
+  }
+  throw std::invalid_argument(
+      fmt::format("--policy: {} has an error even if it keeps all tokens, because of {}, and the "
+                  "run has no {} of `full` with the same tiers; replay `full` too if they are one "
+                  "format, or plan budgets from the policy without tiers",
+                  own.label, tiers, metric));
+}
+
+/// Throws if the traces come from several models, because their heads have nothing in common.
+void refuse_several_models(const RunInfo& info) {
+  for (const RunTrace& trace : info.traces)
+    if (!trace.is_of_model(info.traces.front()))
+      throw std::invalid_argument(
+          fmt::format("the run's traces {} and {} come from different models; plan budgets from a "
+                      "run of a single model",
+                      info.traces.front().name, trace.name));
+}
+
 /// The length of the traces in tokens. Throws if their lengths differ.
 std::uint32_t common_length(const RunInfo& info) {
   for (const RunTrace& trace : info.traces)
@@ -99,17 +139,21 @@ std::vector<BudgetColumn> even_budgets(const MetricTable& metric_table, std::siz
   return budgets;
 }
 
-Curve curve_of(const MetricTable& metric_table, std::size_t series, const std::string& metric,
-               const std::vector<BudgetColumn>& budgets, std::uint32_t length, Scope head) {
-  Curve curve;
-  for (const BudgetColumn& budget : budgets) {
-    const auto average = metric_table.average(series, budget.text, metric, head);
+/// `full`: the series that gives the error at the full length; nullopt: that error is 0.
+Curve curve_of(const MetricTable& metric_table, std::size_t series, std::optional<std::size_t> full,
+               const std::string& metric, const std::vector<BudgetColumn>& budgets,
+               std::uint32_t length, Scope head) {
+  const auto error = [&](std::size_t s, const std::string& budget) {
+    const auto average = metric_table.average(s, budget, metric, head);
     if (!average)
       throw std::invalid_argument(
           fmt::format("the run has no {} of layer {}, KV head {}", metric, head.layer, head.head));
-    curve.push_back({budget.min_tokens, average->mean});
-  }
-  curve.push_back({length, 0});
+    return average->mean;
+  };
+  Curve curve;
+  for (const BudgetColumn& budget : budgets)
+    curve.push_back({budget.min_tokens, error(series, budget.text)});
+  curve.push_back({length, full ? error(*full, "all") : 0});
   return curve;
 }
 
@@ -167,6 +211,7 @@ std::vector<std::uint32_t> share_tokens(std::span<const Curve> hulls, std::uint6
 Allocation allocate_budgets(const Run& run, const AllocationRequest& request) {
   if (!run.info.layers.empty())
     throw std::invalid_argument("the run has only some of the layers; replay all of them");
+  refuse_several_models(run.info);
   const MetricTable metric_table(run.rows);
   if (metric_table.budgets().empty()) throw std::invalid_argument(std::string(kNoBudgetInRun));
   const RunTrace& trace = run.info.traces.front();
@@ -180,11 +225,15 @@ Allocation allocate_budgets(const Run& run, const AllocationRequest& request) {
     throw std::invalid_argument(fmt::format(
         "--budget: {} is {} tokens; should be from {}, the run's smallest budget, to {}",
         request.budget.text(), result.mean_tokens, budgets.front().min_tokens, length));
+  const auto full = full_of(metric_table, series, result.metric);
   std::vector<Curve> hulls;
-  for (std::uint32_t layer = 0; layer < trace.layers; ++layer)
+  for (std::uint32_t layer = 0; layer < trace.layers; ++layer) {
+    result.layers.push_back(trace.number(layer));
     for (std::int32_t head = 0; head < static_cast<std::int32_t>(trace.kv_heads); ++head)
-      hulls.push_back(lower_hull(curve_of(metric_table, series, result.metric, budgets, length,
-                                          {static_cast<std::int32_t>(trace.number(layer)), head})));
+      hulls.push_back(
+          lower_hull(curve_of(metric_table, series, full, result.metric, budgets, length,
+                              {static_cast<std::int32_t>(trace.number(layer)), head})));
+  }
   const auto tokens = share_tokens(hulls, std::uint64_t{result.mean_tokens} * hulls.size());
   for (std::size_t i = 0; i < hulls.size(); ++i) {
     if (i % trace.kv_heads == 0) result.heads.emplace_back();

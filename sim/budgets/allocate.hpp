@@ -42,15 +42,17 @@ struct Allocation {
   std::string policy, metric;  ///< the policy's label in the run
   std::uint32_t mean_tokens = 0;
   HeadBudgets heads;
+  std::vector<std::uint32_t> layers;  ///< the model's number of each layer in `heads`
   /// The metric that the lower_hull() of each head predicts, summed over the heads.
   double even = 0;    ///< sum if each head has `mean_tokens`
   double shared = 0;  ///< sum with the budgets in `heads`
 };
 
-/// Reads the run's metrics by head, at budgets that are the same for all heads. Assumes that the
-/// error is 0 at the trace's length. Throws std::invalid_argument if the policy is missing or
-/// ambiguous, if the run lacks the metric by head, if it has fewer than three budgets or only some
-/// layers, or if the mean is outside the measured budgets.
+/// Reads the run's metrics by head, at budgets that are the same for all heads. At the
+/// trace's length, the error of a policy without tiers is 0, and that of a policy with tiers is the
+/// error of `full` with the same tiers. Throws std::invalid_argument if the policy is missing or
+/// ambiguous, if the run lacks that `full` or the metric by head, if it has fewer than three
+/// budgets, only some layers or several models, or if the mean is outside the measured budgets.
 Allocation allocate_budgets(const Run& run, const AllocationRequest& request);
 
 }  // namespace kvlab

@@ -208,6 +208,43 @@ TEST_CASE("kl_estimate decides if the run has it, unless another metric is reque
         "residual_error");
 }
 
+TEST_CASE("the budgets name the model's layers, which may have other numbers than 0, 1, 2") {
+  Run run = run_of_curves("residual_error", {"8", "64", "512"});
+  run.info.traces.front().numbers = {5, 11};
+  for (ResultRow& row : run.rows)
+    if (row.layer >= 0) row.layer = row.layer == 0 ? 5 : 11;
+  CHECK(allocate_budgets(run, at("64")).layers == std::vector<std::uint32_t>{5, 11});
+}
+
+TEST_CASE("a policy with tiers has the error of `full` with the same tiers at the full length") {
+  const auto with_tiers = [](double full_error, const std::string& full_tiers) {
+    Run run = run_of_curves("residual_error", {"8", "64", "512"});
+    for (ResultRow& row : run.rows) {
+      if (row.policy != "h2o" || row.metric != "residual_error") continue;
+      row.params += ":tiers=4";
+      row.value += 1;  // the error of quantization, which is the same at each budget
+    }
+    std::erase_if(run.rows, [](const ResultRow& row) { return row.metric != "residual_error"; });
+    const MadeUp full{"full", full_tiers, 0, 0.01};
+    for (int layer = -1; layer < 2; ++layer)
+      for (int head = -1; head < (layer < 0 ? 0 : 2); ++head)
+        run.rows.push_back(
+            made_up_row(full, "trace0", "all", "residual_error", full_error, layer, head));
+    return run;
+  };
+  // The errors of four heads add up. Tokens are worth what they are worth without tiers.
+  const Allocation plain = allocate_budgets(run_of_curves("residual_error", {"8", "64", "512"}),
+                                            at("600")),
+                   tiers = allocate_budgets(with_tiers(1, "tiers=4"), at("600"));
+  CHECK(tiers.heads == plain.heads);
+  CHECK(std::abs(tiers.even - plain.even - 4) < 1e-9);
+  CHECK(std::abs(tiers.shared - plain.shared - 4) < 1e-9);
+  for (const char* other : {"", "tiers=8", "tiers=4:centre=prompt"})
+    CHECK_THAT(error_of<std::invalid_argument>(
+                   [&] { allocate_budgets(with_tiers(1, other), at("600")); }),
+               ContainsSubstring("no residual_error of `full` with the same tiers"));
+}
+
 TEST_CASE("a run without the data for budgets by head is refused") {
   const auto refused = [](Run run, const AllocationRequest& request) {
     return error_of<std::invalid_argument>([&] { allocate_budgets(run, request); });
@@ -238,6 +275,9 @@ TEST_CASE("a run without the data for budgets by head is refused") {
   Run lengths = made_up_run({{"h2o", "", 1, 0}}, 2);
   lengths.info.traces[1].tokens = 900;
   CHECK_THAT(refused(lengths, at("64")), ContainsSubstring("1000 and 900 tokens"));
+  Run models = made_up_run({{"h2o", "", 1, 0}}, 2);
+  models.info.traces[1].weights_xxh3 = "00000000000000ff";
+  CHECK_THAT(refused(models, at("64")), ContainsSubstring("come from different models"));
   Run hole = good;
   std::erase_if(hole.rows, [](const ResultRow& row) { return row.layer == 1 && row.head == 1; });
   CHECK_THAT(refused(hole, at("64")), ContainsSubstring("layer 1, KV head 1"));

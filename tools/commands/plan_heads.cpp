@@ -19,8 +19,8 @@ void print(const Allocation& allocation, const std::string& out) {
   fmt::print("{:>5} {:>8} {:>8} {:>8}\n", "layer", "min", "mean", "max");
   for (std::size_t l = 0; l < allocation.heads.size(); ++l) {
     const auto& heads = allocation.heads[l];
-    fmt::print("{:>5} {:>8} {:>8} {:>8}\n", l, std::ranges::min(heads), mean_budget({heads}),
-               std::ranges::max(heads));
+    fmt::print("{:>5} {:>8} {:>8} {:>8}\n", allocation.layers[l], std::ranges::min(heads),
+               mean_budget({heads}), std::ranges::max(heads));
   }
   fmt::print("predicted {}: {:.4g} with one budget for all heads, {:.4g} with these budgets\n",
              allocation.metric, allocation.even, allocation.shared);
@@ -53,6 +53,7 @@ int plan_heads(const HeadsRequest& request) {
                 {"budget_tokens", allocation.mean_tokens},
                 {"even", allocation.even},
                 {"allocated", allocation.shared},
+                {"layers", allocation.layers},
                 {"budgets", allocation.heads}});
   else
     print(allocation, out);
