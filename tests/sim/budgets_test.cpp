@@ -240,9 +240,9 @@ TEST_CASE("a policy with tiers has the error of `full` with the same tiers at th
   CHECK(std::abs(tiers.even - plain.even - 4) < 1e-9);
   CHECK(std::abs(tiers.shared - plain.shared - 4) < 1e-9);
   for (const char* other : {"", "tiers=8", "tiers=4:centre=prompt"})
-    CHECK_THAT(error_of<std::invalid_argument>(
-                   [&] { allocate_budgets(with_tiers(1, other), at("600")); }),
-               ContainsSubstring("no residual_error of `full` with the same tiers"));
+    CHECK_THAT(
+        error_of<std::invalid_argument>([&] { allocate_budgets(with_tiers(1, other), at("600")); }),
+        ContainsSubstring("no residual_error of `full` with the same tiers"));
 }
 
 TEST_CASE("a run without the data for budgets by head is refused") {
