@@ -125,7 +125,8 @@ std::vector<ComparedRow> rows_of(const std::vector<ScoreSet>& sets, const Compar
         if (there.size() < 2) continue;
         const auto common = metric_table.average_common(there, row.budget, row.metric);
         for (std::size_t i = 0; i < there.size(); ++i) line.scores[places[i]] = common.averages[i];
-        line.difference = common.difference;
+        if (places.front() == 0 && places.back() + 1 == line.scores.size())
+          line.difference = common.difference;
         compared.push_back(std::move(line));
       }
     }
@@ -145,7 +146,7 @@ ordered_json shared_json(const Comparison& comparison) {
       *std::ranges::find(comparison.together.metrics, comparison.metric, &MetricInfo::name);
   std::size_t better = 0, worse = 0, similar = 0, configurations = 0;
   for (const ComparedRow& line : comparison.rows) {
-    if (!is_policy(line)) continue;
+    if (!is_policy(line) || !line.is_in_first_and_last()) continue;
     ++configurations;
     if (!line.difference) continue;
     if (!line.difference->significantly_different())
@@ -188,8 +189,9 @@ ordered_json row_json(const ComparedRow& row, const std::vector<std::string>& na
 
 }  // namespace
 
-std::string compared_text(const std::optional<Difference>& difference) {
-  if (!difference) return "no text in common";
+std::string compared_text(const ComparedRow& row) {
+  const std::optional<Difference>& difference = row.difference;
+  if (!difference) return row.is_in_first_and_last() ? "nothing scored in common" : "not in both";
   if (std::isnan(difference->interval.low))
     return difference_text(*difference) + ", no interval known";
   return difference_text(*difference, ", ") +

@@ -14,12 +14,15 @@ namespace kvlab {
 struct ComparedRow {
   std::string group, policy, budget;
   std::vector<std::optional<Average>> scores;  ///< [run]
-  std::optional<Difference>
-      difference;  ///< last minus first of the runs that have the configuration
+  /// The last run minus the first; nullopt if one of them lacks the configuration, or if they
+  /// scored nothing in common.
+  std::optional<Difference> difference;
+
+  bool is_in_first_and_last() const { return scores.front() && scores.back(); }
 };
 
-/// The difference as text, such as "0.010 (-0.002, 0.022), not significant".
-std::string compared_text(const std::optional<Difference>& difference);
+/// The row's difference as text, such as "0.010 (-0.002, 0.022), not significant".
+std::string compared_text(const ComparedRow& row);
 
 /// A comparison of several runs. Results of different models are not averaged.
 struct Comparison {

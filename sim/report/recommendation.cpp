@@ -532,6 +532,8 @@ std::string oracle_sentence(const MetricTable& metric_table, const MetricInfo& m
     const Ranking ranking = rank_policies(metric_table, budget.text, metric, Frontier::skip);
     if (ranking.empty()) continue;
     const std::size_t choice = ranking.ranked[ranking.winner].series;
+    // A policy with `prompt` keeps more tokens than an oracle at the same budget.
+    if (keeps_prompt(metric_table.series()[choice].params)) continue;
     const auto oracle = counterpart(metric_table, choice, kOracleAttention);
     const auto own = metric_table.average(choice, budget.text, metric.name);
     const auto bound =

@@ -84,10 +84,13 @@ class Page {
         options_(options),
         headline_(*find_metric(best_metric(run.rows))),
         by_head_(best_by_head()),
-        budget_(chosen_budget()),
-        groups_(groups_of(run)) {
-    const Ranking ranking = rank_policies(metric_table_, budget_.text, headline_, Frontier::skip);
-    if (!ranking.empty()) winner_ = ranking.ranked[ranking.winner].series;
+        groups_(groups_of(run)),
+        budget_(chosen_budget()) {
+    // Metrics of several models are not averaged. The page opens with the first model.
+    const MetricTable first(groups_.front().rows);
+    const Ranking ranking = rank_policies(first, budget_.text, headline_, Frontier::skip);
+    if (!ranking.empty())
+      winner_ = series_like(first.series()[ranking.ranked[ranking.winner].series]);
   }
 
   PageDocument document() const {
@@ -181,7 +184,8 @@ class Page {
       throw std::invalid_argument(fmt::format("--budget {}: is not in this run, which has {}",
                                               options_.budget, fmt::join(known, ", ")));
     }
-    const auto made = recommendations_of(metric_table_, headline_, 0, "");
+    const auto made =
+        recommendations_of(MetricTable(groups_.front().rows), headline_, 0, std::string());
     if (made.empty()) return metric_table_.budgets().front();
     return *metric_table_.find_budget(made[decisive_budget(made)].scope.budget);
   }
@@ -327,6 +331,18 @@ class Page {
     return grid;
   }
 
+  /// The index in metric_table_ of a series of another table of the run.
+  std::optional<std::size_t> series_like(const Series& own) const {
+    for (std::size_t s = 0; s < metric_table_.series().size(); ++s) {
+      const Series& series = metric_table_.series()[s];
+      if (series.policy == own.policy && series.params == own.params &&
+          series.prefill == own.prefill && series.positions == own.positions &&
+          series.seed == own.seed)
+        return s;
+    }
+    return std::nullopt;
+  }
+
   /// The index of the series of the same policy in the metric table, if the run has it.
   std::optional<std::size_t> series_of(const KeptSeries& kept) const {
     for (std::size_t s = 0; s < metric_table_.series().size(); ++s) {
@@ -355,8 +371,8 @@ class Page {
   const ReportOptions& options_;
   const MetricInfo& headline_;
   const MetricInfo& by_head_;  ///< the best of the metrics that the run has by head
-  const BudgetColumn& budget_;
   std::vector<SequenceGroup> groups_;
+  const BudgetColumn& budget_;
   std::optional<std::size_t> winner_;
 };
 

@@ -126,9 +126,11 @@ class Tabulator {
   const ResolvedConfig& config() const { return outcome_.configs[c_]; }
 
   /// The index of the oracle `name` with the budget and the prefill mode of the current
-  /// configuration, if there is one.
+  /// configuration, if there is one. A policy with `prompt` has none, because it keeps the prompt
+  /// in addition to its budget, and an oracle does not.
   std::optional<std::size_t> oracle_beside(std::string_view name) const {
-    if (is_oracle(config().policy.name) || !config().evicts()) return std::nullopt;
+    if (is_oracle(config().policy.name) || !config().evicts() || config().policy.prompt)
+      return std::nullopt;
     const auto found = std::ranges::find_if(outcome_.configs, [&](const ResolvedConfig& other) {
       return other.policy.name == name && other.budget.text() == config().budget.text() &&
              other.prefill.chunk == config().prefill.chunk;

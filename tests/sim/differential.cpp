@@ -216,7 +216,7 @@ class Oracles {
 
   /// Attaches the outcomes of the oracles of `c` to `outcome`, which is the outcome of `c`.
   void put_beside(const Case& c, brute::Outcome& outcome) {
-    if (is_oracle(c.brute.policy) || c.brute.policy == "full") return;
+    if (is_oracle(c.brute.policy) || c.brute.policy == "full" || c.replay.policy.prompt) return;
     outcome.attention_oracle = find("oracle_attention", c);
     if (!outcome.attention_oracle) return;
     for (std::size_t l = 0; l < outcome.queries.size(); ++l)

@@ -156,6 +156,15 @@ TEST_CASE("A page says how the runner-up compares with the choice") {
             b + "worse: by 0.050, which is 50% of a's. No confidence interval is known."});
 }
 
+TEST_CASE("A value minus the best one is negative if it is worse and higher values are better") {
+  if (!has_node()) return skip("there is no Node.js");
+  const std::string call =
+      "minusBest([x[0], x[1], x[2]].map((v) => (Number.isNaN(v) ? null : v)), x[3] > 0).join()";
+  CHECK(on_a_page(call,
+                  {{0.5, 0.25, 0.75, 0}, {0.5, 0.25, 0.75, 1}, {0.5, NAN, NAN, 1}, {0, 0, 0, 1}}) ==
+        std::vector<std::string>{"0.5,0.25,0.75", "-0.5,-0.75,-0.25", "-0.5,,", "0,0,0"});
+}
+
 TEST_CASE("No two scripts of pages define the same name") {
   static const std::regex kDefinition(
       R"(^(?:async )?(?:function\*?|const|let|var|class) +([A-Za-z_$][\w$]*))");

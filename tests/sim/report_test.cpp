@@ -314,6 +314,18 @@ TEST_CASE(
   CHECK(!data.contains("figures"));    // the frontier is drawn only for one model
 }
 
+TEST_CASE("a report of several models opens with the budget and the choice of the first one") {
+  Run run = made_up_run({{"h2o", "", 0.4, 0.01}, {"window", "", 0.3, 0.01}}, 2);
+  run.info.traces[1].model = "other";
+  run.info.traces[1].weights_xxh3 = "00000000000000ff";
+  for (ResultRow& row : run.rows)
+    if (row.trace == "trace1" && row.policy == "window") row.value += 5;
+  const auto data = report_page(run).data;
+  CHECK(data["recommendations"][0]["budgets"][0]["choice"] == "window");
+  CHECK(data["recommendations"][1]["budgets"][0]["choice"] == "h2o");
+  CHECK(data["series"][data["winner"].get<std::size_t>()]["policy"] == "window");
+}
+
 TEST_CASE("a report of many policies, layers and heads stays under three megabytes") {
   if (!vega_script()) return skip(kNoVegaHere);
   Run run = made_up_run({});

@@ -106,7 +106,10 @@ TEST_CASE("oracle_residual adds a regret, and requires the inputs of residual_er
   const TraceReader trace = write_random_trace(folder / "trace", {});
   CacheConfig window = oracle(16, 0);
   window.policy = parse_policy("window");
-  const std::vector<CacheConfig> sweep{window, oracle(16, 0)};
+  // This policy keeps the prompt in addition to its budget, so the oracle's budget is not its own.
+  CacheConfig with_prompt = window;
+  with_prompt.policy = parse_policy("window:prompt");
+  const std::vector<CacheConfig> sweep{window, oracle(16, 0), with_prompt};
   const ReplayResult result = replay(trace, 0, sweep, {.layers = {}, .progress = {}});
   const auto value = [&](std::size_t config, const std::string& metric) {
     const auto row = std::ranges::find_if(result.measurements, [&](const Measurement& m) {
@@ -118,6 +121,9 @@ TEST_CASE("oracle_residual adds a regret, and requires the inputs of residual_er
   const double regret = value(0, "residual_error") - value(1, "residual_error");
   CHECK(value(0, "regret_residual") == Approx(regret));
   CHECK(regret > 0);
+  CHECK(std::ranges::none_of(result.measurements, [](const Measurement& m) {
+    return m.config == 2 && m.metric.starts_with("regret_");
+  }));
   const TraceReader plain = write_random_trace(folder / "plain", {.residuals = false});
   using Catch::Matchers::ContainsSubstring;
   CHECK_THROWS_WITH(replay(plain, 0, sweep, {.layers = {}, .progress = {}}),

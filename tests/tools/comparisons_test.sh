@@ -81,6 +81,14 @@ for other in all layer; do
   prints "the runs did not score the same: plain scored queries of decoded tokens, all layers" pairs.err
   prints "differences cannot be paired" pairs.out
 done
+
+# The difference is that of the last and the first run, also if only other runs share a configuration.
+"$kvlab" replay --trace of60 --policy window --budget 32 --out windows >/dev/null 2>&1
+"$kvlab" replay --trace of60 --policy window,h2o --budget 32 --out both >/dev/null 2>&1
+"$kvlab" compare both windows plain >three.out 2>three.err
+grep -q '^window .* not in both$' three.out || { cat three.out; fail "a difference is not that of the last run and the first"; }
+grep -q '^h2o .* not significant$' three.out || { cat three.out; fail "the first and the last run both have h2o"; }
+
 for tokens in 150 200; do
   "$kvlab" eval --model "$tiny" --text a.txt --policy h2o --budget 32 --max-tokens $tokens --device cpu --out eval$tokens \
     >/dev/null 2>&1

@@ -58,10 +58,14 @@ void print_table(const Comparison& comparison) {
       const std::size_t wide = text.find("±") == std::string::npos ? 0 : 1;
       fmt::print(" {:>{}}", text, run_width + wide);
     }
-    fmt::print("{}\n", paired ? "   " + compared_text(row.difference) : "");
+    fmt::print("{}\n", paired ? "   " + compared_text(row) : "");
   }
-  if (!paired && !comparison.rows.empty())
-    fmt::print("The runs share no text, so differences cannot be paired and are not shown.\n");
+  if (!paired && std::ranges::any_of(comparison.rows, &ComparedRow::is_in_first_and_last))
+    fmt::print(
+        "The runs scored nothing in common, so differences cannot be paired and are not shown.\n");
+  else if (!paired && !comparison.rows.empty())
+    fmt::print("No configuration is in both {} and {}, so no differences are shown.\n",
+               comparison.names.front(), comparison.names.back());
   const auto is_policy = [](const ComparedRow& row) { return row.policy != "full"; };
   const auto evicts = [](const ComparedRow& row) { return row.budget != "all"; };
   if (std::ranges::any_of(comparison.rows, is_policy)) {

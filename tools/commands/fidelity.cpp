@@ -65,8 +65,8 @@ void print_table(const Fidelity& fidelity) {
         "differ significantly in KL:",
         standard->metric);
     for (const FidelityBudget& budget : standard->within)
-      fmt::print(" {} of {} at {}", budget.misordered.size(), budget.significantly_different,
-                 budget.budget);
+      fmt::print("{} {} of {} at {}", &budget == standard->within.data() ? "" : ",",
+                 budget.misordered.size(), budget.significantly_different, budget.budget);
     fmt::print("\n");
   }
 }

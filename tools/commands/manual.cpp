@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -27,6 +28,11 @@ std::vector<Flag> flags_of(const Command& command) {
     Flag flag{option.name, option.value_name, option.help, {}};
     if (flag.value.find('|') != std::string::npos) flag.choices = split_list(flag.value, '|');
     std::erase_if(flag.choices, [](const std::string& word) { return word.starts_with('@'); });
+    // Words in capitals, such as those of --tree NODES|FILE, stand for a value.
+    const auto is_value = [](const std::string& word) {
+      return word.front() >= 'A' && word.front() <= 'Z';
+    };
+    if (std::ranges::any_of(flag.choices, is_value)) flag.choices.clear();
     flags.push_back(std::move(flag));
   }
   return flags;

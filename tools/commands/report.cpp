@@ -45,7 +45,7 @@ void add_options(OptionTable& table, Request& request) {
   table.text("out", "FILE", request.out, "the page; an existing file is replaced");
   table.text("budget", "B", request.budget,
              "budget of the headline and of the heat maps; one of the run's budgets",
-             "the middle budget of the run");
+             "the one that the run's `Next:` line names");
   table.text("model", "DIR", request.model,
              "model of the traces; shows the text of the tokens that were kept");
   table.text("figures", "DIR", request.figures,

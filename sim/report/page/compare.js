@@ -4,10 +4,13 @@
 function sharedAnswer({runs, shared, warning}) {
   const {configurations, better, worse, similar} = shared;
   if (!configurations)
-    return answer('No policy has the same settings and budget in two of the runs, so there is no difference to show.');
-  const count = counted(configurations, 'configuration is', 'configurations are');
-  if (better + worse + similar === 0)
-    return answer(`${count} in two of the runs, but the runs share no text, so differences cannot be paired and are not shown.`);
+    return answer(`No policy has the same settings and budget in ${named(runs[0].name)} and ${named(runs.at(-1).name)}, so there ` +
+      'is no difference to show.');
+  const paired = better + worse + similar;
+  const count = counted(paired || configurations, 'configuration is', 'configurations are');
+  if (paired === 0)
+    return answer(`${count} in both, but the runs scored nothing in common, so differences cannot be paired and are not ` +
+      'shown.');
   return answer(`${count} in both and measured on the same texts. `, strong(runs.at(-1).name), ' is significantly better than ',
     strong(runs[0].name), ` in ${better}, significantly worse in ${worse}, and not significantly different in ${similar}.` +
     (warning ? ' Differences use only texts that are in both runs.' : ''));
@@ -17,11 +20,12 @@ function sharedAnswer({runs, shared, warning}) {
 function sharedTable({runs, rows}) {
   if (!rows.length) return section('Configurations that the runs share', 'No configuration is in two of the runs.');
   const names = runs.map((run) => run.name), paired = rows.some((row) => row.interval);
-  const difference = ({interval}) => (interval ? [numberCell(interval.mean), numberCell(interval.low), numberCell(interval.high),
-    interval.significantly_different ? 'significant' : 'not significant'] : ['–', '', '', 'no text in common']);
+  const missing = ({scores}) => ['–', '', '', scores[0] && scores.at(-1) ? 'nothing scored in common' : 'not in both'];
+  const difference = ({interval}) => [numberCell(interval.mean), numberCell(interval.low), numberCell(interval.high),
+    interval.significantly_different ? 'significant' : 'not significant'];
   return section('Configurations that the runs share', '', dataTable(['policy', 'budget', 'model', ...names,
     ...(paired ? [`${names.at(-1)} − ${names[0]}`, '95% CI from', 'to', ''] : [])], rows.map((row) => [named(row.label),
-    named(row.budget), named(row.model), ...row.scores.map(averageCell), ...(paired ? difference(row) : [])]),
+    named(row.budget), named(row.model), ...row.scores.map(averageCell), ...(paired ? (row.interval ? difference : missing)(row) : [])]),
   {texts: ['policy', 'model', '']}));
 }
 

@@ -2,7 +2,7 @@
 function settingsOf(params) {
   return new Map(params.split(':').filter(Boolean).map((part) => {
     const at = part.indexOf('=');
-    return [part.slice(0, at), part.slice(at + 1)];
+    return at < 0 ? [part, ''] : [part.slice(0, at), part.slice(at + 1)];  // some settings, such as prompt, have no value
   }));
 }
 
@@ -18,7 +18,7 @@ function sweepsOf(series) {
     for (const [name, text] of settings) {
       const number = Number(text.replace(/%$/, ''));
       if (text === '' || Number.isNaN(number)) continue;
-      const rest = [...settings].filter(([other]) => other !== name).map((pair) => pair.join('='));
+      const rest = [...settings].filter(([other]) => other !== name).map((pair) => pair.filter(Boolean).join('='));
       const key = [one.run ?? '', one.policy, name, rest.join(':'), one.prefill, one.positions, one.seed].join('\n');
       if (!found.has(key)) found.set(key, {policy: one.policy, parameter: name, rest: rest.join(':'), series: []});
       found.get(key).series.push([index, number]);

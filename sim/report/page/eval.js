@@ -17,7 +17,8 @@ function candidatesTable(made) {
   const row = (one, ...compared) => [named(one.policy), numberCell(one.mean), ...compared, bytesCell(one.kv_bytes_mean),
     bytesCell(one.kv_bytes_peak)];
   const ranked = made.order.map((one) => {
-    const {mean, low, high} = one.from_choice;
+    const {mean: worse, low: from, high: to} = one.from_choice;
+    const [mean, low, high] = minusBest([worse, from, to], made.better === 'higher');
     return one.policy === made.choice ? row(one, '', '', '', 'chosen')
       : row(one, numberCell(mean), numberCell(low), numberCell(high), significance(one.from_choice));
   });

@@ -12,12 +12,17 @@ function cells(page) {
   return made;
 }
 
+/** Whether the map has values of both signs: differences, or a metric such as regret, which may be below 0. */
+function isSigned(page, values) {
+  return page.state.base >= 0 || values.some((cell) => cell.value < 0);
+}
+
 function headSpec(page, forExport) {
-  const values = cells(page), {data, state} = page;
+  const values = cells(page), {data} = page;
   const bound = Math.max(1e-12, ...values.map((cell) => Math.abs(cell.value)));
   const amounts = ['#f4f1e6', '#a9d6c5', '#4fa3b8', '#2a6496', '#1d2f63'];
   const differences = ['#0b4f8a', '#6fb0dc', '#f2f2ef', '#f0a661', '#a84300'];
-  const signed = state.base >= 0;
+  const signed = isSigned(page, values);
   const step = Math.max(1, Math.ceil(data.layers.length / 16));
   return {
     height: 110 + Math.min(480, Math.max(90, 24 * data.layers.length)),

@@ -158,8 +158,8 @@ class Page {
       chooser('base', 'minus', [[-1, 'nothing'], ...names], state.base, (value) => this.set('base', Number(value), 'heads')));
     this.parts.heads = () => {
       const there = this.metricTable.has(state.group, this.headMetric().name, 'head');
-      note.textContent = there ? this.headTitle() + (state.base < 0 ? '. Darker is higher.'
-        : '. Blue is negative, orange is positive.') : 'This metric is not available by head on this page.';
+      note.textContent = there ? this.headTitle() + (isSigned(this, cells(this)) ? '. Blue is negative, orange is positive.'
+        : '. Darker is higher.') : 'This metric is not available by head on this page.';
       figure.hidden = !there;
       return there ? chart.draw() : null;
     };

@@ -89,7 +89,9 @@ function allMetrics(data, group) {
   const row = (one, s, b, budget) => [{content: [...colourDot(one.colour), named(one.label)]}, named(budget),
     ...data.metrics.map((metric) => cell(metric, s, b))];
   const rows = data.series.flatMap((one, s) => {
-    const budgets = data.budgets.map(({text}, b) => [text, b]).filter(([, b]) => table.at(group, 'recall', s, b));
+    // A trace of selections has no recall.
+    const has = (b) => data.metrics.some((metric) => table.at(group, metric.name, s, b));
+    const budgets = data.budgets.map(({text}, b) => [text, b]).filter(([, b]) => has(b));
     return one.full ? [row(one, s, 0, 'all')] : budgets.map(([text, b]) => row(one, s, b, text));
   });
   return dataTable(['policy', 'budget', ...data.metrics.map((metric) => metric.label)], rows, {caption, texts: ['policy']});

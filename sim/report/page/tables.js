@@ -66,7 +66,8 @@ function rankingRow(page, table, [s, ...difference], place) {
   if (!at) return null;
   const number = (value) => (value === null || Number.isNaN(value) ? element('td', {class: 'n'}, '–')
     : element('td', {class: 'n', 'data-value': String(value)}, page.valueText(value)));
-  const note = rankingNote(s, table, place, difference), [mean, low, high, over] = difference;
+  const note = rankingNote(s, table, place, difference), over = difference[3];
+  const [mean, low, high] = minusBest(difference, page.metric().higher);
   const cells = [element('td', {'data-text': one.label}, swatch(one), element('bdi', {}, shown(one.label, 60))),
     number(at.value), number(at.error), element('td', {class: 'n'}, String(at.count))];
   if (page.isOverall()) {

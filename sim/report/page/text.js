@@ -46,6 +46,15 @@ function differenceText(mean, low, high) {
   return known ? `${text(mean)} (${text(low)} to ${text(high)})` : text(mean);
 }
 
+/**
+ * How much higher a value is than the best one, as [mean, low, high], from how much worse it is, which the page's data
+ * give. The two have opposite signs if higher values are better.
+ */
+function minusBest([mean, low, high], higherIsBetter) {
+  const negative = (value) => (value === null ? null : -value || 0);  // not -0
+  return higherIsBetter ? [negative(mean), negative(high), negative(low)] : [mean, low, high];
+}
+
 /** Says whether a difference from the choice is significant. */
 function significance({low, high}) {
   return low === null ? 'no interval known' : low > 0 || high < 0 ? 'significant' : 'not significant';

@@ -457,8 +457,8 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
     call("compare", folder / "run", folder / "elsewhere", "--out", folder / "compare.html")
     browser.open(folder / "compare.html")
     text = browser.js("return document.body.innerText")
-    assert text.count("the runs share no text, so differences cannot be paired and are not shown") == 1, text
-    assert "no text in common" not in text, text
+    assert text.count("the runs scored nothing in common, so differences cannot be paired and are not shown") == 1, text
+    assert "nothing scored in common" not in text, text
     browser.check_quiet()
 
 
