@@ -92,8 +92,8 @@ def tensors():
     return {name: np.abs(values) if "norm" in name else values for name, values in found.items()}
 
 
-def write_gguf(path, fields, tensors, architecture="llama", raw={}):
-    writer = gguf.GGUFWriter(path, architecture)
+def write_gguf(path, fields, tensors, architecture="llama", raw={}, order=gguf.GGUFEndian.LITTLE):
+    writer = gguf.GGUFWriter(path, architecture, endianess=order)
     for key, (value, kind) in fields.items():
         writer.add_key_value(key, value, kind)
     for name, values in tensors.items():
@@ -316,6 +316,37 @@ class GgufTest(unittest.TestCase):
             changed = {name: values for name, values in (weights | changed_weights).items() if values is not None}
             write_gguf(self.source, keys | changed_keys, changed, "qwen2")
             self.check_refused(words)
+
+    def test_a_file_without_add_bos_token_gets_the_default_of_llama_cpp(self):
+        kind = gguf.GGUFValueType
+        llama3 = fields() | {"tokenizer.ggml.pre": ("llama-bpe", kind.STRING)}
+        no_bos = llama3 | {"tokenizer.ggml.add_bos_token": (False, kind.BOOL)}
+        keys, weights = gemma3()
+        del keys["tokenizer.ggml.add_bos_token"]
+        for case, adds, arguments in (
+            ("Llama 3", True, (llama3, tensors())),
+            ("Llama 3 without BOS", False, (no_bos, tensors())),
+            ("GPT-2", False, (fields(), tensors())),
+            ("SentencePiece", True, (keys, weights, "gemma3")),
+        ):
+            write_gguf(self.source, *arguments)
+            done = self.convert()
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            tokenizer = json.loads((self.out / "tokenizer.json").read_text())
+            self.assertEqual(tokenizer["post_processor"] is not None, adds, case)
+            shutil.rmtree(self.out)
+
+    def test_a_file_that_means_something_else_is_refused(self):
+        kind = gguf.GGUFValueType
+        scaled = fields() | {"llama.rope.scale_linear": (4.0, kind.FLOAT32)}
+        write_gguf(self.source, scaled, tensors())
+        self.check_refused("llama.rope.scale_linear is not supported")
+        unsplit = fields()
+        del unsplit["tokenizer.ggml.pre"]
+        write_gguf(self.source, unsplit, tensors())
+        self.check_refused("has no tokenizer.ggml.pre")
+        write_gguf(self.source, fields(), tensors(), order=gguf.GGUFEndian.BIG)
+        self.check_refused("has the other byte order")
 
     def test_quantized_tensors_equal_those_of_the_gguf_package(self):
         """Tests each type that occurs in files of the kind Q4_K_M. The script rounds values to bf16."""

@@ -50,7 +50,15 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds
 MAX_CHARACTERS = 1024  # of a SentencePiece token; limited because every split of a token into two is tried
 SPACE = "\u2581"  # SentencePiece's character for a space
 # Keys of an architecture that change what the model computes. A file that has one is refused.
-UNSUPPORTED = ("rope.scaling", "expert", "attention.scale", "attn_logit_softcapping", "final_logit_softcapping")
+# `rope.scale_linear` is the name that files from before `rope.scaling` use.
+UNSUPPORTED = (
+    "rope.scaling",
+    "rope.scale_linear",
+    "expert",
+    "attention.scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
 
 
 class Refused(Exception):
@@ -262,7 +270,9 @@ def added_token(number, text, kind):
 
 def byte_level(meta, tokens, kinds):
     """The parts of a GPT-2 style tokenizer. The file contains the merges, and the name of the pre-tokenizer."""
-    pre = meta.get("tokenizer.ggml.pre", str, "gpt-2")
+    if "tokenizer.ggml.pre" not in meta.fields:  # written before April 2024
+        raise Refused("has no tokenizer.ggml.pre, so how texts are split is not known; convert the model again")
+    pre = meta.get("tokenizer.ggml.pre", str)
     if pre not in PRE_TOKENIZERS:
         raise Refused(f"tokenizer.ggml.pre is '{pre}'; it should be one of {', '.join(PRE_TOKENIZERS)}")
     merges = [merge.split(" ") for merge in meta.texts("tokenizer.ggml.merges")]
@@ -353,7 +363,9 @@ def read_tokenizer(meta):
     parts = parts_of(meta, tokens, kinds)
     if len(set(tokens)) != len(tokens):
         raise Refused("tokenizer.ggml.tokens has the same token twice; all should be different")
-    bos = meta.get("tokenizer.ggml.add_bos_token", bool, False) and meta.token("tokenizer.ggml.bos_token_id")
+    # Without the key, llama.cpp adds the BOS token for SentencePiece and for Llama 3.
+    adds_bos = model == "llama" or (model == "gpt2" and meta.get("tokenizer.ggml.pre", str) == "llama-bpe")
+    bos = meta.get("tokenizer.ggml.add_bos_token", bool, adds_bos) and meta.token("tokenizer.ggml.bos_token_id")
     # Unused tokens only fill the rows of the embedding. Checkpoints leave them out of the vocabulary.
     used = [(i, text, kind) for i, (text, kind) in enumerate(zip(tokens, kinds)) if kind != UNUSED]
     added = [token for token in used if token[2] not in (NORMAL, BYTE)]
@@ -478,6 +490,8 @@ def convert(source, folder):
         raise Refused("there is no such file")
     except Exception as error:  # the package defines no error for a broken file
         raise Refused(f"{reason_of(error)}; give a complete GGUF file")
+    if reader.byte_order == "S":  # the gguf package dequantizes only the host's byte order
+        raise Refused("has the other byte order than this computer; convert the model again without --bigendian")
     meta = Metadata(reader)
     architecture = read_architecture(meta)
     config, tokenizer = read_config(meta, architecture), read_tokenizer(meta)
