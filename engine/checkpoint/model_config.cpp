@@ -26,6 +26,7 @@ constexpr std::uint32_t kMaxLayers = 4096, kMaxWidth = 1 << 20, kMaxHeads = 1 <<
 enum class Windows {
   none,
   all,      ///< all layers, unless sliding_window is null
+  enabled,  ///< all layers if use_sliding_window is true
   last,     ///< layers from max_window_layers on, if use_sliding_window is true
   between,  ///< all layers except every sliding_window_pattern-th
 };
@@ -41,6 +42,7 @@ struct Architecture {
   std::optional<RopeKeys> rope_of_windows = {};  ///< RoPE of layers with a window, if it differs
   BlockNorms norms = {};
   float norm_offset = 0;
+  double default_scalar = 0;      ///< default of query_pre_attn_scalar; 0: the head size
   bool scaled_embedding = false;  ///< embeddings are multiplied by sqrt(hidden)
   bool gelu = false;
   bool tied_by_default = false;
@@ -88,7 +90,7 @@ const std::array<Architecture, 10> kArchitectures{{
      .own_keys = "num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
                  "norm_topk_prob decoder_sparse_step mlp_only_layers router_aux_loss_coef "
                  "output_router_logits",
-     .windows = Windows::last,
+     .windows = Windows::enabled,
      .attention_bias_key = true,
      .experts = {.count = 1},
      .qk_norm = true},
@@ -142,6 +144,7 @@ const std::array<Architecture, 10> kArchitectures{{
                .pre_mlp = "pre_feedforward_layernorm",
                .post_mlp = "post_feedforward_layernorm"},
      .norm_offset = 1,
+     .default_scalar = 256,
      .scaled_embedding = true,
      .gelu = true,
      .tied_by_default = true,
@@ -210,8 +213,9 @@ std::uint32_t read_window(const JsonFields& config, const Architecture& architec
   constexpr std::string_view key = "sliding_window", on = "use_sliding_window";
   const Windows windows = architecture.windows;
   const bool switched_on = config.flag(on, false);
-  if (windows == Windows::last && !switched_on) return 0;
-  if (windows != Windows::last && switched_on)
+  const bool has_switch = windows == Windows::last || windows == Windows::enabled;
+  if (has_switch && !switched_on) return 0;
+  if (!has_switch && switched_on)
     config.refuse(on, fmt::format("{} does not have this key", architecture.name));
   if (windows == Windows::none && config.has(key))
     config.refuse(key, fmt::format("{} has no sliding windows", architecture.name));
@@ -227,7 +231,7 @@ bool is_windowed(const JsonFields& config, const Architecture& architecture, std
     return config.has(key) ? config.whole32(key, kMaxContext) : if_absent;
   };
   if (windows == Windows::last) return layer >= number("max_window_layers", 28);
-  if (windows != Windows::between) return windows == Windows::all;
+  if (windows != Windows::between) return windows != Windows::none;
   return (layer + 1) % std::max(1u, number("sliding_window_pattern", architecture.pattern)) != 0;
 }
 
@@ -261,7 +265,8 @@ std::vector<std::uint32_t> read_layer_windows(const JsonFields& config,
   for (std::uint32_t layer = 0; layer < layers; ++layer) {
     const bool by_rule = window > 0 && is_windowed(config, architecture, layer);
     const bool own = windowed.empty() ? by_rule : windowed[layer];
-    if ((own && window == 0) || (windows == Windows::all && own != by_rule))
+    const bool by_rule_only = windows == Windows::all || windows == Windows::enabled;
+    if ((own && window == 0) || (by_rule_only && own != by_rule))
       config.refuse(
           key, fmt::format("layer {} contradicts the windows that other keys describe", layer));
     by_layer[layer] = own ? window : 0;
@@ -273,12 +278,18 @@ void read_rows(const JsonFields& config, const Architecture& architecture, Model
   constexpr std::string_view scalar = "query_pre_attn_scalar";
   const std::vector<std::uint32_t> by_layer =
       read_layer_windows(config, architecture, model.layers);
+  if (architecture.sinks && !config.has("rope_parameters") && !config.has("rope_scaling"))
+    config.refuse("rope_parameters",
+                  "it or rope_scaling must be given, because readers differ in what a missing one "
+                  "means (transformers: YaRN with factor 32)");
   const ScaledRope rope = read_rope(config, model.head_size, architecture.rope);
   const ScaledRope window_rope =
       architecture.rope_of_windows
           ? read_rope(config, model.head_size, *architecture.rope_of_windows)
           : rope;
-  const double size = config.has(scalar) ? config.number(scalar, 1e-6, 1e6) : model.head_size;
+  const double if_absent =
+      architecture.default_scalar > 0 ? architecture.default_scalar : model.head_size;
+  const double size = config.has(scalar) ? config.number(scalar, 1e-6, 1e6) : if_absent;
   for (const std::uint32_t window : by_layer) {
     model.rows.push_back({.window = window,
                           .scale = static_cast<float>(1.0 / std::sqrt(size)),

@@ -298,6 +298,8 @@ TEST_CASE("Gemma 3's scales, norms and two RoPE tables are read in both layouts"
                            {"rope_scaling", {{"rope_type", "linear"}, {"factor", 8.0}}}}));
   CHECK((c.tied_head && c.qk_norm && c.gelu && c.norm_offset == 1 && c.unknown_keys.empty()));
   CHECK(c.embedding_scale == std::sqrt(96.0f));
+  CHECK(c.softmax_scale() == 0.125f);
+  CHECK(read(with(gemma3(), {{"query_pre_attn_scalar", nullptr}})).softmax_scale() == 0.0625f);
   CHECK(c.norms.post_mlp == "post_feedforward_layernorm");
   CHECK(c.has_windows());
   for (std::size_t layer = 0; layer < 3; ++layer) {
@@ -364,18 +366,30 @@ TEST_CASE("Qwen3-MoE has experts in the layers that its keys name") {
   refused(with(qwen3(), {{"num_experts", 8}}), "num_experts");
 }
 
+TEST_CASE("Qwen3-MoE has windows in all layers or in none") {
+  using Windows = std::vector<std::uint32_t>;
+  const json on = with(moe(), {{"use_sliding_window", true}, {"sliding_window", 9}});
+  CHECK(windows(on) == Windows{9, 9, 9});
+  CHECK(windows(with(on, {{"max_window_layers", 2}})) == Windows{9, 9, 9});
+  CHECK(windows(with(on, {{"use_sliding_window", false}})) == Windows{0, 0, 0});
+  CHECK(windows(with(moe(), {{"layer_types", {kFull, kFull, kFull}}})) == Windows{0, 0, 0});
+  refused(with(on, {{"layer_types", {kFull, kSliding, kSliding}}}), "layer_types");
+}
+
 TEST_CASE("gpt-oss has alternating sliding windows, sinks, biases and a clamp; MXFP4 is refused") {
   const json oss = family("GptOss", "gpt_oss",
                           {{"head_dim", 32},
                            {"sliding_window", 12},
                            {"num_local_experts", 8},
                            {"num_experts_per_tok", 4},
+                           {"rope_parameters", {{"rope_type", "default"}}},
                            {"swiglu_limit", 6.0}});
   const ModelConfig c = read(oss);
   CHECK(c.heads().windows == std::vector<std::uint32_t>{12, 0, 12});
   CHECK((c.sinks && c.qkv_bias && c.output_bias && c.clamp == 6 && c.experts.among_chosen));
   CHECK((c.experts.mlp == 160 && c.rope().inv_freq[1] == Approx(std::pow(15e4, -2.0 / 32))));
   refused(with(oss, {{"swiglu_alpha", 1.5}}), "swiglu_alpha");
+  refused(with(oss, {{"rope_parameters", nullptr}}), "rope_parameters");
   CHECK_THAT(error_of(with(oss, {{"quantization_config", {{"quant_method", "mxfp4"}}}})),
              ContainsSubstring("Mxfp4Config"));
 }

@@ -40,7 +40,9 @@ std::vector<Family> families() {
                        {"mlp_only_layers", {0}}}),
                  kOtherExperts});
   nlohmann::json gpt_oss = with(small_config("GptOssForCausalLM", "gpt_oss", 8, 2, 64), windows);
-  gpt_oss.update({{"num_local_experts", 5}, {"num_experts_per_tok", 4}});
+  gpt_oss.update({{"num_local_experts", 5},
+                  {"num_experts_per_tok", 4},
+                  {"rope_parameters", {{"rope_type", "default"}}}});
   all.push_back({"experts with biases and a clamp, sink logits, windows", gpt_oss, kOtherExperts});
   return all;
 }
