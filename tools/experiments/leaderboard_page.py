@@ -63,7 +63,7 @@ def page(rows):
         parts += [f"## `{model.name}` (random weights: only the shape counts)", *model.speed()]
     parts += [
         "## Do the criteria, and the models, agree?",
-        "Rank correlations (Spearman) over all policies.",
+        wrapped(compared(models)),
         agreement(models),
         "## Which metric of a replay predicts KL",
         wrapped(
@@ -260,6 +260,15 @@ def speed_table(rows):
     return table(["policy", *(f"{share} of the memory, {what}" for share in shares for what in ("one sequence", "largest batch"))], lines)
 
 
+def compared(models):
+    """Which policies the rank correlations are over."""
+    unlike = dict.fromkeys(
+        short(name) for model in models for plan in model.formats for name in model.values("accuracy", plan) if name not in model.values("kl", plan)
+    )
+    text = "Rank correlations (Spearman) over the policies that were measured with the same settings."
+    return text + f" Those of KL and accuracy leave out {listed(unlike)}." if unlike else text
+
+
 def agreement(models):
     """Rank correlations between the criteria on each model, and between models."""
     lines = []
@@ -267,7 +276,7 @@ def agreement(models):
         for share in models[0].memory:
 
             def order(model, metric, sign=1, plan=plan, share=share):
-                return {short(name): sign * value_of(own[share]) for name, own in model.values(metric, plan).items() if share in own}
+                return {name: sign * value_of(own[share]) for name, own in model.values(metric, plan).items() if share in own}
 
             losses = {model.name: order(model, "kl") for model in models}
             first = losses[models[0].name]
