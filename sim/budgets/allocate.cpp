@@ -98,16 +98,6 @@ std::optional<std::size_t> full_of(const MetricTable& metric_table, std::size_t 
                   own.label, tiers, metric));
 }
 
-/// Throws if the traces come from several models, because their heads have nothing in common.
-void refuse_several_models(const RunInfo& info) {
-  for (const RunTrace& trace : info.traces)
-    if (!trace.is_of_model(info.traces.front()))
-      throw std::invalid_argument(
-          fmt::format("the run's traces {} and {} come from different models; plan budgets from a "
-                      "run of a single model",
-                      info.traces.front().name, trace.name));
-}
-
 /// The length of the traces in tokens. Throws if their lengths differ.
 std::uint32_t common_length(const RunInfo& info) {
   for (const RunTrace& trace : info.traces)
@@ -211,7 +201,7 @@ std::vector<std::uint32_t> share_tokens(std::span<const Curve> hulls, std::uint6
 Allocation allocate_budgets(const Run& run, const AllocationRequest& request) {
   if (!run.info.layers.empty())
     throw std::invalid_argument("the run has only some of the layers; replay all of them");
-  refuse_several_models(run.info);
+  refuse_several_models(run.info, "plan budgets");
   const MetricTable metric_table(run.rows);
   if (metric_table.budgets().empty()) throw std::invalid_argument(std::string(kNoBudgetInRun));
   const RunTrace& trace = run.info.traces.front();

@@ -361,6 +361,15 @@ std::string read_checked(const std::filesystem::path& path, const JsonFields& in
 
 }  // namespace
 
+void refuse_several_models(const RunInfo& info, std::string_view what) {
+  for (const RunTrace& trace : info.traces)
+    if (!trace.is_of_model(info.traces.front()))
+      throw std::invalid_argument(
+          fmt::format("the run's traces {} and {} come from different models; {} from a run of a "
+                      "single model",
+                      info.traces.front().name, trace.name, what));
+}
+
 RunTrace describe(const TraceReader& trace, const std::string& path) {
   const TraceHeader& header = trace.header();
   const ModelShape& shape = header.shape;

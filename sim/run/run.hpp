@@ -14,6 +14,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sim/run/results.hpp"
@@ -96,6 +97,10 @@ struct RunInfo {
 
   bool operator==(const RunInfo&) const = default;
 };
+
+/// Throws std::invalid_argument if the traces come from several models. `what`: what a run of
+/// several models cannot be used for, as in "deploy".
+void refuse_several_models(const RunInfo& info, std::string_view what);
 
 /// A period in which a token was kept. It is given by the first and the last shown query in that
 /// period.

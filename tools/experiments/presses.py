@@ -18,7 +18,7 @@ from leaderboard import clopper_pearson
 from leaderboard_page import number
 
 QUESTION = """
-This page asks whether kvpress, run as its users run it, answers as many questions as kvlab's policies do. The
+This page asks whether presses of kvpress, run by transformers, answer as many questions as kvlab's policies do. The
 question is a part of the prompt (`--query-aware`). Both evict once, at the end of the prompt, keep all tokens of the
 answer, and use positions in the text. The budget of kvlab's policies is `ratio(R)`, where R is kvpress's compression
 ratio.
@@ -34,16 +34,16 @@ Pearson). "Same answer" is the share of questions for which both decode the same
 Two pairs differ on purpose. `KeyDiffPress` compares keys after RoPE, and `keydiff` before it. `LagKVPress` gives many
 tokens equal scores and does not say which of them it evicts; `lagkv` evicts the oldest.
 """
-# The press, its settings, and kvlab's policy with the same order of tokens. No two policies have the same name.
+# The press, and kvlab's policy with the same order of tokens. No two policies have the same name.
 PAIRS = [
-    (kvpress.SnapKVPress, {}, "snapkv:window=64:recent=64"),
-    (kvpress.TOVAPress, {}, "tova:once:scope=layer:recent=2"),
-    (kvpress.ObservedAttentionPress, {}, "h2o_mean:recent=0:once"),
-    (kvpress.ExpectedAttentionPress, {}, "expected_attention:once"),
-    (kvpress.StreamingLLMPress, {}, "sink:once"),
-    (kvpress.KeyDiffPress, {}, "keydiff:once"),  # the press compares keys after RoPE, the policy before
-    (kvpress.KnormPress, {}, "knorm:once"),
-    (kvpress.LagKVPress, {}, "lagkv:once"),
+    (kvpress.SnapKVPress, "snapkv:window=64:recent=64"),
+    (kvpress.TOVAPress, "tova:once:scope=layer:recent=2"),
+    (kvpress.ObservedAttentionPress, "h2o_mean:recent=0:once"),
+    (kvpress.ExpectedAttentionPress, "expected_attention:once"),
+    (kvpress.StreamingLLMPress, "sink:once"),
+    (kvpress.KeyDiffPress, "keydiff:once"),  # the press compares keys after RoPE, the policy before
+    (kvpress.KnormPress, "knorm:once"),
+    (kvpress.LagKVPress, "lagkv:once"),
 ]
 RATIOS = [0.5, 0.75]
 DEPTHS = ["10%", "50%", "90%"]
@@ -139,12 +139,12 @@ def by_presses(directory, questions):
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     tokenizer = tokenizers.Tokenizer.from_file(str(pathlib.Path(directory) / "tokenizer.json"))
-    compressed = Compressed(model, [make(**settings) for make, settings, _ in PAIRS])
-    found = {(make.__name__, ratio): [] for make, _, _ in PAIRS for ratio in RATIOS}
+    compressed = Compressed(model, [make() for make, _ in PAIRS])
+    found = {(make.__name__, ratio): [] for make, _ in PAIRS for ratio in RATIOS}
     for count, question in enumerate(questions, 1):
         first = compressed.read(question["context"] + question["question"])
         for ratio in RATIOS:
-            for (make, _, _), answer in zip(PAIRS, answers(model, tokenizer, question, first, compressed.cache(ratio))):
+            for (make, _), answer in zip(PAIRS, answers(model, tokenizer, question, first, compressed.cache(ratio))):
                 found[make.__name__, ratio].append(answer)
         print(f"{count} of {len(questions)} questions", file=sys.stderr)
     return found
@@ -175,7 +175,7 @@ def cell(answers):
 def compare(experiment, directory, words):
     """A table with a row for each press."""
     experiment.model = directory
-    policies = ",".join(policy for _, _, policy in PAIRS)
+    policies = ",".join(policy for _, policy in PAIRS)
     budgets = ",".join(f"ratio({ratio})" for ratio in RATIOS)
     out = experiment.kvlab(
         ["task", *map(str, words)], "--model", directory, "--policy", policies, "--budget", budgets, "--positions", "original", "--query-aware",
@@ -183,7 +183,7 @@ def compare(experiment, directory, words):
     questions = [json.loads(line) for line in (out / "questions.jsonl").read_text().splitlines()]
     ours, theirs = by_policies(experiment, out), by_presses(directory, questions)
     lines, inside, both = [], 0, 0
-    for make, _, policy in PAIRS:
+    for make, policy in PAIRS:
         line = [f"`{make.__name__}`", f"`{policy}`"]
         for ratio in RATIOS:
             own, other = ours.get((policy.partition(":")[0], ratio)), theirs[make.__name__, ratio]

@@ -35,15 +35,6 @@ BudgetColumn budget_of_run(const MetricTable& metric_table, const std::string& t
   return *column;
 }
 
-void refuse_several_models(const RunInfo& info) {
-  for (const RunTrace& trace : info.traces)
-    if (!trace.is_of_model(info.traces.front()))
-      throw std::invalid_argument(
-          fmt::format("the run's traces {} and {} come from different models; deploy from a run "
-                      "of a single model",
-                      info.traces.front().name, trace.name));
-}
-
 /// Scores of the oracles and of `full` at the same budget.
 json baseline_scores(const MetricTable& metric_table, const Ballot& ballot) {
   json scores = json::object();
@@ -77,7 +68,7 @@ Budget budget_of(const RunInfo& info, const BudgetColumn& column) {
 Ballot rank_for_deployment(const Run& run, const MetricTable& metric_table,
                            const std::string& budget, const std::string& metric) {
   Ballot ballot{.budget = budget_of_run(metric_table, budget), .metric = &deciding_metric(metric)};
-  refuse_several_models(run.info);
+  refuse_several_models(run.info, "deploy");
   ballot.ranking = rank_policies(metric_table, ballot.budget.text, *ballot.metric);
   if (ballot.ranking.empty())
     throw std::invalid_argument(
